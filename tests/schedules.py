@@ -4,7 +4,7 @@ import random
 from contextlib import contextmanager
 from typing import Any
 
-from sfi_core.state.side import RING_PLACES
+from sfi_core.state.side_stream import RING_PLACES
 from tests.fakes import RecordingObserver
 
 

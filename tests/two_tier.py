@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from sfi_core.state.side import InOrder
+from sfi_core.state.side_stream import InOrder
 from sfi_core.state.two_tier import TwoTierStore
 from tests.schedules import AnyTime, Lazy
 

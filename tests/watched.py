@@ -84,7 +84,7 @@ class Watch:
 
     def see(self, layer: Layer, query_BHGTD: torch.Tensor, out_BHGTE: torch.Tensor) -> None:
         run = layer.run
-        for row, one in enumerate(layer.forward.passes):
+        for row, one in enumerate(layer.batch_pass.passes):
             state = run.requests[row]
             if one.generates:
                 blocks = list(run.store.blocks(layer.index, row, state.length))

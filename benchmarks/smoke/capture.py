@@ -7,7 +7,7 @@ import torch
 from benchmarks.smoke.journal import Journal
 from benchmarks.smoke.plan import Plan
 from sfi_core.engine.graphs import recorder
-from sfi_core.state.side import side_of
+from sfi_core.state.side_stream import side_of
 from sfi_kernels.top_k import top_k
 
 ROWS, WIDTH, KEPT, REPLAYS = 16, 256, 8, 3

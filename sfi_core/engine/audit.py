@@ -27,12 +27,12 @@ class Audit:
 
     def see(self, layer: Layer, query_BHGTD: torch.Tensor, out_BHGTE: torch.Tensor) -> None:
         """Audit the last query of every request that gets a token from this pass and whose step is due."""
-        forward, run = layer.forward, layer.run
+        batch_pass, run = layer.batch_pass, layer.run
         unaudited = self.config.layers is not None and layer.index not in self.config.layers
-        if unaudited or not forward.generates:
+        if unaudited or not batch_pass.generates:
             return
         with run.observer.span("audit", layer.index):
-            for row, one in enumerate(forward.passes):
+            for row, one in enumerate(batch_pass.passes):
                 if not one.generates:
                     continue
                 query, state = query_BHGTD[row : row + 1, :, :, -1], run.requests[row]

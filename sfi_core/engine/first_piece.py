@@ -12,7 +12,7 @@ from sfi_core.engine.layer import Layer
 
 def is_first_piece(layer: Layer, prompts: tuple[int, ...], query_BHGTD: torch.Tensor) -> bool:
     """Say whether these rows read first pieces that PyTorch can attend: no soft cap, no learned sinks."""
-    begin = not any(layer.forward.start[row] for row in prompts)
+    begin = not any(layer.batch_pass.start[row] for row in prompts)
     plain = layer.options["soft_cap"] is None and layer.options["sink_HG"] is None
     return begin and plain and layer.new is not None and has_fused(query_BHGTD, *layer.new)
 
@@ -35,7 +35,7 @@ def attend_to_itself(
     """
     assert layer.new is not None, "the host has handed over the piece's keys"
     key, value = layer.new
-    B, T, count = len(query_BHGTD), query_BHGTD.shape[3], layer.forward.count
+    B, T, count = len(query_BHGTD), query_BHGTD.shape[3], layer.batch_pass.count
     if len(prompts) == B and all(own == T for own in count):
         return _causal(query_BHGTD, key, value, layer)
     out = query_BHGTD.new_zeros(*query_BHGTD.shape[:4], value.shape[3])

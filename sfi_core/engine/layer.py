@@ -42,7 +42,7 @@ class Layer:
         sink_HG: torch.Tensor | None = None,
         new: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> None:
-        self.run, self.index, self.forward = run, index, run.forward
+        self.run, self.index, self.batch_pass = run, index, run.batch_pass
         self.backend = run.store.backend
         self.pages = run.store.pages(index)
         self.left_dense = index in run.policy.config.dense_layers
@@ -140,6 +140,6 @@ class Layer:
         return made
 
     def _whole(self, row: int) -> tuple[torch.Tensor, ...]:
-        one, step = slice(row, row + 1), self.forward.descriptor
+        one, step = slice(row, row + 1), self.batch_pass.descriptor
         table_1P, length_1 = self.run.store.block_table_BP[one], step.length_B[one]
         return self.pages.key_PHND, self.pages.value_PHNE, table_1P, length_1

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from sfi_core.state.side import Job, Side, has_side_stream
+from sfi_core.state.side_stream import Job, SideStream, has_side_stream
 from sfi_core.state.streams import stream_of
 
 # float32 numbers of evidence that are worked off together: halves the Selector's time per layer
@@ -50,7 +50,7 @@ class Waiting:
 class Maintenance:
     """The ring of buffers, the side stream that reads them, and the items that wait for each other."""
 
-    def __init__(self, side: Side) -> None:
+    def __init__(self, side: SideStream) -> None:
         self.side = side
         self._ring = [RingPlace() for _ in range(side.places)]
         self._next = 0

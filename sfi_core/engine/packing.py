@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from sfi_core.engine.layer import Layer
 from sfi_core.engine.run import Run
-from sfi_core.engine.telling import tell_recall
+from sfi_core.engine.step_events import tell_recall
 from sfi_core.observers.events import SelectionEvent
 from sfi_core.observers.observer import wants
 from sfi_core.policies.base import Selection

@@ -45,7 +45,7 @@ class PromptQueries:
         """Return the prompts' last queries, those of the new piece included, padded on the left."""
         known, query = self.layers.get(layer.index), query_BHGTD
         if known is not None:
-            query = _joined(known.query_BHGTD, query, layer.forward.count)
+            query = _joined(known.query_BHGTD, query, layer.batch_pass.count)
         return query if self.window is None else query[:, :, :, -self.window :]
 
     def forget(self, request: int) -> None:

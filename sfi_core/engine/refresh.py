@@ -17,7 +17,7 @@ def end_prompt(layer: Layer, query_BHGTD: torch.Tensor) -> None:
 
     `query_BHGTD` are the last piece's queries; the last `window_prefill` of the prompt's select.
     """
-    run, ended = layer.run, layer.forward.ended
+    run, ended = layer.run, layer.batch_pass.ended
     if layer.left_dense or not ended:
         return
     last_BHGWD = run.prompt_queries.with_kept(layer, query_BHGTD)
@@ -32,7 +32,7 @@ def end_prompt(layer: Layer, query_BHGTD: torch.Tensor) -> None:
 def _together(layer: Layer, heads: int) -> Iterator[tuple[tuple[int, ...], int]]:
     # yields neighbors whose first selections share their launches, and their number of queries; a prompt
     # shorter than window or budget is alone, since its selection is smaller
-    config, waiting = layer.run.policy.config, layer.forward.ended
+    config, waiting = layer.run.policy.config, layer.batch_pass.ended
     least = max(config.window_prefill, config.budget)
     while waiting:
         lengths = [layer.run.requests[row].length for row in waiting]

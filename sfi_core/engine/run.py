@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from sfi_core.distributed.ranks import ALONE, Ranks
-from sfi_core.engine.forward import (
+from sfi_core.engine.batch_pass import (
+    BatchPass,
     Descriptors,
-    Forward,
     FreshDescriptors,
     RequestPass,
     known_requests,
@@ -24,7 +24,7 @@ from sfi_core.engine.maintenance import Maintenance
 from sfi_core.engine.meter import WHOLE_STEP, Meter
 from sfi_core.engine.prompt_queries import PromptQueries, Watcher
 from sfi_core.engine.rows import Rows
-from sfi_core.engine.telling import Shape, step_event, step_shape, tell_beginning
+from sfi_core.engine.step_events import Shape, step_event, step_shape, tell_beginning
 from sfi_core.observers.observer import Observer
 from sfi_core.policies.base import EvidencePolicy, Policy
 from sfi_core.policies.context import Notes
@@ -34,7 +34,7 @@ from sfi_core.state.kv_store import KVStore
 from sfi_core.state.layer_pages import LayerPages
 from sfi_core.state.packed_segment import PackedSegment
 from sfi_core.state.request import RequestState
-from sfi_core.state.side import side_of
+from sfi_core.state.side_stream import side_of
 from sfi_kernels.step_descriptor import FAST, SLOW
 
 CPU = torch.device("cpu")
@@ -83,7 +83,7 @@ class Run:
     maintenance: Maintenance = field(init=False)
     descriptors: Descriptors = field(init=False)
     recorded: bool = True
-    _forward: Forward | None = None
+    _batch_pass: BatchPass | None = None
 
     def __post_init__(self) -> None:
         """Start with empty requests."""
@@ -95,10 +95,10 @@ class Run:
         self.descriptors = FreshDescriptors(policy, self.store, self.device)
 
     @property
-    def forward(self) -> Forward:
+    def batch_pass(self) -> BatchPass:
         """The forward pass under way."""
-        assert self._forward is not None, "a forward pass has begun"
-        return self._forward
+        assert self._batch_pass is not None, "a forward pass has begun"
+        return self._batch_pass
 
     @property
     def done(self) -> bool:
@@ -138,7 +138,7 @@ class Run:
         """Enter a forward pass; `passes` says what each request does in it."""
         # all pieces of a prompt are one step, which the last piece counts before step 0, else the first piece
         generates = any(one.generates for one in passes)
-        reads_on = self._forward is not None and not self._forward.generates
+        reads_on = self._batch_pass is not None and not self._batch_pass.generates
         if generates if self.step < 0 else not reads_on:
             self.step += 1
         if self.recorded:  # otherwise the clock runs since an earlier piece of the prompt
@@ -157,11 +157,11 @@ class Run:
         with self.launches(WHOLE_STEP):
             known = known_requests(passes, self.requests, self.policy)
             described = self.descriptors.describe(known)
-        self._forward = Forward.of(passes, start, *described)
+        self._batch_pass = BatchPass.of(passes, start, *described)
 
     def append(self, layer: int, key_BHTD: torch.Tensor, value_BHTE: torch.Tensor) -> LayerPages:
         """Write the pass's new keys and values of a layer to the store."""
-        longest, step = self.forward.longest, self.forward.descriptor
+        longest, step = self.batch_pass.longest, self.batch_pass.descriptor
         self.store.grow(longest)
         self.layers.add(layer)
         with self.launches(layer), self.observer.span("append", layer):
@@ -171,23 +171,23 @@ class Run:
                 value_BHTE,
                 step.append_start_B,
                 step.append_count_B,
-                self.forward.start,
-                self.forward.count,
+                self.batch_pass.start,
+                self.batch_pass.count,
             )
 
     def tell(self, layer: Any, query_BHGTD: torch.Tensor, out_BHGTE: torch.Tensor) -> None:
         """Show the watchers the queries and outputs of an `engine.layer.Layer`."""
-        forward = self.forward
-        if forward.prompts != forward.ended and self.policy.selects_after:
+        batch_pass = self.batch_pass
+        if batch_pass.prompts != batch_pass.ended and self.policy.selects_after:
             self.prompt_queries.see(layer, query_BHGTD, out_BHGTE)
         for watcher in self.watchers:
             watcher.see(layer, query_BHGTD, out_BHGTE)
 
     def record(self, token_B: Sequence[int]) -> None:
         """Note each row's new token x_t, if the pass gave the row one, and tell the observer."""
-        self.meter.lap(prefill=not self.forward.decodes)
+        self.meter.lap(prefill=not self.batch_pass.decodes)
         shape = step_shape(self)
-        rows = zip(self.requests, self.forward.passes, token_B, strict=True)
+        rows = zip(self.requests, self.batch_pass.passes, token_B, strict=True)
         for state, one, token in rows:
             if one.generates:
                 self._record(state, token, shape)
@@ -196,7 +196,7 @@ class Run:
     def end_pass(self) -> None:
         """End a pass whose tokens the host notes itself."""
         self.maintenance.join()
-        self.meter.lap(prefill=not self.forward.decodes)
+        self.meter.lap(prefill=not self.batch_pass.decodes)
         self.recorded = True
 
     def segment(self, layer: int) -> PackedSegment:
@@ -223,9 +223,9 @@ class Run:
 
     def rows(self, rows: tuple[int, ...]) -> Rows:
         """Return the tensors to refresh some requests with; all layers of the pass share them."""
-        chosen = self.forward.chosen
+        chosen = self.batch_pass.chosen
         if rows not in chosen:
-            table, step = self.store.block_table_BP, self.forward.descriptor
+            table, step = self.store.block_table_BP, self.batch_pass.descriptor
             chosen[rows] = Rows.of(rows, self.requests, self.policy.config.sink, step, table)
         return chosen[rows]
 

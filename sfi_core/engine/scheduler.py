@@ -7,8 +7,8 @@ from typing import Any, Protocol, Self
 
 import torch
 
+from sfi_core.engine.derived_runs import open_row
 from sfi_core.engine.left_pad import left_pad
-from sfi_core.engine.parts import open_row
 from sfi_core.engine.picking.picker import Picker
 from sfi_core.engine.run import Run
 from sfi_core.state.request import RequestState

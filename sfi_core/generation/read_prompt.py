@@ -12,7 +12,7 @@ from sfi_core.engine.shared_prompt import SharedPrompt
 from sfi_core.generation.prompts import check_lengths, encode
 from sfi_core.hosts.transformers.decoder import Decoder, nothing_to_tell
 from sfi_core.hosts.transformers.slow_fast import slow_fast
-from sfi_core.models.forecast import check_fits
+from sfi_core.models.memory_need import check_fits
 from sfi_core.settings.config import SfiConfig
 
 

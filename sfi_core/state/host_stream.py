@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from sfi_core.state.host_tier import HostTier
-from sfi_core.state.side import Side
+from sfi_core.state.side_stream import SideStream
 
 BLOCK = 1024  # most tokens of a block
 SHARE = 16  # a block is at most 1/16 of the capacity
@@ -32,7 +32,7 @@ class HostStream:
         offloaded_bytes: Bytes copied to the host.
     """
 
-    def __init__(self, side: Side, block: int, device: torch.device | None = None) -> None:
+    def __init__(self, side: SideStream, block: int, device: torch.device | None = None) -> None:
         self.side, self.block = side, block
         self.buffers: list[torch.Tensor] = []
         self.copied_bytes = self.offloaded_bytes = 0

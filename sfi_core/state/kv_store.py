@@ -8,7 +8,7 @@ import torch
 
 from sfi_core.state.layer_pages import LayerPages
 from sfi_core.state.packed_segment import PackedSegment
-from sfi_core.state.side import Job
+from sfi_core.state.side_stream import Job
 
 
 @dataclass(slots=True)

@@ -4,13 +4,13 @@ from collections.abc import Sequence
 
 import torch
 
-from sfi_core.state.side import Side
+from sfi_core.state.side_stream import SideStream
 
 
 class RecallScratch:
     """Memory for one recall at a time: recalls run one after the other."""
 
-    def __init__(self, side: Side) -> None:
+    def __init__(self, side: SideStream) -> None:
         self._side = side
         self._flat: list[torch.Tensor] = []
 

@@ -21,10 +21,10 @@ from sfi_core.errors import ConfigError
 from sfi_core.state.host_stream import HostStream, block_tokens
 from sfi_core.state.kv_store import Recall
 from sfi_core.state.layer_pages import LayerPages, join_blocks, tokens_of
+from sfi_core.state.layer_tiers import LayerTiers
 from sfi_core.state.packed_segment import PackedSegment
 from sfi_core.state.recall_scratch import RecallScratch
-from sfi_core.state.side import InOrder, Job, Side
-from sfi_core.state.tiers import Tiers
+from sfi_core.state.side_stream import InOrder, Job, SideStream
 from sfi_kernels.append import append
 from sfi_kernels.recall import recall
 from sfi_kernels.step_descriptor import sent
@@ -38,7 +38,7 @@ class TwoTierStore:
         block_table_BP: Ring pages of each request's pages, int32.
         host_table_BP: Host pages of the same, int32.
         side: Runs offloads and recalls; offloads of layer i have place 2 i, recalls 2 i + 1.
-        layers: Tiers by layer.
+        layers: LayerTiers by layer.
         stream: Copies pages to the host, and blocks of them back for dense reads.
     """
 
@@ -52,7 +52,7 @@ class TwoTierStore:
         page_size: int,
         ring_pages: int,
         backend: str = "torch",
-        side: Side | None = None,
+        side: SideStream | None = None,
         resident: Callable[[int, int], Sequence[int]] | None = None,
     ) -> None:
         """Plan for `capacity` tokens in each of `batch` requests.
@@ -74,7 +74,7 @@ class TwoTierStore:
         self.block_table_BP = (row_B1 * self.ring_pages + page_P % self.ring_pages).int()
         self.host_table_BP = (row_B1 * self.pages_per_request + page_P).int()
         self.side = side or InOrder()
-        self.layers: dict[int, Tiers] = {}
+        self.layers: dict[int, LayerTiers] = {}
         self._resident = resident
         # kept because PyTorch's allocator would reuse tensors that only another stream still reads
         self._recalling: dict[int, Job] = {}
@@ -272,17 +272,17 @@ class TwoTierStore:
         }
         return one
 
-    def _allocate(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> Tiers:
+    def _allocate(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> LayerTiers:
         for name in ("block_table_BP", "host_table_BP"):
             setattr(self, name, getattr(self, name).to(key.device))
         self.stream.device = key.device
         resident = tuple(self._resident(layer, key.shape[1])) if self._resident else ()
         rows, pages = self.batch * self.ring_pages, self.batch * self.pages_per_request
-        return Tiers.allocate(
+        return LayerTiers.allocate(
             key, value, self.page_size, ring=rows, host=pages, batch=self.batch, resident=resident
         )
 
-    def _offload_sinks(self, layer: int, tiers: Tiers, most_sink: int) -> None:
+    def _offload_sinks(self, layer: int, tiers: LayerTiers, most_sink: int) -> None:
         # for requests so short that sinks are in an incomplete page
         N, unfinished = self.page_size, []
         for row, end in enumerate(self._end):

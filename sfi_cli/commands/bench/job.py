@@ -88,8 +88,8 @@ class DecodeBenchJob:
 
     def _forecast(self, settings: Any, device: Any, machine: ForecastTable) -> None:
         from sfi_cli.commands.bench.views import forecast_text
-        from sfi_core.measure.bench.forecast import forecast_document
-        from sfi_core.measure.bench.lossless_forecast import lossless_forecast_document
+        from sfi_core.measure.bench.byte_roofline import forecast_document
+        from sfi_core.measure.bench.lossless_roofline import lossless_forecast_document
 
         model = self.subject.unloaded()
         sizes: dict[str, Any] = {

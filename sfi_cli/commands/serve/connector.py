@@ -17,10 +17,10 @@ from sfi_core.hosts.vllm.connector import SfiPlan
 from sfi_core.hosts.vllm.entry import Plan
 from sfi_core.hosts.vllm.names import KVConnectorRole, layer_shapes
 from sfi_core.hosts.vllm.planner import Planner
-from sfi_core.hosts.vllm.reading import settings_of, tokenizer_of
+from sfi_core.hosts.vllm.request_settings import OWN, RequestSettings
 from sfi_core.hosts.vllm.stats import ServerStats
 from sfi_core.hosts.vllm.versions import installed_version
-from sfi_core.hosts.vllm.wishes import OWN, Wishes
+from sfi_core.hosts.vllm.vllm_objects import settings_of, tokenizer_of
 from sfi_core.measure.bench.architectures import empty_model
 from sfi_core.models.describe import describe_model
 from sfi_core.models.load import BUNDLED
@@ -79,7 +79,7 @@ class SfiConnector(PlainConnector):
                 requests=(tracked.state.request,),
                 ids_BT=torch.tensor([ids], dtype=torch.int64),
                 count=(len(ids),),
-                settings=own_settings(tracked.wishes, self.settings.config),
+                settings=own_settings(tracked.settings, self.settings.config),
             )
         )
 
@@ -155,10 +155,10 @@ def begin_event(planner: Planner, plan: Plan) -> BeginStepEvent:
     )
 
 
-def own_settings(wishes: Wishes, config: Any) -> dict[str, Any]:
+def own_settings(settings: RequestSettings, config: Any) -> dict[str, Any]:
     """Return the settings in which a request differs from the server."""
     return {
         name: value
         for name in OWN
-        if (value := getattr(wishes.config, name)) != getattr(config, name)
+        if (value := getattr(settings.config, name)) != getattr(config, name)
     }

@@ -43,7 +43,7 @@ def end_prompts(
     For a pass that only reads prompts; the arguments are those of `attend`, and its result `out_BHGTE`.
     """
     layer = Layer(run, index, **options)
-    run.meter.count("host.prefill_attention", len(layer.forward.prompts))
+    run.meter.count("host.prefill_attention", len(layer.batch_pass.prompts))
     with run.launches(index):
         end_prompt(layer, query_BHGTD)
         layer.finish(query_BHGTD, out_BHGTE)

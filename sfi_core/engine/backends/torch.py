@@ -10,8 +10,8 @@ from typing import TypeVar
 
 import torch
 
-from sfi_core.engine.joined import joins, refresh_later
 from sfi_core.engine.layer import Layer
+from sfi_core.engine.layers_together import joins, refresh_later
 from sfi_core.engine.packing import apply
 from sfi_core.engine.policy_view import layer_context
 from sfi_core.engine.refresh import end_prompt, refresh, select_next
@@ -33,7 +33,7 @@ def attend(layer: Layer, query_BHGTD: torch.Tensor) -> torch.Tensor:
         out, [B, H, G, T, E]; zeros where a request has no token.
     """
     alike = list(_alike(layer))
-    if len(alike) == 1 and layer.forward.count == (query_BHGTD.shape[3],) * len(query_BHGTD):
+    if len(alike) == 1 and layer.batch_pass.count == (query_BHGTD.shape[3],) * len(query_BHGTD):
         out = _attend(layer, alike[0], query_BHGTD)
     else:
         out = _one_by_one(layer, alike, query_BHGTD)
@@ -46,13 +46,13 @@ def _one_by_one(layer: Layer, alike: list[slice], query_BHGTD: torch.Tensor) -> 
     B, H, G, T, _ = query_BHGTD.shape
     out = query_BHGTD.new_zeros(B, H, G, T, layer.pages.value_PHNE.shape[3])
     for rows in alike:
-        new = slice(T - layer.forward.count[rows.start], T)
+        new = slice(T - layer.batch_pass.count[rows.start], T)
         out[rows, :, :, new] = _attend(layer, rows, query_BHGTD[rows, :, :, new])
     return out
 
 
 def _attend(layer: Layer, rows: slice, query: torch.Tensor) -> torch.Tensor:
-    kind = layer.forward.passes[rows.start].kind
+    kind = layer.batch_pass.passes[rows.start].kind
     if kind == PROMPT:
         return _dense(layer, rows, query)
     if layer.run.policy.mixes_heads and not layer.left_dense:
@@ -69,7 +69,7 @@ def _alike(layer: Layer) -> Iterator[slice]:
     shares = not (layer.left_dense or own or policy.mixes_heads)
     kinds = [
         "" if not one.count else "fast" if shares and one.kind == FAST else "alone"
-        for one in layer.forward.passes
+        for one in layer.batch_pass.passes
     ]
     first = 0
     for kind, group in groupby(kinds):
@@ -105,7 +105,7 @@ def _whole(
     attention: Callable[[int, torch.Tensor], R],
 ) -> R:
     run, row = layer.run, rows.start
-    kind = "prefill" if layer.forward.passes[row].kind == PROMPT else "dense"
+    kind = "prefill" if layer.batch_pass.passes[row].kind == PROMPT else "dense"
     run.meter.count(f"{layer.backend}.{kind}_attention")
     moved = layer.moved_bytes((row,), dense=True)
     with run.observer.span("attention.dense", layer.index, moved):
@@ -152,7 +152,7 @@ def _sparse(
     pseudo: PseudoToken | None = None,
 ) -> torch.Tensor:
     run, which = layer.run, range(rows.start, rows.stop)
-    segment, step = run.segments[layer.index], layer.forward.descriptor
+    segment, step = run.segments[layer.index], layer.batch_pass.descriptor
     start_B = step.recent_start_B[rows]
     if (
         run.policy.mixes_heads

@@ -18,12 +18,12 @@ from sfi_kernels.step_descriptor import StepDescriptor, sent
 
 def attend(layer: Layer, query_BHGTD: torch.Tensor) -> torch.Tensor:
     """See `backends.torch.attend`; a decoding request's tokens are the last of T."""
-    run, forward = layer.run, layer.forward
+    run, batch_pass = layer.run, layer.batch_pass
     with run.launches(layer.index):
-        if not forward.prompts:
+        if not batch_pass.prompts:
             out = _decode(layer, query_BHGTD)
-        elif not forward.decodes:
-            out = _prefill(layer, forward.prompts, slice(None), query_BHGTD)
+        elif not batch_pass.decodes:
+            out = _prefill(layer, batch_pass.prompts, slice(None), query_BHGTD)
         else:
             out = _mixed(layer, query_BHGTD)
         end_prompt(layer, query_BHGTD)
@@ -75,8 +75,8 @@ def decode(
 
 def descriptor_of(layer: Layer) -> StepDescriptor:
     """Return the pass's descriptor for this layer; `dense_layers` have their own."""
-    forward = layer.forward
-    step = forward.dense_descriptor if layer.left_dense else forward.descriptor
+    batch_pass = layer.batch_pass
+    step = batch_pass.dense_descriptor if layer.left_dense else batch_pass.descriptor
     assert step is not None, "the pass has been described"
     return step
 
@@ -130,9 +130,9 @@ def _spread(
 
 def _mixed_heads(layer: Layer, step: StepDescriptor, query_BHG1D: torch.Tensor) -> torch.Tensor:
     # some KV heads read everything, the others the packed memory and the recent tokens
-    run, forward = layer.run, layer.forward
+    run, batch_pass = layer.run, layer.batch_pass
     B, H = query_BHG1D.shape[:2]
-    rows = (*forward.slow, *forward.fast)
+    rows = (*batch_pass.slow, *batch_pass.fast)
     for row in rows:
         layer.dense_heads[row] = run.policy.dense_heads(run.requests[row], layer.index, H)
     dense = [[int(h in layer.dense_heads.get(row, ())) for h in range(H)] for row in range(B)]
@@ -169,7 +169,7 @@ def _prefill(
             layer.pages.key_PHND,
             layer.pages.value_PHNE,
             run.store.block_table_BP[rows],
-            layer.forward.descriptor.length_B[rows],
+            layer.batch_pass.descriptor.length_B[rows],
             **layer.options,
         )
 
@@ -180,7 +180,7 @@ def _mixed(layer: Layer, query_BHGTD: torch.Tensor) -> torch.Tensor:
     B, H, G, T, _ = query_BHGTD.shape
     out = query_BHGTD.new_zeros(B, H, G, T, layer.pages.value_PHNE.shape[3])
     out[:, :, :, -own:] = _decode(layer, query_BHGTD[:, :, :, -own:])
-    for row in layer.forward.prompts:
+    for row in layer.batch_pass.prompts:
         one = slice(row, row + 1)
         out[one] = _prefill(layer, (row,), one, query_BHGTD)
     return out

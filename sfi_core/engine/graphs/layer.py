@@ -69,10 +69,10 @@ def note_step(run: Run, selections: dict[int, Selection], places: dict[int, int]
         selections: By layer.
         places: By row in the batch, the slow requests' rows in the selections.
     """
-    forward, slow = run.forward, run.forward.descriptor.slow
+    batch_pass, slow = run.batch_pass, run.batch_pass.descriptor.slow
     for layer in run.layers:
         left_dense = layer in run.policy.config.dense_layers
-        step = forward.dense_descriptor if left_dense else forward.descriptor
+        step = batch_pass.dense_descriptor if left_dense else batch_pass.descriptor
         assert step is not None, "the pass has been described"
         count_attention(run, step)
     if not (selections and slow):

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from sfi_core.engine.forward import RequestPass, Requests, known_requests
+from sfi_core.engine.batch_pass import RequestPass, Requests, known_requests
 from sfi_core.engine.run import Run
 
 

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from sfi_core.engine.audit import Audit
-from sfi_core.engine.forward import FreshDescriptors
+from sfi_core.engine.batch_pass import FreshDescriptors
 from sfi_core.engine.graphs.buffers import StepBuffers
 from sfi_core.engine.graphs.layer import attend_replayed, note_step
 from sfi_core.engine.graphs.lookahead import foresee
@@ -20,7 +20,7 @@ from sfi_core.errors import BackendError
 from sfi_core.observers.events import SelectionEvent
 from sfi_core.observers.observer import AHEAD, Observers, wants
 from sfi_core.policies.base import Selection
-from sfi_core.state.side import Side
+from sfi_core.state.side_stream import SideStream
 from sfi_kernels.step_descriptor import sent
 
 # runs the model on tokens and positions, [B, 1] each, and returns the logits, [B, V]; counts no token
@@ -41,7 +41,7 @@ class StepGraph:
     logits_BV: torch.Tensor
     selections: dict[int, Selection]
     launches: Recorded
-    side: Side
+    side: SideStream
     replay: Work | None = None
 
 

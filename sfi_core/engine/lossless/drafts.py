@@ -6,11 +6,11 @@ from itertools import takewhile
 
 import torch
 
-from sfi_core.engine.forward import RequestPass
+from sfi_core.engine.batch_pass import RequestPass
 from sfi_core.engine.logits import compare_logits
 from sfi_core.engine.lossless.rule import DraftRule
 from sfi_core.engine.run import Run
-from sfi_core.engine.telling import Shape, step_event, step_shape
+from sfi_core.engine.step_events import Shape, step_event, step_shape
 from sfi_core.observers.events import LogitsEvent, StepEvent, VerificationEvent
 from sfi_core.observers.held import HeldSelections
 from sfi_core.observers.observer import wants

@@ -42,7 +42,7 @@ class BlockPass:
         blocks = drafts.begin()
         brought = [() if block is None else block.tokens for block in blocks]
         run, cache, device = drafts.run, self._decoder.cache, self._decoder.ids_BT.device
-        start = run.forward.start
+        start = run.batch_pass.start
         self._go_back(run, blocks[0])
         alone = max(map(len, brought)) == 1
         cache.ragged = None

@@ -166,7 +166,7 @@ class Decoder:
         if session.tiers is not None and shared.store.whole_on_device:
             count = shared.count
             own = session.store(len(count), shared.capacity, shared.capacity - max(count))
-            shared = _moved(shared, own)
+            shared = _on_two_tiers(shared, own)
         shared.check_run(session.policy, session.backend, session.page_size)
         run = session.start(
             cache, *self.ids_BT.shape, watchers=self.watchers, store=shared.store_for_a_run()
@@ -243,7 +243,7 @@ class Decoder:
         return logits
 
 
-def _moved(shared: SharedPrompt, store: KVStore) -> SharedPrompt:
+def _on_two_tiers(shared: SharedPrompt, store: KVStore) -> SharedPrompt:
     # prompts that were read on the device, in an empty store of two tiers
     batch = len(shared.count)
     begin, count = [0] * batch, [0] * batch

@@ -10,7 +10,7 @@ from sfi_core.hosts.transformers.cache import SfiCache
 from sfi_core.hosts.transformers.checks import check_cache, refuse_modes
 from sfi_core.hosts.transformers.lossless import most_together, refuse_in_lossless
 from sfi_core.hosts.transformers.session import Session
-from sfi_core.models.forecast import check_fits
+from sfi_core.models.memory_need import check_fits
 
 
 def generate_with(

@@ -5,7 +5,7 @@ from typing import Any
 
 from sfi_core.engine.picking.picker import CPU_PIECE, PIECE
 from sfi_core.errors import ConfigError
-from sfi_core.models.lossless_forecast import Drafting
+from sfi_core.models.lossless_memory import Drafting
 from sfi_core.models.rotation import check_rotation
 from sfi_core.observers.events import LogitsEvent
 from sfi_core.observers.observer import wants

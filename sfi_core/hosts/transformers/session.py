@@ -28,8 +28,8 @@ from sfi_core.hosts.transformers.passes import (
 )
 from sfi_core.hosts.transformers.shadow import Shadow
 from sfi_core.hosts.transformers.shapes import layer_shapes
-from sfi_core.hosts.transformers.stores import Tiers, expect
-from sfi_core.models.forecast import Forecast
+from sfi_core.hosts.transformers.stores import TierPlan, expect
+from sfi_core.models.memory_need import Forecast
 from sfi_core.models.tensor_parallel import check_split
 from sfi_core.observers.observer import NullObserver, Observer, as_one
 from sfi_core.policies import policy_class
@@ -135,12 +135,12 @@ class Session:
         )  # fmt: skip
 
     @property
-    def tiers(self) -> Tiers | None:
+    def tiers(self) -> TierPlan | None:
         """How host and device divide the keys and values; None without a device budget."""
         budget = self.engine.kv_device_budget
         if budget is None:
             return None
-        return Tiers(budget, self.policy, self.policy_name, self.shapes(), self.engine.kv_page)
+        return TierPlan(budget, self.policy, self.policy_name, self.shapes(), self.engine.kv_page)
 
     @property
     def page_size(self) -> int | None:

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
+from sfi_core.engine.derived_runs import dense_twin
 from sfi_core.engine.logits import compare_logits
-from sfi_core.engine.parts import dense_twin
 from sfi_core.engine.run import Run
 from sfi_core.hosts.transformers.cache import SfiCache
 from sfi_core.observers.events import LogitsEvent
@@ -67,7 +67,7 @@ def audited_rows(run: Run) -> tuple[int, ...]:
     audit, states = run.audit, run.requests
     if audit is None:
         return ()
-    sparse = run.forward.fast
+    sparse = run.batch_pass.fast
     if run.policy.mixes_heads:  # some heads of a slow step read sparsely
-        sparse = tuple(sorted((*sparse, *run.forward.slow)))
+        sparse = tuple(sorted((*sparse, *run.batch_pass.slow)))
     return tuple(row for row in sparse if audit.due(states[row].step, slow=states[row].slow))

@@ -10,8 +10,8 @@ from sfi_core.engine.maintenance import first_together, worked_off_together
 from sfi_core.errors import BackendError, ConfigError, MemoryForecastError
 from sfi_core.hosts.transformers.lossless import drafting_of
 from sfi_core.machine.memory import free_bytes
-from sfi_core.models.forecast import Forecast, forecast
-from sfi_core.models.two_tier_forecast import (
+from sfi_core.models.memory_need import Forecast, forecast
+from sfi_core.models.two_tier_memory import (
     TwoTierBytes,
     check_device_budget,
     least_device_bytes,
@@ -22,13 +22,13 @@ from sfi_core.policies import POLICIES, EvidencePolicy, Policy, policy_class
 from sfi_core.settings.device_budget import DeviceBudget
 from sfi_core.settings.engine import EngineOptions
 from sfi_core.state.layer_shape import LayerShape
-from sfi_core.state.side import ring_places, side_of
+from sfi_core.state.side_stream import ring_places, side_of
 from sfi_core.state.two_tier import TwoTierStore
 
 TILE = 16  # tokens that a page of the Triton kernels is a multiple of
 
 
-class Tiers:
+class TierPlan:
     """The division of keys and values between host and device, under a device budget.
 
     Raise `ConfigError` if the budget is no share or size, the policy reads the whole cache on the device, or

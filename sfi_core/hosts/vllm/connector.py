@@ -20,10 +20,16 @@ from sfi_core.hosts.vllm.names import (
     tensor_parallel_ranks,
 )
 from sfi_core.hosts.vllm.planner import Planner
-from sfi_core.hosts.vllm.reading import impl_of, scheduled_of, settings_of, slot_count, tokenizer_of
+from sfi_core.hosts.vllm.request_settings import RequestSettings
 from sfi_core.hosts.vllm.settings import check_host
 from sfi_core.hosts.vllm.stats import ServerStats, SfiMetrics
-from sfi_core.hosts.vllm.wishes import Wishes
+from sfi_core.hosts.vllm.vllm_objects import (
+    impl_of,
+    scheduled_of,
+    settings_of,
+    slot_count,
+    tokenizer_of,
+)
 from sfi_core.hosts.vllm.worker import WorkerEngine, watchers_of
 from sfi_core.observers.observer import NullObserver, Observer
 from sfi_core.policies import policy_class
@@ -102,11 +108,13 @@ class SfiConnector(KVConnectorBase_V1, SupportsHMA):
 
     def on_new_request(self, request: Any) -> None:
         """Register a request that has arrived."""
-        wishes = Wishes.of(request.sampling_params.extra_args, self.settings.config, self._check)
-        self.planner.see(request, wishes)
+        own = RequestSettings.of(
+            request.sampling_params.extra_args, self.settings.config, self._check
+        )
+        self.planner.see(request, own)
         if self.settings.options.cache_salt:
-            own = wishes.salt(self.settings.options.policy)
-            request.cache_salt = f"{request.cache_salt} {own}" if request.cache_salt else own
+            salt = own.salt(self.settings.options.policy)
+            request.cache_salt = f"{request.cache_salt} {salt}" if request.cache_salt else salt
             request.block_hashes.clear()
             request.update_block_hashes()
 

@@ -21,7 +21,7 @@ from sfi_core.hosts.vllm.cpu_names import (
 )
 from sfi_core.hosts.vllm.room import Room
 from sfi_core.hosts.vllm.serving import is_configured
-from sfi_core.hosts.vllm.worker import Pass, Row, WorkerEngine
+from sfi_core.hosts.vllm.worker import MatchedPass, Row, WorkerEngine
 
 LAYOUTS = ("vec", "vec16")  # keys of a block lie transposed, values as they are
 
@@ -149,7 +149,7 @@ def rows_of(metadata: Any, engine: WorkerEngine) -> list[Row]:
     ]
 
 
-def part_of(metadata: Any, one: Pass) -> tuple[Any, torch.Tensor]:
+def part_of(metadata: Any, one: MatchedPass) -> tuple[Any, torch.Tensor]:
     """Return metadata and tokens of the rows that vLLM's kernel computes; made once a pass."""
     if metadata.part is None:
         rows = [one.rows[place][0] for place in one.whole]

@@ -22,7 +22,7 @@ from sfi_core.hosts.vllm.parts import Part, part_of
 from sfi_core.hosts.vllm.room import Room
 from sfi_core.hosts.vllm.rows import HostRows, RowMatcher, last_blocks
 from sfi_core.hosts.vllm.serving import is_configured
-from sfi_core.hosts.vllm.worker import Pass, WorkerEngine
+from sfi_core.hosts.vllm.worker import MatchedPass, WorkerEngine
 
 
 @dataclass(slots=True)
@@ -38,10 +38,10 @@ class Batch:
 
     common: Any
     builder: Any
-    entered: Pass | None = None
+    entered: MatchedPass | None = None
     part: Part | None = None
 
-    def enter(self, engine: WorkerEngine) -> Pass:
+    def enter(self, engine: WorkerEngine) -> MatchedPass:
         """Enter the pass with the first layer, and return it for the others."""
         if self.entered is None:
             common, table_RP = self.common, self.common.block_table_tensor

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from sfi_core.hosts.vllm.worker import Pass
+from sfi_core.hosts.vllm.worker import MatchedPass
 from sfi_kernels.step_descriptor import sent
 
 
@@ -36,7 +36,7 @@ class Part:
             output[self.tokens] = out
 
 
-def part_of(common: Any, one: Pass, build: Callable[[Any], Any]) -> Part | None:
+def part_of(common: Any, one: MatchedPass, build: Callable[[Any], Any]) -> Part | None:
     """Return the rows that vLLM's kernel computes; None for no rows, or all.
 
     Decoding rows come first, so that the part's are adjacent unless a decoding request has no slot. `common`

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from sfi_core.hosts.vllm.entry import NO_SLOT, Entry, Plan
+from sfi_core.hosts.vllm.request_settings import RequestSettings
 from sfi_core.hosts.vllm.tracked import LiveRequest, PlannedStep, Tracked
-from sfi_core.hosts.vllm.wishes import Wishes
 from sfi_core.observers.events import StepEvent
 from sfi_core.observers.observer import NullObserver, Observer
 from sfi_core.policies.base import Policy
@@ -79,12 +79,12 @@ class Planner:
         self.shape: dict[str, Any] = {}
         self._arrived, self.step, self._since = 0, -1, time.perf_counter()
 
-    def see(self, live: LiveRequest, wishes: Wishes) -> None:
+    def see(self, live: LiveRequest, settings: RequestSettings) -> None:
         """Register a request that has arrived."""
         if live.request_id in self.tracked:
             return
-        policy, state = self._make_policy(wishes.config), RequestState(request=self._arrived)
-        self.tracked[live.request_id] = Tracked(live, wishes, policy, state)
+        policy, state = self._make_policy(settings.config), RequestState(request=self._arrived)
+        self.tracked[live.request_id] = Tracked(live, settings, policy, state)
         self._arrived += 1
 
     def plan(self, scheduled: Scheduled) -> Plan:
@@ -131,7 +131,7 @@ class Planner:
     def _open(self, tracked: Tracked, blocks: Sequence[int], computed: int) -> None:
         if tracked.begun:  # a model runner may say so only when the request comes back
             self._lose(tracked)
-        if tracked.slot == NO_SLOT and tracked.wishes.enabled and self.free:
+        if tracked.slot == NO_SLOT and tracked.settings.enabled and self.free:
             tracked.slot = self.free.pop()
         tracked.pending.clear()
         tracked.blocks, state = list(blocks), tracked.state

@@ -6,10 +6,10 @@ import torch
 
 from sfi_core.errors import ConfigError
 from sfi_core.hosts.vllm.names import layer_index
-from sfi_core.hosts.vllm.reading import settings_of, slot_count
 from sfi_core.hosts.vllm.serving import engine_of_process, is_configured, planned_engine
 from sfi_core.hosts.vllm.settings import Settings
 from sfi_core.hosts.vllm.slots_memory import check_slots, norm_count, segment_rows
+from sfi_core.hosts.vllm.vllm_objects import settings_of, slot_count
 from sfi_core.hosts.vllm.worker import WorkerEngine
 from sfi_core.machine.memory import resident_bytes, total_bytes
 from sfi_core.state.packed_segment import PackedSegment, SegmentShape

@@ -8,7 +8,6 @@ from pydantic import ValidationError
 
 from sfi_core.errors import ConfigError, SfiError
 from sfi_core.hosts.vllm import attention_flags
-from sfi_core.hosts.vllm.reading import settings_of, tokenizer_of
 from sfi_core.hosts.vllm.room import check_model
 from sfi_core.hosts.vllm.server_names import (
     AsyncEngineArgs,
@@ -23,6 +22,7 @@ from sfi_core.hosts.vllm.server_names import (
     validate_parsed_serve_args,
 )
 from sfi_core.hosts.vllm.settings import Settings
+from sfi_core.hosts.vllm.vllm_objects import settings_of, tokenizer_of
 from sfi_core.triggers.trigger_set import resolve_triggers
 
 ATTENTION_FLAGS = (

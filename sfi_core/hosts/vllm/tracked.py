@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from sfi_core.engine.report import RequestReport
 from sfi_core.hosts.vllm.entry import NO_SLOT
-from sfi_core.hosts.vllm.wishes import Wishes
+from sfi_core.hosts.vllm.request_settings import RequestSettings
 from sfi_core.observers.events import StepEvent
 from sfi_core.policies.base import Policy
 from sfi_core.state.request import RequestState
@@ -55,7 +55,7 @@ class Tracked:
 
     Attributes:
         live: vLLM's request.
-        wishes: The request's own settings.
+        settings: The request's own settings.
         state: Numbers that decide its steps, and its known tokens.
         slot: Its slot; `NO_SLOT` while it has none.
         begun: Whether its prompt has been read.
@@ -65,7 +65,7 @@ class Tracked:
     """
 
     live: LiveRequest
-    wishes: Wishes
+    settings: RequestSettings
     policy: Policy
     state: RequestState
     slot: int = NO_SLOT
@@ -79,4 +79,4 @@ class Tracked:
         shared = RequestReport.of(self.state, frozenset(), evicts=self.policy.evicts)
         told: dict[str, Any] = {name: getattr(shared, name) for name in SHARED}
         told |= {"preempted": self.preempted, "dense_steps": shared.reasons.get("dense", 0)}
-        return {**told, "error": self.wishes.error} if self.wishes.error else told
+        return {**told, "error": self.settings.error} if self.settings.error else told

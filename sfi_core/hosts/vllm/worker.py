@@ -8,8 +8,8 @@ import torch
 
 from sfi_core.engine.audit import Audit
 from sfi_core.engine.backends.registry import attend, end_prompts
-from sfi_core.engine.forward import RequestPass
-from sfi_core.engine.parts import forget, open_row
+from sfi_core.engine.batch_pass import RequestPass
+from sfi_core.engine.derived_runs import forget, open_row
 from sfi_core.engine.run import Run
 from sfi_core.hosts.vllm.borrowed import BorrowedPages
 from sfi_core.hosts.vllm.entry import NO_SLOT, Entry, Plan
@@ -31,7 +31,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Pass:
+class MatchedPass:
     """The forward pass under way, matched with vLLM's batch.
 
     Attributes:
@@ -66,7 +66,7 @@ class WorkerEngine:
         run.requests = [RequestState(request=-1, finished=True) for _ in run.requests]
         self._reading: dict[int, Run] = {}
         self._plan: Plan | None = None
-        self._pass: Pass | None = None
+        self._pass: MatchedPass | None = None
 
     @property
     def planned(self) -> bool:
@@ -87,11 +87,11 @@ class WorkerEngine:
             self._reading.pop(slot, None)
 
     @property
-    def entered(self) -> Pass | None:
+    def entered(self) -> MatchedPass | None:
         """The pass under way, once a layer has entered it."""
         return self._pass
 
-    def enter(self, rows: Sequence[Row], table_RP: torch.Tensor) -> Pass:
+    def enter(self, rows: Sequence[Row], table_RP: torch.Tensor) -> MatchedPass:
         """Match the batch's rows with the plan's entries and enter the pass; later calls return it.
 
         `table_RP` are the rows' blocks, int32.
@@ -113,7 +113,7 @@ class WorkerEngine:
         at = [(e.slot, row.first) for row, e in pairs if e.decode and e.slot != NO_SLOT]
         slot_R, token_R = sent(torch.tensor(at, dtype=torch.int64).view(-1, 2).T, table_RP.device)
         whole = [p for p, (_, e) in enumerate(pairs) if not e.decode or e.slot == NO_SLOT]
-        self._pass = Pass(pairs, tuple(whole), slot_R, token_R)
+        self._pass = MatchedPass(pairs, tuple(whole), slot_R, token_R)
         return self._pass
 
     def attend(
@@ -121,8 +121,8 @@ class WorkerEngine:
     ) -> None:
         """Attend with the pass's decoding rows, and select for prompts that vLLM has attended with.
 
-        Queries are grouped by KV head; the outputs of `Pass.whole` are already set. `options` are `scale`,
-        `soft_cap` and `sink_HG` of `engine.layer.Layer`.
+        Queries are grouped by KV head; the outputs of `MatchedPass.whole` are already set. `options` are
+        `scale`, `soft_cap` and `sink_HG` of `engine.layer.Layer`.
         """
         one = self._pass
         assert one is not None, "the pass has been entered"

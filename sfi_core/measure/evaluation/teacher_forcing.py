@@ -15,7 +15,7 @@ from sfi_core.generation.prompts import check_lengths
 from sfi_core.hosts.transformers.decoder import Decoder
 from sfi_core.hosts.transformers.replays import records_steps
 from sfi_core.hosts.transformers.slow_fast import slow_fast
-from sfi_core.models.forecast import check_fits
+from sfi_core.models.memory_need import check_fits
 from sfi_core.observers.observer import Observer
 from sfi_core.settings.audit import AuditConfig
 from sfi_core.settings.config import SfiConfig

@@ -20,7 +20,7 @@ def forced(monkeypatch: pytest.MonkeyPatch) -> None:
 def piece(dtype: torch.dtype, count: tuple[int, ...]) -> tuple[SimpleNamespace, torch.Tensor]:
     query, key, value = (torch.randn(B, H, *group, T, D).to(dtype) for group in ((G,), (), ()))
     layer = SimpleNamespace(
-        new=(key, value), forward=SimpleNamespace(count=count), logit_options={"scale": 0.3}
+        new=(key, value), batch_pass=SimpleNamespace(count=count), logit_options={"scale": 0.3}
     )
     return layer, query
 

@@ -14,7 +14,7 @@ import sfi_core
 from sfi_core import SfiConfig
 from sfi_core.engine.maintenance import Maintenance, main_stream
 from sfi_core.settings.engine import EngineOptions
-from sfi_core.state.side import RING_PLACES, InOrder, SecondStream
+from sfi_core.state.side_stream import RING_PLACES, InOrder, SecondStream
 from tests.core.conftest import tiny_qwen3
 from tests.cuda_clocks import Device
 from tests.fakes import use_references

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sfi_core.state.packed_segment import PackedSegment
-from sfi_core.state.side import SecondStream
+from sfi_core.state.side_stream import SecondStream
 from sfi_kernels.recall import recall
 from tests.cuda_clocks import Device
 from tests.two_tier import B, H, Written, int32

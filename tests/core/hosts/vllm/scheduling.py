@@ -6,8 +6,8 @@ from typing import Any
 
 from sfi_core.hosts.vllm.entry import Entry
 from sfi_core.hosts.vllm.planner import Planner, Scheduled
+from sfi_core.hosts.vllm.request_settings import RequestSettings
 from sfi_core.hosts.vllm.tracked import Tracked
-from sfi_core.hosts.vllm.wishes import Wishes
 from sfi_core.observers.observer import Observer
 from sfi_core.policies.sfi import SFI
 from sfi_core.settings.config import SfiConfig
@@ -61,10 +61,10 @@ class FakeScheduler:
         self.lost: list[str] = []
         self.blocks = 1
 
-    def add(self, name: str, prompt: int, script: Sequence[int], **wishes: Any) -> None:
+    def add(self, name: str, prompt: int, script: Sequence[int], **settings: Any) -> None:
         self.live[name] = Fake(name, prompt, script)
-        own = {f"sfi.{key}": value for key, value in wishes.items()}
-        self.planner.see(self.live[name], Wishes.of(own, self.config, lambda _: None))
+        own = {f"sfi.{key}": value for key, value in settings.items()}
+        self.planner.see(self.live[name], RequestSettings.of(own, self.config, lambda _: None))
 
     def step(self, names: Sequence[str] | None = None) -> dict[str, Entry]:
         """Schedule some requests, all that can go on by default; return their entries."""

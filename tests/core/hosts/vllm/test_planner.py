@@ -181,7 +181,7 @@ def test_aborts_at_every_stage_leave_nothing():
     assert host.planner.finish("decoding") is None
 
 
-def test_wishes_of_one_request_change_its_steps_alone():
+def test_settings_of_one_request_change_its_steps_alone():
     script = draw_tokens(4, 50)
     host = FakeScheduler(SfiConfig().replace(**SMALL))
     host.add("plain", 20, script)

@@ -3,8 +3,8 @@
 import pytest
 
 from sfi_core.errors import ConfigError
+from sfi_core.hosts.vllm.request_settings import RequestSettings
 from sfi_core.hosts.vllm.settings import HostFacts, Settings, check_host
-from sfi_core.hosts.vllm.wishes import Wishes
 from sfi_core.settings.config import SfiConfig
 
 FITS = {
@@ -113,18 +113,18 @@ def test_asynchronous_scheduling_wants_a_delay():
     ],
     ids=str,
 )
-def test_wrong_wishes_make_a_request_dense_and_are_told(extra, part):
+def test_wrong_settings_make_a_request_dense_and_are_told(extra, part):
     """An error in the scheduler would end the server, and all requests with it."""
     config = SfiConfig()
-    wishes = Wishes.of(extra, config, lambda _: None)
-    assert not wishes.enabled
-    assert wishes.config == config
-    assert part in wishes.error
+    settings = RequestSettings.of(extra, config, lambda _: None)
+    assert not settings.enabled
+    assert settings.config == config
+    assert part in settings.error
 
 
-def test_wishes_are_salted_apart_unless_they_come_to_the_same():
+def test_settings_are_salted_apart_unless_they_come_to_the_same():
     def salt(extra, policy="sfi"):
-        return Wishes.of(extra, SfiConfig(), lambda _: None).salt(policy)
+        return RequestSettings.of(extra, SfiConfig(), lambda _: None).salt(policy)
 
     assert salt(None) == salt({}) == salt({"sfi.t_max": SfiConfig().t_max, "other": 3})
     kinds = [salt(None), salt(None, "quest"), salt({"sfi.t_max": 5}), salt({"sfi.enabled": 0})]

@@ -13,7 +13,7 @@ from sfi_core.hosts.vllm.parts import part_of
 from sfi_core.hosts.vllm.rows import HostRows, RowMatcher, last_blocks
 from sfi_core.hosts.vllm.settings import Settings
 from sfi_core.hosts.vllm.slots_memory import check_slots, norm_count, segment_rows
-from sfi_core.hosts.vllm.worker import Pass, Row
+from sfi_core.hosts.vllm.worker import MatchedPass, Row
 from sfi_core.settings.config import SfiConfig
 from sfi_core.state.packed_segment import PackedSegment, SegmentShape
 
@@ -171,7 +171,7 @@ def test_part_is_a_batch_of_its_own(whole: tuple[int, ...], together: bool) -> N
     rows = [Row(0, 1, 20, 0), Row(1, 3, 33, 0), Row(4, 5, 5, 0)]
     table, slot = torch.arange(12).view(4, 3), torch.arange(100, 109)
     common = Common(starts, starts, lengths, lengths, 4, 9, 5, 33, table, slot)
-    one = Pass(tuple((row, entry(0, 0)) for row in rows), whole, NONE, NONE)
+    one = MatchedPass(tuple((row, entry(0, 0)) for row in rows), whole, NONE, NONE)
     part = part_of(common, one, lambda made: made)
     assert part is not None
     made, own = part.metadata, [rows[place] for place in whole]
@@ -192,5 +192,5 @@ def test_part_is_a_batch_of_its_own(whole: tuple[int, ...], together: bool) -> N
 @pytest.mark.parametrize("whole", [(), (0, 1)])
 def test_no_part_of_all_or_nothing(whole: tuple[int, ...]) -> None:
     rows = (Row(0, 1, 20, 0), Row(1, 3, 33, 0))
-    one = Pass(tuple((row, entry(0, 0)) for row in rows), whole, NONE, NONE)
+    one = MatchedPass(tuple((row, entry(0, 0)) for row in rows), whole, NONE, NONE)
     assert part_of(None, one, lambda made: made) is None

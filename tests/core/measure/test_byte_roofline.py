@@ -11,7 +11,7 @@ from sfi_core import SfiConfig, slow_fast
 from sfi_core.errors import InputError, UnsupportedModelError
 from sfi_core.hosts.transformers.shapes import layer_shapes
 from sfi_core.measure.bench.architectures import empty_model, random_config, random_model
-from sfi_core.measure.bench.forecast import forecast_document
+from sfi_core.measure.bench.byte_roofline import forecast_document
 from sfi_core.measure.bench.settings import DecodeSettings
 from sfi_core.models.weights import ModelWeights
 from tests.architectures import WORKS, tiny

@@ -56,6 +56,6 @@ def dense_twin(run: Run) -> Run:
     twin = Run(policy, NullObserver(), run.store, device=run.device)
     twin.requests = [replace(state, slow=True) for state in run.requests]
     twin.segments, twin.layers, twin.step = run.segments, run.layers, run.step
-    passes = [replace(one, kind=SLOW) if one.kind == FAST else one for one in run.forward.passes]
-    twin.describe(passes, run.forward.start)
+    passes = [replace(one, kind=SLOW) if one.kind == FAST else one for one in run.batch_pass.passes]
+    twin.describe(passes, run.batch_pass.start)
     return twin

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from sfi_core.errors import ConfigError
-from sfi_core.models.forecast import FLOAT32
+from sfi_core.models.memory_need import FLOAT32
 from sfi_core.settings.config import SfiConfig
 from sfi_core.settings.device_budget import DeviceBudget
 from sfi_core.state.host_stream import BUFFERS, block_tokens

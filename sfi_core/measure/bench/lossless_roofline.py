@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from sfi_core.engine.lossless.rule import best_length
-from sfi_core.measure.bench.forecast import (
+from sfi_core.measure.bench.byte_roofline import (
     NOTES,
     Expectation,
     forecast_document,

@@ -11,7 +11,7 @@ from sfi_core.state.layer_pages import LayerPages
 
 
 @dataclass(slots=True)
-class Tiers:
+class LayerTiers:
     """One layer's two tiers.
 
     Attributes:
@@ -116,7 +116,7 @@ class Tiers:
         one, own = slice(row, row + 1), slice(place, place + len(heads))
         return self.key_BRTD[one, own, :length], self.value_BRTE[one, own, :length]
 
-    def copy(self) -> "Tiers":
+    def copy(self) -> "LayerTiers":
         """Return a copy of both tiers."""
         return replace(
             self,
@@ -127,7 +127,7 @@ class Tiers:
             value_BRTE=self.value_BRTE.clone(),
         )
 
-    def row(self, row: int, ring_pages: int, host_pages: int) -> "Tiers":
+    def row(self, row: int, ring_pages: int, host_pages: int) -> "LayerTiers":
         """Return one request's part over the same memory, given the pages per request in each tier."""
         ring = slice(row * ring_pages, (row + 1) * ring_pages)
         host = slice(row * host_pages, (row + 1) * host_pages)

@@ -65,12 +65,12 @@ def tell_beginning(run: Any) -> None:
     """Tell the observer of an `engine.run.Run` which step its requests have entered."""
     if not wants(run.observer, BeginStepEvent):
         return
-    forward = run.forward
+    batch_pass = run.batch_pass
     event = BeginStepEvent(
         step=run.step,
-        slow=run.requests_of(sorted((*forward.prompts, *forward.slow))),
-        fast=run.requests_of(forward.fast),
-        reads_prompt=bool(forward.prompts),
+        slow=run.requests_of(sorted((*batch_pass.prompts, *batch_pass.slow))),
+        fast=run.requests_of(batch_pass.fast),
+        reads_prompt=bool(batch_pass.prompts),
         not_replayed=run.meter.not_replayed,
         **_reads(run),
     )
@@ -84,17 +84,17 @@ def step_shape(run: Any) -> Shape:
     """
     if not wants(run.observer, StepEvent):
         return {}
-    forward = run.forward
+    batch_pass = run.batch_pass
     return {
         "graphs": run.meter.replayed,
-        "slow_requests": len(forward.prompts) + len(forward.slow),
-        "fast_requests": len(forward.fast),
+        "slow_requests": len(batch_pass.prompts) + len(batch_pass.slow),
+        "fast_requests": len(batch_pass.fast),
         **_reads(run),
     }
 
 
 def _reads(run: Any) -> dict[str, int]:
-    forward, config = run.forward, run.policy.config
+    batch_pass, config = run.batch_pass, run.policy.config
     seen, always, other = run.meter.row_bytes
     if seen != len(run.layers):
         sizes = {layer: run.store.pages(layer).row_bytes for layer in run.layers}
@@ -102,10 +102,10 @@ def _reads(run: Any) -> dict[str, int]:
         other = sum(sizes.values()) - always
         run.meter.row_bytes = len(run.layers), always, other
     cached, moved = 0, 0.0
-    for row in (*forward.prompts, *forward.slow, *forward.fast):
+    for row in (*batch_pass.prompts, *batch_pass.slow, *batch_pass.fast):
         state = run.requests[row]
         cached += state.length
-        if run.policy.mixes_heads and row not in forward.prompts:
+        if run.policy.mixes_heads and row not in batch_pass.prompts:
             moved += (always + other) * run.attended(state)
         else:
             moved += always * state.length + other * state.read(dense=state.slow)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from sfi_core.errors import ConfigError
-from sfi_core.models.two_tier_forecast import (
+from sfi_core.models.two_tier_memory import (
     check_device_budget,
     least_device_bytes,
     ring_pages,

@@ -10,7 +10,7 @@ from sfi_core import SfiConfig
 from sfi_core.engine import joined, maintenance
 from sfi_core.engine.maintenance import Maintenance
 from sfi_core.observers.observer import NullObserver
-from sfi_core.state.side import InOrder
+from sfi_core.state.side_stream import InOrder
 from tests.core.conftest import tiny_qwen3
 
 LAYERS = 6

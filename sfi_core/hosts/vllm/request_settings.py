@@ -17,7 +17,7 @@ OWN = ("trigger_policy", "t_max", "min_gap", "trigger_delay", "slow_start", "str
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Wishes:
+class RequestSettings:
     """How one request is to be decoded.
 
     `config` is the server's but for `OWN`; a request that is not `enabled` runs dense, and so does one whose
@@ -31,7 +31,7 @@ class Wishes:
     @classmethod
     def of(
         cls, extra: Mapping[str, Any] | None, config: SfiConfig, check: Callable[[SfiConfig], None]
-    ) -> "Wishes":
+    ) -> "RequestSettings":
         """Read a request's settings from its `extra_args`, over the server's `config`.
 
         A mistake goes into `error`: a scheduler cannot refuse a request, and an exception there ends the

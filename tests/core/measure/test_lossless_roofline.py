@@ -8,7 +8,7 @@ import torch
 
 from sfi_core.engine.lossless.rule import best_length
 from sfi_core.measure.bench.architectures import empty_model, random_config
-from sfi_core.measure.bench.lossless_forecast import LosslessExpectation, lossless_forecast_document
+from sfi_core.measure.bench.lossless_roofline import LosslessExpectation, lossless_forecast_document
 from sfi_core.measure.bench.settings import DecodeSettings
 from sfi_core.settings.config import SfiConfig
 

@@ -16,12 +16,12 @@ from sfi_core.measure.bench.settings import DecodeSettings
 from sfi_core.measure.kernel_bench.timing import clock_for, copy_gb_per_s
 from sfi_core.models.byte_model import ByteModel, fast_tokens
 from sfi_core.models.describe import describe_model
-from sfi_core.models.forecast import CPU_SLACK, forecast, largest_batch
+from sfi_core.models.memory_need import CPU_SLACK, forecast, largest_batch
 from sfi_core.models.weights import ModelWeights
 from sfi_core.policies import policy_class
 from sfi_core.settings.config import SfiConfig
 from sfi_core.state.layer_shape import LayerShape
-from sfi_core.state.side import ring_places
+from sfi_core.state.side_stream import ring_places
 
 POLICIES = ("full-kv", "sfi", "streaming-llm")
 MOST_REQUESTS = 1 << 16

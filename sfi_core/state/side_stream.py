@@ -15,7 +15,7 @@ RING_PLACES = 4  # how many layers maintenance may lag behind
 Job = Callable[[], None]
 
 
-class Side(Protocol):
+class SideStream(Protocol):
     """Runs jobs in order; `places` is how many may be under way."""
 
     places: int
@@ -29,7 +29,7 @@ class Side(Protocol):
     def join(self) -> None:
         """Let the main stream wait for all jobs."""
 
-    def again(self) -> "Side":
+    def again(self) -> "SideStream":
         """Return a side on the same stream with its own events, for a CUDA graph."""
 
 
@@ -39,17 +39,17 @@ class InOrder:
     places = 1
 
     def run(self, place: int, job: Job) -> None:
-        """See `Side`."""
+        """See `SideStream`."""
         job()
 
     def wait(self, place: int) -> None:
-        """See `Side`; there is nothing to wait for."""
+        """See `SideStream`; there is nothing to wait for."""
 
     def join(self) -> None:
-        """See `Side`; there is nothing to wait for."""
+        """See `SideStream`; there is nothing to wait for."""
 
     def again(self) -> "InOrder":
-        """See `Side`."""
+        """See `SideStream`."""
         return self
 
 
@@ -67,26 +67,26 @@ class SecondStream:
         self._done: dict[int, torch.cuda.Event] = {}
 
     def run(self, place: int, job: Job) -> None:
-        """See `Side`."""
+        """See `SideStream`."""
         self._stream.wait_event(self._passed())
         with torch.cuda.stream(self._stream):
             job()
             self._done[place] = self._passed()
 
     def wait(self, place: int) -> None:
-        """See `Side`."""
+        """See `SideStream`."""
         if place in self._done:
             torch.cuda.current_stream(self._stream.device).wait_event(self._done.pop(place))
 
     def join(self) -> None:
-        """See `Side`."""
+        """See `SideStream`."""
         for place in list(self._done):
             self.wait(place)
         if not torch.cuda.is_current_stream_capturing():
             self._events.clear()
 
     def again(self) -> "SecondStream":
-        """See `Side`."""
+        """See `SideStream`."""
         return SecondStream(self._stream)
 
     def _passed(self) -> torch.cuda.Event:
@@ -97,7 +97,7 @@ class SecondStream:
         return event
 
 
-def side_of(device: torch.device, *, overlap: bool, role: str = "maintenance") -> Side:
+def side_of(device: torch.device, *, overlap: bool, role: str = "maintenance") -> SideStream:
     """Return a second stream if `overlap` and the device has one; `role` is that of `stream_of`."""
     if not has_side_stream(device, overlap=overlap):
         return InOrder()

@@ -56,7 +56,7 @@ class RequestPass:
 
 
 @dataclass(frozen=True, slots=True)
-class Forward:
+class BatchPass:
     """One forward pass; made new for each pass and then only read.
 
     Attributes:

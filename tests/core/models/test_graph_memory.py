@@ -11,14 +11,14 @@ from sfi_core.errors import MemoryForecastError
 from sfi_core.generation import batch_plan
 from sfi_core.machine import memory
 from sfi_core.measure.bench.architectures import empty_model, random_config
-from sfi_core.measure.bench.forecast import forecast_document
+from sfi_core.measure.bench.byte_roofline import forecast_document
 from sfi_core.measure.bench.settings import DecodeSettings
-from sfi_core.models.forecast import CPU_SLACK, check_fits, forecast
-from sfi_core.models.graph_forecast import GRAPH_BYTES, LIBRARY_BYTES, step_sizes
+from sfi_core.models.graph_memory import GRAPH_BYTES, LIBRARY_BYTES, step_sizes
+from sfi_core.models.memory_need import CPU_SLACK, check_fits, forecast
 from sfi_core.settings.config import SfiConfig
 from sfi_core.settings.engine import EngineOptions
 from sfi_core.state.layer_shape import LayerShape
-from sfi_core.state.side import RING_PLACES
+from sfi_core.state.side_stream import RING_PLACES
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
 FULL = LayerShape(heads=2, key_width=8, value_width=8, itemsize=4)
@@ -71,7 +71,7 @@ def test_a_bench_s_forecast_counts_the_evidence_ring_and_the_graphs(
     monkeypatch: pytest.MonkeyPatch, engine: EngineOptions, places: int, graphs: bool
 ):
     """4 x rows x H x G x capacity x 4 bytes; Qwen3-4B has 8 KV heads, 32 query heads, 151,936 tokens."""
-    monkeypatch.setattr("sfi_core.measure.bench.forecast.describe_measured", lambda _: {})
+    monkeypatch.setattr("sfi_core.measure.bench.byte_roofline.describe_measured", lambda _: {})
     model = empty_model(random_config("qwen3-4b"), torch.device("meta"), torch.bfloat16)
     asked = DecodeSettings(
         policies=("sfi",), contexts=(16384,), batches=(16,), slow_rate=Fraction(1, 20), engine=engine
@@ -154,7 +154,7 @@ def test_a_second_run_of_a_process_is_planned_as_the_first(
 
 
 def test_a_refusal_says_what_graphs_would_hold(monkeypatch: pytest.MonkeyPatch, tiny_model: Any):
-    monkeypatch.setattr("sfi_core.models.forecast.free_bytes", lambda _: 1000)
+    monkeypatch.setattr("sfi_core.models.memory_need.free_bytes", lambda _: 1000)
     sizes = {"selects": False, "batch": 1, "prompt_tokens": 3, "capacity": 9}
     for graphs, words in ((True, "0.05 GB CUDA graphs"), (False, "GB workspace)")):
         expected = forecast(tiny_model, [FULL], CONFIG, graphs=graphs, **sizes)

@@ -13,8 +13,8 @@ from sfi_core.distributed.ranks import ALONE
 from sfi_core.errors import ConfigError, MemoryForecastError
 from sfi_core.generation.batch_plan import BatchPlan, plan_batch
 from sfi_core.machine import memory
-from sfi_core.models import forecast as module
-from sfi_core.models.forecast import CPU_SLACK, Forecast, check_fits, forecast, largest_batch
+from sfi_core.models import memory_need as module
+from sfi_core.models.memory_need import CPU_SLACK, Forecast, check_fits, forecast, largest_batch
 from sfi_core.settings.config import SfiConfig
 from sfi_core.state.layer_shape import LayerShape
 

@@ -35,10 +35,10 @@ def llm(plain: list[int]) -> Iterator[LLM]:
         yield made
 
 
-def ask_each(llm: LLM, wishes: list[dict[str, Any] | None]) -> list[Any]:
-    parameters = [SamplingParams(**GREEDY, max_tokens=60, extra_args=own) for own in wishes]
+def ask_each(llm: LLM, settings: list[dict[str, Any] | None]) -> list[Any]:
+    parameters = [SamplingParams(**GREEDY, max_tokens=60, extra_args=own) for own in settings]
     prompt = {"prompt_token_ids": example_ids()[PROMPT]}
-    return llm.generate([prompt] * len(wishes), parameters, use_tqdm=False)
+    return llm.generate([prompt] * len(settings), parameters, use_tqdm=False)
 
 
 def test_requests_of_one_batch_have_settings_of_their_own(llm: LLM, plain: list[int]):

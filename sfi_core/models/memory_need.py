@@ -11,9 +11,9 @@ from sfi_core.distributed import torchrun
 from sfi_core.distributed.ranks import ranks_of
 from sfi_core.errors import MemoryForecastError
 from sfi_core.machine.memory import free_bytes, resident_bytes
-from sfi_core.models.graph_forecast import graph_bytes
+from sfi_core.models.graph_memory import graph_bytes
 from sfi_core.models.linear import crawls
-from sfi_core.models.lossless_forecast import HELD, Drafting
+from sfi_core.models.lossless_memory import HELD, Drafting
 from sfi_core.settings.config import SfiConfig
 from sfi_core.state.layer_shape import LayerShape
 
