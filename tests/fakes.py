@@ -32,38 +32,6 @@ from sfi_kernels.split_plan import split_plan
 from sfi_kernels.top_k import top_k
 
 
-class ScriptedModel:
-    """A model for `decode` whose next tokens are written down: token t of request b is `script[b][t]`."""
-
-    def __init__(self, script: Sequence[Sequence[int]], stop: int | None = None, vocab: int = 100):
-        self.script, self.stop, self.vocab = script, stop, vocab
-        self.calls: list[object] = []
-        self.finished = [False] * len(script)
-        self.t = 0
-
-    def prefill(self) -> torch.Tensor:
-        self.calls.append("prefill")
-        return self._logits()
-
-    def step(self, token_B: list[int]) -> torch.Tensor:
-        self.calls.append(list(token_B))
-        self.t += 1
-        return self._logits()
-
-    def record(self, token_B: list[int]) -> None:
-        self.calls.append(("record", list(token_B)))
-        self.finished = [
-            done or token == self.stop for done, token in zip(self.finished, token_B, strict=True)
-        ]
-
-    def admit(self, token_B: list[int]) -> list[int]:
-        return [] if all(self.finished) else token_B
-
-    def _logits(self) -> torch.Tensor:
-        ids = torch.tensor([row[self.t] for row in self.script])
-        return torch.nn.functional.one_hot(ids, self.vocab).float()
-
-
 def layer_context(logits: torch.Tensor, **fields: Any) -> LayerContext:
     """Return what a layer shows a policy; what a test does not name is empty or fails when asked for."""
     shape = (1, logits.shape[1], logits.shape[-1])

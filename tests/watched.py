@@ -128,10 +128,10 @@ def watched(prompts: Sequence[Sequence[int]], config: SfiConfig, policy: str, ne
             session=session, ids_BT=pair[0], mask_BT=pair[1], capacity=capacity, watchers=(watch,)
         )
         token_B = decoder.prefill().argmax(-1).tolist()
-        decoder.record(token_B)
+        decoder.run.record(token_B)
         for _ in range(new - 1):
             token_B = decoder.step(token_B).argmax(-1).tolist()
-            decoder.record(token_B)
+            decoder.run.record(token_B)
         return Watched(watch.seen, observer, session.report)
 
 

@@ -1,20 +1,20 @@
 """`sfi_core.generate(...)`: completes prompts with a transformers model and slow-fast decoding."""
 
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from sfi_core.engine.left_pad import left_pad
+from sfi_core.engine.loop import Loop, NewTokens
 from sfi_core.engine.maintenance import main_stream
 from sfi_core.engine.report import RunReport
-from sfi_core.engine.scheduler import Scheduler
 from sfi_core.engine.shared_prompt import SharedPrompt
 from sfi_core.errors import ConfigError, NumericsError, SfiError
 from sfi_core.generation.batch_plan import BatchPlan, plan_batch
 from sfi_core.generation.byte_limit import ByteLimit
-from sfi_core.generation.decode import decode
 from sfi_core.generation.prompts import (
     check_lengths,
     encode,
@@ -24,7 +24,7 @@ from sfi_core.generation.prompts import (
 )
 from sfi_core.generation.sampling import Sampler
 from sfi_core.hosts.transformers.decoder import Decoder, nothing_to_tell
-from sfi_core.hosts.transformers.lossless_loop import decode_lossless, together
+from sfi_core.hosts.transformers.lossless import together
 from sfi_core.hosts.transformers.replays import records_steps
 from sfi_core.hosts.transformers.session import Session
 from sfi_core.hosts.transformers.slow_fast import slow_fast
@@ -88,7 +88,7 @@ def generate(
     engine: EngineOptions | None = None,
     lossless: bool = False,
     on_plan: Callable[[BatchPlan], None] | None = None,
-    on_token: Callable[[list[Any]], None] | None = None,
+    on_token: Callable[[list[int | None]], None] | None = None,
     on_prefill: Callable[[int, int], None] | None = None,
 ) -> Result:
     """Complete prompts with slow-fast decoding.
@@ -118,8 +118,8 @@ def generate(
         lossless: Generate full attention's own tokens: the policy's fast steps draft, dense passes verify.
             The same as `engine.lossless`.
         on_plan: Called before the run with the batch and its memory forecast.
-        on_token: Called with the new tokens of each step, by prompt: padding for a prompt that has ended or
-            waits. A lossless run calls it for each of its new tokens, with None for a prompt that has fewer.
+        on_token: Called with the new tokens of each step, by prompt: None for a prompt without one, which has
+            ended, waits or, in a lossless run, drafts.
         on_prefill: Called while the first prompts are read, with their tokens read so far and in all.
 
     Returns:
@@ -184,22 +184,19 @@ def generate(
         if seed is None:
             seed = int(torch.randint(2**62, ())) if sampling.do_sample else 0
         sampler = Sampler(sampling, ids_BT, session.ranks, seed=seed, ahead=decoder.ahead)
-        nothing = None if engine.lossless else pad_id
-        scheduler = Scheduler(decoder, rows, limits, sampler, pad_id, on_token, nothing)
+        loop = Loop(decoder, rows, limits, sampler, pad_id)
         error: SfiError | None = None
         interrupted = False
         try:
-            for _ in (
-                decode_lossless(scheduler, decoder)
-                if engine.lossless
-                else decode(scheduler, scheduler.sample)
-            ):
-                pass
+            with closing(loop.decode_lossless() if engine.lossless else loop.decode()) as passes:
+                for given in passes:
+                    if on_token is not None:
+                        _tell(on_token, given, len(rows))
         except NumericsError as problem:
             error = problem
         except KeyboardInterrupt:
             interrupted = True
-        report = _report(session, scheduler, error, interrupted=interrupted)
+        report = _report(session, loop, error, interrupted=interrupted)
         texts = [
             tokenizer.decode(one.token_ids, skip_special_tokens=True) if tokenizer else ""
             for one in report.requests
@@ -218,21 +215,27 @@ def generate(
         )
 
 
+def _tell(on_token: Callable[[list[int | None]], None], given: NewTokens, prompts: int) -> None:
+    for place in range(max(map(len, given.values()), default=0)):
+        new = {request: tokens[place] for request, tokens in given.items() if len(tokens) > place}
+        on_token([new.get(request) for request in range(prompts)])
+
+
 def _report(
-    session: Session, scheduler: Scheduler, error: SfiError | None, *, interrupted: bool
+    session: Session, loop: Loop, error: SfiError | None, *, interrupted: bool
 ) -> RunReport:
     # after an early end the report also has requests that had not begun, and other finish reasons
     if session.report is None:
         raise KeyboardInterrupt
     session.run.left += [
-        RequestState(request=request, prompt_tokens=len(scheduler.prompts[request]))
-        for request in scheduler.waiting
+        RequestState(request=request, prompt_tokens=len(loop.prompts[request]))
+        for request in loop.waiting
     ]
     report = session.report
     if not (error or interrupted):
         return report
     requests = []
     for request, state in zip(report.requests, session.run.states, strict=True):
-        reason = "interrupted" if interrupted or state.request in scheduler.waiting else "error"
+        reason = "interrupted" if interrupted or state.request in loop.waiting else "error"
         requests.append(request if state.finished else replace(request, finish_reason=reason))
     return replace(report, requests=requests)

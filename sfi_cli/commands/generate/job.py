@@ -135,11 +135,12 @@ class GenerateJob:
         from sfi_core.hosts.transformers.stores import engine_for
 
         shown, limits = text_stream(tokenizer), self.prompts.limits(self.max_new_tokens)
-        on_token: Callable[[list[int]], None] | None = None
+        on_token: Callable[[list[int | None]], None] | None = None
         if stream is not None:
 
-            def on_token(tokens: list[int]) -> None:
-                stream.stream(shown.push(tokens[0]))
+            def on_token(tokens: list[int | None]) -> None:
+                if tokens[0] is not None:
+                    stream.stream(shown.push(tokens[0]))
 
         with (
             PrefillProgress(quiet=quiet, label=policy) as reading,

@@ -100,6 +100,19 @@ class Drafts:
         )
         return self.blocks
 
+    def positions(self) -> tuple[list[int], list[int], list[tuple[int, ...]]]:
+        """Return the row of every token to pick, how many drafted tokens precede it, and which."""
+        row_X, offset_X, tail_X = [], [], []
+        for row, block in enumerate(self.blocks):
+            if block is None:
+                continue
+            counts = range(len(block.drafted) + 1) if block.reason else [len(block.drafted)]
+            for count in counts:
+                row_X.append(row)
+                offset_X.append(count)
+                tail_X.append(block.drafted[:count])
+        return row_X, offset_X, tail_X
+
     def record(self, token_X: Sequence[int], logits_XV: torch.Tensor) -> list[list[int]]:
         """Note the tokens picked at every position of the pass, request after request.
 

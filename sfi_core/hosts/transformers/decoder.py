@@ -1,4 +1,4 @@
-"""A transformers model under a session, as `decode` drives it: one batch of prompts."""
+"""A transformers model under a session, as `engine.loop` drives it: one batch of prompts."""
 
 import copy
 import inspect
@@ -11,10 +11,13 @@ import torch
 from sfi_core.engine.graphs import recorder
 from sfi_core.engine.graphs.lookahead import audits_next
 from sfi_core.engine.graphs.steps import StepGraphs
+from sfi_core.engine.lossless.rule import DraftRule
 from sfi_core.engine.prompt_queries import Watcher
 from sfi_core.engine.run import Run
 from sfi_core.engine.shared_prompt import SharedPrompt
+from sfi_core.hosts.transformers.block_pass import BlockPass
 from sfi_core.hosts.transformers.cache import SfiCache
+from sfi_core.hosts.transformers.lossless import draft_rule
 from sfi_core.hosts.transformers.replays import records_steps, refusal
 from sfi_core.hosts.transformers.session import Session
 from sfi_core.machine.threads import SMALL_BYTES, one_thread
@@ -29,7 +32,7 @@ def nothing_to_tell(read: int, total: int) -> None:
 
 @dataclass(slots=True, kw_only=True)
 class Decoder:
-    """A transformers model under a session, as `decode` drives it.
+    """A transformers model under a session, as `engine.loop` drives it.
 
     Attributes:
         ids_BT: Left-padded prompts.
@@ -129,13 +132,13 @@ class Decoder:
         if self._graphs is not None and self.cache.seen + 1 < self.capacity:
             self._graphs.ahead(token_B)
 
-    def record(self, token_B: list[int]) -> None:
-        """Note the tokens."""
-        self.session.run.record(token_B)
+    def draft_rule(self) -> DraftRule:
+        """Return what ends a draft in a lossless run."""
+        return draft_rule(self.session)
 
-    def admit(self, token_B: list[int]) -> list[int]:
-        """Return the tokens to go on with, or none when all requests have ended: no request waits."""
-        return [] if self.session.run.done else token_B
+    def drafting(self, pad_id: int) -> BlockPass:
+        """Return the passes of a lossless run; `pad_id` stands for a request that rests."""
+        return BlockPass(self, pad_id)
 
     def planned_pass(self, ids_BT: torch.Tensor, positions_BT: torch.Tensor) -> torch.Tensor:
         """Run a pass that the engine has begun; return the logits of every token, [B, T, V]."""

@@ -1,10 +1,14 @@
 """What a lossless run needs of a model, a policy and the engine's options."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
+from sfi_core.engine.lossless.rule import Cost, DraftRule
 from sfi_core.engine.picking.picker import CPU_PIECE, PIECE
 from sfi_core.errors import ConfigError
+from sfi_core.models.byte_model import ByteModel
+from sfi_core.models.describe import describe_model
 from sfi_core.models.lossless_memory import Drafting
 from sfi_core.models.rotation import check_rotation
 from sfi_core.observers.events import LogitsEvent
@@ -76,10 +80,51 @@ def most_together(session: Any) -> int | None:
     return 1 if windows else None
 
 
+def together(session: Any, asked: int | None) -> int | None:
+    """Return the most requests to decode together: `asked`, or the model's limit in lossless runs.
+
+    Raise `ConfigError` if `asked` is more than the limit.
+    """
+    most = most_together(session) if session.engine.lossless else None
+    if most is None:
+        return asked
+    if asked is not None and asked > most:
+        raise ConfigError(
+            f"max_batch must be at most {most} in a lossless run of a model with sliding-window layers, "
+            f"got {asked}"
+        )
+    return most
+
+
 def most_drafted(session: Any, asked: int) -> int:
     """Return the most tokens of a draft: a sliding window must hold them and the token before."""
     windows: list[int] = [one.window for one in session.shapes() if one.window is not None]
     return max(1, min([asked, *(window - LEAST_WINDOW + 1 for window in windows)]))
+
+
+def draft_rule(session: Any) -> DraftRule:
+    """Return what ends a draft in the session's run, which has begun."""
+    policy, draft = session.policy, session.policy.config.draft
+    return DraftRule(
+        config=replace(draft, max_tokens=most_drafted(session, draft.max_tokens)),
+        stop_ids=session.run.stop_ids,
+        cost=_draft_cost(session),
+        selecting=policy.selection_tokens,
+    )
+
+
+def _draft_cost(session: Any) -> Cost:
+    # the cost of a fast step relative to a verification, by the bytes that both read
+    dense_layers, refreshes = session.policy.config.dense_layers, session.policy.refreshes()
+    batch = session.run.store.batch
+    description = describe_model(session.model, session.shapes())
+    model = ByteModel.of(description, dense_layers=dense_layers, batch=batch)
+
+    def cost(length: float, attended: float) -> float:
+        whole = model.slow(length, min(length, attended)) if refreshes else model.dense(length)
+        return min(1.0, float(model.fast(length, attended)) / float(whole))
+
+    return cost
 
 
 def drafting_of(session: Any) -> Drafting | None:

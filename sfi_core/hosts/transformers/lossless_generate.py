@@ -8,11 +8,11 @@ from transformers import EosTokenCriteria, MaxLengthCriteria
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from sfi_core.engine.left_pad import left_pad
-from sfi_core.engine.scheduler import Scheduler
+from sfi_core.engine.loop import Loop
 from sfi_core.errors import ConfigError
 from sfi_core.hosts.transformers.checks import prompt_tokens
 from sfi_core.hosts.transformers.decoder import Decoder
-from sfi_core.hosts.transformers.lossless_loop import decode_lossless, together
+from sfi_core.hosts.transformers.lossless import together
 from sfi_core.hosts.transformers.own_processors import OwnProcessors
 from sfi_core.hosts.transformers.session import Session
 
@@ -54,10 +54,10 @@ def lossless_decoding(session: Session, streamer: Any) -> Callable[..., Any]:
         seed = int(torch.randint(2**62, ())) if generation_config.do_sample else None
         picker = OwnProcessors(logits_processor, input_ids, range(slots), session.ranks, seed)
         padding = generation_config.pad_token_id
-        put = None if streamer is None else lambda token_B: streamer.put(torch.tensor(token_B))
-        scheduler = Scheduler(decoder, rows, [limit - T] * B, picker, padding or 0, put)
-        for _ in decode_lossless(scheduler, decoder):
-            pass
+        for given in Loop(decoder, rows, [limit - T] * B, picker, padding or 0).decode_lossless():
+            if streamer is not None:  # for one request
+                for token in given.get(0, ()):
+                    streamer.put(torch.tensor([token]))
         if streamer is not None:
             streamer.end()
         sequences = torch.cat([input_ids, generated(session, padding or 0, input_ids)], 1)

@@ -10,19 +10,15 @@ from typing import Any
 
 import torch
 
-from sfi_core.engine.scheduler import Scheduler
-from sfi_core.generation.sampling import Sampler
-from sfi_core.hosts.transformers.lossless_loop import decode_lossless
+from sfi_core.engine.loop import Loop, NewTokens
 from sfi_core.hosts.transformers.session import Session
 from sfi_core.machine.memory import peak_bytes, reset_peak
-from sfi_core.measure.bench.ours import decoder_of, note_report, selecting, step_read
+from sfi_core.measure.bench.ours import GivenTokens, decoder_of, note_report, selecting, step_read
 from sfi_core.measure.bench.prompts import Prompts
 from sfi_core.measure.bench.samples import DecodeSample, Drafting
 from sfi_core.measure.bench.settings import DecodeSettings, DecodeVariant, Point
 from sfi_core.measure.bench.streams import Stream
-from sfi_core.settings.sampling import Sampling
 from sfi_core.state.request import RequestState
-from sfi_kernels.step_descriptor import sent
 
 STATED = (
     "lossless rows: acceptance is stated, {:g} for each tested token, and does not depend on the drafts; "
@@ -53,42 +49,6 @@ class StatedAcceptance:
         return random.Random(f"{self.seed} {request} {index}").random() < self.rate  # noqa: S311 - no secret
 
 
-class GivenTokens(Sampler):
-    """Picks given tokens in drafts and in verifications: it makes their logits the largest."""
-
-    def __init__(self, ids_BT: torch.Tensor, token_SB: Sequence[Sequence[int]]) -> None:
-        """Take the prompts, and the tokens to pick by step and request."""
-        super().__init__(Sampling(), ids_BT)
-        self._token_SB = token_SB
-
-    def __call__(self, logits_BV: torch.Tensor, finished_B: list[bool], pad_id: int) -> list[int]:
-        """Pick the next token of every request."""
-        rows = range(len(self.rows))
-        self._raise(logits_BV, rows, [0] * len(self.rows))
-        return super().__call__(logits_BV, finished_B, pad_id)
-
-    def pick(
-        self,
-        logits_XV: torch.Tensor,
-        row_X: Sequence[int],
-        offset_X: Sequence[int],
-        tail: Sequence[Sequence[int]],
-    ) -> list[int]:
-        """See `Sampler.pick`."""
-        self._raise(logits_XV, row_X, offset_X)
-        return super().pick(logits_XV, row_X, offset_X, tail)
-
-    def _raise(
-        self, logits_XV: torch.Tensor, row_X: Sequence[int], offset_X: Sequence[int]
-    ) -> None:
-        tokens = [
-            [self._token_SB[self.rows[row].step + offset][row]]
-            for row, offset in zip(row_X, offset_X, strict=True)
-        ]
-        token_X1 = sent(torch.tensor(tokens), logits_XV.device)
-        logits_XV.scatter_(1, token_X1, torch.finfo(logits_XV.dtype).max)
-
-
 @torch.inference_mode()
 def run_lossless(
     model: Any,
@@ -112,14 +72,16 @@ def run_lossless(
     sample = DecodeSample(point.batch, settings.warm_up)
     reset_peak(model.device)
     with decoder_of(model, variant, point, settings, prompts, stream.config) as decoder:
-        outcome, sampler = None, Sampler(Sampling(), prompts.ids_BT)
+        outcome, token_SB = None, None
         if variant.acceptance is not None:
             outcome = StatedAcceptance(variant.acceptance, settings.seed)
-            sampler = GivenTokens(prompts.ids_BT, stream.token_SB)
-        limits = [settings.most_tokens] * point.batch
-        scheduler = Scheduler(decoder, [()] * point.batch, limits, sampler, pad_id=0)
+            token_SB = stream.token_SB
+        loop = Loop(
+            decoder, [()] * point.batch, [settings.most_tokens] * point.batch,
+            GivenTokens(prompts.ids_BT, token_SB),
+        )  # fmt: skip
         sample.began = time.perf_counter()
-        with closing(decode_lossless(scheduler, decoder, outcome)) as passes:
+        with closing(loop.decode_lossless(outcome)) as passes:
             _measure(sample, decoder.session, settings, passes, on_step)
         note_report(sample, decoder.session.run)
     sample.peak_bytes = peak_bytes(model.device)
@@ -130,13 +92,13 @@ def _measure(
     sample: DecodeSample,
     session: Session,
     settings: DecodeSettings,
-    passes: Iterable[list[list[int]]],
+    passes: Iterable[NewTokens],
     on_step: Callable[[DecodeSample], None],
 ) -> None:
     began: Drafting | None = None
     for number, given in enumerate(passes):
         sample.at.append(time.perf_counter())
-        sample.gave.append(sum(map(len, given)))
+        sample.gave.append(sum(map(len, given.values())))
         run = session.run
         counted = Drafting.of(state.tally for state in run.requests)
         if number:

@@ -1,16 +1,16 @@
 """A run of one of our policies, decoded as by `sfi_core.generate`, with given tokens."""
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from typing import Any
 
 import torch
 
+from sfi_core.engine.loop import Loop
 from sfi_core.engine.maintenance import main_stream
 from sfi_core.engine.report import RunReport
 from sfi_core.engine.run import Run
-from sfi_core.generation.decode import decode
 from sfi_core.generation.sampling import Sampler
 from sfi_core.hosts.transformers.decoder import Decoder
 from sfi_core.hosts.transformers.slow_fast import slow_fast
@@ -23,6 +23,51 @@ from sfi_core.policies import policy_class
 from sfi_core.policies.shared import Triggered
 from sfi_core.settings.config import SfiConfig
 from sfi_core.settings.sampling import Sampling
+from sfi_kernels.step_descriptor import sent
+
+
+class GivenTokens(Sampler):
+    """Picks given tokens, in drafts and verifications too, by making their logits the largest.
+
+    The device does it: the next step may start before the host has read the token.
+    """
+
+    def __init__(
+        self,
+        ids_BT: torch.Tensor,
+        token_SB: Sequence[Sequence[int]] | None,
+        ahead: Callable[[torch.Tensor], None] | None = None,
+    ) -> None:
+        """Take the prompts, and the tokens by step and request; None picks the model's own."""
+        super().__init__(Sampling(), ids_BT, ahead=ahead)
+        self._token_SB = None
+        if token_SB is not None:
+            self._token_SB = torch.tensor(token_SB, device=ids_BT.device)
+
+    def __call__(self, logits_BV: torch.Tensor, finished_B: list[bool], pad_id: int) -> list[int]:
+        """Pick the next token of every request; all have the same number of tokens before it."""
+        if self._token_SB is not None:
+            self._raise(logits_BV, self._token_SB[self.rows[0].step])
+        return super().__call__(logits_BV, finished_B, pad_id)
+
+    def pick(
+        self,
+        logits_XV: torch.Tensor,
+        row_X: Sequence[int],
+        offset_X: Sequence[int],
+        tail: Sequence[Sequence[int]],
+    ) -> list[int]:
+        """See `Sampler.pick`."""
+        if self._token_SB is not None:
+            pairs = zip(row_X, offset_X, strict=True)
+            steps = [self.rows[row].step + offset for row, offset in pairs]
+            at_2X = sent(torch.tensor([steps, list(row_X)]), logits_XV.device)
+            self._raise(logits_XV, self._token_SB[at_2X[0], at_2X[1]])
+        return super().pick(logits_XV, row_X, offset_X, tail)
+
+    @staticmethod
+    def _raise(logits_XV: torch.Tensor, token_X: torch.Tensor) -> None:
+        logits_XV.scatter_(1, token_X[:, None], torch.finfo(logits_XV.dtype).max)
 
 
 @torch.inference_mode()
@@ -51,27 +96,23 @@ def run_ours(
     reset_peak(model.device)
     with decoder_of(model, variant, point, settings, prompts, stream.config) as decoder:
         session = decoder.session
-        greedy = Sampler(Sampling(), prompts.ids_BT, ahead=decoder.ahead)
-        finished = [False] * point.batch
-        token_SB1 = torch.tensor(stream.token_SB, device=model.device)[:, :, None]
-
-        def pick(logits_BV: torch.Tensor) -> list[int]:
-            # on the device, because the next step may start before the host has read the token
-            if not settings.real_prompts:
-                logits_BV.scatter_(1, token_SB1[len(sample.at)], torch.finfo(logits_BV.dtype).max)
-            return greedy(logits_BV, finished, 0)
-
+        token_SB = None if settings.real_prompts else stream.token_SB
+        loop = Loop(
+            decoder, [()] * point.batch, [settings.total_steps + 1] * point.batch,
+            GivenTokens(prompts.ids_BT, token_SB, decoder.ahead),
+        )  # fmt: skip
         sample.began = time.perf_counter()
-        for step, _ in enumerate(decode(decoder, pick, settings.total_steps + 1)):
-            sample.at.append(time.perf_counter())
-            run = session.run
-            if step:
-                sample.reads.append(step_read(run))
-            if step == settings.warm_up:
-                sample.selecting -= selecting(run)
-            on_step(sample)
-            if sample.over(settings.time_limit) and sample.steps % whole == 0:
-                break
+        with closing(loop.decode()) as passes:
+            for step, _ in enumerate(passes):
+                sample.at.append(time.perf_counter())
+                run = session.run
+                if step:
+                    sample.reads.append(step_read(run))
+                if step == settings.warm_up:
+                    sample.selecting -= selecting(run)
+                on_step(sample)
+                if sample.over(settings.time_limit) and sample.steps % whole == 0:
+                    break
         sample.selecting += selecting(session.run)
         note_report(sample, session.run)
     sample.peak_bytes = peak_bytes(model.device)

@@ -1,17 +1,17 @@
 """Decode given texts under a policy, and pass the logits of each step to a function."""
 
 from collections.abc import Callable, Sequence
-from itertools import count
 from typing import Any
 
 import torch
 
 from sfi_core.engine.left_pad import left_pad
+from sfi_core.engine.loop import Loop
 from sfi_core.engine.report import RunReport
 from sfi_core.engine.shared_prompt import SharedPrompt
 from sfi_core.errors import ConfigError, NumericsError
-from sfi_core.generation.decode import decode
 from sfi_core.generation.prompts import check_lengths
+from sfi_core.generation.sampling import Sampler
 from sfi_core.hosts.transformers.decoder import Decoder
 from sfi_core.hosts.transformers.replays import records_steps
 from sfi_core.hosts.transformers.slow_fast import slow_fast
@@ -20,6 +20,7 @@ from sfi_core.observers.observer import Observer
 from sfi_core.settings.audit import AuditConfig
 from sfi_core.settings.config import SfiConfig
 from sfi_core.settings.engine import DEFAULTS, EngineOptions
+from sfi_core.settings.sampling import Sampling
 
 OnLogits = Callable[[int, torch.Tensor], None]
 
@@ -122,25 +123,30 @@ def teacher_force_batch(
             session=session, ids_BT=ids_BT, mask_BT=mask_BT, capacity=capacity, chunk=prefill_chunk,
             shared=shared,
         )  # fmt: skip
-        given = [ids[prompt_tokens:] for ids in texts]
-        for _ in decode(decoder, _given(given, on_logits), sizes[0] - prompt_tokens):
+        prompts, given = ids_BT.tolist(), [ids[prompt_tokens:] for ids in texts]
+        limits = [sizes[0] - prompt_tokens] * len(texts)
+        for _ in Loop(decoder, prompts, limits, TextTokens(ids_BT, given, on_logits)).decode():
             pass
         report = session.report
     assert report is not None, "a run has begun"
     return report
 
 
-def _given(
-    given: Sequence[Sequence[int]], on_logits: OnLogits
-) -> Callable[[torch.Tensor], list[int]]:
-    # a function that picks the texts' own tokens
-    steps = count()
+class TextTokens(Sampler):
+    """Picks the texts' own tokens, and passes on the logits of each step."""
 
-    def next_token(logits_BV: torch.Tensor) -> list[int]:
-        step, logits_BV = next(steps), logits_BV.float()
+    def __init__(
+        self, ids_BT: torch.Tensor, texts: Sequence[Sequence[int]], on_logits: OnLogits
+    ) -> None:
+        """Take the prompts, and the tokens after them."""
+        super().__init__(Sampling(), ids_BT)
+        self._texts, self._on_logits = texts, on_logits
+
+    def __call__(self, logits_BV: torch.Tensor, finished_B: list[bool], pad_id: int) -> list[int]:
+        """Return the next token of every text."""
+        step, logits_BV = self.rows[0].step, logits_BV.float()
         if not bool(logits_BV.amax(-1).isfinite().all()):
             raise NumericsError(f"logits must be finite, got NaN or infinity at step {step}")
-        on_logits(step, logits_BV)
-        return [ids[step] for ids in given]
-
-    return next_token
+        self._on_logits(step, logits_BV)
+        self.advance([[text[step]] for text in self._texts])
+        return [text[step] for text in self._texts]

@@ -34,7 +34,7 @@ def evidence_of(tokens: list[int], verified: list[int]) -> tuple[torch.Tensor, i
             session=session, ids_BT=ids_BT, mask_BT=torch.ones_like(ids_BT), capacity=PROMPT + 8
         )
         decoder.prefill()
-        decoder.record([tokens[0]])
+        decoder.run.record([tokens[0]])
         run = session.run
         run.policy.select_after = select_after
         for block in (verified, tokens):

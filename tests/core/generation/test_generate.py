@@ -71,10 +71,10 @@ def test_stop_token_ends_its_request_and_the_others_go_on(model, expected, stop)
     assert set(reasons) == {"stop", "length"}
 
 
-def test_finished_request_is_shown_as_padding(model, expected, stop):
+def test_finished_request_has_no_token_to_show(model, expected, stop):
     shown = []
     run(model, stop_token_ids=[stop], on_token=shown.append)
-    assert [row[1] for row in shown] == [*expected[1][:4], *[PAD] * (STEPS - 4)]
+    assert [row[1] for row in shown] == [*expected[1][:4], *[None] * (STEPS - 4)]
 
 
 def test_finished_request_counts_no_more_steps_or_attended_tokens(model, stop):

@@ -7,11 +7,11 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
+from sfi_core.engine import loop
 from sfi_core.engine.lossless.drafts import Drafts
 from sfi_core.errors import ConfigError
 from sfi_core.generation.generate import generate
 from sfi_core.generation.verify import verify
-from sfi_core.hosts.transformers import lossless_loop
 from sfi_core.settings.config import SfiConfig
 from sfi_core.settings.engine import EngineOptions
 from sfi_core.settings.sampling import Sampling
@@ -111,7 +111,7 @@ def runs(monkeypatch):
             Drafts.__post_init__(self)
             found.append(self.run)
 
-    monkeypatch.setattr(lossless_loop, "Drafts", Kept)
+    monkeypatch.setattr(loop, "Drafts", Kept)
     return found
 
 

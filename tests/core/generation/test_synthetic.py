@@ -26,11 +26,11 @@ def decode(model, prompt, config=CONFIG, steps=6, **options):
             shared=prompt.shared(session),
         )  # fmt: skip
         decoder.prefill()
-        decoder.record([1] * batch)
+        decoder.run.record([1] * batch)
         found = []
         for step in range(steps):
             found.append(decoder.step([step + 1] * batch))
-            decoder.record([step + 2] * batch)
+            decoder.run.record([step + 2] * batch)
         return torch.stack(found), session.report
 
 

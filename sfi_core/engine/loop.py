@@ -1,0 +1,149 @@
+"""The decoding loop, Algorithm 1; when a request ends, a waiting one takes its row of the batch."""
+
+from collections import deque
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, Self
+
+import torch
+
+from sfi_core.engine.derived_runs import open_row
+from sfi_core.engine.left_pad import left_pad
+from sfi_core.engine.lossless.drafts import Block, Drafts, Outcome
+from sfi_core.engine.lossless.rule import DraftRule
+from sfi_core.engine.picking.picker import Picker
+from sfi_core.engine.run import Run
+from sfi_core.state.request import RequestState
+
+NewTokens = dict[int, list[int]]  # by request; a request without a new token is missing
+
+
+class Drafting(Protocol):
+    """Runs the passes of a lossless run."""
+
+    def __call__(self, drafts: Drafts) -> torch.Tensor:
+        """Run a pass; return the logits of all tokens of all blocks, [X, V]."""
+
+    def keep(self, blocks: Sequence[Block | None], given: Sequence[Sequence[int]]) -> None:
+        """Remove the rejected tokens from caches that the engine does not own."""
+
+
+class Host(Protocol):
+    """A model with a batch of prompts, as the loop needs it."""
+
+    ids_BT: torch.Tensor
+
+    @property
+    def run(self) -> Run:
+        """The run; there is none before `prefill`."""
+
+    def prefill(self) -> torch.Tensor:
+        """Read the prompts: step 0, which is slow (g_0 = 1). Return the next tokens' logits, [B, V]."""
+
+    def step(self, token_B: list[int]) -> torch.Tensor:
+        """Decode x_{t-1} in a slow or a fast step, as the policy plans; return logits, [B, V]."""
+
+    def alone(self, ids_1T: torch.Tensor, mask_1T: torch.Tensor, run: Run) -> Self:
+        """Return a host for one more prompt; its run has a row of this host's memory."""
+
+    def seat(self, row: int, other: Self) -> None:
+        """Put a prompt that was read alone into a row."""
+
+    def draft_rule(self) -> DraftRule:
+        """Return what ends a draft in a lossless run."""
+
+    def drafting(self, pad_id: int) -> Drafting:
+        """Return the passes of a lossless run; `pad_id` stands for a request that rests."""
+
+
+@dataclass(slots=True)
+class Loop:
+    """Decodes prompts, more than the batch has rows if need be.
+
+    The first prompts are read together. When a request ends, the next prompt is read into its row, alone and
+    whole, while the others wait; then all go on together.
+
+    Attributes:
+        host: The model with the first prompts.
+        prompts: The token ids of all prompts.
+        limits: The most new tokens of each prompt.
+        sampler: Picks the tokens.
+        pad_id: The input token of a row whose request has ended.
+        waiting: The requests that have not begun.
+    """
+
+    host: Host
+    prompts: Sequence[Sequence[int]]
+    limits: Sequence[int]
+    sampler: Picker
+    pad_id: int = 0
+    waiting: deque[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Queue the prompts that have no row."""
+        self.waiting = deque(range(len(self.host.ids_BT), len(self.prompts)))
+
+    def decode(self) -> Generator[NewTokens]:
+        """Yield the new tokens of each pass, alternating fast and slow steps (Algorithm 1)."""
+        host, sampler = self.host, self.sampler
+        token_B = yield from self._give(host, sampler, host.prefill())
+        while token_B := (yield from self._admit(token_B)):
+            token_B = yield from self._give(host, sampler, host.step(token_B))
+
+    def decode_lossless(self, outcome: Outcome | None = None) -> Generator[NewTokens]:
+        """Yield the new tokens of each pass: none where a request drafts, one or more where it verifies.
+
+        The tokens are full attention's: a drafted token counts once a dense pass over the draft has picked
+        the same one, with the same random numbers. For benchmarks, `outcome` decides how much of a draft is
+        kept; None compares the picks.
+        """
+        host, sampler = self.host, self.sampler
+        token_B = yield from self._give(host, sampler, host.prefill())
+        drafts = Drafts(host.run, host.draft_rule(), self.limits, outcome)
+        drafting, requests = host.drafting(self.pad_id), host.run.requests
+        try:
+            while (yield from self._admit(token_B)):
+                logits_XV = drafting(drafts)
+                given = drafts.record(sampler.pick(logits_XV, *drafts.positions()), logits_XV)
+                drafting.keep(drafts.blocks, given)
+                sampler.advance(given)
+                token_B = [state.tokens[-1] for state in requests]
+                yield {one.request: new for one, new in zip(requests, given, strict=True) if new}
+        finally:
+            drafts.drop()
+
+    def _give(
+        self, host: Host, sampler: Picker, logits_BV: torch.Tensor
+    ) -> Generator[NewTokens, None, list[int]]:
+        # pick and note a token of every request that goes on, yield them, and return all rows' tokens
+        run = host.run
+        finished_B = [state.finished for state in run.requests]
+        with run.observer.span("sample"):
+            token_B = sampler(logits_BV, finished_B, self.pad_id)
+        run.record(token_B)
+        for state in run.requests:
+            state.finished |= len(state.tokens) >= self.limits[state.request]
+        rows = zip(run.requests, token_B, finished_B, strict=True)
+        yield {state.request: [token] for state, token, finished in rows if not finished}
+        return token_B
+
+    def _admit(self, token_B: list[int]) -> Generator[NewTokens, None, list[int]]:
+        # begin waiting requests in free rows; return all rows' tokens, [] once all requests have ended. A
+        # request that ends with its first token gives its row to the next
+        run, token_B = self.host.run, list(token_B)
+        for row in range(len(token_B)):
+            while self.waiting and run.requests[row].finished:
+                token_B[row] = yield from self._begin(row, self.waiting.popleft())
+        return [] if run.done else token_B
+
+    def _begin(self, row: int, request: int) -> Generator[NewTokens, None, int]:
+        # read a request's prompt into the row, yield and return its first token
+        run, prompt = self.host.run, self.prompts[request]
+        alone = open_row(run, row, RequestState(request=request, prompt_tokens=len(prompt)))
+        ids_1T, mask_1T = left_pad([prompt], self.host.ids_BT.device)
+        host, sampler = self.host.alone(ids_1T, mask_1T, alone), self.sampler.alone(ids_1T, request)
+        (token,) = yield from self._give(host, sampler, host.prefill())
+        run.step = alone.step
+        self.host.seat(row, host)
+        self.sampler.seat(row, sampler)
+        return token
