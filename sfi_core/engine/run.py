@@ -20,11 +20,12 @@ from sfi_core.engine.batch_pass import (
     RequestPass,
     known_requests,
 )
+from sfi_core.engine.ledger import OpenStep, Shape, enter, plan_step
 from sfi_core.engine.maintenance import Maintenance
 from sfi_core.engine.meter import WHOLE_STEP, Meter
 from sfi_core.engine.prompt_queries import PromptQueries, Watcher
 from sfi_core.engine.rows import Rows
-from sfi_core.engine.step_events import Shape, step_event, step_shape, tell_beginning
+from sfi_core.engine.step_events import shape_of, tell_beginning
 from sfi_core.observers.observer import Observer
 from sfi_core.policies.base import EvidencePolicy, Policy
 from sfi_core.policies.context import Notes
@@ -35,7 +36,6 @@ from sfi_core.state.layer_pages import LayerPages
 from sfi_core.state.packed_segment import PackedSegment
 from sfi_core.state.request import RequestState
 from sfi_core.state.side_stream import side_of
-from sfi_kernels.step_descriptor import FAST, SLOW
 
 CPU = torch.device("cpu")
 
@@ -121,18 +121,7 @@ class Run:
     def begin_decode(self) -> None:
         """Enter the step whose input are the tokens last given to `record`, x_{t-1}."""
         assert self.recorded, "the last step's tokens have been noted"
-        self.begin(
-            [
-                RequestPass()
-                if state.finished
-                else RequestPass.decode(slow=bool(reason), reason=reason)
-                for state, reason in zip(self.requests, self.plan(), strict=True)
-            ]
-        )
-
-    def plan(self) -> list[str]:
-        """Ask the policy why each request is slow at the next step; "" for a fast one."""
-        return self.policy.plan(self.requests)
+        self.begin(plan_step(self.policy, self.requests))
 
     def begin(self, passes: Sequence[RequestPass]) -> None:
         """Enter a forward pass; `passes` says what each request does in it."""
@@ -146,7 +135,7 @@ class Run:
         self.recorded = False
         start = [state.length for state in self.requests]
         for one, state in zip(passes, self.requests, strict=True):
-            self._enter(one, state)
+            enter(state, one, self.policy)
         self.describe(passes, start)
         if self.descriptors.launched:
             self.meter.began = self.meter.ended  # the device has worked on this step since then
@@ -186,7 +175,7 @@ class Run:
     def record(self, token_B: Sequence[int]) -> None:
         """Note each row's new token x_t, if the pass gave the row one, and tell the observer."""
         self.meter.lap(prefill=not self.batch_pass.decodes)
-        shape = step_shape(self)
+        shape = shape_of(self)
         rows = zip(self.requests, self.batch_pass.passes, token_B, strict=True)
         for state, one, token in rows:
             if one.generates:
@@ -235,32 +224,9 @@ class Run:
             return nullcontext()
         return self.meter.launches(self.step, layer)
 
-    def move_recent(self, state: RequestState) -> None:
-        """Move a request's recent segment for the step it has entered."""
-        config = self.policy.config
-        state.move_recent(config.sink, config.recent, sliding=config.recent_mode == "sliding")
-
-    def _enter(self, one: RequestPass, state: RequestState) -> None:
-        if one.ends_prompt:
-            state.begin(slow=True, reason=one.reason, new_tokens=one.count)
-            state.prompt_tokens = state.length - len(state.tokens)
-            self.move_recent(state)
-        elif one.kind in (FAST, SLOW):
-            state.begin(
-                slow=one.kind == SLOW, reason=one.reason, new_tokens=one.count, steps=one.count
-            )
-            self.move_recent(state)
-        else:
-            state.length += one.count
-
     def _record(self, state: RequestState, token: int, shape: Shape) -> None:
-        state.finish_step(token)
+        step = OpenStep.of(state, self.policy, self.audit, self.step, self.attended(state))
+        event = step.close(state, token, elapsed_us=self.meter.lasted * 1e6, **shape)
         state.tally.time_step(state.step, self.meter.began, self.meter.ended)
         state.finished = token in self.stop_ids
-        attended = self.attended(state)
-        if state.step > 0:
-            selecting = 0.0 if state.slow else self.policy.selection_tokens(state)
-            state.tally.count_reads(attended, state.length, selecting)
-        audited = self.audit is not None and self.audit.due(state.step, slow=state.slow)
-        seconds, more = self.meter.lasted, {"audited": audited, **shape}
-        self.observer.on(step_event(state, self.step, attended, seconds, **more))
+        self.observer.on(event)

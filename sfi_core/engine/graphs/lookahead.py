@@ -4,7 +4,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from sfi_core.engine.batch_pass import RequestPass, Requests, known_requests
+from sfi_core.engine.ledger import enter, plan_step
 from sfi_core.engine.run import Run
+from sfi_kernels.step_descriptor import SLOW
 
 
 def foresee(run: Run) -> Requests | None:
@@ -17,18 +19,11 @@ def foresee(run: Run) -> Requests | None:
     if tokens_decide(run):
         return None
     states = [replace(state) for state in run.requests]
-    reasons = run.policy.plan(states)
-    if _audited(run, reasons):
+    passes = plan_step(run.policy, states)
+    if _audited(run, passes):
         return None
-    passes = []
-    for state, reason in zip(states, reasons, strict=True):
-        if state.finished:
-            passes.append(RequestPass())
-            continue
-        slow = bool(reason)
-        passes.append(RequestPass.decode(slow=slow, reason=""))
-        state.begin(slow=slow, reason="", new_tokens=1)
-        run.move_recent(state)
+    for state, one in zip(states, passes, strict=True):
+        enter(state, one, run.policy)
     if max(state.length for state in states) > run.store.capacity:
         return None
     return known_requests(passes, states, run.policy)
@@ -36,15 +31,15 @@ def foresee(run: Run) -> Requests | None:
 
 def audits_next(run: Run) -> bool:
     """Say whether the next step is audited for any request: such a step is not replayed."""
-    return run.audit is not None and _audited(run, run.plan())
+    return run.audit is not None and _audited(run, plan_step(run.policy, run.requests))
 
 
-def _audited(run: Run, reasons: Sequence[str]) -> bool:
+def _audited(run: Run, passes: Sequence[RequestPass]) -> bool:
     audit = run.audit
     return audit is not None and any(
-        audit.due(state.step + 1, slow=bool(reason))
-        for state, reason in zip(run.requests, reasons, strict=True)
-        if not state.finished
+        audit.due(state.step + 1, slow=one.kind == SLOW)
+        for state, one in zip(run.requests, passes, strict=True)
+        if one.generates
     )
 
 

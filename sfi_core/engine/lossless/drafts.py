@@ -7,10 +7,11 @@ from itertools import takewhile
 import torch
 
 from sfi_core.engine.batch_pass import RequestPass
+from sfi_core.engine.ledger import Shape, step_fields
 from sfi_core.engine.logits import compare_logits
 from sfi_core.engine.lossless.rule import DraftRule
 from sfi_core.engine.run import Run
-from sfi_core.engine.step_events import Shape, step_event, step_shape
+from sfi_core.engine.step_events import shape_of
 from sfi_core.observers.events import LogitsEvent, StepEvent, VerificationEvent
 from sfi_core.observers.held import HeldSelections
 from sfi_core.observers.observer import wants
@@ -81,7 +82,7 @@ class Drafts:
         A verification starts at the last verified token and overwrites the draft's keys and values.
         """
         run = self.run
-        rows = zip(run.requests, run.plan(), strict=True)
+        rows = zip(run.requests, run.policy.plan(run.requests), strict=True)
         self.blocks = [
             None if state.finished else self._block(state, planned) for state, planned in rows
         ]
@@ -121,17 +122,16 @@ class Drafts:
         """
         run, place = self.run, 0
         given: list[list[int]] = []
-        seconds = run.meter.lap(prefill=False)
-        self._shape = step_shape(run)
+        self._shape = {"elapsed_us": run.meter.lap(prefill=False) * 1e6, **shape_of(run)}
         for state, block in zip(run.requests, self.blocks, strict=True):
             own = slice(place, place + (len(block.tokens) if block else 0))
             place = own.stop
             if block is None:
                 given.append([])
             elif block.reason:
-                given.append(self._verified(state, block, token_X[own], logits_XV[own], seconds))
+                given.append(self._verified(state, block, token_X[own], logits_XV[own]))
             else:
-                self._drafted(state, token_X[own.start], logits_XV[own.start], seconds)
+                self._drafted(state, token_X[own.start], logits_XV[own.start])
                 given.append([])
         run.recorded = True
         return given
@@ -159,16 +159,15 @@ class Drafts:
             if request == state.request:
                 self.run.policy.rewind(note, state.length)
 
-    def _drafted(
-        self, state: RequestState, token: int, logits_V: torch.Tensor, seconds: float
-    ) -> None:
+    def _drafted(self, state: RequestState, token: int, logits_V: torch.Tensor) -> None:
         run, tally = self.run, state.tally
         state.finish_step(token)
         state.drafted += 1
         attended = run.attended(state)
         tally.count_reads(attended, 0, run.policy.selection_tokens(state))
-        more = {"drafted": True, "draft_token_id": token, **self._shape}
-        event = step_event(state, run.step, attended, seconds, **more)
+        fields = step_fields(state, run.step, attended)
+        ids = {"token_id": token, "draft_token_id": token}
+        event = StepEvent(**fields, **ids, drafted=True, **self._shape)
         kept = logits_V.clone() if self._compares else None
         self._steps.setdefault(state.request, []).append(Drafted(event, kept))
 
@@ -178,7 +177,6 @@ class Drafts:
         block: Block,
         token_W: Sequence[int],
         logits_WV: torch.Tensor,
-        seconds: float,
     ) -> list[int]:
         run, tally, drafted = self.run, state.tally, len(block.drafted)
         accepted = (
@@ -200,7 +198,7 @@ class Drafts:
         tally.count_reads(read, sum(range(state.length - kept, state.length + 1)), 0.0)
         tally.count_verification(drafted, accepted)
         tally.time_step(state.step, run.meter.began, run.meter.ended)
-        self._tell(state, block, kept, read, logits_WV, seconds)
+        self._tell(state, block, kept, read, logits_WV)
         return given
 
     def _tell(
@@ -210,7 +208,6 @@ class Drafts:
         kept: int,
         read: int,
         logits_WV: torch.Tensor,
-        seconds: float,
     ) -> None:
         # the verification first, then its tokens in the order of the steps
         run, drafted = self.run, len(block.drafted)
@@ -233,15 +230,16 @@ class Drafts:
                 reason=state.reason,
                 evidence_position=read - 1 if selects else None,
                 attended_tokens=read + sum(one.event.attended_tokens for one in steps),
-                elapsed_us=seconds * 1e6,
+                elapsed_us=self._shape["elapsed_us"],
             )
         )
         self._compare(state, steps[: kept + 1], logits_WV, state.step - kept)
         for one in steps[:kept]:
             run.observer.on(one.event)
         other = block.drafted[kept] if kept < drafted else None
-        more = {"draft_token_id": other, **self._shape}
-        run.observer.on(step_event(state, run.step, state.length, seconds, **more))
+        fields = step_fields(state, run.step, state.length)
+        ids = {"token_id": state.tokens[-1], "draft_token_id": other}
+        run.observer.on(StepEvent(**fields, **ids, **self._shape))
 
     def _compare(
         self, state: RequestState, tested: list[Drafted], logits_WV: torch.Tensor, first: int

@@ -1,24 +1,26 @@
 """Plan each engine step from the requests' tokens: which requests are slow, and their slots.
 
-The scheduler's side runs it, so that all workers get the same plan. Plain numbers, no torch, no vLLM. With
+The scheduler's side runs it, so that all workers get the same plan. Plain numbers, no vLLM. With
 asynchronous scheduling a step's token may be known one step late; the plan then uses the known tokens, which
 `trigger_delay` of 1 allows.
 """
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
+from sfi_core.engine.batch_pass import RequestPass
+from sfi_core.engine.ledger import OpenStep, enter, plan_step, step_shape
 from sfi_core.hosts.vllm.entry import NO_SLOT, Entry, Plan
 from sfi_core.hosts.vllm.request_settings import RequestSettings
-from sfi_core.hosts.vllm.tracked import LiveRequest, PlannedStep, Tracked
-from sfi_core.observers.events import StepEvent
+from sfi_core.hosts.vllm.tracked import LiveRequest, Tracked
 from sfi_core.observers.observer import NullObserver, Observer
 from sfi_core.policies.base import Policy
 from sfi_core.settings.audit import AuditConfig
 from sfi_core.settings.config import SfiConfig
 from sfi_core.state.request import RequestState
+from sfi_kernels.step_descriptor import PROMPT
 
 TOTALS = ("slow_steps", "fast_steps", "dense_steps", "requests", "attended", "context")
 
@@ -70,6 +72,7 @@ class Planner:
         """
         self._make_policy, self._block = make_policy, block
         self._layers, self._observer = layers, observer or NullObserver()
+        self._dense_layers = 0
         self._audit = audit
         self.tracked: dict[str, Tracked] = {}
         self.free = list(range(slots))[::-1]
@@ -85,6 +88,7 @@ class Planner:
             return
         policy, state = self._make_policy(settings.config), RequestState(request=self._arrived)
         self.tracked[live.request_id] = Tracked(live, settings, policy, state)
+        self._dense_layers = len(policy.config.dense_layers)  # the same for all requests
         self._arrived += 1
 
     def plan(self, scheduled: Scheduled) -> Plan:
@@ -135,21 +139,16 @@ class Planner:
             tracked.slot = self.free.pop()
         tracked.pending.clear()
         tracked.blocks, state = list(blocks), tracked.state
-        state.length, state.step = computed, len(state.tokens) - 1
+        # prompts are read whole, what was generated before a preemption too
+        state.length, state.step, state.slow = computed, len(state.tokens) - 1, True
 
     def _enter(self, tracked: Tracked, count: int, *, opens: bool) -> Entry:
         state, start, decode = tracked.state, tracked.state.length, tracked.begun
-        final = not decode and start + count == tracked.live.num_tokens
-        if decode:
-            self._decode(tracked)
-        elif final:
-            reason = "resumed" if state.tokens else "first"
-            state.begin(slow=True, reason=reason, new_tokens=count)
-            state.prompt_tokens, tracked.begun = tracked.live.num_prompt_tokens, True
-        else:
-            state.length += count
-        if decode or final:
-            self._pack(tracked)
+        one = self._pass_of(tracked, count)
+        enter(state, one, tracked.policy)
+        if one.generates:
+            tracked.begun = True
+            self._step(tracked)
         return Entry(
             request=state.request,
             slot=tracked.slot,
@@ -157,88 +156,65 @@ class Planner:
             count=count,
             block=tracked.blocks[(state.length - 1) // self._block],
             decode=decode,
-            final=final,
+            final=one.ends_prompt,
             slow=state.slow,
-            reason=state.reason if decode or final else "",
-            step=state.step if decode or final else state.step + 1,
+            reason=state.reason if one.generates else "",
+            step=state.step if one.generates else state.step + 1,
             opens=opens and tracked.slot != NO_SLOT,
             generated=len(state.tokens) if opens else 0,
         )
 
-    def _decode(self, tracked: Tracked) -> None:
+    def _pass_of(self, tracked: Tracked, count: int) -> RequestPass:
         state = tracked.state
+        if not tracked.begun:
+            reason = "resumed" if state.tokens else "first"
+            return RequestPass(
+                PROMPT, count, reason, state.length + count == tracked.live.num_tokens
+            )
         if tracked.slot == NO_SLOT:
-            state.begin(slow=True, reason="dense", new_tokens=1)
-            return
-        (reason,) = tracked.policy.plan([state])
-        state.begin(slow=bool(reason), reason=reason, new_tokens=1)
+            return RequestPass.decode(slow=True, reason="dense")
+        return plan_step(tracked.policy, [state])[0]
 
-    def _pack(self, tracked: Tracked) -> None:
-        # what the workers' own bookkeeping comes to, so that reads are known here
+    def _step(self, tracked: Tracked) -> None:
+        # what the workers will have packed by the end of the step is known here
         state, policy, config = tracked.state, tracked.policy, tracked.policy.config
-        state.move_recent(config.sink, config.recent, sliding=config.recent_mode == "sliding")
-        fast = tracked.slot != NO_SLOT and not state.slow
         if policy.selects_after if state.slow else policy.selects_before:
             state.note_packed(config.sink, config.budget)
         elif state.slow:
             state.note_packed(config.sink, 0)
-        event = StepEvent(
-            request=state.request,
-            step=state.step,
-            batch_step=self.step,
-            position=state.length - 1,
-            token_id=-1,
-            slow=state.slow,
-            reason=state.reason,
-            steps_since_slow=state.steps_since_slow,
-            attended_tokens=self._attended(tracked),
-            context_tokens=state.length,
-            elapsed_us=0.0,
-            audited=self._audit is not None
-            and tracked.slot != NO_SLOT
-            and self._audit.due(state.step, slow=state.slow),
-        )
-        selecting = policy.selection_tokens(state) if fast else 0.0
-        tracked.pending.append(PlannedStep(event, selecting, self.shape))
+        audit = None if tracked.slot == NO_SLOT else self._audit
+        step = OpenStep.of(state, policy, audit, self.step, self._attended(state))
+        tracked.pending.append((step, self.shape))
 
     def _shape_of(self, entries: Sequence[Entry], planned: Sequence[Tracked]) -> dict[str, Any]:
-        dense = [entry.slow or not entry.decode for entry in entries]
-        shape = {
-            "slow_requests": sum(dense),
-            "fast_requests": len(dense) - sum(dense),
-            "cached_tokens": sum(tracked.state.length for tracked in planned),
-        }
-        if self.row_bytes is not None:
-            read = sum(
-                tracked.state.length if whole else self._attended(tracked)
-                for whole, tracked in zip(dense, planned, strict=True)
-            )
-            shape["moved_bytes"] = round(self.row_bytes * read)
-        return shape
+        row_bytes = self.row_bytes
 
-    def _attended(self, tracked: Tracked) -> float:
-        left_dense = len(tracked.policy.config.dense_layers)
-        return tracked.state.attended(self._layers, left_dense)
+        def moved(state: RequestState) -> float:
+            return (row_bytes or 0) * self._attended(state)
+
+        kinds: tuple[list[RequestState], list[RequestState]] = [], []
+        for entry, tracked in zip(entries, planned, strict=True):
+            kinds[entry.decode and not entry.slow].append(tracked.state)
+        return step_shape(*kinds, None if row_bytes is None else moved)
+
+    def _attended(self, state: RequestState) -> float:
+        return state.attended(self._layers, self._dense_layers)
 
     def _note(self, tracked: Tracked, elapsed: float) -> None:
         # the tokens that have become known, each with the step that made it
         state, known = tracked.state, tracked.live.output_token_ids
         for token in list(known[len(state.tokens) :]):
-            state.tokens.append(token)
-            if tracked.pending:
-                self._count(tracked, tracked.pending.popleft(), token, elapsed)
-
-    def _count(self, tracked: Tracked, done: PlannedStep, token: int, elapsed: float) -> None:
-        tally, event = tracked.state.tally, done.event
-        if event.slow:
-            tally.count_slow(event.step, event.reason)
-        if event.step > 0:
-            tally.count_reads(event.attended_tokens, event.context_tokens, done.selecting)
-            self.totals["attended"] += event.attended_tokens
-            self.totals["context"] += event.context_tokens
-        self.totals["slow_steps" if event.slow else "fast_steps"] += 1
-        self.totals["dense_steps"] += event.reason == "dense"
-        self._observer.on(replace(event, token_id=token, elapsed_us=elapsed * 1e6, **done.shape))
+            if not tracked.pending:
+                state.tokens.append(token)
+                continue
+            step, shape = tracked.pending.popleft()
+            event = step.close(state, token, elapsed_us=elapsed * 1e6, **shape)
+            if event.step > 0:
+                self.totals["attended"] += event.attended_tokens
+                self.totals["context"] += event.context_tokens
+            self.totals["slow_steps" if event.slow else "fast_steps"] += 1
+            self.totals["dense_steps"] += event.reason == "dense"
+            self._observer.on(event)
 
     def _release(self, tracked: Tracked) -> None:
         if tracked.slot != NO_SLOT:

@@ -5,10 +5,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from sfi_core.engine.ledger import OpenStep
 from sfi_core.engine.report import RequestReport
 from sfi_core.hosts.vllm.entry import NO_SLOT
 from sfi_core.hosts.vllm.request_settings import RequestSettings
-from sfi_core.observers.events import StepEvent
 from sfi_core.policies.base import Policy
 from sfi_core.state.request import RequestState
 
@@ -34,21 +34,6 @@ class LiveRequest(Protocol):
         """The known generated ids."""
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedStep:
-    """A step that the workers got, until its token is known.
-
-    Attributes:
-        event: The step's event, without the token, the time and the fields in `shape`.
-        selecting: Cost of selecting, in tokens' keys and values.
-        shape: The fields of `StepEvent` that all requests of the engine's step share; filled later.
-    """
-
-    event: StepEvent
-    selecting: float
-    shape: Mapping[str, Any]
-
-
 @dataclass(slots=True)
 class Tracked:
     """One request from its arrival to its end.
@@ -60,7 +45,8 @@ class Tracked:
         slot: Its slot; `NO_SLOT` while it has none.
         begun: Whether its prompt has been read.
         blocks: Its blocks of the cache.
-        pending: Steps whose token is not known yet.
+        pending: Steps whose token is not known yet, each with the fields that its engine step's requests
+            share; these fields are filled in later.
         preempted: How often it lost its blocks.
     """
 
@@ -71,7 +57,7 @@ class Tracked:
     slot: int = NO_SLOT
     begun: bool = False
     blocks: list[int] = field(default_factory=list)
-    pending: deque[PlannedStep] = field(default_factory=deque)
+    pending: deque[tuple[OpenStep, Mapping[str, Any]]] = field(default_factory=deque)
     preempted: int = 0
 
     def report(self) -> dict[str, Any]:

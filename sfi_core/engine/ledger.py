@@ -1,0 +1,111 @@
+"""What a pass does to the numbers of its requests; the same for every host."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+from sfi_core.engine.batch_pass import RequestPass
+from sfi_core.observers.events import StepEvent
+from sfi_core.policies.base import Policy
+from sfi_core.settings.audit import AuditConfig
+from sfi_core.state.request import RequestState
+from sfi_kernels.step_descriptor import SLOW
+
+Shape = Mapping[str, Any]  # fields of `StepEvent` that all requests of a batch's step share
+
+
+def plan_step(policy: Policy, states: Sequence[RequestState]) -> list[RequestPass]:
+    """Ask the policy what each request does in the next step."""
+    return [
+        RequestPass() if state.finished else RequestPass.decode(slow=bool(reason), reason=reason)
+        for state, reason in zip(states, policy.plan(states), strict=True)
+    ]
+
+
+def enter(state: RequestState, one: RequestPass, policy: Policy) -> None:
+    """Enter a pass: count its tokens, and move the recent segment if the pass is a step."""
+    if not one.generates:
+        state.length += one.count
+        return
+    if one.ends_prompt:
+        state.begin(slow=True, reason=one.reason, new_tokens=one.count)
+        state.prompt_tokens = state.length - len(state.tokens)
+    else:
+        slow = one.kind == SLOW
+        state.begin(slow=slow, reason=one.reason, new_tokens=one.count, steps=one.count)
+    config = policy.config
+    state.move_recent(config.sink, config.recent, sliding=config.recent_mode == "sliding")
+
+
+@dataclass(frozen=True, slots=True)
+class OpenStep:
+    """A request's step whose token is not known yet.
+
+    Attributes:
+        fields: The fields of its `StepEvent` that are known.
+        selecting: Reads of the selection, in tokens.
+    """
+
+    fields: Mapping[str, Any]
+    selecting: float
+
+    @classmethod
+    def of(
+        cls,
+        state: RequestState,
+        policy: Policy,
+        audit: AuditConfig | None,
+        batch_step: int,
+        attended: float,
+    ) -> Self:
+        """Note the step that a request has entered; `attended` are the tokens read per KV head."""
+        audited = audit is not None and audit.due(state.step, slow=state.slow)
+        selecting = 0.0 if state.slow else policy.selection_tokens(state)
+        return cls({**step_fields(state, batch_step, attended), "audited": audited}, selecting)
+
+    def close(self, state: RequestState, token: int, **more: Any) -> StepEvent:
+        """Note the step's token x_t, count the step, and return its event; `more` are its other fields."""
+        event = StepEvent(**self.fields, token_id=token, **more)
+        state.tokens.append(token)
+        if event.slow:
+            state.tally.count_slow(event.step, event.reason)
+        if event.step > 0:
+            reads = event.attended_tokens, event.context_tokens
+            state.tally.count_reads(*reads, self.selecting)
+        return event
+
+
+def step_fields(state: RequestState, batch_step: int, attended: float) -> dict[str, Any]:
+    """Return the fields of a request's `StepEvent` that are known before its token."""
+    return {
+        "request": state.request,
+        "step": state.step,
+        "batch_step": batch_step,
+        "position": state.length - 1,
+        "slow": state.slow,
+        "reason": state.reason,
+        "steps_since_slow": state.steps_since_slow,
+        "attended_tokens": attended,
+        "context_tokens": state.length,
+    }
+
+
+def step_shape(
+    slow: Sequence[RequestState],
+    fast: Sequence[RequestState],
+    moved: Callable[[RequestState], float] | None,
+) -> dict[str, Any]:
+    """Return what the requests of a batch's step share, before they close it.
+
+    `slow` read everything, prompts included. `moved` returns the bytes that attention reads for a request;
+    None leaves the bytes out.
+    """
+    states = (*slow, *fast)
+    shape: dict[str, Any] = {
+        "slow_requests": len(slow),
+        "fast_requests": len(fast),
+        "cached_tokens": sum(state.length for state in states),
+    }
+    if moved is not None:
+        shape["moved_bytes"] = round(sum(map(moved, states)))
+    return shape
