@@ -1,0 +1,33 @@
+"""The host that docs/your_host.md shows."""
+
+import re
+from pathlib import Path
+
+import torch
+
+from sfi_core.settings.config import SfiConfig
+
+PAGE = Path(__file__).parents[3] / "docs" / "your_host.md"
+SMALL = SfiConfig(sink=2, recent=6, budget=8, t_max=4, span=0, trigger_token_ids=(1, 2, 3))
+NEW = 20
+
+
+def test_the_page_on_hosts_shows_one_that_decodes_with_any_policy(capsys):
+    """With a budget of everything sfi gives full attention's tokens; with a small one it reads less."""
+    (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    shown = {}
+    exec(compile(code, str(PAGE), "exec"), shown)  # noqa: S102 - our own page
+    draw = torch.Generator().manual_seed(1)
+    prompts = torch.randint(50, (2, 40), generator=draw).tolist()
+    full = shown["complete"](prompts, NEW, SMALL, "full-kv").requests
+    told = capsys.readouterr().out.splitlines()
+    assert told == [str(dict(enumerate([t] for t in step))) for step in _columns(full)]
+    every = shown["complete"](prompts, NEW, SMALL.replace(budget=100)).requests
+    assert [one.token_ids for one in every] == [one.token_ids for one in full]
+    for one in shown["complete"](prompts, NEW, SMALL).requests:
+        assert len(one.token_ids) == NEW
+        assert 0 < one.read_ratio < 1
+
+
+def _columns(requests):
+    return zip(*(one.token_ids for one in requests), strict=True)
