@@ -9,7 +9,8 @@ import typer
 from sfi_cli.settings.complete import completer
 from sfi_cli.settings.tables import SETTINGS, settings_for
 from sfi_cli.settings.text import written
-from sfi_core.settings.config import POLICIES, PRESETS, SfiConfig
+from sfi_core.settings.config import PRESETS, SfiConfig
+from sfi_core.settings.policy_names import built_in, known
 
 MODEL, METHOD, SAMPLING, OUTPUT = "Model", "Slow-fast decoding", "Sampling", "Output"
 TRACE = "Trace"
@@ -27,9 +28,9 @@ def _setting(name: str, *flags: str, panel: str = METHOD, **more: Any) -> Any:
     return typer.Option(*flags, rich_help_panel=panel, **shown)
 
 
-def _one_of(names: Iterable[str]) -> Callable[[str], list[str]]:
+def _one_of(names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
     # completion of a name in a shell
-    return lambda incomplete: [name for name in names if name.startswith(incomplete)]
+    return lambda incomplete: [name for name in names() if name.startswith(incomplete)]
 
 
 def sets(command: str, panel: str = METHOD, **more: Any) -> Any:
@@ -67,14 +68,14 @@ KvDeviceBudget = Annotated[
 Policy = Annotated[
     str,
     typer.Option(
-        help=f"{', '.join(POLICIES)}, or a package's own.", autocompletion=_one_of(POLICIES),
+        help=f"{', '.join(built_in())}, or a package's own.", autocompletion=_one_of(known),
         rich_help_panel=METHOD,
     ),
 ]  # fmt: skip
 Preset = Annotated[
     str | None,
     typer.Option(
-        help=f"{', '.join(PRESETS)}.", show_default="default", autocompletion=_one_of(PRESETS),
+        help=f"{', '.join(PRESETS)}.", show_default="default", autocompletion=_one_of(lambda: PRESETS),
         rich_help_panel=METHOD,
     ),
 ]  # fmt: skip

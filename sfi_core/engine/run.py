@@ -191,7 +191,7 @@ class Run:
     def segment(self, layer: int) -> PackedSegment:
         """Return a layer's packed segment, allocated once for the whole run."""
         config = self.policy.config
-        selects = self.policy.selects_before or self.policy.selects_after
+        selects = self.policy.selects
         rows = config.sink + (min(config.budget, self.store.capacity) if selects else 0)
         if layer not in self.segments:
             self.segments[layer] = PackedSegment(self.store.batch, rows, self.store.pages(layer))

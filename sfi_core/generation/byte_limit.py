@@ -33,7 +33,7 @@ class ByteLimit:
         """Sum a run up; None for full attention, or if nothing was decoded after the first tokens."""
         policy = session.policy
         decoded = sum(len(one.token_ids) - 1 for one in report.requests if one.token_ids)
-        if not (decoded and (policy.selects_after or policy.selects_before)):
+        if not (decoded and policy.selects):
             return None
         steps = [max(0, len(one.token_ids) - 1) / decoded for one in report.requests]
         context, attended, selecting = (

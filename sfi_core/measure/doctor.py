@@ -13,8 +13,8 @@ from sfi_core.errors import SfiError
 from sfi_core.generation.generate import generate
 from sfi_core.models.load import load
 from sfi_core.policies import policy_class
-from sfi_core.policies.outside import installed, package_of
 from sfi_core.settings.config import SfiConfig
+from sfi_core.settings.policy_names import installed, package_of
 
 TIMEOUT = 120  # seconds; the first Triton compilation takes a few
 

@@ -1,35 +1,39 @@
 """Decoding policies: which past tokens each KV head reads, and when it selects them anew."""
 
+from importlib import import_module
+from importlib.metadata import EntryPoint
+
 from sfi_core.errors import ConfigError
 from sfi_core.policies.base import EvidencePolicy, Policy, Selection
-from sfi_core.policies.codescan import CodeScan
 from sfi_core.policies.context import Evidence, LayerContext
-from sfi_core.policies.freekv import FreeKV
-from sfi_core.policies.full_kv import FullKV
-from sfi_core.policies.oracle_top_k import OracleTopK
-from sfi_core.policies.outside import import_policy, installed, package_of
-from sfi_core.policies.prior_only import PriorOnly
-from sfi_core.policies.quest import Quest
-from sfi_core.policies.random_k import RandomK
-from sfi_core.policies.sfi import SFI
 from sfi_core.policies.shared import Triggered, best
-from sfi_core.policies.snapkv import SnapKV
-from sfi_core.policies.streaming_llm import StreamingLLM
-from sfi_core.policies.synckv import SyncKV
+from sfi_core.settings.policy_names import built_in, installed, known, package_of
 
-POLICIES: dict[str, type[Policy]] = {
-    "full-kv": FullKV,
-    "sfi": SFI,
-    "streaming-llm": StreamingLLM,
-    "snapkv": SnapKV,
-    "quest": Quest,
-    "codescan": CodeScan,
-    "freekv": FreeKV,
-    "synckv": SyncKV,
-    "oracle-top-k": OracleTopK,
-    "random-k": RandomK,
-    "prior-only": PriorOnly,
-}
+__all__ = [
+    "POLICIES",
+    "Evidence",
+    "EvidencePolicy",
+    "LayerContext",
+    "Policy",
+    "Selection",
+    "Triggered",
+    "best",
+    "policy_class",
+]
+
+
+def _own(name: str) -> type[Policy]:
+    # the class of a file in `built_in`: the only policy that the file itself defines
+    module = import_module(f"{__name__}.built_in.{name.replace('-', '_')}")
+    (found,) = (
+        one
+        for one in vars(module).values()
+        if isinstance(one, type) and issubclass(one, Policy) and one.__module__ == module.__name__
+    )
+    return found
+
+
+POLICIES: dict[str, type[Policy]] = {name: _own(name) for name in built_in()}
 
 
 def policy_class(name: str) -> type[Policy]:
@@ -46,23 +50,19 @@ def policy_class(name: str) -> type[Policy]:
             f"policy {name!r} is defined twice, by {' and by '.join(owners)}; remove one"
         )
     if not owners:
-        known = (*POLICIES, *sorted({point.name for point in installed()}))
-        raise ConfigError(f"unknown policy {name!r}; expected one of {known}")
-    return import_policy(points[0]) if points else POLICIES[name]
+        raise ConfigError(f"unknown policy {name!r}; expected one of {known()}")
+    return _imported(points[0]) if points else POLICIES[name]
 
 
-__all__ = [
-    "POLICIES",
-    "SFI",
-    "Evidence",
-    "EvidencePolicy",
-    "FullKV",
-    "LayerContext",
-    "OracleTopK",
-    "Policy",
-    "Selection",
-    "StreamingLLM",
-    "Triggered",
-    "best",
-    "policy_class",
-]
+def _imported(point: EntryPoint) -> type[Policy]:
+    where = f"policy {point.name!r} of package {package_of(point)}"
+    try:
+        found = point.load()
+    except Exception as error:  # another package may raise anything at import
+        reason = " ".join(str(error).split()) or "no reason given"
+        raise ConfigError(
+            f"{where} cannot be imported: {type(error).__name__}: {reason}"
+        ) from error
+    if not (isinstance(found, type) and issubclass(found, Policy)):
+        raise ConfigError(f"{where} must be a subclass of sfi_core.policies.Policy, got {found!r}")
+    return found

@@ -46,24 +46,29 @@ class Policy:
     Attributes:
         config: The run's settings; budgets are tokens per KV head.
         trigger: Decides when a slow step is due.
-        selects_before: Call `select_before` on fast steps.
-        selects_after: Call `select_after` on slow steps.
         prompt_only: Call `select_after` at the end of the prompt only.
-        selects_next: Call `select_next` on fast steps.
-        mixes_heads: Call `dense_heads` in decoding steps.
         evicts: The method drops unselected tokens for good, so that it needs less memory.
         drafts: Fast steps can be taken back, as a lossless run does with rejected tokens.
         offloads: Runs over a store with most keys and values in host memory.
+        selects_before: Whether the class has a `select_before`; so `selects_after`, `selects_next`.
+        selects: Whether it has any of the three.
+        mixes_heads: Whether it has `dense_heads`.
     """
 
-    selects_before = False
-    selects_after = False
     prompt_only = False
-    selects_next = False
-    mixes_heads = False
     evicts = False
     drafts = False
     offloads = False
+    selects_before = selects_after = selects_next = selects = mixes_heads = False
+
+    def __init_subclass__(cls) -> None:
+        """Note which hooks the class has: those of its own and of its bases."""
+        super().__init_subclass__()
+        cls.selects_before = cls.select_before is not Policy.select_before
+        cls.selects_after = cls.select_after is not Policy.select_after
+        cls.selects_next = cls.select_next is not Policy.select_next
+        cls.selects = cls.selects_before or cls.selects_after or cls.selects_next
+        cls.mixes_heads = cls.dense_heads is not Policy.dense_heads
 
     def __init__(self, config: SfiConfig, trigger: Rule, layers: Sequence[int] = ()) -> None:
         """Take the settings; `layers` are the model's full-attention layers."""
@@ -126,8 +131,6 @@ class EvidencePolicy(Policy):
 
     Its selection can run beside the next layers, and inside a CUDA graph.
     """
-
-    selects_after = True
 
     def select_after(self, context: Evidence) -> Selection | None:
         """See `Policy.select_after`."""

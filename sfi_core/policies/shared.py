@@ -21,7 +21,6 @@ def best(context: Evidence, score_BHT: torch.Tensor, budget: int) -> Selection:
 class Triggered(Policy):
     """Base of the policies whose slow steps the trigger decides."""
 
-    selects_after = True
     drafts = True
     offloads = True
 

@@ -26,10 +26,6 @@ from sfi_core.settings.parts import (
 
 RECENT_MODES = ("anchored", "sliding")
 TRIGGER_POLICIES = ("boundary", "t-max", "stride", "random", "never", "always")
-POLICIES = (  # sfi_core.policies has their classes
-    "full-kv", "sfi", "streaming-llm", "snapkv", "quest", "codescan", "freekv", "synckv", "oracle-top-k",
-    "random-k", "prior-only",
-)  # fmt: skip
 GRANULARITIES = ("token", "page")
 
 

@@ -7,8 +7,6 @@ import sys
 from typer.testing import CliRunner
 
 from sfi_cli import app as cli
-from sfi_core.policies import POLICIES
-from sfi_core.settings import config
 
 
 def test_help_imports_neither_torch_nor_transformers(environment):
@@ -36,7 +34,3 @@ def test_doctor_tries_the_backends():
     assert checks["backend torch"] is True
     assert {"machine", "versions", "triggers"} <= set(document)
     assert {row["trigger"] for row in document["triggers"]} == {"'.'", "'?'", "'!'", "';'", r"'\n'"}
-
-
-def test_the_policies_of_the_help_are_the_core_s():
-    assert tuple(POLICIES) == config.POLICIES

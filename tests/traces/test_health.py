@@ -303,7 +303,7 @@ def run(folder: Path, **config: Any) -> set[str]:
 
 def break_selector(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
     """Let sfi's Selector get logits, and give scores, that are changed."""
-    from sfi_core.policies import sfi  # noqa: PLC0415
+    from sfi_core.policies.built_in import sfi  # noqa: PLC0415
 
     whole = sfi.selector
 

@@ -7,11 +7,15 @@ from sfi_cli import parsing
 from sfi_cli.settings.tables import settings_for
 from sfi_core.errors import ConfigError
 from sfi_core.settings.engine import EngineOptions
+from sfi_core.settings.policy_names import built_in
 
+PRESETS = ("default=sfi", "paper=sfi@paper", "released=sfi@released")
+UNASKED = ("prior-only",)  # the ablation of a part of sfi
 METHODS = (
-    "full-kv", "default=sfi", "paper=sfi@paper", "released=sfi@released", "streaming-llm", "snapkv", "quest",
-    "freekv", "synckv", "codescan", "oracle-top-k", "random-k",
-)  # fmt: skip
+    "full-kv",
+    *PRESETS,
+    *(name for name in built_in() if name not in ("full-kv", "sfi", *UNASKED)),
+)
 BUNDLED_ONLY = ("synckv",)  # needs a head file, which few other models have
 SHARES, LENGTHS, SAMPLES, SEED, RECENT = (0.05, 0.1, 0.15, 0.25), (1024, 4096), 20, 0, 128
 TOKENS = 128

@@ -5,7 +5,7 @@ from typing import Any
 from sfi_core.errors import ConfigError
 from sfi_core.models.digest import HEADS, folder_of, model_digest
 from sfi_core.policies import Policy
-from sfi_core.policies.synckv import SyncKV
+from sfi_core.policies.built_in.synckv import SyncKV
 from sfi_core.settings.config import SfiConfig
 from sfi_core.state.layer_shape import LayerShape
 

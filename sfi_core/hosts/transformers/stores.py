@@ -109,7 +109,7 @@ class TierPlan:
             "batch": batch,
             "capacity": capacity,
             "page": self.page,
-            "selects": policy.selects_before or policy.selects_after,
+            "selects": policy.selects,
             "summary": policy.summary_bytes,
         }
 
@@ -156,7 +156,7 @@ def expect(
         model,
         shapes,
         policy.config,
-        selects=policy.selects_before or policy.selects_after,
+        selects=policy.selects,
         summary=policy.summary_bytes,
         batch=batch,
         prompt_tokens=prompt_tokens,

@@ -61,7 +61,7 @@ class Settings:
     def selects(self) -> bool:
         """Whether the policy packs its selection."""
         policy = policy_class(self.options.policy)(self.config, Trigger(frozenset(), self.config))
-        return policy.selects_before or policy.selects_after
+        return policy.selects
 
     @property
     def audit(self) -> AuditConfig | None:

@@ -7,7 +7,7 @@ from sfi_core import SfiConfig
 from sfi_core.engine.backends.registry import attend
 from sfi_core.engine.batch_pass import RequestPass
 from sfi_core.engine.run import Run
-from sfi_core.policies import SFI
+from sfi_core.policies.built_in.sfi import SFI
 from sfi_core.state.kv_cache import KVCache
 from sfi_core.triggers.trigger import Trigger
 from sfi_kernels.step_descriptor import PROMPT, SLOW

@@ -9,7 +9,8 @@ from sfi_core import SfiConfig
 from sfi_core.engine.graphs.buffers import StepBuffers
 from sfi_core.engine.graphs.layer import note_step
 from sfi_core.engine.run import Run
-from sfi_core.policies import SFI, Selection
+from sfi_core.policies import Selection
+from sfi_core.policies.built_in.sfi import SFI
 from sfi_core.state.kv_cache import KVCache
 from sfi_core.triggers.trigger import Trigger
 from sfi_kernels.step_descriptor import FAST, IDLE, SLOW, StepRequest

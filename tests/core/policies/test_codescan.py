@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from sfi_core.policies import codescan
+from sfi_core.policies.built_in import codescan
 from sfi_core.policies.code_basis import learn_basis
 from sfi_core.settings.config import SfiConfig
 from sfi_kernels.key_codes import BITS, CHANNELS, CodeBasis

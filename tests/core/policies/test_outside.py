@@ -12,9 +12,10 @@ from sfi_core.generation.generate import generate
 from sfi_core.measure.doctor import _policies
 from sfi_core.models.load import load
 from sfi_core.policies import policy_class
-from sfi_core.policies.outside import installed
 from sfi_core.settings.config import SfiConfig
+from sfi_core.settings.policy_names import installed
 
+FULL = "from sfi_core.policies.built_in.full_kv import FullKV"
 PAGE = Path(__file__).parents[3] / "docs" / "your_policy.md"
 
 
@@ -67,7 +68,9 @@ def test_the_page_on_policies_shows_one_that_runs(install):
 def test_one_that_does_not_import_is_named_and_the_others_work(install):
     install("broken", "import no_such_module\n", {"wrong": "broken:Wrong", "odd": "fine:odd"})
     install(
-        "fine", "from sfi_core.policies import FullKV as Mine\nodd = 3\n", {"mine": "fine:Mine"}
+        "fine",
+        f"{FULL} as Mine\nodd = 3\n",
+        {"mine": "fine:Mine"},
     )
     with pytest.raises(
         ConfigError, match=r"^policy 'wrong' of package broken cannot be imported: Module"
@@ -89,9 +92,11 @@ def test_one_that_does_not_import_is_named_and_the_others_work(install):
 
 def test_a_name_taken_twice_is_refused_with_both_owners(install):
     install(
-        "one", "from sfi_core.policies import FullKV\n", {"mine": "one:FullKV", "sfi": "one:FullKV"}
+        "one",
+        FULL,
+        {"mine": "one:FullKV", "sfi": "one:FullKV"},
     )
-    install("two", "from sfi_core.policies import FullKV\n", {"mine": "two:FullKV"})
+    install("two", FULL, {"mine": "two:FullKV"})
     with pytest.raises(
         ConfigError, match=r"^policy 'mine' is defined twice, by package (one|two) and by"
     ):

@@ -1,6 +1,8 @@
 """Every policy of the table on a tiny random model, and what sets each of them apart."""
 
+import re
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -166,6 +168,11 @@ def test_the_runs_above_differ_between_policies(complete: Any):
     }
     # sfi and its two controls in both modes; the others have one
     assert len(tokens) == len(POLICIES) + 3
+
+
+def test_the_page_on_policies_has_a_row_for_each():
+    page = (Path(__file__).parents[3] / "docs" / "policies.md").read_text()
+    assert set(re.findall(r"^\| `([a-z-]+)` \|", page, re.MULTILINE)) >= set(POLICIES)
 
 
 def test_an_unknown_policy_is_named_with_the_known_ones():

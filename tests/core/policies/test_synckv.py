@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from sfi_core.errors import ConfigError
+from sfi_core.policies.built_in.synckv import SyncKV
 from sfi_core.policies.head_clusters import HeadClusters
-from sfi_core.policies.synckv import SyncKV
 from sfi_core.settings.config import SfiConfig
 from sfi_core.state.position_sets import allowed_positions
 from sfi_core.state.request import RequestState

@@ -9,7 +9,7 @@ from sfi_core.hosts.vllm.planner import Planner, Scheduled
 from sfi_core.hosts.vllm.request_settings import RequestSettings
 from sfi_core.hosts.vllm.tracked import Tracked
 from sfi_core.observers.observer import Observer
-from sfi_core.policies.sfi import SFI
+from sfi_core.policies.built_in.sfi import SFI
 from sfi_core.settings.config import SfiConfig
 from sfi_core.triggers.trigger import Trigger
 

@@ -11,7 +11,6 @@ from sfi_kernels.selector import attention_probability
 class OracleTopK(Policy):
     """An upper bound for K tokens per KV head; it reads every key, so it saves no time."""
 
-    selects_before = True
     drafts = True
 
     @classmethod

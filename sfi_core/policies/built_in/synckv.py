@@ -39,8 +39,6 @@ class SyncKV(Policy):
         dynamic: Number of positions in the dynamic set.
     """
 
-    selects_after = True
-    mixes_heads = True
     offloads = True
 
     def __init__(self, config: SfiConfig, trigger: Rule, layers: Sequence[int] = ()) -> None:

@@ -33,8 +33,6 @@ QUERIES = 256  # the last queries of the prompt, which the basis is learned from
 class CodeScan(Policy):
     """Every step selects anew by the codes of all keys."""
 
-    selects_before = True
-    selects_after = True
     prompt_only = True  # a lossless run keeps the prompt's basis too
     drafts = True
     offloads = True

@@ -17,7 +17,6 @@ from sfi_core.state.request import RequestState
 class Quest(Policy):
     """Every step selects anew by the element-wise extremes of each page's keys."""
 
-    selects_before = True
     drafts = True
     offloads = True
 

@@ -24,9 +24,6 @@ from sfi_core.state.request import RequestState
 class FreeKV(Policy):
     """Every step reads the last step's selection; heads whose query changed much select anew first."""
 
-    selects_before = True
-    selects_after = True
-    selects_next = True
     offloads = True
 
     def __init__(self, config: SfiConfig, trigger: Rule, layers: Sequence[int] = ()) -> None:
