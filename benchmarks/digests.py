@@ -171,7 +171,7 @@ def cases() -> dict[str, Callable[[], Any]]:
     tiers = {"engine": EngineOptions(kv_device_budget="90%", kv_page=4)}
     runs: dict[str, dict[str, Any]] = {
         "sampled": sampled,
-        "chunks": {"prefill_chunk": 16},
+        "chunks": {"engine": EngineOptions(prefill_chunk=16)},
         "pages": {"page_size": 16},
         "audit": {"audit": AuditConfig(every=3, top=16)},
         "max batch 2": {
@@ -198,7 +198,7 @@ def cases() -> dict[str, Callable[[], Any]]:
     for name in ("sfi", "codescan", "freekv"):
         some[f"two tiers {name}"] = lambda name=name: own_loop(llama(), policy=name, **tiers)
     some["hosted sampled"] = lambda: hosted(llama(), do_sample=True, temperature=1.5)
-    triton = {"backend": "triton", "page_size": 16, "max_new_tokens": 10}
+    triton = {"engine": EngineOptions(backend="triton"), "page_size": 16, "max_new_tokens": 10}
     for label in ("llama", "gemma-2", "qwen3"):
         some[f"triton {label}"] = lambda label=label: own_loop(BY_LABEL[label].build(), **triton)
     for name in ("paper", "dense layers", "pages"):

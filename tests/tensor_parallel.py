@@ -49,19 +49,20 @@ class Case:
     hosted: bool = False  # by `model.generate` under `slow_fast`
 
 
+LOSSLESS = EngineOptions(lossless=True)
 CASES = {
     **{f"{label} default": Case(label) for label in MODELS},
     **{f"{label} paper": Case(label, PAPER) for label in MODELS},
     "bundled": Case("", CONFIG.replace(budget=24, t_max=3)),
     "sampled": Case("llama", options={"sampling": Sampling(temperature=1.5), "seed": 3}),
-    "chunks": Case("llama", options={"prefill_chunk": 16}),
-    "lossless": Case("llama", options={"lossless": True}),
+    "chunks": Case("llama", options={"engine": EngineOptions(prefill_chunk=16)}),
+    "lossless": Case("llama", options={"engine": LOSSLESS}),
     "lossless sampled": Case(
         "qwen3-moe",
         CONFIG,
-        {"lossless": True, "sampling": Sampling(temperature=1.5), "seed": 3},
+        {"engine": LOSSLESS, "sampling": Sampling(temperature=1.5), "seed": 3},
     ),
-    "lossless codescan": Case("llama", options={"lossless": True, "policy": "codescan"}),
+    "lossless codescan": Case("llama", options={"engine": LOSSLESS, "policy": "codescan"}),
     "hosted": Case("qwen3-moe", hosted=True),
     "hosted sampled": Case("llama", options={"do_sample": True, "temperature": 1.5}, hosted=True),
     **{

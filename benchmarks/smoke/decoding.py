@@ -4,6 +4,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from fractions import Fraction
 from functools import cache, partial
 from typing import Any
@@ -81,9 +82,10 @@ def steps(
     plan: Plan, batch: int, count: int, engine: EngineOptions, *, ahead: bool
 ) -> Iterator[tuple[Steps, Kept]]:
     """Begin to decode from a made-up cache."""
+    engine = replace(engine, backend="triton")
     settings = DecodeSettings(
         contexts=(plan.context,), batches=(batch,), steps=count, slow_rate=RATE, engine=engine,
-        config=SfiConfig(span=0), backend="triton",
+        config=SfiConfig(span=0),
     )  # fmt: skip
     one, device = model(plan), plan.device
     release(device)  # the pages of the last run, now that nothing holds them
@@ -95,7 +97,7 @@ def steps(
         torch.inference_mode(),
         kept_graphs(plan) as kept,
         main_stream(device, overlap=engine.overlap),
-        slow_fast(one, None, given.config, backend="triton", engine=engine) as session,
+        slow_fast(one, None, given.config, engine=engine) as session,
     ):
         decoder = Decoder(
             session=session, ids_BT=prompts.ids_BT, mask_BT=prompts.mask_BT,

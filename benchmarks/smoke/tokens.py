@@ -1,5 +1,6 @@
 """Stage 4: the tokens of a tiny model, without and with second stream and graphs."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -43,7 +44,8 @@ def _generated(
     model: Any, plan: Plan, engine: EngineOptions, name: str, found: dict[str, Any]
 ) -> dict[str, Any]:
     prompts = [[(7 * place + row) % 96 for place in range(n)] for row, n in enumerate(LENGTHS)]
-    options = {"max_new_tokens": plan.tokens, "stop_token_ids": (), "backend": "triton"}
+    options = {"max_new_tokens": plan.tokens, "stop_token_ids": ()}
+    engine = replace(engine, backend="triton")
     with kept_graphs(plan) as kept:
         report = sfi_core.generate(model, None, prompts, CONFIG, engine=engine, **options).report
     found[name] = [request.token_ids for request in report.requests]

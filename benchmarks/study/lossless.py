@@ -14,6 +14,7 @@ from sfi_core.engine.shared_prompt import SharedPrompt
 from sfi_core.generation.generate import generate
 from sfi_core.generation.read_prompt import read_prompt
 from sfi_core.models.load import first_line
+from sfi_core.settings.engine import EngineOptions
 from sfi_core.settings.parts import DraftConfig
 
 
@@ -85,7 +86,7 @@ class LosslessPart:
         began = time.monotonic()
         policy, config = one.variant.method.policy, one.variant.config(len(prompt))
         try:
-            ours = self._run(prompt, shared, policy, config, lossless=True)
+            ours = self._run(prompt, shared, policy, config, engine=EngineOptions(lossless=True))
             method = policy, config.replace(draft=DraftConfig())
             if method not in alone:
                 plain_run = self._run(prompt, shared, policy, config)

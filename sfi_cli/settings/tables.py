@@ -1,32 +1,13 @@
 """All settings there are: `SfiConfig`, and tables around it that only the command line has."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from sfi_core.hosts.vllm.options import ServeTable
 from sfi_core.settings.audit import AuditConfig
 from sfi_core.settings.config import SfiConfig
-from sfi_core.settings.engine import BACKENDS, EngineOptions
+from sfi_core.settings.engine import EngineOptions
 from sfi_core.settings.fields import Setting, Table, setting, settings_of
 from sfi_core.settings.sampling import Sampling
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineTable(EngineOptions):
-    """The engine's switches, and how it reads prompts and computes attention."""
-
-    backend: str = setting(
-        "auto",
-        "What computes attention: the Triton kernels or PyTorch. auto takes triton on a CUDA device.",
-        choices=BACKENDS,
-    )
-    prefill_chunk: int = setting(
-        4096, "Prompt tokens of one forward pass; 0 for all at once.", least=0
-    )
-
-    @property
-    def options(self) -> EngineOptions:
-        """The switches alone."""
-        return EngineOptions(**{one.name: getattr(self, one.name) for one in fields(EngineOptions)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +78,7 @@ class TuneTable(Table):
 
 TRIALS = 200  # of `sfi tune`, unless --trials says otherwise
 TABLES: dict[str, type] = {
-    "engine": EngineTable,
+    "engine": EngineOptions,
     "audit": AuditConfig,
     "trace": TraceTable,
     "sampling": Sampling,

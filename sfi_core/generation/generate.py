@@ -12,7 +12,7 @@ from sfi_core.engine.loop import Loop, NewTokens
 from sfi_core.engine.maintenance import main_stream
 from sfi_core.engine.report import RunReport
 from sfi_core.engine.shared_prompt import SharedPrompt
-from sfi_core.errors import ConfigError, NumericsError, SfiError
+from sfi_core.errors import NumericsError, SfiError
 from sfi_core.generation.batch_plan import BatchPlan, plan_batch
 from sfi_core.generation.byte_limit import ByteLimit
 from sfi_core.generation.prompts import (
@@ -79,14 +79,11 @@ def generate(
     sampling: Sampling | None = None,
     seed: int | None = None,
     stop_token_ids: Sequence[int] | None = None,
-    prefill_chunk: int = 0,
     observers: Sequence[Observer] = (),
-    backend: str = "auto",
     page_size: int | None = None,
     audit: AuditConfig | None = None,
     shared: SharedPrompt | None = None,
     engine: EngineOptions | None = None,
-    lossless: bool = False,
     on_plan: Callable[[BatchPlan], None] | None = None,
     on_token: Callable[[list[int | None]], None] | None = None,
     on_prefill: Callable[[int, int], None] | None = None,
@@ -108,15 +105,11 @@ def generate(
         seed: Seed of the sampling: a prompt's tokens depend on it and the prompt's index, not on the rest of
             the batch. None draws one from torch.
         stop_token_ids: Tokens that end a request; None takes the model's.
-        prefill_chunk: Prompt tokens of one forward pass; 0 for all at once.
         observers: Receive the run's events and spans.
-        backend: "auto", "torch" or "triton".
         page_size: Tokens of a cache page; None is one page per request under torch, 64 tokens under triton.
         audit: What to compare with dense attention, for the observers; the tokens stay the same.
         shared: The same prompts, already read by `read_prompt`.
-        engine: The engine's switches; None is `EngineOptions()`.
-        lossless: Generate full attention's own tokens: the policy's fast steps draft, dense passes verify.
-            The same as `engine.lossless`.
+        engine: How prompts are read and steps are run; None is `EngineOptions()`.
         on_plan: Called before the run with the batch and its memory forecast.
         on_token: Called with the new tokens of each step, by prompt: None for a prompt without one, which has
             ended, waits or, in a lossless run, drafts.
@@ -131,12 +124,8 @@ def generate(
         UnsupportedModelError: The architecture cannot run under SFI.
         MemoryForecastError: The run would not fit into memory.
     """
-    if prefill_chunk < 0:
-        raise ConfigError(f"prefill_chunk must be at least 0, got {prefill_chunk}")
     config, sampling = config or SfiConfig(), sampling or Sampling()
     engine = engine or DEFAULTS
-    if lossless:
-        engine = replace(engine, lossless=True)
     rows = encode(tokenizer, prompts)
     limits = token_limits(max_new_tokens, len(rows))
     check_lengths(model, rows, limits)
@@ -155,7 +144,6 @@ def generate(
             config,
             policy=policy,
             observers=observers,
-            backend=backend,
             page_size=page_size,
             audit=audit,
             engine=engine,
@@ -165,20 +153,20 @@ def generate(
             {
                 "prompts": rows, "config": config, "policy": policy, "max_new_tokens": limits,
                 "sampling": sampling, "seed": seed, "stop_token_ids": sorted(stop),
-                "max_batch": max_batch, "prefill_chunk": prefill_chunk, "backend": session.backend,
+                "max_batch": max_batch, "backend": session.backend,
                 "page_size": page_size, "audit": audit, "engine": engine,
             }
         )  # fmt: skip
         plan = plan_batch(
             session, rows, limits, max_batch=together(session, max_batch),
-            prefill_chunk=prefill_chunk, shared=shared, graphs=records_steps(session),
+            prefill_chunk=engine.prefill_chunk, shared=shared, graphs=records_steps(session),
         )  # fmt: skip
         if on_plan is not None:
             on_plan(plan)
         ids_BT, mask_BT = left_pad(rows[: plan.slots], model.device)
         decoder = Decoder(
             session=session, ids_BT=ids_BT, mask_BT=mask_BT, capacity=plan.capacity, stop_ids=stop,
-            chunk=prefill_chunk, requests=len(rows), generated=max(limits), shared=shared,
+            chunk=engine.prefill_chunk, requests=len(rows), generated=max(limits), shared=shared,
             on_prefill=on_prefill or nothing_to_tell,
         )  # fmt: skip
         if seed is None:

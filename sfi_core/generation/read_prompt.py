@@ -14,6 +14,7 @@ from sfi_core.hosts.transformers.decoder import Decoder, nothing_to_tell
 from sfi_core.hosts.transformers.slow_fast import slow_fast
 from sfi_core.models.memory_need import check_fits
 from sfi_core.settings.config import SfiConfig
+from sfi_core.settings.engine import DEFAULTS, EngineOptions
 
 
 @torch.no_grad()
@@ -24,8 +25,7 @@ def read_prompt(
     *,
     capacity: int,
     window: int | None = None,
-    prefill_chunk: int = 0,
-    backend: str = "auto",
+    engine: EngineOptions = DEFAULTS,
     page_size: int | None = None,
     on_prefill: Callable[[int, int], None] | None = None,
 ) -> SharedPrompt:
@@ -37,8 +37,7 @@ def read_prompt(
         prompts: Texts or token ids; they may differ in length.
         capacity: Tokens that a request of a run may reach, its prompt included.
         window: How many of each prompt's last queries to keep; None keeps all.
-        prefill_chunk: Prompt tokens of one forward pass; 0 for all at once.
-        backend: "auto", "torch" or "triton", as in the runs.
+        engine: As in the runs; all keys and values stay on the device.
         page_size: Tokens of a cache page, as in the runs.
         on_prefill: Called with the number of prompt tokens read so far, and of all.
 
@@ -53,16 +52,17 @@ def read_prompt(
     B, T = ids_BT.shape
     keeper = PromptQueries(window)
     config = SfiConfig(trigger_policy="never")
+    plain, chunk = EngineOptions(backend=engine.backend), engine.prefill_chunk
     with slow_fast(
-        model, tokenizer, config, policy="full-kv", backend=backend, page_size=page_size
+        model, tokenizer, config, policy="full-kv", engine=plain, page_size=page_size
     ) as session:
-        check_fits(session.forecast(B, T, capacity, prefill_chunk), model.device)
+        check_fits(session.forecast(B, T, capacity, chunk), model.device)
         decoder = Decoder(
             session=session,
             ids_BT=ids_BT,
             mask_BT=mask_BT,
             capacity=capacity,
-            chunk=prefill_chunk,
+            chunk=chunk,
             watchers=(keeper,),
             on_prefill=on_prefill or nothing_to_tell,
         )

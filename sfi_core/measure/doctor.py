@@ -14,6 +14,7 @@ from sfi_core.generation.generate import generate
 from sfi_core.models.load import load
 from sfi_core.policies import policy_class
 from sfi_core.settings.config import SfiConfig
+from sfi_core.settings.engine import EngineOptions
 from sfi_core.settings.policy_names import installed, package_of
 
 TIMEOUT = 120  # seconds; the first Triton compilation takes a few
@@ -58,7 +59,10 @@ def _backend(backend: str) -> Check:
         prompt = (
             "Belora hid a red lantern under the old bridge. Question: What is written about Belora?"
         )
-        options: dict[str, Any] = {"max_new_tokens": 12, "backend": backend}
+        options: dict[str, Any] = {
+            "max_new_tokens": 12,
+            "engine": EngineOptions(backend=backend),
+        }
         sfi = generate(model, tokenizer, [prompt], everything, **options)
         full = generate(model, tokenizer, [prompt], everything, policy="full-kv", **options)
     except SfiError as error:

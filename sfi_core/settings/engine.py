@@ -12,7 +12,7 @@ PAGE_SIZE = 64  # tokens of a page under the triton backend: one tile
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
-    """The engine's switches."""
+    """The engine's switches, and how it reads prompts and computes attention."""
 
     overlap: bool = setting(
         True,
@@ -39,6 +39,14 @@ class EngineOptions:
     )
     kv_page: int = setting(
         32, "Under a device budget: tokens of a page, which goes to host memory whole.", least=1
+    )
+    backend: str = setting(
+        "auto",
+        "What computes attention: the Triton kernels or PyTorch. auto takes triton on a CUDA device.",
+        choices=BACKENDS,
+    )
+    prefill_chunk: int = setting(
+        4096, "Prompt tokens of one forward pass; 0 for all at once.", least=0
     )
 
     def __post_init__(self) -> None:

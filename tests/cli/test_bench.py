@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from sfi_cli import app as cli
 from sfi_cli.commands.bench import command
 from sfi_cli.commands.bench.job import SLOW_RATE
-from sfi_cli.settings.tables import BenchTable, EngineTable
+from sfi_cli.settings.tables import BenchTable
 from sfi_core.errors import SfiError
 from sfi_core.measure.bench import bench, fits
 from sfi_core.measure.bench.settings import DecodeSettings
@@ -64,7 +64,6 @@ def test_the_help_shows_the_real_defaults():
     assert command.SHOWN["slow_rate"] == SLOW_RATE
     for name, value in asdict(BenchTable()).items():
         assert value == getattr(settings, name)
-    assert EngineTable().prefill_chunk == settings.prefill_chunk
 
 
 def test_the_document_has_the_keys_that_scripts_rely_on():

@@ -19,7 +19,6 @@ from sfi_cli.settings.tables import (
     SEARCHED,
     SETTINGS,
     TABLES,
-    EngineTable,
     TraceTable,
     settings_for,
 )
@@ -71,8 +70,8 @@ def test_tables_around_the_config_are_set_too():
         sets=["engine.overlap=false", "engine.prefill_chunk=7", "trace.spans=true", "sampling.top_k=5"],
         options={"audit.every": 4, "sampling.temperature": None},
     )  # fmt: skip
-    engine = found.table(EngineTable)
-    assert (engine.options.overlap, engine.options.graphs, engine.prefill_chunk) == (False, None, 7)
+    engine = found.table(EngineOptions)
+    assert (engine.overlap, engine.graphs, engine.prefill_chunk) == (False, None, 7)
     assert found.table(TraceTable) == TraceTable(spans=True)
     assert found.table(AuditConfig) == AuditConfig(every=4)
     assert found.of("sampling") == {"top_k": 5}
@@ -125,7 +124,7 @@ def test_a_preset_yields_to_the_file_and_the_file_to_the_command_line(tmp_path: 
     )  # fmt: skip
     wanted = {"span": 3, "budget": 48, "t_max": 5, "selector": {"alpha": 0.25}}
     assert found.config == SfiConfig.preset("paper").replace(**wanted)
-    engine = found.table(EngineTable)
+    engine = found.table(EngineOptions)
     assert (engine.overlap, engine.prefill_chunk) == (False, 11)
     assert found.said == {"budget", "t_max", "engine.prefill_chunk"}
 
@@ -133,9 +132,9 @@ def test_a_preset_yields_to_the_file_and_the_file_to_the_command_line(tmp_path: 
 def test_a_file_s_settings_of_other_commands_have_no_effect(tmp_path: Path):
     file = tmp_path / "settings.toml"
     file.write_text("[engine]\nlossless = true\nfused = false\noverlap = false\n")
-    wanted = EngineTable(overlap=False)
-    assert given("bench", file=file).table(EngineTable) == wanted
-    assert given("generate", file=file).table(EngineTable).lossless
+    wanted = EngineOptions(overlap=False)
+    assert given("bench", file=file).table(EngineOptions) == wanted
+    assert given("generate", file=file).table(EngineOptions).lossless
 
 
 def test_a_setting_of_another_place_says_where_it_has_an_effect():
@@ -155,14 +154,14 @@ def test_a_device_budget_reaches_the_engine(command: str, tmp_path: Path):
     file = tmp_path / "settings.toml"
     file.write_text('[engine]\nkv_device_budget = "10%"\nkv_page = 16\n')
     option = {"engine.kv_device_budget": "2GiB"}
-    engine = given(command, file=file, options=option).table(EngineTable).options
+    engine = given(command, file=file, options=option).table(EngineOptions)
     assert engine == EngineOptions(kv_device_budget="2GiB", kv_page=16)
-    said = given(command, sets=["engine.kv_device_budget=20%"], options={}).table(EngineTable)
-    assert said.options == EngineOptions(kv_device_budget="20%")
+    said = given(command, sets=["engine.kv_device_budget=20%"], options={}).table(EngineOptions)
+    assert said == EngineOptions(kv_device_budget="20%")
     with pytest.raises(ConfigError, match=r"engine\.kv_device_budget must be given once"):
         given(command, sets=["engine.kv_device_budget=20%"], options=option)
     with pytest.raises(ConfigError, match="must be a share such as 20% or a size"):
-        given(command, sets=["engine.kv_device_budget=120%"]).table(EngineTable)
+        given(command, sets=["engine.kv_device_budget=120%"]).table(EngineOptions)
 
 
 def test_a_setting_and_its_option_do_not_come_together():

@@ -13,6 +13,7 @@ import torch
 import sfi_core
 from sfi_core import SfiConfig
 from sfi_core.settings.audit import AuditConfig
+from sfi_core.settings.engine import EngineOptions
 from sfi_traces.export.perfetto import perfetto_text
 from sfi_traces.read.check import check
 from sfi_traces.read.reader import Trace
@@ -70,7 +71,7 @@ def complete(numbers: list[int], observer: ParquetObserver, **options: Any) -> A
 
 @cache
 def continuous() -> Trace:
-    return record([*range(6)], max_batch=2, prefill_chunk=16)
+    return record([*range(6)], max_batch=2, engine=EngineOptions(prefill_chunk=16))
 
 
 @cache
@@ -85,7 +86,7 @@ def rows(trace: Trace, table: str, request: int) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("request_number", [0, 2, 5])
 def test_a_requests_rows_are_those_of_the_request_alone(request_number):
-    alone = record([request_number], prefill_chunk=16)
+    alone = record([request_number], engine=EngineOptions(prefill_chunk=16))
     for table in ("prompts", "steps", "selections", "supports", "logits"):
         found, expected = rows(continuous(), table, request_number), rows(alone, table, 0)
         for ours, theirs in zip(found, expected, strict=True):

@@ -6,6 +6,7 @@ import pytest
 
 from sfi_core import SfiConfig
 from sfi_core.policies import POLICIES
+from sfi_core.settings.engine import EngineOptions
 from sfi_traces.read.check import check
 from sfi_traces.read.reader import Trace
 from sfi_traces.record.parquet import ParquetObserver
@@ -18,6 +19,7 @@ CASES: dict[str, dict[str, Any]] = {
     "paper": {"slow_start": 1, "trigger_delay": 0, "span": 0, "t_max": 7},
     "codescan": {"budget": 1, "recent": 2, "codescan": {"rest": 0.0}},
 }
+LOSSLESS = EngineOptions(lossless=True)
 
 
 def settings(name: str) -> SfiConfig:
@@ -33,9 +35,9 @@ def ids_of(result: Any) -> list[list[int]]:
 def test_a_lossless_trace_is_sound_and_changes_no_token(tmp_path, name):
     config, policy = settings(name), name if name in POLICIES else "sfi"
     plain = ids_of(complete(config, policy="full-kv"))
-    untraced = ids_of(complete(config, policy=policy, lossless=True))
+    untraced = ids_of(complete(config, policy=policy, engine=LOSSLESS))
     with ParquetObserver(tmp_path / "run", tokenizer=bundled()[1]) as observer:
-        traced = ids_of(complete(config, policy=policy, lossless=True, observers=[observer]))
+        traced = ids_of(complete(config, policy=policy, engine=LOSSLESS, observers=[observer]))
     trace = Trace.open(tmp_path / "run")
     assert trace.lossless
     document = check(trace)
@@ -75,12 +77,17 @@ def test_a_lossless_trace_is_sound_and_changes_no_token(tmp_path, name):
 def test_a_drafted_stop_token_ends_the_request_as_its_verification_s_own(tmp_path):
     config = settings("boundary").replace(budget=24, recent=16)
     with ParquetObserver(tmp_path / "whole") as observer:
-        whole = ids_of(complete(config, lossless=True, observers=[observer]))
+        whole = ids_of(complete(config, engine=LOSSLESS, observers=[observer]))
     first = [row for row in rows(Trace.open(tmp_path / "whole"), "steps") if not row["request"]]
     new = [row for row in first if row["token_id"] not in whole[0][: row["step"]]]
     stop = next(row["token_id"] for row in reversed(new) if row["drafted"])
     with ParquetObserver(tmp_path / "run") as observer:
-        complete(config, lossless=True, observers=[observer], stop_token_ids=(stop,))
+        complete(
+            config,
+            engine=LOSSLESS,
+            observers=[observer],
+            stop_token_ids=(stop,),
+        )
     trace = Trace.open(tmp_path / "run")
     assert check(trace)["problems"] == []
     *kept, last = (row for row in rows(trace, "steps") if not row["request"])

@@ -38,9 +38,9 @@ def recorded(
 ) -> Trace:
     with ParquetObserver(folder, positions=True, **options) as observer:
         sfi_core.generate(
-            tiny_qwen3(), None, PROMPTS, config, backend="triton", page_size=16, stop_token_ids=(),
+            tiny_qwen3(), None, PROMPTS, config, page_size=16, stop_token_ids=(),
             max_batch=2, max_new_tokens=[12, 5, 8], observers=[observer],
-            engine=EngineOptions(graphs=graphs), audit=audit,
+            engine=EngineOptions(backend="triton", graphs=graphs), audit=audit,
         )  # fmt: skip
     return Trace.open(folder)
 

@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from sfi_cli import options as o
-from sfi_cli.settings.tables import BenchTable, EngineTable, ForecastTable, ModelTable
+from sfi_cli.settings.tables import BenchTable, ForecastTable, ModelTable
+from sfi_core.settings.engine import EngineOptions
 
 MEASURE, FORECAST = "Measurement", "Forecast"
 # copies of the defaults of DecodeSettings, which imports torch; a test compares the two
@@ -124,7 +125,7 @@ def bench(
         "bench", preset=preset, file=config, sets=sets,
         options={"budget": budget, "engine.kv_device_budget": kv_device_budget},
     )  # fmt: skip
-    engine, weights = settings.table(EngineTable), settings.table(ModelTable)
+    weights = settings.table(ModelTable)
     DecodeBenchJob(
         subject=Subject(
             model=model,
@@ -140,8 +141,8 @@ def bench(
         settings={
             "steps": steps, "repeats": repeats, "time_limit": time_limit, "ragged": ragged,
             "lossless": lossless, "acceptance": acceptance,
-            "seed": seed, "backend": engine.backend, "prefill_chunk": engine.prefill_chunk,
-            "config": settings.config, "engine": engine.options, **asdict(settings.table(BenchTable)),
+            "seed": seed, "config": settings.config, "engine": settings.table(EngineOptions),
+            **asdict(settings.table(BenchTable)),
         },
         said=settings.said,
         slow_rate=slow_rate,

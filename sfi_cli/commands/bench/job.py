@@ -58,7 +58,7 @@ class DecodeBenchJob:
             torch.set_num_threads(self.threads)
         device = resolve_device(self.subject.loading["device"])
         settings = self._settings(None)  # report mistakes before a large model loads
-        check_backend(settings.backend, device)
+        check_backend(settings.engine.backend, device)
         check_engine(settings, device)
         if self.text is not None:
             _read_text(self.text)

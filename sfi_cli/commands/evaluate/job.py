@@ -112,7 +112,6 @@ class EvaluationJob:
     ) -> bool:
         # make the missing rows; return whether Ctrl-C ended the run
         options = {
-            "backend": asked["backend"], "prefill_chunk": asked["prefill_chunk"],
             "engine": request.engine_of(asked), "batch_size": asked["batch_size"],
         }  # fmt: skip
         stopped: str | None = "interrupted"

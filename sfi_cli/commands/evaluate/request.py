@@ -163,7 +163,8 @@ def engine_of(asked: Mapping[str, Any]) -> EngineOptions:
         ConfigError: The device budget is invalid.
     """
     asked = DEFAULTS | dict(asked)
-    return EngineOptions(kv_device_budget=asked["kv_device_budget"], kv_page=asked["kv_page"])
+    names = ("backend", "prefill_chunk", "kv_device_budget", "kv_page")
+    return EngineOptions(**{name: asked[name] for name in names})
 
 
 def described(methods: tuple[Any, ...]) -> list[dict[str, Any]]:

@@ -8,9 +8,10 @@ import typer
 from sfi_cli import options as o
 from sfi_cli.commands.generate.recording import TraceRecording
 from sfi_cli.settings.given import Given, given
-from sfi_cli.settings.tables import EngineTable, ModelTable, TraceTable
+from sfi_cli.settings.tables import ModelTable, TraceTable
 from sfi_core.errors import ConfigError
 from sfi_core.settings.audit import AuditConfig
+from sfi_core.settings.engine import EngineOptions
 
 MAX_NEW_TOKENS = 256
 
@@ -109,7 +110,7 @@ def generate(
             "draft.max_tokens": draft_max,
         },
     )  # fmt: skip
-    engine, weights = settings.table(EngineTable), settings.table(ModelTable)
+    engine, weights = settings.table(EngineOptions), settings.table(ModelTable)
     drafting = [name for name in sorted(settings.said) if name.startswith("draft.")]
     if draft_max is not None:
         drafting = ["--draft-max"]

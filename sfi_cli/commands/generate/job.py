@@ -1,7 +1,7 @@
 """`sfi generate` after its options are read."""
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -11,12 +11,12 @@ from sfi_cli.commands.generate.prompts import Prompts, token_ids
 from sfi_cli.commands.generate.recording import TraceRecording
 from sfi_cli.commands.generate.views import plan_line, report_lines
 from sfi_cli.loading import Subject
-from sfi_cli.settings.tables import EngineTable
 from sfi_cli.terminal.output import INTERRUPTED, Output, message
 from sfi_cli.terminal.progress import DecodeProgress, PrefillProgress, ProgressObserver
 from sfi_core.distributed import torchrun
 from sfi_core.errors import NumericsError
 from sfi_core.settings.config import SfiConfig
+from sfi_core.settings.engine import EngineOptions
 from sfi_core.settings.sampling import Sampling
 
 
@@ -38,7 +38,7 @@ class GenerateJob:
     beside: bool
     verify: bool
     recording: TraceRecording
-    engine: EngineTable
+    engine: EngineOptions
 
     def run(self, output: Output) -> None:
         """Load the model, decode, write the text or the document, and report."""
@@ -134,6 +134,7 @@ class GenerateJob:
         from sfi_core.generation.text_stream import text_stream
         from sfi_core.hosts.transformers.stores import engine_for
 
+        engine = engine_for(policy, replace(self.engine, lossless=lossless or self.engine.lossless))
         shown, limits = text_stream(tokenizer), self.prompts.limits(self.max_new_tokens)
         on_token: Callable[[list[int | None]], None] | None = None
         if stream is not None:
@@ -156,12 +157,9 @@ class GenerateJob:
                 max_batch=self.max_batch,
                 sampling=Sampling(**self.sampling),
                 seed=self.seed,
-                prefill_chunk=self.engine.prefill_chunk,
-                backend=self.engine.backend,
                 observers=[*observers, ProgressObserver(decoding, max(limits))],
                 audit=audit,
-                engine=engine_for(policy, self.engine.options),
-                lossless=lossless,
+                engine=engine,
                 on_plan=partial(_say_plan, policy, quiet),
                 on_token=on_token,
                 on_prefill=reading.update,

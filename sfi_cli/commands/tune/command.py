@@ -7,7 +7,8 @@ import typer
 
 from sfi_cli import options as o
 from sfi_cli.settings.complete import completer
-from sfi_cli.settings.tables import DIMENSIONS, SETTINGS, TRIALS, EngineTable, ModelTable, TuneTable
+from sfi_cli.settings.tables import DIMENSIONS, SETTINGS, TRIALS, ModelTable, TuneTable
+from sfi_core.settings.engine import EngineOptions
 
 SPACE, SEARCH, CONFIRM = "Search space: 8,16,32 or 8:64", "Search", "Confirmation"
 OUTPUT = Path("tuned.toml")
@@ -138,7 +139,7 @@ def tune(
         ),
         confirming=Confirming(
             count=confirm, prompt_file=prompt_file, batch=batch, model=model,
-            engine=settings.table(EngineTable),
+            engine=settings.table(EngineOptions),
             loading={
                 "revision": settings.table(ModelTable).revision, "dtype": dtype, "device": device,
                 "trust_remote_code": trust_remote_code,

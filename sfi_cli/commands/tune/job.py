@@ -9,10 +9,11 @@ from typing import Any
 from sfi_cli.commands.generate.prompts import read_prompts
 from sfi_cli.commands.tune.views import tune_text
 from sfi_cli.parsing import named_strings, words
-from sfi_cli.settings.tables import EngineTable, TuneTable
+from sfi_cli.settings.tables import TuneTable
 from sfi_cli.terminal.output import Output, leave_interrupted
 from sfi_cli.terminal.progress import BenchProgress
 from sfi_core.errors import ConfigError, InputError
+from sfi_core.settings.engine import EngineOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +55,7 @@ class Confirming:
     prompt_file: Path | None
     batch: Path | None
     model: str | None
-    engine: EngineTable
+    engine: EngineOptions
     loading: dict[str, Any]
 
     @property
@@ -181,11 +182,9 @@ class TuneJob:
                 confirmer = Confirmer(
                     model=model,
                     tokenizer=tokenizer,
-                    backend=own.engine.backend,
                     batch=self.searching.settings.batch_size,
                     top=min(one.top for one in tuning.evaluate.recorded),
-                    prefill_chunk=own.engine.prefill_chunk,
-                    engine=own.engine.options,
+                    engine=own.engine,
                     on_run=lambda done, total: progress.update("confirming", done, total),
                 )
                 try:

@@ -6,7 +6,8 @@ from typing import Annotated
 import typer
 
 from sfi_cli import options as o
-from sfi_cli.settings.tables import EngineTable, ModelTable
+from sfi_cli.settings.tables import ModelTable
+from sfi_core.settings.engine import EngineOptions
 
 TEXTS, CLUSTERS = "Texts", "Clusters"
 OUTPUT = Path("heads.json")
@@ -83,7 +84,7 @@ def heads(
     settings = given("tune heads", sets=sets)
     HeadsJob(
         traces=traces or [], files=prompt_file or [], length=length, parts=parts, clusters=clusters,
-        top=top_k, model=model, engine=settings.table(EngineTable),
+        top=top_k, model=model, engine=settings.table(EngineOptions),
         loading={
             "revision": settings.table(ModelTable).revision, "dtype": dtype, "device": device,
             "trust_remote_code": trust_remote_code,

@@ -7,10 +7,10 @@ from typing import Any, TypeVar
 
 from sfi_cli.commands.generate.prompts import read_prompts
 from sfi_cli.commands.tune_heads.views import heads_text
-from sfi_cli.settings.tables import EngineTable
 from sfi_cli.terminal.output import Output
 from sfi_cli.terminal.progress import BenchProgress
 from sfi_core.errors import ConfigError
+from sfi_core.settings.engine import EngineOptions
 
 T = TypeVar("T")
 TOP = 64  # default of k. Paper gap: the paper gives none
@@ -53,7 +53,7 @@ class HeadsJob:
     clusters: int
     top: int | None
     model: str | None
-    engine: EngineTable
+    engine: EngineOptions
     loading: dict[str, Any]
     output: Output
 
@@ -111,11 +111,7 @@ class HeadsJob:
         model, tokenizer = load(self.model, **self.loading)
         top = TOP if self.top is None else self.top
         pieces = cut_texts(tokenizer, [str(one.entries[0]) for one in read], self.length, top)
-        reading: dict[str, Any] = {
-            "backend": self.engine.backend,
-            "prefill_chunk": self.engine.prefill_chunk,
-        }
-        texts = self._texts(pieces, lambda ids: text_supports(model, ids, top, **reading))
+        texts = self._texts(pieces, lambda ids: text_supports(model, ids, top, self.engine))
         source = {
             "files": [str(file) for file in self.files] or ["the bundled document"],
             "tokens": sum(map(len, pieces)),

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from typing import Any
 
 from sfi_core.engine.backends.registry import check_backend, check_shapes
@@ -29,11 +28,9 @@ def slow_fast(
     *,
     policy: str = "sfi",
     observers: Sequence[Observer] = (),
-    backend: str = "auto",
     page_size: int | None = None,
     audit: AuditConfig | None = None,
     engine: EngineOptions | None = None,
-    lossless: bool = False,
 ) -> Iterator[Session]:
     """Run a transformers model with SFI: inside, plain `model.generate(...)` is slow-fast.
 
@@ -43,15 +40,13 @@ def slow_fast(
         config: The settings; None is the `default` preset.
         policy: A name from `sfi_core.policies.POLICIES`.
         observers: Receive every step, refresh and span.
-        backend: "torch", "triton", or "auto", which takes triton on a CUDA device.
         page_size: Tokens of a cache page; None is one page a request under torch, 64 tokens under triton.
         audit: What to compare with dense attention, for the observers; the tokens stay the same.
-        engine: How steps are run; None is `EngineOptions()`.
-        lossless: Let `model.generate` give full attention's own tokens: the policy's fast steps draft, dense
-            passes verify. `engine.lossless` does the same. Greedy decoding gives what `model.generate` gives
-            without sfi. Sampling gives the tokens of `sfi_core.generate(policy="full-kv")` with the same
-            processors and seed, not those of transformers, which draws other random numbers; the seed is one
-            number a call from torch's generator. A loop of one's own around `model(...)` stays sparse.
+        engine: How steps are run; None is `EngineOptions()`. With `lossless`, greedy decoding gives what
+            `model.generate` gives without sfi. Sampling gives the tokens of `sfi_core.generate` under full-kv
+            with the same processors and seed, not those of transformers, which draws other random numbers;
+            the seed is one number a call from torch's generator. A loop of one's own around `model(...)`
+            stays sparse.
 
     Yields:
         The session; its `report` describes the last run. The model is restored on exit.
@@ -62,10 +57,8 @@ def slow_fast(
         BackendError: The backend cannot run the model here.
         UnsupportedModelError: The architecture cannot run under SFI.
     """
-    check_backend(backend, model.device)
     engine = engine or DEFAULTS
-    if lossless:
-        engine = replace(engine, lossless=True)
+    check_backend(engine.backend, model.device)
     session = Session(
         model, tokenizer, config or SfiConfig(), policy, observers, page_size, audit, engine
     )
@@ -84,7 +77,7 @@ def slow_fast(
         if session.engine.lossless:
             check_lossless(session)
         with session.ranks.guarded(), wide_linears(model), ExitStack() as stack:
-            session.backend = _resolved(backend, session, page_size)
+            session.backend = _resolved(engine.backend, session, page_size)
             session.observe()
             if wants_fusion(session.engine.fused, session.backend, model.device):
                 session.fusion = stack.enter_context(fused(model))

@@ -76,7 +76,7 @@ class DecodeResult:
                 "acceptance": asked.acceptance,
                 "prefill": asked.prefill,
                 "seed": asked.seed,
-                "backend": asked.backend,
+                "backend": asked.engine.backend,
                 "overlap": asked.engine.overlap,
                 "graphs": asked.engine.graphs,
                 "kv_device_budget": asked.engine.kv_device_budget,

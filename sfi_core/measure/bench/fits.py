@@ -24,11 +24,9 @@ def needed_bytes(
     capacity = settings.capacity(point.context)
     if not variant.policy:
         return _theirs(model, variant.name, cached_shapes(model), point, capacity, settings)
-    with slow_fast(
-        model, None, config, policy=variant.policy, backend=settings.backend, engine=variant.engine
-    ) as session:
+    with slow_fast(model, None, config, policy=variant.policy, engine=variant.engine) as session:
         prompt = point.context if settings.prefill else 1
-        chunk = settings.prefill_chunk if settings.prefill else 0
+        chunk = settings.engine.prefill_chunk if settings.prefill else 0
         expected: Forecast = session.forecast(
             point.batch, prompt, capacity, chunk, graphs=records_steps(session)
         )

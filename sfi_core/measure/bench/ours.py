@@ -133,12 +133,12 @@ def decoder_of(
         main_stream(model.device, overlap=variant.engine.overlap),
         slow_fast(
             model, None, config,
-            policy=variant.policy, backend=settings.backend, engine=variant.engine,
+            policy=variant.policy, engine=variant.engine,
         ) as session,
     ):  # fmt: skip
         yield Decoder(
             session=session, ids_BT=prompts.ids_BT, mask_BT=prompts.mask_BT,
-            capacity=settings.capacity(point.context), chunk=settings.prefill_chunk,
+            capacity=settings.capacity(point.context), chunk=settings.engine.prefill_chunk,
             shared=None if prompts.made_up is None else prompts.made_up.shared(session),
             patient=False,  # record graphs at once: the warm-up has every kind of step only once
         )  # fmt: skip

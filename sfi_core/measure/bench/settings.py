@@ -74,7 +74,6 @@ class DecodeSettings:
         acceptance: In lossless runs, the stated chance that a tested token is kept, in [0, 1]. None measures
             it: prompts are then read from the text, and our runs generate their own tokens.
         prefill: Whether prompts are read instead of made up.
-        prefill_chunk: Prompt tokens of one forward pass of a prefill; 0 for all at once.
         seed: Seed of keys, values and tokens.
     """
 
@@ -92,11 +91,9 @@ class DecodeSettings:
     lossless: bool = False
     acceptance: float | None = None
     prefill: bool = False
-    prefill_chunk: int = 4096
     seed: int = 0
     config: SfiConfig = field(default_factory=SfiConfig)
     engine: EngineOptions = field(default_factory=EngineOptions)
-    backend: str = "auto"
 
     def __post_init__(self) -> None:
         """Refuse settings that cannot be measured."""
@@ -107,7 +104,7 @@ class DecodeSettings:
                 raise ConfigError(f"{name} must be positive, got {values}")
         if min(self.contexts) < 2:  # noqa: PLR2004 - half of a ragged context must be a token
             raise ConfigError(f"contexts must be at least 2, got {self.contexts}")
-        for name, least in (("steps", 1), ("warm_up", 0), ("repeats", 1), ("prefill_chunk", 0)):
+        for name, least in (("steps", 1), ("warm_up", 0), ("repeats", 1)):
             value = getattr(self, name)
             if value < least:
                 raise ConfigError(f"{name} must be at least {least}, got {value}")

@@ -122,9 +122,7 @@ def reference(
     model: Any,
     tokenizer: Any,
     windows: Sequence[Window],
-    *,
-    prefill_chunk: int = 0,
-    backend: str = "auto",
+    engine: EngineOptions = DEFAULTS,
 ) -> Reference:
     """Read prompts of one length, and decode their continuations under full attention.
 
@@ -137,8 +135,7 @@ def reference(
         tokenizer,
         [window.ids[:prompt_tokens] for window in windows],
         capacity=len(windows[0].ids),
-        prefill_chunk=prefill_chunk,
-        backend=backend,
+        engine=engine,
     )
     rows: list[torch.Tensor] = []
     teacher_force_batch(
@@ -149,7 +146,7 @@ def reference(
         lambda _, logits_BV: rows.append(logits_BV.log_softmax(-1)),
         SfiConfig(trigger_policy="always"),
         policy=FULL,
-        backend=backend,
+        engine=EngineOptions(backend=engine.backend),
         shared=shared,
     )
     return Reference(windows, torch.stack(rows), shared)
@@ -162,7 +159,6 @@ def fidelity(
     config: SfiConfig | None = None,
     *,
     policy: str = "sfi",
-    backend: str = "auto",
     engine: EngineOptions = DEFAULTS,
 ) -> list[Fidelity]:
     """Compare a policy with full attention on windows that are decoded together.
@@ -173,8 +169,7 @@ def fidelity(
         full: Full attention's predictions for the windows.
         config: The settings; None is the `default` preset.
         policy: A name from `sfi_core.policies.POLICIES`.
-        backend: The backend of `full`.
-        engine: The engine's switches.
+        engine: How steps are run, on the backend of `full`.
 
     Raises:
         SfiError: As `teacher_force_batch`.
@@ -201,7 +196,6 @@ def fidelity(
         compare,
         config,
         policy=policy,
-        backend=backend,
         engine=engine,
         shared=full.shared,
     ).requests

@@ -69,7 +69,7 @@ class SfiLM(HFLM):  # type: ignore[misc]
         theirs = {name: settings.pop(name) for name in THEIRS if name in settings}
         policy_class(policy)
         config = preset_config(preset).replace(**_nested(settings))
-        self._engine = EngineOptions(kv_device_budget=kv_device_budget)
+        self._engine = EngineOptions(backend=backend, kv_device_budget=kv_device_budget)
         check_backend(backend, resolve_device(device))
         model, tokenizer = load(
             None if pretrained == BUNDLED else pretrained,
@@ -85,7 +85,7 @@ class SfiLM(HFLM):  # type: ignore[misc]
         # once for all requests: resolving triggers in a large vocabulary takes a while
         ids = resolve_triggers(tokenizer, config)
         self._settings = config.replace(trigger_token_ids=ids)
-        self._policy, self._sfi_backend = policy, backend
+        self._policy = policy
         self._steps, self._sums = 0, dict.fromkeys(RATIOS, 0.0)
 
     @classmethod
@@ -133,7 +133,6 @@ class SfiLM(HFLM):  # type: ignore[misc]
             None,
             self._settings,
             policy=self._policy,
-            backend=self._sfi_backend,
             engine=self._engine,
         ) as session:
             output: torch.Tensor = super()._model_generate(*args, **kwargs)
@@ -164,7 +163,7 @@ class SfiLM(HFLM):  # type: ignore[misc]
                 None,
                 [prompt],
                 capacity=len(prompt) + longest_choice - 1,
-                backend=self._sfi_backend,
+                engine=self._engine,
             )
             for _, continuation, asked in choices:
                 answer = self._score(prompt, continuation, shared)
@@ -195,7 +194,6 @@ class SfiLM(HFLM):  # type: ignore[misc]
             score,
             self._settings,
             policy=self._policy,
-            backend=self._sfi_backend,
             engine=self._engine,
             shared=shared,
         )

@@ -105,8 +105,6 @@ class TaskGrid:
         done: Container[Key] = frozenset(),
         *,
         batch_size: int = 1,
-        backend: str = "auto",
-        prefill_chunk: int = 0,
         engine: EngineOptions = DEFAULTS,
     ) -> Iterator[dict[str, Any]]:
         """Decode greedily, and yield one row of plain values for each method, size and sample.
@@ -117,9 +115,8 @@ class TaskGrid:
             done: Keys of rows that are not made again.
             batch_size: The most samples of a task and length that are decoded together. They must have equal
                 budgets at every size. A batch that fails is decoded again one by one.
-            backend: "auto", "torch" or "triton".
-            prefill_chunk: Prompt tokens of one forward pass; 0 for all at once.
-            engine: The engine's switches; a policy that cannot offload runs without the device budget.
+            engine: How prompts are read and steps are run; a policy that cannot offload runs without the
+                device budget.
 
         Yields:
             Rows; a method that ran out of memory or gave broken logits has an `error` and no score.
@@ -127,7 +124,6 @@ class TaskGrid:
         Raises:
             KeyboardInterrupt: On Ctrl-C; the rows of the current batch are lost.
         """
-        options: dict[str, Any] = {"backend": backend, "prefill_chunk": prefill_chunk}
         methods = [method.resolved(tokenizer) for method in self.methods]
         variants = [one for method in methods for one in method.variants(self.sizes)]
         alone = {one.label for one in methods if one.lossless and _together(model, one) == 1}
@@ -151,7 +147,7 @@ class TaskGrid:
                 filter(left, units), lambda unit: [one.key for one in left(unit)]
             ):
                 own, chosen = left(together[0]), list(map(drawn, together))
-                yield from _rows(model, tokenizer, chosen, own, engine, options, alone)
+                yield from _rows(model, tokenizer, chosen, own, engine, alone)
 
     def _batches(
         self, size: int, alike: Callable[[int], Key], left: Callable[[int], Any]
@@ -183,7 +179,6 @@ def _rows(
     samples: list[TaskSample],
     pending: list[MethodVariant],
     engine: EngineOptions,
-    options: Mapping[str, Any],
     alone: Container[str] = (),
 ) -> Iterator[dict[str, Any]]:
     # read the prompts once and decode them together under each method; methods that fail, and those in
@@ -199,7 +194,7 @@ def _rows(
                 policy_class(one.method.policy).adapt(one.method.config).window_prefill
                 for one in pending
             ),
-            **options,
+            engine=engine,
         )
     except FAILURES as error:
         problem = first_line(error)
@@ -209,7 +204,7 @@ def _rows(
             failed.append(one)
             continue
         own = {"shared": shared, "engine": one.method.engine(engine)}
-        rows, problem = _decoded(model, tokenizer, one, samples, {**options, **own})
+        rows, problem = _decoded(model, tokenizer, one, samples, own)
         del own
         if rows is None and len(samples) > 1:
             failed.append(one)
@@ -220,7 +215,7 @@ def _rows(
         return
     del shared  # frees memory for the next prompt
     for sample in samples if failed else ():
-        yield from _rows(model, tokenizer, [sample], failed, engine, options)
+        yield from _rows(model, tokenizer, [sample], failed, engine)
 
 
 def _decoded(

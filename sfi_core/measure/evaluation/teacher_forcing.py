@@ -55,8 +55,6 @@ def teacher_force_batch(
     config: SfiConfig | None = None,
     *,
     policy: str = "sfi",
-    prefill_chunk: int = 0,
-    backend: str = "auto",
     engine: EngineOptions = DEFAULTS,
     shared: SharedPrompt | None = None,
     observers: Sequence[Observer] = (),
@@ -75,9 +73,7 @@ def teacher_force_batch(
         on_logits: Called with each step and its logits, `[B, V]` float32.
         config: The settings; None is the `default` preset.
         policy: A name from `sfi_core.policies.POLICIES`.
-        prefill_chunk: Prompt tokens of one forward pass; 0 for all at once.
-        backend: "auto", "torch" or "triton".
-        engine: The engine's switches.
+        engine: How prompts are read and steps are run.
         shared: The cache of the prompts from `read_prompt`; None reads the prompts.
         observers: Get the events of the run.
         audit: The audit whose events the observers get.
@@ -110,17 +106,17 @@ def teacher_force_batch(
             config,
             policy=policy,
             observers=observers,
-            backend=backend,
             audit=audit,
             engine=engine,
         ) as session,
     ):
         expected = session.forecast(
-            len(texts), prompt_tokens, capacity, prefill_chunk, graphs=records_steps(session)
+            len(texts), prompt_tokens, capacity, engine.prefill_chunk, graphs=records_steps(session)
         )
         check_fits(expected, model.device, two_tier=session.tiers is not None)
         decoder = Decoder(
-            session=session, ids_BT=ids_BT, mask_BT=mask_BT, capacity=capacity, chunk=prefill_chunk,
+            session=session, ids_BT=ids_BT, mask_BT=mask_BT, capacity=capacity,
+            chunk=engine.prefill_chunk,
             shared=shared,
         )  # fmt: skip
         prompts, given = ids_BT.tolist(), [ids[prompt_tokens:] for ids in texts]

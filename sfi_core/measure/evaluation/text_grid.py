@@ -113,8 +113,6 @@ class TextGrid:
         done: Container[Key] = frozenset(),
         *,
         batch_size: int = 1,
-        backend: str = "auto",
-        prefill_chunk: int = 0,
         engine: EngineOptions = DEFAULTS,
     ) -> Iterator[dict[str, Any]]:
         """Decode each continuation with its own tokens; the arguments are those of `TaskGrid.run`.
@@ -122,7 +120,7 @@ class TextGrid:
         Yields:
             A plain row for each method and window, with an entry per step in `steps`, or with an `error`.
         """
-        variants, options = self.variants, {"backend": backend}
+        variants = self.variants
 
         def left(unit: int) -> list[MethodVariant]:
             number, length = self._place(unit)
@@ -137,7 +135,7 @@ class TextGrid:
                 numbers = [self._place(unit)[0] for unit in together]
                 chosen = {number: spread[number] for number in numbers}
                 own = left(together[0])
-                yield from self._rows(model, tokenizer, chosen, own, prefill_chunk, engine, options)
+                yield from self._rows(model, tokenizer, chosen, own, engine)
 
     def _rows(
         self,
@@ -145,27 +143,22 @@ class TextGrid:
         tokenizer: Any,
         chosen: Mapping[int, Window],
         pending: Sequence[MethodVariant],
-        prefill_chunk: int,
         engine: EngineOptions,
-        options: Mapping[str, Any],
     ) -> Iterator[dict[str, Any]]:
         # decode windows of one length together; methods that fail decode them one by one
         length, full, problem = next(iter(chosen.values())).prompt_tokens, None, ""
         try:
-            full = reference(
-                model, tokenizer, list(chosen.values()), prefill_chunk=prefill_chunk, **options
-            )
+            full = reference(model, tokenizer, list(chosen.values()), engine)
         except FAILURES as error:
             problem = first_line(error)
         failed = list(pending) if full is None else []
         for one in pending:
             if full is None:
                 break
-            own = {**options, "engine": engine_for(one.method.policy, engine)}
+            policy = one.method.policy
+            own = {"policy": policy, "engine": engine_for(policy, engine)}
             try:
-                found = fidelity(
-                    model, tokenizer, full, one.config(length), policy=one.method.policy, **own
-                )
+                found = fidelity(model, tokenizer, full, one.config(length), **own)
             except FAILURES as error:
                 problem = first_line(error)
                 if len(chosen) > 1:
@@ -181,7 +174,7 @@ class TextGrid:
         del full  # frees memory for the next window
         for number, window in chosen.items() if failed else ():
             alone = {number: window}
-            yield from self._rows(model, tokenizer, alone, failed, prefill_chunk, engine, options)
+            yield from self._rows(model, tokenizer, alone, failed, engine)
 
     def _row(self, variant: MethodVariant, length: int, number: int) -> dict[str, Any]:
         return {

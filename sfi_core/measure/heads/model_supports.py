@@ -9,6 +9,7 @@ from sfi_core.engine.prompt_queries import PromptLayer
 from sfi_core.errors import InputError
 from sfi_core.generation.prompts import encode
 from sfi_core.generation.read_prompt import read_prompt
+from sfi_core.settings.engine import DEFAULTS, EngineOptions
 from sfi_core.state.kv_store import KVStore
 from sfi_kernels.dense_attention import window_logits
 from sfi_kernels.top_k import top_k
@@ -48,7 +49,7 @@ def text_supports(
     model: Any,
     ids: Sequence[int],
     top: int,
-    **reading: Any,
+    engine: EngineOptions = DEFAULTS,
 ) -> Iterator[tuple[int, torch.Tensor]]:
     """Read a text densely, and yield the positions that its last queries attend to most.
 
@@ -59,7 +60,7 @@ def text_supports(
         model: A model of transformers.
         ids: Token ids of the text, more than `top`.
         top: k.
-        reading: Options of `read_prompt`: backend and prefill_chunk.
+        engine: How the text is read.
 
     Yields:
         Each full-attention layer, with [N, H, K] int32: for each query and KV head the k positions of largest
@@ -71,7 +72,7 @@ def text_supports(
         MemoryForecastError: The text would not fit.
     """
     queries = min(QUERIES, len(ids) - top)
-    read = read_prompt(model, None, [ids], capacity=len(ids), window=queries, **reading)
+    read = read_prompt(model, None, [ids], capacity=len(ids), window=queries, engine=engine)
     for layer, kept in read.layers.items():
         yield layer, _layer_supports(read.store, layer, kept, len(ids), top)
 

@@ -29,7 +29,7 @@ def evidence_of(tokens: list[int], verified: list[int]) -> tuple[torch.Tensor, i
     torch.manual_seed(0)
     model = tiny_qwen3()
     ids_BT = torch.arange(PROMPT)[None] % 50
-    with slow_fast(model, None, config, backend="torch") as session:
+    with slow_fast(model, None, config) as session:
         decoder = Decoder(
             session=session, ids_BT=ids_BT, mask_BT=torch.ones_like(ids_BT), capacity=PROMPT + 8
         )

@@ -67,9 +67,9 @@ def complete(monkeypatch, models, recorder):
             "config": CONFIG, "max_new_tokens": NEW, "stop_token_ids": (), "prompts": PROMPTS, **options,
         }  # fmt: skip
         result = sfi_core.generate(
-            models[name], None, options.pop("prompts"), backend="triton", page_size=16,
+            models[name], None, options.pop("prompts"), page_size=16,
             observers=[observer, *options.pop("observers", [])],
-            engine=EngineOptions(graphs=graphs), **options,
+            engine=EngineOptions(backend="triton", graphs=graphs), **options,
         )  # fmt: skip
         return result.report, observer
 
@@ -208,8 +208,8 @@ def test_the_kernels_themselves_can_be_replayed(monkeypatch, recorder):
     config = CONFIG.replace(trigger_token_ids=(), t_max=1)
     runs = [
         sfi_core.generate(
-            model, None, PROMPTS[1:2], config, backend="triton", max_new_tokens=5,
-            stop_token_ids=(), engine=EngineOptions(graphs=graphs),
+            model, None, PROMPTS[1:2], config, max_new_tokens=5,
+            stop_token_ids=(), engine=EngineOptions(backend="triton", graphs=graphs),
         ).report
         for graphs in (False, True)
     ]  # fmt: skip
@@ -271,8 +271,8 @@ def test_a_sliding_window_cannot_be_replayed(models, recorder):
     config = Gemma2Config(vocab_size=96, **TINY, sliding_window=64, query_pre_attn_scalar=8)
     with pytest.raises(ConfigError, match="must be off with layers of sliding windows"):
         sfi_core.generate(
-            Gemma2ForCausalLM(config).eval(), None, PROMPTS[2:3], CONFIG, backend="triton",
-            engine=EngineOptions(graphs=True),
+            Gemma2ForCausalLM(config).eval(), None, PROMPTS[2:3], CONFIG,
+            engine=EngineOptions(backend="triton", graphs=True),
         )  # fmt: skip
 
 
@@ -303,9 +303,9 @@ def test_graphs_need_the_triton_backend(models, recorder):
 
 def test_another_loop_than_ours_cannot_replay(models, recorder):
     ids = torch.tensor(PROMPTS[2:3])
-    engine = EngineOptions(graphs=True)
+    engine = EngineOptions(backend="triton", graphs=True)
     with (
-        slow_fast(models["qwen3"], None, CONFIG, backend="triton", engine=engine),
+        slow_fast(models["qwen3"], None, CONFIG, engine=engine),
         pytest.raises(ConfigError, match=r"must be off in model.generate"),
     ):
         models["qwen3"].generate(

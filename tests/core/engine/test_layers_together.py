@@ -64,9 +64,7 @@ def complete(model, monkeypatch):
         )
         seen = observer or Watching()
         options = {"config": CONFIG, "max_new_tokens": 12, "stop_token_ids": (), **options}
-        result = sfi_core.generate(
-            model, None, PROMPTS, backend="torch", observers=[seen], **options
-        )
+        result = sfi_core.generate(model, None, PROMPTS, observers=[seen], **options)
         monkeypatch.setattr(joined, "refresh_all", every)
         return seen, result.report.paths, together
 

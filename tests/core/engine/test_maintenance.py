@@ -47,8 +47,8 @@ def complete(monkeypatch, model):
         observer = Watching(side)
         options = {"config": CONFIG, "max_new_tokens": 12, "stop_token_ids": (), **options}
         result = sfi_core.generate(
-            model, None, options.pop("prompts", PROMPTS), backend="triton", page_size=16,
-            observers=[observer], **options,
+            model, None, options.pop("prompts", PROMPTS), page_size=16, observers=[observer],
+            **{"engine": EngineOptions(backend="triton"), **options},
         )  # fmt: skip
         chosen = {
             (e.step, e.layer, e.request): (

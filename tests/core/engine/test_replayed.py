@@ -69,8 +69,8 @@ def complete(model, recorder):
         options = {"max_new_tokens": 8, "prompts": PROMPTS, "config": CONFIG, **options}
         prompts, config = options.pop("prompts"), options.pop("config")
         return sfi_core.generate(
-            model, None, prompts, config, backend="triton", page_size=16, stop_token_ids=(),
-            observers=observers, engine=EngineOptions(graphs=graphs), **options,
+            model, None, prompts, config, page_size=16, stop_token_ids=(),
+            observers=observers, engine=EngineOptions(backend="triton", graphs=graphs), **options,
         ).report  # fmt: skip
 
     return run
@@ -122,7 +122,8 @@ def test_a_benchmark_records_every_graph_before_it_measures(model, recorder):
     """Its warm-up meets every kind of step once."""
     asked = DecodeSettings(
         policies=("sfi",), contexts=(40,), batches=(3,), baselines=(), steps=9, warm_up=4,
-        slow_rate=Fraction(1, 3), backend="triton", config=CONFIG.replace(trigger_delay=1),
+        slow_rate=Fraction(1, 3), engine=EngineOptions(backend="triton"),
+        config=CONFIG.replace(trigger_delay=1),
     )  # fmt: skip
     (point,), (variant,) = asked.points(), asked.variants()
     given, tapes = stream(asked, 3, 96), []
@@ -144,7 +145,7 @@ def test_a_benchmark_says_why_steps_were_not_replayed(model, recorder):
     """Where graphs were expected: the row has the reason, and the document a note."""
     asked = DecodeSettings(
         policies=("quest",), contexts=(40,), batches=(1,), baselines=(), steps=3, warm_up=1,
-        backend="triton", config=CONFIG.replace(trigger_delay=1),
+        engine=EngineOptions(backend="triton"), config=CONFIG.replace(trigger_delay=1),
     )  # fmt: skip
     (point,), (variant,) = asked.points(), asked.variants()
     sample = run_ours(
@@ -161,7 +162,7 @@ def test_a_benchmark_says_why_steps_were_not_replayed(model, recorder):
 
 
 def test_steps_of_several_ranks_are_refused_with_the_reason(model, recorder):
-    with sfi_core.slow_fast(model, None, CONFIG, backend="triton") as session:
+    with sfi_core.slow_fast(model, None, CONFIG, engine=EngineOptions(backend="triton")) as session:
         assert records_steps(session)
         session.ranks = replace(ALONE, size=2)
         assert not records_steps(session)

@@ -8,6 +8,7 @@ import torch
 import sfi_core
 from sfi_core import SfiConfig, slow_fast
 from sfi_core.models.describe import describe_model
+from sfi_core.settings.engine import EngineOptions
 from tests.architectures import padded, tiny
 from tests.core.conftest import tiny_qwen3
 from tests.fakes import RecordingObserver
@@ -60,7 +61,7 @@ def test_every_run_of_a_session_is_told_of(tiny_model):
 
 @pytest.mark.parametrize("chunk", [0, 6])
 def test_the_prompts_pieces_make_up_the_prompts(tiny_model, chunk):
-    pieces = record(tiny_model, prefill_chunk=chunk).prompts
+    pieces = record(tiny_model, engine=EngineOptions(prefill_chunk=chunk)).prompts
     for row, ids in enumerate(ROWS):
         read = [
             token
@@ -71,7 +72,7 @@ def test_the_prompts_pieces_make_up_the_prompts(tiny_model, chunk):
 
 
 def test_a_step_says_beforehand_who_is_slow(tiny_model):
-    observer = record(tiny_model, prefill_chunk=8)
+    observer = record(tiny_model, engine=EngineOptions(prefill_chunk=8))
     assert [event.step for event in observer.begun] == [-1, -1, 0, 1, 2, 3, 4, 5]
     for begun in observer.begun[3:]:
         slow = tuple(e.request for e in observer.steps if e.step == begun.step and e.slow)

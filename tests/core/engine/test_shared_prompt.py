@@ -11,6 +11,7 @@ from sfi_core.generation.read_prompt import read_prompt
 from sfi_core.policies import POLICIES
 from sfi_core.settings.audit import AuditConfig
 from sfi_core.settings.config import SfiConfig
+from sfi_core.settings.engine import EngineOptions
 from sfi_core.settings.parts import SyncKVConfig
 from tests.architectures import tiny
 from tests.fakes import RecordingObserver
@@ -35,13 +36,15 @@ def complete(model: Any, policy: str, shared: Any = None, **options: Any) -> Any
 
 @pytest.fixture(scope="module")
 def shared(tiny_model: Any) -> Any:
-    return read_prompt(tiny_model, None, PROMPTS, capacity=CAPACITY, prefill_chunk=16)
+    return read_prompt(
+        tiny_model, None, PROMPTS, capacity=CAPACITY, engine=EngineOptions(prefill_chunk=16)
+    )
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_policy_runs_as_if_it_had_read_the_prompt(tiny_model: Any, shared: Any, policy: str):
     """Twice, so that a run that spoils the prompt for the next would show."""
-    own = complete(tiny_model, policy, prefill_chunk=16).report.requests
+    own = complete(tiny_model, policy, engine=EngineOptions(prefill_chunk=16)).report.requests
     for _ in range(2):
         assert complete(tiny_model, policy, shared).report.requests == own
 

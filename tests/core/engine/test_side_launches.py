@@ -72,7 +72,7 @@ def test_a_layer_makes_few_launches_on_the_side(side_launches):
     """One copy of the key norms, five launches of the Selector and two for a span, top-k's five, and pack."""
     sfi_core.generate(
         tiny_qwen3(layers=2), None, [list(range(3, 25))], CONFIG.replace(span=10), page_size=16,
-        backend="triton", max_new_tokens=3, stop_token_ids=(), engine=EngineOptions(graphs=True),
+        max_new_tokens=3, stop_token_ids=(), engine=EngineOptions(backend="triton", graphs=True),
     )  # fmt: skip
     first, second = side_launches[0], side_launches[1]
     assert {"pack", "selector_refine", "top_k_write"} <= set(second)

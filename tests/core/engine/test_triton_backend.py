@@ -18,6 +18,7 @@ from transformers import (
 import sfi_core
 from sfi_core import SfiConfig, slow_fast
 from sfi_core.errors import BackendError
+from sfi_core.settings.engine import EngineOptions
 from sfi_core.settings.parts import FreeKVConfig, SyncKVConfig
 from tests.core.conftest import TINY, tiny_qwen3
 from tests.covering import case
@@ -45,9 +46,8 @@ def model() -> Any:
 
 def complete(backend: str, prompts: list[list[int]] = PROMPTS, **options: Any) -> Any:
     options = {"config": CONFIG, "max_new_tokens": NEW, "stop_token_ids": (), **options}
-    return sfi_core.generate(
-        options.pop("model", model()), None, prompts, backend=backend, **options
-    )
+    engine = EngineOptions(backend=backend, prefill_chunk=options.pop("prefill_chunk", 0))
+    return sfi_core.generate(options.pop("model", model()), None, prompts, engine=engine, **options)
 
 
 @cache
@@ -161,7 +161,7 @@ def test_other_architectures_give_the_tokens_of_the_references(make: Callable[[]
 
 def test_transformers_own_loop_runs_on_the_kernels():
     ids = torch.tensor([PROMPTS[1]], device=DEVICE)
-    with slow_fast(model(), None, CONFIG, backend="triton") as session:
+    with slow_fast(model(), None, CONFIG, engine=EngineOptions(backend="triton")) as session:
         out = model().generate(
             ids, max_new_tokens=NEW, do_sample=False, eos_token_id=-1, pad_token_id=0
         )

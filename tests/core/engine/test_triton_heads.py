@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 import sfi_core
+from sfi_core.settings.engine import EngineOptions
 from tests.core.engine.test_triton_backend import CONFIG, DEVICE, PROMPTS, positions
 from tests.covering import case
 from tests.fakes import RecordingObserver
@@ -29,7 +30,8 @@ def run(backend: str, way: str, **options: Any) -> tuple[Any, RecordingObserver]
     try:
         result = sfi_core.generate(
             model, None, options.pop("prompts", PROMPTS[::2]), CONFIG.replace(**change),
-            policy=policy, max_new_tokens=NEW.get(way, 9), stop_token_ids=(), backend=backend,
+            policy=policy, max_new_tokens=NEW.get(way, 9), stop_token_ids=(),
+            engine=EngineOptions(backend=backend),
             observers=[observer], **options,
         )  # fmt: skip
     finally:

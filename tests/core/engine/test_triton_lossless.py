@@ -8,6 +8,7 @@ import torch
 
 from sfi_core.generation.generate import generate
 from sfi_core.settings.config import SfiConfig
+from sfi_core.settings.engine import EngineOptions
 from sfi_core.settings.parts import DraftConfig
 from tests.architectures import prompts, tiny
 from tests.fakes import use_references
@@ -30,8 +31,8 @@ def test_both_backends_draft_and_verify_alike(rows: list[list[int]], monkeypatch
     model = tiny("qwen3").to("cuda" if torch.cuda.is_available() else "cpu")
     runs = [
         generate(
-            model, None, rows, config, policy="sfi", backend=backend, stop_token_ids=(),
-            max_new_tokens=STEPS, lossless=True,
+            model, None, rows, config, policy="sfi", stop_token_ids=(),
+            max_new_tokens=STEPS, engine=EngineOptions(backend=backend, lossless=True),
         ).report.requests
         for backend in ("torch", "triton")
     ]  # fmt: skip

@@ -1,6 +1,7 @@
 """Lossless runs give full attention's tokens, whatever drafts them, however long, and in whatever company."""
 
 import random
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -13,7 +14,7 @@ from sfi_core.errors import ConfigError
 from sfi_core.generation.generate import generate
 from sfi_core.generation.verify import verify
 from sfi_core.settings.config import SfiConfig
-from sfi_core.settings.engine import EngineOptions
+from sfi_core.settings.engine import DEFAULTS, EngineOptions
 from sfi_core.settings.sampling import Sampling
 from sfi_kernels.key_codes.reference import encode_keys
 from tests.architectures import COMMON, WORKS, prompts, tiny
@@ -44,7 +45,8 @@ SAMPLINGS = {
 
 def run(label, rows, *, policy="sfi", draft="16 to the boundary", **options):
     config = options.pop("config", SMALL).replace(draft=DRAFTS[draft])
-    settings = {"stop_token_ids": (), "max_new_tokens": STEPS, "lossless": True, **options}
+    engine = replace(options.pop("engine", DEFAULTS), lossless=options.pop("lossless", True))
+    settings = {"stop_token_ids": (), "max_new_tokens": STEPS, "engine": engine, **options}
     return generate(tiny(label), None, rows, config, policy=policy, **settings)
 
 
@@ -146,9 +148,14 @@ def test_the_cache_is_full_attentions(runs):
 @pytest.mark.parametrize("label", ["qwen3", "gpt-oss"])
 def test_company_changes_neither_tokens_nor_what_is_accepted(label):
     alone = [run(label, [row], draft="4").report.requests[0] for row in ROWS]
-    options = [{"max_batch": 1}, {"max_batch": 1, "prefill_chunk": 5}]
+    options = [{"max_batch": 1}, {"max_batch": 1, "engine": EngineOptions(prefill_chunk=5)}]
     if label == "qwen3":
-        options += [{}, {"max_batch": 2}, {"page_size": 16}, {"prefill_chunk": 7}]
+        options += [
+            {},
+            {"max_batch": 2},
+            {"page_size": 16},
+            {"engine": EngineOptions(prefill_chunk=7)},
+        ]
         options += [{"engine": EngineOptions(overlap=False, graphs=False)}]
     for way in options:
         together = run(label, ROWS, draft="4", **way).report.requests
@@ -225,7 +232,9 @@ MOVING = {"longrope": ("phi3", LONGROPE), "dynamic": ("llama", {"factor": 2.0})}
 def test_a_rotation_that_depends_on_the_pass_is_refused(kind):
     given, model = [], moving(kind)
     with pytest.raises(ConfigError, match=f"lossless must be off with RoPE of the kind {kind}"):
-        generate(model, None, ROWS, SMALL, lossless=True, on_token=given.append)
+        generate(
+            model, None, ROWS, SMALL, engine=EngineOptions(lossless=True), on_token=given.append
+        )
     assert not given
     with pytest.raises(ConfigError, match=f"got RoPE of the kind {kind}"):
         verify(model, ROWS, [[1, 2]] * len(ROWS))

@@ -12,6 +12,7 @@ from sfi_core.hosts.transformers.session import Session
 from sfi_core.observers.observer import NullObserver
 from sfi_core.settings.audit import AuditConfig
 from sfi_core.settings.config import SfiConfig
+from sfi_core.settings.engine import EngineOptions
 from sfi_core.settings.sampling import Sampling
 from tests.architectures import prompts, tiny
 from tests.covering import each_value
@@ -78,7 +79,10 @@ def test_a_request_gets_what_it_gets_alone(label, max_batch):
 @pytest.mark.parametrize("way", WAYS)
 def test_it_does_under_every_kind_of_policy_and_trigger(way):
     expected = alone("gemma-2", way)
-    assert reports("gemma-2", max_batch=2, prefill_chunk=10, **WAYS[way]) == expected
+    assert (
+        reports("gemma-2", max_batch=2, engine=EngineOptions(prefill_chunk=10), **WAYS[way])
+        == expected
+    )
     assert reports("gemma-2", max_batch=3, page_size=16, **WAYS[way]) == expected
 
 
@@ -158,7 +162,14 @@ def test_events_carry_the_request_and_its_own_step():
 
 def test_every_pass_is_a_step_of_the_batch():
     observer = RecordingObserver()
-    run("qwen3", ROWS, LIMITS, max_batch=2, prefill_chunk=16, observers=[observer])
+    run(
+        "qwen3",
+        ROWS,
+        LIMITS,
+        max_batch=2,
+        engine=EngineOptions(prefill_chunk=16),
+        observers=[observer],
+    )
     steps = [event.step for event in observer.begun]
     assert steps[:4] == [-1, -1, 0, 1]
     assert steps == sorted(steps)
@@ -324,7 +335,14 @@ def test_ctrl_c_while_a_prompt_is_read_keeps_the_others():
             raise KeyboardInterrupt
 
     with break_logits(tiny("qwen3"), stop_in_the_third_prompt):
-        result = run("qwen3", ROWS, LIMITS, max_batch=2, on_token=shown.append, prefill_chunk=2)
+        result = run(
+            "qwen3",
+            ROWS,
+            LIMITS,
+            max_batch=2,
+            on_token=shown.append,
+            engine=EngineOptions(prefill_chunk=2),
+        )
     requests = result.report.requests
     assert [len(request.token_ids) for request in requests] == [3, 3, *[0] * 5]
     assert [request.finish_reason for request in requests] == [

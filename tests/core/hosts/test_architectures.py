@@ -11,6 +11,7 @@ from sfi_core.errors import UnsupportedModelError
 from sfi_core.generation.generate import generate
 from sfi_core.hosts.transformers.checks import check_supported
 from sfi_core.hosts.transformers.slow_fast import slow_fast
+from sfi_core.settings.engine import EngineOptions
 from tests.architectures import BY_LABEL, PAGE, REFUSED, SMALL, WORKS, padded, page, prompts, tiny
 from tests.covering import each_value
 
@@ -128,7 +129,7 @@ def test_prompt_in_pieces_gives_the_tokens_of_one_piece(label, chunk):
     rows = prompts(*LENGTHS[3])
     whole, pieces = (
         own_loop(label, rows, SMALL)[1],
-        own_loop(label, rows, SMALL, prefill_chunk=chunk)[1],
+        own_loop(label, rows, SMALL, engine=EngineOptions(prefill_chunk=chunk))[1],
     )
     assert pieces.requests == whole.requests
 

@@ -68,9 +68,9 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def complete(model: Any, on: bool | None, **options: Any) -> Any:
-    engine = EngineOptions(fused=on, graphs=False)
+    engine = EngineOptions(backend="triton", fused=on, graphs=False)
     result = sfi_core.generate(
-        model, None, PROMPTS, CONFIG, backend="triton", page_size=16, max_new_tokens=6,
+        model, None, PROMPTS, CONFIG, page_size=16, max_new_tokens=6,
         stop_token_ids=(), engine=engine, **options,
     )  # fmt: skip
     return result.report
@@ -100,7 +100,7 @@ def test_the_report_says_what_ran_fused_and_what_did_not(quick):
     # an input norm and a sum with its norm in each layer, and the last norm; q_norm and k_norm in `rotary`
     assert launched(report)["rms_norm"] == 6 * (2 * 2 + 1)
     with slow_fast(
-        tiny("gemma3_text"), config=CONFIG, engine=EngineOptions(fused=True), backend="triton"
+        tiny("gemma3_text"), config=CONFIG, engine=EngineOptions(backend="triton", fused=True)
     ) as s:
         assert not s.fusion.modules
         assert s.fusion.left_alone == {
@@ -140,9 +140,8 @@ def fast_step(monkeypatch: pytest.MonkeyPatch, kind: str, layers: int, *, on: bo
             model,
             config=CONFIG,
             policy="streaming-llm",
-            backend="triton",
             page_size=16,
-            engine=EngineOptions(fused=on),
+            engine=EngineOptions(backend="triton", fused=on),
         ) as session,  # fmt: skip
     ):
         cache = session.cache(32)
@@ -176,7 +175,7 @@ def test_fused_steps_can_be_replayed(monkeypatch, quick):
     recorder.install(monkeypatch)
     reports = []
     for graphs in (False, True):
-        options = {"engine": EngineOptions(fused=True, graphs=graphs), "backend": "triton"}
+        options = {"engine": EngineOptions(backend="triton", fused=True, graphs=graphs)}
         reports.append(
             sfi_core.generate(
                 tiny("qwen3"), None, PROMPTS, CONFIG, page_size=16, max_new_tokens=6, stop_token_ids=(),

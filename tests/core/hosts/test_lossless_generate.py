@@ -24,6 +24,7 @@ pytestmark = pytest.mark.seam
 STEPS = 20
 SMALL = architectures.SMALL.replace(draft=DraftConfig(max_tokens=4))
 ROWS = prompts(37, 9, 24)
+LOSSLESS = EngineOptions(lossless=True)
 
 
 def complete(model: Any, rows: Any = ROWS, **options: Any) -> Any:
@@ -34,7 +35,7 @@ def complete(model: Any, rows: Any = ROWS, **options: Any) -> Any:
 @contextmanager
 def drafting(model: Any, config: SfiConfig = SMALL) -> Iterator[Session]:
     """A lossless session whose run has kept drafts and rejected some."""
-    with slow_fast(model, None, config, lossless=True) as session:
+    with slow_fast(model, None, config, engine=LOSSLESS) as session:
         yield session
     tallies = [state.tally for state in session.run.states]
     assert 0 < sum(tally.accepted for tally in tallies) < sum(tally.drafted for tally in tallies)
@@ -55,7 +56,7 @@ def test_greedy_tokens_are_those_of_the_model_without_sfi(label: str):
 def test_the_report_is_that_of_sfi_s_own_loop():
     model = tiny("qwen3")
     own = sfi_core.generate(
-        model, None, ROWS, SMALL, max_new_tokens=STEPS, stop_token_ids=(), lossless=True
+        model, None, ROWS, SMALL, max_new_tokens=STEPS, stop_token_ids=(), engine=LOSSLESS
     )
     with drafting(model) as session:
         complete(model)
@@ -198,14 +199,14 @@ def test_what_a_lossless_run_cannot_do_is_refused_in_one_line(
     options: dict[str, Any], message: str
 ):
     model = tiny("qwen3")
-    with slow_fast(model, None, SMALL, lossless=True), pytest.raises(ConfigError) as caught:
+    with slow_fast(model, None, SMALL, engine=LOSSLESS), pytest.raises(ConfigError) as caught:
         complete(model, **options)
     assert str(caught.value) == message
 
 
 def test_padding_on_the_right_and_a_cache_of_one_s_own_are_refused():
     model, batch = tiny("qwen3"), padded(ROWS)
-    with slow_fast(model, None, SMALL, lossless=True) as session:
+    with slow_fast(model, None, SMALL, engine=LOSSLESS) as session:
         with pytest.raises(ConfigError, match="must pad on the left"):
             model.generate(
                 batch["input_ids"], attention_mask=batch["attention_mask"].flip(1), max_new_tokens=3
@@ -221,6 +222,6 @@ def test_padding_on_the_right_and_a_cache_of_one_s_own_are_refused():
 def test_a_policy_that_cannot_draft_is_refused():
     with (
         pytest.raises(ConfigError, match="policy freekv cannot draft"),
-        slow_fast(tiny("qwen3"), None, SMALL, policy="freekv", lossless=True),
+        slow_fast(tiny("qwen3"), None, SMALL, policy="freekv", engine=LOSSLESS),
     ):
         pass

@@ -7,6 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from sfi_core.generation.generate import generate
 from sfi_core.hosts.transformers.slow_fast import slow_fast
 from sfi_core.settings.config import SfiConfig
+from sfi_core.settings.engine import EngineOptions
 from tests.architectures import padded, prompts, tiny
 
 pytestmark = pytest.mark.seam
@@ -37,11 +38,11 @@ def masks_of(label: str, rows=ROWS, **options) -> set[tuple[int, ...]]:
 
 @pytest.mark.parametrize("chunk", [0, 16])
 def test_a_ragged_batch_makes_no_mask_over_its_queries_and_keys(chunk: int):
-    assert masks_of("qwen3", prefill_chunk=chunk) == set()
+    assert masks_of("qwen3", engine=EngineOptions(prefill_chunk=chunk)) == set()
 
 
 def test_equal_prompts_read_in_pieces_make_none_either():
-    assert masks_of("qwen3", prompts(37, 37), prefill_chunk=16) == set()
+    assert masks_of("qwen3", prompts(37, 37), engine=EngineOptions(prefill_chunk=16)) == set()
 
 
 def test_layers_with_a_sliding_window_have_theirs():

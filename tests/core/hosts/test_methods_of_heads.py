@@ -6,6 +6,7 @@ import pytest
 
 from sfi_core.generation.generate import generate
 from sfi_core.settings.audit import AuditConfig
+from sfi_core.settings.engine import EngineOptions
 from tests.architectures import SMALL, prompts, tiny
 from tests.core.hosts.test_architectures import HANDFUL, LENGTHS, STEPS, WHOLE, reference
 from tests.covering import each_value
@@ -29,7 +30,7 @@ def run(label: str, way: str, rows: list[list[int]], config: Any = SMALL, **opti
     policy, change = WAYS[way]
     return generate(
         tiny(label), None, rows, config.replace(**change), policy=policy, stop_token_ids=(),
-        backend="torch", **{"max_new_tokens": STEPS, **options},
+        **{"max_new_tokens": STEPS, **options},
     ).report.requests  # fmt: skip
 
 
@@ -64,7 +65,11 @@ def test_chunks_pages_and_places_change_nothing(way: str):
     rows = prompts(9, 37, 3, 24)
     limits = [7, 3, 12, 5]
     expected = run("gemma-2", way, rows, max_new_tokens=limits)
-    for options in ({"prefill_chunk": 5}, {"max_batch": 2}, {"max_batch": 3, "page_size": 16}):
+    for options in (
+        {"engine": EngineOptions(prefill_chunk=5)},
+        {"max_batch": 2},
+        {"max_batch": 3, "page_size": 16},
+    ):
         assert run("gemma-2", way, rows, max_new_tokens=limits, **options) == expected, options
 
 

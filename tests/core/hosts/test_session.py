@@ -16,6 +16,7 @@ from sfi_core.errors import BackendError, ConfigError, InputError, UnsupportedMo
 from sfi_core.hosts.transformers.attention import sfi_attention
 from sfi_core.hosts.transformers.slow_fast import slow_fast
 from sfi_core.settings.config import SfiConfig
+from sfi_core.settings.engine import EngineOptions
 from sfi_core.triggers.trigger_set import build_trigger_set
 from tests.architectures import SMALL, padded, prompts, tiny
 
@@ -157,7 +158,7 @@ def test_nested_use_on_one_model_is_refused_and_leaves_the_outer_one_working(mod
 )
 def test_backend_that_is_unknown_or_missing_is_refused(model, backend, error, message, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    refused = slow_fast(model, None, SMALL, backend=backend)
+    refused = slow_fast(model, None, SMALL, engine=EngineOptions(backend=backend))
     with pytest.raises(error, match=message), refused:
         pass
 

@@ -1,5 +1,6 @@
 """What a run under a device budget refuses, in one line, before it begins."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -70,7 +71,7 @@ def test_a_page_that_is_no_multiple_of_a_tile_is_refused_under_triton():
     if torch.cuda.is_available():
         pytest.skip("the model of these tests is on the CPU")
     with pytest.raises(BackendError) as caught:
-        complete(engine(page=12), backend="triton")
+        complete(replace(engine(page=12), backend="triton"))
     assert str(caught.value) == (
         "engine.kv_page must be a multiple of 16 tokens under the triton backend, got 12"
     )

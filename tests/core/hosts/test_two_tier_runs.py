@@ -54,9 +54,10 @@ def complete(
     """Complete the prompts; with a budget under two tiers."""
     policy, own = METHODS[method]
     config = CONFIG.replace(**{**own, **changes})
+    engine = {name: options.pop(name) for name in ("backend", "prefill_chunk") if name in options}
     return sfi_core.generate(
         tiny(label), None, options.pop("rows", ROWS), config, policy=policy,
-        stop_token_ids=(), engine=EngineOptions(kv_device_budget=budget, kv_page=page),
+        stop_token_ids=(), engine=EngineOptions(kv_device_budget=budget, kv_page=page, **engine),
         **{"max_new_tokens": 14, **options},
     )  # fmt: skip
 

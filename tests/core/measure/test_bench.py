@@ -150,7 +150,9 @@ def test_a_time_limit_ends_a_run_after_three_steps_or_a_whole_period(tiny_model)
 
 
 def test_a_prefill_is_read_where_it_is_asked_for(tiny_model):
-    rows = run_bench(tiny_model, settings(prefill=True, prefill_chunk=50, repeats=1)).rows
+    rows = run_bench(
+        tiny_model, settings(prefill=True, engine=EngineOptions(prefill_chunk=50), repeats=1)
+    ).rows
     assert [row["policy"] for row in rows] == ["sfi", "full-kv", *BASELINES]
     for row in rows:
         assert row["prefill_seconds"] > 0

@@ -93,8 +93,8 @@ def test_measured_acceptance_is_that_of_the_model_on_the_text(tiny_model):
     prompts, sample = lossless_sample(tiny_model, asked)
     assert prompts.ids_BT.tolist() == [list(TEXT[-128:])]
     report = generate(
-        tiny_model, None, prompts.ids_BT.tolist(), asked.config, lossless=True, stop_token_ids=(),
-        max_new_tokens=sum(sample.gave),
+        tiny_model, None, prompts.ids_BT.tolist(), asked.config, stop_token_ids=(),
+        max_new_tokens=sum(sample.gave), engine=EngineOptions(lossless=True),
     ).report.requests[0]  # fmt: skip
     assert report.lossless.tested > 0
     assert 0 < report.lossless.accepted < report.lossless.tested

@@ -188,7 +188,7 @@ def test_a_text_s_sets_are_the_heaviest_positions_of_its_last_queries():
     model, top = tiny_qwen3(), 6
     ids = torch.randint(0, 96, (150,)).tolist()
     expected = eager_weights(model, ids)
-    found = dict(model_supports.text_supports(model, ids, top, backend="torch"))
+    found = dict(model_supports.text_supports(model, ids, top))
     assert list(found) == [0, 1]
     for layer, index_NHK in found.items():
         assert index_NHK.shape == (model_supports.QUERIES, 2, top)

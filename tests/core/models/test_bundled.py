@@ -77,7 +77,7 @@ from sfi_core.bundled.train import draw
 model, tokenizer = sfi_core.load(device="cpu")
 prompt = draw(random.Random(1), 8192, 5).prompt
 for _ in range(2):
-    result = sfi_core.generate(model, tokenizer, [prompt], max_new_tokens=24, prefill_chunk=4096)
+    result = sfi_core.generate(model, tokenizer, [prompt], max_new_tokens=24)
     print(result.forecast.total_bytes, result.peak_memory_bytes)
 """
     done = subprocess.run(

@@ -15,6 +15,7 @@ from sfi_core.models.memory_need import CPU_SLACK, forecast
 from sfi_core.observers.events import LogitsEvent
 from sfi_core.observers.observer import NullObserver, Observer
 from sfi_core.settings.config import SfiConfig
+from sfi_core.settings.engine import EngineOptions
 from sfi_core.settings.parts import DraftConfig
 from sfi_core.settings.sampling import Sampling
 from sfi_core.state.layer_shape import LayerShape
@@ -73,7 +74,7 @@ def run(observers: list[Observer], sampling: Sampling | None) -> tuple[int, Any]
     with Live() as live:
         result = sfi_core.generate(
             model, None, rows, CONFIG, max_new_tokens=NEW, stop_token_ids=(), observers=observers,
-            lossless=True, sampling=sampling, seed=3,
+            engine=EngineOptions(lossless=True), sampling=sampling, seed=3,
         )  # fmt: skip
     return live.peak, result
 

@@ -30,7 +30,7 @@ def complete(**changes: Any) -> tuple[Any, RecordingObserver]:
     observer = RecordingObserver()
     result = sfi_core.generate(
         tiny_qwen3(), None, PROMPTS, CONFIG.replace(**changes), max_new_tokens=NEW,
-        stop_token_ids=(), backend="torch", observers=[observer],
+        stop_token_ids=(), observers=[observer],
     )  # fmt: skip
     return result.report, observer
 

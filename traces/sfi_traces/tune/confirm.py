@@ -126,17 +126,14 @@ class Confirmer:
     Attributes:
         batch: Requests that share the weights, in the byte model.
         top: Positions of an audited support.
-        prefill_chunk: Prompt tokens of one forward pass.
-        engine: How steps are run; full attention runs without its device budget.
+        engine: How prompts are read and steps are run; full attention runs without its device budget.
         on_run: Told before each run how many are done, and of how many.
     """
 
     model: Any
     tokenizer: Any
-    backend: str = "auto"
     batch: int = 1
     top: int = AuditConfig().top
-    prefill_chunk: int = 0
     engine: EngineOptions = DEFAULTS
     on_run: Callable[[int, int], None] = nothing_to_tell
 
@@ -161,8 +158,7 @@ class Confirmer:
                 one.rows,
                 capacity=max(map(len, one.rows)) + one.max_new_tokens,
                 window=max(config.window_prefill for config in configs),
-                prefill_chunk=self.prefill_chunk,
-                backend=self.backend,
+                engine=self.engine,
             )
             self.on_run(done, total)
             self._timed(one, configs[0], "full-kv", shared, dense)
@@ -211,7 +207,7 @@ class Confirmer:
         result = generate(
             self.model, self.tokenizer, one.rows, config, policy=policy, observers=observers, audit=audit,
             max_new_tokens=one.max_new_tokens, sampling=Sampling(**one.sampling), seed=one.seed,
-            backend=self.backend, shared=shared, engine=engine_for(policy, self.engine),
+            shared=shared, engine=engine_for(policy, self.engine),
         )  # fmt: skip
         if result.interrupted:
             raise KeyboardInterrupt
