@@ -1,21 +1,21 @@
 """Decode samples of tasks: each prompt is read once, and every method decodes from the shared cache."""
 
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, ClassVar
 
+from sfi_core.engine.shared_prompt import SharedPrompt
 from sfi_core.errors import ConfigError
 from sfi_core.generation.generate import generate
 from sfi_core.generation.read_prompt import read_prompt
 from sfi_core.hosts.transformers.lossless import most_together
 from sfi_core.hosts.transformers.slow_fast import slow_fast
-from sfi_core.measure.evaluation.grid import FAILURES, Key, grouped
+from sfi_core.measure.evaluation.grid import Key, Row, Together, grouped
 from sfi_core.measure.evaluation.method import Method, MethodVariant, Size, check_distinct
 from sfi_core.measure.evaluation.positions import check_lengths_asked, check_task, positions_of
 from sfi_core.measure.evaluation.task_rows import decoded_rows, empty_row
 from sfi_core.measure.evaluation.tasks import TaskSample, find_task
-from sfi_core.models.load import first_line
 from sfi_core.policies import policy_class
 from sfi_core.settings.engine import DEFAULTS, EngineOptions
 
@@ -128,6 +128,12 @@ class TaskGrid:
         variants = [one for method in methods for one in method.variants(self.sizes)]
         alone = {one.label for one in methods if one.lossless and _together(model, one) == 1}
         samples = list(self.samples())
+        rows = Together(
+            read=partial(_read, model, tokenizer, engine),
+            decode=partial(_decode, model, tokenizer, engine),
+            empty=empty_row,
+            alone=alone,
+        )
 
         def left(unit: int) -> list[MethodVariant]:
             return [one for one in variants if (*one.key, *samples[unit]) not in done]
@@ -146,8 +152,7 @@ class TaskGrid:
             for together in grouped(
                 filter(left, units), lambda unit: [one.key for one in left(unit)]
             ):
-                own, chosen = left(together[0]), list(map(drawn, together))
-                yield from _rows(model, tokenizer, chosen, own, engine, alone)
+                yield from rows.rows(list(map(drawn, together)), left(together[0]))
 
     def _batches(
         self, size: int, alike: Callable[[int], Key], left: Callable[[int], Any]
@@ -173,74 +178,42 @@ def _together(model: Any, method: Method) -> int | None:
         return most_together(session)
 
 
-def _rows(
+def _read(
+    model: Any, tokenizer: Any, engine: EngineOptions, samples: Any, pending: Any
+) -> SharedPrompt:
+    configs = [policy_class(one.method.policy).adapt(one.method.config) for one in pending]
+    return read_prompt(
+        model,
+        tokenizer,
+        [sample.prompt_ids for sample in samples],
+        capacity=max(len(sample.prompt_ids) + sample.max_new_tokens for sample in samples),
+        window=max(config.window_prefill for config in configs),
+        engine=engine,
+    )
+
+
+def _decode(
     model: Any,
     tokenizer: Any,
-    samples: list[TaskSample],
-    pending: list[MethodVariant],
     engine: EngineOptions,
-    alone: Container[str] = (),
-) -> Iterator[dict[str, Any]]:
-    # read the prompts once and decode them together under each method; methods that fail, and those in
-    # `alone`, decode them one by one
-    shared, problem = None, ""
-    try:
-        shared = read_prompt(
-            model,
-            tokenizer,
-            [sample.prompt_ids for sample in samples],
-            capacity=max(len(sample.prompt_ids) + sample.max_new_tokens for sample in samples),
-            window=max(
-                policy_class(one.method.policy).adapt(one.method.config).window_prefill
-                for one in pending
-            ),
-            engine=engine,
-        )
-    except FAILURES as error:
-        problem = first_line(error)
-    failed = list(pending) if shared is None else []
-    for one in pending if shared is not None else ():
-        if len(samples) > 1 and one.method.label in alone:
-            failed.append(one)
-            continue
-        own = {"shared": shared, "engine": one.method.engine(engine)}
-        rows, problem = _decoded(model, tokenizer, one, samples, own)
-        del own
-        if rows is None and len(samples) > 1:
-            failed.append(one)
-            continue
-        yield from rows or [empty_row(one, samples[0]) | {"error": problem}]
-    if len(samples) == 1:
-        yield from (empty_row(one, samples[0]) | {"error": problem} for one in failed)
-        return
-    del shared  # frees memory for the next prompt
-    for sample in samples if failed else ():
-        yield from _rows(model, tokenizer, [sample], failed, engine)
-
-
-def _decoded(
-    model: Any,
-    tokenizer: Any,
+    shared: SharedPrompt,
     variant: MethodVariant,
-    samples: list[TaskSample],
-    options: Mapping[str, Any],
-) -> tuple[list[dict[str, Any]] | None, str]:
-    # decode samples by one method and score them; None and the error if decoding fails
+    samples: Sequence[TaskSample],
+) -> list[Row]:
+    # decode samples by one method and score them
     prompts = [sample.prompt_ids for sample in samples]
-    try:
-        result = generate(
-            model,
-            tokenizer,
-            prompts,
-            variant.config(len(prompts[0])),
-            policy=variant.method.policy,
-            max_new_tokens=[sample.max_new_tokens for sample in samples],
-            **options,
-        )
-    except FAILURES as error:
-        return None, first_line(error)
+    result = generate(
+        model,
+        tokenizer,
+        prompts,
+        variant.config(len(prompts[0])),
+        policy=variant.method.policy,
+        max_new_tokens=[sample.max_new_tokens for sample in samples],
+        shared=shared,
+        engine=variant.method.engine(engine),
+    )
     if result.interrupted:
         raise KeyboardInterrupt
     if result.error is not None:
-        return None, first_line(result.error)
-    return decoded_rows(variant, samples, result, tokenizer), ""
+        raise result.error
+    return decoded_rows(variant, samples, result, tokenizer)

@@ -7,13 +7,14 @@ from typing import Any, ClassVar
 from sfi_core.engine.report import RequestReport
 from sfi_core.errors import ConfigError, InputError
 from sfi_core.hosts.transformers.stores import engine_for
-from sfi_core.measure.evaluation.fidelity import Fidelity, fidelity, reference
-from sfi_core.measure.evaluation.grid import FAILURES, Key, grouped
+from sfi_core.measure.evaluation.fidelity import Fidelity, Reference, fidelity, reference
+from sfi_core.measure.evaluation.grid import Key, Together, grouped
 from sfi_core.measure.evaluation.method import WHOLE, Method, MethodVariant, Size, check_distinct
 from sfi_core.measure.evaluation.positions import check_lengths_asked, check_window, positions_of
 from sfi_core.measure.evaluation.text_windows import Window, text_ids, windows
-from sfi_core.models.load import first_line
 from sfi_core.settings.engine import DEFAULTS, EngineOptions
+
+Placed = tuple[int, Window]  # a window of a length, with its number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +121,7 @@ class TextGrid:
         Yields:
             A plain row for each method and window, with an entry per step in `steps`, or with an `error`.
         """
-        variants = self.variants
+        variants, rows = self.variants, self._together(model, tokenizer, engine)
 
         def left(unit: int) -> list[MethodVariant]:
             number, length = self._place(unit)
@@ -130,53 +131,28 @@ class TextGrid:
             for together in grouped(
                 filter(left, units), lambda unit: [one.key for one in left(unit)]
             ):
-                length = self._place(together[0])[1]
-                spread = self.windows(tokenizer, length)
+                spread = self.windows(tokenizer, self._place(together[0])[1])
                 numbers = [self._place(unit)[0] for unit in together]
-                chosen = {number: spread[number] for number in numbers}
-                own = left(together[0])
-                yield from self._rows(model, tokenizer, chosen, own, engine)
+                chosen = [(number, spread[number]) for number in numbers]
+                yield from rows.rows(chosen, left(together[0]))
 
-    def _rows(
-        self,
-        model: Any,
-        tokenizer: Any,
-        chosen: Mapping[int, Window],
-        pending: Sequence[MethodVariant],
-        engine: EngineOptions,
-    ) -> Iterator[dict[str, Any]]:
-        # decode windows of one length together; methods that fail decode them one by one
-        length, full, problem = next(iter(chosen.values())).prompt_tokens, None, ""
-        try:
-            full = reference(model, tokenizer, list(chosen.values()), engine)
-        except FAILURES as error:
-            problem = first_line(error)
-        failed = list(pending) if full is None else []
-        for one in pending:
-            if full is None:
-                break
-            policy = one.method.policy
+    def _together(self, model: Any, tokenizer: Any, engine: EngineOptions) -> Together[Placed]:
+        def read(units: Sequence[Placed], _: Any) -> Reference:
+            return reference(model, tokenizer, [window for _, window in units], engine)
+
+        def decode(
+            full: Reference, one: MethodVariant, units: Sequence[Placed]
+        ) -> list[dict[str, Any]]:
+            policy, length = one.method.policy, units[0][1].prompt_tokens
             own = {"policy": policy, "engine": engine_for(policy, engine)}
-            try:
-                found = fidelity(model, tokenizer, full, one.config(length), **own)
-            except FAILURES as error:
-                problem = first_line(error)
-                if len(chosen) > 1:
-                    failed.append(one)
-                    continue
-                yield self._row(one, length, *chosen) | {"error": problem}
-                continue
-            for number, part in zip(chosen, found, strict=True):
-                yield self._row(one, length, number) | to_row(part)
-        if len(chosen) == 1:
-            yield from (self._row(one, length, *chosen) | {"error": problem} for one in failed)
-            return
-        del full  # frees memory for the next window
-        for number, window in chosen.items() if failed else ():
-            alone = {number: window}
-            yield from self._rows(model, tokenizer, alone, failed, engine)
+            found = fidelity(model, tokenizer, full, one.config(length), **own)
+            pairs = zip(units, found, strict=True)
+            return [self._row(one, unit) | to_row(part) for unit, part in pairs]
 
-    def _row(self, variant: MethodVariant, length: int, number: int) -> dict[str, Any]:
+        return Together(read=read, decode=decode, empty=self._row)
+
+    def _row(self, variant: MethodVariant, unit: Placed) -> dict[str, Any]:
+        number, length = unit[0], unit[1].prompt_tokens
         return {
             **variant.columns(length),
             "length": length,

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.seam
 STEPS = 20
 SMALL = architectures.SMALL.replace(draft=DraftConfig(max_tokens=4))
 ROWS = prompts(37, 9, 24)
-LOSSLESS = EngineOptions(lossless=True)
+LOSSLESS = sfi_core.EngineOptions(lossless=True)
 
 
 def complete(model: Any, rows: Any = ROWS, **options: Any) -> Any:
