@@ -13,7 +13,6 @@ from sfi_core.engine.left_pad import left_pad
 from sfi_core.hosts.transformers.decoder import Decoder
 from sfi_core.hosts.transformers.slow_fast import slow_fast
 from sfi_core.settings.config import SfiConfig
-from sfi_core.settings.engine import EngineOptions
 from tests.core.conftest import TINY
 from tests.fakes import RecordingObserver
 
@@ -119,14 +118,7 @@ def watched(prompts: Sequence[Sequence[int]], config: SfiConfig, policy: str, ne
     watch, observer = Watch(), RecordingObserver()
     with (
         torch.inference_mode(),
-        slow_fast(
-            four_heads(),
-            None,
-            config,
-            policy=policy,
-            observers=[observer],
-            engine=EngineOptions(backend="torch"),
-        ) as session,
+        slow_fast(four_heads(), None, config, policy=policy, observers=[observer]) as session,
     ):
         pair = left_pad([list(one) for one in prompts], torch.device("cpu"))
         capacity = max(map(len, prompts)) + new

@@ -82,12 +82,7 @@ def test_a_drafted_stop_token_ends_the_request_as_its_verification_s_own(tmp_pat
     new = [row for row in first if row["token_id"] not in whole[0][: row["step"]]]
     stop = next(row["token_id"] for row in reversed(new) if row["drafted"])
     with ParquetObserver(tmp_path / "run") as observer:
-        complete(
-            config,
-            engine=LOSSLESS,
-            observers=[observer],
-            stop_token_ids=(stop,),
-        )
+        complete(config, engine=LOSSLESS, observers=[observer], stop_token_ids=(stop,))
     trace = Trace.open(tmp_path / "run")
     assert check(trace)["problems"] == []
     *kept, last = (row for row in rows(trace, "steps") if not row["request"])

@@ -22,17 +22,9 @@ pytestmark = pytest.mark.seam
 
 BOUNDARIES = tuple(range(0, 300, 6))
 SMALL = SfiConfig(
-    slow_start=1,
-    min_gap=0,
-    span=0,
-    sink=2,
-    recent=6,
-    budget=5,
-    t_max=4,
-    stride=3,
-    window_prefill=8,
+    slow_start=1, min_gap=0, span=0, sink=2, recent=6, budget=5, t_max=4, stride=3, window_prefill=8,
     trigger_token_ids=BOUNDARIES,
-)
+)  # fmt: skip
 # shorter and longer than the windows of 12 tokens of Gemma 2 and GPT-OSS; the fifth is the longest by far
 ROWS = prompts(9, 37, 3, 24, 60, 5, 16)
 LIMITS = [7, 3, 12, 1, 9, 14, 5]
@@ -44,6 +36,10 @@ WAYS = {
     "codescan": {"policy": "codescan"},
     "sliding": {"config": SMALL.replace(recent_mode="sliding")},
 }
+
+
+def pieces(tokens):
+    return EngineOptions(prefill_chunk=tokens)
 
 
 def run(label, rows, limits, **options):
@@ -79,10 +75,7 @@ def test_a_request_gets_what_it_gets_alone(label, max_batch):
 @pytest.mark.parametrize("way", WAYS)
 def test_it_does_under_every_kind_of_policy_and_trigger(way):
     expected = alone("gemma-2", way)
-    assert (
-        reports("gemma-2", max_batch=2, engine=EngineOptions(prefill_chunk=10), **WAYS[way])
-        == expected
-    )
+    assert reports("gemma-2", max_batch=2, engine=pieces(10), **WAYS[way]) == expected
     assert reports("gemma-2", max_batch=3, page_size=16, **WAYS[way]) == expected
 
 
@@ -162,14 +155,7 @@ def test_events_carry_the_request_and_its_own_step():
 
 def test_every_pass_is_a_step_of_the_batch():
     observer = RecordingObserver()
-    run(
-        "qwen3",
-        ROWS,
-        LIMITS,
-        max_batch=2,
-        engine=EngineOptions(prefill_chunk=16),
-        observers=[observer],
-    )
+    run("qwen3", ROWS, LIMITS, max_batch=2, engine=pieces(16), observers=[observer])
     steps = [event.step for event in observer.begun]
     assert steps[:4] == [-1, -1, 0, 1]
     assert steps == sorted(steps)
@@ -335,14 +321,7 @@ def test_ctrl_c_while_a_prompt_is_read_keeps_the_others():
             raise KeyboardInterrupt
 
     with break_logits(tiny("qwen3"), stop_in_the_third_prompt):
-        result = run(
-            "qwen3",
-            ROWS,
-            LIMITS,
-            max_batch=2,
-            on_token=shown.append,
-            engine=EngineOptions(prefill_chunk=2),
-        )
+        result = run("qwen3", ROWS, LIMITS, max_batch=2, on_token=shown.append, engine=pieces(2))
     requests = result.report.requests
     assert [len(request.token_ids) for request in requests] == [3, 3, *[0] * 5]
     assert [request.finish_reason for request in requests] == [

@@ -65,11 +65,8 @@ def test_chunks_pages_and_places_change_nothing(way: str):
     rows = prompts(9, 37, 3, 24)
     limits = [7, 3, 12, 5]
     expected = run("gemma-2", way, rows, max_new_tokens=limits)
-    for options in (
-        {"engine": EngineOptions(prefill_chunk=5)},
-        {"max_batch": 2},
-        {"max_batch": 3, "page_size": 16},
-    ):
+    pieces = {"engine": EngineOptions(prefill_chunk=5)}
+    for options in (pieces, {"max_batch": 2}, {"max_batch": 3, "page_size": 16}):
         assert run("gemma-2", way, rows, max_new_tokens=limits, **options) == expected, options
 
 

@@ -67,11 +67,7 @@ def test_the_page_on_policies_shows_one_that_runs(install):
 
 def test_one_that_does_not_import_is_named_and_the_others_work(install):
     install("broken", "import no_such_module\n", {"wrong": "broken:Wrong", "odd": "fine:odd"})
-    install(
-        "fine",
-        f"{FULL} as Mine\nodd = 3\n",
-        {"mine": "fine:Mine"},
-    )
+    install("fine", f"{FULL} as Mine\nodd = 3\n", {"mine": "fine:Mine"})
     with pytest.raises(
         ConfigError, match=r"^policy 'wrong' of package broken cannot be imported: Module"
     ):
@@ -91,11 +87,7 @@ def test_one_that_does_not_import_is_named_and_the_others_work(install):
 
 
 def test_a_name_taken_twice_is_refused_with_both_owners(install):
-    install(
-        "one",
-        FULL,
-        {"mine": "one:FullKV", "sfi": "one:FullKV"},
-    )
+    install("one", FULL, {"mine": "one:FullKV", "sfi": "one:FullKV"})
     install("two", FULL, {"mine": "two:FullKV"})
     with pytest.raises(
         ConfigError, match=r"^policy 'mine' is defined twice, by package (one|two) and by"
