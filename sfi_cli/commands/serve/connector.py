@@ -26,6 +26,7 @@ from sfi_core.models.describe import describe_model
 from sfi_core.models.load import BUNDLED
 from sfi_core.observers.events import BeginStepEvent, PromptEvent, RunEvent
 from sfi_core.observers.observer import Observer
+from sfi_kernels.step_descriptor import FAST
 from sfi_traces.record.parquet import ParquetObserver
 
 
@@ -142,8 +143,10 @@ def check_traced(vllm_config: Any) -> None:
 def begin_event(planner: Planner, plan: Plan) -> BeginStepEvent:
     """Return the event of the engine step that was planned last."""
     shape = planner.shape
-    slow = tuple(entry.request for entry in plan.entries if entry.slow or not entry.decode)
-    fast = tuple(entry.request for entry in plan.entries if entry.decode and not entry.slow)
+    slow, fast = (
+        tuple(entry.request for entry in plan.entries if (entry.one.kind == FAST) is kind)
+        for kind in (False, True)
+    )
     reads = any(not entry.decode for entry in plan.entries)
     return BeginStepEvent(
         step=planner.step,

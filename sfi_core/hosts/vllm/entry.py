@@ -1,6 +1,9 @@
-"""What the scheduler tells the workers of one step, in plain numbers; no torch, no vLLM."""
+"""What the scheduler tells the workers of one step, in plain numbers; no vLLM."""
 
 from dataclasses import dataclass, field
+
+from sfi_core.engine.batch_pass import RequestPass
+from sfi_kernels.step_descriptor import PROMPT
 
 NO_SLOT = -1
 
@@ -13,13 +16,9 @@ class Entry:
         request: Its number among all that the server has seen.
         slot: The row of its packed segments; `NO_SLOT` for a request that runs dense.
         start: Tokens in the cache before the step.
-        count: New tokens.
         block: The block of the last new token. No other request has it, so it identifies the batch's row.
-        decode: Whether the request decodes; otherwise it reads a piece of its prompt.
-        final: Whether the piece is the prompt's last, or the last that is recomputed after a preemption.
-        slow: Whether a decoding step is dense, g_t.
-        reason: Why a step is slow.
-        step: The decoding step t; of a piece before the last, the first step to come.
+        one: What the request does. After a preemption the generated tokens are part of its prompt.
+        step: The decoding step t; of a piece of the prompt before the last, the first step to come.
         opens: Whether the request gets its slot with this piece.
         generated: Tokens generated before the slot was opened.
     """
@@ -27,15 +26,21 @@ class Entry:
     request: int
     slot: int
     start: int
-    count: int
     block: int
-    decode: bool
-    final: bool = False
-    slow: bool = True
-    reason: str = ""
+    one: RequestPass
     step: int = 0
     opens: bool = False
     generated: int = 0
+
+    @property
+    def count(self) -> int:
+        """New tokens."""
+        return self.one.count
+
+    @property
+    def decode(self) -> bool:
+        """Whether the request decodes; otherwise it reads a piece of its prompt."""
+        return self.one.kind != PROMPT
 
 
 @dataclass(slots=True)

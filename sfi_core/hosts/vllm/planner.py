@@ -20,7 +20,7 @@ from sfi_core.policies.base import Policy
 from sfi_core.settings.audit import AuditConfig
 from sfi_core.settings.config import SfiConfig
 from sfi_core.state.request import RequestState
-from sfi_kernels.step_descriptor import PROMPT
+from sfi_kernels.step_descriptor import FAST, PROMPT
 
 TOTALS = ("slow_steps", "fast_steps", "dense_steps", "requests", "attended", "context")
 
@@ -143,7 +143,7 @@ class Planner:
         state.length, state.step, state.slow = computed, len(state.tokens) - 1, True
 
     def _enter(self, tracked: Tracked, count: int, *, opens: bool) -> Entry:
-        state, start, decode = tracked.state, tracked.state.length, tracked.begun
+        state, start = tracked.state, tracked.state.length
         one = self._pass_of(tracked, count)
         enter(state, one, tracked.policy)
         if one.generates:
@@ -153,12 +153,8 @@ class Planner:
             request=state.request,
             slot=tracked.slot,
             start=start,
-            count=count,
             block=tracked.blocks[(state.length - 1) // self._block],
-            decode=decode,
-            final=one.ends_prompt,
-            slow=state.slow,
-            reason=state.reason if one.generates else "",
+            one=one,
             step=state.step if one.generates else state.step + 1,
             opens=opens and tracked.slot != NO_SLOT,
             generated=len(state.tokens) if opens else 0,
@@ -194,7 +190,7 @@ class Planner:
 
         kinds: tuple[list[RequestState], list[RequestState]] = [], []
         for entry, tracked in zip(entries, planned, strict=True):
-            kinds[entry.decode and not entry.slow].append(tracked.state)
+            kinds[entry.one.kind == FAST].append(tracked.state)
         return step_shape(*kinds, None if row_bytes is None else moved)
 
     def _attended(self, state: RequestState) -> float:

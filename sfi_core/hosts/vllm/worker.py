@@ -14,7 +14,7 @@ from sfi_core.engine.run import Run
 from sfi_core.hosts.vllm.borrowed import BorrowedPages
 from sfi_core.hosts.vllm.entry import NO_SLOT, Entry, Plan
 from sfi_core.state.request import RequestState
-from sfi_kernels.step_descriptor import PROMPT, sent
+from sfi_kernels.step_descriptor import sent
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,12 +104,13 @@ class WorkerEngine:
         for row, entry in pairs:
             assert (entry.start + entry.count, entry.count) == (row.length, row.count), (row, entry)
         self._take_tables(pairs, table_RP)
-        decoding = {e.slot: e for _, e in pairs if e.decode and e.slot != NO_SLOT}
+        decoding = {e.slot: e.one for _, e in pairs if e.decode and e.slot != NO_SLOT}
         for _, entry in pairs:
             if not entry.decode and entry.slot != NO_SLOT:
                 self._read(entry)
         if decoding:
-            self.run.begin([_pass_of(decoding.get(slot)) for slot in range(self.store.batch)])
+            slots = range(self.store.batch)
+            self.run.begin([decoding.get(slot, RequestPass()) for slot in slots])
         at = [(e.slot, row.first) for row, e in pairs if e.decode and e.slot != NO_SLOT]
         slot_R, token_R = sent(torch.tensor(at, dtype=torch.int64).view(-1, 2).T, table_RP.device)
         whole = [p for p, (_, e) in enumerate(pairs) if not e.decode or e.slot == NO_SLOT]
@@ -146,7 +147,7 @@ class WorkerEngine:
         for _, entry in done.prompts:
             alone = self._reading[entry.slot]
             alone.end_pass()
-            if entry.final:
+            if entry.one.ends_prompt:
                 self.run.step = self._reading.pop(entry.slot).step
 
     def _read(self, entry: Entry) -> None:
@@ -159,8 +160,7 @@ class WorkerEngine:
             )
             self._reading[entry.slot] = open_row(self.run, entry.slot, state)
             self.run.left.clear()  # a server goes on for ever
-        piece = RequestPass(PROMPT, entry.count, entry.reason, entry.final)
-        self._reading[entry.slot].begin([piece])
+        self._reading[entry.slot].begin([entry.one])
 
     def _take_tables(self, pairs: Sequence[tuple[Row, Entry]], table_RP: torch.Tensor) -> None:
         own = [(place, e.slot) for place, (_, e) in enumerate(pairs) if e.slot != NO_SLOT]
@@ -170,12 +170,6 @@ class WorkerEngine:
         used = -(-longest // self.store.page_size)
         row_R, slot_R = sent(torch.tensor(own).T, table_RP.device)
         self.store.block_table_BP[slot_R, :used] = table_RP[row_R, :used].int()
-
-
-def _pass_of(entry: Entry | None) -> RequestPass:
-    if entry is None:
-        return RequestPass()
-    return RequestPass.decode(slow=entry.slow, reason=entry.reason)
 
 
 def watchers_of(audit: Any) -> tuple[Audit, ...]:

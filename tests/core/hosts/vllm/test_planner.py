@@ -85,7 +85,7 @@ def test_entries_say_where_each_token_goes():
         (0, 10), (10, 10), (20, 5), (25, 1), (26, 1), (27, 1)
     ]  # fmt: skip
     assert [e.decode for e in entries] == [False] * 3 + [True] * 3
-    assert [e.final for e in entries] == [False, False, True] + [False] * 3
+    assert [e.one.ends_prompt for e in entries] == [False, False, True] + [False] * 3
     assert [e.opens for e in entries] == [True] + [False] * 5
     assert [e.step for e in entries] == [0, 0, 0, 1, 2, 3]
     assert [e.block for e in entries] == [1 + (e.start + e.count - 1) // BLOCK for e in entries]
@@ -108,7 +108,7 @@ def test_a_preempted_request_goes_on_with_a_slow_step(late, dropped):
     host.preempt("a")
     entries = [host.step()["a"] for _ in range(5)]
     assert [e.decode for e in entries] == [False] * 4 + [True]
-    assert [e.final for e in entries] == [False, False, False, True, False]
+    assert [e.one.ends_prompt for e in entries] == [False, False, False, True, False]
     assert [e.generated for e in entries] == [at, 0, 0, 0, 0]
     assert entries[3].step == at
     report = host.run()["a"].report()
@@ -126,7 +126,7 @@ def test_a_request_preempted_within_its_prompt_begins_anew():
     host.preempt("a")
     entries = [host.step()["a"] for _ in range(5)]
     assert [e.opens for e in entries] == [True] + [False] * 4
-    assert [(e.start, e.final) for e in entries[:4]] == [
+    assert [(e.start, e.one.ends_prompt) for e in entries[:4]] == [
         (0, False), (10, False), (20, False), (30, True)
     ]  # fmt: skip
     assert first.slot == entries[0].slot

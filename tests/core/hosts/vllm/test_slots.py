@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from sfi_core.engine.batch_pass import RequestPass
 from sfi_core.errors import ConfigError
 from sfi_core.hosts.vllm.borrowed import BorrowedPages
 from sfi_core.hosts.vllm.entry import Entry
@@ -103,7 +104,9 @@ class Runner:
 
 
 def entry(request: int, start: int, count: int = 1) -> Entry:
-    return Entry(request, request, start, count, 100 + request, decode=count == 1)
+    piece, step = RequestPass.prompt(count, ends=False), RequestPass.decode(slow=True, reason="")
+    one = step if count == 1 else piece
+    return Entry(request, request, start, 100 + request, one)
 
 
 def test_rows_of_different_counts_need_no_read() -> None:

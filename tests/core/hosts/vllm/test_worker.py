@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from sfi_core.engine.batch_pass import RequestPass
 from sfi_core.engine.run import Run
 from sfi_core.hosts.vllm.borrowed import BorrowedPages
 from sfi_core.hosts.vllm.entry import NO_SLOT, Entry, Plan
@@ -32,14 +33,23 @@ class Request:
     length: int = 0
     step: int = -1
 
-    def entry(self, count: int, *, decode: bool = False, **options: Any) -> Entry:
-        """Enter the next pass with `count` tokens."""
-        start, self.length = self.length, self.length + count
-        generates = decode or options.get("final", False)
-        self.step += bool(generates)
+    def entry(self, one: RequestPass, **options: Any) -> Entry:
+        """Enter the next pass."""
+        start, self.length = self.length, self.length + one.count
+        generates = one.generates
+        self.step += generates
         block = self.blocks[(self.length - 1) // N]
         step = self.step if generates else self.step + 1
-        return Entry(self.number, self.slot, start, count, block, decode, step=step, **options)
+        return Entry(self.number, self.slot, start, block, one, step, **options)
+
+
+FAST_STEP, SLOW_STEP = (
+    RequestPass.decode(slow=slow, reason="trigger" if slow else "") for slow in (False, True)
+)
+
+
+def prompt(count: int, *, ends: bool = True) -> RequestPass:
+    return RequestPass.prompt(count, ends=ends)
 
 
 class Server:
@@ -126,25 +136,20 @@ def script(server: Server) -> list[torch.Tensor]:
         Request(1, 1, [2, 13, 5]),
         Request(2, NO_SLOT, [6, 8]),
     )
-    decode = {"decode": True}
-    fast, slow = decode | {"slow": False}, decode | {"slow": True, "reason": "trigger"}
-    opens = {"opens": True, "reason": "first"}
     outs = [
-        server.step((a, a.entry(48, opens=True))),
-        server.step(
-            (b, b.entry(33, final=True, **opens)), (a, a.entry(22, final=True, reason="first"))
-        ),
-        server.step((a, a.entry(1, **fast)), (b, b.entry(1, **fast)), (c, c.entry(20, final=True))),
-        server.step((b, b.entry(1, **fast)), (c, c.entry(1, **decode)), (a, a.entry(1, **slow))),
-        server.step((a, a.entry(1, **fast)), (b, b.entry(1, **slow))),
-        server.step((a, a.entry(1, **fast))),
-        server.step((b, b.entry(1, **fast)), (a, a.entry(1, **slow))),
+        server.step((a, a.entry(prompt(48, ends=False), opens=True))),
+        server.step((b, b.entry(prompt(33), opens=True)), (a, a.entry(prompt(22)))),
+        server.step((a, a.entry(FAST_STEP)), (b, b.entry(FAST_STEP)), (c, c.entry(prompt(20)))),
+        server.step((b, b.entry(FAST_STEP)), (c, c.entry(SLOW_STEP)), (a, a.entry(SLOW_STEP))),
+        server.step((a, a.entry(FAST_STEP)), (b, b.entry(SLOW_STEP))),
+        server.step((a, a.entry(FAST_STEP))),
+        server.step((b, b.entry(FAST_STEP)), (a, a.entry(SLOW_STEP))),
     ]
     d = Request(3, 1, [15, 16, 17, 18])
     outs.append(
-        server.step((a, a.entry(1, **fast)), (d, d.entry(40, final=True, **opens)), freed=[1])
+        server.step((a, a.entry(FAST_STEP)), (d, d.entry(prompt(40), opens=True)), freed=[1])
     )
-    outs.append(server.step((d, d.entry(1, **fast)), (a, a.entry(1, **fast))))
+    outs.append(server.step((d, d.entry(FAST_STEP)), (a, a.entry(FAST_STEP))))
     return outs
 
 
@@ -172,11 +177,11 @@ def test_fast_steps_read_a_part() -> None:
     """A fast step's output differs from a dense one's: the script's budget is small enough to tell."""
     server = Server("torch", strided=True)
     request = Request(0, 0, [3, 9, 4, 11, 7, 1])
-    server.step((request, request.entry(70, final=True, opens=True, reason="first")))
-    entry = request.entry(1, decode=True, slow=False)
+    server.step((request, request.entry(prompt(70), opens=True)))
+    entry = request.entry(FAST_STEP)
     sparse = server.step((request, entry))
     dense = Server("torch", strided=True)
     other = Request(0, 0, request.blocks)
-    dense.step((other, other.entry(70, final=True, opens=True, reason="first")))
-    whole = dense.step((other, other.entry(1, decode=True, slow=True, reason="trigger")))
+    dense.step((other, other.entry(prompt(70), opens=True)))
+    whole = dense.step((other, other.entry(SLOW_STEP)))
     assert (sparse - whole).abs().max() > 1e-2
