@@ -4,14 +4,45 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-from sfi_core.engine.batch_pass import RequestPass
 from sfi_core.observers.events import StepEvent
 from sfi_core.policies.base import Policy
 from sfi_core.settings.audit import AuditConfig
 from sfi_core.state.request import RequestState
-from sfi_kernels.step_descriptor import SLOW
+from sfi_kernels.step_descriptor import FAST, IDLE, PROMPT, SLOW
 
 Shape = Mapping[str, Any]  # fields of `StepEvent` that all requests of a batch's step share
+
+
+@dataclass(frozen=True, slots=True)
+class RequestPass:
+    """What one request does in a forward pass; a batch may mix all kinds.
+
+    Attributes:
+        kind: IDLE, PROMPT (reads a piece of its prompt), FAST or SLOW (decodes).
+        count: New tokens; 0 if idle.
+        reason: Why it is slow.
+        ends_prompt: Whether the piece is the prompt's last: step 0, which is slow (g_0 = 1).
+    """
+
+    kind: int = IDLE
+    count: int = 0
+    reason: str = ""
+    ends_prompt: bool = False
+
+    @property
+    def generates(self) -> bool:
+        """Whether the request has a next token after the pass."""
+        return self.ends_prompt or self.kind in (FAST, SLOW)
+
+    @classmethod
+    def prompt(cls, count: int, *, ends: bool) -> Self:
+        """Read `count` tokens of the prompt; idle if there are none."""
+        return cls(PROMPT, count, "first", ends) if count else cls()
+
+    @classmethod
+    def decode(cls, *, slow: bool, reason: str, count: int = 1) -> Self:
+        """Decode one token, or verify: attend densely with `count` tokens, causally."""
+        return cls(SLOW if slow else FAST, count, reason)
 
 
 def plan_step(policy: Policy, states: Sequence[RequestState]) -> list[RequestPass]:

@@ -85,10 +85,10 @@ class Loop:
 
     def decode(self) -> Generator[NewTokens]:
         """Yield the new tokens of each pass, alternating fast and slow steps (Algorithm 1)."""
-        host, sampler = self.host, self.sampler
-        token_B = yield from self._give(host, sampler, host.prefill())
+        token_B = yield from self._first()
+        run = self.host.run
         while token_B := (yield from self._admit(token_B)):
-            token_B = yield from self._give(host, sampler, host.step(token_B))
+            token_B = yield from self._give(run, self.sampler, self.host.step(token_B))
 
     def decode_lossless(self, outcome: Outcome | None = None) -> Generator[NewTokens]:
         """Yield the new tokens of each pass: none where a request drafts, one or more where it verifies.
@@ -97,8 +97,8 @@ class Loop:
         the same one, with the same random numbers. For benchmarks, `outcome` decides how much of a draft is
         kept; None compares the picks.
         """
+        token_B = yield from self._first()
         host, sampler = self.host, self.sampler
-        token_B = yield from self._give(host, sampler, host.prefill())
         drafts = Drafts(host.run, host.draft_rule(), self.limits, outcome)
         drafting, requests = host.drafting(self.pad_id), host.run.requests
         try:
@@ -112,11 +112,14 @@ class Loop:
         finally:
             drafts.drop()
 
+    def _first(self) -> Generator[NewTokens, None, list[int]]:
+        logits_BV = self.host.prefill()  # makes the run
+        return (yield from self._give(self.host.run, self.sampler, logits_BV))
+
     def _give(
-        self, host: Host, sampler: Picker, logits_BV: torch.Tensor
+        self, run: Run, sampler: Picker, logits_BV: torch.Tensor
     ) -> Generator[NewTokens, None, list[int]]:
         # pick and note a token of every request that goes on, yield them, and return all rows' tokens
-        run = host.run
         finished_B = [state.finished for state in run.requests]
         with run.observer.span("sample"):
             token_B = sampler(logits_BV, finished_B, self.pad_id)
@@ -142,7 +145,7 @@ class Loop:
         alone = open_row(run, row, RequestState(request=request, prompt_tokens=len(prompt)))
         ids_1T, mask_1T = left_pad([prompt], self.host.ids_BT.device)
         host, sampler = self.host.alone(ids_1T, mask_1T, alone), self.sampler.alone(ids_1T, request)
-        (token,) = yield from self._give(host, sampler, host.prefill())
+        (token,) = yield from self._give(alone, sampler, host.prefill())
         run.step = alone.step
         self.host.seat(row, host)
         self.sampler.seat(row, sampler)

@@ -17,10 +17,9 @@ from sfi_core.engine.batch_pass import (
     BatchPass,
     Descriptors,
     FreshDescriptors,
-    RequestPass,
     known_requests,
 )
-from sfi_core.engine.ledger import OpenStep, Shape, enter, plan_step
+from sfi_core.engine.ledger import OpenStep, RequestPass, Shape, enter, plan_step
 from sfi_core.engine.maintenance import Maintenance
 from sfi_core.engine.meter import WHOLE_STEP, Meter
 from sfi_core.engine.prompt_queries import PromptQueries, Watcher

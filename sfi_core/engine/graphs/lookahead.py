@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from sfi_core.engine.batch_pass import RequestPass, Requests, known_requests
-from sfi_core.engine.ledger import enter, plan_step
+from sfi_core.engine.batch_pass import Requests, known_requests
+from sfi_core.engine.ledger import RequestPass, enter, plan_step
 from sfi_core.engine.run import Run
 from sfi_kernels.step_descriptor import SLOW
 

@@ -6,8 +6,7 @@ from itertools import takewhile
 
 import torch
 
-from sfi_core.engine.batch_pass import RequestPass
-from sfi_core.engine.ledger import Shape, step_fields
+from sfi_core.engine.ledger import RequestPass, Shape, step_fields
 from sfi_core.engine.logits import compare_logits
 from sfi_core.engine.lossless.rule import DraftRule
 from sfi_core.engine.run import Run

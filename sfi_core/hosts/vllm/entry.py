@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from sfi_core.engine.batch_pass import RequestPass
+from sfi_core.engine.ledger import RequestPass
 from sfi_kernels.step_descriptor import PROMPT
 
 NO_SLOT = -1

@@ -10,8 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sfi_core.engine.batch_pass import RequestPass
-from sfi_core.engine.ledger import OpenStep, enter, plan_step, step_shape
+from sfi_core.engine.ledger import OpenStep, RequestPass, enter, plan_step, step_shape
 from sfi_core.hosts.vllm.entry import NO_SLOT, Entry, Plan
 from sfi_core.hosts.vllm.request_settings import RequestSettings
 from sfi_core.hosts.vllm.tracked import LiveRequest, Tracked

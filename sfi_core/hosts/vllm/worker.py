@@ -8,8 +8,8 @@ import torch
 
 from sfi_core.engine.audit import Audit
 from sfi_core.engine.backends.registry import attend, end_prompts
-from sfi_core.engine.batch_pass import RequestPass
 from sfi_core.engine.derived_runs import forget, open_row
+from sfi_core.engine.ledger import RequestPass
 from sfi_core.engine.run import Run
 from sfi_core.hosts.vllm.borrowed import BorrowedPages
 from sfi_core.hosts.vllm.entry import NO_SLOT, Entry, Plan

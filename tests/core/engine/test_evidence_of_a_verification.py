@@ -3,7 +3,7 @@
 import torch
 
 from sfi_core import SfiConfig
-from sfi_core.engine.batch_pass import RequestPass
+from sfi_core.engine.ledger import RequestPass
 from sfi_core.hosts.transformers.decoder import Decoder
 from sfi_core.hosts.transformers.slow_fast import slow_fast
 from sfi_core.policies.base import Selection

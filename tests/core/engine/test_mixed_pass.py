@@ -5,7 +5,7 @@ import torch
 
 from sfi_core import SfiConfig
 from sfi_core.engine.backends.registry import attend
-from sfi_core.engine.batch_pass import RequestPass
+from sfi_core.engine.ledger import RequestPass
 from sfi_core.engine.run import Run
 from sfi_core.policies.built_in.sfi import SFI
 from sfi_core.state.kv_cache import KVCache

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from sfi_core.engine.batch_pass import RequestPass
+from sfi_core.engine.ledger import RequestPass
 from sfi_core.errors import ConfigError
 from sfi_core.hosts.vllm.borrowed import BorrowedPages
 from sfi_core.hosts.vllm.entry import Entry
