@@ -13,8 +13,8 @@ from sfi_core.settings.config import SfiConfig
 
 def words(*flags: str, policy: str = "sfi", **settings) -> list[str]:
     return ServeJob(
-        model=None, revision=None, policy=policy, preset=None, config=SfiConfig().replace(**settings),
-        slots=4, host="127.0.0.1", port=8000, trace=None, settings=given("serve"),
+        model=None, policy=policy, preset=None, slots=4, host="127.0.0.1", port=8000, trace=None,
+        settings=given("serve", base=SfiConfig().replace(**settings)),
         flags=("--max-model-len=2048", *flags),
     ).words()  # fmt: skip
 

@@ -73,10 +73,8 @@ def serve(
     )  # fmt: skip
     ServeJob(
         model=model,
-        revision=settings.of("model").get("revision"),
         policy=policy,
         preset=preset,
-        config=settings.config,
         slots=slots,
         host=host,
         port=port,

@@ -39,10 +39,8 @@ class ServeJob:
     """
 
     model: str | None
-    revision: str | None
     policy: str
     preset: str | None
-    config: SfiConfig
     slots: int
     host: str
     port: int
@@ -82,8 +80,9 @@ class ServeJob:
         if self.trace is not None:  # otherwise vLLM kills the process that writes it
             own["--shutdown-timeout"] = str(CLOSING)
         words += [word for name in own.keys() - self._names() for word in (name, own[name])]
-        if self.revision is not None:
-            words += ["--revision", self.revision]
+        revision = self.settings.of("model").get("revision")
+        if revision is not None:
+            words += ["--revision", revision]
         transfer = {
             "kv_connector": "SfiConnector",
             "kv_role": "kv_both",
@@ -98,7 +97,7 @@ class ServeJob:
         settings = {"policy": self.policy, "slots": self.slots} | self.settings.of("serve")
         if self.preset is not None:
             settings["preset"] = self.preset
-        settings |= changes(self.config, self.preset)
+        settings |= changes(self.settings.config, self.preset)
         if self.trace is not None:
             settings["trace"] = str(self.trace.resolve())
             settings |= {"trace_audit": self._audit} if self._audit else {}
