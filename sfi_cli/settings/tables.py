@@ -70,7 +70,6 @@ class EvalTable(Table):
 class TuneTable(Table):
     """How `sfi tune` searches."""
 
-    batch_size: int = setting(1, "Requests that share the weights in the byte model.", least=1)
     mine: bool = setting(
         True, "Search trigger sets mined from the traces too, where they beat punctuation."
     )

@@ -162,7 +162,6 @@ class TuneJob:
             mining=self.searching.settings.mine,
             objectives=objectives(words(self.searching.objectives)),
             limits=limits,
-            batch=self.searching.settings.batch_size,
         )
 
     def _confirmer(self, tuning: Any) -> Callable[[Any], Any]:
@@ -182,7 +181,6 @@ class TuneJob:
                 confirmer = Confirmer(
                     model=model,
                     tokenizer=tokenizer,
-                    batch=self.searching.settings.batch_size,
                     top=min(one.top for one in tuning.evaluate.recorded),
                     engine=own.engine,
                     on_run=lambda done, total: progress.update("confirming", done, total),
