@@ -71,7 +71,7 @@ def _shape(run: Any) -> dict[str, Any]:
     def moved(state: RequestState) -> float:
         if policy.mixes_heads:
             return float((always + other) * run.attended(state))
-        return always * state.length + other * state.read(dense=state.slow)
+        return float(always * state.length + other * state.read(dense=state.slow))
 
     slow, fast = (
         [run.requests[row] for row in rows]

@@ -165,8 +165,9 @@ class Drafts:
         attended = run.attended(state)
         tally.count_reads(attended, 0, run.policy.selection_tokens(state))
         fields = step_fields(state, run.step, attended)
-        ids = {"token_id": token, "draft_token_id": token}
-        event = StepEvent(**fields, **ids, drafted=True, **self._shape)
+        event = StepEvent(
+            **fields, token_id=token, draft_token_id=token, drafted=True, **self._shape
+        )
         kept = logits_V.clone() if self._compares else None
         self._steps.setdefault(state.request, []).append(Drafted(event, kept))
 
@@ -237,8 +238,8 @@ class Drafts:
             run.observer.on(one.event)
         other = block.drafted[kept] if kept < drafted else None
         fields = step_fields(state, run.step, state.length)
-        ids = {"token_id": state.tokens[-1], "draft_token_id": other}
-        run.observer.on(StepEvent(**fields, **ids, **self._shape))
+        last = state.tokens[-1]
+        run.observer.on(StepEvent(**fields, token_id=last, draft_token_id=other, **self._shape))
 
     def _compare(
         self, state: RequestState, tested: list[Drafted], logits_WV: torch.Tensor, first: int

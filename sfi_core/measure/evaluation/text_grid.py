@@ -144,8 +144,8 @@ class TextGrid:
             full: Reference, one: MethodVariant, units: Sequence[Placed]
         ) -> list[dict[str, Any]]:
             policy, length = one.method.policy, units[0][1].prompt_tokens
-            own = {"policy": policy, "engine": engine_for(policy, engine)}
-            found = fidelity(model, tokenizer, full, one.config(length), **own)
+            own, config = engine_for(policy, engine), one.config(length)
+            found = fidelity(model, tokenizer, full, config, policy=policy, engine=own)
             pairs = zip(units, found, strict=True)
             return [self._row(one, unit) | to_row(part) for unit, part in pairs]
 
