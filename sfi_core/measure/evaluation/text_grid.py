@@ -138,7 +138,7 @@ class TextGrid:
 
     def _together(self, model: Any, tokenizer: Any, engine: EngineOptions) -> Together[Placed]:
         def read(units: Sequence[Placed], _: Any) -> Reference:
-            return reference(model, tokenizer, [window for _, window in units], engine)
+            return reference(model, tokenizer, [window for _, window in units], engine=engine)
 
         def decode(
             full: Reference, one: MethodVariant, units: Sequence[Placed]
