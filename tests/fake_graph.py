@@ -21,6 +21,8 @@ from sfi_core.errors import BackendError
 from sfi_kernels.append import append
 from sfi_kernels.decode_attention import DecodeAttention, decode_attention
 from sfi_kernels.dense_attention import dense_attention, window_logits
+from sfi_kernels.pack import pack
+from sfi_kernels.pack.reference import packed_positions
 from sfi_kernels.selector import numerics, selector
 from sfi_kernels.split_plan import split_plan
 from sfi_kernels.step_descriptor import IDLE, LENGTH, MODE, PACKED, START
@@ -150,6 +152,7 @@ def use_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let plain tensor functions that never look at the host stand in for the slow ones of the kernels."""
     monkeypatch.setitem(decode_attention.__dict__, "triton", whole_attention)
     monkeypatch.setitem(append.__dict__, "triton", append_one)
+    monkeypatch.setitem(pack.__dict__, "triton", pack_by_masks)
     monkeypatch.setitem(
         split_plan.__dict__, "triton", lambda *_: None
     )  # nobody reads the work then
@@ -179,6 +182,25 @@ def append_one(
     for pages, new in zip((key_PHND, value_PHNE, norm_PHN), news, strict=True):
         has = (count_B > 0).view(-1, *[1] * (new.dim() - 1))
         pages[page, :, place] = torch.where(has, new, pages[page, :, place])
+
+
+def pack_by_masks(
+    key_PHND, value_PHNE, block_table_BP, request_R, index_RHK, sink_R, key_BHSD, value_BHSE, position_BHS,
+    length_BH, *, heads_RH=None,
+) -> None:  # fmt: skip
+    """Pack the requests that `request_R` names; a row of padding names none."""
+    assert heads_RH is None
+    B, H, S, _ = key_BHSD.shape
+    match_BR = request_R == torch.arange(B)[:, None]
+    has, source_B = match_BR.any(1)[:, None], match_BR.int().argmax(1)
+    chosen_BHS = packed_positions(index_RHK, sink_R, S)[source_B]
+    token, N = chosen_BHS.clamp_min(0).long(), key_PHND.shape[2]
+    page = block_table_BP[:, None].expand(B, H, -1).gather(2, token // N).long()
+    for pages, packed in ((key_PHND, key_BHSD), (value_PHNE, value_BHSE)):
+        rows = pages[page, torch.arange(H)[:, None], token % N]
+        packed.copy_(torch.where(has[:, :, None, None], rows, packed))
+    position_BHS.copy_(torch.where(has[:, :, None], chosen_BHS, position_BHS))
+    length_BH.copy_(torch.where(has, (chosen_BHS >= 0).sum(2, dtype=torch.int32), length_BH))
 
 
 def whole_attention(

@@ -58,7 +58,7 @@ def pack(
         refreshed_RH = refreshed_RH[real_R]
     (_, H, _), S = index_RHK.shape, key_BHSD.shape[2]
     request = request_R.long()
-    position_RHS = _positions(index_RHK, sink_R, S)
+    position_RHS = packed_positions(index_RHK, sink_R, S)
     length_RH = (position_RHS >= 0).sum(2, dtype=torch.int32)
     is_own_RH = refreshed_RH != 0
     position_BHS[request] = torch.where(is_own_RH[..., None], position_RHS, position_BHS[request])
@@ -93,7 +93,7 @@ def pack_layers(
     check_int32(key_PHND.device, index=index_LHK, sink=sink_1)
     if index_LHK.shape[2] > S:
         raise ValueError(f"index must have at most S={S} positions, got {index_LHK.shape[2]}")
-    position_LHS = _positions(index_LHK, sink_1, S)
+    position_LHS = packed_positions(index_LHK, sink_1, S)
     length_LH = (position_LHS >= 0).sum(2, dtype=torch.int32)
     numbers = _Numbers(position_LHS, block_table_BP[request].expand(len(layers), -1), N)
     for place, (key, value, packed_key, packed_value, position_BHS, length_BH) in enumerate(layers):
@@ -103,8 +103,8 @@ def pack_layers(
             _copy(rows, numbers.by(steps)[place], packed[request])
 
 
-def _positions(index_RHK: torch.Tensor, sink_R: torch.Tensor, S: int) -> torch.Tensor:
-    # [R, H, S] int32: the sinks, then the selected, then -1
+def packed_positions(index_RHK: torch.Tensor, sink_R: torch.Tensor, S: int) -> torch.Tensor:
+    """Return the positions of the packed rows, [R, H, S] int32: sinks, then selected, then -1."""
     R, H, K = index_RHK.shape
     slot_S = torch.arange(S, device=index_RHK.device)
     rank_RS = slot_S - sink_R[:, None]

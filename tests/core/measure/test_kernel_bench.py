@@ -315,9 +315,8 @@ INTERPRETER_WARNING = "ignore:Conversion of an array with ndim > 0"  # triton 3.
 
 
 @pytest.mark.filterwarnings(INTERPRETER_WARNING)
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_every_kernel_variant_runs_and_equals_its_formula(dtype, kernel_device):
-    made = KernelVariants(tiny(dtype=dtype), "triton", torch.device(kernel_device))
+def test_every_kernel_variant_runs_and_equals_its_formula(kernel_device):
+    made = KernelVariants(tiny(), "triton", torch.device(kernel_device))
     errors = {(one.name, one.form): one.error() for one in made.build()}
     assert {name for name, _ in errors} == {
         "dense", "dense.evidence", "dense.paper_like", "dense.sdpa", "fast", "fast.gather",
@@ -334,8 +333,9 @@ def test_gathering_in_place_does_not_read_the_packed_rows(kernel_device):
     made = KernelVariants(tiny(), "triton", torch.device(kernel_device))
     built = {}
     for one in made.build():
-        one.call()  # `pack` fills what the others read
-        built[one.name] = one
+        if one.name in ("pack", "fast", "fast.gather"):
+            one.call()  # `pack` fills what the others read
+            built[one.name] = one
     for tensor in made.selected[0.5].segment[:2]:
         tensor.fill_(torch.nan)
     assert built["fast.gather"].error() <= 1 < built["fast"].error()
