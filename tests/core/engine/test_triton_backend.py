@@ -22,7 +22,7 @@ from sfi_core.settings.engine import EngineOptions
 from sfi_core.settings.parts import FreeKVConfig, SyncKVConfig
 from tests.core.conftest import TINY, tiny_qwen3
 from tests.covering import case
-from tests.fakes import RecordingObserver
+from tests.fakes import RecordingObserver, use_references
 
 VOCAB, NEW = 96, 4
 PROMPTS = [
@@ -34,8 +34,8 @@ CONFIG = SfiConfig(
     trigger_token_ids=tuple(range(2, 96, 5)), window_prefill=4, freekv=FreeKVConfig(page=8),
     synckv=SyncKVConfig(heads="even", stride=3),
 )  # fmt: skip
-# one selects at slow steps, two before every step, by bounds and by codes; test_triton_heads.py has others
-KINDS_OF_POLICY = ("sfi", "quest", "codescan")
+# They select before every step, by bounds and by codes. `recorded` has `sfi`, test_triton_heads.py others.
+KINDS_OF_POLICY = ("quest", "codescan")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -85,7 +85,11 @@ def test_every_policy_gives_the_tokens_of_the_references(policy: str):
     ],
     ids=str,
 )
-def test_every_setting_gives_the_tokens_of_the_references(change: dict[str, Any]):
+def test_every_setting_gives_the_tokens_of_the_references(
+    change: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+):
+    """Each kernel has tests of its own with all settings; here the references stand in for them."""
+    use_references(monkeypatch)
     config = CONFIG.replace(**change)
     prompts = PROMPTS[1:]
     assert tokens(complete("triton", prompts, config=config)) == tokens(
@@ -93,8 +97,9 @@ def test_every_setting_gives_the_tokens_of_the_references(change: dict[str, Any]
     )
 
 
-def test_with_room_for_everything_it_is_full_attention():
+def test_with_room_for_everything_it_is_full_attention(monkeypatch: pytest.MonkeyPatch):
     """A budget of all positions selects every one of them."""
+    use_references(monkeypatch)
     config, prompts = CONFIG.replace(budget=200), PROMPTS[1:2]
     full = complete("torch", prompts, policy="full-kv")
     assert tokens(complete("triton", prompts, config=config)) == tokens(full)
@@ -105,8 +110,9 @@ def test_a_request_in_a_batch_gets_the_tokens_it_gets_alone():
     assert tokens(complete("triton", PROMPTS[1:2])) == together[1:2]
 
 
-def test_a_request_that_ended_leaves_the_others_as_they_are():
+def test_a_request_that_ended_leaves_the_others_as_they_are(monkeypatch: pytest.MonkeyPatch):
     free = tokens(recorded("triton")[0])
+    use_references(monkeypatch)
     stop = free[2][1]
     ended = tokens(complete("triton", PROMPTS[1:], stop_token_ids=(stop,)))
     for before, after in zip(free[1:], ended, strict=True):
@@ -193,7 +199,8 @@ def positions(index_HK: torch.Tensor) -> list[list[int]]:
     return [[position for position in head if position >= 0] for head in index_HK.tolist()]
 
 
-def test_selections_are_those_of_the_references_with_their_diagnostics():
+def test_tokens_and_selections_are_those_of_the_references_with_their_diagnostics():
+    assert tokens(recorded("triton")[0]) == tokens(recorded("torch")[0])
     ours, theirs = (
         {(e.step, e.layer, e.request): e for e in recorded(backend)[1].selections}
         for backend in ("triton", "torch")

@@ -81,8 +81,8 @@ def by_key(grid, rows):
 @pytest.mark.parametrize(
     ("sizes", "task", "length", "seeds"),
     [
-        ((Size(budget=24, recent=16),), TASK, LENGTH, range(5)),
-        ((Size(share=0.1), Size(share=0.2)), "niah-single", 300, range(6)),
+        ((Size(budget=24, recent=16),), TASK, LENGTH, range(4)),
+        ((Size(share=0.1), Size(share=0.2)), "niah-single", 300, range(4)),
     ],
 )
 def test_rows_of_a_batch_are_those_of_one_by_one(loaded, sizes, task, length, seeds, monkeypatch):
