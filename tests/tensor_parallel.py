@@ -1,7 +1,7 @@
 """Runs that `tests/core/distributed/test_tensor_parallel.py` makes in one process and on two ranks.
 
-As a script, it is one of the ranks: `python tests/tensor_parallel.py works|hangs FOLDER`. Ranks that work lose
-their first one at the end.
+As a script, it is one of the ranks: `python tests/tensor_parallel.py works|hangs FOLDER`. Where ranks work,
+the first one dies at the end.
 """
 
 import json

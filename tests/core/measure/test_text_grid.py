@@ -74,10 +74,10 @@ def test_windows_that_fail_together_are_done_one_by_one(loaded, monkeypatch):
             raise torch.OutOfMemoryError("no memory")
         return compare(model, tokenizer, full, config, policy=policy, **options)
 
-    def small(model, tokenizer, windows, **options):
+    def small(model, tokenizer, windows, *given, **options):
         if windows[0].prompt_tokens == 60 and len(windows) > 1:
             raise torch.OutOfMemoryError("no memory")
-        return read(model, tokenizer, windows, **options)
+        return read(model, tokenizer, windows, *given, **options)
 
     monkeypatch.setattr(text_grid, "fidelity", scarce)
     monkeypatch.setattr(text_grid, "reference", small)
