@@ -9,6 +9,8 @@ from pyarrow import parquet
 
 from sfi_traces.read.reader import Trace
 from sfi_traces.schema import TABLES
+from sfi_traces.summary import Scope
+from sfi_traces.summary.supports import selection_facts
 from sfi_traces.views import stability
 from sfi_traces.views.figure_data import REST, lambda_over_time, retained_mass, step_phases
 from sfi_traces.views.raster import MISSED, NOTHING, READ, SELECTED, choose_place, rasters
@@ -150,6 +152,18 @@ def test_lambda_is_the_distribution_over_layers_and_heads_at_each_refresh(sfi):
     clipped = [value for value in values if abs(value - 0.02) < 1e-6]
     assert 0 < len(clipped) < len(values)
     assert (data.clip, data.clipped) == (0.02, len(clipped) / len(values))
+
+
+def test_the_figure_and_the_summary_count_the_same_values_at_the_clip(sfi):
+    """A value 5e-5 below the clip does not stand there; both are on one report."""
+    near = [0.02, 0.02 * (1 - 5e-5), 0.01]
+    rewrite(
+        sfi.trace.path,
+        "selections",
+        lambda every: [row | {"lambda_star": near[at % 3]} for at, row in enumerate(every)],
+    )
+    counted = selection_facts(Scope.of(sfi.trace))["clipped_share"]
+    assert lambda_over_time(sfi).clipped == counted == pytest.approx(7 / 20)
 
 
 def test_phases_of_a_step_add_up_to_its_wall_time(sfi):

@@ -7,6 +7,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from sfi_core.errors import TraceError
+from sfi_traces.summary.supports import AT_CLIP
 from sfi_traces.views.stability import SPREAD, Place, thinning
 from sfi_traces.views.view import View
 
@@ -62,7 +63,7 @@ def lambda_over_time(view: View) -> Lambda:
         for share in (SPREAD[0], 0.5, SPREAD[1])
     )
     clip = view.trace.manifest["config"]["selector"]["lambda_clip"]
-    clipped = np.isclose(value, clip, rtol=1e-4).mean()
+    clipped = (np.abs(value - clip) <= AT_CLIP * clip).mean()
     pairs = zip(rows["layer"].to_pylist(), rows["head"].to_pylist(), strict=True)
     return Lambda(step, median, low, high, clip, float(clipped), sorted(set(pairs)))
 
