@@ -8,9 +8,8 @@ import pytest
 from pyarrow import parquet
 
 from sfi_core.errors import TraceError
-from sfi_traces.read import step_rows
+from sfi_traces.model import rows as row_groups
 from sfi_traces.read.reader import Trace
-from sfi_traces.read.step_rows import StepRows
 from sfi_traces.replay.passages import passages
 from sfi_traces.replay.playback import PROMPT_TAIL, Playback
 from sfi_traces.views.view import View
@@ -191,7 +190,7 @@ def test_only_the_parts_that_may_hold_a_step_are_read(tmp_path):
     for number in range(3):
         part = [row for row in table if row["step"] // 10 == number]
         path = write_part(folder, "supports", part, number)
-    found = StepRows(Trace.open(folder), "supports", 0, ["positions"])
+    found = row_groups.Rows(Trace.open(folder), "supports", 0, ["positions"])
     path.write_bytes(b"")
     assert found.last(14) == 14
     assert found.at(14)["positions"].to_pylist() == [
@@ -234,9 +233,9 @@ def test_the_row_groups_of_neighbouring_steps_stay_in_memory_on_every_rank(
         table = parquet.read_table(path / "supports").to_pylist()
         for number in range(2):
             write_part(path, "supports", [r for r in table if r["step"] // 10 == number], number)
-    found = StepRows(Trace.open(folder), "supports", 0, ["positions"])
-    read, true = [], step_rows._read  # noqa: SLF001 - what it counts
-    monkeypatch.setattr(step_rows, "_read", lambda *given: read.append(given) or true(*given))
+    found = row_groups.Rows(Trace.open(folder), "supports", 0, ["positions"])
+    read, true = [], row_groups._read  # noqa: SLF001 - what it counts
+    monkeypatch.setattr(row_groups, "_read", lambda *given: read.append(given) or true(*given))
     assert [len(found.at(step)) for step in (9, 10)] == [8, 8]
     assert len(read) == 8  # keys and values
     assert [len(found.at(step)) for step in (9, 10, 9)] == [8, 8, 8]

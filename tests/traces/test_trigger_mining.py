@@ -42,7 +42,8 @@ def made(seed: int, *, steps: int = 400, movers=(MOVER,), request: int = 0) -> S
             position[t, unit] = tops[unit]
             mass[t, unit] = np.array(raw) / sum(raw) * 0.9
     return Supports(
-        request=request, model=MODEL, top=TOP, tokens=tokens, length_N=np.arange(CONTEXT, CONTEXT + steps),
+        request=request, model=MODEL, top=TOP, tokens=tokens, step_N=np.arange(steps),
+        length_N=np.arange(CONTEXT, CONTEXT + steps),
         layer_U=np.array([0, 0, 1, 1]), head_U=np.array([0, 1, 0, 1]), position_NUK=position, mass_NUK=mass,
     )  # fmt: skip
 

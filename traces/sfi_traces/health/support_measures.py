@@ -6,10 +6,10 @@ import pyarrow as pa
 from sfi_traces.health.measured import Measured, Unjudged, measured, worse_of_beginning
 from sfi_traces.health.rules import RECORD_POSITIONS
 from sfi_traces.health.selection_measures import SINKS
+from sfi_traces.read.reader import of_steps
 from sfi_traces.schema import TABLES
 from sfi_traces.summary.sampled import sample_selections, sample_supports
 from sfi_traces.summary.scope import Scope
-from sfi_traces.views.stability import of_steps
 
 RAISE_TOP = "raise audit.top: too few recorded supports reach below a uniform share (1 / context)"
 PEAK = 0.05  # the largest probability of a support that stands out

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from sfi_traces.replay.playback import Playback
-from sfi_traces.views.passage_edges import passage_edges
+from sfi_traces.views.words import passage_edges
 
 SINK, SELECTED, RECENT = "sink", "selected", "recent"
 

@@ -11,13 +11,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from sfi_core.errors import TraceError
-from sfi_traces.read.reader import Trace
+from sfi_traces.model.memory import Memory
+from sfi_traces.model.rows import Rows
+from sfi_traces.model.supports import check_known
+from sfi_traces.read.reader import Place, Trace, of_request
 from sfi_traces.read.shares import even_shares
-from sfi_traces.read.step_rows import StepRows
 from sfi_traces.replay.frames import Frame, Marks, Numbers, Strip
-from sfi_traces.replay.memory import Memory
 from sfi_traces.replay.setting import Setting
-from sfi_traces.replay.support import check_known, of_request
 from sfi_traces.schema import AHEAD
 
 PROMPT_TAIL = 400  # tokens of the prompt before the generated text
@@ -29,7 +29,6 @@ STEPS = (
 )  # fmt: skip
 
 Ints = npt.NDArray[np.integer[Any]]
-Place = tuple[int, int]  # layer, KV head
 
 
 class Playback:
@@ -56,10 +55,12 @@ class Playback:
         slow = rows["slow"].to_numpy()
         self.slow_at: list[int] = np.flatnonzero(slow).tolist()
         config = Setting.recorded(trace).config
-        self.memory = Memory.of(config, slow, rows["context_tokens"].to_numpy().astype(np.int64))
+        self.memory = Memory.of(
+            config.to_dict(), slow, rows["context_tokens"].to_numpy().astype(np.int64)
+        )
         measured = ("layer", "head", "positions", "mass", "read", *MEASURES)
-        self._supports = StepRows(trace, "supports", request, measured)
-        self._selections = StepRows(
+        self._supports = Rows(trace, "supports", request, measured)
+        self._selections = Rows(
             trace, "selections", request, ("layer", "head", "lambda_star", "positions", "reason")
         )
         self.places = self._places(audited=audited)

@@ -5,8 +5,8 @@ from typing import Any
 
 from sfi_core.errors import BackendError, TraceError
 from sfi_traces.report.facts import cards, summed, tables
+from sfi_traces.report.packed_reads import what_steps_read
 from sfi_traces.report.page import page
-from sfi_traces.report.reading import what_steps_read
 from sfi_traces.report.text import generated, prompt
 from sfi_traces.views.captions import subject
 from sfi_traces.views.view import View

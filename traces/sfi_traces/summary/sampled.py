@@ -3,9 +3,9 @@
 import numpy as np
 import pyarrow as pa
 
+from sfi_traces.read.reader import of_steps
 from sfi_traces.schema import KEY, TABLES
 from sfi_traces.summary.scope import Scope
-from sfi_traces.views.stability import of_steps
 
 SAMPLED = "sampled_selections"
 MOST_POSITIONS = 1 << 22  # read at once

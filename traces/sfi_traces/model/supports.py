@@ -1,0 +1,246 @@
+"""The supports of a recorded request as arrays.
+
+Dimensions: N steps, U pairs of a layer and a KV head, K positions of the largest support.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from sfi_core.errors import ConfigError, TraceError
+from sfi_traces.overlap import intersections, padded, size
+from sfi_traces.read.reader import Place, Trace, of_request
+from sfi_traces.read.shares import even_shares
+
+if TYPE_CHECKING:
+    from sfi_traces.model.request import Request
+
+MOST_STEPS = 1024  # steps whose pairs are counted at once
+COLUMNS = ["step", "layer", "head", "positions", "mass"]
+
+Ints = npt.NDArray[np.int64]
+Positions = npt.NDArray[np.int32]
+Floats = npt.NDArray[np.float32]
+Bools = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Supports:
+    """Supports of one request, of steps that have one in every layer and KV head.
+
+    Attributes:
+        model: The manifest's `model`.
+        top: Most positions of a support.
+        step_N: The steps, ascending.
+        tokens: Their generated ids; in a redacted trace the first trigger's id for any trigger.
+        length_N: Cached tokens at each step, the query's own included.
+        position_NUK: Positions, ascending, padded with -1; int32.
+        mass_NUK: Their probabilities under dense attention, 0 where padded; even ones without `masses`.
+        masses: Whether the probabilities are known; an import may lack them.
+    """
+
+    request: int
+    model: dict[str, Any]
+    top: int
+    step_N: Ints
+    tokens: list[int]
+    length_N: Ints
+    layer_U: Ints
+    head_U: Ints
+    position_NUK: Positions
+    mass_NUK: Floats
+    masses: bool = True
+
+    @classmethod
+    def load(
+        cls,
+        trace: Trace,
+        request: int | None = None,
+        layers: Collection[int] | None = None,
+        heads: Collection[int] | None = None,
+    ) -> list[Self]:
+        """Read the supports of one request, or of all, for a replay; optionally of some layers and KV heads.
+
+        Layers that the run left dense are left out. A request ends with its last wholly recorded step.
+
+        Raises:
+            TraceError: No audit, or one that skips steps.
+            ConfigError: No such request, layer or head.
+        """
+        from sfi_traces.model.request import Request  # noqa: PLC0415 - it reads supports
+
+        trace.require_audit(every_step=True)
+        steps = _chosen(trace.table("steps"), request=request)
+        table = trace.table("supports", ["request", *COLUMNS])
+        table = _chosen(table, request=request, layer=layers, head=heads)
+        dense = trace.manifest["config"]["dense_layers"]
+        table = table.filter(~pc.field("layer").isin(pa.array(dense, pa.int16())))
+        place_U = np.unique(_places(table))
+        found = []
+        for index in pc.unique(steps["request"]).sort().to_pylist():
+            own = Request(trace, index, of_request(steps, index))
+            one = cls.of(own, of_request(table, index), place_U)
+            gap = one.step_N != np.arange(one.steps)  # a step whose part was never written
+            found.append(one.at(slice(int(np.argmax(gap)))) if gap.any() else one)
+        found = [one for one in found if one.steps and len(one.layer_U)]
+        if not found:
+            raise TraceError(
+                f"trace {trace.path} has no audited step of a layer that fast steps change"
+            )
+        return found
+
+    @classmethod
+    def of(cls, request: "Request", rows: pa.Table, place_U: Ints | None = None) -> Self:
+        """Take rows of the table `supports`; `place_U` are the layers and KV heads that a step must have."""
+        place, steps = _places(rows), request.steps
+        place_U = np.unique(place) if place_U is None else place_U
+        step, at = np.unique(rows["step"].to_numpy(), return_inverse=True)
+        # a killed run may have written the supports of a step before the step
+        whole = (np.bincount(at, minlength=len(step)) == len(place_U)) & (step <= steps.step[-1])
+        kept = whole[at]
+        rows = rows.filter(pa.array(kept))
+        row = steps.rows(step[whole])
+        index = (np.cumsum(whole) - 1)[at[kept]], np.searchsorted(place_U, place[kept])
+        K = pc.max(pc.list_value_length(rows["positions"])).as_py() or 0
+        shape = (len(row), len(place_U), K)
+        return cls(
+            request=request.index,
+            model=request.trace.manifest["model"],
+            top=request.trace.manifest["audit"]["top"],
+            step_N=step[whole].astype(np.int64),
+            tokens=[request.tokens[at] for at in row.tolist()],
+            length_N=steps.context[row].astype(np.int64),
+            layer_U=place_U >> 16,
+            head_U=place_U & 0xFFFF,
+            position_NUK=_placed(rows["positions"], index, shape, -1),
+            mass_NUK=_placed(even_shares(rows)["mass"], index, shape, 0.0),
+            masses=not rows["mass"].null_count,
+        )
+
+    @property
+    def steps(self) -> int:
+        """Number of steps."""
+        return len(self.step_N)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompt; the first step must be step 0."""
+        return int(self.length_N[0])
+
+    @property
+    def places(self) -> list[Place]:
+        """The layers and KV heads."""
+        return list(zip(self.layer_U.tolist(), self.head_U.tolist(), strict=True))
+
+    @property
+    def layers(self) -> list[int]:
+        """The layers, ascending."""
+        return sorted(set(self.layer_U.tolist()))
+
+    def at(self, chosen: slice) -> Self:
+        """Keep some of the steps."""
+        rows = np.arange(self.steps)[chosen]
+        if len(rows) == self.steps:
+            return self  # keeps the cached overlap
+        return replace(
+            self,
+            step_N=self.step_N[chosen],
+            tokens=self.tokens[chosen],
+            length_N=self.length_N[chosen],
+            position_NUK=self.position_NUK[chosen],
+            mass_NUK=self.mass_NUK[chosen],
+        )
+
+    def of_places(self, places: Collection[Place]) -> Self:
+        """Keep some of the layers and KV heads."""
+        kept_U = [place in places for place in self.places]
+        return replace(
+            self,
+            layer_U=self.layer_U[kept_U],
+            head_U=self.head_U[kept_U],
+            position_NUK=self.position_NUK[:, kept_U],
+            mass_NUK=self.mass_NUK[:, kept_U],
+        )
+
+    def strongest(self, top: int) -> Self:
+        """Keep the `top` most probable positions of each support; the first of equal ones."""
+        N, U, K = self.position_NUK.shape
+        if top >= K:
+            return self
+        position_NUK, mass_NUK = (
+            np.empty((N, U, top), each.dtype) for each in (self.position_NUK, self.mass_NUK)
+        )
+        for unit in range(U):  # one by one, for the memory's sake
+            position_NK, mass_NK = self.position_NUK[:, unit], self.mass_NUK[:, unit]
+            order_NK = np.argsort(np.where(position_NK < 0, np.inf, -mass_NK), kind="stable")
+            kept_NK = np.sort(order_NK[:, :top])
+            position_NUK[:, unit] = np.take_along_axis(position_NK, kept_NK, -1)
+            mass_NUK[:, unit] = np.take_along_axis(mass_NK, kept_NK, -1)
+        return replace(self, position_NUK=position_NUK, mass_NUK=mass_NUK)
+
+    def thinned(self, most: int = MOST_STEPS) -> Self:
+        """Keep every n-th step, so that at most `most` are left."""
+        return self.at(slice(None, None, thinning(self.steps, most)))
+
+    @cached_property
+    def overlap(self) -> Floats:
+        """Overlap coefficient of every two steps, the mean over layers and KV heads (SyncKV, Eq. 1).
+
+        `[N, N]` float32, in the order of `step_N`.
+        """
+        total = np.zeros((self.steps, self.steps), np.float32)
+        for unit in range(len(self.layer_U)):
+            index_NK = self.position_NUK[:, unit]
+            size_N = np.maximum(1, size(index_NK)).astype(np.float32)
+            total += intersections(index_NK) / np.minimum(size_N[:, None], size_N)
+        return total / len(self.layer_U)
+
+
+def thinning(count: int, most: int) -> int:
+    """Return n such that every n-th of `count` things makes at most `most`."""
+    return max(1, -(-count // most))
+
+
+def check_known(name: str, values: Collection[int], known: Collection[int]) -> None:
+    """Raise `ConfigError` for a value that a trace does not have."""
+    for value in values:
+        if value not in known:
+            raise ConfigError(f"{name} must be one of {_ranges(known)}, got {value}")
+
+
+def _ranges(values: Collection[int]) -> Sequence[int] | str:
+    ordered = sorted(values)
+    whole = bool(ordered) and ordered == list(range(ordered[0], ordered[-1] + 1))
+    return f"{ordered[0]} to {ordered[-1]}" if whole else ordered
+
+
+def _chosen(table: pa.Table, **wanted: int | Collection[int] | None) -> pa.Table:
+    # rows whose columns have one of the wanted values; None for all
+    for column, one_or_more in wanted.items():
+        if one_or_more is None:
+            continue
+        values = [one_or_more] if isinstance(one_or_more, int) else sorted(one_or_more)
+        check_known(column, values, set(pc.unique(table[column]).to_pylist()))
+        kind = table.schema.field(column).type
+        table = table.filter(pc.field(column).isin(pa.array(values, kind)))
+    return table
+
+
+def _places(rows: pa.Table) -> Ints:
+    layer, head = (rows[name].to_numpy().astype(np.int64) for name in ("layer", "head"))
+    return layer << 16 | head
+
+
+def _placed(
+    lists: pa.ChunkedArray, index: tuple[Any, Any], shape: tuple[int, int, int], empty: float
+) -> npt.NDArray[Any]:
+    rows = padded(lists, empty, shape[2])
+    out = np.full(shape, empty, rows.dtype)
+    out[index] = rows
+    return out
