@@ -30,7 +30,6 @@ from sfi_core import AuditConfig, SfiConfig, generate, load  # noqa: E402
 from sfi_core.bundled.example import load_example  # noqa: E402
 from sfi_traces.read.reader import Trace  # noqa: E402
 from sfi_traces.record.parquet import ParquetObserver  # noqa: E402
-from sfi_traces.replay.passages import passages  # noqa: E402
 from sfi_traces.replay.playback import Playback  # noqa: E402
 from tests.traces.imports import write_npz  # noqa: E402
 from tests.traces.made import make_trace  # noqa: E402
@@ -133,9 +132,9 @@ def _played(trace: Trace, request: int) -> Any:
     # what the player shows beside the frame: passages, and marks on the text
     try:
         playback = Playback.load(trace, request, audited=False)
-        names = ("kind", "first", "end", "share", "mass", "text")
+        names = ("part", "first", "last", "share", "mass", "text")
         return [
-            [_plain([[getattr(one, name) for name in names] for one in passages(playback, step)]),
+            [_plain([[getattr(one, name) for name in names] for one in playback.passages(step)]),
              marks_at(playback, step).read_T.tolist()]
             for step in range(playback.steps)
         ]  # fmt: skip
