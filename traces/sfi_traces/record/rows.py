@@ -2,7 +2,7 @@
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,8 @@ Place = tuple[int, int]  # request, layer
 DIAGNOSTICS = (
     "lambda_star", "evidence_norm2", "evidence_dot_prior", "prior_norm2", "evidence_entropy", "query_cosine",
 )  # fmt: skip
+# columns of supports whose tensors have other names
+OTHER_NAMES = {"retained_mass": "retained_H", "retained_mass_min": "retained_min_H"}
 
 
 class TraceRows:
@@ -81,9 +83,9 @@ class TraceRows:
         """Estimated bytes of the waiting rows."""
         return sum(table.nbytes for table in self.tables.values())
 
-    def take(self, event: Any, *arrays: Array) -> None:
-        """Dispatch an event and its tensors' values, or a list of spans."""
-        self._takers[type(event)](event, *arrays)
+    def take(self, event: Any, arrays: Mapping[str, Array]) -> None:
+        """Dispatch an event and its tensors' values by name, or a list of spans."""
+        self._takers[type(event)](event, **arrays)
 
     def _run_state(self) -> None:
         # by the run's own request numbers, which the next run uses anew
@@ -181,14 +183,16 @@ class TraceRows:
         )
         self.tables["verifications"].add_rows([row])
 
-    def on_selection(self, event: SelectionEvent, index_HK: Array, *others: Array) -> None:
-        """Add a selection; an empty one without diagnostics (a policy that never selects) adds no rows.
-
-        `others` are the event's diagnostics, then `heads_H` if it has that.
-        """
-        diagnostics = dict(zip(event.diagnostics, others, strict=False))
+    def on_selection(
+        self,
+        event: SelectionEvent,
+        index_HK: Array,
+        heads_H: Array | None = None,
+        **diagnostics: Array,
+    ) -> None:
+        """Add a selection; an empty one without diagnostics (a policy that never selects) adds no rows."""
         H = len(index_HK)
-        heads = np.arange(H) if event.heads_H is None else np.flatnonzero(others[-1])
+        heads = np.arange(H) if heads_H is None else np.flatnonzero(heads_H)
         kept_HK = index_HK[heads] >= 0
         if not diagnostics and not kept_HK.any():
             return
@@ -215,12 +219,10 @@ class TraceRows:
         event: AuditEvent,
         index_HK: Array,
         mass_HK: Array,
-        retained_H: Array,
-        query_cosine_H: Array,
-        output_error_H: Array,
-        *reads: Array,
+        read_HK: Array | None = None,
+        **of_heads: Array,
     ) -> None:
-        """Add one layer of an audited step; `reads` are the event's optional tensors that are not None."""
+        """Add one layer of an audited step; a column `name` is null without a tensor `name_H`."""
         place = (event.request, event.layer)
         step, last = self._last.get(place, (-1, None))
         refreshed = self._refreshed.get(place)
@@ -228,23 +230,18 @@ class TraceRows:
         if event.slow:
             self._refreshed[place] = index_HK
         kept_HK = index_HK >= 0
-        names = ("read_HK", "top_1_read_H", "retained_min_H")
-        given = iter(reads)
-        told = {name: next(given) for name in names if getattr(event, name) is not None}
-        read_HK = told.get("read_HK")
         columns = {
+            **{
+                name: of_heads.get(OTHER_NAMES.get(name, f"{name}_H"), np.nan)
+                for name in TABLES["supports"].names
+            },
             **self._key(event),
             "head": np.array(event.heads) + self._first_head[event.layer],
             "positions": Lists.of(index_HK, kept_HK),
             "mass": Lists.of(mass_HK, kept_HK),
-            "retained_mass": retained_H,
             "overlap_previous_step": _overlap(last if step == event.step - 1 else None, index_HK),
             "overlap_last_refresh": _overlap(refreshed, index_HK),
-            "query_cosine": query_cosine_H,
-            "output_error": output_error_H,
             "read": None if read_HK is None else Lists.of(read_HK, kept_HK),
-            "top_1_read": told.get("top_1_read_H", np.nan),
-            "retained_mass_min": told.get("retained_min_H", np.nan),
         }
         self.tables["supports"].add_columns(len(index_HK), columns)
 
