@@ -136,52 +136,24 @@ class TraceRows:
     def on_step(self, event: StepEvent) -> None:
         """Add a step."""
         trigger = event.token_id in self._triggers
-        row = (
-            self._first + event.request,
-            event.step,
-            event.position,
-            None if self._redacted else event.token_id,
-            None if self._text is None else self._text(event.token_id),
-            event.slow,
-            event.reason,
-            event.steps_since_slow,
-            self._sentence[event.request],
-            trigger,
-            event.attended_tokens,
-            event.context_tokens,
-            event.attended_tokens / event.context_tokens,
-            event.elapsed_us,
-            event.audited,
-            event.batch_step,
-            event.drafted,
-            None if self._redacted else event.draft_token_id,
-            event.graphs,
-            event.slow_requests,
-            event.fast_requests,
-            event.cached_tokens,
-            event.moved_bytes,
-            None,  # bandwidth_share
+        self._add(
+            "steps",
+            event,
+            token_id=None if self._redacted else event.token_id,
+            token_text=None if self._text is None else self._text(event.token_id),
+            sentence=self._sentence[event.request],
+            trigger=trigger,
+            read_ratio=event.attended_tokens / event.context_tokens,
+            draft_token_id=None if self._redacted else event.draft_token_id,
+            bandwidth_share=None,
         )
-        self.tables["steps"].add_rows([row])
         self._sentence[event.request] += trigger
         if event.step > 0 and event.graphs is not None:
             self.graphs = event.graphs or bool(self.graphs)
 
     def on_verification(self, event: VerificationEvent) -> None:
         """Add a verification of a lossless run."""
-        row = (
-            self._first + event.request,
-            event.step,
-            event.batch_step,
-            event.base,
-            event.drafted,
-            event.accepted,
-            event.reason,
-            event.evidence_position,
-            event.attended_tokens,
-            event.elapsed_us,
-        )
-        self.tables["verifications"].add_rows([row])
+        self._add("verifications", event)
 
     def on_selection(
         self,
@@ -211,8 +183,7 @@ class TraceRows:
     def on_recall(self, event: RecallEvent, rows_H: Array) -> None:
         """Add the rows that one layer fetched from the host."""
         rows = int(rows_H.sum())
-        row = (*self._key(event).values(), rows, rows * event.row_bytes, event.waited_us)
-        self.tables["recalls"].add_rows([row])
+        self._add("recalls", event, rows=rows, bytes=rows * event.row_bytes)
 
     def on_audit(
         self,
@@ -263,6 +234,13 @@ class TraceRows:
             *key, begin_us, elapsed_us, moved = span.row()
             rows.append((*key, begin_us + self._offset_us, elapsed_us, moved, self._rank))
         self.tables["timings"].add_rows(rows)
+
+    def _add(self, table: str, event: Any, **known: Any) -> None:
+        # a row whose other columns are the event's fields of that name
+        known["request"] = self._first + event.request
+        names = TABLES[table].names
+        row = [known[name] if name in known else getattr(event, name) for name in names]
+        self.tables[table].add_rows([row])
 
     def _prompt(self, request: int) -> dict[str, Any]:
         # the manifest's entry, made when the request's prompt is first read
