@@ -11,6 +11,8 @@ from sfi_core.errors import TraceError
 from sfi_traces.read.reader import Trace
 from sfi_traces.summary import summarize
 from sfi_traces.views import observations
+from sfi_traces.views.drift import Drift, drift
+from sfi_traces.views.head_similarity import MOST_STEPS, HeadSimilarity
 from sfi_traces.views.view import View
 from tests.traces.made import HEADS, LAYERS, make_trace, overlap
 from tests.traces.small import rows
@@ -24,6 +26,14 @@ STEPS = 40
 def trace(tmp_path_factory) -> Trace:
     folder = tmp_path_factory.mktemp("observed") / "run"
     return Trace.open(make_trace(folder, steps=STEPS, requests=2, policy="freekv"))
+
+
+def attention_drift(view: View) -> Drift:
+    return drift(view.supports)
+
+
+def head_similarity(view: View) -> HeadSimilarity:
+    return HeadSimilarity.of(view.supports.thinned(MOST_STEPS))
 
 
 def sets(trace: Trace) -> dict[tuple[int, int, int, int], list[int]]:
@@ -102,7 +112,7 @@ def test_heads_are_compared_within_and_between_layers_at_the_same_step(trace, mo
         assert found["matrix"][a][b] == pytest.approx(expected, abs=1e-4)
     assert found["within"] == pytest.approx(average(lambda _, a, b: a == b), abs=1e-4)
     assert found["between"] == pytest.approx(average(lambda _, a, b: a != b), abs=1e-4)
-    one = observations.head_similarity_of(View(trace, 1))
+    one = head_similarity(View(trace, 1))
     assert one.within == pytest.approx(average(lambda r, a, b: r == 1 and a == b))
     assert one.between == pytest.approx(average(lambda r, a, b: r == 1 and a != b))
 
@@ -151,10 +161,10 @@ def keep_step_0(supports: list[dict]) -> list[dict]:
 @pytest.mark.parametrize(
     ("read", "section", "change", "words"),
     [
-        (observations.drift_of, "drift", lose_step_0, "drift needs the support of step 0"),
-        (observations.drift_of, "drift", keep_step_0, "drift needs an audited step after step 0"),
+        (attention_drift, "drift", lose_step_0, "drift needs the support of step 0"),
+        (attention_drift, "drift", keep_step_0, "drift needs an audited step after step 0"),
         (
-            observations.head_similarity_of,
+            head_similarity,
             "head_similarity",
             keep_layer_1,
             "or more, got layer 1 alone",

@@ -17,7 +17,9 @@ from sfi_traces.model.step_reads import StepReads
 from sfi_traces.read.reader import Trace
 from sfi_traces.report import render
 from sfi_traces.report.raster_figure import pack
-from sfi_traces.views.observations import HeadMap, cosines_of, drift_of, head_similarity_of
+from sfi_traces.views.drift import drift
+from sfi_traces.views.head_similarity import HeadSimilarity
+from sfi_traces.views.observations import HeadMap, cosines_of
 from sfi_traces.views.raster import rasters
 from sfi_traces.views.view import View
 from tests.traces.imports import LAYERS, STEPS, selection_arrays, write_npz
@@ -96,9 +98,9 @@ def test_the_figures_have_the_numbers_of_the_trace(shown):
     assert array(mean["y"]).tolist() == sfi.lags[0].mean.tolist()
     assert array(figures["lambda"]["data"][0]["x"]).tolist() == [0, 10, 20, 30]
     drifted = figures["drift"]["data"][2]
-    assert array(drifted["y"]).tolist() == drift_of(sfi).mean.tolist()
+    assert array(drifted["y"]).tolist() == drift(sfi.supports).mean.tolist()
     alike = array(figures["head-similarity"]["data"][0]["z"])
-    assert alike.tolist() == head_similarity_of(sfi).matrix.tolist()
+    assert alike.tolist() == HeadSimilarity.of(sfi.supports).matrix.tolist()
     cosine, *courses = figures["query-cosine"]["data"]
     assert (
         array(cosine["z"]).tolist() == HeadMap.of(cosines_of(sfi)["heads"], "mean").value.tolist()

@@ -39,6 +39,13 @@ def over_time(scope: Scope) -> tuple[Row | None, Row | None]:
 
         Both have `layers_taken` and `layers_audited`: a long trace has every n-th layer taken.
     """
+    if "over_time" not in scope.kept:
+        scope.kept["over_time"] = _over_time(scope)
+    found: tuple[Row | None, Row | None] = scope.kept["over_time"]
+    return found
+
+
+def _over_time(scope: Scope) -> tuple[Row | None, Row | None]:
     drifts: list[Drift] = []
     paired: dict[int, _Pairs] = {}
     layers, taken = _layers(scope)

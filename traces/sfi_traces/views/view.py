@@ -8,6 +8,7 @@ from sfi_core.errors import ConfigError, TraceError
 from sfi_traces.model.request import Request, step_table
 from sfi_traces.model.supports import Supports
 from sfi_traces.read.reader import Place, Trace, of_request
+from sfi_traces.summary.scope import Scope
 from sfi_traces.views.stability import LagLine, overlap_by_lag
 
 
@@ -85,6 +86,11 @@ class View:
     def audited_layers(self) -> int:
         """Number of the chosen layers that have supports."""
         return len(pc.unique(self.trace.rows("supports", ["layer"], self.wanted)["layer"]))
+
+    @cached_property
+    def scope(self) -> Scope:
+        """The request, and layer, for SQL."""
+        return Scope.of(self.trace, self.request, self.layer)
 
     @cached_property
     def supports(self) -> Supports:
