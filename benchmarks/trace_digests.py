@@ -26,7 +26,7 @@ from typer.testing import CliRunner  # noqa: E402
 
 from sfi_cli.app import app  # noqa: E402
 from sfi_cli.commands.trace.replay.sources import marks_at  # noqa: E402
-from sfi_core import AuditConfig, SfiConfig, generate, load  # noqa: E402
+from sfi_core import AuditConfig, EngineOptions, SfiConfig, generate, load  # noqa: E402
 from sfi_core.bundled.example import load_example  # noqa: E402
 from sfi_traces.read.reader import Trace  # noqa: E402
 from sfi_traces.record.parquet import ParquetObserver  # noqa: E402
@@ -47,7 +47,7 @@ RUNS: dict[str, dict[str, Any]] = {  # of the bundled checkpoint
     "dense-layer": {"audit": EVERY, "config": {"dense_layers": (1,)}, "rows": 1},
     "freekv": {"audit": EVERY, "policy": "freekv", "config": {"freekv": {"page": 4}}},
     "streaming-llm": {"audit": EVERY, "policy": "streaming-llm", "rows": 1},
-    "lossless": {"lossless": True},
+    "lossless": {"engine": EngineOptions(lossless=True)},
     "queue": {"audit": SPARSE, "max_batch": 1},
 }
 

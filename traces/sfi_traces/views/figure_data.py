@@ -111,9 +111,8 @@ def retained_mass(view: View) -> Retained:
         steps = len(pc.unique(rows["step"]))
     else:
         supports = view.supports
-        found = dict(
-            zip(supports.places, supports.mass_NUK.sum(-1).mean(0, dtype=np.float64), strict=True)
-        )
+        held_UN = supports.mass_NUK.sum(-1).T.copy()
+        found = dict(zip(supports.places, held_UN.mean(-1), strict=True))
         steps = supports.steps
     layers, heads = (sorted({place[axis] for place in found}) for axis in (0, 1))
     table = np.array([[found.get((layer, head), np.nan) for head in heads] for layer in layers])
