@@ -99,4 +99,4 @@ def _keys(rows: pa.Table) -> Ints:
     # step, layer, head and whether it selected ahead, in 64 bits
     step, layer, head = (rows[name].to_numpy().astype(np.int64) for name in KEYS[:3])
     ahead = pc.fill_null(pc.equal(rows["reason"], AHEAD), False).to_numpy()
-    return step << 33 | layer << 17 | head << 1 | ahead
+    return np.asarray(step << 33 | layer << 17 | head << 1 | ahead)

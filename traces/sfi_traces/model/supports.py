@@ -173,9 +173,8 @@ class Supports:
         N, U, K = self.position_NUK.shape
         if top >= K:
             return self
-        position_NUK, mass_NUK = (
-            np.empty((N, U, top), each.dtype) for each in (self.position_NUK, self.mass_NUK)
-        )
+        position_NUK = np.empty((N, U, top), np.int32)
+        mass_NUK = np.empty((N, U, top), np.float32)
         for unit in range(U):  # one by one, for the memory's sake
             position_NK, mass_NK = self.position_NUK[:, unit], self.mass_NUK[:, unit]
             order_NK = np.argsort(np.where(position_NK < 0, np.inf, -mass_NK), kind="stable")
@@ -199,7 +198,7 @@ class Supports:
             index_NK = self.position_NUK[:, unit]
             size_N = np.maximum(1, size(index_NK)).astype(np.float32)
             total += intersections(index_NK) / np.minimum(size_N[:, None], size_N)
-        return total / len(self.layer_U)
+        return np.asarray(total / len(self.layer_U), np.float32)
 
 
 def thinning(count: int, most: int) -> int:
@@ -233,8 +232,8 @@ def _chosen(table: pa.Table, **wanted: int | Collection[int] | None) -> pa.Table
 
 
 def _places(rows: pa.Table) -> Ints:
-    layer, head = (rows[name].to_numpy().astype(np.int64) for name in ("layer", "head"))
-    return layer << 16 | head
+    layer, head = (rows[name].to_numpy() for name in ("layer", "head"))
+    return np.asarray(layer.astype(np.int64) << 16 | head)
 
 
 def _placed(

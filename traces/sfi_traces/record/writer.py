@@ -128,7 +128,7 @@ def tensors_of(event: Event) -> dict[str, torch.Tensor]:
 
 
 @cache
-def _named_tensors(event: type[Event]) -> list[str]:
+def _named_tensors(event: Any) -> list[str]:
     # a tensor's name ends with its dimensions
     names = [field.name for field in fields(event)]
     return [name for name in names if name.rpartition("_")[2].isupper()]

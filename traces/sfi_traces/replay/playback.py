@@ -13,7 +13,7 @@ from sfi_core.errors import TraceError
 from sfi_traces.model.request import Request, step_table
 from sfi_traces.model.rows import Rows
 from sfi_traces.model.step_reads import StepMass, StepReads
-from sfi_traces.model.supports import check_known
+from sfi_traces.model.supports import Positions, check_known
 from sfi_traces.read.reader import Place, Trace, of_request
 from sfi_traces.read.shares import even_shares
 from sfi_traces.replay.frames import Frame, Marks, Numbers, Strip
@@ -165,7 +165,7 @@ class Playback:
         """Say whether a step has a support."""
         return self._supports.last(step) == step
 
-    def in_force(self, step: int) -> dict[Place, Ints]:
+    def in_force(self, step: int) -> dict[Place, Positions]:
         """Return the positions in force at a step in the chosen layers and KV heads, as far as recorded."""
         selections = self.recorded.selections
         return selections.by_place(selections.serving(step, set(self.chosen))) or {}
