@@ -13,7 +13,6 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -100,15 +99,12 @@ def outputs(path: Path) -> Iterator[tuple[str, Any]]:
     yield "check", _said("check", path, "--json")
     yield "perfetto", _said("export", path, "--format", "perfetto")
     yield "replay", _said("replay", path, "--t-max", "4,9", "--budget", "12,24", "--json")
-    yield "replay sets", _said("replay", path, "--trigger-set", "a=. a", "--json")
     yield "reuse", _said("replay", path, "--refresh-every", "1,2,4", "--json")
     for request in known:
         steps = trace.table("steps", ["request"])["request"].to_pylist().count(request)
         for step in range(0, steps, 3):
             where = ("--request", request, "--step", step)
             yield f"step {request} {step}", _said("show", path, *where, "--json")
-        one = ("--layer", 1, "--head", 0)
-        yield f"one head {request}", _said("show", path, *where, *one, "--json")
         yield f"report {request}", _drawn("report", path, "--request", request, "page.html")
         frames = ("--request", request, "--play", "--step", f"0-{steps - 1}")
         yield f"play {request}", _said("replay", path, *frames)
@@ -133,11 +129,12 @@ def _played(trace: Trace, request: int) -> Any:
     try:
         playback = Playback.load(trace, request, audited=False)
         names = ("part", "first", "last", "share", "mass", "text")
-        return [
-            [_plain([[getattr(one, name) for name in names] for one in playback.passages(step)]),
-             marks_at(playback, step).read_T.tolist()]
+        passages = [
+            [[getattr(one, name) for name in names] for one in playback.passages(step)]
             for step in range(playback.steps)
-        ]  # fmt: skip
+        ]
+        marks = [marks_at(playback, step).read_T.tolist() for step in range(playback.steps)]
+        return _rounded(json.dumps([passages, marks]))
     except Exception as error:  # noqa: BLE001
         return str(error)
 
@@ -147,37 +144,31 @@ def _said(*arguments: object) -> Any:
     if ended.exception is not None and not isinstance(ended.exception, SystemExit):
         return f"{type(ended.exception).__name__}: {ended.exception}"
     try:
-        return _plain(json.loads(ended.stdout))
+        return _rounded(ended.stdout)
     except ValueError:
         return ended.output
 
 
 def _drawn(*arguments: object, option: str = "--output") -> Any:
-    # the last argument names the file that the command writes
     with TemporaryDirectory() as folder:
         file = Path(folder, str(arguments[-1]))
         said = _said(*arguments[:-1], option, file)
         return hashlib.sha256(file.read_bytes()).hexdigest() if file.exists() else said
 
 
-def _plain(value: Any) -> Any:
+def _rounded(text: str) -> Any:
     # DuckDB's threads sum in any order
-    if isinstance(value, dict):
-        return {key: _plain(one) for key, one in value.items()}
-    if isinstance(value, list):
-        return [_plain(one) for one in value]
-    return float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value
+    return json.loads(text, parse_float=lambda number: float(f"{float(number):.{DIGITS}g}"))
 
 
 def digests(folder: Path, only: str) -> Iterator[tuple[str, str]]:
     """Yield a digest for each reader and trace; works in `folder`, so that no path is in a digest."""
     os.chdir(folder)
-    names = sorted(path.name for path in Path().iterdir() if path.is_dir())
-    own = ((f"{name}: {reader}", said) for name in names if only in name
-           for reader, said in outputs(Path(name)))  # fmt: skip
-    both = ((reader, said) for reader, said in pairs(Path()) if only in reader)
-    for reader, said in chain(own, both):
-        yield reader, hashlib.sha256(json.dumps(said).encode()).hexdigest()[:16]
+    names = sorted(path.name for path in Path().iterdir() if path.is_dir() and only in path.name)
+    for place in (*names, ""):
+        for reader, said in outputs(Path(place)) if place else pairs(Path()):
+            name = f"{place}: {reader}" if place else reader
+            yield name, hashlib.sha256(json.dumps(said).encode()).hexdigest()[:16]
 
 
 def main() -> int:

@@ -6,7 +6,6 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from functools import cache
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 
 from sfi_core.observers.events import Event
+from sfi_core.observers.observer import HANDLERS
 from sfi_traces.record.folder import clear
 from sfi_traces.record.manifest import file_metadata, now, write_manifest
 from sfi_traces.record.part_files import PartFiles
@@ -24,6 +24,11 @@ QUEUE_BYTES = 256 << 20
 EVENT_BYTES = 512  # estimate for an event without its tensors
 PART_BYTES = 64 << 20
 SOONEST, LATEST, SHARE = 2.0, 60.0, 0.1  # seconds, seconds, share of the time so far
+# the names of each event's tensors; such a name ends with its dimensions
+TENSORS = {
+    event: [field.name for field in fields(event) if field.name.rpartition("_")[2].isupper()]
+    for event in HANDLERS
+}
 
 Told = tuple[Any, Mapping[str, torch.Tensor]]  # an event and its tensors by name
 
@@ -120,18 +125,11 @@ class TraceWriter:
 
 def tensors_of(event: Event) -> dict[str, torch.Tensor]:
     """Return an event's tensors by name, a selection's diagnostics among them."""
-    found = {name: getattr(event, name) for name in _named_tensors(type(event))}
+    found = {name: getattr(event, name) for name in TENSORS[type(event)]}
     return {
         **{name: tensor for name, tensor in found.items() if tensor is not None},
         **getattr(event, "diagnostics", {}),
     }
-
-
-@cache
-def _named_tensors(event: Any) -> list[str]:
-    # a tensor's name ends with its dimensions
-    names = [field.name for field in fields(event)]
-    return [name for name in names if name.rpartition("_")[2].isupper()]
 
 
 class Batch:
