@@ -1,7 +1,7 @@
 """The selections of a recorded request, and which of them are in force at a step."""
 
+from bisect import bisect_right
 from collections.abc import Collection
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -33,7 +33,7 @@ class Selections:
         layer: Its layer, for each selection.
         head: Its KV head.
         begin: The first step that reads the selection.
-        places: Layers and KV heads that ever selected.
+        of_place: The selections of each layer and KV head that ever selected.
     """
 
     def __init__(self, request: "Request") -> None:
@@ -45,29 +45,24 @@ class Selections:
         slow = np.append(steps.slow, False)[steps.rows(step + ahead)]  # none after the last step
         begin = step + ahead + (slow & (not trace.reads_own_selection))
         order = np.argsort(begin, kind="stable")
-        self._key, self.step, self.begin = key[order], step[order], begin[order]
+        self._key = key[order]
+        self.step, self.begin = (each[order].astype(np.int32) for each in (step, begin))
         place = self._key >> 1 & 0xFFFFFFFF
-        self.layer, self.head = place >> 16, place & 0xFFFF
-        self._by_place = np.argsort(place, kind="stable")  # then by begin
-        known, first = np.unique(place[self._by_place], return_index=True)
-        self._begins = self.begin[self._by_place]
-        self.places = [(place >> 16, place & 0xFFFF) for place in known.tolist()]
-        self._edges = [*first.tolist(), len(place)]
+        self.layer, self.head = (each.astype(np.int16) for each in (place >> 16, place & 0xFFFF))
+        by_place = np.argsort(place, kind="stable")
+        first = np.flatnonzero(np.diff(place[by_place], prepend=-1))
+        pieces = zip(place[by_place[first]].tolist(), np.split(by_place, first[1:]), strict=False)
+        self.of_place: dict[Place, Ints] = {(at >> 16, at & 0xFFFF): own for at, own in pieces}
         self._rows = Rows(trace, "selections", request.index, (*KEYS, "positions"))
-
-    def of_place(self, place: Place) -> Ints:
-        """Return the rows of a layer and KV head."""
-        return np.flatnonzero((self.layer == place[0]) & (self.head == place[1]))
 
     def serving(self, step: int, places: Collection[Place]) -> Ints:
         """Return the rows in force at a step: the last of each of some layers and KV heads."""
         found = []
-        for place, (first, end) in zip(self.places, pairwise(self._edges), strict=True):
-            if place in places and self._begins[first] <= step:
-                found.append(
-                    first + np.searchsorted(self._begins[first:end], step, side="right") - 1
-                )
-        return np.sort(self._by_place[found]) if found else np.empty(0, np.int64)
+        for place in places:
+            rows = self.of_place.get(place, ())
+            if count := bisect_right(rows, step, key=self.begin.__getitem__):
+                found.append(rows[count - 1])
+        return np.sort(np.array(found, np.int64))
 
     def by_place(self, rows: Ints) -> dict[Place, Positions] | None:
         """Read the positions of rows of different layers and KV heads; see `positions`."""

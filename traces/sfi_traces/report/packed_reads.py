@@ -113,7 +113,7 @@ def _refreshed(
     selections = view.recorded.selections
     edges = np.searchsorted(selections.begin, np.append(begins, begins[-1:] + 1))
     budget = view.trace.manifest["config"].get("budget", 1)
-    together = max(1, TOGETHER // max(1, budget * len(selections.places)))
+    together = max(1, TOGETHER // max(1, budget * len(selections.of_place)))
     for at in range(0, len(begins), together):
         part = edges[at : at + together + 1]
         rows = np.arange(part[0], part[-1])

@@ -125,7 +125,7 @@ def _in_force(
     # the selections of each place at the steps; places that selected nothing are left out
     found = {}
     for place in places:
-        rows = selections.of_place(place)
+        rows = selections.of_place.get(place, np.empty(0, int))
         since = np.searchsorted(selections.begin[rows], step, side="right")  # 0: nothing yet
         needed, since = np.unique(since, return_inverse=True)
         if needed[-1]:
