@@ -12,7 +12,7 @@ from sfi_traces.read.reader import Trace
 from sfi_traces.summary import summarize
 from sfi_traces.views import observations
 from sfi_traces.views.drift import Drift, drift
-from sfi_traces.views.head_similarity import MOST_STEPS, HeadSimilarity
+from sfi_traces.views.head_similarity import HeadSimilarity
 from sfi_traces.views.view import View
 from tests.traces.made import HEADS, LAYERS, make_trace, overlap
 from tests.traces.small import rows
@@ -32,8 +32,8 @@ def attention_drift(view: View) -> Drift:
     return drift(view.supports)
 
 
-def head_similarity(view: View) -> HeadSimilarity:
-    return HeadSimilarity.of(view.supports.thinned(MOST_STEPS))
+def head_similarity(view: View, most: int = STEPS) -> HeadSimilarity:
+    return HeadSimilarity.of(view.supports.thinned(most))
 
 
 def sets(trace: Trace) -> dict[tuple[int, int, int, int], list[int]]:
@@ -94,7 +94,6 @@ def test_locality_is_the_overlap_of_every_two_steps(trace, monkeypatch, most):
 @pytest.mark.parametrize("most", [STEPS, 7])
 def test_heads_are_compared_within_and_between_layers_at_the_same_step(trace, monkeypatch, most):
     monkeypatch.setattr("sfi_traces.summary.similarity.MOST_STEPS", most)
-    monkeypatch.setattr("sfi_traces.views.observations.MOST_STEPS", most)
     held, steps = sets(trace), range(0, STEPS, math.ceil(STEPS / most))
     values: dict[tuple[int, int, int], list[float]] = defaultdict(list)
     for request, step, one, other in product(range(2), steps, PLACES, PLACES):
@@ -112,7 +111,7 @@ def test_heads_are_compared_within_and_between_layers_at_the_same_step(trace, mo
         assert found["matrix"][a][b] == pytest.approx(expected, abs=1e-4)
     assert found["within"] == pytest.approx(average(lambda _, a, b: a == b), abs=1e-4)
     assert found["between"] == pytest.approx(average(lambda _, a, b: a != b), abs=1e-4)
-    one = head_similarity(View(trace, 1))
+    one = head_similarity(View(trace, 1), most)
     assert one.within == pytest.approx(average(lambda r, a, b: r == 1 and a == b))
     assert one.between == pytest.approx(average(lambda r, a, b: r == 1 and a != b))
 
