@@ -10,9 +10,9 @@ import pytest
 from sfi_core.errors import TraceError
 from sfi_traces.read.reader import Trace
 from sfi_traces.summary import summarize
+from sfi_traces.summary.drift import Drift, drift
+from sfi_traces.summary.head_similarity import HeadSimilarity
 from sfi_traces.views import observations
-from sfi_traces.views.drift import Drift, drift
-from sfi_traces.views.head_similarity import HeadSimilarity
 from sfi_traces.views.view import View
 from tests.traces.made import HEADS, LAYERS, make_trace, overlap
 from tests.traces.small import rows

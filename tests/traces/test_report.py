@@ -17,8 +17,8 @@ from sfi_traces.model.step_reads import StepReads
 from sfi_traces.read.reader import Trace
 from sfi_traces.report import render
 from sfi_traces.report.raster_figure import pack
-from sfi_traces.views.drift import drift
-from sfi_traces.views.head_similarity import HeadSimilarity
+from sfi_traces.summary.drift import drift
+from sfi_traces.summary.head_similarity import HeadSimilarity
 from sfi_traces.views.observations import HeadMap, cosines_of
 from sfi_traces.views.raster import rasters
 from sfi_traces.views.view import View

@@ -10,12 +10,11 @@ from pyarrow import parquet
 from sfi_traces import overlap as overlaps
 from sfi_traces.read.reader import Trace
 from sfi_traces.schema import TABLES
-from sfi_traces.summary import Scope
+from sfi_traces.summary import Scope, lags
+from sfi_traces.summary.lags import overlap_by_lag
 from sfi_traces.summary.supports import selection_facts
-from sfi_traces.views import stability
 from sfi_traces.views.figure_data import REST, lambda_over_time, retained_mass, step_phases
 from sfi_traces.views.raster import MISSED, NOTHING, READ, SELECTED, choose_place, rasters
-from sfi_traces.views.stability import overlap_by_lag
 from sfi_traces.views.view import View
 from tests.traces.made import CONFIG, make_trace, overlap
 
@@ -111,7 +110,7 @@ def test_lags_of_a_long_run_are_counted_stretch_by_stretch(full, monkeypatch):
     sentence = full.steps.sentence
     whole = overlap_by_lag(full.supports, sentence, most=6)
     assert max(line.lag.max() for line in whole) == 6
-    monkeypatch.setattr(stability, "MOST_STEPS", 10)
+    monkeypatch.setattr(lags, "MOST_STEPS", 10)
     for expected, line in zip(whole, overlap_by_lag(full.supports, sentence, most=6), strict=True):
         assert line.pairs.tolist() == expected.pairs.tolist()
         assert line.mean.tolist() == pytest.approx(expected.mean.tolist(), rel=1e-6)

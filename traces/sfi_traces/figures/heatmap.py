@@ -4,9 +4,9 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from sfi_traces.figures.style import new_figure, title
+from sfi_traces.summary.lags import color_range
 from sfi_traces.views import captions
 from sfi_traces.views.labels import step_ticks
-from sfi_traces.views.stability import color_range
 from sfi_traces.views.view import View
 
 MOST_LABELS = 64

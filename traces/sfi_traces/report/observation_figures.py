@@ -6,9 +6,9 @@ from plotly.subplots import make_subplots
 
 from sfi_traces.report.panel import LEGEND, MARGIN, Panel, axes, cells, span
 from sfi_traces.report.support_figures import faint
+from sfi_traces.summary.drift import drift as attention_drift
+from sfi_traces.summary.head_similarity import MOST_STEPS, HeadSimilarity
 from sfi_traces.views.captions import Caption, layers_left_out, left_out, places, support
-from sfi_traces.views.drift import drift as attention_drift
-from sfi_traces.views.head_similarity import MOST_STEPS, HeadSimilarity
 from sfi_traces.views.labels import CLIP, WITHIN
 from sfi_traces.views.observations import (
     HeadMap,

@@ -7,9 +7,9 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from sfi_traces.report.panel import LEGEND, MARGIN, Panel
+from sfi_traces.summary.lags import color_range
 from sfi_traces.views import captions
 from sfi_traces.views.labels import ACROSS, WITHIN, visible
-from sfi_traces.views.stability import color_range
 from sfi_traces.views.view import View
 
 MOST_STEPS = 500  # of the heat map

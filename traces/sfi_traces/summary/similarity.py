@@ -13,9 +13,9 @@ from sfi_core.errors import TraceError
 from sfi_traces.model.request import MOST_POSITIONS, Request
 from sfi_traces.model.supports import Supports, thinning
 from sfi_traces.read.reader import of_steps
+from sfi_traces.summary.drift import Drift, drift
+from sfi_traces.summary.head_similarity import MOST_STEPS, HeadSimilarity
 from sfi_traces.summary.scope import Scope
-from sfi_traces.views.drift import Drift, drift
-from sfi_traces.views.head_similarity import MOST_STEPS, HeadSimilarity
 
 MOST_TAKEN = 1 << 25  # positions of a request; beyond, every n-th layer is taken
 MOST_PAIRED = 512  # first steps of a request whose pairs are counted

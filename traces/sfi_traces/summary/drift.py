@@ -8,7 +8,7 @@ from sfi_core.errors import TraceError
 from sfi_traces.model.supports import Supports
 from sfi_traces.overlap import Overlap
 from sfi_traces.read.reader import Place
-from sfi_traces.views.stability import SPREAD
+from sfi_traces.summary.lags import SPREAD
 
 
 @dataclass(frozen=True, slots=True)

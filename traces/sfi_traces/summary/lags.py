@@ -1,4 +1,4 @@
-"""Support stability: how much the oracle supports of different steps overlap."""
+"""Overlap of the supports of two steps by how far apart they are, and the colors of a map of it."""
 
 from dataclasses import dataclass
 
