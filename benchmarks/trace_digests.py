@@ -27,7 +27,7 @@ from sfi_cli.app import app  # noqa: E402
 from sfi_cli.commands.trace.replay.sources import marks_at  # noqa: E402
 from sfi_core import AuditConfig, EngineOptions, SfiConfig, generate, load  # noqa: E402
 from sfi_core.bundled.example import load_example  # noqa: E402
-from sfi_traces.read.reader import Trace  # noqa: E402
+from sfi_traces.model.trace import Trace  # noqa: E402
 from sfi_traces.record.parquet import ParquetObserver  # noqa: E402
 from sfi_traces.replay.playback import Playback  # noqa: E402
 from tests.traces.imports import write_npz  # noqa: E402

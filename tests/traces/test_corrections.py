@@ -6,7 +6,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from sfi_traces.read.reader import Trace
+from sfi_traces.model.trace import Trace
 from sfi_traces.record.selected_sets import SelectedSets
 from sfi_traces.summary import summarize
 from sfi_traces.views import observations

@@ -5,7 +5,7 @@ from pyarrow import parquet
 
 from benchmarks.made_trace import Shape, write
 from sfi_core.errors import TraceError
-from sfi_traces.read.reader import Trace
+from sfi_traces.model.trace import Trace
 from sfi_traces.report import render
 from sfi_traces.summary import Scope, summarize
 from sfi_traces.summary.supports import selection_facts

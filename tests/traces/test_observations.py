@@ -8,7 +8,7 @@ from statistics import mean
 import pytest
 
 from sfi_core.errors import TraceError
-from sfi_traces.read.reader import Trace
+from sfi_traces.model.trace import Trace
 from sfi_traces.summary import summarize
 from sfi_traces.summary.drift import Drift, drift
 from sfi_traces.summary.head_similarity import HeadSimilarity

@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerFast
 from sfi_core.bundled.tokenizer import build_tokenizer
 from sfi_core.errors import ConfigError
 from sfi_core.observers.events import PromptEvent, SelectionEvent
-from sfi_traces.read.reader import Trace
+from sfi_traces.model.trace import Trace
 from sfi_traces.record import readback
 from sfi_traces.record.parquet import ParquetObserver
 from sfi_traces.record.token_text import TokenText

@@ -9,7 +9,7 @@ from pyarrow import parquet
 
 from sfi_core.errors import TraceError
 from sfi_traces.model import rows as row_groups
-from sfi_traces.read.reader import Trace
+from sfi_traces.model.trace import Trace
 from sfi_traces.replay.playback import PROMPT_TAIL, Playback
 from sfi_traces.views.view import View
 from sfi_traces.views.words import step_words

@@ -18,7 +18,7 @@ from sfi_core.models.load import load
 from sfi_core.settings.audit import AuditConfig
 from sfi_kernels.constants import EPS
 from sfi_traces.model.step_reads import StepReads
-from sfi_traces.read.reader import Trace
+from sfi_traces.model.trace import Trace
 from sfi_traces.record.parquet import ParquetObserver
 from sfi_traces.views.view import View
 

@@ -13,7 +13,7 @@ from sfi_core.errors import ConfigError, TraceError
 from sfi_core.settings.config import SfiConfig
 from sfi_core.state.request import RequestState
 from sfi_traces.model.memory import Memory
-from sfi_traces.read.reader import Trace
+from sfi_traces.model.trace import Trace
 from sfi_traces.replay import RecordedVocabulary, Setting, Supports, grid, schedule
 from tests.traces.made import PROMPT, STOP, make_trace
 

@@ -14,7 +14,7 @@ import pytest
 
 from sfi_traces.importing.importer import import_trace
 from sfi_traces.model.step_reads import StepReads
-from sfi_traces.read.reader import Trace
+from sfi_traces.model.trace import Trace
 from sfi_traces.report import render
 from sfi_traces.report.raster_figure import pack
 from sfi_traces.summary.drift import drift

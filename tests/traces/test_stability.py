@@ -8,7 +8,7 @@ import pytest
 from pyarrow import parquet
 
 from sfi_traces import overlap as overlaps
-from sfi_traces.read.reader import Trace
+from sfi_traces.model.trace import Trace
 from sfi_traces.schema import TABLES
 from sfi_traces.summary import Scope, lags
 from sfi_traces.summary.lags import overlap_by_lag

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sfi_core.observers.events import BeginStepEvent, SelectionEvent
-from sfi_traces.read.reader import Trace
+from sfi_traces.model.trace import Trace
 from sfi_traces.record import parquet
 from sfi_traces.record import writer as trace_writer
 from sfi_traces.record.manifest import describe_run

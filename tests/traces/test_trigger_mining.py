@@ -10,7 +10,7 @@ from scipy.stats import t as student
 
 from sfi_core.errors import TraceError
 from sfi_core.settings.config import SfiConfig
-from sfi_traces.read.reader import Trace
+from sfi_traces.model.trace import Trace
 from sfi_traces.replay import Setting, Supports, replay_request
 from sfi_traces.tune.held_out import BLOCK, divide, interval, mine, mixture
 from sfi_traces.tune.mining import MinedToken, propose, rank

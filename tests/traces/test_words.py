@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from sfi_core.errors import ConfigError, TraceError
-from sfi_traces.read.reader import Trace
+from sfi_traces.model.trace import Trace
 from sfi_traces.views.view import View
 from sfi_traces.views.words import GAP, LONG, LONGEST, Passage, step_words
 from tests.traces.made import PROMPT, WORDS, make_trace

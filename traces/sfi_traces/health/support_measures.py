@@ -6,7 +6,7 @@ import pyarrow as pa
 from sfi_traces.health.measured import Measured, Unjudged, measured, worse_of_beginning
 from sfi_traces.health.rules import RECORD_POSITIONS
 from sfi_traces.health.selection_measures import SINKS
-from sfi_traces.read.reader import of_steps
+from sfi_traces.model.trace import of_steps
 from sfi_traces.schema import TABLES
 from sfi_traces.summary.sampled import sample_selections, sample_supports
 from sfi_traces.summary.scope import Scope

@@ -1,1 +1,1 @@
-"""One recorded request: its steps, its memory, the selections in force and the supports, read by need."""
+"""A recorded trace, and one request of it: steps, memory, selections in force, supports; read by need."""

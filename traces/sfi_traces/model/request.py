@@ -11,7 +11,7 @@ from sfi_traces.model.memory import Ints, Memory
 from sfi_traces.model.selections import Selections
 from sfi_traces.model.steps import Steps
 from sfi_traces.model.supports import COLUMNS, Supports, thinning
-from sfi_traces.read.reader import Place, Trace, of_request, rows_of
+from sfi_traces.model.trace import Place, Trace, of_request, rows_of
 
 MOST_POSITIONS = 1 << 25  # in memory at once; a quarter of a GB, and its copies
 NO_TOKEN = -1  # a redacted token that is no trigger

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pyarrow as pa
 from pyarrow import parquet
 
-from sfi_traces.read.reader import Place, Trace
+from sfi_traces.model.trace import Place, Trace
 from sfi_traces.schema import TABLES
 
 KEYS, VALUES = 4, 2  # row groups of a rank whose keys and whose columns are cached

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from sfi_traces.model.rows import Rows
-from sfi_traces.read.reader import Place
+from sfi_traces.model.trace import Place
 from sfi_traces.schema import AHEAD
 
 if TYPE_CHECKING:

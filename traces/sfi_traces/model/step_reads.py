@@ -9,7 +9,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from sfi_traces.model.request import Request
-from sfi_traces.read.reader import Place
+from sfi_traces.model.trace import Place
 
 Ints = npt.NDArray[np.int32]
 Bools = npt.NDArray[np.bool_]

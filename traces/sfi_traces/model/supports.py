@@ -14,9 +14,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from sfi_core.errors import ConfigError, TraceError
+from sfi_traces.model.trace import Place, Trace, of_request
 from sfi_traces.overlap import intersections, padded, size
-from sfi_traces.read.reader import Place, Trace, of_request
-from sfi_traces.read.shares import even_shares
 
 if TYPE_CHECKING:
     from sfi_traces.model.request import Request
@@ -199,6 +198,21 @@ class Supports:
             size_N = np.maximum(1, size(index_NK)).astype(np.float32)
             total += intersections(index_NK) / np.minimum(size_N[:, None], size_N)
         return np.asarray(total / len(self.layer_U), np.float32)
+
+
+def even_shares(supports: pa.Table) -> pa.Table:
+    """Give each position of a row without masses the same share of the row.
+
+    `supports` are rows of the table `supports` with `positions` and `mass`; known masses stay.
+    """
+    if not supports["mass"].null_count:
+        return supports
+    size = pc.list_value_length(supports["positions"])
+    even = np.repeat(1 / np.maximum(1, size.to_numpy()), size.to_numpy()).astype(np.float32)
+    offsets = np.concatenate([[0], np.cumsum(size.to_numpy())]).astype(np.int32)
+    lists = pa.chunked_array([pa.ListArray.from_arrays(offsets, pa.array(even))])
+    known = pc.coalesce(supports["mass"], lists)
+    return supports.set_column(supports.column_names.index("mass"), "mass", known)
 
 
 def thinning(count: int, most: int) -> int:

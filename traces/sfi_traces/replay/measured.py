@@ -11,7 +11,7 @@ from sfi_core.errors import TraceError
 from sfi_core.models.byte_model import ByteModel
 from sfi_traces.model.memory import Memory
 from sfi_traces.model.supports import Floats, Supports
-from sfi_traces.read.reader import Trace, of_request
+from sfi_traces.model.trace import Trace, of_request
 from sfi_traces.replay.outcome import Outcome, StepMetrics
 from sfi_traces.replay.replay import replay_request
 from sfi_traces.replay.setting import Setting

@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 
 from sfi_core.errors import TraceError
 from sfi_traces.model.supports import thinning
-from sfi_traces.read.reader import Place, of_steps
+from sfi_traces.model.trace import Place, of_steps
 from sfi_traces.report.text import MOST_TOKENS
 from sfi_traces.views.labels import printable
 from sfi_traces.views.view import View

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from sfi_traces.read.reader import Trace
+from sfi_traces.model.trace import Trace
 from sfi_traces.summary.corrections import corrections, recalls
 from sfi_traces.summary.coverage import coverage_facts
 from sfi_traces.summary.facts import run_facts, step_facts, trigger_tokens

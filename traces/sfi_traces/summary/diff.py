@@ -5,7 +5,7 @@ from operator import itemgetter
 from typing import Any
 
 from sfi_core.errors import TraceError
-from sfi_traces.read.reader import Trace
+from sfi_traces.model.trace import Trace
 from sfi_traces.summary import sections
 from sfi_traces.summary.diff_metrics import metrics
 from sfi_traces.summary.facts import flat_settings

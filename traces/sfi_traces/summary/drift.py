@@ -6,8 +6,8 @@ import numpy as np
 
 from sfi_core.errors import TraceError
 from sfi_traces.model.supports import Supports
+from sfi_traces.model.trace import Place
 from sfi_traces.overlap import Overlap
-from sfi_traces.read.reader import Place
 from sfi_traces.summary.lags import SPREAD
 
 

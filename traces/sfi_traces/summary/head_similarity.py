@@ -7,8 +7,8 @@ import numpy as np
 
 from sfi_core.errors import TraceError
 from sfi_traces.model.supports import Supports
+from sfi_traces.model.trace import Place
 from sfi_traces.overlap import intersections, size
-from sfi_traces.read.reader import Place
 
 MOST_STEPS = 64  # of a request, evenly chosen
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pyarrow as pa
 
-from sfi_traces.read.reader import of_steps
+from sfi_traces.model.trace import of_steps
 from sfi_traces.schema import KEY, TABLES
 from sfi_traces.summary.scope import Scope
 

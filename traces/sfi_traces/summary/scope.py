@@ -7,8 +7,8 @@ import duckdb
 import pyarrow as pa
 
 from sfi_core.errors import ConfigError, TraceError
+from sfi_traces.model.trace import Trace
 from sfi_traces.overlap import Overlap, padded
-from sfi_traces.read.reader import Trace
 from sfi_traces.schema import TABLES
 
 QUANTILES = (0.05, 0.5, 0.95)

@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 from sfi_core.errors import TraceError
 from sfi_traces.model.request import MOST_POSITIONS, Request
 from sfi_traces.model.supports import Supports, thinning
-from sfi_traces.read.reader import of_steps
+from sfi_traces.model.trace import of_steps
 from sfi_traces.summary.drift import Drift, drift
 from sfi_traces.summary.head_similarity import MOST_STEPS, HeadSimilarity
 from sfi_traces.summary.scope import Scope

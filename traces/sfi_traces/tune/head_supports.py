@@ -11,7 +11,7 @@ import torch
 
 from sfi_core.errors import ConfigError, TraceError
 from sfi_traces.model.request import Request
-from sfi_traces.read.reader import Trace
+from sfi_traces.model.trace import Trace
 from sfi_traces.replay.measured import check_one_model
 
 

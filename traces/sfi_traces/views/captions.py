@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from sfi_traces.model.supports import Supports
-from sfi_traces.read.reader import Place
+from sfi_traces.model.trace import Place
 from sfi_traces.summary.lags import MOST_LAG
 from sfi_traces.views.figure_data import Lambda, Retained, Timeline
 from sfi_traces.views.raster import Raster

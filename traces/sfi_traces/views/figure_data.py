@@ -8,7 +8,7 @@ import pyarrow.compute as pc
 
 from sfi_core.errors import TraceError
 from sfi_traces.model.supports import thinning
-from sfi_traces.read.reader import Place, rows_of
+from sfi_traces.model.trace import Place, rows_of
 from sfi_traces.summary.lags import SPREAD
 from sfi_traces.summary.supports import AT_CLIP
 from sfi_traces.views.view import View

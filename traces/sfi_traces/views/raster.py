@@ -7,8 +7,8 @@ import numpy as np
 
 from sfi_traces.model.selections import Selections
 from sfi_traces.model.supports import thinning
+from sfi_traces.model.trace import Place
 from sfi_traces.overlap import size
-from sfi_traces.read.reader import Place
 from sfi_traces.views.figure_data import retained_mass
 from sfi_traces.views.view import View
 

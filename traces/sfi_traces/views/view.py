@@ -7,7 +7,7 @@ import pyarrow.compute as pc
 from sfi_core.errors import ConfigError, TraceError
 from sfi_traces.model.request import Request, step_table
 from sfi_traces.model.supports import Supports
-from sfi_traces.read.reader import Place, Trace, of_request
+from sfi_traces.model.trace import Place, Trace, of_request
 from sfi_traces.summary.lags import LagLine, overlap_by_lag
 from sfi_traces.summary.scope import Scope
 

@@ -13,7 +13,7 @@ import numpy as np
 from sfi_core.errors import ConfigError, TraceError
 from sfi_traces.model.rows import Rows
 from sfi_traces.model.step_reads import StepMass, StepReads
-from sfi_traces.read.reader import Place
+from sfi_traces.model.trace import Place
 from sfi_traces.views.view import View
 
 GAP, LONG, LONGEST = 2, 24, 64  # see above

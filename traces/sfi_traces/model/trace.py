@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 from pyarrow import dataset, parquet
 
 from sfi_core.errors import TraceError
-from sfi_traces.read.ranks import other_ranks, read_manifest, whole_model
+from sfi_traces.model.ranks import other_ranks, read_manifest, whole_model
 from sfi_traces.schema import OF_EVERY_RANK, TABLES
 
 FETCHED = 10_000  # rows in memory at once
