@@ -10,7 +10,7 @@ import pytest
 from sfi_core.errors import TraceError
 from sfi_traces.model.trace import Trace
 from sfi_traces.summary import summarize
-from sfi_traces.summary.drift import Drift, drift
+from sfi_traces.summary.drift import drift
 from sfi_traces.summary.head_similarity import HeadSimilarity
 from sfi_traces.views import observations
 from sfi_traces.views.view import View
@@ -26,14 +26,6 @@ STEPS = 40
 def trace(tmp_path_factory) -> Trace:
     folder = tmp_path_factory.mktemp("observed") / "run"
     return Trace.open(make_trace(folder, steps=STEPS, requests=2, policy="freekv"))
-
-
-def attention_drift(view: View) -> Drift:
-    return drift(view.supports)
-
-
-def head_similarity(view: View, most: int = STEPS) -> HeadSimilarity:
-    return HeadSimilarity.of(view.supports.thinned(most))
 
 
 def sets(trace: Trace) -> dict[tuple[int, int, int, int], list[int]]:
@@ -111,7 +103,7 @@ def test_heads_are_compared_within_and_between_layers_at_the_same_step(trace, mo
         assert found["matrix"][a][b] == pytest.approx(expected, abs=1e-4)
     assert found["within"] == pytest.approx(average(lambda _, a, b: a == b), abs=1e-4)
     assert found["between"] == pytest.approx(average(lambda _, a, b: a != b), abs=1e-4)
-    one = head_similarity(View(trace, 1), most)
+    one = HeadSimilarity.of(View(trace, 1).supports.thinned(most))
     assert one.within == pytest.approx(average(lambda r, a, b: r == 1 and a == b))
     assert one.between == pytest.approx(average(lambda r, a, b: r == 1 and a != b))
 
@@ -160,22 +152,18 @@ def keep_step_0(supports: list[dict]) -> list[dict]:
 @pytest.mark.parametrize(
     ("read", "section", "change", "words"),
     [
-        (attention_drift, "drift", lose_step_0, "drift needs the support of step 0"),
-        (attention_drift, "drift", keep_step_0, "drift needs an audited step after step 0"),
-        (
-            head_similarity,
-            "head_similarity",
-            keep_layer_1,
-            "or more, got layer 1 alone",
-        ),
-        (observations.cosines_of, "query_cosine", keep_step_0, "has no query cosine of request 0"),
+        (drift, "drift", lose_step_0, "drift needs the support of step 0"),
+        (drift, "drift", keep_step_0, "drift needs an audited step after step 0"),
+        (HeadSimilarity.of, "head_similarity", keep_layer_1, "or more, got layer 1 alone"),
+        (None, "query_cosine", keep_step_0, "has no query cosine of request 0"),
     ],
 )
 def test_what_a_view_lacks_is_one_line(tmp_path, read, section, change, words):
     folder = make_trace(tmp_path / "run", steps=12)
     rewrite(folder, "supports", change)
+    view = View(Trace.open(folder))
     with pytest.raises(TraceError, match=words) as error:
-        read(View(Trace.open(folder)))
+        read(view.supports) if read else observations.cosines_of(view)
     assert "\n" not in str(error.value)
     found = summarize(Trace.open(folder))
     assert found[section] is None

@@ -53,8 +53,7 @@ def test_intersections_equal_those_of_python_sets(monkeypatch, block):
     rng = np.random.default_rng(0)
     sets = [np.sort(rng.choice(60, size, replace=False)) for size in (5, 40, 1, 0, 60, 17)]
     expected = [[len({*one} & {*other}) for other in sets] for one in sets]
-    index = overlaps.padded(pa.array(sets))
-    assert overlaps.intersections(index).tolist() == expected
+    assert overlaps.intersections(overlaps.padded(pa.array(sets))).tolist() == expected
     assert overlaps.intersections(np.full((2, 1), -1)).tolist() == [[0, 0], [0, 0]]
 
 
@@ -157,12 +156,12 @@ def test_lambda_is_the_distribution_over_layers_and_heads_at_each_refresh(sfi):
 
 def test_the_figure_and_the_summary_count_the_same_values_at_the_clip(sfi):
     """A value 5e-5 below the clip does not stand there; both are on one report."""
-    near = [0.02, 0.02 * (1 - 5e-5), 0.01]
-    rewrite(
-        sfi.trace.path,
-        "selections",
-        lambda every: [row | {"lambda_star": near[at % 3]} for at, row in enumerate(every)],
-    )
+
+    def near(every):
+        values = [0.02, 0.02 * (1 - 5e-5), 0.01]
+        return [row | {"lambda_star": values[at % 3]} for at, row in enumerate(every)]
+
+    rewrite(sfi.trace.path, "selections", near)
     counted = selection_facts(Scope.of(sfi.trace))["clipped_share"]
     assert lambda_over_time(sfi).clipped == counted == pytest.approx(7 / 20)
 
