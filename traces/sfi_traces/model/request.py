@@ -1,19 +1,18 @@
 """One request of a trace; what was recorded of it is read when it is asked for."""
 
+from collections.abc import Collection, Sequence
 from functools import cached_property
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from sfi_core.errors import TraceError
+from sfi_core.errors import ConfigError, TraceError
 from sfi_traces.model.memory import Ints, Memory
 from sfi_traces.model.selections import Selections
 from sfi_traces.model.steps import Steps
-from sfi_traces.model.supports import COLUMNS, Supports, thinning
 from sfi_traces.model.trace import Place, Trace, of_request, rows_of
 
-MOST_POSITIONS = 1 << 25  # in memory at once; a quarter of a GB, and its copies
 NO_TOKEN = -1  # a redacted token that is no trigger
 
 
@@ -71,7 +70,7 @@ class Request:
     @cached_property
     def selections(self) -> Selections:
         """The selections, without their positions."""
-        return Selections(self)
+        return Selections(self.trace, self.index, self.steps)
 
     def places(self, layer: int | None = None, head: int | None = None) -> list[Place]:
         """Return the layers and KV heads of full-attention layers; of one layer or KV head if given."""
@@ -88,37 +87,6 @@ class Request:
         # a killed run may have written other rows of a step before the step
         return rows_of(self.index, layer, head) & (pc.field("step") <= int(self.steps.step[-1]))
 
-    def read_supports(self, wanted: pc.Expression) -> Supports:
-        """Read the supports of the rows that a filter wants, at least one."""
-        rows = self.trace.rows("supports", COLUMNS, self.wanted() & wanted)
-        return Supports.of(self, rows)
-
-    def supports(self, layer: int | None = None, head: int | None = None) -> Supports:
-        """Read the supports of all layers and KV heads unless one is given.
-
-        Takes 8 bytes of memory for each recorded position, and twice that for a moment. Beyond
-        `MOST_POSITIONS` positions, every n-th layer is read.
-
-        Raises:
-            TraceError: There are none; names the option that records them.
-        """
-        self.trace.require_audit()
-        wanted = self.wanted(layer, head)
-        found = self.trace.rows("supports", ["layer"], wanted)["layer"]
-        if not len(found):
-            raise TraceError(self._missing(layer, head))
-        every = thinning(len(found) * self.trace.manifest["audit"]["top"], MOST_POSITIONS)
-        layers = pc.unique(found).sort()[::every]
-        return self.read_supports(wanted & pc.field("layer").isin(layers))
-
-    def _missing(self, layer: int | None, head: int | None) -> str:
-        where, option = f"request {self.index}", "--audit 1"
-        for name, word, value in (("layer", "layer", layer), ("KV head", "head", head)):
-            if value is not None:
-                where += f", {name} {value}"
-                option += f" --set audit.{word}s={value}"
-        return f"trace {self.trace.path} has no supports of {where}; record it with {option}"
-
 
 def step_table(trace: Trace) -> pa.Table:
     """Read the table `steps`; raises `TraceError` if it has no row."""
@@ -126,3 +94,16 @@ def step_table(trace: Trace) -> pa.Table:
     if not len(table):
         raise TraceError(f"trace {trace.path} has no finished step")
     return table
+
+
+def check_known(name: str, values: Collection[int], known: Collection[int]) -> None:
+    """Raise `ConfigError` for a value that a trace does not have."""
+    for value in values:
+        if value not in known:
+            raise ConfigError(f"{name} must be one of {_ranges(known)}, got {value}")
+
+
+def _ranges(values: Collection[int]) -> Sequence[int] | str:
+    ordered = sorted(values)
+    whole = bool(ordered) and ordered == list(range(ordered[0], ordered[-1] + 1))
+    return f"{ordered[0]} to {ordered[-1]}" if whole else ordered

@@ -2,7 +2,6 @@
 
 from bisect import bisect_right
 from collections.abc import Collection
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -10,11 +9,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from sfi_traces.model.rows import Rows
-from sfi_traces.model.trace import Place
+from sfi_traces.model.steps import Steps
+from sfi_traces.model.trace import Place, Trace, rows_of
 from sfi_traces.schema import AHEAD
-
-if TYPE_CHECKING:
-    from sfi_traces.model.request import Request
 
 KEYS = ("step", "layer", "head", "reason")  # of a selection
 
@@ -36,10 +33,10 @@ class Selections:
         of_place: The selections of each layer and KV head that ever selected.
     """
 
-    def __init__(self, request: "Request") -> None:
+    def __init__(self, trace: Trace, request: int, steps: Steps) -> None:
         """Find the selections of the recorded steps."""
-        trace, steps = request.trace, request.steps
-        rows = trace.rows("selections", list(KEYS), request.wanted())
+        wanted = rows_of(request) & (pc.field("step") <= int(steps.step[-1]))
+        rows = trace.rows("selections", list(KEYS), wanted)
         key, step = _keys(rows), rows["step"].to_numpy().astype(np.int64)
         ahead = key & 1  # selected for the next step alone (FreeKV's speculative selection)
         slow = np.append(steps.slow, False)[steps.rows(step + ahead)]  # none after the last step
@@ -53,7 +50,7 @@ class Selections:
         first = np.flatnonzero(np.diff(place[by_place], prepend=-1))
         pieces = zip(place[by_place[first]].tolist(), np.split(by_place, first[1:]), strict=False)
         self.of_place: dict[Place, Ints] = {(at >> 16, at & 0xFFFF): own for at, own in pieces}
-        self._rows = Rows(trace, "selections", request.index, (*KEYS, "positions"))
+        self._rows = Rows(trace, "selections", request, (*KEYS, "positions"))
 
     def serving(self, step: int, places: Collection[Place]) -> Ints:
         """Return the rows in force at a step: the last of each of some layers and KV heads."""

@@ -3,23 +3,22 @@
 Dimensions: N steps, U pairs of a layer and a KV head, K positions of the largest support.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from sfi_core.errors import ConfigError, TraceError
+from sfi_core.errors import TraceError
+from sfi_traces.model.request import Request, check_known
 from sfi_traces.model.trace import Place, Trace, of_request
 from sfi_traces.overlap import intersections, padded, size
 
-if TYPE_CHECKING:
-    from sfi_traces.model.request import Request
-
+MOST_POSITIONS = 1 << 25  # in memory at once; a quarter of a GB, and its copies
 MOST_STEPS = 1024  # steps whose pairs are counted at once
 COLUMNS = ["step", "layer", "head", "positions", "mass"]
 
@@ -72,8 +71,6 @@ class Supports:
             TraceError: No audit, or one that skips steps.
             ConfigError: No such request, layer or head.
         """
-        from sfi_traces.model.request import Request  # noqa: PLC0415 - it reads supports
-
         trace.require_audit(every_step=True)
         steps = _chosen(trace.table("steps"), request=request)
         table = trace.table("supports", ["request", *COLUMNS])
@@ -95,7 +92,32 @@ class Supports:
         return found
 
     @classmethod
-    def of(cls, request: "Request", rows: pa.Table, place_U: Ints | None = None) -> Self:
+    def read(cls, request: Request, layer: int | None = None, head: int | None = None) -> Self:
+        """Read the supports of all layers and KV heads of a request unless one is given.
+
+        Takes 8 bytes of memory for each recorded position, and twice that for a moment. Beyond
+        `MOST_POSITIONS` positions, every n-th layer is read.
+
+        Raises:
+            TraceError: There are none; names the option that records them.
+        """
+        trace, wanted = request.trace, request.wanted(layer, head)
+        trace.require_audit()
+        found = trace.rows("supports", ["layer"], wanted)["layer"]
+        if not len(found):
+            raise TraceError(_missing(request, layer, head))
+        every = thinning(len(found) * trace.manifest["audit"]["top"], MOST_POSITIONS)
+        layers = pc.unique(found).sort()[::every]
+        return cls.where(request, wanted & pc.field("layer").isin(layers))
+
+    @classmethod
+    def where(cls, request: Request, wanted: pc.Expression) -> Self:
+        """Read the supports of the rows that a filter wants, at least one."""
+        rows = request.trace.rows("supports", COLUMNS, request.wanted() & wanted)
+        return cls.of(request, rows)
+
+    @classmethod
+    def of(cls, request: Request, rows: pa.Table, place_U: Ints | None = None) -> Self:
         """Take rows of the table `supports`; `place_U` are the layers and KV heads that a step must have."""
         place, steps = _places(rows), request.steps
         place_U = np.unique(place) if place_U is None else place_U
@@ -220,17 +242,13 @@ def thinning(count: int, most: int) -> int:
     return max(1, -(-count // most))
 
 
-def check_known(name: str, values: Collection[int], known: Collection[int]) -> None:
-    """Raise `ConfigError` for a value that a trace does not have."""
-    for value in values:
-        if value not in known:
-            raise ConfigError(f"{name} must be one of {_ranges(known)}, got {value}")
-
-
-def _ranges(values: Collection[int]) -> Sequence[int] | str:
-    ordered = sorted(values)
-    whole = bool(ordered) and ordered == list(range(ordered[0], ordered[-1] + 1))
-    return f"{ordered[0]} to {ordered[-1]}" if whole else ordered
+def _missing(request: Request, layer: int | None, head: int | None) -> str:
+    where, option = f"request {request.index}", "--audit 1"
+    for name, word, value in (("layer", "layer", layer), ("KV head", "head", head)):
+        if value is not None:
+            where += f", {name} {value}"
+            option += f" --set audit.{word}s={value}"
+    return f"trace {request.trace.path} has no supports of {where}; record it with {option}"
 
 
 def _chosen(table: pa.Table, **wanted: int | Collection[int] | None) -> pa.Table:

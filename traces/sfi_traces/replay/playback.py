@@ -10,10 +10,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from sfi_core.errors import TraceError
-from sfi_traces.model.request import Request, step_table
+from sfi_traces.model.request import Request, check_known, step_table
 from sfi_traces.model.rows import Rows
 from sfi_traces.model.step_reads import StepMass, StepReads
-from sfi_traces.model.supports import Positions, check_known, even_shares
+from sfi_traces.model.supports import Positions, even_shares
 from sfi_traces.model.trace import Place, Trace, of_request
 from sfi_traces.replay.frames import Frame, Marks, Numbers, Strip
 from sfi_traces.views.words import ALL, AUDITED, RECENT, SELECTED, SINK, Passage, Passages

@@ -10,8 +10,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from sfi_core.errors import TraceError
-from sfi_traces.model.request import MOST_POSITIONS, Request
-from sfi_traces.model.supports import Supports, thinning
+from sfi_traces.model.request import Request
+from sfi_traces.model.supports import MOST_POSITIONS, Supports, thinning
 from sfi_traces.model.trace import of_steps
 from sfi_traces.summary.drift import Drift, drift
 from sfi_traces.summary.head_similarity import MOST_STEPS, HeadSimilarity
@@ -206,7 +206,7 @@ def _read(request: Request, layers: Iterable[int] | None, steps: list[int]) -> S
     wanted = of_steps(np.array(steps))
     if layers is not None:
         wanted &= pc.field("layer").isin(pa.array(layers, pa.int16()))
-    return request.read_supports(wanted)
+    return Supports.where(request, wanted)
 
 
 def _plain(values: np.ndarray | float) -> Any:

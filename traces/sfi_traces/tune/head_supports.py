@@ -11,6 +11,7 @@ import torch
 
 from sfi_core.errors import ConfigError, TraceError
 from sfi_traces.model.request import Request
+from sfi_traces.model.supports import Supports
 from sfi_traces.model.trace import Trace
 from sfi_traces.replay.measured import check_one_model
 
@@ -55,7 +56,7 @@ def request_supports(trace: Trace, request: int, top: int) -> Iterator[tuple[int
         raise ConfigError(
             f"top_k must be at most audit.top of trace {trace.path}, {most}, got {top}"
         )
-    supports = Request.open(trace, request).supports().strongest(top)
+    supports = Supports.read(Request.open(trace, request)).strongest(top)
     long_N = supports.length_N > top
     if not long_N.any():
         raise TraceError(

@@ -95,7 +95,7 @@ class View:
     @cached_property
     def supports(self) -> Supports:
         """Supports of the steps; raises `TraceError` where there are none."""
-        found = self.recorded.supports(self.layer, self.head)
+        found = Supports.read(self.recorded, self.layer, self.head)
         return found if self.top is None else found.strongest(self.top)
 
 
