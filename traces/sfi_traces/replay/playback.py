@@ -181,19 +181,15 @@ class Playback:
         return [*sink, *[one for one in found if one.part in (SELECTED, ALL)][:most], *recent]
 
     def _places(self, *, audited: bool) -> list[Place]:
-        dense = set(self.recorded.trace.manifest["config"]["dense_layers"])
+        trace = self.recorded.trace
         recorded = self._supports.places()
         if not recorded and not audited:
-            recorded = self._selections.places() or [
-                (layer["layer"], head)
-                for layer in self.recorded.trace.manifest["model"]["layers"]
-                if layer["window"] is None
-                for head in range(layer["heads"])
-            ]
+            recorded = self._selections.places() or self.recorded.places()
+        dense = trace.manifest["config"]["dense_layers"]
         places = [place for place in recorded if place[0] not in dense]
         if not places:
             raise TraceError(
-                f"trace {self.recorded.trace.path} has no audited step of a layer that fast steps change"
+                f"trace {trace.path} has no audited step of a layer that fast steps change"
             )
         return places
 
