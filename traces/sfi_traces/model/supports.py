@@ -20,6 +20,7 @@ from sfi_traces.overlap import intersections, padded, size
 
 MOST_POSITIONS = 1 << 25  # in memory at once; a quarter of a GB, and its copies
 MOST_STEPS = 1024  # steps whose pairs are counted at once
+PLACED = 4096  # supports placed into the arrays at once
 COLUMNS = ["step", "layer", "head", "positions", "mass"]
 
 Ints = npt.NDArray[np.int64]
@@ -125,7 +126,7 @@ class Supports:
         # a killed run may have written the supports of a step before the step
         whole = (np.bincount(at, minlength=len(step)) == len(place_U)) & (step <= steps.step[-1])
         kept = whole[at]
-        rows = rows.filter(pa.array(kept))
+        rows = rows if kept.all() else rows.filter(pa.array(kept))
         row = steps.rows(step[whole])
         index = (np.cumsum(whole) - 1)[at[kept]], np.searchsorted(place_U, place[kept])
         K = pc.max(pc.list_value_length(rows["positions"])).as_py() or 0
@@ -271,7 +272,8 @@ def _places(rows: pa.Table) -> Ints:
 def _placed(
     lists: pa.ChunkedArray, index: tuple[Any, Any], shape: tuple[int, int, int], empty: float
 ) -> npt.NDArray[Any]:
-    rows = padded(lists, empty, shape[2])
-    out = np.full(shape, empty, rows.dtype)
-    out[index] = rows
+    out = np.full(shape, empty, lists.type.value_type.to_pandas_dtype())
+    for at in range(0, len(lists), PLACED):  # not all at once, for the memory's sake
+        rows = slice(at, at + PLACED)
+        out[index[0][rows], index[1][rows]] = padded(lists.slice(at, PLACED), empty, shape[2])
     return out
