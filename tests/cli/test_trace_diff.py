@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from sfi_traces.read.reader import Trace
+from sfi_traces.model.trace import Trace
 from tests.cli.trace_commands import trace
 from tests.traces.made import CONFIG, MODEL, make_trace
 from tests.traces.small import change_manifest, rows, write_part

@@ -25,7 +25,7 @@ from sfi_cli.commands.trace.replay.player import FASTEST, PlayerApp
 from sfi_cli.commands.trace.replay.text_layout import TextLayout
 from sfi_cli.commands.trace.replay.text_pane import TextPane
 from sfi_core.errors import BackendError, TraceError
-from sfi_traces.read.reader import Trace
+from sfi_traces.model.trace import Trace
 from sfi_traces.replay.playback import Playback
 from sfi_traces.views.view import View
 from sfi_traces.views.words import step_words

@@ -15,7 +15,7 @@ from sfi_cli.commands.trace import record
 from sfi_core.errors import BackendError, SfiError
 from sfi_core.models.load import BUNDLED
 from sfi_traces import report
-from sfi_traces.read.reader import Trace
+from sfi_traces.model.trace import Trace
 
 PROMPT = "Later, Belora hid a red lantern under the old bridge.\nBelora"
 SHORT = ("-n", "12", "--budget", "8", "--recent", "4", "--t-max", "4")

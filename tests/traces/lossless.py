@@ -73,16 +73,14 @@ class LosslessRun:
         self.verifications: list[VerificationEvent] = []
         self.tokens = [[token_of(request, 0)] for request in range(len(most))]
         batch = range(len(most))
-        observer.on_run(
+        observer.on(
             run_event(
                 len(most), config=LOSSLESS, trigger_token_ids=(STOP,), audit=None, lossless=lossless
             )
         )
         ids = torch.arange(PROMPT).repeat(len(most), 1)
-        observer.on_prompt(
-            PromptEvent(requests=tuple(batch), ids_BT=ids, count=(PROMPT,) * len(most))
-        )
-        observer.on_begin_step(BeginStepEvent(step=0, slow=tuple(batch), fast=()))
+        observer.on(PromptEvent(requests=tuple(batch), ids_BT=ids, count=(PROMPT,) * len(most)))
+        observer.on(BeginStepEvent(step=0, slow=tuple(batch), fast=()))
         with observer.span("prefill"):
             pass
         for request in batch:
@@ -98,7 +96,7 @@ class LosslessRun:
         verified = [state for state in alive if state.reason]
         drafting = [state for state in alive if not state.reason]
         ids = [tuple(state.request for state in states) for states in (verified, drafting)]
-        self._observer.on_begin_step(BeginStepEvent(step=number, slow=ids[0], fast=ids[1]))
+        self._observer.on(BeginStepEvent(step=number, slow=ids[0], fast=ids[1]))
         name = "dense" if not drafting else "mixed" if verified else "fast"
         with self._observer.span("forward"), self._observer.span(f"attention.{name}", 0, 512):
             pass
@@ -122,10 +120,10 @@ class LosslessRun:
             evidence_position=state.base + drafted if accepted == drafted else None,
             attended_tokens=sum(state.attended) + context, elapsed_us=900.0 + number,
         )  # fmt: skip
-        self._observer.on_verification(event)
+        self._observer.on(event)
         self.verifications.append(event)
         tested = [state.given + i for i in range(min(drafted, accepted + 1))]
-        self._observer.on_logits(
+        self._observer.on(
             LogitsEvent(
                 requests=(state.request,) * len(tested), steps=tuple(tested),
                 kl_R=torch.full((len(tested),), 0.25),
@@ -155,7 +153,7 @@ class LosslessRun:
         draft: int | None = None,
         attended: float,
     ) -> None:
-        self._observer.on_step(
+        self._observer.on(
             step_event(
                 request, step, batch_step=batch_step, position=PROMPT + step - 1, slow=not depth,
                 token_id=token_of(request, step), reason=reason, steps_since_slow=depth,

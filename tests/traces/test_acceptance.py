@@ -9,10 +9,10 @@ from sfi_cli.commands.trace.diff_views import diff_text
 from sfi_cli.commands.trace.show_views import show_text
 from sfi_core.errors import TraceError
 from sfi_traces.export.perfetto import perfetto_text
-from sfi_traces.read.reader import Trace
+from sfi_traces.model.supports import Supports
+from sfi_traces.model.trace import Trace
 from sfi_traces.record.parquet import ParquetObserver
 from sfi_traces.replay.playback import Playback
-from sfi_traces.replay.support import Supports
 from sfi_traces.report import render
 from sfi_traces.summary import summarize
 from sfi_traces.summary.diff import compare

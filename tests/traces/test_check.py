@@ -9,8 +9,8 @@ from pyarrow import parquet
 from sfi_core.settings.config import SfiConfig
 from sfi_core.state.request import RequestState
 from sfi_core.triggers.trigger import Trigger
+from sfi_traces.model.trace import Trace
 from sfi_traces.read.check import check
-from sfi_traces.read.reader import Trace
 from sfi_traces.schema import TABLES
 from tests.traces.made import CONFIG, STOP, make_trace
 from tests.traces.small import change_manifest, redact, spoil, write_part, write_trace

@@ -15,8 +15,8 @@ from sfi_core import SfiConfig
 from sfi_core.settings.audit import AuditConfig
 from sfi_core.settings.engine import EngineOptions
 from sfi_traces.export.perfetto import perfetto_text
+from sfi_traces.model.trace import Trace
 from sfi_traces.read.check import check
-from sfi_traces.read.reader import Trace
 from sfi_traces.record.parquet import ParquetObserver
 from sfi_traces.summary import summarize
 from sfi_traces.summary.diff import compare

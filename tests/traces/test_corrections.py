@@ -6,7 +6,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from sfi_traces.read.reader import Trace
+from sfi_traces.model.trace import Trace
 from sfi_traces.record.selected_sets import SelectedSets
 from sfi_traces.summary import summarize
 from sfi_traces.views import observations
@@ -83,7 +83,7 @@ def test_a_selection_for_the_next_step_is_in_force_then(tmp_path):
     (row,) = rows(Trace.open(folder), "selections")
     view = View(Trace.open(folder))
     place = (row["layer"], row["head"])
-    held = {p for step in (13, 14) for p in view.supports.strongest(20).sets[place][step].tolist()}
+    held = {*view.supports.of_places([place]).strongest(20).position_NUK[13:15].ravel().tolist()}
     free = next(p for p in (40, 41) if p not in held)
     cells = rasters(view, [place], most_steps=99, most_cells=999)[0].cells
     assert cells[free, 13] != cells[free, 14] != 0

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from sfi_core.errors import ConfigError, TraceError
-from sfi_traces.read.reader import Trace
+from sfi_traces.model.trace import Trace
 from sfi_traces.summary.diff import SAME_MASS, compare
 from sfi_traces.summary.diff_metrics import METRICS, Limit
 from tests.traces.made import CONFIG, MODEL, make_trace, overlap

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from sfi_traces.export.rows import csv_text, json_text, jsonl_text, table_text
-from sfi_traces.read.reader import Trace
+from sfi_traces.model.trace import Trace
 from sfi_traces.schema import TABLES
 from tests.traces.made import make_trace
 from tests.traces.small import redact, rows

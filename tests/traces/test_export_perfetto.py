@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 import pytest
 
 from sfi_traces.export.perfetto import perfetto_text
-from sfi_traces.read.reader import Trace
+from sfi_traces.model.trace import Trace
 from tests.traces.made import LAYERS, make_trace
 from tests.traces.small import redact, rows, write_trace
 

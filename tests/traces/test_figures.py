@@ -6,7 +6,7 @@ import pytest
 from sfi_core.errors import BackendError
 from sfi_traces.figures import KINDS, draw, style
 from sfi_traces.figures.style import check_matplotlib, save
-from sfi_traces.read.reader import Trace
+from sfi_traces.model.trace import Trace
 from sfi_traces.views.figure_data import REST, lambda_over_time, retained_mass, step_phases
 from sfi_traces.views.view import View
 from tests.traces.made import TOP, WORDS, make_trace

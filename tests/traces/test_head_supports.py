@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from sfi_core.errors import ConfigError, TraceError
-from sfi_traces.read.reader import Trace
+from sfi_traces.model.trace import Trace
 from sfi_traces.tune.head_supports import largest_top, request_supports, requests_of
 from tests.traces.made import HEADS, LAYERS, MODEL, TOP, make_trace
 from tests.traces.small import change_manifest, write_trace

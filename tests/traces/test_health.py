@@ -19,7 +19,7 @@ from sfi_core.settings.audit import AuditConfig
 from sfi_traces.health import RULES, judge, line, problems, quick_problems
 from sfi_traces.health.rules import NOTE
 from sfi_traces.health.run_measures import TRIGGERED
-from sfi_traces.read.reader import Trace
+from sfi_traces.model.trace import Trace
 from sfi_traces.record.parquet import ParquetObserver
 from sfi_traces.summary.coverage import coverage_facts
 from sfi_traces.summary.scope import Scope

@@ -13,8 +13,8 @@ from sfi_core.errors import ConfigError, InputError, TraceError
 from sfi_traces.importing import row_table
 from sfi_traces.importing.importer import import_trace
 from sfi_traces.importing.schema import ImportOptions
+from sfi_traces.model.trace import Trace
 from sfi_traces.read.check import check
-from sfi_traces.read.reader import Trace
 from sfi_traces.replay import Supports, reuse
 from sfi_traces.summary import summarize
 from sfi_traces.views.view import View

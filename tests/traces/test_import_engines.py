@@ -16,8 +16,8 @@ from sfi_core.settings.audit import AuditConfig
 from sfi_traces.importing import arrays
 from sfi_traces.importing.importer import import_trace
 from sfi_traces.importing.schema import ImportOptions
+from sfi_traces.model.trace import Trace
 from sfi_traces.read.check import check
-from sfi_traces.read.reader import Trace
 from sfi_traces.record.parquet import ParquetObserver
 from sfi_traces.replay import Supports, reuse
 from sfi_traces.summary import summarize

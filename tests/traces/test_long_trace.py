@@ -5,11 +5,10 @@ from pyarrow import parquet
 
 from benchmarks.made_trace import Shape, write
 from sfi_core.errors import TraceError
-from sfi_traces.read.reader import Trace
+from sfi_traces.model.trace import Trace
 from sfi_traces.report import render
 from sfi_traces.summary import Scope, summarize
 from sfi_traces.summary.supports import selection_facts
-from sfi_traces.views.reads import Refreshes
 from sfi_traces.views.view import View
 from sfi_traces.views.words import step_words
 
@@ -26,7 +25,7 @@ def trace(tmp_path_factory) -> Trace:
 
 
 def test_the_report_grows_by_little_a_step(trace, monkeypatch):
-    monkeypatch.setattr("sfi_traces.views.stability.MOST_POSITIONS", 1 << 12)
+    monkeypatch.setattr("sfi_traces.model.supports.MOST_POSITIONS", 1 << 12)
     page = render(View(trace))
     assert len(page) - len(plotly.get_plotlyjs()) < BYTES_A_STEP * SHAPE.steps
     assert "1 of 3 audited layers are drawn, evenly chosen." in page
@@ -48,8 +47,8 @@ def test_what_needs_no_position_of_a_selection_reads_none(trace, tmp_path):
     spoiled = Trace.open(copy)
     found, expected = (selection_facts(Scope.of(one)) for one in (spoiled, trace))
     assert found["lambda_star"]["mean"] == pytest.approx(expected["lambda_star"]["mean"])
-    assert len(Refreshes.of(View(spoiled)).step) > 0
-    with pytest.raises(TraceError, match="damaged part"):
+    assert len(View(spoiled).recorded.selections.step) > 0
+    with pytest.raises(TraceError, match="cannot be read"):
         step_words(View(spoiled), SHAPE.steps - 1)
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 
+from sfi_traces.model.trace import Trace
 from sfi_traces.read.check import check
-from sfi_traces.read.reader import Trace
 from sfi_traces.record.parquet import ParquetObserver
 from tests.traces.lossless import LosslessRun
 from tests.traces.small import change_manifest, rows

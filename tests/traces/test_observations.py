@@ -8,8 +8,10 @@ from statistics import mean
 import pytest
 
 from sfi_core.errors import TraceError
-from sfi_traces.read.reader import Trace
+from sfi_traces.model.trace import Trace
 from sfi_traces.summary import summarize
+from sfi_traces.summary.drift import drift
+from sfi_traces.summary.head_similarity import HeadSimilarity
 from sfi_traces.views import observations
 from sfi_traces.views.view import View
 from tests.traces.made import HEADS, LAYERS, make_trace, overlap
@@ -84,7 +86,6 @@ def test_locality_is_the_overlap_of_every_two_steps(trace, monkeypatch, most):
 @pytest.mark.parametrize("most", [STEPS, 7])
 def test_heads_are_compared_within_and_between_layers_at_the_same_step(trace, monkeypatch, most):
     monkeypatch.setattr("sfi_traces.summary.similarity.MOST_STEPS", most)
-    monkeypatch.setattr("sfi_traces.views.observations.MOST_STEPS", most)
     held, steps = sets(trace), range(0, STEPS, math.ceil(STEPS / most))
     values: dict[tuple[int, int, int], list[float]] = defaultdict(list)
     for request, step, one, other in product(range(2), steps, PLACES, PLACES):
@@ -102,7 +103,7 @@ def test_heads_are_compared_within_and_between_layers_at_the_same_step(trace, mo
         assert found["matrix"][a][b] == pytest.approx(expected, abs=1e-4)
     assert found["within"] == pytest.approx(average(lambda _, a, b: a == b), abs=1e-4)
     assert found["between"] == pytest.approx(average(lambda _, a, b: a != b), abs=1e-4)
-    one = observations.head_similarity_of(View(trace, 1))
+    one = HeadSimilarity.of(View(trace, 1).supports.thinned(most))
     assert one.within == pytest.approx(average(lambda r, a, b: r == 1 and a == b))
     assert one.between == pytest.approx(average(lambda r, a, b: r == 1 and a != b))
 
@@ -151,22 +152,18 @@ def keep_step_0(supports: list[dict]) -> list[dict]:
 @pytest.mark.parametrize(
     ("read", "section", "change", "words"),
     [
-        (observations.drift_of, "drift", lose_step_0, "drift needs the support of step 0"),
-        (observations.drift_of, "drift", keep_step_0, "drift needs an audited step after step 0"),
-        (
-            observations.head_similarity_of,
-            "head_similarity",
-            keep_layer_1,
-            "or more, got layer 1 alone",
-        ),
-        (observations.cosines_of, "query_cosine", keep_step_0, "has no query cosine of request 0"),
+        (drift, "drift", lose_step_0, "drift needs the support of step 0"),
+        (drift, "drift", keep_step_0, "drift needs an audited step after step 0"),
+        (HeadSimilarity.of, "head_similarity", keep_layer_1, "or more, got layer 1 alone"),
+        (None, "query_cosine", keep_step_0, "has no query cosine of request 0"),
     ],
 )
 def test_what_a_view_lacks_is_one_line(tmp_path, read, section, change, words):
     folder = make_trace(tmp_path / "run", steps=12)
     rewrite(folder, "supports", change)
+    view = View(Trace.open(folder))
     with pytest.raises(TraceError, match=words) as error:
-        read(View(Trace.open(folder)))
+        read(view.supports) if read else observations.cosines_of(view)
     assert "\n" not in str(error.value)
     found = summarize(Trace.open(folder))
     assert found[section] is None

@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerFast
 from sfi_core.bundled.tokenizer import build_tokenizer
 from sfi_core.errors import ConfigError
 from sfi_core.observers.events import PromptEvent, SelectionEvent
-from sfi_traces.read.reader import Trace
+from sfi_traces.model.trace import Trace
 from sfi_traces.record import readback
 from sfi_traces.record.parquet import ParquetObserver
 from sfi_traces.record.token_text import TokenText
@@ -135,9 +135,9 @@ def test_texts_join_to_the_prompt(tmp_path):
     text = "The cat sat on the mat.\nIt was a dog! And then?"
     ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
     with ParquetObserver(tmp_path / "trace", tokenizer=tokenizer) as observer:
-        observer.on_run(run_event(1))
-        observer.on_prompt(PromptEvent(requests=(0,), ids_BT=ids, count=(ids.shape[1],)))
-        observer.on_step(step_event(token_id=int(ids[0, 2])))
+        observer.on(run_event(1))
+        observer.on(PromptEvent(requests=(0,), ids_BT=ids, count=(ids.shape[1],)))
+        observer.on(step_event(token_id=int(ids[0, 2])))
 
     trace = Trace.open(tmp_path / "trace")
     texts = trace.table("prompts")["token_text"].to_pylist()
@@ -198,8 +198,8 @@ def test_positions_are_recorded_while_they_are_few(
         1, model=MODEL | {"layers": layers}, config={"budget": budget, "dense_layers": dense}
     )
     with ParquetObserver(tmp_path / "trace", positions=asked) as observer:
-        observer.on_run(event)
-        observer.on_selection(selection(torch.tensor([[1, 4]], dtype=torch.int32)))
+        observer.on(event)
+        observer.on(selection(torch.tensor([[1, 4]], dtype=torch.int32)))
 
     trace = Trace.open(tmp_path / "trace")
     (row,) = trace.table("selections").to_pylist()
@@ -210,9 +210,9 @@ def test_positions_are_recorded_while_they_are_few(
 
 def test_a_policy_that_selects_nothing_has_no_selections(tmp_path):
     with ParquetObserver(tmp_path / "trace") as observer:
-        observer.on_run(run_event(1))
-        observer.on_selection(selection(torch.empty(2, 0, dtype=torch.int32)))
-        observer.on_selection(selection(torch.full((2, 3), -1, dtype=torch.int32), layer=1))
+        observer.on(run_event(1))
+        observer.on(selection(torch.empty(2, 0, dtype=torch.int32)))
+        observer.on(selection(torch.full((2, 3), -1, dtype=torch.int32), layer=1))
 
     assert not Trace.open(tmp_path / "trace").has("selections")
 
@@ -221,9 +221,9 @@ def test_an_empty_refresh_of_a_selector_has_its_rows(tmp_path):
     empty = torch.full((2, 3), -1, dtype=torch.int32)
     diagnostics = {"lambda_star": torch.tensor([[0.25, 0.5]], dtype=torch.bfloat16)}
     with ParquetObserver(tmp_path / "trace") as observer:
-        observer.on_run(run_event(1))
+        observer.on(run_event(1))
         for step in (0, 1):
-            observer.on_selection(selection(empty, step=step, diagnostics=diagnostics))
+            observer.on(selection(empty, step=step, diagnostics=diagnostics))
 
     rows = Trace.open(tmp_path / "trace").table("selections").to_pylist()
     assert [row["lambda_star"] for row in rows] == [0.25, 0.5] * 2
@@ -258,8 +258,8 @@ def test_an_old_trace_stays_until_a_run_takes_its_place(tmp_path):
     assert len(Trace.open(tmp_path / "trace").table("supports")) > 0
 
     with ParquetObserver(tmp_path / "trace", force=True) as observer:
-        observer.on_run(run_event())
-        observer.on_step(step_event())
+        observer.on(run_event())
+        observer.on(step_event())
 
     trace = Trace.open(tmp_path / "trace")
     assert [len(trace.table(name)) for name in ("steps", "supports", "prompts")] == [1, 0, 0]
@@ -282,9 +282,9 @@ def test_it_watches_without_a_tokenizer_and_changes_nothing_it_is_shown(tmp_path
     index = torch.tensor([[3, 5, -1]], dtype=torch.int32)
     ids = torch.tensor([[7, 8]])
     with ParquetObserver(tmp_path / "trace") as observer:
-        observer.on_run(run_event(1))
-        observer.on_prompt(PromptEvent(requests=(0,), ids_BT=ids, count=(1,)))
-        observer.on_selection(selection(index))
+        observer.on(run_event(1))
+        observer.on(PromptEvent(requests=(0,), ids_BT=ids, count=(1,)))
+        observer.on(selection(index))
 
     assert index.tolist() == [[3, 5, -1]]
     assert ids.tolist() == [[7, 8]]
@@ -303,12 +303,12 @@ from tests.traces.told import run_event, step_event
 
 trace_writer.SOONEST = 0.1
 observer = ParquetObserver(Path(sys.argv[1]))
-observer.on_run(run_event(1))
+observer.on(run_event(1))
 for step in range(10**6):
-    observer.on_begin_step(BeginStepEvent(step=step, slow=(), fast=(0,)))
+    observer.on(BeginStepEvent(step=step, slow=(), fast=(0,)))
     with observer.span("forward"):
         time.sleep(0.001)
-    observer.on_step(step_event(0, step))
+    observer.on(step_event(0, step))
 """
 
 

@@ -1,17 +1,15 @@
 """A recorded run step by step."""
 
 import shutil
-from operator import itemgetter
+from operator import attrgetter
 
 import numpy as np
 import pytest
 from pyarrow import parquet
 
 from sfi_core.errors import TraceError
-from sfi_traces.read import step_rows
-from sfi_traces.read.reader import Trace
-from sfi_traces.read.step_rows import StepRows
-from sfi_traces.replay.passages import passages
+from sfi_traces.model import rows as row_groups
+from sfi_traces.model.trace import Trace
 from sfi_traces.replay.playback import PROMPT_TAIL, Playback
 from sfi_traces.views.view import View
 from sfi_traces.views.words import step_words
@@ -98,7 +96,8 @@ def test_a_strip_bins_the_mass_and_marks_the_memory(trace, playback):
         assert strip.removed.tolist() == ((now <= even) & (before > even)).tolist()
         refresh = step - step % 10
         start = PROMPT + refresh - 16
-        selected = {p for row in rows(trace, "selections", refresh) for p in row["positions"]}
+        last = (step - 1) // 10 * 10  # a slow step's selection serves the steps after it
+        selected = {p for row in rows(trace, "selections", last) for p in row["positions"]}
         for marks, positions in (
             (strip.sink, range(4)), (strip.recent, range(start, length)), (strip.selected, selected),
         ):  # fmt: skip
@@ -127,40 +126,40 @@ def test_passages_are_what_a_step_reads_with_its_text_and_mass(trace, playback):
         own = {*range(4), *sets[row["layer"], row["head"]], *range(PROMPT + 4, PROMPT + 23)}
         for position, share in zip(row["positions"], row["mass"], strict=True):
             mass[position] += share / 4 if position in own else 0
-    found = passages(playback, 23, most=100)
-    assert [one.kind for one in (found[0], found[-1])] == ["sink", "recent"]
-    assert [(one.first, one.end) for one in (found[0], found[-1])] == [
-        (0, 4),
-        (PROMPT + 4, PROMPT + 23),
+    found = playback.passages(23, most=100)
+    assert [one.part for one in (found[0], found[-1])] == ["sink", "recent"]
+    assert [(one.first, one.last) for one in (found[0], found[-1])] == [
+        (0, 3),
+        (PROMPT + 4, PROMPT + 22),
     ]
     between = found[1:-1]
-    assert set(chosen) <= {p for one in between for p in range(one.first, one.end)}
-    assert sum(one.share * (one.end - one.first) * 4 for one in between) == pytest.approx(
+    assert set(chosen) <= {p for one in between for p in range(one.first, one.last + 1)}
+    assert sum(one.share * (one.last + 1 - one.first) * 4 for one in between) == pytest.approx(
         len(chosen)
     )
     assert [one.mass for one in between] == sorted((one.mass for one in between), reverse=True)
     texts = [row["token_text"] for row in trace.table("prompts").to_pylist() if row["request"] == 1]
     texts += [row["token_text"] for row in trace.table("steps").to_pylist() if row["request"] == 1]
     for one in found:
-        assert one.mass == pytest.approx(mass[one.first : one.end].sum(), abs=1e-6)
-        assert one.text == "".join(texts[one.first : one.end])
-    assert len(passages(playback, 23, most=3)) == 5
+        assert one.mass == pytest.approx(mass[one.first : one.last + 1].sum(), abs=1e-6)
+        assert one.text == "".join(texts[one.first : one.last + 1])
+    assert len(playback.passages(23, most=3)) == 5
 
 
 def test_the_passages_are_those_of_show(trace, playback):
-    """One definition of a passage, for the player and `sfi trace show --step`."""
-    shown = step_words(View(trace, request=1), 23).passages
-    assert len(shown) > 5
-    found = passages(playback, 23, most=100)
-    key = itemgetter(0)
-    assert sorted(((one.first, one.end - 1, one.text) for one in found), key=key) == sorted(
-        ((one.first, one.last, one.text) for one in shown), key=key
-    )
-    mass = {one.first: one.mass for one in shown}
-    assert {one.first: one.mass for one in found} == pytest.approx(mass, abs=1e-6)
+    """Also at a slow step, which reads everything, and not only what it then selects."""
+    for step, least in ((23, 5), (20, 20)):
+        shown = step_words(View(trace, request=1), step).passages
+        assert len(shown) > least
+        found = playback.passages(step, most=1000)
+        key = attrgetter("first")
+        assert sorted(found, key=key) == sorted(shown, key=key)
+    assert {one.part for one in found} == {"all"}
 
 
 def test_the_selection_in_force_is_each_head_s_last(tmp_path):
+    """A slow step's serves the steps after it; one made ahead serves the next step."""
+
     def row(step: int, head: int, positions: list[int], reason: str = "") -> dict:
         key = {"request": 0, "step": step, "layer": 0, "head": head}
         return key | {"positions": positions, "reason": reason}
@@ -179,8 +178,8 @@ def test_the_selection_in_force_is_each_head_s_last(tmp_path):
         for step in range(7)
     ]
     assert found == [
-        {0: [1], 1: [2]}, {0: [1], 1: [2]}, {0: [1], 1: [3]}, {0: [1], 1: [3]}, {0: [4], 1: [3]},
-        {0: [5], 1: [6]}, {0: [5], 1: [6]},
+        {}, {0: [1], 1: [2]}, {0: [1], 1: [3]}, {0: [1], 1: [3]}, {0: [4], 1: [3]}, {0: [4], 1: [3]},
+        {0: [5], 1: [6]},
     ]  # fmt: skip
 
 
@@ -191,7 +190,7 @@ def test_only_the_parts_that_may_hold_a_step_are_read(tmp_path):
     for number in range(3):
         part = [row for row in table if row["step"] // 10 == number]
         path = write_part(folder, "supports", part, number)
-    found = StepRows(Trace.open(folder), "supports", 0, ["positions"])
+    found = row_groups.Rows(Trace.open(folder), "supports", 0, ["positions"])
     path.write_bytes(b"")
     assert found.last(14) == 14
     assert found.at(14)["positions"].to_pylist() == [
@@ -234,9 +233,9 @@ def test_the_row_groups_of_neighbouring_steps_stay_in_memory_on_every_rank(
         table = parquet.read_table(path / "supports").to_pylist()
         for number in range(2):
             write_part(path, "supports", [r for r in table if r["step"] // 10 == number], number)
-    found = StepRows(Trace.open(folder), "supports", 0, ["positions"])
-    read, true = [], step_rows._read  # noqa: SLF001 - what it counts
-    monkeypatch.setattr(step_rows, "_read", lambda *given: read.append(given) or true(*given))
+    found = row_groups.Rows(Trace.open(folder), "supports", 0, ["positions"])
+    read, true = [], row_groups._read  # noqa: SLF001 - what it counts
+    monkeypatch.setattr(row_groups, "_read", lambda *given: read.append(given) or true(*given))
     assert [len(found.at(step)) for step in (9, 10)] == [8, 8]
     assert len(read) == 8  # keys and values
     assert [len(found.at(step)) for step in (9, 10, 9)] == [8, 8, 8]

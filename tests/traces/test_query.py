@@ -3,8 +3,8 @@
 import pytest
 
 from sfi_core.errors import ConfigError
+from sfi_traces.model.trace import Trace
 from sfi_traces.read.query import Query
-from sfi_traces.read.reader import Trace
 from tests.traces.made import make_trace
 
 

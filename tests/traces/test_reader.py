@@ -7,7 +7,7 @@ import pytest
 from pyarrow import parquet
 
 from sfi_core.errors import TraceError
-from sfi_traces.read.reader import Trace
+from sfi_traces.model.trace import Trace
 from sfi_traces.schema import MANIFEST, SCHEMA_VERSION, TABLES
 from tests.traces.made import make_trace
 from tests.traces.small import change_manifest, spoil

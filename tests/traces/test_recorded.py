@@ -17,9 +17,9 @@ from sfi_core.bundled.example import load_example
 from sfi_core.models.load import load
 from sfi_core.settings.audit import AuditConfig
 from sfi_kernels.constants import EPS
-from sfi_traces.read.reader import Trace
+from sfi_traces.model.step_reads import StepReads
+from sfi_traces.model.trace import Trace
 from sfi_traces.record.parquet import ParquetObserver
-from sfi_traces.views.reads import StepReads
 from sfi_traces.views.view import View
 
 NEW = 40
@@ -203,7 +203,7 @@ def test_the_positions_that_a_step_is_said_to_read_are_those_that_it_attended():
     for request in (0, 1):
         view = View(trace, request)
         for step in {row["step"] for row in rows(48, "supports") if row["request"] == request}:
-            reads = StepReads.of(view, int(view.steps.rows(step)))
+            reads = StepReads.of(view.recorded, step, view.places)
             for row in rows(48, "supports"):
                 if (row["request"], row["step"]) == (request, step):
                     place = row["layer"], row["head"]

@@ -12,7 +12,8 @@ from sfi_core.errors import TraceError
 from sfi_core.models.load import load
 from sfi_core.settings.audit import AuditConfig
 from sfi_core.settings.config import SfiConfig
-from sfi_traces.read.reader import Trace
+from sfi_traces.model.memory import Memory
+from sfi_traces.model.trace import Trace
 from sfi_traces.record.parquet import ParquetObserver
 from sfi_traces.replay import (
     Outcome,
@@ -25,7 +26,6 @@ from sfi_traces.replay import (
     replay_request,
     schedule,
 )
-from sfi_traces.replay.memory import Memory
 from sfi_traces.replay.replay import spread, top
 from tests.traces.made import CONFIG, MODEL, PROMPT, STOP, TOP, make_trace
 
@@ -381,7 +381,7 @@ def test_the_model_of_a_fast_step_is_what_it_read(bundled_runs):
     (supports,) = Supports.load(trace)
     config = Setting.recorded(trace).config
     slow = np.array([row["slow"] for row in trace.table("steps", ["slow"]).to_pylist()])
-    memory = Memory.of(config, slow, supports.length_N)
+    memory = Memory.of(config.to_dict(), slow, supports.length_N)
     selected = {
         (row["step"], row["layer"], row["head"]): row["positions"]
         for row in trace.table("selections").to_pylist()

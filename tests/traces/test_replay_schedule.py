@@ -12,9 +12,9 @@ from pyarrow import parquet
 from sfi_core.errors import ConfigError, TraceError
 from sfi_core.settings.config import SfiConfig
 from sfi_core.state.request import RequestState
-from sfi_traces.read.reader import Trace
+from sfi_traces.model.memory import Memory
+from sfi_traces.model.trace import Trace
 from sfi_traces.replay import RecordedVocabulary, Setting, Supports, grid, schedule
-from sfi_traces.replay.memory import Memory
 from tests.traces.made import PROMPT, STOP, make_trace
 
 STEPS = 60
@@ -108,7 +108,7 @@ def test_sizes_of_the_memory_are_those_of_the_sparse_state(supports, mode, recen
     rules = setting(recent_mode=mode, recent=recent, budget=20, t_max=7)
     reasons = schedule(supports, rules)
     slow = np.array([bool(reason) for reason in reasons])
-    memory = Memory.of(rules.config, slow, supports.length_N)
+    memory = Memory.of(rules.config.to_dict(), slow, supports.length_N)
     state = RequestState(prompt_tokens=PROMPT)
     for step, reason in enumerate(reasons):
         state.begin(slow=bool(reason), reason=reason, new_tokens=1 if step else PROMPT)

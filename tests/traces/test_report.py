@@ -13,12 +13,14 @@ import numpy as np
 import pytest
 
 from sfi_traces.importing.importer import import_trace
-from sfi_traces.read.reader import Trace
+from sfi_traces.model.step_reads import StepReads
+from sfi_traces.model.trace import Trace
 from sfi_traces.report import render
 from sfi_traces.report.raster_figure import pack
-from sfi_traces.views.observations import HeadMap, cosines_of, drift_of, head_similarity_of
+from sfi_traces.summary.drift import drift
+from sfi_traces.summary.head_similarity import HeadSimilarity
+from sfi_traces.views.observations import HeadMap, cosines_of
 from sfi_traces.views.raster import rasters
-from sfi_traces.views.reads import StepReads
 from sfi_traces.views.view import View
 from tests.traces.imports import LAYERS, STEPS, selection_arrays, write_npz
 from tests.traces.imports import PROMPT as IMPORTED
@@ -96,9 +98,9 @@ def test_the_figures_have_the_numbers_of_the_trace(shown):
     assert array(mean["y"]).tolist() == sfi.lags[0].mean.tolist()
     assert array(figures["lambda"]["data"][0]["x"]).tolist() == [0, 10, 20, 30]
     drifted = figures["drift"]["data"][2]
-    assert array(drifted["y"]).tolist() == drift_of(sfi).mean.tolist()
+    assert array(drifted["y"]).tolist() == drift(sfi.supports).mean.tolist()
     alike = array(figures["head-similarity"]["data"][0]["z"])
-    assert alike.tolist() == head_similarity_of(sfi).matrix.tolist()
+    assert alike.tolist() == HeadSimilarity.of(sfi.supports).matrix.tolist()
     cosine, *courses = figures["query-cosine"]["data"]
     assert (
         array(cosine["z"]).tolist() == HeadMap.of(cosines_of(sfi)["heads"], "mean").value.tolist()
@@ -122,7 +124,7 @@ def test_the_page_has_what_each_refresh_selected(tmp_path):
     counts = deltas.reshape(len(begins), len(layers), -1).cumsum(0, dtype=np.uint8)
     assert found["cells"][10] == f" {WORDS[0]}"
     for step in (5, 17, 39):
-        reads = StepReads.of(view, int(view.steps.rows(step)))
+        reads = StepReads.of(view.recorded, step, view.places)
         state = np.searchsorted(begins, step, side="right") - 1
         for row, layer in enumerate(layers):
             expected = np.zeros(counts.shape[2], int)
@@ -137,11 +139,11 @@ def test_the_page_has_the_places_with_the_most_attention(sfi):
     found = words(render(View(sfi.trace)))["mass"]
     lists = np.frombuffer(zlib.decompress(base64.b64decode(found["packed"])), np.uint16)
     lists = lists.reshape(len(found["steps"]), len(found["layers"]), found["list"], 3)
-    one = {place: sfi.supports.mass[place][7] for place in ((1, 0), (1, 1))}
     whole, lost = np.zeros(260), np.zeros(260)
-    for place, mass in one.items():
-        np.add.at(whole, sfi.supports.sets[place][7], mass / 2)
-        np.add.at(lost, sfi.supports.sets[place][7][1::2], mass[1::2] / 2)
+    own = sfi.supports.of_places([(1, 0), (1, 1)])
+    for position, mass in zip(own.position_NUK[7], own.mass_NUK[7], strict=True):
+        np.add.at(whole, position, mass / 2)
+        np.add.at(lost, position[1::2], mass[1::2] / 2)
     cell, mass, missed = lists[found["steps"].index(7), 1].astype(int).T
     assert sorted(mass, reverse=True) == mass.tolist()
     assert np.abs(mass / 65_535 - whole[cell]).max() < 1e-5
@@ -149,8 +151,8 @@ def test_the_page_has_the_places_with_the_most_attention(sfi):
 
 
 def test_refreshes_that_do_not_fit_are_left_out_and_the_page_says_from_where(sfi, monkeypatch):
-    monkeypatch.setattr("sfi_traces.report.reading.MOST_BYTES", 0)
-    monkeypatch.setattr("sfi_traces.report.reading.MOST_CELLS", 100)
+    monkeypatch.setattr("sfi_traces.report.packed_reads.MOST_BYTES", 0)
+    monkeypatch.setattr("sfi_traces.report.packed_reads.MOST_CELLS", 100)
     found = words(render(sfi))
     assert found["perCell"] == 3
     assert len(found["cells"]) == 80

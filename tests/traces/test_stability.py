@@ -7,12 +7,14 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from sfi_traces.read.reader import Trace
+from sfi_traces import overlap as overlaps
+from sfi_traces.model.trace import Trace
 from sfi_traces.schema import TABLES
-from sfi_traces.views import stability
+from sfi_traces.summary import Scope, lags
+from sfi_traces.summary.lags import overlap_by_lag
+from sfi_traces.summary.supports import selection_facts
 from sfi_traces.views.figure_data import REST, lambda_over_time, retained_mass, step_phases
 from sfi_traces.views.raster import MISSED, NOTHING, READ, SELECTED, choose_place, rasters
-from sfi_traces.views.stability import intersections, overlap_by_lag
 from sfi_traces.views.view import View
 from tests.traces.made import CONFIG, make_trace, overlap
 
@@ -47,12 +49,12 @@ def sfi(tmp_path) -> View:
 @pytest.mark.parametrize("block", [1, 4, 64])
 def test_intersections_equal_those_of_python_sets(monkeypatch, block):
     """Sets of different sizes, one of them empty, in several blocks, the last one smaller, or in one."""
-    monkeypatch.setattr(stability, "BLOCK", block)
+    monkeypatch.setattr(overlaps, "BLOCK", block)
     rng = np.random.default_rng(0)
     sets = [np.sort(rng.choice(60, size, replace=False)) for size in (5, 40, 1, 0, 60, 17)]
     expected = [[len({*one} & {*other}) for other in sets] for one in sets]
-    assert intersections(sets).tolist() == expected
-    assert intersections([np.array([], int), np.array([], int)]).tolist() == [[0, 0], [0, 0]]
+    assert overlaps.intersections(overlaps.padded(pa.array(sets))).tolist() == expected
+    assert overlaps.intersections(np.full((2, 1), -1)).tolist() == [[0, 0], [0, 0]]
 
 
 def test_overlap_is_the_mean_of_the_coefficients_of_all_layers_and_heads(full):
@@ -82,7 +84,7 @@ def test_lags_sort_the_pairs_by_distance_and_by_whether_a_boundary_lies_between(
     """With steps that were not audited, so that neighbors in the matrix are not one step apart."""
     view = View(Trace.open(make_trace(tmp_path / "t", steps=50, policy="sfi", audit=4)))
     sentence = {row["step"]: row["sentence"] for row in rows(view, "steps")}
-    step, matrix = view.supports.step.tolist(), view.supports.overlap
+    step, matrix = view.supports.step_N.tolist(), view.supports.overlap
     assert step != list(range(0, 50, 4))
     assert len(step) < 50
     pairs: dict[tuple[bool, int], list[float]] = {}
@@ -107,7 +109,7 @@ def test_lags_of_a_long_run_are_counted_stretch_by_stretch(full, monkeypatch):
     sentence = full.steps.sentence
     whole = overlap_by_lag(full.supports, sentence, most=6)
     assert max(line.lag.max() for line in whole) == 6
-    monkeypatch.setattr(stability, "MOST_STEPS", 10)
+    monkeypatch.setattr(lags, "MOST_STEPS", 10)
     for expected, line in zip(whole, overlap_by_lag(full.supports, sentence, most=6), strict=True):
         assert line.pairs.tolist() == expected.pairs.tolist()
         assert line.mean.tolist() == pytest.approx(expected.mean.tolist(), rel=1e-6)
@@ -152,6 +154,18 @@ def test_lambda_is_the_distribution_over_layers_and_heads_at_each_refresh(sfi):
     assert (data.clip, data.clipped) == (0.02, len(clipped) / len(values))
 
 
+def test_the_figure_and_the_summary_count_the_same_values_at_the_clip(sfi):
+    """A value 5e-5 below the clip does not stand there; both are on one report."""
+
+    def near(every):
+        values = [0.02, 0.02 * (1 - 5e-5), 0.01]
+        return [row | {"lambda_star": values[at % 3]} for at, row in enumerate(every)]
+
+    rewrite(sfi.trace.path, "selections", near)
+    counted = selection_facts(Scope.of(sfi.trace))["clipped_share"]
+    assert lambda_over_time(sfi).clipped == counted == pytest.approx(7 / 20)
+
+
 def test_phases_of_a_step_add_up_to_its_wall_time(sfi):
     data = step_phases(sfi)
     steps = {row["step"]: row for row in rows(sfi, "steps")}
@@ -193,7 +207,7 @@ def test_a_rasters_cells_say_what_the_step_read_of_its_support(sfi, place, most_
     refreshes = {row["step"]: set(row["positions"]) for row in rows(sfi, "selections")
                  if (row["layer"], row["head"]) == place}  # fmt: skip
     start, seen = 0, set()
-    for column, step in enumerate(raster.step.tolist()):
+    for column, step in enumerate(raster.step_N.tolist()):
         context, slow = steps[step]["context_tokens"], steps[step]["slow"]
         start = context - CONFIG["recent"] if slow else start
         selected = next(
@@ -229,8 +243,7 @@ def test_a_raster_without_recorded_selections_shows_supports_only(sfi, full):
         raster = rasters(view, [(0, 1)], most_steps=1000, most_cells=1000)[0]
         assert not raster.known
         assert set(np.unique(raster.cells)) == {NOTHING, READ}
-        top = [len(s) for s in view.supports.strongest(20).sets[0, 1]]
-        assert (raster.cells == READ).sum(0).tolist() == top
+        assert (raster.cells == READ).sum(0).tolist() == [20] * 45
     assert raster.recent is None  # full attention has no segments
 
 
@@ -244,8 +257,8 @@ def test_a_selection_that_a_fast_step_made_is_in_force_at_once(sfi):
     rewrite(sfi.trace.path, "selections", each)
     place = tuple(rows(sfi, "selections")[0][name] for name in ("layer", "head"))
     cells = rasters(sfi, [place], most_steps=1000, most_cells=1000)[0].cells
-    in_support = {p for s in (12, 13) for p in sfi.supports.strongest(20).sets[place][s].tolist()}
-    assert not in_support & {40, 41}
+    strongest = sfi.supports.of_places([place]).strongest(20)
+    assert not np.isin([40, 41], strongest.position_NUK[12:14]).any()
     assert cells[40, 12] == NOTHING
     assert cells[40, 13] == SELECTED
 
@@ -256,7 +269,7 @@ def test_what_a_killed_run_wrote_beyond_its_last_step_is_left_out(sfi):
 
     rewrite(sfi.trace.path, "steps", stop)
     view = View(sfi.trace)
-    assert view.supports.step.tolist() == list(range(25))
+    assert view.supports.step_N.tolist() == list(range(25))
     assert step_phases(view).step.tolist() == list(range(1, 25))
     assert rasters(view, [(0, 0)], most_steps=99, most_cells=99)[0].cells.shape[1] == 25
     assert retained_mass(view).steps == 22
@@ -267,5 +280,5 @@ def test_a_step_that_lacks_a_support_somewhere_is_left_out(sfi):
         return [row for row in supports if (row["step"], row["layer"], row["head"]) != (7, 1, 1)]
 
     rewrite(sfi.trace.path, "supports", lose)
-    assert View(sfi.trace).supports.step.tolist() == [*range(7), *range(8, 45)]
-    assert 7 in View(sfi.trace, layer=0).supports.step
+    assert View(sfi.trace).supports.step_N.tolist() == [*range(7), *range(8, 45)]
+    assert 7 in View(sfi.trace, layer=0).supports.step_N

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from sfi_core.errors import TraceError
-from sfi_traces.read.reader import Trace
+from sfi_traces.model.trace import Trace
 from sfi_traces.summary import summarize
 from tests.traces.made import CONFIG, make_trace
 from tests.traces.small import assert_spread, change_manifest, redact, rows, write_trace

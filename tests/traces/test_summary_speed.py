@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from sfi_traces.read.reader import Trace
+from sfi_traces.model.trace import Trace
 from sfi_traces.summary import summarize
 from tests.traces.made import CONFIG, make_trace
 from tests.traces.small import write_trace

@@ -5,7 +5,7 @@ from collections import defaultdict
 import numpy as np
 import pytest
 
-from sfi_traces.read.reader import Trace
+from sfi_traces.model.trace import Trace
 from sfi_traces.summary import summarize
 from tests.traces.made import CONFIG, LAYERS, STOP, TOP, make_trace, overlap
 from tests.traces.small import assert_spread, rows

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sfi_core.observers.events import BeginStepEvent, SelectionEvent
-from sfi_traces.read.reader import Trace
+from sfi_traces.model.trace import Trace
 from sfi_traces.record import parquet
 from sfi_traces.record import writer as trace_writer
 from sfi_traces.record.manifest import describe_run
@@ -26,10 +26,10 @@ def _at_once(monkeypatch) -> None:
 
 def tell(observer, steps) -> None:
     for step in steps:
-        observer.on_begin_step(BeginStepEvent(step=step, slow=(), fast=(0,)))
+        observer.on(BeginStepEvent(step=step, slow=(), fast=(0,)))
         with observer.span("forward"):
             pass
-        observer.on_step(step_event(0, step))
+        observer.on(step_event(0, step))
 
 
 def wait_for(happened, seconds=30.0) -> None:
@@ -50,7 +50,7 @@ def leftovers(folder) -> list[str]:
 def test_a_table_s_parts_join_to_the_whole(tmp_path, monkeypatch):
     monkeypatch.setattr(trace_writer, "PART_BYTES", 8 * 512)
     with ParquetObserver(tmp_path / "trace") as observer:
-        observer.on_run(run_event(1))
+        observer.on(run_event(1))
         tell(observer, range(100))
 
     trace = Trace.open(tmp_path / "trace")
@@ -66,7 +66,7 @@ def test_a_table_s_parts_join_to_the_whole(tmp_path, monkeypatch):
 def test_parts_are_cut_while_nothing_happens(tmp_path, monkeypatch):
     monkeypatch.setattr(trace_writer, "SOONEST", 0.05)
     with ParquetObserver(tmp_path / "trace") as observer:
-        observer.on_run(run_event(1))
+        observer.on(run_event(1))
         tell(observer, range(5))
         wait_for(lambda: list((tmp_path / "trace" / "steps").glob("part-*")))
 
@@ -86,7 +86,7 @@ def test_a_recorded_step_has_its_other_rows(tmp_path, monkeypatch):
 
     monkeypatch.setattr(PartFiles, "write", noted)
     with ParquetObserver(tmp_path / "trace") as observer:
-        observer.on_run(run_event(1))
+        observer.on(run_event(1))
         tell(observer, range(3))
 
     assert order[:4] == ["timings", "steps"] * 2
@@ -102,7 +102,7 @@ def test_a_full_disk_ends_the_trace_and_not_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr(trace_writer, "PART_BYTES", 512)
     folder, warnings = tmp_path / "trace", []
     with ParquetObserver(folder, warn=warnings.append) as observer:
-        observer.on_run(run_event(1))
+        observer.on(run_event(1))
         tell(observer, range(3))
         # the third step is handed over when the fourth begins
         wait_for(lambda: (folder / "steps").exists() and written(folder) == [0, 1])
@@ -136,9 +136,9 @@ def test_a_mistake_in_the_thread_is_raised_when_the_trace_is_closed(writer, tmp_
         raise ZeroDivisionError("a mistake")
 
     monkeypatch.setattr(PartFiles, "write", mistaken)
-    writer.put([(run_event(1), ())])
+    writer.put([(run_event(1), {})])
     for step in range(500):  # more than the queue holds: nobody may wait for ever
-        writer.put([(step_event(0, step), ())])
+        writer.put([(step_event(0, step), {})])
 
     with pytest.raises(ZeroDivisionError, match="a mistake"):
         writer.close(None)
@@ -148,9 +148,9 @@ def test_a_mistake_in_the_thread_is_raised_when_the_trace_is_closed(writer, tmp_
 def test_decoding_waits_for_a_slow_disk_only_when_the_queue_is_full(tmp_path, monkeypatch):
     gate, on_selection = threading.Event(), TraceRows.on_selection
 
-    def slow(self, *arguments):
+    def slow(self, event, **tensors):
         gate.wait()
-        on_selection(self, *arguments)
+        on_selection(self, event, **tensors)
 
     monkeypatch.setattr(TraceRows, "on_selection", slow)
     monkeypatch.setattr(trace_writer, "QUEUE_BYTES", 20_000)
@@ -158,9 +158,9 @@ def test_decoding_waits_for_a_slow_disk_only_when_the_queue_is_full(tmp_path, mo
     told = []
 
     def decode() -> None:
-        observer.on_run(run_event(1))
+        observer.on(run_event(1))
         for step in range(40):
-            observer.on_selection(
+            observer.on(
                 SelectionEvent(request=0, step=step, layer=0, index_HK=index, diagnostics={})
             )
             tell(observer, [step])

@@ -10,7 +10,7 @@ from scipy.stats import t as student
 
 from sfi_core.errors import TraceError
 from sfi_core.settings.config import SfiConfig
-from sfi_traces.read.reader import Trace
+from sfi_traces.model.trace import Trace
 from sfi_traces.replay import Setting, Supports, replay_request
 from sfi_traces.tune.held_out import BLOCK, divide, interval, mine, mixture
 from sfi_traces.tune.mining import MinedToken, propose, rank
@@ -42,7 +42,8 @@ def made(seed: int, *, steps: int = 400, movers=(MOVER,), request: int = 0) -> S
             position[t, unit] = tops[unit]
             mass[t, unit] = np.array(raw) / sum(raw) * 0.9
     return Supports(
-        request=request, model=MODEL, top=TOP, tokens=tokens, length_N=np.arange(CONTEXT, CONTEXT + steps),
+        request=request, model=MODEL, top=TOP, tokens=tokens, step_N=np.arange(steps),
+        length_N=np.arange(CONTEXT, CONTEXT + steps),
         layer_U=np.array([0, 0, 1, 1]), head_U=np.array([0, 1, 0, 1]), position_NUK=position, mass_NUK=mass,
     )  # fmt: skip
 

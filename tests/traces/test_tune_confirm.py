@@ -9,7 +9,7 @@ from sfi_core.bundled.example import load_example
 from sfi_core.errors import TraceError
 from sfi_core.models.load import load
 from sfi_core.settings.audit import AuditConfig
-from sfi_traces.read.reader import Trace
+from sfi_traces.model.trace import Trace
 from sfi_traces.record.parquet import ParquetObserver
 from sfi_traces.replay import Comparison, Outcome, Setting, Supports, replay
 from sfi_traces.tune.confirm import Confirmer, Material, check_model

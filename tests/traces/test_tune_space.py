@@ -8,7 +8,7 @@ from optuna.trial import FixedTrial
 
 from sfi_core.errors import ConfigError, TraceError
 from sfi_core.settings.config import SfiConfig
-from sfi_traces.read.reader import Trace
+from sfi_traces.model.trace import Trace
 from sfi_traces.replay import Outcome, Setting, Supports
 from sfi_traces.tune.front import RULES, Candidate, choose, spread
 from sfi_traces.tune.objective import Evaluator, Limits, objectives

@@ -7,7 +7,7 @@ import pytest
 
 from sfi_cli.commands.tune.views import tune_text
 from sfi_core.errors import InputError, SfiError
-from sfi_traces.read.reader import Trace
+from sfi_traces.model.trace import Trace
 from sfi_traces.tune.found import Found, find
 from sfi_traces.tune.objective import Limits, costs, objectives
 from sfi_traces.tune.study import Purpose, Search

@@ -4,10 +4,9 @@ import numpy as np
 import pytest
 
 from sfi_core.errors import ConfigError, TraceError
-from sfi_traces.read.reader import Trace
-from sfi_traces.views.passage_edges import GAP, LONG, LONGEST
+from sfi_traces.model.trace import Trace
 from sfi_traces.views.view import View
-from sfi_traces.views.words import Passage, step_words
+from sfi_traces.views.words import GAP, LONG, LONGEST, Passage, step_words
 from tests.traces.made import PROMPT, WORDS, make_trace
 from tests.traces.small import redact
 from tests.traces.test_stability import rewrite

@@ -69,7 +69,7 @@ class Told:
         self._selected: dict[Any, list[int]] = {}
         self._supports: dict[Any, dict[int, list[int]]] = {}
         self._refreshes: dict[Any, int] = {}
-        observer.on_run(run_event(batch, **run))
+        observer.on(run_event(batch, **run))
         self._prompt(batch)
         for step in range(steps):
             alive = range(0 if step < steps // 2 else batch - 1, batch)  # only the last one goes on
@@ -89,18 +89,14 @@ class Told:
                         {"request": self._first + row, "position": position, "token_id": token}
                     )
             count = tuple(c[piece] for c in counts)
-            self._observer.on_prompt(
-                PromptEvent(requests=tuple(range(batch)), ids_BT=ids, count=count)
-            )
+            self._observer.on(PromptEvent(requests=tuple(range(batch)), ids_BT=ids, count=count))
             if begun is not None:
-                self._observer.on_begin_step(
-                    BeginStepEvent(step=begun, slow=tuple(range(batch)), fast=())
-                )
+                self._observer.on(BeginStepEvent(step=begun, slow=tuple(range(batch)), fast=()))
 
     def _step(self, step: int, alive: list[int]) -> None:
         slow = [row for row in alive if step == 0 or self._rng.random() < 0.3]
         fast = tuple(row for row in alive if row not in slow)
-        self._observer.on_begin_step(BeginStepEvent(step=step, slow=tuple(slow), fast=fast))
+        self._observer.on(BeginStepEvent(step=step, slow=tuple(slow), fast=fast))
         audited = [row for row in alive if row in slow or step % 2 == 0]
         with self._observer.span("prefill" if step == 0 else "forward"):
             for layer in range(LAYERS):
@@ -133,7 +129,7 @@ class Told:
 
     def _recall(self, row: int, step: int, layer: int) -> None:
         fetched, waited = [self._rng.randrange(9) for _ in range(HEADS)], self._rng.uniform(0, 50)
-        self._observer.on_recall(
+        self._observer.on(
             RecallEvent(
                 request=row, step=step, layer=layer, row_bytes=512, waited_us=waited,
                 rows_H=torch.tensor(fetched, dtype=torch.int32),
@@ -161,7 +157,7 @@ class Told:
         named = {name: [self._number() for _ in range(HEADS)] for name in names if layer == 0}
         sets = [sorted(self._rng.sample(range(12), self._rng.choice([5, 6]))) for _ in range(HEADS)]
         selecting = torch.tensor([head in heads for head in range(HEADS)])
-        self._observer.on_selection(
+        self._observer.on(
             SelectionEvent(
                 request=row,
                 step=step,
@@ -195,7 +191,7 @@ class Told:
         retained, error, least, top_1 = (self._number() for _ in range(4))
         read = [[self._rng.random() < 0.5 for _ in positions] for positions in sets]
         cosine = math.nan if step == 0 else self._number()
-        self._observer.on_audit(
+        self._observer.on(
             AuditEvent(
                 request=row,
                 step=step,
@@ -235,7 +231,7 @@ class Told:
             requests=tuple(rows), steps=(step,) * len(rows), kl_R=torch.tensor(kl),
             agrees_R=torch.tensor(agrees),
         )  # fmt: skip
-        self._observer.on_logits(event)
+        self._observer.on(event)
         self.rows["logits"] += [
             {**self._key(row, step), "kl_next_token": a, "argmax_agrees": b}
             for row, a, b in zip(rows, kl, agrees, strict=True)
@@ -247,7 +243,7 @@ class Told:
             "reason": "limit", "evidence_position": self._rng.choice([None, 43 + step]),
             "attended_tokens": self._number(), "elapsed_us": self._rng.uniform(100, 900),
         }  # fmt: skip
-        self._observer.on_verification(VerificationEvent(request=row, step=step, **told))
+        self._observer.on(VerificationEvent(request=row, step=step, **told))
         self.rows["verifications"].append({**self._key(row, step), **told})
 
     def _end(self, row: int, step: int, *, slow: bool, audited: bool) -> None:
@@ -257,7 +253,7 @@ class Told:
             reason="" if not slow else "first" if step == 0 else "t_max",
             steps_since_slow=self._since[row], elapsed_us=self._rng.uniform(100, 900),
         )  # fmt: skip
-        self._observer.on_step(event)
+        self._observer.on(event)
         trigger = event.token_id in TRIGGERS
         self.rows["steps"].append(
             {

@@ -4,12 +4,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from sfi_traces.read.reader import Trace
+    from sfi_traces.model.trace import Trace
     from sfi_traces.record.parquet import ParquetObserver
 
 __all__ = ["ParquetObserver", "Trace"]
 # these import pyarrow or torch, which `sfi --help` must not
-_LAZY = {"ParquetObserver": "record.parquet", "Trace": "read.reader"}
+_LAZY = {"ParquetObserver": "record.parquet", "Trace": "model.trace"}
 
 
 def __getattr__(name: str) -> Any:

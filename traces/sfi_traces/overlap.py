@@ -5,12 +5,15 @@ agree.
 """
 
 from dataclasses import dataclass
+from itertools import combinations_with_replacement
 from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
+
+BLOCK = 64  # sets of a block
 
 Ints = npt.NDArray[np.integer[Any]]
 Floats = npt.NDArray[np.floating[Any]]
@@ -41,6 +44,47 @@ class Overlap:
     def jaccard(self) -> Floats:
         """|A and B| / |A or B|; NaN where both sets are empty."""
         return _share(self.both, self.first + self.second - self.both)
+
+
+def intersections(index_NK: Ints) -> Floats:
+    """Count the positions that every two sets share: [N, N] float32, exact below 2 ** 24.
+
+    It multiplies the membership matrix with itself, block by block, over the positions in both blocks only:
+    supports drift, so distant blocks share few.
+    """
+    end, count = 1 + int(index_NK.max(initial=0)), len(index_NK)
+    blocks = [_Block.of(index_NK[at : at + BLOCK], end) for at in range(0, count, BLOCK)]
+    counts = np.zeros((count, count), np.float32)
+    for first, second in combinations_with_replacement(range(len(blocks)), 2):
+        shared = np.flatnonzero(blocks[first].held & blocks[second].held)
+        one, other = (blocks[at].members(shared) for at in (first, second))
+        rows, columns = (slice(at * BLOCK, (at + 1) * BLOCK) for at in (first, second))
+        counts[rows, columns] = one.T @ other
+        counts[columns, rows] = counts[rows, columns].T
+    return counts
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    # consecutive sets
+    held: np.ndarray  # whether some set holds each position
+    row: np.ndarray  # of `member`, for the positions that some set holds
+    member: np.ndarray  # which of the sets hold a position
+
+    @classmethod
+    def of(cls, index_NK: Ints, end: int) -> Self:
+        number, column = np.nonzero(index_NK >= 0)
+        position = index_NK[number, column]
+        held = np.zeros(end, bool)
+        held[position] = True
+        row = np.cumsum(held) - 1
+        member = np.zeros((int(held.sum()), len(index_NK)), bool)
+        member[row[position], number] = True
+        return cls(held, row, member)
+
+    def members(self, position: np.ndarray) -> np.ndarray:
+        found: np.ndarray = self.member[self.row[position]].astype(np.float32)
+        return found
 
 
 def size(index: Ints) -> Ints:

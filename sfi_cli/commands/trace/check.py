@@ -25,8 +25,8 @@ def check(folder: o.TraceDir, json: o.Json = False) -> None:
     from sfi_cli.commands.trace.check_views import check_text
     from sfi_cli.terminal.output import Output
     from sfi_traces.health import judge
+    from sfi_traces.model.trace import Trace
     from sfi_traces.read.check import check as look
-    from sfi_traces.read.reader import Trace
     from sfi_traces.summary import Scope
 
     trace = Trace.open(folder)

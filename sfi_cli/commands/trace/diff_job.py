@@ -42,7 +42,7 @@ class DiffJob:
             BackendError: A report without Plotly.
             typer.Exit: With 1 if a limit holds.
         """
-        from sfi_traces.read.reader import Trace
+        from sfi_traces.model.trace import Trace
         from sfi_traces.summary.diff import compare
         from sfi_traces.summary.diff_metrics import Limit
 

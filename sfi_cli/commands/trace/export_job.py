@@ -38,7 +38,7 @@ class ExportJob:
             ConfigError: Options that do not go together, or a file that exists.
             TraceError: The trace cannot be read, or lacks data for the format.
         """
-        from sfi_traces.read.reader import Trace
+        from sfi_traces.model.trace import Trace
         from sfi_traces.schema import TABLES
 
         if self.form not in FORMATS:

@@ -155,7 +155,7 @@ def open_view(
         ConfigError: The trace has no such request, layer, head or support.
         TraceError: No trace, or one without a step.
     """
-    from sfi_traces.read.reader import Trace
+    from sfi_traces.model.trace import Trace
     from sfi_traces.views.view import View
 
     view = View(Trace.open(trace), request, layer, head, top)

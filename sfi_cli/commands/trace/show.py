@@ -40,7 +40,7 @@ def show(
     from sfi_cli.commands.trace.step_views import step_text
     from sfi_cli.terminal.output import Output
     from sfi_core.errors import ConfigError
-    from sfi_traces.read.reader import Trace
+    from sfi_traces.model.trace import Trace
     from sfi_traces.summary import summarize
     from sfi_traces.views.view import View
     from sfi_traces.views.words import step_words

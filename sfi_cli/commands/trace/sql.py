@@ -29,7 +29,7 @@ def sql(
     from sfi_cli.commands.trace.sql_views import FORMATS, query_pieces
     from sfi_cli.terminal.output import Output
     from sfi_core.errors import ConfigError
-    from sfi_traces.read.reader import Trace
+    from sfi_traces.model.trace import Trace
 
     form = "json" if json else form
     if form not in FORMATS:

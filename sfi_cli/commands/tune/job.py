@@ -150,7 +150,7 @@ class TuneJob:
         self.output.text(found.toml())
 
     def _tuning(self) -> Any:
-        from sfi_traces.read.reader import Trace
+        from sfi_traces.model.trace import Trace
         from sfi_traces.tune.objective import Limits, objectives
         from sfi_traces.tune.tuning import Tuning
 

@@ -77,7 +77,7 @@ class HeadsJob:
             self.output.text(_head_file(document))
 
     def _of_traces(self) -> Measured:
-        from sfi_traces.read.reader import Trace
+        from sfi_traces.model.trace import Trace
         from sfi_traces.tune.head_supports import largest_top, request_supports, requests_of
 
         traces = [Trace.open(path) for path in self.traces]

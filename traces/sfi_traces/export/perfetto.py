@@ -12,7 +12,7 @@ from itertools import chain, islice
 from typing import Any
 
 from sfi_core.errors import TraceError
-from sfi_traces.read.reader import Trace
+from sfi_traces.model.trace import Trace
 from sfi_traces.summary.scope import Scope
 
 FIRST_PID = 1  # of rank 0

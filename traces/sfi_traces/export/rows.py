@@ -10,7 +10,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from sfi_traces.read.reader import Trace
+from sfi_traces.model.trace import Trace
 from sfi_traces.schema import TABLES
 
 ROWS = 1000  # in memory at once

@@ -9,7 +9,7 @@ from sfi_core.errors import SfiError
 from sfi_traces.health import run_measures, selection_measures, support_measures
 from sfi_traces.health.measured import Measured, Unjudged
 from sfi_traces.health.rules import IMPORTED, PROBLEM, RECORD, RULES, Rule
-from sfi_traces.read.reader import Trace
+from sfi_traces.model.trace import Trace
 from sfi_traces.summary.scope import Scope
 
 MODULES = (run_measures, selection_measures, support_measures)

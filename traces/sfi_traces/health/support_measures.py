@@ -1,15 +1,13 @@
 """What health rules measure of the table `supports`: what fast steps did not read."""
 
-import numpy as np
 import pyarrow as pa
 
 from sfi_traces.health.measured import Measured, Unjudged, measured, worse_of_beginning
 from sfi_traces.health.rules import RECORD_POSITIONS
 from sfi_traces.health.selection_measures import SINKS
-from sfi_traces.schema import TABLES
+from sfi_traces.schema import KEY
 from sfi_traces.summary.sampled import sample_selections, sample_supports
 from sfi_traces.summary.scope import Scope
-from sfi_traces.views.stability import of_steps
 
 RAISE_TOP = "raise audit.top: too few recorded supports reach below a uniform share (1 / context)"
 PEAK = 0.05  # the largest probability of a support that stands out
@@ -119,16 +117,8 @@ def _idle_intervals(scope: Scope) -> bool:
         return False
     scope.connection.register("idle_steps", pa.Table.from_pylist(steps))
     for table, at in (("supports", "step"), ("selections", "refresh")):
-        # not through DuckDB, which would read the lists of every step
-        wanted = np.unique([step[at] for step in steps])
-        rows = scope.trace.rows(table, TABLES[table].names, of_steps(wanted))
-        scope.connection.register("idle_rows_" + table, rows)
-        layer = "true" if scope.layer is None else f"layer = {scope.layer:d}"
-        scope.connection.execute(f"""
-            CREATE OR REPLACE TEMP VIEW idle_{table} AS SELECT * FROM idle_rows_{table}
-            SEMI JOIN idle_steps picked ON idle_rows_{table}.request = picked.request
-                AND idle_rows_{table}.step = picked.{at} WHERE {layer}
-        """)  # noqa: S608 - our own names and a number
+        keys = {"request": [row["request"] for row in steps], "step": [row[at] for row in steps]}
+        scope.pick(f"idle_{table}", table, pa.table(keys, pa.schema(KEY)))
     return True
 
 

@@ -1,1 +1,1 @@
-"""Reading a trace: its tables, SQL, and the rules that it must keep."""
+"""SQL over a trace, and the rules that a trace must keep."""

@@ -8,9 +8,9 @@ import pyarrow as pa
 from pyarrow import parquet
 
 from sfi_core.errors import ConfigError
+from sfi_traces.model.trace import Trace
 from sfi_traces.read.lossless_rules import broken_sums
 from sfi_traces.read.rank_rules import differing_steps, file_prefix, lacking_ranks
-from sfi_traces.read.reader import Trace
 from sfi_traces.read.step_rules import broken_rules
 from sfi_traces.schema import PART, TABLES
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from sfi_core.settings.config import SfiConfig
-from sfi_traces.read.reader import Trace
+from sfi_traces.model.trace import Trace
 
 COLUMNS = [
     "request",

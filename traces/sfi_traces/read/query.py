@@ -6,7 +6,7 @@ from typing import Any
 import duckdb
 
 from sfi_core.errors import ConfigError
-from sfi_traces.read.reader import Trace
+from sfi_traces.model.trace import Trace
 
 ROWS = 1000  # fetched at once
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from sfi_core.errors import TraceError
-from sfi_traces.read.reader import Trace
+from sfi_traces.model.trace import Trace
 from sfi_traces.record.folder import rank_folder
 
 SAME = ("token_id", "slow", "reason")  # equal on every rank

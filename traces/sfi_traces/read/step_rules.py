@@ -7,8 +7,8 @@ from typing import Any
 from sfi_core.settings.config import SfiConfig
 from sfi_core.state.request import RequestState
 from sfi_core.triggers.trigger import Trigger
+from sfi_traces.model.trace import Trace
 from sfi_traces.read.lossless_rules import REJECTED
-from sfi_traces.read.reader import Trace
 
 COLUMNS = [
     "request",

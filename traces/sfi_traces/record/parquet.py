@@ -8,23 +8,13 @@ from pathlib import Path
 from typing import Any, Self
 
 from sfi_core.distributed import torchrun
-from sfi_core.observers.events import (
-    AuditEvent,
-    BeginStepEvent,
-    LogitsEvent,
-    PromptEvent,
-    RecallEvent,
-    RunEvent,
-    SelectionEvent,
-    StepEvent,
-    VerificationEvent,
-)
+from sfi_core.observers.events import BeginStepEvent, Event, RunEvent
 from sfi_core.observers.observer import NOTHING, NullObserver
 from sfi_traces.record.folder import claim, rank_folder
 from sfi_traces.record.manifest import describe_run
 from sfi_traces.record.rows import TraceRows
 from sfi_traces.record.timing import TimingObserver
-from sfi_traces.record.writer import Told, TraceWriter
+from sfi_traces.record.writer import Told, TraceWriter, tensors_of
 
 PATIENCE = 0.05  # seconds between hand-overs to the thread, which takes time to wake
 POSITIONS = 1 << 16  # of one refresh, all layers and heads; beyond, they are off by default
@@ -118,60 +108,32 @@ class ParquetObserver(NullObserver):
             finally:
                 self._report()
 
-    def on_run(self, event: RunEvent) -> None:
-        """Begin the trace with the first run."""
+    def on(self, event: Event) -> None:
+        """Record an event with its tensors, or act on it first."""
+        if isinstance(event, RunEvent):
+            self._on_run(event)
+        elif isinstance(event, BeginStepEvent):
+            self._on_begin_step(event)
+        else:
+            self._told.append((event, tensors_of(event)))
+
+    def _on_run(self, event: RunEvent) -> None:
+        # begins the trace with the first run
         if self._writer is None:
             self._writer = self._begin(event)
         assert not self._writer.closed, "the trace is open"
         self._hand_over()
         self._timing.on_run(event)
-        self._told.append((event, ()))
+        self._told.append((event, {}))
 
-    def on_begin_step(self, event: BeginStepEvent) -> None:
-        """Hand over the steps before, if `PATIENCE` has passed since the last time."""
+    def _on_begin_step(self, event: BeginStepEvent) -> None:
+        # hands over the steps before, if `PATIENCE` has passed since the last time
         if time.monotonic() > self._due:
             self._hand_over()
         self._timing.on_begin_step(event)
         if event.not_replayed != self._not_replayed:
             self._not_replayed = event.not_replayed
-            self._told.append((event, ()))
-
-    def on_prompt(self, event: PromptEvent) -> None:
-        """Record a piece of the prompts."""
-        self._told.append((event, (event.ids_BT,)))
-
-    def on_step(self, event: StepEvent) -> None:
-        """Record one finished step of one request."""
-        self._told.append((event, ()))
-
-    def on_verification(self, event: VerificationEvent) -> None:
-        """Record what one verification of a lossless run kept."""
-        self._told.append((event, ()))
-
-    def on_selection(self, event: SelectionEvent) -> None:
-        """Record one refresh of the selected memory."""
-        heads = () if event.heads_H is None else (event.heads_H,)
-        self._told.append((event, (event.index_HK, *event.diagnostics.values(), *heads)))
-
-    def on_recall(self, event: RecallEvent) -> None:
-        """Record the rows that one layer fetched from the host."""
-        self._told.append((event, (event.rows_H,)))
-
-    def on_audit(self, event: AuditEvent) -> None:
-        """Record one layer of an audited step."""
-        tensors = (
-            event.index_HK,
-            event.mass_HK,
-            event.retained_H,
-            event.query_cosine_H,
-            event.output_error_H,
-        )
-        reads = (event.read_HK, event.top_1_read_H, event.retained_min_H)
-        self._told.append((event, (*tensors, *(one for one in reads if one is not None))))
-
-    def on_logits(self, event: LogitsEvent) -> None:
-        """Record the next-token distributions of an audited step, or of tested drafts."""
-        self._told.append((event, (event.kl_R, event.agrees_R)))
+            self._told.append((event, {}))
 
     def span(
         self, name: str, layer: int | None = None, moved_bytes: int = 0
@@ -191,7 +153,7 @@ class ParquetObserver(NullObserver):
         if event.rank or not self._claimed:
             claim(self._folder, force=self._force)
         clock = self._clock or event.device
-        self._timing = TimingObserver(clock, lambda spans: self._told.append((spans, ())))
+        self._timing = TimingObserver(clock, lambda spans: self._told.append((spans, {})))
         rows = TraceRows(
             self._tokenizer,
             positions=positions,

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,8 @@ Place = tuple[int, int]  # request, layer
 DIAGNOSTICS = (
     "lambda_star", "evidence_norm2", "evidence_dot_prior", "prior_norm2", "evidence_entropy", "query_cosine",
 )  # fmt: skip
+# columns of supports whose tensors have other names
+OTHER_NAMES = {"retained_mass": "retained_H", "retained_mass_min": "retained_min_H"}
 
 
 class TraceRows:
@@ -81,9 +83,9 @@ class TraceRows:
         """Estimated bytes of the waiting rows."""
         return sum(table.nbytes for table in self.tables.values())
 
-    def take(self, event: Any, *arrays: Array) -> None:
-        """Dispatch an event and its tensors' values, or a list of spans."""
-        self._takers[type(event)](event, *arrays)
+    def take(self, event: Any, arrays: Mapping[str, Array]) -> None:
+        """Dispatch an event and its tensors' values by name, or a list of spans."""
+        self._takers[type(event)](event, **arrays)
 
     def _run_state(self) -> None:
         # by the run's own request numbers, which the next run uses anew
@@ -134,61 +136,35 @@ class TraceRows:
     def on_step(self, event: StepEvent) -> None:
         """Add a step."""
         trigger = event.token_id in self._triggers
-        row = (
-            self._first + event.request,
-            event.step,
-            event.position,
-            None if self._redacted else event.token_id,
-            None if self._text is None else self._text(event.token_id),
-            event.slow,
-            event.reason,
-            event.steps_since_slow,
-            self._sentence[event.request],
-            trigger,
-            event.attended_tokens,
-            event.context_tokens,
-            event.attended_tokens / event.context_tokens,
-            event.elapsed_us,
-            event.audited,
-            event.batch_step,
-            event.drafted,
-            None if self._redacted else event.draft_token_id,
-            event.graphs,
-            event.slow_requests,
-            event.fast_requests,
-            event.cached_tokens,
-            event.moved_bytes,
-            None,  # bandwidth_share
+        self._add(
+            "steps",
+            event,
+            token_id=None if self._redacted else event.token_id,
+            token_text=None if self._text is None else self._text(event.token_id),
+            sentence=self._sentence[event.request],
+            trigger=trigger,
+            read_ratio=event.attended_tokens / event.context_tokens,
+            draft_token_id=None if self._redacted else event.draft_token_id,
+            bandwidth_share=None,
         )
-        self.tables["steps"].add_rows([row])
         self._sentence[event.request] += trigger
         if event.step > 0 and event.graphs is not None:
             self.graphs = event.graphs or bool(self.graphs)
 
     def on_verification(self, event: VerificationEvent) -> None:
         """Add a verification of a lossless run."""
-        row = (
-            self._first + event.request,
-            event.step,
-            event.batch_step,
-            event.base,
-            event.drafted,
-            event.accepted,
-            event.reason,
-            event.evidence_position,
-            event.attended_tokens,
-            event.elapsed_us,
-        )
-        self.tables["verifications"].add_rows([row])
+        self._add("verifications", event)
 
-    def on_selection(self, event: SelectionEvent, index_HK: Array, *others: Array) -> None:
-        """Add a selection; an empty one without diagnostics (a policy that never selects) adds no rows.
-
-        `others` are the event's diagnostics, then `heads_H` if it has that.
-        """
-        diagnostics = dict(zip(event.diagnostics, others, strict=False))
+    def on_selection(
+        self,
+        event: SelectionEvent,
+        index_HK: Array,
+        heads_H: Array | None = None,
+        **diagnostics: Array,
+    ) -> None:
+        """Add a selection; an empty one without diagnostics (a policy that never selects) adds no rows."""
         H = len(index_HK)
-        heads = np.arange(H) if event.heads_H is None else np.flatnonzero(others[-1])
+        heads = np.arange(H) if heads_H is None else np.flatnonzero(heads_H)
         kept_HK = index_HK[heads] >= 0
         if not diagnostics and not kept_HK.any():
             return
@@ -207,20 +183,17 @@ class TraceRows:
     def on_recall(self, event: RecallEvent, rows_H: Array) -> None:
         """Add the rows that one layer fetched from the host."""
         rows = int(rows_H.sum())
-        row = (*self._key(event).values(), rows, rows * event.row_bytes, event.waited_us)
-        self.tables["recalls"].add_rows([row])
+        self._add("recalls", event, rows=rows, bytes=rows * event.row_bytes)
 
     def on_audit(
         self,
         event: AuditEvent,
         index_HK: Array,
         mass_HK: Array,
-        retained_H: Array,
-        query_cosine_H: Array,
-        output_error_H: Array,
-        *reads: Array,
+        read_HK: Array | None = None,
+        **of_heads: Array,
     ) -> None:
-        """Add one layer of an audited step; `reads` are the event's optional tensors that are not None."""
+        """Add one layer of an audited step; a column `name` is null without a tensor `name_H`."""
         place = (event.request, event.layer)
         step, last = self._last.get(place, (-1, None))
         refreshed = self._refreshed.get(place)
@@ -228,23 +201,18 @@ class TraceRows:
         if event.slow:
             self._refreshed[place] = index_HK
         kept_HK = index_HK >= 0
-        names = ("read_HK", "top_1_read_H", "retained_min_H")
-        given = iter(reads)
-        told = {name: next(given) for name in names if getattr(event, name) is not None}
-        read_HK = told.get("read_HK")
         columns = {
+            **{
+                name: of_heads.get(OTHER_NAMES.get(name, f"{name}_H"), np.nan)
+                for name in TABLES["supports"].names
+            },
             **self._key(event),
             "head": np.array(event.heads) + self._first_head[event.layer],
             "positions": Lists.of(index_HK, kept_HK),
             "mass": Lists.of(mass_HK, kept_HK),
-            "retained_mass": retained_H,
             "overlap_previous_step": _overlap(last if step == event.step - 1 else None, index_HK),
             "overlap_last_refresh": _overlap(refreshed, index_HK),
-            "query_cosine": query_cosine_H,
-            "output_error": output_error_H,
             "read": None if read_HK is None else Lists.of(read_HK, kept_HK),
-            "top_1_read": told.get("top_1_read_H", np.nan),
-            "retained_mass_min": told.get("retained_min_H", np.nan),
         }
         self.tables["supports"].add_columns(len(index_HK), columns)
 
@@ -266,6 +234,13 @@ class TraceRows:
             *key, begin_us, elapsed_us, moved = span.row()
             rows.append((*key, begin_us + self._offset_us, elapsed_us, moved, self._rank))
         self.tables["timings"].add_rows(rows)
+
+    def _add(self, table: str, event: Any, **known: Any) -> None:
+        # a row whose other columns are the event's fields of that name
+        known["request"] = self._first + event.request
+        names = TABLES[table].names
+        row = [known[name] if name in known else getattr(event, name) for name in names]
+        self.tables[table].add_rows([row])
 
     def _prompt(self, request: int) -> dict[str, Any]:
         # the manifest's entry, made when the request's prompt is first read

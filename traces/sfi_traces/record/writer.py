@@ -4,13 +4,16 @@ import errno
 import queue
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from threading import Thread
 from typing import Any
 
 import torch
 
+from sfi_core.observers.events import Event
+from sfi_core.observers.observer import HANDLERS
 from sfi_traces.record.folder import clear
 from sfi_traces.record.manifest import file_metadata, now, write_manifest
 from sfi_traces.record.part_files import PartFiles
@@ -21,8 +24,13 @@ QUEUE_BYTES = 256 << 20
 EVENT_BYTES = 512  # estimate for an event without its tensors
 PART_BYTES = 64 << 20
 SOONEST, LATEST, SHARE = 2.0, 60.0, 0.1  # seconds, seconds, share of the time so far
+# the names of each event's tensors; such a name ends with its dimensions
+TENSORS = {
+    event: [field.name for field in fields(event) if field.name.rpartition("_")[2].isupper()]
+    for event in HANDLERS
+}
 
-Told = tuple[Any, tuple[torch.Tensor, ...]]  # an event and its tensors
+Told = tuple[Any, Mapping[str, torch.Tensor]]  # an event and its tensors by name
 
 
 class TraceWriter:
@@ -115,19 +123,28 @@ class TraceWriter:
         self._parts.flush(self._rows.tables)
 
 
+def tensors_of(event: Event) -> dict[str, torch.Tensor]:
+    """Return an event's tensors by name, a selection's diagnostics among them."""
+    found = {name: getattr(event, name) for name in TENSORS[type(event)]}
+    return {
+        **{name: tensor for name, tensor in found.items() if tensor is not None},
+        **getattr(event, "diagnostics", {}),
+    }
+
+
 class Batch:
     """Events for the thread, their tensors on the way to the host."""
 
     def __init__(self, told: Sequence[Told]) -> None:
         self._told = told
-        self._readback = Readback([tensor for _, tensors in told for tensor in tensors])
+        self._readback = Readback([tensor for _, tensors in told for tensor in tensors.values()])
         self.nbytes = self._readback.nbytes + EVENT_BYTES * max(1, len(told))
 
     def give(self, rows: TraceRows) -> None:
         """Add the events to the rows."""
         arrays = iter(self._readback.wait())
         for event, tensors in self._told:
-            rows.take(event, *[next(arrays) for _ in tensors])
+            rows.take(event, {name: next(arrays) for name in tensors})
 
 
 END = Batch(())

@@ -4,12 +4,12 @@ supports = Supports.load(trace)
 outcome = replay(supports, Setting.recorded(trace))
 """
 
+from sfi_traces.model.supports import Supports
 from sfi_traces.replay.measured import Comparison, compare
 from sfi_traces.replay.outcome import Outcome, StepMetrics, pareto
 from sfi_traces.replay.replay import replay, replay_request, schedule
 from sfi_traces.replay.reuse import EVERY, Reuse, chance, reuse
 from sfi_traces.replay.setting import RULES, Setting, grid
-from sfi_traces.replay.support import Supports
 from sfi_traces.replay.triggers import RecordedVocabulary
 
 __all__ = [

@@ -17,7 +17,7 @@ class Strip:
         mass: Share of the step's dense attention in each bin.
         added: Bins above an even share that were not at the audited step before.
         removed: Bins that were above an even share then, and are not now.
-        selected: Bins with tokens of the last refresh, if the trace has their positions.
+        selected: Bins with positions of the selections in force, if the trace has them.
     """
 
     mass: Numbers

@@ -9,12 +9,12 @@ import pyarrow as pa
 
 from sfi_core.errors import TraceError
 from sfi_core.models.byte_model import ByteModel
-from sfi_traces.read.reader import Trace
-from sfi_traces.replay.memory import Memory
+from sfi_traces.model.memory import Memory
+from sfi_traces.model.supports import Floats, Supports
+from sfi_traces.model.trace import Trace, of_request
 from sfi_traces.replay.outcome import Outcome, StepMetrics
 from sfi_traces.replay.replay import replay_request
 from sfi_traces.replay.setting import Setting
-from sfi_traces.replay.support import Floats, Supports, of_request
 
 POLICY = "sfi"
 STEPS = ["request", "step", "token_id", "reason", "context_tokens", "attended_tokens"]
@@ -92,7 +92,9 @@ def compare_steps(
     for supports in recorded:
         own = of_request(steps, supports.request).sort_by("step")
         common = _common(supports, own)
-        like = supports.first(common).without(setting.config.dense_layers)
+        dense = setting.config.dense_layers
+        sparse = [place for place in supports.places if place[0] not in dense]
+        like = supports.at(slice(common)).of_places(sparse)
         measurement = _measured(like, setting, own, kept, batch)
         prediction = replay_request(like, setting, batch=batch)
         unknown_NU = np.isnan(measurement.lower_NU)
@@ -185,7 +187,7 @@ def _measured(
     steps = steps.slice(0, like.steps)
     reasons = steps["reason"].to_pylist()
     slow_N = np.array([bool(reason) for reason in reasons])
-    memory = Memory.of(setting.config, slow_N, like.length_N)
+    memory = Memory.of(setting.config.to_dict(), slow_N, like.length_N)
     model = ByteModel.of(like.model, dense_layers=setting.config.dense_layers, batch=batch)
     own = of_request(kept, like.request)
     kept_NU = _column(own, like, "retained_mass")

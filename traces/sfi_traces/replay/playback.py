@@ -1,6 +1,5 @@
 """A recorded run step by step, as plain data for a player; rows are read when their step is shown."""
 
-from bisect import bisect_right
 from collections.abc import Collection, Sequence
 from functools import cached_property
 from typing import Any, Self
@@ -11,25 +10,19 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from sfi_core.errors import TraceError
-from sfi_traces.read.reader import Trace
-from sfi_traces.read.shares import even_shares
-from sfi_traces.read.step_rows import StepRows
+from sfi_traces.model.request import Request, check_known, step_table
+from sfi_traces.model.rows import Rows
+from sfi_traces.model.step_reads import StepMass, StepReads
+from sfi_traces.model.supports import Positions, even_shares
+from sfi_traces.model.trace import Place, Trace, of_request
 from sfi_traces.replay.frames import Frame, Marks, Numbers, Strip
-from sfi_traces.replay.memory import Memory
-from sfi_traces.replay.setting import Setting
-from sfi_traces.replay.support import check_known, of_request
-from sfi_traces.schema import AHEAD
+from sfi_traces.views.words import ALL, AUDITED, RECENT, SELECTED, SINK, Passage, Passages
 
 PROMPT_TAIL = 400  # tokens of the prompt before the generated text
 REDACTED = "(the trace has no text)"
 MEASURES = ("retained_mass", "overlap_previous_step", "overlap_last_refresh")
-STEPS = (
-    "step", "token_text", "slow", "reason", "steps_since_slow", "sentence", "attended_tokens",
-    "context_tokens",
-)  # fmt: skip
 
 Ints = npt.NDArray[np.integer[Any]]
-Place = tuple[int, int]  # layer, KV head
 
 
 class Playback:
@@ -43,25 +36,18 @@ class Playback:
         slow_at: The slow steps.
     """
 
-    def __init__(self, trace: Trace, request: int, rows: pa.Table, *, audited: bool) -> None:
-        """Take the steps of a request.
+    def __init__(self, recorded: Request, *, audited: bool) -> None:
+        """Take a request.
 
         Raises:
-            TraceError: `audited`, and no layer that fast steps change was audited; or unknown settings.
+            TraceError: `audited`, and no layer that fast steps change was audited.
         """
-        self.trace, self.request = trace, request
-        self._rows = rows
-        self._sentence = rows["sentence"].to_numpy()
-        self.texts: list[str | None] = rows["token_text"].to_pylist()
-        slow = rows["slow"].to_numpy()
-        self.slow_at: list[int] = np.flatnonzero(slow).tolist()
-        config = Setting.recorded(trace).config
-        self.memory = Memory.of(config, slow, rows["context_tokens"].to_numpy().astype(np.int64))
-        measured = ("layer", "head", "positions", "mass", "read", *MEASURES)
-        self._supports = StepRows(trace, "supports", request, measured)
-        self._selections = StepRows(
-            trace, "selections", request, ("layer", "head", "lambda_star", "positions", "reason")
-        )
+        self.recorded, self.memory = recorded, recorded.memory
+        trace, request = recorded.trace, recorded.index
+        self.texts: list[str | None] = recorded.rows["token_text"].to_pylist()
+        self.slow_at: list[int] = np.flatnonzero(recorded.steps.slow).tolist()
+        self._supports = Rows(trace, "supports", request, (*AUDITED, *MEASURES))
+        self._selections = Rows(trace, "selections", request, ("lambda_star",))
         self.places = self._places(audited=audited)
         self.chosen = self.places
 
@@ -86,14 +72,12 @@ class Playback:
         """
         if audited or trace.lossless:
             trace.require_audit()
-        steps = trace.table("steps", ["request", *STEPS])
+        steps = step_table(trace)
         known = sorted(pc.unique(steps["request"]).to_pylist())
-        if not known:
-            raise TraceError(f"trace {trace.path} has no finished step")
         if request is not None:
             check_known("request", [request], known)
         own = known[0] if request is None else request
-        playback = cls(trace, own, of_request(steps, own).sort_by("step"), audited=audited)
+        playback = cls(Request(trace, own, of_request(steps, own)), audited=audited)
         playback.choose(layers, heads)
         playback.places = playback.chosen
         return playback
@@ -123,21 +107,18 @@ class Playback:
     @cached_property
     def prompt(self) -> list[str]:
         """The prompt's tokens by position; empty where the trace has no text."""
-        table = self.trace.table("prompts", ["request", "position", "token_text"])
-        own = of_request(table, self.request).sort_by("position")
-        texts = [text or "" for text in own["token_text"].to_pylist()]
+        texts = [text or "" for text in self.recorded.prompt]
         return [""] * (int(self.memory.length_N[0]) - len(texts)) + texts
 
     @cached_property
     def words(self) -> list[str]:
         """The prompt's and the generated tokens by position; empty where the trace has no text."""
-        return [*self.prompt, *(text or "" for text in self.texts)]
+        return self.prompt + self.recorded.steps.text
 
     def frame(self, step: int) -> Frame:
         """Return what is shown of a step."""
-        row = self._rows.slice(step, 1).to_pylist()[0]
-        first = self.sentence_begin(step)
-        texts = [text or "" for text in self.texts[: step + 1]]
+        row = self.recorded.rows.slice(step, 1).to_pylist()[0]
+        first, texts = self.sentence_begin(step), self.recorded.steps.text
         tail = "".join(self.prompt[-PROMPT_TAIL:])
         return Frame(
             step=step,
@@ -157,7 +138,8 @@ class Playback:
 
     def sentence_begin(self, step: int) -> int:
         """Return the first step of a step's sentence."""
-        return int(np.argmax(self._sentence == self._sentence[step]))
+        sentence = self.recorded.steps.sentence
+        return int(np.argmax(sentence == sentence[step]))
 
     def strip(self, step: int, width: int) -> Strip:
         """Return a step's context in `width` bins; the audited step before is put into the same bins."""
@@ -168,105 +150,61 @@ class Playback:
         lit, was_lit = mass > 1 / width, old > 1 / width
         bins = np.arange(length) * width // length
         audited = self.audited(step)
+        selected = np.concatenate([np.empty(0, int), *self.in_force(step).values()])
         return Strip(
             mass=mass,
             added=lit & ~was_lit & audited,
             removed=was_lit & ~lit & audited,
             sink=_marked(bins[: self.memory.sink], width),
             recent=_marked(bins[self.memory.start_N[step] :], width),
-            selected=_marked(bins[np.unique(self.selected(step))], width),
+            selected=_marked(bins[selected], width),
         )
 
     def audited(self, step: int) -> bool:
         """Say whether a step has a support."""
         return self._supports.last(step) == step
 
-    def support(self, step: int) -> tuple[Ints, Numbers]:
-        """Return all positions of a step's supports, and their shares of the mean attention."""
-        rows = self._supports.at(step)
-        if not len(rows):
-            return np.zeros(0, np.int32), np.zeros(0)
-        rows = even_shares(rows)  # an import may have no masses
-        position, mass = (pc.list_flatten(rows[name]).to_numpy() for name in ("positions", "mass"))
-        return position, mass.astype(np.float64) / len(self.chosen)
+    def in_force(self, step: int) -> dict[Place, Positions]:
+        """Return the positions in force at a step in the chosen layers and KV heads, as far as recorded."""
+        selections = self.recorded.selections
+        return selections.by_place(selections.serving(step, set(self.chosen))) or {}
 
-    def read_support(self, step: int) -> tuple[Ints, Numbers]:
-        """Return the part of `support` whose layer and KV head read the position."""
-        position, mass = self.support(step)
-        rows = self._supports.at(step)
-        memory = self.memory
-        if memory.slow_N[step] or not len(rows):
-            return position, mass
-        if not rows["read"].null_count:
-            read = pc.list_flatten(rows["read"]).to_numpy()
-        else:
-            size = pc.fill_null(pc.list_value_length(rows["positions"]), 0).to_numpy()
-            place = zip(rows["layer"].to_pylist(), rows["head"].to_pylist(), strict=True)
-            sets, none = self.in_force(step), np.zeros(0, np.int32)
-            pieces = np.split(position, np.cumsum(size)[:-1])
-            read = np.concatenate(
-                [np.isin(own, sets.get(key, none)) for key, own in zip(place, pieces, strict=True)]
-            )
-            read |= (position < memory.sink) | (position >= memory.start_N[step])
-        return position[read], mass[read]
+    def passages(self, step: int, most: int = 40) -> list[Passage]:
+        """Return what a step reads: the sink, up to `most` other passages, the recent tokens.
 
-    def selected(self, step: int) -> Ints:
-        """Return the positions that the last refresh selected, in all chosen layers and heads."""
-        refresh = self._selections.last(step)
-        if refresh is None:
-            return np.zeros(0, np.int32)
-        found: Ints = pc.list_flatten(self._selections.at(refresh)["positions"]).to_numpy()
-        return found
-
-    def in_force(self, step: int) -> dict[Place, Ints]:
-        """Return the positions that each layer and KV head reads at a step, by its last selection.
-
-        Mostly that of the last slow step, or of this one if it is slow. FreeKV also selects for single heads
-        in between, and ahead of the step that reads the selection.
+        These passages are sorted by mass, or without an audit by share, greatest first.
         """
-        behind = bisect_right(self.slow_at, step)
-        slow = self.slow_at[behind - 1] if behind else 0
-        found: dict[Place, Ints] = {}
-        at = self._selections.last(step)
-        while at is not None and at >= slow and len(found) < len(self.chosen):
-            found = _sets(self._selections.at(at), ahead=at < step) | found
-            at = self._selections.last(at - 1)
-        return found
+        reads = StepReads.of(self.recorded, step, self.chosen)
+        mass = StepMass.of(even_shares(self._supports.at(step)), reads)
+        found = sorted(Passages(self.words, reads, mass).read(), key=_by_weight)
+        sink, recent = ([one for one in found if one.part == part] for part in (SINK, RECENT))
+        return [*sink, *[one for one in found if one.part in (SELECTED, ALL)][:most], *recent]
 
     def _places(self, *, audited: bool) -> list[Place]:
-        dense = set(self.trace.manifest["config"]["dense_layers"])
+        trace = self.recorded.trace
         recorded = self._supports.places()
         if not recorded and not audited:
-            recorded = self._selections.places() or [
-                (layer["layer"], head)
-                for layer in self.trace.manifest["model"]["layers"]
-                if layer["window"] is None
-                for head in range(layer["heads"])
-            ]
+            recorded = self._selections.places() or self.recorded.places()
+        dense = trace.manifest["config"]["dense_layers"]
         places = [place for place in recorded if place[0] not in dense]
         if not places:
             raise TraceError(
-                f"trace {self.trace.path} has no audited step of a layer that fast steps change"
+                f"trace {trace.path} has no audited step of a layer that fast steps change"
             )
         return places
 
     def _mass(self, step: int, width: int, length: int) -> Numbers:
-        position, mass = self.support(step)
+        rows = even_shares(self._supports.at(step))  # an import may have no masses
+        position, mass = (pc.list_flatten(rows[name]).to_numpy() for name in ("positions", "mass"))
         bins = position.astype(np.int64) * width // length
-        found: Numbers = np.bincount(bins, mass, minlength=width).astype(np.float64)
+        share = mass.astype(np.float64) / len(self.chosen)
+        found: Numbers = np.bincount(bins, share, minlength=width).astype(np.float64)
         return found
 
 
-def _sets(rows: pa.Table, *, ahead: bool) -> dict[Place, Ints]:
-    # positions by layer and KV head; `ahead` includes selections that serve the next step
-    if not ahead and len(rows):
-        rows = rows.filter(pc.not_equal(rows["reason"], AHEAD))
-    if not len(rows):
-        return {}
-    place = zip(rows["layer"].to_pylist(), rows["head"].to_pylist(), strict=True)
-    lists = rows["positions"].combine_chunks()
-    size = pc.fill_null(pc.list_value_length(lists), 0).to_numpy()
-    return dict(zip(place, np.split(lists.flatten().to_numpy(), np.cumsum(size)[:-1]), strict=True))
+def _by_weight(passage: Passage) -> tuple[float, int]:
+    tokens = passage.last + 1 - passage.first
+    return -(passage.share * tokens if passage.mass is None else passage.mass), passage.first
 
 
 def _means(rows: pa.Table, names: Sequence[str]) -> dict[str, float | None]:

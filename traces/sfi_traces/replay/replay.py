@@ -16,10 +16,10 @@ from sfi_core.models.byte_model import ByteModel
 from sfi_core.settings.config import SfiConfig
 from sfi_core.state.request import RequestState
 from sfi_core.triggers.trigger import Trigger
-from sfi_traces.replay.memory import Memory
+from sfi_traces.model.memory import Memory
+from sfi_traces.model.supports import Bools, Floats, Ints, Positions, Supports
 from sfi_traces.replay.outcome import Outcome, StepMetrics
 from sfi_traces.replay.setting import Setting
-from sfi_traces.replay.support import Bools, Floats, Ints, Positions, Supports
 
 
 def replay(recorded: Sequence[Supports], setting: Setting, *, batch: int = 1) -> Outcome:
@@ -41,7 +41,7 @@ def replay_request(supports: Supports, setting: Setting, *, batch: int = 1) -> S
     check_budget(supports, setting.config.budget)
     reasons = schedule(supports, setting)
     slow_N = np.array([bool(reason) for reason in reasons])
-    memory = Memory.of(setting.config, slow_N, supports.length_N)
+    memory = Memory.of(setting.config.to_dict(), slow_N, supports.length_N)
     lower_NU, upper_NU, overlap_NU = _kept(supports, setting.config, memory)
     model = ByteModel.of(supports.model, dense_layers=setting.config.dense_layers, batch=batch)
     return StepMetrics(

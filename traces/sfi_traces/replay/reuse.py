@@ -11,9 +11,9 @@ from typing import Self
 
 import numpy as np
 
+from sfi_traces.model.supports import Floats, Ints, Supports
 from sfi_traces.replay.outcome import LOW
 from sfi_traces.replay.replay import held_before
-from sfi_traces.replay.support import Floats, Ints, Supports
 
 EVERY = (1, 2, 4, 8, 16)  # intervals that an imported trace is replayed with
 

@@ -7,7 +7,7 @@ from typing import Any, Self
 
 from sfi_core.errors import ConfigError, TraceError
 from sfi_core.settings.config import TRIGGER_POLICIES, SfiConfig
-from sfi_traces.read.reader import Trace
+from sfi_traces.model.trace import Trace
 
 # the settings that each trigger policy uses; varying others would only repeat a row
 RULES: dict[str, tuple[str, ...]] = {

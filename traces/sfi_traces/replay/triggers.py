@@ -6,7 +6,7 @@ from itertools import chain
 
 from sfi_core.errors import ConfigError, TraceError
 from sfi_core.triggers.trigger_set import build_trigger_set
-from sfi_traces.read.reader import Trace
+from sfi_traces.model.trace import Trace
 
 
 class RecordedVocabulary:

@@ -4,10 +4,12 @@ from importlib.util import find_spec
 from typing import Any
 
 from sfi_core.errors import BackendError, TraceError
-from sfi_traces.report.facts import cards, summed, tables
+from sfi_traces.health import judge
+from sfi_traces.report.facts import SECTIONS, cards, tables
+from sfi_traces.report.packed_reads import what_steps_read
 from sfi_traces.report.page import page
-from sfi_traces.report.reading import what_steps_read
 from sfi_traces.report.text import generated, prompt
+from sfi_traces.summary import sections
 from sfi_traces.views.captions import subject
 from sfi_traces.views.view import View
 
@@ -26,7 +28,7 @@ def check_report() -> None:
 def render(view: View) -> str:
     """Return the report of a request; a figure without data says what records it."""
     figures, missing = _figures(view)
-    summary = summed(view)
+    summary = {"health": judge(view.scope)} | sections(view.scope, SECTIONS)
     words = None
     try:
         words = what_steps_read(view)

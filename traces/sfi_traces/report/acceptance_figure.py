@@ -5,7 +5,6 @@ from plotly.subplots import make_subplots
 from sfi_core.errors import TraceError
 from sfi_traces.report.panel import MARGIN, Panel, span
 from sfi_traces.summary.lossless import lossless_facts
-from sfi_traces.summary.scope import Scope
 from sfi_traces.views.captions import Caption
 from sfi_traces.views.labels import WITHIN
 from sfi_traces.views.view import View
@@ -22,7 +21,7 @@ def acceptance(view: View) -> Panel:
     Raises:
         TraceError: The run was plain, or no drafted token was tested.
     """
-    found = lossless_facts(Scope.of(view.trace, view.request))
+    found = lossless_facts(view.scope)
     if found is None or not found["tested"]:
         raise TraceError(
             f"trace {view.trace.path} has no drafted tokens of request {view.request}; record it with "

@@ -2,16 +2,10 @@
 
 from typing import Any, NamedTuple
 
-from sfi_traces.health import judge
-from sfi_traces.summary import Scope
-from sfi_traces.summary.corrections import corrections, recalls
-from sfi_traces.summary.coverage import coverage_facts
-from sfi_traces.summary.facts import run_facts, step_facts, trigger_tokens
-from sfi_traces.summary.lossless import lossless_facts
-from sfi_traces.summary.speed import latency
-from sfi_traces.summary.supports import audit_facts, logits_facts, selection_facts, stability
-from sfi_traces.views.view import View
-
+SECTIONS = (  # of the summary, without those that have figures here
+    "run", "steps", "lossless", "triggers", "stability", "audit", "logits", "selections", "coverage",
+    "corrections", "recalls", "latency",
+)  # fmt: skip
 Row = dict[str, Any]
 NONE = "-"
 
@@ -30,26 +24,6 @@ class Table(NamedTuple):
     title: str
     head: tuple[str, ...]
     rows: list[tuple[str, ...]]
-
-
-def summed(view: View) -> Row:
-    """Summarize the request as `sfi trace show` does, without the sections that have figures here."""
-    scope = Scope.of(view.trace, view.request)
-    return {
-        "health": judge(scope),
-        "run": run_facts(scope),
-        "steps": step_facts(scope),
-        "lossless": lossless_facts(scope),
-        "triggers": trigger_tokens(scope),
-        "stability": stability(scope),
-        "audit": audit_facts(scope),
-        "logits": logits_facts(scope),
-        "selections": selection_facts(scope),
-        "coverage": coverage_facts(scope),
-        "corrections": corrections(scope),
-        "recalls": recalls(scope),
-        "latency": latency(scope),
-    }
 
 
 def cards(summary: Row) -> list[Card]:

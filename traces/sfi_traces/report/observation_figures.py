@@ -6,14 +6,14 @@ from plotly.subplots import make_subplots
 
 from sfi_traces.report.panel import LEGEND, MARGIN, Panel, axes, cells, span
 from sfi_traces.report.support_figures import faint
+from sfi_traces.summary.drift import drift as attention_drift
+from sfi_traces.summary.head_similarity import MOST_STEPS, HeadSimilarity
 from sfi_traces.views.captions import Caption, layers_left_out, left_out, places, support
 from sfi_traces.views.labels import CLIP, WITHIN
 from sfi_traces.views.observations import (
     HeadMap,
     corrections_of,
     cosines_of,
-    drift_of,
-    head_similarity_of,
 )
 from sfi_traces.views.view import View
 
@@ -25,7 +25,7 @@ MOST_NUMBERS = 64
 
 def drift(view: View) -> Panel:
     """Draw the mean over layers and KV heads, and its band."""
-    data = drift_of(view)
+    data = attention_drift(view.supports)
     low, high = data.band
     edge = {"mode": "lines", "line": {"width": 0}, "hoverinfo": "skip", "showlegend": False}
     figure = go.Figure()
@@ -50,7 +50,7 @@ def drift(view: View) -> Panel:
 
 def head_similarity(view: View) -> Panel:
     """Draw a cell for every two layers."""
-    data = head_similarity_of(view)
+    data = HeadSimilarity.of(view.supports.thinned(MOST_STEPS))
     names = [f"layer {layer}" for layer in data.layers]
     matrix = data.matrix
     figure = go.Figure(

@@ -19,7 +19,7 @@ LONGEST = 60  # characters of a cell's text
 
 def raster(view: View) -> Panel:
     """Draw steps to the right and positions upward; the page's script fills in the cells."""
-    places = list(view.supports.sets)
+    places = view.supports.places
     first, why = choose_place(view)
     shrink = min(1.0, sqrt(ALL_CELLS / (MOST_STEPS * MOST_CELLS * len(places))))
     found = rasters(
@@ -55,7 +55,7 @@ def _figure(shown: Raster, words: dict[int, str]) -> go.Figure:
     ]
     figure = go.Figure(
         go.Heatmap(
-            x=shown.step, y0=(shown.per_cell - 1) / 2, dy=shown.per_cell, zmin=-0.5, zmax=len(shades) - 0.5,
+            x=shown.step_N, y0=(shown.per_cell - 1) / 2, dy=shown.per_cell, zmin=-0.5, zmax=len(shades) - 0.5,
             colorscale=scale, showscale=False, hoverinfo="none",
         )
     )  # fmt: skip
@@ -68,15 +68,15 @@ def _figure(shown: Raster, words: dict[int, str]) -> go.Figure:
     if shown.recent is not None:
         line = {"color": SEGMENT, "width": 1.2, "shape": "hvh"}
         name = "where the sink ends and the recent tokens begin"
-        figure.add_scatter(x=shown.step, y=shown.recent - 0.5, name=name, line=line, **same)
+        figure.add_scatter(x=shown.step_N, y=shown.recent - 0.5, name=name, line=line, **same)
         figure.add_hline(shown.sink - 0.5, line={"color": SEGMENT, "width": 1.2})
     end = {"color": "#8a94a0", "width": 1, "shape": "hvh"}
     figure.add_scatter(
-        x=shown.step, y=shown.context - 0.5, name="end of the context", line=end, **same
+        x=shown.step_N, y=shown.context - 0.5, name="end of the context", line=end, **same
     )
     if not shown.slow.all():
         figure.add_scatter(
-            x=shown.step[shown.slow], y=np.full(shown.slow.sum(), -0.5), mode="markers", name="slow step",
+            x=shown.step_N[shown.slow], y=np.full(shown.slow.sum(), -0.5), mode="markers", name="slow step",
             marker={"symbol": "triangle-up", "size": 8, "color": SLOW}, cliponaxis=False, hoverinfo="skip",
         )  # fmt: skip
     high = shown.cells.shape[0] * shown.per_cell
@@ -84,7 +84,7 @@ def _figure(shown: Raster, words: dict[int, str]) -> go.Figure:
         height=460, margin=MARGIN, legend=LEGEND,
         xaxis={
             "title": {"text": "decoding step"}, "showgrid": False, "zeroline": False,
-            "range": [shown.step[0] - 0.5, shown.step[-1] + 0.5],
+            "range": [shown.step_N[0] - 0.5, shown.step_N[-1] + 0.5],
         },
         yaxis={
             "title": {"text": "position"}, "showgrid": False, "zeroline": False, "range": [-0.5, high - 0.5],
@@ -95,8 +95,7 @@ def _figure(shown: Raster, words: dict[int, str]) -> go.Figure:
 
 def _texts(view: View, shown: Raster) -> list[str]:
     # the text at each cell's positions; empty in a redacted trace
-    table = view.trace.table("prompts").filter(view.of_request).sort_by("position")
-    tokens = [text or "" for text in table["token_text"].to_pylist()] + view.steps.text
+    tokens = [text or "" for text in view.recorded.prompt] + view.steps.text
     if not any(tokens):
         return []
     starts = range(0, shown.cells.shape[0] * shown.per_cell, shown.per_cell)

@@ -7,9 +7,9 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from sfi_traces.report.panel import LEGEND, MARGIN, Panel
+from sfi_traces.summary.lags import color_range
 from sfi_traces.views import captions
 from sfi_traces.views.labels import ACROSS, WITHIN, visible
-from sfi_traces.views.stability import color_range
 from sfi_traces.views.view import View
 
 MOST_STEPS = 500  # of the heat map
@@ -19,10 +19,10 @@ MOST_LINES = 24
 def heatmap(view: View) -> Panel:
     """Draw a cell for every two audited steps, labeled by step and token."""
     supports = view.supports.thinned(MOST_STEPS)
-    rows = view.steps.rows(supports.step)
+    rows = view.steps.rows(supports.step_N)
     labels = [
         html.escape(f"{step} {visible(view.steps.text[row])}".strip(), quote=False)
-        for step, row in zip(supports.step, rows, strict=True)
+        for step, row in zip(supports.step_N, rows, strict=True)
     ]
     low, high = color_range(supports.overlap)
     percent = np.round(100 * supports.overlap).astype(np.uint8)

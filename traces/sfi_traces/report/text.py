@@ -51,10 +51,10 @@ def _about(view: View, row: int) -> str:
 
 def prompt(view: View) -> dict[str, Any]:
     """Return the prompt's text, without its middle if it is long."""
-    table = view.trace.table("prompts").filter(view.of_request).sort_by("position")
-    text = "".join(token or "" for token in table["token_text"].to_pylist())
+    tokens = view.recorded.prompt
+    text = "".join(token or "" for token in tokens)
     left_out = len(text) - MOST_CHARACTERS
     half = MOST_CHARACTERS // 2
     begin, end = (text, "") if left_out <= 0 else (text[:half], text[-half:])
     begin, end = ("\n".join(printable(line) for line in part.split("\n")) for part in (begin, end))
-    return {"begin": begin, "end": end, "left_out": max(0, left_out), "tokens": len(table)}
+    return {"begin": begin, "end": end, "left_out": max(0, left_out), "tokens": len(tokens)}

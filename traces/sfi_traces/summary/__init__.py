@@ -1,8 +1,9 @@
 """Summarizes a trace as plain values: the numbers of `sfi trace show`."""
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from sfi_traces.read.reader import Trace
+from sfi_traces.model.trace import Trace
 from sfi_traces.summary.corrections import corrections, recalls
 from sfi_traces.summary.coverage import coverage_facts
 from sfi_traces.summary.facts import run_facts, step_facts, trigger_tokens
@@ -20,6 +21,29 @@ from sfi_traces.summary.supports import (
     stability,
 )
 
+SECTIONS: dict[str, Callable[[Scope], Any]] = {  # in the document's order
+    "run": run_facts,
+    "ranks": rank_facts,
+    "steps": step_facts,
+    "lossless": lossless_facts,
+    "triggers": trigger_tokens,
+    "stability": stability,
+    "lags": overlap_by_lag,
+    "drift": lambda scope: over_time(scope)[0],
+    "locality": lambda scope: over_time(scope)[1],
+    "head_similarity": head_similarity,
+    "query_cosine": query_cosine,
+    "audit": audit_facts,
+    "logits": logits_facts,
+    "selections": selection_facts,
+    "phases": phases,
+    "coverage": coverage_facts,
+    "corrections": corrections,
+    "recalls": recalls,
+    "latency": latency,
+    "break_even": break_even,
+    "reads": batch_reads,
+}
 MISSING = {  # sections that a trace may lack, and what records them
     "stability": "overlap of consecutive supports (record with --audit 1)",
     "lags": "overlap by lag since the refresh (record with --audit N)",
@@ -48,49 +72,29 @@ def summarize(trace: Trace, request: int | None = None, layer: int | None = None
         ConfigError: The trace has no such request or layer.
         TraceError: No step was recorded, or a part is damaged.
     """
-    scope = Scope.of(trace, request, layer)
-    drift, locality = over_time(scope)
-    steps = step_facts(scope)
-    sections: dict[str, Any] = {
-        "stability": stability(scope),
-        "lags": overlap_by_lag(scope),
-        "drift": drift,
-        "locality": locality,
-        "head_similarity": head_similarity(scope),
-        "query_cosine": query_cosine(scope),
-        "audit": audit_facts(scope),
-        "logits": logits_facts(scope),
-        "selections": selection_facts(scope),
-        "phases": phases(scope),
-    }
     from sfi_traces.health import judge  # noqa: PLC0415 - it reads this package's scope
 
-    return {
+    scope = Scope.of(trace, request, layer)
+    document: dict[str, Any] = {
         "trace": str(trace.path),
         "request": request,
         "layer": layer,
         "health": judge(scope),
-        "run": run_facts(scope),
-        "ranks": rank_facts(scope),
-        "steps": steps,
-        "lossless": lossless_facts(scope),
-        "triggers": trigger_tokens(scope),
-        **sections,
-        "coverage": coverage_facts(scope),
-        "corrections": corrections(scope),
-        "recalls": recalls(scope),
-        "latency": latency(scope),
-        "break_even": break_even(scope),
-        "reads": batch_reads(scope),
-        "missing": [
-            *(
-                reason.partition(" (")[0] if trace.imported else reason
-                for name, reason in MISSING.items()
-                if sections[name] is None and (name in OF_ALL_RUNS or not trace.lossless)
-            ),
-            *([SPANS] if steps["replayed"] and trace.manifest.get("spans") is None else []),
-        ],
+        **sections(scope, SECTIONS),
     }
+    document["missing"] = [
+        reason.partition(" (")[0] if trace.imported else reason
+        for name, reason in MISSING.items()
+        if document[name] is None and (name in OF_ALL_RUNS or not trace.lossless)
+    ]
+    if document["steps"]["replayed"] and trace.manifest.get("spans") is None:
+        document["missing"].append(SPANS)
+    return document
 
 
-__all__ = ["Scope", "summarize"]
+def sections(scope: Scope, names: Iterable[str]) -> dict[str, Any]:
+    """Compute some of the sections; one without data is None."""
+    return {name: SECTIONS[name](scope) for name in names}
+
+
+__all__ = ["Scope", "sections", "summarize"]

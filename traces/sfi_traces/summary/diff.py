@@ -5,8 +5,8 @@ from operator import itemgetter
 from typing import Any
 
 from sfi_core.errors import TraceError
-from sfi_traces.read.reader import Trace
-from sfi_traces.summary import summarize
+from sfi_traces.model.trace import Trace
+from sfi_traces.summary import sections
 from sfi_traces.summary.diff_metrics import metrics
 from sfi_traces.summary.facts import flat_settings
 from sfi_traces.summary.scope import Scope, spread
@@ -48,7 +48,7 @@ def compare(first: Trace, second: Trace, request: int | None = None) -> Row:
     scope, other = Scope.of(first, request), Scope.of(second, request)
     _check_prompts(scope, other)
     requests = _compare_steps(scope, other)
-    sides = [_numbers(trace, request) for trace in (first, second)]
+    sides = [_numbers(each) for each in (scope, other)]
     until = {row["request"]: row["compared_steps"] for row in requests if row["compared_steps"]}
     layers = _first_layers(scope, other, until)
     for row in requests:
@@ -204,14 +204,14 @@ def _first_places(scope: Scope, other: Scope, table: str, until: dict[int, int])
     """)
 
 
-def _numbers(trace: Trace, request: int | None) -> Row:
-    document = summarize(trace, request)
+def _numbers(scope: Scope) -> Row:
+    document = sections(scope, ("steps", "audit", "selections", "latency"))
     steps, selections = document["steps"], document["selections"]
     kinds = {kind["kind"]: kind for kind in document["latency"]["kinds"]}
     audit = document["audit"] or {}
     return {
-        "trace": document["trace"],
-        "policy": trace.manifest["policy"],
+        "trace": str(scope.trace.path),
+        "policy": scope.trace.manifest["policy"],
         **{key: steps[key] for key in ("steps", "slow", "slow_share", "reasons", "read_ratio")},
         "retained_mass": audit["retained_mass"]["mean"] if audit else None,
         "lambda_star": selections["lambda_star"]["mean"] if selections else None,

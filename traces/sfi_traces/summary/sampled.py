@@ -1,11 +1,9 @@
 """Views of evenly chosen steps, so that positions of a long trace are read in moderate time."""
 
-import numpy as np
 import pyarrow as pa
 
-from sfi_traces.schema import KEY, TABLES
+from sfi_traces.schema import KEY
 from sfi_traces.summary.scope import Scope
-from sfi_traces.views.stability import of_steps
 
 SAMPLED = "sampled_selections"
 MOST_POSITIONS = 1 << 22  # read at once
@@ -24,25 +22,13 @@ def sample_selections(scope: Scope) -> int:
         SELECT request, step FROM (SELECT DISTINCT request, step FROM chosen_selections)
         QUALIFY row_number() OVER (PARTITION BY request ORDER BY step) % {every:d} = {1 % every:d}
     """)  # noqa: S608 - a number
-    # not through DuckDB, which decodes the positions of every selection in each scan
-    rows = scope.trace.rows(
-        "selections",
-        TABLES["selections"].names,
-        of_steps(np.array([row["step"] for row in picked])),
-    )
     keys = {name: [row[name] for row in picked] for name in ("request", "step")}
-    scope.kept[SAMPLED] = rows, pa.table(keys, pa.schema(KEY))
-    for name, table in zip(("picked_rows", "picked_steps"), scope.kept[SAMPLED], strict=True):
-        scope.connection.register(name, table)
-    layer = "" if scope.layer is None else f"AND layer = {scope.layer:d}"
-    scope.connection.execute(f"""
-        CREATE OR REPLACE TEMP VIEW sampled_refreshes AS
-        SELECT * FROM picked_rows SEMI JOIN picked_steps USING (request, step) WHERE true {layer}
-    """)  # noqa: S608 - a number
+    scope.pick("sampled_refreshes", "selections", pa.table(keys, pa.schema(KEY)))
     scope.connection.execute("""
         CREATE OR REPLACE TEMP VIEW sampled_selections AS
         SELECT * FROM sampled_refreshes WHERE positions IS NOT NULL
     """)
+    scope.kept[SAMPLED] = True
     return every
 
 

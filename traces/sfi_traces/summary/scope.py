@@ -7,8 +7,8 @@ import duckdb
 import pyarrow as pa
 
 from sfi_core.errors import ConfigError, TraceError
+from sfi_traces.model.trace import Trace, of_steps
 from sfi_traces.overlap import Overlap, padded
-from sfi_traces.read.reader import Trace
 from sfi_traces.schema import TABLES
 
 QUANTILES = (0.05, 0.5, 0.95)
@@ -71,6 +71,20 @@ class Scope:
             rest = batch.drop_columns(["first", "second"])
             pieces.append(rest.append_column("overlap", overlap))
         self.connection.register(name, pa.Table.from_batches(pieces))
+
+    def pick(self, name: str, table: str, keys: pa.Table) -> None:
+        """Make a view of a table's chosen rows of some requests and steps; only these are read.
+
+        Not through DuckDB, which decodes the lists of every row in each scan.
+        """
+        rows = self.trace.rows(table, TABLES[table].names, of_steps(keys["step"].to_numpy()))
+        self.connection.register(f"{name}_rows", rows)
+        self.connection.register(f"{name}_keys", keys)
+        layer = "true" if self.layer is None else f"layer = {self.layer:d}"
+        self.connection.execute(f"""
+            CREATE OR REPLACE TEMP VIEW {name} AS
+            SELECT * FROM {name}_rows SEMI JOIN {name}_keys USING (request, step) WHERE {layer}
+        """)  # noqa: S608 - our own names and a number
 
     def _choose(self) -> None:
         # spans carry the first request of their run: the last request with spans up to this one

@@ -1,24 +1,26 @@
 """How supports drift, how long they last and how alike heads are, as SyncKV observed (Fig. 2)."""
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from sfi_core.errors import TraceError
+from sfi_traces.model.request import Request
+from sfi_traces.model.supports import MOST_POSITIONS, Supports, thinning
+from sfi_traces.model.trace import of_steps
+from sfi_traces.summary.drift import Drift, drift
+from sfi_traces.summary.head_similarity import MOST_STEPS, HeadSimilarity
 from sfi_traces.summary.scope import Scope
-from sfi_traces.views.drift import Drift, drift
-from sfi_traces.views.head_similarity import MOST_STEPS, HeadSimilarity
-from sfi_traces.views.stability import MOST_POSITIONS, ViewSupports, thinning
 
 MOST_TAKEN = 1 << 25  # positions of a request; beyond, every n-th layer is taken
 MOST_PAIRED = 512  # first steps of a request whose pairs are counted
 MOST_SHOWN = 64  # steps of a request's matrix
 DIGITS = 4
-ROWS = 4096  # read at once
 
 Row = dict[str, Any]
 
@@ -37,11 +39,18 @@ def over_time(scope: Scope) -> tuple[Row | None, Row | None]:
 
         Both have `layers_taken` and `layers_audited`: a long trace has every n-th layer taken.
     """
+    if "over_time" not in scope.kept:
+        scope.kept["over_time"] = _over_time(scope)
+    found: tuple[Row | None, Row | None] = scope.kept["over_time"]
+    return found
+
+
+def _over_time(scope: Scope) -> tuple[Row | None, Row | None]:
     drifts: list[Drift] = []
     paired: dict[int, _Pairs] = {}
     layers, taken = _layers(scope)
     for request, supports in _by_layers(scope, taken):
-        paired.setdefault(request, _Pairs()).add(supports.at(slice(None, MOST_PAIRED)))
+        paired.setdefault(request, _Pairs()).add(supports.at(slice(MOST_PAIRED)))
         with suppress(TraceError):  # a request without step 0, or without a step after
             drifts.append(drift(supports))
     said = {"layers_taken": len(taken), "layers_audited": layers}
@@ -58,9 +67,10 @@ def head_similarity(scope: Scope) -> Row | None:
     """
     found: HeadSimilarity | None = None
     for request, steps in _whole_steps(scope).items():
-        shown = ", ".join(map(str, steps[:: thinning(len(steps), MOST_STEPS)]))
+        shown = steps[:: thinning(len(steps), MOST_STEPS)]
+        layers = None if scope.layer is None else [scope.layer]
         try:
-            one = HeadSimilarity.of(_read(scope, f"request = {request:d} AND step IN ({shown})"))
+            one = HeadSimilarity.of(_read(Request.open(scope.trace, request), layers, shown))
         except TraceError:
             return None
         found = one if found is None else found + one
@@ -84,10 +94,11 @@ class _Pairs:
         self._heads = 0
         self._total: np.ndarray | float = 0.0
 
-    def add(self, supports: ViewSupports) -> None:
-        self.step = supports.step
-        self._heads += len(supports.sets)
-        self._total = self._total + supports.overlap.astype(np.float64) * len(supports.sets)
+    def add(self, supports: Supports) -> None:
+        self.step = supports.step_N
+        heads = len(supports.places)
+        self._heads += heads
+        self._total = self._total + supports.overlap.astype(np.float64) * heads
 
     @property
     def mean(self) -> np.ndarray:
@@ -170,15 +181,13 @@ def _layers(scope: Scope) -> tuple[int, dict[int, int]]:
     return len(rows), dict([*positions.items()][::every])
 
 
-def _by_layers(scope: Scope, layers: dict[int, int]) -> Iterator[tuple[int, ViewSupports]]:
+def _by_layers(scope: Scope, layers: dict[int, int]) -> Iterator[tuple[int, Supports]]:
     # reads as many layers at once as fit into memory, since each read scans all parts
     together = max(1, MOST_POSITIONS // max(layers.values(), default=1))
     for request, steps in _whole_steps(scope).items():
-        scope.connection.register("whole_steps", pa.table({"step": pa.array(steps, pa.int32())}))
+        one = Request.open(scope.trace, request)
         for at in range(0, len(layers), together):
-            chosen = ", ".join(map(str, [*layers][at : at + together]))
-            where = f"request = {request:d} AND layer IN ({chosen}) AND step IN (FROM whole_steps)"
-            yield request, _read(scope, where)
+            yield request, _read(one, [*layers][at : at + together], steps)
 
 
 def _whole_steps(scope: Scope) -> dict[int, list[int]]:
@@ -193,10 +202,11 @@ def _whole_steps(scope: Scope) -> dict[int, list[int]]:
     return dict(found)
 
 
-def _read(scope: Scope, where: str) -> ViewSupports:
-    query = f"SELECT step, layer, head, positions, mass FROM chosen_supports WHERE {where}"  # noqa: S608 - our own words and numbers
-    batches = scope.trace.batches(scope.connection, query, ROWS)
-    return ViewSupports.from_rows(pa.Table.from_batches(batches))
+def _read(request: Request, layers: Iterable[int] | None, steps: list[int]) -> Supports:
+    wanted = of_steps(np.array(steps))
+    if layers is not None:
+        wanted &= pc.field("layer").isin(pa.array(layers, pa.int16()))
+    return Supports.where(request, wanted)
 
 
 def _plain(values: np.ndarray | float) -> Any:

@@ -4,6 +4,9 @@ from typing import Any
 
 from sfi_traces.summary.scope import Scope, spread
 
+AT_CLIP = (
+    1e-6  # of selector.lambda_clip: how near lambda*, a float32, is to the clip if it stands there
+)
 # lags 1, 2, 3-4, 5-8, ...
 FROM_LAG = "CASE WHEN lag <= 2 THEN lag ELSE 2 ** (ceil(log2(lag)) - 1) + 1 END"
 TO_LAG = "CASE WHEN lag <= 2 THEN lag ELSE 2 ** ceil(log2(lag)) END"
@@ -180,4 +183,4 @@ def selection_facts(scope: Scope) -> dict[str, Any] | None:
 def at_clip(scope: Scope) -> str:
     """Write the SQL condition that a selection's lambda* is at its upper bound, `selector.lambda_clip`."""
     clip = f"{scope.trace.manifest['config']['selector']['lambda_clip']!r}::DOUBLE"
-    return f"(abs(lambda_star - {clip}) <= 1e-6 * {clip})"
+    return f"(abs(lambda_star - {clip}) <= {AT_CLIP} * {clip})"

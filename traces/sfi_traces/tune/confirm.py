@@ -21,7 +21,7 @@ from sfi_core.settings.audit import AuditConfig
 from sfi_core.settings.config import SfiConfig
 from sfi_core.settings.engine import DEFAULTS, EngineOptions
 from sfi_core.settings.sampling import Sampling
-from sfi_traces.read.reader import Trace
+from sfi_traces.model.trace import Trace
 from sfi_traces.record.parquet import ParquetObserver
 from sfi_traces.replay import Supports
 from sfi_traces.replay.measured import ComparedSteps, compare_steps, pooled

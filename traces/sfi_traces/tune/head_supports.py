@@ -10,11 +10,10 @@ import numpy as np
 import torch
 
 from sfi_core.errors import ConfigError, TraceError
-from sfi_traces.read.reader import Trace
+from sfi_traces.model.request import Request
+from sfi_traces.model.supports import Supports
+from sfi_traces.model.trace import Trace
 from sfi_traces.replay.measured import check_one_model
-from sfi_traces.views.stability import ViewSupports
-
-LAST_STEP = 2**31 - 1
 
 
 def largest_top(traces: Sequence[Trace]) -> int:
@@ -57,25 +56,15 @@ def request_supports(trace: Trace, request: int, top: int) -> Iterator[tuple[int
         raise ConfigError(
             f"top_k must be at most audit.top of trace {trace.path}, {most}, got {top}"
         )
-    supports = ViewSupports.read(trace, request, LAST_STEP).strongest(top)
-    long = _long(trace, request, top)
-    chosen = [index for index, step in enumerate(supports.step.tolist()) if step in long]
-    if not chosen:
+    supports = Supports.read(Request.open(trace, request)).strongest(top)
+    long_N = supports.length_N > top
+    if not long_N.any():
         raise TraceError(
             f"trace {trace.path} must have steps with more than {top} tokens, the top-k, got none "
             f"in request {request}"
         )
-    for layer in sorted({layer for layer, _ in supports.sets}):
-        heads = sorted(head for other, head in supports.sets if other == layer)
-        index_NHK = np.full((len(chosen), len(heads), top), -1, np.int32)
-        for place, head in enumerate(heads):
-            for row, index in enumerate(chosen):
-                positions = supports.sets[layer, head][index]
-                index_NHK[row, place, : len(positions)] = positions
+    lacking = max(0, top - supports.position_NUK.shape[-1])
+    for layer in supports.layers:
+        index_NHK = supports.position_NUK[long_N][:, supports.layer_U == layer]
+        index_NHK = np.pad(index_NHK, ((0, 0), (0, 0), (0, lacking)), constant_values=-1)
         yield layer, torch.from_numpy(index_NHK)
-
-
-def _long(trace: Trace, request: int, top: int) -> set[int]:
-    table = trace.table("steps", ["request", "step", "context_tokens"]).to_pydict()
-    rows = zip(table["request"], table["step"], table["context_tokens"], strict=True)
-    return {step for of, step, tokens in rows if of == request and tokens > top}

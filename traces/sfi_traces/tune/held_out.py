@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from sfi_core.measure.evaluation.statistics import bootstrap
+from sfi_traces.model.supports import Floats
 from sfi_traces.replay import Setting, StepMetrics, Supports, replay_request
-from sfi_traces.replay.support import Floats
 from sfi_traces.tune.mining import MinedToken, propose, rank
 from sfi_traces.tune.trigger_sets import NamedSet
 
@@ -106,7 +106,8 @@ def divide(recorded: Sequence[Supports]) -> tuple[list[Supports], list[Supports]
     (one,) = recorded
     count = max(1, round(SHARE * one.steps))
     words = f"{count} of {one.steps} steps mined, the others held out"
-    return [one.first(count)], [one.since(min(count, one.steps - 1))], words
+    rest = slice(min(count, one.steps - 1), None)  # as if the prompt had ended there
+    return [one.at(slice(count))], [one.at(rest)], words
 
 
 def _verdict(

@@ -12,9 +12,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from sfi_core.errors import TraceError
+from sfi_traces.model.request import NO_TOKEN
+from sfi_traces.model.supports import Floats
 from sfi_traces.replay import Supports
 from sfi_traces.replay.replay import overlap_after, top
-from sfi_traces.replay.support import NO_TOKEN, Floats
 from sfi_traces.tune.trigger_sets import NamedSet
 
 LEVEL = 0.95

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from sfi_core.errors import ConfigError
-from sfi_traces.read.reader import Trace
+from sfi_traces.model.trace import Trace
 from sfi_traces.replay import RecordedVocabulary, Setting
 
 PUNCTUATION: dict[str, tuple[str, ...]] = {

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
-from sfi_traces.read.reader import Trace
+from sfi_traces.model.trace import Trace
 from sfi_traces.replay import RecordedVocabulary, Setting, Supports
 from sfi_traces.replay.measured import check_one_model
 from sfi_traces.tune.held_out import Mined, mine

@@ -2,9 +2,11 @@
 
 from typing import NamedTuple
 
+from sfi_traces.model.supports import Supports
+from sfi_traces.model.trace import Place
+from sfi_traces.summary.lags import MOST_LAG
 from sfi_traces.views.figure_data import Lambda, Retained, Timeline
 from sfi_traces.views.raster import Raster
-from sfi_traces.views.stability import MOST_LAG, Place, ViewSupports
 from sfi_traces.views.view import View
 
 
@@ -39,10 +41,10 @@ def support(view: View, top: int) -> str:
     return f"Top-{top} of dense attention"
 
 
-def stability(view: View, shown: ViewSupports) -> Caption:
+def stability(view: View, shown: Supports) -> Caption:
     """Caption the heat map of the steps in `shown`."""
     whole = view.supports
-    note = f"{support(view, view.k)}, {places(list(whole.sets))}."
+    note = f"{support(view, view.k)}, {places(whole.places)}."
     if not any(view.steps.text):
         note += " Axes: steps."
     else:
@@ -54,7 +56,7 @@ def stability(view: View, shown: ViewSupports) -> Caption:
 def lag(view: View) -> Caption:
     """Caption the overlap by lag."""
     note = (
-        f"{support(view, view.k)}, {places(list(view.supports.sets))}. Pairs of audited steps up to "
+        f"{support(view, view.k)}, {places(view.supports.places)}. Pairs of audited steps up to "
         f"{MOST_LAG} steps apart; bands hold 10 to 90 % of them.{layers_left_out(view)}"
     )
     return Caption("Support overlap by lag, within a sentence and across a boundary", note)
@@ -136,21 +138,20 @@ def _many(found: list[Place]) -> str:
     return " x ".join(f"{count} {name}" for count, name in counts if count > 1)
 
 
-def left_out(view: View, whole: ViewSupports, shown: ViewSupports | Raster) -> str:
+def left_out(view: View, whole: Supports, shown: Supports | Raster) -> str:
     """Say how many steps were not audited, and how many audited ones are not drawn; "" if none."""
     said = layers_left_out(view)
-    if len(whole.step) < len(view.steps.step):
-        said += f" {len(whole.step):,} of {len(view.steps.step):,} steps were audited."
-    if len(shown.step) < len(whole.step):
-        said += (
-            f" {len(shown.step):,} of {len(whole.step):,} audited steps are drawn, evenly chosen."
-        )
+    if whole.steps < len(view.steps.step):
+        said += f" {whole.steps:,} of {len(view.steps.step):,} steps were audited."
+    drawn = len(shown.step_N)
+    if drawn < whole.steps:
+        said += f" {drawn:,} of {whole.steps:,} audited steps are drawn, evenly chosen."
     return said
 
 
 def layers_left_out(view: View) -> str:
     """Say how many audited layers are drawn if not all, because of their size; "" if all."""
-    drawn = len({layer for layer, _ in view.supports.sets})
+    drawn = len(view.supports.layers)
     if drawn == view.audited_layers:
         return ""
     return f" {drawn:,} of {view.audited_layers:,} audited layers are drawn, evenly chosen."

@@ -7,7 +7,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from sfi_core.errors import TraceError
-from sfi_traces.views.stability import SPREAD, Place, thinning
+from sfi_traces.model.supports import thinning
+from sfi_traces.model.trace import Place, rows_of
+from sfi_traces.summary.lags import SPREAD
+from sfi_traces.summary.supports import AT_CLIP
 from sfi_traces.views.view import View
 
 PHASES = (  # innermost spans, in a bar's order
@@ -46,9 +49,9 @@ def lambda_over_time(view: View) -> Lambda:
     Raises:
         TraceError: The run had no Selector.
     """
-    columns = ["request", "step", "layer", "head", "lambda_star"]
-    rows = view.trace.table("selections", columns).filter(view.wanted)
-    rows = rows.filter(pc.is_valid(pc.field("lambda_star"))).sort_by("step")
+    wanted = rows_of(view.request, view.layer, view.head) & pc.field("lambda_star").is_valid()
+    columns = ["step", "layer", "head", "lambda_star"]
+    rows = view.trace.rows("selections", columns, wanted).sort_by("step")
     if not len(rows):
         raise TraceError(
             f"trace {view.trace.path} has no lambda* of request {view.request}, recorded with policy "
@@ -62,7 +65,7 @@ def lambda_over_time(view: View) -> Lambda:
         for share in (SPREAD[0], 0.5, SPREAD[1])
     )
     clip = view.trace.manifest["config"]["selector"]["lambda_clip"]
-    clipped = np.isclose(value, clip, rtol=1e-4).mean()
+    clipped = (np.abs(value - clip) <= AT_CLIP * clip).mean()
     pairs = zip(rows["layer"].to_pylist(), rows["head"].to_pylist(), strict=True)
     return Lambda(step, median, low, high, clip, float(clipped), sorted(set(pairs)))
 
@@ -99,17 +102,18 @@ def retained_mass(view: View) -> Retained:
     """Average the retained mass over the audited fast steps; raises `TraceError` without audit or masses."""
     view.trace.require_audit()
     view.trace.require_masses()
-    columns = ["request", "step", "layer", "head", "retained_mass"]
-    rows = view.trace.table("supports", columns).filter(view.wanted)
+    columns = ["step", "layer", "head", "retained_mass"]
+    rows = view.trace.rows("supports", columns, view.wanted)
     rows = rows.filter(pc.is_in(rows["step"], pa.array(view.steps.step[~view.steps.slow])))
     if len(rows):
         means = rows.group_by(["layer", "head"]).aggregate([("retained_mass", "mean")])
         found = {(r["layer"], r["head"]): r["retained_mass_mean"] for r in means.to_pylist()}
         steps = len(pc.unique(rows["step"]))
     else:
-        mass = view.supports.mass
-        found = {place: np.mean([each.sum() for each in mass[place]]) for place in mass}
-        steps = len(view.supports.step)
+        supports = view.supports
+        held_UN = supports.mass_NUK.sum(-1).T.copy()
+        found = dict(zip(supports.places, held_UN.mean(-1), strict=True))
+        steps = supports.steps
     layers, heads = (sorted({place[axis] for place in found}) for axis in (0, 1))
     table = np.array([[found.get((layer, head), np.nan) for head in heads] for layer in layers])
     return Retained(layers, heads, table, steps, coverage=not len(rows))
@@ -157,8 +161,7 @@ def step_phases(view: View) -> Timeline:
     width = thinning(len(step), MOST_BARS)
     edges = np.arange(0, len(step), width)
     counts = np.diff([*edges, len(step)])
-    columns = ["request", "drafted", "accepted"]
-    checks = view.trace.table("verifications", columns).filter(view.of_request)
+    checks = view.trace.rows("verifications", ["drafted", "accepted"], rows_of(view.request))
     return Timeline(
         step=step[edges],
         per_bar=width,

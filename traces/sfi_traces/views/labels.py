@@ -6,9 +6,9 @@ from typing import Final
 
 import numpy as np
 
+from sfi_traces.model.steps import Steps
 from sfi_traces.views.figure_data import REST
 from sfi_traces.views.raster import MISSED, READ, SELECTED
-from sfi_traces.views.view import Steps
 
 LONGEST = 14  # characters of a label
 SIDES: Final = ("left", "right")

@@ -5,10 +5,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sfi_core.errors import TraceError
+from sfi_traces.model.selections import Selections
+from sfi_traces.model.supports import thinning
+from sfi_traces.model.trace import Place
+from sfi_traces.overlap import size
 from sfi_traces.views.figure_data import retained_mass
-from sfi_traces.views.reads import Refreshes, Segments
-from sfi_traces.views.stability import Place, thinning
 from sfi_traces.views.view import View
 
 # what a cell shows
@@ -22,7 +23,7 @@ class Raster:
     Attributes:
         place: The layer and KV head.
         top: Positions of a support, K.
-        step: Audited steps, ascending.
+        step_N: Audited steps, ascending.
         per_cell: Positions of a cell.
         cells: `[positions / per_cell, steps]` uint8. A cell with at least as many positions of the support as
             an even spread would give is `MISSED` if most of them were not read, else `READ`, also if unknown.
@@ -36,7 +37,7 @@ class Raster:
 
     place: Place
     top: int
-    step: np.ndarray
+    step_N: np.ndarray
     per_cell: int
     cells: np.ndarray
     slow: np.ndarray
@@ -69,21 +70,20 @@ def rasters(
     manifest = view.trace.manifest
     top = view.top or min(manifest["audit"]["top"], manifest["config"]["budget"])
     supports = view.supports.thinned(most_steps)
-    rows = view.steps.rows(supports.step)
+    rows = view.steps.rows(supports.step_N)
     context, slow = view.steps.context[rows], view.steps.slow[rows]
     per_cell = thinning(int(context.max()), most_cells)
-    segments = Segments.of(view)
-    sink = segments.sink
-    recent = None if segments.recent is None else segments.recent[rows]
-    selected = _in_force(Refreshes.of(view), places, supports.step)
+    sink, start_N = view.recorded.segments
+    recent = None if start_N is None else start_N[rows]
+    selected = _in_force(view.recorded.selections, places, supports.step_N)
     drawn = []
     for place in places:
         chosen = selected.get(place)
-        sets = supports.of(place).strongest(top).sets[place]
-        cells = _cells(sets, chosen, context, slow, sink, recent, per_cell)
+        index_NK = supports.of_places([place]).strongest(top).position_NUK[:, 0]
+        cells = _cells(index_NK, chosen, context, slow, sink, recent, per_cell)
         drawn.append(
             Raster(
-                place=place, top=top, step=supports.step, per_cell=per_cell, cells=cells, slow=slow,
+                place=place, top=top, step_N=supports.step_N, per_cell=per_cell, cells=cells, slow=slow,
                 context=context, sink=sink, recent=recent, known=chosen is not None,
             )
         )  # fmt: skip
@@ -95,7 +95,7 @@ def choose_place(view: View) -> tuple[Place, str]:
 
     Without fast steps it is the one whose supports have the most mass.
     """
-    found = list(view.supports.sets)
+    found = view.supports.places
     if len(found) == 1 or not view.trace.masses:
         return found[0], ""
     data = retained_mass(view)
@@ -120,20 +120,19 @@ def meaning(raster: Raster) -> dict[int, str]:
 
 
 def _in_force(
-    refreshes: Refreshes, places: Sequence[Place], step: np.ndarray
+    selections: Selections, places: Sequence[Place], step: np.ndarray
 ) -> dict[Place, Selected]:
     # the selections of each place at the steps; places that selected nothing are left out
     found = {}
     for place in places:
-        rows = refreshes.of_place(place)
-        since = np.searchsorted(refreshes.begin[rows], step, side="right")  # 0: nothing yet
+        rows = selections.of_place.get(place, np.empty(0, int))
+        since = np.searchsorted(selections.begin[rows], step, side="right")  # 0: nothing yet
         needed, since = np.unique(since, return_inverse=True)
         if needed[-1]:
             found[place] = rows[needed[needed > 0] - 1], since + (needed[0] > 0)
     chosen = [rows for rows, _ in found.values()]
-    try:
-        sets = refreshes.positions(np.concatenate(chosen)) if chosen else []
-    except TraceError:  # recorded without positions
+    sets = selections.positions(np.concatenate([np.empty(0, int), *chosen]))
+    if sets is None:
         return {}
     ends = np.cumsum([len(rows) for rows in chosen])
     return {
@@ -143,7 +142,7 @@ def _in_force(
 
 
 def _cells(
-    sets: list[np.ndarray],
+    index_NK: np.ndarray,
     chosen: Selected | None,
     context: np.ndarray,
     slow: np.ndarray,
@@ -152,26 +151,26 @@ def _cells(
     per_cell: int,
 ) -> np.ndarray:
     high = -(-int(context.max()) // per_cell)
-    selected = np.zeros((high, len(sets)), bool)
-    row, position = _flat(sets)
+    steps = len(index_NK)
+    selected = np.zeros((high, steps), bool)
+    row, column = np.nonzero(index_NK >= 0)
+    position = index_NK[row, column]
     read = np.ones(len(position), bool)
     if chosen is not None and recent is not None:
         read = slow[row] | (position < sink) | (position >= recent[row])
         read |= _is_in(position, chosen.since[row], chosen.sets, int(context.max()))
         taken = [chosen.sets[at] for at in chosen.since]
-        selected = _dense(
-            _count(*_flat(taken), len(sets), high, per_cell), taken, context, per_cell
+        sizes = np.array([len(one) for one in taken])
+        counts = _count(
+            np.repeat(np.arange(steps), sizes), np.concatenate(taken), steps, high, per_cell
         )
+        selected = _dense(counts, sizes, context, per_cell)
     hits, misses = (
-        _count(row[kind], position[kind], len(sets), high, per_cell) for kind in (read, ~read)
+        _count(row[kind], position[kind], steps, high, per_cell) for kind in (read, ~read)
     )
-    held = _dense(hits + misses, sets, context, per_cell)
+    held = _dense(hits + misses, size(index_NK), context, per_cell)
     kinds = np.where(held, np.where(misses > hits, MISSED, READ), selected * SELECTED)
     return kinds.astype(np.uint8)
-
-
-def _flat(sets: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    return np.repeat(np.arange(len(sets)), [len(one) for one in sets]), np.concatenate(sets)
 
 
 def _count(
@@ -182,12 +181,9 @@ def _count(
     return np.bincount(cell, minlength=high * rows).reshape(high, rows)
 
 
-def _dense(
-    count: np.ndarray, sets: list[np.ndarray], context: np.ndarray, per_cell: int
-) -> np.ndarray:
+def _dense(count: np.ndarray, sizes: np.ndarray, context: np.ndarray, per_cell: int) -> np.ndarray:
     # whether a cell has at least one position, and as many as an even spread would give
-    size = np.array([len(one) for one in sets])
-    found: np.ndarray = count >= np.maximum(1, size * per_cell / context)
+    found: np.ndarray = count >= np.maximum(1, sizes * per_cell / context)
     return found
 
 

@@ -1,18 +1,24 @@
-"""The passages of the text that a decoding step read, and those that it should have read."""
+"""The passages of the text that a decoding step read, and those that it should have read.
 
-from collections.abc import Sequence
+Paper gap: what a passage is. Positions with at most `GAP` others between them are one; it ends with a
+sentence once it has `LONG` tokens, and with `LONGEST` at the latest.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
-import pyarrow.compute as pc
 
 from sfi_core.errors import ConfigError, TraceError
-from sfi_traces.views.passage_edges import passage_edges
-from sfi_traces.views.reads import StepReads
-from sfi_traces.views.stability import Place
+from sfi_traces.model.rows import Rows
+from sfi_traces.model.step_reads import StepMass, StepReads
+from sfi_traces.model.trace import Place
 from sfi_traces.views.view import View
 
+GAP, LONG, LONGEST = 2, 24, 64  # see above
+ENDS = (".", "!", "?", "\n")
+AUDITED = ("layer", "head", "positions", "mass", "read")
 SINK, SELECTED, RECENT, ALL, MISSED = "sink", "selected", "recent", "all", "missed"
 
 
@@ -25,6 +31,8 @@ class Passage:
         last: Last position, included.
         tokens: Positions that some layer and KV head read; in a missed passage, did not read.
         places: Layers and KV heads that read any of them; in a missed passage, that missed any.
+        share: Share of the (position, layer, KV head) triples that are read, of the layers and KV heads that
+            read any position so.
         mass: Share of dense attention on these positions, the mean over audited layers and KV heads; None if
             the step was not audited.
     """
@@ -34,7 +42,8 @@ class Passage:
     last: int
     text: str
     tokens: int
-    places: list[Place]
+    places: Sequence[Place]
+    share: float
     mass: float | None
 
 
@@ -80,6 +89,7 @@ class StepWords:
             own = getattr(self, name)
             for document, one in zip(found[name], own, strict=True):
                 document |= {"places": _by_layer(one.places), "heads": len(one.places)}
+                del document["share"]
         return found
 
 
@@ -89,9 +99,7 @@ def text_of(view: View) -> list[str]:
     Raises:
         TraceError: The text was redacted, or recorded or imported without a tokenizer.
     """
-    wanted = view.of_request
-    rows = view.trace.rows("prompts", ["position", "token_text"], wanted).sort_by("position")
-    texts = rows["token_text"].to_pylist()
+    texts = view.recorded.prompt
     if not texts or texts[0] is None:
         why = "was redacted" if view.trace.redacted else "was recorded without a tokenizer"
         if view.trace.imported:
@@ -113,10 +121,17 @@ def step_words(view: View, step: int) -> StepWords:
         raise ConfigError(
             f"step must be in {steps.step[0]} to {steps.step[-1]} of request {view.request}, got {step}"
         )
-    read = StepReads.of(view, row)
+    read = StepReads.of(view.recorded, row, view.places)
+    if read.selected is None:
+        raise TraceError(
+            f"trace {view.trace.path} has no positions of its selections; record it with "
+            "--set trace.positions=true"
+        )
     texts = text_of(view)
-    passages = _Passages(texts, int(steps.context[row]), read)
-    mass = _Mass.of(view, step, read)
+    mass = StepMass({})
+    if view.trace.masses:
+        mass = StepMass.of(Rows(view.trace, "supports", view.request, AUDITED).at(step), read)
+    passages = Passages(texts, read, mass)
     return StepWords(
         step=step,
         slow=bool(steps.slow[row]),
@@ -125,75 +140,57 @@ def step_words(view: View, step: int) -> StepWords:
         context=int(steps.context[row]),
         attended=float(steps.attended[row]),
         audited=list(mass.found),
-        places=read.places,
+        places=list(read.places),
         refreshed=read.refreshed,
-        passages=passages.read(mass),
-        missed=passages.missed(mass),
+        passages=_ranked(passages.read()),
+        missed=_ranked(passages.missed()),
         masses=view.trace.masses,
-        notes=read.notes,
+        notes=list(_notes(view, row, read)),
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Mass:
-    # positions of each audited layer and KV head, their probabilities, and which were read
-    found: dict[Place, tuple[np.ndarray, np.ndarray, np.ndarray]]
-
-    @classmethod
-    def of(cls, view: View, step: int, reads: StepReads) -> "_Mass":
-        if not view.trace.masses:
-            return cls({})
-        wanted = view.wanted & (pc.field("step") == step)
-        rows = view.trace.rows("supports", ["layer", "head", "positions", "mass", "read"], wanted)
-        found = {}
-        for row in rows.sort_by([("layer", "ascending"), ("head", "ascending")]).to_pylist():
-            place = row["layer"], row["head"]
-            position = np.array(row["positions"], int)
-            seen = row["read"]  # an import has none
-            read = reads.of_place(place, position) if seen is None else np.array(seen, bool)
-            found[place] = position, np.array(row["mass"], float), read
-        return cls(found)
-
-    def weight(self, context: int, *, read: bool) -> np.ndarray:
-        # each position's mean mass over the places that read it, or over those that did not
-        weight = np.zeros(context)
-        for position, mass, seen in self.found.values():
-            weight[position[seen == read]] += mass[seen == read] / len(self.found)
-        return weight
-
-    def marks(self, *, read: bool) -> dict[Place, np.ndarray]:
-        return {place: position[seen == read] for place, (position, _, seen) in self.found.items()}
+def _notes(view: View, row: int, read: StepReads) -> Iterator[str]:
+    steps = view.steps
+    said = view.trace.lossless or view.trace.reads_own_selection
+    if steps.slow[row] and steps.attended[row] < steps.context[row] and not said:
+        yield "in this slow step some KV heads read only what was selected; the trace does not say which"
+    if read.dense and not steps.slow[row]:
+        layers = ", ".join(map(str, sorted({layer for layer, _ in read.dense})))
+        yield f"layers left dense read everything: {layers}"
+    sliding = [one for one in view.trace.manifest["model"]["layers"] if one["window"] is not None]
+    if sliding and view.layer is None:
+        yield f"{len(sliding)} layers with a sliding window are left aside"
+    if not read.selected and len(read.dense) < len(read.places):
+        yield (
+            f"policy {view.trace.manifest['policy']} had selected nothing; a fast step read the sink and "
+            "the recent tokens"
+        )
 
 
-class _Passages:
-    # cuts the text into passages
+class Passages:
+    """Cuts what a step read, and what it missed, into passages."""
 
-    def __init__(self, texts: list[str], context: int, reads: StepReads) -> None:
-        self._texts, self._context, self._reads = texts, context, reads
+    def __init__(self, texts: Sequence[str], reads: StepReads, mass: StepMass) -> None:
+        """Take the text of each position of the context, and where the step's attention lay."""
+        self._texts, self._reads, self._mass = texts, reads, mass
+        self._context = reads.context
 
-    def read(self, mass: _Mass) -> list[Passage]:
-        reads = self._reads
-        weight = mass.weight(self._context, read=True)
-        marks = {place: reads.selected.get(place, np.empty(0, int)) for place in reads.places}
+    def read(self) -> list[Passage]:
+        """Return the selected passages, then the sink and the recent tokens; of a dense step all of it."""
+        reads, mass = self._reads, self._mass
+        weight = mass.weight(self._context, read=True) if mass.found else None
         if len(reads.dense) == len(reads.places):
             if not mass.found:
-                return [self._passage(ALL, 0, self._context - 1, self._context, reads.places, None)]
-            found = self._cut(ALL, mass.marks(read=True), weight, 0, self._context)
-        else:
-            found = self._cut(
-                SELECTED, marks, weight if mass.found else None, reads.sink, reads.recent
-            )
-            for part, first, end in ((SINK, 0, reads.sink), (RECENT, reads.recent, self._context)):
-                if end > first:
-                    held = float(weight[first:end].sum()) if mass.found else None
-                    found.append(
-                        self._passage(part, first, end - 1, end - first, reads.places, held)
-                    )
-        return _ranked(found)
+                return [self._whole(ALL, 0, self._context, None)]
+            return self._cut(ALL, mass.marks(read=True), weight, 0, self._context)
+        found = self._cut(SELECTED, reads.selected or {}, weight, reads.sink, reads.recent)
+        ends = ((SINK, 0, reads.sink), (RECENT, reads.recent, self._context))
+        return found + [self._whole(*end, weight) for end in ends if end[2] > end[1]]
 
-    def missed(self, mass: _Mass) -> list[Passage]:
-        weight = mass.weight(self._context, read=False)
-        return _ranked(self._cut(MISSED, mass.marks(read=False), weight, 0, self._context))
+    def missed(self) -> list[Passage]:
+        """Return what dense attention attended to and the step did not read."""
+        weight = self._mass.weight(self._context, read=False)
+        return self._cut(MISSED, self._mass.marks(read=False), weight, 0, self._context)
 
     def _cut(
         self,
@@ -214,24 +211,29 @@ class _Passages:
         for number, (low, high) in enumerate(edges):
             which[low : high + 1] = number
         places: list[list[Place]] = [[] for _ in edges]
+        triples = np.zeros(len(edges), int)
         for place, position in marks.items():
-            for number in np.unique(which[position][marked[position]]).tolist():
+            own = which[position][marked[position]]
+            triples += np.bincount(own, minlength=len(edges))
+            for number in np.unique(own).tolist():
                 places[number].append(place)
         return [
-            self._passage(
-                part, low, high, int(marked[low : high + 1].sum()), places[number],
-                None if weight is None else float(weight[low : high + 1].sum()),
+            Passage(
+                part=part, first=low, last=high, text="".join(self._texts[low : high + 1]),
+                tokens=int(marked[low : high + 1].sum()), places=places[number],
+                share=int(triples[number]) / (len(marks) * (high + 1 - low)),
+                mass=None if weight is None else float(weight[low : high + 1].sum()),
             )
             for number, (low, high) in enumerate(edges)
         ]  # fmt: skip
 
-    def _passage(
-        self, part: str, first: int, last: int, tokens: int, places: list[Place], mass: float | None
-    ) -> Passage:
-        text = "".join(self._texts[first : last + 1])
+    def _whole(self, part: str, first: int, end: int, weight: np.ndarray | None) -> Passage:
+        # a passage that all layers and KV heads read
         return Passage(
-            part=part, first=first, last=last, text=text, tokens=tokens, places=places, mass=mass
-        )
+            part=part, first=first, last=end - 1, text="".join(self._texts[first:end]), tokens=end - first,
+            places=self._reads.places, share=1.0,
+            mass=None if weight is None else float(weight[first:end].sum()),
+        )  # fmt: skip
 
 
 def _by_layer(places: Sequence[Place]) -> list[dict[str, Any]]:
@@ -243,3 +245,24 @@ def _by_layer(places: Sequence[Place]) -> list[dict[str, Any]]:
 
 def _ranked(found: list[Passage]) -> list[Passage]:
     return sorted(found, key=lambda one: (-(one.mass or 0.0), -len(one.places), one.first))
+
+
+def passage_edges(at: Iterable[int], texts: Sequence[str]) -> list[tuple[int, int]]:
+    """Return the first and last position of each passage.
+
+    `at` are the marked positions, ascending; `texts` has the text of each position of the context.
+    """
+    found: list[tuple[int, int]] = []
+    first = last = -1
+    for position in at:
+        if last < 0:
+            first = position
+        elif position - last > GAP + 1 or _is_long(last - first + 1, texts[last]):
+            found.append((first, last))
+            first = position
+        last = position
+    return found if last < 0 else [*found, (first, last)]
+
+
+def _is_long(tokens: int, text: str) -> bool:
+    return tokens >= LONGEST or (tokens >= LONG and text.rstrip(" ").endswith(ENDS))

@@ -75,7 +75,7 @@ class ReplayJob:
             leave_interrupted()
 
     def _document(self) -> dict[str, Any]:
-        from sfi_traces.read.reader import Trace
+        from sfi_traces.model.trace import Trace
         from sfi_traces.replay import Setting, Supports, compare
 
         trace = Trace.open(self.choice.trace)
@@ -145,7 +145,7 @@ class PlayJob:
     def run(self) -> None:
         """Play the run on a terminal; print the steps if `step` is given or there is no terminal."""
         from sfi_cli.commands.trace.replay.frame_view import plain_frame
-        from sfi_traces.read.reader import Trace
+        from sfi_traces.model.trace import Trace
         from sfi_traces.replay.playback import Playback
 
         steps = _steps(self.step)

@@ -20,7 +20,7 @@ from sfi_cli.commands.trace.replay.text_layout import TextLayout
 from sfi_cli.commands.trace.replay.text_pane import TextPane
 from sfi_cli.terminal.output import INTERRUPTED
 from sfi_core.errors import SfiError
-from sfi_traces.replay.passages import Passage, passages
+from sfi_traces.views.words import Passage
 
 FASTEST = 64.0
 EVERY = -1  # value of a picker: all layers, all heads
@@ -103,7 +103,7 @@ class PlayerApp(App[None]):
         try:
             frame = self.playback.frame(self.step)
             marks = marks_at(self.playback, self.step)
-            self._shown = passages(self.playback, self.step)
+            self._shown = self.playback.passages(self.step)
             rows = strips(self.playback, self.step, self.size.width, self._shades)
         except SfiError as error:
             self.failure = error
@@ -209,7 +209,10 @@ class PlayerApp(App[None]):
         """Show a passage in the text."""
         passage = self._shown[event.option_index]
         pane = self.query_one(TextPane)
-        pane.found = (int(pane.text.start_T[passage.first]), int(pane.text.start_T[passage.end]))
+        pane.found = (
+            int(pane.text.start_T[passage.first]),
+            int(pane.text.start_T[passage.last + 1]),
+        )
         pane.show_token(passage.first)
         pane.refresh()
         self.set_focus(None)

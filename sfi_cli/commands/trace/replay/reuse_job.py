@@ -58,7 +58,7 @@ class ReuseJob:
                 )
 
     def _document(self) -> dict[str, Any]:
-        from sfi_traces.read.reader import Trace
+        from sfi_traces.model.trace import Trace
         from sfi_traces.replay import Supports, chance
 
         trace = Trace.open(self.choice.trace)
@@ -106,7 +106,7 @@ class ReuseJob:
 
 def is_imported(folder: Path) -> bool:
     """Say whether a trace was imported: such a trace has neither memory nor bytes."""
-    from sfi_traces.read.reader import Trace
+    from sfi_traces.model.trace import Trace
 
     return Trace.open(folder).imported is not None
 

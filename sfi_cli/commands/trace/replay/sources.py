@@ -20,15 +20,15 @@ from sfi_cli.commands.trace.replay.text_pane import (
 )
 
 LONGEST = 240  # characters of a passage
-KINDS = {"sink": SINK, "selected": SELECTED, "recent": RECENT}
+KINDS = {"sink": SINK, "selected": SELECTED, "recent": RECENT, "all": SELECTED}
 
 
 def passage_text(passage: Any) -> Text:
     """Write a passage: its kind, its positions, the share that is read, its mass and its text."""
     mass = "" if passage.mass is None else f"  mass {passage.mass:.3f}"
-    share = "" if passage.kind != "selected" else f"  in {passage.share:.0%}"
-    kind = Text(f" {passage.kind} ", style=f"on {BACKGROUND[KINDS[passage.kind]]}")
-    head = Text.assemble(kind, f" {passage.first:,}-{passage.end - 1:,}{share}{mass}")
+    share = "" if passage.part != "selected" else f"  in {passage.share:.0%}"
+    kind = Text(f" {passage.part} ", style=f"on {BACKGROUND[KINDS[passage.part]]}")
+    head = Text.assemble(kind, f" {passage.first:,}-{passage.last:,}{share}{mass}")
     text = " ".join(printable(passage.text).split())
     if len(text) > LONGEST:
         half = LONGEST // 2

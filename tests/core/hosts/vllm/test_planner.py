@@ -7,7 +7,7 @@ import pytest
 
 from sfi_core.hosts.vllm.entry import NO_SLOT
 from sfi_core.settings.config import SfiConfig
-from sfi_traces.read.reader import Trace
+from sfi_traces.model.trace import Trace
 from sfi_traces.replay import Setting, Supports, schedule
 from tests.core.hosts.vllm.scheduling import BLOCK, STOP, FakeScheduler
 from tests.fakes import RecordingObserver

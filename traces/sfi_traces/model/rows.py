@@ -11,7 +11,8 @@ import numpy.typing as npt
 import pyarrow as pa
 from pyarrow import parquet
 
-from sfi_traces.read.reader import Trace
+from sfi_traces.model.trace import Place, Trace
+from sfi_traces.schema import TABLES
 
 KEYS, VALUES = 4, 2  # row groups of a rank whose keys and whose columns are cached
 KEY = ("request", "step", "layer", "head")
@@ -30,7 +31,7 @@ class RowGroup:
     step: Range
 
 
-class StepRows:
+class Rows:
     """One request's rows of a table with layer and KV head, found by step.
 
     For each rank, the keys of at most 4 row groups and the columns of 2 stay in memory; a recorded row group
@@ -56,13 +57,14 @@ class StepRows:
             for group in _row_groups(trace, part)
             if group.request[0] <= request <= group.request[1]
         ]
+        self._nothing = TABLES[table].empty_table().select(self._columns)
         ranks = len(trace.by_rank)  # each rank has its own row group for a step
         self._keys = lru_cache(KEYS * ranks)(self._read_keys)
         self._values = lru_cache(VALUES * ranks)(self._read_values)
 
-    def places(self) -> list[tuple[int, int]]:
+    def places(self) -> list[Place]:
         """Return the layers and KV heads in each rank's first row group of the request; maybe none."""
-        found: dict[Path, set[tuple[int, int]]] = {}
+        found: dict[Path, set[Place]] = {}
         for group in self._groups:
             folder = group.part.parent  # one for each rank
             if folder in found:
@@ -88,18 +90,20 @@ class StepRows:
                 found = max(int(steps.max()), -1 if found is None else found)
         return found
 
-    def at(self, step: int) -> pa.Table:
-        """Return a step's rows of the chosen layers and heads; maybe none."""
+    def at(self, steps: int | Ints) -> pa.Table:
+        """Return the rows of one or several steps, of the chosen layers and heads; maybe none."""
+        wanted = np.unique(steps)
         pieces = []
         for group in self._groups:
-            if not group.step[0] <= step <= group.step[1]:
+            among = wanted[(wanted >= group.step[0]) & (wanted <= group.step[1])]
+            if not len(among):
                 continue
             keys = self._keys(group)
-            rows = np.flatnonzero(self._chosen(keys) & (keys["step"] == step))
+            rows = np.flatnonzero(self._chosen(keys) & np.isin(keys["step"], among))
             if len(rows):
                 first, end = int(rows[0]), int(rows[-1]) + 1
                 pieces.append(self._values(group).slice(first, end - first).take(rows - first))
-        return pa.concat_tables(pieces) if pieces else pa.table({c: [] for c in self._columns})
+        return pa.concat_tables(pieces) if pieces else self._nothing
 
     def _chosen(self, keys: dict[str, Ints]) -> npt.NDArray[np.bool_]:
         chosen: npt.NDArray[np.bool_] = keys["request"] == self._request

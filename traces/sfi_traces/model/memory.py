@@ -1,5 +1,6 @@
 """How many tokens the managed memory holds at each step, given the slow steps."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -7,7 +8,6 @@ import numpy as np
 import numpy.typing as npt
 
 from sfi_core.models.byte_model import ByteModel
-from sfi_core.settings.config import SfiConfig
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
@@ -32,13 +32,16 @@ class Memory:
     read_N: Ints
 
     @classmethod
-    def of(cls, config: SfiConfig, slow_N: Bools, length_N: Ints) -> Self:
-        """Do for all steps what `RequestState` does step by step; step 0 holds the prompt."""
-        sink = min(config.sink, int(length_N[0]))
-        fresh_N = np.maximum(sink, length_N - config.recent)
+    def of(cls, config: Mapping[str, Any], slow_N: Bools, length_N: Ints) -> Self:
+        """Do for all steps what `RequestState` does step by step; step 0 holds the prompt.
+
+        `config` is that of a manifest: `sink`, `recent`, `recent_mode` and `budget` count.
+        """
+        sink = min(config["sink"], int(length_N[0]))
+        fresh_N = np.maximum(sink, length_N - config["recent"])
         last_N = np.maximum.accumulate(np.where(slow_N, np.arange(len(slow_N)), 0))
-        start_N = fresh_N if config.recent_mode == "sliding" else fresh_N[last_N]
-        packed_N = sink + np.minimum(config.budget, fresh_N[last_N] - sink)
+        start_N = fresh_N if config["recent_mode"] == "sliding" else fresh_N[last_N]
+        packed_N = sink + np.minimum(config["budget"], fresh_N[last_N] - sink)
         return cls(
             slow_N=slow_N,
             length_N=length_N,

@@ -5,8 +5,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from sfi_core.errors import TraceError
+from sfi_traces.model.supports import Supports
+from sfi_traces.model.trace import Place
 from sfi_traces.overlap import Overlap
-from sfi_traces.views.stability import SPREAD, Place, ViewSupports
+from sfi_traces.summary.lags import SPREAD
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +51,7 @@ class Drift:
         return len(self.overlap)
 
 
-def drift(supports: ViewSupports) -> Drift:
+def drift(supports: Supports) -> Drift:
     """Compare each step's supports with step 0's by the overlap coefficient (SyncKV, Eq. 1).
 
     Paper gap: SyncKV compares with the prefill without saying which of its queries counts; step 0 is the
@@ -58,22 +60,17 @@ def drift(supports: ViewSupports) -> Drift:
     Raises:
         TraceError: Step 0, or every later step, has no support.
     """
-    if not len(supports.step) or supports.step[0] != 0:
+    if not supports.steps or supports.step_N[0] != 0:
         raise TraceError(
             "drift needs the support of step 0, the prompt's, got none; record the trace with --audit 1"
         )
-    if len(supports.step) == 1:
+    if supports.steps == 1:
         raise TraceError(
             "drift needs an audited step after step 0, got none; record the trace with --audit 1"
         )
-    found = {place: _with_first(sets) for place, sets in supports.sets.items()}
-    return Drift(supports.step[1:], found)
-
-
-def _with_first(sets: list[np.ndarray]) -> np.ndarray:
-    longest = max(map(len, sets))
-    index_SK = np.full((len(sets), longest), -1, np.int32)
-    for row, positions in zip(index_SK, sets, strict=True):
-        row[: len(positions)] = positions
-    first_SK = np.broadcast_to(index_SK[:1], index_SK[1:].shape)
-    return Overlap.of(first_SK, index_SK[1:]).coefficient
+    first_1UK, later_NUK = supports.position_NUK[:1], supports.position_NUK[1:]
+    found = {
+        place: Overlap.of(np.repeat(first_1UK[:, unit], len(later_NUK), 0), later_NUK[:, unit])
+        for unit, place in enumerate(supports.places)
+    }
+    return Drift(supports.step_N[1:], {place: one.coefficient for place, one in found.items()})

@@ -6,7 +6,9 @@ from typing import Self
 import numpy as np
 
 from sfi_core.errors import TraceError
-from sfi_traces.views.stability import Place, ViewSupports, intersections
+from sfi_traces.model.supports import Supports
+from sfi_traces.model.trace import Place
+from sfi_traces.overlap import intersections, size
 
 MOST_STEPS = 64  # of a request, evenly chosen
 
@@ -25,24 +27,23 @@ class HeadSimilarity:
     steps: int
 
     @classmethod
-    def of(cls, supports: ViewSupports) -> Self:
+    def of(cls, supports: Supports) -> Self:
         """Compare all heads at each step by the overlap coefficient (SyncKV, Eq. 1).
 
         Raises:
             TraceError: There is only one layer.
         """
-        places = sorted(supports.sets)
+        places = supports.places
         if places[0][0] == places[-1][0]:
             raise TraceError(
                 f"head similarity needs two audited layers or more, got layer {places[0][0]} alone; leave "
                 "--layer out, or record the trace with --audit 1 of all layers"
             )
         total = np.zeros((len(places), len(places)))
-        for at in range(len(supports.step)):
-            sets = [supports.sets[place][at] for place in places]
-            size = np.array([max(1, len(one)) for one in sets], np.float32)
-            total += intersections(sets) / np.minimum(size[:, None], size)
-        return cls(places, total, len(supports.step))
+        for index_PK in supports.position_NUK:
+            size_P = np.maximum(1, size(index_PK)).astype(np.float32)
+            total += intersections(index_PK) / np.minimum(size_P[:, None], size_P)
+        return cls(places, total, supports.steps)
 
     def __add__(self, other: "HeadSimilarity") -> "HeadSimilarity":
         """Join the steps of two requests."""

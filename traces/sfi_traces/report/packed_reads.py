@@ -10,10 +10,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from sfi_core.errors import TraceError
+from sfi_traces.model.supports import thinning
+from sfi_traces.model.trace import Place, of_steps
 from sfi_traces.report.text import MOST_TOKENS
 from sfi_traces.views.labels import printable
-from sfi_traces.views.reads import Refreshes, Segments
-from sfi_traces.views.stability import Place, of_steps, thinning
 from sfi_traces.views.view import View
 from sfi_traces.views.words import text_of
 
@@ -43,16 +43,16 @@ def what_steps_read(view: View) -> Packed:
     prompt = len(texts) - len(steps.text)
     dense = view.trace.manifest["config"]["dense_layers"]
     layers = sorted({layer for layer, _ in view.places if layer not in dense})
-    refreshes = Refreshes.of(view)
+    selections = view.recorded.selections
     last = int(steps.step[shown - 1])
-    begins = np.unique(refreshes.begin[refreshes.begin <= last])
+    begins = np.unique(selections.begin[selections.begin <= last])
     width = prompt + shown
     fitting = MOST_COUNTS // max(1, len(begins) * len(layers))
     per_cell = thinning(width, max(1, min(MOST_CELLS, fitting)))
     cells = -(-width // per_cell)
-    segments = Segments.of(view)
-    recent = None if segments.recent is None else segments.recent[:shown].tolist()
-    counts = _counts(refreshes, begins, layers, per_cell, cells)
+    sink, start_N = view.recorded.segments
+    recent = None if start_N is None else start_N[:shown].tolist()
+    counts = _counts(view, begins, layers, per_cell, cells)
     mass = _mass(view, last, per_cell, cells)
     if counts is None and mass is None and (recent is None or len(begins)):
         raise TraceError(
@@ -67,7 +67,7 @@ def what_steps_read(view: View) -> Packed:
         "prompt": prompt,
         "first": int(steps.step[0]),
         "slow": [] if view.trace.reads_own_selection else np.flatnonzero(steps.slow[:shown]).tolist(),
-        "sink": segments.sink,
+        "sink": sink,
         "recent": recent,
         "layers": layers,
         "heads": [sum(place[0] == layer for place in view.places) for layer in layers],
@@ -78,28 +78,27 @@ def what_steps_read(view: View) -> Packed:
 
 
 def _counts(
-    refreshes: Refreshes, begins: np.ndarray, layers: list[int], per_cell: int, cells: int
+    view: View, begins: np.ndarray, layers: list[int], per_cell: int, cells: int
 ) -> Packed | None:
     # [refreshes, layers, cells] uint8, as differences from the refresh before, modulo 256
     packer, now = zlib.compressobj(6), np.zeros((len(layers), cells), np.uint8)
     row_of = {layer: row for row, layer in enumerate(layers)}
     held: dict[Place, np.ndarray] = {}
     packed, kept = b"", 0
-    try:
-        for chosen in _refreshed(refreshes, begins, layers):
-            before = now.copy()
-            for place, position in chosen:
-                if place in held:
-                    now[row_of[place[0]], held[place]] -= 1
-                cell = position // per_cell  # ascending
-                held[place] = cell[np.diff(cell, prepend=-1) > 0]
-                now[row_of[place[0]], held[place]] += 1
-            packed += packer.compress((now - before).tobytes())
-            kept += 1
-            if len(packed) > MOST_BYTES:
-                break
-    except TraceError:  # recorded without positions
-        return None
+    for chosen in _refreshed(view, begins, layers):
+        if chosen is None:
+            return None
+        before = now.copy()
+        for place, position in chosen:
+            if place in held:
+                now[row_of[place[0]], held[place]] -= 1
+            cell = position // per_cell  # ascending
+            held[place] = cell[np.diff(cell, prepend=-1) > 0]
+            now[row_of[place[0]], held[place]] += 1
+        packed += packer.compress((now - before).tobytes())
+        kept += 1
+        if len(packed) > MOST_BYTES:
+            break
     if not kept:
         return None
     until = int(begins[kept]) if kept < len(begins) else None
@@ -108,22 +107,27 @@ def _counts(
 
 
 def _refreshed(
-    refreshes: Refreshes, begins: np.ndarray, layers: list[int]
-) -> Iterator[list[tuple[Place, np.ndarray]]]:
-    # the selections that begin at each of the steps `begins`; reads several steps together
-    edges = np.searchsorted(refreshes.begin, np.append(begins, begins[-1:] + 1))
-    budget = refreshes.view.trace.manifest["config"].get("budget", 1)
-    together = max(1, TOGETHER // max(1, budget * len(refreshes.places)))
+    view: View, begins: np.ndarray, layers: list[int]
+) -> Iterator[list[tuple[Place, np.ndarray]] | None]:
+    # the selections that begin at each of the steps `begins`; None if recorded without positions
+    selections = view.recorded.selections
+    edges = np.searchsorted(selections.begin, np.append(begins, begins[-1:] + 1))
+    budget = view.trace.manifest["config"].get("budget", 1)
+    together = max(1, TOGETHER // max(1, budget * len(selections.of_place)))
     for at in range(0, len(begins), together):
         part = edges[at : at + together + 1]
         rows = np.arange(part[0], part[-1])
-        rows = rows[np.isin(refreshes.layer[rows], layers)]
+        rows = rows[np.isin(selections.layer[rows], layers)]
         found: dict[int, list[tuple[Place, np.ndarray]]] = {
             int(begin): [] for begin in begins[at : at + together]
         }
-        for row, position in zip(rows, refreshes.positions(rows), strict=True):
-            place = int(refreshes.layer[row]), int(refreshes.head[row])
-            found[int(refreshes.begin[row])].append((place, position))
+        positions = selections.positions(rows)
+        if positions is None:
+            yield None
+            return
+        for row, position in zip(rows, positions, strict=True):
+            place = int(selections.layer[row]), int(selections.head[row])
+            found[int(selections.begin[row])].append((place, position))
         yield from found.values()
 
 

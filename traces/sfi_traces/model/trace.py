@@ -6,16 +6,19 @@ from pathlib import Path
 from typing import Any, Self
 
 import duckdb
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from pyarrow import dataset, parquet
 
 from sfi_core.errors import TraceError
-from sfi_traces.read.ranks import other_ranks, read_manifest, whole_model
+from sfi_traces.model.ranks import other_ranks, read_manifest, whole_model
 from sfi_traces.schema import OF_EVERY_RANK, TABLES
 
 FETCHED = 10_000  # rows in memory at once
 ORDER = ("request", "step", "layer", "head")  # of a table that several ranks wrote
+
+Place = tuple[int, int]  # layer, KV head
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,3 +243,25 @@ class Trace:
         return TraceError(
             f"trace part {part} cannot be read; `sfi trace check {self.path}` lists what is sound"
         )
+
+
+def rows_of(request: int, layer: int | None = None, head: int | None = None) -> pc.Expression:
+    """Make a filter for the rows of a request, and optionally of a layer or KV head."""
+    wanted = pc.field("request") == request
+    for name, value in (("layer", layer), ("head", head)):
+        if value is not None:
+            wanted &= pc.field(name) == value
+    return wanted
+
+
+def of_steps(steps: np.ndarray) -> pc.Expression:
+    """Make a filter for the rows of some steps; its range lets readers skip row groups."""
+    at, among = pc.field("step"), pa.array(np.unique(steps), pa.int32())
+    if not len(among):
+        return pc.scalar(False)
+    return (at >= among[0]) & (at <= among[-1]) & at.isin(among)
+
+
+def of_request(table: pa.Table, request: int) -> pa.Table:
+    """Return a request's rows of a table; maybe none."""
+    return table.filter(pc.field("request") == request)

@@ -1,0 +1,279 @@
+"""The supports of a recorded request as arrays.
+
+Dimensions: N steps, U pairs of a layer and a KV head, K positions of the largest support.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from sfi_core.errors import TraceError
+from sfi_traces.model.request import Request, check_known
+from sfi_traces.model.trace import Place, Trace, of_request
+from sfi_traces.overlap import intersections, padded, size
+
+MOST_POSITIONS = 1 << 25  # in memory at once; a quarter of a GB, and its copies
+MOST_STEPS = 1024  # steps whose pairs are counted at once
+PLACED = 4096  # supports placed into the arrays at once
+COLUMNS = ["step", "layer", "head", "positions", "mass"]
+
+Ints = npt.NDArray[np.int64]
+Positions = npt.NDArray[np.int32]
+Floats = npt.NDArray[np.float32]
+Bools = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Supports:
+    """Supports of one request, of steps that have one in every layer and KV head.
+
+    Attributes:
+        model: The manifest's `model`.
+        top: Most positions of a support.
+        step_N: The steps, ascending.
+        tokens: Their generated ids; in a redacted trace the first trigger's id for any trigger.
+        length_N: Cached tokens at each step, the query's own included.
+        position_NUK: Positions, ascending, padded with -1; int32.
+        mass_NUK: Their probabilities under dense attention, 0 where padded; even ones without `masses`.
+        masses: Whether the probabilities are known; an import may lack them.
+    """
+
+    request: int
+    model: dict[str, Any]
+    top: int
+    step_N: Ints
+    tokens: list[int]
+    length_N: Ints
+    layer_U: Ints
+    head_U: Ints
+    position_NUK: Positions
+    mass_NUK: Floats
+    masses: bool = True
+
+    @classmethod
+    def load(
+        cls,
+        trace: Trace,
+        request: int | None = None,
+        layers: Collection[int] | None = None,
+        heads: Collection[int] | None = None,
+    ) -> list[Self]:
+        """Read the supports of one request, or of all, for a replay; optionally of some layers and KV heads.
+
+        Layers that the run left dense are left out. A request ends with its last wholly recorded step.
+
+        Raises:
+            TraceError: No audit, or one that skips steps.
+            ConfigError: No such request, layer or head.
+        """
+        trace.require_audit(every_step=True)
+        steps = _chosen(trace.table("steps"), request=request)
+        table = trace.table("supports", ["request", *COLUMNS])
+        table = _chosen(table, request=request, layer=layers, head=heads)
+        dense = trace.manifest["config"]["dense_layers"]
+        table = table.filter(~pc.field("layer").isin(pa.array(dense, pa.int16())))
+        place_U = np.unique(_places(table))
+        found = []
+        for index in pc.unique(steps["request"]).sort().to_pylist():
+            own = Request(trace, index, of_request(steps, index))
+            one = cls.of(own, of_request(table, index), place_U)
+            gap = one.step_N != np.arange(one.steps)  # a step whose part was never written
+            found.append(one.at(slice(int(np.argmax(gap)))) if gap.any() else one)
+        found = [one for one in found if one.steps and len(one.layer_U)]
+        if not found:
+            raise TraceError(
+                f"trace {trace.path} has no audited step of a layer that fast steps change"
+            )
+        return found
+
+    @classmethod
+    def read(cls, request: Request, layer: int | None = None, head: int | None = None) -> Self:
+        """Read the supports of all layers and KV heads of a request unless one is given.
+
+        Takes 8 bytes of memory for each recorded position, and twice that for a moment. Beyond
+        `MOST_POSITIONS` positions, every n-th layer is read.
+
+        Raises:
+            TraceError: There are none; names the option that records them.
+        """
+        trace, wanted = request.trace, request.wanted(layer, head)
+        trace.require_audit()
+        found = trace.rows("supports", ["layer"], wanted)["layer"]
+        if not len(found):
+            raise TraceError(_missing(request, layer, head))
+        every = thinning(len(found) * trace.manifest["audit"]["top"], MOST_POSITIONS)
+        layers = pc.unique(found).sort()[::every]
+        return cls.where(request, wanted & pc.field("layer").isin(layers))
+
+    @classmethod
+    def where(cls, request: Request, wanted: pc.Expression) -> Self:
+        """Read the supports of the rows that a filter wants, at least one."""
+        rows = request.trace.rows("supports", COLUMNS, request.wanted() & wanted)
+        return cls.of(request, rows)
+
+    @classmethod
+    def of(cls, request: Request, rows: pa.Table, place_U: Ints | None = None) -> Self:
+        """Take rows of the table `supports`; `place_U` are the layers and KV heads that a step must have."""
+        place, steps = _places(rows), request.steps
+        place_U = np.unique(place) if place_U is None else place_U
+        step, at = np.unique(rows["step"].to_numpy(), return_inverse=True)
+        # a killed run may have written the supports of a step before the step
+        whole = (np.bincount(at, minlength=len(step)) == len(place_U)) & (step <= steps.step[-1])
+        kept = whole[at]
+        rows = rows if kept.all() else rows.filter(pa.array(kept))
+        row = steps.rows(step[whole])
+        index = (np.cumsum(whole) - 1)[at[kept]], np.searchsorted(place_U, place[kept])
+        K = pc.max(pc.list_value_length(rows["positions"])).as_py() or 0
+        shape = (len(row), len(place_U), K)
+        return cls(
+            request=request.index,
+            model=request.trace.manifest["model"],
+            top=request.trace.manifest["audit"]["top"],
+            step_N=step[whole].astype(np.int64),
+            tokens=[request.tokens[at] for at in row.tolist()],
+            length_N=steps.context[row].astype(np.int64),
+            layer_U=place_U >> 16,
+            head_U=place_U & 0xFFFF,
+            position_NUK=_placed(rows["positions"], index, shape, -1),
+            mass_NUK=_placed(even_shares(rows)["mass"], index, shape, 0.0),
+            masses=not rows["mass"].null_count,
+        )
+
+    @property
+    def steps(self) -> int:
+        """Number of steps."""
+        return len(self.step_N)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompt; the first step must be step 0."""
+        return int(self.length_N[0])
+
+    @property
+    def places(self) -> list[Place]:
+        """The layers and KV heads."""
+        return list(zip(self.layer_U.tolist(), self.head_U.tolist(), strict=True))
+
+    @property
+    def layers(self) -> list[int]:
+        """The layers, ascending."""
+        return sorted(set(self.layer_U.tolist()))
+
+    def at(self, chosen: slice) -> Self:
+        """Keep some of the steps."""
+        rows = np.arange(self.steps)[chosen]
+        if len(rows) == self.steps:
+            return self  # keeps the cached overlap
+        return replace(
+            self,
+            step_N=self.step_N[chosen],
+            tokens=self.tokens[chosen],
+            length_N=self.length_N[chosen],
+            position_NUK=self.position_NUK[chosen],
+            mass_NUK=self.mass_NUK[chosen],
+        )
+
+    def of_places(self, places: Collection[Place]) -> Self:
+        """Keep some of the layers and KV heads."""
+        kept_U = [place in places for place in self.places]
+        return replace(
+            self,
+            layer_U=self.layer_U[kept_U],
+            head_U=self.head_U[kept_U],
+            position_NUK=self.position_NUK[:, kept_U],
+            mass_NUK=self.mass_NUK[:, kept_U],
+        )
+
+    def strongest(self, top: int) -> Self:
+        """Keep the `top` most probable positions of each support; the first of equal ones."""
+        N, U, K = self.position_NUK.shape
+        if top >= K:
+            return self
+        position_NUK = np.empty((N, U, top), np.int32)
+        mass_NUK = np.empty((N, U, top), np.float32)
+        for unit in range(U):  # one by one, for the memory's sake
+            position_NK, mass_NK = self.position_NUK[:, unit], self.mass_NUK[:, unit]
+            order_NK = np.argsort(np.where(position_NK < 0, np.inf, -mass_NK), kind="stable")
+            kept_NK = np.sort(order_NK[:, :top])
+            position_NUK[:, unit] = np.take_along_axis(position_NK, kept_NK, -1)
+            mass_NUK[:, unit] = np.take_along_axis(mass_NK, kept_NK, -1)
+        return replace(self, position_NUK=position_NUK, mass_NUK=mass_NUK)
+
+    def thinned(self, most: int = MOST_STEPS) -> Self:
+        """Keep every n-th step, so that at most `most` are left."""
+        return self.at(slice(None, None, thinning(self.steps, most)))
+
+    @cached_property
+    def overlap(self) -> Floats:
+        """Overlap coefficient of every two steps, the mean over layers and KV heads (SyncKV, Eq. 1).
+
+        `[N, N]` float32, in the order of `step_N`.
+        """
+        total = np.zeros((self.steps, self.steps), np.float32)
+        for unit in range(len(self.layer_U)):
+            index_NK = self.position_NUK[:, unit]
+            size_N = np.maximum(1, size(index_NK)).astype(np.float32)
+            total += intersections(index_NK) / np.minimum(size_N[:, None], size_N)
+        return np.asarray(total / len(self.layer_U), np.float32)
+
+
+def even_shares(supports: pa.Table) -> pa.Table:
+    """Give each position of a row without masses the same share of the row.
+
+    `supports` are rows of the table `supports` with `positions` and `mass`; known masses stay.
+    """
+    if not supports["mass"].null_count:
+        return supports
+    size = pc.list_value_length(supports["positions"])
+    even = np.repeat(1 / np.maximum(1, size.to_numpy()), size.to_numpy()).astype(np.float32)
+    offsets = np.concatenate([[0], np.cumsum(size.to_numpy())]).astype(np.int32)
+    lists = pa.chunked_array([pa.ListArray.from_arrays(offsets, pa.array(even))])
+    known = pc.coalesce(supports["mass"], lists)
+    return supports.set_column(supports.column_names.index("mass"), "mass", known)
+
+
+def thinning(count: int, most: int) -> int:
+    """Return n such that every n-th of `count` things makes at most `most`."""
+    return max(1, -(-count // most))
+
+
+def _missing(request: Request, layer: int | None, head: int | None) -> str:
+    where, option = f"request {request.index}", "--audit 1"
+    for name, word, value in (("layer", "layer", layer), ("KV head", "head", head)):
+        if value is not None:
+            where += f", {name} {value}"
+            option += f" --set audit.{word}s={value}"
+    return f"trace {request.trace.path} has no supports of {where}; record it with {option}"
+
+
+def _chosen(table: pa.Table, **wanted: int | Collection[int] | None) -> pa.Table:
+    # rows whose columns have one of the wanted values; None for all
+    for column, one_or_more in wanted.items():
+        if one_or_more is None:
+            continue
+        values = [one_or_more] if isinstance(one_or_more, int) else sorted(one_or_more)
+        check_known(column, values, set(pc.unique(table[column]).to_pylist()))
+        kind = table.schema.field(column).type
+        table = table.filter(pc.field(column).isin(pa.array(values, kind)))
+    return table
+
+
+def _places(rows: pa.Table) -> Ints:
+    layer, head = (rows[name].to_numpy() for name in ("layer", "head"))
+    return np.asarray(layer.astype(np.int64) << 16 | head)
+
+
+def _placed(
+    lists: pa.ChunkedArray, index: tuple[Any, Any], shape: tuple[int, int, int], empty: float
+) -> npt.NDArray[Any]:
+    out = np.full(shape, empty, lists.type.value_type.to_pandas_dtype())
+    for at in range(0, len(lists), PLACED):  # not all at once, for the memory's sake
+        rows = slice(at, at + PLACED)
+        out[index[0][rows], index[1][rows]] = padded(lists.slice(at, PLACED), empty, shape[2])
+    return out
