@@ -3,12 +3,14 @@
 from collections.abc import Sequence
 
 from sfi_core.engine.layer import Layer
+from sfi_core.engine.rows import Rows
 from sfi_core.engine.run import Run
 from sfi_core.engine.telling import tell_recall
 from sfi_core.observers.events import SelectionEvent
 from sfi_core.observers.observer import wants
 from sfi_core.policies.base import Selection
-from sfi_kernels.pack import pack_layers
+from sfi_core.state.packed_segment import PackedSegment
+from sfi_kernels.pack import note_positions, pack_layers
 
 
 def apply(
@@ -16,27 +18,43 @@ def apply(
 ) -> None:
     """Pack a layer's selection for some requests and tell the observer; None keeps the memory as it is.
 
+    Where attention reads the rows in place, only their positions are noted.
+
     `reason` is that of `SelectionEvent`; "speculative" means a selection for the next step.
     """
     if selection is None:
         return
     run, index, chosen = layer.run, layer.index, layer.run.rows(rows)
     with run.observer.span("pack", index):
-        brought = run.store.pack_into(
-            run.segment(index),
-            index,
-            chosen.request_R,
-            chosen.sink_R,
-            selection.index_BHK,
-            chosen.most_sink,
-            selection.heads_BH,
-        )
-    if brought is not None:
-        tell_recall(run, index, rows, brought)
-    run.meter.count(f"{layer.backend}.pack", len(rows))
+        if layer.in_place and selection.heads_BH is None:
+            _note_positions(run.segment(index), chosen, selection)
+        else:
+            _pack(layer, rows, chosen, selection)
     heard = wants(run.observer, SelectionEvent)
     for place, row in enumerate(rows):
         note_selection(run, index, row, place, selection, reason, heard=heard)
+
+
+def _note_positions(segment: PackedSegment, chosen: Rows, selection: Selection) -> None:
+    segment.reserve(chosen.most_sink + selection.index_BHK.shape[2])
+    into = segment.position_BHS, segment.length_BH
+    note_positions.numba(chosen.request_R, selection.index_BHK, chosen.sink_R, *into)
+
+
+def _pack(layer: Layer, rows: tuple[int, ...], chosen: Rows, selection: Selection) -> None:
+    run, index = layer.run, layer.index
+    brought = run.store.pack_into(
+        run.segment(index),
+        index,
+        chosen.request_R,
+        chosen.sink_R,
+        selection.index_BHK,
+        chosen.most_sink,
+        selection.heads_BH,
+    )
+    if brought is not None:
+        tell_recall(run, index, rows, brought)
+    run.meter.count(f"{layer.backend}.pack", len(rows))
 
 
 def apply_layers(layers: Sequence[Layer], row: int, selection: Selection) -> None:

@@ -15,6 +15,7 @@ from sfi_core.models.load import load
 from sfi_core.policies import policy_class
 from sfi_core.policies.outside import installed, package_of
 from sfi_core.settings.config import SfiConfig
+from sfi_kernels.compiled import cached, why_not
 
 TIMEOUT = 120  # seconds; the first Triton compilation takes a few
 
@@ -30,7 +31,7 @@ class Check:
 
 def checks() -> list[Check]:
     """Check everything that a run may need."""
-    return [_cuda(), _backend("torch"), _triton(), _triton_backend(), _nvtx(), *_policies()]
+    return [_cuda(), _backend("torch"), _numba(), _triton(), _triton_backend(), _nvtx(), *_policies()]
 
 
 def _policies() -> Iterator[Check]:
@@ -67,6 +68,23 @@ def _backend(backend: str) -> Check:
     word = "equals" if same else "differs from"
     detail = f"sfi with everything selected {word} full attention on {model.device}"
     return Check(f"backend {backend}", same, detail)
+
+
+def _numba() -> Check:
+    missing = why_not()
+    if missing:  # PyTorch does the same; only a numba that is there but does not work is a fault
+        slower = "codescan and quest run in PyTorch, slower"
+        return Check("numba", None if missing == "not installed" else False, f"{missing}; {slower}")
+    try:
+        model, tokenizer = load()
+        options: dict[str, Any] = {"policy": "codescan", "max_new_tokens": 4, "backend": "torch"}
+        report = generate(
+            model, tokenizer, ["Belora hid a red lantern."], SfiConfig(budget=2), **options
+        ).report
+    except SfiError as error:
+        return Check("numba", False, str(error))
+    kept = "" if cached() else "; no folder for compiled code can be written, so every run compiles"
+    return Check("numba", "numba.sparse_attention" in report.paths, f"codescan ran compiled{kept}")
 
 
 def _triton() -> Check:

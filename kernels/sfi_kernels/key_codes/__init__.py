@@ -4,7 +4,8 @@ from sfi_kernels.key_codes import reference
 from sfi_kernels.key_codes.layout import BITS, CHANNELS, CodeBasis
 from sfi_kernels.op import Op
 
-encode_keys = Op(reference.encode_keys, triton="sfi_kernels.key_codes.triton")
-scan_codes = Op(reference.scan_codes, triton="sfi_kernels.key_codes.triton")
+WHERE = {"triton": "sfi_kernels.key_codes.triton", "numba": "sfi_kernels.key_codes.numba"}
+encode_keys = Op(reference.encode_keys, **WHERE)
+scan_codes = Op(reference.scan_codes, **WHERE)
 
 __all__ = ["BITS", "CHANNELS", "CodeBasis", "encode_keys", "scan_codes"]

@@ -15,6 +15,7 @@ from sfi_core.engine.layer import Layer
 from sfi_core.engine.packing import apply
 from sfi_core.engine.policy_view import layer_context
 from sfi_core.engine.refresh import end_prompt, refresh, select_next
+from sfi_kernels.attention_in_place import attention_in_place
 from sfi_kernels.pseudo_token import PseudoToken
 from sfi_kernels.sparse_attention import sparse_attention
 from sfi_kernels.step_descriptor import FAST, PROMPT, sent
@@ -159,21 +160,22 @@ def _sparse(
     ):  # a slow step still reads the last selection, and all tokens since then
         starts = torch.tensor([run.requests[row].read_start for row in which], dtype=torch.int32)
         start_B = sent(starts, query.device)
-    run.meter.count(f"{layer.backend}.{path}", len(which))
+    run.meter.count(f"{'numba' if layer.in_place else layer.backend}.{path}", len(which))
     run.store.ready(layer.index)
     moved = layer.moved_bytes(which, dense=False)
+    paged = (
+        layer.pages.key_PHND,
+        layer.pages.value_PHNE,
+        run.store.block_table_BP[rows],
+        start_B.contiguous(),
+        step.length_B[rows].contiguous(),
+    )
+    query, length_BH = query[:, :, :, 0], segment.length_BH[rows]
     with run.observer.span("attention.fast", layer.index, moved):
-        out = sparse_attention.on(layer.backend)(
-            query[:, :, :, 0],
-            segment.key_BHSD[rows],
-            segment.value_BHSE[rows],
-            segment.length_BH[rows],
-            layer.pages.key_PHND,
-            layer.pages.value_PHNE,
-            run.store.block_table_BP[rows],
-            start_B.contiguous(),
-            step.length_B[rows].contiguous(),
-            **layer.options,
-            pseudo=pseudo,
-        )
+        if layer.in_place:
+            attend_to, packed = attention_in_place.numba, (segment.position_BHS[rows], length_BH)
+        else:
+            attend_to = sparse_attention.on(layer.backend)
+            packed = segment.key_BHSD[rows], segment.value_BHSE[rows], length_BH
+        out = attend_to(query, *packed, *paged, **layer.options, pseudo=pseudo)
     return out[:, :, :, None]

@@ -1,0 +1,29 @@
+"""Attention in place on a CPU, compiled: each row is read once, where it lies."""
+
+import torch
+
+from sfi_kernels import loops
+from sfi_kernels.numpy_views import KINDS, halves, plain, readable
+from sfi_kernels.pseudo_token import PseudoToken
+
+NONE = torch.empty(0, 0), torch.empty(0, 0, 0)
+
+
+def attention_in_place(
+    query_BHGD: torch.Tensor, position_BHS: torch.Tensor, length_BH: torch.Tensor,
+    key_PHND: torch.Tensor, value_PHNE: torch.Tensor, block_table_BP: torch.Tensor,
+    recent_start_B: torch.Tensor, length_B: torch.Tensor, *, scale: float,
+    soft_cap: float | None = None, sink_HG: torch.Tensor | None = None, pseudo: PseudoToken | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """See `reference.attention_in_place`. Pages must be `numpy_views.readable`; sums are of float32."""
+    if not readable(key_PHND, value_PHNE):
+        raise ValueError("pages must be contiguous, on the CPU, and float32, bfloat16 or float16")
+    B, H, G, _ = query_BHGD.shape
+    out_BHGE = torch.zeros(B, H, G, value_PHNE.shape[3])
+    loops.attend(
+        plain(query_BHGD), halves(key_PHND), halves(value_PHNE), KINDS[key_PHND.dtype], key_PHND.shape[2],
+        position_BHS.numpy(), length_BH.numpy(), block_table_BP.numpy(), recent_start_B.numpy(),
+        length_B.numpy(), loops.F(scale), loops.F(soft_cap or 0), plain(NONE[0] if sink_HG is None else sink_HG),
+        *(plain(part) for part in (pseudo or (NONE[1], NONE[1]))), out_BHGE.numpy(),
+    )  # fmt: skip
+    return out_BHGE.to(query_BHGD.dtype)

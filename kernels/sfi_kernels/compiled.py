@@ -1,0 +1,74 @@
+"""Functions that numba compiles for a CPU: whether it can here, and who hears of a compilation.
+
+numba is an extra (`sfi-toolkit[cpu]`). Nothing imports it before an op asks `why_not`.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache
+from typing import Any
+
+# sums may change their order; unlike with `fastmath=True`, infinity and NaN keep their meaning
+MATH = {"contract", "reassoc", "nsz", "arcp", "afn"}
+
+_heard: ContextVar[Callable[[], None] | None] = ContextVar("heard", default=None)
+
+
+@cache
+def why_not() -> str:
+    """Return why numba compiles nothing here, "" if it does."""
+    try:
+        import numba  # noqa: PLC0415 - takes a quarter of a second
+        from numba.core import event  # noqa: PLC0415
+    except ModuleNotFoundError as error:
+        return "not installed" if error.name == "numba" else f"not importable: {error}"
+    except (ImportError, AttributeError, OSError, SystemError) as error:  # another numpy or Python
+        return f"not importable: {error}"
+    if numba.config.DISABLE_JIT:
+        return "NUMBA_DISABLE_JIT is set"
+    event.register("numba:compile", _listener(event.Listener))
+    return ""
+
+
+def cached() -> bool:
+    """Say whether compiled code is kept for the next run; numba must be usable."""
+    from sfi_kernels import loops  # noqa: PLC0415 - imports numba
+
+    return loops.attend.stats.cache_path is not None
+
+
+def entry(function: Callable[..., None]) -> Any:
+    """Compile a function at its first call, and keep its code on disk where a folder can be written."""
+    import numba  # noqa: PLC0415
+
+    try:
+        return numba.njit(cache=True, nogil=True, fastmath=MATH)(function)
+    except RuntimeError:  # no folder for the code can be written
+        return numba.njit(nogil=True, fastmath=MATH)(function)
+
+
+@contextmanager
+def telling(heard: Callable[[], None]) -> Iterator[None]:
+    """Call `heard` before the first compilation inside; a `telling` around this one keeps its own."""
+    token = _heard.set(_heard.get() or heard)
+    try:
+        yield
+    finally:
+        _heard.reset(token)
+
+
+def _listener(base: type[Any]) -> Any:
+    class Listener(base):  # type: ignore[misc]
+        told = False
+
+        def on_start(self, event: Any) -> None:
+            heard = _heard.get()
+            if heard is not None and not self.told:
+                self.told = True
+                heard()
+
+        def on_end(self, event: Any) -> None:
+            pass
+
+    return Listener()

@@ -1,0 +1,433 @@
+"""The loops that numba compiles, over numpy arrays; the `numba.py` of an op checks and calls them.
+
+All in one file: numba's cache on disk sees only changes of the file that holds the called function. Every
+argument has one type, so that a machine compiles each entry once for all dtypes, widths and group sizes: pages
+are rows of 16-bit halves, and `kind` says what they hold. Loops over numbers are functions of their own, which
+LLVM turns into vector instructions more reliably.
+"""
+
+import math
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic
+
+from sfi_kernels.compiled import MATH, entry
+from sfi_kernels.key_codes.layout import BITS, CHANNELS, SHIFTS
+
+F = np.float32
+FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2  # kinds of pages
+LINE = 64  # bytes of a cache line
+AHEAD = 16  # rows of keys that are fetched before their turn
+ROWS = 8  # rows whose values are added at once
+BLOCK = 256  # keys whose levels are unpacked at once: 16 KiB
+
+HALF = np.array([2.0 ** (bits - 1) for bits in BITS], F)
+SHIFT = np.array(SHIFTS, np.uint32)
+MASK = np.array([(2**bits - 1) << shift for bits, shift in zip(BITS, SHIFTS, strict=True)], np.uint32)
+MASK = MASK.view(np.int32)
+# the levels stay where they lie in the word, as signed numbers; this brings them back to 0, 1, 2, ...
+UNIT = np.array([2.0**-shift for shift in SHIFTS], F) * np.where(MASK < 0, F(-1), F(1))
+
+inner = njit(fastmath=MATH, inline="never", nogil=True)
+
+
+@intrinsic
+def _prefetch(context: Any, rows: Any, row: Any) -> Any:  # noqa: ARG001
+    """Fetch a row of a contiguous 2D array into the cache."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        array = context.make_array(signature.args[0])(context, builder, args[0])
+        stride = builder.extract_value(array.strides, 0)
+        pointer, i32, i64 = ir.IntType(8).as_pointer(), ir.IntType(32), ir.IntType(64)
+        kind = ir.FunctionType(ir.VoidType(), [pointer, i32, i32, i32])
+        fetch = builder.module.declare_intrinsic("llvm.prefetch", [pointer], kind)
+        first = builder.gep(builder.bitcast(array.data, pointer), [builder.mul(args[1], stride)])
+        for line in range(8):
+            offset = ir.Constant(i64, LINE * line)
+            with builder.if_then(builder.icmp_signed("<", offset, stride)):
+                where = builder.gep(first, [offset])
+                builder.call(fetch, [where, *(ir.Constant(i32, x) for x in (0, 3, 1))])
+        return context.get_dummy_value()
+
+    return types.void(rows, types.int64), generate
+
+
+@intrinsic
+def _bits(context: Any, x: Any) -> Any:  # noqa: ARG001
+    """Return the bits of a float32 as an int32."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], context.get_value_type(types.int32))
+
+    return types.int32(types.float32), generate
+
+
+@intrinsic
+def _real(context: Any, bits: Any) -> Any:  # noqa: ARG001
+    """Return the float32 of an int32's bits."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], context.get_value_type(types.float32))
+
+    return types.float32(types.int32), generate
+
+
+@njit(fastmath=MATH)
+def _exp(x):
+    # of x <= 0, to a unit in the last place or two (Cephes); 0 below the normal numbers
+    n = np.floor(max(x, F(-100)) * F(1.44269504) + F(0.5))
+    r = max(x, F(-100)) - n * F(0.693359375) + n * F(2.12194440e-4)
+    p = F(1.9875691500e-4)
+    for c in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
+        p = p * r + F(c)
+    power = np.int32(np.int32(n) + np.int32(127)) << np.int32(23)
+    y = (p * r * r + r + F(1)) * _real(power)
+    return y if x > F(-87) else F(0)
+
+
+@njit
+def _ordered(i):
+    # the bits of a float as an integer of the same order, and back
+    return np.int32(i ^ ((i >> np.int32(31)) & np.int32(0x7FFFFFFF)))
+
+
+@inner
+def _largest(x):
+    # by integers: a maximum of floats does not become vector instructions
+    most = np.int32(-2147483648)
+    for i in range(len(x)):
+        bits = _ordered(_bits(x[i]))
+        most = bits if bits > most else most
+    return _real(_ordered(most))
+
+
+@inner
+def _exp_row(x, most):
+    total = F(0)
+    for i in range(len(x)):
+        x[i] = _exp(x[i] - most)
+        total += x[i]
+    return total
+
+
+@inner
+def _scale_row(x, factor):
+    for i in range(len(x)):
+        x[i] *= factor
+
+
+@inner
+def _add_row(x, factor, y):
+    for i in range(len(x)):
+        y[i] += x[i] * factor
+
+
+# --- codes of keys
+
+
+@entry
+def encode(key_HTD, mean_HD, encode_HDC, word_HT):
+    """Code keys, float32, as words."""
+    H, T, D = key_HTD.shape
+    step = np.empty(CHANNELS, F)
+    for h in range(H):
+        for t in range(T):
+            step[:] = 0
+            for d in range(D):
+                x = key_HTD[h, t, d] - mean_HD[h, d]
+                for c in range(CHANNELS):
+                    step[c] += x * encode_HDC[h, d, c]
+            word = np.uint32(0)
+            for c in range(CHANNELS):
+                level = min(max(np.floor(step[c]) + HALF[c], F(0)), F(2) * HALF[c] - F(1))
+                word |= np.uint32(level) << SHIFT[c]
+            word_HT[h, t] = np.int32(word)
+
+
+@inner
+def _unpack(word, mask, level):
+    for i in range(len(word)):
+        level[i] = F(word[i] & mask)
+
+
+@inner
+def _add_levels(a, b, c, d, factor, y):
+    for i in range(len(y)):
+        y[i] += (a[i] * factor[0] + b[i] * factor[1]) + (c[i] * factor[2] + d[i] * factor[3])
+
+
+@entry
+def scan(query_HGD, word_X, stride, mean_HD, query_HDC, scale, logits_HGT):
+    """Score all keys by their words; those of head h begin at `h * stride` of `word_X`."""
+    H, G, T = logits_HGT.shape
+    D = query_HGD.shape[2]
+    level = np.empty((CHANNELS, BLOCK), F)
+    factor = np.empty((G, CHANNELS), F)
+    constant = np.empty(G, F)
+    for h in range(H):
+        for g in range(G):
+            factor[g] = 0
+            constant[g] = 0
+            for d in range(D):
+                x = query_HGD[h, g, d] * scale
+                constant[g] += x * mean_HD[h, d]
+                for c in range(CHANNELS):
+                    factor[g, c] += x * query_HDC[h, d, c]
+            for c in range(CHANNELS):
+                constant[g] += factor[g, c] * (F(0.5) - HALF[c])
+                factor[g, c] *= UNIT[c]
+        for first in range(0, T, BLOCK):
+            n = min(BLOCK, T - first)
+            word = word_X[h * stride + first : h * stride + first + n]
+            for c in range(CHANNELS):
+                _unpack(word, MASK[c], level[c])
+            for g in range(G):
+                y = logits_HGT[h, g, first : first + n]
+                y[:] = constant[g]
+                for c in range(0, CHANNELS, 4):
+                    _add_levels(level[c], level[c + 1], level[c + 2], level[c + 3], factor[g, c:], y)
+
+
+# --- choosing
+
+
+@inner
+def _count(score, least):
+    n = F(0)  # of floats, which become vectors; exact up to 2^24
+    for i in range(len(score)):
+        n += F(1) if score[i] >= least else F(0)
+    return np.int64(n)
+
+
+@inner
+def _narrow(score, K, most, low, high):
+    # bisect the bits of numbers >= 0: `low` is such that at least K, and at most `most`, are as large
+    n = len(score)
+    while n > most and high - low > 1:
+        middle = np.int32(low + (high - low) // 2)
+        count = _count(score, _real(middle))
+        if count >= K:
+            low, n = middle, count
+        else:
+            high = middle
+    return low, high
+
+
+@inner
+def _keep(score, least, place):
+    # move the scores from `least` on to the front, and their positions to `place`; returns how many
+    n = 0
+    for i in range(len(score)):  # without a branch
+        x = score[i]
+        score[n] = x
+        place[n] = i
+        n += x >= least
+    return n
+
+
+@inner
+def _take(score, least, room, place, index):
+    # the positions above `least`, and the first `room` of those equal to it; returns how many
+    n = 0
+    for i in range(len(score)):
+        equal = score[i] == least
+        if n < len(index) and (score[i] > least or (equal and room > 0)):
+            room -= equal
+            index[n] = place[i]
+            n += 1
+    return n
+
+
+@entry
+def choose(logits_HGT, K, rest, index_HK, unread_HG):
+    """Choose the K likeliest of T > K keys, of which the logits are overwritten; a tie goes to the lower one."""
+    H, G, T = logits_HGT.shape
+    score, place = np.empty(T, F), np.empty(T, np.int32)
+    total, log_sum = np.empty(G, F), np.empty(G, F)
+    for h in range(H):
+        score[:] = 0
+        for g in range(G):
+            most = _largest(logits_HGT[h, g])
+            total[g] = _exp_row(logits_HGT[h, g], most)
+            log_sum[g] = most + F(math.log(total[g]))
+            _add_row(logits_HGT[h, g], F(1) / (total[g] * F(G)), score)
+        # first among all, until few enough are left, then among those
+        end = np.int32(_bits(_largest(score)) + np.int32(1))
+        low, high = _narrow(score, K, K + max(64, K // 2), np.int32(0), end)
+        n = _keep(score, _real(low), place)
+        low, high = _narrow(score[:n], K, K, low, high)
+        room = K - _count(score[:n], _real(np.int32(low + np.int32(1))))
+        n = _take(score[:n], _real(low), room, place, index_HK[h])
+        index_HK[h, n:] = 0  # NaN among the logits
+        for g in range(G):
+            read = F(0)
+            for i in range(K):
+                read += logits_HGT[h, g, index_HK[h, i]]
+            unread = max(F(1) - read / total[g], F(0)) * rest
+            unread_HG[h, g] = log_sum[g] + F(math.log(unread)) if unread > F(0) else F(-np.inf)
+
+
+# --- packed rows
+
+
+@entry
+def note_positions(request_R, index_RHK, sink_R, position_BHS, length_BH):
+    """Write the positions of sinks and selected tokens."""
+    R, H, K = index_RHK.shape
+    S = position_BHS.shape[2]
+    for r in range(R):
+        b, sink = request_R[r], min(sink_R[r], S)
+        for h in range(H if b >= 0 else 0):
+            n = sink
+            for i in range(sink):
+                position_BHS[b, h, i] = i
+            for k in range(min(K, S - sink)):
+                position_BHS[b, h, sink + k] = index_RHK[r, h, k]
+                n += index_RHK[r, h, k] >= 0
+            position_BHS[b, h, sink + min(K, S - sink) :] = -1
+            length_BH[b, h] = n
+
+
+# --- attention
+
+
+@inner
+def _copy_row(source, to):
+    for i in range(len(to)):
+        to[i] = source[i]
+
+
+@inner
+def _widen_bfloat16(source, to):
+    for i in range(len(to)):
+        to[i] = _real(np.int32(np.int32(source[i]) << np.int32(16)))
+
+
+@inner
+def _widen_float16(source, to):
+    for i in range(len(to)):
+        half = np.int32(source[i])
+        magnitude = _real(np.int32((half & np.int32(0x7FFF)) << np.int32(13))) * F(2.0**112)
+        sign = np.int32((half & np.int32(0x8000)) << np.int32(16))
+        to[i] = _real(np.int32(_bits(magnitude) | sign))
+
+
+@njit
+def _widen(kind, source, to):
+    if kind == FLOAT32:
+        _copy_row(source.view(np.float32), to)
+    elif kind == BFLOAT16:
+        _widen_bfloat16(source, to)
+    else:
+        _widen_float16(source, to)
+
+
+@inner
+def _dot(a, b):
+    total = F(0)
+    for i in range(len(a)):
+        total += a[i] * b[i]
+    return total
+
+
+@inner
+def _bend(x, cap):
+    # cap * tanh(x / cap)
+    for i in range(len(x)):
+        shrunk = _exp(F(-2) * abs(x[i] / cap))
+        bent = cap * (F(1) - shrunk) / (F(1) + shrunk)
+        x[i] = bent if x[i] >= F(0) else -bent
+
+
+@inner
+def _add_rows(wide, p, y):
+    a, b, c, d = wide[0], wide[1], wide[2], wide[3]
+    e, f, g, h = wide[4], wide[5], wide[6], wide[7]
+    for i in range(len(y)):
+        y[i] += (p[0] * a[i] + p[1] * b[i] + p[2] * c[i] + p[3] * d[i]) + (
+            p[4] * e[i] + p[5] * f[i] + p[6] * g[i] + p[7] * h[i]
+        )
+
+
+@njit
+def _rows(position, start, stop, table, H, h, N, row):
+    # the rows of pages that hold packed and recent tokens; returns how many
+    n, highest = len(position), np.int32(0)
+    for i in range(n):
+        row[i] = position[i]
+        highest = max(highest, position[i])
+    if highest >= stop:
+        raise IndexError("a packed position lies beyond the cached tokens")
+    for i in range(stop - start):
+        row[n + i] = start + i
+    n += stop - start
+    if len(table) == 1:
+        first = (np.int64(table[0]) * H + h) * N
+        for i in range(n):
+            row[i] += first
+    else:
+        for i in range(n):
+            slot = np.uint32(row[i]) // np.uint32(N)
+            row[i] += (np.int64(table[slot]) * H + h - np.int64(slot)) * N
+    return n
+
+
+@inner
+def _products(query, key, value, kind, row, scale, wide, p):
+    n = len(row)
+    for i in range(n):
+        _prefetch(key, row[min(i + AHEAD, n - 1)])
+        _prefetch(value, row[i])
+        _widen(kind, key[row[i]], wide)
+        for g in range(len(query)):
+            p[g, i] = _dot(query[g], wide) * scale
+
+
+@inner
+def _sum_values(value, kind, row, p, wide, out):
+    # `p` is padded with zeros to a multiple of ROWS
+    n = len(row)
+    for first in range(0, n, ROWS):
+        for i in range(ROWS):
+            _widen(kind, value[row[min(first + i, n - 1)]], wide[i])
+        for g in range(len(out)):
+            _add_rows(wide, p[g, first : first + ROWS], out[g])
+
+
+@entry
+def attend(
+    query_BHGD, key_XD, value_XE, kind, N, position_BHS, length_BH, table_BP, start_B, stop_B,
+    scale, cap, sink_HG, pseudo_logit_BHG, pseudo_value_BHE, out_BHGE,
+):  # fmt: skip
+    """Attend to rows of pages; `out` is zeros. No cap is 0, no sink and no pseudo token an empty array."""
+    B, H, G, D = query_BHGD.shape
+    E = out_BHGE.shape[3]
+    most = position_BHS.shape[2] + (stop_B - start_B).max() + ROWS
+    p, every = np.empty((G, most), F), np.empty(most, np.int64)
+    wide = np.empty((ROWS, max(D, E)), F)
+    for b in range(B):
+        for h in range(H):
+            packed = position_BHS[b, h, : length_BH[b, h]]
+            n = _rows(packed, start_B[b], stop_B[b], table_BP[b], H, h, N, every)
+            row = every[:n]
+            _products(query_BHGD[b, h], key_XD, value_XE, kind, row, scale, wide[0, :D], p)
+            for g in range(G):
+                if cap > F(0):
+                    _bend(p[g, :n], cap)
+                logit = pseudo_logit_BHG[b, h, g] if len(pseudo_logit_BHG) else F(-np.inf)
+                top = max(_largest(p[g, :n]), logit)
+                if len(sink_HG):
+                    top = max(top, sink_HG[h, g])
+                total = _exp_row(p[g, :n], top)
+                p[g, n : n + ROWS] = 0
+                share = _exp(logit - top)
+                total += share
+                if len(sink_HG):
+                    total += _exp(sink_HG[h, g] - top)
+                _scale_row(p[g, :n], F(1) / total)
+                if share > F(0):
+                    _add_row(pseudo_value_BHE[b, h], share / total, out_BHGE[b, h, g])
+            _sum_values(value_XE, kind, row, p, wide[:, :E], out_BHGE[b, h])
