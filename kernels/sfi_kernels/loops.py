@@ -1,9 +1,9 @@
 """The loops that numba compiles, over numpy arrays; the `numba.py` of an op checks and calls them.
 
 All in one file: numba's cache on disk sees only changes of the file that holds the called function. Every
-argument has one type, so that a machine compiles each entry once for all dtypes, widths and group sizes: pages
-are rows of 16-bit halves, and `kind` says what they hold. Loops over numbers are functions of their own, which
-LLVM turns into vector instructions more reliably.
+argument has one type, so that a machine compiles each entry once, for all dtypes, widths and group sizes:
+pages are rows of 16-bit halves, and `kind` says what they hold. Loops over numbers are functions of their
+own, which LLVM turns into vector instructions more reliably.
 """
 
 import math
@@ -26,7 +26,9 @@ BLOCK = 256  # keys whose levels are unpacked at once: 16 KiB
 
 HALF = np.array([2.0 ** (bits - 1) for bits in BITS], F)
 SHIFT = np.array(SHIFTS, np.uint32)
-MASK = np.array([(2**bits - 1) << shift for bits, shift in zip(BITS, SHIFTS, strict=True)], np.uint32)
+MASK = np.array(
+    [(2**bits - 1) << shift for bits, shift in zip(BITS, SHIFTS, strict=True)], np.uint32
+)
 MASK = MASK.view(np.int32)
 # the levels stay where they lie in the word, as signed numbers; this brings them back to 0, 1, 2, ...
 UNIT = np.array([2.0**-shift for shift in SHIFTS], F) * np.where(MASK < 0, F(-1), F(1))
@@ -35,7 +37,7 @@ inner = njit(fastmath=MATH, inline="never", nogil=True)
 
 
 @intrinsic
-def _prefetch(context: Any, rows: Any, row: Any) -> Any:  # noqa: ARG001
+def _prefetch(context: Any, rows: Any, row: Any) -> Any:
     """Fetch a row of a contiguous 2D array into the cache."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -56,7 +58,7 @@ def _prefetch(context: Any, rows: Any, row: Any) -> Any:  # noqa: ARG001
 
 
 @intrinsic
-def _bits(context: Any, x: Any) -> Any:  # noqa: ARG001
+def _bits(context: Any, x: Any) -> Any:
     """Return the bits of a float32 as an int32."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -66,7 +68,7 @@ def _bits(context: Any, x: Any) -> Any:  # noqa: ARG001
 
 
 @intrinsic
-def _real(context: Any, bits: Any) -> Any:  # noqa: ARG001
+def _real(context: Any, bits: Any) -> Any:
     """Return the float32 of an int32's bits."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -99,8 +101,7 @@ def _largest(x):
     # by integers: a maximum of floats does not become vector instructions
     most = np.int32(-2147483648)
     for i in range(len(x)):
-        bits = _ordered(_bits(x[i]))
-        most = bits if bits > most else most
+        most = max(most, _ordered(_bits(x[i])))
     return _real(_ordered(most))
 
 
@@ -188,7 +189,9 @@ def scan(query_HGD, word_X, stride, mean_HD, query_HDC, scale, logits_HGT):
                 y = logits_HGT[h, g, first : first + n]
                 y[:] = constant[g]
                 for c in range(0, CHANNELS, 4):
-                    _add_levels(level[c], level[c + 1], level[c + 2], level[c + 3], factor[g, c:], y)
+                    _add_levels(
+                        level[c], level[c + 1], level[c + 2], level[c + 3], factor[g, c:], y
+                    )
 
 
 # --- choosing
@@ -243,7 +246,7 @@ def _take(score, least, room, place, index):
 
 @entry
 def choose(logits_HGT, K, rest, index_HK, unread_HG):
-    """Choose the K likeliest of T > K keys, of which the logits are overwritten; a tie goes to the lower one."""
+    """Choose the K likeliest of T > K keys, and overwrite the logits; a tie goes to the lower position."""
     H, G, T = logits_HGT.shape
     score, place = np.empty(T, F), np.empty(T, np.int32)
     total, log_sum = np.empty(G, F), np.empty(G, F)
@@ -335,7 +338,7 @@ def _dot(a, b):
 
 @inner
 def _bend(x, cap):
-    # cap * tanh(x / cap)
+    # to cap times tanh of x by cap
     for i in range(len(x)):
         shrunk = _exp(F(-2) * abs(x[i] / cap))
         bent = cap * (F(1) - shrunk) / (F(1) + shrunk)

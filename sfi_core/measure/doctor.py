@@ -31,7 +31,15 @@ class Check:
 
 def checks() -> list[Check]:
     """Check everything that a run may need."""
-    return [_cuda(), _backend("torch"), _numba(), _triton(), _triton_backend(), _nvtx(), *_policies()]
+    return [
+        _cuda(),
+        _backend("torch"),
+        _numba(),
+        _triton(),
+        _triton_backend(),
+        _nvtx(),
+        *_policies(),
+    ]
 
 
 def _policies() -> Iterator[Check]:

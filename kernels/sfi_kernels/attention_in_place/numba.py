@@ -19,11 +19,14 @@ def attention_in_place(
     if not readable(key_PHND, value_PHNE):
         raise ValueError("pages must be contiguous, on the CPU, and float32, bfloat16 or float16")
     B, H, G, _ = query_BHGD.shape
+    sink_HG, pseudo = NONE[0] if sink_HG is None else sink_HG, pseudo or (NONE[1], NONE[1])
     out_BHGE = torch.zeros(B, H, G, value_PHNE.shape[3])
+    key_XD, value_XE = halves(key_PHND), halves(value_PHNE)
+    kind, page_size = KINDS[key_PHND.dtype], key_PHND.shape[2]
+    rows = position_BHS, length_BH, block_table_BP, recent_start_B, length_B
+    options = loops.F(scale), loops.F(soft_cap or 0), plain(sink_HG), *map(plain, pseudo)
     loops.attend(
-        plain(query_BHGD), halves(key_PHND), halves(value_PHNE), KINDS[key_PHND.dtype], key_PHND.shape[2],
-        position_BHS.numpy(), length_BH.numpy(), block_table_BP.numpy(), recent_start_B.numpy(),
-        length_B.numpy(), loops.F(scale), loops.F(soft_cap or 0), plain(NONE[0] if sink_HG is None else sink_HG),
-        *(plain(part) for part in (pseudo or (NONE[1], NONE[1]))), out_BHGE.numpy(),
+        plain(query_BHGD), key_XD, value_XE, kind, page_size, *(part.numpy() for part in rows), *options,
+        out_BHGE.numpy(),
     )  # fmt: skip
     return out_BHGE.to(query_BHGD.dtype)

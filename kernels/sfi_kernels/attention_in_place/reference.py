@@ -22,12 +22,9 @@ def attention_in_place(
     sink_HG: torch.Tensor | None = None,
     pseudo: PseudoToken | None = None,
 ) -> torch.Tensor:
-    """Attend as `sparse_attention` to the positions of a packed segment, which need not be packed.
+    """Attend as `sparse_attention` does, to the positions of a packed segment, whose rows need not be packed.
 
-    Args:
-        query_BHGD: As in `sparse_attention`, like all that is not listed here.
-        position_BHS: Positions, int32.
-        length_BH: How many of them count, int32.
+    Arguments as there, but `position_BHS`, positions, and `length_BH`, how many of them count; both int32.
 
     Returns:
         out, [B, H, G, E], in the query's dtype.
