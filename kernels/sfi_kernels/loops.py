@@ -31,6 +31,7 @@ MASK = np.array(
 )
 MASK = MASK.view(np.int32)
 # the levels stay where they lie in the word, as signed numbers; this brings them back to 0, 1, 2, ...
+EACH = np.arange(ROWS).astype(np.uint64)
 UNIT = np.array([2.0**-shift for shift in SHIFTS], F) * np.where(MASK < 0, F(-1), F(1))
 
 inner = njit(fastmath=MATH, inline="never", nogil=True)
@@ -54,7 +55,7 @@ def _prefetch(context: Any, rows: Any, row: Any) -> Any:
                 builder.call(fetch, [where, *(ir.Constant(i32, x) for x in (0, 3, 1))])
         return context.get_dummy_value()
 
-    return types.void(rows, types.int64), generate
+    return types.void(rows, types.uint64), generate
 
 
 @intrinsic
@@ -129,69 +130,86 @@ def _add_row(x, factor, y):
 # --- codes of keys
 
 
+@inner
+def _dot(a, b):
+    total = F(0)
+    for i in range(len(a)):
+        total += a[i] * b[i]
+    return total
+
+
+@inner
+def _less(x, y, to):
+    for i in range(len(x)):
+        to[i] = x[i] - y[i]
+
+
+@inner
+def _project(x, basis_DC, y):
+    y[:] = 0
+    for d in range(len(x)):
+        row = basis_DC[d]
+        for c in range(CHANNELS):
+            y[c] += x[d] * row[c]
+
+
 @entry
 def encode(key_HTD, mean_HD, encode_HDC, word_HT):
     """Code keys, float32, as words."""
     H, T, D = key_HTD.shape
-    step = np.empty(CHANNELS, F)
+    centered, step = np.empty(D, F), np.empty(CHANNELS, F)
     for h in range(H):
         for t in range(T):
-            step[:] = 0
-            for d in range(D):
-                x = key_HTD[h, t, d] - mean_HD[h, d]
-                for c in range(CHANNELS):
-                    step[c] += x * encode_HDC[h, d, c]
+            _less(key_HTD[h, t], mean_HD[h], centered)
+            _project(centered, encode_HDC[h], step)
             word = np.uint32(0)
             for c in range(CHANNELS):
-                level = min(max(np.floor(step[c]) + HALF[c], F(0)), F(2) * HALF[c] - F(1))
+                level = np.floor(step[c]) + HALF[c]
+                level = min(max(level, F(0)), F(2) * HALF[c] - F(1))
                 word |= np.uint32(level) << SHIFT[c]
             word_HT[h, t] = np.int32(word)
 
 
 @inner
-def _unpack(word, mask, level):
-    for i in range(len(word)):
-        level[i] = F(word[i] & mask)
+def _unpack(word, level):
+    for c in range(CHANNELS):
+        mask, own = MASK[c], level[c]
+        for i in range(len(word)):
+            own[i] = F(word[i] & mask)
 
 
 @inner
-def _add_levels(a, b, c, d, factor, y):
+def _add_levels(level, factor, constant, y):
     for i in range(len(y)):
-        y[i] += (a[i] * factor[0] + b[i] * factor[1]) + (c[i] * factor[2] + d[i] * factor[3])
+        y[i] = constant
+    for c in range(0, CHANNELS, 4):
+        l0, l1, l2, l3 = level[c], level[c + 1], level[c + 2], level[c + 3]
+        f0, f1, f2, f3 = factor[c], factor[c + 1], factor[c + 2], factor[c + 3]
+        for i in range(len(y)):
+            y[i] += (l0[i] * f0 + l1[i] * f1) + (l2[i] * f2 + l3[i] * f3)
 
 
 @entry
 def scan(query_HGD, word_X, stride, mean_HD, query_HDC, scale, logits_HGT):
     """Score all keys by their words; those of head h begin at `h * stride` of `word_X`."""
     H, G, T = logits_HGT.shape
-    D = query_HGD.shape[2]
     level = np.empty((CHANNELS, BLOCK), F)
     factor = np.empty((G, CHANNELS), F)
     constant = np.empty(G, F)
     for h in range(H):
         for g in range(G):
-            factor[g] = 0
-            constant[g] = 0
-            for d in range(D):
-                x = query_HGD[h, g, d] * scale
-                constant[g] += x * mean_HD[h, d]
-                for c in range(CHANNELS):
-                    factor[g, c] += x * query_HDC[h, d, c]
+            constant[g] = _dot(query_HGD[h, g], mean_HD[h]) * scale
+            _project(query_HGD[h, g], query_HDC[h], factor[g])
             for c in range(CHANNELS):
+                factor[g, c] *= scale
                 constant[g] += factor[g, c] * (F(0.5) - HALF[c])
                 factor[g, c] *= UNIT[c]
         for first in range(0, T, BLOCK):
             n = min(BLOCK, T - first)
             word = word_X[h * stride + first : h * stride + first + n]
-            for c in range(CHANNELS):
-                _unpack(word, MASK[c], level[c])
+            _unpack(word, level)
             for g in range(G):
-                y = logits_HGT[h, g, first : first + n]
-                y[:] = constant[g]
-                for c in range(0, CHANNELS, 4):
-                    _add_levels(
-                        level[c], level[c + 1], level[c + 2], level[c + 3], factor[g, c:], y
-                    )
+                _add_levels(level, factor[g], constant[g], logits_HGT[h, g, first : first + n])
 
 
 # --- choosing
@@ -298,12 +316,6 @@ def note_positions(request_R, index_RHK, sink_R, position_BHS, length_BH):
 
 
 @inner
-def _copy_row(source, to):
-    for i in range(len(to)):
-        to[i] = source[i]
-
-
-@inner
 def _widen_bfloat16(source, to):
     for i in range(len(to)):
         to[i] = _real(np.int32(np.int32(source[i]) << np.int32(16)))
@@ -320,20 +332,10 @@ def _widen_float16(source, to):
 
 @njit
 def _widen(kind, source, to):
-    if kind == FLOAT32:
-        _copy_row(source.view(np.float32), to)
-    elif kind == BFLOAT16:
+    if kind == BFLOAT16:
         _widen_bfloat16(source, to)
     else:
         _widen_float16(source, to)
-
-
-@inner
-def _dot(a, b):
-    total = F(0)
-    for i in range(len(a)):
-        total += a[i] * b[i]
-    return total
 
 
 @inner
@@ -346,41 +348,63 @@ def _bend(x, cap):
 
 
 @inner
-def _add_rows(wide, p, y):
-    a, b, c, d = wide[0], wide[1], wide[2], wide[3]
-    e, f, g, h = wide[4], wide[5], wide[6], wide[7]
+def _add_rows(value, row, p, y):
+    a, b, c, d = value[row[0]], value[row[1]], value[row[2]], value[row[3]]
+    e, f, g, h = value[row[4]], value[row[5]], value[row[6]], value[row[7]]
     for i in range(len(y)):
         y[i] += (p[0] * a[i] + p[1] * b[i] + p[2] * c[i] + p[3] * d[i]) + (
             p[4] * e[i] + p[5] * f[i] + p[6] * g[i] + p[7] * h[i]
         )
 
 
+@inner
+def _softmax(x, cap, logit, sink):
+    # of capped logits, in place, beside a pseudo token and a learned sink; returns the pseudo token's share
+    if cap > F(0):
+        _bend(x, cap)
+    most = max(_largest(x), logit, sink)
+    share = _exp(logit - most)
+    total = _exp_row(x, most) + share + _exp(sink - most)
+    _scale_row(x, F(1) / total)
+    return share / total
+
+
 @njit
 def _rows(position, start, stop, table, H, h, N, row):
-    # the rows of pages that hold packed and recent tokens; returns how many
-    n, highest = len(position), np.int32(0)
+    # the rows of pages that hold packed and recent tokens, then ROWS times the last one; returns how many
+    n = len(position)
     for i in range(n):
         row[i] = position[i]
-        highest = max(highest, position[i])
-    if highest >= stop:
-        raise IndexError("a packed position lies beyond the cached tokens")
+        if np.uint32(position[i]) >= np.uint32(stop):
+            raise IndexError("a packed position lies beyond the cached tokens")
     for i in range(stop - start):
         row[n + i] = start + i
     n += stop - start
     if len(table) == 1:
-        first = (np.int64(table[0]) * H + h) * N
+        first = (np.uint64(table[0]) * np.uint64(H) + np.uint64(h)) * np.uint64(N)
         for i in range(n):
             row[i] += first
     else:
         for i in range(n):
             slot = np.uint32(row[i]) // np.uint32(N)
-            row[i] += (np.int64(table[slot]) * H + h - np.int64(slot)) * N
+            page = np.uint64(table[slot]) * np.uint64(H) + np.uint64(h)
+            row[i] += (page - np.uint64(slot)) * np.uint64(N)
+    for i in range(n, n + ROWS):
+        row[i] = row[max(n - 1, 0)]
     return n
 
 
 @inner
-def _products(query, key, value, kind, row, scale, wide, p):
-    n = len(row)
+def _products(query, key, value, row, n, scale, p):
+    for i in range(n):
+        _prefetch(key, row[min(i + AHEAD, n - 1)])
+        _prefetch(value, row[i])
+        for g in range(len(query)):
+            p[g, i] = _dot(query[g], key[row[i]]) * scale
+
+
+@inner
+def _products_16(query, key, value, kind, row, n, scale, p, wide):
     for i in range(n):
         _prefetch(key, row[min(i + AHEAD, n - 1)])
         _prefetch(value, row[i])
@@ -390,47 +414,58 @@ def _products(query, key, value, kind, row, scale, wide, p):
 
 
 @inner
-def _sum_values(value, kind, row, p, wide, out):
-    # `p` is padded with zeros to a multiple of ROWS
-    n = len(row)
+def _sum_values(value, row, n, p, out):
+    for first in range(0, n, ROWS):
+        for g in range(len(out)):
+            _add_rows(value, row[first : first + ROWS], p[g, first : first + ROWS], out[g])
+
+
+@inner
+def _sum_values_16(value, kind, row, n, p, wide, out):
     for first in range(0, n, ROWS):
         for i in range(ROWS):
-            _widen(kind, value[row[min(first + i, n - 1)]], wide[i])
+            _widen(kind, value[row[first + i]], wide[i])
         for g in range(len(out)):
-            _add_rows(wide, p[g, first : first + ROWS], out[g])
+            _add_rows(wide, EACH, p[g, first : first + ROWS], out[g])
 
 
 @entry
 def attend(
-    query_BHGD, key_XD, value_XE, kind, N, position_BHS, length_BH, table_BP, start_B, stop_B,
-    scale, cap, sink_HG, pseudo_logit_BHG, pseudo_value_BHE, out_BHGE,
+    query_BHGD, key_XD, value_XE, half_key_XD, half_value_XE, kind, N, position_BHS, length_BH, table_BP,
+    start_B, stop_B, scale, cap, sink_HG, pseudo_logit_BHG, pseudo_value_BHE, out_BHGE,
 ):  # fmt: skip
-    """Attend to rows of pages; `out` is zeros. No cap is 0, no sink and no pseudo token an empty array."""
+    """Attend to rows of pages, and add to `out`: float32 pages, or if `kind` says so those of 16 bits.
+
+    No cap is 0, no sink and no pseudo token an empty array.
+    """
     B, H, G, D = query_BHGD.shape
     E = out_BHGE.shape[3]
-    most = position_BHS.shape[2] + (stop_B - start_B).max() + ROWS
-    p, every = np.empty((G, most), F), np.empty(most, np.int64)
+    most = 0
+    for b in range(B):
+        most = max(most, position_BHS.shape[2] + stop_B[b] - start_B[b] + ROWS)
+    p, row = np.empty((G, most), F), np.empty(most, np.uint64)
     wide = np.empty((ROWS, max(D, E)), F)
     for b in range(B):
         for h in range(H):
+            q, out = query_BHGD[b, h], out_BHGE[b, h]
             packed = position_BHS[b, h, : length_BH[b, h]]
-            n = _rows(packed, start_B[b], stop_B[b], table_BP[b], H, h, N, every)
-            row = every[:n]
-            _products(query_BHGD[b, h], key_XD, value_XE, kind, row, scale, wide[0, :D], p)
+            n = _rows(packed, start_B[b], stop_B[b], table_BP[b], H, h, N, row)
+            if kind == FLOAT32:
+                _products(q, key_XD, value_XE, row, n, scale, p)
+            else:
+                _products_16(q, half_key_XD, half_value_XE, kind, row, n, scale, p, wide[0, :D])
             for g in range(G):
-                if cap > F(0):
-                    _bend(p[g, :n], cap)
-                logit = pseudo_logit_BHG[b, h, g] if len(pseudo_logit_BHG) else F(-np.inf)
-                top = max(_largest(p[g, :n]), logit)
+                logit, sink = F(-np.inf), F(-np.inf)
+                if len(pseudo_logit_BHG):
+                    logit = pseudo_logit_BHG[b, h, g]
                 if len(sink_HG):
-                    top = max(top, sink_HG[h, g])
-                total = _exp_row(p[g, :n], top)
-                p[g, n : n + ROWS] = 0
-                share = _exp(logit - top)
-                total += share
-                if len(sink_HG):
-                    total += _exp(sink_HG[h, g] - top)
-                _scale_row(p[g, :n], F(1) / total)
+                    sink = sink_HG[h, g]
+                share = _softmax(p[g, :n], cap, logit, sink)
+                for i in range(n, n + ROWS):
+                    p[g, i] = 0
                 if share > F(0):
-                    _add_row(pseudo_value_BHE[b, h], share / total, out_BHGE[b, h, g])
-            _sum_values(value_XE, kind, row, p, wide[:, :E], out_BHGE[b, h])
+                    _add_row(pseudo_value_BHE[b, h], share, out[g])
+            if kind == FLOAT32:
+                _sum_values(value_XE, row, n, p, out)
+            else:
+                _sum_values_16(half_value_XE, kind, row, n, p, wide[:, :E], out)

@@ -2,14 +2,19 @@
 
 from typing import Any
 
+import numpy as np
 import torch
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as `loops` numbers them
 
+NO_FLOATS, NO_HALVES = np.empty((0, 0), np.float32), np.empty((0, 0), np.uint16)
+
 
 def plain(tensor: torch.Tensor) -> Any:
     """Return a tensor as contiguous float32."""
-    return tensor.detach().float().contiguous().numpy()
+    if tensor.dtype is not torch.float32 or tensor.requires_grad or not tensor.is_contiguous():
+        tensor = tensor.detach().float().contiguous()
+    return tensor.numpy()
 
 
 def flat(tensor_HT: torch.Tensor) -> Any:
@@ -25,6 +30,9 @@ def readable(*pages: torch.Tensor) -> bool:
     )
 
 
-def halves(page_PHND: torch.Tensor) -> Any:
-    """Return `readable` pages as rows of 16-bit halves, [P * H * N, D or 2 D] uint16."""
-    return page_PHND.detach().view(-1, page_PHND.shape[3]).view(torch.uint16).numpy()
+def rows_of(page_PHND: torch.Tensor) -> tuple[Any, Any]:
+    """Return `readable` pages as rows [P * H * N, D], of float32 and of uint16; one of the two is empty."""
+    row_XD = page_PHND.detach().view(-1, page_PHND.shape[3])
+    if row_XD.dtype == torch.float32:
+        return row_XD.numpy(), NO_HALVES
+    return NO_FLOATS, row_XD.view(torch.uint16).numpy()

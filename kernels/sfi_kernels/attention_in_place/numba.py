@@ -3,7 +3,7 @@
 import torch
 
 from sfi_kernels import loops
-from sfi_kernels.numpy_views import KINDS, halves, plain, readable
+from sfi_kernels.numpy_views import KINDS, plain, readable, rows_of
 from sfi_kernels.pseudo_token import PseudoToken
 
 NONE = torch.empty(0, 0), torch.empty(0, 0, 0)
@@ -21,12 +21,12 @@ def attention_in_place(
     B, H, G, _ = query_BHGD.shape
     sink_HG, pseudo = NONE[0] if sink_HG is None else sink_HG, pseudo or (NONE[1], NONE[1])
     out_BHGE = torch.zeros(B, H, G, value_PHNE.shape[3])
-    key_XD, value_XE = halves(key_PHND), halves(value_PHNE)
+    (key_XD, half_key_XD), (value_XE, half_value_XE) = map(rows_of, (key_PHND, value_PHNE))
     kind, page_size = KINDS[key_PHND.dtype], key_PHND.shape[2]
     rows = position_BHS, length_BH, block_table_BP, recent_start_B, length_B
     options = loops.F(scale), loops.F(soft_cap or 0), plain(sink_HG), *map(plain, pseudo)
     loops.attend(
-        plain(query_BHGD), key_XD, value_XE, kind, page_size, *(part.numpy() for part in rows), *options,
-        out_BHGE.numpy(),
+        plain(query_BHGD), key_XD, value_XE, half_key_XD, half_value_XE, kind, page_size,
+        *(part.numpy() for part in rows), *options, out_BHGE.numpy(),
     )  # fmt: skip
     return out_BHGE.to(query_BHGD.dtype)

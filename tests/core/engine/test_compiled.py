@@ -19,7 +19,7 @@ from tests.fakes import RecordingObserver
 
 pytest.importorskip("numba")
 
-CONFIG = SfiConfig(sink=2, recent=6, budget=9, window_prefill=8)
+CONFIG = SfiConfig(sink=2, recent=6, budget=9, window_prefill=8, trigger_policy="never")
 ROWS = prompts(70, 9, 33)
 
 
@@ -65,11 +65,11 @@ def assert_same(compiled: Any, plain: Any) -> None:
 @pytest.mark.parametrize(
     ("label", "policy", "options"),
     [
-        ("Qwen3", "codescan", {"page_size": 16}),
-        ("Gemma 2", "codescan", {}),  # a soft cap
-        ("GPT-OSS", "quest", {}),  # learned sinks
-        pytest.param("GPT-OSS", "codescan", {"max_batch": 2}, marks=pytest.mark.exhaustive),
-        pytest.param("Llama", "oracle-top-k", {}, marks=pytest.mark.exhaustive),
+        ("qwen3", "codescan", {"page_size": 16}),
+        ("gemma-2", "codescan", {}),  # a soft cap
+        ("gpt-oss", "quest", {}),  # learned sinks
+        pytest.param("gpt-oss", "codescan", {"max_batch": 2}, marks=pytest.mark.exhaustive),
+        pytest.param("llama", "oracle-top-k", {}, marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_ragged_batch_decodes_and_tells_the_same(monkeypatch, label: str, policy: str, options):
@@ -80,13 +80,13 @@ def test_the_bundled_model_gives_the_same_tokens(monkeypatch):
     model, tokenizer = load()
     text = "Belora hid a red lantern. Tavo keeps a green kite. " * 30
     rows = [tokenizer(text)["input_ids"]]
-    config = SfiConfig(sink=4, recent=16, budget=64)
+    config = CONFIG.replace(sink=4, recent=16, budget=64)
     assert_same(*both(monkeypatch, model, rows, "codescan", config=config))
 
 
 def test_lossless_drafts_are_full_attentions_tokens(monkeypatch):
-    (compiled, _), (plain, _) = both(monkeypatch, tiny("Qwen3"), ROWS, "codescan", lossless=True)
-    full, _ = decode(tiny("Qwen3"), ROWS, "full-kv")
+    (compiled, _), (plain, _) = both(monkeypatch, tiny("qwen3"), ROWS, "codescan", lossless=True)
+    full, _ = decode(tiny("qwen3"), ROWS, "full-kv")
     assert compiled.paths["numba.sparse_attention"]
     for mine, theirs, wanted in zip(compiled.requests, plain.requests, full.requests, strict=True):
         assert mine.token_ids == theirs.token_ids == wanted.token_ids
