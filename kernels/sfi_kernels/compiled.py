@@ -11,6 +11,7 @@ from typing import Any
 
 # sums may change their order; unlike with `fastmath=True`, infinity and NaN keep their meaning
 MATH = {"contract", "reassoc", "nsz", "arcp", "afn"}
+OPTIONS: dict[str, Any] = {"fastmath": MATH, "error_model": "numpy", "nogil": True}
 
 _heard: ContextVar[Callable[[], None] | None] = ContextVar("heard", default=None)
 
@@ -31,21 +32,14 @@ def why_not() -> str:
     return ""
 
 
-def cached() -> bool:
-    """Say whether compiled code is kept for the next run; numba must be usable."""
-    from sfi_kernels import loops  # noqa: PLC0415 - imports numba
-
-    return loops.attend.stats.cache_path is not None
-
-
 def entry(function: Callable[..., None]) -> Any:
     """Compile a function at its first call, and keep its code on disk where a folder can be written."""
     import numba  # noqa: PLC0415
 
     try:
-        return numba.njit(cache=True, nogil=True, fastmath=MATH)(function)
+        return numba.njit(cache=True, **OPTIONS)(function)
     except RuntimeError:  # no folder for the code can be written
-        return numba.njit(nogil=True, fastmath=MATH)(function)
+        return numba.njit(**OPTIONS)(function)
 
 
 @contextmanager

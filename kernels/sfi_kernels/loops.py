@@ -14,7 +14,7 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-from sfi_kernels.compiled import MATH, entry
+from sfi_kernels.compiled import OPTIONS, entry
 from sfi_kernels.key_codes.layout import BITS, CHANNELS, SHIFTS
 
 F = np.float32
@@ -34,7 +34,7 @@ MASK = MASK.view(np.int32)
 EACH = np.arange(ROWS).astype(np.uint64)
 UNIT = np.array([2.0**-shift for shift in SHIFTS], F) * np.where(MASK < 0, F(-1), F(1))
 
-inner = njit(fastmath=MATH, inline="never", nogil=True)
+inner = njit(**OPTIONS)
 
 
 @intrinsic
@@ -78,7 +78,7 @@ def _real(context: Any, bits: Any) -> Any:
     return types.float32(types.int32), generate
 
 
-@njit(fastmath=MATH)
+@inner
 def _exp(x):
     # of x <= 0, to a unit in the last place or two (Cephes); 0 below the normal numbers
     n = np.floor(max(x, F(-100)) * F(1.44269504) + F(0.5))
@@ -91,7 +91,7 @@ def _exp(x):
     return y if x > F(-87) else F(0)
 
 
-@njit
+@inner
 def _ordered(i):
     # the bits of a float as an integer of the same order, and back
     return np.int32(i ^ ((i >> np.int32(31)) & np.int32(0x7FFFFFFF)))
@@ -330,7 +330,7 @@ def _widen_float16(source, to):
         to[i] = _real(np.int32(_bits(magnitude) | sign))
 
 
-@njit
+@inner
 def _widen(kind, source, to):
     if kind == BFLOAT16:
         _widen_bfloat16(source, to)
@@ -369,7 +369,7 @@ def _softmax(x, cap, logit, sink):
     return share / total
 
 
-@njit
+@inner
 def _rows(position, start, stop, table, H, h, N, row):
     # the rows of pages that hold packed and recent tokens, then ROWS times the last one; returns how many
     n = len(position)

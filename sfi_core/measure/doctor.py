@@ -15,7 +15,7 @@ from sfi_core.models.load import load
 from sfi_core.policies import policy_class
 from sfi_core.policies.outside import installed, package_of
 from sfi_core.settings.config import SfiConfig
-from sfi_kernels.compiled import cached, why_not
+from sfi_kernels.compiled import why_not
 
 TIMEOUT = 120  # seconds; the first Triton compilation takes a few
 
@@ -91,7 +91,11 @@ def _numba() -> Check:
         ).report
     except SfiError as error:
         return Check("numba", False, str(error))
-    kept = "" if cached() else "; no folder for compiled code can be written, so every run compiles"
+    from sfi_kernels import loops  # noqa: PLC0415 - needs numba
+
+    kept = ""
+    if loops.attend.stats.cache_path is None:
+        kept = "; no folder for compiled code can be written, so every run compiles"
     return Check("numba", "numba.sparse_attention" in report.paths, f"codescan ran compiled{kept}")
 
 
