@@ -291,27 +291,6 @@ def choose(logits_HGT, K, rest, index_HK, unread_HG):
             unread_HG[h, g] = log_sum[g] + F(math.log(unread)) if unread > F(0) else F(-np.inf)
 
 
-# --- packed rows
-
-
-@entry
-def note_positions(request_R, index_RHK, sink_R, position_BHS, length_BH):
-    """Write the positions of sinks and selected tokens."""
-    R, H, K = index_RHK.shape
-    S = position_BHS.shape[2]
-    for r in range(R):
-        b, sink = request_R[r], min(sink_R[r], S)
-        for h in range(H if b >= 0 else 0):
-            n = sink
-            for i in range(sink):
-                position_BHS[b, h, i] = i
-            for k in range(min(K, S - sink)):
-                position_BHS[b, h, sink + k] = index_RHK[r, h, k]
-                n += index_RHK[r, h, k] >= 0
-            position_BHS[b, h, sink + min(K, S - sink) :] = -1
-            length_BH[b, h] = n
-
-
 # --- attention
 
 

@@ -2,15 +2,15 @@
 
 from collections.abc import Sequence
 
+import torch
+
 from sfi_core.engine.layer import Layer
-from sfi_core.engine.rows import Rows
 from sfi_core.engine.run import Run
 from sfi_core.engine.telling import tell_recall
 from sfi_core.observers.events import SelectionEvent
 from sfi_core.observers.observer import wants
 from sfi_core.policies.base import Selection
-from sfi_core.state.packed_segment import PackedSegment
-from sfi_kernels.pack import note_positions, pack_layers
+from sfi_kernels.pack import pack_layers
 
 
 def apply(
@@ -24,25 +24,33 @@ def apply(
     """
     if selection is None:
         return
-    run, index, chosen = layer.run, layer.index, layer.run.rows(rows)
+    run, index = layer.run, layer.index
     with run.observer.span("pack", index):
         if layer.in_place and selection.heads_BH is None:
-            _note_positions(run.segment(index), chosen, selection)
+            _note_positions(layer, rows, selection.index_BHK)
         else:
-            _pack(layer, rows, chosen, selection)
+            _pack(layer, rows, selection)
     heard = wants(run.observer, SelectionEvent)
     for place, row in enumerate(rows):
         note_selection(run, index, row, place, selection, reason, heard=heard)
 
 
-def _note_positions(segment: PackedSegment, chosen: Rows, selection: Selection) -> None:
-    segment.reserve(chosen.most_sink + selection.index_BHK.shape[2])
-    into = segment.position_BHS, segment.length_BH
-    note_positions.numba(chosen.request_R, selection.index_BHK, chosen.sink_R, *into)
+def _note_positions(layer: Layer, rows: tuple[int, ...], index_RHK: torch.Tensor) -> None:
+    # as `pack` writes them; a tensor at a time, because a step does this in every layer
+    run, K = layer.run, index_RHK.shape[2]
+    segment = run.segment(layer.index)
+    for row, index_HK in zip(rows, index_RHK, strict=True):
+        sink = run.requests[row].sink(run.policy.config.sink)
+        segment.reserve(sink + K)
+        position_HS = segment.position_BHS[row]
+        position_HS[:, :sink] = torch.arange(sink)
+        position_HS[:, sink : sink + K] = index_HK
+        position_HS[:, sink + K :] = -1
+        segment.length_BH[row] = (index_HK >= 0).sum(1) + sink
 
 
-def _pack(layer: Layer, rows: tuple[int, ...], chosen: Rows, selection: Selection) -> None:
-    run, index = layer.run, layer.index
+def _pack(layer: Layer, rows: tuple[int, ...], selection: Selection) -> None:
+    run, index, chosen = layer.run, layer.index, layer.run.rows(rows)
     brought = run.store.pack_into(
         run.segment(index),
         index,

@@ -22,8 +22,13 @@ from sfi_core.policies.shared import stacked
 from sfi_core.settings.config import SfiConfig
 from sfi_core.state.layer_shape import LayerShape
 from sfi_core.state.request import RequestState
-from sfi_kernels.choice import choose_likeliest
-from sfi_kernels.key_codes import CHANNELS, CodeBasis, encode_keys, scan_codes
+from sfi_kernels.key_codes import (
+    CHANNELS,
+    CodeBasis,
+    choose_likeliest,
+    encode_keys,
+    scan_codes,
+)
 from sfi_kernels.pseudo_token import PseudoToken
 
 SPARE = 64  # additional tokens when the buffer of codes grows

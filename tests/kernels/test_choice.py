@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from sfi_kernels.choice import choose_likeliest
+from sfi_kernels.key_codes import choose_likeliest
 
 REST = 0.3
 

@@ -4,7 +4,7 @@ import torch
 
 from sfi_kernels import loops
 from sfi_kernels.key_codes.layout import CodeBasis
-from sfi_kernels.key_codes.reference import check
+from sfi_kernels.key_codes.reference import check, check_choice
 from sfi_kernels.numpy_views import flat, plain
 from sfi_kernels.shapes import check_int32, check_shape
 
@@ -31,3 +31,17 @@ def scan_codes(
         loops.F(scale), logits_HGT.numpy(),
     )  # fmt: skip
     return logits_HGT
+
+
+def choose_likeliest(
+    logits_HGT: torch.Tensor, budget: int, *, rest: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `reference.choose_likeliest`; `logits_HGT` must be contiguous.
+
+    Weights have float32's rounding, and those below its normal numbers are 0 and tie.
+    """
+    check_choice(logits_HGT, budget)
+    H, G, _ = logits_HGT.shape
+    index_HK, unread_HG = torch.empty(H, budget, dtype=torch.int32), torch.empty(H, G)
+    loops.choose(logits_HGT.numpy(), budget, loops.F(rest), index_HK.numpy(), unread_HG.numpy())
+    return index_HK, unread_HG

@@ -4,5 +4,4 @@ from sfi_kernels.op import Op
 from sfi_kernels.pack import reference
 
 pack = Op(reference.pack, triton="sfi_kernels.pack.triton")
-note_positions = Op(reference.note_positions, numba="sfi_kernels.pack.numba")
 pack_layers = reference.pack_layers

@@ -75,20 +75,6 @@ def pack(
                 packed[place].detach()[is_own_H] = rows[row_X.view(H, S)[is_own_H]]
 
 
-def note_positions(
-    request_R: torch.Tensor,
-    index_RHK: torch.Tensor,
-    sink_R: torch.Tensor,
-    position_BHS: torch.Tensor,
-    length_BH: torch.Tensor,
-) -> None:
-    """Write positions and lengths as `pack` does, for an attention that reads the rows in place."""
-    real_R = request_R >= 0
-    position_RHS = _positions(index_RHK[real_R], sink_R[real_R], position_BHS.shape[2])
-    position_BHS[request_R[real_R].long()] = position_RHS
-    length_BH[request_R[real_R].long()] = (position_RHS >= 0).sum(2, dtype=torch.int32)
-
-
 def pack_layers(
     layers: Sequence[Segment],
     block_table_BP: torch.Tensor,

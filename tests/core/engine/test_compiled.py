@@ -117,19 +117,17 @@ import sys, torch
 assert "numba" not in sys.modules
 print(why_not() or "usable", end=" ")
 if not why_not():
-    from sfi_kernels.pack import note_positions
-    one = torch.ones(1, dtype=torch.int32)
-    with telling(lambda: print("compiling", end=" ")):
-        into = torch.zeros(2, 1, 3, dtype=torch.int32), torch.zeros(2, 1, dtype=torch.int32)
-        note_positions.numba(one, 2 * one[None, None], one, *into)
     from sfi_kernels import loops
-    print(*into[0][1, 0].tolist(), "kept" if loops.attend.stats.cache_path else "not kept")
+    from sfi_kernels.key_codes import choose_likeliest
+    with telling(lambda: print("compiling", end=" ")):
+        index, _ = choose_likeliest.numba(torch.tensor([[[1.0, 0, 2, 3, 0]]]), 3, rest=0.5)
+    print(*index[0].tolist(), "kept" if loops.attend.stats.cache_path else "not kept")
 """
 
 
 def test_a_compilation_is_told_once_and_kept_where_a_folder_can_be_written(tmp_path):
-    assert fresh(tmp_path, SCRIPT) == "usable compiling 0 2 -1 kept\n"
-    assert fresh(tmp_path, SCRIPT) == "usable 0 2 -1 kept\n"
+    assert fresh(tmp_path, SCRIPT) == "usable compiling 0 2 3 kept\n"
+    assert fresh(tmp_path, SCRIPT) == "usable 0 2 3 kept\n"
 
 
 @pytest.mark.exhaustive
@@ -138,7 +136,7 @@ def test_without_a_folder_every_run_compiles(tmp_path):
 from numba.core import caching
 caching.CacheImpl._locator_classes = []
 """ + SCRIPT.replace('assert "numba" not in sys.modules', "")
-    assert fresh(tmp_path, nowhere) == "usable compiling 0 2 -1 not kept\n"
+    assert fresh(tmp_path, nowhere) == "usable compiling 0 2 3 not kept\n"
 
 
 def test_numba_may_be_switched_off_or_broken(tmp_path):
