@@ -53,16 +53,12 @@ def telling(heard: Callable[[], None]) -> Iterator[None]:
 
 
 def _listener(base: type[Any]) -> Any:
-    class Listener(base):  # type: ignore[misc]
-        told = False
+    told: list[bool] = []
 
-        def on_start(self, event: Any) -> None:
-            heard = _heard.get()
-            if heard is not None and not self.told:
-                self.told = True
-                heard()
+    def on_start(self: Any, event: Any) -> None:
+        heard = _heard.get()
+        if heard is not None and not told:
+            told.append(True)
+            heard()
 
-        def on_end(self, event: Any) -> None:
-            pass
-
-    return Listener()
+    return type("Listener", (base,), {"on_start": on_start, "on_end": lambda *_: None})()

@@ -19,12 +19,13 @@ def attention_in_place(
     if not readable(key_PHND, value_PHNE):
         raise ValueError("pages must be contiguous, on the CPU, and float32, bfloat16 or float16")
     B, H, G, _ = query_BHGD.shape
-    sink_HG, pseudo = NONE[0] if sink_HG is None else sink_HG, pseudo or (NONE[1], NONE[1])
+    sink = plain(NONE[0] if sink_HG is None else sink_HG)
+    extra = (NONE[1], NONE[1]) if pseudo is None else pseudo
     out_BHGE = torch.zeros(B, H, G, value_PHNE.shape[3])
     (key_XD, half_key_XD), (value_XE, half_value_XE) = map(rows_of, (key_PHND, value_PHNE))
     kind, page_size = KINDS[key_PHND.dtype], key_PHND.shape[2]
     rows = position_BHS, length_BH, block_table_BP, recent_start_B, length_B
-    options = loops.F(scale), loops.F(soft_cap or 0), plain(sink_HG), *map(plain, pseudo)
+    options = loops.F(scale), loops.F(soft_cap or 0), sink, *map(plain, extra)
     loops.attend(
         plain(query_BHGD), key_XD, value_XE, half_key_XD, half_value_XE, kind, page_size,
         *(part.numpy() for part in rows), *options, out_BHGE.numpy(),

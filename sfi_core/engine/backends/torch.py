@@ -171,11 +171,12 @@ def _sparse(
         step.length_B[rows].contiguous(),
     )
     query, length_BH = query[:, :, :, 0], segment.length_BH[rows]
+    options = {**layer.options, "pseudo": pseudo}
     with run.observer.span("attention.fast", layer.index, moved):
         if layer.in_place:
-            attend_to, packed = attention_in_place.numba, (segment.position_BHS[rows], length_BH)
+            position_BHS = segment.position_BHS[rows]
+            out = attention_in_place.numba(query, position_BHS, length_BH, *paged, **options)
         else:
-            attend_to = sparse_attention.on(layer.backend)
             packed = segment.key_BHSD[rows], segment.value_BHSE[rows], length_BH
-        out = attend_to(query, *packed, *paged, **layer.options, pseudo=pseudo)
+            out = sparse_attention.on(layer.backend)(query, *packed, *paged, **options)
     return out[:, :, :, None]
