@@ -55,7 +55,7 @@ def telling(heard: Callable[[], None]) -> Iterator[None]:
 def _listener(base: type[Any]) -> Any:
     told: list[bool] = []
 
-    def on_start(self: Any, event: Any) -> None:
+    def on_start(*_: Any) -> None:
         heard = _heard.get()
         if heard is not None and not told:
             told.append(True)
