@@ -30,8 +30,8 @@ MASK = np.array(
     [(2**bits - 1) << shift for bits, shift in zip(BITS, SHIFTS, strict=True)], np.uint32
 )
 MASK = MASK.view(np.int32)
-# the levels stay where they lie in the word, as signed numbers; this brings them back to 0, 1, 2, ...
 EACH = np.arange(ROWS).astype(np.uint64)
+# the levels stay where they lie in the word, as signed numbers; this brings them back to 0, 1, 2, ...
 UNIT = np.array([2.0**-shift for shift in SHIFTS], F) * np.where(MASK < 0, F(-1), F(1))
 
 inner = njit(**OPTIONS)
