@@ -8,7 +8,7 @@
 #   TORCH_SPEC="torch==2.13.0+cpu"             another PyTorch; one that is already there always stays
 #   TRANSFORMERS_SPEC="transformers==5.17.0"   another transformers
 #
-# Without an NVIDIA driver this asks for torch==2.13.0 and takes the build that pip's own settings lead to. Where
+# Without an NVIDIA driver this installs numba (the extra cpu), asks for torch==2.13.0 and takes the build that pip's own settings lead to. Where
 # that is a CUDA build (Linux, default index), it runs but brings gigabytes that no CPU needs: point
 # PIP_INDEX_URL or PIP_EXTRA_INDEX_URL at PyTorch's index of CPU builds and set TORCH_SPEC as above.
 set -euo pipefail
@@ -44,6 +44,11 @@ constraints="$venv/constraints.txt"
 extras=${EXTRAS:-}
 echo "Installing sfi${extras:+ with $extras} and $transformers"
 pip_install -qq --constraint "$constraints" --editable "$home${extras:+[$extras]}" "$transformers"
+
+# On a CPU numba compiles what codescan and quest do at every step. Without it they run in PyTorch, slower.
+if ! has_nvidia_driver && ! pip_install -qq --constraint "$constraints" --editable "$home[cpu]"; then
+  echo "numba does not fit this Python or numpy; codescan and quest run in PyTorch, slower" >&2
+fi
 
 # The interpreter of Triton 3.6 and older, which runs kernels without a GPU, fails with numpy 2.4. Only tests
 # need it, and newer Triton is fine, so this is no upper bound in pyproject.toml.

@@ -179,7 +179,7 @@ def paged(
 
 def kernel_device(backend: str, dtype: torch.dtype = torch.float32, page_size: int = 16) -> str:
     """Say where to test a backend's op, and skip what its kernels refuse."""
-    if backend == "torch":
+    if backend in ("torch", "numba"):
         return "cpu"
     if page_size % 16:
         pytest.skip("the kernels refuse pages that hold no whole tiles")

@@ -37,6 +37,8 @@ LONGEST_CHAIN = 20
 # third-party packages that only these files may import
 ONLY_IN = {
     "triton": ("kernels/sfi_kernels/",),
+    "numba": ("kernels/sfi_kernels/",),
+    "llvmlite": ("kernels/sfi_kernels/",),
     "transformers": ("sfi_core/hosts/transformers/", "sfi_core/models/",
         "sfi_core/generation/processors.py", "sfi_core/measure/bench/", "sfi_core/bundled/"),
     "huggingface_hub": ("sfi_core/models/", "sfi_core/measure/bench/architectures.py"),

@@ -1,4 +1,4 @@
-"""An operation: one signature, a PyTorch reference, and at times a Triton kernel."""
+"""An operation: one signature, a PyTorch reference, and at times a Triton kernel or loops for numba."""
 
 from collections.abc import Callable
 from functools import cached_property, update_wrapper
@@ -6,6 +6,8 @@ from importlib import import_module
 from typing import Generic, ParamSpec, TypeVar, cast
 
 import torch
+
+from sfi_kernels.compiled import why_not
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -17,10 +19,12 @@ class Op(Generic[P, R]):
     `op.reference(...)` and `op.triton(...)` name an implementation; neither falls back.
     """
 
-    def __init__(self, reference: Callable[P, R], *, triton: str | None = None) -> None:
-        """Take the reference and the module of the kernel, which has the same name; None for no kernel."""
+    def __init__(
+        self, reference: Callable[P, R], *, triton: str | None = None, numba: str | None = None
+    ) -> None:
+        """Take the reference and the modules of the others, which have its name there; None for none."""
         self.reference = reference
-        self._triton_module = triton
+        self._triton_module, self._numba_module = triton, numba
         update_wrapper(self, reference)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -30,8 +34,19 @@ class Op(Generic[P, R]):
         return (self.triton if on_cuda and self.has_triton else self.reference)(*args, **kwargs)
 
     def on(self, backend: str) -> Callable[P, R]:
-        """Return the implementation of a backend, "torch" or "triton", whatever the device."""
-        return {"torch": lambda: self.reference, "triton": lambda: self.triton}[backend]()
+        """Return the implementation of "torch", "triton" or "numba", whatever the device."""
+        implementations = {
+            "torch": lambda: self.reference,
+            "triton": lambda: self.triton,
+            "numba": lambda: self.numba,
+        }
+        return implementations[backend]()
+
+    def fastest(self, backend: str, device: torch.device) -> Callable[P, R]:
+        """Return `on(backend)`; on a CPU that has numba, numba's in place of the reference."""
+        if backend == "torch" and device.type == "cpu" and not why_not():
+            return self.numba
+        return self.on(backend)
 
     @property
     def has_triton(self) -> bool:
@@ -41,7 +56,15 @@ class Op(Generic[P, R]):
     @cached_property
     def triton(self) -> Callable[P, R]:
         """The kernel, imported on first use, so that references run where Triton is missing."""
-        if self._triton_module is None:
-            raise NotImplementedError(f"{self.reference.__name__} has no Triton kernel")
-        module = import_module(self._triton_module)
-        return cast("Callable[P, R]", getattr(module, self.reference.__name__))
+        return self._from(self._triton_module, "Triton kernel")
+
+    @cached_property
+    def numba(self) -> Callable[P, R]:
+        """The function over numba's loops, imported on first use."""
+        return self._from(self._numba_module, "loops for numba")
+
+    def _from(self, module: str | None, kind: str) -> Callable[P, R]:
+        name = self.reference.__name__
+        if module is None:
+            raise NotImplementedError(f"{name} has no {kind}")
+        return cast("Callable[P, R]", getattr(import_module(module), name))

@@ -2,12 +2,14 @@
 
 import sys
 import time
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Self
 
 from sfi_cli.terminal.output import message
 from sfi_core.observers.events import BeginStepEvent, RunEvent, StepEvent
 from sfi_core.observers.observer import NullObserver
+from sfi_kernels.compiled import telling
 
 PATIENCE = 2.0  # seconds between plain lines
 
@@ -19,9 +21,11 @@ class Progress:
         self._quiet = quiet
         self._last = time.monotonic()
         self._bar: object | None = None
+        self._within = ExitStack()
 
     def __enter__(self) -> Self:
-        """Start."""
+        """Start; say that numba compiles, the first time it does."""
+        self._within.enter_context(telling(self._compiles))
         return self
 
     def __exit__(
@@ -31,6 +35,7 @@ class Progress:
         trace: TracebackType | None,
     ) -> None:
         """Remove the bar."""
+        self._within.close()
         self._stop()
 
     def _show(self, phase: str, done: int, total: int, line: str) -> None:
@@ -42,6 +47,10 @@ class Progress:
         elif time.monotonic() - self._last > PATIENCE:
             self._last = time.monotonic()
             message(line)
+
+    def _compiles(self) -> None:
+        if not self._quiet:
+            message("compiling for this processor (once)")
 
     def _draw(self, phase: str, done: int, total: int) -> None:
         from rich.console import Console

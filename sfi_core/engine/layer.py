@@ -1,15 +1,18 @@
 """One layer of the forward pass under way, as backends, policies and watchers see it."""
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
 
 from sfi_core.engine.run import Run
 from sfi_core.machine.private import multiplies_natively
+from sfi_kernels.compiled import why_not
 from sfi_kernels.dense_attention import dense_attention, window_logits
 from sfi_kernels.dense_attention.reference import dense_attention_with_logits
 from sfi_kernels.dense_attention.verification import verification_attention
+from sfi_kernels.numpy_views import readable
 from sfi_kernels.streamed_attention import (
     streamed_attention,
     streamed_attention_with_logits,
@@ -51,6 +54,15 @@ class Layer:
         self.new = new
         self.dense_heads: dict[int, Sequence[int]] = {}
         self.later: list[Callable[[], None]] = []
+
+    @cached_property
+    def in_place(self) -> bool:
+        """Whether fast steps read selected rows in the pages, compiled by numba, and nothing is packed."""
+        run = self.run
+        anew = run.policy.selects_before and not run.policy.selects_next
+        if not (anew and self.backend == "torch" and run.store.whole_on_device):
+            return False
+        return readable(self.pages.key_PHND, self.pages.value_PHNE) and not why_not()
 
     def finish(self, query_BHGTD: torch.Tensor, out_BHGTE: torch.Tensor) -> None:
         """Call the watchers, then run the selections that wait in `later`."""

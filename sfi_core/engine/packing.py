@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+import torch
+
 from sfi_core.engine.layer import Layer
 from sfi_core.engine.run import Run
 from sfi_core.engine.step_events import tell_recall
@@ -16,27 +18,51 @@ def apply(
 ) -> None:
     """Pack a layer's selection for some requests and tell the observer; None keeps the memory as it is.
 
+    Where attention reads the rows in place, only their positions are noted.
+
     `reason` is that of `SelectionEvent`; "speculative" means a selection for the next step.
     """
     if selection is None:
         return
-    run, index, chosen = layer.run, layer.index, layer.run.rows(rows)
+    run, index = layer.run, layer.index
     with run.observer.span("pack", index):
-        brought = run.store.pack_into(
-            run.segment(index),
-            index,
-            chosen.request_R,
-            chosen.sink_R,
-            selection.index_BHK,
-            chosen.most_sink,
-            selection.heads_BH,
-        )
-    if brought is not None:
-        tell_recall(run, index, rows, brought)
-    run.meter.count(f"{layer.backend}.pack", len(rows))
+        if layer.in_place and selection.heads_BH is None:
+            _note_positions(layer, rows, selection.index_BHK)
+        else:
+            _pack(layer, rows, selection)
     heard = wants(run.observer, SelectionEvent)
     for place, row in enumerate(rows):
         note_selection(run, index, row, place, selection, reason, heard=heard)
+
+
+def _note_positions(layer: Layer, rows: tuple[int, ...], index_RHK: torch.Tensor) -> None:
+    # as `pack` writes them; a tensor at a time, because a step does this in every layer
+    run, K = layer.run, index_RHK.shape[2]
+    segment = run.segment(layer.index)
+    for row, index_HK in zip(rows, index_RHK, strict=True):
+        sink = run.requests[row].sink(run.policy.config.sink)
+        segment.reserve(sink + K)
+        position_HS = segment.position_BHS[row]
+        position_HS[:, :sink] = torch.arange(sink)
+        position_HS[:, sink : sink + K] = index_HK
+        position_HS[:, sink + K :] = -1
+        segment.length_BH[row] = (index_HK >= 0).sum(1) + sink
+
+
+def _pack(layer: Layer, rows: tuple[int, ...], selection: Selection) -> None:
+    run, index, chosen = layer.run, layer.index, layer.run.rows(rows)
+    brought = run.store.pack_into(
+        run.segment(index),
+        index,
+        chosen.request_R,
+        chosen.sink_R,
+        selection.index_BHK,
+        chosen.most_sink,
+        selection.heads_BH,
+    )
+    if brought is not None:
+        tell_recall(run, index, rows, brought)
+    run.meter.count(f"{layer.backend}.pack", len(rows))
 
 
 def apply_layers(layers: Sequence[Layer], row: int, selection: Selection) -> None:

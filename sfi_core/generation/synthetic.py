@@ -12,7 +12,7 @@ from sfi_core.state.kv_store import KVStore
 from sfi_core.state.layer_shape import LayerShape
 from sfi_core.state.two_tier import TwoTierStore
 
-BLOCK = 1024  # random tokens; a longer context repeats them
+BLOCK = 1024  # random tokens; a longer context repeats them, turned
 
 
 class SyntheticPrompt:
@@ -104,11 +104,11 @@ class SyntheticPrompt:
                 count = [max(0, min(BLOCK, length - start)) for length in self.contexts]
                 begin = [min(start, length) for length in self.contexts]
                 begin_B, count_B = torch.tensor([begin, count], dtype=torch.int32, device=device)
-                piece = key, value
+                piece = _turned(key, start), _turned(value, start)
                 if (
                     min(count) < BLOCK
                 ):  # `append` takes a piece's last tokens; roll the first ones there
-                    piece = _rolled(key, count), _rolled(value, count)
+                    piece = _rolled(piece[0], count), _rolled(piece[1], count)
                 store.append(index, *piece, begin_B, count_B, begin, count)
         return store
 
@@ -136,12 +136,17 @@ def _rolled(block: torch.Tensor, count: Sequence[int]) -> torch.Tensor:
     return torch.stack([row.roll(-n, 1) for row, n in zip(block, count, strict=True)])
 
 
+def _turned(block: torch.Tensor, start: int) -> torch.Tensor:
+    # a block's repetition from token `start` on: no two rows are equal up to D blocks, so that no scores tie
+    return block.roll(start // BLOCK, 3)
+
+
 def repeated(block: torch.Tensor, length: int) -> torch.Tensor:
-    """Repeat a block [B, H, BLOCK, D] up to `length` tokens."""
+    """Repeat a block [B, H, BLOCK, D] up to `length` tokens, each time turned by a number more."""
     B, H, T, D = block.shape
     out = block.new_empty(B, H, length, D)
     for start in range(0, length, T):
-        out[:, :, start : start + T] = block[:, :, : min(T, length - start)]
+        out[:, :, start : start + T] = _turned(block, start)[:, :, : min(T, length - start)]
     return out
 
 

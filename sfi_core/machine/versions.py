@@ -4,7 +4,7 @@ import platform
 from importlib.metadata import PackageNotFoundError, version
 
 __version__ = "0.1.0"
-PACKAGES = ("torch", "triton", "transformers", "tokenizers", "numpy", "pyarrow", "nvtx")
+PACKAGES = ("torch", "triton", "transformers", "tokenizers", "numpy", "numba", "pyarrow", "nvtx")
 
 
 def versions() -> dict[str, str | None]:

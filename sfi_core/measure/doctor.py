@@ -16,6 +16,7 @@ from sfi_core.policies import policy_class
 from sfi_core.settings.config import SfiConfig
 from sfi_core.settings.engine import EngineOptions
 from sfi_core.settings.policy_names import installed, package_of
+from sfi_kernels.compiled import why_not
 
 TIMEOUT = 120  # seconds; the first Triton compilation takes a few
 
@@ -31,7 +32,15 @@ class Check:
 
 def checks() -> list[Check]:
     """Check everything that a run may need."""
-    return [_cuda(), _backend("torch"), _triton(), _triton_backend(), _nvtx(), *_policies()]
+    return [
+        _cuda(),
+        _backend("torch"),
+        _numba(),
+        _triton(),
+        _triton_backend(),
+        _nvtx(),
+        *_policies(),
+    ]
 
 
 def _policies() -> Iterator[Check]:
@@ -71,6 +80,22 @@ def _backend(backend: str) -> Check:
     word = "equals" if same else "differs from"
     detail = f"sfi with everything selected {word} full attention on {model.device}"
     return Check(f"backend {backend}", same, detail)
+
+
+def _numba() -> Check:
+    missing = why_not()
+    if missing:  # PyTorch does the same; only a numba that is there but does not work is a fault
+        slower = "codescan and quest run in PyTorch, slower"
+        return Check("numba", None if missing == "not installed" else False, f"{missing}; {slower}")
+    from sfi_kernels import loops  # noqa: PLC0415 - needs numba
+
+    kept = loops.attend.stats.cache_path
+    detail = (
+        f"code is kept in {kept}"
+        if kept
+        else "no folder for code can be written, so every run compiles"
+    )
+    return Check("numba", True, f"compiles codescan's and quest's steps; {detail}")
 
 
 def _triton() -> Check:

@@ -14,10 +14,10 @@ EDGE = 1e-3  # steps that a key keeps from a level's edge, much more than roundi
 FIRST_BITS = list(accumulate(BITS, initial=0))[:-1]
 
 
-@pytest.fixture(params=["torch", "triton"])
+@pytest.fixture(params=["torch", "triton", "numba"])
 def backend(request: pytest.FixtureRequest) -> str:
-    if request.param == "triton":
-        pytest.importorskip("triton")
+    if request.param != "torch":
+        pytest.importorskip(request.param)
     return request.param
 
 

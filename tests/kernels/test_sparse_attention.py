@@ -6,6 +6,7 @@ from typing import ClassVar
 import pytest
 import torch
 
+from sfi_kernels.attention_in_place import attention_in_place
 from sfi_kernels.pack import pack
 from sfi_kernels.sparse_attention import sparse_attention
 from tests.fakes import error_bound, kernel_device, paged, plain_attention
@@ -66,9 +67,12 @@ class FastStep:
 
     def attend(self, rows: slice = slice(None), **options) -> torch.Tensor:
         device = kernel_device(self.backend, self.dtype, self.page_size)
+        packed = [self.index_BHS[rows]]  # in place, only the positions count
+        if self.backend != "numba":
+            packed = [part[rows] for part in self.segment()]
         operands = (
             self.query[rows],
-            *(part[rows] for part in self.segment()),
+            *packed,
             (self.index_BHS >= 0).sum(2, dtype=torch.int32)[rows],
             self.key_PHND,
             self.value_PHNE,
@@ -77,7 +81,8 @@ class FastStep:
             self.length_B[rows],
         )
         options = {k: v.to(device) if torch.is_tensor(v) else v for k, v in options.items()}
-        attend = sparse_attention.on(self.backend)
+        op = attention_in_place if self.backend == "numba" else sparse_attention
+        attend = op.on(self.backend)
         return attend(*(t.to(device) for t in operands), scale=SCALE, **options).cpu()
 
     def assert_plain(self, **options):
@@ -95,8 +100,10 @@ class FastStep:
             )
 
 
-@pytest.fixture(params=["torch", "triton"], autouse=True)
+@pytest.fixture(params=["torch", "triton", "numba"], autouse=True)
 def backend(request: pytest.FixtureRequest) -> str:
+    if request.param == "numba":
+        pytest.importorskip("numba")
     FastStep.backend = request.param
     return request.param
 
@@ -152,7 +159,7 @@ def test_a_request_in_a_batch_computes_what_it_computes_alone(backend: str, pack
     together = step.attend()
     for row in range(3):
         alone = step.attend(slice(row, row + 1))
-        if backend == "torch":
+        if backend != "triton":
             assert torch.equal(together[row : row + 1], alone)
         else:
             torch.testing.assert_close(together[row : row + 1], alone)

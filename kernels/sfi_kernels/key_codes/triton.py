@@ -10,9 +10,10 @@ import triton.language as tl
 from sfi_kernels.attention_tile.shape import check_width, padded
 from sfi_kernels.attention_tile.triton import rows
 from sfi_kernels.key_codes import layout
-from sfi_kernels.key_codes.reference import check
+from sfi_kernels.key_codes.reference import check, choose_by
 from sfi_kernels.launch import launch
 from sfi_kernels.shapes import check_int32, check_shape
+from sfi_kernels.top_k import top_k
 
 BITS, SHIFTS = tl.constexpr(layout.BITS), tl.constexpr(layout.SHIFTS)
 CHANNELS = tl.constexpr(layout.CHANNELS)
@@ -108,3 +109,10 @@ def scan_codes(
         G=G, D=D, BLOCK_G=block, BLOCK_T=TOKENS, BLOCK_D=padded(D),
     )  # fmt: skip
     return logits_HGT
+
+
+def choose_likeliest(
+    logits_HGT: torch.Tensor, budget: int, *, rest: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `reference.choose_likeliest`."""
+    return choose_by(top_k.triton, logits_HGT, budget, rest)

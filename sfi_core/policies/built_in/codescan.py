@@ -22,9 +22,14 @@ from sfi_core.policies.shared import stacked
 from sfi_core.settings.config import SfiConfig
 from sfi_core.state.layer_shape import LayerShape
 from sfi_core.state.request import RequestState
-from sfi_kernels.key_codes import CHANNELS, CodeBasis, encode_keys, scan_codes
+from sfi_kernels.key_codes import (
+    CHANNELS,
+    CodeBasis,
+    choose_likeliest,
+    encode_keys,
+    scan_codes,
+)
 from sfi_kernels.pseudo_token import PseudoToken
-from sfi_kernels.top_k import top_k
 
 SPARE = 64  # additional tokens when the buffer of codes grows
 QUERIES = 256  # the last queries of the prompt, which the basis is learned from
@@ -100,16 +105,13 @@ class CodeScan(Policy):
             return index_HK, mean_HE.new_full((H, G), -torch.inf), mean_HE
         with context.span("scan"):
             code_HTX = self._codes(context, place)[:, first : first + count]
-            scan = scan_codes.on(context.backend)
+            scan = scan_codes.fastest(context.backend, query_HGD.device)
             logits_HGT = scan(query_HGD, code_HTX, note["basis"], scale=context.scale)
-            log_sum_HG = logits_HGT.logsumexp(-1)
-            weight_HGT = (logits_HGT - log_sum_HG[..., None]).exp()
         with context.span("top_k"):
-            select = top_k.on(context.backend)
-            index_HK = select(weight_HGT.mean(1)[None], self.config.budget)[0].long()
-        read_HGK = weight_HGT.gather(2, index_HK[:, None].expand(H, G, -1))
-        unread_HG = (1 - read_HGK.sum(-1)).clamp_min(0) * self.config.codescan.rest
-        return index_HK + first, log_sum_HG + unread_HG.log(), mean_HE
+            choose = choose_likeliest.fastest(context.backend, query_HGD.device)
+            rest, budget = self.config.codescan.rest, self.config.budget
+            index_HK, unread_HG = choose(logits_HGT, budget, rest=rest)
+        return index_HK.add_(first), unread_HG, mean_HE
 
     def _codes(self, context: LayerContext, place: int) -> torch.Tensor:
         # the codes of all cached keys, [H, T, ...]; new keys are coded now
@@ -118,7 +120,8 @@ class CodeScan(Policy):
             self._learn(context, place, note)
         known, length = note.get("coded", 0), state.length
         basis: CodeBasis = note["basis"]
-        new = encode_keys.on(context.backend)(context.keys(place, known, length)[0], basis)
+        key_HTD = context.keys(place, known, length)[0]
+        new = encode_keys.fastest(context.backend, key_HTD.device)(key_HTD, basis)
         if "codes" not in note or note["codes"].shape[1] < length:
             note["codes"] = _larger(note.get("codes"), new, length)
         codes: torch.Tensor = note["codes"]

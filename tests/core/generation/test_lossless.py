@@ -16,7 +16,7 @@ from sfi_core.generation.verify import verify
 from sfi_core.settings.config import SfiConfig
 from sfi_core.settings.engine import DEFAULTS, EngineOptions
 from sfi_core.settings.sampling import Sampling
-from sfi_kernels.key_codes.reference import encode_keys
+from sfi_kernels.key_codes import encode_keys
 from tests.architectures import COMMON, WORKS, prompts, tiny
 from tests.covering import covering, each_value
 
@@ -264,7 +264,8 @@ def test_summaries_of_keys_forget_what_was_rejected(policy, runs):
                 coded = note["coded"]
                 assert coded <= state.length
                 key_HTD = ours.store.keys(layer, row, 0, coded)[0]
-                assert torch.equal(note["codes"][:, :coded], encode_keys(key_HTD, note["basis"]))
+                encode = encode_keys.fastest("torch", key_HTD.device)
+                assert torch.equal(note["codes"][:, :coded], encode(key_HTD, note["basis"]))
                 known, first = note["summed"], state.sink(SMALL.sink)
                 value_HTD = ours.store.values(layer, row, first, known)[0]
                 torch.testing.assert_close(note["sum"], value_HTD.sum(1), rtol=1e-4, atol=1e-4)

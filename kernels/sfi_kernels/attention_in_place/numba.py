@@ -1,0 +1,33 @@
+"""Attention in place on a CPU, compiled: each row is read once, where it lies."""
+
+import torch
+
+from sfi_kernels import loops
+from sfi_kernels.numpy_views import KINDS, plain, readable, rows_of
+from sfi_kernels.pseudo_token import PseudoToken
+
+NONE = torch.empty(0, 0), torch.empty(0, 0, 0)
+
+
+def attention_in_place(
+    query_BHGD: torch.Tensor, position_BHS: torch.Tensor, length_BH: torch.Tensor,
+    key_PHND: torch.Tensor, value_PHNE: torch.Tensor, block_table_BP: torch.Tensor,
+    recent_start_B: torch.Tensor, length_B: torch.Tensor, *, scale: float,
+    soft_cap: float | None = None, sink_HG: torch.Tensor | None = None, pseudo: PseudoToken | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """See `reference.attention_in_place`. Pages must be `numpy_views.readable`; sums are of float32."""
+    if not readable(key_PHND, value_PHNE):
+        raise ValueError("pages must be contiguous, on the CPU, and float32, bfloat16 or float16")
+    B, H, G, _ = query_BHGD.shape
+    sink = plain(NONE[0] if sink_HG is None else sink_HG)
+    extra = (NONE[1], NONE[1]) if pseudo is None else pseudo
+    out_BHGE = torch.zeros(B, H, G, value_PHNE.shape[3])
+    (key_XD, half_key_XD), (value_XE, half_value_XE) = map(rows_of, (key_PHND, value_PHNE))
+    kind, page_size = KINDS[key_PHND.dtype], key_PHND.shape[2]
+    rows = position_BHS, length_BH, block_table_BP, recent_start_B, length_B
+    options = loops.F(scale), loops.F(soft_cap or 0), sink, *map(plain, extra)
+    loops.attend(
+        plain(query_BHGD), key_XD, value_XE, half_key_XD, half_value_XE, kind, page_size,
+        *(part.numpy() for part in rows), *options, out_BHGE.numpy(),
+    )  # fmt: skip
+    return out_BHGE.to(query_BHGD.dtype)

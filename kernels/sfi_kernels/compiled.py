@@ -1,0 +1,64 @@
+"""Functions that numba compiles for a CPU: whether it can here, and who hears of a compilation.
+
+numba is an extra (`sfi-toolkit[cpu]`). Nothing imports it before an op asks `why_not`.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache
+from typing import Any
+
+# sums may change their order; unlike with `fastmath=True`, infinity and NaN keep their meaning
+MATH = {"contract", "reassoc", "nsz", "arcp", "afn"}
+OPTIONS: dict[str, Any] = {"fastmath": MATH, "error_model": "numpy", "nogil": True}
+
+_heard: ContextVar[Callable[[], None] | None] = ContextVar("heard", default=None)
+
+
+@cache
+def why_not() -> str:
+    """Return why numba compiles nothing here, "" if it does."""
+    try:
+        import numba  # noqa: PLC0415 - takes a quarter of a second
+        from numba.core import event  # noqa: PLC0415
+    except ModuleNotFoundError as error:
+        return "not installed" if error.name == "numba" else f"not importable: {error}"
+    except (ImportError, AttributeError, OSError, SystemError) as error:  # another numpy or Python
+        return f"not importable: {error}"
+    if numba.config.DISABLE_JIT:
+        return "NUMBA_DISABLE_JIT is set"
+    event.register("numba:compile", _listener(event.Listener))
+    return ""
+
+
+def entry(function: Callable[..., None]) -> Any:
+    """Compile a function at its first call, and keep its code on disk where a folder can be written."""
+    import numba  # noqa: PLC0415
+
+    try:
+        return numba.njit(cache=True, **OPTIONS)(function)
+    except RuntimeError:  # no folder for the code can be written
+        return numba.njit(**OPTIONS)(function)
+
+
+@contextmanager
+def telling(heard: Callable[[], None]) -> Iterator[None]:
+    """Call `heard` before the first compilation inside; a `telling` around this one keeps its own."""
+    token = _heard.set(_heard.get() or heard)
+    try:
+        yield
+    finally:
+        _heard.reset(token)
+
+
+def _listener(base: type[Any]) -> Any:
+    told: list[bool] = []
+
+    def on_start(*_: Any) -> None:
+        heard = _heard.get()
+        if heard is not None and not told:
+            told.append(True)
+            heard()
+
+    return type("Listener", (base,), {"on_start": on_start, "on_end": lambda *_: None})()

@@ -1,0 +1,155 @@
+"""Fast steps that numba compiles give what PyTorch's give: tokens, events, counts."""
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from sfi_core.generation.generate import generate
+from sfi_core.models.load import load
+from sfi_core.settings.audit import AuditConfig
+from sfi_core.settings.config import SfiConfig
+from sfi_kernels.attention_in_place import attention_in_place
+from sfi_kernels.compiled import telling
+from tests.architectures import prompts, tiny
+from tests.fakes import RecordingObserver
+
+pytest.importorskip("numba")
+
+CONFIG = SfiConfig(sink=2, recent=6, budget=9, window_prefill=8, trigger_policy="never")
+ROWS = prompts(70, 9, 33)
+
+
+def decode(model: Any, rows: Any, policy: str, **options: Any) -> tuple[Any, RecordingObserver]:
+    seen = RecordingObserver()
+    options = {"config": CONFIG, "max_new_tokens": 24, "stop_token_ids": (), **options}
+    result = generate(
+        model, None, rows, options.pop("config"), policy=policy, observers=[seen],
+        audit=None if "lossless" in options else AuditConfig(every=5), **options,
+    )  # fmt: skip
+    return result.report, seen
+
+
+def both(monkeypatch: pytest.MonkeyPatch, *run: Any, **options: Any) -> list[Any]:
+    """Run compiled, then as on a machine without numba."""
+    compiled = decode(*run, **options)
+    for name in ("sfi_kernels.op.why_not", "sfi_core.engine.layer.why_not"):
+        monkeypatch.setattr(name, lambda: "not installed")
+    return [compiled, decode(*run, **options)]
+
+
+def assert_same(compiled: Any, plain: Any) -> None:
+    (own, seen), (other, also) = compiled, plain
+    assert own.paths["numba.sparse_attention"] == other.paths["torch.sparse_attention"]
+    assert "torch.pack" not in own.paths
+    assert not any(path.startswith("numba") for path in other.paths)
+    for mine, theirs in zip(own.requests, other.requests, strict=True):
+        assert mine.token_ids == theirs.token_ids
+        assert mine.read_ratio == theirs.read_ratio
+        assert mine.selection_ratio == theirs.selection_ratio
+    assert seen.spans == also.spans
+    assert len(seen.selections) == len(also.selections) > 0
+    for mine, theirs in zip(seen.selections, also.selections, strict=True):
+        assert torch.equal(mine.index_HK, theirs.index_HK)
+    assert len(seen.audits) == len(also.audits) > 0
+    for mine, theirs in zip(seen.audits, also.audits, strict=True):
+        for name in ("retained_H", "output_error_H", "read_HK"):
+            torch.testing.assert_close(
+                getattr(mine, name), getattr(theirs, name), rtol=1e-3, atol=1e-4
+            )
+
+
+@pytest.mark.parametrize(
+    ("label", "policy", "options"),
+    [
+        ("qwen3", "codescan", {"page_size": 16}),
+        ("gemma-2", "codescan", {}),  # a soft cap
+        ("gpt-oss", "quest", {}),  # learned sinks
+        pytest.param("gpt-oss", "codescan", {"max_batch": 2}, marks=pytest.mark.exhaustive),
+        pytest.param("llama", "oracle-top-k", {}, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_a_ragged_batch_decodes_and_tells_the_same(monkeypatch, label: str, policy: str, options):
+    assert_same(*both(monkeypatch, tiny(label), ROWS, policy, **options))
+
+
+def test_the_bundled_model_gives_the_same_tokens(monkeypatch):
+    model, tokenizer = load()
+    text = "Belora hid a red lantern. Tavo keeps a green kite. " * 30
+    rows = [tokenizer(text)["input_ids"]]
+    config = CONFIG.replace(sink=4, recent=16, budget=64)
+    assert_same(*both(monkeypatch, model, rows, "codescan", config=config))
+
+
+def test_lossless_drafts_are_full_attentions_tokens(monkeypatch):
+    (compiled, _), (plain, _) = both(monkeypatch, tiny("qwen3"), ROWS, "codescan", lossless=True)
+    full, _ = decode(tiny("qwen3"), ROWS, "full-kv")
+    assert compiled.paths["numba.sparse_attention"]
+    for mine, theirs, wanted in zip(compiled.requests, plain.requests, full.requests, strict=True):
+        assert mine.token_ids == theirs.token_ids == wanted.token_ids
+
+
+def test_a_position_beyond_the_cache_is_refused():
+    page, one = torch.zeros(1, 1, 8, 4), torch.ones(1, dtype=torch.int32)
+    position = torch.tensor([[[0, 7]]], dtype=torch.int32)
+    with pytest.raises(IndexError, match=r"^a packed position lies beyond the cached tokens$"):
+        attention_in_place.numba(
+            torch.zeros(1, 1, 1, 4), position, 2 * one[None], page, page, 0 * one[None], 3 * one,
+            5 * one, scale=1.0,
+        )  # fmt: skip
+
+
+def fresh(tmp_path: Any, script: str, **variables: str) -> str:
+    """Run in a new process, with compiled code in a folder of its own."""
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path), **variables}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    return done.stdout
+
+
+SCRIPT = """
+from sfi_kernels.compiled import telling, why_not
+import sys, torch
+assert "numba" not in sys.modules
+print(why_not() or "usable", end=" ")
+if not why_not():
+    from sfi_kernels import loops
+    from sfi_kernels.key_codes import choose_likeliest
+    with telling(lambda: print("compiling", end=" ")):
+        index, _ = choose_likeliest.numba(torch.tensor([[[1.0, 0, 2, 3, 0]]]), 3, rest=0.5)
+    print(*index[0].tolist(), "kept" if loops.attend.stats.cache_path else "not kept")
+"""
+
+
+def test_a_compilation_is_told_once_and_kept_where_a_folder_can_be_written(tmp_path):
+    assert fresh(tmp_path, SCRIPT) == "usable compiling 0 2 3 kept\n"
+    assert fresh(tmp_path, SCRIPT) == "usable 0 2 3 kept\n"
+
+
+@pytest.mark.exhaustive
+def test_without_a_folder_every_run_compiles(tmp_path):
+    nowhere = """
+from numba.core import caching
+caching.CacheImpl._locator_classes = []
+""" + SCRIPT.replace('assert "numba" not in sys.modules', "")
+    assert fresh(tmp_path, nowhere) == "usable compiling 0 2 3 not kept\n"
+
+
+def test_numba_may_be_switched_off_or_broken(tmp_path):
+    ask = "from sfi_kernels.compiled import why_not; print(why_not())"
+    assert fresh(tmp_path, ask, NUMBA_DISABLE_JIT="1") == "NUMBA_DISABLE_JIT is set\n"
+    broken = "import sys; sys.modules['numba.core'] = None; " + ask
+    assert fresh(tmp_path, broken).startswith("not importable: ")
+
+
+def test_an_outer_telling_keeps_its_own():
+    heard: list[str] = []
+    with telling(lambda: heard.append("outer")), telling(lambda: heard.append("inner")):
+        from sfi_kernels import compiled  # noqa: PLC0415
+
+        compiled._heard.get()()  # noqa: SLF001
+    assert heard == ["outer"]
