@@ -34,7 +34,8 @@ def attention_in_place(
         rows_XD, steps = flat_rows(pages)
         row_BX = row_numbers(position_BHS, block_table_BP, pages.shape[2], steps)
         packed.append(rows_XD[row_BX].unflatten(1, position_BHS.shape[1:]))
+    key_BHSD, value_BHSE = packed
     return sparse_attention(
-        query_BHGD, *packed, length_BH, key_PHND, value_PHNE, block_table_BP, recent_start_B,
+        query_BHGD, key_BHSD, value_BHSE, length_BH, key_PHND, value_PHNE, block_table_BP, recent_start_B,
         length_B, scale=scale, soft_cap=soft_cap, sink_HG=sink_HG, pseudo=pseudo,
     )  # fmt: skip
