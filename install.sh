@@ -8,9 +8,10 @@
 #   TORCH_SPEC="torch==2.13.0+cpu"             another PyTorch; one that is already there always stays
 #   TRANSFORMERS_SPEC="transformers==5.17.0"   another transformers
 #
-# Without an NVIDIA driver this installs numba (the extra cpu), asks for torch==2.13.0 and takes the build that pip's own settings lead to. Where
-# that is a CUDA build (Linux, default index), it runs but brings gigabytes that no CPU needs: point
-# PIP_INDEX_URL or PIP_EXTRA_INDEX_URL at PyTorch's index of CPU builds and set TORCH_SPEC as above.
+# Without an NVIDIA driver this also installs numba (the extra cpu), and asks for torch==2.13.0 in the build that
+# pip's own settings lead to. Where that is a CUDA build (Linux, default index), it runs but brings gigabytes that
+# no CPU needs: point PIP_INDEX_URL or PIP_EXTRA_INDEX_URL at PyTorch's index of CPU builds and set TORCH_SPEC as
+# above.
 set -euo pipefail
 
 home=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)

@@ -104,7 +104,7 @@ class SyntheticPrompt:
                 count = [max(0, min(BLOCK, length - start)) for length in self.contexts]
                 begin = [min(start, length) for length in self.contexts]
                 begin_B, count_B = torch.tensor([begin, count], dtype=torch.int32, device=device)
-                piece = _turned(key, start), _turned(value, start)
+                piece = turned(key, start), turned(value, start)
                 if (
                     min(count) < BLOCK
                 ):  # `append` takes a piece's last tokens; roll the first ones there
@@ -136,8 +136,8 @@ def _rolled(block: torch.Tensor, count: Sequence[int]) -> torch.Tensor:
     return torch.stack([row.roll(-n, 1) for row, n in zip(block, count, strict=True)])
 
 
-def _turned(block: torch.Tensor, start: int) -> torch.Tensor:
-    # a block's repetition from token `start` on: no two rows are equal up to D blocks, so that no scores tie
+def turned(block: torch.Tensor, start: int) -> torch.Tensor:
+    """Return a block's repetition from token `start` on; no two rows are equal up to D blocks."""
     return block.roll(start // BLOCK, 3)
 
 
@@ -146,7 +146,7 @@ def repeated(block: torch.Tensor, length: int) -> torch.Tensor:
     B, H, T, D = block.shape
     out = block.new_empty(B, H, length, D)
     for start in range(0, length, T):
-        out[:, :, start : start + T] = _turned(block, start)[:, :, : min(T, length - start)]
+        out[:, :, start : start + T] = turned(block, start)[:, :, : min(T, length - start)]
     return out
 
 

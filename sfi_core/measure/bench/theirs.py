@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache, GenerationConfig, StaticCache
 
-from sfi_core.generation.synthetic import SyntheticPrompt, fill_sliding, repeated
+from sfi_core.generation.synthetic import SyntheticPrompt, fill_sliding, repeated, turned
 from sfi_core.hosts.transformers.shapes import cached_shapes
 from sfi_core.machine.memory import peak_bytes, reset_peak
 from sfi_core.measure.bench.prompts import Prompts
@@ -117,6 +117,6 @@ def _fill(model: Any, cache: Any, made_up: SyntheticPrompt, context: int) -> Non
         held = min(context, layer.max_cache_len)
         for start in range(0, held, key.shape[2]):
             size = min(key.shape[2], held - start)
-            layer.update(key[:, :, :size], value[:, :, :size])
+            layer.update(*(turned(block, start)[:, :, :size] for block in (key, value)))
         if shape.window is not None:
             layer.cumulative_length_int = context
