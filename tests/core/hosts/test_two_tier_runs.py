@@ -14,8 +14,8 @@ from sfi_core.models.load import BUNDLED, load
 from sfi_core.settings.audit import AuditConfig
 from sfi_core.settings.device_budget import DeviceBudget
 from sfi_core.settings.engine import EngineOptions
-from sfi_kernels.compiled import why_not
 from sfi_core.state.side import InOrder
+from sfi_kernels.compiled import why_not
 from tests.architectures import prompts, tiny
 from tests.covering import each_value
 from tests.fakes import RecordingObserver, use_references
