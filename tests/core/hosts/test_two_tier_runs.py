@@ -15,6 +15,7 @@ from sfi_core.settings.audit import AuditConfig
 from sfi_core.settings.device_budget import DeviceBudget
 from sfi_core.settings.engine import EngineOptions
 from sfi_core.state.side_stream import InOrder
+from sfi_kernels.compiled import why_not
 from tests.architectures import prompts, tiny
 from tests.covering import each_value
 from tests.fakes import RecordingObserver, use_references
@@ -144,7 +145,9 @@ def test_the_forecast_is_a_close_upper_bound(method: str, label: str):
         least, most = (session.tiers.bytes(2, 104, 14, resident=one) for one in (False, True))
     expected = most if most.device_bytes <= 600_000 else least
     assert expected.host_bytes == tiers.host_bytes
-    assert tiers.device_bytes <= expected.device_bytes <= 1.05 * tiers.device_bytes
+    words = policy == "codescan" and not why_not()  # compiled, a code has 4 bytes; planned are 16
+    close = 1.3 if words else 1.05
+    assert tiers.device_bytes <= expected.device_bytes <= close * tiers.device_bytes
 
 
 @pytest.fixture(scope="module")
