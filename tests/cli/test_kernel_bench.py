@@ -7,12 +7,10 @@ from types import ModuleType
 
 import pytest
 from pyarrow import parquet
-from typer.testing import CliRunner
 
-from sfi_cli import app as cli
 from sfi_cli.commands.kernel_bench import command
-from sfi_core.errors import SfiError
 from sfi_core.measure.kernel_bench import KernelSettings, compile_check, settings, timing, variants
+from tests.cli.trace_commands import Ended, sfi
 
 SHAPE = (
     "--context", "700", "--batch", "2", "--heads", "4", "--kv-heads", "2", "--head-dim", "16",
@@ -28,14 +26,8 @@ COMPILED = {
 }  # fmt: skip
 
 
-def inside(*arguments: str) -> tuple[int, str, str]:
-    """Run in this process, which has torch loaded; errors end as `main` ends them."""
-    result = CliRunner().invoke(cli.app, ["kernel-bench", *arguments])
-    if isinstance(result.exception, SfiError):
-        return result.exception.exit_code, result.stdout, f"error: {result.exception}\n"
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result.exit_code, result.stdout, result.stderr
+def inside(*arguments: str) -> Ended:
+    return sfi("kernel-bench", *arguments)
 
 
 @pytest.fixture(autouse=True)
