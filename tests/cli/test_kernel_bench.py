@@ -90,10 +90,8 @@ def test_parquet_json_and_figure_are_written_and_not_overwritten(tmp_path):
     assert {row["op"] for row in parquet.read_table(table).to_pylist()} >= {"fast", "dense"}
     assert plot.read_bytes().startswith(b"\x89PNG")
     before = table.read_bytes()
-    assert inside(*arguments)[::2] == (
-        2,
-        f"error: output {table} exists; add --force to overwrite it\n",
-    )
+    line = f"error: output {table} exists; add --force to overwrite it\n"
+    assert inside(*arguments)[::2] == (2, line)
     assert table.read_bytes() == before
     assert inside(*arguments, "--force")[0] == 0
     assert sorted(tmp_path.iterdir()) == [table, plot]
@@ -134,9 +132,8 @@ def test_a_wrong_op_ends_with_one_line_after_the_others_are_written(tmp_path, mo
     arguments = (*SHAPE, "--retention", "0.5", "-o", str(file), "--plot", str(plot))
     code, stdout, stderr = inside(*arguments)
     assert code == 1
-    assert stderr.startswith(
-        "error: every op must run and equal its formula up to rounding, got fast at"
-    )
+    red = "error: every op must run and equal its formula up to rounding, got fast at"
+    assert stderr.startswith(red)
     assert stderr.count("\n") == 1
     assert re.search(r"\n +fast +50 +FAILED ", stdout)
     assert "* failed: fast at retention 0.5 (" in stdout

@@ -201,13 +201,10 @@ def test_what_a_lossless_run_cannot_do_is_refused_in_one_line(
 def test_padding_on_the_right_and_a_cache_of_one_s_own_are_refused():
     model, batch = tiny("qwen3"), padded(ROWS)
     with slow_fast(model, None, SMALL, engine=LOSSLESS) as session:
+        ids, mask = batch["input_ids"], batch["attention_mask"]
         with pytest.raises(ConfigError, match="must pad on the left"):
-            model.generate(
-                batch["input_ids"], attention_mask=batch["attention_mask"].flip(1), max_new_tokens=3
-            )
+            model.generate(ids, attention_mask=mask.flip(1), max_new_tokens=3)
         with pytest.raises(InputError, match="prompt 0 must have at least one token"):
-            model.generate(
-                batch["input_ids"], attention_mask=0 * batch["attention_mask"], max_new_tokens=3
-            )
+            model.generate(ids, attention_mask=0 * mask, max_new_tokens=3)
         with pytest.raises(ConfigError, match="got past_key_values"):
             complete(model, past_key_values=session.cache())

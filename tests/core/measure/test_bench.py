@@ -196,11 +196,7 @@ def byte_model(**changes):
 
 
 def test_rows_can_be_recomputed_by_hand():
-    point, full, sfi = (
-        Point(100, 2),
-        DecodeVariant("full-kv", "full-kv"),
-        DecodeVariant("sfi", "sfi"),
-    )
+    point, (full, sfi) = Point(100, 2), (DecodeVariant(one, one) for one in ("full-kv", "sfi"))
     runs = {
         sfi: [
             sample([0, 5, 6, 7, 10], ["fast", "mixed", "slow"]),

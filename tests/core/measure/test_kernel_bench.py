@@ -143,9 +143,6 @@ def test_a_run_that_does_not_fit_is_refused_before_anything_is_made(monkeypatch)
         run_bench(tiny(), "torch", CPU)
 
 
-# --- inputs ---
-
-
 # --- runs ---
 
 
