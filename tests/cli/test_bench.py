@@ -12,8 +12,9 @@ from sfi_cli.commands.bench.job import SLOW_RATE
 from sfi_cli.settings.tables import BenchTable
 from sfi_core.measure.bench import bench, fits
 from sfi_core.measure.bench.settings import DecodeSettings
-from sfi_core.measure.kernel_bench import timing
 from tests.cli.trace_commands import Ended, sfi
+
+pytestmark = pytest.mark.usefixtures("small_buffers")
 
 SMALL = (
     "--context", "300", "--steps", "5", "--repeats", "1", "--budget", "64", "--set", "recent=32",
@@ -31,12 +32,6 @@ TINY = {
 
 def inside(*arguments: str) -> Ended:
     return sfi("bench", *arguments)
-
-
-@pytest.fixture(autouse=True)
-def _small_buffers(monkeypatch):
-    monkeypatch.setattr(timing, "FLUSH_BYTES", 1 << 16)
-    monkeypatch.setattr(timing, "COPY_BYTES", {"cpu": 1 << 16})
 
 
 @pytest.fixture

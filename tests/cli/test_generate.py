@@ -224,7 +224,7 @@ def test_options_win_over_the_config_file_and_that_over_the_preset(tmp_path):
     [
         (("--budget", "0"), 2, "budget must be positive, got 0"),
         (("--t-max", "-1"), 2, "t_max must be at least 0, got -1"),
-        (("--policy", "sfl"), 2, "unknown policy 'sfl'; expected one of ('full-kv', 'sfi', "),
+        (("--policy", "sfl"), 2, "unknown policy 'sfl'; expected one of ('"),
         (("--preset", "papers"), 2, "unknown preset 'papers'; expected one of ('default', "),
         (("--set", "recent_mode=x"), 2, "unknown recent_mode 'x'; expected one of ('anchored', 'sliding')"),
         (("--set", "engine.backend=cuda"), 2, "unknown engine.backend 'cuda'; expected one of ('auto', "),

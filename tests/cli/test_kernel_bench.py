@@ -12,6 +12,8 @@ from sfi_cli.commands.kernel_bench import command
 from sfi_core.measure.kernel_bench import KernelSettings, compile_check, settings, timing, variants
 from tests.cli.trace_commands import Ended, sfi
 
+pytestmark = pytest.mark.usefixtures("small_buffers")
+
 SHAPE = (
     "--context", "700", "--batch", "2", "--heads", "4", "--kv-heads", "2", "--head-dim", "16",
     "--repeats", "2", "--device", "cpu",
@@ -28,12 +30,6 @@ COMPILED = {
 
 def inside(*arguments: str) -> Ended:
     return sfi("kernel-bench", *arguments)
-
-
-@pytest.fixture(autouse=True)
-def _small_buffers(monkeypatch):
-    monkeypatch.setattr(timing, "FLUSH_BYTES", 1 << 16)
-    monkeypatch.setattr(timing, "COPY_BYTES", {"cpu": 1 << 16})
 
 
 @pytest.fixture

@@ -50,7 +50,7 @@ def test_replay_predicts_what_the_real_run_measured(folder):
         ("replay --play --step 10", "slow"),
         ("export --format perfetto", '"traceEvents"'),
         ("export --format csv --table steps", "token_text"),
-        ("sql --format csv", "n\n5\n"),
+        ("sql --json", '"n": 5'),
     ],
 )
 def test_the_other_commands_read_it(folder, command, shown):

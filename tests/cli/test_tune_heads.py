@@ -4,32 +4,17 @@ import json
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner, Result
+from typer.testing import CliRunner
 
 from sfi_cli import app as cli
-from sfi_core.errors import ConfigError, SfiError, TraceError
+from sfi_core.errors import ConfigError, TraceError
 from sfi_core.models.load import BUNDLED
 from sfi_core.policies.head_clusters import HeadClusters
+from tests.cli.test_tune import folder, invoke, refused
 from tests.traces.made import HEADS, LAYERS, make_trace
 
+__all__ = ["folder"]  # a fixture
 pytest.importorskip("scipy")
-
-
-@pytest.fixture
-def folder(tmp_path, monkeypatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-def invoke(*arguments: str) -> Result:
-    return CliRunner().invoke(cli.app, ["tune", *arguments], env={"COLUMNS": "100"})
-
-
-def refused(*arguments: str) -> SfiError:
-    error = invoke(*arguments).exception
-    assert isinstance(error, SfiError), error
-    assert "\n" not in str(error)
-    return error
 
 
 def test_texts_make_a_head_file_a_document_and_a_figure(folder):

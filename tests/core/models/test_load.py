@@ -159,7 +159,9 @@ def test_a_folder_without_a_file_is_refused(folder: Path, file: str, words: str)
 
 
 @pytest.mark.usefixtures("_offline")
-@pytest.mark.parametrize("name", ["no-such-owner/no-such-model", "no-such-model", "none!"])
+@pytest.mark.parametrize(
+    "name", ["no-such-owner/no-such-model", "no-such-model", "no model at all!"]
+)
 def test_a_hub_id_that_cannot_be_had_is_named(name: str):
     assert os.environ["HF_HUB_OFFLINE"] == "1"
     assert refusal(InputError, name).startswith(f"model {name} cannot be loaded: ")

@@ -136,7 +136,7 @@ def test_the_forecast_is_what_a_run_allocates(
 
 
 @pytest.fixture
-def free(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[int], None]:
+def free(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[int], int]:
     """Return what sets the system's free kilobytes."""
     meminfo = tmp_path / "meminfo"
     monkeypatch.setattr(memory, "MEMINFO", meminfo)
