@@ -147,8 +147,8 @@ def test_nested_use_on_one_model_is_refused_and_leaves_the_outer_one_working(mod
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"engine": EngineOptions(backend="cuda")}, ConfigError, "unknown backend 'cuda'"),
-        ({"engine": EngineOptions(backend="triton")}, BackendError, "need a CUDA dev"),
+        ({"backend": "cuda"}, ConfigError, "unknown backend 'cuda'"),
+        ({"backend": "triton"}, BackendError, "need a CUDA dev"),
         ({"policy": "sfy"}, ConfigError, "unknown policy 'sfy'"),
         ({"config": SfiConfig()}, ConfigError, "triggers need a tokenizer, got none"),
         (
@@ -160,8 +160,13 @@ def test_nested_use_on_one_model_is_refused_and_leaves_the_outer_one_working(mod
 )  # fmt: skip
 def test_what_a_session_cannot_be_given_is_refused(model, options, error, message, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+
+    def begin(backend="auto", config=SMALL, policy="sfi"):
+        engine = EngineOptions(backend=backend)
+        slow_fast(model, None, config, policy=policy, engine=engine).__enter__()
+
     with pytest.raises(error, match=message):
-        slow_fast(model, None, **{"config": SMALL, **options}).__enter__()
+        begin(**options)
 
 
 def test_attention_that_sfi_does_not_know_is_refused_by_name(model):
