@@ -41,3 +41,10 @@ def run(
         )
 
     return call
+
+
+@pytest.fixture
+def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    timing = "sfi_core.measure.kernel_bench.timing"
+    monkeypatch.setattr(f"{timing}.FLUSH_BYTES", 1 << 16)
+    monkeypatch.setattr(f"{timing}.COPY_BYTES", {"cpu": 1 << 16})

@@ -6,16 +6,15 @@ from dataclasses import asdict
 
 import pytest
 from pyarrow import parquet
-from typer.testing import CliRunner
 
-from sfi_cli import app as cli
 from sfi_cli.commands.bench import command
 from sfi_cli.commands.bench.job import SLOW_RATE
 from sfi_cli.settings.tables import BenchTable
-from sfi_core.errors import SfiError
 from sfi_core.measure.bench import bench, fits
 from sfi_core.measure.bench.settings import DecodeSettings
-from sfi_core.measure.kernel_bench import timing
+from tests.cli.trace_commands import Ended, sfi
+
+pytestmark = pytest.mark.usefixtures("small_buffers")
 
 SMALL = (
     "--context", "300", "--steps", "5", "--repeats", "1", "--budget", "64", "--set", "recent=32",
@@ -31,20 +30,8 @@ TINY = {
 }  # fmt: skip
 
 
-def inside(*arguments: str) -> tuple[int, str, str]:
-    """Run in this process, which has torch loaded; errors end as `main` ends them."""
-    result = CliRunner().invoke(cli.app, ["bench", *arguments])
-    if isinstance(result.exception, SfiError):
-        return result.exception.exit_code, result.stdout, f"error: {result.exception}\n"
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result.exit_code, result.stdout, result.stderr
-
-
-@pytest.fixture(autouse=True)
-def _small_buffers(monkeypatch):
-    monkeypatch.setattr(timing, "FLUSH_BYTES", 1 << 16)
-    monkeypatch.setattr(timing, "COPY_BYTES", {"cpu": 1 << 16})
+def inside(*arguments: str) -> Ended:
+    return sfi("bench", *arguments)
 
 
 @pytest.fixture
@@ -131,29 +118,14 @@ def test_policies_run_under_a_device_budget_beside_full_attention_without_one(ti
     whole = ("kv_device_budget", "kv_device_bytes", "kv_host_bytes", "recalled_bytes_per_step")
     assert [rows["full-kv"][name] for name in whole] == [None] * 4
     assert document["settings"]["kv_device_budget"] == "90%"
-    assert [
-        note for note in document["notes"] if note.startswith("full-kv: all keys and values on")
-    ]
+    assert any(one.startswith("full-kv: all keys and values on") for one in document["notes"])
 
 
 def test_lossless_rows_say_whether_acceptance_is_stated_or_measured(tmp_path):
     file = tmp_path / "rows.parquet"
-    common = (
-        "--lossless",
-        "--baseline",
-        "none",
-        "-q",
-        "--device",
-        "cpu",
-        "--repeats",
-        "1",
-        "--steps",
-        "8",
-    )
-    sizes = ("--context", "300", "--budget", "64", "--set", "recent=32")
-    code, stdout, _ = inside(
-        *common, *sizes, "--acceptance", "0.9", "--batch", "2", "-o", str(file)
-    )
+    common = ("--lossless", "--baseline=none", "-q", "--device=cpu", "--repeats=1", "--steps=8")
+    sizes = ("--context=300", "--budget=64", "--set=recent=32")
+    code, stdout, _ = inside(*common, *sizes, "--acceptance=0.9", "--batch=2", "-o", str(file))
     assert code == 0
     assert re.search(r"^  sfi-lossless +300 +2 +stated 90\.0% ", stdout, re.MULTILINE)
     assert "* lossless rows: acceptance is stated, 0.9 for each tested token" in stdout
@@ -167,12 +139,8 @@ def test_lossless_rows_say_whether_acceptance_is_stated_or_measured(tmp_path):
 
 
 def test_lists_come_by_comma_or_repeated_and_in_thousands(tiny):
-    arguments = (
-        "--random-weights", tiny, "--context", "64,0.25K", "--steps", "3", "--repeats", "1",
-    )  # fmt: skip
-    assert inside(*arguments)[::2] == (
-        2, "error: contexts must be whole numbers such as 8192 or 8K, got '0.25K'\n",
-    )  # fmt: skip
+    refusal = "error: contexts must be whole numbers such as 8192 or 8K, got '0.25K'\n"
+    assert inside("--random-weights", tiny, "--context", "64,0.25K")[::2] == (2, refusal)
     code, stdout, _ = inside(
         "--random-weights", tiny, "--context", "64", "--context", "1K", "--policy", "full-kv,quest",
         "--policy", "streaming-llm", "--steps", "3", "--repeats", "1", "--baseline", "none", "--json",
@@ -266,9 +234,7 @@ def test_mistakes_end_with_one_line(arguments, code, words):
 def test_a_point_that_does_not_fit_says_what_does(monkeypatch):
     free = fits.free_bytes
     monkeypatch.setattr(fits, "free_bytes", lambda device: min(free(device), 100_000_000))
-    code, stdout, _ = inside(
-        *SMALL[2:], "--context", "300", "--batch", "1,200", "--baseline", "none", "-q"
-    )
+    code, stdout, _ = inside(*SMALL, "--batch=1,200", "--baseline=none", "-q")
     assert code == 0
     assert re.search(r"Did not fit\n(.*\n)+?  sfi +300 +200 +\d+\.\d\d +0\.10 +\d+\n", stdout)
     code, _, stderr = inside("--context", "100000", "--batch", "8", "--device", "cpu")
@@ -281,20 +247,9 @@ def test_a_point_that_does_not_fit_says_what_does(monkeypatch):
 def test_a_forecast_runs_nothing_and_needs_no_weights(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr("sfi_core.measure.bench.bench.run_bench", None)
     file = tmp_path / "x.json"
-    arguments = (
-        "--forecast",
-        "--set",
-        "forecast.bandwidth=4300",
-        "--set",
-        "forecast.memory=149",
-        "-o",
-        str(file),
-        "--context",
-        "8K,32K",
-    )
-    code, stdout, _ = inside(
-        *arguments, "--random-weights", "qwen3-4b", "--batch", "16", "--preset", "paper"
-    )
+    machine = ("--set=forecast.bandwidth=4300", "--set=forecast.memory=149")
+    asked = ("--context=8K,32K", "--random-weights=qwen3-4b", "--batch=16", "--preset=paper")
+    code, stdout, _ = inside("--forecast", *machine, *asked, "-o", str(file))
     assert code == 0
     assert re.search(r"^  sfi +8,192 +16 .* 4,68\d +1\.86x +1\.01x +2,5\d\d$", stdout, re.MULTILINE)
     rows = json.loads(file.read_text())["rows"]
@@ -302,9 +257,8 @@ def test_a_forecast_runs_nothing_and_needs_no_weights(tiny, tmp_path, monkeypatc
         (context, policy) for context in (8192, 32768) for policy in ("sfi", "full-kv")
     ]
     folder = str(file.parent / "tiny")
-    code, stdout, _ = inside(
-        "--forecast", "--model", folder, "--set", "forecast.bandwidth=1", "--json", "-q"
-    )
+    bare = ("--forecast", "--set=forecast.bandwidth=1", "-q")
+    code, stdout, _ = inside(*bare, "--model", folder, "--json")
     assert code == 0
     assert json.loads(stdout)["model"]["architecture"] == "Qwen3ForCausalLM"
-    assert inside("--forecast", "--set", "forecast.bandwidth=1", "-q")[0] == 0
+    assert inside(*bare)[0] == 0

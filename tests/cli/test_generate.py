@@ -11,14 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 from tokenizers.processors import TemplateProcessing
-from typer.testing import CliRunner
 
-from sfi_cli import app as cli
 from sfi_cli.commands.generate.prompts import token_ids
 from sfi_cli.commands.generate.views import report_lines
-from sfi_core.errors import SfiError
 from sfi_core.models.linear import ENGINES
 from sfi_core.models.load import BUNDLED, load_tokenizer
+from tests.cli.trace_commands import sfi as inside
 
 KEYS = {
     "model", "policy", "preset", "config", "trigger_token_ids", "requests", "prefill_seconds",
@@ -32,14 +30,6 @@ PROMPT = (
     "Later, Belora hid a red lantern under the old bridge.\n"
     "Question: What is written about Belora?\nAnswer:"
 )
-
-
-def inside(*arguments: str, text: str = "") -> tuple[int, str, str]:
-    """Run in this process, which has torch loaded; errors end as `main` ends them."""
-    result = CliRunner().invoke(cli.app, list(arguments), input=text)
-    if isinstance(result.exception, SfiError):
-        return result.exception.exit_code, result.stdout, f"error: {result.exception}\n"
-    return result.exit_code, result.stdout, result.stderr
 
 
 @pytest.fixture(scope="module")
@@ -74,14 +64,13 @@ def test_packed_weights_answer_too():
     assert json.loads(stdout)["exact_match"]
 
 
-def test_the_document_has_the_keys_that_scripts_rely_on(example):
-    assert set(example) >= KEYS
-    assert set(example["requests"][0]) >= REQUEST_KEYS
-
-
 def test_sfi_finds_the_answer_reading_at_most_a_tenth_of_the_context(example):
-    """At least 2K tokens of document, a budget of at most 10 % of them."""
+    """At least 2K tokens of document, a budget of at most 10 % of them; with the keys scripts rely on."""
     request = example["requests"][0]
+    assert set(example) >= KEYS
+    assert set(request) >= REQUEST_KEYS
+    assert example["byte_limit"]["speedup"] > 1
+    assert example["advice"] is None
     assert request["prompt_tokens"] >= 2048
     assert example["config"]["budget"] <= request["prompt_tokens"] / 10
     assert example["exact_match"]
@@ -157,37 +146,23 @@ def test_quiet_says_nothing_of_the_plan(tmp_path):
     file = str(batch_file(tmp_path))
     code, stdout, error = inside("generate", "--batch", file, "-n", "2", "--max-batch", "1", "-q")
     assert (code, error) == (0, "")
-    assert [line[:3] for line in stdout.splitlines() if line.startswith("[")] == [
-        "[0]",
-        "[1]",
-        "[2]",
-    ]
+    assert re.findall(r"^\[\d\]", stdout, re.MULTILINE) == ["[0]", "[1]", "[2]"]
 
 
-BUDGET = (
-    "--kv-device-budget",
-    "90%",
-    "--set",
-    "engine.kv_page=16",
-    "--budget",
-    "16",
-    "--recent",
-    "16",
-)
+BUDGET = ("--kv-device-budget=90%", "--set=engine.kv_page=16", "--budget=16", "--recent=16")
 
 
 def test_a_device_budget_changes_where_the_cache_lies_and_no_token(tmp_path):
     file = tmp_path / "long.jsonl"
     file.write_text("\n".join(json.dumps({"prompt": PROMPT * times}) for times in (20, 12)))
     batch = ("generate", "--batch", str(file), "-n", "9", "--json", "--policy", "freekv")
-    _, whole, _ = inside(*batch, *BUDGET[4:])
+    _, whole, _ = inside(*batch, *BUDGET[1:])
     code, stdout, error = inside(*batch, *BUDGET)
     assert code == 0
     document, whole = json.loads(stdout), json.loads(whole)
     assert whole["kv_tiers"] is whole["kv_device_budget"] is None
-    assert [r["token_ids"] for r in document["requests"]] == [
-        r["token_ids"] for r in whole["requests"]
-    ]
+    found, expected = ([r["token_ids"] for r in one["requests"]] for one in (document, whole))
+    assert found == expected
     tiers = document["kv_tiers"]
     assert document["kv_device_budget"] == "90%"
     assert tiers["allowed_bytes"] == tiers["host_bytes"] * 9 // 10
@@ -201,15 +176,25 @@ def test_a_device_budget_changes_where_the_cache_lies_and_no_token(tmp_path):
     assert re.search(r"\nrecalled     0\.\d MB a step, waited \d\.\d\d s for them\n", error)
 
 
-@pytest.mark.parametrize("limit", ["0", "-2", "1.5", '"5"', "true"])
-def test_a_limit_that_is_no_positive_number_names_file_and_line(tmp_path, limit):
+LIMITS = ["0", "-2", "1.5", '"5"', "true"]
+MALFORMED = ["{", '"text"', '{"prompt": ""}', '{"messages": []}', '{"text": "x"}']
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        *((f'{{"prompt": "y", "max_new_tokens": {limit}}}', limit) for limit in LIMITS),
+        *((line, "") for line in MALFORMED),
+    ],
+)
+def test_a_malformed_batch_names_file_and_line(tmp_path, line, words):
     file = tmp_path / "batch.jsonl"
-    file.write_text('{"prompt": "x"}\n{"prompt": "y", "max_new_tokens": ' + limit + "}\n")
+    file.write_text('{"prompt": "x"}\n\n' + line + "\n")
     code, _, error = inside("generate", "--batch", str(file))
-    assert (code, error) == (
-        3,
-        f"error: {file}, line 2: max_new_tokens must be a positive number, got {limit}\n",
-    )
+    assert code == 3
+    assert f"{file}, line 3: " in error
+    if words:
+        assert error.endswith(f": max_new_tokens must be a positive number, got {words}\n")
 
 
 def test_output_goes_to_a_file_which_is_not_overwritten(tmp_path):
@@ -239,7 +224,7 @@ def test_options_win_over_the_config_file_and_that_over_the_preset(tmp_path):
     [
         (("--budget", "0"), 2, "budget must be positive, got 0"),
         (("--t-max", "-1"), 2, "t_max must be at least 0, got -1"),
-        (("--policy", "sfl"), 2, "unknown policy 'sfl'; expected one of ('full-kv', 'sfi', "),
+        (("--policy", "sfl"), 2, "unknown policy 'sfl'; expected one of ('"),
         (("--preset", "papers"), 2, "unknown preset 'papers'; expected one of ('default', "),
         (("--set", "recent_mode=x"), 2, "unknown recent_mode 'x'; expected one of ('anchored', 'sliding')"),
         (("--set", "engine.backend=cuda"), 2, "unknown engine.backend 'cuda'; expected one of ('auto', "),
@@ -256,63 +241,18 @@ def test_options_win_over_the_config_file_and_that_over_the_preset(tmp_path):
         (("--config", "no-such.toml"), 3, "config no-such.toml cannot be read: No such file or directory"),
         (("--set", "engine.backend=triton"), 4, "Triton kernels need a CUDA device, got cpu; use the "),
         (("--chat",), 3, "the model's tokenizer must have a chat template"),
+        (("",), 3, "prompt must not be empty, got an empty text"),
+        (("-o", "no/such/folder/x"), 1, "cannot be written: No such file or directory"),
+        (("--device", "cuda:99"), 4, "device cuda:99 is not on this machine"),
     ],
 )  # fmt: skip
 def test_a_mistake_is_one_line_and_an_exit_code(arguments, code, words, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    prompt = () if "--prompt-file" in arguments else (PROMPT,)
+    prompt = () if {"--prompt-file", ""} & {*arguments} else (PROMPT,)
     got, stdout, stderr = inside("generate", *prompt, *arguments)
     assert (got, stdout) == (code, "")
     assert words in stderr
     assert stderr.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        ("budgett = 3\n", "unknown setting 'budgett'; did you mean budget?"),
-        ("[selector]\nalfa = 1\n", "unknown setting 'selector.alfa'; did you mean selector.alpha"),
-        ("budget = \n", "not valid TOML"),
-        ('budget = "many"\n', "budget must be int, got 'many'"),
-    ],
-)
-def test_a_wrong_config_names_file_and_setting(tmp_path, content, words):
-    file = tmp_path / "wrong.toml"
-    file.write_text("\n" + content)
-    code, _, error = inside("generate", PROMPT, "--config", str(file))
-    assert code in {2, 3}
-    assert str(file) in error
-    assert words in error
-
-
-@pytest.mark.parametrize(
-    "line", ["{", '"text"', '{"prompt": ""}', '{"messages": []}', '{"text": "x"}']
-)
-def test_a_malformed_batch_names_file_and_line(tmp_path, line):
-    file = tmp_path / "batch.jsonl"
-    file.write_text(json.dumps({"prompt": "x"}) + "\n\n" + line + "\n")
-    code, _, error = inside("generate", "--batch", str(file))
-    assert code == 3
-    assert f"{file}, line 3: " in error
-
-
-def test_an_empty_prompt_is_refused():
-    assert inside("generate", "")[::2] == (
-        3,
-        "error: prompt must not be empty, got an empty text\n",
-    )
-
-
-def test_a_prompt_longer_than_the_positions_is_refused():
-    code, _, error = inside("generate", " and" * 17000)
-    assert code == 3
-    assert "must fit the model's 16384 positions" in error
-
-
-def test_an_unwritable_output_is_refused_before_the_model_loads(tmp_path):
-    code, _, error = inside("generate", PROMPT, "-o", str(tmp_path / "none" / "out.txt"))
-    assert code == 1
-    assert "cannot be written: No such file or directory" in error
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's /dev/full")
@@ -322,10 +262,8 @@ def test_a_full_disk_is_one_line(command, environment):
             [*command, "generate", PROMPT, "-n", "3", "--quiet"],
             stdout=full, stderr=subprocess.PIPE, text=True, env=environment, check=False,
         )  # fmt: skip
-    assert (result.returncode, result.stderr) == (
-        1,
-        "error: output stdout cannot be written: No space left on device\n",
-    )
+    assert result.returncode == 1
+    assert result.stderr == "error: output stdout cannot be written: No space left on device\n"
 
 
 def test_ctrl_c_keeps_the_text_and_exits_130(command, environment):
@@ -351,14 +289,6 @@ def test_debug_shows_the_traceback(run):
     result = run("--debug", "generate", PROMPT, "--budget", "0")
     assert result.returncode == 1
     assert "Traceback" in result.stderr
-
-
-def test_cuda_without_a_gpu_exits_4():
-    if torch.cuda.is_available():
-        pytest.skip("this machine has CUDA")
-    code, _, error = inside("generate", PROMPT, "--device", "cuda")
-    assert code == 4
-    assert error.startswith("error: device cuda is not on this machine")
 
 
 def test_a_chat_template_that_writes_the_first_token_writes_it_once():
@@ -401,17 +331,10 @@ def test_a_run_that_reads_more_than_full_attention_is_advised_against(budget):
     _, stdout, stderr = inside("generate", *arguments, "--set", "t_max=2")
     document = json.loads(stdout)
     tokens = least_context_that_pays(document)
-    expected = (
-        "full-kv should be faster here: at this budget and slow rate sfi reads less from "
-        f"{tokens:,} tokens on"
-    )
+    words = "full-kv should be faster here: at this budget and slow rate sfi reads less from"
+    expected = f"{words} {tokens:,} tokens on"
     assert document["advice"] == expected
     assert f"advice       {expected}" in stderr.splitlines()
-
-
-def test_a_run_that_reads_less_gets_no_advice(example):
-    assert example["byte_limit"]["speedup"] > 1
-    assert example["advice"] is None
 
 
 def test_a_run_whose_steps_were_not_replayed_ends_with_a_warning():
@@ -423,9 +346,7 @@ def test_a_run_whose_steps_were_not_replayed_ends_with_a_warning():
     }  # fmt: skip
     lines = report_lines(document)
     replayed = report_lines({**document, "paths": {"graph.replay": 1200, "graph.eager": 3}})
-    assert replayed == [
-        *lines,
-        "steps        1,200 replayed as CUDA graphs, 3 one kernel after the other",
-    ]
+    told = "steps        1,200 replayed as CUDA graphs, 3 one kernel after the other"
+    assert replayed == [*lines, told]
     warned = report_lines({**document, "not_replayed": "the model waits"})
     assert warned == [*lines, "warning      steps ran one kernel after the other: the model waits"]

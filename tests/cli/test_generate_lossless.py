@@ -41,14 +41,12 @@ def test_an_output_that_is_not_full_attentions_fails_after_it_is_shown(monkeypat
     plain = verify_module.verify
 
     def doubting(model, prompts, outputs, **options):
-        return plain(
-            model, prompts, [[(output[0] + 1) % 50, *output[1:]] for output in outputs], **options
-        )
+        wrong = [[(output[0] + 1) % 50, *output[1:]] for output in outputs]
+        return plain(model, prompts, wrong, **options)
 
     monkeypatch.setattr(verify_module, "verify", doubting)
-    code, stdout, error = inside(
-        "generate", TEXT, "-n", "6", *SETTINGS, "--lossless", "--verify", "--json"
-    )
+    given = ("generate", TEXT, "-n", "6", *SETTINGS, "--lossless", "--verify")
+    code, stdout, error = inside(*given, "--json")
     assert code != 0
     assert json.loads(stdout)["verification"]["requests"][0]["first_doubtful"] == 0
     assert error.splitlines()[-1].startswith("error: output must be full attention's")
@@ -75,13 +73,10 @@ def test_an_output_that_cannot_be_verified_is_shown_all_the_same(monkeypatch):
         (("--draft-max", "4"), "--draft-max must come with --lossless, got it alone"),
         (("--verify",), "--verify must come with --lossless, got it alone"),
         (
-            ("--lossless", "--policy", "freekv"),
-            "policy freekv cannot draft for a lossless run; those that can: ",
+            ("--lossless", "--policy=freekv"),
+            "policy freekv cannot draft for a lossless run; those ",
         ),
-        (
-            ("--set", "draft.adaptive=false"),
-            "draft.adaptive must come with --lossless, got it alone",
-        ),
+        (("--set=draft.adaptive=false",), "draft.adaptive must come with --lossless, got it alone"),
         (("--lossless", "--kv-device-budget", "20%"), "lossless must be off with kv_device_budget"),
         (("--lossless", "--audit", "4", "--trace", "run"), "lossless must be off with an audit"),
     ],

@@ -7,12 +7,12 @@ from types import ModuleType
 
 import pytest
 from pyarrow import parquet
-from typer.testing import CliRunner
 
-from sfi_cli import app as cli
 from sfi_cli.commands.kernel_bench import command
-from sfi_core.errors import SfiError
 from sfi_core.measure.kernel_bench import KernelSettings, compile_check, settings, timing, variants
+from tests.cli.trace_commands import Ended, sfi
+
+pytestmark = pytest.mark.usefixtures("small_buffers")
 
 SHAPE = (
     "--context", "700", "--batch", "2", "--heads", "4", "--kv-heads", "2", "--head-dim", "16",
@@ -28,20 +28,8 @@ COMPILED = {
 }  # fmt: skip
 
 
-def inside(*arguments: str) -> tuple[int, str, str]:
-    """Run in this process, which has torch loaded; errors end as `main` ends them."""
-    result = CliRunner().invoke(cli.app, ["kernel-bench", *arguments])
-    if isinstance(result.exception, SfiError):
-        return result.exception.exit_code, result.stdout, f"error: {result.exception}\n"
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result.exit_code, result.stdout, result.stderr
-
-
-@pytest.fixture(autouse=True)
-def _small_buffers(monkeypatch):
-    monkeypatch.setattr(timing, "FLUSH_BYTES", 1 << 16)
-    monkeypatch.setattr(timing, "COPY_BYTES", {"cpu": 1 << 16})
+def inside(*arguments: str) -> Ended:
+    return sfi("kernel-bench", *arguments)
 
 
 @pytest.fixture
@@ -98,10 +86,8 @@ def test_parquet_json_and_figure_are_written_and_not_overwritten(tmp_path):
     assert {row["op"] for row in parquet.read_table(table).to_pylist()} >= {"fast", "dense"}
     assert plot.read_bytes().startswith(b"\x89PNG")
     before = table.read_bytes()
-    assert inside(*arguments)[::2] == (
-        2,
-        f"error: output {table} exists; add --force to overwrite it\n",
-    )
+    line = f"error: output {table} exists; add --force to overwrite it\n"
+    assert inside(*arguments)[::2] == (2, line)
     assert table.read_bytes() == before
     assert inside(*arguments, "--force")[0] == 0
     assert sorted(tmp_path.iterdir()) == [table, plot]
@@ -142,9 +128,8 @@ def test_a_wrong_op_ends_with_one_line_after_the_others_are_written(tmp_path, mo
     arguments = (*SHAPE, "--retention", "0.5", "-o", str(file), "--plot", str(plot))
     code, stdout, stderr = inside(*arguments)
     assert code == 1
-    assert stderr.startswith(
-        "error: every op must run and equal its formula up to rounding, got fast at"
-    )
+    red = "error: every op must run and equal its formula up to rounding, got fast at"
+    assert stderr.startswith(red)
     assert stderr.count("\n") == 1
     assert re.search(r"\n +fast +50 +FAILED ", stdout)
     assert "* failed: fast at retention 0.5 (" in stdout

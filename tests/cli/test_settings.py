@@ -179,6 +179,9 @@ def test_a_setting_and_its_option_do_not_come_together():
         ("[model]\ntrust_remote_code = true\n", "unknown setting 'model.trust_remote_code'; "),
         ("engine = 3\n", "unknown setting 'engine'; "),
         ("[bench]\nwarm_up = -1\n", "bench.warm_up must be at least 0, got -1"),
+        ("budgett = 3\n", "unknown setting 'budgett'; did you mean budget?"),
+        ("[selector]\nalfa = 1\n", "unknown setting 'selector.alfa'; did you mean selector.alpha"),
+        ('budget = "many"\n', "budget must be int, got 'many'"),
         ("[baseline]\npage = 0\n", "baseline.page must be at least 1, got 0"),
     ],
 )  # fmt: skip
@@ -190,6 +193,9 @@ def test_a_wrong_table_names_file_and_setting(content: str, words: str, tmp_path
     assert str(caught.value).startswith(f"{file}: {words}")
     with pytest.raises(InputError):
         given("generate", file=tmp_path / "absent.toml")
+    file.write_text("budget = \n")
+    with pytest.raises(InputError, match=f"{file} is not valid TOML"):
+        given("generate", file=file)
 
 
 @pytest.mark.parametrize(
@@ -216,39 +222,25 @@ def test_a_shell_completes_names_and_choices(incomplete: str, found: list[str]):
         ("sfi bench --preset freekv-long-g", "freekv-long-generation"),
     ],
 )
-def test_completion_reaches_the_shell(line: str, words: str, environment):
-    code = "import sys; sys.argv[0] = 'sfi'; from sfi_cli.app import main; main()"
-    asks = {
-        "_SFI_COMPLETE": "complete_fish",
-        "_TYPER_COMPLETE_FISH_ACTION": "get-args",
-        "_TYPER_COMPLETE_ARGS": line,
-    }
-    arguments = [sys.executable, "-c", code]
-    result = subprocess.run(
-        arguments, env=environment | asks, capture_output=True, text=True, check=True
-    )
+def test_completion_reaches_the_shell(line: str, words: str):
+    asked = {"_SFI_COMPLETE": "complete_fish", "_TYPER_COMPLETE_FISH_ACTION": "get-args"}
+    asked |= {"_TYPER_COMPLETE_ARGS": line}
+    result = CliRunner().invoke(cli.app, [], env=asked, prog_name="sfi")
     assert result.stdout.startswith(words)
 
 
 @pytest.mark.parametrize(
     ("line", "found"),
     [
-        (
-            ["sfi", "generate", "--set", "span", "=", "4", "--set", "recent_mode", "=", "sl"],
-            "sliding",
-        ),
-        (["sfi", "generate", "--trace", "run", "--trigg"], "--trigger"),
+        ("sfi generate --set span = 4 --set recent_mode = sl", "sliding"),
+        ("sfi generate --trace run --trigg", "--trigger"),
     ],
 )
-def test_bash_splits_at_the_sign_and_completes_all_the_same(
-    line: list[str], found: str, environment
-):
+def test_bash_splits_at_the_sign_and_completes_all_the_same(line: str, found: str, environment):
+    words = line.split()
     code = "import sys; sys.argv[0] = 'sfi'; from sfi_cli.app import main; main()"
-    asks = {
-        "_SFI_COMPLETE": "complete_bash",
-        "COMP_WORDS": "\n".join(line),
-        "COMP_CWORD": str(len(line) - 1),
-    }
+    asks = {"_SFI_COMPLETE": "complete_bash", "COMP_WORDS": "\n".join(words)}
+    asks |= {"COMP_CWORD": str(len(words) - 1)}
     result = subprocess.run(
         [sys.executable, "-c", code], env=environment | asks, capture_output=True, text=True, check=True
     )  # fmt: skip

@@ -21,6 +21,13 @@ def other(tmp_path):
     return make_trace(tmp_path / "other", steps=40, seed=3, config=CONFIG | {"budget": 30})
 
 
+def part_ways(trace, text: str) -> None:
+    """Give the sixth token another text."""
+    steps = rows(Trace.open(trace), "steps")
+    steps[5] |= {"token_id": 8, "token_text": text}
+    write_part(trace, "steps", steps)
+
+
 def test_diff_shows_what_its_document_says(recorded, other):
     ended = trace("diff", recorded, other)
     document = json.loads(trace("diff", recorded, other, "--json").stdout)
@@ -40,9 +47,7 @@ def test_diff_shows_what_its_document_says(recorded, other):
 
 
 def test_diff_shows_where_the_tokens_part(recorded, other):
-    steps = rows(Trace.open(other), "steps")
-    steps[5] |= {"token_id": 8, "token_text": " elsewhere"}
-    write_part(other, "steps", steps)
+    part_ways(other, " elsewhere")
     text = trace("diff", recorded, other).stdout
     assert "request 0: 96.7% of the first 30 tokens are equal" in text
     assert "they part at step 5, after ' the cat sat on a': ' mat' in A, ' elsewhere' in B" in text
@@ -65,18 +70,9 @@ def test_diff_of_other_models_or_prompts_is_refused(recorded, other):
 
 
 def test_limits_that_hold_end_with_one_and_say_which(recorded, other):
-    steps = rows(Trace.open(other), "steps")
-    steps[5] |= {"token_id": 8, "token_text": " elsewhere"}
-    write_part(other, "steps", steps)
-    limits = (
-        "--fail-if",
-        "first_difference<100",
-        "--fail-if",
-        "equal_share<0.5",
-        "--fail-if",
-        "overlap<0.9",
-    )
-    ended = trace("diff", recorded, other, *limits, "--json")
+    part_ways(other, " elsewhere")
+    limits = ("first_difference<100", "equal_share<0.5", "overlap<0.9")
+    ended = trace("diff", recorded, other, *(f"--fail-if={one}" for one in limits), "--json")
     value = json.loads(ended.stdout)["metrics"]["overlap"]
     assert ended.code == 1
     assert ended.stderr == (
@@ -102,9 +98,7 @@ def test_the_report_and_the_data_are_two_files(recorded, tmp_path):
 def test_the_report_has_both_sides_of_a_request(recorded, other, tmp_path):
     pytest.importorskip("plotly")
     pytest.importorskip("jinja2")
-    steps = rows(Trace.open(other), "steps")
-    steps[5] |= {"token_id": 8, "token_text": "</script><b>"}
-    write_part(other, "steps", steps)
+    part_ways(other, "</script><b>")
     file = tmp_path / "diff.html"
     ended = trace("diff", recorded, other, "--report", file)
     assert (ended.code, ended.stderr) == (0, f"Wrote {file}\n")
@@ -123,12 +117,10 @@ def test_the_report_has_both_sides_of_a_request(recorded, other, tmp_path):
 def test_the_report_works_in_a_browser(browser, recorded, other, tmp_path):
     from tests.traces.test_report import FOLLOWED, until, visited  # noqa: PLC0415 - needs the extra
 
-    steps = rows(Trace.open(other), "steps")
     hostile = (
         "</script><script>document.title='x'</script><img src=x onerror=\"document.title='x'\">"
     )
-    steps[5] |= {"token_id": 8, "token_text": hostile}
-    write_part(other, "steps", steps)
+    part_ways(other, hostile)
     file = tmp_path / "diff.html"
     trace("diff", recorded, other, "--report", file)
     with visited(browser, file) as page:

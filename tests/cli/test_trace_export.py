@@ -87,25 +87,13 @@ def test_a_compressed_export_that_fails_leaves_the_old_file_and_no_other(
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (
-            ["--format", "xlsx"],
-            "unknown format 'xlsx'; expected one of ('perfetto', 'csv', 'jsonl')",
-        ),
-        (
-            ["--format", "csv"],
-            "csv of all tables must have a folder; add -o FOLDER or --table NAME",
-        ),
-        (
-            ["--format", "csv", "--table", "step"],
-            "unknown table 'step'; expected one of ('prompts', ",
-        ),
-        (
-            ["--format", "perfetto", "--table", "steps"],
-            "table must come with --format csv or jsonl",
-        ),
+        ("xlsx", "unknown format 'xlsx'; expected one of ('perfetto', 'csv', 'jsonl')"),
+        ("csv", "csv of all tables must have a folder; add -o FOLDER or --table NAME"),
+        ("csv --table step", "unknown table 'step'; expected one of ('prompts', "),
+        ("perfetto --table steps", "table must come with --format csv or jsonl"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(recorded, arguments, line):
-    ended = trace("export", recorded, *arguments)
+    ended = trace("export", recorded, "--format", *arguments.split())
     assert (ended.code, ended.stdout) == (2, "")
     assert ended.stderr.startswith(f"error: {line}")

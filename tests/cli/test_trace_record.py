@@ -8,25 +8,16 @@ import time
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from sfi_cli import app as cli
 from sfi_cli.commands.trace import record
-from sfi_core.errors import BackendError, SfiError
+from sfi_core.errors import BackendError
 from sfi_core.models.load import BUNDLED
 from sfi_traces import report
 from sfi_traces.model.trace import Trace
+from tests.cli.trace_commands import sfi as inside
 
 PROMPT = "Later, Belora hid a red lantern under the old bridge.\nBelora"
 SHORT = ("-n", "12", "--budget", "8", "--recent", "4", "--t-max", "4")
-
-
-def inside(*arguments: str) -> tuple[int, str, str]:
-    """Run in this process, which has torch loaded; errors end as `main` ends them."""
-    result = CliRunner().invoke(cli.app, list(arguments))
-    if isinstance(result.exception, SfiError):
-        return result.exception.exit_code, result.stdout, f"error: {result.exception}\n"
-    return result.exit_code, result.stdout, result.stderr
 
 
 @pytest.fixture(scope="module")
@@ -78,42 +69,30 @@ def test_generate_records_the_same(recorded, tmp_path):
         assert ours.table(name).equals(theirs.table(name))
 
 
-def test_chosen_layers_are_audited(tmp_path):
-    options = ["--audit", "4", "--set", "audit.layers=0,2-3", "-q", *SHORT]
-    assert inside("trace", "record", PROMPT, "-o", str(tmp_path / "run"), *options)[0] == 0
-    supports = Trace.open(tmp_path / "run").table("supports", ["layer"]).to_pylist()
-    assert {row["layer"] for row in supports} == {0, 2, 3}
-
-
-def test_a_redacted_trace_holds_no_text(tmp_path):
+def test_a_redacted_trace_holds_no_text_and_is_overwritten_with_force_only(tmp_path):
     folder = tmp_path / "run"
-    options = ("--set", "trace.redact_text=true", "-q", *SHORT)
-    assert inside("trace", "record", PROMPT, "-o", str(folder), *options)[0] == 0
+    options = (
+        "--set=trace.redact_text=true",
+        "--audit=4",
+        "--set=audit.layers=0,2-3",
+        "-q",
+        *SHORT,
+    )
+    asked = ("trace", "record", PROMPT, "-o", str(folder), *options)
+    assert inside(*asked)[0] == 0
+    supports = Trace.open(folder).table("supports", ["layer"]).to_pylist()
+    assert {row["layer"] for row in supports} == {0, 2, 3}
     trace = Trace.open(folder)
     assert trace.table("prompts").num_rows == 0
     assert trace.table("steps")["token_id"].null_count == 12
     assert trace.table("steps")["token_text"].null_count == 12
     assert b"lantern" not in b"".join(p.read_bytes() for p in folder.rglob("*") if p.is_file())
-
-
-def test_a_trace_is_not_overwritten_without_force(recorded):
-    folder, _ = recorded
     before = (folder / "manifest.json").read_bytes()
-    code, _, stderr = inside("trace", "record", PROMPT, "-o", str(folder), *SHORT)
-    assert (code, stderr) == (
-        2,
-        f"error: trace folder {folder} exists; add --force to overwrite it\n",
-    )
+    refused = f"error: trace folder {folder} exists; add --force to overwrite it\n"
+    assert inside(*asked) == (2, "", refused)
     assert (folder / "manifest.json").read_bytes() == before
-
-
-def test_force_replaces_a_trace(tmp_path):
-    folder = str(tmp_path / "run")
-    inside("trace", "record", PROMPT, "-o", folder, "-q", *SHORT)
-    assert (
-        inside("trace", "record", PROMPT, "-o", folder, "-q", *SHORT, "--force", "-n", "3")[0] == 0
-    )
-    assert Trace.open(Path(folder)).table("steps").num_rows == 3
+    assert inside(*asked, "--force", "-n", "3")[0] == 0
+    assert Trace.open(folder).table("steps").num_rows == 3
 
 
 def test_a_trace_comes_with_its_report(tmp_path):
@@ -142,24 +121,14 @@ def test_a_report_that_cannot_be_made_stops_the_run_before_it_begins(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["generate", "x", "--audit", "1"], "--audit needs a trace to write to; add --trace DIR"),
-        (
-            ["generate", "x", "--set", "audit.top=8"],
-            "audit.top must come with --audit N, got it alone",
-        ),
-        (
-            ["trace", "record", "x", "-o", "T", "--audit", "0"],
-            "audit.every must be positive, got 0",
-        ),
-        (
-            ["trace", "record", "x", "-o", "T", "--audit", "1", "--set", "audit.layers=1-x"],
-            "audit.layers must be numbers and ranges like 0,3,8-11, got 1-x",
-        ),
+        ("generate x --audit 1", "--audit needs a trace to write to; add --trace DIR"),
+        ("generate x --set audit.top=8", "audit.top must come with --audit N, got it alone"),
+        ("trace record x -o T --audit 0", "audit.every must be positive, got 0"),
     ],
 )
 def test_a_mistake_is_one_line_and_leaves_no_folder(arguments, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert inside(*arguments) == (2, "", f"error: {message}\n")
+    assert inside(*arguments.split()) == (2, "", f"error: {message}\n")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -40,18 +40,12 @@ def refused(*arguments: str) -> SfiError:
 
 
 def test_a_grid_has_a_row_for_each_counterfactual_fastest_first(full):
-    data = document(
-        full, "--t-max", "4,16", "--budget", "5,10,20", "--trigger-policy", "boundary,never"
-    )
+    data = document(full, "--t-max=4,16", "--budget=5,10,20", "--trigger-policy=boundary,never")
     rows = data["rows"]
     assert len(rows) == 2 * 3 + 3
     assert [row["speedup"] for row in rows] == sorted((r["speedup"] for r in rows), reverse=True)
-    assert (data["policy"], data["audit_top"], data["heads"], data["layers"]) == (
-        "full-kv",
-        24,
-        4,
-        [0, 1],
-    )
+    assert (data["policy"], data["audit_top"]) == ("full-kv", 24)
+    assert (data["heads"], data["layers"]) == (4, [0, 1])
     assert [request["steps"] for request in data["requests"]] == [60, 60]
     assert data["validation"] is None
     own = [row for row in rows if row["recorded"]]
@@ -84,14 +78,10 @@ def test_the_table_shows_the_document(full):
 def test_trigger_sets_are_compared_by_name(full):
     """Made-up words come every ten steps: " cat" after "the", and so on."""
     sets = ("--trigger-set", "dots=. \\n", "--trigger-set", "animals=cat dog", "--trigger-set", ";")
-    data = document(
-        full, *sets, "--trigger", ".", "--set", "trigger_token_ids=1", "--t-max", "1000"
-    )
+    data = document(full, *sets, "--trigger=.", "--set=trigger_token_ids=1", "--t-max=1000")
     found = {row["triggers"]: row for row in data["rows"]}
     assert found["dots"]["trigger_token_ids"] == [90]
-    assert (
-        len(found["animals"]["trigger_token_ids"]) == 12
-    )  # "cat" and "dog" have other ids each time
+    assert len(found["animals"]["trigger_token_ids"]) == 12  # other ids each time
     assert found["animals"]["slow_steps"] == 2 + 24
     assert found[";"]["trigger_token_ids"] == []
     assert found[";"]["slow_steps"] == 2
@@ -126,17 +116,9 @@ def test_a_prediction_beside_another_run(full, real):
         (["--t-max", "x"], ConfigError, "t_max must be whole numbers, got 'x'"),
         (["--t-max", ","], ConfigError, "t_max must have a value, got ','"),
         (["--budget", "0"], ConfigError, "budget must be positive, got 0"),
-        (
-            ["--set", "stride=4"],
-            ConfigError,
-            "stride must come with --trigger-policy stride, got boundary",
-        ),
+        (["--set=stride=4"], ConfigError, "must come with --trigger-policy stride, got boundary"),
         (["--trigger-policy", "never", "--trigger", "."], ConfigError, "triggers must come with"),
-        (
-            ["--set", "trigger_seed=1"],
-            ConfigError,
-            "trigger_seed must come with --trigger-policy random",
-        ),
+        (["--set=trigger_seed=1"], ConfigError, "must come with --trigger-policy random"),
         (["--trigger-set", "a=.", "--trigger-set", "a=!"], ConfigError, "got 'a' twice"),
         (["--request", "7"], ConfigError, "request must be one of 0 to 1, got 7"),
         (["--step", "3"], ConfigError, "step must come with --play, got 3"),
@@ -208,9 +190,8 @@ def test_frames_are_printed_without_a_terminal(full, real):
     text = invoke(real, "--play", "--step", "19-20").stdout
     frames = [part for part in text.split("\n\nstep ") if part]
     assert len(frames) == 2
-    assert frames[0].startswith(
-        "step 19 of 59  fast, 9 since slow  sentence 1  reads 49 of 219 tokens"
-    )
+    first = "step 19 of 59  fast, 9 since slow  sentence 1  reads 49 of 219 tokens"
+    assert frames[0].startswith(first)
     assert frames[1].startswith("20 of 59  slow (trigger)  sentence 2  reads 220 of 220 tokens")
     assert ".]" in frames[0]
     for frame in frames:

@@ -58,10 +58,8 @@ def test_the_tables_have_the_documents_numbers(recorded):
 
 def test_what_was_observed_corrected_and_recalled_is_in_the_tables(tmp_path):
     folder = make_trace(tmp_path / "run", steps=30, policy="freekv")
-    text, document = (
-        trace("show", folder).stdout,
-        json.loads(trace("show", folder, "--json").stdout),
-    )
+    text, told = (trace("show", folder, *way).stdout for way in ([], ["--json"]))
+    document = json.loads(told)
     drift, locality = document["drift"]["bins"][3], document["locality"]["lags"][2]
     lines = [line.split() for line in text.splitlines()]
     assert ["5-8", f"{drift['mean']:.3f}", str(drift["n"])] in lines
@@ -103,10 +101,8 @@ def test_the_output_is_not_overwritten(recorded, tmp_path):
     assert trace("show", recorded, "--json", "-o", path).stderr == f"Wrote {path}\n"
     first = path.read_text()
     ended = trace("show", recorded, "-o", path)
-    assert (ended.code, ended.stderr) == (
-        2,
-        f"error: output {path} exists; add --force to overwrite it\n",
-    )
+    line = f"error: output {path} exists; add --force to overwrite it\n"
+    assert (ended.code, ended.stderr) == (2, line)
     assert path.read_text() == first
     assert trace("show", recorded, "-o", path, "--force").code == 0
     assert path.read_text() == trace("show", recorded).stdout
@@ -175,12 +171,7 @@ def test_check_ends_with_1_for_a_health_problem_and_show_says_so(tmp_path):
 
 
 def test_a_trace_of_replayed_steps_says_what_it_lacks_and_what_its_steps_read(tmp_path):
-    shape = {
-        "slow_requests": 0,
-        "fast_requests": 2,
-        "cached_tokens": 5000,
-        "moved_bytes": 2_500_000,
-    }
+    shape = {"slow_requests": 0, "fast_requests": 2, "cached_tokens": 5000, "moved_bytes": 2500000}
     steps = [
         {"request": 0, "step": step, "slow": step == 0, "batch_step": step, "graphs": step > 1}
         | (shape if step else {})
@@ -196,13 +187,12 @@ def test_a_trace_of_replayed_steps_says_what_it_lacks_and_what_its_steps_read(tm
 
 
 def test_a_step_is_shown_with_the_words_that_it_read(recorded):
-    ended = trace(
-        "show", recorded, "--request", 1, "--step", 17, "--layer", 1, "--head", 0, "--json"
-    )
+    asked = ("show", recorded, "--request=1", "--step=17", "--layer=1", "--head=0")
+    ended = trace(*asked, "--json")
     assert (ended.code, ended.stderr) == (0, "")
     document = json.loads(ended.stdout)
     assert document["places"] == [{"layer": 1, "heads": [0]}]
-    text = trace("show", recorded, "--request", 1, "--step", 17, "--layer", 1, "--head", 0).stdout
+    text = trace(*asked).stdout
     missed = document["missed"][0]
     for words in (
         "17: fast, gave ' dog'",
@@ -217,17 +207,10 @@ def test_a_step_is_shown_with_the_words_that_it_read(recorded):
 
 
 def test_what_a_step_read_is_refused_in_one_line(recorded, tmp_path):
-    ended = trace("show", recorded, "--head", 1)
-    assert (ended.code, ended.stderr) == (
-        2,
-        "error: head must come with --step, got --head 1 alone\n",
-    )
-    ended = trace("show", recorded, "--step", 99)
-    assert ended.code == 2
-    assert ended.stderr == "error: step must be in 0 to 29 of request 0, got 99\n"
     hidden = redact(make_trace(tmp_path / "run", steps=12, policy="sfi"))
-    ended = trace("show", hidden, "--step", 5)
-    assert (ended.code, ended.stderr) == (
-        3,
-        f"error: trace {hidden} has no text: it was redacted\n",
-    )
+    for folder, option, code, line in (
+        (recorded, "--head=1", 2, "head must come with --step, got --head 1 alone"),
+        (recorded, "--step=99", 2, "step must be in 0 to 29 of request 0, got 99"),
+        (hidden, "--step=5", 3, f"trace {hidden} has no text: it was redacted"),
+    ):
+        assert trace("show", folder, option) == (code, "", f"error: {line}\n")

@@ -77,9 +77,8 @@ def test_a_search_writes_the_chosen_settings_and_shows_the_front(full, folder):
     assert f"{len(data['front'])}" in text
     for row in data["front"]:
         if row["chosen"]:
-            assert f"{row['retained_mass']:.3f}" in next(
-                line for line in text.splitlines() if " > " in line[:12]
-            )
+            (line,) = [line for line in text.splitlines() if " > " in line[:12]]
+            assert f"{row['retained_mass']:.3f}" in line
     assert "Chosen: " in text
     assert "the knee" in text
     assert "No mined trigger set beats punctuation" in text
@@ -141,9 +140,8 @@ def test_bad_options_are_refused_in_one_line(full, folder, arguments, kind, mess
     error = refused(full, *arguments)
     assert type(error) is kind or (kind is SfiError and isinstance(error, SfiError))
     assert message in str(error)
-    kept = (
-        {"tuned.journal"} if "--trials" in arguments else set()
-    )  # no feasible trial: the study stays
+    # without a feasible trial the study stays
+    kept = {"tuned.journal"} if "--trials" in arguments else set()
     assert {path.name for path in set(folder.iterdir()) - before} == kept
 
 

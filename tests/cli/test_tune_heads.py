@@ -4,32 +4,17 @@ import json
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner, Result
+from typer.testing import CliRunner
 
 from sfi_cli import app as cli
-from sfi_core.errors import ConfigError, SfiError, TraceError
+from sfi_core.errors import ConfigError, TraceError
 from sfi_core.models.load import BUNDLED
 from sfi_core.policies.head_clusters import HeadClusters
+from tests.cli.test_tune import folder, invoke, refused
 from tests.traces.made import HEADS, LAYERS, make_trace
 
+__all__ = ["folder"]  # a fixture
 pytest.importorskip("scipy")
-
-
-@pytest.fixture
-def folder(tmp_path, monkeypatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-def invoke(*arguments: str) -> Result:
-    return CliRunner().invoke(cli.app, ["tune", *arguments], env={"COLUMNS": "100"})
-
-
-def refused(*arguments: str) -> SfiError:
-    error = invoke(*arguments).exception
-    assert isinstance(error, SfiError), error
-    assert "\n" not in str(error)
-    return error
 
 
 def test_texts_make_a_head_file_a_document_and_a_figure(folder):
@@ -42,9 +27,8 @@ def test_texts_make_a_head_file_a_document_and_a_figure(folder):
     document = json.loads(result.stdout)
     clusters = HeadClusters.load(Path("heads.json"))
     assert clusters.model_digest == HeadClusters.load(BUNDLED / "heads.json").model_digest
-    assert {layer: len(own) for layer, own in clusters.representatives.items()} == dict.fromkeys(
-        range(4), 1
-    )
+    sizes = {layer: len(own) for layer, own in clusters.representatives.items()}
+    assert sizes == dict.fromkeys(range(4), 1)
     assert document["texts"] * 40 == document["tokens"]
     assert document["steps"] == document["texts"] * (40 - 8)
     for one in document["layers"]:
@@ -71,9 +55,7 @@ def test_a_trace_makes_a_head_file_without_a_model(folder):
 def test_what_cannot_be_clustered_is_refused_in_one_line(folder):
     make_trace(folder / "run", steps=3)
     Path("a.txt").write_text("words " * 50)
-    assert "at most the layer's 2 KV heads, got 3" in str(
-        refused("heads", "run", "--clusters", "3")
-    )
+    assert "the layer's 2 KV heads, got 3" in str(refused("heads", "run", "--clusters", "3"))
     assert "got both" in str(refused("heads", "run", "-f", "a.txt"))
     assert "got none; add -f FILE" in str(refused("heads", "--model", "somewhere"))
     assert "at most the 1 texts, got 2" in str(refused("heads", "run", "--parts", "2"))

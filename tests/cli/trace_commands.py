@@ -1,4 +1,4 @@
-"""Running `sfi trace ...` in this process."""
+"""Running `sfi` in this process."""
 
 from typing import NamedTuple
 
@@ -16,11 +16,16 @@ class Ended(NamedTuple):
     stderr: str
 
 
-def trace(*arguments: object) -> Ended:
-    """Run `sfi trace` with arguments."""
-    result = CliRunner().invoke(cli.app, ["trace", *map(str, arguments)])
+def sfi(*arguments: object, text: str = "") -> Ended:
+    """Run `sfi` in this process, which has torch loaded, with arguments."""
+    result = CliRunner().invoke(cli.app, [*map(str, arguments)], input=text)
     if isinstance(result.exception, SfiError):
         return Ended(result.exception.exit_code, result.stdout, f"error: {result.exception}\n")
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     return Ended(result.exit_code, result.stdout, result.stderr)
+
+
+def trace(*arguments: object) -> Ended:
+    """Run `sfi trace` with arguments."""
+    return sfi("trace", *arguments)

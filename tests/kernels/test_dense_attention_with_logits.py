@@ -43,10 +43,6 @@ def test_output_and_logits_come_in_one_pass(
         visible = causal_mask(own, key.shape[1])
         expected, _ = plain_attention(*segment, SCALE, visible=visible, **options)
         atol, _ = error_bound(*segment, SCALE)
-        torch.testing.assert_close(
-            out[row : row + 1, :, :, -own:].double(),
-            expected,
-            rtol=torch.finfo(dtype).eps,
-            atol=atol,
-        )
+        got, rtol = out[row : row + 1, :, :, -own:].double(), torch.finfo(dtype).eps
+        torch.testing.assert_close(got, expected, rtol=rtol, atol=atol)
         assert not out[row, :, :, : W - own].any()

@@ -48,19 +48,12 @@ class Batch:
     def pack(
         self, run, requests: list[int], index_RHK: torch.Tensor, sinks: list[int], **marks
     ) -> None:
-        run(
-            self.key_PHND,
-            self.value_PHNE,
-            self.table_BP,
-            int32(*requests),
-            index_RHK,
-            int32(*sinks),
-            self.key_BHSD,
-            self.value_BHSE,
-            self.position_BHS,
-            self.length_BH,
-            **marks,
-        )
+        pages = self.key_PHND, self.value_PHNE, self.table_BP
+        run(*pages, int32(*requests), index_RHK, int32(*sinks), *self.segment, **marks)
+
+    @property
+    def segment(self) -> tuple[torch.Tensor, ...]:
+        return self.key_BHSD, self.value_BHSE, self.position_BHS, self.length_BH
 
     def assert_holds(self, request: int, *heads: list[int] | None) -> None:
         """Compare a request's segment with the positions of each head; the other rows are undefined."""
@@ -77,7 +70,7 @@ class Batch:
                 assert torch.equal(part[:count], rows[request][head, positions])
 
     def assert_untouched(self, request: int) -> None:
-        for tensor in (self.key_BHSD, self.value_BHSE, self.position_BHS, self.length_BH):
+        for tensor in self.segment:
             assert (tensor[request] == UNTOUCHED).all()
 
 
@@ -187,7 +180,7 @@ def test_heads_that_are_not_refreshed_stay_as_they_are(run):
     batch = Batch([20, 20], 6, 8)
     index = torch.tensor([[[3, 9], [17, -1]], [[5, 6], [7, 8]]], dtype=torch.int32)
     batch.pack(run, [1, 0], index, [1, 2], heads_RH=torch.tensor([[0, 1], [1, 0]]).int())
-    for tensor in (batch.key_BHSD, batch.value_BHSE, batch.position_BHS, batch.length_BH):
+    for tensor in batch.segment:
         assert (tensor[1, 0] == UNTOUCHED).all()
         assert (tensor[0, 1] == UNTOUCHED).all()
     batch.assert_holds(1, None, [0, 17])
@@ -206,13 +199,7 @@ def test_layers_packed_together_hold_what_each_alone_holds():
         [[[3, 8, 22], [5, -1, -1]], [[4, 5, -1], [7, 20, 21]], [[2, 3, 4], [6, 19, -1]]],
         dtype=torch.int32,
     )
-    segments = [
-        (
-            one.key_PHND, one.value_PHNE, one.key_BHSD, one.value_BHSE, one.position_BHS,
-            one.length_BH,
-        )
-        for one in layers
-    ]  # fmt: skip
+    segments = [(one.key_PHND, one.value_PHNE, *one.segment) for one in layers]
     pack_layers(segments, layers[0].table_BP, 1, index_LHK, int32(2))
     for layer, index_HK in zip(layers, index_LHK.tolist(), strict=True):
         layer.assert_holds(1, *([0, 1, *(j for j in own if j >= 0)] for own in index_HK))

@@ -137,13 +137,9 @@ def test_the_fast_step_alone_takes_it_as_well(backend: str):
     operands, pseudo = step.operands(), pseudo_of(step)
     numbers = [torch.tensor(x).int().to(step.device) for x in (step.starts, step.lengths)]
     query_BHGD = operands.pop("query_BHGWD")[:, :, :, 0]
-    got = sparse_attention.on(backend)(
-        query_BHGD,
-        *operands.values(),
-        *numbers,
-        scale=SCALE,
-        pseudo=PseudoToken(*(part.to(step.device) for part in pseudo)),
-    )
+    moved = PseudoToken(*(part.to(step.device) for part in pseudo))
+    run = sparse_attention.on(backend)
+    got = run(query_BHGD, *operands.values(), *numbers, scale=SCALE, pseudo=moved)
     torch.testing.assert_close(got.cpu(), attend(step, pseudo))
 
 

@@ -206,19 +206,14 @@ def test_a_mask_of_another_length_is_refused(allowed):
         run(allowed[:, :-1], torch.randn(B, H, G, W, T))
 
 
-def test_a_log_sum_at_hand_changes_nothing(allowed):
-    logits, norm = torch.randn(B, H, G, W, T), torch.rand(B, H, T) + 1
-    logits[0, 1, 0, 2] = -INF  # sees nothing of J, and its log-sum-exp is -inf
-    log_sum = logits.masked_fill(~allowed[:, None, None, None], -INF).logsumexp(-1)
-    actual = selector(logits, norm, allowed, **DEFAULTS, log_sum_BHGW=log_sum)
-    torch.testing.assert_close(actual, selector(logits, norm, allowed, **DEFAULTS))
-
-
 def test_a_log_sum_at_hand_weighs_its_query(allowed):
     """It is used, not made again: queries that are all off alike change nothing, one that is does."""
     logits, norm = torch.randn(B, H, G, W, T), torch.rand(B, H, T) + 1
+    logits[0, 1, 0, 2] = -INF  # sees nothing of J, and its log-sum-exp is -inf
     log_sum = logits.masked_fill(~allowed[:, None, None, None], -INF).logsumexp(-1)
-    expected, _ = selector(logits, norm, allowed, **DEFAULTS)
+    expected, weight = selector(logits, norm, allowed, **DEFAULTS)
+    given = selector(logits, norm, allowed, **DEFAULTS, log_sum_BHGW=log_sum)
+    torch.testing.assert_close(given, (expected, weight))
     alike, _ = selector(logits, norm, allowed, **DEFAULTS, log_sum_BHGW=log_sum + 5)
     torch.testing.assert_close(alike, expected)
     log_sum[:, :, 0, 0] += 5

@@ -91,9 +91,8 @@ def test_keys_that_differ_in_one_byte_alone_are_told_apart(select, byte: int):
         [[[1], [-1]]]
     )
     for budget in (1, 50, 119):
-        assert select(score, budget).tolist() == [
-            [by_sorting(row, budget) for row in score[0].tolist()]
-        ]
+        expected = [by_sorting(row, budget) for row in score[0].tolist()]
+        assert select(score, budget).tolist() == [expected]
 
 
 def test_extreme_scores_rank_as_numbers_do(select):

@@ -87,9 +87,8 @@ def test_an_adversarial_drafter_changes_no_token(drafter, monkeypatch):
             if block is not None and not block.reason:
                 right = wanted[state.request][len(state.tokens)]
                 wrong = (right + 1) % 300
-                changed[place] = {"random": draw.randrange(300), "wrong": wrong, "right": right}[
-                    drafter
-                ]
+                ways = {"random": draw.randrange(300), "wrong": wrong, "right": right}
+                changed[place] = ways[drafter]
             place += len(block.tokens) if block else 0
         return record(drafts, changed, logits_XV)
 
@@ -97,11 +96,8 @@ def test_an_adversarial_drafter_changes_no_token(drafter, monkeypatch):
     result = run("qwen3", ROWS, draft="4")
     assert tokens(result) == wanted
     kept = [one.lossless.accepted / one.lossless.drafted for one in result.report.requests]
-    assert (
-        kept == [1, 1, 1]
-        if drafter == "right"
-        else max(kept) < (0.1 if drafter == "random" else 0.01)
-    )
+    least, most = {"random": (0, 0.1), "wrong": (0, 0.01), "right": (1, 1)}[drafter]
+    assert least <= min(kept) <= max(kept) <= most
 
 
 @pytest.fixture
@@ -128,22 +124,14 @@ def cached(run, row):
         yield run.store.norms(layer, (row,), stop)[:, :, state.prompt_tokens :]
 
 
-def far_from_dense(runs):
-    """How far the cache of a lossless run is from that of one that verifies every token alone."""
+def test_the_cache_is_full_attentions(runs):
+    """It holds what one does that verifies every token alone."""
     run("qwen3", ROWS, policy="streaming-llm", draft="4")
     run("qwen3", ROWS, config=SMALL.replace(trigger_policy="always"))
     ours, dense = runs
-    return max(
-        (one[..., : other.shape[2], :] - other).abs().max().item()
-        if one.dim() == other.dim() == 4
-        else (one[..., : other.shape[2]] - other).abs().max().item()
-        for row in range(len(ROWS))
-        for one, other in zip(cached(ours, row), cached(dense, row), strict=True)
-    )
-
-
-def test_the_cache_is_full_attentions(runs):
-    assert far_from_dense(runs) < 1e-4
+    for row in range(len(ROWS)):
+        for one, other in zip(cached(ours, row), cached(dense, row), strict=True):
+            torch.testing.assert_close(one[:, :, : other.shape[2]], other, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("label", ["qwen3", "gpt-oss"])
@@ -151,13 +139,8 @@ def test_company_changes_neither_tokens_nor_what_is_accepted(label):
     alone = [run(label, [row], draft="4").report.requests[0] for row in ROWS]
     options = [{"max_batch": 1}, {"max_batch": 1, "engine": EngineOptions(prefill_chunk=5)}]
     if label == "qwen3":
-        options += [
-            {},
-            {"max_batch": 2},
-            {"page_size": 16},
-            {"engine": EngineOptions(prefill_chunk=7)},
-        ]
-        options += [{"engine": EngineOptions(overlap=False, graphs=False)}]
+        engines = EngineOptions(prefill_chunk=7), EngineOptions(overlap=False, graphs=False)
+        options += [{}, {"max_batch": 2}, {"page_size": 16}, *({"engine": one} for one in engines)]
     for way in options:
         together = run(label, ROWS, draft="4", **way).report.requests
         assert [one.token_ids for one in together] == [one.token_ids for one in alone]

@@ -92,10 +92,8 @@ def test_drafts_are_compared_with_full_attention():
         )
     }
     assert set(told) == set(drafted)
-    for (request, step), (
-        kl,
-        agrees,
-    ) in told.items():  # greedy: the drafted token is the most probable one
+    # greedy: the drafted token is the most probable one
+    for (request, step), (kl, agrees) in told.items():
         token = result.report.requests[request].token_ids[step]
         assert agrees == (drafted[request, step] == token)
         assert kl >= 0

@@ -94,9 +94,8 @@ def test_picking_notes_nothing(ids: torch.Tensor, logits_SBV: torch.Tensor):
     sampling = Sampling(do_sample=True, repetition_penalty=1.5)
     sampler = Sampler(sampling, ids, seed=4)
     sampler.pick(logits_SBV[:, 1], [1] * STEPS, range(STEPS), [[3] * x for x in range(STEPS)])
-    assert sampler(logits_SBV[0], RUNNING, 0) == [
-        row[0] for row in stepped(sampling, ids, logits_SBV)
-    ]
+    expected = [row[0] for row in stepped(sampling, ids, logits_SBV)]
+    assert sampler(logits_SBV[0], RUNNING, 0) == expected
 
 
 @pytest.mark.parametrize(("do_sample", "bad"), [(False, torch.nan), (True, torch.inf)])

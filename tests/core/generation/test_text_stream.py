@@ -13,14 +13,8 @@ from sfi_core.generation.text_stream import FastTextStream, SlowTextStream, Text
 CODE = "def f(x):\n    if x:\n        return '数'\n\n    return  x\n"
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 # as Llama 2's: one space stands before the first word, and the decoder strips one
-SENTENCE_PIECE = decoders.Sequence(
-    [
-        decoders.Replace("▁", " "),
-        decoders.ByteFallback(),
-        decoders.Fuse(),
-        decoders.Strip(" ", 1, 0),
-    ]
-)
+STEPS = decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()
+SENTENCE_PIECE = decoders.Sequence([*STEPS, decoders.Strip(" ", 1, 0)])
 SPECIAL = {"unk_token": "<unk>", "eos_token": "</s>"}
 
 

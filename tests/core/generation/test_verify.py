@@ -59,15 +59,8 @@ def test_a_wrong_token_is_found_at_its_index():
     output = full(model)
     wrong = (output[1][4] + 1) % VOCABULARY
     prefix = [*ROWS[1], *output[1][:4]]
-    rest = sfi_core.generate(
-        model,
-        None,
-        [[*prefix, wrong]],
-        NEVER,
-        policy="full-kv",
-        max_new_tokens=5,
-        stop_token_ids=(),
-    ).report.requests[0]
+    options = {"policy": "full-kv", "max_new_tokens": 5, "stop_token_ids": ()}
+    [rest] = sfi_core.generate(model, None, [[*prefix, wrong]], NEVER, **options).report.requests
     expected = output[1][4]
     output[1] = [*output[1][:4], wrong, *rest.token_ids]
     found = verify(model, ROWS, output)

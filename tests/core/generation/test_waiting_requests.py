@@ -1,5 +1,6 @@
 """Continuous batching: requests that wait take the place of those that ended, and get what they get alone."""
 
+from collections import Counter
 from functools import cache
 from itertools import permutations
 
@@ -141,8 +142,11 @@ def test_events_carry_the_request_and_its_own_step():
         assert [event.step for event in events] == list(range(LIMITS[number]))
         assert [event.token_id for event in events] == request.token_ids
         assert [event.step for event in events if event.slow] == request.slow_at
-        chosen = {event.step for event in observer.selections if event.request == number}
-        assert sorted(chosen) == request.slow_at
+        assert Counter(event.reason for event in events if event.slow) == request.reasons
+        assert all(bool(event.reason) == event.slow for event in events)
+        assert events[0].position == request.prompt_tokens - 1
+        chosen = [(one.step, one.layer) for one in observer.selections if one.request == number]
+        assert sorted(chosen) == [(step, layer) for step in request.slow_at for layer in (0, 1)]
         read = [
             token
             for event in observer.prompts
@@ -181,6 +185,7 @@ def test_a_sampled_request_gets_what_it_gets_in_any_batch():
     for max_batch in (1, 2, 3):
         assert reports("qwen3", max_batch=max_batch, **hot) == together
     assert reports("qwen3", **{**hot, "seed": 6}) != together
+    assert reports("qwen3", seed=6) == alone("qwen3", "sfi"), "greedy"
     assert [r.token_ids for r in together] != [r.token_ids for r in alone("qwen3", "sfi")]
 
 
@@ -234,30 +239,15 @@ def test_padding_goes_with_the_request_that_needed_it(runs):
     assert [seen for seen, _ in watch.seen] == [60, 61, 61, 10, 11, 12, 12, 38, 39, 39, 4, 5, 6, 7]
 
 
-def test_a_window_is_that_of_the_longest_prompt():
-    """The first ones are shorter than the windows of 12 tokens, the newcomer is longer."""
-    rows, limits = prompts(3, 4, 40), [2, 9, 6]
-    for label in ("gemma-2", "gpt-oss"):
-        expected = [
-            reports(label, [row], [limit])[0] for row, limit in zip(rows, limits, strict=True)
-        ]
-        assert reports(label, rows, limits, max_batch=2) == expected
-
-
-def test_a_request_that_leaves_takes_its_notes_along(runs):
+def test_a_request_that_leaves_takes_its_notes_and_audited_queries_along(runs):
     """A file of any length needs the memory of its slots."""
-    watch = Watch(lambda: {request for request, _ in runs[0].notes})
-    run("qwen3", ROWS, LIMITS, max_batch=2, policy="codescan", observers=[watch])
-    assert max(map(len, watch.seen)) == 2
-    assert set().union(*watch.seen) == set(range(7))
-
-
-def test_a_request_that_leaves_takes_its_audited_queries_along(runs):
-    watch = Watch(lambda: {request for request, _ in runs[0].watchers[0].queries})
-    audit = AuditConfig(every=2, top=4)
-    run("qwen3", ROWS, LIMITS, max_batch=2, observers=[watch], audit=audit)
-    assert max(map(len, watch.seen)) == 2
-    assert set().union(*watch.seen) == set(range(7))
+    for kept in (lambda: runs[0].notes, lambda: runs[0].watchers[0].queries):
+        runs.clear()
+        watch = Watch(lambda kept=kept: {request for request, _ in kept()})
+        options = {"policy": "codescan", "audit": AuditConfig(every=2, top=4)}
+        run("qwen3", ROWS, LIMITS, max_batch=2, observers=[watch], **options)
+        assert max(map(len, watch.seen)) == 2
+        assert set().union(*watch.seen) == set(range(7))
 
 
 def test_times_add_up_to_each_requests_wait():
@@ -292,11 +282,8 @@ def test_ctrl_c_keeps_what_ended_and_lists_what_never_began():
     requests = result.report.requests
     # after 3 steps 1 has ended and 2 begun, whose first token is shown by itself; 3 more steps
     assert [len(request.token_ids) for request in requests] == [5, 3, 3, 0, 0, 0, 0]
-    assert [request.finish_reason for request in requests] == [
-        "interrupted",
-        "length",
-        *["interrupted"] * 5,
-    ]
+    ends = [request.finish_reason for request in requests]
+    assert ends == ["interrupted", "length", *["interrupted"] * 5]
     assert [request.prompt_tokens for request in requests] == [len(row) for row in ROWS]
     assert [request.token_ids for request in requests] == [
         whole.token_ids[: len(request.token_ids)]
@@ -324,11 +311,8 @@ def test_ctrl_c_while_a_prompt_is_read_keeps_the_others():
         result = run("qwen3", ROWS, LIMITS, max_batch=2, on_token=shown.append, engine=pieces(2))
     requests = result.report.requests
     assert [len(request.token_ids) for request in requests] == [3, 3, *[0] * 5]
-    assert [request.finish_reason for request in requests] == [
-        "interrupted",
-        "length",
-        *["interrupted"] * 5,
-    ]
+    ends = [request.finish_reason for request in requests]
+    assert ends == ["interrupted", "length", *["interrupted"] * 5]
     assert [request.prompt_tokens for request in requests] == [len(row) for row in ROWS]
 
 
@@ -357,8 +341,3 @@ def test_limits_that_make_no_sense_are_refused(limits, message):
     with pytest.raises(ConfigError) as refusal:
         run("qwen3", ROWS, limits)
     assert str(refusal.value) == message
-
-
-def test_no_place_at_all_is_refused():
-    with pytest.raises(ConfigError, match=r"^max_batch must be positive, got 0$"):
-        run("qwen3", ROWS, LIMITS, max_batch=0)

@@ -115,14 +115,6 @@ def test_own_loop_gives_the_tokens_and_slow_steps_of_transformers_generate(label
     assert ours.paths == theirs.paths
 
 
-@pytest.mark.parametrize("label", HANDFUL)
-def test_row_in_a_ragged_batch_equals_the_row_alone(label):
-    rows = prompts(*LENGTHS[4])
-    _, together = own_loop(label, rows, SMALL)
-    alone = [own_loop(label, [row], SMALL)[1].requests[0] for row in rows]
-    assert together.requests == alone
-
-
 @pytest.mark.parametrize(("label", "chunk"), each_value(HANDFUL, [5, 12, 16, 64]))
 def test_prompt_in_pieces_gives_the_tokens_of_one_piece(label, chunk):
     """With 37 tokens and a window of 8 queries the last piece is 2, 1, 5 or 37 tokens long."""

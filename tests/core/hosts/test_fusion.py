@@ -67,13 +67,10 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
         use_tensors(monkeypatch)
 
 
-def complete(model: Any, on: bool | None, **options: Any) -> Any:
-    engine = EngineOptions(backend="triton", fused=on, graphs=False)
-    result = sfi_core.generate(
-        model, None, PROMPTS, CONFIG, page_size=16, max_new_tokens=NEW,
-        stop_token_ids=(), engine=engine, **options,
-    )  # fmt: skip
-    return result.report
+def complete(model: Any, on: bool | None, *, graphs: bool = False, new: int = NEW) -> Any:
+    engine = EngineOptions(backend="triton", fused=on, graphs=graphs)
+    options = {"page_size": 16, "max_new_tokens": new, "stop_token_ids": (), "engine": engine}
+    return sfi_core.generate(model, None, PROMPTS, CONFIG, **options).report
 
 
 def launched(report: Any) -> dict[str, int]:
@@ -129,17 +126,13 @@ class Launches(TorchDispatchMode):
 def fast_step(monkeypatch: pytest.MonkeyPatch, kind: str, layers: int, *, on: bool) -> Counter[str]:
     """Count the launches of a fast step in float16, where a change of dtype is a kernel."""
     model = tiny(kind, layers).half()
-    token = torch.full((2, 1), 7)
+    token, engine = torch.full((2, 1), 7), EngineOptions(backend="triton", fused=on)
     with (
         monkeypatch.context() as patch,
         torch.no_grad(),
         slow_fast(
-            model,
-            config=CONFIG,
-            policy="streaming-llm",
-            page_size=16,
-            engine=EngineOptions(backend="triton", fused=on),
-        ) as session,  # fmt: skip
+            model, config=CONFIG, policy="streaming-llm", page_size=16, engine=engine
+        ) as session,
     ):
         cache = session.cache(32)
         model(token.expand(2, 20), past_key_values=cache, use_cache=True)
@@ -170,15 +163,7 @@ def test_a_layer_of_a_decoding_step_is_fifteen_kernels(monkeypatch, kind: str, p
 def test_fused_steps_can_be_replayed(monkeypatch, quick):
     recorder = FakeRecorder()
     recorder.install(monkeypatch)
-    reports = []
-    for graphs in (False, True):
-        options = {"engine": EngineOptions(backend="triton", fused=True, graphs=graphs)}
-        reports.append(
-            sfi_core.generate(
-                tiny("qwen3"), None, PROMPTS, CONFIG, page_size=16, max_new_tokens=6, stop_token_ids=(),
-                **options,
-            ).report
-        )  # fmt: skip
+    reports = [complete(tiny("qwen3"), on=True, graphs=graphs, new=6) for graphs in (False, True)]
     eager, replayed = reports
     assert recorder.plays > 0
     assert [r.token_ids for r in replayed.requests] == [r.token_ids for r in eager.requests]
@@ -210,13 +195,8 @@ def test_hooks_hear_the_modules_that_a_kernel_would_pass_over():
     layer = model.model.layers[0]
     ids = torch.tensor([PROMPTS[1]], device=DEVICE)
     named = dict(layer.named_modules())
-    for name in (
-        "",
-        "self_attn.q_norm",
-        "self_attn.k_norm",
-        "post_attention_layernorm",
-        "mlp.act_fn",
-    ):
+    norms = ("self_attn.q_norm", "self_attn.k_norm", "post_attention_layernorm")
+    for name in ("", *norms, "mlp.act_fn"):
         named[name].register_forward_hook(lambda module, args, out, name=name: heard.append(name))
     with torch.no_grad():
         plain = model(ids).logits

@@ -32,10 +32,7 @@ def use(path: Path, model: Any) -> Any:
 @pytest.mark.parametrize(
     ("made", "message"),
     [
-        (
-            clusters(layers=3),
-            r"must be of the model's full-attention layers \[0, 1\], got \[0, 1, 2\]",
-        ),
+        (clusters(layers=3), r"the model's full-attention layers \[0, 1\], got \[0, 1, 2\]"),
         (clusters(heads=3), r"must have the model's 2 KV heads in layer 0, got 3"),
     ],
 )

@@ -18,6 +18,7 @@ from sfi_core.settings.parts import DraftConfig
 from sfi_core.settings.sampling import Sampling
 from tests import architectures
 from tests.architectures import VOCABULARY, padded, prompts, tiny
+from tests.core.hosts.test_session import Numbers
 
 pytestmark = pytest.mark.seam
 
@@ -143,13 +144,6 @@ def test_a_dictionary_is_returned_where_it_is_asked_for():
     assert torch.equal(found.sequences, complete(model))
 
 
-class Numbers:
-    """A tokenizer for streamers: a token's text is its number."""
-
-    def decode(self, token_ids: list[int], **options: Any) -> str:
-        return "".join(f"{token} " for token in token_ids)
-
-
 def test_a_streamer_gets_one_token_a_call_and_the_end():
     model = tiny("qwen3")
     streamer = TextIteratorStreamer(Numbers(), skip_prompt=True)
@@ -207,21 +201,10 @@ def test_what_a_lossless_run_cannot_do_is_refused_in_one_line(
 def test_padding_on_the_right_and_a_cache_of_one_s_own_are_refused():
     model, batch = tiny("qwen3"), padded(ROWS)
     with slow_fast(model, None, SMALL, engine=LOSSLESS) as session:
+        ids, mask = batch["input_ids"], batch["attention_mask"]
         with pytest.raises(ConfigError, match="must pad on the left"):
-            model.generate(
-                batch["input_ids"], attention_mask=batch["attention_mask"].flip(1), max_new_tokens=3
-            )
+            model.generate(ids, attention_mask=mask.flip(1), max_new_tokens=3)
         with pytest.raises(InputError, match="prompt 0 must have at least one token"):
-            model.generate(
-                batch["input_ids"], attention_mask=0 * batch["attention_mask"], max_new_tokens=3
-            )
+            model.generate(ids, attention_mask=0 * mask, max_new_tokens=3)
         with pytest.raises(ConfigError, match="got past_key_values"):
             complete(model, past_key_values=session.cache())
-
-
-def test_a_policy_that_cannot_draft_is_refused():
-    with (
-        pytest.raises(ConfigError, match="policy freekv cannot draft"),
-        slow_fast(tiny("qwen3"), None, SMALL, policy="freekv", engine=LOSSLESS),
-    ):
-        pass

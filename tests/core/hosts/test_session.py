@@ -4,12 +4,7 @@ from threading import Thread
 
 import pytest
 import torch
-from transformers import (
-    DynamicCache,
-    LogitsProcessor,
-    StoppingCriteria,
-    TextIteratorStreamer,
-)
+from transformers import DynamicCache, LogitsProcessor, StoppingCriteria, TextIteratorStreamer
 
 from sfi_core.bundled.tokenizer import build_tokenizer
 from sfi_core.errors import BackendError, ConfigError, InputError, UnsupportedModelError
@@ -114,14 +109,11 @@ def test_hybrid_cache_that_older_checkpoints_ask_for_is_dropped_as_transformers_
         assert complete(model) == expected
 
 
-def test_padding_on_the_right_is_refused(model):
+def test_padding_on_the_right_or_inside_a_prompt_is_refused(model):
     batch = padded(ROWS)
     mask = batch["attention_mask"].flip(1)
     with slow_fast(model, None, SMALL), pytest.raises(ConfigError, match="must pad on the left"):
         model.generate(batch["input_ids"].flip(1), attention_mask=mask, max_new_tokens=2)
-
-
-def test_padding_inside_a_prompt_is_refused(model):
     mask = torch.ones(1, 9, dtype=torch.long)
     mask[0, 4] = 0
     with slow_fast(model, None, SMALL), pytest.raises(ConfigError, match="got padding inside"):
@@ -153,42 +145,35 @@ def test_nested_use_on_one_model_is_refused_and_leaves_the_outer_one_working(mod
 
 
 @pytest.mark.parametrize(
-    ("backend", "error", "message"),
-    [("cuda", ConfigError, "unknown backend 'cuda'"), ("triton", BackendError, "need a CUDA dev")],
-)
-def test_backend_that_is_unknown_or_missing_is_refused(model, backend, error, message, monkeypatch):
+    ("options", "error", "message"),
+    [
+        ({"backend": "cuda"}, ConfigError, "unknown backend 'cuda'"),
+        ({"backend": "triton"}, BackendError, "need a CUDA dev"),
+        ({"policy": "sfy"}, ConfigError, "unknown policy 'sfy'"),
+        ({"config": SfiConfig()}, ConfigError, "triggers need a tokenizer, got none"),
+        (
+            {"config": SMALL.replace(dense_layers=(0, 99))}, ConfigError,
+            r"dense_layers must be among the full-attention layers \[0, 1\], got \[99\]$",
+        ),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_a_session_cannot_be_given_is_refused(model, options, error, message, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+
+    def begin(backend="auto", config=SMALL, policy="sfi"):
+        engine = EngineOptions(backend=backend)
+        slow_fast(model, None, config, policy=policy, engine=engine).__enter__()
+
     with pytest.raises(error, match=message):
-        slow_fast(model, None, SMALL, engine=EngineOptions(backend=backend)).__enter__()
+        begin(**options)
 
 
-def test_unknown_policy_is_refused(model):
-    with pytest.raises(ConfigError, match="unknown policy 'sfy'"):
-        slow_fast(model, None, SMALL, policy="sfy").__enter__()
-
-
-def test_a_dense_layer_that_the_model_does_not_have_is_refused(model):
-    with pytest.raises(ConfigError) as caught:
-        slow_fast(model, None, SMALL.replace(dense_layers=(0, 99))).__enter__()
-    layers = list(range(model.config.num_hidden_layers))
-    assert str(caught.value) == (
-        f"dense_layers must be among the full-attention layers {layers}, got [99]"
-    )
-
-
-def test_attention_argument_that_sfi_does_not_know_is_refused_by_name(model):
-    query = torch.zeros(1, 4, 1, 16)
-    with pytest.raises(UnsupportedModelError) as refusal:
-        sfi_attention(
-            model.model.layers[0].self_attn, query, query, query, None, position_bias=query
-        )
-    assert str(refusal.value) == (
-        "Qwen3Attention passes attention arguments that sfi does not know: ['position_bias']"
-    )
-
-
-def test_attention_in_both_directions_is_refused(model):
+def test_attention_that_sfi_does_not_know_is_refused_by_name(model):
     attention, query = model.model.layers[0].self_attn, torch.zeros(1, 4, 1, 16)
+    message = r"^Qwen3Attention passes attention arguments .* not know: \['position_bias'\]$"
+    with pytest.raises(UnsupportedModelError, match=message):
+        sfi_attention(attention, query, query, query, None, position_bias=query)
     with pytest.raises(UnsupportedModelError, match="attends in both directions"):
         sfi_attention(attention, query, query, query, None, is_causal=False)
 
@@ -335,11 +320,6 @@ def test_loop_that_passes_its_cache_by_position_is_refused_and_does_not_run_dens
     ids = torch.ones(1, 9).long()
     with slow_fast(model, None, SMALL) as session, pytest.raises(UnsupportedModelError):
         model(ids, None, None, session.cache())
-
-
-def test_trigger_strings_without_a_tokenizer_are_refused(model):
-    with pytest.raises(ConfigError, match="triggers need a tokenizer, got none"):
-        slow_fast(model, None, SfiConfig()).__enter__()
 
 
 def test_trigger_strings_become_the_tokenizers_ids(model):

@@ -116,6 +116,5 @@ def test_prompts_that_were_read_before_move_into_two_tiers():
     run = complete(engine(), shared=shared)
     assert run.report.kv_tiers is not None
     alone = complete(engine())
-    assert [one.token_ids for one in run.report.requests] == [
-        one.token_ids for one in alone.report.requests
-    ]
+    found, expected = ([r.token_ids for r in one.report.requests] for one in (run, alone))
+    assert found == expected

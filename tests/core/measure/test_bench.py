@@ -16,18 +16,13 @@ from sfi_core.measure.bench.samples import DecodeSample, StepRead, percentile
 from sfi_core.measure.bench.settings import BASELINES, DecodeSettings, DecodeVariant, Point
 from sfi_core.measure.bench.streams import slow_steps, stream
 from sfi_core.measure.bench.theirs import run_theirs
-from sfi_core.measure.kernel_bench import timing
 from sfi_core.models.byte_model import ByteModel
 from sfi_core.settings.config import SfiConfig
 from sfi_core.settings.engine import EngineOptions
 
+pytestmark = pytest.mark.usefixtures("small_buffers")
+
 SMALL = SfiConfig(budget=32, recent=16, sink=2)
-
-
-@pytest.fixture(autouse=True)
-def _small_buffers(monkeypatch):
-    monkeypatch.setattr(timing, "FLUSH_BYTES", 1 << 16)
-    monkeypatch.setattr(timing, "COPY_BYTES", {"cpu": 1 << 16})
 
 
 def settings(**changes) -> DecodeSettings:
@@ -196,11 +191,7 @@ def byte_model(**changes):
 
 
 def test_rows_can_be_recomputed_by_hand():
-    point, full, sfi = (
-        Point(100, 2),
-        DecodeVariant("full-kv", "full-kv"),
-        DecodeVariant("sfi", "sfi"),
-    )
+    point, (full, sfi) = Point(100, 2), (DecodeVariant(one, one) for one in ("full-kv", "sfi"))
     runs = {
         sfi: [
             sample([0, 5, 6, 7, 10], ["fast", "mixed", "slow"]),

@@ -15,21 +15,16 @@ from sfi_core.measure.bench.rows import point_rows
 from sfi_core.measure.bench.samples import DecodeSample, Drafting, StepRead
 from sfi_core.measure.bench.settings import DecodeSettings, DecodeVariant, Point
 from sfi_core.measure.bench.streams import stream
-from sfi_core.measure.kernel_bench import timing
 from sfi_core.models.byte_model import ByteModel
 from sfi_core.settings.config import SfiConfig
 from sfi_core.settings.engine import EngineOptions
 from sfi_core.state.request import RequestState
 from tests.architectures import tiny
 
+pytestmark = pytest.mark.usefixtures("small_buffers")
+
 SMALL = SfiConfig(budget=32, recent=16, sink=2)
 TEXT = tuple(3 + (7 * place * place) % 90 for place in range(400))
-
-
-@pytest.fixture(autouse=True)
-def _small_buffers(monkeypatch):
-    monkeypatch.setattr(timing, "FLUSH_BYTES", 1 << 16)
-    monkeypatch.setattr(timing, "COPY_BYTES", {"cpu": 1 << 16})
 
 
 def settings(**changes) -> DecodeSettings:

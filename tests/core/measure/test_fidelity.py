@@ -18,16 +18,8 @@ from sfi_core.models.load import BUNDLED
 
 PROMPT, NEW = 40, 25
 DOT = 5  # ends a sentence
-SMALL = SfiConfig(
-    slow_start=1,
-    span=0,
-    sink=2,
-    recent=4,
-    budget=4,
-    window_prefill=4,
-    t_max=6,
-    min_gap=2,
-    trigger_token_ids=(DOT,),
+SMALL = SfiConfig(slow_start=1, span=0, sink=2, recent=4, budget=4, window_prefill=4).replace(
+    t_max=6, min_gap=2, trigger_token_ids=(DOT,)
 )
 
 
@@ -47,15 +39,11 @@ def full(tiny_model, window):
 def forced(model, window, config=SMALL, **options):
     """Decode a window; return its logits, [S, V], and the report."""
     rows = []
-    report = teacher_force(
-        model,
-        None,
-        window.ids,
-        window.prompt_tokens,
-        lambda step, logits_V: rows.append((step, logits_V)),
-        config,
-        **options,
-    )
+
+    def keep(step, logits_V):
+        rows.append((step, logits_V))
+
+    report = teacher_force(model, None, window.ids, PROMPT, keep, config, **options)
     assert [step for step, _ in rows] == list(range(NEW))
     return torch.stack([logits for _, logits in rows]), report
 
@@ -142,19 +130,10 @@ def test_positions_count_from_the_step_that_reads_a_boundary(window):
 
 
 def report_of(read_ratio):
-    return RequestReport(
-        prompt_tokens=1,
-        token_ids=[],
-        finish_reason="length",
-        slow_steps=0,
-        fast_steps=0,
-        slow_at=[],
-        reasons={},
-        mean_attended_tokens=0.0,
-        read_ratio=read_ratio,
-        selection_ratio=0.0,
-        stored_ratio=1.0,
-    )
+    zeros = ("slow_steps", "fast_steps", "mean_attended_tokens", "selection_ratio")
+    rest = {"prompt_tokens": 1, "token_ids": [], "finish_reason": "length", "slow_at": []}
+    ratios = {"read_ratio": read_ratio, "stored_ratio": 1.0, "reasons": {}}
+    return RequestReport(**dict.fromkeys(zeros, 0), **rest, **ratios)
 
 
 def made(read_ratio=0.5, kl=(9.0, 1.0, 3.0, 5.0)):

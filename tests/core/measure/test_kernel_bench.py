@@ -11,7 +11,6 @@ from sfi_core.measure.kernel_bench import (
     bytes_moved,
     resolve_backend,
     run_bench,
-    timing,
     variant,
     variants,
 )
@@ -19,6 +18,8 @@ from sfi_core.measure.kernel_bench.variant import KernelVariant
 from sfi_core.measure.kernel_bench.variants import KernelVariants
 from sfi_kernels.sparse_attention import sparse_attention
 from tests.core.measure.tiny_kernels import CPU, tiny
+
+pytestmark = pytest.mark.usefixtures("small_buffers")
 
 KEYS = {  # what scripts rely on
     "op", "backend", "retention", "context", "batch", "median_us", "bytes", "gb_per_s", "bandwidth_share",
@@ -43,12 +44,6 @@ class FakeClock:
                 raise KeyboardInterrupt
             self.order.append(number)
             yield self.times(number)
-
-
-@pytest.fixture(autouse=True)
-def _small_buffers(monkeypatch):
-    monkeypatch.setattr(timing, "FLUSH_BYTES", 1 << 16)
-    monkeypatch.setattr(timing, "COPY_BYTES", {"cpu": 1 << 16, "cuda": 1 << 16})
 
 
 @pytest.fixture
@@ -141,9 +136,6 @@ def test_a_run_that_does_not_fit_is_refused_before_anything_is_made(monkeypatch)
     monkeypatch.setattr(bench, "KernelVariants", None)
     with pytest.raises(MemoryForecastError, match=r"must fit 0\.00 GB .* lower --batch or"):
         run_bench(tiny(), "torch", CPU)
-
-
-# --- inputs ---
 
 
 # --- runs ---

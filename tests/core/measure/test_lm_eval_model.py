@@ -9,6 +9,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from sfi_core.errors import ConfigError, InputError
+from tests.core.conftest import TINY
 
 INSTALLED = find_spec("lm_eval") is not None and find_spec("accelerate") is not None
 pytestmark = pytest.mark.skipif(not INSTALLED, reason="the eval extra is not installed")
@@ -60,18 +61,8 @@ def _no_network(monkeypatch):
 def loaded(tiny_tokenizer, tmp_path_factory):
     """The folder of a random model with few positions, the model, and a tokenizer of its own size."""
     torch.manual_seed(1)
-    config = Qwen3Config(
-        vocab_size=len(tiny_tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=128,
-        initializer_range=0.3,
-        tie_word_embeddings=False,
-    )
+    sizes = {**TINY, "vocab_size": len(tiny_tokenizer), "max_position_embeddings": 128}
+    config = Qwen3Config(**sizes, initializer_range=0.3, tie_word_embeddings=False)
     model, folder = Qwen3ForCausalLM(config).eval(), tmp_path_factory.mktemp("model")
     model.save_pretrained(folder)
     tiny_tokenizer.save_pretrained(folder)
@@ -139,11 +130,8 @@ def test_full_attention_generates_what_the_harness_does(loaded, batch_size):
     assert found == plain(loaded).generate_until(requests_of("generate_until", GENERATED))
     assert any(found)
     assert told(lm)["decoding_steps"] > 0
-    assert [told(lm)[name] for name in ("read_ratio", "selection_ratio", "stored_ratio")] == [
-        1,
-        0,
-        1,
-    ]
+    ratios = ("read_ratio", "selection_ratio", "stored_ratio")
+    assert [told(lm)[name] for name in ratios] == [1, 0, 1]
 
 
 def test_a_policy_decodes_a_continuation_but_not_its_first_token(loaded):
@@ -196,11 +184,12 @@ def test_a_task_gives_the_figures_of_lm_evals_own_model(loaded, folder):
 
 def test_the_choices_of_a_question_share_a_prefill(loaded, monkeypatch):
     seen, read = [], lm_eval_model.read_prompt
-    monkeypatch.setattr(
-        lm_eval_model,
-        "read_prompt",
-        lambda *args, **options: seen.append(1) or read(*args, **options),
-    )
+
+    def noted(*args, **options):
+        seen.append(1)
+        return read(*args, **options)
+
+    monkeypatch.setattr(lm_eval_model, "read_prompt", noted)
     policied(loaded, "sfi").loglikelihood(requests_of("loglikelihood", SCORED))
     assert len(seen) == len(QUESTIONS)
 
@@ -234,10 +223,8 @@ def test_settings_of_a_table_and_of_lm_eval_reach_the_run():
         {"device": "cuda:0", "batch_size": 3, "max_batch_size": None},
     )  # fmt: skip
     found = told(lm)
-    assert (found["config"]["selector"]["alpha"], found["config"]["recent_mode"]) == (
-        0.25,
-        "sliding",
-    )
+    assert found["config"]["selector"]["alpha"] == 0.25
+    assert found["config"]["recent_mode"] == "sliding"
     assert (lm.max_length, lm.batch_size) == (64, 3)
 
 

@@ -63,12 +63,8 @@ def test_if_all_is_kept_a_lossless_run_reads_what_its_policy_reads(model):
     asked = settings({"max_tokens": 40, "adaptive": False}, acceptance=1.0)
     found, _ = rows(model, asked)
     assert found["sfi-lossless"]["drafts"] == 19
-    for name in (
-        "bytes_per_step",
-        "fast_bytes_per_step",
-        "slow_bytes_per_step",
-        "roofline_speedup",
-    ):
+    names = ("bytes_per_step", "fast_bytes_per_step", "slow_bytes_per_step", "roofline_speedup")
+    for name in names:
         assert found["sfi-lossless"][name] == pytest.approx(found["sfi"][name])
 
 

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import sfi_core
 from sfi_core.errors import ConfigError, InputError, NumericsError
@@ -13,17 +12,9 @@ from sfi_core.measure.evaluation.method import Method, Size
 from sfi_core.measure.evaluation.runner import TaskGrid
 from sfi_core.measure.evaluation.tasks import find_task
 from sfi_core.policies import POLICIES
-from tests.core.conftest import TINY
 
 TASK, LENGTH = "bundled-recall-1", 160
 CLOCKS = ("decode_seconds", "tokens_per_second")
-
-
-@pytest.fixture(scope="module")
-def loaded(tiny_tokenizer):
-    torch.manual_seed(1)
-    config = Qwen3Config(vocab_size=len(tiny_tokenizer), initializer_range=0.3, **TINY)
-    return Qwen3ForCausalLM(config).eval(), tiny_tokenizer
 
 
 def grid_of(*methods, shares=(0.2, 0.4), tasks=(TASK,), lengths=(LENGTH,), seeds=(0, 1)):

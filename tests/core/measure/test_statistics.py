@@ -95,12 +95,11 @@ def test_samples_are_drawn_with_what_belongs_to_them(monkeypatch, scipy):
     else:
         without_scipy(monkeypatch)
     counts = np.array([1.0, 5.0, 2.0, 8.0, 3.0])
-    low, high, _ = bootstrap(
-        [2 * counts, counts],
-        lambda sums, counts, axis: sums.sum(axis) / counts.sum(axis),
-        resamples=RESAMPLES,
-        seed=0,
-    )
+
+    def ratio(sums, counts, axis):
+        return sums.sum(axis) / counts.sum(axis)
+
+    low, high, _ = bootstrap([2 * counts, counts], ratio, resamples=RESAMPLES, seed=0)
     assert (low, high) == (2.0, 2.0)
 
 
@@ -120,12 +119,9 @@ def test_the_interval_of_groups_covers_the_mean_chance():
     """Groups of 20 and 8 samples: at least 92 of 100 times for an interval of 95."""
     rng, chances, hits = np.random.default_rng(1), (0.95, 0.6), 0
     for _ in range(300):
-        found = mean_of_groups(
-            [
-                (rng.random(n) < chance).astype(float).tolist()
-                for n, chance in zip((20, 8), chances, strict=True)
-            ]
-        )
+        groups = zip((20, 8), chances, strict=True)
+        drawn = [(rng.random(n) < chance).astype(float).tolist() for n, chance in groups]
+        found = mean_of_groups(drawn)
         hits += found.low <= sum(chances) / 2 <= found.high
     assert hits >= 276
 

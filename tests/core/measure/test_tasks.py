@@ -194,13 +194,8 @@ def test_the_checkpoint_answers_its_task_under_full_attention():
     right = 0.0
     for seed in range(6):
         sample = task.sample(tokenizer, 1024, seed)
-        result = sfi_core.generate(
-            model,
-            tokenizer,
-            [sample.prompt_ids],
-            policy="full-kv",
-            max_new_tokens=sample.max_new_tokens,
-        )
+        options = {"policy": "full-kv", "max_new_tokens": sample.max_new_tokens}
+        result = sfi_core.generate(model, tokenizer, [sample.prompt_ids], **options)
         ids = result.report.requests[0].token_ids
         right += task.score(sample, ids, result.texts[0], tokenizer)["score"]
     assert right >= 4

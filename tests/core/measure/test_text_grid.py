@@ -2,25 +2,16 @@
 
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from sfi_core.errors import ConfigError, InputError, NumericsError
 from sfi_core.measure.evaluation import text_grid
 from sfi_core.measure.evaluation.fidelity import Fidelity, fidelity, reference
 from sfi_core.measure.evaluation.method import Method, Size
 from sfi_core.measure.evaluation.text_grid import TextGrid, from_rows
-from tests.core.conftest import TINY
 
 TEXT = (
     "Belora hid a red lantern under the old bridge. Tamvex stole a blue kettle near the mill. " * 8
 )
-
-
-@pytest.fixture(scope="module")
-def loaded(tiny_tokenizer):
-    torch.manual_seed(1)
-    config = Qwen3Config(vocab_size=len(tiny_tokenizer), initializer_range=0.3, **TINY)
-    return Qwen3ForCausalLM(config).eval(), tiny_tokenizer
 
 
 def text_grid_of(*methods, **changes):

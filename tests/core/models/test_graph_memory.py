@@ -83,9 +83,8 @@ def test_a_bench_s_forecast_counts_the_evidence_ring_and_the_graphs(
     widest = (3 * 2560 + 4 * 9728) * 2
     kept = 6 * 16 * 151936 * 2 + (0 + 1 + 2 + 4 + 8 + 16) * 36 * 8 * 2048 * 4
     held = selector + widest * 16 + logits + kept + 6 * GRAPH_BYTES + LIBRARY_BYTES
-    workspace = max(
-        selector, (4 * 32 * 16 + 12 * 8) * capacity * 4
-    )  # a prompt selects by 16 queries
+    # a prompt selects by 16 queries
+    workspace = max(selector, (4 * 32 * 16 + 12 * 8) * capacity * 4)
     assert document["rows"][0]["workspace_bytes"] == workspace + (held if graphs else 0)
 
 

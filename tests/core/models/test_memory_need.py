@@ -1,6 +1,7 @@
 """The forecast of a run's memory: hand arithmetic, and what is really allocated."""
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -66,14 +67,10 @@ def test_first_selections_that_share_launches_need_their_tensors_together(tiny_m
     assert four.workspace_bytes == 4 * alone.workspace_bytes
 
 
-def test_a_budget_beyond_the_capacity_packs_no_more_than_the_capacity(tiny_model: Any):
+def test_no_more_is_packed_than_the_capacity_and_without_a_selection_the_sinks(tiny_model: Any):
     expected = expect(tiny_model, [FULL], CONFIG.replace(budget=1000))
     assert expected.packed_bytes == 128 * 3 * (3 + 40)
-
-
-def test_a_policy_that_selects_nothing_packs_the_sinks_only(tiny_model: Any):
-    expected = expect(tiny_model, [FULL], selects=False)
-    assert expected.packed_bytes == 128 * 3 * 3
+    assert expect(tiny_model, [FULL], selects=False).packed_bytes == 128 * 3 * 3
 
 
 def test_the_selector_s_tensors_count_where_they_are_the_largest(tiny_model: Any):
@@ -126,24 +123,26 @@ def test_the_forecast_is_what_a_run_allocates(
         model, None, **{"config": CONFIG, "policy": policy, **options}
     ) as session:
         expected = session.forecast(3, 30, 40)
-        model.generate(
-            torch.arange(90).view(3, 30),
-            attention_mask=torch.ones(3, 30, dtype=torch.long),
-            max_new_tokens=10,
-            do_sample=False,
-            pad_token_id=0,
-            eos_token_id=None,
-        )
+        batch = {
+            "input_ids": torch.arange(90).view(3, 30),
+            "attention_mask": torch.ones(3, 30).long(),
+        }
+        greedy = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+        model.generate(**batch, **greedy, max_new_tokens=10)
         pages, segments = session.run.store.layers.values(), session.run.segments.values()
     assert expected.kv_bytes == sum(size(p.key_PHND, p.value_PHNE) for p in pages)
     assert expected.norm_bytes == sum(size(p.norm_PHN) for p in pages)
     assert expected.packed_bytes == sum(size(s.key_BHSD, s.value_BHSE) for s in segments)
 
 
-def fake_free(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kilobytes: int) -> None:
+@pytest.fixture
+def free(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[int], int]:
+    """Return what sets the system's free kilobytes."""
     meminfo = tmp_path / "meminfo"
-    meminfo.write_text(f"MemTotal: 99999999 kB\nMemAvailable: {kilobytes} kB\n")
     monkeypatch.setattr(memory, "MEMINFO", meminfo)
+    return lambda kilobytes: meminfo.write_text(
+        f"MemTotal: 9999999 kB\nMemAvailable: {kilobytes} kB\n"
+    )
 
 
 def need(**numbers: int) -> Forecast:
@@ -151,10 +150,8 @@ def need(**numbers: int) -> Forecast:
     return Forecast(**{f"{part}_bytes": numbers.get(part, 0) for part in parts})
 
 
-def test_a_run_that_does_not_fit_is_refused_with_the_numbers(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
-    fake_free(monkeypatch, tmp_path, 3_000_000)
+def test_a_run_that_does_not_fit_is_refused_with_the_numbers(free: Any):
+    free(3_000_000)
     expected = need(
         resident=9_000_000_000, kv=2_000_000_000, norm=500_000_000, packed=250_000_000,
         workspace=1_000_000_000,
@@ -167,8 +164,8 @@ def test_a_run_that_does_not_fit_is_refused_with_the_numbers(
     )
 
 
-def test_the_advice_is_what_would_help_most(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    fake_free(monkeypatch, tmp_path, 1)
+def test_the_advice_is_what_would_help_most(free: Any):
+    free(1)
     with pytest.raises(MemoryForecastError, match=r"; lower prefill_chunk$"):
         check_fits(need(kv=1000, workspace=2000), CPU)
     with pytest.raises(MemoryForecastError, match=r"; lower the batch or max_new_tokens$"):
@@ -188,18 +185,12 @@ def test_a_cache_that_does_not_fit_a_gpu_can_go_to_the_host(
             check_fits(need(kv=2000, workspace=10), torch.device(device), way, two_tier=two_tier)
         assert ("--kv-device-budget" in str(caught.value)) is named
         assert (way or "lower the batch or max_new_tokens") in str(caught.value)
-
-
-def test_a_workspace_that_does_not_fit_a_gpu_gains_nothing_from_the_host(
-    monkeypatch: pytest.MonkeyPatch,
-):
-    monkeypatch.setattr(module, "free_bytes", lambda _: 1000)
     with pytest.raises(MemoryForecastError, match=r"; lower prefill_chunk$"):
-        check_fits(need(kv=10, workspace=2000), torch.device("cuda"))
+        check_fits(need(kv=10, workspace=2000), torch.device(device), two_tier=two_tier)
 
 
-def test_what_is_in_use_already_need_not_be_free(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    fake_free(monkeypatch, tmp_path, 1)
+def test_what_is_in_use_already_need_not_be_free(free: Any):
+    free(1)
     check_fits(need(resident=10**9, kv=1024), CPU)
     with pytest.raises(MemoryForecastError):
         check_fits(need(resident=10**9, kv=1025), CPU)
@@ -213,10 +204,8 @@ def test_a_system_that_does_not_tell_its_free_memory_refuses_nothing(
     check_fits(need(kv=10**15), CPU)
 
 
-def test_generate_refuses_before_it_allocates(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_model: Any
-):
-    fake_free(monkeypatch, tmp_path, 1)
+def test_generate_refuses_before_it_allocates(free: Any, tiny_model: Any):
+    free(1)
     told = []
     with pytest.raises(MemoryForecastError, match=r"^the run must fit 0\.00 GB of free memory"):
         sfi_core.generate(tiny_model, None, [[1, 2]], CONFIG, on_token=told.append)
@@ -248,29 +237,25 @@ def test_the_largest_batch_is_the_last_that_fits(gigabytes: int, fits: int):
     assert largest_batch(lambda batch: 10**9 * (1 + batch), 9, 10**9 * gigabytes) == fits
 
 
-def test_without_a_word_as_many_run_together_as_fit_with_room_to_spare(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_model: Any
-):
+def test_without_a_word_as_many_run_together_as_fit_with_room_to_spare(free: Any, tiny_model: Any):
     prompts = [[1] * length for length in (3, 20, 5, 4)]
-    fake_free(monkeypatch, tmp_path, 4 * GIGABYTE)  # 3 fit; with a tenth left free 2 do
+    free(4 * GIGABYTE)  # 3 fit; with a tenth left free 2 do
     made = plan(tiny_model, prompts)
     assert (made.requests, made.slots, made.capacity) == (4, 2, 24)
     assert made.free_bytes == 4 * GIGABYTE * 1024
     assert made.forecast.kv_bytes == 2 * 10**9
-    fake_free(monkeypatch, tmp_path, 5 * GIGABYTE)  # all fit, to the last byte
+    free(5 * GIGABYTE)  # all fit, to the last byte
     assert plan(tiny_model, prompts).slots == 4
-    fake_free(monkeypatch, tmp_path, 2 * GIGABYTE)  # one does, to the last byte
+    free(2 * GIGABYTE)  # one does, to the last byte
     assert plan(tiny_model, prompts).slots == 1
 
 
-def test_more_together_than_fit_is_refused_with_how_many_do(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_model: Any
-):
-    fake_free(monkeypatch, tmp_path, 4 * GIGABYTE)
+def test_more_together_than_fit_is_refused_with_how_many_do(free: Any, tiny_model: Any):
+    free(4 * GIGABYTE)
     assert plan(tiny_model, [[1]] * 9, max_batch=3).slots == 3
     with pytest.raises(MemoryForecastError, match=r"6\.00 GB .*; lower max_batch to 3$"):
         plan(tiny_model, [[1]] * 9, max_batch=5)
-    fake_free(monkeypatch, tmp_path, GIGABYTE)
+    free(GIGABYTE)
     for options in ({}, {"max_batch": 5}):
         with pytest.raises(
             MemoryForecastError, match=r"1\.00 GB .* 2\.00 GB .*; lower prefill_chunk$"
@@ -278,34 +263,25 @@ def test_more_together_than_fit_is_refused_with_how_many_do(
             plan(tiny_model, [[1]] * 9, **options)
 
 
-def test_more_together_than_there_are_prompts_is_all(tiny_model: Any):
-    assert plan(tiny_model, [[1]] * 3, max_batch=50).slots == 3
-
-
 def test_where_the_free_memory_is_unknown_all_run_together(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_model: Any
 ):
     monkeypatch.setattr(memory, "MEMINFO", tmp_path / "absent")
-    assert plan(tiny_model, [[1]] * 30).slots == 30
+    assert (
+        plan(tiny_model, [[1]] * 30).slots == plan(tiny_model, [[1]] * 30, max_batch=50).slots == 30
+    )
 
 
-def test_prompts_that_do_not_fit_together_are_decoded_a_few_at_a_time(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_model: Any
-):
+def test_prompts_that_do_not_fit_together_are_decoded_a_few_at_a_time(free: Any, tiny_model: Any):
     """Decided, and said, before the run; the tokens are those of all together."""
     prompts = [[*range(1, 9)], [*range(4, 40)], [5, 6], [*range(30, 50)]]
     with sfi_core.slow_fast(tiny_model, None, CONFIG) as session:
         three = session.forecast(3, 36, 42).needed_bytes
-    plans = []
-
-    def complete() -> Any:
-        return sfi_core.generate(
-            tiny_model, None, prompts, CONFIG, max_new_tokens=6, on_plan=plans.append
-        )
-
-    whole = complete()
-    fake_free(monkeypatch, tmp_path, int(three / 0.9) // 1024 + 1)
-    fewer = complete()
+    plans: list[BatchPlan] = []
+    options = {"max_new_tokens": 6, "on_plan": plans.append}
+    whole = sfi_core.generate(tiny_model, None, prompts, CONFIG, **options)
+    free(int(three / 0.9) // 1024 + 1)
+    fewer = sfi_core.generate(tiny_model, None, prompts, CONFIG, **options)
     assert [made.slots for made in plans] == [whole.slots, fewer.slots] == [4, 3]
     assert [r.token_ids for r in fewer.report.requests] == [
         r.token_ids for r in whole.report.requests

@@ -84,9 +84,8 @@ def test_what_a_policy_does_not_need_does_not_count():
 def test_a_layer_left_dense_has_no_packed_rows_and_no_notes():
     found = of(config=CONFIG.replace(dense_layers=(0, 1)), summary=SUMMARY).parts
     without = of((SLIDING, NARROW), summary=SUMMARY).parts
-    assert [found[name] for name in ("packed", "scratch", "notes")] == [
-        without[name] for name in ("packed", "scratch", "notes")
-    ]
+    for name in ("packed", "scratch", "notes"):
+        assert found[name] == without[name]
     assert (found["ring"], found["norms"]) == (of().parts["ring"], of().parts["norms"])
 
 

@@ -52,12 +52,10 @@ def attended(index: list, start: list[int], length: list[int]) -> list:
     ],
 )
 def test_candidates_are_all_but_sink_and_recent(prompt: int, expected: list[int]):
-    """Eq. 2."""
+    """Eq. 2; without a sink the first token is a candidate."""
     assert allowed(prefilled(prompt)) == expected
-
-
-def test_without_a_sink_the_first_token_is_a_candidate():
-    assert allowed(prefilled(RECENT + 2, sink=0), sink=0) == [0, 1]
+    without = prefilled(prompt, sink=0)
+    assert allowed(without, sink=0) == list(range(max(0, prompt - RECENT)))
 
 
 @pytest.mark.parametrize("prompt", [1, 3, 4, 7, 12, 13, 50])
@@ -91,22 +89,14 @@ def test_a_slow_step_puts_the_segment_over_the_last_recent_tokens(prompt: int, s
     assert state.recent_start == expected
 
 
-def test_an_anchored_segment_grows_on_fast_steps():
-    """Eq. 3, with our anchor."""
+@pytest.mark.parametrize("sliding", [False, True])
+def test_an_anchored_segment_grows_on_fast_steps_and_a_sliding_one_keeps_its_width(sliding: bool):
+    """Eq. 3, with our anchor, and as the paper has it."""
     state = prefilled(40)
     for step in range(1, 6):
         state.begin(slow=False, reason="", new_tokens=1)
-        state.move_recent(SINK, RECENT, sliding=False)
-        assert (state.recent_start, state.length) == (32, 40 + step)
-
-
-def test_a_sliding_segment_keeps_its_width_on_fast_steps():
-    """Eq. 3, as the paper has it."""
-    state = prefilled(40)
-    for step in range(1, 6):
-        state.begin(slow=False, reason="", new_tokens=1)
-        state.move_recent(SINK, RECENT, sliding=True)
-        assert (state.recent_start, state.length) == (32 + step, 40 + step)
+        state.move_recent(SINK, RECENT, sliding=sliding)
+        assert (state.recent_start, state.length) == (32 + sliding * step, 40 + step)
 
 
 @pytest.mark.parametrize("sliding", [False, True])
@@ -233,10 +223,6 @@ def test_finished_slow_steps_are_counted_with_their_reasons():
     assert state.tokens == [7, 8, 8, 8, 8]
     assert state.tally.slow_at == [0, 2, 4]
     assert state.tally.reasons == {"first": 1, "trigger": 1, "t_max": 1}
-
-
-def test_a_slow_step_that_broke_off_is_not_counted():
-    state = prefilled(10)
-    state.finish_step(7)
-    state.begin(slow=True, reason="trigger", new_tokens=1)
-    assert (state.tally.slow_at, state.tally.reasons) == ([0], {"first": 1})
+    state.begin(slow=True, reason="trigger", new_tokens=1)  # and does not finish
+    assert state.tally.slow_at == [0, 2, 4]
+    assert state.tally.reasons["trigger"] == 1

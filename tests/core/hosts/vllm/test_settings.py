@@ -7,20 +7,9 @@ from sfi_core.hosts.vllm.request_settings import RequestSettings
 from sfi_core.hosts.vllm.settings import HostFacts, Settings, check_host
 from sfi_core.settings.config import SfiConfig
 
-FITS = {
-    "speculative": False,
-    "pipeline": 1,
-    "context_parallel": 1,
-    "tensor_parallel": 1,
-    "kv_heads": 2,
-    "cache_dtype": "auto",
-    "dtype": "bfloat16",
-    "latent": False,
-    "two_batches": False,
-    "pooling": False,
-    "other_layers": (),
-    "asynchronous": False,
-}
+FITS = dict.fromkeys(("speculative", "latent", "two_batches", "pooling", "asynchronous"), False)
+FITS |= dict.fromkeys(("pipeline", "context_parallel", "tensor_parallel"), 1)
+FITS |= {"kv_heads": 2, "cache_dtype": "auto", "dtype": "bfloat16", "other_layers": ()}
 
 
 def one_line(error: pytest.ExceptionInfo[ConfigError], part: str) -> bool:
@@ -28,20 +17,10 @@ def one_line(error: pytest.ExceptionInfo[ConfigError], part: str) -> bool:
 
 
 def test_settings_of_the_plugin_and_of_a_run_stand_side_by_side():
-    given = {
-        "policy": "quest",
-        "preset": "paper",
-        "slots": 3,
-        "budget": 7,
-        "triggers": [".", "x"],
-        "selector": {"gamma": 0.0},
-    }
-    settings = Settings.of(given)
+    changes = {"budget": 7, "triggers": [".", "x"], "selector": {"gamma": 0.0}}
+    settings = Settings.of({"policy": "quest", "preset": "paper", "slots": 3, **changes})
     assert (settings.options.policy, settings.options.slots) == ("quest", 3)
-    wanted = SfiConfig.preset("paper").replace(
-        budget=7, triggers=(".", "x"), selector={"gamma": 0.0}
-    )
-    assert settings.config == wanted
+    assert settings.config == SfiConfig.preset("paper").replace(**changes)
 
 
 @pytest.mark.parametrize(

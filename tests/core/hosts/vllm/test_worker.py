@@ -131,11 +131,8 @@ class Server:
 
 def script(server: Server) -> list[torch.Tensor]:
     """Two requests with slots and one without: pieces, joins, fast steps, a slot's next owner."""
-    a, b, c = (
-        Request(0, 0, [3, 9, 4, 11, 7, 1]),
-        Request(1, 1, [2, 13, 5]),
-        Request(2, NO_SLOT, [6, 8]),
-    )
+    a, b = Request(0, 0, [3, 9, 4, 11, 7, 1]), Request(1, 1, [2, 13, 5])
+    c = Request(2, NO_SLOT, [6, 8])
     outs = [
         server.step((a, a.entry(prompt(48, ends=False), opens=True))),
         server.step((b, b.entry(prompt(33), opens=True)), (a, a.entry(prompt(22)))),
@@ -164,9 +161,8 @@ def test_vllms_layout_equals_contiguous_pages(backend: str) -> None:
         )
     for layer in range(LAYERS):
         norm_PHN, key_PHND = server.engine.store.pages(layer).norm_PHN, server.cache[layer][0]
-        torch.testing.assert_close(
-            norm_PHN[1:], key_PHND.norm(dim=-1)[1:]
-        )  # padding goes to block 0
+        # padding goes to block 0
+        torch.testing.assert_close(norm_PHN[1:], key_PHND.norm(dim=-1)[1:])
         ours, theirs = (one.engine.run.segments[layer] for one in (server, plain))
         assert torch.equal(ours.position_BHS.cpu(), theirs.position_BHS)
         assert torch.equal(ours.length_BH.cpu(), theirs.length_BH)
