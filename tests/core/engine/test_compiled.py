@@ -12,6 +12,7 @@ from sfi_core.generation.generate import generate
 from sfi_core.models.load import load
 from sfi_core.settings.audit import AuditConfig
 from sfi_core.settings.config import SfiConfig
+from sfi_core.settings.engine import EngineOptions
 from sfi_kernels.attention_in_place import attention_in_place
 from sfi_kernels.compiled import telling
 from tests.architectures import prompts, tiny
@@ -21,6 +22,7 @@ pytest.importorskip("numba")
 
 CONFIG = SfiConfig(sink=2, recent=6, budget=9, window_prefill=8, trigger_policy="never")
 ROWS = prompts(70, 9, 33)
+LOSSLESS = EngineOptions(lossless=True)
 
 
 def decode(model: Any, rows: Any, policy: str, **options: Any) -> tuple[Any, RecordingObserver]:
@@ -28,7 +30,7 @@ def decode(model: Any, rows: Any, policy: str, **options: Any) -> tuple[Any, Rec
     options = {"config": CONFIG, "max_new_tokens": 24, "stop_token_ids": (), **options}
     result = generate(
         model, None, rows, options.pop("config"), policy=policy, observers=[seen],
-        audit=None if "lossless" in options else AuditConfig(every=5), **options,
+        audit=None if "engine" in options else AuditConfig(every=5), **options,
     )  # fmt: skip
     return result.report, seen
 
@@ -85,7 +87,7 @@ def test_the_bundled_model_gives_the_same_tokens(monkeypatch):
 
 
 def test_lossless_drafts_are_full_attentions_tokens(monkeypatch):
-    (compiled, _), (plain, _) = both(monkeypatch, tiny("qwen3"), ROWS, "codescan", lossless=True)
+    (compiled, _), (plain, _) = both(monkeypatch, tiny("qwen3"), ROWS, "codescan", engine=LOSSLESS)
     full, _ = decode(tiny("qwen3"), ROWS, "full-kv")
     assert compiled.paths["numba.sparse_attention"]
     for mine, theirs, wanted in zip(compiled.requests, plain.requests, full.requests, strict=True):

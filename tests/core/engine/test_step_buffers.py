@@ -78,7 +78,7 @@ def test_a_selection_is_the_request_s_own_though_one_before_it_stopped(buffers, 
     buffers.write(partial(requests, SLOW, SLOW, FAST), ahead=True)
     run.descriptors = buffers
     run.requests[0].finished = True
-    monkeypatch.setattr(Run, "plan", lambda _: ["trigger", "trigger", ""])
+    monkeypatch.setattr(type(POLICY), "plan", lambda *_: ["trigger", "trigger", ""])
     run.begin_decode()
     assert buffers.launched
     index = torch.tensor([[[5, 6]], [[7, 8]]], dtype=torch.int32)
