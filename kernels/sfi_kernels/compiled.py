@@ -3,6 +3,7 @@
 numba is an extra (`sfi-toolkit[cpu]`). Nothing imports it before an op asks `why_not`.
 """
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -19,6 +20,8 @@ _heard: ContextVar[Callable[[], None] | None] = ContextVar("heard", default=None
 @cache
 def why_not() -> str:
     """Return why numba compiles nothing here, "" if it does."""
+    if "vllm" in sys.modules:  # 0.32 looks into all modules when an engine starts, and fails at llvmlite's
+        return "not beside vLLM"
     try:
         import numba  # noqa: PLC0415 - takes a quarter of a second
         from numba.core import event  # noqa: PLC0415
