@@ -20,7 +20,8 @@ _heard: ContextVar[Callable[[], None] | None] = ContextVar("heard", default=None
 @cache
 def why_not() -> str:
     """Return why numba compiles nothing here, "" if it does."""
-    if "vllm" in sys.modules:  # 0.32 looks into all modules when an engine starts, and fails at llvmlite's
+    # vLLM 0.32 looks into all modules when an engine starts, and fails at llvmlite's
+    if "vllm" in sys.modules:
         return "not beside vLLM"
     try:
         import numba  # noqa: PLC0415 - takes a quarter of a second
