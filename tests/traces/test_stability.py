@@ -7,7 +7,10 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
+from sfi_core.errors import TraceError
 from sfi_traces import overlap as overlaps
+from sfi_traces.model.request import Request
+from sfi_traces.model.supports import Supports
 from sfi_traces.model.trace import Trace
 from sfi_traces.schema import TABLES
 from sfi_traces.summary import Scope, lags
@@ -282,3 +285,12 @@ def test_a_step_that_lacks_a_support_somewhere_is_left_out(sfi):
     rewrite(sfi.trace.path, "supports", lose)
     assert View(sfi.trace).supports.step_N.tolist() == [*range(7), *range(8, 45)]
     assert 7 in View(sfi.trace, layer=0).supports.step_N
+
+
+@pytest.mark.parametrize(
+    ("wanted", "option"),
+    [({"head": 9}, "--audit 1"), ({"layer": 9}, "--audit 1 --set audit.layers=9")],
+)
+def test_supports_that_are_missing_name_an_option_that_exists(sfi, wanted, option):
+    with pytest.raises(TraceError, match=f"; record it with {option}$"):
+        Supports.read(Request.open(sfi.trace, 0), **wanted)

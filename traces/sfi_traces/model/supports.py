@@ -244,11 +244,11 @@ def thinning(count: int, most: int) -> int:
 
 
 def _missing(request: Request, layer: int | None, head: int | None) -> str:
-    where, option = f"request {request.index}", "--audit 1"
-    for name, word, value in (("layer", "layer", layer), ("KV head", "head", head)):
+    where = f"request {request.index}"
+    for name, value in (("layer", layer), ("KV head", head)):
         if value is not None:
             where += f", {name} {value}"
-            option += f" --set audit.{word}s={value}"
+    option = "--audit 1" if layer is None else f"--audit 1 --set audit.layers={layer}"
     return f"trace {request.trace.path} has no supports of {where}; record it with {option}"
 
 
