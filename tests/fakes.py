@@ -49,6 +49,13 @@ def layer_context(logits: torch.Tensor, **fields: Any) -> LayerContext:
     return LayerContext(**{**shown, **fields})
 
 
+def coarse(weight: torch.Tensor) -> torch.Tensor:
+    """Round probabilities, float64, down to eighths of their power of two; 2^-32 is the least."""
+    weight = weight.clamp_min(2.0**-32)
+    power = weight.log2().floor().exp2()
+    return ((weight / power * 8).floor() * power).clamp_max(15 / 2)  # 1 is no score of its own
+
+
 class RecordingObserver(NullObserver):
     """Keeps every event and span, in order."""
 

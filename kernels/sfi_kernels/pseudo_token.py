@@ -19,11 +19,10 @@ class PseudoToken(NamedTuple):
 
     def part(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return output and log-sum-exp, as `partial_attention` returns a segment's."""
-        B, H, G = self.logit_BHG.shape
+        B, H, G = self.logit_BHG.shape[:3]
         value_BHG1E = self.value_BHE[:, :, None, None].expand(B, H, G, 1, -1)
-        in_parts = self.logit_BHG.dim() == 4
-        logit_BHG = self.logit_BHG.logsumexp(-1) if in_parts else self.logit_BHG
-        return value_BHG1E, logit_BHG[..., None]
+        logit_BHGX = self.logit_BHG.reshape(B, H, G, -1)
+        return value_BHG1E, logit_BHGX.logsumexp(-1, keepdim=True)
 
     def of(self, rows: slice) -> "PseudoToken":
         """Return the pseudo tokens of some requests."""
@@ -32,6 +31,6 @@ class PseudoToken(NamedTuple):
     def check(self, query_BHGD: torch.Tensor, width: int) -> None:
         """Raise `ValueError` unless the pseudo tokens fit the queries and the values' width."""
         B, H, G, _ = query_BHGD.shape
-        parts = {"X": None} if self.logit_BHG.dim() == 4 else {}
+        parts = dict.fromkeys("X"[: self.logit_BHG.dim() - 3])
         check_shape(self.logit_BHG, "pseudo logit", B=B, H=H, G=G, **parts)
         check_shape(self.value_BHE, "pseudo value", B=B, H=H, E=width)

@@ -1,7 +1,7 @@
 """The second and the third launch: score the keys of J and count the scores, then take the best.
 
-A score has 8 bits (`reference.coarse_score`), so that one histogram finds the threshold. Both launches compute the
-logits anew from the codes, which costs less than writing and reading them.
+A score has 8 bits (`key_codes.reference.coarse_score`), so that one histogram finds the threshold. Both
+launches compute the logits anew from the codes, which costs less than writing and reading them.
 """
 
 import triton
@@ -9,7 +9,7 @@ import triton.language as tl
 
 from sfi_kernels import step_descriptor as words
 from sfi_kernels.attention_tile.triton import LN2, LOG2E, add_sum, log_sum
-from sfi_kernels.code_scan.chunk_triton import SLOTS, WORDS, candidates, chunk_logits
+from sfi_kernels.code_scan.chunk_triton import SLOTS, candidates, chunk_logits
 from sfi_kernels.key_codes import reference
 
 FAST, SINK = tl.constexpr(words.FAST), tl.constexpr(words.SINK)
@@ -48,7 +48,7 @@ def _code_scan_score_kernel(
     own = (t >= first) & (t < stop)
     lse_ptr += pair * chunks * G
     lse = _joined_sums(lse_ptr, g, first // CHUNK, tl.cdiv(stop, CHUNK), G, BLOCK_G)
-    tl.store(log_sum_ptr + pair * G + g, lse, mask=(g < G) & (chunk == first // CHUNK))
+    tl.store(log_sum_ptr + pair * G + g, lse, mask=g < tl.where(chunk == first // CHUNK, G, 0))
     factor_ptr += pair * (1 + W * SLOTS) * G
     word_ptr += pair * W * capacity
     logits = chunk_logits(factor_ptr, word_ptr, t, own, capacity, g, W, G, BLOCK_G, CHUNK)
@@ -65,9 +65,7 @@ def _code_scan_score_kernel(
 
 
 @triton.jit
-def _write_ends(
-    index_ptr, position_ptr, length_ptr, first, count, budget, S, CHUNK: tl.constexpr
-):
+def _write_ends(index_ptr, position_ptr, length_ptr, first, count, budget, S, CHUNK: tl.constexpr):
     """Write sinks, padding and the number of positions."""
     taken = tl.minimum(tl.maximum(count, 0), budget)
     for begin in range(0, S, CHUNK):
@@ -130,5 +128,7 @@ def _code_scan_choose_kernel(
     logits = chunk_logits(factor_ptr, word_ptr, t, own, capacity, g, W, G, BLOCK_G, CHUNK)
     unread = tl.exp2((logits - lse[:, None]) * LOG2E)
     unread = tl.sum(tl.where((own & ~taken)[None, :], unread, 0.0), 1) * rest
-    logit = tl.where(unread > 0.0, lse + tl.log2(tl.where(unread > 0.0, unread, 1.0)) * LN2, float("-inf"))
+    logit = tl.where(
+        unread > 0.0, lse + tl.log2(tl.where(unread > 0.0, unread, 1.0)) * LN2, float("-inf")
+    )
     tl.store(rest_ptr, logit, mask=g < G)

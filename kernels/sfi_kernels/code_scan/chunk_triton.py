@@ -7,7 +7,7 @@ from sfi_kernels import step_descriptor as words
 from sfi_kernels.key_codes import layout
 
 BITS, SHIFTS = tl.constexpr(layout.BITS), tl.constexpr(layout.SHIFTS)
-SLOTS = tl.constexpr(len(layout.BITS))
+SLOTS = tl.constexpr(layout.SLOTS)
 WORDS, MODE = tl.constexpr(words.WORDS), tl.constexpr(words.MODE)
 START = tl.constexpr(words.ALLOWED_START)
 STOP = tl.constexpr(words.ALLOWED_STOP)

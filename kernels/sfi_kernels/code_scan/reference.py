@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import torch
 
-from sfi_kernels.key_codes.layout import BITS, SHIFTS, CodeBasis
+from sfi_kernels.key_codes.layout import BITS, SHIFTS, SLOTS, CodeBasis, words
 from sfi_kernels.key_codes.reference import choose_likeliest
 from sfi_kernels.pages import read_pages
 from sfi_kernels.pseudo_token import PseudoToken
@@ -18,8 +18,6 @@ from sfi_kernels.step_descriptor import (
     QUERIES,
     StepDescriptor,
 )
-
-SLOTS = len(BITS)
 
 
 class BatchCodes(NamedTuple):
@@ -39,16 +37,21 @@ class BatchCodes(NamedTuple):
 
     @classmethod
     def empty(
-        cls, rows: int, key_PHND: torch.Tensor, value_PHNE: torch.Tensor, words: int, capacity: int
+        cls, rows: int, key_PHND: torch.Tensor, value_PHNE: torch.Tensor, capacity: int
     ) -> "BatchCodes":
         """Allocate for `rows` requests of at most `capacity` tokens; no request has a basis yet."""
-        (_, H, _, D), E = key_PHND.shape, value_PHNE.shape[3]
+        (_, H, _, D), E, W = key_PHND.shape, value_PHNE.shape[3], words(key_PHND.shape[3])
         zeros = torch.zeros(0, device=key_PHND.device).new_zeros
         return cls(
-            zeros(rows, H, D), zeros(rows, H, words, D, SLOTS), zeros(rows, H, words, SLOTS, D),
-            zeros(rows, H, words, capacity, dtype=torch.int32), zeros(rows, H, E),
+            zeros(rows, H, D), zeros(rows, H, W, D, SLOTS), zeros(rows, H, W, SLOTS, D),
+            zeros(rows, H, W, capacity, dtype=torch.int32), zeros(rows, H, E),
             zeros(rows, H, dtype=torch.int32),
         )  # fmt: skip
+
+    def grown(self, capacity: int) -> "BatchCodes":
+        """Return a copy for at least `capacity` tokens of a request."""
+        more = capacity - self.word_BHWT.shape[3]
+        return self._replace(word_BHWT=torch.nn.functional.pad(self.word_BHWT, (0, more)))
 
     def of(self, rows: slice) -> "BatchCodes":
         """Return some rows, over the same memory."""
@@ -82,9 +85,9 @@ def code_tokens(
 ) -> None:
     """Code the new keys of every request that decodes, in place of `codes.word_BHWT`."""
     check_codes(key_PHND, block_table_BP, descriptor, codes)
-    for row, words in enumerate(descriptor.table_BX.tolist()):
-        if words[MODE] >= FAST:
-            start, stop = words[LENGTH] - words[QUERIES], words[LENGTH]
+    for row, own in enumerate(descriptor.table_BX.tolist()):
+        if own[MODE] >= FAST:
+            start, stop = own[LENGTH] - own[QUERIES], own[LENGTH]
             key_HTD = read_pages(key_PHND, block_table_BP[row], start, stop)[0]
             codes.word_BHWT[row, :, :, start:stop] = encoded(key_HTD, codes, row)
 
@@ -124,19 +127,23 @@ def code_scan(
     Returns:
         The choice. The pseudo token's value is the mean value of J.
     """
-    check(query_BHGD, key_PHND, value_PHNE, block_table_BP, descriptor, codes, position_BHS, length_BH)
+    check(
+        query_BHGD, key_PHND, value_PHNE, block_table_BP, descriptor, codes, position_BHS, length_BH
+    )
     code_tokens(key_PHND, block_table_BP, descriptor, codes)
     B, H, G, _ = query_BHGD.shape
     index_BHK = position_BHS.new_full((B, H, budget), -1)
     logit_BHG = query_BHGD.new_full((B, H, G), -torch.inf, dtype=torch.float32)
     value_BHE = torch.zeros_like(codes.sum_BHE)
-    for row, words in enumerate(descriptor.table_BX.tolist()):
-        if words[MODE] != FAST:
+    for row, own in enumerate(descriptor.table_BX.tolist()):
+        if own[MODE] != FAST:
             continue
-        first, stop = words[ALLOWED_START], words[ALLOWED_STOP]
+        first, stop = own[ALLOWED_START], own[ALLOWED_STOP]
         count = stop - first
         value_BHE[row] = _mean_value(value_PHNE, block_table_BP[row], codes, row, first, stop)
-        chosen = torch.arange(max(count, 0), device=index_BHK.device, dtype=torch.int32).expand(H, -1)
+        chosen = torch.arange(max(count, 0), device=index_BHK.device, dtype=torch.int32).expand(
+            H, -1
+        )
         if count > budget:
             logits_HGT = scanned(query_BHGD[row], codes, row, scale)[..., first:stop]
             chosen, logit_BHG[row] = choose_likeliest(logits_HGT, budget, rest=rest)

@@ -63,7 +63,7 @@ def _mean_value(
     """Add the values up to `stop` to the sum, and store the mean value of J."""
     e = tl.arange(0, BLOCK_E)
     known = tl.load(summed_ptr)
-    total = tl.load(sum_ptr + e, mask=(e < E) & (known > 0), other=0.0)
+    total = tl.load(sum_ptr + e, mask=e < tl.where(known > 0, E, 0), other=0.0)
     begin = tl.where(known > 0, known, first)
     for at in range(begin, stop, TOKENS):
         t = at + tl.arange(0, TOKENS)
@@ -82,7 +82,7 @@ def _projected_logits(
 ):  # fmt: skip
     """Return `chunk_logits` of a query that is projected here; the factors are stored if `keeps`."""
     mean = tl.load(mean_ptr + d, mask=d < D, other=0.0)
-    constant, stored = tl.sum(query * mean[None, :], 1), (g < G) & keeps
+    constant, stored = tl.sum(query * mean[None, :], 1), g < tl.where(keeps, G, 0)
     tl.store(factor_ptr + g, constant, mask=stored)
     logits = constant[:, None] + tl.zeros([BLOCK_G, CHUNK], tl.float32)
     for w in range(W):
@@ -105,7 +105,11 @@ def _code_scan_sums_kernel(
     BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, CHUNK: tl.constexpr,
     CHOOSE: tl.constexpr,
 ):  # fmt: skip
-    pair, chunk, chunks = tl.program_id(1).to(tl.int64), tl.program_id(0) - 1, tl.num_programs(0) - 1
+    pair, chunk, chunks = (
+        tl.program_id(1).to(tl.int64),
+        tl.program_id(0) - 1,
+        tl.num_programs(0) - 1,
+    )
     request, h = pair // H, pair % H
     mode, first, stop = candidates(table_ptr, request)
     table = block_table_ptr + request * pages_per_request

@@ -12,6 +12,7 @@ from sfi_kernels.code_scan.choice_triton import _code_scan_score_kernel as score
 from sfi_kernels.code_scan.reference import BatchCodes, Choice, check, check_codes
 from sfi_kernels.code_scan.sums_triton import BINS
 from sfi_kernels.code_scan.sums_triton import _code_scan_sums_kernel as sums
+from sfi_kernels.key_codes.layout import SLOTS
 from sfi_kernels.launch import launch
 from sfi_kernels.pages import kernel_strides
 from sfi_kernels.pseudo_token import PseudoToken
@@ -43,7 +44,9 @@ def code_scan(
     position_BHS: torch.Tensor, length_BH: torch.Tensor, *, budget: int, scale: float, rest: float,
 ) -> Choice:  # fmt: skip
     """See `reference.code_scan`. D and E up to 256; the pseudo token's logits are in parts, one a chunk."""
-    check(query_BHGD, key_PHND, value_PHNE, block_table_BP, descriptor, codes, position_BHS, length_BH)
+    check(
+        query_BHGD, key_PHND, value_PHNE, block_table_BP, descriptor, codes, position_BHS, length_BH
+    )
     (B, H, G, _), W, capacity = query_BHGD.shape, *codes.word_BHWT.shape[2:]
     table, chunk = descriptor.table_BX, min(MOST_KEYS, LOGITS // triton.next_power_of_2(G))
     chunks, pairs = triton.cdiv(capacity, chunk), B * H
@@ -51,7 +54,7 @@ def code_scan(
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return query_BHGD.new_empty(B, H, *shape, dtype=dtype)
 
-    factor, lse, log_sum_BHG = empty(1 + 16 * W, G), empty(chunks, G), empty(G)
+    factor, lse, log_sum_BHG = empty(1 + SLOTS * W, G), empty(chunks, G), empty(G)
     counts, columns = (
         empty(*shape, dtype=torch.int32) for shape in ((BINS.value,), (chunks, COLUMNS.value))
     )

@@ -113,7 +113,9 @@ def decode_attention(
             if position_BHS is None:
                 own = sparse_attention(query, *packed, *rows, **options, **extra)
             else:
-                own = attention_in_place(query, position_BHS[one], packed[2], *rows, **options, **extra)
+                own = attention_in_place(
+                    query, position_BHS[one], packed[2], *rows, **options, **extra
+                )
             out[one, :, :, -1] = own
         elif mode == SLOW:
             own = query_BHGWD[one, :, :, -queries:]

@@ -92,8 +92,8 @@ def choose_by(
 def coarse_score(weight_HT: torch.Tensor) -> torch.Tensor:
     """Round probabilities to 256 scores: their exponent and 3 bits of the mantissa, from 2^-32 to 1.
 
-    Two keys with one score differ by an eighth, less than what their codes leave open. One histogram finds the
-    threshold.
+    Two keys with one score differ by an eighth, less than what their codes leave open. One histogram finds
+    the threshold.
     """
     bits_HT = weight_HT.float().view(torch.int32)
     return ((bits_HT >> DROPPED) - LOWEST).clamp_(0, 255).float()
