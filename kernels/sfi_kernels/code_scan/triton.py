@@ -21,7 +21,8 @@ from sfi_kernels.step_descriptor import StepDescriptor
 LOGITS = 8192  # of a program: keys times query heads
 MOST_KEYS = 1024  # of a program
 MIN_CHUNKS = 64  # one kernel for all capacities up to 64K
-WARPS = 8
+# of a thread: two programs fit a processor. Left alone, the compiler spills for more programs.
+PROGRAM: Any = {"num_warps": 8, "max_registers": 128}
 
 
 def code_tokens(
@@ -34,7 +35,7 @@ def code_tokens(
         sums, (1, codes.word_BHWT[:, :, 0, 0].numel()), empty, key_PHND, key_PHND, block_table_BP,
         descriptor.table_BX, *codes, empty, empty, empty, codes.summed_BH, 1.0,
         block_table_BP.shape[1], codes.word_BHWT.shape[3], 0,
-        **_constants(key_PHND, key_PHND, codes), G=1, BLOCK_G=1, CHUNK=1, CHOOSE=False, num_warps=WARPS,
+        **_constants(key_PHND, key_PHND, codes), G=1, BLOCK_G=1, CHUNK=1, CHOOSE=False, **PROGRAM,
     )  # fmt: skip
 
 
@@ -61,7 +62,7 @@ def code_scan(
     score_BHT, index_BHK = empty(capacity, dtype=torch.uint8), empty(budget, dtype=torch.int32)
     pseudo = PseudoToken(empty(G, chunks), torch.empty_like(codes.sum_BHE))
     common = {
-        "G": G, "BLOCK_G": triton.next_power_of_2(G), "CHUNK": chunk, "num_warps": WARPS,
+        "G": G, "BLOCK_G": triton.next_power_of_2(G), "CHUNK": chunk, **PROGRAM,
     }  # fmt: skip
     launch(
         sums, (1 + chunks, pairs), query_BHGD.contiguous(), key_PHND, value_PHNE, block_table_BP, table,

@@ -108,7 +108,8 @@ def decode_attention(
                 query, *packed, *pages, start_B, length_B, dense_BH[row], sink_HG, options
             )
         elif mode == FAST:
-            extra = {"sink_HG": sink_HG, "pseudo": None if pseudo is None else pseudo.of(one)}
+            own_pseudo = None if pseudo is None else pseudo.of(one)
+            extra: dict[str, Any] = {"sink_HG": sink_HG, "pseudo": own_pseudo}
             rows = *pages, words[one, START], length_B
             if position_BHS is None:
                 own = sparse_attention(query, *packed, *rows, **options, **extra)

@@ -146,8 +146,8 @@ def test_the_choice_of_a_step_can_be_replayed(complete, recorder, monkeypatch):
     """With the kernels themselves. The second prompt has no candidates: an eager step learns its basis."""
     for op in (decode_attention, split_plan):
         monkeypatch.delitem(op.__dict__, "triton")
-    options = {"policy": "codescan", "max_new_tokens": 8, "prompts": [PROMPTS[0], PROMPTS[2]]}
-    config = CONFIG.replace(budget=3, recent=6)
+    options = {"policy": "codescan", "max_new_tokens": 6, "prompts": [PROMPTS[0], PROMPTS[2]]}
+    config = CONFIG.replace(budget=3, recent=3)
     eager, graphed = (complete(one, config=config, **options) for one in (False, True))
     same(graphed, eager)
     assert recorder.tapes == 1
