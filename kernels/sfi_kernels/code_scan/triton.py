@@ -12,17 +12,17 @@ from sfi_kernels.code_scan.choice_triton import _code_scan_score_kernel as score
 from sfi_kernels.code_scan.reference import BatchCodes, Choice, check, check_codes
 from sfi_kernels.code_scan.sums_triton import BINS
 from sfi_kernels.code_scan.sums_triton import _code_scan_sums_kernel as sums
+from sfi_kernels.decode_attention.query_tile import REGISTERS
 from sfi_kernels.key_codes.layout import SLOTS
 from sfi_kernels.launch import launch
 from sfi_kernels.pages import kernel_strides
 from sfi_kernels.pseudo_token import PseudoToken
 from sfi_kernels.step_descriptor import StepDescriptor
 
-LOGITS = 8192  # of a program: keys times query heads
+LOGITS = 4096  # of a program: keys times query heads
 MOST_KEYS = 1024  # of a program
 MIN_CHUNKS = 64  # one kernel for all capacities up to 64K
-# of a thread: two programs fit a processor. Left alone, the compiler spills for more programs.
-PROGRAM: Any = {"num_warps": 8, "max_registers": 128}
+PROGRAM: Any = {"num_warps": 8, "max_registers": REGISTERS}
 
 
 def code_tokens(

@@ -14,6 +14,7 @@
     scan_codes                B H T c of codes in, 4 B H G T of logits out, B H G D s of query and
                               4 B H D (C + 1) of the basis in
       the plain product       reads 4 C numbers' bytes a key instead of c
+    codescan, A tokens read   as attention over A tokens, and B H T c of codes
     prompt, W queries         H T (D + E) s of keys and values, 2 H G W D s of query and output, one request;
                               4 H G D operations for each of W T - W (W - 1) / 2 pairs that see each other
     rms_norm, with its sum    2 B F s in and as much out, F s of the weight; F = H G D
@@ -101,6 +102,12 @@ def scan_bytes(settings: KernelSettings, code_bytes: int) -> int:
     logits = rows * settings.context * FLOAT32
     queries = rows * settings.head_dim * settings.torch_dtype.itemsize
     return _keys(settings) * code_bytes + logits + queries + _basis_bytes(settings)
+
+
+def codescan_bytes(settings: KernelSettings, tokens: int) -> int:
+    """Return the bytes of choosing by words of code, and of attention over `tokens` tokens."""
+    code_bytes = words(settings.head_dim) * INT32
+    return attention_bytes(settings, tokens) + _keys(settings) * code_bytes
 
 
 def prompt_bytes(settings: KernelSettings, queries: int, tokens: int) -> int:

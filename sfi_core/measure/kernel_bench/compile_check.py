@@ -40,9 +40,9 @@ CODES = (
     "`sfi kernel-bench --op encode_keys,scan_codes` checks both, and times them beside dense attention and",
     "beside PyTorch's product over unpacked levels. A run under a device budget takes these two.",
     "",
-    "`code_scan_sums`, `code_scan_score` and `code_scan_choose` choose for all requests of a batch: a program",
-    "takes the words of up to 1,024 keys, for all query heads of a KV head. The first launch also codes the",
-    "new keys. `in place` marks attention that reads the chosen rows in their pages, by position; each row",
+    "`code_scan_sums`, `code_scan_score` and `code_scan_choose` choose for all requests: a program takes",
+    "the words of up to 1,024 keys, for all query heads of a KV head. The first launch also codes the",
+    "new keys. `in place` marks attention that reads the chosen rows in their pages, by position; a row",
     "waits for its position and its page number, so the pipeline has one buffer.",
 )
 

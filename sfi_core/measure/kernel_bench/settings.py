@@ -9,9 +9,15 @@ from sfi_core.settings.engine import BACKENDS
 
 OPS = (
     "fast", "dense", "verify", "mixed_heads", "selector", "top_k", "pack", "recall", "append",
-    "encode_keys", "scan_codes", "prompt", "rms_norm", "rotary", "silu_mul",
+    "encode_keys", "scan_codes", "codescan", "prompt", "rms_norm", "rotary", "silu_mul",
 )  # fmt: skip
-PACKED_OPS = {"fast", "mixed_heads", "pack", "recall"}  # work on the packed rows of a retention
+PACKED_OPS = {
+    "fast",
+    "mixed_heads",
+    "pack",
+    "recall",
+    "codescan",
+}  # work on the packed rows of a retention
 FUSED_OPS = ("rms_norm", "rotary", "silu_mul")
 CODE_OPS = {"encode_keys", "scan_codes"}
 VERIFIED = (1, 5, 8, 9, 17)  # queries of a verification: one more than its draft has tokens

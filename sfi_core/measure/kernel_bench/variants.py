@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from sfi_core.measure.kernel_bench import bytes_moved, gates
+from sfi_core.measure.kernel_bench.codescan_variant import codescan_variant
 from sfi_core.measure.kernel_bench.data import (
     Selected,
     allowed,
@@ -74,7 +75,11 @@ class KernelVariants:
             if "fast" in ops:
                 yield from guarded("fast", retention, self._fast(retention, selected))
             more = settings, self.data, selected, retention, self.backend
-            for op, make in (("mixed_heads", mixed_heads_variant), ("recall", recall_variant)):
+            for op, make in (
+                ("mixed_heads", mixed_heads_variant),
+                ("recall", recall_variant),
+                ("codescan", codescan_variant),
+            ):
                 if op in ops:
                     yield from guarded(op, retention, alone(make, *more))
         if {"selector", "top_k"} & set(ops):

@@ -1,0 +1,68 @@
+"""The variant of a codescan step: choose by the codes of all keys, and read the chosen rows in place."""
+
+import torch
+
+from sfi_core.measure.kernel_bench import bytes_moved, gates
+from sfi_core.measure.kernel_bench.data import LayerData, Selected, step_plan
+from sfi_core.measure.kernel_bench.key_code_variants import draw_basis
+from sfi_core.measure.kernel_bench.settings import KernelSettings
+from sfi_core.measure.kernel_bench.variant import KernelVariant
+from sfi_kernels.code_scan import BatchCodes, code_scan
+from sfi_kernels.code_scan.reference import encoded, scanned
+from sfi_kernels.decode_attention import decode_attention
+from sfi_kernels.step_descriptor import FAST
+
+TIED = 1 + 2**-3  # what a key may exceed another by with the same score
+ROUNDED = 1e-3  # of a probability
+
+
+def codescan_variant(
+    settings: KernelSettings, data: LayerData, selected: Selected, retention: float, backend: str
+) -> KernelVariant:
+    """Make the variant: all launches of a layer's step but `append`, for a batch of equal requests.
+
+    The pseudo token has no weight, so that the textbook's attention to the chosen rows is the right one.
+    """
+    device, budget = data.length_B.device, settings.budget(retention)
+    plan = step_plan(settings, backend, device, mode=FAST, packed=settings.sink + budget)
+    codes = BatchCodes.empty(settings.batch, *data.paged[:2], settings.context)
+    basis = draw_basis(settings, device)
+    for row, key_HTD in enumerate(data.key_BHTD):
+        codes.learn(row, basis)
+        codes.word_BHWT[row] = encoded(key_HTD, codes, row)
+    position, length = selected.position_BHS.clone(), selected.length_BH.clone()
+    nothing = [pages.new_empty(*length.shape, 0, pages.shape[3]) for pages in data.paged[:2]]
+    first, stop = settings.sink, settings.context - settings.recent
+
+    def call() -> torch.Tensor:
+        pseudo = code_scan.on(backend)(
+            data.query_BHGD, *data.paged, plan, codes, position, length,
+            budget=budget, scale=settings.scale, rest=0.0,
+        ).pseudo  # fmt: skip
+        query_BHG1D = data.query_BHGD[:, :, :, None]
+        return decode_attention.on(backend)(
+            query_BHG1D, *nothing, length, *data.paged, plan, scale=settings.scale, pseudo=pseudo,
+            position_BHS=position,
+        ).out_BHGWE[:, :, :, 0]  # fmt: skip
+
+    def error() -> float:
+        out_BHGD = call()
+        index = position[:, :, first:]
+        for row, query_HGD in enumerate(data.query_BHGD):
+            logits_HGT = scanned(query_HGD, codes, row, settings.scale)[..., first:stop]
+            weight_HT = logits_HGT.softmax(-1).mean(1)
+            chosen_HT = torch.zeros_like(weight_HT, dtype=torch.bool)
+            chosen_HT.scatter_(1, (index[row] - first).long(), True)
+            least = weight_HT.masked_fill(~chosen_HT, torch.inf).amin(1)
+            most = weight_HT.masked_fill(chosen_HT, 0.0).amax(1).clamp_min(2.0**-32)
+            whole = (chosen_HT.sum(1) == budget).all() and (length[row] == first + budget).all()
+            if not (whole and (least.clamp_min(2.0**-32) * TIED * (1 + ROUNDED) >= most).all()):
+                return gates.WRONG
+        read = gates.attended(index, first, stop, settings.context)
+        expected = gates.textbook(
+            data.query_BHGD, data.key_BHTD, data.value_BHTD, settings.scale, read
+        )
+        return expected.error(out_BHGD)
+
+    moved = bytes_moved.codescan_bytes(settings, settings.attended(retention))
+    return KernelVariant("codescan", retention, call, moved, error)
