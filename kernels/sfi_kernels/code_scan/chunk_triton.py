@@ -21,13 +21,6 @@ def candidates(table_ptr, request):
 
 
 @triton.jit
-def middles(word, slot: tl.constexpr):
-    """Return the middles of a slot's levels, in steps, [CHUNK]."""
-    level = ((word >> SHIFTS[slot]) & (2 ** BITS[slot] - 1)).to(tl.float32)
-    return level + (0.5 - 2.0 ** (BITS[slot] - 1))
-
-
-@triton.jit
 def chunk_logits(
     factor_ptr, word_ptr, t, own, capacity, g,
     W: tl.constexpr, G: tl.constexpr, BLOCK_G: tl.constexpr, CHUNK: tl.constexpr,
@@ -43,5 +36,7 @@ def chunk_logits(
         for slot in tl.static_range(SLOTS):
             at = factor_ptr + (1 + w * SLOTS + slot) * G + g
             factor = tl.load(at, mask=g < G, other=0.0)
-            logits += factor[:, None] * middles(word, slot)[None, :]
+            level = ((word >> SHIFTS[slot]) & (2 ** BITS[slot] - 1)).to(tl.float32)
+            middle = level + (0.5 - 2.0 ** (BITS[slot] - 1))
+            logits += factor[:, None] * middle[None, :]
     return logits

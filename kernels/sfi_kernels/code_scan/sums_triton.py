@@ -9,7 +9,7 @@ import triton.language as tl
 
 from sfi_kernels import step_descriptor as words
 from sfi_kernels.attention_tile.triton import add_sum, log_sum, row_start, rows
-from sfi_kernels.code_scan.chunk_triton import BITS, SHIFTS, SLOTS, WORDS, candidates, middles
+from sfi_kernels.code_scan.chunk_triton import BITS, SHIFTS, SLOTS, WORDS, candidates, chunk_logits
 
 FAST, LENGTH = tl.constexpr(words.FAST), tl.constexpr(words.LENGTH)
 QUERIES = tl.constexpr(words.QUERIES)
@@ -76,24 +76,21 @@ def _mean_value(
 
 
 @triton.jit
-def _projected_logits(
-    query, mean_ptr, basis_ptr, word_ptr, factor_ptr, t, own, capacity, g, d, keeps,
-    W: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_G: tl.constexpr, CHUNK: tl.constexpr,
+def _project(
+    query_ptr, mean_ptr, basis_ptr, factor_ptr, scale,
+    W: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Return `chunk_logits` of a query that is projected here; the factors are stored if `keeps`."""
+    """Store the factors of the channels for `chunk_logits`; all programs of a head store the same."""
+    m, d, slot = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D), tl.arange(0, SLOTS)
+    query = rows(query_ptr, m, D, m < G, D, BLOCK_D).to(tl.float32) * scale
     mean = tl.load(mean_ptr + d, mask=d < D, other=0.0)
-    constant, stored = tl.sum(query * mean[None, :], 1), g < tl.where(keeps, G, 0)
-    tl.store(factor_ptr + g, constant, mask=stored)
-    logits = constant[:, None] + tl.zeros([BLOCK_G, CHUNK], tl.float32)
+    tl.store(factor_ptr + m, tl.sum(query * mean[None, :], 1), mask=m < G)
     for w in range(W):
-        word = tl.load(word_ptr + w * capacity + t, mask=own, other=0)
-        for slot in tl.static_range(SLOTS):
-            channel = w * SLOTS + slot
-            basis = tl.load(basis_ptr + channel * D + d, mask=d < D, other=0.0)
-            factor = tl.sum(query * basis[None, :], 1)
-            tl.store(factor_ptr + (1 + channel) * G + g, factor, mask=stored)
-            logits += factor[:, None] * middles(word, slot)[None, :]
-    return logits
+        basis = rows(basis_ptr, slot + w * SLOTS, D, slot < SLOTS, D, BLOCK_D)
+        factor = tl.dot(query, tl.trans(basis), input_precision="ieee")
+        where = factor_ptr + (slot[None, :] + w * SLOTS + 1) * G + m[:, None]
+        tl.store(where, factor, mask=m[:, None] < G)
+    tl.debug_barrier()  # other threads of the program load what these have stored
 
 
 @triton.jit(do_not_specialize=["pages_per_request", "capacity", "budget"])
@@ -102,8 +99,8 @@ def _code_scan_sums_kernel(
     sum_ptr, summed_ptr, mean_value_ptr, factor_ptr, lse_ptr, counts_ptr, scale, pages_per_request,
     capacity, budget, KEY_STRIDES: tl.constexpr, VALUE_STRIDES: tl.constexpr, H: tl.constexpr,
     G: tl.constexpr, D: tl.constexpr, E: tl.constexpr, W: tl.constexpr, PAGE: tl.constexpr,
-    BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, CHUNK: tl.constexpr,
-    CHOOSE: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+    CHUNK: tl.constexpr, CHOOSE: tl.constexpr,
 ):  # fmt: skip
     pair, chunk, chunks = (
         tl.program_id(1).to(tl.int64),
@@ -134,14 +131,13 @@ def _code_scan_sums_kernel(
     begin = chunk * CHUNK
     if (mode != FAST) | (stop - first <= budget) | (begin >= stop) | (begin + CHUNK <= first):
         return
-    g, d, t = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D), begin + tl.arange(0, CHUNK)
+    g, t = tl.arange(0, BLOCK_G), begin + tl.arange(0, CHUNK)
     own = (t >= first) & (t < stop)
-    query = rows(query_ptr + pair * G * D, g, D, g < G, D, BLOCK_D).to(tl.float32) * scale
-    logits = _projected_logits(
-        query, mean_ptr, basis_ptr + pair * W * SLOTS * D, word_ptr,
-        factor_ptr + pair * (1 + W * SLOTS) * G, t, own, capacity, g, d, chunk == first // CHUNK,
-        W, G, D, BLOCK_G, CHUNK,
-    )  # fmt: skip
+    factor_ptr += pair * (1 + W * SLOTS) * G
+    query_ptr += pair * G * D
+    basis_ptr += pair * W * SLOTS * D
+    _project(query_ptr, mean_ptr, basis_ptr, factor_ptr, scale, W, G, D, BLOCK_M, BLOCK_D)
+    logits = chunk_logits(factor_ptr, word_ptr, t, own, capacity, g, W, G, BLOCK_G, CHUNK)
     peak, total = add_sum(
         tl.full([BLOCK_G], float("-inf"), tl.float32), tl.zeros([BLOCK_G], tl.float32),
         tl.where(own[None, :], logits, float("-inf")),

@@ -35,7 +35,8 @@ def code_tokens(
         sums, (1, codes.word_BHWT[:, :, 0, 0].numel()), empty, key_PHND, key_PHND, block_table_BP,
         descriptor.table_BX, *codes, empty, empty, empty, codes.summed_BH, 1.0,
         block_table_BP.shape[1], codes.word_BHWT.shape[3], 0,
-        **_constants(key_PHND, key_PHND, codes), G=1, BLOCK_G=1, CHUNK=1, CHOOSE=False, **PROGRAM,
+        **_constants(key_PHND, key_PHND, codes), G=1, BLOCK_G=1, BLOCK_M=padded(1),
+        CHUNK=1, CHOOSE=False, **PROGRAM,
     )  # fmt: skip
 
 
@@ -67,7 +68,7 @@ def code_scan(
     launch(
         sums, (1 + chunks, pairs), query_BHGD.contiguous(), key_PHND, value_PHNE, block_table_BP, table,
         *codes, pseudo.value_BHE, factor, lse, counts, scale, block_table_BP.shape[1], capacity, budget,
-        **_constants(key_PHND, value_PHNE, codes), **common, CHOOSE=True,
+        **_constants(key_PHND, value_PHNE, codes), **common, BLOCK_M=padded(G), CHOOSE=True,
     )  # fmt: skip
     launch(
         score, (chunks, pairs), table, codes.word_BHWT, factor, lse, counts, columns, score_BHT,

@@ -110,13 +110,12 @@ def decode_attention(
         elif mode == FAST:
             own_pseudo = None if pseudo is None else pseudo.of(one)
             extra: dict[str, Any] = {"sink_HG": sink_HG, "pseudo": own_pseudo}
-            rows = *pages, words[one, START], length_B
+            rows: tuple[Any, ...] = (*pages, words[one, START], length_B)
+            extra |= options
             if position_BHS is None:
-                own = sparse_attention(query, *packed, *rows, **options, **extra)
+                own = sparse_attention(query, *packed, *rows, **extra)
             else:
-                own = attention_in_place(
-                    query, position_BHS[one], packed[2], *rows, **options, **extra
-                )
+                own = attention_in_place(query, position_BHS[one], packed[2], *rows, **extra)
             out[one, :, :, -1] = own
         elif mode == SLOW:
             own = query_BHGWD[one, :, :, -queries:]

@@ -1,5 +1,7 @@
 """The variant of a codescan step: choose by the codes of all keys, and read the chosen rows in place."""
 
+from typing import Any
+
 import torch
 
 from sfi_core.measure.kernel_bench import bytes_moved, gates
@@ -34,16 +36,17 @@ def codescan_variant(
     nothing = [pages.new_empty(*length.shape, 0, pages.shape[3]) for pages in data.paged[:2]]
     first, stop = settings.sink, settings.context - settings.recent
 
+    choose, attend = code_scan.on(backend), decode_attention.on(backend)
+    operands: tuple[Any, ...] = (*nothing, length, *data.paged, plan)
+
     def call() -> torch.Tensor:
-        pseudo = code_scan.on(backend)(
+        pseudo = choose(
             data.query_BHGD, *data.paged, plan, codes, position, length,
             budget=budget, scale=settings.scale, rest=0.0,
         ).pseudo  # fmt: skip
         query_BHG1D = data.query_BHGD[:, :, :, None]
-        return decode_attention.on(backend)(
-            query_BHG1D, *nothing, length, *data.paged, plan, scale=settings.scale, pseudo=pseudo,
-            position_BHS=position,
-        ).out_BHGWE[:, :, :, 0]  # fmt: skip
+        options: Any = {"scale": settings.scale, "pseudo": pseudo, "position_BHS": position}
+        return attend(query_BHG1D, *operands, **options).out_BHGWE[:, :, :, 0]
 
     def error() -> float:
         out_BHGD = call()

@@ -159,7 +159,7 @@ def test_a_run_checks_and_times_every_op(dtype):
     rows = run_bench(tiny(dtype=dtype, repeats=2), "torch", CPU).rows()
     assert {row["op"] for row in rows} == {
         "fast", "dense", "dense.sdpa", "verify", "mixed_heads", "selector", "top_k", "pack", "recall",
-        "append", "encode_keys", "scan_codes", "scan_codes.plain",
+        "append", "encode_keys", "scan_codes", "scan_codes.plain", "codescan",
         "prompt", "prompt.sdpa", "prompt.piece", "prompt.piece.sdpa",
         "rms_norm", "rotary", "silu_mul",
     }  # fmt: skip
@@ -313,7 +313,7 @@ def test_every_kernel_variant_runs_and_equals_its_formula(kernel_device):
     assert {name for name, _ in errors} == {
         "dense", "dense.evidence", "dense.paper_like", "dense.sdpa", "fast", "fast.gather",
         "verify", "mixed_heads", "pack", "recall", "selector", "top_k", "append",
-        "encode_keys", "scan_codes", "scan_codes.plain",
+        "encode_keys", "scan_codes", "scan_codes.plain", "codescan",
         "prompt", "prompt.sdpa", "prompt.piece", "prompt.piece.sdpa",
         "rms_norm", "rotary", "silu_mul",
     }  # fmt: skip
