@@ -82,8 +82,11 @@ def run(observers: list[Observer], sampling: Sampling | None) -> tuple[int, Any]
 SAMPLED = Sampling(do_sample=True, temperature=0.7, top_k=50, top_p=0.9, min_p=0.01)
 
 
-@pytest.mark.parametrize("sampling", [None, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("observers", [[], [Compares()]], ids=["alone", "compared"])
+@pytest.mark.parametrize(
+    ("observers", "sampling"),
+    [([], None), ([Compares()], SAMPLED)],
+    ids=["alone, greedy", "compared, sampled"],
+)
 def test_the_forecast_covers_what_a_lossless_run_holds(
     observers: list[Observer], sampling: Sampling | None
 ):
