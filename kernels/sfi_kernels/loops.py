@@ -15,7 +15,7 @@ from numba import njit, types
 from numba.extending import intrinsic
 
 from sfi_kernels.compiled import OPTIONS, entry
-from sfi_kernels.key_codes.layout import BITS, CHANNELS, SHIFTS
+from sfi_kernels.key_codes.layout import BITS, SHIFTS, SLOTS
 
 F = np.float32
 FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2  # kinds of pages
@@ -147,69 +147,73 @@ def _less(x, y, to):
 @inner
 def _project(x, basis_DC, y):
     y[:] = 0
-    for d in range(len(x)):
-        row = basis_DC[d]
-        for c in range(CHANNELS):
-            y[c] += x[d] * row[c]
+    for first in range(0, len(y), SLOTS):
+        for d in range(len(x)):
+            row, own = basis_DC[d, first : first + SLOTS], y[first : first + SLOTS]
+            for c in range(SLOTS):
+                own[c] += x[d] * row[c]
 
 
 @entry
-def encode(key_HTD, mean_HD, encode_HDC, word_HT):
+def encode(key_HTD, mean_HD, encode_HDC, word_HWT):
     """Code keys, float32, as words."""
     H, T, D = key_HTD.shape
-    centered, step = np.empty(D, F), np.empty(CHANNELS, F)
+    W = word_HWT.shape[1]
+    centered, step = np.empty(D, F), np.empty(W * SLOTS, F)
     for h in range(H):
         for t in range(T):
             _less(key_HTD[h, t], mean_HD[h], centered)
             _project(centered, encode_HDC[h], step)
-            word = np.uint32(0)
-            for c in range(CHANNELS):
-                level = np.floor(step[c]) + HALF[c]
-                level = min(max(level, F(0)), F(2) * HALF[c] - F(1))
-                word |= np.uint32(level) << SHIFT[c]
-            word_HT[h, t] = np.int32(word)
+            for w in range(W):
+                word = np.uint32(0)
+                for s in range(SLOTS):
+                    level = np.floor(step[s * W + w]) + HALF[s]
+                    level = min(max(level, F(0)), F(2) * HALF[s] - F(1))
+                    word |= np.uint32(level) << SHIFT[s]
+                word_HWT[h, w, t] = np.int32(word)
 
 
 @inner
 def _unpack(word, level):
-    for c in range(CHANNELS):
-        mask, own = MASK[c], level[c]
+    for s in range(SLOTS):
+        mask, own = MASK[s], level[s]
         for i in range(len(word)):
             own[i] = F(word[i] & mask)
 
 
 @inner
-def _add_levels(level, factor, constant, y):
-    for i in range(len(y)):
-        y[i] = constant
-    for c in range(0, CHANNELS, 4):
-        l0, l1, l2, l3 = level[c], level[c + 1], level[c + 2], level[c + 3]
-        f0, f1, f2, f3 = factor[c], factor[c + 1], factor[c + 2], factor[c + 3]
+def _add_levels(level, factor, y):
+    for s in range(0, SLOTS, 4):
+        l0, l1, l2, l3 = level[s], level[s + 1], level[s + 2], level[s + 3]
+        f0, f1, f2, f3 = factor[s], factor[s + 1], factor[s + 2], factor[s + 3]
         for i in range(len(y)):
             y[i] += (l0[i] * f0 + l1[i] * f1) + (l2[i] * f2 + l3[i] * f3)
 
 
 @entry
-def scan(query_HGD, word_X, stride, mean_HD, query_HDC, scale, logits_HGT):
-    """Score all keys by their words; those of head h begin at `h * stride` of `word_X`."""
+def scan(query_HGD, word_X, head_stride, stride, mean_HD, query_HDC, scale, logits_HGT):
+    """Score all keys by their words; those of head h begin at `h * head_stride` of `word_X`."""
     H, G, T = logits_HGT.shape
-    level = np.empty((CHANNELS, BLOCK), F)
-    factor = np.empty((G, CHANNELS), F)
-    constant = np.empty(G, F)
+    C = query_HDC.shape[2]
+    W = C // SLOTS
+    level, channel = np.empty((SLOTS, BLOCK), F), np.empty(C, F)
+    factor, constant = np.empty((W, G, SLOTS), F), np.empty(G, F)
     for h in range(H):
         for g in range(G):
             constant[g] = _dot(query_HGD[h, g], mean_HD[h]) * scale
-            _project(query_HGD[h, g], query_HDC[h], factor[g])
-            for c in range(CHANNELS):
-                factor[g, c] *= scale
-                constant[g] += factor[g, c] * (F(0.5) - HALF[c])
-                factor[g, c] *= UNIT[c]
+            _project(query_HGD[h, g], query_HDC[h], channel)
+            for c in range(C):
+                s, scaled = c // W, channel[c] * scale
+                constant[g] += scaled * (F(0.5) - HALF[s])
+                factor[c % W, g, s] = scaled * UNIT[s]
         for first in range(0, T, BLOCK):
             n = min(BLOCK, T - first)
-            word = word_X[h * stride + first : h * stride + first + n]
-            _unpack(word, level)
-            for g in range(G):
-                _add_levels(level, factor[g], constant[g], logits_HGT[h, g, first : first + n])
+            logits_HGT[h, :, first : first + n] = constant[:, None]
+            for w in range(W):
+                place = h * head_stride + w * stride + first
+                _unpack(word_X[place : place + n], level)
+                for g in range(G):
+                    _add_levels(level, factor[w, g], logits_HGT[h, g, first : first + n])
 
 
 # --- choosing

@@ -17,10 +17,11 @@ def plain(tensor: torch.Tensor) -> Any:
     return tensor.numpy()
 
 
-def flat(tensor_HT: torch.Tensor) -> Any:
+def flat(tensor: torch.Tensor) -> Any:
     """Return the memory from a tensor's first number to its last as one row; the last stride must be 1."""
-    H, T = tensor_HT.shape
-    return tensor_HT.as_strided(((H - 1) * tensor_HT.stride(0) + T,), (1,)).numpy()
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    numbers = 1 + sum((size - 1) * stride for size, stride in pairs)
+    return tensor.as_strided((numbers,), (1,)).numpy()
 
 
 def readable(*pages: torch.Tensor) -> bool:

@@ -11,7 +11,7 @@ from sfi_kernels.append import append
 from sfi_kernels.decode_attention import resident_programs
 from sfi_kernels.decode_attention.triton import attend
 from sfi_kernels.dense_attention import dense_attention, window_logits
-from sfi_kernels.key_codes import CHANNELS, CodeBasis, encode_keys, scan_codes
+from sfi_kernels.key_codes import CodeBasis, bits_of, encode_keys, scan_codes
 from sfi_kernels.launch import Launch, Target, name_of, recording
 from sfi_kernels.pack import pack
 from sfi_kernels.pseudo_token import PseudoToken
@@ -192,11 +192,10 @@ class Case:
     def score(self) -> None:
         """Code the keys of a piece of a prompt, and score them."""
         D = self.query.shape[-1]
-        basis = CodeBasis(
-            torch.empty(H, D), torch.empty(H, D, CHANNELS), torch.empty(H, D, CHANNELS)
-        )
-        word_HT = encode_keys.triton(self.key[0], basis)
-        scan_codes.triton(self.query[0, :, :, 0], word_HT, basis, scale=1.0)
+        projection = torch.empty(H, D, len(bits_of(D)))
+        basis = CodeBasis(torch.empty(H, D), projection, projection)
+        word_HWT = encode_keys.triton(self.key[0], basis)
+        scan_codes.triton(self.query[0, :, :, 0], word_HWT, basis, scale=1.0)
 
     def move(self, *, heads: bool = False) -> None:
         """Append a token and a piece of a prompt, pack, and recall, the last two for some heads or all."""

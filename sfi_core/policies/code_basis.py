@@ -2,7 +2,7 @@
 
 import torch
 
-from sfi_kernels.key_codes import BITS, CHANNELS, CodeBasis
+from sfi_kernels.key_codes import CodeBasis, bits_of
 
 # by bits: the step, in standard deviations, of the best uniform quantizer of a normal variable
 STEP = {1: 1.596, 2: 0.9957, 4: 0.3352}
@@ -27,11 +27,12 @@ def learn_basis(key_HTD: torch.Tensor, query_HND: torch.Tensor) -> CodeBasis:
     root, inverse = _roots(query_HND.mT @ query_HND / query_HND.shape[1])
     covariance_HDD = centered_HTD.mT @ centered_HTD / centered_HTD.shape[1]
     _, vectors_HDD = torch.linalg.eigh(root @ covariance_HDD @ root)
-    leading_HDC = vectors_HDD.flip(-1)[..., :CHANNELS]
-    leading_HDC = torch.nn.functional.pad(leading_HDC, (0, max(0, CHANNELS - D)))
+    factor_C = torch.tensor([STEP[bits] for bits in bits_of(D)], device=key_HTD.device)
+    C = len(factor_C)
+    leading_HDC = vectors_HDD.flip(-1)[..., :C]
+    leading_HDC = torch.nn.functional.pad(leading_HDC, (0, max(0, C - D)))
     encode_HDC, query_HDC = root @ leading_HDC, inverse @ leading_HDC
     deviation_HC = (centered_HTD @ encode_HDC).square().mean(1).sqrt()
-    factor_C = torch.tensor([STEP[bits] for bits in BITS], device=key_HTD.device)
     step_H1C = (deviation_HC * factor_C).clamp_min(torch.finfo().eps)[:, None]
     return CodeBasis(mean_HD, encode_HDC / step_H1C, query_HDC * step_H1C)
 

@@ -5,7 +5,8 @@ from itertools import accumulate
 import pytest
 import torch
 
-from sfi_kernels.key_codes import BITS, CodeBasis, encode_keys, scan_codes
+from sfi_kernels.key_codes import CodeBasis, bits_of, encode_keys, scan_codes, words
+from sfi_kernels.key_codes.layout import BITS
 from sfi_kernels.launch import KernelLimitError
 from tests.fakes import kernel_device
 
@@ -22,7 +23,8 @@ def backend(request: pytest.FixtureRequest) -> str:
 
 
 def draw_basis(H: int, D: int) -> CodeBasis:
-    return CodeBasis(torch.randn(H, D), torch.randn(H, D, 16) * 0.3, torch.randn(H, D, 16))
+    C = 16 * words(D)
+    return CodeBasis(torch.randn(H, D), torch.randn(H, D, C) * 0.3, torch.randn(H, D, C))
 
 
 def channels(key_HTD: torch.Tensor, basis: CodeBasis) -> torch.Tensor:
@@ -48,7 +50,7 @@ def plain_levels(key_HTD: torch.Tensor, basis: CodeBasis) -> list[list[list[int]
         [
             [
                 min(max(int(step // 1) + 2**bits // 2, 0), 2**bits - 1)
-                for step, bits in zip(row, BITS, strict=True)
+                for step, bits in zip(row, bits_of(key_HTD.shape[2]), strict=True)
             ]
             for row in head
         ]
@@ -60,19 +62,23 @@ def plain_logits(
     query: torch.Tensor, level: list[list[list[int]]], basis: CodeBasis
 ) -> torch.Tensor:
     """A level stands for the middle of its step; the mean was taken from the key."""
-    middle = torch.tensor(level).double() + 0.5 - torch.tensor([2**bits / 2 for bits in BITS])
+    middle = (
+        torch.tensor(level).double()
+        + 0.5
+        - torch.tensor([2**bits / 2 for bits in bits_of(query.shape[2])])
+    )
     query_C = torch.einsum("hgd,hdc->hgc", query.double(), basis.query_HDC.double())
     mean = torch.einsum("hgd,hd->hg", query.double(), basis.mean_HD.double())
     return SCALE * (torch.einsum("hgc,htc->hgt", query_C, middle) + mean[..., None])
 
 
 def levels_of(code: torch.Tensor) -> torch.Tensor:
-    """Read a code's levels: those of a byte each, or the bits of a word."""
+    """Read a code's levels, [H, T, C]: those of a byte each, or the bits of words, slot by slot."""
     if code.dtype == torch.uint8:
-        return code.long()
+        return code.long().mT
     word = code.long() % 2**32
     fields = [word // 2**first % 2**bits for first, bits in zip(FIRST_BITS, BITS, strict=True)]
-    return torch.stack(fields, -1)
+    return torch.cat(fields, 1).mT
 
 
 def encode(backend: str, key: torch.Tensor, basis: CodeBasis) -> torch.Tensor:
@@ -97,8 +103,8 @@ def assert_plain(backend: str, H: int, G: int, D: int, T: int, dtype=torch.float
     logits = scan(backend, query, code, basis)
     assert (logits.shape, logits.dtype) == ((H, G, T), torch.float32)
     expected = plain_logits(query, level, basis)
-    # float32 sums of D terms, then of 16 levels of at most 8 steps
-    atol = 1e-6 * float(query.double().norm(dim=-1).max()) * 16 * 8
+    # float32 sums of D terms, then of C levels of at most 8 steps
+    atol = 1e-6 * float(query.double().norm(dim=-1).max()) * 16 * words(D) * 8
     torch.testing.assert_close(logits.double(), expected, rtol=0, atol=atol)
 
 
@@ -109,6 +115,15 @@ def assert_plain(backend: str, H: int, G: int, D: int, T: int, dtype=torch.float
 def test_levels_and_logits_are_those_of_the_formula(backend: str, H: int, G: int, D: int, T: int):
     """Neither the keys nor the heads of a group fill a program's block."""
     assert_plain(backend, H, G, D, T)
+
+
+@pytest.mark.parametrize(
+    ("D", "W"), [(1, 1), (64, 1), (65, 2), (128, 2), (129, 4), (256, 4), (300, 4)]
+)
+def test_a_key_has_words_by_its_width(D: int, W: int):
+    """And the first channels the most bits, which come from all words."""
+    assert words(D) == W
+    assert bits_of(D) == (4,) * 4 * W + (2,) * 4 * W + (1,) * 8 * W
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -148,11 +163,11 @@ def test_keys_and_codes_may_be_views(backend: str):
     view = spread.to(kernel_device(backend))[:, :, 1].transpose(0, 1)
     code = encode(backend, view, basis)
     assert levels_of(code).tolist() == plain_levels(key, basis)
-    room = torch.full((2, 100, *code.shape[2:]), 1, dtype=code.dtype, device=code.device)
-    room[:, :70] = code
+    room = torch.full((2, code.shape[1], 100), 1, dtype=code.dtype, device=code.device)
+    room[..., :70] = code
     query = torch.randn(2, 3, 24)
     torch.testing.assert_close(
-        scan(backend, query, room[:, :70], basis), scan(backend, query, code, basis)
+        scan(backend, query, room[..., :70], basis), scan(backend, query, code, basis)
     )
 
 
@@ -183,18 +198,18 @@ def test_a_basis_that_does_not_fit_is_named(backend: str, name, change, message:
     with pytest.raises(ValueError, match=message):
         encode(backend, torch.randn(2, 5, 8), basis)
     with pytest.raises(ValueError, match=message):
-        scan(backend, torch.randn(2, 1, 8), torch.zeros(2, 5, dtype=torch.int32), basis)
+        scan(backend, torch.randn(2, 1, 8), torch.zeros(2, 1, 5, dtype=torch.int32), basis)
 
 
 def test_what_the_kernels_cannot_take_is_refused():
     pytest.importorskip("triton")
     basis = draw_basis(2, 8)
     with pytest.raises(ValueError, match=r"^words must be int32, got torch.uint8$"):
-        scan("triton", torch.randn(2, 1, 8), torch.zeros(2, 5, dtype=torch.uint8), basis)
-    with pytest.raises(ValueError, match=r"^words must be \[H=2, T\], got \[2, 5, 16\]$"):
-        scan("triton", torch.randn(2, 1, 8), torch.zeros(2, 5, 16, dtype=torch.uint8), basis)
+        scan("triton", torch.randn(2, 1, 8), torch.zeros(2, 1, 5, dtype=torch.uint8), basis)
+    with pytest.raises(ValueError, match=r"^words must be \[H=2, W=1, T\], got \[2, 16, 5\]$"):
+        scan("triton", torch.randn(2, 1, 8), torch.zeros(2, 16, 5, dtype=torch.uint8), basis)
     wide = draw_basis(1, 300)
     with pytest.raises(KernelLimitError, match=r"^head dimension must be at most 256 .*, got 300;"):
         encode("triton", torch.randn(1, 2, 300), wide)
     with pytest.raises(KernelLimitError, match=r"^head dimension must be at most 256 .*, got 300;"):
-        scan("triton", torch.randn(1, 2, 300), torch.zeros(1, 5, dtype=torch.int32), wide)
+        scan("triton", torch.randn(1, 2, 300), torch.zeros(1, 4, 5, dtype=torch.int32), wide)

@@ -1,7 +1,7 @@
-"""32-bit codes of keys, the logits of all keys from their codes, and the likeliest keys."""
+"""Codes of keys in words of 32 bits, the logits of all keys from their codes, and the likeliest keys."""
 
 from sfi_kernels.key_codes import reference
-from sfi_kernels.key_codes.layout import BITS, CHANNELS, CodeBasis
+from sfi_kernels.key_codes.layout import SLOTS, CodeBasis, bits_of, words
 from sfi_kernels.op import Op
 
 WHERE = {"triton": "sfi_kernels.key_codes.triton", "numba": "sfi_kernels.key_codes.numba"}
@@ -9,4 +9,6 @@ encode_keys = Op(reference.encode_keys, **WHERE)
 scan_codes = Op(reference.scan_codes, **WHERE)
 choose_likeliest = Op(reference.choose_likeliest, **WHERE)
 
-__all__ = ["BITS", "CHANNELS", "CodeBasis", "choose_likeliest", "encode_keys", "scan_codes"]
+__all__ = [
+    "SLOTS", "CodeBasis", "bits_of", "choose_likeliest", "encode_keys", "scan_codes", "words",
+]  # fmt: skip

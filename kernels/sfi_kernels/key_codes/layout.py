@@ -1,7 +1,8 @@
-"""Layout of a key's code: 16 channels in a 32-bit word, more bits for the channels that matter most.
+"""Layout of a key's code: 16 channels in each 32-bit word, more bits for the channels that matter most.
 
 A channel is a projection of the key. Its level n, 0 to 2^bits - 1, stands for (n + 0.5 - 2^(bits - 1)) steps.
-Channel c begins at bit `SHIFTS[c]` of the word.
+A key has W words with the same slots; slot s begins at bit `SHIFTS[s]`. The C = 16 W channels are in the
+order of their ranks: slot s of word w holds channel s * W + w.
 """
 
 from functools import cache
@@ -10,8 +11,9 @@ from typing import NamedTuple
 
 import torch
 
-BITS = (4, 4, 4, 4, 2, 2, 2, 2, 1, 1, 1, 1, 1, 1, 1, 1)
-CHANNELS = len(BITS)
+BITS = (4, 4, 4, 4, 2, 2, 2, 2, 1, 1, 1, 1, 1, 1, 1, 1)  # of a word's slots
+SLOTS = len(BITS)
+WIDTHS = (64, 128)  # a head wider than each has twice as many words
 SHIFTS = tuple(accumulate(BITS, initial=0))[:-1]
 
 
@@ -27,14 +29,24 @@ class CodeBasis(NamedTuple):
     query_HDC: torch.Tensor
 
 
+def words(D: int) -> int:
+    """Return W, the words of a key D numbers wide: 1 up to 64, 2 up to 128, 4 beyond."""
+    return 2 ** sum(width < D for width in WIDTHS)
+
+
+def bits_of(D: int) -> tuple[int, ...]:
+    """Return the bits of each channel of a key D numbers wide, C of them."""
+    return tuple(bits for bits in BITS for _ in range(words(D)))
+
+
 @cache
-def half_levels(device: torch.device) -> torch.Tensor:
+def half_levels(D: int, device: torch.device) -> torch.Tensor:
     """Return 2^(bits - 1) of each channel, [C] float32, cached."""
-    return torch.tensor([2.0 ** (bits - 1) for bits in BITS], device=device)
+    return torch.tensor([2.0 ** (bits - 1) for bits in bits_of(D)], device=device)
 
 
 @cache
-def level_range(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def level_range(D: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the lowest and the highest level of each channel, [C] float32 each, cached."""
-    highest_C = 2 * half_levels(device) - 1
+    highest_C = 2 * half_levels(D, device) - 1
     return torch.zeros_like(highest_C), highest_C

@@ -1,34 +1,35 @@
-"""Key codes on a CPU, compiled: one word a key, as in Triton."""
+"""Key codes on a CPU, compiled: words, as in Triton."""
 
 import torch
 
 from sfi_kernels import loops
-from sfi_kernels.key_codes.layout import CodeBasis
+from sfi_kernels.key_codes.layout import CodeBasis, words
 from sfi_kernels.key_codes.reference import check, check_choice
 from sfi_kernels.numpy_views import flat, plain
 from sfi_kernels.shapes import check_int32, check_shape
 
 
 def encode_keys(key_HTD: torch.Tensor, basis: CodeBasis) -> torch.Tensor:
-    """See `reference.encode_keys`; returns word_HT."""
+    """See `reference.encode_keys`; returns word_HWT."""
     check(key_HTD, basis)
-    word_HT = torch.empty(key_HTD.shape[:2], dtype=torch.int32)
-    loops.encode(plain(key_HTD), plain(basis.mean_HD), plain(basis.encode_HDC), word_HT.numpy())
-    return word_HT
+    H, T, D = key_HTD.shape
+    word_HWT = torch.empty(H, words(D), T, dtype=torch.int32)
+    loops.encode(plain(key_HTD), plain(basis.mean_HD), plain(basis.encode_HDC), word_HWT.numpy())
+    return word_HWT
 
 
 def scan_codes(
-    query_HGD: torch.Tensor, code_HTX: torch.Tensor, basis: CodeBasis, *, scale: float
+    query_HGD: torch.Tensor, code_HXT: torch.Tensor, basis: CodeBasis, *, scale: float
 ) -> torch.Tensor:
-    """See `reference.scan_codes`; the codes are word_HT, with any stride of H."""
+    """See `reference.scan_codes`; the codes are word_HWT, with any strides of H and W."""
     check(query_HGD, basis)
-    H, G, _ = query_HGD.shape
-    check_shape(code_HTX, "words", H=H, T=None)
-    check_int32(query_HGD.device, words=code_HTX[0])
-    logits_HGT = torch.empty(H, G, code_HTX.shape[1])
+    H, G, D = query_HGD.shape
+    check_shape(code_HXT, "words", H=H, W=words(D), T=None)
+    check_int32(query_HGD.device, words=code_HXT[0, 0])
+    logits_HGT = torch.empty(H, G, code_HXT.shape[2])
     loops.scan(
-        plain(query_HGD), flat(code_HTX), code_HTX.stride(0), plain(basis.mean_HD), plain(basis.query_HDC),
-        loops.F(scale), logits_HGT.numpy(),
+        plain(query_HGD), flat(code_HXT), code_HXT.stride(0), code_HXT.stride(1), plain(basis.mean_HD),
+        plain(basis.query_HDC), loops.F(scale), logits_HGT.numpy(),
     )  # fmt: skip
     return logits_HGT
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 
-from sfi_kernels.key_codes.layout import CHANNELS, CodeBasis, half_levels, level_range
+from sfi_kernels.key_codes.layout import SLOTS, CodeBasis, half_levels, level_range, words
 from sfi_kernels.shapes import check_shape
 from sfi_kernels.top_k import top_k
 
@@ -13,41 +13,41 @@ def encode_keys(key_HTD: torch.Tensor, basis: CodeBasis) -> torch.Tensor:
     """Code the keys of one request.
 
     Returns:
-        level_HTC, [H, T, C] uint8, with the tokens of a channel adjacent in memory. The Triton kernel returns
-            word_HT, [H, T] int32, with the same levels.
+        level_HCT, [H, C, T] uint8. Triton and numba return word_HWT, [H, W, T] int32, with the same levels.
     """
     check(key_HTD, basis)
-    device = key_HTD.device
+    D, device = key_HTD.shape[2], key_HTD.device
     step_HTC = (key_HTD.float() - basis.mean_HD[:, None]).bmm(basis.encode_HDC)
     # few operations, all in place: a decoding step codes one key
-    level_HTC = step_HTC.floor_().add_(half_levels(device)).clamp_(*level_range(device))
-    return level_HTC.mT.to(torch.uint8, memory_format=torch.contiguous_format).mT
+    level_HTC = step_HTC.floor_().add_(half_levels(D, device)).clamp_(*level_range(D, device))
+    return level_HTC.mT.to(torch.uint8, memory_format=torch.contiguous_format)
 
 
 def scan_codes(
-    query_HGD: torch.Tensor, code_HTX: torch.Tensor, basis: CodeBasis, *, scale: float
+    query_HGD: torch.Tensor, code_HXT: torch.Tensor, basis: CodeBasis, *, scale: float
 ) -> torch.Tensor:
     """Estimate the logits of all keys, [H, G, T] float32, for one request's queries, from the keys' codes.
 
-    `code_HTX` are the codes that `encode_keys` of the same backend returned; `scale` is the factor on the
+    `code_HXT` are the codes that `encode_keys` of the same backend returned; `scale` is the factor on the
     products. As `encode_keys`, it raises `ValueError` where shapes do not fit.
     """
     check(query_HGD, basis)
     query_HGD = query_HGD.float() * scale
     query_HGC = query_HGD.bmm(basis.query_HDC)
     constant_HG1 = query_HGD.bmm(basis.mean_HD[:, :, None])
-    constant_HG1 += query_HGC @ (0.5 - half_levels(query_HGD.device))[:, None]
+    constant_HG1 += query_HGC @ (0.5 - half_levels(query_HGD.shape[2], query_HGD.device))[:, None]
     # a product and a sum in place: baddbmm would first spread the constant over the tokens
-    return query_HGC.bmm(code_HTX.mT.float()).add_(constant_HG1)
+    return query_HGC.bmm(code_HXT.float()).add_(constant_HG1)
 
 
 def check(rows_HXD: torch.Tensor, basis: CodeBasis) -> None:
     """Raise `ValueError` unless keys or queries fit the basis."""
     check_shape(rows_HXD, "keys or queries", H=None, X=None, D=None)
     H, _, D = rows_HXD.shape
+    C = SLOTS * words(D)
     check_shape(basis.mean_HD, "mean", H=H, D=D)
-    check_shape(basis.encode_HDC, "encode", H=H, D=D, C=CHANNELS)
-    check_shape(basis.query_HDC, "query", H=H, D=D, C=CHANNELS)
+    check_shape(basis.encode_HDC, "encode", H=H, D=D, C=C)
+    check_shape(basis.query_HDC, "query", H=H, D=D, C=C)
 
 
 def choose_likeliest(

@@ -1,6 +1,6 @@
-"""Key codes in Triton: one word a key, one launch to code keys and one to score them.
+"""Key codes in Triton: words, one launch to code keys and one to score them.
 
-Each program of the scan projects the query itself: 16 sums over D cost less than a launch.
+Each program of the scan projects the query itself: C sums over D cost less than a launch.
 """
 
 import torch
@@ -16,7 +16,7 @@ from sfi_kernels.shapes import check_int32, check_shape
 from sfi_kernels.top_k import top_k
 
 BITS, SHIFTS = tl.constexpr(layout.BITS), tl.constexpr(layout.SHIFTS)
-CHANNELS = tl.constexpr(layout.CHANNELS)
+SLOTS = tl.constexpr(layout.SLOTS)
 KEYS = 64  # of a program that codes
 TOKENS = 512  # of a program that scores
 GROUP = 16  # query heads of a program that scores, at most
@@ -25,88 +25,91 @@ GROUP = 16  # query heads of a program that scores, at most
 @triton.jit(do_not_specialize=["T", "head_stride", "token_stride"])
 def _encode_keys_kernel(
     key_ptr, mean_ptr, basis_ptr, word_ptr, T, head_stride, token_stride,
-    D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+    W: tl.constexpr, D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     h = tl.program_id(1).to(tl.int64)
     t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    c, d = tl.arange(0, CHANNELS), tl.arange(0, BLOCK_D)
+    s, d = tl.arange(0, SLOTS), tl.arange(0, BLOCK_D)
     own = t < T
     key = rows(key_ptr + h * head_stride, t.to(tl.int64), token_stride, own, D, BLOCK_D)
     mean = tl.load(mean_ptr + h * D + d, mask=d < D, other=0.0)
-    column = tl.arange(0, CHANNELS)[None, :]
-    basis = tl.load(
-        basis_ptr + (h * D + d[:, None]) * CHANNELS + column, mask=d[:, None] < D, other=0.0
-    )
-    # full products: TF32 would move a key across a level's edge
-    step = tl.dot(key.to(tl.float32) - mean[None, :], basis, input_precision="ieee")
-    half, shift = tl.zeros([CHANNELS], tl.float32), tl.zeros([CHANNELS], tl.int32)
-    for i in tl.static_range(CHANNELS):
-        half = tl.where(c == i, 2.0 ** (BITS[i] - 1), half)
-        shift = tl.where(c == i, SHIFTS[i], shift)
-    level = tl.floor(step) + half[None, :]
-    level = tl.minimum(tl.maximum(level, 0.0), 2.0 * half[None, :] - 1.0)
-    # the channels share no bit, so that their sum is their union
-    word = tl.sum(level.to(tl.int32) << shift[None, :], 1)
-    tl.store(word_ptr + h * T + t, word, mask=own)
+    centered = key.to(tl.float32) - mean[None, :]
+    half, shift = tl.zeros([SLOTS], tl.float32), tl.zeros([SLOTS], tl.int32)
+    for i in tl.static_range(SLOTS):
+        half = tl.where(s == i, 2.0 ** (BITS[i] - 1), half)
+        shift = tl.where(s == i, SHIFTS[i], shift)
+    basis_ptr += (h * D + d[:, None]) * (SLOTS * W) + s[None, :] * W
+    for w in range(W):
+        basis = tl.load(basis_ptr + w, mask=d[:, None] < D, other=0.0)
+        # full products: TF32 would move a key across a level's edge
+        step = tl.dot(centered, basis, input_precision="ieee")
+        level = tl.floor(step) + half[None, :]
+        level = tl.minimum(tl.maximum(level, 0.0), 2.0 * half[None, :] - 1.0)
+        # the slots share no bit, so that their sum is their union
+        word = tl.sum(level.to(tl.int32) << shift[None, :], 1)
+        tl.store(word_ptr + (h * W + w) * T + t, word, mask=own)
 
 
-@triton.jit(do_not_specialize=["T", "head_stride"])
+@triton.jit(do_not_specialize=["T", "head_stride", "word_stride"])
 def _scan_codes_kernel(
-    query_ptr, word_ptr, mean_ptr, basis_ptr, logits_ptr, scale, T, head_stride,
+    query_ptr, word_ptr, mean_ptr, basis_ptr, logits_ptr, scale, T, head_stride, word_stride,
     basis_head, basis_width, basis_channel,
-    G: tl.constexpr, D: tl.constexpr,
+    W: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     h = tl.program_id(1).to(tl.int64)
     t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     g, d = tl.program_id(2) * BLOCK_G + tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
-    word = tl.load(word_ptr + h * head_stride + t, mask=t < T, other=0)
     query = rows(query_ptr + h * G * D, g, D, g < G, D, BLOCK_D).to(tl.float32) * scale
     mean = tl.load(mean_ptr + h * D + d, mask=d < D, other=0.0)
     logits = tl.sum(query * mean[None, :], 1)[:, None] + tl.zeros([BLOCK_G, BLOCK_T], tl.float32)
     basis_ptr += h * basis_head + d * basis_width
-    for i in tl.static_range(CHANNELS):
-        basis = tl.load(basis_ptr + i * basis_channel, mask=d < D, other=0.0)
-        channel = tl.sum(query * basis[None, :], 1)
-        level = ((word >> SHIFTS[i]) & (2 ** BITS[i] - 1)).to(tl.float32)
-        middle = level + (0.5 - 2.0 ** (BITS[i] - 1))
-        logits += channel[:, None] * middle[None, :]
+    for w in range(W):
+        word = tl.load(word_ptr + h * head_stride + w * word_stride + t, mask=t < T, other=0)
+        for i in tl.static_range(SLOTS):
+            basis = tl.load(basis_ptr + (i * W + w) * basis_channel, mask=d < D, other=0.0)
+            channel = tl.sum(query * basis[None, :], 1)
+            level = ((word >> SHIFTS[i]) & (2 ** BITS[i] - 1)).to(tl.float32)
+            middle = level + (0.5 - 2.0 ** (BITS[i] - 1))
+            logits += channel[:, None] * middle[None, :]
     where = logits_ptr + (h * G + g[:, None]) * T + t[None, :]
     tl.store(where, logits, mask=(g[:, None] < G) & (t[None, :] < T))
 
 
 def encode_keys(key_HTD: torch.Tensor, basis: layout.CodeBasis) -> torch.Tensor:
-    """See `reference.encode_keys`; returns word_HT. D up to 256."""
+    """See `reference.encode_keys`; returns word_HWT. D up to 256."""
     check(key_HTD, basis)
     H, T, D = key_HTD.shape
     check_width(D)
     if key_HTD.stride(2) != 1:
         key_HTD = key_HTD.contiguous()
-    word_HT = key_HTD.new_empty(H, T, dtype=torch.int32)
+    W = layout.words(D)
+    word_HWT = key_HTD.new_empty(H, W, T, dtype=torch.int32)
     launch(
         _encode_keys_kernel, (triton.cdiv(T, KEYS), H), key_HTD, basis.mean_HD.contiguous(),
-        basis.encode_HDC.contiguous(), word_HT, T, key_HTD.stride(0), key_HTD.stride(1),
-        D=D, BLOCK_T=KEYS, BLOCK_D=padded(D), num_warps=8,
+        basis.encode_HDC.contiguous(), word_HWT, T, key_HTD.stride(0), key_HTD.stride(1),
+        W=W, D=D, BLOCK_T=KEYS, BLOCK_D=padded(D), num_warps=8,
     )  # fmt: skip
-    return word_HT
+    return word_HWT
 
 
 def scan_codes(
-    query_HGD: torch.Tensor, code_HTX: torch.Tensor, basis: layout.CodeBasis, *, scale: float
+    query_HGD: torch.Tensor, code_HXT: torch.Tensor, basis: layout.CodeBasis, *, scale: float
 ) -> torch.Tensor:
-    """See `reference.scan_codes`; the codes are word_HT, with any stride of H. D up to 256."""
+    """See `reference.scan_codes`; the codes are word_HWT, with any strides of H and W. D up to 256."""
     check(query_HGD, basis)
     H, G, D = query_HGD.shape
     check_width(D)
-    check_shape(code_HTX, "words", H=H, T=None)
-    check_int32(query_HGD.device, words=code_HTX[0])
-    T, block = code_HTX.shape[1], min(GROUP, triton.next_power_of_2(G))
+    W = layout.words(D)
+    check_shape(code_HXT, "words", H=H, W=W, T=None)
+    check_int32(query_HGD.device, words=code_HXT[0, 0])
+    T, block = code_HXT.shape[2], min(GROUP, triton.next_power_of_2(G))
     logits_HGT = query_HGD.new_empty(H, G, T, dtype=torch.float32)
     launch(
         _scan_codes_kernel, (triton.cdiv(T, TOKENS), H, triton.cdiv(G, block)),
-        query_HGD.contiguous(), code_HTX, basis.mean_HD.contiguous(), basis.query_HDC,
-        logits_HGT, scale, T, code_HTX.stride(0), *basis.query_HDC.stride(),
-        G=G, D=D, BLOCK_G=block, BLOCK_T=TOKENS, BLOCK_D=padded(D),
+        query_HGD.contiguous(), code_HXT, basis.mean_HD.contiguous(), basis.query_HDC,
+        logits_HGT, scale, T, code_HXT.stride(0), code_HXT.stride(1), *basis.query_HDC.stride(),
+        W=W, G=G, D=D, BLOCK_G=block, BLOCK_T=TOKENS, BLOCK_D=padded(D),
     )  # fmt: skip
     return logits_HGT
 

@@ -20,9 +20,10 @@
     rotary, with norms        B (H + H G) D s in and as much out, 2 B D s of angles, 2 D s of weights
     silu_mul                  2 B F s in, B F s out
 
-s is the bytes of a number, E = D here, S = sink + K, C = 16 channels, c = 4 bytes of a key's code, in
-PyTorch C. Of recall's rows, S - C come over the link to the host.
-Work lists, lengths, block tables and the log-sum-exp (which a slow step passes to the Selector) are left out.
+s is the bytes of a number, E = D here, S = sink + K, C = 16 W channels, c = 4 W bytes of a key's code, in
+PyTorch C; its W words are 1 for heads of up to 64 numbers, 2 for 128 and 4 for 256. Of recall's rows, S - C
+come over the link to the host. Work lists, lengths, block tables and the log-sum-exp (which a slow step
+passes to the Selector) are left out.
 """
 
 from sfi_core.measure.kernel_bench.settings import (
@@ -32,7 +33,7 @@ from sfi_core.measure.kernel_bench.settings import (
     VERIFIED,
     KernelSettings,
 )
-from sfi_kernels.key_codes import CHANNELS
+from sfi_kernels.key_codes import SLOTS, words
 
 INT32 = FLOAT32 = 4
 
@@ -114,6 +115,11 @@ def prompt_flops(settings: KernelSettings, queries: int, tokens: int) -> int:
     return 4 * settings.heads * settings.head_dim * pairs
 
 
+def channels(settings: KernelSettings) -> int:
+    """Return the channels of a key's code."""
+    return SLOTS * words(settings.head_dim)
+
+
 def _keys(settings: KernelSettings) -> int:
     return settings.batch * settings.kv_heads * settings.context
 
@@ -121,7 +127,7 @@ def _keys(settings: KernelSettings) -> int:
 def _basis_bytes(settings: KernelSettings) -> int:
     # a mean, and the projection of keys or queries
     heads = settings.batch * settings.kv_heads
-    return heads * settings.head_dim * (CHANNELS + 1) * FLOAT32
+    return heads * settings.head_dim * (channels(settings) + 1) * FLOAT32
 
 
 def _row_bytes(settings: KernelSettings) -> int:
@@ -149,8 +155,8 @@ def forecast_bytes(settings: KernelSettings, backend: str) -> int:
         total += positions * (5 * settings.heads + 12 * settings.kv_heads)
     if CODE_OPS & set(settings.ops):
         # codes and unpacked levels; six tensors of a request's channels in float64
-        total += _keys(settings) * CHANNELS * (1 + FLOAT32)
-        total += _keys(settings) // settings.batch * CHANNELS * 2 * FLOAT32 * 6
+        numbers = _keys(settings) * channels(settings)
+        total += numbers * (1 + FLOAT32) + numbers // settings.batch * 2 * FLOAT32 * 6
     if "prompt" in settings.ops:  # a piece's queries and outputs, and a rival's own keys and values
         piece = 3 * max(PIECES.values()) * settings.heads * settings.head_dim
         total += piece * settings.torch_dtype.itemsize + history // settings.batch

@@ -33,12 +33,12 @@ CODES = (
     "right before a learned sink's; a request with a logit of -inf computes what it computes without, bit",
     "for bit.",
     "",
-    "`encode_keys` makes a 32-bit word of each key: 16 channels by one product in float32, their levels by",
-    "rounding down, their bits by shifts. `scan_codes` scores all keys from their words: a program projects",
-    "the query to the channels, loads 512 words, 4 bytes a key where a key of 128 bfloat16 numbers has 256,",
-    "and adds up the channels for all query heads of the group. `sfi kernel-bench --op",
-    "encode_keys,scan_codes` checks both, and times them beside dense attention and beside PyTorch's product",
-    "over unpacked levels.",
+    "`encode_keys` makes one to four 32-bit words of each key, by its width: 16 channels a word by one",
+    "product in float32, their levels by rounding down, their bits by shifts. `scan_codes` scores all keys",
+    "from their words: a program projects the query to the channels, loads the words of 512 keys, a 64th of",
+    "the bytes of their 16-bit keys and values, and adds up the channels for all query heads of the group.",
+    "`sfi kernel-bench --op encode_keys,scan_codes` checks both, and times them beside dense attention and",
+    "beside PyTorch's product over unpacked levels.",
 )
 
 

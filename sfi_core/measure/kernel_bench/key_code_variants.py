@@ -9,9 +9,8 @@ from sfi_core.measure.kernel_bench import bytes_moved, key_code_gates
 from sfi_core.measure.kernel_bench.data import LayerData
 from sfi_core.measure.kernel_bench.settings import KernelSettings
 from sfi_core.measure.kernel_bench.variant import KernelVariant
-from sfi_kernels.key_codes import BITS, CHANNELS, CodeBasis, encode_keys, scan_codes
+from sfi_kernels.key_codes import CodeBasis, bits_of, encode_keys, scan_codes, words
 
-CODE_BYTES = {"triton": 4, "torch": CHANNELS}
 COVERED = 2.5  # a channel's levels cover so many standard deviations on either side of the mean
 
 
@@ -23,7 +22,7 @@ def key_code_variants(
     encode = partial(_encode, data, basis, backend)
     codes = encode()
     if "encode_keys" in settings.ops:
-        moved = bytes_moved.encode_bytes(settings, CODE_BYTES[backend])
+        moved = bytes_moved.encode_bytes(settings, _code_bytes(settings, backend))
 
         def encode_error() -> float:
             pairs = zip(data.key_BHTD, encode(), strict=True)
@@ -38,11 +37,18 @@ def draw_basis(settings: KernelSettings, device: torch.device) -> CodeBasis:
     """Draw random directions; each channel's levels cover `COVERED` standard deviations of its keys."""
     generator = torch.Generator(device).manual_seed(settings.seed + 2)
     H, D = settings.kv_heads, settings.head_dim
-    direction = torch.randn(H, D, CHANNELS, generator=generator, device=device)
+    direction = torch.randn(H, D, len(bits_of(D)), generator=generator, device=device)
     direction /= direction.norm(dim=1, keepdim=True)
-    step_C = torch.tensor([2 * COVERED / 2**bits for bits in BITS], device=device)
+    step_C = torch.tensor([2 * COVERED / 2**bits for bits in bits_of(D)], device=device)
     mean = torch.randn(H, D, generator=generator, device=device) / 4
     return CodeBasis(mean, direction / step_C, direction * step_C)
+
+
+def _code_bytes(settings: KernelSettings, backend: str) -> int:
+    # of a key: words, or a byte a channel
+    if backend == "triton":
+        return words(settings.head_dim) * bytes_moved.INT32
+    return bytes_moved.channels(settings)
 
 
 def _encode(data: LayerData, basis: CodeBasis, backend: str) -> list[torch.Tensor]:
@@ -58,8 +64,9 @@ def _scans(
     backend: str,
 ) -> Iterator[KernelVariant]:
     scan, query_BHGD = scan_codes.on(backend), data.query_BHGD
-    level_BHCT = [key_code_gates.levels(code).mT.float().contiguous() for code in codes]
-    half_C1 = torch.tensor([2.0 ** (bits - 1) for bits in BITS], device=query_BHGD.device)[:, None]
+    level_BHCT = [key_code_gates.levels(code).float() for code in codes]
+    bits_C1 = torch.tensor(bits_of(settings.head_dim), device=query_BHGD.device)[:, None]
+    half_C1 = 2.0 ** (bits_C1 - 1)
 
     def scanned() -> list[torch.Tensor]:
         pairs = zip(query_BHGD, codes, strict=True)
@@ -79,8 +86,8 @@ def _scans(
         return max(key_code_gates.scan_error(*row, basis, settings.scale) for row in rows)
 
     for name, call, code_bytes in (
-        ("scan_codes", scanned, CODE_BYTES[backend]),
-        ("scan_codes.plain", plain, CHANNELS * level_BHCT[0].element_size()),
+        ("scan_codes", scanned, _code_bytes(settings, backend)),
+        ("scan_codes.plain", plain, bytes_moved.channels(settings) * level_BHCT[0].element_size()),
     ):
         moved = bytes_moved.scan_bytes(settings, code_bytes)
         yield KernelVariant(name, None, call, moved, partial(error, call))

@@ -1,16 +1,18 @@
-"""CodeScan, a method of ours: every step scores all keys by 32-bit codes and reads the best keys exactly.
+"""CodeScan, a method of ours: every step scores all keys by short codes and reads the best keys exactly.
 
 At the end of the prompt each KV head learns the directions in which the prompt's last queries tell its keys
-apart (`code_basis`). Each key is coded in that basis, in one word (`sfi_kernels.key_codes`). A step estimates
+apart (`code_basis`). Each key is coded in that basis, in words (`sfi_kernels.key_codes`). A step estimates
 the logits of all keys from the codes and reads the keys with the highest probability, the mean over the
 queries of the KV head. A pseudo token with the mean value stands for the unread keys; its weight is
 `codescan.rest` of their estimated weight.
 
-Related methods select by the largest dimensions of the current query (SparQ, Ribar et al., 2024), by keys in
-a low-rank basis of the keys alone (Loki, Singhania et al., 2024), by product-quantized keys (PQCache, Zhang
-et al., 2024), by learned hash bits (HATA, Gong et al., 2025), or by channels chosen offline (Double Sparsity,
-Yang et al., 2024). Ours learns its basis from the prompt, without training, weighs directions by the queries,
-and gives channels different numbers of bits. SparQ has a pseudo token too, with all of the estimated weight.
+Its parts are known. Basis: KQ-SVD (arXiv 2512.05916) has this optimum, ours is centred; LRQK factors prompt
+queries and keys at rank 32; Loki (Singhania et al., 2024) takes keys alone. Graded bits: SVDq (2502.15304),
+to compress. Scans of few bits: FIER (2508.08256), Adamas (2510.18413), Self-Indexing KVCache (2603.14224),
+PQCache (Zhang et al., 2024), HATA (Gong et al., 2025, trained). ParisKV (ICML 2026) argues that what is
+learned from a prompt drifts. SparQ (Ribar et al., 2024) has the pseudo token, with all of the weight. Ours is
+the union: graded bits in a basis of the prompt's queries and keys, scanned at every step without training,
+and a pseudo token for a share of the rest.
 """
 
 import torch
@@ -23,11 +25,12 @@ from sfi_core.settings.config import SfiConfig
 from sfi_core.state.layer_shape import LayerShape
 from sfi_core.state.request import RequestState
 from sfi_kernels.key_codes import (
-    CHANNELS,
+    SLOTS,
     CodeBasis,
     choose_likeliest,
     encode_keys,
     scan_codes,
+    words,
 )
 from sfi_kernels.pseudo_token import PseudoToken
 
@@ -69,18 +72,20 @@ class CodeScan(Policy):
             del note["sum"], note["summed"]
 
     def selection_tokens(self, state: RequestState) -> float:
-        """Count a word per token, the projections of query and new key, and the pseudo token's value.
+        """Count each token's words, the projections of query and new key, and the pseudo token's value.
 
-        A token of 16-bit keys and values has as many words as a head is wide.
+        A token of 16-bit keys and values is as many words as a head is wide.
         """
         if not self._width or self._room(state) <= self.config.budget:
             return 0.0
-        return state.length / self._width + CHANNELS + bool(self.config.codescan.rest)
+        W = words(self._width)
+        return W * (state.length / self._width + SLOTS) + bool(self.config.codescan.rest)
 
     def summary_bytes(self, layer: LayerShape, capacity: int) -> int:
         """Count the codes (at most a byte per channel), the basis and the sum of values."""
-        basis = layer.key_width * (2 * CHANNELS + 1) + layer.value_width
-        return layer.heads * ((capacity + SPARE) * CHANNELS + basis * torch.float32.itemsize)
+        channels = SLOTS * words(layer.key_width)
+        basis = layer.key_width * (2 * channels + 1) + layer.value_width
+        return layer.heads * ((capacity + SPARE) * channels + basis * torch.float32.itemsize)
 
     def _room(self, state: RequestState) -> int:
         return state.recent_start - state.sink(self.config.sink)
@@ -104,9 +109,9 @@ class CodeScan(Policy):
             index_HK = torch.arange(first, first + count, device=query_HGD.device).expand(H, -1)
             return index_HK, mean_HE.new_full((H, G), -torch.inf), mean_HE
         with context.span("scan"):
-            code_HTX = self._codes(context, place)[:, first : first + count]
+            code_HXT = self._codes(context, place)[..., first : first + count]
             scan = scan_codes.fastest(context.backend, query_HGD.device)
-            logits_HGT = scan(query_HGD, code_HTX, note["basis"], scale=context.scale)
+            logits_HGT = scan(query_HGD, code_HXT, note["basis"], scale=context.scale)
         with context.span("top_k"):
             choose = choose_likeliest.fastest(context.backend, query_HGD.device)
             rest, budget = self.config.codescan.rest, self.config.budget
@@ -114,7 +119,7 @@ class CodeScan(Policy):
         return index_HK.add_(first), unread_HG, mean_HE
 
     def _codes(self, context: LayerContext, place: int) -> torch.Tensor:
-        # the codes of all cached keys, [H, T, ...]; new keys are coded now
+        # the codes of all cached keys, [H, X, T]; new keys are coded now
         state, note = context.states[place], context.notes[place]
         if "basis" not in note:  # the prompt had no candidates
             self._learn(context, place, note)
@@ -122,12 +127,12 @@ class CodeScan(Policy):
         basis: CodeBasis = note["basis"]
         key_HTD = context.keys(place, known, length)[0]
         new = encode_keys.fastest(context.backend, key_HTD.device)(key_HTD, basis)
-        if "codes" not in note or note["codes"].shape[1] < length:
+        if "codes" not in note or note["codes"].shape[2] < length:
             note["codes"] = _larger(note.get("codes"), new, length)
         codes: torch.Tensor = note["codes"]
-        codes[:, known:length] = new
+        codes[..., known:length] = new
         note["coded"] = length
-        return codes[:, :length]
+        return codes[..., :length]
 
     def _mean_value(self, context: LayerContext, place: int) -> torch.Tensor:
         # the mean value of J, float32, from a running sum
@@ -143,9 +148,7 @@ class CodeScan(Policy):
 
 def _larger(old: torch.Tensor | None, new: torch.Tensor, length: int) -> torch.Tensor:
     # a buffer for codes such as `new`, of `length` tokens and some more, with the old codes
-    H, width = new.shape[0], new.shape[2:]
-    codes = new.new_empty(H, *width, length + SPARE)
-    codes = codes.mT if width else codes  # tokens follow each other in memory
+    codes = new.new_empty(*new.shape[:2], length + SPARE)
     if old is not None:
-        codes[:, : old.shape[1]] = old
+        codes[..., : old.shape[2]] = old
     return codes

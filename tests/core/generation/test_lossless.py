@@ -248,7 +248,7 @@ def test_summaries_of_keys_forget_what_was_rejected(policy, runs):
                 assert coded <= state.length
                 key_HTD = ours.store.keys(layer, row, 0, coded)[0]
                 encode = encode_keys.fastest("torch", key_HTD.device)
-                assert torch.equal(note["codes"][:, :coded], encode(key_HTD, note["basis"]))
+                assert torch.equal(note["codes"][..., :coded], encode(key_HTD, note["basis"]))
                 known, first = note["summed"], state.sink(SMALL.sink)
                 value_HTD = ours.store.values(layer, row, first, known)[0]
                 torch.testing.assert_close(note["sum"], value_HTD.sum(1), rtol=1e-4, atol=1e-4)

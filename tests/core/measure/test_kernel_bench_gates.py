@@ -126,7 +126,7 @@ def test_a_key_on_a_wrong_level_is_red(place):
     basis = draw_basis(settings, CPU)
     code = encode_keys.reference(data.key_BHTD[0], basis)
     assert key_code_gates.encode_error(data.key_BHTD[0], code, basis) <= 1
-    code[1, 7, place] += 1 if code[1, 7, place] == 0 else -1
+    code[1, place, 7] += 1 if code[1, place, 7] == 0 else -1
     assert key_code_gates.encode_error(data.key_BHTD[0], code, basis) > 1
 
 
@@ -135,7 +135,7 @@ def test_a_scan_of_other_codes_or_without_the_mean_is_red():
     data, basis = layer_data(settings, CPU, one_page=True), draw_basis(settings, CPU)
     query, code = data.query_BHGD[0], encode_keys.reference(data.key_BHTD[0], basis)
     changed = code.clone()
-    changed[0, 5, 15] ^= 1
+    changed[0, 15, 5] ^= 1
     for other, wrong in ((basis, changed), (basis._replace(mean_HD=basis.mean_HD * 0), code)):
         right = scan_codes.reference(query, code, basis, scale=settings.scale)
         assert key_code_gates.scan_error(right, query, code, basis, settings.scale) <= 1

@@ -7,9 +7,11 @@ import pytest
 import torch
 
 from sfi_core.policies.built_in import codescan
+from sfi_core.policies.built_in.codescan import CodeScan
 from sfi_core.policies.code_basis import learn_basis
 from sfi_core.settings.config import SfiConfig
-from sfi_kernels.key_codes import BITS, CHANNELS, CodeBasis
+from sfi_core.state.request import RequestState
+from sfi_kernels.key_codes import CodeBasis, bits_of, words
 from tests.watched import LAYERS, H, Seen, Watched, best_of, prompt_of, watched
 
 SINK, RECENT, BUDGET, NEW, REST = 2, 5, 10, 12, 0.3
@@ -52,7 +54,7 @@ def estimate(seen: Seen, basis: CodeBasis, head: int) -> torch.Tensor:
     mean_D, encode_DC, query_DC = (part[head].double() for part in basis)
     query_GD, key_TD = seen.query_HGD[head].double(), seen.key_HTD[head].double()
     logits_GT = (query_GD @ mean_D)[:, None].repeat(1, len(key_TD))
-    for channel, bits in enumerate(BITS):
+    for channel, bits in enumerate(bits_of(query_GD.shape[1])):
         level_T = ((key_TD - mean_D) @ encode_DC[:, channel]).floor()
         level_T = level_T.clamp(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
         logits_GT += torch.outer(query_GD @ query_DC[:, channel], level_T + 0.5)
@@ -123,15 +125,27 @@ def test_what_choosing_reads_is_a_word_a_token_and_the_projections():
     report, D = run()[0].report.requests[0], run()[0].seen[0, 0][0].query_HGD.shape[-1]
     steps = range(1, NEW)
     context = [LENGTHS[0] + step for step in steps]
-    choosing = sum(tokens / D + CHANNELS + 1 for tokens in context)
+    choosing = sum(tokens / D + 16 + 1 for tokens in context)
     assert report.selection_ratio == pytest.approx(choosing / sum(context))
     assert run()[0].report.requests[2].selection_ratio == 0
 
 
-def test_no_basis_of_as_many_channels_keeps_more_of_the_products():
+def test_wider_heads_have_as_much_to_read_and_hold(monkeypatch):
+    """A word of 64 numbers, two of 128: the same share of a token, but twice the channels to project to."""
+    policy, tokens = CodeScan(CONFIG, None), {}
+    state = RequestState(length=6400, recent_start=6395)
+    for D in (64, 128):
+        monkeypatch.setattr(policy, "_width", D)
+        tokens[D] = policy.selection_tokens(state)
+    assert tokens[64] == 6400 / 64 + 16 + 1
+    assert tokens[128] == 6400 / 64 + 32 + 1
+
+
+@pytest.mark.parametrize("D", [40, 72])
+def test_no_basis_of_as_many_channels_keeps_more_of_the_products(D: int):
     """Eckart and Young: over all pairs of the queries and keys at hand."""
     torch.manual_seed(0)
-    D, N, T = 40, 300, 500
+    N, T = 300, 500
     mixing = torch.randn(2, 2, D, D)
     query_HND = torch.randn(2, N, D) @ mixing[0] + 0.5
     key_HTD = torch.randn(2, T, D) @ mixing[1] + 2.0
@@ -144,7 +158,7 @@ def test_no_basis_of_as_many_channels_keeps_more_of_the_products():
         )
         kept = 1 - (products - own).square().sum() / products.square().sum()
         singular = torch.linalg.svdvals(products)
-        most = singular[:CHANNELS].square().sum() / singular.square().sum()
+        most = singular[: 16 * words(D)].square().sum() / singular.square().sum()
         assert 0.97 * most < kept < most * (1 + 1e-6)
         energy = own_energy(query_HND[head], basis, centered, head)
         assert energy == sorted(energy, reverse=True)
