@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from sfi_cli.settings.given import Given
+from sfi_cli.settings.tables import ModelTable
 from sfi_cli.terminal.progress import BenchProgress
 from sfi_core.errors import ConfigError
 
@@ -25,6 +27,17 @@ class Subject:
     pack_weights: bool
     random_weights: str | None = None
     seed: int = 0
+
+    @classmethod
+    def of(
+        cls, settings: Given, model: str | None, dtype: str, device: str, trust: bool, **more: Any
+    ) -> "Subject":
+        """Take the options of a command; `trust` allows code from the checkpoint."""
+        table = settings.table(ModelTable)
+        loading = {
+            "revision": table.revision, "dtype": dtype, "device": device, "trust_remote_code": trust,
+        }  # fmt: skip
+        return cls(model=model, loading=loading, pack_weights=table.pack_weights, **more)
 
     @property
     def name(self) -> str:

@@ -1,10 +1,11 @@
-"""Options that are lists: comma lists of words and numbers, ranges, named sets of strings."""
+"""Options that are lists or texts: comma lists, ranges, named sets of strings, files."""
 
 import re
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
-from sfi_core.errors import ConfigError
+from sfi_core.errors import ConfigError, InputError
 
 NAMED = re.compile(r"([\w-]+)=(.+)", re.DOTALL)
 
@@ -74,3 +75,17 @@ def named_strings(texts: Iterable[str] | None) -> dict[str, list[str]]:
 def unescaped(triggers: Iterable[str]) -> list[str]:
     r"""Replace `\n` by newlines in trigger strings."""
     return [trigger.replace("\\n", "\n") for trigger in triggers]
+
+
+def read_text(path: Path, what: str) -> str:
+    """Read a text file; `what` names it in errors.
+
+    Raises:
+        InputError: The file cannot be read, or is not UTF-8.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"{what} {path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise InputError(f"{what} {path} is not UTF-8: {error.reason}") from error

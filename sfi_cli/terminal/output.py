@@ -46,6 +46,7 @@ class Output:
         path: File of the data; None for stdout.
         plot: File of the figure; None without a figure.
         json: Whether the data is written as JSON.
+        force: Whether files may be overwritten.
         quiet: Whether `say` writes nothing.
     """
 
@@ -58,9 +59,9 @@ class Output:
         force: bool = False,
         quiet: bool = False,
     ) -> None:
-        """Take the output options; `force` allows to overwrite files."""
+        """Take the output options."""
         self.path, self.plot, self.json, self.quiet = path, plot, json, quiet
-        self._force = force
+        self.force = force
 
     def check_format(self, formats: tuple[str, ...]) -> None:
         """Raise `ConfigError` if the suffix of the data's file is not among `formats`."""
@@ -96,7 +97,7 @@ class Output:
                 temporary_path(path).unlink(missing_ok=True)
 
     def _claim(self, path: Path) -> bool:
-        if path.exists() and not self._force:
+        if path.exists() and not self.force:
             raise ConfigError(f"output {path} exists; add --force to overwrite it")
         if not torchrun.first():
             return False

@@ -1,12 +1,9 @@
 """`sfi bench`: tokens per second of decoding, or what to expect of them."""
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 from sfi_cli import options as o
-from sfi_cli.settings.tables import BenchTable, ForecastTable, ModelTable
-from sfi_core.settings.engine import EngineOptions
 
 MEASURE, FORECAST = "Measurement", "Forecast"
 # copies of the defaults of DecodeSettings, which imports torch; a test compares the two
@@ -116,7 +113,7 @@ def bench(
 
       sfi bench --random-weights qwen3-4b --forecast --set forecast.bandwidth=4300
     """
-    from sfi_cli.commands.bench.job import DecodeBenchJob
+    from sfi_cli.commands.bench.job import counts, names, run
     from sfi_cli.loading import Subject
     from sfi_cli.settings.given import given
     from sfi_cli.terminal.output import Output
@@ -125,29 +122,17 @@ def bench(
         "bench", preset=preset, file=config, sets=sets,
         options={"budget": budget, "engine.kv_device_budget": kv_device_budget},
     )  # fmt: skip
-    weights = settings.table(ModelTable)
-    DecodeBenchJob(
-        subject=Subject(
-            model=model,
-            random_weights=random_weights,
-            loading={
-                "revision": weights.revision, "dtype": dtype, "device": device,
-                "trust_remote_code": trust_remote_code,
-            },
-            pack_weights=weights.pack_weights,
-            seed=seed,
+    run(
+        Subject.of(
+            settings, model, dtype, device, trust_remote_code, random_weights=random_weights, seed=seed
         ),
-        lists={"policies": policy, "contexts": context, "batches": batch, "baselines": baseline},
-        settings={
-            "steps": steps, "repeats": repeats, "time_limit": time_limit, "ragged": ragged,
-            "lossless": lossless, "acceptance": acceptance,
-            "seed": seed, "config": settings.config, "engine": settings.table(EngineOptions),
-            **asdict(settings.table(BenchTable)),
+        settings,
+        {
+            "policies": names(policy), "contexts": counts("contexts", context),
+            "batches": counts("batches", batch), "baselines": names(baseline), "steps": steps,
+            "repeats": repeats, "time_limit": time_limit, "ragged": ragged, "lossless": lossless,
+            "acceptance": acceptance, "seed": seed,
         },
-        said=settings.said,
-        slow_rate=slow_rate,
-        text=text,
-        threads=threads,
-        forecast=settings.table(ForecastTable) if forecast else None,
-        output=Output(output, plot=plot, json=json, quiet=quiet, force=force),
-    ).run()  # fmt: skip
+        Output(output, plot=plot, json=json, quiet=quiet, force=force),
+        slow_rate=slow_rate, text=text, threads=threads, forecast=forecast,
+    )  # fmt: skip

@@ -115,13 +115,16 @@ def evaluate(
 
       sfi eval --fidelity book.txt --length 4096 --tokens 256 --method sfi --method quest --share 0.15
     """
-    from sfi_cli.commands.evaluate.job import EvaluationJob
+    from sfi_cli.commands.evaluate.job import run
     from sfi_cli.parsing import words
     from sfi_cli.settings.given import given
     from sfi_cli.terminal.output import Output
 
     if list_tasks:
-        _list_tasks()
+        from sfi_core.measure.evaluation.tasks import TASKS
+
+        for name, one in TASKS.items():
+            typer.echo(f"{name}{'  (for the bundled checkpoint)' if one.bundled else ''}")
         return
     settings = given("eval", sets=sets, options={"engine.kv_device_budget": kv_device_budget})
     asked = {
@@ -134,18 +137,6 @@ def evaluate(
         "tokens": tokens,
         **settings.of("eval"), **settings.of("engine"), **settings.of("model"),
     }  # fmt: skip
-    EvaluationJob(
-        given=asked,
-        loading={"device": device, "trust_remote_code": trust_remote_code},
-        folder=output,
-        resume=resume,
-        force=force,
-        output=Output(plot=plot, json=json, force=force, quiet=quiet),
-    ).run()
-
-
-def _list_tasks() -> None:
-    from sfi_core.measure.evaluation.tasks import TASKS
-
-    for name, task in TASKS.items():
-        typer.echo(f"{name}{'  (for the bundled checkpoint)' if task.bundled else ''}")
+    written = Output(plot=plot, json=json, force=force, quiet=quiet)
+    loading = {"device": device, "trust_remote_code": trust_remote_code}
+    run(asked, loading, output, written, resume=resume)

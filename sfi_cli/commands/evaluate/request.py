@@ -169,13 +169,9 @@ def engine_of(asked: Mapping[str, Any]) -> EngineOptions:
 
 def described(methods: tuple[Any, ...]) -> list[dict[str, Any]]:
     """Describe the methods for the manifest, with all settings: a preset may change between versions."""
+    names = ("label", "policy", "preset")
     return [
-        {
-            "label": method.label,
-            "policy": method.policy,
-            "preset": method.preset,
-            "settings": dict(method.settings),
-            "config": method.config.to_dict(),
-        }
+        {name: getattr(method, name) for name in names}
+        | {"settings": dict(method.settings), "config": method.config.to_dict()}
         for method in methods
     ]

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from sfi_cli import options as o
+from sfi_core.errors import ConfigError
 
 SHAPE, MEASURE, COMPILE = "Shape", "Measurement", "Offline compilation"
 ARCHITECTURES = "sm_80,sm_90,sm_100"
@@ -92,14 +93,17 @@ def kernel_bench(
 
       sfi kernel-bench --compile-only --arch sm_80,sm_90
     """
-    from sfi_cli.commands.kernel_bench.job import CompileJob, KernelBenchJob, check_combination
+    from sfi_cli.commands.kernel_bench.job import compile_all, run
     from sfi_cli.parsing import numbers, words
     from sfi_cli.terminal.output import Output
 
-    check_combination(compile_only=compile_only, arch=arch, sweep=sweep, plot=plot)
+    if arch and not compile_only:
+        raise ConfigError("arch must come with --compile-only, got --arch alone")
+    if compile_only and (sweep or plot):
+        raise ConfigError("compile-only times nothing and must come without --sweep and --plot")
     written = Output(output, plot=plot, json=json, quiet=quiet, force=force)
     if compile_only:
-        CompileJob(architectures=words(arch or [ARCHITECTURES]), output=written).run()
+        compile_all(words(arch or [ARCHITECTURES]), written)
         return
     shares = numbers(retention or [], float, "retention must be a number")
     settings = {
@@ -107,6 +111,4 @@ def kernel_bench(
         "dtype": dtype, "retentions": tuple(dict.fromkeys(shares)) if retention else None,
         "ops": tuple(words(op)) if op else None, "repeats": repeats, "seed": seed,
     }  # fmt: skip
-    KernelBenchJob(
-        settings=settings, sweep=sweep, backend=backend, device=device, output=written
-    ).run()
+    run(settings, sweep, backend, device, written)

@@ -16,7 +16,7 @@ from sfi_core.engine.logits import divergence
 from sfi_core.engine.report import RequestReport
 from sfi_core.engine.shared_prompt import SharedPrompt
 from sfi_core.generation.read_prompt import read_prompt
-from sfi_core.measure.evaluation.teacher_forcing import teacher_force_batch
+from sfi_core.measure.evaluation.teacher_forcing import teacher_force
 from sfi_core.measure.evaluation.text_windows import Window, sentence_positions
 from sfi_core.settings.config import SfiConfig
 from sfi_core.settings.engine import DEFAULTS, EngineOptions
@@ -127,7 +127,7 @@ def reference(
     """Read prompts of one length, and decode their continuations under full attention.
 
     Raises:
-        SfiError: As `read_prompt` and `teacher_force_batch`.
+        SfiError: As `read_prompt` and `teacher_force`.
     """
     prompt_tokens = windows[0].prompt_tokens
     shared = read_prompt(
@@ -138,7 +138,7 @@ def reference(
         engine=engine,
     )
     rows: list[torch.Tensor] = []
-    teacher_force_batch(
+    teacher_force(
         model,
         tokenizer,
         [window.ids for window in windows],
@@ -172,7 +172,7 @@ def fidelity(
         engine: How steps are run, on the backend of `full`.
 
     Raises:
-        SfiError: As `teacher_force_batch`.
+        SfiError: As `teacher_force`.
     """
     config, prompt_tokens = config or SfiConfig(), full.windows[0].prompt_tokens
     given = [window.ids[prompt_tokens:] for window in full.windows]
@@ -188,7 +188,7 @@ def fidelity(
             found.nll.append(-float(log_V[token]))
             found.nll_full.append(-float(full_V[token]))
 
-    reports = teacher_force_batch(
+    reports = teacher_force(
         model,
         tokenizer,
         [window.ids for window in full.windows],

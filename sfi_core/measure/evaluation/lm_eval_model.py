@@ -181,15 +181,15 @@ class SfiLM(HFLM):  # type: ignore[misc]
     ) -> tuple[float, bool]:
         scored: list[tuple[float, bool]] = []
 
-        def score(step: int, logits_V: torch.Tensor) -> None:
+        def score(step: int, logits_1V: torch.Tensor) -> None:
             token = continuation[step]
-            log_V = logits_V.log_softmax(-1)
+            log_V = logits_1V[0].log_softmax(-1)
             scored.append((float(log_V[token]), int(log_V.argmax()) == token))
 
         report = teacher_force(
             self.model,
             None,
-            [*prompt, *continuation],
+            [[*prompt, *continuation]],
             len(prompt),
             score,
             self._settings,

@@ -181,15 +181,6 @@ class Size:
         return f"{100 * self.share:g}%" if self.share else f"K {self.budget}"
 
 
-def check_distinct(values: Mapping[str, Sequence[Any]]) -> None:
-    """Raise `ConfigError` if a list of `values` is empty or has a value twice; keys name the values."""
-    for name, given in values.items():
-        if not given:
-            raise ConfigError(f"{name} must be given at least once, got none")
-        if len(set(given)) < len(given):
-            raise ConfigError(f"each {name} must differ, got {', '.join(map(str, given))}")
-
-
 def at_share(config: SfiConfig, context: int, share: float) -> SfiConfig:
     """Set recent and selected tokens so that they and the sink are a share of the context.
 

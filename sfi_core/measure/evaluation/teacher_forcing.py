@@ -28,27 +28,6 @@ OnLogits = Callable[[int, torch.Tensor], None]
 def teacher_force(
     model: Any,
     tokenizer: Any,
-    ids: Sequence[int],
-    prompt_tokens: int,
-    on_logits: OnLogits,
-    config: SfiConfig | None = None,
-    **options: Any,
-) -> RunReport:
-    """Call `teacher_force_batch` with one text; `on_logits` gets its logits as `[V]`."""
-    return teacher_force_batch(
-        model,
-        tokenizer,
-        [ids],
-        prompt_tokens,
-        lambda step, logits_BV: on_logits(step, logits_BV[0]),
-        config,
-        **options,
-    )
-
-
-def teacher_force_batch(
-    model: Any,
-    tokenizer: Any,
     texts: Sequence[Sequence[int]],
     prompt_tokens: int,
     on_logits: OnLogits,

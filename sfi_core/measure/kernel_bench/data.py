@@ -41,6 +41,12 @@ class LayerData:
     recent_start_B: torch.Tensor
 
     @property
+    def nothing(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Packed rows of a slow step, which reads none."""
+        row = self.key_BHTD[:, :, :1].contiguous()
+        return row, row, self.length_B.new_zeros(row.shape[:2])
+
+    @property
     def paged(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Keys, values and block table, as the ops take them."""
         return self.pages.key_PHND, self.pages.value_PHNE, self.block_table_BP

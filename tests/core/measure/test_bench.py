@@ -12,7 +12,7 @@ from sfi_core.measure.bench.bench import run_bench
 from sfi_core.measure.bench.ours import run_ours
 from sfi_core.measure.bench.prompts import Prompts
 from sfi_core.measure.bench.rows import point_rows, step_bytes
-from sfi_core.measure.bench.samples import DecodeSample, StepRead, percentile
+from sfi_core.measure.bench.samples import DecodeSample, StepRead
 from sfi_core.measure.bench.settings import BASELINES, DecodeSettings, DecodeVariant, Point
 from sfi_core.measure.bench.streams import slow_steps, stream
 from sfi_core.measure.bench.theirs import run_theirs
@@ -311,10 +311,3 @@ def test_ctrl_c_keeps_the_rows_of_finished_runs(tiny_model, monkeypatch):
     result = run_bench(tiny_model, settings(baselines=(), batches=(1, 2), repeats=2, steps=5))
     assert result.interrupted
     assert [(row["policy"], row["repeats"]) for row in result.rows] == [("sfi", 2), ("full-kv", 1)]
-
-
-@pytest.mark.parametrize(
-    ("percent", "expected"), [(0, 1), (50, 2.5), (25, 1.75), (99, 3.97), (100, 4)]
-)
-def test_percentiles_lie_between_neighbors(percent, expected):
-    assert percentile([4, 1, 3, 2], percent) == pytest.approx(expected)

@@ -12,7 +12,7 @@ from sfi_core.measure.bench.bench import run_bench
 from sfi_core.measure.bench.lossless import StatedAcceptance, run_lossless
 from sfi_core.measure.bench.prompts import Prompts
 from sfi_core.measure.bench.rows import point_rows
-from sfi_core.measure.bench.samples import DecodeSample, Drafting, StepRead
+from sfi_core.measure.bench.samples import DecodeSample, StepRead
 from sfi_core.measure.bench.settings import DecodeSettings, DecodeVariant, Point
 from sfi_core.measure.bench.streams import stream
 from sfi_core.models.byte_model import ByteModel
@@ -123,7 +123,12 @@ def test_rows_count_tokens_and_not_passes():
     slow = ((False, False), (True, False), (True, True))
     reads = [StepRead(one, (100, 60), (40, 30), (20, 20)) for one in ((True, True), *slow)]
     sample = DecodeSample(
-        2, 1, at=[0, 1, 2, 3, 6], gave=[2, 4, 0, 3, 5], reads=reads, drafting=Drafting(3, 8, 7, 5)
+        2,
+        1,
+        at=[0, 1, 2, 3, 6],
+        gave=[2, 4, 0, 3, 5],
+        reads=reads,
+        drafting={"verifications": 3, "drafted": 8, "tested": 7, "accepted": 5},
     )
     variant = DecodeVariant("sfi-lossless", "sfi", EngineOptions(lossless=True), 0.7)
     model = ByteModel(weight_bytes=1000, batch=2, row_bytes=8, heads=2, layers=1)
