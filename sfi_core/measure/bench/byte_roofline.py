@@ -80,6 +80,7 @@ def forecast_document(
     if bandwidth_gb_per_s is None:
         bandwidth_gb_per_s = copy_gb_per_s(device, clock_for(device, "torch"))
     memory = int((total_bytes(device) or 0) if memory_bytes is None else memory_bytes)
+    drafted = (LOSSLESS_NOTE.format(settings.acceptance),) if settings.lossless else ()
     return {
         "rows": [
             row
@@ -88,7 +89,7 @@ def forecast_document(
             for row in expected.rows(policy, point, bandwidth_gb_per_s, memory)
         ],
         "forecast": True,
-        "notes": [*NOTES, *[LOSSLESS_NOTE.format(settings.acceptance)] * settings.lossless],
+        "notes": [*NOTES, *drafted],
         "model": {**expected.description, "total_weight_bytes": expected.weights.total_bytes},
         "settings": {"slow_rate": str(settings.slow_rate), "config": settings.config.to_dict()},
         "machine": {

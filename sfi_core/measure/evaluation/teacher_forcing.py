@@ -44,18 +44,8 @@ def teacher_force(
     Step t predicts `text[prompt_tokens + t]` and reads the token before it, as in `generate`. Step 0 is the
     prompt's last position and dense under every policy. Stop tokens in a text do not end the run.
 
-    Args:
-        model: A decoder-only model of transformers.
-        tokenizer: Turns trigger strings into token ids.
-        texts: The tokens of each text; all have the same number of tokens.
-        prompt_tokens: Tokens of each prompt; the tokens after them are decoded.
-        on_logits: Called with each step and its logits, `[B, V]` float32.
-        config: The settings; None is the `default` preset.
-        policy: A name from `sfi_core.policies.POLICIES`.
-        engine: How prompts are read and steps are run.
-        shared: The cache of the prompts from `read_prompt`; None reads the prompts.
-        observers: Get the events of the run.
-        audit: The audit whose events the observers get.
+    `on_logits` is called with each step and its logits, `[B, V]` float32. `shared` is the cache of the
+    prompts from `read_prompt`; None reads the prompts. The other arguments are those of `slow_fast`.
 
     Raises:
         ConfigError: A setting is out of range, the texts differ in length, a prompt leaves no token, or

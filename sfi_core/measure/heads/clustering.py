@@ -45,11 +45,6 @@ def cluster(similarity_HH: Matrix, clusters: int, seed: int = 0) -> tuple[Labels
     with the least sum of squared distances to the centroids. If there are fewer different rows than clusters,
     heads of the largest cluster fill the empty clusters.
 
-    Args:
-        similarity_HH: S of every two heads.
-        clusters: N_r.
-        seed: Seed of the starts.
-
     Returns:
         Each head's cluster, and each cluster's representative: the head nearest to the centroid, the lower of
         equally near heads. Clusters are numbered by their lowest heads.
