@@ -89,8 +89,7 @@ Budget = Annotated[int | None, _setting("budget")]
 Recent = Annotated[int | None, _setting("recent")]
 TMax = Annotated[int | None, _setting("t_max")]
 Lossless = Annotated[
-    bool,
-    typer.Option("--lossless", help="Full attention's own tokens.", rich_help_panel=METHOD),
+    bool, typer.Option("--lossless", help="Full attention's own tokens.", rich_help_panel=METHOD)
 ]
 DraftMax = Annotated[int | None, _setting("draft.max_tokens", "--draft-max")]
 Triggers = Annotated[

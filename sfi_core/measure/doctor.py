@@ -68,10 +68,7 @@ def _backend(backend: str) -> Check:
         prompt = (
             "Belora hid a red lantern under the old bridge. Question: What is written about Belora?"
         )
-        options: dict[str, Any] = {
-            "max_new_tokens": 12,
-            "engine": EngineOptions(backend=backend),
-        }
+        options: dict[str, Any] = {"max_new_tokens": 12, "engine": EngineOptions(backend=backend)}
         sfi = generate(model, tokenizer, [prompt], everything, **options)
         full = generate(model, tokenizer, [prompt], everything, policy="full-kv", **options)
     except SfiError as error:

@@ -35,15 +35,8 @@ def run(
 ) -> None:
     """Load the model, measure or forecast, write and show the result.
 
-    Args:
-        subject: The model.
-        settings: The settings that the user gave.
-        asked: Other fields of `DecodeSettings`; None keeps a field's default.
-        output: Where the document and the figure go.
-        slow_rate: A share such as 1/20; None for the default or with `text`.
-        text: A file, or bundled; None without a text.
-        threads: CPU threads; None for PyTorch's own.
-        forecast: Whether to compute what to expect, without measuring.
+    `asked` has fields of `DecodeSettings`, None for a default. `text` is a file or bundled; its tokens decide
+    the slow steps in place of `slow_rate`.
     """
     import torch
 

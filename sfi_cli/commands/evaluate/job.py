@@ -31,7 +31,7 @@ def run(
         given: Values of the options; None for an option that was not given.
         loading: Arguments of `load` that a results folder does not keep.
         folder: Folder of the results; None makes a new folder named after the time.
-        output: Where the document and the figure go; its `force` also allows to replace results.
+        output: Where the document goes; its `force` also allows to replace results.
         resume: Whether to complete the results in the folder.
     """
     if resume and folder is None:

@@ -94,11 +94,7 @@ def _shown(value: Any) -> str:
 
 
 def numbers(option: str, text: str | None, kind: Callable[[str], Any]) -> list[Any] | None:
-    """Read a comma list of ints or floats.
-
-    Raises:
-        ConfigError: A word is not such a number, or the list is empty.
-    """
+    """Read a comma list of ints or floats; raise `ConfigError` for another word or an empty list."""
     if text is None:
         return None
     noun = "whole numbers" if kind is int else "numbers"
@@ -110,11 +106,7 @@ def numbers(option: str, text: str | None, kind: Callable[[str], Any]) -> list[A
 
 
 def parts_of(asked: Mapping[str, Any], text: str | None) -> list[Any]:
-    """Make the grids to run: one of tasks, one of windows of the text.
-
-    Raises:
-        ConfigError: A method, size, task or length is invalid.
-    """
+    """Make the grids to run, of tasks and of windows of the text; raise `ConfigError` for an invalid one."""
     methods, sizes = methods_of(asked), sizes_of(asked)
     parts: list[Any] = []
     lengths = tuple(asked["lengths"])
@@ -157,11 +149,7 @@ def sizes_of(asked: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def engine_of(asked: Mapping[str, Any]) -> EngineOptions:
-    """Make the engine's options.
-
-    Raises:
-        ConfigError: The device budget is invalid.
-    """
+    """Make the engine's options; raise `ConfigError` for an invalid device budget."""
     asked = DEFAULTS | dict(asked)
     names = ("backend", "prefill_chunk", "kv_device_budget", "kv_page")
     return EngineOptions(**{name: asked[name] for name in names})

@@ -12,11 +12,7 @@ Facts = Mapping[str, Any]
 
 
 def check_same(facts: Facts, manifest: Facts, names: Sequence[str]) -> None:
-    """Refuse to resume a folder whose facts of these names are not this run's.
-
-    Raises:
-        ConfigError: The facts differ; the message names the first `SHOWN` differences.
-    """
+    """Raise `ConfigError` with the first differences if facts of these names are not those of the folder."""
     for what in names:
         one, other = (dict(_leaves(_labeled(given[what]))) for given in (facts, manifest))
         differ = [name for name in other | one if one.get(name) != other.get(name)]

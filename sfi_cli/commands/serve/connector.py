@@ -126,11 +126,7 @@ class SfiConnector(PlainConnector):
 
 
 def check_traced(vllm_config: Any) -> None:
-    """Refuse a server that a trace cannot describe: data parallel, or quantized.
-
-    Raises:
-        ConfigError: With the setting of vLLM.
-    """
+    """Raise `ConfigError` for a server that a trace cannot describe: data parallel, or quantized."""
     if vllm_config.parallel_config.data_parallel_size > 1:
         raise ConfigError("trace must be of one engine, got data_parallel_size above 1")
     kind = vllm_config.model_config.quantization

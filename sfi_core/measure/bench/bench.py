@@ -83,13 +83,10 @@ def release(device: torch.device) -> None:
 
 
 class Bench:
-    """A benchmark, and its measurements so far.
+    """A benchmark, and its measurements so far: rows of measured and of skipped variants and points.
 
     Attributes:
         about: The description of the model.
-        machine: The machine and its copy bandwidth.
-        rows: A row for each variant and point.
-        skipped: A row for each variant and point that did not fit.
         notes: Remarks that the rows need.
         interrupted: Whether Ctrl-C ended the run early.
     """

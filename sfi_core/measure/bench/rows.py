@@ -26,10 +26,7 @@ def point_rows(
     `models` computes the bytes of a step, by variant; `copy_gb_per_s` is the machine's copy bandwidth.
     """
     rows = [
-        {
-            **_row(variant, point, runs),
-            **_bytes(variant, runs, models[variant.name], copy_gb_per_s),
-        }
+        {**_row(variant, point, runs), **_bytes(variant, runs, models[variant.name], copy_gb_per_s)}
         for variant, runs in samples.items()
         if runs
     ]

@@ -119,10 +119,7 @@ class Reference:
 
 
 def reference(
-    model: Any,
-    tokenizer: Any,
-    windows: Sequence[Window],
-    engine: EngineOptions = DEFAULTS,
+    model: Any, tokenizer: Any, windows: Sequence[Window], engine: EngineOptions = DEFAULTS
 ) -> Reference:
     """Read prompts of one length, and decode their continuations under full attention.
 
@@ -163,13 +160,7 @@ def fidelity(
 ) -> list[Fidelity]:
     """Compare a policy with full attention on windows that are decoded together.
 
-    Args:
-        model: A decoder-only model of transformers.
-        tokenizer: Turns trigger strings into token ids; a sentence ends with one of these tokens.
-        full: Full attention's predictions for the windows.
-        config: The settings; None is the `default` preset.
-        policy: A name from `sfi_core.policies.POLICIES`.
-        engine: How steps are run, on the backend of `full`.
+    A sentence ends with a trigger token. The policy runs on the backend of `full`.
 
     Raises:
         SfiError: As `teacher_force`.

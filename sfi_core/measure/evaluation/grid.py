@@ -80,11 +80,7 @@ class Grid:
                 raise ConfigError(f"each {name} must differ, got {', '.join(map(str, given))}")
 
     def positions_of(self, model: Any) -> int | None:
-        """Return how many positions a model has; None if its config does not say.
-
-        Raises:
-            InputError: A length exceeds them.
-        """
+        """Return the model's positions, None if unknown; raise `InputError` if a length exceeds them."""
         config, longest = model.config.get_text_config(decoder=True), max(self.lengths)
         limit: int | None = getattr(config, "max_position_embeddings", None) or None
         if limit is not None and longest > limit:

@@ -110,11 +110,7 @@ class SfiLM(HFLM):  # type: ignore[misc]
         return info | {"sfi": own}
 
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
-        """Generate the answers.
-
-        Raises:
-            InputError: The answers' limit leaves no position of the model for a prompt.
-        """
+        """Generate the answers; raise `InputError` if their limit leaves no position for a prompt."""
         most = max(
             normalize_gen_kwargs(request.args[1], self.max_gen_toks)["max_gen_toks"]
             for request in requests
@@ -129,11 +125,7 @@ class SfiLM(HFLM):  # type: ignore[misc]
 
     def _model_generate(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         with slow_fast(
-            self.model,
-            None,
-            self._settings,
-            policy=self._policy,
-            engine=self._engine,
+            self.model, None, self._settings, policy=self._policy, engine=self._engine
         ) as session:
             output: torch.Tensor = super()._model_generate(*args, **kwargs)
             self._note(session.report)

@@ -85,11 +85,7 @@ class Method:
         )
 
     def resolved(self, tokenizer: Any) -> "Method":
-        """Return the method with its triggers as token ids, found once: a large vocabulary takes a while.
-
-        Raises:
-            ConfigError: No trigger is a token.
-        """
+        """Return the method with its triggers as token ids; raise `ConfigError` if no trigger is a token."""
         ids = resolve_triggers(tokenizer, self.config)
         return replace(self, config=self.config.replace(trigger_token_ids=ids))
 
@@ -119,11 +115,7 @@ class MethodVariant:
         return self.method.label, EVERYTHING if self.method.policy == WHOLE else OWN
 
     def config(self, context: int) -> SfiConfig:
-        """Return the settings for a prompt of `context` tokens.
-
-        Raises:
-            ConfigError: The size leaves no selected token.
-        """
+        """Return the settings for a prompt of `context` tokens; raise `ConfigError` if none is selected."""
         size, config = self.size, self.method.config
         if size is None:
             return config
@@ -211,12 +203,7 @@ def _lossless(policy: str, settings: Mapping[str, Any]) -> bool:
 
 
 def preset_config(preset: str) -> SfiConfig:
-    """Return the settings of a preset, or of a TOML file over the default preset.
-
-    Raises:
-        ConfigError: No such preset, or a setting of the file is out of range.
-        InputError: The file cannot be read.
-    """
+    """Return a preset's or TOML file's settings; raise `ConfigError` or `InputError` if there are none."""
     if preset.endswith(FILE):
         return SfiConfig().merge_toml(Path(preset))
     return SfiConfig.preset(preset)

@@ -103,10 +103,8 @@ class TaskGrid(Grid):
                 device budget.
 
         Yields:
-            Rows; a method that ran out of memory or gave broken logits has an `error` and no score.
-
-        Raises:
-            KeyboardInterrupt: On Ctrl-C; the rows of the current batch are lost.
+            Rows; a method that ran out of memory or gave broken logits has an `error` and no score. On Ctrl-C
+            the rows of the current batch are lost.
         """
         methods = [method.resolved(tokenizer) for method in self.methods]
         variants = [one for method in methods for one in method.variants(self.sizes)]

@@ -70,13 +70,7 @@ def teacher_force(
     with (
         torch.no_grad(),
         slow_fast(
-            model,
-            tokenizer,
-            config,
-            policy=policy,
-            observers=observers,
-            audit=audit,
-            engine=engine,
+            model, tokenizer, config, policy=policy, observers=observers, audit=audit, engine=engine
         ) as session,
     ):
         expected = session.forecast(

@@ -78,11 +78,7 @@ class TextGrid(Grid):
                 one.config(length)
 
     def windows(self, tokenizer: Any, length: int) -> list[Window]:
-        """Spread the windows of a length over the text.
-
-        Raises:
-            InputError: The text is too short.
-        """
+        """Spread the windows of a length over the text; raise `InputError` if the text is too short."""
         ids, prefix = text_ids(tokenizer, self.text)
         return windows(ids, length, self.tokens, self.count, prefix)
 

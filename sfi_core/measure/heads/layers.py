@@ -60,11 +60,7 @@ class LayerClusters:
 
 
 def part_count(texts: int, parts: int | None) -> int:
-    """Return the number of parts; by default 2, or 1 for a single text.
-
-    Raises:
-        ConfigError: More parts than texts.
-    """
+    """Return the number of parts, by default 2 at most; raise `ConfigError` for more than texts."""
     count = min(PARTS, texts) if parts is None else parts
     if count > texts:
         raise ConfigError(f"parts must be at most the {texts} texts, got {count}")

@@ -40,10 +40,7 @@ def cut_texts(tokenizer: Any, texts: Sequence[str], length: int, top: int) -> li
 
 @torch.no_grad()
 def text_supports(
-    model: Any,
-    ids: Sequence[int],
-    top: int,
-    engine: EngineOptions = DEFAULTS,
+    model: Any, ids: Sequence[int], top: int, engine: EngineOptions = DEFAULTS
 ) -> Iterator[tuple[int, torch.Tensor]]:
     """Read a text densely, and yield the positions that its last queries attend to most.
 

@@ -43,11 +43,7 @@ class Measurement:
 
     @classmethod
     def of(cls, variant: KernelVariant) -> "Measurement":
-        """Check a variant; an exception becomes its failure.
-
-        Raises:
-            KernelLimitError: The kernels do not take this shape.
-        """
+        """Check a variant; an exception but `KernelLimitError` becomes its failure."""
         one = cls(variant)
         with one.noting():
             one.error = variant.error()
@@ -57,11 +53,7 @@ class Measurement:
 
     @contextmanager
     def noting(self) -> Iterator[None]:
-        """Take an exception as the failure, and go on.
-
-        Raises:
-            KernelLimitError: The kernels do not take this shape: no variant would run.
-        """
+        """Take an exception as the failure; a `KernelLimitError` is raised, as no variant would run."""
         try:
             yield
         except KernelLimitError:

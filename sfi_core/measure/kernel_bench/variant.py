@@ -47,11 +47,7 @@ def reason(error: BaseException) -> str:
 def guarded(
     name: str, retention: float | None, variants: Iterable[KernelVariant]
 ) -> Iterator[KernelVariant]:
-    """Yield variants; if making one raises, yield a variant that raises the same, and stop.
-
-    Raises:
-        KernelLimitError: The kernels do not take this shape.
-    """
+    """Yield variants; if making one raises (but `KernelLimitError`), yield one that raises the same."""
     try:
         yield from variants
     except KernelLimitError:

@@ -15,13 +15,11 @@ class TaskSample:
     """One prompt of a task.
 
     Attributes:
-        length: Prompt tokens asked for, an upper bound.
+        length: Prompt tokens asked for, an upper bound of `prompt_ids`.
         prompt: The text, including the chat template.
-        prompt_ids: The text's tokens, at most `length`.
         answers: The strings that the task's score looks for.
         max_new_tokens: Tokens that a full answer needs, with room to spare.
-        sentences: The sentences of the right answer, which is their concatenation; () if the answer does not
-            consist of sentences.
+        sentences: The sentences of the right answer, which is their concatenation; () if it has none.
     """
 
     task: str
@@ -36,14 +34,7 @@ class TaskSample:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A document with a question.
-
-    Attributes:
-        text: Instruction, document and question: the user's turn.
-        lead: First words of the answer, which the model continues.
-        answers: The strings that a right answer contains.
-        sentences: See `TaskSample`.
-    """
+    """A document with a question: the user's turn, the first words of the answer, and as in `TaskSample`."""
 
     text: str
     lead: str

@@ -65,10 +65,7 @@ class BundledRecall(DocumentTask):
         """Compare with the right tokens, position by position."""
         wanted = self._wanted(sample.answers[0], tokenizer)
         right = sum(a == b for a, b in zip(token_ids, wanted, strict=False))
-        return {
-            "score": float(list(token_ids) == wanted),
-            "token_accuracy": right / len(wanted),
-        }
+        return {"score": float(list(token_ids) == wanted), "token_accuracy": right / len(wanted)}
 
     @staticmethod
     def _wanted(answer: str, tokenizer: Any) -> list[int]:
