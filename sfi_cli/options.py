@@ -12,6 +12,10 @@ from sfi_cli.settings.text import written
 from sfi_core.settings.config import PRESETS, SfiConfig
 from sfi_core.settings.policy_names import built_in, known
 
+# types of options
+Words = list[str] | None
+Number = int | None
+File = Path | None
 MODEL, METHOD, SAMPLING, OUTPUT = "Model", "Slow-fast decoding", "Sampling", "Output"
 TRACE = "Trace"
 
