@@ -19,6 +19,7 @@ METHODS = (
 BUNDLED_ONLY = ("synckv",)  # needs a head file, which few other models have
 SHARES, LENGTHS, SAMPLES, SEED, RECENT = (0.05, 0.1, 0.15, 0.25), (1024, 4096), 20, 0, 128
 TOKENS = 128
+LISTS = ("methods", "shares", "budgets", "tasks", "lengths")
 FREE = "batch_size"  # has no effect on a row: a resumed run may change it
 DEFAULTS: dict[str, Any] = {
     "model": None, "dtype": "auto", "methods": list(METHODS),
@@ -46,16 +47,14 @@ def filled(given: Mapping[str, Any]) -> dict[str, Any]:
         if name in said and "fidelity" not in said:
             raise ConfigError(f"{name} must come with --fidelity, got it alone")
     if asked["tasks"] is None:
-        asked["tasks"] = [] if asked["fidelity"] else default_tasks(asked["model"])
+        own = ["bundled-recall"] if asked["model"] is None else _other_tasks()
+        asked["tasks"] = [] if asked["fidelity"] else own
     return asked
 
 
-def default_tasks(model: str | None) -> list[str]:
-    """Name the bundled checkpoint's task, or the tasks for any other model."""
+def _other_tasks() -> list[str]:
     from sfi_core.measure.evaluation.tasks import TASKS
 
-    if model is None:
-        return ["bundled-recall"]
     return [name for name, task in TASKS.items() if not task.bundled]
 
 
@@ -76,17 +75,12 @@ def resumed(given: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, An
         # a folder of an earlier version lacks newer options
         kept = before.get(name, DEFAULTS[name])
         if value is not None and value != kept:
-            option = OPTIONS.get(name, name).replace("_", "-")
+            option = name.removesuffix("s") if name in LISTS else name.replace("_", "-")
             raise ConfigError(
                 f"resume must keep the folder's {option} {_shown(kept)}, got {_shown(value)}"
             )
     size = given.get(FREE)
     return DEFAULTS | dict(before) | ({} if size is None else {FREE: size})
-
-
-OPTIONS = {
-    name: name.removesuffix("s") for name in ("methods", "shares", "budgets", "tasks", "lengths")
-}
 
 
 def _shown(value: Any) -> str:

@@ -55,7 +55,10 @@ def read_prompts(argument: str | None, file: Path | None, batch: Path | None) ->
         entries, limits = [entry for entry, _ in lines], tuple(limit for _, limit in lines)
         return Prompts(entries, SfiConfig(), max_new_tokens=limits)
     if not given:
-        return _example()
+        from sfi_core.bundled.example import load_example
+
+        example = load_example()
+        return Prompts([example.prompt], example.config, example.answer)
     text = argument
     if argument == STDIN or file == Path(STDIN):
         text = sys.stdin.read()
@@ -64,13 +67,6 @@ def read_prompts(argument: str | None, file: Path | None, batch: Path | None) ->
     if not text:
         raise InputError("prompt must not be empty, got an empty text")
     return Prompts([text], SfiConfig())
-
-
-def _example() -> Prompts:
-    from sfi_core.bundled.example import load_example
-
-    example = load_example()
-    return Prompts([example.prompt], example.config, example.answer)
 
 
 def _read_batch(path: Path) -> list[tuple[Entry, int | None]]:

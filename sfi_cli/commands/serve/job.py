@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,10 +22,11 @@ OPTIONS = {"audit.every": "--audit"}  # the option of a setting
 CLOSING = 30  # seconds after Ctrl-C to end requests and finish the trace
 
 
+@dataclass(frozen=True, slots=True)
 class Service:
     """A server that is to run.
 
-    Args:
+    Attributes:
         settings: The settings that the user gave.
         own: The plugin's policy, slots and preset; no preset is the default one.
         model: Hub id or folder; None is the bundled checkpoint.
@@ -33,17 +35,12 @@ class Service:
         flags: vLLM's own.
     """
 
-    def __init__(
-        self,
-        settings: Given,
-        own: dict[str, Any],
-        model: str | None,
-        address: str,
-        trace: Path | None,
-        flags: Sequence[str],
-    ) -> None:
-        self.settings, self.own, self.model = settings, own, model
-        self.address, self.trace, self.flags = address, trace, flags
+    settings: Given
+    own: dict[str, Any]
+    model: str | None
+    address: str
+    trace: Path | None
+    flags: Sequence[str]
 
     def run(self) -> None:
         """Check the options, print what is served, and serve until Ctrl-C."""

@@ -119,7 +119,7 @@ def recall_variant(
         *old.segment, *into.segment, fetched,
     )  # fmt: skip
     index = gates.attended(selected.index_BHK, settings.sink, 0, 0)
-    missing = torch.full_like(fetched, fetched_rows(selected.index_BHK.shape[2]))
+    missing = torch.full_like(fetched, -(-selected.index_BHK.shape[2] // FETCHED_EVERY))
 
     def error() -> float:
         into.poison()
@@ -129,11 +129,6 @@ def recall_variant(
 
     moved = bytes_moved.recall_bytes(settings, index.shape[2], index.shape[2] - int(missing[0, 0]))
     yield KernelVariant("recall", retention, call, moved, error)
-
-
-def fetched_rows(budget: int) -> int:
-    """Return how many rows of a KV head come from the host."""
-    return -(-budget // FETCHED_EVERY)
 
 
 def host_pages(data: LayerData) -> tuple[torch.Tensor, torch.Tensor]:
