@@ -58,7 +58,7 @@ def run(
     rows = [token_ids(entry, tokenizer, chat=chat) for entry in prompts.entries]
     limits = prompts.limits(max_new_tokens)
     shows = output.streams and not output.json and len(rows) == 1
-    decode = partial(
+    decode: Callable[..., Any] = partial(
         _decode, model, tokenizer, rows, settings.config,
         quiet=output.quiet, max_new_tokens=limits, max_batch=max_batch, **options,
     )  # fmt: skip

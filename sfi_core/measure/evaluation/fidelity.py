@@ -126,26 +126,21 @@ def reference(
     Raises:
         SfiError: As `read_prompt` and `teacher_force`.
     """
-    prompt_tokens = windows[0].prompt_tokens
-    shared = read_prompt(
-        model,
-        tokenizer,
-        [window.ids[:prompt_tokens] for window in windows],
-        capacity=len(windows[0].ids),
-        engine=engine,
-    )
+    prompt_tokens, size = windows[0].prompt_tokens, len(windows[0].ids)
+    prompts = [window.ids[:prompt_tokens] for window in windows]
+    shared = read_prompt(model, tokenizer, prompts, capacity=size, engine=engine)
     rows: list[torch.Tensor] = []
-    teacher_force(
-        model,
-        tokenizer,
-        [window.ids for window in windows],
-        prompt_tokens,
-        lambda _, logits_BV: rows.append(logits_BV.log_softmax(-1)),
-        SfiConfig(trigger_policy="always"),
-        policy=FULL,
-        engine=EngineOptions(backend=engine.backend),
-        shared=shared,
-    )
+
+    def keep(_: int, logits_BV: torch.Tensor) -> None:
+        rows.append(logits_BV.log_softmax(-1))
+
+    texts, config = [window.ids for window in windows], SfiConfig(trigger_policy="always")
+    how: dict[str, Any] = {
+        "policy": FULL,
+        "engine": EngineOptions(backend=engine.backend),
+        "shared": shared,
+    }
+    teacher_force(model, tokenizer, texts, prompt_tokens, keep, config, **how)
     return Reference(windows, torch.stack(rows), shared)
 
 
@@ -179,24 +174,16 @@ def fidelity(
             found.nll.append(-float(log_V[token]))
             found.nll_full.append(-float(full_V[token]))
 
-    reports = teacher_force(
-        model,
-        tokenizer,
-        [window.ids for window in full.windows],
-        prompt_tokens,
-        compare,
-        config,
-        policy=policy,
-        engine=engine,
-        shared=full.shared,
-    ).requests
+    texts = [window.ids for window in full.windows]
+    how: dict[str, Any] = {"policy": policy, "engine": engine, "shared": full.shared}
+    report = teacher_force(model, tokenizer, texts, prompt_tokens, compare, config, **how)
     ends = frozenset(resolve_triggers(tokenizer, config.replace(trigger_policy="boundary")))
-    for found, window, report in zip(parts, full.windows, reports, strict=True):
-        slow = set(report.slow_at)
+    for found, window, own in zip(parts, full.windows, report.requests, strict=True):
+        slow = set(own.slow_at)
         found.slow = [step in slow for step in found.step]
         found.in_sentence = sentence_positions(window, ends)
         found.window = [window.start] * len(found.step)
-        found.reports = [report]
+        found.reports = [own]
     return parts
 
 

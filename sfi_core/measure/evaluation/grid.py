@@ -9,6 +9,7 @@ import torch
 from sfi_core.errors import ConfigError, InputError, MemoryForecastError, NumericsError
 from sfi_core.measure.evaluation.method import Method, MethodVariant, Size
 from sfi_core.models.load import first_line
+from sfi_core.settings.engine import DEFAULTS, EngineOptions
 
 T = TypeVar("T")
 Key = tuple[Any, ...]
@@ -42,9 +43,15 @@ class Grid:
         raise NotImplementedError
 
     def run(
-        self, model: Any, tokenizer: Any, done: Container[Key] = frozenset(), **options: Any
+        self,
+        model: Any,
+        tokenizer: Any,
+        done: Container[Key] = frozenset(),
+        *,
+        batch_size: int = 1,
+        engine: EngineOptions = DEFAULTS,
     ) -> Iterator[Row]:
-        """Make the rows that are not done."""
+        """Make the rows that are not done, `batch_size` units together."""
         raise NotImplementedError
 
     @property

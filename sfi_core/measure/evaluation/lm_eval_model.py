@@ -149,14 +149,8 @@ class SfiLM(HFLM):  # type: ignore[misc]
         bar = tqdm(total=len(split), disable=disable_tqdm, desc="Running loglikelihood requests")
         for prompt, group in groupby(split, itemgetter(0)):  # the choices of a question
             choices = list(group)
-            longest_choice = max(len(continuation) for _, continuation, _ in choices)
-            shared = read_prompt(
-                self.model,
-                None,
-                [prompt],
-                capacity=len(prompt) + longest_choice - 1,
-                engine=self._engine,
-            )
+            size = len(prompt) + max(len(continuation) for _, continuation, _ in choices) - 1
+            shared = read_prompt(self.model, None, [prompt], capacity=size, engine=self._engine)
             for _, continuation, asked in choices:
                 answer = self._score(prompt, continuation, shared)
                 answers.append(answer)
@@ -178,17 +172,9 @@ class SfiLM(HFLM):  # type: ignore[misc]
             log_V = logits_1V[0].log_softmax(-1)
             scored.append((float(log_V[token]), int(log_V.argmax()) == token))
 
-        report = teacher_force(
-            self.model,
-            None,
-            [[*prompt, *continuation]],
-            len(prompt),
-            score,
-            self._settings,
-            policy=self._policy,
-            engine=self._engine,
-            shared=shared,
-        )
+        how: dict[str, Any] = {"policy": self._policy, "engine": self._engine, "shared": shared}
+        text = [*prompt, *continuation]
+        report = teacher_force(self.model, None, [text], len(prompt), score, self._settings, **how)
         self._note(report)
         return sum(log for log, _ in scored), all(greedy for _, greedy in scored)
 
