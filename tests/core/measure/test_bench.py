@@ -239,14 +239,14 @@ def test_measured_bytes_are_the_byte_models(tiny_model):
     """2 layers of 2 KV heads of 8 numbers in float32: 256 bytes a token."""
     result = run_bench(tiny_model, settings(baselines=(), repeats=1, steps=5))
     rows = {row["policy"]: row for row in result.rows}
-    weights = result.model["weight_bytes"]
+    weights = result.about["weight_bytes"]
     lengths = [128 + t for t in range(5, 10)]
     assert rows["full-kv"]["bytes_per_step"] == weights + 2 * 256 * statistics.fmean(lengths)
     # budget 32, sink 2, recents of 16 that have grown since the last slow step; one slow step each in five
     assert rows["sfi"]["slow_rate"] == 0.2
     asked = settings(baselines=(), repeats=1, steps=5)
     reads = ours(tiny_model, asked).measured
-    model = ByteModel.of({**result.model, "weight_bytes": weights}, batch=2)
+    model = ByteModel.of({**result.about, "weight_bytes": weights}, batch=2)
     mean = statistics.fmean(step_bytes(model, read, selects=True) for read in reads)
     assert rows["sfi"]["bytes_per_step"] == round(mean)
     assert {read.packed_B for read in reads} == {(34, 34)}
