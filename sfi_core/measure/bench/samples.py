@@ -58,7 +58,6 @@ class DecodeSample:
     """One run, and the times at which the tokens of its steps arrived.
 
     Attributes:
-        batch: Requests.
         warm_up: Decoding steps that are not measured.
         began: Time when the prefill began, in seconds.
         at: Times when the tokens of step 0, 1, ... arrived; step 0 is the prefill.
@@ -66,7 +65,6 @@ class DecodeSample:
         drafting: `drafting_of` the measured passes of a lossless run; None for another run.
         reads: What each step from step 1 on read.
         selecting: Tokens of a layer's keys and values that the policy read to select, in the measured steps.
-        forecast_bytes: Peak memory as forecast.
         prefilled: Whether the prompts were read, not made up.
         stopped: Whether the time limit ended the run.
         tiers: Where keys and values lay under a device budget; None without one.

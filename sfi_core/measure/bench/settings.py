@@ -58,7 +58,6 @@ class DecodeSettings:
 
     Attributes:
         policies: Names from `sfi_core.policies.POLICIES`.
-        contexts: Cached tokens of a request.
         baselines: Names from `BASELINES`.
         steps: Decoding steps measured in each run, after those of the warm-up.
         time_limit: Seconds after which a run stops, once it measured `LEAST_STEPS`; None for no limit.

@@ -32,7 +32,6 @@ class Method:
     """A policy and its settings, without sizes.
 
     Attributes:
-        label: The name of the method in tables.
         preset: The preset that the settings start from.
         settings: Differences from the preset, as `SfiConfig.replace` takes them, and `lossless`.
         config: The preset with these settings.

@@ -18,10 +18,7 @@ class LayerClusters:
     """The clusters of one layer's KV heads.
 
     Attributes:
-        layer: Index of the transformer layer.
         similarity_HH: S of every two heads, over all texts.
-        cluster_of: Each head's cluster.
-        representatives: Each cluster's head.
         agreement: Mean and least share of head pairs on which two parts agree; None with one part.
         same_representatives: Share of the parts that choose these representatives; None with one part.
     """

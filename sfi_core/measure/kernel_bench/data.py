@@ -27,7 +27,6 @@ class LayerData:
     Attributes:
         key_BHTD: Keys, contiguous, as SDPA reads them.
         pages: The same rows in pages; several pages of a request are in a shuffled order.
-        block_table_BP: Page numbers.
         length_B: Cached tokens, int32.
         recent_start_B: First token of the recent segment, int32.
     """
@@ -60,8 +59,6 @@ class Selected:
 
     Attributes:
         index_BHK: The selected positions, ascending, int32.
-        key_BHSD: Packed keys.
-        value_BHSD: Packed values.
         position_BHS: Positions of the packed rows, int32.
         length_BH: Packed rows, int32.
     """
