@@ -120,7 +120,7 @@ def bench(
         settings,
         {
             "policies": names(policy), "contexts": counts("contexts", context),
-            "batches": counts("batches", batch), "baselines": names(baseline), "steps": steps,
+            "batches": counts("batches", batch), "baselines": names(baseline, nothing="none"), "steps": steps,
             "repeats": repeats, "time_limit": time_limit, "ragged": ragged, "lossless": lossless,
             "acceptance": acceptance, "seed": seed,
         },

@@ -15,7 +15,7 @@ from sfi_core.errors import ConfigError, InputError
 from sfi_core.settings.engine import EngineOptions
 
 FORMATS = (".json", ".parquet")
-BUNDLED_TEXT, NO_BASELINE, KILO = "bundled", "none", 1024
+BUNDLED_TEXT, KILO = "bundled", 1024
 SLOW_RATE = "1/20"
 TIERS = ("engine.kv_device_budget", "engine.kv_page")
 TRIGGERS = ("t_max", "min_gap", "triggers", "trigger_policy", "stride", "slow_start")
@@ -164,10 +164,12 @@ def _settings(
     return DecodeSettings(**given | _of_text(text, read, given["config"], *loaded), slow_rate=None)
 
 
-def names(values: list[str] | None) -> tuple[str, ...] | None:
-    """Read comma lists of policies or baselines; None for the default, () for the word `none`."""
+def names(values: list[str] | None, *, nothing: str | None = None) -> tuple[str, ...] | None:
+    """Read comma lists of policies or baselines; None for the default, () for the word `nothing`."""
+    if not values:
+        return None
     found = tuple(words(values))
-    return () if found == (NO_BASELINE,) else found or None
+    return () if found == (nothing,) else found
 
 
 def counts(name: str, values: list[str] | None) -> tuple[int, ...] | None:
