@@ -1,5 +1,6 @@
 """Stages 7 and 8: a layer's attention alone, of prompts and of decoding steps."""
 
+import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,10 +15,10 @@ from torch.nn.functional import scaled_dot_product_attention
 from benchmarks.smoke.journal import Journal
 from benchmarks.smoke.plan import Plan
 from sfi_core.measure.bench.bench import release
-from sfi_core.measure.kernel_bench import KernelSettings
 from sfi_core.measure.kernel_bench.data import layer_data
 from sfi_core.measure.kernel_bench.rivals import sdpa_backend
-from sfi_core.measure.kernel_bench.timing import KernelTimes, clock_for
+from sfi_core.measure.kernel_bench.settings import KernelSettings
+from sfi_core.measure.kernel_bench.timing import clock_for
 from sfi_core.measure.kernel_bench.variant import KernelVariant
 from sfi_core.measure.kernel_bench.variants import KernelVariants
 from sfi_kernels.dense_attention.prompt_tile import PromptTile
@@ -144,4 +145,4 @@ def without_join() -> Iterator[None]:
 
 def _time(plan: Plan, call: Callable[[], Any], backend: str = "triton") -> float:
     clock = clock_for(plan.device, backend if plan.graphs else "torch")
-    return KernelTimes([*clock.time([clock.prepare(call)] * plan.repeats)]).median_us
+    return statistics.median(clock.time([clock.prepare(call)] * plan.repeats))

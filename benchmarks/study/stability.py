@@ -82,7 +82,7 @@ class StabilityPart:
         prompt = given.ids[: place.length]
         if mode == "forced":
             teacher_force(
-                self.model, self.tokenizer, given.ids, place.length, _ignore,
+                self.model, self.tokenizer, [given.ids], place.length, _ignore,
                 SfiConfig(trigger_policy="always"), policy=FULL, observers=[seen], audit=audit,
             )  # fmt: skip
             return seen, given

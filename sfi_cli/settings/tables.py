@@ -31,8 +31,7 @@ class ModelTable(Table):
 
     revision: str | None = setting(None, "Branch, tag or commit on the hub.")
     pack_weights: bool = setting(
-        False,
-        "Lay bfloat16 or float16 weights out for decoding on a CPU without such arithmetic.",
+        False, "Lay bfloat16 or float16 weights out for decoding on a CPU without such arithmetic."
     )
 
 

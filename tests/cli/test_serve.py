@@ -99,7 +99,7 @@ def made(*words: str) -> list[str]:
     """Return the flags that vLLM would get."""
     found: list[list[str]] = []
     patch = pytest.MonkeyPatch()
-    patch.setattr(job.ServeJob, "run", lambda self: found.append(self.words()))
+    patch.setattr(job.Service, "run", lambda self: found.append(self.words()))
     result = CliRunner().invoke(cli.app, ["serve", *words])
     patch.undo()
     assert result.exit_code == 0, result.output

@@ -82,14 +82,7 @@ def run_ours(
 ) -> DecodeSample:
     """Decode under a policy; the logits of the stream's tokens are made the largest, so they are picked.
 
-    Args:
-        model: The model, outside `slow_fast`.
-        variant: The policy and the engine's switches.
-        point: The contexts and the batch.
-        settings: The steps, warm-up, time limit and backend.
-        prompts: The prompts, read or made up.
-        stream: The tokens to decode.
-        on_step: Called with the sample after every step.
+    The model is outside `slow_fast`; `on_step` is called with the sample after every step.
     """
     sample = DecodeSample(point.batch, settings.warm_up)
     whole = _period(variant, settings)
