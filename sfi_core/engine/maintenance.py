@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 
-from sfi_core.state.side_stream import Job, SideStream, has_side_stream
-from sfi_core.state.streams import stream_of
+from sfi_core.state.side_stream import Job, SideStream, has_side_stream, stream_of
 
 # float32 numbers of evidence that are worked off together: halves the Selector's time per layer
 ENOUGH = 1 << 19

@@ -6,7 +6,7 @@ from typing import Any, Self
 
 import torch
 
-from sfi_core.engine.launches import Launches
+from sfi_core.engine.meter import Launches
 from sfi_core.engine.run import Run
 from sfi_core.settings.device_budget import DeviceBudget
 from sfi_core.state.request import RequestState

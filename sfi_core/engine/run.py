@@ -17,13 +17,13 @@ from sfi_core.engine.batch_pass import (
     BatchPass,
     Descriptors,
     FreshDescriptors,
+    Rows,
     known_requests,
 )
 from sfi_core.engine.ledger import OpenStep, RequestPass, Shape, enter, plan_step
 from sfi_core.engine.maintenance import Maintenance
 from sfi_core.engine.meter import WHOLE_STEP, Meter
 from sfi_core.engine.prompt_queries import PromptQueries, Watcher
-from sfi_core.engine.rows import Rows
 from sfi_core.engine.step_events import shape_of, tell_beginning
 from sfi_core.observers.observer import Observer
 from sfi_core.policies.base import EvidencePolicy, Policy

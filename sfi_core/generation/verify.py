@@ -11,8 +11,8 @@ import torch
 
 from sfi_core.engine.picking.noise import gumbel, noise_key
 from sfi_core.errors import ConfigError, NumericsError
-from sfi_core.generation.processors import processors
 from sfi_core.generation.prompts import check_lengths, encode
+from sfi_core.generation.sampling import processors
 from sfi_core.generation.verify_report import Differing, RequestCheck, VerifyReport
 from sfi_core.models.linear import wide_linears
 from sfi_core.models.rotation import pass_rotation

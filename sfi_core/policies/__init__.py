@@ -4,9 +4,8 @@ from importlib import import_module
 from importlib.metadata import EntryPoint
 
 from sfi_core.errors import ConfigError
-from sfi_core.policies.base import EvidencePolicy, Policy, Selection
+from sfi_core.policies.base import EvidencePolicy, Policy, Selection, Triggered, best
 from sfi_core.policies.context import Evidence, LayerContext
-from sfi_core.policies.shared import Triggered, best
 from sfi_core.settings.policy_names import built_in, installed, known, package_of
 
 __all__ = [

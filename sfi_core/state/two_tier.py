@@ -18,12 +18,11 @@ from time import perf_counter
 import torch
 
 from sfi_core.errors import ConfigError
-from sfi_core.state.host_stream import HostStream, block_tokens
+from sfi_core.state.host_stream import HostStream, RecallScratch, block_tokens
 from sfi_core.state.kv_store import Recall
 from sfi_core.state.layer_pages import LayerPages, join_blocks, tokens_of
 from sfi_core.state.layer_tiers import LayerTiers
 from sfi_core.state.packed_segment import PackedSegment
-from sfi_core.state.recall_scratch import RecallScratch
 from sfi_core.state.side_stream import InOrder, Job, SideStream
 from sfi_kernels.append import append
 from sfi_kernels.recall import recall

@@ -11,10 +11,15 @@ from typing import TypeVar
 import torch
 
 from sfi_core.engine.layer import Layer
-from sfi_core.engine.layers_together import joins, refresh_later
 from sfi_core.engine.packing import apply
-from sfi_core.engine.policy_view import layer_context
-from sfi_core.engine.refresh import end_prompt, refresh, select_next
+from sfi_core.engine.refresh import (
+    end_prompt,
+    joins,
+    layer_context,
+    refresh,
+    refresh_later,
+    select_next,
+)
 from sfi_kernels.attention_in_place import attention_in_place
 from sfi_kernels.pseudo_token import PseudoToken
 from sfi_kernels.sparse_attention import sparse_attention

@@ -6,8 +6,7 @@ from typing import Self
 
 import torch
 
-from sfi_core.engine.batch_pass import Requests, plan, work_room
-from sfi_core.engine.rows import Rows
+from sfi_core.engine.batch_pass import Requests, Rows, plan, work_room
 from sfi_core.policies.base import Policy, Selection
 from sfi_core.state.kv_store import KVStore
 from sfi_kernels.step_descriptor import IDLE, SLOW, StepDescriptor, StepRequest, describe_step

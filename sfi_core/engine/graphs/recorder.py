@@ -1,5 +1,6 @@
 """Records work on the device as a CUDA graph."""
 
+import gc
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -10,9 +11,8 @@ from typing import Protocol
 import torch
 
 from sfi_core.errors import BackendError
-from sfi_core.machine.collector import no_collection
 from sfi_core.machine.private import LastOperation
-from sfi_core.state.streams import stream_of
+from sfi_core.state.side_stream import stream_of
 
 Work = Callable[[], None]
 ADVICE = "use --set engine.graphs=false"
@@ -107,3 +107,20 @@ def make_recorder(device: torch.device) -> Recorder:
 def can_record(device: torch.device) -> bool:
     """Say whether a device has CUDA graphs."""
     return device.type == "cuda"
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Collect garbage now, and none inside.
+
+    Freeing a CUDA graph during the capture of another makes the capture fail, and the collector frees graphs
+    in circles of references: torch.cuda.graph has not collected first since 2.9.
+    """
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

@@ -13,8 +13,7 @@ from sfi_core.engine.graphs.buffers import StepBuffers
 from sfi_core.engine.graphs.layer import attend_replayed, note_step
 from sfi_core.engine.graphs.lookahead import foresee
 from sfi_core.engine.graphs.recorder import Recorder, Work
-from sfi_core.engine.launches import ByLayer, Launches, Recorded
-from sfi_core.engine.meter import WHOLE_STEP
+from sfi_core.engine.meter import WHOLE_STEP, ByLayer, Launches, Recorded
 from sfi_core.engine.run import Run
 from sfi_core.errors import BackendError
 from sfi_core.observers.events import SelectionEvent

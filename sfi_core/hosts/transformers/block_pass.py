@@ -7,8 +7,7 @@ import torch
 
 from sfi_core.engine.lossless.drafts import Block, Drafts
 from sfi_core.engine.run import Run
-from sfi_core.hosts.transformers.cache import SfiCache
-from sfi_core.hosts.transformers.ragged_row import RaggedRow
+from sfi_core.hosts.transformers.cache import RaggedRow, SfiCache
 from sfi_core.hosts.transformers.session import Session
 from sfi_kernels.step_descriptor import sent
 

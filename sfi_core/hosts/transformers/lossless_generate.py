@@ -7,8 +7,7 @@ import torch
 from transformers import EosTokenCriteria, MaxLengthCriteria
 from transformers.generation import GenerateDecoderOnlyOutput
 
-from sfi_core.engine.left_pad import left_pad
-from sfi_core.engine.loop import Loop
+from sfi_core.engine.loop import Loop, left_pad
 from sfi_core.errors import ConfigError
 from sfi_core.hosts.transformers.checks import prompt_tokens
 from sfi_core.hosts.transformers.decoder import Decoder

@@ -16,10 +16,11 @@ from sfi_core.hosts.transformers.cache import Seam, SfiCache
 from sfi_core.hosts.transformers.checks import (
     check_cache,
     check_dense_layers,
+    check_heads,
     full_attention_layers,
+    with_head_file,
 )
 from sfi_core.hosts.transformers.fusion.fuse import Fusion
-from sfi_core.hosts.transformers.heads import check_heads, with_head_file
 from sfi_core.hosts.transformers.passes import (
     begin_decode,
     begin_prompt,

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from sfi_core.engine.audit import Audit
 from sfi_core.engine.backends.registry import attend, end_prompts
 from sfi_core.engine.derived_runs import forget, open_row
 from sfi_core.engine.ledger import RequestPass
@@ -170,8 +169,3 @@ class WorkerEngine:
         used = -(-longest // self.store.page_size)
         row_R, slot_R = sent(torch.tensor(own).T, table_RP.device)
         self.store.block_table_BP[slot_R, :used] = table_RP[row_R, :used].int()
-
-
-def watchers_of(audit: Any) -> tuple[Audit, ...]:
-    """Return the watchers of a run's layers: the audit, if there is one."""
-    return () if audit is None else (Audit(audit),)
