@@ -142,10 +142,9 @@ def divergence(log_p_RV: torch.Tensor, log_q_RV: torch.Tensor) -> torch.Tensor:
 def compare_logits(
     logits_RV: torch.Tensor, dense_RV: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compare next-token distributions with dense attention's, row by row; see `LogitsEvent`.
+    """Compare next-token distributions with dense attention's; see `LogitsEvent`.
 
-    Returns:
-        KL(dense || ours) in nats, [R], and whether both have the same most probable token, [R].
+    Return KL(dense || ours) in nats, [R], and whether both have the same most probable token, [R].
     """
     ours, dense = (x.float().log_softmax(-1) for x in (logits_RV, dense_RV))
     return divergence(dense, ours), ours.argmax(-1) == dense.argmax(-1)

@@ -107,21 +107,14 @@ class Rows:
 def allowed_positions(
     longest: int, sink_B: torch.Tensor, recent_start_B: torch.Tensor
 ) -> torch.Tensor:
-    """Return the candidate sets J: all but the sink and recent tokens (Eq. 2).
+    """Return the candidate sets J: all but the sink and recent tokens (Eq. 2): [B, T] bool.
 
-    Args:
-        longest: Tokens of the longest request, T.
-        sink_B: Number of sink tokens.
-        recent_start_B: First position of the recent segment.
-
-    Returns:
-        `[B, T]` bool.
+    `longest` are the tokens of the longest request, T.
     """
     position = torch.arange(longest, device=sink_B.device)
     return (position >= sink_B[:, None]) & (position < recent_start_B[:, None])
 
 
-@dataclass(frozen=True, slots=True)
 class BatchPass:
     """One forward pass; made new for each pass and then only read.
 
@@ -138,41 +131,24 @@ class BatchPass:
         chosen: The `Rows` made so far, by their rows in the batch; all layers share them.
     """
 
-    passes: tuple[RequestPass, ...]
-    start: tuple[int, ...]
-    descriptor: StepDescriptor
-    dense_descriptor: StepDescriptor | None
-    count: tuple[int, ...]
-    longest: int
-    prompts: tuple[int, ...]
-    ended: tuple[int, ...]
-    decodes: bool
-    slow: tuple[int, ...]
-    fast: tuple[int, ...]
-    chosen: dict[tuple[int, ...], Rows] = field(default_factory=dict)
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         passes: Sequence[RequestPass],
         start: Sequence[int],
         descriptor: StepDescriptor,
         dense_descriptor: StepDescriptor | None,
-    ) -> Self:
-        """Derive the fields from the passes."""
-        return cls(
-            passes=tuple(passes),
-            start=tuple(start),
-            descriptor=descriptor,
-            dense_descriptor=dense_descriptor,
-            count=tuple(one.count for one in passes),
-            longest=max(before + one.count for before, one in zip(start, passes, strict=True)),
-            prompts=tuple(row for row, one in enumerate(passes) if one.kind == PROMPT),
-            ended=tuple(row for row, one in enumerate(passes) if one.ends_prompt),
-            decodes=any(one.kind in (FAST, SLOW) for one in passes),
-            slow=tuple(row for row, one in enumerate(passes) if one.kind == SLOW),
-            fast=tuple(row for row, one in enumerate(passes) if one.kind == FAST),
+    ) -> None:
+        self.passes, self.start = tuple(passes), tuple(start)
+        self.descriptor, self.dense_descriptor = descriptor, dense_descriptor
+        self.count = tuple(one.count for one in passes)
+        self.longest = max(map(sum, zip(start, self.count, strict=True)))
+        self.prompts, self.slow, self.fast = (
+            tuple(row for row, one in enumerate(passes) if one.kind == kind)
+            for kind in (PROMPT, SLOW, FAST)
         )
+        self.ended = tuple(row for row, one in enumerate(passes) if one.ends_prompt)
+        self.decodes = bool(self.slow or self.fast)
+        self.chosen: dict[tuple[int, ...], Rows] = {}
 
     @property
     def generates(self) -> bool:

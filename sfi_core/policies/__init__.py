@@ -38,8 +38,7 @@ POLICIES: dict[str, type[Policy]] = {name: _own(name) for name in built_in()}
 def policy_class(name: str) -> type[Policy]:
     """Look a policy up, ours or another package's.
 
-    Raises:
-        ConfigError: There is no such policy, or two, or it cannot be imported.
+    Raise `ConfigError` for no such policy, or two, or one that cannot be imported.
     """
     points = [point for point in installed() if point.name == name]
     owners = ["sfi"] if name in POLICIES else []

@@ -112,14 +112,10 @@ class HeadClusters:
         return tuple(representatives[cluster] for cluster in self.cluster_of[layer])
 
     def check(self, heads_by_layer: Mapping[int, int], model_digest: str) -> None:
-        """Refuse a model other than that of the clusters.
+        """Raise `ConfigError` for a model with another checkpoint, other layers, or other KV heads.
 
-        Args:
-            heads_by_layer: KV heads of each full-attention layer.
-            model_digest: The running model's digest, which must agree if both are known; "" if unknown.
-
-        Raises:
-            ConfigError: The model has another checkpoint, other layers, or other KV heads.
+        `heads_by_layer` are those of the full-attention layers; the running model's digest, "" if unknown,
+        must agree if both are known.
         """
         whose = f"head clusters of {self.model or 'a model without a name'}"
         if self.model_digest and model_digest and self.model_digest != model_digest:

@@ -32,8 +32,7 @@ class DeviceBudget:
 
         Units are KiB, MiB, GiB, TiB (powers of 1024) and kB, MB, GB, TB (powers of 1000), in any case.
 
-        Raises:
-            ConfigError: The text is neither, the share is not in (0, 100%], or the size is no whole byte.
+        Raise `ConfigError` if the text is neither, the share not in (0, 100%], or the size no whole byte.
         """
         wrong = ConfigError(
             f"kv_device_budget must be a share such as 20% or a size such as 2GiB, got {text!r}"

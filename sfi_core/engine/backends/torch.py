@@ -31,12 +31,8 @@ R = TypeVar("R")
 def attend(layer: Layer, query_BHGTD: torch.Tensor) -> torch.Tensor:
     """Attend with the pass's queries, and refresh the selected memory of slow requests.
 
-    Args:
-        layer: The layer.
-        query_BHGTD: Queries grouped by KV head; a request's own are the last `count` of T.
-
-    Returns:
-        out, [B, H, G, T, E]; zeros where a request has no token.
+    A request's own queries are the last `count` of T. Return the outputs, [B, H, G, T, E]; zeros where a
+    request has no token.
     """
     alike = list(_alike(layer))
     if len(alike) == 1 and layer.batch_pass.count == (query_BHGTD.shape[3],) * len(query_BHGTD):

@@ -212,8 +212,7 @@ def attend_to_itself(
 ) -> torch.Tensor:
     """Attend causally with the first pieces in some rows; a request's tokens are the last `count` of T.
 
-    Returns:
-        out, [B, H, G, T, E]; zeros where a request has no token.
+    Return the outputs, [B, H, G, T, E]; zeros where a request has no token.
     """
     assert layer.new is not None, "the host has handed over the piece's keys"
     key, value = layer.new

@@ -90,8 +90,7 @@ class StepGraphs:
     def step(self, token_B: list[int]) -> torch.Tensor:
         """Decode one token of every request; return the logits, [B, V], which the next step overwrites.
 
-        Raises:
-            BackendError: The model waits for the device within a step, and graphs are required.
+        Raise `BackendError` if the model waits for the device within a step, and graphs are required.
         """
         run, buffers = self._run, self._buffers
         run.begin_decode()  # describes the step into the buffers, and finds out whether `ahead` launched it

@@ -74,8 +74,7 @@ class Picker(ABC):
     def __call__(self, logits_BV: torch.Tensor, finished_B: list[bool], pad_id: int) -> list[int]:
         """Pick and note the next token of every request; a finished request gets `pad_id`.
 
-        Raises:
-            NumericsError: A running request's logits hold NaN or +inf, or nothing finite.
+        Raise `NumericsError` if a running request's logits hold NaN or +inf, or nothing finite.
         """
         row_X, index_X = range(len(self.rows)), [row.step for row in self.rows]
         told_2B = self._choose(logits_BV, row_X, index_X, [()] * len(self.rows))

@@ -147,10 +147,9 @@ _seams: dict[int, Seam] = {}
 def sfi_mask(*args: Any, config: Any = None, **kwargs: Any) -> torch.Tensor | None:
     """Make the mask for a layer's attention; arguments are those of transformers' `sdpa_mask`.
 
-    Returns:
-        None for the full-attention layers of a run: a request's tokens are those in its pages, and a mask
-            would take [B, 1, T, T] bytes that nobody reads. For sliding windows and calls outside a run,
-            `sdpa_mask`'s mask, [B, 1, T, S] bool or None.
+    Return None for the full-attention layers of a run: a request's tokens are those in its pages, and a mask
+    would take [B, 1, T, T] bytes that nobody reads. For sliding windows and calls outside a run, return
+    `sdpa_mask`'s mask, [B, 1, T, S] bool or None.
     """
     seam = _seams.get(id(config))
     plain = kwargs.get("mask_function", causal_mask_function) is causal_mask_function

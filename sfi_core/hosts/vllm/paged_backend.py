@@ -45,8 +45,10 @@ class Batch:
                 common.seq_lens_cpu_upper_bound.tolist(),
                 None if common.req_idx is None else common.req_idx.tolist(),
             )
+            plan = engine.plan
+            assert plan is not None, "the scheduler has planned the pass"
             matched = self.builder.matcher.match(
-                rows, engine.entries, lambda: last_blocks(table_RP, rows, engine.store.page_size)
+                rows, plan.entries, lambda: last_blocks(table_RP, rows, engine.store.page_size)
             )
             self.entered = engine.enter(matched, table_RP)
             self.part = part_of(common, self.entered, self.builder.build_part)

@@ -64,7 +64,7 @@ class Room:
         engine = engine_of_process() if self.manages else None
         if engine is None or layer_index(layer.layer_name) not in engine.store.layers:
             return None
-        return engine if engine.planned or not planned else None
+        return engine if engine.plan is not None or not planned else None
 
     def do_kv_cache_update(
         self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor,

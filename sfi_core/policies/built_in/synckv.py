@@ -18,11 +18,12 @@ from pathlib import Path
 import torch
 
 from sfi_core.errors import ConfigError
-from sfi_core.policies.base import Policy, Rule, Selection
+from sfi_core.policies.base import Policy, Selection
 from sfi_core.policies.context import LayerContext
 from sfi_core.policies.head_clusters import HeadClusters
 from sfi_core.settings.config import SfiConfig
 from sfi_core.state.request import RequestState
+from sfi_core.triggers.trigger import Trigger
 from sfi_kernels.constants import MASKED_SCORE
 from sfi_kernels.step_descriptor import sent
 from sfi_kernels.top_k import top_k
@@ -41,12 +42,10 @@ class SyncKV(Policy):
 
     offloads = True
 
-    def __init__(self, config: SfiConfig, trigger: Rule, layers: Sequence[int] = ()) -> None:
+    def __init__(self, config: SfiConfig, trigger: Trigger, layers: Sequence[int] = ()) -> None:
         """See `Policy`; reads the file of head clusters.
 
-        Raises:
-            ConfigError: No file is named.
-            InputError: The file cannot be read or is damaged.
+        Raise `ConfigError` if no file is named, `InputError` for one that cannot be read or is damaged.
         """
         super().__init__(config, trigger, layers)
         own = self.config.synckv
@@ -79,8 +78,7 @@ class SyncKV(Policy):
     def leaders(self, layer: int, heads: int) -> tuple[int, ...]:
         """Return the representative of each KV head of a layer; a representative's is itself.
 
-        Raises:
-            ConfigError: More representatives than heads.
+        Raise `ConfigError` for more representatives than heads.
         """
         if self.clusters is not None:
             return self.clusters.leader_of(layer)

@@ -10,7 +10,7 @@ from sfi_core import SfiConfig
 from sfi_core.engine import maintenance, refresh
 from sfi_core.engine.maintenance import Maintenance
 from sfi_core.observers.observer import NullObserver
-from sfi_core.state.side_stream import InOrder
+from sfi_core.state.side_stream import SideStream
 from tests.core.conftest import tiny_qwen3
 
 LAYERS = 6
@@ -113,7 +113,7 @@ def test_others_select_layer_by_layer(complete, policy, observer):
 
 
 def test_a_step_that_breaks_off_selects_no_more():
-    held, done = Maintenance(InOrder()), []
+    held, done = Maintenance(SideStream()), []
     held.collect("row", "first", 1, done.append)
     held.drop()
     held.collect("row", "second", 1, done.append)
