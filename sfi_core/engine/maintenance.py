@@ -75,11 +75,7 @@ class Maintenance:
     ) -> None:
         """Collect items with equal `alike`, to work them off together once they are enough, or at `join`.
 
-        Args:
-            alike: The group that the item belongs to.
-            item: The item.
-            numbers: Its size.
-            work: Takes the group's items, in order; the first item's `work` is called for all.
+        `numbers` is the item's size. The `work` of a group's first item is called with all of them, in order.
         """
         waiting = self._waiting.setdefault(alike, Waiting(work))
         waiting.items.append(item)

@@ -40,7 +40,9 @@ def _note_positions(layer: Layer, rows: tuple[int, ...], selection: Selection) -
     run, K = layer.run, selection.index_BHK.shape[2]
     segment = run.segment(layer.index)
     for place, row in enumerate(rows):
-        heads = slice(None) if selection.heads_BH is None else selection.heads_BH[place]
+        heads: slice | torch.Tensor = slice(None)
+        if selection.heads_BH is not None:
+            heads = selection.heads_BH[place]
         index_HK = selection.index_BHK[place, heads]
         sink = run.requests[row].sink(run.policy.config.sink)
         segment.reserve(sink + K)

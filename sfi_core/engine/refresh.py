@@ -61,14 +61,10 @@ def refresh(
     logits: Callable[[], torch.Tensor] | None = None,
     log_sum_RHGW: torch.Tensor | None = None,
 ) -> None:
-    """Let the policy select anew for some requests.
+    """Let the policy select anew for some requests, by these queries.
 
-    Args:
-        layer: The layer.
-        rows: The requests.
-        query_RHGWD: The queries that make the selection.
-        logits: Returns their logits, if the attention has computed them.
-        log_sum_RHGW: The log-sum-exp of the logits over J, likewise.
+    `logits` returns the queries' logits, and `log_sum_RHGW` is their log-sum-exp over J, if the attention has
+    computed them.
     """
     run = layer.run
     sink = run.policy.config.sink

@@ -17,12 +17,9 @@ SHOWN = 12  # characters of a digest in a message
 class HeadClusters:
     """The clusters of KV heads of each layer.
 
-    Attributes:
-        model_digest: The checkpoint's digest, or its commit on the hub; "" if unknown.
-        cluster_of: By layer, the cluster of each KV head.
-        representatives: By layer, the representative KV head of each cluster.
-        model: The model as the user named it, for messages.
-        made_from: How the similarity was measured, in plain values.
+    By layer, `cluster_of` has the cluster of each KV head, and `representatives` the representative KV head
+    of each cluster. `model_digest` is the checkpoint's digest, or its commit on the hub, "" if unknown;
+    `model` its name for messages; `made_from` says how the similarity was measured, in plain values.
     """
 
     model_digest: str

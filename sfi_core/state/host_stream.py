@@ -42,12 +42,10 @@ class HostStream:
     def offload(
         self, place: int, host: HostTier, complete: Sequence[tuple[int, torch.Tensor]]
     ) -> None:
-        """Copy pages to the host.
+        """Copy pages to a layer's host tier.
 
-        Args:
-            place: A place of the side; the source pages are kept until its next offload.
-            host: The layer's host tier.
-            complete: First host page, and the pages from there on in the host's layout.
+        `complete` has a first host page and the pages from there on, in the host's layout; they are kept
+        until the next offload of `place`.
         """
 
         def job() -> None:

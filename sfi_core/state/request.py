@@ -159,10 +159,8 @@ class RequestState:
     def attended(self, layers: int, dense_layers: int, mixed: float | None = None) -> float:
         """Return the tokens that the step reads per KV head, the mean over the full-attention layers.
 
-        Args:
-            layers: Number of full-attention layers.
-            dense_layers: Number of those that are dense at every step.
-            mixed: If only some heads of the other layers are dense: the sum over layers of their share.
+        `dense_layers` of the `layers` full-attention layers are dense at every step. `mixed` is the sum of
+        the dense heads' shares over the others, if only some of their heads are dense.
         """
         if self.slow and mixed is None:
             return self.length

@@ -56,14 +56,9 @@ class TwoTierStore:
     ) -> None:
         """Plan for `capacity` tokens in each of `batch` requests.
 
-        Args:
-            batch: Requests.
-            capacity: Tokens of a request.
-            page_size: Tokens of a page.
-            ring_pages: Pages of each request on the device; they must hold the recent tokens.
-            backend: "torch" or "triton", for `append` and `recall`.
-            side: Runs offloads and recalls; None runs them in order.
-            resident: Returns the resident KV heads, given a layer and its number of heads; None for none.
+        The `ring_pages` of a request on the device must hold its recent tokens. `side` runs offloads and
+        recalls; None runs them in order. `resident` returns the resident KV heads, given a layer and its
+        number of heads; None for none.
         """
         self.batch, self.backend, self.page_size = batch, backend, page_size
         self.pages_per_request = -(-capacity // page_size)

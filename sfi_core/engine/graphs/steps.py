@@ -65,13 +65,9 @@ class StepGraphs:
     ) -> None:
         """Take over a run's decoding steps.
 
-        Args:
-            run: The run, after its prefill.
-            forward: The host's forward pass.
-            recorder: Records the device's work.
-            required: Whether a model that waits for the device is an error.
-            patient: Whether to record a number of slow requests above 0 only when it comes for the second
-                time: recording takes as long as three steps.
+        The run is after its prefill. If `required`, a model that waits for the device is an error. If
+        `patient`, a number of slow requests above 0 is recorded only when it comes for the second time:
+        recording takes as long as three steps.
         """
         self._run, self._forward, self._recorder, self._required = run, forward, recorder, required
         self.given_up = ""
@@ -140,10 +136,7 @@ class StepGraphs:
 
         If the step turns out differently (a new request took a row), `step` runs it again and overwrites all
         that this launch wrote: keys go to the same places, and a request whose segment this launch wrote, a
-        slow one, is slow in the step itself too or has left.
-
-        Args:
-            token_B: The tokens, still on the device.
+        slow one, is slow in the step itself too or has left. The tokens are still on the device.
         """
         known = None if self.given_up else foresee(self._run)
         if known is None:

@@ -1,12 +1,10 @@
 """Match the rows of vLLM's batch with the plan's entries, mostly without waiting for the device.
 
-The metadata of a pass has host copies of each row's first query and cached tokens
-(`CommonAttentionMetadata.query_start_loc_cpu` and `seq_lens_cpu_upper_bound`, which is exact without
-speculative decoding), and from the second model runner each row's number in the runner's table (`req_idx`).
-The plan has both counts too. A row with unique counts is known by them; others are known by their number,
-once it has been seen. What is left is told apart by the block of its last token, which is one read of the
-device: the second runner needs it when requests of one length begin together, the first one in every pass in
-which rows share their counts.
+A pass's metadata has each row's first query and cached tokens on the host (`query_start_loc_cpu`, and
+`seq_lens_cpu_upper_bound`, exact without speculative decoding); the second model runner adds each row's
+number in its table (`req_idx`). A row with unique counts is known by them, others by their number once it has
+been seen. The rest are told apart by the block of their last token, one read of the device: the second runner
+needs it when requests of one length begin together, the first in every pass in which rows share their counts.
 """
 
 from collections import defaultdict
