@@ -5,7 +5,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 from sfi_core.errors import ConfigError, InputError, SfiError
 
@@ -161,20 +161,20 @@ def _layer_number(name: str) -> int:
 
 
 def _a_table(value: Any, what: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise ConfigError(f"{what} must be a JSON object, got {value!r:.60}")
-    return value
+    return value if isinstance(value, dict) else _wrong(value, what, "a JSON object")
 
 
 def _a_text(table: Mapping[str, Any], name: str) -> str:
     value = table.get(name)
-    if not isinstance(value, str):
-        raise ConfigError(f"{name} must be a text, got {value!r:.60}")
-    return value
+    return value if isinstance(value, str) else _wrong(value, name, "a text")
 
 
 def _heads(table: Mapping[str, Any], name: str) -> tuple[int, ...]:
     value = table.get(name)
     if not isinstance(value, list) or any(type(one) is not int for one in value):
-        raise ConfigError(f"{name} must be a list of whole numbers, got {value!r:.60}")
+        _wrong(value, name, "a list of whole numbers")
     return tuple(value)
+
+
+def _wrong(value: Any, what: str, expected: str) -> NoReturn:
+    raise ConfigError(f"{what} must be {expected}, got {value!r:.60}")

@@ -203,10 +203,5 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
     # FreeKV's two scenarios (Sec. 5.1); its budget of 2048 includes sink and recent tokens (Sec. 2.1)
     "freekv-long-input": {"sink": 128, "recent": 128, "budget": 1792},
-    "freekv-long-generation": {
-        "sink": 512,
-        "recent": 512,
-        "budget": 1024,
-        "freekv": {"tau": 0.9},
-    },
+    "freekv-long-generation": {"sink": 512, "recent": 512, "budget": 1024, "freekv": {"tau": 0.9}},
 }

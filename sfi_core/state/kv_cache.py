@@ -76,10 +76,8 @@ class KVCache(PagedView):
         """See `KVStore`: a cache of batch 1 over the same pages."""
         first, count = row * self.pages_per_request, self.pages_per_request
         one = copy.copy(self)
-        one.batch, one.block_table_BP = (
-            1,
-            self.block_table_BP[:1],
-        )  # `one.layers` begin with its pages
+        one.batch = 1
+        one.block_table_BP = self.block_table_BP[:1]  # `one.layers` begin with its pages
         one.layers = {
             layer: LayerPages(*(tensor[first : first + count] for tensor in pages.tensors))
             for layer, pages in self.layers.items()

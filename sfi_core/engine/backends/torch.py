@@ -101,10 +101,7 @@ def _dense(layer: Layer, rows: slice, query: torch.Tensor) -> torch.Tensor:
 
 
 def _whole(
-    layer: Layer,
-    rows: slice,
-    query: torch.Tensor,
-    attention: Callable[[int, torch.Tensor], R],
+    layer: Layer, rows: slice, query: torch.Tensor, attention: Callable[[int, torch.Tensor], R]
 ) -> R:
     run, row = layer.run, rows.start
     kind = "prefill" if layer.batch_pass.passes[row].kind == PROMPT else "dense"
@@ -156,9 +153,8 @@ def _sparse(
     run, which = layer.run, range(rows.start, rows.stop)
     segment, step = run.segments[layer.index], layer.batch_pass.descriptor
     start_B = step.recent_start_B[rows]
-    if (
-        run.policy.mixes_heads
-    ):  # a slow step still reads the last selection, and all tokens since then
+    if run.policy.mixes_heads:
+        # a slow step still reads the last selection, and all tokens since then
         starts = torch.tensor([run.requests[row].read_start for row in which], dtype=torch.int32)
         start_B = sent(starts, query.device)
     run.meter.count(f"{'numba' if layer.in_place else layer.backend}.{path}", len(which))

@@ -96,9 +96,8 @@ class StepBuffers:
         """Keep a layer's query for the audit, in a buffer that all graphs write."""
         if self.queries is None:
             return
-        if (
-            layer not in self.queries
-        ):  # not inside a capture: a recorder first runs the work unrecorded
+        if layer not in self.queries:
+            # not inside a capture: a recorder first runs the work unrecorded
             self.queries[layer] = torch.empty_like(query_BHGD)
         self.queries[layer].copy_(query_BHGD)
 

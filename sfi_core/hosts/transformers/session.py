@@ -21,12 +21,7 @@ from sfi_core.hosts.transformers.checks import (
     with_head_file,
 )
 from sfi_core.hosts.transformers.fusion.fuse import Fusion
-from sfi_core.hosts.transformers.passes import (
-    begin_decode,
-    begin_prompt,
-    reads_prompt,
-    run_event,
-)
+from sfi_core.hosts.transformers.passes import begin_decode, begin_prompt, reads_prompt, run_event
 from sfi_core.hosts.transformers.shadow import Shadow
 from sfi_core.hosts.transformers.shapes import layer_shapes
 from sfi_core.hosts.transformers.stores import TierPlan, expect
