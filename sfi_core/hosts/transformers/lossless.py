@@ -9,7 +9,7 @@ from sfi_core.engine.picking.picker import CPU_PIECE, PIECE
 from sfi_core.errors import ConfigError
 from sfi_core.models.byte_model import ByteModel
 from sfi_core.models.describe import describe_model
-from sfi_core.models.lossless_memory import Drafting
+from sfi_core.models.memory_need import Drafting
 from sfi_core.models.rotation import check_rotation
 from sfi_core.observers.events import LogitsEvent
 from sfi_core.observers.observer import wants

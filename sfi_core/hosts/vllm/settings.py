@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sfi_core.errors import ConfigError
-from sfi_core.hosts.vllm import SLOTS
-from sfi_core.hosts.vllm.options import ServeTable
+from sfi_core.hosts.vllm import SLOTS, ServeTable
 from sfi_core.policies import policy_class
 from sfi_core.settings.audit import AuditConfig
 from sfi_core.settings.config import SfiConfig
