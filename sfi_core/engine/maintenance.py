@@ -25,12 +25,9 @@ TOGETHER = 1 << 25
 
 @dataclass(slots=True)
 class RingPlace:
-    """A place of the ring.
+    """A place of the ring: a buffer of float32 evidence, which grows on demand, and the job that reads it.
 
-    Attributes:
-        buffer: Evidence logits, float32, flat; grows on demand.
-        job: The job that reads the buffer. Kept because PyTorch's allocator would reuse tensors that only
-            another stream still reads.
+    The job is kept because PyTorch's allocator would reuse tensors that only another stream still reads.
     """
 
     buffer: torch.Tensor | None = None

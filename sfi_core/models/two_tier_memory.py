@@ -49,16 +49,9 @@ def two_tier_bytes(
 ) -> TwoTierBytes:
     """Add up the bytes of a two-tier KV cache; layers with a sliding window are left out.
 
-    Args:
-        layers: The shape of every layer.
-        config: Sink, budget, and the layers left dense, which have no packed segment and no notes.
-        batch: Requests.
-        capacity: Tokens that a request may reach.
-        page: Tokens of a page of the store.
-        longest_recent: The most recent tokens that a step reads.
-        selects: Whether the policy selects at all.
-        summary: As `Policy.summary_bytes`; None for no summaries.
-        resident: As `Policy.resident_heads`; None for no heads that stay on the device.
+    Layers left dense have no packed segment and no notes. A `page` and the `longest_recent` window of a step
+    are in tokens, as is the `capacity` of a request. `selects` says whether the policy selects at all;
+    `summary` and `resident` are `Policy.summary_bytes` and `Policy.resident_heads`, None for none.
     """
     full = {index: layer for index, layer in enumerate(layers) if layer.window is None}
     sparse = [layer for index, layer in full.items() if index not in config.dense_layers]

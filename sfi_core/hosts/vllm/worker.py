@@ -33,11 +33,8 @@ class Row:
 class MatchedPass:
     """The forward pass under way, matched with vLLM's batch.
 
-    Attributes:
-        rows: The batch's rows with their entries.
-        whole: Rows that vLLM's own attention computes: prompts, and requests without a slot.
-        slot_R: Slots of the decoding rows that have one.
-        token_R: Their tokens in the batch.
+    `rows` are the batch's with their entries; `whole` those that vLLM's own attention computes: prompts, and
+    requests without a slot. `slot_R` are the slots of the other rows, `token_R` their tokens in the batch.
     """
 
     rows: tuple[tuple[Row, Entry], ...]
