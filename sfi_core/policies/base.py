@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch.nn.functional import pad
@@ -10,7 +11,6 @@ from sfi_core.policies.context import Evidence, LayerContext, Notes
 from sfi_core.settings.config import SfiConfig
 from sfi_core.state.layer_shape import LayerShape
 from sfi_core.state.request import RequestState
-from sfi_core.triggers.trigger import Trigger
 from sfi_kernels.constants import MASKED_SCORE
 from sfi_kernels.pseudo_token import PseudoToken
 from sfi_kernels.top_k import top_k
@@ -31,6 +31,13 @@ class Selection:
     diagnostics: Mapping[str, torch.Tensor] = field(default_factory=dict)
     heads_BH: torch.Tensor | None = None
     pseudo: PseudoToken | None = None
+
+
+class Rule(Protocol):
+    """Decides when a slow step is due; `triggers.trigger.Trigger` is the one of a run."""
+
+    def reason(self, state: RequestState) -> str:
+        """Return why the next step is slow, or "" if it is fast."""
 
 
 class Policy:
@@ -66,7 +73,7 @@ class Policy:
         cls.selects = cls.selects_before or cls.selects_after or cls.selects_next
         cls.mixes_heads = cls.dense_heads is not Policy.dense_heads
 
-    def __init__(self, config: SfiConfig, trigger: Trigger, layers: Sequence[int] = ()) -> None:
+    def __init__(self, config: SfiConfig, trigger: Rule, layers: Sequence[int] = ()) -> None:
         """Take the settings; `layers` are the model's full-attention layers."""
         self.config = self.adapt(config)
         self.trigger = trigger
