@@ -45,7 +45,7 @@ class BlockPass:
         pair = sent(torch.tensor([ids, positions]), device)
         shape = (len(rows), 1) if alone else (1, len(ids))
         cache.see(max(start))
-        logits = self._decoder.planned_pass(pair[0].view(shape), pair[1].view(shape))
+        logits: torch.Tensor = self._decoder.planned_pass(pair[0].view(shape), pair[1].view(shape))
         cache.ragged = None
         logits_XV = logits.flatten(0, 1)
         resting = alone and not all(brought)

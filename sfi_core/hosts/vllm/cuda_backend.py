@@ -32,15 +32,15 @@ if is_flash_attn_varlen_func_available() and current_platform.has_device_capabil
     )
 
 
-class SfiCudaBuilder(PagedBuilder, _Builder):  # type: ignore[misc, valid-type]
+class SfiCudaBuilder(PagedBuilder, _Builder):
     """Makes the metadata."""
 
 
-class SfiCudaImpl(PagedImpl, _Impl):  # type: ignore[misc, valid-type]
+class SfiCudaImpl(PagedImpl, _Impl):
     """Attends."""
 
 
-class SfiCudaBackend(PagedBackend, _Backend):  # type: ignore[misc, valid-type]
+class SfiCudaBackend(PagedBackend, _Backend):
     """The backend that vLLM's registry has as `CUSTOM`."""
 
     @staticmethod
