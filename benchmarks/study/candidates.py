@@ -9,11 +9,11 @@ import torch
 from torch.nn.functional import pad
 
 from sfi_core.policies import POLICIES, Selection
+from sfi_core.policies.base import Triggered
 from sfi_core.policies.built_in.codescan import CodeScan
 from sfi_core.policies.built_in.freekv import pooled_cosine
 from sfi_core.policies.built_in.sfi import SFI
 from sfi_core.policies.context import LayerContext
-from sfi_core.policies.shared import Triggered
 from sfi_kernels.constants import MASKED_SCORE
 from sfi_kernels.pseudo_token import PseudoToken
 

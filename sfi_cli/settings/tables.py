@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from sfi_core.hosts.vllm.options import ServeTable
+from sfi_core.hosts.vllm import ServeTable
 from sfi_core.settings.audit import AuditConfig
 from sfi_core.settings.config import SfiConfig
 from sfi_core.settings.engine import EngineOptions

@@ -15,12 +15,11 @@ from sfi_core.errors import ConfigError
 from sfi_core.hosts.vllm.connector import SfiConnector as PlainConnector
 from sfi_core.hosts.vllm.connector import SfiPlan
 from sfi_core.hosts.vllm.entry import Plan
-from sfi_core.hosts.vllm.names import KVConnectorRole, layer_shapes
+from sfi_core.hosts.vllm.names import KVConnectorRole, layer_shapes, settings_of, tokenizer_of
 from sfi_core.hosts.vllm.planner import Planner
+from sfi_core.hosts.vllm.plugin import installed_version
 from sfi_core.hosts.vllm.request_settings import OWN
 from sfi_core.hosts.vllm.stats import ServerStats
-from sfi_core.hosts.vllm.versions import installed_version
-from sfi_core.hosts.vllm.vllm_objects import settings_of, tokenizer_of
 from sfi_core.measure.bench.architectures import empty_model
 from sfi_core.models.describe import describe_model
 from sfi_core.models.load import BUNDLED

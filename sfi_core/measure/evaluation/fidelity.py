@@ -12,7 +12,7 @@ from typing import Any, Self
 
 import torch
 
-from sfi_core.engine.logits import divergence
+from sfi_core.engine.audit import divergence
 from sfi_core.engine.report import RequestReport
 from sfi_core.engine.shared_prompt import SharedPrompt
 from sfi_core.generation.read_prompt import read_prompt

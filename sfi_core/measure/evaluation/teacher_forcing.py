@@ -5,8 +5,7 @@ from typing import Any
 
 import torch
 
-from sfi_core.engine.left_pad import left_pad
-from sfi_core.engine.loop import Loop
+from sfi_core.engine.loop import Loop, left_pad
 from sfi_core.engine.report import RunReport
 from sfi_core.engine.shared_prompt import SharedPrompt
 from sfi_core.errors import ConfigError, NumericsError

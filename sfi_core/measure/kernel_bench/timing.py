@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from sfi_core.machine.collector import no_collection
-from sfi_core.state.streams import stream_of
+from sfi_core.engine.graphs.recorder import no_collection
+from sfi_core.state.side_stream import stream_of
 
 FLUSH_BYTES = 256 << 20
 COPY_BYTES = {"cpu": 256 << 20, "cuda": 2 << 30}

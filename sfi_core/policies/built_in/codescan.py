@@ -17,10 +17,9 @@ and a pseudo token for a share of the rest.
 
 import torch
 
-from sfi_core.policies.base import Policy, Selection
+from sfi_core.policies.base import Policy, Selection, stacked
 from sfi_core.policies.code_basis import learn_basis
 from sfi_core.policies.context import LayerContext, Notes
-from sfi_core.policies.shared import stacked
 from sfi_core.settings.config import SfiConfig
 from sfi_core.state.layer_shape import LayerShape
 from sfi_core.state.request import RequestState

@@ -10,8 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import sfi_core
-from sfi_core.models.lossless_memory import COMPARING, PICKING, Drafting
-from sfi_core.models.memory_need import CPU_SLACK, forecast
+from sfi_core.models.memory_need import COMPARING, CPU_SLACK, PICKING, Drafting, forecast
 from sfi_core.observers.events import LogitsEvent
 from sfi_core.observers.observer import NullObserver, Observer
 from sfi_core.settings.config import SfiConfig
