@@ -8,10 +8,7 @@ from benchmarks.study.part import FAILURES, Part, Row
 from benchmarks.study.records import Key, rounded, short
 from benchmarks.study.texts import Place, window
 from sfi_core.measure.evaluation.fidelity import Fidelity, Reference, fidelity, reference
-from sfi_core.measure.evaluation.text_windows import sentence_positions
 from sfi_core.models.load import first_line
-from sfi_core.settings.config import SfiConfig
-from sfi_core.triggers.trigger_set import resolve_triggers
 
 
 class FidelityPart(Part):
@@ -48,15 +45,13 @@ class FidelityPart(Part):
                     yield row | own
 
     def _full(self, full: Reference) -> Iterator[Row]:
-        ends = frozenset(resolve_triggers(self.tokenizer, SfiConfig()))
         for place, one in enumerate(full.windows):
             given = one.ids[one.prompt_tokens :]
             nll = [
                 -float(log_BV[place, token])
                 for log_BV, token in zip(full.log_SBV, given, strict=True)
             ]
-            in_sentence = sentence_positions(one, ends)
-            yield {"start": one.start, "nll": rounded(nll), "in_sentence": in_sentence}
+            yield {"start": one.start, "nll": rounded(nll)}
 
     def _compared(self, one: Listed, place: Place, full: Reference) -> list[Row]:
         began = time.monotonic()

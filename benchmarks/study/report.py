@@ -124,8 +124,6 @@ class Report:
         for share in shares:
             title = f"Each kind of text at {100 * share:g} %, with total reads."
             parts.append((title, front.by_kind(data, named, share, _kinds(data))))
-            title = f"KL by steps since a sentence's end, at {100 * share:g} %."
-            parts.append((title, front.by_sentence(data, named, share)))
         return [self._page(f"front-{length}", about, parts), figure]
 
     def _beside_the_first(self, name: str, data: Measured, about: str, length: int) -> list[Path]:
