@@ -42,5 +42,5 @@ class SFI(EvidencePolicy, Triggered):
         return Selection(index, diagnostics)
 
     def pooled(self, score_BHT: torch.Tensor) -> torch.Tensor:
-        """Score whole pages, for `granularity="page"`; benchmarks/study compares other ways."""
+        """Score whole pages, for `granularity="page"`; docs/evidence/granularity.md compares other ways."""
         return pool_by_page(score_BHT, self.config.page_size)
