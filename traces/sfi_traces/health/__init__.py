@@ -18,14 +18,9 @@ MODULES = (run_measures, selection_measures, support_measures)
 def judge(scope: Scope, *, quick: bool = False) -> dict[str, Any]:
     """Apply every rule; with `quick`, without those that unnest lists of positions.
 
-    Returns:
-        `findings`: for each rule and request beyond its threshold `rule`, `severity`, `request`, `layer` and
-        `head` of the worst value (None if the rule has none), `value`, `threshold`, `beyond` of `places` (KV
-        heads, layers or requests), `message` and `advice`. `judged`: rule, worst value, threshold, places.
-        `not_judged`: rule, and what would record its data. `sound`: whether there is no problem.
-
-    Raises:
-        TraceError: A part is damaged in its middle.
+    `findings` has for each rule and request beyond its threshold the worst value with its layer and head, how
+    many of the `places` (KV heads, layers or requests) are `beyond`, a message and advice; `judged` the worst
+    value of each rule; `not_judged` what would record a rule's data; `sound` whether there is no problem.
     """
     document: dict[str, Any] = {"findings": [], "judged": [], "not_judged": []}
     for rule in RULES:
@@ -62,10 +57,7 @@ def line(finding: dict[str, Any]) -> str:
 
 
 def quick_problems(folder: Path) -> list[str]:
-    """Return a line for each problem that the quick rules find in a trace.
-
-    An unreadable trace, as after a full disk, has none: the run that calls this must not fail.
-    """
+    """Return a line for each problem that the quick rules find; an unreadable trace has none."""
     try:
         return [line(one) for one in problems(judge(Scope.of(Trace.open(folder)), quick=True))]
     except (SfiError, OSError, duckdb.Error):

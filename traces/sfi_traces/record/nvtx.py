@@ -49,8 +49,8 @@ class NvtxObserver(NullObserver):
 
     Attributes:
         listened: Whether a profiler is attached; without one no step has to run eagerly for its spans.
-        takes_spans: True marks spans in every step, so that none is replayed as a CUDA graph; None marks them
-            only in steps that are not replayed; False marks none.
+        takes_spans: True marks spans in every step, so that none is replayed as a CUDA graph; None only in
+            steps that are not replayed; False marks none.
     """
 
     def __init__(self, *, spans: bool | None = None) -> None:

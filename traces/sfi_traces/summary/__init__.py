@@ -63,10 +63,9 @@ OF_ALL_RUNS = ("selections", "phases")  # the only ones missed in a lossless run
 
 
 def summarize(trace: Trace, request: int | None = None, layer: int | None = None) -> dict[str, Any]:
-    """Summarize a trace, or one request or layer.
+    """Summarize a trace, or one request or layer; a layer does not limit steps, latency and phases.
 
-    A section without data is None, and `missing` says what records it. `layer` does not limit steps, latency
-    and phases.
+    A section without data is None, and `missing` says what records it.
 
     Raises:
         ConfigError: The trace has no such request or layer.

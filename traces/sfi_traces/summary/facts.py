@@ -6,6 +6,11 @@ from sfi_core.settings.config import SfiConfig
 from sfi_traces.summary.lossless import lossless_reads
 from sfi_traces.summary.scope import Scope
 
+FROM_MANIFEST = [
+    "policy", "preset", "backend", "device", "redacted", "created", "finished", "stopped", "audit",
+    "graphs", "not_replayed",
+]  # fmt: skip
+
 
 def run_facts(scope: Scope) -> dict[str, Any]:
     """Describe the run from its manifest, and count its recorded steps."""
@@ -15,25 +20,12 @@ def run_facts(scope: Scope) -> dict[str, Any]:
         for row in scope.rows("SELECT request, count(*) AS steps FROM chosen_steps GROUP BY 1")
     }
     prompts = {prompt["request"]: prompt["tokens"] for prompt in manifest.get("prompts", [])}
-    keys = (
-        "policy",
-        "preset",
-        "backend",
-        "device",
-        "redacted",
-        "created",
-        "finished",
-        "stopped",
-        "audit",
-        "graphs",
-        "not_replayed",
-    )
     return {
         "model": manifest["model"]["name"],
         "architecture": manifest["model"]["architecture"],
         "lossless": scope.trace.lossless,
         "imported": scope.trace.imported,
-        **{key: manifest.get(key) for key in keys},
+        **{key: manifest.get(key) for key in FROM_MANIFEST},
         "settings": changed_settings(manifest["config"]),
         "requests": [
             {"request": request, "prompt_tokens": prompts.get(request), "steps": steps}
@@ -64,9 +56,9 @@ def flat_settings(config: dict[str, Any]) -> dict[str, Any]:
 def step_facts(scope: Scope) -> dict[str, Any]:
     """Count steps by reason, and what they read; shares are of the steps from 1 on.
 
-    `read_ratio` is attended tokens over context tokens, both summed. In a lossless run both include what
-    drafts and verifications read for rejected tokens, which have no step. `launched` counts the steps from 1
-    on that report whether they were replayed as CUDA graphs, `replayed` those that were.
+    `read_ratio` is attended tokens over context tokens, both summed; in a lossless run with what drafts and
+    verifications read for rejected tokens. `launched` counts the steps from 1 on that report whether they
+    were replayed as CUDA graphs, `replayed` those that were.
     """
     counts = scope.row("""
         SELECT
@@ -93,8 +85,8 @@ def step_facts(scope: Scope) -> dict[str, Any]:
 def trigger_tokens(scope: Scope) -> list[dict[str, Any]]:
     """Count the generated tokens of T_trig, and the share of them that a slow step followed.
 
-    The slow step is expected `1 + trigger_delay` steps after the token; tokens too near the end do not count.
-    In a redacted trace all tokens are one row.
+    It is expected `1 + trigger_delay` steps after; tokens too near the end do not count. In a redacted trace
+    all tokens are one row.
     """
     query = """
         SELECT token_id, token_text, count(*) AS count, avg(after::INT) AS slow_after

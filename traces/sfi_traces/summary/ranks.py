@@ -8,7 +8,7 @@ from sfi_traces.summary.scope import Scope
 def rank_facts(scope: Scope) -> dict[str, Any] | None:
     """Compare the ranks of a run; None for a single process.
 
-    `forward_us` is the median time of a rank's decoding passes, which includes waiting for the other ranks;
+    `forward_us` is the median time of a rank's decoding passes, waiting for other ranks included;
     `attention_us` is the mean time of all layers' attention in a pass.
     """
     trace = scope.trace
