@@ -33,14 +33,8 @@ def judge(scope: Scope, *, quick: bool = False) -> dict[str, Any]:
             document["not_judged"].append({"rule": rule.name, "reason": reason})
             continue
         worst = max(found, key=lambda one: one.value)
-        document["judged"].append(
-            {
-                "rule": rule.name,
-                "value": worst.value,
-                "threshold": rule.threshold,
-                "places": len(found),
-            }
-        )
+        facts = {"value": worst.value, "threshold": rule.threshold, "places": len(found)}
+        document["judged"].append({"rule": rule.name, **facts})
         document["findings"] += _findings(rule, found, imported=bool(scope.trace.imported))
     document["sound"] = not problems(document)
     return document
@@ -111,11 +105,8 @@ def _message(rule: Rule, worst: Measured, beyond: int, places: int) -> str:
         if worst.head is not None:
             where += f" head {worst.head}"
             kind = "KV heads"
-        where += (
-            f", and {beyond - 1} more of {places} {kind}"
-            if beyond > 1
-            else f", alone of {places} {kind}"
-        )
+        others = f"and {beyond - 1} more" if beyond > 1 else "alone"
+        where += f", {others} of {places} {kind}"
     return f"{rule.means.format(value=value)} ({where})"
 
 

@@ -133,12 +133,10 @@ class Trace:
     def _joined(self, name: str, columns: list[str] | None) -> pa.Table:
         # rows in the order in which a single process would have written them
         order = [key for key in ORDER if key in TABLES[name].names]
-        read = (
-            None if columns is None else [*columns, *(key for key in order if key not in columns)]
-        )
+        wanted = TABLES[name].names if columns is None else columns
+        read = list(dict.fromkeys([*wanted, *order]))
         rows = pa.concat_tables([rank.table(name, read) for rank in self.by_rank.values()])
-        ordered = rows.take(pc.sort_indices(rows, [(key, "ascending") for key in order]))
-        return ordered if columns is None else ordered.select(columns)
+        return rows.sort_by([(key, "ascending") for key in order]).select(wanted)
 
     def require_audit(self, *, every_step: bool = False) -> None:
         """Raise `TraceError` without supports, or with `every_step` for an audit that skips steps."""

@@ -131,10 +131,8 @@ class NvtxObserver(NullObserver):
         # range would cost more than the range itself
         if message not in self._known:
             payload = np.zeros((), kind)
-            self._known[message] = (
-                self._domain.get_event_attributes(message, color, category, payload),
-                payload,
-            )
+            attributes = self._domain.get_event_attributes(message, color, category, payload)
+            self._known[message] = attributes, payload
         return self._known[message]
 
 

@@ -5,7 +5,7 @@ from typing import Any
 from sfi_traces.summary.scope import Scope, spread
 
 AT_CLIP = (
-    1e-6  # of selector.lambda_clip: how near lambda*, a float32, is to the clip if it stands there
+    1e-6  # of selector.lambda_clip: how near lambda*, a float32, is to a clip that it stands at
 )
 # lags 1, 2, 3-4, 5-8, ...
 FROM_LAG = "CASE WHEN lag <= 2 THEN lag ELSE 2 ** (ceil(log2(lag)) - 1) + 1 END"
@@ -66,13 +66,8 @@ def overlap_by_lag(scope: Scope) -> dict[str, Any] | None:
         return None
     lags: dict[int, dict[str, Any]] = {}
     for row in rows:
-        edges = {
-            "from_lag": row["from_lag"],
-            "to_lag": row["to_lag"],
-            "reuse": None,
-            "refresh": None,
-        }
-        entry = lags.setdefault(row["from_lag"], edges)
+        edges = {name: row[name] for name in ("from_lag", "to_lag")}
+        entry = lags.setdefault(row["from_lag"], edges | {"reuse": None, "refresh": None})
         entry["refresh" if row["refresh"] else "reuse"] = row["overlap"]
     return {"refreshes": "recorded" if recorded else "boundaries", "lags": [*lags.values()]}
 
