@@ -142,7 +142,7 @@ def _of_traces(
     traces = [Trace.open(path) for path in paths]
     k = min(TOP, largest_top(traces)) if top is None else top
     wanted = [(trace, request) for trace in traces for request in requests_of(trace)]
-    found = compare(wanted, lambda place: request_supports(*place, k))
+    found = compare(wanted, lambda place: request_supports(place[0], place[1], k))
     name, digest = traces[0].manifest["model"]["name"], ""
     if model is not None:  # a trace has only the model's name; --model names the checkpoint
         digest = source_digest(find_source(model), revision)

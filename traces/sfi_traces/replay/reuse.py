@@ -100,7 +100,9 @@ def reuse(recorded: Sequence[Supports], schedules: Sequence[Sequence[str]]) -> R
     """Replay over several requests why their steps select anew, "" where they reuse; see `schedule`."""
     found = [ReusedSteps.of(*pair) for pair in zip(recorded, schedules, strict=True)]
     runs, steps = sum(one.slow for one in found), sum(len(one.recall_NU) for one in found)
-    layers = [{"layer": layer, **_means(found, layer)} for layer in recorded[0].layers]
+    layers: list[dict[str, Any]] = [
+        {"layer": layer, **_means(found, layer)} for layer in recorded[0].layers
+    ]
     reusing = [one for one in layers if one["recall"] is not None]
     recall = known(one.recall_NU for one in found)
     return Reuse(
