@@ -20,7 +20,7 @@ import pytest
 from textual.pilot import Pilot
 from textual.widgets import Input, OptionList, Select
 
-from sfi_cli.commands.trace.replay import job
+from sfi_cli.commands.trace.replay import play as playing
 from sfi_cli.commands.trace.replay.player import FASTEST, PlayerApp
 from sfi_cli.commands.trace.replay.text_layout import TextLayout
 from sfi_cli.commands.trace.replay.text_pane import TextPane
@@ -210,9 +210,9 @@ def test_a_layout_breaks_lines_by_columns_and_finds_characters():
 
 
 def test_without_textual_a_line_says_how_to_install_it(monkeypatch):
-    monkeypatch.setattr(job, "find_spec", lambda name: None)
+    monkeypatch.setattr(playing, "find_spec", lambda name: None)
     with pytest.raises(BackendError, match=r"pip install 'sfi-toolkit\[player\]'"):
-        job.check_textual()
+        playing.check_textual()
 
 
 class Terminal:

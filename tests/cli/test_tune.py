@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 from sfi_cli import app as cli
 from sfi_core.errors import BackendError, ConfigError, SfiError, TraceError
 from sfi_core.settings.config import SfiConfig
-from sfi_traces.tune import storage
+from sfi_traces.tune import study as search
 from tests.traces.made import MODEL, make_trace
 
 TRIALS = ("--trials", "12")
@@ -50,8 +50,8 @@ def refused(*arguments: str) -> SfiError:
 
 
 def complete(path: Path) -> list[int]:
-    with storage.careful(path):
-        opened = storage.open_storage(path)
+    with search.careful(path):
+        opened = search.open_storage(path)
         (study,) = optuna.get_all_study_summaries(opened)
         trials = optuna.load_study(study_name=study.study_name, storage=opened).get_trials()
     assert not any(trial.state.name in ("RUNNING", "WAITING") for trial in trials)
@@ -167,7 +167,7 @@ def test_files_are_not_overwritten_unasked(full, folder):
 
 
 def test_without_optuna_the_extra_is_named(full, folder, monkeypatch):
-    monkeypatch.setattr(storage, "find_spec", lambda name: None)
+    monkeypatch.setattr(search, "find_spec", lambda name: None)
     error = refused(full)
     assert isinstance(error, BackendError)
     assert "pip install 'sfi-toolkit[tune]'" in str(error)
