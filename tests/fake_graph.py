@@ -206,13 +206,14 @@ def pack_by_masks(
 def whole_attention(
     query_BHGWD, packed_key_BHSD, packed_value_BHSE, packed_length_BH, key_PHND, value_PHNE, table_BP, step,
     *, scale, soft_cap=None, sink_HG=None, evidence=False, into=None, dense_BH=None,
-    pseudo=None,
+    pseudo=None, position_BHS=None,
 ):  # fmt: skip
     """Attend to every page and packed row, with masks: lengths and modes are read where they lie."""
     assert soft_cap is None
     assert sink_HG is None
     assert dense_BH is None
     assert pseudo is None
+    assert position_BHS is None
     query_BHGD = query_BHGWD.squeeze(3)
     words = step.table_BX
     key, value = (

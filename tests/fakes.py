@@ -22,9 +22,9 @@ from sfi_core.observers.observer import NullObserver
 from sfi_core.policies.context import LayerContext
 from sfi_core.state.request import RequestState
 from sfi_kernels.append import append
+from sfi_kernels.code_scan import code_scan, code_tokens
 from sfi_kernels.decode_attention import decode_attention
 from sfi_kernels.dense_attention import dense_attention, window_logits
-from sfi_kernels.key_codes import encode_keys, scan_codes
 from sfi_kernels.pack import pack
 from sfi_kernels.recall import recall
 from sfi_kernels.selector import selector
@@ -47,6 +47,13 @@ def layer_context(logits: torch.Tensor, **fields: Any) -> LayerContext:
         "notes": ({},), "scale": 1.0,
     }  # fmt: skip
     return LayerContext(**{**shown, **fields})
+
+
+def coarse(weight: torch.Tensor) -> torch.Tensor:
+    """Round probabilities, float64, down to eighths of their power of two; 2^-32 is the least."""
+    weight = weight.clamp_min(2.0**-32)
+    power = weight.log2().floor().exp2()
+    return ((weight / power * 8).floor() * power).clamp_max(15 / 2)  # 1 is no score of its own
 
 
 class RecordingObserver(NullObserver):
@@ -191,9 +198,9 @@ def kernel_device(backend: str, dtype: torch.dtype = torch.float32, page_size: i
 
 
 def use_references(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the triton backend run the kernels' references."""
+    """Let the triton backend run the kernels' references, but for codes of keys, which differ by backend."""
     for op in (
-        append, decode_attention, dense_attention, encode_keys, pack, recall, scan_codes, selector,
+        append, code_scan, code_tokens, decode_attention, dense_attention, pack, recall, selector,
         sparse_attention, split_plan, top_k, window_logits,
     ):  # fmt: skip
         monkeypatch.setitem(op.__dict__, "triton", op.reference)

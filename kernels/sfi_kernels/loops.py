@@ -16,6 +16,7 @@ from numba.extending import intrinsic
 
 from sfi_kernels.compiled import OPTIONS, entry
 from sfi_kernels.key_codes.layout import BITS, SHIFTS, SLOTS
+from sfi_kernels.key_codes.reference import DROPPED, LOWEST
 
 F = np.float32
 FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2  # kinds of pages
@@ -228,17 +229,23 @@ def _count(score, least):
 
 
 @inner
-def _narrow(score, K, most, low, high):
-    # bisect the bits of numbers >= 0: `low` is such that at least K, and at most `most`, are as large
-    n = len(score)
-    while n > most and high - low > 1:
-        middle = np.int32(low + (high - low) // 2)
-        count = _count(score, _real(middle))
-        if count >= K:
-            low, n = middle, count
+def _coarsen(score):
+    for i in range(len(score)):
+        level = (_bits(score[i]) >> np.int32(DROPPED)) - np.int32(LOWEST)
+        score[i] = F(min(max(level, np.int32(0)), np.int32(255)))
+
+
+@inner
+def _threshold(score, K):
+    # the largest of the 256 scores that at least K reach
+    low, high = 0, 256
+    while high - low > 1:
+        middle = (low + high) // 2
+        if _count(score, F(middle)) >= K:
+            low = middle
         else:
             high = middle
-    return low, high
+    return F(low)
 
 
 @inner
@@ -279,13 +286,11 @@ def choose(logits_HGT, K, rest, index_HK, unread_HG):
             total[g] = _exp_row(logits_HGT[h, g], most)
             log_sum[g] = most + F(math.log(total[g]))
             _add_row(logits_HGT[h, g], F(1) / (total[g] * F(G)), score)
-        # first among all, until few enough are left, then among those
-        end = np.int32(_bits(_largest(score)) + np.int32(1))
-        low, high = _narrow(score, K, K + max(64, K // 2), np.int32(0), end)
-        n = _keep(score, _real(low), place)
-        low, high = _narrow(score[:n], K, K, low, high)
-        room = K - _count(score[:n], _real(np.int32(low + np.int32(1))))
-        n = _take(score[:n], _real(low), room, place, index_HK[h])
+        _coarsen(score)
+        least = _threshold(score, K)
+        n = _keep(score, least, place)
+        room = K - _count(score[:n], least + F(1))
+        n = _take(score[:n], least, room, place, index_HK[h])
         index_HK[h, n:] = 0  # NaN among the logits
         for g in range(G):
             read = F(0)

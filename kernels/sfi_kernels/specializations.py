@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from sfi_kernels.append import append
+from sfi_kernels.code_scan import BatchCodes, code_scan, code_tokens
 from sfi_kernels.decode_attention import resident_programs
 from sfi_kernels.decode_attention.triton import attend
 from sfi_kernels.dense_attention import dense_attention, window_logits
@@ -27,7 +28,7 @@ from sfi_kernels.top_k import top_k
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 TYPES = {
     torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float64: "*fp64",
-    torch.int32: "*i32", torch.int64: "*i64", torch.bool: "*i1",
+    torch.uint8: "*u8", torch.int32: "*i32", torch.int64: "*i64", torch.bool: "*i1",
 }  # fmt: skip
 ALIGNMENT = 16  # bytes of a pointer, or what divides a number
 DIVISIBLE = [["tt.divisibility", ALIGNMENT]]
@@ -106,7 +107,12 @@ def _runs() -> Iterator[tuple[str, Callable[[], object]]]:
             yield label + ", heads, fast", partial(case.decode, slow=False, heads=True)
             yield label + ", heads, mixed", partial(case.decode, slow=True, heads=True)
             yield label + ", pseudo, fast", partial(case.decode, slow=False, pseudo=case.pseudo)
-            yield label + ", pseudo, mixed", partial(case.decode, slow=True, pseudo=case.pseudo)
+            for slow, kind in ((False, "fast"), (True, "mixed")):
+                chosen = partial(
+                    case.decode, slow=slow, pseudo=case.parts, position_BHS=case.position
+                )
+                yield f"{label}, in place, {kind}", chosen
+            yield label, case.choose
             for queries in VERIFIED:
                 verify = partial(case.decode, slow=True, queries=queries)
                 yield f"{label}, {queries} queries", verify
@@ -163,6 +169,7 @@ class Case:
         self.options: Any = {"scale": 1.0, "soft_cap": soft_cap}
         self.sink = torch.empty(H, G) if sinks else None
         self.pseudo = PseudoToken(torch.empty(2, H, G), torch.empty(2, H, E))
+        self.parts = PseudoToken(torch.empty(2, H, G, 2), torch.empty(2, H, E))
 
     def decode(self, *, slow: bool, queries: int = 1, heads: bool = False, **variant: Any) -> None:
         """Plan and attend with several queries of the first request, or a variant of the benchmark."""
@@ -188,6 +195,17 @@ class Case:
         )  # fmt: skip
         window = self.query[:, :, :, -16:]
         window_logits.triton(window, self.key, self.table, self.length, **self.options, longest=T)
+
+    def choose(self) -> None:
+        """Code new keys, and choose for a batch by the codes of all keys."""
+        codes = BatchCodes.empty(2, self.key, self.value, PAGES * PAGE)
+        numbers: Any = {"length": T, "recent_start": 100, "packed": S, "sink": 4}
+        step = describe_step([StepRequest(mode=FAST, **numbers)] * 2, 0, self.query.device)
+        code_tokens.triton(self.key, self.table, step, codes)
+        code_scan.triton(
+            self.query[:, :, :, 0], self.key, self.value, self.table, step, codes, self.position,
+            self.length_BH, budget=S - 4, scale=1.0, rest=0.5,
+        )  # fmt: skip
 
     def score(self) -> None:
         """Code the keys of a piece of a prompt, and score them."""

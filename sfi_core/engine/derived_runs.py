@@ -32,6 +32,9 @@ def open_row(run: Run, row: int, state: RequestState) -> Run:
     )
     packed = run.layers.difference(run.policy.config.dense_layers)
     alone.segments = {layer: run.segment(layer).row(row) for layer in packed}
+    if run.chooses:
+        one = slice(row, row + 1)
+        alone.batch_codes = {layer: run.codes(layer).of(one) for layer in packed}
     alone.requests, alone.step, alone.layers, alone.notes = [state], run.step, run.layers, run.notes
     return alone
 

@@ -126,6 +126,28 @@ def layer_context(
         keys=lambda place, start, stop: run.store.keys(index, rows[place], start, stop),
         values=lambda place, start, stop: run.store.values(index, rows[place], start, stop),
         notes=tuple(run.notes[request, index] for request in requests),
+        codes=tuple(run.codes(index).of(slice(row, row + 1)) for row in rows)
+        if run.chooses
+        else (),
+    )
+
+
+def batch_context(
+    layer: Layer, step: StepDescriptor, query_BHG1D: torch.Tensor, *, fast: bool
+) -> BatchContext:
+    """Make the context of a layer for all requests; `fast` as there."""
+    run, segment = layer.run, layer.run.segment(layer.index)
+    return BatchContext(
+        fast=fast,
+        query_BHGD=query_BHG1D[:, :, :, 0],
+        key_PHND=layer.pages.key_PHND,
+        value_PHNE=layer.pages.value_PHNE,
+        block_table_BP=run.store.block_table_BP,
+        descriptor=step,
+        codes=run.codes(layer.index),
+        position_BHS=segment.position_BHS,
+        length_BH=segment.length_BH,
+        scale=layer.logit_options["scale"],
     )
 
 

@@ -35,6 +35,7 @@ from sfi_core.state.layer_pages import LayerPages
 from sfi_core.state.packed_segment import PackedSegment
 from sfi_core.state.request import RequestState
 from sfi_core.state.side_stream import side_of
+from sfi_kernels.code_scan import BatchCodes
 from sfi_kernels.compiled import why_not
 from sfi_kernels.numpy_views import readable
 
@@ -55,6 +56,7 @@ class Run:
         left: The states of ended requests whose row another request has taken.
         step: The batch's step; -1 before step 0.
         segments: The packed segment by layer.
+        batch_codes: The codes of all rows' keys by layer, if the policy chooses for whole batches.
         layers: Full-attention layers that have run so far.
         notes: The policy's own notes, by request (not row) and layer.
         prompt_queries: The last queries of the prompts, for the first selection.
@@ -78,6 +80,7 @@ class Run:
     left: list[RequestState] = field(default_factory=list)
     step: int = -1
     segments: dict[int, PackedSegment] = field(default_factory=dict)
+    batch_codes: dict[int, BatchCodes] = field(default_factory=dict)
     layers: set[int] = field(default_factory=set)
     notes: dict[tuple[int, int], Notes] = field(default_factory=lambda: defaultdict(dict))
     prompt_queries: PromptQueries = field(init=False)
@@ -207,6 +210,29 @@ class Run:
             return False
         pages = self.store.pages(layer)
         return readable(pages.key_PHND, pages.value_PHNE) and not why_not()
+
+    @property
+    def chooses(self) -> bool:
+        """Whether the policy chooses for whole batches: on the Triton backend, without host memory."""
+        store = self.store
+        return self.policy.chooses and store.backend == "triton" and store.whole_on_device
+
+    def codes(self, layer: int) -> BatchCodes:
+        """Return the codes of all rows' keys in a layer, with room for what the store holds."""
+        pages, capacity = self.store.pages(layer), self.store.capacity
+        if layer not in self.batch_codes:
+            self.batch_codes[layer] = BatchCodes.empty(
+                self.store.batch, pages.key_PHND, pages.value_PHNE, capacity
+            )
+        elif self.batch_codes[layer].word_BHWT.shape[3] < capacity:
+            self.batch_codes[layer] = self.batch_codes[layer].grown(capacity)
+        return self.batch_codes[layer]
+
+    def forget_sums(self, row: int, length: int) -> None:
+        """Let the codes' sums of values begin anew where they include a token that is taken back."""
+        for codes in self.batch_codes.values():
+            summed_H = codes.summed_BH[row]
+            summed_H.masked_fill_(summed_H > length, 0)
 
     def attended(self, state: RequestState) -> float:
         """Return the tokens that a request's step reads per KV head, the mean over layers."""

@@ -7,10 +7,11 @@ from typing import Protocol
 import torch
 from torch.nn.functional import pad
 
-from sfi_core.policies.context import Evidence, LayerContext, Notes
+from sfi_core.policies.context import BatchContext, Evidence, LayerContext, Notes
 from sfi_core.settings.config import SfiConfig
 from sfi_core.state.layer_shape import LayerShape
 from sfi_core.state.request import RequestState
+from sfi_kernels.code_scan import Choice
 from sfi_kernels.constants import MASKED_SCORE
 from sfi_kernels.pseudo_token import PseudoToken
 from sfi_kernels.top_k import top_k
@@ -55,6 +56,7 @@ class Policy:
         offloads: Runs over a store with most keys and values in host memory.
         selects_before: Whether the class has a `select_before`; so `selects_after`, `selects_next`.
         selects: Whether it has any of the three.
+        chooses: Whether it has `choose`, which the Triton backend calls in place of `select_before`.
         mixes_heads: Whether it has `dense_heads`.
     """
 
@@ -62,7 +64,7 @@ class Policy:
     evicts = False
     drafts = False
     offloads = False
-    selects_before = selects_after = selects_next = selects = mixes_heads = False
+    selects_before = selects_after = selects_next = selects = chooses = mixes_heads = False
 
     def __init_subclass__(cls) -> None:
         """Note which hooks the class has: those of its own and of its bases."""
@@ -71,6 +73,7 @@ class Policy:
         cls.selects_after = cls.select_after is not Policy.select_after
         cls.selects_next = cls.select_next is not Policy.select_next
         cls.selects = cls.selects_before or cls.selects_after or cls.selects_next
+        cls.chooses = cls.choose is not Policy.choose
         cls.mixes_heads = cls.dense_heads is not Policy.dense_heads
 
     def __init__(self, config: SfiConfig, trigger: Rule, layers: Sequence[int] = ()) -> None:
@@ -95,6 +98,17 @@ class Policy:
     def select_before(self, context: LayerContext) -> Selection | None:
         """Select from the current query, before a fast layer attends (Quest, FreeKV)."""
         return None
+
+    def choose(self, batch: BatchContext) -> Choice | None:
+        """Choose what all fast requests read in place, in launches that a CUDA graph can hold (CodeScan).
+
+        Called in every pass that decodes; None where no request is fast.
+        """
+        return None
+
+    def lacks(self, state: RequestState, note: Notes) -> bool:
+        """Say whether a fast request needs another `select_after` before `choose`."""
+        return False
 
     def select_after(self, context: LayerContext) -> Selection | None:
         """Select once a layer has attended (SFI, SnapKV, SyncKV; FreeKV's next step)."""

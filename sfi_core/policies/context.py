@@ -9,6 +9,8 @@ import torch
 
 from sfi_core.distributed.ranks import ALONE, Ranks
 from sfi_core.state.request import RequestState
+from sfi_kernels.code_scan import BatchCodes
+from sfi_kernels.step_descriptor import StepDescriptor
 
 Notes = dict[str, Any]
 
@@ -60,6 +62,8 @@ class LayerContext(Evidence):
         keys: Returns cached keys, [1, H, T, D], given a request's place here, a start and a stop position.
         values: The same for cached values.
         notes: The policy's own data on each request in this layer, kept from step to step.
+        codes: The codes of each request's keys, as a batch of one, if the policy chooses for whole batches;
+            else empty.
     """
 
     states: tuple[RequestState, ...]
@@ -68,3 +72,33 @@ class LayerContext(Evidence):
     keys: Callable[[int, int, int], torch.Tensor]
     values: Callable[[int, int, int], torch.Tensor]
     notes: tuple[Notes, ...]
+    codes: tuple[BatchCodes, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchContext:
+    """One layer of a decoding pass of the Triton backend: all rows of the batch, no number of the host's.
+
+    Attributes:
+        fast: Whether any request decodes fast.
+        query_BHGD: The last query of each request.
+        key_PHND: Pages of keys, the new ones included.
+        value_PHNE: Pages of values.
+        block_table_BP: Page numbers.
+        descriptor: The requests as kernels read them.
+        codes: The codes of all cached keys, to be changed in place.
+        position_BHS: The positions that a fast request's attention reads, to be written.
+        length_BH: How many they are, to be written.
+        scale: Factor on the logits.
+    """
+
+    fast: bool
+    query_BHGD: torch.Tensor
+    key_PHND: torch.Tensor
+    value_PHNE: torch.Tensor
+    block_table_BP: torch.Tensor
+    descriptor: StepDescriptor
+    codes: BatchCodes
+    position_BHS: torch.Tensor
+    length_BH: torch.Tensor
+    scale: float

@@ -5,6 +5,7 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+PARTS = tl.constexpr(32)  # of a pseudo token's logit, joined at a time
 
 
 @triton.jit
@@ -99,15 +100,28 @@ def add_sink(out, lse, sink):
 
 
 @triton.jit
+def _joined_parts(part_ptr, own, parts):
+    """Return the log-sum-exp of a logit's parts; of one part it is that part, to the bit."""
+    peak = tl.full(part_ptr.shape, float("-inf"), tl.float32)
+    total = tl.zeros(part_ptr.shape, tl.float32)
+    for begin in range(0, parts, PARTS):
+        place = begin + tl.arange(0, PARTS)[None, :]
+        mask = own[:, None] & (place < parts)
+        part = tl.load(part_ptr[:, None] + place, mask=mask, other=float("-inf"))
+        peak, total = add_sum(peak, total, part)
+    return log_sum(peak, total)
+
+
+@triton.jit
 def add_terms(
-    out, lse, sink_ptr, pseudo_logit_ptr, pseudo_value_ptr, pair, h, g,
+    out, lse, sink_ptr, pseudo_logit_ptr, pseudo_value_ptr, pseudo_parts, pair, h, g,
     G: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr,
     SINKS: tl.constexpr, PSEUDO: tl.constexpr,
 ):  # fmt: skip
     """Add the terms of the softmax that are no keys: a pseudo token and a learned sink."""
     if PSEUDO:
         e = tl.arange(0, BLOCK_E)
-        logit = tl.load(pseudo_logit_ptr + pair * G + g, mask=g < G, other=float("-inf"))
+        logit = _joined_parts(pseudo_logit_ptr + (pair * G + g) * pseudo_parts, g < G, pseudo_parts)
         value = tl.load(pseudo_value_ptr + pair * E + e, mask=e < E, other=0.0)
         out, lse = add_pseudo(out, lse, logit, value)
     if SINKS:

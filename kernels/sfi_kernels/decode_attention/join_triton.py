@@ -28,10 +28,10 @@ def _join_sums(sums_ptr, head_row, stride, splits, TILE: tl.constexpr):
     return log_sum(peak, total)
 
 
-@triton.jit(do_not_specialize=["W"])
+@triton.jit(do_not_specialize=["W", "pseudo_parts"])
 def _join_splits_kernel(
     table_ptr, sink_ptr, pseudo_logit_ptr, pseudo_value_ptr, out_ptr, part_ptr, lse_ptr, sums_ptr,
-    log_sum_ptr, W, H: tl.constexpr, G: tl.constexpr, E: tl.constexpr,
+    log_sum_ptr, W, pseudo_parts, H: tl.constexpr, G: tl.constexpr, E: tl.constexpr,
     BLOCK_E: tl.constexpr, TILE: tl.constexpr, SINKS: tl.constexpr, PSEUDO: tl.constexpr,
     SLOW: tl.constexpr, SEVERAL: tl.constexpr,
 ):  # fmt: skip
@@ -74,7 +74,7 @@ def _join_splits_kernel(
     out, lse = finish(peak, total, out)
     pair = request * H + h
     out = add_terms(
-        out, lse, sink_ptr, pseudo_logit_ptr, pseudo_value_ptr, pair, h, g,
+        out, lse, sink_ptr, pseudo_logit_ptr, pseudo_value_ptr, pseudo_parts, pair, h, g,
         G, E, BLOCK_E, SINKS, PSEUDO,
     )  # fmt: skip
     where = (pair * size_GW + place_GW) * E + e[None, :]

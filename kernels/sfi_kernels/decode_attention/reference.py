@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from sfi_kernels.attention_in_place.reference import attention_in_place
 from sfi_kernels.dense_attention.reference import dense_attention, window_logits
 from sfi_kernels.pseudo_token import PseudoToken
 from sfi_kernels.shapes import check_int32, check_pages, check_same, check_shape
@@ -56,6 +57,7 @@ def decode_attention(
     into: torch.Tensor | None = None,
     dense_BH: torch.Tensor | None = None,
     pseudo: PseudoToken | None = None,
+    position_BHS: torch.Tensor | None = None,
 ) -> DecodeAttention:
     """Attend with the last tokens of every request: fast ones sparsely, slow ones to their whole history.
 
@@ -82,6 +84,9 @@ def decode_attention(
             packed segment and the recent pages, int32. None for a step without mixed requests.
         pseudo: A term of the fast requests' softmax that stands for the unread keys, -inf for every other
             request; None for a step without pseudo tokens. Not together with mixed requests.
+        position_BHS: Positions of the packed rows, int32, to read these rows in their pages; the packed keys
+            and values are not read then and may have no row. None reads the packed ones. Not together with
+            mixed requests.
 
     Raises:
         ValueError: A tensor's shape, dtype, layout or device does not fit, or `dense_BH` does not fit the
@@ -103,10 +108,16 @@ def decode_attention(
                 query, *packed, *pages, start_B, length_B, dense_BH[row], sink_HG, options
             )
         elif mode == FAST:
-            out[one, :, :, -1] = sparse_attention(
-                query, *packed, *pages, words[one, START], length_B, **options, sink_HG=sink_HG,
-                pseudo=None if pseudo is None else pseudo.of(one),
-            )  # fmt: skip
+            own_pseudo = None if pseudo is None else pseudo.of(one)
+            extra: dict[str, Any] = {"sink_HG": sink_HG, "pseudo": own_pseudo}
+            rows = *pages, words[one, START], length_B
+            if position_BHS is None:
+                own = sparse_attention(query, *packed, *rows, **options, **extra)
+            else:
+                own = attention_in_place(
+                    query, position_BHS[one], packed[2], *rows, **options, **extra
+                )
+            out[one, :, :, -1] = own
         elif mode == SLOW:
             own = query_BHGWD[one, :, :, -queries:]
             out[one, :, :, -queries:] = dense_attention(
@@ -169,7 +180,7 @@ def check(
     query: torch.Tensor, packed_key: torch.Tensor, packed_value: torch.Tensor,
     packed_length: torch.Tensor, key: torch.Tensor, value: torch.Tensor, block_table: torch.Tensor,
     descriptor: StepDescriptor, sink: torch.Tensor | None, dense: torch.Tensor | None = None,
-    pseudo: PseudoToken | None = None,
+    pseudo: PseudoToken | None = None, position: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
     """Raise the errors of `decode_attention`."""
     check_shape(query, "query", B=descriptor.batch, H=None, G=None, W=None, D=None)
@@ -191,8 +202,12 @@ def check(
     numbers = {"packed_length": packed_length, "block_table": block_table}
     check_int32(query.device, **numbers, descriptor=descriptor.buffer)
     _check_dense(dense, descriptor, query)
-    if pseudo is not None and dense is not None:
-        raise ValueError("pseudo must be None in a step with mixed requests, got both")
+    if position is not None:
+        check_shape(position, "position", B=B, H=H, S=None)
+        check_int32(query.device, position=position)
+    for name, other in (("pseudo", pseudo), ("position", position)):
+        if other is not None and dense is not None:
+            raise ValueError(f"{name} must be None in a step with mixed requests, got both")
 
 
 def _check_dense(

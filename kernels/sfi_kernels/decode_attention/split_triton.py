@@ -96,12 +96,12 @@ def _visible(logits, token, valid, position, KIND: tl.constexpr):
     return tl.where(seen, logits, float("-inf"))
 
 
-@triton.jit(do_not_specialize=["S", "pages_per_request", "logits_stride", "W"])
+@triton.jit(do_not_specialize=["S", "pages_per_request", "logits_stride", "W", "pseudo_parts"])
 def _split_attention_kernel(
     query_ptr, packed_key_ptr, packed_value_ptr, packed_length_ptr, dense_ptr, position_ptr,
     key_ptr, value_ptr, block_table_ptr, table_ptr, work_ptr, sink_ptr, pseudo_logit_ptr,
     pseudo_value_ptr, out_ptr, part_ptr, lse_ptr, logits_ptr, sums_ptr, scale, soft_cap, S,
-    pages_per_request, logits_stride, W, KEY_STRIDES: tl.constexpr,
+    pages_per_request, logits_stride, W, pseudo_parts, KEY_STRIDES: tl.constexpr,
     VALUE_STRIDES: tl.constexpr, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, IDS: tl.constexpr, CAPPED: tl.constexpr,
@@ -203,7 +203,7 @@ def _split_attention_kernel(
     mask = own[:, None] & (e[None, :] < E)
     if tl.load(row + SPLITS) == 1:
         out = add_terms(
-            out, lse, sink_ptr, pseudo_logit_ptr, pseudo_value_ptr, pair, h, g,
+            out, lse, sink_ptr, pseudo_logit_ptr, pseudo_value_ptr, pseudo_parts, pair, h, g,
             G, E, BLOCK_E, SINKS, PSEUDO,
         )  # fmt: skip
         where = (pair * size_GW + place_GW[:, None]) * E + e[None, :]

@@ -26,12 +26,13 @@ def decode_attention(
     soft_cap: float | None = None, sink_HG: torch.Tensor | None = None, evidence: bool = False,
     into: torch.Tensor | None = None,
     dense_BH: torch.Tensor | None = None, pseudo: PseudoToken | None = None,
+    position_BHS: torch.Tensor | None = None,
 ) -> DecodeAttention:  # fmt: skip
     """See `reference.decode_attention`. Heads of at most 256 numbers, pages of multiples of 16 tokens."""
     return attend(
         query_BHGWD, packed_key_BHSD, packed_value_BHSE, packed_length_BH, key_PHND, value_PHNE,
         block_table_BP, descriptor, scale=scale, soft_cap=soft_cap, sink_HG=sink_HG, evidence=evidence,
-        into=into, dense_BH=dense_BH, pseudo=pseudo,
+        into=into, dense_BH=dense_BH, pseudo=pseudo, position_BHS=position_BHS,
     )  # fmt: skip
 
 
@@ -42,18 +43,14 @@ def attend(
     soft_cap: float | None = None, sink_HG: torch.Tensor | None = None, evidence: bool = False,
     into: torch.Tensor | None = None,
     dense_BH: torch.Tensor | None = None, pseudo: PseudoToken | None = None,
-    block_n: int | None = None, position_BHS: torch.Tensor | None = None,
+    position_BHS: torch.Tensor | None = None, block_n: int | None = None,
 ) -> DecodeAttention:  # fmt: skip
-    """Run `decode_attention`, or a variant that the kernel benchmark compares it with.
-
-    Args beyond those of `reference.decode_attention`:
-        block_n: Keys of a tile; None takes ours.
-        position_BHS: Positions of the packed rows, to read these from the pages and no packed row.
-    """
+    """Run `decode_attention`, with tiles of `block_n` keys if the kernel benchmark asks for them."""
     check(query_BHGWD, packed_key_BHSD, packed_value_BHSE, packed_length_BH, key_PHND, value_PHNE,
-          block_table_BP, descriptor, sink_HG, dense_BH, pseudo)  # fmt: skip
+          block_table_BP, descriptor, sink_HG, dense_BH, pseudo, position_BHS)  # fmt: skip
     B, H, G, W, D = query_BHGWD.shape
-    S, page_size, E = packed_key_BHSD.shape[2], key_PHND.shape[2], value_PHNE.shape[3]
+    S = (packed_key_BHSD if position_BHS is None else position_BHS).shape[2]
+    page_size, E = key_PHND.shape[2], value_PHNE.shape[3]
     chip, items = target(query_BHGWD.device), descriptor.work_XI.shape[0]
     tile = tile_shape(key_PHND, value_PHNE, page_size, chip)
     key_strides, value_strides = (
@@ -75,7 +72,9 @@ def attend(
 
     table, sink = descriptor.table_BX, lse if sink_HG is None else sink_HG.float().contiguous()
     pseudo_operands: tuple[torch.Tensor, ...] = (lse, lse)
+    pseudo_parts = 1
     if pseudo is not None:
+        pseudo_parts = pseudo.logit_BHG[0, 0, 0].numel()
         pseudo_operands = tuple(part.float().contiguous() for part in pseudo)
     common = {
         "H": H, "G": G, "E": E, "BLOCK_E": tile.value_width, "SINKS": sink_HG is not None,
@@ -90,7 +89,7 @@ def attend(
             packed_length_BH if position_BHS is None else position_BHS,
             key_PHND, value_PHNE, block_table_BP, table, descriptor.work_XI, sink,
             *pseudo_operands, out_BHGWE, part, lse, logits, sums, scale, soft_cap or 1.0, S,
-            block_table_BP.shape[1], descriptor.longest, W,
+            block_table_BP.shape[1], descriptor.longest, W, pseudo_parts,
             KEY_STRIDES=key_strides, VALUE_STRIDES=value_strides,
             D=D, PAGE=page_size, BLOCK_M=own.rows, BLOCK_J=padded(G),
             BLOCK_N=block_n or own.tokens, BLOCK_D=tile.key_width, IDS=PAGE_IDS,
@@ -102,7 +101,7 @@ def attend(
         )  # fmt: skip
     launch(
         join_splits, (B, H, G * W), table, sink, *pseudo_operands, out_BHGWE, part, lse, sums,
-        log_sum, W, PSEUDO=pseudo is not None, SEVERAL=W > 1, **common,
+        log_sum, W, pseudo_parts, PSEUDO=pseudo is not None, SEVERAL=W > 1, **common,
         TILE=JOINED, max_registers=REGISTERS,
     )  # fmt: skip
     return DecodeAttention(out_BHGWE, logits if keeps else None, log_sum if keeps else None)

@@ -31,7 +31,7 @@ class CodeBasis(NamedTuple):
 
 def words(D: int) -> int:
     """Return W, the words of a key D numbers wide: 1 up to 64, 2 up to 128, 4 beyond."""
-    return 2 ** sum(width < D for width in WIDTHS)
+    return 1 << sum(width < D for width in WIDTHS)
 
 
 def bits_of(D: int) -> tuple[int, ...]:

@@ -4,7 +4,13 @@ from functools import partial
 
 import torch
 
-from sfi_core.engine.backends.triton import count_attention, decode, evidence_room
+from sfi_core.engine.backends.triton import (
+    choose,
+    count_attention,
+    decode,
+    evidence_room,
+    note_choice,
+)
 from sfi_core.engine.graphs.buffers import StepBuffers
 from sfi_core.engine.layer import Layer
 from sfi_core.engine.packing import note_selection
@@ -25,8 +31,15 @@ def attend_replayed(buffers: StepBuffers, layer: Layer, query_BHGTD: torch.Tenso
     step = buffers.dense if layer.left_dense else buffers.descriptor
     assert step is not None, "the pass has been described"
     buffers.keep(layer.index, query_BHGTD[:, :, :, -1])
+    in_place = run.chooses and not layer.left_dense
     with run.launches(layer.index):
-        result = decode(layer, step, query_BHGTD, evidence_room(layer, step, query_BHGTD))
+        pseudo = None
+        if in_place:
+            chosen, pseudo = choose(layer, step, query_BHGTD, fast=True)
+            assert chosen is not None, "a request is fast"
+            buffers.selections[layer.index] = chosen
+        into = evidence_room(layer, step, query_BHGTD)
+        result = decode(layer, step, query_BHGTD, into, pseudo=pseudo, in_place=in_place)
     if result.logits_BHGWT is not None:
         run.maintenance.submit(partial(_select, buffers, layer, result))
     return result.out_BHGWE
@@ -73,6 +86,10 @@ def note_step(run: Run, selections: dict[int, Selection], places: dict[int, int]
         step = batch_pass.dense_descriptor if left_dense else batch_pass.descriptor
         assert step is not None, "the pass has been described"
         count_attention(run, step)
+    if run.chooses:
+        for layer, selection in sorted(selections.items()):
+            note_choice(run, layer, selection, batch_pass.descriptor.fast)
+        return
     if not (selections and slow):
         return
     states = [run.requests[row] for row in slow]

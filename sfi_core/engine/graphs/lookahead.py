@@ -15,7 +15,7 @@ def foresee(run: Run) -> Requests | None:
     Return the argument of `StepBuffers.write`; None if the step depends on its tokens, is audited, or would
     not fit the store.
     """
-    if tokens_decide(run):
+    if tokens_decide(run) or lacks_next(run):
         return None
     states = [replace(state) for state in run.requests]
     passes = plan_step(run.policy, states)
@@ -31,6 +31,20 @@ def foresee(run: Run) -> Requests | None:
 def audits_next(run: Run) -> bool:
     """Say whether the next step is audited for any request: such a step is not replayed."""
     return run.audit is not None and _audited(run, plan_step(run.policy, run.requests))
+
+
+def lacks_next(run: Run) -> bool:
+    """Say whether the policy has to prepare a request before it can choose: such a step is not replayed."""
+    if not run.chooses:
+        return False
+    open_states = [
+        replace(one, recent_start=one.recent_start + 1) for one in run.requests if not one.finished
+    ]
+    return any(
+        run.policy.lacks(state, run.notes[state.request, layer])
+        for state in open_states
+        for layer in run.layers.difference(run.policy.config.dense_layers)
+    )
 
 
 def _audited(run: Run, passes: Sequence[RequestPass]) -> bool:

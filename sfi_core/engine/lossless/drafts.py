@@ -152,6 +152,8 @@ class Drafts:
 
     def _take_back(self, state: RequestState) -> None:
         state.take_back(state.drafted)
+        if state.drafted > self.run.policy.config.recent:
+            self.run.forget_sums(self.run.requests.index(state), state.length)
         state.drafted = 0
         for (request, _), note in self.run.notes.items():
             if request == state.request:

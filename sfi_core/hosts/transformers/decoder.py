@@ -9,7 +9,7 @@ from typing import Any, Self
 import torch
 
 from sfi_core.engine.graphs import recorder
-from sfi_core.engine.graphs.lookahead import audits_next
+from sfi_core.engine.graphs.lookahead import audits_next, lacks_next
 from sfi_core.engine.graphs.steps import StepGraphs
 from sfi_core.engine.lossless.rule import DraftRule
 from sfi_core.engine.prompt_queries import Watcher
@@ -105,7 +105,7 @@ class Decoder:
         run = self.session.run
         if self._captures:
             graphs = self._recorded_steps(run)
-            if not audits_next(run):
+            if not (audits_next(run) or lacks_next(run)):
                 return self._replay(graphs, token_B)
             run.meter.count("graph.eager")
             with graphs.eager_step():

@@ -34,9 +34,11 @@ def refusal(session: Session) -> SfiError | None:
         )
     reasons = {
         "lossless decoding, whose passes bring different numbers of tokens": session.engine.lossless,
-        f"policy {session.policy_name}, which selects at fast steps": policy.selects_before,
+        f"policy {session.policy_name}, which selects at fast steps": (
+            policy.selects_before and not policy.chooses
+        ),
         f"policy {session.policy_name}, which selects with more than the evidence": (
-            policy.selects_after and not isinstance(policy, EvidencePolicy)
+            policy.selects_after and not policy.chooses and not isinstance(policy, EvidencePolicy)
         ),
         "tensor parallelism, whose ranks call each other": session.ranks.size > 1,
         "an audit of every step": session.audit is not None and session.audit.every == 1,

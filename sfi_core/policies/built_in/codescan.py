@@ -19,10 +19,11 @@ import torch
 
 from sfi_core.policies.base import Policy, Selection, stacked
 from sfi_core.policies.code_basis import learn_basis
-from sfi_core.policies.context import LayerContext, Notes
+from sfi_core.policies.context import BatchContext, LayerContext, Notes
 from sfi_core.settings.config import SfiConfig
 from sfi_core.state.layer_shape import LayerShape
 from sfi_core.state.request import RequestState
+from sfi_kernels.code_scan import Choice, code_scan, code_tokens
 from sfi_kernels.key_codes import (
     SLOTS,
     CodeBasis,
@@ -64,6 +65,23 @@ class CodeScan(Policy):
             pseudo = PseudoToken(torch.stack(logit), torch.stack(value))
         return Selection(stacked(index), pseudo=pseudo)
 
+    def choose(self, batch: BatchContext) -> Choice | None:
+        """Choose by the current queries; code the new keys in any case."""
+        pages, rows = (batch.key_PHND, batch.value_PHNE), (batch.block_table_BP, batch.descriptor)
+        if not batch.fast:
+            code_tokens.on("triton")(batch.key_PHND, *rows, batch.codes)
+            return None
+        self._width = batch.query_BHGD.shape[3]
+        budget = min(self.config.budget, batch.codes.word_BHWT.shape[3])
+        return code_scan.on("triton")(
+            batch.query_BHGD, *pages, *rows, batch.codes, batch.position_BHS, batch.length_BH,
+            budget=budget, scale=batch.scale, rest=self.config.codescan.rest,
+        )  # fmt: skip
+
+    def lacks(self, state: RequestState, note: Notes) -> bool:
+        """Say whether there are more candidates than the budget for the first time: the prompt had none."""
+        return "basis" not in note and self._room(state) > self.config.budget
+
     def rewind(self, note: Notes, length: int) -> None:
         """Drop the codes of positions >= `length`, and the sum of values if it includes such a position."""
         note["coded"] = min(note.get("coded", 0), length)
@@ -93,7 +111,14 @@ class CodeScan(Policy):
         with context.span("code_basis"):
             state, query_HGWD = context.states[place], context.query_BHGWD[place]
             key_HTD = context.keys(place, state.sink(self.config.sink), state.length)[0]
-            note["basis"] = learn_basis(key_HTD, query_HGWD.flatten(1, 2))
+            basis = note["basis"] = learn_basis(key_HTD, query_HGWD.flatten(1, 2))
+            if context.codes:
+                codes = context.codes[place]
+                codes.learn(0, basis)
+                key_HTD = context.keys(place, 0, state.length)[0]
+                word_HWT = encode_keys.on(context.backend)(key_HTD, basis)
+                codes.word_BHWT[0, :, :, : state.length] = word_HWT
+                codes.summed_BH.zero_()
 
     def _select(
         self, context: LayerContext, place: int

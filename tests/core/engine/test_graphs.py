@@ -18,7 +18,9 @@ from sfi_core.observers.observer import NullObserver
 from sfi_core.settings.audit import AuditConfig
 from sfi_core.settings.engine import EngineOptions
 from sfi_core.settings.sampling import Sampling
+from sfi_kernels.decode_attention import decode_attention
 from sfi_kernels.pack import pack
+from sfi_kernels.split_plan import split_plan
 from tests.core.conftest import TINY, tiny_qwen3
 from tests.fake_graph import FakeRecorder, use_tensors
 from tests.fakes import RecordingObserver
@@ -138,6 +140,17 @@ def test_other_policies_can_be_replayed(complete, recorder, policy):
     options = {"policy": policy, "max_new_tokens": 6, "prompts": PROMPTS[1:3]}
     same(complete(True, **options), complete(False, **options))
     assert recorder.tapes == {"prior-only": 2}.get(policy, 1)
+
+
+def test_the_choice_of_a_step_can_be_replayed(complete, recorder, monkeypatch):
+    """With the kernels themselves. The second prompt has no candidates: an eager step learns its basis."""
+    for op in (decode_attention, split_plan):
+        monkeypatch.delitem(op.__dict__, "triton")
+    options = {"policy": "codescan", "max_new_tokens": 6, "prompts": [PROMPTS[0], PROMPTS[2]]}
+    config = CONFIG.replace(budget=3, recent=3)
+    eager, graphed = (complete(one, config=config, **options) for one in (False, True))
+    same(graphed, eager)
+    assert recorder.tapes == 1
 
 
 DELAYED = CONFIG.replace(trigger_delay=1)

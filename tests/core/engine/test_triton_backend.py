@@ -76,6 +76,8 @@ def test_every_policy_gives_the_tokens_of_the_references(
     assert (torch_run.report.backend, triton_run.report.backend) == ("torch", "triton")
     paths = {name: n for name, n in triton_run.report.paths.items() if "graph" not in name}
     counted = {name.removeprefix("triton."): n for name, n in paths.items()}
+    if policy == "codescan":  # rows are read in place
+        counted["pack"] = counted.get("pack", 0) + counted.pop("code_scan")
     assert counted == {name.removeprefix("torch."): n for name, n in torch_run.report.paths.items()}
     assert all(name.startswith("triton.") for name in paths)
 
@@ -176,6 +178,23 @@ def test_transformers_own_loop_runs_on_the_kernels():
         )
     assert out[0, ids.shape[1] :].tolist() == tokens(complete("torch", [PROMPTS[1]]))[0]
     assert session.report.backend == "triton"
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_step_of_codescan_launches_six_kernels_a_layer(rows: int):
+    """Whatever the batch: `append`, three that choose, the attention and its join."""
+    report = complete("triton", PROMPTS[:rows], policy="codescan", max_new_tokens=3).report
+    steps, layers = 2, 2
+    launches = {one.name: one.launches for one in report.kernels}
+    a_step = (
+        "code_scan_sums",
+        "code_scan_score",
+        "code_scan_choose",
+        "split_attention",
+        "join_splits",
+    )
+    assert {name: launches[name] for name in a_step} == dict.fromkeys(a_step, steps * layers)
+    assert launches["append"] == (1 + steps) * layers
 
 
 def test_the_report_counts_kernels_by_step_and_layer():

@@ -22,16 +22,22 @@ CONFIG = SfiConfig(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("rows", [ROWS, ROWS[1:2]], ids=["ragged", "alone"])
-def test_both_backends_draft_and_verify_alike(rows: list[list[int]], monkeypatch):
+@pytest.mark.parametrize(
+    ("rows", "policy"),
+    [(ROWS, "sfi"), (ROWS[1:2], "sfi"), (ROWS, "codescan")],
+    ids=["ragged", "alone", "codescan"],
+)
+def test_both_backends_draft_and_verify_alike(rows: list[list[int]], policy: str, monkeypatch):
     """What a verification selects shows in the next drafts, and how many of them are kept."""
     if not torch.cuda.is_available():
         use_references(monkeypatch)
-    config = CONFIG.replace(draft=DraftConfig(max_tokens=5, adaptive=False))
+    # more drafts than recent tokens: taken back values were in the sums of codescan
+    recent = {"recent": 3} if policy == "codescan" else {}
+    config = CONFIG.replace(draft=DraftConfig(max_tokens=5, adaptive=False), **recent)
     model = tiny("qwen3").to("cuda" if torch.cuda.is_available() else "cpu")
     runs = [
         generate(
-            model, None, rows, config, policy="sfi", stop_token_ids=(),
+            model, None, rows, config, policy=policy, stop_token_ids=(),
             max_new_tokens=STEPS, engine=EngineOptions(backend=backend, lossless=True),
         ).report.requests
         for backend in ("torch", "triton")

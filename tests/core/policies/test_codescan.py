@@ -12,6 +12,7 @@ from sfi_core.policies.code_basis import learn_basis
 from sfi_core.settings.config import SfiConfig
 from sfi_core.state.request import RequestState
 from sfi_kernels.key_codes import CodeBasis, bits_of, words
+from tests.fakes import coarse
 from tests.watched import LAYERS, H, Seen, Watched, best_of, prompt_of, watched
 
 SINK, RECENT, BUDGET, NEW, REST = 2, 5, 10, 12, 0.3
@@ -79,7 +80,7 @@ def test_a_step_reads_the_keys_whose_codes_promise_most():
             if len(candidates) > BUDGET:
                 basis, chosen = found[0], chosen + 1
                 weight_GT = estimate(seen, basis, head)[:, first : candidates.stop].softmax(-1)
-                score = [0.0] * first + weight_GT.mean(0).tolist()
+                score = [0.0] * first + coarse(weight_GT.mean(0)).tolist()
                 expected = best_of(score, candidates, BUDGET)
             assert seen.packed[head] == [*range(first), *expected], (request, seen.step, head)
     assert chosen > 100

@@ -1,0 +1,233 @@
+"""Choosing keys by their codes, in PyTorch, request by request."""
+
+from typing import NamedTuple
+
+import torch
+
+from sfi_kernels.key_codes.layout import BITS, SHIFTS, SLOTS, CodeBasis, words
+from sfi_kernels.key_codes.reference import choose_likeliest
+from sfi_kernels.pages import read_pages
+from sfi_kernels.pseudo_token import PseudoToken
+from sfi_kernels.shapes import check_int32, check_pages, check_shape
+from sfi_kernels.step_descriptor import (
+    ALLOWED_START,
+    ALLOWED_STOP,
+    FAST,
+    LENGTH,
+    MODE,
+    QUERIES,
+    StepDescriptor,
+)
+
+
+class BatchCodes(NamedTuple):
+    """The codes of a layer's cached keys and what they are made with, for every row of a batch.
+
+    `mean_BHD`, `encode_BHWDC` and `query_BHWCD` are the rows' `CodeBasis`, float32, by word of 16 channels.
+    `word_BHWT` are the codes, int32. `sum_BHE` is the sum of the values of J up to the position `summed_BH`,
+    int32; 0 for no sum yet.
+    """
+
+    mean_BHD: torch.Tensor
+    encode_BHWDC: torch.Tensor
+    query_BHWCD: torch.Tensor
+    word_BHWT: torch.Tensor
+    sum_BHE: torch.Tensor
+    summed_BH: torch.Tensor
+
+    @classmethod
+    def empty(
+        cls, rows: int, key_PHND: torch.Tensor, value_PHNE: torch.Tensor, capacity: int
+    ) -> "BatchCodes":
+        """Allocate for `rows` requests of at most `capacity` tokens; no request has a basis yet."""
+        (_, H, _, D), E, W = key_PHND.shape, value_PHNE.shape[3], words(key_PHND.shape[3])
+        zeros = torch.zeros(0, device=key_PHND.device).new_zeros
+        return cls(
+            zeros(rows, H, D), zeros(rows, H, W, D, SLOTS), zeros(rows, H, W, SLOTS, D),
+            zeros(rows, H, W, capacity, dtype=torch.int32), zeros(rows, H, E),
+            zeros(rows, H, dtype=torch.int32),
+        )  # fmt: skip
+
+    def grown(self, capacity: int) -> "BatchCodes":
+        """Return a copy for at least `capacity` tokens of a request."""
+        more = capacity - self.word_BHWT.shape[3]
+        return self._replace(word_BHWT=torch.nn.functional.pad(self.word_BHWT, (0, more)))
+
+    def of(self, rows: slice) -> "BatchCodes":
+        """Return some rows, over the same memory."""
+        return BatchCodes(*(part[rows] for part in self))
+
+    def learn(self, row: int, basis: CodeBasis) -> None:
+        """Give a row its basis."""
+        H, D, C = basis.encode_HDC.shape
+        self.mean_BHD[row] = basis.mean_HD
+        # channel s * W + w is slot s of word w
+        slots = H, D, SLOTS, C // SLOTS
+        self.encode_BHWDC[row] = basis.encode_HDC.reshape(slots).permute(0, 3, 1, 2)
+        self.query_BHWCD[row] = basis.query_HDC.reshape(slots).permute(0, 3, 2, 1)
+
+
+class Choice(NamedTuple):
+    """Chosen positions, `index_BHK`, int32, ascending, padded with -1, and the unread keys' pseudo token.
+
+    Undefined for requests that are not fast.
+    """
+
+    index_BHK: torch.Tensor
+    pseudo: PseudoToken
+
+
+def code_tokens(
+    key_PHND: torch.Tensor,
+    block_table_BP: torch.Tensor,
+    descriptor: StepDescriptor,
+    codes: BatchCodes,
+) -> None:
+    """Code the new keys of every request that decodes, in place of `codes.word_BHWT`."""
+    check_codes(key_PHND, block_table_BP, descriptor, codes)
+    for row, own in enumerate(descriptor.table_BX.tolist()):
+        if own[MODE] >= FAST:
+            start, stop = own[LENGTH] - own[QUERIES], own[LENGTH]
+            key_HTD = read_pages(key_PHND, block_table_BP[row], start, stop)[0]
+            codes.word_BHWT[row, :, :, start:stop] = encoded(key_HTD, codes, row)
+
+
+def code_scan(
+    query_BHGD: torch.Tensor,
+    key_PHND: torch.Tensor,
+    value_PHNE: torch.Tensor,
+    block_table_BP: torch.Tensor,
+    descriptor: StepDescriptor,
+    codes: BatchCodes,
+    position_BHS: torch.Tensor,
+    length_BH: torch.Tensor,
+    *,
+    budget: int,
+    scale: float,
+    rest: float,
+) -> Choice:
+    """Choose the likeliest keys of J for every fast request, by their codes, as `choose_likeliest` does.
+
+    Where J has no more than `budget` keys, all are chosen. The new keys are coded, too (`code_tokens`), and
+    the values that have left the recent window are added to the sums.
+
+    Args:
+        query_BHGD: Queries of the step, one a request.
+        key_PHND: Pages of keys; the new keys are there.
+        value_PHNE: Pages of values.
+        block_table_BP: Page numbers of each request, int32.
+        descriptor: Modes, lengths and candidate sets.
+        codes: Codes and sums, changed in place.
+        position_BHS: Written for fast requests: their sinks, the chosen positions, then -1; int32.
+        length_BH: Written for fast requests: how many positions there are, int32.
+        budget: Keys to choose by KV head.
+        scale: Factor on the products.
+        rest: Factor on the estimated probability of the unread keys.
+
+    Returns:
+        The choice. The pseudo token's value is the mean value of J.
+    """
+    check(
+        query_BHGD, key_PHND, value_PHNE, block_table_BP, descriptor, codes, position_BHS, length_BH
+    )
+    code_tokens(key_PHND, block_table_BP, descriptor, codes)
+    B, H, G, _ = query_BHGD.shape
+    index_BHK = position_BHS.new_full((B, H, budget), -1)
+    logit_BHG = query_BHGD.new_full((B, H, G), -torch.inf, dtype=torch.float32)
+    value_BHE = torch.zeros_like(codes.sum_BHE)
+    for row, own in enumerate(descriptor.table_BX.tolist()):
+        if own[MODE] != FAST:
+            continue
+        first, stop = own[ALLOWED_START], own[ALLOWED_STOP]
+        count = stop - first
+        value_BHE[row] = _mean_value(value_PHNE, block_table_BP[row], codes, row, first, stop)
+        chosen = torch.arange(max(count, 0), device=index_BHK.device, dtype=torch.int32).expand(
+            H, -1
+        )
+        if count > budget:
+            logits_HGT = scanned(query_BHGD[row], codes, row, scale)[..., first:stop]
+            chosen, logit_BHG[row] = choose_likeliest(logits_HGT, budget, rest=rest)
+        K = chosen.shape[1]
+        index_BHK[row, :, :K] = chosen + first
+        position_BHS[row, :, :first] = torch.arange(first, dtype=torch.int32)
+        position_BHS[row, :, first:] = -1
+        position_BHS[row, :, first : first + K] = index_BHK[row, :, :K]
+        length_BH[row] = first + K
+    return Choice(index_BHK, PseudoToken(logit_BHG, value_BHE))
+
+
+def encoded(key_HTD: torch.Tensor, codes: BatchCodes, row: int) -> torch.Tensor:
+    """Code keys by a row's basis, word_HWT."""
+    centered_H1TD = (key_HTD.float() - codes.mean_BHD[row][:, None])[:, None]
+    half_C, shift_C = _slots(key_HTD.device)
+    level_HWTC = (centered_H1TD @ codes.encode_BHWDC[row]).floor() + half_C
+    level_HWTC = level_HWTC.clamp_min(0).minimum(2 * half_C - 1).long()
+    word_HWT = (level_HWTC << shift_C).sum(-1)
+    return torch.where(word_HWT >= 1 << 31, word_HWT - (1 << 32), word_HWT).int()
+
+
+def scanned(query_HGD: torch.Tensor, codes: BatchCodes, row: int, scale: float) -> torch.Tensor:
+    """Estimate the logits of all keys of a row from their codes, [H, G, T] float32."""
+    query_HGD = query_HGD.float() * scale
+    half_C, shift_C = _slots(query_HGD.device)
+    level_HWCT = (codes.word_BHWT[row][:, :, None].long() >> shift_C[:, None]) & (
+        2 * half_C.long()[:, None] - 1
+    )
+    middle_HWCT = level_HWCT.float() + (0.5 - half_C)[:, None]
+    factor_HWGC = query_HGD[:, None] @ codes.query_BHWCD[row].mT
+    logits_HGT = (factor_HWGC @ middle_HWCT).sum(1)
+    return logits_HGT + query_HGD @ codes.mean_BHD[row][:, :, None]
+
+
+def _slots(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    # 2^(bits - 1) and the first bit of a word's slots
+    half_C = torch.tensor([2.0 ** (bits - 1) for bits in BITS], device=device)
+    return half_C, torch.tensor(SHIFTS, device=device)
+
+
+def _mean_value(
+    value_PHNE: torch.Tensor, table_P: torch.Tensor, codes: BatchCodes, row: int, first: int, stop: int
+) -> torch.Tensor:  # fmt: skip
+    # of J, [H, E]; the sum takes the values in that have left the recent window since
+    known = int(codes.summed_BH[row, 0])
+    start = known or first
+    if stop > start:
+        new_HE = read_pages(value_PHNE, table_P, start, stop)[0].float().sum(1)
+        codes.sum_BHE[row] = codes.sum_BHE[row] + new_HE if known else new_HE
+    elif not known:
+        codes.sum_BHE[row] = 0
+    codes.summed_BH[row] = max(start, stop)
+    return codes.sum_BHE[row] / max(1, max(start, stop) - first)
+
+
+def check_codes(
+    key_PHND: torch.Tensor, block_table_BP: torch.Tensor, descriptor: StepDescriptor, codes: BatchCodes
+) -> None:  # fmt: skip
+    """Raise the errors of `code_tokens`."""
+    check_shape(key_PHND, "key", P=None, H=None, N=None, D=None)
+    (_, H, _, D), B = key_PHND.shape, descriptor.batch
+    check_shape(codes.word_BHWT, "words", B=B, H=H, W=None, T=None)
+    W = codes.word_BHWT.shape[2]
+    check_shape(codes.mean_BHD, "mean", B=B, H=H, D=D)
+    check_shape(codes.encode_BHWDC, "encode", B=B, H=H, W=W, D=D, C=SLOTS)
+    check_shape(codes.query_BHWCD, "query_basis", B=B, H=H, W=W, C=SLOTS, D=D)
+    check_shape(block_table_BP, "block_table", B=B, P=None)
+    numbers = {"words": codes.word_BHWT, "summed": codes.summed_BH, "block_table": block_table_BP}
+    check_int32(key_PHND.device, **numbers)
+
+
+def check(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, table: torch.Tensor,
+    descriptor: StepDescriptor, codes: BatchCodes, position: torch.Tensor, length: torch.Tensor,
+) -> None:  # fmt: skip
+    """Raise the errors of `code_scan`."""
+    check_codes(key, table, descriptor, codes)
+    (_, H, N, D), B = key.shape, descriptor.batch
+    check_shape(query, "query", B=B, H=H, G=None, D=D)
+    check_shape(value, "value", P=key.shape[0], H=H, N=N, E=None)
+    check_shape(codes.sum_BHE, "sum", B=B, H=H, E=value.shape[3])
+    check_shape(codes.summed_BH, "summed", B=B, H=H)
+    check_shape(position, "position", B=B, H=H, S=None)
+    check_shape(length, "length", B=B, H=H)
+    check_pages(query, "query", key=key, value=value)
+    check_int32(query.device, position=position, length=length)

@@ -1,0 +1,149 @@
+"""The first launch: code the new keys, move values into the sum over J, and sum exponentials by chunk.
+
+A KV head's first program codes and sums; the keys that it codes are not in J. The others take a chunk of J
+each, and leave the log-sum-exp of its logits for every query head.
+"""
+
+import triton
+import triton.language as tl
+
+from sfi_kernels import step_descriptor as words
+from sfi_kernels.attention_tile.triton import add_sum, log_sum, row_start, rows
+from sfi_kernels.code_scan.chunk_triton import BITS, SHIFTS, SLOTS, WORDS, candidates, middles
+
+FAST, LENGTH = tl.constexpr(words.FAST), tl.constexpr(words.LENGTH)
+QUERIES = tl.constexpr(words.QUERIES)
+TOKENS = tl.constexpr(16)  # that are coded, or whose values are added, at once
+BINS = tl.constexpr(256)
+
+
+@triton.jit
+def _token_rows(
+    pages_ptr, table, t, own, h, PAGE: tl.constexpr, STRIDES: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    page = tl.load(table + t // PAGE, mask=own, other=0)
+    where = row_start(page, h, t % PAGE, STRIDES)
+    return rows(pages_ptr, where, 1, own, WIDTH, BLOCK).to(tl.float32)
+
+
+@triton.jit
+def _code_tokens(
+    key_ptr, table, mean_ptr, encode_ptr, word_ptr, capacity, h, start, stop,
+    PAGE: tl.constexpr, STRIDES: tl.constexpr, W: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Code the keys of positions `start` to `stop` - 1."""
+    slot, d = tl.arange(0, SLOTS), tl.arange(0, BLOCK_D)
+    half, shift = tl.zeros([SLOTS], tl.float32), tl.zeros([SLOTS], tl.int32)
+    for i in tl.static_range(SLOTS):
+        half = tl.where(slot == i, 2.0 ** (BITS[i] - 1), half)
+        shift = tl.where(slot == i, SHIFTS[i], shift)
+    mean = tl.load(mean_ptr + d, mask=d < D, other=0.0)
+    for begin in range(start, stop, TOKENS):
+        t = begin + tl.arange(0, TOKENS)
+        own = t < stop
+        key = _token_rows(key_ptr, table, t, own, h, PAGE, STRIDES, D, BLOCK_D)
+        for w in range(W):
+            where = encode_ptr + (w * D + d[:, None]) * SLOTS + slot[None, :]
+            encode = tl.load(where, mask=d[:, None] < D, other=0.0)
+            # full products: TF32 would move a key across a level's edge
+            step = tl.dot(key - mean[None, :], encode, input_precision="ieee")
+            level = tl.floor(step) + half[None, :]
+            level = tl.minimum(tl.maximum(level, 0.0), 2.0 * half[None, :] - 1.0)
+            # the slots share no bit, so that their sum is their union
+            word = tl.sum(level.to(tl.int32) << shift[None, :], 1)
+            tl.store(word_ptr + w * capacity + t, word, mask=own)
+
+
+@triton.jit
+def _mean_value(
+    value_ptr, table, sum_ptr, summed_ptr, mean_value_ptr, h, first, stop,
+    PAGE: tl.constexpr, STRIDES: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """Add the values up to `stop` to the sum, and store the mean value of J."""
+    e = tl.arange(0, BLOCK_E)
+    known = tl.load(summed_ptr)
+    total = tl.load(sum_ptr + e, mask=e < tl.where(known > 0, E, 0), other=0.0)
+    begin = tl.where(known > 0, known, first)
+    for at in range(begin, stop, TOKENS):
+        t = at + tl.arange(0, TOKENS)
+        value = _token_rows(value_ptr, table, t, t < stop, h, PAGE, STRIDES, E, BLOCK_E)
+        total += tl.sum(value, 0)
+    end = tl.maximum(begin, stop)
+    tl.store(sum_ptr + e, total, mask=e < E)
+    tl.store(summed_ptr, end)
+    tl.store(mean_value_ptr + e, total / tl.maximum(end - first, 1).to(tl.float32), mask=e < E)
+
+
+@triton.jit
+def _projected_logits(
+    query, mean_ptr, basis_ptr, word_ptr, factor_ptr, t, own, capacity, g, d, keeps,
+    W: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_G: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Return `chunk_logits` of a query that is projected here; the factors are stored if `keeps`."""
+    mean = tl.load(mean_ptr + d, mask=d < D, other=0.0)
+    constant, stored = tl.sum(query * mean[None, :], 1), g < tl.where(keeps, G, 0)
+    tl.store(factor_ptr + g, constant, mask=stored)
+    logits = constant[:, None] + tl.zeros([BLOCK_G, CHUNK], tl.float32)
+    for w in range(W):
+        word = tl.load(word_ptr + w * capacity + t, mask=own, other=0)
+        for slot in tl.static_range(SLOTS):
+            channel = w * SLOTS + slot
+            basis = tl.load(basis_ptr + channel * D + d, mask=d < D, other=0.0)
+            factor = tl.sum(query * basis[None, :], 1)
+            tl.store(factor_ptr + (1 + channel) * G + g, factor, mask=stored)
+            logits += factor[:, None] * middles(word, slot)[None, :]
+    return logits
+
+
+@triton.jit(do_not_specialize=["pages_per_request", "capacity", "budget"])
+def _code_scan_sums_kernel(
+    query_ptr, key_ptr, value_ptr, block_table_ptr, table_ptr, mean_ptr, encode_ptr, basis_ptr, word_ptr,
+    sum_ptr, summed_ptr, mean_value_ptr, factor_ptr, lse_ptr, counts_ptr, scale, pages_per_request,
+    capacity, budget, KEY_STRIDES: tl.constexpr, VALUE_STRIDES: tl.constexpr, H: tl.constexpr,
+    G: tl.constexpr, D: tl.constexpr, E: tl.constexpr, W: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, CHUNK: tl.constexpr,
+    CHOOSE: tl.constexpr,
+):  # fmt: skip
+    pair, chunk, chunks = (
+        tl.program_id(1).to(tl.int64),
+        tl.program_id(0) - 1,
+        tl.num_programs(0) - 1,
+    )
+    request, h = pair // H, pair % H
+    mode, first, stop = candidates(table_ptr, request)
+    table = block_table_ptr + request * pages_per_request
+    word_ptr += pair * W * capacity
+    mean_ptr += pair * D
+    if chunk < 0:
+        length = tl.load(table_ptr + request * WORDS + LENGTH)
+        if mode >= FAST:
+            _code_tokens(
+                key_ptr, table, mean_ptr, encode_ptr + pair * W * D * SLOTS, word_ptr, capacity, h,
+                length - tl.load(table_ptr + request * WORDS + QUERIES), length,
+                PAGE, KEY_STRIDES, W, D, BLOCK_D,
+            )  # fmt: skip
+        if CHOOSE:
+            tl.store(counts_ptr + pair * BINS + tl.arange(0, BINS), tl.zeros([BINS], tl.int32))
+            if mode == FAST:
+                _mean_value(
+                    value_ptr, table, sum_ptr + pair * E, summed_ptr + pair, mean_value_ptr + pair * E, h,
+                    first, stop, PAGE, VALUE_STRIDES, E, BLOCK_E,
+                )  # fmt: skip
+        return
+    begin = chunk * CHUNK
+    if (mode != FAST) | (stop - first <= budget) | (begin >= stop) | (begin + CHUNK <= first):
+        return
+    g, d, t = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D), begin + tl.arange(0, CHUNK)
+    own = (t >= first) & (t < stop)
+    query = rows(query_ptr + pair * G * D, g, D, g < G, D, BLOCK_D).to(tl.float32) * scale
+    logits = _projected_logits(
+        query, mean_ptr, basis_ptr + pair * W * SLOTS * D, word_ptr,
+        factor_ptr + pair * (1 + W * SLOTS) * G, t, own, capacity, g, d, chunk == first // CHUNK,
+        W, G, D, BLOCK_G, CHUNK,
+    )  # fmt: skip
+    peak, total = add_sum(
+        tl.full([BLOCK_G], float("-inf"), tl.float32), tl.zeros([BLOCK_G], tl.float32),
+        tl.where(own[None, :], logits, float("-inf")),
+    )  # fmt: skip
+    tl.store(lse_ptr + (pair * chunks + chunk) * G + g, log_sum(peak, total), mask=g < G)

@@ -1,0 +1,118 @@
+"""The choice of a whole batch by codes: the kernels against the reference, and the reference by hand."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from sfi_kernels.code_scan import BatchCodes, code_scan, code_tokens
+from sfi_kernels.code_scan.reference import scanned
+from sfi_kernels.key_codes import CodeBasis, words
+from sfi_kernels.step_descriptor import FAST, IDLE, SLOW, StepDescriptor, StepRequest, describe_step
+from tests.fakes import coarse
+
+pytest.importorskip("triton")
+PAGE, BUDGET, SINK, RECENT, SCALE, REST = 16, 24, 3, 8, 0.4, 0.3
+# mode, tokens: several chunks, fewer keys than the budget, an idle and a slow request, no candidates
+REQUESTS = ((FAST, 1900), (FAST, 30), (IDLE, 0), (SLOW, 50), (FAST, 9))
+
+
+class Case:
+    """Operands of one layer; `step` is made anew for each backend, which overwrites what it may."""
+
+    def __init__(self, H: int, G: int, D: int, E: int, dtype: torch.dtype = torch.float32) -> None:
+        torch.manual_seed(D + G)
+        B = len(REQUESTS)
+        pages = -(-max(tokens for _, tokens in REQUESTS) // PAGE)
+        self.query = torch.randn(B, H, G, D).to(dtype)
+        self.key, self.value = (torch.randn(B * pages, H, PAGE, n).to(dtype) for n in (D, E))
+        self.table = torch.randperm(B * pages).view(B, pages).int()
+        self.codes = BatchCodes.empty(B, self.key, self.value, pages * PAGE)
+        for row in range(B):
+            C = 16 * words(D)
+            self.codes.learn(
+                row,
+                CodeBasis(
+                    torch.randn(H, D), torch.randn(H, D, C) * 0.2, torch.randn(H, D, C) * 0.2
+                ),
+            )
+        self.step = step_of(REQUESTS)
+        whole = tuple((FAST if tokens else IDLE, tokens) for _, tokens in REQUESTS)
+        code_tokens.reference(self.key, self.table, step_of(whole, all_new=True), self.codes)
+        self.codes.word_BHWT[0, :, :, -1] = -1  # the new token's is made by the op
+
+    def run(self, backend: str, step: StepDescriptor | None = None) -> tuple[Any, ...]:
+        B, H = self.query.shape[:2]
+        codes = BatchCodes(*(part.clone() for part in self.codes))
+        position = torch.full((B, H, SINK + BUDGET), 7, dtype=torch.int32)
+        length = torch.zeros(B, H, dtype=torch.int32)
+        choice = code_scan.on(backend)(
+            self.query, self.key, self.value, self.table, step or self.step, codes, position, length,
+            budget=BUDGET, scale=SCALE, rest=REST,
+        )  # fmt: skip
+        return choice, codes, position, length
+
+
+def step_of(requests: tuple[tuple[int, int], ...], *, all_new: bool = False) -> StepDescriptor:
+    made = []
+    for mode, tokens in requests:
+        sink = min(SINK, tokens)
+        recent = max(sink, tokens - RECENT)
+        new = 0 if mode == IDLE else 5 if mode == SLOW else 1
+        made.append(
+            StepRequest(
+                mode=SLOW if all_new and tokens else mode, length=tokens, recent_start=recent, packed=0,
+                sink=sink, count=tokens if all_new else new,
+            )
+        )  # fmt: skip
+    return describe_step(made, 0, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("G", "D", "E", "dtype"),
+    [(1, 16, 16, torch.float32), (3, 72, 40, torch.float16), (16, 130, 16, torch.float32)],
+)
+def test_the_kernels_choose_what_the_reference_chooses(G, D, E, dtype):
+    """A ragged batch: the same positions, codes, sums and pseudo tokens."""
+    case = Case(2, G, D, E, dtype)
+    wanted, codes, position, length = case.run("torch")
+    got, own_codes, own_position, own_length = case.run("triton")
+    fast = [row for row, (mode, _) in enumerate(REQUESTS) if mode == FAST]
+    assert torch.equal(own_codes.word_BHWT, codes.word_BHWT)
+    assert torch.equal(own_codes.summed_BH, codes.summed_BH)
+    torch.testing.assert_close(own_codes.sum_BHE, codes.sum_BHE, rtol=1e-4, atol=1e-3)
+    for row in fast:
+        assert torch.equal(got.index_BHK[row], wanted.index_BHK[row])
+        assert torch.equal(own_position[row], position[row])
+        assert torch.equal(own_length[row], length[row])
+    (logit, value), (own_logit, own_value) = (
+        (one.pseudo.part()[1][..., 0], one.pseudo.value_BHE) for one in (wanted, got)
+    )
+    torch.testing.assert_close(own_logit[fast], logit[fast], rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(own_value[fast], value[fast], rtol=1e-4, atol=1e-4)
+
+
+def test_the_reference_takes_the_highest_scores_and_of_equal_ones_the_first():
+    """From the logits in float64: 8 bits of a score, which leave ties."""
+    case = Case(2, 3, 16, 16)
+    choice, codes, *_ = case.run("torch")
+    first, stop = SINK, REQUESTS[0][1] - RECENT
+    logits = scanned(case.query[0], codes, 0, SCALE)[..., first:stop].double()
+    for head, row in enumerate(coarse(logits.softmax(-1).mean(1)).tolist()):
+        order = sorted(range(len(row)), key=lambda j: (-row[j], j))[:BUDGET]
+        assert choice.index_BHK[0, head].tolist() == [first + j for j in sorted(order)]
+    assert choice.index_BHK[1, 0].tolist()[:19] == list(range(3, 22)), (
+        "no more keys than the budget"
+    )
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_sums_follow_the_window_step_by_step(backend: str):
+    """A value enters the sum when it leaves the recent window, also where the step moved by several."""
+    case = Case(1, 1, 16, 16)
+    for tokens in (40, 41, 47):
+        requests = ((FAST, tokens), *((IDLE, 0),) * 4)
+        choice, case.codes, *_ = case.run(backend, step_of(requests))
+        stop = tokens - RECENT
+        values = case.value[case.table[0].long()].transpose(0, 1).flatten(1, 2)[:, SINK:stop]
+        torch.testing.assert_close(choice.pseudo.value_BHE[0], values.mean(1))
