@@ -17,7 +17,8 @@ from sfi_core.engine.packing import apply, apply_layers
 from sfi_core.observers.events import SelectionEvent
 from sfi_core.observers.observer import wants, wants_spans
 from sfi_core.policies.base import EvidencePolicy, Selection
-from sfi_core.policies.context import Evidence, LayerContext
+from sfi_core.policies.context import BatchContext, Evidence, LayerContext
+from sfi_kernels.step_descriptor import StepDescriptor
 
 
 def end_prompt(layer: Layer, query_BHGTD: torch.Tensor) -> None:
