@@ -70,7 +70,7 @@ def test_wrong_settings_are_refused(given, part):
 @pytest.mark.parametrize(
     ("changes", "part"),
     [
-        ({"speculative_config": object()}, "speculative_config"),
+        ({"speculative_config": "a draft model"}, "speculative_config"),
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size"),
         ({"prefill_context_parallel_size": 2}, "decode_context_parallel_size"),
         ({"cache_dtype": "fp8"}, "kv_cache_dtype fp8"),
