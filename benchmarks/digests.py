@@ -13,7 +13,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ sys.path[:0] = [str(ROOT / folder) for folder in (".", "kernels", "traces")]
 
 import torch  # noqa: E402
 
+from benchmarks.compared import add_options, compared  # noqa: E402
 from sfi_core import AuditConfig, EngineOptions, Sampling, SfiConfig, generate, load, slow_fast  # noqa: E402
 from tests.architectures import BY_LABEL, WORKS, padded, prompts  # noqa: E402
 
@@ -216,39 +217,23 @@ def cases() -> dict[str, Callable[[], Any]]:
     return some
 
 
+def digests(only: str) -> Iterator[tuple[str, Any]]:
+    """Yield the digests of each case, or its error."""
+    for name, run in cases().items():
+        if only in name:
+            torch.manual_seed(0)
+            try:
+                yield name, run()
+            except Exception as error:  # noqa: BLE001
+                yield name, {"error": f"{type(error).__name__}: {error}"}
+
+
 def main() -> int:
     """Write or compare."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--write", type=Path)
-    parser.add_argument("--compare", type=Path)
-    parser.add_argument("--only", default="")
+    add_options(parser)
     options = parser.parse_args()
-    made = {}
-    known = json.loads(options.compare.read_text()) if options.compare else {}
-    differing = 0
-    for name, run in cases().items():
-        if options.only not in name:
-            continue
-        torch.manual_seed(0)
-        try:
-            made[name] = run()
-        except Exception as error:  # noqa: BLE001
-            made[name] = {"error": f"{type(error).__name__}: {error}"}
-        if options.compare:
-            odd = [
-                key for key, value in made[name].items() if known.get(name, {}).get(key) != value
-            ]
-            differing += bool(odd)
-            print(
-                f"{'differs: ' + ', '.join(odd) if odd else 'same':40} {name}",
-                made[name].get("error", ""),
-                flush=True,
-            )
-        else:
-            print(name, made[name], flush=True)
-    if options.write:
-        options.write.write_text(json.dumps(made, indent=1) + "\n")
-    return 1 if differing else 0
+    return compared(options, digests(options.only))
 
 
 if __name__ == "__main__":

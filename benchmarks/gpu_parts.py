@@ -140,16 +140,7 @@ class Parts:
 
     def _bench(self, name: str, model: str, *options: str, context: str, batch: str) -> Command:
         graphs = "true" if self.graphs and not self.dry else "false"
-        words = [
-            "bench",
-            "--set",
-            f"engine.graphs={graphs}",
-            "--repeats",
-            "1",
-            "--seed",
-            "0",
-            *options,
-        ]
+        words = ["bench", "--set", f"engine.graphs={graphs}", "--repeats", "1", *options]
         if "--baseline" not in options:
             words += ["--baseline", "none"]
         if self.dry:

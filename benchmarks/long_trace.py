@@ -33,16 +33,13 @@ def measure(folder: Path, shape: Shape) -> Iterator[tuple[str, float, float, flo
         The command, its seconds, those of a processor's core, its peak memory in MB, and the MB of its file.
     """
     page = folder.with_name(f"{folder.name}-report.html")
-    commands = (
-        ("trace show", ["show", str(folder)], None),
-        (
-            f"trace show --step {shape.steps - 10}",
-            ["show", str(folder), "--step", str(shape.steps - 10)],
-            None,
-        ),
-        ("trace report", ["report", str(folder), "--output", str(page), "--force"], page),
-    )
-    for name, arguments, file in commands:
+    step = ["--step", str(shape.steps - 10)]
+    commands = {
+        "trace show": ["show", str(folder)],
+        f"trace show {' '.join(step)}": ["show", str(folder), *step],
+        "trace report": ["report", str(folder), "--output", str(page), "--force"],
+    }
+    for name, arguments in commands.items():
         begin = time.monotonic()
         process = subprocess.Popen(  # noqa: S603 - our own words
             [sys.executable, "-m", "sfi_cli", "trace", *arguments], stdout=subprocess.DEVNULL
@@ -51,7 +48,7 @@ def measure(folder: Path, shape: Shape) -> Iterator[tuple[str, float, float, flo
         seconds = time.monotonic() - begin
         assert status == 0, f"sfi {name} ended with {status}"
         busy = usage.ru_utime + usage.ru_stime
-        written = None if file is None else file.stat().st_size / 1e6
+        written = page.stat().st_size / 1e6 if name == "trace report" else None
         yield f"sfi {name}", seconds, busy, usage.ru_maxrss / 1000, written
 
 

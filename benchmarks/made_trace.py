@@ -17,20 +17,14 @@ RUN = 8  # neighboring positions of a selection
 READ = 0.8  # of a support
 KEPT = 0.7  # of the runs, from one refresh to the next
 TOGETHER = 20  # refreshes of a part
-WORDS = [
-    f" {a}{b}"
-    for a in ("ba", "do", "fi", "gu", "ke")
-    for b in ("lan", "mer", "nost", "p", "rid", "sun")
-]
+BEGINS, ENDS = ("ba", "do", "fi", "gu", "ke"), ("lan", "mer", "nost", "p", "rid", "sun")
+WORDS = [f" {a}{b}" for a in BEGINS for b in ENDS]
+SENTENCE = 20  # steps from one slow step to the next, on average
 STOP = 3  # the token id that ends a sentence
 ABOUT_US = {
-    "append": 4.0,
-    "attention.fast": 9.0,
-    "attention.dense": 60.0,
-    "selector": 40.0,
-    "top_k": 20.0,
+    "append": 4.0, "attention.fast": 9.0, "attention.dense": 60.0, "selector": 40.0, "top_k": 20.0,
     "pack": 15.0,
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +37,6 @@ class Shape:
         heads: KV heads of each.
         budget: Positions of a selection, per KV head; a multiple of 8.
         prompt: Tokens of the prompt.
-        sentence: Steps from one slow step to the next, on average.
         audit: Every n-th step has supports, and the slow ones; None for no audit.
         audited_layers: How many layers have supports.
         top: Positions of a support; a multiple of 8.
@@ -54,7 +47,6 @@ class Shape:
     heads: int = 8
     budget: int = 512
     prompt: int = 32_768
-    sentence: int = 20
     audit: int | None = None
     audited_layers: int = 2
     top: int = 256
@@ -105,12 +97,8 @@ def _manifest(shape: Shape) -> dict[str, Any]:
         "itemsize": 2,
         "window": None,
     }
-    audit = {
-        "every": shape.audit,
-        "top": shape.top,
-        "layers": [*range(shape.audited_layers)],
-        "heads": None,
-    }
+    layers = [*range(shape.audited_layers)]
+    audit = {"every": shape.audit, "top": shape.top, "layers": layers, "heads": None}
     return {
         "preset": None, "schema_version": SCHEMA_VERSION, "created": now(), "finished": None, "stopped": None,
         "redacted": False, "positions": True, "audit": None if shape.audit is None else audit,
@@ -128,7 +116,7 @@ def _manifest(shape: Shape) -> dict[str, Any]:
 
 def _slow(shape: Shape, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
     slow = np.zeros(shape.steps, bool)
-    gaps = rng.integers(shape.sentence // 2, shape.sentence * 3 // 2 + 1, shape.steps)
+    gaps = rng.integers(SENTENCE // 2, SENTENCE * 3 // 2 + 1, shape.steps)
     at = np.concatenate([[0], np.cumsum(np.maximum(1, gaps))])
     slow[at[at < shape.steps]] = True
     return slow, np.cumsum(slow) - 1
@@ -185,6 +173,16 @@ def _runs(
         offset = np.where(kept, offset, rng.integers(0, stretch - RUN, (rows, count)))
 
 
+def _batches(
+    sets: Iterator[tuple[np.ndarray, np.ndarray]], steps: np.ndarray, size: int
+) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    # so many steps together: the steps, their sets' positions, and what was kept of each
+    for at in range(0, len(steps), size):
+        own = steps[at : at + size]
+        position, kept = zip(*(next(sets) for _ in own), strict=True)
+        yield own, np.concatenate(position), np.concatenate(kept)
+
+
 def _places(shape: Shape, layers: int, steps: np.ndarray) -> dict[str, np.ndarray]:
     step, layer, head = np.meshgrid(steps, np.arange(layers), np.arange(shape.heads), indexing="ij")
     return {"step": step.ravel(), "layer": layer.ravel(), "head": head.ravel()}
@@ -199,11 +197,7 @@ def _selections(
     shape: Shape, refreshes: np.ndarray, rng: np.random.Generator
 ) -> Iterator[pa.Table]:
     sets = _runs(shape, shape.layers * shape.heads, shape.budget, rng)
-    for at in range(0, len(refreshes), TOGETHER):
-        steps = refreshes[at : at + TOGETHER]
-        position, kept = (
-            np.concatenate(each) for each in zip(*(next(sets) for _ in steps), strict=True)
-        )
+    for steps, position, kept in _batches(sets, refreshes, TOGETHER):
         rows = len(position)
         moved = np.round((1 - kept) * shape.budget).astype(np.int32)
         first = np.repeat(steps == 0, shape.layers * shape.heads)
@@ -244,21 +238,16 @@ def _supports(
     shape: Shape, audited: np.ndarray, slow: np.ndarray, rng: np.random.Generator
 ) -> Iterator[pa.Table]:
     sets = _runs(shape, shape.audited_layers * shape.heads, shape.top, rng)
-    for at in range(0, len(audited), 4 * TOGETHER):
-        steps = audited[at : at + 4 * TOGETHER]
-        position, kept = (
-            np.concatenate(each) for each in zip(*(next(sets) for _ in steps), strict=True)
-        )
+    for steps, position, kept in _batches(sets, audited, 4 * TOGETHER):
         rows = len(position)
         mass = rng.random((rows, shape.top)).astype(np.float32) ** 3
         mass *= 0.9 / mass.sum(1, keepdims=True)
         is_slow = np.repeat(slow[steps], shape.audited_layers * shape.heads)
         read = is_slow[:, None] | (rng.random((rows, shape.top)) < READ)
-        columns = {"read": _lists(read)} if "read" in TABLES["supports"].names else {}
         yield _table(
             "supports", rows, **_places(shape, shape.audited_layers, steps), positions=_lists(position),
             mass=_lists(mass), retained_mass=np.where(is_slow, 1.0, 0.85).astype(np.float32),
             overlap_last_refresh=kept.astype(np.float32),
             query_cosine=rng.uniform(0.6, 1, rows).astype(np.float32),
-            output_error=np.where(is_slow, 0, 0.05).astype(np.float32), **columns,
+            output_error=np.where(is_slow, 0, 0.05).astype(np.float32), read=_lists(read),
         )  # fmt: skip

@@ -1,8 +1,6 @@
-"""Decode in one environment, on request: a JSON line in, a JSON line out. `peers.py` starts it.
+"""Decode once in one environment: JSON on stdin, JSON on stdout. `peers.py` starts it for every run.
 
-    python benchmarks/peer_worker.py MODEL DTYPE THREADS
-
-The environment of kvpress has no sfi, and ours has no kvpress: imports wait until a request needs them.
+The environment of kvpress has no sfi, and ours has no kvpress: each is imported where a run needs it.
 """
 
 import json
@@ -26,7 +24,7 @@ class StepClock:
     def __init__(self) -> None:
         self.at: list[float] = []
 
-    def put(self, value: torch.Tensor) -> None:
+    def put(self, value: object) -> None:
         """Note them."""
         self.at.append(time.perf_counter())
 
@@ -34,22 +32,20 @@ class StepClock:
         """Nothing to finish."""
 
 
-def press_of(name: str, target: int, interval: int) -> Any:
-    """Make kvpress' DecodingPress around one of its scorers."""
-    import kvpress  # noqa: PLC0415 - not in our environment
-
-    scorer = getattr(kvpress, name)()
-    return kvpress.DecodingPress(
-        base_press=scorer, target_size=target, compression_interval=interval
-    )
-
-
-def by_transformers(model: Any, ids_BT: torch.Tensor, request: dict[str, Any]) -> dict[str, Any]:
+def by_transformers(model: Any, request: dict[str, Any]) -> dict[str, Any]:
     """Decode with `model.generate`, under a press where one is named."""
     cache, clock = DynamicCache(config=model.config), StepClock()
-    name = request["press"]
-    press = press_of(name, request["target"], request["interval"]) if name else None
-    with press(model) if press else nullcontext():
+    press: Any = nullcontext()
+    if "press" in request:
+        import kvpress  # noqa: PLC0415 - not in our environment
+
+        press = kvpress.DecodingPress(
+            base_press=getattr(kvpress, request["press"])(),
+            target_size=request["target"],
+            compression_interval=request["interval"],
+        )(model)
+    ids_BT = torch.tensor([request["prompt"]])
+    with torch.no_grad(), press:
         model.generate(
             ids_BT,
             attention_mask=torch.ones_like(ids_BT),
@@ -61,47 +57,42 @@ def by_transformers(model: Any, ids_BT: torch.Tensor, request: dict[str, Any]) -
     return {"began": clock.at[0], "at": clock.at[1:], "cached_tokens": cache.get_seq_length()}
 
 
-def by_sfi(model: Any, ids_BT: torch.Tensor, request: dict[str, Any]) -> dict[str, Any]:
+def by_sfi(model: Any, request: dict[str, Any]) -> dict[str, Any]:
     """Decode with `sfi_core.generate`."""
     from sfi_core import SfiConfig, generate  # noqa: PLC0415 - not in kvpress' environment
 
-    clock = StepClock()
-    began = time.perf_counter()
+    clock, began = StepClock(), time.perf_counter()
     result = generate(
         model,
         None,
-        ids_BT.tolist(),
+        [request["prompt"]],
         SfiConfig().replace(**request["config"]),
         policy=request["policy"],
         max_new_tokens=request["tokens"],
         stop_token_ids=(),
-        on_token=lambda _: clock.put(ids_BT),
+        on_token=clock.put,
     )
-    first = result.report.requests[0]
-    return {"began": began, "at": clock.at, "slow_steps": first.slow_steps}
+    return {"began": began, "at": clock.at, "slow_steps": result.report.requests[0].slow_steps}
+
+
+def installed(package: str) -> str | None:
+    """Return a package's version; None where it is not here."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def main() -> None:
-    """Answer requests until stdin closes."""
-    folder, dtype, threads = sys.argv[1:]
-    torch.set_num_threads(int(threads))
+    """Answer one request."""
+    request = json.load(sys.stdin)
+    torch.set_num_threads(request["threads"])
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
-    found: dict[str, str | None] = {}
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = None
-    print(json.dumps({"versions": found}), flush=True)
-    for line in sys.stdin:
-        request = json.loads(line)
-        decode = by_sfi if request["policy"] else by_transformers
-        with torch.no_grad():
-            answer = decode(model, torch.tensor(request["prompts"]), request)
-        answer["peak_memory_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        print(json.dumps(answer), flush=True)
+    model = AutoModelForCausalLM.from_pretrained(request["model"], dtype=torch.float32).eval()
+    answer = (by_sfi if "policy" in request else by_transformers)(model, request)
+    answer["peak_memory_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    print(json.dumps(answer | {"versions": {name: installed(name) for name in PACKAGES}}))
 
 
 if __name__ == "__main__":

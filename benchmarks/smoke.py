@@ -1,4 +1,4 @@
-"""The first look at a GPU: eight stages in one process, the most basic first, a JSON file after each.
+"""The first look at a GPU: seven stages in one process, the most basic first, a JSON file after each.
 
     python benchmarks/smoke.py --output smoke.json
     python benchmarks/smoke.py --dry-run        the same code on a CPU, tiny, in Triton's interpreter
@@ -18,7 +18,7 @@ if "--dry-run" in sys.argv:
     os.environ["TRITON_INTERPRET"] = "1"  # before triton is first imported
 
 from benchmarks.smoke.journal import Journal  # noqa: E402
-from benchmarks.smoke.plan import Plan, dry, real  # noqa: E402
+from benchmarks.smoke.plan import Plan, dry  # noqa: E402
 from benchmarks.smoke.stages import STAGES  # noqa: E402
 
 
@@ -32,7 +32,7 @@ def main() -> int:
     parser.add_argument("--stages", default=",".join(map(str, STAGES)))
     parser.add_argument("--output", type=Path)
     asked = parser.parse_args()
-    plan: Plan = (dry if asked.dry_run else real)(graphs=not asked.no_graphs)
+    plan = (dry if asked.dry_run else Plan)(graphs=not asked.no_graphs)
     journal = Journal(plan.device, asked.output)
     return journal.run({int(n): STAGES[int(n)] for n in asked.stages.split(",")}, plan)
 

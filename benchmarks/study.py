@@ -1,8 +1,7 @@
 """The study behind docs/evidence.md: what slow-fast decoding does to a pretrained language model.
 
-    python benchmarks/study.py texts                                    how much text of each kind there is
-    python benchmarks/study.py fidelity --table front --process 0/2 &   two processes share the windows
-    python benchmarks/study.py fidelity --table front --process 1/2
+    python benchmarks/study.py fidelity --table front --windows 0:2 &   two processes, each with its windows
+    python benchmarks/study.py fidelity --table front --windows 2:4
     python benchmarks/study.py report                                   tables and figures in docs/evidence
 
 Rows go to benchmarks/results/evidence, a file a part. A row that is there is not made again, so a part that
@@ -17,9 +16,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is first imported
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT / folder) for folder in (".", "kernels", "traces")]
 
-from benchmarks.study import candidates  # noqa: E402
 from benchmarks.study.command import main  # noqa: E402
 
 if __name__ == "__main__":
-    candidates.register()
     sys.exit(main(__doc__ or ""))

@@ -23,6 +23,7 @@ sys.path[:0] = [str(ROOT / folder) for folder in (".", "kernels", "traces")]
 
 from typer.testing import CliRunner  # noqa: E402
 
+from benchmarks.compared import add_options, compared  # noqa: E402
 from sfi_cli.app import app  # noqa: E402
 from sfi_cli.commands.trace.replay.sources import marks_at  # noqa: E402
 from sfi_core import AuditConfig, EngineOptions, SfiConfig, generate, load  # noqa: E402
@@ -176,24 +177,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--traces", type=Path, required=True)
     parser.add_argument("--record", action="store_true")
-    for name in ("write", "compare"):
-        parser.add_argument(f"--{name}", type=lambda text: Path(text).resolve())
-    parser.add_argument("--only", default="")
+    add_options(parser)
     options = parser.parse_args()
     if options.record:
         record(options.traces)
         return 0
-    known = json.loads(options.compare.read_text()) if options.compare else {}
-    made, differing = {}, 0
-    for name, digest in digests(options.traces, options.only):
-        made[name] = digest
-        if options.compare and known.get(name) != digest:
-            differing += 1
-            print(f"differs: {name}", flush=True)
-    if options.write:
-        options.write.write_text(json.dumps(made, indent=1) + "\n")
-    print(f"{len(made)} digests, {differing} differ")
-    return 1 if differing else 0
+    return compared(options, digests(options.traces, options.only))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ Every way runs without CUDA graphs but "off, graphs" and "trace, graphs", the de
 The bundled example, decoded without observers and under each way of recording, in turns. `ratio` compares the
 mean step, `median_ratio` the median one: the median over the turns of a way's step to that of "off" in the
 same turn. "off, again" is a second run without observers: the distance of its ratio from 1 is the noise
-of the others. With `--model qwen3-0.6b` a model of that size with random weights decodes a random prompt.
+of the others.
 """
 
 import argparse
@@ -16,9 +16,10 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import date
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import pairwise
@@ -28,11 +29,9 @@ from typing import Any
 import torch
 
 import sfi_core
-from sfi_core import SfiConfig
 from sfi_core.bundled.example import load_example
 from sfi_core.machine.describe import describe
 from sfi_core.machine.versions import versions
-from sfi_core.measure.bench.architectures import random_config, random_model
 from sfi_core.models.load import load, quiet, resolve_device
 from sfi_core.settings.audit import AuditConfig
 from sfi_core.settings.engine import EngineOptions
@@ -50,12 +49,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "trace --audit 16": {"trace": {}, "audit": AuditConfig(every=16)},
     "trace --audit 1": {"trace": {}, "audit": AuditConfig(every=1)},
 }
-PROMPT = 4096  # tokens of the random prompt
-STEPS = {
-    "bundled": 200,
-    "qwen3-0.6b": 41,
-    "dry": 4,
-}  # nothing stops the example: more steps, less noise
+STEPS, DRY_STEPS = 200, 4  # nothing stops the example: more steps, less noise
 
 
 def ways_on(device: torch.device) -> dict[str, dict[str, Any]]:
@@ -68,22 +62,6 @@ def ways_on(device: torch.device) -> dict[str, dict[str, Any]]:
     for way, why in lacking.items():
         print(f"{way:<18} {why}", flush=True)
     return {way: settings for way, settings in WAYS.items() if way not in lacking}
-
-
-def subject(
-    name: str, device: torch.device
-) -> tuple[Any, Any, Sequence[Any], SfiConfig, dict[str, Any]]:
-    """Return model, tokenizer, prompts, settings and options of a run."""
-    options = {"max_new_tokens": STEPS[name]}
-    if name != "qwen3-0.6b":
-        example = load_example()
-        model, tokenizer = load(device=str(device))
-        return model, tokenizer, [example.prompt], example.config, options
-    torch.manual_seed(0)
-    model = random_model(random_config("qwen3-0.6b"), device, torch.bfloat16)
-    ids = torch.randint(0, model.config.vocab_size, (PROMPT,)).tolist()
-    config = SfiConfig(trigger_policy="stride", stride=20, slow_start=1, span=0)
-    return model, None, [ids], config, options
 
 
 def run_once(run: Callable[..., Any], way: dict[str, Any], folder: Path) -> dict[str, float]:
@@ -112,16 +90,15 @@ def run_once(run: Callable[..., Any], way: dict[str, Any], folder: Path) -> dict
     }
 
 
-def measure(name: str, device: torch.device, repeats: int) -> list[dict[str, Any]]:
+def measure(device: torch.device, steps: int, repeats: int) -> list[dict[str, Any]]:
     """Interleave all ways; report medians."""
-    model, tokenizer, prompts, config, options = subject(name, device)
+    example = load_example()
+    model, tokenizer = load(device=str(device))
     folder = Path(tempfile.mkdtemp()) / "trace"
-
-    def run(**observed: Any) -> Any:
-        return sfi_core.generate(
-            model, tokenizer, prompts, config, stop_token_ids=(), **options, **observed
-        )
-
+    run = partial(
+        sfi_core.generate, model, tokenizer, [example.prompt], example.config, stop_token_ids=(),
+        max_new_tokens=steps,
+    )  # fmt: skip
     ways = ways_on(device)
     runs: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
     for repeat in range(repeats + 1):  # the first is a warm-up
@@ -164,18 +141,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--model", choices=["bundled", "qwen3-0.6b"], default="bundled")
-    parser.add_argument("--device", default="auto")
     parser.add_argument("--repeats", type=int, default=11)
     parser.add_argument("--output", type=Path)
     parser.add_argument("--dry-run", action="store_true")
     arguments = parser.parse_args()
     quiet()
-    name, device = ("dry", "cpu") if arguments.dry_run else (arguments.model, str(arguments.device))
-    rows = measure(name, resolve_device(device), arguments.repeats)
+    device = resolve_device("cpu" if arguments.dry_run else "auto")
+    rows = measure(device, DRY_STEPS if arguments.dry_run else STEPS, arguments.repeats)
     document = {
         "date": date.today().isoformat(),  # noqa: DTZ011 - the day on this machine
-        "model": name,
+        "model": "bundled",
         "repeats": arguments.repeats,
         "rows": rows,
         "machine": describe(),

@@ -1,6 +1,5 @@
 """The `sfi` command line: assembles the commands and turns errors into exit codes."""
 
-import os
 import sys
 from typing import Annotated, Any
 
@@ -17,7 +16,6 @@ from sfi_cli.commands.lm_eval import lm_eval
 from sfi_cli.commands.serve.command import serve
 from sfi_cli.commands.tune.command import tune
 from sfi_cli.commands.tune_heads.command import heads
-from sfi_cli.settings.complete import take_name
 from sfi_cli.terminal.output import INTERRUPTED, message
 from sfi_cli.terminal.torchrun import check_command, leave, one_voice, tells
 
@@ -91,7 +89,6 @@ def main() -> None:
     debug = "--debug" in sys.argv
     sys.argv = [word for word in sys.argv if word != "--debug"]
     try:
-        take_name(os.environ)
         check_command(sys.argv[1:])
         with one_voice():
             app()

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from sfi_cli.settings.given import Given
+from sfi_cli.settings.tables import ModelTable
 from sfi_cli.terminal.progress import BenchProgress
 from sfi_core.errors import ConfigError
 
@@ -25,6 +27,17 @@ class Subject:
     pack_weights: bool
     random_weights: str | None = None
     seed: int = 0
+
+    @classmethod
+    def of(
+        cls, settings: Given, model: str | None, dtype: str, device: str, trust: bool, **more: Any
+    ) -> "Subject":
+        """Take the options of a command; `trust` allows code from the checkpoint."""
+        table = settings.table(ModelTable)
+        loading = {
+            "revision": table.revision, "dtype": dtype, "device": device, "trust_remote_code": trust,
+        }  # fmt: skip
+        return cls(model=model, loading=loading, pack_weights=table.pack_weights, **more)
 
     @property
     def name(self) -> str:
@@ -61,23 +74,25 @@ class Subject:
             quiet: Show no progress.
             check: Called with a checkpoint's config before its weights are read; may refuse it.
         """
-        model, tokenizer = self._loaded(check)
+        from sfi_core.models.load import load, load_tokenizer, resolve_device
+
+        if self.random_weights is None:
+            model, tokenizer = load(self.model, **self.loading, check=check)
+        else:
+            from sfi_core.measure.bench.architectures import random_config, random_model
+
+            config, device = (
+                random_config(self.random_weights),
+                resolve_device(self.loading["device"]),
+            )
+            model = random_model(config, device, self._dtype(), self.seed)
+            tokenizer = load_tokenizer()
         if self.pack_weights:
             from sfi_core.models.linear import pack_weights
 
             with BenchProgress(quiet=quiet) as progress:
                 pack_weights(model, partial(progress.update, "packing the weights"))
         return model, tokenizer
-
-    def _loaded(self, check: Callable[[Any], None] | None) -> tuple[Any, Any]:
-        from sfi_core.models.load import load, load_tokenizer, resolve_device
-
-        if self.random_weights is None:
-            return load(self.model, **self.loading, check=check)
-        from sfi_core.measure.bench.architectures import random_config, random_model
-
-        config, device = random_config(self.random_weights), resolve_device(self.loading["device"])
-        return random_model(config, device, self._dtype(), self.seed), load_tokenizer()
 
     def unloaded(self) -> Any:
         """Return the model without weights, on the meta device."""

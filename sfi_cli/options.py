@@ -12,6 +12,10 @@ from sfi_cli.settings.text import written
 from sfi_core.settings.config import PRESETS, SfiConfig
 from sfi_core.settings.policy_names import built_in, known
 
+# types of options
+Words = list[str] | None
+Number = int | None
+File = Path | None
 MODEL, METHOD, SAMPLING, OUTPUT = "Model", "Slow-fast decoding", "Sampling", "Output"
 TRACE = "Trace"
 
@@ -89,8 +93,7 @@ Budget = Annotated[int | None, _setting("budget")]
 Recent = Annotated[int | None, _setting("recent")]
 TMax = Annotated[int | None, _setting("t_max")]
 Lossless = Annotated[
-    bool,
-    typer.Option("--lossless", help="Full attention's own tokens.", rich_help_panel=METHOD),
+    bool, typer.Option("--lossless", help="Full attention's own tokens.", rich_help_panel=METHOD)
 ]
 DraftMax = Annotated[int | None, _setting("draft.max_tokens", "--draft-max")]
 Triggers = Annotated[

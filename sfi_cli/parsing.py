@@ -1,10 +1,11 @@
-"""Options that are lists: comma lists of words and numbers, ranges, named sets of strings."""
+"""Options that are lists or texts: comma lists, ranges, named sets of strings, files."""
 
 import re
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
-from sfi_core.errors import ConfigError
+from sfi_core.errors import ConfigError, InputError
 
 NAMED = re.compile(r"([\w-]+)=(.+)", re.DOTALL)
 
@@ -17,16 +18,10 @@ def words(values: Iterable[str] | None) -> list[str]:
 def numbers(
     values: Iterable[str], kind: Callable[[str], Any], rule: str, got: str | None = None
 ) -> list[Any]:
-    """Read comma lists of numbers.
-
-    Args:
-        values: The lists.
-        kind: Reads one number, such as `int`; raises ValueError for another word.
-        rule: Beginning of the error, such as "budget must be whole numbers".
-        got: Text that the error shows; None for the word that is no number.
+    """Read comma lists of numbers by `kind`, which raises ValueError for another word.
 
     Raises:
-        ConfigError: A word is no number.
+        ConfigError: A word is no number; the message begins with `rule`, and shows `got` or the word.
     """
     found = []
     for word in words(values):
@@ -38,11 +33,7 @@ def numbers(
 
 
 def number_list(text: str | None, option: str) -> tuple[int, ...] | None:
-    """Read numbers and ranges, `0,3,8-11`.
-
-    Raises:
-        ConfigError: The text has another form.
-    """
+    """Read numbers and ranges, `0,3,8-11`; raise `ConfigError` for another text."""
     if text is None:
         return None
     found: set[int] = set()
@@ -56,11 +47,7 @@ def number_list(text: str | None, option: str) -> tuple[int, ...] | None:
 
 
 def named_strings(texts: Iterable[str] | None) -> dict[str, list[str]]:
-    """Read trigger sets, `NAME=A B C` or only `A B C`.
-
-    Raises:
-        ConfigError: Two sets have one name.
-    """
+    """Read trigger sets, `NAME=A B C` or only `A B C`; raise `ConfigError` if two have one name."""
     found: dict[str, list[str]] = {}
     for text in texts or ():
         named = NAMED.fullmatch(text)
@@ -74,3 +61,13 @@ def named_strings(texts: Iterable[str] | None) -> dict[str, list[str]]:
 def unescaped(triggers: Iterable[str]) -> list[str]:
     r"""Replace `\n` by newlines in trigger strings."""
     return [trigger.replace("\\n", "\n") for trigger in triggers]
+
+
+def read_text(path: Path, what: str) -> str:
+    """Read a UTF-8 file; raise `InputError`, which calls it `what`, if that fails."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"{what} {path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise InputError(f"{what} {path} is not UTF-8: {error.reason}") from error

@@ -20,21 +20,9 @@ if TYPE_CHECKING:
     from sfi_core.observers.observer import NullObserver
 
 __all__ = [
-    "AuditConfig",
-    "EngineOptions",
-    "NullObserver",
-    "Result",
-    "Sampling",
-    "SelectorConfig",
-    "Session",
-    "SfiConfig",
-    "__version__",
-    "generate",
-    "load",
-    "pack_weights",
-    "read_prompt",
-    "slow_fast",
-]
+    "AuditConfig", "EngineOptions", "NullObserver", "Result", "Sampling", "SelectorConfig", "Session",
+    "SfiConfig", "__version__", "generate", "load", "pack_weights", "read_prompt", "slow_fast",
+]  # fmt: skip
 # imported on first use: these modules import torch or transformers, which would slow `sfi --help` down
 _LAZY = {
     "NullObserver": "observers.observer",

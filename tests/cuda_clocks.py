@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import torch
 
-from sfi_core.state import streams
+from sfi_core.state import side_stream
 
 
 class Device:
@@ -19,7 +19,7 @@ class Device:
         self.accesses: list[tuple[int, str, bool, int, dict[str, int]]] = []
 
     def install(self, monkeypatch) -> None:
-        monkeypatch.setattr(streams, "_made", threading.local())  # the fakes are this test's
+        monkeypatch.setattr(side_stream, "_made", threading.local())  # the fakes are this test's
         for name, value in {
             "Stream": lambda *_, priority: Stream(self, "side"),
             "Event": Event,

@@ -1,24 +1,114 @@
-"""Triton's interpreter, made as fast as its own rules allow."""
+"""Triton's interpreter, made as fast as its own rules allow.
+
+Nothing here changes what a kernel computes or refuses. A type, once made, is looked up; operands that agree
+skip what would make them agree; the check for integer overflow is one NumPy operation, not eight of the
+interpreter's.
+"""
 
 import inspect
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
+import numpy as np
 from triton.language import core
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
+DIVIDES = 4  # the place of `div_or_mod`, which gives two small floats a wider type
+NUMPY = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
 
-def patch_the_language_once() -> None:
-    """Skip a patch of Triton's language that is in place: half of the interpreter's time.
 
-    A launch patches the language; every helper that a kernel calls patches it again, to the same end.
-    """
+def make_the_interpreter_fast() -> None:
+    """Replace what takes it most of its time."""
+    _patch_the_language_once()
+    _remember_types()
+    _pass_over_operands_that_agree()
+    TritonSemantic.binary_op_sanitize_overflow_impl = _check_overflow
+
+
+def _patch_the_language_once() -> None:
+    # A launch patches the language; every helper that a kernel calls patches it again, to the same end.
     patch: Callable[..., Any] = interpreter._patch_lang  # noqa: SLF001
+    seen: dict[int, list[Any]] = {}  # by the globals of a module, which stay
 
     def patch_unless_done(function: Callable[..., Any]) -> Any:
-        modules = [module for module in function.__globals__.values() if inspect.ismodule(module)]
-        languages = [module for module in modules if module in (interpreter.tl, core)]
+        names = function.__globals__
+        if id(names) not in seen:
+            modules = [module for module in names.values() if inspect.ismodule(module)]
+            seen[id(names)] = [module for module in modules if module in (interpreter.tl, core)]
+        languages = seen[id(names)]
         done = languages and not any(core.is_builtin(module.arange) for module in languages)
         return None if done else patch(function)
 
     interpreter._patch_lang = patch_unless_done  # noqa: SLF001
+
+
+def _remember_types() -> None:
+    make_block, make_tensor = core.block_type.__init__, core.tensor.__init__
+    numpy_type, equal = interpreter._get_np_dtype, core.dtype.__eq__  # noqa: SLF001
+    blocks: dict[Any, dict[str, Any]] = {}
+    shapes: dict[Any, Any] = {}
+    tensors: dict[Any, dict[str, Any]] = {}
+    numpy_types: dict[str, Any] = {}
+
+    def init_block(self: Any, element_ty: Any, shape: Any) -> None:
+        sizes = tuple([getattr(size, "value", size) for size in shape])
+        key = (element_ty.name, element_ty.is_const(), sizes)
+        if (made := blocks.get(key)) is None:
+            make_block(self, element_ty, shape)
+            self.shape = shapes.setdefault(sizes, self.shape)  # blocks of one shape share it
+            made = blocks[key] = dict(vars(self))
+        vars(self).update(made)
+
+    def init_tensor(self: Any, handle: Any, type: Any) -> None:  # noqa: A002
+        scalar = type.scalar
+        key = (scalar.name, scalar.is_const(), id(type.shape) if type.is_block() else None)
+        if (made := tensors.get(key)) is None:
+            make_tensor(self, handle, type)
+            made = tensors[key] = {name: vars(self)[name] for name in ("dtype", "numel", "shape")}
+        vars(self).update(made, handle=handle, type=type)
+
+    def get_np_dtype(type: Any) -> Any:  # noqa: A002
+        name = type.scalar.name
+        if (made := numpy_types.get(name)) is None:
+            made = numpy_types[name] = numpy_type(type)
+        return made
+
+    core.block_type.__init__ = init_block
+    core.tensor.__init__ = init_tensor
+    core.dtype.__eq__ = lambda self, other: self is other or equal(self, other)
+    interpreter._get_np_dtype = get_np_dtype  # noqa: SLF001
+
+
+def _pass_over_operands_that_agree() -> None:
+    check, broadcast = (
+        TritonSemantic.binary_op_type_checking_impl,
+        TritonSemantic.broadcast_impl_value,
+    )
+
+    def alike(lhs: Any, rhs: Any) -> bool:  # tensors of one type and shape share what says so
+        tensors = isinstance(lhs, core.tensor) and isinstance(rhs, core.tensor)
+        return tensors and lhs.dtype is rhs.dtype and lhs.shape is rhs.shape
+
+    @wraps(check)
+    def check_unless_alike(self: Any, lhs: Any, rhs: Any, *args: Any, **options: Any) -> Any:
+        if len(args) < DIVIDES and not options and alike(lhs, rhs) and not lhs.dtype.is_ptr():
+            return lhs, rhs
+        return check(self, lhs, rhs, *args, **options)
+
+    @wraps(broadcast)
+    def broadcast_unless_alike(self: Any, lhs: Any, rhs: Any) -> Any:
+        return (lhs, rhs) if alike(lhs, rhs) else broadcast(self, lhs, rhs)
+
+    TritonSemantic.binary_op_type_checking_impl = check_unless_alike
+    TritonSemantic.broadcast_impl_value = broadcast_unless_alike
+
+
+def _check_overflow(self: Any, lhs: Any, rhs: Any, binary_op: Callable[..., Any]) -> None:
+    scalar = lhs.type.scalar
+    if scalar.int_bitwidth < 64:
+        both = (side.handle.data.astype(np.int64) for side in (lhs, rhs))
+        wide = NUMPY[binary_op.__name__](*both)
+        fits = wide.min() >= scalar.get_int_min_value() and wide.max() <= scalar.get_int_max_value()
+        assert fits, f"{scalar} overflow detected for operation {binary_op.__name__}"

@@ -13,10 +13,10 @@ from typer.testing import CliRunner
 
 from benchmarks.gpu_parts import Parts
 from sfi_cli import app as cli
-from sfi_cli.commands.bench.job import DecodeBenchJob
-from sfi_cli.commands.generate.job import GenerateJob
-from sfi_cli.commands.kernel_bench.job import KernelBenchJob
-from sfi_core.measure.kernel_bench import KernelSettings
+from sfi_cli.commands.bench import job as bench_job
+from sfi_cli.commands.generate import job as generate_job
+from sfi_cli.commands.kernel_bench import job as kernel_job
+from sfi_core.measure.kernel_bench.settings import KernelSettings
 from tests.test_layers import ROOT
 
 SCRIPT = ROOT / "benchmarks" / "gpu.sh"
@@ -83,11 +83,9 @@ def test_every_command_of_a_gpu_is_one_that_sfi_takes(monkeypatch, tmp_path, gra
     """None runs here; each is parsed, with all its settings."""
     started = []
 
-    def start(job, *_):
-        started.append(job)
-
-    for job in (DecodeBenchJob, KernelBenchJob, GenerateJob):
-        monkeypatch.setattr(job, "run", start)
+    jobs = (bench_job, kernel_job, generate_job)
+    for job in jobs:
+        monkeypatch.setattr(job, "run", lambda *asked, job=job, **_: started.append((job, asked)))
     parts = [
         part
         for name, part in vars(Parts).items()
@@ -103,11 +101,10 @@ def test_every_command_of_a_gpu_is_one_that_sfi_takes(monkeypatch, tmp_path, gra
         assert result.exit_code == 0, (words, result.output, result.exception)
     assert len(started) == len(commands)
     assert len({name for name, _ in commands}) == len(commands)
-    kinds = {type(one) for one in started}
-    assert kinds == {DecodeBenchJob, KernelBenchJob, GenerateJob}
-    for one in started:
-        if isinstance(one, KernelBenchJob) and one.sweep is None:
-            KernelSettings(**{k: v for k, v in one.settings.items() if v is not None})
+    assert {job.__name__ for job, _ in started} == {job.__name__ for job in jobs}
+    for job, asked in started:
+        if job is kernel_job and asked[1] is None:  # without a sweep
+            KernelSettings(**{k: v for k, v in asked[0].items() if v is not None})
 
 
 LOSES = """

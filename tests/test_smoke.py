@@ -7,11 +7,8 @@ import torch
 
 from benchmarks.smoke import journal
 from benchmarks.smoke.journal import Journal
-from benchmarks.smoke.layers import pipeline, without_join
 from benchmarks.smoke.plan import dry
 from benchmarks.smoke.timeline import summed
-from sfi_kernels.launch import Recording, Target, name_of, recording
-from sfi_kernels.specializations import Case
 
 CPU = torch.device("cpu")
 PLAN = dry(graphs=True)
@@ -75,28 +72,3 @@ def test_a_lost_device_or_ctrl_c_ends_the_run_and_keeps_what_there_is(
     document = json.loads((tmp_path / "x.json").read_text())
     assert document["ended"].endswith("in stage 1")
     assert document["stages"][0]["rows"][0] == {"what": "before", "us": 1.0}
-
-
-def launches(run) -> Recording:
-    """Record what a decoding step or a prompt of bfloat16 launches on an H100."""
-    with recording(Target(90, 132)) as record:
-        run(Case(torch.bfloat16, 128, 128, 4, None, sinks=False))
-    return record
-
-
-@pytest.mark.parametrize("stages", [3, 4])
-def test_the_split_kernel_takes_the_pipeline_that_is_timed_and_runs_alone(stages):
-    def decode(case):
-        case.decode(slow=False)
-
-    with pipeline(stages):
-        whole = launches(decode).launches
-        with without_join():
-            alone = launches(decode).launches
-    assert [name_of(one.kernel) for one in whole] == [
-        "split_plan",
-        "split_attention",
-        "join_splits",
-    ]
-    assert [name_of(one.kernel) for one in alone] == ["split_plan", "split_attention"]
-    assert whole[1].options["num_stages"] == stages

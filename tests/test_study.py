@@ -28,14 +28,6 @@ shares = [0.1]
 recent = 32
 methods = ["sfi", "short=sfi:span=0"]
 
-[candidates]
-shares = [0.1]
-recent = 32
-methods = ["sfi", "short=sfi:span=0"]
-[page-scores]
-shares = [0.1]
-recent = 32
-methods = ["sfi"]
 [granularity]
 shares = [0.1, 0.2]
 recent = 32
@@ -77,9 +69,9 @@ def test_no_document_is_in_both_halves(kind):
 
 
 def test_a_second_run_makes_only_what_is_missing(study, tmp_path):
-    rows = study("fidelity", *WINDOW, "--windows", "2", "--process", "0/2")
+    rows = study("fidelity", *WINDOW, "--windows", "0:1")
     assert {row["number"] for row in rows} == {0}
-    rows = study("fidelity", *WINDOW, "--windows", "2", "--process", "1/2")
+    rows = study("fidelity", *WINDOW, "--windows", "1:2")
     assert [row["method"] for row in rows] == 2 * ["full-kv", "sfi:budget=400", "streaming-llm"]
     assert study("fidelity", *WINDOW, "--windows", "2") == rows
     text = METHODS.replace('"streaming-llm"', '"streaming-llm", "snapkv"')
@@ -140,7 +132,7 @@ def test_places_tell_a_boundary_from_the_steps_within():
     assert by_lag(overlap_NN, place_N)["same"][:3] == pytest.approx([0.9, 0.9, 0.9])
     assert by_lag(overlap_NN, place_N)["across"][:3] == pytest.approx([0.4, 0.4, 0.4])
     assert gaps(overlap_NN, place_N)[:3] == pytest.approx([0.5, 0, 0.5], abs=1e-6)
-    shared = Shared(overlap_NN[None], overlap_NN[None], np.zeros(1), 0.1)
+    shared = Shared(overlap_NN[None], overlap_NN[None], 0.1)
     found = retained(shared, place_N)
     assert found["boundary"][1] == pytest.approx(1)
     assert found["any"][1] == pytest.approx(np.mean([1] * 8 + [0.4 / 0.9] * 2))
@@ -157,7 +149,7 @@ def test_every_part_runs_and_is_reported(study, tmp_path):
     assert {(row["mode"], row["size"]) for row in stability} == {
         (mode, size) for mode in ("forced", "free") for size in (64, 256)
     }
-    long = study("long", *WINDOW, "--windows", "1", "--modes", "greedy")
+    long = study("long", *WINDOW, "--windows", "1")
     assert long[1]["own"]["first_difference"] is None or long[1]["own"]["first_difference"] < 6
     tasks = study(
         "tasks",
@@ -174,7 +166,7 @@ def test_every_part_runs_and_is_reported(study, tmp_path):
     study("report", "--docs", str(tmp_path / "docs"))
     pages = {path.name: path.read_text() for path in (tmp_path / "docs").glob("*.md")}
     assert set(pages) == {
-        "front-240.md", "ablation-240.md", "candidates-240.md", "granularity-240.md", "stability.md",
+        "front-240.md", "ablation-240.md", "granularity-240.md", "stability.md",
         "long.md", "tasks.md",
     }  # fmt: skip
     assert "| short | " in pages["ablation-240.md"]

@@ -5,13 +5,13 @@ from typing import Any
 
 import torch
 
-from sfi_core.state.side_stream import InOrder
+from sfi_core.state.side_stream import SideStream
 from sfi_core.state.two_tier import TwoTierStore
 from tests.schedules import AnyTime, Lazy
 
 B, H, D, E, N, RING = 3, 2, 4, 6, 4, 3
 CAPACITY = 70
-SIDES = {"in order": InOrder, "lazy": Lazy, "random": lambda: AnyTime(3)}
+SIDES = {"in order": SideStream, "lazy": Lazy, "random": lambda: AnyTime(3)}
 
 
 def int32(*values: int) -> torch.Tensor:

@@ -9,7 +9,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from sfi_core.engine.layer import Layer
-from sfi_core.engine.left_pad import left_pad
+from sfi_core.engine.loop import left_pad
 from sfi_core.hosts.transformers.decoder import Decoder
 from sfi_core.hosts.transformers.slow_fast import slow_fast
 from sfi_core.settings.config import SfiConfig

@@ -25,7 +25,7 @@ from sfi_core.measure.bench.bench import release
 from sfi_core.measure.bench.prompts import Prompts
 from sfi_core.measure.bench.settings import DecodeSettings, Point
 from sfi_core.measure.bench.streams import stream
-from sfi_core.measure.kernel_bench.timing import KernelTimes, clock_for
+from sfi_core.measure.kernel_bench.timing import clock_for, percentile
 from sfi_core.settings.config import SfiConfig
 from sfi_core.settings.engine import EngineOptions
 from sfi_core.settings.sampling import Sampling
@@ -135,12 +135,12 @@ def _kinds(journal: Journal, plan: Plan, batch: int, at: str) -> None:
 
 def _timed(plan: Plan, kept: Kept) -> dict[str, Any]:
     clock = clock_for(plan.device, "torch")
-    times = KernelTimes([*clock.time([kept.captured[-1]] * plan.replays)])
+    times_us = [*clock.time([kept.captured[-1]] * plan.replays)]
     return {
         "capture_seconds": kept.seconds[-1],
-        "replay_ms": times.median_us / 1e3,
-        "p10_ms": times.percentile_us(10) / 1e3,
-        "p90_ms": times.percentile_us(90) / 1e3,
+        "replay_ms": statistics.median(times_us) / 1e3,
+        "p10_ms": percentile(times_us, 10) / 1e3,
+        "p90_ms": percentile(times_us, 90) / 1e3,
     }
 
 

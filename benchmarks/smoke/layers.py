@@ -1,12 +1,9 @@
-"""Stages 7 and 8: a layer's attention alone, of prompts and of decoding steps."""
+"""Stage 7: a layer's attention to a prompt."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+import statistics
+from collections.abc import Callable
 from functools import partial
-from importlib import import_module
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -14,18 +11,14 @@ from torch.nn.functional import scaled_dot_product_attention
 from benchmarks.smoke.journal import Journal
 from benchmarks.smoke.plan import Plan
 from sfi_core.measure.bench.bench import release
-from sfi_core.measure.kernel_bench import KernelSettings
 from sfi_core.measure.kernel_bench.data import layer_data
 from sfi_core.measure.kernel_bench.rivals import sdpa_backend
-from sfi_core.measure.kernel_bench.timing import KernelTimes, clock_for
-from sfi_core.measure.kernel_bench.variant import KernelVariant
-from sfi_core.measure.kernel_bench.variants import KernelVariants
+from sfi_core.measure.kernel_bench.settings import KernelSettings
+from sfi_core.measure.kernel_bench.timing import clock_for
 from sfi_kernels.dense_attention.prompt_tile import PromptTile
 from sfi_kernels.dense_attention.triton import attend
-from sfi_kernels.launch import launch, name_of
 
 ROUNDINGS = 64  # of the largest number, that two attentions may differ by
-DECODE = "sfi_kernels.decode_attention.triton"
 
 
 def prompts(journal: Journal, plan: Plan) -> None:
@@ -88,60 +81,9 @@ class Prompt:
 
     def _rate(self, call: Callable[[], torch.Tensor]) -> dict[str, Any]:
         _, H, G, W, D = self._query.shape
-        us = _time(self._plan, call, "torch")  # milliseconds: a launch does not count
+        clock = clock_for(self._plan.device, "torch")  # milliseconds: a launch does not count
+        us = statistics.median(clock.time([clock.prepare(call)] * self._plan.repeats))
         products = (
             4 * D * H * G * W * (W + 1) / 2
         )  # multiply and add, keys and values, half of W x W
         return {"ms": us / 1e3, "tflop_per_s": products / us / 1e6}
-
-
-def splits(journal: Journal, plan: Plan) -> None:
-    """Time the split kernel, fast and dense, at each depth of its pipeline, with and without the join."""
-    heads, kv_heads, width = plan.layer
-    for batch in plan.batches:
-        settings = KernelSettings(
-            heads=heads, kv_heads=kv_heads, head_dim=width, context=plan.cached, batch=batch,
-            dtype=plan.dtype, ops=("fast",), retentions=(plan.selected / plan.cached,),
-        )  # fmt: skip
-        for stages in plan.stages:
-            with pipeline(stages):
-                for variant in KernelVariants(settings, "triton", plan.device).build():
-                    if variant.name not in ("dense", "fast"):
-                        continue
-                    at = f"{plan.cached} x {batch}, {stages} stages, {variant.name}"
-                    journal.trial(at, partial(_split, plan, variant))
-        release(plan.device)
-
-
-def _split(plan: Plan, variant: KernelVariant) -> dict[str, Any]:
-    whole = _time(plan, variant.call)
-    found = {"error_share": variant.error(), "us": whole}
-    with without_join():
-        alone = _time(plan, variant.call)
-    return found | {"split_us": alone, "split_tb_per_s": variant.bytes / alone / 1e6}
-
-
-@contextmanager
-def pipeline(stages: int) -> Iterator[None]:
-    """Let the split kernel have so many tiles in flight."""
-    module = import_module(DECODE)
-    chosen = module.tile_shape
-    with patch.object(module, "tile_shape", lambda *a: replace(chosen(*a), stages=stages)):
-        yield
-
-
-@contextmanager
-def without_join() -> Iterator[None]:
-    """Leave the join out; the result is wrong then."""
-
-    def only_split(kernel: Any, *arguments: Any, **options: Any) -> None:
-        if not name_of(kernel).startswith("join"):
-            launch(kernel, *arguments, **options)
-
-    with patch.object(import_module(DECODE), "launch", only_split):
-        yield
-
-
-def _time(plan: Plan, call: Callable[[], Any], backend: str = "triton") -> float:
-    clock = clock_for(plan.device, backend if plan.graphs else "torch")
-    return KernelTimes([*clock.time([clock.prepare(call)] * plan.repeats)]).median_us

@@ -7,9 +7,9 @@ import torch
 from benchmarks.smoke.journal import Journal
 from benchmarks.smoke.plan import Plan
 from sfi_core.measure.bench.bench import release
-from sfi_core.measure.kernel_bench import KernelSettings
 from sfi_core.measure.kernel_bench.data import LayerData, layer_data
 from sfi_core.measure.kernel_bench.result import Measurement
+from sfi_core.measure.kernel_bench.settings import KernelSettings
 from sfi_core.measure.kernel_bench.variants import KernelVariants
 from sfi_kernels.dense_attention import dense_attention, window_logits
 

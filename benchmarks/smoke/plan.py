@@ -1,6 +1,6 @@
 """The sizes of the smoke run: those of a GPU, and tiny ones for a CPU."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ SMALL: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Plan:
-    """How large everything is.
+    """How large everything is; the defaults are for a GPU of 80 GB or more.
 
     Attributes:
         device: Where it runs.
@@ -36,36 +36,36 @@ class Plan:
         replays: Timed replays of a step.
         eager_steps: Steps without graphs.
         prompts: Lengths of a layer's prompt.
-        tiles: Tiles of the prompt kernel.
-        layer: A layer's heads, KV heads and head dimension, for prompts and the split kernel.
-        dtype: The dtype of the timed model and layers.
-        cached: Cached tokens that the split kernel reads.
-        selected: Tokens that its fast step reads.
-        stages: Depths of its pipeline.
+        tiles: Tiles of the prompt kernel: ours, and what else compiles without spills.
+        layer: A layer's heads, KV heads and head dimension.
+        dtype: The dtype of the timed model and layer.
         repeats: Timed calls of a kernel.
     """
 
-    device: torch.device
+    device: torch.device = field(default_factory=lambda: torch.device("cuda"))
     graphs: bool
-    dtypes: tuple[str, ...]
-    widths: tuple[int, ...]
-    shapes: tuple[dict[str, Any], ...]
-    tokens: int
-    small: dict[str, Any]
-    large: dict[str, Any] | None
-    context: int
-    batches: tuple[int, ...]
-    steps: int
-    replays: int
-    eager_steps: int
-    prompts: tuple[int, ...]
-    tiles: tuple[PromptTile, ...]
-    layer: tuple[int, int, int]
-    dtype: str
-    cached: int
-    selected: int
-    stages: tuple[int, ...]
-    repeats: int
+    dtypes: tuple[str, ...] = ("bfloat16", "float32")
+    widths: tuple[int, ...] = (128, 64)
+    shapes: tuple[dict[str, Any], ...] = (SMALL, {"context": 16384, "batch": 4})
+    tokens: int = 64
+    small: dict[str, Any] = field(default_factory=lambda: SMALL_QWEN3)
+    large: dict[str, Any] | None = None
+    context: int = 8192
+    batches: tuple[int, ...] = (1, 16)
+    steps: int = 44
+    replays: int = 50
+    eager_steps: int = 10
+    prompts: tuple[int, ...] = (8192, 32768)
+    # (64, 8) repeats products
+    tiles: tuple[PromptTile, ...] = (
+        PromptTile(128, 8, 64, 5),
+        PromptTile(64, 4, 64, 5),
+        PromptTile(64, 4, 64, 3),
+        PromptTile(64, 8, 64, 5),
+    )
+    layer: tuple[int, int, int] = (32, 8, 128)
+    dtype: str = "bfloat16"
+    repeats: int = 20
 
     @property
     def dry(self) -> bool:
@@ -74,67 +74,17 @@ class Plan:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The dtype of the timed model and layers."""
+        """The dtype of the timed model and layer."""
         dtype: torch.dtype = getattr(torch, self.dtype)
         return dtype
-
-
-def real(*, graphs: bool) -> Plan:
-    """Return the sizes of a GPU of 80 GB or more."""
-    return Plan(
-        device=torch.device("cuda"),
-        graphs=graphs,
-        dtypes=("bfloat16", "float32"),
-        widths=(128, 64),
-        shapes=(SMALL, {"context": 16384, "batch": 4}),
-        tokens=64,
-        small=SMALL_QWEN3,
-        large=None,
-        context=8192,
-        batches=(1, 16),
-        steps=44,
-        replays=50,
-        eager_steps=10,
-        prompts=(8192, 32768),
-        # ours, and what else compiles without spills; (64, 8) repeats products
-        tiles=(
-            PromptTile(128, 8, 64, 5),
-            PromptTile(64, 4, 64, 5),
-            PromptTile(64, 4, 64, 3),
-            PromptTile(64, 8, 64, 5),
-        ),
-        layer=(32, 8, 128),
-        dtype="bfloat16",
-        cached=16384,
-        selected=4 + 2048 + 256,
-        stages=(3, 4),
-        repeats=20,
-    )
 
 
 def dry(*, graphs: bool) -> Plan:
     """Return tiny sizes for Triton's interpreter, in which float32 and float16 come out right."""
     model = {**SMALL_QWEN3, "num_hidden_layers": 2}
     return Plan(
-        device=torch.device("cpu"),
-        graphs=graphs,
-        dtypes=("float32",),
-        widths=(16,),
-        shapes=({**SMALL, "context": 150},),
-        tokens=6,
-        small=model,
-        large=model,
-        context=300,
-        batches=(1, 2),
-        steps=6,
-        replays=1,
-        eager_steps=2,
-        prompts=(70,),
-        tiles=(PromptTile(32, 4, 32, 3),),
-        layer=(4, 2, 16),
-        dtype="float32",
-        cached=300,
-        selected=4 + 16 + 256,
-        stages=(3, 4),
-        repeats=1,
-    )
+        device=torch.device("cpu"), graphs=graphs, dtypes=("float32",), widths=(16,),
+        shapes=({**SMALL, "context": 150},), tokens=6, small=model, large=model, context=300, batches=(1, 2),
+        steps=6, replays=1, eager_steps=2, prompts=(70,), tiles=(PromptTile(32, 4, 32, 3),),
+        layer=(4, 2, 16), dtype="float32", repeats=1,
+    )  # fmt: skip

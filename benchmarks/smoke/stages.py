@@ -1,4 +1,4 @@
-"""The eight stages, the most basic first."""
+"""The seven stages, the most basic first."""
 
 from benchmarks.smoke import capture, decoding, layers, machine, ops, tokens
 from benchmarks.smoke.journal import Stage
@@ -11,5 +11,4 @@ STAGES: dict[int, Stage] = {
     5: ("a step of Qwen3-4B as a graph", decoding.replayed),
     6: ("the same without graphs, and the host's share", decoding.hosted),
     7: ("reading a prompt, beside SDPA", layers.prompts),
-    8: ("the split kernel alone", layers.splits),
 }

@@ -66,26 +66,24 @@ def first_differences(rows: Sequence[Row], methods: Sequence[tuple[str, str]]) -
     return table(heads, lines)
 
 
-def by_step(rows: Sequence[Row], methods: Sequence[tuple[str, str]], mode: str) -> str:
+def by_step(rows: Sequence[Row], methods: Sequence[tuple[str, str]]) -> str:
     """Write a row a method: KL by steps since the prompt, teacher-forced."""
     lines = []
     chunks = max((len(row["kl"]) for row in rows if "kl" in row), default=0)
     firsts = [0, *(one for one in SPANS if one < chunks)]
     for label, method in methods:
-        found = step_estimates(rows, method, mode, firsts)
+        found = step_estimates(rows, method, firsts)
         if found:
             lines.append([label, *(one.text() for one in found)])
     heads = [f"from step {1 + CHUNK * first}" for first in firsts]
     return table(["method", *heads], lines)
 
 
-def step_estimates(
-    rows: Iterable[Row], method: str, mode: str, firsts: Sequence[int]
-) -> list[Estimate]:
+def step_estimates(rows: Iterable[Row], method: str, firsts: Sequence[int]) -> list[Estimate]:
     """Return a method's KL in groups of chunks that begin at `firsts`; empty without rows."""
     values: dict[str, list[list[float]]] = defaultdict(list)
     for row in rows:
-        if row["method"] == method and row["mode"] == mode and "kl" in row:
+        if row["method"] == method and "kl" in row:
             ends = [*firsts[1:], len(row["kl"])]
             groups = [row["kl"][low:high] for low, high in zip(firsts, ends, strict=True)]
             values[row["kind"]].append([float(np.mean(g)) if g else np.nan for g in groups])

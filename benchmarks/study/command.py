@@ -6,13 +6,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.study import long, parts, stability, tasks
+from benchmarks.study.fidelity import FidelityPart
 from benchmarks.study.listed import METHODS
+from benchmarks.study.long import LongPart
 from benchmarks.study.own_tasks import OWN
+from benchmarks.study.part import Part
 from benchmarks.study.records import RESULTS
-from benchmarks.study.report import DOCS
+from benchmarks.study.report import DOCS, Report
+from benchmarks.study.stability import StabilityPart
+from benchmarks.study.tasks import DEFAULT, TasksPart
 from benchmarks.study.texts import HALVES, KINDS
-from benchmarks.study.work import Process
 from sfi_core.errors import SfiError
 from sfi_core.measure.evaluation.tasks import TASKS
 from sfi_core.models.load import quiet
@@ -42,26 +45,18 @@ def _parser(about: str) -> argparse.ArgumentParser:
     shape = argparse.RawTextHelpFormatter
     parser = argparse.ArgumentParser(description=about, formatter_class=shape)
     found = parser.add_subparsers(required=True, metavar="PART")
-    texts = found.add_parser("texts", help="print how much text there is")
-    _window_options(texts, parts.run_texts)
     one = found.add_parser("fidelity", help="KL to full attention, teacher-forced")
-    _window_options(one, parts.run_fidelity)
     one.add_argument("--table", default="front", help="table of the list of methods")
-    one.add_argument("--shares", type=float, nargs="*", help="only these of the table's shares")
+    _window_options(one, FidelityPart)
     one = found.add_parser("stability", help="full attention's supports, by place in the sentence")
-    _window_options(one, parts.run_stability, tokens=200)
-    one.add_argument("--modes", nargs="*", choices=stability.MODES, default=stability.MODES)
+    _window_options(one, StabilityPart, tokens=200)
     one = found.add_parser("tasks", help="exact answers; a window is a sample, a seed of its own")
-    _common_options(one, parts.run_tasks, windows=20, lengths=[1024])
-    one.add_argument("--tasks", nargs="*", choices=[*TASKS, *OWN], default=tasks.DEFAULT)
+    one.add_argument("--tasks", nargs="*", choices=[*TASKS, *OWN], default=DEFAULT)
+    _options(one, TasksPart, windows=20, lengths=[1024])
     one = found.add_parser("long", help="long answers: first difference, error by step")
-    _window_options(one, parts.run_long, tokens=1000, windows=2, lengths=[1536], kinds=["prose"])
-    one.add_argument("--modes", nargs="*", choices=long.MODES, default=long.MODES)
-    one = found.add_parser("lossless", help="what drafts keep and what lossless runs read")
-    _window_options(one, parts.run_lossless, windows=2)
-    one.add_argument("--table", default="lossless", help="table of the list of methods")
+    _window_options(one, LongPart, tokens=1000, windows=2, lengths=[1536], kinds=["prose"])
     one = found.add_parser("report", help="tables and figures, from the rows")
-    one.set_defaults(run=parts.run_report)
+    one.set_defaults(run=lambda options: Report(options).write())
     one.add_argument("--model", default="smollm2", help="the model whose rows count")
     one.add_argument("--half", choices=HALVES, default="held", help="the half that is reported")
     one.add_argument("--methods", type=Path, default=METHODS, help="the list of methods")
@@ -72,28 +67,30 @@ def _parser(about: str) -> argparse.ArgumentParser:
 
 def _window_options(
     parser: argparse.ArgumentParser,
-    run: Any,
+    part: type[Part],
     *,
     tokens: int = 64,
-    windows: int = 8,
-    lengths: Sequence[int] = (2048,),
     kinds: Sequence[str] = KINDS,
+    **more: Any,
 ) -> None:
-    _common_options(parser, run, windows=windows, lengths=lengths)
+    _options(parser, part, **more)
     parser.add_argument("--kinds", nargs="*", choices=KINDS, default=kinds)
     parser.add_argument("--tokens", type=int, default=tokens, help="decoded tokens of a window")
 
 
-def _common_options(
-    parser: argparse.ArgumentParser, run: Any, *, windows: int, lengths: Sequence[int]
+def _options(
+    parser: argparse.ArgumentParser,
+    part: type[Part],
+    *,
+    windows: int = 8,
+    lengths: Sequence[int] = (2048,),
 ) -> None:
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=lambda options: part(options).run())
     parser.add_argument("--model", default="smollm2", help="as `sfi --model`, or bundled")
     parser.add_argument("--halves", nargs="*", choices=HALVES, default=HALVES)
     parser.add_argument("--lengths", type=int, nargs="*", default=lengths, help="prompt tokens")
     parser.add_argument(
         "--windows", type=count_or_range, default=range(windows), help="8, or 4:8 after 0:4"
     )
-    parser.add_argument("--process", type=Process.parse, default=Process(), help="0/2 or 1/2")
     parser.add_argument("--methods", type=Path, default=METHODS, help="the list of methods")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")

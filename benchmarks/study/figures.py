@@ -11,7 +11,7 @@ from benchmarks.study.bootstrap import Estimate, estimates
 from benchmarks.study.front import PLACES
 from benchmarks.study.long import CHUNK
 from benchmarks.study.measured import KL, Measured, name_of, reads_column
-from benchmarks.study.observed import Row, column, layers, windows
+from benchmarks.study.observed import Row, column, windows
 from benchmarks.study.sentences import LAGS
 from sfi_traces.figures.style import DPI, check_matplotlib, new_figure
 
@@ -45,11 +45,11 @@ def draw_front(
 
 
 def draw_stability(rows: Sequence[Row], mode: str, size: int, path: Path) -> None:
-    """Draw overlaps by lag, by place in the sentence and by layer, and what an older support retains."""
+    """Draw overlaps by lag and by place in the sentence, and what an older support retains."""
     check_matplotlib("figures")
     some = [row for row in rows if row["mode"] == mode and row["size"] == size]
-    figure = new_figure(11, 7)
-    (lag, place), (layer, old) = figure.subplots(2, 2)
+    figure = new_figure(15, 3.6)
+    lag, place, old = figure.subplots(1, 3)
     chance = float(np.mean([row["chance"] for row in some]))
     for name, label in (("same", "in one sentence"), ("across", "across a boundary")):
         _band(lag, LAGS, estimates(windows(some, column("by_lag", name))), label)
@@ -60,37 +60,32 @@ def draw_stability(rows: Sequence[Row], mode: str, size: int, path: Path) -> Non
     _band(place, range(len(PLACES)), consecutive, "with the step before")
     place.set_xticks(range(len(PLACES)), PLACES)
     place.set(xlabel="steps since the token that ended a sentence", ylabel="overlap")
-    for group, found in layers(rows, mode, size).items():
-        _band(layer, range(len(found)), found, f"place {group}")
-    layer.set(xlabel="layer", ylabel="overlap with the step before")
     for name in ("boundary", "next", "any"):
         kept = estimates(windows(some, column("retained", name)))
         _band(old, range(len(PLACES)), kept, {"any": "any step"}.get(name, f"{name} token"))
     old.set_xticks(range(len(PLACES)), PLACES)
     old.set(xlabel="age of the support, steps", ylabel="probability held, of the best support's")
-    for axes in (lag, place, layer):
+    for axes in (lag, place):
         axes.axhline(chance, color="gray", linestyle=":", label="chance")
-    for axes in (lag, place, layer, old):
+    for axes in (lag, place, old):
         axes.legend(fontsize=8)
         axes.grid(visible=True, alpha=0.2)
     figure.savefig(path, dpi=DPI)
 
 
-def draw_long(
-    rows: Sequence[Row], methods: Sequence[tuple[str, str]], modes: Sequence[str], path: Path
-) -> None:
-    """Draw KL by step of a long answer, a panel for each thing that was decoded."""
+def draw_long(rows: Sequence[Row], methods: Sequence[tuple[str, str]], path: Path) -> None:
+    """Draw KL by step of a long answer."""
     check_matplotlib("figures")
-    figure = new_figure(4.2 * len(modes), 3.6)
-    for axes, mode in zip(figure.subplots(1, len(modes), squeeze=False)[0], modes, strict=True):
-        for label, method in methods:
-            lengths = [len(row["kl"]) for row in rows if row["method"] == method and "kl" in row]
-            found = step_estimates(rows, method, mode, range(max(lengths, default=0)))
-            if found:
-                _band(axes, [CHUNK * at + CHUNK / 2 for at in range(len(found))], found, label)
-        axes.set(title=mode, xlabel="step", ylabel="KL, nats", yscale="log")
-        axes.grid(visible=True, alpha=0.2)
-        axes.legend(fontsize=8)
+    figure = new_figure(4.2, 3.6)
+    axes = figure.subplots()
+    for label, method in methods:
+        lengths = [len(row["kl"]) for row in rows if row["method"] == method and "kl" in row]
+        found = step_estimates(rows, method, range(max(lengths, default=0)))
+        if found:
+            _band(axes, [CHUNK * at + CHUNK / 2 for at in range(len(found))], found, label)
+    axes.set(title="greedy", xlabel="step", ylabel="KL, nats", yscale="log")
+    axes.grid(visible=True, alpha=0.2)
+    axes.legend(fontsize=8)
     figure.savefig(path, dpi=DPI)
 
 

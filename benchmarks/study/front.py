@@ -1,4 +1,4 @@
-"""Tables of part `fidelity`: the front of methods, single changes, and the error by place in the sentence."""
+"""Tables of part `fidelity`: the front of methods, and single changes."""
 
 from collections.abc import Sequence
 
@@ -114,16 +114,6 @@ def against(
     for share in shares:
         heads += [f"KL at {100 * share:g} %", "times the first's", "total reads", "slow steps"]
     return table(heads, rows)
-
-
-def by_sentence(data: Measured, methods: Sequence[tuple[str, str]], share: float) -> str:
-    """Write a row a method: KL by steps since the last token that ended a sentence."""
-    rows = []
-    for label, method in methods:
-        values = data.by_kind((method, share), places=True)
-        if values:
-            rows.append([label, *(one.text() for one in estimates(values))])
-    return table(["method", *PLACES], rows)
 
 
 def _at(log_reads: Array, log_kl: Array) -> Array:

@@ -9,7 +9,6 @@ import numpy as np
 
 from benchmarks.study.bootstrap import Array
 from benchmarks.study.listed import FULL
-from benchmarks.study.sentences import by_place
 
 COLUMNS = ("kl", "reads", "disagreement", "slow", "nll", "kl_p95", "attended")
 KL, TOTAL, ATTENDED = (COLUMNS.index(name) for name in ("kl", "reads", "attended"))
@@ -25,21 +24,15 @@ class Measured:
 
     Attributes:
         windows: For each method and share, a window's `COLUMNS`.
-        places: For each method and share, a window's mean KL by place in the sentence; see `EDGES`.
-        errors: What stopped a row, by method and share.
     """
 
     windows: dict[Which, dict[Where, list[float]]] = field(
         default_factory=lambda: defaultdict(dict)
     )
-    places: dict[Which, dict[Where, list[float]]] = field(default_factory=lambda: defaultdict(dict))
-    errors: dict[Which, str] = field(default_factory=dict)
 
-    def by_kind(
-        self, *which: Which, kinds: Iterable[str] = (), places: bool = False
-    ) -> dict[str, Array]:
+    def by_kind(self, *which: Which, kinds: Iterable[str] = ()) -> dict[str, Array]:
         """Return, by kind, [windows, methods * columns] of the windows that all these methods have."""
-        table = self.places if places else self.windows
+        table = self.windows
         common = set.intersection(*(set(table.get(one, {})) for one in which))
         wanted = set(kinds) or {kind for kind, _ in common}
         return {
@@ -71,14 +64,8 @@ def measured(rows: Iterable[Mapping[str, Any]]) -> Measured:
             full[row["kind"], row["number"]] = row
     for row in listed:
         where, which = (row["kind"], row["number"]), (row["method"], row["share"])
-        if row["method"] == FULL:
-            continue
-        if "error" in row:
-            found.errors[which] = row["error"]
-            continue
-        found.windows[which][where] = _columns(row, full[where])
-        place_N = np.array(full[where]["in_sentence"][1:])
-        found.places[which][where] = by_place(np.array(row["kl"][1:], np.float32), place_N)
+        if row["method"] != FULL and "error" not in row:
+            found.windows[which][where] = _columns(row, full[where])
     return found
 
 

@@ -6,13 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.study.bootstrap import Array, Estimate, estimate, estimates, mean_known
+from benchmarks.study.bootstrap import Array, estimates, mean_known
 from benchmarks.study.front import PLACES
 from benchmarks.study.markdown import table
 from benchmarks.study.sentences import GAPS, LAGS
 
 Row = Mapping[str, Any]
-AGES = PLACES
 ROUNDED = 5e-4  # half of the last digit of a shuffled gap in the rows
 
 
@@ -61,57 +60,7 @@ def retained(rows: Sequence[Row]) -> str:
         for which in ("boundary", "next", "any", "mass"):
             found = estimates(windows(some, column("retained", which)))
             lines.append([*name[:2], which, *(one.text() for one in found)])
-    return table(["decoded", "K", "support of", *AGES], lines)
-
-
-def drift(rows: Sequence[Row]) -> str:
-    """Write the overlap with the prompt's support, and with the step before, by steps since the prompt."""
-    lines = []
-    for name, some in _groups(rows, kinds=False):
-        for which in ("drift", "drift_consecutive"):
-            found = estimates(windows(some, column(which)))
-            label = "the prompt" if which == "drift" else "the step before"
-            lines.append([*name[:2], label, *(one.text() for one in found[1:])])
-    return table(["decoded", "K", "overlap with", *PLACES[1:]], lines)
-
-
-def heads(rows: Sequence[Row]) -> str:
-    """Write the overlap of a layer's heads, the queries' cosine, and the spread over heads of stability."""
-    lines = []
-    for name, some in _groups(rows, kinds=False):
-        alike = estimate(windows(some, lambda row: [float(np.mean(row["alike"]))]))
-        cosine = estimates(windows(some, column("cosine_places")))
-        within = np.mean([row["by_head"]["2+"] for row in some if row["by_head"]["2+"]], 0)
-        low, middle, high = np.quantile(within, (0, 0.5, 1))
-        lines.append([
-            *name[:2], alike.text(), *(cosine[at].text() for at in (0, 1, 2)),
-            f"{middle:.2f} ({low:.2f} to {high:.2f})",
-        ])  # fmt: skip
-    names = [
-        "two heads' overlap",
-        "query cosine at 0",
-        "at 1",
-        "at 2-3",
-        "heads' overlap, median and range",
-    ]
-    return table(["decoded", "K", *names], lines)
-
-
-def layers(rows: Sequence[Row], mode: str, size: int) -> dict[str, list[Estimate]]:
-    """Return by layer: the overlap of consecutive supports at places 0, 1 and beyond."""
-    some = [row for row in rows if row["mode"] == mode and row["size"] == size]
-    found = {}
-    for place in ("0", "1", "2+"):
-        have = [row for row in some if row["by_head"][place]]
-        if have:
-            count = len(have[0]["alike"])
-
-            def by_layer(row: Row, place: str = place, count: int = count) -> list[float]:
-                means: list[float] = np.reshape(row["by_head"][place], (count, -1)).mean(1).tolist()
-                return means
-
-            found[place] = estimates(windows(have, by_layer))
-    return found
+    return table(["decoded", "K", "support of", *PLACES], lines)
 
 
 def column(name: str, inner: str = "") -> Callable[[Row], Sequence[float | None]]:

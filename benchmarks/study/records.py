@@ -4,7 +4,7 @@ import json
 import math
 import os
 import subprocess
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -26,13 +26,17 @@ class Records:
     Attributes:
         path: The file. A line with `at` describes a run: commit, versions, machine, model, texts.
             Every other line is a row, and names its run.
-        key: What tells rows apart.
+        columns: The names of what tells rows apart.
         run: The run that new rows name.
     """
 
     path: Path
-    key: Callable[[Mapping[str, Any]], Key]
+    columns: Sequence[str]
     run: str = ""
+
+    def key(self, row: Mapping[str, Any]) -> Key:
+        """Return what tells a row from others."""
+        return tuple(row[name] for name in self.columns)
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """Yield the rows, the first of each key.
@@ -53,7 +57,7 @@ class Records:
                 yield row
 
     def done(self) -> set[Key]:
-        """Return the keys that have a row, whichever process wrote it."""
+        """Return the keys that have a row."""
         return {self.key(row) for row in self.rows()}
 
     def add(self, row: Mapping[str, Any]) -> None:
@@ -61,13 +65,13 @@ class Records:
         append(self.path, {"run": self.run, **row})
 
 
-def begin(path: Path, key: Callable[[Mapping[str, Any]], Key], about: Mapping[str, Any]) -> Records:
+def begin(path: Path, columns: Sequence[str], about: Mapping[str, Any]) -> Records:
     """Return the records of a file, with a run of `about` described in it once."""
     text = json.dumps(about, sort_keys=True)
     run = sha256(text.encode()).hexdigest()[:8]
     if run not in {row["run"] for row in read_lines(path) if "at" in row}:
         append(path, {"run": run, "at": "run", **about})
-    return Records(path, key, run)
+    return Records(path, columns, run)
 
 
 def about_run(model: Any, name: str) -> dict[str, Any]:

@@ -1,35 +1,28 @@
 """The report: tables and figures of every part that has rows, from the JSON lines alone."""
 
+import sys
+from argparse import Namespace
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
-from benchmarks.study import (
-    answers,
-    drafted,
-    fidelity,
-    front,
-    long,
-    lossless,
-    moving,
-    observed,
-    stability,
-    tasks,
-)
+from benchmarks.study import answers, front, observed
+from benchmarks.study.fidelity import FidelityPart
 from benchmarks.study.figures import draw_front, draw_long, draw_stability
 from benchmarks.study.listed import FULL, read_table, spec
+from benchmarks.study.long import LongPart
 from benchmarks.study.markdown import page
 from benchmarks.study.measured import Measured, measured
+from benchmarks.study.part import Part, Row
 from benchmarks.study.records import Key, Records
+from benchmarks.study.stability import StabilityPart
+from benchmarks.study.tasks import TasksPart
 from benchmarks.study.texts import KINDS
 from sfi_core.measure.evaluation.method import Method
 
-Row = dict[str, Any]
 DOCS = Path(__file__).parents[2] / "docs" / "evidence"
 MADE = "Made by `python benchmarks/study.py report`."
-BESIDE_THE_FIRST = ("ablation", "candidates", "page-scores", "granularity")
+BESIDE_THE_FIRST = ("ablation", "granularity")
 AT_READS = "KL at equal total reads, between the measured shares."
 BOOTSTRAP = (
     "Intervals are 95 % bootstrap intervals: whole windows drawn within each kind of text, kinds weighed "
@@ -38,35 +31,28 @@ BOOTSTRAP = (
 WILSON = "Intervals are 95 % Wilson intervals."
 
 
-@dataclass(frozen=True, slots=True)
 class Report:
-    """Where the rows are, which of them count, and where pages and figures go.
+    """Pages and figures of the rows of one model and half.
 
-    Attributes:
-        results: The folder of the JSON lines; files of a part in folders below count too.
-        folder: The folder of pages and figures.
-        model: The model whose rows count.
-        half: The half of the texts whose rows count.
-        methods: The list of methods.
-        text_of: Turns a token's id into text.
+    Args:
+        options: `out` is the folder of the JSON lines, whose folders count too; `docs` that of pages and
+            figures; `model`, `half` and `methods` (the list of methods) say which rows count.
     """
 
-    results: Path
-    folder: Path
-    model: str
-    half: str
-    methods: Path
-    text_of: Callable[[int], str]
+    def __init__(self, options: Namespace) -> None:
+        self.results, self.folder = options.out, options.docs
+        self.model, self.half, self.methods = options.model, options.half, options.methods
 
-    def write(self) -> list[Path]:
-        """Write every page and figure that has rows; return their paths."""
+    def write(self) -> None:
+        """Write every page and figure that has rows."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        return [*self.fidelity(), *self.stability(), *self.tasks(), *self.long(), *self.lossless()]
+        for path in (*self.fidelity(), *self.stability(), *self.tasks(), *self.long()):
+            print(f"Wrote {path}", file=sys.stderr)
 
     def fidelity(self) -> list[Path]:
         """Write the pages of methods for each length, and the front's figure."""
         made = []
-        rows = self._rows("fidelity", fidelity.key)
+        rows = self._rows(FidelityPart)
         for length, tokens in sorted({(row["length"], row["tokens"]) for row in rows}):
             some = [row for row in rows if (row["length"], row["tokens"]) == (length, tokens)]
             data = measured(some)
@@ -81,17 +67,9 @@ class Report:
 
     def stability(self) -> list[Path]:
         """Write page `stability` and a figure for each thing decoded and size of a support."""
-        every = self._rows("stability", stability.key, half=None)
-        rows = [row for row in every if row["half"] == self.half]
+        rows = self._rows(StabilityPart)
         if not rows:
             return []
-        largest = [
-            r for r in every if r["size"] == max(r["size"] for r in every) and r["mode"] == "forced"
-        ]
-        moved = moving.moving(
-            [row for row in largest if row["half"] == "dev"],
-            [row for row in largest if row["half"] == "held"],
-        )
         parts = [
             ("Overlap of a step's support with the last step's, by steps since a sentence's end.",
              observed.consecutive(rows)),
@@ -100,9 +78,6 @@ class Report:
             ("Overlap by lag, in one sentence and across a boundary.", observed.lags(rows)),
             ("What an older support holds of the best support's probability, by its age; `mass` as is.",
              observed.retained(rows)),
-            ("Drift since the prompt.", observed.drift(rows)),
-            ("Heads and queries.", observed.heads(rows)),
-            ("Tokens after which the support moves most.", moving.moving_table(moved, self.text_of)),
         ]  # fmt: skip
         made = [self._page("stability", f"{_counts(rows)}, half `{self.half}`", parts)]
         for mode, size in sorted({(row["mode"], row["size"]) for row in rows}):
@@ -112,7 +87,7 @@ class Report:
 
     def tasks(self) -> list[Path]:
         """Write page `tasks`, of every model that has rows."""
-        records = Records(self.results / "tasks.jsonl", tasks.key)
+        records = Records(self.results / "tasks.jsonl", TasksPart.columns)
         rows = [row for row in records.rows() if row["half"] == self.half]
         named = self._listed("tasks")
         models = sorted({row["model"] for row in rows})
@@ -124,34 +99,16 @@ class Report:
 
     def long(self) -> list[Path]:
         """Write page `long` and its figure."""
-        rows = self._rows("long", long.key)
+        rows = self._rows(LongPart)
         if not rows:
             return []
         named = self._listed("long")
-        modes = [mode for mode in long.MODES if any(row["mode"] == mode for row in rows)]
-        parts = [("Own greedy answers.", answers.first_differences(rows, named))]
-        parts += [
-            (f"KL along the {mode} answer.", answers.by_step(rows, named, mode)) for mode in modes
+        parts = [
+            ("Own greedy answers.", answers.first_differences(rows, named)),
+            ("KL along the greedy answer.", answers.by_step(rows, named)),
         ]
-        draw_long(rows, named, modes, self.folder / "long.png")
+        draw_long(rows, named, self.folder / "long.png")
         return [self._page("long", f"{_counts(rows)}", parts), self.folder / "long.png"]
-
-    def lossless(self) -> list[Path]:
-        """Write page `lossless`: the half that rules were chosen on, and the one that judges them."""
-        every = self._rows("lossless", lossless.key, half=None)
-        tables = {"dev": "lossless", "held": "lossless-held"}
-        parts = []
-        for half, length in sorted({(row["half"], row["length"]) for row in every}):
-            rows = [row for row in every if (row["half"], row["length"]) == (half, length)]
-            named = self._listed(tables[half])
-            kinds = [kind for kind in KINDS if any(row["kind"] == kind for row in rows)]
-            where = f"Half `{half}`, {length:,} prompt tokens, {_counts(rows)}"
-            parts.append((f"{where}.", drafted.drafts(rows, named)))
-            title = f"{where}: accepted a verification, and total reads."
-            parts.append((title, drafted.by_kind(rows, named, kinds)))
-        about = f"{self.model}, {every[0]['tokens']} tokens, greedy" if every else ""
-        note = "What drafts keep, and what lossless runs read; no intervals: a few windows."
-        return [self._page("lossless", about, parts, note)] if parts else []
 
     def _front(self, data: Measured, about: str, length: int) -> list[Path]:
         named = self._having(data, "front")
@@ -167,8 +124,6 @@ class Report:
         for share in shares:
             title = f"Each kind of text at {100 * share:g} %, with total reads."
             parts.append((title, front.by_kind(data, named, share, _kinds(data))))
-            title = f"KL by steps since a sentence's end, at {100 * share:g} %."
-            parts.append((title, front.by_sentence(data, named, share)))
         return [self._page(f"front-{length}", about, parts), figure]
 
     def _beside_the_first(self, name: str, data: Measured, about: str, length: int) -> list[Path]:
@@ -201,15 +156,13 @@ class Report:
         have = {method for method, _ in data.windows}
         return [(label, method) for label, method in self._listed(table) if method in have]
 
-    def _rows(
-        self, part: str, key: Callable[[Mapping[str, Any]], Key], half: str | None = ""
-    ) -> list[Row]:
-        wanted = self.half if half == "" else half
+    def _rows(self, part: type[Part]) -> list[Row]:
         found: dict[Key, Row] = {}
-        for path in sorted(self.results.rglob(f"{part}.jsonl")):
-            found |= {key(row): row for row in Records(path, key).rows()}
-        rows = [row for row in found.values() if row["model"] == self.model]
-        rows = [row for row in rows if wanted is None or row["half"] == wanted]
+        for path in sorted(self.results.rglob(f"{part.name}.jsonl")):
+            records = Records(path, part.columns)
+            found |= {records.key(row): row for row in records.rows()}
+        asked = (self.model, self.half)
+        rows = [row for row in found.values() if (row["model"], row["half"]) == asked]
         # of a text that has changed, the rows of its last version count
         last = {(row["kind"], row["half"]): row["text"] for row in rows}
         return [row for row in rows if row["text"] == last[row["kind"], row["half"]]]
@@ -224,7 +177,7 @@ def _kinds(data: Measured) -> list[str]:
     return [kind for kind in KINDS if kind in have]
 
 
-def _counts(rows: Iterable[Mapping[str, Any]]) -> str:
+def _counts(rows: Iterable[Row]) -> str:
     places = {
         (row["kind"], row["number"], row["length"])
         for row in rows

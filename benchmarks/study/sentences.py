@@ -3,7 +3,6 @@
 A step of place 0 reads a token that ends a sentence (Eq. 5 makes it slow); place 1 is the step after it.
 """
 
-from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -85,40 +84,21 @@ def retained(shared: Shared, place_N: Ints) -> dict[str, list[float]]:
 
 
 def statistics(shared: Shared, place_N: Ints, *, seed: int) -> dict[str, Any]:
-    """Sum a window up: all of the above, drift from the prompt's support, and the permuted gaps."""
+    """Sum a window up: all of the above, and the permuted gaps."""
     overlap_NN = shared.overlap_UNN.mean(0)
-    next_UN = np.diagonal(shared.overlap_UNN, -1, axis1=1, axis2=2)
     place, rng = place_N[1:], np.random.default_rng(seed)
-    steps = np.arange(1, len(place_N))
-    groups = {"0": place == 0, "1": place == 1, "2+": place > 1}
     return {
         "chance": shared.chance,
         "places": np.bincount(np.digitize(place, EDGES[1:]), minlength=len(EDGES) - 1).tolist(),
         "consecutive": by_place(np.diagonal(overlap_NN, -1), place),
         "by_lag": by_lag(overlap_NN, place_N),
-        "by_head": {
-            name: next_UN[:, steps_N].mean(1).tolist() if steps_N.any() else None
-            for name, steps_N in groups.items()
-        },
-        "alike": shared.alike_L.tolist(),
         "retained": retained(shared, place_N),
-        "drift": by_place(overlap_NN[1:, 0], steps),
-        "drift_consecutive": by_place(np.diagonal(overlap_NN, -1), steps),
         "gaps": gaps(overlap_NN, place_N),
         "shuffled": [
             [round(gap, 3) for gap in gaps(overlap_NN, shuffled(place_N, rng))]
             for _ in range(PERMUTATIONS)
         ],
-        "after": after(overlap_NN),
     }
-
-
-def after(overlap_NN: Floats, lags: Sequence[int] = (1, 2, 3)) -> list[float]:
-    """Return each step's overlap with the steps after it, the mean: low where the support moves."""
-    count = len(overlap_NN) - max(lags)
-    values = [np.diagonal(overlap_NN, -lag)[:count] for lag in lags]
-    found: list[float] = np.mean(values, 0).tolist()
-    return found
 
 
 def _mean(values: Floats) -> float:

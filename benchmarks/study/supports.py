@@ -25,24 +25,15 @@ class Recorder(NullObserver):
     Attributes:
         index_L: For each layer its steps' positions, each [H, K] int32, padded with -1.
         mass_L: The positions' probabilities, each [H, K].
-        cosine_L: Cosines of a step's query with the last one's, each [H].
     """
 
     index_L: dict[int, list[torch.Tensor]] = field(default_factory=lambda: defaultdict(list))
     mass_L: dict[int, list[torch.Tensor]] = field(default_factory=lambda: defaultdict(list))
-    cosine_L: dict[int, list[torch.Tensor]] = field(default_factory=lambda: defaultdict(list))
 
     def on_audit(self, event: AuditEvent) -> None:
         """Keep a layer's step."""
         self.index_L[event.layer].append(event.index_HK)
         self.mass_L[event.layer].append(event.mass_HK)
-        self.cosine_L[event.layer].append(event.query_cosine_H)
-
-    def cosines(self) -> Floats:
-        """Return the cosines [N, L, H]; NaN at the first step."""
-        layers = [torch.stack(self.cosine_L[layer]) for layer in sorted(self.cosine_L)]
-        found: Floats = torch.stack(layers, 1).float().numpy()
-        return found
 
     def mass(self, layer: int, prompt: int) -> Floats:
         """Return the probabilities of a layer's candidates [H, N, C]; 0 for what the audit left out.
@@ -67,19 +58,17 @@ class Shared:
     Attributes:
         overlap_UNN: Share of the K positions that two steps' supports have in common.
         mass_UNN: Probability at the first step of the support of the second.
-        alike_L: Overlap of two heads' supports at one step, the mean over steps and pairs of heads.
         chance: The overlap of two random supports, K over the candidates.
     """
 
     overlap_UNN: Floats
     mass_UNN: Floats
-    alike_L: Floats
     chance: float
 
     @classmethod
     def of(cls, recorder: Recorder, prompt: int, size: int) -> "Shared":
         """Compare all pairs of steps."""
-        overlaps, masses, alike = [], [], []
+        overlaps, masses = [], []
         candidates = prompt - RECENT - SINK
         for layer in sorted(recorder.index_L):
             mass_HNC = recorder.mass(layer, prompt)
@@ -87,11 +76,9 @@ class Shared:
             turned_HCN = member_HNC.transpose(0, 2, 1)
             overlaps.append(member_HNC @ turned_HCN / size)
             masses.append(mass_HNC @ turned_HCN)
-            alike.append(_alike(member_HNC, size))
         return cls(
             overlap_UNN=np.concatenate(overlaps),
             mass_UNN=np.concatenate(masses),
-            alike_L=np.array(alike, np.float32),
             chance=size / candidates,
         )
 
@@ -107,9 +94,3 @@ def members(mass_HNC: Floats, size: int) -> Floats:
 def audit_for(tokens: int, sizes: Sequence[int]) -> AuditConfig:
     """Return an audit that records enough positions for supports of `sizes` candidates in `tokens` steps."""
     return AuditConfig(every=1, top=max(sizes) + SINK + RECENT + tokens)
-
-
-def _alike(member_HNC: Floats, size: int) -> float:
-    H = len(member_HNC)
-    pairs = [(a, b) for a in range(H) for b in range(a)]
-    return float(np.mean([(member_HNC[a] * member_HNC[b]).sum(-1).mean() / size for a, b in pairs]))

@@ -1,13 +1,12 @@
 """Part `tasks`: exact answers under each method, where full attention gives them."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from benchmarks.study.listed import Listed
 from benchmarks.study.own_tasks import OWN
+from benchmarks.study.part import Part, Row
 from benchmarks.study.records import Key, short
-from sfi_core.measure.evaluation.method import Method, Size
 from sfi_core.measure.evaluation.runner import TaskGrid
 from sfi_core.measure.evaluation.tasks import TASKS
 
@@ -15,7 +14,7 @@ DEFAULT = ("niah-single", "facts", "places")
 HELD_SEED = 1000  # seeds of `held` start here, those of `dev` at 0
 
 
-@dataclass(frozen=True, slots=True, order=True)
+@dataclass(frozen=True, slots=True)
 class Sample:
     """A sample of a task.
 
@@ -31,84 +30,46 @@ class Sample:
     half: str
     length: int
 
-    def __str__(self) -> str:
-        """Name the sample in a progress line."""
-        return f"{self.task} {self.half} {self.length} no. {self.number}"
 
-    @property
-    def seed(self) -> int:
-        """What the sample is drawn from."""
-        return self.number + (HELD_SEED if self.half == "held" else 0)
+class TasksPart(Part):
+    """The rows of a sample, one a method and share."""
 
+    name = "tasks"
+    columns = ("model", "task", "half", "length", "number", "method", "share")
+    table = "tasks"
 
-@dataclass(frozen=True, slots=True)
-class TasksPart:
-    """The rows of a sample, one a method and share.
+    def items(self) -> list[Sample]:
+        """Return the samples asked for, number by number."""
+        return [
+            Sample(number, task, half, length)
+            for number in self.options.windows
+            for length in self.options.lengths
+            for half in self.options.halves
+            for task in self.options.tasks
+        ]
 
-    Attributes:
-        model: A decoder-only model of transformers.
-        tokenizer: Its tokenizer.
-        name: What rows call the model.
-        methods: Methods at their shares.
-    """
+    def rows(self, item: Sample) -> list[Row]:
+        """See `Part`."""
+        where = {"model": self.options.model, **asdict(item)}
+        return [{**where, "method": one.text, "share": one.share} for one in self.methods]
 
-    model: Any
-    tokenizer: Any
-    name: str
-    methods: Sequence[Listed]
-
-    def keys(self, sample: Sample) -> list[Key]:
-        """Return the keys of a sample's rows."""
-        where = self._where(sample)
-        return [key({**where, "method": one.text, "share": one.share}) for one in self.methods]
-
-    def make(self, sample: Sample, pending: set[Key]) -> Iterator[dict[str, Any]]:
+    def make(self, item: Sample, pending: set[Key]) -> Iterator[Row]:
         """Decode a sample under every pending method, its prompt read once (`TaskGrid.run`)."""
         TASKS.update(OWN)  # the runner finds a task by its name
-        where = self._where(sample)
-        text_of = {one.variant.key: one for one in self.methods}
-        methods, sizes = _grid(self.methods)
+        variants = [one.variant for one in self.methods]
+        methods = {one.method.label: one.method for one in variants}
+        sizes = {one.size.label: one.size for one in variants if one.size}
         grid = TaskGrid(
-            methods=methods, sizes=sizes, tasks=(sample.task,), lengths=(sample.length,),
-            seeds=(sample.seed,),
+            methods=tuple(methods.values()), sizes=tuple(sizes.values()), tasks=(item.task,),
+            lengths=(item.length,), seeds=(item.number + (HELD_SEED if item.half == "held" else 0),),
         )  # fmt: skip
-        done = {
-            grid_key
-            for grid_key in grid.keys
-            if key({**where, **_which(text_of[grid_key[:2]])}) not in pending
-        }
+        row_of = dict(zip((one.key for one in variants), self.rows(item), strict=True))
+        done = {key for key in grid.keys if self.key(row_of[key[:2]]) not in pending}
         for row in grid.run(self.model, self.tokenizer, done):
-            one = text_of[row["method"], row["size"]]
-            yield {**where, **_which(one), **_measured(row)}
-
-    def _where(self, sample: Sample) -> dict[str, Any]:
-        return {
-            "model": self.name,
-            "number": sample.number,
-            "task": sample.task,
-            "half": sample.half,
-            "length": sample.length,
-        }
+            yield row_of[row["method"], row["size"]] | _measured(row)
 
 
-def key(row: Mapping[str, Any]) -> Key:
-    """Return what tells a row from others."""
-    names = ("model", "task", "half", "length", "number", "method", "share")
-    return tuple(row[name] for name in names)
-
-
-def _grid(listed: Sequence[Listed]) -> tuple[tuple[Method, ...], tuple[Size, ...]]:
-    # the methods and sizes that all pairs of a table are made of
-    methods = {one.variant.method.label: one.variant.method for one in listed}
-    sizes = {one.variant.size.label: one.variant.size for one in listed if one.variant.size}
-    return tuple(methods.values()), tuple(sizes.values())
-
-
-def _which(one: Listed) -> dict[str, Any]:
-    return {"method": one.text, "share": one.share}
-
-
-def _measured(row: Mapping[str, Any]) -> dict[str, Any]:
+def _measured(row: Row) -> dict[str, Any]:
     if row["error"] is not None:
         return {"error": row["error"]}
     return {

@@ -1,24 +1,14 @@
 """Completion of settings in a shell."""
 
-import os
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping
 
 from sfi_cli.settings.text import NONE
 from sfi_core.settings.fields import Setting
 
-NAME = "_SFI_COMPLETE_NAME"  # variable with the name of the setting whose value bash completes
-
 
 def completer(known: Mapping[str, Setting]) -> Callable[[str], list[tuple[str, str]]]:
     """Return the function that completes `NAME=VALUE` of these settings."""
-
-    def complete(incomplete: str) -> list[tuple[str, str]]:
-        name = os.environ.get(NAME)
-        if name is None:
-            return completions(incomplete, known)
-        return [(value, "") for value in _values(known.get(name)) if value.startswith(incomplete)]
-
-    return complete
+    return lambda incomplete: completions(incomplete, known)
 
 
 def names(known: Mapping[str, Setting]) -> Callable[[str], list[tuple[str, str]]]:
@@ -38,19 +28,6 @@ def completions(incomplete: str, known: Mapping[str, Setting]) -> list[tuple[str
     else:
         found = [(f"{name}={value}", "") for value in _values(known.get(name))]
     return [(text, meaning) for text, meaning in found if text.startswith(incomplete)]
-
-
-def take_name(environment: MutableMapping[str, str]) -> None:
-    """Move `NAME=` from bash's words to the variable `NAME`: bash splits at `=` and completes the value."""
-    if environment.get("_SFI_COMPLETE") != "complete_bash":
-        return
-    words = environment["COMP_WORDS"].split("\n")[: int(environment["COMP_CWORD"]) + 1]
-    if words[-1] == "=":
-        words.append("")
-    if words[-4:-3] in (["--set"], ["--search"]) and words[-2] == "=":
-        environment[NAME] = words[-3]
-        environment["COMP_WORDS"] = "\n".join([*words[:-3], words[-1] or "''"])
-        environment["COMP_CWORD"] = str(len(words) - 3)
 
 
 def _values(setting: Setting | None) -> tuple[str, ...]:

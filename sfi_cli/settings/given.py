@@ -54,16 +54,8 @@ def given(
 ) -> Given:
     """Collect the settings of a command.
 
-    The config file overrides the preset; `--set` and options override both. A file may hold tables of other
-    commands: they are checked, and have no effect.
-
-    Args:
-        command: The command's name, such as `trace record`.
-        base: The settings without a preset; None is the default preset.
-        preset: Name of a preset.
-        file: A TOML file.
-        sets: Each `NAME=VALUE`; the last one of a name counts.
-        options: Values of options by setting; None for an option that was not given.
+    The config file overrides the preset (None: `base`); `--set` and options, None where not given, override
+    both. A file may hold tables of other commands: they are checked, and have no effect.
 
     Raises:
         ConfigError: A setting is unknown, invalid, or given by `--set` and by its option.
@@ -111,15 +103,9 @@ def _said(command: str, sets: Iterable[str] | None, options: Mapping[str, Any]) 
 
 
 def texts(
-    known: Mapping[str, Setting],
-    sets: Iterable[str] | None,
-    options: Mapping[str, Any],
+    known: Mapping[str, Setting], sets: Iterable[str] | None, options: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Join `NAME=VALUE` and options into texts by setting.
-
-    Raises:
-        ConfigError: A setting is unknown, or given by `NAME=VALUE` and by its option.
-    """
+    """Join `NAME=VALUE` and options into texts by setting; raise `ConfigError` for one given twice."""
     assigned = {}
     for text in sets or ():
         setting, value = assignment(text, known)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from sfi_core.hosts.vllm.options import ServeTable
+from sfi_core.hosts.vllm import ServeTable
 from sfi_core.settings.audit import AuditConfig
 from sfi_core.settings.config import SfiConfig
 from sfi_core.settings.engine import EngineOptions
@@ -31,8 +31,7 @@ class ModelTable(Table):
 
     revision: str | None = setting(None, "Branch, tag or commit on the hub.")
     pack_weights: bool = setting(
-        False,
-        "Lay bfloat16 or float16 weights out for decoding on a CPU without such arithmetic.",
+        False, "Lay bfloat16 or float16 weights out for decoding on a CPU without such arithmetic."
     )
 
 

@@ -15,11 +15,7 @@ NONE = "none"
 
 
 def assignment(text: str, known: Mapping[str, Setting]) -> tuple[Setting, str]:
-    """Split `NAME=VALUE`.
-
-    Raises:
-        ConfigError: The text has another form, or the setting is unknown or has no effect on the command.
-    """
+    """Split `NAME=VALUE`; raise `ConfigError` for another text or a setting without effect here."""
     name, equals, value = text.partition("=")
     name = name.strip()
     if not equals:
@@ -31,11 +27,7 @@ def assignment(text: str, known: Mapping[str, Setting]) -> tuple[Setting, str]:
 
 
 def lookup(name: str, known: Mapping[str, Setting]) -> Setting:
-    """Find a setting by its full name.
-
-    Raises:
-        ConfigError: There is no such setting; the message names similar ones.
-    """
+    """Find a setting by its full name; a `ConfigError` names similar ones."""
     if name in known:
         return known[name]
     last = name.rpartition(".")[2]

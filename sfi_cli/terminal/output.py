@@ -40,13 +40,8 @@ class Output:
     """All that a command writes: its data, a figure, and lines for a person.
 
     `with` checks the files before the work starts and makes a temporary file beside each. A complete file is
-    renamed from its temporary file; if the command fails, temporary files are removed.
-
-    Attributes:
-        path: File of the data; None for stdout.
-        plot: File of the figure; None without a figure.
-        json: Whether the data is written as JSON.
-        quiet: Whether `say` writes nothing.
+    renamed from its temporary file; if the command fails, temporary files are removed. `path` None is stdout,
+    `plot` None is no figure, `quiet` lets `say` write nothing.
     """
 
     def __init__(
@@ -58,9 +53,9 @@ class Output:
         force: bool = False,
         quiet: bool = False,
     ) -> None:
-        """Take the output options; `force` allows to overwrite files."""
+        """Take the output options."""
         self.path, self.plot, self.json, self.quiet = path, plot, json, quiet
-        self._force = force
+        self.force = force
 
     def check_format(self, formats: tuple[str, ...]) -> None:
         """Raise `ConfigError` if the suffix of the data's file is not among `formats`."""
@@ -96,7 +91,7 @@ class Output:
                 temporary_path(path).unlink(missing_ok=True)
 
     def _claim(self, path: Path) -> bool:
-        if path.exists() and not self._force:
+        if path.exists() and not self.force:
             raise ConfigError(f"output {path} exists; add --force to overwrite it")
         if not torchrun.first():
             return False
@@ -145,11 +140,7 @@ class Output:
         self.pieces([text])
 
     def pieces(self, pieces: Iterable[str]) -> None:
-        """Write pieces of text: to stdout one by one, or to the file; a .gz file is compressed.
-
-        Raises:
-            SfiError: The output cannot be written, such as to a full disk.
-        """
+        """Write pieces of text to stdout one by one, or to the file; a .gz file is compressed."""
         if self.path is None:
             for piece in pieces:
                 self.stream(piece)
@@ -171,20 +162,12 @@ class Output:
             self.document(document)
 
     def save(self, write: Callable[[Path], None]) -> None:
-        """Call `write` with the temporary file of the data.
-
-        Raises:
-            SfiError: The file cannot be written, such as on a full disk.
-        """
+        """Call `write` with the temporary file of the data; raise `SfiError` if it cannot be written."""
         assert self.path is not None, "a command that saves has a file"
         self._save(self.path, write)
 
     def figure(self, draw: Callable[..., None], what: Any) -> None:
-        """Call `draw(what, path, kind=...)` for the figure's file, if there is one.
-
-        Raises:
-            SfiError: The file cannot be written, such as on a full disk.
-        """
+        """Call `draw(what, path, kind=...)` for the figure's file, if there is one."""
         if self.plot is not None:
             kind = self.plot.suffix.removeprefix(".")
             self._save(self.plot, lambda path: draw(what, path, kind=kind))

@@ -3,7 +3,6 @@
 import sys
 import time
 from contextlib import ExitStack
-from types import TracebackType
 from typing import Any, Self
 
 from sfi_cli.terminal.output import message
@@ -20,7 +19,7 @@ class Progress:
     def __init__(self, *, quiet: bool) -> None:
         self._quiet = quiet
         self._last = time.monotonic()
-        self._bar: object | None = None
+        self._bar: Any = None
         self._within = ExitStack()
 
     def __enter__(self) -> Self:
@@ -28,12 +27,7 @@ class Progress:
         self._within.enter_context(telling(self._compiles))
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Remove the bar."""
         self._within.close()
         self._stop()
@@ -56,7 +50,7 @@ class Progress:
         from rich.console import Console
         from rich.progress import Progress as Bar
 
-        if not isinstance(self._bar, Bar):
+        if self._bar is None:
             self._bar = Bar(console=Console(stderr=True), transient=True)
             self._bar.start()
             self._bar.add_task(phase)
@@ -65,7 +59,7 @@ class Progress:
 
     def _stop(self) -> None:
         if self._bar is not None:
-            self._bar.stop()  # type: ignore[attr-defined]
+            self._bar.stop()
             self._bar = None
 
 

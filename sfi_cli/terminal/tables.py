@@ -58,14 +58,9 @@ def plain_console(width: int) -> Any:
     """Return a console that writes plain text of `width` columns to memory."""
     from rich.console import Console
 
-    return Console(
-        file=io.StringIO(),
-        width=width,
-        color_system=None,
-        markup=False,  # a token may look like markup
-        emoji=False,
-        highlight=False,
-    )
+    # without markup: a token may look like it
+    plain: dict[str, Any] = dict.fromkeys(("markup", "emoji", "highlight"), False)
+    return Console(file=io.StringIO(), width=width, color_system=None, **plain)
 
 
 def printed(console: Any, parts: Iterable[Any]) -> str:

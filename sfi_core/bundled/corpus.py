@@ -58,12 +58,9 @@ ANSWER = "Answer:"
 
 @dataclass(frozen=True, slots=True)
 class Recall:
-    """A document with a request and its answer.
+    """A document with a request, which ends with ``Answer:``, and the answer that must follow.
 
-    Attributes:
-        prompt: The document, the request and the words ``Answer:``.
-        answer: What must follow, starting with a space; the end-of-text token comes after it.
-        names: The people asked about, in order.
+    The answer starts with a space; the end-of-text token comes after it. `names` are the people asked about.
     """
 
     prompt: str

@@ -7,7 +7,6 @@ from typing import Protocol, Self
 import torch
 
 from sfi_core.engine.ledger import RequestPass
-from sfi_core.engine.rows import Rows
 from sfi_core.policies.base import Policy
 from sfi_core.state.kv_store import KVStore
 from sfi_core.state.request import RequestState
@@ -20,10 +19,102 @@ from sfi_kernels.step_descriptor import (
     StepDescriptor,
     StepRequest,
     describe_step,
+    sent,
 )
 
 
 @dataclass(frozen=True, slots=True)
+class Rows:
+    """Requests of the batch whose selected memory is refreshed; tensors are int32 if not said otherwise.
+
+    Attributes:
+        requests: Their rows in the batch; empty if only the device knows them.
+        request_R: The same; -1 for padding.
+        sink_R: Sink tokens.
+        length_R: Cached tokens.
+        table_RP: Page numbers.
+        allowed_RT: Candidate sets J, bool.
+        longest: The most cached tokens, T, or a bound on them.
+        most_sink: The most sink tokens, or a bound on them.
+    """
+
+    requests: tuple[int, ...]
+    request_R: torch.Tensor
+    sink_R: torch.Tensor
+    length_R: torch.Tensor
+    table_RP: torch.Tensor
+    allowed_RT: torch.Tensor
+    longest: int
+    most_sink: int
+    _head_pages: dict[int, torch.Tensor] = field(default_factory=dict, repr=False)
+
+    def head_pages(self, heads: int) -> torch.Tensor:
+        """Return the pages of each of `heads` KV heads, as `KVStore.norms_of` takes them.
+
+        Cached for all layers with as many heads; call on one stream only.
+        """
+        if heads not in self._head_pages:
+            head_H1 = torch.arange(heads, dtype=torch.int32, device=self.table_RP.device)[:, None]
+            self._head_pages[heads] = self.table_RP[:, None] * heads + head_H1
+        return self._head_pages[heads]
+
+    @classmethod
+    def of(
+        cls,
+        requests: tuple[int, ...],
+        states: Sequence[RequestState],
+        sink: int,
+        step: StepDescriptor,
+        table_BP: torch.Tensor,
+    ) -> Self:
+        """Make the rows of some requests; the descriptor already holds those of all slow ones."""
+        chosen = [states[row] for row in requests]
+        sinks = [state.sink(sink) for state in chosen]
+        longest = max(state.length for state in chosen)
+        if requests == step.slow:
+            request_R, sink_R, length_R, start_R = step.slow_R
+        else:
+            lengths, starts = zip(*((s.length, s.recent_start) for s in chosen), strict=True)
+            lists = torch.tensor([requests, sinks, lengths, starts], dtype=torch.int32)
+            request_R, sink_R, length_R, start_R = sent(lists, table_BP.device)
+        return cls(
+            requests=requests,
+            request_R=request_R,
+            sink_R=sink_R,
+            length_R=length_R,
+            table_RP=table_BP[request_R.long()],
+            allowed_RT=allowed_positions(longest, sink_R, start_R),
+            longest=longest,
+            most_sink=max(sinks),
+        )
+
+    @classmethod
+    def of_slow(cls, sink: int, step: StepDescriptor, table_BP: torch.Tensor) -> Self:
+        """Make the rows of the descriptor's slow requests without host data, for a CUDA graph."""
+        request_R, sink_R, length_R, start_R = step.slow_R
+        return cls(
+            requests=(),
+            request_R=request_R,
+            sink_R=sink_R,
+            length_R=length_R,
+            table_RP=table_BP[request_R.clamp_min(0).long()],
+            allowed_RT=allowed_positions(step.longest, sink_R, start_R),
+            longest=step.longest,
+            most_sink=sink,
+        )
+
+
+def allowed_positions(
+    longest: int, sink_B: torch.Tensor, recent_start_B: torch.Tensor
+) -> torch.Tensor:
+    """Return the candidate sets J: all but the sink and recent tokens (Eq. 2): [B, T] bool.
+
+    `longest` are the tokens of the longest request, T.
+    """
+    position = torch.arange(longest, device=sink_B.device)
+    return (position >= sink_B[:, None]) & (position < recent_start_B[:, None])
+
+
 class BatchPass:
     """One forward pass; made new for each pass and then only read.
 
@@ -40,41 +131,24 @@ class BatchPass:
         chosen: The `Rows` made so far, by their rows in the batch; all layers share them.
     """
 
-    passes: tuple[RequestPass, ...]
-    start: tuple[int, ...]
-    descriptor: StepDescriptor
-    dense_descriptor: StepDescriptor | None
-    count: tuple[int, ...]
-    longest: int
-    prompts: tuple[int, ...]
-    ended: tuple[int, ...]
-    decodes: bool
-    slow: tuple[int, ...]
-    fast: tuple[int, ...]
-    chosen: dict[tuple[int, ...], Rows] = field(default_factory=dict)
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         passes: Sequence[RequestPass],
         start: Sequence[int],
         descriptor: StepDescriptor,
         dense_descriptor: StepDescriptor | None,
-    ) -> Self:
-        """Derive the fields from the passes."""
-        return cls(
-            passes=tuple(passes),
-            start=tuple(start),
-            descriptor=descriptor,
-            dense_descriptor=dense_descriptor,
-            count=tuple(one.count for one in passes),
-            longest=max(before + one.count for before, one in zip(start, passes, strict=True)),
-            prompts=tuple(row for row, one in enumerate(passes) if one.kind == PROMPT),
-            ended=tuple(row for row, one in enumerate(passes) if one.ends_prompt),
-            decodes=any(one.kind in (FAST, SLOW) for one in passes),
-            slow=tuple(row for row, one in enumerate(passes) if one.kind == SLOW),
-            fast=tuple(row for row, one in enumerate(passes) if one.kind == FAST),
+    ) -> None:
+        self.passes, self.start = tuple(passes), tuple(start)
+        self.descriptor, self.dense_descriptor = descriptor, dense_descriptor
+        self.count = tuple(one.count for one in passes)
+        self.longest = max(map(sum, zip(start, self.count, strict=True)))
+        self.prompts, self.slow, self.fast = (
+            tuple(row for row, one in enumerate(passes) if one.kind == kind)
+            for kind in (PROMPT, SLOW, FAST)
         )
+        self.ended = tuple(row for row, one in enumerate(passes) if one.ends_prompt)
+        self.decodes = bool(self.slow or self.fast)
+        self.chosen: dict[tuple[int, ...], Rows] = {}
 
     @property
     def generates(self) -> bool:

@@ -13,8 +13,7 @@ from sfi_kernels.step_descriptor import FAST, SLOW
 def open_row(run: Run, row: int, state: RequestState) -> Run:
     """Give the row of an ended request to another one.
 
-    Returns:
-        A run of the new request alone, over the row's memory, to read its prompt.
+    Return a run of the new request alone, over the row's memory, to read its prompt.
     """
     run.left.append(forget(run, row))
     state.tally.queued_seconds = time.perf_counter() - run.meter.born

@@ -1,18 +1,15 @@
 """One layer of the forward pass under way, as backends, policies and watchers see it."""
 
 from collections.abc import Callable, Sequence
-from functools import cached_property
 from typing import Any
 
 import torch
 
 from sfi_core.engine.run import Run
 from sfi_core.machine.private import multiplies_natively
-from sfi_kernels.compiled import why_not
 from sfi_kernels.dense_attention import dense_attention, window_logits
 from sfi_kernels.dense_attention.reference import dense_attention_with_logits
 from sfi_kernels.dense_attention.verification import verification_attention
-from sfi_kernels.numpy_views import readable
 from sfi_kernels.streamed_attention import (
     streamed_attention,
     streamed_attention_with_logits,
@@ -30,6 +27,7 @@ class Layer:
         logit_options: Scale and soft cap of the logits, as the ops take them.
         options: The same, and the learned sink logits.
         dense_heads: By row, the KV heads that read everything, if the policy mixes heads in a step.
+        in_place: See `Run.in_place`.
         new: The pass's keys [B, H, T, D] and values [B, H, T, E], a request's own last; None if the host does
             not hand them over.
         later: Selections to run after the watchers.
@@ -52,17 +50,9 @@ class Layer:
         self.logit_options: dict[str, Any] = {"scale": scale, "soft_cap": soft_cap}
         self.options: dict[str, Any] = {**self.logit_options, "sink_HG": sink_HG}
         self.new = new
+        self.in_place = run.in_place(index)
         self.dense_heads: dict[int, Sequence[int]] = {}
         self.later: list[Callable[[], None]] = []
-
-    @cached_property
-    def in_place(self) -> bool:
-        """Whether fast steps read selected rows in the pages, compiled by numba, and nothing is packed."""
-        run = self.run
-        anew = run.policy.selects_before and not run.policy.selects_next
-        if not (anew and self.backend == "torch" and run.store.whole_on_device):
-            return False
-        return readable(self.pages.key_PHND, self.pages.value_PHNE) and not why_not()
 
     def finish(self, query_BHGTD: torch.Tensor, out_BHGTE: torch.Tensor) -> None:
         """Call the watchers, then run the selections that wait in `later`."""
@@ -107,9 +97,8 @@ class Layer:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attend densely with some KV heads of a request, one by one, so that no head is copied.
 
-        Returns:
-            out of these heads, [1, R, G, 1, E], and with `evidence` the logits of all heads, [1, H, G, 1, T],
-            -inf for heads not asked for.
+        Return the output of these heads, [1, R, G, 1, E], and with `evidence` the logits of all heads,
+        [1, H, G, 1, T], -inf for heads not asked for.
         """
         store, length = self.run.store, self.run.requests[row].length
         sink_HG, logits, outs = self.options["sink_HG"], None, []

@@ -8,7 +8,6 @@ from typing import Protocol, Self
 import torch
 
 from sfi_core.engine.derived_runs import open_row
-from sfi_core.engine.left_pad import left_pad
 from sfi_core.engine.lossless.drafts import Block, Drafts, Outcome
 from sfi_core.engine.lossless.rule import DraftRule
 from sfi_core.engine.picking.picker import Picker
@@ -150,3 +149,16 @@ class Loop:
         self.host.seat(row, host)
         self.sampler.seat(row, sampler)
         return token
+
+
+def left_pad(
+    rows: Sequence[Sequence[int]], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pad on the left; return ids and mask, [B, T].
+
+    Padding repeats a row's first token, so that a repetition penalty sees no token that the row lacks.
+    """
+    width = max(map(len, rows))
+    ids = torch.tensor([[row[0]] * (width - len(row)) + list(row) for row in rows], device=device)
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=device)
+    return ids, mask

@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 
-from sfi_core.state.side_stream import Job, SideStream, has_side_stream
-from sfi_core.state.streams import stream_of
+from sfi_core.state.side_stream import Job, SideStream, has_side_stream, stream_of
 
 # float32 numbers of evidence that are worked off together: halves the Selector's time per layer
 ENOUGH = 1 << 19
@@ -26,12 +25,9 @@ TOGETHER = 1 << 25
 
 @dataclass(slots=True)
 class RingPlace:
-    """A place of the ring.
+    """A place of the ring: a buffer of float32 evidence, which grows on demand, and the job that reads it.
 
-    Attributes:
-        buffer: Evidence logits, float32, flat; grows on demand.
-        job: The job that reads the buffer. Kept because PyTorch's allocator would reuse tensors that only
-            another stream still reads.
+    The job is kept because PyTorch's allocator would reuse tensors that only another stream still reads.
     """
 
     buffer: torch.Tensor | None = None
@@ -76,11 +72,7 @@ class Maintenance:
     ) -> None:
         """Collect items with equal `alike`, to work them off together once they are enough, or at `join`.
 
-        Args:
-            alike: The group that the item belongs to.
-            item: The item.
-            numbers: Its size.
-            work: Takes the group's items, in order; the first item's `work` is called for all.
+        `numbers` is the item's size. The `work` of a group's first item is called with all of them, in order.
         """
         waiting = self._waiting.setdefault(alike, Waiting(work))
         waiting.items.append(item)

@@ -26,8 +26,8 @@ def apply(
         return
     run, index = layer.run, layer.index
     with run.observer.span("pack", index):
-        if layer.in_place and selection.heads_BH is None:
-            _note_positions(layer, rows, selection.index_BHK)
+        if layer.in_place:
+            _note_positions(layer, rows, selection)
         else:
             _pack(layer, rows, selection)
     heard = wants(run.observer, SelectionEvent)
@@ -35,18 +35,22 @@ def apply(
         note_selection(run, index, row, place, selection, reason, heard=heard)
 
 
-def _note_positions(layer: Layer, rows: tuple[int, ...], index_RHK: torch.Tensor) -> None:
+def _note_positions(layer: Layer, rows: tuple[int, ...], selection: Selection) -> None:
     # as `pack` writes them; a tensor at a time, because a step does this in every layer
-    run, K = layer.run, index_RHK.shape[2]
+    run, K = layer.run, selection.index_BHK.shape[2]
     segment = run.segment(layer.index)
-    for row, index_HK in zip(rows, index_RHK, strict=True):
+    for place, row in enumerate(rows):
+        heads: slice | torch.Tensor = slice(None)
+        if selection.heads_BH is not None:
+            heads = selection.heads_BH[place]
+        index_HK = selection.index_BHK[place, heads]
         sink = run.requests[row].sink(run.policy.config.sink)
         segment.reserve(sink + K)
         position_HS = segment.position_BHS[row]
-        position_HS[:, :sink] = torch.arange(sink)
-        position_HS[:, sink : sink + K] = index_HK
-        position_HS[:, sink + K :] = -1
-        segment.length_BH[row] = (index_HK >= 0).sum(1) + sink
+        position_HS[heads, :sink] = torch.arange(sink, dtype=torch.int32)
+        position_HS[heads, sink : sink + K] = index_HK
+        position_HS[heads, sink + K :] = -1
+        segment.length_BH[row, heads] = ((index_HK >= 0).sum(1) + sink).int()
 
 
 def _pack(layer: Layer, rows: tuple[int, ...], selection: Selection) -> None:

@@ -1,15 +1,24 @@
-"""The refresh of a layer's selected memory: the policy selects, `packing` packs the selection."""
+"""The refresh of a layer's selected memory: the policy selects, `packing` packs the selection.
+
+The evidence of a slow request's layers may wait for each other: one call of the Selector then takes each
+layer as a row of its batch, with the results of one call a layer. It may wait because the packed segment is
+read at the next step only; `Maintenance.join` works off the rest.
+"""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import takewhile
 
 import torch
 
 from sfi_core.engine.layer import Layer
 from sfi_core.engine.maintenance import first_together
-from sfi_core.engine.packing import apply
-from sfi_core.engine.policy_view import layer_context
-from sfi_core.policies.base import Selection
+from sfi_core.engine.packing import apply, apply_layers
+from sfi_core.observers.events import SelectionEvent
+from sfi_core.observers.observer import wants, wants_spans
+from sfi_core.policies.base import EvidencePolicy, Selection
+from sfi_core.policies.context import BatchContext, Evidence, LayerContext
+from sfi_kernels.step_descriptor import StepDescriptor
 
 
 def end_prompt(layer: Layer, query_BHGTD: torch.Tensor) -> None:
@@ -53,14 +62,10 @@ def refresh(
     logits: Callable[[], torch.Tensor] | None = None,
     log_sum_RHGW: torch.Tensor | None = None,
 ) -> None:
-    """Let the policy select anew for some requests.
+    """Let the policy select anew for some requests, by these queries.
 
-    Args:
-        layer: The layer.
-        rows: The requests.
-        query_RHGWD: The queries that make the selection.
-        logits: Returns their logits, if the attention has computed them.
-        log_sum_RHGW: The log-sum-exp of the logits over J, likewise.
+    `logits` returns the queries' logits, and `log_sum_RHGW` is their log-sum-exp over J, if the attention has
+    computed them.
     """
     run = layer.run
     sink = run.policy.config.sink
@@ -93,3 +98,113 @@ def select_next(layer: Layer, rows: tuple[int, ...], query_RHG1D: torch.Tensor) 
 
 def _nothing(query_BHGWD: torch.Tensor) -> Selection:
     return Selection(query_BHGWD.new_empty(1, query_BHGWD.shape[1], 0, dtype=torch.int32))
+
+
+def layer_context(
+    layer: Layer,
+    rows: tuple[int, ...],
+    query_RHGWD: torch.Tensor,
+    logits: Callable[[], torch.Tensor] | None = None,
+    log_sum_RHGW: torch.Tensor | None = None,
+) -> LayerContext:
+    """Make the context of a layer for some requests; the arguments are those of `refresh`."""
+    run, index = layer.run, layer.index
+    chosen, requests = run.rows(rows), run.requests_of(rows)
+    return LayerContext(
+        layer=index,
+        backend=layer.backend,
+        allowed_BT=chosen.allowed_RT,
+        key_norm_BHT=run.store.norms(index, rows, chosen.longest),
+        logits=logits or partial(layer.logits, rows, query_RHGWD),
+        log_sum_BHGW=log_sum_RHGW,
+        interval=_interval(layer, rows),
+        span=partial(run.observer.span, layer=index),
+        wants_diagnostics=wants(run.observer, SelectionEvent),
+        ranks=run.ranks,
+        states=tuple(run.requests[row] for row in rows),
+        query_BHGWD=query_RHGWD,
+        scale=layer.logit_options["scale"],
+        keys=lambda place, start, stop: run.store.keys(index, rows[place], start, stop),
+        values=lambda place, start, stop: run.store.values(index, rows[place], start, stop),
+        notes=tuple(run.notes[request, index] for request in requests),
+        codes=tuple(run.codes(index).of(slice(row, row + 1)) for row in rows)
+        if run.chooses
+        else (),
+    )
+
+
+def batch_context(
+    layer: Layer, step: StepDescriptor, query_BHG1D: torch.Tensor, *, fast: bool
+) -> BatchContext:
+    """Make the context of a layer for all requests; `fast` as there."""
+    run, segment = layer.run, layer.run.segment(layer.index)
+    return BatchContext(
+        fast=fast,
+        query_BHGD=query_BHG1D[:, :, :, 0],
+        key_PHND=layer.pages.key_PHND,
+        value_PHNE=layer.pages.value_PHNE,
+        block_table_BP=run.store.block_table_BP,
+        descriptor=step,
+        codes=run.codes(layer.index),
+        position_BHS=segment.position_BHS,
+        length_BH=segment.length_BH,
+        scale=layer.logit_options["scale"],
+    )
+
+
+def _interval(layer: Layer, rows: tuple[int, ...]) -> tuple[int, int] | None:
+    if len(rows) > 1 or layer.backend != "torch":
+        return None
+    state = layer.run.requests[rows[0]]
+    return state.sink(layer.run.policy.config.sink), state.recent_start
+
+
+Handed = tuple[Layer, torch.Tensor]  # a layer and its evidence, [1, H, G, 1, T]
+
+
+def joins(layer: Layer, row: int) -> bool:
+    """Say whether a layer's selection for a slow request may wait for those of the next layers.
+
+    It may not if the policy needs more than the evidence, if rows come from the host (the sooner the better),
+    if an observer times each layer, or if there is nothing to select from.
+    """
+    run = layer.run
+    policy, state = run.policy, run.requests[row]
+    return (
+        isinstance(policy, EvidencePolicy)
+        and run.store.whole_on_device
+        and run.ranks.size == 1
+        and state.recent_start > state.sink(policy.config.sink)
+        and not wants_spans(run.observer)
+    )
+
+
+def refresh_later(layer: Layer, row: int, logits_1HG1T: torch.Tensor) -> None:
+    """Select anew for a request, once enough layers have handed over their evidence, the logits."""
+    alike = (row, *logits_1HG1T.shape)
+    work = partial(refresh_all, row)
+    layer.run.maintenance.collect(alike, (layer, logits_1HG1T), logits_1HG1T.numel(), work)
+
+
+def refresh_all(row: int, handed: list[Handed]) -> None:
+    """Select anew for a request in all layers that have handed over their evidence."""
+    layers = [layer for layer, _ in handed]
+    run, policy, L = layers[0].run, layers[0].run.policy, len(layers)
+    assert isinstance(policy, EvidencePolicy), "`joins` admits no other policy"
+    chosen, state = run.rows((row,)), run.requests[row]
+    norms = [run.store.norms(layer.index, (row,), chosen.longest) for layer in layers]
+    selection = policy.select_after(
+        Evidence(
+            layer=layers[0].index,
+            backend=layers[0].backend,
+            allowed_BT=chosen.allowed_RT.expand(L, -1),
+            key_norm_BHT=torch.cat(norms),
+            logits=lambda: torch.cat([logits for _, logits in handed]),
+            interval=(state.sink(policy.config.sink), state.recent_start),
+            wants_diagnostics=wants(run.observer, SelectionEvent),
+        )
+    )
+    if selection is None:
+        return
+    run.meter.count(f"{layers[0].backend}.selector", L)
+    apply_layers(layers, row, selection)

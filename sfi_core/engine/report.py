@@ -6,7 +6,7 @@ from typing import Any, Self
 
 import torch
 
-from sfi_core.engine.launches import Launches
+from sfi_core.engine.meter import Launches
 from sfi_core.engine.run import Run
 from sfi_core.settings.device_budget import DeviceBudget
 from sfi_core.state.request import RequestState
@@ -182,7 +182,7 @@ class TierReport:
             device_bytes=store.device_bytes + segments + notes,
             allowed_bytes=DeviceBudget.parse(budget).bytes_of(store.host_bytes),
             host_bytes=store.host_bytes,
-            offloaded_bytes=store.offloaded_bytes,
+            offloaded_bytes=store.stream.offloaded_bytes,
             recalled_bytes=recalled,
             recalled_bytes_per_step=recalled / max(1, run.step),
             streamed_bytes=store.stream.copied_bytes,

@@ -17,13 +17,13 @@ from sfi_core.engine.batch_pass import (
     BatchPass,
     Descriptors,
     FreshDescriptors,
+    Rows,
     known_requests,
 )
 from sfi_core.engine.ledger import OpenStep, RequestPass, Shape, enter, plan_step
 from sfi_core.engine.maintenance import Maintenance
 from sfi_core.engine.meter import WHOLE_STEP, Meter
 from sfi_core.engine.prompt_queries import PromptQueries, Watcher
-from sfi_core.engine.rows import Rows
 from sfi_core.engine.step_events import shape_of, tell_beginning
 from sfi_core.observers.observer import Observer
 from sfi_core.policies.base import EvidencePolicy, Policy
@@ -36,6 +36,8 @@ from sfi_core.state.packed_segment import PackedSegment
 from sfi_core.state.request import RequestState
 from sfi_core.state.side_stream import side_of
 from sfi_kernels.code_scan import BatchCodes
+from sfi_kernels.compiled import why_not
+from sfi_kernels.numpy_views import readable
 
 CPU = torch.device("cpu")
 
@@ -148,7 +150,7 @@ class Run:
         with self.launches(WHOLE_STEP):
             known = known_requests(passes, self.requests, self.policy)
             described = self.descriptors.describe(known)
-        self._batch_pass = BatchPass.of(passes, start, *described)
+        self._batch_pass = BatchPass(passes, start, *described)
 
     def append(self, layer: int, key_BHTD: torch.Tensor, value_BHTE: torch.Tensor) -> LayerPages:
         """Write the pass's new keys and values of a layer to the store."""
@@ -196,9 +198,18 @@ class Run:
         selects = self.policy.selects
         rows = config.sink + (min(config.budget, self.store.capacity) if selects else 0)
         if layer not in self.segments:
-            self.segments[layer] = PackedSegment(self.store.batch, rows, self.store.pages(layer))
+            pages, packs = self.store.pages(layer), not self.in_place(layer)
+            self.segments[layer] = PackedSegment(self.store.batch, rows, pages, packs=packs)
         self.segments[layer].reserve(rows)  # more rows once the store has grown
         return self.segments[layer]
+
+    def in_place(self, layer: int) -> bool:
+        """Say whether fast steps read selected rows in the pages, by numba, so that nothing is packed."""
+        anew = self.policy.selects_before and not self.policy.selects_next
+        if not (anew and self.store.backend == "torch" and self.store.whole_on_device):
+            return False
+        pages = self.store.pages(layer)
+        return readable(pages.key_PHND, pages.value_PHNE) and not why_not()
 
     @property
     def chooses(self) -> bool:

@@ -62,15 +62,9 @@ class SharedPrompt:
             )
 
     def check_run(self, policy: Policy, backend: str, page_size: int | None) -> None:
-        """Refuse a run that cannot begin with these prompts.
+        """Raise `ConfigError` if a policy needs queries that were not kept, or backend or pages differ.
 
-        Args:
-            policy: The run's policy.
-            backend: Its backend.
-            page_size: Tokens of its pages; None for one page per request.
-
-        Raises:
-            ConfigError: The policy needs queries that were not kept, or backend or page size differ.
+        `page_size` are the tokens of a page; None for one page per request.
         """
         needed = policy.config.window_prefill
         if self.window is not None and needed > self.window:

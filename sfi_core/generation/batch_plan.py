@@ -10,9 +10,8 @@ from sfi_core.machine.memory import free_bytes, give_back
 from sfi_core.models.memory_need import Forecast, check_fits, largest_batch
 from sfi_core.models.two_tier_memory import TwoTierBytes
 
-SHARE = (
-    0.9  # of the free memory that a run without `max_batch` may fill, as a margin for the forecast
-)
+# of the free memory that a run without `max_batch` may fill, as a margin for the forecast
+SHARE = 0.9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,18 +47,11 @@ def plan_batch(
 ) -> BatchPlan:
     """Decide how many prompts are decoded together: `max_batch`, or as many as fit.
 
-    Args:
-        session: The model under a policy.
-        prompts: Token ids.
-        limits: The most new tokens of each.
-        max_batch: The most requests to decode together; None for as many as fit.
-        prefill_chunk: Prompt tokens of one forward pass; 0 for all at once.
-        shared: The prompts after their dense pass; all of them are decoded together.
-        graphs: Whether steps will be replayed as CUDA graphs, which take memory.
+    `limits` are the most new tokens of each prompt; `shared` are the prompts after their dense pass, which
+    are all decoded together; `graphs` says whether steps will be replayed as CUDA graphs, which take memory.
 
-    Raises:
-        ConfigError: `max_batch` is not positive, or less than the shared prompts.
-        MemoryForecastError: One request, or `max_batch`, does not fit; the message says how many do.
+    Raise `ConfigError` if `max_batch` is not positive, or less than the shared prompts, and
+    `MemoryForecastError` if one request, or `max_batch`, does not fit; the message says how many do.
     """
     total, device = len(prompts), session.model.device
     if max_batch is not None and max_batch < 1:

@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from sfi_core.engine.left_pad import left_pad
-from sfi_core.engine.loop import Loop, NewTokens
+from sfi_core.engine.loop import Loop, NewTokens, left_pad
 from sfi_core.engine.maintenance import main_stream
 from sfi_core.engine.report import RunReport
 from sfi_core.engine.shared_prompt import SharedPrompt

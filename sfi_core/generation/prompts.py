@@ -9,9 +9,7 @@ from sfi_core.errors import ConfigError, InputError
 def encode(tokenizer: Any, prompts: Sequence[str] | Sequence[Sequence[int]]) -> list[list[int]]:
     """Turn prompts into token ids.
 
-    Raises:
-        InputError: There is no prompt, or one without a token.
-        ConfigError: A text needs a tokenizer.
+    Raise `InputError` for no prompt, or one without a token, and `ConfigError` if a text needs a tokenizer.
     """
     if not prompts:
         raise InputError("prompts must not be empty, got none")

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from sfi_core.engine.left_pad import left_pad
+from sfi_core.engine.loop import left_pad
 from sfi_core.engine.prompt_queries import PromptQueries
 from sfi_core.engine.shared_prompt import SharedPrompt
 from sfi_core.generation.prompts import check_lengths, encode

@@ -105,9 +105,8 @@ class SyntheticPrompt:
                 begin = [min(start, length) for length in self.contexts]
                 begin_B, count_B = torch.tensor([begin, count], dtype=torch.int32, device=device)
                 piece = turned(key, start), turned(value, start)
-                if (
-                    min(count) < BLOCK
-                ):  # `append` takes a piece's last tokens; roll the first ones there
+                if min(count) < BLOCK:
+                    # `append` takes a piece's last tokens; roll the first ones there
                     piece = _rolled(piece[0], count), _rolled(piece[1], count)
                 store.append(index, *piece, begin_B, count_B, begin, count)
         return store

@@ -1,6 +1,6 @@
 """Decodes tokens to text one by one."""
 
-from typing import Any, Protocol
+from typing import Any
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
@@ -9,15 +9,8 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 INVALID_PREFIX = "Invalid prefix"  # beginning of the message of an untyped error of `tokenizers`
 
 
-class TextStream(Protocol):
-    """Decodes one request's tokens; a character split over tokens comes with its last token."""
-
-    def push(self, token_id: int) -> str:
-        """Return the text that a token adds."""
-
-
-def text_stream(tokenizer: Any) -> TextStream:
-    """Make the stream for a tokenizer of transformers."""
+def text_stream(tokenizer: Any) -> "FastTextStream | SlowTextStream":
+    """Make the stream of one request's text; a character split over tokens comes with its last token."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     return FastTextStream(backend) if isinstance(backend, Tokenizer) else SlowTextStream(tokenizer)
 

@@ -11,8 +11,8 @@ import torch
 
 from sfi_core.engine.picking.noise import gumbel, noise_key
 from sfi_core.errors import ConfigError, NumericsError
-from sfi_core.generation.processors import processors
 from sfi_core.generation.prompts import check_lengths, encode
+from sfi_core.generation.sampling import processors
 from sfi_core.generation.verify_report import Differing, RequestCheck, VerifyReport
 from sfi_core.models.linear import wide_linears
 from sfi_core.models.rotation import pass_rotation
@@ -204,11 +204,7 @@ def forced_logits(
 ) -> Iterator[torch.Tensor]:
     """Read a text with the plain model; yield the logits of its output tokens in pieces, [P, V].
 
-    Args:
-        model: The model.
-        ids_1T: The prompt and its output.
-        prompt: Number of prompt tokens.
-        chunk: Prompt tokens of one pass.
+    The text is `prompt` tokens and the output; a pass reads `chunk` tokens of the prompt.
     """
     first, last = prompt - 1, ids_1T.shape[1] - 1
     known = inspect.signature(model.forward).parameters

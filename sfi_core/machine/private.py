@@ -20,25 +20,6 @@ def attention_implementation(config: Any) -> str:
     return name
 
 
-class LastOperation(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes the last aten operation that began inside; `name` is like `aten::nonzero`, "" at first."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.name = ""
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Note the operation and run it."""
-        self.name = func.name()
-        return func(*args, **(kwargs or {}))
-
-
 def has_hooks(module: torch.nn.Module) -> bool:
     """Say whether a module has forward hooks; PyTorch can add and remove hooks, but not list them."""
     return bool(module._forward_hooks or module._forward_pre_hooks)
@@ -67,14 +48,19 @@ def operators(call: Callable[[], object]) -> list[str]:
     return seen.names
 
 
-class Operators(TorchDispatchMode):
-    """Lists the operators that run inside."""
+class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Lists the names of the operators that run inside, such as `nonzero`.
+
+    `last` is the full name of the last one to begin, such as `aten::nonzero`; "" at first.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.names: list[str] = []
+        self.last = ""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Note the name and run the operator."""
+        """Note the operator's name and run it."""
+        self.last = func.name()
         self.names.append(func.overloadpacket.__name__)
         return func(*args, **(kwargs or {}))

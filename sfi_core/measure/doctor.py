@@ -32,15 +32,10 @@ class Check:
 
 def checks() -> list[Check]:
     """Check everything that a run may need."""
-    return [
-        _cuda(),
-        _backend("torch"),
-        _numba(),
-        _triton(),
-        _triton_backend(),
-        _nvtx(),
-        *_policies(),
-    ]
+    triton = Check("backend triton", None, "needs a CUDA device")
+    if torch.cuda.is_available():
+        triton = _backend("triton")
+    return [_cuda(), _backend("torch"), _numba(), _triton(), triton, _nvtx(), *_policies()]
 
 
 def _policies() -> Iterator[Check]:
@@ -68,10 +63,7 @@ def _backend(backend: str) -> Check:
         prompt = (
             "Belora hid a red lantern under the old bridge. Question: What is written about Belora?"
         )
-        options: dict[str, Any] = {
-            "max_new_tokens": 12,
-            "engine": EngineOptions(backend=backend),
-        }
+        options: dict[str, Any] = {"max_new_tokens": 12, "engine": EngineOptions(backend=backend)}
         sfi = generate(model, tokenizer, [prompt], everything, **options)
         full = generate(model, tokenizer, [prompt], everything, policy="full-kv", **options)
     except SfiError as error:
@@ -90,11 +82,9 @@ def _numba() -> Check:
     from sfi_kernels import loops  # noqa: PLC0415 - needs numba
 
     kept = loops.attend.stats.cache_path
-    detail = (
-        f"code is kept in {kept}"
-        if kept
-        else "no folder for code can be written, so every run compiles"
-    )
+    detail = "no folder for code can be written, so every run compiles"
+    if kept:
+        detail = f"code is kept in {kept}"
     return Check("numba", True, f"compiles codescan's and quest's steps; {detail}")
 
 
@@ -103,25 +93,14 @@ def _triton() -> Check:
     command = [sys.executable, "-m", "sfi_kernels.triton_check"]
     try:
         done = subprocess.run(  # noqa: S603 - our own module
-            command,
-            env={**os.environ, **mode},
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT,
-            check=False,
-        )
+            command, env={**os.environ, **mode}, capture_output=True, text=True, timeout=TIMEOUT, check=False
+        )  # fmt: skip
     except subprocess.TimeoutExpired:
         return Check("triton", False, f"no answer within {TIMEOUT} s")
     if done.returncode:
         lines = done.stderr.strip().splitlines() or ["no message"]
         return Check("triton", False, lines[-1])
     return Check("triton", True, f"a kernel ran {'in the interpreter' if mode else 'on the GPU'}")
-
-
-def _triton_backend() -> Check:
-    if not torch.cuda.is_available():
-        return Check("backend triton", None, "needs a CUDA device")
-    return _backend("triton")
 
 
 def _nvtx() -> Check:

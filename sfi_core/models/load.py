@@ -21,8 +21,7 @@ from sfi_core.distributed import torchrun
 from sfi_core.distributed.ranks import join, mesh
 from sfi_core.errors import BackendError, ConfigError, InputError, UnsupportedModelError
 from sfi_core.models.digest import source_digest
-from sfi_core.models.gguf_file import DTYPE, check_positions, read_metadata
-from sfi_core.models.gguf_tokenizer import build_tokenizer
+from sfi_core.models.gguf_file import DTYPE, build_tokenizer, check_positions, read_metadata
 from sfi_core.models.source import Source, find_source
 from sfi_core.models.tensor_parallel import parallel_options
 

@@ -11,13 +11,55 @@ from sfi_core.distributed import torchrun
 from sfi_core.distributed.ranks import ranks_of
 from sfi_core.errors import MemoryForecastError
 from sfi_core.machine.memory import free_bytes, resident_bytes
-from sfi_core.models.graph_memory import graph_bytes
 from sfi_core.models.linear import crawls
-from sfi_core.models.lossless_memory import HELD, Drafting
 from sfi_core.settings.config import SfiConfig
 from sfi_core.state.layer_shape import LayerShape
+from sfi_kernels.dense_attention.verification import GROUP
 
 FLOAT32 = 4
+# bytes of a logit that is being picked from, at most: its float32 copy and score, with a sorted copy and its
+# indices, softmax and sums of top_p; or score, random bits twice and noise, the last three of 8 bytes each
+PICKING = 32
+COMPARING = 6 * FLOAT32  # both distributions, their logarithms, and the terms of the divergence
+HELD = 2  # sliding windows: the one after the last verified token, and the drafts' own
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drafting:
+    """How a lossless run drafts, for the forecast.
+
+    A request brings `tested` tokens to a pass: its draft and the token before. `together` logits are picked
+    from at once. `compares` says whether an observer wants the divergence of drafts from full attention,
+    `explicit` whether a verification's attention holds all its logits, as the torch backend's does.
+    """
+
+    tested: int
+    together: int
+    compares: bool
+    explicit: bool
+
+    def pass_bytes(
+        self, *, batch: int, vocabulary: int, itemsize: int, heads: int, grouped: int, capacity: int
+    ) -> int:
+        """Add up what a verification of all requests holds, the model's activations left out.
+
+        `vocabulary` numbers of `itemsize` bytes are a token's logits; `heads` are all query heads, `grouped`
+        those of a KV head; `capacity` are the tokens that a request may reach.
+        """
+        numbers = batch * self.tested * vocabulary
+        picking = min(numbers, max(self.together, vocabulary)) * PICKING
+        comparing = self.tested * vocabulary * COMPARING if self.compares else 0
+        all_logits = heads * self.tested * capacity
+        held = min(all_logits, max(GROUP, grouped * self.tested * capacity))
+        # logits, weights, and these once more
+        attention = 3 * FLOAT32 * held if self.explicit else 0
+        return max(numbers * itemsize + max(picking, comparing), attention)
+
+    def kept_bytes(self, *, batch: int, vocabulary: int, itemsize: int) -> int:
+        """Return the bytes of the drafted tokens' logits, kept until they are compared."""
+        return batch * (self.tested - 1) * vocabulary * itemsize if self.compares else 0
+
+
 CPU_SLACK = 2  # the C library keeps about as much freed memory as the largest transients took
 
 
@@ -208,3 +250,40 @@ def check_fits(
             f"{expected.packed_bytes / 1e9:.2f} GB packed, {expected.workspace_bytes / 1e9:.2f} GB "
             f"workspace{graphs}); lower {way}"
         )
+
+
+INT32 = 4
+# Paper gap: both are the libraries' own. What CUDA keeps of a graph of 2,000 kernels with their arguments:
+# assumed. What cuBLAS keeps for the stream that steps are recorded on: 32 MiB on Hopper, 8 MiB before it.
+GRAPH_BYTES = 16 << 20
+LIBRARY_BYTES = 32 << 20
+
+
+def step_sizes(batch: int, *, selects: bool) -> list[int]:
+    """Return the numbers of slow requests, padding included, that a run has graphs for."""
+    if not selects:
+        return [0]
+    return [0, *sorted({min(batch, 1 << power) for power in range(batch.bit_length() + 1)})]
+
+
+def graph_bytes(
+    layers: Sequence[LayerShape],
+    config: SfiConfig,
+    *,
+    selects: bool,
+    batch: int,
+    capacity: int,
+    vocabulary: int,
+    step_bytes: int,
+) -> int:
+    """Add up the bytes of a run's graphs: a shared memory pool, and each graph's own.
+
+    `layers` are those that select, `vocabulary` the numbers of a request's logits, `step_bytes` the largest
+    transient of a step with all requests slow; graphs run one after the other.
+    """
+    sizes = step_sizes(batch, selects=selects)
+    logits = len(sizes) * batch * vocabulary * layers[0].itemsize
+    chosen = (
+        sum(sizes) * sum(layer.heads for layer in layers) * min(config.budget, capacity) * INT32
+    )
+    return step_bytes + logits + chosen + len(sizes) * GRAPH_BYTES + LIBRARY_BYTES

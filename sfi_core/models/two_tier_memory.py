@@ -6,7 +6,6 @@ Nothing here runs a model or allocates. The sizes are those of `TwoTierStore`, o
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
 
 from sfi_core.errors import ConfigError
 from sfi_core.models.memory_need import FLOAT32
@@ -45,23 +44,14 @@ def two_tier_bytes(
     page: int,
     longest_recent: int,
     selects: bool,
-    norms: bool = True,
     summary: Callable[[LayerShape, int], int] | None = None,
     resident: Callable[[int, int], Sequence[int]] | None = None,
 ) -> TwoTierBytes:
     """Add up the bytes of a two-tier KV cache; layers with a sliding window are left out.
 
-    Args:
-        layers: The shape of every layer.
-        config: Sink, budget, and the layers left dense, which have no packed segment and no notes.
-        batch: Requests.
-        capacity: Tokens that a request may reach.
-        page: Tokens of a page of the store.
-        longest_recent: The most recent tokens that a step reads.
-        selects: Whether the policy selects at all.
-        norms: Whether the norms of all keys count, which the store keeps for every policy.
-        summary: As `Policy.summary_bytes`; None for no summaries.
-        resident: As `Policy.resident_heads`; None for no heads that stay on the device.
+    Layers left dense have no packed segment and no notes. A `page` and the `longest_recent` window of a step
+    are in tokens, as is the `capacity` of a request. `selects` says whether the policy selects at all;
+    `summary` and `resident` are `Policy.summary_bytes` and `Policy.resident_heads`, None for none.
     """
     full = {index: layer for index, layer in enumerate(layers) if layer.window is None}
     sparse = [layer for index, layer in full.items() if index not in config.dense_layers]
@@ -81,7 +71,7 @@ def two_tier_bytes(
         "ring": batch * ring * (sum(row_bytes) + norm_bytes),
         "packed": batch * sum(packed),
         "scratch": max(packed, default=0),
-        "norms": room * norm_bytes if norms else 0,
+        "norms": room * norm_bytes,
         "notes": batch * sum(noted) if selects else 0,
         "stream": BUFFERS * block_tokens(pages * page, page) * max(row_bytes, default=0),
         "resident": room * kept,
@@ -111,23 +101,11 @@ def ring_pages(longest_recent: int, page: int) -> int:
     return -(-(longest_recent + page - 1) // page) + 1
 
 
-def least_device_bytes(
-    layers: Sequence[LayerShape], config: SfiConfig, *, batch: int, capacity: int, **sizes: Any
-) -> int:
-    """Return the least device bytes of a run: those of a step that reads `config.recent` recent tokens.
-
-    An anchored recent window, which grows between slow steps, needs more. `sizes` are the other arguments of
-    `two_tier_bytes`, without `longest_recent`.
-    """
-    sizes |= {"batch": batch, "capacity": capacity, "longest_recent": config.recent}
-    return two_tier_bytes(layers, config, **sizes).device_bytes
-
-
 def check_device_budget(budget: DeviceBudget, expected: TwoTierBytes, least_bytes: int) -> None:
     """Raise `ConfigError` for a device budget that a run's two-tier cache exceeds.
 
-    `budget` may be a share of the full cache, `expected.host_bytes`; `least_bytes` are those of
-    `least_device_bytes`.
+    `budget` may be a share of the full cache, `expected.host_bytes`; `least_bytes` are those of a step that
+    reads `config.recent` recent tokens. An anchored window, which grows between slow steps, needs more.
     """
     allowed = budget.bytes_of(expected.host_bytes)
     if allowed < least_bytes:

@@ -1,7 +1,9 @@
 """The protocol of observers, all that the core knows of them."""
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Protocol
 
 from sfi_core.observers.events import (
@@ -160,3 +162,33 @@ def _takes(observer: Observer) -> bool | None:
 def _overrides(observer: Observer, method: str) -> bool:
     base = getattr(NullObserver, method)
     return getattr(type(observer), method, base) is not base
+
+
+class HeldSelections(Observers):
+    """Passes events on, but holds the selections of decoding steps until `settle`, `keep` or `drop`."""
+
+    def __init__(self, observer: Observer) -> None:
+        super().__init__([observer])
+        self._held: dict[int, list[SelectionEvent]] = defaultdict(list)
+
+    def on(self, event: Event) -> None:
+        """Pass an event on; hold a selection unless the prompt's end made it."""
+        if isinstance(event, SelectionEvent) and event.step > 0:
+            self._held[event.request].append(event)
+        else:
+            super().on(event)
+
+    def settle(self, request: int, step: int) -> None:
+        """Pass on a request's selections, as those of `step`."""
+        for event in self._held.pop(request, ()):
+            super().on(replace(event, step=step))
+
+    def keep(self, request: int, stop: int) -> None:
+        """Pass on a request's selections of steps before `stop`; drop those of rejected tokens."""
+        for event in self._held.pop(request, ()):
+            if event.step < stop:
+                super().on(event)
+
+    def drop(self, request: int) -> None:
+        """Drop a request's selections, whose token was rejected."""
+        self._held.pop(request, None)

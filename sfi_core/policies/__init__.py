@@ -4,9 +4,8 @@ from importlib import import_module
 from importlib.metadata import EntryPoint
 
 from sfi_core.errors import ConfigError
-from sfi_core.policies.base import EvidencePolicy, Policy, Selection
+from sfi_core.policies.base import EvidencePolicy, Policy, Selection, Triggered, best
 from sfi_core.policies.context import Evidence, LayerContext
-from sfi_core.policies.shared import Triggered, best
 from sfi_core.settings.policy_names import built_in, installed, known, package_of
 
 __all__ = [
@@ -39,8 +38,7 @@ POLICIES: dict[str, type[Policy]] = {name: _own(name) for name in built_in()}
 def policy_class(name: str) -> type[Policy]:
     """Look a policy up, ours or another package's.
 
-    Raises:
-        ConfigError: There is no such policy, or two, or it cannot be imported.
+    Raise `ConfigError` for no such policy, or two, or one that cannot be imported.
     """
     points = [point for point in installed() if point.name == name]
     owners = ["sfi"] if name in POLICIES else []

@@ -5,7 +5,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 from sfi_core.errors import ConfigError, InputError, SfiError
 
@@ -17,12 +17,9 @@ SHOWN = 12  # characters of a digest in a message
 class HeadClusters:
     """The clusters of KV heads of each layer.
 
-    Attributes:
-        model_digest: The checkpoint's digest, or its commit on the hub; "" if unknown.
-        cluster_of: By layer, the cluster of each KV head.
-        representatives: By layer, the representative KV head of each cluster.
-        model: The model as the user named it, for messages.
-        made_from: How the similarity was measured, in plain values.
+    By layer, `cluster_of` has the cluster of each KV head, and `representatives` the representative KV head
+    of each cluster. `model_digest` is the checkpoint's digest, or its commit on the hub, "" if unknown;
+    `model` its name for messages; `made_from` says how the similarity was measured, in plain values.
     """
 
     model_digest: str
@@ -112,14 +109,10 @@ class HeadClusters:
         return tuple(representatives[cluster] for cluster in self.cluster_of[layer])
 
     def check(self, heads_by_layer: Mapping[int, int], model_digest: str) -> None:
-        """Refuse a model other than that of the clusters.
+        """Raise `ConfigError` for a model with another checkpoint, other layers, or other KV heads.
 
-        Args:
-            heads_by_layer: KV heads of each full-attention layer.
-            model_digest: The running model's digest, which must agree if both are known; "" if unknown.
-
-        Raises:
-            ConfigError: The model has another checkpoint, other layers, or other KV heads.
+        `heads_by_layer` are those of the full-attention layers; the running model's digest, "" if unknown,
+        must agree if both are known.
         """
         whose = f"head clusters of {self.model or 'a model without a name'}"
         if self.model_digest and model_digest and self.model_digest != model_digest:
@@ -168,20 +161,20 @@ def _layer_number(name: str) -> int:
 
 
 def _a_table(value: Any, what: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise ConfigError(f"{what} must be a JSON object, got {value!r:.60}")
-    return value
+    return value if isinstance(value, dict) else _wrong(value, what, "a JSON object")
 
 
 def _a_text(table: Mapping[str, Any], name: str) -> str:
     value = table.get(name)
-    if not isinstance(value, str):
-        raise ConfigError(f"{name} must be a text, got {value!r:.60}")
-    return value
+    return value if isinstance(value, str) else _wrong(value, name, "a text")
 
 
 def _heads(table: Mapping[str, Any], name: str) -> tuple[int, ...]:
     value = table.get(name)
     if not isinstance(value, list) or any(type(one) is not int for one in value):
-        raise ConfigError(f"{name} must be a list of whole numbers, got {value!r:.60}")
+        _wrong(value, name, "a list of whole numbers")
     return tuple(value)
+
+
+def _wrong(value: Any, what: str, expected: str) -> NoReturn:
+    raise ConfigError(f"{what} must be {expected}, got {value!r:.60}")

@@ -52,15 +52,8 @@ def best_pages(
     """Return the positions of the pages with the highest scores; the lower page wins a tie.
 
     Equals Top-K over positions with the scores of their pages, but sorts only the pages. Without a sync.
-
-    Args:
-        score_HP: Scores of a request's pages.
-        page: Tokens of a page.
-        allowed: The candidate set J: its first position, and one past its last.
-        budget: Positions to return; the last page taken may be cut short.
-
-    Returns:
-        Ascending positions, [H, min(budget, |J|)] int32.
+    `page` are the tokens of a page; `allowed` is the candidate set J: its first position, and one past its
+    last. The last page taken may be cut short. Return ascending positions, [H, min(budget, |J|)] int32.
     """
     H, P = score_HP.shape
     first, stop = allowed

@@ -117,8 +117,7 @@ class SfiConfig(Table):
     def replace(self, /, **changes: Any) -> Self:
         """Copy with other values; a table such as `selector` takes a mapping of the fields to change.
 
-        Raises:
-            ConfigError: An unknown name, or a value of the wrong type or out of range.
+        Raise `ConfigError` for an unknown name, or a value of the wrong type or out of range.
         """
         check_names(SfiConfig, changes)
         for name, kind in PARTS.items():
@@ -138,12 +137,7 @@ class SfiConfig(Table):
         return _toml(values) + "".join(f"\n[{n}]\n{_toml(part)}" for n, part in tables.items())
 
     def merge_toml(self, path: Path) -> Self:
-        """Copy with the settings of a TOML file.
-
-        Raises:
-            InputError: The file cannot be read or is no TOML.
-            ConfigError: The file has an unknown name or a value that `replace` rejects.
-        """
+        """Copy with the settings of a TOML file; raise as `read_toml` and `replace`."""
         changes = read_toml(path)
         try:
             return self.replace(**changes)
@@ -161,8 +155,7 @@ PARTS: dict[str, Any] = {  # the nested tables, which are those of a TOML file t
 def read_toml(path: Path) -> dict[str, Any]:
     """Read the settings of a TOML file, without its `provenance` table.
 
-    Raises:
-        InputError: The file cannot be read or is no TOML.
+    Raise `InputError` for a file that cannot be read or is no TOML.
     """
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -210,10 +203,5 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
     # FreeKV's two scenarios (Sec. 5.1); its budget of 2048 includes sink and recent tokens (Sec. 2.1)
     "freekv-long-input": {"sink": 128, "recent": 128, "budget": 1792},
-    "freekv-long-generation": {
-        "sink": 512,
-        "recent": 512,
-        "budget": 1024,
-        "freekv": {"tau": 0.9},
-    },
+    "freekv-long-generation": {"sink": 512, "recent": 512, "budget": 1024, "freekv": {"tau": 0.9}},
 }

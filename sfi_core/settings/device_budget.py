@@ -17,12 +17,8 @@ UNITS = {
 
 @dataclass(frozen=True, slots=True)
 class DeviceBudget:
-    """The device memory that a KV cache may take: `share` of the full cache in (0, 1], or `size` bytes.
+    """The device memory that a KV cache may take: `share` of the full cache in (0, 1], or `size` bytes."""
 
-    `text` is what the user wrote, for messages.
-    """
-
-    text: str
     share: Fraction | None = None
     size: int | None = None
 
@@ -32,8 +28,7 @@ class DeviceBudget:
 
         Units are KiB, MiB, GiB, TiB (powers of 1024) and kB, MB, GB, TB (powers of 1000), in any case.
 
-        Raises:
-            ConfigError: The text is neither, the share is not in (0, 100%], or the size is no whole byte.
+        Raise `ConfigError` if the text is neither, the share not in (0, 100%], or the size no whole byte.
         """
         wrong = ConfigError(
             f"kv_device_budget must be a share such as 20% or a size such as 2GiB, got {text!r}"
@@ -45,11 +40,11 @@ class DeviceBudget:
         if unit == "%":
             if not 0 < number <= 100:  # noqa: PLR2004 - percent
                 raise wrong
-            return cls(text.strip(), share=number / 100)
+            return cls(share=number / 100)
         size = number * UNITS.get(unit, 1)
         if size < 1 or (not unit and size.denominator > 1):
             raise wrong
-        return cls(text.strip(), size=int(size))
+        return cls(size=int(size))
 
     def bytes_of(self, cache_bytes: int) -> int:
         """Return the budget in bytes, rounded down, for a full cache of `cache_bytes`."""
@@ -57,7 +52,3 @@ class DeviceBudget:
             return self.size
         assert self.share is not None, "a budget is a share or a size"
         return int(self.share * cache_bytes)
-
-    def __str__(self) -> str:
-        """Return what the user wrote."""
-        return self.text

@@ -58,8 +58,7 @@ class EngineOptions:
     def on_several_ranks(self) -> "EngineOptions":
         """Return the options without overlap: ranks must call each other in the order of the layers.
 
-        Raises:
-            ConfigError: `graphs` is True, which tensor parallelism excludes.
+        Raise `ConfigError` if `graphs` is True, which tensor parallelism excludes.
         """
         if self.graphs:
             raise ConfigError("graphs must be off under tensor parallelism, got graphs=True")

@@ -65,8 +65,7 @@ class Setting:
     def checked(self, value: Any) -> Any:
         """Return a valid value as the field stores it: an int as a float, a list as a tuple.
 
-        Raises:
-            ConfigError: The value has another type or is out of range.
+        Raise `ConfigError` if the value has another type or is out of range.
         """
         if value is None and self.optional:
             return None
@@ -139,8 +138,7 @@ def settings_of(cls: type, table: str = "") -> dict[str, Setting]:
 def check(config: object) -> None:
     """Check every field of a settings dataclass and store it in its declared type.
 
-    Raises:
-        ConfigError: A value has another type or is out of range.
+    Raise `ConfigError` for a value that has another type or is out of range.
     """
     cls: type = type(config)
     for name, declared in _declared(cls).items():

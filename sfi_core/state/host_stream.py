@@ -42,12 +42,10 @@ class HostStream:
     def offload(
         self, place: int, host: HostTier, complete: Sequence[tuple[int, torch.Tensor]]
     ) -> None:
-        """Copy pages to the host.
+        """Copy pages to a layer's host tier.
 
-        Args:
-            place: A place of the side; the source pages are kept until its next offload.
-            host: The layer's host tier.
-            complete: First host page, and the pages from there on in the host's layout.
+        `complete` has a first host page and the pages from there on, in the host's layout; they are kept
+        until the next offload of `place`.
         """
 
         def job() -> None:
@@ -104,3 +102,30 @@ class HostStream:
                 torch.empty(numbers, dtype=dtype, device=self.device) for _ in range(BUFFERS)
             ]
         return self.buffers[at % BUFFERS]
+
+
+class RecallScratch:
+    """Memory for one recall at a time: recalls run one after the other."""
+
+    def __init__(self, side: SideStream) -> None:
+        self._side = side
+        self._flat: list[torch.Tensor] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the memory."""
+        return sum(tensor.nbytes for tensor in self._flat)
+
+    def like(self, segment: Sequence[torch.Tensor], rows: int) -> list[torch.Tensor]:
+        """Return a buffer of `rows` requests for each of a segment's tensors, [B, ...]."""
+        for at, tensor in enumerate(segment):
+            size = rows * tensor[0].numel()
+            if at == len(self._flat):
+                self._flat.append(tensor.new_empty(size))
+            elif self._flat[at].numel() < size:
+                self._side.join()
+                self._flat[at] = tensor.new_empty(size)
+        return [
+            flat[: rows * tensor[0].numel()].view(rows, *tensor.shape[1:])
+            for flat, tensor in zip(self._flat, segment, strict=True)
+        ]

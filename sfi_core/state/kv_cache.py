@@ -26,14 +26,7 @@ class KVCache(PagedView):
     def __init__(
         self, batch: int, capacity: int, page_size: int | None = None, backend: str = "torch"
     ) -> None:
-        """Plan for `capacity` tokens in each of `batch` requests.
-
-        Args:
-            batch: Requests.
-            capacity: Tokens of a request.
-            page_size: Tokens of a page; None for one page per request.
-            backend: "torch" or "triton".
-        """
+        """Plan for `capacity` tokens in each of `batch` requests; without a `page_size`, in one page each."""
         self._one_page = page_size is None
         page_size = page_size or capacity
         self.pages_per_request = -(-capacity // page_size)
@@ -83,10 +76,8 @@ class KVCache(PagedView):
         """See `KVStore`: a cache of batch 1 over the same pages."""
         first, count = row * self.pages_per_request, self.pages_per_request
         one = copy.copy(self)
-        one.batch, one.block_table_BP = (
-            1,
-            self.block_table_BP[:1],
-        )  # `one.layers` begin with its pages
+        one.batch = 1
+        one.block_table_BP = self.block_table_BP[:1]  # `one.layers` begin with its pages
         one.layers = {
             layer: LayerPages(*(tensor[first : first + count] for tensor in pages.tensors))
             for layer, pages in self.layers.items()

@@ -72,14 +72,8 @@ class KVStore(Protocol):
     ) -> LayerPages:
         """Write each request's new tokens, the last `count` of T, from position `start` on.
 
-        Args:
-            layer: Index of the layer.
-            key_BHTD: New keys, padded on the left.
-            value_BHTE: New values.
-            start_B: Cached tokens of each request, int32.
-            count_B: New tokens of each request, int32.
-            start: `start_B` on the host.
-            count: `count_B` on the host.
+        The tokens are padded on the left. `start_B` and `count_B`, int32, are the cached and the new tokens
+        of each request; `start` and `count` are the same on the host.
         """
 
     def pages(self, layer: int) -> LayerPages:
@@ -104,14 +98,10 @@ class KVStore(Protocol):
         """Return key norms, [len(rows), H, length] float32; undefined beyond a request's tokens."""
 
     def norms_of(self, layer: int, page_RHP: torch.Tensor) -> torch.Tensor:
-        """Return the key norms of requests by their pages, in one copy.
+        """Return the key norms of requests by their pages, in one copy, [R, H, capacity] float32.
 
-        Args:
-            layer: Index of the layer.
-            page_RHP: Each request's page numbers times H, plus the KV head, int32.
-
-        Returns:
-            norm_RHT, [R, H, capacity] float32; undefined beyond a request's tokens.
+        `page_RHP` are each request's page numbers times H, plus the KV head, int32. Norms beyond a request's
+        tokens are undefined.
         """
 
     def pack_into(

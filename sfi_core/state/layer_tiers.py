@@ -86,11 +86,8 @@ class LayerTiers:
     ) -> torch.Tensor:
         """Return the pages that new tokens complete, in the host's layout.
 
-        Args:
-            ring_page: The ring page with the tokens of the same page before `start`.
-            start: Position of the first new token, not yet written to the ring.
-            key_HTD: The new keys.
-            value_HTE: The new values.
+        `start` is the position of the first new token, not yet written to the ring; `ring_page` has the
+        tokens of the same page before it.
         """
         N = self.host.page_size
         if before := start % N:

@@ -46,12 +46,17 @@ class PackedSegment:
         length_BH: int32.
     """
 
-    def __init__(self, batch: int, rows: int, like: "LayerPages | SegmentShape") -> None:
-        """Allocate `rows` rows for every request of a batch, of the shape of `like`."""
+    def __init__(
+        self, batch: int, rows: int, like: "LayerPages | SegmentShape", *, packs: bool = True
+    ) -> None:
+        """Allocate `rows` rows for every request of a batch, of the shape of `like`.
+
+        Without `packs`, for rows that attention reads in the pages, there are positions only.
+        """
         shape = like if isinstance(like, SegmentShape) else SegmentShape.of(like)
         H, device = shape.heads, shape.device
         self.key_BHSD, self.value_BHSE = (
-            torch.empty(batch, H, rows, width, dtype=shape.dtype, device=device)
+            torch.empty(batch, H, rows if packs else 0, width, dtype=shape.dtype, device=device)
             for width in (shape.key_width, shape.value_width)
         )
         self.position_BHS = torch.full((batch, H, rows), -1, dtype=torch.int32, device=device)
@@ -78,11 +83,13 @@ class PackedSegment:
 
     def reserve(self, rows: int) -> None:
         """Grow to at least `rows` rows for every request, by copying."""
-        B, H, old, _ = self.key_BHSD.shape
+        B, H, old = self.position_BHS.shape
         if rows <= old:
             return
         for name in ("key_BHSD", "value_BHSE", "position_BHS"):
             small = getattr(self, name)
+            if small.shape[2] < old:  # it has no packed rows
+                continue
             large = small.new_empty(B, H, rows, *small.shape[3:])
             large[:, :, :old] = small
             setattr(self, name, large)

@@ -4,24 +4,42 @@ A job starts after all work that the main stream had been given before the job w
 waits for a job only by `wait` and `join`.
 """
 
+import threading
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 
-from sfi_core.state.streams import stream_of
+_made = threading.local()
+
+
+def stream_of(device: torch.device, role: str, priority: int = 0) -> torch.cuda.Stream:
+    """Return the stream of a role on a CUDA device, one per thread; a lower `priority` goes first.
+
+    Runs share it because PyTorch's allocator reuses freed memory only on the same stream, and cuBLAS keeps a
+    workspace for each stream: new streams in every run would take new memory.
+    """
+    streams: dict[tuple[str, str], torch.cuda.Stream] = _made.__dict__.setdefault("streams", {})
+    key = (str(device), role)
+    if key not in streams:
+        streams[key] = torch.cuda.Stream(device, priority=priority)  # type: ignore[no-untyped-call]
+    return streams[key]
+
 
 RING_PLACES = 4  # how many layers maintenance may lag behind
 Job = Callable[[], None]
 
 
-class SideStream(Protocol):
-    """Runs jobs in order; `places` is how many may be under way."""
+class SideStream:
+    """Runs each job at once, on the main stream; `SecondStream` runs jobs beside it.
 
-    places: int
+    `places` is how many jobs may be under way.
+    """
+
+    places = 1
 
     def run(self, place: int, job: Job) -> None:
         """Run a job after all work that the main stream has been given so far."""
+        job()
 
     def wait(self, place: int) -> None:
         """Let the main stream wait for the last job of a place."""
@@ -31,29 +49,10 @@ class SideStream(Protocol):
 
     def again(self) -> "SideStream":
         """Return a side on the same stream with its own events, for a CUDA graph."""
-
-
-class InOrder:
-    """Runs each job at once, on the main stream."""
-
-    places = 1
-
-    def run(self, place: int, job: Job) -> None:
-        """See `SideStream`."""
-        job()
-
-    def wait(self, place: int) -> None:
-        """See `SideStream`; there is nothing to wait for."""
-
-    def join(self) -> None:
-        """See `SideStream`; there is nothing to wait for."""
-
-    def again(self) -> "InOrder":
-        """See `SideStream`."""
         return self
 
 
-class SecondStream:
+class SecondStream(SideStream):
     """Runs jobs on a CUDA stream of the lowest priority.
 
     Each event is recorded once. Events of a captured graph are kept as long as this object.
@@ -100,13 +99,13 @@ class SecondStream:
 def side_of(device: torch.device, *, overlap: bool, role: str = "maintenance") -> SideStream:
     """Return a second stream if `overlap` and the device has one; `role` is that of `stream_of`."""
     if not has_side_stream(device, overlap=overlap):
-        return InOrder()
+        return SideStream()
     return SecondStream(stream_of(device, role))
 
 
 def ring_places(device: torch.device, *, overlap: bool) -> int:
     """Return the `places` of what `side_of` would return."""
-    return (SecondStream if has_side_stream(device, overlap=overlap) else InOrder).places
+    return (SecondStream if has_side_stream(device, overlap=overlap) else SideStream).places
 
 
 def has_side_stream(device: torch.device, *, overlap: bool) -> bool:

@@ -18,13 +18,12 @@ from time import perf_counter
 import torch
 
 from sfi_core.errors import ConfigError
-from sfi_core.state.host_stream import HostStream, block_tokens
+from sfi_core.state.host_stream import HostStream, RecallScratch, block_tokens
 from sfi_core.state.kv_store import Recall
 from sfi_core.state.layer_pages import LayerPages, join_blocks, tokens_of
 from sfi_core.state.layer_tiers import LayerTiers
 from sfi_core.state.packed_segment import PackedSegment
-from sfi_core.state.recall_scratch import RecallScratch
-from sfi_core.state.side_stream import InOrder, Job, SideStream
+from sfi_core.state.side_stream import Job, SideStream
 from sfi_kernels.append import append
 from sfi_kernels.recall import recall
 from sfi_kernels.step_descriptor import sent
@@ -57,14 +56,9 @@ class TwoTierStore:
     ) -> None:
         """Plan for `capacity` tokens in each of `batch` requests.
 
-        Args:
-            batch: Requests.
-            capacity: Tokens of a request.
-            page_size: Tokens of a page.
-            ring_pages: Pages of each request on the device; they must hold the recent tokens.
-            backend: "torch" or "triton", for `append` and `recall`.
-            side: Runs offloads and recalls; None runs them in order.
-            resident: Returns the resident KV heads, given a layer and its number of heads; None for none.
+        The `ring_pages` of a request on the device must hold its recent tokens. `side` runs offloads and
+        recalls; None runs them in order. `resident` returns the resident KV heads, given a layer and its
+        number of heads; None for none.
         """
         self.batch, self.backend, self.page_size = batch, backend, page_size
         self.pages_per_request = -(-capacity // page_size)
@@ -73,7 +67,7 @@ class TwoTierStore:
         page_P, row_B1 = torch.arange(self.pages_per_request), torch.arange(batch)[:, None]
         self.block_table_BP = (row_B1 * self.ring_pages + page_P % self.ring_pages).int()
         self.host_table_BP = (row_B1 * self.pages_per_request + page_P).int()
-        self.side = side or InOrder()
+        self.side = side or SideStream()
         self.layers: dict[int, LayerTiers] = {}
         self._resident = resident
         # kept because PyTorch's allocator would reuse tensors that only another stream still reads
@@ -92,11 +86,6 @@ class TwoTierStore:
         """Bytes on the device, without packed segments and page summaries."""
         own = [tensor for tiers in self.layers.values() for tensor in tiers.tensors]
         return self._scratch.nbytes + sum(x.nbytes for x in [*own, *self.stream.buffers])
-
-    @property
-    def offloaded_bytes(self) -> int:
-        """Bytes copied to the host."""
-        return self.stream.offloaded_bytes
 
     @property
     def host_bytes(self) -> int:
@@ -240,7 +229,7 @@ class TwoTierStore:
         began = perf_counter()
         self.side.run(place, job)
         self._recalling[layer] = job
-        waited = perf_counter() - began if isinstance(self.side, InOrder) else 0.0
+        waited = perf_counter() - began if type(self.side) is SideStream else 0.0
         return Recall(fetched_RH, tiers.host.row_bytes, waited, partial(self.side.run, place))
 
     def ready(self, layer: int) -> None:

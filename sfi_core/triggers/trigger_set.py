@@ -20,7 +20,7 @@ import unicodedata
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from sfi_core.errors import ConfigError
 from sfi_core.settings.config import SfiConfig
@@ -31,23 +31,6 @@ TRAILING = string.whitespace + "\u00a0\u3000\"')]}*`’‘”“›‹»«」』
 ASCII_WORD = re.compile(r"[A-Za-z0-9]")
 BYTE_PIECE = re.compile(r"<0x[0-9A-F]{2}>")  # SentencePiece's fallback: `<0x0A>` is a newline
 Tokens = Sequence[tuple[int, str]]
-
-
-class Tokenizer(Protocol):
-    """The part of a transformers tokenizer that `build_trigger_set` needs."""
-
-    @property
-    def all_special_ids(self) -> list[int]:
-        """Ids of bos, eos, pad and the like."""
-
-    def get_vocab(self) -> dict[str, int]:
-        """Return the id of every piece, added tokens included."""
-
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Return the ids of a text."""
-
-    def batch_decode(self, sequences: list[list[int]], /) -> list[str]:
-        """Return the text of each sequence of ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +52,6 @@ class TriggerSet:
         """The ids, ascending."""
         return tuple(sorted(self.token_ids))
 
-    @property
-    def missing(self) -> tuple[str, ...]:
-        """The triggers without a token."""
-        return tuple(self.reasons)
-
     def describe(self) -> list[tuple[str, int, str]]:
         """Return a row for each trigger: its repr, its number of tokens, and examples or the reason."""
         found = [
@@ -83,11 +61,10 @@ class TriggerSet:
         return found + [(repr(trigger), 0, reason) for trigger, reason in self.reasons.items()]
 
 
-def build_trigger_set(tokenizer: Tokenizer, triggers: Sequence[str]) -> TriggerSet:
+def build_trigger_set(tokenizer: Any, triggers: Sequence[str]) -> TriggerSet:
     """Find the tokens of each trigger, by this module's rules; no triggers give an empty set.
 
-    Raises:
-        ConfigError: A trigger is empty, or none of the triggers has a token.
+    Raise `ConfigError` for an empty trigger, or if none of the triggers has a token.
     """
     if "" in triggers:  # also True for a bare string in place of a list
         raise ConfigError(f"triggers must be a list of non-empty strings, got {triggers!r}")
@@ -106,7 +83,7 @@ def build_trigger_set(tokenizer: Tokenizer, triggers: Sequence[str]) -> TriggerS
     return TriggerSet(frozenset(i for t in chosen.values() for i, _ in t), chosen, reasons)
 
 
-def _wordless_tokens(tokenizer: Tokenizer, vocab: Mapping[str, int]) -> Tokens:
+def _wordless_tokens(tokenizer: Any, vocab: Mapping[str, int]) -> Tokens:
     """List the tokens without letters and digits; for speed, pieces with ASCII ones are not decoded."""
     special = set(tokenizer.all_special_ids)
     with suppress(NotImplementedError):  # Mistral's own tokenizer lists all of them above
@@ -117,7 +94,7 @@ def _wordless_tokens(tokenizer: Tokenizer, vocab: Mapping[str, int]) -> Tokens:
     return [token for token in _decode(tokenizer, ids) if not _has_word(token[1])]
 
 
-def _exact_tokens(tokenizer: Tokenizer, vocab: Mapping[str, int], trigger: str) -> Tokens:
+def _exact_tokens(tokenizer: Any, vocab: Mapping[str, int], trigger: str) -> Tokens:
     """List the tokens whose text is the trigger, with or without a space before it."""
     ids = {vocab[trigger]} if trigger in vocab else set()
     for text in (trigger, f" {trigger}"):
@@ -125,12 +102,12 @@ def _exact_tokens(tokenizer: Tokenizer, vocab: Mapping[str, int], trigger: str) 
     return [t for t in _decode(tokenizer, sorted(ids)) if t[1].removeprefix(" ") == trigger]
 
 
-def _reason(tokenizer: Tokenizer, trigger: str) -> str:
+def _reason(tokenizer: Any, trigger: str) -> str:
     tokens = _decode(tokenizer, tokenizer.encode(trigger, add_special_tokens=False))
     return f"no single token; written as {' '.join(repr(t[1]) for t in tokens) or 'nothing'}"
 
 
-def _decode(tokenizer: Tokenizer, ids: Sequence[int]) -> Tokens:
+def _decode(tokenizer: Any, ids: Sequence[int]) -> Tokens:
     texts = tokenizer.batch_decode([[i] for i in ids]) if ids else []  # transformers: [] gives [""]
     return list(zip(ids, texts, strict=True))
 
@@ -150,8 +127,7 @@ def _ends_with(text: str, trigger: str) -> bool:
 def resolve_triggers(tokenizer: Any, config: SfiConfig) -> tuple[int, ...]:
     """Return T_trig as token ids, ascending.
 
-    Raises:
-        ConfigError: Trigger strings are needed and there is no tokenizer, or none of them has a token.
+    Raise `ConfigError` for trigger strings without a tokenizer, or if none of them has a token.
     """
     if config.trigger_token_ids is not None:
         return tuple(sorted(config.trigger_token_ids))

@@ -1,10 +1,9 @@
 """`sfi generate` from the outside: what it prints, and how it says no."""
 
+import io
 import json
 import re
-import signal
-import subprocess
-import time
+import sys
 from itertools import count
 from pathlib import Path
 
@@ -12,8 +11,10 @@ import pytest
 import torch
 from tokenizers.processors import TemplateProcessing
 
+from sfi_cli.app import main
 from sfi_cli.commands.generate.prompts import token_ids
 from sfi_cli.commands.generate.views import report_lines
+from sfi_core.errors import ConfigError
 from sfi_core.models.linear import ENGINES
 from sfi_core.models.load import BUNDLED, load_tokenizer
 from tests.cli.trace_commands import sfi as inside
@@ -256,39 +257,26 @@ def test_a_mistake_is_one_line_and_an_exit_code(arguments, code, words, monkeypa
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's /dev/full")
-def test_a_full_disk_is_one_line(command, environment):
-    with Path("/dev/full").open("w") as full:
-        result = subprocess.run(
-            [*command, "generate", PROMPT, "-n", "3", "--quiet"],
-            stdout=full, stderr=subprocess.PIPE, text=True, env=environment, check=False,
-        )  # fmt: skip
-    assert result.returncode == 1
-    assert result.stderr == "error: output stdout cannot be written: No space left on device\n"
+def test_a_full_disk_is_one_line(monkeypatch, capsys):
+    with Path("/dev/full").open("wb", buffering=0) as full:
+        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(full, write_through=True))
+        with pytest.raises(SystemExit) as ended:
+            command(monkeypatch, "generate", PROMPT, "-n", "3", "--quiet")
+    line = "error: output stdout cannot be written: No space left on device\n"
+    assert (ended.value.code, capsys.readouterr().err) == (1, line)
 
 
-def test_ctrl_c_keeps_the_text_and_exits_130(command, environment):
-    with subprocess.Popen(
-        [*command, "generate", PROMPT, "-n", "16000", "--policy", "full-kv",
-         "--set", "sampling.do_sample=true"],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env={**environment, "PYTHONUNBUFFERED": "1"},
-    ) as process:  # fmt: skip
-        assert process.stdout is not None
-        first = process.stdout.read(1)
-        time.sleep(0.2)
-        process.send_signal(signal.SIGINT)
-        rest, error = process.communicate(timeout=60)
-    assert first + rest
-    if "ended by stop" not in error:  # the model may end its text before the signal comes
-        assert process.returncode == 130
-        assert "interrupted" in error
-        assert "Traceback" not in error
+def command(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
+    """Run `sfi` in this process as the console's script does."""
+    monkeypatch.setattr(sys, "argv", ["sfi", *arguments])
+    main()
 
 
-def test_debug_shows_the_traceback(run):
-    result = run("--debug", "generate", PROMPT, "--budget", "0")
-    assert result.returncode == 1
-    assert "Traceback" in result.stderr
+def test_debug_lets_the_error_through(monkeypatch):
+    with pytest.raises(ConfigError, match="budget must be positive, got 0"):
+        command(monkeypatch, "generate", PROMPT, "--budget", "0", "--debug")
+    with pytest.raises(SystemExit):
+        command(monkeypatch, "generate", PROMPT, "--budget", "0")
 
 
 def test_a_chat_template_that_writes_the_first_token_writes_it_once():

@@ -9,7 +9,8 @@ import pytest
 from pyarrow import parquet
 
 from sfi_cli.commands.kernel_bench import command
-from sfi_core.measure.kernel_bench import KernelSettings, compile_check, settings, timing, variants
+from sfi_core.measure.kernel_bench import compile_check, settings, timing, variants
+from sfi_core.measure.kernel_bench.settings import KernelSettings
 from tests.cli.trace_commands import Ended, sfi
 
 pytestmark = pytest.mark.usefixtures("small_buffers")

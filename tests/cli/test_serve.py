@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from sfi_cli import app as cli
 from sfi_cli.commands.serve import job
 from sfi_core.errors import BackendError, ConfigError
-from sfi_core.hosts.vllm import versions
+from sfi_core.hosts.vllm import plugin
 from sfi_core.hosts.vllm.settings import Settings
 from sfi_core.settings.config import SfiConfig
 
@@ -30,7 +30,7 @@ def test_without_vllm_one_line_says_how_to_install_it(monkeypatch: pytest.Monkey
 
 def test_a_vllm_that_has_not_what_sfi_needs_is_one_line(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(job, "find_spec", lambda name: object())
-    monkeypatch.setattr(versions, "installed_version", lambda: "0.32.1")
+    monkeypatch.setattr(plugin, "installed_version", lambda: "0.32.1")
     monkeypatch.setitem(sys.modules, "sfi_core.hosts.vllm.server", None)
     error = refusal()
     assert isinstance(error, BackendError)
@@ -39,7 +39,7 @@ def test_a_vllm_that_has_not_what_sfi_needs_is_one_line(monkeypatch: pytest.Monk
 
 def test_another_vllm_is_named(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(job, "find_spec", lambda name: object())
-    monkeypatch.setattr(versions, "installed_version", lambda: "0.28.0")
+    monkeypatch.setattr(plugin, "installed_version", lambda: "0.28.0")
     assert str(refusal()) == "vLLM must be >=0.32,<0.34 for sfi, got 0.28.0"
 
 
@@ -99,7 +99,7 @@ def made(*words: str) -> list[str]:
     """Return the flags that vLLM would get."""
     found: list[list[str]] = []
     patch = pytest.MonkeyPatch()
-    patch.setattr(job.ServeJob, "run", lambda self: found.append(self.words()))
+    patch.setattr(job.Service, "run", lambda self: found.append(self.words()))
     result = CliRunner().invoke(cli.app, ["serve", *words])
     patch.undo()
     assert result.exit_code == 0, result.output

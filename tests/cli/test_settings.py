@@ -1,8 +1,6 @@
 """`--set`, `--config`, completion and `sfi config list`."""
 
 import json
-import subprocess
-import sys
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import get_type_hints
@@ -227,24 +225,6 @@ def test_completion_reaches_the_shell(line: str, words: str):
     asked |= {"_TYPER_COMPLETE_ARGS": line}
     result = CliRunner().invoke(cli.app, [], env=asked, prog_name="sfi")
     assert result.stdout.startswith(words)
-
-
-@pytest.mark.parametrize(
-    ("line", "found"),
-    [
-        ("sfi generate --set span = 4 --set recent_mode = sl", "sliding"),
-        ("sfi generate --trace run --trigg", "--trigger"),
-    ],
-)
-def test_bash_splits_at_the_sign_and_completes_all_the_same(line: str, found: str, environment):
-    words = line.split()
-    code = "import sys; sys.argv[0] = 'sfi'; from sfi_cli.app import main; main()"
-    asks = {"_SFI_COMPLETE": "complete_bash", "COMP_WORDS": "\n".join(words)}
-    asks |= {"COMP_CWORD": str(len(words) - 1)}
-    result = subprocess.run(
-        [sys.executable, "-c", code], env=environment | asks, capture_output=True, text=True, check=True
-    )  # fmt: skip
-    assert result.stdout.strip() == found
 
 
 def test_the_list_has_every_field_with_its_default_and_meaning():

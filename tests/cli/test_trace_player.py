@@ -20,7 +20,7 @@ import pytest
 from textual.pilot import Pilot
 from textual.widgets import Input, OptionList, Select
 
-from sfi_cli.commands.trace.replay import job
+from sfi_cli.commands.trace.replay import play as playing
 from sfi_cli.commands.trace.replay.player import FASTEST, PlayerApp
 from sfi_cli.commands.trace.replay.text_layout import TextLayout
 from sfi_cli.commands.trace.replay.text_pane import TextPane
@@ -85,6 +85,9 @@ def test_keys_move_through_the_run(trace):
             await pilot.press(*keys)
             assert app.step == step, keys
         assert not app.query_one(Input).display
+        await pilot.press("q")
+        await pilot.pause()
+        assert not app.is_running
 
     play(trace, check)
 
@@ -207,9 +210,9 @@ def test_a_layout_breaks_lines_by_columns_and_finds_characters():
 
 
 def test_without_textual_a_line_says_how_to_install_it(monkeypatch):
-    monkeypatch.setattr(job, "find_spec", lambda name: None)
+    monkeypatch.setattr(playing, "find_spec", lambda name: None)
     with pytest.raises(BackendError, match=r"pip install 'sfi-toolkit\[player\]'"):
-        job.check_textual()
+        playing.check_textual()
 
 
 class Terminal:
@@ -244,20 +247,16 @@ class Terminal:
         os.close(self.slave)
 
 
-@pytest.mark.parametrize("end", ["q", signal.SIGINT], ids=["q", "sigint"])
-def test_a_terminal_is_given_back(command, environment, trace, end):
+def test_a_terminal_is_given_back(command, environment, trace):
     terminal = Terminal(command, environment, str(trace.path))
     try:
         terminal.wait_for("step 0 of 59")
         assert termios.tcgetattr(terminal.slave) != terminal.before
-        if end == "q":
-            os.write(terminal.master, b"s")
-            terminal.wait_for("trigger")
-            os.write(terminal.master, b"q")
-        else:
-            terminal.process.send_signal(end)
+        os.write(terminal.master, b"s")
+        terminal.wait_for("trigger")
+        terminal.process.send_signal(signal.SIGINT)
         terminal.wait_for("\x1b[?1049l")  # back from the alternate screen
-        assert terminal.process.wait(30) == (0 if end == "q" else 130)
+        assert terminal.process.wait(30) == 130
         assert termios.tcgetattr(terminal.slave) == terminal.before
     finally:
         terminal.close()

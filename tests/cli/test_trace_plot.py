@@ -2,7 +2,8 @@
 
 import pytest
 
-from sfi_cli.commands.trace.figure_jobs import PlotJob, write_report
+from sfi_cli.commands.trace.plot import plot
+from sfi_cli.commands.trace.report import report
 from sfi_core.errors import ConfigError, TraceError
 from tests.cli.trace_commands import trace as command
 from tests.traces.made import make_trace
@@ -10,19 +11,11 @@ from tests.traces.made import make_trace
 pytest.importorskip("matplotlib")
 pytest.importorskip("plotly")
 KINDS = ["heatmap", "lag", "lambda", "retained", "timeline"]
-NOTHING = {
-    "kinds": (), "request": None, "layer": None, "head": None, "top": None, "form": None, "output": None,
-    "force": False,
-}  # fmt: skip
 
 
 @pytest.fixture
 def trace(tmp_path):
     return make_trace(tmp_path / "run", steps=15, policy="sfi", sentence=5)
-
-
-def plot(trace, **options) -> None:
-    PlotJob(trace=trace, **NOTHING | options).run()
 
 
 def test_plot_and_report_write_beside_the_trace(trace, tmp_path):
@@ -39,29 +32,29 @@ def test_plot_and_report_write_beside_the_trace(trace, tmp_path):
 
 
 def test_kinds_go_to_a_folder_in_the_format_asked_for(trace, tmp_path):
-    plot(trace, kinds=("lag", "lambda", "lag"), form="svg", output=tmp_path / "new" / "figures")
+    plot(trace, kind=["lag", "lambda", "lag"], form="svg", output=tmp_path / "new" / "figures")
     names = sorted(path.name for path in (tmp_path / "new" / "figures").iterdir())
     assert names == ["run-lag.svg", "run-lambda.svg"]
 
 
 def test_one_kind_goes_to_a_file_whose_name_is_its_format(trace, tmp_path):
-    plot(trace, kinds=("lag",), output=tmp_path / "x.svg")
+    plot(trace, kind=["lag"], output=tmp_path / "x.svg")
     assert (tmp_path / "x.svg").read_text().startswith("<?xml")
-    plot(trace, kinds=("lambda",), output=tmp_path / "x.svg", force=True)
+    plot(trace, kind=["lambda"], output=tmp_path / "x.svg", force=True)
     assert "Weight of the prior" in (tmp_path / "x.svg").read_text()
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"kinds": ("heat",)}, r"unknown kind 'heat'; expected one of \('heatmap', 'lag', "),
+        ({"kind": ["heat"]}, r"unknown kind 'heat'; expected one of \('heatmap', 'lag', "),
         ({"form": "pdf"}, r"format must be one of \('png', 'svg'\), got pdf"),
         ({"output": "x.png"}, "output must be a folder for 5 figures, got .*x.png"),
-        ({"kinds": ("lag",), "output": "x.pdf"}, r"output must end in one of \('png', 'svg'\), got x.pdf"),
-        ({"kinds": ("lag",), "output": "x.png", "form": "svg"}, r"must end in one of \('svg',\), got x.png"),
+        ({"kind": ["lag"], "output": "x.pdf"}, r"output must end in one of \('png', 'svg'\), got x.pdf"),
+        ({"kind": ["lag"], "output": "x.png", "form": "svg"}, r"must end in one of \('svg',\), got x.png"),
         ({"request": 1}, r"request must be one of \[0\], got 1"),
-        ({"layer": 5}, "layer must be in 0 to 1, got 5"),
-        ({"head": 2}, "head must be in 0 to 1, got 2"),
+        ({"layer": 5}, "layer must be one of 0 to 1, got 5"),
+        ({"head": 2}, "head must be one of 0 to 1, got 2"),
         ({"top": 99}, "top must be in 1 to 24, which the audit recorded, got 99"),
     ],
 )  # fmt: skip
@@ -82,7 +75,7 @@ def test_figures_without_data_are_left_out_unless_asked_for(tmp_path, capsys):
     assert said[0].startswith("left out heatmap: trace ")
     assert said[0].endswith("has no audit; record it with --audit 1")
     with pytest.raises(TraceError, match="record it with --audit 1"):
-        plot(trace, kinds=("timeline", "lag"), output=tmp_path / "other")
+        plot(trace, kind=["timeline", "lag"], output=tmp_path / "other")
     assert [path.name for path in (tmp_path / "other").iterdir()] == ["run-timeline.png"]
 
 
@@ -97,7 +90,7 @@ def test_the_report_overwrites_only_when_told(trace, tmp_path):
     page = tmp_path / "page.html"
     page.write_text("mine")
     with pytest.raises(ConfigError, match="exists; add --force"):
-        write_report(trace, request=None, top=None, output=page, force=False)
+        report(trace, output=page)
     assert page.read_text() == "mine"
-    write_report(trace, request=0, top=5, output=page, force=True)
+    report(trace, request=0, top=5, output=page, force=True)
     assert "Top-5 of dense attention" in page.read_text(encoding="utf-8")

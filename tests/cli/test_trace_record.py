@@ -140,7 +140,7 @@ def endless(tmp_path_factory) -> list[str]:
     for name in ("config.json", "generation_config.json"):
         settings = json.loads((model / name).read_text()) | {"eos_token_id": None}
         (model / name).write_text(json.dumps(settings))
-    return ["trace", "record", PROMPT, "--model", str(model), "--audit", "5", *SHORT, "-n", "9000"]
+    return ["generate", PROMPT, "--model", str(model), "--audit", "5", *SHORT, "-n", "9000"]
 
 
 def wait_for(folder: Path, process: subprocess.Popen) -> None:
@@ -149,14 +149,19 @@ def wait_for(folder: Path, process: subprocess.Popen) -> None:
         time.sleep(0.05)
 
 
-def test_ctrl_c_finishes_the_trace(command, environment, endless, tmp_path):
+def test_ctrl_c_keeps_the_text_and_finishes_the_trace(command, environment, endless, tmp_path):
     folder = tmp_path / "run"
-    with subprocess.Popen(
-        [*command, *endless, "-o", str(folder)], stdout=subprocess.DEVNULL, env=environment
-    ) as process:
+    with (tmp_path / "text").open("w") as text, subprocess.Popen(
+        [*command, *endless, "--trace", str(folder)], stdout=text, stderr=subprocess.PIPE, text=True,
+        env=environment,
+    ) as process:  # fmt: skip
         wait_for(folder, process)
         process.send_signal(signal.SIGINT)
+        _, error = process.communicate(timeout=60)
     assert process.returncode == 130
+    assert "interrupted" in error
+    assert "Traceback" not in error
+    assert (tmp_path / "text").read_text()
     manifest = Trace.open(folder).manifest
     assert manifest["stopped"] == "interrupted"
     assert manifest["tables"]["steps"] == Trace.open(folder).table("steps").num_rows

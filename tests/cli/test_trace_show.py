@@ -93,7 +93,7 @@ def test_one_request_and_layer_are_shown(recorded):
     assert document["steps"]["steps"] == 30
     ended = trace("show", recorded, "--request", 7)
     assert (ended.code, ended.stdout) == (2, "")
-    assert ended.stderr == "error: request must be one of the trace's [0, 1], got 7\n"
+    assert ended.stderr == "error: request must be one of 0 to 1, got 7\n"
 
 
 def test_the_output_is_not_overwritten(recorded, tmp_path):

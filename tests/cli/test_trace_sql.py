@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from sfi_cli.commands.trace import sql_views
+from sfi_cli.commands.trace import sql
 from tests.cli.trace_commands import trace
 from tests.traces.made import make_trace
 
@@ -40,7 +40,7 @@ def test_a_cell_keeps_to_its_line(recorded):
 
 
 def test_a_long_table_is_cut_and_says_so(recorded, monkeypatch):
-    monkeypatch.setattr(sql_views, "MOST_ROWS", 3)
+    monkeypatch.setattr(sql, "MOST_ROWS", 3)
     ended = trace("sql", recorded, "SELECT step FROM steps")
     assert len(ended.stdout.split()[2:]) == 3
     assert ended.stderr == "only the first 3 rows; --format csv or json writes all\n"

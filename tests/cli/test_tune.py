@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 from sfi_cli import app as cli
 from sfi_core.errors import BackendError, ConfigError, SfiError, TraceError
 from sfi_core.settings.config import SfiConfig
-from sfi_traces.tune import storage
+from sfi_traces.tune import study as search
 from tests.traces.made import MODEL, make_trace
 
 TRIALS = ("--trials", "12")
@@ -50,8 +50,8 @@ def refused(*arguments: str) -> SfiError:
 
 
 def complete(path: Path) -> list[int]:
-    with storage.careful(path):
-        opened = storage.open_storage(path)
+    with search.careful(path):
+        opened = search.open_storage(path)
         (study,) = optuna.get_all_study_summaries(opened)
         trials = optuna.load_study(study_name=study.study_name, storage=opened).get_trials()
     assert not any(trial.state.name in ("RUNNING", "WAITING") for trial in trials)
@@ -167,7 +167,7 @@ def test_files_are_not_overwritten_unasked(full, folder):
 
 
 def test_without_optuna_the_extra_is_named(full, folder, monkeypatch):
-    monkeypatch.setattr(storage, "find_spec", lambda name: None)
+    monkeypatch.setattr(search, "find_spec", lambda name: None)
     error = refused(full)
     assert isinstance(error, BackendError)
     assert "pip install 'sfi-toolkit[tune]'" in str(error)
@@ -204,9 +204,7 @@ def test_ctrl_c_keeps_the_study_and_says_how_to_go_on(command, environment, full
 def test_a_tuned_file_runs_and_was_measured(folder):
     """From a trace of the bundled example to `sfi generate --config`, as docs/tune.md does it."""
     sfi("trace", "record", "-o", "dense", "--policy", "full-kv", "--audit", "1", "-q")
-    data = json.loads(
-        sfi("tune", "dense", "--trials", "10", "--confirm", "2", "--plot", "f.png", "--json")
-    )
+    data = json.loads(sfi("tune", "dense", "--trials", "10", "--confirm", "2", "--json"))
     assert len(data["confirmed"]) == 2
     (chosen,) = [row for row in data["confirmed"] if data["front"][row["place"]]["chosen"]]
     assert chosen["exact_match"]

@@ -132,7 +132,7 @@ def bin_of(number: int) -> str:
 
 def test_a_plain_run_has_no_acceptance(tmp_path):
     pytest.importorskip("plotly")
-    from sfi_traces.report.acceptance_figure import acceptance  # noqa: PLC0415 - an extra
+    from sfi_traces.report.observation_figures import acceptance  # noqa: PLC0415 - an extra
 
     with pytest.raises(TraceError, match="no drafted tokens of request 0; record it with --loss"):
         acceptance(View(Trace.open(make_trace(tmp_path / "plain", steps=3))))

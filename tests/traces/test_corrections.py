@@ -8,8 +8,8 @@ import pytest
 
 from sfi_traces.model.trace import Trace
 from sfi_traces.record.selected_sets import SelectedSets
-from sfi_traces.summary import summarize
-from sfi_traces.views import observations
+from sfi_traces.summary import Scope, summarize
+from sfi_traces.summary.corrections import corrections
 from sfi_traces.views.raster import rasters
 from sfi_traces.views.view import View
 from tests.traces.made import HEADS, LAYERS, make_trace
@@ -55,7 +55,7 @@ def test_corrections_are_a_share_of_fast_steps_layers_and_heads(trace):
     for one in found["since_slow"]:
         wanted = [k for k in could if bin_of(since[k[:2]]) == one["to_step"]]
         assert (one["n"], one["corrected"]) == (len(wanted), len(corrected.intersection(wanted)))
-    view = observations.corrections_of(View(trace, 1, layer=0, head=1))
+    view = corrections(Scope.of(trace, 1, 0), 1)
     wanted = [k for k in could if (k[0], *k[2:]) == (1, 0, 1)]
     assert view["share"] == pytest.approx(len(corrected.intersection(wanted)) / len(wanted))
 

@@ -179,7 +179,7 @@ def test_one_of_several_requests_may_be_chosen(own, tmp_path):
     ):
         compare(own[0], alone)
     assert compare(own[0], alone, 0)["requests"][0]["equal_share"] == 1.0
-    with pytest.raises(ConfigError, match=r"request must be one of the trace's \[0\], got 1"):
+    with pytest.raises(ConfigError, match=r"request must be one of \[0\], got 1"):
         compare(own[0], alone, 1)
 
 

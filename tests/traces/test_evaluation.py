@@ -2,7 +2,6 @@
 
 import errno
 import json
-import os
 import re
 import subprocess
 import sys
@@ -19,7 +18,7 @@ from sfi_core.measure.evaluation.statistics import (
     wilson,
 )
 from sfi_traces.results.evaluation.averages import summarize_averages
-from sfi_traces.results.evaluation.evaluation_manifest import check_new
+from sfi_traces.results.evaluation.evaluation_manifest import LOCK, check_new
 from sfi_traces.results.evaluation.store import ResultsFolder
 from sfi_traces.results.evaluation.summary import summarize, summarize_fidelity
 
@@ -205,10 +204,12 @@ def test_the_rows_of_a_closed_folder_are_in_the_order_of_an_uninterrupted_run(tm
 
 
 HOLD = """
-import sys
-from pathlib import Path
-from sfi_traces.results.evaluation.store import ResultsFolder
-results = ResultsFolder.resume(Path(sys.argv[1]))
+import fcntl, sys
+file = open(sys.argv[1], "a")
+try:
+    fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+except OSError:
+    sys.exit("taken")
 print("held", flush=True)
 sys.stdin.read()
 """
@@ -218,12 +219,11 @@ sys.stdin.read()
 def test_a_folder_has_one_process_at_a_time(tmp_path):
     """The lock ends with the process, however it ends."""
     results = opened(tmp_path / "results", [row()])
+    hold = [sys.executable, "-c", HOLD, str(results.path / LOCK)]
+    late = subprocess.run(hold, capture_output=True, text=True, check=False)
+    assert (late.returncode, late.stderr) == (1, "taken\n")
     results.close()
-    other = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(results.path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-    )  # fmt: skip
-    with other:
+    with subprocess.Popen(hold, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdout.readline() == b"held\n"
         for take in (
             lambda: ResultsFolder.resume(results.path),

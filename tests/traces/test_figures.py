@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from sfi_core.errors import BackendError
-from sfi_traces.figures import KINDS, draw, style
+from sfi_traces.figures import style
+from sfi_traces.figures.draw import KINDS
 from sfi_traces.figures.style import check_matplotlib, save
 from sfi_traces.model.trace import Trace
 from sfi_traces.views.figure_data import REST, lambda_over_time, retained_mass, step_phases
@@ -37,7 +38,7 @@ def labels(axis) -> list[str]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_is_written_and_says_of_which_run_it_is(tmp_path, kind):
     view = View(Trace.open(make_trace(tmp_path / "t", steps=40, policy="freekv")))
-    figure = draw(kind, view)
+    figure = KINDS[kind](view)
     title, note = texts(figure)
     assert title
     assert note.startswith("made-up, policy freekv, request 0, 200 prompt tokens, 40 steps\n")
@@ -48,7 +49,7 @@ def test_every_kind_is_written_and_says_of_which_run_it_is(tmp_path, kind):
 
 
 def test_the_heat_map_has_the_overlap_with_the_text_along_its_axes(full):
-    figure = draw("heatmap", full)
+    figure = KINDS["heatmap"](full)
     axes = figure.axes[0]
     assert (axes.images[0].get_array() == full.supports.overlap).all()
     words = [WORDS[step % 10] if step % 10 < 9 else "." for step in range(30)]
@@ -71,7 +72,7 @@ def test_tokens_that_look_like_markup_or_that_no_font_has_are_drawn_as_they_are(
         "steps",
         lambda rows: [row | {"token_text": odd[row["step"] % 8]} for row in rows],
     )
-    figure = draw("heatmap", View(full.trace))
+    figure = KINDS["heatmap"](View(full.trace))
     assert labels(figure.axes[0].xaxis)[:8] == [
         "$\\frac$", "\\n", "␣␣", "漢字", "\\x00", "a" * 13 + "…", "_{x}$", "<b>",
     ]  # fmt: skip
@@ -79,7 +80,7 @@ def test_tokens_that_look_like_markup_or_that_no_font_has_are_drawn_as_they_are(
 
 
 def test_the_lag_figure_has_a_line_and_a_band_for_each_kind_of_pairs(sfi):
-    axes = draw("lag", sfi).axes[0]
+    axes = KINDS["lag"](sfi).axes[0]
     for line, drawn, band in zip(sfi.lags, axes.lines, axes.collections, strict=True):
         assert drawn.get_xdata().tolist() == line.lag.tolist()
         assert drawn.get_ydata().tolist() == line.mean.tolist()
@@ -90,8 +91,8 @@ def test_the_lag_figure_has_a_line_and_a_band_for_each_kind_of_pairs(sfi):
 
 @pytest.mark.parametrize("most", [60, 2])
 def test_the_lambda_figure_has_each_refresh_and_the_clip(sfi, monkeypatch, most):
-    monkeypatch.setattr("sfi_traces.figures.lambda_star.MOST_BARS", most)
-    axes = draw("lambda", sfi).axes[0]
+    monkeypatch.setattr("sfi_traces.figures.draw.MOST_BARS", most)
+    axes = KINDS["lambda"](sfi).axes[0]
     drawn = [line.get_ydata() for line in axes.lines]
     assert lambda_over_time(sfi).median.tolist() in [list(data) for data in drawn]
     assert [0.02, 0.02] in [list(data) for data in drawn]
@@ -99,17 +100,17 @@ def test_the_lambda_figure_has_each_refresh_and_the_clip(sfi, monkeypatch, most)
 
 
 def test_the_map_of_retained_mass_has_its_numbers(sfi, full):
-    figure = draw("retained", sfi)
-    mass = retained_mass(sfi).mass
+    figure = KINDS["retained"](sfi)
+    mass = retained_mass(sfi).map.value
     assert [text.get_text() for text in figure.axes[0].texts] == [f"{m:.3f}" for m in mass.ravel()]
     assert texts(figure)[0] == "Retained mass of fast steps"
-    figure = draw("retained", full)
+    figure = KINDS["retained"](full)
     assert texts(figure)[0] == f"Attention mass in the top-{TOP} positions"
     assert "all slow" in texts(figure)[1]
 
 
 def test_the_timeline_stacks_the_phases(sfi):
-    figure = draw("timeline", sfi)
+    figure = KINDS["timeline"](sfi)
     axes = figure.axes[0]
     data = step_phases(sfi)
     base = np.zeros(39)

@@ -323,12 +323,12 @@ def test_reuse_is_the_share_of_a_step_s_own_selection(tmp_path):
     assert found.recall == pytest.approx(np.mean([*recall.values()]))
     assert found.recall_with_new == pytest.approx(np.mean([*new.values()]))
     assert found.recall_with_new > found.recall
-    assert found.worst.recall == pytest.approx(min(recall.values()))
-    assert recall[found.worst.step, found.worst.layer] == pytest.approx(found.worst.recall)
+    assert found.worst["recall"] == pytest.approx(min(recall.values()))
+    assert recall[found.worst["step"], found.worst["layer"]] == pytest.approx(found.worst["recall"])
     for one in found.layers:
-        own = [value for (_, layer), value in recall.items() if layer == one.layer]
-        assert one.recall == pytest.approx(np.mean(own))
-    assert found.worst_layer == min(found.layers, key=lambda one: one.recall).layer
+        own = [value for (_, layer), value in recall.items() if layer == one["layer"]]
+        assert one["recall"] == pytest.approx(np.mean(own))
+    assert found.worst_layer == min(found.layers, key=lambda one: one["recall"])["layer"]
     assert found.retained_mass is None
 
 

@@ -9,10 +9,11 @@ import pytest
 
 from sfi_core.errors import TraceError
 from sfi_traces.model.trace import Trace
-from sfi_traces.summary import summarize
+from sfi_traces.summary import Scope, summarize
 from sfi_traces.summary.drift import drift
 from sfi_traces.summary.head_similarity import HeadSimilarity
-from sfi_traces.views import observations
+from sfi_traces.summary.query_cosine import query_cosine
+from sfi_traces.views.figure_data import HeadMap
 from sfi_traces.views.view import View
 from tests.traces.made import HEADS, LAYERS, make_trace, overlap
 from tests.traces.small import rows
@@ -130,11 +131,18 @@ def test_query_cosines_are_averaged_and_those_under_tau_counted(trace):
     assert lowest["steps"] == [*range(1, STEPS)]
     expected = [mean(cosine[(r, *heads[0], step)] for r in (0, 1)) for step in range(1, STEPS)]
     assert lowest["query_cosine"] == pytest.approx(expected)
-    view = observations.cosines_of(View(trace, 1, layer=1))
+    view = query_cosine(Scope.of(trace, 1, 1))
     own = [v for (r, layer, _, _), v in cosine.items() if (r, layer) == (1, 1)]
     assert (view["mean"], view["n"]) == (pytest.approx(mean(own)), len(own))
-    shown = observations.HeadMap.of(view["heads"], "mean")
+    shown = HeadMap.of({(one["layer"], one["head"]): one["mean"] for one in view["heads"]})
     assert (shown.layers, shown.heads, len(view["lowest"])) == ([1], [0, 1], 2)
+
+
+def figures():
+    pytest.importorskip("plotly")
+    from sfi_traces.report import observation_figures  # noqa: PLC0415 - an extra
+
+    return observation_figures
 
 
 def lose_step_0(supports: list[dict]) -> list[dict]:
@@ -155,7 +163,7 @@ def keep_step_0(supports: list[dict]) -> list[dict]:
         (drift, "drift", lose_step_0, "drift needs the support of step 0"),
         (drift, "drift", keep_step_0, "drift needs an audited step after step 0"),
         (HeadSimilarity.of, "head_similarity", keep_layer_1, "or more, got layer 1 alone"),
-        (None, "query_cosine", keep_step_0, "has no query cosine of request 0"),
+        ("cosines", "query_cosine", keep_step_0, "has no query cosine of request 0"),
     ],
 )
 def test_what_a_view_lacks_is_one_line(tmp_path, read, section, change, words):
@@ -163,7 +171,7 @@ def test_what_a_view_lacks_is_one_line(tmp_path, read, section, change, words):
     rewrite(folder, "supports", change)
     view = View(Trace.open(folder))
     with pytest.raises(TraceError, match=words) as error:
-        read(view.supports) if read else observations.cosines_of(view)
+        figures().query_cosine(view) if read == "cosines" else read(view.supports)
     assert "\n" not in str(error.value)
     found = summarize(Trace.open(folder))
     assert found[section] is None

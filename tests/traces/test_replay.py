@@ -161,8 +161,8 @@ def test_an_outcome_sums_every_fast_step_layer_and_head(trace, recorded):
     assert outcome.overlap_at_reuse == pytest.approx(np.mean([row[2] for row in kept]))
     assert outcome.retained_mass_p5 == pytest.approx(np.percentile([row[0] for row in kept], 5))
     worst = outcome.worst
-    assert (worst.request, worst.step, worst.layer, worst.head) == lowest[3:]
-    assert worst.retained_mass == pytest.approx(lowest[0])
+    assert tuple(worst[name] for name in ("request", "step", "layer", "head")) == lowest[3:]
+    assert worst["retained_mass"] == pytest.approx(lowest[0])
     assert outcome.attended_tokens == pytest.approx(read / 118)
     assert outcome.read_ratio == pytest.approx(read / (2 * sum(PROMPT + t for t in range(1, 60))))
 

@@ -19,7 +19,8 @@ from sfi_traces.report import render
 from sfi_traces.report.raster_figure import pack
 from sfi_traces.summary.drift import drift
 from sfi_traces.summary.head_similarity import HeadSimilarity
-from sfi_traces.views.observations import HeadMap, cosines_of
+from sfi_traces.summary.query_cosine import query_cosine
+from sfi_traces.views.figure_data import HeadMap
 from sfi_traces.views.raster import rasters
 from sfi_traces.views.view import View
 from tests.traces.imports import LAYERS, STEPS, selection_arrays, write_npz
@@ -102,9 +103,9 @@ def test_the_figures_have_the_numbers_of_the_trace(shown):
     alike = array(figures["head-similarity"]["data"][0]["z"])
     assert alike.tolist() == HeadSimilarity.of(sfi.supports).matrix.tolist()
     cosine, *courses = figures["query-cosine"]["data"]
-    assert (
-        array(cosine["z"]).tolist() == HeadMap.of(cosines_of(sfi)["heads"], "mean").value.tolist()
-    )
+    heads = query_cosine(sfi.scope)["heads"]
+    mean_of = {(one["layer"], one["head"]): one["mean"] for one in heads}
+    assert array(cosine["z"]).tolist() == HeadMap.of(mean_of).value.tolist()
     assert [len(array(line["y"])) for line in courses] == [39] * 4
 
 

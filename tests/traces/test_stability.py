@@ -16,6 +16,7 @@ from sfi_traces.schema import TABLES
 from sfi_traces.summary import Scope, lags
 from sfi_traces.summary.lags import overlap_by_lag
 from sfi_traces.summary.supports import selection_facts
+from sfi_traces.views import captions
 from sfi_traces.views.figure_data import REST, lambda_over_time, retained_mass, step_phases
 from sfi_traces.views.raster import MISSED, NOTHING, READ, SELECTED, choose_place, rasters
 from sfi_traces.views.view import View
@@ -122,7 +123,7 @@ def test_lags_of_a_long_run_are_counted_stretch_by_stretch(full, monkeypatch):
 def test_retained_mass_is_the_mean_over_fast_steps(sfi):
     slow = {row["step"] for row in rows(sfi, "steps") if row["slow"]}
     data = retained_mass(sfi)
-    assert (data.layers, data.heads, data.coverage) == ([0, 1], [0, 1], False)
+    assert (data.map.layers, data.map.heads, data.coverage) == ([0, 1], [0, 1], False)
     assert data.steps == 45 - len(slow)
     means = {}
     for layer in (0, 1):
@@ -130,16 +131,20 @@ def test_retained_mass_is_the_mean_over_fast_steps(sfi):
             values = [r["retained_mass"] for key, r in supports(sfi).items()
                       if key[:2] == (layer, head) and key[2] not in slow]  # fmt: skip
             means[layer, head] = statistics.mean(values)
-            assert data.mass[layer, head] == pytest.approx(means[layer, head])
-    assert data.extremes == (min(means, key=means.get), max(means, key=means.get))
+            assert data.of_place[layer, head] == pytest.approx(means[layer, head])
+    least, most = (
+        f"layer {p[0]}, KV head {p[1]}"
+        for p in (min(means, key=means.get), max(means, key=means.get))
+    )
+    assert captions.retained(sfi, data).note.endswith(f"Least in {least}; most in {most}.")
     assert choose_place(sfi)[0] == min(means, key=means.get)
 
 
 def test_without_a_fast_step_it_is_the_mass_of_the_supports(full):
     data = retained_mass(View(full.trace, 1, layer=1))
-    assert (data.layers, data.heads, data.coverage, data.steps) == ([1], [0, 1], True, 45)
+    assert (data.map.layers, data.map.heads, data.coverage, data.steps) == ([1], [0, 1], True, 45)
     values = [sum(r["mass"]) for key, r in supports(full).items() if key[:2] == (1, 1)]
-    assert data.mass[0, 1] == pytest.approx(statistics.mean(values))
+    assert data.of_place[1, 1] == pytest.approx(statistics.mean(values))
 
 
 def test_lambda_is_the_distribution_over_layers_and_heads_at_each_refresh(sfi):

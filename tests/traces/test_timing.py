@@ -11,13 +11,26 @@ from sfi_traces.record.timing import TimingObserver
 from tests.traces.told import run_event
 
 
+class Rows:
+    """Gathers the rows of an observer's spans."""
+
+    def __init__(self, device: str) -> None:
+        self._spans: list = []
+        self.observer = TimingObserver(device, self._spans.extend)
+
+    def __call__(self) -> list:
+        self.observer.flush()
+        return [span.row() for span in self._spans]
+
+
 def begin(observer, step) -> None:
     observer.on_begin_step(BeginStepEvent(step=step, slow=(), fast=(0,)))
 
 
 def test_a_span_s_row_says_where_it_was_and_how_long_it_took():
     before = time.perf_counter()
-    observer = TimingObserver("cpu")
+    rows = Rows("cpu")
+    observer = rows.observer
     begin(observer, 4)
     with observer.span("forward"):
         with observer.span("attention.fast", 2, 640):
@@ -26,7 +39,7 @@ def test_a_span_s_row_says_where_it_was_and_how_long_it_took():
             pass
     wall = 1e6 * (time.perf_counter() - before)
 
-    inner, pack, outer = observer.rows
+    inner, pack, outer = rows()
     assert [row[:5] for row in (inner, pack, outer)] == [
         (0, 4, 2, "attention.fast", "main"),
         (0, 4, 2, "pack", "main"),
@@ -40,14 +53,15 @@ def test_a_span_s_row_says_where_it_was_and_how_long_it_took():
 
 
 def test_the_requests_of_a_second_run_are_numbered_on():
-    observer = TimingObserver("cpu")
+    rows = Rows("cpu")
+    observer = rows.observer
     for batch in (3, 2, 1):
         observer.on_run(run_event(batch))
         begin(observer, 0)
         with observer.span("prefill"):
             pass
 
-    assert [row[0] for row in observer.rows] == [0, 3, 5]
+    assert [row[0] for row in rows()] == [0, 3, 5]
 
 
 def test_a_sink_gets_each_step_s_spans_when_the_next_begins():
@@ -63,7 +77,6 @@ def test_a_sink_gets_each_step_s_spans_when_the_next_begins():
     observer.flush()
 
     assert steps == [[(1, None, "forward")], [(1, None, "sample")]]
-    assert observer.rows == []
 
 
 class FakeEvent:
@@ -105,7 +118,8 @@ def device(monkeypatch) -> SimpleNamespace:
 
 
 def test_a_device_s_spans_are_read_from_its_events_without_waiting_while_it_runs(device):
-    observer = TimingObserver("cuda:0")
+    rows = Rows("cuda:0")
+    observer = rows.observer
     begin(observer, 0)
     FakeEvent.now += 2
     with observer.span("forward"):
@@ -114,7 +128,7 @@ def test_a_device_s_spans_are_read_from_its_events_without_waiting_while_it_runs
             FakeEvent.now += 0.5
     assert FakeEvent.waited == 0
 
-    assert observer.rows == [
+    assert rows() == [
         (0, 0, 1, "pack", "main", 5000.0, 500.0, 64),
         (0, 0, None, "forward", "main", 2000.0, 3500.0, None),
     ]

@@ -53,10 +53,9 @@ def confirmed(loaded, trace, recorded):
     material = Material.of_trace(trace, recorded, loaded[1])
     base = Setting.recorded(trace)
     told: list[tuple[int, int]] = []
-    confirmer = Confirmer(
-        model=loaded[0], tokenizer=loaded[1], on_run=lambda done, total: told.append((done, total))
-    )
-    rows, speed = confirmer([material], [base.config.replace(**changes) for changes in SETTINGS])
+    confirmer = Confirmer(model=loaded[0], tokenizer=loaded[1])
+    configs = [base.config.replace(**changes) for changes in SETTINGS]
+    rows, speed = confirmer([material], configs, lambda *counts: told.append(counts))
     return rows, speed, told
 
 

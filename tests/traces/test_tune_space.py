@@ -10,6 +10,7 @@ from sfi_core.errors import ConfigError, TraceError
 from sfi_core.settings.config import SfiConfig
 from sfi_traces.model.trace import Trace
 from sfi_traces.replay import Outcome, Setting, Supports
+from sfi_traces.tune.found import tuned_config, tuned_toml
 from sfi_traces.tune.front import RULES, Candidate, choose, spread
 from sfi_traces.tune.objective import Evaluator, Limits, objectives
 from sfi_traces.tune.space import Axis, Space
@@ -20,7 +21,6 @@ from sfi_traces.tune.trigger_sets import (
     punctuation_sets,
     recorded_set,
 )
-from sfi_traces.tune.tuned import tuned_config, tuned_toml
 from tests.traces.made import STOP, make_trace
 
 
@@ -72,7 +72,7 @@ def test_what_is_no_value_or_range_is_refused(text):
     [
         ({"budget": "0,8"}, ConfigError, "budget must be positive, got 0"),
         ({"budget": "8:25"}, TraceError, "record with --set audit.top=25"),
-        ({"trigger_policy": "often"}, ConfigError, "trigger_policy must be one of"),
+        ({"trigger_policy": "often"}, ConfigError, "unknown trigger-policy 'often'; expected one of"),
         ({"trigger_policy": "never", "t_max": "3,4"}, ConfigError, "t_max must come with"),
         (
             {"trigger_policy": "never", "budget": "20", "recent": "16", "span": "0", "slow_start": "1"},
@@ -122,7 +122,7 @@ def test_a_trial_is_asked_for_what_its_trigger_policy_looks_at(base, recorded, p
 def test_the_trace_s_own_setting_is_a_first_trial_where_it_may_be_tried(base, recorded):
     within = space(base, recorded, recent="8,16", span="0:4", trigger_delay="0,1")
     values = within.base_values()
-    assert within.setting(FixedTrial(values)).same_as(base)
+    assert within.setting(FixedTrial(values)).key == base.key
     assert space(base, recorded, recent="8").base_values() is None
 
 

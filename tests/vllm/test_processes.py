@@ -65,7 +65,6 @@ def test_installed_but_not_configured_it_is_vllm(monkeypatch: pytest.MonkeyPatch
     def reached(*_: Any, **__: Any) -> None:
         raise AssertionError("sfi's code is on the path of a server that did not ask for it")
 
-    monkeypatch.setattr(room, "planned_engine", reached)
     monkeypatch.setattr(room, "engine_of_process", reached)
     monkeypatch.setattr(cpu_backend, "rows_of", reached)
     with engine() as llm:

@@ -7,7 +7,7 @@ import pytest
 from vllm.engine.arg_utils import EngineArgs
 
 from sfi_core.errors import ConfigError
-from sfi_core.hosts.vllm.vllm_objects import settings_of
+from sfi_core.hosts.vllm.names import settings_of
 from sfi_core.models.load import BUNDLED
 from tests.vllm.engines import SMALL_BATCH, engine
 from tests.vllm.test_models import wide

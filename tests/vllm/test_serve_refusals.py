@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from sfi_cli.commands.serve.job import ServeJob
+from sfi_cli.commands.serve.job import Service
 from sfi_cli.settings.given import given
 from sfi_core.errors import SfiError
 from sfi_core.hosts.vllm.server import Server
@@ -12,10 +12,9 @@ from sfi_core.settings.config import SfiConfig
 
 
 def words(*flags: str, policy: str = "sfi", **settings) -> list[str]:
-    return ServeJob(
-        model=None, policy=policy, preset=None, slots=4, host="127.0.0.1", port=8000, trace=None,
-        settings=given("serve", base=SfiConfig().replace(**settings)),
-        flags=("--max-model-len=2048", *flags),
+    return Service(
+        given("serve", base=SfiConfig().replace(**settings)), {"policy": policy, "slots": 4}, None,
+        "127.0.0.1:8000", None, ("--max-model-len=2048", *flags),
     ).words()  # fmt: skip
 
 

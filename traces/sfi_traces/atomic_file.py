@@ -13,10 +13,7 @@ def temporary_path(path: Path) -> Path:
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[Path]:
-    """Yield a temporary path to write, and rename it to `path` once the block has ended well.
-
-    A block that fails leaves the old file and no temporary one. OSErrors pass through.
-    """
+    """Yield a temporary path to write; rename it to `path` once the block has ended well, else remove it."""
     temporary = temporary_path(path)
     try:
         yield temporary

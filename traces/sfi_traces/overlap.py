@@ -1,8 +1,4 @@
-"""Overlap of sets of positions, for many heads at once.
-
-A set is a row of an int array: its positions in ascending order, then -1 as padding. Leading dimensions
-agree.
-"""
+"""Overlap of sets of positions. A set is a row of an int array: ascending positions, then -1 as padding."""
 
 from dataclasses import dataclass
 from itertools import combinations_with_replacement
@@ -49,8 +45,7 @@ class Overlap:
 def intersections(index_NK: Ints) -> Floats:
     """Count the positions that every two sets share: [N, N] float32, exact below 2 ** 24.
 
-    It multiplies the membership matrix with itself, block by block, over the positions in both blocks only:
-    supports drift, so distant blocks share few.
+    Multiplies memberships block by block over the positions of both blocks: distant supports share few.
     """
     end, count = 1 + int(index_NK.max(initial=0)), len(index_NK)
     blocks = [_Block.of(index_NK[at : at + BLOCK], end) for at in range(0, count, BLOCK)]
@@ -100,10 +95,7 @@ def _share(part: Ints, whole: Ints) -> Floats:
 def padded(
     lists: pa.ListArray | pa.ChunkedArray, empty: float = -1, width: int | None = None
 ) -> npt.NDArray[Any]:
-    """Pad lists to rows, [N, width]; nulls are empty lists.
-
-    Without a width the rows are as wide as the longest list, and at least 1.
-    """
+    """Pad lists to rows, [N, width], by default as wide as the longest list; nulls are empty."""
     length = np.asarray(pc.fill_null(pc.list_value_length(lists), 0))
     values = np.asarray(pc.list_flatten(lists))
     wide = int(length.max(initial=1)) if width is None else width

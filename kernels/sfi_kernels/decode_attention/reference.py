@@ -109,13 +109,30 @@ def decode_attention(
             )
         elif mode == FAST:
             own_pseudo = None if pseudo is None else pseudo.of(one)
-            extra: dict[str, Any] = {"sink_HG": sink_HG, "pseudo": own_pseudo}
-            rows: tuple[Any, ...] = (*pages, words[one, START], length_B)
-            extra |= options
+            start_B = words[one, START]
             if position_BHS is None:
-                own = sparse_attention(query, *packed, *rows, **extra)
+                own = sparse_attention(
+                    query,
+                    *packed,
+                    *pages,
+                    start_B,
+                    length_B,
+                    **options,
+                    sink_HG=sink_HG,
+                    pseudo=own_pseudo,
+                )
             else:
-                own = attention_in_place(query, position_BHS[one], packed[2], *rows, **extra)
+                chosen = position_BHS[one], packed[2]
+                own = attention_in_place(
+                    query,
+                    *chosen,
+                    *pages,
+                    start_B,
+                    length_B,
+                    **options,
+                    sink_HG=sink_HG,
+                    pseudo=own_pseudo,
+                )
             out[one, :, :, -1] = own
         elif mode == SLOW:
             own = query_BHGWD[one, :, :, -queries:]

@@ -1,12 +1,9 @@
 """`sfi bench`: tokens per second of decoding, or what to expect of them."""
 
-from dataclasses import asdict
-from pathlib import Path
+from functools import partial
 from typing import Annotated, Any
 
 from sfi_cli import options as o
-from sfi_cli.settings.tables import BenchTable, ForecastTable, ModelTable
-from sfi_core.settings.engine import EngineOptions
 
 MEASURE, FORECAST = "Measurement", "Forecast"
 # copies of the defaults of DecodeSettings, which imports torch; a test compares the two
@@ -19,27 +16,29 @@ SHOWN = {
     "repeats": "3",
     "slow_rate": "1/20",
 }
+_more = partial(o.option, MEASURE)
+_forecast = partial(o.option, FORECAST)
+_out = partial(o.option, o.OUTPUT)
+_model = partial(o.option, o.MODEL)
 
 
 def _measure(name: str, text: str) -> Any:
-    return o.option(MEASURE, text, shown=SHOWN.get(name, "none"))
+    return _more(text, shown=SHOWN.get(name, "none"))
 
 
 def bench(
-    policy: Annotated[
-        list[str] | None, _measure("policies", "Policies; comma list or repeated.")
-    ] = None,
+    policy: Annotated[o.Words, _measure("policies", "Policies; comma list or repeated.")] = None,
     context: Annotated[
-        list[str] | None, _measure("contexts", "Cached tokens, 8192 or 8K; comma list or repeated.")
+        o.Words, _measure("contexts", "Cached tokens, 8192 or 8K; comma list or repeated.")
     ] = None,
     batch: Annotated[
-        list[str] | None, _measure("batches", "Requests together; comma list or repeated.")
+        o.Words, _measure("batches", "Requests together; comma list or repeated.")
     ] = None,
     baseline: Annotated[
-        list[str] | None, _measure("baselines", "What else takes turns; comma list, or none.")
+        o.Words, _measure("baselines", "What else takes turns; comma list, or none.")
     ] = None,
-    steps: Annotated[int | None, _measure("steps", "Decoding steps measured in each run.")] = None,
-    repeats: Annotated[int | None, _measure("repeats", "Runs of each; all take turns.")] = None,
+    steps: Annotated[o.Number, _measure("steps", "Decoding steps measured in each run.")] = None,
+    repeats: Annotated[o.Number, _measure("repeats", "Runs of each; all take turns.")] = None,
     time_limit: Annotated[
         float | None,
         _measure(
@@ -56,31 +55,21 @@ def bench(
     ] = None,
     ragged: Annotated[
         bool,
-        o.option(
-            MEASURE,
-            "Let contexts of a batch fall evenly from the context to half of it.",
-            "--ragged",
-        ),
+        _more("Let contexts of a batch fall evenly from the context to half of it.", "--ragged"),
     ] = False,
-    lossless: Annotated[
-        bool, o.option(MEASURE, "Measure lossless runs too.", "--lossless")
-    ] = False,
+    lossless: Annotated[bool, _more("Measure lossless runs too.", "--lossless")] = False,
     acceptance: Annotated[
         float | None, _measure("acceptance", "State what share of drafts is kept.")
     ] = None,
-    seed: Annotated[int, o.option(MEASURE, "Seed of weights, keys, values and tokens.")] = 0,
-    threads: Annotated[int | None, o.option(MEASURE, "CPU threads.", shown="PyTorch's own")] = None,
+    seed: Annotated[int, _more("Seed of weights, keys, values and tokens.")] = 0,
+    threads: Annotated[o.Number, _more("CPU threads.", shown="PyTorch's own")] = None,
     forecast: Annotated[
-        bool,
-        o.option(
-            FORECAST, "Say what to expect, without weights and without running.", "--forecast"
-        ),
+        bool, _forecast("Say what to expect, without weights and without running.", "--forecast")
     ] = False,
     model: o.Model = None,
     random_weights: Annotated[
         str | None,
-        o.option(
-            o.MODEL,
+        _model(
             "A config.json, or a name such as qwen3-4b or llama-3.1-8b: no checkpoint needed.",
             shown="none",
         ),
@@ -91,12 +80,11 @@ def bench(
     trust_remote_code: o.TrustRemoteCode = False,
     preset: o.Preset = None,
     config: o.Config = None,
-    sets: Annotated[list[str] | None, o.sets("bench")] = None,
+    sets: Annotated[o.Words, o.sets("bench")] = None,
     budget: o.Budget = None,
-    plot: Annotated[Path | None, o.option(o.OUTPUT, "Draw throughput to a .png or .svg.")] = None,
+    plot: Annotated[o.File, _out("Draw throughput to a .png or .svg.")] = None,
     output: Annotated[
-        Path | None,
-        o.option(o.OUTPUT, "Write the data there too: .json or .parquet.", "--output", "-o"),
+        o.File, _out("Write the data there too: .json or .parquet.", "--output", "-o")
     ] = None,
     force: o.Force = False,
     json: o.Json = False,
@@ -116,7 +104,7 @@ def bench(
 
       sfi bench --random-weights qwen3-4b --forecast --set forecast.bandwidth=4300
     """
-    from sfi_cli.commands.bench.job import DecodeBenchJob
+    from sfi_cli.commands.bench.job import counts, names, run
     from sfi_cli.loading import Subject
     from sfi_cli.settings.given import given
     from sfi_cli.terminal.output import Output
@@ -125,29 +113,17 @@ def bench(
         "bench", preset=preset, file=config, sets=sets,
         options={"budget": budget, "engine.kv_device_budget": kv_device_budget},
     )  # fmt: skip
-    weights = settings.table(ModelTable)
-    DecodeBenchJob(
-        subject=Subject(
-            model=model,
-            random_weights=random_weights,
-            loading={
-                "revision": weights.revision, "dtype": dtype, "device": device,
-                "trust_remote_code": trust_remote_code,
-            },
-            pack_weights=weights.pack_weights,
-            seed=seed,
+    run(
+        Subject.of(
+            settings, model, dtype, device, trust_remote_code, random_weights=random_weights, seed=seed
         ),
-        lists={"policies": policy, "contexts": context, "batches": batch, "baselines": baseline},
-        settings={
-            "steps": steps, "repeats": repeats, "time_limit": time_limit, "ragged": ragged,
-            "lossless": lossless, "acceptance": acceptance,
-            "seed": seed, "config": settings.config, "engine": settings.table(EngineOptions),
-            **asdict(settings.table(BenchTable)),
+        settings,
+        {
+            "policies": names(policy), "contexts": counts("contexts", context),
+            "batches": counts("batches", batch), "baselines": names(baseline, nothing="none"), "steps": steps,
+            "repeats": repeats, "time_limit": time_limit, "ragged": ragged, "lossless": lossless,
+            "acceptance": acceptance, "seed": seed,
         },
-        said=settings.said,
-        slow_rate=slow_rate,
-        text=text,
-        threads=threads,
-        forecast=settings.table(ForecastTable) if forecast else None,
-        output=Output(output, plot=plot, json=json, quiet=quiet, force=force),
-    ).run()  # fmt: skip
+        Output(output, plot=plot, json=json, quiet=quiet, force=force),
+        slow_rate=slow_rate, text=text, threads=threads, forecast=forecast,
+    )  # fmt: skip

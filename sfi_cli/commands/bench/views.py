@@ -1,152 +1,134 @@
 """The tables of `sfi bench`, from its document."""
 
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 from sfi_cli.terminal.tables import count, noted, number, percent, ratio, table
 
+Row = dict[str, Any]
+# by heading: how a value is written and its name in the row, or a function of the row
+Columns = dict[str, tuple[Callable[[Any], str], str] | Callable[[Row], str]]
+
 
 def bench_text(document: dict[str, Any]) -> str:
     """Return the measured rows, the runs that did not fit into memory, and the notes."""
-    tables = [_measured(document)]
-    if any(row["kv_device_budget"] for row in document["rows"]):
-        tables.append(_tiers(document))
-    if any(row["lossless"] for row in document["rows"]):
-        tables.append(_drafting(document))
+    machine, rows = document["machine"], document["rows"]
+    tables = [
+        _table(
+            f"{_about(document)}, on {machine.get('gpu') or machine['processor']}, "
+            f"{machine['threads']} threads, copy {machine['copy_gb_per_s']:,.1f} GB/s",
+            rows,
+            MEASURED,
+        )
+    ]
+    if tiers := [row for row in rows if row["kv_device_budget"]]:
+        budget = document["settings"]["kv_device_budget"]
+        tables.append(_table(f"KV cache under a device budget of {budget}", tiers, TIERS))
+    if lossless := [row for row in rows if row["lossless"]]:
+        tables.append(_table("Lossless runs", lossless, DRAFTING))
     if document["skipped"]:
-        tables.append(_skipped(document))
+        tables.append(_table("Did not fit", document["skipped"], SKIPPED))
     return noted(tables, document["notes"])
-
-
-def _measured(document: dict[str, Any]) -> Any:
-    machine = document["machine"]
-    columns = (
-        "policy", "context", "batch", "tokens/s", "min - max", "x full-kv", "bytes", "reached",
-        "x transf.", "slow", "fast ms", "mixed ms", "slow ms", "GB/s", "of copy",
-    )  # fmt: skip
-    rows = [
-        (
-            row["policy"], count(row["context"]), str(row["batch"]), _rate(row["decode_tokens_per_second"]),
-            " - ".join(_rate(row[f"decode_tokens_per_second_{end}"]) for end in ("min", "max")),
-            ratio(row["speedup"]), ratio(row["roofline_speedup"]), percent(row["roofline_share"], 0),
-            ratio(row["speedup_over_transformers"]), percent(row["slow_rate"]),
-            *(_milliseconds(row[f"{kind}_p50_ms"]) for kind in ("fast", "mixed", "slow")),
-            f"{row['gb_per_s']:,.2f}", percent(row["bandwidth_share"], 0),
-        )
-        for row in document["rows"]
-    ]  # fmt: skip
-    title = (
-        f"{document['model']['name']}, {document['model']['dtype']}, on "
-        f"{machine.get('gpu') or machine['processor']}, {machine['threads']} threads, "
-        f"copy {machine['copy_gb_per_s']:,.1f} GB/s"
-    )
-    return table(title, columns, rows)
-
-
-def _tiers(document: dict[str, Any]) -> Any:
-    columns = ("policy", "context", "batch", "device MB", "host MB", "recalled MB a step")
-    rows = [
-        (
-            row["policy"], count(row["context"]), str(row["batch"]),
-            *(
-                f"{row[name] / 1e6:,.3f}"
-                for name in ("kv_device_bytes", "kv_host_bytes", "recalled_bytes_per_step")
-            ),
-        )
-        for row in document["rows"]
-        if row["kv_device_budget"]
-    ]  # fmt: skip
-    return table(
-        f"KV cache under a device budget of {document['settings']['kv_device_budget']}",
-        columns,
-        rows,
-    )
-
-
-def _drafting(document: dict[str, Any]) -> Any:
-    columns = (
-        "policy", "context", "batch", "acceptance", "kept of tested", "kept of drafted",
-        "accepted a verification", "passes a token",
-    )  # fmt: skip
-    rows = [
-        (
-            row["policy"], count(row["context"]), str(row["batch"]), _acceptance(row),
-            percent(row["kept_of_tested"]), percent(row["kept_of_drafted"]),
-            number(row["accepted_per_verification"], 2), number(row["passes_per_token"], 2),
-        )
-        for row in document["rows"]
-        if row["lossless"]
-    ]  # fmt: skip
-    return table("Lossless runs", columns, rows)
-
-
-def _acceptance(row: dict[str, Any]) -> str:
-    stated = row["stated_acceptance"]
-    return "measured" if stated is None else f"stated {percent(stated)}"
-
-
-def _skipped(document: dict[str, Any]) -> Any:
-    columns = ("policy", "context", "batch", "needs GB", "free GB", "batch that fits")
-    rows = [
-        (
-            row["policy"], count(row["context"]), str(row["batch"]), f"{row['needed_bytes'] / 1e9:,.2f}",
-            f"{row['free_bytes'] / 1e9:,.2f}", str(row["largest_batch"] or "none"),
-        )
-        for row in document["skipped"]
-    ]  # fmt: skip
-    return table("Did not fit", columns, rows)
 
 
 def forecast_text(document: dict[str, Any]) -> str:
     """Return the forecast's rows and notes."""
-    machine = document["machine"]
-    columns = (
-        "policy", "context", "batch", "needs GB", "KV GB", "fits", "largest batch", "fast GB", "slow GB",
-        "mean GB", "tokens/s at most", "x full-kv", "synchronized", "break-even",
-    )  # fmt: skip
-    rows = [
-        (
-            row["policy"], count(row["context"]), str(row["batch"]), f"{row['memory_bytes'] / 1e9:,.2f}",
-            f"{row['kv_bytes'] / 1e9:,.2f}", "yes" if row["fits"] else "no",
-            str(row["largest_batch"] or "none"),
-            *(_gigabytes(row[f"{kind}bytes_per_step"]) for kind in ("fast_", "slow_", "")),
-            _rate(row["roofline_tokens_per_second"]), ratio(row["roofline_speedup"]),
-            ratio(row["synchronized_roofline_speedup"]), count(row["break_even_context"]),
-        )
-        for row in document["rows"]
-    ]  # fmt: skip
+    machine, rows = document["machine"], document["rows"]
     title = (
-        f"{document['model']['name']}, {document['model']['dtype']}: bytes at "
-        f"{machine['bandwidth_gb_per_s']:,.1f} GB/s, {machine['memory_bytes'] / 1e9:,.1f} GB of memory"
+        f"{_about(document)}: bytes at {machine['bandwidth_gb_per_s']:,.1f} GB/s, "
+        f"{machine['memory_bytes'] / 1e9:,.1f} GB of memory"
     )
-    tables = [table(title, columns, rows)]
-    if any(row.get("lossless") for row in document["rows"]):
-        tables.append(_cycles(document))
+    tables = [_table(title, rows, FORECAST)]
+    if lossless := [row for row in rows if row.get("lossless")]:
+        tables.append(_table("Lossless runs", lossless, CYCLES))
     return noted(tables, document["notes"])
 
 
-def _cycles(document: dict[str, Any]) -> Any:
-    columns = (
-        "policy", "context", "batch", "acceptance", "drafts a verification", "tokens a verification",
-        "passes a token",
-    )  # fmt: skip
-    rows = [
-        (
-            row["policy"], count(row["context"]), str(row["batch"]), _acceptance(row),
-            str(row["drafts"]), number(row["tokens_per_verification"], 2), number(row["passes_per_token"], 2),
-        )
-        for row in document["rows"]
-        if row["lossless"]
-    ]  # fmt: skip
-    return table("Lossless runs", columns, rows)
+def _table(title: str, rows: Iterable[Row], columns: Columns) -> Any:
+    shown = POINT | columns
+    written = [
+        [one(row) if callable(one) else one[0](row[one[1]]) for one in shown.values()]
+        for row in rows
+    ]
+    return table(title, [*shown], written)
+
+
+def _about(document: dict[str, Any]) -> str:
+    return f"{document['model']['name']}, {document['model']['dtype']}"
 
 
 def _rate(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"  # noqa: PLR2004
 
 
-def _milliseconds(value: float | None) -> str:
-    return "-" if value is None else f"{value:,.4g}"
+def _scaled(value: float | None, size: float, form: str) -> str:
+    return "-" if value is None else format(value / size, form)
 
 
-def _gigabytes(value: float | None) -> str:
-    return "-" if value is None else f"{value / 1e9:,.3g}"
+def _acceptance(row: Row) -> str:
+    stated = row["stated_acceptance"]
+    return "measured" if stated is None else f"stated {percent(stated)}"
+
+
+def _range(row: Row) -> str:
+    ends = (row[f"decode_tokens_per_second_{end}"] for end in ("min", "max"))
+    return " - ".join(map(_rate, ends))
+
+
+_ms = partial(_scaled, size=1, form=",.4g")
+_mb = partial(_scaled, size=1e6, form=",.3f")
+_gb = partial(_scaled, size=1e9, form=",.2f")
+_short_gb = partial(_scaled, size=1e9, form=",.3g")
+_share, _two = partial(percent, digits=0), partial(number, digits=2)
+POINT: Columns = {"policy": (str, "policy"), "context": (count, "context"), "batch": (str, "batch")}
+MEASURED: Columns = {
+    "tokens/s": (_rate, "decode_tokens_per_second"),
+    "min - max": _range,
+    "x full-kv": (ratio, "speedup"),
+    "bytes": (ratio, "roofline_speedup"),
+    "reached": (_share, "roofline_share"),
+    "x transf.": (ratio, "speedup_over_transformers"),
+    "slow": (percent, "slow_rate"),
+    "fast ms": (_ms, "fast_p50_ms"),
+    "mixed ms": (_ms, "mixed_p50_ms"),
+    "slow ms": (_ms, "slow_p50_ms"),
+    "GB/s": (_two, "gb_per_s"),
+    "of copy": (_share, "bandwidth_share"),
+}
+TIERS: Columns = {
+    "device MB": (_mb, "kv_device_bytes"),
+    "host MB": (_mb, "kv_host_bytes"),
+    "recalled MB a step": (_mb, "recalled_bytes_per_step"),
+}
+DRAFTING: Columns = {
+    "acceptance": _acceptance,
+    "kept of tested": (percent, "kept_of_tested"),
+    "kept of drafted": (percent, "kept_of_drafted"),
+    "accepted a verification": (_two, "accepted_per_verification"),
+    "passes a token": (_two, "passes_per_token"),
+}
+SKIPPED: Columns = {
+    "needs GB": (_gb, "needed_bytes"),
+    "free GB": (_gb, "free_bytes"),
+    "batch that fits": lambda row: str(row["largest_batch"] or "none"),
+}
+FORECAST: Columns = {
+    "needs GB": (_gb, "memory_bytes"),
+    "KV GB": (_gb, "kv_bytes"),
+    "fits": lambda row: "yes" if row["fits"] else "no",
+    "largest batch": lambda row: str(row["largest_batch"] or "none"),
+    "fast GB": (_short_gb, "fast_bytes_per_step"),
+    "slow GB": (_short_gb, "slow_bytes_per_step"),
+    "mean GB": (_short_gb, "bytes_per_step"),
+    "tokens/s at most": (_rate, "roofline_tokens_per_second"),
+    "x full-kv": (ratio, "roofline_speedup"),
+    "synchronized": (ratio, "synchronized_roofline_speedup"),
+    "break-even": (count, "break_even_context"),
+}
+CYCLES: Columns = {
+    "acceptance": _acceptance,
+    "drafts a verification": (str, "drafts"),
+    "tokens a verification": (_two, "tokens_per_verification"),
+    "passes a token": (_two, "passes_per_token"),
+}

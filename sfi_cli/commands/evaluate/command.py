@@ -1,6 +1,6 @@
 """`sfi eval`: what a method costs in quality."""
 
-from pathlib import Path
+from functools import partial
 from typing import Annotated
 
 import typer
@@ -9,6 +9,10 @@ from sfi_cli import options as o
 from sfi_cli.commands.evaluate import request
 
 WHAT, HOW, TEXT = "Tasks", "Methods", "Fidelity"
+_how = partial(o.option, HOW)
+_what = partial(o.option, WHAT)
+_text = partial(o.option, TEXT)
+_out = partial(o.option, o.OUTPUT)
 
 
 def _list(values: tuple[float, ...]) -> str:
@@ -17,9 +21,8 @@ def _list(values: tuple[float, ...]) -> str:
 
 def evaluate(
     method: Annotated[
-        list[str] | None,
-        o.option(
-            HOW,
+        o.Words,
+        _how(
             "LABEL=POLICY@PRESET:key=value,... or less of it, POLICY alone; PRESET may be a .toml file; "
             "repeat for more.",
             shown="all policies, sfi with every preset",
@@ -27,70 +30,56 @@ def evaluate(
     ] = None,
     share: Annotated[
         str | None,
-        o.option(
-            HOW,
+        _how(
             "Sink, selected and recent tokens over the context; comma list.",
             shown=_list(request.SHARES),
         ),
     ] = None,
     budget: Annotated[
-        str | None, o.option(HOW, "Selected tokens per KV head instead of shares; comma list.")
+        str | None, _how("Selected tokens per KV head instead of shares; comma list.")
     ] = None,
     recent: Annotated[
-        int | None,
-        o.option(
-            HOW, "Tokens of the recent window; at most half of a share.", shown=str(request.RECENT)
-        ),
+        o.Number,
+        _how("Tokens of the recent window; at most half of a share.", shown=str(request.RECENT)),
     ] = None,
     task: Annotated[
-        list[str] | None,
-        o.option(
-            WHAT,
+        o.Words,
+        _what(
             "Comma list or repeated; see --list-tasks.",
             shown="bundled-recall for the bundled checkpoint, else all others",
         ),
     ] = None,
-    list_tasks: Annotated[
-        bool, o.option(WHAT, "Print the tasks and stop.", "--list-tasks")
-    ] = False,
+    list_tasks: Annotated[bool, _what("Print the tasks and stop.", "--list-tasks")] = False,
     length: Annotated[
-        str | None,
-        o.option(WHAT, "Tokens of the prompts; comma list.", shown=_list(request.LENGTHS)),
+        str | None, _what("Tokens of the prompts; comma list.", shown=_list(request.LENGTHS))
     ] = None,
     samples: Annotated[
-        int | None, o.option(WHAT, "Prompts of each task and length.", shown=str(request.SAMPLES))
+        o.Number, _what("Prompts of each task and length.", shown=str(request.SAMPLES))
     ] = None,
     seed: Annotated[
-        int | None,
-        o.option(WHAT, "Seed of the first prompt; the others follow.", shown=str(request.SEED)),
+        o.Number, _what("Seed of the first prompt; the others follow.", shown=str(request.SEED))
     ] = None,
     fidelity: Annotated[
-        Path | None,
-        o.option(
-            TEXT,
-            "Text to decode with its own tokens: KL, agreement and perplexity beside full attention's.",
+        o.File,
+        _text(
+            "Text to decode with its own tokens: KL, agreement and perplexity beside full attention's."
         ),
     ] = None,
     tokens: Annotated[
-        int | None,
-        o.option(
-            TEXT, "Tokens decoded after each prompt of --length tokens.", shown=str(request.TOKENS)
-        ),
+        o.Number,
+        _text("Tokens decoded after each prompt of --length tokens.", shown=str(request.TOKENS)),
     ] = None,
     model: o.Model = None,
     dtype: o.Dtype = "auto",
     device: o.Device = "auto",
     kv_device_budget: o.KvDeviceBudget = None,
     trust_remote_code: o.TrustRemoteCode = False,
-    sets: Annotated[list[str] | None, o.sets("eval", o.MODEL)] = None,
+    sets: Annotated[o.Words, o.sets("eval", o.MODEL)] = None,
     output: Annotated[
-        Path | None,
-        o.option(o.OUTPUT, "Folder of the results.", "--output", "-o", shown="sfi-eval-DATE-TIME"),
+        o.File, _out("Folder of the results.", "--output", "-o", shown="sfi-eval-DATE-TIME")
     ] = None,
-    resume: Annotated[bool, o.option(o.OUTPUT, "Go on with the folder.", "--resume")] = False,
-    plot: Annotated[
-        Path | None, o.option(o.OUTPUT, "Draw score against read to a .png or .svg.")
-    ] = None,
+    resume: Annotated[bool, _out("Go on with the folder.", "--resume")] = False,
+    plot: Annotated[o.File, _out("Draw score against read to a .png or .svg.")] = None,
     force: o.Force = False,
     json: o.Json = False,
     quiet: o.Quiet = False,
@@ -115,13 +104,16 @@ def evaluate(
 
       sfi eval --fidelity book.txt --length 4096 --tokens 256 --method sfi --method quest --share 0.15
     """
-    from sfi_cli.commands.evaluate.job import EvaluationJob
+    from sfi_cli.commands.evaluate.job import run
     from sfi_cli.parsing import words
     from sfi_cli.settings.given import given
     from sfi_cli.terminal.output import Output
 
     if list_tasks:
-        _list_tasks()
+        from sfi_core.measure.evaluation.tasks import TASKS
+
+        for name, one in TASKS.items():
+            typer.echo(f"{name}{'  (for the bundled checkpoint)' if one.bundled else ''}")
         return
     settings = given("eval", sets=sets, options={"engine.kv_device_budget": kv_device_budget})
     asked = {
@@ -134,18 +126,6 @@ def evaluate(
         "tokens": tokens,
         **settings.of("eval"), **settings.of("engine"), **settings.of("model"),
     }  # fmt: skip
-    EvaluationJob(
-        given=asked,
-        loading={"device": device, "trust_remote_code": trust_remote_code},
-        folder=output,
-        resume=resume,
-        force=force,
-        output=Output(plot=plot, json=json, force=force, quiet=quiet),
-    ).run()
-
-
-def _list_tasks() -> None:
-    from sfi_core.measure.evaluation.tasks import TASKS
-
-    for name, task in TASKS.items():
-        typer.echo(f"{name}{'  (for the bundled checkpoint)' if task.bundled else ''}")
+    written = Output(plot=plot, json=json, force=force, quiet=quiet)
+    loading = {"device": device, "trust_remote_code": trust_remote_code}
+    run(asked, loading, output, written, resume=resume)

@@ -19,6 +19,7 @@ METHODS = (
 BUNDLED_ONLY = ("synckv",)  # needs a head file, which few other models have
 SHARES, LENGTHS, SAMPLES, SEED, RECENT = (0.05, 0.1, 0.15, 0.25), (1024, 4096), 20, 0, 128
 TOKENS = 128
+LISTS = ("methods", "shares", "budgets", "tasks", "lengths")
 FREE = "batch_size"  # has no effect on a row: a resumed run may change it
 DEFAULTS: dict[str, Any] = {
     "model": None, "dtype": "auto", "methods": list(METHODS),
@@ -46,16 +47,14 @@ def filled(given: Mapping[str, Any]) -> dict[str, Any]:
         if name in said and "fidelity" not in said:
             raise ConfigError(f"{name} must come with --fidelity, got it alone")
     if asked["tasks"] is None:
-        asked["tasks"] = [] if asked["fidelity"] else default_tasks(asked["model"])
+        own = ["bundled-recall"] if asked["model"] is None else _other_tasks()
+        asked["tasks"] = [] if asked["fidelity"] else own
     return asked
 
 
-def default_tasks(model: str | None) -> list[str]:
-    """Name the bundled checkpoint's task, or the tasks for any other model."""
+def _other_tasks() -> list[str]:
     from sfi_core.measure.evaluation.tasks import TASKS
 
-    if model is None:
-        return ["bundled-recall"]
     return [name for name, task in TASKS.items() if not task.bundled]
 
 
@@ -76,7 +75,7 @@ def resumed(given: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, An
         # a folder of an earlier version lacks newer options
         kept = before.get(name, DEFAULTS[name])
         if value is not None and value != kept:
-            option = OPTIONS.get(name, name).replace("_", "-")
+            option = name.removesuffix("s") if name in LISTS else name.replace("_", "-")
             raise ConfigError(
                 f"resume must keep the folder's {option} {_shown(kept)}, got {_shown(value)}"
             )
@@ -84,21 +83,12 @@ def resumed(given: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, An
     return DEFAULTS | dict(before) | ({} if size is None else {FREE: size})
 
 
-OPTIONS = {
-    name: name.removesuffix("s") for name in ("methods", "shares", "budgets", "tasks", "lengths")
-}
-
-
 def _shown(value: Any) -> str:
     return ",".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def numbers(option: str, text: str | None, kind: Callable[[str], Any]) -> list[Any] | None:
-    """Read a comma list of ints or floats.
-
-    Raises:
-        ConfigError: A word is not such a number, or the list is empty.
-    """
+    """Read a comma list of ints or floats; raise `ConfigError` for another word or an empty list."""
     if text is None:
         return None
     noun = "whole numbers" if kind is int else "numbers"
@@ -110,11 +100,7 @@ def numbers(option: str, text: str | None, kind: Callable[[str], Any]) -> list[A
 
 
 def parts_of(asked: Mapping[str, Any], text: str | None) -> list[Any]:
-    """Make the grids to run: one of tasks, one of windows of the text.
-
-    Raises:
-        ConfigError: A method, size, task or length is invalid.
-    """
+    """Make the grids to run, of tasks and of windows of the text; raise `ConfigError` for an invalid one."""
     methods, sizes = methods_of(asked), sizes_of(asked)
     parts: list[Any] = []
     lengths = tuple(asked["lengths"])
@@ -157,11 +143,7 @@ def sizes_of(asked: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def engine_of(asked: Mapping[str, Any]) -> EngineOptions:
-    """Make the engine's options.
-
-    Raises:
-        ConfigError: The device budget is invalid.
-    """
+    """Make the engine's options; raise `ConfigError` for an invalid device budget."""
     asked = DEFAULTS | dict(asked)
     names = ("backend", "prefill_chunk", "kv_device_budget", "kv_page")
     return EngineOptions(**{name: asked[name] for name in names})
@@ -169,13 +151,9 @@ def engine_of(asked: Mapping[str, Any]) -> EngineOptions:
 
 def described(methods: tuple[Any, ...]) -> list[dict[str, Any]]:
     """Describe the methods for the manifest, with all settings: a preset may change between versions."""
+    names = ("label", "policy", "preset")
     return [
-        {
-            "label": method.label,
-            "policy": method.policy,
-            "preset": method.preset,
-            "settings": dict(method.settings),
-            "config": method.config.to_dict(),
-        }
+        {name: getattr(method, name) for name in names}
+        | {"settings": dict(method.settings), "config": method.config.to_dict()}
         for method in methods
     ]

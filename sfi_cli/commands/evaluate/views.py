@@ -5,10 +5,8 @@ from typing import Any
 
 from sfi_cli.terminal.tables import number, percent, plural, rendered, table
 
-ANY_SIZE = (
-    "all",
-    "own",
-)  # sizes of rows that hold at all sizes: full attention, methods with own sizes
+# sizes of rows that hold at all sizes: full attention, methods with own sizes
+ANY_SIZE = ("all", "own")
 Row = dict[str, Any]
 NOTES = (
     "score: mean and 95 % Wilson interval; against full-kv: paired difference, 95 % bootstrap interval{}.",
@@ -64,15 +62,12 @@ def _groups(rows: Iterable[Row], names: Sequence[str]) -> list[tuple[tuple[Any, 
 def _scores(title: str, rows: list[Row]) -> Any:
     sizes = _sizes(rows)
     last = "" if len(sizes) == 1 else f" at {sizes[-1]}"
-    columns = [f"score at {size}" for size in sizes]
-    return table(
-        title,
-        ["method", *columns, f"against full-kv{last}"],
-        [
-            [method, *(_cell(row, _score) for row in own), _cell(own[-1], _difference)]
-            for method, own in _lines(rows, sizes)
-        ],
-    )
+    columns = ["method", *(f"score at {size}" for size in sizes), f"against full-kv{last}"]
+    lines = [
+        [method, *(_cell(row, _score) for row in own), _cell(own[-1], _difference)]
+        for method, own in _lines(rows, sizes)
+    ]
+    return table(title, columns, lines)
 
 
 def _costs(rows: list[Row]) -> Any:
@@ -85,38 +80,41 @@ def _costs(rows: list[Row]) -> Any:
             return number(row["scores"].get(name), 2)
         return percent(row["read" if name == "read" else "stored_ratio"])
 
-    return table(
-        "",
+    columns = [f"{name.replace('_', ' ')} at {size}" for name in names for size in sizes]
+    lines = [
         [
-            "method",
-            *(f"{name.replace('_', ' ')} at {size}" for name in names for size in sizes),
-            "tokens/s",
-        ],
-        [
-            [
-                method,
-                *(_cell(row, value, name) for name in names for row in own),
-                _cell(own[-1], lambda row: number(row["tokens_per_second"], 1)),
-            ]
-            for method, own in _lines(rows, sizes)
-        ],
-    )
+            method,
+            *(_cell(row, value, name) for name in names for row in own),
+            _cell(own[-1], lambda row: number(row["tokens_per_second"], 1)),
+        ]
+        for method, own in _lines(rows, sizes)
+    ]
+    return table("", ["method", *columns, "tokens/s"], lines)
 
 
 def _by_place(rows: list[Row]) -> Any:
-    places = {part["first"]: part["place"] for row in rows for part in row["by_place"]}
-    lines = []
+    title = "right sentences by their place in the answer, from token ... on"
+
+    def place(part: Row) -> str:
+        return f"{part['place']:,.0f}"
+
+    return _parts(title, rows, "by_place", place, lambda part: percent(part["score"]))
+
+
+def _parts(
+    title: str,
+    rows: list[Row],
+    name: str,
+    heading: Callable[[Row], str],
+    write: Callable[[Row], str],
+) -> Any:
+    # a row's parts side by side, in the order of their beginnings
+    headings = {part["first"]: heading(part) for row in rows for part in row[name]}
+    firsts, lines = sorted(headings), []
     for row in rows:
-        found = {part["first"]: percent(part["score"]) for part in row["by_place"]}
-        lines.append(
-            [row["method"], row["size"], *(found.get(first, "-") for first in sorted(places))]
-        )
-    return table(
-        "right sentences by their place in the answer, from token ... on",
-        ["method", "size", *(f"{places[first]:,.0f}" for first in sorted(places))],
-        lines,
-        left=2,
-    )
+        found = {part["first"]: write(part) for part in row[name]}
+        lines.append([row["method"], row["size"], *(found.get(first, "-") for first in firsts)])
+    return table(title, ["method", "size", *(headings[first] for first in firsts)], lines, left=2)
 
 
 def _drafts(rows: list[Row]) -> Any:
@@ -162,23 +160,11 @@ def _fidelity(length: int, rows: list[Row]) -> Any:
 
 
 def _by_position(rows: list[Row]) -> Any:
-    places = {
-        part["first"]: part["position"] for row in rows for part in row["by_sentence_position"]
-    }
+    def value(part: Row) -> str:
+        return f"{part['kl']:.4f} ({part['agreement']:.1%})"
 
-    def value(row: Row, first: int) -> str:
-        found = [part for part in row["by_sentence_position"] if part["first"] == first]
-        return f"{found[0]['kl']:.4f} ({found[0]['agreement']:.1%})" if found else "-"
-
-    return table(
-        f"KL (agreement) by {POSITIONS}",
-        ["method", "size", *(places[first] for first in sorted(places))],
-        [
-            [row["method"], row["size"], *(value(row, first) for first in sorted(places))]
-            for row in rows
-        ],
-        left=2,
-    )
+    title, name = f"KL (agreement) by {POSITIONS}", "by_sentence_position"
+    return _parts(title, rows, name, lambda part: part["position"], value)
 
 
 def _sizes(rows: Iterable[Row]) -> list[str]:

@@ -6,9 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from sfi_cli import options as o
-from sfi_cli.commands.generate.recording import TraceRecording
 from sfi_cli.settings.given import Given, given
-from sfi_cli.settings.tables import ModelTable, TraceTable
 from sfi_core.errors import ConfigError
 from sfi_core.settings.audit import AuditConfig
 from sfi_core.settings.engine import EngineOptions
@@ -95,7 +93,7 @@ def generate(
 
       sfi generate -f long.txt --model Qwen/Qwen3-0.6B --trace run --audit 16
     """
-    from sfi_cli.commands.generate.job import GenerateJob
+    from sfi_cli.commands.generate.job import run
     from sfi_cli.commands.generate.prompts import read_prompts
     from sfi_cli.loading import Subject
     from sfi_cli.terminal.output import Output
@@ -110,50 +108,31 @@ def generate(
             "draft.max_tokens": draft_max,
         },
     )  # fmt: skip
-    engine, weights = settings.table(EngineOptions), settings.table(ModelTable)
     drafting = [name for name in sorted(settings.said) if name.startswith("draft.")]
     if draft_max is not None:
         drafting = ["--draft-max"]
     for name in (*drafting, *["--verify"] * verify):
-        if not engine.lossless:
+        if not settings.table(EngineOptions).lossless:
             raise ConfigError(f"{name} must come with --lossless, got it alone")
-    job = GenerateJob(
-        prompts=prompts,
-        chat=chat,
-        subject=Subject(
-            model=model,
-            loading={
-                "revision": weights.revision, "dtype": dtype, "device": device,
-                "trust_remote_code": trust_remote_code,
-            },
-            pack_weights=weights.pack_weights,
-        ),
-        policy=policy,
-        preset=preset or ("example" if prompts.is_example and config is None else "default"),
-        config=settings.config,
-        sampling=_sampling(settings.of("sampling")),
-        seed=seed,
-        max_new_tokens=max_new_tokens,
-        max_batch=max_batch,
-        compare=prompts.is_example and policy != "full-kv" if compare is None else compare,
-        beside=prompts.is_example
-        and policy == "sfi"
-        and not (settings.said or preset or config or compare is not None),
-        verify=verify,
-        recording=TraceRecording(
-            folder=trace,
-            force=force,
-            settings=settings.table(TraceTable),
-            audit=_audit(settings),
-        ),
-        engine=engine,
-    )  # fmt: skip
+    audits = _audit(settings, trace)
+    example = prompts.is_example
+    named = preset or ("example" if example and config is None else "default")
+    plain = not (settings.said or preset or config or compare is not None)
     with Output(output, json=json, force=force, quiet=quiet) as written:
-        job.run(written)
+        run(
+            written, prompts, Subject.of(settings, model, dtype, device, trust_remote_code), settings,
+            policy=policy, preset=named, chat=chat,
+            compare=example and policy != "full-kv" if compare is None else compare,
+            beside=example and policy == "sfi" and plain, verify=verify, trace=trace, audit=audits,
+            sampling=_sampling(settings.of("sampling")), seed=seed, max_new_tokens=max_new_tokens,
+            max_batch=max_batch,
+        )  # fmt: skip
 
 
-def _audit(settings: Given) -> AuditConfig | None:
+def _audit(settings: Given, trace: Path | None) -> AuditConfig | None:
     if "every" in settings.of("audit"):
+        if trace is None:
+            raise ConfigError("--audit needs a trace to write to; add --trace DIR")
         return settings.table(AuditConfig)
     for name in sorted(settings.said):
         if name.startswith("audit."):

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sfi_cli.parsing import read_text
 from sfi_core.errors import ConfigError, InputError
 from sfi_core.settings.config import SfiConfig
 
@@ -54,36 +55,23 @@ def read_prompts(argument: str | None, file: Path | None, batch: Path | None) ->
         entries, limits = [entry for entry, _ in lines], tuple(limit for _, limit in lines)
         return Prompts(entries, SfiConfig(), max_new_tokens=limits)
     if not given:
-        return _example()
+        from sfi_core.bundled.example import load_example
+
+        example = load_example()
+        return Prompts([example.prompt], example.config, example.answer)
     text = argument
     if argument == STDIN or file == Path(STDIN):
         text = sys.stdin.read()
     elif file is not None:
-        text = _read(file)
+        text = read_text(file, "prompt file")
     if not text:
         raise InputError("prompt must not be empty, got an empty text")
     return Prompts([text], SfiConfig())
 
 
-def _example() -> Prompts:
-    from sfi_core.bundled.example import load_example
-
-    example = load_example()
-    return Prompts([example.prompt], example.config, example.answer)
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"prompt file {path} cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise InputError(f"prompt file {path} is not UTF-8: {error.reason}") from error
-
-
 def _read_batch(path: Path) -> list[tuple[Entry, int | None]]:
     lines = []
-    for number, line in enumerate(_read(path).splitlines(), 1):
+    for number, line in enumerate(read_text(path, "prompt file").splitlines(), 1):
         if line.strip():
             lines.append(_entry(line, f"{path}, line {number}"))
     if not lines:

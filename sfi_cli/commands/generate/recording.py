@@ -2,75 +2,52 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sfi_cli.settings.tables import TraceTable
-from sfi_cli.terminal.output import message
+from sfi_cli.terminal.output import Output, message
 from sfi_core.distributed import torchrun
-from sfi_core.errors import ConfigError, RankLostError
-from sfi_core.settings.audit import AuditConfig
+from sfi_core.errors import RankLostError
 
 if TYPE_CHECKING:
     from sfi_core.observers.observer import Observer
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TraceRecording:
-    """The options of the trace; without `folder` there is none, without `audit` no audit.
+@contextmanager
+def recording(
+    folder: Path | None, table: TraceTable, output: Output, **options: Any
+) -> Iterator[tuple[list["Observer"], Callable[[str | None], None]]]:
+    """Open the observers of a run, close them at its end, and name the trace; no folder makes no trace.
 
-    `force` allows to replace a trace in the folder.
+    `options` go to `ParquetObserver`.
+
+    Yields:
+        The observers, and a function that takes the reason why the run stopped early.
     """
+    from sfi_traces.record.nvtx import NvtxObserver
+    from sfi_traces.record.parquet import ParquetObserver
 
-    folder: Path | None
-    force: bool
-    settings: TraceTable
-    audit: AuditConfig | None
+    with ExitStack() as stack:
+        found: list[Observer] = []
+        if NvtxObserver.attached():
+            found.append(stack.enter_context(NvtxObserver(spans=table.spans)))
+        if folder is None:
+            yield found, lambda _: None
+            return
+        parquet = ParquetObserver(
+            folder, positions=table.positions, redact_text=table.redact_text, spans=table.spans,
+            force=output.force, warn=message, **options,
+        )  # fmt: skip
+        yield [*found, stack.enter_context(parquet)], parquet.close
+    _wait_for_ranks()
+    if folder.exists() and not output.quiet:  # absent if the run ended before its first step
+        message(f"Wrote {folder}; look at it with: sfi trace show {folder}")
+        if torchrun.first():
+            from sfi_traces.health import quick_problems
 
-    def __post_init__(self) -> None:
-        """Refuse an audit without a trace."""
-        if self.audit is not None and self.folder is None:
-            raise ConfigError("--audit needs a trace to write to; add --trace DIR")
-
-    @contextmanager
-    def observers(
-        self, tokenizer: Any, device: Any, provenance: dict[str, Any], quiet: bool
-    ) -> Iterator[tuple[list["Observer"], Callable[[str | None], None]]]:
-        """Open the observers of a run, close them at its end, and name the trace.
-
-        Yields:
-            The observers, and a function that takes the reason why the run stopped early.
-        """
-        from sfi_traces.record.nvtx import NvtxObserver
-        from sfi_traces.record.parquet import ParquetObserver
-
-        with ExitStack() as stack:
-            found: list[Observer] = []
-            if NvtxObserver.attached():
-                found.append(stack.enter_context(NvtxObserver(spans=self.settings.spans)))
-            if self.folder is None:
-                yield found, lambda _: None
-                return
-            parquet = ParquetObserver(
-                self.folder,
-                tokenizer=tokenizer,
-                positions=self.settings.positions,
-                redact_text=self.settings.redact_text,
-                provenance=provenance,
-                force=self.force,
-                warn=message,
-                spans=self.settings.spans,
-            )
-            yield [*found, stack.enter_context(parquet)], parquet.close
-        _wait_for_ranks()
-        if self.folder.exists() and not quiet:  # absent if the run ended before its first step
-            message(f"Wrote {self.folder}; look at it with: sfi trace show {self.folder}")
-            if torchrun.first():
-                from sfi_traces.health import quick_problems
-
-                for line in quick_problems(self.folder):
-                    message(f"warning: {line}")
+            for line in quick_problems(folder):
+                message(f"warning: {line}")
 
 
 def _wait_for_ranks() -> None:

@@ -1,9 +1,10 @@
 """`sfi kernel-bench`: check every kernel, then time it."""
 
-from pathlib import Path
+from functools import partial
 from typing import Annotated, Any
 
 from sfi_cli import options as o
+from sfi_core.errors import ConfigError
 
 SHAPE, MEASURE, COMPILE = "Shape", "Measurement", "Offline compilation"
 ARCHITECTURES = "sm_80,sm_90,sm_100"
@@ -18,6 +19,9 @@ SHOWN = {
     "ops": "fast,dense,verify,mixed_heads,selector,top_k,pack,recall,append,encode_keys,scan_codes,"
     "prompt,rms_norm,rotary,silu_mul",
 }
+_measure = partial(o.option, MEASURE)
+_compile = partial(o.option, COMPILE)
+_out = partial(o.option, o.OUTPUT)
 
 
 def _shape(name: str, text: str) -> Any:
@@ -25,55 +29,46 @@ def _shape(name: str, text: str) -> Any:
 
 
 def kernel_bench(
-    context: Annotated[int | None, _shape("context", "Cached tokens of a request.")] = None,
-    batch: Annotated[int | None, _shape("batch", "Requests.")] = None,
-    heads: Annotated[int | None, _shape("heads", "Query heads.")] = None,
-    kv_heads: Annotated[int | None, _shape("kv_heads", "KV heads.")] = None,
-    head_dim: Annotated[int | None, _shape("head_dim", "Numbers of a head.")] = None,
+    context: Annotated[o.Number, _shape("context", "Cached tokens of a request.")] = None,
+    batch: Annotated[o.Number, _shape("batch", "Requests.")] = None,
+    heads: Annotated[o.Number, _shape("heads", "Query heads.")] = None,
+    kv_heads: Annotated[o.Number, _shape("kv_heads", "KV heads.")] = None,
+    head_dim: Annotated[o.Number, _shape("head_dim", "Numbers of a head.")] = None,
     dtype: Annotated[str, o.option(SHAPE, "auto (bfloat16), bfloat16, float16, float32.")] = "auto",
     retention: Annotated[
-        list[str] | None,
+        o.Words,
         _shape(
             "retentions", "Share of the context that a fast step reads; comma list or repeated."
         ),
     ] = None,
     op: Annotated[
-        list[str] | None,
-        o.option(MEASURE, "What to time; comma list or repeated.", shown=SHOWN["ops"]),
+        o.Words, _measure("What to time; comma list or repeated.", shown=SHOWN["ops"])
     ] = None,
     sweep: Annotated[
         str | None,
-        o.option(
-            MEASURE, "retention: the paper's Table 1, of fast and dense unless --op says otherwise."
-        ),
+        _measure("retention: the paper's Table 1, of fast and dense unless --op says otherwise."),
     ] = None,
     repeats: Annotated[
-        int | None, o.option(MEASURE, "Timed calls of each op.", shown="9, on CUDA 100")
+        o.Number, _measure("Timed calls of each op.", shown="9, on CUDA 100")
     ] = None,
-    seed: Annotated[int, o.option(MEASURE, "Seed of the random inputs.")] = 0,
-    backend: Annotated[str, o.option(MEASURE, "auto, torch or triton.")] = "auto",
-    device: Annotated[str, o.option(MEASURE, "auto, cpu, cuda, cuda:1, ...")] = "auto",
+    seed: Annotated[int, _measure("Seed of the random inputs.")] = 0,
+    backend: Annotated[str, _measure("auto, torch or triton.")] = "auto",
+    device: Annotated[str, _measure("auto, cpu, cuda, cuda:1, ...")] = "auto",
     compile_only: Annotated[
         bool,
-        o.option(
-            COMPILE,
+        _compile(
             "Compile every kernel without a GPU; show registers, spills, shared memory.",
             "--compile-only",
         ),
     ] = False,
     arch: Annotated[
-        list[str] | None, o.option(COMPILE, "Targets; comma list or repeated.", shown=ARCHITECTURES)
+        o.Words, _compile("Targets; comma list or repeated.", shown=ARCHITECTURES)
     ] = None,
-    plot: Annotated[
-        Path | None, o.option(o.OUTPUT, "Draw speed-up and GB/s to a .png or .svg.")
-    ] = None,
+    plot: Annotated[o.File, _out("Draw speed-up and GB/s to a .png or .svg.")] = None,
     output: Annotated[
-        Path | None,
-        o.option(
-            o.OUTPUT,
-            "Write the data there too: .parquet, .json; with --compile-only .md.",
-            "--output",
-            "-o",
+        o.File,
+        _out(
+            "Write the data there too: .parquet, .json; with --compile-only .md.", "--output", "-o"
         ),
     ] = None,
     force: o.Force = False,
@@ -92,14 +87,17 @@ def kernel_bench(
 
       sfi kernel-bench --compile-only --arch sm_80,sm_90
     """
-    from sfi_cli.commands.kernel_bench.job import CompileJob, KernelBenchJob, check_combination
+    from sfi_cli.commands.kernel_bench.job import compile_all, run
     from sfi_cli.parsing import numbers, words
     from sfi_cli.terminal.output import Output
 
-    check_combination(compile_only=compile_only, arch=arch, sweep=sweep, plot=plot)
+    if arch and not compile_only:
+        raise ConfigError("arch must come with --compile-only, got --arch alone")
+    if compile_only and (sweep or plot):
+        raise ConfigError("compile-only times nothing and must come without --sweep and --plot")
     written = Output(output, plot=plot, json=json, quiet=quiet, force=force)
     if compile_only:
-        CompileJob(architectures=words(arch or [ARCHITECTURES]), output=written).run()
+        compile_all(words(arch or [ARCHITECTURES]), written)
         return
     shares = numbers(retention or [], float, "retention must be a number")
     settings = {
@@ -107,6 +105,4 @@ def kernel_bench(
         "dtype": dtype, "retentions": tuple(dict.fromkeys(shares)) if retention else None,
         "ops": tuple(words(op)) if op else None, "repeats": repeats, "seed": seed,
     }  # fmt: skip
-    KernelBenchJob(
-        settings=settings, sweep=sweep, backend=backend, device=device, output=written
-    ).run()
+    run(settings, sweep, backend, device, written)

@@ -62,7 +62,7 @@ def serve(
 
       sfi serve --model Qwen/Qwen3-0.6B --budget 1024 --slots 32 --trace run --audit 16
     """
-    from sfi_cli.commands.serve.job import ServeJob
+    from sfi_cli.commands.serve.job import Service
 
     settings = given(
         "serve", preset=preset, file=config, sets=sets,
@@ -71,14 +71,5 @@ def serve(
             "audit.every": audit,
         },
     )  # fmt: skip
-    ServeJob(
-        model=model,
-        policy=policy,
-        preset=preset,
-        slots=slots,
-        host=host,
-        port=port,
-        trace=trace,
-        settings=settings,
-        flags=tuple(flags or ()),
-    ).run()
+    own = {"policy": policy, "slots": slots, **({} if preset is None else {"preset": preset})}
+    Service(settings, own, model, f"{host}:{port}", trace, flags or []).run()

@@ -15,12 +15,11 @@ from sfi_core.errors import ConfigError
 from sfi_core.hosts.vllm.connector import SfiConnector as PlainConnector
 from sfi_core.hosts.vllm.connector import SfiPlan
 from sfi_core.hosts.vllm.entry import Plan
-from sfi_core.hosts.vllm.names import KVConnectorRole, layer_shapes
+from sfi_core.hosts.vllm.names import KVConnectorRole, layer_shapes, settings_of, tokenizer_of
 from sfi_core.hosts.vllm.planner import Planner
-from sfi_core.hosts.vllm.request_settings import OWN, RequestSettings
+from sfi_core.hosts.vllm.plugin import installed_version
+from sfi_core.hosts.vllm.request_settings import OWN
 from sfi_core.hosts.vllm.stats import ServerStats
-from sfi_core.hosts.vllm.versions import installed_version
-from sfi_core.hosts.vllm.vllm_objects import settings_of, tokenizer_of
 from sfi_core.measure.bench.architectures import empty_model
 from sfi_core.models.describe import describe_model
 from sfi_core.models.load import BUNDLED
@@ -40,9 +39,8 @@ class SfiConnector(PlainConnector):
             ConfigError: As the plugin's own; the trace's folder is not empty; the model cannot be described.
         """
         self._recorder: ParquetObserver | None = None
-        self._steps: deque[AbstractContextManager[None]] = (
-            deque()
-        )  # spans of the steps that the workers run now
+        # spans of the steps that the workers run now
+        self._steps: deque[AbstractContextManager[None]] = deque()
         if settings_of(vllm_config).options.trace is not None:
             check_traced(vllm_config)  # before a folder is made
         super().__init__(vllm_config, role, kv_cache_config)
@@ -74,13 +72,17 @@ class SfiConnector(PlainConnector):
         tracked = self.planner.tracked.get(request.request_id)
         if self._recorder is None or tracked is None or request.prompt_token_ids is None:
             return
-        ids = list(request.prompt_token_ids)
+        ids, own = list(request.prompt_token_ids), tracked.settings.config
         self._recorder.on(
             PromptEvent(
                 requests=(tracked.state.request,),
                 ids_BT=torch.tensor([ids], dtype=torch.int64),
                 count=(len(ids),),
-                settings=own_settings(tracked.settings, self.settings.config),
+                settings={
+                    name: value
+                    for name in OWN
+                    if (value := getattr(own, name)) != getattr(self.settings.config, name)
+                },
             )
         )
 
@@ -126,11 +128,7 @@ class SfiConnector(PlainConnector):
 
 
 def check_traced(vllm_config: Any) -> None:
-    """Refuse a server that a trace cannot describe: data parallel, or quantized.
-
-    Raises:
-        ConfigError: With the setting of vLLM.
-    """
+    """Raise `ConfigError` for a server that a trace cannot describe: data parallel, or quantized."""
     if vllm_config.parallel_config.data_parallel_size > 1:
         raise ConfigError("trace must be of one engine, got data_parallel_size above 1")
     kind = vllm_config.model_config.quantization
@@ -156,12 +154,3 @@ def begin_event(planner: Planner, plan: Plan) -> BeginStepEvent:
         cached_tokens=shape["cached_tokens"],
         moved_bytes=shape.get("moved_bytes", 0),
     )
-
-
-def own_settings(settings: RequestSettings, config: Any) -> dict[str, Any]:
-    """Return the settings in which a request differs from the server."""
-    return {
-        name: value
-        for name in OWN
-        if (value := getattr(settings.config, name)) != getattr(config, name)
-    }

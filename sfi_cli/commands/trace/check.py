@@ -1,10 +1,16 @@
 """`sfi trace check`: whether a trace is sound, and its selections healthy."""
 
+from typing import Any
+
 import typer
 
 from sfi_cli import options as o
+from sfi_cli.commands.trace.health_views import health_lines, unjudged_lines
+from sfi_cli.terminal.output import Output
+from sfi_cli.terminal.tables import count, plural, rendered, table
 
 UNSOUND, UNHEALTHY = 3, 1
+MOST_REQUESTS = 8
 
 
 def check(folder: o.TraceDir, json: o.Json = False) -> None:
@@ -22,8 +28,6 @@ def check(folder: o.TraceDir, json: o.Json = False) -> None:
 
       sfi trace check run
     """
-    from sfi_cli.commands.trace.check_views import check_text
-    from sfi_cli.terminal.output import Output
     from sfi_traces.health import judge
     from sfi_traces.model.trace import Trace
     from sfi_traces.read.check import check as look
@@ -33,8 +37,39 @@ def check(folder: o.TraceDir, json: o.Json = False) -> None:
     document = look(trace)
     judged = document["sound"] and document["recorded"]
     document["health"] = health = judge(Scope.of(trace)) if judged else None
-    Output(json=json).data(document, check_text)
+    Output(json=json).data(document, _text)
     if not document["sound"]:
         raise typer.Exit(UNSOUND)
     if health is not None and not health["sound"]:
         raise typer.Exit(UNHEALTHY)
+
+
+def _text(document: dict[str, Any]) -> str:
+    rows = [
+        (
+            _name(one), count(one["parts"]), count(one["rows"]), count(one["expected_rows"]),
+            count(len(one["damaged"]) + len(one["absent"])),
+        )
+        for one in document["tables"]
+    ]  # fmt: skip
+    columns = ("table", "parts", "rows", "rows told", "damaged or missing")
+    lines = [
+        f"request {one['request']}: {plural(one['steps'], 'step')}, the last is {one['last_step']:,}"
+        for one in document["recorded"][:MOST_REQUESTS]
+    ]
+    more = len(document["recorded"]) - len(lines)
+    lines += [f"and {more:,} more requests"] if more else []
+    if document["steps_checked"]:
+        lines.append("every step's slowness, sentence and trigger were compared with the token ids")
+    lines += [f"note: {line}" for line in document["notes"]]
+    lines += [f"problem: {line}" for line in document["problems"]]
+    found = document["health"]
+    if found is not None:
+        lines += [*unjudged_lines(found), health_lines(found).rstrip()]
+    state = "sound" if document["sound"] else "not sound"
+    lines.append(state if found is None or found["sound"] else f"{state}, but not healthy")
+    return rendered([table(document["trace"], columns, rows), *lines])
+
+
+def _name(table: dict[str, Any]) -> str:
+    return f"{table['table']} of rank {table['rank']}" if table["rank"] else str(table["table"])

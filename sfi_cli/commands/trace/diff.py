@@ -1,11 +1,15 @@
 """`sfi trace diff`: compare two traces."""
 
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from sfi_cli import options as o
+from sfi_cli.commands.trace.views import open_view
+from sfi_cli.terminal.output import Output, message
+from sfi_core.errors import ConfigError
 
 
 def diff(
@@ -39,9 +43,43 @@ def diff(
 
       sfi trace diff released candidate --fail-if 'equal_share<1' --fail-if 'speed<0.8'
     """
-    from sfi_cli.commands.trace.diff_job import DiffJob
+    from sfi_cli.commands.trace.diff_views import diff_text
+    from sfi_traces.model.trace import Trace
+    from sfi_traces.summary.diff import compare
+    from sfi_traces.summary.diff_metrics import Limit
 
-    DiffJob(
-        first=first, second=second, request=request, limits=tuple(fail_if or ()), report=report,
-        output=output, json=json, force=force,
-    ).run()  # fmt: skip
+    if report and output and report.resolve() == output.resolve():
+        raise ConfigError(f"report and output must be two files, got {report} for both")
+    limits = [Limit.parse(text) for text in fail_if or ()]
+    traces = Trace.open(first), Trace.open(second)
+    with ExitStack() as stack:
+        written = stack.enter_context(Output(output, json=json, force=force))
+        page = None
+        if report is not None:
+            page = _open_page(report, stack, force=force)
+        document = compare(*traces, request)
+        met = [(limit, limit.value_of(document)) for limit in limits if limit.meets(document)]
+        written.data(document, diff_text)
+        if page is not None:
+            page.text(_page(first, second, request, document))
+    for limit, value in met:
+        message(f"failed: {limit.text}, {limit.name} is {value:.6g}")
+    if met:
+        raise typer.Exit(1)
+
+
+def _open_page(path: Path, stack: ExitStack, *, force: bool) -> Output:
+    from sfi_traces.report import check_report
+
+    check_report()
+    return stack.enter_context(Output(path, force=force))
+
+
+def _page(first: Path, second: Path, request: int | None, document: dict[str, Any]) -> str:
+    from sfi_traces.report.diff_page import render_diff
+
+    requests = document["requests"]
+    shown = requests[0]["request"] if request is None else request
+    if len(requests) > 1:
+        message(f"the report shows request {shown} of {len(requests)}; --request chooses another")
+    return render_diff(open_view(first, shown), open_view(second, shown), document)

@@ -1,8 +1,17 @@
 """`sfi trace export`: a trace for other programs."""
 
-from typing import Annotated
+from collections.abc import Iterator
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
 
 from sfi_cli import options as o
+from sfi_cli.terminal.output import Output
+from sfi_core.errors import ConfigError, SfiError
+
+TIMELINE = "perfetto"  # of the whole trace, in one file
+FORMATS = (TIMELINE, "csv", "jsonl")
 
 
 def export(
@@ -28,6 +37,47 @@ def export(
 
       sfi trace export run --format jsonl --table steps
     """
-    from sfi_cli.commands.trace.export_job import ExportJob
+    from sfi_cli.terminal.progress import BenchProgress
+    from sfi_traces.model.trace import Trace
+    from sfi_traces.schema import TABLES
 
-    ExportJob(form=form, table=table, output=output, force=force, quiet=quiet).run(folder)
+    if form not in FORMATS:
+        raise ConfigError(f"unknown format {form!r}; expected one of {FORMATS}")
+    if table is not None and form == TIMELINE:
+        raise ConfigError(f"table must come with --format csv or jsonl, got {form}")
+    if table is not None and table not in TABLES:
+        raise ConfigError(f"unknown table {table!r}; expected one of {tuple(TABLES)}")
+    paths: dict[str | None, Path | None] = {table: output}
+    if table is None and form != TIMELINE:
+        if output is None:
+            raise ConfigError(
+                f"{form} of all tables must have a folder; add -o FOLDER or --table NAME"
+            )
+        paths = {name: output / f"{name}.{form}" for name in TABLES}
+    trace = Trace.open(folder)
+    if len(paths) > 1:
+        _make(output)
+    with BenchProgress(quiet=quiet) as progress, ExitStack() as stack:
+        # open all files first, so that a file that exists stops the export before anything is written
+        files = {
+            name: stack.enter_context(Output(path, force=force)) for name, path in paths.items()
+        }
+        for name, file in files.items():
+            file.pieces(_pieces(trace, name, form, progress))
+
+
+def _pieces(trace: Any, table: str | None, form: str, progress: Any) -> Iterator[str]:
+    from sfi_traces.export.perfetto import perfetto_text
+    from sfi_traces.export.rows import table_text
+
+    show = partial(progress.update, f"exporting {table or 'the timeline'}")
+    return perfetto_text(trace, show) if table is None else table_text(trace, table, form, show)
+
+
+def _make(folder: Any) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except FileExistsError as error:
+        raise ConfigError(f"output {folder} must be a folder for all tables, got a file") from error
+    except OSError as error:
+        raise SfiError(f"output {folder} cannot be written: {error.strerror}") from error

@@ -3,6 +3,7 @@
 from typing import Any
 
 from sfi_cli.terminal.tables import count, number, percent, plural, table
+from sfi_traces.views.labels import span
 
 Row = dict[str, Any]
 
@@ -34,14 +35,12 @@ def reason_table(found: Row) -> Any:
 
 def place_table(found: Row) -> Any:
     """Show acceptance by place in the sentence."""
-    title = "Acceptance by place in the sentence; 0 is its first token"
-    return table(title, ("place", "kept", "of tested", "share"), _bins(found["places"], "place"))
+    return _bins("place", found["places"], "place in the sentence; 0 is its first token")
 
 
 def depth_table(found: Row) -> Any:
     """Show acceptance by depth in the draft."""
-    title = "Acceptance by depth in the draft; 1 is its first token"
-    return table(title, ("depth", "kept", "of tested", "share"), _bins(found["depths"], "depth"))
+    return _bins("depth", found["depths"], "depth in the draft; 1 is its first token")
 
 
 def tested_line(found: Row) -> str:
@@ -54,11 +53,12 @@ def tested_line(found: Row) -> str:
     )
 
 
-def _bins(rows: list[Row], name: str) -> list[tuple[str, ...]]:
-    written: list[tuple[str, ...]] = []
-    for one in rows:
-        first, last = one[f"from_{name}"], one[f"to_{name}"]
-        where = f"{first}" if first == last else f"{first}-{last}"
-        counts = (count(one["accepted"]), count(one["tested"]), percent(one["acceptance"]))
-        written.append((where, *counts))
-    return written
+def _bins(name: str, rows: list[Row], what: str) -> Any:
+    cells = [
+        (
+            span(one[f"from_{name}"], one[f"to_{name}"]), count(one["accepted"]), count(one["tested"]),
+            percent(one["acceptance"]),
+        )
+        for one in rows
+    ]  # fmt: skip
+    return table(f"Acceptance by {what}", (name, "kept", "of tested", "share"), cells)

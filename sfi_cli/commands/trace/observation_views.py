@@ -3,6 +3,7 @@
 from typing import Any
 
 from sfi_cli.terminal.tables import count, duration, number, percent, table
+from sfi_traces.views.labels import span
 
 MOST_LAYERS = 12  # of a matrix; --json has all
 LOWEST_HEADS = 5
@@ -13,7 +14,7 @@ Row = dict[str, Any]
 def drift_table(found: Row) -> Any:
     """Show how the overlap with the support of step 0 falls with the step."""
     rows = [
-        (_span(one["from_step"], one["to_step"]), number(one["mean"]), count(one["n"]))
+        (span(one["from_step"], one["to_step"]), number(one["mean"]), count(one["n"]))
         for one in found["bins"]
     ]
     title = f"Attention drift: overlap with the support of step 0{_layers(found)}"
@@ -28,7 +29,7 @@ def _layers(found: Row) -> str:
 def locality_table(found: Row) -> Any:
     """Show how the overlap of two steps falls with their distance."""
     rows = [
-        (_span(one["from_lag"], one["to_lag"]), number(one["mean"]), count(one["pairs"]))
+        (span(one["from_lag"], one["to_lag"]), number(one["mean"]), count(one["pairs"]))
         for one in found["lags"]
     ]
     title = f"Temporal locality: overlap of every two audited steps{_layers(found)}"
@@ -86,7 +87,7 @@ def correction_table(found: Row) -> Any:
     """Show how often heads were corrected, by layer and by distance from the last slow step."""
     places = [("all", found), *((f"layer {one['layer']}", one) for one in found["layers"])]
     places += [
-        (f"{_span(one['from_step'], one['to_step'])} after a slow step", one)
+        (f"{span(one['from_step'], one['to_step'])} after a slow step", one)
         for one in found["since_slow"]
     ]
     rows = [
@@ -106,7 +107,3 @@ def recall_line(found: Row) -> str:
         f"recalled from the host: {number(found['step_bytes'], 0)} bytes a step ({count(found['rows'])} rows "
         f"in {count(found['steps'])} steps), waited {duration(found['step_waited_us'])} a step\n"
     )
-
-
-def _span(first: int, last: int) -> str:
-    return f"{first}" if first == last else f"{first}-{last}"

@@ -1,9 +1,14 @@
 """`sfi trace plot`: figures of a trace."""
 
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from sfi_cli import options as o
+from sfi_cli.commands.trace.views import beside, make_folder, open_view
+from sfi_cli.parsing import words
+from sfi_cli.terminal.output import Output, message
+from sfi_core.errors import ConfigError, TraceError
 
 WHAT = "What to draw"
 
@@ -62,10 +67,60 @@ def plot(
 
       sfi trace plot run --kind lag,retained --layer 3 --head 1
     """
-    from sfi_cli.commands.trace.figure_jobs import PlotJob
-    from sfi_cli.parsing import words
+    from sfi_traces.figures.draw import KINDS
+    from sfi_traces.figures.style import check_matplotlib
 
-    PlotJob(
-        trace=trace, kinds=tuple(words(kind)), request=request, layer=layer, head=head,
-        top=top, form=form, output=output, force=force,
-    ).run()  # fmt: skip
+    check_matplotlib("figures")
+    asked = tuple(dict.fromkeys(words(kind)))
+    paths = _paths(trace, asked or tuple(KINDS), form, output)
+    view = open_view(trace, request, layer=layer, head=head, top=top)
+    with ExitStack() as stack:
+        files = {
+            name: stack.enter_context(Output(plot=path, force=force))
+            for name, path in paths.items()
+        }
+        _draw(view, files, asked=bool(asked))
+
+
+def _paths(
+    trace: Path, kinds: tuple[str, ...], form: str | None, output: Path | None
+) -> dict[str, Path]:
+    from sfi_traces.figures.draw import KINDS
+    from sfi_traces.figures.style import FORMATS
+
+    for kind in kinds:
+        if kind not in KINDS:
+            raise ConfigError(f"unknown kind {kind!r}; expected one of {tuple(KINDS)}")
+    if form not in (None, *FORMATS):
+        raise ConfigError(f"format must be one of {FORMATS}, got {form}")
+    if output is None:
+        return {kind: beside(trace, f"{kind}.{form or 'png'}") for kind in kinds}
+    if not output.suffix or output.is_dir():
+        make_folder(output)
+        name = trace.resolve().name
+        return {kind: output / f"{name}-{kind}.{form or 'png'}" for kind in kinds}
+    if len(kinds) > 1:
+        raise ConfigError(f"output must be a folder for {len(kinds)} figures, got {output}")
+    wanted = FORMATS if form is None else (form,)
+    if output.suffix.removeprefix(".") not in wanted:
+        raise ConfigError(f"output must end in one of {wanted}, got {output.name}")
+    return {kinds[0]: output}
+
+
+def _draw(view: Any, files: dict[str, Output], *, asked: bool) -> None:
+    from sfi_traces.figures.draw import KINDS
+    from sfi_traces.figures.style import save
+
+    lacking = []
+    for kind, file in files.items():
+        try:
+            figure = KINDS[kind](view)
+        except TraceError as error:
+            if asked:
+                raise
+            message(f"left out {kind}: {error}")
+            lacking.append(error)
+            continue
+        file.figure(save, figure)
+    if len(lacking) == len(files):
+        raise lacking[0]

@@ -7,6 +7,7 @@ from typing import Annotated, Any, get_type_hints
 
 from sfi_cli import options as o
 from sfi_cli.commands.generate.command import generate
+from sfi_cli.commands.trace.views import report_after
 from sfi_cli.terminal.output import dated_folder
 
 # options of `sfi generate` that `record` sets itself
@@ -39,8 +40,6 @@ def record(*, output: Folder = None, report: Report = False, **options: Any) -> 
 
       sfi trace record -o run --audit 1 --report
     """
-    from sfi_cli.commands.trace.figure_jobs import report_after
-
     folder = output or dated_folder("sfi-trace")
     force, quiet = options["force"], options["quiet"]
     with report_after(folder, force=force, quiet=quiet) if report else nullcontext():

@@ -6,6 +6,8 @@ from typing import Annotated
 import typer
 
 from sfi_cli import options as o
+from sfi_cli.commands.trace.views import beside, open_view
+from sfi_cli.terminal.output import Output
 
 
 def report(
@@ -38,6 +40,9 @@ def report(
 
       sfi trace report run --request 2 -o run.html --force
     """
-    from sfi_cli.commands.trace.figure_jobs import write_report
+    from sfi_traces.report import check_report, render
 
-    write_report(trace, request=request, top=top, output=output, force=force)
+    check_report()
+    view = open_view(trace, request, top=top)
+    with Output(output or beside(trace, "report.html"), force=force) as file:
+        file.text(render(view))

@@ -1,10 +1,22 @@
 """`sfi trace sql`: SQL over a trace's tables."""
 
-from typing import Annotated
+from collections import Counter
+from collections.abc import Iterator
+from itertools import chain, islice
+from typing import Annotated, Any
 
 import typer
 
 from sfi_cli import options as o
+from sfi_cli.terminal.output import Output, message
+from sfi_cli.terminal.tables import rendered, table
+from sfi_core.errors import ConfigError
+
+FORMATS = ("table", "csv", "json")
+MOST_ROWS = 1000
+LONGEST = 80  # characters of a cell
+
+Rows = Iterator[list[tuple[Any, ...]]]
 
 
 def sql(
@@ -26,14 +38,35 @@ def sql(
 
       sfi trace sql run "FROM supports SELECT avg(retained_mass) GROUP BY layer" --format csv -o mass.csv
     """
-    from sfi_cli.commands.trace.sql_views import FORMATS, query_pieces
-    from sfi_cli.terminal.output import Output
-    from sfi_core.errors import ConfigError
+    from sfi_traces.export.rows import csv_text, json_text
     from sfi_traces.model.trace import Trace
+    from sfi_traces.read.query import Query
 
     form = "json" if json else form
     if form not in FORMATS:
         raise ConfigError(f"unknown format {form!r}; expected one of {FORMATS}")
-    pieces = query_pieces(Trace.open(folder), query, form)
+    trace = Trace.open(folder)
     with Output(output, force=force) as written:
-        written.pieces(pieces)
+        found = Query(trace, query)
+        name, times = max(Counter(found.columns).items(), key=lambda pair: pair[1], default=("", 0))
+        if form == "json" and times > 1:
+            raise ConfigError(f"columns must differ in name, got {name!r} {times} times; use AS")
+        write = {"table": _table_pieces, "csv": csv_text, "json": json_text}[form]
+        written.pieces(write(found.columns, found.batches()))
+
+
+def _table_pieces(columns: list[str], batches: Rows) -> Iterator[str]:
+    rows = chain.from_iterable(batches)
+    shown = [[_cell(value) for value in row] for row in islice(rows, MOST_ROWS)]
+    if next(rows, None) is not None:
+        message(f"only the first {MOST_ROWS:,} rows; --format csv or json writes all")
+    yield rendered([table("", columns, shown, left=len(columns))])
+
+
+def _cell(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.9g}"
+    text = "" if value is None else str(value)
+    if not text.isprintable():  # a newline would break the table's line
+        text = repr(text)[1:-1]
+    return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."

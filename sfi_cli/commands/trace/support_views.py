@@ -3,6 +3,7 @@
 from typing import Any
 
 from sfi_cli.terminal.tables import count, number, percent, table
+from sfi_traces.views.labels import span
 
 WORST_HEADS = 5
 SPREAD = ("mean", "sd", "p5", "p50", "p95")
@@ -29,11 +30,11 @@ def lag_table(found: Row) -> Any:
     """Show how the overlap with the support of the last refresh falls."""
     rows = []
     for lag in found["lags"]:
-        first, last = lag["from_lag"], lag["to_lag"]
-        where = f"{first}" if first == last else f"{first}-{last}"
         mean, _, *quantiles, n = _spread(lag["reuse"])
         refresh = _spread(lag["refresh"])
-        rows.append((where, mean, *quantiles, n, refresh[0], refresh[-1]))
+        rows.append(
+            (span(lag["from_lag"], lag["to_lag"]), mean, *quantiles, n, refresh[0], refresh[-1])
+        )
     recorded = found["refreshes"] == "recorded"
     since = "last refresh" if recorded else "last step that Eq. 5 makes slow"
     title = f"Overlap with the support at the {since}, by steps since then"

@@ -1,13 +1,19 @@
 """`sfi tune`: search settings on traces, confirm them with real runs, write a file for `--config`."""
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from sfi_cli import options as o
+from sfi_cli.commands.tune.views import tune_text
+from sfi_cli.parsing import named_strings, words
 from sfi_cli.settings.complete import completer
+from sfi_cli.settings.given import given, texts
 from sfi_cli.settings.tables import DIMENSIONS, SETTINGS, TRIALS, ModelTable, TuneTable
+from sfi_cli.terminal.output import Output, leave_interrupted
+from sfi_core.errors import ConfigError
 from sfi_core.settings.engine import EngineOptions
 
 SPACE, SEARCH, CONFIRM = "Search space: 8,16,32 or 8:64", "Search", "Confirmation"
@@ -120,30 +126,52 @@ def tune(
 
       sfi tune code chat --trigger-set lines="\n" --search span=0:16 --trials 500
     """
-    from sfi_cli.commands.tune.job import Confirming, Searching, TuneJob
-    from sfi_cli.settings.given import given, texts
-    from sfi_cli.terminal.output import Output
+    from sfi_cli.commands.tune.confirming import confirmed, load_confirmer, read_texts
+    from sfi_cli.terminal.progress import BenchProgress
+    from sfi_traces.model.trace import Trace
+    from sfi_traces.tune.found import find
+    from sfi_traces.tune.objective import Limits, objectives
+    from sfi_traces.tune.plot import write_plot
+    from sfi_traces.tune.study import check_optuna, check_path
+    from sfi_traces.tune.tuning import Tuning
 
     settings = given("tune", sets=sets)
-    TuneJob(
-        traces=traces,
-        axes=texts(
-            DIMENSIONS, search,
-            {"trigger_policy": trigger_policy, "t_max": t_max, "budget": budget},
-        ),
-        trigger_sets=trigger_set or [],
-        searching=Searching(
-            objectives=objective or [], min_retained=min_retained, max_read=max_read, trials=trials,
-            seed=seed, study=study or output.with_suffix(".journal"), resume=resume,
-            settings=settings.table(TuneTable),
-        ),
-        confirming=Confirming(
-            count=confirm, prompt_file=prompt_file, batch=batch, model=model,
-            engine=settings.table(EngineOptions),
-            loading={
+    file = study or output.with_suffix(".journal")
+    check_optuna()
+    check_path(file, resume=resume)
+    if (prompt_file or batch) and not confirm:
+        raise ConfigError("prompt-file and batch must come with --confirm, got none")
+    options = {"trigger_policy": trigger_policy, "t_max": t_max, "budget": budget}
+    with Output(output, plot=plot, force=force, json=json, quiet=quiet) as written:
+        tuning = Tuning.of(
+            [Trace.open(path) for path in traces],
+            axes=texts(DIMENSIONS, search, options),
+            trigger_sets=named_strings(trigger_set),
+            mining=settings.table(TuneTable).mine,
+            objectives=objectives(words(objective)),
+            limits=Limits(min_retained=min_retained, max_read=max_read),
+        )
+        confirmer = None
+        if confirm:  # loads the model before the search, to report a mistake early
+            loading = {
                 "revision": settings.table(ModelTable).revision, "dtype": dtype, "device": device,
                 "trust_remote_code": trust_remote_code,
-            },
-        ),
-        output=Output(output, plot=plot, force=force, json=json, quiet=quiet),
-    ).run()  # fmt: skip
+            }  # fmt: skip
+            own = read_texts(prompt_file, batch)
+            confirmer = load_confirmer(tuning, own, model, settings.table(EngineOptions), loading)
+        opened = tuning.open(file, seed=seed, resume=resume)
+        with BenchProgress(quiet=quiet) as progress:
+            show = partial(progress.update, "searching", total=trials)
+            found = find(tuning, opened, trials, on_trial=show)
+        if confirmer is not None and not found.interrupted:
+            found = confirmed(found, confirmer, confirm, quiet=quiet)
+        document = found.document()
+        if found.front:
+            written.show(document, tune_text)
+        if found.interrupted:
+            leave_interrupted(
+                "interrupted; the study is kept: go on with the same options and --study "
+                f"{file} --resume"
+            )
+        written.figure(write_plot, document)
+        written.text(found.toml())

@@ -1,16 +1,29 @@
 """`sfi tune heads`: cluster the KV heads of each layer, offline, and write a head file."""
 
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from sfi_cli import options as o
+from sfi_cli.commands.generate.prompts import read_prompts
+from sfi_cli.commands.tune_heads.views import heads_text
+from sfi_cli.settings.given import given
 from sfi_cli.settings.tables import ModelTable
+from sfi_cli.terminal.output import Output
+from sfi_core import __version__
+from sfi_core.errors import ConfigError
 from sfi_core.settings.engine import EngineOptions
 
 TEXTS, CLUSTERS = "Texts", "Clusters"
 OUTPUT = Path("heads.json")
+TOP = 64  # default of k. Paper gap: the paper gives none
+
+Row = dict[str, Any]
+Texts = list[dict[int, Any]]  # for each text, the similarity of the heads of each layer
+Compare = Callable[[Sequence[Any], Callable[[Any], Iterable[tuple[int, Any]]]], Texts]
 
 
 def heads(
@@ -77,17 +90,134 @@ def heads(
 
       sfi tune heads dense --clusters 1 -o heads.json
     """
-    from sfi_cli.commands.tune_heads.job import HeadsJob
-    from sfi_cli.settings.given import given
-    from sfi_cli.terminal.output import Output
+    from sfi_core.measure.heads.clustering import check_scipy
+    from sfi_core.measure.heads.layers import cluster_layers, parts_of
+    from sfi_traces.tune.heads_plot import write_plot
 
+    check_scipy()
+    if traces and prompt_file:
+        raise ConfigError("texts must be traces or prompt files, got both")
+    if not traces and not prompt_file and model is not None:
+        raise ConfigError("texts must be traces or prompt files, got none; add -f FILE")
     settings = given("tune heads", sets=sets)
-    HeadsJob(
-        traces=traces or [], files=prompt_file or [], length=length, parts=parts, clusters=clusters,
-        top=top_k, model=model, engine=settings.table(EngineOptions),
-        loading={
-            "revision": settings.table(ModelTable).revision, "dtype": dtype, "device": device,
-            "trust_remote_code": trust_remote_code,
+    revision = settings.table(ModelTable).revision
+    with Output(output, plot=plot, force=force, json=json, quiet=quiet) as written:
+        compare = partial(_similarities, parts, clusters, quiet)
+        if traces:
+            found, named, source = _of_traces(traces, top_k, model, revision, compare)
+        else:
+            loading = {
+                "revision": revision, "dtype": dtype, "device": device,
+                "trust_remote_code": trust_remote_code,
+            }  # fmt: skip
+            engine = settings.table(EngineOptions)
+            files = prompt_file or []
+            found, named, source = _of_model(files, length, top_k, model, loading, engine, compare)
+        groups = parts_of(found, parts)
+        document = {
+            **named,
+            "clusters": clusters,
+            "texts": len(found),
+            "steps": sum(next(iter(text.values())).steps for text in found),
+            "parts": len(groups),
+            **source,
+            "sfi": __version__,
+            "layers": [one.to_dict() for one in cluster_layers(groups, clusters)],
+        }
+        written.show(document, heads_text)
+        written.figure(write_plot, document)
+        written.text(_head_file(document))
+
+
+def _of_traces(
+    paths: list[Path], top: int | None, model: str | None, revision: str | None, compare: Compare
+) -> tuple[Texts, Row, Row]:
+    # similarities; the model's name and digest; the source of the texts
+    from sfi_core.models.digest import source_digest
+    from sfi_core.models.load import BUNDLED
+    from sfi_core.models.source import find_source
+    from sfi_traces.model.trace import Trace
+    from sfi_traces.tune.head_supports import largest_top, request_supports, requests_of
+
+    traces = [Trace.open(path) for path in paths]
+    k = min(TOP, largest_top(traces)) if top is None else top
+    wanted = [(trace, request) for trace in traces for request in requests_of(trace)]
+    found = compare(wanted, lambda place: request_supports(place[0], place[1], k))
+    name, digest = traces[0].manifest["model"]["name"], ""
+    if model is not None:  # a trace has only the model's name; --model names the checkpoint
+        digest = source_digest(find_source(model), revision)
+    elif name == "bundled":
+        digest = source_digest(find_source(str(BUNDLED)))
+    source = {"traces": [str(path) for path in paths], "top_k": k, "pooled": "mean"}
+    return found, {"model": model or name, "digest": digest}, source
+
+
+def _of_model(
+    files: list[Path],
+    length: int,
+    top: int | None,
+    model: str | None,
+    loading: Row,
+    engine: EngineOptions,
+    compare: Compare,
+) -> tuple[Texts, Row, Row]:
+    from sfi_core.engine.backends.registry import check_backend
+    from sfi_core.measure.heads.model_supports import cut_texts, text_supports
+    from sfi_core.models.digest import model_digest
+    from sfi_core.models.load import load, resolve_device
+
+    check_backend(engine.backend, resolve_device(loading["device"]))
+    read = [read_prompts(None, file, None) for file in (files or (None,))]
+    loaded, tokenizer = load(model, **loading)
+    k = TOP if top is None else top
+    pieces = cut_texts(tokenizer, [str(one.entries[0]) for one in read], length, k)
+    found = compare(pieces, lambda ids: text_supports(loaded, ids, k, engine))
+    source = {
+        "files": [str(file) for file in files] or ["the bundled document"],
+        "tokens": sum(map(len, pieces)),
+        "top_k": k,
+        "pooled": "max",
+    }
+    return found, {"model": model or "bundled", "digest": model_digest(loaded)}, source
+
+
+def _similarities(
+    parts: int | None,
+    clusters: int,
+    quiet: bool,
+    texts: Sequence[Any],
+    read: Callable[[Any], Iterable[tuple[int, Any]]],
+) -> Texts:
+    # the similarities of each text; invalid settings are refused at the first text
+    from sfi_cli.terminal.progress import BenchProgress
+    from sfi_core.measure.heads.clustering import check_count
+    from sfi_core.measure.heads.layers import part_count
+    from sfi_core.measure.heads.similarity import Similarity
+
+    part_count(len(texts), parts)
+    found: Texts = []
+    with BenchProgress(quiet=quiet) as progress:
+        for text in texts:
+            progress.update("comparing heads, text", len(found), len(texts))
+            sums = {layer: Similarity.of(index) for layer, index in read(text)}
+            for one in sums.values():
+                check_count(clusters, len(one.total_HH))
+            found.append(sums)
+    return found
+
+
+def _head_file(document: dict[str, Any]) -> str:
+    from sfi_core.policies.head_clusters import HeadClusters
+
+    layers = document["layers"]
+    return HeadClusters(
+        model_digest=document["digest"],
+        model=document["model"],
+        cluster_of={one["layer"]: tuple(one["cluster_of"]) for one in layers},
+        representatives={one["layer"]: tuple(one["representatives"]) for one in layers},
+        made_from={
+            name: value
+            for name, value in document.items()
+            if name not in ("model", "digest", "layers")
         },
-        output=Output(output, plot=plot, force=force, json=json, quiet=quiet),
-    ).run()  # fmt: skip
+    ).text()

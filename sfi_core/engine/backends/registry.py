@@ -22,14 +22,9 @@ ATTEND = {"torch": torch_backend.attend, "triton": triton_backend.attend}
 def attend(run: Run, index: int, query_BHGTD: torch.Tensor, **options: Any) -> torch.Tensor:
     """Attend in a layer, on the run's backend or by the run's CUDA graphs.
 
-    Args:
-        run: The run; its store already holds the layer's new keys and values.
-        index: Index of the transformer layer.
-        query_BHGTD: Queries grouped by KV head; a request's own are the last `count` of T.
-        options: `scale`, `soft_cap`, `sink_HG` and `new` of `Layer`.
-
-    Returns:
-        out, [B, H, G, T, E].
+    The store already holds the layer's new keys and values. Queries are grouped by KV head; a request's own
+    are the last `count` of T. `options` are `scale`, `soft_cap`, `sink_HG` and `new` of `Layer`. Return the
+    outputs, [B, H, G, T, E].
     """
     how = run.attend or (ATTEND[run.store.backend] if run.store.whole_on_device else _tiered)
     return how(Layer(run, index, **options), query_BHGTD)

@@ -11,10 +11,15 @@ from typing import TypeVar
 import torch
 
 from sfi_core.engine.layer import Layer
-from sfi_core.engine.layers_together import joins, refresh_later
 from sfi_core.engine.packing import apply
-from sfi_core.engine.policy_view import layer_context
-from sfi_core.engine.refresh import end_prompt, refresh, select_next
+from sfi_core.engine.refresh import (
+    end_prompt,
+    joins,
+    layer_context,
+    refresh,
+    refresh_later,
+    select_next,
+)
 from sfi_kernels.attention_in_place import attention_in_place
 from sfi_kernels.pseudo_token import PseudoToken
 from sfi_kernels.sparse_attention import sparse_attention
@@ -26,12 +31,8 @@ R = TypeVar("R")
 def attend(layer: Layer, query_BHGTD: torch.Tensor) -> torch.Tensor:
     """Attend with the pass's queries, and refresh the selected memory of slow requests.
 
-    Args:
-        layer: The layer.
-        query_BHGTD: Queries grouped by KV head; a request's own are the last `count` of T.
-
-    Returns:
-        out, [B, H, G, T, E]; zeros where a request has no token.
+    A request's own queries are the last `count` of T. Return the outputs, [B, H, G, T, E]; zeros where a
+    request has no token.
     """
     alike = list(_alike(layer))
     if len(alike) == 1 and layer.batch_pass.count == (query_BHGTD.shape[3],) * len(query_BHGTD):
@@ -100,10 +101,7 @@ def _dense(layer: Layer, rows: slice, query: torch.Tensor) -> torch.Tensor:
 
 
 def _whole(
-    layer: Layer,
-    rows: slice,
-    query: torch.Tensor,
-    attention: Callable[[int, torch.Tensor], R],
+    layer: Layer, rows: slice, query: torch.Tensor, attention: Callable[[int, torch.Tensor], R]
 ) -> R:
     run, row = layer.run, rows.start
     kind = "prefill" if layer.batch_pass.passes[row].kind == PROMPT else "dense"
@@ -155,9 +153,8 @@ def _sparse(
     run, which = layer.run, range(rows.start, rows.stop)
     segment, step = run.segments[layer.index], layer.batch_pass.descriptor
     start_B = step.recent_start_B[rows]
-    if (
-        run.policy.mixes_heads
-    ):  # a slow step still reads the last selection, and all tokens since then
+    if run.policy.mixes_heads:
+        # a slow step still reads the last selection, and all tokens since then
         starts = torch.tensor([run.requests[row].read_start for row in which], dtype=torch.int32)
         start_B = sent(starts, query.device)
     run.meter.count(f"{'numba' if layer.in_place else layer.backend}.{path}", len(which))

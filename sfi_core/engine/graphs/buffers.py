@@ -6,8 +6,7 @@ from typing import Self
 
 import torch
 
-from sfi_core.engine.batch_pass import Requests, plan, work_room
-from sfi_core.engine.rows import Rows
+from sfi_core.engine.batch_pass import Requests, Rows, plan, work_room
 from sfi_core.policies.base import Policy, Selection
 from sfi_core.state.kv_store import KVStore
 from sfi_kernels.step_descriptor import IDLE, SLOW, StepDescriptor, StepRequest, describe_step
@@ -97,9 +96,8 @@ class StepBuffers:
         """Keep a layer's query for the audit, in a buffer that all graphs write."""
         if self.queries is None:
             return
-        if (
-            layer not in self.queries
-        ):  # not inside a capture: a recorder first runs the work unrecorded
+        if layer not in self.queries:
+            # not inside a capture: a recorder first runs the work unrecorded
             self.queries[layer] = torch.empty_like(query_BHGD)
         self.queries[layer].copy_(query_BHGD)
 

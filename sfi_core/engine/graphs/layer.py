@@ -77,10 +77,8 @@ def _select(buffers: StepBuffers, layer: Layer, result: DecodeAttention) -> None
 def note_step(run: Run, selections: dict[int, Selection], places: dict[int, int]) -> None:
     """Update the host's counts and states after a replayed step, and tell the observer.
 
-    Args:
-        run: The run, whose step has been described.
-        selections: By layer.
-        places: By row in the batch, the slow requests' rows in the selections.
+    The run's step has been described. `places` has the slow requests' rows in the selections, by their rows
+    in the batch.
     """
     batch_pass, slow = run.batch_pass, run.batch_pass.descriptor.slow
     for layer in run.layers:

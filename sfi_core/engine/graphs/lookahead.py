@@ -12,9 +12,8 @@ from sfi_kernels.step_descriptor import SLOW
 def foresee(run: Run) -> Requests | None:
     """Foresee the next step, assuming that no request stops and none joins.
 
-    Returns:
-        The argument of `StepBuffers.write`; None if the step depends on its tokens, is audited, or would not
-        fit the store.
+    Return the argument of `StepBuffers.write`; None if the step depends on its tokens, is audited, or would
+    not fit the store.
     """
     if tokens_decide(run) or lacks_next(run):
         return None

@@ -1,32 +1,22 @@
 """Records work on the device as a CUDA graph."""
 
+import gc
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
 from sfi_core.errors import BackendError
-from sfi_core.machine.collector import no_collection
-from sfi_core.machine.private import LastOperation
-from sfi_core.state.streams import stream_of
+from sfi_core.machine.private import Operators
+from sfi_core.state.side_stream import stream_of
 
 Work = Callable[[], None]
+# does the work, at least once, and returns a function that repeats the device's part of it
+Recorder = Callable[[Work], Work]
 ADVICE = "use --set engine.graphs=false"
-
-
-class Recorder(Protocol):
-    """Records a function's work on the device."""
-
-    def __call__(self, work: Work) -> Work:
-        """Do the work, at least once, and return a function that repeats the device's part of it.
-
-        Raises:
-            BackendError: The work waits for the device, or CUDA refuses the capture; it has been done once.
-        """
 
 
 class CudaRecorder:
@@ -39,7 +29,7 @@ class CudaRecorder:
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, work: Work) -> Work:
-        """See `Recorder`."""
+        """See `Recorder`; raise `BackendError` for work that waits for the device or that CUDA refuses."""
         outer = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(outer)
         with torch.cuda.stream(self._stream):
@@ -67,23 +57,22 @@ class CudaRecorder:
 def refuse_waiting() -> Iterator[None]:
     """Refuse operations in the body that wait for the device: a graph cannot hold them.
 
-    Raises:
-        BackendError: There is one; the message names it and the module that calls it.
+    Raise `BackendError` for one; the message names it and the module that calls it.
     """
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the warning that the mode is a prototype
         torch.cuda.set_sync_debug_mode("error")
-    last = LastOperation()
+    seen = Operators()
     try:
-        with last:
+        with seen:
             yield
     except RuntimeError as error:
         if "synchronizing" not in str(error):
             raise
         raise BackendError(
             "a decoding step must not wait for the device to run as a CUDA graph, got "
-            f"{last.name or 'a wait'} {asked_by(error)}; {ADVICE}"
+            f"{seen.last or 'a wait'} {asked_by(error)}; {ADVICE}"
         ) from error
     finally:
         torch.cuda.set_sync_debug_mode(before)
@@ -107,3 +96,20 @@ def make_recorder(device: torch.device) -> Recorder:
 def can_record(device: torch.device) -> bool:
     """Say whether a device has CUDA graphs."""
     return device.type == "cuda"
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Collect garbage now, and none inside.
+
+    Freeing a CUDA graph during the capture of another makes the capture fail, and the collector frees graphs
+    in circles of references: torch.cuda.graph has not collected first since 2.9.
+    """
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

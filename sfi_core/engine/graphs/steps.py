@@ -13,8 +13,7 @@ from sfi_core.engine.graphs.buffers import StepBuffers
 from sfi_core.engine.graphs.layer import attend_replayed, note_step
 from sfi_core.engine.graphs.lookahead import foresee
 from sfi_core.engine.graphs.recorder import Recorder, Work
-from sfi_core.engine.launches import ByLayer, Launches, Recorded
-from sfi_core.engine.meter import WHOLE_STEP
+from sfi_core.engine.meter import WHOLE_STEP, ByLayer, Launches, Recorded
 from sfi_core.engine.run import Run
 from sfi_core.errors import BackendError
 from sfi_core.observers.events import SelectionEvent
@@ -66,13 +65,9 @@ class StepGraphs:
     ) -> None:
         """Take over a run's decoding steps.
 
-        Args:
-            run: The run, after its prefill.
-            forward: The host's forward pass.
-            recorder: Records the device's work.
-            required: Whether a model that waits for the device is an error.
-            patient: Whether to record a number of slow requests above 0 only when it comes for the second
-                time: recording takes as long as three steps.
+        The run is after its prefill. If `required`, a model that waits for the device is an error. If
+        `patient`, a number of slow requests above 0 is recorded only when it comes for the second time:
+        recording takes as long as three steps.
         """
         self._run, self._forward, self._recorder, self._required = run, forward, recorder, required
         self.given_up = ""
@@ -91,8 +86,7 @@ class StepGraphs:
     def step(self, token_B: list[int]) -> torch.Tensor:
         """Decode one token of every request; return the logits, [B, V], which the next step overwrites.
 
-        Raises:
-            BackendError: The model waits for the device within a step, and graphs are required.
+        Raise `BackendError` if the model waits for the device within a step, and graphs are required.
         """
         run, buffers = self._run, self._buffers
         run.begin_decode()  # describes the step into the buffers, and finds out whether `ahead` launched it
@@ -142,10 +136,7 @@ class StepGraphs:
 
         If the step turns out differently (a new request took a row), `step` runs it again and overwrites all
         that this launch wrote: keys go to the same places, and a request whose segment this launch wrote, a
-        slow one, is slow in the step itself too or has left.
-
-        Args:
-            token_B: The tokens, still on the device.
+        slow one, is slow in the step itself too or has left. The tokens are still on the device.
         """
         known = None if self.given_up else foresee(self._run)
         if known is None:

@@ -6,14 +6,13 @@ from itertools import takewhile
 
 import torch
 
+from sfi_core.engine.audit import compare_logits
 from sfi_core.engine.ledger import RequestPass, Shape, step_fields
-from sfi_core.engine.logits import compare_logits
 from sfi_core.engine.lossless.rule import DraftRule
 from sfi_core.engine.run import Run
 from sfi_core.engine.step_events import shape_of
 from sfi_core.observers.events import LogitsEvent, StepEvent, VerificationEvent
-from sfi_core.observers.held import HeldSelections
-from sfi_core.observers.observer import wants
+from sfi_core.observers.observer import HeldSelections, wants
 from sfi_core.state.request import RequestState
 
 # returns how many drafted tokens of a request a verification accepts, given the draft and the verified tokens

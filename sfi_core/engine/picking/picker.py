@@ -74,8 +74,7 @@ class Picker(ABC):
     def __call__(self, logits_BV: torch.Tensor, finished_B: list[bool], pad_id: int) -> list[int]:
         """Pick and note the next token of every request; a finished request gets `pad_id`.
 
-        Raises:
-            NumericsError: A running request's logits hold NaN or +inf, or nothing finite.
+        Raise `NumericsError` if a running request's logits hold NaN or +inf, or nothing finite.
         """
         row_X, index_X = range(len(self.rows)), [row.step for row in self.rows]
         told_2B = self._choose(logits_BV, row_X, index_X, [()] * len(self.rows))
@@ -96,15 +95,10 @@ class Picker(ABC):
         """Pick tokens for X positions of a pass without noting them or calling `ahead`.
 
         With the same row, index, context and logits the token is that of a step.
+        `offset_X` is the distance from the row's next token to the position's, 0 for the next token itself;
+        `tail` has, for each position, the tokens before it that follow the row's noted tokens.
 
-        Args:
-            logits_XV: The logits of each position's next token.
-            row_X: The row of each position.
-            offset_X: The distance from the row's next token to the position's; 0 for the next token itself.
-            tail: For each position, the tokens before it that follow the row's noted tokens.
-
-        Raises:
-            NumericsError: A position's logits hold NaN or +inf, or nothing finite.
+        Raise `NumericsError` if a position's logits hold NaN or +inf, or nothing finite.
         """
         index_X = [
             self.rows[row].step + offset for row, offset in zip(row_X, offset_X, strict=True)

@@ -1,38 +1,25 @@
 """The forward passes of a lossless run: a request brings one token, or several to verify."""
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from sfi_core.engine.lossless.drafts import Block, Drafts
 from sfi_core.engine.run import Run
-from sfi_core.hosts.transformers.cache import SfiCache
-from sfi_core.hosts.transformers.ragged_row import RaggedRow
-from sfi_core.hosts.transformers.session import Session
+from sfi_core.hosts.transformers.cache import RaggedRow
 from sfi_kernels.step_descriptor import sent
 
 
-class Steps(Protocol):
-    """A model's decoding steps, as in `Decoder`."""
-
-    session: Session
-    cache: SfiCache
-    ids_BT: torch.Tensor
-
-    def planned_pass(self, ids_BT: torch.Tensor, positions_BT: torch.Tensor) -> torch.Tensor:
-        """Run a pass that the engine has begun; return the logits of every token, [B, T, V]."""
-
-
 class BlockPass:
-    """Runs the passes of one run, from the end of the prefill.
+    """Runs the passes of a `Decoder`'s run, from the end of the prefill.
 
     Where requests bring different numbers of tokens, the model sees one row of all, [1, X]. Our layers tell
     the requests apart; layers with a sliding window cannot, and run one request at a time. `pad_id` stands
     for a request that rests.
     """
 
-    def __init__(self, decoder: Steps, pad_id: int) -> None:
+    def __init__(self, decoder: Any, pad_id: int) -> None:
         self._decoder, self._pad_id = decoder, pad_id
         self._sliding = [layer for layer in decoder.cache.layers if layer.is_sliding]
         self._verified, self._request = self._marked(), -1
@@ -58,7 +45,7 @@ class BlockPass:
         pair = sent(torch.tensor([ids, positions]), device)
         shape = (len(rows), 1) if alone else (1, len(ids))
         cache.see(max(start))
-        logits = self._decoder.planned_pass(pair[0].view(shape), pair[1].view(shape))
+        logits: torch.Tensor = self._decoder.planned_pass(pair[0].view(shape), pair[1].view(shape))
         cache.ragged = None
         logits_XV = logits.flatten(0, 1)
         resting = alone and not all(brought)

@@ -9,7 +9,7 @@ from sfi_core.engine.picking.picker import CPU_PIECE, PIECE
 from sfi_core.errors import ConfigError
 from sfi_core.models.byte_model import ByteModel
 from sfi_core.models.describe import describe_model
-from sfi_core.models.lossless_memory import Drafting
+from sfi_core.models.memory_need import Drafting
 from sfi_core.models.rotation import check_rotation
 from sfi_core.observers.events import LogitsEvent
 from sfi_core.observers.observer import wants
@@ -39,9 +39,8 @@ def refuse_in_lossless(settings: Any, kwargs: Mapping[str, Any]) -> None:
     """Raise `ConfigError` for arguments of `model.generate` that run under sfi, but not losslessly."""
     for name, what in REFUSED.items():
         value = kwargs.get(name, getattr(settings, name, None))
-        if value is None or value is False or value == []:
-            continue
-        raise ConfigError(f"{what} does not run in a lossless run, got {name}")
+        if not (value is None or value is False or value == []):
+            raise ConfigError(f"{what} does not run in a lossless run, got {name}")
 
 
 def check_drafts(policy: Policy | type[Policy], name: str) -> None:
@@ -61,14 +60,11 @@ def check_lossless(session: Any) -> None:
 def check_asked(policy: Policy, name: str, engine: EngineOptions, *, audited: bool) -> None:
     """Raise `ConfigError` for settings that a lossless run cannot have, whatever the model."""
     check_drafts(policy, name)
-    reasons = {
-        "kv_device_budget, whose host pages cannot be taken back": engine.kv_device_budget
-        is not None,
-        "an audit: a lossless run compares every drafted token itself": audited,
-    }
-    for reason, holds in reasons.items():
-        if holds:
-            raise ConfigError(f"lossless must be off with {reason}")
+    off = "lossless must be off with"
+    if engine.kv_device_budget is not None:
+        raise ConfigError(f"{off} kv_device_budget, whose host pages cannot be taken back")
+    if audited:
+        raise ConfigError(f"{off} an audit: a lossless run compares every drafted token itself")
 
 
 def most_together(session: Any) -> int | None:

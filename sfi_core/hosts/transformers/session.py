@@ -16,20 +16,15 @@ from sfi_core.hosts.transformers.cache import Seam, SfiCache
 from sfi_core.hosts.transformers.checks import (
     check_cache,
     check_dense_layers,
+    check_heads,
     full_attention_layers,
+    with_head_file,
 )
 from sfi_core.hosts.transformers.fusion.fuse import Fusion
-from sfi_core.hosts.transformers.heads import check_heads, with_head_file
-from sfi_core.hosts.transformers.passes import (
-    begin_decode,
-    begin_prompt,
-    reads_prompt,
-    run_event,
-)
+from sfi_core.hosts.transformers.passes import begin_decode, begin_prompt, reads_prompt, run_event
 from sfi_core.hosts.transformers.shadow import Shadow
 from sfi_core.hosts.transformers.shapes import layer_shapes
 from sfi_core.hosts.transformers.stores import TierPlan, expect
-from sfi_core.models.memory_need import Forecast
 from sfi_core.models.tensor_parallel import check_split
 from sfi_core.observers.observer import NullObserver, Observer, as_one
 from sfi_core.policies import policy_class
@@ -116,23 +111,7 @@ class Session:
         """
         return SfiCache(self.model, capacity, prompt_length, stop_ids)
 
-    def forecast(
-        self,
-        batch: int,
-        prompt_tokens: int,
-        capacity: int,
-        prefill_chunk: int = 0,
-        generated: int | None = None,
-        graphs: bool = False,
-    ) -> Forecast:
-        """Forecast a run's memory, with the shapes that a pass over two tokens shows.
-
-        `generated` are the most tokens that a request generates; None for what `capacity` leaves.
-        """
-        return expect(
-            self, batch, prompt_tokens, capacity,
-            prefill_chunk=prefill_chunk, generated=generated, graphs=graphs,
-        )  # fmt: skip
+    forecast = expect
 
     @property
     def tiers(self) -> TierPlan | None:

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
+from sfi_core.engine.audit import compare_logits
 from sfi_core.engine.derived_runs import dense_twin
-from sfi_core.engine.logits import compare_logits
 from sfi_core.engine.run import Run
 from sfi_core.hosts.transformers.cache import SfiCache
 from sfi_core.observers.events import LogitsEvent

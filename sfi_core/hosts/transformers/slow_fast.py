@@ -10,7 +10,6 @@ from sfi_core.hosts.transformers.attention import install, uninstall
 from sfi_core.hosts.transformers.fusion.fuse import fused, wants_fusion
 from sfi_core.hosts.transformers.generate_call import generate_with
 from sfi_core.hosts.transformers.lossless import check_lossless
-from sfi_core.hosts.transformers.lossless_generate import lossless_decoding
 from sfi_core.hosts.transformers.session import Session
 from sfi_core.models.linear import wide_linears
 from sfi_core.observers.observer import Observer
@@ -70,7 +69,7 @@ def slow_fast(
         model.register_forward_pre_hook(session.before_forward, with_kwargs=True),
         model.register_forward_hook(session.after_forward),
     ]
-    wrapped = generate_with(session, model.generate, lossless_decoding)
+    wrapped = generate_with(session, model.generate)
     wrapped.sfi = True  # type: ignore[attr-defined]
     model.generate = wrapped
     try:

@@ -14,7 +14,6 @@ from sfi_core.models.memory_need import Forecast, forecast
 from sfi_core.models.two_tier_memory import (
     TwoTierBytes,
     check_device_budget,
-    least_device_bytes,
     ring_pages,
     two_tier_bytes,
 )
@@ -72,10 +71,8 @@ class TierPlan:
     ) -> TwoTierStore:
         """Make the store.
 
-        Raises:
-            ConfigError: The budget is too small.
-            BackendError: Under Triton, the page is no multiple of a tile.
-            MemoryForecastError: The host's memory is too small.
+        Raise `ConfigError` for a budget that is too small, `BackendError` for a page that is no multiple of a
+        tile under Triton, and `MemoryForecastError` if the host's memory is too small.
         """
         if backend == "triton" and self.page % TILE:
             raise BackendError(
@@ -83,8 +80,9 @@ class TierPlan:
                 f"{self.page}"
             )
         expected, sizes = self.bytes(batch, capacity, generated), self._sizes(batch, capacity)
-        least = least_device_bytes(self.shapes, self.policy.config, **sizes)
-        check_device_budget(self.budget, expected, least)
+        config = self.policy.config
+        least = two_tier_bytes(self.shapes, config, longest_recent=config.recent, **sizes)
+        check_device_budget(self.budget, expected, least.device_bytes)
         free = free_bytes(torch.device("cpu"))
         if free is not None and expected.host_bytes > free:
             raise MemoryForecastError(
@@ -138,12 +136,14 @@ def expect(
     batch: int,
     prompt_tokens: int,
     capacity: int,
-    *,
-    prefill_chunk: int,
-    generated: int | None,
-    graphs: bool,
+    prefill_chunk: int = 0,
+    generated: int | None = None,
+    graphs: bool = False,
 ) -> Forecast:
-    """Forecast the memory of a session's run; arguments as in `Session.forecast`."""
+    """Forecast the memory of a session's run, with the shapes that a pass over two tokens shows.
+
+    `generated` are the most tokens that a request generates; None for what `capacity` leaves.
+    """
     model, policy, tiers, shapes = session.model, session.policy, session.tiers, session.shapes()
     page = session.page_size or 1
     capacity = -(-capacity // page) * page

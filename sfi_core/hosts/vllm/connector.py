@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+from sfi_core.engine.audit import Audit
 from sfi_core.engine.run import Run
 from sfi_core.errors import ConfigError
 from sfi_core.hosts.vllm.borrowed import BorrowedPages
@@ -14,23 +15,20 @@ from sfi_core.hosts.vllm.names import (
     KVConnectorRole,
     KVConnectorWorkerMetadata,
     SupportsHMA,
-    facts_of,
     full_group,
+    impl_of,
     layer_index,
+    scheduled_of,
+    settings_of,
+    slot_count,
     tensor_parallel_ranks,
+    tokenizer_of,
 )
 from sfi_core.hosts.vllm.planner import Planner
 from sfi_core.hosts.vllm.request_settings import RequestSettings
 from sfi_core.hosts.vllm.settings import check_host
 from sfi_core.hosts.vllm.stats import ServerStats, SfiMetrics
-from sfi_core.hosts.vllm.vllm_objects import (
-    impl_of,
-    scheduled_of,
-    settings_of,
-    slot_count,
-    tokenizer_of,
-)
-from sfi_core.hosts.vllm.worker import WorkerEngine, watchers_of
+from sfi_core.hosts.vllm.worker import WorkerEngine
 from sfi_core.observers.observer import NullObserver, Observer
 from sfi_core.policies import policy_class
 from sfi_core.policies.base import Policy
@@ -120,7 +118,7 @@ class SfiConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _check(self, config: SfiConfig) -> None:
         # of a request's own settings
-        check_host(facts_of(self._vllm), config)
+        check_host(self._vllm, config)
         if config.trigger_policy == "boundary" and not self.trigger_ids:
             raise ConfigError(
                 "sfi.trigger_policy must not be boundary on a server without triggers"
@@ -198,7 +196,7 @@ class SfiConnector(KVConnectorBase_V1, SupportsHMA):
             engine=EngineOptions(overlap=False, graphs=False),
             ranks=tensor_parallel_ranks(),
             audit=audit,
-            watchers=watchers_of(audit),
+            watchers=() if audit is None else (Audit(audit),),
         )
         run.layers.update(self.layers)
         for name in self.layer_names:

@@ -10,17 +10,16 @@ from functools import partial
 from typing import Any
 
 import torch
-
-from sfi_core.hosts.vllm.cpu_names import (
-    AttentionType,
+from vllm.config import get_current_vllm_config
+from vllm.v1.attention.backend import AttentionType
+from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackend,
     CPUAttentionBackendImpl,
     CPUAttentionMetadata,
     CPUAttentionMetadataBuilder,
-    current_config,
 )
-from sfi_core.hosts.vllm.room import Room
-from sfi_core.hosts.vllm.serving import is_configured
+
+from sfi_core.hosts.vllm.room import Room, is_configured
 from sfi_core.hosts.vllm.worker import MatchedPass, Row, WorkerEngine
 
 LAYOUTS = ("vec", "vec16")  # keys of a block lie transposed, values as they are
@@ -101,7 +100,7 @@ class SfiCpuImpl(Room, CPUAttentionBackendImpl):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         decodes = self.attn_type == AttentionType.DECODER
-        self.serve(current_config(), whole=decodes and self.sliding_window <= 0)
+        self.serve(get_current_vllm_config(), whole=decodes and self.sliding_window <= 0)
 
     def pages(self, layer: Any, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """View a layer's cache as keys and values, [blocks, H, tokens, D]; the keys' last stride is not 1."""

@@ -3,21 +3,44 @@
 It has not run on a GPU.
 """
 
-from sfi_core.hosts.vllm.cuda_names import bases
+from typing import Any
+
+from vllm.platforms import current_platform
+from vllm.v1.attention.backends.fa_utils import is_flash_attn_varlen_func_available
+from vllm.v1.attention.backends.flash_attn import (
+    FlashAttentionBackend,
+    FlashAttentionImpl,
+    FlashAttentionMetadataBuilder,
+)
+from vllm.v1.attention.backends.triton_attn import (
+    TritonAttentionBackend,
+    TritonAttentionImpl,
+    TritonAttentionMetadataBuilder,
+)
+
 from sfi_core.hosts.vllm.paged_backend import PagedBackend, PagedBuilder, PagedImpl
 
-_Backend, _Builder, _Impl = bases()
+# FlashAttention is faster and needs compute capability 8.0 and a half precision; Triton's runs on other GPUs
+_Backend: Any = TritonAttentionBackend
+_Builder: Any = TritonAttentionMetadataBuilder
+_Impl: Any = TritonAttentionImpl
+if is_flash_attn_varlen_func_available() and current_platform.has_device_capability(80):
+    _Backend, _Builder, _Impl = (
+        FlashAttentionBackend,
+        FlashAttentionMetadataBuilder,
+        FlashAttentionImpl,
+    )
 
 
-class SfiCudaBuilder(PagedBuilder, _Builder):  # type: ignore[misc, valid-type]
+class SfiCudaBuilder(PagedBuilder, _Builder):
     """Makes the metadata."""
 
 
-class SfiCudaImpl(PagedImpl, _Impl):  # type: ignore[misc, valid-type]
+class SfiCudaImpl(PagedImpl, _Impl):
     """Attends."""
 
 
-class SfiCudaBackend(PagedBackend, _Backend):  # type: ignore[misc, valid-type]
+class SfiCudaBackend(PagedBackend, _Backend):
     """The backend that vLLM's registry has as `CUSTOM`."""
 
     @staticmethod

@@ -1,9 +1,7 @@
-"""Every name of vLLM that the plugin uses, so that another version's change shows in one place.
-
-vLLM calls the plugin; vLLM itself is unchanged. tests/vllm/test_names.py checks that each name exists.
-"""
+"""The names of vLLM that the connector uses, and readers of vLLM's objects."""
 
 import re
+import shlex
 from typing import Any
 
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
@@ -25,17 +23,17 @@ from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
 
 from sfi_core.distributed.ranks import ALONE, Ranks
 from sfi_core.errors import ConfigError
-from sfi_core.hosts.vllm.settings import HostFacts
+from sfi_core.hosts.vllm import attention_flags
+from sfi_core.hosts.vllm.planner import Scheduled
+from sfi_core.hosts.vllm.settings import PluginOptions, Settings, check_host
+from sfi_core.models.load import load_tokenizer
 from sfi_core.state.layer_shape import LayerShape
 
 __all__ = [
-    "AttentionBackendEnum", "AttentionSpec", "FullAttentionSpec", "KVConnectorBase_V1", "KVConnectorFactory",
-    "KVConnectorMetadata", "KVConnectorPromMetrics", "KVConnectorRole", "KVConnectorStats",
-    "KVConnectorWorkerMetadata", "SupportsHMA", "facts_of", "full_group", "get_kv_transfer_group",
-    "has_kv_transfer_group", "layer_index", "layer_shapes", "register_backend", "tensor_parallel_ranks",
+    "AttentionBackendEnum", "KVConnectorBase_V1", "KVConnectorFactory", "KVConnectorMetadata",
+    "KVConnectorPromMetrics", "KVConnectorRole", "KVConnectorStats", "KVConnectorWorkerMetadata",
+    "SupportsHMA", "get_kv_transfer_group", "has_kv_transfer_group", "register_backend",
 ]  # fmt: skip
-
-SERVED = {"full_attention", "sliding_attention"}  # transformers' names
 
 
 def tensor_parallel_ranks() -> Ranks:
@@ -44,35 +42,6 @@ def tensor_parallel_ranks() -> Ranks:
     if group.world_size == 1:
         return ALONE
     return Ranks(group.rank_in_group, group.world_size, group.device_group)
-
-
-def facts_of(config: Any) -> HostFacts:
-    """Read those of vLLM's settings that the plugin checks."""
-    model, parallel = config.model_config, config.parallel_config
-    return HostFacts(
-        speculative=config.speculative_config is not None,
-        pipeline=parallel.pipeline_parallel_size,
-        context_parallel=max(
-            parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size
-        ),
-        tensor_parallel=parallel.tensor_parallel_size,
-        kv_heads=model.get_total_num_kv_heads(),
-        cache_dtype=str(config.cache_config.cache_dtype),
-        dtype=str(model.dtype).removeprefix("torch."),
-        latent=bool(model.use_mla),
-        two_batches=bool(parallel.use_ubatching),
-        pooling=model.runner_type == "pooling",
-        other_layers=other_layers(model),
-        asynchronous=bool(config.scheduler_config.async_scheduling),
-    )
-
-
-def other_layers(model: Any) -> tuple[str, ...]:
-    """Return the kinds of layers other than full attention and sliding windows."""
-    kinds = set(getattr(model.hf_text_config, "layer_types", None) or ()) - SERVED
-    if model.is_hybrid or model.is_attention_free:
-        kinds.add("state-space")
-    return tuple(sorted(kinds))
 
 
 def layer_index(name: str) -> int:
@@ -119,3 +88,58 @@ def full_group(groups: Any) -> tuple[int, list[str]]:
             f"model must have one group of full-attention layers for sfi in vLLM, got {len(found)}"
         )
     return found[0]
+
+
+def settings_of(vllm_config: Any) -> Settings:
+    """Read the plugin's settings; raise `ConfigError` where these or vLLM's own do not fit."""
+    settings = Settings.of(vllm_config.kv_transfer_config.kv_connector_extra_config)
+    check_host(vllm_config, settings.config)
+    return settings
+
+
+def slot_count(vllm_config: Any, options: PluginOptions) -> int:
+    """Return how many requests may be sparse at once."""
+    most: int = vllm_config.scheduler_config.max_num_seqs
+    return min(options.slots, most)
+
+
+def impl_of(module: Any) -> Any:
+    """Return the implementation of an attention layer.
+
+    Raise `ConfigError` unless the implementation is ours, and sfi is the only connector.
+    """
+    if not hasattr(module.impl, "pages"):
+        raise ConfigError(
+            f"attention must be sfi's own, got {type(module.impl).__name__}; "
+            f"add {shlex.join(attention_flags())}"
+        )
+    if not module.impl.manages:  # the settings that the layer saw name another connector
+        raise ConfigError("sfi must be vLLM's only KV connector, got it among several")
+    return module.impl
+
+
+def scheduled_of(output: Any, group: int) -> Scheduled:
+    """Read a `SchedulerOutput` for one KV cache group."""
+    opened = {
+        new.req_id: (new.block_ids[group], new.num_computed_tokens)
+        for new in output.scheduled_new_reqs
+    }
+    grown, cached = {}, output.scheduled_cached_reqs
+    for place, name in enumerate(cached.req_ids):
+        blocks = cached.new_block_ids[place]
+        if name in cached.resumed_req_ids:
+            opened[name] = (blocks[group], cached.num_computed_tokens[place])
+        elif blocks is not None:
+            grown[name] = blocks[group]
+    lost = tuple(output.preempted_req_ids or ())
+    return Scheduled(output.num_scheduled_tokens, opened, grown, lost)
+
+
+def tokenizer_of(vllm_config: Any) -> Any:
+    """Return the model's tokenizer; None where vLLM has none."""
+    model = vllm_config.model_config
+    if model.skip_tokenizer_init:
+        return None
+    return load_tokenizer(
+        model.tokenizer, model.tokenizer_revision, trust_remote_code=model.trust_remote_code
+    )

@@ -10,18 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from vllm.config import get_current_vllm_config
+from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
+from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from sfi_core.errors import ConfigError
-from sfi_core.hosts.vllm.cuda_names import (
-    AttentionCGSupport,
-    AttentionType,
-    KVCacheLayout,
-    current_config,
-)
-from sfi_core.hosts.vllm.parts import Part, part_of
-from sfi_core.hosts.vllm.room import Room
-from sfi_core.hosts.vllm.rows import HostRows, RowMatcher, last_blocks
-from sfi_core.hosts.vllm.serving import is_configured
+from sfi_core.hosts.vllm.room import Room, is_configured
+from sfi_core.hosts.vllm.rows import HostRows, Part, RowMatcher, last_blocks, part_of
 from sfi_core.hosts.vllm.worker import MatchedPass, WorkerEngine
 
 
@@ -50,8 +45,10 @@ class Batch:
                 common.seq_lens_cpu_upper_bound.tolist(),
                 None if common.req_idx is None else common.req_idx.tolist(),
             )
+            plan = engine.plan
+            assert plan is not None, "the scheduler has planned the pass"
             matched = self.builder.matcher.match(
-                rows, engine.entries, lambda: last_blocks(table_RP, rows, engine.store.page_size)
+                rows, plan.entries, lambda: last_blocks(table_RP, rows, engine.store.page_size)
             )
             self.entered = engine.enter(matched, table_RP)
             self.part = part_of(common, self.entered, self.builder.build_part)
@@ -135,7 +132,7 @@ class PagedImpl(Room):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         decodes = self.attn_type == AttentionType.DECODER
-        self.serve(current_config(), whole=decodes and self.sliding_window == (-1, -1))
+        self.serve(get_current_vllm_config(), whole=decodes and self.sliding_window == (-1, -1))
 
     def pages(self, layer: Any, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """View a layer's cache, [blocks, H, tokens, K|V], as keys and values: halves of each row."""

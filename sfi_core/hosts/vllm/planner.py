@@ -26,13 +26,10 @@ TOTALS = ("slow_steps", "fast_steps", "dense_steps", "requests", "attended", "co
 
 @dataclass(frozen=True, slots=True)
 class Scheduled:
-    """vLLM's schedule of one engine step.
+    """vLLM's schedule of one engine step: new tokens by request, and what changes in the cache.
 
-    Attributes:
-        count: New tokens by request.
-        opened: Requests that begin or begin again: their blocks, and the tokens already in the cache.
-        blocks: New blocks of the others.
-        preempted: Requests that have lost their blocks.
+    `opened` has the requests that begin or begin again, with their blocks and the tokens already in the
+    cache; `blocks` the new blocks of the others. `preempted` requests have lost their blocks.
     """
 
     count: Mapping[str, int]

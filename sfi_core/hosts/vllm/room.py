@@ -5,11 +5,17 @@ from typing import Any
 import torch
 
 from sfi_core.errors import ConfigError
-from sfi_core.hosts.vllm.names import layer_index
-from sfi_core.hosts.vllm.serving import engine_of_process, is_configured, planned_engine
+from sfi_core.hosts.vllm import CONNECTOR
+from sfi_core.hosts.vllm.connector import SfiConnector
+from sfi_core.hosts.vllm.names import (
+    get_kv_transfer_group,
+    has_kv_transfer_group,
+    layer_index,
+    settings_of,
+    slot_count,
+)
 from sfi_core.hosts.vllm.settings import Settings
 from sfi_core.hosts.vllm.slots_memory import check_slots, norm_count, segment_rows
-from sfi_core.hosts.vllm.vllm_objects import settings_of, slot_count
 from sfi_core.hosts.vllm.worker import WorkerEngine
 from sfi_core.machine.memory import resident_bytes, total_bytes
 from sfi_core.state.packed_segment import PackedSegment, SegmentShape
@@ -55,10 +61,10 @@ class Room:
 
     def engine_of(self, layer: Any, *, planned: bool) -> WorkerEngine | None:
         """Return the engine that serves the layer, within a planned pass only if `planned`; else None."""
-        engine = (planned_engine if planned else engine_of_process)() if self.manages else None
+        engine = engine_of_process() if self.manages else None
         if engine is None or layer_index(layer.layer_name) not in engine.store.layers:
             return None
-        return engine
+        return engine if engine.plan is not None or not planned else None
 
     def do_kv_cache_update(
         self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor,
@@ -94,6 +100,18 @@ class Room:
         super().process_weights_after_loading(act_dtype)  # type: ignore[misc]
         if self.manages and not self.given:
             give_room(self.vllm_config, act_dtype)
+
+
+def is_configured(vllm_config: Any) -> bool:
+    """Say whether vLLM's settings name our connector; one among several is refused later."""
+    transfer = vllm_config.kv_transfer_config
+    return transfer is not None and transfer.kv_connector == CONNECTOR
+
+
+def engine_of_process() -> WorkerEngine | None:
+    """Return the process's engine; None before vLLM has its caches, and without sfi."""
+    group = get_kv_transfer_group() if has_kv_transfer_group() else None
+    return group.engine if isinstance(group, SfiConnector) else None
 
 
 def give_room(vllm_config: Any, dtype: torch.dtype) -> None:

@@ -5,31 +5,25 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from pydantic import ValidationError
+from uvloop import run as run_loop
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.launchers.api_server.entry import run_server
+from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
+from vllm.logger import configure_logging_from_args
+from vllm.platforms import current_platform
+from vllm.plugins import load_general_plugins
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from sfi_core.errors import ConfigError, SfiError
 from sfi_core.hosts.vllm import attention_flags
+from sfi_core.hosts.vllm.names import settings_of, tokenizer_of
 from sfi_core.hosts.vllm.room import check_model
-from sfi_core.hosts.vllm.server_names import (
-    AsyncEngineArgs,
-    FlexibleArgumentParser,
-    cli_env_setup,
-    configure_logging_from_args,
-    current_platform,
-    load_general_plugins,
-    make_arg_parser,
-    run_loop,
-    run_server,
-    validate_parsed_serve_args,
-)
 from sfi_core.hosts.vllm.settings import Settings
-from sfi_core.hosts.vllm.vllm_objects import settings_of, tokenizer_of
 from sfi_core.triggers.trigger_set import resolve_triggers
 
-ATTENTION_FLAGS = (
-    "--attention-config",
-    "--attention_config",
-    "-ac",
-)  # whoever gives one says it all
+# whoever gives one of them says it all
+ATTENTION_FLAGS = ("--attention-config", "--attention_config", "-ac")
 
 
 @dataclass(frozen=True, slots=True)

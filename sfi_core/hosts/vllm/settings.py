@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from sfi_core.errors import ConfigError
-from sfi_core.hosts.vllm import SLOTS
-from sfi_core.hosts.vllm.options import ServeTable
+from sfi_core.hosts.vllm import SLOTS, ServeTable
 from sfi_core.policies import policy_class
 from sfi_core.settings.audit import AuditConfig
 from sfi_core.settings.config import SfiConfig
 from sfi_core.settings.fields import setting
 from sfi_core.triggers.trigger import Trigger
+
+SERVED = {"full_attention", "sliding_attention"}  # transformers' names of kinds of layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,59 +78,35 @@ def check_policy(name: str) -> None:
         raise ConfigError(f"policy must be one whose reads vLLM's scheduler can plan, got {name}")
 
 
-def check_host(facts: "HostFacts", config: SfiConfig) -> None:
+def check_host(vllm_config: Any, config: SfiConfig) -> None:
     """Raise `ConfigError`, with the setting, for vLLM settings that the plugin cannot run with."""
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    cache_dtype, dtype = str(vllm_config.cache_config.cache_dtype), str(model.dtype)
+    context = max(parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size)
+    other = set(getattr(model.hf_text_config, "layer_types", None) or ()) - SERVED
+    if model.is_hybrid or model.is_attention_free:
+        other.add("state-space")
+    ranks = parallel.tensor_parallel_size
     refused = {
-        "speculative_config": facts.speculative,
-        "pipeline_parallel_size above 1": facts.pipeline > 1,
-        "decode_context_parallel_size above 1": facts.context_parallel > 1,
-        f"kv_cache_dtype {facts.cache_dtype}": facts.cache_dtype not in ("auto", facts.dtype),
-        "multi-head latent attention": facts.latent,
-        "enable_dbo or ubatch_size": facts.two_batches,
-        "a pooling model": facts.pooling,
-        f"layers of {' and '.join(facts.other_layers)}": bool(facts.other_layers),
-        "more tensor-parallel processes than KV heads": facts.tensor_parallel > facts.kv_heads,
+        "speculative_config": vllm_config.speculative_config is not None,
+        "pipeline_parallel_size above 1": parallel.pipeline_parallel_size > 1,
+        "decode_context_parallel_size above 1": context > 1,
+        f"kv_cache_dtype {cache_dtype}": cache_dtype not in ("auto", dtype.removeprefix("torch.")),
+        "multi-head latent attention": model.use_mla,
+        "enable_dbo or ubatch_size": parallel.use_ubatching,
+        "a pooling model": model.runner_type == "pooling",
+        f"layers of {' and '.join(sorted(other))}": other,
+        "more tensor-parallel processes than KV heads": ranks > model.get_total_num_kv_heads(),
     }
     for name, is_so in refused.items():
         if is_so:
             raise ConfigError(f"sfi does not run in vLLM with {name}; leave it out")
-    if facts.asynchronous and config.trigger_delay < 1 and config.trigger_policy == "boundary":
+    late = vllm_config.scheduler_config.async_scheduling
+    if late and config.trigger_delay < 1 and config.trigger_policy == "boundary":
         raise ConfigError(
             "trigger_delay must be at least 1 with async_scheduling, which plans a step before the last "
             "token is known, got 0; set async_scheduling=false or trigger_delay=1"
         )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostFacts:
-    """The vLLM settings that the plugin checks; `names.facts_of` reads them.
-
-    Attributes:
-        speculative: Whether drafts are decoded.
-        pipeline: Pipeline-parallel processes.
-        context_parallel: Processes that share a context.
-        tensor_parallel: Tensor-parallel processes.
-        kv_heads: KV heads of the model, over all processes.
-        cache_dtype: The dtype of cached keys and values; `dtype` is the model's.
-        latent: Whether the model has multi-head latent attention.
-        two_batches: Whether a step is split into two batches that overlap.
-        pooling: Whether the model answers with embeddings or scores.
-        other_layers: Kinds of layers other than full attention and sliding windows.
-        asynchronous: Whether a step is scheduled before the last one's tokens are known.
-    """
-
-    speculative: bool
-    pipeline: int
-    context_parallel: int
-    tensor_parallel: int
-    kv_heads: int
-    cache_dtype: str
-    dtype: str
-    latent: bool
-    two_batches: bool
-    pooling: bool
-    other_layers: tuple[str, ...]
-    asynchronous: bool
 
 
 def _tuples(value: Any) -> Any:

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from sfi_core.engine.audit import Audit
 from sfi_core.engine.backends.registry import attend, end_prompts
 from sfi_core.engine.derived_runs import forget, open_row
 from sfi_core.engine.ledger import RequestPass
@@ -34,11 +33,8 @@ class Row:
 class MatchedPass:
     """The forward pass under way, matched with vLLM's batch.
 
-    Attributes:
-        rows: The batch's rows with their entries.
-        whole: Rows that vLLM's own attention computes: prompts, and requests without a slot.
-        slot_R: Slots of the decoding rows that have one.
-        token_R: Their tokens in the batch.
+    `rows` are the batch's with their entries; `whole` those that vLLM's own attention computes: prompts, and
+    requests without a slot. `slot_R` are the slots of the other rows, `token_R` their tokens in the batch.
     """
 
     rows: tuple[tuple[Row, Entry], ...]
@@ -58,6 +54,8 @@ class WorkerEngine:
     Attributes:
         run: The run of all decoding rows; a prompt under way has a run of its own over its slot.
         store: vLLM's cache.
+        plan: The scheduler's plan of the forward pass under way; None in dummy passes.
+        entered: The pass under way, once a layer has entered it.
     """
 
     def __init__(self, run: Run, store: BorrowedPages) -> None:
@@ -65,41 +63,26 @@ class WorkerEngine:
         self.run, self.store = run, store
         run.requests = [RequestState(request=-1, finished=True) for _ in run.requests]
         self._reading: dict[int, Run] = {}
-        self._plan: Plan | None = None
-        self._pass: MatchedPass | None = None
-
-    @property
-    def planned(self) -> bool:
-        """Whether the scheduler has planned the forward pass under way."""
-        return self._plan is not None
-
-    @property
-    def entries(self) -> Sequence[Entry]:
-        """The scheduler's entries of the pass under way."""
-        return () if self._plan is None else self._plan.entries
+        self.plan: Plan | None = None
+        self.entered: MatchedPass | None = None
 
     def begin(self, plan: Plan) -> None:
         """Take the scheduler's plan of the next pass."""
-        self._plan, self._pass = plan, None
+        self.plan, self.entered = plan, None
         for slot in plan.freed:
             forget(self.run, slot)
             self.run.requests[slot] = RequestState(request=-1, finished=True)
             self._reading.pop(slot, None)
-
-    @property
-    def entered(self) -> MatchedPass | None:
-        """The pass under way, once a layer has entered it."""
-        return self._pass
 
     def enter(self, rows: Sequence[Row], table_RP: torch.Tensor) -> MatchedPass:
         """Match the batch's rows with the plan's entries and enter the pass; later calls return it.
 
         `table_RP` are the rows' blocks, int32.
         """
-        assert self._plan is not None, "the scheduler has planned the pass"
-        if self._pass is not None:
-            return self._pass
-        by_block = {entry.block: entry for entry in self._plan.entries}
+        assert self.plan is not None, "the scheduler has planned the pass"
+        if self.entered is not None:
+            return self.entered
+        by_block = {entry.block: entry for entry in self.plan.entries}
         pairs = tuple((row, by_block[row.block]) for row in rows)
         for row, entry in pairs:
             assert (entry.start + entry.count, entry.count) == (row.length, row.count), (row, entry)
@@ -114,8 +97,8 @@ class WorkerEngine:
         at = [(e.slot, row.first) for row, e in pairs if e.decode and e.slot != NO_SLOT]
         slot_R, token_R = sent(torch.tensor(at, dtype=torch.int64).view(-1, 2).T, table_RP.device)
         whole = [p for p, (_, e) in enumerate(pairs) if not e.decode or e.slot == NO_SLOT]
-        self._pass = MatchedPass(pairs, tuple(whole), slot_R, token_R)
-        return self._pass
+        self.entered = MatchedPass(pairs, tuple(whole), slot_R, token_R)
+        return self.entered
 
     def attend(
         self, layer: int, query_XHGD: torch.Tensor, out_XHGE: torch.Tensor, **options: Any
@@ -125,7 +108,7 @@ class WorkerEngine:
         Queries are grouped by KV head; the outputs of `MatchedPass.whole` are already set. `options` are
         `scale`, `soft_cap` and `sink_HG` of `engine.layer.Layer`.
         """
-        one = self._pass
+        one = self.entered
         assert one is not None, "the pass has been entered"
         if len(one.slot_R):
             query_BHGD = query_XHGD.new_zeros(self.store.batch, *query_XHGD.shape[1:])
@@ -139,7 +122,7 @@ class WorkerEngine:
 
     def leave(self) -> None:
         """Leave the pass, after vLLM's model."""
-        self._plan, done, self._pass = None, self._pass, None
+        self.plan, done, self.entered = None, self.entered, None
         if done is None:
             return
         if len(done.slot_R):
@@ -170,8 +153,3 @@ class WorkerEngine:
         used = -(-longest // self.store.page_size)
         row_R, slot_R = sent(torch.tensor(own).T, table_RP.device)
         self.store.block_table_BP[slot_R, :used] = table_RP[row_R, :used].int()
-
-
-def watchers_of(audit: Any) -> tuple[Audit, ...]:
-    """Return the watchers of a run's layers: the audit, if there is one."""
-    return () if audit is None else (Audit(audit),)

@@ -60,11 +60,7 @@ BLOCK = (1 << 20) - 3  # numbers drawn once and repeated; odd, so that rows of a
 
 
 def random_config(source: str) -> Any:
-    """Return an architecture's config: a name of `ARCHITECTURES`, or a config.json.
-
-    Raises:
-        InputError: `source` is neither, or the file is not the config of a model.
-    """
+    """Return the config of a name of `ARCHITECTURES` or of a config.json; raise `InputError` for others."""
     quiet()
     known = ARCHITECTURES.get(source.lower())
     if known is not None:
@@ -94,11 +90,7 @@ def model_config(source: str | None) -> Any:
 
 
 def empty_model(config: Any, device: torch.device, dtype: torch.dtype) -> Any:
-    """Make a model with uninitialized weights; on the meta device they take no memory.
-
-    Raises:
-        UnsupportedModelError: The config is not one of a causal language model.
-    """
+    """Make a model with uninitialized weights, which take no memory on the meta device."""
     try:
         with no_init_weights(), device:
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)

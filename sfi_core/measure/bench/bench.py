@@ -2,7 +2,7 @@
 
 import gc
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any
@@ -33,75 +33,14 @@ from sfi_core.models.weights import ModelWeights
 from sfi_core.state.layer_shape import LayerShape
 
 Progress = Callable[[str, int, int], None]
-
-
-@dataclass(slots=True)
-class DecodeResult:
-    """The measurements so far.
-
-    Attributes:
-        model: The description of the model.
-        machine: The machine and its copy bandwidth.
-        rows: A row for each variant and point.
-        skipped: A row for each variant and point that did not fit.
-        notes: Remarks that the rows need.
-        interrupted: Whether Ctrl-C ended the run early.
-    """
-
-    settings: DecodeSettings
-    model: dict[str, Any] = field(default_factory=dict)
-    machine: dict[str, Any] = field(default_factory=dict)
-    rows: list[dict[str, Any]] = field(default_factory=list)
-    skipped: list[dict[str, Any]] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    interrupted: bool = False
-
-    def document(self) -> dict[str, Any]:
-        """Return the document of `--json`."""
-        asked = self.settings
-        return {
-            "rows": self.rows,
-            "skipped": self.skipped,
-            "interrupted": self.interrupted,
-            "notes": [*self.notes, *self._eager_notes()],
-            "model": self.model,
-            "settings": {
-                "steps": asked.steps,
-                "warm_up": asked.warm_up,
-                "repeats": asked.repeats,
-                "time_limit_seconds": asked.time_limit,
-                "slow_rate": None if asked.slow_rate is None else str(asked.slow_rate),
-                "ragged": asked.ragged,
-                "lossless": asked.lossless,
-                "acceptance": asked.acceptance,
-                "prefill": asked.prefill,
-                "seed": asked.seed,
-                "backend": asked.engine.backend,
-                "overlap": asked.engine.overlap,
-                "graphs": asked.engine.graphs,
-                "kv_device_budget": asked.engine.kv_device_budget,
-                "kv_page": asked.engine.kv_page,
-                "config": asked.config.to_dict(),
-            },
-            "date": datetime.now(UTC).date().isoformat(),
-            "machine": self.machine,
-            "versions": versions(),
-        }
-
-    def _eager_notes(self) -> list[str]:
-        found: dict[str, list[str]] = {}
-        for row in self.rows:
-            if row["not_replayed"]:
-                found.setdefault(row["not_replayed"], []).append(row["policy"])
-        return [
-            f"{', '.join(dict.fromkeys(policies))}: steps ran one kernel after the other: {reason}"
-            for reason, policies in found.items()
-        ]
+# settings in the document
+SHOWN = ("ragged", "lossless", "acceptance", "prefill", "seed")
+ENGINE = ("backend", "overlap", "graphs", "kv_device_budget", "kv_page")
 
 
 def run_bench(
     model: Any, settings: DecodeSettings, progress: Progress = lambda *_: None
-) -> DecodeResult:
+) -> "Bench":
     """Measure every point; after Ctrl-C, return the rows measured until then.
 
     `progress` gets the phase, the runs done and the number of runs. The model is outside `slow_fast`.
@@ -118,15 +57,15 @@ def run_bench(
     try:
         bench.run()
     except KeyboardInterrupt:
-        bench.result.interrupted = True
-    if not bench.result.rows and bench.result.skipped and not bench.result.interrupted:
-        least = min(bench.result.skipped, key=lambda row: row["needed_bytes"])
+        bench.interrupted = True
+    if not bench.rows and bench.skipped and not bench.interrupted:
+        least = min(bench.skipped, key=lambda row: row["needed_bytes"])
         raise MemoryForecastError(
             f"the benchmark must fit {least['free_bytes'] / 1e9:.2f} GB of free memory, got at least "
             f"{least['needed_bytes'] / 1e9:.2f} GB ({least['policy']}, context {least['context']}, batch "
             f"{least['batch']}; batch {least['largest_batch']} fits); lower --context or --batch"
         )
-    return bench.result
+    return bench
 
 
 def check_engine(settings: DecodeSettings, device: torch.device) -> None:
@@ -144,21 +83,33 @@ def release(device: torch.device) -> None:
 
 
 class Bench:
-    """A benchmark that runs."""
+    """A benchmark, and its measurements so far: rows of measured and of skipped variants and points.
 
-    def __init__(self, model: Any, settings: DecodeSettings, progress: Progress) -> None:
+    Attributes:
+        about: The description of the model.
+        notes: Remarks that the rows need.
+        interrupted: Whether Ctrl-C ended the run early.
+    """
+
+    def __init__(
+        self, model: Any, settings: DecodeSettings, progress: Progress = lambda *_: None
+    ) -> None:
         self.model, self.settings, self.progress = model, settings, progress
-        self.result = DecodeResult(settings)
-        self._vocabulary = model.config.get_text_config(decoder=True).vocab_size
+        self.about: dict[str, Any] = {}
+        self.machine: dict[str, Any] = {}
+        self.rows: list[dict[str, Any]] = []
+        self.skipped: list[dict[str, Any]] = []
+        self.notes: list[str] = []
+        self.interrupted = False
         self._shapes: list[LayerShape] = []
         self._done, self._total = 0, 0
 
     def run(self) -> None:
         """Measure the machine, then every point."""
-        model, result, settings = self.model, self.result, self.settings
+        model, settings = self.model, self.settings
         self.progress("measuring the copy bandwidth", 0, 0)
         copy = copy_gb_per_s(model.device, clock_for(model.device, "torch"))
-        result.machine = {**describe_measured(model.device), "copy_gb_per_s": copy}
+        self.machine = {**describe_measured(model.device), "copy_gb_per_s": copy}
         with slow_fast(model, None, replace(settings.config, trigger_policy="never")) as session:
             self._shapes = session.shapes()
             if settings.lossless and most_together(session) == 1 < max(settings.batches):
@@ -167,11 +118,11 @@ class Bench:
                     f"{max(settings.batches)}"
                 )
         weights = ModelWeights.of(model)
-        result.model = {
+        self.about = {
             **describe_model(model, self._shapes),
             "total_weight_bytes": weights.total_bytes,
         }
-        result.notes += self._notes()
+        self.notes += self._notes()
         points, variants = settings.points(), settings.variants()
         self._total = len(points) * len(variants) * settings.repeats
         for point in points:
@@ -179,18 +130,19 @@ class Bench:
 
     def _measure(self, point: Point, variants: list[DecodeVariant]) -> None:
         settings = self.settings
-        tokens = stream(settings, point.batch, self._vocabulary)
+        vocabulary = self.model.config.get_text_config(decoder=True).vocab_size
+        tokens = stream(settings, point.batch, vocabulary)
         release(self.model.device)
         fitting, missed = sort_out(self.model, variants, point, settings, tokens.config)
-        self.result.skipped += missed
+        self.skipped += missed
         self._done += len(missed) * settings.repeats
         if not fitting:
             return
-        prompts = Prompts.of(settings, point, self._vocabulary, self.model.device)
+        prompts = Prompts.of(settings, point, vocabulary, self.model.device)
         samples: dict[DecodeVariant, list[DecodeSample]] = {variant: [] for variant in fitting}
         models = self._byte_models([*fitting], point.batch)
-        before = len(self.result.rows)
-        copy = self.result.machine["copy_gb_per_s"]
+        before = len(self.rows)
+        copy = self.machine["copy_gb_per_s"]
         try:
             for repeat in range(settings.repeats):
                 for variant, needed in fitting.items():
@@ -201,7 +153,7 @@ class Bench:
                     )
                     self._done += 1
         finally:
-            self.result.rows[before:] = point_rows(point, samples, models, copy)
+            self.rows[before:] = point_rows(point, samples, models, copy)
 
     def _run(
         self,
@@ -272,7 +224,39 @@ class Bench:
             notes.append(
                 f"{', '.join(whole)}: all keys and values on the device, without kv_device_budget"
             )
-        limit = self.result.model["max_positions"]
+        limit = self.about["max_positions"]
         if limit is not None and max(settings.contexts) + settings.total_steps > limit:
             notes.append(f"contexts exceed the model's {limit:,} positions: for timing only")
         return notes
+
+    def document(self) -> dict[str, Any]:
+        """Return the document of `--json`."""
+        asked = self.settings
+        return {
+            "rows": self.rows,
+            "skipped": self.skipped,
+            "interrupted": self.interrupted,
+            "notes": [*self.notes, *self._eager_notes()],
+            "model": self.about,
+            "settings": {
+                **{name: getattr(asked, name) for name in ("steps", "warm_up", "repeats")},
+                "time_limit_seconds": asked.time_limit,
+                "slow_rate": None if asked.slow_rate is None else str(asked.slow_rate),
+                **{name: getattr(asked, name) for name in SHOWN},
+                **{name: getattr(asked.engine, name) for name in ENGINE},
+                "config": asked.config.to_dict(),
+            },
+            "date": datetime.now(UTC).date().isoformat(),
+            "machine": self.machine,
+            "versions": versions(),
+        }
+
+    def _eager_notes(self) -> list[str]:
+        found: dict[str, list[str]] = {}
+        for row in self.rows:
+            if row["not_replayed"]:
+                found.setdefault(row["not_replayed"], []).append(row["policy"])
+        return [
+            f"{', '.join(dict.fromkeys(policies))}: steps ran one kernel after the other: {reason}"
+            for reason, policies in found.items()
+        ]

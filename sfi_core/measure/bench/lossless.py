@@ -2,6 +2,7 @@
 
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from sfi_core.hosts.transformers.session import Session
 from sfi_core.machine.memory import peak_bytes, reset_peak
 from sfi_core.measure.bench.ours import GivenTokens, decoder_of, note_report, selecting, step_read
 from sfi_core.measure.bench.prompts import Prompts
-from sfi_core.measure.bench.samples import DecodeSample, Drafting
+from sfi_core.measure.bench.samples import DecodeSample, drafting_of
 from sfi_core.measure.bench.settings import DecodeSettings, DecodeVariant, Point
 from sfi_core.measure.bench.streams import Stream
 from sfi_core.state.request import RequestState
@@ -95,12 +96,12 @@ def _measure(
     passes: Iterable[NewTokens],
     on_step: Callable[[DecodeSample], None],
 ) -> None:
-    began: Drafting | None = None
+    began: Counter[str] | None = None
     for number, given in enumerate(passes):
         sample.at.append(time.perf_counter())
         sample.gave.append(sum(map(len, given.values())))
         run = session.run
-        counted = Drafting.of(state.tally for state in run.requests)
+        counted = drafting_of(state.tally for state in run.requests)
         if number:
             sample.reads.append(step_read(run))
         if began is None:
@@ -111,7 +112,7 @@ def _measure(
         on_step(sample)
         if began is None or not sample.gave[-1]:
             continue
-        sample.drafting = counted.since(began)
+        sample.drafting = counted - began
         enough = sample.tokens >= sample.batch * settings.steps
         if enough or sample.over(settings.time_limit) or any(s.finished for s in run.requests):
             break

@@ -20,7 +20,7 @@ from sfi_core.measure.bench.samples import DecodeSample, StepRead
 from sfi_core.measure.bench.settings import DecodeSettings, DecodeVariant, Point
 from sfi_core.measure.bench.streams import Stream
 from sfi_core.policies import policy_class
-from sfi_core.policies.shared import Triggered
+from sfi_core.policies.base import Triggered
 from sfi_core.settings.config import SfiConfig
 from sfi_core.settings.sampling import Sampling
 from sfi_kernels.step_descriptor import sent
@@ -82,14 +82,7 @@ def run_ours(
 ) -> DecodeSample:
     """Decode under a policy; the logits of the stream's tokens are made the largest, so they are picked.
 
-    Args:
-        model: The model, outside `slow_fast`.
-        variant: The policy and the engine's switches.
-        point: The contexts and the batch.
-        settings: The steps, warm-up, time limit and backend.
-        prompts: The prompts, read or made up.
-        stream: The tokens to decode.
-        on_step: Called with the sample after every step.
+    The model is outside `slow_fast`; `on_step` is called with the sample after every step.
     """
     sample = DecodeSample(point.batch, settings.warm_up)
     whole = _period(variant, settings)

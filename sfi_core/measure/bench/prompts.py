@@ -28,11 +28,7 @@ class Prompts:
     def of(
         cls, settings: DecodeSettings, point: Point, vocabulary: int, device: torch.device
     ) -> "Prompts":
-        """Make the prompts of a point; the first run fills the random cache.
-
-        Raises:
-            ConfigError: The text is shorter than a prompt.
-        """
+        """Make the prompts of a point; raise `ConfigError` if the text is shorter than a prompt."""
         generator = torch.Generator(device).manual_seed(settings.seed)
         shape = (point.batch, point.context)
         ids_BT = torch.randint(1, vocabulary, shape, generator=generator, device=device)

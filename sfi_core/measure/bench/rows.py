@@ -5,7 +5,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sfi_core.measure.bench.samples import KINDS, DecodeSample, StepRead, percentile
+import numpy as np
+
+from sfi_core.measure.bench.samples import DRAFTING, KINDS, DecodeSample, StepRead
 from sfi_core.measure.bench.settings import BASELINES, DecodeVariant, Point
 from sfi_core.models.byte_model import ByteModel
 from sfi_core.policies import policy_class
@@ -24,10 +26,7 @@ def point_rows(
     `models` computes the bytes of a step, by variant; `copy_gb_per_s` is the machine's copy bandwidth.
     """
     rows = [
-        {
-            **_row(variant, point, runs),
-            **_bytes(variant, runs, models[variant.name], copy_gb_per_s),
-        }
+        {**_row(variant, point, runs), **_bytes(variant, runs, models[variant.name], copy_gb_per_s)}
         for variant, runs in samples.items()
         if runs
     ]
@@ -53,8 +52,8 @@ def _row(variant: DecodeVariant, point: Point, runs: Sequence[DecodeSample]) -> 
         "batch": point.batch,
         "ragged": point.ragged,
         "decode_tokens_per_second": statistics.median(rates),
-        "decode_tokens_per_second_q1": percentile(rates, 25),
-        "decode_tokens_per_second_q3": percentile(rates, 75),
+        "decode_tokens_per_second_q1": float(np.percentile(rates, 25)),
+        "decode_tokens_per_second_q3": float(np.percentile(rates, 75)),
         "decode_tokens_per_second_min": min(rates),
         "decode_tokens_per_second_max": max(rates),
         "repeat_rates": rates,
@@ -79,10 +78,7 @@ def _row(variant: DecodeVariant, point: Point, runs: Sequence[DecodeSample]) -> 
 def _drafting(variant: DecodeVariant, runs: Sequence[DecodeSample]) -> dict[str, Any]:
     # None for runs that are not lossless; acceptance is measured or stated for all runs of a row
     found = [run.drafting for run in runs if run.drafting is not None]
-    verified, drafted, tested, accepted = (
-        sum(getattr(one, name) for one in found)
-        for name in ("verifications", "drafted", "tested", "accepted")
-    )
+    verified, drafted, tested, accepted = (sum(one[name] for one in found) for name in DRAFTING)
     stated = variant.acceptance
     passes, tokens = sum(run.batch * run.steps for run in runs), sum(run.tokens for run in runs)
     return {
@@ -101,8 +97,8 @@ def _paths(runs: Sequence[DecodeSample]) -> dict[str, Any]:
     paths: Counter[str] = Counter()
     for run in runs:
         paths.update(run.paths)
-    reasons = [run.not_replayed for run in runs if run.not_replayed]
-    return {"paths": dict(paths), "not_replayed": reasons[0] if reasons else None}
+    reason = next((run.not_replayed for run in runs if run.not_replayed), None)
+    return {"paths": dict(paths), "not_replayed": reason}
 
 
 def _tiers(variant: DecodeVariant, runs: Sequence[DecodeSample]) -> dict[str, Any]:
@@ -125,8 +121,8 @@ def _latencies(runs: Sequence[DecodeSample]) -> dict[str, Any]:
     row: dict[str, Any] = {}
     for kind, times_ms in found.items():
         row[f"{kind}_steps"] = len(times_ms)
-        for percent in PERCENTILES:
-            row[f"{kind}_p{percent}_ms"] = percentile(times_ms, percent) if times_ms else None
+        values = np.percentile(times_ms, PERCENTILES).tolist() if times_ms else [None] * 3
+        row |= {f"{kind}_p{at}_ms": value for at, value in zip(PERCENTILES, values, strict=True)}
     return row
 
 

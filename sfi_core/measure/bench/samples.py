@@ -1,17 +1,18 @@
 """The time and memory of one run of one variant."""
 
 import statistics
-from collections.abc import Iterable, Sequence
-from dataclasses import astuple, dataclass, field
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Self
 
 from sfi_core.engine.report import TierReport
 from sfi_core.measure.bench.settings import LEAST_STEPS
-from sfi_core.state.tally import Tally
+from sfi_core.state.request import Tally
 
 FAST, MIXED, SLOW = "fast", "mixed", "slow"
 KINDS = (FAST, MIXED, SLOW)
+DRAFTING = ("verifications", "drafted", "tested", "accepted")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,32 +43,14 @@ class StepRead:
         return SLOW if all(self.slow_B) else MIXED if any(self.slow_B) else FAST
 
 
-@dataclass(frozen=True, slots=True)
-class Drafting:
-    """Counts of a lossless run over its requests.
+def drafting_of(tallies: Iterable[Tally]) -> Counter[str]:
+    """Add up the counts of a lossless run's requests: dense passes after the prompt's, and drafted tokens.
 
-    Attributes:
-        verifications: Dense passes after the prompt's.
-        drafted: Drafted tokens.
-        tested: Drafted tokens before which all tokens of the draft were kept.
-        accepted: Drafted tokens that were kept.
+    `tested` tokens are those before which all tokens of their draft were kept, `accepted` those kept.
     """
-
-    verifications: int = 0
-    drafted: int = 0
-    tested: int = 0
-    accepted: int = 0
-
-    @classmethod
-    def of(cls, tallies: Iterable[Tally]) -> Self:
-        """Add up the counts of several requests."""
-        found = [(one.verifications, one.drafted, one.tested, one.accepted) for one in tallies]
-        return cls(*map(sum, zip(*found, strict=True)))
-
-    def since(self, earlier: Self) -> Self:
-        """Return the counts since `earlier`."""
-        pairs = zip(astuple(self), astuple(earlier), strict=True)
-        return type(self)(*(now - before for now, before in pairs))
+    return sum(
+        (Counter({name: getattr(one, name) for name in DRAFTING}) for one in tallies), Counter()
+    )
 
 
 @dataclass(slots=True)
@@ -75,15 +58,13 @@ class DecodeSample:
     """One run, and the times at which the tokens of its steps arrived.
 
     Attributes:
-        batch: Requests.
         warm_up: Decoding steps that are not measured.
         began: Time when the prefill began, in seconds.
         at: Times when the tokens of step 0, 1, ... arrived; step 0 is the prefill.
         gave: Tokens that each pass of a lossless run gave to all requests, the prefill first; else empty.
-        drafting: Counts of the measured passes of a lossless run; None for another run.
+        drafting: `drafting_of` the measured passes of a lossless run; None for another run.
         reads: What each step from step 1 on read.
         selecting: Tokens of a layer's keys and values that the policy read to select, in the measured steps.
-        forecast_bytes: Peak memory as forecast.
         prefilled: Whether the prompts were read, not made up.
         stopped: Whether the time limit ended the run.
         tiers: Where keys and values lay under a device budget; None without one.
@@ -96,7 +77,7 @@ class DecodeSample:
     began: float = 0.0
     at: list[float] = field(default_factory=list)
     gave: list[int] = field(default_factory=list)
-    drafting: Drafting | None = None
+    drafting: Mapping[str, int] | None = None
     reads: list[StepRead] = field(default_factory=list)
     selecting: float = 0.0
     peak_bytes: int = 0
@@ -160,12 +141,3 @@ class DecodeSample:
         if limit is None or self.steps < LEAST_STEPS:
             return False
         return self.at[-1] - self.at[self.warm_up] > limit
-
-
-def percentile(values: Sequence[float], percent: float) -> float:
-    """Return a percentile of values in any order, linear between neighbors."""
-    ordered = sorted(values)
-    place = percent / 100 * (len(ordered) - 1)
-    below = int(place)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (place - below) * (ordered[above] - ordered[below])

@@ -20,7 +20,6 @@ class DecodeVariant:
     """One way to decode.
 
     Attributes:
-        name: The name in rows.
         policy: Our policy; "" for a baseline.
         acceptance: In a lossless run, the stated chance that a tested token is kept; None verifies tokens.
     """
@@ -37,7 +36,6 @@ class Point:
 
     Attributes:
         context: Cached tokens of a request; in a ragged batch, of the longest request.
-        batch: Requests.
         ragged: Whether contexts fall evenly from `context` to half of it.
     """
 
@@ -60,21 +58,16 @@ class DecodeSettings:
 
     Attributes:
         policies: Names from `sfi_core.policies.POLICIES`.
-        contexts: Cached tokens of a request.
-        batches: Requests that are decoded together.
         baselines: Names from `BASELINES`.
-        steps: Decoding steps measured in each run.
-        warm_up: Decoding steps before the measured ones.
-        repeats: Runs of each variant; in each repeat every variant runs once.
+        steps: Decoding steps measured in each run, after those of the warm-up.
         time_limit: Seconds after which a run stops, once it measured `LEAST_STEPS`; None for no limit.
         slow_rate: Share of steps at which a request is slow; None if `text_ids` decide.
         text_ids: Tokens that decide the slow steps under the config; None with a stated rate.
-        ragged: Whether contexts of a batch fall evenly from the context to half of it.
+        ragged: See `Point`.
         lossless: Whether policies that can draft are measured in lossless runs too.
         acceptance: In lossless runs, the stated chance that a tested token is kept, in [0, 1]. None measures
             it: prompts are then read from the text, and our runs generate their own tokens.
         prefill: Whether prompts are read instead of made up.
-        seed: Seed of keys, values and tokens.
     """
 
     policies: tuple[str, ...] = ("sfi", "full-kv")

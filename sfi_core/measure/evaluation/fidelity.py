@@ -12,11 +12,11 @@ from typing import Any, Self
 
 import torch
 
-from sfi_core.engine.logits import divergence
+from sfi_core.engine.audit import divergence
 from sfi_core.engine.report import RequestReport
 from sfi_core.engine.shared_prompt import SharedPrompt
 from sfi_core.generation.read_prompt import read_prompt
-from sfi_core.measure.evaluation.teacher_forcing import teacher_force_batch
+from sfi_core.measure.evaluation.teacher_forcing import teacher_force
 from sfi_core.measure.evaluation.text_windows import Window, sentence_positions
 from sfi_core.settings.config import SfiConfig
 from sfi_core.settings.engine import DEFAULTS, EngineOptions
@@ -119,36 +119,28 @@ class Reference:
 
 
 def reference(
-    model: Any,
-    tokenizer: Any,
-    windows: Sequence[Window],
-    engine: EngineOptions = DEFAULTS,
+    model: Any, tokenizer: Any, windows: Sequence[Window], engine: EngineOptions = DEFAULTS
 ) -> Reference:
     """Read prompts of one length, and decode their continuations under full attention.
 
     Raises:
-        SfiError: As `read_prompt` and `teacher_force_batch`.
+        SfiError: As `read_prompt` and `teacher_force`.
     """
-    prompt_tokens = windows[0].prompt_tokens
-    shared = read_prompt(
-        model,
-        tokenizer,
-        [window.ids[:prompt_tokens] for window in windows],
-        capacity=len(windows[0].ids),
-        engine=engine,
-    )
+    prompt_tokens, size = windows[0].prompt_tokens, len(windows[0].ids)
+    prompts = [window.ids[:prompt_tokens] for window in windows]
+    shared = read_prompt(model, tokenizer, prompts, capacity=size, engine=engine)
     rows: list[torch.Tensor] = []
-    teacher_force_batch(
-        model,
-        tokenizer,
-        [window.ids for window in windows],
-        prompt_tokens,
-        lambda _, logits_BV: rows.append(logits_BV.log_softmax(-1)),
-        SfiConfig(trigger_policy="always"),
-        policy=FULL,
-        engine=EngineOptions(backend=engine.backend),
-        shared=shared,
-    )
+
+    def keep(_: int, logits_BV: torch.Tensor) -> None:
+        rows.append(logits_BV.log_softmax(-1))
+
+    texts, config = [window.ids for window in windows], SfiConfig(trigger_policy="always")
+    how: dict[str, Any] = {
+        "policy": FULL,
+        "engine": EngineOptions(backend=engine.backend),
+        "shared": shared,
+    }
+    teacher_force(model, tokenizer, texts, prompt_tokens, keep, config, **how)
     return Reference(windows, torch.stack(rows), shared)
 
 
@@ -163,16 +155,10 @@ def fidelity(
 ) -> list[Fidelity]:
     """Compare a policy with full attention on windows that are decoded together.
 
-    Args:
-        model: A decoder-only model of transformers.
-        tokenizer: Turns trigger strings into token ids; a sentence ends with one of these tokens.
-        full: Full attention's predictions for the windows.
-        config: The settings; None is the `default` preset.
-        policy: A name from `sfi_core.policies.POLICIES`.
-        engine: How steps are run, on the backend of `full`.
+    A sentence ends with a trigger token. The policy runs on the backend of `full`.
 
     Raises:
-        SfiError: As `teacher_force_batch`.
+        SfiError: As `teacher_force`.
     """
     config, prompt_tokens = config or SfiConfig(), full.windows[0].prompt_tokens
     given = [window.ids[prompt_tokens:] for window in full.windows]
@@ -188,24 +174,16 @@ def fidelity(
             found.nll.append(-float(log_V[token]))
             found.nll_full.append(-float(full_V[token]))
 
-    reports = teacher_force_batch(
-        model,
-        tokenizer,
-        [window.ids for window in full.windows],
-        prompt_tokens,
-        compare,
-        config,
-        policy=policy,
-        engine=engine,
-        shared=full.shared,
-    ).requests
+    texts = [window.ids for window in full.windows]
+    how: dict[str, Any] = {"policy": policy, "engine": engine, "shared": full.shared}
+    report = teacher_force(model, tokenizer, texts, prompt_tokens, compare, config, **how)
     ends = frozenset(resolve_triggers(tokenizer, config.replace(trigger_policy="boundary")))
-    for found, window, report in zip(parts, full.windows, reports, strict=True):
-        slow = set(report.slow_at)
+    for found, window, own in zip(parts, full.windows, report.requests, strict=True):
+        slow = set(own.slow_at)
         found.slow = [step in slow for step in found.step]
         found.in_sentence = sentence_positions(window, ends)
         found.window = [window.start] * len(found.step)
-        found.reports = [report]
+        found.reports = [own]
     return parts
 
 

@@ -1,14 +1,15 @@
-"""The protocol of the two parts of an evaluation: samples of tasks, windows of a text."""
+"""What the two parts of an evaluation share: samples of tasks, windows of a text."""
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 
-from sfi_core.errors import MemoryForecastError, NumericsError
-from sfi_core.measure.evaluation.method import MethodVariant
+from sfi_core.errors import ConfigError, InputError, MemoryForecastError, NumericsError
+from sfi_core.measure.evaluation.method import Method, MethodVariant, Size
 from sfi_core.models.load import first_line
+from sfi_core.settings.engine import DEFAULTS, EngineOptions
 
 T = TypeVar("T")
 Key = tuple[Any, ...]
@@ -17,28 +18,81 @@ Row = dict[str, Any]
 FAILURES = (MemoryForecastError, NumericsError, torch.OutOfMemoryError, MemoryError)
 
 
-class Grid(Protocol):
-    """Makes the rows of the table named `table`; each row has a key."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grid:
+    """The rows of an evaluation: every method at every size, at every place; a row's key says which.
 
+    Attributes:
+        lengths: Tokens of the prompts.
+        table: The table of the rows.
+        place: The columns of a place, the last but one is the length.
+    """
+
+    methods: tuple[Method, ...]
+    sizes: tuple[Size, ...]
+    lengths: tuple[int, ...]
     table: ClassVar[str]
+    place: ClassVar[tuple[str, ...]]
+
+    def places(self) -> list[Key]:
+        """List the places, in order."""
+        raise NotImplementedError
+
+    def check(self, model: Any, tokenizer: Any) -> None:
+        """Refuse, before anything runs, methods, lengths and tasks that cannot run."""
+        raise NotImplementedError
+
+    def run(
+        self,
+        model: Any,
+        tokenizer: Any,
+        done: Container[Key] = frozenset(),
+        *,
+        batch_size: int = 1,
+        engine: EngineOptions = DEFAULTS,
+    ) -> Iterator[Row]:
+        """Make the rows that are not done, `batch_size` units together."""
+        raise NotImplementedError
+
+    @property
+    def variants(self) -> list[MethodVariant]:
+        """The methods at their sizes."""
+        return [one for method in self.methods for one in method.variants(self.sizes)]
 
     @property
     def keys(self) -> list[Key]:
         """The keys of all rows, in order."""
+        return [(*one.key, *place) for place in self.places() for one in self.variants]
 
     def key(self, row: Mapping[str, Any]) -> Key:
         """Return a row's key."""
+        return tuple(row[name] for name in ("method", "size", *self.place))
 
     def weight(self, key: Key) -> int:
-        """Return a number that a row's time grows with, such as its context's length."""
+        """Return a number that a row's time grows with: its context's length."""
+        return int(key[-2])
 
-    def check(self, model: Any, tokenizer: Any) -> None:
-        """Refuse, before anything runs, methods and tasks that cannot run."""
+    def check_distinct(self, **more: Sequence[Any]) -> None:
+        """Raise `ConfigError` if a list of values is empty or has a value twice."""
+        named: dict[str, Sequence[Any]] = {
+            "method": [method.label for method in self.methods],
+            "size": [size.label for size in self.sizes],
+            "length": self.lengths,
+            **more,
+        }
+        for name, given in named.items():
+            if not given:
+                raise ConfigError(f"{name} must be given at least once, got none")
+            if len(set(given)) < len(given):
+                raise ConfigError(f"each {name} must differ, got {', '.join(map(str, given))}")
 
-    def run(
-        self, model: Any, tokenizer: Any, done: Container[Key], **options: Any
-    ) -> Iterator[dict[str, Any]]:
-        """Make the rows that are not done."""
+    def positions_of(self, model: Any) -> int | None:
+        """Return the model's positions, None if unknown; raise `InputError` if a length exceeds them."""
+        config, longest = model.config.get_text_config(decoder=True), max(self.lengths)
+        limit: int | None = getattr(config, "max_position_embeddings", None) or None
+        if limit is not None and longest > limit:
+            raise InputError(f"length must be at most the model's {limit} positions, got {longest}")
+        return limit
 
 
 def grouped(units: Iterable[int], alike: Callable[[int], Any]) -> list[list[int]]:
@@ -96,3 +150,14 @@ class Together(Generic[T]):
         del shared  # frees memory for the next units
         for unit in units if failed else ():
             yield from self.rows([unit], failed)
+
+    def run(
+        self,
+        batches: Iterable[Iterable[int]],
+        draw: Callable[[int], T],
+        left: Callable[[int], list[MethodVariant]],
+    ) -> Iterator[Row]:
+        """Yield the rows of batches of unit numbers; units of other methods `left` are decoded apart."""
+        for batch in batches:
+            for units in grouped(filter(left, batch), lambda unit: [one.key for one in left(unit)]):
+                yield from self.rows(list(map(draw, units)), left(units[0]))

@@ -110,11 +110,7 @@ class SfiLM(HFLM):  # type: ignore[misc]
         return info | {"sfi": own}
 
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
-        """Generate the answers.
-
-        Raises:
-            InputError: The answers' limit leaves no position of the model for a prompt.
-        """
+        """Generate the answers; raise `InputError` if their limit leaves no position for a prompt."""
         most = max(
             normalize_gen_kwargs(request.args[1], self.max_gen_toks)["max_gen_toks"]
             for request in requests
@@ -129,11 +125,7 @@ class SfiLM(HFLM):  # type: ignore[misc]
 
     def _model_generate(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         with slow_fast(
-            self.model,
-            None,
-            self._settings,
-            policy=self._policy,
-            engine=self._engine,
+            self.model, None, self._settings, policy=self._policy, engine=self._engine
         ) as session:
             output: torch.Tensor = super()._model_generate(*args, **kwargs)
             self._note(session.report)
@@ -157,14 +149,8 @@ class SfiLM(HFLM):  # type: ignore[misc]
         bar = tqdm(total=len(split), disable=disable_tqdm, desc="Running loglikelihood requests")
         for prompt, group in groupby(split, itemgetter(0)):  # the choices of a question
             choices = list(group)
-            longest_choice = max(len(continuation) for _, continuation, _ in choices)
-            shared = read_prompt(
-                self.model,
-                None,
-                [prompt],
-                capacity=len(prompt) + longest_choice - 1,
-                engine=self._engine,
-            )
+            size = len(prompt) + max(len(continuation) for _, continuation, _ in choices) - 1
+            shared = read_prompt(self.model, None, [prompt], capacity=size, engine=self._engine)
             for _, continuation, asked in choices:
                 answer = self._score(prompt, continuation, shared)
                 answers.append(answer)
@@ -181,22 +167,14 @@ class SfiLM(HFLM):  # type: ignore[misc]
     ) -> tuple[float, bool]:
         scored: list[tuple[float, bool]] = []
 
-        def score(step: int, logits_V: torch.Tensor) -> None:
+        def score(step: int, logits_1V: torch.Tensor) -> None:
             token = continuation[step]
-            log_V = logits_V.log_softmax(-1)
+            log_V = logits_1V[0].log_softmax(-1)
             scored.append((float(log_V[token]), int(log_V.argmax()) == token))
 
-        report = teacher_force(
-            self.model,
-            None,
-            [*prompt, *continuation],
-            len(prompt),
-            score,
-            self._settings,
-            policy=self._policy,
-            engine=self._engine,
-            shared=shared,
-        )
+        how: dict[str, Any] = {"policy": self._policy, "engine": self._engine, "shared": shared}
+        text = [*prompt, *continuation]
+        report = teacher_force(self.model, None, [text], len(prompt), score, self._settings, **how)
         self._note(report)
         return sum(log for log, _ in scored), all(greedy for _, greedy in scored)
 

@@ -1,7 +1,6 @@
 """Lossless methods: counts of drafted and kept tokens, and differences from full attention's tokens."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
@@ -13,32 +12,16 @@ EXACT = "float32"  # in a shorter dtype, passes over different numbers of tokens
 Row = Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """A sample for which a lossless method gave another token than full attention.
+def differences(rows: Iterable[Row]) -> list[tuple[Row, int]]:
+    """Compare lossless rows with full attention's on the same samples.
 
-    Attributes:
-        method: The method's label.
-        size: The size's label.
-        length: Tokens of the prompt, as asked for.
-        seed: The sample's seed.
-        index: The first generated token that differs, or that only one of the two gave.
+    Returns:
+        The rows with another token, each with the index of the first that differs or only one of both gave.
     """
-
-    method: str
-    size: str
-    task: str
-    length: int
-    seed: int
-    index: int
-
-
-def differences(rows: Iterable[Row]) -> list[Difference]:
-    """Compare lossless rows with full attention's on the same samples, in the order of the rows."""
     found = [row for row in rows if row.get("token_ids") is not None]
     whole = {_sample(row): row["token_ids"] for row in found if row["policy"] == WHOLE}
     return [
-        Difference(row["method"], row["size"], row["task"], row["length"], row["seed"], index)
+        (row, index)
         for row in found
         if is_lossless(row) and (expected := whole.get(_sample(row))) is not None
         for index in first_difference(row["token_ids"], expected)
@@ -46,18 +29,15 @@ def differences(rows: Iterable[Row]) -> list[Difference]:
 
 
 def check_exact(rows: Iterable[Row], dtype: str) -> None:
-    """Refuse other tokens than full attention's from a lossless method in float32.
-
-    Raises:
-        NumericsError: With method, task, length, seed and index of the first difference.
-    """
+    """Raise `NumericsError` if a lossless method in float32 gave other tokens than full attention."""
     found = differences(rows) if dtype == EXACT else []
     if found:
-        one = found[0]
+        one, index = found[0]
         more = f"; {len(found)} samples in all" if len(found) > 1 else ""
         raise NumericsError(
-            f"lossless method {one.method} at {one.size} must give full-kv's tokens in {EXACT}, got another "
-            f"at index {one.index} of task {one.task}, length {one.length}, seed {one.seed}{more}"
+            f"lossless method {one['method']} at {one['size']} must give full-kv's tokens in {EXACT}, "
+            f"got another at index {index} of task {one['task']}, length {one['length']}, "
+            f"seed {one['seed']}{more}"
         )
 
 

@@ -32,7 +32,6 @@ class Method:
     """A policy and its settings, without sizes.
 
     Attributes:
-        label: The name of the method in tables.
         preset: The preset that the settings start from.
         settings: Differences from the preset, as `SfiConfig.replace` takes them, and `lossless`.
         config: The preset with these settings.
@@ -85,11 +84,7 @@ class Method:
         )
 
     def resolved(self, tokenizer: Any) -> "Method":
-        """Return the method with its triggers as token ids, found once: a large vocabulary takes a while.
-
-        Raises:
-            ConfigError: No trigger is a token.
-        """
+        """Return the method with its triggers as token ids; raise `ConfigError` if no trigger is a token."""
         ids = resolve_triggers(tokenizer, self.config)
         return replace(self, config=self.config.replace(trigger_token_ids=ids))
 
@@ -119,11 +114,7 @@ class MethodVariant:
         return self.method.label, EVERYTHING if self.method.policy == WHOLE else OWN
 
     def config(self, context: int) -> SfiConfig:
-        """Return the settings for a prompt of `context` tokens.
-
-        Raises:
-            ConfigError: The size leaves no selected token.
-        """
+        """Return the settings for a prompt of `context` tokens; raise `ConfigError` if none is selected."""
         size, config = self.size, self.method.config
         if size is None:
             return config
@@ -181,15 +172,6 @@ class Size:
         return f"{100 * self.share:g}%" if self.share else f"K {self.budget}"
 
 
-def check_distinct(values: Mapping[str, Sequence[Any]]) -> None:
-    """Raise `ConfigError` if a list of `values` is empty or has a value twice; keys name the values."""
-    for name, given in values.items():
-        if not given:
-            raise ConfigError(f"{name} must be given at least once, got none")
-        if len(set(given)) < len(given):
-            raise ConfigError(f"each {name} must differ, got {', '.join(map(str, given))}")
-
-
 def at_share(config: SfiConfig, context: int, share: float) -> SfiConfig:
     """Set recent and selected tokens so that they and the sink are a share of the context.
 
@@ -220,12 +202,7 @@ def _lossless(policy: str, settings: Mapping[str, Any]) -> bool:
 
 
 def preset_config(preset: str) -> SfiConfig:
-    """Return the settings of a preset, or of a TOML file over the default preset.
-
-    Raises:
-        ConfigError: No such preset, or a setting of the file is out of range.
-        InputError: The file cannot be read.
-    """
+    """Return a preset's or TOML file's settings; raise `ConfigError` or `InputError` if there are none."""
     if preset.endswith(FILE):
         return SfiConfig().merge_toml(Path(preset))
     return SfiConfig.preset(preset)

@@ -1,19 +1,19 @@
 """Decode samples of tasks: each prompt is read once, and every method decodes from the shared cache."""
 
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from itertools import product
 from typing import Any, ClassVar
 
 from sfi_core.engine.shared_prompt import SharedPrompt
-from sfi_core.errors import ConfigError
+from sfi_core.errors import ConfigError, InputError
 from sfi_core.generation.generate import generate
 from sfi_core.generation.read_prompt import read_prompt
 from sfi_core.hosts.transformers.lossless import most_together
 from sfi_core.hosts.transformers.slow_fast import slow_fast
-from sfi_core.measure.evaluation.grid import Key, Row, Together, grouped
-from sfi_core.measure.evaluation.method import Method, MethodVariant, Size, check_distinct
-from sfi_core.measure.evaluation.positions import check_lengths_asked, check_task, positions_of
+from sfi_core.measure.evaluation.grid import Grid, Key, Row, Together, grouped
+from sfi_core.measure.evaluation.method import Method, MethodVariant
 from sfi_core.measure.evaluation.task_rows import decoded_rows, empty_row
 from sfi_core.measure.evaluation.tasks import TaskSample, find_task
 from sfi_core.policies import policy_class
@@ -23,62 +23,33 @@ POOL = 8  # batches of seeds that are searched for prompts of equal budgets
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TaskGrid:
-    """The rows of a run: every method at every size on every sample.
+class TaskGrid(Grid):
+    """The rows of every method at every size on every sample.
 
     Attributes:
         tasks: Names from `sfi_core.measure.evaluation.tasks.TASKS`.
-        lengths: Tokens of the prompts.
         seeds: Each gives a sample of every task and length.
     """
 
-    methods: tuple[Method, ...]
-    sizes: tuple[Size, ...]
     tasks: tuple[str, ...]
-    lengths: tuple[int, ...]
     seeds: tuple[int, ...]
     table: ClassVar[str] = "samples"
+    place: ClassVar[tuple[str, ...]] = ("task", "length", "seed")
 
     def __post_init__(self) -> None:
         """Raise `ConfigError` for an empty grid, a value given twice, or an unknown task."""
-        check_distinct(
-            {
-                "method": [method.label for method in self.methods],
-                "size": [size.label for size in self.sizes],
-                "task": self.tasks,
-                "length": self.lengths,
-                "sample": self.seeds,
-            }
-        )
+        self.check_distinct(task=self.tasks, sample=self.seeds)
         if min(self.lengths) < 1:
             raise ConfigError(f"length must be positive, got {min(self.lengths)}")
         for task in self.tasks:
             find_task(task)
 
-    @property
-    def variants(self) -> list[MethodVariant]:
-        """The methods at their sizes; each decodes every sample."""
-        return [one for method in self.methods for one in method.variants(self.sizes)]
-
-    def samples(self) -> Iterator[tuple[str, int, int]]:
-        """Yield task, length and seed of each sample, by seed: a stopped run has all tasks and lengths."""
-        for seed in self.seeds:
-            for length in self.lengths:
-                for task in self.tasks:
-                    yield task, length, seed
-
-    @property
-    def keys(self) -> list[Key]:
-        """The keys of all rows, in order."""
-        return [(*one.key, *sample) for sample in self.samples() for one in self.variants]
-
-    def key(self, row: Mapping[str, Any]) -> Key:
-        """Return a row's key."""
-        return row["method"], row["size"], row["task"], row["length"], row["seed"]
-
-    def weight(self, key: Key) -> int:
-        """Return the context of a row."""
-        return int(key[3])
+    def places(self) -> list[Key]:
+        """List task, length and seed of each sample, by seed: a stopped run has all tasks and lengths."""
+        return [
+            (task, length, seed)
+            for seed, length, task in product(self.seeds, self.lengths, self.tasks)
+        ]
 
     def check(self, model: Any, tokenizer: Any) -> None:
         """Check the grid before anything runs.
@@ -90,13 +61,26 @@ class TaskGrid:
         for method in self.methods:
             if method.lossless:
                 _together(model, method)
-        limit = positions_of(model)
-        check_lengths_asked(limit, self.lengths)
-        for length in self.lengths:
-            for task in self.tasks:
-                sample = check_task(limit, find_task(task), tokenizer, length, self.seeds)
-                for one in self.variants:
-                    one.config(len(sample.prompt_ids))
+        limit = self.positions_of(model)
+        for length, task in product(self.lengths, self.tasks):
+            first = self._checked(limit, tokenizer, length, task)
+            for one in self.variants:
+                one.config(len(first.prompt_ids))
+
+    def _checked(self, limit: int | None, tokenizer: Any, length: int, name: str) -> TaskSample:
+        # only the first seed, unless the length is so near the limit that a longer answer might not fit
+        task = find_task(name)
+        first = task.sample(tokenizer, length, self.seeds[0])
+        near = limit is not None and length + 2 * first.max_new_tokens > limit
+        others = (task.sample(tokenizer, length, seed) for seed in self.seeds[1:]) if near else ()
+        for sample in (first, *others):
+            prompt, new = len(sample.prompt_ids), sample.max_new_tokens
+            if limit is not None and prompt + new > limit:
+                raise InputError(
+                    f"task {name!r} of length {length} must fit the model's {limit} positions, "
+                    f"got {prompt} prompt and {new} new tokens"
+                )
+        return first
 
     def run(
         self,
@@ -106,7 +90,7 @@ class TaskGrid:
         *,
         batch_size: int = 1,
         engine: EngineOptions = DEFAULTS,
-    ) -> Iterator[dict[str, Any]]:
+    ) -> Iterator[Row]:
         """Decode greedily, and yield one row of plain values for each method, size and sample.
 
         Args:
@@ -119,15 +103,13 @@ class TaskGrid:
                 device budget.
 
         Yields:
-            Rows; a method that ran out of memory or gave broken logits has an `error` and no score.
-
-        Raises:
-            KeyboardInterrupt: On Ctrl-C; the rows of the current batch are lost.
+            Rows; a method that ran out of memory or gave broken logits has an `error` and no score. On Ctrl-C
+            the rows of the current batch are lost.
         """
         methods = [method.resolved(tokenizer) for method in self.methods]
         variants = [one for method in methods for one in method.variants(self.sizes)]
         alone = {one.label for one in methods if one.lossless and _together(model, one) == 1}
-        samples = list(self.samples())
+        places = self.places()
         rows = Together(
             read=partial(_read, model, tokenizer, engine),
             decode=partial(_decode, model, tokenizer, engine),
@@ -136,11 +118,11 @@ class TaskGrid:
         )
 
         def left(unit: int) -> list[MethodVariant]:
-            return [one for one in variants if (*one.key, *samples[unit]) not in done]
+            return [one for one in variants if (*one.key, *places[unit]) not in done]
 
         @lru_cache(maxsize=POOL * batch_size)
         def drawn(unit: int) -> TaskSample:
-            task, length, seed = samples[unit]
+            task, length, seed = places[unit]
             return find_task(task).sample(tokenizer, length, seed)
 
         def sizes(unit: int) -> Key:
@@ -148,16 +130,12 @@ class TaskGrid:
             configs = [one.config(context) for one in variants]
             return tuple((config.budget, config.recent) for config in configs)
 
-        for units in self._batches(batch_size, sizes, left):
-            for together in grouped(
-                filter(left, units), lambda unit: [one.key for one in left(unit)]
-            ):
-                yield from rows.rows(list(map(drawn, together)), left(together[0]))
+        yield from rows.run(self._batches(batch_size, sizes, left), drawn, left)
 
     def _batches(
         self, size: int, alike: Callable[[int], Key], left: Callable[[int], Any]
     ) -> Iterator[list[int]]:
-        # batches of sample numbers of one task, length and `alike`; for size 1 in the order of `samples`
+        # batches of sample numbers of one task, length and `alike`; for size 1 in the order of `places`
         places = len(self.lengths) * len(self.tasks)
         pool = size if size == 1 else POOL * size
         for first in range(0, len(self.seeds), pool):

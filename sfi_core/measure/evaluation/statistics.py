@@ -74,19 +74,11 @@ def paired_difference(
 def bootstrap(
     samples: Sequence[Array], statistic: Callable[..., Array], *, resamples: int, seed: int
 ) -> tuple[float, float, str]:
-    """Compute a statistic's 95 % bootstrap interval.
+    """Compute a statistic's 95 % bootstrap interval; return both ends, and "BCa" or "percentile".
 
     With SciPy, the BCa interval (Efron 1987), which corrects for bias and skew. Without SciPy, and for a
-    single sample or equal samples, where BCa is not defined, the percentile interval.
-
-    Args:
-        samples: Arrays of one length; values of one index are drawn together.
-        statistic: Takes the arrays and `axis`, the axis of the samples.
-        resamples: The number of resamples.
-        seed: The seed of the resampling.
-
-    Returns:
-        Both ends, and "BCa" or "percentile".
+    single sample or equal samples, where BCa is not defined, the percentile interval. Values of one index in
+    `samples` are drawn together; `statistic` takes the arrays and `axis`, the axis of the samples.
     """
     low, high = _bca(samples, statistic, resamples, seed)
     if math.isfinite(low) and math.isfinite(high):

@@ -6,9 +6,12 @@ from typing import Any
 from sfi_core.generation.generate import Result
 from sfi_core.measure.evaluation.method import MethodVariant
 from sfi_core.measure.evaluation.tasks import TaskSample, find_task
-from sfi_core.measure.evaluation.tasks.by_sentence import by_sentence
 
 COUNTS = ("verifications", "drafted", "tested", "accepted")
+REPORTED = (
+    "finish_reason", "read_ratio", "selection_ratio", "stored_ratio", "slow_steps", "fast_steps",
+    "decode_seconds", "token_ids",
+)  # fmt: skip
 MEASURED = (
     "score", "scores", "generated", "finish_reason", "read_ratio", "selection_ratio", "stored_ratio",
     "slow_steps", "fast_steps", *COUNTS, "decode_seconds", "tokens_per_second", "sentence_places",
@@ -42,26 +45,41 @@ def decoded_rows(
     for sample, report, text in zip(samples, result.report.requests, result.texts, strict=True):
         scores = dict(find_task(sample.task).score(sample, report.token_ids, text, tokenizer))
         places, right = by_sentence(sample, text, tokenizer)
-        lossless = report.lossless
         rows.append(
             empty_row(variant, sample)
+            | {name: getattr(report, name) for name in REPORTED}
             | {
                 "score": float(scores.pop("score")),
                 "scores": scores,
                 "generated": len(report.token_ids),
-                "finish_reason": report.finish_reason,
-                "read_ratio": report.read_ratio,
-                "selection_ratio": report.selection_ratio,
-                "stored_ratio": report.stored_ratio,
-                "slow_steps": report.slow_steps,
-                "fast_steps": report.fast_steps,
-                "decode_seconds": report.decode_seconds,
                 "tokens_per_second": result.report.decode_tokens_per_second,
                 "sentence_places": places,
                 "sentence_scores": right,
                 "text": text,
-                "token_ids": report.token_ids,
-                **({name: getattr(lossless, name) for name in COUNTS} if lossless else {}),
             }
+            | ({name: getattr(report.lossless, name) for name in COUNTS} if report.lossless else {})
         )
     return rows
+
+
+def by_sentence(
+    sample: TaskSample, text: str, tokenizer: Any
+) -> tuple[list[float] | None, list[float] | None]:
+    """Score the sentences of an answer: 1 if the text contains the sentence, ignoring white space.
+
+    A sentence may stand anywhere in the text, so that a lost or added word spoils one sentence only.
+
+    Returns:
+        For each sentence the tokens of the right answer before it, and its score; None for both if the right
+        answer does not have several sentences.
+    """
+    if len(sample.sentences) < 2:  # noqa: PLR2004 - several
+        return None, None
+    said = " ".join(text.split())
+    right = [float(" ".join(sentence.split()) in said) for sentence in sample.sentences]
+    starts = ["".join(sample.sentences[:count]) for count in range(len(sample.sentences))]
+    places = [
+        float(len(tokenizer(start, add_special_tokens=False)["input_ids"])) if start else 0.0
+        for start in starts
+    ]
+    return places, right

@@ -5,8 +5,7 @@ from typing import Any
 
 import torch
 
-from sfi_core.engine.left_pad import left_pad
-from sfi_core.engine.loop import Loop
+from sfi_core.engine.loop import Loop, left_pad
 from sfi_core.engine.report import RunReport
 from sfi_core.engine.shared_prompt import SharedPrompt
 from sfi_core.errors import ConfigError, NumericsError
@@ -28,27 +27,6 @@ OnLogits = Callable[[int, torch.Tensor], None]
 def teacher_force(
     model: Any,
     tokenizer: Any,
-    ids: Sequence[int],
-    prompt_tokens: int,
-    on_logits: OnLogits,
-    config: SfiConfig | None = None,
-    **options: Any,
-) -> RunReport:
-    """Call `teacher_force_batch` with one text; `on_logits` gets its logits as `[V]`."""
-    return teacher_force_batch(
-        model,
-        tokenizer,
-        [ids],
-        prompt_tokens,
-        lambda step, logits_BV: on_logits(step, logits_BV[0]),
-        config,
-        **options,
-    )
-
-
-def teacher_force_batch(
-    model: Any,
-    tokenizer: Any,
     texts: Sequence[Sequence[int]],
     prompt_tokens: int,
     on_logits: OnLogits,
@@ -65,18 +43,8 @@ def teacher_force_batch(
     Step t predicts `text[prompt_tokens + t]` and reads the token before it, as in `generate`. Step 0 is the
     prompt's last position and dense under every policy. Stop tokens in a text do not end the run.
 
-    Args:
-        model: A decoder-only model of transformers.
-        tokenizer: Turns trigger strings into token ids.
-        texts: The tokens of each text; all have the same number of tokens.
-        prompt_tokens: Tokens of each prompt; the tokens after them are decoded.
-        on_logits: Called with each step and its logits, `[B, V]` float32.
-        config: The settings; None is the `default` preset.
-        policy: A name from `sfi_core.policies.POLICIES`.
-        engine: How prompts are read and steps are run.
-        shared: The cache of the prompts from `read_prompt`; None reads the prompts.
-        observers: Get the events of the run.
-        audit: The audit whose events the observers get.
+    `on_logits` is called with each step and its logits, `[B, V]` float32. `shared` is the cache of the
+    prompts from `read_prompt`; None reads the prompts. The other arguments are those of `slow_fast`.
 
     Raises:
         ConfigError: A setting is out of range, the texts differ in length, a prompt leaves no token, or
@@ -101,13 +69,7 @@ def teacher_force_batch(
     with (
         torch.no_grad(),
         slow_fast(
-            model,
-            tokenizer,
-            config,
-            policy=policy,
-            observers=observers,
-            audit=audit,
-            engine=engine,
+            model, tokenizer, config, policy=policy, observers=observers, audit=audit, engine=engine
         ) as session,
     ):
         expected = session.forecast(

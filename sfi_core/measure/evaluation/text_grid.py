@@ -2,15 +2,15 @@
 
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from functools import cache, partial
 from typing import Any, ClassVar
 
 from sfi_core.engine.report import RequestReport
 from sfi_core.errors import ConfigError, InputError
 from sfi_core.hosts.transformers.stores import engine_for
 from sfi_core.measure.evaluation.fidelity import Fidelity, Reference, fidelity, reference
-from sfi_core.measure.evaluation.grid import Key, Together, grouped
-from sfi_core.measure.evaluation.method import WHOLE, Method, MethodVariant, Size, check_distinct
-from sfi_core.measure.evaluation.positions import check_lengths_asked, check_window, positions_of
+from sfi_core.measure.evaluation.grid import Grid, Key, Row, Together
+from sfi_core.measure.evaluation.method import WHOLE, MethodVariant
 from sfi_core.measure.evaluation.text_windows import Window, text_ids, windows
 from sfi_core.settings.engine import DEFAULTS, EngineOptions
 
@@ -18,42 +18,32 @@ Placed = tuple[int, Window]  # a window of a length, with its number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TextGrid:
-    """The rows of a comparison: every method at every size on every window.
+class TextGrid(Grid):
+    """The rows of every method at every size on every window.
 
     Full attention and lossless methods have no rows: they would equal the reference.
 
     Attributes:
-        lengths: Tokens of the windows' prompts.
         tokens: Tokens of each continuation, which are decoded.
         count: Windows of each length.
     """
 
-    methods: tuple[Method, ...]
-    sizes: tuple[Size, ...]
     text: str
-    lengths: tuple[int, ...]
     tokens: int
     count: int
     table: ClassVar[str] = "fidelity"
+    place: ClassVar[tuple[str, ...]] = ("length", "window")
 
     def __post_init__(self) -> None:
         """Raise `ConfigError` for an empty grid or a value given twice."""
-        check_distinct(
-            {
-                "method": [method.label for method in self.methods],
-                "size": [size.label for size in self.sizes],
-                "length": self.lengths,
-            }
-        )
+        self.check_distinct()
         if not self.variants:
             raise ConfigError(
                 f"fidelity must have a method besides {WHOLE} and lossless ones, which are full attention, "
                 "got none"
             )
-        for name, value in (("tokens", self.tokens), ("windows", self.count)):
-            # the first token is the same under every method: the prompt is read densely
-            least = 2 if name == "tokens" else 1
+        # the first token is the same under every method: the prompt is read densely
+        for name, value, least in (("tokens", self.tokens, 2), ("windows", self.count, 1)):
             if value < least:
                 raise ConfigError(f"{name} must be at least {least}, got {value}")
 
@@ -65,23 +55,9 @@ class TextGrid:
         ]
         return [one for method in methods for one in method.variants(self.sizes)]
 
-    @property
-    def keys(self) -> list[Key]:
-        """The keys of all rows, in order."""
-        return [
-            (*one.key, length, window)
-            for window in range(self.count)
-            for length in self.lengths
-            for one in self.variants
-        ]
-
-    def key(self, row: Mapping[str, Any]) -> Key:
-        """Return a row's key."""
-        return row["method"], row["size"], row["length"], row["window"]
-
-    def weight(self, key: Key) -> int:
-        """Return the context of a row."""
-        return int(key[2])
+    def places(self) -> list[Key]:
+        """List length and number of each window, the first window of all lengths first."""
+        return [(length, window) for window in range(self.count) for length in self.lengths]
 
     def check(self, model: Any, tokenizer: Any) -> None:
         """Check the grid before anything runs.
@@ -90,20 +66,19 @@ class TextGrid:
             InputError: The text is too short, or a window too long.
             ConfigError: A size selects no token.
         """
-        limit = positions_of(model)
-        check_lengths_asked(limit, self.lengths)
+        limit = self.positions_of(model)
         for length in self.lengths:
-            for window in self.windows(tokenizer, length):
-                check_window(limit, window)
+            whole = len(self.windows(tokenizer, length)[0].ids)
+            if limit is not None and whole > limit:
+                raise InputError(
+                    f"fidelity of length {length} must fit the model's {limit} positions, "
+                    f"got {length} prompt and {whole - length} new tokens"
+                )
             for one in self.variants:
                 one.config(length)
 
     def windows(self, tokenizer: Any, length: int) -> list[Window]:
-        """Spread the windows of a length over the text.
-
-        Raises:
-            InputError: The text is too short.
-        """
+        """Spread the windows of a length over the text; raise `InputError` if the text is too short."""
         ids, prefix = text_ids(tokenizer, self.text)
         return windows(ids, length, self.tokens, self.count, prefix)
 
@@ -115,26 +90,24 @@ class TextGrid:
         *,
         batch_size: int = 1,
         engine: EngineOptions = DEFAULTS,
-    ) -> Iterator[dict[str, Any]]:
+    ) -> Iterator[Row]:
         """Decode each continuation with its own tokens; the arguments are those of `TaskGrid.run`.
 
         Yields:
             A plain row for each method and window, with an entry per step in `steps`, or with an `error`.
         """
-        variants, rows = self.variants, self._together(model, tokenizer, engine)
+        variants, places = self.variants, self.places()
+        spread = cache(partial(self.windows, tokenizer))
 
         def left(unit: int) -> list[MethodVariant]:
-            number, length = self._place(unit)
-            return [one for one in variants if (*one.key, length, number) not in done]
+            return [one for one in variants if (*one.key, *places[unit]) not in done]
 
-        for units in self._batches(batch_size):
-            for together in grouped(
-                filter(left, units), lambda unit: [one.key for one in left(unit)]
-            ):
-                spread = self.windows(tokenizer, self._place(together[0])[1])
-                numbers = [self._place(unit)[0] for unit in together]
-                chosen = [(number, spread[number]) for number in numbers]
-                yield from rows.rows(chosen, left(together[0]))
+        def drawn(unit: int) -> Placed:
+            length, number = places[unit]
+            return number, spread(length)[number]
+
+        rows = self._together(model, tokenizer, engine)
+        yield from rows.run(self._batches(batch_size), drawn, left)
 
     def _together(self, model: Any, tokenizer: Any, engine: EngineOptions) -> Together[Placed]:
         def read(units: Sequence[Placed], _: Any) -> Reference:
@@ -163,11 +136,6 @@ class TextGrid:
             "error": None,
         }
 
-    def _place(self, unit: int) -> tuple[int, int]:
-        # a unit's window and length
-        number, length = divmod(unit, len(self.lengths))
-        return number, self.lengths[length]
-
     def _batches(self, size: int) -> Iterator[list[int]]:
         # batches of units of one length; for size 1 in the order of the keys
         for first in range(0, self.count, size):
@@ -193,18 +161,3 @@ def from_rows(rows: Sequence[Mapping[str, Any]]) -> Fidelity:
         )
         for row in rows
     )
-
-
-def read_text(path: Any) -> str:
-    """Read a text file.
-
-    Raises:
-        InputError: The file cannot be read, or is not UTF-8.
-    """
-    try:
-        text: str = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"text {path} cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise InputError(f"text {path} is not UTF-8: {error.reason}") from error
-    return text

@@ -23,20 +23,11 @@ class Window:
 
 
 def windows(
-    ids: Sequence[int],
-    prompt_tokens: int,
-    new_tokens: int,
-    count: int,
-    prefix: Sequence[int] = (),
+    ids: Sequence[int], prompt_tokens: int, new_tokens: int, count: int, prefix: Sequence[int] = ()
 ) -> list[Window]:
     """Spread windows evenly over a text; in a short text the windows overlap.
 
-    Args:
-        ids: The text's tokens, without special ones.
-        prompt_tokens: Tokens of each prompt, including `prefix`.
-        new_tokens: Tokens of each continuation.
-        count: The number of windows.
-        prefix: Special tokens that every window starts with, such as the start-of-text token.
+    Every window starts with the special tokens `prefix`, which count as tokens of its prompt.
 
     Raises:
         InputError: The text is too short.
@@ -50,11 +41,7 @@ def windows(
         )
     starts = [round(index * spare / max(1, count - 1)) for index in range(count)]
     return [
-        Window(
-            start=start,
-            prompt_tokens=prompt_tokens,
-            ids=(*prefix, *ids[start : start + size]),
-        )
+        Window(start=start, prompt_tokens=prompt_tokens, ids=(*prefix, *ids[start : start + size]))
         for start in starts
     ]
 

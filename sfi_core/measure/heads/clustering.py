@@ -45,11 +45,6 @@ def cluster(similarity_HH: Matrix, clusters: int, seed: int = 0) -> tuple[Labels
     with the least sum of squared distances to the centroids. If there are fewer different rows than clusters,
     heads of the largest cluster fill the empty clusters.
 
-    Args:
-        similarity_HH: S of every two heads.
-        clusters: N_r.
-        seed: Seed of the starts.
-
     Returns:
         Each head's cluster, and each cluster's representative: the head nearest to the centroid, the lower of
         equally near heads. Clusters are numbered by their lowest heads.
@@ -59,7 +54,9 @@ def cluster(similarity_HH: Matrix, clusters: int, seed: int = 0) -> tuple[Labels
     """
     check_count(clusters, len(similarity_HH))
     row_HX = distance(similarity_HH).round(DIGITS)
-    label_H = _numbered(_filled(_k_means(row_HX, clusters, seed), clusters))
+    found = _filled(_k_means(row_HX, clusters, seed), clusters).tolist()
+    order = list(dict.fromkeys(found))
+    label_H = np.array([order.index(label) for label in found])
     return tuple(label_H.tolist()), tuple(
         _representative(row_HX, np.flatnonzero(label_H == number)) for number in range(clusters)
     )
@@ -94,11 +91,6 @@ def _filled(label_H: npt.NDArray[np.int64], clusters: int) -> npt.NDArray[np.int
             largest = int(np.bincount(found).argmax())
             found[np.flatnonzero(found == largest)[-1]] = number
     return found
-
-
-def _numbered(label_H: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    order = list(dict.fromkeys(label_H.tolist()))
-    return np.array([order.index(label) for label in label_H.tolist()])
 
 
 def _representative(row_HX: Matrix, members: npt.NDArray[np.int64]) -> int:

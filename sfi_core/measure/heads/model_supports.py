@@ -23,14 +23,8 @@ def cut_texts(tokenizer: Any, texts: Sequence[str], length: int, top: int) -> li
 
     Paper gap: B.1 takes the first 1,000 tokens of each article; a long file of ours makes several texts.
 
-    Args:
-        tokenizer: The model's tokenizer.
-        texts: The texts.
-        length: Tokens of a piece.
-        top: k; a piece of at most k tokens would give every head the same set.
-
     Raises:
-        InputError: A piece has at most `top` tokens.
+        InputError: A piece has at most `top` tokens, which would give every head the same set.
     """
     pieces = []
     for row in encode(tokenizer, texts):
@@ -46,21 +40,12 @@ def cut_texts(tokenizer: Any, texts: Sequence[str], length: int, top: int) -> li
 
 @torch.no_grad()
 def text_supports(
-    model: Any,
-    ids: Sequence[int],
-    top: int,
-    engine: EngineOptions = DEFAULTS,
+    model: Any, ids: Sequence[int], top: int, engine: EngineOptions = DEFAULTS
 ) -> Iterator[tuple[int, torch.Tensor]]:
     """Read a text densely, and yield the positions that its last queries attend to most.
 
     Each query stands for a decoding step that writes the text. Paper gap: "within a local window" (B.1,
     step 2) is read as the last 128 queries, each of which sees every token before it.
-
-    Args:
-        model: A model of transformers.
-        ids: Token ids of the text, more than `top`.
-        top: k.
-        engine: How the text is read.
 
     Yields:
         Each full-attention layer, with [N, H, K] int32: for each query and KV head the k positions of largest

@@ -9,11 +9,11 @@ from sfi_core.errors import BackendError, MemoryForecastError
 from sfi_core.machine.describe import describe_measured
 from sfi_core.machine.memory import free_bytes
 from sfi_core.measure.kernel_bench.bytes_moved import forecast_bytes
-from sfi_core.measure.kernel_bench.recall_variant import FETCHED_EVERY
 from sfi_core.measure.kernel_bench.result import KernelResult, Measurement
 from sfi_core.measure.kernel_bench.settings import CODE_OPS, REPEATS, KernelSettings
+from sfi_core.measure.kernel_bench.step_variants import FETCHED_EVERY
 from sfi_core.measure.kernel_bench.timing import (
-    Clock,
+    CpuClock,
     clock_for,
     copy_gb_per_s,
     floor_us,
@@ -69,14 +69,14 @@ def _run(result: KernelResult, device: torch.device, progress: Progress) -> None
     _time(result, clock, device, progress)
 
 
-def _time(result: KernelResult, clock: Clock, device: torch.device, progress: Progress) -> None:
+def _time(result: KernelResult, clock: CpuClock, device: torch.device, progress: Progress) -> None:
     calls: list[Callable[[], Any]] = []
     timed: list[Measurement] = []
     for one in result.measurements:
         if one.failure is not None:
             continue
         progress(f"warming up {one.variant.label}", len(timed), len(result.measurements))
-        with one.variant.noting(one.fail):
+        with one.noting():
             calls.append(clock.prepare(one.variant.call))
             timed.append(one)
     repeats = result.settings.repeats or REPEATS[device.type]
@@ -84,7 +84,7 @@ def _time(result: KernelResult, clock: Clock, device: torch.device, progress: Pr
         progress("timing", repeat, repeats)
         try:
             for one, time_us in zip(timed, clock.time(calls), strict=True):
-                one.times.times_us.append(time_us)
+                one.times_us.append(time_us)
         except RuntimeError as error:  # CUDA does not tell which call failed
             result.stopped = reason(error)
             return

@@ -1,30 +1,6 @@
 """The least bytes that an op moves: every input read once, every output written once.
 
-    attention over A tokens   B H A (D + E) s of keys and values, 2 B H G D s of query and output
-      with evidence           and 4 B H G T of logits
-      of W queries a request  2 B H G W D s of query and output
-      gathering in place      and 4 B H S of positions
-      of mixed heads          B A (D + E) s of each sparse head, B T (D + E) s of each dense one
-    selector                  4 B H G T of logits, 4 B H T of key norms, B T of J in; 4 B H T of scores out
-    top_k                     4 B H T of scores in, 4 B H K of positions out
-    pack                      B H S (D + E) s in and as much out, 4 B H S of positions out
-    recall, C rows reused     as pack, and 4 B H (K + C) of wanted and old positions in
-    append, one token         B H (D + E) s in and as much out, 4 B H of norms out
-    encode_keys, all keys     B H T D s of keys in, B H T c of codes out, 4 B H D (C + 1) of the basis in
-    scan_codes                B H T c of codes in, 4 B H G T of logits out, B H G D s of query and
-                              4 B H D (C + 1) of the basis in
-      the plain product       reads 4 C numbers' bytes a key instead of c
-    codescan, A tokens read   as attention over A tokens, and B H T c of codes
-    prompt, W queries         H T (D + E) s of keys and values, 2 H G W D s of query and output, one request;
-                              4 H G D operations for each of W T - W (W - 1) / 2 pairs that see each other
-    rms_norm, with its sum    2 B F s in and as much out, F s of the weight; F = H G D
-    rotary, with norms        B (H + H G) D s in and as much out, 2 B D s of angles, 2 D s of weights
-    silu_mul                  2 B F s in, B F s out
-
-s is the bytes of a number, E = D here, S = sink + K, C = 16 W channels, c = 4 W bytes of a key's code, in
-PyTorch C; its W words are 1 for heads of up to 64 numbers, 2 for 128 and 4 for 256. Of recall's rows, S - C
-come over the link to the host. Work lists, lengths, block tables and the log-sum-exp (which a slow step
-passes to the Selector) are left out.
+Work lists, lengths, block tables and the log-sum-exp (which a slow step passes to the Selector) are left out.
 """
 
 from sfi_core.measure.kernel_bench.settings import (
@@ -46,19 +22,18 @@ def attention_bytes(
     evidence: bool = False,
     gathered: int = 0,
     queries: int = 1,
+    dense: int = 0,
 ) -> int:
-    """Return the bytes of attention over `tokens` tokens of every request."""
+    """Return the bytes of attention over `tokens` tokens of every request, over all in `dense` KV heads.
+
+    `evidence` counts the logits of one query, `gathered` the positions of rows that are read in place.
+    """
     rows = settings.batch * settings.heads
     ends = 2 * rows * queries * settings.head_dim * settings.torch_dtype.itemsize
     logits = rows * settings.context * FLOAT32 if evidence else 0
     positions = settings.batch * settings.kv_heads * gathered * INT32
-    return tokens * _row_bytes(settings) + ends + logits + positions
-
-
-def mixed_heads_bytes(settings: KernelSettings, tokens: int, dense: int) -> int:
-    """Return the bytes of attention over `tokens` tokens, over all tokens in `dense` of the KV heads."""
     more = (settings.context - tokens) * _row_bytes(settings) * dense // settings.kv_heads
-    return attention_bytes(settings, tokens) + more
+    return tokens * _row_bytes(settings) + ends + logits + positions + more
 
 
 def selector_bytes(settings: KernelSettings) -> int:

@@ -1,5 +1,6 @@
 """The variant of a codescan step: choose by the codes of all keys, and read the chosen rows in place."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -20,8 +21,8 @@ ROUNDED = 1e-3  # of a probability
 
 def codescan_variant(
     settings: KernelSettings, data: LayerData, selected: Selected, retention: float, backend: str
-) -> KernelVariant:
-    """Make the variant: all launches of a layer's step but `append`, for a batch of equal requests.
+) -> Iterator[KernelVariant]:
+    """Yield the variant: all launches of a layer's step but `append`, for a batch of equal requests.
 
     The pseudo token has no weight, so that the textbook's attention to the chosen rows is the right one.
     """
@@ -68,4 +69,4 @@ def codescan_variant(
         return expected.error(out_BHGD)
 
     moved = bytes_moved.codescan_bytes(settings, settings.attended(retention))
-    return KernelVariant("codescan", retention, call, moved, error)
+    yield KernelVariant("codescan", retention, call, moved, error)

@@ -13,38 +13,6 @@ from sfi_core.machine.versions import versions
 
 ARCHS = ("sm_80", "sm_90", "sm_100")
 LIMITS = "163 KB of shared memory for a program on sm_80, 227 KB on sm_90 and sm_100"
-HEADS = (
-    "`heads` marks a launch whose KV heads differ: in a step of mixed heads some read everything and",
-    "others sparsely; `pack` and `recall` leave some as they are. A launch whose heads agree runs a row",
-    "without `heads`, which loads nothing for it, so that its cost is unchanged.",
-)
-HALVES = (
-    "`halves` marks pages as in vLLM, where a token's key and value lie side by side: keys and values are",
-    "halves of one tensor, and their strides are constants of the kernel like those of pages of our own.",
-)
-PROMPTS = (
-    "`dense_attention` takes 128 rows and 8 warps of queries for each tile of keys, 64 rows and 4 warps for",
-    "heads of 64 numbers, and 32 rows for heads of 256 on sm_80, where registers hold the queries. No warp",
-    "repeats another's products; a test reads that from the compiled layouts.",
-)
-CODES = (
-    "`pseudo` marks a step whose softmax has one more term, a pseudo token, for the keys that a fast",
-    "request does not read. The split kernel adds the term, or the join where a request has several splits,",
-    "right before a learned sink's; a request with a logit of -inf computes what it computes without, bit",
-    "for bit.",
-    "",
-    "`encode_keys` makes one to four 32-bit words of each key, by its width: 16 channels a word by one",
-    "product in float32, their levels by rounding down, their bits by shifts. `scan_codes` scores all keys",
-    "from their words: a program projects the query to the channels, loads the words of 512 keys, a 64th of",
-    "the bytes of their 16-bit keys and values, and adds up the channels for all query heads of the group.",
-    "`sfi kernel-bench --op encode_keys,scan_codes` checks both, and times them beside dense attention and",
-    "beside PyTorch's product over unpacked levels. A run under a device budget takes these two.",
-    "",
-    "`code_scan_sums`, `code_scan_score` and `code_scan_choose` choose for all requests: a program takes",
-    "the words of up to 1,024 keys, for all query heads of a KV head. The first launch also codes the",
-    "new keys. `in place` marks attention that reads the chosen rows in their pages, by position; a row",
-    "waits for its position and its page number, so the pipeline has one buffer.",
-)
 
 
 def compile_kernels(
@@ -109,14 +77,7 @@ def markdown(rows: Sequence[dict[str, Any]]) -> str:
         f"`sfi kernel-bench --compile-only --arch {','.join(archs)} --output docs/evidence/kernels.md`;",
         "a test compiles the same and fails on a spill or above",
         f"{LIMITS}.",
-        "",
-        *HEADS,
-        "",
-        *HALVES,
-        "",
-        *PROMPTS,
-        "",
-        *CODES,
+        "[kernels.md](../kernels.md#compile-them-without-a-gpu) explains the marks.",
         "",
         "| kernel | " + " | ".join(archs) + " |",
         "|---|" + "---|" * len(archs),

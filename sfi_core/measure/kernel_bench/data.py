@@ -27,7 +27,6 @@ class LayerData:
     Attributes:
         key_BHTD: Keys, contiguous, as SDPA reads them.
         pages: The same rows in pages; several pages of a request are in a shuffled order.
-        block_table_BP: Page numbers.
         length_B: Cached tokens, int32.
         recent_start_B: First token of the recent segment, int32.
     """
@@ -39,6 +38,12 @@ class LayerData:
     block_table_BP: torch.Tensor
     length_B: torch.Tensor
     recent_start_B: torch.Tensor
+
+    @property
+    def nothing(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Packed rows of a slow step, which reads none."""
+        row = self.key_BHTD[:, :, :1].contiguous()
+        return row, row, self.length_B.new_zeros(row.shape[:2])
 
     @property
     def paged(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -54,8 +59,6 @@ class Selected:
 
     Attributes:
         index_BHK: The selected positions, ascending, int32.
-        key_BHSD: Packed keys.
-        value_BHSD: Packed values.
         position_BHS: Positions of the packed rows, int32.
         length_BH: Packed rows, int32.
     """

@@ -1,15 +1,20 @@
-"""Variants of key codes: code all keys, score all keys, and PyTorch's product as a rival."""
+"""Variants of key codes: code all keys, score all keys, and PyTorch's product as a rival.
+
+They are checked against levels and logits in float64, without our kernels.
+"""
 
 from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
 
-from sfi_core.measure.kernel_bench import bytes_moved, key_code_gates
+from sfi_core.measure.kernel_bench import bytes_moved
 from sfi_core.measure.kernel_bench.data import LayerData
+from sfi_core.measure.kernel_bench.gates import share
 from sfi_core.measure.kernel_bench.settings import KernelSettings
 from sfi_core.measure.kernel_bench.variant import KernelVariant
 from sfi_kernels.key_codes import CodeBasis, bits_of, encode_keys, scan_codes, words
+from sfi_kernels.key_codes.layout import BITS
 
 COVERED = 2.5  # a channel's levels cover so many standard deviations on either side of the mean
 
@@ -24,11 +29,11 @@ def key_code_variants(
     if "encode_keys" in settings.ops:
         moved = bytes_moved.encode_bytes(settings, _code_bytes(settings, backend))
 
-        def encode_error() -> float:
+        def error() -> float:
             pairs = zip(data.key_BHTD, encode(), strict=True)
-            return max(key_code_gates.encode_error(key, code, basis) for key, code in pairs)
+            return max(encode_error(key, code, basis) for key, code in pairs)
 
-        yield KernelVariant("encode_keys", None, encode, moved, encode_error)
+        yield KernelVariant("encode_keys", None, encode, moved, error)
     if "scan_codes" in settings.ops:
         yield from _scans(settings, data, basis, codes, backend)
 
@@ -64,7 +69,7 @@ def _scans(
     backend: str,
 ) -> Iterator[KernelVariant]:
     scan, query_BHGD = scan_codes.on(backend), data.query_BHGD
-    level_BHCT = [key_code_gates.levels(code).float() for code in codes]
+    level_BHCT = [levels(code).float() for code in codes]
     bits_C1 = torch.tensor(bits_of(settings.head_dim), device=query_BHGD.device)[:, None]
     half_C1 = 2.0 ** (bits_C1 - 1)
 
@@ -83,7 +88,7 @@ def _scans(
 
     def error(call: Callable[[], list[torch.Tensor]]) -> float:
         rows = zip(call(), query_BHGD, codes, strict=True)
-        return max(key_code_gates.scan_error(*row, basis, settings.scale) for row in rows)
+        return max(scan_error(*row, basis, settings.scale) for row in rows)
 
     for name, call, code_bytes in (
         ("scan_codes", scanned, _code_bytes(settings, backend)),
@@ -91,3 +96,58 @@ def _scans(
     ):
         moved = bytes_moved.scan_bytes(settings, code_bytes)
         yield KernelVariant(name, None, call, moved, partial(error, call))
+
+
+def levels(code: torch.Tensor) -> torch.Tensor:
+    """Return a code's levels, [H, C, T] int64, from bytes (PyTorch) or from the bits of words (Triton)."""
+    if code.dtype == torch.uint8:
+        return code.long()
+    rest, fields = code.long() % 2**32, []
+    for bits in BITS:
+        fields.append(rest % 2**bits)
+        rest = rest // 2**bits
+    return torch.stack(fields, 1).flatten(1, 2)  # by slot, then by word
+
+
+def encode_error(key_HTD: torch.Tensor, code: torch.Tensor, basis: CodeBasis) -> float:
+    """Compare each key's channel with the interval of its level.
+
+    Within rounding of an edge, either level is right. A float32 product of D differences is off by D + 3
+    roundings of the sum of its terms' sizes.
+    """
+    mean, encode = basis.mean_HD.double(), basis.encode_HDC.double()
+    key = key_HTD.double()
+    step_HTC = (key - mean[:, None]) @ encode
+    sizes = (key.abs() + mean.abs()[:, None]) @ encode.abs()
+    bound = (key.shape[-1] + 3) * torch.finfo(torch.float32).eps * sizes
+    level_HTC = levels(code).mT
+    most_C = 2 ** torch.tensor(bits_of(key.shape[-1]), device=key.device) - 1
+    low = level_HTC - (most_C + 1) / 2
+    below = (low - step_HTC).masked_fill(level_HTC == 0, 0.0).clamp_min(0)
+    above = (step_HTC - low - 1).masked_fill(level_HTC == most_C, 0.0).clamp_min(0)
+    return share(below + above, bound)
+
+
+def scan_error(
+    logits_HGT: torch.Tensor,
+    query_HGD: torch.Tensor,
+    code: torch.Tensor,
+    basis: CodeBasis,
+    scale: float,
+) -> float:
+    """Compare logits with the product of the query and the middles of the levels' intervals.
+
+    A product of D terms, a product of C terms and their sum are off by as many roundings of the sum of the
+    terms' sizes.
+    """
+    query, mean, project = (x.double() for x in (query_HGD, basis.mean_HD, basis.query_HDC))
+    bits_C1 = torch.tensor(bits_of(query.shape[-1]), device=query.device)[:, None]
+    half_C1 = 2.0 ** (bits_C1.double() - 1)
+    level_HCT = levels(code).double()
+    expected = query @ mean[..., None] + query @ project @ (level_HCT + 0.5 - half_C1)
+    # an implementation may multiply the levels and their middle separately
+    sizes = query.abs() @ mean.abs()[..., None]
+    sizes = sizes + query.abs() @ project.abs() @ (level_HCT + half_C1)
+    terms = query.shape[-1] + len(bits_C1) + 4
+    bound = terms * torch.finfo(torch.float32).eps * sizes * scale
+    return share((logits_HGT - expected * scale).abs(), bound)

@@ -1,14 +1,18 @@
 """The result of the kernel benchmark: a row for each variant that was timed or failed."""
 
 import math
+import statistics
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from sfi_core.errors import NumericsError
 from sfi_core.machine.versions import versions
 from sfi_core.measure.kernel_bench.settings import KernelSettings
-from sfi_core.measure.kernel_bench.timing import KernelTimes
-from sfi_core.measure.kernel_bench.variant import KernelVariant
+from sfi_core.measure.kernel_bench.timing import percentile
+from sfi_core.measure.kernel_bench.variant import KernelVariant, reason
+from sfi_kernels.launch import KernelLimitError
 
 SPEEDUPS = {
     "speedup_over_dense": "dense",
@@ -35,25 +39,32 @@ class Measurement:
     variant: KernelVariant
     error: float | None = None
     failure: str | None = None
-    times: KernelTimes = field(default_factory=KernelTimes)
+    times_us: list[float] = field(default_factory=list)
 
     @classmethod
     def of(cls, variant: KernelVariant) -> "Measurement":
-        """Check a variant; an exception becomes its failure.
-
-        Raises:
-            KernelLimitError: The kernels do not take this shape.
-        """
+        """Check a variant; an exception but `KernelLimitError` becomes its failure."""
         one = cls(variant)
-        with variant.noting(one.fail):
+        with one.noting():
             one.error = variant.error()
             if not one.error <= 1:
                 one.failure = f"{one.error:.3g} times the error that rounding allows"
         return one
 
-    def fail(self, reason: str) -> None:
-        """Note why the variant is not timed."""
-        self.failure = reason
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """Take an exception as the failure; a `KernelLimitError` is raised, as no variant would run."""
+        try:
+            yield
+        except KernelLimitError:
+            raise
+        except Exception as error:  # noqa: BLE001 - compilers, drivers and rivals raise anything
+            self.failure = reason(error)
+
+    @property
+    def median_us(self) -> float | None:
+        """The median time; None without times."""
+        return statistics.median(self.times_us) if self.times_us else None
 
 
 @dataclass(slots=True)
@@ -108,79 +119,62 @@ class KernelResult:
     def rows(self) -> list[dict[str, Any]]:
         """Return a row for every variant that was timed (of SDPA's two forms the faster) or failed."""
         timed: dict[tuple[str, float | None], Measurement] = {}
+        medians: dict[tuple[str, float | None], float] = {}
         for one in self.measurements:
-            key = one.variant.name, one.variant.retention
-            if one.times.times_us and (
-                key not in timed or one.times.median_us < timed[key].times.median_us
-            ):
-                timed[key] = one
-        medians = {key: one.times.median_us for key, one in timed.items()}
-        failed = [one for one in self.measurements if one.failure and not one.times.times_us]
+            key, median = (one.variant.name, one.variant.retention), one.median_us
+            if median is not None and median < medians.get(key, math.inf):
+                timed[key], medians[key] = one, median
+        failed = [one for one in self.measurements if one.failure and not one.times_us]
         return [self._row(one, medians) for one in [*timed.values(), *failed]]
 
     def _row(
         self, one: Measurement, medians: dict[tuple[str, float | None], float]
     ) -> dict[str, Any]:
-        variant, retention = one.variant, one.variant.retention
-        row = {
+        variant, retention, times = one.variant, one.variant.retention, one.times_us
+        median = one.median_us
+        gb_per_s = _ratio(variant.bytes, median, 1e3)
+        attended = None
+        if variant.name.startswith("fast"):
+            attended = self.settings.attended(retention or 1.0)
+        return {
             "op": variant.name,
             "backend": self.backend,
             "retention": retention,
             **self.settings.shown(),
             **variant.shape,
             "form": variant.form,
-            **self._times(one, medians),
-        }
-        is_fast = variant.name.startswith("fast")
-        attended = self.settings.attended(retention or 1.0) if is_fast else None
-        row["attended_tokens"] = attended
-        row["ideal_speedup"] = self.settings.context / attended if attended else None
-        row["gather_us"] = (
-            medians.get(("fast.gather", retention)) if variant.name == "fast" else None
-        )
-        # JSON has no infinity
-        row["error_share"] = (
-            one.error if one.error is not None and math.isfinite(one.error) else None
-        )
-        row["matches_reference"] = one.error is not None and one.error <= 1
-        row["failure"] = one.failure
-        return row
-
-    def _times(
-        self, one: Measurement, medians: dict[tuple[str, float | None], float]
-    ) -> dict[str, Any]:
-        times, moved = one.times, one.variant.bytes
-        median = times.median_us if times.times_us else None
-        gb_per_s = None if median is None else moved / median / 1e3
-        row: dict[str, Any] = {
             "median_us": median,
-            "p10_us": None if median is None else times.percentile_us(10),
-            "p90_us": None if median is None else times.percentile_us(90),
-            "repeats": len(times.times_us),
-            "bytes": moved,
+            "p10_us": percentile(times, 10) if times else None,
+            "p90_us": percentile(times, 90) if times else None,
+            "repeats": len(times),
+            "bytes": variant.bytes,
             "gb_per_s": gb_per_s,
-            "bandwidth_share": None
-            if gb_per_s is None
-            else gb_per_s / self.machine["copy_gb_per_s"],
+            "bandwidth_share": _ratio(gb_per_s, self.machine["copy_gb_per_s"]),
+            **_speed_ups(variant, median, medians),
+            "tflop_per_s": _ratio(variant.flops, median, 1e6),
+            "attended_tokens": attended,
+            "ideal_speedup": self.settings.context / attended if attended else None,
+            "gather_us": medians.get(("fast.gather", retention))
+            if variant.name == "fast"
+            else None,
+            # JSON has no infinity
+            "error_share": one.error
+            if one.error is not None and math.isfinite(one.error)
+            else None,
+            "matches_reference": one.error is not None and one.error <= 1,
+            "failure": one.failure,
         }
-        return row | self._speeds(one.variant, median, medians)
 
-    def _speeds(
-        self,
-        variant: KernelVariant,
-        median: float | None,
-        medians: dict[tuple[str, float | None], float],
-    ) -> dict[str, float | None]:
-        # a prompt's piece is compared with its own rival, not with a decoding step
-        prompt = variant.flops is not None
-        row: dict[str, float | None] = {}
-        for name, op in SPEEDUPS.items():
-            dense = None if prompt else medians.get((op, 1.0))
-            row[name] = None if dense is None or median is None else dense / median
-        own = medians.get((f"{variant.name.removesuffix('.sdpa')}.sdpa", None)) if prompt else None
-        if own is not None and median is not None:
-            row["speedup_over_sdpa"] = own / median
-        row["tflop_per_s"] = (
-            None if variant.flops is None or median is None else variant.flops / median / 1e6
-        )
-        return row
+
+def _speed_ups(
+    variant: KernelVariant, median: float | None, medians: dict[tuple[str, float | None], float]
+) -> dict[str, float | None]:
+    if variant.flops is None:
+        return {name: _ratio(medians.get((op, 1.0)), median) for name, op in SPEEDUPS.items()}
+    # a prompt's piece is compared with its own rival, not with a decoding step
+    own = medians.get((f"{variant.name.removesuffix('.sdpa')}.sdpa", None))
+    return dict.fromkeys(SPEEDUPS) | {"speedup_over_sdpa": _ratio(own, median)}
+
+
+def _ratio(above: float | None, below: float | None, unit: float = 1) -> float | None:
+    return None if above is None or below is None else above / below / unit

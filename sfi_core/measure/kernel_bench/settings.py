@@ -49,11 +49,8 @@ class KernelSettings:
     """One run of the benchmark; the default shape is a layer of Qwen3-4B under the paper's Table 1.
 
     Attributes:
-        ops: The ops to measure, some of `OPS`.
         retentions: Shares of the context that the fast step reads, each in (0, 1].
         sweep: Whether the retentions are those of Table 1.
-        heads: Query heads.
-        head_dim: Numbers of a head.
         context: Cached tokens of a request.
         batch: Requests.
         dtype: A name in `DTYPES`.
@@ -113,11 +110,7 @@ class KernelSettings:
     def for_sweep(
         cls, sweep: str, ops: tuple[str, ...] | None, **shape: object
     ) -> "KernelSettings":
-        """Make the settings of a sweep over the retentions of Table 1 that the context allows.
-
-        Raises:
-            ConfigError: The sweep is unknown, or a setting cannot be measured.
-        """
+        """Make the settings of a sweep over the retentions of Table 1 that the context allows."""
         if sweep not in SWEEPS:
             raise ConfigError(f"unknown sweep {sweep!r}; expected one of {SWEEPS}")
         whole = cls(**{**shape, "retentions": (1.0,)})  # type: ignore[arg-type]
@@ -166,12 +159,7 @@ class KernelSettings:
 
 
 def resolve_backend(name: str, device: torch.device) -> str:
-    """Pick the backend: Triton on CUDA, PyTorch elsewhere.
-
-    Raises:
-        ConfigError: The name is unknown.
-        BackendError: Triton is asked for without a CUDA device.
-    """
+    """Pick the backend: Triton on CUDA, PyTorch elsewhere; raise `BackendError` for Triton elsewhere."""
     if name not in BACKENDS:
         raise ConfigError(f"unknown backend {name!r}; expected one of {BACKENDS}")
     if name == "auto":

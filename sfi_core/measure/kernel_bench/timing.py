@@ -7,45 +7,17 @@ the GPU busy while the host enqueues events and replay. On a CPU, the wall clock
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 
-from sfi_core.machine.collector import no_collection
-from sfi_core.state.streams import stream_of
+from sfi_core.engine.graphs.recorder import no_collection
+from sfi_core.state.side_stream import stream_of
 
 FLUSH_BYTES = 256 << 20
 COPY_BYTES = {"cpu": 256 << 20, "cuda": 2 << 30}
 COPIES, WARM_UP = 7, 2
-
-
-@dataclass(slots=True)
-class KernelTimes:
-    """Times of one variant, in microseconds."""
-
-    times_us: list[float] = field(default_factory=list)
-
-    @property
-    def median_us(self) -> float:
-        """The median time."""
-        return statistics.median(self.times_us)
-
-    def percentile_us(self, percent: int) -> float:
-        """Return a percentile, one of the times."""
-        ordered = sorted(self.times_us)
-        return ordered[min(len(ordered) - 1, percent * len(ordered) // 100)]
-
-
-class Clock(Protocol):
-    """Times prepared calls."""
-
-    def prepare(self, call: Callable[[], Any]) -> Callable[[], Any]:
-        """Warm up, and return the call to time."""
-
-    def time(self, calls: list[Callable[[], Any]]) -> Iterator[float]:
-        """Time each call once, in order; microseconds."""
 
 
 class CpuClock:
@@ -69,7 +41,7 @@ class CpuClock:
             yield (time.perf_counter_ns() - began) / 1e3
 
 
-class CudaClock:
+class CudaClock(CpuClock):
     """CUDA events, around graph replays unless the calls wait for the device."""
 
     def __init__(self, device: torch.device, *, graphs: bool) -> None:
@@ -79,9 +51,7 @@ class CudaClock:
     def prepare(self, call: Callable[[], Any]) -> Callable[[], Any]:
         """Compile and warm up on a side stream, then capture."""
         if not self._graphs:
-            for _ in range(WARM_UP):
-                call()
-            return call
+            return super().prepare(call)
         side = stream_of(self._device, "clock")
         side.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(side):
@@ -97,7 +67,7 @@ class CudaClock:
         """Time each call once; the host does not wait between calls."""
         pairs = []
         for call in calls:
-            begin, end = self._event(), self._event()
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             self._flush.sum()
             begin.record()
             call()
@@ -106,34 +76,34 @@ class CudaClock:
         torch.cuda.synchronize(self._device)
         yield from (1e3 * begin.elapsed_time(end) for begin, end in pairs)
 
-    @staticmethod
-    def _event() -> torch.cuda.Event:
-        return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
-
-def clock_for(device: torch.device, backend: str) -> Clock:
+def clock_for(device: torch.device, backend: str) -> CpuClock:
     """Return the clock of a device; PyTorch's references cannot be captured: they wait for the device."""
     if device.type == "cuda":
         return CudaClock(device, graphs=backend == "triton")
     return CpuClock()
 
 
-def copy_gb_per_s(device: torch.device, clock: Clock) -> float:
+def copy_gb_per_s(device: torch.device, clock: CpuClock) -> float:
     """Measure the copy bandwidth, bytes read plus bytes written."""
     source = torch.ones(COPY_BYTES[device.type] // 4, device=device)
     target = torch.zeros_like(source)
     call = clock.prepare(lambda: target.copy_(source))
-    samples = KernelTimes([*clock.time([call] * COPIES)])
-    return 2 * source.nbytes / samples.median_us / 1e3
+    return 2 * source.nbytes / statistics.median(clock.time([call] * COPIES)) / 1e3
 
 
-def floor_us(device: torch.device, clock: Clock) -> float:
+def floor_us(device: torch.device, clock: CpuClock) -> float:
     """Measure the time that the clock adds to every call, by a call that does almost nothing."""
     number = torch.ones(1, device=device)
     call = clock.prepare(lambda: number.add_(1))
-    return KernelTimes([*clock.time([call] * COPIES)]).median_us
+    return statistics.median(clock.time([call] * COPIES))
 
 
 def workspace_bytes(device: torch.device) -> int:
     """Return the memory that the clocks need."""
     return FLUSH_BYTES + 2 * COPY_BYTES[device.type]
+
+
+def percentile(times_us: Sequence[float], percent: int) -> float:
+    """Return a percentile, one of the times."""
+    return sorted(times_us)[min(len(times_us) - 1, percent * len(times_us) // 100)]

@@ -1,7 +1,6 @@
 """An op or rival that the benchmark checks and times."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,20 +37,6 @@ class KernelVariant:
         at = "" if self.retention is None else f" at retention {self.retention:g}"
         return f"{self.name}{at}"
 
-    @contextmanager
-    def noting(self, tell: Callable[[str], None]) -> Iterator[None]:
-        """Pass an exception's `reason` to `tell`, and go on.
-
-        Raises:
-            KernelLimitError: The kernels do not take this shape: no variant would run.
-        """
-        try:
-            yield
-        except KernelLimitError:
-            raise
-        except Exception as error:  # noqa: BLE001 - compilers, drivers and rivals raise anything
-            tell(reason(error))
-
 
 def reason(error: BaseException) -> str:
     """Return an exception's type and the first line of its message."""
@@ -62,24 +47,15 @@ def reason(error: BaseException) -> str:
 def guarded(
     name: str, retention: float | None, variants: Iterable[KernelVariant]
 ) -> Iterator[KernelVariant]:
-    """Yield variants; if making one raises, yield a variant that raises the same, and stop.
-
-    Raises:
-        KernelLimitError: The kernels do not take this shape.
-    """
+    """Yield variants; if making one raises (but `KernelLimitError`), yield one that raises the same."""
     try:
         yield from variants
     except KernelLimitError:
         raise
-    except Exception as error:  # noqa: BLE001 - as above
+    except Exception as error:  # noqa: BLE001 - compilers, drivers and rivals raise anything
         failure = error
 
         def again() -> float:
             raise failure
 
         yield KernelVariant(name, retention, again, 0, again)
-
-
-def alone(make: Callable[..., KernelVariant], *operands: Any) -> Iterator[KernelVariant]:
-    """Yield one variant; `guarded` handles what `make` raises."""
-    yield make(*operands)

@@ -22,13 +22,15 @@ from sfi_core.measure.kernel_bench.data import (
 )
 from sfi_core.measure.kernel_bench.fused_variants import fused_variants
 from sfi_core.measure.kernel_bench.key_code_variants import key_code_variants
-from sfi_core.measure.kernel_bench.mixed_heads_variant import mixed_heads_variant
 from sfi_core.measure.kernel_bench.prompt_variants import prompt_variants
-from sfi_core.measure.kernel_bench.recall_variant import recall_variant
 from sfi_core.measure.kernel_bench.rivals import rivals
 from sfi_core.measure.kernel_bench.settings import CODE_OPS, PACKED_OPS, KernelSettings
-from sfi_core.measure.kernel_bench.variant import KernelVariant, alone, guarded
-from sfi_core.measure.kernel_bench.verify_variants import verify_variants
+from sfi_core.measure.kernel_bench.step_variants import (
+    mixed_heads_variant,
+    recall_variant,
+    verify_variants,
+)
+from sfi_core.measure.kernel_bench.variant import KernelVariant, guarded
 from sfi_core.settings.parts import SelectorConfig
 from sfi_kernels.append import append
 from sfi_kernels.decode_attention import DecodeAttention, decode_attention
@@ -51,8 +53,7 @@ class KernelVariants:
         self.notes: list[str] = []
         self._plan = partial(step_plan, settings, backend, device)
         self.data = layer_data(settings, device, one_page=backend == "torch")
-        row = self.data.key_BHTD[:, :, :1].contiguous()  # a slow step reads no packed rows
-        self.nothing = row, row, self.data.length_B.new_zeros(row.shape[:2])
+        self.nothing = self.data.nothing
         self.selected: dict[float, Selected] = {}
         if PACKED_OPS & set(settings.ops):
             self.selected = {r: select(settings, self.data, r) for r in settings.retentions}
@@ -69,7 +70,7 @@ class KernelVariants:
         yield from guarded("verify", 1.0, verifications)
         for retention, selected in self.selected.items():
             if "pack" in ops:
-                yield from guarded("pack", retention, alone(self._pack, retention, selected))
+                yield from guarded("pack", retention, self._pack(retention, selected))
             # by the reference, so that a wrong `pack` does not make other ops wrong
             pack.reference(*self._pack_operands(selected))
             if "fast" in ops:
@@ -81,11 +82,11 @@ class KernelVariants:
                 ("codescan", codescan_variant),
             ):
                 if op in ops:
-                    yield from guarded(op, retention, alone(make, *more))
+                    yield from guarded(op, retention, make(*more))
         if {"selector", "top_k"} & set(ops):
             yield from guarded("selector", None, self._selection())
         if "append" in ops:
-            yield from guarded("append", None, alone(self._append))
+            yield from guarded("append", None, self._append())
         if CODE_OPS & set(ops):
             codes = key_code_variants(settings, self.data, self.backend)
             yield from guarded("encode_keys", None, codes)
@@ -195,7 +196,7 @@ class KernelVariants:
         sink = torch.full_like(request, settings.sink)
         return *self.data.paged, request, selected.index_BHK, sink, *selected.segment
 
-    def _pack(self, retention: float, selected: Selected) -> KernelVariant:
+    def _pack(self, retention: float, selected: Selected) -> Iterator[KernelVariant]:
         settings, data = self.settings, self.data
         rows = settings.sink + settings.budget(retention)
         call = partial(pack.on(self.backend), *self._pack_operands(selected))
@@ -206,7 +207,7 @@ class KernelVariants:
             call()
             return gates.pack_error(selected.segment, data.key_BHTD, data.value_BHTD, index)
 
-        return KernelVariant("pack", retention, call, bytes_moved.pack_bytes(settings, rows), error)
+        yield KernelVariant("pack", retention, call, bytes_moved.pack_bytes(settings, rows), error)
 
     def _selection(self) -> Iterator[KernelVariant]:
         settings, data, ops = self.settings, self.data, self.settings.ops
@@ -236,7 +237,7 @@ class KernelVariants:
             "top_k", retention, call, moved, lambda: gates.top_k_error(score, call())
         )
 
-    def _append(self) -> KernelVariant:
+    def _append(self) -> Iterator[KernelVariant]:
         # appends the last token again, so that the cache stays the same
         settings, data = self.settings, self.data
         key, value = (x[:, :, -1:].clone() for x in (data.key_BHTD, data.value_BHTD))
@@ -257,4 +258,4 @@ class KernelVariants:
             wrong = max(gates.same(to[last, :, offset], new[:, :, 0]) for to, new in copies)
             return max(wrong, gates.norm_error(pages.norm_PHN[last, :, offset], key[:, :, 0]))
 
-        return KernelVariant("append", None, call, bytes_moved.append_bytes(settings), error)
+        yield KernelVariant("append", None, call, bytes_moved.append_bytes(settings), error)

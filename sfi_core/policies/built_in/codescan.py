@@ -1,24 +1,25 @@
-"""CodeScan, a method of ours: every step scores all keys by 32-bit codes and reads the best keys exactly.
+"""CodeScan, a method of ours: every step scores all keys by short codes and reads the best keys exactly.
 
 At the end of the prompt each KV head learns the directions in which the prompt's last queries tell its keys
-apart (`code_basis`). Each key is coded in that basis, in one word (`sfi_kernels.key_codes`). A step estimates
+apart (`code_basis`). Each key is coded in that basis, in words (`sfi_kernels.key_codes`). A step estimates
 the logits of all keys from the codes and reads the keys with the highest probability, the mean over the
 queries of the KV head. A pseudo token with the mean value stands for the unread keys; its weight is
 `codescan.rest` of their estimated weight.
 
-Related methods select by the largest dimensions of the current query (SparQ, Ribar et al., 2024), by keys in
-a low-rank basis of the keys alone (Loki, Singhania et al., 2024), by product-quantized keys (PQCache, Zhang
-et al., 2024), by learned hash bits (HATA, Gong et al., 2025), or by channels chosen offline (Double Sparsity,
-Yang et al., 2024). Ours learns its basis from the prompt, without training, weighs directions by the queries,
-and gives channels different numbers of bits. SparQ has a pseudo token too, with all of the estimated weight.
+Its parts are known. Basis: KQ-SVD (arXiv 2512.05916) has this optimum, ours is centred; LRQK factors prompt
+queries and keys at rank 32; Loki (Singhania et al., 2024) takes keys alone. Graded bits: SVDq (2502.15304),
+to compress. Scans of few bits: FIER (2508.08256), Adamas (2510.18413), Self-Indexing KVCache (2603.14224),
+PQCache (Zhang et al., 2024), HATA (Gong et al., 2025, trained). ParisKV (ICML 2026) argues that what is
+learned from a prompt drifts. SparQ (Ribar et al., 2024) has the pseudo token, with all of the weight. Ours is
+the union: graded bits in a basis of the prompt's queries and keys, scanned at every step without training,
+and a pseudo token for a share of the rest.
 """
 
 import torch
 
-from sfi_core.policies.base import Policy, Selection
+from sfi_core.policies.base import Policy, Selection, stacked
 from sfi_core.policies.code_basis import learn_basis
 from sfi_core.policies.context import BatchContext, LayerContext, Notes
-from sfi_core.policies.shared import stacked
 from sfi_core.settings.config import SfiConfig
 from sfi_core.state.layer_shape import LayerShape
 from sfi_core.state.request import RequestState

@@ -12,10 +12,9 @@ from collections.abc import Sequence
 
 import torch
 
-from sfi_core.policies.base import Policy, Rule, Selection
+from sfi_core.policies.base import Policy, Rule, Selection, stacked
 from sfi_core.policies.context import LayerContext
 from sfi_core.policies.page_bounds import best_pages, bounds, extremes, extremes_bytes
-from sfi_core.policies.shared import stacked
 from sfi_core.settings.config import SfiConfig
 from sfi_core.state.layer_shape import LayerShape
 from sfi_core.state.request import RequestState

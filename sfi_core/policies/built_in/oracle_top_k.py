@@ -1,8 +1,7 @@
 """Control: every step reads the K positions that get the most attention in this step."""
 
-from sfi_core.policies.base import Policy, Selection
+from sfi_core.policies.base import Policy, Selection, best
 from sfi_core.policies.context import LayerContext
-from sfi_core.policies.shared import best
 from sfi_core.settings.config import SfiConfig
 from sfi_core.state.request import RequestState
 from sfi_kernels.selector import attention_probability

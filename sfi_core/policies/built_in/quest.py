@@ -5,10 +5,9 @@ and 1 are dense only if they are in `dense_layers`; and the budget may cut the l
 read as many tokens.
 """
 
-from sfi_core.policies.base import Policy, Selection
+from sfi_core.policies.base import Policy, Selection, stacked
 from sfi_core.policies.context import LayerContext, Notes
 from sfi_core.policies.page_bounds import best_pages, bounds, extremes, extremes_bytes, forget
-from sfi_core.policies.shared import stacked
 from sfi_core.settings.config import SfiConfig
 from sfi_core.state.layer_shape import LayerShape
 from sfi_core.state.request import RequestState

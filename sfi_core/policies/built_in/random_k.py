@@ -4,9 +4,8 @@ import random
 
 import torch
 
-from sfi_core.policies.base import Selection
+from sfi_core.policies.base import Selection, Triggered, best
 from sfi_core.policies.context import LayerContext
-from sfi_core.policies.shared import Triggered, best
 
 
 class RandomK(Triggered):

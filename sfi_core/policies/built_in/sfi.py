@@ -5,9 +5,8 @@ from collections.abc import Sequence
 
 import torch
 
-from sfi_core.policies.base import EvidencePolicy, Rule, Selection
+from sfi_core.policies.base import EvidencePolicy, Rule, Selection, Triggered
 from sfi_core.policies.context import Evidence
-from sfi_core.policies.shared import Triggered
 from sfi_core.settings.config import SfiConfig
 from sfi_kernels.selector import pool_by_page, selector
 from sfi_kernels.top_k import top_k
@@ -43,5 +42,5 @@ class SFI(EvidencePolicy, Triggered):
         return Selection(index, diagnostics)
 
     def pooled(self, score_BHT: torch.Tensor) -> torch.Tensor:
-        """Score whole pages, for `granularity="page"`; benchmarks/study compares other ways."""
+        """Score whole pages, for `granularity="page"`; docs/evidence/granularity.md compares other ways."""
         return pool_by_page(score_BHT, self.config.page_size)

@@ -6,9 +6,8 @@ tokens are always kept. Their window is `window_prefill`; every decoded token is
 
 import torch
 
-from sfi_core.policies.base import EvidencePolicy, Selection
+from sfi_core.policies.base import EvidencePolicy, Selection, best
 from sfi_core.policies.context import Evidence
-from sfi_core.policies.shared import best
 from sfi_core.settings.config import SfiConfig
 
 POOL = 5  # positions over which a score is averaged; the authors' kernel size

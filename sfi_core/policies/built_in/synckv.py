@@ -44,9 +44,7 @@ class SyncKV(Policy):
     def __init__(self, config: SfiConfig, trigger: Rule, layers: Sequence[int] = ()) -> None:
         """See `Policy`; reads the file of head clusters.
 
-        Raises:
-            ConfigError: No file is named.
-            InputError: The file cannot be read or is damaged.
+        Raise `ConfigError` if no file is named, `InputError` for one that cannot be read or is damaged.
         """
         super().__init__(config, trigger, layers)
         own = self.config.synckv
@@ -79,8 +77,7 @@ class SyncKV(Policy):
     def leaders(self, layer: int, heads: int) -> tuple[int, ...]:
         """Return the representative of each KV head of a layer; a representative's is itself.
 
-        Raises:
-            ConfigError: More representatives than heads.
+        Raise `ConfigError` for more representatives than heads.
         """
         if self.clusters is not None:
             return self.clusters.leader_of(layer)

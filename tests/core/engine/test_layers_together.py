@@ -7,10 +7,10 @@ import torch
 
 import sfi_core
 from sfi_core import SfiConfig
-from sfi_core.engine import layers_together, maintenance
+from sfi_core.engine import maintenance, refresh
 from sfi_core.engine.maintenance import Maintenance
 from sfi_core.observers.observer import NullObserver
-from sfi_core.state.side_stream import InOrder
+from sfi_core.state.side_stream import SideStream
 from tests.core.conftest import tiny_qwen3
 
 LAYERS = 6
@@ -55,17 +55,17 @@ def complete(model, monkeypatch):
 
     def run(enough: int = maintenance.ENOUGH, observer: Watching | None = None, **options: Any):
         together: list[int] = []
-        every = layers_together.refresh_all
+        every = refresh.refresh_all
         monkeypatch.setattr(maintenance, "ENOUGH", enough)
         monkeypatch.setattr(
-            layers_together,
+            refresh,
             "refresh_all",
             lambda row, handed: (together.append(len(handed)), every(row, handed)),
         )
         seen = observer or Watching()
         options = {"config": CONFIG, "max_new_tokens": 12, "stop_token_ids": (), **options}
         result = sfi_core.generate(model, None, PROMPTS, observers=[seen], **options)
-        monkeypatch.setattr(layers_together, "refresh_all", every)
+        monkeypatch.setattr(refresh, "refresh_all", every)
         return seen, result.report.paths, together
 
     return run
@@ -113,7 +113,7 @@ def test_others_select_layer_by_layer(complete, policy, observer):
 
 
 def test_a_step_that_breaks_off_selects_no_more():
-    held, done = Maintenance(InOrder()), []
+    held, done = Maintenance(SideStream()), []
     held.collect("row", "first", 1, done.append)
     held.drop()
     held.collect("row", "second", 1, done.append)

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from sfi_core.engine.logits import compare_logits, divergence
+from sfi_core.engine.audit import compare_logits, divergence
 
 
 def test_the_divergence_of_two_coins():

@@ -14,7 +14,7 @@ import sfi_core
 from sfi_core import SfiConfig
 from sfi_core.engine.maintenance import Maintenance, main_stream
 from sfi_core.settings.engine import EngineOptions
-from sfi_core.state.side_stream import RING_PLACES, InOrder, SecondStream
+from sfi_core.state.side_stream import RING_PLACES, SecondStream, SideStream
 from tests.core.conftest import tiny_qwen3
 from tests.cuda_clocks import Device
 from tests.fakes import use_references
@@ -42,7 +42,7 @@ def complete(monkeypatch, model):
 
     def run(side: Any, **options: Any) -> tuple[Any, ...]:
         monkeypatch.setattr(
-            "sfi_core.engine.run.side_of", lambda *_, overlap: side if overlap else InOrder()
+            "sfi_core.engine.run.side_of", lambda *_, overlap: side if overlap else SideStream()
         )
         observer = Watching(side)
         options = {"config": CONFIG, "max_new_tokens": 12, "stop_token_ids": (), **options}
@@ -72,7 +72,7 @@ def references(monkeypatch):
 
 @pytest.fixture
 def in_order(references, complete):
-    found = complete(InOrder())
+    found = complete(SideStream())
     slow = [(step, request) for step, request, _, reason, _ in found[0] if reason and step]
     assert len(slow) > len({step for step, _ in slow}) > 1, "several requests share a slow step"
     return found
@@ -93,7 +93,7 @@ def test_without_overlap_nothing_is_late(complete, in_order):
 
 @pytest.mark.parametrize("policy", ["snapkv", "prior-only"])
 def test_other_policies_may_select_late(references, complete, policy):
-    assert complete(Lazy(), policy=policy) == complete(InOrder(), policy=policy)
+    assert complete(Lazy(), policy=policy) == complete(SideStream(), policy=policy)
 
 
 @pytest.mark.parametrize("policy", ["codescan", "random-k"])
@@ -174,7 +174,7 @@ def test_what_a_job_reads_lives_until_the_main_stream_has_waited_for_it():
 
 
 def test_a_slot_grows_to_what_a_layer_asks_for():
-    maintenance = Maintenance(InOrder())
+    maintenance = Maintenance(SideStream())
     small = maintenance.room(4, torch.device("cpu"))
     assert maintenance.room(3, torch.device("cpu")) is small
     assert maintenance.room(5, torch.device("cpu")).numel() == 5

@@ -9,12 +9,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sfi_core.engine.graphs.recorder import CudaRecorder, refuse_waiting
+from sfi_core.engine.graphs.recorder import CudaRecorder, no_collection, refuse_waiting
 from sfi_core.engine.maintenance import main_stream
 from sfi_core.errors import BackendError
-from sfi_core.machine.collector import no_collection
 from sfi_core.measure.kernel_bench.timing import CudaClock
-from sfi_core.state.streams import stream_of
+from sfi_core.state.side_stream import stream_of
 from tests.cuda_clocks import Device
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="stands for CUDA")

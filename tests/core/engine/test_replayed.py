@@ -14,7 +14,7 @@ from sfi_core.engine.report import RunReport
 from sfi_core.engine.run import Run
 from sfi_core.errors import ConfigError
 from sfi_core.hosts.transformers.replays import records_steps
-from sfi_core.measure.bench.bench import DecodeResult
+from sfi_core.measure.bench.bench import Bench
 from sfi_core.measure.bench.ours import run_ours
 from sfi_core.measure.bench.prompts import Prompts
 from sfi_core.measure.bench.rows import point_rows
@@ -140,7 +140,9 @@ def test_a_benchmark_records_every_graph_before_it_measures(model, recorder):
     (row,) = point_rows(point, {variant: [sample, sample]}, {"sfi": bytes_}, 1.0)
     assert row["paths"]["graph.replay"] == 2 * asked.total_steps
     assert row["not_replayed"] is None
-    assert DecodeResult(asked, rows=[row]).document()["notes"] == []
+    bench = Bench(model, asked)
+    bench.rows = [row]
+    assert bench.document()["notes"] == []
 
 
 def test_a_benchmark_says_why_steps_were_not_replayed(model, recorder):
@@ -159,7 +161,9 @@ def test_a_benchmark_says_why_steps_were_not_replayed(model, recorder):
     reason = "CUDA graphs must be off with policy quest, which selects at fast steps"
     assert row["paths"]["graph.eager"] == asked.total_steps
     assert row["not_replayed"].startswith(reason)
-    (note,) = DecodeResult(asked, rows=[row, row]).document()["notes"]
+    bench = Bench(model, asked)
+    bench.rows = [row, row]
+    (note,) = bench.document()["notes"]
     assert note.startswith(f"quest: steps ran one kernel after the other: {reason}")
 
 

@@ -68,7 +68,7 @@ def test_every_policy_gives_the_tokens_of_the_references(
     policy: str, monkeypatch: pytest.MonkeyPatch
 ):
     """A ragged batch whose requests are slow at different steps; the prompt comes in pieces."""
-    monkeypatch.setattr("sfi_core.engine.layer.why_not", lambda: "not asked for")  # both pack
+    monkeypatch.setattr("sfi_core.engine.run.why_not", lambda: "not asked for")  # both pack
     options = {"policy": policy, "prefill_chunk": 40}
     prompts = PROMPTS[::2]
     torch_run, triton_run = (complete(name, prompts, **options) for name in ("torch", "triton"))

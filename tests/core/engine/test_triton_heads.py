@@ -30,7 +30,7 @@ def run(backend: str, way: str, **options: Any) -> tuple[Any, RecordingObserver]
     try:
         result = sfi_core.generate(
             model, None, options.pop("prompts", PROMPTS[::2]), CONFIG.replace(**change),
-            policy=policy, max_new_tokens=NEW.get(way, 9), stop_token_ids=(),
+            policy=policy, max_new_tokens=NEW.get(way, 7), stop_token_ids=(),
             engine=EngineOptions(backend=backend),
             observers=[observer], **options,
         )  # fmt: skip

@@ -6,8 +6,7 @@ from transformers import GenerationConfig
 
 from sfi_core.engine.picking.tokens_so_far import LEAST_ROOM
 from sfi_core.errors import ConfigError, NumericsError
-from sfi_core.generation.processors import processors
-from sfi_core.generation.sampling import Sampler
+from sfi_core.generation.sampling import Sampler, processors
 from sfi_core.settings.sampling import Sampling
 
 B, V, T = 3, 50, 6

@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.models.byt5 import ByT5Tokenizer
 
 from sfi_core.bundled.tokenizer import build_tokenizer
-from sfi_core.generation.text_stream import FastTextStream, SlowTextStream, TextStream, text_stream
+from sfi_core.generation.text_stream import FastTextStream, SlowTextStream, text_stream
 
 CODE = "def f(x):\n    if x:\n        return '数'\n\n    return  x\n"
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
@@ -34,7 +34,7 @@ def encode(tokenizer: Any, text: str) -> list[int]:
     return ids
 
 
-def pushed(stream: TextStream, ids: list[int]) -> list[str]:
+def pushed(stream: FastTextStream | SlowTextStream, ids: list[int]) -> list[str]:
     return [stream.push(token) for token in ids]
 
 

@@ -14,7 +14,7 @@ from sfi_core.models.load import BUNDLED, load
 from sfi_core.settings.audit import AuditConfig
 from sfi_core.settings.device_budget import DeviceBudget
 from sfi_core.settings.engine import EngineOptions
-from sfi_core.state.side_stream import InOrder
+from sfi_core.state.side_stream import SideStream
 from sfi_kernels.compiled import why_not
 from tests.architectures import prompts, tiny
 from tests.covering import each_value
@@ -193,7 +193,7 @@ def beside(monkeypatch: pytest.MonkeyPatch):
 def test_every_legal_schedule_gives_what_the_code_s_order_gives(
     beside: Any, method: str, side: Any, options: dict[str, Any]
 ):
-    made, expected = side(), beside(method, InOrder(), **options)
+    made, expected = side(), beside(method, SideStream(), **options)
     found = beside(method, made, **options)
     assert tokens(found) == tokens(expected)
     ours, theirs = (result.report.kv_tiers for result in (found, expected))
@@ -207,7 +207,7 @@ def test_a_step_that_does_not_wait_for_its_rows_shows(
     beside: Any, monkeypatch: pytest.MonkeyPatch, method: str
 ):
     """Or the schedules above would not find fault with code that waits nowhere."""
-    expected = tokens(beside(method, InOrder()))
+    expected = tokens(beside(method, SideStream()))
     side = Lazy()
     wait = side.wait
     # recalls have odd places
@@ -217,7 +217,7 @@ def test_a_step_that_does_not_wait_for_its_rows_shows(
 
 
 def test_a_block_that_is_read_before_it_has_come_shows(beside: Any):
-    expected = tokens(beside("sfi", InOrder()))
+    expected = tokens(beside("sfi", SideStream()))
     side = Lazy()
     wait = side.wait
     side.wait = lambda place: None if place < 0 else wait(place)  # type: ignore[method-assign]

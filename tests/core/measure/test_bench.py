@@ -12,7 +12,7 @@ from sfi_core.measure.bench.bench import run_bench
 from sfi_core.measure.bench.ours import run_ours
 from sfi_core.measure.bench.prompts import Prompts
 from sfi_core.measure.bench.rows import point_rows, step_bytes
-from sfi_core.measure.bench.samples import DecodeSample, StepRead, percentile
+from sfi_core.measure.bench.samples import DecodeSample, StepRead
 from sfi_core.measure.bench.settings import BASELINES, DecodeSettings, DecodeVariant, Point
 from sfi_core.measure.bench.streams import slow_steps, stream
 from sfi_core.measure.bench.theirs import run_theirs
@@ -239,14 +239,14 @@ def test_measured_bytes_are_the_byte_models(tiny_model):
     """2 layers of 2 KV heads of 8 numbers in float32: 256 bytes a token."""
     result = run_bench(tiny_model, settings(baselines=(), repeats=1, steps=5))
     rows = {row["policy"]: row for row in result.rows}
-    weights = result.model["weight_bytes"]
+    weights = result.about["weight_bytes"]
     lengths = [128 + t for t in range(5, 10)]
     assert rows["full-kv"]["bytes_per_step"] == weights + 2 * 256 * statistics.fmean(lengths)
     # budget 32, sink 2, recents of 16 that have grown since the last slow step; one slow step each in five
     assert rows["sfi"]["slow_rate"] == 0.2
     asked = settings(baselines=(), repeats=1, steps=5)
     reads = ours(tiny_model, asked).measured
-    model = ByteModel.of({**result.model, "weight_bytes": weights}, batch=2)
+    model = ByteModel.of({**result.about, "weight_bytes": weights}, batch=2)
     mean = statistics.fmean(step_bytes(model, read, selects=True) for read in reads)
     assert rows["sfi"]["bytes_per_step"] == round(mean)
     assert {read.packed_B for read in reads} == {(34, 34)}
@@ -311,10 +311,3 @@ def test_ctrl_c_keeps_the_rows_of_finished_runs(tiny_model, monkeypatch):
     result = run_bench(tiny_model, settings(baselines=(), batches=(1, 2), repeats=2, steps=5))
     assert result.interrupted
     assert [(row["policy"], row["repeats"]) for row in result.rows] == [("sfi", 2), ("full-kv", 1)]
-
-
-@pytest.mark.parametrize(
-    ("percent", "expected"), [(0, 1), (50, 2.5), (25, 1.75), (99, 3.97), (100, 4)]
-)
-def test_percentiles_lie_between_neighbors(percent, expected):
-    assert percentile([4, 1, 3, 2], percent) == pytest.approx(expected)

@@ -12,7 +12,7 @@ from sfi_core.measure.bench.bench import run_bench
 from sfi_core.measure.bench.lossless import StatedAcceptance, run_lossless
 from sfi_core.measure.bench.prompts import Prompts
 from sfi_core.measure.bench.rows import point_rows
-from sfi_core.measure.bench.samples import DecodeSample, Drafting, StepRead
+from sfi_core.measure.bench.samples import DecodeSample, StepRead
 from sfi_core.measure.bench.settings import DecodeSettings, DecodeVariant, Point
 from sfi_core.measure.bench.streams import stream
 from sfi_core.models.byte_model import ByteModel
@@ -70,11 +70,11 @@ def test_a_stated_acceptance_decides_whatever_random_weights_draft(tiny_model, a
     _, sample = lossless_sample(tiny_model, asked)
     found = sample.drafting
     assert sample.tokens >= asked.steps
-    assert found.accepted == acceptance * found.tested
-    assert found.tested > 0
-    assert found.accepted + found.verifications == sample.tokens
-    assert found.drafted + found.verifications == sample.steps  # one request: whole cycles
-    assert sample.steps - sample.tokens == (1 - acceptance) * found.drafted
+    assert found["accepted"] == acceptance * found["tested"]
+    assert found["tested"] > 0
+    assert found["accepted"] + found["verifications"] == sample.tokens
+    assert found["drafted"] + found["verifications"] == sample.steps  # one request: whole cycles
+    assert sample.steps - sample.tokens == (1 - acceptance) * found["drafted"]
     # the given tokens decide: at a rate of 1/5 a draft has four tokens at most
     slow = [read.slow_B[0] for read in sample.measured]
     longest = max(len(run) for run in "".join("v" if one else "d" for one in slow).split("v"))
@@ -93,8 +93,8 @@ def test_measured_acceptance_is_that_of_the_model_on_the_text(tiny_model):
     ).report.requests[0]  # fmt: skip
     assert report.lossless.tested > 0
     assert 0 < report.lossless.accepted < report.lossless.tested
-    assert sample.drafting.accepted <= report.lossless.accepted
-    assert sample.drafting.accepted + sample.drafting.verifications == sample.tokens
+    assert sample.drafting["accepted"] <= report.lossless.accepted
+    assert sample.drafting["accepted"] + sample.drafting["verifications"] == sample.tokens
 
 
 def test_prompts_of_a_text_are_its_windows_from_the_end_to_the_start(tiny_model):
@@ -123,7 +123,12 @@ def test_rows_count_tokens_and_not_passes():
     slow = ((False, False), (True, False), (True, True))
     reads = [StepRead(one, (100, 60), (40, 30), (20, 20)) for one in ((True, True), *slow)]
     sample = DecodeSample(
-        2, 1, at=[0, 1, 2, 3, 6], gave=[2, 4, 0, 3, 5], reads=reads, drafting=Drafting(3, 8, 7, 5)
+        2,
+        1,
+        at=[0, 1, 2, 3, 6],
+        gave=[2, 4, 0, 3, 5],
+        reads=reads,
+        drafting={"verifications": 3, "drafted": 8, "tested": 7, "accepted": 5},
     )
     variant = DecodeVariant("sfi-lossless", "sfi", EngineOptions(lossless=True), 0.7)
     model = ByteModel(weight_bytes=1000, batch=2, row_bytes=8, heads=2, layers=1)

@@ -40,10 +40,10 @@ def forced(model, window, config=SMALL, **options):
     """Decode a window; return its logits, [S, V], and the report."""
     rows = []
 
-    def keep(step, logits_V):
-        rows.append((step, logits_V))
+    def keep(step, logits_1V):
+        rows.append((step, logits_1V[0]))
 
-    report = teacher_force(model, None, window.ids, PROMPT, keep, config, **options)
+    report = teacher_force(model, None, [window.ids], PROMPT, keep, config, **options)
     assert [step for step, _ in rows] == list(range(NEW))
     return torch.stack([logits for _, logits in rows]), report
 
@@ -81,12 +81,12 @@ def test_the_model_is_itself_again_after_broken_logits(tiny_model, window):
 @pytest.mark.parametrize("prompt_tokens", [0, 65, 70])
 def test_a_prompt_that_leaves_nothing_to_decode_is_refused(tiny_model, window, prompt_tokens):
     with pytest.raises(ConfigError, match=f"prompt_tokens must be .* got {prompt_tokens}"):
-        teacher_force(tiny_model, None, window.ids, prompt_tokens, print, SMALL)
+        teacher_force(tiny_model, None, [window.ids], prompt_tokens, print, SMALL)
 
 
 def test_a_text_longer_than_the_models_positions_is_refused(tiny_model):
     with pytest.raises(InputError, match="must fit the model's 1024 positions, got 1025"):
-        teacher_force(tiny_model, None, [7] * 1026, 4, print, SMALL)
+        teacher_force(tiny_model, None, [[7] * 1026], 4, print, SMALL)
 
 
 def test_full_attention_is_exactly_as_far_from_itself_as_nothing(tiny_model, full):

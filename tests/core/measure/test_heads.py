@@ -9,9 +9,8 @@ import torch
 
 from sfi_core.errors import BackendError, ConfigError
 from sfi_core.measure.heads import clustering, model_supports
-from sfi_core.measure.heads.agreement import mean_agreement, pair_agreement
 from sfi_core.measure.heads.clustering import cluster, distance
-from sfi_core.measure.heads.layers import cluster_layers, parts_of
+from sfi_core.measure.heads.layers import cluster_layers, pair_agreement, parts_of
 from sfi_core.measure.heads.similarity import Similarity, joined, overlap
 from tests.core.conftest import tiny_qwen3
 
@@ -146,8 +145,6 @@ def test_agreement_is_the_share_of_pairs_and_does_not_look_at_numbers():
     assert pair_agreement((0, 0, 1, 1), (1, 1, 0, 0)) == 1
     assert pair_agreement((0, 0, 1, 1), (0, 1, 1, 1)) == 3 / 6  # 02, 03 and 23
     assert pair_agreement((0,), (0,)) == 1
-    shares = mean_agreement([(0, 0, 1, 1), (1, 1, 0, 0), (0, 1, 1, 1)])
-    assert shares == (pytest.approx((1 + 0.5 + 0.5) / 3), 0.5)
 
 
 def test_parts_are_disjoint_and_each_is_clustered_alone():
@@ -158,7 +155,8 @@ def test_parts_are_disjoint_and_each_is_clustered_alone():
         np.testing.assert_allclose(part[0].total_HH, total)
     (layer,) = cluster_layers(parts, 2)
     alone = [cluster(part[0].mean_HH, 2) for part in parts]
-    assert layer.agreement == mean_agreement([labels for labels, _ in alone])
+    share = pair_agreement(*(labels for labels, _ in alone))
+    assert layer.agreement == (share, share)
     same = [set(chosen) == set(layer.representatives) for _, chosen in alone]
     assert layer.same_representatives == sum(same) / 2
     (whole,) = cluster_layers(parts_of(texts[:1], None), 2)

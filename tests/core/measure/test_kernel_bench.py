@@ -4,16 +4,10 @@ import pytest
 import torch
 
 from sfi_core.errors import BackendError, ConfigError, MemoryForecastError
-from sfi_core.measure.kernel_bench import (
-    KernelSettings,
-    WrongResultError,
-    bench,
-    bytes_moved,
-    resolve_backend,
-    run_bench,
-    variant,
-    variants,
-)
+from sfi_core.measure.kernel_bench import bench, bytes_moved, variant, variants
+from sfi_core.measure.kernel_bench.bench import run_bench
+from sfi_core.measure.kernel_bench.result import WrongResultError
+from sfi_core.measure.kernel_bench.settings import KernelSettings, resolve_backend
 from sfi_core.measure.kernel_bench.variant import KernelVariant
 from sfi_core.measure.kernel_bench.variants import KernelVariants
 from sfi_kernels.sparse_attention import sparse_attention
@@ -120,7 +114,7 @@ def test_bytes_by_op():
     pairs = sum(1 for w in range(75) for t in range(150) if t <= 75 + w)
     assert bytes_moved.prompt_flops(settings, 75, 150) == pairs * 4 * 2 * 2 * 16
     sparse = bytes_moved.attention_bytes(settings, 10)
-    assert bytes_moved.mixed_heads_bytes(settings, 10, 1) == sparse + 140 * kv_row // 2
+    assert bytes_moved.attention_bytes(settings, 10, dense=1) == sparse + 140 * kv_row // 2
     basis = 2 * 2 * 16 * 17 * 4
     assert bytes_moved.encode_bytes(settings, 4) == 2 * 2 * 150 * (16 * 4 + 4) + basis
     assert bytes_moved.scan_bytes(settings, 16) == (

@@ -8,10 +8,10 @@ import torch
 from sfi_core.measure.kernel_bench import (
     fused_variants,
     gates,
-    key_code_gates,
+    key_code_variants,
     prompt_variants,
+    step_variants,
     variants,
-    verify_variants,
 )
 from sfi_core.measure.kernel_bench.data import (
     allowed,
@@ -125,9 +125,9 @@ def test_a_key_on_a_wrong_level_is_red(place):
     data = layer_data(settings, CPU, one_page=True)
     basis = draw_basis(settings, CPU)
     code = encode_keys.reference(data.key_BHTD[0], basis)
-    assert key_code_gates.encode_error(data.key_BHTD[0], code, basis) <= 1
+    assert key_code_variants.encode_error(data.key_BHTD[0], code, basis) <= 1
     code[1, place, 7] += 1 if code[1, place, 7] == 0 else -1
-    assert key_code_gates.encode_error(data.key_BHTD[0], code, basis) > 1
+    assert key_code_variants.encode_error(data.key_BHTD[0], code, basis) > 1
 
 
 def test_a_scan_of_other_codes_or_without_the_mean_is_red():
@@ -138,9 +138,9 @@ def test_a_scan_of_other_codes_or_without_the_mean_is_red():
     changed[0, 15, 5] ^= 1
     for other, wrong in ((basis, changed), (basis._replace(mean_HD=basis.mean_HD * 0), code)):
         right = scan_codes.reference(query, code, basis, scale=settings.scale)
-        assert key_code_gates.scan_error(right, query, code, basis, settings.scale) <= 1
+        assert key_code_variants.scan_error(right, query, code, basis, settings.scale) <= 1
         logits = scan_codes.reference(query, wrong, other, scale=settings.scale)
-        assert key_code_gates.scan_error(logits, query, code, basis, settings.scale) > 1
+        assert key_code_variants.scan_error(logits, query, code, basis, settings.scale) > 1
 
 
 @pytest.mark.parametrize("name", ["prompt", "prompt.piece"])
@@ -165,7 +165,7 @@ def test_a_prompt_whose_last_or_next_token_is_missed_is_red(monkeypatch, name: s
 @pytest.mark.parametrize("mistake", ["another query's output", "another query's evidence"])
 def test_a_verification_that_mixes_up_its_queries_is_red(monkeypatch, mistake: str):
     settings = tiny(ops=("verify",))
-    reference = verify_variants.decode_attention.reference
+    reference = step_variants.decode_attention.reference
 
     class Mixed:
         def on(self, backend):
@@ -179,13 +179,13 @@ def test_a_verification_that_mixes_up_its_queries_is_red(monkeypatch, mistake: s
             return result._replace(out_BHGWE=result.out_BHGWE.roll(1, 3))
 
     data = layer_data(settings, CPU, one_page=True)
-    ours = [*verify_variants.verify_variants(settings, data, "torch")]
+    ours = [*step_variants.verify_variants(settings, data, "torch")]
     assert [one.form for one in ours] == [
         "1 query", "5 queries", "8 queries", "9 queries", "17 queries",
     ]  # fmt: skip
     assert max(one.error() for one in ours) <= 1
-    monkeypatch.setattr(verify_variants, "decode_attention", Mixed())
-    wrong = [*verify_variants.verify_variants(settings, data, "torch")]
+    monkeypatch.setattr(step_variants, "decode_attention", Mixed())
+    wrong = [*step_variants.verify_variants(settings, data, "torch")]
     assert min(one.error() for one in wrong[1:]) > 1
 
 

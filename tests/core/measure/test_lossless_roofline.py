@@ -8,8 +8,8 @@ import torch
 
 from sfi_core.engine.lossless.rule import best_length
 from sfi_core.measure.bench.architectures import empty_model, random_config
-from sfi_core.measure.bench.lossless_roofline import LosslessExpectation, lossless_forecast_document
-from sfi_core.measure.bench.settings import DecodeSettings
+from sfi_core.measure.bench.byte_roofline import Expectation, forecast_document
+from sfi_core.measure.bench.settings import DecodeSettings, Point
 from sfi_core.settings.config import SfiConfig
 
 CPU = torch.device("cpu")
@@ -31,9 +31,7 @@ def settings(draft=None, **changes):
 
 
 def rows(model, asked):
-    document = lossless_forecast_document(
-        model, asked, CPU, bandwidth_gb_per_s=4300, memory_bytes=150e9
-    )
+    document = forecast_document(model, asked, CPU, bandwidth_gb_per_s=4300, memory_bytes=150e9)
     json.dumps(document)
     return {row["policy"]: row for row in document["rows"]}, document["notes"]
 
@@ -79,18 +77,18 @@ def test_if_all_is_kept_a_lossless_run_reads_what_its_policy_reads(model):
 def test_a_draft_ends_with_its_most_tokens_or_before_a_stated_slow_step(
     model, draft, changes, drafts
 ):
-    expected = LosslessExpectation(model, settings(draft, **changes), CPU)
-    assert expected.cycle("sfi", 32768, 16).drafts == drafts
+    expected = Expectation(model, settings(draft, **changes), CPU)
+    assert expected.cycle("sfi", Point(32768, 16)).drafts == drafts
 
 
 def test_an_adaptive_draft_has_the_engine_s_length_and_depends_on_the_point(model):
-    expected = LosslessExpectation(model, settings(acceptance=0.8), CPU)
-    found = [expected.cycle("sfi", *point).drafts for point in ((32768, 16), (8192, 1))]
+    expected = Expectation(model, settings(acceptance=0.8), CPU)
+    found = [expected.cycle("sfi", Point(*point)).drafts for point in ((32768, 16), (8192, 1))]
     fast, slow = 502_808_512 + ROW * 2308, 502_808_512 + ROW * 32768 + 4608 * 32768 + 2 * ROW * 2052
     assert found[0] == best_length(0.8, fast / slow, 16)
     assert found[1] == 1 < found[0]
 
 
 def test_a_slow_step_follows_a_rejection(model):
-    last = LosslessExpectation(model, settings(), CPU).cycle("sfi", 32768, 16)
+    last = Expectation(model, settings(), CPU).cycle("sfi", Point(32768, 16))
     assert last.again == 1 - 0.9**last.drafts

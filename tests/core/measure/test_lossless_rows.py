@@ -89,7 +89,7 @@ def row(method="full-kv", tokens=(1, 2, 3), seed=0, **counts):
 def test_the_first_other_token_is_named_in_float32_and_counted_below_it():
     rows = [row(), row("exact", (1, 2, 4)), row(seed=1), row("exact", (1, 2), 1)]
     rows.append(row("exact", (9,), 2))
-    assert [(one.seed, one.index) for one in differences(rows)] == [(0, 2), (1, 2)]
+    assert [(one["seed"], index) for one, index in differences(rows)] == [(0, 2), (1, 2)]
     with pytest.raises(NumericsError) as caught:
         check_exact(rows, "float32")
     assert str(caught.value) == (

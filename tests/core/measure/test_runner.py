@@ -72,14 +72,14 @@ def by_key(grid, rows):
 @pytest.mark.parametrize(
     ("sizes", "task", "length", "seeds"),
     [
-        ((Size(budget=24, recent=16),), TASK, LENGTH, range(4)),
+        ((Size(budget=24, recent=16),), TASK, LENGTH, range(3)),
         ((Size(share=0.1), Size(share=0.2)), "niah-single", 300, range(4)),
     ],
 )
 def test_rows_of_a_batch_are_those_of_one_by_one(loaded, sizes, task, length, seeds, monkeypatch):
     """Prompts that differ in length take different budgets for a share, and only those alike go together."""
     methods = {"synckv": "synckv:synckv.heads=even"}
-    policies = POLICIES if sizes[0].budget else ("full-kv", "sfi", "quest")
+    policies = POLICIES if sizes[0].budget else ("full-kv", "sfi")
     named = (methods.get(policy, policy) for policy in policies)
     grid = grid_of(*named, tasks=(task,), lengths=(length,), seeds=tuple(seeds))
     grid = replace(grid, sizes=sizes)

@@ -11,9 +11,9 @@ from transformers import PreTrainedTokenizerFast
 import sfi_core
 from sfi_core.bundled.train import HELD_OUT, draw
 from sfi_core.errors import InputError
+from sfi_core.measure.evaluation.task_rows import by_sentence
 from sfi_core.measure.evaluation.tasks import TASKS, find_task
 from sfi_core.measure.evaluation.tasks.base import depths, fit
-from sfi_core.measure.evaluation.tasks.by_sentence import by_sentence
 from sfi_core.measure.evaluation.tasks.common_words import WORDS
 from sfi_core.models.load import load_tokenizer
 

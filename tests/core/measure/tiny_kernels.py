@@ -2,7 +2,7 @@
 
 import torch
 
-from sfi_core.measure.kernel_bench import KernelSettings
+from sfi_core.measure.kernel_bench.settings import KernelSettings
 
 TINY = {"heads": 4, "kv_heads": 2, "head_dim": 16, "context": 150, "batch": 2, "recent": 20}
 CPU = torch.device("cpu")

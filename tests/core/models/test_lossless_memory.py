@@ -10,8 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import sfi_core
-from sfi_core.models.lossless_memory import COMPARING, PICKING, Drafting
-from sfi_core.models.memory_need import CPU_SLACK, forecast
+from sfi_core.models.memory_need import COMPARING, CPU_SLACK, PICKING, Drafting, forecast
 from sfi_core.observers.events import LogitsEvent
 from sfi_core.observers.observer import NullObserver, Observer
 from sfi_core.settings.config import SfiConfig
@@ -82,8 +81,11 @@ def run(observers: list[Observer], sampling: Sampling | None) -> tuple[int, Any]
 SAMPLED = Sampling(do_sample=True, temperature=0.7, top_k=50, top_p=0.9, min_p=0.01)
 
 
-@pytest.mark.parametrize("sampling", [None, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("observers", [[], [Compares()]], ids=["alone", "compared"])
+@pytest.mark.parametrize(
+    ("observers", "sampling"),
+    [([], None), ([Compares()], SAMPLED)],
+    ids=["alone, greedy", "compared, sampled"],
+)
 def test_the_forecast_covers_what_a_lossless_run_holds(
     observers: list[Observer], sampling: Sampling | None
 ):

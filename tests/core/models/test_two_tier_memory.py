@@ -9,7 +9,6 @@ import pytest
 from sfi_core.errors import ConfigError
 from sfi_core.models.two_tier_memory import (
     check_device_budget,
-    least_device_bytes,
     ring_pages,
     two_tier_bytes,
 )
@@ -98,13 +97,14 @@ def test_resident_heads_keep_their_whole_cache_beside_what_all_heads_have():
 
 def test_the_least_is_a_run_whose_recent_window_never_grows():
     sizes = {name: value for name, value in SIZES.items() if name != "longest_recent"}
-    least = least_device_bytes(LAYERS, CONFIG, **sizes)
+    least = two_tier_bytes(LAYERS, CONFIG, longest_recent=CONFIG.recent, **sizes).device_bytes
     assert least == of(longest_recent=7).device_bytes < of().device_bytes
 
 
 def test_a_budget_that_is_too_small_says_what_the_run_needs():
     sizes = {name: value for name, value in SIZES.items() if name != "longest_recent"}
-    expected, least = of(), least_device_bytes(LAYERS, CONFIG, **sizes)
+    expected = of()
+    least = two_tier_bytes(LAYERS, CONFIG, longest_recent=CONFIG.recent, **sizes).device_bytes
     check_device_budget(DeviceBudget.parse(str(expected.device_bytes)), expected, least)
     with pytest.raises(ConfigError) as caught:
         check_device_budget(DeviceBudget.parse(str(least - 1)), expected, least)

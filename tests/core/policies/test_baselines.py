@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import sfi_core
+from sfi_core.engine.batch_pass import allowed_positions
 from sfi_core.policies import POLICIES, LayerContext, Policy
 from sfi_core.settings.config import SfiConfig
-from sfi_core.state.position_sets import allowed_positions
 from sfi_core.state.request import RequestState
 from sfi_core.triggers.trigger import Trigger
 from tests.fakes import RecordingObserver, layer_context

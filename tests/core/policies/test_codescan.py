@@ -1,6 +1,5 @@
 """CodeScan's rules, each from a run's own keys, values and queries."""
 
-import math
 from functools import cache
 from typing import Any
 
@@ -54,16 +53,13 @@ def estimate(seen: Seen, basis: CodeBasis, head: int) -> torch.Tensor:
     """The logits [G, T] from each key's levels, channel by channel."""
     scale = seen.query_HGD.shape[-1] ** -0.5
     mean_D, encode_DC, query_DC = (part[head].double() for part in basis)
-    logits = torch.zeros(seen.logits_HGT.shape[1:], dtype=torch.float64)
-    for g, query_D in enumerate(seen.query_HGD[head].double()):
-        for j, key_D in enumerate(seen.key_HTD[head].double()):
-            product = float(query_D @ mean_D)
-            for channel, bits in enumerate(bits_of(len(key_D))):
-                level = math.floor(float((key_D - mean_D) @ encode_DC[:, channel]))
-                level = max(-(2 ** (bits - 1)), min(2 ** (bits - 1) - 1, level))
-                product += float(query_D @ query_DC[:, channel]) * (level + 0.5)
-            logits[g, j] = product * scale
-    return logits
+    query_GD, key_TD = seen.query_HGD[head].double(), seen.key_HTD[head].double()
+    logits_GT = (query_GD @ mean_D)[:, None].repeat(1, len(key_TD))
+    for channel, bits in enumerate(bits_of(query_GD.shape[1])):
+        level_T = ((key_TD - mean_D) @ encode_DC[:, channel]).floor()
+        level_T = level_T.clamp(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
+        logits_GT += torch.outer(query_GD @ query_DC[:, channel], level_T + 0.5)
+    return logits_GT * scale
 
 
 def fast_steps() -> Any:

@@ -8,9 +8,9 @@ import torch
 
 import sfi_core
 from sfi_core import SfiConfig
+from sfi_core.engine.batch_pass import allowed_positions
 from sfi_core.observers.events import SelectionEvent
 from sfi_core.policies import POLICIES
-from sfi_core.state.position_sets import allowed_positions
 from sfi_core.triggers.trigger import Trigger
 from sfi_kernels.selector import selector
 from tests.core.conftest import tiny_qwen3

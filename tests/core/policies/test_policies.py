@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import sfi_core
+from sfi_core.engine.batch_pass import allowed_positions
 from sfi_core.errors import ConfigError
 from sfi_core.observers.events import SelectionEvent, StepEvent
 from sfi_core.policies import POLICIES, LayerContext, Policy, policy_class
 from sfi_core.settings.config import SfiConfig
-from sfi_core.state.position_sets import allowed_positions
 from sfi_core.state.request import RequestState
 from sfi_core.triggers.trigger import Trigger
 from sfi_kernels.selector import selector

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from sfi_core.engine.batch_pass import allowed_positions
 from sfi_core.errors import ConfigError
 from sfi_core.policies.built_in.synckv import SyncKV
 from sfi_core.policies.head_clusters import HeadClusters
 from sfi_core.settings.config import SfiConfig
-from sfi_core.state.position_sets import allowed_positions
 from sfi_core.state.request import RequestState
 from sfi_core.triggers.trigger import Trigger
 from tests.fakes import layer_context

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from sfi_core.state.position_sets import allowed_positions
+from sfi_core.engine.batch_pass import allowed_positions
 from sfi_core.state.request import RequestState
 from tests.positions import attended_positions
 

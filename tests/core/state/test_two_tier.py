@@ -100,14 +100,14 @@ def test_a_copy_has_the_tokens_and_a_memory_of_its_own(side: str):
     written.assert_found()
     for row, key in enumerate(before):
         assert torch.equal(joined(other.blocks(0, row, key.shape[1]))[0], key)
-    assert other.offloaded_bytes == 0
+    assert other.stream.offloaded_bytes == 0
 
 
 @pytest.mark.parametrize("side", SIDES)
 def test_a_row_is_one_requests_part_of_the_same_memory(side: str):
     written = Written(SIDES[side](), resident=(1,))
     written.append(30, 17, 13)
-    offloaded = written.store.offloaded_bytes
+    offloaded = written.store.stream.offloaded_bytes
     row, key, value = written.store.row(1), torch.randn(1, H, 26, D), torch.randn(1, H, 26, E)
     row.append(0, key, value, int32(0), int32(26), [0], [26])
     written.keys[1], written.values[1] = key[0], value[0]
@@ -115,7 +115,7 @@ def test_a_row_is_one_requests_part_of_the_same_memory(side: str):
     written.append(1, 1, 1)
     written.assert_found()
     pages = 26 // N + sum(length // N - (length - 1) // N for length in (31, 27, 14))
-    assert written.store.offloaded_bytes == offloaded + pages * N * H * (D + E) * 4
+    assert written.store.stream.offloaded_bytes == offloaded + pages * N * H * (D + E) * 4
 
 
 def test_the_bytes_are_those_of_what_the_store_holds():
@@ -133,7 +133,7 @@ def test_the_bytes_are_those_of_what_the_store_holds():
     segment = PackedSegment(B, 9, store.pages(0))
     store.pack_into(segment, 0, int32(0), int32(2), int32(5, 9).view(1, 2, 1), 2)
     assert store.device_bytes == fixed + stream + H * (9 * (row + 4) + 4)
-    assert store.offloaded_bytes == (40 + 12 + 32) * H * row
+    assert store.stream.offloaded_bytes == (40 + 12 + 32) * H * row
     assert store.stream.copied_bytes == 40 * H * row
 
 

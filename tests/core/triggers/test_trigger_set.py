@@ -139,7 +139,7 @@ def test_words_special_tokens_and_parts_of_characters_are_not_chosen(byte_level)
 
 def test_trigger_of_several_tokens_is_missing_and_says_how_it_is_written(byte_level):
     triggers = build_trigger_set(byte_level, (".", "<a>"))
-    assert triggers.missing == ("<a>",)
+    assert tuple(triggers.reasons) == ("<a>",)
     assert triggers.reasons == {"<a>": "no single token; written as '<' 'a' '>'"}
     assert byte_level.convert_tokens_to_ids(">") not in triggers.token_ids  # its last token
 
@@ -157,7 +157,7 @@ def test_word_piece_s_continuation_is_taken_and_what_it_drops_or_rewrites_is_mis
     expected = tuple(word_piece.convert_tokens_to_ids([".", "##."]))
     found = build_trigger_set(word_piece, (".", "\n", "END", "§§", "."))
     assert found.sorted_token_ids == expected
-    assert set(found.missing) == {"\n", "END", "§§"}
+    assert set(found.reasons) == {"\n", "END", "§§"}
     assert found.reasons["\n"] == "no single token; written as nothing"
     assert build_trigger_set(word_piece, ("\n", ".", "?", ".")).describe() == [
         ("'.'", 2, "'.' '##.'"),
@@ -169,7 +169,7 @@ def test_word_piece_s_continuation_is_taken_and_what_it_drops_or_rewrites_is_mis
 def test_unigram_full_stop_takes_the_piece_with_a_space_and_no_word(unigram):
     expected = tuple(unigram.convert_tokens_to_ids([".", "▁."]))
     assert build_trigger_set(unigram, ["."]).sorted_token_ids == expected
-    assert build_trigger_set(unigram, PAPER).missing == ("\n",)  # it turns it into a space
+    assert tuple(build_trigger_set(unigram, PAPER).reasons) == ("\n",)  # it turns it into a space
 
 
 def test_bundled_tokenizer_has_its_eight_sentence_ends():
@@ -195,4 +195,4 @@ def test_tokenizer_decodes_its_wordless_tokens_once_in_bulk():
     tokenizer = PlainTokenizer()
     triggers = build_trigger_set(tokenizer, (".", "!", "</think>"))
     assert tokenizer.decoded == [[[2], [3]]]
-    assert (triggers.token_ids, triggers.missing) == ({2, 3}, ("</think>",))
+    assert (triggers.token_ids, tuple(triggers.reasons)) == ({2, 3}, ("</think>",))

@@ -70,12 +70,9 @@ Place = tuple[int, int]  # process and thread, in the format's terms
 
 
 def perfetto_text(trace: Trace, progress: Callable[[int, int], None]) -> Iterator[str]:
-    """Write the timeline, piece by piece.
+    """Write the timeline, piece by piece; `progress` is told the number of events so far, and in all.
 
-    After each piece `progress` is told how many events are written, and of how many.
-
-    Raises:
-        TraceError: No step was recorded or timed, or a part is damaged.
+    Raises `TraceError` if no step was recorded or timed.
     """
     scope = Scope.of(trace)
     scope.connection.execute(PLACED_STEPS)

@@ -33,12 +33,7 @@ def check_matplotlib(what: str) -> None:
 
 
 def check_plot(path: Path) -> None:
-    """Refuse a figure that cannot be drawn, before any work.
-
-    Raises:
-        ConfigError: The path ends in neither .png nor .svg.
-        BackendError: matplotlib is not installed.
-    """
+    """Raise `ConfigError` unless a path ends in .png or .svg, `BackendError` without matplotlib."""
     suffixes = tuple(f".{form}" for form in FORMATS)
     if path.suffix not in suffixes:
         raise ConfigError(f"plot must end in one of {suffixes}, got {path.name}")
@@ -75,6 +70,14 @@ def mark_slow(axes: "Axes", at: np.ndarray) -> None:
         at, np.full(len(at), -0.012), "^", color=SLOW, markersize=3.5, markeredgewidth=0,
         transform=axes.get_xaxis_transform(), clip_on=False, label="slow step",
     )  # fmt: skip
+
+
+def colorbar(figure: "Figure", image: Any, axes: Any, **options: Any) -> Any:
+    """Add a color bar without a frame."""
+    bar = figure.colorbar(image, ax=axes, **options)
+    bar.outline.set_visible(False)
+    bar.ax.tick_params(labelsize=8)
+    return bar
 
 
 def plain(axes: "Axes") -> None:

@@ -18,14 +18,9 @@ MODULES = (run_measures, selection_measures, support_measures)
 def judge(scope: Scope, *, quick: bool = False) -> dict[str, Any]:
     """Apply every rule; with `quick`, without those that unnest lists of positions.
 
-    Returns:
-        `findings`: for each rule and request beyond its threshold `rule`, `severity`, `request`, `layer` and
-        `head` of the worst value (None if the rule has none), `value`, `threshold`, `beyond` of `places` (KV
-        heads, layers or requests), `message` and `advice`. `judged`: rule, worst value, threshold, places.
-        `not_judged`: rule, and what would record its data. `sound`: whether there is no problem.
-
-    Raises:
-        TraceError: A part is damaged in its middle.
+    `findings` has for each rule and request beyond its threshold the worst value with its layer and head, how
+    many of the `places` (KV heads, layers or requests) are `beyond`, a message and advice; `judged` the worst
+    value of each rule; `not_judged` what would record a rule's data; `sound` whether there is no problem.
     """
     document: dict[str, Any] = {"findings": [], "judged": [], "not_judged": []}
     for rule in RULES:
@@ -38,14 +33,8 @@ def judge(scope: Scope, *, quick: bool = False) -> dict[str, Any]:
             document["not_judged"].append({"rule": rule.name, "reason": reason})
             continue
         worst = max(found, key=lambda one: one.value)
-        document["judged"].append(
-            {
-                "rule": rule.name,
-                "value": worst.value,
-                "threshold": rule.threshold,
-                "places": len(found),
-            }
-        )
+        facts = {"value": worst.value, "threshold": rule.threshold, "places": len(found)}
+        document["judged"].append({"rule": rule.name, **facts})
         document["findings"] += _findings(rule, found, imported=bool(scope.trace.imported))
     document["sound"] = not problems(document)
     return document
@@ -62,10 +51,7 @@ def line(finding: dict[str, Any]) -> str:
 
 
 def quick_problems(folder: Path) -> list[str]:
-    """Return a line for each problem that the quick rules find in a trace.
-
-    An unreadable trace, as after a full disk, has none: the run that calls this must not fail.
-    """
+    """Return a line for each problem that the quick rules find; an unreadable trace has none."""
     try:
         return [line(one) for one in problems(judge(Scope.of(Trace.open(folder)), quick=True))]
     except (SfiError, OSError, duckdb.Error):
@@ -119,11 +105,8 @@ def _message(rule: Rule, worst: Measured, beyond: int, places: int) -> str:
         if worst.head is not None:
             where += f" head {worst.head}"
             kind = "KV heads"
-        where += (
-            f", and {beyond - 1} more of {places} {kind}"
-            if beyond > 1
-            else f", alone of {places} {kind}"
-        )
+        others = f"and {beyond - 1} more" if beyond > 1 else "alone"
+        where += f", {others} of {places} {kind}"
     return f"{rule.means.format(value=value)} ({where})"
 
 

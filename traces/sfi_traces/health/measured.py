@@ -13,12 +13,7 @@ class Unjudged(Exception):  # noqa: N818 - no error: a rule that does not apply
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One value of a rule; `n` counts the samples behind it.
-
-    Attributes:
-        layer: None for a value of all layers.
-        head: The KV head; None for a value of all heads.
-    """
+    """One value of a rule, of `n` samples; layer and head are None for a value of all."""
 
     request: int
     layer: int | None
@@ -30,10 +25,21 @@ class Measured:
 def worse_of_beginning(value: str) -> str:
     """Write the SQL of a mean over all rows, or over the first rows by `place` if that is larger.
 
-    A run that went wrong often ends in repetition, which is easy to predict: its errors are at the beginning,
-    and a mean over the run hides them.
+    A run that went wrong often ends in repetition, which is easy to predict and hides errors at the
+    beginning.
     """
     return f"greatest(avg({value}), avg({value}) FILTER (place <= {BEGINNING}))"
+
+
+def by_head(scope: Scope, value: str, source: str, samples: str = "count(*)") -> list[Measured]:
+    """Measure the SQL `value` of each KV head's rows of `source`; `samples` counts those behind it."""
+    return measured(
+        scope,
+        f"""
+        SELECT request, layer, head, {samples} AS n, {value} AS value
+        FROM {source} GROUP BY request, layer, head
+        """,  # noqa: S608 - our own words
+    )
 
 
 def measured(scope: Scope, query: str) -> list[Measured]:

@@ -1,7 +1,7 @@
 """The rules of selection health, in one table; each threshold has its reason.
 
 "Measured" is on the bundled example (8,068 tokens of prompt, 4 layers x 2 KV heads, audit of every step):
-under the default settings, whose answer is right; under the presets `paper` and `released`, streaming-llm and
+under the default settings, whose answer is right; under presets `paper` and `released`, streaming-llm and
 quest, whose answers are wrong: all but `paper` end by repeating a word.
 """
 
@@ -22,16 +22,13 @@ class Rule:
     """One thing that may be wrong with a run's selections.
 
     Attributes:
-        severity: "problem" (the run does not do what it should, or loses what it needs) or "note" (may be
-            right, but worth knowing).
-        threshold: Values of at least this are beyond the rule.
-        reason: Why this threshold.
-        least: Samples (refreshes, steps, tokens) that a value needs to be judged.
+        severity: "problem" (the run loses what it needs) or "note" (may be right, but worth knowing).
+        threshold: Values of at least this are beyond the rule; `reason` says why.
+        least: `samples` (refreshes, steps, tokens) that a value needs to be judged.
         share: Share of a request's KV heads that must be beyond the threshold.
         means: The finding in words, with `{value}`, a percentage where `percent`.
         advice_imported: The advice where another engine selected; "" for the same.
         needs: How to record what the rule needs.
-        samples: What `least` counts.
         unnests: Whether the rule unnests lists of positions, which takes longer.
     """
 

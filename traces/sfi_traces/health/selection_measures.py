@@ -1,15 +1,12 @@
 """What health rules measure of the table `selections`."""
 
-from sfi_traces.health.measured import Measured, Unjudged, measured
+from sfi_traces.health.measured import Measured, Unjudged, by_head, measured
 from sfi_traces.summary.sampled import sample_selections
 from sfi_traces.summary.scope import Scope
 from sfi_traces.summary.supports import at_clip
 
 SINKS = 4  # first positions; StreamingLLM's number
-# SQL: how many positions the Selector may choose from, about
-ALLOWED = "greatest(context_tokens - {sink} - {recent}, 0)"
 OF_STEP = "chosen_selections JOIN chosen_steps USING (request, step)"
-OF_EACH_HEAD = "GROUP BY request, layer, head"
 
 
 def evidence_broken(scope: Scope) -> list[Measured]:
@@ -25,10 +22,9 @@ def evidence_broken(scope: Scope) -> list[Measured]:
 
 def evidence_flat(scope: Scope) -> list[Measured]:
     """Mean share of the allowed positions that the evidence is spread over: exp(entropy) / allowed."""
+    allowed = _allowed(scope)
     return _of_selector(
-        scope,
-        f"avg(exp(evidence_entropy) / {_allowed(scope)})",
-        f"{_allowed(scope)} > 2 * selected",
+        scope, f"avg(exp(evidence_entropy) / {allowed})", f"{allowed} > 2 * selected"
     )
 
 
@@ -40,28 +36,21 @@ def prior_outweighs(scope: Scope) -> list[Measured]:
 def lambda_clipped(scope: Scope) -> list[Measured]:
     """Share of refreshes where lambda* equals its clip."""
     _require_selector(scope)
-    query = f"""
-        SELECT request, layer, head, count(*) AS n, avg({at_clip(scope)}::INT) AS value
-        FROM chosen_selections WHERE lambda_star IS NOT NULL {OF_EACH_HEAD}
-    """  # noqa: S608 - our own words
-    return measured(scope, query)
+    value = f"avg({at_clip(scope)}::INT)"
+    return by_head(scope, value, "chosen_selections WHERE lambda_star IS NOT NULL")
 
 
 def selection_trailing(scope: Scope) -> list[Measured]:
     """Share of the selected positions among as many last ones before the recent window."""
     sample_selections(scope)
     recent = _setting(scope, "recent")
-    return measured(
-        scope,
-        f"""
-        SELECT request, layer, head, count(DISTINCT step) AS n,
-            avg((p >= context_tokens - {recent:d} - selected)::INT) AS value
-        FROM (SELECT * EXCLUDE (positions), unnest(positions) AS p FROM sampled_selections
-            JOIN chosen_steps USING (request, step)
-            WHERE {_allowed(scope)} > 2 * selected AND selected > 0)
-        {OF_EACH_HEAD}
-        """,  # noqa: S608 - our own words and numbers
-    )
+    source = f"""(
+        SELECT * EXCLUDE (positions), unnest(positions) AS p FROM sampled_selections
+        JOIN chosen_steps USING (request, step)
+        WHERE {_allowed(scope)} > 2 * selected AND selected > 0
+    )"""  # noqa: S608 - our own words and numbers
+    value = f"avg((p >= context_tokens - {recent:d} - selected)::INT)"
+    return by_head(scope, value, source, "count(DISTINCT step)")
 
 
 def selection_same(scope: Scope) -> list[Measured]:
@@ -84,15 +73,8 @@ def selection_same(scope: Scope) -> list[Measured]:
 
 def selection_frozen(scope: Scope) -> list[Measured]:
     """Share of the refreshes after the first that changed no position."""
-    return measured(
-        scope,
-        f"""
-        SELECT request, layer, head, count(*) AS n, avg((added = 0 AND removed = 0)::INT) AS value
-        FROM {OF_STEP}
-        WHERE jaccard_previous IS NOT NULL AND selected > 0 AND {_allowed(scope)} > 2 * selected
-        {OF_EACH_HEAD}
-        """,  # noqa: S608 - our own words and numbers
-    )
+    where = f"jaccard_previous IS NOT NULL AND selected > 0 AND {_allowed(scope)} > 2 * selected"
+    return by_head(scope, "avg((added = 0 AND removed = 0)::INT)", f"{OF_STEP} WHERE {where}")
 
 
 def sink_unselected(scope: Scope) -> list[Measured]:
@@ -100,24 +82,13 @@ def sink_unselected(scope: Scope) -> list[Measured]:
     if _setting(scope, "sink"):
         raise Unjudged("the policy reads the first tokens by itself (sink)")
     sample_selections(scope)
-    return measured(
-        scope,
-        f"""
-        SELECT request, layer, head, count(*) AS n, avg((positions[1] >= {SINKS})::INT) AS value
-        FROM sampled_selections WHERE selected > 0 {OF_EACH_HEAD}
-        """,  # noqa: S608 - our own words and numbers
-    )
+    value = f"avg((positions[1] >= {SINKS})::INT)"
+    return by_head(scope, value, "sampled_selections WHERE selected > 0")
 
 
 def _of_selector(scope: Scope, value: str, where: str) -> list[Measured]:
     _require_selector(scope)
-    return measured(
-        scope,
-        f"""
-        SELECT request, layer, head, count(*) AS n, {value} AS value
-        FROM {OF_STEP} WHERE selected > 0 AND ({where}) {OF_EACH_HEAD}
-        """,  # noqa: S608 - our own words and numbers
-    )
+    return by_head(scope, value, f"{OF_STEP} WHERE selected > 0 AND ({where})")
 
 
 def _require_selector(scope: Scope) -> None:
@@ -131,8 +102,9 @@ def _require_selector(scope: Scope) -> None:
 
 
 def _allowed(scope: Scope) -> str:
+    # SQL: how many positions the Selector may choose from, about
     sink, recent = _setting(scope, "sink"), _setting(scope, "recent")
-    return ALLOWED.format(sink=sink, recent=recent)
+    return f"greatest(context_tokens - {sink} - {recent}, 0)"
 
 
 def _setting(scope: Scope, name: str) -> int:

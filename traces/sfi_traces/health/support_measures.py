@@ -2,7 +2,7 @@
 
 import pyarrow as pa
 
-from sfi_traces.health.measured import Measured, Unjudged, measured, worse_of_beginning
+from sfi_traces.health.measured import Measured, Unjudged, by_head, measured, worse_of_beginning
 from sfi_traces.health.rules import RECORD_POSITIONS
 from sfi_traces.health.selection_measures import SINKS
 from sfi_traces.schema import KEY
@@ -24,7 +24,7 @@ def look_back(scope: Scope) -> list[Measured]:
     """Unread dense mass further back than any selected or recent token; the mean over sampled steps.
 
     A selection's four earliest positions do not count: another engine's include the sinks. A policy that
-    selects nothing reaches as far as its recent tokens; without recorded positions the reach is unknown.
+    selects nothing reaches as far as its recent tokens.
     """
     sample_selections(scope)
     unknown = "SELECT count(*) AS n FROM sampled_refreshes WHERE selected > 0 AND positions IS NULL"
@@ -41,23 +41,14 @@ def look_back(scope: Scope) -> list[Measured]:
 
 
 def top_1_dropped(scope: Scope) -> list[Measured]:
-    """Share of query heads whose most probable position was not read, in steps where one stands out.
-
-    The mean over all such steps, or over a head's first ones if that is larger.
-    """
-    return measured(
-        scope,
-        f"""
-        SELECT request, layer, head, {worse_of_beginning("1 - top_1_read")} AS value, count(*) AS n
-        FROM (
-            SELECT request, layer, head, top_1_read,
-                row_number() OVER (PARTITION BY request, layer, head ORDER BY step) AS place
-            FROM chosen_supports JOIN chosen_steps USING (request, step)
-            WHERE NOT slow AND top_1_read IS NOT NULL AND list_max(mass) >= {PEAK}
-        )
-        GROUP BY request, layer, head
-        """,  # noqa: S608 - our own words and a number
-    )
+    """Share of query heads whose most probable position was not read, in steps where one stands out."""
+    source = f"""(
+        SELECT request, layer, head, top_1_read,
+            row_number() OVER (PARTITION BY request, layer, head ORDER BY step) AS place
+        FROM chosen_supports JOIN chosen_steps USING (request, step)
+        WHERE NOT slow AND top_1_read IS NOT NULL AND list_max(mass) >= {PEAK}
+    )"""  # noqa: S608 - a number
+    return by_head(scope, worse_of_beginning("1 - top_1_read"), source)
 
 
 def budget_idle(scope: Scope) -> list[Measured]:
@@ -125,16 +116,10 @@ def _idle_intervals(scope: Scope) -> bool:
 def _lost(scope: Scope, where: str) -> list[Measured]:
     sample_supports(scope)
     reach = "LEFT JOIN reach USING (request, layer, head)" if "reach" in where else ""
-    return measured(
-        scope,
-        f"""
-        SELECT request, layer, head, sum(m) FILTER (NOT r AND {where}) / count(DISTINCT step) AS value,
-            count(DISTINCT step) AS n
-        FROM (
-            SELECT request, step, layer, head, position, unnest(positions) AS p, unnest(mass) AS m,
-                unnest(read) AS r
-            FROM sampled_supports
-        ) {reach}
-        GROUP BY request, layer, head
-        """,  # noqa: S608 - our own words and numbers
-    )
+    source = f"""(
+        SELECT request, step, layer, head, position, unnest(positions) AS p, unnest(mass) AS m,
+            unnest(read) AS r
+        FROM sampled_supports
+    ) {reach}"""  # noqa: S608 - our own words
+    value = f"sum(m) FILTER (NOT r AND {where}) / count(DISTINCT step)"
+    return by_head(scope, value, source, "count(DISTINCT step)")

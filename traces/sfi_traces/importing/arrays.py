@@ -23,12 +23,7 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True, slots=True)
 class Arrays:
-    """The arrays of a file.
-
-    Attributes:
-        names: Names of the arrays, in the file's order.
-        read: Reads an array, as numpy's or PyTorch's.
-    """
+    """The arrays of a file: their names, in its order, and what reads one, as numpy's or PyTorch's."""
 
     path: Path
     names: tuple[str, ...]
@@ -43,14 +38,9 @@ class Arrays:
     ) -> Array:
         """Return an array, floating-point tensors as float32.
 
-        Args:
-            name: Name of the array.
-            kinds: Allowed kinds of numpy dtypes, such as "iu".
-            dimensions: Allowed numbers of dimensions.
-            part: Cuts out what is wanted, before the conversion.
-
-        Raises:
-            InputError: The array is missing, or has another type or shape.
+        `kinds` are the allowed kinds of numpy dtypes, such as "iu"; `dimensions` the allowed numbers of
+        dimensions; `part` cuts out what is wanted, before the conversion. Raises `InputError` for another or
+        a missing array.
         """
         if name not in self.names:
             raise InputError(f"import {self.path} must have {name}, got none")
@@ -71,11 +61,7 @@ class Arrays:
         return self.array(name, kinds, dimensions) if name in self.names else None
 
     def number(self, name: str, *, least: int) -> int | None:
-        """Return a whole number, or None if the file has none.
-
-        Raises:
-            InputError: The value is no whole number, or below `least`.
-        """
+        """Return a whole number, None if the file has none; raises `InputError` for another value."""
         found = self.maybe(name, "iu", (0,))
         if found is not None and found < least:
             raise InputError(f"{name} of {self.path} must be at least {least}, got {found}")
@@ -95,8 +81,7 @@ class Arrays:
 def open_arrays(path: Path) -> Iterator[Arrays]:
     """Open a .npz or .pt file, running no code from it; its arrays can be read within the block.
 
-    Raises:
-        InputError: The file cannot be read.
+    Raises `InputError` if the file cannot be read.
     """
     if path.suffix == ".pt":
         with readable(path):

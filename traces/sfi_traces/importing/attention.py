@@ -32,9 +32,6 @@ class AttentionArrays:
 
     A pass with Q queries and T cached tokens has the queries of positions T - Q to T - 1. Step t is the query
     at position P - 1 + t; earlier queries are the prompt's and are skipped.
-
-    Attributes:
-        header: What is known before the steps are read.
     """
 
     def __init__(self, arrays: Arrays, options: ImportOptions) -> None:
@@ -65,11 +62,7 @@ class AttentionArrays:
         )
 
     def steps(self) -> Iterator[ImportedStep]:
-        """Yield the steps; one pass at a time is in memory.
-
-        Raises:
-            InputError: Names the faulty pass and layer, or the missing step.
-        """
+        """Yield the steps; one pass at a time is in memory. Raises `InputError` for a faulty one."""
         tokens, begin = self._tokens, self._tokens.prompt.tokens - 1
         N, done = len(tokens.token_ids), 0
         for number, layers in enumerate(self._passes):

@@ -16,19 +16,9 @@ Where = Callable[[int], str]  # names the row of a layer and head, by its index
 def sorted_positions(
     position_UK: Ints, length: int, where: Where, what: str = "position"
 ) -> tuple[Ints, Ints]:
-    """Sort the positions of each row, padding last.
+    """Sort each row's positions, all below `length`, padding (-1) last; return the order too.
 
-    Args:
-        position_UK: Positions or blocks in any order; -1 is padding.
-        length: Exclusive upper bound of the positions.
-        where: Names a row, for errors.
-        what: "position" or "block", for errors.
-
-    Returns:
-        The sorted rows, and the order that sorts them.
-
-    Raises:
-        InputError: A number is out of range, or occurs twice in its row.
+    Raises `InputError` for a number out of range, or twice in its row; `where` names the row.
     """
     given_UK = position_UK.astype(np.int64)
     for wrong_UK, rule in (
@@ -53,8 +43,7 @@ def sorted_positions(
 def checked_mass(mass_UK: Floats, index_UK: Ints, where: Where) -> Floats:
     """Return the masses as float32, 0 where padded.
 
-    Raises:
-        InputError: A mass is no probability, or a row's sum is above 1.
+    Raises `InputError` for a mass that is no probability, or a row whose sum is above 1.
     """
     known_UK = index_UK >= 0
     out_UK = np.where(known_UK, mass_UK, 0).astype(np.float32)

@@ -29,9 +29,8 @@ RULES: dict[str, tuple[type, tuple[int, ...], str]] = {
 def read_metadata(path: Path, file: parquet.ParquetFile) -> dict[str, Any]:
     """Decode the metadata under our names: whole numbers, strings, or lists of these.
 
-    Raises:
-        InputError: A name of ours is unknown, or a value has another type.
-        ValueError: A value is no JSON.
+    Raises `InputError` for an unknown name of ours or a value of another type, ValueError where it is no
+    JSON.
     """
     known = file.metadata.metadata or {}
     said = {key.decode(errors="replace"): text for key, text in known.items()}
@@ -61,11 +60,7 @@ def _is(value: Any, kind: type, depth: int) -> bool:
 
 
 def read_prompts(path: Path, said: dict[str, Any]) -> list[Prompt]:
-    """Return the prompt of each request; `said` is what `read_metadata` returned.
-
-    Raises:
-        InputError: The prompts are missing or malformed.
-    """
+    """Return each request's prompt from `read_metadata`; raises `InputError` if missing or malformed."""
     ids, tokens = said.get("prompt_token_ids"), said.get("prompt_tokens")
     if ids is not None:
         return _of_ids(path, ids, said.get("prompt_token_texts"))

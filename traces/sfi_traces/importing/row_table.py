@@ -27,7 +27,7 @@ from sfi_traces.importing.schema import (
     check_known,
     check_version,
 )
-from sfi_traces.importing.selections import Selected, check_block_size, check_top
+from sfi_traces.importing.selections import check_block_size, check_top, selected_step
 from sfi_traces.overlap import padded
 
 ROWS = 4096  # in memory at once, besides the rows of one step
@@ -35,11 +35,7 @@ Group = tuple[int, pa.Table]  # the rows of a step, after the number of the firs
 
 
 class SelectionRows:
-    """The steps of a Parquet file of selections.
-
-    Attributes:
-        header: What is known before the steps are read.
-    """
+    """The steps of a Parquet file of selections; `header` is what is known before they are read."""
 
     def __init__(self, path: Path, options: ImportOptions) -> None:
         """Read the file's metadata and its first step.
@@ -81,11 +77,7 @@ class SelectionRows:
         )
 
     def steps(self) -> Iterator[ImportedStep]:
-        """Yield the steps.
-
-        Raises:
-            InputError: Names the faulty row.
-        """
+        """Yield the steps; raises `InputError`, which names the faulty row."""
         last = (0, -1)
         with closing(self._groups()) as groups:
             for begin, rows in groups:
@@ -108,14 +100,11 @@ class SelectionRows:
         index_UK = values[self._name]
         assert index_UK is not None, "the file has positions or blocks"
         self._check_beside(rows, begin)
-        length = self._prompts[request].tokens + step
-        selected = Selected(
-            index_UK=index_UK, mass_UK=values["mass"], score_UK=values["scores"]
-        ).checked(length, self.header.block_size, self._top, where)
         texts = rows["token_text"].to_pylist() if "token_text" in self._columns else [None]
-        return selected.step(
-            request=request, step=step, token_id=self._token(begin, rows), token_text=texts[0],
-            context_tokens=length, row=begin + len(rows),
+        return selected_step(
+            index_UK, values["mass"], values["scores"], block_size=self.header.block_size, top=self._top,
+            where=where, request=request, step=step, token_id=self._token(begin, rows), token_text=texts[0],
+            context_tokens=self._prompts[request].tokens + step, row=begin + len(rows),
         )  # fmt: skip
 
     def _groups(self) -> Generator[Group]:

@@ -28,17 +28,8 @@ SELECTIONS = ("positions", "blocks", "block_size", "layers", "mass", "scores")
 ATTENTION = ("kv_heads",)  # besides `attention.PASS.LAYER`, or the nested `attentions`
 # a Parquet file's columns, and the keys of its metadata, whose values are JSON
 COLUMNS = (
-    "request",
-    "step",
-    "layer",
-    "head",
-    "positions",
-    "blocks",
-    "mass",
-    "scores",
-    "token_id",
-    "token_text",
-)
+    "request", "step", "layer", "head", "positions", "blocks", "mass", "scores", "token_id", "token_text",
+)  # fmt: skip
 METADATA = (
     VERSION_NAME, "prompt_token_ids", "prompt_tokens", "prompt_token_texts", "block_size",
     "trigger_token_ids", "model",
@@ -56,8 +47,8 @@ class ImportOptions:
     Attributes:
         top: Keep so many positions of each selection, the most probable; None keeps all of a selection, and
             1,024 of an attention tensor.
-        kv_heads: KV heads; an attention tensor's query heads are averaged for each. None takes the file's
-            number, or else each query head by itself.
+        kv_heads: KV heads, for each of which an attention tensor's query heads are averaged; None takes the
+            file's number, or else each query head by itself.
     """
 
     top: int | None = None
@@ -81,10 +72,9 @@ class Header:
         kind: "selections" or "attention".
         place_U: The layers and heads, ascending.
         query_heads: Query heads of a layer; for selections, the heads.
-        trigger_token_ids: T_trig; None where the file does not say.
+        trigger_token_ids: T_trig; None where the file does not say, as is `model`.
         masses: Whether the positions have their probability under dense attention.
         block_size: Positions of a block; None for positions.
-        model: Name of the model; None where the file does not say.
         rows: Steps, or rows of a Parquet file; `ImportedStep.row` counts up to it.
     """
 
@@ -105,8 +95,7 @@ class ImportedStep:
 
     Attributes:
         step: Decoding step t; 0 is the prompt's last position.
-        token_id: The generated token, x_t.
-        token_text: The token's text; None where unknown.
+        token_id: The generated token, x_t; its text is None where unknown.
         context_tokens: Cached tokens, the query's own included: P + t.
         index_UK: Positions, ascending, padded with -1; int32.
         mass_UK: Their probabilities under dense attention, 0 where padded; None where unknown.

@@ -1,9 +1,8 @@
 """Imports selections from one array, `positions` or `blocks`: [N, L, K] for all heads, or [N, L, H, K]."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -34,54 +33,45 @@ Array = npt.NDArray[Any]
 WITH_HEADS = ("steps", "layers", "heads", "positions")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Selected:
-    """A step's selection as the file has it, unchecked.
+def selected_step(
+    index_UK: Ints,
+    mass_UK: Floats | None,
+    score_UK: Floats | None,
+    *,
+    block_size: int | None,
+    top: int | None,
+    where: Where,
+    **facts: Any,
+) -> ImportedStep:
+    """Check a step's selection, and sort it; keep only the best `top` if that is given.
 
-    Attributes:
-        index_UK: Positions or blocks in any order, padded with -1.
-        mass_UK: Their probabilities; None where unknown.
-        score_UK: Their scores by an indexer; None where unknown.
+    `index_UK` has positions or blocks in any order, padded with -1, then come their probabilities and an
+    indexer's scores, if known; `facts` are the step's other fields. Raises `InputError`, which names the row.
     """
-
-    index_UK: Ints
-    mass_UK: Floats | None = None
-    score_UK: Floats | None = None
-
-    def checked(self, length: int, block_size: int | None, top: int | None, where: Where) -> Self:
-        """Return ascending positions, those of blocks too; only the best `top` if that is given.
-
-        Raises:
-            InputError: A row breaks a rule; names the row.
-        """
-        if block_size is not None:
-            blocks = -(-length // block_size)
-            block_UB, _ = sorted_positions(self.index_UK, blocks, where, "block")
-            return type(self)(index_UK=positions_of_blocks(block_UB, block_size, length))
-        index_UK, order_UK = sorted_positions(self.index_UK, length, where)
+    length = facts["context_tokens"]
+    if block_size is not None:
+        block_UB, _ = sorted_positions(index_UK, -(-length // block_size), where, "block")
+        index_UK = positions_of_blocks(block_UB, block_size, length)
+    else:
+        index_UK, order_UK = sorted_positions(index_UK, length, where)
         mass_UK, score_UK = (
             None if given is None else np.take_along_axis(given, order_UK, -1)
-            for given in (self.mass_UK, self.score_UK)
+            for given in (mass_UK, score_UK)
         )
-        if mass_UK is not None:
-            mass_UK = checked_mass(mass_UK, index_UK, where)
-        ranks_UK = mass_UK if mass_UK is not None else score_UK
-        if top is not None and ranks_UK is not None:
-            best_UK = strongest(ranks_UK, index_UK, top)
-            index_UK = np.take_along_axis(index_UK, best_UK, -1)
-            mass_UK = None if mass_UK is None else np.take_along_axis(mass_UK, best_UK, -1)
-        return type(self)(index_UK=index_UK, mass_UK=mass_UK)
-
-    def step(self, **facts: Any) -> ImportedStep:
-        """Return the step of a checked selection; `facts` are its other fields."""
-        sizes_U = (self.index_UK >= 0).sum(-1)
-        return ImportedStep(
-            index_UK=self.index_UK,
-            mass_UK=self.mass_UK,
-            retained_U=None if self.mass_UK is None else np.minimum(self.mass_UK.sum(-1), 1),
-            attended_tokens=float(sizes_U.mean()),
-            **facts,
-        )
+    if mass_UK is not None:
+        mass_UK = checked_mass(mass_UK, index_UK, where)
+    ranks_UK = mass_UK if mass_UK is not None else score_UK
+    if top is not None and ranks_UK is not None:
+        best_UK = strongest(ranks_UK, index_UK, top)
+        index_UK = np.take_along_axis(index_UK, best_UK, -1)
+        mass_UK = None if mass_UK is None else np.take_along_axis(mass_UK, best_UK, -1)
+    return ImportedStep(
+        index_UK=index_UK,
+        mass_UK=mass_UK,
+        retained_U=None if mass_UK is None else np.minimum(mass_UK.sum(-1), 1),
+        attended_tokens=float((index_UK >= 0).sum(-1).mean()),
+        **facts,
+    )
 
 
 def check_top(top: int | None, block_size: int | None, *, ranked: bool) -> None:
@@ -101,11 +91,7 @@ def check_block_size(path: Path, block_size: int | None, name: str) -> None:
 
 
 class SelectionArrays:
-    """The steps of a file with one array of selections.
-
-    Attributes:
-        header: What is known before the steps are read.
-    """
+    """The steps of a file with one array of selections; `header` is what is known before they are read."""
 
     def __init__(self, arrays: Arrays, options: ImportOptions) -> None:
         """Read the arrays.
@@ -145,21 +131,18 @@ class SelectionArrays:
         )
 
     def steps(self) -> Iterator[ImportedStep]:
-        """Yield the steps.
-
-        Raises:
-            InputError: Names the faulty row.
-        """
+        """Yield the steps; raises `InputError`, which names the faulty row."""
         tokens = self._tokens
         for step, token_id in enumerate(tokens.token_ids.tolist()):
-            length = tokens.prompt.tokens + step
-            selected = Selected(
-                index_UK=self._row(self._index, step),
-                mass_UK=None if self._mass is None else self._row(self._mass, step),
-                score_UK=None if self._scores is None else self._row(self._scores, step),
-            ).checked(length, self.header.block_size, self._top, self._where(step))
-            yield selected.step(
-                request=0, step=step, token_id=token_id, context_tokens=length, row=step + 1,
+            index_UK, mass_UK, score_UK = (
+                None if array is None else self._row(array, step)
+                for array in (self._index, self._mass, self._scores)
+            )
+            assert index_UK is not None, "the file has positions or blocks"
+            yield selected_step(
+                index_UK, mass_UK, score_UK, block_size=self.header.block_size, top=self._top,
+                where=self._where(step), request=0, step=step, token_id=token_id, row=step + 1,
+                context_tokens=tokens.prompt.tokens + step,
                 token_text=None if tokens.texts is None else tokens.texts[step],
             )  # fmt: skip
 

@@ -12,14 +12,7 @@ from sfi_traces.importing.schema import LARGEST, Ints, Prompt
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Tokens:
-    """A request's tokens; what the file does not say is None.
-
-    Attributes:
-        token_ids: The generated ids x_0, x_1, ..., [N].
-        texts: The generated tokens' texts.
-        triggers: T_trig.
-        model: Name of the model.
-    """
+    """A request's prompt, generated ids and texts, T_trig and model; what the file does not say is None."""
 
     prompt: Prompt
     token_ids: Ints
@@ -31,8 +24,7 @@ class Tokens:
     def of(cls, arrays: Arrays, steps: int | None) -> Self:
         """Read the tokens of a file with N = `steps` steps; None if the tokens alone say how many.
 
-        Raises:
-            InputError: Tokens are missing, or are not as many as the steps.
+        Raises `InputError` if tokens are missing, or are not as many as the steps.
         """
         token_ids = _ids(arrays, "token_ids")
         if steps is not None and len(token_ids) != steps:

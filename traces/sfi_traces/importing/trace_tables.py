@@ -4,9 +4,9 @@ from typing import Any
 
 import numpy as np
 
-from sfi_traces.importing.schema import Header, ImportedStep, Ints, Prompt
-from sfi_traces.overlap import Overlap
+from sfi_traces.importing.schema import Header, ImportedStep, Prompt
 from sfi_traces.record.part_files import PartFiles
+from sfi_traces.record.selected_sets import SelectedSets
 from sfi_traces.record.table_buffer import Lists, TableBuffer
 from sfi_traces.record.token_text import TokenText
 from sfi_traces.schema import TABLES
@@ -16,11 +16,7 @@ PART_BYTES = 64 << 20
 
 
 class TraceTables:
-    """Turns a file's steps into rows, and writes parts as they fill.
-
-    Attributes:
-        top: The most positions of a row so far.
-    """
+    """Turns a file's steps into rows, and writes parts as they fill; `top` counts a row's most positions."""
 
     def __init__(
         self, parts: PartFiles, header: Header, triggers: frozenset[int], text: TokenText | None
@@ -30,12 +26,11 @@ class TraceTables:
         self._parts, self._header, self._triggers, self._text = parts, header, triggers, text
         self._tables = {name: TableBuffer(schema) for name, schema in TABLES.items()}
         self._layer_U, self._head_U = np.array(header.place_U).T
-        self._last_UK: Ints = np.full((len(header.place_U), 0), -1, np.int32)
-        self._sentence = 0
+        self._begin()
 
     def prompt(self, request: int, prompt: Prompt) -> None:
         """Begin a request with its prompt."""
-        self._sentence = 0
+        self._begin()
         if prompt.token_ids is None:
             return
         texts = prompt.texts
@@ -53,8 +48,7 @@ class TraceTables:
         """Add a step."""
         self._add("steps", 1, self._step_row(one))
         self._sentence += one.token_id in self._triggers
-        change = Overlap.of(self._last_UK, one.index_UK)
-        overlap_U = np.full(len(change.both), np.nan) if one.step == 0 else change.coefficient
+        change = self._sets.replace(np.arange(len(self._layer_U)), one.index_UK)
         key = {
             "request": one.request,
             "step": one.step,
@@ -68,28 +62,19 @@ class TraceTables:
             "positions": positions,
             "mass": None if one.mass_UK is None else Lists.of(one.mass_UK, known_UK),
             "retained_mass": one.retained_U,
-            "overlap_previous_step": overlap_U,
-            "overlap_last_refresh": overlap_U,  # every step refreshed
+            "overlap_previous_step": change["overlap_previous"],
+            "overlap_last_refresh": change["overlap_previous"],  # every step refreshed
         }
         self._add("supports", len(known_UK), supports)
         if self._header.kind == "selections":
-            kept_U = change.both if one.step else np.zeros_like(change.both)
-            jaccard_U = np.full(len(kept_U), np.nan) if one.step == 0 else change.jaccard
-            selections = {
-                **key,
-                "selected": change.second,
-                "overlap_previous": overlap_U,
-                "jaccard_previous": jaccard_U,
-                "added": change.second - kept_U,
-                "removed": change.first - kept_U if one.step else np.zeros_like(kept_U),
-                "positions": positions,
-                "reason": "",
-            }
+            selections = {**key, **change, "positions": positions, "reason": ""}
             self._add("selections", len(known_UK), selections)
-        self._last_UK = one.index_UK
-        self.top = max(self.top, int(change.second.max()))
+        self.top = max(self.top, int(change["selected"].max()))
         if sum(table.nbytes for table in self._tables.values()) >= PART_BYTES:
             self.flush()
+
+    def _begin(self) -> None:
+        self._sentence, self._sets = 0, SelectedSets(len(self._layer_U))
 
     def flush(self) -> None:
         """Write the waiting rows; see `PartFiles.flush`."""

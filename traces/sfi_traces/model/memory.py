@@ -33,10 +33,7 @@ class Memory:
 
     @classmethod
     def of(cls, config: Mapping[str, Any], slow_N: Bools, length_N: Ints) -> Self:
-        """Do for all steps what `RequestState` does step by step; step 0 holds the prompt.
-
-        `config` is that of a manifest: `sink`, `recent`, `recent_mode` and `budget` count.
-        """
+        """Do for all steps what `RequestState` does step by step; `config` is that of a manifest."""
         sink = min(config["sink"], int(length_N[0]))
         fresh_N = np.maximum(sink, length_N - config["recent"])
         last_N = np.maximum.accumulate(np.where(slow_N, np.arange(len(slow_N)), 0))

@@ -16,11 +16,7 @@ Manifest = dict[str, Any]
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read a trace's manifest.
-
-    Raises:
-        TraceError: There is no trace, a damaged one, or one of a newer schema.
-    """
+    """Read a trace's manifest; raises `TraceError` for none, a damaged or a newer one."""
     file = folder / MANIFEST
     try:
         manifest = json.loads(file.read_text(encoding="utf-8"))
@@ -41,11 +37,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def other_ranks(folder: Path, manifest: Manifest) -> dict[Path, Manifest]:
-    """Read the manifests of ranks 1 and up; a rank without a manifest is left out.
-
-    Raises:
-        TraceError: The ranks are of different runs, or a manifest cannot be read.
-    """
+    """Read the manifests of ranks 1 and up that have one; raises `TraceError` for ranks of different runs."""
     found = {
         rank: (path, read_manifest(path))
         for rank, path in rank_folders(folder).items()

@@ -17,13 +17,7 @@ NO_TOKEN = -1  # a redacted token that is no trigger
 
 
 class Request:
-    """One request of a trace.
-
-    Attributes:
-        index: Its number in the trace.
-        rows: Its rows of the table `steps`, in order.
-        steps: The same as arrays.
-    """
+    """One request of a trace: its number, its rows of the table `steps` in order, and the same as arrays."""
 
     def __init__(self, trace: Trace, index: int, rows: pa.Table) -> None:
         """Take the request's rows of the table `steps`, at least one."""
@@ -96,14 +90,14 @@ def step_table(trace: Trace) -> pa.Table:
     return table
 
 
-def check_known(name: str, values: Collection[int], known: Collection[int]) -> None:
-    """Raise `ConfigError` for a value that a trace does not have."""
+def check_known(name: str, values: Collection[int | None], known: Collection[int]) -> None:
+    """Raise `ConfigError` for a value that a trace does not have; None is no value."""
     for value in values:
-        if value not in known:
+        if value is not None and value not in known:
             raise ConfigError(f"{name} must be one of {_ranges(known)}, got {value}")
 
 
 def _ranges(values: Collection[int]) -> Sequence[int] | str:
     ordered = sorted(values)
-    whole = bool(ordered) and ordered == list(range(ordered[0], ordered[-1] + 1))
+    whole = len(ordered) > 1 and ordered == list(range(ordered[0], ordered[-1] + 1))
     return f"{ordered[0]} to {ordered[-1]}" if whole else ordered

@@ -35,19 +35,11 @@ class Rows:
     """One request's rows of a table with layer and KV head, found by step.
 
     For each rank, the keys of at most 4 row groups and the columns of 2 stay in memory; a recorded row group
-    has at most 64 MiB.
-
-    Attributes:
-        layers: Layers whose rows are wanted; None for all.
-        heads: KV heads whose rows are wanted; None for all.
+    has at most 64 MiB. `layers` and `heads` limit the rows that are wanted; None for all.
     """
 
     def __init__(self, trace: Trace, table: str, request: int, columns: Collection[str]) -> None:
-        """Read the footers of the parts, and no row.
-
-        Raises:
-            TraceError: A part is truncated.
-        """
+        """Read the footers of the parts, and no row; raises `TraceError` for a truncated part."""
         self.layers: Collection[int] | None = None
         self.heads: Collection[int] | None = None
         self._trace, self._request, self._columns = trace, request, list(columns)

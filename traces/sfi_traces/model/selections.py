@@ -26,10 +26,8 @@ class Selections:
     step. Making this reads no position.
 
     Attributes:
-        step: The step that selected.
-        layer: Its layer, for each selection.
-        head: Its KV head.
-        begin: The first step that reads the selection.
+        step: The step that selected, for each selection.
+        begin: The first step that reads it.
         of_place: The selections of each layer and KV head that ever selected.
     """
 
@@ -68,11 +66,7 @@ class Selections:
         return None if found is None else dict(zip(keys, found, strict=True))
 
     def positions(self, rows: Ints) -> list[Positions] | None:
-        """Read the positions of some rows, ascending in each; None where the trace was recorded without.
-
-        Raises:
-            TraceError: A part is damaged.
-        """
+        """Read the positions of some rows, ascending in each; None where the trace was recorded without."""
         if not len(rows):
             return []
         table = self._rows.at(self.step[rows])

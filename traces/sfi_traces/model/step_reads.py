@@ -20,10 +20,8 @@ class StepReads:
     """The positions that a step read, by layer and KV head.
 
     Attributes:
-        places: The layers and KV heads that are looked at.
-        dense: Those that read everything.
-        sink: Sink tokens that the others read.
-        recent: First of the recent tokens that the others read.
+        places: The layers and KV heads that are looked at; `dense` are those that read everything.
+        sink: Sink tokens that the others read; `recent` is the first of the recent tokens that they read.
         context: Cached tokens.
         selected: Positions selected for the others; None where the trace was recorded without.
         refreshed: Steps that selected them.
@@ -39,11 +37,7 @@ class StepReads:
 
     @classmethod
     def of(cls, request: Request, row: int, places: Sequence[Place]) -> Self:
-        """Find what the step in row `row` of the request's steps read.
-
-        Raises:
-            TraceError: A part is damaged.
-        """
+        """Find what the step in row `row` of the request's steps read."""
         trace, memory = request.trace, request.memory
         slow = memory.slow_N[row] and not trace.reads_own_selection
         left_dense = trace.manifest["config"]["dense_layers"]
@@ -69,11 +63,7 @@ class StepReads:
 
 @dataclass(frozen=True, slots=True)
 class StepMass:
-    """Where a step's dense attention lay, as the audit recorded it.
-
-    Attributes:
-        found: Positions of each audited layer and KV head, their probabilities, and whether it read them.
-    """
+    """Where a step's dense attention lay: by place the positions, their mass, and whether it read them."""
 
     found: dict[Place, tuple[Ints, npt.NDArray[np.float32], Bools]]
 

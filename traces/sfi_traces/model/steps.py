@@ -15,10 +15,7 @@ class Steps:
     Attributes:
         text: The generated token; "" in a redacted trace.
         reason: Why the step was slow; "" for a fast step.
-        sentence: Index of the step's sentence.
-        attended: Tokens read per KV head.
-        context: Tokens that full attention reads.
-        elapsed_us: Wall time.
+        attended: Tokens read per KV head; `context` are those that full attention reads.
         audited: Whether the step was audited, which takes time.
         batch_step: The batch's step of which it was part.
         drafted: Whether a lossless run drafted the token, and kept it.

@@ -1,7 +1,4 @@
-"""The supports of a recorded request as arrays.
-
-Dimensions: N steps, U pairs of a layer and a KV head, K positions of the largest support.
-"""
+"""The supports of a request as arrays: N steps, U layers x KV heads, K positions of the largest support."""
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
@@ -36,8 +33,7 @@ class Supports:
     Attributes:
         model: The manifest's `model`.
         top: Most positions of a support.
-        step_N: The steps, ascending.
-        tokens: Their generated ids; in a redacted trace the first trigger's id for any trigger.
+        step_N: The steps, ascending; `tokens` are their generated ids, see `Request.tokens`.
         length_N: Cached tokens at each step, the query's own included.
         position_NUK: Positions, ascending, padded with -1; int32.
         mass_NUK: Their probabilities under dense attention, 0 where padded; even ones without `masses`.
@@ -96,11 +92,8 @@ class Supports:
     def read(cls, request: Request, layer: int | None = None, head: int | None = None) -> Self:
         """Read the supports of all layers and KV heads of a request unless one is given.
 
-        Takes 8 bytes of memory for each recorded position, and twice that for a moment. Beyond
-        `MOST_POSITIONS` positions, every n-th layer is read.
-
-        Raises:
-            TraceError: There are none; names the option that records them.
+        Takes 8 bytes of memory for each position, and twice that for a moment; beyond `MOST_POSITIONS` of
+        them every n-th layer is read. Raises `TraceError` where there are none.
         """
         trace, wanted = request.trace, request.wanted(layer, head)
         trace.require_audit()
@@ -211,10 +204,7 @@ class Supports:
 
     @cached_property
     def overlap(self) -> Floats:
-        """Overlap coefficient of every two steps, the mean over layers and KV heads (SyncKV, Eq. 1).
-
-        `[N, N]` float32, in the order of `step_N`.
-        """
+        """Mean overlap of every two steps over layers and KV heads, [N, N] (SyncKV, Eq. 1)."""
         total = np.zeros((self.steps, self.steps), np.float32)
         for unit in range(len(self.layer_U)):
             index_NK = self.position_NUK[:, unit]
@@ -224,10 +214,7 @@ class Supports:
 
 
 def even_shares(supports: pa.Table) -> pa.Table:
-    """Give each position of a row without masses the same share of the row.
-
-    `supports` are rows of the table `supports` with `positions` and `mass`; known masses stay.
-    """
+    """Give the positions of rows of `supports` without masses even shares; known masses stay."""
     if not supports["mass"].null_count:
         return supports
     size = pc.list_value_length(supports["positions"])

@@ -25,13 +25,11 @@ Place = tuple[int, int]  # layer, KV head
 class Trace:
     """A trace on disk; for a run on several ranks, of all of them.
 
-    The tables of `OF_EVERY_RANK` have the rows of all ranks found. Steps, prompts and logits are the same on
-    every rank and come from the first.
+    The tables of `OF_EVERY_RANK` have the rows of all ranks found; the others, the same on every rank, come
+    from the first. Whatever reads a part raises `TraceError` if it is damaged.
 
     Attributes:
-        path: Folder of the trace.
-        manifest: Provenance; `finished` is None if the run was killed. The model's heads and bytes are those
-            of all ranks together.
+        manifest: Provenance; `finished` is None if the run was killed. Heads and bytes are of all ranks.
         others: The other ranks' own traces.
     """
 
@@ -41,11 +39,7 @@ class Trace:
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """Open a trace.
-
-        Raises:
-            TraceError: There is no trace, a damaged one, one of a newer schema, or ranks of different runs.
-        """
+        """Open a trace; raises `TraceError` as `read_manifest` does, and for ranks of different runs."""
         manifest = read_manifest(path)
         others = [
             cls(folder, whole_model(theirs))
@@ -112,11 +106,7 @@ class Trace:
         return bool(self.parts(table))
 
     def table(self, name: str, columns: list[str] | None = None) -> pa.Table:
-        """Read a table; an empty one where the trace has none.
-
-        Raises:
-            TraceError: A part is damaged.
-        """
+        """Read a table; an empty one where the trace has none."""
         schema = TABLES[name]
         if self.others and name in OF_EVERY_RANK:
             return self._joined(name, columns)
@@ -131,11 +121,7 @@ class Trace:
         return pa.concat_tables(pieces) if pieces else wanted.empty_table()
 
     def rows(self, name: str, columns: list[str], where: pc.Expression) -> pa.Table:
-        """Read the rows and columns that are asked for, skipping row groups that have none of them.
-
-        Raises:
-            TraceError: A part is damaged.
-        """
+        """Read the rows and columns that are asked for, skipping row groups that have none of them."""
         source = self.dataset(name)
         if isinstance(source, pa.Table):  # the table has no part
             return source.select(columns)
@@ -147,19 +133,13 @@ class Trace:
     def _joined(self, name: str, columns: list[str] | None) -> pa.Table:
         # rows in the order in which a single process would have written them
         order = [key for key in ORDER if key in TABLES[name].names]
-        read = (
-            None if columns is None else [*columns, *(key for key in order if key not in columns)]
-        )
+        wanted = TABLES[name].names if columns is None else columns
+        read = list(dict.fromkeys([*wanted, *order]))
         rows = pa.concat_tables([rank.table(name, read) for rank in self.by_rank.values()])
-        ordered = rows.take(pc.sort_indices(rows, [(key, "ascending") for key in order]))
-        return ordered if columns is None else ordered.select(columns)
+        return rows.sort_by([(key, "ascending") for key in order]).select(wanted)
 
     def require_audit(self, *, every_step: bool = False) -> None:
-        """Refuse a trace without supports, or with `every_step` one whose audit skips steps.
-
-        Raises:
-            TraceError: Names the option that records them. A lossless run has no supports.
-        """
+        """Raise `TraceError` without supports, or with `every_step` for an audit that skips steps."""
         if self.lossless:
             raise TraceError(
                 f"trace {self.path} must be of a plain run, recorded with --audit 1, got a lossless one"
@@ -173,11 +153,7 @@ class Trace:
             )
 
     def connect(self) -> duckdb.DuckDBPyConnection:
-        """Open DuckDB on the tables; it reads what a query needs, and can touch no file.
-
-        Raises:
-            TraceError: A part is truncated.
-        """
+        """Open DuckDB on the tables; it reads what a query needs, and can touch no file."""
         connection = duckdb.connect()
         for name in TABLES:
             # read by Arrow: if DuckDB may open files, COPY may overwrite them
@@ -186,11 +162,7 @@ class Trace:
         return connection
 
     def dataset(self, name: str) -> Any:
-        """Return a table that is read lazily; an empty one where the trace has none.
-
-        Raises:
-            TraceError: A part is truncated.
-        """
+        """Return a table that is read lazily; an empty one where the trace has none."""
         parts = self.parts(name)
         for part in parts:
             try:
@@ -203,11 +175,7 @@ class Trace:
     def scan(
         self, connection: duckdb.DuckDBPyConnection, query: str, parameters: list[Any] | None = None
     ) -> Iterator[dict[str, Any]]:
-        """Yield the rows that a query finds in the tables of `connect`.
-
-        Raises:
-            TraceError: A part is damaged in its middle.
-        """
+        """Yield the rows that a query finds in the tables of `connect`."""
         try:
             found = connection.execute(query, parameters)
             names = [column[0] for column in found.description]
@@ -220,11 +188,7 @@ class Trace:
     def batches(
         self, connection: duckdb.DuckDBPyConnection, query: str, rows: int
     ) -> Iterator[pa.RecordBatch]:
-        """Yield what a query finds as Arrow batches of at most `rows` rows, at least one batch.
-
-        Raises:
-            TraceError: A part is damaged in its middle.
-        """
+        """Yield what a query finds as Arrow batches of at most `rows` rows, at least one batch."""
         try:
             found: pa.RecordBatchReader = connection.sql(query).to_arrow_reader(rows)
             yield pa.RecordBatch.from_pylist([], found.schema)

@@ -21,11 +21,8 @@ ROWS = 10_000  # in memory at once
 def check(trace: Trace) -> dict[str, Any]:
     """Read every part of a trace, and check that its steps follow from its tokens and verifications.
 
-    For a run on several ranks, also check that all ranks recorded the same steps.
-
-    Returns:
-        `problems` has a line for each fault; `sound` says that there is none. `notes` are about the sound
-        rest of a killed run, and about what could not be checked.
+    For a run on several ranks, also check that all ranks recorded the same steps. `problems` has a line for
+    each fault; `notes` are about the sound rest of a killed run, and about what could not be checked.
     """
     tables = [
         _check_table(one, name, file_prefix(trace, rank))

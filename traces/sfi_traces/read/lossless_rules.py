@@ -8,16 +8,9 @@ from sfi_core.settings.config import SfiConfig
 from sfi_traces.model.trace import Trace
 
 COLUMNS = [
-    "request",
-    "step",
-    "token_id",
-    "slow",
-    "reason",
-    "context_tokens",
-    "batch_step",
-    "drafted",
+    "request", "step", "token_id", "slow", "reason", "context_tokens", "batch_step", "drafted",
     "draft_token_id",
-]
+]  # fmt: skip
 REJECTED = "rejected"  # the reason of a verification right after one that rejected a token
 
 Row = dict[str, Any]
@@ -26,8 +19,7 @@ Row = dict[str, Any]
 def broken_sums(trace: Trace) -> Iterator[str]:
     """Name the verifications that contradict each other, or the steps that they gave.
 
-    A killed run may have written a verification without its steps; such a one is left out. The requests'
-    steps must be consecutive from 0 on.
+    A verification that a killed run wrote without its steps is left out. Steps must be consecutive from 0 on.
     """
     given: dict[int, list[Row]] = defaultdict(list)
     verified: dict[int, list[Row]] = defaultdict(list)

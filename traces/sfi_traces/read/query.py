@@ -15,12 +15,7 @@ class Query:
     """A query and its rows; it reads the tables of one trace and no file."""
 
     def __init__(self, trace: Trace, sql: str) -> None:
-        """Run the query.
-
-        Raises:
-            ConfigError: DuckDB refuses the query; in its words.
-            TraceError: A part is truncated.
-        """
+        """Run the query; raises `ConfigError` in DuckDB's words if it refuses."""
         self._connection = trace.connect()
         try:
             if not self._connection.extract_statements(sql):
@@ -31,11 +26,7 @@ class Query:
         self.columns: list[str] = [column[0] for column in self._connection.description or ()]
 
     def batches(self) -> Iterator[list[tuple[Any, ...]]]:
-        """Yield the rows, some at a time.
-
-        Raises:
-            ConfigError: The query fails on the way; in DuckDB's words.
-        """
+        """Yield the rows, some at a time; raises `ConfigError` if the query fails on the way."""
         while self.columns:
             try:
                 rows = self._connection.fetchmany(ROWS)

@@ -11,16 +11,9 @@ from sfi_traces.model.trace import Trace
 from sfi_traces.read.lossless_rules import REJECTED
 
 COLUMNS = [
-    "request",
-    "step",
-    "token_id",
-    "slow",
-    "reason",
-    "sentence",
-    "trigger",
-    "context_tokens",
+    "request", "step", "token_id", "slow", "reason", "sentence", "trigger", "context_tokens",
     "draft_token_id",
-]
+]  # fmt: skip
 # a server's reasons: no slot is free; the cache was taken away and filled anew
 SERVED = ("dense", "resumed")
 DRAFTS = ("limit", "stop", "room")  # a lossless run's own reasons to verify
@@ -29,13 +22,12 @@ DRAFTS = ("limit", "stop", "room")  # a lossless run's own reasons to verify
 def broken_rules(trace: Trace) -> Iterator[str]:
     """Name the steps whose trigger, sentence or (policy sfi) slowness does not follow from the tokens before.
 
-    Each step is judged by the recorded steps before it, so that a wrong step is one line. Some slow steps are
-    accepted as they are: those that a server made slow for lack of room, and a lossless run's verifications
-    that rejected a token, whose cause may be the rejected token. A verification that its draft's length, end
-    or room caused must not also be due by Eq. 5. Requires token ids, and consecutive steps from 0 on.
+    Each step is judged by the recorded steps before it, so that a wrong step is one line. Accepted as they
+    are: slow steps that a server had no room for, and a lossless run's verifications that rejected a token,
+    whose cause may be that token. A verification that its draft's length, end or room caused must not also be
+    due by Eq. 5. Requires token ids, and consecutive steps from 0 on.
 
-    Raises:
-        ConfigError: The trace has settings that this sfi does not know.
+    Raises `ConfigError` for a trace with settings that this sfi does not know.
     """
     rules = trace.manifest["policy"] == "sfi"
     config = SfiConfig().replace(**trace.manifest["config"]) if rules else SfiConfig()

@@ -38,8 +38,8 @@ def claim(folder: Path, *, force: bool) -> None:
 def clear(folder: Path, ranks: int = 1) -> None:
     """Remove a trace's tables and manifest, and no other file.
 
-    Each rank of the next run, of `ranks`, clears its own folder. Folders of further ranks, which an earlier
-    run left, are cleared here and removed if empty.
+    Each of the next run's `ranks` clears its own folder. Those of further ranks, which an earlier run left,
+    are cleared here and removed if empty.
     """
     for rank, path in rank_folders(folder).items():
         if rank >= ranks and (path / MANIFEST).exists():

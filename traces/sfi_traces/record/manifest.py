@@ -16,10 +16,7 @@ from sfi_traces.schema import MANIFEST, SCHEMA_VERSION
 def describe_run(
     event: RunEvent, provenance: Mapping[str, Any], *, positions: bool, redacted: bool
 ) -> dict[str, Any]:
-    """Return the manifest of a run that begins, in plain values.
-
-    `provenance` has what only the caller knows, such as preset and seed; our own keys win.
-    """
+    """Return the manifest of a run that begins; `provenance` has what only the caller knows, our keys win."""
     return {
         "preset": None,
         **provenance,

@@ -49,8 +49,8 @@ class NvtxObserver(NullObserver):
 
     Attributes:
         listened: Whether a profiler is attached; without one no step has to run eagerly for its spans.
-        takes_spans: True marks spans in every step, so that none is replayed as a CUDA graph; None marks them
-            only in steps that are not replayed; False marks none.
+        takes_spans: True marks spans in every step, so that none is replayed as a CUDA graph; None only in
+            steps that are not replayed; False marks none.
     """
 
     def __init__(self, *, spans: bool | None = None) -> None:
@@ -131,10 +131,8 @@ class NvtxObserver(NullObserver):
         # range would cost more than the range itself
         if message not in self._known:
             payload = np.zeros((), kind)
-            self._known[message] = (
-                self._domain.get_event_attributes(message, color, category, payload),
-                payload,
-            )
+            attributes = self._domain.get_event_attributes(message, color, category, payload)
+            self._known[message] = attributes, payload
         return self._known[message]
 
 

@@ -24,10 +24,8 @@ class ParquetObserver(NullObserver):
     """Records the runs it sees, one after the other, as one trace.
 
     Changes no token and waits for no device: tensors are copied to the host asynchronously, and a background
-    thread writes. Decoding waits only while 256 MiB of events are queued.
-
-    Every rank of a tensor-parallel run has an observer of the same folder; ranks 1 and up write to folders
-    inside it, and `sfi_traces.Trace` joins them.
+    thread writes. Decoding waits only while 256 MiB of events are queued. Each rank of a tensor-parallel run
+    has an observer of the same folder; ranks 1 and up write to folders inside it.
     """
 
     def __init__(

@@ -12,11 +12,7 @@ from sfi_traces.schema import PART, POSITIONS, TABLES
 
 
 class PartFiles:
-    """Writes the tables of a trace, part by part.
-
-    Attributes:
-        written: Rows written, by table.
-    """
+    """Writes the tables of a trace, part by part; `written` counts the rows of each table."""
 
     def __init__(self, folder: Path, metadata: dict[str, str]) -> None:
         """Write to an existing folder; `metadata` goes into every file."""

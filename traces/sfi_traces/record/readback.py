@@ -9,13 +9,10 @@ import torch
 
 
 class Readback:
-    """Copies of some tensors on the host.
+    """Copies of some tensors on the host, of `nbytes` in all.
 
-    CUDA tensors are joined by type and copied to pinned memory asynchronously. Other tensors are kept as they
-    are until `wait`; the caller must not write to them before.
-
-    Attributes:
-        nbytes: Bytes to copy.
+    CUDA tensors are joined by type and copied to pinned memory asynchronously; the caller must not write to
+    others before `wait`.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:

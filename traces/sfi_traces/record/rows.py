@@ -2,7 +2,7 @@
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from sfi_core.observers.events import (
     StepEvent,
     VerificationEvent,
 )
+from sfi_core.observers.observer import HANDLERS
 from sfi_traces.overlap import Overlap
 from sfi_traces.record.selected_sets import SelectedSets
 from sfi_traces.record.table_buffer import Lists, TableBuffer
@@ -53,10 +54,7 @@ class TraceRows:
         redact_text: bool,
         offset_us: float = 0.0,
     ) -> None:
-        """Start with empty tables.
-
-        `tokenizer` may be None; `offset_us` is when the spans' clock began, from the run's beginning.
-        """
+        """Start with empty tables; `offset_us` is when the spans' clock began in the run."""
         self.tables = {name: TableBuffer(schema) for name, schema in TABLES.items()}
         self.prompts: list[dict[str, Any]] = []
         self._text = TokenText(tokenizer) if tokenizer is not None and not redact_text else None
@@ -65,18 +63,6 @@ class TraceRows:
         self.not_replayed: str | None = None
         self._first = self._requests = 0
         self._run_state()
-        self._takers: dict[type, Callable[..., None]] = {
-            RunEvent: self.on_run,
-            PromptEvent: self.on_prompt,
-            BeginStepEvent: self.on_begin_step,
-            StepEvent: self.on_step,
-            VerificationEvent: self.on_verification,
-            SelectionEvent: self.on_selection,
-            RecallEvent: self.on_recall,
-            AuditEvent: self.on_audit,
-            LogitsEvent: self.on_logits,
-            list: self.on_spans,
-        }
 
     @property
     def nbytes(self) -> int:
@@ -85,7 +71,7 @@ class TraceRows:
 
     def take(self, event: Any, arrays: Mapping[str, Array]) -> None:
         """Dispatch an event and its tensors' values by name, or a list of spans."""
-        self._takers[type(event)](event, **arrays)
+        getattr(self, HANDLERS.get(type(event), "on_spans"))(event, **arrays)
 
     def _run_state(self) -> None:
         # by the run's own request numbers, which the next run uses anew

@@ -18,15 +18,10 @@ class SelectedSets:
         self._index_HK = np.full((heads, 0), -1, np.int32)
 
     def replace(self, heads: Array, index_NK: Array) -> dict[str, Array]:
-        """Store the selections of some heads, and compare each with the head's selection before.
+        """Store the selections of N heads, ascending, and compare each with the head's selection before.
 
-        Args:
-            heads: N KV heads, ascending.
-            index_NK: Their positions, ascending, padded with -1.
-
-        Returns:
-            Columns of the table `selections`, [N] each. A head's first selection has NaN overlaps, and all
-            its positions are new.
+        `index_NK` has their positions, ascending, padded with -1. Returns columns of the table `selections`,
+        [N] each: a head's first selection has NaN overlaps, and all its positions are new.
         """
         change = Overlap.of(self._index_HK[heads], index_NK)
         first = ~self._known_H[heads]

@@ -34,11 +34,7 @@ class Lists:
 
 
 class TableBuffer:
-    """Collects rows, either one by one or as columns, and gives them as a table.
-
-    Attributes:
-        nbytes: Estimated bytes of the waiting rows.
-    """
+    """Collects rows, one by one or as columns, and gives them as a table of about `nbytes`."""
 
     def __init__(self, schema: pa.Schema) -> None:
         self._schema = schema

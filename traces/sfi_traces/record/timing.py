@@ -22,27 +22,15 @@ class TimingObserver(NullObserver):
     """
 
     def __init__(
-        self, device: torch.device | str, sink: Callable[[Sequence["Span"]], None] | None = None
+        self, device: torch.device | str, sink: Callable[[Sequence["Span"]], None]
     ) -> None:
-        """Start the clock.
-
-        Args:
-            device: Where the model runs.
-            sink: Takes a step's spans when the next step begins; without it they gather for `rows`.
-        """
+        """Start a device's clock; `sink` takes a step's spans when the next begins."""
         self.ended: list[Span] = []
-        self._gathered: list[Span] = []
-        self._sink = self._gathered.extend if sink is None else sink
+        self._sink = sink
         self._clock = time.perf_counter_ns()
         device = torch.device(device)
         self._device = DeviceClock(device) if device.type == "cuda" else None
         self._request = self._requests = self._step = 0
-
-    @property
-    def rows(self) -> list[Row]:
-        """Rows of all spans so far, if there is no sink; waits for the device."""
-        self.flush()
-        return [span.row() for span in self._gathered]
 
     def on_run(self, event: RunEvent) -> None:
         """Number the requests of this run after those of the last."""

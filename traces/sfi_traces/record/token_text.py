@@ -6,7 +6,7 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class TokenText:
-    """Texts of token ids, such that the texts of a sequence join to the sequence's text.
+    """Texts of token ids that join to a sequence's text.
 
     A token with only some bytes of a character has the tokenizer's own name for it.
     """

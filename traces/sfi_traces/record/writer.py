@@ -38,11 +38,7 @@ class TraceWriter:
 
     Parts of all tables are written together, `steps` last, so that a recorded step has its other rows too:
     when 64 MiB wait, or after a tenth of the run's time so far (at least 2, at most 60 seconds). A killed run
-    loses no more than that, and a run of an hour has about a hundred parts.
-
-    Attributes:
-        failure: The OSError that ended writing; later events are dropped.
-        closed: Whether the trace is finished.
+    loses no more than that. `failure` is the OSError that ended writing; later events are dropped.
     """
 
     def __init__(self, folder: Path, rows: TraceRows, manifest: dict[str, Any]) -> None:

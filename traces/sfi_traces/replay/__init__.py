@@ -8,12 +8,11 @@ from sfi_traces.model.supports import Supports
 from sfi_traces.replay.measured import Comparison, compare
 from sfi_traces.replay.outcome import Outcome, StepMetrics, pareto
 from sfi_traces.replay.replay import replay, replay_request, schedule
-from sfi_traces.replay.reuse import EVERY, Reuse, chance, reuse
-from sfi_traces.replay.setting import RULES, Setting, grid
+from sfi_traces.replay.reuse import Reuse, chance, reuse
+from sfi_traces.replay.setting import RULES, Setting, check_effect, grid
 from sfi_traces.replay.triggers import RecordedVocabulary
 
 __all__ = [
-    "EVERY",
     "RULES",
     "Comparison",
     "Outcome",
@@ -23,6 +22,7 @@ __all__ = [
     "StepMetrics",
     "Supports",
     "chance",
+    "check_effect",
     "compare",
     "grid",
     "pareto",

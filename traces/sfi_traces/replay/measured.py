@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -31,17 +32,17 @@ class Compared:
     measured_steps: int
 
 
+Steps = tuple[StepMetrics, StepMetrics, Compared]  # of a request: predicted, measured, which
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
     """Prediction and measurement over the same steps, layers and heads.
 
     Attributes:
-        predicted: From the replayed trace.
-        measured: From the run.
         same_schedule: Whether the same steps are slow for the same reasons.
         mean_difference: Mean over fast steps, layers and heads of the predicted retained mass (lower bound)
-            less the measured one; None without fast steps.
-        mean_distance: Mean of the difference's absolute value.
+            less the measured one; None without fast steps. `mean_distance` is that of its absolute value.
     """
 
     predicted: Outcome
@@ -55,40 +56,23 @@ class Comparison:
 def compare(
     recorded: Sequence[Supports], trace: Trace, real: Trace, *, batch: int = 1
 ) -> Comparison:
-    """Replay a real run's setting over a trace of another run, or its own, and compare.
+    """Replay the setting of `real`, a run of policy sfi with an audit, over `trace`, and compare.
 
-    Only steps up to the first different token are compared; then the texts differ.
-
-    Args:
-        recorded: Supports of `trace`.
-        trace: The replayed trace.
-        real: A run with `--policy sfi` and an audit, of the same model and prompts.
-        batch: Requests that share the weights' bytes.
-
-    Raises:
-        TraceError: Another model, prompt or policy, or no audit.
+    Only steps up to the first different token are compared; then the texts differ. `batch` requests share the
+    weights' bytes. Raises `TraceError` for another model, prompt or policy, or without an audit.
     """
-    return pooled([compare_steps(recorded, trace, real, batch=batch)])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class ComparedSteps:
-    """The steps of each compared request."""
-
-    predictions: list[StepMetrics]
-    measurements: list[StepMetrics]
-    requests: list[Compared]
+    return pooled(compare_steps(recorded, trace, real, batch=batch))
 
 
 def compare_steps(
     recorded: Sequence[Supports], trace: Trace, real: Trace, *, batch: int = 1
-) -> ComparedSteps:
-    """Compare as `compare`, without the sums."""
+) -> list[Steps]:
+    """Compare as `compare`; return the steps of each request."""
     _check_pair(recorded, trace, real)
     setting = Setting.recorded(real)
     steps = real.table("steps", STEPS)
     kept = real.table("supports", SUPPORTS)
-    predictions, measurements, compared = [], [], []
+    compared = []
     for supports in recorded:
         own = of_request(steps, supports.request).sort_by("step")
         common = _common(supports, own)
@@ -98,30 +82,23 @@ def compare_steps(
         measurement = _measured(like, setting, own, kept, batch)
         prediction = replay_request(like, setting, batch=batch)
         unknown_NU = np.isnan(measurement.lower_NU)
-        predictions.append(
-            replace(
-                prediction,
-                lower_NU=np.where(unknown_NU, np.nan, prediction.lower_NU),
-                upper_NU=np.where(unknown_NU, np.nan, prediction.upper_NU),
-                overlap_NU=np.where(unknown_NU, np.nan, prediction.overlap_NU),
-            )
+        known: dict[str, Any] = {
+            name: np.where(unknown_NU, np.nan, getattr(prediction, name))
+            for name in ("lower_NU", "upper_NU", "overlap_NU")
+        }
+        request = Compared(
+            request=supports.request,
+            steps=common,
+            recorded_steps=supports.steps,
+            measured_steps=own.num_rows,
         )
-        measurements.append(measurement)
-        compared.append(
-            Compared(
-                request=supports.request,
-                steps=common,
-                recorded_steps=supports.steps,
-                measured_steps=own.num_rows,
-            )
-        )
-    return ComparedSteps(predictions=predictions, measurements=measurements, requests=compared)
+        compared.append((replace(prediction, **known), measurement, request))
+    return compared
 
 
-def pooled(parts: Sequence[ComparedSteps]) -> Comparison:
+def pooled(compared: Sequence[Steps]) -> Comparison:
     """Sum up the requests of several traces, every step with the same weight."""
-    predictions = [one for part in parts for one in part.predictions]
-    measurements = [one for part in parts for one in part.measurements]
+    predictions, measurements, requests = zip(*compared, strict=True)
     pairs = list(zip(predictions, measurements, strict=True))
     differences = np.concatenate(
         [
@@ -136,7 +113,7 @@ def pooled(parts: Sequence[ComparedSteps]) -> Comparison:
         same_schedule=all(one.reasons == other.reasons for one, other in pairs),
         mean_difference=float(known.mean()) if len(known) else None,
         mean_distance=float(np.abs(known).mean()) if len(known) else None,
-        requests=[one for part in parts for one in part.requests],
+        requests=list(requests),
     )
 
 

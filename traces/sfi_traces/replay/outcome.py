@@ -1,7 +1,7 @@
 """What a setting costs and keeps, step by step and in sum."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -19,13 +19,11 @@ class StepMetrics:
 
     Attributes:
         reasons: Why each step is slow; empty for a fast one.
-        length_N: Cached tokens.
         attended_N: Tokens read per KV head, the mean over full-attention layers.
         lower_NU: Retained mass, lower bound; 1 at slow steps, NaN where not measured.
         upper_NU: Retained mass, upper bound.
         overlap_NU: Overlap coefficient with the support at the last slow step; NaN at slow steps.
-        bytes_N: Bytes read for each token.
-        dense_bytes_N: The same under full attention.
+        bytes_N: Bytes read for each token; `dense_bytes_N` under full attention.
     """
 
     request: int
@@ -45,16 +43,9 @@ class StepMetrics:
         """Which steps are slow."""
         return np.array([bool(reason) for reason in self.reasons])
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Worst:
-    """Where a fast step kept least."""
-
-    retained_mass: float
-    request: int
-    step: int
-    layer: int
-    head: int
+    def fast_NU(self, name: str) -> Floats:
+        """Return a field's values, NaN at slow steps."""
+        return np.where(self.slow_N[:, None], np.nan, getattr(self, name))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,17 +53,14 @@ class Outcome:
     """A setting summed up over requests; step 0, the prefill's last position, counts as a slow step only.
 
     Attributes:
-        slow_steps: Slow steps, step 0 of each request included.
         slow_rate: Share of slow steps from step 1 on.
         retained_mass: Mean over fast steps, layers and heads, lower bound; 1 without fast steps.
-        retained_mass_upper: The same, upper bound.
         retained_mass_p5: 5th percentile of the lower bound.
-        worst: None without fast steps.
+        worst: Where a fast step kept least; None without fast steps.
         overlap_at_reuse: Mean overlap coefficient of a fast step's support with the last slow step's.
         attended_tokens: Mean tokens read per decoding step and KV head.
         read_ratio: Share of the cached tokens read by decoding steps.
         bytes_per_token: Bytes read for a generated token.
-        dense_bytes_per_token: The same under full attention.
         speedup: Speed-up of decoding over full attention, if memory is the bottleneck.
     """
 
@@ -83,7 +71,7 @@ class Outcome:
     retained_mass: float
     retained_mass_upper: float
     retained_mass_p5: float
-    worst: Worst | None
+    worst: dict[str, Any] | None
     overlap_at_reuse: float | None
     attended_tokens: float
     read_ratio: float
@@ -97,8 +85,10 @@ class Outcome:
         reasons = Counter(reason for one in requests for reason in one.reasons if reason)
         slow, steps = reasons.total(), sum(len(one.reasons) for one in requests)
         decoded = steps - len(requests)
-        lower, upper = (_known(requests, name) for name in ("lower_NU", "upper_NU"))
-        overlap = _known(requests, "overlap_NU")
+        lower, upper, overlap = (
+            known(one.fast_NU(name) for one in requests)
+            for name in ("lower_NU", "upper_NU", "overlap_NU")
+        )
         read, context, bytes_, dense = (
             sum(float(getattr(one, name)[1:].sum()) for one in requests)
             for name in ("attended_N", "length_N", "bytes_N", "dense_bytes_N")
@@ -109,11 +99,11 @@ class Outcome:
             fast_steps=steps - slow,
             reasons=dict(reasons),
             slow_rate=(slow - len(requests)) / each,
-            retained_mass=_mean(lower),
-            retained_mass_upper=_mean(upper),
+            retained_mass=1.0 if (kept := mean(lower)) is None else kept,
+            retained_mass_upper=1.0 if (most := mean(upper)) is None else most,
             retained_mass_p5=float(np.percentile(lower, LOW)) if len(lower) else 1.0,
-            worst=_worst(requests),
-            overlap_at_reuse=_mean(overlap) if len(overlap) else None,
+            worst=least("retained_mass", [(one, one.fast_NU("lower_NU")) for one in requests]),
+            overlap_at_reuse=mean(overlap),
             attended_tokens=read / each,
             read_ratio=read / context if context else 1.0,
             bytes_per_token=bytes_ / each,
@@ -133,30 +123,28 @@ def pareto(outcomes: Sequence[Outcome]) -> list[bool]:
     return [point in front for point in points]
 
 
-def _known(requests: Sequence[StepMetrics], name: str) -> Floats:
-    values = [getattr(one, name)[~one.slow_N].ravel() for one in requests]
-    pooled = np.concatenate(values)
-    known: Floats = pooled[~np.isnan(pooled)]
-    return known
-
-
-def _mean(values: Floats) -> float:
-    return float(values.mean(dtype=np.float64)) if len(values) else 1.0
-
-
-def _worst(requests: Sequence[StepMetrics]) -> Worst | None:
+def least(name: str, values: Iterable[tuple[Any, Floats]]) -> dict[str, Any] | None:
+    """Find the least of all requests' values, [N, U], as `name`, with its place; None if all are NaN."""
     found = []
-    for one in requests:
-        kept_NU = np.where(one.slow_N[:, None] | np.isnan(one.lower_NU), np.inf, one.lower_NU)
-        step, unit = np.unravel_index(int(kept_NU.argmin()), kept_NU.shape)
-        if np.isfinite(kept_NU[step, unit]):
-            found.append(
-                Worst(
-                    retained_mass=float(kept_NU[step, unit]),
-                    request=one.request,
-                    step=int(step),
-                    layer=int(one.layer_U[unit]),
-                    head=int(one.head_U[unit]),
-                )
-            )
-    return min(found, key=lambda worst: worst.retained_mass, default=None)
+    for one, value_NU in values:
+        if not np.isnan(value_NU).all():
+            step, unit = np.unravel_index(int(np.nanargmin(value_NU)), value_NU.shape)
+            place = {
+                "step": int(step),
+                "layer": int(one.layer_U[unit]),
+                "head": int(one.head_U[unit]),
+            }
+            found.append({name: float(value_NU[step, unit]), "request": one.request, **place})
+    return min(found, key=lambda place: place[name], default=None)
+
+
+def known(values: Iterable[Floats]) -> Floats:
+    """Join values that are not NaN."""
+    pooled = np.concatenate([one.ravel() for one in values])
+    found: Floats = pooled[~np.isnan(pooled)]
+    return found
+
+
+def mean(values: Floats) -> float | None:
+    """Average values; None without any."""
+    return float(values.mean(dtype=np.float64)) if len(values) else None

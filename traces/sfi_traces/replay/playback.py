@@ -1,6 +1,7 @@
 """A recorded run step by step, as plain data for a player; rows are read when their step is shown."""
 
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Self
 
@@ -15,7 +16,6 @@ from sfi_traces.model.rows import Rows
 from sfi_traces.model.step_reads import StepMass, StepReads
 from sfi_traces.model.supports import Positions, even_shares
 from sfi_traces.model.trace import Place, Trace, of_request
-from sfi_traces.replay.frames import Frame, Marks, Numbers, Strip
 from sfi_traces.views.words import ALL, AUDITED, RECENT, SELECTED, SINK, Passage, Passages
 
 PROMPT_TAIL = 400  # tokens of the prompt before the generated text
@@ -23,25 +23,61 @@ REDACTED = "(the trace has no text)"
 MEASURES = ("retained_mass", "overlap_previous_step", "overlap_last_refresh")
 
 Ints = npt.NDArray[np.integer[Any]]
+Numbers = npt.NDArray[np.float64]
+Marks = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Strip:
+    """The context in bins, oldest first: the mass of each, and which have sink, recent or selected tokens.
+
+    `added` are bins above an even share that were not at the audited step before, `removed` the reverse.
+    """
+
+    mass: Numbers
+    added: Marks
+    removed: Marks
+    sink: Marks
+    recent: Marks
+    selected: Marks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Frame:
+    """One step.
+
+    Attributes:
+        before: Text before the current sentence, from the end of the prompt on.
+        sentence: The current sentence before this step's token.
+        attended_tokens: Tokens read per KV head.
+        audited: Whether the step has a strip.
+        measures: Retained mass and overlaps by column name; None where not recorded.
+        lambda_star: Mean lambda* of a refresh; None without a Selector.
+    """
+
+    step: int
+    before: str
+    sentence: str
+    token: str
+    slow: bool
+    reason: str
+    steps_since_slow: int
+    sentence_index: int
+    attended_tokens: float
+    context_tokens: int
+    audited: bool
+    measures: dict[str, float | None]
+    lambda_star: float | None
 
 
 class Playback:
-    """One request of a trace; values are means over the chosen layers and KV heads.
+    """One request of a trace; values are means over the `chosen` ones of the layers and KV heads in `places`.
 
-    Attributes:
-        places: Layers and KV heads that may be chosen.
-        chosen: The layers and KV heads that are shown.
-        memory: Sizes of the request's memory.
-        texts: The generated tokens; None in a redacted trace.
-        slow_at: The slow steps.
+    `texts` has the generated tokens, None in a redacted trace; `slow_at` the slow steps.
     """
 
     def __init__(self, recorded: Request, *, audited: bool) -> None:
-        """Take a request.
-
-        Raises:
-            TraceError: `audited`, and no layer that fast steps change was audited.
-        """
+        """Take a request; raises `TraceError` if `audited`, and no layer that fast steps change was."""
         self.recorded, self.memory = recorded, recorded.memory
         trace, request = recorded.trace, recorded.index
         self.texts: list[str | None] = recorded.rows["token_text"].to_pylist()
@@ -61,10 +97,9 @@ class Playback:
         *,
         audited: bool = True,
     ) -> Self:
-        """Open one request, by default the first, of a trace.
+        """Open one request, by default the first, of a trace; optionally only some layers and KV heads.
 
-        `layers` and `heads` limit what is shown; `audited` refuses a trace without an audit, which has no
-        strips.
+        `audited` refuses a trace without an audit, which has no strips.
 
         Raises:
             TraceError: The trace has no step, no audit, or is of a lossless run.
@@ -85,11 +120,7 @@ class Playback:
     def choose(
         self, layers: Collection[int] | None = None, heads: Collection[int] | None = None
     ) -> None:
-        """Show these layers and KV heads from now on; None for all.
-
-        Raises:
-            ConfigError: No such layer or head.
-        """
+        """Show these layers and KV heads, None for all; raises `ConfigError` for one that the trace lacks."""
         chosen = self.places
         for at, (name, wanted) in enumerate((("layer", layers), ("head", heads))):
             if wanted is not None:
@@ -172,7 +203,7 @@ class Playback:
     def passages(self, step: int, most: int = 40) -> list[Passage]:
         """Return what a step reads: the sink, up to `most` other passages, the recent tokens.
 
-        These passages are sorted by mass, or without an audit by share, greatest first.
+        The others are sorted by mass, or without an audit by share, greatest first.
         """
         reads = StepReads.of(self.recorded, step, self.chosen)
         mass = StepMass.of(even_shares(self._supports.at(step)), reads)

@@ -17,10 +17,7 @@ COLORS = {
 
 
 def write_plot(document: dict[str, Any], path: Path, *, kind: str) -> None:
-    """Draw retained mass against slow rate and against the estimated speed-up.
-
-    `document`, the replay's, has at least one row; `kind` is "png" or "svg".
-    """
+    """Draw retained mass against slow rate and against the estimated speed-up, as "png" or "svg"."""
     figure = new_figure(*INCHES)
     left, right = figure.subplots(1, 2, sharey=True)
     for axes, column in ((left, "slow_rate"), (right, "speedup")):

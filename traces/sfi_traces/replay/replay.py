@@ -23,19 +23,14 @@ from sfi_traces.replay.setting import Setting
 
 
 def replay(recorded: Sequence[Supports], setting: Setting, *, batch: int = 1) -> Outcome:
-    """Replay a setting over several requests, and sum up their steps.
-
-    Raises:
-        TraceError: The budget exceeds what the audit recorded.
-    """
+    """Replay a setting over several requests, and sum up their steps; see `replay_request`."""
     return Outcome.of([replay_request(supports, setting, batch=batch) for supports in recorded])
 
 
 def replay_request(supports: Supports, setting: Setting, *, batch: int = 1) -> StepMetrics:
     """Replay a setting over one request, step by step.
 
-    Raises:
-        TraceError: The budget exceeds what the audit recorded, or the trace was imported.
+    Raises `TraceError` for a budget beyond what the audit recorded, or an imported trace.
     """
     check_recorded(supports)
     check_budget(supports, setting.config.budget)

@@ -7,37 +7,18 @@ every step will do, also an imported one (docs/import.md).
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Self
+from operator import itemgetter
+from typing import Any, Self
 
 import numpy as np
 
 from sfi_traces.model.supports import Floats, Ints, Supports
-from sfi_traces.replay.outcome import LOW
+from sfi_traces.replay.outcome import LOW, known, least, mean
 from sfi_traces.replay.replay import held_before
 
-EVERY = (1, 2, 4, 8, 16)  # intervals that an imported trace is replayed with
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """Where a step missed most of its own selection."""
-
-    recall: float
-    request: int
-    step: int
-    layer: int
-    head: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerReuse:
-    """The reused steps of one layer; see `Reuse`."""
-
-    layer: int
-    recall: float | None
-    recall_with_new: float | None
-    retained_mass: float | None
-    own_mass: float | None
+MEANS = {  # by name in a document
+    "recall": "recall_NU", "recall_with_new": "with_new_NU", "retained_mass": "kept_NU", "own_mass": "own_NU",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,12 +29,11 @@ class Reuse:
         runs: Steps that select anew, step 0 of each request included.
         saved: Share of reusing steps from step 1 on.
         recall: Share of a step's own selection that is in the reused one; None where no step reuses.
-        recall_p5: Its 5th percentile.
         recall_with_new: Recall if all tokens since the last selection are read too.
         retained_mass: Recorded mass of the reused selection and these tokens; None without masses.
         own_mass: Recorded mass of the step's own selection.
-        worst: Where recall is least.
-        worst_layer: The layer with the least mean recall.
+        worst: Where recall is least; `worst_layer` has the least mean.
+        layers: The means of each layer.
     """
 
     runs: int
@@ -64,9 +44,9 @@ class Reuse:
     recall_with_new: float | None
     retained_mass: float | None
     own_mass: float | None
-    worst: Place | None
+    worst: dict[str, Any] | None
     worst_layer: int | None
-    layers: list[LayerReuse]
+    layers: list[dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -77,8 +57,8 @@ class ReusedSteps:
         slow: Number of steps that select anew.
         recall_NU: Share of the step's own selection that is in the reused one.
         with_new_NU: Recall with the tokens since the last selection.
-        kept_NU: Mass of the reused selection and these tokens; NaN without masses.
-        own_NU: Mass of the step's own selection; NaN without masses.
+        kept_NU: Mass of the reused selection and these tokens; NaN without masses, as is `own_NU`.
+        own_NU: Mass of the step's own selection.
     """
 
     request: int
@@ -115,42 +95,24 @@ class ReusedSteps:
             recall_NU=recall_NU, with_new_NU=with_new_NU, kept_NU=kept_NU, own_NU=own_NU,
         )  # fmt: skip
 
-    def worst(self) -> Place | None:
-        """Find where recall is least; None where no step reuses."""
-        if np.isnan(self.recall_NU).all():
-            return None
-        step, unit = np.unravel_index(int(np.nanargmin(self.recall_NU)), self.recall_NU.shape)
-        return Place(
-            recall=float(self.recall_NU[step, unit]),
-            request=self.request,
-            step=int(step),
-            layer=int(self.layer_U[unit]),
-            head=int(self.head_U[unit]),
-        )
-
 
 def reuse(recorded: Sequence[Supports], schedules: Sequence[Sequence[str]]) -> Reuse:
-    """Replay a schedule over several requests.
-
-    `schedules` has for each request why its steps select anew, empty where they reuse; see `schedule`.
-    """
+    """Replay over several requests why their steps select anew, "" where they reuse; see `schedule`."""
     found = [ReusedSteps.of(*pair) for pair in zip(recorded, schedules, strict=True)]
     runs, steps = sum(one.slow for one in found), sum(len(one.recall_NU) for one in found)
-    layers = [_layer(found, layer) for layer in np.unique(recorded[0].layer_U).tolist()]
-    known = [one for one in layers if one.recall is not None]
-    recall = _pooled(found, "recall_NU")
-    worst = [place for one in found if (place := one.worst()) is not None]
+    layers: list[dict[str, Any]] = [
+        {"layer": layer, **_means(found, layer)} for layer in recorded[0].layers
+    ]
+    reusing = [one for one in layers if one["recall"] is not None]
+    recall = known(one.recall_NU for one in found)
     return Reuse(
         runs=runs,
         reused_steps=steps - runs,
         saved=(steps - runs) / max(1, steps - len(found)),
-        recall=_mean(recall),
         recall_p5=float(np.percentile(recall, LOW)) if len(recall) else None,
-        recall_with_new=_mean(_pooled(found, "with_new_NU")),
-        retained_mass=_mean(_pooled(found, "kept_NU")),
-        own_mass=_mean(_pooled(found, "own_NU")),
-        worst=min(worst, key=lambda place: place.recall, default=None),
-        worst_layer=min(known, key=lambda one: one.recall or 0.0).layer if known else None,
+        **_means(found),
+        worst=least("recall", [(one, one.recall_NU) for one in found]),
+        worst_layer=min(reusing, key=itemgetter("recall"))["layer"] if reusing else None,
         layers=layers,
     )
 
@@ -160,28 +122,16 @@ def chance(recorded: Sequence[Supports]) -> float:
     shares = [
         ((one.position_NUK >= 0).sum(-1) / one.length_N[:, None])[1:].ravel() for one in recorded
     ]
-    return _mean(np.concatenate(shares)) or 0.0
+    return mean(np.concatenate(shares)) or 0.0
 
 
-def _layer(found: Sequence[ReusedSteps], layer: int) -> LayerReuse:
-    names = {
-        "recall": "recall_NU", "recall_with_new": "with_new_NU", "retained_mass": "kept_NU",
-        "own_mass": "own_NU",
-    }  # fmt: skip
-    means = {word: _mean(_pooled(found, name, layer)) for word, name in names.items()}
-    return LayerReuse(layer=layer, **means)
-
-
-def _pooled(found: Sequence[ReusedSteps], name: str, layer: int | None = None) -> Floats:
-    pieces = []
-    for one in found:
-        values_NU = getattr(one, name)
-        kept = slice(None) if layer is None else one.layer_U == layer
-        pieces.append(values_NU[:, kept].ravel())
-    pooled = np.concatenate(pieces)
-    known: Floats = pooled[~np.isnan(pooled)]
-    return known
-
-
-def _mean(values: Floats) -> float | None:
-    return float(values.mean(dtype=np.float64)) if len(values) else None
+def _means(found: Sequence[ReusedSteps], layer: int | None = None) -> dict[str, float | None]:
+    # of all layers, or of one
+    means = {}
+    for word, name in MEANS.items():
+        values = [
+            getattr(one, name)[:, slice(None) if layer is None else one.layer_U == layer]
+            for one in found
+        ]
+        means[word] = mean(known(values))
+    return means

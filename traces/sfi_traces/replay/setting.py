@@ -35,11 +35,7 @@ class Setting:
 
     @classmethod
     def recorded(cls, trace: Trace) -> Self:
-        """Return the setting that a trace was recorded with.
-
-        Raises:
-            TraceError: This version does not know the trace's settings.
-        """
+        """Return the setting that a trace was recorded with; raises `TraceError` for an unknown one."""
         try:
             config = SfiConfig().replace(**trace.manifest["config"])
         except ConfigError as error:
@@ -67,10 +63,6 @@ class Setting:
         }
         return {"policy": self.policy, **values}
 
-    def same_as(self, other: Self) -> bool:
-        """Say whether both are one counterfactual, whatever their trigger sets are called."""
-        return self.key == other.key
-
     @property
     def key(self) -> tuple[Any, ...]:
         """Hashable values that are equal for equal settings, whatever their trigger sets are called."""
@@ -80,28 +72,38 @@ class Setting:
         return tuple(values.values())
 
 
+def uses(policy: str, name: str) -> bool:
+    """Say whether a trigger policy uses a setting."""
+    return name in RULES[policy] or not any(name in names for names in RULES.values())
+
+
+def check_effect(names: Iterable[str], policies: Sequence[str]) -> None:
+    """Raise `ConfigError` for a setting that none of some trigger policies uses, or an unknown policy."""
+    for policy in policies:
+        if policy not in RULES:
+            raise ConfigError(f"unknown trigger-policy {policy!r}; expected one of {tuple(RULES)}")
+    for name in sorted(names):
+        if not any(uses(policy, name) for policy in policies):
+            users = " or ".join(rule for rule, used in RULES.items() if name in used)
+            raise ConfigError(
+                f"{name} must come with --trigger-policy {users}, got {','.join(policies)}"
+            )
+
+
 def grid(
     base: Setting,
     policies: Iterable[str],
     trigger_sets: Mapping[str, frozenset[int]],
     axes: Mapping[str, Sequence[Any]],
 ) -> list[Setting]:
-    """Combine values into settings, each distinct one once.
+    """Combine values by `SfiConfig` field into distinct settings; `base` gives what no axis changes.
 
-    Args:
-        base: Gives what no axis changes.
-        policies: Trigger policies.
-        trigger_sets: Token ids by name; empty for those of `base`.
-        axes: Values by name of an `SfiConfig` field.
-
-    Raises:
-        ConfigError: An unknown policy, or a value out of range.
+    `trigger_sets` has token ids by name; none for those of `base`. Raises `ConfigError` for a value out of
+    range.
     """
     sets = trigger_sets or {base.triggers: base.trigger_token_ids}
     found: dict[tuple[Any, ...], Setting] = {}
     for policy, (name, ids) in product(policies, sets.items()):
-        if policy not in RULES:
-            raise ConfigError(f"unknown trigger-policy {policy!r}; expected one of {tuple(RULES)}")
         for values in product(*axes.values()):
             changes = dict(zip(axes, values, strict=True))
             setting = Setting(

@@ -22,11 +22,7 @@ class RecordedVocabulary:
 
     @classmethod
     def of(cls, traces: Iterable[Trace]) -> "RecordedVocabulary":
-        """Collect the tokens of several traces of one model.
-
-        Raises:
-            TraceError: A trace is redacted, or has no token texts.
-        """
+        """Collect the tokens of traces of one model; raises `TraceError` for one without texts."""
         texts: dict[int, str] = {}
         for trace in traces:
             table = trace.table("steps", ["token_id", "token_text"])
@@ -58,8 +54,7 @@ class RecordedVocabulary:
     def trigger_ids(self, triggers: Sequence[str]) -> frozenset[int]:
         """Return the generated tokens that the triggers match, by the rules of a run; maybe none.
 
-        Raises:
-            ConfigError: A trigger is empty.
+        Raises `ConfigError` for an empty trigger.
         """
         if not all(triggers):
             raise ConfigError(f"triggers must be non-empty strings, got {list(triggers)}")

@@ -54,7 +54,6 @@ def render(view: View) -> str:
 def _figures(view: View) -> tuple[dict[str, dict[str, Any]], list[str]]:
     # what each figure's script and section need, by name; and why other figures are missing
     from sfi_traces.report import (  # noqa: PLC0415
-        acceptance_figure,
         observation_figures,
         raster_figure,
         step_figures,
@@ -69,7 +68,7 @@ def _figures(view: View) -> tuple[dict[str, dict[str, Any]], list[str]]:
         "head-similarity": observation_figures.head_similarity,
         "query-cosine": observation_figures.query_cosine,
         "corrections": observation_figures.corrections,
-        "acceptance": acceptance_figure.acceptance,
+        "acceptance": observation_figures.acceptance,
         "raster": raster_figure.raster,
         "timeline": step_figures.timeline,
         "lambda": step_figures.lambda_star,

@@ -73,7 +73,12 @@ def _support_cards(summary: Row) -> list[Card]:
             f"KV head {worst['head']}"
         )
         found.append(Card("Retained mass", _number(audit["retained_mass"]["mean"], 3), note))
-    found += _top_1_cards(audit)
+    if audit and audit["top_1_read"]["n"]:
+        note = (
+            "of query heads: fast steps read their most probable position; a KV head's query head that "
+            f"retains least keeps {_number(audit['retained_mass_min']['mean'], 3)}"
+        )
+        found.append(Card("Top-1 hit", _percent(audit["top_1_read"]["mean"], 1), note))
     if logits := summary["logits"]:
         what = "tested tokens" if summary["lossless"] else "audited fast steps"
         note = f"of {what}; KL {_number(logits['kl_next_token']['mean'], 5)} nats on average"
@@ -84,16 +89,6 @@ def _support_cards(summary: Row) -> list[Card]:
         note = f"on average; {_percent(selections['clipped_share'], 0)} of the values stand at the clip"
         found.append(Card("lambda*", _number(selections["lambda_star"]["mean"], 4), note))
     return found
-
-
-def _top_1_cards(audit: Row | None) -> list[Card]:
-    if not audit or not audit["top_1_read"]["n"]:
-        return []
-    note = (
-        "of query heads: fast steps read their most probable position; a KV head's query head that retains "
-        f"least keeps {_number(audit['retained_mass_min']['mean'], 3)}"
-    )
-    return [Card("Top-1 hit", _percent(audit["top_1_read"]["mean"], 1), note)]
 
 
 def _coverage_cards(found: Row | None) -> list[Card]:

@@ -1,26 +1,32 @@
-"""The report's figures of SyncKV's and FreeKV's observations."""
+"""The report's figures of SyncKV's and FreeKV's observations, and of a lossless run's drafts."""
+
+from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from sfi_traces.report.panel import LEGEND, MARGIN, Panel, axes, cells, span
+from sfi_core.errors import TraceError
+from sfi_traces.report.panel import LEGEND, MARGIN, Panel, axes, cells
 from sfi_traces.report.support_figures import faint
+from sfi_traces.summary.corrections import corrections as corrections_by_head
 from sfi_traces.summary.drift import drift as attention_drift
 from sfi_traces.summary.head_similarity import MOST_STEPS, HeadSimilarity
+from sfi_traces.summary.lossless import lossless_facts
+from sfi_traces.summary.query_cosine import query_cosine as cosines_by_head
 from sfi_traces.views.captions import Caption, layers_left_out, left_out, places, support
-from sfi_traces.views.labels import CLIP, WITHIN
-from sfi_traces.views.observations import (
-    HeadMap,
-    corrections_of,
-    cosines_of,
-)
+from sfi_traces.views.figure_data import HeadMap
+from sfi_traces.views.labels import CLIP, WITHIN, span
 from sfi_traces.views.view import View
 
 LEAST_HEIGHT = 300
 BESIDE = 0.44  # width of a map with a plot beside it
 BAR = {"x": 0.385, "thickness": 12, "outlinewidth": 0, "tickformat": ".2f"}
 MOST_NUMBERS = 64
+DRAFTS = {  # titles of the axes
+    "place": "place in the sentence; 0 is its first token",
+    "depth": "depth in the draft; 1 is its first token",
+}
 
 
 def drift(view: View) -> Panel:
@@ -75,8 +81,14 @@ def head_similarity(view: View) -> Panel:
 
 def query_cosine(view: View) -> Panel:
     """Draw the map, and beside it the lowest heads over time with FreeKV's thresholds."""
-    data = cosines_of(view)
-    mean = HeadMap.of(data["heads"], "mean")
+    view.trace.require_audit()
+    data = cosines_by_head(view.scope, view.head)
+    if data is None:
+        raise TraceError(
+            f"trace {view.trace.path} has no query cosine of request {view.request}: it needs an audited "
+            "step after step 0; record it with --audit 1"
+        )
+    mean = _map(data["heads"], "mean")
     figure = _beside(mean, float(np.nanmin(mean.value)), 1, "cosine")
     for one in data["lowest"]:
         figure.add_scatter(
@@ -99,8 +111,13 @@ def query_cosine(view: View) -> Panel:
 
 def corrections(view: View) -> Panel:
     """Draw the map, and beside it a bar for each place in the sentence."""
-    data = corrections_of(view)
-    share, bars = HeadMap.of(data["heads"], "share"), data["since_slow"]
+    data = corrections_by_head(view.scope, view.head)
+    if data is None or not data["n"]:
+        raise TraceError(
+            f"trace {view.trace.path} has no corrections of request {view.request}, recorded with policy "
+            f"{view.trace.manifest['policy']}; record it with a policy that corrects, as FreeKV does"
+        )
+    share, bars = _map(data["heads"], "share"), data["since_slow"]
     figure = _beside(share, 0, max(0.01, float(np.nanmax(share.value))), "corrected")
     figure.add_bar(
         x=[span(one["from_step"], one["to_step"]) for one in bars], y=[one["share"] for one in bars],
@@ -116,12 +133,45 @@ def corrections(view: View) -> Panel:
     return Panel(Caption("Corrections of single heads (FreeKV)", note), figure)
 
 
+def acceptance(view: View) -> Panel:
+    """Draw a bar for each place in the sentence, and one for each depth in the draft.
+
+    Raises `TraceError` for a plain run, or if no drafted token was tested.
+    """
+    found = lossless_facts(view.scope)
+    if found is None or not found["tested"]:
+        raise TraceError(
+            f"trace {view.trace.path} has no drafted tokens of request {view.request}; record it with "
+            "--lossless"
+        )
+    figure = make_subplots(1, 2, shared_yaxes=True, horizontal_spacing=0.06)
+    for column, (name, label) in enumerate(DRAFTS.items(), 1):
+        bars = found[f"{name}s"]
+        figure.add_bar(
+            x=[span(bar[f"from_{name}"], bar[f"to_{name}"]) for bar in bars],
+            y=[bar["acceptance"] for bar in bars], customdata=[bar["tested"] for bar in bars],
+            marker={"color": WITHIN}, showlegend=False,
+            hovertemplate="%{x}: %{y:.1%} of %{customdata} tested<extra></extra>", row=1, col=column,
+        )  # fmt: skip
+        figure.update_xaxes(title_text=label, type="category", row=1, col=column)
+    figure.update_yaxes(range=[0, 1.02], tickformat=".0%", row=1, col=1)
+    figure.update_layout(height=340, margin=MARGIN)
+    note = (
+        f"{found['verifications']:,} verifications tested {found['tested']:,} drafted tokens and kept "
+        f"{found['token_acceptance']:.1%} of them; each gave {found['tokens_per_verification']:.2f} tokens "
+        "on average. A token is tested if all before it in its draft were kept."
+    )
+    return Panel(Caption("Drafted tokens that full attention kept", note), figure)
+
+
+def _map(heads: list[dict[str, Any]], name: str) -> HeadMap:
+    return HeadMap.of({(one["layer"], one["head"]): one[name] for one in heads})
+
+
 def _beside(found: HeadMap, low: float, high: float, word: str) -> go.Figure:
     # the map on the left, and empty axes on the right
     figure = make_subplots(1, 2, column_widths=[BESIDE, 1 - BESIDE], horizontal_spacing=0.14)
-    figure.add_trace(
-        cells(found.value, found.layers, found.heads, low, high, word), row=1, col=1
-    ).update_traces(colorbar=BAR)
+    figure.add_trace(cells(found, low, high, word), row=1, col=1).update_traces(colorbar=BAR)
     layout = axes(found.layers)
     for name in ("xaxis", "yaxis"):
         figure.update_layout({name: layout[name]})

@@ -28,14 +28,11 @@ Packed = dict[str, Any]
 
 
 def what_steps_read(view: View) -> Packed:
-    """Pack what the steps of a request read.
+    """Pack what the steps of a request read, as plain values.
 
-    Returns:
-        Plain values: the source text in `cells`; for each refresh, layer and cell how many KV heads selected
-        a position of it (`counts`); and the cells with the most mass of each audited step (`mass`).
-
-    Raises:
-        TraceError: The trace has no text, or neither positions nor an audit.
+    The source text in `cells`; for each refresh, layer and cell how many KV heads selected a position of it
+    (`counts`); and the cells with the most mass of each audited step (`mass`). Raises `TraceError` if the
+    trace has no text, or neither positions nor an audit.
     """
     texts = text_of(view)
     steps = view.steps

@@ -4,28 +4,21 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import plotly.graph_objects as go
 
 from sfi_traces.views.captions import Caption
+from sfi_traces.views.figure_data import HeadMap
 
 MARGIN = {"l": 8, "r": 8, "t": 8, "b": 8}
 LEGEND = {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0, "traceorder": "normal"}
 MOST_NUMBERS = 64  # cells of a map with their number written in
 
 
-def span(first: int, last: int) -> str:
-    """Name a bin of integers: "1", "3-4"."""
-    return f"{first}" if first == last else f"{first}-{last}"
-
-
 @dataclass(frozen=True, slots=True)
 class Panel:
     """A figure with its caption.
 
-    Attributes:
-        figure: Without colors of text, paper and grid, which the page sets for light or dark.
-        more: Further plain values for the page's script.
+    The page sets its colors of text, paper and grid; `more` are further plain values for the page's script.
     """
 
     caption: Caption
@@ -39,15 +32,14 @@ class Panel:
         return {"caption": self.caption, **plot, **self.more}
 
 
-def cells(
-    value: np.ndarray, layers: list[int], heads: list[int], low: float, high: float, word: str
-) -> go.Heatmap:
+def cells(found: HeadMap, low: float, high: float, word: str) -> go.Heatmap:
     """Draw a cell for each layer and KV head; `word` names the number in the hover text."""
     return go.Heatmap(
-        z=value, x=[f"head {head}" for head in heads], y=[f"layer {layer}" for layer in layers],
+        z=found.value, x=[f"head {head}" for head in found.heads],
+        y=[f"layer {layer}" for layer in found.layers],
         colorscale="Viridis", xgap=1, ygap=1, zmin=low, zmax=high, hoverongaps=False,
         colorbar={"thickness": 12, "outlinewidth": 0, "tickformat": ".2f"},
-        texttemplate="%{z:.3f}" if value.size <= MOST_NUMBERS else None,
+        texttemplate="%{z:.3f}" if found.value.size <= MOST_NUMBERS else None,
         hovertemplate=f"%{{y}}, KV %{{x}}<br>{word} %{{z:.4f}}<extra></extra>",
     )  # fmt: skip
 

@@ -15,9 +15,10 @@ MOST_BARS = 60  # beyond, error bars would hide each other
 def retained(view: View) -> Panel:
     """Draw a cell for each layer and KV head."""
     data = retained_mass(view)
-    low = min(float(np.nanmin(data.mass)), 0.99)
-    figure = go.Figure(cells(data.mass, data.layers, data.heads, low, 1, "mass"))
-    figure.update_layout(axes(data.layers), margin=MARGIN)
+    shown = data.map
+    low = min(float(np.nanmin(shown.value)), 0.99)
+    figure = go.Figure(cells(shown, low, 1, "mass"))
+    figure.update_layout(axes(shown.layers), margin=MARGIN)
     return Panel(captions.retained(view, data), figure)
 
 

@@ -12,11 +12,9 @@ MOST_CHARACTERS = 20_000
 
 
 def generated(view: View) -> dict[str, Any]:
-    """Split the generated tokens into sentences.
+    """Split the generated tokens into sentences, each with its first `step` and its `tokens`.
 
-    Returns:
-        `sentences`, each with its first `step` and its `tokens`; `marked`, whether slow steps are marked;
-        `left_out`, the number of tokens left out.
+    `marked` says whether slow steps are marked, `left_out` how many tokens are left out.
     """
     steps = view.steps
     sentences: list[dict[str, Any]] = []

@@ -31,7 +31,7 @@ def write_parquet(document: dict[str, Any], path: Path) -> None:
 def write_plot(document: dict[str, Any], path: Path, *, kind: str) -> None:
     """Draw tokens per second against context, a panel for each batch: measured solid, byte bound dashed.
 
-    `kind` is "png" or "svg". The document, a benchmark's or a forecast's, has at least one row.
+    The document, a benchmark's or a forecast's, has at least one row; `kind` is "png" or "svg".
     """
     rows = document["rows"]
     batches = sorted({row["batch"] for row in rows})

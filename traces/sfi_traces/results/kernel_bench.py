@@ -30,7 +30,7 @@ def write_parquet(document: dict[str, Any], path: Path) -> None:
 def write_plot(document: dict[str, Any], path: Path, *, kind: str) -> None:
     """Draw the fast step's speed-up and bandwidth against retention, without ops that were not timed.
 
-    `kind` is "png" or "svg". The document has at least one timed row of op fast.
+    The document has at least one timed row of op fast; `kind` is "png" or "svg".
     """
     document = {**document, "rows": [row for row in document["rows"] if row["median_us"]]}
     rows = [row for row in document["rows"] if row["op"] == "fast"]

@@ -6,10 +6,9 @@ from typing import Any
 from sfi_traces.model.trace import Trace
 from sfi_traces.summary.corrections import corrections, recalls
 from sfi_traces.summary.coverage import coverage_facts
-from sfi_traces.summary.facts import run_facts, step_facts, trigger_tokens
+from sfi_traces.summary.facts import rank_facts, run_facts, step_facts, trigger_tokens
 from sfi_traces.summary.lossless import lossless_facts
 from sfi_traces.summary.query_cosine import query_cosine
-from sfi_traces.summary.ranks import rank_facts
 from sfi_traces.summary.scope import Scope
 from sfi_traces.summary.similarity import head_similarity, over_time
 from sfi_traces.summary.speed import batch_reads, break_even, latency, phases
@@ -63,10 +62,9 @@ OF_ALL_RUNS = ("selections", "phases")  # the only ones missed in a lossless run
 
 
 def summarize(trace: Trace, request: int | None = None, layer: int | None = None) -> dict[str, Any]:
-    """Summarize a trace, or one request or layer.
+    """Summarize a trace, or one request or layer; a layer does not limit steps, latency and phases.
 
-    A section without data is None, and `missing` says what records it. `layer` does not limit steps, latency
-    and phases.
+    A section without data is None, and `missing` says what records it.
 
     Raises:
         ConfigError: The trace has no such request or layer.

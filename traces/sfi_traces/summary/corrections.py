@@ -9,11 +9,10 @@ Row = dict[str, Any]
 
 
 def corrections(scope: Scope, head: int | None = None) -> Row | None:
-    """Count FreeKV's corrections: of fast steps x layers x KV heads, by layer, by head, by steps since slow.
+    """Count FreeKV's corrections of fast steps x layers x KV heads: by layer, by head, by steps since slow.
 
-    `since_slow` has steps 1, 2, 3-4, 5-8, ... after the last slow step. Layers that never select, such as
-    those left dense, do not count. With `head`, only this KV head. None without a correction or speculative
-    selection.
+    `since_slow` has steps 1, 2, 3-4, 5-8, ... after the last slow step. Layers that never select do not
+    count. With `head`, only this KV head. None without a correction or speculative selection.
     """
     _place(scope, head)
     kinds = scope.row("""
@@ -45,8 +44,7 @@ def corrections(scope: Scope, head: int | None = None) -> Row | None:
 def recalls(scope: Scope) -> Row | None:
     """Sum up what decoding steps fetched from the host, and how long they waited, by layer too.
 
-    Returns:
-        Rows and bytes of K and V and microseconds, in all and per step of a request; None without a recall.
+    Rows and bytes of K and V and microseconds, in all and per step of a request; None without a recall.
     """
     steps = scope.row("SELECT count(*) AS steps FROM chosen_steps WHERE step > 0")["steps"]
     rows = scope.rows(

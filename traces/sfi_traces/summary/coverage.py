@@ -9,11 +9,9 @@ from sfi_traces.summary.scope import Scope, spread
 def coverage_facts(scope: Scope) -> dict[str, Any] | None:
     """Measure where selected positions lie; None without positions of selections.
 
-    Returns:
-        `selected`: share of a prompt's positions that a KV head ever selected, the mean over heads, and in
-        `layers` by layer. `selected_by_any`: share that any head selected, the mean over requests.
-        `distance`: tokens from a selected position to the query. `stay`: refreshes that a position stays
-        selected, the mean (over all refreshes). `every`: positions are taken from every n-th refresh.
+    `selected`: share of a prompt's positions that a KV head ever selected, the mean over heads, and by layer;
+    `selected_by_any`: that any head selected. `distance`: tokens from a selected position to the query.
+    `stay`: refreshes that a position stays, on average. `every`: positions are taken from every n-th refresh.
     """
     every = sample_selections(scope)
     prompts = ", ".join(

@@ -32,13 +32,11 @@ def compare(first: Trace, second: Trace, request: int | None = None) -> Row:
     A request's `first_layer` is where the runs first differ, often before a token does: the first compared
     `step` at which a row that both traces have (in `supports` or `selections`) differs in positions, or in
     retained mass by more than 1e-4; the lowest such `layer`; and its KV heads that differ. The cause is in
-    this layer, or in a layer below it that was not recorded. None without a difference or common rows.
-    Positions have no tolerance: between machines or backends, rounding alone may change the last of them,
-    even at step 0.
+    this layer, or in one below it that was not recorded. Positions have no tolerance: between machines or
+    backends, rounding alone may change the last of them, even at step 0.
 
-    Returns:
-        Each trace's own numbers under `a` and `b`; ratios of b to a; comparisons; and under `metrics` the
-        numbers that `sfi trace diff --fail-if` knows (`METRICS`).
+    Returns each trace's own numbers under `a` and `b`, ratios of b to a, comparisons, and under `metrics` the
+    numbers that `sfi trace diff --fail-if` knows (`METRICS`).
 
     Raises:
         TraceError: The traces are of different models or prompts, or a part is damaged.

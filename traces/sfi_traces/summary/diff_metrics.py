@@ -42,10 +42,7 @@ Row = Mapping[str, Any]
 
 
 def metrics(document: Row) -> dict[str, float | None]:
-    """Return the numbers of `METRICS` from a comparison.
-
-    None means that the traces do not have the number, or that no difference was found: see `value_of`.
-    """
+    """Return the numbers of `METRICS`; None: the traces do not have it, or no difference was found."""
     requests = [row for row in document["requests"] if row["equal_share"] is not None]
     layers = [row["first_layer"] for row in requests if row["first_layer"] is not None]
     first: Row = min(layers, key=lambda one: (one["step"], one["layer"]), default={})
@@ -79,11 +76,7 @@ class Limit:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read `NAME OPERATOR NUMBER`, with or without blanks.
-
-        Raises:
-            ConfigError: The text is no such condition, or the name is unknown.
-        """
+        """Read `NAME OPERATOR NUMBER`; raises `ConfigError` for another text or an unknown name."""
         match = LIMIT.fullmatch(text)
         if match is None:
             raise ConfigError(
@@ -98,10 +91,9 @@ class Limit:
         return cls(text.strip(), name, OPERATORS[sign], float(number))
 
     def value_of(self, document: Row) -> float:
-        """Return the comparison's number; infinite for a difference that was not found.
+        """Return the comparison's number, infinite for a difference that was not found.
 
-        Raises:
-            TraceError: The traces do not have the number.
+        Raises `TraceError` if the traces do not have the number.
         """
         value: float | None = document["metrics"][self.name]
         if value is None and self.name in NEVER and _looked(document, self.name):

@@ -13,12 +13,7 @@ from sfi_traces.summary.lags import SPREAD
 
 @dataclass(frozen=True, slots=True)
 class Drift:
-    """Overlap of each step's supports with step 0's.
-
-    Attributes:
-        step: Audited steps from 1 on, ascending, [S].
-        overlap: Overlap coefficients by layer and KV head, [S] each.
-    """
+    """Overlap of the supports of audited steps from 1 on with step 0's, by place."""
 
     step: np.ndarray
     overlap: dict[Place, np.ndarray]

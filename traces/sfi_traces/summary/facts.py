@@ -1,10 +1,15 @@
-"""What was run, how its steps went, and which tokens triggered slow steps."""
+"""What was run, how its steps went, which tokens triggered slow steps, and how its ranks compare."""
 
 from typing import Any
 
 from sfi_core.settings.config import SfiConfig
 from sfi_traces.summary.lossless import lossless_reads
 from sfi_traces.summary.scope import Scope
+
+FROM_MANIFEST = [
+    "policy", "preset", "backend", "device", "redacted", "created", "finished", "stopped", "audit",
+    "graphs", "not_replayed",
+]  # fmt: skip
 
 
 def run_facts(scope: Scope) -> dict[str, Any]:
@@ -15,25 +20,12 @@ def run_facts(scope: Scope) -> dict[str, Any]:
         for row in scope.rows("SELECT request, count(*) AS steps FROM chosen_steps GROUP BY 1")
     }
     prompts = {prompt["request"]: prompt["tokens"] for prompt in manifest.get("prompts", [])}
-    keys = (
-        "policy",
-        "preset",
-        "backend",
-        "device",
-        "redacted",
-        "created",
-        "finished",
-        "stopped",
-        "audit",
-        "graphs",
-        "not_replayed",
-    )
     return {
         "model": manifest["model"]["name"],
         "architecture": manifest["model"]["architecture"],
         "lossless": scope.trace.lossless,
         "imported": scope.trace.imported,
-        **{key: manifest.get(key) for key in keys},
+        **{key: manifest.get(key) for key in FROM_MANIFEST},
         "settings": changed_settings(manifest["config"]),
         "requests": [
             {"request": request, "prompt_tokens": prompts.get(request), "steps": steps}
@@ -64,9 +56,9 @@ def flat_settings(config: dict[str, Any]) -> dict[str, Any]:
 def step_facts(scope: Scope) -> dict[str, Any]:
     """Count steps by reason, and what they read; shares are of the steps from 1 on.
 
-    `read_ratio` is attended tokens over context tokens, both summed. In a lossless run both include what
-    drafts and verifications read for rejected tokens, which have no step. `launched` counts the steps from 1
-    on that report whether they were replayed as CUDA graphs, `replayed` those that were.
+    `read_ratio` is attended tokens over context tokens, both summed; in a lossless run with what drafts and
+    verifications read for rejected tokens. `launched` counts the steps from 1 on that report whether they
+    were replayed as CUDA graphs, `replayed` those that were.
     """
     counts = scope.row("""
         SELECT
@@ -93,8 +85,8 @@ def step_facts(scope: Scope) -> dict[str, Any]:
 def trigger_tokens(scope: Scope) -> list[dict[str, Any]]:
     """Count the generated tokens of T_trig, and the share of them that a slow step followed.
 
-    The slow step is expected `1 + trigger_delay` steps after the token; tokens too near the end do not count.
-    In a redacted trace all tokens are one row.
+    It is expected `1 + trigger_delay` steps after; tokens too near the end do not count. In a redacted trace
+    all tokens are one row.
     """
     query = """
         SELECT token_id, token_text, count(*) AS count, avg(after::INT) AS slow_after
@@ -106,3 +98,41 @@ def trigger_tokens(scope: Scope) -> list[dict[str, Any]]:
         ORDER BY count DESC, token_id
     """
     return scope.rows(query, [1 + scope.trace.manifest["config"]["trigger_delay"]])
+
+
+def rank_facts(scope: Scope) -> dict[str, Any] | None:
+    """Compare the ranks of a run; None for a single process.
+
+    `forward_us` is the median time of a rank's decoding passes, waiting for other ranks included;
+    `attention_us` is the mean time of all layers' attention in a pass.
+    """
+    trace = scope.trace
+    if trace.ranks == 1:
+        return None
+    timed = scope.rows("""
+        WITH passes AS (
+            SELECT rank, request, step, sum(elapsed_us) FILTER (name = 'forward') AS forward_us,
+                sum(elapsed_us) FILTER (name LIKE 'attention.%') AS attention_us, count(*) AS spans
+            FROM timings GROUP BY rank, request, step
+        )
+        SELECT rank, sum(spans) AS spans,
+            median(forward_us) FILTER ((request, step) NOT IN (FROM prefills)) AS forward_us,
+            avg(attention_us) FILTER ((request, step) NOT IN (FROM prefills)) AS attention_us
+        FROM passes GROUP BY rank
+    """)
+    found = {row["rank"]: row for row in timed}
+    nothing = {"spans": 0, "forward_us": None, "attention_us": None}
+    return {
+        "size": trace.ranks,
+        "missing": [rank for rank in range(trace.ranks) if rank not in trace.by_rank],
+        "each": [
+            {
+                "rank": rank,
+                "finished": one.manifest["finished"],
+                "steps": len(one.table("steps", ["step"])),
+                "selections": len(one.table("selections", ["step"])),
+                **{name: found.get(rank, nothing)[name] for name in nothing},
+            }
+            for rank, one in trace.by_rank.items()
+        ],
+    }

@@ -15,12 +15,7 @@ MOST_STEPS = 64  # of a request, evenly chosen
 
 @dataclass(frozen=True, slots=True)
 class HeadSimilarity:
-    """Sums of the overlap of every two KV heads at the same step.
-
-    Attributes:
-        places: P layers and KV heads, ascending.
-        total: Overlap coefficients summed over the steps, [P, P].
-    """
+    """Overlap of every two of P layers and KV heads at the same step, summed in `total`, [P, P]."""
 
     places: list[Place]
     total: np.ndarray
@@ -28,11 +23,7 @@ class HeadSimilarity:
 
     @classmethod
     def of(cls, supports: Supports) -> Self:
-        """Compare all heads at each step by the overlap coefficient (SyncKV, Eq. 1).
-
-        Raises:
-            TraceError: There is only one layer.
-        """
+        """Compare all heads at each step (SyncKV, Eq. 1); raises `TraceError` for a single layer."""
         places = supports.places
         if places[0][0] == places[-1][0]:
             raise TraceError(

@@ -20,16 +20,7 @@ def color_range(overlap: np.ndarray) -> tuple[float, float]:
 
 @dataclass(frozen=True, slots=True)
 class LagLine:
-    """Overlap of pairs of steps by their distance.
-
-    Attributes:
-        name: Name of the kind of pairs.
-        lag: Distances in steps that occur, ascending.
-        mean: Mean overlap of the pairs.
-        low: The pairs' 10 % quantile.
-        high: The pairs' 90 % quantile.
-        pairs: Number of pairs.
-    """
+    """Overlap of pairs of steps by `lag`: mean, 10 and 90 % quantiles, number of pairs."""
 
     name: str
     lag: np.ndarray

@@ -22,27 +22,20 @@ def lossless_facts(scope: Scope) -> Row | None:
     A verification tests drafted tokens up to the first that it rejects. `acceptance` is over all drafted
     tokens; `token_acceptance`, `places` and `depths` are over tested ones. A drafted stop token counts as
     kept, if the trace has token ids. Place 0 is the first token after a trigger or the prompt, depth 1 the
-    first token of a draft; both have bins 1, 2, 3-4, 5-8, ...
-
-    Returns:
-        `passes_per_token` counts one forward pass for each drafted token and each verification; for
-        `read_ratio` see `lossless_reads`. None for a plain run, or without a verification.
+    first of a draft; both have bins 1, 2, 3-4, 5-8, ... `passes_per_token` counts a forward pass for each
+    drafted token and each verification. None for a plain run, or without a verification.
     """
     if not scope.trace.lossless:
         return None
-    counts = scope.row(f"""
-        SELECT count(*) AS verifications, sum(drafted)::BIGINT AS drafted,
-            sum(accepted)::BIGINT AS accepted, sum(accepted) / nullif(sum(drafted), 0) AS acceptance
-        FROM {VERIFIED}
-    """)  # noqa: S608 - our own words
-    if not counts["verifications"]:
-        return None
-    reasons = scope.rows(f"""
+    counts, *reasons = scope.rows(f"""
         SELECT reason, count(*) AS verifications, sum(drafted)::BIGINT AS drafted,
             sum(accepted)::BIGINT AS accepted, sum(accepted) / nullif(sum(drafted), 0) AS acceptance
         FROM {VERIFIED}
-        GROUP BY reason ORDER BY verifications DESC, reason
+        GROUP BY GROUPING SETS ((), (reason)) ORDER BY grouping(reason) DESC, verifications DESC, reason
     """)  # noqa: S608 - our own words
+    del counts["reason"]
+    if not counts["verifications"]:
+        return None
     _place_tested(scope)
     tested = scope.row("SELECT count(*) AS n, avg(kept::INT) AS share FROM tested")
     tokens = scope.row("SELECT count(*) AS n FROM chosen_steps WHERE step > 0")["n"]
@@ -62,11 +55,9 @@ def lossless_facts(scope: Scope) -> Row | None:
 
 
 def lossless_reads(scope: Scope) -> Row:
-    """Measure what drafts and verifications read, for rejected tokens too.
+    """Measure what drafts and verifications read, for rejected tokens too; None without a verification.
 
-    Returns:
-        `mean_attended_tokens`: per generated token. `read_ratio`: attended tokens over what full attention
-        would have read, the summed contexts of the generated tokens. None without a verification.
+    `read_ratio` is over the summed contexts of the generated tokens, which full attention would have read.
     """
     return scope.row(f"""
         WITH given AS (

@@ -10,9 +10,9 @@ MOST_POSITIONS = 1 << 22  # read at once
 
 
 def sample_selections(scope: Scope) -> int:
-    """Make the view `sampled_selections`: selections with positions, from every n-th refresh of a request.
+    """Make the view `sampled_selections`, with positions, of every n-th refresh of a request; return n.
 
-    The view `sampled_refreshes` includes those without positions. Returns n.
+    The view `sampled_refreshes` includes selections without positions.
     """
     size = scope.row("SELECT coalesce(sum(selected), 0) AS positions FROM chosen_selections")
     every = 1 + int(size["positions"]) // MOST_POSITIONS

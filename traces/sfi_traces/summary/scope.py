@@ -6,7 +6,8 @@ from typing import Any, Self
 import duckdb
 import pyarrow as pa
 
-from sfi_core.errors import ConfigError, TraceError
+from sfi_core.errors import TraceError
+from sfi_traces.model.request import check_known
 from sfi_traces.model.trace import Trace, of_steps
 from sfi_traces.overlap import Overlap, padded
 from sfi_traces.schema import TABLES
@@ -19,10 +20,8 @@ PAIRS = 4096  # of lists of positions compared at once
 class Scope:
     """Rows of a trace as DuckDB views `chosen_steps`, `chosen_supports`, ... beside the whole tables.
 
-    `chosen_timings` has the first rank's alone. `request` and `layer` are None for all.
-
-    Attributes:
-        kept: What several sections use and is read once, by name.
+    `chosen_timings` has the first rank's alone. `request` and `layer` are None for all; `kept` has what
+    several sections use and is read once.
     """
 
     trace: Trace
@@ -45,8 +44,9 @@ class Scope:
         ]
         if not requests:
             raise TraceError(f"trace {trace.path} has no finished step")
-        _check("request", request, requests)
-        _check("layer", layer, [place["layer"] for place in trace.manifest["model"]["layers"]])
+        check_known("request", [request], requests)
+        layers = [place["layer"] for place in trace.manifest["model"]["layers"]]
+        check_known("layer", [layer], layers)
         scope._choose()
         return scope
 
@@ -131,8 +131,3 @@ def spread(column: str) -> str:
         f"{{'n': count({value}), 'mean': avg({value}), 'sd': stddev_samp({value}),"
         f" 'p5': {p5}, 'p50': {p50}, 'p95': {p95}, 'min': min({value}), 'max': max({value})}}"
     )
-
-
-def _check(name: str, value: int | None, known: list[int]) -> None:
-    if value is not None and value not in known:
-        raise ConfigError(f"{name} must be one of the trace's {known}, got {value}")

@@ -28,16 +28,12 @@ Row = dict[str, Any]
 def over_time(scope: Scope) -> tuple[Row | None, Row | None]:
     """Measure attention drift (SyncKV, Fig. 2a) and temporal locality (Fig. 2b), some layers at a time.
 
-    Returns:
-        The drift: by `steps`, the `mean` over requests, layers and heads, and the number `n` behind it; the
-        same by layer; and `bins` of steps 1, 2, 3-4, 5-8, ... None unless step 0 and a later one have
-        supports.
+    The drift has by `steps` the `mean` over requests, layers and heads and the number `n` behind it, the same
+    by layer, and `bins` of steps 1, 2, 3-4, 5-8, ...; None unless step 0 and a later one have supports.
 
-        The locality: `lags` has the mean over pairs of steps that are 1, 2, 3-4, 5-8, ... apart, among each
-        request's first 512 audited steps; `overlap` is a matrix of up to 64 of these steps, of the first
-        request. None without two audited steps.
-
-        Both have `layers_taken` and `layers_audited`: a long trace has every n-th layer taken.
+    The locality has in `lags` the mean over pairs of steps that are 1, 2, 3-4, 5-8, ... apart, among each
+    request's first 512 audited steps, and in `overlap` a matrix of up to 64 of these steps, of the first
+    request; None without two audited steps. A long trace has every n-th layer taken (`layers_taken`).
     """
     if "over_time" not in scope.kept:
         scope.kept["over_time"] = _over_time(scope)

@@ -12,13 +12,10 @@ KINDS = ("prefill", "slow", "fast", "mixed")
 def latency(scope: Scope) -> dict[str, Any]:
     """Measure the time of the batch's steps by kind.
 
-    Kind "prefill" is step 0 of a request. A step is "mixed" if it is slow for some requests of the batch and
-    fast for others; their rows have the same `elapsed_us`. An audit slows a step down, so a kind's unaudited
-    steps are taken alone; `audited` says that there are none. `tokens_per_second` is over all steps from 1
-    on, and its `audited` says that one of them was audited.
-
-    A lossless run's slow steps are verifications, and its rejected drafts have no step: its
-    `tokens_per_second` is over the time from the first span of decoding to the end of the last.
+    Kind "prefill" is step 0 of a request; a step is "mixed" if it is slow for some requests of the batch and
+    fast for others. An audit slows a step down, so a kind's unaudited steps are taken alone; `audited` says
+    that there are none. `tokens_per_second` is over all steps from 1 on; in a lossless run, whose rejected
+    drafts have no step, over the time from the first span of decoding to the end of the last.
     """
     rows = scope.rows("""
         WITH batch_steps AS (
@@ -94,9 +91,9 @@ def _spanned_us(scope: Scope) -> float:
 def phases(scope: Scope) -> dict[str, Any] | None:
     """Share out the time of the prefill and of decoding over the innermost spans.
 
-    The whole is the forward passes and what is outside of them and of layers: sampling, shadow passes.
-    "other" is what forward passes took beyond their layers' spans. Spans on another stream may overlap and
-    count on top. `step_us` is the mean over the steps that have such a span.
+    The whole is the forward passes and what is outside of them: sampling, shadow passes. "other" is what
+    passes took beyond their layers' spans. Spans on another stream may overlap and count on top. `step_us` is
+    the mean over the steps that have such a span.
     """
     rows = scope.rows("""
         SELECT (request, step) IN (FROM prefills) AS prefill, stream, name, layer IS NULL AS outside,

@@ -5,7 +5,7 @@ from typing import Any
 from sfi_traces.summary.scope import Scope, spread
 
 AT_CLIP = (
-    1e-6  # of selector.lambda_clip: how near lambda*, a float32, is to the clip if it stands there
+    1e-6  # of selector.lambda_clip: how near lambda*, a float32, is to a clip that it stands at
 )
 # lags 1, 2, 3-4, 5-8, ...
 FROM_LAG = "CASE WHEN lag <= 2 THEN lag ELSE 2 ** (ceil(log2(lag)) - 1) + 1 END"
@@ -16,8 +16,7 @@ def stability(scope: Scope) -> dict[str, Any] | None:
     """Measure the overlap coefficient of consecutive supports, within sentences and across boundaries.
 
     A pair of steps is across a boundary if it generates tokens of different sentences; the later query is
-    then the boundary token. `chance` is the overlap of two random supports: a support's share of the context.
-    None where no two consecutive steps were audited.
+    then the boundary token. `chance` is the overlap of two random supports. None without two such steps.
     """
     rows = scope.rows(f"""
         WITH marked AS (
@@ -49,13 +48,9 @@ def stability(scope: Scope) -> dict[str, Any] | None:
 def overlap_by_lag(scope: Scope) -> dict[str, Any] | None:
     """Measure the overlap of a step's support with the one at the last refresh, by steps since then.
 
-    A trace without fast steps, such as full-kv's, has no refreshes. There the last earlier step counts that
-    Eq. 5 would make slow under the trace's triggers and `trigger_delay` (without `t_max` and `min_gap`): the
-    overlap that a run would have met that reuses supports.
-
-    Returns:
-        `refreshes` is "recorded" or "boundaries". `lags` has an entry for lags 1, 2, 3-4, 5-8, ...: `reuse`
-        at steps that are no refresh, `refresh` at refreshes. None without such supports.
+    A trace without fast steps, such as full-kv's, has no refreshes: there those steps count that Eq. 5 would
+    make slow under its triggers and `trigger_delay`, and `refreshes` is "boundaries" in place of "recorded".
+    `lags` has an entry for 1, 2, 3-4, 5-8, ...: `reuse` at steps that are no refresh, `refresh` at refreshes.
     """
     recorded = bool(scope.row("SELECT count(*) AS n FROM chosen_steps WHERE NOT slow")["n"])
     pairs = "recorded_pairs" if recorded else "boundary_pairs"
@@ -71,13 +66,8 @@ def overlap_by_lag(scope: Scope) -> dict[str, Any] | None:
         return None
     lags: dict[int, dict[str, Any]] = {}
     for row in rows:
-        edges = {
-            "from_lag": row["from_lag"],
-            "to_lag": row["to_lag"],
-            "reuse": None,
-            "refresh": None,
-        }
-        entry = lags.setdefault(row["from_lag"], edges)
+        edges = {name: row[name] for name in ("from_lag", "to_lag")}
+        entry = lags.setdefault(row["from_lag"], edges | {"reuse": None, "refresh": None})
         entry["refresh" if row["refresh"] else "reuse"] = row["overlap"]
     return {"refreshes": "recorded" if recorded else "boundaries", "lags": [*lags.values()]}
 
@@ -124,9 +114,9 @@ def _placed(refresh: str) -> str:
 def audit_facts(scope: Scope) -> dict[str, Any] | None:
     """Measure the audited steps: retained mass and output error of fast ones, query cosine of all.
 
-    Slow steps read everything and retain 1 by definition, so they do not count. `heads` has every KV head,
-    the lowest retained mass first. `retained_mass_min` is of each KV head's query head that retains least;
-    `top_1_read` is the share of query heads whose most probable position was attended. None without supports.
+    Slow steps retain 1 by definition and do not count. `heads` has every KV head, the lowest retained mass
+    first. `retained_mass_min` is of each KV head's query head that retains least; `top_1_read` is the share
+    of query heads whose most probable position was attended. None without supports.
     """
     rows = scope.rows(f"""
         SELECT layer,
@@ -164,10 +154,7 @@ def logits_facts(scope: Scope) -> dict[str, Any] | None:
 
 
 def selection_facts(scope: Scope) -> dict[str, Any] | None:
-    """Measure the refreshes: how far a selection differs from the one before, and lambda*.
-
-    `clipped_share` is the share of lambda* at its clip. None without refreshes.
-    """
+    """Measure how far selections differ from those before, and lambda*, with the share at its clip."""
     query = f"""
         SELECT count(*) AS rows,
             {spread("overlap_previous")} AS overlap_previous,

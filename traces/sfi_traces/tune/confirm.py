@@ -24,7 +24,7 @@ from sfi_core.settings.sampling import Sampling
 from sfi_traces.model.trace import Trace
 from sfi_traces.record.parquet import ParquetObserver
 from sfi_traces.replay import Supports
-from sfi_traces.replay.measured import ComparedSteps, compare_steps, pooled
+from sfi_traces.replay.measured import Steps, compare_steps, pooled
 from sfi_traces.tune.confirmation import Confirmation
 
 MAX_NEW_TOKENS = 256  # for prompts that are not a trace's
@@ -44,11 +44,7 @@ def check_model(model: Any, tokenizer: Any, trace: Trace) -> None:
 
 
 def prompt_rows(trace: Trace) -> list[list[int]]:
-    """Read the token ids of a trace's prompts.
-
-    Raises:
-        TraceError: The trace has no ids.
-    """
+    """Read the token ids of a trace's prompts; raises `TraceError` if it has none."""
     table = trace.table("prompts", ["request", "position", "token_id"]).sort_by(
         [("request", "ascending"), ("position", "ascending")]
     )
@@ -67,8 +63,7 @@ class Material:
     """Prompts to run settings on.
 
     Attributes:
-        trace: The trace to predict from; None predicts from each run's own audit.
-        recorded: The trace's supports; None without a trace.
+        trace: The trace to predict from, with its supports; None predicts from each run's own audit.
         rows: Token ids of each request.
         expected: The right answer of the only request; None if unknown.
     """
@@ -88,11 +83,7 @@ class Material:
 
     @classmethod
     def of_trace(cls, trace: Trace, recorded: Sequence[Supports], tokenizer: Any) -> "Material":
-        """Take a trace's own prompts, to be run as they were recorded.
-
-        Raises:
-            TraceError: The trace has no prompts.
-        """
+        """Take a trace's own prompts, to be run as they were recorded; raises `TraceError` if it has none."""
         rows = prompt_rows(trace)
         example = load_example()
         is_example = rows == [tokenizer(example.prompt)["input_ids"]]
@@ -111,7 +102,7 @@ class Material:
 class Tally:
     """Results of one setting's runs, over all material."""
 
-    steps: list[ComparedSteps] = field(default_factory=list)
+    steps: list[Steps] = field(default_factory=list)
     divergences: list[float] = field(default_factory=list)
     agreements: list[bool] = field(default_factory=list)
     tokens: int = 0
@@ -127,7 +118,6 @@ class Confirmer:
         batch: Requests that share the weights, in the byte model.
         top: Positions of an audited support.
         engine: How prompts are read and steps are run; full attention runs without its device budget.
-        on_run: Told before each run how many are done, and of how many.
     """
 
     model: Any
@@ -135,15 +125,17 @@ class Confirmer:
     batch: int = 1
     top: int = AuditConfig().top
     engine: EngineOptions = DEFAULTS
-    on_run: Callable[[int, int], None] = nothing_to_tell
 
     def __call__(
-        self, material: Sequence[Material], configs: Sequence[SfiConfig]
+        self,
+        material: Sequence[Material],
+        configs: Sequence[SfiConfig],
+        on_run: Callable[[int, int], None] = nothing_to_tell,
     ) -> tuple[list[Confirmation], float]:
         """Run at least one setting: once audited, once more for its speed.
 
-        Returns:
-            The settings' confirmations, and full attention's tokens per second.
+        Before each run `on_run` is told how many are done, and of how many. Returns the settings'
+        confirmations, and full attention's tokens per second.
 
         Raises:
             KeyboardInterrupt: Ctrl-C.
@@ -160,11 +152,11 @@ class Confirmer:
                 window=max(config.window_prefill for config in configs),
                 engine=self.engine,
             )
-            self.on_run(done, total)
+            on_run(done, total)
             self._timed(one, configs[0], "full-kv", shared, dense)
             for config, tally in zip(configs, tallies, strict=True):
                 done += 1
-                self.on_run(done, total)
+                on_run(done, total)
                 self._audited(one, config, shared, tally)
                 self._timed(one, config, "sfi", shared, tally)
             done += 1
@@ -181,7 +173,7 @@ class Confirmer:
             trace, recorded = one.trace, one.recorded
             if trace is None or recorded is None:
                 trace, recorded = real, Supports.load(real)
-            tally.steps.append(compare_steps(recorded, trace, real, batch=self.batch))
+            tally.steps += compare_steps(recorded, trace, real, batch=self.batch)
             logits = real.table("logits", ["kl_next_token", "argmax_agrees"])
         tally.divergences += logits["kl_next_token"].to_pylist()
         tally.agreements += logits["argmax_agrees"].to_pylist()

@@ -13,8 +13,7 @@ class Confirmation:
 
     Attributes:
         comparison: Over the steps whose earlier tokens are the trace's.
-        kl_next_token: Mean KL from dense attention's next-token distribution at fast steps, nats; None
-            without fast steps.
+        kl_next_token: Mean KL from dense attention's next-token distribution at fast steps, nats.
         argmax_agreement: Share of fast steps with dense attention's most probable token.
         decode_tokens_per_second: Speed without the audit.
         exact_match: Whether the answer is right, word for word; None if the right one is unknown.

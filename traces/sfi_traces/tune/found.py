@@ -1,6 +1,7 @@
 """The result of a search: the front, the choice, confirmations, and the files written."""
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
@@ -13,7 +14,7 @@ from sfi_traces.replay import Outcome, Setting
 from sfi_traces.tune.confirmation import Confirmation, stated_errors
 from sfi_traces.tune.front import Candidate, choose, front_of, no_feasible, spread
 from sfi_traces.tune.study import Search
-from sfi_traces.tune.tuned import tuned_config, tuned_toml
+from sfi_traces.tune.trigger_sets import NamedSet
 from sfi_traces.tune.tuning import Tuning
 
 SHOWN = ("slow_rate", "retained_mass", "retained_mass_upper", "retained_mass_p5", "read_ratio",
@@ -26,8 +27,7 @@ class Found:
 
     Attributes:
         front: The settings that no other trial beats, cheapest first.
-        chosen: Place of the recommended setting on the front.
-        rule: Why it was chosen.
+        chosen: Place of the recommended setting on the front; `rule` says why.
         interrupted: Whether Ctrl-C ended the search.
         confirmed: Real runs, by place on the front.
         full_kv_tokens_per_second: Full attention's speed in the same runs.
@@ -172,12 +172,9 @@ def find(
     *,
     on_trial: Callable[[int], None] = lambda _: None,
 ) -> Found:
-    """Search until the study has so many trials; see `Search.run`.
+    """Search until the study has so many trials; see `Search.run`. The front is empty only after Ctrl-C.
 
-    The front is empty only after Ctrl-C.
-
-    Raises:
-        SfiError: No trial keeps the limits; the study is kept.
+    Raises `SfiError` if no trial keeps the limits; the study is kept.
     """
 
     def measure(setting: Setting) -> tuple[list[float], dict[str, float]]:
@@ -200,3 +197,44 @@ def find(
 def _row(setting: Setting, outcome: Outcome) -> dict[str, Any]:
     ids = sorted(setting.trigger_token_ids) if setting.policy == "boundary" else []
     return {**setting.to_dict(), "trigger_token_ids": ids, **asdict(outcome)}
+
+
+def tuned_config(setting: Setting, chosen: NamedSet | None) -> SfiConfig:
+    """Return the config to run: a set of strings as strings, a mined one as token ids."""
+    if chosen is None or setting.policy != "boundary":
+        return setting.config
+    if chosen.strings is not None:
+        return setting.config.replace(triggers=chosen.strings, trigger_token_ids=None)
+    return setting.config.replace(trigger_token_ids=sorted(chosen.token_ids))
+
+
+def tuned_toml(config: SfiConfig, provenance: Mapping[str, Any]) -> str:
+    """Write settings for `--config`, with their provenance in a table that `--config` skips."""
+    return config.to_toml() + _tables("provenance", provenance)
+
+
+def _tables(name: str, values: Mapping[str, Any], *, row: bool = False) -> str:
+    # TOML has no null, and plain keys must come before tables
+    known = {key: value for key, value in values.items() if _told(value)}
+    plain = {k: v for k, v in known.items() if not isinstance(v, Mapping) and not _rows(v)}
+    heading = f"[[{name}]]" if row else f"[{name}]"
+    text = "".join(f"{line}\n" for line in ("", heading, *map(_line, plain.items())))
+    for key, value in known.items():
+        if isinstance(value, Mapping):
+            text += _tables(f"{name}.{key}", value)
+        elif _rows(value):
+            text += "".join(_tables(f"{name}.{key}", each, row=True) for each in value)
+    return text
+
+
+def _line(pair: tuple[str, Any]) -> str:
+    # JSON's strings, numbers, booleans and arrays are valid TOML, except for a bare DEL
+    return f"{pair[0]} = {json.dumps(pair[1], ensure_ascii=False)}".replace("\x7f", "\\u007f")
+
+
+def _told(value: Any) -> bool:
+    return value not in (None, {}) and not (isinstance(value, float) and not math.isfinite(value))
+
+
+def _rows(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and isinstance(value[0], Mapping)

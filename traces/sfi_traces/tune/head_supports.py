@@ -19,8 +19,7 @@ from sfi_traces.replay.measured import check_one_model
 def largest_top(traces: Sequence[Trace]) -> int:
     """Return the largest number of positions that every support of the traces has.
 
-    Raises:
-        TraceError: A trace has no audit, lacks a layer or KV head, or is of another model.
+    Raises `TraceError` if one has no audit, lacks a layer or KV head, or is of another model.
     """
     for trace in traces:
         trace.require_audit()

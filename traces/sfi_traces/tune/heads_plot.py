@@ -5,16 +5,15 @@ from typing import Any
 
 import numpy as np
 
-from sfi_traces.figures.style import MUTED, new_figure, save
+from sfi_traces.figures.style import MUTED, colorbar, new_figure, save
 
 COLUMNS, SIZE = 6, 2.1  # maps side by side; inches of a map
 
 
 def write_plot(document: dict[str, Any], path: Path, *, kind: str) -> None:
-    """Draw the similarity of every two KV heads of each layer, sorted by cluster.
+    """Draw the similarity of every two KV heads of each layer, sorted by cluster, as "png" or "svg".
 
-    White lines separate clusters; a star marks representatives. `document` is that of `sfi tune heads`;
-    `kind` is "png" or "svg".
+    White lines separate clusters; a star marks representatives.
     """
     layers = document["layers"]
     columns = min(COLUMNS, len(layers))
@@ -26,10 +25,8 @@ def write_plot(document: dict[str, Any], path: Path, *, kind: str) -> None:
         image = _draw(axes, one, min(low, 0.99))
     for axes in grid[len(layers) :]:
         axes.set_axis_off()
-    bar = figure.colorbar(image, ax=grid.tolist(), shrink=0.7, pad=0.015)
+    bar = colorbar(figure, image, grid.tolist(), shrink=0.7, pad=0.015)
     bar.set_label("overlap coefficient", fontsize=9)
-    bar.outline.set_visible(False)
-    bar.ax.tick_params(labelsize=8)
     figure.suptitle(
         f"{document['model']}: top {document['top_k']:,} of KV heads, {document['steps']:,} steps",
         fontsize=10, color=MUTED,

@@ -35,7 +35,6 @@ class Verdict:
         slow_rate: Share of slow steps; punctuation has the same, unless it cannot be so slow.
         difference: Mean retained mass over all steps, 1 at slow ones, less punctuation's.
         low: Lower end of the difference's interval; None if too little was held out.
-        interval_method: "BCa" or "percentile"; None without an interval.
         beats: Whether `low` is above 0.
     """
 
@@ -72,16 +71,10 @@ class Mined:
 def mine(
     recorded: Sequence[Supports], base: Setting, punctuation: NamedSet, texts: Mapping[int, str]
 ) -> Mined:
-    """Mine one part of some requests, and test the mined triggers on the other part.
+    """Mine one part of some requests, and test the mined triggers against punctuation on the other part.
 
-    Args:
-        recorded: The requests.
-        base: The trace's own setting; its trigger delay says how many steps after a token count.
-        punctuation: The trigger set to beat.
-        texts: Token texts by id.
-
-    Raises:
-        TraceError: A trace is redacted.
+    `base` is the trace's own setting; its trigger delay says how many steps after a token count. `texts` are
+    the tokens by id. Raises `TraceError` for a redacted trace.
     """
     config = base.config.replace(trigger_policy="boundary")
     base = replace(base, config=config, trigger_token_ids=punctuation.token_ids)
@@ -201,8 +194,7 @@ def _kept(metrics: StepMetrics) -> Floats:
 def interval(differences: Sequence[Floats]) -> tuple[float, float, str] | tuple[None, None, None]:
     """Bootstrap the mean over several requests' steps, in blocks of consecutive ones.
 
-    Returns:
-        Both ends of the interval and its method; all None with too few blocks.
+    Returns both ends of the interval and its method; all None with too few blocks.
     """
     blocks = [
         one[start : start + BLOCK] for one in differences for start in range(0, len(one), BLOCK)

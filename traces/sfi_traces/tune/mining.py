@@ -28,11 +28,9 @@ class MinedToken:
     """A generated token, and how far the support moves after it.
 
     Attributes:
-        count: Occurrences with enough steps after them.
-        rate: The occurrences' share of the steps.
+        count: Occurrences with enough steps after them; `rate` is their share of the steps.
         movement: Mean loss of overlap.
-        low: Lower end of the mean's interval; None with too few occurrences.
-        high: Upper end.
+        low: Lower end of the mean's interval; None with too few occurrences, as is `high`.
     """
 
     token_id: int
@@ -49,14 +47,9 @@ def rank(
 ) -> list[MinedToken]:
     """Rank the generated tokens by the lower end of their movement's interval.
 
-    Args:
-        recorded: The requests to look at.
-        texts: Token texts by id.
-        lags: Steps after a token to look at; trigger delay + 1 includes the refresh's own step.
-        budget: Most probable positions that make up a step's support.
-
-    Raises:
-        TraceError: The trace is redacted.
+    `lags` is how many steps after a token are looked at (trigger delay + 1 includes the refresh's own),
+    `budget` how many most probable positions make up a step's support. Raises `TraceError` for a redacted
+    trace.
     """
     if any(NO_TOKEN in one.tokens for one in recorded):
         raise TraceError(
@@ -81,10 +74,9 @@ def rank(
 
 
 def propose(tokens: Sequence[MinedToken], recorded: NamedSet) -> list[NamedSet]:
-    """Make trigger sets of the tokens whose movement is significantly above 0.
+    """Make trigger sets of the tokens, in the order of `rank`, whose movement is significantly above 0.
 
-    `tokens` are in the order of `rank`. Returns "mined", and "mined+punctuation" united with `recorded`;
-    nothing without such a token.
+    Returns "mined", and "mined+punctuation" united with `recorded`; nothing without such a token.
     """
     chosen: list[MinedToken] = []
     for one in tokens:

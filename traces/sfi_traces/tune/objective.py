@@ -36,8 +36,7 @@ DEFAULT = ("bytes", "retained")
 def objectives(names: Sequence[str]) -> dict[str, Objective]:
     """Look up objectives: at least one cost, and at least one measure of retained mass.
 
-    Raises:
-        ConfigError: A name is unknown, or one of the two kinds is missing.
+    Raises `ConfigError` for an unknown name, or if one of the two kinds is missing.
     """
     found = {}
     for name in names or DEFAULT:
@@ -54,12 +53,7 @@ def objectives(names: Sequence[str]) -> dict[str, Objective]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What a feasible setting must keep; None for no limit.
-
-    Attributes:
-        min_retained: Least mean retained mass.
-        max_read: Largest share of the cached tokens read.
-    """
+    """The least mean retained mass, and the largest share of the cached tokens read; None for no limit."""
 
     min_retained: float | None = None
     max_read: float | None = None
@@ -87,22 +81,14 @@ class Limits:
 
 @dataclass(slots=True, kw_only=True)
 class Evaluator:
-    """Replays each setting once over every request of every trace.
-
-    Attributes:
-        batch: Requests that share the weights, in the byte model.
-    """
+    """Replays each setting once over every request; `batch` of them share the weights in the byte model."""
 
     recorded: Sequence[Supports]
     batch: int = 1
     _known: dict[tuple[object, ...], Outcome] = field(default_factory=dict)
 
     def __call__(self, setting: Setting) -> Outcome:
-        """Return a setting's outcome over all requests.
-
-        Raises:
-            TraceError: The budget exceeds what an audit recorded.
-        """
+        """Return a setting's outcome; raises `TraceError` for a budget beyond what an audit recorded."""
         key = setting.key
         if key not in self._known:
             self._known[key] = replay(self.recorded, setting, batch=self.batch)

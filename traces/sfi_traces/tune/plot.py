@@ -4,22 +4,18 @@ from pathlib import Path
 from typing import Any
 
 from sfi_traces.figures.style import MUTED, new_figure, plain, save
+from sfi_traces.tune.objective import OBJECTIVES
 
 ALL, FRONT, CHOSEN, MEASURED = "#9aa5b1", "tab:blue", "tab:red", "tab:orange"
 COSTS = {"bytes": ("MB read for a token, byte model", 1e-6), "slow-rate": ("slow rate", 1.0)}
 KEPT = {"retained": "retained mass of fast steps, mean", "retained-p5": "the same, 5th percentile"}
-FIELDS = {
-    "bytes": "bytes_per_token",
-    "slow-rate": "slow_rate",
-    "retained": "retained_mass",
-    "retained-p5": "retained_mass_p5",
-}
+FIELDS = {name: one.field for name, one in OBJECTIVES.items()}
 
 
 def write_plot(document: dict[str, Any], path: Path, *, kind: str) -> None:
-    """Draw retained mass against cost, one panel for each pair of objectives.
+    """Draw retained mass against cost, one panel for each pair of objectives, as "png" or "svg".
 
-    `document`, the tuning's, has at least one setting on the front; `kind` is "png" or "svg".
+    The document, a tuning's, has at least one setting on the front.
     """
     names = [one["name"] for one in document["objectives"]]
     rows = [name for name in names if name in KEPT]

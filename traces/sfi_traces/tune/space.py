@@ -9,8 +9,9 @@ from typing import Any, Self
 from sfi_core.errors import ConfigError
 from sfi_core.settings.config import SfiConfig
 from sfi_core.settings.fields import settings_of
-from sfi_traces.replay import RULES, Setting, Supports
+from sfi_traces.replay import Setting, Supports, check_effect
 from sfi_traces.replay.replay import check_budget
+from sfi_traces.replay.setting import uses
 from sfi_traces.tune.trigger_sets import NamedSet
 
 POLICIES = ("boundary", "stride", "t-max")
@@ -23,12 +24,9 @@ LOG = 8  # a range of integers with a larger ratio of its ends is searched by it
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """One dimension of the search.
+    """One dimension of the search: a field of `SfiConfig`, or "triggers" with names of trigger sets.
 
-    Attributes:
-        name: A field of `SfiConfig`; "triggers" has names of trigger sets.
-        values: Values to try, or both ends of a range.
-        is_range: Whether everything between the ends may be tried.
+    `values` are those to try, or with `is_range` both ends of a range.
     """
 
     name: str
@@ -39,8 +37,7 @@ class Axis:
     def parse(cls, name: str, text: str) -> Self:
         """Read `8,16,32`, `8:64` or one value.
 
-        Raises:
-            ConfigError: There is no value, an invalid one, or a range that does not ascend.
+        Raises `ConfigError` for no value, an invalid one, or a range that does not ascend.
         """
         low, colon, high = text.partition(":")
         if name in ("trigger_policy", "triggers"):
@@ -85,13 +82,7 @@ def _number(name: str, word: str, text: str) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Space:
-    """The settings that a tuning may try.
-
-    Attributes:
-        base: Gives the settings that are not searched.
-        sets: The trigger sets, by name.
-        axes: The dimensions, by name.
-    """
+    """The settings that a tuning may try: dimensions and trigger sets by name; `base` gives the others."""
 
     base: Setting
     sets: Mapping[str, NamedSet]
@@ -105,13 +96,9 @@ class Space:
         sets: Sequence[NamedSet],
         given: Mapping[str, str | None],
     ) -> Self:
-        """Combine given dimensions with the default ones.
+        """Combine given dimensions, values or ranges as `Axis.parse` reads them, with the default ones.
 
-        Args:
-            base: The trace's own setting.
-            recorded: The traces' supports, which limit the budget.
-            sets: Trigger sets, the trace's own first.
-            given: Values or a range by name, as `Axis.parse` reads them; None takes the default.
+        The traces' supports limit the budget; the first trigger set is the trace's own.
 
         Raises:
             ConfigError: A value cannot run or has no effect, or there is nothing to choose.
@@ -122,7 +109,7 @@ class Space:
         axes |= {name: Axis.parse(name, text) for name, text in texts.items()}
         _check(base, recorded, axes, set(texts))
         policies = axes["trigger_policy"].values
-        kept = {n: axis for n, axis in axes.items() if any(_used(n, one) for one in policies)}
+        kept = {n: axis for n, axis in axes.items() if any(uses(one, n) for one in policies)}
         if all(len(axis.values) == 1 for axis in kept.values()):
             raise ConfigError(
                 "search space must have more than one setting, got one value for every dimension; "
@@ -136,7 +123,7 @@ class Space:
         values = {
             name: axis.suggest(trial)
             for name, axis in self.axes.items()
-            if name != "trigger_policy" and _used(name, policy)
+            if name != "trigger_policy" and uses(policy, name)
         }
         chosen = self.sets.get(values.pop("triggers", ""))
         config = self.base.config.replace(trigger_policy=policy, **values)
@@ -150,7 +137,7 @@ class Space:
         values = {
             name: self.base.triggers if name == "triggers" else getattr(config, name)
             for name in self.axes
-            if name == "trigger_policy" or _used(name, config.trigger_policy)
+            if name == "trigger_policy" or uses(config.trigger_policy, name)
         }
         if not all(self.axes[name].has(value) for name, value in values.items()):
             return None
@@ -169,11 +156,6 @@ class Space:
         own = {**self.base.config.to_dict(), "ids": sorted(self.base.trigger_token_ids)}
         text = json.dumps([self.to_dict(), sets, own], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _used(name: str, policy: str) -> bool:
-    rules = [rule for rule, names in RULES.items() if name in names]
-    return not rules or policy in rules
 
 
 def _defaults(recorded: Sequence[Supports], sets: Sequence[NamedSet]) -> dict[str, Axis]:
@@ -201,16 +183,7 @@ def _defaults(recorded: Sequence[Supports], sets: Sequence[NamedSet]) -> dict[st
 def _check(
     base: Setting, recorded: Sequence[Supports], axes: Mapping[str, Axis], given: set[str]
 ) -> None:
-    policies = axes["trigger_policy"].values
-    for policy in policies:
-        if policy not in RULES:
-            raise ConfigError(f"trigger_policy must be one of {[*RULES]}, got {policy!r}")
-    for name in sorted(given - {"trigger_policy"}):
-        if not any(_used(name, policy) for policy in policies):
-            users = [rule for rule, names in RULES.items() if name in names]
-            raise ConfigError(
-                f"{name} must come with --trigger-policy {' or '.join(users)}, got {','.join(policies)}"
-            )
+    check_effect(given, axes["trigger_policy"].values)
     for name, axis in axes.items():
         if name != "triggers":
             for value in axis.values:

@@ -5,23 +5,71 @@ many if its number is preceded by as many trials, done or running, as were asked
 `MaxTrialsCallback` counts only after a trial, so workers that finish together would begin too many.
 """
 
+import json
+import logging
 import os
 import random
 import signal
 import socket
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
-from sfi_core.errors import InputError
-from sfi_traces.tune.storage import careful, check_path, open_storage
+from sfi_core.errors import BackendError, ConfigError, InputError, SfiError
 
-PREFIX = "sfi-tune"
+PREFIX, SUFFIX = "sfi-tune", ".journal"
 Direction = Literal["minimize", "maximize"]
 Measured = tuple[Sequence[float], Mapping[str, float]]  # values; constraints, kept if at most 0
+
+
+def check_optuna() -> None:
+    """Raise `BackendError` if a package of the extra is missing."""
+    for package in ("optuna", "scipy"):
+        if find_spec(package) is None:
+            raise BackendError(
+                f"tuning needs {package}, which is not installed; pip install 'sfi-toolkit[tune]'"
+            )
+
+
+def check_path(path: Path, *, resume: bool) -> None:
+    """Raise `ConfigError` for another suffix, or for a file that exists without `resume`."""
+    if path.suffix != SUFFIX:
+        raise ConfigError(f"study must end in {SUFFIX}, got {path.name}")
+    if path.exists() and not resume:
+        raise ConfigError(f"study {path} exists; remove it, or add --resume to go on with it")
+
+
+@contextmanager
+def careful(path: Path) -> Iterator[None]:
+    """Silence Optuna's messages, and raise `SfiError` if the file cannot be written."""
+    import optuna  # noqa: PLC0415 - an extra
+
+    optuna.logging.set_verbosity(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            yield
+    except OSError as error:
+        raise SfiError(f"study {path} cannot be written: {error.strerror}") from error
+
+
+def open_storage(path: Path) -> Any:
+    """Open or make a study's file, inside `careful`; raises `InputError` for a damaged or another file."""
+    from optuna.storages import JournalStorage  # noqa: PLC0415 - an extra
+    from optuna.storages.journal import JournalFileBackend  # noqa: PLC0415
+
+    try:
+        if path.exists():
+            with path.open(encoding="utf-8") as file:
+                json.loads(file.readline() or '{"op_code": 0}')["op_code"]
+        return JournalStorage(JournalFileBackend(str(path)))
+    except (ValueError, KeyError, TypeError) as error:
+        raise InputError(f"study {path} is damaged, or no journal of Optuna's") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,14 +113,10 @@ class Search:
         seed: int = 0,
         resume: bool = False,
     ) -> "Search":
-        """Make a study, or go on with one.
+        """Make a study in an Optuna `.journal`, or with `resume` go on with one.
 
-        Args:
-            path: The study's file, an Optuna `.journal`.
-            purpose: The traces, space and objectives of the study.
-            directions: "minimize" or "maximize", for each objective.
-            seed: Seed of the sampler; a process that joins a study derives another.
-            resume: Whether to go on with a study that exists.
+        `purpose` says what it searches, `directions` has "minimize" or "maximize" for each objective. A
+        process that joins a study derives another seed of the sampler.
 
         Raises:
             ConfigError: The suffix is another, or the file exists without `resume`.
@@ -110,20 +154,12 @@ class Search:
         first: Mapping[str, Any] | None = None,
         on_trial: Callable[[int], None] = lambda _: None,
     ) -> bool:
-        """Try settings until all workers together have made `trials`.
+        """Try settings until all workers together have made `trials`; return whether Ctrl-C ended it.
 
-        Args:
-            suggest: Lets a trial pick a setting.
-            measure: Returns a setting's values; equal settings of all workers are measured once.
-            trials: How many the study is to have in all.
-            first: Values of the first trial, if this process made the study.
-            on_trial: Told how many trials the study has.
-
-        Returns:
-            Whether Ctrl-C ended it; a running trial is finished first.
-
-        Raises:
-            SfiError: The file is locked or cannot be written.
+        `suggest` lets a trial pick a setting; `measure` returns its values, once for equal settings of all
+        workers; `first` has the values of the first trial, if this process made the study; `on_trial` is told
+        how many trials the study has. A running trial is finished first. Raises `SfiError` if the file is
+        locked or cannot be written.
         """
         with careful(self.path), _interrupts() as interrupted:
             if first and self.created:

@@ -46,12 +46,7 @@ def punctuation_sets(traces: Sequence[Trace]) -> list[NamedSet]:
 
 
 def given_sets(traces: Iterable[Trace], strings: Mapping[str, Sequence[str]]) -> list[NamedSet]:
-    """Build named sets by matching strings with the generated tokens, by the rules of a run.
-
-    Raises:
-        ConfigError: A string is empty.
-        TraceError: A trace is redacted.
-    """
+    """Build named sets by matching strings with the generated tokens; raises as `RecordedVocabulary`."""
     vocabulary = RecordedVocabulary.of(traces)
     return [
         NamedSet(name=name, token_ids=vocabulary.trigger_ids(body), strings=tuple(body))
@@ -62,8 +57,7 @@ def given_sets(traces: Iterable[Trace], strings: Mapping[str, Sequence[str]]) ->
 def distinct(sets: Iterable[NamedSet], generated: Iterable[int]) -> list[NamedSet]:
     """Drop sets that equal an earlier one on the generated tokens, and empty ones but for the first set.
 
-    Raises:
-        ConfigError: Two sets have one name.
+    Raises `ConfigError` if two sets have one name.
     """
     known = frozenset(generated)
     found: dict[frozenset[int], NamedSet] = {}

@@ -43,18 +43,13 @@ class Tuning:
     ) -> Self:
         """Read traces, mine them, and lay out the search space.
 
-        Args:
-            traces: At least one, audited at every step, of one model; the first gives what is not searched.
-            axes: Values or ranges by setting; None takes the default.
-            trigger_sets: Trigger strings by name, in place of the default sets.
-            mining: Whether to mine for further sets.
-            objectives: By name.
-            limits: Limits that a feasible setting keeps.
-            batch: Requests that share the weights, in the byte model.
+        The traces, at least one, are audited at every step and of one model; the first gives what is not
+        searched. `axes` has values or ranges by setting, `trigger_sets` trigger strings by name in place of
+        the default sets; `batch` requests share the weights in the byte model.
 
         Raises:
-            TraceError: A trace has no audit, is of another model, or is redacted though its tokens are
-                needed; or a budget exceeds the audit's.
+            TraceError: A trace has no audit, is of another model, or lacks tokens; or a budget
+                exceeds the audit's.
             ConfigError: A setting is out of range, or there is nothing to choose.
         """
         for trace in traces[1:]:

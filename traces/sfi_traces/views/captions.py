@@ -91,7 +91,8 @@ def lambda_star(data: Lambda) -> Caption:
 
 def retained(view: View, data: Retained) -> Caption:
     """Caption the retained mass, or what stands in for it."""
-    least, most = (places([place]) for place in data.extremes)
+    mass = data.of_place
+    least, most = (places([end(sorted(mass), key=mass.__getitem__)]) for end in (min, max))
     worst = f"Least in {least}; most in {most}."
     if data.coverage:
         return Caption(

@@ -1,6 +1,8 @@
 """Numbers of the figures of lambda*, retained mass and phases."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 import pyarrow as pa
@@ -23,15 +25,9 @@ MOST_BARS = 2000
 
 @dataclass(frozen=True, slots=True)
 class Lambda:
-    """The prior's weight lambda* over time.
+    """The prior's weight lambda* at each refresh: quantiles over layers and KV heads, the upper bound.
 
-    Attributes:
-        step: Refreshes.
-        median: Median over layers and KV heads.
-        low: 10 % quantile.
-        high: 90 % quantile.
-        clip: Upper bound in the run's config.
-        clipped: Share of all values at the bound.
+    `clipped` is the share of all values at the bound.
     """
 
     step: np.ndarray
@@ -44,11 +40,7 @@ class Lambda:
 
 
 def lambda_over_time(view: View) -> Lambda:
-    """Read lambda* at each refresh.
-
-    Raises:
-        TraceError: The run had no Selector.
-    """
+    """Read lambda* at each refresh; raises `TraceError` if the run had no Selector."""
     wanted = rows_of(view.request, view.layer, view.head) & pc.field("lambda_star").is_valid()
     columns = ["step", "layer", "head", "lambda_star"]
     rows = view.trace.rows("selections", columns, wanted).sort_by("step")
@@ -71,31 +63,36 @@ def lambda_over_time(view: View) -> Lambda:
 
 
 @dataclass(frozen=True, slots=True)
-class Retained:
-    """Retained mass by layer and KV head.
-
-    Attributes:
-        layers: Rows of the map.
-        heads: Columns.
-        mass: `[layers, heads]`; NaN where a layer has no such head.
-        steps: Audited steps behind a mean.
-        coverage: False: the mass that fast steps attended. True: no fast step was audited, and it is the mass
-            of the supports.
-    """
+class HeadMap:
+    """A number for each layer (row) and KV head (column); NaN where a layer has no such head."""
 
     layers: list[int]
     heads: list[int]
-    mass: np.ndarray
+    value: np.ndarray
+
+    @classmethod
+    def of(cls, found: Mapping[Place, float]) -> Self:
+        """Take the number of each layer and KV head."""
+        layers, heads = (sorted({place[axis] for place in found}) for axis in (0, 1))
+        value = [[found.get((layer, head), np.nan) for head in heads] for layer in layers]
+        return cls(layers, heads, np.array(value))
+
+
+@dataclass(frozen=True, slots=True)
+class Retained:
+    """Retained mass: the mean of each layer and KV head over so many audited steps.
+
+    `coverage` says that no fast step was audited, and the mass is that of the supports.
+    """
+
+    of_place: dict[Place, float]
     steps: int
     coverage: bool
 
     @property
-    def extremes(self) -> tuple[Place, Place]:
-        """The layers and heads with the least and the most mass."""
-        least, most = np.nanargmin(self.mass), np.nanargmax(self.mass)
-        ends = [np.unravel_index(at, self.mass.shape) for at in (least, most)]
-        low, high = ((self.layers[row], self.heads[column]) for row, column in ends)
-        return low, high
+    def map(self) -> HeadMap:
+        """The means as a map."""
+        return HeadMap.of(self.of_place)
 
 
 def retained_mass(view: View) -> Retained:
@@ -105,18 +102,14 @@ def retained_mass(view: View) -> Retained:
     columns = ["step", "layer", "head", "retained_mass"]
     rows = view.trace.rows("supports", columns, view.wanted)
     rows = rows.filter(pc.is_in(rows["step"], pa.array(view.steps.step[~view.steps.slow])))
-    if len(rows):
-        means = rows.group_by(["layer", "head"]).aggregate([("retained_mass", "mean")])
-        found = {(r["layer"], r["head"]): r["retained_mass_mean"] for r in means.to_pylist()}
-        steps = len(pc.unique(rows["step"]))
-    else:
+    if not len(rows):
         supports = view.supports
         held_UN = supports.mass_NUK.sum(-1).T.copy()
         found = dict(zip(supports.places, held_UN.mean(-1), strict=True))
-        steps = supports.steps
-    layers, heads = (sorted({place[axis] for place in found}) for axis in (0, 1))
-    table = np.array([[found.get((layer, head), np.nan) for head in heads] for layer in layers])
-    return Retained(layers, heads, table, steps, coverage=not len(rows))
+        return Retained(found, supports.steps, coverage=True)
+    means = rows.group_by(["layer", "head"]).aggregate([("retained_mass", "mean")])
+    found = {(r["layer"], r["head"]): r["retained_mass_mean"] for r in means.to_pylist()}
+    return Retained(found, len(pc.unique(rows["step"])), coverage=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +120,6 @@ class Timeline:
         step: First step of each bar; step 0, the prefill, is left out.
         per_bar: Steps that a bar averages; 1 unless there are many.
         phases: Microseconds by the name of each phase that took any.
-        slow: Slow steps.
         prefill_us: Wall time of step 0; None where it was not recorded.
         audit_us: Mean time of the audit in a step; not in `phases`.
         stepless: Drafting passes of a lossless run whose token was rejected, so that they have no step.
@@ -146,10 +138,7 @@ def step_phases(view: View) -> Timeline:
     """Sum the innermost spans of each decoding step by phase.
 
     The rest of a step is its wall time less these and the audit's. Spans have the number of their run's first
-    request, and the batch's steps.
-
-    Raises:
-        TraceError: No decoding step has timings.
+    request, and the batch's steps. Raises `TraceError` if no decoding step has timings.
     """
     steps, later = view.steps, view.steps.step >= 1
     step = steps.step[later]

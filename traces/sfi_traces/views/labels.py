@@ -28,6 +28,11 @@ PHASES = {
 }
 
 
+def span(first: int, last: int) -> str:
+    """Name a bin of integers: "1", "3-4"."""
+    return f"{first}" if first == last else f"{first}-{last}"
+
+
 def printable(text: str) -> str:
     """Escape line breaks and all else that does not print, as Python's repr does."""
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)

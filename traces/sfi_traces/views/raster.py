@@ -18,17 +18,13 @@ NOTHING, SELECTED, READ, MISSED = range(4)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Raster:
-    """Supports of one layer and KV head.
+    """Supports of one layer and KV head, and what its steps read.
 
     Attributes:
-        place: The layer and KV head.
         top: Positions of a support, K.
-        step_N: Audited steps, ascending.
-        per_cell: Positions of a cell.
         cells: `[positions / per_cell, steps]` uint8. A cell with at least as many positions of the support as
             an even spread would give is `MISSED` if most of them were not read, else `READ`, also if unknown.
             Another cell is `SELECTED` if that many were selected, else `NOTHING`.
-        slow: Whether each step was slow.
         context: Tokens cached at each step.
         sink: Sink tokens; 0 for full attention.
         recent: First position of each step's recent segment; None for full attention.
@@ -49,11 +45,7 @@ class Raster:
 
 @dataclass(frozen=True, slots=True)
 class Selected:
-    """The selections of one layer and KV head: an empty set and those of each refresh.
-
-    Attributes:
-        since: For each step the index of its set.
-    """
+    """The sets of a layer and KV head, an empty one first; `since` has the index of each step's."""
 
     sets: list[np.ndarray]
     since: np.ndarray
@@ -99,14 +91,9 @@ def choose_place(view: View) -> tuple[Place, str]:
     if len(found) == 1 or not view.trace.masses:
         return found[0], ""
     data = retained_mass(view)
-    mass = {
-        (layer, head): data.mass[row, column]
-        for row, layer in enumerate(data.layers)
-        for column, head in enumerate(data.heads)
-    }
     if data.coverage:
-        return max(found, key=mass.__getitem__), "supports hold the most mass"
-    return min(found, key=mass.__getitem__), "fast steps retain the least mass"
+        return max(found, key=data.of_place.__getitem__), "supports hold the most mass"
+    return min(found, key=data.of_place.__getitem__), "fast steps retain the least mass"
 
 
 def meaning(raster: Raster) -> dict[int, str]:

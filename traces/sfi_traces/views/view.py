@@ -5,7 +5,7 @@ from functools import cached_property
 import pyarrow.compute as pc
 
 from sfi_core.errors import ConfigError, TraceError
-from sfi_traces.model.request import Request, step_table
+from sfi_traces.model.request import Request, check_known, step_table
 from sfi_traces.model.supports import Supports
 from sfi_traces.model.trace import Place, Trace, of_request
 from sfi_traces.summary.lags import LagLine, overlap_by_lag
@@ -15,12 +15,8 @@ from sfi_traces.summary.scope import Scope
 class View:
     """One request of a trace, and optionally one layer or KV head; read once for all figures.
 
-    Attributes:
-        recorded: The request.
-        requests: All requests that have a step.
-        layer: The layer; None for all.
-        head: The KV head; None for all.
-        top: Positions of a support, K; None for all that were recorded.
+    `requests` are all that have a step; `layer` and `head` are None for all; `top` is the number of positions
+    of a support, None for all that were recorded.
     """
 
     def __init__(
@@ -34,18 +30,17 @@ class View:
         """Choose what to show; by default the first request.
 
         Raises:
-            ConfigError: The trace has no such request or no supports so large, or its model no such layer or
-                KV head.
+            ConfigError: The trace has no such request, layer, KV head or supports so large.
             TraceError: No step was recorded.
         """
         table = step_table(trace)
         self.trace, self.layer, self.head, self.top = trace, layer, head, top
         self.requests: list[int] = sorted(pc.unique(table["request"]).to_pylist())
         layers = [place for place in trace.manifest["model"]["layers"] if place["window"] is None]
-        _check("request", request, self.requests)
-        _check("layer", layer, [place["layer"] for place in layers])
+        check_known("request", [request], self.requests)
+        check_known("layer", [layer], [place["layer"] for place in layers])
         heads = [place["heads"] for place in layers if layer in (None, place["layer"])]
-        _check("head", head, list(range(max(heads, default=0))))
+        check_known("head", [head], range(max(heads, default=0)))
         audit = trace.manifest["audit"]
         if top is not None and audit is not None and not 1 <= top <= audit["top"]:
             raise ConfigError(
@@ -97,11 +92,3 @@ class View:
         """Supports of the steps; raises `TraceError` where there are none."""
         found = Supports.read(self.recorded, self.layer, self.head)
         return found if self.top is None else found.strongest(self.top)
-
-
-def _check(name: str, value: int | None, known: list[int]) -> None:
-    if value is None or value in known:
-        return
-    if len(known) > 1 and known == list(range(known[0], known[-1] + 1)):
-        raise ConfigError(f"{name} must be in {known[0]} to {known[-1]}, got {value}")
-    raise ConfigError(f"{name} must be one of {known}, got {value}")

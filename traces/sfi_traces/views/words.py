@@ -31,8 +31,7 @@ class Passage:
         last: Last position, included.
         tokens: Positions that some layer and KV head read; in a missed passage, did not read.
         places: Layers and KV heads that read any of them; in a missed passage, that missed any.
-        share: Share of the (position, layer, KV head) triples that are read, of the layers and KV heads that
-            read any position so.
+        share: Share of the (position, layer, KV head) triples that are read, of the places that read any so.
         mass: Share of dense attention on these positions, the mean over audited layers and KV heads; None if
             the step was not audited.
     """
@@ -53,15 +52,13 @@ class StepWords:
 
     Attributes:
         reason: Why it was slow; "" for a fast step.
-        token: The generated token.
         attended: Tokens read per KV head, the mean over all layers, as recorded.
         audited: The layers and KV heads in `places` whose mass the trace has.
         places: Layers and KV heads of full-attention layers.
         refreshed: Steps whose selections the step read.
         passages: What it read; sorted by mass, then by number of places.
         missed: What dense attention attended to and the step did not read, most mass first. Empty without an
-            audit of the step, or masses.
-        masses: Whether the trace has masses; an import may lack them.
+            audit of the step, or masses, which an import may lack.
         notes: What the trace leaves open.
     """
 
@@ -94,11 +91,7 @@ class StepWords:
 
 
 def text_of(view: View) -> list[str]:
-    """Return the text of each position, of the prompt and of the generated tokens.
-
-    Raises:
-        TraceError: The text was redacted, or recorded or imported without a tokenizer.
-    """
+    """Return the text of each position, of prompt and generated tokens; raises `TraceError` without text."""
     texts = view.recorded.prompt
     if not texts or texts[0] is None:
         why = "was redacted" if view.trace.redacted else "was recorded without a tokenizer"

@@ -1,17 +1,27 @@
 """`sfi trace replay`: replay a recorded run under other settings, or watch it step by step."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from sfi_cli import options as o
+from sfi_cli.commands.trace.replay.grid import intervals, replay_settings
+from sfi_cli.commands.trace.replay.play import play_run
+from sfi_cli.commands.trace.replay.reuse_views import reuse_text
+from sfi_cli.commands.trace.replay.views import replay_text
+from sfi_cli.parsing import number_list
+from sfi_cli.settings.given import texts
 from sfi_cli.settings.tables import SETTINGS, settings_for
+from sfi_cli.terminal.output import Output, leave_interrupted
+from sfi_core.errors import ConfigError
 from sfi_core.settings.config import TRIGGER_POLICIES
 
 SLOW, MEMORY, PLAY = "When a step is slow", "What a fast step reads", "Playing the run"
 Values = str | None  # one or more with commas between; None is the trace's own
 SPEED = 4.0  # steps a second
+EVERY = (1, 2, 4, 8, 16)  # intervals that an imported trace is replayed with
 SETS = "Another setting: span=0,10. Repeat for more; sfi config list has all settings."
 
 
@@ -105,49 +115,77 @@ def replay(
 
       sfi trace replay run --play
     """
-    from sfi_cli.commands.trace.replay.grid import ReplayGrid
-    from sfi_cli.commands.trace.replay.job import Choice, PlayJob, ReplayJob
-    from sfi_cli.commands.trace.replay.reuse_job import ReuseJob, is_imported
-    from sfi_cli.parsing import number_list
-    from sfi_cli.settings.given import texts
-    from sfi_cli.terminal.output import Output
-    from sfi_core.errors import ConfigError
+    from sfi_cli.commands.trace.replay.documents import replay_document, reuse_document
+    from sfi_traces.model.trace import Trace
 
     axes = texts(
         settings_for("trace replay"), sets,
         {"trigger_policy": trigger_policy, "t_max": t_max, "budget": budget},
     )  # fmt: skip
-    grid = ReplayGrid(
-        policies=axes.pop("trigger_policy", None),
-        triggers=triggers,
-        trigger_ids=axes.pop("trigger_token_ids", None),
-        trigger_sets=trigger_set,
-        axes=axes,
-    )
-    choice = Choice(
-        trace=trace,
-        request=request,
-        layers=number_list(layers, "layers"),
-        heads=number_list(heads, "heads"),
-    )
+    others = bool(axes or triggers or trigger_set)
+    part = {
+        "request": request,
+        "layers": number_list(layers, "layers"),
+        "heads": number_list(heads, "heads"),
+    }
     written = Output(output, plot=plot, force=force, json=json, quiet=quiet)
     if play:
-        if grid.given or json or any((refresh_every, against, plot)):
+        if others or json or any((refresh_every, against, plot)):
             raise ConfigError("play shows the run as it was and must come without other settings")
-        PlayJob(choice=choice, output=written, step=step, speed=speed or SPEED).run()
+        play_run(Trace.open(trace), part, written, step=step, speed=speed or SPEED)
         return
+    _check_unplayed(speed, step)
+    opened = Trace.open(trace)
+    reuses = refresh_every is not None or opened.imported is not None
+    if reuses:
+        _check_reuse(axes, against, plot, batch)
+    elif against is not None and (others or plot is not None):
+        raise ConfigError(
+            "against replays the other trace's setting and must come without others, or a plot"
+        )
+    with written:
+        found: list[Any] = []
+        if others or not (reuses or against):
+            found = replay_settings(opened, axes, triggers, trigger_set, written.say)
+        if reuses:
+            every = intervals(refresh_every, () if others else EVERY)
+            document = reuse_document(opened, part, every, found, quiet=quiet)
+        else:
+            document = replay_document(opened, against, part, found, batch=batch, quiet=quiet)
+        _write(document, written, reuse_text if reuses else replay_text)
+    if document["interrupted"]:
+        leave_interrupted()
+
+
+def _write(document: dict[str, Any], output: Output, view: Callable[[dict[str, Any]], str]) -> None:
+    from sfi_traces.replay.plot import write_plot
+
+    output.data(document, view)
+    if document["rows"]:
+        output.figure(write_plot, document)
+
+
+def _check_unplayed(speed: float | None, step: str | None) -> None:
     if speed is not None:
         raise ConfigError(f"speed must come with --play, got {speed:g}")
     if step is not None:
         raise ConfigError(f"step must come with --play, got {step}")
-    if refresh_every is not None or is_imported(trace):
-        ReuseJob(
-            choice=choice,
-            output=written,
-            against=against,
-            grid=grid,
-            every=refresh_every,
-            batch=batch,
-        ).run()
-    else:
-        ReplayJob(choice=choice, output=written, against=against, grid=grid, batch=batch).run()
+
+
+def _check_reuse(axes: dict[str, str], against: Path | None, plot: Path | None, batch: int) -> None:
+    # selections are reused as they are: neither memory nor bytes are modelled
+    from sfi_traces.replay.setting import MEMORY, PAGE_SIZE
+
+    for name, value in (("against", against), ("plot", plot)):
+        if value is not None:
+            raise ConfigError(f"{name} needs a recorded run's memory and bytes, got {value}")
+    if batch != 1:
+        raise ConfigError(
+            f"batch must come without --refresh-every and an imported trace, got {batch}"
+        )
+    for name in (*MEMORY, PAGE_SIZE):
+        if name in axes:
+            raise ConfigError(
+                f"{name} must come without --refresh-every and an imported trace: selections are "
+                "reused as they are"
+            )

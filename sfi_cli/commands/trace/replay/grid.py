@@ -1,82 +1,69 @@
-"""The settings to replay, from the options of `sfi trace replay`."""
+"""The settings and schedules to replay, from the options of `sfi trace replay`."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from sfi_cli.parsing import named_strings, numbers, unescaped, words
 from sfi_cli.settings.tables import SETTINGS
 from sfi_core.errors import ConfigError
 
+Note = Callable[[str], None]
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplayGrid:
-    """The options, as the user wrote them.
 
-    Attributes:
-        policies: Trigger policies, with commas between.
-        triggers: Trigger strings of one set.
-        trigger_ids: Token ids of the same set, with commas between.
-        trigger_sets: Other sets, each `NAME=A B C`.
-        axes: Values by setting, with commas between.
+def replay_settings(
+    trace: Any,
+    texts: Mapping[str, str],
+    triggers: list[str] | None,
+    trigger_sets: list[str] | None,
+    note: Note,
+) -> list[Any]:
+    """Combine values by setting, with commas between, as the user wrote them, into the settings to replay.
+
+    `trigger_token_ids` among them belong to the set of `triggers`; `trigger_sets` are others, `NAME=A B C`
+    each. `note` takes a line for the user.
+
+    Raises:
+        ConfigError: A value is invalid, or an option has no effect.
+        TraceError: Trigger strings for a redacted trace.
     """
+    from sfi_traces.replay import Setting, check_effect, grid
 
-    policies: str | None
-    triggers: list[str] | None
-    trigger_ids: str | None
-    trigger_sets: list[str] | None
-    axes: Mapping[str, str]
+    base = Setting.recorded(trace)
+    axes = {name: _values(name, text) for name, text in texts.items()}
+    policies = axes.pop("trigger_policy", [base.policy])
+    ids = axes.pop("trigger_token_ids", [])
+    sets = _sets(trace, triggers or [], ids, named_strings(trigger_sets), note)
+    check_effect({*axes, *(["triggers"] if sets else [])}, policies)
+    return grid(base, policies, sets, axes)
 
-    @property
-    def given(self) -> bool:
-        """Whether the user gave any of these options."""
-        return any((self.policies, self.triggers, self.trigger_ids, self.trigger_sets, self.axes))
 
-    def settings(self, trace: Any, *, note: Callable[[str], None]) -> list[Any]:
-        """Combine the values into the settings to replay, each once.
+def intervals(text: str | None, default: Sequence[int]) -> Sequence[int]:
+    """Read the values of `--refresh-every`, each once; raises `ConfigError` for one below 1."""
+    if text is None:
+        return default
+    found = numbers([text], int, "refresh-every must be whole numbers")
+    if not found or min(found) < 1:
+        raise ConfigError(f"refresh-every must be at least 1, got {text!r}")
+    return list(dict.fromkeys(found))
 
-        Raises:
-            ConfigError: A value is invalid, or an option has no effect.
-            TraceError: Trigger strings for a redacted trace.
-        """
-        from sfi_traces.replay import Setting, grid
 
-        base = Setting.recorded(trace)
-        policies = words([self.policies]) if self.policies else [base.policy]
-        axes = {name: _values(name, text) for name, text in self.axes.items()}
-        sets = self._sets(trace, note)
-        self._check_effect(policies, {*axes, *(["triggers"] if sets else [])})
-        return grid(base, policies, sets, axes)
+def _sets(
+    trace: Any, triggers: list[str], ids: list[int], named: dict[str, list[str]], note: Note
+) -> dict[str, frozenset[int]]:
+    if not (named or triggers or ids):
+        return {}
+    from sfi_traces.replay import RecordedVocabulary
 
-    def _check_effect(self, policies: list[str], given: set[str]) -> None:
-        from sfi_traces.replay import RULES
-
-        for name in sorted(given):
-            users = [policy for policy, used in RULES.items() if name in used]
-            if users and not set(users) & set(policies):
-                raise ConfigError(
-                    f"{name} must come with --trigger-policy {' or '.join(users)}, "
-                    f"got {','.join(policies)}"
-                )
-
-    def _sets(self, trace: Any, note: Callable[[str], None]) -> dict[str, frozenset[int]]:
-        strings = named_strings(self.trigger_sets)
-        ids = _values("trigger_token_ids", self.trigger_ids) if self.trigger_ids else []
-        if not strings and not self.triggers and not ids:
-            return {}
-        from sfi_traces.replay import RecordedVocabulary
-
-        vocabulary = RecordedVocabulary.of([trace])
-        sets = {}
-        if self.triggers or ids:
-            name = " ".join([*(self.triggers or []), *map(str, ids)])
-            sets[name] = frozenset(ids) | vocabulary.trigger_ids(unescaped(self.triggers or []))
-        for name, body in strings.items():
-            sets[name] = vocabulary.trigger_ids(body)
-        for name, found in sets.items():
-            if not found:
-                note(f"note: no generated token matches the triggers {name!r}")
-        return sets
+    vocabulary = RecordedVocabulary.of([trace])
+    sets = {}
+    if triggers or ids:
+        name = " ".join([*triggers, *map(str, ids)])
+        sets[name] = frozenset(ids) | vocabulary.trigger_ids(unescaped(triggers))
+    sets |= {name: vocabulary.trigger_ids(body) for name, body in named.items()}
+    for name, found in sets.items():
+        if not found:
+            note(f"note: no generated token matches the triggers {name!r}")
+    return sets
 
 
 def _values(name: str, text: str) -> list[Any]:

@@ -30,10 +30,7 @@ ASKED = {"go": "step", "search": "find"}
 class PlayerApp(App[None]):
     """Shows a step: its text, the passages that it reads, where its attention lies.
 
-    Attributes:
-        step: The step shown.
-        speed: Steps a second while playing.
-        failure: The error that ended the player; None without an error.
+    It plays `speed` steps a second; `failure` is the error that ended it.
     """
 
     ENABLE_COMMAND_PALETTE = False

@@ -15,13 +15,10 @@ Span = tuple[int, int]  # first character, end (exclusive)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TextLayout:
-    """The text of a run's tokens.
+    """The text of a run's tokens, control characters as blanks; `folded` is the same in small letters.
 
-    Attributes:
-        text: The tokens' text; control characters are blanks.
-        start_T: First character of each token, then the length of the text.
-        cell_C: Columns before each character, then those of the whole text.
-        folded: The text in small letters, for the search; as long as `text`.
+    `start_T` has the first character of each token, `cell_C` the columns before each character; both end with
+    the whole.
     """
 
     text: str
@@ -39,11 +36,7 @@ class TextLayout:
         return cls(text=text, start_T=start_T, cell_C=_cells(text), folded=folded)
 
     def wrapped(self, width: int) -> tuple[list[int], list[int]]:
-        """Break the text after blanks into lines of at most `width` columns.
-
-        Returns:
-            The first character of each line, and each line's end (exclusive).
-        """
+        """Break the text after blanks into lines of at most `width` columns; return begins and ends."""
         begins, ends = [], []
         at, size = 0, len(self.text)
         while at <= size:

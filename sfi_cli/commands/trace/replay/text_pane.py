@@ -30,13 +30,7 @@ Kinds = npt.NDArray[np.int8]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Marks:
-    """How the tokens of the text look at a step.
-
-    Attributes:
-        place_T: Each token's place: AHEAD, PAST, SENTENCE (the current one) or CURRENT.
-        read_T: Why the step reads each token: UNREAD, SINK, SELECTED or RECENT.
-        slow_T: Whether a slow step generated each token.
-    """
+    """How each token looks at a step: its place, why the step reads it, whether a slow step generated it."""
 
     place_T: Kinds
     read_T: Kinds
@@ -44,11 +38,7 @@ class Marks:
 
 
 class TextPane(ScrollView, can_focus=False):
-    """The prompt and the generated text.
-
-    Attributes:
-        found: The characters that a search has found; None without a match.
-    """
+    """The prompt and the generated text; `found` are the characters that a search has found."""
 
     @dataclass
     class Clicked(Message):

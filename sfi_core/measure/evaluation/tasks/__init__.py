@@ -1,14 +1,14 @@
 """Built-in tasks: generated prompts of any length with answers that can be checked exactly."""
 
 from sfi_core.errors import ConfigError
-from sfi_core.measure.evaluation.tasks.base import Task, TaskSample
+from sfi_core.measure.evaluation.tasks.base import DocumentTask, TaskSample
 from sfi_core.measure.evaluation.tasks.bundled import BundledRecall
 from sfi_core.measure.evaluation.tasks.common_words import CommonWords
 from sfi_core.measure.evaluation.tasks.needles import Needles
 from sfi_core.measure.evaluation.tasks.sentences import SentenceRecall
 from sfi_core.measure.evaluation.tasks.variables import VariableTracking
 
-TASKS: dict[str, Task] = {
+TASKS: dict[str, DocumentTask] = {
     "niah-single": Needles("niah-single"),
     "niah-multi-key": Needles("niah-multi-key", decoys=True),
     "niah-multi-value": Needles("niah-multi-value", values=4),
@@ -22,15 +22,11 @@ TASKS: dict[str, Task] = {
 }
 
 
-def find_task(name: str) -> Task:
-    """Look a task up.
-
-    Raises:
-        ConfigError: No such task.
-    """
+def find_task(name: str) -> DocumentTask:
+    """Look a task up; raise `ConfigError` for another name."""
     if name not in TASKS:
         raise ConfigError(f"unknown task {name!r}; expected one of {tuple(TASKS)}")
     return TASKS[name]
 
 
-__all__ = ["TASKS", "Task", "TaskSample", "find_task"]
+__all__ = ["TASKS", "TaskSample", "find_task"]

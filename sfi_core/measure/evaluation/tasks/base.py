@@ -3,7 +3,7 @@
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from sfi_core.errors import InputError
 
@@ -15,13 +15,11 @@ class TaskSample:
     """One prompt of a task.
 
     Attributes:
-        length: Prompt tokens asked for, an upper bound.
+        length: Prompt tokens asked for, an upper bound of `prompt_ids`.
         prompt: The text, including the chat template.
-        prompt_ids: The text's tokens, at most `length`.
         answers: The strings that the task's score looks for.
         max_new_tokens: Tokens that a full answer needs, with room to spare.
-        sentences: The sentences of the right answer, which is their concatenation; () if the answer does not
-            consist of sentences.
+        sentences: The sentences of the right answer, which is their concatenation; () if it has none.
     """
 
     task: str
@@ -36,43 +34,12 @@ class TaskSample:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A document with a question.
-
-    Attributes:
-        text: Instruction, document and question: the user's turn.
-        lead: First words of the answer, which the model continues.
-        answers: The strings that a right answer contains.
-        sentences: See `TaskSample`.
-    """
+    """A document with a question: the user's turn, the first words of the answer, and as in `TaskSample`."""
 
     text: str
     lead: str
     answers: tuple[str, ...]
     sentences: tuple[str, ...] = ()
-
-
-class Task(Protocol):
-    """A task of `sfi eval`."""
-
-    @property
-    def name(self) -> str:
-        """The name on the command line."""
-
-    @property
-    def bundled(self) -> bool:
-        """Whether the task is made for the bundled checkpoint only."""
-
-    def sample(self, tokenizer: Any, length: int, seed: int) -> TaskSample:
-        """Draw a prompt of at most `length` tokens; the same one for the same arguments.
-
-        Raises:
-            InputError: No prompt of the task is that short, or the tokenizer is missing or cannot write it.
-        """
-
-    def score(
-        self, sample: TaskSample, token_ids: Sequence[int], text: str, tokenizer: Any
-    ) -> dict[str, float]:
-        """Judge a completion, given as tokens and as text; "score" is in [0, 1]."""
 
 
 def seeded(name: str, length: int, seed: int) -> random.Random:
@@ -84,12 +51,6 @@ def depths(seed: int, count: int) -> list[float]:
     """Return relative depths in [0, 1), evenly apart and shifted with the seed."""
     first = seed * 0.6180339887498949 % 1  # the golden ratio: consecutive seeds cover [0, 1) evenly
     return [(first + index / count) % 1 for index in range(count)]
-
-
-def need_tokenizer(name: str, tokenizer: Any) -> None:
-    """Raise `InputError` without a tokenizer."""
-    if tokenizer is None:
-        raise InputError(f"task {name!r} must have a tokenizer, got none")
 
 
 def write_prompt(tokenizer: Any, question: Question) -> tuple[str, tuple[int, ...]]:
@@ -136,7 +97,12 @@ def fit(name: str, tokens: Callable[[int], int], length: int, least: int = 0) ->
 
 @dataclass(frozen=True, slots=True)
 class DocumentTask:
-    """A question over a document of as many units as a prompt's length allows."""
+    """A task of `sfi eval`: a question over a document of as many units as a prompt's length allows.
+
+    Attributes:
+        name: The name on the command line.
+        bundled: Whether the task is made for the bundled checkpoint only.
+    """
 
     name: str
     bundled: bool = False
@@ -151,12 +117,12 @@ class DocumentTask:
         raise NotImplementedError
 
     def sample(self, tokenizer: Any, length: int, seed: int) -> TaskSample:
-        """Draw a prompt of at most `length` tokens.
+        """Draw a prompt of at most `length` tokens; the same one for the same arguments.
 
         Raises:
             InputError: As `fit`, or there is no tokenizer.
         """
-        need_tokenizer(self.name, tokenizer)
+        self.need(tokenizer)
 
         def tokens(units: int) -> int:
             return len(write_prompt(tokenizer, self.question(length, seed, units))[1])
@@ -175,10 +141,18 @@ class DocumentTask:
             sentences=chosen.sentences,
         )
 
+    def need(self, tokenizer: Any) -> None:
+        """Raise `InputError` without a tokenizer."""
+        if tokenizer is None:
+            raise InputError(f"task {self.name!r} must have a tokenizer, got none")
+
     def score(
         self, sample: TaskSample, token_ids: Sequence[int], text: str, tokenizer: Any
     ) -> dict[str, float]:
-        """Return the share of the answers in the text, ignoring case (RULER's string_match_all)."""
+        """Judge a completion, given as tokens and as text; "score" is in [0, 1].
+
+        Here it is the share of the answers in the text, ignoring case (RULER's string_match_all).
+        """
         said = text.lower()
         found = sum(answer.lower() in said for answer in sample.answers)
         return {"score": found / len(sample.answers)}

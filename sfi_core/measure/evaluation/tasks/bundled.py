@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import Any
 
 from sfi_core.errors import InputError
-from sfi_core.measure.evaluation.tasks.base import TaskSample, need_tokenizer
+from sfi_core.measure.evaluation.tasks.base import DocumentTask, TaskSample
 
 ROOM = 5  # tokens beyond the right answer, to notice an answer that does not end
 SENTENCE = 11  # tokens; a document is cut by whole sentences
@@ -18,12 +18,12 @@ LONGEST = 10_600  # tokens; the largest document has a thousand people
 
 
 @dataclass(frozen=True, slots=True)
-class BundledRecall:
+class BundledRecall(DocumentTask):
     """Recall of `asked` sentences, in the order asked."""
 
     name: str = "bundled-recall"
-    asked: int = 5
     bundled: bool = True
+    asked: int = 5
 
     def sample(self, tokenizer: Any, length: int, seed: int) -> TaskSample:
         """Draw the document of held-out seed `seed`."""
@@ -32,7 +32,7 @@ class BundledRecall:
 
         from sfi_core.bundled.train import HELD_OUT, draw  # noqa: PLC0415
 
-        need_tokenizer(self.name, tokenizer)
+        self.need(tokenizer)
         if length > LONGEST:
             raise InputError(
                 f"length must be at most {LONGEST} for task {self.name!r}, got {length}"
@@ -65,10 +65,7 @@ class BundledRecall:
         """Compare with the right tokens, position by position."""
         wanted = self._wanted(sample.answers[0], tokenizer)
         right = sum(a == b for a, b in zip(token_ids, wanted, strict=False))
-        return {
-            "score": float(list(token_ids) == wanted),
-            "token_accuracy": right / len(wanted),
-        }
+        return {"score": float(list(token_ids) == wanted), "token_accuracy": right / len(wanted)}
 
     @staticmethod
     def _wanted(answer: str, tokenizer: Any) -> list[int]:

@@ -23,7 +23,6 @@ class Needles(DocumentTask):
     """A family of needle tasks.
 
     Attributes:
-        keys: People asked about.
         values: Numbers told of each of these people, one a sentence.
         decoys: Whether the haystack tells numbers of many other people.
     """

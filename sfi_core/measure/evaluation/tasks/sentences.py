@@ -37,10 +37,7 @@ class SentenceRecall(DocumentTask):
         """Return the share of the sentences that the text holds word for word."""
         said = " ".join(text.split())
         right = sum(answer in said for answer in sample.answers)
-        return {
-            "score": right / len(sample.answers),
-            "exact": float(right == len(sample.answers)),
-        }
+        return {"score": right / len(sample.answers), "exact": float(right == len(sample.answers))}
 
     def question(self, length: int, seed: int, units: int) -> Question:
         """Draw a text and the people asked about, anywhere in the text."""

@@ -1,15 +1,35 @@
 """The settings of the plugin and of a request, without vLLM: what is taken, and what is refused."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from sfi_core.errors import ConfigError
 from sfi_core.hosts.vllm.request_settings import RequestSettings
-from sfi_core.hosts.vllm.settings import HostFacts, Settings, check_host
+from sfi_core.hosts.vllm.settings import Settings, check_host
 from sfi_core.settings.config import SfiConfig
 
-FITS = dict.fromkeys(("speculative", "latent", "two_batches", "pooling", "asynchronous"), False)
-FITS |= dict.fromkeys(("pipeline", "context_parallel", "tensor_parallel"), 1)
-FITS |= {"kv_heads": 2, "cache_dtype": "auto", "dtype": "bfloat16", "other_layers": ()}
+
+def vllm(**changes: Any) -> SimpleNamespace:
+    """Make vLLM's settings, which fit but for the changes; a name is that of one of their parts."""
+    names = ("decode_context", "prefill_context", "tensor", "pipeline")
+    parallel = dict.fromkeys((f"{name}_parallel_size" for name in names), 1)
+    model = {"dtype": "torch.bfloat16", "use_mla": False, "runner_type": "generate"}
+    model |= {"is_hybrid": False, "is_attention_free": False, "hf_text_config": SimpleNamespace()}
+    parts = {
+        "model_config": model | {"get_total_num_kv_heads": lambda: 2},
+        "parallel_config": parallel | {"use_ubatching": False},
+        "cache_config": {"cache_dtype": "auto"},
+        "scheduler_config": {"async_scheduling": False},
+    }
+    for name, value in changes.items():
+        next((part for part in parts.values() if name in part), parts)[name] = value
+    plain = {"speculative_config": parts.pop("speculative_config", None)}
+    return SimpleNamespace(**plain, **{n: SimpleNamespace(**part) for n, part in parts.items()})
+
+
+LINEAR = SimpleNamespace(layer_types=["full_attention", "linear_attention"])
 
 
 def one_line(error: pytest.ExceptionInfo[ConfigError], part: str) -> bool:
@@ -50,31 +70,32 @@ def test_wrong_settings_are_refused(given, part):
 @pytest.mark.parametrize(
     ("changes", "part"),
     [
-        ({"speculative": True}, "speculative_config"),
-        ({"pipeline": 2}, "pipeline_parallel_size"),
-        ({"context_parallel": 2}, "decode_context_parallel_size"),
+        ({"speculative_config": "a draft model"}, "speculative_config"),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size"),
+        ({"prefill_context_parallel_size": 2}, "decode_context_parallel_size"),
         ({"cache_dtype": "fp8"}, "kv_cache_dtype fp8"),
-        ({"latent": True}, "multi-head latent attention"),
-        ({"two_batches": True}, "enable_dbo"),
-        ({"pooling": True}, "a pooling model"),
-        ({"other_layers": ("linear_attention",)}, "layers of linear_attention"),
-        ({"tensor_parallel": 4}, "more tensor-parallel processes than KV heads"),
+        ({"use_mla": True}, "multi-head latent attention"),
+        ({"use_ubatching": True}, "enable_dbo"),
+        ({"runner_type": "pooling"}, "a pooling model"),
+        ({"hf_text_config": LINEAR}, "layers of linear_attention"),
+        ({"is_hybrid": True}, "layers of state-space"),
+        ({"tensor_parallel_size": 4}, "more tensor-parallel processes than KV heads"),
     ],
     ids=str,
 )
 def test_what_of_vllm_s_settings_does_not_fit_is_refused(changes, part):
-    check_host(HostFacts(**FITS), SfiConfig())
-    check_host(HostFacts(**FITS | {"cache_dtype": "bfloat16"}), SfiConfig())
+    check_host(vllm(), SfiConfig())
+    check_host(vllm(cache_dtype="bfloat16"), SfiConfig())
     with pytest.raises(ConfigError) as error:
-        check_host(HostFacts(**FITS | changes), SfiConfig())
+        check_host(vllm(**changes), SfiConfig())
     assert one_line(error, part)
 
 
 def test_asynchronous_scheduling_wants_a_delay():
-    late = HostFacts(**FITS | {"asynchronous": True})
+    late = vllm(async_scheduling=True)
     check_host(late, SfiConfig())
     check_host(late, SfiConfig().replace(trigger_delay=0, trigger_policy="stride"))
-    check_host(HostFacts(**FITS), SfiConfig().replace(trigger_delay=0))
+    check_host(vllm(), SfiConfig().replace(trigger_delay=0))
     with pytest.raises(ConfigError) as error:
         check_host(late, SfiConfig().replace(trigger_delay=0))
     assert one_line(error, "trigger_delay must be at least 1 with async_scheduling")

@@ -10,8 +10,7 @@ from sfi_core.engine.ledger import RequestPass
 from sfi_core.errors import ConfigError
 from sfi_core.hosts.vllm.borrowed import BorrowedPages
 from sfi_core.hosts.vllm.entry import Entry
-from sfi_core.hosts.vllm.parts import part_of
-from sfi_core.hosts.vllm.rows import HostRows, RowMatcher, last_blocks
+from sfi_core.hosts.vllm.rows import HostRows, RowMatcher, last_blocks, part_of
 from sfi_core.hosts.vllm.settings import Settings
 from sfi_core.hosts.vllm.slots_memory import check_slots, norm_count, segment_rows
 from sfi_core.hosts.vllm.worker import MatchedPass, Row

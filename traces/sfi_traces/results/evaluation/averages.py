@@ -20,10 +20,8 @@ Place = tuple[Any, ...]  # a task and a length
 def summarize_averages(rows: Iterable[Row]) -> list[dict[str, Any]]:
     """Average the scores of each method and size over tasks and lengths, each with the same weight.
 
-    Returns:
-        Plain rows: `score`, `low` and `high`; `difference` from full attention on the same samples; `read`
-        and `stored_ratio`; `places`, the number of tasks x lengths. All but `places` are None if a method
-        lacks a score at one of them.
+    `difference` is from full attention on the same samples; `places` is the number of tasks x lengths. All
+    but `places` are None if a method lacks a score at one of them.
     """
     found: dict[tuple[Any, ...], dict[Place, list[Row]]] = {}
     names: dict[tuple[Any, ...], dict[str, Any]] = {}

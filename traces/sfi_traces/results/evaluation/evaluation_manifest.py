@@ -18,11 +18,7 @@ NEEDED = (
 
 
 def check_new(path: Path, *, force: bool) -> None:
-    """Refuse a folder that cannot take a new evaluation.
-
-    Raises:
-        ConfigError: The folder holds an evaluation and `force` is off, or other files.
-    """
+    """Raise `ConfigError` for a folder with other files, or with an evaluation if `force` is off."""
     if path.exists() and not path.is_dir():
         raise ConfigError(f"results folder {path} must be a folder, got a file")
     if not path.exists() or all(one.name == LOCK for one in path.iterdir()):
@@ -40,11 +36,7 @@ def check_new(path: Path, *, force: bool) -> None:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """Read the manifest of an evaluation.
-
-    Raises:
-        InputError: The folder has no manifest, a damaged one, or one of another version.
-    """
+    """Read the manifest of an evaluation; raises `InputError` for none, a damaged one or another version."""
     file = path / MANIFEST
     try:
         document = json.loads(file.read_text(encoding="utf-8"))

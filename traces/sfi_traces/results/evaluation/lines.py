@@ -25,11 +25,8 @@ NEEDED: dict[str, tuple[str, ...]] = {
 def read_lines(path: Path, table: str) -> tuple[list[dict[str, Any]], list[str]]:
     """Read the whole lines of a file; a torn last line is dropped, a missing file has none.
 
-    Returns:
-        The rows; and for each damaged line its number and fault.
-
-    Raises:
-        InputError: The file cannot be read.
+    Returns the rows, and for each damaged line its number and fault. Raises `InputError` if the file cannot
+    be read.
     """
     try:
         data = path.read_bytes() if path.exists() else b""

@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from sfi_core.errors import ConfigError, SfiError
 from sfi_core.measure.evaluation.grid import Grid
-from sfi_traces.atomic_file import write_atomically
+from sfi_traces.atomic_file import atomic_file, write_atomically
 from sfi_traces.record.manifest import now, write_manifest
 from sfi_traces.results.evaluation.evaluation_manifest import (
     KIND,
@@ -20,12 +20,23 @@ from sfi_traces.results.evaluation.evaluation_manifest import (
     read_manifest,
 )
 from sfi_traces.results.evaluation.lines import read_lines, write_line
-from sfi_traces.results.evaluation.parquet_file import flat, write_table
+from sfi_traces.results.evaluation.summary import NAMES
+from sfi_traces.results.parquet import write_rows
 
 if sys.platform != "win32":
     import fcntl
 
+Rows = Sequence[Mapping[str, Any]]
+
 TABLES = {"samples": "results", "fidelity": "fidelity"}  # table: its Parquet file
+
+# types of columns that may hold only nulls; all others are floats
+TEXT = ("method", "policy", "preset", "size", "task", "text", "finish_reason", "error")
+INTEGERS = (
+    "budget", "recent", "length", "seed", "prompt_tokens", "generated", "slow_steps", "fast_steps",
+    "verifications", "drafted", "tested", "accepted",
+)  # fmt: skip
+LISTS, IDS = ("sentence_places", "sentence_scores"), ("token_ids",)
 
 
 class ResultsFolder:
@@ -89,11 +100,7 @@ class ResultsFolder:
         return results
 
     def begin(self) -> None:
-        """Remove rows with an error and damaged lines, which the resumed run makes again.
-
-        Raises:
-            SfiError: The folder cannot be written; the rows stay.
-        """
+        """Remove rows with an error and damaged lines, which the resumed run makes again."""
         with _writing(self.path):
             for table, rows in self.rows.items():
                 path = _lines(self.path, table)
@@ -105,11 +112,7 @@ class ResultsFolder:
             self.damaged = []
 
     def append(self, table: str, row: dict[str, Any]) -> None:
-        """Add a row, and wait until it is on disk.
-
-        Raises:
-            SfiError: The folder cannot be written.
-        """
+        """Add a row, and wait until it is on disk; raises `SfiError` if the folder cannot be written."""
         line = write_line(row)
         with _writing(self.path), _lines(self.path, table).open("ab") as file:
             file.write(line)
@@ -120,19 +123,15 @@ class ResultsFolder:
     def close(self, stopped: str | None = None, parts: Sequence[Grid] = ()) -> None:
         """Write the Parquet files, note in the manifest how the run ended, and unlock the folder.
 
-        Args:
-            stopped: Why the run ended early; None if it is complete.
-            parts: Grids whose keys give the order of the rows.
-
-        Raises:
-            SfiError: The folder cannot be written.
+        `stopped` says why the run ended early, None if it is complete; the keys of `parts` order the rows.
+        Raises `SfiError` if the folder cannot be written.
         """
         with _writing(self.path):
             self.order(parts)
             self.manifest |= {"finished": None if stopped else now(), "stopped": stopped}
             for table, name in TABLES.items():
-                if rows := flat(table, self.rows[table]):
-                    write_table(self.path / f"{name}.parquet", rows, table, self.manifest)
+                if rows := _flat(table, self.rows[table]):
+                    _write_table(self.path / f"{name}.parquet", rows, table, self.manifest)
             write_manifest(self.path, self.manifest)
         self.leave()
 
@@ -177,3 +176,26 @@ def _writing(path: Path) -> Iterator[None]:
 
 def _lines(path: Path, table: str) -> Path:
     return path / f"{table}.jsonl"
+
+
+def _flat(table: str, rows: Rows) -> Rows:
+    """Return one row for each sample, or for each step of a window."""
+    if table == "samples":
+        return rows
+    return [
+        {
+            **{name: row[name] for name in (*NAMES, "length")},
+            "window": row["window"],
+            **{name: values[step] for name, values in row["steps"].items() if name != "window"},
+        }
+        for row in rows
+        if row["steps"] is not None
+        for step in range(len(row["steps"]["step"]))
+    ]
+
+
+def _write_table(path: Path, rows: Rows, table: str, manifest: Mapping[str, Any]) -> None:
+    """Write rows that `_flat` returned, at least one; table name and manifest go into the file's metadata."""
+    facts = {"table": table, "manifest": json.dumps(manifest, ensure_ascii=False)}
+    with atomic_file(path) as temporary:
+        write_rows(temporary, rows, facts, text=TEXT, integers=INTEGERS, lists=LISTS, ids=IDS)

@@ -22,12 +22,10 @@ Row = Mapping[str, Any]
 def summarize(rows: Iterable[Row]) -> list[dict[str, Any]]:
     """Average the samples of each task, length, method and size, in the order of the rows.
 
-    Returns:
-        Plain rows. `score`, `low` and `high`: the mean and its Wilson interval. `difference`: paired, from
-        full attention on the same samples, None without it; `interval_method`: of its bootstrap interval.
-        `read`: share read by attention and selection. `n`: scored samples; `failed`: those without a score,
-        which no mean includes. `by_place`: share of right sentences by place in the answer. `lossless`: see
-        `drafting`.
+    `score`, `low` and `high`: the mean and its Wilson interval. `difference`: paired, from full attention on
+    the same samples, None without it. `read`: share read by attention and selection. `n`: scored samples;
+    `failed`: those without a score, which no mean includes. `by_place`: share of right sentences by place in
+    the answer. `lossless`: see `drafting`.
     """
     found = _grouped(rows, (*PLACE, *VARIANT))
     references: dict[tuple[Any, ...], list[Row]] = {}
@@ -41,9 +39,8 @@ def summarize(rows: Iterable[Row]) -> list[dict[str, Any]]:
 def summarize_fidelity(rows: Iterable[Row]) -> list[dict[str, Any]]:
     """Summarize the windows of each length, method and size.
 
-    Returns:
-        Plain rows: KL, agreement and perplexities over all steps except each window's first, which is full
-        attention's; the same by position in the sentence; ratios, averaged over windows.
+    KL, agreement and perplexities are over all steps except each window's first, which is full attention's;
+    the same by position in the sentence; ratios are averaged over windows.
     """
     from sfi_core.measure.evaluation.text_grid import from_rows  # noqa: PLC0415 - torch, for those who need it
 
@@ -70,9 +67,8 @@ def summarize_fidelity(rows: Iterable[Row]) -> list[dict[str, Any]]:
 def by_place(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """Average the scores of sentences at the same place of an answer; samples without sentences are skipped.
 
-    Returns:
-        A row for each group of neighboring sentences: the numbers of its `first` and `last` sentence, from 1
-        on; the first one's mean `place` in tokens; the mean `score`; and `n` sentences over all samples.
+    A row for each group of neighboring sentences has the numbers of its `first` and `last` one, from 1 on,
+    the first one's mean `place` in tokens, the mean `score`, and `n` sentences over all samples.
     """
     known = [row for row in rows if row.get("sentence_scores")]
     most = max((len(row["sentence_scores"]) for row in known), default=0)

@@ -1,23 +1,53 @@
-"""The settings as rows, and as a table."""
+"""`sfi config list`: every setting with its type, default, range and meaning."""
 
 from shutil import get_terminal_size
-from typing import Any
+from typing import Annotated, Any
 
+import typer
+
+from sfi_cli import options as o
+from sfi_cli.settings.complete import names
 from sfi_cli.settings.tables import SETTINGS, places
 from sfi_cli.settings.text import written
-from sfi_cli.terminal.tables import plain_console, printed
 from sfi_core.errors import ConfigError
 from sfi_core.settings.config import SfiConfig
 
 LEAST_WIDTH = 100  # of the table; a narrower one would break the meanings into single words
+app = typer.Typer(help="Show the settings of --set and --config.", no_args_is_help=True)
 
 
-def rows_of(prefix: str, preset: str | None) -> list[dict[str, Any]]:
-    """Describe the settings whose names begin with `prefix`, in plain values.
+@app.callback()
+def config() -> None:
+    """Show the settings of --set and --config."""
 
-    Raises:
-        ConfigError: No setting's name begins so, or the preset is unknown.
+
+Prefix = Annotated[
+    str, typer.Argument(help="Only names that begin with this: selector, t_.", autocompletion=names(SETTINGS))
+]  # fmt: skip
+
+
+@app.command("list")
+def list_settings(prefix: Prefix = "", preset: o.Preset = None, json: o.Json = False) -> None:
+    r"""List the settings that --set NAME=VALUE and a TOML file of --config take.
+
+    The name of a setting in a table is TABLE.NAME; in a file it stands below [TABLE].
+
+    For example:
+
+      sfi config list
+
+      sfi config list selector --preset released
+
+      sfi generate --set selector.alpha=0.7 --set 'triggers=[".", "\n"]' --set engine.overlap=false
     """
+    from sfi_cli.terminal.output import Output
+
+    document = {"preset": preset, "settings": _rows(prefix, preset)}
+    Output(json=json).data(document, _text)
+
+
+def _rows(prefix: str, preset: str | None) -> list[dict[str, Any]]:
+    # the settings whose names begin with `prefix`, in plain values
     config = SfiConfig() if preset is None else SfiConfig.preset(preset)
     values = config.to_dict()
     found = []
@@ -36,10 +66,12 @@ def rows_of(prefix: str, preset: str | None) -> list[dict[str, Any]]:
     return found
 
 
-def settings_text(document: dict[str, Any]) -> str:
-    """Return the settings as a table as wide as the terminal."""
+def _text(document: dict[str, Any]) -> str:
+    # a table as wide as the terminal
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
+
+    from sfi_cli.terminal.tables import plain_console, printed
 
     preset = document["preset"]
     table = Table(box=SIMPLE_HEAD)

@@ -1,0 +1,57 @@
+"""Opens a trace for figures and reports, and names the files beside it."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from sfi_cli.terminal.output import Output, message
+from sfi_core.errors import SfiError
+
+
+@contextmanager
+def report_after(trace: Path, *, force: bool, quiet: bool) -> Iterator[None]:
+    """Write the report of the trace that the body records; check before the body that it can be written.
+
+    Raises:
+        ConfigError: The report's file exists and `force` is off.
+        BackendError: No Plotly.
+    """
+    from sfi_traces.report import check_report, render
+
+    check_report()
+    path = beside(trace, "report.html")
+    make_folder(path.parent)
+    with Output(path, force=force, quiet=quiet) as file:
+        yield
+        if file.path is not None:  # None on all ranks but the first
+            file.text(render(open_view(trace, None)))
+
+
+def beside(trace: Path, name: str) -> Path:
+    """Name a file after a trace, in the trace's parent folder."""
+    folder = trace.resolve()
+    # the parent as the user wrote it, unless the trace is a path such as `.`
+    place = trace.parent if trace.name == folder.name else folder.parent
+    return place / f"{folder.name}-{name}"
+
+
+def open_view(trace: Path, request: int | None, **part: int | None) -> Any:
+    """Open a trace and choose the part to show, as `View` does; tell the user about other requests."""
+    from sfi_traces.model.trace import Trace
+    from sfi_traces.views.view import View
+
+    view = View(Trace.open(trace), request, **part)
+    if request is None and len(view.requests) > 1:
+        message(
+            f"showing request {view.request} of {len(view.requests)}; --request chooses another"
+        )
+    return view
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder of outputs, if it is not there; raises `SfiError` if it cannot be made."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SfiError(f"output {folder} cannot be made: {error.strerror}") from error

@@ -1,0 +1,151 @@
+"""Figures of a trace by matplotlib, one for each kind."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from sfi_traces.figures.style import colorbar, mark_slow, new_figure, plain, title
+from sfi_traces.summary.lags import color_range
+from sfi_traces.views import captions
+from sfi_traces.views.figure_data import lambda_over_time, retained_mass, step_phases
+from sfi_traces.views.labels import ACROSS, CLIP, PHASES, WITHIN, step_ticks
+from sfi_traces.views.view import View
+
+MOST_LABELS, MOST_LINES = 64, 24  # of the heat map
+MOST_BARS = 60  # of lambda*; beyond, error bars would hide each other
+MOST_NUMBERS = 400  # cells of retained mass with their number written in
+
+
+def heatmap(view: View) -> Any:
+    """Draw the overlap of every two audited steps' supports (the paper's Figure 1A)."""
+    supports = view.supports.thinned()
+    overlap, count = supports.overlap, supports.steps
+    figure = new_figure(9.6, 8.8)
+    axes = figure.subplots()
+    low, high = color_range(overlap)
+    image = axes.imshow(overlap, cmap="viridis", vmin=low, vmax=high, interpolation="nearest")
+    sentence = view.steps.sentence[view.steps.rows(supports.step_N)]
+    edges = np.flatnonzero(np.diff(sentence)) + 0.5
+    ends = np.array([-0.5, *edges, count - 0.5])
+    # lines cross the whole map; many lines only frame each sentence
+    begin, end = (-0.5, count - 0.5) if len(edges) <= MOST_LINES else (ends[:-2], ends[2:])
+    for lines in (axes.vlines, axes.hlines):
+        lines(edges, begin, end, color="white", linewidth=1 if count <= MOST_LABELS else 0.6)
+    entries, labels = step_ticks(view.steps, supports.step_N, MOST_LABELS)
+    size = 7.5 if len(entries) <= MOST_LABELS * 2 // 3 else 6.5
+    axes.set_xticks(entries, labels, rotation=90, fontsize=size, parse_math=False)
+    axes.set_yticks(entries, labels, fontsize=size, parse_math=False)
+    axes.tick_params(length=2, pad=1.5)
+    axes.spines[:].set_visible(False)
+    extend = "max" if high < 1 else "neither"
+    bar = colorbar(figure, image, axes, shrink=0.6, aspect=30, pad=0.015, extend=extend)
+    bar.set_label("overlap coefficient", fontsize=9)
+    title(figure, captions.stability(view, supports), view)
+    return figure
+
+
+def lag(view: View) -> Any:
+    """Draw the overlap of pairs within a sentence and across a boundary, and the number of pairs."""
+    lines = view.lags
+    figure = new_figure(9, 5.6)
+    axes, below = figure.subplots(2, 1, sharex=True, height_ratios=(4, 1))
+    for line, color in zip(lines, (WITHIN, ACROSS), strict=True):
+        label = f"{line.name}, mean {line.overall:.3f} of {line.pairs.sum():,} pairs"
+        axes.fill_between(line.lag, line.low, line.high, color=color, alpha=0.18, linewidth=0)
+        axes.plot(
+            line.lag, line.mean, color=color, linewidth=2, marker="o", markersize=2.5, label=label
+        )
+        below.plot(line.lag, line.pairs, color=color, linewidth=1.2)
+    axes.set_ylim(0, 1)
+    axes.set_xlim(left=0)
+    axes.set_ylabel("overlap coefficient")
+    axes.legend(frameon=False, fontsize=9)
+    below.set_ylabel("pairs")
+    below.set_ylim(bottom=0)
+    below.set_xlabel("lag: steps apart")
+    plain(axes)
+    plain(below)
+    title(figure, captions.lag(view), view)
+    return figure
+
+
+def lambda_star(view: View) -> Any:
+    """Draw the median, the spread over layers and KV heads, and the clip."""
+    data = lambda_over_time(view)
+    figure = new_figure(9, 4.6)
+    axes = figure.subplots()
+    label = "median, 10 to 90 % of layers and KV heads"
+    if len(data.step) <= MOST_BARS:
+        spread = [data.median - data.low, data.high - data.median]
+        axes.errorbar(
+            data.step, data.median, yerr=spread, fmt="o", color=WITHIN, markersize=4, label=label
+        )
+    else:
+        axes.fill_between(data.step, data.low, data.high, color=WITHIN, alpha=0.2, linewidth=0)
+        axes.plot(data.step, data.median, color=WITHIN, linewidth=1.2, label=label)
+    clip = data.clip
+    axes.axhline(clip, color=CLIP, linestyle="--", linewidth=1.2, label=f"clip at {clip:g}")
+    axes.set_ylim(0, 1.12 * max(clip, data.high.max()))
+    axes.set_xlabel("decoding step")
+    axes.set_ylabel("lambda*")
+    figure.legend(loc="outside lower left", ncols=3, frameon=False, fontsize=9)
+    plain(axes)
+    title(figure, captions.lambda_star(data), view)
+    return figure
+
+
+def retained(view: View) -> Any:
+    """Draw a cell for each layer and KV head, with its number if there are few."""
+    data = retained_mass(view)
+    shown = data.map
+    rows, columns = shown.value.shape
+    width, height = 2.6 + 0.62 * columns, 1.9 + 0.34 * rows
+    figure = new_figure(min(14, max(6.5, width)), min(14, max(3.6, height)))
+    axes = figure.subplots()
+    low = min(float(np.nanmin(shown.value)), 0.99)
+    image = axes.imshow(shown.value, cmap="viridis", vmin=low, vmax=1, aspect="auto")
+    if shown.value.size <= MOST_NUMBERS:
+        for (row, column), one in np.ndenumerate(shown.value):
+            shade = "black" if one > (low + 1) / 2 else "white"
+            text = "" if np.isnan(one) else f"{one:.3f}"
+            axes.text(column, row, text, ha="center", va="center", fontsize=7.5, color=shade)
+    axes.tick_params(length=0, labelsize=8)
+    axes.spines[:].set_visible(False)
+    colorbar(figure, image, axes, aspect=30, pad=0.02)
+    axes.set_xticks(range(columns), map(str, shown.heads))
+    axes.set_yticks(range(rows), map(str, shown.layers))
+    axes.set_xlabel("KV head")
+    axes.set_ylabel("layer")
+    title(figure, captions.retained(view, data), view)
+    return figure
+
+
+def timeline(view: View) -> Any:
+    """Draw a bar for each step, its phases stacked."""
+    data = step_phases(view)
+    figure = new_figure(11, 5.4)
+    axes = figure.subplots()
+    edges = np.array([*data.step, data.step[-1] + data.per_bar]) - 0.5
+    base = np.zeros(len(data.step))
+    for name, spent_us in data.phases.items():
+        top = base + spent_us / 1000
+        axes.stairs(top, edges, baseline=base, fill=True, color=PHASES[name], label=name)
+        base = top
+    axes.set_xlim(edges[0], edges[-1])
+    axes.set_ylim(0, 1.02 * base.max())
+    if len(data.slow) < len(data.step) * data.per_bar:
+        mark_slow(axes, data.slow)
+    axes.set_xlabel("decoding step")
+    axes.set_ylabel("milliseconds")
+    plain(axes)
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles[::-1], labels[::-1], loc="outside right upper", fontsize=8, frameon=False)
+    title(figure, captions.timeline(data), view)
+    return figure
+
+
+# each raises `TraceError` for a trace that lacks its data; the message names the option that records it
+KINDS: dict[str, Callable[[View], Any]] = {
+    "heatmap": heatmap, "lag": lag, "lambda": lambda_star, "retained": retained, "timeline": timeline,
+}  # fmt: skip
