@@ -142,11 +142,12 @@ def tune(
     if (prompt_file or batch) and not confirm:
         raise ConfigError("prompt-file and batch must come with --confirm, got none")
     options = {"trigger_policy": trigger_policy, "t_max": t_max, "budget": budget}
+    axes, trigger_sets = texts(DIMENSIONS, search, options), named_strings(trigger_set)
     with Output(output, plot=plot, force=force, json=json, quiet=quiet) as written:
         tuning = Tuning.of(
             [Trace.open(path) for path in traces],
-            axes=texts(DIMENSIONS, search, options),
-            trigger_sets=named_strings(trigger_set),
+            axes=axes,
+            trigger_sets=trigger_sets,
             mining=settings.table(TuneTable).mine,
             objectives=objectives(words(objective)),
             limits=Limits(min_retained=min_retained, max_read=max_read),
