@@ -20,6 +20,7 @@ SLOTS = tl.constexpr(layout.SLOTS)
 KEYS = 64  # of a program that codes
 TOKENS = 512  # of a program that scores
 GROUP = 16  # query heads of a program that scores, at most
+FOUR_WARPS = 192  # the widest head whose scan spills nothing with four warps on sm_80, 90 and 100
 
 
 @triton.jit(do_not_specialize=["T", "head_stride", "token_stride"])
@@ -110,7 +111,7 @@ def scan_codes(
         query_HGD.contiguous(), code_HXT, basis.mean_HD.contiguous(), basis.query_HDC,
         logits_HGT, scale, T, code_HXT.stride(0), code_HXT.stride(1), *basis.query_HDC.stride(),
         W=W, G=G, D=D, BLOCK_G=block, BLOCK_T=TOKENS, BLOCK_D=padded(D),
-        num_warps=8 if D > 192 else 4,  # no spill on sm_80, 90, 100
+        num_warps=4 if D <= FOUR_WARPS else 8,
     )  # fmt: skip
     return logits_HGT
 
