@@ -37,9 +37,15 @@ from sfi_core.state.request import RequestState
 from sfi_core.state.side_stream import side_of
 from sfi_kernels.code_scan import BatchCodes
 from sfi_kernels.compiled import why_not
-from sfi_kernels.numpy_views import readable
+from sfi_kernels.numpy_views import KINDS
 
 CPU = torch.device("cpu")
+
+
+def reads_in_place(policy: Policy, backend: str, device: torch.device, dtype: torch.dtype) -> bool:
+    """Say whether fast steps read selected rows in a whole cache's pages, by numba, and pack none."""
+    anew = policy.selects_before and not policy.selects_next
+    return anew and backend == "torch" and device.type == "cpu" and dtype in KINDS and not why_not()
 
 
 @dataclass(slots=True)
@@ -204,12 +210,10 @@ class Run:
         return self.segments[layer]
 
     def in_place(self, layer: int) -> bool:
-        """Say whether fast steps read selected rows in the pages, by numba, so that nothing is packed."""
-        anew = self.policy.selects_before and not self.policy.selects_next
-        if not (anew and self.store.backend == "torch" and self.store.whole_on_device):
-            return False
-        pages = self.store.pages(layer)
-        return readable(pages.key_PHND, pages.value_PHNE) and not why_not()
+        """Say whether a layer's fast steps read as `reads_in_place` says."""
+        store, key_PHND = self.store, self.store.pages(layer).key_PHND
+        kind = key_PHND.device, key_PHND.dtype
+        return store.whole_on_device and reads_in_place(self.policy, store.backend, *kind)
 
     @property
     def chooses(self) -> bool:

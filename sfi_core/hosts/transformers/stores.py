@@ -1,12 +1,13 @@
 """The two-tier KV store of a run under a device budget."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from sfi_core.engine.maintenance import first_together, worked_off_together
+from sfi_core.engine.run import reads_in_place
 from sfi_core.errors import BackendError, ConfigError, MemoryForecastError
 from sfi_core.hosts.transformers.lossless import drafting_of
 from sfi_core.machine.memory import free_bytes
@@ -152,6 +153,9 @@ def expect(
     joins = isinstance(policy, EvidencePolicy) and tiers is None
     logits = heads * policy.config.window_prefill * capacity  # of a prompt's first selection
     joined = worked_off_together(heads * capacity, len(shapes)) if joins else 1
+    unpacked: Collection[int] = () if together else policy.config.dense_layers
+    if tiers is None and reads_in_place(policy, session.backend, model.device, model.dtype):
+        unpacked = range(len(shapes))
     expected = forecast(
         model,
         shapes,
@@ -164,7 +168,7 @@ def expect(
         prefill_chunk=prefill_chunk,
         refreshed_together=batch if together else joined,
         first_together=min(batch, first_together(logits)) if together else 1,
-        unpacked=() if together else policy.config.dense_layers,
+        unpacked=unpacked,
         evidence_buffers=ring_places(model.device, overlap=session.engine.overlap),
         graphs=graphs,
         drafting=drafting_of(session),
