@@ -112,6 +112,7 @@ def forecast(
     refreshed_together: int = 1,
     first_together: int = 1,
     unpacked: Collection[int] = (),
+    packs: bool = True,
     evidence_buffers: int = 1,
     summary: Callable[[LayerShape, int], int] | None = None,
     graphs: bool = False,
@@ -131,6 +132,7 @@ def forecast(
         refreshed_together: Requests whose memory one slow step refreshes at once: all on the triton backend.
         first_together: Requests whose first selections share their launches.
         unpacked: Layers without a packed segment.
+        packs: Whether fast steps read packed rows, not the pages themselves.
         evidence_buffers: Layers whose evidence is held at once.
         summary: As `Policy.summary_bytes`; None for no summaries.
         graphs: Whether steps are replayed as CUDA graphs.
@@ -159,7 +161,7 @@ def forecast(
         resident_bytes=resident_bytes(model.device),
         kv_bytes=sum(layer.row_bytes for layer in managed) * batch * capacity,
         norm_bytes=sum(layer.heads for layer in managed) * FLOAT32 * batch * capacity,
-        packed_bytes=sum(layer.row_bytes for layer in chosen) * batch * rows,
+        packed_bytes=sum(layer.row_bytes for layer in chosen) * batch * rows * packs,
         summary_bytes=batch * sum(summary(layer, capacity) for layer in managed if summary),
         sliding_bytes=window_bytes * batch * held,
         workspace_bytes=max(reading, first, later, verifying) * slack + kept,
