@@ -99,8 +99,8 @@ def _project(
 def _code_scan_sums_kernel(
     query_ptr, key_ptr, value_ptr, block_table_ptr, table_ptr, mean_ptr, encode_ptr, basis_ptr, word_ptr,
     sum_ptr, summed_ptr, recent_ptr, mean_value_ptr, factor_ptr, lse_ptr, counts_ptr, scale,
-    pages_per_request, capacity, budget,
-    KEY_STRIDES: tl.constexpr, VALUE_STRIDES: tl.constexpr, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr, W: tl.constexpr, PAGE: tl.constexpr,
+    pages_per_request, capacity, budget, KEY_STRIDES: tl.constexpr, VALUE_STRIDES: tl.constexpr,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr, W: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
     CHUNK: tl.constexpr, CHOOSE: tl.constexpr,
 ):  # fmt: skip
