@@ -6,7 +6,7 @@ from sfi_kernels.key_codes import CodeBasis, bits_of
 
 # by bits: the step, in standard deviations, of the best uniform quantizer of a normal variable
 STEP = {1: 1.596, 2: 0.9957, 4: 0.3352}
-KEYS = 4096  # fewer than twice as many are looked at, which is enough for a covariance
+KEYS = 2048  # fewer than twice as many are looked at, which is enough for a covariance
 RIDGE = 1e-2  # share of the queries' mean variance that is added in all directions
 
 
