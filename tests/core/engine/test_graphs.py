@@ -165,20 +165,18 @@ def test_the_drafts_of_a_lossless_run_are_replayed(complete, recorder, monkeypat
         monkeypatch.delitem(op.__dict__, "triton")
     config = CONFIG.replace(budget=3, recent=3, draft=DraftConfig(max_tokens=4, adaptive=False))
     options = {
-        "policy": policy,
-        "config": config,
-        "prompts": [PROMPTS[0], PROMPTS[2]],
-        "lossless": True,
-        "max_new_tokens": 6 if policy == "codescan" else NEW,
-    }
+        "policy": policy, "config": config, "lossless": True, "prompts": [PROMPTS[0], PROMPTS[2]],
+    }  # fmt: skip
+    if policy == "codescan":  # by the kernels themselves, which take long
+        options |= {"prompts": [PROMPTS[0][:20]], "max_new_tokens": 6}
     (eager, expected), (graphed, heard) = (complete(one, **options) for one in (False, True))
     assert [r.token_ids for r in graphed.requests] == [r.token_ids for r in eager.requests]
     assert [r.lossless for r in graphed.requests] == [r.lossless for r in eager.requests]
     assert told(heard) == told(expected)
     assert any(r.lossless.accepted < r.lossless.drafted for r in eager.requests)
     replays, once = (graphed.paths.pop(f"graph.{how}") for how in ("replay", "eager"))
-    assert replays > 2
-    assert once > 2
+    assert replays > 1
+    assert once > 0
     assert graphed.paths == eager.paths
     assert recorder.tapes == 1
 
