@@ -1,8 +1,8 @@
 """The forward pass under way: what each request does in it, and what all layers share."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, Self
+from typing import NamedTuple, Protocol, Self
 
 import torch
 
@@ -156,8 +156,11 @@ class BatchPass:
         return self.decodes or bool(self.ended)
 
 
-# returns the requests of a pass as a descriptor lists them; `dense=True` makes every decoding request slow
-Requests = Callable[..., list[StepRequest]]
+class Requests(NamedTuple):
+    """The requests of a pass as a descriptor lists them; `dense` has them all slow, for `dense_layers`."""
+
+    own: list[StepRequest]
+    dense: list[StepRequest] | None
 
 
 class Descriptors(Protocol):
@@ -177,16 +180,14 @@ class Descriptors(Protocol):
 class FreshDescriptors:
     """Writes each pass's descriptors into new buffers, and plans the triton backend's work."""
 
-    policy: Policy
     store: KVStore
     device: torch.device
     launched: bool = False
 
     def describe(self, known: Requests) -> tuple[StepDescriptor, StepDescriptor | None]:
         """See `Descriptors`."""
-        descriptor = self._describe(known(dense=False))
-        dense_layers = self.policy.config.dense_layers
-        return descriptor, self._describe(known(dense=True)) if dense_layers else None
+        dense = None if known.dense is None else self._describe(known.dense)
+        return self._describe(known.own), dense
 
     def _describe(self, requests: Sequence[StepRequest]) -> StepDescriptor:
         decodes = any(request.mode in (FAST, SLOW) for request in requests)
@@ -211,13 +212,12 @@ def plan(descriptor: StepDescriptor, store: KVStore, device: torch.device) -> No
 def known_requests(
     passes: Sequence[RequestPass], states: Sequence[RequestState], policy: Policy
 ) -> Requests:
-    """Return the function that lists the requests of a pass for its descriptors."""
-
-    def requests(*, dense: bool) -> list[StepRequest]:
-        pairs = zip(passes, states, strict=True)
-        return [_step_request(one, state, policy, dense=dense) for one, state in pairs]
-
-    return requests
+    """List the requests of a pass for its descriptors."""
+    pairs = list(zip(passes, states, strict=True))
+    own = [_step_request(*pair, policy, dense=False) for pair in pairs]
+    if not policy.config.dense_layers:
+        return Requests(own, None)
+    return Requests(own, [_step_request(*pair, policy, dense=True) for pair in pairs])
 
 
 def _step_request(

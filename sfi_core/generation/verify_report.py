@@ -91,15 +91,6 @@ class VerifyReport:
             row = asdict(request) | {"first_doubtful": request.first_doubtful}
             for one in row["differing"]:
                 one["behind_ulp"] = None if one["behind_ulp"] == float("inf") else one["behind_ulp"]
-            row["near_ties"], row["differing"] = list(row["near_ties"]), list(row["differing"])
             requests.append(row)
-        return {
-            "ok": self.ok,
-            "tokens": self.tokens,
-            "near_ties": self.near_ties,
-            "differing": self.differing,
-            "dtype": self.dtype,
-            "near_ulp": self.near_ulp,
-            "bound_ulp": self.bound_ulp,
-            "requests": requests,
-        }
+        names = "ok", "tokens", "near_ties", "differing", "dtype", "near_ulp", "bound_ulp"
+        return {name: getattr(self, name) for name in names} | {"requests": requests}

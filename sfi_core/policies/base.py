@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch.nn.functional import pad
@@ -11,6 +11,7 @@ from sfi_core.policies.context import BatchContext, Evidence, LayerContext, Note
 from sfi_core.settings.config import SfiConfig
 from sfi_core.state.layer_shape import LayerShape
 from sfi_core.state.request import RequestState
+from sfi_core.triggers.trigger import Trigger
 from sfi_kernels.code_scan import Choice
 from sfi_kernels.constants import MASKED_SCORE
 from sfi_kernels.pseudo_token import PseudoToken
@@ -34,13 +35,6 @@ class Selection:
     pseudo: PseudoToken | None = None
 
 
-class Rule(Protocol):
-    """Decides when a slow step is due; `triggers.trigger.Trigger` is the one of a run."""
-
-    def reason(self, state: RequestState) -> str:
-        """Return why the next step is slow, or "" if it is fast."""
-
-
 class Policy:
     """Base of the policies. By default every step is fast and nothing is selected.
 
@@ -51,6 +45,7 @@ class Policy:
         config: The run's settings; budgets are tokens per KV head.
         trigger: Decides when a slow step is due.
         prompt_only: Call `select_after` at the end of the prompt only.
+        fixed: Settings that the method always runs with, whatever the user's are.
         evicts: The method drops unselected tokens for good, so that it needs less memory.
         drafts: Fast steps can be taken back, as a lossless run does with rejected tokens.
         offloads: Runs over a store with most keys and values in host memory.
@@ -61,6 +56,7 @@ class Policy:
     """
 
     prompt_only = False
+    fixed: ClassVar[Mapping[str, Any]] = {}
     evicts = False
     drafts = False
     offloads = False
@@ -76,15 +72,15 @@ class Policy:
         cls.chooses = cls.choose is not Policy.choose
         cls.mixes_heads = cls.dense_heads is not Policy.dense_heads
 
-    def __init__(self, config: SfiConfig, trigger: Rule, layers: Sequence[int] = ()) -> None:
+    def __init__(self, config: SfiConfig, trigger: Trigger, layers: Sequence[int] = ()) -> None:
         """Take the settings; `layers` are the model's full-attention layers."""
         self.config = self.adapt(config)
         self.trigger = trigger
 
     @classmethod
     def adapt(cls, config: SfiConfig) -> SfiConfig:
-        """Return the settings that the method runs with."""
-        return config
+        """Return the settings that the method runs with: by default with those that it has `fixed`."""
+        return config.replace(**cls.fixed)
 
     def plan(self, requests: Sequence[RequestState]) -> list[str]:
         """Return why each request is slow in the next step, t >= 1, or "" if it is fast."""

@@ -52,14 +52,7 @@ class KVCache(PagedView):
             self.layers[layer] = self._allocate(key_BHTD, value_BHTE)
         pages = self.layers[layer]
         append.on(self.backend)(
-            key_BHTD,
-            value_BHTE,
-            start_B,
-            count_B,
-            pages.key_PHND,
-            pages.value_PHNE,
-            pages.norm_PHN,
-            self.block_table_BP,
+            key_BHTD, value_BHTE, start_B, count_B, *pages.tensors, self.block_table_BP
         )
         return pages
 

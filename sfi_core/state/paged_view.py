@@ -63,20 +63,10 @@ class PagedView:
     ) -> None:
         """See `KVStore`: one kernel gathers the rows from the pages (Reorg)."""
         segment.reserve(most_sink + index_RHK.shape[2])
-        pages = self.layers[layer]
-        pack.on(self.backend)(
-            pages.key_PHND,
-            pages.value_PHNE,
-            self.block_table_BP,
-            request_R,
-            index_RHK,
-            sink_R,
-            segment.key_BHSD,
-            segment.value_BHSE,
-            segment.position_BHS,
-            segment.length_BH,
-            **({} if heads_RH is None else {"heads_RH": heads_RH.int()}),
-        )
+        key_PHND, value_PHNE, _ = self.layers[layer].tensors
+        chosen = self.block_table_BP, request_R, index_RHK, sink_R
+        heads = None if heads_RH is None else heads_RH.int()
+        pack.on(self.backend)(key_PHND, value_PHNE, *chosen, *segment.tensors, heads_RH=heads)
 
     def ready(self, layer: int) -> None:
         """See `KVStore`: `pack_into` runs on the main stream, so there is no wait."""

@@ -203,25 +203,15 @@ class TwoTierStore:
         self.ready(layer)
         segment.reserve(most_sink + index_RHK.shape[2])
         self._offload_sinks(layer, tiers, most_sink)
-        old = (segment.key_BHSD, segment.value_BHSE, segment.position_BHS, segment.length_BH)
-        key, value, position, length = self._scratch.like(old, len(request_R))
-        into = (key, value, position, length)
+        old = segment.tensors
+        into = self._scratch.like(old, len(request_R))
         fetched_RH = index_RHK.new_zeros(index_RHK.shape[:2])
         heads = None if heads_RH is None else heads_RH.int()
 
         def job() -> None:
-            recall.on(self.backend)(
-                tiers.host.key_PHND,
-                tiers.host.value_PHNE,
-                self.host_table_BP,
-                request_R,
-                index_RHK,
-                sink_R,
-                *old,
-                *into,
-                fetched_RH,
-                heads_RH=heads,
-            )
+            pages = tiers.host.key_PHND, tiers.host.value_PHNE, self.host_table_BP
+            refreshed = request_R, index_RHK, sink_R
+            recall.on(self.backend)(*pages, *refreshed, *old, *into, fetched_RH, heads_RH=heads)
             request = request_R.long()
             for target, source in zip(old, into, strict=True):
                 target.index_copy_(0, request, source)

@@ -71,7 +71,7 @@ class StepBuffers:
 
         A request that has stopped since the step was launched is still computed; its result is discarded.
         """
-        requests = known(dense=False)
+        requests = known.own
         self.launched = self._ahead and all(
             new == old or new.mode == IDLE for new, old in zip(requests, self._written, strict=True)
         )
@@ -83,10 +83,10 @@ class StepBuffers:
 
     def write(self, known: Requests, *, ahead: bool = False) -> None:
         """Describe a step; `ahead` if it has not begun."""
-        self._written, self._ahead = known(dense=False), ahead
+        self._written, self._ahead = known.own, ahead
         self.descriptor = describe_again(self._written, self.descriptor)
-        if self.dense is not None:
-            self.dense = describe_again(known(dense=True), self.dense)
+        if self.dense is not None and known.dense is not None:
+            self.dense = describe_again(known.dense, self.dense)
 
     def forget(self) -> None:
         """Forget a step described ahead, since the next step does not use these buffers."""

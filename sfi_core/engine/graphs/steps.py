@@ -124,7 +124,7 @@ class StepGraphs:
 
     def _hand_back(self) -> None:
         run, queries = self._run, self._buffers.queries
-        run.descriptors = FreshDescriptors(run.policy, run.store, run.device)
+        run.descriptors = FreshDescriptors(run.store, run.device)
         run.attend = None
         for watcher in run.watchers:
             if self._keeps and queries is not None and isinstance(watcher, Audit):
@@ -141,7 +141,7 @@ class StepGraphs:
         known = None if self.given_up else foresee(self._run)
         if known is None:
             return
-        replay = self._replay(self._buffers.key(known(dense=False)))
+        replay = self._replay(self._buffers.key(known.own))
         if replay is not None:
             with self._run.observer.span(AHEAD):
                 self._buffers.write(known, ahead=True)

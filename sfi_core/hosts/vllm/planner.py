@@ -13,7 +13,7 @@ from typing import Any
 from sfi_core.engine.ledger import OpenStep, RequestPass, enter, plan_step, step_shape
 from sfi_core.hosts.vllm.entry import NO_SLOT, Entry, Plan
 from sfi_core.hosts.vllm.request_settings import RequestSettings
-from sfi_core.hosts.vllm.tracked import LiveRequest, Tracked
+from sfi_core.hosts.vllm.tracked import Tracked
 from sfi_core.observers.observer import NullObserver, Observer
 from sfi_core.policies.base import Policy
 from sfi_core.settings.audit import AuditConfig
@@ -78,7 +78,7 @@ class Planner:
         self.shape: dict[str, Any] = {}
         self._arrived, self.step, self._since = 0, -1, time.perf_counter()
 
-    def see(self, live: LiveRequest, settings: RequestSettings) -> None:
+    def see(self, live: Any, settings: RequestSettings) -> None:
         """Register a request that has arrived."""
         if live.request_id in self.tracked:
             return

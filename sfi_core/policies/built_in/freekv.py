@@ -9,33 +9,34 @@ device knows which heads to correct, and scoring later would read the summaries 
 """
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 
-from sfi_core.policies.base import Policy, Rule, Selection, stacked
+from sfi_core.policies.base import Policy, Selection, stacked
 from sfi_core.policies.context import LayerContext
 from sfi_core.policies.page_bounds import best_pages, bounds, extremes, extremes_bytes
 from sfi_core.settings.config import SfiConfig
 from sfi_core.state.layer_shape import LayerShape
 from sfi_core.state.request import RequestState
+from sfi_core.triggers.trigger import Trigger
 
 
 class FreeKV(Policy):
     """Every step reads the last step's selection; heads whose query changed much select anew first."""
 
     offloads = True
+    fixed: ClassVar = {
+        "recent_mode": "sliding",
+        "window_prefill": 1,
+    }  # the prompt's last query selects first
 
-    def __init__(self, config: SfiConfig, trigger: Rule, layers: Sequence[int] = ()) -> None:
+    def __init__(self, config: SfiConfig, trigger: Trigger, layers: Sequence[int] = ()) -> None:
         """See `Policy`; the first of `layers` may become one of `dense_layers`."""
         if config.freekv.first_layer_dense and layers:
             dense = {*config.dense_layers, min(layers)}
             config = config.replace(dense_layers=tuple(sorted(dense)))
         super().__init__(config, trigger, layers)
-
-    @classmethod
-    def adapt(cls, config: SfiConfig) -> SfiConfig:
-        """Slide the recent window, since every step selects; the prompt's last query selects first."""
-        return config.replace(recent_mode="sliding", window_prefill=1)
 
     def select_after(self, context: LayerContext) -> Selection:
         """Select with the prompt's last query: step 0 is the only slow step."""

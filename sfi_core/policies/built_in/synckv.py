@@ -14,15 +14,17 @@ were generated since the last anticipation are read.
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 
 from sfi_core.errors import ConfigError
-from sfi_core.policies.base import Policy, Rule, Selection
+from sfi_core.policies.base import Policy, Selection
 from sfi_core.policies.context import LayerContext
 from sfi_core.policies.head_clusters import HeadClusters
 from sfi_core.settings.config import SfiConfig
 from sfi_core.state.request import RequestState
+from sfi_core.triggers.trigger import Trigger
 from sfi_kernels.constants import MASKED_SCORE
 from sfi_kernels.step_descriptor import sent
 from sfi_kernels.top_k import top_k
@@ -40,8 +42,9 @@ class SyncKV(Policy):
     """
 
     offloads = True
+    fixed: ClassVar = {"recent_mode": "anchored", "window_prefill": 1}  # Eq. 3: the last query
 
-    def __init__(self, config: SfiConfig, trigger: Rule, layers: Sequence[int] = ()) -> None:
+    def __init__(self, config: SfiConfig, trigger: Trigger, layers: Sequence[int] = ()) -> None:
         """See `Policy`; reads the file of head clusters.
 
         Raise `ConfigError` if no file is named, `InputError` for one that cannot be read or is damaged.
@@ -57,11 +60,6 @@ class SyncKV(Policy):
         # a Fraction, because 1 - 0.9 < 0.1 in floating point
         share = 1 - Fraction(str(own.static))
         self.dynamic = int(share * self.config.budget)  # k_dyn of Eq. 6
-
-    @classmethod
-    def adapt(cls, config: SfiConfig) -> SfiConfig:
-        """Select with the prompt's last query (SyncKV, Eq. 3); anchor the recent window."""
-        return config.replace(recent_mode="anchored", window_prefill=1)
 
     def plan(self, requests: Sequence[RequestState]) -> list[str]:
         """Anticipate at every step t with t mod m = 0 (SyncKV, Algorithm 1, line 26)."""
