@@ -27,15 +27,9 @@ from sfi_kernels.step_descriptor import (
 class Rows:
     """Requests of the batch whose selected memory is refreshed; tensors are int32 if not said otherwise.
 
-    Attributes:
-        requests: Their rows in the batch; empty if only the device knows them.
-        request_R: The same; -1 for padding.
-        sink_R: Sink tokens.
-        length_R: Cached tokens.
-        table_RP: Page numbers.
-        allowed_RT: Candidate sets J, bool.
-        longest: The most cached tokens, T, or a bound on them.
-        most_sink: The most sink tokens, or a bound on them.
+    `requests` are their rows in the batch, empty if only the device knows them; `request_R` the same, -1 for
+    padding. `allowed_RT` are the candidate sets J, bool. `longest`, T, and `most_sink` are the most cached
+    and the most sink tokens, or bounds on them.
     """
 
     requests: tuple[int, ...]
@@ -118,17 +112,11 @@ def allowed_positions(
 class BatchPass:
     """One forward pass; made new for each pass and then only read.
 
-    Attributes:
-        start: Cached tokens of each request before the pass.
-        descriptor: The requests as the kernels read them.
-        dense_descriptor: The same with every decoding request slow, for `dense_layers`; None without those.
-        count: New tokens of each request; 0 if idle.
-        longest: The most cached tokens of a request after the pass.
-        prompts: Rows that read a piece of their prompt.
-        ended: Rows whose prompt ends with the pass.
-        slow: Rows that decode with g_t = 1.
-        fast: Rows that decode with g_t = 0.
-        chosen: The `Rows` made so far, by their rows in the batch; all layers share them.
+    `start` and `count` are each request's cached tokens before the pass and its new ones, `longest` the most
+    cached tokens after it. The rows that read a piece of their prompt are `prompts`; with its end they are
+    `ended`, too. Rows that decode are `slow` (g_t = 1) or `fast`. `dense_descriptor` has every decoding
+    request slow, for `dense_layers`; None without those. `chosen` has the `Rows` made so far, which all
+    layers share.
     """
 
     def __init__(

@@ -17,11 +17,8 @@ Shape = Mapping[str, Any]  # fields of `StepEvent` that all requests of a batch'
 class RequestPass:
     """What one request does in a forward pass; a batch may mix all kinds.
 
-    Attributes:
-        kind: IDLE, PROMPT (reads a piece of its prompt), FAST or SLOW (decodes).
-        count: New tokens; 0 if idle.
-        reason: Why it is slow.
-        ends_prompt: Whether the piece is the prompt's last: step 0, which is slow (g_0 = 1).
+    `kind` is IDLE, PROMPT (reads a piece of its prompt), FAST or SLOW (decodes), and `reason` why it is slow.
+    `ends_prompt` says whether the piece is the prompt's last: step 0, which is slow (g_0 = 1).
     """
 
     kind: int = IDLE

@@ -81,20 +81,15 @@ WHOLE_STEP = -1  # in place of a layer, for work that a step does once for all l
 class Meter:
     """The counters and the clock of one run; times are of `time.perf_counter`.
 
-    Attributes:
-        paths: Attention and maintenance calls by code path: requests x layers x steps.
-        kernels: Launches of Triton kernels, by layer or under `WHOLE_STEP`.
-        prefill_seconds: Wall time of reading prompts, step 0 of every request.
-        decode_seconds: Wall time of the other steps.
-        not_replayed: See `RunReport`.
-        replayed: Whether the step under way was replayed as a CUDA graph.
-        row_bytes: Number of layers counted, and a token's bytes of keys and values: in those layers that are
-            always dense, and in the others.
-        recalled: Rows recalled from the host, by the bytes of a row, int64, on the device.
-        recall_seconds: Time that steps waited on the host for recalled rows.
-        born: When the run was made.
-        began: When the step under way began.
-        ended: When the last step ended.
+    Calls of attention and maintenance are counted in `paths`, requests x layers x steps, and launches of
+    Triton kernels in `kernels`, by layer or under `WHOLE_STEP`. `not_replayed` is that of `RunReport`;
+    `replayed` says whether the step under way was replayed as a CUDA graph. `row_bytes` are the number of
+    layers counted, and a token's bytes of keys and values: in those layers that are always dense, and in the
+    others. `recalled` counts rows from the host by the bytes of a row, int64, on the device.
+
+    The seconds are those of reading prompts (step 0 of every request), of the other steps, and of waiting on
+    the host for recalled rows. `born` is when the run was made, `began` and `ended` when the step under way
+    began and the last one ended.
     """
 
     paths: Counter[str] = field(default_factory=Counter)

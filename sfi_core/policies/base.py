@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch.nn.functional import pad
@@ -11,7 +11,6 @@ from sfi_core.policies.context import BatchContext, Evidence, LayerContext, Note
 from sfi_core.settings.config import SfiConfig
 from sfi_core.state.layer_shape import LayerShape
 from sfi_core.state.request import RequestState
-from sfi_core.triggers.trigger import Trigger
 from sfi_kernels.code_scan import Choice
 from sfi_kernels.constants import MASKED_SCORE
 from sfi_kernels.pseudo_token import PseudoToken
@@ -33,6 +32,13 @@ class Selection:
     diagnostics: Mapping[str, torch.Tensor] = field(default_factory=dict)
     heads_BH: torch.Tensor | None = None
     pseudo: PseudoToken | None = None
+
+
+class Rule(Protocol):
+    """Decides when a slow step is due; `triggers.trigger.Trigger` is the one of a run."""
+
+    def reason(self, state: RequestState) -> str:
+        """Return why the next step is slow, or "" if it is fast."""
 
 
 class Policy:
@@ -72,7 +78,7 @@ class Policy:
         cls.chooses = cls.choose is not Policy.choose
         cls.mixes_heads = cls.dense_heads is not Policy.dense_heads
 
-    def __init__(self, config: SfiConfig, trigger: Trigger, layers: Sequence[int] = ()) -> None:
+    def __init__(self, config: SfiConfig, trigger: Rule, layers: Sequence[int] = ()) -> None:
         """Take the settings; `layers` are the model's full-attention layers."""
         self.config = self.adapt(config)
         self.trigger = trigger

@@ -112,10 +112,10 @@ class KVCache(PagedView):
             return norm_BHT[first : first + len(rows)]
         return torch.stack([norm_BHT[row] for row in rows])
 
-    def _tokens(self, page_PHNX: torch.Tensor, row: int, start: int, stop: int) -> torch.Tensor:
+    def _tokens(self, layer: int, row: int, start: int, stop: int, which: int) -> torch.Tensor:
         if self._one_page:
-            return page_PHNX[row : row + 1, :, start:stop]
-        return super()._tokens(page_PHNX, row, start, stop)
+            return self.layers[layer].tensors[which][row : row + 1, :, start:stop]
+        return super()._tokens(layer, row, start, stop, which)
 
     def _allocate(self, key: torch.Tensor, value: torch.Tensor) -> LayerPages:
         shape = (self.batch * self.pages_per_request, key.shape[1], self.page_size)

@@ -19,7 +19,7 @@ import torch
 
 from sfi_core.errors import ConfigError
 from sfi_core.state.host_stream import HostStream, RecallScratch, block_tokens
-from sfi_core.state.kv_store import Recall
+from sfi_core.state.kv_store import KVStore, Recall
 from sfi_core.state.layer_pages import LayerPages, join_blocks, tokens_of
 from sfi_core.state.layer_tiers import LayerTiers
 from sfi_core.state.packed_segment import PackedSegment
@@ -29,7 +29,7 @@ from sfi_kernels.recall import recall
 from sfi_kernels.step_descriptor import sent
 
 
-class TwoTierStore:
+class TwoTierStore(KVStore):
     """A `KVStore` with two tiers.
 
     Attributes:
@@ -62,7 +62,6 @@ class TwoTierStore:
         """
         self.batch, self.backend, self.page_size = batch, backend, page_size
         self.pages_per_request = -(-capacity // page_size)
-        self.capacity = self.pages_per_request * page_size
         self.ring_pages = min(ring_pages, self.pages_per_request)
         page_P, row_B1 = torch.arange(self.pages_per_request), torch.arange(batch)[:, None]
         self.block_table_BP = (row_B1 * self.ring_pages + page_P % self.ring_pages).int()
@@ -75,11 +74,6 @@ class TwoTierStore:
         self._scratch = RecallScratch(self.side)
         self.stream = HostStream(self.side, block_tokens(self.capacity, page_size))
         self._end = [0] * batch  # tokens of each row, as of the last append
-
-    @property
-    def heads(self) -> int:
-        """See `KVStore`."""
-        return next((tiers.norm_BHT.shape[1] for tiers in self.layers.values()), 1)
 
     @property
     def device_bytes(self) -> int:
@@ -141,15 +135,8 @@ class TwoTierStore:
         """See `KVStore`: the ring."""
         return self.layers[layer].ring
 
-    def keys(self, layer: int, row: int, start: int, stop: int) -> torch.Tensor:
-        """See `KVStore`: from the ring if it has all of them, else from the host."""
-        return self._tokens(layer, row, start, stop, 0)
-
-    def values(self, layer: int, row: int, start: int, stop: int) -> torch.Tensor:
-        """See `KVStore`."""
-        return self._tokens(layer, row, start, stop, 1)
-
     def _tokens(self, layer: int, row: int, start: int, stop: int, which: int) -> torch.Tensor:
+        # from the ring if it has all of them, else from the host
         ring_PHNX = self.layers[layer].ring.tensors[which]
         if start >= self._end[row] - self.ring_pages * self.page_size:
             return tokens_of(ring_PHNX, self.block_table_BP[row], start, stop)
@@ -204,7 +191,8 @@ class TwoTierStore:
         segment.reserve(most_sink + index_RHK.shape[2])
         self._offload_sinks(layer, tiers, most_sink)
         old = segment.tensors
-        into = self._scratch.like(old, len(request_R))
+        key, value, position, length = self._scratch.like(old, len(request_R))
+        into = key, value, position, length
         fetched_RH = index_RHK.new_zeros(index_RHK.shape[:2])
         heads = None if heads_RH is None else heads_RH.int()
 

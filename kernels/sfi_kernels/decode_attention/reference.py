@@ -100,16 +100,19 @@ def decode_attention(
                 query, *packed, *pages, start_B, length_B, dense_BH[row], sink_HG, options
             )
         elif mode == step.FAST:
-            fast: dict[str, Any] = {
-                "sink_HG": sink_HG,
-                "pseudo": None if pseudo is None else pseudo.of(one),
-            }
-            paged = (*pages, words[one, step.START], length_B)
+            term, times = (
+                None if pseudo is None else pseudo.of(one),
+                (words[one, step.START], length_B),
+            )
             if position_BHS is None:
-                own = sparse_attention(query, *packed, *paged, **options, **fast)
+                own = sparse_attention(
+                    query, *packed, *pages, *times, **options, sink_HG=sink_HG, pseudo=term
+                )
             else:
                 chosen = position_BHS[one], packed[2]
-                own = attention_in_place(query, *chosen, *paged, **options, **fast)
+                own = attention_in_place(
+                    query, *chosen, *pages, *times, **options, sink_HG=sink_HG, pseudo=term
+                )
             out[one, :, :, -1] = own
         elif mode == step.SLOW:
             own = query_BHGWD[one, :, :, -queries:]

@@ -16,16 +16,11 @@ from sfi_kernels.step_descriptor import IDLE, SLOW, StepDescriptor, StepRequest,
 class StepBuffers:
     """Step descriptors in buffers that every step overwrites, and the results of the step's layers.
 
-    Takes the place of `FreshDescriptors` in a run.
-
-    Attributes:
-        store: The run's store; its pages are allocated for the whole run.
-        descriptor: The last step's descriptor.
-        dense: The same for `dense_layers`; None without those.
-        launched: Whether the step under way was launched before it began.
-        rows: The slow requests; None for a step that refreshes nothing.
-        selections: By layer.
-        queries: The last step's query of each layer, [B, H, G, D], for the audit; None without one.
+    Takes the place of `FreshDescriptors` in a run. The store's pages are allocated for the whole run.
+    `descriptor` and `dense`, for `dense_layers`, are the last step's; `launched` says whether the step under
+    way was launched before it began. `rows` are the slow requests, None for a step that refreshes nothing. By
+    layer, `selections` has what was selected and `queries` the last step's query, [B, H, G, D], for the
+    audit; None without one.
     """
 
     store: KVStore

@@ -37,17 +37,10 @@ UNKNOWN_CAPACITY = 1024
 class Session:
     """A model under SFI.
 
-    Attributes:
-        config: The settings as asked for; a policy may adapt its own copy.
-        policy: The policy; its `config` is what runs.
-        backend: "torch" or "triton".
-        trigger_token_ids: T_trig.
-        observer: All observers as one.
-        span: The observer's span of the forward pass under way.
-        ranks: The processes among which the model's heads are split.
-        audit: What to audit; None for nothing.
-        engine: How steps are run.
-        fusion: The modules that run fused.
+    `config` are the settings as asked for, `policy.config` what runs: a policy may adapt its own copy.
+    `observer` is all observers as one, `span` its span of the forward pass under way. `ranks` are the
+    processes among which the model's heads are split, `fusion` the modules that run fused. `audit` is None
+    for no audit.
     """
 
     def __init__(

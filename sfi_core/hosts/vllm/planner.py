@@ -41,14 +41,10 @@ class Scheduled:
 class Planner:
     """Tracks every request from its arrival to its end.
 
-    Attributes:
-        tracked: The requests, by name.
-        free: Slots that no request has.
-        totals: Counts over all requests, which only grow.
-        step: The engine's step, from 0 on.
-        row_bytes: Of a token's keys and values in all full-attention layers; None to leave bytes out of
-            events.
-        shape: The fields of `StepEvent` that all requests of the last planned step share.
+    `tracked` has the requests by name, `free` the slots that no request has, `totals` counts over all
+    requests, which only grow. `step` is the engine's, from 0 on; `shape` are the fields of `StepEvent` that
+    all requests of the last planned step share. `row_bytes` are those of a token's keys and values in all
+    full-attention layers; None leaves bytes out of events.
     """
 
     def __init__(

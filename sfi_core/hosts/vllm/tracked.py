@@ -23,16 +23,10 @@ SHARED = (
 class Tracked:
     """One request from its arrival to its end.
 
-    Attributes:
-        live: vLLM's request, of which `num_tokens` and `output_token_ids` grow as their tokens become known.
-        settings: The request's own settings.
-        state: Numbers that decide its steps, and its known tokens.
-        slot: Its slot; `NO_SLOT` while it has none.
-        begun: Whether its prompt has been read.
-        blocks: Its blocks of the cache.
-        pending: Steps whose token is not known yet, each with the fields that its engine step's requests
-            share; these fields are filled in later.
-        preempted: How often it lost its blocks.
+    vLLM's request is `live`; its `num_tokens` and `output_token_ids` grow as tokens become known. `slot` is
+    `NO_SLOT` while it has none; `begun` says whether its prompt has been read; `preempted` counts how often
+    it lost its blocks of the cache. `pending` are steps whose token is not known yet, each with the fields
+    that its engine step's requests share, which are filled in later.
     """
 
     live: Any

@@ -19,12 +19,11 @@ from typing import ClassVar
 import torch
 
 from sfi_core.errors import ConfigError
-from sfi_core.policies.base import Policy, Selection
+from sfi_core.policies.base import Policy, Rule, Selection
 from sfi_core.policies.context import LayerContext
 from sfi_core.policies.head_clusters import HeadClusters
 from sfi_core.settings.config import SfiConfig
 from sfi_core.state.request import RequestState
-from sfi_core.triggers.trigger import Trigger
 from sfi_kernels.constants import MASKED_SCORE
 from sfi_kernels.step_descriptor import sent
 from sfi_kernels.top_k import top_k
@@ -44,7 +43,7 @@ class SyncKV(Policy):
     offloads = True
     fixed: ClassVar = {"recent_mode": "anchored", "window_prefill": 1}  # Eq. 3: the last query
 
-    def __init__(self, config: SfiConfig, trigger: Trigger, layers: Sequence[int] = ()) -> None:
+    def __init__(self, config: SfiConfig, trigger: Rule, layers: Sequence[int] = ()) -> None:
         """See `Policy`; reads the file of head clusters.
 
         Raise `ConfigError` if no file is named, `InputError` for one that cannot be read or is damaged.
