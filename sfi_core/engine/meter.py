@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -42,14 +42,8 @@ class Launches:
     steps: Counter[str] = field(default_factory=Counter)
     _last: dict[str, int] = field(default_factory=dict)
 
-    def add(self, launched: Mapping[str, int], step: int, layer: int) -> None:
-        """Count a step's launches in a layer, by kernel."""
-        for name, count in launched.items():
-            self.counted[name, layer] += count
-            self._ran(name, step)
-
-    def add_step(self, launches: ByLayer, step: int) -> None:
-        """Count the launches of a whole step."""
+    def add(self, launches: ByLayer, step: int) -> None:
+        """Count launches of a step."""
         self.counted.update(launches)
         for name, _ in launches:
             self._ran(name, step)
@@ -127,7 +121,7 @@ class Meter:
         launched: Counter[str] = Counter()
         with counting(launched):
             yield
-        self.kernels.add(launched, step, layer)
+        self.kernels.add(Counter({(name, layer): n for name, n in launched.items()}), step)
 
     def begin(self) -> None:
         """Start the clock of a step."""

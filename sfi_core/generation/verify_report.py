@@ -9,12 +9,9 @@ from typing import Any
 class Differing:
     """A generated token that differs from full attention's over the same prefix.
 
-    Attributes:
-        index: Its index among the generated tokens.
-        token_id: The token.
-        expected_id: Full attention's token.
-        behind_ulp: The distance of its score to full attention's best, in units in the last place of the
-            logits; infinite for a token that a processor forbids.
+    `index` is its index among the generated tokens, `expected_id` full attention's token. `behind_ulp` is the
+    distance of its score to full attention's best, in units in the last place of the logits; infinite for a
+    token that a processor forbids.
     """
 
     index: int
@@ -25,13 +22,11 @@ class Differing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestCheck:
-    """The check of one request.
+    """The check of one request with so many generated `tokens`.
 
-    Attributes:
-        tokens: Number of generated tokens checked.
-        near_ties: Indices at which full attention's two best scores are closer than `VerifyReport.near_ulp`:
-            either token is right there, and later tokens depend on the choice.
-        differing: Tokens that are not full attention's.
+    At the indices `near_ties` full attention's two best scores are closer than `VerifyReport.near_ulp`:
+    either token is right there, and later tokens depend on the choice. `differing` are the tokens that are
+    not full attention's.
     """
 
     tokens: int
@@ -46,13 +41,10 @@ class RequestCheck:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyReport:
-    """The result of `verify`.
+    """The result of `verify`, with `requests` in the order of the prompts.
 
-    Attributes:
-        dtype: The dtype of the logits.
-        near_ulp: The distance of two scores below which they are a near tie, in units in the last place.
-        bound_ulp: The distance to full attention's best score that rounding alone explains.
-        requests: In the order of the prompts.
+    Two scores closer than `near_ulp` are a near tie, in units in the last place of logits of `dtype`;
+    `bound_ulp` is the distance to full attention's best score that rounding alone explains.
     """
 
     dtype: str

@@ -21,11 +21,10 @@ from sfi_kernels.top_k import top_k
 class Selection:
     """The selected memory of one layer, for some requests.
 
-    Attributes:
-        index_BHK: Positions in J by KV head, int32, ascending, padded with -1.
-        diagnostics: Tensors for traces, such as the Selector's `lambda_star`.
-        heads_BH: The KV heads that are selected anew, bool; the others keep their memory. None for all.
-        pseudo: From `select_before`: a token that stands for all unread tokens in this step; None for none.
+    `index_BHK` are positions in J by KV head, int32, ascending, padded with -1. `diagnostics` are tensors for
+    traces, such as the Selector's `lambda_star`. `heads_BH` are the KV heads that are selected anew, bool;
+    the others keep their memory, None is all. `pseudo`, from `select_before`, stands for all unread tokens in
+    this step; None for none.
     """
 
     index_BHK: torch.Tensor

@@ -30,16 +30,9 @@ class Recall:
 class KVStore(Protocol):
     """The keys, values and key norms of a batch of requests, by layer.
 
-    A request's number of tokens is `RequestState.length`; the store does not know it.
-
-    Attributes:
-        batch: Requests.
-        backend: "torch" or "triton".
-        page_size: Tokens of a page.
-        block_table_BP: Page numbers of each request, int32.
-        layers: What the store keeps of each layer that it knows.
-        whole_on_device: Whether `pages` hold every token. If not, they hold the recent ones; `blocks` reads
-            all.
+    A request's number of tokens is `RequestState.length`; the store does not know it. `block_table_BP` has
+    each request's page numbers, int32; `layers` what the store keeps of each layer that it knows. The `pages`
+    of a store that is not `whole_on_device` hold the recent tokens only; `blocks` reads all.
     """
 
     batch: int

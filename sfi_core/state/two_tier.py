@@ -32,13 +32,9 @@ from sfi_kernels.step_descriptor import sent
 class TwoTierStore(KVStore):
     """A `KVStore` with two tiers.
 
-    Attributes:
-        ring_pages: Pages of a request's ring, R.
-        block_table_BP: Ring pages of each request's pages, int32.
-        host_table_BP: Host pages of the same, int32.
-        side: Runs offloads and recalls; offloads of layer i have place 2 i, recalls 2 i + 1.
-        layers: LayerTiers by layer.
-        stream: Copies pages to the host, and blocks of them back for dense reads.
+    `ring_pages`, R, are those of a request's ring. Page p of a request has the numbers `block_table_BP` there
+    and `host_table_BP` on the host, int32. `side` runs offloads and recalls; offloads of layer i have place 2
+    i, recalls 2 i + 1. `stream` copies pages to the host, and blocks of them back for dense reads.
     """
 
     whole_on_device = False

@@ -16,13 +16,11 @@ from sfi_kernels.step_descriptor import StepDescriptor
 class DecodeAttention(NamedTuple):
     """The result of a step's attention.
 
-    Attributes:
-        out_BHGWE: Output in the query's dtype; zeros for padding and for an idle request.
-        logits_BHGWT: Logits of the slow requests in order, one query each (W = 1), T the longest's length,
-            float32; None without evidence. -inf where that query may not look and for the sparse heads of a
-            mixed request, undefined beyond a request's own length.
-        log_sum_BHGW: Log-sum-exp of these logits over the candidate set J; -inf where J is empty, and for
-            sparse heads.
+    `out_BHGWE` has the query's dtype; zeros for padding and for an idle request. `logits_BHGWT` are those of
+    the slow requests in order, one query each (W = 1), T the longest's length, float32: -inf where that query
+    may not look and for the sparse heads of a mixed request, undefined beyond a request's own length.
+    `log_sum_BHGW` is their log-sum-exp over the candidate set J; -inf where J is empty, and for sparse heads.
+    Both are None without evidence.
     """
 
     out_BHGWE: torch.Tensor

@@ -204,7 +204,7 @@ class StepGraphs:
     def _note(self, done: StepGraph) -> None:
         run = self._run
         if done.replay is None:
-            run.meter.kernels.add_step(done.launches.launches, run.step)
+            run.meter.kernels.add(done.launches.launches, run.step)
         else:
             run.meter.kernels.add_replay(done.launches, run.step)
         kept = {layer: _kept(one, copy=self._wants) for layer, one in done.selections.items()}

@@ -22,13 +22,10 @@ from sfi_core.hosts.vllm.worker import MatchedPass, WorkerEngine
 
 @dataclass(slots=True)
 class Batch:
-    """Shared by all layers of a pass, beside vLLM's metadata.
+    """Shared by all layers of a pass, beside vLLM's metadata, of which `common` was the input.
 
-    Attributes:
-        common: The input of vLLM's metadata.
-        builder: Its builder.
-        entered: The pass, once a layer has entered it.
-        part: The rows that vLLM's kernel computes; None for all rows or none, as `entered` tells.
+    `entered` is the pass, once a layer has entered it; `part` are the rows that vLLM's kernel computes, None
+    for all rows or none, as `entered` tells.
     """
 
     common: Any
