@@ -12,7 +12,16 @@ import triton
 import triton.language as tl
 
 from sfi_kernels import step_descriptor as words
-from sfi_kernels.attention_tile import triton as tiles
+from sfi_kernels.attention_tile.triton import (
+    add_sum,
+    add_terms,
+    add_tile,
+    finish,
+    log_sum,
+    row_start,
+    rows,
+    scaled_logits,
+)
 from sfi_kernels.decode_attention.query_rows_triton import (
     SEVERAL,
     evidence_rows,
@@ -73,7 +82,7 @@ def _evidence_logits(
     With several queries they are computed anew: sums over J of every row would overflow the registers.
     """
     if KIND == SEVERAL:
-        logits = tiles.scaled_logits(query_J, key, scale, soft_cap, CAPPED)
+        logits = scaled_logits(query_J, key, scale, soft_cap, CAPPED)
         logits = tl.where(token[None, :] <= last, logits, float("-inf"))
     return logits
 
@@ -133,7 +142,7 @@ def _split_attention_kernel(
     g, place_GW, own, w = query_rows(row_tile, W, queries, G, BLOCK_M, KIND)
     size_GW = places(W, G, KIND)
     queries_at = query_ptr + pair * size_GW * D
-    query = tiles.rows(queries_at, place_GW, D, own, D, BLOCK_D)
+    query = rows(queries_at, place_GW, D, own, D, BLOCK_D)
     g_J, place_J, own_J, query_J = evidence_rows(
         queries_at, g, place_GW, own, query, row_tile, tiles, W,
         G, D, BLOCK_J, BLOCK_D, KIND,
@@ -160,21 +169,19 @@ def _split_attention_kernel(
                 position = tl.load(position_ptr + packed_row + token, mask=in_segment, other=0)
                 own_page = tl.where(is_packed, tl.load(table + position // PAGE), page)
                 own_place = tl.where(is_packed, position % PAGE, place_in_page + n)
-                key_row = tiles.row_start(own_page, h, own_place, KEY_STRIDES)
-                value_row = tiles.row_start(own_page, h, own_place, VALUE_STRIDES)
-                key = tiles.rows(key_ptr, key_row, 1, valid, D, BLOCK_D)
-                value = tiles.rows(value_ptr, value_row, 1, valid, E, BLOCK_E)
+                key_row = row_start(own_page, h, own_place, KEY_STRIDES)
+                value_row = row_start(own_page, h, own_place, VALUE_STRIDES)
+                key = rows(key_ptr, key_row, 1, valid, D, BLOCK_D)
+                value = rows(value_ptr, value_row, 1, valid, E, BLOCK_E)
             else:
                 from_packed = packed_row + first
-                key_tile = key_ptr + tiles.row_start(page, h, place_in_page, KEY_STRIDES)
+                key_tile = key_ptr + row_start(page, h, place_in_page, KEY_STRIDES)
                 key_tile = tl.where(is_packed, packed_key_ptr + from_packed * D, key_tile)
-                key = tiles.rows(key_tile, n, _step(is_packed, D, KEY_STRIDES), valid, D, BLOCK_D)
-                value_tile = value_ptr + tiles.row_start(page, h, place_in_page, VALUE_STRIDES)
+                key = rows(key_tile, n, _step(is_packed, D, KEY_STRIDES), valid, D, BLOCK_D)
+                value_tile = value_ptr + row_start(page, h, place_in_page, VALUE_STRIDES)
                 value_tile = tl.where(is_packed, packed_value_ptr + from_packed * E, value_tile)
-                value = tiles.rows(
-                    value_tile, n, _step(is_packed, E, VALUE_STRIDES), valid, E, BLOCK_E
-                )
-            logits = tiles.scaled_logits(query, key, scale, soft_cap, CAPPED)
+                value = rows(value_tile, n, _step(is_packed, E, VALUE_STRIDES), valid, E, BLOCK_E)
+            logits = scaled_logits(query, key, scale, soft_cap, CAPPED)
             if SLOW:
                 logits_J = _evidence_logits(
                     logits, query_J, key, token, length - 1, scale, soft_cap, CAPPED, KIND
@@ -183,19 +190,19 @@ def _split_attention_kernel(
                 _store_logits(logits_to, logits_J, g_J, own_J, token, logits_stride, handed_out)
                 allowed = (token >= allowed_start) & (token < allowed_stop) & handed_out
                 in_J = tl.where(allowed[None, :], logits_J, float("-inf"))
-                peak_J, total_J = tiles.add_sum(peak_J, total_J, in_J)
+                peak_J, total_J = add_sum(peak_J, total_J, in_J)
             logits = _visible(logits, token, valid, tl.where(own, length - W + w, -1), KIND)
-            peak, total, out = tiles.add_tile(peak, total, out, logits, value)
+            peak, total, out = add_tile(peak, total, out, logits, value)
 
-    out, lse = tiles.finish(peak, total, out)
+    out, lse = finish(peak, total, out)
     item_row = (item * H + h) * size_GW
     own_row = item_row + place_GW
     if SLOW:
-        tl.store(sums_ptr + item_row + place_J, tiles.log_sum(peak_J, total_J), mask=own_J)
+        tl.store(sums_ptr + item_row + place_J, log_sum(peak_J, total_J), mask=own_J)
     e = tl.arange(0, BLOCK_E)
     mask = own[:, None] & (e[None, :] < E)
     if tl.load(row + SPLITS) == 1:
-        out = tiles.add_terms(
+        out = add_terms(
             out, lse, sink_ptr, pseudo_logit_ptr, pseudo_value_ptr, pseudo_parts, pair, h, g,
             G, E, BLOCK_E, SINKS, PSEUDO,
         )  # fmt: skip

@@ -8,8 +8,16 @@ import torch
 import triton
 import triton.language as tl
 
-from sfi_kernels.attention_tile import triton as tiles
 from sfi_kernels.attention_tile.shape import tile_shape
+from sfi_kernels.attention_tile.triton import (
+    LOG2E,
+    add_sink,
+    add_tile,
+    finish,
+    row_start,
+    rows,
+    scaled_logits,
+)
 from sfi_kernels.decode_attention.query_tile import QueryTile
 from sfi_kernels.dense_attention.prompt_tile import prompt_tile, window_tile
 from sfi_kernels.dense_attention.reference import check
@@ -24,7 +32,7 @@ CHUNK = 512  # keys of a program that writes logits
 def _logits(query, key, scale, soft_cap, CAPPED: tl.constexpr):
     """Return a tile's logits with a soft cap, its unscaled products without; `add_tile` scales these."""
     if CAPPED:
-        return tiles.scaled_logits(query, key, scale, soft_cap, CAPPED)
+        return scaled_logits(query, key, scale, soft_cap, CAPPED)
     return tl.dot(query, tl.trans(key), input_precision="ieee")
 
 
@@ -45,7 +53,7 @@ def _dense_attention_kernel(
     position = tl.where(own, length - W + w, -1)
     base = (request * H + h) * G * W
     head_row = (g * W + w).to(tl.int64)
-    query = tiles.rows(query_ptr + base * D, head_row, D, own, D, BLOCK_D)
+    query = rows(query_ptr + base * D, head_row, D, own, D, BLOCK_D)
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     out = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
@@ -56,24 +64,24 @@ def _dense_attention_kernel(
     seen_by_all = tl.maximum(length - W + tl.min(w) + 1, 0) // BLOCK_N * BLOCK_N
     for first in range(0, seen_by_all, BLOCK_N):
         page, token = tl.load(table + first // PAGE), first % PAGE
-        key_tile = key_ptr + tiles.row_start(page, h, token, KEY_STRIDES)
-        value_tile = value_ptr + tiles.row_start(page, h, token, VALUE_STRIDES)
-        key = tiles.rows(key_tile, n, KEY_STRIDES[2], n >= 0, D, BLOCK_D)
-        value = tiles.rows(value_tile, n, VALUE_STRIDES[2], n >= 0, E, BLOCK_E)
+        key_tile = key_ptr + row_start(page, h, token, KEY_STRIDES)
+        value_tile = value_ptr + row_start(page, h, token, VALUE_STRIDES)
+        key = rows(key_tile, n, KEY_STRIDES[2], n >= 0, D, BLOCK_D)
+        value = rows(value_tile, n, VALUE_STRIDES[2], n >= 0, E, BLOCK_E)
         logits = _logits(query, key, scale, soft_cap, CAPPED)
-        peak, total, out = tiles.add_tile(peak, total, out, logits, value, unit * tiles.LOG2E)
+        peak, total, out = add_tile(peak, total, out, logits, value, unit * LOG2E)
     for first in range(seen_by_all, stop, BLOCK_N):
         page, token = tl.load(table + first // PAGE), first % PAGE
-        key_tile = key_ptr + tiles.row_start(page, h, token, KEY_STRIDES)
-        value_tile = value_ptr + tiles.row_start(page, h, token, VALUE_STRIDES)
-        key = tiles.rows(key_tile, n, KEY_STRIDES[2], first + n < stop, D, BLOCK_D)
-        value = tiles.rows(value_tile, n, VALUE_STRIDES[2], first + n < stop, E, BLOCK_E)
+        key_tile = key_ptr + row_start(page, h, token, KEY_STRIDES)
+        value_tile = value_ptr + row_start(page, h, token, VALUE_STRIDES)
+        key = rows(key_tile, n, KEY_STRIDES[2], first + n < stop, D, BLOCK_D)
+        value = rows(value_tile, n, VALUE_STRIDES[2], first + n < stop, E, BLOCK_E)
         logits = _logits(query, key, scale, soft_cap, CAPPED)
         logits = tl.where(first + n[None, :] <= position[:, None], logits, float("-inf"))
-        peak, total, out = tiles.add_tile(peak, total, out, logits, value, unit * tiles.LOG2E)
-    out, lse = tiles.finish(peak * unit, total, out)
+        peak, total, out = add_tile(peak, total, out, logits, value, unit * LOG2E)
+    out, lse = finish(peak * unit, total, out)
     if SINKS:
-        out = tiles.add_sink(out, lse, tl.load(sink_ptr + h * G + g))
+        out = add_sink(out, lse, tl.load(sink_ptr + h * G + g))
     e = tl.arange(0, BLOCK_E)
     tl.store(
         out_ptr + base * E + head_row[:, None] * E + e[None, :],
@@ -96,15 +104,15 @@ def _window_logits_kernel(
     own = row < G * W
     length = tl.load(length_ptr + request)
     position = tl.where(own, length - W + row % W, -1)
-    query = tiles.rows(query_ptr + pair * G * W * D, row.to(tl.int64), D, own, D, BLOCK_D)
+    query = rows(query_ptr + pair * G * W * D, row.to(tl.int64), D, own, D, BLOCK_D)
     n, begin = tl.arange(0, BLOCK_N), tl.program_id(0) * SPAN
     table = block_table_ptr + request * pages_per_request
     for first in range(begin, tl.minimum(T, begin + SPAN), BLOCK_N):
         page = tl.load(table + first // PAGE)
-        key_tile = key_ptr + tiles.row_start(page, h, first % PAGE, KEY_STRIDES)
-        key = tiles.rows(key_tile, n, KEY_STRIDES[2], first + n < length, D, BLOCK_D)
+        key_tile = key_ptr + row_start(page, h, first % PAGE, KEY_STRIDES)
+        key = rows(key_tile, n, KEY_STRIDES[2], first + n < length, D, BLOCK_D)
         # Eq. 4
-        logits = tiles.scaled_logits(query, key, scale, soft_cap, CAPPED)
+        logits = scaled_logits(query, key, scale, soft_cap, CAPPED)
         seen = first + n[None, :] <= position[:, None]
         tl.store(
             logits_ptr + pair * G * W * T + row.to(tl.int64)[:, None] * T + first + n[None, :],
