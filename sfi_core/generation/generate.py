@@ -72,7 +72,7 @@ def generate(
     prompts: Sequence[str] | Sequence[Sequence[int]],
     config: SfiConfig | None = None,
     *,
-    policy: str = "sfi",
+    policy: str | None = None,
     max_new_tokens: int | Sequence[int] = 256,
     max_batch: int | None = None,
     sampling: Sampling | None = None,
@@ -97,7 +97,8 @@ def generate(
         tokenizer: Its tokenizer; may be None when prompts are token ids and triggers are token ids.
         prompts: Texts or token ids; they may differ in length.
         config: The settings; None is the `default` preset.
-        policy: A name from `sfi_core.policies.POLICIES`, or of another package's policy.
+        policy: A name from `sfi_core.policies.POLICIES`, or of another package's policy; None is
+            `default_policy`.
         max_new_tokens: The most generated tokens, one number for all prompts or one for each.
         max_batch: The most requests decoded together; None for as many as fit into memory.
         sampling: How tokens are picked; None is greedy.

@@ -112,6 +112,7 @@ def forecast(
     refreshed_together: int = 1,
     first_together: int = 1,
     unpacked: Collection[int] = (),
+    packs: bool = True,
     evidence_buffers: int = 1,
     summary: Callable[[LayerShape, int], int] | None = None,
     graphs: bool = False,
@@ -120,9 +121,10 @@ def forecast(
     """Add up the bytes of a run; for a model that is split over ranks, the bytes of this rank.
 
     `model` gives the sizes of its activations and the device; `layers` are the shapes of all its layers, of
-    which `unpacked` have no packed segment. `selects` says whether the policy selects at all; `summary` is
-    `Policy.summary_bytes`. The longest prompt has `prompt_tokens`, of which a forward pass reads
-    `prefill_chunk` (0 for all); a request may reach `capacity`.
+    which `unpacked` have no packed segment; `packs` says whether fast steps read packed rows, not the pages
+    themselves. `selects` says whether the policy selects at all; `summary` is `Policy.summary_bytes`. The
+    longest prompt has `prompt_tokens`, of which a forward pass reads `prefill_chunk` (0 for all); a request
+    may reach `capacity`.
 
     One slow step refreshes `refreshed_together` requests at once, all on the triton backend; `first_together`
     first selections share their launches; the evidence of `evidence_buffers` layers is held at once. `graphs`
@@ -151,7 +153,7 @@ def forecast(
         resident_bytes=resident_bytes(model.device),
         kv_bytes=sum(layer.row_bytes for layer in managed) * batch * capacity,
         norm_bytes=sum(layer.heads for layer in managed) * FLOAT32 * batch * capacity,
-        packed_bytes=sum(layer.row_bytes for layer in chosen) * batch * rows,
+        packed_bytes=sum(layer.row_bytes for layer in chosen) * batch * rows * packs,
         summary_bytes=batch * sum(summary(layer, capacity) for layer in managed if summary),
         sliding_bytes=window_bytes * batch * held,
         workspace_bytes=max(reading, first, later, verifying) * slack + kept,

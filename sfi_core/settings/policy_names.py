@@ -24,6 +24,14 @@ def installed() -> tuple[EntryPoint, ...]:
     return tuple(entry_points(group=GROUP))
 
 
+def default_policy(*, lossless: bool) -> str:
+    """Name the policy of a run that names none; drafts are kept longer the closer they are to full attention.
+
+    docs/lossless.md has the share of drafted tokens that each policy keeps.
+    """
+    return "codescan" if lossless else "sfi"
+
+
 def known() -> tuple[str, ...]:
     """List all policies."""
     return (*built_in(), *sorted({point.name for point in installed()}))

@@ -50,7 +50,7 @@ def test_the_first_command_answers_the_bundled_question_word_for_word(answered):
     _, stderr = answered
     assert "correct, word for word" in stderr
     assert "full-kv" in stderr
-    assert "same tokens  sfi yes, sfi, lossless yes" in stderr
+    assert "same tokens  sfi yes, codescan, lossless yes" in stderr
 
 
 @pytest.mark.skipif(

@@ -10,6 +10,7 @@ from sfi_cli.settings.given import Given, given
 from sfi_core.errors import ConfigError
 from sfi_core.settings.audit import AuditConfig
 from sfi_core.settings.engine import EngineOptions
+from sfi_core.settings.policy_names import default_policy
 
 MAX_NEW_TOKENS = 256
 
@@ -53,7 +54,7 @@ def generate(
     device: o.Device = "auto",
     kv_device_budget: o.KvDeviceBudget = None,
     trust_remote_code: o.TrustRemoteCode = False,
-    policy: o.Policy = "sfi",
+    policy: o.PolicyOrDefault = None,
     preset: o.Preset = None,
     config: o.Config = None,
     sets: Annotated[list[str] | None, o.sets("generate")] = None,
@@ -117,13 +118,14 @@ def generate(
     audits = _audit(settings, trace)
     example = prompts.is_example
     named = preset or ("example" if example and config is None else "default")
-    plain = not (settings.said or preset or config or compare is not None)
+    plain = not (settings.said or preset or config or policy or compare is not None)
+    policy = policy or default_policy(lossless=settings.table(EngineOptions).lossless)
     with Output(output, json=json, force=force, quiet=quiet) as written:
         run(
             written, prompts, Subject.of(settings, model, dtype, device, trust_remote_code), settings,
             policy=policy, preset=named, chat=chat,
             compare=example and policy != "full-kv" if compare is None else compare,
-            beside=example and policy == "sfi" and plain, verify=verify, trace=trace, audit=audits,
+            beside=example and plain, verify=verify, trace=trace, audit=audits,
             sampling=_sampling(settings.of("sampling")), seed=seed, max_new_tokens=max_new_tokens,
             max_batch=max_batch,
         )  # fmt: skip

@@ -20,6 +20,7 @@ from sfi_core.distributed import torchrun
 from sfi_core.errors import NumericsError
 from sfi_core.settings.audit import AuditConfig
 from sfi_core.settings.engine import EngineOptions
+from sfi_core.settings.policy_names import default_policy
 from sfi_core.settings.sampling import Sampling
 
 
@@ -81,8 +82,9 @@ def run(
         if compare:
             document["comparison"] = {"policy": "full-kv", **_measured(decode("full-kv", engine))}
         if beside and not pass_rotation(model.config):
-            other = decode(policy, replace(engine, lossless=True))
-            document["lossless"] = {"policy": f"{policy}, lossless", **_measured(other)}
+            drafting = default_policy(lossless=True)
+            other = decode(drafting, replace(engine, lossless=True))
+            document["lossless"] = {"policy": f"{drafting}, lossless", **_measured(other)}
         if verify:
             document["verification"] = _verified(model, rows, result, **options)
     _write(output, document, result.texts, shown=shows)

@@ -83,10 +83,10 @@ class StepGraphs:
     def step(self, token_B: list[int]) -> torch.Tensor:
         """Decode one token of every request; return the logits, [B, V], which the next step overwrites.
 
+        The run has begun the step: it is described in the buffers, and known whether `ahead` launched it.
         Raise `BackendError` if the model waits for the device within a step, and graphs are required.
         """
         run, buffers = self._run, self._buffers
-        run.begin_decode()  # describes the step into the buffers, and finds out whether `ahead` launched it
         if buffers.launched:
             done = self._graphs[buffers.refreshes]
         else:

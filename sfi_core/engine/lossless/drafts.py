@@ -74,8 +74,8 @@ class Drafts:
         self._compares = wants(self.run.observer, LogitsEvent)
         self.run.observer = self._observer = HeldSelections(self.run.observer)
 
-    def begin(self) -> list[Block | None]:
-        """Enter a pass in which each request drafts one more token, verifies its draft, or is idle.
+    def plan(self) -> list[Block | None]:
+        """Decide about the next pass: each request drafts one more token, verifies its draft, or is idle.
 
         A verification starts at the last verified token and overwrites the draft's keys and values.
         """
@@ -87,7 +87,11 @@ class Drafts:
         for state, block in zip(run.requests, self.blocks, strict=True):
             if block is not None and block.reason:
                 self._take_back(state)
-        run.begin(
+        return self.blocks
+
+    def begin(self) -> None:
+        """Enter the pass that is planned."""
+        self.run.begin(
             [
                 RequestPass()
                 if block is None
@@ -97,7 +101,6 @@ class Drafts:
                 for block in self.blocks
             ]
         )
-        return self.blocks
 
     def positions(self) -> tuple[list[int], list[int], list[tuple[int, ...]]]:
         """Return the row of every token to pick, how many drafted tokens precede it, and which."""

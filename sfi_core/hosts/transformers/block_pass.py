@@ -26,11 +26,26 @@ class BlockPass:
 
     def __call__(self, drafts: Drafts) -> torch.Tensor:
         """Run a pass; return the logits of all tokens of all blocks, [X, V]."""
-        blocks = drafts.begin()
+        blocks = drafts.plan()
         brought = [() if block is None else block.tokens for block in blocks]
-        run, cache, device = drafts.run, self._decoder.cache, self._decoder.ids_BT.device
-        start = run.batch_pass.start
-        self._go_back(run, blocks[0])
+        drafting = not any(block and block.reason for block in blocks)
+        with self._decoder.replaying(single=drafting) as replays:
+            drafts.begin()
+            if replays:
+                self._decoder.cache.see(max(drafts.run.batch_pass.start))
+                token_B = [tokens[0] if tokens else self._pad_id for tokens in brought]
+                logits_XV = self._decoder.replay(token_B)
+            else:
+                self._go_back(drafts.run, blocks[0])
+                logits_XV = self._forward(drafts.run.batch_pass.start, brought)
+        if len(logits_XV) == sum(map(len, brought)):
+            return logits_XV
+        kept = [row for row, tokens in enumerate(brought) if tokens]
+        return logits_XV.index_select(0, sent(torch.tensor(kept), logits_XV.device))
+
+    def _forward(self, start: Sequence[int], brought: Sequence[tuple[int, ...]]) -> torch.Tensor:
+        # the logits of all tokens, and of the pad token where requests that bring one go beside resting ones
+        cache, device = self._decoder.cache, self._decoder.ids_BT.device
         alone = max(map(len, brought)) == 1
         cache.ragged = None
         if len(brought) > 1 and not alone:
@@ -47,12 +62,7 @@ class BlockPass:
         cache.see(max(start))
         logits: torch.Tensor = self._decoder.planned_pass(pair[0].view(shape), pair[1].view(shape))
         cache.ragged = None
-        logits_XV = logits.flatten(0, 1)
-        resting = alone and not all(brought)
-        if not resting:
-            return logits_XV
-        kept = [row for row, tokens in enumerate(brought) if tokens]
-        return logits_XV.index_select(0, sent(torch.tensor(kept), device))
+        return logits.flatten(0, 1)
 
     def keep(self, blocks: Sequence[Block | None], given: Sequence[Sequence[int]]) -> None:
         """Remove the rejected tokens from the sliding windows; our own layers overwrite theirs."""

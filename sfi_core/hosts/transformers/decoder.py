@@ -2,7 +2,8 @@
 
 import copy
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
@@ -94,17 +95,43 @@ class Decoder:
     def step(self, token_B: list[int]) -> torch.Tensor:
         """Decode one token of every request."""
         run = self.session.run
-        if self._captures:
-            graphs = self._recorded_steps(run)
-            if not (audits_next(run) or lacks_next(run)):
-                return self._replay(graphs, token_B)
-            run.meter.count("graph.eager")
-            with graphs.eager_step():
-                return self._step(run, token_B)
-        if self._missed:
-            run.meter.not_replayed = self._missed
-            run.meter.count("graph.eager")
-        return self._step(run, token_B)
+        with self.replaying() as replays:
+            if replays:
+                run.begin_decode()
+                return self.replay(token_B)
+            return self._step(run, token_B)
+
+    @contextmanager
+    def replaying(self, *, single: bool = True) -> Iterator[bool]:
+        """Say whether the step that the body begins and runs is replayed; `single`: one token a request."""
+        run = self.run
+        if not self._captures:
+            if self._missed:
+                run.meter.not_replayed = self._missed
+                run.meter.count("graph.eager")
+            yield False
+            return
+        if self._graphs is None:
+            self._graphs = StepGraphs(
+                run, self._captured_pass, recorder.make_recorder(run.device),
+                required=bool(self.session.engine.graphs), patient=self.patient,
+            )  # fmt: skip
+        if single and not (audits_next(run) or lacks_next(run)):
+            yield True
+            return
+        run.meter.count("graph.eager")
+        with self._graphs.eager_step():
+            yield False
+
+    def replay(self, token_B: list[int]) -> torch.Tensor:
+        """Replay a step that the run has begun; return the logits, [B, V], which the next one overwrites."""
+        assert self._graphs is not None, "the step is replayed"
+        logits_BV = self._graphs.step(token_B)
+        self.cache.see(self.cache.seen + 1)
+        if self._graphs.given_up:
+            self._missed = self.run.meter.not_replayed = self._graphs.given_up
+            self._graphs, self._captures = None, False
+        return logits_BV
 
     def _step(self, run: Run, token_B: list[int]) -> torch.Tensor:
         # one kernel after the other, watched by all that watch
@@ -134,8 +161,6 @@ class Decoder:
     def planned_pass(self, ids_BT: torch.Tensor, positions_BT: torch.Tensor) -> torch.Tensor:
         """Run a pass that the engine has begun; return the logits of every token, [B, T, V]."""
         run = self.session.run
-        if self._missed:
-            run.meter.not_replayed = self._missed
         self.cache.attach(run)
         with run.observer.span("forward"), run.launches(), self.session.planned():
             logits = self._logits(ids_BT, positions_BT, None, last=False)
@@ -172,23 +197,6 @@ class Decoder:
             cache.layers[index] = copy.deepcopy(other)
         cache.detach()
         return shared.logits_BV
-
-    def _recorded_steps(self, run: Run) -> StepGraphs:
-        if self._graphs is None:
-            made = recorder.make_recorder(run.device)
-            required = bool(self.session.engine.graphs)
-            self._graphs = StepGraphs(
-                run, self._captured_pass, made, required=required, patient=self.patient
-            )
-        return self._graphs
-
-    def _replay(self, graphs: StepGraphs, token_B: list[int]) -> torch.Tensor:
-        logits_BV = graphs.step(token_B)
-        self.cache.see(self.cache.seen + 1)
-        if graphs.given_up:
-            self._missed = self.run.meter.not_replayed = graphs.given_up
-            self._graphs, self._captures = None, False
-        return logits_BV
 
     def _captured_pass(self, token_B1: torch.Tensor, position_B1: torch.Tensor) -> torch.Tensor:
         # a step that the engine has planned; `update` counts its token each time that it is recorded

@@ -33,7 +33,6 @@ def refusal(session: Session) -> SfiError | None:
             f"CUDA graphs need the triton backend, got {session.backend}; use --set engine.graphs=false"
         )
     reasons = {
-        "lossless decoding, whose passes bring different numbers of tokens": session.engine.lossless,
         f"policy {session.policy_name}, which selects at fast steps": (
             policy.selects_before and not policy.chooses
         ),

@@ -16,6 +16,7 @@ from sfi_core.observers.observer import Observer
 from sfi_core.settings.audit import AuditConfig
 from sfi_core.settings.config import SfiConfig
 from sfi_core.settings.engine import DEFAULTS, EngineOptions
+from sfi_core.settings.policy_names import default_policy
 from sfi_kernels.launch import KernelLimitError
 
 
@@ -25,7 +26,7 @@ def slow_fast(
     tokenizer: Any = None,
     config: SfiConfig | None = None,
     *,
-    policy: str = "sfi",
+    policy: str | None = None,
     observers: Sequence[Observer] = (),
     page_size: int | None = None,
     audit: AuditConfig | None = None,
@@ -37,7 +38,7 @@ def slow_fast(
         model: A decoder-only model of transformers, in evaluation mode.
         tokenizer: Turns trigger strings into token ids; not needed with `trigger_token_ids`.
         config: The settings; None is the `default` preset.
-        policy: A name from `sfi_core.policies.POLICIES`.
+        policy: A name from `sfi_core.policies.POLICIES`; None is `default_policy`.
         observers: Receive every step, refresh and span.
         page_size: Tokens of a cache page; None is one page a request under torch, 64 tokens under triton.
         audit: What to compare with dense attention, for the observers; the tokens stay the same.
@@ -58,6 +59,7 @@ def slow_fast(
     """
     engine = engine or DEFAULTS
     check_backend(engine.backend, model.device)
+    policy = policy or default_policy(lossless=engine.lossless)
     session = Session(
         model, tokenizer, config or SfiConfig(), policy, observers, page_size, audit, engine
     )

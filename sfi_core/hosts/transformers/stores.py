@@ -1,6 +1,6 @@
 """The two-tier KV store of a run under a device budget."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -148,9 +148,7 @@ def expect(
     joins = isinstance(policy, EvidencePolicy) and tiers is None
     logits = heads * policy.config.window_prefill * capacity  # of a prompt's first selection
     joined = worked_off_together(heads * capacity, len(shapes)) if joins else 1
-    unpacked: Collection[int] = () if together else policy.config.dense_layers
-    if tiers is None and reads_in_place(policy, session.backend, model.device, model.dtype):
-        unpacked = range(len(shapes))
+    kind = session.backend, model.device, model.dtype
     expected = forecast(
         model,
         shapes,
@@ -163,7 +161,8 @@ def expect(
         prefill_chunk=prefill_chunk,
         refreshed_together=batch if together else joined,
         first_together=min(batch, first_together(logits)) if together else 1,
-        unpacked=unpacked,
+        unpacked=() if together else policy.config.dense_layers,
+        packs=tiers is not None or not reads_in_place(policy, *kind),
         evidence_buffers=ring_places(model.device, overlap=session.engine.overlap),
         graphs=graphs,
         drafting=drafting_of(session),

@@ -17,6 +17,7 @@ from sfi_core.errors import BackendError, ConfigError
 from sfi_core.observers.observer import NullObserver
 from sfi_core.settings.audit import AuditConfig
 from sfi_core.settings.engine import EngineOptions
+from sfi_core.settings.parts import DraftConfig
 from sfi_core.settings.sampling import Sampling
 from sfi_kernels.decode_attention import decode_attention
 from sfi_kernels.pack import pack
@@ -72,7 +73,9 @@ def complete(monkeypatch, models, recorder):
         result = sfi_core.generate(
             models[name], None, options.pop("prompts"), page_size=16,
             observers=[observer, *options.pop("observers", [])],
-            engine=EngineOptions(backend="triton", graphs=graphs), **options,
+            engine=EngineOptions(
+                backend="triton", graphs=graphs, lossless=options.pop("lossless", False)
+            ), **options,
         )  # fmt: skip
         return result.report, observer
 
@@ -150,6 +153,30 @@ def test_the_choice_of_a_step_can_be_replayed(complete, recorder, monkeypatch):
     config = CONFIG.replace(budget=3, recent=3)
     eager, graphed = (complete(one, config=config, **options) for one in (False, True))
     same(graphed, eager)
+    assert recorder.tapes == 1
+
+
+@pytest.mark.parametrize("policy", ["sfi", "codescan"])
+def test_the_drafts_of_a_lossless_run_are_replayed(complete, recorder, monkeypatch, policy):
+    """Verifications, and drafts beside one, are eager; rejected tokens are taken back between replays."""
+    for op in (decode_attention, split_plan) * (policy == "codescan"):
+        monkeypatch.delitem(op.__dict__, "triton")
+    config = CONFIG.replace(budget=3, recent=3, draft=DraftConfig(max_tokens=4, adaptive=False))
+    options = {
+        "policy": policy,
+        "config": config,
+        "prompts": [PROMPTS[0], PROMPTS[2]],
+        "lossless": True,
+    }
+    (eager, expected), (graphed, heard) = (complete(one, **options) for one in (False, True))
+    assert [r.token_ids for r in graphed.requests] == [r.token_ids for r in eager.requests]
+    assert [r.lossless for r in graphed.requests] == [r.lossless for r in eager.requests]
+    assert told(heard) == told(expected)
+    assert any(r.lossless.accepted < r.lossless.drafted for r in eager.requests)
+    replays, once = (graphed.paths.pop(f"graph.{how}") for how in ("replay", "eager"))
+    assert replays > 2
+    assert once > 2
+    assert graphed.paths == eager.paths
     assert recorder.tapes == 1
 
 
