@@ -154,8 +154,7 @@ class Requests(NamedTuple):
 class Descriptors(Protocol):
     """Writes the descriptors of a pass.
 
-    Attributes:
-        launched: Whether the device began the pass under way before the host described it.
+    `launched` says whether the device began the pass under way before the host described it.
     """
 
     launched: bool

@@ -69,9 +69,7 @@ def enter(state: RequestState, one: RequestPass, policy: Policy) -> None:
 class OpenStep:
     """A request's step whose token is not known yet.
 
-    Attributes:
-        fields: The fields of its `StepEvent` that are known.
-        selecting: Reads of the selection, in tokens.
+    `fields` are those of its `StepEvent` that are known, `selecting` the reads of the selection, in tokens.
     """
 
     fields: Mapping[str, Any]

@@ -31,10 +31,8 @@ class Recorded:
 class Launches:
     """The launches of a run, whose steps come in order.
 
-    Attributes:
-        counted: Launches outside replays, by name and layer.
-        recorded: The recorded steps.
-        steps: Number of steps in which each kernel ran.
+    `counted` has those outside replays, by name and layer; `recorded` are the recorded steps. `steps` counts
+    by kernel the steps in which it ran.
     """
 
     counted: ByLayer = field(default_factory=Counter)

@@ -31,8 +31,7 @@ def processors(sampling: Sampling) -> logits_process.LogitsProcessorList:
 class Sampler(Picker):
     """A picker with transformers' processors, which depend on the set of a request's tokens at most.
 
-    Attributes:
-        tokens: The tokens so far, padded prompts included; None if no processor needs them.
+    `tokens` are those so far, padded prompts included; None if no processor needs them.
     """
 
     def __init__(

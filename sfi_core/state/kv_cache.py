@@ -19,8 +19,7 @@ GROWTH = 256  # spare tokens for runs of unknown length
 class KVCache(PagedView):
     """Owns the pages of every layer, allocated at the layer's first `append`.
 
-    Attributes:
-        pages_per_request: Pages of each request; their numbers are consecutive.
+    The numbers of a request's pages, `pages_per_request`, are consecutive.
     """
 
     def __init__(

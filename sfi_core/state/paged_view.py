@@ -23,12 +23,7 @@ from sfi_kernels.pages import read_pages
 
 
 class PagedView(KVStore):
-    """Reads the pages of every layer by one block table; has no `append` and `grow`.
-
-    Attributes:
-        block_table_BP: Page numbers, `[B, pages of a request]` int32.
-        layers: Pages by layer.
-    """
+    """Reads the pages of every layer by one block table; has no `append` and `grow`."""
 
     whole_on_device = True
 

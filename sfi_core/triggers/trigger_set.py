@@ -35,12 +35,9 @@ Tokens = Sequence[tuple[int, str]]
 
 @dataclass(frozen=True, slots=True)
 class TriggerSet:
-    """T_trig, and the trigger that each of its ids comes from.
+    """T_trig, `token_ids` in ascending order, and the trigger that each of its ids comes from.
 
-    Attributes:
-        token_ids: T_trig, ascending.
-        chosen: By trigger that has tokens: their ids, ascending, and decoded texts.
-        reasons: By trigger without a token: why it has none.
+    By trigger, `chosen` has the ids, ascending, and decoded texts; `reasons` why a trigger has no token.
     """
 
     token_ids: tuple[int, ...]

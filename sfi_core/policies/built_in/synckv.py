@@ -35,9 +35,7 @@ LAST = torch.iinfo(torch.int32).max
 class SyncKV(Policy):
     """Every `stride` steps representatives select; the other heads read the static and the dynamic set.
 
-    Attributes:
-        clusters: The head clusters of the file; None under `EVEN`.
-        dynamic: Number of positions in the dynamic set.
+    `clusters` are the head clusters of the file, None under `EVEN`; the dynamic set has `dynamic` positions.
     """
 
     offloads = True
