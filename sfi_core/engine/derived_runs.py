@@ -18,7 +18,7 @@ def open_row(run: Run, row: int, state: RequestState) -> Run:
     run.left.append(forget(run, row))
     state.tally.queued_seconds = time.perf_counter() - run.meter.born
     run.requests[row] = state
-    packed = run.layers.difference(run.policy.config.dense_layers)
+    one, packed = slice(row, row + 1), run.layers.difference(run.policy.config.dense_layers)
     alone = replace(
         run,
         store=run.store.row(row),
@@ -26,13 +26,10 @@ def open_row(run: Run, row: int, state: RequestState) -> Run:
         attend=None,
         left=[],
         segments={layer: run.segment(layer).row(row) for layer in packed},
-        batch_codes={},
+        batch_codes={layer: codes.of(one) for layer, codes in run.batch_codes.items()},
         recorded=True,
         _batch_pass=None,
     )
-    if run.chooses:
-        one = slice(row, row + 1)
-        alone.batch_codes = {layer: run.codes(layer).of(one) for layer in packed}
     alone.requests = [state]
     return alone
 
