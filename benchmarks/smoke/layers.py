@@ -15,8 +15,8 @@ from sfi_core.measure.kernel_bench.data import layer_data
 from sfi_core.measure.kernel_bench.rivals import sdpa_backend
 from sfi_core.measure.kernel_bench.settings import KernelSettings
 from sfi_core.measure.kernel_bench.timing import clock_for
-from sfi_kernels.dense_attention.prompt_tile import PromptTile
-from sfi_kernels.dense_attention.triton import attend
+from sfi_kernels.decode_attention.query_tile import QueryTile
+from sfi_kernels.dense_attention.triton import dense_attention
 
 ROUNDINGS = 64  # of the largest number, that two attentions may differ by
 
@@ -55,7 +55,7 @@ class Prompt:
         self._expected = self._theirs()
         return {"ran_as": sdpa_backend(self._theirs), **self._rate(self._theirs)}
 
-    def time_ours(self, tile: PromptTile) -> dict[str, Any]:
+    def time_ours(self, tile: QueryTile) -> dict[str, Any]:
         """Compare our kernel with SDPA where that ran, in roundings of the largest number, and time it."""
         found: dict[str, Any] = {}
         if self._expected is not None:
@@ -75,9 +75,9 @@ class Prompt:
             enable_gqa=True,
         )
 
-    def _ours(self, tile: PromptTile) -> torch.Tensor:
+    def _ours(self, tile: QueryTile) -> torch.Tensor:
         operands = self._query, *self._data.paged, self._data.length_B
-        return attend(*operands, scale=self._scale, shape=tile)
+        return dense_attention(*operands, scale=self._scale, shape=tile)
 
     def _rate(self, call: Callable[[], torch.Tensor]) -> dict[str, Any]:
         _, H, G, W, D = self._query.shape

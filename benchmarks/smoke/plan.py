@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from sfi_core.measure.bench.architectures import QWEN3
-from sfi_kernels.dense_attention.prompt_tile import PromptTile
+from sfi_kernels.decode_attention.query_tile import QueryTile
 
 SMALL_QWEN3 = {
     **QWEN3, "vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 7,
@@ -57,11 +57,11 @@ class Plan:
     eager_steps: int = 10
     prompts: tuple[int, ...] = (8192, 32768)
     # (64, 8) repeats products
-    tiles: tuple[PromptTile, ...] = (
-        PromptTile(128, 8, 64, 5),
-        PromptTile(64, 4, 64, 5),
-        PromptTile(64, 4, 64, 3),
-        PromptTile(64, 8, 64, 5),
+    tiles: tuple[QueryTile, ...] = (
+        QueryTile(128, 8, 64, 5),
+        QueryTile(64, 4, 64, 5),
+        QueryTile(64, 4, 64, 3),
+        QueryTile(64, 8, 64, 5),
     )
     layer: tuple[int, int, int] = (32, 8, 128)
     dtype: str = "bfloat16"
@@ -85,6 +85,6 @@ def dry(*, graphs: bool) -> Plan:
     return Plan(
         device=torch.device("cpu"), graphs=graphs, dtypes=("float32",), widths=(16,),
         shapes=({**SMALL, "context": 150},), tokens=6, small=model, large=model, context=300, batches=(1, 2),
-        steps=6, replays=1, eager_steps=2, prompts=(70,), tiles=(PromptTile(32, 4, 32, 3),),
+        steps=6, replays=1, eager_steps=2, prompts=(70,), tiles=(QueryTile(32, 4, 32, 3),),
         layer=(4, 2, 16), dtype="float32", repeats=1,
     )  # fmt: skip

@@ -10,7 +10,7 @@ import torch
 from sfi_kernels.append import append
 from sfi_kernels.code_scan import BatchCodes, code_scan, code_tokens
 from sfi_kernels.decode_attention import resident_programs
-from sfi_kernels.decode_attention.triton import attend
+from sfi_kernels.decode_attention.triton import decode_attention
 from sfi_kernels.dense_attention import dense_attention, window_logits
 from sfi_kernels.key_codes import CodeBasis, bits_of, encode_keys, scan_codes
 from sfi_kernels.launch import Launch, Target, name_of, recording
@@ -181,7 +181,7 @@ class Case:
         ]
         step = describe_step(requests, work_items(2, H, places), self.query.device)
         split_plan.triton(step, H, places)
-        attend(
+        decode_attention(
             self.query[:, :, :, :queries], self.packed_key, self.packed_value, self.length_BH, self.key,
             self.value, self.table, step, **self.options, sink_HG=self.sink, evidence=slow,
             dense_BH=self.length_BH if heads else None, **variant,

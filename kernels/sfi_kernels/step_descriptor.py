@@ -48,17 +48,12 @@ ALIGNED = 4  # int32 numbers of 16 bytes
 
 @dataclass(frozen=True, slots=True)
 class StepDescriptor:
-    """One pass over the batch.
+    """One pass over the batch, in an int32 `buffer`.
 
-    Attributes:
-        buffer: The buffer, int32.
-        batch: Requests.
-        slow: Rows of the requests with g_t = 1, in order.
-        fast: Rows of the other decoding requests, in order.
-        longest: Cached tokens of the longest slow request, or a bound; 0 without slow requests.
-        padding: Rows of -1 behind the slow requests' lists.
-        mixed: Rows of the mixed requests, in order; None where only the device knows, as in a CUDA graph.
-        queries: The most queries of a decoding request.
+    `slow` and `fast` are the rows of the decoding requests with and without g_t = 1, `mixed` those of the
+    mixed ones, all in order; `mixed` is None where only the device knows, as in a CUDA graph. `longest` are
+    the cached tokens of the longest slow request, or a bound, 0 without one; `padding` the rows of -1 behind
+    the slow requests' lists; `queries` the most of a decoding request.
     """
 
     buffer: torch.Tensor
@@ -124,17 +119,12 @@ class StepDescriptor:
 class StepRequest:
     """One request of a pass, in plain numbers.
 
-    Attributes:
-        mode: IDLE, PROMPT, FAST or SLOW.
-        length: Cached tokens, the new ones included.
-        recent_start: First token of the recent segment.
-        packed: Tokens of the packed segment; at least as many as any KV head has.
-        sink: Sink tokens.
-        count: New tokens: a decoding request's queries, more than one only in a slow request that is not
-            mixed.
-        mixed: Whether some KV heads of a decoding request read everything although others read sparsely.
-        sparse_start: First token of the pages that sparse heads read; None for `recent_start`. On a slow step
-            their packed segment is still the last one, while J has grown.
+    `mode` is IDLE, PROMPT, FAST or SLOW. `length` are the cached tokens, of which `count` are new: a decoding
+    request's queries, more than one only in a slow request that is not mixed. `recent_start` is the first
+    token of the recent segment; `packed` are at least as many tokens as any KV head has packed. In a `mixed`
+    request that decodes some KV heads read everything although others read sparsely. These read pages from
+    `sparse_start` on, None for `recent_start`: on a slow step their packed segment is still the last one,
+    while J has grown.
     """
 
     mode: int

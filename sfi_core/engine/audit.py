@@ -16,11 +16,7 @@ from sfi_kernels.top_k import top_k
 
 @dataclass(slots=True)
 class Audit:
-    """The audit of one run; a `Watcher`.
-
-    Attributes:
-        queries: The last step's query by request and layer, [1, H, G, D].
-    """
+    """The audit of one run; a `Watcher`. `queries` has the last step's by request and layer, [1, H, G, D]."""
 
     config: AuditConfig
     queries: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)

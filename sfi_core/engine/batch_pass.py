@@ -1,8 +1,8 @@
 """The forward pass under way: what each request does in it, and what all layers share."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, Self
+from typing import NamedTuple, Protocol, Self
 
 import torch
 
@@ -27,15 +27,9 @@ from sfi_kernels.step_descriptor import (
 class Rows:
     """Requests of the batch whose selected memory is refreshed; tensors are int32 if not said otherwise.
 
-    Attributes:
-        requests: Their rows in the batch; empty if only the device knows them.
-        request_R: The same; -1 for padding.
-        sink_R: Sink tokens.
-        length_R: Cached tokens.
-        table_RP: Page numbers.
-        allowed_RT: Candidate sets J, bool.
-        longest: The most cached tokens, T, or a bound on them.
-        most_sink: The most sink tokens, or a bound on them.
+    `requests` are their rows in the batch, empty if only the device knows them; `request_R` the same, -1 for
+    padding. `allowed_RT` are the candidate sets J, bool. `longest`, T, and `most_sink` are the most cached
+    and the most sink tokens, or bounds on them.
     """
 
     requests: tuple[int, ...]
@@ -118,17 +112,11 @@ def allowed_positions(
 class BatchPass:
     """One forward pass; made new for each pass and then only read.
 
-    Attributes:
-        start: Cached tokens of each request before the pass.
-        descriptor: The requests as the kernels read them.
-        dense_descriptor: The same with every decoding request slow, for `dense_layers`; None without those.
-        count: New tokens of each request; 0 if idle.
-        longest: The most cached tokens of a request after the pass.
-        prompts: Rows that read a piece of their prompt.
-        ended: Rows whose prompt ends with the pass.
-        slow: Rows that decode with g_t = 1.
-        fast: Rows that decode with g_t = 0.
-        chosen: The `Rows` made so far, by their rows in the batch; all layers share them.
+    `start` and `count` are each request's cached tokens before the pass and its new ones, `longest` the most
+    cached tokens after it. The rows that read a piece of their prompt are `prompts`; with its end they are
+    `ended`, too. Rows that decode are `slow` (g_t = 1) or `fast`. `dense_descriptor` has every decoding
+    request slow, for `dense_layers`; None without those. `chosen` has the `Rows` made so far, which all
+    layers share.
     """
 
     def __init__(
@@ -156,15 +144,17 @@ class BatchPass:
         return self.decodes or bool(self.ended)
 
 
-# returns the requests of a pass as a descriptor lists them; `dense=True` makes every decoding request slow
-Requests = Callable[..., list[StepRequest]]
+class Requests(NamedTuple):
+    """The requests of a pass as a descriptor lists them; `dense` has them all slow, for `dense_layers`."""
+
+    own: list[StepRequest]
+    dense: list[StepRequest] | None
 
 
 class Descriptors(Protocol):
     """Writes the descriptors of a pass.
 
-    Attributes:
-        launched: Whether the device began the pass under way before the host described it.
+    `launched` says whether the device began the pass under way before the host described it.
     """
 
     launched: bool
@@ -177,16 +167,14 @@ class Descriptors(Protocol):
 class FreshDescriptors:
     """Writes each pass's descriptors into new buffers, and plans the triton backend's work."""
 
-    policy: Policy
     store: KVStore
     device: torch.device
     launched: bool = False
 
     def describe(self, known: Requests) -> tuple[StepDescriptor, StepDescriptor | None]:
         """See `Descriptors`."""
-        descriptor = self._describe(known(dense=False))
-        dense_layers = self.policy.config.dense_layers
-        return descriptor, self._describe(known(dense=True)) if dense_layers else None
+        dense = None if known.dense is None else self._describe(known.dense)
+        return self._describe(known.own), dense
 
     def _describe(self, requests: Sequence[StepRequest]) -> StepDescriptor:
         decodes = any(request.mode in (FAST, SLOW) for request in requests)
@@ -211,13 +199,12 @@ def plan(descriptor: StepDescriptor, store: KVStore, device: torch.device) -> No
 def known_requests(
     passes: Sequence[RequestPass], states: Sequence[RequestState], policy: Policy
 ) -> Requests:
-    """Return the function that lists the requests of a pass for its descriptors."""
-
-    def requests(*, dense: bool) -> list[StepRequest]:
-        pairs = zip(passes, states, strict=True)
-        return [_step_request(one, state, policy, dense=dense) for one, state in pairs]
-
-    return requests
+    """List the requests of a pass for its descriptors."""
+    pairs = list(zip(passes, states, strict=True))
+    own = [_step_request(*pair, policy, dense=False) for pair in pairs]
+    if not policy.config.dense_layers:
+        return Requests(own, None)
+    return Requests(own, [_step_request(*pair, policy, dense=True) for pair in pairs])
 
 
 def _step_request(

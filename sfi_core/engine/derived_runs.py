@@ -18,24 +18,19 @@ def open_row(run: Run, row: int, state: RequestState) -> Run:
     run.left.append(forget(run, row))
     state.tally.queued_seconds = time.perf_counter() - run.meter.born
     run.requests[row] = state
-    alone = Run(
-        run.policy,
-        run.observer,
-        run.store.row(row),
-        run.stop_ids,
-        run.device,
-        replace(run.engine, overlap=False, graphs=False),  # one prompt: no step to replay
-        run.ranks,
-        run.audit,
-        run.watchers,
-        run.meter,
+    one, packed = slice(row, row + 1), run.layers.difference(run.policy.config.dense_layers)
+    alone = replace(
+        run,
+        store=run.store.row(row),
+        engine=replace(run.engine, overlap=False, graphs=False),  # one prompt: no step to replay
+        attend=None,
+        left=[],
+        segments={layer: run.segment(layer).row(row) for layer in packed},
+        batch_codes={layer: codes.of(one) for layer, codes in run.batch_codes.items()},
+        recorded=True,
+        _batch_pass=None,
     )
-    packed = run.layers.difference(run.policy.config.dense_layers)
-    alone.segments = {layer: run.segment(layer).row(row) for layer in packed}
-    if run.chooses:
-        one = slice(row, row + 1)
-        alone.batch_codes = {layer: codes.of(one) for layer, codes in run.batch_codes.items()}
-    alone.requests, alone.step, alone.layers, alone.notes = [state], run.step, run.layers, run.notes
+    alone.requests = [state]
     return alone
 
 

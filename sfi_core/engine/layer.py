@@ -18,19 +18,13 @@ from sfi_kernels.streamed_attention import (
 
 
 class Layer:
-    """A view of one layer of a run.
+    """A view of one layer of a run, whose store already holds the layer's new keys and values.
 
-    Attributes:
-        run: The run; its store already holds the layer's new keys and values.
-        index: Index of the transformer layer.
-        left_dense: Whether the layer is one of `dense_layers`.
-        logit_options: Scale and soft cap of the logits, as the ops take them.
-        options: The same, and the learned sink logits.
-        dense_heads: By row, the KV heads that read everything, if the policy mixes heads in a step.
-        in_place: See `Run.in_place`.
-        new: The pass's keys [B, H, T, D] and values [B, H, T, E], a request's own last; None if the host does
-            not hand them over.
-        later: Selections to run after the watchers.
+    `left_dense` says whether the layer is one of `dense_layers`; `in_place` is `Run.in_place`. The ops take
+    `logit_options`, the scale and soft cap of the logits, or `options`, which have the learned sink logits
+    too. `dense_heads` has by row the KV heads that read everything, if the policy mixes heads in a step.
+    `new` are the pass's keys [B, H, T, D] and values [B, H, T, E], a request's own last; None if the host
+    does not hand them over. `later` are selections to run after the watchers.
     """
 
     def __init__(

@@ -17,11 +17,8 @@ Shape = Mapping[str, Any]  # fields of `StepEvent` that all requests of a batch'
 class RequestPass:
     """What one request does in a forward pass; a batch may mix all kinds.
 
-    Attributes:
-        kind: IDLE, PROMPT (reads a piece of its prompt), FAST or SLOW (decodes).
-        count: New tokens; 0 if idle.
-        reason: Why it is slow.
-        ends_prompt: Whether the piece is the prompt's last: step 0, which is slow (g_0 = 1).
+    `kind` is IDLE, PROMPT (reads a piece of its prompt), FAST or SLOW (decodes), and `reason` why it is slow.
+    `ends_prompt` says whether the piece is the prompt's last: step 0, which is slow (g_0 = 1).
     """
 
     kind: int = IDLE
@@ -72,9 +69,7 @@ def enter(state: RequestState, one: RequestPass, policy: Policy) -> None:
 class OpenStep:
     """A request's step whose token is not known yet.
 
-    Attributes:
-        fields: The fields of its `StepEvent` that are known.
-        selecting: Reads of the selection, in tokens.
+    `fields` are those of its `StepEvent` that are known, `selecting` the reads of the selection, in tokens.
     """
 
     fields: Mapping[str, Any]

@@ -60,15 +60,8 @@ class Loop:
     """Decodes prompts, more than the batch has rows if need be.
 
     The first prompts are read together. When a request ends, the next prompt is read into its row, alone and
-    whole, while the others wait; then all go on together.
-
-    Attributes:
-        host: The model with the first prompts.
-        prompts: The token ids of all prompts.
-        limits: The most new tokens of each prompt.
-        sampler: Picks the tokens.
-        pad_id: The input token of a row whose request has ended.
-        waiting: The requests that have not begun.
+    whole, while the others wait; then all go on together. `limits` are the most new tokens of each prompt,
+    `pad_id` the input of a row whose request has ended, `waiting` the requests that have not begun.
     """
 
     host: Host

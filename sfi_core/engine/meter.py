@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -31,10 +31,8 @@ class Recorded:
 class Launches:
     """The launches of a run, whose steps come in order.
 
-    Attributes:
-        counted: Launches outside replays, by name and layer.
-        recorded: The recorded steps.
-        steps: Number of steps in which each kernel ran.
+    `counted` has those outside replays, by name and layer; `recorded` are the recorded steps. `steps` counts
+    by kernel the steps in which it ran.
     """
 
     counted: ByLayer = field(default_factory=Counter)
@@ -42,14 +40,8 @@ class Launches:
     steps: Counter[str] = field(default_factory=Counter)
     _last: dict[str, int] = field(default_factory=dict)
 
-    def add(self, launched: Mapping[str, int], step: int, layer: int) -> None:
-        """Count a step's launches in a layer, by kernel."""
-        for name, count in launched.items():
-            self.counted[name, layer] += count
-            self._ran(name, step)
-
-    def add_step(self, launches: ByLayer, step: int) -> None:
-        """Count the launches of a whole step."""
+    def add(self, launches: ByLayer, step: int) -> None:
+        """Count launches of a step."""
         self.counted.update(launches)
         for name, _ in launches:
             self._ran(name, step)
@@ -81,20 +73,15 @@ WHOLE_STEP = -1  # in place of a layer, for work that a step does once for all l
 class Meter:
     """The counters and the clock of one run; times are of `time.perf_counter`.
 
-    Attributes:
-        paths: Attention and maintenance calls by code path: requests x layers x steps.
-        kernels: Launches of Triton kernels, by layer or under `WHOLE_STEP`.
-        prefill_seconds: Wall time of reading prompts, step 0 of every request.
-        decode_seconds: Wall time of the other steps.
-        not_replayed: See `RunReport`.
-        replayed: Whether the step under way was replayed as a CUDA graph.
-        row_bytes: Number of layers counted, and a token's bytes of keys and values: in those layers that are
-            always dense, and in the others.
-        recalled: Rows recalled from the host, by the bytes of a row, int64, on the device.
-        recall_seconds: Time that steps waited on the host for recalled rows.
-        born: When the run was made.
-        began: When the step under way began.
-        ended: When the last step ended.
+    Calls of attention and maintenance are counted in `paths`, requests x layers x steps, and launches of
+    Triton kernels in `kernels`, by layer or under `WHOLE_STEP`. `not_replayed` is that of `RunReport`;
+    `replayed` says whether the step under way was replayed as a CUDA graph. `row_bytes` are the number of
+    layers counted, and a token's bytes of keys and values: in those layers that are always dense, and in the
+    others. `recalled` counts rows from the host by the bytes of a row, int64, on the device.
+
+    The seconds are those of reading prompts (step 0 of every request), of the other steps, and of waiting on
+    the host for recalled rows. `born` is when the run was made, `began` and `ended` when the step under way
+    began and the last one ended.
     """
 
     paths: Counter[str] = field(default_factory=Counter)
@@ -132,7 +119,7 @@ class Meter:
         launched: Counter[str] = Counter()
         with counting(launched):
             yield
-        self.kernels.add(launched, step, layer)
+        self.kernels.add(Counter({(name, layer): n for name, n in launched.items()}), step)
 
     def begin(self) -> None:
         """Start the clock of a step."""

@@ -107,7 +107,7 @@ class Run:
         self.prompt_queries = PromptQueries(policy.config.window_prefill)
         overlap = self.engine.overlap and isinstance(policy, EvidencePolicy)
         self.maintenance = Maintenance(side_of(self.device, overlap=overlap))
-        self.descriptors = FreshDescriptors(policy, self.store, self.device)
+        self.descriptors = FreshDescriptors(self.store, self.device)
 
     @property
     def batch_pass(self) -> BatchPass:

@@ -25,18 +25,12 @@ from sfi_core.state.kv_store import KVStore
 class SharedPrompt:
     """A batch of prompts after their dense pass.
 
-    Attributes:
-        count: Tokens of each prompt.
-        capacity: Tokens that a request of a run may reach, its prompt included.
-        store: The keys and values of the full-attention layers.
-        layers: By full-attention layer, the input of the first selection.
-        others: The host's own layers, of sliding windows.
-        logits_BV: The logits of the next token.
-        ids_BT: The left-padded prompts; None for random keys and values.
-        window: How many of the prompt's last queries were kept; None for all.
-        seconds: Duration of the pass.
-        copied: Whether each run gets a copy of the store. Without a copy, a run overwrites the decoded tokens
-            of the run before it, and nothing of the prompts.
+    `count` are the tokens of each prompt, `ids_BT` the left-padded prompts, None for random keys and values.
+    A request of a run may reach `capacity` tokens, its prompt included. `store` has the full-attention
+    layers, `layers` the input of their first selection, `others` the host's own layers, of sliding windows.
+    `window` of the prompt's last queries were kept; None for all. `copied` says whether each run gets a copy
+    of the store. Without one, a run overwrites the decoded tokens of the run before it, and nothing of the
+    prompts.
     """
 
     count: Sequence[int]

@@ -16,15 +16,11 @@ SHARE = 0.9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchPlan:
-    """The batch of a run over a list of prompts.
+    """The batch of a run over `requests` prompts.
 
-    Attributes:
-        requests: Number of prompts.
-        slots: Requests decoded together; each other one waits until a request has ended.
-        capacity: Tokens that a request may reach.
-        forecast: The memory that the run will need.
-        free_bytes: Free memory before the run; None if unknown.
-        tiers: Bytes of the cache on the device and in host memory; None without a device budget.
+    `slots` requests are decoded together; each other one waits until a request has ended. A request may reach
+    `capacity` tokens. `free_bytes` is the free memory before the run, None if unknown; `tiers` are the bytes
+    of the cache on the device and in host memory, None without a device budget.
     """
 
     requests: int

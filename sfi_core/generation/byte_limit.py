@@ -13,14 +13,10 @@ from sfi_core.models.describe import describe_model
 class ByteLimit:
     """The bytes read per decoded token, and the largest possible speedup.
 
-    Attributes:
-        bytes_per_token: Bytes that the run must read per token: keys, values, scores, and the weights, which
-            the requests decoded together share.
-        full_attention_bytes_per_token: The same for full attention.
-        speedup: The second over the first: an upper bound if memory bandwidth is the bottleneck.
-        break_even_context: Cached tokens above which a run with these settings and this share of slow steps
-            reads less than full attention; None if there are none, or if the policy selects on fast steps or
-            mixes heads.
+    `bytes_per_token` must be read: keys, values, scores, and the weights, which the requests decoded together
+    share. `speedup` is full attention's over them: an upper bound if memory bandwidth is the bottleneck. From
+    `break_even_context` cached tokens on a run with these settings and this share of slow steps reads less
+    than full attention; None if there are none, or if the policy selects on fast steps or mixes heads.
     """
 
     bytes_per_token: float

@@ -22,7 +22,7 @@ from sfi_core.generation.prompts import (
     token_limits,
 )
 from sfi_core.generation.sampling import Sampler
-from sfi_core.hosts.transformers.decoder import Decoder, nothing_to_tell
+from sfi_core.hosts.transformers.decoder import Decoder
 from sfi_core.hosts.transformers.lossless import together
 from sfi_core.hosts.transformers.replays import records_steps
 from sfi_core.hosts.transformers.session import Session
@@ -167,7 +167,7 @@ def generate(
         decoder = Decoder(
             session=session, ids_BT=ids_BT, mask_BT=mask_BT, capacity=plan.capacity, stop_ids=stop,
             chunk=engine.prefill_chunk, requests=len(rows), generated=max(limits), shared=shared,
-            on_prefill=on_prefill or nothing_to_tell,
+            on_prefill=on_prefill,
         )  # fmt: skip
         if seed is None:
             seed = int(torch.randint(2**62, ())) if sampling.do_sample else 0

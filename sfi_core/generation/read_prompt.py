@@ -10,7 +10,7 @@ from sfi_core.engine.loop import left_pad
 from sfi_core.engine.prompt_queries import PromptQueries
 from sfi_core.engine.shared_prompt import SharedPrompt
 from sfi_core.generation.prompts import check_lengths, encode
-from sfi_core.hosts.transformers.decoder import Decoder, nothing_to_tell
+from sfi_core.hosts.transformers.decoder import Decoder
 from sfi_core.hosts.transformers.slow_fast import slow_fast
 from sfi_core.models.memory_need import check_fits
 from sfi_core.settings.config import SfiConfig
@@ -31,20 +31,9 @@ def read_prompt(
 ) -> SharedPrompt:
     """Read prompts densely, for `generate(..., shared=...)` to decode from under any policy.
 
-    Args:
-        model: A decoder-only model of transformers.
-        tokenizer: Its tokenizer; may be None when prompts are token ids.
-        prompts: Texts or token ids; they may differ in length.
-        capacity: Tokens that a request of a run may reach, its prompt included.
-        window: How many of each prompt's last queries to keep; None keeps all.
-        engine: As in the runs; all keys and values stay on the device.
-        page_size: Tokens of a cache page, as in the runs.
-        on_prefill: Called with the number of prompt tokens read so far, and of all.
-
-    Raises:
-        InputError: A prompt is empty or longer than the model's positions.
-        UnsupportedModelError: The architecture cannot run under SFI.
-        MemoryForecastError: The pass would not fit.
+    Arguments and errors are those of `generate`; all keys and values stay on the device. `capacity` are the
+    tokens that a request of a run may reach, its prompt included. `window` says how many of each prompt's
+    last queries to keep; None keeps all. `engine` and `page_size` must be those of the runs.
     """
     rows = encode(tokenizer, prompts)
     check_lengths(model, rows, capacity - max(map(len, rows), default=0))
@@ -64,7 +53,7 @@ def read_prompt(
             capacity=capacity,
             chunk=chunk,
             watchers=(keeper,),
-            on_prefill=on_prefill or nothing_to_tell,
+            on_prefill=on_prefill,
         )
         began = time.perf_counter()
         logits_BV = decoder.prefill()

@@ -3,14 +3,7 @@
 from collections.abc import Callable, Sequence
 
 import torch
-from transformers import (
-    LogitsProcessorList,
-    MinPLogitsWarper,
-    RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers.generation import logits_process
 
 from sfi_core.distributed.ranks import ALONE, Ranks
 from sfi_core.engine.picking.picker import Picker
@@ -18,28 +11,27 @@ from sfi_core.engine.picking.tokens_so_far import TokensSoFar
 from sfi_core.settings.sampling import Sampling
 
 
-def processors(sampling: Sampling) -> LogitsProcessorList:
+def processors(sampling: Sampling) -> logits_process.LogitsProcessorList:
     """Build the processors in the order of `model.generate`."""
-    chosen = LogitsProcessorList()
+    chosen = logits_process.LogitsProcessorList()
     if sampling.repetition_penalty != 1:
-        chosen.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
+        chosen.append(logits_process.RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
     if sampling.do_sample:
         if sampling.temperature != 1:
-            chosen.append(TemperatureLogitsWarper(sampling.temperature))
+            chosen.append(logits_process.TemperatureLogitsWarper(sampling.temperature))
         if sampling.top_k:
-            chosen.append(TopKLogitsWarper(sampling.top_k))
+            chosen.append(logits_process.TopKLogitsWarper(sampling.top_k))
         if sampling.top_p < 1:
-            chosen.append(TopPLogitsWarper(sampling.top_p))
+            chosen.append(logits_process.TopPLogitsWarper(sampling.top_p))
         if sampling.min_p:
-            chosen.append(MinPLogitsWarper(sampling.min_p))
+            chosen.append(logits_process.MinPLogitsWarper(sampling.min_p))
     return chosen
 
 
 class Sampler(Picker):
     """A picker with transformers' processors, which depend on the set of a request's tokens at most.
 
-    Attributes:
-        tokens: The tokens so far, padded prompts included; None if no processor needs them.
+    `tokens` are those so far, padded prompts included; None if no processor needs them.
     """
 
     def __init__(

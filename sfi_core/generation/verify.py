@@ -91,13 +91,10 @@ def verify(
 
 
 class Found(NamedTuple):
-    """Full attention's view of one generated token.
+    """Full attention's view of one generated token: its own token is `expected`.
 
-    Attributes:
-        expected: Full attention's token.
-        gap_ulp: The distance of its two best scores.
-        behind_ulp: The distance of the given token's score to the best.
-        fine: 1 if the logits are finite, else 0.
+    `gap_ulp` is the distance of its two best scores, `behind_ulp` that of the given token's score to the
+    best; `fine` is 1 if the logits are finite, else 0.
     """
 
     expected: float

@@ -9,12 +9,9 @@ from typing import Any
 class Differing:
     """A generated token that differs from full attention's over the same prefix.
 
-    Attributes:
-        index: Its index among the generated tokens.
-        token_id: The token.
-        expected_id: Full attention's token.
-        behind_ulp: The distance of its score to full attention's best, in units in the last place of the
-            logits; infinite for a token that a processor forbids.
+    `index` is its index among the generated tokens, `expected_id` full attention's token. `behind_ulp` is the
+    distance of its score to full attention's best, in units in the last place of the logits; infinite for a
+    token that a processor forbids.
     """
 
     index: int
@@ -25,13 +22,11 @@ class Differing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestCheck:
-    """The check of one request.
+    """The check of one request with so many generated `tokens`.
 
-    Attributes:
-        tokens: Number of generated tokens checked.
-        near_ties: Indices at which full attention's two best scores are closer than `VerifyReport.near_ulp`:
-            either token is right there, and later tokens depend on the choice.
-        differing: Tokens that are not full attention's.
+    At the indices `near_ties` full attention's two best scores are closer than `VerifyReport.near_ulp`:
+    either token is right there, and later tokens depend on the choice. `differing` are the tokens that are
+    not full attention's.
     """
 
     tokens: int
@@ -46,13 +41,10 @@ class RequestCheck:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyReport:
-    """The result of `verify`.
+    """The result of `verify`, with `requests` in the order of the prompts.
 
-    Attributes:
-        dtype: The dtype of the logits.
-        near_ulp: The distance of two scores below which they are a near tie, in units in the last place.
-        bound_ulp: The distance to full attention's best score that rounding alone explains.
-        requests: In the order of the prompts.
+    Two scores closer than `near_ulp` are a near tie, in units in the last place of logits of `dtype`;
+    `bound_ulp` is the distance to full attention's best score that rounding alone explains.
     """
 
     dtype: str
@@ -91,15 +83,6 @@ class VerifyReport:
             row = asdict(request) | {"first_doubtful": request.first_doubtful}
             for one in row["differing"]:
                 one["behind_ulp"] = None if one["behind_ulp"] == float("inf") else one["behind_ulp"]
-            row["near_ties"], row["differing"] = list(row["near_ties"]), list(row["differing"])
             requests.append(row)
-        return {
-            "ok": self.ok,
-            "tokens": self.tokens,
-            "near_ties": self.near_ties,
-            "differing": self.differing,
-            "dtype": self.dtype,
-            "near_ulp": self.near_ulp,
-            "bound_ulp": self.bound_ulp,
-            "requests": requests,
-        }
+        names = "ok", "tokens", "near_ties", "differing", "dtype", "near_ulp", "bound_ulp"
+        return {name: getattr(self, name) for name in names} | {"requests": requests}

@@ -26,15 +26,10 @@ Count = npt.NDArray[Any] | float
 class ByteModel:
     """A model's bytes, for each token that a request generates.
 
-    Attributes:
-        weight_bytes: Weights that a step reads, shared by the batch.
-        batch: Requests that share the weights; slow and fast ones run in one launch.
-        row_bytes: A token's keys and values in the layers that SFI acts on.
-        heads: KV heads of all those layers together.
-        layers: The number of those layers.
-        dense_row_bytes: `row_bytes` of full-attention layers that are left dense.
-        dense_layers: The number of layers that are left dense.
-        windows: Window and `row_bytes` of each sliding-window layer.
+    The `batch` shares `weight_bytes`, the weights that a step reads; slow and fast requests run in one
+    launch. `row_bytes` are a token's keys and values in the `layers` that SFI acts on, which have `heads` KV
+    heads together; `dense_row_bytes` those in the `dense_layers` that are left dense. `windows` has window
+    and row bytes of each sliding-window layer.
     """
 
     weight_bytes: float

@@ -10,12 +10,6 @@ import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-)
 
 from sfi_core.distributed import torchrun
 from sfi_core.distributed.ranks import join, mesh
@@ -95,7 +89,7 @@ def load(
         if split:
             split["device_mesh"] = mesh(where)
         with together.agreed(), _readable(source.name):
-            loaded, info = AutoModelForCausalLM.from_pretrained(
+            loaded, info = transformers.AutoModelForCausalLM.from_pretrained(
                 source.place,
                 config=config,
                 dtype=kind,
@@ -122,7 +116,7 @@ def _readable(name: str, what: str = "model") -> Iterator[None]:
 
 def read_config(source: Source, revision: str | None = None, **options: Any) -> Any:
     """Return a checkpoint's config; that of a GGUF file also says which dtype "auto" is."""
-    config = AutoConfig.from_pretrained(
+    config = transformers.AutoConfig.from_pretrained(
         source.place, revision=revision, **source.options, **options
     )
     if source.gguf is not None:
@@ -137,7 +131,10 @@ def _decoder_config(source: Source, common: dict[str, Any]) -> Any:
         raise UnsupportedModelError(
             f"{source.name} is an encoder-decoder model ({config.model_type}); sfi runs decoder-only models"
         )
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not common["trust_remote_code"]:
+    if (
+        type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+        and not common["trust_remote_code"]
+    ):
         raise UnsupportedModelError(
             f"{source.name} ({config.model_type}) is no causal language model"
         )
@@ -169,7 +166,9 @@ def load_tokenizer(model: str | None = None, revision: str | None = None, **opti
 
 def _tokenizer(source: Source, revision: str | None = None, **options: Any) -> Any:
     if source.gguf is None or (Path(source.place) / "tokenizer.json").is_file():
-        return AutoTokenizer.from_pretrained(source.place, revision=revision, **options)
+        return transformers.AutoTokenizer.from_pretrained(
+            source.place, revision=revision, **options
+        )
     return build_tokenizer(read_metadata(source.place, source.gguf, revision))
 
 

@@ -120,23 +120,15 @@ def forecast(
 ) -> Forecast:
     """Add up the bytes of a run; for a model that is split over ranks, the bytes of this rank.
 
-    Args:
-        model: Gives the sizes of its activations, and the device.
-        layers: The shape of every layer.
-        config: The policy's settings.
-        selects: Whether the policy selects at all.
-        batch: Requests.
-        prompt_tokens: Tokens of the longest prompt.
-        capacity: Tokens a request may reach.
-        prefill_chunk: Prompt tokens of one forward pass; 0 for all at once.
-        refreshed_together: Requests whose memory one slow step refreshes at once: all on the triton backend.
-        first_together: Requests whose first selections share their launches.
-        unpacked: Layers without a packed segment.
-        packs: Whether fast steps read packed rows, not the pages themselves.
-        evidence_buffers: Layers whose evidence is held at once.
-        summary: As `Policy.summary_bytes`; None for no summaries.
-        graphs: Whether steps are replayed as CUDA graphs.
-        drafting: How a lossless run drafts; None for other runs.
+    `model` gives the sizes of its activations and the device; `layers` are the shapes of all its layers, of
+    which `unpacked` have no packed segment; `packs` says whether fast steps read packed rows, not the pages
+    themselves. `selects` says whether the policy selects at all; `summary` is `Policy.summary_bytes`. The
+    longest prompt has `prompt_tokens`, of which a forward pass reads `prefill_chunk` (0 for all); a request
+    may reach `capacity`.
+
+    One slow step refreshes `refreshed_together` requests at once, all on the triton backend; `first_together`
+    first selections share their launches; the evidence of `evidence_buffers` layers is held at once. `graphs`
+    says whether steps are replayed as CUDA graphs, `drafting` how a lossless run drafts.
     """
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
     managed = [layer for layer in layers if layer.window is None]

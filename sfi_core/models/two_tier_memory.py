@@ -19,15 +19,12 @@ INT32 = 4
 
 @dataclass(frozen=True, slots=True)
 class TwoTierBytes:
-    """Bytes of a two-tier KV cache.
+    """Bytes of a two-tier KV cache: in host memory, every layer's keys and values, rounded up to pages.
 
-    Attributes:
-        device_bytes: On the device, the sum of `parts`.
-        host_bytes: In host memory: every layer's keys and values, rounded up to pages.
-        parts: Bytes on the device by purpose: `ring`, the pages of the recent tokens; `packed`, the sink and
-            selected rows; `scratch`, for one request's recalled rows; `norms` of the keys; `notes` of the
-            policy, above all summaries of pages; `stream`, the buffers of dense reads; `resident`, the heads
-            that stay on the device.
+    On the device, `parts` has them by purpose: `ring`, the pages of the recent tokens; `packed`, the sink and
+    selected rows; `scratch`, for one request's recalled rows; `norms` of the keys; `notes` of the policy,
+    above all summaries of pages; `stream`, the buffers of dense reads; `resident`, the heads that stay on the
+    device.
     """
 
     device_bytes: int

@@ -11,13 +11,9 @@ from sfi_core.models.linear import PackedLinear
 class ModelWeights:
     """The bytes of a model's weights, by use; of a split model, this rank's part.
 
-    Attributes:
-        total_bytes: All weights; shared ones count once.
-        embedding_bytes: The input embedding.
-        unread_bytes: The input embedding, or 0 where it is the output matrix too, which a step reads.
-        routed_bytes: Experts of mixtures, all layers together.
-        experts: Routed experts of a layer; 0 without a mixture.
-        active: Routed experts that a token goes through.
+    Shared weights count once in `total_bytes`. `unread_bytes` is the input embedding, or 0 where it is the
+    output matrix too, which a step reads. `routed_bytes` are the experts of mixtures, all layers together; of
+    a layer's `experts`, 0 without a mixture, a token goes through `active` ones.
     """
 
     total_bytes: int

@@ -1,37 +1,26 @@
 """The protocol of observers, all that the core knows of them."""
 
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Protocol
+from typing import Protocol, get_args
 
-from sfi_core.observers.events import (
-    AuditEvent,
-    BeginStepEvent,
-    Event,
-    LogitsEvent,
-    PromptEvent,
-    RecallEvent,
-    RunEvent,
-    SelectionEvent,
-    StepEvent,
-    VerificationEvent,
-)
+from sfi_core.observers import events
 
 NOTHING = nullcontext()
 AHEAD = "ahead"  # the span of a forward pass that is launched before its step begins
-HANDLERS: dict[type[Event], str] = {
-    RunEvent: "on_run", PromptEvent: "on_prompt", BeginStepEvent: "on_begin_step", StepEvent: "on_step",
-    VerificationEvent: "on_verification", SelectionEvent: "on_selection", RecallEvent: "on_recall",
-    AuditEvent: "on_audit", LogitsEvent: "on_logits",
-}  # fmt: skip
+HANDLERS: dict[type[events.Event], str] = {  # `on_begin_step` for `BeginStepEvent`
+    kind: "on_" + re.sub(r"\B([A-Z])", r"_\1", kind.__name__.removesuffix("Event")).lower()
+    for kind in get_args(events.Event)
+}
 
 
 class Observer(Protocol):
     """Receives events and brackets spans; must not change what the core computes."""
 
-    def on(self, event: Event) -> None:
+    def on(self, event: events.Event) -> None:
         """Receive an event; an observer may see several runs in turn."""
 
     def span(
@@ -52,35 +41,35 @@ class NullObserver:
     listened = True
     takes_spans: bool | None = True
 
-    def on(self, event: Event) -> None:
+    def on(self, event: events.Event) -> None:
         """Hand the event to its own method."""
         getattr(self, HANDLERS[type(event)])(event)
 
-    def on_run(self, event: RunEvent) -> None:
+    def on_run(self, event: events.RunEvent) -> None:
         """A run begins."""
 
-    def on_prompt(self, event: PromptEvent) -> None:
+    def on_prompt(self, event: events.PromptEvent) -> None:
         """A pass is about to read a piece of the prompts."""
 
-    def on_begin_step(self, event: BeginStepEvent) -> None:
+    def on_begin_step(self, event: events.BeginStepEvent) -> None:
         """A step begins."""
 
-    def on_step(self, event: StepEvent) -> None:
+    def on_step(self, event: events.StepEvent) -> None:
         """One step of one request has ended."""
 
-    def on_verification(self, event: VerificationEvent) -> None:
+    def on_verification(self, event: events.VerificationEvent) -> None:
         """A pass of a lossless run has verified a request's draft."""
 
-    def on_selection(self, event: SelectionEvent) -> None:
+    def on_selection(self, event: events.SelectionEvent) -> None:
         """The selected memory of one request and layer was refreshed."""
 
-    def on_recall(self, event: RecallEvent) -> None:
+    def on_recall(self, event: events.RecallEvent) -> None:
         """One layer of one request fetched rows from the host."""
 
-    def on_audit(self, event: AuditEvent) -> None:
+    def on_audit(self, event: events.AuditEvent) -> None:
         """One layer of an audited step has attended."""
 
-    def on_logits(self, event: LogitsEvent) -> None:
+    def on_logits(self, event: events.LogitsEvent) -> None:
         """The next-token distributions of an audited step are known."""
 
     def span(
@@ -98,7 +87,7 @@ class Observers:
         # a span costs microseconds in every layer of every step: only observers that want spans pay
         self.spanning = [one for one in observers if spans and wants_spans(one)]
 
-    def on(self, event: Event) -> None:
+    def on(self, event: events.Event) -> None:
         """Forward the event to every observer."""
         for observer in self.each:
             observer.on(event)
@@ -128,7 +117,7 @@ def as_one(observers: Sequence[Observer]) -> Observer:
     return observers[0] if len(observers) == 1 else Observers(observers)
 
 
-def wants(observer: Observer, event: type[Event]) -> bool:
+def wants(observer: Observer, event: type[events.Event]) -> bool:
     """Say whether an observer uses an event."""
     if isinstance(observer, Observers):
         return any(wants(one, event) for one in observer.each)
@@ -169,11 +158,11 @@ class HeldSelections(Observers):
 
     def __init__(self, observer: Observer) -> None:
         super().__init__([observer])
-        self._held: dict[int, list[SelectionEvent]] = defaultdict(list)
+        self._held: dict[int, list[events.SelectionEvent]] = defaultdict(list)
 
-    def on(self, event: Event) -> None:
+    def on(self, event: events.Event) -> None:
         """Pass an event on; hold a selection unless the prompt's end made it."""
-        if isinstance(event, SelectionEvent) and event.step > 0:
+        if isinstance(event, events.SelectionEvent) and event.step > 0:
             self._held[event.request].append(event)
         else:
             super().on(event)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch.nn.functional import pad
@@ -21,11 +21,10 @@ from sfi_kernels.top_k import top_k
 class Selection:
     """The selected memory of one layer, for some requests.
 
-    Attributes:
-        index_BHK: Positions in J by KV head, int32, ascending, padded with -1.
-        diagnostics: Tensors for traces, such as the Selector's `lambda_star`.
-        heads_BH: The KV heads that are selected anew, bool; the others keep their memory. None for all.
-        pseudo: From `select_before`: a token that stands for all unread tokens in this step; None for none.
+    `index_BHK` are positions in J by KV head, int32, ascending, padded with -1. `diagnostics` are tensors for
+    traces, such as the Selector's `lambda_star`. `heads_BH` are the KV heads that are selected anew, bool;
+    the others keep their memory, None is all. `pseudo`, from `select_before`, stands for all unread tokens in
+    this step; None for none.
     """
 
     index_BHK: torch.Tensor
@@ -51,6 +50,7 @@ class Policy:
         config: The run's settings; budgets are tokens per KV head.
         trigger: Decides when a slow step is due.
         prompt_only: Call `select_after` at the end of the prompt only.
+        fixed: Settings that the method always runs with, whatever the user's are.
         evicts: The method drops unselected tokens for good, so that it needs less memory.
         drafts: Fast steps can be taken back, as a lossless run does with rejected tokens.
         offloads: Runs over a store with most keys and values in host memory.
@@ -61,6 +61,7 @@ class Policy:
     """
 
     prompt_only = False
+    fixed: ClassVar[Mapping[str, Any]] = {}
     evicts = False
     drafts = False
     offloads = False
@@ -83,8 +84,8 @@ class Policy:
 
     @classmethod
     def adapt(cls, config: SfiConfig) -> SfiConfig:
-        """Return the settings that the method runs with."""
-        return config
+        """Return the settings that the method runs with: by default with those that it has `fixed`."""
+        return config.replace(**cls.fixed)
 
     def plan(self, requests: Sequence[RequestState]) -> list[str]:
         """Return why each request is slow in the next step, t >= 1, or "" if it is fast."""

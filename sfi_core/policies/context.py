@@ -15,11 +15,6 @@ from sfi_kernels.step_descriptor import StepDescriptor
 Notes = dict[str, Any]
 
 
-def no_span(_: str) -> AbstractContextManager[None]:
-    """Record no span."""
-    return nullcontext()
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
     """The evidence of one layer, for some requests of the batch: the Selector's input.
@@ -46,7 +41,7 @@ class Evidence:
     logits: Callable[[], torch.Tensor]
     log_sum_BHGW: torch.Tensor | None = None
     interval: tuple[int, int] | None = None
-    span: Callable[[str], AbstractContextManager[None]] = no_span
+    span: Callable[[str], AbstractContextManager[Any]] = nullcontext
     wants_diagnostics: bool = True
     ranks: Ranks = ALONE
 
@@ -79,17 +74,7 @@ class LayerContext(Evidence):
 class BatchContext:
     """One layer of a decoding pass of the Triton backend: all rows of the batch, no number of the host's.
 
-    Attributes:
-        fast: Whether any request decodes fast.
-        query_BHGD: The last query of each request.
-        key_PHND: Pages of keys, the new ones included.
-        value_PHNE: Pages of values.
-        block_table_BP: Page numbers.
-        descriptor: The requests as kernels read them.
-        codes: The codes of all cached keys, to be changed in place.
-        position_BHS: The positions that a fast request's attention reads, to be written.
-        length_BH: How many they are, to be written.
-        scale: Factor on the logits.
+    `fast` says whether any request decodes fast; the rest are the operands of `code_scan`.
     """
 
     fast: bool

@@ -14,15 +14,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from sfi_core.errors import ConfigError, InputError
+from sfi_core.settings import parts
 from sfi_core.settings.fields import Table, check_names, setting
-from sfi_core.settings.parts import (
-    BaselineConfig,
-    CodeScanConfig,
-    DraftConfig,
-    FreeKVConfig,
-    SelectorConfig,
-    SyncKVConfig,
-)
 
 RECENT_MODES = ("anchored", "sliding")
 TRIGGER_POLICIES = ("boundary", "t-max", "stride", "random", "never", "always")
@@ -100,12 +93,12 @@ class SfiConfig(Table):
         16, "How many of the prompt's last queries make the first selection, W.", least=1
     )
     dense_layers: tuple[int, ...] = setting((), "Layers that always attend densely.", least=0)
-    selector: SelectorConfig = field(default_factory=SelectorConfig)
-    baseline: BaselineConfig = field(default_factory=BaselineConfig)
-    freekv: FreeKVConfig = field(default_factory=FreeKVConfig)
-    synckv: SyncKVConfig = field(default_factory=SyncKVConfig)
-    codescan: CodeScanConfig = field(default_factory=CodeScanConfig)
-    draft: DraftConfig = field(default_factory=DraftConfig)
+    selector: parts.SelectorConfig = field(default_factory=parts.SelectorConfig)
+    baseline: parts.BaselineConfig = field(default_factory=parts.BaselineConfig)
+    freekv: parts.FreeKVConfig = field(default_factory=parts.FreeKVConfig)
+    synckv: parts.SyncKVConfig = field(default_factory=parts.SyncKVConfig)
+    codescan: parts.CodeScanConfig = field(default_factory=parts.CodeScanConfig)
+    draft: parts.DraftConfig = field(default_factory=parts.DraftConfig)
 
     @classmethod
     def preset(cls, name: str) -> Self:

@@ -17,15 +17,10 @@ WORDS: dict[type, str] = {bool: "true or false"}  # in errors; other types go by
 class Setting:
     """A setting, as its field declares it.
 
-    Attributes:
-        name: The full name, such as `selector.alpha`; a table's own errors name the field alone.
-        kind: bool, int, float or str; for a list, the type of its items.
-        optional: Whether None is allowed.
-        meaning: The help text; its first sentence can stand alone.
-        least: Smallest value, itself allowed.
-        above: Lower bound, itself not allowed.
-        most: Largest value, itself allowed.
-        choices: All allowed values; empty for a setting without a fixed list.
+    `name` is the full one, such as `selector.alpha`; a table's own errors name the field alone. `kind` is
+    bool, int, float or str; for a list, the type of its items. `optional` allows None. The first sentence of
+    `meaning`, the help text, can stand alone. `least` and `most` are allowed themselves, `above` is not.
+    `choices` are empty for a setting without a fixed list.
     """
 
     name: str

@@ -24,12 +24,8 @@ def block_tokens(capacity: int, page: int) -> int:
 class HostStream:
     """Two buffers on the device for the blocks of all layers, and the pages on their way to the host.
 
-    Attributes:
-        block: Tokens of a block.
-        side: Runs the copies.
-        buffers: Empty before the first block.
-        copied_bytes: Bytes copied to the device.
-        offloaded_bytes: Bytes copied to the host.
+    A block has `block` tokens; `side` runs the copies. The `buffers` are made for the first block.
+    `copied_bytes` went to the device, `offloaded_bytes` to the host.
     """
 
     def __init__(self, side: SideStream, block: int, device: torch.device | None = None) -> None:

@@ -19,8 +19,7 @@ GROWTH = 256  # spare tokens for runs of unknown length
 class KVCache(PagedView):
     """Owns the pages of every layer, allocated at the layer's first `append`.
 
-    Attributes:
-        pages_per_request: Pages of each request; their numbers are consecutive.
+    The numbers of a request's pages, `pages_per_request`, are consecutive.
     """
 
     def __init__(
@@ -52,14 +51,7 @@ class KVCache(PagedView):
             self.layers[layer] = self._allocate(key_BHTD, value_BHTE)
         pages = self.layers[layer]
         append.on(self.backend)(
-            key_BHTD,
-            value_BHTE,
-            start_B,
-            count_B,
-            pages.key_PHND,
-            pages.value_PHNE,
-            pages.norm_PHN,
-            self.block_table_BP,
+            key_BHTD, value_BHTE, start_B, count_B, *pages.tensors, self.block_table_BP
         )
         return pages
 
@@ -119,10 +111,10 @@ class KVCache(PagedView):
             return norm_BHT[first : first + len(rows)]
         return torch.stack([norm_BHT[row] for row in rows])
 
-    def _tokens(self, page_PHNX: torch.Tensor, row: int, start: int, stop: int) -> torch.Tensor:
+    def _tokens(self, layer: int, row: int, start: int, stop: int, which: int) -> torch.Tensor:
         if self._one_page:
-            return page_PHNX[row : row + 1, :, start:stop]
-        return super()._tokens(page_PHNX, row, start, stop)
+            return self.layers[layer].tensors[which][row : row + 1, :, start:stop]
+        return super()._tokens(layer, row, start, stop, which)
 
     def _allocate(self, key: torch.Tensor, value: torch.Tensor) -> LayerPages:
         shape = (self.batch * self.pages_per_request, key.shape[1], self.page_size)

@@ -1,8 +1,8 @@
 """The interface of KV stores."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -15,12 +15,10 @@ from sfi_core.state.side_stream import Job
 class Recall:
     """A recall of selected rows from the host.
 
-    Attributes:
-        rows_RH: Number of rows by refreshed request and KV head, int32, on the device; valid once the rows
-            have arrived.
-        row_bytes: Bytes of one row, key and value.
-        waited: Seconds that the step waited on the host; 0 if the recall runs beside the step.
-        then: Runs a job after the rows have arrived, on the recall's stream.
+    `rows_RH` are the numbers of rows by refreshed request and KV head, int32, on the device, once the rows
+    have arrived; `row_bytes` the bytes of one row, key and value. The step `waited` so many seconds on the
+    host, 0 if the recall runs beside it. `then` runs a job after the rows have arrived, on the recall's
+    stream.
     """
 
     rows_RH: torch.Tensor
@@ -32,30 +30,27 @@ class Recall:
 class KVStore(Protocol):
     """The keys, values and key norms of a batch of requests, by layer.
 
-    A request's number of tokens is `RequestState.length`; the store does not know it.
-
-    Attributes:
-        batch: Requests.
-        backend: "torch" or "triton".
-        page_size: Tokens of a page.
-        block_table_BP: Page numbers of each request, int32.
-        whole_on_device: Whether `pages` hold every token. If not, they hold the recent ones; `blocks` reads
-            all.
+    A request's number of tokens is `RequestState.length`; the store does not know it. `block_table_BP` has
+    each request's page numbers, int32; `layers` what the store keeps of each layer that it knows. The `pages`
+    of a store that is not `whole_on_device` hold the recent tokens only; `blocks` reads all.
     """
 
     batch: int
     backend: str
     page_size: int
     block_table_BP: torch.Tensor
+    layers: Mapping[int, Any]
     whole_on_device: bool
 
     @property
     def capacity(self) -> int:
         """Tokens that fit, per request."""
+        return self.block_table_BP.shape[1] * self.page_size
 
     @property
     def heads(self) -> int:
         """KV heads of a layer; 1 while no layer is known."""
+        return next((self.pages(layer).key_PHND.shape[1] for layer in self.layers), 1)
 
     def grow(self, capacity: int) -> None:
         """Grow to at least `capacity` tokens per request."""
@@ -90,9 +85,14 @@ class KVStore(Protocol):
 
     def keys(self, layer: int, row: int, start: int, stop: int) -> torch.Tensor:
         """Return a request's keys of positions `start` to `stop` - 1, [1, H, T, D], without a sync."""
+        return self._tokens(layer, row, start, stop, 0)
 
     def values(self, layer: int, row: int, start: int, stop: int) -> torch.Tensor:
         """Return a request's values likewise, [1, H, T, E]."""
+        return self._tokens(layer, row, start, stop, 1)
+
+    def _tokens(self, layer: int, row: int, start: int, stop: int, which: int) -> torch.Tensor:
+        """Return keys (`which` 0) or values (1)."""
 
     def norms(self, layer: int, rows: Sequence[int], length: int) -> torch.Tensor:
         """Return key norms, [len(rows), H, length] float32; undefined beyond a request's tokens."""
@@ -114,23 +114,16 @@ class KVStore(Protocol):
         most_sink: int,
         heads_RH: torch.Tensor | None = None,
     ) -> Recall | None:
-        """Copy the sinks and the selected positions of some requests into a layer's packed segment.
+        """Copy sinks and selected positions into a layer's packed segment, which grows if it is too small.
 
-        Args:
-            segment: The layer's segment; it grows if it is too small.
-            layer: Index of the layer.
-            request_R: The refreshed requests, int32, each once; -1 for padding.
-            sink_R: Their sink tokens, int32.
-            index_RHK: Their selected positions, int32, ascending, padded with -1 at the end.
-            most_sink: The largest of `sink_R`, on the host.
-            heads_RH: The KV heads whose rows change, bool; None for all.
-
-        Returns:
-            The recall from the host; None for a store without a host tier.
+        `request_R`, `sink_R` and `index_RHK` are those of `pack`, the indices ascending; `most_sink` is the
+        largest of `sink_R`, on the host. `heads_RH` are the KV heads whose rows change, bool; None for all.
+        Return the recall from the host; None for a store without a host tier.
         """
 
     def ready(self, layer: int) -> None:
-        """Let the main stream wait for the rows that `pack_into` brings to a layer."""
+        """Let the main stream wait for the rows that `pack_into` brings to a layer; none by default."""
+        del layer
 
     def copy(self) -> "KVStore":
         """Return an independent copy."""

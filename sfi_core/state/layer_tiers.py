@@ -12,15 +12,10 @@ from sfi_core.state.layer_pages import LayerPages
 
 @dataclass(slots=True)
 class LayerTiers:
-    """One layer's two tiers.
+    """One layer's two tiers: a `ring` of pages with the recent tokens, and all complete pages on the `host`.
 
-    Attributes:
-        ring: Pages of the recent tokens, on the device.
-        host: All complete pages.
-        norm_BHT: Norms of all keys, float32, on the device.
-        resident: KV heads that are never offloaded.
-        key_BRTD: The resident heads' keys.
-        value_BRTE: The resident heads' values.
+    On the device there are also the norms of all keys, float32, and the keys and values of the `resident` KV
+    heads, which are never offloaded.
     """
 
     ring: LayerPages

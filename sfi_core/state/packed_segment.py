@@ -37,13 +37,10 @@ class SegmentShape:
 
 
 class PackedSegment:
-    """One layer's packed rows, for every request.
+    """One layer's packed rows, for every request: the sinks, then the selected, ascending.
 
-    Attributes:
-        key_BHSD: Keys; only the first `length_BH` rows are read: the sinks, then the selected, ascending.
-        value_BHSE: Their values.
-        position_BHS: Their positions, int32, padded with -1.
-        length_BH: int32.
+    Only the first `length_BH` rows are read; `position_BHS` are their positions, padded with -1. Both are
+    int32.
     """
 
     def __init__(

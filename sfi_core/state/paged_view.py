@@ -15,19 +15,15 @@ from typing import Self
 
 import torch
 
+from sfi_core.state.kv_store import KVStore
 from sfi_core.state.layer_pages import LayerPages, tokens_of
 from sfi_core.state.packed_segment import PackedSegment
 from sfi_kernels.pack import pack
 from sfi_kernels.pages import read_pages
 
 
-class PagedView:
-    """Reads the pages of every layer by one block table: a `KVStore` without `append` and `grow`.
-
-    Attributes:
-        block_table_BP: Page numbers, `[B, pages of a request]` int32.
-        layers: Pages by layer.
-    """
+class PagedView(KVStore):
+    """Reads the pages of every layer by one block table; has no `append` and `grow`."""
 
     whole_on_device = True
 
@@ -37,19 +33,9 @@ class PagedView:
         self.page_size, self.block_table_BP = page_size, block_table_BP
         self.layers: dict[int, LayerPages] = {}
 
-    @property
-    def capacity(self) -> int:
-        """See `KVStore`."""
-        return self.block_table_BP.shape[1] * self.page_size
-
     def pages(self, layer: int) -> LayerPages:
         """See `KVStore`."""
         return self.layers[layer]
-
-    @property
-    def heads(self) -> int:
-        """See `KVStore`."""
-        return next((pages.key_PHND.shape[1] for pages in self.layers.values()), 1)
 
     def pack_into(
         self,
@@ -63,23 +49,10 @@ class PagedView:
     ) -> None:
         """See `KVStore`: one kernel gathers the rows from the pages (Reorg)."""
         segment.reserve(most_sink + index_RHK.shape[2])
-        pages = self.layers[layer]
-        pack.on(self.backend)(
-            pages.key_PHND,
-            pages.value_PHNE,
-            self.block_table_BP,
-            request_R,
-            index_RHK,
-            sink_R,
-            segment.key_BHSD,
-            segment.value_BHSE,
-            segment.position_BHS,
-            segment.length_BH,
-            **({} if heads_RH is None else {"heads_RH": heads_RH.int()}),
-        )
-
-    def ready(self, layer: int) -> None:
-        """See `KVStore`: `pack_into` runs on the main stream, so there is no wait."""
+        key_PHND, value_PHNE, _ = self.layers[layer].tensors
+        chosen = self.block_table_BP, request_R, index_RHK, sink_R
+        heads = None if heads_RH is None else heads_RH.int()
+        pack.on(self.backend)(key_PHND, value_PHNE, *chosen, *segment.tensors, heads_RH=heads)
 
     def blocks(
         self, layer: int, row: int, length: int, head: int | None = None
@@ -89,14 +62,6 @@ class PagedView:
         pages, table_P = self.layers[layer], self.block_table_BP[row]
         key, value = (x[:, own] for x in (pages.key_PHND, pages.value_PHNE))
         yield 0, read_pages(key, table_P, 0, length), read_pages(value, table_P, 0, length)
-
-    def keys(self, layer: int, row: int, start: int, stop: int) -> torch.Tensor:
-        """See `KVStore`."""
-        return self._tokens(self.layers[layer].key_PHND, row, start, stop)
-
-    def values(self, layer: int, row: int, start: int, stop: int) -> torch.Tensor:
-        """See `KVStore`."""
-        return self._tokens(self.layers[layer].value_PHNE, row, start, stop)
 
     def norms(self, layer: int, rows: Sequence[int], length: int) -> torch.Tensor:
         """See `KVStore`."""
@@ -118,5 +83,6 @@ class PagedView:
         one.batch, one.block_table_BP = 1, self.block_table_BP[row : row + 1]
         return one
 
-    def _tokens(self, page_PHNX: torch.Tensor, row: int, start: int, stop: int) -> torch.Tensor:
+    def _tokens(self, layer: int, row: int, start: int, stop: int, which: int) -> torch.Tensor:
+        page_PHNX = self.layers[layer].tensors[which]
         return tokens_of(page_PHNX, self.block_table_BP[row], start, stop)

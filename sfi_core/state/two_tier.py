@@ -19,7 +19,7 @@ import torch
 
 from sfi_core.errors import ConfigError
 from sfi_core.state.host_stream import HostStream, RecallScratch, block_tokens
-from sfi_core.state.kv_store import Recall
+from sfi_core.state.kv_store import KVStore, Recall
 from sfi_core.state.layer_pages import LayerPages, join_blocks, tokens_of
 from sfi_core.state.layer_tiers import LayerTiers
 from sfi_core.state.packed_segment import PackedSegment
@@ -29,16 +29,12 @@ from sfi_kernels.recall import recall
 from sfi_kernels.step_descriptor import sent
 
 
-class TwoTierStore:
+class TwoTierStore(KVStore):
     """A `KVStore` with two tiers.
 
-    Attributes:
-        ring_pages: Pages of a request's ring, R.
-        block_table_BP: Ring pages of each request's pages, int32.
-        host_table_BP: Host pages of the same, int32.
-        side: Runs offloads and recalls; offloads of layer i have place 2 i, recalls 2 i + 1.
-        layers: LayerTiers by layer.
-        stream: Copies pages to the host, and blocks of them back for dense reads.
+    `ring_pages`, R, are those of a request's ring. Page p of a request has the numbers `block_table_BP` there
+    and `host_table_BP` on the host, int32. `side` runs offloads and recalls; offloads of layer i have place 2
+    i, recalls 2 i + 1. `stream` copies pages to the host, and blocks of them back for dense reads.
     """
 
     whole_on_device = False
@@ -62,7 +58,6 @@ class TwoTierStore:
         """
         self.batch, self.backend, self.page_size = batch, backend, page_size
         self.pages_per_request = -(-capacity // page_size)
-        self.capacity = self.pages_per_request * page_size
         self.ring_pages = min(ring_pages, self.pages_per_request)
         page_P, row_B1 = torch.arange(self.pages_per_request), torch.arange(batch)[:, None]
         self.block_table_BP = (row_B1 * self.ring_pages + page_P % self.ring_pages).int()
@@ -75,11 +70,6 @@ class TwoTierStore:
         self._scratch = RecallScratch(self.side)
         self.stream = HostStream(self.side, block_tokens(self.capacity, page_size))
         self._end = [0] * batch  # tokens of each row, as of the last append
-
-    @property
-    def heads(self) -> int:
-        """See `KVStore`."""
-        return next((tiers.norm_BHT.shape[1] for tiers in self.layers.values()), 1)
 
     @property
     def device_bytes(self) -> int:
@@ -141,15 +131,8 @@ class TwoTierStore:
         """See `KVStore`: the ring."""
         return self.layers[layer].ring
 
-    def keys(self, layer: int, row: int, start: int, stop: int) -> torch.Tensor:
-        """See `KVStore`: from the ring if it has all of them, else from the host."""
-        return self._tokens(layer, row, start, stop, 0)
-
-    def values(self, layer: int, row: int, start: int, stop: int) -> torch.Tensor:
-        """See `KVStore`."""
-        return self._tokens(layer, row, start, stop, 1)
-
     def _tokens(self, layer: int, row: int, start: int, stop: int, which: int) -> torch.Tensor:
+        # from the ring if it has all of them, else from the host
         ring_PHNX = self.layers[layer].ring.tensors[which]
         if start >= self._end[row] - self.ring_pages * self.page_size:
             return tokens_of(ring_PHNX, self.block_table_BP[row], start, stop)
@@ -203,25 +186,16 @@ class TwoTierStore:
         self.ready(layer)
         segment.reserve(most_sink + index_RHK.shape[2])
         self._offload_sinks(layer, tiers, most_sink)
-        old = (segment.key_BHSD, segment.value_BHSE, segment.position_BHS, segment.length_BH)
+        old = segment.tensors
         key, value, position, length = self._scratch.like(old, len(request_R))
-        into = (key, value, position, length)
+        into = key, value, position, length
         fetched_RH = index_RHK.new_zeros(index_RHK.shape[:2])
         heads = None if heads_RH is None else heads_RH.int()
 
         def job() -> None:
-            recall.on(self.backend)(
-                tiers.host.key_PHND,
-                tiers.host.value_PHNE,
-                self.host_table_BP,
-                request_R,
-                index_RHK,
-                sink_R,
-                *old,
-                *into,
-                fetched_RH,
-                heads_RH=heads,
-            )
+            pages = tiers.host.key_PHND, tiers.host.value_PHNE, self.host_table_BP
+            refreshed = request_R, index_RHK, sink_R
+            recall.on(self.backend)(*pages, *refreshed, *old, *into, fetched_RH, heads_RH=heads)
             request = request_R.long()
             for target, source in zip(old, into, strict=True):
                 target.index_copy_(0, request, source)

@@ -35,22 +35,14 @@ Tokens = Sequence[tuple[int, str]]
 
 @dataclass(frozen=True, slots=True)
 class TriggerSet:
-    """T_trig, and the trigger that each of its ids comes from.
+    """T_trig, `token_ids` in ascending order, and the trigger that each of its ids comes from.
 
-    Attributes:
-        token_ids: T_trig.
-        chosen: By trigger that has tokens: their ids, ascending, and decoded texts.
-        reasons: By trigger without a token: why it has none.
+    By trigger, `chosen` has the ids, ascending, and decoded texts; `reasons` why a trigger has no token.
     """
 
-    token_ids: frozenset[int]
+    token_ids: tuple[int, ...]
     chosen: Mapping[str, Tokens]
     reasons: Mapping[str, str]
-
-    @property
-    def sorted_token_ids(self) -> tuple[int, ...]:
-        """The ids, ascending."""
-        return tuple(sorted(self.token_ids))
 
     def describe(self) -> list[tuple[str, int, str]]:
         """Return a row for each trigger: its repr, its number of tokens, and examples or the reason."""
@@ -80,7 +72,8 @@ def build_trigger_set(tokenizer: Any, triggers: Sequence[str]) -> TriggerSet:
     if found and not chosen:
         raise ConfigError(f"triggers must match a token of this tokenizer, got {[*found]}")
     reasons = {trigger: _reason(tokenizer, trigger) for trigger in found if trigger not in chosen}
-    return TriggerSet(frozenset(i for t in chosen.values() for i, _ in t), chosen, reasons)
+    ids = sorted({i for t in chosen.values() for i, _ in t})
+    return TriggerSet(tuple(ids), chosen, reasons)
 
 
 def _wordless_tokens(tokenizer: Any, vocab: Mapping[str, int]) -> Tokens:
@@ -135,4 +128,4 @@ def resolve_triggers(tokenizer: Any, config: SfiConfig) -> tuple[int, ...]:
         return ()
     if tokenizer is None:
         raise ConfigError("triggers need a tokenizer, got none; pass one or set trigger_token_ids")
-    return tuple(sorted(build_trigger_set(tokenizer, config.triggers).token_ids))
+    return build_trigger_set(tokenizer, config.triggers).token_ids

@@ -12,8 +12,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from sfi_kernels.dense_attention.prompt_tile import PromptTile
-from sfi_kernels.dense_attention.triton import attend
+from sfi_kernels.decode_attention.query_tile import QueryTile
+from sfi_kernels.dense_attention.triton import dense_attention
 from tests.fakes import causal_mask, error_bound, kernel_device, paged, plain_attention
 
 ROOT = Path(__file__).parents[2]
@@ -50,14 +50,14 @@ for capability in (80, 90):
 @pytest.mark.parametrize(
     ("shape", "W", "lengths"),
     [
-        (PromptTile(16, 4, 16, 3), 20, [33, 64]),
-        (PromptTile(32, 8, 32, 5), 70, [129, 30]),
-        (PromptTile(128, 8, 64, 5), 140, [300, 130]),
-        (PromptTile(32, 8, 32, 5), 3, [64, 65]),
+        (QueryTile(16, 4, 16, 3), 20, [33, 64]),
+        (QueryTile(32, 8, 32, 5), 70, [129, 30]),
+        (QueryTile(128, 8, 64, 5), 140, [300, 130]),
+        (QueryTile(32, 8, 32, 5), 3, [64, 65]),
     ],
     ids=str,
 )
-def test_every_tile_attends_as_the_textbook_does(shape: PromptTile, W: int, lengths: list[int]):
+def test_every_tile_attends_as_the_textbook_does(shape: QueryTile, W: int, lengths: list[int]):
     """Across the diagonal, before it, and where a request is shorter than the piece."""
     device = kernel_device("triton", torch.float32, 64)
     query = torch.randn(len(lengths), H, G, W, D)
@@ -65,7 +65,7 @@ def test_every_tile_attends_as_the_textbook_does(shape: PromptTile, W: int, leng
     (key, table), (value, _) = paged(keys, 64), paged(values, 64)
     length = torch.tensor(lengths, dtype=torch.int32)
     operands = (x.to(device) for x in (query, key, value, table, length))
-    out = attend(*operands, scale=SCALE, shape=shape).cpu()
+    out = dense_attention(*operands, scale=SCALE, shape=shape).cpu()
     for row, T in enumerate(lengths):
         own = min(W, T)
         part = query[row : row + 1, :, :, W - own :], keys[row][None], values[row][None]

@@ -3,8 +3,4 @@
 from sfi_kernels.attention_in_place import reference
 from sfi_kernels.op import Op
 
-attention_in_place = Op(
-    reference.attention_in_place,
-    triton="sfi_kernels.attention_in_place.triton",
-    numba="sfi_kernels.attention_in_place.numba",
-)
+attention_in_place = Op(reference.attention_in_place)

@@ -3,7 +3,7 @@
 import torch
 
 from sfi_kernels.pseudo_token import PseudoToken
-from sfi_kernels.sparse_attention.triton import attend_sparsely
+from sfi_kernels.sparse_attention.triton import sparse_attention
 
 
 def attention_in_place(
@@ -17,7 +17,7 @@ def attention_in_place(
     no_key, no_value = (
         pages.new_empty(B, H, 0, pages.shape[3]) for pages in (key_PHND, value_PHNE)
     )
-    return attend_sparsely(
+    return sparse_attention(
         query_BHGD, no_key, no_value, length_BH, key_PHND, value_PHNE, block_table_BP, recent_start_B,
         length_B, scale=scale, soft_cap=soft_cap, sink_HG=sink_HG, pseudo=pseudo, position_BHS=position_BHS,
     )  # fmt: skip

@@ -7,7 +7,7 @@ from sfi_kernels.decode_attention.reference import DecodeAttention
 from sfi_kernels.launch import target
 from sfi_kernels.op import Op
 
-decode_attention = Op(reference.decode_attention, triton="sfi_kernels.decode_attention.triton")
+decode_attention = Op(reference.decode_attention)
 
 
 def resident_programs(device: torch.device) -> int:

@@ -24,17 +24,18 @@ NARROW, WIDE = 64, 128  # padded width of a head
 
 @dataclass(frozen=True, slots=True)
 class QueryTile:
-    """What a program of the split kernel holds and reads at once.
+    """What a program of an attention kernel holds and reads at once.
 
-    `rows` are queries times query heads; the keys of a tile, `tokens`, lie in one page; `stages` is the depth
-    of the software pipeline, `registers` the most of a thread.
+    `rows` are queries times query heads, 16 to 128; each of the `warps` takes 16 rows or columns of its own.
+    The keys of a tile, `tokens`, lie in one page. `stages` is the depth of the software pipeline, `registers`
+    the most of a thread.
     """
 
     rows: int
     warps: int
     tokens: int
     stages: int
-    registers: int
+    registers: int = REGISTERS
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,7 @@ def several_queries_tile(queries: int, tile: TileShape, target: Target, *, full:
     """
     if full:
         rows = min(padded(queries), FEW, FLOAT32_NUMBERS // tile.key_width)
-        return QueryTile(rows, 8, tile.tokens, tile.stages, REGISTERS)
+        return QueryTile(rows, 8, tile.tokens, tile.stages)
     width, large = max(tile.key_width, tile.value_width), target.capability in LARGE_SHARED
     most = MOST if width <= (WIDE if large else NARROW) else MANY
     if tile.key_width > tile.value_width:  # keys of MLA, 192 numbers in 256, spill with more rows
@@ -85,4 +86,4 @@ def several_queries_tile(queries: int, tile: TileShape, target: Target, *, full:
     whole = rows <= FEW or (rows == MOST and target.capability == HOPPER)
     tokens = tile.tokens if whole else min(FEW, tile.tokens)
     deeper = tokens < tile.tokens and (rows == MANY or large)
-    return QueryTile(rows, warps, tokens, tile.stages + deeper, REGISTERS)
+    return QueryTile(rows, warps, tokens, tile.stages + deeper)

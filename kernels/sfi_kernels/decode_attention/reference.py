@@ -4,35 +4,23 @@ from typing import Any, NamedTuple
 
 import torch
 
+from sfi_kernels import step_descriptor as step
 from sfi_kernels.attention_in_place.reference import attention_in_place
 from sfi_kernels.dense_attention.reference import dense_attention, window_logits
 from sfi_kernels.pseudo_token import PseudoToken
 from sfi_kernels.shapes import check_int32, check_pages, check_same, check_shape
 from sfi_kernels.sparse_attention.reference import sparse_attention
-from sfi_kernels.step_descriptor import (
-    ALLOWED_START,
-    ALLOWED_STOP,
-    FAST,
-    LENGTH,
-    MIXED,
-    MODE,
-    QUERIES,
-    SLOW,
-    START,
-    StepDescriptor,
-)
+from sfi_kernels.step_descriptor import StepDescriptor
 
 
 class DecodeAttention(NamedTuple):
     """The result of a step's attention.
 
-    Attributes:
-        out_BHGWE: Output in the query's dtype; zeros for padding and for an idle request.
-        logits_BHGWT: Logits of the slow requests in order, one query each (W = 1), T the longest's length,
-            float32; None without evidence. -inf where that query may not look and for the sparse heads of a
-            mixed request, undefined beyond a request's own length.
-        log_sum_BHGW: Log-sum-exp of these logits over the candidate set J; -inf where J is empty, and for
-            sparse heads.
+    `out_BHGWE` has the query's dtype; zeros for padding and for an idle request. `logits_BHGWT` are those of
+    the slow requests in order, one query each (W = 1), T the longest's length, float32: -inf where that query
+    may not look and for the sparse heads of a mixed request, undefined beyond a request's own length.
+    `log_sum_BHGW` is their log-sum-exp over the candidate set J; -inf where J is empty, and for sparse heads.
+    Both are None without evidence.
     """
 
     out_BHGWE: torch.Tensor
@@ -97,44 +85,34 @@ def decode_attention(
     words = descriptor.table_BX
     options: dict[str, Any] = {"scale": scale, "soft_cap": soft_cap}
     out = query_BHGWD.new_zeros(*query_BHGWD.shape[:4], value_PHNE.shape[3])
-    for row, (mode, mixed, queries) in enumerate(words[:, [MODE, MIXED, QUERIES]].tolist()):
+    for row, (mode, mixed, queries) in enumerate(
+        words[:, [step.MODE, step.MIXED, step.QUERIES]].tolist()
+    ):
         one = slice(row, row + 1)
         query, pages = query_BHGWD[one, :, :, -1], (key_PHND, value_PHNE, block_table_BP[one])
-        length_B = words[one, LENGTH]
+        length_B = words[one, step.LENGTH]
         packed = packed_key_BHSD[one], packed_value_BHSE[one], packed_length_BH[one]
         if mixed and dense_BH is not None:
-            start_B = words[one, MIXED] - 1
+            start_B = words[one, step.MIXED] - 1
             out[one, :, :, -1] = _mixed_heads(
                 query, *packed, *pages, start_B, length_B, dense_BH[row], sink_HG, options
             )
-        elif mode == FAST:
-            own_pseudo = None if pseudo is None else pseudo.of(one)
-            start_B = words[one, START]
+        elif mode == step.FAST:
+            term, times = (
+                None if pseudo is None else pseudo.of(one),
+                (words[one, step.START], length_B),
+            )
             if position_BHS is None:
                 own = sparse_attention(
-                    query,
-                    *packed,
-                    *pages,
-                    start_B,
-                    length_B,
-                    **options,
-                    sink_HG=sink_HG,
-                    pseudo=own_pseudo,
+                    query, *packed, *pages, *times, **options, sink_HG=sink_HG, pseudo=term
                 )
             else:
                 chosen = position_BHS[one], packed[2]
                 own = attention_in_place(
-                    query,
-                    *chosen,
-                    *pages,
-                    start_B,
-                    length_B,
-                    **options,
-                    sink_HG=sink_HG,
-                    pseudo=own_pseudo,
+                    query, *chosen, *pages, *times, **options, sink_HG=sink_HG, pseudo=term
                 )
             out[one, :, :, -1] = own
-        elif mode == SLOW:
+        elif mode == step.SLOW:
             own = query_BHGWD[one, :, :, -queries:]
             out[one, :, :, -queries:] = dense_attention(
                 own, *pages, length_B, **options, sink_HG=sink_HG
@@ -157,15 +135,15 @@ def _evidence(
     rows = torch.tensor(descriptor.slow)
     slow = descriptor.table_BX[rows]
     logits = window_logits(
-        query_BHGWD[rows, :, :, -1:], key_PHND, block_table_BP[rows], slow[:, LENGTH],
-        longest=int(slow[:, LENGTH].max()), **options,
+        query_BHGWD[rows, :, :, -1:], key_PHND, block_table_BP[rows], slow[:, step.LENGTH],
+        longest=int(slow[:, step.LENGTH].max()), **options,
     )  # fmt: skip
     position = torch.arange(logits.shape[-1], device=logits.device)
-    allowed_RT = (position >= slow[:, ALLOWED_START, None]) & (
-        position < slow[:, ALLOWED_STOP, None]
+    allowed_RT = (position >= slow[:, step.ALLOWED_START, None]) & (
+        position < slow[:, step.ALLOWED_STOP, None]
     )
     if dense_BH is not None:
-        is_sparse_RH = (slow[:, MIXED, None] != 0) & (dense_BH[rows] == 0)
+        is_sparse_RH = (slow[:, step.MIXED, None] != 0) & (dense_BH[rows] == 0)
         logits = logits.masked_fill(is_sparse_RH[:, :, None, None, None], -torch.inf)
     in_J = logits.masked_fill(~allowed_RT[:, None, None, None], -torch.inf)
     return logits, in_J.logsumexp(-1)

@@ -26,26 +26,12 @@ def decode_attention(
     soft_cap: float | None = None, sink_HG: torch.Tensor | None = None, evidence: bool = False,
     into: torch.Tensor | None = None,
     dense_BH: torch.Tensor | None = None, pseudo: PseudoToken | None = None,
-    position_BHS: torch.Tensor | None = None,
-) -> DecodeAttention:  # fmt: skip
-    """See `reference.decode_attention`. Heads of at most 256 numbers, pages of multiples of 16 tokens."""
-    return attend(
-        query_BHGWD, packed_key_BHSD, packed_value_BHSE, packed_length_BH, key_PHND, value_PHNE,
-        block_table_BP, descriptor, scale=scale, soft_cap=soft_cap, sink_HG=sink_HG, evidence=evidence,
-        into=into, dense_BH=dense_BH, pseudo=pseudo, position_BHS=position_BHS,
-    )  # fmt: skip
-
-
-def attend(
-    query_BHGWD: torch.Tensor, packed_key_BHSD: torch.Tensor, packed_value_BHSE: torch.Tensor,
-    packed_length_BH: torch.Tensor, key_PHND: torch.Tensor, value_PHNE: torch.Tensor,
-    block_table_BP: torch.Tensor, descriptor: StepDescriptor, *, scale: float,
-    soft_cap: float | None = None, sink_HG: torch.Tensor | None = None, evidence: bool = False,
-    into: torch.Tensor | None = None,
-    dense_BH: torch.Tensor | None = None, pseudo: PseudoToken | None = None,
     position_BHS: torch.Tensor | None = None, block_n: int | None = None,
 ) -> DecodeAttention:  # fmt: skip
-    """Run `decode_attention`, with tiles of `block_n` keys if the kernel benchmark asks for them."""
+    """See `reference.decode_attention`. Heads of at most 256 numbers, pages of multiples of 16 tokens.
+
+    The kernel benchmark asks for tiles of `block_n` keys; None takes ours.
+    """
     check(query_BHGWD, packed_key_BHSD, packed_value_BHSE, packed_length_BH, key_PHND, value_PHNE,
           block_table_BP, descriptor, sink_HG, dense_BH, pseudo, position_BHS)  # fmt: skip
     B, H, G, W, D = query_BHGWD.shape

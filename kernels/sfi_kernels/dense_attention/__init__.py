@@ -3,5 +3,5 @@
 from sfi_kernels.dense_attention import reference
 from sfi_kernels.op import Op
 
-dense_attention = Op(reference.dense_attention, triton="sfi_kernels.dense_attention.triton")
-window_logits = Op(reference.window_logits, triton="sfi_kernels.dense_attention.triton")
+dense_attention = Op(reference.dense_attention)
+window_logits = Op(reference.window_logits)

@@ -18,13 +18,13 @@ from sfi_kernels.attention_tile.triton import (
     rows,
     scaled_logits,
 )
-from sfi_kernels.dense_attention.prompt_tile import PromptTile, prompt_tile, window_tile
+from sfi_kernels.decode_attention.query_tile import QueryTile
+from sfi_kernels.dense_attention.prompt_tile import prompt_tile, window_tile
 from sfi_kernels.dense_attention.reference import check
 from sfi_kernels.launch import launch, target
 from sfi_kernels.pages import kernel_strides
 from sfi_kernels.shapes import check_int32
 
-REGISTERS = 255  # of a thread: left alone, the compiler spills for more programs a processor
 CHUNK = 512  # keys of a program that writes logits
 
 
@@ -125,22 +125,13 @@ def dense_attention(
     query_BHGWD: torch.Tensor, key_PHND: torch.Tensor, value_PHNE: torch.Tensor,
     block_table_BP: torch.Tensor, length_B: torch.Tensor, *, scale: float,
     soft_cap: float | None = None, sink_HG: torch.Tensor | None = None,
+    shape: QueryTile | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """See `reference.dense_attention`. Heads of at most 256 numbers, pages of multiples of 16 tokens.
 
-    Without a soft cap `scale` must be positive, as every model's is.
+    Without a soft cap `scale` must be positive, as every model's is. Benchmarks vary the tiles, `shape`; None
+    takes ours.
     """
-    pages = key_PHND, value_PHNE, block_table_BP, length_B
-    return attend(query_BHGWD, *pages, scale=scale, soft_cap=soft_cap, sink_HG=sink_HG)
-
-
-def attend(
-    query_BHGWD: torch.Tensor, key_PHND: torch.Tensor, value_PHNE: torch.Tensor,
-    block_table_BP: torch.Tensor, length_B: torch.Tensor, *, scale: float,
-    soft_cap: float | None = None, sink_HG: torch.Tensor | None = None,
-    shape: PromptTile | None = None,
-) -> torch.Tensor:  # fmt: skip
-    """Run `dense_attention` with the tiles of `shape`, which benchmarks vary; None takes ours."""
     check(query_BHGWD, key_PHND, block_table_BP, length_B, value_PHNE, sink_HG)
     check_int32(query_BHGWD.device, block_table=block_table_BP, length=length_B)
     B, H, G, W, D = query_BHGWD.shape
@@ -157,7 +148,7 @@ def attend(
         H=H, G=G, D=D, E=E, PAGE=page_size, BLOCK_M=shape.rows, BLOCK_N=shape.tokens,
         BLOCK_D=tile.key_width, BLOCK_E=tile.value_width,
         CAPPED=soft_cap is not None, SINKS=sink_HG is not None,
-        num_warps=shape.warps, num_stages=shape.stages, max_registers=REGISTERS,
+        num_warps=shape.warps, num_stages=shape.stages, max_registers=shape.registers,
     )  # fmt: skip
     return out_BHGWE
 
@@ -182,6 +173,6 @@ def window_logits(
         KEY_STRIDES=kernel_strides(key_PHND, "key"),
         H=H, G=G, D=D, PAGE=page_size, SPAN=CHUNK, BLOCK_M=shape.rows, BLOCK_N=shape.tokens,
         BLOCK_D=tile.key_width, CAPPED=soft_cap is not None,
-        num_warps=shape.warps, num_stages=shape.stages, max_registers=REGISTERS,
+        num_warps=shape.warps, num_stages=shape.stages, max_registers=shape.registers,
     )  # fmt: skip
     return logits_BHGWT

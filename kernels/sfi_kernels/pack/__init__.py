@@ -3,5 +3,5 @@
 from sfi_kernels.op import Op
 from sfi_kernels.pack import reference
 
-pack = Op(reference.pack, triton="sfi_kernels.pack.triton")
+pack = Op(reference.pack)
 pack_layers = reference.pack_layers

@@ -1,11 +1,12 @@
 """Packing in PyTorch (Reorg, Sec. 4)."""
 
 from collections.abc import Sequence
+from functools import cache, partial
 
 import torch
 from torch.nn.functional import pad
 
-from sfi_kernels.pages import Steps, flat_rows, row_numbers
+from sfi_kernels.pages import flat_rows, row_numbers
 from sfi_kernels.shapes import check_int32, check_pages, check_same, check_shape
 
 # of a layer: key_PHND, value_PHNE, key_BHSD, value_BHSE, position_BHS, length_BH
@@ -64,10 +65,12 @@ def pack(
     position_BHS[request] = torch.where(is_own_RH[..., None], position_RHS, position_BHS[request])
     length_BH[request] = torch.where(is_own_RH, length_RH, length_BH[request])
 
-    numbers = _Numbers(position_RHS, block_table_BP[request], key_PHND.shape[2])
+    # computed once for all pages of the same steps
+    table_RP = block_table_BP[request]
+    numbers = cache(partial(row_numbers, position_RHS, table_RP, key_PHND.shape[2]))
     for pages, packed in ((key_PHND, key_BHSD), (value_PHNE, value_BHSE)):
         rows, steps = flat_rows(pages)
-        row_RX = numbers.by(steps)
+        row_RX = numbers(steps)
         for row_X, place, is_own_H in zip(row_RX, request_R.tolist(), is_own_RH, strict=True):
             if heads_RH is None:
                 _copy(rows, row_X, packed[place])
@@ -95,12 +98,13 @@ def pack_layers(
         raise ValueError(f"index must have at most S={S} positions, got {index_LHK.shape[2]}")
     position_LHS = packed_positions(index_LHK, sink_1, S)
     length_LH = (position_LHS >= 0).sum(2, dtype=torch.int32)
-    numbers = _Numbers(position_LHS, block_table_BP[request].expand(len(layers), -1), N)
+    table_LP = block_table_BP[request].expand(len(layers), -1)
+    numbers = cache(partial(row_numbers, position_LHS, table_LP, N))
     for place, (key, value, packed_key, packed_value, position_BHS, length_BH) in enumerate(layers):
         position_BHS[request], length_BH[request] = position_LHS[place], length_LH[place]
         for pages, packed in ((key, packed_key), (value, packed_value)):
             rows, steps = flat_rows(pages)
-            _copy(rows, numbers.by(steps)[place], packed[request])
+            _copy(rows, numbers(steps)[place], packed[request])
 
 
 def packed_positions(index_RHK: torch.Tensor, sink_R: torch.Tensor, S: int) -> torch.Tensor:
@@ -112,19 +116,6 @@ def packed_positions(index_RHK: torch.Tensor, sink_R: torch.Tensor, S: int) -> t
     column_RHS = rank_RS.clamp(0, K)[:, None].expand(R, H, S)
     selected_RHS = pad(index_RHK, (0, 1), value=-1).gather(2, column_RHS)
     return torch.where(rank_RS[:, None] < 0, slot_S.int(), selected_RHS)
-
-
-class _Numbers:
-    # `row_numbers`, computed once for all pages of the same steps
-
-    def __init__(self, position_RHS: torch.Tensor, table_RP: torch.Tensor, N: int) -> None:
-        self.operands = position_RHS, table_RP, N
-        self.known: dict[Steps, torch.Tensor] = {}
-
-    def by(self, steps: Steps) -> torch.Tensor:
-        if steps not in self.known:
-            self.known[steps] = row_numbers(*self.operands, steps)
-        return self.known[steps]
 
 
 def _copy(rows_XD: torch.Tensor, row_X: torch.Tensor, packed_HSD: torch.Tensor) -> None:

@@ -3,4 +3,4 @@
 from sfi_kernels.op import Op
 from sfi_kernels.recall import reference
 
-recall = Op(reference.recall, triton="sfi_kernels.recall.triton")
+recall = Op(reference.recall)

@@ -4,7 +4,7 @@ from sfi_kernels.op import Op
 from sfi_kernels.rms_norm import reference
 from sfi_kernels.rms_norm.reference import MAX_WIDTH
 
-rms_norm = Op(reference.rms_norm, triton="sfi_kernels.rms_norm.triton")
-add_rms_norm = Op(reference.add_rms_norm, triton="sfi_kernels.rms_norm.triton")
+rms_norm = Op(reference.rms_norm)
+add_rms_norm = Op(reference.add_rms_norm)
 
 __all__ = ["MAX_WIDTH", "add_rms_norm", "rms_norm"]

@@ -4,6 +4,6 @@ from sfi_kernels.op import Op
 from sfi_kernels.rotary import reference
 from sfi_kernels.rotary.reference import MAX_WIDTH
 
-rotary = Op(reference.rotary, triton="sfi_kernels.rotary.triton")
+rotary = Op(reference.rotary)
 
 __all__ = ["MAX_WIDTH", "rotary"]

@@ -11,7 +11,7 @@ from sfi_kernels.selector.page_pool import pool_by_page
 from sfi_kernels.selector.prior import key_norm_factor, normalized_position, position_factor, prior
 from sfi_kernels.selector.refinement import exclude_across_heads, log_score, soft_nms
 
-selector = Op(reference.selector, triton="sfi_kernels.selector.triton")
+selector = Op(reference.selector)
 
 __all__ = [
     "attention_probability", "evidence", "exclude_across_heads", "fuse", "key_norm_factor", "log_score",

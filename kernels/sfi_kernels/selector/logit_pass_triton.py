@@ -3,15 +3,8 @@
 import triton
 import triton.language as tl
 
-from sfi_kernels.selector.chunks_triton import (
-    EVIDENCE_PEAK,
-    LAST,
-    NEGATIVE_FIRST,
-    NOTHING,
-    finite,
-    load_chunks,
-    merge_peak,
-)
+from sfi_kernels.selector import chunks_triton as q
+from sfi_kernels.selector.chunks_triton import finite, load_chunks, merge_peak
 
 
 @triton.jit
@@ -27,7 +20,7 @@ def _load_logits(
 ):  # fmt: skip
     """Load a query's logits, the best of `SPAN` neighbors in J on each side; -inf outside J."""
     place = tl.arange(0, WIDE)
-    best = tl.load(logits_ptr + start - SPAN + place, mask=gives, other=NOTHING).to(tl.float32)
+    best = tl.load(logits_ptr + start - SPAN + place, mask=gives, other=q.NOTHING).to(tl.float32)
     if SPAN == 0:
         return best
     # windows that double, each the maximum of two; the last two overlap
@@ -36,7 +29,7 @@ def _load_logits(
     first = tl.arange(0, BLOCK)
     last = first + 2 * SPAN + 1 - 2**LEVELS
     best = tl.maximum(tl.gather(best, first, 0), tl.gather(best, last, 0))
-    return tl.where(inside, best, NOTHING)  # [BLOCK]
+    return tl.where(inside, best, q.NOTHING)  # [BLOCK]
 
 
 @triton.jit(
@@ -74,7 +67,7 @@ def _selector_log_sum_kernel(row_ptr, log_sum_ptr, chunks, CHUNKS: tl.constexpr)
     base = finite(merge_peak(row_ptr, chunks, CHUNKS))
     totals = tl.zeros([CHUNKS], tl.float32)
     for first in range(0, chunks, CHUNKS):
-        peak = load_chunks(row_ptr, first, chunks, NOTHING, CHUNKS)
+        peak = load_chunks(row_ptr, first, chunks, q.NOTHING, CHUNKS)
         total = load_chunks(row_ptr + rows * chunks, first, chunks, 0.0, CHUNKS)
         totals += total * tl.exp(peak - base)
     whole = tl.sum(totals, 0)
@@ -130,6 +123,6 @@ def _selector_mean_kernel(
     tl.store(mean_ptr + t, mean, mask=t < T)
     first, last = tl.where(inside, t, T), tl.where(inside, t, -1)
     partial_ptr += row * chunks + chunk
-    tl.store(partial_ptr + EVIDENCE_PEAK * rows * chunks, tl.max(mean, 0))
-    tl.store(partial_ptr + NEGATIVE_FIRST * rows * chunks, -tl.min(first, 0).to(tl.float32))
-    tl.store(partial_ptr + LAST * rows * chunks, tl.max(last, 0).to(tl.float32))
+    tl.store(partial_ptr + q.EVIDENCE_PEAK * rows * chunks, tl.max(mean, 0))
+    tl.store(partial_ptr + q.NEGATIVE_FIRST * rows * chunks, -tl.min(first, 0).to(tl.float32))
+    tl.store(partial_ptr + q.LAST * rows * chunks, tl.max(last, 0).to(tl.float32))

@@ -10,29 +10,8 @@ import triton
 import triton.language as tl
 
 from sfi_kernels.constants import EPS, MASKED_SCORE
-from sfi_kernels.selector.chunks_triton import (
-    DOT,
-    ENTROPY,
-    EVIDENCE_PEAK,
-    EVIDENCE_SCALE,
-    F_LOG_F,
-    FF,
-    FR,
-    LAST,
-    NEGATIVE_FIRST,
-    NORM2,
-    NOTHING,
-    PRIOR_NORM2,
-    PRIOR_PEAK,
-    PRIOR_SCALE,
-    RR,
-    WEIGHT,
-    F,
-    R,
-    finite,
-    load_chunks,
-    merge_peak,
-)
+from sfi_kernels.selector import chunks_triton as q
+from sfi_kernels.selector.chunks_triton import finite, load_chunks, merge_peak
 
 EPSILON, LOG_EPSILON = tl.constexpr(EPS), tl.constexpr(math.log(EPS))
 MASKED = tl.constexpr(MASKED_SCORE)
@@ -63,7 +42,7 @@ def _prior_power(t, key_norm, inside, first, last, gamma, beta, power, eta):
     decay = tl.exp2(power * tl.log2(tl.maximum(u, SMALLEST)))
     position_power = eta * tl.log2(1.0 - u + EPSILON) - beta * LOG2E * decay
     # Eq. 12
-    return tl.where(inside, key_power + position_power, NOTHING)
+    return tl.where(inside, key_power + position_power, q.NOTHING)
 
 
 @triton.jit(do_not_specialize=["allowed_stride", "norm_batch_stride", "norm_head_stride", "H", "T"])
@@ -81,9 +60,9 @@ def _selector_sum_kernel(
     allowed_ptr += row // H * allowed_stride
     partial_ptr += row * chunks
     sums_ptr += row * chunks + chunk
-    evidence_peak = merge_peak(partial_ptr + EVIDENCE_PEAK * quantity, chunks, CHUNKS)
-    first = -merge_peak(partial_ptr + NEGATIVE_FIRST * quantity, chunks, CHUNKS)
-    last = merge_peak(partial_ptr + LAST * quantity, chunks, CHUNKS)
+    evidence_peak = merge_peak(partial_ptr + q.EVIDENCE_PEAK * quantity, chunks, CHUNKS)
+    first = -merge_peak(partial_ptr + q.NEGATIVE_FIRST * quantity, chunks, CHUNKS)
+    last = merge_peak(partial_ptr + q.LAST * quantity, chunks, CHUNKS)
     t = chunk * BLOCK + tl.arange(0, BLOCK)
     inside = tl.load(allowed_ptr + t, mask=t < T, other=False)
     mean = tl.load(mean_ptr + t, mask=inside, other=0.0)
@@ -94,13 +73,13 @@ def _selector_sum_kernel(
     peak = tl.ceil(tl.max(r_power, 0))
     f = f.to(tl.float64)  # [BLOCK]
     r = tl.exp2(r_power - finite(peak)).to(tl.float64)
-    tl.store(partial_ptr + PRIOR_PEAK * quantity + chunk, peak)
-    tl.store(sums_ptr + F * quantity, tl.sum(f, 0))
-    tl.store(sums_ptr + R * quantity, tl.sum(r, 0))
-    tl.store(sums_ptr + FF * quantity, tl.sum(f * f, 0))
-    tl.store(sums_ptr + FR * quantity, tl.sum(f * r, 0))
-    tl.store(sums_ptr + RR * quantity, tl.sum(r * r, 0))
-    tl.store(sums_ptr + F_LOG_F * quantity, tl.sum(f * f_power.to(tl.float64), 0))
+    tl.store(partial_ptr + q.PRIOR_PEAK * quantity + chunk, peak)
+    tl.store(sums_ptr + q.F * quantity, tl.sum(f, 0))
+    tl.store(sums_ptr + q.R * quantity, tl.sum(r, 0))
+    tl.store(sums_ptr + q.FF * quantity, tl.sum(f * f, 0))
+    tl.store(sums_ptr + q.FR * quantity, tl.sum(f * r, 0))
+    tl.store(sums_ptr + q.RR * quantity, tl.sum(r * r, 0))
+    tl.store(sums_ptr + q.F_LOG_F * quantity, tl.sum(f * f_power.to(tl.float64), 0))
 
 
 @triton.jit(do_not_specialize=["chunks"])
@@ -112,21 +91,21 @@ def _selector_weigh_kernel(
     partial_ptr += row * chunks
     sums_ptr += row * chunks
     merged_ptr += row
-    for index in tl.static_range(PRIOR_PEAK):
+    for index in tl.static_range(q.PRIOR_PEAK):
         merged = merge_peak(partial_ptr + index * quantity, chunks, CHUNKS)
         tl.store(merged_ptr + index * rows, merged)
-    base = finite(merge_peak(partial_ptr + PRIOR_PEAK * quantity, chunks, CHUNKS))
+    base = finite(merge_peak(partial_ptr + q.PRIOR_PEAK * quantity, chunks, CHUNKS))
     nothing = tl.zeros([CHUNKS], tl.float64)
     fs, rs, ffs, frs, rrs, f_log_fs = nothing, nothing, nothing, nothing, nothing, nothing
     for begin in range(0, chunks, CHUNKS):
-        peak = load_chunks(partial_ptr + PRIOR_PEAK * quantity, begin, chunks, NOTHING, CHUNKS)
+        peak = load_chunks(partial_ptr + q.PRIOR_PEAK * quantity, begin, chunks, q.NOTHING, CHUNKS)
         scale = tl.exp2(peak - base).to(tl.float64)
-        fs += load_chunks(sums_ptr + F * quantity, begin, chunks, 0.0, CHUNKS)
-        rs += load_chunks(sums_ptr + R * quantity, begin, chunks, 0.0, CHUNKS) * scale
-        ffs += load_chunks(sums_ptr + FF * quantity, begin, chunks, 0.0, CHUNKS)
-        frs += load_chunks(sums_ptr + FR * quantity, begin, chunks, 0.0, CHUNKS) * scale
-        rrs += load_chunks(sums_ptr + RR * quantity, begin, chunks, 0.0, CHUNKS) * scale * scale
-        f_log_fs += load_chunks(sums_ptr + F_LOG_F * quantity, begin, chunks, 0.0, CHUNKS)
+        fs += load_chunks(sums_ptr + q.F * quantity, begin, chunks, 0.0, CHUNKS)
+        rs += load_chunks(sums_ptr + q.R * quantity, begin, chunks, 0.0, CHUNKS) * scale
+        ffs += load_chunks(sums_ptr + q.FF * quantity, begin, chunks, 0.0, CHUNKS)
+        frs += load_chunks(sums_ptr + q.FR * quantity, begin, chunks, 0.0, CHUNKS) * scale
+        rrs += load_chunks(sums_ptr + q.RR * quantity, begin, chunks, 0.0, CHUNKS) * scale * scale
+        f_log_fs += load_chunks(sums_ptr + q.F_LOG_F * quantity, begin, chunks, 0.0, CHUNKS)
     f, r, f_log_f = tl.sum(fs, 0), tl.sum(rs, 0), tl.sum(f_log_fs, 0)
     ff, fr, rr = tl.sum(ffs, 0), tl.sum(frs, 0), tl.sum(rrs, 0)
     some_f, some_r = tl.where(f > 0, f, 1.0), tl.where(r > 0, r, 1.0)
@@ -140,14 +119,14 @@ def _selector_weigh_kernel(
     weight = tl.minimum(tl.maximum(weight, 0.0), lambda_clip)
     entropy = tl.log(some_f.to(tl.float32)) - (f_log_f * f_scale * LN2).to(tl.float32)
 
-    tl.store(merged_ptr + PRIOR_PEAK * rows, base)
-    tl.store(merged_ptr + EVIDENCE_SCALE * rows, f_scale.to(tl.float32))
-    tl.store(merged_ptr + PRIOR_SCALE * rows, r_scale.to(tl.float32))
-    tl.store(merged_ptr + WEIGHT * rows, weight)
-    tl.store(merged_ptr + NORM2 * rows, ff.to(tl.float32))
-    tl.store(merged_ptr + DOT * rows, fr.to(tl.float32))
-    tl.store(merged_ptr + PRIOR_NORM2 * rows, rr.to(tl.float32))
-    tl.store(merged_ptr + ENTROPY * rows, entropy)
+    tl.store(merged_ptr + q.PRIOR_PEAK * rows, base)
+    tl.store(merged_ptr + q.EVIDENCE_SCALE * rows, f_scale.to(tl.float32))
+    tl.store(merged_ptr + q.PRIOR_SCALE * rows, r_scale.to(tl.float32))
+    tl.store(merged_ptr + q.WEIGHT * rows, weight)
+    tl.store(merged_ptr + q.NORM2 * rows, ff.to(tl.float32))
+    tl.store(merged_ptr + q.DOT * rows, fr.to(tl.float32))
+    tl.store(merged_ptr + q.PRIOR_NORM2 * rows, rr.to(tl.float32))
+    tl.store(merged_ptr + q.ENTROPY * rows, entropy)
 
 
 @triton.jit(do_not_specialize=["allowed_stride", "norm_batch_stride", "norm_head_stride", "H", "T"])
@@ -165,14 +144,14 @@ def _selector_score_kernel(
     key_norm_ptr += row // H * norm_batch_stride + row % H * norm_head_stride
     key_norm = tl.load(key_norm_ptr + t, mask=inside, other=1.0).to(tl.float32)
     mean = tl.load(mean_ptr + t, mask=inside, other=0.0)
-    f, _ = _evidence(mean, tl.load(merged_ptr + EVIDENCE_PEAK * rows), alpha)
-    first = -tl.load(merged_ptr + NEGATIVE_FIRST * rows)
-    last = tl.load(merged_ptr + LAST * rows)
+    f, _ = _evidence(mean, tl.load(merged_ptr + q.EVIDENCE_PEAK * rows), alpha)
+    first = -tl.load(merged_ptr + q.NEGATIVE_FIRST * rows)
+    last = tl.load(merged_ptr + q.LAST * rows)
     r_power = _prior_power(t, key_norm, inside, first, last, gamma, beta, power, eta)
-    f *= tl.load(merged_ptr + EVIDENCE_SCALE * rows)
-    r = tl.exp2(r_power - tl.load(merged_ptr + PRIOR_PEAK * rows))
-    r *= tl.load(merged_ptr + PRIOR_SCALE * rows)
-    weight = tl.load(merged_ptr + WEIGHT * rows)
+    f *= tl.load(merged_ptr + q.EVIDENCE_SCALE * rows)
+    r = tl.exp2(r_power - tl.load(merged_ptr + q.PRIOR_PEAK * rows))
+    r *= tl.load(merged_ptr + q.PRIOR_SCALE * rows)
+    weight = tl.load(merged_ptr + q.WEIGHT * rows)
     # Eqs. 15 and 19
     z = tl.log((1.0 - weight) * f + weight * r + EPSILON)
     # in the place of the power mean, which only this program reads

@@ -11,16 +11,7 @@ import torch
 import triton
 
 from sfi_kernels.launch import KernelLimitError, launch
-from sfi_kernels.selector.chunks_triton import (
-    DOT,
-    ENTROPY,
-    MERGED,
-    NORM2,
-    PARTIALS,
-    PRIOR_NORM2,
-    SUMS,
-    WEIGHT,
-)
+from sfi_kernels.selector import chunks_triton as q
 from sfi_kernels.selector.logit_pass_triton import (
     _selector_log_sum_kernel,
     _selector_mean_kernel,
@@ -74,9 +65,9 @@ def selector(
     rows, chunks = B * H, triton.cdiv(T, BLOCK)
     empty = partial(torch.empty, dtype=torch.float32, device=logits_BHGWT.device)
     z_BHT = empty(B, H, T)
-    partials = empty(PARTIALS, rows, chunks)
-    sums = empty(SUMS, rows, chunks, dtype=torch.float64)
-    merged = empty(MERGED, B, H)
+    partials = empty(q.PARTIALS, rows, chunks)
+    sums = empty(q.SUMS, rows, chunks, dtype=torch.float64)
+    merged = empty(q.MERGED, B, H)
     z_adj_BHT = empty(B, H, T)
 
     queries = (*logits_BHGWT.stride()[:4], allowed_BT.stride(0), H, W, T)
@@ -121,11 +112,11 @@ def selector(
     if gather is not None:
         z_adj_BHT = exclude_across_heads(z_adj_BHT, alpha_cross, temperature, gather)
     if diagnostics is not None:
-        diagnostics["evidence_norm2"] = merged[NORM2.value]
-        diagnostics["evidence_dot_prior"] = merged[DOT.value]
-        diagnostics["prior_norm2"] = merged[PRIOR_NORM2.value]
-        diagnostics["evidence_entropy"] = merged[ENTROPY.value]
-    return z_adj_BHT, merged[WEIGHT.value]
+        diagnostics["evidence_norm2"] = merged[q.NORM2.value]
+        diagnostics["evidence_dot_prior"] = merged[q.DOT.value]
+        diagnostics["prior_norm2"] = merged[q.PRIOR_NORM2.value]
+        diagnostics["evidence_entropy"] = merged[q.ENTROPY.value]
+    return z_adj_BHT, merged[q.WEIGHT.value]
 
 
 def _check(

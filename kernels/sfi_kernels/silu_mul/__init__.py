@@ -3,4 +3,4 @@
 from sfi_kernels.op import Op
 from sfi_kernels.silu_mul import reference
 
-silu_mul = Op(reference.silu_mul, triton="sfi_kernels.silu_mul.triton")
+silu_mul = Op(reference.silu_mul)

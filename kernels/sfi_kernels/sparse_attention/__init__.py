@@ -3,4 +3,4 @@
 from sfi_kernels.op import Op
 from sfi_kernels.sparse_attention import reference
 
-sparse_attention = Op(reference.sparse_attention, triton="sfi_kernels.sparse_attention.triton")
+sparse_attention = Op(reference.sparse_attention)

@@ -1,7 +1,5 @@
 """Two-segment attention in Triton: `decode_attention` with every request fast."""
 
-from typing import Any
-
 import torch
 
 from sfi_kernels.decode_attention import resident_programs
@@ -18,23 +16,12 @@ def sparse_attention(
     packed_length_BH: torch.Tensor, key_PHND: torch.Tensor, value_PHNE: torch.Tensor,
     block_table_BP: torch.Tensor, recent_start_B: torch.Tensor, length_B: torch.Tensor, *,
     scale: float, soft_cap: float | None = None, sink_HG: torch.Tensor | None = None,
-    pseudo: PseudoToken | None = None,
+    pseudo: PseudoToken | None = None, position_BHS: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """See `reference.sparse_attention`. Heads of at most 256 numbers, pages of multiples of 16 tokens."""
-    return attend_sparsely(
-        query_BHGD, packed_key_BHSD, packed_value_BHSE, packed_length_BH, key_PHND, value_PHNE,
-        block_table_BP, recent_start_B, length_B, scale=scale, soft_cap=soft_cap, sink_HG=sink_HG,
-        pseudo=pseudo,
-    )  # fmt: skip
+    """See `reference.sparse_attention`. Heads of at most 256 numbers, pages of multiples of 16 tokens.
 
-
-def attend_sparsely(
-    query_BHGD: torch.Tensor, packed_key_BHSD: torch.Tensor, packed_value_BHSE: torch.Tensor,
-    packed_length_BH: torch.Tensor, key_PHND: torch.Tensor, value_PHNE: torch.Tensor,
-    block_table_BP: torch.Tensor, recent_start_B: torch.Tensor, length_B: torch.Tensor,
-    position_BHS: torch.Tensor | None = None, **options: Any,
-) -> torch.Tensor:  # fmt: skip
-    """Attend to packed rows, or with `position_BHS` to rows in their pages."""
+    With `position_BHS`, `attention_in_place` reads rows in their pages.
+    """
     B, H, *_ = query_BHGD.shape
     device = query_BHGD.device
     check_shape(length_B, "length", B=B)
@@ -46,5 +33,6 @@ def attend_sparsely(
     split_plan(step, H, resident_programs(device))
     return decode_attention(
         query_BHGD[:, :, :, None], packed_key_BHSD, packed_value_BHSE, packed_length_BH, key_PHND,
-        value_PHNE, block_table_BP, step, position_BHS=position_BHS, **options,
+        value_PHNE, block_table_BP, step, scale=scale, soft_cap=soft_cap, sink_HG=sink_HG, pseudo=pseudo,
+        position_BHS=position_BHS,
     ).out_BHGWE[:, :, :, 0]  # fmt: skip

@@ -4,6 +4,6 @@ from sfi_kernels.op import Op
 from sfi_kernels.split_plan import reference
 from sfi_kernels.split_plan.reference import work_items
 
-split_plan = Op(reference.split_plan, triton="sfi_kernels.split_plan.triton")
+split_plan = Op(reference.split_plan)
 
 __all__ = ["split_plan", "work_items"]

@@ -2,18 +2,8 @@
 
 import torch
 
-from sfi_kernels.step_descriptor import (
-    FAST,
-    FIRST,
-    LENGTH,
-    MODE,
-    PACKED,
-    SLOW,
-    SPLITS,
-    START,
-    UNIT,
-    StepDescriptor,
-)
+from sfi_kernels import step_descriptor as step
+from sfi_kernels.step_descriptor import StepDescriptor
 
 MIN_UNITS, MAX_SPLITS = 2, 64
 # In units: what a wave costs beyond its own. Reckoned, not measured: a unit of bfloat16 keys and values,
@@ -52,13 +42,13 @@ def split_plan(descriptor: StepDescriptor, heads: int, programs: int) -> None:
         costs.append((waves * (size + OVERHEAD), size))
     size = min(costs)[1]
     splits = (units + size - 1) // size
-    slow = words[:, MODE] == SLOW
+    slow = words[:, step.MODE] == step.SLOW
     first = torch.where(
         slow,
         (splits * slow).cumsum(0) - splits,
         (splits * slow).sum() + (splits * ~slow).cumsum(0) - splits,
     )
-    table[:, FIRST], table[:, SPLITS] = first.int(), splits.int()
+    table[:, step.FIRST], table[:, step.SPLITS] = first.int(), splits.int()
     work[:] = torch.tensor([-1, 0, 0, 0], dtype=torch.int32, device=work.device)
     for row in range(descriptor.batch):
         share = -(-int(units[row]) // max(1, int(splits[row])))
@@ -76,6 +66,6 @@ def check(descriptor: StepDescriptor, heads: int, programs: int) -> None:
 
 
 def _units(words: torch.Tensor) -> torch.Tensor:
-    packed = (words[:, PACKED] + UNIT - 1) // UNIT
-    pages = (words[:, LENGTH] + UNIT - 1) // UNIT - words[:, START] // UNIT
-    return torch.where(words[:, MODE] < FAST, 0, packed + pages)
+    packed = (words[:, step.PACKED] + step.UNIT - 1) // step.UNIT
+    pages = (words[:, step.LENGTH] + step.UNIT - 1) // step.UNIT - words[:, step.START] // step.UNIT
+    return torch.where(words[:, step.MODE] < step.FAST, 0, packed + pages)

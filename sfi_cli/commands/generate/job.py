@@ -127,10 +127,10 @@ def _decode(
     **options: Any,
 ) -> Any:
     from sfi_core.generation.generate import generate
-    from sfi_core.generation.text_stream import text_stream
+    from sfi_core.generation.text_stream import TextStream
     from sfi_core.hosts.transformers.stores import engine_for
 
-    shown = text_stream(tokenizer)
+    shown = TextStream(tokenizer)
     on_token: Callable[[list[int | None]], None] | None = None
     if stream is not None:
 

@@ -16,16 +16,11 @@ from sfi_kernels.step_descriptor import IDLE, SLOW, StepDescriptor, StepRequest,
 class StepBuffers:
     """Step descriptors in buffers that every step overwrites, and the results of the step's layers.
 
-    Takes the place of `FreshDescriptors` in a run.
-
-    Attributes:
-        store: The run's store; its pages are allocated for the whole run.
-        descriptor: The last step's descriptor.
-        dense: The same for `dense_layers`; None without those.
-        launched: Whether the step under way was launched before it began.
-        rows: The slow requests; None for a step that refreshes nothing.
-        selections: By layer.
-        queries: The last step's query of each layer, [B, H, G, D], for the audit; None without one.
+    Takes the place of `FreshDescriptors` in a run. The store's pages are allocated for the whole run.
+    `descriptor` and `dense`, for `dense_layers`, are the last step's; `launched` says whether the step under
+    way was launched before it began. `rows` are the slow requests, None for a step that refreshes nothing. By
+    layer, `selections` has what was selected and `queries` the last step's query, [B, H, G, D], for the
+    audit; None without one.
     """
 
     store: KVStore
@@ -71,7 +66,7 @@ class StepBuffers:
 
         A request that has stopped since the step was launched is still computed; its result is discarded.
         """
-        requests = known(dense=False)
+        requests = known.own
         self.launched = self._ahead and all(
             new == old or new.mode == IDLE for new, old in zip(requests, self._written, strict=True)
         )
@@ -83,10 +78,10 @@ class StepBuffers:
 
     def write(self, known: Requests, *, ahead: bool = False) -> None:
         """Describe a step; `ahead` if it has not begun."""
-        self._written, self._ahead = known(dense=False), ahead
+        self._written, self._ahead = known.own, ahead
         self.descriptor = describe_again(self._written, self.descriptor)
-        if self.dense is not None:
-            self.dense = describe_again(known(dense=True), self.dense)
+        if self.dense is not None and known.dense is not None:
+            self.dense = describe_again(known.dense, self.dense)
 
     def forget(self) -> None:
         """Forget a step described ahead, since the next step does not use these buffers."""

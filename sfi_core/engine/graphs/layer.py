@@ -4,13 +4,7 @@ from functools import partial
 
 import torch
 
-from sfi_core.engine.backends.triton import (
-    choose,
-    count_attention,
-    decode,
-    evidence_room,
-    note_choice,
-)
+from sfi_core.engine.backends import triton as backend
 from sfi_core.engine.graphs.buffers import StepBuffers
 from sfi_core.engine.layer import Layer
 from sfi_core.engine.packing import note_selection
@@ -35,11 +29,11 @@ def attend_replayed(buffers: StepBuffers, layer: Layer, query_BHGTD: torch.Tenso
     with run.launches(layer.index):
         pseudo = None
         if in_place:
-            chosen, pseudo = choose(layer, step, query_BHGTD, fast=True)
+            chosen, pseudo = backend.choose(layer, step, query_BHGTD, fast=True)
             assert chosen is not None, "a request is fast"
             buffers.selections[layer.index] = chosen
-        into = evidence_room(layer, step, query_BHGTD)
-        result = decode(layer, step, query_BHGTD, into, pseudo=pseudo, in_place=in_place)
+        into = backend.evidence_room(layer, step, query_BHGTD)
+        result = backend.decode(layer, step, query_BHGTD, into, pseudo=pseudo, in_place=in_place)
     if result.logits_BHGWT is not None:
         run.maintenance.submit(partial(_select, buffers, layer, result))
     return result.out_BHGWE
@@ -85,10 +79,10 @@ def note_step(run: Run, selections: dict[int, Selection], places: dict[int, int]
         left_dense = layer in run.policy.config.dense_layers
         step = batch_pass.dense_descriptor if left_dense else batch_pass.descriptor
         assert step is not None, "the pass has been described"
-        count_attention(run, step)
+        backend.count_attention(run, step)
     if run.chooses:
         for layer, selection in sorted(selections.items()):
-            note_choice(run, layer, selection, batch_pass.descriptor.fast)
+            backend.note_choice(run, layer, selection, batch_pass.descriptor.fast)
         return
     if not (selections and slow):
         return

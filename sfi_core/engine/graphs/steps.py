@@ -30,11 +30,8 @@ ForwardPass = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 class StepGraph:
     """A step that was recorded, or that ran kernel by kernel.
 
-    Attributes:
-        logits_BV: The buffer of its logits.
-        selections: The buffers of its selections, by layer.
-        side: Kept because it holds the events that order the graph's two streams.
-        replay: Repeats the device's work; None for a step that was not recorded.
+    `logits_BV` and, by layer, `selections` are its buffers. `side` is kept because it holds the events that
+    order the graph's two streams. `replay` repeats the device's work; None for a step that was not recorded.
     """
 
     logits_BV: torch.Tensor
@@ -124,7 +121,7 @@ class StepGraphs:
 
     def _hand_back(self) -> None:
         run, queries = self._run, self._buffers.queries
-        run.descriptors = FreshDescriptors(run.policy, run.store, run.device)
+        run.descriptors = FreshDescriptors(run.store, run.device)
         run.attend = None
         for watcher in run.watchers:
             if self._keeps and queries is not None and isinstance(watcher, Audit):
@@ -141,15 +138,12 @@ class StepGraphs:
         known = None if self.given_up else foresee(self._run)
         if known is None:
             return
-        replay = self._replay(self._buffers.key(known(dense=False)))
-        if replay is not None:
+        graph = self._graphs.get(self._buffers.key(known.own))
+        if graph is not None and graph.replay is not None:
             with self._run.observer.span(AHEAD):
                 self._buffers.write(known, ahead=True)
                 self._token_B1.copy_(token_B[:, None])
-                replay()
-
-    def _replay(self, key: int) -> Work | None:
-        return self._graphs[key].replay if key in self._graphs else None
+                graph.replay()
 
     def _do(self, key: int) -> StepGraph:
         if key not in self._graphs:
@@ -210,7 +204,7 @@ class StepGraphs:
     def _note(self, done: StepGraph) -> None:
         run = self._run
         if done.replay is None:
-            run.meter.kernels.add_step(done.launches.launches, run.step)
+            run.meter.kernels.add(done.launches.launches, run.step)
         else:
             run.meter.kernels.add_replay(done.launches, run.step)
         kept = {layer: _kept(one, copy=self._wants) for layer, one in done.selections.items()}

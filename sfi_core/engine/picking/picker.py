@@ -26,14 +26,11 @@ class Row:
 
 
 class Picker(ABC):
-    """Turns logits into tokens.
+    """Turns logits into tokens; `rows` has the request of each row.
 
     A sampled token has the largest sum of processed score and Gumbel noise. The noise depends on the seed,
     the request's index and the token's index only, not on the rest of the batch or the tokens per pass.
-
-    Attributes:
-        rows: The request of each row.
-        ahead: Called with a step's tokens, still on the device, before the host waits for them.
+    `ahead` is called with a step's tokens, still on the device, before the host waits for them.
     """
 
     def __init__(

@@ -13,10 +13,8 @@ MISSING = -1
 class TokensSoFar:
     """Token ids of every row, in a buffer that doubles when it is full.
 
-    Shorter rows repeat their first token at the end.
-
-    Attributes:
-        length_B: Tokens of each row, the left padding of its prompt included.
+    Shorter rows repeat their first token at the end; `length_B` counts each row's own, the left padding of
+    its prompt included.
     """
 
     def __init__(self, ids_BT: torch.Tensor) -> None:

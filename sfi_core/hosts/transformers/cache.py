@@ -117,14 +117,11 @@ class SfiLayer(CacheLayerMixin):
 class SfiCache(Cache):
     """transformers' view of a run: `SfiLayer` for full attention, its own layers for sliding windows.
 
-    Attributes:
-        capacity: Tokens a request may reach, when known; the pages are allocated once for that many.
-        prompt_length: Padded prompt tokens, when known; a piece that ends before them is not step 0.
-        stop_ids: Tokens that end a request.
-        requests: All requests, those that wait for a row included; None for those of the batch.
-        generated: The most tokens that a request generates; None for what `capacity` leaves.
-        run: Made at the first forward pass, when the batch is known.
-        ragged: The layout of the pass under way, where one row holds several requests' tokens.
+    The pages are allocated once for `capacity` tokens a request, when that is known; `prompt_length` are the
+    padded tokens of the prompts, when known: a piece that ends before them is not step 0. `stop_ids` end a
+    request. `requests` counts those that wait for a row too, None for those of the batch; `generated` are the
+    most tokens that one generates, None for what `capacity` leaves. The `run` is made at the first forward
+    pass. `ragged` is the layout of the pass under way, where one row holds several requests' tokens.
     """
 
     def __init__(

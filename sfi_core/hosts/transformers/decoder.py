@@ -27,26 +27,16 @@ from sfi_core.state.kv_store import KVStore
 from sfi_kernels.step_descriptor import sent
 
 
-def nothing_to_tell(read: int, total: int) -> None:
-    """Ignore progress."""
-
-
 @dataclass(slots=True, kw_only=True)
 class Decoder:
     """A transformers model under a session, as `engine.loop` drives it.
 
-    Attributes:
-        ids_BT: Left-padded prompts.
-        mask_BT: 1 where a token counts.
-        capacity: Tokens a request may reach.
-        stop_ids: Tokens that end a request.
-        chunk: Prompt tokens of one forward pass; 0 for all at once.
-        requests: All requests, those that wait for a row included; None for those of the batch.
-        generated: The most tokens that a request generates; None for what `capacity` leaves.
-        shared: Prompts that were read already, or made up; None reads them.
-        watchers: Look at every layer of the run.
-        on_prefill: Called with the prompt tokens read so far and in all.
-        patient: Whether to record the graph of a slow step at the second such step, not the first.
+    The prompts are `ids_BT`, padded on the left, with 1 in `mask_BT` where a token counts; `shared` are
+    prompts that were read already, or made up. A request may reach `capacity` tokens, generates at most
+    `generated` (None for what `capacity` leaves), and ends with one of `stop_ids`. A forward pass reads
+    `chunk` prompt tokens, 0 for all; `on_prefill` is then told of those read so far and in all. `requests`
+    counts those that wait for a row too; None for those of the batch. The `watchers` look at every layer. A
+    `patient` decoder records the graph of a slow step at the second such step, not the first.
     """
 
     session: Session
@@ -59,7 +49,7 @@ class Decoder:
     generated: int | None = None
     shared: SharedPrompt | None = None
     watchers: tuple[Watcher, ...] = ()
-    on_prefill: Callable[[int, int], None] = nothing_to_tell
+    on_prefill: Callable[[int, int], None] | None = None
     patient: bool = True
     cache: SfiCache = field(init=False)
     _graphs: StepGraphs | None = field(init=False, default=None)
@@ -98,7 +88,8 @@ class Decoder:
         for start in range(0, T, self.chunk or T):
             stop = min(T, start + (self.chunk or T))
             logits = self._read(start, stop)
-            self.on_prefill(stop, T)
+            if self.on_prefill is not None:
+                self.on_prefill(stop, T)
         return logits
 
     def step(self, token_B: list[int]) -> torch.Tensor:

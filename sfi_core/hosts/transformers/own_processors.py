@@ -3,15 +3,6 @@
 from collections.abc import Sequence
 
 import torch
-from transformers import (
-    EncoderNoRepeatNGramLogitsProcessor,
-    EncoderRepetitionPenaltyLogitsProcessor,
-    LogitsProcessor,
-    LogitsProcessorList,
-    PrefixConstrainedLogitsProcessor,
-    RepetitionPenaltyLogitsProcessor,
-    SynthIDTextWatermarkLogitsProcessor,
-)
 from transformers.generation import logits_process
 
 from sfi_core.distributed.ranks import Ranks
@@ -22,9 +13,9 @@ from sfi_kernels.step_descriptor import sent
 
 # they know which row of the batch a text is
 BY_ROW = (
-    EncoderNoRepeatNGramLogitsProcessor,
-    EncoderRepetitionPenaltyLogitsProcessor,
-    PrefixConstrainedLogitsProcessor,
+    logits_process.EncoderNoRepeatNGramLogitsProcessor,
+    logits_process.EncoderRepetitionPenaltyLogitsProcessor,
+    logits_process.PrefixConstrainedLogitsProcessor,
 )
 
 
@@ -38,7 +29,7 @@ class OwnProcessors(Picker):
 
     def __init__(
         self,
-        chosen: LogitsProcessorList,
+        chosen: logits_process.LogitsProcessorList,
         ids_RT: torch.Tensor,
         requests: Sequence[int],
         ranks: Ranks,
@@ -51,7 +42,7 @@ class OwnProcessors(Picker):
         """
         super().__init__(requests, ranks, seed=seed)
         for one in chosen:
-            if isinstance(one, SynthIDTextWatermarkLogitsProcessor):
+            if isinstance(one, logits_process.SynthIDTextWatermarkLogitsProcessor):
                 raise ConfigError(
                     f"logits_processor must be stateless in a lossless run, got {type(one).__name__}"
                 )
@@ -96,8 +87,8 @@ class OwnProcessors(Picker):
         return scores_RV[place : place + 1]
 
 
-def _knows_rows(one: LogitsProcessor) -> bool:
-    if isinstance(one, RepetitionPenaltyLogitsProcessor):
+def _knows_rows(one: logits_process.LogitsProcessor) -> bool:
+    if isinstance(one, logits_process.RepetitionPenaltyLogitsProcessor):
         # newer transformers leave out each row's own padding
         return isinstance(one.prompt_ignore_length, torch.Tensor)
     # any that is not transformers' own may

@@ -12,14 +12,8 @@ from sfi_core.engine.prompt_queries import Watcher
 from sfi_core.engine.report import RunReport
 from sfi_core.engine.run import Run
 from sfi_core.errors import ConfigError
+from sfi_core.hosts.transformers import checks
 from sfi_core.hosts.transformers.cache import Seam, SfiCache
-from sfi_core.hosts.transformers.checks import (
-    check_cache,
-    check_dense_layers,
-    check_heads,
-    full_attention_layers,
-    with_head_file,
-)
 from sfi_core.hosts.transformers.fusion.fuse import Fusion
 from sfi_core.hosts.transformers.passes import begin_decode, begin_prompt, reads_prompt, run_event
 from sfi_core.hosts.transformers.shadow import Shadow
@@ -43,17 +37,10 @@ UNKNOWN_CAPACITY = 1024
 class Session:
     """A model under SFI.
 
-    Attributes:
-        config: The settings as asked for; a policy may adapt its own copy.
-        policy: The policy; its `config` is what runs.
-        backend: "torch" or "triton".
-        trigger_token_ids: T_trig.
-        observer: All observers as one.
-        span: The observer's span of the forward pass under way.
-        ranks: The processes among which the model's heads are split.
-        audit: What to audit; None for nothing.
-        engine: How steps are run.
-        fusion: The modules that run fused.
+    `config` are the settings as asked for, `policy.config` what runs: a policy may adapt its own copy.
+    `observer` is all observers as one, `span` its span of the forward pass under way. `ranks` are the
+    processes among which the model's heads are split, `fusion` the modules that run fused. `audit` is None
+    for no audit.
     """
 
     def __init__(
@@ -67,7 +54,7 @@ class Session:
         audit: AuditConfig | None,
         engine: EngineOptions,
     ) -> None:
-        config = with_head_file(config, policy, model)
+        config = checks.with_head_file(config, policy, model)
         self.model, self.config, self.policy_name = model, config, policy
         self.ranks = ranks_of(model)
         if self.ranks.size > 1:
@@ -75,8 +62,8 @@ class Session:
             engine = engine.on_several_ranks()
         self.trigger_token_ids = resolve_triggers(tokenizer, config)
         trigger = Trigger(frozenset(self.trigger_token_ids), config)
-        layers = full_attention_layers(model)
-        check_dense_layers(config.dense_layers, layers)
+        layers = checks.full_attention_layers(model)
+        checks.check_dense_layers(config.dense_layers, layers)
         self.policy = policy_class(policy)(config, trigger, layers)
         self.observer = as_one(observers)
         self.audit, self.engine, self.fusion = audit, engine, Fusion()
@@ -148,7 +135,7 @@ class Session:
         """Enter a step: transformers calls this before every forward pass of the model."""
         cache = kwargs.get("past_key_values")
         if not self._planned:
-            check_cache(cache)
+            checks.check_cache(cache)
         self.seam.cache = cache if isinstance(cache, SfiCache) else None
         if cache is None or self._shadow.under_way or self._planned:
             return
@@ -230,7 +217,7 @@ class Session:
         Raise `ConfigError` for layers or heads that the model lacks, and for settings that ranks rule out.
         """
         if self.policy.mixes_heads:
-            check_heads(self.policy, self.shapes(), self.model, self.ranks.size)
+            checks.check_heads(self.policy, self.shapes(), self.model, self.ranks.size)
         if self.tiers is not None and self.ranks.size > 1:
             raise ConfigError("kv_device_budget must be off under tensor parallelism")
         if self.audit is not None:

@@ -11,13 +11,8 @@ from sfi_core.engine.run import reads_in_place
 from sfi_core.errors import BackendError, ConfigError, MemoryForecastError
 from sfi_core.hosts.transformers.lossless import drafting_of
 from sfi_core.machine.memory import free_bytes
+from sfi_core.models import two_tier_memory as two_tier
 from sfi_core.models.memory_need import Forecast, forecast
-from sfi_core.models.two_tier_memory import (
-    TwoTierBytes,
-    check_device_budget,
-    ring_pages,
-    two_tier_bytes,
-)
 from sfi_core.policies import POLICIES, EvidencePolicy, Policy, policy_class
 from sfi_core.settings.device_budget import DeviceBudget
 from sfi_core.settings.engine import EngineOptions
@@ -57,9 +52,9 @@ class TierPlan:
 
     def bytes(
         self, batch: int, capacity: int, generated: int, *, resident: bool = False
-    ) -> TwoTierBytes:
+    ) -> two_tier.TwoTierBytes:
         """Add up the bytes of a run, with or without the heads that stay on the device if there is room."""
-        return two_tier_bytes(
+        return two_tier.two_tier_bytes(
             self.shapes,
             self.policy.config,
             longest_recent=self.longest_recent(generated),
@@ -82,8 +77,8 @@ class TierPlan:
             )
         expected, sizes = self.bytes(batch, capacity, generated), self._sizes(batch, capacity)
         config = self.policy.config
-        least = two_tier_bytes(self.shapes, config, longest_recent=config.recent, **sizes)
-        check_device_budget(self.budget, expected, least.device_bytes)
+        least = two_tier.two_tier_bytes(self.shapes, config, longest_recent=config.recent, **sizes)
+        two_tier.check_device_budget(self.budget, expected, least.device_bytes)
         free = free_bytes(torch.device("cpu"))
         if free is not None and expected.host_bytes > free:
             raise MemoryForecastError(
@@ -96,7 +91,7 @@ class TierPlan:
             batch,
             capacity,
             page_size=self.page,
-            ring_pages=ring_pages(self.longest_recent(generated), self.page),
+            ring_pages=two_tier.ring_pages(self.longest_recent(generated), self.page),
             backend=backend,
             side=side_of(device, overlap=True, role="tiers"),
             resident=self.policy.resident_heads if fits else None,

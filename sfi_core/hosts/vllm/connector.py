@@ -6,24 +6,10 @@ from typing import Any
 from sfi_core.engine.audit import Audit
 from sfi_core.engine.run import Run
 from sfi_core.errors import ConfigError
+from sfi_core.hosts.vllm import names
 from sfi_core.hosts.vllm.borrowed import BorrowedPages
 from sfi_core.hosts.vllm.entry import Plan
 from sfi_core.hosts.vllm.events import Gathered, WorkerEvents
-from sfi_core.hosts.vllm.names import (
-    KVConnectorBase_V1,
-    KVConnectorMetadata,
-    KVConnectorRole,
-    KVConnectorWorkerMetadata,
-    SupportsHMA,
-    full_group,
-    impl_of,
-    layer_index,
-    scheduled_of,
-    settings_of,
-    slot_count,
-    tensor_parallel_ranks,
-    tokenizer_of,
-)
 from sfi_core.hosts.vllm.planner import Planner
 from sfi_core.hosts.vllm.request_settings import RequestSettings
 from sfi_core.hosts.vllm.settings import check_host
@@ -41,26 +27,26 @@ REPORT = "sfi"  # the key of an answer's `kv_transfer_params`
 
 
 @dataclass
-class SfiPlan(KVConnectorMetadata):
+class SfiPlan(names.KVConnectorMetadata):
     """The plan of one engine step, for the workers."""
 
     plan: Plan
 
 
-class SfiConnector(KVConnectorBase_V1, SupportsHMA):
+class SfiConnector(names.KVConnectorBase_V1, names.SupportsHMA):
     """Plans on the scheduler's side; on the worker's side, hands the plan to the attention."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         """Begin the side that `role` names; raise `ConfigError` if settings or model do not fit."""
         super().__init__(vllm_config, role, kv_cache_config)
-        self.settings = settings_of(vllm_config)
+        self.settings = names.settings_of(vllm_config)
         self._vllm = vllm_config
-        self.group, self.layer_names = full_group(kv_cache_config.kv_cache_groups)
+        self.group, self.layer_names = names.full_group(kv_cache_config.kv_cache_groups)
         self.block: int = kv_cache_config.kv_cache_groups[self.group].kv_cache_spec.block_size
-        self.layers = sorted(layer_index(name) for name in self.layer_names)
-        self.trigger_ids = resolve_triggers(tokenizer_of(vllm_config), self.settings.config)
+        self.layers = sorted(names.layer_index(name) for name in self.layer_names)
+        self.trigger_ids = resolve_triggers(names.tokenizer_of(vllm_config), self.settings.config)
         self.observer = self.make_observer(role)
-        if role == KVConnectorRole.SCHEDULER:
+        if role == names.KVConnectorRole.SCHEDULER:
             self.planner = Planner(
                 self.make_policy,
                 slots=self.slots,
@@ -75,7 +61,7 @@ class SfiConnector(KVConnectorBase_V1, SupportsHMA):
     @property
     def slots(self) -> int:
         """Requests that may be sparse at once."""
-        return slot_count(self._vllm, self.settings.options)
+        return names.slot_count(self._vllm, self.settings.options)
 
     def make_policy(self, config: SfiConfig) -> Policy:
         """Make the policy for a request's settings."""
@@ -89,7 +75,7 @@ class SfiConnector(KVConnectorBase_V1, SupportsHMA):
         """
         if self.settings.options.trace is None:
             return NullObserver()
-        if role == KVConnectorRole.WORKER:
+        if role == names.KVConnectorRole.WORKER:
             return Gathered()
         raise ConfigError(
             "trace must come with kv_connector_module_path=sfi_cli.commands.serve.connector, "
@@ -129,7 +115,7 @@ class SfiConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: Any) -> SfiPlan:
         """Plan an engine step."""
-        return SfiPlan(self.planner.plan(scheduled_of(scheduler_output, self.group)))
+        return SfiPlan(self.planner.plan(names.scheduled_of(scheduler_output, self.group)))
 
     def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         """Add a report on the request to its answer."""
@@ -151,7 +137,9 @@ class SfiConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_kv_connector_stats(self) -> ServerStats | None:
         """Return the counts since the last call, on the scheduler's side."""
-        return self.stats.since(self.planner) if self.role == KVConnectorRole.SCHEDULER else None
+        return (
+            self.stats.since(self.planner) if self.role == names.KVConnectorRole.SCHEDULER else None
+        )
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ServerStats:
@@ -184,9 +172,9 @@ class SfiConnector(KVConnectorBase_V1, SupportsHMA):
             device,
         )
         for name in self.layer_names:
-            impl = impl_of(modules[name])
+            impl = names.impl_of(modules[name])
             key, value = impl.pages(modules[name], kv_caches[name])
-            store.borrow(layer_index(name), key, value, impl.norm_X)
+            store.borrow(names.layer_index(name), key, value, impl.norm_X)
         audit = self.settings.audit
         run = Run(
             self.make_policy(self.settings.config),
@@ -194,20 +182,20 @@ class SfiConnector(KVConnectorBase_V1, SupportsHMA):
             store,
             device=device,
             engine=EngineOptions(overlap=False, graphs=False),
-            ranks=tensor_parallel_ranks(),
+            ranks=names.tensor_parallel_ranks(),
             audit=audit,
             watchers=() if audit is None else (Audit(audit),),
         )
         run.layers.update(self.layers)
         for name in self.layer_names:
-            layer, given = layer_index(name), modules[name].impl.segment
+            layer, given = names.layer_index(name), modules[name].impl.segment
             if given is not None:
                 run.segments[layer] = given
             if layer not in run.policy.config.dense_layers:
                 run.segment(layer)
         self.engine = WorkerEngine(run, store)
 
-    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+    def build_connector_worker_meta(self) -> names.KVConnectorWorkerMetadata | None:
         """Send the events of this worker's layers in the pass, if there is a trace."""
         if not isinstance(self.observer, Gathered) or self.engine is None:
             return None

@@ -10,17 +10,14 @@ NO_SLOT = -1
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One scheduled request of one engine step.
+    """One scheduled request of one engine step; `request` is its number among all that the server has seen.
 
-    Attributes:
-        request: Its number among all that the server has seen.
-        slot: The row of its packed segments; `NO_SLOT` for a request that runs dense.
-        start: Tokens in the cache before the step.
-        block: The block of the last new token. No other request has it, so it identifies the batch's row.
-        one: What the request does. After a preemption the generated tokens are part of its prompt.
-        step: The decoding step t; of a piece of the prompt before the last, the first step to come.
-        opens: Whether the request gets its slot with this piece.
-        generated: Tokens generated before the slot was opened.
+    `slot` is the row of its packed segments, `NO_SLOT` for a request that runs dense. `start` are the tokens
+    in the cache before the step, `block` is the block of the last new token: no other request has it, so it
+    identifies the batch's row. After a preemption the generated tokens are part of the prompt that `one`
+    reads. `step` is the decoding step t; of a piece of the prompt before the last, the first step to come.
+    `opens` says whether the request gets its slot with this piece, and `generated` counts the tokens before
+    that.
     """
 
     request: int

@@ -1,7 +1,7 @@
 """Sfi in front of a vLLM attention backend with a cache of `[blocks, KV heads, tokens, K|V]`.
 
-Mixed into a backend, its builder and its implementation, which `cuda_backend` chooses. vLLM's own kernels
-write keys and values, and attend with prompts and with requests without a slot; sfi's kernels attend with the
+Mixed into a backend, its builder and its implementation by `cpu_backend` and `cuda_backend`. vLLM's own
+kernels write keys and values, and attend with prompts and with requests without a slot; sfi's attend with the
 decoding rows that have one, over the same blocks. It has not run on a GPU.
 """
 
@@ -22,13 +22,10 @@ from sfi_core.hosts.vllm.worker import MatchedPass, WorkerEngine
 
 @dataclass(slots=True)
 class Batch:
-    """Shared by all layers of a pass, beside vLLM's metadata.
+    """Shared by all layers of a pass, beside vLLM's metadata, of which `common` was the input.
 
-    Attributes:
-        common: The input of vLLM's metadata.
-        builder: Its builder.
-        entered: The pass, once a layer has entered it.
-        part: The rows that vLLM's kernel computes; None for all rows or none, as `entered` tells.
+    `entered` is the pass, once a layer has entered it; `part` are the rows that vLLM's kernel computes, None
+    for all rows or none, as `entered` tells.
     """
 
     common: Any
@@ -125,14 +122,19 @@ class PagedImpl(Room):
     """Attends with sfi in planned passes of full-attention layers, and as vLLM does elsewhere."""
 
     attn_type: Any
-    sliding_window: tuple[int, int]
+    sliding_window: Any
     supports_dcp = False
     supports_pcp = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         decodes = self.attn_type == AttentionType.DECODER
-        self.serve(get_current_vllm_config(), whole=decodes and self.sliding_window == (-1, -1))
+        self.serve(get_current_vllm_config(), whole=decodes and self.sees_all)
+
+    @property
+    def sees_all(self) -> bool:
+        """Whether the layer has no sliding window."""
+        return bool(self.sliding_window == (-1, -1))
 
     def pages(self, layer: Any, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """View a layer's cache, [blocks, H, tokens, K|V], as keys and values: halves of each row."""

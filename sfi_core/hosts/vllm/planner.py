@@ -13,7 +13,7 @@ from typing import Any
 from sfi_core.engine.ledger import OpenStep, RequestPass, enter, plan_step, step_shape
 from sfi_core.hosts.vllm.entry import NO_SLOT, Entry, Plan
 from sfi_core.hosts.vllm.request_settings import RequestSettings
-from sfi_core.hosts.vllm.tracked import LiveRequest, Tracked
+from sfi_core.hosts.vllm.tracked import Tracked
 from sfi_core.observers.observer import NullObserver, Observer
 from sfi_core.policies.base import Policy
 from sfi_core.settings.audit import AuditConfig
@@ -41,14 +41,10 @@ class Scheduled:
 class Planner:
     """Tracks every request from its arrival to its end.
 
-    Attributes:
-        tracked: The requests, by name.
-        free: Slots that no request has.
-        totals: Counts over all requests, which only grow.
-        step: The engine's step, from 0 on.
-        row_bytes: Of a token's keys and values in all full-attention layers; None to leave bytes out of
-            events.
-        shape: The fields of `StepEvent` that all requests of the last planned step share.
+    `tracked` has the requests by name, `free` the slots that no request has, `totals` counts over all
+    requests, which only grow. `step` is the engine's, from 0 on; `shape` are the fields of `StepEvent` that
+    all requests of the last planned step share. `row_bytes` are those of a token's keys and values in all
+    full-attention layers; None leaves bytes out of events.
     """
 
     def __init__(
@@ -78,7 +74,7 @@ class Planner:
         self.shape: dict[str, Any] = {}
         self._arrived, self.step, self._since = 0, -1, time.perf_counter()
 
-    def see(self, live: LiveRequest, settings: RequestSettings) -> None:
+    def see(self, live: Any, settings: RequestSettings) -> None:
         """Register a request that has arrived."""
         if live.request_id in self.tracked:
             return

@@ -26,13 +26,9 @@ FULL = "full_attention"  # transformers' name
 class Room:
     """Mixed into vLLM's attention implementation: the layer's packed segment, and room for key norms.
 
-    Attributes:
-        segment: The packed segment of the layer's slots; None before the weights are loaded, in layers that
-            sfi does not serve, and in dense ones.
-        norm_X: Room for the norms of the cached keys, float32; None where free memory does not determine the
-            cache's size, as on a CPU.
-        manages: Whether sfi serves the layer.
-        given: Whether `give_room` has run.
+    `segment` is None before the weights are loaded, in layers that sfi does not serve (`manages`), and in
+    dense ones. `norm_X` is float32 room for the norms of the cached keys; None where free memory does not
+    determine the cache's size, as on a CPU. `given` says whether `give_room` has run.
     """
 
     segment: PackedSegment | None = None

@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from sfi_core.engine.ledger import OpenStep
 from sfi_core.engine.report import RequestReport
@@ -19,38 +19,17 @@ SHARED = (
 )  # fmt: skip
 
 
-class LiveRequest(Protocol):
-    """The part of vLLM's `Request` that the planner reads; it changes as the request goes on."""
-
-    request_id: str
-    num_prompt_tokens: int
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of the prompt, and the known generated ones."""
-
-    @property
-    def output_token_ids(self) -> Any:
-        """The known generated ids."""
-
-
 @dataclass(slots=True)
 class Tracked:
     """One request from its arrival to its end.
 
-    Attributes:
-        live: vLLM's request.
-        settings: The request's own settings.
-        state: Numbers that decide its steps, and its known tokens.
-        slot: Its slot; `NO_SLOT` while it has none.
-        begun: Whether its prompt has been read.
-        blocks: Its blocks of the cache.
-        pending: Steps whose token is not known yet, each with the fields that its engine step's requests
-            share; these fields are filled in later.
-        preempted: How often it lost its blocks.
+    vLLM's request is `live`; its `num_tokens` and `output_token_ids` grow as tokens become known. `slot` is
+    `NO_SLOT` while it has none; `begun` says whether its prompt has been read; `preempted` counts how often
+    it lost its blocks of the cache. `pending` are steps whose token is not known yet, each with the fields
+    that its engine step's requests share, which are filled in later.
     """
 
-    live: LiveRequest
+    live: Any
     settings: RequestSettings
     policy: Policy
     state: RequestState

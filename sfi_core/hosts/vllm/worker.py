@@ -51,11 +51,9 @@ class MatchedPass:
 class WorkerEngine:
     """The engine of one worker process.
 
-    Attributes:
-        run: The run of all decoding rows; a prompt under way has a run of its own over its slot.
-        store: vLLM's cache.
-        plan: The scheduler's plan of the forward pass under way; None in dummy passes.
-        entered: The pass under way, once a layer has entered it.
+    `run` has all decoding rows; a prompt under way has a run of its own over its slot. `store` is vLLM's
+    cache. `plan` is the scheduler's of the forward pass under way, None in dummy passes; `entered` the pass,
+    once a layer has entered it.
     """
 
     def __init__(self, run: Run, store: BorrowedPages) -> None:

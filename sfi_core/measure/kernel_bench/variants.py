@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import partial
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -185,8 +184,6 @@ class KernelVariants:
         if selected is not None:
             packed = selected.key_BHSD, selected.value_BHSD, selected.length_BH
         attend: Callable[..., DecodeAttention] = decode_attention.triton
-        if {"block_n", "position_BHS"} & set(options):
-            attend = import_module("sfi_kernels.decode_attention.triton").attend
         query_BHG1D = data.query_BHGD[:, :, :, None]
         return attend(query_BHG1D, *packed, *data.paged, plan, scale=self.settings.scale, **options)
 

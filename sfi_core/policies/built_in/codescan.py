@@ -17,23 +17,17 @@ the union: graded bits in a basis of the prompt's queries and keys, scanned at e
 and a pseudo token for a share of the rest.
 """
 
+from typing import ClassVar
+
 import torch
 
 from sfi_core.policies.base import Policy, Selection, stacked
 from sfi_core.policies.code_basis import learn_basis
 from sfi_core.policies.context import BatchContext, LayerContext, Notes
-from sfi_core.settings.config import SfiConfig
 from sfi_core.state.layer_shape import LayerShape
 from sfi_core.state.request import RequestState
+from sfi_kernels import key_codes
 from sfi_kernels.code_scan import KEPT, Choice, code_scan, code_tokens
-from sfi_kernels.key_codes import (
-    SLOTS,
-    CodeBasis,
-    choose_likeliest,
-    encode_keys,
-    scan_codes,
-    words,
-)
 from sfi_kernels.pseudo_token import PseudoToken
 
 SPARE = 64  # additional tokens when the buffer of codes grows
@@ -47,12 +41,8 @@ class CodeScan(Policy):
     prompt_only = True  # a lossless run keeps the prompt's basis too
     drafts = True
     offloads = True
+    fixed: ClassVar = {"recent_mode": "sliding", "window_prefill": QUERIES}  # every step selects
     _width = 0
-
-    @classmethod
-    def adapt(cls, config: SfiConfig) -> SfiConfig:
-        """Slide the recent window, since every step selects."""
-        return config.replace(recent_mode="sliding", window_prefill=QUERIES)
 
     def select_after(self, context: LayerContext) -> None:
         """Learn the basis at the end of the prompt; select nothing yet."""
@@ -100,15 +90,17 @@ class CodeScan(Policy):
         """
         if not self._width or self._room(state) <= self.config.budget:
             return 0.0
-        W = words(self._width)
+        W = key_codes.words(self._width)
         relearned = state.length / 2 / RELEARN
         return (
-            W * (state.length / self._width + SLOTS) + relearned + bool(self.config.codescan.rest)
+            W * (state.length / self._width + key_codes.SLOTS)
+            + relearned
+            + bool(self.config.codescan.rest)
         )
 
     def summary_bytes(self, layer: LayerShape, capacity: int) -> int:
         """Count the codes (at most a byte per channel), the basis, the queries kept and the sum of values."""
-        channels = SLOTS * words(layer.key_width)
+        channels = key_codes.SLOTS * key_codes.words(layer.key_width)
         basis = layer.key_width * (2 * channels + 1) + layer.value_width
         kept = KEPT * layer.query_heads * layer.key_width * layer.itemsize
         numbers = basis * torch.float32.itemsize
@@ -133,7 +125,7 @@ class CodeScan(Policy):
             note["learned"], note["coded"] = state.length, 0
             if codes is not None:
                 codes.learn(0, basis)
-                word_HWT = encode_keys.on(context.backend)(key_HTD, basis)
+                word_HWT = key_codes.encode_keys.on(context.backend)(key_HTD, basis)
                 codes.word_BHWT[0, :, :, : state.length] = word_HWT
                 if not again:
                     codes.summed_BH.zero_()
@@ -156,10 +148,10 @@ class CodeScan(Policy):
             return index_HK, mean_HE.new_full((H, G), -torch.inf), mean_HE
         with context.span("scan"):
             code_HXT = self._codes(context, place)[..., first : first + count]
-            scan = scan_codes.fastest(context.backend, query_HGD.device)
+            scan = key_codes.scan_codes.fastest(context.backend, query_HGD.device)
             logits_HGT = scan(query_HGD, code_HXT, note["basis"], scale=context.scale)
         with context.span("top_k"):
-            choose = choose_likeliest.fastest(context.backend, query_HGD.device)
+            choose = key_codes.choose_likeliest.fastest(context.backend, query_HGD.device)
             rest, budget = self.config.codescan.rest, self.config.budget
             index_HK, unread_HG = choose(logits_HGT, budget, rest=rest)
         return index_HK.add_(first), unread_HG, mean_HE
@@ -168,9 +160,9 @@ class CodeScan(Policy):
         # the codes of all cached keys, [H, X, T]; new keys are coded now
         state, note = context.states[place], context.notes[place]
         known, length = note.get("coded", 0), state.length
-        basis: CodeBasis = note["basis"]
+        basis: key_codes.CodeBasis = note["basis"]
         key_HTD = context.keys(place, known, length)[0]
-        new = encode_keys.fastest(context.backend, key_HTD.device)(key_HTD, basis)
+        new = key_codes.encode_keys.fastest(context.backend, key_HTD.device)(key_HTD, basis)
         if "codes" not in note or note["codes"].shape[2] < length:
             note["codes"] = _larger(note.get("codes"), new, length)
         codes: torch.Tensor = note["codes"]

@@ -9,6 +9,7 @@ device knows which heads to correct, and scoring later would read the summaries 
 """
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 
@@ -24,6 +25,10 @@ class FreeKV(Policy):
     """Every step reads the last step's selection; heads whose query changed much select anew first."""
 
     offloads = True
+    fixed: ClassVar = {
+        "recent_mode": "sliding",
+        "window_prefill": 1,
+    }  # the prompt's last query selects first
 
     def __init__(self, config: SfiConfig, trigger: Rule, layers: Sequence[int] = ()) -> None:
         """See `Policy`; the first of `layers` may become one of `dense_layers`."""
@@ -31,11 +36,6 @@ class FreeKV(Policy):
             dense = {*config.dense_layers, min(layers)}
             config = config.replace(dense_layers=tuple(sorted(dense)))
         super().__init__(config, trigger, layers)
-
-    @classmethod
-    def adapt(cls, config: SfiConfig) -> SfiConfig:
-        """Slide the recent window, since every step selects; the prompt's last query selects first."""
-        return config.replace(recent_mode="sliding", window_prefill=1)
 
     def select_after(self, context: LayerContext) -> Selection:
         """Select with the prompt's last query: step 0 is the only slow step."""

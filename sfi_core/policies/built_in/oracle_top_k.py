@@ -1,8 +1,9 @@
 """Control: every step reads the K positions that get the most attention in this step."""
 
+from typing import ClassVar
+
 from sfi_core.policies.base import Policy, Selection, best
 from sfi_core.policies.context import LayerContext
-from sfi_core.settings.config import SfiConfig
 from sfi_core.state.request import RequestState
 from sfi_kernels.selector import attention_probability
 
@@ -11,11 +12,7 @@ class OracleTopK(Policy):
     """An upper bound for K tokens per KV head; it reads every key, so it saves no time."""
 
     drafts = True
-
-    @classmethod
-    def adapt(cls, config: SfiConfig) -> SfiConfig:
-        """Slide the recent window, since every step selects."""
-        return config.replace(recent_mode="sliding")
+    fixed: ClassVar = {"recent_mode": "sliding"}  # since every step selects
 
     def select_before(self, context: LayerContext) -> Selection:
         """Rank J by the mean probability over the query heads of a KV head."""

@@ -5,10 +5,11 @@ and 1 are dense only if they are in `dense_layers`; and the budget may cut the l
 read as many tokens.
 """
 
+from typing import ClassVar
+
 from sfi_core.policies.base import Policy, Selection, stacked
 from sfi_core.policies.context import LayerContext, Notes
 from sfi_core.policies.page_bounds import best_pages, bounds, extremes, extremes_bytes, forget
-from sfi_core.settings.config import SfiConfig
 from sfi_core.state.layer_shape import LayerShape
 from sfi_core.state.request import RequestState
 
@@ -17,12 +18,8 @@ class Quest(Policy):
     """Every step selects anew by the element-wise extremes of each page's keys."""
 
     drafts = True
+    fixed: ClassVar = {"recent_mode": "sliding"}  # since every step selects
     offloads = True
-
-    @classmethod
-    def adapt(cls, config: SfiConfig) -> SfiConfig:
-        """Slide the recent window, since every step selects."""
-        return config.replace(recent_mode="sliding")
 
     def select_before(self, context: LayerContext) -> Selection:
         """Take the tokens of the pages with the highest bounds."""

@@ -4,11 +4,12 @@ Differs from the authors' code in that the query heads of a KV head share a set,
 tokens are always kept. Their window is `window_prefill`; every decoded token is kept, as in theirs.
 """
 
+from typing import ClassVar
+
 import torch
 
 from sfi_core.policies.base import EvidencePolicy, Selection, best
 from sfi_core.policies.context import Evidence
-from sfi_core.settings.config import SfiConfig
 
 POOL = 5  # positions over which a score is averaged; the authors' kernel size
 
@@ -18,12 +19,8 @@ class SnapKV(EvidencePolicy):
 
     evicts = True
     drafts = True
+    fixed: ClassVar = {"recent_mode": "anchored"}  # where the prompt left it
     offloads = True
-
-    @classmethod
-    def adapt(cls, config: SfiConfig) -> SfiConfig:
-        """Freeze the recent window where the prompt left it."""
-        return config.replace(recent_mode="anchored")
 
     def select_after(self, context: Evidence) -> Selection:
         """Keep the positions with the most attention of the window, averaged over their neighbors."""

@@ -14,6 +14,7 @@ were generated since the last anticipation are read.
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 
@@ -34,12 +35,11 @@ LAST = torch.iinfo(torch.int32).max
 class SyncKV(Policy):
     """Every `stride` steps representatives select; the other heads read the static and the dynamic set.
 
-    Attributes:
-        clusters: The head clusters of the file; None under `EVEN`.
-        dynamic: Number of positions in the dynamic set.
+    `clusters` are the head clusters of the file, None under `EVEN`; the dynamic set has `dynamic` positions.
     """
 
     offloads = True
+    fixed: ClassVar = {"recent_mode": "anchored", "window_prefill": 1}  # Eq. 3: the last query
 
     def __init__(self, config: SfiConfig, trigger: Rule, layers: Sequence[int] = ()) -> None:
         """See `Policy`; reads the file of head clusters.
@@ -57,11 +57,6 @@ class SyncKV(Policy):
         # a Fraction, because 1 - 0.9 < 0.1 in floating point
         share = 1 - Fraction(str(own.static))
         self.dynamic = int(share * self.config.budget)  # k_dyn of Eq. 6
-
-    @classmethod
-    def adapt(cls, config: SfiConfig) -> SfiConfig:
-        """Select with the prompt's last query (SyncKV, Eq. 3); anchor the recent window."""
-        return config.replace(recent_mode="anchored", window_prefill=1)
 
     def plan(self, requests: Sequence[RequestState]) -> list[str]:
         """Anticipate at every step t with t mod m = 0 (SyncKV, Algorithm 1, line 26)."""

@@ -1,11 +1,10 @@
 """What replayed steps share: descriptors written over one another, and steps described ahead."""
 
-from functools import partial
-
 import pytest
 import torch
 
 from sfi_core import SfiConfig
+from sfi_core.engine.batch_pass import Requests
 from sfi_core.engine.graphs.buffers import StepBuffers
 from sfi_core.engine.graphs.layer import note_step
 from sfi_core.engine.run import Run
@@ -20,10 +19,10 @@ CONFIG = SfiConfig(trigger_token_ids=(1,), sink=2, recent=10)
 POLICY = SFI(CONFIG, Trigger(frozenset({1}), CONFIG))
 
 
-def requests(*modes: int, length: int = 30, dense: bool = False) -> list[StepRequest]:
-    return [
+def requests(*modes: int, length: int = 30) -> Requests:
+    own = [
         StepRequest(
-            mode=SLOW if dense and mode == FAST else mode,
+            mode=mode,
             length=length,
             recent_start=20,
             packed=4,
@@ -32,6 +31,7 @@ def requests(*modes: int, length: int = 30, dense: bool = False) -> list[StepReq
         )
         for mode in modes
     ]
+    return Requests(own, None)
 
 
 @pytest.fixture
@@ -41,18 +41,23 @@ def buffers() -> StepBuffers:
 
 def test_every_step_is_written_to_one_buffer_with_padded_lists(buffers):
     where = buffers.descriptor.buffer.data_ptr()
-    step, dense = buffers.describe(partial(requests, SLOW, SLOW, SLOW))
+    step, dense = buffers.describe(requests(SLOW, SLOW, SLOW))
     assert (step.slow_rows, step.longest, dense) == (3, 64, None)
-    buffers.describe(partial(requests, SLOW, FAST, IDLE))
+    buffers.describe(requests(SLOW, FAST, IDLE))
     assert buffers.descriptor.buffer.data_ptr() == where
     assert buffers.descriptor.slow_R[0].tolist() == [0]
-    assert [buffers.key(requests(*[SLOW] * n, *[FAST] * (3 - n))) for n in range(4)] == [0, 1, 2, 3]
+    assert [buffers.key(requests(*[SLOW] * n, *[FAST] * (3 - n)).own) for n in range(4)] == [
+        0,
+        1,
+        2,
+        3,
+    ]
 
 
 def test_a_request_that_stopped_leaves_a_step_described_ahead_as_it_is(buffers):
-    buffers.write(partial(requests, SLOW, SLOW, FAST), ahead=True)
+    buffers.write(requests(SLOW, SLOW, FAST), ahead=True)
     before = buffers.descriptor.buffer.clone()
-    step, _ = buffers.describe(partial(requests, IDLE, SLOW, FAST))
+    step, _ = buffers.describe(requests(IDLE, SLOW, FAST))
     assert buffers.launched
     assert (step.slow, step.fast) == ((1,), (2,))
     assert buffers.places == {0: 0, 1: 1}, "as it was launched"
@@ -61,12 +66,12 @@ def test_a_request_that_stopped_leaves_a_step_described_ahead_as_it_is(buffers):
 
 @pytest.mark.parametrize("change", [{"length": 31}, {}], ids=["another length", "another mode"])
 def test_a_step_that_turns_out_otherwise_is_described_anew(buffers, change):
-    buffers.write(partial(requests, FAST, SLOW, FAST), ahead=True)
+    buffers.write(requests(FAST, SLOW, FAST), ahead=True)
     real = (FAST, SLOW, FAST) if change else (SLOW, SLOW, FAST)
-    buffers.describe(partial(requests, *real, **change))
+    buffers.describe(requests(*real, **change))
     assert not buffers.launched
     assert buffers.descriptor.length_B.tolist() == [change.get("length", 30)] * 3
-    buffers.describe(partial(requests, *real, **change))
+    buffers.describe(requests(*real, **change))
     assert not buffers.launched, "described, not ahead"
 
 
@@ -75,7 +80,7 @@ def test_a_selection_is_the_request_s_own_though_one_before_it_stopped(buffers, 
     run = Run(POLICY, observer, buffers.store)
     for state in run.requests:
         state.prompt_tokens, state.length, state.recent_start, state.packed_tokens = 29, 29, 20, 4
-    buffers.write(partial(requests, SLOW, SLOW, FAST), ahead=True)
+    buffers.write(requests(SLOW, SLOW, FAST), ahead=True)
     run.descriptors = buffers
     run.requests[0].finished = True
     monkeypatch.setattr(type(POLICY), "plan", lambda *_: ["trigger", "trigger", ""])

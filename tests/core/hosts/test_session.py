@@ -325,7 +325,7 @@ def test_loop_that_passes_its_cache_by_position_is_refused_and_does_not_run_dens
 def test_trigger_strings_become_the_tokenizers_ids(model):
     tokenizer = build_tokenizer(512)
     with slow_fast(model, tokenizer, SfiConfig()) as session:
-        expected = build_trigger_set(tokenizer, SfiConfig().triggers).sorted_token_ids
+        expected = build_trigger_set(tokenizer, SfiConfig().triggers).token_ids
         assert session.trigger_token_ids == expected != ()
 
 

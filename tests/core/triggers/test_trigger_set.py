@@ -130,7 +130,7 @@ def test_a_trigger_of_the_user_takes_its_tokens(byte_level, trigger, texts):
 
 
 def test_words_special_tokens_and_parts_of_characters_are_not_chosen(byte_level):
-    chosen = build_trigger_set(byte_level, PAPER).token_ids
+    chosen = set(build_trigger_set(byte_level, PAPER).token_ids)
     for text in ("3.", "1.5", "Mr.", " U.S.", "了。", "\u0301."):
         [token] = byte_level.encode(text)
         assert token not in chosen, text
@@ -150,13 +150,13 @@ def test_sentence_piece_s_bytes_and_spaces_are_found(sentence_piece):
     expected = sentence_piece.convert_tokens_to_ids(["<0x2E>", ".", "▁.", "。"])
     assert [i for i, _ in chosen["."]] == expected
     expected = sentence_piece.convert_tokens_to_ids(["###", "▁###"])
-    assert build_trigger_set(sentence_piece, ["###"]).sorted_token_ids == tuple(expected)
+    assert build_trigger_set(sentence_piece, ["###"]).token_ids == tuple(expected)
 
 
 def test_word_piece_s_continuation_is_taken_and_what_it_drops_or_rewrites_is_missing(word_piece):
     expected = tuple(word_piece.convert_tokens_to_ids([".", "##."]))
     found = build_trigger_set(word_piece, (".", "\n", "END", "§§", "."))
-    assert found.sorted_token_ids == expected
+    assert found.token_ids == expected
     assert set(found.reasons) == {"\n", "END", "§§"}
     assert found.reasons["\n"] == "no single token; written as nothing"
     assert build_trigger_set(word_piece, ("\n", ".", "?", ".")).describe() == [
@@ -168,7 +168,7 @@ def test_word_piece_s_continuation_is_taken_and_what_it_drops_or_rewrites_is_mis
 
 def test_unigram_full_stop_takes_the_piece_with_a_space_and_no_word(unigram):
     expected = tuple(unigram.convert_tokens_to_ids([".", "▁."]))
-    assert build_trigger_set(unigram, ["."]).sorted_token_ids == expected
+    assert build_trigger_set(unigram, ["."]).token_ids == expected
     assert tuple(build_trigger_set(unigram, PAPER).reasons) == ("\n",)  # it turns it into a space
 
 
@@ -188,11 +188,11 @@ def test_empty_trigger_or_a_bare_string_is_refused(byte_level, triggers):
 def test_triggers_that_all_miss_are_refused_and_none_are_the_empty_set(byte_level):
     with pytest.raises(ConfigError, match=r"must match a token of .*, got \['<a>', '\\n#x'\]"):
         build_trigger_set(byte_level, ["<a>", "\n#x"])
-    assert build_trigger_set(byte_level, ()).token_ids == frozenset()
+    assert build_trigger_set(byte_level, ()).token_ids == ()
 
 
 def test_tokenizer_decodes_its_wordless_tokens_once_in_bulk():
     tokenizer = PlainTokenizer()
     triggers = build_trigger_set(tokenizer, (".", "!", "</think>"))
     assert tokenizer.decoded == [[[2], [3]]]
-    assert (triggers.token_ids, tuple(triggers.reasons)) == ({2, 3}, ("</think>",))
+    assert (triggers.token_ids, tuple(triggers.reasons)) == ((2, 3), ("</think>",))

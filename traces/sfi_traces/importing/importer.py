@@ -80,7 +80,7 @@ def import_trace(
         trigger_ids = source.header.trigger_token_ids
         if trigger_ids is None:
             known = tokenizer is not None
-            trigger_ids = build_trigger_set(tokenizer, triggers).sorted_token_ids if known else ()
+            trigger_ids = build_trigger_set(tokenizer, triggers).token_ids if known else ()
         manifest = _describe(path, source.header, trigger_ids, tokenizer)
         with _new_trace(folder, force=force) as work:
             text = None if tokenizer is None else TokenText(tokenizer)

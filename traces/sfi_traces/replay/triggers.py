@@ -59,5 +59,5 @@ class RecordedVocabulary:
         if not all(triggers):
             raise ConfigError(f"triggers must be non-empty strings, got {list(triggers)}")
         with suppress(ConfigError):  # none of them was generated
-            return build_trigger_set(self, triggers).token_ids
+            return frozenset(build_trigger_set(self, triggers).token_ids)
         return frozenset()

@@ -13,7 +13,6 @@ from sfi_core.errors import TraceError
 from sfi_core.generation.generate import generate
 from sfi_core.generation.prompts import encode
 from sfi_core.generation.read_prompt import read_prompt
-from sfi_core.hosts.transformers.decoder import nothing_to_tell
 from sfi_core.hosts.transformers.slow_fast import slow_fast
 from sfi_core.hosts.transformers.stores import engine_for
 from sfi_core.models.describe import describe_model
@@ -130,7 +129,7 @@ class Confirmer:
         self,
         material: Sequence[Material],
         configs: Sequence[SfiConfig],
-        on_run: Callable[[int, int], None] = nothing_to_tell,
+        on_run: Callable[[int, int], None] = lambda *_: None,
     ) -> tuple[list[Confirmation], float]:
         """Run at least one setting: once audited, once more for its speed.
 

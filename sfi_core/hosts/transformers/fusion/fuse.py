@@ -12,20 +12,8 @@ from transformers.activations import SiLUActivation
 
 from sfi_core.engine.report import RunReport
 from sfi_core.errors import ConfigError
-from sfi_core.hosts.transformers.fusion.forwards import (
-    attention_forward,
-    layer_forward,
-    mlp_forward,
-    norm_forward,
-)
-from sfi_core.hosts.transformers.fusion.known import (
-    ATTENTION,
-    DECODER_LAYER,
-    GATED_MLP,
-    RMS_NORM,
-    digest,
-    rotates_halves,
-)
+from sfi_core.hosts.transformers.fusion import forwards
+from sfi_core.hosts.transformers.fusion import known as sources
 from sfi_kernels.rms_norm import MAX_WIDTH as MAX_NORM
 from sfi_kernels.rotary import MAX_WIDTH as MAX_HEAD
 
@@ -81,15 +69,15 @@ def forward_for(module: Any) -> Forward | None:
     name = type(module).__name__
     if not name.endswith(TOLD) or "forward" in vars(module):  # of another library, perhaps
         return None
-    known = digest(type(module).forward)
+    known = sources.digest(type(module).forward)
     if _is_rms_norm(module):
-        return norm_forward
-    if known in GATED_MLP and _is_silu(module.act_fn):
-        return mlp_forward
-    if known in DECODER_LAYER and _is_rms_norm(module.post_attention_layernorm):
-        return layer_forward
-    if known in ATTENTION and _rotates(module):
-        return attention_forward(ATTENTION[known])
+        return forwards.norm_forward
+    if known in sources.GATED_MLP and _is_silu(module.act_fn):
+        return forwards.mlp_forward
+    if known in sources.DECODER_LAYER and _is_rms_norm(module.post_attention_layernorm):
+        return forwards.layer_forward
+    if known in sources.ATTENTION and _rotates(module):
+        return forwards.attention_forward(sources.ATTENTION[known])
     return None
 
 
@@ -99,16 +87,16 @@ def _is_silu(module: Any) -> bool:
 
 def _is_rms_norm(module: Any) -> bool:
     # a weight that is split over ranks has another type
-    if digest(type(module).forward) not in RMS_NORM or "forward" in vars(module):
+    if sources.digest(type(module).forward) not in sources.RMS_NORM or "forward" in vars(module):
         return False
     return type(module.weight) is torch.nn.Parameter and module.weight.numel() <= MAX_NORM
 
 
 def _rotates(module: Any) -> bool:
     forward = type(module).forward
-    if not rotates_halves(forward) or module.head_dim % 2 or module.head_dim > MAX_HEAD:
+    if not sources.rotates_halves(forward) or module.head_dim % 2 or module.head_dim > MAX_HEAD:
         return False
-    if not ATTENTION[digest(forward)].norms:
+    if not sources.ATTENTION[sources.digest(forward)].norms:
         return True
     norms = module.q_norm, module.k_norm
     same = norms[0].variance_epsilon == norms[1].variance_epsilon
