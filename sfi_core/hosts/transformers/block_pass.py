@@ -29,6 +29,7 @@ class BlockPass:
         blocks = drafts.plan()
         brought = [() if block is None else block.tokens for block in blocks]
         drafting = not any(block and block.reason for block in blocks)
+        logits_XV: torch.Tensor
         with self._decoder.replaying(single=drafting) as replays:
             drafts.begin()
             if replays:
