@@ -155,23 +155,36 @@ def _project(x, basis_DC, y):
                 own[c] += x[d] * row[c]
 
 
+@inner
+def _pack(step, word):
+    W = len(word)
+    for w in range(W):
+        bits = np.uint32(0)
+        for s in range(SLOTS):
+            level = np.floor(step[s * W + w]) + HALF[s]
+            level = min(max(level, F(0)), F(2) * HALF[s] - F(1))
+            bits |= np.uint32(level) << SHIFT[s]
+        word[w] = np.int32(bits)
+
+
 @entry
 def encode(key_HTD, mean_HD, encode_HDC, word_HWT):
     """Code keys, float32, as words."""
     H, T, D = key_HTD.shape
-    W = word_HWT.shape[1]
-    centered, step = np.empty(D, F), np.empty(W * SLOTS, F)
+    centered, step = np.empty(D, F), np.empty(encode_HDC.shape[2], F)
     for h in range(H):
         for t in range(T):
             _less(key_HTD[h, t], mean_HD[h], centered)
             _project(centered, encode_HDC[h], step)
-            for w in range(W):
-                word = np.uint32(0)
-                for s in range(SLOTS):
-                    level = np.floor(step[s * W + w]) + HALF[s]
-                    level = min(max(level, F(0)), F(2) * HALF[s] - F(1))
-                    word |= np.uint32(level) << SHIFT[s]
-                word_HWT[h, w, t] = np.int32(word)
+            _pack(step, word_HWT[h, :, t])
+
+
+@entry
+def pack_levels(step_HTC, word_HWT):
+    """Make words of keys' channels, float32, in steps."""
+    for h in range(step_HTC.shape[0]):
+        for t in range(step_HTC.shape[1]):
+            _pack(step_HTC[h, t], word_HWT[h, :, t])
 
 
 @inner

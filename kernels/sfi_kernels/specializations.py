@@ -198,7 +198,7 @@ class Case:
 
     def choose(self) -> None:
         """Code new keys, and choose for a batch by the codes of all keys."""
-        codes = BatchCodes.empty(2, self.key, self.value, PAGES * PAGE)
+        codes = BatchCodes.empty(2, self.query.shape[2], self.key, self.value, PAGES * PAGE)
         numbers: Any = {"length": T, "recent_start": 100, "packed": S, "sink": 4}
         step = describe_step([StepRequest(mode=FAST, **numbers)] * 2, 0, self.query.device)
         code_tokens.triton(self.key, self.table, step, codes)

@@ -34,7 +34,7 @@ def open_row(run: Run, row: int, state: RequestState) -> Run:
     alone.segments = {layer: run.segment(layer).row(row) for layer in packed}
     if run.chooses:
         one = slice(row, row + 1)
-        alone.batch_codes = {layer: run.codes(layer).of(one) for layer in packed}
+        alone.batch_codes = {layer: codes.of(one) for layer, codes in run.batch_codes.items()}
     alone.requests, alone.step, alone.layers, alone.notes = [state], run.step, run.layers, run.notes
     return alone
 

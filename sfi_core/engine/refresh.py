@@ -127,7 +127,7 @@ def layer_context(
         keys=lambda place, start, stop: run.store.keys(index, rows[place], start, stop),
         values=lambda place, start, stop: run.store.values(index, rows[place], start, stop),
         notes=tuple(run.notes[request, index] for request in requests),
-        codes=tuple(run.codes(index).of(slice(row, row + 1)) for row in rows)
+        codes=tuple(run.codes(index, query_RHGWD.shape[2]).of(slice(row, row + 1)) for row in rows)
         if run.chooses
         else (),
     )
@@ -145,7 +145,7 @@ def batch_context(
         value_PHNE=layer.pages.value_PHNE,
         block_table_BP=run.store.block_table_BP,
         descriptor=step,
-        codes=run.codes(layer.index),
+        codes=run.codes(layer.index, query_BHG1D.shape[2]),
         position_BHS=segment.position_BHS,
         length_BH=segment.length_BH,
         scale=layer.logit_options["scale"],

@@ -226,12 +226,15 @@ class Run:
         store = self.store
         return self.policy.chooses and store.backend == "triton" and store.whole_on_device
 
-    def codes(self, layer: int) -> BatchCodes:
-        """Return the codes of all rows' keys in a layer, with room for what the store holds."""
+    def codes(self, layer: int, group: int) -> BatchCodes:
+        """Return the codes of all rows' keys in a layer, with room for what the store holds.
+
+        `group` are the query heads of a KV head.
+        """
         pages, capacity = self.store.pages(layer), self.store.capacity
         if layer not in self.batch_codes:
             self.batch_codes[layer] = BatchCodes.empty(
-                self.store.batch, pages.key_PHND, pages.value_PHNE, capacity
+                self.store.batch, group, pages.key_PHND, pages.value_PHNE, capacity
             )
         elif self.batch_codes[layer].word_BHWT.shape[3] < capacity:
             self.batch_codes[layer] = self.batch_codes[layer].grown(capacity)

@@ -6,6 +6,7 @@ from sfi_kernels.key_codes import CodeBasis, bits_of
 
 # by bits: the step, in standard deviations, of the best uniform quantizer of a normal variable
 STEP = {1: 1.596, 2: 0.9957, 4: 0.3352}
+KEYS = 2048  # fewer than twice as many are looked at, which is enough for a covariance
 RIDGE = 1e-2  # share of the queries' mean variance that is added in all directions
 
 
@@ -20,7 +21,8 @@ def learn_basis(key_HTD: torch.Tensor, query_HND: torch.Tensor) -> CodeBasis:
         key_HTD: Keys of a layer, without the sinks.
         query_HND: Queries of each KV head's group. Both are after rotary position embedding.
     """
-    key_HTD, query_HND = key_HTD.float(), query_HND.float()
+    key_HTD = key_HTD[:, :: max(1, key_HTD.shape[1] // KEYS)].float()
+    query_HND = query_HND.float()
     D = key_HTD.shape[-1]
     mean_HD = key_HTD.mean(1)
     centered_HTD = key_HTD - mean_HD[:, None]

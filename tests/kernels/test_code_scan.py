@@ -27,7 +27,7 @@ class Case:
         self.query = torch.randn(B, H, G, D).to(dtype)
         self.key, self.value = (torch.randn(B * pages, H, PAGE, n).to(dtype) for n in (D, E))
         self.table = torch.randperm(B * pages).view(B, pages).int()
-        self.codes = BatchCodes.empty(B, self.key, self.value, pages * PAGE)
+        self.codes = BatchCodes.empty(B, G, self.key, self.value, pages * PAGE)
         for row in range(B):
             C = 16 * words(D)
             self.codes.learn(

@@ -19,13 +19,15 @@ from sfi_kernels.step_descriptor import (
     StepDescriptor,
 )
 
+KEPT = 128  # tokens whose queries are kept for learning a basis again
+
 
 class BatchCodes(NamedTuple):
     """The codes of a layer's cached keys and what they are made with, for every row of a batch.
 
     `mean_BHD`, `encode_BHWDC` and `query_BHWCD` are the rows' `CodeBasis`, float32, by word of 16 channels.
     `word_BHWT` are the codes, int32. `sum_BHE` is the sum of the values of J up to the position `summed_BH`,
-    int32; 0 for no sum yet.
+    int32; 0 for no sum yet. `recent_BHXGD` are the queries of the last `KEPT` tokens, in a ring by position.
     """
 
     mean_BHD: torch.Tensor
@@ -34,18 +36,23 @@ class BatchCodes(NamedTuple):
     word_BHWT: torch.Tensor
     sum_BHE: torch.Tensor
     summed_BH: torch.Tensor
+    recent_BHXGD: torch.Tensor
 
     @classmethod
     def empty(
-        cls, rows: int, key_PHND: torch.Tensor, value_PHNE: torch.Tensor, capacity: int
+        cls, rows: int, group: int, key_PHND: torch.Tensor, value_PHNE: torch.Tensor, capacity: int
     ) -> "BatchCodes":
-        """Allocate for `rows` requests of at most `capacity` tokens; no request has a basis yet."""
+        """Allocate for `rows` requests of at most `capacity` tokens and `group` query heads a KV head.
+
+        No request has a basis yet.
+        """
         (_, H, _, D), E, W = key_PHND.shape, value_PHNE.shape[3], words(key_PHND.shape[3])
         zeros = torch.zeros(0, device=key_PHND.device).new_zeros
         return cls(
             zeros(rows, H, D), zeros(rows, H, W, D, SLOTS), zeros(rows, H, W, SLOTS, D),
             zeros(rows, H, W, capacity, dtype=torch.int32), zeros(rows, H, E),
             zeros(rows, H, dtype=torch.int32),
+            zeros(rows, H, KEPT, group, D, dtype=key_PHND.dtype),
         )  # fmt: skip
 
     def grown(self, capacity: int) -> "BatchCodes":
@@ -108,8 +115,8 @@ def code_scan(
 ) -> Choice:
     """Choose the likeliest keys of J for every fast request, by their codes, as `choose_likeliest` does.
 
-    Where J has no more than `budget` keys, all are chosen. The new keys are coded, too (`code_tokens`), and
-    the values that have left the recent window are added to the sums.
+    Where J has no more than `budget` keys, all are chosen. The new keys are coded, too (`code_tokens`),
+    the values that have left the recent window are added to the sums, and the queries are kept.
 
     Args:
         query_BHGD: Queries of the step, one a request.
@@ -138,6 +145,7 @@ def code_scan(
     for row, own in enumerate(descriptor.table_BX.tolist()):
         if own[MODE] != FAST:
             continue
+        codes.recent_BHXGD[row, :, (own[LENGTH] - 1) % KEPT] = query_BHGD[row]
         first, stop = own[ALLOWED_START], own[ALLOWED_STOP]
         count = stop - first
         value_BHE[row] = _mean_value(value_PHNE, block_table_BP[row], codes, row, first, stop)

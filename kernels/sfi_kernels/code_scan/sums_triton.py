@@ -10,11 +10,13 @@ import triton.language as tl
 from sfi_kernels import step_descriptor as words
 from sfi_kernels.attention_tile.triton import add_sum, log_sum, row_start, rows
 from sfi_kernels.code_scan.chunk_triton import BITS, SHIFTS, SLOTS, WORDS, candidates, chunk_logits
+from sfi_kernels.code_scan.reference import KEPT as KEPT_TOKENS
 
 FAST, LENGTH = tl.constexpr(words.FAST), tl.constexpr(words.LENGTH)
 QUERIES = tl.constexpr(words.QUERIES)
 TOKENS = tl.constexpr(16)  # that are coded, or whose values are added, at once
 BINS = tl.constexpr(256)
+KEPT = tl.constexpr(KEPT_TOKENS)
 
 
 @triton.jit
@@ -96,9 +98,9 @@ def _project(
 @triton.jit(do_not_specialize=["pages_per_request", "capacity", "budget"])
 def _code_scan_sums_kernel(
     query_ptr, key_ptr, value_ptr, block_table_ptr, table_ptr, mean_ptr, encode_ptr, basis_ptr, word_ptr,
-    sum_ptr, summed_ptr, mean_value_ptr, factor_ptr, lse_ptr, counts_ptr, scale, pages_per_request,
-    capacity, budget, KEY_STRIDES: tl.constexpr, VALUE_STRIDES: tl.constexpr, H: tl.constexpr,
-    G: tl.constexpr, D: tl.constexpr, E: tl.constexpr, W: tl.constexpr, PAGE: tl.constexpr,
+    sum_ptr, summed_ptr, recent_ptr, mean_value_ptr, factor_ptr, lse_ptr, counts_ptr, scale,
+    pages_per_request, capacity, budget, KEY_STRIDES: tl.constexpr, VALUE_STRIDES: tl.constexpr,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr, W: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
     CHUNK: tl.constexpr, CHOOSE: tl.constexpr,
 ):  # fmt: skip
@@ -127,6 +129,11 @@ def _code_scan_sums_kernel(
                     value_ptr, table, sum_ptr + pair * E, summed_ptr + pair, mean_value_ptr + pair * E, h,
                     first, stop, PAGE, VALUE_STRIDES, E, BLOCK_E,
                 )  # fmt: skip
+                m, d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+                query = rows(query_ptr + pair * G * D, m, D, m < G, D, BLOCK_D)
+                where = (pair * KEPT + (length - 1) % KEPT) * G + m[:, None]
+                own = (m[:, None] < G) & (d[None, :] < D)
+                tl.store(recent_ptr + where * D + d[None, :], query, mask=own)
         return
     begin = chunk * CHUNK
     if (mode != FAST) | (stop - first <= budget) | (begin >= stop) | (begin + CHUNK <= first):

@@ -8,13 +8,21 @@ from sfi_kernels.key_codes.reference import check, check_choice
 from sfi_kernels.numpy_views import flat, plain
 from sfi_kernels.shapes import check_int32, check_shape
 
+MANY = 16  # keys that a matrix product codes sooner than a loop
+
 
 def encode_keys(key_HTD: torch.Tensor, basis: CodeBasis) -> torch.Tensor:
     """See `reference.encode_keys`; returns word_HWT."""
     check(key_HTD, basis)
     H, T, D = key_HTD.shape
     word_HWT = torch.empty(H, words(D), T, dtype=torch.int32)
-    loops.encode(plain(key_HTD), plain(basis.mean_HD), plain(basis.encode_HDC), word_HWT.numpy())
+    if T < MANY:
+        loops.encode(
+            plain(key_HTD), plain(basis.mean_HD), plain(basis.encode_HDC), word_HWT.numpy()
+        )
+    else:
+        step_HTC = (key_HTD.float() - basis.mean_HD[:, None]).bmm(basis.encode_HDC)
+        loops.pack_levels(plain(step_HTC), word_HWT.numpy())
     return word_HWT
 
 

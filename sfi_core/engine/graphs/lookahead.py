@@ -38,7 +38,9 @@ def lacks_next(run: Run) -> bool:
     if not run.chooses:
         return False
     open_states = [
-        replace(one, recent_start=one.recent_start + 1) for one in run.requests if not one.finished
+        replace(one, length=one.length + 1, recent_start=one.recent_start + 1)
+        for one in run.requests
+        if not one.finished
     ]
     return any(
         run.policy.lacks(state, run.notes[state.request, layer])

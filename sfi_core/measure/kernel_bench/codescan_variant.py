@@ -28,7 +28,9 @@ def codescan_variant(
     """
     device, budget = data.length_B.device, settings.budget(retention)
     plan = step_plan(settings, backend, device, mode=FAST, packed=settings.sink + budget)
-    codes = BatchCodes.empty(settings.batch, *data.paged[:2], settings.context)
+    codes = BatchCodes.empty(
+        settings.batch, data.query_BHGD.shape[2], *data.paged[:2], settings.context
+    )
     basis = draw_basis(settings, device)
     for row, key_HTD in enumerate(data.key_BHTD):
         codes.learn(row, basis)

@@ -1,7 +1,9 @@
 """CodeScan, a method of ours: every step scores all keys by short codes and reads the best keys exactly.
 
 At the end of the prompt each KV head learns the directions in which the prompt's last queries tell its keys
-apart (`code_basis`). Each key is coded in that basis, in words (`sfi_kernels.key_codes`). A step estimates
+apart (`code_basis`). Each key is coded in that basis, in words (`sfi_kernels.key_codes`). After every
+`RELEARN` tokens the basis is learned again, from the queries since then, because rotary positions turn them
+out of it: after 1,500 tokens without that, SmolLM2-135M missed half of the attention. A step estimates
 the logits of all keys from the codes and reads the keys with the highest probability, the mean over the
 queries of the KV head. A pseudo token with the mean value stands for the unread keys; its weight is
 `codescan.rest` of their estimated weight.
@@ -23,7 +25,7 @@ from sfi_core.policies.context import BatchContext, LayerContext, Notes
 from sfi_core.settings.config import SfiConfig
 from sfi_core.state.layer_shape import LayerShape
 from sfi_core.state.request import RequestState
-from sfi_kernels.code_scan import Choice, code_scan, code_tokens
+from sfi_kernels.code_scan import KEPT, Choice, code_scan, code_tokens
 from sfi_kernels.key_codes import (
     SLOTS,
     CodeBasis,
@@ -36,6 +38,7 @@ from sfi_kernels.pseudo_token import PseudoToken
 
 SPARE = 64  # additional tokens when the buffer of codes grows
 QUERIES = 256  # the last queries of the prompt, which the basis is learned from
+RELEARN = KEPT  # tokens of a request until it is learned again
 
 
 class CodeScan(Policy):
@@ -79,8 +82,9 @@ class CodeScan(Policy):
         )  # fmt: skip
 
     def lacks(self, state: RequestState, note: Notes) -> bool:
-        """Say whether there are more candidates than the budget for the first time: the prompt had none."""
-        return "basis" not in note and self._room(state) > self.config.budget
+        """Say whether to learn a basis: there are more candidates than the budget, and none or an old one."""
+        aged = state.length - note.get("learned", -RELEARN) >= RELEARN
+        return aged and self._room(state) > self.config.budget
 
     def rewind(self, note: Notes, length: int) -> None:
         """Drop the codes of positions >= `length`, and the sum of values if it includes such a position."""
@@ -91,34 +95,48 @@ class CodeScan(Policy):
     def selection_tokens(self, state: RequestState) -> float:
         """Count each token's words, the projections of query and new key, and the pseudo token's value.
 
-        A token of 16-bit keys and values is as many words as a head is wide.
+        Learning the basis again reads all keys. A token of 16-bit keys and values is as many words as a head
+        is wide.
         """
         if not self._width or self._room(state) <= self.config.budget:
             return 0.0
         W = words(self._width)
-        return W * (state.length / self._width + SLOTS) + bool(self.config.codescan.rest)
+        relearned = state.length / 2 / RELEARN
+        return (
+            W * (state.length / self._width + SLOTS) + relearned + bool(self.config.codescan.rest)
+        )
 
     def summary_bytes(self, layer: LayerShape, capacity: int) -> int:
-        """Count the codes (at most a byte per channel), the basis and the sum of values."""
+        """Count the codes (at most a byte per channel), the basis, the queries kept and the sum of values."""
         channels = SLOTS * words(layer.key_width)
         basis = layer.key_width * (2 * channels + 1) + layer.value_width
-        return layer.heads * ((capacity + SPARE) * channels + basis * torch.float32.itemsize)
+        kept = KEPT * layer.query_heads * layer.key_width * layer.itemsize
+        numbers = basis * torch.float32.itemsize
+        return layer.heads * ((capacity + SPARE) * channels + numbers) + kept
 
     def _room(self, state: RequestState) -> int:
         return state.recent_start - state.sink(self.config.sink)
 
     def _learn(self, context: LayerContext, place: int, note: Notes) -> None:
         with context.span("code_basis"):
-            state, query_HGWD = context.states[place], context.query_BHGWD[place]
-            key_HTD = context.keys(place, state.sink(self.config.sink), state.length)[0]
-            basis = note["basis"] = learn_basis(key_HTD, query_HGWD.flatten(1, 2))
-            if context.codes:
-                codes = context.codes[place]
+            state, again = context.states[place], "basis" in note
+            codes = context.codes[place] if context.codes else None
+            query_HWGD = context.query_BHGWD[place].transpose(1, 2)
+            if not again:
+                note["recent"] = _ring(query_HWGD, state.length)
+                if codes is not None:
+                    note["recent"] = codes.recent_BHXGD[0].copy_(note["recent"])
+            key_HTD = context.keys(place, 0, state.length)[0]
+            queries = note["recent"] if again else query_HWGD
+            first = state.sink(self.config.sink)
+            basis = note["basis"] = learn_basis(key_HTD[:, first:], queries.flatten(1, 2))
+            note["learned"], note["coded"] = state.length, 0
+            if codes is not None:
                 codes.learn(0, basis)
-                key_HTD = context.keys(place, 0, state.length)[0]
                 word_HWT = encode_keys.on(context.backend)(key_HTD, basis)
                 codes.word_BHWT[0, :, :, : state.length] = word_HWT
-                codes.summed_BH.zero_()
+                if not again:
+                    codes.summed_BH.zero_()
 
     def _select(
         self, context: LayerContext, place: int
@@ -127,6 +145,10 @@ class CodeScan(Policy):
         state, note = context.states[place], context.notes[place]
         query_HGD = context.query_BHGWD[place, :, :, -1]
         H, G, self._width = query_HGD.shape
+        if self.lacks(state, note):
+            self._learn(context, place, note)
+        if "recent" in note:
+            note["recent"][:, (state.length - 1) % KEPT] = query_HGD
         first, count = state.sink(self.config.sink), self._room(state)
         mean_HE = self._mean_value(context, place)
         if count <= self.config.budget:  # everything is read
@@ -145,8 +167,6 @@ class CodeScan(Policy):
     def _codes(self, context: LayerContext, place: int) -> torch.Tensor:
         # the codes of all cached keys, [H, X, T]; new keys are coded now
         state, note = context.states[place], context.notes[place]
-        if "basis" not in note:  # the prompt had no candidates
-            self._learn(context, place, note)
         known, length = note.get("coded", 0), state.length
         basis: CodeBasis = note["basis"]
         key_HTD = context.keys(place, known, length)[0]
@@ -176,3 +196,12 @@ def _larger(old: torch.Tensor | None, new: torch.Tensor, length: int) -> torch.T
     if old is not None:
         codes[..., : old.shape[2]] = old
     return codes
+
+
+def _ring(query_HWGD: torch.Tensor, length: int) -> torch.Tensor:
+    # the last queries of a prompt of `length` tokens, by position modulo `KEPT`; zeros count for nothing
+    H, W, G, D = query_HWGD.shape
+    ring_HXGD = query_HWGD.new_zeros(H, KEPT, G, D)
+    for place in range(max(0, W - KEPT), W):
+        ring_HXGD[:, (length - W + place) % KEPT] = query_HWGD[:, place]
+    return ring_HXGD

@@ -15,6 +15,7 @@ from sfi_core.engine.graphs import lookahead
 from sfi_core.engine.graphs.buffers import bucket
 from sfi_core.errors import BackendError, ConfigError
 from sfi_core.observers.observer import NullObserver
+from sfi_core.policies.built_in import codescan
 from sfi_core.settings.audit import AuditConfig
 from sfi_core.settings.engine import EngineOptions
 from sfi_core.settings.parts import DraftConfig
@@ -146,7 +147,8 @@ def test_other_policies_can_be_replayed(complete, recorder, policy):
 
 
 def test_the_choice_of_a_step_can_be_replayed(complete, recorder, monkeypatch):
-    """With the kernels themselves. The second prompt has no candidates: an eager step learns its basis."""
+    """With the kernels themselves. Eager steps learn the second prompt's first basis, and bases again."""
+    monkeypatch.setattr(codescan, "RELEARN", 4)
     for op in (decode_attention, split_plan):
         monkeypatch.delitem(op.__dict__, "triton")
     options = {"policy": "codescan", "max_new_tokens": 6, "prompts": [PROMPTS[0], PROMPTS[2]]}
@@ -167,6 +169,7 @@ def test_the_drafts_of_a_lossless_run_are_replayed(complete, recorder, monkeypat
         "config": config,
         "prompts": [PROMPTS[0], PROMPTS[2]],
         "lossless": True,
+        "max_new_tokens": 6 if policy == "codescan" else NEW,
     }
     (eager, expected), (graphed, heard) = (complete(one, **options) for one in (False, True))
     assert [r.token_ids for r in graphed.requests] == [r.token_ids for r in eager.requests]

@@ -24,7 +24,7 @@ CONFIG = SfiConfig(sink=SINK, recent=RECENT, budget=BUDGET, trigger_policy="neve
 
 
 @cache
-def run() -> tuple[Watched, list[tuple[torch.Tensor, torch.Tensor, CodeBasis]]]:
+def run(relearn: int = 128) -> tuple[Watched, list[tuple[torch.Tensor, torch.Tensor, CodeBasis]]]:
     """Decode, and keep the keys, queries and basis each time that one is learned."""
     learned = []
 
@@ -35,18 +35,19 @@ def run() -> tuple[Watched, list[tuple[torch.Tensor, torch.Tensor, CodeBasis]]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(codescan, "learn_basis", learn)
+        patch.setattr(codescan, "RELEARN", relearn)
         rows = [prompt_of(length) for length in LENGTHS]
         return watched(rows, CONFIG, "codescan", NEW), learned
 
 
-def basis_of(seen: list[Seen]) -> tuple[CodeBasis, int, int] | None:
-    """The basis of a layer and request, the tokens that were cached then, and its queries."""
-    whole_HTD = seen[-1].key_HTD
-    for key_HTD, query_HND, basis in run()[1]:
+def bases_of(seen: list[Seen], relearn: int = 128) -> list[tuple[CodeBasis, int, torch.Tensor]]:
+    """The bases of a layer and request, with the tokens that were cached then and its queries."""
+    found, whole_HTD = [], seen[-1].key_HTD
+    for key_HTD, query_HND, basis in run(relearn)[1]:
         tokens = key_HTD.shape[1]
         if torch.equal(whole_HTD[:, SINK : SINK + tokens], key_HTD):
-            return basis, SINK + tokens, query_HND.shape[1]
-    return None
+            found.append((basis, SINK + tokens, query_HND))
+    return found
 
 
 def estimate(seen: Seen, basis: CodeBasis, head: int) -> torch.Tensor:
@@ -62,23 +63,25 @@ def estimate(seen: Seen, basis: CodeBasis, head: int) -> torch.Tensor:
     return logits_GT * scale
 
 
-def fast_steps() -> Any:
-    """Every fast step of every request and layer, with its basis."""
-    for (request, _), seen in run()[0].seen.items():
-        found = basis_of(seen)
+def fast_steps(relearn: int = 128) -> Any:
+    """Every fast step of every request and layer, with the last basis before it, if there is any."""
+    for (request, _), seen in run(relearn)[0].seen.items():
+        bases = bases_of(seen, relearn)
         for one in seen[1:]:
-            yield request, one, found
+            known = [basis for basis, tokens, _ in bases if tokens <= one.tokens]
+            yield request, one, known[-1:]
 
 
-def test_a_step_reads_the_keys_whose_codes_promise_most():
+@pytest.mark.parametrize("relearn", [128, 3])
+def test_a_step_reads_the_keys_whose_codes_promise_most(relearn: int):
     chosen = 0
-    for request, seen, found in fast_steps():
+    for request, seen, found in fast_steps(relearn):
         first = min(SINK, LENGTHS[request])
         candidates = range(first, max(first, seen.tokens - RECENT))
         for head in range(H):
             expected = list(candidates)
             if len(candidates) > BUDGET:
-                basis, chosen = found[0], chosen + 1
+                (basis,), chosen = found, chosen + 1
                 weight_GT = estimate(seen, basis, head)[:, first : candidates.stop].softmax(-1)
                 score = [0.0] * first + coarse(weight_GT.mean(0)).tolist()
                 expected = best_of(score, candidates, BUDGET)
@@ -98,7 +101,7 @@ def test_the_pseudo_token_stands_for_what_is_not_read():
             total_G, out_GE = weights_GS.sum(-1), weights_GS @ value_HTE[read]
             if stop - first > BUDGET:
                 unread = [j for j in range(first, stop) if j not in seen.packed[head]]
-                rest_G = REST * estimate(seen, found[0], head)[:, unread].exp().sum(-1)
+                rest_G = REST * estimate(seen, *found, head)[:, unread].exp().sum(-1)
                 total_G, compared = total_G + rest_G, compared + 1
                 out_GE = out_GE + rest_G[:, None] * value_HTE[first:stop].mean(0)
             expected_GE = out_GE / total_G[:, None]
@@ -110,23 +113,41 @@ def test_the_pseudo_token_stands_for_what_is_not_read():
 def test_the_basis_is_the_prompts_own():
     """Learned from all cached keys but the sinks, at the prompt's end with its last queries."""
     watch, learned = run()
-    assert len(learned) == sum(basis_of(seen) is not None for seen in watch.seen.values())
+    assert len(learned) == sum(len(bases_of(seen)) for seen in watch.seen.values())
     for (request, _), seen in watch.seen.items():
-        found = basis_of(seen)
+        found = [tokens for _, tokens, _ in bases_of(seen)]
         if LENGTHS[request] > SINK + RECENT:
-            assert found[1:] == (LENGTHS[request], 2 * LENGTHS[request])
+            assert found == [LENGTHS[request]]
         elif LENGTHS[request] + NEW - 1 > SINK + RECENT + BUDGET:  # when a step first has to choose
-            assert found[1:] == (SINK + RECENT + BUDGET + 1, 2)
+            assert found == [SINK + RECENT + BUDGET + 1]
         else:
-            assert found is None
+            assert found == []
     assert {layer for _, layer in watch.seen} == {*LAYERS}
+
+
+def test_the_basis_is_learned_again_from_the_last_queries():
+    """Every third token, from the queries of the prompt's end and of the steps since."""
+    for layer in LAYERS:
+        seen = run(3)[0].seen[0, layer]
+        bases = bases_of(seen, 3)
+        prompt = bases[0][2]  # [H, tokens * G, D]
+        G = prompt.shape[1] // LENGTHS[0]
+        assert [tokens for _, tokens, _ in bases] == list(
+            range(LENGTHS[0], LENGTHS[0] + NEW - 1, 3)
+        )
+        for _, tokens, query_HND in bases[1:]:
+            steps = [one.query_HGD for one in seen[1:] if one.tokens < tokens]
+            expected = torch.cat([prompt, *steps], 1)
+            assert expected.shape[1] == (tokens - 1) * G
+            own_HDD, expected_HDD = (part.mT @ part for part in (query_HND, expected))
+            torch.testing.assert_close(own_HDD, expected_HDD)
 
 
 def test_what_choosing_reads_is_a_word_a_token_and_the_projections():
     report, D = run()[0].report.requests[0], run()[0].seen[0, 0][0].query_HGD.shape[-1]
     steps = range(1, NEW)
     context = [LENGTHS[0] + step for step in steps]
-    choosing = sum(tokens / D + 16 + 1 for tokens in context)
+    choosing = sum(tokens / D + 16 + tokens / 256 + 1 for tokens in context)
     assert report.selection_ratio == pytest.approx(choosing / sum(context))
     assert run()[0].report.requests[2].selection_ratio == 0
 
@@ -138,8 +159,8 @@ def test_wider_heads_have_as_much_to_read_and_hold(monkeypatch):
     for D in (64, 128):
         monkeypatch.setattr(policy, "_width", D)
         tokens[D] = policy.selection_tokens(state)
-    assert tokens[64] == 6400 / 64 + 16 + 1
-    assert tokens[128] == 6400 / 64 + 32 + 1
+    assert tokens[64] == 6400 / 64 + 16 + 6400 / 256 + 1
+    assert tokens[128] == 6400 / 64 + 32 + 6400 / 256 + 1
 
 
 @pytest.mark.parametrize("D", [40, 72])
