@@ -17,9 +17,19 @@ sys.path[:0] = [str(ROOT / folder) for folder in (".", "kernels", "traces")]
 if "--dry-run" in sys.argv:
     os.environ["TRITON_INTERPRET"] = "1"  # before triton is first imported
 
-from benchmarks.smoke.journal import Journal  # noqa: E402
+from benchmarks.smoke import capture, decoding, layers, machine, ops, tokens  # noqa: E402
+from benchmarks.smoke.journal import Journal, Stage  # noqa: E402
 from benchmarks.smoke.plan import Plan, dry  # noqa: E402
-from benchmarks.smoke.stages import STAGES  # noqa: E402
+
+STAGES: dict[int, Stage] = {
+    1: ("the machine", machine.look),
+    2: ("each op once, against its reference", ops.check),
+    3: ("a toy step captured and replayed", capture.replay),
+    4: ("a tiny model under every switch", tokens.compare),
+    5: ("a step of Qwen3-4B as a graph", decoding.replayed),
+    6: ("the same without graphs, and the host's share", decoding.hosted),
+    7: ("reading a prompt, beside SDPA", layers.prompts),
+}
 
 
 def main() -> int:

@@ -4,11 +4,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from benchmarks.study.fidelity import FidelityPart
 from benchmarks.study.listed import METHODS
-from benchmarks.study.long import LongPart
 from benchmarks.study.own_tasks import OWN
 from benchmarks.study.part import Part
 from benchmarks.study.records import RESULTS
@@ -53,8 +51,6 @@ def _parser(about: str) -> argparse.ArgumentParser:
     one = found.add_parser("tasks", help="exact answers; a window is a sample, a seed of its own")
     one.add_argument("--tasks", nargs="*", choices=[*TASKS, *OWN], default=DEFAULT)
     _options(one, TasksPart, windows=20, lengths=[1024])
-    one = found.add_parser("long", help="long answers: first difference, error by step")
-    _window_options(one, LongPart, tokens=1000, windows=2, lengths=[1536], kinds=["prose"])
     one = found.add_parser("report", help="tables and figures, from the rows")
     one.set_defaults(run=lambda options: Report(options).write())
     one.add_argument("--model", default="smollm2", help="the model whose rows count")
@@ -65,16 +61,9 @@ def _parser(about: str) -> argparse.ArgumentParser:
     return parser
 
 
-def _window_options(
-    parser: argparse.ArgumentParser,
-    part: type[Part],
-    *,
-    tokens: int = 64,
-    kinds: Sequence[str] = KINDS,
-    **more: Any,
-) -> None:
-    _options(parser, part, **more)
-    parser.add_argument("--kinds", nargs="*", choices=KINDS, default=kinds)
+def _window_options(parser: argparse.ArgumentParser, part: type[Part], *, tokens: int = 64) -> None:
+    _options(parser, part)
+    parser.add_argument("--kinds", nargs="*", choices=KINDS, default=KINDS)
     parser.add_argument("--tokens", type=int, default=tokens, help="decoded tokens of a window")
 
 

@@ -6,10 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.study.answers import step_estimates
 from benchmarks.study.bootstrap import Estimate, estimates
 from benchmarks.study.front import PLACES
-from benchmarks.study.long import CHUNK
 from benchmarks.study.measured import KL, Measured, name_of, reads_column
 from benchmarks.study.observed import Row, column, windows
 from benchmarks.study.sentences import LAGS
@@ -70,22 +68,6 @@ def draw_stability(rows: Sequence[Row], mode: str, size: int, path: Path) -> Non
     for axes in (lag, place, old):
         axes.legend(fontsize=8)
         axes.grid(visible=True, alpha=0.2)
-    figure.savefig(path, dpi=DPI)
-
-
-def draw_long(rows: Sequence[Row], methods: Sequence[tuple[str, str]], path: Path) -> None:
-    """Draw KL by step of a long answer."""
-    check_matplotlib("figures")
-    figure = new_figure(4.2, 3.6)
-    axes = figure.subplots()
-    for label, method in methods:
-        lengths = [len(row["kl"]) for row in rows if row["method"] == method and "kl" in row]
-        found = step_estimates(rows, method, range(max(lengths, default=0)))
-        if found:
-            _band(axes, [CHUNK * at + CHUNK / 2 for at in range(len(found))], found, label)
-    axes.set(title="greedy", xlabel="step", ylabel="KL, nats", yscale="log")
-    axes.grid(visible=True, alpha=0.2)
-    axes.legend(fontsize=8)
     figure.savefig(path, dpi=DPI)
 
 

@@ -8,9 +8,8 @@ from pathlib import Path
 
 from benchmarks.study import answers, front, observed
 from benchmarks.study.fidelity import FidelityPart
-from benchmarks.study.figures import draw_front, draw_long, draw_stability
+from benchmarks.study.figures import draw_front, draw_stability
 from benchmarks.study.listed import FULL, read_table, spec
-from benchmarks.study.long import LongPart
 from benchmarks.study.markdown import page
 from benchmarks.study.measured import Measured, measured
 from benchmarks.study.part import Part, Row
@@ -46,7 +45,7 @@ class Report:
     def write(self) -> None:
         """Write every page and figure that has rows."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        for path in (*self.fidelity(), *self.stability(), *self.tasks(), *self.long()):
+        for path in (*self.fidelity(), *self.stability(), *self.tasks()):
             print(f"Wrote {path}", file=sys.stderr)
 
     def fidelity(self) -> list[Path]:
@@ -96,19 +95,6 @@ class Report:
             for model in models
         ]
         return [self._page("tasks", f"Half `{self.half}`", parts, WILSON)] if parts else []
-
-    def long(self) -> list[Path]:
-        """Write page `long` and its figure."""
-        rows = self._rows(LongPart)
-        if not rows:
-            return []
-        named = self._listed("long")
-        parts = [
-            ("Own greedy answers.", answers.first_differences(rows, named)),
-            ("KL along the greedy answer.", answers.by_step(rows, named)),
-        ]
-        draw_long(rows, named, self.folder / "long.png")
-        return [self._page("long", f"{_counts(rows)}", parts), self.folder / "long.png"]
 
     def _front(self, data: Measured, about: str, length: int) -> list[Path]:
         named = self._having(data, "front")

@@ -114,12 +114,6 @@ def _order(pieces: int) -> Sequence[int]:
     return sorted(range(pieces), key=lambda piece: (GOLDEN * piece) % 1)
 
 
-_TOKENS: dict[tuple[int, str, str], tuple[list[int], list[int]]] = {}
-
-
+@cache
 def _ids(tokenizer: Any, kind: str, half: str) -> tuple[list[int], list[int]]:
-    # a text is tokenized once a process
-    key = id(tokenizer), kind, half
-    if key not in _TOKENS:
-        _TOKENS[key] = text_ids(tokenizer, text(kind, half))
-    return _TOKENS[key]
+    return text_ids(tokenizer, text(kind, half))

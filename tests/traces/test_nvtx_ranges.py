@@ -21,8 +21,8 @@ from sfi_core.observers.observer import wants_spans
 from sfi_traces.record.nvtx import NvtxObserver
 from tests.traces.told import run_event, step_event
 
-assert NvtxObserver.attached()
 with NvtxObserver() as observer:
+    assert observer.listened
     assert wants_spans(observer)
     observer.on_run(run_event(3))
     for step, slow, fast in ((0, (0, 1, 2), ()), (1, (), (0, 2)), (2, (2,), (0,)), (3, (0,), ())):
@@ -127,7 +127,7 @@ def test_nothing_is_done_where_nobody_listens():
     observer.on_step(step_event(0, 1))
     observer.on_step(step_event(1, 1))
     observer.close()
-    assert not NvtxObserver.attached()
+    assert not NvtxObserver().listened
 
 
 def test_spans_are_wanted_only_where_somebody_listens(monkeypatch):
@@ -144,7 +144,7 @@ def test_spans_are_wanted_only_where_somebody_listens(monkeypatch):
 def test_a_machine_without_nvtx_decodes_as_well(monkeypatch):
     monkeypatch.setitem(sys.modules, "nvtx", None)
 
-    assert not NvtxObserver.attached()
+    assert not NvtxObserver().listened
     assert NvtxObserver().span("forward") is NOTHING
 
 

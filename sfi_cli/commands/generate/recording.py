@@ -30,8 +30,9 @@ def recording(
 
     with ExitStack() as stack:
         found: list[Observer] = []
-        if NvtxObserver.attached():
-            found.append(stack.enter_context(NvtxObserver(spans=table.spans)))
+        nvtx = NvtxObserver(spans=table.spans)
+        if nvtx.listened:
+            found.append(stack.enter_context(nvtx))
         if folder is None:
             yield found, lambda _: None
             return

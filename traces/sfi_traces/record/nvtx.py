@@ -63,11 +63,6 @@ class NvtxObserver(NullObserver):
         self._range: int | None = None
         self._step = self._left = 0
 
-    @staticmethod
-    def attached() -> bool:
-        """Say whether a profiler listens."""
-        return _domain() is not None
-
     def __enter__(self) -> Self:
         """Start."""
         return self
