@@ -14,6 +14,7 @@ from sfi_core.errors import ConfigError, NumericsError
 from sfi_core.generation.prompts import check_lengths, encode
 from sfi_core.generation.sampling import processors
 from sfi_core.generation.verify_report import Differing, RequestCheck, VerifyReport
+from sfi_core.hosts.transformers.cache_name import CACHE_NAME
 from sfi_core.models.linear import wide_linears
 from sfi_core.models.rotation import pass_rotation
 from sfi_core.settings.sampling import Sampling
@@ -213,9 +214,9 @@ def forced_logits(
     for begin, end in (*pieces, *tested) if tested else ():
         options = {} if begin >= first else one
         read = model(
-            input_ids=ids_1T[:, begin:end], past_key_values=past, use_cache=True, **options
+            input_ids=ids_1T[:, begin:end], use_cache=True, **{CACHE_NAME: past}, **options
         )
-        past = read.past_key_values
+        past = getattr(read, CACHE_NAME)
         if begin >= first:
             yield read.logits[0]
 

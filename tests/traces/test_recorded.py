@@ -14,6 +14,7 @@ import torch
 import sfi_core
 from sfi_core import SfiConfig
 from sfi_core.bundled.example import load_example
+from sfi_core.hosts.transformers.cache_name import CACHE_NAME
 from sfi_core.models.load import load
 from sfi_core.settings.audit import AuditConfig
 from sfi_kernels.constants import EPS
@@ -130,7 +131,7 @@ def test_lambda_star_is_that_of_the_models_own_attention_weights():
                     continue
                 layer, head = row["layer"], row["head"]
                 mass = output.attentions[layer][0, :, -1].unflatten(0, (2, 2))[head]
-                norm = output.past_key_values.layers[layer].keys[0, head].norm(dim=-1)
+                norm = getattr(output, CACHE_NAME).layers[layer].keys[0, head].norm(dim=-1)
                 expected = lambda_star(mass, norm, 4, length - 32)
                 assert math.isclose(row["lambda_star"], min(max(expected, 0), 1), abs_tol=1e-4)
                 seen += 1

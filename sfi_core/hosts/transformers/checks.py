@@ -9,6 +9,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 
 from sfi_core.errors import ConfigError, InputError, UnsupportedModelError
 from sfi_core.hosts.transformers.cache import SfiCache
+from sfi_core.hosts.transformers.cache_name import CACHE_NAME
 from sfi_core.models.digest import HEADS, folder_of, model_digest
 from sfi_core.policies import Policy
 from sfi_core.policies.built_in.synckv import SyncKV
@@ -66,9 +67,9 @@ def check_cache(cache: Any, *, fresh: bool = False) -> None:
     if cache is None:
         return
     if not isinstance(cache, SfiCache):
-        raise ConfigError(f"past_key_values must be an sfi cache, got {type(cache).__name__}")
+        raise ConfigError(f"{CACHE_NAME} must be an sfi cache, got {type(cache).__name__}")
     if fresh and cache.seen:
-        raise ConfigError(f"past_key_values must be fresh, got one with {cache.seen} tokens")
+        raise ConfigError(f"{CACHE_NAME} must be fresh, got one with {cache.seen} tokens")
 
 
 def refuse_modes(settings: Any, kwargs: Mapping[str, Any]) -> None:

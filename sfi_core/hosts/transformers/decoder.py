@@ -18,6 +18,7 @@ from sfi_core.engine.run import Run
 from sfi_core.engine.shared_prompt import SharedPrompt
 from sfi_core.hosts.transformers.block_pass import BlockPass
 from sfi_core.hosts.transformers.cache import SfiCache
+from sfi_core.hosts.transformers.cache_name import CACHE_NAME
 from sfi_core.hosts.transformers.lossless import draft_rule
 from sfi_core.hosts.transformers.replays import records_steps, refusal
 from sfi_core.hosts.transformers.session import Session
@@ -237,8 +238,8 @@ class Decoder:
                 input_ids=ids_BT,
                 attention_mask=mask,
                 position_ids=positions,
-                past_key_values=self.cache,
                 use_cache=True,
+                **{CACHE_NAME: self.cache},
                 **(self._options if last else {}),
             )
         logits: torch.Tensor = output.logits

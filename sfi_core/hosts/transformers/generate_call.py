@@ -11,6 +11,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from sfi_core.engine.loop import Loop, left_pad
 from sfi_core.errors import ConfigError
 from sfi_core.hosts.transformers.cache import SfiCache
+from sfi_core.hosts.transformers.cache_name import CACHE_NAME, OLD_NAME, cache_in
 from sfi_core.hosts.transformers.checks import check_cache, prompt_tokens, refuse_modes
 from sfi_core.hosts.transformers.decoder import Decoder
 from sfi_core.hosts.transformers.lossless import most_together, refuse_in_lossless, together
@@ -32,7 +33,7 @@ def generate_with(session: Session, generate: Callable[..., Any]) -> Callable[..
             prompt = kwargs.get("input_ids", kwargs.get("inputs_embeds"))
         length, new = 0 if prompt is None else prompt.shape[1], settings.max_new_tokens
         capacity = length + new if new else settings.max_length
-        cache = kwargs.get("past_key_values")
+        cache = cache_in(kwargs)
         if session.engine.lossless:
             refuse_in_lossless(settings, kwargs)
         check_cache(cache, fresh=True)
@@ -44,7 +45,8 @@ def generate_with(session: Session, generate: Callable[..., Any]) -> Callable[..
             decoding = lossless_decoding(session, kwargs.get("streamer"))
             options = {"generation_config": generation_config, "custom_generate": decoding}
             return generate(inputs, **{**kwargs, **options})
-        kwargs["past_key_values"] = _prepared(session, cache, capacity, length, settings)
+        kwargs.pop(OLD_NAME, None)
+        kwargs[CACHE_NAME] = _prepared(session, cache, capacity, length, settings)
         output = generate(inputs, generation_config=generation_config, **kwargs)
         sequences = output if isinstance(output, torch.Tensor) else output.sequences
         session.run.record(session.ranks.same_tokens(sequences[:, -1]))
@@ -91,8 +93,8 @@ def _prepared(
 # what transformers hands over besides the prompt: sfi has its own cache, positions and choice of logits, and
 # no use for the others, which some releases pass on
 PREPARED = {
-    "attention_mask", "cache_position", "logits_to_keep", "past_key_values", "position_ids", "streamer",
-    "synced_gpus", "tokenizer", "use_cache",
+    "attention_mask", "cache_position", "logits_to_keep", "position_ids", "streamer", "synced_gpus",
+    "tokenizer", "use_cache", CACHE_NAME,
 }  # fmt: skip
 
 
@@ -135,7 +137,7 @@ def lossless_decoding(session: Session, streamer: Any) -> Callable[..., Any]:
         sequences = torch.cat([input_ids, generated(session, padding or 0, input_ids)], 1)
         if not generation_config.return_dict_in_generate:
             return sequences
-        return GenerateDecoderOnlyOutput(sequences=sequences, past_key_values=decoder.cache)
+        return GenerateDecoderOnlyOutput(sequences=sequences, **{CACHE_NAME: decoder.cache})
 
     return decode
 

@@ -14,6 +14,7 @@ from sfi_core.engine.run import Run
 from sfi_core.errors import ConfigError
 from sfi_core.hosts.transformers import checks
 from sfi_core.hosts.transformers.cache import Seam, SfiCache
+from sfi_core.hosts.transformers.cache_name import cache_in
 from sfi_core.hosts.transformers.fusion.fuse import Fusion
 from sfi_core.hosts.transformers.passes import begin_decode, begin_prompt, reads_prompt, run_event
 from sfi_core.hosts.transformers.shadow import Shadow
@@ -91,7 +92,7 @@ class Session:
         prompt_length: int | None = None,
         stop_ids: frozenset[int] = frozenset(),
     ) -> SfiCache:
-        """Make the `past_key_values` of one run, for a loop of one's own around `model(...)`.
+        """Make the cache of one run (`past_key_values`), for a loop of one's own around `model(...)`.
 
         Without a `capacity`, the tokens a request may reach, the cache grows by copying. `prompt_length` are
         the padded tokens of a prompt that comes in several pieces; `stop_ids` end a request.
@@ -133,7 +134,7 @@ class Session:
 
     def before_forward(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Enter a step: transformers calls this before every forward pass of the model."""
-        cache = kwargs.get("past_key_values")
+        cache = cache_in(kwargs)
         if not self._planned:
             checks.check_cache(cache)
         self.seam.cache = cache if isinstance(cache, SfiCache) else None

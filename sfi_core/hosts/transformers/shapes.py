@@ -9,6 +9,7 @@ from transformers import AttentionInterface, DynamicCache
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from sfi_core.errors import UnsupportedModelError
+from sfi_core.hosts.transformers.cache_name import CACHE_NAME
 from sfi_core.hosts.transformers.checks import check_supported
 from sfi_core.machine.private import attention_implementation
 from sfi_core.state.layer_shape import LayerShape
@@ -62,7 +63,7 @@ def _probe(model: Any) -> tuple[dict[int, Arrived], Any]:
     model.set_attn_implementation(NAME)
     try:
         with _without_experts(model) if weightless else nullcontext():
-            model(input_ids=ids_BT, past_key_values=cache, use_cache=True)
+            model(input_ids=ids_BT, use_cache=True, **{CACHE_NAME: cache})
     except (RuntimeError, NotImplementedError) as error:
         if not weightless:
             raise

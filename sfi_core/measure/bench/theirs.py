@@ -9,6 +9,7 @@ import torch
 from transformers import DynamicCache, GenerationConfig, StaticCache
 
 from sfi_core.generation.synthetic import SyntheticPrompt, fill_sliding, repeated, turned
+from sfi_core.hosts.transformers.cache_name import CACHE_NAME
 from sfi_core.hosts.transformers.shapes import cached_shapes
 from sfi_core.machine.memory import peak_bytes, reset_peak
 from sfi_core.measure.bench.prompts import Prompts
@@ -76,10 +77,10 @@ def run_theirs(
         model.generate(
             prompts.ids_BT,
             attention_mask=prompts.mask_BT,
-            past_key_values=cache,
             max_new_tokens=settings.total_steps + 1,
             streamer=StepClock(sample, point.contexts, settings.time_limit, on_step),
             stopping_criteria=[late],
+            **{CACHE_NAME: cache},
         )
     sample.peak_bytes = peak_bytes(model.device)
     return sample

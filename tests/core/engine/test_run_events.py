@@ -7,6 +7,7 @@ import torch
 
 import sfi_core
 from sfi_core import SfiConfig, slow_fast
+from sfi_core.hosts.transformers.cache_name import CACHE_NAME
 from sfi_core.models.describe import describe_model
 from sfi_core.settings.engine import EngineOptions
 from tests.architectures import padded, tiny
@@ -46,7 +47,7 @@ def test_a_lone_observer_of_a_loop_of_ones_own_is_told(tiny_model):
     observer = RecordingObserver()
     with slow_fast(tiny_model, None, CONFIG, observers=[observer]) as session, torch.no_grad():
         cache = session.cache()
-        tiny_model(torch.tensor([ROWS[0]]), past_key_values=cache)
+        tiny_model(torch.tensor([ROWS[0]]), **{CACHE_NAME: cache})
     assert len(observer.runs) == 1
 
 

@@ -11,6 +11,7 @@ import torch
 import sfi_core
 from sfi_core.errors import ConfigError, NumericsError
 from sfi_core.generation.verify import forced_logits, ulp, verify
+from sfi_core.hosts.transformers.cache_name import CACHE_NAME
 from sfi_core.settings.config import SfiConfig
 from sfi_core.settings.sampling import Sampling
 from tests.architectures import VOCABULARY, prompts, tiny
@@ -98,7 +99,7 @@ class Fixed(torch.nn.Module):
         self.config = SimpleNamespace(get_text_config=lambda decoder: text)
 
     def forward(self, input_ids: torch.Tensor, **_: Any) -> Any:
-        return SimpleNamespace(logits=self.logits_VV[input_ids], past_key_values=None)
+        return SimpleNamespace(logits=self.logits_VV[input_ids], **{CACHE_NAME: None})
 
 
 def fixed(dtype: torch.dtype, *best: tuple[float, float]) -> Fixed:

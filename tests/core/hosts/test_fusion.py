@@ -12,6 +12,7 @@ from transformers.models.llama import modeling_llama as llama
 import sfi_core
 from sfi_core import SfiConfig, slow_fast
 from sfi_core.errors import ConfigError
+from sfi_core.hosts.transformers.cache_name import CACHE_NAME
 from sfi_core.hosts.transformers.fusion.fuse import forward_for, fused, wants_fusion
 from sfi_core.hosts.transformers.fusion.known import digest, rotates_halves
 from sfi_core.settings.engine import EngineOptions
@@ -135,9 +136,9 @@ def fast_step(monkeypatch: pytest.MonkeyPatch, kind: str, layers: int, *, on: bo
         ) as session,
     ):
         cache = session.cache(32)
-        model(token.expand(2, 20), past_key_values=cache, use_cache=True)
+        model(token.expand(2, 20), **{CACHE_NAME: cache}, use_cache=True)
         with Launches(patch) as launches:
-            model(token, position_ids=token + 13, past_key_values=cache, use_cache=True)
+            model(token, position_ids=token + 13, **{CACHE_NAME: cache}, use_cache=True)
         assert session.report.paths["triton.sparse_attention"] > 0
     return +launches.found
 

@@ -11,6 +11,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 
 import sfi_core
 from sfi_core.errors import ConfigError, InputError
+from sfi_core.hosts.transformers.cache_name import CACHE_NAME
 from sfi_core.hosts.transformers.session import Session
 from sfi_core.hosts.transformers.slow_fast import slow_fast
 from sfi_core.settings.config import SfiConfig
@@ -178,8 +179,8 @@ REFUSED = {
         "a stopping criterion of one's own does not run in a lossless run, got stopping_criteria"),
     "remove_invalid_values": ({"remove_invalid_values": True},
         "replacing broken logits does not run in a lossless run, got remove_invalid_values"),
-    "past_key_values": ({"past_key_values": DynamicCache()},
-        "a cache of one's own does not run in a lossless run, got past_key_values"),
+    CACHE_NAME: ({CACHE_NAME: DynamicCache()},
+        f"a cache of one's own does not run in a lossless run, got {CACHE_NAME}"),
     "streamer": ({"streamer": Streamer()},
         "prompts must be one with a streamer in a lossless run, got 3"),
     "num_beams": ({"num_beams": 2}, "beam search does not run under sfi, got num_beams=2"),
@@ -206,5 +207,5 @@ def test_padding_on_the_right_and_a_cache_of_one_s_own_are_refused():
             model.generate(ids, attention_mask=mask.flip(1), max_new_tokens=3)
         with pytest.raises(InputError, match="prompt 0 must have at least one token"):
             model.generate(ids, attention_mask=0 * mask, max_new_tokens=3)
-        with pytest.raises(ConfigError, match="got past_key_values"):
-            complete(model, past_key_values=session.cache())
+        with pytest.raises(ConfigError, match=f"got {CACHE_NAME}"):
+            complete(model, **{CACHE_NAME: session.cache()})

@@ -9,6 +9,7 @@ from transformers import DynamicCache, LogitsProcessor, StoppingCriteria, TextIt
 from sfi_core.bundled.tokenizer import build_tokenizer
 from sfi_core.errors import BackendError, ConfigError, InputError, UnsupportedModelError
 from sfi_core.hosts.transformers.attention import sfi_attention
+from sfi_core.hosts.transformers.cache_name import CACHE_NAME, cache_in
 from sfi_core.hosts.transformers.slow_fast import slow_fast
 from sfi_core.settings.config import SfiConfig
 from sfi_core.settings.engine import EngineOptions
@@ -82,7 +83,7 @@ MODES = {
     "use_cache": (False, "use_cache must be true under sfi, got False"),
     "output_attentions": (True,
         "reading attention weights does not run under sfi, got output_attentions=True"),
-    "past_key_values": (DynamicCache(), "past_key_values must be an sfi cache, got DynamicCache"),
+    CACHE_NAME: (DynamicCache(), f"{CACHE_NAME} must be an sfi cache, got DynamicCache"),
 }  # fmt: skip
 
 
@@ -133,7 +134,7 @@ def test_mask_of_four_dimensions_is_refused(model):
         model(
             input_ids=torch.ones(1, 4).long(),
             attention_mask=torch.ones(1, 1, 4, 4),
-            past_key_values=session.cache(),
+            **{CACHE_NAME: session.cache()},
         )
 
 
@@ -182,9 +183,9 @@ def test_layer_that_does_not_route_is_refused_at_once(model, monkeypatch):
     """A model may look as if it routed, and still have a layer of its own."""
     layer = model.model.layers[1].self_attn
 
-    def attend_alone(hidden_states, past_key_values, **options):
+    def attend_alone(hidden_states, **options):
         key = torch.zeros(len(hidden_states), 2, hidden_states.shape[1], 16)
-        past_key_values.update(key, key, layer.layer_idx)
+        cache_in(options).update(key, key, layer.layer_idx)
         return hidden_states, None
 
     monkeypatch.setattr(layer, "forward", attend_alone)
@@ -199,7 +200,7 @@ def test_layer_that_does_not_route_is_refused_at_once(model, monkeypatch):
 def test_layer_that_does_not_update_its_cache_is_refused(model, monkeypatch):
     monkeypatch.setattr(
         "sfi_core.hosts.transformers.attention.SfiLayer.update",
-        lambda self, key, value, *rest: (key, value),
+        lambda self, key, value, *rest, **options: (key, value),
     )
     with (
         slow_fast(model, None, SMALL),
@@ -227,17 +228,17 @@ def test_forward_pass_without_a_cache_stays_full_attention(model):
 def test_cache_of_an_ended_session_is_refused(model):
     with slow_fast(model, None, SMALL) as session:
         cache = session.cache()
-        model(input_ids=torch.ones(1, 9).long(), past_key_values=cache)
+        model(input_ids=torch.ones(1, 9).long(), **{CACHE_NAME: cache})
     with pytest.raises(UnsupportedModelError, match=r"works inside slow_fast\(\.\.\.\) only"):
-        model(input_ids=torch.ones(1, 1).long(), past_key_values=cache)
+        model(input_ids=torch.ones(1, 1).long(), **{CACHE_NAME: cache})
 
 
 def test_cache_with_tokens_is_refused_by_generate(model):
     with slow_fast(model, None, SMALL) as session:
         cache = session.cache()
-        complete(model, past_key_values=cache)
+        complete(model, **{CACHE_NAME: cache})
         with pytest.raises(ConfigError, match="must be fresh, got one with 46 tokens"):
-            complete(model, past_key_values=cache)
+            complete(model, **{CACHE_NAME: cache})
 
 
 def test_streamer_gets_the_tokens_of_a_run_without_one(model):
@@ -306,7 +307,7 @@ def test_loop_of_ones_own_around_the_model_equals_generate(model, expected):
         for _ in range(STEPS):
             positions = (mask.cumsum(1) - 1).clamp_min(0)[:, -ids.shape[1] :]
             logits = model(
-                input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache
+                input_ids=ids, attention_mask=mask, position_ids=positions, **{CACHE_NAME: cache}
             ).logits
             ids = logits[:, -1:].argmax(-1)
             tokens.append(ids)

@@ -10,6 +10,7 @@ import sfi_core
 from sfi_core import SfiConfig
 from sfi_core.errors import BackendError, ConfigError, MemoryForecastError
 from sfi_core.generation.read_prompt import read_prompt
+from sfi_core.hosts.transformers.cache_name import CACHE_NAME
 from sfi_core.hosts.transformers.slow_fast import slow_fast
 from sfi_core.settings.engine import EngineOptions
 from tests.architectures import prompts, tiny
@@ -95,12 +96,12 @@ def test_a_run_of_unknown_length_is_refused_where_it_outgrows_its_room(
 
     def go_on(cache: Any, position: int) -> None:
         own = torch.tensor([[position]])
-        model(input_ids=ids[:, :1], position_ids=own, past_key_values=cache)
+        model(input_ids=ids[:, :1], position_ids=own, **{CACHE_NAME: cache})
 
     options = engine("1MB")
     with torch.inference_mode(), slow_fast(model, None, CONFIG, engine=options) as session:
         cache = session.cache()
-        model(input_ids=ids, past_key_values=cache)
+        model(input_ids=ids, **{CACHE_NAME: cache})
         for position in range(60, 64):
             go_on(cache, position)
         with pytest.raises(ConfigError) as caught:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from sfi_core.errors import ConfigError
+from sfi_core.hosts.transformers.cache_name import CACHE_NAME
 from sfi_core.measure.bench import bench, fits
 from sfi_core.measure.bench.bench import run_bench
 from sfi_core.measure.bench.ours import run_ours
@@ -117,7 +118,7 @@ def test_transformers_decodes_from_the_same_keys_as_ours(tiny_model, name, monke
     update = tiny_model.generate
 
     def generate(ids, **options):
-        seen["cache"] = options["past_key_values"]
+        seen["cache"] = options[CACHE_NAME]
         return update(ids, **options)
 
     monkeypatch.setattr(tiny_model, "generate", generate)

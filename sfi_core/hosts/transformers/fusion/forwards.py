@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from sfi_core.hosts.transformers.cache_name import CACHE_NAME, OLD_NAME, cache_in
 from sfi_core.hosts.transformers.fusion.known import AttentionSource
 from sfi_core.machine.private import attention_implementation, has_hooks
 from sfi_kernels.rms_norm import add_rms_norm, rms_norm
@@ -48,9 +49,6 @@ def layer_forward(
     hidden_states: torch.Tensor,
     attention_mask: torch.Tensor | None = None,
     position_ids: torch.Tensor | None = None,
-    past_key_values: Any = None,
-    use_cache: bool | None = False,
-    position_embeddings: Any = None,
     **kwargs: Any,
 ) -> torch.Tensor:
     """Run a layer as `LlamaDecoderLayer` does; the first sum and the second norm are one kernel."""
@@ -58,9 +56,6 @@ def layer_forward(
         hidden_states=self.input_layernorm(hidden_states),
         attention_mask=attention_mask,
         position_ids=position_ids,
-        past_key_values=past_key_values,
-        use_cache=use_cache,
-        position_embeddings=position_embeddings,
         **kwargs,
     )
     norm = self.post_attention_layernorm
@@ -83,17 +78,18 @@ def attention_forward(source: AttentionSource) -> Callable[..., Any]:
         hidden_states: torch.Tensor,
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
         attention_mask: torch.Tensor | None = None,
-        past_key_values: Any = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         known = type(self).forward.__globals__
+        cache = cache_in(kwargs)
+        kwargs = {k: v for k, v in kwargs.items() if k not in (CACHE_NAME, OLD_NAME)}
         lead = hidden_states.shape[:-1]
         shape = (*lead, -1, self.head_dim)
         query, key = self.q_proj(hidden_states).view(shape), self.k_proj(hidden_states).view(shape)
         query, key = _rotated(self, source, query, key, *position_embeddings)
         value = self.v_proj(hidden_states).view(shape).transpose(1, 2)
-        if past_key_values is not None:
-            key, value = past_key_values.update(key, value, self.layer_idx)
+        if cache is not None:
+            key, value = cache.update(key, value, self.layer_idx)
         if source.window:
             owner = self if source.window == "module" else self.config
             kwargs["sliding_window"] = getattr(owner, "sliding_window", None)

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from sfi_core.hosts.transformers.cache_name import CACHE_NAME, OLD_NAME
+
 UNKNOWN = ""
 RMS_NORM = {"9635bcd843f309a0"}  # LlamaRMSNorm
 GATED_MLP = {"7d2027d4464e3e71", "0d7b11835db6b508"}  # LlamaMLP, Qwen2MLP
@@ -74,16 +76,30 @@ class _Bare(ast.NodeTransformer):
     """Drops what changes nothing; comments and line breaks are gone already."""
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
-        """Drop the docstring, the return annotation, and decorators of the kernels hub."""
+        """Drop the docstring, the return annotation, and decorators that change nothing."""
         node.returns = None
-        node.decorator_list = [one for one in node.decorator_list if not _about_the_hub(one)]
+        node.decorator_list = [one for one in node.decorator_list if not _changes_nothing(one)]
         if ast.get_docstring(node) is not None:
             node.body = node.body[1:]
         return self.generic_visit(node)
 
     def visit_arg(self, node: ast.arg) -> ast.AST:
         node.annotation = None
+        node.arg = _old_name(node.arg)
         return node
+
+    def visit_Name(self, node: ast.Name) -> ast.AST:
+        node.id = _old_name(node.id)
+        return node
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        # since 5.24 a cache's `update` receives the options of attention, which ours does not use
+        node.keywords = [one for one in node.keywords if one.arg != "kwargs"]
+        return self.generic_visit(node)
+
+    def visit_keyword(self, node: ast.keyword) -> ast.AST:
+        node.arg = node.arg and _old_name(node.arg)
+        return self.generic_visit(node)
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
         if node.value is None:
@@ -91,6 +107,10 @@ class _Bare(ast.NodeTransformer):
         return ast.Assign(targets=[node.target], value=node.value)
 
 
-def _about_the_hub(decorator: ast.expr) -> bool:
-    # they only note a name, until `kernelize` gives the module a forward of its own
-    return "kernel" in ast.unparse(decorator)
+def _old_name(name: str) -> str:
+    return OLD_NAME if name == CACHE_NAME else name
+
+
+def _changes_nothing(decorator: ast.expr) -> bool:
+    # those of the hub note a name, until `kernelize` gives the module a forward of its own; others rename
+    return any(word in ast.unparse(decorator) for word in ("kernel", "deprecate_kwarg"))
