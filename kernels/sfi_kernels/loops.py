@@ -445,7 +445,8 @@ def attend(
     for b in range(B):
         most = max(most, position_BHS.shape[2] + stop_B[b] - start_B[b] + ROWS)
     p, row = np.empty((G, most), F), np.empty(most, np.uint64)
-    wide = np.empty((ROWS, max(D, E)), F)
+    # contiguous: a slice of a wider array would not become vector instructions
+    wide_key, wide_values = np.empty(D, F), np.empty((ROWS, E), F)
     for b in range(B):
         for h in range(H):
             q, out = query_BHGD[b, h], out_BHGE[b, h]
@@ -454,7 +455,7 @@ def attend(
             if kind == FLOAT32:
                 _products(q, key_XD, value_XE, row, n, scale, p)
             else:
-                _products_16(q, half_key_XD, half_value_XE, kind, row, n, scale, p, wide[0, :D])
+                _products_16(q, half_key_XD, half_value_XE, kind, row, n, scale, p, wide_key)
             for g in range(G):
                 logit, sink = F(-np.inf), F(-np.inf)
                 if len(pseudo_logit_BHG):
@@ -469,4 +470,4 @@ def attend(
             if kind == FLOAT32:
                 _sum_values(value_XE, row, n, p, out)
             else:
-                _sum_values_16(half_value_XE, kind, row, n, p, wide[:, :E], out)
+                _sum_values_16(half_value_XE, kind, row, n, p, wide_values, out)
