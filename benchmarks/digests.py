@@ -62,8 +62,7 @@ class Listener:
         self.told.append([name, getattr(event, "step", None), getattr(event, "layer", None)])
         if name == "SelectionEvent":
             where = [event.request, event.step, event.layer]
-            marks = {k: [round(x, 4) for x in v.flatten().tolist()]
-                     for k, v in event.diagnostics.items()}  # fmt: skip
+            marks = {k: [round(x, 4) for x in v.flatten().tolist()] for k, v in event.diagnostics.items()}
             chosen = [[p for p in head if p >= 0] for head in event.index_HK.tolist()]
             self.selections.append([*where, chosen, marks])
 
@@ -82,12 +81,7 @@ def summary(report: Any, seen: Listener) -> dict[str, str]:
     return {
         "tokens": digest([r.token_ids for r in requests]),
         "slow": digest([[r.slow_at, r.reasons, r.finish_reason] for r in requests]),
-        "ratios": digest(
-            [
-                [r.mean_attended_tokens, r.read_ratio, r.selection_ratio, r.stored_ratio]
-                for r in requests
-            ]
-        ),
+        "ratios": digest([[r.mean_attended_tokens, r.read_ratio, r.selection_ratio, r.stored_ratio] for r in requests]),
         "selections": digest(seen.selections),
         "paths": digest(sorted(report.paths.items())),
         "kernels": digest([[k.name, k.launches, k.steps, k.layers] for k in report.kernels]),
@@ -100,9 +94,7 @@ def own_loop(model: Any, config: SfiConfig = CONFIG, rows: Any = None, **options
     seen = Listener()
     rows = rows or prompts(*RAGGED)
     options = {"max_new_tokens": STEPS, "stop_token_ids": (), **options}
-    result = generate(
-        model, options.pop("tokenizer", None), rows, config, observers=[seen], **options
-    )
+    result = generate(model, options.pop("tokenizer", None), rows, config, observers=[seen], **options)
     return summary(result.report, seen)
 
 
@@ -193,9 +185,7 @@ def cases() -> dict[str, Callable[[], Any]]:
     for name in ("sfi", "streaming-llm", "codescan"):
         some[f"lossless {name}"] = lambda name=name: own_loop(llama(), policy=name, **lossless)
     some["lossless sampled"] = lambda: own_loop(llama(), **lossless, **sampled)
-    some["lossless max batch"] = lambda: own_loop(
-        llama(), rows=prompts(40, 31, 50, 22), max_batch=2, **lossless
-    )
+    some["lossless max batch"] = lambda: own_loop(llama(), rows=prompts(40, 31, 50, 22), max_batch=2, **lossless)
     for name in ("sfi", "codescan", "freekv"):
         some[f"two tiers {name}"] = lambda name=name: own_loop(llama(), policy=name, **tiers)
     some["hosted sampled"] = lambda: hosted(llama(), do_sample=True, temperature=1.5)

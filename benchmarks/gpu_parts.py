@@ -50,9 +50,7 @@ class Parts:
             self._kernels("sweep", "--sweep", "retention"),
             self._kernels("ops"),
             self._kernels("ops-batch-1", "--batch", "1"),
-            self._kernels(
-                "ops-128k-batch-4", "--context", "131072", "--batch", "4", "--retention", selected
-            ),
+            self._kernels("ops-128k-batch-4", "--context", "131072", "--batch", "4", "--retention", selected),
         ]
 
     def decode(self) -> list[Command]:
@@ -95,8 +93,7 @@ class Parts:
         stated = "--lossless", "--acceptance", "0.95"
         points = {"lossless-0.6b": ("qwen3-0.6b", "8K,128K"), "lossless-4b": ("qwen3-4b", "32K")}
         return [
-            self._bench(name, model, *stated, context=context, batch="1")
-            for name, (model, context) in points.items()
+            self._bench(name, model, *stated, context=context, batch="1") for name, (model, context) in points.items()
         ]
 
     def overlap(self) -> list[Command]:
@@ -186,9 +183,7 @@ def _code(sfi: Callable[[], None], words: list[str]) -> int:
 def main() -> int:
     """Run a part."""
     names = [name for name in vars(Parts) if not name.startswith("_") and name != "same_tokens"]
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("part", choices=[name.replace("_", "-") for name in names])
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--dry-run", action="store_true")

@@ -66,18 +66,10 @@ def write(folder: Path, shape: Shape, seed: int = 0) -> Path:
     prompt = np.arange(shape.prompt, dtype=np.int32)
     parts.write(
         "prompts",
-        _table(
-            "prompts", shape.prompt, position=prompt, token_id=ids[prompt], token_text=texts[prompt]
-        ),
+        _table("prompts", shape.prompt, position=prompt, token_id=ids[prompt], token_text=texts[prompt]),
     )
-    audited = (
-        np.zeros(shape.steps, bool)
-        if shape.audit is None
-        else slow | (np.arange(shape.steps) % shape.audit == 0)
-    )
-    parts.write(
-        "steps", _steps(shape, slow, sentence, ids[shape.prompt :], texts[shape.prompt :], audited)
-    )
+    audited = np.zeros(shape.steps, bool) if shape.audit is None else slow | (np.arange(shape.steps) % shape.audit == 0)
+    parts.write("steps", _steps(shape, slow, sentence, ids[shape.prompt :], texts[shape.prompt :], audited))
     for table in _selections(shape, np.flatnonzero(slow), rng):
         parts.write("selections", table)
     for table in _timings(shape, slow, rng):
@@ -157,9 +149,7 @@ def _steps(
     )  # fmt: skip
 
 
-def _runs(
-    shape: Shape, rows: int, positions: int, rng: np.random.Generator
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def _runs(shape: Shape, rows: int, positions: int, rng: np.random.Generator) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     # [rows, positions] ascending, set after set, and the share of each that was kept: a run in each stretch
     count = positions // RUN
     stretch = (shape.prompt - 64) // count
@@ -193,9 +183,7 @@ def _lists(values: np.ndarray) -> pa.Array:
     return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values.ravel()))
 
 
-def _selections(
-    shape: Shape, refreshes: np.ndarray, rng: np.random.Generator
-) -> Iterator[pa.Table]:
+def _selections(shape: Shape, refreshes: np.ndarray, rng: np.random.Generator) -> Iterator[pa.Table]:
     sets = _runs(shape, shape.layers * shape.heads, shape.budget, rng)
     for steps, position, kept in _batches(sets, refreshes, TOGETHER):
         rows = len(position)
@@ -234,9 +222,7 @@ def _timings(shape: Shape, slow: np.ndarray, rng: np.random.Generator) -> Iterat
         )  # fmt: skip
 
 
-def _supports(
-    shape: Shape, audited: np.ndarray, slow: np.ndarray, rng: np.random.Generator
-) -> Iterator[pa.Table]:
+def _supports(shape: Shape, audited: np.ndarray, slow: np.ndarray, rng: np.random.Generator) -> Iterator[pa.Table]:
     sets = _runs(shape, shape.audited_layers * shape.heads, shape.top, rng)
     for steps, position, kept in _batches(sets, audited, 4 * TOGETHER):
         rows = len(position)

@@ -89,9 +89,7 @@ def row(name: str, runs: list[dict[str, Any]], warm_up: int) -> dict[str, Any]:
         "environment": METHODS[name][0],
         "decode_tokens_per_second": statistics.median(rates),
         "repeat_rates": rates,
-        "all_decode_tokens_per_second": statistics.median(
-            (len(one) - 1) / (one[-1] - one[0]) for one in at
-        ),
+        "all_decode_tokens_per_second": statistics.median((len(one) - 1) / (one[-1] - one[0]) for one in at),
         "prefill_seconds": statistics.median(run["at"][0] - run["began"] for run in runs),
         "cached_tokens_at_the_end": runs[-1].get("cached_tokens"),
         "slow_steps": runs[-1].get("slow_steps"),
@@ -137,9 +135,7 @@ def measure(asked: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 def main() -> None:
     """Measure and write."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--environment", type=Path, default=Path(".venv-kvpress"))
     parser.add_argument("--prompt", type=int, default=2048, help="tokens")
     parser.add_argument("--interval", type=int, default=512, help="kvpress' compression_interval")

@@ -34,9 +34,7 @@ STAGES: dict[int, Stage] = {
 
 def main() -> int:
     """Run the stages; return 1 if something failed, 130 after Ctrl-C."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--dry-run", action="store_true")
     parser.add_argument("--no-graphs", action="store_true")
     parser.add_argument("--stages", default=",".join(map(str, STAGES)))

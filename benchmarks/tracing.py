@@ -138,9 +138,7 @@ def quartiles(values: list[float]) -> list[float]:
 
 def main() -> None:
     """Measure and write."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--repeats", type=int, default=11)
     parser.add_argument("--output", type=Path)
     parser.add_argument("--dry-run", action="store_true")

@@ -32,15 +32,11 @@ TIE = 0.25  # nats: two tokens this close may change places when kernels round d
 
 def main(words: Sequence[str] | None = None) -> int:
     """Run a part; return its exit code."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     kinds = [f"{kind}-{engine}" for kind in ("equality", "speed") for engine in ENGINES]
     parser.add_argument("part", choices=["versions", *kinds, "table"])
     parser.add_argument("--model", required=True, help="empty for the bundled checkpoint")
-    parser.add_argument(
-        "--folder", type=Path, required=True, help="where parts leave their numbers"
-    )
+    parser.add_argument("--folder", type=Path, required=True, help="where parts leave their numbers")
     parser.add_argument("--output", type=Path, required=True, help="folder of the results")
     parser.add_argument("--seconds", type=float, default=180.0)
     parser.add_argument("--load-format", default="auto")
@@ -67,9 +63,7 @@ def versions(*, dry: bool) -> int:
     found, connectors = installed(), [p.name for p in entry_points(group="vllm.general_plugins")]
     print(f"vLLM {found}, torch {version('torch')}, {machine_name()}")
     wrong = [
-        f"vLLM must be {VERSIONS}, got {found}"
-        if found is None or found not in SpecifierSet(VERSIONS)
-        else "",
+        f"vLLM must be {VERSIONS}, got {found}" if found is None or found not in SpecifierSet(VERSIONS) else "",
         "" if "sfi" in connectors else "sfi must be installed where vLLM is: pip install .",
         "" if dry or machine_name() != "cpu" else "torch must see a CUDA device; see --dry-run",
     ]
@@ -104,15 +98,11 @@ def make(asked: argparse.Namespace, engine: str, extra: dict[str, Any], **option
     )  # fmt: skip
 
 
-def generate(
-    llm: Any, prompts: list[list[int]], tokens: int, **options: Any
-) -> tuple[list[Any], float]:
+def generate(llm: Any, prompts: list[list[int]], tokens: int, **options: Any) -> tuple[list[Any], float]:
     """Generate greedily; return the outputs and the seconds."""
     from vllm import SamplingParams  # noqa: PLC0415 - see `make`
 
-    wanted = SamplingParams(
-        temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False, **options
-    )
+    wanted = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False, **options)
     began = time.perf_counter()
     done = llm.generate([{"prompt_token_ids": p} for p in prompts], wanted, use_tqdm=False)
     return done, time.perf_counter() - began
@@ -122,10 +112,7 @@ def prompts_of(llm: Any, lengths: Sequence[int]) -> list[list[int]]:
     """Return random prompts; the first tokens of a longer one are those of a shorter one at its place."""
     vocab = llm.llm_engine.vllm_config.model_config.get_vocab_size()
     draws = [random.Random(place) for place in range(len(lengths))]  # noqa: S311 - no secret
-    return [
-        [draw.randrange(vocab // 2) for _ in range(length)]
-        for draw, length in zip(draws, lengths, strict=True)
-    ]
+    return [[draw.randrange(vocab // 2) for _ in range(length)] for draw, length in zip(draws, lengths, strict=True)]
 
 
 def equality(asked: argparse.Namespace, engine: str) -> dict[str, Any]:
@@ -137,8 +124,7 @@ def equality(asked: argparse.Namespace, engine: str) -> dict[str, Any]:
     return {
         "tokens": [list(one.token_ids) for one in outputs],
         "logprobs": [
-            [{str(token): found.logprob for token, found in step.items()} for step in one.logprobs]
-            for one in outputs
+            [{str(token): found.logprob for token, found in step.items()} for step in one.logprobs] for one in outputs
         ],
     }
 
@@ -209,9 +195,7 @@ def table(asked: argparse.Namespace) -> int:
         if base:
             ratio = row["tokens_per_second"] / base["tokens_per_second"]
             rows.append({"vllm": base, "sfi": row, "ratio": ratio})
-    print(
-        f"{'context':>8} {'batch':>6} {'vLLM tok/s':>11} {'sfi tok/s':>11} {'ratio':>6} {'reads':>6}"
-    )
+    print(f"{'context':>8} {'batch':>6} {'vLLM tok/s':>11} {'sfi tok/s':>11} {'ratio':>6} {'reads':>6}")
     for one in rows:
         a, b = one["vllm"], one["sfi"]
         print(
@@ -241,9 +225,7 @@ def differences(plain: dict[str, Any], ours: dict[str, Any]) -> list[float | Non
     """Return how far apart the tokens are where a prompt's texts part, in nats; None where they do not."""
     gaps: list[float | None] = []
     for theirs, mine, steps in zip(plain["tokens"], ours["tokens"], plain["logprobs"], strict=True):
-        parts = [
-            place for place, pair in enumerate(zip(theirs, mine, strict=True)) if len({*pair}) > 1
-        ]
+        parts = [place for place, pair in enumerate(zip(theirs, mine, strict=True)) if len({*pair}) > 1]
         if not parts:
             gaps.append(None)
             continue

@@ -46,8 +46,7 @@ def record(playback: Playback, steps: range) -> str:
     shown = [SLOW if step in playback.slow_at else FAST for step in steps]
     begins = [sum(shown[:number]) / sum(shown) for number in range(len(shown))]
     keys = " ".join(
-        f"{begin:.2%} {{ transform: translateY({-number * HEIGHT * LINE:g}px) }}"
-        for number, begin in enumerate(begins)
+        f"{begin:.2%} {{ transform: translateY({-number * HEIGHT * LINE:g}px) }}" for number, begin in enumerate(begins)
     )
     styles = "\n".join(f".{name} {{ {css} }}" for css, name in looks.items())
     wide, high = round(2 * LEFT + WIDTH * CELL), round(TOP + HEIGHT * LINE + GAP)

@@ -30,9 +30,7 @@ TINY = {
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None,
 }  # fmt: skip
 
-Selected = dict[
-    int, list[np.ndarray]
-]  # by layer, the last query's of each forward pass: [K] or [heads, B]
+Selected = dict[int, list[np.ndarray]]  # by layer, the last query's of each forward pass: [K] or [heads, B]
 
 
 def indexers(model: Any) -> dict[int, Any]:
@@ -63,9 +61,7 @@ def watched(model: Any) -> Iterator[Selected]:
 def record(model: Any, prompt: torch.Tensor, new_tokens: int) -> dict[str, np.ndarray]:
     """Decode greedily and return the arrays of a file for `sfi trace import`; `prompt` is [1, P]."""
     with watched(model) as selected:
-        sequence = (
-            model.generate(prompt, max_new_tokens=new_tokens, do_sample=False)[0].cpu().numpy()
-        )
+        sequence = model.generate(prompt, max_new_tokens=new_tokens, do_sample=False)[0].cpu().numpy()
     longest = max(rows[-1].shape[-1] for rows in selected.values())
     positions = np.stack([[padded(row, longest) for row in rows] for rows in selected.values()], 1)
     block_size = getattr(next(iter(indexers(model).values())), "block_size", None)
@@ -82,16 +78,12 @@ def record(model: Any, prompt: torch.Tensor, new_tokens: int) -> dict[str, np.nd
 
 def padded(row: np.ndarray, longest: int) -> np.ndarray:
     """Fill a short selection's end with -1."""
-    return np.pad(
-        row, [(0, 0)] * (row.ndim - 1) + [(0, longest - row.shape[-1])], constant_values=-1
-    )
+    return np.pad(row, [(0, 0)] * (row.ndim - 1) + [(0, longest - row.shape[-1])], constant_values=-1)
 
 
 def main() -> None:
     """Record one run."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--model", help="hub id or folder; without it a tiny random DeepSeek-V3.2")
     parser.add_argument("--prompt-file", type=Path, help="the prompt's text; needs --model")
     parser.add_argument("--prompt-tokens", type=int, default=120, help="length of a random prompt")

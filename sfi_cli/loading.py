@@ -29,9 +29,7 @@ class Subject:
     seed: int = 0
 
     @classmethod
-    def of(
-        cls, settings: Given, model: str | None, dtype: str, device: str, trust: bool, **more: Any
-    ) -> "Subject":
+    def of(cls, settings: Given, model: str | None, dtype: str, device: str, trust: bool, **more: Any) -> "Subject":
         """Take the options of a command; `trust` allows code from the checkpoint."""
         table = settings.table(ModelTable)
         loading = {
@@ -52,9 +50,7 @@ class Subject:
             BackendError: The weights cannot be packed.
         """
         if self.model is not None and self.random_weights is not None:
-            raise ConfigError(
-                f"random_weights must come without --model, got {self.random_weights} and {self.model}"
-            )
+            raise ConfigError(f"random_weights must come without --model, got {self.random_weights} and {self.model}")
         if not self.pack_weights:
             return
         import torch

@@ -53,15 +53,11 @@ Model = Annotated[
         show_default="the bundled checkpoint", rich_help_panel=MODEL,
     ),
 ]  # fmt: skip
-Dtype = Annotated[
-    str, typer.Option(help="auto, bfloat16, float16 or float32.", rich_help_panel=MODEL)
-]
+Dtype = Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.", rich_help_panel=MODEL)]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...", rich_help_panel=MODEL)]
 TrustRemoteCode = Annotated[  # not a setting: a config file must not switch it on
     bool,
-    typer.Option(
-        "--trust-remote-code", help="Run code from the checkpoint.", rich_help_panel=MODEL
-    ),
+    typer.Option("--trust-remote-code", help="Run code from the checkpoint.", rich_help_panel=MODEL),
 ]
 KvDeviceBudget = Annotated[
     str | None,
@@ -75,9 +71,7 @@ _policy = partial(
     autocompletion=_one_of(known), rich_help_panel=METHOD,
 )  # fmt: skip
 Policy = Annotated[str, _policy()]
-PolicyOrDefault = Annotated[
-    str | None, _policy(show_default="sfi; codescan for the drafts of --lossless")
-]
+PolicyOrDefault = Annotated[str | None, _policy(show_default="sfi; codescan for the drafts of --lossless")]
 Preset = Annotated[
     str | None,
     typer.Option(
@@ -87,16 +81,12 @@ Preset = Annotated[
 ]  # fmt: skip
 Config = Annotated[
     Path | None,
-    typer.Option(
-        "--config", help="TOML file; --set and options override it.", rich_help_panel=METHOD
-    ),
-]  # fmt: skip
+    typer.Option("--config", help="TOML file; --set and options override it.", rich_help_panel=METHOD),
+]
 Budget = Annotated[int | None, _setting("budget")]
 Recent = Annotated[int | None, _setting("recent")]
 TMax = Annotated[int | None, _setting("t_max")]
-Lossless = Annotated[
-    bool, typer.Option("--lossless", help="Full attention's own tokens.", rich_help_panel=METHOD)
-]
+Lossless = Annotated[bool, typer.Option("--lossless", help="Full attention's own tokens.", rich_help_panel=METHOD)]
 DraftMax = Annotated[int | None, _setting("draft.max_tokens", "--draft-max")]
 Triggers = Annotated[
     list[str] | None,
@@ -108,19 +98,13 @@ Triggers = Annotated[
 Temperature = Annotated[float | None, _setting("sampling.temperature", panel=SAMPLING)]
 TopP = Annotated[float | None, _setting("sampling.top_p", panel=SAMPLING)]
 Seed = Annotated[int, typer.Option(help="Seed of sampling.", rich_help_panel=SAMPLING)]
-Json = Annotated[
-    bool, typer.Option("--json", help="One JSON document on stdout.", rich_help_panel=OUTPUT)
-]
-Quiet = Annotated[
-    bool, typer.Option("--quiet", "-q", help="Nothing but data and errors.", rich_help_panel=OUTPUT)
-]
+Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.", rich_help_panel=OUTPUT)]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Nothing but data and errors.", rich_help_panel=OUTPUT)]
 OutputPath = Annotated[
     Path | None,
     typer.Option("--output", "-o", help="Write the data there instead.", rich_help_panel=OUTPUT),
 ]
-Force = Annotated[
-    bool, typer.Option("--force", help="Overwrite the output.", rich_help_panel=OUTPUT)
-]
+Force = Annotated[bool, typer.Option("--force", help="Overwrite the output.", rich_help_panel=OUTPUT)]
 TraceDir = Annotated[Path, typer.Argument(help="Folder of the trace.", metavar="DIR")]
 RequestIndex = Annotated[int | None, typer.Option("--request", help="Only this request.")]
 Audit = Annotated[int | None, _setting("audit.every", "--audit", panel=TRACE, show_default="off")]

@@ -15,9 +15,7 @@ def words(values: Iterable[str] | None) -> list[str]:
     return [word.strip() for value in values or () for word in value.split(",") if word.strip()]
 
 
-def numbers(
-    values: Iterable[str], kind: Callable[[str], Any], rule: str, got: str | None = None
-) -> list[Any]:
+def numbers(values: Iterable[str], kind: Callable[[str], Any], rule: str, got: str | None = None) -> list[Any]:
     """Read comma lists of numbers by `kind`, which raises ValueError for another word.
 
     Raises:

@@ -235,9 +235,7 @@ def tiny(label: str) -> Any:
 def prompts(*lengths: int) -> list[list[int]]:
     """Make random prompts, none of whose tokens is padding."""
     generator = torch.Generator().manual_seed(sum(lengths))
-    return [
-        torch.randint(2, VOCABULARY, (length,), generator=generator).tolist() for length in lengths
-    ]
+    return [torch.randint(2, VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
 
 
 def padded(rows: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:
@@ -316,12 +314,9 @@ def page() -> str:
     """Write the documentation page."""
     return PAGE_TEXT.format(
         works="\n".join(
-            f"| {a.name} | `{a.model_type}` | {a.note} | {a.fused.replace(' ', ', ') or '-'} |"
-            for a in WORKS
+            f"| {a.name} | `{a.model_type}` | {a.note} | {a.fused.replace(' ', ', ') or '-'} |" for a in WORKS
         ),
-        refused="\n".join(
-            f"| {a.name} | `{a.model_type}` | {a.note} | `{a.refusal}` |" for a in REFUSED
-        ),
+        refused="\n".join(f"| {a.name} | `{a.model_type}` | {a.note} | `{a.refusal}` |" for a in REFUSED),
     )
 
 

@@ -38,10 +38,7 @@ def _rounds(values: list[list[Any]]) -> list[tuple[int, ...]]:
     # From the third axis on, each round through an axis begins at another value: axes of one length would
     # otherwise pair the same values again and again.
     return [
-        tuple(
-            (place + max(0, number - 1) * (place // len(axis))) % len(axis)
-            for number, axis in enumerate(values)
-        )
+        tuple((place + max(0, number - 1) * (place // len(axis))) % len(axis) for number, axis in enumerate(values))
         for place in range(max(map(len, values)))
     ]
 

@@ -97,9 +97,7 @@ class FakeRecorder:
         try:
             with tape, pytest.MonkeyPatch.context() as patch:
                 for name in LOOKS:
-                    patch.setattr(
-                        torch.Tensor, name, self._refusing(getattr(torch.Tensor, name), name)
-                    )
+                    patch.setattr(torch.Tensor, name, self._refusing(getattr(torch.Tensor, name), name))
                 work()
         finally:
             self._tape = None
@@ -153,9 +151,7 @@ def use_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(decode_attention.__dict__, "triton", whole_attention)
     monkeypatch.setitem(append.__dict__, "triton", append_one)
     monkeypatch.setitem(pack.__dict__, "triton", pack_by_masks)
-    monkeypatch.setitem(
-        split_plan.__dict__, "triton", lambda *_: None
-    )  # nobody reads the work then
+    monkeypatch.setitem(split_plan.__dict__, "triton", lambda *_: None)  # nobody reads the work then
     monkeypatch.setattr(numerics, "by_numpy", lambda _: False)
     for op in (dense_attention, selector, window_logits):
         monkeypatch.setitem(op.__dict__, "triton", op.reference)
@@ -166,14 +162,10 @@ def use_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def append_one(
-    key_BHTD, value_BHTE, start_B, count_B, key_PHND, value_PHNE, norm_PHN, table_BP
-) -> None:
+def append_one(key_BHTD, value_BHTE, start_B, count_B, key_PHND, value_PHNE, norm_PHN, table_BP) -> None:
     """Append a token of every request that has one."""
     if key_BHTD.shape[2] > 1:
-        append.reference(
-            key_BHTD, value_BHTE, start_B, count_B, key_PHND, value_PHNE, norm_PHN, table_BP
-        )
+        append.reference(key_BHTD, value_BHTE, start_B, count_B, key_PHND, value_PHNE, norm_PHN, table_BP)
         return
     N = key_PHND.shape[2]
     slot = (start_B // N).clamp_max(table_BP.shape[1] - 1).long()[:, None]
@@ -221,9 +213,7 @@ def whole_attention(
         )  # fmt: skip
     query_BHGD = query_BHGWD.squeeze(3)
     words = step.table_BX
-    key, value = (
-        pages[table_BP.long()].transpose(1, 2).flatten(2, 3) for pages in (key_PHND, value_PHNE)
-    )
+    key, value = (pages[table_BP.long()].transpose(1, 2).flatten(2, 3) for pages in (key_PHND, value_PHNE))
     place_T, place_S = torch.arange(key.shape[2]), torch.arange(packed_key_BHSD.shape[2])
     live = words[:, MODE, None] != IDLE
     paged = live & (place_T >= words[:, START, None]) & (place_T < words[:, LENGTH, None])

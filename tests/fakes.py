@@ -163,9 +163,7 @@ def error_bound(
     return out, lse if own == rounding else lse + own
 
 
-def paged(
-    rows: Sequence[torch.Tensor], page_size: int, spare_pages: int = 0
-) -> tuple[torch.Tensor, torch.Tensor]:
+def paged(rows: Sequence[torch.Tensor], page_size: int, spare_pages: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """Store `[H, T, ...]` tensors of different T in pages, shuffled; what is not written is NaN.
 
     Returns:

@@ -3,9 +3,7 @@
 import torch
 
 
-def attended_positions(
-    index_BHS: torch.Tensor, recent_start_B: torch.Tensor, length_B: torch.Tensor
-) -> torch.Tensor:
+def attended_positions(index_BHS: torch.Tensor, recent_start_B: torch.Tensor, length_B: torch.Tensor) -> torch.Tensor:
     """Return what a fast step reads: sink, selected and recent tokens (Eqs. 1, 25).
 
     Args:

@@ -131,16 +131,12 @@ def every_refusal(folder: Path) -> dict[str, str]:
     rank = int(os.environ["RANK"])
     model, _ = load(str(folder / "llama"), device="cpu")
 
-    def run(
-        rows: Sequence[Sequence[int]] = ((1, 2, 3),), config: SfiConfig = CONFIG, **options: Any
-    ) -> None:
+    def run(rows: Sequence[Sequence[int]] = ((1, 2, 3),), config: SfiConfig = CONFIG, **options: Any) -> None:
         generate(model, None, rows, config, stop_token_ids=(), **{"max_new_tokens": 4, **options})
 
     def broken() -> None:
         # NaN on the last rank only: nothing but the ranks' agreement tells the first one
-        spoil = model.lm_head.register_forward_hook(
-            lambda *call: call[2] * torch.nan if rank else None
-        )
+        spoil = model.lm_head.register_forward_hook(lambda *call: call[2] * torch.nan if rank else None)
         try:
             result = generate(model, None, [[1, 2, 3]], CONFIG, max_new_tokens=4)
         finally:
@@ -153,9 +149,7 @@ def every_refusal(folder: Path) -> dict[str, str]:
             model.generate(torch.tensor([[1, 2, 3 + rank]]), max_new_tokens=4)
 
     mistakes: dict[str, Callable[[], Any]] = {
-        "checkpoints": lambda: load(
-            str(folder / ("llama-trained-on" if rank else "llama")), device="cpu"
-        ),
+        "checkpoints": lambda: load(str(folder / ("llama-trained-on" if rank else "llama")), device="cpu"),
         "missing": lambda: load(str(folder / ("nowhere" if rank else "llama")), device="cpu"),
         "heads": lambda: load(str(folder / "odd"), device="cpu"),
         "no plan": lambda: load(str(folder / "gpt-2"), device="cpu"),
@@ -223,9 +217,7 @@ def main() -> None:
     model, _ = load(str(folder / "llama"), device="cpu")
     found["picked"] = picked(int(os.environ["RANK"]), ranks_of(model))
     (folder / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(found))
-    sfi(
-        "trace", "record", "-o", str(folder / "run"), "--json", "-n", "6", "--audit", "4", "--quiet"
-    )
+    sfi("trace", "record", "-o", str(folder / "run"), "--json", "-n", "6", "--audit", "4", "--quiet")
     lose_a_rank("dies")
 
 

@@ -93,9 +93,7 @@ def test_the_table_in_the_docs_names_tests_that_exist():
 def test_the_other_papers_tables_name_functions_and_tests_that_exist():
     """Rows of FreeKV's and SyncKV's formulas: formula, function, file, test."""
     text = (ROOT / "docs/equations.md").read_text()
-    rows = re.findall(
-        r"^\| ((?:FreeKV|SyncKV),.+?) \| (.+?) \| `(.+?)` \| (.+?) \|$", text, re.MULTILINE
-    )
+    rows = re.findall(r"^\| ((?:FreeKV|SyncKV),.+?) \| (.+?) \| `(.+?)` \| (.+?) \|$", text, re.MULTILINE)
     assert len(rows) > len(TABLE_ROW.findall(text)) // 2
     for formula, functions, file, tests in rows:
         source = (ROOT / file).read_text()

@@ -41,9 +41,7 @@ def script(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("parts", ["1", "2", "3", ".", "decode"])
 def test_the_limits_of_every_run_fit_its_budget(parts: str):
-    plan = re.findall(
-        r"^(\S+) +run \d +(\d+) s$", script("--plan", PARTS=parts).stdout, re.MULTILINE
-    )
+    plan = re.findall(r"^(\S+) +run \d +(\d+) s$", script("--plan", PARTS=parts).stdout, re.MULTILINE)
     assert plan
     assert BUDGET * 0.95 < sum(int(seconds) for _, seconds in plan) <= BUDGET
 
@@ -59,9 +57,7 @@ def test_a_part_that_fails_runs_again_and_the_archive_has_what_there_is(tmp_path
     python = tmp_path / "python"
     python.write_text(STUB)
     python.chmod(0o755)
-    done = script(
-        "--dry-run", str(tmp_path), PYTHON=str(python), BUDGET="40", PARTS="smoke|ops|eager|kernels|generate"
-    )  # fmt: skip
+    done = script("--dry-run", str(tmp_path), PYTHON=str(python), BUDGET="40", PARTS="smoke|ops|eager|kernels|generate")
     assert done.returncode == 124
     (archive,) = tmp_path.glob("*.tar.gz")
     with tarfile.open(archive) as file:
@@ -91,11 +87,7 @@ def test_every_command_of_a_gpu_is_one_that_sfi_takes(monkeypatch, tmp_path, gra
         for name, part in vars(Parts).items()
         if not name.startswith("_") and name not in ("same_tokens", "overlap")
     ]
-    commands = [
-        command
-        for part in parts
-        for command in part(Parts(tmp_path, dry=False, graphs=graphs))
-    ]  # fmt: skip
+    commands = [command for part in parts for command in part(Parts(tmp_path, dry=False, graphs=graphs))]
     for _, words in commands:
         result = CliRunner().invoke(cli.app, words)
         assert result.exit_code == 0, (words, result.output, result.exception)

@@ -36,13 +36,9 @@ def used_names(node: ast.AST) -> list[str]:
             return []
         case ast.Attribute(attr=name):
             return [name]
-        case ast.Call(
-            func=ast.Name(id="getattr" | "hasattr"), args=[_, ast.Constant(value=name), *_]
-        ):
+        case ast.Call(func=ast.Name(id="getattr" | "hasattr"), args=[_, ast.Constant(value=name), *_]):
             return [str(name)]
-        case ast.ImportFrom(module=str(module), names=names) if (
-            module.split(".")[0] not in MAY_IMPORT
-        ):
+        case ast.ImportFrom(module=str(module), names=names) if module.split(".")[0] not in MAY_IMPORT:
             return [*module.split("."), *(alias.name for alias in names)]
         case ast.Import(names=names):
             return [part for alias in names for part in alias.name.split(".")]

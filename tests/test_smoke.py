@@ -53,9 +53,7 @@ def test_a_failure_is_noted_and_the_next_stage_runs(tmp_path):
 
 
 @pytest.mark.parametrize(("raised", "code"), [("lost", 1), ("interrupt", 130)])
-def test_a_lost_device_or_ctrl_c_ends_the_run_and_keeps_what_there_is(
-    tmp_path, monkeypatch, raised, code
-):
+def test_a_lost_device_or_ctrl_c_ends_the_run_and_keeps_what_there_is(tmp_path, monkeypatch, raised, code):
     def synchronize():
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 

@@ -159,9 +159,7 @@ def test_every_part_runs_and_is_reported(study, tmp_path):
     assert [row["score"] for row in tasks] == [1, 1]
     study("report", "--docs", str(tmp_path / "docs"))
     pages = {path.name: path.read_text() for path in (tmp_path / "docs").glob("*.md")}
-    assert set(pages) == {
-        "front-240.md", "ablation-240.md", "granularity-240.md", "stability.md", "tasks.md"
-    }  # fmt: skip
+    assert set(pages) == {"front-240.md", "ablation-240.md", "granularity-240.md", "stability.md", "tasks.md"}
     assert "| short | " in pages["ablation-240.md"]
     assert pages["granularity-240.md"].count("| pages | ") == 2, "at each share, and at equal reads"
     assert "| bundled-recall-1 | 400 | sfi | 20 % | 100 (21 to 100) |" in pages["tasks.md"]

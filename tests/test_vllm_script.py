@@ -25,9 +25,7 @@ def test_the_parts_take_ten_minutes() -> None:
     assert 540 < sum(map(int, seconds)) <= 570
 
 
-@pytest.mark.parametrize(
-    ("words", "told"), [((), "MODEL must be given"), (("--fast",), "option must be")]
-)
+@pytest.mark.parametrize(("words", "told"), [((), "MODEL must be given"), (("--fast",), "option must be")])
 def test_wrong_calls_end_with_one_line(words: tuple[str, ...], told: str) -> None:
     done = script(*words)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
@@ -48,13 +46,9 @@ def test_differences_are_those_of_the_first_token() -> None:
 
 
 @pytest.mark.parametrize(("token", "code"), [(2, 0), (9, 1)])
-def test_table_joins_engines(
-    token: int, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_table_joins_engines(token: int, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Only points that both have; the exit code says whether tokens are equal."""
-    rows = [
-        {"context": c, "batch": 1, "tokens_per_second": 10.0, "read_ratio": 1.0} for c in (8, 9)
-    ]
+    rows = [{"context": c, "batch": 1, "tokens_per_second": 10.0, "read_ratio": 1.0} for c in (8, 9)]
     fast = rows[0] | {"tokens_per_second": 25.0, "read_ratio": 0.1}
     equal = {"tokens": [[1, 2]], "logprobs": [[step(t1=-0.1), step(t2=-0.5)]]}
     parts = {

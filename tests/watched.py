@@ -28,9 +28,7 @@ def four_heads() -> Any:
 
 
 def prompt_of(length: int) -> list[int]:
-    return torch.randint(
-        0, VOCAB, (length,), generator=torch.Generator().manual_seed(length)
-    ).tolist()
+    return torch.randint(0, VOCAB, (length,), generator=torch.Generator().manual_seed(length)).tolist()
 
 
 @dataclass(frozen=True)
@@ -122,9 +120,7 @@ def watched(prompts: Sequence[Sequence[int]], config: SfiConfig, policy: str, ne
     ):
         pair = left_pad([list(one) for one in prompts], torch.device("cpu"))
         capacity = max(map(len, prompts)) + new
-        decoder = Decoder(
-            session=session, ids_BT=pair[0], mask_BT=pair[1], capacity=capacity, watchers=(watch,)
-        )
+        decoder = Decoder(session=session, ids_BT=pair[0], mask_BT=pair[1], capacity=capacity, watchers=(watch,))
         token_B = decoder.prefill().argmax(-1).tolist()
         decoder.run.record(token_B)
         for _ in range(new - 1):

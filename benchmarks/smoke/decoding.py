@@ -78,9 +78,7 @@ class Steps:
 
 
 @contextmanager
-def steps(
-    plan: Plan, batch: int, count: int, engine: EngineOptions, *, ahead: bool
-) -> Iterator[tuple[Steps, Kept]]:
+def steps(plan: Plan, batch: int, count: int, engine: EngineOptions, *, ahead: bool) -> Iterator[tuple[Steps, Kept]]:
     """Begin to decode from a made-up cache."""
     engine = replace(engine, backend="triton")
     settings = DecodeSettings(
@@ -166,9 +164,7 @@ def hosted(journal: Journal, plan: Plan) -> None:
             journal.trial(f"{plan.context} x {batch}, {name}", call)
 
 
-def _host(
-    plan: Plan, batch: int, count: int, engine: EngineOptions, *, ahead: bool
-) -> dict[str, Any]:
+def _host(plan: Plan, batch: int, count: int, engine: EngineOptions, *, ahead: bool) -> dict[str, Any]:
     with steps(plan, batch, count, engine, ahead=ahead) as (decoding, kept):
         slow = [decoding.next() for _ in range(count)]
         paths = dict(decoding.paths)

@@ -45,9 +45,7 @@ class Prompt:
         self._data = layer_data(settings, plan.device, one_page=False)
         generator = torch.Generator(plan.device).manual_seed(2)
         shape = (1, settings.kv_heads, settings.group, settings.context, settings.head_dim)
-        self._query = torch.randn(
-            shape, generator=generator, dtype=plan.torch_dtype, device=plan.device
-        )
+        self._query = torch.randn(shape, generator=generator, dtype=plan.torch_dtype, device=plan.device)
         self._expected: torch.Tensor | None = None
 
     def time_theirs(self) -> dict[str, Any]:
@@ -83,7 +81,5 @@ class Prompt:
         _, H, G, W, D = self._query.shape
         clock = clock_for(self._plan.device, "torch")  # milliseconds: a launch does not count
         us = statistics.median(clock.time([clock.prepare(call)] * self._plan.repeats))
-        products = (
-            4 * D * H * G * W * (W + 1) / 2
-        )  # multiply and add, keys and values, half of W x W
+        products = 4 * D * H * G * W * (W + 1) / 2  # multiply and add, keys and values, half of W x W
         return {"ms": us / 1e3, "tflop_per_s": products / us / 1e6}

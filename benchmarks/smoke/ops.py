@@ -23,9 +23,7 @@ def check(journal: Journal, plan: Plan) -> None:
             for width in plan.widths:
                 settings = KernelSettings(**{**shape, "dtype": dtype, "head_dim": width})
                 at = f"{dtype} D={width} {settings.context} x {settings.batch}"
-                journal.trial(
-                    at, lambda at=at, settings=settings: _one(journal, plan, settings, at)
-                )
+                journal.trial(at, lambda at=at, settings=settings: _one(journal, plan, settings, at))
                 release(plan.device)
 
 
@@ -49,17 +47,14 @@ def _prompt(settings: KernelSettings, data: LayerData, name: str) -> dict[str, A
     # no bound is derived here: the distance is shown in units of the dtype's rounding
     generator = torch.Generator(data.length_B.device).manual_seed(1)
     shape = (settings.batch, settings.kv_heads, settings.group, WINDOW, settings.head_dim)
-    query = torch.randn(
-        shape, generator=generator, dtype=settings.torch_dtype, device=data.length_B.device
-    )
+    query = torch.randn(shape, generator=generator, dtype=settings.torch_dtype, device=data.length_B.device)
     key, value, table = data.paged
     if name == "dense_attention":
         operands, op = (query, key, value, table, data.length_B), dense_attention
     else:
         operands, op = (query, key, table, data.length_B), window_logits
     got, expected = (
-        one(*operands, scale=settings.scale).float().nan_to_num(neginf=0.0)
-        for one in (op.triton, op.reference)
+        one(*operands, scale=settings.scale).float().nan_to_num(neginf=0.0) for one in (op.triton, op.reference)
     )
     size = expected.abs().max()
     roundings = float((got - expected).abs().max() / size / torch.finfo(settings.torch_dtype).eps)

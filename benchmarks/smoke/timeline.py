@@ -40,9 +40,7 @@ def summed(events: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         long at least one ran, none ran, and more than one ran; the same of the side's kernels; and the names
         that took most, with their calls.
     """
-    found = [
-        (float(one["ts"]), float(one["ts"]) + float(one["dur"]), one["name"]) for one in events
-    ]
+    found = [(float(one["ts"]), float(one["ts"]) + float(one["dur"]), one["name"]) for one in events]
     if not found:
         return {"nodes": 0}
     spans = [(begin, end) for begin, end, _ in found]

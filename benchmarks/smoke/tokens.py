@@ -40,9 +40,7 @@ def compare(journal: Journal, plan: Plan) -> None:
         journal.trial(name, lambda n=name, e=engine: _generated(model, plan, e, n, found))
 
 
-def _generated(
-    model: Any, plan: Plan, engine: EngineOptions, name: str, found: dict[str, Any]
-) -> dict[str, Any]:
+def _generated(model: Any, plan: Plan, engine: EngineOptions, name: str, found: dict[str, Any]) -> dict[str, Any]:
     prompts = [[(7 * place + row) % 96 for place in range(n)] for row, n in enumerate(LENGTHS)]
     options = {"max_new_tokens": plan.tokens, "stop_token_ids": ()}
     engine = replace(engine, backend="triton")

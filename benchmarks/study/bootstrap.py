@@ -31,15 +31,11 @@ class Estimate:
         """Write value and interval with so many significant digits; a dash for what is not a number."""
         if np.isnan(self.value):
             return "-"
-        value, low, high = (
-            _write(scale * one, digits) for one in (self.value, self.low, self.high)
-        )
+        value, low, high = (_write(scale * one, digits) for one in (self.value, self.low, self.high))
         return value if np.isnan(self.low) else f"{value} ({low} to {high})"
 
 
-def estimate(
-    values: Mapping[str, Array], statistic: Callable[[Array], Array] = lambda mean: mean[..., 0]
-) -> Estimate:
+def estimate(values: Mapping[str, Array], statistic: Callable[[Array], Array] = lambda mean: mean[..., 0]) -> Estimate:
     """Give a statistic of a mean over kinds its interval.
 
     Args:
@@ -50,9 +46,7 @@ def estimate(
     return found[0]
 
 
-def estimates(
-    values: Mapping[str, Array], statistic: Callable[[Array], Array] = lambda mean: mean
-) -> list[Estimate]:
+def estimates(values: Mapping[str, Array], statistic: Callable[[Array], Array] = lambda mean: mean) -> list[Estimate]:
     """Give several statistics of a mean over kinds their intervals; the statistic returns [..., statistics].
 
     Columns may hold NaN where a window has no such steps: the mean is over the windows that have. What is not
@@ -69,10 +63,7 @@ def estimates(
     value_RS = statistic(mean_known(np.stack(resampled), 0))
     if min(map(len, values.values())) < 2:  # noqa: PLR2004 - a single window is drawn again and again
         return [Estimate(float(value), np.nan, np.nan) for value in value_S]
-    return [
-        Estimate(float(value), *_ends(value_R))
-        for value, value_R in zip(value_S, value_RS.T, strict=True)
-    ]
+    return [Estimate(float(value), *_ends(value_R)) for value, value_R in zip(value_S, value_RS.T, strict=True)]
 
 
 def _ends(value_R: Array) -> tuple[float, float]:

@@ -78,8 +78,6 @@ def _options(
     parser.add_argument("--model", default="smollm2", help="as `sfi --model`, or bundled")
     parser.add_argument("--halves", nargs="*", choices=HALVES, default=HALVES)
     parser.add_argument("--lengths", type=int, nargs="*", default=lengths, help="prompt tokens")
-    parser.add_argument(
-        "--windows", type=count_or_range, default=range(windows), help="8, or 4:8 after 0:4"
-    )
+    parser.add_argument("--windows", type=count_or_range, default=range(windows), help="8, or 4:8 after 0:4")
     parser.add_argument("--methods", type=Path, default=METHODS, help="the list of methods")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")

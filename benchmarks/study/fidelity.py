@@ -47,10 +47,7 @@ class FidelityPart(Part):
     def _full(self, full: Reference) -> Iterator[Row]:
         for place, one in enumerate(full.windows):
             given = one.ids[one.prompt_tokens :]
-            nll = [
-                -float(log_BV[place, token])
-                for log_BV, token in zip(full.log_SBV, given, strict=True)
-            ]
+            nll = [-float(log_BV[place, token]) for log_BV, token in zip(full.log_SBV, given, strict=True)]
             yield {"start": one.start, "nll": rounded(nll)}
 
     def _compared(self, one: Listed, place: Place, full: Reference) -> list[Row]:

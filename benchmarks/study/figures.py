@@ -18,9 +18,7 @@ COLORS = 10  # of the cycle; one more is black
 MARKS = "osv^D<>pP*Xhd"
 
 
-def draw_front(
-    data: Measured, methods: Sequence[tuple[str, str]], kinds: Sequence[str], path: Path
-) -> None:
+def draw_front(data: Measured, methods: Sequence[tuple[str, str]], kinds: Sequence[str], path: Path) -> None:
     """Draw KL against the share of the context that was really read, a panel a kind, and one for all."""
     check_matplotlib("figures")
     panels = ["all", *kinds]
@@ -29,9 +27,7 @@ def draw_front(
     for axes, panel in zip(grid.flat, panels, strict=False):
         for number, (label, method) in enumerate(methods):
             _curve(axes, data, (label, method), () if panel == "all" else (panel,), number)
-        axes.set(
-            title=panel, xscale="log", yscale="log", xlabel="tokens read, choosing included, %"
-        )
+        axes.set(title=panel, xscale="log", yscale="log", xlabel="tokens read, choosing included, %")
         axes.xaxis.set_major_formatter("{x:g}")
         axes.xaxis.set_minor_formatter("{x:g}")
         axes.grid(visible=True, which="both", alpha=0.2)
@@ -71,9 +67,7 @@ def draw_stability(rows: Sequence[Row], mode: str, size: int, path: Path) -> Non
     figure.savefig(path, dpi=DPI)
 
 
-def _curve(
-    axes: Any, data: Measured, method: tuple[str, str], kinds: Sequence[str], number: int
-) -> None:
+def _curve(axes: Any, data: Measured, method: tuple[str, str], kinds: Sequence[str], number: int) -> None:
     points = []
     for share in data.shares(method[1]):
         values = data.by_kind((method[1], share), kinds=kinds)

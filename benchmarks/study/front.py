@@ -42,9 +42,7 @@ def by_share(data: Measured, methods: Sequence[tuple[str, str]], shares: Sequenc
     return table(heads, rows)
 
 
-def by_kind(
-    data: Measured, methods: Sequence[tuple[str, str]], share: float, kinds: Sequence[str]
-) -> str:
+def by_kind(data: Measured, methods: Sequence[tuple[str, str]], share: float, kinds: Sequence[str]) -> str:
     """Write a row a method: KL on each kind of text, and total reads."""
     rows = []
     for label, method in methods:
@@ -90,9 +88,7 @@ def interpolated(mean: Array, reads: int = TOTAL) -> Array:
     return kl
 
 
-def against(
-    data: Measured, methods: Sequence[tuple[str, str]], first: str, shares: Sequence[float]
-) -> str:
+def against(data: Measured, methods: Sequence[tuple[str, str]], first: str, shares: Sequence[float]) -> str:
     """Write a row a method: KL as a multiple of the first one's on the same windows, and total reads."""
     rows = []
     for label, method in methods:
@@ -103,9 +99,7 @@ def against(
             if values:
                 ratio = estimate(values, lambda mean: mean[..., 0] / mean[..., len(COLUMNS)])
                 kl, reads, _, slow, *_ = estimates(values)
-                cells += [
-                    kl.text(), ratio.text(3), f"{100 * reads.value:.1f} %", f"{100 * slow.value:.0f} %"
-                ]  # fmt: skip
+                cells += [kl.text(), ratio.text(3), f"{100 * reads.value:.1f} %", f"{100 * slow.value:.0f} %"]
             else:
                 cells += ["-"] * 4
         if set(cells) != {"-"}:

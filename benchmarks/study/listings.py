@@ -45,9 +45,7 @@ def tables() -> list[str]:
 def _tables() -> Iterator[tuple[str, list[str]]]:
     yield (
         "Character entities",
-        [f"&{name:<12} U+{ord(text[0]):04X}" for name, text in sorted(html.entities.html5.items())][
-            ::6
-        ],
+        [f"&{name:<12} U+{ord(text[0]):04X}" for name, text in sorted(html.entities.html5.items())][::6],
     )
     types = sorted(mimetypes.MimeTypes(filenames=()).types_map[True].items())
     yield "File types", [f"{suffix:<10} {kind}" for suffix, kind in types]
@@ -72,12 +70,7 @@ def _tables() -> Iterator[tuple[str, list[str]]]:
     )
     yield (
         "Calendar",
-        [
-            line
-            for year in range(2020, 2028)
-            for line in _calendar(year).splitlines()
-            if line.strip()
-        ],
+        [line for year in range(2020, 2028) for line in _calendar(year).splitlines() if line.strip()],
     )
     yield "Functions", [row for module in MODULES for row in _functions(module)]
 

@@ -11,9 +11,7 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     if not rows:
         return "No rows yet.\n"
     lines = [heads, ["---"] * len(heads), *rows]
-    return "".join(
-        f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |\n" for line in lines
-    )
+    return "".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |\n" for line in lines)
 
 
 def page(title: str, about: str, parts: Sequence[tuple[str, str]]) -> str:

@@ -26,9 +26,7 @@ class Measured:
         windows: For each method and share, a window's `COLUMNS`.
     """
 
-    windows: dict[Which, dict[Where, list[float]]] = field(
-        default_factory=lambda: defaultdict(dict)
-    )
+    windows: dict[Which, dict[Where, list[float]]] = field(default_factory=lambda: defaultdict(dict))
 
     def by_kind(self, *which: Which, kinds: Iterable[str] = ()) -> dict[str, Array]:
         """Return, by kind, [windows, methods * columns] of the windows that all these methods have."""
@@ -37,11 +35,7 @@ class Measured:
         wanted = set(kinds) or {kind for kind, _ in common}
         return {
             kind: np.array(
-                [
-                    np.concatenate([table[one][where] for one in which])
-                    for where in sorted(common)
-                    if where[0] == kind
-                ]
+                [np.concatenate([table[one][where] for one in which]) for where in sorted(common) if where[0] == kind]
             )
             for kind in sorted(wanted & {kind for kind, _ in common})
         }

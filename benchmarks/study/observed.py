@@ -85,9 +85,7 @@ def _null(rows: Sequence[Row], at: int) -> tuple[str, str]:
     return f"{low:.3f} to {high:.3f}", f"{p:.3f}"
 
 
-def _groups(
-    rows: Sequence[Row], *, kinds: bool = True
-) -> list[tuple[tuple[str, str, str], list[Row]]]:
+def _groups(rows: Sequence[Row], *, kinds: bool = True) -> list[tuple[tuple[str, str, str], list[Row]]]:
     # by what was decoded and the support's size: all kinds together, then each
     found = []
     for mode, size in sorted({(row["mode"], row["size"]) for row in rows}):

@@ -39,9 +39,7 @@ class Part(ABC):
         name = None if options.model == "bundled" else options.model
         self.model, self.tokenizer = load(name, device="cpu")
         table = getattr(options, "table", self.table)
-        self.methods: list[Listed] = (
-            [] if table is None else read_methods(table, self.tokenizer, options.methods)
-        )
+        self.methods: list[Listed] = [] if table is None else read_methods(table, self.tokenizer, options.methods)
         texts = {
             f"{kind}/{half}": text_digest(kind, half)
             for kind in getattr(options, "kinds", ())
@@ -91,9 +89,7 @@ class Part(ABC):
     def run(self) -> None:
         """Make the rows that are missing; several processes may each do some of the windows."""
         done, items = self.records.done(), self.items()
-        missing = [
-            {key for key in map(self.key, self.rows(item)) if key not in done} for item in items
-        ]
+        missing = [{key for key in map(self.key, self.rows(item)) if key not in done} for item in items]
         left, made, began = sum(map(len, missing)), 0, time.monotonic()
         print(f"{left} rows to make of {len(items)} items", flush=True)
         for item, pending in zip(items, missing, strict=True):

@@ -31,14 +31,10 @@ def explanations() -> list[str]:
     Python ships no fiction: this is exposition by many hands, beside the one voice of the reference.
     """
     texts = (*_descriptions(), *_readmes(), *_docstrings())
-    return _documents(
-        texts, lambda text: [one for one in paragraphs(text, MARKUP) if not LEGAL.search(one)]
-    )
+    return _documents(texts, lambda text: [one for one in paragraphs(text, MARKUP) if not LEGAL.search(one)])
 
 
-def paragraphs(
-    text: str, markup: re.Pattern[str], *, least: int = 160, letters: float = 0.9
-) -> list[str]:
+def paragraphs(text: str, markup: re.Pattern[str], *, least: int = 160, letters: float = 0.9) -> list[str]:
     """Return the paragraphs of a text that are sentences, each on one line.
 
     Args:

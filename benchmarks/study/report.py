@@ -24,8 +24,7 @@ MADE = "Made by `python benchmarks/study.py report`."
 BESIDE_THE_FIRST = ("ablation", "granularity")
 AT_READS = "KL at equal total reads, between the measured shares."
 BOOTSTRAP = (
-    "Intervals are 95 % bootstrap intervals: whole windows drawn within each kind of text, kinds weighed "
-    "equally."
+    "Intervals are 95 % bootstrap intervals: whole windows drawn within each kind of text, kinds weighed equally."
 )
 WILSON = "Intervals are 95 % Wilson intervals."
 
@@ -55,10 +54,7 @@ class Report:
         for length, tokens in sorted({(row["length"], row["tokens"]) for row in rows}):
             some = [row for row in rows if (row["length"], row["tokens"]) == (length, tokens)]
             data = measured(some)
-            about = (
-                f"{self.model}, {length} prompt and {tokens} decoded tokens, half `{self.half}`, "
-                f"{_counts(some)}"
-            )
+            about = f"{self.model}, {length} prompt and {tokens} decoded tokens, half `{self.half}`, {_counts(some)}"
             made += self._front(data, about, length)
             for name in BESIDE_THE_FIRST:
                 made += self._beside_the_first(name, data, about, length)
@@ -91,8 +87,7 @@ class Report:
         named = self._listed("tasks")
         models = sorted({row["model"] for row in rows})
         parts = [
-            (f"Model {model}.", answers.scores([r for r in rows if r["model"] == model], named))
-            for model in models
+            (f"Model {model}.", answers.scores([r for r in rows if r["model"] == model], named)) for model in models
         ]
         return [self._page("tasks", f"Half `{self.half}`", parts, WILSON)] if parts else []
 
@@ -124,13 +119,9 @@ class Report:
             parts.append((AT_READS, front.at_reads(data, named)))
         return [self._page(f"{name}-{length}", about, parts)]
 
-    def _page(
-        self, name: str, about: str, parts: Sequence[tuple[str, str]], note: str = BOOTSTRAP
-    ) -> Path:
+    def _page(self, name: str, about: str, parts: Sequence[tuple[str, str]], note: str = BOOTSTRAP) -> Path:
         path = self.folder / f"{name}.md"
-        path.write_text(
-            page(f"Evidence: {name}", f"{about}. {note} {MADE}", parts), encoding="utf-8"
-        )
+        path.write_text(page(f"Evidence: {name}", f"{about}. {note} {MADE}", parts), encoding="utf-8")
         return path
 
     def _listed(self, table: str) -> list[tuple[str, str]]:
@@ -164,10 +155,6 @@ def _kinds(data: Measured) -> list[str]:
 
 
 def _counts(rows: Iterable[Row]) -> str:
-    places = {
-        (row["kind"], row["number"], row["length"])
-        for row in rows
-        if row.get("method", FULL) == FULL
-    }
+    places = {(row["kind"], row["number"], row["length"]) for row in rows if row.get("method", FULL) == FULL}
     found = Counter(kind for kind, _, _ in places)
     return "windows: " + ", ".join(f"{kind} {count}" for kind, count in sorted(found.items()))

@@ -94,10 +94,7 @@ def statistics(shared: Shared, place_N: Ints, *, seed: int) -> dict[str, Any]:
         "by_lag": by_lag(overlap_NN, place_N),
         "retained": retained(shared, place_N),
         "gaps": gaps(overlap_NN, place_N),
-        "shuffled": [
-            [round(gap, 3) for gap in gaps(overlap_NN, shuffled(place_N, rng))]
-            for _ in range(PERMUTATIONS)
-        ],
+        "shuffled": [[round(gap, 3) for gap in gaps(overlap_NN, shuffled(place_N, rng))] for _ in range(PERMUTATIONS)],
     }
 
 

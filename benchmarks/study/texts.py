@@ -90,14 +90,11 @@ def window(tokenizer: Any, place: Place, new_tokens: int) -> Window:
     pieces = len(ids) // size
     if place.number >= pieces:
         raise InputError(
-            f"window must be below {pieces} for {place.kind}/{place.half} at {size} tokens, "
-            f"got {place.number}"
+            f"window must be below {pieces} for {place.kind}/{place.half} at {size} tokens, got {place.number}"
         )
     spare = len(ids) - pieces * size
     start = _order(pieces)[place.number] * (size + spare // pieces)
-    return Window(
-        start=start, prompt_tokens=place.length, ids=(*prefix, *ids[start : start + size])
-    )
+    return Window(start=start, prompt_tokens=place.length, ids=(*prefix, *ids[start : start + size]))
 
 
 def windows_of(tokenizer: Any, kind: str, half: str, size: int) -> int:

@@ -102,9 +102,7 @@ def check_device(device: torch.device, *dtypes: torch.dtype) -> None:
             "or set TRITON_INTERPRET=1 to test them without a GPU"
         )
     if torch.bfloat16 in dtypes:
-        raise KernelLimitError(
-            "bfloat16 comes out wrong in Triton's interpreter; use float32 or float16"
-        )
+        raise KernelLimitError("bfloat16 comes out wrong in Triton's interpreter; use float32 or float16")
 
 
 def interpreted() -> bool:

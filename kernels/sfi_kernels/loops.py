@@ -27,9 +27,7 @@ BLOCK = 256  # keys whose levels are unpacked at once: 16 KiB
 
 HALF = np.array([2.0 ** (bits - 1) for bits in BITS], F)
 SHIFT = np.array(SHIFTS, np.uint32)
-MASK = np.array(
-    [(2**bits - 1) << shift for bits, shift in zip(BITS, SHIFTS, strict=True)], np.uint32
-)
+MASK = np.array([(2**bits - 1) << shift for bits, shift in zip(BITS, SHIFTS, strict=True)], np.uint32)
 MASK = MASK.view(np.int32)
 EACH = np.arange(ROWS).astype(np.uint64)
 # the levels stay where they lie in the word, as signed numbers; this brings them back to 0, 1, 2, ...

@@ -26,9 +26,7 @@ def flat(tensor: torch.Tensor) -> Any:
 
 def readable(*pages: torch.Tensor) -> bool:
     """Say whether the loops read pages [P, H, N, D] as they lie."""
-    return all(
-        page.device.type == "cpu" and page.dtype in KINDS and page.is_contiguous() for page in pages
-    )
+    return all(page.device.type == "cpu" and page.dtype in KINDS and page.is_contiguous() for page in pages)
 
 
 def rows_of(page_PHND: torch.Tensor) -> tuple[Any, Any]:

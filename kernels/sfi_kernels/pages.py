@@ -17,9 +17,7 @@ MAX_WIDTH = 256  # numbers of a row that the copying kernels take
 WIDE = 1 << 18  # numbers turned into float32 at once: 1 MiB, which stays in a processor's own cache
 
 
-def read_pages(
-    pages_PHN: torch.Tensor, block_table_P: torch.Tensor, start: int, stop: int
-) -> torch.Tensor:
+def read_pages(pages_PHN: torch.Tensor, block_table_P: torch.Tensor, start: int, stop: int) -> torch.Tensor:
     """Return positions `start` to `stop` - 1 of a request, [1, H, T] or, of pages [P, H, N, D], [1, H, T, D].
 
     A view where one page holds all positions, as on a CPU with one page a request; a copy otherwise.
@@ -100,9 +98,7 @@ def flat_rows(pages_PHND: torch.Tensor) -> tuple[torch.Tensor, Steps]:
     return pages_PHND.detach().as_strided((last + 1, D), (unit, column)), steps
 
 
-def row_numbers(
-    position_RHS: torch.Tensor, table_RP: torch.Tensor, N: int, steps: Steps
-) -> torch.Tensor:
+def row_numbers(position_RHS: torch.Tensor, table_RP: torch.Tensor, N: int, steps: Steps) -> torch.Tensor:
     """Return the rows of `flat_rows` that hold the positions of R requests, [R, H * S].
 
     A negative position counts as 0. `table_RP` are page numbers, `N` the tokens of a page, `steps` those of
@@ -124,8 +120,7 @@ def row_constants(key_PHND: torch.Tensor, value_PHNE: torch.Tensor) -> dict[str,
     D, E = key_PHND.shape[3], value_PHNE.shape[3]
     if max(D, E) > MAX_WIDTH:
         raise KernelLimitError(
-            f"key and value must be at most {MAX_WIDTH} wide for the kernel, got {D} and {E}; "
-            "use the torch backend"
+            f"key and value must be at most {MAX_WIDTH} wide for the kernel, got {D} and {E}; use the torch backend"
         )
     return {
         "KEY_STRIDES": kernel_strides(key_PHND, "key_pages"),
@@ -139,7 +134,6 @@ def kernel_strides(pages_PHND: torch.Tensor, name: str) -> Steps:
     page, head, token, column = pages_PHND.stride()
     if column != 1:
         raise KernelLimitError(
-            f"{name} must have a last stride of 1 for the Triton kernels, got {column}; "
-            "use the torch backend"
+            f"{name} must have a last stride of 1 for the Triton kernels, got {column}; use the torch backend"
         )
     return page, head, token

@@ -44,9 +44,7 @@ def partial_attention(
     return _explicit(query_BHGWD, key_BHTD, value_BHTE, scale, soft_cap, visible_BHGWT)
 
 
-def combine(
-    parts: list[tuple[torch.Tensor, torch.Tensor]], sink_HG: torch.Tensor | None = None
-) -> torch.Tensor:
+def combine(parts: list[tuple[torch.Tensor, torch.Tensor]], sink_HG: torch.Tensor | None = None) -> torch.Tensor:
     """Join the segments of one softmax; `parts` are `partial_attention`'s results for disjoint segments.
 
     `sink_HG` are learned logits that take part in the softmax without a value (gpt-oss).

@@ -108,9 +108,7 @@ def _runs() -> Iterator[tuple[str, Callable[[], object]]]:
             yield label + ", heads, mixed", partial(case.decode, slow=True, heads=True)
             yield label + ", pseudo, fast", partial(case.decode, slow=False, pseudo=case.pseudo)
             for slow, kind in ((False, "fast"), (True, "mixed")):
-                chosen = partial(
-                    case.decode, slow=slow, pseudo=case.parts, position_BHS=case.position
-                )
+                chosen = partial(case.decode, slow=slow, pseudo=case.parts, position_BHS=case.position)
                 yield f"{label}, in place, {kind}", chosen
             yield label, case.choose
             for queries in VERIFIED:
@@ -228,9 +226,7 @@ class Case:
         marks = self.length_BH if heads else None
         refreshed = self.table, self.length, index, self.length
         pack.triton(self.key, self.value, *refreshed, *segment, heads_RH=marks)
-        recall.triton(
-            self.key, self.value, *refreshed, *segment, *segment, self.length_BH, heads_RH=marks
-        )
+        recall.triton(self.key, self.value, *refreshed, *segment, *segment, self.length_BH, heads_RH=marks)
 
 
 def _plan() -> None:

@@ -93,9 +93,7 @@ class StepDescriptor:
     @property
     def slow_R(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Rows, sink tokens, lengths and first recent tokens of the slow requests and the padding."""
-        which, sink, length, start = (
-            self._list(place, self.slow_rows) for place in range(3, LISTS)
-        )
+        which, sink, length, start = (self._list(place, self.slow_rows) for place in range(3, LISTS))
         return which, sink, length, start
 
     def _list(self, place: int, size: int) -> torch.Tensor:
@@ -151,9 +149,7 @@ class StepRequest:
         most = self.length if self.mode == SLOW and not self.mixed else 1
         if self.decodes and not 1 <= self.count <= most:
             rule = "at most its length in a slow request, and 1 in a fast or mixed one"
-            raise ValueError(
-                f"count must be {rule}, got {self.count} of {self.length} cached tokens"
-            )
+            raise ValueError(f"count must be {rule}, got {self.count} of {self.length} cached tokens")
 
 
 def describe_step(
@@ -189,9 +185,7 @@ def describe_step(
     fast = tuple(row for row, request in enumerate(requests) if request.mode == FAST)
     mixed = tuple(row for row, request in enumerate(requests) if request.has_mixed_heads)
     queries = max((request.count for request in requests if request.decodes), default=1)
-    return StepDescriptor(
-        sent(buffer, device, into), len(requests), slow, fast, longest, mixed=mixed, queries=queries
-    )
+    return StepDescriptor(sent(buffer, device, into), len(requests), slow, fast, longest, mixed=mixed, queries=queries)
 
 
 def _words(request: StepRequest, evidence: int) -> list[int]:
@@ -212,9 +206,7 @@ def list_room(batch: int) -> int:
     return -(-batch // ALIGNED) * ALIGNED
 
 
-def sent(
-    tensor: torch.Tensor, device: torch.device, into: torch.Tensor | None = None
-) -> torch.Tensor:
+def sent(tensor: torch.Tensor, device: torch.device, into: torch.Tensor | None = None) -> torch.Tensor:
     """Send a host tensor to a device, or into a tensor there, without waiting for the copy."""
     if device.type == "cuda":
         tensor = tensor.pin_memory()

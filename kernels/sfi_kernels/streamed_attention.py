@@ -30,9 +30,7 @@ def streamed_attention(
     W, joined = query_1HGWD.shape[3], None
     for seen, causal, key, value in _pieces(blocks, length - W, W):
         query = query_1HGWD[:, :, :, seen]
-        part = partial_attention(
-            query, key, value, scale=scale, soft_cap=soft_cap, causal=causal and key.shape[2] > 1
-        )
+        part = partial_attention(query, key, value, scale=scale, soft_cap=soft_cap, causal=causal and key.shape[2] > 1)
         joined = _joined(joined, part, seen, W)
     assert joined is not None, "there is a block"
     return combine([joined], sink_HG).to(query_1HGWD.dtype)
@@ -70,17 +68,13 @@ def streamed_logits(
     return logits if W == 1 else logits.masked_fill(position_T > last_W1, -torch.inf)
 
 
-def _logits(
-    query_1HGWD: torch.Tensor, key_1HND: torch.Tensor, scale: float, soft_cap: float | None
-) -> torch.Tensor:
+def _logits(query_1HGWD: torch.Tensor, key_1HND: torch.Tensor, scale: float, soft_cap: float | None) -> torch.Tensor:
     _, H, G, W, D = query_1HGWD.shape
     product = (query_1HGWD.float() * scale).reshape(1, H, G * W, D) @ key_1HND.float().mT
     return capped(product, soft_cap).view(1, H, G, W, -1)
 
 
-def _pieces(
-    blocks: Iterable[Block], first: int, W: int
-) -> Iterator[tuple[slice, bool, torch.Tensor, torch.Tensor]]:
+def _pieces(blocks: Iterable[Block], first: int, W: int) -> Iterator[tuple[slice, bool, torch.Tensor, torch.Tensor]]:
     # parts of the blocks and the queries that see them: all of a part, or each query up to its own position
     for start, key, value in blocks:
         before = min(max(0, first - start), key.shape[2])

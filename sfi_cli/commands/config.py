@@ -23,7 +23,7 @@ def config() -> None:
 
 Prefix = Annotated[
     str, typer.Argument(help="Only names that begin with this: selector, t_.", autocompletion=names(SETTINGS))
-]  # fmt: skip
+]
 
 
 @app.command("list")

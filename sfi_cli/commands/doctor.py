@@ -32,8 +32,7 @@ def doctor(model: o.Model = None, json: o.Json = False) -> None:
         "versions": versions(),
         "checks": [asdict(check) for check in checks()],
         "triggers": [
-            {"trigger": name, "tokens": count, "examples": examples}
-            for name, count, examples in triggers.describe()
+            {"trigger": name, "tokens": count, "examples": examples} for name, count, examples in triggers.describe()
         ],
     }
     Output(json=json).data(document, lambda _: "\n".join(_lines(document)) + "\n")

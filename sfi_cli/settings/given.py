@@ -32,9 +32,7 @@ class Given:
     def of(self, name: str) -> dict[str, Any]:
         """Return the given settings of a table."""
         return {
-            full.removeprefix(f"{name}."): value
-            for full, value in self.values.items()
-            if full.startswith(f"{name}.")
+            full.removeprefix(f"{name}."): value for full, value in self.values.items() if full.startswith(f"{name}.")
         }
 
     def table(self, kind: type[T]) -> T:
@@ -102,9 +100,7 @@ def _said(command: str, sets: Iterable[str] | None, options: Mapping[str, Any]) 
     }
 
 
-def texts(
-    known: Mapping[str, Setting], sets: Iterable[str] | None, options: Mapping[str, Any]
-) -> dict[str, Any]:
+def texts(known: Mapping[str, Setting], sets: Iterable[str] | None, options: Mapping[str, Any]) -> dict[str, Any]:
     """Join `NAME=VALUE` and options into texts by setting; raise `ConfigError` for one given twice."""
     assigned = {}
     for text in sets or ():

@@ -14,9 +14,7 @@ from sfi_core.settings.sampling import Sampling
 class TraceTable(Table):
     """What a trace holds."""
 
-    positions: bool | None = setting(
-        None, "Record the positions of every selection; none does so while they are few."
-    )
+    positions: bool | None = setting(None, "Record the positions of every selection; none does so while they are few.")
     redact_text: bool = setting(False, "Keep token ids and text out of the trace.")
     spans: bool | None = setting(
         None,
@@ -40,18 +38,14 @@ class BenchTable(Table):
     """How `sfi bench` measures."""
 
     warm_up: int = setting(4, "Decoding steps before those that are measured.", least=0)
-    prefill: bool = setting(
-        False, "Read prompts for real, instead of filling the cache with random keys."
-    )
+    prefill: bool = setting(False, "Read prompts for real, instead of filling the cache with random keys.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForecastTable(Table):
     """The machine of `sfi bench --forecast`."""
 
-    bandwidth: float | None = setting(
-        None, "GB/s of the memory; none measures this machine's.", above=0
-    )
+    bandwidth: float | None = setting(None, "GB/s of the memory; none measures this machine's.", above=0)
     memory: float | None = setting(None, "GB of memory; none takes this machine's.", above=0)
 
 
@@ -60,18 +54,14 @@ class EvalTable(Table):
     """Details of `sfi eval`."""
 
     windows: int = setting(4, "Places of the text of --fidelity, evenly apart.", least=1)
-    batch_size: int = setting(
-        1, "Prompts of a task and length, or windows of a text, decoded together.", least=1
-    )
+    batch_size: int = setting(1, "Prompts of a task and length, or windows of a text, decoded together.", least=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuneTable(Table):
     """How `sfi tune` searches."""
 
-    mine: bool = setting(
-        True, "Search trigger sets mined from the traces too, where they beat punctuation."
-    )
+    mine: bool = setting(True, "Search trigger sets mined from the traces too, where they beat punctuation.")
 
 
 TRIALS = 200  # of `sfi tune`, unless --trials says otherwise
@@ -125,11 +115,7 @@ DIMENSIONS = {name: SETTINGS[name] for name in ("trigger_policy", *SEARCHED)}
 def settings_for(command: str) -> dict[str, Setting]:
     """List the settings that have an effect on a command."""
     accepted = COMMANDS[command]
-    return {
-        name: one
-        for name, one in SETTINGS.items()
-        if name in accepted or name.partition(".")[0] in accepted
-    }
+    return {name: one for name, one in SETTINGS.items() if name in accepted or name.partition(".")[0] in accepted}
 
 
 def places(name: str) -> list[str]:

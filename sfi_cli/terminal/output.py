@@ -192,6 +192,4 @@ def _json(data: Document) -> str:
 
 def _text_file(file: BinaryIO, *, packed: bool) -> TextIO:
     # without a name and a time, so that equal texts make equal files
-    return TextIOWrapper(
-        gzip.GzipFile("", "wb", 6, file, mtime=0) if packed else file, encoding="utf-8"
-    )
+    return TextIOWrapper(gzip.GzipFile("", "wb", 6, file, mtime=0) if packed else file, encoding="utf-8")

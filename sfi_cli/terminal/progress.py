@@ -89,9 +89,7 @@ class DecodeProgress(Progress):
     def requests(self, done: int, running: int, waiting: int) -> None:
         """Show how many requests are done, running and waiting."""
         total, state = done + running + waiting, f"{running:,} running, {waiting:,} waiting"
-        self._show(
-            f"requests: {state}", done, total, f"{done:,} of {total:,} requests done, {state}"
-        )
+        self._show(f"requests: {state}", done, total, f"{done:,} of {total:,} requests done, {state}")
 
 
 class BenchProgress(Progress):

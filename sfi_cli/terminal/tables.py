@@ -8,9 +8,7 @@ from typing import Any
 WIDTH, TEXT_WIDTH = 400, 110  # most columns of a table; columns at which text is wrapped
 
 
-def table(
-    title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1
-) -> Any:
+def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1) -> Any:
     """Make a table; its first `left` columns are words, the others numbers."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Group
@@ -43,9 +41,7 @@ def rendered(parts: Iterable[Any]) -> str:
 def wrapped(blocks: Iterable[Any]) -> str:
     """Return tables and lines as text, the lines wrapped."""
     return rendered(
-        part
-        for block in blocks
-        for part in (textwrap.wrap(block, TEXT_WIDTH) if isinstance(block, str) else [block])
+        part for block in blocks for part in (textwrap.wrap(block, TEXT_WIDTH) if isinstance(block, str) else [block])
     )
 
 

@@ -16,9 +16,7 @@ def check_command(words: Sequence[str]) -> None:
     """Raise `ConfigError` for a command that several processes cannot share."""
     if torchrun.size() > 1 and not any(list(words[: len(names)]) == names for names in COMMANDS):
         known = " and ".join(f"sfi {' '.join(names)}" for names in COMMANDS)
-        raise ConfigError(
-            f"under torchrun the command must be {known}, got sfi {' '.join(words[:2])}"
-        )
+        raise ConfigError(f"under torchrun the command must be {known}, got sfi {' '.join(words[:2])}")
 
 
 @contextmanager

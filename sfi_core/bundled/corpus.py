@@ -35,9 +35,7 @@ OBJECTS = (
     "pillow pipe plate pot puzzle rope saddle scarf scissors shell shield shovel spoon statue stool sword "
     "table teapot telescope tent thimble toy trumpet trunk umbrella urn vase vest wagon wheel whistle"
 ).split()
-PREPOSITIONS = (
-    "under near behind beside above below inside beyond opposite outside past against".split()
-)
+PREPOSITIONS = "under near behind beside above below inside beyond opposite outside past against".split()
 PLACE_ADJECTIVES = (
     "old cold quiet northern southern eastern western abandoned crowded empty famous flooded foggy "
     "forgotten gloomy hidden lonely misty muddy noisy ruined sacred sandy shady snowy steep stony sunny"
@@ -49,9 +47,7 @@ PLACES = (
     "meadow mine monastery orchard palace park pier prison quarry ranch shrine stable stadium tavern valley "
     "village vineyard warehouse wharf workshop"
 ).split()
-OPENERS = (
-    "Meanwhile Later Outside Elsewhere Nearby Today Yesterday Earlier Tonight Downtown".split()
-)
+OPENERS = "Meanwhile Later Outside Elsewhere Nearby Today Yesterday Earlier Tonight Downtown".split()
 REQUEST = "Question: What is written about"
 ANSWER = "Answer:"
 

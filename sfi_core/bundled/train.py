@@ -76,9 +76,7 @@ class Batches:
     def __init__(self, tokenizer: PreTrainedTokenizerFast, seed: int) -> None:
         self._tokenizer = tokenizer
         self._rng = random.Random(seed)
-        self._words = tokenizer.convert_tokens_to_ids(
-            [tokenizer.tokenize(word)[0] for word in vocabulary()]
-        )
+        self._words = tokenizer.convert_tokens_to_ids([tokenizer.tokenize(word)[0] for word in vocabulary()])
 
     def copying(self, stage: Stage) -> tuple[torch.Tensor, torch.Tensor]:
         """21 random words, then their segments of 7 in shuffled order; the copy is learned."""
@@ -87,9 +85,7 @@ class Batches:
             words = self._rng.sample(self._words, 21)
             order = self._rng.sample(range(3), 3)
             copied = [word for part in order for word in words[7 * part : 7 * part + 7]]
-            rows.append(
-                [self._tokenizer.bos_token_id, *words, self._tokenizer.eos_token_id, *copied]
-            )
+            rows.append([self._tokenizer.bos_token_id, *words, self._tokenizer.eos_token_id, *copied])
         ids = torch.tensor(rows)
         target = ids.clone()
         target[:, :23] = -100
@@ -100,9 +96,7 @@ class Batches:
         length = self._rng.choice(stage.lengths)
         examples = [draw(self._rng, length) for _ in range(max(1, stage.tokens // length))]
         prompts = self._tokenizer([example.prompt for example in examples])["input_ids"]
-        answers = self._tokenizer(
-            [example.answer for example in examples], add_special_tokens=False
-        )["input_ids"]
+        answers = self._tokenizer([example.answer for example in examples], add_special_tokens=False)["input_ids"]
         eos, pad = self._tokenizer.eos_token_id, self._tokenizer.pad_token_id
         width = max(len(p) + len(a) + 1 for p, a in zip(prompts, answers, strict=True))
         ids = torch.full((len(prompts), width), pad)

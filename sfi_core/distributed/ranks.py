@@ -95,9 +95,7 @@ class Ranks:
         told = self._exchange(ours)
         for name in ours:
             if odd := [rank for rank, theirs in enumerate(told) if theirs[name] != told[0][name]]:
-                raise ConfigError(
-                    f"{name} must be the same on every rank, got another on rank {odd[0]} than on 0"
-                )
+                raise ConfigError(f"{name} must be the same on every rank, got another on rank {odd[0]} than on 0")
 
     @contextmanager
     def agreed(self) -> Iterator[None]:
@@ -170,8 +168,7 @@ def join() -> Ranks:
     if not dist.is_initialized():
         with them.guarded():
             # gloo, on every device: these ranks tell each other words, not tensors
-            dist.init_process_group("gloo", store=_store(), rank=them.number, world_size=them.size,
-                                    timeout=LOADING)  # fmt: skip
+            dist.init_process_group("gloo", store=_store(), rank=them.number, world_size=them.size, timeout=LOADING)
     return them
 
 

@@ -36,9 +36,7 @@ class Audit:
                     self._look(layer, row, query, out_BHGTE[row, :, :, -1])
                 self.queries[state.request, layer.index] = query.clone()
 
-    def take_queries(
-        self, states: Sequence[RequestState], query_BHGD: Mapping[int, torch.Tensor]
-    ) -> None:
+    def take_queries(self, states: Sequence[RequestState], query_BHGD: Mapping[int, torch.Tensor]) -> None:
         """Take the queries, by layer, of a decoding step for which `see` was not called."""
         for row, state in enumerate(states):
             if state.step > 0 and not state.finished:
@@ -51,9 +49,7 @@ class Audit:
         for key in [key for key in self.queries if key[0] == request]:
             del self.queries[key]
 
-    def _look(
-        self, layer: Layer, row: int, query_1HGD: torch.Tensor, out_HGE: torch.Tensor
-    ) -> None:
+    def _look(self, layer: Layer, row: int, query_1HGD: torch.Tensor, out_HGE: torch.Tensor) -> None:
         state = layer.run.requests[row]
         mass_HGT = layer.logits((row,), query_1HGD[:, :, :, None])[0, :, :, 0].softmax(-1)
         mass_HT = mass_HGT.mean(1)
@@ -110,9 +106,7 @@ def _read(layer: Layer, row: int, all_HT: torch.Tensor) -> torch.Tensor:
     return read_HT
 
 
-def _retained(
-    layer: Layer, row: int, mass_HGT: torch.Tensor, read_HT: torch.Tensor
-) -> torch.Tensor:
+def _retained(layer: Layer, row: int, mass_HGT: torch.Tensor, read_HT: torch.Tensor) -> torch.Tensor:
     retained_HG = (mass_HGT * read_HT[:, None]).sum(-1)
     for head in layer.dense_heads.get(row, ()):
         retained_HG[head] = 1.0
@@ -135,9 +129,7 @@ def divergence(log_p_RV: torch.Tensor, log_q_RV: torch.Tensor) -> torch.Tensor:
     return terms.sum(-1).clamp_min(0)
 
 
-def compare_logits(
-    logits_RV: torch.Tensor, dense_RV: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def compare_logits(logits_RV: torch.Tensor, dense_RV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Compare next-token distributions with dense attention's; see `LogitsEvent`.
 
     Return KL(dense || ours) in nats, [R], and whether both have the same most probable token, [R].

@@ -98,9 +98,7 @@ class Rows:
         )
 
 
-def allowed_positions(
-    longest: int, sink_B: torch.Tensor, recent_start_B: torch.Tensor
-) -> torch.Tensor:
+def allowed_positions(longest: int, sink_B: torch.Tensor, recent_start_B: torch.Tensor) -> torch.Tensor:
     """Return the candidate sets J: all but the sink and recent tokens (Eq. 2): [B, T] bool.
 
     `longest` are the tokens of the longest request, T.
@@ -131,8 +129,7 @@ class BatchPass:
         self.count = tuple(one.count for one in passes)
         self.longest = max(map(sum, zip(start, self.count, strict=True)))
         self.prompts, self.slow, self.fast = (
-            tuple(row for row, one in enumerate(passes) if one.kind == kind)
-            for kind in (PROMPT, SLOW, FAST)
+            tuple(row for row, one in enumerate(passes) if one.kind == kind) for kind in (PROMPT, SLOW, FAST)
         )
         self.ended = tuple(row for row, one in enumerate(passes) if one.ends_prompt)
         self.decodes = bool(self.slow or self.fast)
@@ -196,9 +193,7 @@ def plan(descriptor: StepDescriptor, store: KVStore, device: torch.device) -> No
     split_plan.triton(descriptor, store.heads, resident_programs(device))
 
 
-def known_requests(
-    passes: Sequence[RequestPass], states: Sequence[RequestState], policy: Policy
-) -> Requests:
+def known_requests(passes: Sequence[RequestPass], states: Sequence[RequestState], policy: Policy) -> Requests:
     """List the requests of a pass for its descriptors."""
     pairs = list(zip(passes, states, strict=True))
     own = [_step_request(*pair, policy, dense=False) for pair in pairs]
@@ -207,9 +202,7 @@ def known_requests(
     return Requests(own, [_step_request(*pair, policy, dense=True) for pair in pairs])
 
 
-def _step_request(
-    one: RequestPass, state: RequestState, policy: Policy, *, dense: bool
-) -> StepRequest:
+def _step_request(one: RequestPass, state: RequestState, policy: Policy, *, dense: bool) -> StepRequest:
     sink, packed = state.sink(policy.config.sink), state.packed_tokens
     if policy.selects_before:  # the step's own selection may be larger than the last one
         packed = sink + min(policy.config.budget, max(0, state.recent_start - sink))

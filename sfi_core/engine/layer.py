@@ -65,14 +65,10 @@ class Layer:
         if not store.whole_on_device:
             blocks = store.blocks(self.index, row, length)
             return streamed_attention(query_1HGWD, blocks, length, **self.options)
-        out: torch.Tensor = dense_attention.on(self.backend)(
-            query_1HGWD, *self._whole(row), **self.options
-        )
+        out: torch.Tensor = dense_attention.on(self.backend)(query_1HGWD, *self._whole(row), **self.options)
         return out
 
-    def dense_with_logits(
-        self, row: int, query_1HGWD: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def dense_with_logits(self, row: int, query_1HGWD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Attend as `dense` does; also return the last query's logits, [1, H, G, 1, T]: the evidence.
 
         W must be 1 over a store of two tiers.
@@ -105,9 +101,7 @@ class Layer:
             if logits is None:
                 out = streamed_attention(query_1HG1D[:, one], blocks, length, **own)
             else:
-                out, logits[:, one] = streamed_attention_with_logits(
-                    query_1HG1D[:, one], blocks, **own
-                )
+                out, logits[:, one] = streamed_attention_with_logits(query_1HG1D[:, one], blocks, **own)
             outs.append(out)
         return torch.cat(outs, 1), logits
 
@@ -129,9 +123,7 @@ class Layer:
         for place, row in enumerate(rows):
             length, one = self.run.requests[row].length, slice(place, place + 1)
             blocks = store.blocks(self.index, row, length)
-            made[one, ..., :length] = streamed_logits(
-                query_RHGWD[one], blocks, length, **self.logit_options
-            )
+            made[one, ..., :length] = streamed_logits(query_RHGWD[one], blocks, length, **self.logit_options)
         return made
 
     def _whole(self, row: int) -> tuple[torch.Tensor, ...]:

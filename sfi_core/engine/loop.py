@@ -108,9 +108,7 @@ class Loop:
         logits_BV = self.host.prefill()  # makes the run
         return (yield from self._give(self.host.run, self.sampler, logits_BV))
 
-    def _give(
-        self, run: Run, sampler: Picker, logits_BV: torch.Tensor
-    ) -> Generator[NewTokens, None, list[int]]:
+    def _give(self, run: Run, sampler: Picker, logits_BV: torch.Tensor) -> Generator[NewTokens, None, list[int]]:
         # pick and note a token of every request that goes on, yield them, and return all rows' tokens
         finished_B = [state.finished for state in run.requests]
         with run.observer.span("sample"):
@@ -144,9 +142,7 @@ class Loop:
         return token
 
 
-def left_pad(
-    rows: Sequence[Sequence[int]], device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
+def left_pad(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Pad on the left; return ids and mask, [B, T].
 
     Padding repeats a row's first token, so that a repetition penalty sees no token that the row lacks.

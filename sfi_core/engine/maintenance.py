@@ -67,9 +67,7 @@ class Maintenance:
         self._ring[place].job = job
         self.side.run(place, job)
 
-    def collect(
-        self, alike: Hashable, item: Any, numbers: int, work: Callable[[list[Any]], None]
-    ) -> None:
+    def collect(self, alike: Hashable, item: Any, numbers: int, work: Callable[[list[Any]], None]) -> None:
         """Collect items with equal `alike`, to work them off together once they are enough, or at `join`.
 
         `numbers` is the item's size. The `work` of a group's first item is called with all of them, in order.

@@ -13,9 +13,7 @@ from sfi_core.policies.base import Selection
 from sfi_kernels.pack import pack_layers
 
 
-def apply(
-    layer: Layer, rows: tuple[int, ...], selection: Selection | None, reason: str = ""
-) -> None:
+def apply(layer: Layer, rows: tuple[int, ...], selection: Selection | None, reason: str = "") -> None:
     """Pack a layer's selection for some requests and tell the observer; None keeps the memory as it is.
 
     Where attention reads the rows in place, only their positions are noted.
@@ -114,9 +112,7 @@ def note_selection(
             step=state.step,
             layer=layer,
             index_HK=selection.index_BHK[place],
-            diagnostics={
-                name: value[place : place + 1] for name, value in selection.diagnostics.items()
-            },
+            diagnostics={name: value[place : place + 1] for name, value in selection.diagnostics.items()},
             reason=reason,
             heads_H=None if selection.heads_BH is None else selection.heads_BH[place],
         )

@@ -58,8 +58,7 @@ def _joined(old_BHGTD: torch.Tensor, new_BHGTD: torch.Tensor, count: Sequence[in
         return torch.cat([old_BHGTD, new_BHGTD], 3)
     # drop the padding between a request's old and new queries
     rows = [
-        torch.cat([old, new[:, :, T - own :]], 2)
-        for old, new, own in zip(old_BHGTD, new_BHGTD, count, strict=True)
+        torch.cat([old, new[:, :, T - own :]], 2) for old, new, own in zip(old_BHGTD, new_BHGTD, count, strict=True)
     ]
     width = max(row.shape[2] for row in rows)
     return torch.stack([pad(row, (0, 0, width - row.shape[2], 0)) for row in rows])

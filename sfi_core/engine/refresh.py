@@ -71,8 +71,7 @@ def refresh(
     sink = run.policy.config.sink
     empty = [
         # a selection for the next step may take the token that leaves the recent segment then
-        run.requests[row].recent_start == run.requests[row].sink(sink)
-        and not run.policy.selects_next
+        run.requests[row].recent_start == run.requests[row].sink(sink) and not run.policy.selects_next
         for row in rows
     ]
     if not any(empty):
@@ -133,9 +132,7 @@ def layer_context(
     )
 
 
-def batch_context(
-    layer: Layer, step: StepDescriptor, query_BHG1D: torch.Tensor, *, fast: bool
-) -> BatchContext:
+def batch_context(layer: Layer, step: StepDescriptor, query_BHG1D: torch.Tensor, *, fast: bool) -> BatchContext:
     """Make the context of a layer for all requests; `fast` as there."""
     run, segment = layer.run, layer.run.segment(layer.index)
     return BatchContext(

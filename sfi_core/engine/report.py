@@ -236,9 +236,7 @@ class RunReport:
             requests=requests,
             prefill_seconds=meter.prefill_seconds,
             decode_seconds=meter.decode_seconds,
-            decode_tokens_per_second=decoded / meter.decode_seconds
-            if meter.decode_seconds
-            else 0.0,
+            decode_tokens_per_second=decoded / meter.decode_seconds if meter.decode_seconds else 0.0,
             paths={name: count for name, count in meter.paths.items() if count},
             kernels=KernelReport.of(meter.kernels),
             kv_tiers=TierReport.of(run),

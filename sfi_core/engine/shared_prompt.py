@@ -51,9 +51,7 @@ class SharedPrompt:
         if own_BT is None or not same or not torch.equal(ids_BT * mask_BT, own_BT * mask_BT):
             raise ConfigError("shared must be of the same prompts, got others")
         if capacity > self.capacity:
-            raise ConfigError(
-                f"shared must be read with a capacity of {capacity} tokens, got {self.capacity}"
-            )
+            raise ConfigError(f"shared must be read with a capacity of {capacity} tokens, got {self.capacity}")
 
     def check_run(self, policy: Policy, backend: str, page_size: int | None) -> None:
         """Raise `ConfigError` if a policy needs queries that were not kept, or backend or pages differ.
@@ -82,9 +80,7 @@ class SharedPrompt:
             state.tally.prefill_seconds = self.seconds
         if self.ids_BT is not None:
             requests = run.requests_of(range(len(self.count)))
-            run.observer.on(
-                PromptEvent(requests=requests, ids_BT=self.ids_BT, count=tuple(self.count))
-            )
+            run.observer.on(PromptEvent(requests=requests, ids_BT=self.ids_BT, count=tuple(self.count)))
         run.begin_prefill(self.count, final=True)
         with run.observer.span("prefill"):
             for index, kept in self.layers.items():

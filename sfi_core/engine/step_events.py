@@ -74,7 +74,6 @@ def _shape(run: Any) -> dict[str, Any]:
         return float(always * state.length + other * state.read(dense=state.slow))
 
     slow, fast = (
-        [run.requests[row] for row in rows]
-        for rows in ((*batch_pass.prompts, *batch_pass.slow), batch_pass.fast)
+        [run.requests[row] for row in rows] for rows in ((*batch_pass.prompts, *batch_pass.slow), batch_pass.fast)
     )
     return step_shape(slow, fast, moved)

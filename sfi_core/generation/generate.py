@@ -186,8 +186,7 @@ def generate(
             interrupted = True
         report = _report(session, loop, error, interrupted=interrupted)
         texts = [
-            tokenizer.decode(one.token_ids, skip_special_tokens=True) if tokenizer else ""
-            for one in report.requests
+            tokenizer.decode(one.token_ids, skip_special_tokens=True) if tokenizer else "" for one in report.requests
         ]
         return Result(
             report=report,
@@ -209,15 +208,12 @@ def _tell(on_token: Callable[[list[int | None]], None], given: NewTokens, prompt
         on_token([new.get(request) for request in range(prompts)])
 
 
-def _report(
-    session: Session, loop: Loop, error: SfiError | None, *, interrupted: bool
-) -> RunReport:
+def _report(session: Session, loop: Loop, error: SfiError | None, *, interrupted: bool) -> RunReport:
     # after an early end the report also has requests that had not begun, and other finish reasons
     if session.report is None:
         raise KeyboardInterrupt
     session.run.left += [
-        RequestState(request=request, prompt_tokens=len(loop.prompts[request]))
-        for request in loop.waiting
+        RequestState(request=request, prompt_tokens=len(loop.prompts[request])) for request in loop.waiting
     ]
     report = session.report
     if not (error or interrupted):

@@ -31,17 +31,13 @@ def token_limits(max_new_tokens: int | Sequence[int], prompts: int) -> list[int]
     """Return the most new tokens of each prompt; raises `ConfigError` unless each has a positive one."""
     limits = [max_new_tokens] * prompts if isinstance(max_new_tokens, int) else list(max_new_tokens)
     if len(limits) != prompts:
-        raise ConfigError(
-            f"max_new_tokens must be one number or {prompts}, one a prompt, got {len(limits)}"
-        )
+        raise ConfigError(f"max_new_tokens must be one number or {prompts}, one a prompt, got {len(limits)}")
     if limits and min(limits) < 1:
         raise ConfigError(f"max_new_tokens must be positive, got {min(limits)}")
     return limits
 
 
-def check_lengths(
-    model: Any, rows: Sequence[Sequence[int]], max_new_tokens: int | Sequence[int]
-) -> None:
+def check_lengths(model: Any, rows: Sequence[Sequence[int]], max_new_tokens: int | Sequence[int]) -> None:
     """Raise `InputError` for a prompt that exceeds the model's positions together with its new tokens."""
     limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     most = [max_new_tokens] * len(rows) if isinstance(max_new_tokens, int) else max_new_tokens

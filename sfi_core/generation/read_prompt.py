@@ -42,9 +42,7 @@ def read_prompt(
     keeper = PromptQueries(window)
     config = SfiConfig(trigger_policy="never")
     plain, chunk = EngineOptions(backend=engine.backend), engine.prefill_chunk
-    with slow_fast(
-        model, tokenizer, config, policy="full-kv", engine=plain, page_size=page_size
-    ) as session:
+    with slow_fast(model, tokenizer, config, policy="full-kv", engine=plain, page_size=page_size) as session:
         check_fits(session.forecast(B, T, capacity, chunk), model.device)
         decoder = Decoder(
             session=session,

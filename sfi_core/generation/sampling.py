@@ -70,9 +70,7 @@ class Sampler(Picker):
         """See `Picker`."""
         return vocabulary if self.tokens is None else max(vocabulary, *self.tokens.length_B)
 
-    def scores(
-        self, logits_PV: torch.Tensor, row_P: Sequence[int], tail: Sequence[Sequence[int]]
-    ) -> torch.Tensor:
+    def scores(self, logits_PV: torch.Tensor, row_P: Sequence[int], tail: Sequence[Sequence[int]]) -> torch.Tensor:
         """See `Picker`."""
         ids_PT = self._ids_BT if self.tokens is None else self.tokens.before(row_P, tail)
         scores_PV: torch.Tensor = self._processors(ids_PT, logits_PV)

@@ -118,8 +118,7 @@ class SyntheticPrompt:
         for row in self._rows:
             generator = torch.Generator(model.device)
             generator.manual_seed(
-                ((self._seed * 1009 + row) * 1009 + layer) * 3
-                + ("key", "value", "query").index(what)
+                ((self._seed * 1009 + row) * 1009 + layer) * 3 + ("key", "value", "query").index(what)
             )
             options = {"dtype": model.dtype, "device": model.device, "generator": generator}
             drawn.append(torch.randn(size, **options))

@@ -73,9 +73,7 @@ def verify(
     if chunk < 1:
         raise ConfigError(f"chunk must be at least 1, got {chunk}")
     if kind := pass_rotation(model.config):
-        raise ConfigError(
-            f"model must rotate each token by its own position, got RoPE of the kind {kind}"
-        )
+        raise ConfigError(f"model must rotate each token by its own position, got RoPE of the kind {kind}")
     check_lengths(model, rows, [len(output) for output in outputs])
     judge = Judge(model, sampling, seed or 0)
     with wide_linears(model):
@@ -120,9 +118,7 @@ class Judge:
         if sampling.do_sample:
             self._stretch /= sampling.temperature
 
-    def __call__(
-        self, request: int, prompt: list[int], output: list[int], chunk: int
-    ) -> RequestCheck:
+    def __call__(self, request: int, prompt: list[int], output: list[int], chunk: int) -> RequestCheck:
         """Check one request."""
         ids_1T = torch.tensor([prompt + output], device=self._model.device)
         found: list[Found] = []
@@ -130,9 +126,7 @@ class Judge:
             found += self._compare(request, len(found), ids_1T, len(prompt), logits_PV)
         for index, one in enumerate(found):
             if not one.fine:
-                raise NumericsError(
-                    f"logits must be finite, got NaN or infinity at step {index} in request {request}"
-                )
+                raise NumericsError(f"logits must be finite, got NaN or infinity at step {index} in request {request}")
         differing = [
             Differing(
                 index=index,
@@ -154,9 +148,7 @@ class Judge:
         logits_PV = logits_PV.float()
         ends = range(prompt + index, prompt + index + P)
         scores_PV, all_PV = (
-            torch.cat(
-                [chosen(ids_1T[:, :end], logits_PV[p : p + 1]) for p, end in enumerate(ends)]
-            ).double()
+            torch.cat([chosen(ids_1T[:, :end], logits_PV[p : p + 1]) for p, end in enumerate(ends)]).double()
             for chosen in (self._processors, self._unfiltered)
         )
         noise_PV = torch.zeros_like(all_PV)
@@ -197,9 +189,7 @@ class Judge:
         return torch.maximum(lost_P, dropped_P).clamp_min(0.0).nan_to_num(torch.inf, torch.inf)
 
 
-def forced_logits(
-    model: Any, ids_1T: torch.Tensor, prompt: int, chunk: int
-) -> Iterator[torch.Tensor]:
+def forced_logits(model: Any, ids_1T: torch.Tensor, prompt: int, chunk: int) -> Iterator[torch.Tensor]:
     """Read a text with the plain model; yield the logits of its output tokens in pieces, [P, V].
 
     The text is `prompt` tokens and the output; a pass reads `chunk` tokens of the prompt.
@@ -213,9 +203,7 @@ def forced_logits(
     past = None
     for begin, end in (*pieces, *tested) if tested else ():
         options = {} if begin >= first else one
-        read = model(
-            input_ids=ids_1T[:, begin:end], use_cache=True, **{CACHE_NAME: past}, **options
-        )
+        read = model(input_ids=ids_1T[:, begin:end], use_cache=True, **{CACHE_NAME: past}, **options)
         past = getattr(read, CACHE_NAME)
         if begin >= first:
             yield read.logits[0]

@@ -55,11 +55,7 @@ class VerifyReport:
     @property
     def ok(self) -> bool:
         """Whether every token is full attention's, up to rounding."""
-        return all(
-            one.behind_ulp <= self.bound_ulp
-            for request in self.requests
-            for one in request.differing
-        )
+        return all(one.behind_ulp <= self.bound_ulp for request in self.requests for one in request.differing)
 
     @property
     def tokens(self) -> int:

@@ -5,9 +5,7 @@ from pathlib import Path
 
 import torch
 
-STATUS, CLEAR_REFS, MEMINFO = (
-    Path("/proc") / name for name in ("self/status", "self/clear_refs", "meminfo")
-)
+STATUS, CLEAR_REFS, MEMINFO = (Path("/proc") / name for name in ("self/status", "self/clear_refs", "meminfo"))
 
 
 def free_bytes(device: torch.device) -> int | None:

@@ -60,9 +60,7 @@ def _backend(backend: str) -> Check:
     try:
         model, tokenizer = load()
         everything = SfiConfig(sink=1, recent=4, budget=64, t_max=4)
-        prompt = (
-            "Belora hid a red lantern under the old bridge. Question: What is written about Belora?"
-        )
+        prompt = "Belora hid a red lantern under the old bridge. Question: What is written about Belora?"
         options: dict[str, Any] = {"max_new_tokens": 12, "engine": EngineOptions(backend=backend)}
         sfi = generate(model, tokenizer, [prompt], everything, **options)
         full = generate(model, tokenizer, [prompt], everything, policy="full-kv", **options)
@@ -94,7 +92,7 @@ def _triton() -> Check:
     try:
         done = subprocess.run(  # noqa: S603 - our own module
             command, env={**os.environ, **mode}, capture_output=True, text=True, timeout=TIMEOUT, check=False
-        )  # fmt: skip
+        )
     except subprocess.TimeoutExpired:
         return Check("triton", False, f"no answer within {TIMEOUT} s")
     if done.returncode:

@@ -42,9 +42,7 @@ class ByteModel:
     windows: tuple[tuple[int, int], ...] = ()
 
     @classmethod
-    def of(
-        cls, model: Mapping[str, Any], *, dense_layers: Sequence[int] = (), batch: int = 1
-    ) -> Self:
+    def of(cls, model: Mapping[str, Any], *, dense_layers: Sequence[int] = (), batch: int = 1) -> Self:
         """Take the numbers from a trace manifest's `model`.
 
         `weight_bytes` of a mixture count one token's experts; a batch reads more.
@@ -61,9 +59,7 @@ class ByteModel:
             dense_row_bytes=sum(map(_row_bytes, dense)),
             dense_layers=len(dense),
             windows=tuple(
-                (layer["window"], _row_bytes(layer))
-                for layer in model["layers"]
-                if layer["window"] is not None
+                (layer["window"], _row_bytes(layer)) for layer in model["layers"] if layer["window"] is not None
             ),
         )
 
@@ -133,9 +129,7 @@ def cycle_tokens(rate: float, drafted: int) -> float:
     return sum(rate**place for place in range(drafted + 1))
 
 
-def cycle_mean(
-    fast: Count, slow: Count, *, drafted: float, tokens: float, again: float = 0.0
-) -> Count:
+def cycle_mean(fast: Count, slow: Count, *, drafted: float, tokens: float, again: float = 0.0) -> Count:
     """Return the mean bytes of a token of a lossless run: a cycle is some fast steps and a slow one.
 
     A cycle has `drafted` fast steps and gives `tokens`, see `cycle_tokens`; after a share `again` of the

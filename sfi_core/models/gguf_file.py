@@ -27,9 +27,7 @@ def check_packages() -> None:
     """Raise `BackendError` where a package that reads GGUF files is missing."""
     for package in PACKAGES:
         if find_spec(package) is None:
-            raise BackendError(
-                f"GGUF files need {package}, which is not installed; pip install 'sfi-toolkit[gguf]'"
-            )
+            raise BackendError(f"GGUF files need {package}, which is not installed; pip install 'sfi-toolkit[gguf]'")
 
 
 @contextmanager

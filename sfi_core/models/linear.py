@@ -109,9 +109,7 @@ def pack_weights(model: Any, progress: Callable[[int, int], None] | None = None)
     check_packing(model.device, model.dtype)
     if ranks_of(model).size > 1:
         raise BackendError("weights of a model that is split over ranks cannot be packed")
-    layers = [
-        m for m in _linears(model) if m.weight.dtype in HALVES and m.weight.abs().max() <= LARGEST
-    ]
+    layers = [m for m in _linears(model) if m.weight.dtype in HALVES and m.weight.abs().max() <= LARGEST]
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
         for done, _ in enumerate(pool.map(PackedLinear.pack, layers), 1):
             if progress is not None:

@@ -73,8 +73,7 @@ def load(
         source = find_source(str(BUNDLED if model is None else model))
         if source.gguf is not None and together.size > 1:
             raise UnsupportedModelError(
-                f"{source.name} is a GGUF file, which {together.size} ranks cannot share; "
-                "use its folder or hub id"
+                f"{source.name} is a GGUF file, which {together.size} ranks cannot share; use its folder or hub id"
             )
     with source.opened():
         with together.agreed(), _readable(source.name):
@@ -116,9 +115,7 @@ def _readable(name: str, what: str = "model") -> Iterator[None]:
 
 def read_config(source: Source, revision: str | None = None, **options: Any) -> Any:
     """Return a checkpoint's config; that of a GGUF file also says which dtype "auto" is."""
-    config = transformers.AutoConfig.from_pretrained(
-        source.place, revision=revision, **source.options, **options
-    )
+    config = transformers.AutoConfig.from_pretrained(source.place, revision=revision, **source.options, **options)
     if source.gguf is not None:
         check_positions(config, read_metadata(source.place, source.gguf, revision))
         config.dtype = DTYPE
@@ -131,13 +128,8 @@ def _decoder_config(source: Source, common: dict[str, Any]) -> Any:
         raise UnsupportedModelError(
             f"{source.name} is an encoder-decoder model ({config.model_type}); sfi runs decoder-only models"
         )
-    if (
-        type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
-        and not common["trust_remote_code"]
-    ):
-        raise UnsupportedModelError(
-            f"{source.name} ({config.model_type}) is no causal language model"
-        )
+    if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING and not common["trust_remote_code"]:
+        raise UnsupportedModelError(f"{source.name} ({config.model_type}) is no causal language model")
     return config
 
 
@@ -166,9 +158,7 @@ def load_tokenizer(model: str | None = None, revision: str | None = None, **opti
 
 def _tokenizer(source: Source, revision: str | None = None, **options: Any) -> Any:
     if source.gguf is None or (Path(source.place) / "tokenizer.json").is_file():
-        return transformers.AutoTokenizer.from_pretrained(
-            source.place, revision=revision, **options
-        )
+        return transformers.AutoTokenizer.from_pretrained(source.place, revision=revision, **options)
     return build_tokenizer(read_metadata(source.place, source.gguf, revision))
 
 
@@ -176,9 +166,7 @@ def _check_place(source: Source) -> None:
     place, folder = source.place, Path(source.place)
     if not folder.is_dir():
         if folder.exists():
-            raise InputError(
-                f"model must be a folder, a hub id or a .gguf file, got the file {place}"
-            )
+            raise InputError(f"model must be a folder, a hub id or a .gguf file, got the file {place}")
         if place.startswith((".", "~")) or folder.is_absolute() or place.count("/") > 1:
             raise InputError(f"model folder {place} does not exist")
     if source.gguf or not folder.is_dir():
@@ -230,7 +218,5 @@ def resolve_device(name: str) -> torch.device:
         raise ConfigError(f"unknown device {name!r}; expected one of ('auto', 'cpu', 'cuda')")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device.type == "cuda" and (device.index or 0) >= count:
-        raise BackendError(
-            f"device {name} is not on this machine, which has {count} CUDA devices; use cpu"
-        )
+        raise BackendError(f"device {name} is not on this machine, which has {count} CUDA devices; use cpu")
     return device

@@ -38,9 +38,7 @@ class Drafting:
     compares: bool
     explicit: bool
 
-    def pass_bytes(
-        self, *, batch: int, vocabulary: int, itemsize: int, heads: int, grouped: int, capacity: int
-    ) -> int:
+    def pass_bytes(self, *, batch: int, vocabulary: int, itemsize: int, heads: int, grouped: int, capacity: int) -> int:
         """Add up what a verification of all requests holds, the model's activations left out.
 
         `vocabulary` numbers of `itemsize` bytes are a token's logits; `heads` are all query heads, `grouped`
@@ -219,9 +217,7 @@ def largest_batch(needed: Callable[[int], int], most: int, free: float) -> int:
     return bisect_right(range(1, most + 1), free, key=needed)
 
 
-def check_fits(
-    expected: Forecast, device: torch.device, way: str | None = None, *, two_tier: bool = False
-) -> None:
+def check_fits(expected: Forecast, device: torch.device, way: str | None = None, *, two_tier: bool = False) -> None:
     """Raise `MemoryForecastError` for a run that does not fit: bytes needed, bytes free, what to lower.
 
     `way` is the setting to lower, None for the one that needs the most. The message does not suggest a device
@@ -277,7 +273,5 @@ def graph_bytes(
     """
     sizes = step_sizes(batch, selects=selects)
     logits = len(sizes) * batch * vocabulary * layers[0].itemsize
-    chosen = (
-        sum(sizes) * sum(layer.heads for layer in layers) * min(config.budget, capacity) * INT32
-    )
+    chosen = sum(sizes) * sum(layer.heads for layer in layers) * min(config.budget, capacity) * INT32
     return step_bytes + logits + chosen + len(sizes) * GRAPH_BYTES + LIBRARY_BYTES

@@ -40,9 +40,7 @@ def check_split(config: Any, plan: dict[str, str], size: int) -> None:
     # every kind of heads there is: some architectures have other numbers in some layers
     for field, heads in text.to_dict().items():
         if field.endswith("heads") and isinstance(heads, int) and heads % size:
-            raise UnsupportedModelError(
-                f"{field} must be a multiple of the {size} ranks, got {heads}"
-            )
+            raise UnsupportedModelError(f"{field} must be a multiple of the {size} ranks, got {heads}")
 
 
 def _plan_with_whole_head(config: Any, *, trust_remote_code: bool) -> dict[str, str]:

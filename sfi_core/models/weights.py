@@ -37,8 +37,7 @@ class ModelWeights:
         tied = head is not None and not isinstance(head, PackedLinear) and head.weight is embedding
         embedding_bytes = local(embedding).numel() * embedding.itemsize
         weights = packed | {  # shared parameters come once
-            name: local(weight).numel() * weight.itemsize
-            for name, weight in model.named_parameters()
+            name: local(weight).numel() * weight.itemsize for name, weight in model.named_parameters()
         }
         experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
         return cls(

@@ -23,9 +23,7 @@ class Observer(Protocol):
     def on(self, event: events.Event) -> None:
         """Receive an event; an observer may see several runs in turn."""
 
-    def span(
-        self, name: str, layer: int | None = None, moved_bytes: int = 0
-    ) -> AbstractContextManager[None]:
+    def span(self, name: str, layer: int | None = None, moved_bytes: int = 0) -> AbstractContextManager[None]:
         """Bracket a region that has to move `moved_bytes`, for NVTX ranges and timings."""
 
 
@@ -72,9 +70,7 @@ class NullObserver:
     def on_logits(self, event: events.LogitsEvent) -> None:
         """The next-token distributions of an audited step are known."""
 
-    def span(
-        self, name: str, layer: int | None = None, moved_bytes: int = 0
-    ) -> AbstractContextManager[None]:
+    def span(self, name: str, layer: int | None = None, moved_bytes: int = 0) -> AbstractContextManager[None]:
         """Bracket nothing."""
         return NOTHING
 
@@ -92,9 +88,7 @@ class Observers:
         for observer in self.each:
             observer.on(event)
 
-    def span(
-        self, name: str, layer: int | None = None, moved_bytes: int = 0
-    ) -> AbstractContextManager[None]:
+    def span(self, name: str, layer: int | None = None, moved_bytes: int = 0) -> AbstractContextManager[None]:
         """Nest every observer's span."""
         if not self.spanning:
             return NOTHING
@@ -121,9 +115,7 @@ def wants(observer: Observer, event: type[events.Event]) -> bool:
     """Say whether an observer uses an event."""
     if isinstance(observer, Observers):
         return any(wants(one, event) for one in observer.each)
-    return _listened(observer) and any(
-        _overrides(observer, name) for name in ("on", HANDLERS[event])
-    )
+    return _listened(observer) and any(_overrides(observer, name) for name in ("on", HANDLERS[event]))
 
 
 def wants_spans(observer: Observer) -> bool:

@@ -44,9 +44,7 @@ def policy_class(name: str) -> type[Policy]:
     owners = ["sfi"] if name in POLICIES else []
     owners += [f"package {package_of(point)}" for point in points]
     if len(owners) > 1:
-        raise ConfigError(
-            f"policy {name!r} is defined twice, by {' and by '.join(owners)}; remove one"
-        )
+        raise ConfigError(f"policy {name!r} is defined twice, by {' and by '.join(owners)}; remove one")
     if not owners:
         raise ConfigError(f"unknown policy {name!r}; expected one of {known()}")
     return _imported(points[0]) if points else POLICIES[name]
@@ -58,9 +56,7 @@ def _imported(point: EntryPoint) -> type[Policy]:
         found = point.load()
     except Exception as error:  # another package may raise anything at import
         reason = " ".join(str(error).split()) or "no reason given"
-        raise ConfigError(
-            f"{where} cannot be imported: {type(error).__name__}: {reason}"
-        ) from error
+        raise ConfigError(f"{where} cannot be imported: {type(error).__name__}: {reason}") from error
     if not (isinstance(found, type) and issubclass(found, Policy)):
         raise ConfigError(f"{where} must be a subclass of sfi_core.policies.Policy, got {found!r}")
     return found

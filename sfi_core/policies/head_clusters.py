@@ -32,8 +32,7 @@ class HeadClusters:
         """Raise `ConfigError` for numbers that contradict each other."""
         if self.cluster_of.keys() != self.representatives.keys():
             raise ConfigError(
-                f"representatives must be of the layers {sorted(self.cluster_of)}, "
-                f"got {sorted(self.representatives)}"
+                f"representatives must be of the layers {sorted(self.cluster_of)}, got {sorted(self.representatives)}"
             )
         if not self.cluster_of:
             raise ConfigError("layers must be at least one, got none")
@@ -66,9 +65,7 @@ class HeadClusters:
         return cls(
             model_digest=_a_text(found, "digest"),
             cluster_of={number: _heads(one, "cluster_of") for number, one in layers.items()},
-            representatives={
-                number: _heads(one, "representatives") for number, one in layers.items()
-            },
+            representatives={number: _heads(one, "representatives") for number, one in layers.items()},
             model=_a_text(found, "model"),
             made_from=_a_table(found.get("made_from", {}), "made_from"),
         )
@@ -149,8 +146,7 @@ def _check_layer(layer: int, cluster_of: tuple[int, ...], representatives: tuple
     for cluster, head in enumerate(representatives):
         if not 0 <= head < len(cluster_of) or cluster_of[head] != cluster:
             raise ConfigError(
-                f"representatives of layer {layer} must be in their own clusters, "
-                f"got head {head} for cluster {cluster}"
+                f"representatives of layer {layer} must be in their own clusters, got head {head} for cluster {cluster}"
             )
 
 

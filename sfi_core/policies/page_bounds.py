@@ -46,9 +46,7 @@ def bounds(query_HGD: torch.Tensor, low_HPD: torch.Tensor, high_HPD: torch.Tenso
     return query.clamp_min(0) @ high_HPD.mT + query.clamp_max(0) @ low_HPD.mT
 
 
-def best_pages(
-    score_HP: torch.Tensor, page: int, allowed: tuple[int, int], budget: int
-) -> torch.Tensor:
+def best_pages(score_HP: torch.Tensor, page: int, allowed: tuple[int, int], budget: int) -> torch.Tensor:
     """Return the positions of the pages with the highest scores; the lower page wins a tie.
 
     Equals Top-K over positions with the scores of their pages, but sorts only the pages. Without a sync.

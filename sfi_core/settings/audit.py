@@ -17,9 +17,7 @@ class AuditConfig(Table):
         "audited: later steps are compared with them.",
         above=0,
     )
-    top: int = setting(
-        1024, "Positions of an audited support, K: those with the most attention.", above=0
-    )
+    top: int = setting(1024, "Positions of an audited support, K: those with the most attention.", above=0)
     layers: tuple[int, ...] | None = setting(
         None, "Audit only these layers; none audits all that sfi manages.", least=0
     )

@@ -68,9 +68,7 @@ class SfiConfig(Table):
         "(docs/evidence/evaluation.md has what that is worth, as for span and trigger_delay).",
         least=1,
     )
-    span: int = setting(
-        10, "Evidence is max-pooled over this many positions on each side; 0 is the paper.", least=0
-    )
+    span: int = setting(10, "Evidence is max-pooled over this many positions on each side; 0 is the paper.", least=0)
     trigger_policy: str = setting(
         "boundary",
         "What makes a step slow; boundary is Eq. 5 and T_max. t_max applies to boundary, t-max and random, "
@@ -78,9 +76,7 @@ class SfiConfig(Table):
         choices=TRIGGER_POLICIES,
     )
     stride: int = setting(16, "Steps from one slow step to the next under stride.", least=1)
-    random_rate: float = setting(
-        0.05, "Probability of a step to be slow under random.", least=0, most=1
-    )
+    random_rate: float = setting(0.05, "Probability of a step to be slow under random.", least=0, most=1)
     trigger_seed: int = setting(0, "Seed of the trigger random and of the policy random-k.")
     triggers: tuple[str, ...] = setting(
         (".", "?", "!", ";", "\n"),
@@ -89,9 +85,7 @@ class SfiConfig(Table):
     trigger_token_ids: tuple[int, ...] | None = setting(
         None, "Token ids that end a sentence, in place of triggers.", least=0
     )
-    window_prefill: int = setting(
-        16, "How many of the prompt's last queries make the first selection, W.", least=1
-    )
+    window_prefill: int = setting(16, "How many of the prompt's last queries make the first selection, W.", least=1)
     dense_layers: tuple[int, ...] = setting((), "Layers that always attend densely.", least=0)
     selector: parts.SelectorConfig = field(default_factory=parts.SelectorConfig)
     baseline: parts.BaselineConfig = field(default_factory=parts.BaselineConfig)

@@ -30,9 +30,7 @@ class DeviceBudget:
 
         Raise `ConfigError` if the text is neither, the share not in (0, 100%], or the size no whole byte.
         """
-        wrong = ConfigError(
-            f"kv_device_budget must be a share such as 20% or a size such as 2GiB, got {text!r}"
-        )
+        wrong = ConfigError(f"kv_device_budget must be a share such as 20% or a size such as 2GiB, got {text!r}")
         written = WRITTEN.fullmatch(text.strip())
         if written is None:
             raise wrong

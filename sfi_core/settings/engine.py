@@ -37,17 +37,13 @@ class EngineOptions:
         "Keep all keys and values in host memory, and at most this much on the device: a share of the cache "
         "such as 20%, or a size such as 2GiB. None keeps everything on the device.",
     )
-    kv_page: int = setting(
-        32, "Under a device budget: tokens of a page, which goes to host memory whole.", least=1
-    )
+    kv_page: int = setting(32, "Under a device budget: tokens of a page, which goes to host memory whole.", least=1)
     backend: str = setting(
         "auto",
         "What computes attention: the Triton kernels or PyTorch. auto takes triton on a CUDA device.",
         choices=BACKENDS,
     )
-    prefill_chunk: int = setting(
-        4096, "Prompt tokens of one forward pass; 0 for all at once.", least=0
-    )
+    prefill_chunk: int = setting(4096, "Prompt tokens of one forward pass; 0 for all at once.", least=0)
 
     def __post_init__(self) -> None:
         """Check the values and the device budget; raises `ConfigError`."""

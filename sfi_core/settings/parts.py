@@ -16,23 +16,15 @@ class SelectorConfig(Table):
         above=0,
         most=1,
     )
-    gamma: float = setting(
-        0.5, "Strength of the key-norm penalty, Eq. 9. Paper gap: the released code's.", least=0
-    )
+    gamma: float = setting(0.5, "Strength of the key-norm penalty, Eq. 9. Paper gap: the released code's.", least=0)
     beta: float = setting(
         -math.log(0.6) / 0.9,
         "Strength of the global recency decay, Eq. 11. Paper gap: the released code's.",
         least=0,
     )
-    power: float = setting(
-        1.8, "Curvature p of the recency decay, Eq. 11. Paper gap: the released code's.", least=1
-    )
-    eta: float = setting(
-        0.4, "Strength of the tail brake, Eq. 11. Paper gap: the released code's.", least=0
-    )
-    lambda_clip: float = setting(
-        0.02, "Upper bound of the prior's weight, Eq. 17.", least=0, most=1
-    )
+    power: float = setting(1.8, "Curvature p of the recency decay, Eq. 11. Paper gap: the released code's.", least=1)
+    eta: float = setting(0.4, "Strength of the tail brake, Eq. 11. Paper gap: the released code's.", least=0)
+    lambda_clip: float = setting(0.02, "Upper bound of the prior's weight, Eq. 17.", least=0, most=1)
     alpha_soft: float = setting(0.5, "Soft-NMS strength, Eq. 21.", least=0)
     radius: int = setting(
         16,
@@ -40,9 +32,7 @@ class SelectorConfig(Table):
         least=0,
     )
     alpha_cross: float = setting(0.35, "Cross-head exclusivity strength, Eq. 23.", least=0)
-    temperature: float = setting(
-        2.0, "Temperature T of Eq. 22. Paper gap: the released code's.", above=0
-    )
+    temperature: float = setting(2.0, "Temperature T of Eq. 22. Paper gap: the released code's.", above=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,9 +46,7 @@ class BaselineConfig(Table):
 class FreeKVConfig(Table):
     """Settings of FreeKV (Liu et al., 2025)."""
 
-    page: int = setting(
-        32, "Tokens of a page under freekv, which selects and recalls whole pages.", least=1
-    )
+    page: int = setting(32, "Tokens of a page under freekv, which selects and recalls whole pages.", least=1)
     tau: float = setting(
         0.8,
         "A KV head selects before it attends if the pooled cosine of its query with the last step's is below "
@@ -67,9 +55,7 @@ class FreeKVConfig(Table):
         least=-1,
         most=1,
     )
-    first_layer_dense: bool = setting(
-        True, "Leave the first full-attention layer dense, as the paper does."
-    )
+    first_layer_dense: bool = setting(True, "Leave the first full-attention layer dense, as the paper does.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,9 +67,7 @@ class SyncKVConfig(Table):
         "File of head clusters, from `sfi tune heads`; none is heads.json in the model's folder. even splits "
         "each layer's KV heads into `representatives` groups of neighbors, for random weights.",
     )
-    representatives: int = setting(
-        2, "Representative heads of a layer, N_r, under synckv.heads=even.", least=1
-    )
+    representatives: int = setting(2, "Representative heads of a layer, N_r, under synckv.heads=even.", least=1)
     stride: int = setting(5, "Steps from one anticipation to the next, the paper's m.", least=1)
     static: float = setting(
         0.5,

@@ -12,12 +12,6 @@ class Sampling(Table):
     do_sample: bool = setting(False, "Sample instead of taking the most likely token.")
     temperature: float = setting(1.0, "Divides the logits.", above=0)
     top_k: int = setting(0, "Keep the k most likely tokens; 0 keeps all.", least=0)
-    top_p: float = setting(
-        1.0, "Keep the smallest set of tokens with this probability; 1 keeps all.", above=0, most=1
-    )
-    min_p: float = setting(
-        0.0, "Keep tokens at least this share as likely as the best; 0 keeps all.", least=0, most=1
-    )
-    repetition_penalty: float = setting(
-        1.0, "Above 1 makes repeated tokens less likely; 1 does nothing.", above=0
-    )
+    top_p: float = setting(1.0, "Keep the smallest set of tokens with this probability; 1 keeps all.", above=0, most=1)
+    min_p: float = setting(0.0, "Keep tokens at least this share as likely as the best; 0 keeps all.", least=0, most=1)
+    repetition_penalty: float = setting(1.0, "Above 1 makes repeated tokens less likely; 1 does nothing.", above=0)

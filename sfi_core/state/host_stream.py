@@ -35,9 +35,7 @@ class HostStream:
         self.device = device or torch.device("cpu")
         self._leaving: dict[int, Sequence[tuple[int, torch.Tensor]]] = {}
 
-    def offload(
-        self, place: int, host: HostTier, complete: Sequence[tuple[int, torch.Tensor]]
-    ) -> None:
+    def offload(self, place: int, host: HostTier, complete: Sequence[tuple[int, torch.Tensor]]) -> None:
         """Copy pages to a layer's host tier.
 
         `complete` has a first host page and the pages from there on, in the host's layout; they are kept
@@ -94,9 +92,7 @@ class HostStream:
     def _buffer(self, at: int, numbers: int, dtype: torch.dtype) -> torch.Tensor:
         if not self.buffers or self.buffers[0].numel() < numbers:
             self.side.join()  # copies under way still use the small buffers
-            self.buffers = [
-                torch.empty(numbers, dtype=dtype, device=self.device) for _ in range(BUFFERS)
-            ]
+            self.buffers = [torch.empty(numbers, dtype=dtype, device=self.device) for _ in range(BUFFERS)]
         return self.buffers[at % BUFFERS]
 
 

@@ -48,10 +48,7 @@ class HostTier:
     def joined(self, key_HTD: torch.Tensor, value_HTE: torch.Tensor) -> torch.Tensor:
         """Return complete pages of tokens in this layout, on the tokens' device."""
         H, T, _ = key_HTD.shape
-        parts = [
-            rows_HTX.reshape(H, T // self.page_size, -1).transpose(0, 1)
-            for rows_HTX in (key_HTD, value_HTE)
-        ]
+        parts = [rows_HTX.reshape(H, T // self.page_size, -1).transpose(0, 1) for rows_HTX in (key_HTD, value_HTE)]
         return torch.cat(parts, -1)
 
     def copy(self) -> "HostTier":

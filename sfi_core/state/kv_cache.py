@@ -22,9 +22,7 @@ class KVCache(PagedView):
     The numbers of a request's pages, `pages_per_request`, are consecutive.
     """
 
-    def __init__(
-        self, batch: int, capacity: int, page_size: int | None = None, backend: str = "torch"
-    ) -> None:
+    def __init__(self, batch: int, capacity: int, page_size: int | None = None, backend: str = "torch") -> None:
         """Plan for `capacity` tokens in each of `batch` requests; without a `page_size`, in one page each."""
         self._one_page = page_size is None
         page_size = page_size or capacity
@@ -50,17 +48,14 @@ class KVCache(PagedView):
         if layer not in self.layers:
             self.layers[layer] = self._allocate(key_BHTD, value_BHTE)
         pages = self.layers[layer]
-        append.on(self.backend)(
-            key_BHTD, value_BHTE, start_B, count_B, *pages.tensors, self.block_table_BP
-        )
+        append.on(self.backend)(key_BHTD, value_BHTE, start_B, count_B, *pages.tensors, self.block_table_BP)
         return pages
 
     def copy(self) -> "KVCache":
         """See `KVStore`."""
         other = copy.copy(self)
         other.layers = {
-            layer: LayerPages(*(tensor.clone() for tensor in pages.tensors))
-            for layer, pages in self.layers.items()
+            layer: LayerPages(*(tensor.clone() for tensor in pages.tensors)) for layer, pages in self.layers.items()
         }
         return other
 

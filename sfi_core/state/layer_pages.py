@@ -26,9 +26,7 @@ class LayerPages:
         return H * (D + self.value_PHNE.shape[3]) * self.key_PHND.itemsize
 
 
-def tokens_of(
-    page_PHNX: torch.Tensor, table_P: torch.Tensor, start: int, stop: int
-) -> torch.Tensor:
+def tokens_of(page_PHNX: torch.Tensor, table_P: torch.Tensor, start: int, stop: int) -> torch.Tensor:
     """Copy a request's rows `start` to `stop` - 1 out of its pages, [1, H, T, X], without a sync."""
     N = page_PHNX.shape[2]
     first = start // N
@@ -37,9 +35,7 @@ def tokens_of(
     return rows_HTX[None, :, start - first * N : stop - first * N]
 
 
-def join_blocks(
-    blocks: Iterable[tuple[int, torch.Tensor]], rows_1HTX: torch.Tensor, start: int
-) -> torch.Tensor:
+def join_blocks(blocks: Iterable[tuple[int, torch.Tensor]], rows_1HTX: torch.Tensor, start: int) -> torch.Tensor:
     """Fill a request's rows from position `start` on with blocks, each given with its first position."""
     for first, block_1HNX in blocks:
         own = block_1HNX[:, :, max(0, start - first) :]

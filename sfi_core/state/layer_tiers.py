@@ -76,9 +76,7 @@ class LayerTiers:
             self.key_BRTD[row, place, new] = key_HTD[head]
             self.value_BRTE[row, place, new] = value_HTE[head]
 
-    def complete(
-        self, ring_page: int, start: int, key_HTD: torch.Tensor, value_HTE: torch.Tensor
-    ) -> torch.Tensor:
+    def complete(self, ring_page: int, start: int, key_HTD: torch.Tensor, value_HTE: torch.Tensor) -> torch.Tensor:
         """Return the pages that new tokens complete, in the host's layout.
 
         `start` is the position of the first new token, not yet written to the ring; `ring_page` has the
@@ -97,9 +95,7 @@ class LayerTiers:
         key_HND, value_HNE = (pages[ring_page] for pages in self.ring.tensors[:2])
         return self.host.joined(key_HND, value_HNE)
 
-    def kept(
-        self, row: int, length: int, head: int | None
-    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def kept(self, row: int, length: int, head: int | None) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Return a request's keys and values of one head, or all, if these heads are resident."""
         heads = tuple(range(self.norm_BHT.shape[1])) if head is None else (head,)
         if not set(heads) <= set(self.resident):

@@ -43,9 +43,7 @@ class PackedSegment:
     int32.
     """
 
-    def __init__(
-        self, batch: int, rows: int, like: "LayerPages | SegmentShape", *, packs: bool = True
-    ) -> None:
+    def __init__(self, batch: int, rows: int, like: "LayerPages | SegmentShape", *, packs: bool = True) -> None:
         """Allocate `rows` rows for every request of a batch, of the shape of `like`.
 
         Without `packs`, for rows that attention reads in the pages, there are positions only.

@@ -120,9 +120,7 @@ class TwoTierStore(KVStore):
             kept = [min(new, room) for new in count]
             begins = [b + n - k for b, n, k in zip(start, count, kept, strict=True)]
             start_B, count_B = sent(torch.tensor([begins, kept], dtype=torch.int32), start_B.device)
-        append.on(self.backend)(
-            key_BHTD, value_BHTE, start_B, count_B, *tiers.ring.tensors, self.block_table_BP
-        )
+        append.on(self.backend)(key_BHTD, value_BHTE, start_B, count_B, *tiers.ring.tensors, self.block_table_BP)
         if complete:
             self.stream.offload(2 * layer, tiers.host, complete)
         return tiers.ring
@@ -230,8 +228,7 @@ class TwoTierStore(KVStore):
         one.__dict__.update(_end=[0])
         one.block_table_BP, one.host_table_BP = self.block_table_BP[:1], self.host_table_BP[:1]
         one.layers = {
-            layer: tiers.row(row, self.ring_pages, self.pages_per_request)
-            for layer, tiers in self.layers.items()
+            layer: tiers.row(row, self.ring_pages, self.pages_per_request) for layer, tiers in self.layers.items()
         }
         return one
 

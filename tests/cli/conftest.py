@@ -30,15 +30,11 @@ def environment() -> dict[str, str]:
 
 
 @pytest.fixture(scope="session")
-def run(
-    command: list[str], environment: dict[str, str]
-) -> Callable[..., subprocess.CompletedProcess[str]]:
+def run(command: list[str], environment: dict[str, str]) -> Callable[..., subprocess.CompletedProcess[str]]:
     """Run `sfi` with arguments."""
 
     def call(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [*command, *arguments], capture_output=True, text=True, env=environment, check=False
-        )
+        return subprocess.run([*command, *arguments], capture_output=True, text=True, env=environment, check=False)
 
     return call
 

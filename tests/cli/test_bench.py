@@ -148,9 +148,7 @@ def test_lists_come_by_comma_or_repeated_and_in_thousands(tiny):
     assert code == 0
     rows = json.loads(stdout)["rows"]
     assert [(row["context"], row["policy"]) for row in rows] == [
-        (context, policy)
-        for context in (64, 1024)
-        for policy in ("full-kv", "quest", "streaming-llm")
+        (context, policy) for context in (64, 1024) for policy in ("full-kv", "quest", "streaming-llm")
     ]
     assert rows[-1]["slow_rate"] == 0
 
@@ -221,7 +219,7 @@ def test_ctrl_c_writes_the_rows_so_far_and_ends_with_130(tmp_path, monkeypatch):
         (("-o", "x.csv"), 2, "output must end in one of ('.json', '.parquet'), got x.csv"),
         (("--plot", "x.pdf"), 2, "plot must end in one of ('.png', '.svg'), got x.pdf"),
     ],
-)  # fmt: skip
+)
 def test_mistakes_end_with_one_line(arguments, code, words):
     if "--device" not in arguments:
         arguments = (*arguments, "--device", "cpu")
@@ -239,9 +237,7 @@ def test_a_point_that_does_not_fit_says_what_does(monkeypatch):
     assert re.search(r"Did not fit\n(.*\n)+?  sfi +300 +200 +\d+\.\d\d +0\.10 +\d+\n", stdout)
     code, _, stderr = inside("--context", "100000", "--batch", "8", "--device", "cpu")
     assert code == 4
-    assert re.search(
-        r"the benchmark must fit 0\.10 GB of free memory, got at least .*batch \d+ fits", stderr
-    )
+    assert re.search(r"the benchmark must fit 0\.10 GB of free memory, got at least .*batch \d+ fits", stderr)
 
 
 def test_a_forecast_runs_nothing_and_needs_no_weights(tiny, tmp_path, monkeypatch):

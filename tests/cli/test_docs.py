@@ -31,9 +31,7 @@ def options() -> dict[str, set[str]]:
 
     def walk(command, name=""):
         if not hasattr(command, "commands"):
-            found[name] = {
-                word for one in command.params for word in (*one.opts, *one.secondary_opts)
-            }
+            found[name] = {word for one in command.params for word in (*one.opts, *one.secondary_opts)}
             found[name] |= {"--debug", "--help", "-h"}
         for word, inner in getattr(command, "commands", {}).items():
             walk(inner, f"{name} {word}".strip())
@@ -106,9 +104,7 @@ def dead_ends(path: Path) -> list[str]:
         if not target.exists() or (anchor and anchor not in anchors(target)):
             found.append(link)
     files = r"\b((?:sfi_core|sfi_cli|kernels|traces|tests|benchmarks)/[\w/.-]+\.(?:py|sh))\b"
-    return found + [
-        name for name in re.findall(files, path.read_text()) if not (ROOT / name).exists()
-    ]
+    return found + [name for name in re.findall(files, path.read_text()) if not (ROOT / name).exists()]
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))

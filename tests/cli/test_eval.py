@@ -66,9 +66,7 @@ def test_json_has_the_means_of_the_samples(whole):
     folder, document = whole
     assert document["samples"] == str(folder / "samples.jsonl")
     for row in document["rows"]:
-        own = [
-            one for one in samples(folder) if (one["method"], one["size"]) == (row["method"], row["size"])
-        ]  # fmt: skip
+        own = [one for one in samples(folder) if (one["method"], one["size"]) == (row["method"], row["size"])]
         assert row["n"] == len(own) == 2
         for name in ("score", "read_ratio", "selection_ratio", "stored_ratio"):
             assert row[name] == pytest.approx(sum(one[name] for one in own) / 2)
@@ -94,9 +92,7 @@ def test_a_complete_folder_is_shown_again_without_the_model(whole, monkeypatch):
     assert (folder / "manifest.json").read_bytes() == before
 
 
-def test_ctrl_c_keeps_what_is_there_and_resume_ends_as_if_nothing_had_been(
-    whole, tmp_path, monkeypatch
-):
+def test_ctrl_c_keeps_what_is_there_and_resume_ends_as_if_nothing_had_been(whole, tmp_path, monkeypatch):
     folder = tmp_path / "cut"
     run = runner.TaskGrid.run
 
@@ -173,7 +169,7 @@ def test_resume_refuses_another_request(whole, arguments, message):
             'model name "other", got name "bundled"; the folder is of sfi 0.0.1, this is ',
         ),
     ],
-)  # fmt: skip
+)
 def test_resume_refuses_another_model_and_other_presets(whole, tmp_path, change, message):
     folder = tmp_path / "other"
     folder.mkdir()
@@ -220,7 +216,7 @@ def test_mistakes_show_before_the_model_loads(arguments, message, tmp_path, monk
         (["--length", "900", "--fidelity", "{tmp}/text.txt"], "text must have at least .* tokens"),
         (["--resume"], "results folder .*/results must hold an evaluation, got none to go on with"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_read_leaves_no_folder(arguments, message, tmp_path):
     (tmp_path / "text.txt").write_text("Belora hid a red lantern under the old bridge. " * 20)
     filled = [word.replace("{tmp}", str(tmp_path)) for word in arguments]
@@ -328,9 +324,7 @@ def test_the_plot_is_drawn_from_a_folder(whole, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_lossless_method_is_shown_and_in_float32_must_be_full_attention(
-    tmp_path, monkeypatch, dtype
-):
+def test_a_lossless_method_is_shown_and_in_float32_must_be_full_attention(tmp_path, monkeypatch, dtype):
     """Another token is an error once everything is written; in lower precision it is counted."""
     decode = runner.generate
 

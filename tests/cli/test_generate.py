@@ -27,10 +27,7 @@ REQUEST_KEYS = {
     "prompt_tokens", "token_ids", "text", "finish_reason", "slow_steps", "fast_steps", "slow_at", "reasons",
     "mean_attended_tokens", "read_ratio",
 }  # fmt: skip
-PROMPT = (
-    "Later, Belora hid a red lantern under the old bridge.\n"
-    "Question: What is written about Belora?\nAnswer:"
-)
+PROMPT = "Later, Belora hid a red lantern under the old bridge.\nQuestion: What is written about Belora?\nAnswer:"
 
 
 @pytest.fixture(scope="module")
@@ -53,9 +50,7 @@ def test_the_first_command_answers_the_bundled_question_word_for_word(answered):
     assert "same tokens  sfi yes, codescan, lossless yes" in stderr
 
 
-@pytest.mark.skipif(
-    torch.backends.quantized.engine not in ENGINES, reason="no FBGEMM on this machine"
-)
+@pytest.mark.skipif(torch.backends.quantized.engine not in ENGINES, reason="no FBGEMM on this machine")
 def test_packed_weights_answer_too():
     code, stdout, _ = inside(
         "generate", "--dtype", "bfloat16", "--device", "cpu", "--set", "model.pack_weights=true",
@@ -103,9 +98,7 @@ def test_streaming_llm_fails_the_same_question_with_as_many_tokens(example):
 
 
 def test_a_prompt_may_come_from_stdin():
-    code, stdout, _ = inside(
-        "generate", "-", "-n", "4", "--quiet", "--policy", "full-kv", text=PROMPT
-    )
+    code, stdout, _ = inside("generate", "-", "-n", "4", "--quiet", "--policy", "full-kv", text=PROMPT)
     assert (code, stdout.strip() != "") == (0, True)
 
 
@@ -283,12 +276,8 @@ def test_a_chat_template_that_writes_the_first_token_writes_it_once():
     """Llama 3's template begins with it, and so does what its tokenizer makes of any text."""
     tokenizer = load_tokenizer()
     first = (tokenizer.bos_token, tokenizer.bos_token_id)
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
-        single=f"{first[0]} $A", special_tokens=[first]
-    )
-    tokenizer.chat_template = (
-        "{{ bos_token }}{% for one in messages %}{{ one['content'] }}{% endfor %}"
-    )
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=f"{first[0]} $A", special_tokens=[first])
+    tokenizer.chat_template = "{{ bos_token }}{% for one in messages %}{{ one['content'] }}{% endfor %}"
     plain, chat = (token_ids(" Belora", tokenizer, chat=chat) for chat in (False, True))
     assert plain == chat
     assert plain.count(first[1]) == 1

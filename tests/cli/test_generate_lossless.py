@@ -81,9 +81,7 @@ def test_an_output_that_cannot_be_verified_is_shown_all_the_same(monkeypatch):
         (("--lossless", "--audit", "4", "--trace", "run"), "lossless must be off with an audit"),
     ],
 )
-def test_what_cannot_be_is_refused_in_one_line_before_a_model_is_loaded(
-    options, words, monkeypatch, tmp_path
-):
+def test_what_cannot_be_is_refused_in_one_line_before_a_model_is_loaded(options, words, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sfi_core.models.load.load", None)
     code, stdout, error = inside("generate", TEXT, "-n", "2", *options)

@@ -39,9 +39,7 @@ def compiler(monkeypatch) -> list:
     rows = [dict(COMPILED)]
     module = ModuleType("sfi_core.measure.kernel_bench.compile_check")
     module.ARCHS, module.is_clean = compile_check.ARCHS, compile_check.is_clean
-    module.compile_kernels = lambda archs, _: [
-        row | {"arch": arch} for arch in archs for row in rows
-    ]
+    module.compile_kernels = lambda archs, _: [row | {"arch": arch} for arch in archs for row in rows]
     module.markdown = lambda rows: "".join(f"| {row['kernel']} | {row['arch']} |\n" for row in rows)
     monkeypatch.setitem(sys.modules, "sfi_core.measure.kernel_bench.compile_check", module)
     return rows
@@ -160,7 +158,7 @@ def test_a_wrong_op_ends_with_one_line_after_the_others_are_written(tmp_path, mo
         (("-o", "/no/such/folder/x.json"), 1, "cannot be written: No such file or directory"),
         (("--context", "1000000000"), 4, "the benchmark must fit"),
     ],
-)  # fmt: skip
+)
 def test_a_mistake_is_one_line_and_an_exit_code(arguments, code, words):
     got, stdout, stderr = inside(*arguments)
     assert (got, stdout) == (code, "")

@@ -58,9 +58,7 @@ OPTIONS = {
         --output --top --kv-heads --tokenizer --trigger --force --json --quiet
     """,
     "trace plot": "--kind --request --layer --head --top --format --output --force",
-    "trace record": GENERATE.replace("--trace", "--report")
-    .replace("--compare", "")
-    .replace("--verify", ""),
+    "trace record": GENERATE.replace("--trace", "--report").replace("--compare", "").replace("--verify", ""),
     "trace replay": """
         --trigger-policy --trigger --trigger-set --t-max --refresh-every --budget --set --request --layers
         --heads --batch --against --play --step --speed --plot --output --force --json --quiet

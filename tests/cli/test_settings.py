@@ -67,7 +67,7 @@ def test_tables_around_the_config_are_set_too():
         "generate",
         sets=["engine.overlap=false", "engine.prefill_chunk=7", "trace.spans=true", "sampling.top_k=5"],
         options={"audit.every": 4, "sampling.temperature": None},
-    )  # fmt: skip
+    )
     engine = found.table(EngineOptions)
     assert (engine.overlap, engine.graphs, engine.prefill_chunk) == (False, None, 7)
     assert found.table(TraceTable) == TraceTable(spans=True)
@@ -97,7 +97,7 @@ def test_tables_around_the_config_are_set_too():
         ("baseline.page=0", "baseline.page must be at least 1, got 0"),
         ("freekv.tau=1.5", "freekv.tau must be in [-1, 1], got 1.5"),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_setting_is_one_line(text: str, words: str):
     with pytest.raises(ConfigError) as caught:
         given("generate", sets=[text])
@@ -182,7 +182,7 @@ def test_a_setting_and_its_option_do_not_come_together():
         ('budget = "many"\n', "budget must be int, got 'many'"),
         ("[baseline]\npage = 0\n", "baseline.page must be at least 1, got 0"),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_table_names_file_and_setting(content: str, words: str, tmp_path: Path):
     file = tmp_path / "wrong.toml"
     file.write_text(content)

@@ -64,9 +64,7 @@ def test_diff_of_other_models_or_prompts_is_refused(recorded, other):
     change_manifest(other, model=MODEL | {"name": "else"})
     ended = trace("diff", recorded, other)
     assert ended.code == 3
-    assert ended.stderr == (
-        f"error: traces must be of one model, got made-up in {recorded} and else in {other}\n"
-    )
+    assert ended.stderr == (f"error: traces must be of one model, got made-up in {recorded} and else in {other}\n")
 
 
 def test_limits_that_hold_end_with_one_and_say_which(recorded, other):
@@ -76,8 +74,7 @@ def test_limits_that_hold_end_with_one_and_say_which(recorded, other):
     value = json.loads(ended.stdout)["metrics"]["overlap"]
     assert ended.code == 1
     assert ended.stderr == (
-        "failed: first_difference<100, first_difference is 5\n"
-        f"failed: overlap<0.9, overlap is {value:.6g}\n"
+        f"failed: first_difference<100, first_difference is 5\nfailed: overlap<0.9, overlap is {value:.6g}\n"
     )
     assert trace("diff", recorded, other, "--fail-if", "speed<0").code == 0
     ended = trace("diff", recorded, other, "--fail-if", "speed~1")
@@ -117,9 +114,7 @@ def test_the_report_has_both_sides_of_a_request(recorded, other, tmp_path):
 def test_the_report_works_in_a_browser(browser, recorded, other, tmp_path):
     from tests.traces.test_report import FOLLOWED, until, visited  # noqa: PLC0415 - needs the extra
 
-    hostile = (
-        "</script><script>document.title='x'</script><img src=x onerror=\"document.title='x'\">"
-    )
+    hostile = "</script><script>document.title='x'</script><img src=x onerror=\"document.title='x'\">"
     part_ways(other, hostile)
     file = tmp_path / "diff.html"
     trace("diff", recorded, other, "--report", file)
@@ -127,9 +122,7 @@ def test_the_report_works_in_a_browser(browser, recorded, other, tmp_path):
         assert page.title() == "run and other: sfi trace diff"
         assert hostile in page.locator("#text").text_content()
         for name in ("heatmap", "retained", "timeline"):
-            one, two = (
-                page.locator(f"#{name}-{side} .main-svg").first.bounding_box() for side in "ab"
-            )
+            one, two = (page.locator(f"#{name}-{side} .main-svg").first.bounding_box() for side in "ab")
             assert min(one["width"], two["width"]) > 250, name
             assert (one["y"], one["x"] < two["x"]) == (two["y"], True), name
         page.set_viewport_size({"width": 480, "height": 900})

@@ -21,9 +21,7 @@ def test_export_writes_a_file_for_each_table(recorded, tmp_path):
     folder = tmp_path / "deep" / "tables"
     ended = trace("export", recorded, "--format", "csv", "-o", folder)
     assert ended.code == 0
-    assert sorted(path.name for path in folder.iterdir()) == sorted(
-        f"{name}.csv" for name in TABLES
-    )
+    assert sorted(path.name for path in folder.iterdir()) == sorted(f"{name}.csv" for name in TABLES)
     assert ended.stderr == "".join(f"Wrote {folder / name}.csv\n" for name in TABLES)
     assert len((folder / "steps.csv").read_text().splitlines()) == 31
     again = trace("export", recorded, "--format", "csv", "-o", folder)
@@ -68,9 +66,7 @@ def test_a_timeline_that_ends_in_gz_is_compressed(recorded, tmp_path):
     assert packed.read_bytes() == again.read_bytes()  # neither its name nor the time is in it
 
 
-def test_a_compressed_export_that_fails_leaves_the_old_file_and_no_other(
-    recorded, tmp_path, monkeypatch
-):
+def test_a_compressed_export_that_fails_leaves_the_old_file_and_no_other(recorded, tmp_path, monkeypatch):
     path = tmp_path / "timeline.json.gz"
     path.write_text("old")
 

@@ -40,9 +40,7 @@ def trace(tmp_path_factory) -> Trace:
     return Trace.open(make_trace(folder, policy="sfi"))
 
 
-def play(
-    trace: Trace, check: Callable[[PlayerApp, Pilot], Awaitable[None]], size=(100, 24), **options
-) -> None:
+def play(trace: Trace, check: Callable[[PlayerApp, Pilot], Awaitable[None]], size=(100, 24), **options) -> None:
     """Run the player without a terminal, and a check in it."""
 
     async def run() -> None:

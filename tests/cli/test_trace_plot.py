@@ -57,7 +57,7 @@ def test_one_kind_goes_to_a_file_whose_name_is_its_format(trace, tmp_path):
         ({"head": 2}, "head must be one of 0 to 1, got 2"),
         ({"top": 99}, "top must be in 1 to 24, which the audit recorded, got 99"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_is_refused_before_anything_is_written(trace, tmp_path, options, message):
     if "output" in options:
         options = options | {"output": tmp_path / options["output"]}

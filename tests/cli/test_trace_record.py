@@ -106,9 +106,7 @@ def test_a_trace_comes_with_its_report(tmp_path):
 
 
 @pytest.mark.parametrize("lacking", ["plotly", "jinja2"])
-def test_a_report_that_cannot_be_made_stops_the_run_before_it_begins(
-    tmp_path, monkeypatch, lacking
-):
+def test_a_report_that_cannot_be_made_stops_the_run_before_it_begins(tmp_path, monkeypatch, lacking):
     found = report.find_spec
     monkeypatch.setattr(report, "find_spec", lambda name: None if name == lacking else found(name))
     monkeypatch.setattr(record, "generate", lambda **_: pytest.fail("the run has begun"))

@@ -109,9 +109,7 @@ def test_the_output_is_not_overwritten(recorded, tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["show.json"]
 
 
-@pytest.mark.parametrize(
-    "command", [["show"], ["check"], ["sql", "SELECT 1"], ["export", "--format", "csv"]]
-)
+@pytest.mark.parametrize("command", [["show"], ["check"], ["sql", "SELECT 1"], ["export", "--format", "csv"]])
 def test_what_is_no_trace_is_refused_in_one_line(tmp_path, command):
     name, *rest = command
     if name == "export":
@@ -137,9 +135,7 @@ def test_a_truncated_part_is_named_and_check_says_what_is_sound(tmp_path, run):
     part = spoil(folder / "supports" / "part-00000.parquet")
     shown = run("trace", "show", str(folder))
     assert (shown.returncode, shown.stdout) == (3, "")
-    line = (
-        f"error: trace part {part} cannot be read; `sfi trace check {folder}` lists what is sound\n"
-    )
+    line = f"error: trace part {part} cannot be read; `sfi trace check {folder}` lists what is sound\n"
     assert shown.stderr == line
     checked = trace("check", folder)
     assert (checked.code, checked.stderr) == (3, "")

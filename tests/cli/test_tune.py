@@ -134,7 +134,7 @@ def test_the_front_is_drawn(full, folder, kind, start):
         (["--min-retained", "0.999", "--trials", "5"], SfiError, "got none in 5: the closest keeps"),
         (["--confirm", "1"], TraceError, "must be of the model that --model names"),
     ],
-)  # fmt: skip
+)
 def test_bad_options_are_refused_in_one_line(full, folder, arguments, kind, message):
     before = set(folder.iterdir())
     error = refused(full, *arguments)
@@ -184,9 +184,7 @@ def test_ctrl_c_keeps_the_study_and_says_how_to_go_on(command, environment, full
     worker = start(command, environment, folder, full, "--trials", "5000")
     journal = folder / "tuned.journal"
     limit = time.monotonic() + 60
-    while time.monotonic() < limit and (
-        not journal.exists() or journal.read_bytes().count(b'"state":1') < 8
-    ):
+    while time.monotonic() < limit and (not journal.exists() or journal.read_bytes().count(b'"state":1') < 8):
         time.sleep(0.05)
     os.kill(worker.pid, signal.SIGINT)
     out, err = worker.communicate(timeout=30)

@@ -108,7 +108,7 @@ def test_pieces_around_the_size_of_a_tile(run, T: int):
 @pytest.mark.parametrize(
     ("D", "E", "dtype", "T"),
     [(80, 96, torch.half, 5), (1, 7, torch.float, 5), (192, 128, torch.float, 1), (256, 256, torch.half, 5)],
-)  # fmt: skip
+)
 def test_rows_of_any_width_are_copied_bit_by_bit(run, D: int, E: int, dtype, T: int):
     cache = Cache(1, 8, 4, D, E, dtype)
     key, value = new_tokens(1, T, [T], D, E, dtype)
@@ -146,9 +146,7 @@ def test_tensors_that_do_not_fit_are_named(run):
     key, value = new_tokens(2, 3, [3, 3])
     with pytest.raises(ValueError, match=r"^count must be \[B=2\], got \[1\]$"):
         cache.append(run, key, value, [0, 0], [3])
-    with pytest.raises(
-        ValueError, match=r"^value must be \[B=2, H=2, T=3, E\], got \[2, 2, 2, 6\]$"
-    ):
+    with pytest.raises(ValueError, match=r"^value must be \[B=2, H=2, T=3, E\], got \[2, 2, 2, 6\]$"):
         cache.append(run, key, value[:, :, 1:], [0, 0], [3, 3])
     with pytest.raises(ValueError, match=r"^key_pages must have the dtype of key, torch.float16"):
         cache.append(run, key.half(), value, [0, 0], [3, 3])

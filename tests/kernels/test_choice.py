@@ -35,9 +35,7 @@ def assert_chosen(choose, logits_HGT: torch.Tensor, budget: int) -> None:
         assert (off_G <= atol_G).all()
 
 
-@pytest.mark.parametrize(
-    ("H", "G", "T", "K"), [(2, 1, 2, 1), (3, 2, 70, 69), (1, 3, 700, 37), (2, 8, 999, 400)]
-)
+@pytest.mark.parametrize(("H", "G", "T", "K"), [(2, 1, 2, 1), (3, 2, 70, 69), (1, 3, 700, 37), (2, 8, 999, 400)])
 def test_the_likeliest_are_chosen_and_the_others_weighed(choose, H: int, G: int, T: int, K: int):
     assert_chosen(choose, torch.randn(H, G, T) * 2, K)
 

@@ -32,9 +32,7 @@ class Case:
             C = 16 * words(D)
             self.codes.learn(
                 row,
-                CodeBasis(
-                    torch.randn(H, D), torch.randn(H, D, C) * 0.2, torch.randn(H, D, C) * 0.2
-                ),
+                CodeBasis(torch.randn(H, D), torch.randn(H, D, C) * 0.2, torch.randn(H, D, C) * 0.2),
             )
         self.step = step_of(REQUESTS)
         whole = tuple((FAST if tokens else IDLE, tokens) for _, tokens in REQUESTS)
@@ -101,9 +99,7 @@ def test_the_reference_takes_the_highest_scores_and_of_equal_ones_the_first():
     for head, row in enumerate(coarse(logits.softmax(-1).mean(1)).tolist()):
         order = sorted(range(len(row)), key=lambda j: (-row[j], j))[:BUDGET]
         assert choice.index_BHK[0, head].tolist() == [first + j for j in sorted(order)]
-    assert choice.index_BHK[1, 0].tolist()[:19] == list(range(3, 22)), (
-        "no more keys than the budget"
-    )
+    assert choice.index_BHK[1, 0].tolist()[:19] == list(range(3, 22)), "no more keys than the budget"
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])

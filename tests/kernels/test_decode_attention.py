@@ -53,9 +53,7 @@ class Step:
         self.value_PHNE, _ = paged(self.values, self.page_size, spare_pages=1)
         # heads hold different numbers of packed rows, up to more than a tile
         self.packed_length = torch.tensor([[min(T, 7), min(T, 70)] for T in self.lengths]).int()
-        self.packed = [
-            torch.full((B, H, 73, n), torch.nan, dtype=self.dtype) for n in (self.D, self.E)
-        ]
+        self.packed = [torch.full((B, H, 73, n), torch.nan, dtype=self.dtype) for n in (self.D, self.E)]
         for row, head in ((b, h) for b in range(B) for h in range(H)):
             for part in self.packed:
                 rows = part[row, head, : self.packed_length[row, head]]
@@ -73,9 +71,7 @@ class Step:
                 sink=min(SINK, T),
                 mixed=row in self.mixed,
             )
-            for row, (mode, T, start) in enumerate(
-                zip(self.modes, self.lengths, self.starts, strict=True)
-            )
+            for row, (mode, T, start) in enumerate(zip(self.modes, self.lengths, self.starts, strict=True))
         ]
         step = describe_step(requests, work_items(len(self.lengths), H, places), self.device)
         split_plan.on(self.backend)(step, H, places)
@@ -197,9 +193,7 @@ def test_slow_requests_hand_out_their_logits_in_order(backend: str):
             SCALE,
         )  # fmt: skip
         expected = product * SCALE
-        torch.testing.assert_close(
-            logits[place, :, :, 0, :T].double(), expected, rtol=0, atol=lse_bound
-        )
+        torch.testing.assert_close(logits[place, :, :, 0, :T].double(), expected, rtol=0, atol=lse_bound)
         in_J = expected[..., min(SINK, T) : step.starts[row]]
         lse = in_J.logsumexp(-1)
         torch.testing.assert_close(log_sum[place, :, :, 0].double(), lse, rtol=0, atol=lse_bound)
@@ -256,9 +250,7 @@ def test_an_operand_that_does_not_fit_is_named(backend: str, name: str, change: 
         ({"page_size": 40}, "page size must be a multiple of 16 .*, got 40; use the torch backend"),
     ],
 )
-def test_what_the_kernels_cannot_take_is_refused_with_the_limit(
-    shape: dict[str, int], message: str
-):
+def test_what_the_kernels_cannot_take_is_refused_with_the_limit(shape: dict[str, int], message: str):
     step = Step("torch", [65], [FAST], **shape)
     with pytest.raises(KernelLimitError, match=message):
         decode_attention.triton(**step.operands(), descriptor=step.descriptor(), scale=SCALE)

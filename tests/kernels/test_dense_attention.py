@@ -102,9 +102,7 @@ def test_a_learned_sink_takes_its_weight_once(W: int):
     History(16, W).assert_plain(sink_HG=sink_HG)
 
 
-@pytest.mark.parametrize(
-    ("T", "dtype"), each_value([1, 100, 101, 263], [torch.float32, torch.bfloat16])
-)
+@pytest.mark.parametrize(("T", "dtype"), each_value([1, 100, 101, 263], [torch.float32, torch.bfloat16]))
 def test_logits_do_not_depend_on_the_chunks_they_are_computed_in(
     T: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ):

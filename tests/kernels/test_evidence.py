@@ -43,8 +43,7 @@ def test_a_query_that_sees_nothing_does_not_change_the_evidence(allowed):
     logits = torch.randn(B, H, 1, W, T)
     logits[:, :, :, 0] = -INF
     f_all, f_seeing = (
-        evidence(power_mean(attention_probability(rows, allowed), 0.5), 0.5)
-        for rows in (logits, logits[:, :, :, 1:])
+        evidence(power_mean(attention_probability(rows, allowed), 0.5), 0.5) for rows in (logits, logits[:, :, :, 1:])
     )
     torch.testing.assert_close(f_all, f_seeing)
 

@@ -80,9 +80,7 @@ def test_the_norm_kernel_rounds_as_transformers(kernel_device, width: int, dtype
     residual = drawn(3, 2, width, dtype=dtype)
     weight = norm.weight.to(kernel_device)
     close(rms_norm.triton(hidden.to(kernel_device), weight, EPS), norm(hidden))
-    total, normed = add_rms_norm.triton(
-        residual.to(kernel_device), hidden.to(kernel_device), weight, EPS
-    )
+    total, normed = add_rms_norm.triton(residual.to(kernel_device), hidden.to(kernel_device), weight, EPS)
     assert torch.equal(total.cpu(), residual + hidden)
     close(normed, norm(residual + hidden))
 
@@ -91,9 +89,7 @@ def test_a_norm_of_tiny_and_of_zero_rows_is_finite(kernel_device):
     """The `eps` decides there."""
     norm = norm_module(64, torch.float32)
     hidden = torch.stack([torch.zeros(64), drawn(64) * 1e-6])
-    close(
-        rms_norm.triton(hidden.to(kernel_device), norm.weight.to(kernel_device), EPS), norm(hidden)
-    )
+    close(rms_norm.triton(hidden.to(kernel_device), norm.weight.to(kernel_device), EPS), norm(hidden))
 
 
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)

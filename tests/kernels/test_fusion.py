@@ -44,9 +44,7 @@ def test_stable_weight_minimises_the_squared_norm():
     f, r = distribution(0), distribution(1)
     best = stable_weight(f, r, lambda_clip=1.0)
     grid = torch.linspace(0, 1, 1001, dtype=f.dtype)
-    norms = torch.stack(
-        [fuse(f, r, torch.full((B, H), w, dtype=f.dtype)).square().sum(-1) for w in grid.tolist()]
-    )
+    norms = torch.stack([fuse(f, r, torch.full((B, H), w, dtype=f.dtype)).square().sum(-1) for w in grid.tolist()])
     assert torch.allclose(grid[norms.argmin(0)], best, atol=1e-3)
 
 
@@ -116,6 +114,4 @@ def test_half_precision_is_fused_in_float32(dtype: torch.dtype):
     weight_BH = stable_weight(f, r, 1.0)
     expected = stable_weight(f.float(), r.float(), 1.0)
     torch.testing.assert_close(weight_BH, expected)
-    torch.testing.assert_close(
-        fuse(f, r, weight_BH), fuse(f.float(), r.float(), expected), rtol=0, atol=0
-    )
+    torch.testing.assert_close(fuse(f, r, weight_BH), fuse(f.float(), r.float(), expected), rtol=0, atol=0)

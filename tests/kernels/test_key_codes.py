@@ -58,15 +58,9 @@ def plain_levels(key_HTD: torch.Tensor, basis: CodeBasis) -> list[list[list[int]
     ]
 
 
-def plain_logits(
-    query: torch.Tensor, level: list[list[list[int]]], basis: CodeBasis
-) -> torch.Tensor:
+def plain_logits(query: torch.Tensor, level: list[list[list[int]]], basis: CodeBasis) -> torch.Tensor:
     """A level stands for the middle of its step; the mean was taken from the key."""
-    middle = (
-        torch.tensor(level).double()
-        + 0.5
-        - torch.tensor([2**bits / 2 for bits in bits_of(query.shape[2])])
-    )
+    middle = torch.tensor(level).double() + 0.5 - torch.tensor([2**bits / 2 for bits in bits_of(query.shape[2])])
     query_C = torch.einsum("hgd,hdc->hgc", query.double(), basis.query_HDC.double())
     mean = torch.einsum("hgd,hd->hg", query.double(), basis.mean_HD.double())
     return SCALE * (torch.einsum("hgc,htc->hgt", query_C, middle) + mean[..., None])
@@ -87,9 +81,7 @@ def encode(backend: str, key: torch.Tensor, basis: CodeBasis) -> torch.Tensor:
     return encode_keys.on(backend)(key.to(device), CodeBasis(*(x.to(device) for x in basis)))
 
 
-def scan(
-    backend: str, query: torch.Tensor, code: torch.Tensor, basis: CodeBasis, scale: float = SCALE
-) -> torch.Tensor:
+def scan(backend: str, query: torch.Tensor, code: torch.Tensor, basis: CodeBasis, scale: float = SCALE) -> torch.Tensor:
     device = code.device
     basis = CodeBasis(*(x.to(device) for x in basis))
     return scan_codes.on(backend)(query.to(device), code, basis, scale=scale).cpu()
@@ -111,15 +103,13 @@ def assert_plain(backend: str, H: int, G: int, D: int, T: int, dtype=torch.float
 @pytest.mark.parametrize(
     ("H", "G", "D", "T"),
     [(1, 1, 64, 1), (3, 7, 128, 65), (1, 3, 256, 130), (1, 40, 16, 7)],
-)  # fmt: skip
+)
 def test_levels_and_logits_are_those_of_the_formula(backend: str, H: int, G: int, D: int, T: int):
     """Neither the keys nor the heads of a group fill a program's block."""
     assert_plain(backend, H, G, D, T)
 
 
-@pytest.mark.parametrize(
-    ("D", "W"), [(1, 1), (64, 1), (65, 2), (128, 2), (129, 4), (256, 4), (300, 4)]
-)
+@pytest.mark.parametrize(("D", "W"), [(1, 1), (64, 1), (65, 2), (128, 2), (129, 4), (256, 4), (300, 4)])
 def test_a_key_has_words_by_its_width(D: int, W: int):
     """And the first channels the most bits, which come from all words."""
     assert words(D) == W
@@ -166,9 +156,7 @@ def test_keys_and_codes_may_be_views(backend: str):
     room = torch.full((2, code.shape[1], 100), 1, dtype=code.dtype, device=code.device)
     room[..., :70] = code
     query = torch.randn(2, 3, 24)
-    torch.testing.assert_close(
-        scan(backend, query, room[..., :70], basis), scan(backend, query, code, basis)
-    )
+    torch.testing.assert_close(scan(backend, query, room[..., :70], basis), scan(backend, query, code, basis))
 
 
 def test_a_basis_may_be_laid_out_channel_by_channel(backend: str):
@@ -179,9 +167,7 @@ def test_a_basis_may_be_laid_out_channel_by_channel(backend: str):
     key, query = draw_keys(basis, 9), torch.randn(2, 3, 24)
     code = encode(backend, key, basis)
     assert torch.equal(encode(backend, key, turned), code)
-    torch.testing.assert_close(
-        scan(backend, query, code, turned), scan(backend, query, code, basis)
-    )
+    torch.testing.assert_close(scan(backend, query, code, turned), scan(backend, query, code, basis))
 
 
 @pytest.mark.parametrize(
@@ -191,7 +177,7 @@ def test_a_basis_may_be_laid_out_channel_by_channel(backend: str):
         ("encode_HDC", lambda x: x[..., :15], r"^encode must be \[H=2, D=8, C=16\], got \[2, 8, 15\]$"),
         ("query_HDC", lambda x: x[:, :7], r"^query must be \[H=2, D=8, C=16\], got \[2, 7, 16\]$"),
     ],
-)  # fmt: skip
+)
 def test_a_basis_that_does_not_fit_is_named(backend: str, name, change, message: str):
     basis = draw_basis(2, 8)
     basis = basis._replace(**{name: change(getattr(basis, name))})

@@ -56,9 +56,7 @@ def test_the_plan_does_not_change_the_result(backend: str, places: int):
 
 
 @pytest.mark.parametrize(("page_size", "recent"), [(16, 1), (64, 64), (128, 199)])
-def test_a_sparse_head_s_recent_segment_begins_anywhere_in_pages_of_any_size(
-    backend: str, page_size: int, recent: int
-):
+def test_a_sparse_head_s_recent_segment_begins_anywhere_in_pages_of_any_size(backend: str, page_size: int, recent: int):
     """A learned sink and a soft cap hold for both kinds of heads."""
     two = {"lengths": [200, 130], "modes": [FAST, SLOW], "dense": [[0, 1], [1, 0]], "mixed": (0, 1)}
     step = step_of(backend, page_size=page_size, recent=recent, **two)
@@ -97,18 +95,14 @@ def test_marks_and_mixed_requests_come_together(backend: str):
     def run(descriptor: Any, **marks: Any) -> Any:
         return decode_attention.on(backend)(**operands, **marks, descriptor=descriptor, scale=SCALE)
 
-    with pytest.raises(
-        ValueError, match=r"^dense must be given for mixed requests, got rows \(0, "
-    ):
+    with pytest.raises(ValueError, match=r"^dense must be given for mixed requests, got rows \(0, "):
         run(descriptor)
     with pytest.raises(ValueError, match=r"^dense must be int32, got torch.int64$"):
         run(descriptor, dense_BH=dense_BH.long())
     with pytest.raises(ValueError, match=r"^dense must be \[B=8, H=2\], got \[8, 1\]$"):
         run(descriptor, dense_BH=dense_BH[:, :1])
     step.mixed = ()
-    with pytest.raises(
-        ValueError, match=r"^dense must be None without mixed requests, got a tensor"
-    ):
+    with pytest.raises(ValueError, match=r"^dense must be None without mixed requests, got a tensor"):
         run(step.descriptor(), dense_BH=dense_BH)
 
 

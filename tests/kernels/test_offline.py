@@ -59,9 +59,7 @@ def without_interpreter(*command: str) -> subprocess.CompletedProcess:
     paths = os.pathsep.join(str(ROOT / folder) for folder in (".", "kernels"))
     environment = os.environ | {"PYTHONPATH": paths}
     environment.pop("TRITON_INTERPRET", None)
-    return subprocess.run(
-        [sys.executable, *command], check=False, env=environment, capture_output=True, text=True
-    )
+    return subprocess.run([sys.executable, *command], check=False, env=environment, capture_output=True, text=True)
 
 
 @pytest.fixture(scope="module")

@@ -45,9 +45,7 @@ class Batch:
         self.position_BHS = torch.full((B, H, S), UNTOUCHED, dtype=torch.int32)
         self.length_BH = torch.full((B, H), UNTOUCHED, dtype=torch.int32)
 
-    def pack(
-        self, run, requests: list[int], index_RHK: torch.Tensor, sinks: list[int], **marks
-    ) -> None:
+    def pack(self, run, requests: list[int], index_RHK: torch.Tensor, sinks: list[int], **marks) -> None:
         pages = self.key_PHND, self.value_PHNE, self.table_BP
         run(*pages, int32(*requests), index_RHK, int32(*sinks), *self.segment, **marks)
 

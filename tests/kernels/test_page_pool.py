@@ -41,9 +41,7 @@ def by_hand(score_T: list[float], page_size: int, budget: int) -> list[int]:
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
-@pytest.mark.parametrize(
-    ("page_size", "budget"), [(1, 20), (4, 1), (7, 20), (7, T), (16, 48), (128, 20)]
-)
+@pytest.mark.parametrize(("page_size", "budget"), [(1, 20), (4, 1), (7, 20), (7, T), (16, 48), (128, 20)])
 def test_top_k_takes_whole_pages(backend: str, page_size: int, budget: int):
     """Loops and sets say the same, with ties and without."""
     if backend == "triton":

@@ -11,12 +11,8 @@ H, T, D = 2, 40, 3
 
 
 @pytest.mark.parametrize("page_size", [1, 7, 16, 40, 64])
-@pytest.mark.parametrize(
-    ("start", "stop"), [(0, 40), (0, 1), (39, 40), (3, 5), (6, 8), (7, 14), (15, 33), (16, 32)]
-)
-def test_the_rows_are_those_of_the_request_wherever_pages_end(
-    page_size: int, start: int, stop: int
-):
+@pytest.mark.parametrize(("start", "stop"), [(0, 40), (0, 1), (39, 40), (3, 5), (6, 8), (7, 14), (15, 33), (16, 32)])
+def test_the_rows_are_those_of_the_request_wherever_pages_end(page_size: int, start: int, stop: int):
     rows = [torch.randn(H, T, D), torch.randn(H, 23, D)]
     pages, table_BP = paged(rows, page_size, spare_pages=1)
     read = read_pages(pages, table_BP[0], start, stop)

@@ -62,9 +62,7 @@ def test_every_query_of_a_group_and_window_attends_for_itself(path: str, G: int,
 
 
 @pytest.mark.parametrize(("T", "G", "dtype"), covering(LENGTHS[:-1], [1, 2, 4], DTYPES))
-def test_a_causal_query_sees_itself_and_what_is_before_it(
-    path: str, T: int, G: int, dtype: torch.dtype
-):
+def test_a_causal_query_sees_itself_and_what_is_before_it(path: str, T: int, G: int, dtype: torch.dtype):
     segment = inputs(T, G=G, W=T, dtype=dtype)
     part = partial_attention(*segment, scale=SCALE, causal=True)
     assert_plain(part, segment, visible=causal_mask(T, T))
@@ -120,9 +118,7 @@ def test_a_broken_key_is_not_hidden(path: str):
     assert out[1].isfinite().all()
 
 
-@pytest.mark.parametrize(
-    ("block_elements", "per_query"), [(1, True), (2 * B * H * 2 * 65, False), (1 << 24, True)]
-)
+@pytest.mark.parametrize(("block_elements", "per_query"), [(1, True), (2 * B * H * 2 * 65, False), (1 << 24, True)])
 def test_the_queries_of_a_block_do_not_change_the_result(
     monkeypatch: pytest.MonkeyPatch, block_elements: int, per_query: bool
 ):

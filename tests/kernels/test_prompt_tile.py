@@ -104,7 +104,6 @@ def test_the_pipeline_holds_the_tiles_that_its_depth_says(compiled):
     """Page numbers are fetched ahead of the keys; on sm_80 the tile in use is in registers."""
     held = {(one["capability"], one["D"]): one["buffers"] for one in compiled}
     assert held == {
-        (one["capability"], one["D"]): (one["stages"] + (1 if one["capability"] == 90 else -1)) // 2
-        for one in compiled
+        (one["capability"], one["D"]): (one["stages"] + (1 if one["capability"] == 90 else -1)) // 2 for one in compiled
     }
     assert held[90, 128] == 3

@@ -77,12 +77,8 @@ def assert_plain(step: Step, **options: Any) -> None:
             torch.testing.assert_close(got, expected, rtol=0, atol=atol * max(1, largest))
 
 
-@pytest.mark.parametrize(
-    ("places", "options"), [(2, {}), (64, {"sink_HG": SINK_HG}), (64, {"soft_cap": 0.5})]
-)
-def test_it_takes_its_share_once_however_often_the_keys_are_split(
-    backend: str, places: int, options: dict[str, Any]
-):
+@pytest.mark.parametrize(("places", "options"), [(2, {}), (64, {"sink_HG": SINK_HG}), (64, {"soft_cap": 0.5})])
+def test_it_takes_its_share_once_however_often_the_keys_are_split(backend: str, places: int, options: dict[str, Any]):
     """Beside slow requests, which have none, and an idle one."""
     step = Step(backend, LENGTHS, MODES, places=places)
     splits = step.descriptor().table_BX[:, SPLITS].tolist()
@@ -91,9 +87,7 @@ def test_it_takes_its_share_once_however_often_the_keys_are_split(
 
 
 @pytest.mark.parametrize(("G", "E"), [(1, 16), (3, 40)])
-def test_each_query_head_has_its_own_logit_and_each_kv_head_its_own_value(
-    backend: str, G: int, E: int
-):
+def test_each_query_head_has_its_own_logit_and_each_kv_head_its_own_value(backend: str, G: int, E: int):
     assert_plain(Step(backend, [65, 130], [FAST, SLOW], G=G, E=E))
 
 
@@ -103,9 +97,7 @@ def test_it_meets_keys_of_half_precision(backend: str, dtype: torch.dtype):
 
 
 @pytest.mark.parametrize(("places", "options"), [(2, {}), (64, {"sink_HG": SINK_HG})])
-def test_a_logit_of_minus_infinity_changes_nothing(
-    backend: str, places: int, options: dict[str, Any]
-):
+def test_a_logit_of_minus_infinity_changes_nothing(backend: str, places: int, options: dict[str, Any]):
     """Bit for bit in the kernels; the reference joins three parts in other steps than two."""
     step = Step(backend, LENGTHS, MODES, places=places)
     got, without = attend(step, none_of(pseudo_of(step)), **options), attend(step, None, **options)
@@ -149,7 +141,7 @@ def test_the_fast_step_alone_takes_it_as_well(backend: str):
         ("logit_BHG", lambda x: x[:, :1], r"^pseudo logit must be \[B=2, H=2, G=2\], got \[2, 1, 2\]$"),
         ("value_BHE", lambda x: x[..., :3], r"^pseudo value must be \[B=2, H=2, E=16\], got \[2, 2, 3\]$"),
     ],
-)  # fmt: skip
+)
 def test_one_that_does_not_fit_is_named(backend: str, name: str, change: Any, message: str):
     step = Step(backend, [65, 130], [FAST, SLOW])
     pseudo = pseudo_of(step)

@@ -36,9 +36,7 @@ def test_heads_apart_compete_as_heads_together(parts, temperature):
     score_BHT[1, :, 30:] = MASKED_SCORE
     whole = exclude_across_heads(score_BHT, 0.35, temperature)
     pieces = score_BHT.chunk(parts, 1)
-    split = apart(
-        parts, lambda p, gather: exclude_across_heads(pieces[p], 0.35, temperature, gather)
-    )
+    split = apart(parts, lambda p, gather: exclude_across_heads(pieces[p], 0.35, temperature, gather))
     torch.testing.assert_close(split, whole)
 
 

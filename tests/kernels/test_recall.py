@@ -42,24 +42,18 @@ class Tiers:
 
     def __init__(self, lengths: list[int], D=8, E=8, S=S, page_size=N, dtype=torch.float32):
         self.rows = [[torch.randn(H, T, w).to(dtype) for T in lengths] for w in (D, E)]
-        (self.clean_key, self.table), (self.clean_value, _) = (
-            paged(rows, page_size) for rows in self.rows
-        )
+        (self.clean_key, self.table), (self.clean_value, _) = (paged(rows, page_size) for rows in self.rows)
         self.D, self.E, self.S, self.N, self.B = D, E, S, page_size, len(lengths)
         self.old = self.segment(self.B, dtype)
 
     def segment(self, rows: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
         """Make a segment that holds poison."""
-        key, value = (
-            torch.full((rows, H, self.S, width), torch.nan, dtype=dtype)
-            for width in (self.D, self.E)
-        )
+        key, value = (torch.full((rows, H, self.S, width), torch.nan, dtype=dtype) for width in (self.D, self.E))
         position = torch.full((rows, H, self.S), -7, dtype=torch.int32)
         return key, value, position, torch.full((rows, H), -7, dtype=torch.int32)
 
     def pack(self, requests: list[int], index: torch.Tensor, sinks: list[int], into) -> None:
-        pack.reference(self.clean_key, self.clean_value, self.table, int32(requests), index,
-                       int32(sinks), *into)  # fmt: skip
+        pack.reference(self.clean_key, self.clean_value, self.table, int32(requests), index, int32(sinks), *into)
         key, value, position, _ = into
         for part in (key, value):  # rows that count for nothing may hold anything
             part.masked_fill_((position < 0)[..., None], torch.nan)
@@ -106,7 +100,7 @@ NEW = [[[3, 9, 20, 41, 49], [6, 8]], [[2, 30], [12, 13, 31]]]
 @pytest.mark.parametrize(
     ("D", "E", "dtype", "page_size"),
     [(8, 8, torch.float, 1), (24, 7, torch.float, 16), (64, 80, torch.half, 100), (256, 256, torch.half, 16)],
-)  # fmt: skip
+)
 def test_rows_are_those_that_pack_writes_from_either_side(run, D, E, dtype, page_size):
     """A row that is on the device is not read from the host, where it is NaN here."""
     tiers = Tiers([50, 33], D, E, dtype=dtype, page_size=page_size)
@@ -158,9 +152,7 @@ def test_segments_of_several_tiles_find_every_old_row(run, size):
 def test_heads_that_are_not_refreshed_keep_their_rows(run):
     tiers = Tiers([50, 33])
     tiers.pack([0, 1], selection(OLD, 6), [2, 2], tiers.old)
-    tiers.recall(
-        run, [1, 0], selection([NEW[1], NEW[0]], 6), [2, 2], heads_RH=int32([[1, 0], [0, 1]])
-    )
+    tiers.recall(run, [1, 0], selection([NEW[1], NEW[0]], 6), [2, 2], heads_RH=int32([[1, 0], [0, 1]]))
     mixed = [[NEW[1][0], OLD[1][1]], [OLD[0][0], NEW[0][1]]]
     tiers.assert_as_packed([1, 0], selection(mixed, 6), [2, 2])
     assert tiers.fetched.tolist() == [[0, 0], [0, 1]]
@@ -192,7 +184,7 @@ def test_tensors_that_do_not_fit_are_named(run):
     for pages, message in (
         ((key.half(), value), "key_pages must have the dtype of key, torch.float32, got torch.float16"),
         ((key, value[:, :1]), r"value_pages must be \[P=8, H=2, N=16, E\], got"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(ValueError, match=message):
             tiers.recall(run, [0, 1], index, [2, 2], pages)
     with pytest.raises(ValueError, match=r"^heads must be \[R=2, H=2\], got \[1, 2\]$"):

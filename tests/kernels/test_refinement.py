@@ -85,9 +85,7 @@ def test_refinements_of_half_precision_are_float32(dtype: torch.dtype):
     assert torch.equal(actual, expected)
 
 
-@pytest.mark.parametrize(
-    ("radius", "length"), [(0, 64), (1, 64), (3, 64), (4, 64), (63, 64), (200, 64), (16, 1)]
-)
+@pytest.mark.parametrize(("radius", "length"), [(0, 64), (1, 64), (3, 64), (4, 64), (63, 64), (200, 64), (16, 1)])
 def test_the_peak_of_a_neighborhood_is_what_pooling_finds(radius: int, length: int):
     score = torch.randn(3, length).masked_fill(torch.rand(3, length) < 0.2, -torch.inf)
     peak = neighborhood_peak(score, radius)

@@ -281,14 +281,10 @@ def test_a_request_seen_on_its_candidates_alone_scores_the_same(window: int, spa
     logits, norm = 3 * torch.randn(1, H, G, window, T), torch.rand(1, H, T) + 1
     logits[0, 1, 0, 0, first:stop] = -INF
     whole, weight = selector(logits, norm, allowed, span=span, **DEFAULTS)
-    cut, cut_weight = selector(
-        logits[..., first:stop], norm[..., first:stop], None, span=span, **DEFAULTS
-    )
+    cut, cut_weight = selector(logits[..., first:stop], norm[..., first:stop], None, span=span, **DEFAULTS)
     assert torch.allclose(cut, whole[..., first:stop], atol=1e-5)
     assert torch.allclose(cut_weight, weight, atol=1e-6)
-    score, told_weight = selector(
-        logits, norm, ~allowed, span=span, interval=(first, stop), **DEFAULTS
-    )
+    score, told_weight = selector(logits, norm, ~allowed, span=span, interval=(first, stop), **DEFAULTS)
     assert torch.equal(score[..., first:stop], cut)
     assert (score.masked_fill(allowed, MASKED_SCORE) == MASKED_SCORE).all()
     assert torch.equal(told_weight, cut_weight)

@@ -77,9 +77,7 @@ def check(run, logits, norm, allowed, **changes):
     c = DEFAULTS | changes
     got_facts, facts = {}, {}
     score, weight = run(logits, norm, allowed, **changes, diagnostics=got_facts)
-    exact, exact_weight = selector.reference(
-        logits.double(), norm.double(), allowed, **c, diagnostics=facts
-    )
+    exact, exact_weight = selector.reference(logits.double(), norm.double(), allowed, **c, diagnostics=facts)
     assert score.dtype == weight.dtype == torch.float32
     assert exact.dtype == torch.float64
     assert score.isfinite().all()
@@ -305,9 +303,7 @@ def test_an_argument_out_of_range_is_named(run, changes, message):
 
 def test_what_the_kernel_cannot_take_is_refused(run):
     logits, norm, allowed = inputs(1, 2, 2, 2, 40)
-    with pytest.raises(
-        KernelLimitError, match=r"^logits must be float32, .*use the torch backend$"
-    ):
+    with pytest.raises(KernelLimitError, match=r"^logits must be float32, .*use the torch backend$"):
         run(logits.double(), norm, allowed)
     with pytest.raises(KernelLimitError, match=r"^key_norm must be float32, "):
         run(logits, norm.double(), allowed)

@@ -47,12 +47,8 @@ class Verification(Step):
 
     def descriptor(self) -> StepDescriptor:
         requests = [
-            StepRequest(
-                mode=mode, length=T, recent_start=start, packed=70, sink=min(SINK, T), count=count
-            )
-            for mode, T, start, count in zip(
-                self.modes, self.lengths, self.starts, self.counts, strict=True
-            )
+            StepRequest(mode=mode, length=T, recent_start=start, packed=70, sink=min(SINK, T), count=count)
+            for mode, T, start, count in zip(self.modes, self.lengths, self.starts, self.counts, strict=True)
         ]
         places = self.places or 8
         step = describe_step(requests, work_items(len(requests), H, places), self.device)
@@ -137,9 +133,7 @@ def test_the_causal_limit_lies_anywhere_in_a_tile(backend: str, length: int):
     Verification(backend, [length, length], [SLOW, SLOW], counts=[17, 9]).assert_plain()
 
 
-@pytest.mark.parametrize(
-    ("G", "D", "E", "W"), [(1, 16, 16, 17), (4, 24, 40, 9), (8, 16, 16, 17), (3, 160, 160, 17)]
-)
+@pytest.mark.parametrize(("G", "D", "E", "W"), [(1, 16, 16, 17), (4, 24, 40, 9), (8, 16, 16, 17), (3, 160, 160, 17)])
 def test_heads_and_groups_of_any_size(backend: str, G: int, D: int, E: int, W: int):
     """Up to 136 rows, more than the largest tile has; 51 rows of wide heads make two tiles in float32."""
     step = Verification(backend, [70, 65], [SLOW, SLOW], G=G, D=D, E=E, counts=[W, 2], W=W)
@@ -148,9 +142,7 @@ def test_heads_and_groups_of_any_size(backend: str, G: int, D: int, E: int, W: i
 
 @pytest.mark.parametrize("page_size", [16, 128])
 def test_a_page_holds_one_tile_or_several(backend: str, page_size: int):
-    Verification(
-        backend, [150, 65], [SLOW, FAST], page_size=page_size, counts=[9, 1], W=9
-    ).assert_plain()
+    Verification(backend, [150, 65], [SLOW, FAST], page_size=page_size, counts=[9, 1], W=9).assert_plain()
 
 
 @pytest.mark.parametrize("places", [2, 8, 64])

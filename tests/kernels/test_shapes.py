@@ -13,7 +13,7 @@ CPU = torch.device("cpu")
         ((2, 8, 64), {"B": None, "H": None}, r"^key must be \[B, H\], got \[2, 8, 64\]$"),
         ((2, 8), {"B": 2, "T": 9}, r"^key must be \[B=2, T=9\], got \[2, 8\]$"),
     ],
-)  # fmt: skip
+)
 def test_the_message_names_the_tensor_the_wanted_and_the_given_sizes(shape, sizes, message):
     with pytest.raises(ValueError, match=message):
         check_shape(torch.empty(shape), "key", **sizes)
@@ -34,7 +34,7 @@ def test_what_fits_passes():
         (torch.empty(2, device="meta"), r"^key must be on cpu like query, got meta$"),
         (torch.empty(2, 3).T, r"^key must be contiguous, got strides \(1, 3\)$"),
     ],
-)  # fmt: skip
+)
 def test_another_dtype_device_or_layout_than_the_first_tensors_is_refused(key, message):
     with pytest.raises(ValueError, match=message):
         check_same(torch.empty(2), "query", value=torch.empty(3), key=key)

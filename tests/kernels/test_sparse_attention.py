@@ -55,8 +55,7 @@ class FastStep:
         """Pack, and spoil every row that does not count."""
         B = self.index_BHS.shape[0]
         key, value = (
-            torch.full((*self.index_BHS.shape, width), torch.nan, dtype=self.dtype)
-            for width in (D, self.width)
+            torch.full((*self.index_BHS.shape, width), torch.nan, dtype=self.dtype) for width in (D, self.width)
         )
         sink, position = torch.zeros(B, dtype=torch.int32), torch.empty_like(self.index_BHS)
         length = torch.empty(B, H, dtype=torch.int32)
@@ -95,9 +94,7 @@ class FastStep:
             visible = mask_BHT[row : row + 1, :, None, None, : key.shape[1]]
             expected, _ = plain_attention(*segment, SCALE, visible=visible, **options)
             atol, _ = error_bound(*segment, SCALE)
-            torch.testing.assert_close(
-                out[row : row + 1].double(), expected[:, :, :, 0], rtol=0, atol=atol
-            )
+            torch.testing.assert_close(out[row : row + 1].double(), expected[:, :, :, 0], rtol=0, atol=atol)
 
 
 @pytest.fixture(params=["torch", "triton", "numba"], autouse=True)
@@ -111,7 +108,7 @@ def backend(request: pytest.FixtureRequest) -> str:
 @pytest.mark.parametrize(
     ("page_size", "dtype"),
     [(1, torch.float), (16, torch.half), (64, torch.float), (128, torch.bfloat16), (130, torch.half)],
-)  # fmt: skip
+)
 def test_two_segments_equal_dense_attention_under_the_mask(page_size: int, dtype: torch.dtype):
     """Eq. 25; the heads of a request hold different numbers of tokens."""
     FastStep(page_size=page_size, dtype=dtype).assert_plain()
@@ -152,7 +149,7 @@ def test_a_learned_sink_takes_part_in_the_one_softmax():
 
 @pytest.mark.parametrize(
     ("dtype", "packed"), [(torch.float32, PACKED), (torch.float16, [[[0, 1, 3, 4], [0, 1, 2, 4]]] * 3)]
-)  # fmt: skip
+)
 def test_a_request_in_a_batch_computes_what_it_computes_alone(backend: str, packed, dtype):
     """Requests that hold equally many share a call; the kernels may split keys, and round, otherwise."""
     step = FastStep(packed=packed, dtype=dtype)

@@ -68,9 +68,7 @@ class Batch:
         return step
 
 
-def request(
-    mode: int = FAST, length: int = 1000, packed: int = 0, recent: int | None = None
-) -> StepRequest:
+def request(mode: int = FAST, length: int = 1000, packed: int = 0, recent: int | None = None) -> StepRequest:
     start = max(0, length - 100) if recent is None else length - recent
     return StepRequest(mode=mode, length=length, recent_start=start, packed=packed, sink=4)
 
@@ -85,9 +83,7 @@ def drawn(seed: int, longest: int = 300_000) -> Batch:
             length = max(1, min(longest, length // UNIT * UNIT + draw.choice([-1, 0, 1])))
         recent = draw.randint(1, length)
         mode = draw.choice([IDLE, PROMPT, FAST, FAST, SLOW])
-        requests.append(
-            request(mode, length, draw.choice([0, 1, 63, 64, 65, 2048, length]), recent)
-        )
+        requests.append(request(mode, length, draw.choice([0, 1, 63, 64, 65, 2048, length]), recent))
     return Batch(tuple(requests), draw.randint(1, 16), draw.choice([1, 2, 7, 8, 40, 264, 400]))
 
 
@@ -144,9 +140,7 @@ def test_work_items_is_never_exceeded_by_lengths_made_to_round_up():
     """Each request one unit beyond a multiple of some size."""
     for size in (2, 3, 5, 8, 13, 64, 300):
         for count, heads, programs in ((1, 1, 400), (16, 4, 264), (64, 1, 400), (5, 3, 7)):
-            requests = tuple(
-                request(SLOW, (size * (row % 4 + 1) + 1) * UNIT) for row in range(count)
-            )
+            requests = tuple(request(SLOW, (size * (row % 4 + 1) + 1) * UNIT) for row in range(count))
             Batch(requests, heads, programs).planned()  # an IndexError if there were no room
 
 

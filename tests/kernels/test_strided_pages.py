@@ -202,16 +202,10 @@ CASES = [
     for layout, E in ((halves, D), (tokens_first, 24), (transposed_keys, 24))
 ]
 # what a kernel takes: the numbers of a row lie together
-CASES += [
-    ("triton", run, layout, E)
-    for run in WITH_KERNEL
-    for layout, E in ((halves, D), (tokens_first, 24))
-]
+CASES += [("triton", run, layout, E) for run in WITH_KERNEL for layout, E in ((halves, D), (tokens_first, 24))]
 
 
-@pytest.mark.parametrize(
-    ("backend", "run", "layout", "E"), CASES, ids=lambda x: getattr(x, "__name__", x)
-)
+@pytest.mark.parametrize(("backend", "run", "layout", "E"), CASES, ids=lambda x: getattr(x, "__name__", x))
 def test_an_op_gives_what_it_gives_for_contiguous_pages(backend: str, run, layout, E: int):
     case = Case(backend, E)
     strided = case.laid_out(layout)
@@ -224,9 +218,7 @@ def test_an_op_gives_what_it_gives_for_contiguous_pages(backend: str, run, layou
 @pytest.mark.parametrize("run", [attends, makes_logits, decodes, packs, recalls, appends])
 def test_a_kernel_wants_the_numbers_of_a_row_together(run):
     case = Case("triton")
-    message = (
-        r"^key(_pages)? must have a last stride of 1 for the Triton kernels, got 16; use the torch"
-    )
+    message = r"^key(_pages)? must have a last stride of 1 for the Triton kernels, got 16; use the torch"
     with pytest.raises(KernelLimitError, match=message):
         run(case, *case.laid_out(transposed_keys))
 
@@ -236,9 +228,7 @@ def test_a_kernel_wants_the_numbers_of_a_row_together(run):
 def test_flash_attention_gets_rows_that_lie_together(length: int, causal: bool):
     """PyTorch's, on a CPU, is wrong without a word for transposed keys, in one page a view."""
     case = Case("torch")
-    views = [
-        read_pages(pages, case.table[1], 0, length) for pages in case.laid_out(transposed_keys)
-    ]
+    views = [read_pages(pages, case.table[1], 0, length) for pages in case.laid_out(transposed_keys)]
     assert views[0].stride(-1) == N
     query = torch.randn(1, H, G, length, D)
     got, _ = partial_attention(query, *views, scale=0.3, causal=causal)

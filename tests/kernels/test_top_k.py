@@ -32,9 +32,7 @@ def by_sorting(scores: list[float], budget: int) -> list[int]:
     return kept + [-1] * (min(budget, len(scores)) - len(kept))
 
 
-@pytest.mark.parametrize(
-    ("length", "budget", "values"), covering([1, 63, 64, 65, 1000], [1, 64, 2048], [1, 3, 1000])
-)
+@pytest.mark.parametrize(("length", "budget", "values"), covering([1, 63, 64, 65, 1000], [1, 64, 2048], [1, 3, 1000]))
 def test_top_k_equals_sorting_under_heavy_ties(select, length: int, budget: int, values: int):
     """One row has no candidate at all; the index is int32, and the scores stay as they were."""
     score = torch.randint(-values, values, (2, 2, length)).float()
@@ -47,9 +45,7 @@ def test_top_k_equals_sorting_under_heavy_ties(select, length: int, budget: int,
     assert score.tolist() == before
 
 
-@pytest.mark.parametrize(
-    ("length", "budget"), [(CHUNK - 1, 100), (CHUNK, 8192), (CHUNK + 1, 8192), (9000, 100)]
-)
+@pytest.mark.parametrize(("length", "budget"), [(CHUNK - 1, 100), (CHUNK, 8192), (CHUNK + 1, 8192), (9000, 100)])
 def test_rows_of_several_chunks(select, length: int, budget: int):
     """Plain scores, few values, one value, and a candidate set in the middle."""
     score = torch.randn(2, 2, length)
@@ -87,9 +83,7 @@ def test_keys_that_differ_in_one_byte_alone_are_told_apart(select, byte: int):
     """Each of the four passes over a key has to count its own byte."""
     step = torch.randperm(256)[:120] if byte < 3 else torch.randperm(120)
     base = 0x3F808080 & ~(255 << 8 * byte)
-    score = (base + (step << 8 * byte)).int().view(torch.float32)[None, None] * torch.tensor(
-        [[[1], [-1]]]
-    )
+    score = (base + (step << 8 * byte)).int().view(torch.float32)[None, None] * torch.tensor([[[1], [-1]]])
     for budget in (1, 50, 119):
         expected = [by_sorting(row, budget) for row in score[0].tolist()]
         assert select(score, budget).tolist() == [expected]

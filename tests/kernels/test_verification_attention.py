@@ -48,9 +48,7 @@ def test_queries_attend_causally_and_the_last_hands_out_its_logits(
         one = slice(row, row + 1)
         check_output(out[one], query[one], key[None], value[None], options)
         expected = evidence_of(query[row], key, options.get("soft_cap"))
-        torch.testing.assert_close(
-            logits[row, ..., 0, : LENGTHS[row]].double(), expected, rtol=1e-5, atol=1e-5
-        )
+        torch.testing.assert_close(logits[row, ..., 0, : LENGTHS[row]].double(), expected, rtol=1e-5, atol=1e-5)
         assert (logits[row, ..., LENGTHS[row] :] == -torch.inf).all()
 
 
@@ -72,9 +70,7 @@ def check_output(
     assert not out[:, :, :, :-own].any()
 
 
-def evidence_of(
-    query_HGWD: torch.Tensor, key_HTD: torch.Tensor, soft_cap: float | None
-) -> torch.Tensor:
+def evidence_of(query_HGWD: torch.Tensor, key_HTD: torch.Tensor, soft_cap: float | None) -> torch.Tensor:
     """Return the last query's logits, the product written out, [H, G, T]."""
     chosen_HGD = query_HGWD[:, :, -1].double()
     logits = SCALE * torch.einsum("hgd,htd->hgt", chosen_HGD, key_HTD.double())

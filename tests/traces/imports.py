@@ -15,12 +15,7 @@ STOP = 7  # the trigger's token id
 def selection_arrays(**changes: Any) -> dict[str, Any]:
     """Make the arrays of an indexer's file: positions in any order, at first fewer than K in layer 0."""
     rng = np.random.default_rng(0)
-    positions = np.stack(
-        [
-            [rng.permutation(PROMPT + step)[:K] for _ in range(LAYERS)]
-            for step in range(STEPS)
-        ]
-    )  # fmt: skip
+    positions = np.stack([[rng.permutation(PROMPT + step)[:K] for _ in range(LAYERS)] for step in range(STEPS)])
     positions[:2, 0, 4:] = -1
     arrays = {
         "sfi_import_version": 1,

@@ -73,11 +73,7 @@ class LosslessRun:
         self.verifications: list[VerificationEvent] = []
         self.tokens = [[token_of(request, 0)] for request in range(len(most))]
         batch = range(len(most))
-        observer.on(
-            run_event(
-                len(most), config=LOSSLESS, trigger_token_ids=(STOP,), audit=None, lossless=lossless
-            )
-        )
+        observer.on(run_event(len(most), config=LOSSLESS, trigger_token_ids=(STOP,), audit=None, lossless=lossless))
         ids = torch.arange(PROMPT).repeat(len(most), 1)
         observer.on(PromptEvent(requests=tuple(batch), ids_BT=ids, count=(PROMPT,) * len(most)))
         observer.on(BeginStepEvent(step=0, slow=tuple(batch), fast=()))

@@ -188,9 +188,7 @@ def _request(
                     if policy != "full-kv":
                         _select(tables, rng, key, top, chosen)
             if policy == "freekv" and not slow:
-                _correct(
-                    tables, rng, {"request": request, "step": step, "layer": layer}, tops, chosen
-                )
+                _correct(tables, rng, {"request": request, "step": step, "layer": layer}, tops, chosen)
         if audited and not slow:
             tables["logits"].append(
                 {
@@ -221,9 +219,7 @@ def _correct(
         _select(tables, rng, {**key, "head": head}, tops[key["layer"], head], chosen)
         tables["selections"][-1] |= {**why, "lambda_star": None}
     fetched = sum(row["added"] for row in tables["selections"][before:])
-    tables["recalls"].append(
-        {**key, "rows": fetched, "bytes": 256 * fetched, "waited_us": rng.uniform(0, 20)}
-    )
+    tables["recalls"].append({**key, "rows": fetched, "bytes": 256 * fetched, "waited_us": rng.uniform(0, 20)})
 
 
 def _select(

@@ -50,9 +50,7 @@ def test_acceptance_is_counted_by_reason_place_and_depth(told):
     document = summarize(trace)
     found, drafts = document["lossless"], drafts_of(run)
     tokens = sum(REQUESTS) - len(REQUESTS)
-    drafted, accepted = (
-        sum(getattr(event, name) for event in run.verifications) for name in ("drafted", "accepted")
-    )
+    drafted, accepted = (sum(getattr(event, name) for event in run.verifications) for name in ("drafted", "accepted"))
     assert (found["tokens"], found["drafted"], found["accepted"]) == (tokens, drafted, accepted)
     assert found["acceptance"] == pytest.approx(accepted / drafted)
     assert found["token_acceptance"] == pytest.approx(accepted / len(drafts))
@@ -145,11 +143,7 @@ def test_the_timeline_marks_verifications_on_the_track_of_their_request(told):
     events = json.loads(text)["traceEvents"]
     assert written[-1] == (len(events), len(events))
     tracks = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    slices = {
-        (tracks[e["tid"]], e["args"]["step"]): e
-        for e in events
-        if e["ph"] == "X" and e["name"] == "slow"
-    }
+    slices = {(tracks[e["tid"]], e["args"]["step"]): e for e in events if e["ph"] == "X" and e["name"] == "slow"}
     marks = [event for event in events if event["ph"] == "i"]
     assert len(marks) == len(run.verifications)
     wanted = {(f"steps of request {one.request}", one.step): one for one in run.verifications}
@@ -166,9 +160,7 @@ def test_the_report_has_a_panel_and_numbers(told):
     page = render(View(told[0]))
     figures = json.loads(re.search(r'json" id="data">(.*?)</script>', page)[1])
     for column, bars in enumerate(figures["acceptance"]["data"]):
-        assert dict(zip(bars["x"], bars["y"], strict=True)) == pytest.approx(
-            shares_of(told[1], 0, column)
-        )
+        assert dict(zip(bars["x"], bars["y"], strict=True)) == pytest.approx(shares_of(told[1], 0, column))
     found = summarize(told[0], request=0)["lossless"]
     assert f"{found['accepted']} of {found['drafted']} drafted tokens" in page
     assert page.count(": fast, drafted; attended ") == found["accepted"]

@@ -70,9 +70,7 @@ def test_a_page_that_changed_is_found_by_its_checksum(folder):
     """A changed float is no error of its own."""
     part = folder / "steps" / "part-00000.parquet"
     rows = parquet.read_table(part)
-    parquet.write_table(
-        rows, part, compression="none", use_dictionary=False, write_page_checksum=True
-    )
+    parquet.write_table(rows, part, compression="none", use_dictionary=False, write_page_checksum=True)
     data = part.read_bytes()
     place = data.index(struct.pack("<d", rows["elapsed_us"][7].as_py()))
     part.write_bytes(data[:place] + b"\0" + data[place + 1 :])
@@ -109,9 +107,7 @@ def test_rows_that_the_manifest_knows_of_are_missed(folder):
     assert checked(folder)["sound"]
 
 
-@pytest.mark.parametrize(
-    ("steps", "words"), [([0, 1, 3], "got 3 up to step 3"), ([0, 1, 1, 3], "got 4 up to step 3")]
-)
+@pytest.mark.parametrize(("steps", "words"), [([0, 1, 3], "got 3 up to step 3"), ([0, 1, 1, 3], "got 4 up to step 3")])
 def test_steps_are_consecutive(tmp_path, steps, words):
     rows = [{"request": 4, "step": step, "slow": False} for step in steps]
     document = checked(write_trace(tmp_path / "run", {"steps": rows}, policy="streaming-llm"))
@@ -122,9 +118,7 @@ def test_steps_are_consecutive(tmp_path, steps, words):
 def test_token_ids_that_were_left_out_cannot_be_checked(folder):
     document = checked(redact(folder))
     assert document["sound"]
-    assert document["notes"] == [
-        "steps not checked against their tokens: token ids were left out (trace.redact_text)"
-    ]
+    assert document["notes"] == ["steps not checked against their tokens: token ids were left out (trace.redact_text)"]
 
 
 SETTINGS = [
@@ -144,9 +138,7 @@ SETTINGS = [
 def run_of(tokens: list[int], **settings) -> list[dict]:
     """Steps as the decoder would have taken them."""
     config = CONFIG | settings
-    trigger = Trigger(
-        frozenset({STOP}), SfiConfig(slow_start=1, min_gap=0, span=0).replace(**config)
-    )
+    trigger = Trigger(frozenset({STOP}), SfiConfig(slow_start=1, min_gap=0, span=0).replace(**config))
     state, rows = RequestState(), []
     for step, token in enumerate(tokens):
         reason = trigger.reason(state) if step else "first"

@@ -33,10 +33,7 @@ CONFIG = SfiConfig(
     trigger_token_ids=tuple(range(0, 96, 3)),
     window_prefill=4,
 )
-ROWS = [
-    torch.randint(0, 96, (n,), generator=torch.Generator().manual_seed(n)).tolist()
-    for n in (9, 30, 4, 17, 40, 6)
-]
+ROWS = [torch.randint(0, 96, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (9, 30, 4, 17, 40, 6)]
 LIMITS = [8, 3, 9, 1, 6, 5]
 ITS_OWN = (  # what differs from the request alone
     "request",
@@ -156,11 +153,7 @@ def test_of_one_request_only_the_steps_it_took_part_in_are_summed_up(number):
     decoding = summarize(continuous(), number)["phases"]["decode"]
     (sampling,) = [phase for phase in decoding if phase["name"] == "sample"]
     first = min(own)  # its prompt's
-    spent = [
-        row["elapsed_us"]
-        for row in timings
-        if row["name"] == "sample" and row["step"] in own - {first}
-    ]
+    spent = [row["elapsed_us"] for row in timings if row["name"] == "sample" and row["step"] in own - {first}]
     assert (sampling["spans"], len(spent)) == (LIMITS[number] - 1,) * 2
     assert sampling["total_us"] == pytest.approx(sum(spent))
 
@@ -176,7 +169,6 @@ def test_the_timeline_shows_each_step_where_its_spans_are():
         for first, second in pairwise(own):
             assert first["ts"] + first["dur"] <= second["ts"] + 0.001
     began = {
-        number: min(e["ts"] for e in slices if tracks[e["tid"]] == f"steps of request {number}")
-        for number in range(6)
+        number: min(e["ts"] for e in slices if tracks[e["tid"]] == f"steps of request {number}") for number in range(6)
     }
     assert began[0] == began[1] < began[2] < began[3] < began[4] < began[5]

@@ -35,11 +35,7 @@ def bin_of(number: int) -> int:
 
 
 def test_corrections_are_a_share_of_fast_steps_layers_and_heads(trace):
-    since = {
-        (r["request"], r["step"]): r["steps_since_slow"]
-        for r in rows(trace, "steps")
-        if not r["slow"]
-    }
+    since = {(r["request"], r["step"]): r["steps_since_slow"] for r in rows(trace, "steps") if not r["slow"]}
     corrected = {
         (r["request"], r["step"], r["layer"], r["head"])
         for r in rows(trace, "selections")
@@ -108,9 +104,7 @@ def test_a_heads_selection_is_compared_with_its_own_before():
                 assert math.isnan(found["overlap_previous"][at])
                 assert math.isnan(found["jaccard_previous"][at])
             else:
-                assert found["overlap_previous"][at] == pytest.approx(
-                    both / min(len(new), len(old))
-                )
+                assert found["overlap_previous"][at] == pytest.approx(both / min(len(new), len(old)))
                 assert found["jaccard_previous"][at] == pytest.approx(both / len(new | old))
             held[head] = new
     assert len(held) == 3

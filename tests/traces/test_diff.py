@@ -77,9 +77,8 @@ def test_steps_that_are_slow_in_one_only(pair, document):
 @pytest.mark.parametrize("request_only", [None, 1])
 def test_supports_are_compared_at_equal_steps_up_to_the_first_difference(pair, request_only):
     lists = [
-        {(r["request"], r["step"], r["layer"], r["head"]): r["positions"] for r in rows(t, "supports")}
-        for t in pair
-    ]  # fmt: skip
+        {(r["request"], r["step"], r["layer"], r["head"]): r["positions"] for r in rows(t, "supports")} for t in pair
+    ]
     expected = defaultdict(list)
     for (number, step, layer, head), positions in lists[0].items():
         key = (number, step, layer, head)
@@ -121,14 +120,10 @@ def test_numbers_of_both_and_their_ratios(pair, document):
     ratio = np.median(times[1][True]) / np.median(times[0][True])
     assert document["ratios"]["slow_p50_us"] == pytest.approx(ratio)
     assert document["ratios"]["fast_p50_us"] is None
-    speeds = [
-        1e6 * sum(len(v) for v in one.values()) / sum(sum(v) for v in one.values()) for one in times
-    ]
+    speeds = [1e6 * sum(len(v) for v in one.values()) / sum(sum(v) for v in one.values()) for one in times]
     assert document["ratios"]["tokens_per_second"] == pytest.approx(speeds[1] / speeds[0])
     fast = {(r["request"], r["step"]) for r in rows(pair[1], "steps") if not r["slow"]}
-    kept = [
-        r["retained_mass"] for r in rows(pair[1], "supports") if (r["request"], r["step"]) in fast
-    ]
+    kept = [r["retained_mass"] for r in rows(pair[1], "supports") if (r["request"], r["step"]) in fast]
     assert (document["a"]["retained_mass"], document["a"]["lambda_star"]) == (None, None)
     assert document["b"]["retained_mass"] == pytest.approx(np.mean(kept))
     assert document["a"]["reasons"] == {"full-kv": 80}
@@ -150,9 +145,7 @@ def test_settings_that_differ_are_named(own):
 )
 def test_different_models_are_refused(own, model):
     change_manifest(own[1].path, model=MODEL | model)
-    with pytest.raises(
-        TraceError, match=r"traces must be of one model, got made-up in .*a and .* in .*b"
-    ):
+    with pytest.raises(TraceError, match=r"traces must be of one model, got made-up in .*a and .* in .*b"):
         compare(own[0], Trace.open(own[1].path))
 
 
@@ -174,9 +167,7 @@ def test_one_of_several_requests_may_be_chosen(own, tmp_path):
     with pytest.raises(TraceError, match="got another for request 1: 200 tokens in"):
         compare(own[0], second, 1)
     alone = Trace.open(make_trace(tmp_path / "alone", steps=40))
-    with pytest.raises(
-        TraceError, match=r"same requests, got 2 in .* and 1 in .*; choose with --request"
-    ):
+    with pytest.raises(TraceError, match=r"same requests, got 2 in .* and 1 in .*; choose with --request"):
         compare(own[0], alone)
     assert compare(own[0], alone, 0)["requests"][0]["equal_share"] == 1.0
     with pytest.raises(ConfigError, match=r"request must be one of \[0\], got 1"):
@@ -216,9 +207,7 @@ def test_the_first_layer_that_differs_is_the_lowest_of_the_first_step(tmp_path):
     first, second = (make_trace(tmp_path / name, steps=20, policy="sfi") for name in "ab")
     trace = Trace.open(first)
     assert compare(trace, Trace.open(second))["requests"][0]["first_layer"] is None
-    kept = next(
-        r for r in rows(trace, "supports") if (r["step"], r["layer"], r["head"]) == (4, 1, 0)
-    )
+    kept = next(r for r in rows(trace, "supports") if (r["step"], r["layer"], r["head"]) == (4, 1, 0))
     mass = kept["retained_mass"]
     other = changed(second, "supports", {
         (4, 1, 0): {"retained_mass": mass + SAME_MASS / 2}, (7, 1, 0): {"positions": [1, 2]},
@@ -253,25 +242,19 @@ def test_a_limit_compares_its_number(pair, document):
     assert all(f"`{name}`" in docs for name in METRICS)
 
 
-@pytest.mark.parametrize(
-    "text", ["overlap", "overlap<", "<1", "overlap=1", "overlap<x", "overlap<nan", ""]
-)
+@pytest.mark.parametrize("text", ["overlap", "overlap<", "<1", "overlap=1", "overlap<x", "overlap<nan", ""])
 def test_a_limit_that_does_not_parse_is_refused_with_the_names(text):
     with pytest.raises(ConfigError, match=r"fail-if must be NAME, one of .* names: equal_share, "):
         Limit.parse(text)
 
 
 def test_a_limit_without_its_number_is_refused(own, tmp_path):
-    with pytest.raises(
-        ConfigError, match=r"unknown fail-if name 'wer'; expected one of equal_share"
-    ):
+    with pytest.raises(ConfigError, match=r"unknown fail-if name 'wer'; expected one of equal_share"):
         Limit.parse("wer<1")
     bare = Trace.open(make_trace(tmp_path / "bare", steps=40, audit=None))
     document = compare(bare, bare)
     for name in ("overlap", "first_layer", "retained_mass"):
-        with pytest.raises(
-            TraceError, match=f"needs {name}, which the traces do not have; record "
-        ):
+        with pytest.raises(TraceError, match=f"needs {name}, which the traces do not have; record "):
             Limit.parse(f"{name}<1").meets(document)
     redact(own[1].path)
     document = compare(own[0], Trace.open(own[1].path))

@@ -288,9 +288,7 @@ def test_sentences_are_averaged_by_their_place():
     """Ten sentences make eight groups; a sample without sentences does not count."""
     places = [11.0 * number for number in range(10)]
     first = row(sentence_scores=[1.0] * 6 + [0.0] * 4, sentence_places=places)
-    second = row(
-        seed=1, sentence_scores=[1.0] * 10, sentence_places=[place + 2 * (place > 0) for place in places]
-    )  # fmt: skip
+    second = row(seed=1, sentence_scores=[1.0] * 10, sentence_places=[place + 2 * (place > 0) for place in places])
     (found,) = summarize([first, second, row(seed=2)])
     groups = [(part["first"], part["last"]) for part in found["by_place"]]
     assert groups == [(1, 1), (2, 2), (3, 4), (5, 5), (6, 6), (7, 8), (9, 9), (10, 10)]

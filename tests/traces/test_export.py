@@ -44,10 +44,7 @@ def test_csv_gives_every_row_back(trace, name):
 
 def test_a_table_without_rows_is_its_names(tmp_path):
     trace = Trace.open(redact(make_trace(tmp_path / "run", steps=3)))
-    assert (
-        "".join(table_text(trace, "prompts", "csv", silent))
-        == "request,position,token_id,token_text\n"
-    )
+    assert "".join(table_text(trace, "prompts", "csv", silent)) == "request,position,token_id,token_text\n"
     assert "".join(table_text(trace, "prompts", "jsonl", silent)) == ""
 
 
@@ -61,7 +58,4 @@ def test_what_json_lacks_is_written_as_what_it_has():
     assert document["columns"] == columns
     assert document["rows"] == [dict(zip(columns, plain, strict=True))] * 2
     assert json.loads("".join(json_text(["a"], []))) == {"columns": ["a"], "rows": []}
-    assert (
-        "".join(csv_text(["a", "b"], [[(None, [1, 2]), (True, 'x"y')]]))
-        == 'a,b\n,"[1, 2]"\ntrue,"x""y"\n'
-    )
+    assert "".join(csv_text(["a", "b"], [[(None, [1, 2]), (True, 'x"y')]])) == 'a,b\n,"[1, 2]"\ntrue,"x""y"\n'

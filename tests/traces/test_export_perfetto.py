@@ -70,7 +70,7 @@ def test_every_span_is_on_the_track_of_its_stream(trace):
         (e["name"], e["args"]["step"], e["args"].get("layer"), e["args"].get("bytes"), e["ts"], e["dur"])
         for e in events(trace, "X")
         if names[e["tid"]] == "main"
-    )  # fmt: skip
+    )
     spans = rows(trace, "timings")
     assert sum(found.values()) == len(spans)
     for span in spans:

@@ -55,9 +55,7 @@ def test_the_heat_map_has_the_overlap_with_the_text_along_its_axes(full):
     words = [WORDS[step % 10] if step % 10 < 9 else "." for step in range(30)]
     assert labels(axes.xaxis) == labels(axes.yaxis) == words
     lines = [path.vertices.tolist() for lines in axes.collections for path in lines.get_paths()]
-    assert lines == [[[x, -0.5], [x, 29.5]] for x in (9.5, 19.5)] + [
-        [[-0.5, y], [29.5, y]] for y in (9.5, 19.5)
-    ]
+    assert lines == [[[x, -0.5], [x, 29.5]] for x in (9.5, 19.5)] + [[[-0.5, y], [29.5, y]] for y in (9.5, 19.5)]
     assert f"Top-{TOP} of dense attention, mean over 2 layers x 2 KV heads." in texts(figure)[1]
     low, high = axes.images[0].get_clim()
     others = full.supports.overlap[~np.eye(30, dtype=bool)]

@@ -131,7 +131,7 @@ BROKEN: dict[str, tuple[Any, dict[str, Any]]] = {
     "drift_agreement": (each("logits", argmax_agrees=lambda row: not late(row) or row["step"] % 2 == 0), {}),
     "drift_kl": (each("logits", kl_next_token=lambda row: 0.5 if late(row) else 0.01), {}),
     "drift_retained": (each("supports", retained_mass=lambda row: 0.5 if late(row) else 0.9), {}),
-}  # fmt: skip
+}
 
 
 def judged(folder: Path, tables: Tables, config: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -223,9 +223,7 @@ def test_how_far_back_a_selection_reached_is_not_judged_without_its_positions(tm
 
 def test_supports_cut_above_a_uniform_share_say_of_no_position_that_it_is_idle(tmp_path):
     tables = sound()
-    each("supports", positions=lambda row: row["positions"][-4:], mass=[0.2] * 4, read=[True] * 4)(
-        tables
-    )
+    each("supports", positions=lambda row: row["positions"][-4:], mass=[0.2] * 4, read=[True] * 4)(tables)
     found = judged(tmp_path / "run", tables)
     assert "budget_idle" not in tripped(found)
     assert "audit.top" in not_judged(found)["budget_idle"]
@@ -243,35 +241,23 @@ def test_quick_problems_are_lines_and_a_trace_cut_short_has_none(tmp_path):
 
 def test_coverage_distance_and_stay_are_those_of_the_positions(tmp_path):
     tables = sound()
-    found = coverage_facts(
-        Scope.of(Trace.open(write_trace(tmp_path / "run", tables, config=CONFIG)))
-    )
+    found = coverage_facts(Scope.of(Trace.open(write_trace(tmp_path / "run", tables, config=CONFIG))))
     assert found is not None
     picked = tables["selections"]
     heads = [
-        {
-            p
-            for row in picked
-            if (row["layer"], row["head"]) == place
-            for p in row["positions"]
-            if p < PROMPT
-        }
+        {p for row in picked if (row["layer"], row["head"]) == place for p in row["positions"] if p < PROMPT}
         for place in [(0, 0), (0, 1), (1, 0), (1, 1)]
     ]
     assert found["selected"] == pytest.approx(sum(map(len, heads)) / 4 / PROMPT)
     assert found["selected_by_any"] == pytest.approx(len(set().union(*heads)) / PROMPT)
-    assert found["stay"] == pytest.approx(
-        BUDGET * len(picked) / sum(row["added"] for row in picked)
-    )
+    assert found["stay"] == pytest.approx(BUDGET * len(picked) / sum(row["added"] for row in picked))
     far = [CONTEXT + row["step"] - 1 - p for row in picked for p in row["positions"]]
     assert_spread(found["distance"], far)
     assert coverage_facts(Scope.of(Trace.open(make_trace(tmp_path / "full")))) is None
 
 
 def test_the_triggered_policies_are_those_of_the_core():
-    assert {name for name, policy in POLICIES.items() if issubclass(policy, Triggered)} == set(
-        TRIGGERED
-    )
+    assert {name for name, policy in POLICIES.items() if issubclass(policy, Triggered)} == set(TRIGGERED)
 
 
 # --- runs of the bundled checkpoint
@@ -318,15 +304,11 @@ def zero_scores(select: Any, *rest: Any, **options: Any) -> tuple[torch.Tensor, 
     return torch.zeros_like(score), weight
 
 
-def zero_logits(
-    select: Any, logits: Any, *rest: Any, **options: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
+def zero_logits(select: Any, logits: Any, *rest: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return select(torch.zeros_like(logits), *rest, **options | {"log_sum_BHGW": None})
 
 
-def broken_logits(
-    select: Any, logits: Any, *rest: Any, **options: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
+def broken_logits(select: Any, logits: Any, *rest: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
     score, weight = select(logits, *rest, **options)
     options["diagnostics"]["evidence_norm2"].fill_(math.nan)
     return score, weight * math.nan

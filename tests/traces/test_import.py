@@ -72,9 +72,7 @@ def test_an_indexer_s_positions_are_supports_and_selections(tmp_path):
     assert [row["sentence"] for row in steps] == [int(row["token_id"] > STOP) for row in steps]
     assert [row["context_tokens"] for row in steps] == [PROMPT + step for step in range(STEPS)]
     assert steps[-1]["attended_tokens"] == K
-    assert [row["token_id"] for row in rows(trace, "prompts")] == arrays[
-        "prompt_token_ids"
-    ].tolist()
+    assert [row["token_id"] for row in rows(trace, "prompts")] == arrays["prompt_token_ids"].tolist()
     assert trace.manifest["audit"]["top"] == K
 
 
@@ -98,14 +96,8 @@ def test_an_indexer_that_chooses_the_last_positions_is_told(tmp_path):
     rules = {one["rule"] for one in summarize(trace)["health"]["findings"]}
     assert rules == {"selection_trailing", "sink_unselected"}
     health = summarize(trace)["health"]
-    said = [one["advice"] for one in health["findings"]] + [
-        one["reason"] for one in health["not_judged"]
-    ]
-    assert not [
-        words
-        for words in said
-        if "--audit" in words or "trace.positions" in words or "sink=" in words
-    ]
+    said = [one["advice"] for one in health["findings"]] + [one["reason"] for one in health["not_judged"]]
+    assert not [words for words in said if "--audit" in words or "trace.positions" in words or "sink=" in words]
     with pytest.raises(TraceError, match="import it with --tokenizer"):
         text_of(View(trace))
 
@@ -200,7 +192,7 @@ def twice() -> np.ndarray:
         ({"token_texts": np.array(["a"])}, "token_texts .* must be 12"),
         ({"prompt_token_ids": np.array([3, -1])}, "prompt_token_ids .* in 0 to 2147483647, got -1 at 1"),
     ],
-)  # fmt: skip
+)
 def test_a_file_that_is_wrong_is_refused_in_a_line_and_leaves_nothing(tmp_path, changes, words):
     path = write_npz(tmp_path / "a.npz", **changes)
     with pytest.raises(InputError, match=words) as caught:
@@ -246,7 +238,7 @@ def rows_with(number: int, **changes: Any) -> list[dict[str, Any]]:
         (rows_with(0), {"model": ["x"]}, "model .* must be a string"),
         (rows_with(0), {"trigger_tokens_ids": [7]}, "unknown metadata key 'trigger_tokens_ids'"),
     ],
-)  # fmt: skip
+)
 def test_a_row_that_is_wrong_is_named(tmp_path, table, said, words):
     with pytest.raises(InputError, match=words):
         imported(write_rows(tmp_path / "a.parquet", table, **said))
@@ -264,15 +256,11 @@ def test_positions_of_every_whole_type_are_taken(tmp_path, kind):
     if kind == pa.uint64():
         large = pa.array([[2**63]] * len(table), pa.list_(kind))
         parquet.write_table(table.set_column(at, "positions", large), path)
-        with pytest.raises(
-            InputError, match=r"cannot be read as \.parquet: Integer value .* not in range"
-        ):
+        with pytest.raises(InputError, match=r"cannot be read as \.parquet: Integer value .* not in range"):
             imported(path, force=True)
 
 
-@pytest.mark.parametrize(
-    "attentions", [None, 5, (None, None), ((None,), (None,)), [torch.ones(2), None]]
-)
+@pytest.mark.parametrize("attentions", [None, 5, (None, None), ((None,), (None,)), [torch.ones(2), None]])
 def test_attention_that_no_eager_model_returned_says_which_does(tmp_path, attentions):
     torch.save({"sfi_import_version": 1, "attentions": attentions}, tmp_path / "a.pt")
     with pytest.raises(InputError, match='attn_implementation="eager"'):

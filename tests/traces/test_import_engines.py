@@ -45,17 +45,11 @@ def test_deepseek_s_own_indexer_is_imported_and_replayed(tmp_path):
     trace, arrays = recorded("deepseek-v3.2", tmp_path / "a.npz")
     assert arrays["positions"].shape == (NEW, 2, 8)
     assert check(trace)["problems"] == []
-    sets = {
-        (step, layer): set(arrays["positions"][step, layer].tolist())
-        for step in range(NEW)
-        for layer in range(2)
-    }
+    sets = {(step, layer): set(arrays["positions"][step, layer].tolist()) for step in range(NEW) for layer in range(2)}
     found = {(row["step"], row["layer"]): row for row in rows(trace, "supports")}
     assert {place: set(row["positions"]) for place, row in found.items()} == sets
     shared = [
-        overlap(list(sets[step - 1, layer]), list(sets[step, layer]))
-        for step in range(1, NEW)
-        for layer in range(2)
+        overlap(list(sets[step - 1, layer]), list(sets[step, layer])) for step in range(1, NEW) for layer in range(2)
     ]
     assert summarize(trace)["stability"]["within"]["mean"] == pytest.approx(np.mean(shared))
     loaded = Supports.load(trace)
@@ -165,9 +159,7 @@ def test_one_forward_pass_over_all_tokens_gives_the_same_supports(tmp_path):
     with torch.no_grad():
         attentions = model(sequence[None], output_attentions=True).attentions
     model.set_attn_implementation("sdpa")
-    import_trace(
-        save(tmp_path / "a.pt", attentions=attentions), tmp_path / "a", ImportOptions(top=TOP)
-    )
+    import_trace(save(tmp_path / "a.pt", attentions=attentions), tmp_path / "a", ImportOptions(top=TOP))
     import_trace(save(tmp_path / "b.pt"), tmp_path / "b", ImportOptions(top=TOP))
     one, other = (rows(Trace.open(tmp_path / name), "supports") for name in ("a", "b"))
     assert [row["positions"] for row in one] == [row["positions"] for row in other]
@@ -182,7 +174,7 @@ def test_one_forward_pass_over_all_tokens_gives_the_same_supports(tmp_path):
         ({"kv_heads": 3}, "kv-heads must divide the 4 query heads, got 3"),
         ({"positions": torch.zeros(1)}, "unknown array 'positions'"),
     ],
-)  # fmt: skip
+)
 def test_attention_that_disagrees_with_its_tokens_is_refused(tmp_path, changes, words):
     if "attentions" in changes:  # a pass is missing
         _, passes, _ = attended()
@@ -209,9 +201,7 @@ def test_of_the_prompt_s_attention_one_query_is_converted(tmp_path, monkeypatch)
 def test_attention_of_another_shape_or_no_probabilities_is_refused(tmp_path):
     _, attentions, _ = attended()
     cut = tuple((first, second[..., 1:]) for first, second in attentions)
-    with pytest.raises(
-        InputError, match=r"attention.0.1 .* leave out layers with a sliding window"
-    ):
+    with pytest.raises(InputError, match=r"attention.0.1 .* leave out layers with a sliding window"):
         import_trace(save(tmp_path / "a.pt", attentions=cut), tmp_path / "a")
     doubled = tuple((first, 2 * second) for first, second in attentions)
     with pytest.raises(InputError, match=r"attention.0.1 .* KV head 0 .* got a sum of 2"):

@@ -29,7 +29,7 @@ def document() -> dict:
         "notes": ["a note"],
         "machine": {"processor": "a processor", "threads": 2, "copy_gb_per_s": 9.0},
         "versions": {"torch": "2"},
-    }  # fmt: skip
+    }
 
 
 def test_the_table_has_the_rows_with_their_types_and_the_machine(tmp_path, document):

@@ -13,9 +13,7 @@ from sfi_traces.views.view import View
 from sfi_traces.views.words import step_words
 
 plotly = pytest.importorskip("plotly.offline")
-SHAPE = Shape(
-    steps=1200, layers=6, heads=2, budget=64, prompt=2048, audit=64, audited_layers=3, top=32
-)
+SHAPE = Shape(steps=1200, layers=6, heads=2, budget=64, prompt=2048, audit=64, audited_layers=3, top=32)
 BYTES_A_STEP = 900  # of the page, without Plotly
 
 

@@ -36,9 +36,7 @@ def test_verifications_and_steps_are_what_was_told(told):
     assert trace.lossless
     assert trace.manifest["config"]["draft"]["max_tokens"] == 6
     found = rows(trace, "verifications")
-    assert found == [
-        {name: getattr(event, name) for name in found[0]} for event in run.verifications
-    ]
+    assert found == [{name: getattr(event, name) for name in found[0]} for event in run.verifications]
     assert any(row["accepted"] < row["drafted"] for row in found)
     for request, tokens in enumerate(run.tokens):
         steps = [row for row in rows(trace, "steps") if row["request"] == request]

@@ -47,19 +47,12 @@ def test_a_lossless_trace_is_sound_and_changes_no_token(tmp_path, name):
         own = [row["token_id"] for row in steps if row["request"] == request]
         assert own == tokens == untraced[request] == plain[request]
     layers = trace.manifest["model"]["layers"]
-    row = sum(
-        one["heads"] * (one["key_width"] + one["value_width"]) * one["itemsize"] for one in layers
-    )
+    row = sum(one["heads"] * (one["key_width"] + one["value_width"]) * one["itemsize"] for one in layers)
     for one in steps:
         whole = row * one["cached_tokens"]
-        assert (
-            one["moved_bytes"] == whole if one["fast_requests"] == 0 else one["moved_bytes"] < whole
-        )
+        assert one["moved_bytes"] == whole if one["fast_requests"] == 0 else one["moved_bytes"] < whole
     assert {one["fast_requests"] == 0 for one in steps} == {True, False}
-    keys = [
-        tuple(row[n] for n in ("request", "step", "layer", "head"))
-        for row in rows(trace, "selections")
-    ]
+    keys = [tuple(row[n] for n in ("request", "step", "layer", "head")) for row in rows(trace, "selections")]
     assert len(keys) == len(set(keys))
     drafted, told = (
         {(row["request"], row["step"]) for row in kept}

@@ -17,9 +17,7 @@ def rows(rng: random.Random, shape: tuple[int, ...], width: int) -> tuple[np.nda
     return index, sets
 
 
-@pytest.mark.parametrize(
-    ("first_width", "second_width"), [(8, 8), (3, 20), (20, 1), (0, 4), (5, 0)]
-)
+@pytest.mark.parametrize(("first_width", "second_width"), [(8, 8), (3, 20), (20, 1), (0, 4), (5, 0)])
 def test_counts_are_those_of_python_sets(first_width, second_width):
     rng = random.Random(first_width)
     first, firsts = rows(rng, (4, 50), first_width)

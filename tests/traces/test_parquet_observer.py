@@ -190,13 +190,9 @@ def test_a_redacted_trace_holds_neither_ids_nor_text_nor_hashes(tmp_path):
         (8, None, [], False, False),
     ],
 )
-def test_positions_are_recorded_while_they_are_few(
-    tmp_path, budget, window, dense, asked, recorded
-):
+def test_positions_are_recorded_while_they_are_few(tmp_path, budget, window, dense, asked, recorded):
     layers = [dict(MODEL["layers"][0]), MODEL["layers"][1] | {"window": window}]
-    event = run_event(
-        1, model=MODEL | {"layers": layers}, config={"budget": budget, "dense_layers": dense}
-    )
+    event = run_event(1, model=MODEL | {"layers": layers}, config={"budget": budget, "dense_layers": dense})
     with ParquetObserver(tmp_path / "trace", positions=asked) as observer:
         observer.on(event)
         observer.on(selection(torch.tensor([[1, 4]], dtype=torch.int32)))
@@ -244,9 +240,7 @@ def test_an_interrupted_run_is_a_whole_trace_that_says_so(tmp_path):
 def test_a_trace_is_overwritten_only_by_force(tmp_path):
     record(tmp_path / "trace")
 
-    with pytest.raises(
-        ConfigError, match=r"trace folder .*trace exists; add --force to overwrite it"
-    ):
+    with pytest.raises(ConfigError, match=r"trace folder .*trace exists; add --force to overwrite it"):
         ParquetObserver(tmp_path / "trace")
 
 

@@ -32,10 +32,7 @@ def playback(trace) -> Playback:
 
 def rows(trace: Trace, table: str, step: int, **wanted: int) -> list[dict]:
     wanted = {"request": 1, "step": step} | wanted
-    return [
-        row for row in trace.table(table).to_pylist()
-        if all(row[name] == value for name, value in wanted.items())
-    ]  # fmt: skip
+    return [row for row in trace.table(table).to_pylist() if all(row[name] == value for name, value in wanted.items())]
 
 
 def test_a_frame_is_its_row(trace, playback):
@@ -70,9 +67,7 @@ def test_measures_are_means_over_layers_and_heads(trace, playback):
         assert frame.measures[name] == pytest.approx(np.mean([row[name] for row in found]))
     assert frame.lambda_star is None
     refresh = rows(trace, "selections", 20)
-    assert playback.frame(20).lambda_star == pytest.approx(
-        np.mean([r["lambda_star"] for r in refresh])
-    )
+    assert playback.frame(20).lambda_star == pytest.approx(np.mean([r["lambda_star"] for r in refresh]))
     assert playback.frame(0).measures["overlap_previous_step"] is None
 
 
@@ -101,9 +96,7 @@ def test_a_strip_bins_the_mass_and_marks_the_memory(trace, playback):
         for marks, positions in (
             (strip.sink, range(4)), (strip.recent, range(start, length)), (strip.selected, selected),
         ):  # fmt: skip
-            assert np.flatnonzero(marks).tolist() == sorted(
-                {p * WIDTH // length for p in positions}
-            )
+            assert np.flatnonzero(marks).tolist() == sorted({p * WIDTH // length for p in positions})
     assert strip.added.any() or strip.removed.any()
 
 
@@ -134,9 +127,7 @@ def test_passages_are_what_a_step_reads_with_its_text_and_mass(trace, playback):
     ]
     between = found[1:-1]
     assert set(chosen) <= {p for one in between for p in range(one.first, one.last + 1)}
-    assert sum(one.share * (one.last + 1 - one.first) * 4 for one in between) == pytest.approx(
-        len(chosen)
-    )
+    assert sum(one.share * (one.last + 1 - one.first) * 4 for one in between) == pytest.approx(len(chosen))
     assert [one.mass for one in between] == sorted((one.mass for one in between), reverse=True)
     texts = [row["token_text"] for row in trace.table("prompts").to_pylist() if row["request"] == 1]
     texts += [row["token_text"] for row in trace.table("steps").to_pylist() if row["request"] == 1]
@@ -168,14 +159,11 @@ def test_the_selection_in_force_is_each_head_s_last(tmp_path):
         row(0, 0, [1]), row(0, 1, [2]), row(2, 1, [3], "correction"), row(3, 0, [4], "speculative"),
         row(5, 0, [5]), row(5, 1, [6]),
     ]  # fmt: skip
-    steps = [
-        {"request": 0, "step": t, "slow": t in (0, 5), "context_tokens": 100 + t} for t in range(7)
-    ]
+    steps = [{"request": 0, "step": t, "slow": t in (0, 5), "context_tokens": 100 + t} for t in range(7)]
     trace = Trace.open(write_trace(tmp_path / "t", {"steps": steps, "selections": chosen}))
     playback = Playback.load(trace, audited=False)
     found = [
-        {place[1]: positions.tolist() for place, positions in playback.in_force(step).items()}
-        for step in range(7)
+        {place[1]: positions.tolist() for place, positions in playback.in_force(step).items()} for step in range(7)
     ]
     assert found == [
         {}, {0: [1], 1: [2]}, {0: [1], 1: [3]}, {0: [1], 1: [3]}, {0: [4], 1: [3]}, {0: [4], 1: [3]},
@@ -193,9 +181,7 @@ def test_only_the_parts_that_may_hold_a_step_are_read(tmp_path):
     found = row_groups.Rows(Trace.open(folder), "supports", 0, ["positions"])
     path.write_bytes(b"")
     assert found.last(14) == 14
-    assert found.at(14)["positions"].to_pylist() == [
-        row["positions"] for row in table if row["step"] == 14
-    ]
+    assert found.at(14)["positions"].to_pylist() == [row["positions"] for row in table if row["step"] == 14]
     assert found.last(-1) is None
     with pytest.raises(TraceError, match="cannot be read"):
         found.at(25)
@@ -223,9 +209,7 @@ def test_a_run_of_several_ranks_plays_with_all_its_heads(ranks):
     assert one.frame(13).measures["retained_mass"] == pytest.approx(own["retained_mass"])
 
 
-def test_the_row_groups_of_neighbouring_steps_stay_in_memory_on_every_rank(
-    ranks, tmp_path, monkeypatch
-):
+def test_the_row_groups_of_neighbouring_steps_stay_in_memory_on_every_rank(ranks, tmp_path, monkeypatch):
     """Two parts of ten steps a rank: back and forth over their edge reads each only once."""
     folder = tmp_path / "run"
     shutil.copytree(ranks.path, folder)

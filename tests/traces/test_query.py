@@ -53,8 +53,6 @@ def test_a_query_that_fails_is_one_line_of_duckdbs(trace, sql, words):
 
 
 def test_a_row_that_fails_on_the_way_is_a_line_too(trace):
-    query = Query(
-        trace, "SELECT CASE WHEN range = 5000 THEN error('here') ELSE range END FROM range(9000)"
-    )
+    query = Query(trace, "SELECT CASE WHEN range = 5000 THEN error('here') ELSE range END FROM range(9000)")
     with pytest.raises(ConfigError, match="query fails: Invalid Input Error: here"):
         list(query.batches())

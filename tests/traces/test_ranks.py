@@ -47,11 +47,7 @@ def test_the_joined_tables_have_every_head_once_and_every_step_once(tmp_path, mo
     for name in ("prompts", "steps", "logits", "verifications"):
         assert len(rows(trace, name)) == len(told[0].rows[name]) > 0
     for name in ("selections", "supports"):
-        expected = [
-            row | {"head": row["head"] + HEADS * rank}
-            for rank, one in told.items()
-            for row in one.rows[name]
-        ]
+        expected = [row | {"head": row["head"] + HEADS * rank} for rank, one in told.items() for row in one.rows[name]]
         keys = ("request", "step", "layer", "head")
         expected.sort(key=lambda row: [row[key] for key in keys])
         found = trace.table(name, [*keys, "positions"]).to_pylist()

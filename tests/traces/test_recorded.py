@@ -71,9 +71,7 @@ def rows(budget: int, table: str) -> list[dict[str, Any]]:
 def test_tokens_are_the_same_with_and_without_a_trace(budget):
     plain = complete(CONFIG.replace(budget=budget))
     watched, _ = recorded(budget)
-    assert [r.token_ids for r in watched.report.requests] == [
-        r.token_ids for r in plain.report.requests
-    ]
+    assert [r.token_ids for r in watched.report.requests] == [r.token_ids for r in plain.report.requests]
     for request, report in enumerate(watched.report.requests):
         steps = [row for row in rows(budget, "steps") if row["request"] == request]
         assert [row["token_id"] for row in steps] == report.token_ids
@@ -153,9 +151,7 @@ def test_selection_overlaps_are_those_of_the_position_lists():
                 for before, after in pairwise(chosen):
                     old, new = {*before["positions"]}, {*after["positions"]}
                     assert after["overlap_previous"] == pytest.approx(overlap([*old], [*new]))
-                    assert after["jaccard_previous"] == pytest.approx(
-                        len(old & new) / len(old | new)
-                    )
+                    assert after["jaccard_previous"] == pytest.approx(len(old & new) / len(old | new))
                     assert (after["added"], after["removed"]) == (len(new - old), len(old - new))
                     found += 1
     assert found > 40

@@ -76,23 +76,15 @@ def by_sets(trace: Trace, request: int, rules: Setting, slow: list[bool]) -> dic
                         default=0.0,
                     )
                     for j in allowed
-                }  # fmt: skip
+                }
                 if config.granularity == "page":
                     size = config.page_size
-                    pages = {
-                        j: [score[i] for i in allowed if i // size == j // size] for j in allowed
-                    }
+                    pages = {j: [score[i] for i in allowed if i // size == j // size] for j in allowed}
                     score = {j: sum(page) / len(page) for j, page in pages.items()}
                 ranked = sorted((j for j in allowed if score[j] > 0), key=lambda j: (-score[j], j))
-                selected = (
-                    allowed if len(allowed) <= config.budget else set(ranked[: config.budget])
-                )
+                selected = allowed if len(allowed) <= config.budget else set(ranked[: config.budget])
                 now = PROMPT + step
-                begin = (
-                    max(config.sink, now - config.recent)
-                    if config.recent_mode == "sliding"
-                    else start
-                )
+                begin = max(config.sink, now - config.recent) if config.recent_mode == "sliding" else start
                 attended = set(range(config.sink)) | selected | set(range(begin, now))
                 count = config.sink + min(config.budget, len(allowed)) + now - begin
                 known = dict(zip(new["positions"], new["mass"], strict=True))
@@ -168,9 +160,7 @@ def test_an_outcome_sums_every_fast_step_layer_and_head(trace, recorded):
 
 
 def test_layers_left_dense_read_everything_and_keep_everything(tmp_path, recorded):
-    folder = make_trace(
-        tmp_path / "t", policy="sfi", requests=2, seed=3, config={**CONFIG, "dense_layers": [1]}
-    )
+    folder = make_trace(tmp_path / "t", policy="sfi", requests=2, seed=3, config={**CONFIG, "dense_layers": [1]})
     dense = Trace.open(folder)
     supports = Supports.load(dense)
     assert {int(layer) for one in supports for layer in one.layer_U} == {0}
@@ -185,9 +175,8 @@ def test_a_chosen_request_layer_and_head(trace):
     (one,) = Supports.load(trace, 1, layers=[1], heads=[0])
     assert (one.request, one.layer_U.tolist(), one.head_U.tolist()) == (1, [1], [0])
     rows = [
-        row for row in trace.table("supports").to_pylist()
-        if (row["request"], row["layer"], row["head"]) == (1, 1, 0)
-    ]  # fmt: skip
+        row for row in trace.table("supports").to_pylist() if (row["request"], row["layer"], row["head"]) == (1, 1, 0)
+    ]
     assert one.position_NUK[:, 0].tolist() == [row["positions"] for row in rows]
     assert one.mass_NUK[7, 0].tolist() == pytest.approx(rows[7]["mass"])
     assert len(one.tokens) == one.steps == 60
@@ -197,9 +186,7 @@ def test_a_killed_run_counts_up_to_its_last_whole_step(tmp_path, recorded):
     folder = make_trace(tmp_path / "trace", requests=2, seed=3, finished=None)
     part = folder / "supports" / "part-00000.parquet"
     table = parquet.read_table(part)
-    parquet.write_table(
-        table.slice(0, len(table) - 4 * 10 - 1), part
-    )  # request 1 ends within step 49
+    parquet.write_table(table.slice(0, len(table) - 4 * 10 - 1), part)  # request 1 ends within step 49
     first, second = Supports.load(Trace.open(folder))
     assert (first.steps, second.steps) == (60, 49)
     assert (second.position_NUK == recorded[1].position_NUK[:49]).all()
@@ -219,20 +206,14 @@ def test_a_run_is_compared_with_its_own_prediction(tmp_path):
     steps = [row for row in real.table("steps").to_pylist() if row["step"]]
     assert found.same_schedule
     assert [one.steps for one in found.requests] == [60, 60]
-    assert found.measured.retained_mass == pytest.approx(
-        np.mean([r["retained_mass"] for r in rows])
-    )
+    assert found.measured.retained_mass == pytest.approx(np.mean([r["retained_mass"] for r in rows]))
     overlap = np.mean([row["overlap_last_refresh"] for row in rows])
     assert found.measured.overlap_at_reuse == pytest.approx(overlap)
     assert found.predicted.overlap_at_reuse == pytest.approx(overlap)
-    assert found.measured.attended_tokens == pytest.approx(
-        np.mean([r["attended_tokens"] for r in steps])
-    )
+    assert found.measured.attended_tokens == pytest.approx(np.mean([r["attended_tokens"] for r in steps]))
     assert found.predicted.attended_tokens == pytest.approx(found.measured.attended_tokens)
     assert found.predicted.bytes_per_token == found.measured.bytes_per_token
-    assert found.mean_difference == pytest.approx(
-        found.predicted.retained_mass - found.measured.retained_mass
-    )
+    assert found.mean_difference == pytest.approx(found.predicted.retained_mass - found.measured.retained_mass)
     assert found.mean_distance >= abs(found.mean_difference)
 
 
@@ -245,13 +226,9 @@ def test_another_run_is_compared_up_to_the_first_other_token(tmp_path):
     found = compare(Supports.load(full), full, real)
     (one,) = found.requests
     assert (one.steps, one.recorded_steps, one.measured_steps) == (34, 60, 60)
-    audited = [
-        row for row in real.table("supports").to_pylist() if row["step"] % 10 and row["step"] < 34
-    ]
+    audited = [row for row in real.table("supports").to_pylist() if row["step"] % 10 and row["step"] < 34]
     assert len(audited) == 4 * 10  # every third step but 0 and 30
-    assert found.measured.retained_mass == pytest.approx(
-        np.mean([r["retained_mass"] for r in audited])
-    )
+    assert found.measured.retained_mass == pytest.approx(np.mean([r["retained_mass"] for r in audited]))
     (supports,) = Supports.load(full)
     metrics = replay_request(supports, Setting.recorded(real))
     places = sorted({row["step"] for row in audited})
@@ -383,8 +360,7 @@ def test_the_model_of_a_fast_step_is_what_it_read(bundled_runs):
     slow = np.array([row["slow"] for row in trace.table("steps", ["slow"]).to_pylist()])
     memory = Memory.of(config.to_dict(), slow, supports.length_N)
     selected = {
-        (row["step"], row["layer"], row["head"]): row["positions"]
-        for row in trace.table("selections").to_pylist()
+        (row["step"], row["layer"], row["head"]): row["positions"] for row in trace.table("selections").to_pylist()
     }
     for row in trace.table("supports").to_pylist():
         step = row["step"]

@@ -101,9 +101,7 @@ def test_random_steps_are_those_of_the_run_s_own_rule(supports):
     assert set(steps(0.3).values()) == {"first", "random"}
 
 
-@pytest.mark.parametrize(
-    ("mode", "recent"), [("anchored", 1), ("sliding", 16), ("anchored", 190), ("sliding", 1000)]
-)
+@pytest.mark.parametrize(("mode", "recent"), [("anchored", 1), ("sliding", 16), ("anchored", 190), ("sliding", 1000)])
 def test_sizes_of_the_memory_are_those_of_the_sparse_state(supports, mode, recent):
     rules = setting(recent_mode=mode, recent=recent, budget=20, t_max=7)
     reasons = schedule(supports, rules)
@@ -116,9 +114,7 @@ def test_sizes_of_the_memory_are_those_of_the_sparse_state(supports, mode, recen
         if state.slow:
             state.packed_tokens = 4 + min(20, state.recent_start - 4)
         assert memory.start_N[step] == state.recent_start
-        read = (
-            state.length if state.slow else state.packed_tokens + state.length - state.recent_start
-        )
+        read = state.length if state.slow else state.packed_tokens + state.length - state.recent_start
         assert memory.read_N[step] == read
 
 
@@ -160,9 +156,7 @@ def test_a_redacted_trace_replays_its_own_triggers_only(tmp_path, trace):
     redact(folder)
     redacted = Trace.open(folder)
     own = Supports.load(redacted)[0]
-    assert slow_at(own, Setting.recorded(redacted)) == slow_at(
-        Supports.load(trace)[0], Setting.recorded(trace)
-    )
+    assert slow_at(own, Setting.recorded(redacted)) == slow_at(Supports.load(trace)[0], Setting.recorded(trace))
     with pytest.raises(TraceError, match="is redacted; it can be replayed with its own triggers"):
         RecordedVocabulary.of([redacted])
 

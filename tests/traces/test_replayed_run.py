@@ -60,10 +60,7 @@ def traces(tmp_path, recorder) -> tuple[Trace, Trace]:
 
 
 def rows(trace: Trace, table: str) -> list[dict[str, Any]]:
-    found = [
-        {name: value for name, value in row.items() if name not in OWN}
-        for row in trace.table(table).to_pylist()
-    ]
+    found = [{name: value for name, value in row.items() if name not in OWN} for row in trace.table(table).to_pylist()]
     if table == "timings":
         return [row for row in found if row["layer"] is None and row["name"] in SPANS]
     return found
@@ -108,9 +105,7 @@ def test_every_table_is_the_eager_one_s_but_for_spans_and_times(traces, recorder
 def test_audited_steps_run_eagerly_between_replays(tmp_path, recorder):
     """What they see of the step before them, its query, comes from the graphs' buffers."""
     audit, config = AuditConfig(every=4, top=8), CONFIG.replace(t_max=5, trigger_token_ids=())
-    eager, replayed = (
-        recorded(tmp_path / str(graphs), graphs, audit, config=config) for graphs in (False, True)
-    )
+    eager, replayed = (recorded(tmp_path / str(graphs), graphs, audit, config=config) for graphs in (False, True))
     for table in ("steps", "selections", "supports", "logits"):
         ours, theirs = in_order(rows(replayed, table)), in_order(rows(eager, table))
         assert len(ours) == len(theirs), table
@@ -120,9 +115,7 @@ def test_audited_steps_run_eagerly_between_replays(tmp_path, recorder):
     steps = replayed.table("steps").to_pylist()
     assert not any(row["graphs"] for row in steps if row["audited"])
     before = {(row["request"], row["step"]) for row in steps if row["graphs"]}
-    found = [
-        row for row in rows(replayed, "supports") if (row["request"], row["step"] - 1) in before
-    ]
+    found = [row for row in rows(replayed, "supports") if (row["request"], row["step"] - 1) in before]
     assert found
     assert all(row["query_cosine"] is not None for row in found)
 

@@ -31,9 +31,7 @@ from tests.traces.test_stability import rewrite
 pytest.importorskip("jinja2")
 get_plotlyjs = pytest.importorskip("plotly.offline").get_plotlyjs
 DOCS = Path(__file__).parent.parent.parent / "docs"
-HOSTILE = (
-    "</script><script>document.title='x'</script><img src=x onerror=\"document.title='x'\"><b>"
-)
+HOSTILE = "</script><script>document.title='x'</script><img src=x onerror=\"document.title='x'\"><b>"
 FIGURES = [
     "heatmap", "lag", "retained", "raster", "timeline", "lambda", "drift", "head-similarity", "query-cosine",
 ]  # fmt: skip
@@ -59,9 +57,7 @@ def full(tmp_path) -> View:
 
 def data(page: str) -> dict:
     """What the page's script reads."""
-    return json.loads(
-        re.search(r'<script type="application/json" id="data">(.*?)</script>', page)[1]
-    )
+    return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', page)[1])
 
 
 def visible(page: str) -> str:
@@ -111,9 +107,7 @@ def test_the_figures_have_the_numbers_of_the_trace(shown):
 
 def words(page: str) -> dict:
     """What the page's script says a step read."""
-    return json.loads(
-        re.search(r'<script type="application/json" id="reading">(.*?)</script>', page)[1]
-    )
+    return json.loads(re.search(r'<script type="application/json" id="reading">(.*?)</script>', page)[1])
 
 
 def test_the_page_has_what_each_refresh_selected(tmp_path):
@@ -162,9 +156,7 @@ def test_refreshes_that_do_not_fit_are_left_out_and_the_page_says_from_where(sfi
 
 def test_an_imported_step_lights_the_positions_of_its_own_selection(tmp_path):
     texts = np.array([f" t{position}" for position in range(IMPORTED)])
-    path = write_npz(
-        tmp_path / "a.npz", prompt_token_texts=texts, token_texts=np.array([" x"] * STEPS)
-    )
+    path = write_npz(tmp_path / "a.npz", prompt_token_texts=texts, token_texts=np.array([" x"] * STEPS))
     import_trace(path, tmp_path / "a")
     found = words(render(View(Trace.open(tmp_path / "a"))))
     assert found["slow"] == []
@@ -182,9 +174,7 @@ def test_the_raster_has_the_cells_of_every_layer_and_head(shown):
     figure = data(page)["raster"]
     places = [(choice["layer"], choice["head"]) for choice in figure["choices"]]
     assert places == [(0, 0), (0, 1), (1, 0), (1, 1)]
-    for raster, choice in zip(
-        rasters(sfi, places, most_steps=600, most_cells=400), figure["choices"], strict=True
-    ):
+    for raster, choice in zip(rasters(sfi, places, most_steps=600, most_cells=400), figure["choices"], strict=True):
         packed = np.frombuffer(base64.b64decode(choice["cells"]), np.uint8)
         cells = (packed[:, None] >> np.array([0, 2, 4, 6])) & 3
         high, wide = figure["shape"]
@@ -211,9 +201,7 @@ def test_text_of_the_run_is_text_on_the_page(sfi):
     page = render(View(sfi.trace))
     assert "<img" not in visible(page)
     assert "&lt;/script&gt;" in visible(page)
-    assert "<" not in "".join(
-        data(page)["heatmap"]["data"][0]["x"]
-    )  # Plotly would read it as markup
+    assert "<" not in "".join(data(page)["heatmap"]["data"][0]["x"])  # Plotly would read it as markup
 
 
 def test_a_redacted_trace_shows_steps_for_tokens(full):
@@ -322,9 +310,7 @@ def _every_figure_is_drawn(page) -> None:
         box = page.locator(f"#{name} .main-svg").first.bounding_box()
         assert box["width"] > 250, name
         assert box["height"] >= 200, name
-    traces = (
-        "name => document.querySelectorAll(`#${name} :is(.trace, .hm, .scatterlayer path)`).length"
-    )
+    traces = "name => document.querySelectorAll(`#${name} :is(.trace, .hm, .scatterlayer path)`).length"
     assert all(page.evaluate(traces, name) for name in FIGURES)
     buttons = page.locator(".modebar-btn").evaluate_all("all => all.map(b => b.dataset.title)")
     assert "Download plot as a PNG" in buttons
@@ -343,9 +329,7 @@ def _text_stays_text(page) -> None:
     assert HOSTILE in page.locator("pre").text_content()
     lines = page.locator("#text li")
     assert lines.count() == 4
-    assert (
-        lines.nth(0).inner_text().split() == [*WORDS[:9], "."] or lines.nth(0).inner_text().strip()
-    )
+    assert lines.nth(0).inner_text().split() == [*WORDS[:9], "."] or lines.nth(0).inner_text().strip()
     assert page.locator("#text .slow").count() == 4
 
 

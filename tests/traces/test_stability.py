@@ -66,9 +66,7 @@ def test_overlap_is_the_mean_of_the_coefficients_of_all_layers_and_heads(full):
     places = sorted({key[:2] for key in found})
     assert len(places) == 4
     for first, second in ((0, 1), (3, 30), (44, 12), (7, 7)):
-        pairs = [
-            [found[(*place, step)]["positions"] for step in (first, second)] for place in places
-        ]
+        pairs = [[found[(*place, step)]["positions"] for step in (first, second)] for place in places]
         expected = statistics.mean(overlap(*pair) for pair in pairs)
         assert full.supports.overlap[first, second] == pytest.approx(expected, rel=1e-6)
 
@@ -76,8 +74,7 @@ def test_overlap_is_the_mean_of_the_coefficients_of_all_layers_and_heads(full):
 def test_overlap_of_one_layer_and_head_with_the_step_before_is_the_recorded_column(full):
     view = View(full.trace, 1, layer=1, head=0)
     matrix = view.supports.overlap
-    recorded = [row["overlap_previous_step"] for row in rows(view, "supports")
-                if (row["layer"], row["head"]) == (1, 0)]  # fmt: skip
+    recorded = [row["overlap_previous_step"] for row in rows(view, "supports") if (row["layer"], row["head"]) == (1, 0)]
     assert recorded[0] is None
     assert np.diag(matrix, 1).tolist() == pytest.approx(recorded[1:], rel=1e-6)
     assert np.diag(matrix).tolist() == [1] * 45
@@ -132,10 +129,7 @@ def test_retained_mass_is_the_mean_over_fast_steps(sfi):
                       if key[:2] == (layer, head) and key[2] not in slow]  # fmt: skip
             means[layer, head] = statistics.mean(values)
             assert data.of_place[layer, head] == pytest.approx(means[layer, head])
-    least, most = (
-        f"layer {p[0]}, KV head {p[1]}"
-        for p in (min(means, key=means.get), max(means, key=means.get))
-    )
+    least, most = (f"layer {p[0]}, KV head {p[1]}" for p in (min(means, key=means.get), max(means, key=means.get)))
     assert captions.retained(sfi, data).note.endswith(f"Least in {least}; most in {most}.")
     assert choose_place(sfi)[0] == min(means, key=means.get)
 
@@ -218,9 +212,7 @@ def test_a_rasters_cells_say_what_the_step_read_of_its_support(sfi, place, most_
     for column, step in enumerate(raster.step_N.tolist()):
         context, slow = steps[step]["context_tokens"], steps[step]["slow"]
         start = context - CONFIG["recent"] if slow else start
-        selected = next(
-            (refreshes[at] for at in sorted(refreshes, reverse=True) if at < step), set()
-        )
+        selected = next((refreshes[at] for at in sorted(refreshes, reverse=True) if at < step), set())
         row = supports(sfi)[(*place, step)]
         by_mass = sorted(zip(row["mass"], row["positions"], strict=True), key=lambda p: -p[0])
         support = {position for _, position in by_mass[: CONFIG["budget"]]}

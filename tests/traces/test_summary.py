@@ -29,9 +29,7 @@ def test_steps_by_reason_and_what_they_read(sparse):
     assert found["slow_share"] == pytest.approx(sum(row["slow"] for row in later) / len(later))
     read = [row["attended_tokens"] for row in later]
     assert found["mean_attended_tokens"] == pytest.approx(np.mean(read))
-    assert found["read_ratio"] == pytest.approx(
-        sum(read) / sum(row["context_tokens"] for row in later)
-    )
+    assert found["read_ratio"] == pytest.approx(sum(read) / sum(row["context_tokens"] for row in later))
     assert found["fast_read_ratio"] == pytest.approx(
         sum(row["attended_tokens"] for row in fast) / sum(row["context_tokens"] for row in fast)
     )
@@ -90,9 +88,7 @@ def test_one_request_and_one_layer(sparse):
     assert found["selections"]["rows"] == sum(
         (row["request"], row["layer"]) == (1, 0) for row in rows(sparse, "selections")
     )
-    assert found["logits"]["kl_next_token"]["n"] == sum(
-        r["request"] for r in rows(sparse, "logits")
-    )
+    assert found["logits"]["kl_next_token"]["n"] == sum(r["request"] for r in rows(sparse, "logits"))
     whole = summarize(sparse, request=1)
     assert rounded(found["phases"]) == rounded(whole["phases"])  # time is not a layer's
     assert found["run"]["requests"] == [{"request": 1, "prompt_tokens": 200, "steps": 50}]
@@ -111,9 +107,7 @@ def test_a_redacted_trace_has_the_same_numbers(tmp_path, sparse):
     folder = make_trace(tmp_path / "run", steps=50, requests=2, policy="sfi", sentence=9)
     found, whole = summarize(Trace.open(redact(folder))), summarize(sparse)
     count = sum(one["count"] for one in whole["triggers"])
-    assert found["triggers"] == [
-        {"token_id": None, "token_text": None, "count": count, "slow_after": 1.0}
-    ]
+    assert found["triggers"] == [{"token_id": None, "token_text": None, "count": count, "slow_after": 1.0}]
     for name in ("stability", "lags", "audit", "logits", "selections", "steps"):
         assert rounded(found[name]) == rounded(whole[name])
 

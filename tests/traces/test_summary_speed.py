@@ -13,9 +13,7 @@ def step(request: int, number: int, slow: bool, elapsed_us: float, **more) -> di
     return {"request": request, "step": number, "slow": slow, "elapsed_us": elapsed_us, **more}
 
 
-def span(
-    number: int, name: str, elapsed_us: float, layer: int | None = 0, request: int = 0, **more
-) -> dict:
+def span(number: int, name: str, elapsed_us: float, layer: int | None = 0, request: int = 0, **more) -> dict:
     return {
         "request": request, "step": number, "layer": layer, "name": name, "stream": "main", "begin_us": 0.0,
         "elapsed_us": elapsed_us, **more,
@@ -45,9 +43,7 @@ def test_latency_has_percentiles_for_each_kind_of_step(tmp_path):
         assert found[kind]["audited"] is False
     assert (found["prefill"]["n"], found["prefill"]["p50_us"]) == (1, steps[0]["elapsed_us"])
     document = summarize(Trace.open(trace))["latency"]
-    assert document["tokens_per_second"] == pytest.approx(
-        59e6 / sum(r["elapsed_us"] for r in steps[1:])
-    )
+    assert document["tokens_per_second"] == pytest.approx(59e6 / sum(r["elapsed_us"] for r in steps[1:]))
     assert document["audited"] is False
 
 
@@ -107,9 +103,7 @@ def test_phases_share_out_the_time_and_name_the_rest(tmp_path):
     assert {one["name"]: one["share"] for one in found["prefill"]} == pytest.approx(
         {"attention.dense": 150 / 820, "sample": 20 / 820, "other": 650 / 820}
     )
-    decode = {
-        one["name"]: (one["total_us"], one["step_us"], one["spans"]) for one in found["decode"]
-    }
+    decode = {one["name"]: (one["total_us"], one["step_us"], one["spans"]) for one in found["decode"]}
     assert decode == {
         "attention.fast": (36.0, 18.0, 3), "shadow": (60.0, 60.0, 1), "pack": (40.0, 40.0, 1),
         "audit": (30.0, 30.0, 1), "sample": (10.0, 5.0, 2), "other": (104.0, 52.0, None),

@@ -19,9 +19,7 @@ def sparse(tmp_path_factory) -> Trace:
 
 @pytest.fixture(scope="module")
 def dense(tmp_path_factory) -> Trace:
-    return Trace.open(
-        make_trace(tmp_path_factory.mktemp("dense") / "run", steps=40, requests=2, sentence=7)
-    )
+    return Trace.open(make_trace(tmp_path_factory.mktemp("dense") / "run", steps=40, requests=2, sentence=7))
 
 
 def steps_by_key(trace: Trace) -> dict[tuple[int, int], dict]:
@@ -76,9 +74,7 @@ def assert_lags(found: dict, trace: Trace, refreshes: dict[int, set[int]]) -> No
             expected[bin_of(step - last), kind].append(overlap(lists[last], lists[step]))
     seen = set()
     for lag in found["lags"]:
-        assert lag["to_lag"] == (
-            lag["from_lag"] if lag["from_lag"] <= 2 else 2 * lag["from_lag"] - 2
-        )
+        assert lag["to_lag"] == (lag["from_lag"] if lag["from_lag"] <= 2 else 2 * lag["from_lag"] - 2)
         for kind in ("reuse", "refresh"):
             if lag[kind] is not None:
                 seen.add((lag["from_lag"], kind))
@@ -99,9 +95,7 @@ def test_overlap_by_lag_since_the_last_slow_step(sparse):
 @pytest.mark.parametrize("delay", [0, 2])
 def test_without_fast_steps_the_lag_counts_from_where_eq_5_would_refresh(tmp_path, delay):
     config = CONFIG | {"trigger_delay": delay}
-    trace = Trace.open(
-        make_trace(tmp_path / "run", steps=40, requests=2, sentence=7, config=config)
-    )
+    trace = Trace.open(make_trace(tmp_path / "run", steps=40, requests=2, sentence=7, config=config))
     due = defaultdict(lambda: {0})
     for (number, step), row in steps_by_key(trace).items():
         if row["token_id"] == STOP:
@@ -130,18 +124,14 @@ def test_retained_mass_counts_fast_steps_only_and_the_worst_head_comes_first(spa
 
 
 def test_query_cosine_counts_all_steps_that_have_one(sparse):
-    values = [
-        row["query_cosine"] for row in rows(sparse, "supports") if row["query_cosine"] is not None
-    ]
+    values = [row["query_cosine"] for row in rows(sparse, "supports") if row["query_cosine"] is not None]
     assert_spread(summarize(sparse)["audit"]["query_cosine"], values)
 
 
 def test_next_token_divergence_and_agreement(sparse):
     found, logits = summarize(sparse)["logits"], rows(sparse, "logits")
     assert_spread(found["kl_next_token"], [row["kl_next_token"] for row in logits])
-    assert found["argmax_agreement"] == pytest.approx(
-        sum(r["argmax_agrees"] for r in logits) / len(logits)
-    )
+    assert found["argmax_agreement"] == pytest.approx(sum(r["argmax_agrees"] for r in logits) / len(logits))
 
 
 def test_selections_and_how_often_lambda_is_clipped(sparse):

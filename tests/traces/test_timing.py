@@ -111,9 +111,7 @@ def device(monkeypatch) -> SimpleNamespace:
         ("default_stream", lambda: 0),
         ("current_stream", lambda: streams.current),
     ):
-        monkeypatch.setattr(
-            torch.cuda, name, lambda _, number=number: SimpleNamespace(cuda_stream=number())
-        )
+        monkeypatch.setattr(torch.cuda, name, lambda _, number=number: SimpleNamespace(cuda_stream=number()))
     return streams
 
 

@@ -160,9 +160,7 @@ def test_decoding_waits_for_a_slow_disk_only_when_the_queue_is_full(tmp_path, mo
     def decode() -> None:
         observer.on(run_event(1))
         for step in range(40):
-            observer.on(
-                SelectionEvent(request=0, step=step, layer=0, index_HK=index, diagnostics={})
-            )
+            observer.on(SelectionEvent(request=0, step=step, layer=0, index_HK=index, diagnostics={}))
             tell(observer, [step])
             told.append(step)
 

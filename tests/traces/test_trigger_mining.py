@@ -25,10 +25,7 @@ TEXTS = {MOVER: " so", STOP: "."}
 def made(seed: int, *, steps: int = 400, movers=(MOVER,), request: int = 0) -> Supports:
     """A full stop every ten steps, a mover now and then; supports jump two steps after a mover."""
     rng = random.Random(seed)
-    tokens = [
-        STOP if t % 10 == 9 else MOVER if rng.random() < 0.05 else rng.randrange(10, 40)
-        for t in range(steps)
-    ]
+    tokens = [STOP if t % 10 == 9 else MOVER if rng.random() < 0.05 else rng.randrange(10, 40) for t in range(steps)]
     position = np.zeros((steps, PAIRS, TOP), np.int32)
     mass = np.zeros((steps, PAIRS, TOP), np.float32)
     tops: list[list[int]] = [[] for _ in range(PAIRS)]
@@ -89,9 +86,7 @@ def test_movement_is_by_how_much_less_than_usual_the_supports_overlap(moving):
     first = rank([moving], TEXTS, lags=2, budget=TOP)[0]
     assert first.movement == pytest.approx(np.mean(expected), abs=1e-6)
     tested = len({t for t in moving.tokens if moving.tokens[:798].count(t) >= 3})
-    half = (
-        student.ppf(1 - 0.025 / tested, len(at) - 1) * np.std(expected, ddof=1) / math.sqrt(len(at))
-    )
+    half = student.ppf(1 - 0.025 / tested, len(at) - 1) * np.std(expected, ddof=1) / math.sqrt(len(at))
     assert first.high - first.low == pytest.approx(2 * half, rel=1e-4)
 
 
@@ -118,9 +113,7 @@ def test_nothing_is_claimed_of_noise():
 
 
 def token(token_id: int, low: float | None, rate: float) -> MinedToken:
-    return MinedToken(
-        token_id=token_id, text=str(token_id), count=9, rate=rate, movement=0.1, low=low, high=0.2
-    )
+    return MinedToken(token_id=token_id, text=str(token_id), count=9, rate=rate, movement=0.1, low=low, high=0.2)
 
 
 def test_proposals_take_the_surest_tokens_up_to_a_rate():
@@ -166,10 +159,7 @@ def test_a_redacted_trace_cannot_be_mined(tmp_path, moving):
 
 def test_punctuation_is_mixed_to_the_set_s_own_slow_rate(moving):
     """Half the way between two slow rates a mixture keeps half the way between what they keep."""
-    few, many = (
-        [replay_request(moving, setting(trigger_policy="stride", stride=stride))]
-        for stride in (20, 10)
-    )
+    few, many = ([replay_request(moving, setting(trigger_policy="stride", stride=stride))] for stride in (20, 10))
     rates = [float(one[0].slow_N[1:].mean()) for one in (few, many)]
     kept = [one[0].lower_NU[1:].mean(1) for one in (few, many)]
     (mixed,) = mixture([few, many], sum(rates) / 2)

@@ -93,12 +93,10 @@ def test_right_and_wrong_answers_are_told_apart(confirmed):
 
 def test_prompts_of_the_user_s_own_are_predicted_from_the_run_s_audit(loaded, trace):
     model, tokenizer = loaded
-    material = replace(
-        Material.of_texts(["Tonight a. b.", "The quick"], tokenizer), max_new_tokens=8
-    )
+    material = replace(Material.of_texts(["Tonight a. b.", "The quick"], tokenizer), max_new_tokens=8)
     rows, _ = Confirmer(model=model, tokenizer=tokenizer)(
         [material], [Setting.recorded(trace).config.replace(budget=8, recent=2, trigger_policy="never")]
-    )  # fmt: skip
+    )
     (row,) = rows
     assert len(row.comparison.requests) == 2
     assert all(one.steps == one.recorded_steps for one in row.comparison.requests)
@@ -112,19 +110,15 @@ def test_a_model_that_the_trace_is_not_of_is_refused(loaded, tmp_path, trace):
     with pytest.raises(TraceError, match="got name made-up there and bundled here"):
         check_model(*loaded, other)
     layers = {**trace.manifest["model"], "layers": []}
-    with pytest.raises(
-        TraceError, match="must be of the model that --model names, got other layers"
-    ):
+    with pytest.raises(TraceError, match="must be of the model that --model names, got other layers"):
         check_model(*loaded, Trace(trace.path, {**trace.manifest, "model": layers}))
 
 
-def row_of(
-    predicted: float, upper: float, measured: float, *, exact: bool | None = True
-) -> Confirmation:
+def row_of(predicted: float, upper: float, measured: float, *, exact: bool | None = True) -> Confirmation:
     both = (
         Outcome(**dict.fromkeys(Outcome.__slots__, 0) | {"retained_mass": kept, "retained_mass_upper": most})
         for kept, most in ((predicted, upper), (measured, measured))
-    )  # fmt: skip
+    )
     names = ("predicted", "measured")
     comparison = Comparison(
         **dict(zip(names, both, strict=True)), same_schedule=True, mean_difference=0.0, mean_distance=0.0,
@@ -178,9 +172,7 @@ def test_a_choice_that_answers_wrong_gives_way_to_one_that_held(found):
     after = found.confirm(rows_for(False, False, True), 3)
     assert after.chosen == 2
     assert after.rule.endswith("of the confirmed settings that held when they ran")
-    assert found.confirm(rows_for(False, False, False), 3).rule.endswith(
-        "nor did another that was run"
-    )
+    assert found.confirm(rows_for(False, False, False), 3).rule.endswith("nor did another that was run")
 
 
 def test_a_choice_that_misses_a_limit_when_it_runs_gives_way(found):

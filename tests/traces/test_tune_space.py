@@ -80,7 +80,7 @@ def test_what_is_no_value_or_range_is_refused(text):
             "search space must have more than one setting",
         ),
     ],
-)  # fmt: skip
+)
 def test_a_space_that_cannot_be_searched_is_refused(base, recorded, given, kind, message):
     with pytest.raises(kind, match=message):
         space(base, recorded, **given)
@@ -109,7 +109,7 @@ class Asked:
         ("stride", {"stride", "slow_start", "budget", "span"}),
         ("never", {"slow_start", "budget", "span"}),
     ],
-)  # fmt: skip
+)
 def test_a_trial_is_asked_for_what_its_trigger_policy_looks_at(base, recorded, policy, asked):
     """What the policy ignores would only give one counterfactual many names."""
     sets = [recorded_set(base), NamedSet(name="one", token_ids=frozenset({1}), strings=("the",))]
@@ -167,9 +167,7 @@ def test_objectives_are_looked_up():
 def test_an_outcome_is_replayed_once(base, recorded, monkeypatch):
     calls = []
     whole = Evaluator.__call__.__globals__["replay"]
-    monkeypatch.setitem(
-        Evaluator.__call__.__globals__, "replay", lambda *a, **k: calls.append(a) or whole(*a, **k)
-    )
+    monkeypatch.setitem(Evaluator.__call__.__globals__, "replay", lambda *a, **k: calls.append(a) or whole(*a, **k))
     evaluate = Evaluator(recorded=recorded)
     named = Setting(config=base.config, trigger_token_ids=base.trigger_token_ids, triggers="other")
     assert evaluate(base) == evaluate(named)
@@ -184,7 +182,7 @@ def candidates(*points) -> list[Candidate]:
     return [
         Candidate(setting=None, outcome=outcome(bytes_per_token=x, retained_mass=y, read_ratio=x / 10))
         for x, y in points
-    ]  # fmt: skip
+    ]
 
 
 def test_the_choice_follows_its_rule():
@@ -209,15 +207,13 @@ def test_limits_say_by_how_much_they_are_missed():
 @pytest.mark.parametrize(
     ("count", "wanted", "included", "places"),
     [(10, 3, 4, [0, 4, 9]), (10, 3, 1, [1, 4, 9]), (2, 5, 1, [0, 1]), (10, 1, 7, [7]), (10, 0, 7, [])],
-)  # fmt: skip
+)
 def test_what_is_confirmed_is_spread_over_the_front(count, wanted, included, places):
     assert spread(count, wanted, included) == places
 
 
 def test_a_tuned_file_gives_its_settings_back(tmp_path, base):
-    config = SfiConfig().replace(
-        trigger_token_ids=[3, 7], budget=77, random_rate=0.25, selector={"alpha": 0.25}
-    )
+    config = SfiConfig().replace(trigger_token_ids=[3, 7], budget=77, random_rate=0.25, selector={"alpha": 0.25})
     provenance = {
         "texts": ['a"b', "\n", "\x7f"], "nothing": None, "nan": float("nan"), "empty": [],
         "predicted": {"retained": 0.5, "worst": None}, "confirmed": [{"x": 1, "deep": {"y": 2}}, {"x": 2}],
@@ -239,7 +235,5 @@ def test_sets_are_written_as_a_run_needs_them(base):
     assert tuned_config(boundary, strings).triggers == (".", "!")
     assert tuned_config(boundary, strings).trigger_token_ids is None
     assert tuned_config(boundary, mined).trigger_token_ids == (3, 7)
-    never = Setting(
-        config=base.config.replace(trigger_policy="never"), trigger_token_ids=frozenset({3})
-    )
+    never = Setting(config=base.config.replace(trigger_policy="never"), trigger_token_ids=frozenset({3}))
     assert asdict(tuned_config(never, mined)) == asdict(never.config)

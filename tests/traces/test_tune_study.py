@@ -118,9 +118,7 @@ def test_a_study_made_for_something_else_is_refused(tmp_path, purpose, message):
         open_(tmp_path / "s.journal", purpose, resume=True)
 
 
-@pytest.mark.parametrize(
-    "content", [b"hello\n", b'{"op_code": 0, "worker_id": "a"}\nhello\nworld\n', b"\xff\xfe\n"]
-)
+@pytest.mark.parametrize("content", [b"hello\n", b'{"op_code": 0, "worker_id": "a"}\nhello\nworld\n', b"\xff\xfe\n"])
 def test_a_damaged_file_is_refused_in_one_line(tmp_path, content):
     path = tmp_path / "s.journal"
     path.write_bytes(content)
@@ -143,9 +141,7 @@ def test_nothing_tried_beats_the_front(tmp_path, trace):
     assert front == sorted(front)
     tried = [(bytes_, -kept) for bytes_, kept in data["points"]]
     for cost, kept in front:
-        assert not any(
-            other[0] <= cost and other[1] <= kept and other != (cost, kept) for other in tried
-        )
+        assert not any(other[0] <= cost and other[1] <= kept and other != (cost, kept) for other in tried)
     for point in tried:
         assert any(cost <= point[0] and kept <= point[1] for cost, kept in front)
     assert [row["chosen"] for row in data["front"]].index(True) == found.chosen
@@ -172,9 +168,7 @@ def test_every_setting_of_the_front_keeps_the_limits(tmp_path, trace):
 def test_limits_that_nothing_keeps_say_how_close_it_came(tmp_path, trace):
     own = tuning(trace, limits=Limits(min_retained=0.99, max_read=0.3), trigger_policy="boundary")
     search = own.open(tmp_path / "s.journal")
-    with pytest.raises(
-        SfiError, match=r"keep at least 0\.99 and read at most 0\.3, got none in 20"
-    ):
+    with pytest.raises(SfiError, match=r"keep at least 0\.99 and read at most 0\.3, got none in 20"):
         find(own, search, 20)
     assert len(search.complete()) == 20
     with pytest.raises(SfiError, match="no trial was finished; go on with --study"):
@@ -203,6 +197,4 @@ def test_a_budget_beyond_the_audit_s_is_cut_to_it_and_the_table_says_so(tmp_path
     tuned = tuning(wide)
     assert tuned.space.base.config.budget == top
     found = find(tuned, tuned.open(tmp_path / "s.journal"), 5)
-    assert f"but for its budget of 2,048: the audit recorded {top}; >" in tune_text(
-        found.document()
-    )
+    assert f"but for its budget of 2,048: the audit recorded {top}; >" in tune_text(found.document())

@@ -24,12 +24,7 @@ def rows(view: View, table: str, **wanted) -> list[dict]:
 
 
 def covered(passages: list[Passage], part: str) -> set[int]:
-    return {
-        position
-        for one in passages
-        if one.part == part
-        for position in range(one.first, one.last + 1)
-    }
+    return {position for one in passages if one.part == part for position in range(one.first, one.last + 1)}
 
 
 def test_a_fast_step_read_the_sink_what_was_selected_last_and_the_recent_tokens(tmp_path):
@@ -55,9 +50,7 @@ def test_what_was_read_and_what_was_missed_share_out_the_recorded_mass(tmp_path)
     masses = [sum(one.mass or 0 for one in each) for each in (found.passages, found.missed)]
     assert sum(masses) == pytest.approx(np.mean([sum(row["mass"]) for row in supports]), rel=1e-5)
     assert min(masses) > 0
-    assert [one.mass for one in found.missed] == sorted(
-        (one.mass for one in found.missed), reverse=True
-    )
+    assert [one.mass for one in found.missed] == sorted((one.mass for one in found.missed), reverse=True)
 
 
 def test_what_the_audit_saw_read_counts_where_the_trace_has_it(tmp_path):
@@ -80,9 +73,7 @@ def test_a_passage_has_its_text_and_ends_with_a_sentence_once_it_is_long(tmp_pat
     rewrite(
         view.trace.path,
         "prompts",
-        lambda all_rows: [
-            row | ({"token_text": "."} if row["position"] == stop else {}) for row in all_rows
-        ],
+        lambda all_rows: [row | ({"token_text": "."} if row["position"] == stop else {}) for row in all_rows],
     )
     found = [one for one in step_words(view, 35).passages if one.part == "selected"]
     edges = sorted((one.first, one.last) for one in found)
@@ -98,9 +89,7 @@ def test_a_selection_for_the_next_step_is_read_then(tmp_path):
     own = View(view.trace, layer=row["layer"], head=row["head"])
     assert row["step"] not in step_words(own, row["step"]).refreshed
     found = step_words(own, row["step"] + 1)
-    (corrected,) = rows(
-        view, "selections", step=row["step"] + 1, layer=row["layer"], head=row["head"]
-    ) or [row]
+    (corrected,) = rows(view, "selections", step=row["step"] + 1, layer=row["layer"], head=row["head"]) or [row]
     expected = row["step"] + (corrected["reason"] == "correction")
     assert found.refreshed == [expected]
 
@@ -110,14 +99,10 @@ def test_what_a_trace_lacks_is_said_in_one_line(tmp_path):
     with pytest.raises(ConfigError, match="step must be in 0 to 19 of request 0, got 20"):
         step_words(opened(folder), 20)
     rewrite(folder, "selections", lambda every: [row | {"positions": None} for row in every])
-    with pytest.raises(
-        TraceError, match=r"no positions of its selections; record it with --set trace"
-    ):
+    with pytest.raises(TraceError, match=r"no positions of its selections; record it with --set trace"):
         step_words(opened(folder), 15)
     rewrite(folder, "selections", lambda _: [])
     (note,) = step_words(opened(folder), 15).notes
-    assert (
-        note == "policy sfi had selected nothing; a fast step read the sink and the recent tokens"
-    )
+    assert note == "policy sfi had selected nothing; a fast step read the sink and the recent tokens"
     with pytest.raises(TraceError, match="has no text: it was redacted"):
         step_words(opened(redact(folder)), 15)

@@ -58,9 +58,7 @@ class Told:
         rows: By table; `token_text` is left out.
     """
 
-    def __init__(
-        self, observer: Observer, first: int, batch: int, steps: int, seed: int, **run: Any
-    ) -> None:
+    def __init__(self, observer: Observer, first: int, batch: int, steps: int, seed: int, **run: Any) -> None:
         self._observer, self._first = observer, first
         self._rng = random.Random(seed)
         self.rows: Rows = {name: [] for name in TABLES}
@@ -85,9 +83,7 @@ class Told:
                     token = self._rng.randrange(90)
                     ids[row, width - count[piece] + place] = token
                     position = place + sum(count[:piece])
-                    self.rows["prompts"].append(
-                        {"request": self._first + row, "position": position, "token_id": token}
-                    )
+                    self.rows["prompts"].append({"request": self._first + row, "position": position, "token_id": token})
             count = tuple(c[piece] for c in counts)
             self._observer.on(PromptEvent(requests=tuple(range(batch)), ids_BT=ids, count=count))
             if begun is not None:
@@ -105,9 +101,7 @@ class Told:
                 for row in alive:
                     if row in slow:
                         self._select(row, step, layer, heads=[*range(HEADS)])
-                    elif (
-                        self._rng.random() < 0.5
-                    ):  # as FreeKV corrects some heads, in vain now and then
+                    elif self._rng.random() < 0.5:  # as FreeKV corrects some heads, in vain now and then
                         heads = [head for head in range(HEADS) if self._rng.random() < 0.5]
                         self._select(row, step, layer, heads=heads, reason="correction")
                         self._recall(row, step, layer)
@@ -142,9 +136,7 @@ class Told:
             }
         )  # fmt: skip
 
-    def _select(
-        self, row: int, step: int, layer: int, *, heads: list[int], reason: str = ""
-    ) -> None:
+    def _select(self, row: int, step: int, layer: int, *, heads: list[int], reason: str = "") -> None:
         names = (
             "lambda_star",
             "evidence_norm2",

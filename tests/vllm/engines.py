@@ -118,9 +118,7 @@ def example_ids() -> list[int]:
     return ids
 
 
-def reference(
-    prompts: Sequence[Sequence[int]], limits: Any, settings: dict[str, Any], **options: Any
-) -> list[Any]:
+def reference(prompts: Sequence[Sequence[int]], limits: Any, settings: dict[str, Any], **options: Any) -> list[Any]:
     """Let `sfi_core.generate` complete prompts over transformers; return what it reports of each."""
     model = options.pop("model", None)
     tokenizer = None

@@ -37,9 +37,7 @@ class PlainBuilder(AttentionMetadataBuilder):
 
     _cudagraph_support: ClassVar = AttentionCGSupport.ALWAYS
 
-    def build(
-        self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
-    ) -> Any:
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
         """See vLLM's."""
         common = common_attn_metadata
         return PlainMetadata(
@@ -90,9 +88,7 @@ class PlainImpl(AttentionImpl):
             output[own] = self._row(query[own], kv_cache, attn_metadata.block_table[row], length)
         return output
 
-    def _row(
-        self, query: torch.Tensor, kv_cache: torch.Tensor, table: torch.Tensor, length: int
-    ) -> torch.Tensor:
+    def _row(self, query: torch.Tensor, kv_cache: torch.Tensor, table: torch.Tensor, length: int) -> torch.Tensor:
         N = kv_cache.shape[2]
         blocks = kv_cache[table[: -(-length // N)].long()]  # [blocks, H, N, 2 D]
         both = blocks.transpose(1, 2).flatten(0, 1)[:length]

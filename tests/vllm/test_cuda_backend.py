@@ -80,8 +80,6 @@ def test_budget_of_all_equals_no_sfi() -> None:
 
 def test_slots_that_need_too_much_are_refused_before_the_cache() -> None:
     """One line with the numbers that fit."""
-    message = (
-        r"^budget 2048 for 4 slots takes 0\.0\d+ GB .* allows .* GB; set .*slots_memory higher$"
-    )
+    message = r"^budget 2048 for 4 slots takes 0\.0\d+ GB .* allows .* GB; set .*slots_memory higher$"
     with pytest.raises(ConfigError, match=message), engine({"slots_memory": 1e-7}, **OPTIONS):
         pass

@@ -16,9 +16,7 @@ ROOT = Path(__file__).parent.parent.parent
 APART = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
 
 
-def run_apart(
-    extra: dict[str, Any] | None, environment: dict[str, str], **options: Any
-) -> dict[str, Any]:
+def run_apart(extra: dict[str, Any] | None, environment: dict[str, str], **options: Any) -> dict[str, Any]:
     given = {"extra": extra, "options": options, "max_tokens": 48}
     paths = os.pathsep.join(str(ROOT / folder) for folder in (".", "kernels", "traces"))
     done = subprocess.run(

@@ -58,9 +58,7 @@ def test_one_of_several_connectors_is_refused():
     several = {
         "kv_connector": "MultiConnector",
         "kv_role": "kv_both",
-        "kv_connector_extra_config": {
-            "connectors": [{"kv_connector": "SfiConnector", "kv_role": "kv_both"}]
-        },
+        "kv_connector_extra_config": {"connectors": [{"kv_connector": "SfiConnector", "kv_role": "kv_both"}]},
     }
     told = "sfi must be vLLM's only KV connector"
     with pytest.raises(ConfigError, match=told), engine(None, kv_transfer_config=several):

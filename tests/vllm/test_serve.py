@@ -81,10 +81,7 @@ class Client:
         for asked in range(1, 100):
             self.complete("The", 1)
             found = self.counters()
-            if (
-                found["sfi_requests_total"] == requests + asked
-                and found["num_requests_running"] < 1
-            ):
+            if found["sfi_requests_total"] == requests + asked and found["num_requests_running"] < 1:
                 return found
             time.sleep(0.5)
         raise AssertionError(f"{requests} requests must have ended, got {found}")
@@ -109,9 +106,7 @@ def process(folder):
     paths = os.pathsep.join(str(ROOT / folder) for folder in (".", "kernels", "traces"))
     environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "PYTHONPATH": paths}
     with (folder / "log").open("w") as log:
-        started = subprocess.Popen(
-            words, stdout=log, stderr=log, env=environment, start_new_session=True
-        )
+        started = subprocess.Popen(words, stdout=log, stderr=log, env=environment, start_new_session=True)
     started.port = port
     yield started
     with suppress(ProcessLookupError):  # vLLM's processes end with it, whatever a test did
@@ -180,9 +175,7 @@ def test_twenty_clients_at_once_get_the_right_tokens_and_the_counters_add_up(cli
     with ThreadPoolExecutor(CLIENTS) as pool:
         answers = list(pool.map(lambda one: client.complete(one, 24), prompts))
     expected = ours(prompts, 24)
-    assert [answer["choices"][0]["token_ids"] for answer in answers] == [
-        one.token_ids for one in expected
-    ]
+    assert [answer["choices"][0]["token_ids"] for answer in answers] == [one.token_ids for one in expected]
     after = client.counters()
     assert after["sfi_requests_total"] == before["sfi_requests_total"] + CLIENTS
     assert after["num_requests_running"] == 0

@@ -23,9 +23,7 @@ DRAFTS = json.dumps({"method": "ngram", "num_speculative_tokens": 3, "prompt_loo
 
 # what the model's config says instead
 ALL_SLIDE = "--hf-overrides=" + json.dumps({"layer_types": ["sliding_attention"] * 4})
-MANY_HEADS = "--hf-overrides=" + json.dumps(
-    {"num_key_value_heads": 20_000, "num_attention_heads": 20_000}
-)
+MANY_HEADS = "--hf-overrides=" + json.dumps({"num_key_value_heads": 20_000, "num_attention_heads": 20_000})
 
 
 @pytest.mark.parametrize(

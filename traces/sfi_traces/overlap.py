@@ -92,9 +92,7 @@ def _share(part: Ints, whole: Ints) -> Floats:
     return np.divide(part, whole, out=nothing, where=whole > 0)
 
 
-def padded(
-    lists: pa.ListArray | pa.ChunkedArray, empty: float = -1, width: int | None = None
-) -> npt.NDArray[Any]:
+def padded(lists: pa.ListArray | pa.ChunkedArray, empty: float = -1, width: int | None = None) -> npt.NDArray[Any]:
     """Pad lists to rows, [N, width], by default as wide as the longest list; nulls are empty."""
     length = np.asarray(pc.fill_null(pc.list_value_length(lists), 0))
     values = np.asarray(pc.list_flatten(lists))

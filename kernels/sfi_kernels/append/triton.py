@@ -13,9 +13,7 @@ BLOCK_T = 32
 
 
 @triton.jit
-def _move_rows(
-    new_ptr, pages_ptr, token, token_stride, target, own, WIDTH: tl.constexpr, BLOCK: tl.constexpr
-):
+def _move_rows(new_ptr, pages_ptr, token, token_stride, target, own, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     column = tl.arange(0, BLOCK)[None, :]
     mask = own[:, None] & (column < WIDTH)
     rows = tl.load(new_ptr + token[:, None] * token_stride + column, mask=mask, other=0.0)

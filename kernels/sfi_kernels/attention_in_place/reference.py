@@ -29,18 +29,14 @@ def attention_in_place(
     Returns:
         out, [B, H, G, E], in the query's dtype.
     """
-    key_BHSD, value_BHSE = (
-        _rows(pages, position_BHS, block_table_BP) for pages in (key_PHND, value_PHNE)
-    )
+    key_BHSD, value_BHSE = (_rows(pages, position_BHS, block_table_BP) for pages in (key_PHND, value_PHNE))
     return sparse_attention(
         query_BHGD, key_BHSD, value_BHSE, length_BH, key_PHND, value_PHNE, block_table_BP,
         recent_start_B, length_B, scale=scale, soft_cap=soft_cap, sink_HG=sink_HG, pseudo=pseudo,
     )  # fmt: skip
 
 
-def _rows(
-    pages_PHND: torch.Tensor, position_BHS: torch.Tensor, block_table_BP: torch.Tensor
-) -> torch.Tensor:
+def _rows(pages_PHND: torch.Tensor, position_BHS: torch.Tensor, block_table_BP: torch.Tensor) -> torch.Tensor:
     rows_XD, steps = flat_rows(pages_PHND)
     row_BX = row_numbers(position_BHS, block_table_BP, pages_PHND.shape[2], steps)
     return rows_XD[row_BX].view(*position_BHS.shape, -1)

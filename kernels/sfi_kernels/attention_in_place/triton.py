@@ -14,9 +14,7 @@ def attention_in_place(
 ) -> torch.Tensor:  # fmt: skip
     """See `reference.attention_in_place`. Heads of at most 256 numbers, pages of multiples of 16 tokens."""
     B, H, *_ = query_BHGD.shape
-    no_key, no_value = (
-        pages.new_empty(B, H, 0, pages.shape[3]) for pages in (key_PHND, value_PHNE)
-    )
+    no_key, no_value = (pages.new_empty(B, H, 0, pages.shape[3]) for pages in (key_PHND, value_PHNE))
     return sparse_attention(
         query_BHGD, no_key, no_value, length_BH, key_PHND, value_PHNE, block_table_BP, recent_start_B,
         length_B, scale=scale, soft_cap=soft_cap, sink_HG=sink_HG, pseudo=pseudo, position_BHS=position_BHS,

@@ -25,9 +25,7 @@ class TileShape:
     stages: int
 
 
-def check_limits(
-    key_width: int, value_width: int, page_size: int, dtype: torch.dtype, device: torch.device
-) -> None:
+def check_limits(key_width: int, value_width: int, page_size: int, dtype: torch.dtype, device: torch.device) -> None:
     """Raise `KernelLimitError` for a model that the attention kernels cannot run."""
     if find_spec("triton") is None:
         raise KernelLimitError("the Triton kernels need the triton package; use the torch backend")
@@ -44,8 +42,7 @@ def check_width(width: int) -> None:
     """Raise `KernelLimitError` for heads wider than the attention kernels take."""
     if width > WIDEST:
         raise KernelLimitError(
-            f"head dimension must be at most {WIDEST} for the Triton kernels, got {width}; "
-            "use the torch backend"
+            f"head dimension must be at most {WIDEST} for the Triton kernels, got {width}; use the torch backend"
         )
 
 
@@ -53,8 +50,7 @@ def _check_tile(key_width: int, value_width: int, page_size: int) -> None:
     check_width(max(key_width, value_width))
     if page_size % SMALLEST:
         raise KernelLimitError(
-            f"page size must be a multiple of {SMALLEST} for the Triton kernels, got {page_size}; "
-            "use the torch backend"
+            f"page size must be a multiple of {SMALLEST} for the Triton kernels, got {page_size}; use the torch backend"
         )
 
 
@@ -66,13 +62,9 @@ def tile_shape(key: torch.Tensor, value: torch.Tensor, page_size: int, target: T
     tokens = 64
     # float32 products run in registers, which a tile of half the bytes does not overflow
     most = STAGE_BYTES // (2 if key.dtype == torch.float32 else 1)
-    while tokens > SMALLEST and (
-        page_size % tokens or tokens * (key_width + value_width) * key.itemsize > most
-    ):
+    while tokens > SMALLEST and (page_size % tokens or tokens * (key_width + value_width) * key.itemsize > most):
         tokens //= 2
-    return TileShape(
-        tokens, key_width, value_width, stages=4 if target.capability in LARGE_SHARED else 3
-    )
+    return TileShape(tokens, key_width, value_width, stages=4 if target.capability in LARGE_SHARED else 3)
 
 
 def padded(size: int) -> int:

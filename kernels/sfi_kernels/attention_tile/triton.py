@@ -58,9 +58,7 @@ def add_sum(peak, total, logits):
     """Add a tile to a running log-sum-exp."""
     new_peak = tl.maximum(peak, tl.max(logits, 1))
     base = tl.where(new_peak == float("-inf"), 0.0, new_peak) * LOG2E
-    total = total * tl.exp2(peak * LOG2E - base) + tl.sum(
-        tl.exp2(logits * LOG2E - base[:, None]), 1
-    )
+    total = total * tl.exp2(peak * LOG2E - base) + tl.sum(tl.exp2(logits * LOG2E - base[:, None]), 1)
     return new_peak, total
 
 

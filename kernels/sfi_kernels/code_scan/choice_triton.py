@@ -128,7 +128,5 @@ def _code_scan_choose_kernel(
     logits = chunk_logits(factor_ptr, word_ptr, t, own, capacity, g, W, G, BLOCK_G, CHUNK)
     unread = tl.exp2((logits - lse[:, None]) * LOG2E)
     unread = tl.sum(tl.where((own & ~taken)[None, :], unread, 0.0), 1) * rest
-    logit = tl.where(
-        unread > 0.0, lse + tl.log2(tl.where(unread > 0.0, unread, 1.0)) * LN2, float("-inf")
-    )
+    logit = tl.where(unread > 0.0, lse + tl.log2(tl.where(unread > 0.0, unread, 1.0)) * LN2, float("-inf"))
     tl.store(rest_ptr, logit, mask=g < G)

@@ -134,9 +134,7 @@ def code_scan(
     Returns:
         The choice. The pseudo token's value is the mean value of J.
     """
-    check(
-        query_BHGD, key_PHND, value_PHNE, block_table_BP, descriptor, codes, position_BHS, length_BH
-    )
+    check(query_BHGD, key_PHND, value_PHNE, block_table_BP, descriptor, codes, position_BHS, length_BH)
     code_tokens(key_PHND, block_table_BP, descriptor, codes)
     B, H, G, _ = query_BHGD.shape
     index_BHK = position_BHS.new_full((B, H, budget), -1)
@@ -149,9 +147,7 @@ def code_scan(
         first, stop = own[ALLOWED_START], own[ALLOWED_STOP]
         count = stop - first
         value_BHE[row] = _mean_value(value_PHNE, block_table_BP[row], codes, row, first, stop)
-        chosen = torch.arange(max(count, 0), device=index_BHK.device, dtype=torch.int32).expand(
-            H, -1
-        )
+        chosen = torch.arange(max(count, 0), device=index_BHK.device, dtype=torch.int32).expand(H, -1)
         if count > budget:
             logits_HGT = scanned(query_BHGD[row], codes, row, scale)[..., first:stop]
             chosen, logit_BHG[row] = choose_likeliest(logits_HGT, budget, rest=rest)
@@ -178,9 +174,7 @@ def scanned(query_HGD: torch.Tensor, codes: BatchCodes, row: int, scale: float) 
     """Estimate the logits of all keys of a row from their codes, [H, G, T] float32."""
     query_HGD = query_HGD.float() * scale
     half_C, shift_C = _slots(query_HGD.device)
-    level_HWCT = (codes.word_BHWT[row][:, :, None].long() >> shift_C[:, None]) & (
-        2 * half_C.long()[:, None] - 1
-    )
+    level_HWCT = (codes.word_BHWT[row][:, :, None].long() >> shift_C[:, None]) & (2 * half_C.long()[:, None] - 1)
     middle_HWCT = level_HWCT.float() + (0.5 - half_C)[:, None]
     factor_HWGC = query_HGD[:, None] @ codes.query_BHWCD[row].mT
     logits_HGT = (factor_HWGC @ middle_HWCT).sum(1)
@@ -195,7 +189,7 @@ def _slots(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _mean_value(
     value_PHNE: torch.Tensor, table_P: torch.Tensor, codes: BatchCodes, row: int, first: int, stop: int
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     # of J, [H, E]; the sum takes the values in that have left the recent window since
     known = int(codes.summed_BH[row, 0])
     start = known or first
@@ -210,7 +204,7 @@ def _mean_value(
 
 def check_codes(
     key_PHND: torch.Tensor, block_table_BP: torch.Tensor, descriptor: StepDescriptor, codes: BatchCodes
-) -> None:  # fmt: skip
+) -> None:
     """Raise the errors of `code_tokens`."""
     check_shape(key_PHND, "key", P=None, H=None, N=None, D=None)
     (_, H, _, D), B = key_PHND.shape, descriptor.batch

@@ -27,7 +27,7 @@ PROGRAM: Any = {"num_warps": 8, "max_registers": REGISTERS}
 
 def code_tokens(
     key_PHND: torch.Tensor, block_table_BP: torch.Tensor, descriptor: StepDescriptor, codes: BatchCodes
-) -> None:  # fmt: skip
+) -> None:
     """See `reference.code_tokens`. D up to 256."""
     check_codes(key_PHND, block_table_BP, descriptor, codes)
     empty = codes.sum_BHE
@@ -46,9 +46,7 @@ def code_scan(
     position_BHS: torch.Tensor, length_BH: torch.Tensor, *, budget: int, scale: float, rest: float,
 ) -> Choice:  # fmt: skip
     """See `reference.code_scan`. D and E up to 256; the pseudo token's logits are in parts, one a chunk."""
-    check(
-        query_BHGD, key_PHND, value_PHNE, block_table_BP, descriptor, codes, position_BHS, length_BH
-    )
+    check(query_BHGD, key_PHND, value_PHNE, block_table_BP, descriptor, codes, position_BHS, length_BH)
     (B, H, G, _), W, capacity = query_BHGD.shape, *codes.word_BHWT.shape[2:]
     table, chunk = descriptor.table_BX, min(MOST_KEYS, LOGITS // triton.next_power_of_2(G))
     chunks, pairs = triton.cdiv(capacity, chunk), B * H
@@ -57,9 +55,7 @@ def code_scan(
         return query_BHGD.new_empty(B, H, *shape, dtype=dtype)
 
     factor, lse, log_sum_BHG = empty(1 + SLOTS * W, G), empty(chunks, G), empty(G)
-    counts, columns = (
-        empty(*shape, dtype=torch.int32) for shape in ((BINS.value,), (chunks, COLUMNS.value))
-    )
+    counts, columns = (empty(*shape, dtype=torch.int32) for shape in ((BINS.value,), (chunks, COLUMNS.value)))
     score_BHT, index_BHK = empty(capacity, dtype=torch.uint8), empty(budget, dtype=torch.int32)
     pseudo = PseudoToken(empty(G, chunks), torch.empty_like(codes.sum_BHE))
     common = {

@@ -50,9 +50,7 @@ class PartOfPass:
     tiles: int = 1
 
 
-def parts_of_pass(
-    group: int, queries: int, tile: TileShape, target: Target, *, full: bool
-) -> list[PartOfPass]:
+def parts_of_pass(group: int, queries: int, tile: TileShape, target: Target, *, full: bool) -> list[PartOfPass]:
     """Choose the launches of a pass with W = `queries`, for `group` query heads per KV head.
 
     `tile` is the largest that the pages allow; `full` says whether numbers have 32 bits.

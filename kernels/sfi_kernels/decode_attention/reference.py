@@ -85,9 +85,7 @@ def decode_attention(
     words = descriptor.table_BX
     options: dict[str, Any] = {"scale": scale, "soft_cap": soft_cap}
     out = query_BHGWD.new_zeros(*query_BHGWD.shape[:4], value_PHNE.shape[3])
-    for row, (mode, mixed, queries) in enumerate(
-        words[:, [step.MODE, step.MIXED, step.QUERIES]].tolist()
-    ):
+    for row, (mode, mixed, queries) in enumerate(words[:, [step.MODE, step.MIXED, step.QUERIES]].tolist()):
         one = slice(row, row + 1)
         query, pages = query_BHGWD[one, :, :, -1], (key_PHND, value_PHNE, block_table_BP[one])
         length_B = words[one, step.LENGTH]
@@ -103,25 +101,17 @@ def decode_attention(
                 (words[one, step.START], length_B),
             )
             if position_BHS is None:
-                own = sparse_attention(
-                    query, *packed, *pages, *times, **options, sink_HG=sink_HG, pseudo=term
-                )
+                own = sparse_attention(query, *packed, *pages, *times, **options, sink_HG=sink_HG, pseudo=term)
             else:
                 chosen = position_BHS[one], packed[2]
-                own = attention_in_place(
-                    query, *chosen, *pages, *times, **options, sink_HG=sink_HG, pseudo=term
-                )
+                own = attention_in_place(query, *chosen, *pages, *times, **options, sink_HG=sink_HG, pseudo=term)
             out[one, :, :, -1] = own
         elif mode == step.SLOW:
             own = query_BHGWD[one, :, :, -queries:]
-            out[one, :, :, -queries:] = dense_attention(
-                own, *pages, length_B, **options, sink_HG=sink_HG
-            )
+            out[one, :, :, -queries:] = dense_attention(own, *pages, length_B, **options, sink_HG=sink_HG)
     if not evidence or not descriptor.slow:
         return DecodeAttention(out)
-    logits, log_sum = _evidence(
-        query_BHGWD, key_PHND, block_table_BP, descriptor, dense_BH, options
-    )
+    logits, log_sum = _evidence(query_BHGWD, key_PHND, block_table_BP, descriptor, dense_BH, options)
     if into is not None:
         logits = into[: logits.numel()].view(logits.shape).copy_(logits)
     return DecodeAttention(out, logits, log_sum)
@@ -139,9 +129,7 @@ def _evidence(
         longest=int(slow[:, step.LENGTH].max()), **options,
     )  # fmt: skip
     position = torch.arange(logits.shape[-1], device=logits.device)
-    allowed_RT = (position >= slow[:, step.ALLOWED_START, None]) & (
-        position < slow[:, step.ALLOWED_STOP, None]
-    )
+    allowed_RT = (position >= slow[:, step.ALLOWED_START, None]) & (position < slow[:, step.ALLOWED_STOP, None])
     if dense_BH is not None:
         is_sparse_RH = (slow[:, step.MIXED, None] != 0) & (dense_BH[rows] == 0)
         logits = logits.masked_fill(is_sparse_RH[:, :, None, None, None], -torch.inf)
@@ -204,9 +192,7 @@ def check(
             raise ValueError(f"{name} must be None in a step with mixed requests, got both")
 
 
-def _check_dense(
-    dense: torch.Tensor | None, descriptor: StepDescriptor, query: torch.Tensor
-) -> None:
+def _check_dense(dense: torch.Tensor | None, descriptor: StepDescriptor, query: torch.Tensor) -> None:
     if dense is not None:
         check_shape(dense, "dense", B=query.shape[0], H=query.shape[1])
         check_int32(query.device, dense=dense)

@@ -74,9 +74,7 @@ def _store_logits(pointer, logits, g, own, token, stride, kept):
 
 
 @triton.jit
-def _evidence_logits(
-    logits, query_J, key, token, last, scale, soft_cap, CAPPED: tl.constexpr, KIND: tl.constexpr
-):  # fmt: skip
+def _evidence_logits(logits, query_J, key, token, last, scale, soft_cap, CAPPED: tl.constexpr, KIND: tl.constexpr):
     """Return the logits of the evidence's queries, -inf for later tokens.
 
     With several queries they are computed anew: sums over J of every row would overflow the registers.
@@ -161,9 +159,7 @@ def _split_attention_kernel(
             first = tl.where(is_packed, tile, tile + shift)
             page = tl.sum(tl.where(slot * BLOCK_N == tile - round_begin, pages, 0))
             token, place_in_page = first + n, first % PAGE
-            valid = (token >= tl.where(is_packed, 0, start)) & (
-                token < tl.where(is_packed, packed, length)
-            )
+            valid = (token >= tl.where(is_packed, 0, start)) & (token < tl.where(is_packed, packed, length))
             if GATHER:
                 in_segment = token < tl.where(is_packed, packed, 0)
                 position = tl.load(position_ptr + packed_row + token, mask=in_segment, other=0)
@@ -183,9 +179,7 @@ def _split_attention_kernel(
                 value = rows(value_tile, n, _step(is_packed, E, VALUE_STRIDES), valid, E, BLOCK_E)
             logits = scaled_logits(query, key, scale, soft_cap, CAPPED)
             if SLOW:
-                logits_J = _evidence_logits(
-                    logits, query_J, key, token, length - 1, scale, soft_cap, CAPPED, KIND
-                )
+                logits_J = _evidence_logits(logits, query_J, key, token, length - 1, scale, soft_cap, CAPPED, KIND)
                 handed_out = token < evidence_stop
                 _store_logits(logits_to, logits_J, g_J, own_J, token, logits_stride, handed_out)
                 allowed = (token >= allowed_start) & (token < allowed_stop) & handed_out

@@ -45,13 +45,8 @@ def dense_attention(
         parts = []
         for start, stop, causal in ((0, first, False), (first, length, True)):
             if stop > start:
-                key, value = (
-                    read_pages(pages, block_table_BP[row], start, stop)
-                    for pages in (key_PHND, value_PHNE)
-                )
-                part = partial_attention(
-                    query, key, value, scale=scale, soft_cap=soft_cap, causal=causal
-                )
+                key, value = (read_pages(pages, block_table_BP[row], start, stop) for pages in (key_PHND, value_PHNE))
+                part = partial_attention(query, key, value, scale=scale, soft_cap=soft_cap, causal=causal)
                 parts.append(part)
         out[row : row + 1, :, :, -W:] = combine(parts, sink_HG)
     return out
@@ -79,9 +74,7 @@ def window_logits(
     lengths = length_B.tolist()
     W, T = query_BHGWD.shape[3], longest or max(lengths)
     rows = [
-        _row_logits(
-            query_BHGWD[row].float() * scale, key_PHND, block_table_BP[row], length, soft_cap
-        )
+        _row_logits(query_BHGWD[row].float() * scale, key_PHND, block_table_BP[row], length, soft_cap)
         for row, length in enumerate(lengths)
     ]
     out = rows[0][None] if len(rows) == 1 and lengths[0] == T else _padded(rows, T)
@@ -104,15 +97,10 @@ def dense_attention_with_logits(
         What `dense_attention` and `window_logits` return, which have the same arguments.
     """
     check(query_BHGWD, key_PHND, block_table_BP, length_B, value_PHNE, sink_HG)
-    logits = window_logits(
-        query_BHGWD, key_PHND, block_table_BP, length_B, scale=scale, soft_cap=soft_cap
-    )
+    logits = window_logits(query_BHGWD, key_PHND, block_table_BP, length_B, scale=scale, soft_cap=soft_cap)
     lengths = length_B.tolist()
     weight = weights(logits, sink_HG, all_see=min(lengths) >= query_BHGWD.shape[3]).flatten(2, 3)
-    outs = [
-        _weighted(weight[row], value_PHNE, block_table_BP[row], length)
-        for row, length in enumerate(lengths)
-    ]
+    outs = [_weighted(weight[row], value_PHNE, block_table_BP[row], length) for row, length in enumerate(lengths)]
     out = outs[0][None] if len(outs) == 1 else torch.stack(outs)
     return out.view(*query_BHGWD.shape[:4], -1).to(query_BHGWD.dtype), logits
 
@@ -132,9 +120,7 @@ def _row_logits(
     return capped(logits_HXT, soft_cap).view(H, G, W, -1)
 
 
-def _weighted(
-    weight_HXT: torch.Tensor, value_PHNE: torch.Tensor, table_P: torch.Tensor, length: int
-) -> torch.Tensor:
+def _weighted(weight_HXT: torch.Tensor, value_PHNE: torch.Tensor, table_P: torch.Tensor, length: int) -> torch.Tensor:
     # the sum of one request's values, [H, X, E]
     parts = []
     for span, value_CHNE in wide_chunks(value_PHNE, table_P, length):
@@ -150,9 +136,7 @@ def _padded(rows: list[torch.Tensor], T: int) -> torch.Tensor:
     return out
 
 
-def weights(
-    logits_BHGWT: torch.Tensor, sink_HG: torch.Tensor | None, *, all_see: bool
-) -> torch.Tensor:
+def weights(logits_BHGWT: torch.Tensor, sink_HG: torch.Tensor | None, *, all_see: bool) -> torch.Tensor:
     """Return the softmax of logits, [B, H, G, W, T]; zeros for a query that sees nothing.
 
     Logits are -inf where a query may not look. `all_see` promises that every query sees a key, which saves

@@ -41,9 +41,7 @@ def verification_attention(
     B, H, G, W, _ = query_BHGWD.shape
     lengths = length_B.tolist()
     out = query_BHGWD.new_zeros(B, H, G, W, value_PHNE.shape[3])
-    evidence_BHG1T = query_BHGWD.new_full(
-        (B, H, G, 1, max(lengths)), -torch.inf, dtype=torch.float32
-    )
+    evidence_BHG1T = query_BHGWD.new_full((B, H, G, 1, max(lengths)), -torch.inf, dtype=torch.float32)
     for row, length in enumerate(lengths):
         own = min(W, length)
         key_HTD = read_pages(key_PHND, block_table_BP[row], 0, length)[0]
@@ -65,9 +63,7 @@ def _groups(H: int, logits: int) -> Iterator[slice]:
     yield from (slice(first, min(first + size, H)) for first in range(0, H, size))
 
 
-def _logits(
-    query_HGWD: torch.Tensor, key_HTD: torch.Tensor, soft_cap: float | None
-) -> torch.Tensor:
+def _logits(query_HGWD: torch.Tensor, key_HTD: torch.Tensor, soft_cap: float | None) -> torch.Tensor:
     # [H, G, W, T] float32, causal among the last W tokens
     H, G, W, _ = query_HGWD.shape
     T = key_HTD.shape[1]

@@ -17,18 +17,14 @@ def encode_keys(key_HTD: torch.Tensor, basis: CodeBasis) -> torch.Tensor:
     H, T, D = key_HTD.shape
     word_HWT = torch.empty(H, words(D), T, dtype=torch.int32)
     if T < MANY:
-        loops.encode(
-            plain(key_HTD), plain(basis.mean_HD), plain(basis.encode_HDC), word_HWT.numpy()
-        )
+        loops.encode(plain(key_HTD), plain(basis.mean_HD), plain(basis.encode_HDC), word_HWT.numpy())
     else:
         step_HTC = (key_HTD.float() - basis.mean_HD[:, None]).bmm(basis.encode_HDC)
         loops.pack_levels(plain(step_HTC), word_HWT.numpy())
     return word_HWT
 
 
-def scan_codes(
-    query_HGD: torch.Tensor, code_HXT: torch.Tensor, basis: CodeBasis, *, scale: float
-) -> torch.Tensor:
+def scan_codes(query_HGD: torch.Tensor, code_HXT: torch.Tensor, basis: CodeBasis, *, scale: float) -> torch.Tensor:
     """See `reference.scan_codes`; the codes are word_HWT, with any strides of H and W."""
     check(query_HGD, basis)
     H, G, D = query_HGD.shape
@@ -42,9 +38,7 @@ def scan_codes(
     return logits_HGT
 
 
-def choose_likeliest(
-    logits_HGT: torch.Tensor, budget: int, *, rest: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def choose_likeliest(logits_HGT: torch.Tensor, budget: int, *, rest: float) -> tuple[torch.Tensor, torch.Tensor]:
     """See `reference.choose_likeliest`; `logits_HGT` must be contiguous.
 
     Weights have float32's rounding, and those below its normal numbers are 0 and tie.

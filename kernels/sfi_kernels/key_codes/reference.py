@@ -27,9 +27,7 @@ def encode_keys(key_HTD: torch.Tensor, basis: CodeBasis) -> torch.Tensor:
     return level_HTC.mT.to(torch.uint8, memory_format=torch.contiguous_format)
 
 
-def scan_codes(
-    query_HGD: torch.Tensor, code_HXT: torch.Tensor, basis: CodeBasis, *, scale: float
-) -> torch.Tensor:
+def scan_codes(query_HGD: torch.Tensor, code_HXT: torch.Tensor, basis: CodeBasis, *, scale: float) -> torch.Tensor:
     """Estimate the logits of all keys, [H, G, T] float32, for one request's queries, from the keys' codes.
 
     `code_HXT` are the codes that `encode_keys` of the same backend returned; `scale` is the factor on the
@@ -54,9 +52,7 @@ def check(rows_HXD: torch.Tensor, basis: CodeBasis) -> None:
     check_shape(basis.query_HDC, "query", H=H, D=D, C=C)
 
 
-def choose_likeliest(
-    logits_HGT: torch.Tensor, budget: int, *, rest: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def choose_likeliest(logits_HGT: torch.Tensor, budget: int, *, rest: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose the keys of one request that are likeliest, in the mean over the query heads of a KV head.
 
     Args:

@@ -116,8 +116,6 @@ def scan_codes(
     return logits_HGT
 
 
-def choose_likeliest(
-    logits_HGT: torch.Tensor, budget: int, *, rest: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def choose_likeliest(logits_HGT: torch.Tensor, budget: int, *, rest: float) -> tuple[torch.Tensor, torch.Tensor]:
     """See `reference.choose_likeliest`."""
     return choose_by(top_k.triton, logits_HGT, budget, rest)

@@ -23,9 +23,7 @@ def slot_position(index_ptr, slot, sink, K, S):
 
 
 @triton.jit
-def _copy_rows(
-    pages_ptr, packed_ptr, source, target, packed, WIDTH: tl.constexpr, BLOCK: tl.constexpr
-):
+def _copy_rows(pages_ptr, packed_ptr, source, target, packed, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     column = tl.arange(0, BLOCK)[None, :]
     mask = packed[:, None] & (column < WIDTH)
     rows = tl.load(pages_ptr + source[:, None] + column, mask=mask, other=0.0)

@@ -108,9 +108,7 @@ def check(
     check_shape(index_RHK, "index", R=R, H=H, K=None)
     check_shape(sink_R, "sink", R=R)
     check_shape(fetched_RH, "fetched", R=R, H=H)
-    for (key, value, position, length), before, sizes in (
-        (old, "", {"B": B}), (into, "into_", {"R": R})
-    ):  # fmt: skip
+    for (key, value, position, length), before, sizes in ((old, "", {"B": B}), (into, "into_", {"R": R})):
         check_shape(key, f"{before}key", **sizes, H=H, S=S, D=D)
         check_shape(value, f"{before}value", **sizes, H=H, S=S, E=E)
         check_shape(position, f"{before}position", **sizes, H=H, S=S)
@@ -130,10 +128,6 @@ def check(
 
 def _check_pages(pages: torch.Tensor, name: str, packed: torch.Tensor) -> None:
     if pages.dtype != packed.dtype:
-        raise ValueError(
-            f"{name}_pages must have the dtype of {name}, {packed.dtype}, got {pages.dtype}"
-        )
+        raise ValueError(f"{name}_pages must have the dtype of {name}, {packed.dtype}, got {pages.dtype}")
     if pages.device.type != "cpu" and pages.device != packed.device:
-        raise ValueError(
-            f"{name}_pages must be on the host or on {packed.device}, got {pages.device}"
-        )
+        raise ValueError(f"{name}_pages must be on the host or on {packed.device}, got {pages.device}")

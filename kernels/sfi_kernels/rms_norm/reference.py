@@ -35,9 +35,7 @@ def check(hidden_XF: torch.Tensor, weight_F: torch.Tensor) -> None:
     check_same(hidden_XF, "hidden", weight=weight_F, hidden=hidden_XF)
 
 
-def check_residual(
-    residual_XF: torch.Tensor, hidden_XF: torch.Tensor, weight_F: torch.Tensor
-) -> None:
+def check_residual(residual_XF: torch.Tensor, hidden_XF: torch.Tensor, weight_F: torch.Tensor) -> None:
     """Raise the errors of `add_rms_norm`."""
     check(hidden_XF, weight_F)
     check_same(hidden_XF, "hidden", residual=residual_XF)

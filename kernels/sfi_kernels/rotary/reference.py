@@ -50,9 +50,7 @@ def rotary(
     return query_BXTD, key_BHTD
 
 
-def _rotated(
-    head_BHTD: torch.Tensor, cos_B1TD: torch.Tensor, sin_B1TD: torch.Tensor
-) -> torch.Tensor:
+def _rotated(head_BHTD: torch.Tensor, cos_B1TD: torch.Tensor, sin_B1TD: torch.Tensor) -> torch.Tensor:
     first, second = head_BHTD.chunk(2, dim=-1)
     return head_BHTD * cos_B1TD + torch.cat((-second, first), dim=-1) * sin_B1TD
 
@@ -75,9 +73,7 @@ def check(
                 f"{name} must have the dtype and device of query, got {angle_BTD.dtype} on {angle_BTD.device}"
             )
         if angle_BTD.stride() != cos_BTD.stride() or angle_BTD.stride(2) != 1:
-            raise ValueError(
-                f"{name} must have the strides of cos, the last 1, got {angle_BTD.stride()}"
-            )
+            raise ValueError(f"{name} must have the strides of cos, the last 1, got {angle_BTD.stride()}")
     if (query_weight_D is None) != (key_weight_D is None):
         raise ValueError("query_weight and key_weight must be given together, got one")
     if query_weight_D is not None and key_weight_D is not None:

@@ -50,10 +50,7 @@ def attention_probability(
     """
     inside = None if allowed_BT is None else allowed_BT[:, None, None, None, :]
     inside_BHGWT = masked(widened(logits_BHGWT), inside, -torch.inf)
-    if log_sum_BHGW is None:
-        p_BHGWT = inside_BHGWT.softmax(-1)
-    else:
-        p_BHGWT = (inside_BHGWT - log_sum_BHGW[..., None]).exp()
+    p_BHGWT = inside_BHGWT.softmax(-1) if log_sum_BHGW is None else (inside_BHGWT - log_sum_BHGW[..., None]).exp()
     return p_BHGWT.nan_to_num(0.0)  # NaN where a query sees nothing
 
 

@@ -8,9 +8,7 @@ import torch
 from sfi_kernels.selector.numerics import widened
 
 
-def fuse(
-    evidence_BHT: torch.Tensor, prior_BHT: torch.Tensor, weight_BH: torch.Tensor
-) -> torch.Tensor:
+def fuse(evidence_BHT: torch.Tensor, prior_BHT: torch.Tensor, weight_BH: torch.Tensor) -> torch.Tensor:
     """Mix evidence f and prior r, the minimizer of the reverse-KL objective (Eq. 15).
 
     The rows of f and r sum to 1, on the same support; `weight_BH` is the prior's weight lambda, in [0, 1].
@@ -23,9 +21,7 @@ def fuse(
     return torch.lerp(evidence_BHT, prior_BHT.to(evidence_BHT.dtype), weight_BH1)
 
 
-def stable_weight(
-    evidence_BHT: torch.Tensor, prior_BHT: torch.Tensor, lambda_clip: float
-) -> torch.Tensor:
+def stable_weight(evidence_BHT: torch.Tensor, prior_BHT: torch.Tensor, lambda_clip: float) -> torch.Tensor:
     """Find the prior's weight that makes the fused ranking most stable (Eqs. 17-18).
 
     The rows of evidence f and prior r sum to 1, on the same support.

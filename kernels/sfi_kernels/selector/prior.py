@@ -35,9 +35,7 @@ def normalized_position(allowed_BT: torch.Tensor) -> torch.Tensor:
     return ((position_T - first_B1) / (last_B1 - first_B1 + EPS)).clamp(0.0, 1.0)
 
 
-def position_factor(
-    position_BT: torch.Tensor, beta: float, power: float, eta: float
-) -> torch.Tensor:
+def position_factor(position_BT: torch.Tensor, beta: float, power: float, eta: float) -> torch.Tensor:
     """Discount recency globally and brake at the tail (Eq. 11).
 
     Args:
@@ -77,6 +75,4 @@ def prior(
         request that allows nothing has rows of zeros.
     """
     weight_BHT = widened(key_norm_factor_BHT) * widened(position_factor_BT)[:, None]
-    return distribution(
-        masked(weight_BHT, None if allowed_BT is None else allowed_BT[:, None], 0.0)
-    )
+    return distribution(masked(weight_BHT, None if allowed_BT is None else allowed_BT[:, None], 0.0))

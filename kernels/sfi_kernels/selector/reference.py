@@ -86,9 +86,7 @@ def selector(
     T = logits_BHGWT.shape[-1]
     check_interval(interval, T)
     if interval is not None:
-        logits_BHGWT, key_norm_BHT = (
-            x[..., slice(*interval)] for x in (logits_BHGWT, key_norm_BHT)
-        )
+        logits_BHGWT, key_norm_BHT = (x[..., slice(*interval)] for x in (logits_BHGWT, key_norm_BHT))
         allowed_BT = None
     pooled_BHGWT = spread(logits_BHGWT, allowed_BT, span)
     p_BHGWT = attention_probability(pooled_BHGWT, allowed_BT, None if span else log_sum_BHGW)
@@ -157,9 +155,7 @@ def check_interval(interval: tuple[int, int] | None, T: int) -> None:
         raise ValueError(f"interval must hold positions in [0, {T}), got {interval}")
 
 
-def check_settings(
-    alpha: float, lambda_clip: float, temperature: float, span: int, radius: int
-) -> None:
+def check_settings(alpha: float, lambda_clip: float, temperature: float, span: int, radius: int) -> None:
     """Raise `ValueError` on what would give wrong or non-finite scores without a word."""
     if not 0 < alpha <= 1:
         raise ValueError(f"alpha must be in (0, 1], got {alpha}")

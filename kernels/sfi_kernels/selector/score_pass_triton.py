@@ -83,9 +83,7 @@ def _selector_sum_kernel(
 
 
 @triton.jit(do_not_specialize=["chunks"])
-def _selector_weigh_kernel(
-    partial_ptr, sums_ptr, merged_ptr, chunks, lambda_clip, CHUNKS: tl.constexpr
-):
+def _selector_weigh_kernel(partial_ptr, sums_ptr, merged_ptr, chunks, lambda_clip, CHUNKS: tl.constexpr):
     row, rows = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
     quantity = rows * chunks
     partial_ptr += row * chunks

@@ -80,9 +80,7 @@ def selector(
             _selector_row_kernel, (rows * G * W, chunks), logits_BHGWT, allowed_BT, row_sums,
             *queries, G=G, **pooled,
         )  # fmt: skip
-        launch(
-            _selector_log_sum_kernel, (rows * G * W,), row_sums, log_sum_BHGW, chunks, CHUNKS=CHUNKS
-        )
+        launch(_selector_log_sum_kernel, (rows * G * W,), row_sums, log_sum_BHGW, chunks, CHUNKS=CHUNKS)
     launch(
         _selector_mean_kernel, (rows, chunks), logits_BHGWT, log_sum_BHGW, allowed_BT, z_BHT,
         partials, *queries, float(alpha), G=G, **pooled,
@@ -134,8 +132,7 @@ def _check(
             raise ValueError(f"{name} must be contiguous along T, got strides {tensor.stride()}")
         if tensor.dtype not in DTYPES and tensor is not allowed_BT:
             raise KernelLimitError(
-                f"{name} must be float32, float16 or bfloat16 for the kernel, got {tensor.dtype}; "
-                "use the torch backend"
+                f"{name} must be float32, float16 or bfloat16 for the kernel, got {tensor.dtype}; use the torch backend"
             )
     if log_sum_BHGW is not None:
         if log_sum_BHGW.device != logits_BHGWT.device:

@@ -19,6 +19,4 @@ def check(gate_XF: torch.Tensor, up_XF: torch.Tensor) -> None:
     """Raise the errors of `silu_mul`."""
     check_same(gate_XF, "gate", gate=gate_XF, up=up_XF)
     if up_XF.shape != gate_XF.shape:
-        raise ValueError(
-            f"up must have the shape of gate, {list(gate_XF.shape)}, got {list(up_XF.shape)}"
-        )
+        raise ValueError(f"up must have the shape of gate, {list(gate_XF.shape)}, got {list(up_XF.shape)}")

@@ -67,9 +67,7 @@ def sparse_attention(
             read_pages(value_PHNE, block_table_BP[row], start, length),
             **options,
         )
-        for row, (start, length) in enumerate(
-            zip(recent_start_B.tolist(), length_B.tolist(), strict=True)
-        )
+        for row, (start, length) in enumerate(zip(recent_start_B.tolist(), length_B.tolist(), strict=True))
     ]
     outs, log_sums = zip(*recent, strict=True)
     parts.append((torch.cat(outs), torch.cat(log_sums)))

@@ -18,9 +18,7 @@ OVERHEAD, CANDIDATES = tl.constexpr(numbers.OVERHEAD), tl.constexpr(numbers.CAND
 
 
 @triton.jit(do_not_specialize=["B", "items", "heads", "programs"])
-def _split_plan_kernel(
-    table_ptr, work_ptr, B, items, heads, programs, BLOCK_B: tl.constexpr, BLOCK_X: tl.constexpr
-):
+def _split_plan_kernel(table_ptr, work_ptr, B, items, heads, programs, BLOCK_B: tl.constexpr, BLOCK_X: tl.constexpr):
     request = tl.arange(0, BLOCK_B)
     exists = request < B
     row = table_ptr + request * WORDS

@@ -69,10 +69,7 @@ def _narrow(counts_ptr, state_ptr, chunk_ptr, chunks, budget, PASS: tl.constexpr
         prefix = tl.load(state_ptr + 2 * (PASS - 1))
         room = tl.load(state_ptr + 2 * (PASS - 1) + 1)
     digit = tl.arange(0, BINS)
-    if PASS == 1:
-        counts = _first_counts(chunk_ptr, chunks)
-    else:
-        counts = tl.load(counts_ptr + (PASS - 1) * BINS + digit)
+    counts = _first_counts(chunk_ptr, chunks) if PASS == 1 else tl.load(counts_ptr + (PASS - 1) * BINS + digit)
     above_or_equal = tl.cumsum(counts, reverse=True)
     pivot = tl.sum((above_or_equal >= room).to(tl.int32)) - 1
     room -= tl.sum(tl.where(digit > pivot, counts, 0))
@@ -160,8 +157,7 @@ def top_k(score_BHT: torch.Tensor, budget: int) -> torch.Tensor:
     check(score_BHT, budget)
     if score_BHT.dtype not in DTYPES:
         raise KernelLimitError(
-            f"score must be float32, float16 or bfloat16 for the kernel, got {score_BHT.dtype}; "
-            "use the torch backend"
+            f"score must be float32, float16 or bfloat16 for the kernel, got {score_BHT.dtype}; use the torch backend"
         )
     if score_BHT.stride(2) != 1:
         score_BHT = score_BHT.contiguous()

@@ -28,22 +28,14 @@ def _measure(name: str, text: str) -> Any:
 
 def bench(
     policy: Annotated[o.Words, _measure("policies", "Policies; comma list or repeated.")] = None,
-    context: Annotated[
-        o.Words, _measure("contexts", "Cached tokens, 8192 or 8K; comma list or repeated.")
-    ] = None,
-    batch: Annotated[
-        o.Words, _measure("batches", "Requests together; comma list or repeated.")
-    ] = None,
-    baseline: Annotated[
-        o.Words, _measure("baselines", "What else takes turns; comma list, or none.")
-    ] = None,
+    context: Annotated[o.Words, _measure("contexts", "Cached tokens, 8192 or 8K; comma list or repeated.")] = None,
+    batch: Annotated[o.Words, _measure("batches", "Requests together; comma list or repeated.")] = None,
+    baseline: Annotated[o.Words, _measure("baselines", "What else takes turns; comma list, or none.")] = None,
     steps: Annotated[o.Number, _measure("steps", "Decoding steps measured in each run.")] = None,
     repeats: Annotated[o.Number, _measure("repeats", "Runs of each; all take turns.")] = None,
     time_limit: Annotated[
         float | None,
-        _measure(
-            "time_limit", "Seconds after which a run stops early; it measures at least 3 steps."
-        ),
+        _measure("time_limit", "Seconds after which a run stops early; it measures at least 3 steps."),
     ] = None,
     slow_rate: Annotated[
         str | None,
@@ -58,9 +50,7 @@ def bench(
         _more("Let contexts of a batch fall evenly from the context to half of it.", "--ragged"),
     ] = False,
     lossless: Annotated[bool, _more("Measure lossless runs too.", "--lossless")] = False,
-    acceptance: Annotated[
-        float | None, _measure("acceptance", "State what share of drafts is kept.")
-    ] = None,
+    acceptance: Annotated[float | None, _measure("acceptance", "State what share of drafts is kept.")] = None,
     seed: Annotated[int, _more("Seed of weights, keys, values and tokens.")] = 0,
     threads: Annotated[o.Number, _more("CPU threads.", shown="PyTorch's own")] = None,
     forecast: Annotated[
@@ -83,9 +73,7 @@ def bench(
     sets: Annotated[o.Words, o.sets("bench")] = None,
     budget: o.Budget = None,
     plot: Annotated[o.File, _out("Draw throughput to a .png or .svg.")] = None,
-    output: Annotated[
-        o.File, _out("Write the data there too: .json or .parquet.", "--output", "-o")
-    ] = None,
+    output: Annotated[o.File, _out("Write the data there too: .json or .parquet.", "--output", "-o")] = None,
     force: o.Force = False,
     json: o.Json = False,
     quiet: o.Quiet = False,

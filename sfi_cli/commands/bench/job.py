@@ -46,11 +46,7 @@ def run(
 
     subject.check()
     _check_text(settings, slow_rate, text)
-    if (
-        asked["lossless"]
-        and asked["acceptance"] is None
-        and (text is None or subject.random_weights)
-    ):
+    if asked["lossless"] and asked["acceptance"] is None and (text is None or subject.random_weights):
         raise ConfigError(
             "lossless must come with --text and a checkpoint, whose acceptance is measured, or with "
             "--acceptance, which states one"
@@ -92,9 +88,7 @@ def _measure(subject: Subject, made: Callable[[Loaded], Any], output: Output) ->
         leave_interrupted()
 
 
-def _forecast(
-    subject: Subject, settings: Any, device: Any, machine: ForecastTable, output: Output
-) -> None:
+def _forecast(subject: Subject, settings: Any, device: Any, machine: ForecastTable, output: Output) -> None:
     from sfi_cli.commands.bench.views import forecast_text
     from sfi_core.measure.bench.byte_roofline import forecast_document
 
@@ -189,9 +183,7 @@ def _rate(value: str) -> Fraction:
     try:
         return Fraction(value)
     except (ValueError, ZeroDivisionError) as error:
-        raise ConfigError(
-            f"slow_rate must be a share such as 1/20 or 0.05, got {value!r}"
-        ) from error
+        raise ConfigError(f"slow_rate must be a share such as 1/20 or 0.05, got {value!r}") from error
 
 
 def _of_text(source: str, text: str, config: Any, model: Any, tokenizer: Any) -> dict[str, Any]:

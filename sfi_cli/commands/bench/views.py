@@ -47,10 +47,7 @@ def forecast_text(document: dict[str, Any]) -> str:
 
 def _table(title: str, rows: Iterable[Row], columns: Columns) -> Any:
     shown = POINT | columns
-    written = [
-        [one(row) if callable(one) else one[0](row[one[1]]) for one in shown.values()]
-        for row in rows
-    ]
+    written = [[one(row) if callable(one) else one[0](row[one[1]]) for one in shown.values()] for row in rows]
     return table(title, [*shown], written)
 
 

@@ -35,9 +35,7 @@ def evaluate(
             shown=_list(request.SHARES),
         ),
     ] = None,
-    budget: Annotated[
-        str | None, _how("Selected tokens per KV head instead of shares; comma list.")
-    ] = None,
+    budget: Annotated[str | None, _how("Selected tokens per KV head instead of shares; comma list.")] = None,
     recent: Annotated[
         o.Number,
         _how("Tokens of the recent window; at most half of a share.", shown=str(request.RECENT)),
@@ -50,20 +48,12 @@ def evaluate(
         ),
     ] = None,
     list_tasks: Annotated[bool, _what("Print the tasks and stop.", "--list-tasks")] = False,
-    length: Annotated[
-        str | None, _what("Tokens of the prompts; comma list.", shown=_list(request.LENGTHS))
-    ] = None,
-    samples: Annotated[
-        o.Number, _what("Prompts of each task and length.", shown=str(request.SAMPLES))
-    ] = None,
-    seed: Annotated[
-        o.Number, _what("Seed of the first prompt; the others follow.", shown=str(request.SEED))
-    ] = None,
+    length: Annotated[str | None, _what("Tokens of the prompts; comma list.", shown=_list(request.LENGTHS))] = None,
+    samples: Annotated[o.Number, _what("Prompts of each task and length.", shown=str(request.SAMPLES))] = None,
+    seed: Annotated[o.Number, _what("Seed of the first prompt; the others follow.", shown=str(request.SEED))] = None,
     fidelity: Annotated[
         o.File,
-        _text(
-            "Text to decode with its own tokens: KL, agreement and perplexity beside full attention's."
-        ),
+        _text("Text to decode with its own tokens: KL, agreement and perplexity beside full attention's."),
     ] = None,
     tokens: Annotated[
         o.Number,
@@ -75,9 +65,7 @@ def evaluate(
     kv_device_budget: o.KvDeviceBudget = None,
     trust_remote_code: o.TrustRemoteCode = False,
     sets: Annotated[o.Words, o.sets("eval", o.MODEL)] = None,
-    output: Annotated[
-        o.File, _out("Folder of the results.", "--output", "-o", shown="sfi-eval-DATE-TIME")
-    ] = None,
+    output: Annotated[o.File, _out("Folder of the results.", "--output", "-o", shown="sfi-eval-DATE-TIME")] = None,
     resume: Annotated[bool, _out("Go on with the folder.", "--resume")] = False,
     plot: Annotated[o.File, _out("Draw score against read to a .png or .svg.")] = None,
     force: o.Force = False,

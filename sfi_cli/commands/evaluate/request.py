@@ -66,9 +66,7 @@ def resumed(given: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, An
     """
     for name in before:
         if name not in DEFAULTS:
-            raise ConfigError(
-                f"results folder must be of options that this sfi knows, got {name} {before[name]}"
-            )
+            raise ConfigError(f"results folder must be of options that this sfi knows, got {name} {before[name]}")
     for name, value in given.items():
         if name == FREE:
             continue
@@ -76,9 +74,7 @@ def resumed(given: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, An
         kept = before.get(name, DEFAULTS[name])
         if value is not None and value != kept:
             option = name.removesuffix("s") if name in LISTS else name.replace("_", "-")
-            raise ConfigError(
-                f"resume must keep the folder's {option} {_shown(kept)}, got {_shown(value)}"
-            )
+            raise ConfigError(f"resume must keep the folder's {option} {_shown(kept)}, got {_shown(value)}")
     size = given.get(FREE)
     return DEFAULTS | dict(before) | ({} if size is None else {FREE: size})
 
@@ -109,10 +105,8 @@ def parts_of(asked: Mapping[str, Any], text: str | None) -> list[Any]:
 
         seeds = range(asked["seed"], asked["seed"] + asked["samples"])
         parts.append(
-            TaskGrid(
-                methods=methods, sizes=sizes, tasks=tuple(asked["tasks"]), lengths=lengths, seeds=tuple(seeds)
-            )
-        )  # fmt: skip
+            TaskGrid(methods=methods, sizes=sizes, tasks=tuple(asked["tasks"]), lengths=lengths, seeds=tuple(seeds))
+        )
     if text is not None:
         from sfi_core.measure.evaluation.text_grid import TextGrid
 

@@ -24,9 +24,7 @@ def check_same(facts: Facts, manifest: Facts, names: Sequence[str]) -> None:
             more = f" and {len(differ) - SHOWN} more" if len(differ) > SHOWN else ""
             ours, theirs = versions().get("sfi"), manifest["versions"].get("sfi")
             since = f"; the folder is of sfi {theirs}, this is {ours}" if ours != theirs else ""
-            raise ConfigError(
-                f"resume must keep the folder's {what} {kept}{more}, got {found}{more}{since}"
-            )
+            raise ConfigError(f"resume must keep the folder's {what} {kept}{more}, got {found}{more}{since}")
 
 
 def _labeled(value: Any) -> Any:

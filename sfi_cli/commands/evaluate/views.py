@@ -37,9 +37,7 @@ def evaluation_text(document: dict[str, Any]) -> str:
     parts += [note.format(_methods(rows)) for note in NOTES] if rows else ()
     for (length,), own in _groups(document["fidelity"], ("length",)):
         parts += [_fidelity(length, own), _by_position(own)]
-    parts += [
-        _failure(row) for name in ("rows", "fidelity") for row in document[name] if row["failed"]
-    ]
+    parts += [_failure(row) for name in ("rows", "fidelity") for row in document[name] if row["failed"]]
     return rendered(parts)
 
 
@@ -193,9 +191,7 @@ def _score(row: Row) -> str:
 def _difference(row: Row) -> str:
     if row["difference"] is None:
         return "-"
-    return (
-        f"{row['difference']:+.2f} ({row['difference_low']:+.2f} to {row['difference_high']:+.2f})"
-    )
+    return f"{row['difference']:+.2f} ({row['difference_low']:+.2f} to {row['difference_high']:+.2f})"
 
 
 def _methods(rows: list[Row]) -> str:

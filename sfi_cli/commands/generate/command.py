@@ -25,10 +25,7 @@ def generate(
     ] = None,
     batch: Annotated[
         Path | None,
-        typer.Option(
-            help='JSON Lines: {"prompt": ...} or {"messages": [...]}, with or without '
-            '"max_new_tokens".'
-        ),
+        typer.Option(help='JSON Lines: {"prompt": ...} or {"messages": [...]}, with or without "max_new_tokens".'),
     ] = None,
     max_batch: Annotated[
         int | None,
@@ -64,9 +61,7 @@ def generate(
     t_max: o.TMax = None,
     lossless: o.Lossless = False,
     draft_max: o.DraftMax = None,
-    verify: Annotated[
-        bool, o.option(o.METHOD, "Check a lossless output, token for token.", "--verify")
-    ] = False,
+    verify: Annotated[bool, o.option(o.METHOD, "Check a lossless output, token for token.", "--verify")] = False,
     temperature: o.Temperature = None,
     top_p: o.TopP = None,
     seed: o.Seed = 0,

@@ -53,9 +53,7 @@ def run(
     _check(policy, settings, engine, subject, audited=audit is not None)
     options: dict[str, Any] = {"sampling": Sampling(**sampling), "seed": seed}
     subject.check()
-    model, tokenizer = subject.loaded(
-        quiet=output.quiet, check=check_rotation if engine.lossless else None
-    )
+    model, tokenizer = subject.loaded(quiet=output.quiet, check=check_rotation if engine.lossless else None)
     rows = [token_ids(entry, tokenizer, chat=chat) for entry in prompts.entries]
     limits = prompts.limits(max_new_tokens)
     shows = output.streams and not output.json and len(rows) == 1
@@ -67,9 +65,10 @@ def run(
         "preset": preset, "seed": seed, "revision": subject.loading["revision"], "sampling": sampling,
         "max_new_tokens": max_new_tokens,
     }  # fmt: skip
-    with recording(
-        trace, settings.table(TraceTable), output, tokenizer=tokenizer, provenance=provenance
-    ) as (watch, stopped):
+    with recording(trace, settings.table(TraceTable), output, tokenizer=tokenizer, provenance=provenance) as (
+        watch,
+        stopped,
+    ):
         stream = output if shows else None
         result = decode(policy, engine, stream=stream, observers=watch, audit=audit)
         if result.interrupted or result.error is not None:
@@ -91,9 +90,7 @@ def run(
     _fail(result, document)
 
 
-def _check(
-    name: str, settings: Given, engine: EngineOptions, subject: Subject, *, audited: bool
-) -> None:
+def _check(name: str, settings: Given, engine: EngineOptions, subject: Subject, *, audited: bool) -> None:
     # report mistakes in settings before a large model loads
     from sfi_core.engine.backends.registry import check_backend
     from sfi_core.hosts.transformers.lossless import check_asked, check_drafts

@@ -88,17 +88,13 @@ def _entry(line: str, where: str) -> tuple[Entry, int | None]:
     if isinstance(data, dict):
         limit = data.get("max_new_tokens")
         if limit is not None and (type(limit) is not int or limit < 1):
-            raise InputError(
-                f"{where}: max_new_tokens must be a positive number, got {json.dumps(limit)}"
-            )
+            raise InputError(f"{where}: max_new_tokens must be a positive number, got {json.dumps(limit)}")
         if isinstance(data.get("prompt"), str) and data["prompt"]:
             return str(data["prompt"]), limit
         messages = data.get("messages")
         if isinstance(messages, list) and messages and all(isinstance(m, dict) for m in messages):
             return messages, limit
-    raise InputError(
-        f'{where}: must hold a non-empty "prompt" or "messages", got {line.strip()[:60]}'
-    )
+    raise InputError(f'{where}: must hold a non-empty "prompt" or "messages", got {line.strip()[:60]}')
 
 
 def token_ids(entry: Entry, tokenizer: Any, *, chat: bool) -> list[int]:

@@ -26,9 +26,7 @@ def report_lines(document: dict[str, Any]) -> list[str]:
         verdict = "correct, word for word" if document["exact_match"] else "not the expected one"
         lines.append(f"answer       {verdict}")
     for index, request in enumerate(document["requests"]):
-        lines += _request_lines(
-            request, f"request {index}  " if len(document["requests"]) > 1 else ""
-        )
+        lines += _request_lines(request, f"request {index}  " if len(document["requests"]) > 1 else "")
     if "verification" in document:
         lines.append(_verified_line(document["verification"]))
     lines += _tier_lines(document["kv_tiers"])
@@ -36,9 +34,7 @@ def report_lines(document: dict[str, Any]) -> list[str]:
     lines += _speed_lines(document)
     lines += _launch_lines(document["paths"])
     if document["not_replayed"]:
-        lines.append(
-            f"warning      steps ran one kernel after the other: {document['not_replayed']}"
-        )
+        lines.append(f"warning      steps ran one kernel after the other: {document['not_replayed']}")
     return lines
 
 
@@ -56,9 +52,7 @@ def _launch_lines(paths: dict[str, int]) -> list[str]:
     replayed, eager = (paths.get(f"graph.{how}", 0) for how in ("replay", "eager"))
     if not replayed:
         return []
-    return [
-        f"steps        {replayed:,} replayed as CUDA graphs, {eager:,} one kernel after the other"
-    ]
+    return [f"steps        {replayed:,} replayed as CUDA graphs, {eager:,} one kernel after the other"]
 
 
 def _request_lines(request: dict[str, Any], prefix: str) -> list[str]:
@@ -79,16 +73,12 @@ def _request_lines(request: dict[str, Any], prefix: str) -> list[str]:
         lines.append(prefix + _draft_line(request["lossless"]))
     if request["queued_seconds"]:
         times = (f"{name} {request[f'{name}_seconds']:.2f} s" for name in ("prefill", "decode"))
-        lines.append(
-            f"{prefix}time         waited {request['queued_seconds']:.2f} s, {', '.join(times)}"
-        )
+        lines.append(f"{prefix}time         waited {request['queued_seconds']:.2f} s, {', '.join(times)}")
     return lines
 
 
 def _draft_line(lossless: dict[str, Any]) -> str:
-    accepted, drafted, passes = (
-        lossless[name] for name in ("accepted", "drafted", "verifications")
-    )
+    accepted, drafted, passes = (lossless[name] for name in ("accepted", "drafted", "verifications"))
     kept = f"{accepted:,} of {drafted:,} drafted tokens kept"
     a_token = f"{lossless['passes_per_token']:.2f} passes a token"
     return f"lossless     {passes:,} verifications, {kept}, {a_token}"
@@ -150,9 +140,7 @@ def _compared(rows: list[tuple[str, dict[str, Any]]], full: dict[str, Any]) -> l
     lines = [f"same tokens  {told}"]
     ours, theirs = (data["decode_tokens_per_second"] for data in (others[0][1], full))
     if theirs:
-        lines.append(
-            f"speed        {ours / theirs:.2f} times {full['policy']}'s, each measured once"
-        )
+        lines.append(f"speed        {ours / theirs:.2f} times {full['policy']}'s, each measured once")
     return lines
 
 

@@ -13,9 +13,7 @@ from sfi_core.errors import ConfigError
 FORMATS, COMPILED_FORMATS = (".json", ".parquet"), (".json", ".md")
 
 
-def run(
-    asked: dict[str, Any], sweep: str | None, backend: str, device: str, output: Output
-) -> None:
+def run(asked: dict[str, Any], sweep: str | None, backend: str, device: str, output: Output) -> None:
     """Check and time the ops, write and show the result; then raise if an op failed its check.
 
     `asked` are the fields of `KernelSettings`, None for a field's default.

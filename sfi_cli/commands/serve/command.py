@@ -41,9 +41,7 @@ def serve(
     recent: o.Recent = None,
     trigger: o.Triggers = None,
     t_max: o.TMax = None,
-    slots: Annotated[
-        int, o.option(o.METHOD, "Requests that may be sparse at once; others run dense.")
-    ] = SLOTS,
+    slots: Annotated[int, o.option(o.METHOD, "Requests that may be sparse at once; others run dense.")] = SLOTS,
     host: Annotated[str, o.option(SERVER, "Address; 0.0.0.0 is every one.")] = "127.0.0.1",
     port: Annotated[int, o.option(SERVER, "Port.")] = PORT,
     trace: Annotated[Path | None, o.option(o.TRACE, "Record a trace into this new folder.")] = None,

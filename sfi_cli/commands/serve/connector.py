@@ -79,9 +79,7 @@ class SfiConnector(PlainConnector):
                 ids_BT=torch.tensor([ids], dtype=torch.int64),
                 count=(len(ids),),
                 settings={
-                    name: value
-                    for name in OWN
-                    if (value := getattr(own, name)) != getattr(self.settings.config, name)
+                    name: value for name in OWN if (value := getattr(own, name)) != getattr(self.settings.config, name)
                 },
             )
         )
@@ -110,9 +108,7 @@ class SfiConnector(PlainConnector):
 
     def _run_event(self, shapes: Any) -> RunEvent:
         model, audit = self._vllm.model_config, self.settings.audit
-        described = describe_model(
-            empty_model(model.hf_config, torch.device("meta"), model.dtype), shapes
-        )
+        described = describe_model(empty_model(model.hf_config, torch.device("meta"), model.dtype), shapes)
         device = self._vllm.device_config.device_type
         return RunEvent(
             batch=0,  # requests come later
@@ -133,17 +129,14 @@ def check_traced(vllm_config: Any) -> None:
         raise ConfigError("trace must be of one engine, got data_parallel_size above 1")
     kind = vllm_config.model_config.quantization
     if kind is not None:
-        raise ConfigError(
-            f"trace must be of weights that are not quantized, got quantization={kind}"
-        )
+        raise ConfigError(f"trace must be of weights that are not quantized, got quantization={kind}")
 
 
 def begin_event(planner: Planner, plan: Plan) -> BeginStepEvent:
     """Return the event of the engine step that was planned last."""
     shape = planner.shape
     slow, fast = (
-        tuple(entry.request for entry in plan.entries if (entry.one.kind == FAST) is kind)
-        for kind in (False, True)
+        tuple(entry.request for entry in plan.entries if (entry.one.kind == FAST) is kind) for kind in (False, True)
     )
     reads = any(not entry.decode for entry in plan.entries)
     return BeginStepEvent(

@@ -48,9 +48,7 @@ class Service:
         try:
             from sfi_core.hosts.vllm.server import Server
         except ImportError as error:  # another version of vLLM, or one that cannot be loaded here
-            raise BackendError(
-                f"sfi serve needs vLLM {VERSIONS} that can be imported, got: {error}"
-            ) from error
+            raise BackendError(f"sfi serve needs vLLM {VERSIONS} that can be imported, got: {error}") from error
 
         server = Server.of(self.words())
         if self.trace is not None:

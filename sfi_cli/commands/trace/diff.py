@@ -24,9 +24,7 @@ def diff(
             "Repeat for more; docs/traces.md has the names.",
         ),
     ] = None,
-    report: Annotated[
-        Path | None, o.option(o.OUTPUT, "Write both beside each other as one HTML file.")
-    ] = None,
+    report: Annotated[Path | None, o.option(o.OUTPUT, "Write both beside each other as one HTML file.")] = None,
     json: o.Json = False,
     output: o.OutputPath = None,
     force: o.Force = False,

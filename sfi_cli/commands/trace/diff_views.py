@@ -44,9 +44,7 @@ def _numbers_table(document: Row) -> Any:
         factor = document["ratios"].get(name)
         last = "" if factor is None else ratio(factor)
         rows.append((title, *(write(side[name]) for side in sides), last))
-    rows.append(
-        ("audit's cost in times", *("yes" if side["audited"] else "no" for side in sides), "")
-    )
+    rows.append(("audit's cost in times", *("yes" if side["audited"] else "no" for side in sides), ""))
     return table("", ("", "A", "B", "B / A"), rows)
 
 

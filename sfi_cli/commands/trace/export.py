@@ -17,9 +17,7 @@ FORMATS = (TIMELINE, "csv", "jsonl")
 def export(
     folder: o.TraceDir,
     form: Annotated[str, o.option(o.OUTPUT, "perfetto, csv or jsonl.", "--format")],
-    table: Annotated[
-        str | None, o.option(o.OUTPUT, "Only this table, of csv and jsonl.", shown="all")
-    ] = None,
+    table: Annotated[str | None, o.option(o.OUTPUT, "Only this table, of csv and jsonl.", shown="all")] = None,
     output: o.OutputPath = None,
     force: o.Force = False,
     quiet: o.Quiet = False,
@@ -50,18 +48,14 @@ def export(
     paths: dict[str | None, Path | None] = {table: output}
     if table is None and form != TIMELINE:
         if output is None:
-            raise ConfigError(
-                f"{form} of all tables must have a folder; add -o FOLDER or --table NAME"
-            )
+            raise ConfigError(f"{form} of all tables must have a folder; add -o FOLDER or --table NAME")
         paths = {name: output / f"{name}.{form}" for name in TABLES}
     trace = Trace.open(folder)
     if len(paths) > 1:
         _make(output)
     with BenchProgress(quiet=quiet) as progress, ExitStack() as stack:
         # open all files first, so that a file that exists stops the export before anything is written
-        files = {
-            name: stack.enter_context(Output(path, force=force)) for name, path in paths.items()
-        }
+        files = {name: stack.enter_context(Output(path, force=force)) for name, path in paths.items()}
         for name, file in files.items():
             file.pieces(_pieces(trace, name, form, progress))
 

@@ -112,7 +112,5 @@ def import_text(document: dict[str, Any]) -> str:
     if not imported["masses"]:
         lines.append("note: the file has no masses, so overlaps are known and retained mass is not")
     if not document["trigger_token_ids"]:
-        lines.append(
-            "note: no token ends a sentence; give --tokenizer, or trigger_token_ids in the file"
-        )
+        lines.append("note: no token ends a sentence; give --tokenizer, or trigger_token_ids in the file")
     return "\n".join([*lines, f"trace: {document['trace']}"])

@@ -13,10 +13,7 @@ Row = dict[str, Any]
 
 def drift_table(found: Row) -> Any:
     """Show how the overlap with the support of step 0 falls with the step."""
-    rows = [
-        (span(one["from_step"], one["to_step"]), number(one["mean"]), count(one["n"]))
-        for one in found["bins"]
-    ]
+    rows = [(span(one["from_step"], one["to_step"]), number(one["mean"]), count(one["n"])) for one in found["bins"]]
     title = f"Attention drift: overlap with the support of step 0{_layers(found)}"
     return table(title, ("step", "mean", "n"), rows)
 
@@ -28,10 +25,7 @@ def _layers(found: Row) -> str:
 
 def locality_table(found: Row) -> Any:
     """Show how the overlap of two steps falls with their distance."""
-    rows = [
-        (span(one["from_lag"], one["to_lag"]), number(one["mean"]), count(one["pairs"]))
-        for one in found["lags"]
-    ]
+    rows = [(span(one["from_lag"], one["to_lag"]), number(one["mean"]), count(one["pairs"])) for one in found["lags"]]
     title = f"Temporal locality: overlap of every two audited steps{_layers(found)}"
     return table(title, ("steps apart", "mean", "pairs"), rows)
 
@@ -41,9 +35,7 @@ def head_similarity_table(found: Row) -> Any:
     layers, matrix = found["layers"], found["matrix"]
     few = len(layers) <= MOST_LAYERS
     rows = [
-        (str(layer), *(number(value, 2) for value in row))
-        for layer, row in zip(layers, matrix, strict=True)
-        if few
+        (str(layer), *(number(value, 2) for value in row)) for layer, row in zip(layers, matrix, strict=True) if few
     ]
     title = (
         f"Similarity of heads at the same step: {number(found['within'])} within a layer, "
@@ -77,8 +69,7 @@ def query_cosine_table(found: Row) -> Any:
 def lowest_heads_line(found: Row) -> str:
     """Name the KV heads with the lowest query cosine."""
     heads = (
-        f"layer {head['layer']} head {head['head']} {number(head['mean'])}"
-        for head in found["heads"][:LOWEST_HEADS]
+        f"layer {head['layer']} head {head['head']} {number(head['mean'])}" for head in found["heads"][:LOWEST_HEADS]
     )
     return f"lowest query cosine in {', '.join(heads)}\n"
 
@@ -86,18 +77,10 @@ def lowest_heads_line(found: Row) -> str:
 def correction_table(found: Row) -> Any:
     """Show how often heads were corrected, by layer and by distance from the last slow step."""
     places = [("all", found), *((f"layer {one['layer']}", one) for one in found["layers"])]
-    places += [
-        (f"{span(one['from_step'], one['to_step'])} after a slow step", one)
-        for one in found["since_slow"]
-    ]
-    rows = [
-        (place, percent(one["share"]), count(one["corrected"]), count(one["n"]))
-        for place, one in places
-    ]
+    places += [(f"{span(one['from_step'], one['to_step'])} after a slow step", one) for one in found["since_slow"]]
+    rows = [(place, percent(one["share"]), count(one["corrected"]), count(one["n"])) for place, one in places]
     cosine = number(found["query_cosine"])
-    title = (
-        f"Corrections of fast steps x layers x KV heads; their query cosine is {cosine} on average"
-    )
+    title = f"Corrections of fast steps x layers x KV heads; their query cosine is {cosine} on average"
     return table(title, ("", "corrected", "corrections", "n"), rows)
 
 

@@ -75,16 +75,11 @@ def plot(
     paths = _paths(trace, asked or tuple(KINDS), form, output)
     view = open_view(trace, request, layer=layer, head=head, top=top)
     with ExitStack() as stack:
-        files = {
-            name: stack.enter_context(Output(plot=path, force=force))
-            for name, path in paths.items()
-        }
+        files = {name: stack.enter_context(Output(plot=path, force=force)) for name, path in paths.items()}
         _draw(view, files, asked=bool(asked))
 
 
-def _paths(
-    trace: Path, kinds: tuple[str, ...], form: str | None, output: Path | None
-) -> dict[str, Path]:
+def _paths(trace: Path, kinds: tuple[str, ...], form: str | None, output: Path | None) -> dict[str, Path]:
     from sfi_traces.figures.draw import KINDS
     from sfi_traces.figures.style import FORMATS
 

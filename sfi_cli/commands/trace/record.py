@@ -18,9 +18,7 @@ Folder = Annotated[
 ]
 Report = Annotated[
     bool,
-    o.option(
-        o.TRACE, "Write DIR-report.html beside the trace, as sfi trace report does.", "--report"
-    ),
+    o.option(o.TRACE, "Write DIR-report.html beside the trace, as sfi trace report does.", "--report"),
 ]
 
 

@@ -12,9 +12,7 @@ from sfi_cli.terminal.output import Output
 
 def report(
     trace: o.TraceDir,
-    request: Annotated[
-        int | None, typer.Option(help="The request.", show_default="the first")
-    ] = None,
+    request: Annotated[int | None, typer.Option(help="The request.", show_default="the first")] = None,
     top: Annotated[
         int | None,
         typer.Option(
@@ -24,9 +22,7 @@ def report(
     ] = None,
     output: Annotated[
         Path | None,
-        o.option(
-            o.OUTPUT, "The HTML file.", "--output", "-o", shown="DIR-report.html beside the trace"
-        ),
+        o.option(o.OUTPUT, "The HTML file.", "--output", "-o", shown="DIR-report.html beside the trace"),
     ] = None,
     force: o.Force = False,
 ) -> None:

@@ -11,9 +11,7 @@ def show(
     folder: o.TraceDir,
     request: o.RequestIndex = None,
     layer: Annotated[int | None, typer.Option(help="Only this layer.")] = None,
-    step: Annotated[
-        int | None, typer.Option(help="Show the text that this decoding step read, instead.")
-    ] = None,
+    step: Annotated[int | None, typer.Option(help="Show the text that this decoding step read, instead.")] = None,
     head: Annotated[int | None, typer.Option(help="Only this KV head, with --step.")] = None,
     json: o.Json = False,
     output: o.OutputPath = None,

@@ -69,11 +69,7 @@ def show_text(document: Row) -> str:
         ("ranks", _rank_table),
     )
     timed = document["latency"]["kinds"]
-    parts = [
-        view(document[name])
-        for name, view in sections
-        if document[name] and (timed or name not in OF_TIMES)
-    ]
+    parts = [view(document[name]) for name, view in sections if document[name] and (timed or name not in OF_TIMES)]
     missing = [f"not recorded: {line}" for line in document["missing"]]
     return rendered([pairs(_run_lines(document)), "", *parts, *missing])
 

@@ -27,9 +27,7 @@ def step_text(found: Row) -> str:
     elif not found["masses"]:
         parts.append("not recorded: mass, for the imported file has none")
     elif not found["audited"]:
-        parts.append(
-            "not recorded: mass, and what the step should have read (audit the step: --audit N)"
-        )
+        parts.append("not recorded: mass, and what the step should have read (audit the step: --audit N)")
     return rendered(parts)
 
 
@@ -43,9 +41,7 @@ def _lines(found: Row) -> Iterator[tuple[str, str]]:
     refreshed = found["refreshed"]
     if refreshed:
         shown = ", ".join(map(str, refreshed[-MOST_REFRESHES:]))
-        more = f", and {len(refreshed) - MOST_REFRESHES:,} earlier ones" * (
-            len(refreshed) > MOST_REFRESHES
-        )
+        more = f", and {len(refreshed) - MOST_REFRESHES:,} earlier ones" * (len(refreshed) > MOST_REFRESHES)
         yield "selected at", f"step {shown}{more}"
     looked = _heads(found["places"])
     audited = _heads(found["audited"])

@@ -32,9 +32,7 @@ def lag_table(found: Row) -> Any:
     for lag in found["lags"]:
         mean, _, *quantiles, n = _spread(lag["reuse"])
         refresh = _spread(lag["refresh"])
-        rows.append(
-            (span(lag["from_lag"], lag["to_lag"]), mean, *quantiles, n, refresh[0], refresh[-1])
-        )
+        rows.append((span(lag["from_lag"], lag["to_lag"]), mean, *quantiles, n, refresh[0], refresh[-1]))
     recorded = found["refreshes"] == "recorded"
     since = "last refresh" if recorded else "last step that Eq. 5 makes slow"
     title = f"Overlap with the support at the {since}, by steps since then"

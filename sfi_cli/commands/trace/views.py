@@ -43,9 +43,7 @@ def open_view(trace: Path, request: int | None, **part: int | None) -> Any:
 
     view = View(Trace.open(trace), request, **part)
     if request is None and len(view.requests) > 1:
-        message(
-            f"showing request {view.request} of {len(view.requests)}; --request chooses another"
-        )
+        message(f"showing request {view.request} of {len(view.requests)}; --request chooses another")
     return view
 
 

@@ -27,9 +27,7 @@ def _axis(name: str, default: str, **more: Any) -> Any:
 
 
 def tune(
-    traces: Annotated[
-        list[Path], typer.Argument(help="Traces of --audit 1, of one model.", metavar="DIR...")
-    ],
+    traces: Annotated[list[Path], typer.Argument(help="Traces of --audit 1, of one model.", metavar="DIR...")],
     trigger_policy: Annotated[
         Values,
         _axis(
@@ -65,15 +63,9 @@ def tune(
             shown="bytes,retained",
         ),
     ] = None,
-    min_retained: Annotated[
-        float | None, o.option(SEARCH, "Least mean retained mass, as replayed.")
-    ] = None,
-    max_read: Annotated[
-        float | None, o.option(SEARCH, "Largest share of the cached tokens read.")
-    ] = None,
-    trials: Annotated[
-        int, o.option(SEARCH, "Trials of the study in all, by every process on it.", min=1)
-    ] = TRIALS,
+    min_retained: Annotated[float | None, o.option(SEARCH, "Least mean retained mass, as replayed.")] = None,
+    max_read: Annotated[float | None, o.option(SEARCH, "Largest share of the cached tokens read.")] = None,
+    trials: Annotated[int, o.option(SEARCH, "Trials of the study in all, by every process on it.", min=1)] = TRIALS,
     seed: Annotated[int, o.option(SEARCH, "Seed of the sampler.", min=0, max=2**32 - 1)] = 0,
     study: Annotated[
         Path | None,
@@ -83,29 +75,21 @@ def tune(
             shown="the output's name, .journal",
         ),
     ] = None,
-    resume: Annotated[
-        bool, o.option(SEARCH, "Go on with the study if it is there.", "--resume")
-    ] = False,
+    resume: Annotated[bool, o.option(SEARCH, "Go on with the study if it is there.", "--resume")] = False,
     confirm: Annotated[
         int,
-        o.option(
-            CONFIRM, "Run so many settings of the front for real, the chosen one among them.", min=0
-        ),
+        o.option(CONFIRM, "Run so many settings of the front for real, the chosen one among them.", min=0),
     ] = 0,
     prompt_file: Annotated[
         Path | None, o.option(CONFIRM, "Run them on this prompt.", shown="the traces' own prompts")
     ] = None,
-    batch: Annotated[
-        Path | None, o.option(CONFIRM, 'Run them on JSON Lines: {"prompt": ...} a line.')
-    ] = None,
+    batch: Annotated[Path | None, o.option(CONFIRM, 'Run them on JSON Lines: {"prompt": ...} a line.')] = None,
     model: o.Model = None,
     dtype: o.Dtype = "auto",
     device: o.Device = "auto",
     trust_remote_code: o.TrustRemoteCode = False,
     sets: Annotated[list[str] | None, o.sets("tune", SEARCH)] = None,
-    output: Annotated[
-        Path, o.option(o.OUTPUT, "Settings for --config.", "--output", "-o")
-    ] = OUTPUT,
+    output: Annotated[Path, o.option(o.OUTPUT, "Settings for --config.", "--output", "-o")] = OUTPUT,
     plot: Annotated[
         Path | None,
         o.option(o.OUTPUT, "Draw trials, front and what was measured to a .png or .svg."),
@@ -171,8 +155,7 @@ def tune(
             written.show(document, tune_text)
         if found.interrupted:
             leave_interrupted(
-                "interrupted; the study is kept: go on with the same options and --study "
-                f"{file} --resume"
+                f"interrupted; the study is kept: go on with the same options and --study {file} --resume"
             )
         written.figure(write_plot, document)
         written.text(found.toml())

@@ -44,16 +44,13 @@ def _mining(mining: dict[str, Any] | None) -> list[Any]:
     known = [one for one in mining["tokens"] if one["low"] is not None]
     if known:
         told = ", ".join(
-            f"{one['text']!r} {one['movement']:+.3f} ({one['low']:+.3f} to {one['high']:+.3f}, "
-            f"{one['count']} times)"
+            f"{one['text']!r} {one['movement']:+.3f} ({one['low']:+.3f} to {one['high']:+.3f}, {one['count']} times)"
             for one in known[:TOKENS]
         )
         lines.append(f"Movement of the support after a token, beyond the usual: {told}.")
     lines += [_verdict(one) for one in mining["proposals"]]
     if not any(one["beats"] for one in mining["proposals"]):
-        lines.append(
-            "No mined trigger set beats punctuation on what was held out; none is searched."
-        )
+        lines.append("No mined trigger set beats punctuation on what was held out; none is searched.")
     return lines
 
 
@@ -75,9 +72,7 @@ def _front(document: dict[str, Any]) -> Any:
     shown = _shown(front, confirmed)
     rows = [(str(place + 1), front[place], place in confirmed) for place in shown]
     rows.append(("*", document["recorded"], False))
-    varied = [
-        name for name in SETTINGS if len(setting_values([row for _, row, _ in rows], name)) > 1
-    ]
+    varied = [name for name in SETTINGS if len(setting_values([row for _, row, _ in rows], name)) > 1]
     more = f", {len(shown)} of {len(front)} settings shown" if len(shown) < len(front) else ""
     return table(
         f"Pareto front as replayed, cheapest first{more} (byte model: batch {document['batch']})",
@@ -86,11 +81,7 @@ def _front(document: dict[str, Any]) -> Any:
             [
                 name + (" >" if row.get("chosen") else "") + (" x" if ran else ""),
                 *(setting_cell(row[name]) for name in varied),
-                *(
-                    cell
-                    for n, cell in zip(OUTCOME, outcome_cells(row), strict=True)
-                    if n not in LEFT_OUT
-                ),
+                *(cell for n, cell in zip(OUTCOME, outcome_cells(row), strict=True) if n not in LEFT_OUT),
             ]
             for name, row, ran in rows
         ],
@@ -107,11 +98,7 @@ def _shown(front: list[dict[str, Any]], confirmed: set[int]) -> list[int]:
 
 def _legend(document: dict[str, Any]) -> list[str]:
     rows = [*document["front"], document["recorded"]]
-    same = [
-        f"{SETTINGS[name]} {values[0]}"
-        for name in SETTINGS
-        if len(values := setting_values(rows, name)) == 1
-    ]
+    same = [f"{SETTINGS[name]} {values[0]}" for name in SETTINGS if len(values := setting_values(rows, name)) == 1]
     own, budget = document["recorded_budget"], document["recorded"]["budget"]
     cut = f", but for its budget of {own:,}: the audit recorded {budget:,}" if budget < own else ""
     marks = f"* the trace's own setting{cut}; > chosen; x run for real."
@@ -154,7 +141,5 @@ def _confirmed_notes(document: dict[str, Any]) -> list[str]:
         lines.append("! further off than stated.")
     chosen = [row for row in rows if document["front"][row["place"]]["chosen"]]
     if any(row["steps"] < row["recorded_steps"] for row in chosen):
-        lines.append(
-            "The chosen setting writes other tokens than the trace: read them before you use it."
-        )
+        lines.append("The chosen setting writes other tokens than the trace: read them before you use it.")
     return lines

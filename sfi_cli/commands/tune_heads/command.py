@@ -29,9 +29,7 @@ Compare = Callable[[Sequence[Any], Callable[[Any], Iterable[tuple[int, Any]]]], 
 def heads(
     traces: Annotated[
         list[Path] | None,
-        typer.Argument(
-            help="Traces of --audit, of one model.", metavar="DIR...", show_default=False
-        ),
+        typer.Argument(help="Traces of --audit, of one model.", metavar="DIR...", show_default=False),
     ] = None,
     prompt_file: Annotated[
         list[Path] | None,
@@ -43,9 +41,7 @@ def heads(
             shown="the bundled document, for the bundled checkpoint",
         ),
     ] = None,
-    length: Annotated[
-        int, o.option(TEXTS, "Tokens of a text; a longer file is several.", min=2)
-    ] = 1000,
+    length: Annotated[int, o.option(TEXTS, "Tokens of a text; a longer file is several.", min=2)] = 1000,
     parts: Annotated[
         int | None,
         o.option(
@@ -71,9 +67,7 @@ def heads(
     trust_remote_code: o.TrustRemoteCode = False,
     sets: Annotated[list[str] | None, o.sets("tune heads", o.MODEL)] = None,
     output: Annotated[Path, o.option(o.OUTPUT, "Head file.", "--output", "-o")] = OUTPUT,
-    plot: Annotated[
-        Path | None, o.option(o.OUTPUT, "Draw the similarity of heads to a .png or .svg.")
-    ] = None,
+    plot: Annotated[Path | None, o.option(o.OUTPUT, "Draw the similarity of heads to a .png or .svg.")] = None,
     force: o.Force = False,
     json: o.Json = False,
     quiet: o.Quiet = False,
@@ -215,9 +209,5 @@ def _head_file(document: dict[str, Any]) -> str:
         model=document["model"],
         cluster_of={one["layer"]: tuple(one["cluster_of"]) for one in layers},
         representatives={one["layer"]: tuple(one["representatives"]) for one in layers},
-        made_from={
-            name: value
-            for name, value in document.items()
-            if name not in ("model", "digest", "layers")
-        },
+        made_from={name: value for name, value in document.items() if name not in ("model", "digest", "layers")},
     ).text()

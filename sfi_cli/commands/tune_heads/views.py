@@ -63,10 +63,7 @@ def _groups(cluster_of: list[int]) -> str:
 
 
 def _robustness(document: dict[str, Any]) -> list[Any]:
-    rows = [
-        [str(one["layer"]), *(percent(one[name]) for name in AGREEMENT)]
-        for one in document["layers"]
-    ]
+    rows = [[str(one["layer"]), *(percent(one[name]) for name in AGREEMENT)] for one in document["layers"]]
     rows.append(["all", *(percent(_mean(document["layers"], name)) for name in AGREEMENT)])
     return [
         table(f"{document['parts']} disjoint parts of the texts, clustered alone", COMPARED, rows),

@@ -30,9 +30,7 @@ def attend(run: Run, index: int, query_BHGTD: torch.Tensor, **options: Any) -> t
     return how(Layer(run, index, **options), query_BHGTD)
 
 
-def end_prompts(
-    run: Run, index: int, query_BHGTD: torch.Tensor, out_BHGTE: torch.Tensor, **options: Any
-) -> None:
+def end_prompts(run: Run, index: int, query_BHGTD: torch.Tensor, out_BHGTE: torch.Tensor, **options: Any) -> None:
     """Select and call the watchers in a layer whose prompts the host has attended itself.
 
     For a pass that only reads prompts; the arguments are those of `attend`, and its result `out_BHGTE`.
@@ -61,9 +59,7 @@ def check_backend(backend: str, device: torch.device) -> None:
             raise BackendError(str(error)) from error
 
 
-def check_shapes(
-    shapes: Sequence[LayerShape], page_size: int | None, dtype: torch.dtype, device: torch.device
-) -> None:
+def check_shapes(shapes: Sequence[LayerShape], page_size: int | None, dtype: torch.dtype, device: torch.device) -> None:
     """Raise `KernelLimitError` for layers that the Triton kernels cannot take."""
     for shape in shapes:
         if shape.window is None:

@@ -70,8 +70,7 @@ def _alike(layer: Layer) -> Iterator[slice]:
     own = policy.selects_before or policy.selects_next
     shares = not (layer.left_dense or own or policy.mixes_heads)
     kinds = [
-        "" if not one.count else "fast" if shares and one.kind == FAST else "alone"
-        for one in layer.batch_pass.passes
+        "" if not one.count else "fast" if shares and one.kind == FAST else "alone" for one in layer.batch_pass.passes
     ]
     first = 0
     for kind, group in groupby(kinds):
@@ -100,9 +99,7 @@ def _dense(layer: Layer, rows: slice, query: torch.Tensor) -> torch.Tensor:
     return _whole(layer, rows, query, layer.dense)
 
 
-def _whole(
-    layer: Layer, rows: slice, query: torch.Tensor, attention: Callable[[int, torch.Tensor], R]
-) -> R:
+def _whole(layer: Layer, rows: slice, query: torch.Tensor, attention: Callable[[int, torch.Tensor], R]) -> R:
     run, row = layer.run, rows.start
     kind = "prefill" if layer.batch_pass.passes[row].kind == PROMPT else "dense"
     run.meter.count(f"{layer.backend}.{kind}_attention")

@@ -40,9 +40,7 @@ def attend(layer: Layer, query_BHGTD: torch.Tensor) -> torch.Tensor:
         return out
 
 
-def evidence_room(
-    layer: Layer, step: StepDescriptor, query_BHGTD: torch.Tensor
-) -> torch.Tensor | None:
+def evidence_room(layer: Layer, step: StepDescriptor, query_BHGTD: torch.Tensor) -> torch.Tensor | None:
     """Return the buffer for the slow requests' evidence; None if the layer selects nothing."""
     if layer.left_dense or not (layer.run.policy.refreshes() and step.slow_rows):
         return None
@@ -196,18 +194,14 @@ def _mixed_heads(layer: Layer, step: StepDescriptor, query_BHG1D: torch.Tensor) 
     return result.out_BHGWE
 
 
-def _maintain(
-    layer: Layer, rows: tuple[int, ...], query_RHG1D: torch.Tensor, result: DecodeAttention
-) -> None:
+def _maintain(layer: Layer, rows: tuple[int, ...], query_RHG1D: torch.Tensor, result: DecodeAttention) -> None:
     logits = result.logits_BHGWT
     assert logits is not None, "evidence was asked for"
     with layer.run.launches(layer.index):
         refresh(layer, rows, query_RHG1D, lambda: logits, result.log_sum_BHGW)
 
 
-def _prefill(
-    layer: Layer, prompts: tuple[int, ...], rows: slice, query_BHGTD: torch.Tensor
-) -> torch.Tensor:
+def _prefill(layer: Layer, prompts: tuple[int, ...], rows: slice, query_BHGTD: torch.Tensor) -> torch.Tensor:
     run, first = layer.run, is_first_piece(layer, prompts, query_BHGTD)
     run.meter.count("sdpa.prompt" if first else "triton.prefill_attention", len(prompts))
     with run.observer.span("attention.dense", layer.index, layer.moved_bytes(prompts, dense=True)):
@@ -256,9 +250,7 @@ def has_fused(query_BHGTD: torch.Tensor, key_BHTD: torch.Tensor, value_BHTE: tor
     return can_use_flash_attention(SDPAParams(*operands, None, 0.0, True, query_BHGTD.shape[2] > 1))
 
 
-def attend_to_itself(
-    layer: Layer, prompts: tuple[int, ...], query_BHGTD: torch.Tensor
-) -> torch.Tensor:
+def attend_to_itself(layer: Layer, prompts: tuple[int, ...], query_BHGTD: torch.Tensor) -> torch.Tensor:
     """Attend causally with the first pieces in some rows; a request's tokens are the last `count` of T.
 
     Return the outputs, [B, H, G, T, E]; zeros where a request has no token.
@@ -276,9 +268,7 @@ def attend_to_itself(
     return out
 
 
-def _causal(
-    query_BHGTD: torch.Tensor, key_BHTD: torch.Tensor, value_BHTE: torch.Tensor, layer: Layer
-) -> torch.Tensor:
+def _causal(query_BHGTD: torch.Tensor, key_BHTD: torch.Tensor, value_BHTE: torch.Tensor, layer: Layer) -> torch.Tensor:
     out = scaled_dot_product_attention(
         query_BHGTD.flatten(1, 2), key_BHTD, value_BHTE, is_causal=True,
         scale=layer.logit_options["scale"], enable_gqa=query_BHGTD.shape[2] > 1,

@@ -125,7 +125,5 @@ def bucket(slow: int, batch: int) -> int:
 
 def _narrowed(step: StepDescriptor, requests: list[StepRequest]) -> StepDescriptor:
     # leave out the requests that have stopped since the step was described
-    slow, fast = (
-        tuple(row for row in rows if requests[row].mode != IDLE) for rows in (step.slow, step.fast)
-    )
+    slow, fast = (tuple(row for row in rows if requests[row].mode != IDLE) for rows in (step.slow, step.fast))
     return replace(step, slow=slow, fast=fast)

@@ -39,9 +39,7 @@ class CudaRecorder:
         outer.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
         # thread_local: an observer's thread may wait for its own events meanwhile
-        held = torch.cuda.graph(
-            graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
-        )
+        held = torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local")
         try:
             with no_collection(), held:
                 work()

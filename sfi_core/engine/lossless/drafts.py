@@ -81,9 +81,7 @@ class Drafts:
         """
         run = self.run
         rows = zip(run.requests, run.policy.plan(run.requests), strict=True)
-        self.blocks = [
-            None if state.finished else self._block(state, planned) for state, planned in rows
-        ]
+        self.blocks = [None if state.finished else self._block(state, planned) for state, planned in rows]
         for state, block in zip(run.requests, self.blocks, strict=True):
             if block is not None and block.reason:
                 self._take_back(state)
@@ -95,9 +93,7 @@ class Drafts:
             [
                 RequestPass()
                 if block is None
-                else RequestPass.decode(
-                    slow=bool(block.reason), reason=block.reason, count=len(block.tokens)
-                )
+                else RequestPass.decode(slow=bool(block.reason), reason=block.reason, count=len(block.tokens))
                 for block in self.blocks
             ]
         )
@@ -169,9 +165,7 @@ class Drafts:
         attended = run.attended(state)
         tally.count_reads(attended, 0, run.policy.selection_tokens(state))
         fields = step_fields(state, run.step, attended)
-        event = StepEvent(
-            **fields, token_id=token, draft_token_id=token, drafted=True, **self._shape
-        )
+        event = StepEvent(**fields, token_id=token, draft_token_id=token, drafted=True, **self._shape)
         kept = logits_V.clone() if self._compares else None
         self._steps.setdefault(state.request, []).append(Drafted(event, kept))
 
@@ -184,9 +178,7 @@ class Drafts:
     ) -> list[int]:
         run, tally, drafted = self.run, state.tally, len(block.drafted)
         accepted = (
-            matching(block.drafted, token_W)
-            if self.outcome is None
-            else self.outcome(state, block.drafted, token_W)
+            matching(block.drafted, token_W) if self.outcome is None else self.outcome(state, block.drafted, token_W)
         )
         given = until_stop(token_W[: accepted + 1], self.rule.stop_ids)
         kept, read = len(given) - 1, state.length
@@ -196,9 +188,7 @@ class Drafts:
         state.fresh = kept == drafted or not run.policy.refreshes()
         state.tokens += given[:-1]
         state.finish_step(given[-1])
-        state.finished = given[-1] in self.rule.stop_ids or (
-            len(state.tokens) >= self.limits[state.request]
-        )
+        state.finished = given[-1] in self.rule.stop_ids or (len(state.tokens) >= self.limits[state.request])
         tally.count_reads(read, sum(range(state.length - kept, state.length + 1)), 0.0)
         tally.count_verification(drafted, accepted)
         tally.time_step(state.step, run.meter.began, run.meter.ended)
@@ -245,17 +235,13 @@ class Drafts:
         last = state.tokens[-1]
         run.observer.on(StepEvent(**fields, token_id=last, draft_token_id=other, **self._shape))
 
-    def _compare(
-        self, state: RequestState, tested: list[Drafted], logits_WV: torch.Tensor, first: int
-    ) -> None:
+    def _compare(self, state: RequestState, tested: list[Drafted], logits_WV: torch.Tensor, first: int) -> None:
         ours = [one.logits_V for one in tested if one.logits_V is not None]
         if not ours:
             return
         kl_R, agrees_R = compare_logits(torch.stack(ours), logits_WV[: len(ours)])
         steps = tuple(range(first, first + len(ours)))
-        event = LogitsEvent(
-            requests=(state.request,) * len(ours), steps=steps, kl_R=kl_R, agrees_R=agrees_R
-        )
+        event = LogitsEvent(requests=(state.request,) * len(ours), steps=steps, kl_R=kl_R, agrees_R=agrees_R)
         self.run.observer.on(event)
 
 

@@ -51,9 +51,7 @@ class Picker(ABC):
         """Make a picker of one more request, with the same settings."""
 
     @abstractmethod
-    def scores(
-        self, logits_PV: torch.Tensor, row_P: Sequence[int], tail: Sequence[Sequence[int]]
-    ) -> torch.Tensor:
+    def scores(self, logits_PV: torch.Tensor, row_P: Sequence[int], tail: Sequence[Sequence[int]]) -> torch.Tensor:
         """Process the float32 logits of some of `pick`'s positions."""
 
     def note(self, tokens: Sequence[Sequence[int]]) -> None:
@@ -97,9 +95,7 @@ class Picker(ABC):
 
         Raise `NumericsError` if a position's logits hold NaN or +inf, or nothing finite.
         """
-        index_X = [
-            self.rows[row].step + offset for row, offset in zip(row_X, offset_X, strict=True)
-        ]
+        index_X = [self.rows[row].step + offset for row, offset in zip(row_X, offset_X, strict=True)]
         token_X, fine_X = _read(self._choose(logits_XV, row_X, index_X, tail))
         self._check(row_X, index_X, fine_X)
         return token_X
@@ -132,29 +128,21 @@ class Picker(ABC):
             told_2X[FINE, part] = logits_PV.amax(-1).isfinite()
         return self._ranks.settle(told_2X)
 
-    def _keys(
-        self, row_X: Sequence[int], index_X: Sequence[int], device: torch.device
-    ) -> torch.Tensor | None:
+    def _keys(self, row_X: Sequence[int], index_X: Sequence[int], device: torch.device) -> torch.Tensor | None:
         if self._seed is None:
             return None
-        keys = [
-            noise_key(self._seed, self.rows[row].request, index)
-            for row, index in zip(row_X, index_X, strict=True)
-        ]
+        keys = [noise_key(self._seed, self.rows[row].request, index) for row, index in zip(row_X, index_X, strict=True)]
         return sent(torch.tensor(keys), device)
 
     def _check(self, row_X: Sequence[int], index_X: Sequence[int], fine_X: Sequence[int]) -> None:
         for row, index, fine in zip(row_X, index_X, fine_X, strict=True):
             if not fine:
                 raise NumericsError(
-                    f"logits must be finite, got NaN or infinity at step {index} "
-                    f"in request {self.rows[row].request}"
+                    f"logits must be finite, got NaN or infinity at step {index} in request {self.rows[row].request}"
                 )
 
 
-def _read(
-    told_2X: torch.Tensor, ahead: Callable[[torch.Tensor], None] | None = None
-) -> tuple[list[int], list[int]]:
+def _read(told_2X: torch.Tensor, ahead: Callable[[torch.Tensor], None] | None = None) -> tuple[list[int], list[int]]:
     # the copy to the host goes before the work of `ahead`, so that the host does not wait for that
     host, done = told_2X, None
     if told_2X.is_cuda:

@@ -37,9 +37,7 @@ class TokensSoFar:
         ]
         if not written:
             return
-        self.length_B = [
-            length + len(new) for length, new in zip(self.length_B, tokens, strict=True)
-        ]
+        self.length_B = [length + len(new) for length, new in zip(self.length_B, tokens, strict=True)]
         self._make_room()
         place_3N = torch.tensor(list(zip(*written, strict=True)))
         row_N, place_N, token_N = sent(place_3N, self._room_BT.device)

@@ -98,9 +98,7 @@ def _refuse_unknown(module: torch.nn.Module, kwargs: dict[str, Any], *, managed:
             f"{type(module).__name__} passes attention arguments that sfi does not know: {sorted(unknown)}"
         )
     if kwargs.get("output_attentions"):
-        raise UnsupportedModelError(
-            "attention weights do not exist under sfi; drop output_attentions"
-        )
+        raise UnsupportedModelError("attention weights do not exist under sfi; drop output_attentions")
     if managed and kwargs.get("sliding_window") is not None:
         raise UnsupportedModelError(
             f"{type(module).__name__} attends to a sliding window, but its cache keeps every token"
@@ -122,9 +120,7 @@ def install(model: PreTrainedModel, seam: Seam) -> str:
     model.set_attn_implementation(NAME)
     if attention_implementation(model.config.get_text_config(decoder=True)) != NAME:
         model.set_attn_implementation(previous)
-        raise UnsupportedModelError(
-            f"{type(model).__name__} does not use transformers' attention interface"
-        )
+        raise UnsupportedModelError(f"{type(model).__name__} does not use transformers' attention interface")
     for module in model.modules():
         if hasattr(module, "layer_idx"):
             module.sfi_seam = seam

@@ -53,11 +53,7 @@ class BlockPass:
             cache.ragged = RaggedRow.of([len(tokens) for tokens in brought], device)
         rows = [tokens or ((self._pad_id,) if alone else ()) for tokens in brought]
         ids = [token for tokens in rows for token in tokens]
-        positions = [
-            first + place
-            for first, tokens in zip(start, rows, strict=True)
-            for place in range(len(tokens))
-        ]
+        positions = [first + place for first, tokens in zip(start, rows, strict=True) for place in range(len(tokens))]
         pair = sent(torch.tensor([ids, positions]), device)
         shape = (len(rows), 1) if alone else (1, len(ids))
         cache.see(max(start))
@@ -71,9 +67,7 @@ class BlockPass:
             return
         brought, kept = len(blocks[0].tokens), len(given[0])
         if kept < brought:
-            new = [
-                (one.keys[:, :, -brought:], one.values[:, :, -brought:]) for one in self._sliding
-            ]
+            new = [(one.keys[:, :, -brought:], one.values[:, :, -brought:]) for one in self._sliding]
             self._restore()
             for layer, (key, value) in zip(self._sliding, new, strict=True):
                 layer.update(key[:, :, :kept], value[:, :, :kept])

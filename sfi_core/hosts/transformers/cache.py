@@ -134,8 +134,7 @@ class SfiCache(Cache):
         base = DynamicCache(config=model.config.get_text_config(decoder=True))
         super().__init__(
             layers=[
-                SfiLayer(index) if type(layer) is DynamicLayer else layer
-                for index, layer in enumerate(base.layers)
+                SfiLayer(index) if type(layer) is DynamicLayer else layer for index, layer in enumerate(base.layers)
             ]
         )
         self.capacity, self.prompt_length, self.stop_ids = capacity, prompt_length, stop_ids
@@ -190,8 +189,7 @@ class SfiCache(Cache):
         missed = [layer.index for layer in self.managed if layer.pending]
         if missed:
             raise UnsupportedModelError(
-                f"layers {missed} do not attend through transformers' attention interface; "
-                "sfi would not act on them"
+                f"layers {missed} do not attend through transformers' attention interface; sfi would not act on them"
             )
 
 

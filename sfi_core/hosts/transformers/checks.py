@@ -37,9 +37,7 @@ REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
 def check_dense_layers(asked: Sequence[int], layers: Sequence[int]) -> None:
     """Raise `ConfigError` for a dense layer that SFI does not act on: the setting would have no effect."""
     if unknown := sorted(set(asked) - set(layers)):
-        raise ConfigError(
-            f"dense_layers must be among the full-attention layers {list(layers)}, got {unknown}"
-        )
+        raise ConfigError(f"dense_layers must be among the full-attention layers {list(layers)}, got {unknown}")
 
 
 def prompt_tokens(mask: Any, batch: int, new: int, seen: int, *, final: bool) -> list[int]:
@@ -93,9 +91,7 @@ def check_supported(model: PreTrainedModel) -> None:
     """Raise `UnsupportedModelError`, with the architecture and the reason, where SFI cannot act."""
     name, config = type(model).__name__, model.config
     if config.is_encoder_decoder:
-        raise UnsupportedModelError(
-            f"{name} is an encoder-decoder model; sfi runs decoder-only models"
-        )
+        raise UnsupportedModelError(f"{name} is an encoder-decoder model; sfi runs decoder-only models")
     if not (model.is_backend_compatible() or model.get_correct_attn_implementation(None) == "sdpa"):
         raise UnsupportedModelError(f"{name} does not use transformers' attention interface")
     # all of them have one, whatever their cache looks like to this release of transformers
@@ -135,9 +131,7 @@ def with_head_file(config: SfiConfig, policy: str, model: Any) -> SfiConfig:
 def check_heads(policy: Policy, shapes: list[LayerShape], model: Any, ranks: int) -> None:
     """Raise `ConfigError` for head clusters of another model, and for mixed heads on several ranks."""
     if policy.mixes_heads and ranks > 1:
-        raise ConfigError(
-            f"policies whose KV heads differ (synckv) must run on one rank, got {ranks}"
-        )
+        raise ConfigError(f"policies whose KV heads differ (synckv) must run on one rank, got {ranks}")
     if not isinstance(policy, SyncKV):
         return
     heads = {layer: shape.heads for layer, shape in enumerate(shapes) if shape.window is None}

@@ -188,9 +188,7 @@ class Decoder:
             own = session.store(len(count), shared.capacity, shared.capacity - max(count))
             shared = _on_two_tiers(shared, own)
         shared.check_run(session.policy, session.backend, session.page_size)
-        run = session.start(
-            cache, *self.ids_BT.shape, watchers=self.watchers, store=shared.store_for_a_run()
-        )
+        run = session.start(cache, *self.ids_BT.shape, watchers=self.watchers, store=shared.store_for_a_run())
         shared.begin(run)
         for index in shared.layers:
             cache.layers[index].resume(self.ids_BT.shape[1])
@@ -218,9 +216,7 @@ class Decoder:
             positions = torch.arange(start, stop, device=ids_BT.device).expand(len(ids_BT), -1)
         return self._forward(ids_BT, positions, mask)
 
-    def _forward(
-        self, ids_BT: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor | None
-    ) -> torch.Tensor:
+    def _forward(self, ids_BT: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         return self._logits(ids_BT, positions, mask, last=True)[:, -1]
 
     def _logits(

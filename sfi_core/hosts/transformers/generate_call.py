@@ -23,9 +23,7 @@ from sfi_core.models.memory_need import check_fits
 def generate_with(session: Session, generate: Callable[..., Any]) -> Callable[..., Any]:
     """Return `model.generate` with our cache, or our loop in a lossless run; `generate` is the model's."""
 
-    def generate_with_sfi(
-        inputs: torch.Tensor | None = None, generation_config: Any = None, **kwargs: Any
-    ) -> Any:
+    def generate_with_sfi(inputs: torch.Tensor | None = None, generation_config: Any = None, **kwargs: Any) -> Any:
         settings = _settings(session, generation_config, kwargs)
         refuse_modes(settings, kwargs)
         prompt = inputs
@@ -63,9 +61,7 @@ def _settings(session: Session, generation_config: Any, kwargs: dict[str, Any]) 
     return settings
 
 
-def _check_memory(
-    session: Session, prompts: int, length: int, capacity: int, settings: Any
-) -> None:
+def _check_memory(session: Session, prompts: int, length: int, capacity: int, settings: Any) -> None:
     batch = prompts * (settings.num_return_sequences or 1)
     if session.engine.lossless:
         batch = min(batch, most_together(session) or batch)
@@ -80,9 +76,7 @@ def _check_ranks(session: Session, prompt: torch.Tensor | None, settings: Any) -
     session.ranks.share_seed(session.model.device)
 
 
-def _prepared(
-    session: Session, cache: SfiCache | None, capacity: int | None, length: int, settings: Any
-) -> SfiCache:
+def _prepared(session: Session, cache: SfiCache | None, capacity: int | None, length: int, settings: Any) -> SfiCache:
     cache = session.cache(capacity) if cache is None else cache
     eos = settings.eos_token_id
     stop = () if eos is None else (eos,) if isinstance(eos, int) else eos
@@ -110,9 +104,7 @@ def lossless_decoding(session: Session, streamer: Any) -> Callable[..., Any]:
     ) -> Any:  # fmt: skip
         del model
         if unknown := sorted(set(prepared) - PREPARED):
-            raise ConfigError(
-                f"arguments of the model must be tokens and a mask in a lossless run, got {unknown[0]}"
-            )
+            raise ConfigError(f"arguments of the model must be tokens and a mask in a lossless run, got {unknown[0]}")
         B, T = input_ids.shape
         if streamer is not None and B > 1:
             raise ConfigError(f"prompts must be one with a streamer in a lossless run, got {B}")
@@ -153,8 +145,7 @@ def ending(criteria: Any) -> tuple[frozenset[int], int]:
             stop.update(one.eos_token_id.flatten().tolist())
         elif type(one) is not MaxLengthCriteria:
             raise ConfigError(
-                "stopping_criteria must be a length and stop tokens in a lossless run, got "
-                f"{type(one).__name__}"
+                f"stopping_criteria must be a length and stop tokens in a lossless run, got {type(one).__name__}"
             )
     limits = [one.max_length for one in criteria if type(one) is MaxLengthCriteria]
     if not limits:

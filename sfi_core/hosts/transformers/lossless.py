@@ -87,8 +87,7 @@ def together(session: Any, asked: int | None) -> int | None:
         return asked
     if asked is not None and asked > most:
         raise ConfigError(
-            f"max_batch must be at most {most} in a lossless run of a model with sliding-window layers, "
-            f"got {asked}"
+            f"max_batch must be at most {most} in a lossless run of a model with sliding-window layers, got {asked}"
         )
     return most
 

@@ -43,9 +43,7 @@ class OwnProcessors(Picker):
         super().__init__(requests, ranks, seed=seed)
         for one in chosen:
             if isinstance(one, logits_process.SynthIDTextWatermarkLogitsProcessor):
-                raise ConfigError(
-                    f"logits_processor must be stateless in a lossless run, got {type(one).__name__}"
-                )
+                raise ConfigError(f"logits_processor must be stateless in a lossless run, got {type(one).__name__}")
         self._chosen, self._ids_RT = chosen, ids_RT
         self.tokens = TokensSoFar(ids_RT[list(requests)])
         self._by_row = any(_knows_rows(one) for one in chosen)
@@ -64,16 +62,12 @@ class OwnProcessors(Picker):
         """See `Picker`."""
         self.tokens.add(tokens)
 
-    def scores(
-        self, logits_PV: torch.Tensor, row_P: Sequence[int], tail: Sequence[Sequence[int]]
-    ) -> torch.Tensor:
+    def scores(self, logits_PV: torch.Tensor, row_P: Sequence[int], tail: Sequence[Sequence[int]]) -> torch.Tensor:
         """See `Picker`."""
         if not self._chosen:
             return logits_PV
         pairs = zip(row_P, tail, strict=True)
-        return torch.cat(
-            [self._score(logits_PV[p : p + 1], row, after) for p, (row, after) in enumerate(pairs)]
-        )
+        return torch.cat([self._score(logits_PV[p : p + 1], row, after) for p, (row, after) in enumerate(pairs)])
 
     def _score(self, logits_1V: torch.Tensor, row: int, tail: Sequence[int]) -> torch.Tensor:
         ids_1T = self.tokens.ids_BT[row : row + 1, : self.tokens.length_B[row]]
@@ -81,9 +75,7 @@ class OwnProcessors(Picker):
             ids_1T = torch.cat([ids_1T, sent(torch.tensor([list(tail)]), ids_1T.device)], 1)
         places, place = (len(self._ids_RT), self.rows[row].request) if self._by_row else (1, 0)
         # copies: a processor may write into what it gets
-        scores_RV: torch.Tensor = self._chosen(
-            ids_1T.repeat(places, 1), logits_1V.repeat(places, 1)
-        )
+        scores_RV: torch.Tensor = self._chosen(ids_1T.repeat(places, 1), logits_1V.repeat(places, 1))
         return scores_RV[place : place + 1]
 
 

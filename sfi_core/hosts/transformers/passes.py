@@ -46,9 +46,7 @@ def reads_prompt(cache: SfiCache, new: int) -> bool:
     return cache.seen == 0 or cache.seen + new <= (cache.prompt_length or new) or new > 1
 
 
-def begin_prompt(
-    run: Run, cache: SfiCache, ids: torch.Tensor | None, size: torch.Size, mask: Any
-) -> None:
+def begin_prompt(run: Run, cache: SfiCache, ids: torch.Tensor | None, size: torch.Size, mask: Any) -> None:
     """Enter a pass over a piece of the prompts, of `size` requests and padded tokens.
 
     `ids` are None for embeddings; `mask` is transformers' attention mask, None without padding.
@@ -67,7 +65,5 @@ def begin_decode(run: Run, ids: torch.Tensor) -> None:
     if not run.recorded:  # transformers' loop does not tell; ours has told already
         run.record(run.ranks.same_tokens(ids[:, -1]))
     if run.engine.graphs:
-        raise ConfigError(
-            "CUDA graphs must be off in model.generate and loops of one's own; sfi's loop has them"
-        )
+        raise ConfigError("CUDA graphs must be off in model.generate and loops of one's own; sfi's loop has them")
     run.begin_decode()

@@ -27,9 +27,7 @@ class Shadow:
         """Say whether the step that has begun is audited, and not dense already."""
         return bool(audited_rows(run))
 
-    def run(
-        self, model: Any, cache: SfiCache, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> None:
+    def run(self, model: Any, cache: SfiCache, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Run the model's step densely, then undo its changes to the cache.
 
         The keys of the step's own token stay: the step overwrites them.
@@ -57,9 +55,7 @@ class Shadow:
         chosen = torch.tensor(rows, device=logits_BV.device)
         kl_R, agrees_R = compare_logits(logits_BV[chosen], dense_BV[chosen])
         steps = tuple(run.requests[row].step for row in rows)
-        run.observer.on(
-            LogitsEvent(requests=run.requests_of(rows), steps=steps, kl_R=kl_R, agrees_R=agrees_R)
-        )
+        run.observer.on(LogitsEvent(requests=run.requests_of(rows), steps=steps, kl_R=kl_R, agrees_R=agrees_R))
 
 
 def audited_rows(run: Run) -> tuple[int, ...]:

@@ -36,8 +36,7 @@ def cached_shapes(model: Any) -> list[LayerShape]:
     """Return the shapes of a token in transformers' own cache, layer by layer."""
     _, cache = _probe(model)
     return [
-        _shape(layer.keys, layer.values, layer.sliding_window if layer.is_sliding else None)
-        for layer in cache.layers
+        _shape(layer.keys, layer.values, layer.sliding_window if layer.is_sliding else None) for layer in cache.layers
     ]
 
 
@@ -75,9 +74,7 @@ def _probe(model: Any) -> tuple[dict[int, Arrived], Any]:
     return arrived, cache
 
 
-def _shape(
-    key: torch.Tensor, value: torch.Tensor, window: int | None, query_heads: int = 0
-) -> LayerShape:
+def _shape(key: torch.Tensor, value: torch.Tensor, window: int | None, query_heads: int = 0) -> LayerShape:
     return LayerShape(
         heads=key.shape[1], key_width=key.shape[3], value_width=value.shape[3],
         itemsize=key.itemsize, window=window, query_heads=query_heads,

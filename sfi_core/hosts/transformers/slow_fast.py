@@ -60,9 +60,7 @@ def slow_fast(
     engine = engine or DEFAULTS
     check_backend(engine.backend, model.device)
     policy = policy or default_policy(lossless=engine.lossless)
-    session = Session(
-        model, tokenizer, config or SfiConfig(), policy, observers, page_size, audit, engine
-    )
+    session = Session(model, tokenizer, config or SfiConfig(), policy, observers, page_size, audit, engine)
     own = model.__dict__.get("generate")
     if own is not None and getattr(own, "sfi", False):
         raise ConfigError("slow_fast must not be nested on one model, got a second one")
@@ -112,6 +110,4 @@ def _check_one_device(model: Any) -> None:
     devices = {parameter.device for parameter in model.parameters()}
     if len(devices) > 1:
         names = ", ".join(sorted(map(str, devices)))
-        raise KernelLimitError(
-            f"the triton backend needs the model on one device, got {names}; use the torch backend"
-        )
+        raise KernelLimitError(f"the triton backend needs the model on one device, got {names}; use the torch backend")

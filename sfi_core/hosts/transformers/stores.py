@@ -30,9 +30,7 @@ class TierPlan:
     the recent window is shorter than a page.
     """
 
-    def __init__(
-        self, budget: str, policy: Policy, name: str, shapes: Sequence[LayerShape], page: int
-    ) -> None:
+    def __init__(self, budget: str, policy: Policy, name: str, shapes: Sequence[LayerShape], page: int) -> None:
         self.budget = DeviceBudget.parse(budget)
         self.policy, self.shapes, self.page = policy, shapes, page
         check_offloads(policy, name)
@@ -50,9 +48,7 @@ class TierPlan:
             grows = generated if fast is None else min(fast, generated)
         return config.recent + grows + 1
 
-    def bytes(
-        self, batch: int, capacity: int, generated: int, *, resident: bool = False
-    ) -> two_tier.TwoTierBytes:
+    def bytes(self, batch: int, capacity: int, generated: int, *, resident: bool = False) -> two_tier.TwoTierBytes:
         """Add up the bytes of a run, with or without the heads that stay on the device if there is room."""
         return two_tier.two_tier_bytes(
             self.shapes,
@@ -62,9 +58,7 @@ class TierPlan:
             **self._sizes(batch, capacity),
         )
 
-    def store(
-        self, batch: int, capacity: int, generated: int, backend: str, device: torch.device
-    ) -> TwoTierStore:
+    def store(self, batch: int, capacity: int, generated: int, backend: str, device: torch.device) -> TwoTierStore:
         """Make the store.
 
         Raise `ConfigError` for a budget that is too small, `BackendError` for a page that is no multiple of a
@@ -72,8 +66,7 @@ class TierPlan:
         """
         if backend == "triton" and self.page % TILE:
             raise BackendError(
-                f"engine.kv_page must be a multiple of {TILE} tokens under the triton backend, got "
-                f"{self.page}"
+                f"engine.kv_page must be a multiple of {TILE} tokens under the triton backend, got {self.page}"
             )
         expected, sizes = self.bytes(batch, capacity, generated), self._sizes(batch, capacity)
         config = self.policy.config
@@ -112,9 +105,7 @@ def check_offloads(policy: Policy | type[Policy], name: str) -> None:
     """Raise `ConfigError` for a policy that cannot run over two tiers; the message lists those that can."""
     if not policy.offloads:
         able = ", ".join(sorted(known for known, kind in POLICIES.items() if kind.offloads))
-        raise ConfigError(
-            f"policy {name} cannot run under kv_device_budget; those that can: {able}"
-        )
+        raise ConfigError(f"policy {name} cannot run under kv_device_budget; those that can: {able}")
 
 
 def engine_for(policy: str, engine: EngineOptions) -> EngineOptions:
@@ -173,6 +164,4 @@ def expect(
     host = own.host_bytes if model.device.type == "cpu" else 0  # both tiers in one memory
     packed, norms = own.parts["packed"], own.parts["norms"]
     others = own.device_bytes - packed - norms
-    return replace(
-        expected, kv_bytes=host + others, packed_bytes=packed, summary_bytes=0, norm_bytes=norms
-    )
+    return replace(expected, kv_bytes=host + others, packed_bytes=packed, summary_bytes=0, norm_bytes=norms)

@@ -11,9 +11,7 @@ from sfi_core.state.paged_view import PagedView
 class BorrowedPages(PagedView):
     """Views of the blocks of vLLM's cache, with our own key norms."""
 
-    def __init__(
-        self, backend: str, page_size: int, slots: int, capacity: int, device: torch.device
-    ) -> None:
+    def __init__(self, backend: str, page_size: int, slots: int, capacity: int, device: torch.device) -> None:
         """View no layer yet; `capacity` are the tokens that a request may reach."""
         table_BP = torch.zeros(slots, -(-capacity // page_size), dtype=torch.int32, device=device)
         super().__init__(backend, page_size, table_BP)

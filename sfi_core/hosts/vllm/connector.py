@@ -78,23 +78,18 @@ class SfiConnector(names.KVConnectorBase_V1, names.SupportsHMA):
         if role == names.KVConnectorRole.WORKER:
             return Gathered()
         raise ConfigError(
-            "trace must come with kv_connector_module_path=sfi_cli.commands.serve.connector, "
-            "as sfi serve sets it"
+            "trace must come with kv_connector_module_path=sfi_cli.commands.serve.connector, as sfi serve sets it"
         )
 
     # the scheduler's side
 
-    def get_num_new_matched_tokens(
-        self, request: Any, num_computed_tokens: int
-    ) -> tuple[int, bool]:
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         """Say that no tokens come from elsewhere."""
         return 0, False
 
     def on_new_request(self, request: Any) -> None:
         """Register a request that has arrived."""
-        own = RequestSettings.of(
-            request.sampling_params.extra_args, self.settings.config, self._check
-        )
+        own = RequestSettings.of(request.sampling_params.extra_args, self.settings.config, self._check)
         self.planner.see(request, own)
         if self.settings.options.cache_salt:
             salt = own.salt(self.settings.options.policy)
@@ -106,9 +101,7 @@ class SfiConnector(names.KVConnectorBase_V1, names.SupportsHMA):
         # of a request's own settings
         check_host(self._vllm, config)
         if config.trigger_policy == "boundary" and not self.trigger_ids:
-            raise ConfigError(
-                "sfi.trigger_policy must not be boundary on a server without triggers"
-            )
+            raise ConfigError("sfi.trigger_policy must not be boundary on a server without triggers")
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Do nothing: `build_connector_meta` gets the allocations."""
@@ -122,9 +115,7 @@ class SfiConnector(names.KVConnectorBase_V1, names.SupportsHMA):
         ended = self.planner.finish(request.request_id)
         return False, None if ended is None else {REPORT: ended.report()}
 
-    def request_finished_all_groups(
-        self, request: Any, block_ids: Any
-    ) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         """See `request_finished`."""
         return self.request_finished(request, block_ids)
 
@@ -137,9 +128,7 @@ class SfiConnector(names.KVConnectorBase_V1, names.SupportsHMA):
 
     def get_kv_connector_stats(self) -> ServerStats | None:
         """Return the counts since the last call, on the scheduler's side."""
-        return (
-            self.stats.since(self.planner) if self.role == names.KVConnectorRole.SCHEDULER else None
-        )
+        return self.stats.since(self.planner) if self.role == names.KVConnectorRole.SCHEDULER else None
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ServerStats:
@@ -219,7 +208,5 @@ class SfiConnector(names.KVConnectorBase_V1, names.SupportsHMA):
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Load nothing."""
 
-    def save_kv_layer(
-        self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
-    ) -> None:
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
         """Save nothing."""

@@ -24,9 +24,7 @@ class SfiCpuBuilder(PagedBuilder, CPUAttentionMetadataBuilder):
     reorder_batch_threshold = CPUAttentionMetadataBuilder.reorder_batch_threshold
     supports_update_block_table = CPUAttentionMetadataBuilder.supports_update_block_table
 
-    def __init__(
-        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
-    ) -> None:
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         if self._sfi and self.isa not in LAYOUTS:
             self.isa: str = "vec" if self.block_size % 32 == 0 else "vec16"

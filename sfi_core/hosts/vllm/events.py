@@ -80,7 +80,5 @@ def side_by_side(events: Sequence[LayerEvent]) -> LayerEvent:
         changes["heads"] = tuple(range(len(first.heads) * len(events)))
     else:
         each = [event.diagnostics for event in events if isinstance(event, SelectionEvent)]
-        changes["diagnostics"] = {
-            name: torch.cat([one[name].flatten() for one in each]) for name in first.diagnostics
-        }
+        changes["diagnostics"] = {name: torch.cat([one[name].flatten() for one in each]) for name in first.diagnostics}
     return replace(first, **changes)

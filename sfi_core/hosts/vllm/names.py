@@ -84,9 +84,7 @@ def full_group(groups: Any) -> tuple[int, list[str]]:
         and group.kv_cache_spec.attention_chunk_size is None
     ]
     if len(found) != 1:
-        raise ConfigError(
-            f"model must have one group of full-attention layers for sfi in vLLM, got {len(found)}"
-        )
+        raise ConfigError(f"model must have one group of full-attention layers for sfi in vLLM, got {len(found)}")
     return found[0]
 
 
@@ -110,8 +108,7 @@ def impl_of(module: Any) -> Any:
     """
     if not hasattr(module.impl, "pages"):
         raise ConfigError(
-            f"attention must be sfi's own, got {type(module.impl).__name__}; "
-            f"add {shlex.join(attention_flags())}"
+            f"attention must be sfi's own, got {type(module.impl).__name__}; add {shlex.join(attention_flags())}"
         )
     if not module.impl.manages:  # the settings that the layer saw name another connector
         raise ConfigError("sfi must be vLLM's only KV connector, got it among several")
@@ -120,10 +117,7 @@ def impl_of(module: Any) -> Any:
 
 def scheduled_of(output: Any, group: int) -> Scheduled:
     """Read a `SchedulerOutput` for one KV cache group."""
-    opened = {
-        new.req_id: (new.block_ids[group], new.num_computed_tokens)
-        for new in output.scheduled_new_reqs
-    }
+    opened = {new.req_id: (new.block_ids[group], new.num_computed_tokens) for new in output.scheduled_new_reqs}
     grown, cached = {}, output.scheduled_cached_reqs
     for place, name in enumerate(cached.req_ids):
         blocks = cached.new_block_ids[place]
@@ -140,6 +134,4 @@ def tokenizer_of(vllm_config: Any) -> Any:
     model = vllm_config.model_config
     if model.skip_tokenizer_init:
         return None
-    return load_tokenizer(
-        model.tokenizer, model.tokenizer_revision, trust_remote_code=model.trust_remote_code
-    )
+    return load_tokenizer(model.tokenizer, model.tokenizer_revision, trust_remote_code=model.trust_remote_code)

@@ -58,9 +58,7 @@ class PagedBuilder:
     reorder_batch_threshold = 1  # decoding rows first, so that vLLM's part lies together
     supports_update_block_table = False  # the metadata of another group is not ours
 
-    def __init__(
-        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
-    ) -> None:
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)  # type: ignore[call-arg]
         self._sfi = is_configured(vllm_config)
         self.matcher = RowMatcher()
@@ -141,9 +139,7 @@ class PagedImpl(Room):
         D = self.head_size
         *_, width = kv_cache.shape
         if width != 2 * D:
-            raise ConfigError(
-                f"a row of vLLM's cache must be a key and a value of {D} numbers, got {width}"
-            )
+            raise ConfigError(f"a row of vLLM's cache must be a key and a value of {D} numbers, got {width}")
         return kv_cache[..., :D], kv_cache[..., D:]
 
     def forward(
@@ -155,9 +151,7 @@ class PagedImpl(Room):
         batch: Batch | None = getattr(attn_metadata, "sfi", None)
         attend = super().forward  # type: ignore[misc]
         if engine is None or batch is None:
-            whole: torch.Tensor = attend(
-                layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs
-            )
+            whole: torch.Tensor = attend(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
             return whole
         one = batch.enter(engine)
         if len(one.whole) == len(one.rows):

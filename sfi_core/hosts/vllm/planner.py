@@ -156,9 +156,7 @@ class Planner:
         state = tracked.state
         if not tracked.begun:
             reason = "resumed" if state.tokens else "first"
-            return RequestPass(
-                PROMPT, count, reason, state.length + count == tracked.live.num_tokens
-            )
+            return RequestPass(PROMPT, count, reason, state.length + count == tracked.live.num_tokens)
         if tracked.slot == NO_SLOT:
             return RequestPass.decode(slow=True, reason="dense")
         return plan_step(tracked.policy, [state])[0]

@@ -61,6 +61,4 @@ class RequestSettings:
 def check_own(own: Mapping[str, Any]) -> None:
     """Raise `ConfigError` for settings that a request cannot have."""
     for name in sorted(own.keys() - set(OWN)):
-        raise ConfigError(
-            f"{PREFIX}{name} is no setting of one request; expected one of {(ENABLED, *OWN)}"
-        )
+        raise ConfigError(f"{PREFIX}{name} is no setting of one request; expected one of {(ENABLED, *OWN)}")

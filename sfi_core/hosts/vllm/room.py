@@ -146,9 +146,7 @@ def check_model(vllm_config: Any, settings: Settings) -> None:
             return  # which layers have the window, only the model's code says
         kinds = [FULL] * model.get_num_layers(parallel)
     if FULL not in kinds:
-        raise ConfigError(
-            f"model must have full-attention layers for sfi, got {sorted(set(kinds))}"
-        )
+        raise ConfigError(f"model must have full-attention layers for sfi, got {sorted(set(kinds))}")
     sparse = set(range(len(kinds))).difference(settings.config.dense_layers)
     shape = SegmentShape(
         heads=model.get_num_kv_heads(parallel),

@@ -45,9 +45,7 @@ class RowMatcher:
     def __init__(self) -> None:
         self._request_of: dict[int, int] = {}
 
-    def match(
-        self, rows: HostRows, entries: Sequence[Entry], read_blocks: Callable[[], Sequence[int]]
-    ) -> list[Row]:
+    def match(self, rows: HostRows, entries: Sequence[Entry], read_blocks: Callable[[], Sequence[int]]) -> list[Row]:
         """Return the rows, each with its entry's block; there are as many `entries` as rows.
 
         `read_blocks` reads the block of each row's last token from the device.
@@ -65,9 +63,7 @@ class RowMatcher:
             found = [entry or by_block[block] for entry, block in zip(found, block_R, strict=True)]
         entered = [entry for entry in found if entry is not None]
         # a request that loses its number is absent for a pass at least, so one pass is memory enough
-        self._request_of = {
-            number: entry.request for number, entry in zip(rows.number or (), entered, strict=False)
-        }
+        self._request_of = {number: entry.request for number, entry in zip(rows.number or (), entered, strict=False)}
         return [
             Row(rows.start[place], counts[place], rows.length[place], entry.block)
             for place, entry in enumerate(entered)

@@ -70,9 +70,7 @@ class Server:
 def check_flags(args: Any) -> None:
     """Raise `ConfigError` for flags that vLLM would read and ignore: this is one server, of `--model`."""
     if args.model_tag is not None:
-        raise ConfigError(
-            f"give the model as --model before --, got {args.model_tag!r} among vLLM's flags"
-        )
+        raise ConfigError(f"give the model as --model before --, got {args.model_tag!r} among vLLM's flags")
     for name in ("headless", "grpc"):
         if getattr(args, name, False):
             raise ConfigError(f"vLLM's flags must be without --{name} for sfi serve, got it")
@@ -93,8 +91,5 @@ class Flags(FlexibleArgumentParser):
 
 def one_line(error: Exception) -> str:
     """Return an error's message in one line; of several mistakes the first."""
-    if isinstance(error, ValidationError):
-        text = str(error.errors()[0]["msg"])
-    else:
-        text = str(error) or type(error).__name__
+    text = str(error.errors()[0]["msg"]) if isinstance(error, ValidationError) else str(error) or type(error).__name__
     return " ".join(text.split())

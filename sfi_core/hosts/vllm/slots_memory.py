@@ -17,9 +17,7 @@ def segment_rows(config: SfiConfig, longest: int, *, selects: bool) -> int:
     return config.sink + (min(config.budget, longest) if selects else 0)
 
 
-def check_slots(
-    config: SfiConfig, rows: int, slots: int, layers: int, shape: SegmentShape, limit: int | None
-) -> None:
+def check_slots(config: SfiConfig, rows: int, slots: int, layers: int, shape: SegmentShape, limit: int | None) -> None:
     """Raise `ConfigError`, with budget and slots that fit, for segments of more than `limit` bytes.
 
     `layers` have a segment of `rows` rows of `shape`, for each slot; a `limit` of None allows everything.

@@ -58,11 +58,7 @@ class SfiMetrics(KVConnectorPromMetrics):
         self._counters = {
             name: {engine: counter.labels(*own) for engine, own in values.items()}
             for name in TOTALS
-            for counter in [
-                self._counter_cls(
-                    name=f"vllm:sfi_{name}", documentation=MEANINGS[name], labelnames=labels
-                )
-            ]
+            for counter in [self._counter_cls(name=f"vllm:sfi_{name}", documentation=MEANINGS[name], labelnames=labels)]
         }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:

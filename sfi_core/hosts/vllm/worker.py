@@ -98,9 +98,7 @@ class WorkerEngine:
         self.entered = MatchedPass(pairs, tuple(whole), slot_R, token_R)
         return self.entered
 
-    def attend(
-        self, layer: int, query_XHGD: torch.Tensor, out_XHGE: torch.Tensor, **options: Any
-    ) -> None:
+    def attend(self, layer: int, query_XHGD: torch.Tensor, out_XHGE: torch.Tensor, **options: Any) -> None:
         """Attend with the pass's decoding rows, and select for prompts that vLLM has attended with.
 
         Queries are grouped by KV head; the outputs of `MatchedPass.whole` are already set. `options` are

@@ -66,9 +66,7 @@ def random_config(source: str) -> Any:
     if known is not None:
         return AutoConfig.for_model(**known)
     if not Path(source).is_file():
-        raise InputError(
-            f"random weights must be one of {tuple(ARCHITECTURES)} or a config file, got {source!r}"
-        )
+        raise InputError(f"random weights must be one of {tuple(ARCHITECTURES)} or a config file, got {source!r}")
     return model_config(source)
 
 

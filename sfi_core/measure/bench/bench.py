@@ -38,9 +38,7 @@ SHOWN = ("ragged", "lossless", "acceptance", "prefill", "seed")
 ENGINE = ("backend", "overlap", "graphs", "kv_device_budget", "kv_page")
 
 
-def run_bench(
-    model: Any, settings: DecodeSettings, progress: Progress = lambda *_: None
-) -> "Bench":
+def run_bench(model: Any, settings: DecodeSettings, progress: Progress = lambda *_: None) -> "Bench":
     """Measure every point; after Ctrl-C, return the rows measured until then.
 
     `progress` gets the phase, the runs done and the number of runs. The model is outside `slow_fast`.
@@ -71,9 +69,7 @@ def run_bench(
 def check_engine(settings: DecodeSettings, device: torch.device) -> None:
     """Raise `BackendError` if CUDA graphs are asked for on another device."""
     if settings.engine.graphs and device.type != "cuda":
-        raise BackendError(
-            f"graphs must run on a CUDA device, got {device.type}; drop engine.graphs"
-        )
+        raise BackendError(f"graphs must run on a CUDA device, got {device.type}; drop engine.graphs")
 
 
 def release(device: torch.device) -> None:
@@ -91,9 +87,7 @@ class Bench:
         interrupted: Whether Ctrl-C ended the run early.
     """
 
-    def __init__(
-        self, model: Any, settings: DecodeSettings, progress: Progress = lambda *_: None
-    ) -> None:
+    def __init__(self, model: Any, settings: DecodeSettings, progress: Progress = lambda *_: None) -> None:
         self.model, self.settings, self.progress = model, settings, progress
         self.about: dict[str, Any] = {}
         self.machine: dict[str, Any] = {}
@@ -148,9 +142,7 @@ class Bench:
                 for variant, needed in fitting.items():
                     label = f"{variant.name}, {point.context:,} tokens x {point.batch}, repeat {repeat + 1}"
                     show = partial(self._show, label)
-                    samples[variant].append(
-                        self._run(variant, needed, point, prompts, tokens, show)
-                    )
+                    samples[variant].append(self._run(variant, needed, point, prompts, tokens, show))
                     self._done += 1
         finally:
             self.rows[before:] = point_rows(point, samples, models, copy)
@@ -213,17 +205,13 @@ class Bench:
         if device == "cuda" and "transformers-static" in settings.baselines:
             notes.append("transformers compiles the forward pass with its static cache by itself")
         if not settings.prefill:
-            notes.append(
-                "caches are filled with random keys and values; our policies decode given tokens"
-            )
+            notes.append("caches are filled with random keys and values; our policies decode given tokens")
         whole = [
             one.name for one in settings.variants()
             if one.policy and one.engine.kv_device_budget != settings.engine.kv_device_budget
         ]  # fmt: skip
         if whole:
-            notes.append(
-                f"{', '.join(whole)}: all keys and values on the device, without kv_device_budget"
-            )
+            notes.append(f"{', '.join(whole)}: all keys and values on the device, without kv_device_budget")
         limit = self.about["max_positions"]
         if limit is not None and max(settings.contexts) + settings.total_steps > limit:
             notes.append(f"contexts exceed the model's {limit:,} positions: for timing only")

@@ -112,9 +112,7 @@ class Expectation:
         self.description = describe_model(model, self.shapes)
         self._rate: Fraction = settings.slow_rate
 
-    def rows(
-        self, policy: str, point: Point, bandwidth_gb_per_s: float, memory: int
-    ) -> list[dict[str, Any]]:
+    def rows(self, policy: str, point: Point, bandwidth_gb_per_s: float, memory: int) -> list[dict[str, Any]]:
         """Return the row of a policy at a point and, if asked for, the row of its lossless run."""
         context, batch = point.context, point.batch
         bytes_, rate = self._byte_model(batch), self.slow_rate(policy)
@@ -211,9 +209,7 @@ class Expectation:
     def _memory(self, policy: str, context: int, batch: int) -> dict[str, int]:
         # all weights count, also those of experts that a step does not read
         moves = any(shape.window is not None for shape in self.shapes)
-        wanted = (
-            self.settings.engine.graphs is not False and self.settings.engine.backend != "torch"
-        )
+        wanted = self.settings.engine.graphs is not False and self.settings.engine.backend != "torch"
         expected = forecast(
             self.model,
             self.shapes,

@@ -17,9 +17,7 @@ from sfi_core.state.layer_shape import LayerShape
 LOGITS = 3 * 4
 
 
-def needed_bytes(
-    model: Any, variant: DecodeVariant, point: Point, settings: DecodeSettings, config: SfiConfig
-) -> int:
+def needed_bytes(model: Any, variant: DecodeVariant, point: Point, settings: DecodeSettings, config: SfiConfig) -> int:
     """Return the bytes that a variant needs besides the model, which is outside `slow_fast`."""
     capacity = settings.capacity(point.context)
     if not variant.policy:
@@ -27,9 +25,7 @@ def needed_bytes(
     with slow_fast(model, None, config, policy=variant.policy, engine=variant.engine) as session:
         prompt = point.context if settings.prefill else 1
         chunk = settings.engine.prefill_chunk if settings.prefill else 0
-        expected: Forecast = session.forecast(
-            point.batch, prompt, capacity, chunk, graphs=records_steps(session)
-        )
+        expected: Forecast = session.forecast(point.batch, prompt, capacity, chunk, graphs=records_steps(session))
         return expected.needed_bytes
 
 

@@ -25,9 +25,7 @@ class Prompts:
     made_up: SyntheticPrompt | None
 
     @classmethod
-    def of(
-        cls, settings: DecodeSettings, point: Point, vocabulary: int, device: torch.device
-    ) -> "Prompts":
+    def of(cls, settings: DecodeSettings, point: Point, vocabulary: int, device: torch.device) -> "Prompts":
         """Make the prompts of a point; raise `ConfigError` if the text is shorter than a prompt."""
         generator = torch.Generator(device).manual_seed(settings.seed)
         shape = (point.batch, point.context)
@@ -49,8 +47,7 @@ def _windows(text_ids: Sequence[int], point: Point) -> list[list[int]]:
     room = len(text_ids) - point.context
     if room < 0:
         raise ConfigError(
-            f"text must have at least a prompt's {point.context:,} tokens, got {len(text_ids):,}; lower the "
-            "context"
+            f"text must have at least a prompt's {point.context:,} tokens, got {len(text_ids):,}; lower the context"
         )
     starts = [room - row * room // max(1, point.batch - 1) for row in range(point.batch)]
     return [list(text_ids[start : start + point.context]) for start in starts]

@@ -151,9 +151,7 @@ def _bytes(
 def step_bytes(model: ByteModel, read: StepRead, *, selects: bool) -> float:
     """Return the bytes that a step of a batch must read; `selects` says whether slow requests select."""
     total = 0.0
-    for slow, length, tokens, packed in zip(
-        read.slow_B, read.length_B, read.read_B, read.packed_B, strict=True
-    ):
+    for slow, length, tokens, packed in zip(read.slow_B, read.length_B, read.read_B, read.packed_B, strict=True):
         if not slow:
             total += float(model.fast(length, tokens))
         elif selects:

@@ -134,8 +134,7 @@ class DecodeSettings:
             raise ConfigError(f"acceptance must be in [0, 1], got {self.acceptance:g}")
         if self.real_prompts and (self.text_ids is None or not self.prefill):
             raise ConfigError(
-                "lossless must come with a text whose prompts are read, or with a stated acceptance, got "
-                "neither"
+                "lossless must come with a text whose prompts are read, or with a stated acceptance, got neither"
             )
         if not any(policy_class(policy).drafts for policy in self.policies):
             check_drafts(policy_class(self.policies[0]), self.policies[0])
@@ -172,8 +171,7 @@ class DecodeSettings:
     def variants(self) -> list[DecodeVariant]:
         """Return the variants; a policy that cannot offload runs without the device budget."""
         ours = [
-            DecodeVariant(policy, policy, engine_for(policy, self.engine))
-            for policy in dict.fromkeys(self.policies)
+            DecodeVariant(policy, policy, engine_for(policy, self.engine)) for policy in dict.fromkeys(self.policies)
         ]
         if self.lossless:
             ours = [each for one in ours for each in (one, *self._lossless(one))]

@@ -42,9 +42,7 @@ def slow_steps(rate: Fraction, row: int, batch: int, first: int, last: int) -> l
         return []
     offset = math.floor(row / (rate * batch))
     return [
-        step
-        for step in range(first, last)
-        if math.ceil((step - offset + 1) * rate) > math.ceil((step - offset) * rate)
+        step for step in range(first, last) if math.ceil((step - offset + 1) * rate) > math.ceil((step - offset) * rate)
     ]
 
 

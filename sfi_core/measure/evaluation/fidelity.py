@@ -84,11 +84,7 @@ class Fidelity:
         """Average by position in the sentence: 0, 1, 2-3, 4-7, 8-15, 16-31, 32+."""
         rows = []
         for low, high in pairwise((*EDGES, math.inf)):
-            chosen = [
-                i
-                for i, place in enumerate(self.in_sentence)
-                if low <= place < high and self.step[i] > 0
-            ]
+            chosen = [i for i, place in enumerate(self.in_sentence) if low <= place < high and self.step[i] > 0]
             if chosen:
                 rows.append({"position": _label(low, high), "first": low, **self._over(chosen)})
         return rows
@@ -118,9 +114,7 @@ class Reference:
     shared: SharedPrompt
 
 
-def reference(
-    model: Any, tokenizer: Any, windows: Sequence[Window], engine: EngineOptions = DEFAULTS
-) -> Reference:
+def reference(model: Any, tokenizer: Any, windows: Sequence[Window], engine: EngineOptions = DEFAULTS) -> Reference:
     """Read prompts of one length, and decode their continuations under full attention.
 
     Raises:

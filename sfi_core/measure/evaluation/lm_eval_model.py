@@ -89,9 +89,7 @@ class SfiLM(HFLM):  # type: ignore[misc]
         self._steps, self._sums = 0, dict.fromkeys(RATIOS, 0.0)
 
     @classmethod
-    def create_from_arg_obj(
-        cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None
-    ) -> Self:
+    def create_from_arg_obj(cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None) -> Self:
         """Make the model from `--model_args`, which override lm-eval's `--device` and `--batch_size`."""
         options = {k: v for k, v in (additional_config or {}).items() if v is not None}
         if options.get("device") == DEVICE:
@@ -111,22 +109,15 @@ class SfiLM(HFLM):  # type: ignore[misc]
 
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
         """Generate the answers; raise `InputError` if their limit leaves no position for a prompt."""
-        most = max(
-            normalize_gen_kwargs(request.args[1], self.max_gen_toks)["max_gen_toks"]
-            for request in requests
-        )
+        most = max(normalize_gen_kwargs(request.args[1], self.max_gen_toks)["max_gen_toks"] for request in requests)
         if most >= self.max_length:
-            raise InputError(
-                f"max_gen_toks must leave room in the model's {self.max_length} positions, got {most}"
-            )
+            raise InputError(f"max_gen_toks must leave room in the model's {self.max_length} positions, got {most}")
         texts: list[str] = super().generate_until(requests, disable_tqdm=disable_tqdm)
         self._tell()
         return texts
 
     def _model_generate(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        with slow_fast(
-            self.model, None, self._settings, policy=self._policy, engine=self._engine
-        ) as session:
+        with slow_fast(self.model, None, self._settings, policy=self._policy, engine=self._engine) as session:
             output: torch.Tensor = super()._model_generate(*args, **kwargs)
             self._note(session.report)
         return output
@@ -162,9 +153,7 @@ class SfiLM(HFLM):  # type: ignore[misc]
             self._tell()
         return answers
 
-    def _score(
-        self, prompt: list[int], continuation: list[int], shared: SharedPrompt
-    ) -> tuple[float, bool]:
+    def _score(self, prompt: list[int], continuation: list[int], shared: SharedPrompt) -> tuple[float, bool]:
         scored: list[tuple[float, bool]] = []
 
         def score(step: int, logits_1V: torch.Tensor) -> None:
@@ -187,14 +176,10 @@ class SfiLM(HFLM):  # type: ignore[misc]
 
     def _tell(self) -> None:
         if not self._steps:
-            logger.warning(
-                "no decoding step: prompts are read densely, so any policy scores the same"
-            )
+            logger.warning("no decoding step: prompts are read densely, so any policy scores the same")
             return
         read = (self._sums["read_ratio"] + self._sums["selection_ratio"]) / self._steps
-        logger.info(
-            "%s read %.1f%% of the cache over %d steps", self._policy, 100 * read, self._steps
-        )
+        logger.info("%s read %.1f%% of the cache over %d steps", self._policy, 100 * read, self._steps)
 
 
 def _nested(settings: dict[str, Any]) -> dict[str, Any]:

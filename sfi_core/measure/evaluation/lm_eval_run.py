@@ -22,9 +22,7 @@ def run_lm_eval(words: Sequence[str]) -> None:
     """
     missing = [name for name in ("lm_eval", "accelerate") if find_spec(name) is None]
     if missing:
-        raise BackendError(
-            f"lm-eval needs {missing[0]}, which is not installed; pip install 'sfi-toolkit[eval]'"
-        )
+        raise BackendError(f"lm-eval needs {missing[0]}, which is not installed; pip install 'sfi-toolkit[eval]'")
     # lm-eval is slow to import, and optional
     from lm_eval.__main__ import cli_evaluate  # noqa: PLC0415
     from lm_eval.api.registry import model_registry  # noqa: PLC0415

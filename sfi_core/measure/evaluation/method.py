@@ -68,9 +68,7 @@ class Method:
             policy_class(policy)
             settings = _settings(match["settings"] or "")
             lossless = _lossless(policy, settings)
-            config = preset_config(preset).replace(
-                **{name: one for name, one in settings.items() if name != LOSSLESS}
-            )
+            config = preset_config(preset).replace(**{name: one for name, one in settings.items() if name != LOSSLESS})
         except ConfigError as error:
             raise ConfigError(f"method {text}: {error}") from error
         return cls(
@@ -156,9 +154,7 @@ class Size:
     def __post_init__(self) -> None:
         """Raise `ConfigError` unless one of share and budget is given, and in range."""
         if (self.share is None) == (self.budget is None):
-            raise ConfigError(
-                f"size must be a share or a budget, got {self.share} and {self.budget}"
-            )
+            raise ConfigError(f"size must be a share or a budget, got {self.share} and {self.budget}")
         if self.share is not None and not 0 < self.share <= 1:
             raise ConfigError(f"share must be in (0, 1], got {self.share:g}")
         for name in ("budget", "recent"):
@@ -186,8 +182,7 @@ def at_share(config: SfiConfig, context: int, share: float) -> SfiConfig:
     budget = total - recent - config.sink
     if recent < 1 or budget < 1:
         raise ConfigError(
-            f"share must leave a selected token beside a sink of {config.sink}, "
-            f"got {share:g} of {context} tokens"
+            f"share must leave a selected token beside a sink of {config.sink}, got {share:g} of {context} tokens"
         )
     return config.replace(budget=budget, recent=recent)
 

@@ -46,10 +46,7 @@ class TaskGrid(Grid):
 
     def places(self) -> list[Key]:
         """List task, length and seed of each sample, by seed: a stopped run has all tasks and lengths."""
-        return [
-            (task, length, seed)
-            for seed, length, task in product(self.seeds, self.lengths, self.tasks)
-        ]
+        return [(task, length, seed) for seed, length, task in product(self.seeds, self.lengths, self.tasks)]
 
     def check(self, model: Any, tokenizer: Any) -> None:
         """Check the grid before anything runs.
@@ -132,9 +129,7 @@ class TaskGrid(Grid):
 
         yield from rows.run(self._batches(batch_size, sizes, left), drawn, left)
 
-    def _batches(
-        self, size: int, alike: Callable[[int], Key], left: Callable[[int], Any]
-    ) -> Iterator[list[int]]:
+    def _batches(self, size: int, alike: Callable[[int], Key], left: Callable[[int], Any]) -> Iterator[list[int]]:
         # batches of sample numbers of one task, length and `alike`; for size 1 in the order of `places`
         places = len(self.lengths) * len(self.tasks)
         pool = size if size == 1 else POOL * size
@@ -156,9 +151,7 @@ def _together(model: Any, method: Method) -> int | None:
         return most_together(session)
 
 
-def _read(
-    model: Any, tokenizer: Any, engine: EngineOptions, samples: Any, pending: Any
-) -> SharedPrompt:
+def _read(model: Any, tokenizer: Any, engine: EngineOptions, samples: Any, pending: Any) -> SharedPrompt:
     configs = [policy_class(one.method.policy).adapt(one.method.config) for one in pending]
     return read_prompt(
         model,

@@ -51,9 +51,7 @@ def wilson(scores: Sequence[float]) -> Interval:
     return Interval(mean, low, high, n, "Wilson")
 
 
-def paired_difference(
-    scores: Sequence[float], others: Sequence[float], *, seed: int = 0
-) -> Interval:
+def paired_difference(scores: Sequence[float], others: Sequence[float], *, seed: int = 0) -> Interval:
     """Compute a bootstrap interval of the mean of `scores - others` on the same samples.
 
     Pairs are drawn together, so that a sample's difficulty for both methods cancels (Efron 1979; 10,000
@@ -65,9 +63,7 @@ def paired_difference(
     if not scores or len(scores) != len(others):
         raise ValueError(f"scores must come in pairs, got {len(scores)} and {len(others)}")
     difference = np.subtract(scores, others)
-    low, high, method = bootstrap(
-        [difference], lambda drawn, axis: drawn.mean(axis), resamples=RESAMPLES, seed=seed
-    )
+    low, high, method = bootstrap([difference], lambda drawn, axis: drawn.mean(axis), resamples=RESAMPLES, seed=seed)
     return Interval(float(difference.mean()), low, high, len(difference), method)
 
 
@@ -90,9 +86,7 @@ def bootstrap(
     return low, high, "percentile"
 
 
-def _bca(
-    samples: Sequence[Array], statistic: Callable[..., Array], resamples: int, seed: int
-) -> tuple[float, float]:
+def _bca(samples: Sequence[Array], statistic: Callable[..., Array], resamples: int, seed: int) -> tuple[float, float]:
     # NaN if the interval is not defined
     if find_spec("scipy") is None or len(samples[0]) == 1:
         return math.nan, math.nan

@@ -62,9 +62,7 @@ def decoded_rows(
     return rows
 
 
-def by_sentence(
-    sample: TaskSample, text: str, tokenizer: Any
-) -> tuple[list[float] | None, list[float] | None]:
+def by_sentence(sample: TaskSample, text: str, tokenizer: Any) -> tuple[list[float] | None, list[float] | None]:
     """Score the sentences of an answer: 1 if the text contains the sentence, ignoring white space.
 
     A sentence may stand anywhere in the text, so that a lost or added word spoils one sentence only.
@@ -78,8 +76,5 @@ def by_sentence(
     said = " ".join(text.split())
     right = [float(" ".join(sentence.split()) in said) for sentence in sample.sentences]
     starts = ["".join(sample.sentences[:count]) for count in range(len(sample.sentences))]
-    places = [
-        float(len(tokenizer(start, add_special_tokens=False)["input_ids"])) if start else 0.0
-        for start in starts
-    ]
+    places = [float(len(tokenizer(start, add_special_tokens=False)["input_ids"])) if start else 0.0 for start in starts]
     return places, right

@@ -57,9 +57,7 @@ def teacher_force(
     if len(sizes) != 1:
         raise ConfigError(f"texts must have one length, got {sizes}")
     if not 0 < prompt_tokens < sizes[0]:
-        raise ConfigError(
-            f"prompt_tokens must be positive and below the text's {sizes[0]}, got {prompt_tokens}"
-        )
+        raise ConfigError(f"prompt_tokens must be positive and below the text's {sizes[0]}, got {prompt_tokens}")
     capacity = sizes[0] - 1  # the last token is only predicted
     check_lengths(model, [ids[:capacity] for ids in texts], 0)
     ids_BT, mask_BT = left_pad([ids[:prompt_tokens] for ids in texts], model.device)
@@ -68,9 +66,7 @@ def teacher_force(
         capacity = shared.capacity
     with (
         torch.no_grad(),
-        slow_fast(
-            model, tokenizer, config, policy=policy, observers=observers, audit=audit, engine=engine
-        ) as session,
+        slow_fast(model, tokenizer, config, policy=policy, observers=observers, audit=audit, engine=engine) as session,
     ):
         expected = session.forecast(
             len(texts), prompt_tokens, capacity, engine.prefill_chunk, graphs=records_steps(session)
@@ -93,9 +89,7 @@ def teacher_force(
 class TextTokens(Sampler):
     """Picks the texts' own tokens, and passes on the logits of each step."""
 
-    def __init__(
-        self, ids_BT: torch.Tensor, texts: Sequence[Sequence[int]], on_logits: OnLogits
-    ) -> None:
+    def __init__(self, ids_BT: torch.Tensor, texts: Sequence[Sequence[int]], on_logits: OnLogits) -> None:
         """Take the prompts, and the tokens after them."""
         super().__init__(Sampling(), ids_BT)
         self._texts, self._on_logits = texts, on_logits

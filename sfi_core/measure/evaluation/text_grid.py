@@ -39,8 +39,7 @@ class TextGrid(Grid):
         self.check_distinct()
         if not self.variants:
             raise ConfigError(
-                f"fidelity must have a method besides {WHOLE} and lossless ones, which are full attention, "
-                "got none"
+                f"fidelity must have a method besides {WHOLE} and lossless ones, which are full attention, got none"
             )
         # the first token is the same under every method: the prompt is read densely
         for name, value, least in (("tokens", self.tokens, 2), ("windows", self.count, 1)):
@@ -50,9 +49,7 @@ class TextGrid(Grid):
     @property
     def variants(self) -> list[MethodVariant]:
         """The methods at their sizes, without those that are full attention."""
-        methods = [
-            method for method in self.methods if method.policy != WHOLE and not method.lossless
-        ]
+        methods = [method for method in self.methods if method.policy != WHOLE and not method.lossless]
         return [one for method in methods for one in method.variants(self.sizes)]
 
     def places(self) -> list[Key]:
@@ -113,9 +110,7 @@ class TextGrid(Grid):
         def read(units: Sequence[Placed], _: Any) -> Reference:
             return reference(model, tokenizer, [window for _, window in units], engine=engine)
 
-        def decode(
-            full: Reference, one: MethodVariant, units: Sequence[Placed]
-        ) -> list[dict[str, Any]]:
+        def decode(full: Reference, one: MethodVariant, units: Sequence[Placed]) -> list[dict[str, Any]]:
             policy, length = one.method.policy, units[0][1].prompt_tokens
             own, config = engine_for(policy, engine), one.config(length)
             found = fidelity(model, tokenizer, full, config, policy=policy, engine=own)

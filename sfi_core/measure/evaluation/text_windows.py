@@ -41,8 +41,7 @@ def windows(
         )
     starts = [round(index * spare / max(1, count - 1)) for index in range(count)]
     return [
-        Window(start=start, prompt_tokens=prompt_tokens, ids=(*prefix, *ids[start : start + size]))
-        for start in starts
+        Window(start=start, prompt_tokens=prompt_tokens, ids=(*prefix, *ids[start : start + size])) for start in starts
     ]
 
 

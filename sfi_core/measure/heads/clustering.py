@@ -17,17 +17,13 @@ Labels = tuple[int, ...]
 def check_scipy() -> None:
     """Raise `BackendError` if SciPy is not installed."""
     if find_spec("scipy") is None:
-        raise BackendError(
-            "head clusters need scipy, which is not installed; pip install 'sfi-toolkit[tune]'"
-        )
+        raise BackendError("head clusters need scipy, which is not installed; pip install 'sfi-toolkit[tune]'")
 
 
 def check_count(clusters: int, heads: int) -> None:
     """Raise `ConfigError` for more clusters than KV heads."""
     if clusters > heads:
-        raise ConfigError(
-            f"representatives must be at most the layer's {heads} KV heads, got {clusters}"
-        )
+        raise ConfigError(f"representatives must be at most the layer's {heads} KV heads, got {clusters}")
 
 
 def distance(similarity_HH: Matrix) -> Matrix:

@@ -32,9 +32,7 @@ def cut_texts(tokenizer: Any, texts: Sequence[str], length: int, top: int) -> li
         pieces += [row[i * length : (i + 1) * length] for i in range(whole)]
     for number, piece in enumerate(pieces):
         if len(piece) <= top:
-            raise InputError(
-                f"texts must have more than {top} tokens, the top-k, got {len(piece)} in text {number}"
-            )
+            raise InputError(f"texts must have more than {top} tokens, the top-k, got {len(piece)} in text {number}")
     return pieces
 
 
@@ -62,9 +60,7 @@ def text_supports(
         yield layer, _layer_supports(read.store, layer, kept, len(ids), top)
 
 
-def _layer_supports(
-    store: KVStore, layer: int, kept: PromptLayer, length: int, top: int
-) -> torch.Tensor:
+def _layer_supports(store: KVStore, layer: int, kept: PromptLayer, length: int, top: int) -> torch.Tensor:
     found = []
     query_BHGTD = kept.query_BHGTD
     W = query_BHGTD.shape[3]

@@ -61,9 +61,5 @@ def joined(parts: Iterable[Mapping[int, Similarity]]) -> dict[int, Similarity]:
     for part in parts:
         for layer, one in part.items():
             known = found.get(layer)
-            found[layer] = (
-                one
-                if known is None
-                else Similarity(known.total_HH + one.total_HH, known.steps + one.steps)
-            )
+            found[layer] = one if known is None else Similarity(known.total_HH + one.total_HH, known.steps + one.steps)
     return found

@@ -101,17 +101,11 @@ def _notes(result: KernelResult, device: torch.device) -> list[str]:
     else:
         notes.append("dense.paper_like: one split a request, tiles of 16 tokens, no evidence")
     if "recall" in result.settings.ops:
-        notes.append(
-            f"recall: one of {FETCHED_EVERY} selected rows comes from the host, the others are on the device"
-        )
+        notes.append(f"recall: one of {FETCHED_EVERY} selected rows comes from the host, the others are on the device")
     if CODE_OPS & set(result.settings.ops):
-        notes.append(
-            "encode_keys codes every cached key; it and scan_codes run once for each request"
-        )
+        notes.append("encode_keys codes every cached key; it and scan_codes run once for each request")
     if result.settings.sweep:
-        notes.append(
-            "the paper's Table 1 is over its own dense kernel, on a B200: 16K tokens, batch 16, bfloat16"
-        )
+        notes.append("the paper's Table 1 is over its own dense kernel, on a B200: 16K tokens, batch 16, bfloat16")
     return notes
 
 

@@ -121,9 +121,7 @@ def _row_bytes(settings: KernelSettings) -> int:
 def forecast_bytes(settings: KernelSettings, backend: str) -> int:
     """Return the memory that the inputs and their checks need."""
     history = settings.context * _row_bytes(settings)
-    total = history * (
-        2 if backend == "triton" else 1
-    )  # contiguous for SDPA, for Triton also in pages
+    total = history * (2 if backend == "triton" else 1)  # contiguous for SDPA, for Triton also in pages
     packed = [s + settings.sink for s in map(settings.budget, settings.retentions)]
     if PACKED_OPS & set(settings.ops):
         total += sum(packed) * _row_bytes(settings)

@@ -28,9 +28,7 @@ def codescan_variant(
     """
     device, budget = data.length_B.device, settings.budget(retention)
     plan = step_plan(settings, backend, device, mode=FAST, packed=settings.sink + budget)
-    codes = BatchCodes.empty(
-        settings.batch, data.query_BHGD.shape[2], *data.paged[:2], settings.context
-    )
+    codes = BatchCodes.empty(settings.batch, data.query_BHGD.shape[2], *data.paged[:2], settings.context)
     basis = draw_basis(settings, device)
     for row, key_HTD in enumerate(data.key_BHTD):
         codes.learn(row, basis)
@@ -65,9 +63,7 @@ def codescan_variant(
             if not (whole and (least.clamp_min(2.0**-32) * TIED * (1 + ROUNDED) >= most).all()):
                 return gates.WRONG
         read = gates.attended(index, first, stop, settings.context)
-        expected = gates.textbook(
-            data.query_BHGD, data.key_BHTD, data.value_BHTD, settings.scale, read
-        )
+        expected = gates.textbook(data.query_BHGD, data.key_BHTD, data.value_BHTD, settings.scale, read)
         return expected.error(out_BHGD)
 
     moved = bytes_moved.codescan_bytes(settings, settings.attended(retention))

@@ -38,9 +38,7 @@ def compile_kernels(
     return sorted(rows, key=lambda row: (list(archs).index(row["arch"]), row["kernel"]))
 
 
-def _part(
-    archs: Sequence[str], part: str, on_kernel: Callable[[dict[str, Any]], None] | None
-) -> list[dict[str, Any]]:
+def _part(archs: Sequence[str], part: str, on_kernel: Callable[[dict[str, Any]], None] | None) -> list[dict[str, Any]]:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "sfi_kernels.offline", ",".join(archs), part]
     rows = []

@@ -101,9 +101,7 @@ def layer_data(settings: KernelSettings, device: torch.device, *, one_page: bool
     return LayerData(query, key, value, pages, table, whole, whole - settings.recent)
 
 
-def draw_queries(
-    settings: KernelSettings, batch: int, count: int, device: torch.device, *, seed: int
-) -> torch.Tensor:
+def draw_queries(settings: KernelSettings, batch: int, count: int, device: torch.device, *, seed: int) -> torch.Tensor:
     """Draw `count` queries of each request, [B, H, G, W, D]; `seed` is added to the settings' seed."""
     generator = torch.Generator(device).manual_seed(settings.seed + seed)
     sizes = batch, settings.kv_heads, settings.group, count, settings.head_dim
@@ -196,9 +194,7 @@ def scores(settings: KernelSettings, data: LayerData, logits: torch.Tensor) -> t
     for row in range(settings.batch):  # a request at a time, to keep temporary tensors small
         one = slice(row, row + 1)
         norm = norms(settings, data)[one]
-        rows.append(
-            selector.reference(logits[one], norm, allowed(settings, data)[one], **options)[0]
-        )
+        rows.append(selector.reference(logits[one], norm, allowed(settings, data)[one], **options)[0])
     return torch.cat(rows)
 
 

@@ -16,9 +16,7 @@ EPS = 1e-6
 ROUNDINGS = 4  # to the dtype: a norm, its weight, a product and a sum
 
 
-def fused_variants(
-    settings: KernelSettings, backend: str, device: torch.device
-) -> Iterator[KernelVariant]:
+def fused_variants(settings: KernelSettings, backend: str, device: torch.device) -> Iterator[KernelVariant]:
     """Yield the variants for one token of every request; a row is as wide as all query heads."""
     made = {"rms_norm": _norm, "rotary": _rotation, "silu_mul": _gate}
     generator = torch.Generator(device).manual_seed(settings.seed + 3)

@@ -112,9 +112,7 @@ def top_k_error(score_BHT: torch.Tensor, index_BHK: torch.Tensor) -> float:
     return same(index_BHK.long(), order.sort().values)
 
 
-def pack_error(
-    segment: tuple[torch.Tensor, ...], key: torch.Tensor, value: torch.Tensor, index: torch.Tensor
-) -> float:
+def pack_error(segment: tuple[torch.Tensor, ...], key: torch.Tensor, value: torch.Tensor, index: torch.Tensor) -> float:
     """Compare a packed segment with the rows `index`, [B, H, S], of contiguous keys and values."""
     rows = index.long()[..., None].expand(-1, -1, -1, key.shape[-1])
     length = torch.full_like(segment[3], index.shape[2])

@@ -19,9 +19,7 @@ from sfi_kernels.key_codes.layout import BITS
 COVERED = 2.5  # a channel's levels cover so many standard deviations on either side of the mean
 
 
-def key_code_variants(
-    settings: KernelSettings, data: LayerData, backend: str
-) -> Iterator[KernelVariant]:
+def key_code_variants(settings: KernelSettings, data: LayerData, backend: str) -> Iterator[KernelVariant]:
     """Yield the variants; a call runs the op once for every request, as a decoding step does."""
     basis = draw_basis(settings, data.length_B.device)
     encode = partial(_encode, data, basis, backend)

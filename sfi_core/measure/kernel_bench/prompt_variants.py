@@ -74,14 +74,10 @@ def _variant(
     )
 
 
-def _attend(
-    settings: KernelSettings, data: LayerData, backend: str, query: torch.Tensor, tokens: int
-) -> torch.Tensor:
+def _attend(settings: KernelSettings, data: LayerData, backend: str, query: torch.Tensor, tokens: int) -> torch.Tensor:
     keys, values, table = data.paged
     length = torch.full_like(data.length_B[:1], tokens)
-    out: torch.Tensor = dense_attention.on(backend)(
-        query, keys, values, table[:1], length, scale=settings.scale
-    )
+    out: torch.Tensor = dense_attention.on(backend)(query, keys, values, table[:1], length, scale=settings.scale)
     return out
 
 

@@ -90,17 +90,14 @@ class KernelResult:
     @property
     def failures(self) -> list[str]:
         """The variants that were not timed, and why; and why the timing stopped."""
-        failed = [
-            f"{one.variant.label} ({one.failure})" for one in self.measurements if one.failure
-        ]
+        failed = [f"{one.variant.label} ({one.failure})" for one in self.measurements if one.failure]
         return failed + ([] if self.stopped is None else [f"timing ({self.stopped})"])
 
     def check(self) -> None:
         """Raise `WrongResultError` with all failures on one line, if there are any."""
         if self.failures:
             raise WrongResultError(
-                "every op must run and equal its formula up to rounding, got "
-                + "; ".join(self.failures)
+                "every op must run and equal its formula up to rounding, got " + "; ".join(self.failures)
             )
 
     def document(self) -> dict[str, Any]:
@@ -127,9 +124,7 @@ class KernelResult:
         failed = [one for one in self.measurements if one.failure and not one.times_us]
         return [self._row(one, medians) for one in [*timed.values(), *failed]]
 
-    def _row(
-        self, one: Measurement, medians: dict[tuple[str, float | None], float]
-    ) -> dict[str, Any]:
+    def _row(self, one: Measurement, medians: dict[tuple[str, float | None], float]) -> dict[str, Any]:
         variant, retention, times = one.variant, one.variant.retention, one.times_us
         median = one.median_us
         gb_per_s = _ratio(variant.bytes, median, 1e3)
@@ -154,13 +149,9 @@ class KernelResult:
             "tflop_per_s": _ratio(variant.flops, median, 1e6),
             "attended_tokens": attended,
             "ideal_speedup": self.settings.context / attended if attended else None,
-            "gather_us": medians.get(("fast.gather", retention))
-            if variant.name == "fast"
-            else None,
+            "gather_us": medians.get(("fast.gather", retention)) if variant.name == "fast" else None,
             # JSON has no infinity
-            "error_share": one.error
-            if one.error is not None and math.isfinite(one.error)
-            else None,
+            "error_share": one.error if one.error is not None and math.isfinite(one.error) else None,
             "matches_reference": one.error is not None and one.error <= 1,
             "failure": one.failure,
         }

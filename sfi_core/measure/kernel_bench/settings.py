@@ -84,9 +84,7 @@ class KernelSettings:
             if value is not None and value <= 0:
                 raise ConfigError(f"{name} must be positive, got {value}")
         if self.heads % self.kv_heads:
-            raise ConfigError(
-                f"heads must be a multiple of kv_heads, got {self.heads} and {self.kv_heads}"
-            )
+            raise ConfigError(f"heads must be a multiple of kv_heads, got {self.heads} and {self.kv_heads}")
         least = self.sink + self.recent + 1
         if self.context < least:
             raise ConfigError(
@@ -107,9 +105,7 @@ class KernelSettings:
                 )
 
     @classmethod
-    def for_sweep(
-        cls, sweep: str, ops: tuple[str, ...] | None, **shape: object
-    ) -> "KernelSettings":
+    def for_sweep(cls, sweep: str, ops: tuple[str, ...] | None, **shape: object) -> "KernelSettings":
         """Make the settings of a sweep over the retentions of Table 1 that the context allows."""
         if sweep not in SWEEPS:
             raise ConfigError(f"unknown sweep {sweep!r}; expected one of {SWEEPS}")

@@ -30,16 +30,14 @@ def mixed_heads_variant(
     attend, query_BHG1D = decode_attention.on(backend), data.query_BHGD[:, :, :, None]
 
     def call() -> torch.Tensor:
-        return attend(
-            query_BHG1D, *packed, *data.paged, plan, scale=settings.scale, dense_BH=dense_BH
-        ).out_BHGWE[:, :, :, 0]  # fmt: skip
+        return attend(query_BHG1D, *packed, *data.paged, plan, scale=settings.scale, dense_BH=dense_BH).out_BHGWE[
+            :, :, :, 0
+        ]
 
     start = settings.context - settings.recent
     index = gates.attended(selected.index_BHK, settings.sink, start, settings.context)
     operands = data.query_BHGD, data.key_BHTD, data.value_BHTD, settings.scale
-    expected = gates.textbook(*operands).where(
-        dense_BH[..., None, None] != 0, gates.textbook(*operands, index)
-    )
+    expected = gates.textbook(*operands).where(dense_BH[..., None, None] != 0, gates.textbook(*operands, index))
     attended, dense = settings.attended(retention), int(dense_BH[0].sum())
     moved = bytes_moved.attention_bytes(settings, attended, dense=dense)
     yield KernelVariant("mixed_heads", retention, call, moved, lambda: expected.error(call()))
@@ -51,9 +49,7 @@ def dense_heads(settings: KernelSettings, device: torch.device) -> torch.Tensor:
     return (head % DENSE_EVERY == 0).int().expand(settings.batch, -1).contiguous()
 
 
-def verify_variants(
-    settings: KernelSettings, data: LayerData, backend: str
-) -> Iterator[KernelVariant]:
+def verify_variants(settings: KernelSettings, data: LayerData, backend: str) -> Iterator[KernelVariant]:
     """Yield a verification for each number of queries in `VERIFIED`, if the settings have `verify`.
 
     It is a dense pass of several queries with the last one's evidence; with one query it is a slow step.
@@ -63,9 +59,7 @@ def verify_variants(
             yield _verification(settings, data, backend, count)
 
 
-def _verification(
-    settings: KernelSettings, data: LayerData, backend: str, count: int
-) -> KernelVariant:
+def _verification(settings: KernelSettings, data: LayerData, backend: str, count: int) -> KernelVariant:
     query_BHGWD = draw_queries(settings, settings.batch, count, data.length_B.device, seed=3)
     plan = step_plan(settings, backend, data.length_B.device, mode=SLOW, packed=0, count=count)
     attend = partial(decode_attention.on(backend), query_BHGWD, *data.nothing, *data.paged, plan)
@@ -87,9 +81,7 @@ def _verify_error(
     result, W = call(), query_BHGWD.shape[3]
     assert result.logits_BHGWT is not None, "evidence was asked for"
     key, _, table = data.paged
-    logits = window_logits.reference(
-        query_BHGWD[:, :, :, -1:], key, table, data.length_B, scale=settings.scale
-    )
+    logits = window_logits.reference(query_BHGWD[:, :, :, -1:], key, table, data.length_B, scale=settings.scale)
     last = query_BHGWD[:, :, :, -1]
     worst = gates.logits_error(result.logits_BHGWT, logits, last, data.key_BHTD, settings.scale)
     for w in sorted({0, W // 2, W - 1}):

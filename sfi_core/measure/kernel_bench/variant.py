@@ -44,9 +44,7 @@ def reason(error: BaseException) -> str:
     return ": ".join([type(error).__name__, *lines[:1]])
 
 
-def guarded(
-    name: str, retention: float | None, variants: Iterable[KernelVariant]
-) -> Iterator[KernelVariant]:
+def guarded(name: str, retention: float | None, variants: Iterable[KernelVariant]) -> Iterator[KernelVariant]:
     """Yield variants; if making one raises (but `KernelLimitError`), yield one that raises the same."""
     try:
         yield from variants

@@ -130,9 +130,7 @@ class KernelVariants:
             result = call()
             assert result.logits_BHGWT is not None, "evidence was asked for"
             logits = evidence_logits(settings, data)
-            differs = gates.logits_error(
-                result.logits_BHGWT, logits, data.query_BHGD, data.key_BHTD, settings.scale
-            )
+            differs = gates.logits_error(result.logits_BHGWT, logits, data.query_BHGD, data.key_BHTD, settings.scale)
             return max(expected.error(result.out_BHGWE[:, :, :, 0]), differs)
 
         return KernelVariant("dense.evidence", 1.0, call, moved, error)
@@ -141,9 +139,7 @@ class KernelVariants:
         settings, data = self.settings, self.data
         start, length = settings.context - settings.recent, settings.context
         index = gates.attended(selected.index_BHK, settings.sink, start, length)
-        expected = gates.textbook(
-            data.query_BHGD, data.key_BHTD, data.value_BHTD, settings.scale, index
-        )
+        expected = gates.textbook(data.query_BHGD, data.key_BHTD, data.value_BHTD, settings.scale, index)
         tokens = settings.attended(retention)
 
         def variant(name: str, call: Callable[[], Any], gathered: int = 0) -> KernelVariant:
@@ -162,9 +158,7 @@ class KernelVariants:
     def _dense_in_torch(self) -> torch.Tensor:
         data = self.data
         query = data.query_BHGD[:, :, :, None]
-        return dense_attention.reference(
-            query, *data.paged, data.length_B, scale=self.settings.scale
-        )[:, :, :, 0]
+        return dense_attention.reference(query, *data.paged, data.length_B, scale=self.settings.scale)[:, :, :, 0]
 
     def _fast_in_torch(self, selected: Selected) -> torch.Tensor:
         data = self.data
@@ -176,9 +170,7 @@ class KernelVariants:
     def _attend(self, plan: StepDescriptor, *selected: Selected, **options: Any) -> torch.Tensor:
         return self._attend_whole(plan, *selected, **options).out_BHGWE[:, :, :, 0]
 
-    def _attend_whole(
-        self, plan: StepDescriptor, selected: Selected | None = None, **options: Any
-    ) -> DecodeAttention:
+    def _attend_whole(self, plan: StepDescriptor, selected: Selected | None = None, **options: Any) -> DecodeAttention:
         data = self.data
         packed = self.nothing
         if selected is not None:
@@ -212,9 +204,7 @@ class KernelVariants:
         norm, inside = norms(settings, data), allowed(settings, data)
         if "selector" in ops:
             log_sum = logits.masked_fill(~inside[:, None, None, None], -torch.inf).logsumexp(-1)
-            call = partial(
-                selector.on(self.backend), logits, norm, inside, log_sum_BHGW=log_sum, **options
-            )
+            call = partial(selector.on(self.backend), logits, norm, inside, log_sum_BHGW=log_sum, **options)
             moved = bytes_moved.selector_bytes(settings)
 
             def error() -> float:
@@ -230,9 +220,7 @@ class KernelVariants:
         K = self.settings.budget(retention)
         call = partial(top_k.on(self.backend), score, K)
         moved = bytes_moved.top_k_bytes(self.settings, K)
-        return KernelVariant(
-            "top_k", retention, call, moved, lambda: gates.top_k_error(score, call())
-        )
+        return KernelVariant("top_k", retention, call, moved, lambda: gates.top_k_error(score, call()))
 
     def _append(self) -> Iterator[KernelVariant]:
         # appends the last token again, so that the cache stays the same

@@ -92,11 +92,7 @@ class CodeScan(Policy):
             return 0.0
         W = key_codes.words(self._width)
         relearned = state.length / 2 / RELEARN
-        return (
-            W * (state.length / self._width + key_codes.SLOTS)
-            + relearned
-            + bool(self.config.codescan.rest)
-        )
+        return W * (state.length / self._width + key_codes.SLOTS) + relearned + bool(self.config.codescan.rest)
 
     def summary_bytes(self, layer: LayerShape, capacity: int) -> int:
         """Count the codes (at most a byte per channel), the basis, the queries kept and the sum of values."""
@@ -130,9 +126,7 @@ class CodeScan(Policy):
                 if not again:
                     codes.summed_BH.zero_()
 
-    def _select(
-        self, context: LayerContext, place: int
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _select(self, context: LayerContext, place: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         # returns positions [H, K], and the pseudo token's logit [H, G] and value [H, E]
         state, note = context.states[place], context.notes[place]
         query_HGD = context.query_BHGWD[place, :, :, -1]

@@ -14,9 +14,7 @@ class RandomK(Triggered):
     def select_after(self, context: LayerContext) -> Selection:
         """Draw by `trigger_seed`, request, step and layer, independent of the rest of the batch."""
         _, H, T = context.key_norm_BHT.shape
-        score_BHT = torch.stack(
-            [self._draw(context, place, H, T) for place in range(len(context.states))]
-        )
+        score_BHT = torch.stack([self._draw(context, place, H, T) for place in range(len(context.states))])
         return best(context, score_BHT, self.config.budget)
 
     def _draw(self, context: LayerContext, place: int, heads: int, longest: int) -> torch.Tensor:

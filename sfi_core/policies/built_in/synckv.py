@@ -78,9 +78,7 @@ class SyncKV(Policy):
             return self.clusters.leader_of(layer)
         count = self.config.synckv.representatives
         if count > heads:
-            raise ConfigError(
-                f"representatives must be at most the layer's {heads} KV heads, got {count}"
-            )
+            raise ConfigError(f"representatives must be at most the layer's {heads} KV heads, got {count}")
         return tuple(-(-(head * count // heads) * heads // count) for head in range(heads))
 
     @property
@@ -100,9 +98,7 @@ class SyncKV(Policy):
         logits = _written(context, _columns(context.logits(), chosen))
         score_BRT = logits.softmax(-1).amax(dim=(2, 3))
         score_BRT = score_BRT.masked_fill(~context.allowed_BT[:, None], MASKED_SCORE)
-        rows = [
-            self._select(context, at, score_RT) for at, score_RT in enumerate(score_BRT.unbind(0))
-        ]
+        rows = [self._select(context, at, score_RT) for at, score_RT in enumerate(score_BRT.unbind(0))]
         return Selection(_columns(torch.stack(rows), [chosen.index(leader) for leader in leaders]))
 
     def _representatives(self, layer: int, heads: int) -> list[int]:

@@ -249,9 +249,7 @@ def test_a_command_that_ranks_cannot_share_is_refused(monkeypatch):
         monkeypatch.setenv(name, str(value))
     check_command(["generate", "--json"])
     check_command(["trace", "record", "-n", "3"])
-    wanted = (
-        "^under torchrun the command must be sfi generate and sfi trace record, got sfi trace show$"
-    )
+    wanted = "^under torchrun the command must be sfi generate and sfi trace record, got sfi trace show$"
     with pytest.raises(ConfigError, match=wanted):
         check_command(["trace", "show", "run"])
 
@@ -295,9 +293,7 @@ def test_heads_that_do_not_see_each_other_would_select_otherwise(monkeypatch):
     monkeypatch.setitem(POLICIES, "compared", Compared)
     example = read_prompts(None, None, None)
     model, tokenizer = load(device="cpu")
-    generate(
-        model, tokenizer, example.entries, example.config, policy="compared", max_new_tokens=60
-    )
+    generate(model, tokenizer, example.entries, example.config, policy="compared", max_new_tokens=60)
     assert Compared.total == 10_240  # 5 refreshes, 4 layers, 2 KV heads, 256 positions
     assert 0.04 < Compared.other / Compared.total < 0.06
 
@@ -339,9 +335,7 @@ def test_a_mistake_of_ours_is_not_taken_for_a_lost_rank():
 @pytest.mark.parametrize("text", ["0", "-1", "soon", "nan", "inf"])
 def test_a_timeout_that_is_no_time_is_refused(monkeypatch, text):
     monkeypatch.setenv("SFI_TIMEOUT", text)
-    with pytest.raises(
-        ConfigError, match=r"^SFI_TIMEOUT must be a positive number of seconds, got"
-    ):
+    with pytest.raises(ConfigError, match=r"^SFI_TIMEOUT must be a positive number of seconds, got"):
         ranks_module.timeout()
 
 

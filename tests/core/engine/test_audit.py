@@ -16,10 +16,7 @@ from tests.core.conftest import tiny_qwen3
 from tests.fakes import RecordingObserver
 
 NEW, TOP = 12, 20
-ROWS = [
-    torch.randint(0, 96, (n,), generator=torch.Generator().manual_seed(n)).tolist()
-    for n in (40, 17, 6)
-]
+ROWS = [torch.randint(0, 96, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (40, 17, 6)]
 CONFIG = SfiConfig(
     slow_start=1, min_gap=0, span=0, sink=2, recent=5, budget=6, t_max=3, window_prefill=4,
     trigger_token_ids=tuple(range(0, 96, 9)),
@@ -34,9 +31,7 @@ def model() -> Any:
 
 def complete(**options: Any) -> Any:
     options = {"config": CONFIG, "max_new_tokens": NEW, "stop_token_ids": (), **options}
-    return sfi_core.generate(
-        options.pop("model", model()), None, options.pop("rows", ROWS), **options
-    )
+    return sfi_core.generate(options.pop("model", model()), None, options.pop("rows", ROWS), **options)
 
 
 @cache
@@ -66,9 +61,7 @@ def test_an_audit_changes_neither_a_token_nor_what_ran(policy):
     plain, watched = complete(policy=policy), audited(policy)[0]
     assert tokens(watched) == tokens(plain)
     assert watched.report.paths == plain.report.paths
-    assert [r.slow_at for r in watched.report.requests] == [
-        r.slow_at for r in plain.report.requests
-    ]
+    assert [r.slow_at for r in watched.report.requests] == [r.slow_at for r in plain.report.requests]
 
 
 def test_an_audit_leaves_the_seed_alone():

@@ -59,9 +59,7 @@ def assert_same(compiled: Any, plain: Any) -> None:
     assert len(seen.audits) == len(also.audits) > 0
     for mine, theirs in zip(seen.audits, also.audits, strict=True):
         for name in ("retained_H", "output_error_H", "read_HK"):
-            torch.testing.assert_close(
-                getattr(mine, name), getattr(theirs, name), rtol=1e-3, atol=1e-4
-            )
+            torch.testing.assert_close(getattr(mine, name), getattr(theirs, name), rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -30,9 +30,7 @@ def evidence_of(tokens: list[int], verified: list[int]) -> tuple[torch.Tensor, i
     model = tiny_qwen3()
     ids_BT = torch.arange(PROMPT)[None] % 50
     with slow_fast(model, None, config) as session:
-        decoder = Decoder(
-            session=session, ids_BT=ids_BT, mask_BT=torch.ones_like(ids_BT), capacity=PROMPT + 8
-        )
+        decoder = Decoder(session=session, ids_BT=ids_BT, mask_BT=torch.ones_like(ids_BT), capacity=PROMPT + 8)
         decoder.prefill()
         decoder.run.record([tokens[0]])
         run = session.run

@@ -19,17 +19,13 @@ def forced(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def piece(dtype: torch.dtype, count: tuple[int, ...]) -> tuple[SimpleNamespace, torch.Tensor]:
     query, key, value = (torch.randn(B, H, *group, T, D).to(dtype) for group in ((G,), (), ()))
-    layer = SimpleNamespace(
-        new=(key, value), batch_pass=SimpleNamespace(count=count), logit_options={"scale": 0.3}
-    )
+    layer = SimpleNamespace(new=(key, value), batch_pass=SimpleNamespace(count=count), logit_options={"scale": 0.3})
     return layer, query
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("count", [(T, T, T), (7, T, 0)])
-def test_each_request_attends_causally_to_its_own_tokens(
-    dtype: torch.dtype, count: tuple[int, ...]
-):
+def test_each_request_attends_causally_to_its_own_tokens(dtype: torch.dtype, count: tuple[int, ...]):
     layer, query = piece(dtype, count)
     rows = tuple(row for row in range(B) if count[row])
     out = triton_backend.attend_to_itself(layer, rows, query)
@@ -49,9 +45,7 @@ def test_each_request_attends_causally_to_its_own_tokens(
 @pytest.mark.parametrize(("chunk", "fused", "kernel"), [(0, 3, 0), (40, 1, 3)])
 def test_a_ragged_batch_gets_the_references_tokens(forced, chunk: int, fused: int, kernel: int):
     """In pieces of 40 the longest prompt begins alone; the others' first piece is its second."""
-    run, wanted = (
-        complete(name, prefill_chunk=chunk, max_new_tokens=2) for name in ("triton", "torch")
-    )
+    run, wanted = (complete(name, prefill_chunk=chunk, max_new_tokens=2) for name in ("triton", "torch"))
     assert tokens(run) == tokens(wanted)
     assert run.report.paths["sdpa.prompt"] == 2 * fused  # layers
     assert run.report.paths.get("triton.prefill_attention", 0) == 2 * kernel

@@ -265,9 +265,7 @@ def test_the_kernels_themselves_can_be_replayed(monkeypatch, recorder):
 def test_a_model_that_waits_for_the_device_runs_eagerly(complete, models, recorder, look):
     """Its logits are those of every step; asked for graphs, it is refused instead."""
     looks = {"item": lambda x: x.sum().item(), "tensor": lambda x: x + torch.tensor([1.0])}
-    hook = models["qwen3"].model.norm.register_forward_pre_hook(
-        lambda _, args: (looks[look](args[0]), None)[1]
-    )
+    hook = models["qwen3"].model.norm.register_forward_pre_hook(lambda _, args: (looks[look](args[0]), None)[1])
     try:
         options = {"prompts": PROMPTS[1:3], "max_new_tokens": 4}
         (eager, heard), (graphed, listened) = complete(False, **options), complete(None, **options)
@@ -297,9 +295,7 @@ def test_a_model_that_waits_for_the_device_runs_eagerly(complete, models, record
 )
 def test_what_cannot_be_replayed_is_refused_with_the_reason(complete, recorder, options, reason):
     options |= {"prompts": PROMPTS[2:3], "max_new_tokens": 2}
-    with pytest.raises(
-        ConfigError, match=f"^CUDA graphs must be off with {reason}; use --set engine.graphs=false$"
-    ):
+    with pytest.raises(ConfigError, match=f"^CUDA graphs must be off with {reason}; use --set engine.graphs=false$"):
         complete(True, **options)
     report, _ = complete(None, **options)
     assert report.paths["graph.eager"] == 1
@@ -337,9 +333,7 @@ def test_graphs_on_a_cpu_are_refused(models):
 
 def test_graphs_need_the_triton_backend(models, recorder):
     with pytest.raises(BackendError, match=r"^CUDA graphs need the triton backend, got torch"):
-        sfi_core.generate(
-            models["qwen3"], None, PROMPTS[2:3], CONFIG, engine=EngineOptions(graphs=True)
-        )
+        sfi_core.generate(models["qwen3"], None, PROMPTS[2:3], CONFIG, engine=EngineOptions(graphs=True))
 
 
 def test_another_loop_than_ours_cannot_replay(models, recorder):
@@ -349,6 +343,4 @@ def test_another_loop_than_ours_cannot_replay(models, recorder):
         slow_fast(models["qwen3"], None, CONFIG, engine=engine),
         pytest.raises(ConfigError, match=r"must be off in model.generate"),
     ):
-        models["qwen3"].generate(
-            ids, max_new_tokens=3, do_sample=False, eos_token_id=-1, pad_token_id=0
-        )
+        models["qwen3"].generate(ids, max_new_tokens=3, do_sample=False, eos_token_id=-1, pad_token_id=0)

@@ -93,9 +93,7 @@ def test_layers_together_choose_what_each_chooses_alone(complete, policy, change
 
 def test_what_waits_is_worked_off_when_it_is_enough(complete):
     length = len(PROMPTS[0]) + 12
-    numbers = (
-        4 * length * 2
-    )  # two layers' logits of four query heads, or those of more in shorter prompts
+    numbers = 4 * length * 2  # two layers' logits of four query heads, or those of more in shorter prompts
     alone, *_, together = complete(enough=numbers)
     assert {2, 1} <= set(together)
     assert alone.steps == complete(enough=1)[0].steps

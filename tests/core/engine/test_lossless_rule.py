@@ -62,9 +62,7 @@ def test_rejections_shorten_drafts_and_dear_drafts_are_shorter():
 def test_what_choosing_reads_makes_drafts_shorter():
     state = RequestState(length=1000, tokens=[1], packed_tokens=40, recent_start=1000)
     state.tally.count_verification(16, 12)
-    rule = DraftRule(
-        config=DraftConfig(), stop_ids=frozenset(), cost=lambda length, read: read / length
-    )
+    rule = DraftRule(config=DraftConfig(), stop_ids=frozenset(), cost=lambda length, read: read / length)
     assert replace(rule, selecting=lambda one: one.length / 2).limit(state) < rule.limit(state)
 
 

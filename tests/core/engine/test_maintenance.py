@@ -41,9 +41,7 @@ def complete(monkeypatch, model):
     """Run on the triton backend with a side of one's own; return all that the run said."""
 
     def run(side: Any, **options: Any) -> tuple[Any, ...]:
-        monkeypatch.setattr(
-            "sfi_core.engine.run.side_of", lambda *_, overlap: side if overlap else SideStream()
-        )
+        monkeypatch.setattr("sfi_core.engine.run.side_of", lambda *_, overlap: side if overlap else SideStream())
         observer = Watching(side)
         options = {"config": CONFIG, "max_new_tokens": 12, "stop_token_ids": (), **options}
         result = sfi_core.generate(
@@ -57,9 +55,7 @@ def complete(monkeypatch, model):
             )
             for e in observer.selections
         }
-        steps = [
-            (e.step, e.request, e.token_id, e.reason, e.attended_tokens) for e in observer.steps
-        ]
+        steps = [(e.step, e.request, e.token_id, e.reason, e.attended_tokens) for e in observer.steps]
         return steps, chosen, result.report.paths
 
     return run
@@ -139,9 +135,7 @@ def test_events_order_every_use_of_a_slot_and_of_a_segment(monkeypatch):
     assert device.races() == []
 
 
-@pytest.mark.parametrize(
-    ("stream", "race"), [("side", ("main", "side")), ("main", ("side", "main"))]
-)
+@pytest.mark.parametrize(("stream", "race"), [("side", ("main", "side")), ("main", ("side", "main"))])
 def test_an_event_that_a_stream_does_not_wait_for_is_a_race(monkeypatch, stream, race):
     device = Device()
     device.dropped = (stream,)

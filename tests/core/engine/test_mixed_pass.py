@@ -28,8 +28,7 @@ class Driven:
         self.seen = RecordingObserver()
         self.run = Run(policy, self.seen, store)
         self.data = [
-            torch.randn(3, H, G, CAPACITY, D, generator=torch.Generator().manual_seed(request))
-            for request in requests
+            torch.randn(3, H, G, CAPACITY, D, generator=torch.Generator().manual_seed(request)) for request in requests
         ]
 
     def go(self, *passes: RequestPass) -> list[torch.Tensor]:
@@ -80,9 +79,7 @@ def test_each_request_of_a_mixed_pass_does_what_it_does_alone(backend: str):
         assert ours.tokens == theirs.tokens
         assert ours.tally.slow_at == theirs.tally.slow_at
         assert ours.recent_start == theirs.recent_start
-    assert together.run.meter.paths == sum(
-        (d.run.meter.paths for d in alone), start=type(together.run.meter.paths)()
-    )
+    assert together.run.meter.paths == sum((d.run.meter.paths for d in alone), start=type(together.run.meter.paths)())
 
 
 def test_a_request_that_reads_on_gets_no_token():

@@ -15,9 +15,7 @@ from sfi_traces.record.timing import TimingObserver
 from tests.core.conftest import tiny_qwen3
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-PROMPTS = [
-    [(7 * place + row) % 96 for place in range(n)] for row, n in enumerate((300, 90, 7, 150))
-]
+PROMPTS = [[(7 * place + row) % 96 for place in range(n)] for row, n in enumerate((300, 90, 7, 150))]
 CONFIG = SfiConfig(
     slow_start=1, min_gap=0, span=0, sink=2, recent=16, budget=32, t_max=5, window_prefill=4,
     trigger_token_ids=tuple(range(0, 96, 5)),
@@ -97,9 +95,7 @@ def test_maintenance_runs_on_the_side():
 
 
 def test_a_model_that_waits_for_the_device_runs_eagerly():
-    hook = model().model.norm.register_forward_pre_hook(
-        lambda _, args: (args[0].sum().item(), None)[1]
-    )
+    hook = model().model.norm.register_forward_pre_hook(lambda _, args: (args[0].sum().item(), None)[1])
     try:
         report = complete(EngineOptions())
     finally:
@@ -137,9 +133,7 @@ def plain_with(policy: str) -> Any:
 def test_pages_of_the_host_take_no_memory_of_the_device():
     """As the allocator counts, not the store."""
     before = torch.cuda.memory_allocated()
-    with sfi_core.slow_fast(
-        model(), None, CONFIG, engine=EngineOptions(kv_device_budget="90%", kv_page=16)
-    ) as session:
+    with sfi_core.slow_fast(model(), None, CONFIG, engine=EngineOptions(kv_device_budget="90%", kv_page=16)) as session:
         ids = torch.tensor([PROMPTS[0]], device="cuda")
         model().generate(ids, max_new_tokens=8, do_sample=False)
         held = torch.cuda.memory_allocated() - before

@@ -171,9 +171,7 @@ def test_a_capture_that_cuda_refuses_is_no_step_to_replay(captures):
         if len(passes) == 3:
             raise RuntimeError("CUDA error: operation not permitted\nhow to go on")
 
-    said = (
-        r"^a decoding step must fit a CUDA graph, got 'CUDA error: operation not permitted' outside"
-    )
+    said = r"^a decoding step must fit a CUDA graph, got 'CUDA error: operation not permitted' outside"
     with pytest.raises(BackendError, match=said):
         CudaRecorder(CUDA)(work)
     assert gc.isenabled()

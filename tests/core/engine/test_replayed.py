@@ -89,9 +89,7 @@ def test_twice_as_many_steps_leave_as_many_counts(complete, monkeypatch):
         report = complete(True, config=config, prompts=PROMPTS[:2], max_new_tokens=steps)
         meter, (kernel,) = runs[-1].meter, report.kernels
         assert (kernel.name, kernel.steps) == ("pack", len(report.requests[0].slow_at))
-        assert kernel.launches == kernel.layers * kernel.steps, (
-            "prompts that end together pack together"
-        )
+        assert kernel.launches == kernel.layers * kernel.steps, "prompts that end together pack together"
         kinds = (meter.kernels.counted, meter.kernels.recorded, meter.kernels.steps, meter.paths)
         sizes.append([len(kind) for kind in kinds])
     assert sizes[0] == sizes[1]

@@ -138,9 +138,7 @@ def test_of_an_embedding_of_its_own_only_a_row_is_read(label):
 def test_of_a_mixture_only_the_active_experts_are_read():
     model = tiny("qwen3-moe")
     config = model.config
-    experts = sum(
-        p.numel() * p.itemsize for name, p in model.named_parameters() if ".experts." in name
-    )
+    experts = sum(p.numel() * p.itemsize for name, p in model.named_parameters() if ".experts." in name)
     assert experts > 0
     idle = experts * (1 - config.num_experts_per_tok / config.num_experts)
     found = description(model)

@@ -36,9 +36,7 @@ def complete(model: Any, policy: str, shared: Any = None, **options: Any) -> Any
 
 @pytest.fixture(scope="module")
 def shared(tiny_model: Any) -> Any:
-    return read_prompt(
-        tiny_model, None, PROMPTS, capacity=CAPACITY, engine=EngineOptions(prefill_chunk=16)
-    )
+    return read_prompt(tiny_model, None, PROMPTS, capacity=CAPACITY, engine=EngineOptions(prefill_chunk=16))
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -87,7 +85,7 @@ def test_the_time_of_the_dense_pass_counts(tiny_model: Any, shared: Any):
         (PROMPTS, {"max_new_tokens": 21}, "shared must be read with a capacity of 71 tokens, got 70"),
         (PROMPTS, {"page_size": 16}, "shared must be read with backend torch and pages of 16 tokens"),
     ],
-)  # fmt: skip
+)
 def test_what_does_not_fit_is_refused(tiny_model: Any, shared: Any, prompts, options, message):
     arguments = {"max_new_tokens": NEW, "stop_token_ids": (), **options}
     with pytest.raises(ConfigError) as caught:

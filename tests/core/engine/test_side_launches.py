@@ -33,8 +33,7 @@ class Launches(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:
         made = func(*args, **kwargs or {})
         given, outs = (
-            {memory(x) for x in tree_leaves(some) if isinstance(x, torch.Tensor)}
-            for some in ((args, kwargs), made)
+            {memory(x) for x in tree_leaves(some) if isinstance(x, torch.Tensor)} for some in ((args, kwargs), made)
         )
         name = func.overloadpacket.__name__
         if name not in NO_KERNEL and (func._schema.is_mutable or outs - given):  # noqa: SLF001

@@ -25,10 +25,7 @@ from tests.covering import case
 from tests.fakes import RecordingObserver, use_references
 
 VOCAB, NEW = 96, 4
-PROMPTS = [
-    torch.randint(0, VOCAB, (n,), generator=torch.Generator().manual_seed(n)).tolist()
-    for n in (70, 30, 7)
-]
+PROMPTS = [torch.randint(0, VOCAB, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (70, 30, 7)]
 CONFIG = SfiConfig(
     slow_start=1, min_gap=0, span=0, sink=2, recent=8, budget=16, t_max=3,
     trigger_token_ids=tuple(range(2, 96, 5)), window_prefill=4, freekv=FreeKVConfig(page=8),
@@ -64,9 +61,7 @@ def tokens(result: Any) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("policy", KINDS_OF_POLICY)
-def test_every_policy_gives_the_tokens_of_the_references(
-    policy: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_every_policy_gives_the_tokens_of_the_references(policy: str, monkeypatch: pytest.MonkeyPatch):
     """A ragged batch whose requests are slow at different steps; the prompt comes in pieces."""
     monkeypatch.setattr("sfi_core.engine.run.why_not", lambda: "not asked for")  # both pack
     options = {"policy": policy, "prefill_chunk": 40}
@@ -91,16 +86,12 @@ def test_every_policy_gives_the_tokens_of_the_references(
     ],
     ids=str,
 )
-def test_every_setting_gives_the_tokens_of_the_references(
-    change: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-):
+def test_every_setting_gives_the_tokens_of_the_references(change: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
     """Each kernel has tests of its own with all settings; here the references stand in for them."""
     use_references(monkeypatch)
     config = CONFIG.replace(**change)
     prompts = PROMPTS[1:]
-    assert tokens(complete("triton", prompts, config=config)) == tokens(
-        complete("torch", prompts, config=config)
-    )
+    assert tokens(complete("triton", prompts, config=config)) == tokens(complete("torch", prompts, config=config))
 
 
 def test_with_room_for_everything_it_is_full_attention(monkeypatch: pytest.MonkeyPatch):
@@ -149,11 +140,7 @@ def gpt_oss() -> Any:
 
 def deepseek_v3() -> Any:
     """Values of another width than keys, one query head a KV head."""
-    sizes = {
-        name: value
-        for name, value in TINY.items()
-        if name not in ("head_dim", "num_key_value_heads")
-    }
+    sizes = {name: value for name, value in TINY.items() if name not in ("head_dim", "num_key_value_heads")}
     config = DeepseekV3Config(
         vocab_size=VOCAB, **sizes, num_key_value_heads=4, q_lora_rank=16, kv_lora_rank=16,
         qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8, first_k_dense_replace=2,
@@ -174,9 +161,7 @@ def test_other_architectures_give_the_tokens_of_the_references(make: Callable[[]
 def test_transformers_own_loop_runs_on_the_kernels():
     ids = torch.tensor([PROMPTS[1]], device=DEVICE)
     with slow_fast(model(), None, CONFIG, engine=EngineOptions(backend="triton")) as session:
-        out = model().generate(
-            ids, max_new_tokens=NEW, do_sample=False, eos_token_id=-1, pad_token_id=0
-        )
+        out = model().generate(ids, max_new_tokens=NEW, do_sample=False, eos_token_id=-1, pad_token_id=0)
     assert out[0, ids.shape[1] :].tolist() == tokens(complete("torch", [PROMPTS[1]]))[0]
     assert session.report.backend == "triton"
 
@@ -225,8 +210,7 @@ def positions(index_HK: torch.Tensor) -> list[list[int]]:
 def test_tokens_and_selections_are_those_of_the_references_with_their_diagnostics():
     assert tokens(recorded("triton")[0]) == tokens(recorded("torch")[0])
     ours, theirs = (
-        {(e.step, e.layer, e.request): e for e in recorded(backend)[1].selections}
-        for backend in ("triton", "torch")
+        {(e.step, e.layer, e.request): e for e in recorded(backend)[1].selections} for backend in ("triton", "torch")
     )
     assert ours.keys() == theirs.keys()
     for key, expected in theirs.items():
@@ -237,9 +221,7 @@ def test_tokens_and_selections_are_those_of_the_references_with_their_diagnostic
 
 
 def test_auto_takes_triton_on_a_gpu_only():
-    assert complete("auto", PROMPTS[2:], max_new_tokens=1).report.backend == (
-        "triton" if DEVICE == "cuda" else "torch"
-    )
+    assert complete("auto", PROMPTS[2:], max_new_tokens=1).report.backend == ("triton" if DEVICE == "cuda" else "torch")
 
 
 def test_a_head_too_wide_is_refused_with_the_alternative():

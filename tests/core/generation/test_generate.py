@@ -96,9 +96,7 @@ def test_slow_steps_are_those_of_eq_5_and_t_max(model, t_max, min_gap, delay, se
     """Eq. 5, recomputed from the reported token ids of a ragged batch."""
     config = SMALL.replace(t_max=t_max, min_gap=min_gap, trigger_delay=delay)
     rows = prompts(37 - 9 * seed, 5, 20 + seed)
-    result = run(
-        model, rows, config, max_new_tokens=30, seed=seed, sampling=Sampling(do_sample=True)
-    )
+    result = run(model, rows, config, max_new_tokens=30, seed=seed, sampling=Sampling(do_sample=True))
     for request in result.report.requests:
         slow = due(request.token_ids, config)
         assert request.slow_at == list(slow)
@@ -128,9 +126,7 @@ def test_nan_logits_end_the_run_with_the_step_and_keep_the_tokens_so_far(model, 
     with break_logits(model, lambda: len(shown) == 5, row=1):
         result = run(model, on_token=shown.append)
     assert isinstance(result.error, NumericsError)
-    assert str(result.error) == (
-        "logits must be finite, got NaN or infinity at step 5 in request 1"
-    )
+    assert str(result.error) == ("logits must be finite, got NaN or infinity at step 5 in request 1")
     assert tokens(result) == [row[:5] for row in expected]
     assert [request.finish_reason for request in result.report.requests] == ["error"] * 3
     assert not result.interrupted
@@ -237,9 +233,7 @@ def test_repetition_penalty_of_a_row_does_not_see_its_padding(model):
 
 def test_repetition_penalty_equals_transformers(model):
     plain, rows = run(model), ROWS[:1]
-    output = model.generate(
-        **padded(rows), max_new_tokens=STEPS, do_sample=False, repetition_penalty=1.5
-    )
+    output = model.generate(**padded(rows), max_new_tokens=STEPS, do_sample=False, repetition_penalty=1.5)
     full = run(model, rows, policy="full-kv", sampling=Sampling(repetition_penalty=1.5))
     assert tokens(full) == output[:, 37:].tolist()
     assert tokens(full)[0] != tokens(plain)[0]
@@ -248,7 +242,5 @@ def test_repetition_penalty_equals_transformers(model):
 def test_completions_come_as_text_too():
     tokenizer = build_tokenizer(512)
     result = generate(tiny("qwen3"), tokenizer, ROWS, SMALL, max_new_tokens=4)
-    assert result.texts == [
-        tokenizer.decode(row, skip_special_tokens=True) for row in tokens(result)
-    ]
+    assert result.texts == [tokenizer.decode(row, skip_special_tokens=True) for row in tokens(result)]
     assert all(result.texts)

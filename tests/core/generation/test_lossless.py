@@ -57,9 +57,7 @@ def tokens(result):
 @cache
 def full(label, sampling="greedy"):
     """Full attention's tokens, and those of each request where it is decoded alone."""
-    result = run(
-        label, ROWS, policy="full-kv", sampling=SAMPLINGS[sampling], seed=5, lossless=False
-    )
+    result = run(label, ROWS, policy="full-kv", sampling=SAMPLINGS[sampling], seed=5, lossless=False)
     return tokens(result)
 
 
@@ -201,9 +199,7 @@ def moving(kind):
     model_type, rope = MOVING[kind]
     shape = {name: size for name, size in COMMON.items() if name != "head_dim"}
     rope = {"rope_type": kind, "rope_theta": 1e4, **rope}
-    return AutoModelForCausalLM.from_config(
-        CONFIG_MAPPING[model_type](**shape, rope_parameters=rope)
-    )
+    return AutoModelForCausalLM.from_config(CONFIG_MAPPING[model_type](**shape, rope_parameters=rope))
 
 
 LONGROPE = {
@@ -216,9 +212,7 @@ MOVING = {"longrope": ("phi3", LONGROPE), "dynamic": ("llama", {"factor": 2.0})}
 def test_a_rotation_that_depends_on_the_pass_is_refused(kind):
     given, model = [], moving(kind)
     with pytest.raises(ConfigError, match=f"lossless must be off with RoPE of the kind {kind}"):
-        generate(
-            model, None, ROWS, SMALL, engine=EngineOptions(lossless=True), on_token=given.append
-        )
+        generate(model, None, ROWS, SMALL, engine=EngineOptions(lossless=True), on_token=given.append)
     assert not given
     with pytest.raises(ConfigError, match=f"got RoPE of the kind {kind}"):
         verify(model, ROWS, [[1, 2]] * len(ROWS))

@@ -69,9 +69,7 @@ def test_what_kept_steps_selected_is_told_at_their_own_steps(policy):
 
 def test_a_basis_of_the_prompt_asks_verifications_for_no_evidence(monkeypatch):
     asked, attend = [], Layer.dense_with_logits
-    monkeypatch.setattr(
-        Layer, "dense_with_logits", lambda *args, **more: asked.append(1) or attend(*args, **more)
-    )
+    monkeypatch.setattr(Layer, "dense_with_logits", lambda *args, **more: asked.append(1) or attend(*args, **more))
     run("qwen3", ROWS, policy="codescan", draft="4")
     assert not asked
     run("qwen3", ROWS, policy="sfi", draft="4")
@@ -81,15 +79,11 @@ def test_a_basis_of_the_prompt_asks_verifications_for_no_evidence(monkeypatch):
 def test_drafts_are_compared_with_full_attention():
     seen = RecordingObserver()
     result = run("qwen3", ROWS, draft="4", observers=[seen])
-    drafted = {
-        (e.request, e.step): e.draft_token_id for e in seen.steps if e.draft_token_id is not None
-    }
+    drafted = {(e.request, e.step): e.draft_token_id for e in seen.steps if e.draft_token_id is not None}
     told = {
         (request, step): (kl.item(), agrees.item())
         for event in seen.logits
-        for request, step, kl, agrees in zip(
-            event.requests, event.steps, event.kl_R, event.agrees_R, strict=True
-        )
+        for request, step, kl, agrees in zip(event.requests, event.steps, event.kl_R, event.agrees_R, strict=True)
     }
     assert set(told) == set(drafted)
     # greedy: the drafted token is the most probable one

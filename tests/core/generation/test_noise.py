@@ -43,15 +43,11 @@ def test_bits_are_those_of_split_mix_64():
 def test_a_gpu_has_the_bits_of_the_cpu():
     keys = torch.tensor([noise_key(1, 0, index) for index in range(9)])
     assert torch.equal(random_bits(keys.cuda(), 5000).cpu(), random_bits(keys, 5000))
-    torch.testing.assert_close(
-        gumbel(keys.cuda(), 5000).cpu(), gumbel(keys, 5000), rtol=1e-13, atol=1e-13
-    )
+    torch.testing.assert_close(gumbel(keys.cuda(), 5000).cpu(), gumbel(keys, 5000), rtol=1e-13, atol=1e-13)
 
 
 def test_noise_is_the_transform_of_52_bits():
-    expected = [
-        -math.log(-math.log(((number >> 12) + 0.5) / 2**52)) for number in split_mix(77, 400)
-    ]
+    expected = [-math.log(-math.log(((number >> 12) + 0.5) / 2**52)) for number in split_mix(77, 400)]
     assert gumbel(torch.tensor([77]), 400)[0].tolist() == pytest.approx(expected, rel=1e-13)
 
 
@@ -80,9 +76,7 @@ def test_draws_have_the_probabilities_of_softmax():
     assert ((drawn - expected) ** 2 / expected).sum() < chi2.ppf(1 - 1e-6, 39)
 
 
-@pytest.mark.parametrize(
-    "other", [(9, 4, 1), (9, 5, 0), (8, 4, 0)], ids=["index", "request", "seed"]
-)
+@pytest.mark.parametrize("other", [(9, 4, 1), (9, 5, 0), (8, 4, 0)], ids=["index", "request", "seed"])
 @pytest.mark.parametrize("shift", [0, 1])
 def test_neighbouring_places_have_independent_noise(other: tuple[int, int, int], shift: int):
     """Also one token id apart: keys that were a counter apart would share their numbers."""

@@ -21,7 +21,7 @@ SETTINGS = [
     Sampling(do_sample=True, min_p=0.2),
     Sampling(do_sample=True, repetition_penalty=3.0),
     Sampling(do_sample=True, temperature=1.5, top_k=20, top_p=0.9, min_p=0.02, repetition_penalty=1.4),
-]  # fmt: skip
+]
 
 
 @pytest.fixture
@@ -43,9 +43,7 @@ def stepped(sampling: Sampling, ids: torch.Tensor, logits_SBV: torch.Tensor) -> 
 
 
 @pytest.mark.parametrize("sampling", SETTINGS, ids=str)
-def test_positions_of_a_pass_get_the_tokens_of_steps(
-    sampling: Sampling, ids: torch.Tensor, logits_SBV: torch.Tensor
-):
+def test_positions_of_a_pass_get_the_tokens_of_steps(sampling: Sampling, ids: torch.Tensor, logits_SBV: torch.Tensor):
     """Ragged: rows give 3, 1 and no token, then 2, 4 and 5; the positions come in any order."""
     expected = stepped(sampling, ids, logits_SBV)
     sampler, known = Sampler(sampling, ids, seed=4), [0] * B
@@ -99,18 +97,14 @@ def test_picking_notes_nothing(ids: torch.Tensor, logits_SBV: torch.Tensor):
 
 
 @pytest.mark.parametrize(("do_sample", "bad"), [(False, torch.nan), (True, torch.inf)])
-def test_a_broken_position_is_named_with_its_own_step(
-    ids: torch.Tensor, bad: float, do_sample: bool
-):
+def test_a_broken_position_is_named_with_its_own_step(ids: torch.Tensor, bad: float, do_sample: bool):
     sampler = Sampler(Sampling(do_sample=do_sample), ids, first=10)
     sampler.advance([[1, 2], [], [3]])
     logits_XV = torch.randn(2, V)
     logits_XV[1, 5] = bad
     with pytest.raises(NumericsError) as caught:
         sampler.pick(logits_XV, [1, 2], [0, 3], [(), (1, 1, 1)])
-    assert str(caught.value) == (
-        "logits must be finite, got NaN or infinity at step 4 in request 12"
-    )
+    assert str(caught.value) == ("logits must be finite, got NaN or infinity at step 4 in request 12")
 
 
 def test_tokens_so_far_hold_rows_that_gain_different_numbers(ids: torch.Tensor):

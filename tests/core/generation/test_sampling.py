@@ -31,15 +31,12 @@ SETTINGS = [
     {"do_sample": True, "top_k": 4},
     {"do_sample": True, "top_p": 0.4},
     {"do_sample": True, "min_p": 0.2},
-    {"do_sample": True, "temperature": 1.8, "top_k": 20, "top_p": 0.8, "min_p": 0.05,
-        "repetition_penalty": 1.3},
-]  # fmt: skip
+    {"do_sample": True, "temperature": 1.8, "top_k": 20, "top_p": 0.8, "min_p": 0.05, "repetition_penalty": 1.3},
+]
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
-def test_processors_are_those_transformers_generates_with(
-    settings: dict, ids: torch.Tensor, tiny_model
-):
+def test_processors_are_those_transformers_generates_with(settings: dict, ids: torch.Tensor, tiny_model):
     """Same classes in the same order, and the same scores."""
     config = GenerationConfig(**{"top_k": 0, **settings})
     theirs = tiny_model._get_logits_processor(config, T)  # noqa: SLF001
@@ -69,9 +66,7 @@ def test_values_out_of_range_are_refused(name: str, value: float, rule: str):
     assert str(caught.value) == f"{name} must be {rule}, got {value}"
 
 
-@pytest.mark.parametrize(
-    "settings", [{"top_p": 1.0}, {"min_p": 0.0}, {"min_p": 1.0}, {"top_k": 0}, {"top_p": 1e-3}]
-)
+@pytest.mark.parametrize("settings", [{"top_p": 1.0}, {"min_p": 0.0}, {"min_p": 1.0}, {"top_k": 0}, {"top_p": 1e-3}])
 def test_the_ends_of_the_ranges_are_allowed(settings: dict):
     Sampling(do_sample=True, **settings)
 
@@ -169,18 +164,14 @@ def test_tokens_so_far_are_kept_in_room_that_seldom_moves(ids: torch.Tensor):
 
 
 @pytest.mark.parametrize(("do_sample", "bad"), [(False, torch.nan), (True, torch.inf)])
-def test_broken_logits_are_named_with_step_and_request(
-    ids: torch.Tensor, bad: float, do_sample: bool
-):
+def test_broken_logits_are_named_with_step_and_request(ids: torch.Tensor, bad: float, do_sample: bool):
     sampler = Sampler(Sampling(do_sample=do_sample, repetition_penalty=1.1), ids)
     logits = torch.randn(B, V)
     sampler(logits, RUNNING, PAD)
     logits[2, 5] = bad
     with pytest.raises(NumericsError) as caught:
         sampler(logits, RUNNING, PAD)
-    assert str(caught.value) == (
-        "logits must be finite, got NaN or infinity at step 1 in request 2"
-    )
+    assert str(caught.value) == ("logits must be finite, got NaN or infinity at step 1 in request 2")
     assert sampler.tokens.ids_BT.shape == (B, T + 1)
 
 
@@ -200,9 +191,7 @@ def test_forbidden_tokens_are_fine_and_never_drawn(ids: torch.Tensor, do_sample:
     assert sampled(Sampling(do_sample=do_sample), logits, ids) == [11] * B
 
 
-@pytest.mark.parametrize(
-    ("do_sample", "bad"), [(False, torch.nan), (True, torch.inf), (True, -torch.inf)]
-)
+@pytest.mark.parametrize(("do_sample", "bad"), [(False, torch.nan), (True, torch.inf), (True, -torch.inf)])
 def test_a_finished_request_may_hold_anything(ids: torch.Tensor, bad: float, do_sample: bool):
     logits = torch.randn(B, V)
     logits[1] = bad

@@ -9,9 +9,7 @@ from sfi_core.generation.synthetic import BLOCK, SyntheticPrompt
 from sfi_core.hosts.transformers.decoder import Decoder
 from sfi_core.settings.engine import EngineOptions
 
-CONFIG = SfiConfig(
-    slow_start=1, min_gap=0, span=0, trigger_policy="stride", stride=3, budget=16, recent=8
-)
+CONFIG = SfiConfig(slow_start=1, min_gap=0, span=0, trigger_policy="stride", stride=3, budget=16, recent=8)
 
 
 def decode(model, prompt, config=CONFIG, steps=6, **options):

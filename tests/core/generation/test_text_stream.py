@@ -38,9 +38,7 @@ def pushed(stream: TextStream, ids: list[int]) -> list[str]:
     return [stream.push(token) for token in ids]
 
 
-@pytest.mark.parametrize(
-    "text", [" Belora hid a lantern.\n\nLater, more", "héllo 数字 ok", "a\nb\nc", CODE]
-)
+@pytest.mark.parametrize("text", [" Belora hid a lantern.\n\nLater, more", "héllo 数字 ok", "a\nb\nc", CODE])
 @pytest.mark.parametrize("make", [lambda: build_tokenizer(64), llama_2_like, ByT5Tokenizer])
 def test_the_pieces_add_up_to_the_text(make, text):
     tokenizer = make()

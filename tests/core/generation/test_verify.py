@@ -19,9 +19,7 @@ from tests.architectures import VOCABULARY, prompts, tiny
 ROWS = prompts(37, 9, 1)
 STEPS = 12
 NEVER = SfiConfig(trigger_policy="never")
-SAMPLED = Sampling(
-    do_sample=True, temperature=1.5, top_k=50, top_p=0.95, min_p=0.001, repetition_penalty=1.3
-)
+SAMPLED = Sampling(do_sample=True, temperature=1.5, top_k=50, top_p=0.95, min_p=0.001, repetition_penalty=1.3)
 
 
 def full(model: Any, sampling: Sampling | None = None, seed: int = 5) -> list[list[int]]:
@@ -31,9 +29,7 @@ def full(model: Any, sampling: Sampling | None = None, seed: int = 5) -> list[li
     return [request.token_ids for request in report.requests]
 
 
-@pytest.mark.parametrize(
-    ("label", "chunk"), [("qwen3", 8), ("gemma-2", 8), ("gpt-oss", 2048), ("gpt-2", 2048)]
-)
+@pytest.mark.parametrize(("label", "chunk"), [("qwen3", 8), ("gemma-2", 8), ("gpt-oss", 2048), ("gpt-2", 2048)])
 def test_full_attention_s_output_passes(label: str, chunk: int):
     """The prompt in pieces or whole, windows shorter than the prompts, and caps and sinks."""
     model = tiny(label)

@@ -54,10 +54,7 @@ def reports(label, rows=ROWS, limits=LIMITS, **options):
 
 @cache
 def alone(label, way):
-    return [
-        reports(label, [row], [limit], **WAYS[way])[0]
-        for row, limit in zip(ROWS, LIMITS, strict=True)
-    ]
+    return [reports(label, [row], [limit], **WAYS[way])[0] for row, limit in zip(ROWS, LIMITS, strict=True)]
 
 
 def tokens(result):
@@ -95,8 +92,7 @@ def test_the_slow_steps_of_those_requests_differ():
 def test_a_stop_token_gives_its_place_away():
     stop = alone("qwen3", "sfi")[2].token_ids[2]
     expected = [
-        reports("qwen3", [row], [limit], stop_token_ids=[stop])[0]
-        for row, limit in zip(ROWS, LIMITS, strict=True)
+        reports("qwen3", [row], [limit], stop_token_ids=[stop])[0] for row, limit in zip(ROWS, LIMITS, strict=True)
     ]
     assert {request.finish_reason for request in expected} == {"stop", "length"}
     assert reports("qwen3", max_batch=2, stop_token_ids=[stop]) == expected
@@ -316,9 +312,7 @@ def test_ctrl_c_while_a_prompt_is_read_keeps_the_others():
     assert [request.prompt_tokens for request in requests] == [len(row) for row in ROWS]
 
 
-@pytest.mark.parametrize(
-    ("passes", "place"), [(6, "at step 5 in request 0"), (3, "at step 0 in request 2")]
-)
+@pytest.mark.parametrize(("passes", "place"), [(6, "at step 5 in request 0"), (3, "at step 0 in request 2")])
 def test_broken_logits_name_the_request_and_its_own_step(passes, place):
     """Of a request that decodes, and of a newcomer's prompt."""
     shown = []

@@ -25,9 +25,7 @@ WHOLE = SMALL.replace(sink=4, budget=1000)
 EVERY_STEP = {
     "policy always": WHOLE.replace(budget=1, trigger_policy="always"),
     "t_max 0": WHOLE.replace(budget=1, t_max=0, trigger_token_ids=()),
-    "whole vocabulary": WHOLE.replace(
-        budget=1, trigger_delay=0, trigger_token_ids=tuple(range(300))
-    ),
+    "whole vocabulary": WHOLE.replace(budget=1, trigger_delay=0, trigger_token_ids=tuple(range(300))),
 }
 
 
@@ -63,9 +61,7 @@ def under_sfi(label, rows, config, *, policy="sfi", page_size=None, **options):
 
 def own_loop(label, rows, config, **options):
     """Run `sfi_core.generate`; return the tokens of each request."""
-    result = generate(
-        tiny(label), None, rows, config, stop_token_ids=(), **{"max_new_tokens": STEPS, **options}
-    )
+    result = generate(tiny(label), None, rows, config, stop_token_ids=(), **{"max_new_tokens": STEPS, **options})
     return [request.token_ids for request in result.report.requests], result.report
 
 

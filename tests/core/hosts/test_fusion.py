@@ -97,9 +97,7 @@ def test_the_report_says_what_ran_fused_and_what_did_not(quick):
     assert (report.fused, report.left_alone) == (norms, {})
     # an input norm and a sum with its norm in each layer, and the last norm; q_norm and k_norm in `rotary`
     assert launched(report)["rms_norm"] == NEW * (2 * 2 + 1)
-    with slow_fast(
-        tiny("gemma3_text"), config=CONFIG, engine=EngineOptions(backend="triton", fused=True)
-    ) as s:
+    with slow_fast(tiny("gemma3_text"), config=CONFIG, engine=EngineOptions(backend="triton", fused=True)) as s:
         assert not s.fusion.modules
         assert s.fusion.left_alone == {
             "Gemma3DecoderLayer": 2, "Gemma3Attention": 2, "Gemma3MLP": 2, "Gemma3RMSNorm": 13,
@@ -131,9 +129,7 @@ def fast_step(monkeypatch: pytest.MonkeyPatch, kind: str, layers: int, *, on: bo
     with (
         monkeypatch.context() as patch,
         torch.no_grad(),
-        slow_fast(
-            model, config=CONFIG, policy="streaming-llm", page_size=16, engine=engine
-        ) as session,
+        slow_fast(model, config=CONFIG, policy="streaming-llm", page_size=16, engine=engine) as session,
     ):
         cache = session.cache(32)
         model(token.expand(2, 20), **{CACHE_NAME: cache}, use_cache=True)
@@ -164,9 +160,7 @@ def test_a_layer_of_a_decoding_step_is_fifteen_kernels(monkeypatch, kind: str, p
 def test_fused_steps_can_be_replayed(monkeypatch, quick):
     recorder = FakeRecorder()
     recorder.install(monkeypatch)
-    reports = [
-        complete(tiny("qwen3", 1), on=True, graphs=graphs, new=6) for graphs in (False, True)
-    ]
+    reports = [complete(tiny("qwen3", 1), on=True, graphs=graphs, new=6) for graphs in (False, True)]
     eager, replayed = reports
     assert recorder.plays > 0
     assert [r.token_ids for r in replayed.requests] == [r.token_ids for r in eager.requests]

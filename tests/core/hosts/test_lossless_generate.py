@@ -57,9 +57,7 @@ def test_greedy_tokens_are_those_of_the_model_without_sfi(label: str):
 
 def test_the_report_is_that_of_sfi_s_own_loop():
     model = tiny("qwen3")
-    own = sfi_core.generate(
-        model, None, ROWS, SMALL, max_new_tokens=STEPS, stop_token_ids=(), engine=LOSSLESS
-    )
+    own = sfi_core.generate(model, None, ROWS, SMALL, max_new_tokens=STEPS, stop_token_ids=(), engine=LOSSLESS)
     with drafting(model) as session:
         complete(model)
     assert session.report.requests == own.report.requests
@@ -74,7 +72,7 @@ OPTIONS = {
     "rows": {"prefix_allowed_tokens_fn": lambda row, ids: range(3 + row * 40, 90 + row * 40)},
     "rows' prompts": {"encoder_repetition_penalty": 1.9, "encoder_no_repeat_ngram_size": 1},
     "pieces": {"prefill_chunk_size": 7},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
@@ -120,9 +118,7 @@ def test_sampled_tokens_are_full_attention_s_with_the_same_seed(label: str):
     for seed in (4, 4, 5):
         torch.manual_seed(seed)
         with drafting(model):
-            tokens.append(
-                complete(model, do_sample=True, repetition_penalty=1.2, **SAMPLED)[:, 37:].tolist()
-            )
+            tokens.append(complete(model, do_sample=True, repetition_penalty=1.2, **SAMPLED)[:, 37:].tolist())
     assert tokens[0] == tokens[1] == [request.token_ids for request in full.report.requests]
     assert tokens[2] != tokens[0]
 
@@ -190,9 +186,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("options", "message"), REFUSED.values(), ids=REFUSED)
-def test_what_a_lossless_run_cannot_do_is_refused_in_one_line(
-    options: dict[str, Any], message: str
-):
+def test_what_a_lossless_run_cannot_do_is_refused_in_one_line(options: dict[str, Any], message: str):
     model = tiny("qwen3")
     with slow_fast(model, None, SMALL, engine=LOSSLESS), pytest.raises(ConfigError) as caught:
         complete(model, **options)

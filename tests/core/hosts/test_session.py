@@ -69,22 +69,17 @@ class Only(LogitsProcessor):
 
 MODES = {
     "num_beams": (2, "beam search does not run under sfi, got num_beams=2"),
-    "assistant_model": (torch.nn.Identity(),
-        "assisted decoding does not run under sfi, got assistant_model=Identity"),
-    "prompt_lookup_num_tokens": (1,
-        "prompt-lookup decoding does not run under sfi, got prompt_lookup_num_tokens=1"),
+    "assistant_model": (torch.nn.Identity(), "assisted decoding does not run under sfi, got assistant_model=Identity"),
+    "prompt_lookup_num_tokens": (1, "prompt-lookup decoding does not run under sfi, got prompt_lookup_num_tokens=1"),
     "penalty_alpha": (1.0, "contrastive search does not run under sfi, got penalty_alpha=1.0"),
     "dola_layers": ("low", "DoLa decoding does not run under sfi, got dola_layers='low'"),
     "guidance_scale": (1.5, "classifier-free guidance does not run under sfi, got guidance_scale=1.5"),
-    "cache_implementation": ("static",
-        "another cache does not run under sfi, got cache_implementation='static'"),
-    "custom_generate": ("user/repo",
-        "a custom generate does not run under sfi, got custom_generate='user/repo'"),
+    "cache_implementation": ("static", "another cache does not run under sfi, got cache_implementation='static'"),
+    "custom_generate": ("user/repo", "a custom generate does not run under sfi, got custom_generate='user/repo'"),
     "use_cache": (False, "use_cache must be true under sfi, got False"),
-    "output_attentions": (True,
-        "reading attention weights does not run under sfi, got output_attentions=True"),
+    "output_attentions": (True, "reading attention weights does not run under sfi, got output_attentions=True"),
     CACHE_NAME: (DynamicCache(), f"{CACHE_NAME} must be an sfi cache, got DynamicCache"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", MODES)
@@ -101,9 +96,7 @@ def test_mode_in_the_models_own_generation_config_is_refused(model, monkeypatch)
         complete(model)
 
 
-def test_hybrid_cache_that_older_checkpoints_ask_for_is_dropped_as_transformers_does(
-    model, expected, monkeypatch
-):
+def test_hybrid_cache_that_older_checkpoints_ask_for_is_dropped_as_transformers_does(model, expected, monkeypatch):
     """Gemma 2's generation config on the hub names it."""
     monkeypatch.setattr(model.generation_config, "cache_implementation", "hybrid")
     with slow_fast(model, None, SMALL):
@@ -192,8 +185,7 @@ def test_layer_that_does_not_route_is_refused_at_once(model, monkeypatch):
     with slow_fast(model, None, SMALL), pytest.raises(UnsupportedModelError) as refusal:
         complete(model, max_new_tokens=1)
     assert str(refusal.value) == (
-        "layers [1] do not attend through transformers' attention interface; "
-        "sfi would not act on them"
+        "layers [1] do not attend through transformers' attention interface; sfi would not act on them"
     )
 
 
@@ -306,9 +298,7 @@ def test_loop_of_ones_own_around_the_model_equals_generate(model, expected):
         cache = session.cache()
         for _ in range(STEPS):
             positions = (mask.cumsum(1) - 1).clamp_min(0)[:, -ids.shape[1] :]
-            logits = model(
-                input_ids=ids, attention_mask=mask, position_ids=positions, **{CACHE_NAME: cache}
-            ).logits
+            logits = model(input_ids=ids, attention_mask=mask, position_ids=positions, **{CACHE_NAME: cache}).logits
             ids = logits[:, -1:].argmax(-1)
             tokens.append(ids)
             mask = torch.nn.functional.pad(mask, (0, 1), value=1)

@@ -73,9 +73,7 @@ def test_a_page_that_is_no_multiple_of_a_tile_is_refused_under_triton():
         pytest.skip("the model of these tests is on the CPU")
     with pytest.raises(BackendError) as caught:
         complete(replace(engine(page=12), backend="triton"))
-    assert str(caught.value) == (
-        "engine.kv_page must be a multiple of 16 tokens under the triton backend, got 12"
-    )
+    assert str(caught.value) == ("engine.kv_page must be a multiple of 16 tokens under the triton backend, got 12")
 
 
 def test_host_memory_that_does_not_hold_the_cache_is_refused(monkeypatch: pytest.MonkeyPatch):
@@ -83,8 +81,7 @@ def test_host_memory_that_does_not_hold_the_cache_is_refused(monkeypatch: pytest
     with pytest.raises(MemoryForecastError) as caught:
         complete(engine())
     assert str(caught.value) == (
-        "host memory must hold the whole cache, 0.00 GB, got 0.00 GB free; lower the batch or "
-        "max_new_tokens"
+        "host memory must hold the whole cache, 0.00 GB, got 0.00 GB free; lower the batch or max_new_tokens"
     )
 
 
@@ -107,8 +104,7 @@ def test_a_run_of_unknown_length_is_refused_where_it_outgrows_its_room(
         with pytest.raises(ConfigError) as caught:
             go_on(cache, 64)
     assert str(caught.value) == (
-        "a run under kv_device_budget must state its length, got 65 tokens after room for 64; give "
-        "max_new_tokens"
+        "a run under kv_device_budget must state its length, got 65 tokens after room for 64; give max_new_tokens"
     )
 
 

@@ -91,9 +91,7 @@ def test_a_budget_changes_no_token_of_other_policies(policy: str):
 
 @pytest.mark.parametrize(
     ("label", "method"),
-    each_value(
-        ["gemma-2", "gpt-oss", "cohere-2", "deepseek-v3", "gpt-2"], ["sfi", "freekv", "synckv"]
-    ),
+    each_value(["gemma-2", "gpt-oss", "cohere-2", "deepseek-v3", "gpt-2"], ["sfi", "freekv", "synckv"]),
 )
 def test_a_budget_changes_no_token_of_other_architectures(label: str, method: str):
     found = tokens(complete(method, "1MB", label))
@@ -133,9 +131,7 @@ def test_the_forecast_is_a_close_upper_bound(method: str, label: str):
     rows, (policy, own) = prompts(90, 90), METHODS[method]
     tiers = complete(method, "600kB", label, rows=rows).report.kv_tiers
     options = EngineOptions(kv_device_budget="600kB", kv_page=8)
-    with slow_fast(
-        tiny(label), None, CONFIG.replace(**own), policy=policy, engine=options
-    ) as session:
+    with slow_fast(tiny(label), None, CONFIG.replace(**own), policy=policy, engine=options) as session:
         least, most = (session.tiers.bytes(2, 104, 14, resident=one) for one in (False, True))
     expected = most if most.device_bytes <= 600_000 else least
     assert expected.host_bytes == tiers.host_bytes
@@ -155,9 +151,7 @@ def bundled() -> tuple[Any, Any, str]:
 def test_shares_of_a_long_prompt_give_its_answer(bundled: tuple[Any, Any, str], policy: str):
     """Fixed parts are small beside 4,000 tokens: a tenth of the cache is enough."""
     model, tokenizer, prompt = bundled
-    config = SfiConfig(recent=16, budget=32, t_max=8).replace(
-        freekv={"first_layer_dense": False, "page": 64}
-    )
+    config = SfiConfig(recent=16, budget=32, t_max=8).replace(freekv={"first_layer_dense": False, "page": 64})
 
     def answer(budget: str | None) -> Any:
         return sfi_core.generate(
@@ -205,9 +199,7 @@ def test_every_legal_schedule_gives_what_the_code_s_order_gives(
 
 
 @pytest.mark.parametrize("method", ["sfi", "freekv"])
-def test_a_step_that_does_not_wait_for_its_rows_shows(
-    beside: Any, monkeypatch: pytest.MonkeyPatch, method: str
-):
+def test_a_step_that_does_not_wait_for_its_rows_shows(beside: Any, monkeypatch: pytest.MonkeyPatch, method: str):
     """Or the schedules above would not find fault with code that waits nowhere."""
     expected = tokens(beside(method, SideStream()))
     side = Lazy()
@@ -244,9 +236,7 @@ def test_observers_and_audits_change_nothing_and_add_up(method: str):
 
 
 @pytest.mark.parametrize("method", BESIDE)
-def test_the_triton_backend_gives_the_tokens_of_its_whole_cache(
-    monkeypatch: pytest.MonkeyPatch, method: str
-):
+def test_the_triton_backend_gives_the_tokens_of_its_whole_cache(monkeypatch: pytest.MonkeyPatch, method: str):
     """With the kernels' references: the next test runs the kernels."""
     use_references(monkeypatch)
     options = {

@@ -85,9 +85,7 @@ def test_the_tokens_of_a_text_decide_under_the_config(tiny_model):
     asked = settings(slow_rate=None, text_ids=text, config=config, steps=8, warm_up=0)
     sample = ours(tiny_model, asked)
     # request 1 begins in the middle of the text, where the trigger's successors are
-    assert [read.slow_B for read in sample.measured] == [
-        (t == 6, t - 1 + 6 == 12 + 5) for t in range(1, 9)
-    ]
+    assert [read.slow_B for read in sample.measured] == [(t == 6, t - 1 + 6 == 12 + 5) for t in range(1, 9)]
     tokens = stream(asked, 2, 96).token_SB
     assert [step[0] for step in tokens] == list(text[:9])
     assert [step[1] for step in tokens] == [*text[6:], *text[:3]]
@@ -101,9 +99,7 @@ def test_step_t_has_the_contexts_and_t_more_tokens(tiny_model):
     sample = ours(tiny_model, asked, batch=3)
     assert [read.length_B for read in sample.reads[:2]] == [(102, 77, 51), (103, 78, 52)]
     prompts = Prompts.of(asked, Point(101, 3, ragged=True), 96, tiny_model.device)
-    theirs = run_theirs(
-        tiny_model, BASELINES[0], Point(101, 3, ragged=True), asked, prompts, lambda _: None
-    )
+    theirs = run_theirs(tiny_model, BASELINES[0], Point(101, 3, ragged=True), asked, prompts, lambda _: None)
     assert [read.length_B for read in theirs.reads] == [read.length_B for read in sample.reads]
     assert len(theirs.at) == len(sample.at) == 1 + 4 + 5
 
@@ -146,9 +142,7 @@ def test_a_time_limit_ends_a_run_after_three_steps_or_a_whole_period(tiny_model)
 
 
 def test_a_prefill_is_read_where_it_is_asked_for(tiny_model):
-    rows = run_bench(
-        tiny_model, settings(prefill=True, engine=EngineOptions(prefill_chunk=50), repeats=1)
-    ).rows
+    rows = run_bench(tiny_model, settings(prefill=True, engine=EngineOptions(prefill_chunk=50), repeats=1)).rows
     assert [row["policy"] for row in rows] == ["sfi", "full-kv", *BASELINES]
     for row in rows:
         assert row["prefill_seconds"] > 0
@@ -186,9 +180,7 @@ def sample(at, kinds, *, warm_up=1, batch=2):
 
 
 def byte_model(**changes):
-    return ByteModel(
-        **{"weight_bytes": 1000, "batch": 2, "row_bytes": 8, "heads": 2, "layers": 1} | changes
-    )
+    return ByteModel(**{"weight_bytes": 1000, "batch": 2, "row_bytes": 8, "heads": 2, "layers": 1} | changes)
 
 
 def test_rows_can_be_recomputed_by_hand():

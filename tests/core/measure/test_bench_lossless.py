@@ -109,9 +109,7 @@ def test_rows_say_which_acceptance_they_have(tiny_model):
     assert [row["policy"] for row in result.rows] == ["sfi", "sfi-lossless", "full-kv"] * 2
     for row in result.rows:
         found = (row["lossless"], row["acceptance"], row["stated_acceptance"])
-        assert found == (
-            (True, "stated", 0.9) if "lossless" in row["policy"] else (False, None, None)
-        )
+        assert found == ((True, "stated", 0.9) if "lossless" in row["policy"] else (False, None, None))
     assert "acceptance is stated, 0.9" in result.notes[0]
     (row,) = (one for one in run_bench(tiny_model, measured(steps=8)).rows if one["lossless"])
     assert (row["acceptance"], row["stated_acceptance"]) == ("measured", None)
@@ -161,7 +159,5 @@ def test_what_cannot_be_measured_is_refused(changes, message):
 
 def test_a_batch_over_sliding_windows_is_refused_before_anything_runs(monkeypatch):
     monkeypatch.setattr(module, "run_lossless", None)
-    with pytest.raises(
-        ConfigError, match="batch must be 1 in lossless runs of a model with sliding"
-    ):
+    with pytest.raises(ConfigError, match="batch must be 1 in lossless runs of a model with sliding"):
         run_bench(tiny("gemma-2"), settings())

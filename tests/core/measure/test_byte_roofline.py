@@ -54,9 +54,7 @@ def forecast(name, context, batch, *, config=None, memory=150e9, **changes):
         contexts=(context,), batches=(batch,), config=config or SfiConfig.preset("paper"),
         policies=("full-kv", "sfi"), warm_up=4, **changes,
     )  # fmt: skip
-    return forecast_document(
-        meta(name), asked, CPU, bandwidth_gb_per_s=4300, memory_bytes=memory
-    )  # fmt: skip
+    return forecast_document(meta(name), asked, CPU, bandwidth_gb_per_s=4300, memory_bytes=memory)
 
 
 @pytest.mark.parametrize("name", T1)
@@ -81,9 +79,7 @@ def test_weights_that_a_step_reads_grow_with_the_batch_of_a_mixture_only(name):
     ("name", "context", "batch", "dense", "fast", "dense_rate", "rate", "speedup", "synchronized"),
     T4,
 )
-def test_forecasts_are_those_of_the_notes(
-    name, context, batch, dense, fast, dense_rate, rate, speedup, synchronized
-):
+def test_forecasts_are_those_of_the_notes(name, context, batch, dense, fast, dense_rate, rate, speedup, synchronized):
     full, sfi = forecast(name, context * 1024, batch)["rows"]
     assert full["bytes_per_step"] / 1e9 == pytest.approx(dense, abs=0.011)
     assert sfi["fast_bytes_per_step"] / 1e9 == pytest.approx(fast, abs=0.006)

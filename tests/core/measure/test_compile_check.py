@@ -78,9 +78,7 @@ def listed(_paths) -> list[dict]:
     """List every specialization; compile each kernel's first, and the widest, for the least shared memory."""
     pytest.importorskip("triton")
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    ran = subprocess.run(
-        [sys.executable, "-c", SOME], check=True, env=environment, stdout=subprocess.PIPE, text=True
-    )
+    ran = subprocess.run([sys.executable, "-c", SOME], check=True, env=environment, stdout=subprocess.PIPE, text=True)
     return [json.loads(line) for line in ran.stdout.splitlines()]
 
 
@@ -162,9 +160,7 @@ for arch in archs:
 """
 
 
-@pytest.mark.parametrize(
-    ("archs", "got"), [(["sm_90", "sm_70"], r"\['sm_70'\]"), ([], "none"), (["90"], r"\['90'\]")]
-)
+@pytest.mark.parametrize(("archs", "got"), [(["sm_90", "sm_70"], r"\['sm_70'\]"), ([], "none"), (["90"], r"\['90'\]")])
 def test_an_unknown_architecture_is_refused_before_anything_starts(child, archs, got):
     child("sys.exit('started')")
     message = rf"^arch must be from \('sm_80', 'sm_90', 'sm_100'\), got {got}$"

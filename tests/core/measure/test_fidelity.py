@@ -60,9 +60,7 @@ def test_a_shared_prompt_is_not_read_again_and_changes_nothing(tiny_model, windo
     shared = read_prompt(tiny_model, None, [window.ids[:PROMPT]], capacity=PROMPT + NEW)
     alone, report = forced(tiny_model, window)
     passes = []
-    with tiny_model.model.embed_tokens.register_forward_hook(
-        lambda _, args, out: passes.append(args[0].shape[1])
-    ):
+    with tiny_model.model.embed_tokens.register_forward_hook(lambda _, args, out: passes.append(args[0].shape[1])):
         found, again = forced(tiny_model, window, shared=shared)
     torch.testing.assert_close(found, alone, atol=0, rtol=0)
     assert again.requests == report.requests

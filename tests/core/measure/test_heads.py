@@ -21,10 +21,7 @@ N, H, K, T = 37, 5, 9, 30
 
 def random_sets(seed: int, steps: int = N, heads: int = H) -> list[list[set[int]]]:
     rng = np.random.default_rng(seed)
-    return [
-        [set(rng.permutation(T)[: rng.integers(1, K + 1)].tolist()) for _ in range(heads)]
-        for _ in range(steps)
-    ]
+    return [[set(rng.permutation(T)[: rng.integers(1, K + 1)].tolist()) for _ in range(heads)] for _ in range(steps)]
 
 
 def as_index(sets: list[list[set[int]]]) -> torch.Tensor:

@@ -98,9 +98,7 @@ def test_bytes_by_op():
     """By hand: B 2, H 2, G 2, D 16, float32, T 150."""
     settings = tiny()
     kv_row = 2 * 2 * 2 * 16 * 4
-    assert bytes_moved.attention_bytes(settings, 10, gathered=7) == (
-        10 * kv_row + 2 * 2 * 4 * 16 * 4 + 2 * 2 * 7 * 4
-    )
+    assert bytes_moved.attention_bytes(settings, 10, gathered=7) == (10 * kv_row + 2 * 2 * 4 * 16 * 4 + 2 * 2 * 7 * 4)
     whole = bytes_moved.attention_bytes(settings, 150)
     assert bytes_moved.attention_bytes(settings, 150, evidence=True) == whole + 2 * 2 * 2 * 150 * 4
     ends = 2 * 2 * 4 * 16 * 4
@@ -117,9 +115,7 @@ def test_bytes_by_op():
     assert bytes_moved.attention_bytes(settings, 10, dense=1) == sparse + 140 * kv_row // 2
     basis = 2 * 2 * 16 * 17 * 4
     assert bytes_moved.encode_bytes(settings, 4) == 2 * 2 * 150 * (16 * 4 + 4) + basis
-    assert bytes_moved.scan_bytes(settings, 16) == (
-        2 * 2 * 150 * (16 + 2 * 4) + 2 * 4 * 16 * 4 + basis
-    )
+    assert bytes_moved.scan_bytes(settings, 16) == (2 * 2 * 150 * (16 + 2 * 4) + 2 * 4 * 16 * 4 + basis)
     # 13 rows, 4 of them sinks and 5 on the device: 9 wanted positions, 5 old ones
     packed = bytes_moved.pack_bytes(settings, 13)
     assert bytes_moved.recall_bytes(settings, 13, 5) == packed + 2 * 2 * (9 + 5) * 4
@@ -136,9 +132,7 @@ def test_a_run_that_does_not_fit_is_refused_before_anything_is_made(monkeypatch)
 
 
 def test_the_rate_of_a_prompt_is_its_operations_by_the_time_beside_its_own_rival(clock):
-    rows = {
-        row["op"]: row for row in run_bench(tiny(ops=("prompt",), repeats=1), "torch", CPU).rows()
-    }
+    rows = {row["op"]: row for row in run_bench(tiny(ops=("prompt",), repeats=1), "torch", CPU).rows()}
     whole = rows["prompt"]
     operations = 4 * 4 * 16 * 150 * 151 / 2
     assert whole["tflop_per_s"] == pytest.approx(operations / whole["median_us"] / 1e6)
@@ -210,9 +204,7 @@ def test_an_op_that_is_wrong_has_no_time_and_the_others_have(clock, monkeypatch)
     assert not fast["matches_reference"]
     assert {"dense", "pack", "selector", "top_k", "append"} <= set(rows)
     assert all(row["matches_reference"] and row["repeats"] == 2 for row in rows.values())
-    with pytest.raises(
-        WrongResultError, match=r"got fast at retention 0.5 \(.* times the error"
-    ) as caught:
+    with pytest.raises(WrongResultError, match=r"got fast at retention 0.5 \(.* times the error") as caught:
         result.check()
     assert caught.value.exit_code == 1
 
@@ -243,7 +235,7 @@ def test_variants_that_raise_or_are_wrong_are_named_and_the_others_are_timed(clo
         "raises": (0, None, "RuntimeError: ptxas died"),
         "infinite": (0, None, "inf times the error that rounding allows"),
         "unmade": (0, None, "RuntimeError: ptxas died"),
-    }  # fmt: skip
+    }
     assert clock.order == [0] * 3
     assert [name.split(" (")[0] for name in result.failures] == [
         "wrong", "raises", "infinite", "unmade at retention 0.5",
@@ -261,12 +253,8 @@ def test_a_device_that_is_lost_keeps_the_times_so_far(clock, monkeypatch):
 
     clock.times = lost
     result = run_bench(tiny(repeats=5), "torch", CPU)
-    assert [(row["op"], row["repeats"], row["median_us"]) for row in result.rows()] == [
-        ("one", 2, 7.5)
-    ]
-    with pytest.raises(
-        WrongResultError, match=r"got timing \(RuntimeError: CUDA error: an illegal"
-    ):
+    assert [(row["op"], row["repeats"], row["median_us"]) for row in result.rows()] == [("one", 2, 7.5)]
+    with pytest.raises(WrongResultError, match=r"got timing \(RuntimeError: CUDA error: an illegal"):
         result.check()
 
 

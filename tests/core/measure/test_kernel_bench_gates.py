@@ -30,9 +30,7 @@ from sfi_kernels.top_k import top_k
 from tests.core.measure.tiny_kernels import CPU, tiny
 
 
-@pytest.mark.parametrize(
-    ("dtype", "missing"), [("float32", "last"), ("float16", "sink"), ("bfloat16", "selected")]
-)
+@pytest.mark.parametrize(("dtype", "missing"), [("float32", "last"), ("float16", "sink"), ("bfloat16", "selected")])
 def test_attention_that_misses_a_token_is_red(dtype, missing):
     """In bfloat16, where rounding hides one token in a hundred, four of them."""
     n = 4 if dtype == "bfloat16" else 1
@@ -40,9 +38,7 @@ def test_attention_that_misses_a_token_is_red(dtype, missing):
     data = layer_data(settings, CPU, one_page=True)
     index = select(settings, data, 0.5).index_BHK
     whole = gates.attended(index, 4, 130, 150)
-    expected = gates.textbook(
-        data.query_BHGD, data.key_BHTD, data.value_BHTD, settings.scale, whole
-    )
+    expected = gates.textbook(data.query_BHGD, data.key_BHTD, data.value_BHTD, settings.scale, whole)
     part = {"last": whole[..., :-n], "sink": whole[..., n:]}.get(
         missing, torch.cat([whole[..., :10], whole[..., 10 + n :]], -1)
     )
@@ -101,9 +97,7 @@ def test_mixed_heads_that_read_like_the_others_are_red():
     mixed = next(one for one in made.build() if one.name == "mixed_heads")
     assert mixed.error() <= 1
     for whole in (None, gates.attended(made.selected[0.5].index_BHK, 4, 130, 150)):
-        agree = gates.textbook(
-            made.data.query_BHGD, made.data.key_BHTD, made.data.value_BHTD, settings.scale, whole
-        )
+        agree = gates.textbook(made.data.query_BHGD, made.data.key_BHTD, made.data.value_BHTD, settings.scale, whole)
         assert agree.error(mixed.call()) > 1
 
 

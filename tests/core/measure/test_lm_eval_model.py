@@ -27,9 +27,7 @@ SMALL = {
     "slow_start": 1, "min_gap": 0, "span": 0, "sink": 1, "recent": 3, "budget": 2, "window_prefill": 2,
     "trigger_policy": "never",
 }  # fmt: skip
-STORY = (
-    "Belora hid a red lantern under the old bridge. Tamvex stole a blue kettle near the cold mill."
-)
+STORY = "Belora hid a red lantern under the old bridge. Tamvex stole a blue kettle near the cold mill."
 QUESTIONS = [
     {"q": f"{STORY} Belora hid", "choices": ["a red lantern", "a blue lantern"], "a": 0},
     {"q": f"{STORY} Tamvex stole a", "choices": ["red lantern", "blue kettle near", "map"], "a": 1},
@@ -77,10 +75,7 @@ def write_task(folder, name, rows, settings):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("tasks")
-    choice = (
-        'output_type: multiple_choice\ndoc_to_choice: "{{choices}}"\ndoc_to_target: "{{a}}"\n'
-        + METRICS
-    )
+    choice = 'output_type: multiple_choice\ndoc_to_choice: "{{choices}}"\ndoc_to_target: "{{a}}"\n' + METRICS
     write_task(path, "tiny_choice", QUESTIONS, choice)
     text = (
         'output_type: generate_until\ndoc_to_target: "{{a}}"\n'
@@ -92,9 +87,7 @@ def folder(tmp_path_factory):
 
 
 def requests_of(kind, arguments):
-    return [
-        Instance(request_type=kind, doc={}, arguments=a, idx=i) for i, a in enumerate(arguments)
-    ]
+    return [Instance(request_type=kind, doc={}, arguments=a, idx=i) for i, a in enumerate(arguments)]
 
 
 def plain(loaded):
@@ -102,9 +95,7 @@ def plain(loaded):
 
 
 def policied(loaded, policy, batch_size=1):
-    return SfiLM(
-        str(loaded[0]), policy, backend="torch", device="cpu", batch_size=batch_size, **SMALL
-    )
+    return SfiLM(str(loaded[0]), policy, backend="torch", device="cpu", batch_size=batch_size, **SMALL)
 
 
 def told(lm):
@@ -211,9 +202,7 @@ def test_a_run_that_was_cut_goes_on_with_the_answers_of_its_cache(loaded, tmp_pa
             CachingLM(policied(loaded, "sfi"), str(tmp_path / "cache.db")).loglikelihood(asked)
     scored = []
     monkeypatch.setattr(SfiLM, "_score", lambda *args: scored.append(1) or score(*args))
-    assert (
-        CachingLM(policied(loaded, "sfi"), str(tmp_path / "cache.db")).loglikelihood(asked) == whole
-    )
+    assert CachingLM(policied(loaded, "sfi"), str(tmp_path / "cache.db")).loglikelihood(asked) == whole
     assert len(scored) == len(SCORED) - 3
 
 
@@ -221,7 +210,7 @@ def test_settings_of_a_table_and_of_lm_eval_reach_the_run():
     lm = SfiLM.create_from_arg_obj(
         {"selector.alpha": 0.25, "triggers": ["."], "preset": "paper", "max_length": 64, "device": "cpu"},
         {"device": "cuda:0", "batch_size": 3, "max_batch_size": None},
-    )  # fmt: skip
+    )
     found = told(lm)
     assert found["config"]["selector"]["alpha"] == 0.25
     assert found["config"]["recent_mode"] == "sliding"
@@ -248,7 +237,5 @@ def test_mistakes_in_the_arguments_are_one_line(arguments, message):
 
 def test_answers_that_fill_the_models_positions_are_refused(loaded):
     asked = requests_of("generate_until", [(STORY, {"until": ["."], "max_gen_toks": 128})])
-    with pytest.raises(
-        InputError, match=r"max_gen_toks must leave room in .* 128 positions, got 128"
-    ):
+    with pytest.raises(InputError, match=r"max_gen_toks must leave room in .* 128 positions, got 128"):
         policied(loaded, "sfi").generate_until(asked)

@@ -74,9 +74,7 @@ def test_if_all_is_kept_a_lossless_run_reads_what_its_policy_reads(model):
         ({"adaptive": False}, {"slow_rate": Fraction(1)}, 0),
     ],
 )
-def test_a_draft_ends_with_its_most_tokens_or_before_a_stated_slow_step(
-    model, draft, changes, drafts
-):
+def test_a_draft_ends_with_its_most_tokens_or_before_a_stated_slow_step(model, draft, changes, drafts):
     expected = Expectation(model, settings(draft, **changes), CPU)
     assert expected.cycle("sfi", Point(32768, 16)).drafts == drafts
 

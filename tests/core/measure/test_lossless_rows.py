@@ -41,7 +41,7 @@ def test_lossless_is_a_setting_of_a_method_and_none_of_its_policy():
         ("full-kv:lossless=true", "policy full-kv cannot draft"),
         ("sfi:lossless=1", "lossless must be true or false, got 1"),
     ],
-)  # fmt: skip
+)
 def test_a_method_that_cannot_be_lossless_is_refused(text, message):
     with pytest.raises(ConfigError, match=message):
         Method.parse(text)

@@ -96,9 +96,7 @@ def test_what_no_share_changes_runs_once(text, size):
     assert variant.config(1000) == Method.parse(text).config
 
 
-@pytest.mark.parametrize(
-    "sizes", [{"share": 0.0}, {"share": 1.5}, {"budget": 0}, {"share": 0.1, "recent": 0}, {}]
-)
+@pytest.mark.parametrize("sizes", [{"share": 0.0}, {"share": 1.5}, {"budget": 0}, {"share": 0.1, "recent": 0}, {}])
 def test_sizes_that_are_none_are_refused(sizes):
     with pytest.raises(ConfigError):
         Size(**sizes)

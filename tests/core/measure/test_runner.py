@@ -57,9 +57,7 @@ def test_what_is_done_is_not_done_again(loaded, monkeypatch):
     whole = timeless(grid.run(*loaded))
     read = []
     read_prompt = runner.read_prompt
-    monkeypatch.setattr(
-        runner, "read_prompt", lambda *a, **k: read.append(1) or read_prompt(*a, **k)
-    )
+    monkeypatch.setattr(runner, "read_prompt", lambda *a, **k: read.append(1) or read_prompt(*a, **k))
     assert timeless(grid.run(*loaded, set(grid.keys[:4]))) == whole[4:]
     assert len(read) == 1  # the first prompt had all its rows
     assert list(grid.run(*loaded, set(grid.keys))) == []
@@ -85,9 +83,7 @@ def test_rows_of_a_batch_are_those_of_one_by_one(loaded, sizes, task, length, se
     grid = replace(grid, sizes=sizes)
     batches = []
     decode = runner.generate
-    monkeypatch.setattr(
-        runner, "generate", lambda m, t, p, *a, **k: batches.append(len(p)) or decode(m, t, p, *a, **k)
-    )  # fmt: skip
+    monkeypatch.setattr(runner, "generate", lambda m, t, p, *a, **k: batches.append(len(p)) or decode(m, t, p, *a, **k))
     alone, together = list(grid.run(*loaded)), list(grid.run(*loaded, batch_size=3))
     assert max(batches) == 3
     found, expected = by_key(grid, together), by_key(grid, alone)
@@ -98,9 +94,7 @@ def test_rows_of_a_batch_are_those_of_one_by_one(loaded, sizes, task, length, se
 
 def test_a_batch_that_fails_is_decoded_one_by_one(loaded, monkeypatch):
     """A method that needs too much memory for two prompts, and one whose logits break for one prompt."""
-    grid = replace(
-        grid_of("full-kv", "quest", "streaming-llm", seeds=(0, 1)), sizes=(Size(budget=24, recent=16),)
-    )  # fmt: skip
+    grid = replace(grid_of("full-kv", "quest", "streaming-llm", seeds=(0, 1)), sizes=(Size(budget=24, recent=16),))
     expected = by_key(grid, grid.run(*loaded))
     broken = find_task(TASK).sample(loaded[1], LENGTH, 1).prompt_ids
     decode = runner.generate
@@ -125,9 +119,7 @@ def test_a_batch_that_fails_is_decoded_one_by_one(loaded, monkeypatch):
 
 def test_ctrl_c_ends_the_run_between_rows(loaded, monkeypatch):
     decode = runner.generate
-    monkeypatch.setattr(
-        runner, "generate", lambda *a, **k: replace(decode(*a, **k), interrupted=True)
-    )
+    monkeypatch.setattr(runner, "generate", lambda *a, **k: replace(decode(*a, **k), interrupted=True))
     with pytest.raises(KeyboardInterrupt):
         list(grid_of("full-kv").run(*loaded))
 

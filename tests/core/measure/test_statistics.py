@@ -64,9 +64,7 @@ def test_with_scipy_the_interval_is_bca():
     below = ((means < values.mean()).mean() + (means <= values.mean()).mean()) / 2
     bias, centered = normal.inv_cdf(below), values.mean() - values
     skew = -(centered**3).sum() / (6 * (centered**2).sum() ** 1.5)
-    ends = [
-        np.quantile(means, normal.cdf(bias + (bias + z) / (1 - skew * (bias + z)))) for z in (-Z, Z)
-    ]
+    ends = [np.quantile(means, normal.cdf(bias + (bias + z) / (1 - skew * (bias + z)))) for z in (-Z, Z)]
     found = paired_difference(SKEWED, [0.0] * len(SKEWED))
     assert found.method == "BCa"
     assert [found.low, found.high] == pytest.approx(ends, abs=0.01)

@@ -34,12 +34,8 @@ def byte_tokenizer(**options):
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{START} $A", special_tokens=[(START, 0)]
-    )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token=START, eos_token=END, **options
-    )
+    tokenizer.post_processor = processors.TemplateProcessing(single=f"{START} $A", special_tokens=[(START, 0)])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=START, eos_token=END, **options)
 
 
 @pytest.fixture(scope="module")

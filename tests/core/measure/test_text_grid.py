@@ -9,9 +9,7 @@ from sfi_core.measure.evaluation.fidelity import Fidelity, fidelity, reference
 from sfi_core.measure.evaluation.method import Method, Size
 from sfi_core.measure.evaluation.text_grid import TextGrid, from_rows
 
-TEXT = (
-    "Belora hid a red lantern under the old bridge. Tamvex stole a blue kettle near the mill. " * 8
-)
+TEXT = "Belora hid a red lantern under the old bridge. Tamvex stole a blue kettle near the mill. " * 8
 
 
 def text_grid_of(*methods, **changes):

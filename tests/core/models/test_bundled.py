@@ -57,9 +57,7 @@ def test_the_example_is_what_its_script_writes(tmp_path, monkeypatch):
     written = tmp_path / "example.json"
     monkeypatch.setattr(example, "FILE", written)
     example.main()
-    assert json.loads(written.read_text()) == json.loads(
-        (BUNDLED.parent / "example.json").read_text()
-    )
+    assert json.loads(written.read_text()) == json.loads((BUNDLED.parent / "example.json").read_text())
 
 
 @pytest.mark.parametrize(("length", "samples"), [(1024, 12), case(4096, 4)])
@@ -80,9 +78,7 @@ for _ in range(2):
     result = sfi_core.generate(model, tokenizer, [prompt], max_new_tokens=24)
     print(result.forecast.total_bytes, result.peak_memory_bytes)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     (expected, first), (_, second) = (map(int, line.split()) for line in done.stdout.splitlines())
     assert abs(first / expected - 1) < 0.1
     assert second < 1.02 * first

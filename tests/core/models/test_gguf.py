@@ -36,9 +36,7 @@ Edit = Callable[[gguf.GGUFWriter], None]
 @pytest.fixture(scope="module")
 def model(tiny_tokenizer: Any) -> Any:
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tiny_tokenizer), initializer_range=0.3, tie_word_embeddings=False, **TINY
-    )
+    config = LlamaConfig(vocab_size=len(tiny_tokenizer), initializer_range=0.3, tie_word_embeddings=False, **TINY)
     return LlamaForCausalLM(config).eval()
 
 
@@ -135,9 +133,7 @@ def test_a_file_gives_the_tokens_of_the_folder_with_its_weights(
     assert len(set(tokens)) > 3
 
 
-def test_a_file_on_the_hub_loads_from_the_cache(
-    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_file_on_the_hub_loads_from_the_cache(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """As a download leaves it there."""
     home, commit = tmp_path / "models--owner--name", "0" * 40
     (home / "snapshots" / commit).mkdir(parents=True)
@@ -174,17 +170,13 @@ def test_a_file_alone_gives_tokenizer_and_config(file: Path, tiny_tokenizer: Any
         ("qwen2", ["a", "Ġ", "2", "0", "2", "6", "Ċ", "Ġ", "Ġ", "3"]),
     ],
 )
-def test_a_text_is_split_as_the_file_says(
-    pre: str, pieces: list[str], write: Callable[..., Path], tmp_path: Path
-):
+def test_a_text_is_split_as_the_file_says(pre: str, pieces: list[str], write: Callable[..., Path], tmp_path: Path):
     tokenizer = load_tokenizer(str(write(tmp_path / "x.gguf", pre=pre)))
     split = tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str("a 2026\n  3")
     assert [piece for piece, _ in split] == pieces
 
 
-def test_a_tokenizer_beside_the_file_wins(
-    write: Callable[..., Path], tmp_path: Path, tiny_tokenizer: Any
-):
+def test_a_tokenizer_beside_the_file_wins(write: Callable[..., Path], tmp_path: Path, tiny_tokenizer: Any):
     path = str(write(tmp_path / "x.gguf", kind="llama"))
     assert "put the model's tokenizer.json beside the file" in refusal(InputError, path)
     tiny_tokenizer.backend_tokenizer.save(str(tmp_path / "tokenizer.json"))
@@ -247,9 +239,7 @@ def test_a_file_is_not_split_over_ranks(file: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("missing", ["gguf", "accelerate"])
-def test_a_package_that_is_missing_is_named(
-    missing: str, file: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_package_that_is_missing_is_named(missing: str, file: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(
         "sfi_core.models.gguf_file.find_spec",
         lambda name: None if name == missing else find_spec(name),
@@ -270,9 +260,7 @@ def test_an_alias_whose_package_is_missing_names_what_installs_it(monkeypatch: p
     )
 
 
-def test_an_alias_wins_over_a_folder_of_that_name(
-    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_an_alias_wins_over_a_folder_of_that_name(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     class Packed:
         suffix = ".gguf"
 

@@ -49,18 +49,14 @@ def test_the_bytes_of_graphs_equal_hand_arithmetic(tiny_model: Any):
     selector = (RING_PLACES * 4 + 12 * 2) * 3 * 1000 * 4
     pass_over_a_token = 1408 * 3 + 768 * 3
     logits, chosen = 4 * 3 * 96 * 4, (0 + 1 + 2 + 3) * 2 * 2 * 5 * 4
-    assert whole.graph_bytes == (
-        selector + pass_over_a_token + logits + chosen + 4 * GRAPH_BYTES + LIBRARY_BYTES
-    )
+    assert whole.graph_bytes == (selector + pass_over_a_token + logits + chosen + 4 * GRAPH_BYTES + LIBRARY_BYTES)
     assert none.graph_bytes == 0
     assert whole.needed_bytes - none.needed_bytes == whole.graph_bytes
     assert whole.workspace_bytes == none.workspace_bytes == CPU_SLACK * (4 * 4 * 16 + 24) * 4000
 
 
 def test_a_policy_that_selects_nothing_has_one_graph_without_a_ring(tiny_model: Any):
-    one = forecast(
-        tiny_model, [FULL], CONFIG, selects=False, batch=3, prompt_tokens=30, capacity=1000, graphs=True
-    )  # fmt: skip
+    one = forecast(tiny_model, [FULL], CONFIG, selects=False, batch=3, prompt_tokens=30, capacity=1000, graphs=True)
     step = 1408 * 3 + 768 * 3
     assert one.graph_bytes == step + 3 * 96 * 4 + GRAPH_BYTES + LIBRARY_BYTES
 
@@ -81,7 +77,7 @@ def test_a_bench_s_forecast_counts_the_evidence_ring_and_the_graphs(
     model = empty_model(random_config("qwen3-4b"), torch.device("meta"), torch.bfloat16)
     asked = DecodeSettings(
         policies=("sfi",), contexts=(16384,), batches=(16,), slow_rate=Fraction(1, 20), engine=engine
-    )  # fmt: skip
+    )
     document = forecast_document(model, asked, CUDA, bandwidth_gb_per_s=1, memory_bytes=1e12)
     capacity = asked.capacity(16384)
     selector = (places * 32 + 12 * 8) * 16 * capacity * 4
@@ -141,9 +137,7 @@ def test_a_second_run_of_a_process_is_planned_as_the_first(
         three = session.forecast(3, 36, 42).needed_bytes
     allocator, plans, free = Allocator(monkeypatch, int(three / 0.9) + 1), [], memory.free_bytes
     monkeypatch.setattr(batch_plan, "free_bytes", lambda _: free(CUDA))
-    monkeypatch.setattr(
-        batch_plan, "give_back", lambda _: memory.give_back(CUDA) if empties else None
-    )
+    monkeypatch.setattr(batch_plan, "give_back", lambda _: memory.give_back(CUDA) if empties else None)
 
     def planned(made: Any) -> None:
         plans.append(made)

@@ -17,9 +17,7 @@ from tests.architectures import COMMON
 from tests.covering import each_value
 
 MANY, FEW = linear.WIDE_ROWS, 4
-fbgemm = pytest.mark.skipif(
-    torch.backends.quantized.engine not in linear.ENGINES, reason="no FBGEMM on this machine"
-)
+fbgemm = pytest.mark.skipif(torch.backends.quantized.engine not in linear.ENGINES, reason="no FBGEMM on this machine")
 
 
 @pytest.fixture(autouse=True)
@@ -46,9 +44,7 @@ def product(module: Any, rows: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("shape", "dtype", "bias"),
-    each_value(
-        [(MANY, 40), (2, MANY // 2, 40), (FEW, 40), (1, 1, 40)], linear.HALVES, [True, False]
-    ),
+    each_value([(MANY, 40), (2, MANY // 2, 40), (FEW, 40), (1, 1, 40)], linear.HALVES, [True, False]),
 )
 def test_wide_products_are_rounded_once(shape: tuple[int, ...], dtype: torch.dtype, *, bias: bool):
     one, rows = layer(dtype, bias=bias), torch.randn(shape).to(dtype)
@@ -66,9 +62,7 @@ def test_wide_products_are_rounded_once(shape: tuple[int, ...], dtype: torch.dty
     ("shape", "dtype", "bias"),
     each_value([(MANY, 40), (3, 40), (1, 1, 40), (0, 40)], linear.HALVES, [True, False]),
 )
-def test_packed_products_are_rounded_once(
-    shape: tuple[int, ...], dtype: torch.dtype, *, bias: bool
-):
+def test_packed_products_are_rounded_once(shape: tuple[int, ...], dtype: torch.dtype, *, bias: bool):
     one, rows = layer(dtype, bias=bias), torch.randn(shape).to(dtype)
     expected = product(one, rows)
     weight = one.weight.clone()
@@ -127,7 +121,7 @@ def test_a_packed_model_decodes_like_the_same_weights_in_float32(*, tied: bool):
     with torch.no_grad(), sfi_core.slow_fast(model, None, config):
         logits = model.generate(
             ids, max_new_tokens=4, do_sample=False, output_logits=True, return_dict_in_generate=True
-        )  # fmt: skip
+        )
     with torch.no_grad():
         expected = exact(ids).logits[:, -1]
     torch.testing.assert_close(logits.logits[0].float(), expected, rtol=0.05, atol=0.02)
@@ -161,7 +155,7 @@ def test_a_weight_beyond_float16_keeps_its_layer_unpacked():
         (torch.float32, "cpu", "packed weights must be bfloat16 or float16 on a CPU, got float32 on cpu"),
         (torch.bfloat16, "meta", "packed weights must be bfloat16 or float16 on a CPU, got bfloat16 on meta"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_packed_is_refused(dtype: torch.dtype, device: str, message: str):
     with pytest.raises(BackendError, match=message):
         pack_weights(llama(dtype).to(device))

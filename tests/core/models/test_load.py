@@ -131,18 +131,14 @@ def test_auto_takes_the_checkpoint_s_dtype(tmp_path: Path, tiny_tokenizer: Any):
     assert load(str(tmp_path), device="cpu")[0].dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize(
-    "source", ["/no/such/folder", "./absent", "../absent", "~/absent", "a/b/c"]
-)
+@pytest.mark.parametrize("source", ["/no/such/folder", "./absent", "../absent", "~/absent", "a/b/c"])
 def test_a_missing_folder_is_named(source: str):
     assert refusal(InputError, source) == f"model folder {source} does not exist"
 
 
 def test_a_file_is_no_model(folder: Path):
     path = str(folder / "config.json")
-    assert refusal(InputError, path) == (
-        f"model must be a folder, a hub id or a .gguf file, got the file {path}"
-    )
+    assert refusal(InputError, path) == (f"model must be a folder, a hub id or a .gguf file, got the file {path}")
 
 
 @pytest.mark.parametrize(
@@ -159,17 +155,13 @@ def test_a_folder_without_a_file_is_refused(folder: Path, file: str, words: str)
 
 
 @pytest.mark.usefixtures("_offline")
-@pytest.mark.parametrize(
-    "name", ["no-such-owner/no-such-model", "no-such-model", "no model at all!"]
-)
+@pytest.mark.parametrize("name", ["no-such-owner/no-such-model", "no-such-model", "no model at all!"])
 def test_a_hub_id_that_cannot_be_had_is_named(name: str):
     assert os.environ["HF_HUB_OFFLINE"] == "1"
     assert refusal(InputError, name).startswith(f"model {name} cannot be loaded: ")
 
 
-@pytest.mark.parametrize(
-    "name", ["model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json"]
-)
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json"])
 def test_a_truncated_file_is_refused(folder: Path, name: str):
     data = (folder / name).read_bytes()
     (folder / name).write_bytes(data[: len(data) // 2])
@@ -227,8 +219,7 @@ def test_a_model_of_something_else_is_unsupported(folder: Path):
 
 def test_an_unknown_dtype_is_named_with_the_known_ones(saved: Path):
     assert refusal(ConfigError, str(saved), dtype="int8") == (
-        "unknown dtype 'int8'; expected one of "
-        "('auto', 'bfloat16', 'bf16', 'float16', 'fp16', 'float32', 'fp32')"
+        "unknown dtype 'int8'; expected one of ('auto', 'bfloat16', 'bf16', 'float16', 'fp16', 'float32', 'fp32')"
     )
 
 

@@ -86,9 +86,7 @@ SAMPLED = Sampling(do_sample=True, temperature=0.7, top_k=50, top_p=0.9, min_p=0
     [([], None), ([Compares()], SAMPLED)],
     ids=["alone, greedy", "compared, sampled"],
 )
-def test_the_forecast_covers_what_a_lossless_run_holds(
-    observers: list[Observer], sampling: Sampling | None
-):
+def test_the_forecast_covers_what_a_lossless_run_holds(observers: list[Observer], sampling: Sampling | None):
     """A plain run's forecast does not; and where tokens are drawn, the lossless one is not far above."""
     peak, result = run(observers, sampling)
     assert max(request.lossless.drafted for request in result.report.requests) >= DRAFT
@@ -128,6 +126,4 @@ def test_sliding_windows_are_held_twice(tiny_model: Any):
     )  # fmt: skip
     assert lossless.sliding_bytes == 2 * plain.sliding_bytes
     grown = lossless.workspace_bytes - drafting.kept_bytes(batch=1, vocabulary=96, itemsize=4)
-    assert grown >= CPU_SLACK * drafting.pass_bytes(
-        batch=1, vocabulary=96, itemsize=4, heads=4, grouped=2, capacity=40
-    )
+    assert grown >= CPU_SLACK * drafting.pass_bytes(batch=1, vocabulary=96, itemsize=4, heads=4, grouped=2, capacity=40)

@@ -20,9 +20,7 @@ from sfi_core.settings.config import SfiConfig
 from sfi_core.state.layer_shape import LayerShape
 
 CPU = torch.device("cpu")
-CONFIG = SfiConfig(
-    slow_start=1, min_gap=0, span=0, sink=3, recent=6, budget=5, trigger_token_ids=(1,)
-)
+CONFIG = SfiConfig(slow_start=1, min_gap=0, span=0, sink=3, recent=6, budget=5, trigger_token_ids=(1,))
 # the tiny model's: 2 KV heads, keys and values of 8 numbers of 4 bytes
 FULL = LayerShape(heads=2, key_width=8, value_width=8, itemsize=4)
 SLIDING = LayerShape(heads=2, key_width=8, value_width=8, itemsize=4, window=10)
@@ -60,10 +58,7 @@ def test_only_sliding_windows_have_a_mask_of_queries_and_keys(tiny_model: Any):
 
 
 def test_first_selections_that_share_launches_need_their_tensors_together(tiny_model: Any):
-    alone, four = (
-        expect(tiny_model, [FULL], capacity=1000, prefill_chunk=8, first_together=count)
-        for count in (1, 4)
-    )
+    alone, four = (expect(tiny_model, [FULL], capacity=1000, prefill_chunk=8, first_together=count) for count in (1, 4))
     assert four.workspace_bytes == 4 * alone.workspace_bytes
 
 
@@ -109,9 +104,7 @@ def test_reading_the_prompt_in_pieces_needs_less(tiny_model: Any):
     ],
     ids=str,
 )
-def test_the_forecast_is_what_a_run_allocates(
-    tiny_model: Any, policy: str, options: dict[str, Any]
-):
+def test_the_forecast_is_what_a_run_allocates(tiny_model: Any, policy: str, options: dict[str, Any]):
     """With pages of 32 tokens 40 take two; a layer left dense has nothing packed."""
 
     def size(*tensors: torch.Tensor) -> int:
@@ -119,9 +112,7 @@ def test_the_forecast_is_what_a_run_allocates(
 
     dtype = torch.bfloat16 if options else torch.float32
     model = copy.deepcopy(tiny_model).to(dtype)
-    with sfi_core.slow_fast(
-        model, None, **{"config": CONFIG, "policy": policy, **options}
-    ) as session:
+    with sfi_core.slow_fast(model, None, **{"config": CONFIG, "policy": policy, **options}) as session:
         expected = session.forecast(3, 30, 40)
         batch = {
             "input_ids": torch.arange(90).view(3, 30),
@@ -140,9 +131,7 @@ def free(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[int], int
     """Return what sets the system's free kilobytes."""
     meminfo = tmp_path / "meminfo"
     monkeypatch.setattr(memory, "MEMINFO", meminfo)
-    return lambda kilobytes: meminfo.write_text(
-        f"MemTotal: 9999999 kB\nMemAvailable: {kilobytes} kB\n"
-    )
+    return lambda kilobytes: meminfo.write_text(f"MemTotal: 9999999 kB\nMemAvailable: {kilobytes} kB\n")
 
 
 def need(**numbers: int) -> Forecast:
@@ -196,9 +185,7 @@ def test_what_is_in_use_already_need_not_be_free(free: Any):
         check_fits(need(resident=10**9, kv=1025), CPU)
 
 
-def test_a_system_that_does_not_tell_its_free_memory_refuses_nothing(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
+def test_a_system_that_does_not_tell_its_free_memory_refuses_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setattr(memory, "MEMINFO", tmp_path / "absent")
     assert memory.free_bytes(CPU) is None
     check_fits(need(kv=10**15), CPU)
@@ -257,9 +244,7 @@ def test_more_together_than_fit_is_refused_with_how_many_do(free: Any, tiny_mode
         plan(tiny_model, [[1]] * 9, max_batch=5)
     free(GIGABYTE)
     for options in ({}, {"max_batch": 5}):
-        with pytest.raises(
-            MemoryForecastError, match=r"1\.00 GB .* 2\.00 GB .*; lower prefill_chunk$"
-        ):
+        with pytest.raises(MemoryForecastError, match=r"1\.00 GB .* 2\.00 GB .*; lower prefill_chunk$"):
             plan(tiny_model, [[1]] * 9, **options)
 
 
@@ -267,9 +252,7 @@ def test_where_the_free_memory_is_unknown_all_run_together(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_model: Any
 ):
     monkeypatch.setattr(memory, "MEMINFO", tmp_path / "absent")
-    assert (
-        plan(tiny_model, [[1]] * 30).slots == plan(tiny_model, [[1]] * 30, max_batch=50).slots == 30
-    )
+    assert plan(tiny_model, [[1]] * 30).slots == plan(tiny_model, [[1]] * 30, max_batch=50).slots == 30
 
 
 def test_prompts_that_do_not_fit_together_are_decoded_a_few_at_a_time(free: Any, tiny_model: Any):
@@ -283,20 +266,14 @@ def test_prompts_that_do_not_fit_together_are_decoded_a_few_at_a_time(free: Any,
     free(int(three / 0.9) // 1024 + 1)
     fewer = sfi_core.generate(tiny_model, None, prompts, CONFIG, **options)
     assert [made.slots for made in plans] == [whole.slots, fewer.slots] == [4, 3]
-    assert [r.token_ids for r in fewer.report.requests] == [
-        r.token_ids for r in whole.report.requests
-    ]
+    assert [r.token_ids for r in fewer.report.requests] == [r.token_ids for r in whole.report.requests]
     assert fewer.forecast.kv_bytes == plans[1].forecast.kv_bytes == 2 * 128 * 3 * 42
 
 
 def test_prompts_that_were_read_together_stay_together(tiny_model: Any):
-    shared = sfi_core.generation.read_prompt.read_prompt(
-        tiny_model, None, [[1, 2], [3]], capacity=9
-    )
+    shared = sfi_core.generation.read_prompt.read_prompt(tiny_model, None, [[1, 2], [3]], capacity=9)
     with pytest.raises(ConfigError, match=r"must be at least the 2 prompts of shared, got 1$"):
-        sfi_core.generate(
-            tiny_model, None, [[1, 2], [3]], CONFIG, max_new_tokens=4, shared=shared, max_batch=1
-        )
+        sfi_core.generate(tiny_model, None, [[1, 2], [3]], CONFIG, max_new_tokens=4, shared=shared, max_batch=1)
 
 
 def test_the_peak_covers_what_was_in_use_and_what_came_and_went():
@@ -322,17 +299,13 @@ def test_resetting_the_peak_forgets_what_came_and_went():
     assert low < high
 
 
-def test_a_peak_that_cannot_be_reset_is_the_process_s(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
+def test_a_peak_that_cannot_be_reset_is_the_process_s(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setattr(memory, "CLEAR_REFS", tmp_path)  # writing to a folder is an OSError
     memory.reset_peak(CPU)
     assert memory.peak_bytes(CPU) >= memory.resident_bytes(CPU)
 
 
-def test_a_system_without_proc_still_knows_its_peak(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
+def test_a_system_without_proc_still_knows_its_peak(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setattr(memory, "STATUS", tmp_path / "absent")
     assert memory.peak_bytes(CPU) > 2**20
     assert memory.resident_bytes(CPU) > 2**20

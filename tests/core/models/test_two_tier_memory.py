@@ -40,9 +40,7 @@ def cells(layer: LayerShape, tokens: int, heads: int | None = None) -> int:
 @pytest.mark.parametrize("page", [1, 8, 64])
 @pytest.mark.parametrize("recent", [1, 2, 8, 9, 256, 263])
 def test_the_ring_holds_the_recent_tokens_wherever_they_begin(page: int, recent: int):
-    touched = (
-        len({token // page for token in range(first, first + recent)}) for first in range(page)
-    )
+    touched = (len({token // page for token in range(first, first + recent)}) for first in range(page))
     assert ring_pages(recent, page) == max(touched) + 1
 
 
@@ -112,12 +110,8 @@ def test_a_budget_that_is_too_small_says_what_the_run_needs():
         f"kv_device_budget must hold sink + recent + one page, at least {least} bytes, got {least - 1}; "
         "raise --kv-device-budget, or lower the batch, budget or recent"
     )
-    with pytest.raises(
-        ConfigError, match=rf"longest recent window, {expected.device_bytes} bytes, got"
-    ):
+    with pytest.raises(ConfigError, match=rf"longest recent window, {expected.device_bytes} bytes, got"):
         check_device_budget(DeviceBudget.parse(str(least)), expected, least)
     share = DeviceBudget.parse("20%")
-    with pytest.raises(
-        ConfigError, match=rf"at least {least} bytes, got {expected.host_bytes // 5};"
-    ):
+    with pytest.raises(ConfigError, match=rf"at least {least} bytes, got {expected.host_bytes // 5};"):
         check_device_budget(share, expected, least)

@@ -13,9 +13,7 @@ STEP = StepEvent(
     request=0, step=3, batch_step=3, position=7, token_id=5, slow=False, reason="",
     steps_since_slow=2, attended_tokens=4.0, context_tokens=8, elapsed_us=1.0,
 )  # fmt: skip
-SELECTION = SelectionEvent(
-    request=0, step=3, layer=1, index_HK=torch.zeros(2, 3, dtype=torch.int32), diagnostics={}
-)
+SELECTION = SelectionEvent(request=0, step=3, layer=1, index_HK=torch.zeros(2, 3, dtype=torch.int32), diagnostics={})
 
 
 def test_every_observer_gets_every_event():

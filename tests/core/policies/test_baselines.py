@@ -17,9 +17,7 @@ from tests.fakes import RecordingObserver, layer_context
 
 H, G, D = 2, 2, 8
 SINK, RECENT, BUDGET, PROMPT = 2, 4, 6, 40
-CONFIG = SfiConfig(
-    slow_start=1, min_gap=0, span=0, sink=SINK, recent=RECENT, budget=BUDGET, trigger_policy="never"
-)
+CONFIG = SfiConfig(slow_start=1, min_gap=0, span=0, sink=SINK, recent=RECENT, budget=BUDGET, trigger_policy="never")
 
 
 def make(policy: str, config: SfiConfig = CONFIG, layers: tuple[int, ...] = (0, 1)) -> Policy:
@@ -68,10 +66,7 @@ def test_snapkv_keeps_the_pooled_attention_of_the_window():
     prefix = range(SINK, PROMPT - RECENT)
     mean = logits.double().softmax(-1).mean(dim=(2, 3))[0]
     for head in range(H):
-        score = [
-            sum(float(mean[head, k]) for k in range(j - 2, j + 3) if k in prefix) / 5
-            for j in range(PROMPT)
-        ]
+        score = [sum(float(mean[head, k]) for k in range(j - 2, j + 3) if k in prefix) / 5 for j in range(PROMPT)]
         assert got[head] == best_of(score, prefix)
 
 

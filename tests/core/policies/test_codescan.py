@@ -18,9 +18,7 @@ from tests.watched import LAYERS, H, Seen, Watched, best_of, prompt_of, watched
 SINK, RECENT, BUDGET, NEW, REST = 2, 5, 10, 12, 0.3
 # 7 tokens are sink and recent ones alone, so that a basis is learned when a step has to choose, if ever
 LENGTHS = (61, 7, 1, 24)
-CONFIG = SfiConfig(sink=SINK, recent=RECENT, budget=BUDGET, trigger_policy="never").replace(
-    codescan={"rest": REST}
-)
+CONFIG = SfiConfig(sink=SINK, recent=RECENT, budget=BUDGET, trigger_policy="never").replace(codescan={"rest": REST})
 
 
 @cache
@@ -132,9 +130,7 @@ def test_the_basis_is_learned_again_from_the_last_queries():
         bases = bases_of(seen, 3)
         prompt = bases[0][2]  # [H, tokens * G, D]
         G = prompt.shape[1] // LENGTHS[0]
-        assert [tokens for _, tokens, _ in bases] == list(
-            range(LENGTHS[0], LENGTHS[0] + NEW - 1, 3)
-        )
+        assert [tokens for _, tokens, _ in bases] == list(range(LENGTHS[0], LENGTHS[0] + NEW - 1, 3))
         for _, tokens, query_HND in bases[1:]:
             steps = [one.query_HGD for one in seen[1:] if one.tokens < tokens]
             expected = torch.cat([prompt, *steps], 1)
@@ -175,9 +171,7 @@ def test_no_basis_of_as_many_channels_keeps_more_of_the_products(D: int):
     for head in range(2):
         centered = (key_HTD[head] - key_HTD[head].mean(0)).double()
         products = query_HND[head].double() @ centered.T
-        own = (query_HND[head] @ basis.query_HDC[head]).double() @ (
-            basis.encode_HDC[head].double().T @ centered.T
-        )
+        own = (query_HND[head] @ basis.query_HDC[head]).double() @ (basis.encode_HDC[head].double().T @ centered.T)
         kept = 1 - (products - own).square().sum() / products.square().sum()
         singular = torch.linalg.svdvals(products)
         most = singular[: 16 * words(D)].square().sum() / singular.square().sum()
@@ -186,9 +180,7 @@ def test_no_basis_of_as_many_channels_keeps_more_of_the_products(D: int):
         assert energy == sorted(energy, reverse=True)
 
 
-def own_energy(
-    query_ND: torch.Tensor, basis: CodeBasis, centered_TD: torch.Tensor, head: int
-) -> list[float]:
+def own_energy(query_ND: torch.Tensor, basis: CodeBasis, centered_TD: torch.Tensor, head: int) -> list[float]:
     """What each channel adds to the products, over all pairs."""
     by_query = (query_ND @ basis.query_HDC[head]).double().square().mean(0)
     by_key = (centered_TD @ basis.encode_HDC[head].double()).square().mean(0)

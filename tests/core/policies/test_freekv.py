@@ -24,9 +24,7 @@ SINK, RECENT, BUDGET, PAGE, NEW = 2, 5, 10, 4, 12
 SOME = 0.3  # a threshold under which some cosines of a random model lie
 # 7 tokens are sink and recent ones alone: the first to leave the window is selected by the prompt's query
 PROMPTS = [prompt_of(length) for length in (41, 7, 1, 24)]
-CONFIG = SfiConfig(
-    slow_start=1, min_gap=0, span=0, sink=SINK, recent=RECENT, budget=BUDGET, trigger_policy="never"
-)
+CONFIG = SfiConfig(slow_start=1, min_gap=0, span=0, sink=SINK, recent=RECENT, budget=BUDGET, trigger_policy="never")
 
 
 @cache
@@ -44,9 +42,7 @@ def page_score(seen: Seen, head: int) -> list[float]:
         bound = []
         for page in pages:
             low, high = page.amin(0), page.amax(0)
-            bound.append(
-                sum(max(q * a, q * b) for q, a, b in zip(query.tolist(), low, high, strict=True))
-            )
+            bound.append(sum(max(q * a, q * b) for q, a, b in zip(query.tolist(), low, high, strict=True)))
         softmax = (torch.tensor(bound, dtype=torch.float64) / D**0.5).softmax(0).tolist()
         means = [m + p / len(seen.query_HGD) for m, p in zip(means, softmax, strict=True)]
     return means
@@ -61,9 +57,7 @@ def selected(seen: Seen, head: int, tokens: int, sink: int) -> list[int]:
 
 def moved(now: Seen, last: Seen, head: int, tau: float) -> bool:
     """C_i < tau, pooled over the group (Sec. 3.3)."""
-    cosine = torch.cosine_similarity(
-        now.query_HGD[head].double(), last.query_HGD[head].double(), -1
-    )
+    cosine = torch.cosine_similarity(now.query_HGD[head].double(), last.query_HGD[head].double(), -1)
     return float(cosine.mean()) < tau
 
 

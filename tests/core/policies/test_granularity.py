@@ -58,9 +58,7 @@ def test_a_page_counts_as_the_mean_of_the_selector_s_scores():
         key_norm_BHT=torch.rand(1, 2, T) + 0.5,
     )
     settings = CONFIG.to_dict()["selector"]
-    score, _ = selector(
-        layer.logits(), layer.key_norm_BHT, layer.allowed_BT, span=CONFIG.span, **settings
-    )
+    score, _ = selector(layer.logits(), layer.key_norm_BHT, layer.allowed_BT, span=CONFIG.span, **settings)
     policy = POLICIES["sfi"](CONFIG, Trigger(frozenset(), CONFIG))
     for index_K, score_T in zip(policy.select_after(layer).index_BHK[0], score[0], strict=True):
         pages: dict[int, list[int]] = {}

@@ -56,9 +56,7 @@ def test_the_page_on_policies_shows_one_that_runs(install):
     logits = torch.randn(1, 2, 3, 1, 40, generator=torch.Generator().manual_seed(0))
     allowed = torch.zeros(1, 40, dtype=torch.bool)
     allowed[:, 5:30] = True
-    context = type(
-        "Shown", (), {"logits": lambda self: logits, "allowed_BT": allowed, "backend": "torch"}
-    )
+    context = type("Shown", (), {"logits": lambda self: logits, "allowed_BT": allowed, "backend": "torch"})
     selected = policy_class("loudest")(config, None).select_after(context())
     for head, probability in enumerate(logits[0].softmax(-1)):
         expected = probability.amax((0, 1))[5:30].topk(6).indices + 5
@@ -68,18 +66,12 @@ def test_the_page_on_policies_shows_one_that_runs(install):
 def test_one_that_does_not_import_is_named_and_the_others_work(install):
     install("broken", "import no_such_module\n", {"wrong": "broken:Wrong", "odd": "fine:odd"})
     install("fine", f"{FULL} as Mine\nodd = 3\n", {"mine": "fine:Mine"})
-    with pytest.raises(
-        ConfigError, match=r"^policy 'wrong' of package broken cannot be imported: Module"
-    ):
+    with pytest.raises(ConfigError, match=r"^policy 'wrong' of package broken cannot be imported: Module"):
         policy_class("wrong")
-    with pytest.raises(
-        ConfigError, match=r"^policy 'odd' of package broken must be a subclass of .* got 3$"
-    ):
+    with pytest.raises(ConfigError, match=r"^policy 'odd' of package broken must be a subclass of .* got 3$"):
         policy_class("odd")
     assert policy_class("mine") is policy_class("full-kv")
-    with pytest.raises(
-        ConfigError, match=r"unknown policy 'other'; expected one of .*'mine', 'odd', 'wrong'\)"
-    ):
+    with pytest.raises(ConfigError, match=r"unknown policy 'other'; expected one of .*'mine', 'odd', 'wrong'\)"):
         policy_class("other")
     assert {check.name: check.ok for check in _policies()} == {
         "policy mine": True, "policy odd": False, "policy wrong": False,
@@ -89,12 +81,8 @@ def test_one_that_does_not_import_is_named_and_the_others_work(install):
 def test_a_name_taken_twice_is_refused_with_both_owners(install):
     install("one", FULL, {"mine": "one:FullKV", "sfi": "one:FullKV"})
     install("two", FULL, {"mine": "two:FullKV"})
-    with pytest.raises(
-        ConfigError, match=r"^policy 'mine' is defined twice, by package (one|two) and by"
-    ):
+    with pytest.raises(ConfigError, match=r"^policy 'mine' is defined twice, by package (one|two) and by"):
         policy_class("mine")
-    with pytest.raises(
-        ConfigError, match=r"^policy 'sfi' is defined twice, by sfi and by package one; re"
-    ):
+    with pytest.raises(ConfigError, match=r"^policy 'sfi' is defined twice, by sfi and by package one; re"):
         policy_class("sfi")
     assert policy_class("full-kv").__name__ == "FullKV"

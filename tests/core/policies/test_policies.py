@@ -115,9 +115,7 @@ def test_a_fast_step_reads_no_more_than_the_budget(complete: Any, policy: str, m
 
 
 @pytest.mark.parametrize(("policy", "mode"), RUNS)
-def test_selected_positions_are_candidates_ascending_and_unique(
-    complete: Any, policy: str, mode: str
-):
+def test_selected_positions_are_candidates_ascending_and_unique(complete: Any, policy: str, mode: str):
     _, observer = complete(policy, mode)
     for event in observer.selections:
         # what serves the next step is selected among what has left the window by then
@@ -161,11 +159,7 @@ def test_a_row_of_a_ragged_batch_equals_the_row_alone(complete: Any, policy: str
 
 def test_the_runs_above_differ_between_policies(complete: Any):
     """Otherwise they would show little."""
-    tokens = {
-        str([r.token_ids for r in complete(policy, mode)[0].requests])
-        for policy in POLICIES
-        for mode in MODES
-    }
+    tokens = {str([r.token_ids for r in complete(policy, mode)[0].requests]) for policy in POLICIES for mode in MODES}
     # sfi and its two controls in both modes; the others have one
     assert len(tokens) == len(POLICIES) + 3
 
@@ -182,18 +176,14 @@ def test_an_unknown_policy_is_named_with_the_known_ones():
 
 
 def make(policy: str, config: SfiConfig = CONFIG) -> Policy:
-    return POLICIES[policy](
-        config, Trigger(frozenset(config.trigger_token_ids or ()), config), LAYERS
-    )
+    return POLICIES[policy](config, Trigger(frozenset(config.trigger_token_ids or ()), config), LAYERS)
 
 
 def context(logits: torch.Tensor, length: int, budget_start: int = SINK) -> LayerContext:
     """Return what a layer of one request shows a policy."""
     return layer_context(
         logits,
-        allowed_BT=allowed_positions(
-            length, torch.tensor([budget_start]), torch.tensor([length - RECENT])
-        ),
+        allowed_BT=allowed_positions(length, torch.tensor([budget_start]), torch.tensor([length - RECENT])),
         key_norm_BHT=torch.rand(1, logits.shape[1], length) + 0.5,
     )
 
@@ -269,9 +259,7 @@ def test_sfi_refreshes_every_layer_on_slow_steps_and_never_on_fast_ones(complete
 def test_sfi_with_room_for_everything_is_full_attention(complete: Any, tiny_model: Any):
     """With anchored recents and a budget of all allowed positions."""
     config = CONFIG.replace(budget=100)
-    result = sfi_core.generate(
-        tiny_model, None, PROMPTS, config, max_new_tokens=NEW, stop_token_ids=()
-    )
+    result = sfi_core.generate(tiny_model, None, PROMPTS, config, max_new_tokens=NEW, stop_token_ids=())
     for ours, dense in zip(result.report.requests, complete("full-kv")[0].requests, strict=True):
         assert ours.token_ids == dense.token_ids
         assert ours.fast_steps > 0
@@ -334,9 +322,7 @@ def test_oracle_top_k_prefers_what_all_query_heads_read_to_what_one_does():
 
 def test_oracle_top_k_selects_anew_at_every_step(complete: Any):
     _, observer = complete("oracle-top-k")
-    steps = [
-        e.step for e in observer.selections if (e.request, e.layer) == (0, 1) and e.index_HK.numel()
-    ]
+    steps = [e.step for e in observer.selections if (e.request, e.layer) == (0, 1) and e.index_HK.numel()]
     assert steps == list(range(1, NEW))
 
 

@@ -36,9 +36,7 @@ CLUSTERS = HeadClusters(
     cluster_of={0: (0, 1, 0, 1), 1: (0, 0, 0, 1)},
     representatives={0: (2, 1), 1: (1, 3)},
 )
-CONFIG = SfiConfig(
-    slow_start=1, min_gap=0, span=0, sink=SINK, recent=RECENT, budget=BUDGET, trigger_policy="never"
-)
+CONFIG = SfiConfig(slow_start=1, min_gap=0, span=0, sink=SINK, recent=RECENT, budget=BUDGET, trigger_policy="never")
 KINDS = [("dense", 0.5), ("sparse", 0.5), ("dense", 0.0), ("sparse", 1.0), ("sparse", 0.9)]
 
 
@@ -89,9 +87,7 @@ def reads(found: Watched, request: int, layer: int, suspension: str, rho: float)
         since = range(max(sink, anticipated.tokens - RECENT), now.tokens)
         rows.append(
             [
-                range(now.tokens)
-                if whole and head == leader
-                else [*range(sink), *sets[leader][now.step - 1], *since]
+                range(now.tokens) if whole and head == leader else [*range(sink), *sets[leader][now.step - 1], *since]
                 for head, leader in enumerate(LEADERS[layer])
             ]
         )
@@ -101,9 +97,7 @@ def reads(found: Watched, request: int, layer: int, suspension: str, rho: float)
 
 @pytest.mark.parametrize("request_", range(len(PROMPTS)))
 @pytest.mark.parametrize(("suspension", "rho"), KINDS)
-def test_heads_read_the_sets_that_their_representative_chose(
-    heads: Path, suspension: str, rho: float, request_: int
-):
+def test_heads_read_the_sets_that_their_representative_chose(heads: Path, suspension: str, rho: float, request_: int):
     """What the attention returned is attention to these positions, head by head and step by step."""
     found = run(heads, suspension, rho)
     for layer in LAYERS:
@@ -123,9 +117,7 @@ def test_selections_are_the_static_and_the_dynamic_set(heads: Path, suspension: 
         for (step, layer), event in told.items():
             sink, steps = min(SINK, len(prompt)), found.seen[request, layer]
             index = [[j for j in own if j >= 0] for own in event.index_HK.tolist()]
-            expected = [
-                sets_of_a_cluster(steps, leader, rho, sink)[step] for leader in LEADERS[layer]
-            ]
+            expected = [sets_of_a_cluster(steps, leader, rho, sink)[step] for leader in LEADERS[layer]]
             assert index == expected, (step, layer)
 
 
@@ -174,10 +166,7 @@ def make(heads: str | None, **own: Any) -> SyncKV:
 def test_what_lies_behind_a_shorter_request_takes_no_part(heads: Path):
     """The kernels write a request's own logits and leave the rest of the batch's width as it was."""
     lengths, logits = (30, 22), 3 * torch.randn(2, H, 2, 1, 30)
-    states = tuple(
-        RequestState(prompt_tokens=9, length=T, recent_start=T - RECENT, step=STRIDE)
-        for T in lengths
-    )
+    states = tuple(RequestState(prompt_tokens=9, length=T, recent_start=T - RECENT, step=STRIDE) for T in lengths)
     allowed = allowed_positions(30, torch.tensor([SINK] * 2), torch.tensor([25, 17]))
     shown = {"allowed_BT": allowed, "key_norm_BHT": torch.ones(2, H, 30), "states": states}
     spoilt = logits.clone()
@@ -191,7 +180,5 @@ def test_what_lies_behind_a_shorter_request_takes_no_part(heads: Path):
 
 
 def test_without_a_head_file_it_says_how_to_make_one():
-    with pytest.raises(
-        ConfigError, match=r"^synckv.heads must be .*, got none; .*`sfi tune heads`"
-    ):
+    with pytest.raises(ConfigError, match=r"^synckv.heads must be .*, got none; .*`sfi tune heads`"):
         make(None)

@@ -54,9 +54,7 @@ def flat(config: SfiConfig) -> dict[str, object]:
 METHODS = {"codescan", "draft", "freekv", "synckv"}
 
 
-@pytest.mark.parametrize(
-    ("preset", "changes"), [("paper", {}), ("default", DEFAULT), ("released", RELEASED)]
-)
+@pytest.mark.parametrize(("preset", "changes"), [("paper", {}), ("default", DEFAULT), ("released", RELEASED)])
 def test_a_preset_has_its_documented_values(preset: str, changes: dict):
     """Scripts that name a preset rely on these numbers."""
     values = flat(SfiConfig.preset(preset))
@@ -86,9 +84,7 @@ def test_a_config_survives_toml_and_json(preset: str, tmp_path: Path):
     assert SfiConfig().replace(**json.loads(json.dumps(config.to_dict()))) == config
 
 
-@pytest.mark.parametrize(
-    "trigger", ['"', "\\", "\n\t\r", "。", "😀", "\x7f", "\x00", "\u2028", "é"]
-)
+@pytest.mark.parametrize("trigger", ['"', "\\", "\n\t\r", "。", "😀", "\x7f", "\x00", "\u2028", "é"])
 def test_every_trigger_survives_toml(trigger: str, tmp_path: Path):
     path = tmp_path / "settings.toml"
     config = SfiConfig(triggers=(trigger, "."), trigger_token_ids=(3, 1), dense_layers=(0, 2))
@@ -113,16 +109,12 @@ def test_replacing_part_of_the_selector_keeps_the_rest():
 def test_lists_become_tuples_so_that_a_config_can_be_hashed():
     config = SfiConfig().replace(triggers=["."], trigger_token_ids=[1, 2], dense_layers=[0])
     assert (config.triggers, config.trigger_token_ids) == ((".",), (1, 2))
-    assert hash(config) == hash(
-        SfiConfig(triggers=(".",), trigger_token_ids=(1, 2), dense_layers=(0,))
-    )
+    assert hash(config) == hash(SfiConfig(triggers=(".",), trigger_token_ids=(1, 2), dense_layers=(0,)))
 
 
 @pytest.mark.parametrize("name", ["bugdet", "self", "alpha"])
 def test_an_unknown_setting_is_named_with_the_known_ones(name: str):
-    with pytest.raises(
-        ConfigError, match=rf"^unknown setting '{name}'; expected one of "
-    ) as caught:
+    with pytest.raises(ConfigError, match=rf"^unknown setting '{name}'; expected one of ") as caught:
         SfiConfig().replace(**{name: 3})
     names = ast.literal_eval(str(caught.value).split("expected one of ")[1])
     assert set(names) == {*PAPER, *ALTERNATIVES, *METHODS, "selector", "baseline"}
@@ -211,9 +203,7 @@ def test_a_wrong_setting_in_a_file_is_named_with_the_file(tmp_path: Path):
         SfiConfig().merge_toml(path)
 
 
-@pytest.mark.parametrize(
-    ("text", "line"), [("budget 3\n", 1), ("budget = 3\n\nsink = \n", 3), ("[selector\n", 1)]
-)
+@pytest.mark.parametrize(("text", "line"), [("budget 3\n", 1), ("budget = 3\n\nsink = \n", 3), ("[selector\n", 1)])
 def test_malformed_toml_is_named_with_file_and_line(text: str, line: int, tmp_path: Path):
     path = tmp_path / "settings.toml"
     path.write_text(text)

@@ -40,6 +40,4 @@ def test_a_share_is_exact_and_rounds_down():
 def test_anything_else_is_refused_in_one_line(text: str):
     with pytest.raises(ConfigError) as caught:
         DeviceBudget.parse(text)
-    assert str(caught.value) == (
-        f"kv_device_budget must be a share such as 20% or a size such as 2GiB, got {text!r}"
-    )
+    assert str(caught.value) == (f"kv_device_budget must be a share such as 20% or a size such as 2GiB, got {text!r}")

@@ -22,9 +22,7 @@ def int32(*values: int) -> torch.Tensor:
 class Written:
     """A cache and, beside it, plain lists of what was appended to each request."""
 
-    def __init__(
-        self, capacity: int, page_size: int | None = None, dtype=torch.float32, backend="torch"
-    ):
+    def __init__(self, capacity: int, page_size: int | None = None, dtype=torch.float32, backend="torch"):
         self.cache = KVCache(B, capacity, page_size, backend)
         self.dtype = dtype
         self.keys = [torch.empty(H, 0, D, dtype=dtype) for _ in range(B)]
@@ -142,9 +140,7 @@ def test_a_page_of_a_given_size_keeps_it():
     assert written.cache.layers[0].key_PHND.shape[2] == 16
 
 
-@pytest.mark.parametrize(
-    ("page_size", "rows"), [(None, [0, 1, 2]), (1, [1, 2]), (5, [2, 0]), (64, [1])]
-)
+@pytest.mark.parametrize(("page_size", "rows"), [(None, [0, 1, 2]), (1, [1, 2]), (5, [2, 0]), (64, [1])])
 def test_norms_of_several_requests_come_in_one_tensor(page_size: int | None, rows: list[int]):
     written = Written(20, page_size)
     written.append(12, 20, 17)

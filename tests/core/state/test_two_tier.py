@@ -23,9 +23,7 @@ PIECES = {
 }
 
 
-@pytest.mark.parametrize(
-    ("pieces", "side", "resident"), each_value(PIECES, SIDES, [(), (1,), (0, 1)])
-)
+@pytest.mark.parametrize(("pieces", "side", "resident"), each_value(PIECES, SIDES, [(), (1,), (0, 1)]))
 def test_every_token_is_found_again(pieces: str, side: str, resident: tuple[int, ...]):
     written = Written(SIDES[side](), resident)
     for count in PIECES[pieces]:
@@ -143,6 +141,5 @@ def test_a_longer_run_than_planned_is_refused():
     with pytest.raises(ConfigError) as caught:
         store.grow(73)
     assert str(caught.value) == (
-        "a run under kv_device_budget must state its length, got 73 tokens after room for 72; "
-        "give max_new_tokens"
+        "a run under kv_device_budget must state its length, got 73 tokens after room for 72; give max_new_tokens"
     )

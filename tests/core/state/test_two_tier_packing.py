@@ -22,9 +22,7 @@ class Packing:
         self.written.append(*count, into=[self.cache])
         self.segments = [PackedSegment(B, 9, s.pages(0)) for s in (self.written.store, self.cache)]
 
-    def pack(
-        self, rows: Sequence[int], sink: Sequence[int], index: Any, heads: Any = None
-    ) -> torch.Tensor:
+    def pack(self, rows: Sequence[int], sink: Sequence[int], index: Any, heads: Any = None) -> torch.Tensor:
         """Pack by both; return how many rows the two-tier store brought."""
         index_RHK = torch.tensor(index, dtype=torch.int32)
         heads_RH = None if heads is None else torch.tensor(heads)
@@ -67,9 +65,7 @@ def test_packing_from_the_host_gives_what_packing_from_the_device_gives(side: st
 def test_heads_that_are_not_packed_keep_their_rows(side: str):
     packing = Packing(SIDES[side](), 41, 12, 33)
     packing.pack([0, 1], [2, 0], [[[5, 9], [6, 7]], [[3, 4], [2, -1]]])
-    rows_RH = packing.pack(
-        [0, 1], [2, 0], [[[9, 10], [1, 2]], [[0, 1], [2, 3]]], [[True, False], [False, True]]
-    )
+    rows_RH = packing.pack([0, 1], [2, 0], [[[9, 10], [1, 2]], [[0, 1], [2, 3]]], [[True, False], [False, True]])
     packing.assert_same()
     assert rows_RH.tolist() == [[1, 0], [0, 1]]
 

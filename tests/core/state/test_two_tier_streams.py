@@ -71,20 +71,14 @@ def test_events_order_every_access(device: Device):
     assert device.races() == []
 
 
-@pytest.mark.parametrize(
-    ("stream", "race"), [("side", ("main", "side")), ("main", ("side", "main"))]
-)
-def test_an_event_that_a_stream_does_not_wait_for_is_a_race(
-    device: Device, stream: str, race: tuple[str, str]
-):
+@pytest.mark.parametrize(("stream", "race"), [("side", ("main", "side")), ("main", ("side", "main"))])
+def test_an_event_that_a_stream_does_not_wait_for_is_a_race(device: Device, stream: str, race: tuple[str, str]):
     device.dropped = (stream,)
     decode(device)
     assert race in device.races()
 
 
-def test_a_step_that_does_not_wait_for_its_rows_is_a_race(
-    device: Device, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_step_that_does_not_wait_for_its_rows_is_a_race(device: Device, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("sfi_core.state.two_tier.TwoTierStore.ready", lambda store, layer: None)
     decode(device)
     assert ("side", "main") in device.races()

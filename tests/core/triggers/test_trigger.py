@@ -120,9 +120,7 @@ def test_the_first_steps_are_slow_under_every_policy_if_asked(trigger_policy: st
 
 def drawn(settings: dict[str, Any], **fields: Any) -> str:
     config = PAPER.replace(trigger_policy="random", **settings)
-    state = RequestState(
-        **{"step": 9, "steps_since_slow": 9, "prompt_tokens": 50, "tokens": [1], **fields}
-    )
+    state = RequestState(**{"step": 9, "steps_since_slow": 9, "prompt_tokens": 50, "tokens": [1], **fields})
     return Trigger(frozenset(), config).reason(state)
 
 

@@ -99,9 +99,7 @@ def perfetto_text(trace: Trace, progress: Callable[[int, int], None]) -> Iterato
     yield "\n]}\n"
 
 
-def _lines(
-    events: Iterator[Event], total: int, progress: Callable[[int, int], None]
-) -> Iterator[str]:
+def _lines(events: Iterator[Event], total: int, progress: Callable[[int, int], None]) -> Iterator[str]:
     done = 0
     while piece := list(islice(events, PIECE)):
         lines = ",\n".join(json.dumps(event, ensure_ascii=False) for event in piece)
@@ -112,9 +110,7 @@ def _lines(
 
 def _tracks(scope: Scope, steps: list[Event]) -> dict[Track, Place]:
     ours = scope.trace.rank
-    tracks: list[Track] = [
-        ("request", number, ours) for number in sorted({step["request"] for step in steps})
-    ]
+    tracks: list[Track] = [("request", number, ours) for number in sorted({step["request"] for step in steps})]
     streams = scope.rows("""
         SELECT coalesce(rank, 0) AS rank, stream FROM timings GROUP BY ALL ORDER BY rank, min(begin_us)
     """)
@@ -144,9 +140,7 @@ def _step_events(steps: list[Event], tracks: dict[Track, Place], rank: int) -> I
         yield _slice(step, kind, kind, place, args) | {"cname": COLORS[step["slow"]]}
 
 
-def _verification_events(
-    rows: list[Event], tracks: dict[Track, Place], rank: int
-) -> Iterator[Event]:
+def _verification_events(rows: list[Event], tracks: dict[Track, Place], rank: int) -> Iterator[Event]:
     shown = ("step", "base", "drafted", "accepted", "reason", "evidence_position")
     for row in rows:
         args = {name: row[name] for name in shown if row[name] is not None}

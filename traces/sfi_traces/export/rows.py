@@ -18,9 +18,7 @@ ROWS = 1000  # in memory at once
 Rows = Sequence[Sequence[Any]]
 
 
-def table_text(
-    trace: Trace, name: str, form: str, progress: Callable[[int, int], None]
-) -> Iterator[str]:
+def table_text(trace: Trace, name: str, form: str, progress: Callable[[int, int], None]) -> Iterator[str]:
     """Write a table as "csv" or "jsonl", piece by piece; `progress` is told the rows so far, and in all."""
     write = csv_text if form == "csv" else jsonl_text
     return write(TABLES[name].names, _table_rows(trace, name, progress))

@@ -53,9 +53,7 @@ def lag(view: View) -> Any:
     for line, color in zip(lines, (WITHIN, ACROSS), strict=True):
         label = f"{line.name}, mean {line.overall:.3f} of {line.pairs.sum():,} pairs"
         axes.fill_between(line.lag, line.low, line.high, color=color, alpha=0.18, linewidth=0)
-        axes.plot(
-            line.lag, line.mean, color=color, linewidth=2, marker="o", markersize=2.5, label=label
-        )
+        axes.plot(line.lag, line.mean, color=color, linewidth=2, marker="o", markersize=2.5, label=label)
         below.plot(line.lag, line.pairs, color=color, linewidth=1.2)
     axes.set_ylim(0, 1)
     axes.set_xlim(left=0)
@@ -78,9 +76,7 @@ def lambda_star(view: View) -> Any:
     label = "median, 10 to 90 % of layers and KV heads"
     if len(data.step) <= MOST_BARS:
         spread = [data.median - data.low, data.high - data.median]
-        axes.errorbar(
-            data.step, data.median, yerr=spread, fmt="o", color=WITHIN, markersize=4, label=label
-        )
+        axes.errorbar(data.step, data.median, yerr=spread, fmt="o", color=WITHIN, markersize=4, label=label)
     else:
         axes.fill_between(data.step, data.low, data.high, color=WITHIN, alpha=0.2, linewidth=0)
         axes.plot(data.step, data.median, color=WITHIN, linewidth=1.2, label=label)

@@ -27,9 +27,7 @@ MARGIN, TITLE, LINE = 0.12, 0.27, 0.165  # inches
 def check_matplotlib(what: str) -> None:
     """Raise `BackendError` if matplotlib is not installed; `what`, such as "plots", is in the message."""
     if find_spec("matplotlib") is None:
-        raise BackendError(
-            f"{what} need matplotlib, which is not installed; pip install 'sfi-toolkit[plots]'"
-        )
+        raise BackendError(f"{what} need matplotlib, which is not installed; pip install 'sfi-toolkit[plots]'")
 
 
 def check_plot(path: Path) -> None:

@@ -45,8 +45,6 @@ def by_head(scope: Scope, value: str, source: str, samples: str = "count(*)") ->
 def measured(scope: Scope, query: str) -> list[Measured]:
     """Run a query and convert its rows; a null value becomes 0."""
     return [
-        Measured(
-            row["request"], row.get("layer"), row.get("head"), float(row["value"] or 0), row["n"]
-        )
+        Measured(row["request"], row.get("layer"), row.get("head"), float(row["value"] or 0), row["n"])
         for row in scope.rows(query)
     ]

@@ -76,9 +76,7 @@ def _trigger_share(scope: Scope, which: str) -> list[Measured]:
     if manifest["policy"] not in TRIGGERED:
         raise Unjudged(f"{manifest['policy']} has no trigger")
     if manifest["config"].get("trigger_policy", "boundary") != "boundary":
-        raise Unjudged(
-            f"the trigger is {manifest['config']['trigger_policy']}, not the sentence's end"
-        )
+        raise Unjudged(f"the trigger is {manifest['config']['trigger_policy']}, not the sentence's end")
     return measured(scope, _share(which, "chosen_steps"))
 
 

@@ -15,17 +15,13 @@ def evidence_broken(scope: Scope) -> list[Measured]:
         evidence_norm2 IS NULL OR NOT isfinite(evidence_norm2) OR evidence_norm2 <= 0
         OR lambda_star IS NULL OR NOT isfinite(lambda_star)
     """
-    return _of_selector(
-        scope, f"avg(({broken})::INT)", "coalesce(chosen_selections.reason, '') = ''"
-    )
+    return _of_selector(scope, f"avg(({broken})::INT)", "coalesce(chosen_selections.reason, '') = ''")
 
 
 def evidence_flat(scope: Scope) -> list[Measured]:
     """Mean share of the allowed positions that the evidence is spread over: exp(entropy) / allowed."""
     allowed = _allowed(scope)
-    return _of_selector(
-        scope, f"avg(exp(evidence_entropy) / {allowed})", f"{allowed} > 2 * selected"
-    )
+    return _of_selector(scope, f"avg(exp(evidence_entropy) / {allowed})", f"{allowed} > 2 * selected")
 
 
 def prior_outweighs(scope: Scope) -> list[Measured]:
@@ -94,9 +90,7 @@ def _of_selector(scope: Scope, value: str, where: str) -> list[Measured]:
 def _require_selector(scope: Scope) -> None:
     # sfi always has a Selector; another package's policy may have one
     policy = scope.trace.manifest["policy"]
-    found = scope.row(
-        "SELECT count(evidence_norm2) + count(lambda_star) AS n FROM chosen_selections"
-    )
+    found = scope.row("SELECT count(evidence_norm2) + count(lambda_star) AS n FROM chosen_selections")
     if policy != "sfi" and not found["n"]:
         raise Unjudged(f"{policy} has no Selector")
 

@@ -51,9 +51,7 @@ class Arrays:
             raise InputError(f"{name} of {self.path} must be {wanted}, got {value.dtype}")
         if value.ndim not in dimensions:
             some = " or ".join(map(str, dimensions))
-            raise InputError(
-                f"{name} of {self.path} must have {some} dimensions, got shape {list(value.shape)}"
-            )
+            raise InputError(f"{name} of {self.path} must have {some} dimensions, got shape {list(value.shape)}")
         return value
 
     def maybe(self, name: str, kinds: str, dimensions: tuple[int, ...]) -> Array | None:

@@ -66,9 +66,7 @@ class AttentionArrays:
         tokens, begin = self._tokens, self._tokens.prompt.tokens - 1
         N, done = len(tokens.token_ids), 0
         for number, layers in enumerate(self._passes):
-            tensors, shapes = zip(
-                *(self._read(number, layer, done) for layer in layers), strict=True
-            )
+            tensors, shapes = zip(*(self._read(number, layer, done) for layer in layers), strict=True)
             Q, T = self._size(number, shapes)
             first = self._first(Q, T, done)
             for query in range(first, Q):
@@ -87,13 +85,9 @@ class AttentionArrays:
                     f"{number + 1}"
                 )
         if done < N:
-            raise InputError(
-                f"attention of {self._arrays.path} must reach the {N:,} steps of token_ids, got {done:,}"
-            )
+            raise InputError(f"attention of {self._arrays.path} must reach the {N:,} steps of token_ids, got {done:,}")
 
-    def _step(
-        self, step: int, length: int, number: int, rows: list[npt.NDArray[Any]]
-    ) -> ImportedStep:
+    def _step(self, step: int, length: int, number: int, rows: list[npt.NDArray[Any]]) -> ImportedStep:
         mass_UT = np.concatenate([self._pooled(row[:, :length]) for row in rows])
         self._check(mass_UT, number)
         best_UK = strongest(mass_UT, np.zeros_like(mass_UT, np.int32), self._top)
@@ -146,8 +140,7 @@ class AttentionArrays:
         tensor = self._arrays.array(f"attention.{number}.{layer}", "f", (DIMENSIONS,), wanted)
         if shape[0] != 1 or 0 in shape:
             raise InputError(
-                f"{self._name(number, layer)} must be [1, heads, queries, tokens] of one request, got "
-                f"{list(shape)}"
+                f"{self._name(number, layer)} must be [1, heads, queries, tokens] of one request, got {list(shape)}"
             )
         return tensor, shape
 
@@ -164,9 +157,7 @@ class AttentionArrays:
     def _grouped(self, options: ImportOptions) -> int:
         said = options.kv_heads or self._arrays.number("kv_heads", least=1) or self._query_heads
         if self._query_heads % said:
-            raise ConfigError(
-                f"kv-heads must divide the {self._query_heads} query heads, got {said}"
-            )
+            raise ConfigError(f"kv-heads must divide the {self._query_heads} query heads, got {said}")
         return said
 
     def _gap(self, number: int, position: int, done: int) -> str:
@@ -187,9 +178,7 @@ def _passes(arrays: Arrays) -> list[list[int]]:
         found.setdefault(int(match[1]), []).append(int(match[2]))
     missing = sorted(set(range(len(found))) - found.keys())
     if missing:
-        raise InputError(
-            f"attention of {arrays.path} must have pass {missing[0]}, got {sorted(found)}"
-        )
+        raise InputError(f"attention of {arrays.path} must have pass {missing[0]}, got {sorted(found)}")
     passes = [sorted(found[number]) for number in range(len(found))]
     for number, layers in enumerate(passes):
         if layers != passes[0]:

@@ -13,9 +13,7 @@ ROUNDING = 0.01  # a row of bfloat16 probabilities may add up to so much more th
 Where = Callable[[int], str]  # names the row of a layer and head, by its index
 
 
-def sorted_positions(
-    position_UK: Ints, length: int, where: Where, what: str = "position"
-) -> tuple[Ints, Ints]:
+def sorted_positions(position_UK: Ints, length: int, where: Where, what: str = "position") -> tuple[Ints, Ints]:
     """Sort each row's positions, all below `length`, padding (-1) last; return the order too.
 
     Raises `InputError` for a number out of range, or twice in its row; `where` names the row.
@@ -34,9 +32,7 @@ def sorted_positions(
     twice_UK = (sorted_UK[:, 1:] == sorted_UK[:, :-1]) & (sorted_UK[:, 1:] != PADDING)
     if twice_UK.any():
         unit, rank = np.argwhere(twice_UK)[0]
-        raise InputError(
-            f"{where(int(unit))}: {what}s must be different ones, got {sorted_UK[unit, rank]:,} twice"
-        )
+        raise InputError(f"{where(int(unit))}: {what}s must be different ones, got {sorted_UK[unit, rank]:,} twice")
     return sorted_UK.astype(np.int32), order_UK
 
 

@@ -38,9 +38,7 @@ def open_source(path: Path, options: ImportOptions) -> Iterator[Source]:
         ConfigError: An option does not fit the file.
     """
     if path.suffix not in FORMATS:
-        raise InputError(
-            f"import {path} must end in one of {FORMATS}, got {path.suffix or 'nothing'}"
-        )
+        raise InputError(f"import {path} must end in one of {FORMATS}, got {path.suffix or 'nothing'}")
     if path.suffix == ".parquet":
         yield SelectionRows(path, options)
         return
@@ -133,9 +131,7 @@ def _write(
     write_manifest(folder, manifest)
 
 
-def _describe(
-    path: Path, header: Header, triggers: tuple[int, ...], tokenizer: Any
-) -> dict[str, Any]:
+def _describe(path: Path, header: Header, triggers: tuple[int, ...], tokenizer: Any) -> dict[str, Any]:
     # nothing is known of the other program's memory: these settings leave it empty
     config = SfiConfig().replace(sink=0, recent=1, recent_mode="sliding")
     event = RunEvent(

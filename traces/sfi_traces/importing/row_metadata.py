@@ -79,12 +79,8 @@ def _of_ids(path: Path, ids: Any, texts: Any) -> list[Prompt]:
     if texts is None:
         words = [None] * len(prompts)
     if len(words) != len(prompts):
-        raise InputError(
-            f"prompt_token_texts of {path} must be {len(prompts)} lists, got {len(words)}"
-        )
-    return [
-        _of(path, request, *pair) for request, pair in enumerate(zip(prompts, words, strict=True))
-    ]
+        raise InputError(f"prompt_token_texts of {path} must be {len(prompts)} lists, got {len(words)}")
+    return [_of(path, request, *pair) for request, pair in enumerate(zip(prompts, words, strict=True))]
 
 
 def _of(path: Path, request: int, ids: Any, texts: Any) -> Prompt:

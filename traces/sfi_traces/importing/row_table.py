@@ -151,8 +151,7 @@ class SelectionRows:
             )
         if request >= len(self._prompts):
             raise InputError(
-                f"{self._row(begin)}: request must be one of the {len(self._prompts)} with a prompt, got "
-                f"{request}"
+                f"{self._row(begin)}: request must be one of the {len(self._prompts)} with a prompt, got {request}"
             )
         return request, step
 
@@ -162,17 +161,14 @@ class SelectionRows:
         for at, pair in enumerate(zip(*numbers, strict=True)):
             if pair in seen:
                 raise InputError(
-                    f"{self._row(begin + at)}: layer {pair[0]}, head {pair[1]} must come once a step, got "
-                    "twice"
+                    f"{self._row(begin + at)}: layer {pair[0]}, head {pair[1]} must come once a step, got twice"
                 )
             seen.add(pair)
         return sorted(seen)
 
     def _other_places(self, begin: int, step: int, places: list[Place]) -> str:
         missing = set(self.header.place_U) - set(places)
-        verb, names = (
-            ("have", missing) if missing else ("have no", set(places) - {*self.header.place_U})
-        )
+        verb, names = ("have", missing) if missing else ("have no", set(places) - {*self.header.place_U})
         layer, head = min(names)
         return (
             f"{self._row(begin)}: step {step} must {verb} layer {layer}, head {head}, as the first step, got "
@@ -183,13 +179,10 @@ class SelectionRows:
         for layer in {layer for layer, _ in places}:
             heads = [head for own, head in places if own == layer]
             if not 0 <= layer < LAYERS:
-                raise InputError(
-                    f"import {self._path}: layer must be in 0 to {LAYERS - 1}, got {layer}"
-                )
+                raise InputError(f"import {self._path}: layer must be in 0 to {LAYERS - 1}, got {layer}")
             if heads != list(range(len(heads))):
                 raise InputError(
-                    f"import {self._path}: heads of layer {layer} must be 0, 1, ... without a gap, got "
-                    f"{heads}"
+                    f"import {self._path}: heads of layer {layer} must be 0, 1, ... without a gap, got {heads}"
                 )
 
     def _check_beside(self, rows: pa.Table, begin: int) -> None:
@@ -242,8 +235,7 @@ class SelectionRows:
         if not rules.get(field.name, pa.types.is_integer)(kind):
             some = "lists of whole numbers" if lists else "whole numbers"
             raise InputError(
-                f"column {field.name} of {self._path} must be {wanted.get(field.name, some)}, got "
-                f"{field.type}"
+                f"column {field.name} of {self._path} must be {wanted.get(field.name, some)}, got {field.type}"
             )
 
     def _row(self, row: int) -> str:

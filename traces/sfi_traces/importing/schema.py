@@ -131,6 +131,4 @@ def check_known(path: Path, what: str, names: Sequence[str], known: Sequence[str
     """Raise `InputError` for a name that the schema does not have, such as a misspelt one."""
     for name in names:
         if name not in known:
-            raise InputError(
-                f"import {path} has an unknown {what} {name!r}; expected some of {known}"
-            )
+            raise InputError(f"import {path} has an unknown {what} {name!r}; expected some of {known}")

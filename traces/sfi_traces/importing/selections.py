@@ -55,8 +55,7 @@ def selected_step(
     else:
         index_UK, order_UK = sorted_positions(index_UK, length, where)
         mass_UK, score_UK = (
-            None if given is None else np.take_along_axis(given, order_UK, -1)
-            for given in (mass_UK, score_UK)
+            None if given is None else np.take_along_axis(given, order_UK, -1) for given in (mass_UK, score_UK)
         )
     if mass_UK is not None:
         mass_UK = checked_mass(mass_UK, index_UK, where)
@@ -135,8 +134,7 @@ class SelectionArrays:
         tokens = self._tokens
         for step, token_id in enumerate(tokens.token_ids.tolist()):
             index_UK, mass_UK, score_UK = (
-                None if array is None else self._row(array, step)
-                for array in (self._index, self._mass, self._scores)
+                None if array is None else self._row(array, step) for array in (self._index, self._mass, self._scores)
             )
             assert index_UK is not None, "the file has positions or blocks"
             yield selected_step(
@@ -160,8 +158,7 @@ class SelectionArrays:
             raise InputError(f"{name} of {self._path} must be of positions, got blocks")
         if found.shape != self._index.shape:
             raise InputError(
-                f"{name} of {self._path} must be {list(self._index.shape)} as {self._name}, got "
-                f"{list(found.shape)}"
+                f"{name} of {self._path} must be {list(self._index.shape)} as {self._name}, got {list(found.shape)}"
             )
         return found
 
@@ -170,13 +167,9 @@ class SelectionArrays:
         given = arrays.maybe("layers", "iu", (1,))
         layers = list(range(count)) if given is None else given.tolist()
         if len(layers) != count:
-            raise InputError(
-                f"layers of {self._path} must be {count}, as {self._name} has, got {len(layers)}"
-            )
+            raise InputError(f"layers of {self._path} must be {count}, as {self._name} has, got {len(layers)}")
         if layers != sorted(set(layers)) or not 0 <= layers[0] <= layers[-1] < LAYERS:
-            raise InputError(
-                f"layers of {self._path} must ascend, in 0 to {LAYERS - 1}, got {layers}"
-            )
+            raise InputError(f"layers of {self._path} must ascend, in 0 to {LAYERS - 1}, got {layers}")
         return layers
 
     def _row(self, array: Array, row: int) -> Array:
@@ -196,7 +189,5 @@ def _one_of(arrays: Arrays, first: str, second: str) -> str:
     found = [name for name in (first, second) if name in arrays.names]
     if len(found) != 1:
         got = " and ".join(found) or "neither"
-        raise InputError(
-            f"import {arrays.path} must have {first}, {second} or attention.PASS.LAYER, got {got}"
-        )
+        raise InputError(f"import {arrays.path} must have {first}, {second} or attention.PASS.LAYER, got {got}")
     return found[0]

@@ -28,9 +28,7 @@ class Tokens:
         """
         token_ids = _ids(arrays, "token_ids")
         if steps is not None and len(token_ids) != steps:
-            raise InputError(
-                f"token_ids of {arrays.path} must be {steps:,}, one for each step, got {len(token_ids):,}"
-            )
+            raise InputError(f"token_ids of {arrays.path} must be {steps:,}, one for each step, got {len(token_ids):,}")
         triggers = arrays.maybe("trigger_token_ids", "iu", (1,))
         model = arrays.maybe("model", "U", (0,))
         return cls(
@@ -46,18 +44,12 @@ def _prompt(arrays: Arrays) -> Prompt:
     tokens = arrays.number("prompt_tokens", least=1)
     if "prompt_token_ids" not in arrays.names:
         if tokens is None:
-            raise InputError(
-                f"import {arrays.path} must have prompt_token_ids or prompt_tokens, got neither"
-            )
+            raise InputError(f"import {arrays.path} must have prompt_token_ids or prompt_tokens, got neither")
         return Prompt(tokens=tokens)
     ids = _ids(arrays, "prompt_token_ids")
     if tokens is not None and tokens != len(ids):
-        raise InputError(
-            f"prompt_tokens of {arrays.path} must be {len(ids):,}, as the ids are, got {tokens:,}"
-        )
-    return Prompt(
-        tokens=len(ids), token_ids=ids, texts=_texts(arrays, "prompt_token_texts", len(ids))
-    )
+        raise InputError(f"prompt_tokens of {arrays.path} must be {len(ids):,}, as the ids are, got {tokens:,}")
+    return Prompt(tokens=len(ids), token_ids=ids, texts=_texts(arrays, "prompt_token_texts", len(ids)))
 
 
 def _ids(arrays: Arrays, name: str) -> Ints:
@@ -79,7 +71,5 @@ def check_ids(ids: Ints, what: str) -> None:
 def _texts(arrays: Arrays, name: str, tokens: int) -> list[str] | None:
     texts = arrays.maybe(name, "U", (1,))
     if texts is not None and len(texts) != tokens:
-        raise InputError(
-            f"{name} of {arrays.path} must be {tokens:,}, as the ids are, got {len(texts):,}"
-        )
+        raise InputError(f"{name} of {arrays.path} must be {tokens:,}, as the ids are, got {len(texts):,}")
     return None if texts is None else [str(text) for text in texts]

@@ -18,9 +18,7 @@ PART_BYTES = 64 << 20
 class TraceTables:
     """Turns a file's steps into rows, and writes parts as they fill; `top` counts a row's most positions."""
 
-    def __init__(
-        self, parts: PartFiles, header: Header, triggers: frozenset[int], text: TokenText | None
-    ) -> None:
+    def __init__(self, parts: PartFiles, header: Header, triggers: frozenset[int], text: TokenText | None) -> None:
         """Start without rows; `triggers` is T_trig, `text` gives a token's text where the file has none."""
         self.top = 0
         self._parts, self._header, self._triggers, self._text = parts, header, triggers, text

@@ -22,15 +22,11 @@ def read_manifest(folder: Path) -> Manifest:
         manifest = json.loads(file.read_text(encoding="utf-8"))
         version = manifest["schema_version"]
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise TraceError(
-            f"{folder} is not a trace: it has no {MANIFEST}{_advice(folder)}"
-        ) from error
+        raise TraceError(f"{folder} is not a trace: it has no {MANIFEST}{_advice(folder)}") from error
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise TraceError(f"trace {folder} has an unreadable {MANIFEST}: {error}") from error
     if not isinstance(version, int) or version > SCHEMA_VERSION:
-        raise TraceError(
-            f"trace {folder} has schema {version}, this sfi reads 1 to {SCHEMA_VERSION}; upgrade sfi"
-        )
+        raise TraceError(f"trace {folder} has schema {version}, this sfi reads 1 to {SCHEMA_VERSION}; upgrade sfi")
     if missing := [key for key in REQUIRED if key not in manifest]:
         raise TraceError(f"trace {folder} has a {MANIFEST} without {', '.join(missing)}")
     return manifest  # type: ignore[no-any-return]
@@ -39,16 +35,12 @@ def read_manifest(folder: Path) -> Manifest:
 def other_ranks(folder: Path, manifest: Manifest) -> dict[Path, Manifest]:
     """Read the manifests of ranks 1 and up that have one; raises `TraceError` for ranks of different runs."""
     found = {
-        rank: (path, read_manifest(path))
-        for rank, path in rank_folders(folder).items()
-        if (path / MANIFEST).exists()
+        rank: (path, read_manifest(path)) for rank, path in rank_folders(folder).items() if (path / MANIFEST).exists()
     }
     ours = _run(manifest)
     for rank, (path, theirs) in {0: (folder, manifest), **found}.items() if found else ():
         if theirs.get("rank", 0) != rank:
-            raise TraceError(
-                f"trace {path} must be of rank {rank}, got rank {theirs.get('rank', 0)}"
-            )
+            raise TraceError(f"trace {path} must be of rank {rank}, got rank {theirs.get('rank', 0)}")
         if _run(theirs) != ours:
             raise TraceError(
                 f"trace {folder} must have ranks of one run, got rank {rank} of the run of "
@@ -73,9 +65,7 @@ def _run(manifest: Manifest) -> tuple[Any, ...]:
 
 
 def _advice(folder: Path) -> str:
-    left = [
-        rank for rank in rank_folders(folder) if (rank_folder(folder, rank) / MANIFEST).exists()
-    ]
+    left = [rank for rank in rank_folders(folder) if (rank_folder(folder, rank) / MANIFEST).exists()]
     if not left:
         return ""
     return f" of rank 0; rank {left[0]} alone is {rank_folder(folder, left[0])}"

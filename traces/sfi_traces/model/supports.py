@@ -83,9 +83,7 @@ class Supports:
             found.append(one.at(slice(int(np.argmax(gap)))) if gap.any() else one)
         found = [one for one in found if one.steps and len(one.layer_U)]
         if not found:
-            raise TraceError(
-                f"trace {trace.path} has no audited step of a layer that fast steps change"
-            )
+            raise TraceError(f"trace {trace.path} has no audited step of a layer that fast steps change")
         return found
 
     @classmethod

@@ -41,10 +41,7 @@ class Trace:
     def open(cls, path: Path) -> Self:
         """Open a trace; raises `TraceError` as `read_manifest` does, and for ranks of different runs."""
         manifest = read_manifest(path)
-        others = [
-            cls(folder, whole_model(theirs))
-            for folder, theirs in other_ranks(path, manifest).items()
-        ]
+        others = [cls(folder, whole_model(theirs)) for folder, theirs in other_ranks(path, manifest).items()]
         return cls(path, whole_model(manifest), tuple(others))
 
     @property
@@ -91,9 +88,7 @@ class Trace:
     def require_masses(self) -> None:
         """Raise `TraceError` for an import without masses."""
         if not self.masses:
-            raise TraceError(
-                f"trace {self.path} has no masses: it was imported from a file without them"
-            )
+            raise TraceError(f"trace {self.path} has no masses: it was imported from a file without them")
 
     def parts(self, table: str) -> list[Path]:
         """List a table's complete part files in order; those of all ranks for tables of every rank."""
@@ -141,16 +136,12 @@ class Trace:
     def require_audit(self, *, every_step: bool = False) -> None:
         """Raise `TraceError` without supports, or with `every_step` for an audit that skips steps."""
         if self.lossless:
-            raise TraceError(
-                f"trace {self.path} must be of a plain run, recorded with --audit 1, got a lossless one"
-            )
+            raise TraceError(f"trace {self.path} must be of a plain run, recorded with --audit 1, got a lossless one")
         audit = self.manifest.get("audit")
         if not audit or not self.has("supports"):
             raise TraceError(f"trace {self.path} has no audit; record it with --audit 1")
         if every_step and audit["every"] != 1:
-            raise TraceError(
-                f"trace {self.path} audits every {audit['every']} steps; record it with --audit 1"
-            )
+            raise TraceError(f"trace {self.path} audits every {audit['every']} steps; record it with --audit 1")
 
     def connect(self) -> duckdb.DuckDBPyConnection:
         """Open DuckDB on the tables; it reads what a query needs, and can touch no file."""
@@ -185,9 +176,7 @@ class Trace:
         except duckdb.InvalidInputException as error:  # raised where Arrow cannot read
             raise self.unreadable() from error
 
-    def batches(
-        self, connection: duckdb.DuckDBPyConnection, query: str, rows: int
-    ) -> Iterator[pa.RecordBatch]:
+    def batches(self, connection: duckdb.DuckDBPyConnection, query: str, rows: int) -> Iterator[pa.RecordBatch]:
         """Yield what a query finds as Arrow batches of at most `rows` rows, at least one batch."""
         try:
             found: pa.RecordBatchReader = connection.sql(query).to_arrow_reader(rows)
@@ -198,15 +187,11 @@ class Trace:
 
     def unreadable(self) -> TraceError:
         """Return the error of a trace with a damaged part."""
-        return TraceError(
-            f"trace {self.path} has a damaged part; `sfi trace check {self.path}` names it"
-        )
+        return TraceError(f"trace {self.path} has a damaged part; `sfi trace check {self.path}` names it")
 
     def damaged(self, part: Path) -> TraceError:
         """Return the error of a part that cannot be read."""
-        return TraceError(
-            f"trace part {part} cannot be read; `sfi trace check {self.path}` lists what is sound"
-        )
+        return TraceError(f"trace part {part} cannot be read; `sfi trace check {self.path}` lists what is sound")
 
 
 def rows_of(request: int, layer: int | None = None, head: int | None = None) -> pc.Expression:

@@ -25,9 +25,7 @@ def check(trace: Trace) -> dict[str, Any]:
     each fault; `notes` are about the sound rest of a killed run, and about what could not be checked.
     """
     tables = [
-        _check_table(one, name, file_prefix(trace, rank))
-        for rank, one in trace.by_rank.items()
-        for name in TABLES
+        _check_table(one, name, file_prefix(trace, rank)) for rank, one in trace.by_rank.items() for name in TABLES
     ]
     problems = [line for table in tables for line in _table_problems(table)]
     recorded: list[dict[str, int]] = []

@@ -25,9 +25,7 @@ def differing_steps(trace: Trace) -> Iterator[str]:
                         f"got {found[name]!r} on rank {rank}"
                     )
         if _whole(trace) and _whole(other) and first.keys() != theirs.keys():
-            yield (
-                f"rank {rank} must have the {len(first):,} steps of rank {trace.rank}, got {len(theirs):,}"
-            )
+            yield (f"rank {rank} must have the {len(first):,} steps of rank {trace.rank}, got {len(theirs):,}")
 
 
 def lacking_ranks(trace: Trace) -> Iterator[str]:

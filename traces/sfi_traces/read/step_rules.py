@@ -37,9 +37,7 @@ def broken_rules(trace: Trace) -> Iterator[str]:
         for prompt in trace.manifest.get("prompts", ())
         if rules and "settings" in prompt
     }
-    rows = sorted(
-        trace.table("steps", COLUMNS).to_pylist(), key=lambda row: (row["request"], row["step"])
-    )
+    rows = sorted(trace.table("steps", COLUMNS).to_pylist(), key=lambda row: (row["request"], row["step"]))
     for request, steps in groupby(rows, key=lambda row: row["request"]):
         trigger = own.get(request, Trigger(trigger_ids, config))
         state, sentence = RequestState(), 0

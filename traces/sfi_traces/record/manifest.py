@@ -13,9 +13,7 @@ from sfi_traces.atomic_file import write_atomically
 from sfi_traces.schema import MANIFEST, SCHEMA_VERSION
 
 
-def describe_run(
-    event: RunEvent, provenance: Mapping[str, Any], *, positions: bool, redacted: bool
-) -> dict[str, Any]:
+def describe_run(event: RunEvent, provenance: Mapping[str, Any], *, positions: bool, redacted: bool) -> dict[str, Any]:
     """Return the manifest of a run that begins; `provenance` has what only the caller knows, our keys win."""
     return {
         "preset": None,

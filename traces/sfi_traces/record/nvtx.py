@@ -104,9 +104,7 @@ class NvtxObserver(NullObserver):
         if self._left == 0:
             self._end_step()
 
-    def span(
-        self, name: str, layer: int | None = None, moved_bytes: int = 0
-    ) -> AbstractContextManager[None]:
+    def span(self, name: str, layer: int | None = None, moved_bytes: int = 0) -> AbstractContextManager[None]:
         """Bracket a region with a range."""
         if self._domain is None or self.takes_spans is False:
             return NOTHING
@@ -119,9 +117,7 @@ class NvtxObserver(NullObserver):
             self._domain.end_range(self._range)
             self._range = None
 
-    def _about(
-        self, message: str, category: str, color: int, kind: np.dtype[Any]
-    ) -> tuple[Any, Array]:
+    def _about(self, message: str, category: str, color: int, kind: np.dtype[Any]) -> tuple[Any, Array]:
         # registered once: the profiler reads the payload in place when a range begins; a new payload for each
         # range would cost more than the range itself
         if message not in self._known:
@@ -134,9 +130,7 @@ class NvtxObserver(NullObserver):
 class _Range:
     __slots__ = ("_attributes", "_domain", "_payload", "_place")
 
-    def __init__(
-        self, domain: Any, attributes: Any, payload: Array, place: tuple[int, int]
-    ) -> None:
+    def __init__(self, domain: Any, attributes: Any, payload: Array, place: tuple[int, int]) -> None:
         self._domain, self._attributes = domain, attributes
         self._payload, self._place = payload, place
 

@@ -77,9 +77,7 @@ class ParquetObserver(NullObserver):
         """Start."""
         return self
 
-    def __exit__(
-        self, _kind: type[BaseException] | None, error: BaseException | None, _trace: object
-    ) -> None:
+    def __exit__(self, _kind: type[BaseException] | None, error: BaseException | None, _trace: object) -> None:
         """Close the trace, also after an error."""
         if error is None:
             self.close()
@@ -133,9 +131,7 @@ class ParquetObserver(NullObserver):
             self._not_replayed = event.not_replayed
             self._told.append((event, {}))
 
-    def span(
-        self, name: str, layer: int | None = None, moved_bytes: int = 0
-    ) -> AbstractContextManager[None]:
+    def span(self, name: str, layer: int | None = None, moved_bytes: int = 0) -> AbstractContextManager[None]:
         """Time a region."""
         if self.takes_spans is False:  # with a single observer the engine asks it directly
             return NOTHING
@@ -143,9 +139,7 @@ class ParquetObserver(NullObserver):
 
     def _begin(self, event: RunEvent) -> TraceWriter:
         positions = _few(event) if self._positions is None else self._positions
-        manifest = describe_run(
-            event, self._provenance, positions=positions, redacted=self._redacted
-        )
+        manifest = describe_run(event, self._provenance, positions=positions, redacted=self._redacted)
         manifest |= {"spans": self.takes_spans}
         self._folder = rank_folder(self._folder, event.rank)
         if event.rank or not self._claimed:
@@ -180,8 +174,6 @@ def _few(event: RunEvent) -> bool:
     # sliding layers and those left dense select nothing
     dense, budget = event.config.get("dense_layers", ()), event.config.get("budget", 0)
     heads = sum(
-        layer["heads"]
-        for layer in event.model["layers"]
-        if layer["window"] is None and layer["layer"] not in dense
+        layer["heads"] for layer in event.model["layers"] if layer["window"] is None and layer["layer"] not in dense
     )
     return bool(heads * event.ranks * budget <= POSITIONS)

@@ -39,10 +39,7 @@ class Readback:
             pieces = torch.split(flat, [self._tensors[place].numel() for place in places])
             for place, piece in zip(places, pieces, strict=True):
                 self._tensors[place] = piece.view(self._tensors[place].shape)
-        return [
-            (tensor.float() if tensor.is_floating_point() else tensor).cpu().numpy()
-            for tensor in self._tensors
-        ]
+        return [(tensor.float() if tensor.is_floating_point() else tensor).cpu().numpy() for tensor in self._tensors]
 
 
 def _pinned(tensors: list[torch.Tensor]) -> torch.Tensor:

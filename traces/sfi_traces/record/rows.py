@@ -188,10 +188,7 @@ class TraceRows:
             self._refreshed[place] = index_HK
         kept_HK = index_HK >= 0
         columns = {
-            **{
-                name: of_heads.get(OTHER_NAMES.get(name, f"{name}_H"), np.nan)
-                for name in TABLES["supports"].names
-            },
+            **{name: of_heads.get(OTHER_NAMES.get(name, f"{name}_H"), np.nan) for name in TABLES["supports"].names},
             **self._key(event),
             "head": np.array(event.heads) + self._first_head[event.layer],
             "positions": Lists.of(index_HK, kept_HK),

@@ -21,9 +21,7 @@ class TimingObserver(NullObserver):
     Nothing waits for the device until the rows are read.
     """
 
-    def __init__(
-        self, device: torch.device | str, sink: Callable[[Sequence["Span"]], None]
-    ) -> None:
+    def __init__(self, device: torch.device | str, sink: Callable[[Sequence["Span"]], None]) -> None:
         """Start a device's clock; `sink` takes a step's spans when the next begins."""
         self.ended: list[Span] = []
         self._sink = sink
@@ -51,9 +49,7 @@ class TimingObserver(NullObserver):
             self._sink(self.ended)
             self.ended = []
 
-    def span(
-        self, name: str, layer: int | None = None, moved_bytes: int = 0
-    ) -> AbstractContextManager[None]:
+    def span(self, name: str, layer: int | None = None, moved_bytes: int = 0) -> AbstractContextManager[None]:
         """Time a region; a pass launched ahead counts as the next step's `forward`."""
         key = (self._request, self._step, layer, name)
         if name == AHEAD:
@@ -142,9 +138,7 @@ class DeviceSpan:
 
     __slots__ = ("_anchor", "_begin", "_bytes", "_clock", "_end", "_key", "_observer", "_stream")
 
-    def __init__(
-        self, observer: TimingObserver, key: Key, moved_bytes: int, clock: DeviceClock
-    ) -> None:
+    def __init__(self, observer: TimingObserver, key: Key, moved_bytes: int, clock: DeviceClock) -> None:
         self._observer, self._key, self._bytes, self._clock = observer, key, moved_bytes, clock
 
     def __enter__(self) -> None:

@@ -26,8 +26,7 @@ PART_BYTES = 64 << 20
 SOONEST, LATEST, SHARE = 2.0, 60.0, 0.1  # seconds, seconds, share of the time so far
 # the names of each event's tensors; such a name ends with its dimensions
 TENSORS = {
-    event: [field.name for field in fields(event) if field.name.rpartition("_")[2].isupper()]
-    for event in HANDLERS
+    event: [field.name for field in fields(event) if field.name.rpartition("_")[2].isupper()] for event in HANDLERS
 }
 
 Told = tuple[Any, Mapping[str, torch.Tensor]]  # an event and its tensors by name

@@ -53,9 +53,7 @@ class Comparison:
     requests: list[Compared]
 
 
-def compare(
-    recorded: Sequence[Supports], trace: Trace, real: Trace, *, batch: int = 1
-) -> Comparison:
+def compare(recorded: Sequence[Supports], trace: Trace, real: Trace, *, batch: int = 1) -> Comparison:
     """Replay the setting of `real`, a run of policy sfi with an audit, over `trace`, and compare.
 
     Only steps up to the first different token are compared; then the texts differ. `batch` requests share the
@@ -64,9 +62,7 @@ def compare(
     return pooled(compare_steps(recorded, trace, real, batch=batch))
 
 
-def compare_steps(
-    recorded: Sequence[Supports], trace: Trace, real: Trace, *, batch: int = 1
-) -> list[Steps]:
+def compare_steps(recorded: Sequence[Supports], trace: Trace, real: Trace, *, batch: int = 1) -> list[Steps]:
     """Compare as `compare`; return the steps of each request."""
     _check_pair(recorded, trace, real)
     setting = Setting.recorded(real)
@@ -101,10 +97,7 @@ def pooled(compared: Sequence[Steps]) -> Comparison:
     predictions, measurements, requests = zip(*compared, strict=True)
     pairs = list(zip(predictions, measurements, strict=True))
     differences = np.concatenate(
-        [
-            (one.lower_NU - other.lower_NU)[~(one.slow_N | other.slow_N)].ravel()
-            for one, other in pairs
-        ]
+        [(one.lower_NU - other.lower_NU)[~(one.slow_N | other.slow_N)].ravel() for one, other in pairs]
     )
     known = differences[~np.isnan(differences)]
     return Comparison(
@@ -120,16 +113,11 @@ def pooled(compared: Sequence[Steps]) -> Comparison:
 def _check_pair(recorded: Sequence[Supports], trace: Trace, real: Trace) -> None:
     real.require_audit()
     if real.manifest["policy"] != POLICY:
-        raise TraceError(
-            f"trace {real.path} must be of --policy {POLICY}, got {real.manifest['policy']}"
-        )
+        raise TraceError(f"trace {real.path} must be of --policy {POLICY}, got {real.manifest['policy']}")
     if real.path == trace.path:
         return
     check_one_model(trace, real)
-    prompts = [
-        {prompt["request"]: prompt["sha256"] for prompt in one.manifest["prompts"]}
-        for one in (trace, real)
-    ]
+    prompts = [{prompt["request"]: prompt["sha256"] for prompt in one.manifest["prompts"]} for one in (trace, real)]
     for supports in recorded:
         first, second = (shas.get(supports.request) for shas in prompts)
         if first != second:
@@ -146,9 +134,7 @@ def check_one_model(trace: Trace, other: Trace) -> None:
     """Raise `TraceError` for traces of different models; names the first fact that differs."""
     for name, value in trace.manifest["model"].items():
         if other.manifest["model"].get(name) != value:
-            raise TraceError(
-                f"traces must be of one model, got another {name} in {other.path} than in {trace.path}"
-            )
+            raise TraceError(f"traces must be of one model, got another {name} in {other.path} than in {trace.path}")
 
 
 def _common(supports: Supports, steps: pa.Table) -> int:
@@ -158,9 +144,7 @@ def _common(supports: Supports, steps: pa.Table) -> int:
     return min(equal + 1, supports.steps, int(steps.num_rows))
 
 
-def _measured(
-    like: Supports, setting: Setting, steps: pa.Table, kept: pa.Table, batch: int
-) -> StepMetrics:
+def _measured(like: Supports, setting: Setting, steps: pa.Table, kept: pa.Table, batch: int) -> StepMetrics:
     steps = steps.slice(0, like.steps)
     reasons = steps["reason"].to_pylist()
     slow_N = np.array([bool(reason) for reason in reasons])

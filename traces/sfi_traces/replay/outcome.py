@@ -86,8 +86,7 @@ class Outcome:
         slow, steps = reasons.total(), sum(len(one.reasons) for one in requests)
         decoded = steps - len(requests)
         lower, upper, overlap = (
-            known(one.fast_NU(name) for one in requests)
-            for name in ("lower_NU", "upper_NU", "overlap_NU")
+            known(one.fast_NU(name) for one in requests) for name in ("lower_NU", "upper_NU", "overlap_NU")
         )
         read, context, bytes_, dense = (
             sum(float(getattr(one, name)[1:].sum()) for one in requests)

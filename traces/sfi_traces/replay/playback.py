@@ -117,9 +117,7 @@ class Playback:
         playback.places = playback.chosen
         return playback
 
-    def choose(
-        self, layers: Collection[int] | None = None, heads: Collection[int] | None = None
-    ) -> None:
+    def choose(self, layers: Collection[int] | None = None, heads: Collection[int] | None = None) -> None:
         """Show these layers and KV heads, None for all; raises `ConfigError` for one that the trace lacks."""
         chosen = self.places
         for at, (name, wanted) in enumerate((("layer", layers), ("head", heads))):
@@ -219,9 +217,7 @@ class Playback:
         dense = trace.manifest["config"]["dense_layers"]
         places = [place for place in recorded if place[0] not in dense]
         if not places:
-            raise TraceError(
-                f"trace {trace.path} has no audited step of a layer that fast steps change"
-            )
+            raise TraceError(f"trace {trace.path} has no audited step of a layer that fast steps change")
         return places
 
     def _mass(self, step: int, width: int, length: int) -> Numbers:

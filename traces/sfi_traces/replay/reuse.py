@@ -74,9 +74,7 @@ class ReusedSteps:
     def of(cls, supports: Supports, reasons: Sequence[str]) -> Self:
         """Compare each step with the last step before it that has a reason to select."""
         N, U, _ = supports.position_NUK.shape
-        recall_NU, with_new_NU, kept_NU, own_NU = (
-            np.full((N, U), np.nan, np.float32) for _ in range(4)
-        )
+        recall_NU, with_new_NU, kept_NU, own_NU = (np.full((N, U), np.nan, np.float32) for _ in range(4))
         edges = [step for step, reason in enumerate(reasons) if reason]
         for slow, end in pairwise([*edges, N]):
             later = slice(slow + 1, end)
@@ -100,9 +98,7 @@ def reuse(recorded: Sequence[Supports], schedules: Sequence[Sequence[str]]) -> R
     """Replay over several requests why their steps select anew, "" where they reuse; see `schedule`."""
     found = [ReusedSteps.of(*pair) for pair in zip(recorded, schedules, strict=True)]
     runs, steps = sum(one.slow for one in found), sum(len(one.recall_NU) for one in found)
-    layers: list[dict[str, Any]] = [
-        {"layer": layer, **_means(found, layer)} for layer in recorded[0].layers
-    ]
+    layers: list[dict[str, Any]] = [{"layer": layer, **_means(found, layer)} for layer in recorded[0].layers]
     reusing = [one for one in layers if one["recall"] is not None]
     recall = known(one.recall_NU for one in found)
     return Reuse(
@@ -119,9 +115,7 @@ def reuse(recorded: Sequence[Supports], schedules: Sequence[Sequence[str]]) -> R
 
 def chance(recorded: Sequence[Supports]) -> float:
     """Return a random selection's recall: the mean share of the context that a selection has."""
-    shares = [
-        ((one.position_NUK >= 0).sum(-1) / one.length_N[:, None])[1:].ravel() for one in recorded
-    ]
+    shares = [((one.position_NUK >= 0).sum(-1) / one.length_N[:, None])[1:].ravel() for one in recorded]
     return mean(np.concatenate(shares)) or 0.0
 
 
@@ -129,9 +123,6 @@ def _means(found: Sequence[ReusedSteps], layer: int | None = None) -> dict[str, 
     # of all layers, or of one
     means = {}
     for word, name in MEANS.items():
-        values = [
-            getattr(one, name)[:, slice(None) if layer is None else one.layer_U == layer]
-            for one in found
-        ]
+        values = [getattr(one, name)[:, slice(None) if layer is None else one.layer_U == layer] for one in found]
         means[word] = mean(known(values))
     return means

@@ -39,9 +39,7 @@ class Setting:
         try:
             config = SfiConfig().replace(**trace.manifest["config"])
         except ConfigError as error:
-            raise TraceError(
-                f"trace {trace.path} has settings this sfi cannot read: {error}"
-            ) from error
+            raise TraceError(f"trace {trace.path} has settings this sfi cannot read: {error}") from error
         return cls(config=config, trigger_token_ids=frozenset(trace.manifest["trigger_token_ids"]))
 
     @property
@@ -56,9 +54,7 @@ class Setting:
             used.append(PAGE_SIZE)
         names = dict.fromkeys(name for rules in RULES.values() for name in rules)
         values = {
-            name: getattr(self if hasattr(self, name) else self.config, name)
-            if name in used
-            else None
+            name: getattr(self if hasattr(self, name) else self.config, name) if name in used else None
             for name in (*names, *MEMORY, PAGE_SIZE)
         }
         return {"policy": self.policy, **values}
@@ -85,9 +81,7 @@ def check_effect(names: Iterable[str], policies: Sequence[str]) -> None:
     for name in sorted(names):
         if not any(uses(policy, name) for policy in policies):
             users = " or ".join(rule for rule, used in RULES.items() if name in used)
-            raise ConfigError(
-                f"{name} must come with --trigger-policy {users}, got {','.join(policies)}"
-            )
+            raise ConfigError(f"{name} must come with --trigger-policy {users}, got {','.join(policies)}")
 
 
 def grid(

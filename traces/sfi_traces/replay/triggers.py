@@ -27,13 +27,10 @@ class RecordedVocabulary:
         for trace in traces:
             table = trace.table("steps", ["token_id", "token_text"])
             if table["token_id"].null_count:
-                raise TraceError(
-                    f"trace {trace.path} is redacted; it can be replayed with its own triggers only"
-                )
+                raise TraceError(f"trace {trace.path} is redacted; it can be replayed with its own triggers only")
             if table["token_text"].null_count:
                 raise TraceError(
-                    f"trace {trace.path} has no text of its tokens; it can be replayed with its own triggers "
-                    "only"
+                    f"trace {trace.path} has no text of its tokens; it can be replayed with its own triggers only"
                 )
             pairs = zip(table["token_id"].to_pylist(), table["token_text"].to_pylist(), strict=True)
             texts.update(pairs)

@@ -20,9 +20,7 @@ def check_report() -> None:
     """Raise `BackendError` if Plotly or Jinja2 is not installed."""
     for module, name in (("plotly", "Plotly"), ("jinja2", "Jinja2")):
         if find_spec(module) is None:
-            raise BackendError(
-                f"the report needs {name}, which is not installed; pip install 'sfi-toolkit[report]'"
-            )
+            raise BackendError(f"the report needs {name}, which is not installed; pip install 'sfi-toolkit[report]'")
 
 
 def render(view: View) -> str:

@@ -104,10 +104,9 @@ def _tables(document: Row) -> list[Table]:
         *((title, *(_number(side[name]) for side in sides)) for title, name in SHARES),
     ]
     times: list[tuple[str, ...]] = [
-        (title, *(_number(side[name], 1 / 1000) for side in sides),
-         _number(document["ratios"].get(name)))
+        (title, *(_number(side[name], 1 / 1000) for side in sides), _number(document["ratios"].get(name)))
         for title, name in TIMES
-    ]  # fmt: skip
+    ]
     settings: list[tuple[str, ...]] = [
         (name, str(pair["a"]), str(pair["b"])) for name, pair in document["settings"].items()
     ]

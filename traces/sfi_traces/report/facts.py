@@ -61,9 +61,7 @@ def _lossless_cards(found: Row) -> list[Card]:
 def _support_cards(summary: Row) -> list[Card]:
     found, stability, audit = [], summary["stability"], summary["audit"]
     if stability:
-        within, across = (
-            stability[name] and stability[name]["mean"] for name in ("within", "across")
-        )
+        within, across = (stability[name] and stability[name]["mean"] for name in ("within", "across"))
         note = "of consecutive steps, within a sentence | across a boundary"
         found.append(Card("Support overlap", f"{_number(within, 2)} | {_number(across, 2)}", note))
     if audit and audit["retained_mass"]["n"]:
@@ -108,9 +106,7 @@ def _freekv_cards(summary: Row) -> list[Card]:
         note = f"of {corrected['n']:,} fast steps x layers x KV heads"
         found.append(Card("Corrections", _percent(corrected["share"], 1), note))
     if recalled := summary["recalls"]:
-        note = (
-            f"of K and V a step, from the host; {_number(recalled['step_waited_us'], 1)} us waited"
-        )
+        note = f"of K and V a step, from the host; {_number(recalled['step_waited_us'], 1)} us waited"
         found.append(Card("Recalled", f"{_number(recalled['step_bytes'], 0)} bytes", note))
     return found
 
@@ -177,9 +173,7 @@ def audit_words(run: Row) -> str:
         return f"{imported['kind']} of {imported['file']}, up to {audit['top']:,} positions"
     if audit is None:
         return "none"
-    often = (
-        "every step" if audit["every"] == 1 else f"every {audit['every']} steps and the slow ones"
-    )
+    often = "every step" if audit["every"] == 1 else f"every {audit['every']} steps and the slow ones"
     return f"{often}, the top {audit['top']:,} positions"
 
 

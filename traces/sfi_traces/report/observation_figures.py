@@ -141,8 +141,7 @@ def acceptance(view: View) -> Panel:
     found = lossless_facts(view.scope)
     if found is None or not found["tested"]:
         raise TraceError(
-            f"trace {view.trace.path} has no drafted tokens of request {view.request}; record it with "
-            "--lossless"
+            f"trace {view.trace.path} has no drafted tokens of request {view.request}; record it with --lossless"
         )
     figure = make_subplots(1, 2, shared_yaxes=True, horizontal_spacing=0.06)
     for column, (name, label) in enumerate(DRAFTS.items(), 1):

@@ -57,9 +57,7 @@ def what_steps_read(view: View) -> Packed:
             "--set trace.positions=true, or with --audit 1"
         )
     return {
-        "cells": [
-            _lines("".join(texts[at : at + per_cell])) for at in range(0, width, per_cell)
-        ],
+        "cells": [_lines("".join(texts[at : at + per_cell])) for at in range(0, width, per_cell)],
         "perCell": per_cell,
         "prompt": prompt,
         "first": int(steps.step[0]),
@@ -71,12 +69,10 @@ def what_steps_read(view: View) -> Packed:
         "dense": sorted(set(dense)),
         "counts": counts,
         "mass": mass,
-    }  # fmt: skip
+    }
 
 
-def _counts(
-    view: View, begins: np.ndarray, layers: list[int], per_cell: int, cells: int
-) -> Packed | None:
+def _counts(view: View, begins: np.ndarray, layers: list[int], per_cell: int, cells: int) -> Packed | None:
     # [refreshes, layers, cells] uint8, as differences from the refresh before, modulo 256
     packer, now = zlib.compressobj(6), np.zeros((len(layers), cells), np.uint8)
     row_of = {layer: row for row, layer in enumerate(layers)}
@@ -103,9 +99,7 @@ def _counts(
     return {"begins": begins[:kept].tolist(), "until": until, "packed": _base64(packed)}
 
 
-def _refreshed(
-    view: View, begins: np.ndarray, layers: list[int]
-) -> Iterator[list[tuple[Place, np.ndarray]] | None]:
+def _refreshed(view: View, begins: np.ndarray, layers: list[int]) -> Iterator[list[tuple[Place, np.ndarray]] | None]:
     # the selections that begin at each of the steps `begins`; None if recorded without positions
     selections = view.recorded.selections
     edges = np.searchsorted(selections.begin, np.append(begins, begins[-1:] + 1))
@@ -115,9 +109,7 @@ def _refreshed(
         part = edges[at : at + together + 1]
         rows = np.arange(part[0], part[-1])
         rows = rows[np.isin(selections.layer[rows], layers)]
-        found: dict[int, list[tuple[Place, np.ndarray]]] = {
-            int(begin): [] for begin in begins[at : at + together]
-        }
+        found: dict[int, list[tuple[Place, np.ndarray]]] = {int(begin): [] for begin in begins[at : at + together]}
         positions = selections.positions(rows)
         if positions is None:
             yield None

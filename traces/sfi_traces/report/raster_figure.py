@@ -22,9 +22,7 @@ def raster(view: View) -> Panel:
     places = view.supports.places
     first, why = choose_place(view)
     shrink = min(1.0, sqrt(ALL_CELLS / (MOST_STEPS * MOST_CELLS * len(places))))
-    found = rasters(
-        view, places, most_steps=int(shrink * MOST_STEPS), most_cells=int(shrink * MOST_CELLS)
-    )
+    found = rasters(view, places, most_steps=int(shrink * MOST_STEPS), most_cells=int(shrink * MOST_CELLS))
     shown = found[places.index(first)]
     more = {
         "choices": [
@@ -50,18 +48,14 @@ def pack(cells: np.ndarray) -> str:
 
 def _figure(shown: Raster, words: dict[int, str]) -> go.Figure:
     shades = ["rgba(0, 0, 0, 0)", *RASTER.values()]
-    scale = [
-        [(kind + end) / len(shades), shade] for kind, shade in enumerate(shades) for end in (0, 1)
-    ]
+    scale = [[(kind + end) / len(shades), shade] for kind, shade in enumerate(shades) for end in (0, 1)]
     figure = go.Figure(
         go.Heatmap(
             x=shown.step_N, y0=(shown.per_cell - 1) / 2, dy=shown.per_cell, zmin=-0.5, zmax=len(shades) - 0.5,
             colorscale=scale, showscale=False, hoverinfo="none",
         )
     )  # fmt: skip
-    for kind, text in sorted(
-        words.items(), key=lambda item: (READ, MISSED).count(item[0]), reverse=True
-    ):
+    for kind, text in sorted(words.items(), key=lambda item: (READ, MISSED).count(item[0]), reverse=True):
         marker = {"symbol": "square", "size": 10, "color": RASTER[kind]}
         figure.add_scatter(x=[None], y=[None], mode="markers", name=text, marker=marker)
     same = {"mode": "lines", "hoverinfo": "skip"}
@@ -71,9 +65,7 @@ def _figure(shown: Raster, words: dict[int, str]) -> go.Figure:
         figure.add_scatter(x=shown.step_N, y=shown.recent - 0.5, name=name, line=line, **same)
         figure.add_hline(shown.sink - 0.5, line={"color": SEGMENT, "width": 1.2})
     end = {"color": "#8a94a0", "width": 1, "shape": "hvh"}
-    figure.add_scatter(
-        x=shown.step_N, y=shown.context - 0.5, name="end of the context", line=end, **same
-    )
+    figure.add_scatter(x=shown.step_N, y=shown.context - 0.5, name="end of the context", line=end, **same)
     if not shown.slow.all():
         figure.add_scatter(
             x=shown.step_N[shown.slow], y=np.full(shown.slow.sum(), -0.5), mode="markers", name="slow step",

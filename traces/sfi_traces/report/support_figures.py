@@ -61,9 +61,7 @@ def lag(view: View) -> Panel:
         same = {"legendgroup": line.name, "x": line.lag}
         edge = {"mode": "lines", "line": {"width": 0}, "hoverinfo": "skip", "showlegend": False}
         figure.add_scatter(y=line.low, **edge, **same, row=1, col=1)
-        figure.add_scatter(
-            y=line.high, fill="tonexty", fillcolor=faint(color), **edge, **same, row=1, col=1
-        )
+        figure.add_scatter(y=line.high, fill="tonexty", fillcolor=faint(color), **edge, **same, row=1, col=1)
         figure.add_scatter(
             y=line.mean, mode="lines", name=f"{line.name}, mean {line.overall:.3f}",
             line={"color": color, "width": 2.5}, customdata=np.stack([line.low, line.high, line.pairs], 1),

@@ -41,10 +41,7 @@ def _about(view: View, row: int) -> str:
     kind += ", drafted" if steps.drafted[row] else ""
     elapsed_us = steps.elapsed_us[row]  # an imported trace has none
     took = "" if np.isnan(elapsed_us) else f"; {elapsed_us / 1000:,.2f} ms"
-    return (
-        f"step {steps.step[row]}: {kind}; attended {steps.attended[row]:,.0f} of {steps.context[row]:,} "
-        f"tokens{took}"
-    )
+    return f"step {steps.step[row]}: {kind}; attended {steps.attended[row]:,.0f} of {steps.context[row]:,} tokens{took}"
 
 
 def prompt(view: View) -> dict[str, Any]:

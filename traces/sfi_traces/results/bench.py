@@ -38,9 +38,7 @@ def write_plot(document: dict[str, Any], path: Path, *, kind: str) -> None:
     width, height = INCHES_A_PANEL
     figure = new_figure(width * len(batches), height)
     colors = _colors([row["policy"] for row in rows])
-    for axes, batch in zip(
-        figure.subplots(1, len(batches), squeeze=False)[0], batches, strict=True
-    ):
+    for axes, batch in zip(figure.subplots(1, len(batches), squeeze=False)[0], batches, strict=True):
         _draw(axes, [row for row in rows if row["batch"] == batch], colors)
         axes.set_title(f"batch {batch}", fontsize=10)
     figure.suptitle(
@@ -64,9 +62,7 @@ def _draw(axes: Any, rows: list[dict[str, Any]], colors: dict[str, str]) -> None
         at, color = [row["context"] for row in line], colors[policy]
         measured = [row.get("decode_tokens_per_second") for row in line]
         if None not in measured:
-            low, high = (
-                [row[f"decode_tokens_per_second_{end}"] for row in line] for end in ("min", "max")
-            )
+            low, high = ([row[f"decode_tokens_per_second_{end}"] for row in line] for end in ("min", "max"))
             axes.fill_between(at, low, high, color=color, alpha=0.15, linewidth=0)
             axes.plot(at, measured, "-o", color=color, label=policy)
         if not policy.startswith("transformers"):  # moves the same bytes as full-kv

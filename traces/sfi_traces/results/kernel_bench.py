@@ -20,9 +20,7 @@ LINES = (  # column, label, color, marker
 
 def write_parquet(document: dict[str, Any], path: Path) -> None:
     """Write the rows as one table; machine, versions and notes go into the file's metadata."""
-    facts = {
-        key: document[key] for key in ("backend", "interrupted", "notes", "machine", "versions")
-    }
+    facts = {key: document[key] for key in ("backend", "interrupted", "notes", "machine", "versions")}
     metadata = {"schema_version": str(SCHEMA_VERSION), "kernel_bench": json.dumps(facts)}
     write_rows(path, document["rows"], metadata, text=("form", "failure"))
 
@@ -85,9 +83,7 @@ def _draw_bandwidth(axes: Any, document: dict[str, Any]) -> None:
         ("fast", "fast", "tab:blue"),
         ("fast.gather", "fast, gathered in place", "tab:purple"),
     ):
-        points = sorted(
-            (100 * row["retention"], row["gb_per_s"]) for row in document["rows"] if row["op"] == op
-        )
+        points = sorted((100 * row["retention"], row["gb_per_s"]) for row in document["rows"] if row["op"] == op)
         if points:
             axes.plot(*zip(*points, strict=True), marker="o", color=color, label=label)
     for row in document["rows"]:

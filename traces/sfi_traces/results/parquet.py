@@ -32,9 +32,7 @@ def write_rows(
     }
     names = dict.fromkeys(name for row in rows for name in row)
     columns = {name: [_plain(row.get(name)) for row in rows] for name in names}
-    schema = pa.schema(
-        [pa.field(name, named.get(name) or _type(values)) for name, values in columns.items()]
-    )
+    schema = pa.schema([pa.field(name, named.get(name) or _type(values)) for name, values in columns.items()])
     table = pa.table(columns, schema=schema.with_metadata(metadata))
     parquet.write_table(table, path, compression="zstd")
 

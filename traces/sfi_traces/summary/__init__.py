@@ -55,9 +55,7 @@ MISSING = {  # sections that a trace may lack, and what records them
     "selections": "lambda* and overlap of selections (record a policy that selects, such as --policy sfi)",
     "phases": "time by phase and break-even (the table timings is empty)",
 }
-SPANS = (
-    "phases inside replayed steps (record with --set trace.spans=true, which gives up CUDA graphs)"
-)
+SPANS = "phases inside replayed steps (record with --set trace.spans=true, which gives up CUDA graphs)"
 OF_ALL_RUNS = ("selections", "phases")  # the only ones missed in a lossless run, which has no audit
 
 

@@ -14,10 +14,7 @@ def coverage_facts(scope: Scope) -> dict[str, Any] | None:
     `stay`: refreshes that a position stays, on average. `every`: positions are taken from every n-th refresh.
     """
     every = sample_selections(scope)
-    prompts = ", ".join(
-        f"({one['request']:d}, {one['tokens']:d})"
-        for one in scope.trace.manifest.get("prompts", [])
-    )
+    prompts = ", ".join(f"({one['request']:d}, {one['tokens']:d})" for one in scope.trace.manifest.get("prompts", []))
     rows = scope.rows(f"""
         WITH prompts (request, tokens) AS (VALUES {prompts or "(-1, 1)"}), heads AS (
             SELECT request, layer, head, tokens, count(DISTINCT p) / tokens AS share

@@ -94,23 +94,17 @@ def _check_prompts(scope: Scope, other: Scope) -> None:
         # None: a redacted trace has no hashes, an early killed one no prompts
         if any(a != b for a, b in zip(prompt, two[request], strict=True) if None not in (a, b)):
             counts = f"{prompt[0]} tokens in {scope.trace.path} and {two[request][0]} in {other.trace.path}"
-            raise TraceError(
-                f"traces must have the same prompts, got another for request {request}: {counts}"
-            )
+            raise TraceError(f"traces must have the same prompts, got another for request {request}: {counts}")
 
 
 def _prompts(scope: Scope) -> dict[int, tuple[int | None, str | None]]:
-    known = {
-        p["request"]: (p["tokens"], p["sha256"]) for p in scope.trace.manifest.get("prompts", [])
-    }
+    known = {p["request"]: (p["tokens"], p["sha256"]) for p in scope.trace.manifest.get("prompts", [])}
     rows = scope.rows("SELECT DISTINCT request FROM chosen_steps ORDER BY request")
     return {row["request"]: known.get(row["request"], (None, None)) for row in rows}
 
 
 def _compare_steps(scope: Scope, other: Scope) -> list[Row]:
-    query = (
-        "SELECT request, step, token_id, token_text, slow FROM chosen_steps ORDER BY request, step"
-    )
+    query = "SELECT request, step, token_id, token_text, slow FROM chosen_steps ORDER BY request, step"
     one, two = (
         {request: list(rows) for request, rows in groupby(each.rows(query), itemgetter("request"))}
         for each in (scope, other)
@@ -213,10 +207,7 @@ def _numbers(scope: Scope) -> Row:
         **{key: steps[key] for key in ("steps", "slow", "slow_share", "reasons", "read_ratio")},
         "retained_mass": audit["retained_mass"]["mean"] if audit else None,
         "lambda_star": selections["lambda_star"]["mean"] if selections else None,
-        **{
-            f"{kind}_p50_us": kinds[kind]["p50_us"] if kind in kinds else None
-            for kind in ("prefill", "slow", "fast")
-        },
+        **{f"{kind}_p50_us": kinds[kind]["p50_us"] if kind in kinds else None for kind in ("prefill", "slow", "fast")},
         "tokens_per_second": document["latency"]["tokens_per_second"],
         "audited": document["latency"]["audited"],
     }
@@ -234,8 +225,4 @@ def _changed(first: Row, second: Row) -> Row:
         | flat_settings(manifest["config"])
         for manifest in (first, second)
     )
-    return {
-        name: {"a": one.get(name), "b": two.get(name)}
-        for name in one | two
-        if one.get(name) != two.get(name)
-    }
+    return {name: {"a": one.get(name), "b": two.get(name)} for name in one | two if one.get(name) != two.get(name)}

@@ -28,15 +28,13 @@ METRICS = {  # name: meaning, what records it
     "slow_time": ("median time of B's slow steps over that of A's", "slow steps in both"),
     "fast_time": ("median time of B's fast steps over that of A's", "fast steps in both"),
     "read_ratio": ("share of the cache that B reads over that of A", "both to a step after the first"),
-}  # fmt: skip
+}
 NEVER = ("first_difference", "first_layer_step", "first_layer")
 OPERATORS: dict[str, Callable[[float, float], bool]] = {
     "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge, "==": operator.eq,
     "!=": operator.ne,
 }  # fmt: skip
-LIMIT = re.compile(
-    r"\s*([a-z0-9_]+)\s*(<=|>=|==|!=|<|>)\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?)\s*"
-)
+LIMIT = re.compile(r"\s*([a-z0-9_]+)\s*(<=|>=|==|!=|<|>)\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?)\s*")
 
 Row = Mapping[str, Any]
 
@@ -85,9 +83,7 @@ class Limit:
             )
         name, sign, number = match.groups()
         if name not in METRICS:
-            raise ConfigError(
-                f"unknown fail-if name {name!r}; expected one of {', '.join(METRICS)}"
-            )
+            raise ConfigError(f"unknown fail-if name {name!r}; expected one of {', '.join(METRICS)}")
         return cls(text.strip(), name, OPERATORS[sign], float(number))
 
     def value_of(self, document: Row) -> float:
@@ -100,8 +96,7 @@ class Limit:
             return math.inf
         if value is None:
             raise TraceError(
-                f"fail-if {self.text!r} needs {self.name}, which the traces do not have; "
-                f"record {METRICS[self.name][1]}"
+                f"fail-if {self.text!r} needs {self.name}, which the traces do not have; record {METRICS[self.name][1]}"
             )
         return value
 

@@ -56,13 +56,9 @@ def drift(supports: Supports) -> Drift:
         TraceError: Step 0, or every later step, has no support.
     """
     if not supports.steps or supports.step_N[0] != 0:
-        raise TraceError(
-            "drift needs the support of step 0, the prompt's, got none; record the trace with --audit 1"
-        )
+        raise TraceError("drift needs the support of step 0, the prompt's, got none; record the trace with --audit 1")
     if supports.steps == 1:
-        raise TraceError(
-            "drift needs an audited step after step 0, got none; record the trace with --audit 1"
-        )
+        raise TraceError("drift needs an audited step after step 0, got none; record the trace with --audit 1")
     first_1UK, later_NUK = supports.position_NUK[:1], supports.position_NUK[1:]
     found = {
         place: Overlap.of(np.repeat(first_1UK[:, unit], len(later_NUK), 0), later_NUK[:, unit])

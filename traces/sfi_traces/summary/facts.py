@@ -37,9 +37,7 @@ def run_facts(scope: Scope) -> dict[str, Any]:
 def changed_settings(config: dict[str, Any]) -> dict[str, Any]:
     """Pick the settings that differ from the defaults, nested ones as `selector.name`."""
     default = flat_settings(SfiConfig().to_dict())
-    return {
-        name: value for name, value in flat_settings(config).items() if value != default.get(name)
-    }
+    return {name: value for name, value in flat_settings(config).items() if value != default.get(name)}
 
 
 def flat_settings(config: dict[str, Any]) -> dict[str, Any]:

@@ -36,9 +36,7 @@ class LagLine:
         return float((self.mean * self.pairs).sum() / pairs) if pairs else float("nan")
 
 
-def overlap_by_lag(
-    supports: Supports, sentence: np.ndarray, most: int = MOST_LAG
-) -> tuple[LagLine, LagLine]:
+def overlap_by_lag(supports: Supports, sentence: np.ndarray, most: int = MOST_LAG) -> tuple[LagLine, LagLine]:
     """Sort pairs of steps by lag, up to `most`: first within a sentence, then across a boundary.
 
     A pair's overlap is the mean over layers and KV heads; `sentence` has each step's sentence.

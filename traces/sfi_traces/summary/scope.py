@@ -39,9 +39,7 @@ class Scope:
             TraceError: No step was recorded, or a part is truncated.
         """
         scope = cls(trace, trace.connect(), request, layer)
-        requests = [
-            row["request"] for row in scope.rows("SELECT DISTINCT request FROM steps ORDER BY 1")
-        ]
+        requests = [row["request"] for row in scope.rows("SELECT DISTINCT request FROM steps ORDER BY 1")]
         if not requests:
             raise TraceError(f"trace {trace.path} has no finished step")
         check_known("request", [request], requests)

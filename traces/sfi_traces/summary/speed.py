@@ -157,9 +157,7 @@ def break_even(scope: Scope) -> dict[str, Any]:
     if scope.trace.lossless:
         return found | {"reason": "a lossless run's verifications attend with several queries"}
     if (dense is None or fast is None) and scope.row(REPLAYED)["n"]:
-        return found | {
-            "reason": "replayed steps have no phases (record with --set trace.spans=true)"
-        }
+        return found | {"reason": "replayed steps have no phases (record with --set trace.spans=true)"}
     if dense is None or fast is None:
         kind = "slow" if dense is None else "fast"
         return found | {"reason": f"no {kind} step after step 0 was timed"}

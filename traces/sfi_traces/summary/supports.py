@@ -4,9 +4,7 @@ from typing import Any
 
 from sfi_traces.summary.scope import Scope, spread
 
-AT_CLIP = (
-    1e-6  # of selector.lambda_clip: how near lambda*, a float32, is to a clip that it stands at
-)
+AT_CLIP = 1e-6  # of selector.lambda_clip: how near lambda*, a float32, is to a clip that it stands at
 # lags 1, 2, 3-4, 5-8, ...
 FROM_LAG = "CASE WHEN lag <= 2 THEN lag ELSE 2 ** (ceil(log2(lag)) - 1) + 1 END"
 TO_LAG = "CASE WHEN lag <= 2 THEN lag ELSE 2 ** ceil(log2(lag)) END"

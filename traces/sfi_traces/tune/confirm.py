@@ -48,9 +48,7 @@ def prompt_rows(trace: Trace) -> list[list[int]]:
         [("request", "ascending"), ("position", "ascending")]
     )
     if not len(table) or table["token_id"].null_count:
-        raise TraceError(
-            f"trace {trace.path} has no prompts to run again; give --prompt-file or --batch"
-        )
+        raise TraceError(f"trace {trace.path} has no prompts to run again; give --prompt-file or --batch")
     return [
         table.filter(pc.field("request") == request)["token_id"].to_pylist()
         for request in pc.unique(table["request"]).to_pylist()
@@ -165,9 +163,7 @@ class Confirmer:
         with TemporaryDirectory() as parent:
             folder = Path(parent) / "run"
             with ParquetObserver(folder, tokenizer=self.tokenizer) as observer:
-                self._run(
-                    one, config, "sfi", shared, [observer], AuditConfig(every=1, top=self.top)
-                )
+                self._run(one, config, "sfi", shared, [observer], AuditConfig(every=1, top=self.top))
             real = Trace.open(folder)
             trace, recorded = one.trace, one.recorded
             if trace is None or recorded is None:
@@ -177,9 +173,7 @@ class Confirmer:
         tally.divergences += logits["kl_next_token"].to_pylist()
         tally.agreements += logits["argmax_agrees"].to_pylist()
 
-    def _timed(
-        self, one: Material, config: SfiConfig, policy: str, shared: Any, tally: Tally
-    ) -> None:
+    def _timed(self, one: Material, config: SfiConfig, policy: str, shared: Any, tally: Tally) -> None:
         result = self._run(one, config, policy, shared, [], None)
         tally.tokens += sum(max(0, len(r.token_ids) - 1) for r in result.report.requests)
         tally.seconds += result.report.decode_seconds

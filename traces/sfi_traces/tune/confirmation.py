@@ -61,8 +61,6 @@ def stated_errors(rows: Sequence[Confirmation]) -> list[float | None]:
     the *other* rows, for what a replay does not model.
     """
     return [
-        one.bounds + max(abs(other.error) for other in rows if other is not one)
-        if len(rows) > 1
-        else None
+        one.bounds + max(abs(other.error) for other in rows if other is not one) if len(rows) > 1 else None
         for one in rows
     ]

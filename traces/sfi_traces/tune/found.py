@@ -47,9 +47,7 @@ class Found:
         setting = self.front[place].setting
         return tuned_config(setting, self.tuning.space.sets.get(setting.triggers))
 
-    def confirm(
-        self, run: Callable[[Sequence[SfiConfig]], tuple[list[Confirmation], float]], count: int
-    ) -> Self:
+    def confirm(self, run: Callable[[Sequence[SfiConfig]], tuple[list[Confirmation], float]], count: int) -> Self:
         """Run `count` settings for real, spread over the front and including the chosen one.
 
         If the chosen one breaks a limit or gives a wrong answer, a confirmed one that does not is chosen
@@ -66,9 +64,7 @@ class Found:
             chosen, rule = held[index], f"{rule}; of the confirmed settings that held when they ran"
         elif not held:
             rule = f"{rule}; but it did not hold when it ran, nor did another that was run"
-        return replace(
-            self, chosen=chosen, rule=rule, confirmed=confirmed, full_kv_tokens_per_second=speed
-        )
+        return replace(self, chosen=chosen, rule=rule, confirmed=confirmed, full_kv_tokens_per_second=speed)
 
     def _held(self, one: Confirmation) -> bool:
         return one.exact_match is not False and self.tuning.limits.kept_by(one.comparison.measured)
@@ -162,7 +158,7 @@ class Found:
                 "predicted": {name: getattr(chosen.outcome, name) for name in SHOWN},
                 "confirmed": confirmed,
             },
-        )  # fmt: skip
+        )
 
 
 def find(
@@ -189,9 +185,7 @@ def find(
     if not front and not interrupted:
         raise no_feasible(search, tuning.space, tuning.evaluate, tuning.limits)
     chosen, rule = choose(front, tuning.objectives, tuning.limits) if front else (0, "")
-    return Found(
-        tuning=tuning, search=search, front=front, chosen=chosen, rule=rule, interrupted=interrupted
-    )
+    return Found(tuning=tuning, search=search, front=front, chosen=chosen, rule=rule, interrupted=interrupted)
 
 
 def _row(setting: Setting, outcome: Outcome) -> dict[str, Any]:

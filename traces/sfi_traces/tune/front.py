@@ -26,9 +26,7 @@ class Candidate:
     outcome: Outcome
 
 
-def front_of(
-    search: Search, space: Space, evaluate: Evaluator, chosen: Mapping[str, Objective]
-) -> list[Candidate]:
+def front_of(search: Search, space: Space, evaluate: Evaluator, chosen: Mapping[str, Objective]) -> list[Candidate]:
     """Return the feasible settings that no other trial beats, cheapest first, each once."""
     from optuna.trial import FixedTrial  # noqa: PLC0415 - an extra
 
@@ -61,9 +59,7 @@ def no_feasible(search: Search, space: Space, evaluate: Evaluator, limits: Limit
     )
 
 
-def choose(
-    front: Sequence[Candidate], chosen: Mapping[str, Objective], limits: Limits
-) -> tuple[int, str]:
+def choose(front: Sequence[Candidate], chosen: Mapping[str, Objective], limits: Limits) -> tuple[int, str]:
     """Choose a setting of the front; return its place and the rule.
 
     With a least retained mass it is the cheapest, since all settings of a feasible front retain enough. With

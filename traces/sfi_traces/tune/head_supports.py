@@ -26,8 +26,7 @@ def largest_top(traces: Sequence[Trace]) -> int:
         audit = trace.manifest["audit"]
         if audit["layers"] is not None:
             raise TraceError(
-                f"trace {trace.path} must audit all layers, got {audit['layers']}; "
-                "record it without audit.layers"
+                f"trace {trace.path} must audit all layers, got {audit['layers']}; record it without audit.layers"
             )
     for trace in traces[1:]:
         check_one_model(traces[0], trace)
@@ -52,15 +51,12 @@ def request_supports(trace: Trace, request: int, top: int) -> Iterator[tuple[int
     """
     most = trace.manifest["audit"]["top"]
     if top > most:
-        raise ConfigError(
-            f"top_k must be at most audit.top of trace {trace.path}, {most}, got {top}"
-        )
+        raise ConfigError(f"top_k must be at most audit.top of trace {trace.path}, {most}, got {top}")
     supports = Supports.read(Request.open(trace, request)).strongest(top)
     long_N = supports.length_N > top
     if not long_N.any():
         raise TraceError(
-            f"trace {trace.path} must have steps with more than {top} tokens, the top-k, got none "
-            f"in request {request}"
+            f"trace {trace.path} must have steps with more than {top} tokens, the top-k, got none in request {request}"
         )
     lacking = max(0, top - supports.position_NUK.shape[-1])
     for layer in supports.layers:

@@ -68,9 +68,7 @@ class Mined:
     split: str
 
 
-def mine(
-    recorded: Sequence[Supports], base: Setting, punctuation: NamedSet, texts: Mapping[int, str]
-) -> Mined:
+def mine(recorded: Sequence[Supports], base: Setting, punctuation: NamedSet, texts: Mapping[int, str]) -> Mined:
     """Mine one part of some requests, and test the mined triggers against punctuation on the other part.
 
     `base` is the trace's own setting; its trigger delay says how many steps after a token count. `texts` are
@@ -103,9 +101,7 @@ def divide(recorded: Sequence[Supports]) -> tuple[list[Supports], list[Supports]
     return [one.at(slice(count))], [one.at(rest)], words
 
 
-def _verdict(
-    proposal: NamedSet, base: Setting, first: Sequence[Supports], rest: Sequence[Supports]
-) -> Verdict | None:
+def _verdict(proposal: NamedSet, base: Setting, first: Sequence[Supports], rest: Sequence[Supports]) -> Verdict | None:
     limit = _slow_rate(_replayed(first, base))
     mined = replace(base, trigger_token_ids=proposal.token_ids, triggers=proposal.name)
     tuned = max(
@@ -122,9 +118,7 @@ def _verdict(
     setting = tuned[1]
     new = _replayed(rest, setting)
     rivals = [_replayed(rest, one) for one in _grid(base)]
-    differences = [
-        _kept(one) - other for one, other in zip(new, mixture(rivals, _slow_rate(new)), strict=True)
-    ]
+    differences = [_kept(one) - other for one, other in zip(new, mixture(rivals, _slow_rate(new)), strict=True)]
     pooled = np.concatenate(differences)
     low, high, method = interval(differences)
     return Verdict(
@@ -147,9 +141,7 @@ def _grid(setting: Setting) -> list[Setting]:
     config = setting.config
     pairs = product(sorted({*T_MAX, config.t_max}), sorted({*GAPS, config.min_gap}))
     configs = [config.replace(t_max=t_max, min_gap=gap) for t_max, gap in pairs]
-    return [
-        replace(setting, config=one) for one in (*configs, config.replace(trigger_policy="never"))
-    ]
+    return [replace(setting, config=one) for one in (*configs, config.replace(trigger_policy="never"))]
 
 
 def mixture(rivals: Sequence[Sequence[StepMetrics]], rate: float) -> list[Floats]:
@@ -166,8 +158,7 @@ def mixture(rivals: Sequence[Sequence[StepMetrics]], rate: float) -> list[Floats
     assert best is not None, "without slow steps the rate is 0"
     _, share, low_metrics, high_metrics = best
     return [
-        (1 - share) * _kept(one) + share * _kept(other)
-        for one, other in zip(low_metrics, high_metrics, strict=True)
+        (1 - share) * _kept(one) + share * _kept(other) for one, other in zip(low_metrics, high_metrics, strict=True)
     ]
 
 
@@ -196,9 +187,7 @@ def interval(differences: Sequence[Floats]) -> tuple[float, float, str] | tuple[
 
     Returns both ends of the interval and its method; all None with too few blocks.
     """
-    blocks = [
-        one[start : start + BLOCK] for one in differences for start in range(0, len(one), BLOCK)
-    ]
+    blocks = [one[start : start + BLOCK] for one in differences for start in range(0, len(one), BLOCK)]
     if len(blocks) < LEAST_BLOCKS:
         return None, None, None
     sums, counts = np.array([b.sum() for b in blocks]), np.array([len(b) for b in blocks])

@@ -42,9 +42,7 @@ class MinedToken:
     high: float | None
 
 
-def rank(
-    recorded: Sequence[Supports], texts: Mapping[int, str], *, lags: int, budget: int
-) -> list[MinedToken]:
+def rank(recorded: Sequence[Supports], texts: Mapping[int, str], *, lags: int, budget: int) -> list[MinedToken]:
     """Rank the generated tokens by the lower end of their movement's interval.
 
     `lags` is how many steps after a token are looked at (trigger delay + 1 includes the refresh's own),
@@ -52,9 +50,7 @@ def rank(
     trace.
     """
     if any(NO_TOKEN in one.tokens for one in recorded):
-        raise TraceError(
-            "trigger mining needs the tokens, and a trace is redacted; add --set tune.mine=false"
-        )
+        raise TraceError("trigger mining needs the tokens, and a trace is redacted; add --set tune.mine=false")
     overlaps = [_overlaps(one, lags, budget) for one in recorded]
     usual_L = np.concatenate(overlaps).mean(0) if any(map(len, overlaps)) else np.zeros(lags)
     samples: dict[int, list[float]] = {}
@@ -66,10 +62,7 @@ def rank(
     steps = sum(map(len, overlaps))
     tested = max(1, sum(len(values) >= LEAST for values in samples.values()))
     level = 1 - (1 - LEVEL) / tested
-    found = [
-        _mined(token, texts.get(token, ""), values, steps, level)
-        for token, values in samples.items()
-    ]
+    found = [_mined(token, texts.get(token, ""), values, steps, level) for token, values in samples.items()]
     return sorted(found, key=lambda one: (one.low is None, -(one.low or 0), -one.movement))
 
 

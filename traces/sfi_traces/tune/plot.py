@@ -39,13 +39,8 @@ def write_plot(document: dict[str, Any], path: Path, *, kind: str) -> None:
 def _draw(axes: Any, document: dict[str, Any], cost: str, kept: str) -> None:
     names = [one["name"] for one in document["objectives"]]
     scale = COSTS[cost][1]
-    points = [
-        (values[names.index(cost)] * scale, values[names.index(kept)])
-        for values in document["points"]
-    ]
-    axes.scatter(
-        *zip(*points, strict=True), s=9, color=ALL, alpha=0.5, linewidths=0, label="trials"
-    )
+    points = [(values[names.index(cost)] * scale, values[names.index(kept)]) for values in document["points"]]
+    axes.scatter(*zip(*points, strict=True), s=9, color=ALL, alpha=0.5, linewidths=0, label="trials")
     front = [_place(row, cost, kept) for row in document["front"]]
     axes.plot(
         *zip(*front, strict=True),
@@ -56,9 +51,7 @@ def _draw(axes: Any, document: dict[str, Any], cost: str, kept: str) -> None:
         label="Pareto front",
     )
     recorded = _place(document["recorded"], cost, kept)
-    axes.scatter(
-        *recorded, s=70, marker="*", color="black", label="the trace's own setting", zorder=3
-    )
+    axes.scatter(*recorded, s=70, marker="*", color="black", label="the trace's own setting", zorder=3)
     for row in document["front"]:
         if row["chosen"]:
             axes.scatter(
@@ -70,9 +63,7 @@ def _draw(axes: Any, document: dict[str, Any], cost: str, kept: str) -> None:
     measured = [one["measured"] for one in whole]
     if measured:
         places = [(row[FIELDS[cost]] * scale, row[FIELDS[kept]]) for row in measured]
-        axes.scatter(
-            *zip(*places, strict=True), s=40, marker="x", color=MEASURED, label="measured", zorder=5
-        )
+        axes.scatter(*zip(*places, strict=True), s=40, marker="x", color=MEASURED, label="measured", zorder=5)
 
 
 def _place(row: dict[str, Any], cost: str, kept: str) -> tuple[float, float]:

@@ -75,9 +75,7 @@ def _number(name: str, word: str, text: str) -> float:
     try:
         return float(word) if SETTINGS[name].kind is float else int(word)
     except ValueError as error:
-        raise ConfigError(
-            f"{name} must be numbers like 8,16,32 or a range like 8:64, got {text!r}"
-        ) from error
+        raise ConfigError(f"{name} must be numbers like 8,16,32 or a range like 8:64, got {text!r}") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,9 +178,7 @@ def _defaults(recorded: Sequence[Supports], sets: Sequence[NamedSet]) -> dict[st
     return {name: found[name] for name in ("trigger_policy", "triggers", *SEARCHED)}
 
 
-def _check(
-    base: Setting, recorded: Sequence[Supports], axes: Mapping[str, Axis], given: set[str]
-) -> None:
+def _check(base: Setting, recorded: Sequence[Supports], axes: Mapping[str, Axis], given: set[str]) -> None:
     check_effect(given, axes["trigger_policy"].values)
     for name, axis in axes.items():
         if name != "triggers":

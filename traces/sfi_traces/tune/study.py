@@ -31,9 +31,7 @@ def check_optuna() -> None:
     """Raise `BackendError` if a package of the extra is missing."""
     for package in ("optuna", "scipy"):
         if find_spec(package) is None:
-            raise BackendError(
-                f"tuning needs {package}, which is not installed; pip install 'sfi-toolkit[tune]'"
-            )
+            raise BackendError(f"tuning needs {package}, which is not installed; pip install 'sfi-toolkit[tune]'")
 
 
 def check_path(path: Path, *, resume: bool) -> None:
@@ -130,14 +128,10 @@ class Search:
             storage = open_storage(path)
             names = optuna.get_all_study_names(storage)
             if names and purpose.name not in names:
-                raise InputError(
-                    f"study {path} was made {purpose.difference(names[0])}; choose another --study"
-                )
+                raise InputError(f"study {path} was made {purpose.difference(names[0])}; choose another --study")
             created = True
             try:
-                study = optuna.create_study(
-                    storage=storage, study_name=purpose.name, directions=list(directions)
-                )
+                study = optuna.create_study(storage=storage, study_name=purpose.name, directions=list(directions))
             except optuna.exceptions.DuplicatedStudyError:
                 study = optuna.load_study(study_name=purpose.name, storage=storage)
                 created = False

@@ -58,9 +58,7 @@ class Tuning:
         requests = [one for each in recorded for one in each]
         base = replayable(Setting.recorded(traces[0]), requests)
         own = recorded_set(base)
-        sets = (
-            given_sets(traces, trigger_sets) if trigger_sets else [own, *punctuation_sets(traces)]
-        )
+        sets = given_sets(traces, trigger_sets) if trigger_sets else [own, *punctuation_sets(traces)]
         mined = None
         if mining:
             mined = mine(requests, base, own, _texts(traces))

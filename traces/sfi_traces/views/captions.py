@@ -84,9 +84,7 @@ def lambda_star(data: Lambda) -> Caption:
     if many := _many(data.places):
         where = f"median and 10 to 90 % of {many}"
     note = f"Weight of the prior at each refresh, {where}."
-    return Caption(
-        "lambda* over time", f"{note} {data.clipped:.0%} of all values stand at the clip."
-    )
+    return Caption("lambda* over time", f"{note} {data.clipped:.0%} of all values stand at the clip.")
 
 
 def retained(view: View, data: Retained) -> Caption:
@@ -125,9 +123,7 @@ def places(found: list[Place]) -> str:
     """Name the layers and KV heads of a figure."""
     layers, heads = ({place[axis] for place in found} for axis in (0, 1))
     one = [
-        f"{name} {next(iter(values))}"
-        for name, values in (("layer", layers), ("KV head", heads))
-        if len(values) == 1
+        f"{name} {next(iter(values))}" for name, values in (("layer", layers), ("KV head", heads)) if len(values) == 1
     ]
     many = _many(found)
     return ", ".join(one + ([f"mean over {many}"] if many else []))

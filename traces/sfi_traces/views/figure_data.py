@@ -53,8 +53,7 @@ def lambda_over_time(view: View) -> Lambda:
     step, first = np.unique(rows["step"].to_numpy(), return_index=True)
     groups = np.split(value, first[1:])
     low, median, high = (
-        np.array([np.quantile(group, share) for group in groups])
-        for share in (SPREAD[0], 0.5, SPREAD[1])
+        np.array([np.quantile(group, share) for group in groups]) for share in (SPREAD[0], 0.5, SPREAD[1])
     )
     clip = view.trace.manifest["config"]["selector"]["lambda_clip"]
     clipped = (np.abs(value - clip) <= AT_CLIP * clip).mean()
@@ -154,11 +153,7 @@ def step_phases(view: View) -> Timeline:
     return Timeline(
         step=step[edges],
         per_bar=width,
-        phases={
-            name: np.add.reduceat(total, edges) / counts
-            for name, total in phases.items()
-            if total.any()
-        },
+        phases={name: np.add.reduceat(total, edges) / counts for name, total in phases.items() if total.any()},
         slow=step[steps.slow[later]],
         prefill_us=None if later.all() else float(steps.elapsed_us[0]),
         audit_us=float(audit_us.mean()),

@@ -51,9 +51,7 @@ class Selected:
     since: np.ndarray
 
 
-def rasters(
-    view: View, places: Sequence[Place], *, most_steps: int, most_cells: int
-) -> list[Raster]:
+def rasters(view: View, places: Sequence[Place], *, most_steps: int, most_cells: int) -> list[Raster]:
     """Compute the rasters of several layers and KV heads.
 
     If the view has no `top`, supports are cut to the run's budget, so that missed positions mean something.
@@ -106,9 +104,7 @@ def meaning(raster: Raster) -> dict[int, str]:
     return {kind: text for kind, text in words.items() if (raster.cells == kind).any()}
 
 
-def _in_force(
-    selections: Selections, places: Sequence[Place], step: np.ndarray
-) -> dict[Place, Selected]:
+def _in_force(selections: Selections, places: Sequence[Place], step: np.ndarray) -> dict[Place, Selected]:
     # the selections of each place at the steps; places that selected nothing are left out
     found = {}
     for place in places:
@@ -148,21 +144,15 @@ def _cells(
         read |= _is_in(position, chosen.since[row], chosen.sets, int(context.max()))
         taken = [chosen.sets[at] for at in chosen.since]
         sizes = np.array([len(one) for one in taken])
-        counts = _count(
-            np.repeat(np.arange(steps), sizes), np.concatenate(taken), steps, high, per_cell
-        )
+        counts = _count(np.repeat(np.arange(steps), sizes), np.concatenate(taken), steps, high, per_cell)
         selected = _dense(counts, sizes, context, per_cell)
-    hits, misses = (
-        _count(row[kind], position[kind], steps, high, per_cell) for kind in (read, ~read)
-    )
+    hits, misses = (_count(row[kind], position[kind], steps, high, per_cell) for kind in (read, ~read))
     held = _dense(hits + misses, size(index_NK), context, per_cell)
     kinds = np.where(held, np.where(misses > hits, MISSED, READ), selected * SELECTED)
     return kinds.astype(np.uint8)
 
 
-def _count(
-    row: np.ndarray, position: np.ndarray, rows: int, high: int, per_cell: int
-) -> np.ndarray:
+def _count(row: np.ndarray, position: np.ndarray, rows: int, high: int, per_cell: int) -> np.ndarray:
     # how many positions of each row are in each cell, [high, rows]
     cell = position // per_cell * rows + row
     return np.bincount(cell, minlength=high * rows).reshape(high, rows)
@@ -174,13 +164,9 @@ def _dense(count: np.ndarray, sizes: np.ndarray, context: np.ndarray, per_cell: 
     return found
 
 
-def _is_in(
-    position: np.ndarray, which: np.ndarray, sets: list[np.ndarray], width: int
-) -> np.ndarray:
+def _is_in(position: np.ndarray, which: np.ndarray, sets: list[np.ndarray], width: int) -> np.ndarray:
     # whether each position is in the set with its number; sets ascend, so their keys do too
-    keys = np.concatenate(
-        [number * width + one.astype(np.int64) for number, one in enumerate(sets)]
-    )
+    keys = np.concatenate([number * width + one.astype(np.int64) for number, one in enumerate(sets)])
     wanted = which * width + position
     at = np.searchsorted(keys, wanted)
     found: np.ndarray = np.append(keys, -1)[at] == wanted

@@ -43,9 +43,7 @@ class View:
         check_known("head", [head], range(max(heads, default=0)))
         audit = trace.manifest["audit"]
         if top is not None and audit is not None and not 1 <= top <= audit["top"]:
-            raise ConfigError(
-                f"top must be in 1 to {audit['top']}, which the audit recorded, got {top}"
-            )
+            raise ConfigError(f"top must be in 1 to {audit['top']}, which the audit recorded, got {top}")
         if top is not None and audit is not None and top < audit["top"]:
             trace.require_masses()
         self.request: int = self.requests[0] if request is None else request
@@ -67,9 +65,7 @@ class View:
         """Overlap by lag, within a sentence and across a boundary; raises `TraceError` for one step."""
         step = self.supports.step_N
         if len(step) == 1:
-            raise TraceError(
-                f"trace {self.trace.path} has one audited step, too few for an overlap"
-            )
+            raise TraceError(f"trace {self.trace.path} has one audited step, too few for an overlap")
         return overlap_by_lag(self.supports, self.steps.sentence[self.steps.rows(step)])
 
     @property

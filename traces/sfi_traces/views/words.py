@@ -111,14 +111,11 @@ def step_words(view: View, step: int) -> StepWords:
     steps = view.steps
     row = int(steps.rows(np.array(step)))
     if row == len(steps.step) or steps.step[row] != step:
-        raise ConfigError(
-            f"step must be in {steps.step[0]} to {steps.step[-1]} of request {view.request}, got {step}"
-        )
+        raise ConfigError(f"step must be in {steps.step[0]} to {steps.step[-1]} of request {view.request}, got {step}")
     read = StepReads.of(view.recorded, row, view.places)
     if read.selected is None:
         raise TraceError(
-            f"trace {view.trace.path} has no positions of its selections; record it with "
-            "--set trace.positions=true"
+            f"trace {view.trace.path} has no positions of its selections; record it with --set trace.positions=true"
         )
     texts = text_of(view)
     mass = StepMass({})

@@ -36,9 +36,7 @@ def _part(what: str, example: str) -> Any:
 
 def replay(
     trace: o.TraceDir,
-    trigger_policy: Annotated[
-        Values, _grid("trigger_policy", SLOW, help=f"{', '.join(TRIGGER_POLICIES)}.")
-    ] = None,
+    trigger_policy: Annotated[Values, _grid("trigger_policy", SLOW, help=f"{', '.join(TRIGGER_POLICIES)}.")] = None,
     triggers: Annotated[
         list[str] | None,
         o.option(
@@ -50,9 +48,7 @@ def replay(
     ] = None,
     trigger_set: Annotated[
         list[str] | None,
-        o.option(
-            SLOW, "A set of trigger strings, blanks between: NAME='. ? !'. Repeat to compare sets."
-        ),
+        o.option(SLOW, "A set of trigger strings, blanks between: NAME='. ? !'. Repeat to compare sets."),
     ] = None,
     t_max: Annotated[Values, _grid("t_max", SLOW)] = None,
     refresh_every: Annotated[
@@ -64,28 +60,18 @@ def replay(
         ),
     ] = None,
     budget: Annotated[Values, _grid("budget", MEMORY)] = None,
-    sets: Annotated[
-        list[str] | None, o.sets("trace replay", MEMORY, metavar="NAME=VALUES", help=SETS)
-    ] = None,
+    sets: Annotated[list[str] | None, o.sets("trace replay", MEMORY, metavar="NAME=VALUES", help=SETS)] = None,
     request: o.RequestIndex = None,
     layers: Annotated[str | None, _part("layers", "0,3,8-11")] = None,
     heads: Annotated[str | None, _part("KV heads", "0,2-3")] = None,
-    batch: Annotated[
-        int, typer.Option(min=1, help="Requests that share the weights in the byte model.")
-    ] = 1,
+    batch: Annotated[int, typer.Option(min=1, help="Requests that share the weights in the byte model.")] = 1,
     against: Annotated[
         Path | None,
-        typer.Option(
-            help="Trace of a run of --policy sfi: replay its settings, and compare with what it measured."
-        ),
+        typer.Option(help="Trace of a run of --policy sfi: replay its settings, and compare with what it measured."),
     ] = None,
     play: Annotated[bool, o.option(PLAY, "Step through the run.", "--play")] = False,
-    step: Annotated[
-        str | None, o.option(PLAY, "Print these steps, 12 or 12-20, instead of waiting for keys.")
-    ] = None,
-    speed: Annotated[
-        float | None, o.option(PLAY, "Steps a second of autoplay.", shown=str(SPEED), min=0.1)
-    ] = None,
+    step: Annotated[str | None, o.option(PLAY, "Print these steps, 12 or 12-20, instead of waiting for keys.")] = None,
+    speed: Annotated[float | None, o.option(PLAY, "Steps a second of autoplay.", shown=str(SPEED), min=0.1)] = None,
     plot: Annotated[
         Path | None,
         o.option(o.OUTPUT, "Draw retained mass against slow rate and speed-up to a .png or .svg."),
@@ -140,9 +126,7 @@ def replay(
     if reuses:
         _check_reuse(axes, against, plot, batch)
     elif against is not None and (others or plot is not None):
-        raise ConfigError(
-            "against replays the other trace's setting and must come without others, or a plot"
-        )
+        raise ConfigError("against replays the other trace's setting and must come without others, or a plot")
     with written:
         found: list[Any] = []
         if others or not (reuses or against):
@@ -180,12 +164,9 @@ def _check_reuse(axes: dict[str, str], against: Path | None, plot: Path | None, 
         if value is not None:
             raise ConfigError(f"{name} needs a recorded run's memory and bytes, got {value}")
     if batch != 1:
-        raise ConfigError(
-            f"batch must come without --refresh-every and an imported trace, got {batch}"
-        )
+        raise ConfigError(f"batch must come without --refresh-every and an imported trace, got {batch}")
     for name in (*MEMORY, PAGE_SIZE):
         if name in axes:
             raise ConfigError(
-                f"{name} must come without --refresh-every and an imported trace: selections are "
-                "reused as they are"
+                f"{name} must come without --refresh-every and an imported trace: selections are reused as they are"
             )

@@ -24,9 +24,7 @@ def replay_document(
     real = trace if against is None else Trace.open(against)
     recorded = Supports.load(trace, **part)
     own = Setting.recorded(trace)
-    outcomes, interrupted = _each(
-        "settings", settings, lambda one: replay(recorded, one, batch=batch), quiet=quiet
-    )
+    outcomes, interrupted = _each("settings", settings, lambda one: replay(recorded, one, batch=batch), quiet=quiet)
     found = list(zip(settings, outcomes, strict=False))
     found.sort(key=lambda pair: (-pair[1].speedup, -pair[1].retained_mass))
     front = pareto([outcome for _, outcome in found])
@@ -54,16 +52,13 @@ def replay_document(
     }
 
 
-def reuse_document(
-    trace: Any, part: Row, every: Sequence[int], settings: Sequence[Any], *, quiet: bool
-) -> Row:
+def reuse_document(trace: Any, part: Row, every: Sequence[int], settings: Sequence[Any], *, quiet: bool) -> Row:
     """Reuse recorded selections for `every` so many steps, then by the schedules of settings."""
     from sfi_traces.replay import RULES, Setting, Supports, chance, reuse, schedule
 
     config = Setting.recorded(trace).config.replace(trigger_policy="stride", slow_start=1)
     schedules: list[tuple[int | None, Any]] = [
-        (count, Setting(config=config.replace(stride=count), trigger_token_ids=frozenset()))
-        for count in every
+        (count, Setting(config=config.replace(stride=count), trigger_token_ids=frozenset())) for count in every
     ]
     schedules += [(None, setting) for setting in settings]
     recorded = Supports.load(trace, **part)
@@ -92,17 +87,14 @@ def _described(trace: Any, recorded: Sequence[Any]) -> Row:
         "policy": trace.manifest["policy"],
         "audit_top": recorded[0].top,
         "requests": [
-            {"request": one.request, "prompt_tokens": one.prompt_tokens, "steps": one.steps}
-            for one in recorded
+            {"request": one.request, "prompt_tokens": one.prompt_tokens, "steps": one.steps} for one in recorded
         ],
         "layers": recorded[0].layers,
         "heads": len(recorded[0].layer_U),
     }
 
 
-def _each(
-    what: str, settings: Sequence[Any], measure: Callable[[Any], Any], *, quiet: bool
-) -> tuple[list[Any], bool]:
+def _each(what: str, settings: Sequence[Any], measure: Callable[[Any], Any], *, quiet: bool) -> tuple[list[Any], bool]:
     # what is measured of each setting, and whether Ctrl-C left settings out
     found: list[Any] = []
     try:

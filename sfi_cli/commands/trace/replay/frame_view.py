@@ -29,8 +29,7 @@ def head(playback: Any, frame: Any) -> Any:
     head = Text(f"step {frame.step} of {playback.steps - 1}  ", no_wrap=True, overflow="ellipsis")
     head.append(kind, style="bold red" if frame.slow else "bold green")
     return head.append(
-        f"  sentence {frame.sentence_index}"
-        f"  reads {frame.attended_tokens:,.0f} of {frame.context_tokens:,} tokens"
+        f"  sentence {frame.sentence_index}  reads {frame.attended_tokens:,.0f} of {frame.context_tokens:,} tokens"
     )
 
 

@@ -27,4 +27,4 @@ KEYS: list[BindingType] = [
     Binding("escape", "leave_field", "leave the field", show=False),
     Binding("q,ctrl+d", "quit", "quit", key_display="q"),
     Binding("ctrl+c", "interrupt", "interrupt", show=False, priority=True),
-]  # fmt: skip
+]

@@ -14,9 +14,7 @@ from sfi_core.errors import BackendError, ConfigError
 RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 
 
-def play_run(
-    trace: Any, part: dict[str, Any], output: Output, *, step: str | None, speed: float
-) -> None:
+def play_run(trace: Any, part: dict[str, Any], output: Output, *, step: str | None, speed: float) -> None:
     """Play a run on a terminal; print the steps if `step`, `12` or `12-20`, is given or there is no terminal.
 
     `part` has the request, layers and KV heads to show; `speed` is in steps a second.

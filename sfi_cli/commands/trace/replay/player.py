@@ -275,6 +275,4 @@ class PlayerApp(App[None]):
 def _picker(name: str, values: list[int]) -> Select[int]:
     every = [(f"all {name}s", EVERY)]
     options = [*every, *((f"{name} {value}", value) for value in values)]
-    return Select(
-        options, id=name, value=EVERY, allow_blank=False, compact=True, type_to_search=False
-    )
+    return Select(options, id=name, value=EVERY, allow_blank=False, compact=True, type_to_search=False)

@@ -58,16 +58,12 @@ def _layers_table(document: Row) -> Any:
     # a row for each layer, a column for each schedule
     rows = [row for row in document["rows"] if row["reused_steps"]]
     recall = {
-        layer: [
-            next(one["recall"] for one in row["layers"] if one["layer"] == layer) for row in rows
-        ]
+        layer: [next(one["recall"] for one in row["layers"] if one["layer"] == layer) for row in rows]
         for layer in document["layers"]
     }
     worst = sorted(recall, key=lambda layer: [1.0 if one is None else one for one in recall[layer]])
     shown = sorted(worst[:MOST_LAYERS])
-    title = "Recall by layer" + (
-        f", the {len(shown)} lowest of {len(recall)}" if len(shown) < len(recall) else ""
-    )
+    title = "Recall by layer" + (f", the {len(shown)} lowest of {len(recall)}" if len(shown) < len(recall) else "")
     cells = [[str(layer), *map(number, recall[layer])] for layer in shown]
     return table(title, ("layer", *map(_name, rows)), cells)
 

@@ -18,9 +18,7 @@ from sfi_cli.commands.trace.replay.text_layout import Span, TextLayout
 
 AHEAD, PAST, SENTENCE, CURRENT = range(4)  # a token's place
 UNREAD, SINK, SELECTED, RECENT = range(4)  # why the step reads a token
-KINDS = (
-    16  # pairs of the two; KINDS is added for slow steps' tokens, 2 * KINDS stands for found words
-)
+KINDS = 16  # pairs of the two; KINDS is added for slow steps' tokens, 2 * KINDS stands for found words
 BACKGROUND = {SINK: "#45306b", SELECTED: "#6b4f10", RECENT: "#1d4d3c"}
 PLACE = {AHEAD: "dim", PAST: "", SENTENCE: "bold", CURRENT: "bold reverse"}
 SLOW, FOUND = "#ff8a8a", "black on #ffd75f"

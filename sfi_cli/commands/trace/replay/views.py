@@ -31,9 +31,7 @@ def replay_text(document: dict[str, Any]) -> str:
 def heading(document: dict[str, Any]) -> str:
     """Say which part of which trace is replayed."""
     requests = document["requests"]
-    which = (
-        f"request {requests[0]['request']}" if len(requests) == 1 else f"{len(requests)} requests"
-    )
+    which = f"request {requests[0]['request']}" if len(requests) == 1 else f"{len(requests)} requests"
     prompt = max(request["prompt_tokens"] for request in requests)
     steps = sum(request["steps"] for request in requests)
     policy = document["policy"]
@@ -80,10 +78,7 @@ def _validation_table(document: dict[str, Any]) -> Any:
     return table(
         _title(f"The setting of {run}: predicted and measured", document),
         ["", *OUTCOME],
-        [
-            [name, *outcome_cells(document["validation"][name])]
-            for name in ("predicted", "measured")
-        ],
+        [[name, *outcome_cells(document["validation"][name])] for name in ("predicted", "measured")],
     )
 
 
@@ -105,9 +100,7 @@ def _validation_notes(validation: dict[str, Any]) -> list[str]:
 
 def outcome_cells(row: dict[str, Any]) -> list[str]:
     """Write an outcome, in the order of `OUTCOME`."""
-    worst = row["worst"] and (
-        "{retained_mass:.3f} ({request} {step} {layer} {head})".format(**row["worst"])
-    )
+    worst = row["worst"] and ("{retained_mass:.3f} ({request} {step} {layer} {head})".format(**row["worst"]))
     return [
         percent(row["slow_rate"]),
         number(row["retained_mass"]),

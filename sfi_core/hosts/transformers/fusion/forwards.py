@@ -38,9 +38,7 @@ def mlp_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
     """Project rows, [..., F], up, gate them, and project them down, as `LlamaMLP` does."""
     gate, up = self.gate_proj(x), self.up_proj(x)
     fused = takes(gate, up) and not has_hooks(self.act_fn)
-    out: torch.Tensor = self.down_proj(
-        silu_mul.triton(gate, up) if fused else self.act_fn(gate) * up
-    )
+    out: torch.Tensor = self.down_proj(silu_mul.triton(gate, up) if fused else self.act_fn(gate) * up)
     return out
 
 
@@ -60,9 +58,7 @@ def layer_forward(
     )
     norm = self.post_attention_layernorm
     if takes(hidden_states, attended, norm.weight) and not has_hooks(norm):
-        residual, normed = add_rms_norm.triton(
-            hidden_states, attended, norm.weight, norm.variance_epsilon
-        )
+        residual, normed = add_rms_norm.triton(hidden_states, attended, norm.weight, norm.variance_epsilon)
     else:
         residual = hidden_states + attended
         normed = norm(residual)
@@ -97,9 +93,7 @@ def attention_forward(source: AttentionSource) -> Callable[..., Any]:
             attention_implementation(self.config), known["eager_attention_forward"]
         )
         dropout = self.attention_dropout if self.training else 0.0
-        out, weights = attend(
-            self, query, key, value, attention_mask, dropout=dropout, scaling=self.scaling, **kwargs
-        )
+        out, weights = attend(self, query, key, value, attention_mask, dropout=dropout, scaling=self.scaling, **kwargs)
         return self.o_proj(out.reshape(*lead, -1).contiguous()), weights
 
     return forward
@@ -120,7 +114,5 @@ def _rotated(
     if norms:
         query, key = self.q_norm(query), self.k_norm(key)
     apply = type(self).forward.__globals__["apply_rotary_pos_emb"]
-    rotated: tuple[torch.Tensor, torch.Tensor] = apply(
-        query.transpose(1, 2), key.transpose(1, 2), cos, sin
-    )
+    rotated: tuple[torch.Tensor, torch.Tensor] = apply(query.transpose(1, 2), key.transpose(1, 2), cos, sin)
     return rotated

@@ -146,9 +146,7 @@ class DocumentTask:
         if tokenizer is None:
             raise InputError(f"task {self.name!r} must have a tokenizer, got none")
 
-    def score(
-        self, sample: TaskSample, token_ids: Sequence[int], text: str, tokenizer: Any
-    ) -> dict[str, float]:
+    def score(self, sample: TaskSample, token_ids: Sequence[int], text: str, tokenizer: Any) -> dict[str, float]:
         """Judge a completion, given as tokens and as text; "score" is in [0, 1].
 
         Here it is the share of the answers in the text, ignoring case (RULER's string_match_all).

@@ -34,9 +34,7 @@ class BundledRecall(DocumentTask):
 
         self.need(tokenizer)
         if length > LONGEST:
-            raise InputError(
-                f"length must be at most {LONGEST} for task {self.name!r}, got {length}"
-            )
+            raise InputError(f"length must be at most {LONGEST} for task {self.name!r}, got {length}")
         size = length
         while True:
             drawn = draw(random.Random(HELD_OUT + seed), size, self.asked)  # noqa: S311
@@ -44,9 +42,7 @@ class BundledRecall(DocumentTask):
             if len(ids) <= length:
                 break
             if size <= 0:
-                raise InputError(
-                    f"length must be at least {len(ids)} for task {self.name!r}, got {length}"
-                )
+                raise InputError(f"length must be at least {len(ids)} for task {self.name!r}, got {length}")
             size -= max(len(ids) - length, SENTENCE)
         return TaskSample(
             task=self.name,
@@ -59,9 +55,7 @@ class BundledRecall(DocumentTask):
             sentences=_sentences(drawn.answer, drawn.names),
         )
 
-    def score(
-        self, sample: TaskSample, token_ids: Sequence[int], text: str, tokenizer: Any
-    ) -> dict[str, float]:
+    def score(self, sample: TaskSample, token_ids: Sequence[int], text: str, tokenizer: Any) -> dict[str, float]:
         """Compare with the right tokens, position by position."""
         wanted = self._wanted(sample.answers[0], tokenizer)
         right = sum(a == b for a, b in zip(token_ids, wanted, strict=False))

@@ -31,9 +31,7 @@ class SentenceRecall(DocumentTask):
         """One sentence for each person asked about."""
         return self.asked
 
-    def score(
-        self, sample: TaskSample, token_ids: Sequence[int], text: str, tokenizer: Any
-    ) -> dict[str, float]:
+    def score(self, sample: TaskSample, token_ids: Sequence[int], text: str, tokenizer: Any) -> dict[str, float]:
         """Return the share of the sentences that the text holds word for word."""
         said = " ".join(text.split())
         right = sum(answer in said for answer in sample.answers)
@@ -46,10 +44,7 @@ class SentenceRecall(DocumentTask):
         told = {name: sentence(rng, name, ".").strip() for name in names}
         chosen = rng.sample(names, self.asked)
         text = paragraphs(list(told.values()))
-        ask = (
-            "Repeat word for word, one after the other, the sentences of the text above about "
-            f"{', '.join(chosen)}."
-        )
+        ask = f"Repeat word for word, one after the other, the sentences of the text above about {', '.join(chosen)}."
         lead = "The sentences are:"
         answers = tuple(told[name] for name in chosen)
         return Question(

@@ -81,9 +81,7 @@ def test_entries_say_where_each_token_goes():
     host = FakeScheduler(SfiConfig().replace(**SMALL))
     host.add("a", 25, draw_tokens(1, 4))
     entries = [host.step()["a"] for _ in range(6)]
-    assert [(e.start, e.count) for e in entries] == [
-        (0, 10), (10, 10), (20, 5), (25, 1), (26, 1), (27, 1)
-    ]  # fmt: skip
+    assert [(e.start, e.count) for e in entries] == [(0, 10), (10, 10), (20, 5), (25, 1), (26, 1), (27, 1)]
     assert [e.decode for e in entries] == [False] * 3 + [True] * 3
     assert [e.one.ends_prompt for e in entries] == [False, False, True] + [False] * 3
     assert [e.opens for e in entries] == [True] + [False] * 5
@@ -126,9 +124,7 @@ def test_a_request_preempted_within_its_prompt_begins_anew():
     host.preempt("a")
     entries = [host.step()["a"] for _ in range(5)]
     assert [e.opens for e in entries] == [True] + [False] * 4
-    assert [(e.start, e.one.ends_prompt) for e in entries[:4]] == [
-        (0, False), (10, False), (20, False), (30, True)
-    ]  # fmt: skip
+    assert [(e.start, e.one.ends_prompt) for e in entries[:4]] == [(0, False), (10, False), (20, False), (30, True)]
     assert first.slot == entries[0].slot
     report = host.run()["a"].report()
     assert report["preempted"] == 1

@@ -18,9 +18,7 @@ from sfi_core.settings.config import SfiConfig
 from sfi_core.state.packed_segment import PackedSegment, SegmentShape
 
 CONFIG = SfiConfig().replace(budget=100, sink=4, recent=8)
-SHAPE = SegmentShape(
-    heads=2, key_width=8, value_width=4, dtype=torch.float16, device=torch.device("cpu")
-)
+SHAPE = SegmentShape(heads=2, key_width=8, value_width=4, dtype=torch.float16, device=torch.device("cpu"))
 LAYERS, SLOTS, LONGEST = 3, 5, 1000
 ROWS = segment_rows(CONFIG, LONGEST, selects=True)
 NONE = torch.empty(0, dtype=torch.int64)

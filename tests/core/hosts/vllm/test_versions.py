@@ -27,6 +27,4 @@ def test_the_plugin_stays_out_of_another_version(monkeypatch, caplog):
     monkeypatch.setattr(plugin, "import_module", lambda _: pytest.fail("imported"))
     with caplog.at_level(logging.WARNING):
         plugin.register()
-    assert [r.getMessage() for r in caplog.records] == [
-        f"sfi stays out: vLLM must be {VERSIONS} for sfi, got 0.28.0"
-    ]
+    assert [r.getMessage() for r in caplog.records] == [f"sfi stays out: vLLM must be {VERSIONS} for sfi, got 0.28.0"]

@@ -43,9 +43,7 @@ class Request:
         return Entry(self.number, self.slot, start, block, one, step, **options)
 
 
-FAST_STEP, SLOW_STEP = (
-    RequestPass.decode(slow=slow, reason="trigger" if slow else "") for slow in (False, True)
-)
+FAST_STEP, SLOW_STEP = (RequestPass.decode(slow=slow, reason="trigger" if slow else "") for slow in (False, True))
 
 
 def prompt(count: int, *, ends: bool = True) -> RequestPass:
@@ -84,8 +82,7 @@ class Server:
         outs = []
         for layer in range(LAYERS):
             query, key, value = (
-                torch.randn(first, heads, D, generator=self.random).to(self.device)
-                for heads in (H * G, H, H)
+                torch.randn(first, heads, D, generator=self.random).to(self.device) for heads in (H * G, H, H)
             )
             self._write(layer, rows, table_RP, key, value)
             one = self.engine.enter(rows, table_RP.to(self.device))
@@ -97,9 +94,7 @@ class Server:
         self.engine.leave()
         return torch.stack(outs).cpu()
 
-    def _write(
-        self, layer: int, rows: list[Row], table_RP: torch.Tensor, *new: torch.Tensor
-    ) -> None:
+    def _write(self, layer: int, rows: list[Row], table_RP: torch.Tensor, *new: torch.Tensor) -> None:
         # as vLLM's `reshape_and_cache_flash` is documented: slot = block * tokens of a block + token
         slots = [
             table_RP[place, j // N] * N + j % N
@@ -112,14 +107,10 @@ class Server:
         place_X = torch.tensor([*map(int, slots), -1], device=self.device)  # -1 is padding
         self.engine.store.note_norms(layer, new[0], place_X)
 
-    def _attend(
-        self, layer: int, row: Row, table_P: torch.Tensor, query: torch.Tensor, out: torch.Tensor
-    ) -> None:
+    def _attend(self, layer: int, row: Row, table_P: torch.Tensor, query: torch.Tensor, out: torch.Tensor) -> None:
         # what vLLM's own kernel would
         used = table_P[: -(-row.length // N)].long()
-        key, value = (
-            pages[used].transpose(1, 2).flatten(0, 1)[: row.length] for pages in self.cache[layer]
-        )
+        key, value = (pages[used].transpose(1, 2).flatten(0, 1)[: row.length] for pages in self.cache[layer])
         own = slice(row.first, row.first + row.count)
         query_XHGD = query[own].view(row.count, H, G, D)
         logits = torch.einsum("xhgd,thd->xhgt", query_XHGD, key) * D**-0.5
@@ -143,9 +134,7 @@ def script(server: Server) -> list[torch.Tensor]:
         server.step((b, b.entry(FAST_STEP)), (a, a.entry(SLOW_STEP))),
     ]
     d = Request(3, 1, [15, 16, 17, 18])
-    outs.append(
-        server.step((a, a.entry(FAST_STEP)), (d, d.entry(prompt(40), opens=True)), freed=[1])
-    )
+    outs.append(server.step((a, a.entry(FAST_STEP)), (d, d.entry(prompt(40), opens=True)), freed=[1]))
     outs.append(server.step((d, d.entry(FAST_STEP)), (a, a.entry(FAST_STEP))))
     return outs
 
@@ -156,9 +145,7 @@ def test_vllms_layout_equals_contiguous_pages(backend: str) -> None:
     plain, server = Server("torch", strided=False), Server(backend, strided=True)
     for step, (out, wanted) in enumerate(zip(script(server), script(plain), strict=True)):
         assert not wanted.isnan().any()
-        torch.testing.assert_close(
-            out, wanted, rtol=2e-5, atol=2e-5, msg=lambda m, s=step: f"{s}: {m}"
-        )
+        torch.testing.assert_close(out, wanted, rtol=2e-5, atol=2e-5, msg=lambda m, s=step: f"{s}: {m}")
     for layer in range(LAYERS):
         norm_PHN, key_PHND = server.engine.store.pages(layer).norm_PHN, server.cache[layer][0]
         # padding goes to block 0

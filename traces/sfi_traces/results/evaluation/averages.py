@@ -39,9 +39,7 @@ def summarize_averages(rows: Iterable[Row]) -> list[dict[str, Any]]:
     return [{**names[key], **_average(own, whole)} for key, own in found.items()]
 
 
-def _average(
-    own: Mapping[Place, Sequence[Row]], whole: Mapping[Place, Mapping[int, float]]
-) -> dict[str, Any]:
+def _average(own: Mapping[Place, Sequence[Row]], whole: Mapping[Place, Mapping[int, float]]) -> dict[str, Any]:
     groups = [own.get(place, ()) for place in whole]
     pairs = [
         [row["score"] - full[row["seed"]] for row in group if row["seed"] in full]

@@ -30,9 +30,7 @@ def check_new(path: Path, *, force: bool) -> None:
     if not isinstance(document, dict) or document.get("kind") != KIND:
         raise ConfigError(f"results folder {path} must be new or empty, got one with other files")
     if not force:
-        raise ConfigError(
-            f"results folder {path} exists; add --resume to go on with it, --force to replace it"
-        )
+        raise ConfigError(f"results folder {path} exists; add --resume to go on with it, --force to replace it")
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
@@ -49,9 +47,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
         raise InputError(f"results folder {path} must hold an evaluation, got none to go on with")
     found = document.get("schema_version")
     if found != SCHEMA_VERSION:
-        raise InputError(
-            f"results folder {path} has schema {found}, this sfi reads {SCHEMA_VERSION}; evaluate again"
-        )
+        raise InputError(f"results folder {path} has schema {found}, this sfi reads {SCHEMA_VERSION}; evaluate again")
     for name in NEEDED:
         if name not in document:
             raise InputError(f"results {file} must have {name!r}, got none; evaluate again")

@@ -34,9 +34,7 @@ def write_plot(document: dict[str, Any], path: Path, *, kind: str) -> None:
     for axes in grid.flat[len(panels) :]:
         axes.set_visible(False)
     handles = {
-        text: handle
-        for axes in grid.flat
-        for handle, text in zip(*axes.get_legend_handles_labels(), strict=True)
+        text: handle for axes in grid.flat for handle, text in zip(*axes.get_legend_handles_labels(), strict=True)
     }
     if handles:
         figure.legend(
@@ -44,9 +42,7 @@ def write_plot(document: dict[str, Any], path: Path, *, kind: str) -> None:
             frameon=False,
         )  # fmt: skip
     counts = sorted({row["n"] for row in rows}) or [0]
-    samples = (
-        f"{counts[-1]} samples" if len(counts) == 1 else f"{counts[0]} to {counts[-1]} samples"
-    )
+    samples = f"{counts[-1]} samples" if len(counts) == 1 else f"{counts[0]} to {counts[-1]} samples"
     figure.suptitle(
         f"{document['model']['name']}: score with its 95 % interval, {samples} a point",
         fontsize=11,

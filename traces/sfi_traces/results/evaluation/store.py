@@ -160,9 +160,7 @@ def _locked(path: Path) -> int | None:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError) as error:
         os.close(file)
-        raise ConfigError(
-            f"results folder {path} must be free, got another process on it"
-        ) from error
+        raise ConfigError(f"results folder {path} must be free, got another process on it") from error
     return file
 
 

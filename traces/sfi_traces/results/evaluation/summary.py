@@ -109,10 +109,7 @@ def _summary(group: Sequence[Row], full: Sequence[Row]) -> dict[str, Any]:
     pairs = [(row["score"], reference[row["seed"]]) for row in scored if row["seed"] in reference]
     difference = paired_difference(*zip(*pairs, strict=True)) if pairs else None
     score = wilson([row["score"] for row in scored]) if scored else None
-    means = {
-        name: _mean(row[name] for row in scored)
-        for name in (*RATIOS, "generated", "tokens_per_second")
-    }
+    means = {name: _mean(row[name] for row in scored) for name in (*RATIOS, "generated", "tokens_per_second")}
     steps = sum(row["slow_steps"] + row["fast_steps"] for row in scored)
     return {
         **{name: first[name] for name in (*PLACE, *NAMES)},
