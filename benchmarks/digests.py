@@ -29,11 +29,8 @@ from sfi_core import AuditConfig, EngineOptions, Sampling, SfiConfig, generate, 
 from tests.architectures import BY_LABEL, WORKS, padded, prompts  # noqa: E402
 
 CONFIG = SfiConfig(
-    sink=2, recent=8, budget=12, t_max=4, span=2, trigger_token_ids=tuple(range(0, 300, 5)),
-    window_prefill=4,
-).replace(
-    synckv={"heads": "even", "representatives": 1}, freekv={"page": 4}, baseline={"page": 4}
-)  # fmt: skip
+    sink=2, recent=8, budget=12, t_max=4, span=2, trigger_token_ids=tuple(range(0, 300, 5)), window_prefill=4
+).replace(synckv={"heads": "even", "representatives": 1}, freekv={"page": 4}, baseline={"page": 4})
 PAPER = SfiConfig.preset("paper").replace(
     sink=2, recent=8, budget=12, t_max=4, trigger_token_ids=tuple(range(0, 300, 5))
 )
@@ -167,18 +164,10 @@ def cases() -> dict[str, Callable[[], Any]]:
         "chunks": {"engine": EngineOptions(prefill_chunk=16)},
         "pages": {"page_size": 16},
         "audit": {"audit": AuditConfig(every=3, top=16)},
-        "max batch 2": {
-            "max_batch": 2,
-            "rows": prompts(40, 31, 50, 22, 61),
-            "max_new_tokens": [9, 20, 4, 12, 7],
-        },
+        "max batch 2": {"max_batch": 2, "rows": prompts(40, 31, 50, 22, 61), "max_new_tokens": [9, 20, 4, 12, 7]},
         "max batch 1": {"max_batch": 1, "rows": prompts(40, 31, 50)},
         "max batch sampled": {"max_batch": 2, "rows": prompts(40, 31, 50, 22), **sampled},
-        "max batch audit": {
-            "max_batch": 2,
-            "rows": prompts(40, 31, 50, 22),
-            "audit": AuditConfig(every=2, top=8),
-        },
+        "max batch audit": {"max_batch": 2, "rows": prompts(40, 31, 50, 22), "audit": AuditConfig(every=2, top=8)},
     }
     for name, options in runs.items():
         some[f"run {name}"] = lambda options=options: own_loop(llama(), **options)
@@ -198,10 +187,7 @@ def cases() -> dict[str, Callable[[], Any]]:
         some[f"triton {name}"] = lambda name=name: own_loop(llama(), policy=name, **triton)
     some["triton audit"] = lambda: own_loop(llama(), **triton, audit=AuditConfig(every=3, top=8))
     some["triton max batch"] = lambda: own_loop(
-        llama(),
-        rows=prompts(40, 31, 50, 22),
-        max_batch=2,
-        **{**triton, "max_new_tokens": [9, 5, 4, 6]},
+        llama(), rows=prompts(40, 31, 50, 22), max_batch=2, **{**triton, "max_new_tokens": [9, 5, 4, 6]}
     )
     some["two ranks"] = ranks
     return some

@@ -78,14 +78,8 @@ class Parts:
         first = self._bench("decode-4b-ragged", "qwen3-4b", "--ragged", context="32K", batch="8")
         self.graphs = False
         policies = "sfi,quest,freekv,synckv,snapkv"
-        tiers = (
-            "--kv-device-budget", "80%" if self.dry else "30%", "--policy", policies,
-            "--set", "synckv.heads=even",
-        )  # fmt: skip
-        return [
-            first,
-            self._bench("decode-4b-tiers", "qwen3-4b", *tiers, context="32K", batch="1"),
-        ]
+        tiers = ("--kv-device-budget", "80%" if self.dry else "30%", "--policy", policies, "--set", "synckv.heads=even")
+        return [first, self._bench("decode-4b-tiers", "qwen3-4b", *tiers, context="32K", batch="1")]
 
     def lossless(self) -> list[Command]:
         """Decode losslessly beside sfi and full-kv at a stated acceptance; such runs have no graphs."""

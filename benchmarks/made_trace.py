@@ -65,8 +65,7 @@ def write(folder: Path, shape: Shape, seed: int = 0) -> Path:
     texts = np.array(["", "", "", ".", *WORDS], object)[ids]
     prompt = np.arange(shape.prompt, dtype=np.int32)
     parts.write(
-        "prompts",
-        _table("prompts", shape.prompt, position=prompt, token_id=ids[prompt], token_text=texts[prompt]),
+        "prompts", _table("prompts", shape.prompt, position=prompt, token_id=ids[prompt], token_text=texts[prompt])
     )
     audited = np.zeros(shape.steps, bool) if shape.audit is None else slow | (np.arange(shape.steps) % shape.audit == 0)
     parts.write("steps", _steps(shape, slow, sentence, ids[shape.prompt :], texts[shape.prompt :], audited))
@@ -82,13 +81,7 @@ def write(folder: Path, shape: Shape, seed: int = 0) -> Path:
 
 def _manifest(shape: Shape) -> dict[str, Any]:
     config = SfiConfig(budget=shape.budget, slow_start=1, trigger_delay=0, min_gap=0).to_dict()
-    layer = {
-        "heads": shape.heads,
-        "key_width": 128,
-        "value_width": 128,
-        "itemsize": 2,
-        "window": None,
-    }
+    layer = {"heads": shape.heads, "key_width": 128, "value_width": 128, "itemsize": 2, "window": None}
     layers = [*range(shape.audited_layers)]
     audit = {"every": shape.audit, "top": shape.top, "layers": layers, "heads": None}
     return {
@@ -126,12 +119,7 @@ def _table(table: str, rows: int, /, **columns: Any) -> pa.Table:
 
 
 def _steps(
-    shape: Shape,
-    slow: np.ndarray,
-    sentence: np.ndarray,
-    ids: np.ndarray,
-    texts: np.ndarray,
-    audited: np.ndarray,
+    shape: Shape, slow: np.ndarray, sentence: np.ndarray, ids: np.ndarray, texts: np.ndarray, audited: np.ndarray
 ) -> pa.Table:
     step = np.arange(shape.steps)
     context = shape.prompt + step

@@ -82,12 +82,7 @@ def run_once(run: Callable[..., Any], way: dict[str, Any], folder: Path) -> dict
         )
     seconds = [after - before for before, after in pairwise(at)]
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    return {
-        "mean": statistics.fmean(seconds),
-        "median": statistics.median(seconds),
-        "bytes": size,
-        "steps": len(at),
-    }
+    return {"mean": statistics.fmean(seconds), "median": statistics.median(seconds), "bytes": size, "steps": len(at)}
 
 
 def measure(device: torch.device, steps: int, repeats: int) -> list[dict[str, Any]]:
@@ -96,9 +91,8 @@ def measure(device: torch.device, steps: int, repeats: int) -> list[dict[str, An
     model, tokenizer = load(device=str(device))
     folder = Path(tempfile.mkdtemp()) / "trace"
     run = partial(
-        sfi_core.generate, model, tokenizer, [example.prompt], example.config, stop_token_ids=(),
-        max_new_tokens=steps,
-    )  # fmt: skip
+        sfi_core.generate, model, tokenizer, [example.prompt], example.config, stop_token_ids=(), max_new_tokens=steps
+    )
     ways = ways_on(device)
     runs: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
     for repeat in range(repeats + 1):  # the first is a warm-up

@@ -93,9 +93,8 @@ def make(asked: argparse.Namespace, engine: str, extra: dict[str, Any], **option
         if not asked.dry_run:
             own["attention_config"] = ATTENTION
     return LLM(
-        model=asked.model or str(BUNDLED), load_format=asked.load_format, skip_tokenizer_init=True,
-        **own, **options,
-    )  # fmt: skip
+        model=asked.model or str(BUNDLED), load_format=asked.load_format, skip_tokenizer_init=True, **own, **options
+    )
 
 
 def generate(llm: Any, prompts: list[list[int]], tokens: int, **options: Any) -> tuple[list[Any], float]:

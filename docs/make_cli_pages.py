@@ -141,10 +141,7 @@ def settings_page() -> str:
     tables: dict[str, list[Setting]] = {}
     for name, one in SETTINGS.items():
         tables.setdefault(name.rpartition(".")[0], []).append(one)
-    parts = [
-        "# Settings",
-        SETTINGS_HEAD,
-    ]
+    parts = ["# Settings", SETTINGS_HEAD]
     for name, members in tables.items():
         parts.append(f"## {name}" if name else "## Decoding")
         parts += [inspect.cleandoc(TABLES[name].__doc__ or "")] if name in TABLES else []
@@ -159,12 +156,7 @@ def described(one: Setting) -> tuple[str, ...]:
     commands = places(one.name)
     if one.name in DIMENSIONS:
         commands[-1] = "tune (`--search`)"
-    return (
-        ", ".join(filter(None, limits)),
-        f"`{written(one.default)}`",
-        escaped(one.meaning),
-        ", ".join(commands),
-    )
+    return (", ".join(filter(None, limits)), f"`{written(one.default)}`", escaped(one.meaning), ", ".join(commands))
 
 
 def presets() -> list[str]:

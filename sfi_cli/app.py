@@ -49,11 +49,7 @@ app.command()(serve)
 app.command("eval")(evaluate)
 app.command(
     "lm-eval",
-    context_settings={
-        "allow_extra_args": True,
-        "ignore_unknown_options": True,
-        "allow_interspersed_args": False,
-    },
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False},
 )(lm_eval)
 app.command()(bench)
 app.command()(kernel_bench)

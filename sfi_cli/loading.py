@@ -32,9 +32,7 @@ class Subject:
     def of(cls, settings: Given, model: str | None, dtype: str, device: str, trust: bool, **more: Any) -> "Subject":
         """Take the options of a command; `trust` allows code from the checkpoint."""
         table = settings.table(ModelTable)
-        loading = {
-            "revision": table.revision, "dtype": dtype, "device": device, "trust_remote_code": trust,
-        }  # fmt: skip
+        loading = {"revision": table.revision, "dtype": dtype, "device": device, "trust_remote_code": trust}
         return cls(model=model, loading=loading, pack_weights=table.pack_weights, **more)
 
     @property
@@ -77,10 +75,7 @@ class Subject:
         else:
             from sfi_core.measure.bench.architectures import random_config, random_model
 
-            config, device = (
-                random_config(self.random_weights),
-                resolve_device(self.loading["device"]),
-            )
+            config, device = (random_config(self.random_weights), resolve_device(self.loading["device"]))
             model = random_model(config, device, self._dtype(), self.seed)
             tokenizer = load_tokenizer()
         if self.pack_weights:

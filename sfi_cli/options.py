@@ -56,8 +56,7 @@ Model = Annotated[
 Dtype = Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.", rich_help_panel=MODEL)]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...", rich_help_panel=MODEL)]
 TrustRemoteCode = Annotated[  # not a setting: a config file must not switch it on
-    bool,
-    typer.Option("--trust-remote-code", help="Run code from the checkpoint.", rich_help_panel=MODEL),
+    bool, typer.Option("--trust-remote-code", help="Run code from the checkpoint.", rich_help_panel=MODEL)
 ]
 KvDeviceBudget = Annotated[
     str | None,
@@ -80,8 +79,7 @@ Preset = Annotated[
     ),
 ]  # fmt: skip
 Config = Annotated[
-    Path | None,
-    typer.Option("--config", help="TOML file; --set and options override it.", rich_help_panel=METHOD),
+    Path | None, typer.Option("--config", help="TOML file; --set and options override it.", rich_help_panel=METHOD)
 ]
 Budget = Annotated[int | None, _setting("budget")]
 Recent = Annotated[int | None, _setting("recent")]
@@ -101,8 +99,7 @@ Seed = Annotated[int, typer.Option(help="Seed of sampling.", rich_help_panel=SAM
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.", rich_help_panel=OUTPUT)]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Nothing but data and errors.", rich_help_panel=OUTPUT)]
 OutputPath = Annotated[
-    Path | None,
-    typer.Option("--output", "-o", help="Write the data there instead.", rich_help_panel=OUTPUT),
+    Path | None, typer.Option("--output", "-o", help="Write the data there instead.", rich_help_panel=OUTPUT)
 ]
 Force = Annotated[bool, typer.Option("--force", help="Overwrite the output.", rich_help_panel=OUTPUT)]
 TraceDir = Annotated[Path, typer.Argument(help="Folder of the trace.", metavar="DIR")]

@@ -40,9 +40,7 @@ SMALL = SfiConfig(
     trigger_token_ids=tuple(range(0, VOCABULARY, 6)),
 )  # fmt: skip
 MIXED = {"sliding_window": 12, "layer_types": ["sliding_attention", "full_attention"]}
-EXPERTS = {
-    "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
-}  # fmt: skip
+EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 
 LATENT = {

@@ -156,9 +156,7 @@ def use_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     for op in (dense_attention, selector, window_logits):
         monkeypatch.setitem(op.__dict__, "triton", op.reference)
     monkeypatch.setitem(
-        top_k.__dict__,
-        "triton",
-        lambda score, budget: without_wait(score, min(budget, score.shape[2])),
+        top_k.__dict__, "triton", lambda score, budget: without_wait(score, min(budget, score.shape[2]))
     )
 
 

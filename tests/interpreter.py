@@ -82,10 +82,7 @@ def _remember_types() -> None:
 
 
 def _pass_over_operands_that_agree() -> None:
-    check, broadcast = (
-        TritonSemantic.binary_op_type_checking_impl,
-        TritonSemantic.broadcast_impl_value,
-    )
+    check, broadcast = (TritonSemantic.binary_op_type_checking_impl, TritonSemantic.broadcast_impl_value)
 
     def alike(lhs: Any, rhs: Any) -> bool:  # tensors of one type and shape share what says so
         tensors = isinstance(lhs, core.tensor) and isinstance(rhs, core.tensor)

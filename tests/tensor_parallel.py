@@ -32,9 +32,8 @@ MODELS = ("llama", "qwen3-moe", "gemma-3")
 MORE_HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}
 LENGTHS, STEPS = (90, 31, 60), 16
 CONFIG = SfiConfig(
-    sink=2, recent=8, budget=12, t_max=4, span=2, trigger_token_ids=tuple(range(0, 300, 5)),
-    window_prefill=4,
-)  # fmt: skip
+    sink=2, recent=8, budget=12, t_max=4, span=2, trigger_token_ids=tuple(range(0, 300, 5)), window_prefill=4
+)
 PAPER = SfiConfig.preset("paper").replace(
     sink=2, recent=8, budget=12, t_max=4, trigger_token_ids=tuple(range(0, 300, 5))
 )
@@ -59,9 +58,7 @@ CASES = {
     "chunks": Case("llama", options={"engine": EngineOptions(prefill_chunk=16)}),
     "lossless": Case("llama", options={"engine": LOSSLESS}),
     "lossless sampled": Case(
-        "qwen3-moe",
-        CONFIG,
-        {"engine": LOSSLESS, "sampling": Sampling(temperature=1.5), "seed": 3},
+        "qwen3-moe", CONFIG, {"engine": LOSSLESS, "sampling": Sampling(temperature=1.5), "seed": 3}
     ),
     "lossless codescan": Case("llama", options={"engine": LOSSLESS, "policy": "codescan"}),
     "hosted": Case("qwen3-moe", hosted=True),

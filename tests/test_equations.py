@@ -99,10 +99,7 @@ def test_the_other_papers_tables_name_functions_and_tests_that_exist():
         source = (ROOT / file).read_text()
         for name in re.findall(r"`(.+?)`", functions):
             last = name.split(".")[-1]
-            assert re.search(rf"(def|class) {last}\b|^    {last}:", source, re.MULTILINE), (
-                formula,
-                name,
-            )
+            assert re.search(rf"(def|class) {last}\b|^    {last}:", source, re.MULTILINE), (formula, name)
         for path, _, name in re.findall(r"`(tests/[\w/]+\.py)(::(\w+))?`", tests):
             assert not name or f"def {name}(" in (ROOT / path).read_text(), (formula, name)
             assert (ROOT / path).exists(), (formula, path)

@@ -111,9 +111,8 @@ def run_fresh(script: str) -> None:
     paths = os.pathsep.join(str(ROOT / folder) for folder in (".", "kernels", "traces"))
     environment = os.environ | {"PYTHONPATH": paths}
     result = subprocess.run(
-        [sys.executable, "-c", script], check=False, cwd=ROOT, env=environment, capture_output=True,
-        text=True,
-    )  # fmt: skip
+        [sys.executable, "-c", script], check=False, cwd=ROOT, env=environment, capture_output=True, text=True
+    )
     assert result.returncode == 0, result.stderr
 
 

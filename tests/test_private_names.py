@@ -21,10 +21,7 @@ LISTED: dict[str, tuple[Any, str]] = {
     "_is_mkldnn_fp16_supported": (torch.ops.mkldnn, PRIVATE),
     "_python_dispatch": (torch.utils, PRIVATE),
     # sfi_kernels cannot import sfi_core
-    "_scaled_dot_product_flash_attention_for_cpu": (
-        torch.ops.aten,
-        "kernels/sfi_kernels/partial_attention.py",
-    ),
+    "_scaled_dot_product_flash_attention_for_cpu": (torch.ops.aten, "kernels/sfi_kernels/partial_attention.py"),
 }
 DOCUMENTED = {"_exit"}  # os._exit
 

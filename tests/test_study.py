@@ -145,17 +145,7 @@ def test_every_part_runs_and_is_reported(study, tmp_path):
     assert {(row["mode"], row["size"]) for row in stability} == {
         (mode, size) for mode in ("forced", "free") for size in (64, 256)
     }
-    tasks = study(
-        "tasks",
-        "--tasks",
-        "bundled-recall-1",
-        "--halves",
-        "held",
-        "--lengths",
-        "400",
-        "--windows",
-        "1",
-    )
+    tasks = study("tasks", "--tasks", "bundled-recall-1", "--halves", "held", "--lengths", "400", "--windows", "1")
     assert [row["score"] for row in tasks] == [1, 1]
     study("report", "--docs", str(tmp_path / "docs"))
     pages = {path.name: path.read_text() for path in (tmp_path / "docs").glob("*.md")}

@@ -38,10 +38,7 @@ def step(**logprobs: float) -> dict[str, float]:
 
 def test_differences_are_those_of_the_first_token() -> None:
     """Equal texts have none; a close second is told by its distance; a stranger is far."""
-    plain = {
-        "tokens": [[1, 2], [1, 2], [1, 2]],
-        "logprobs": [[step(t1=-0.1), step(t2=-0.5, t3=-0.6)]] * 3,
-    }
+    plain = {"tokens": [[1, 2], [1, 2], [1, 2]], "logprobs": [[step(t1=-0.1), step(t2=-0.5, t3=-0.6)]] * 3}
     assert differences(plain, {"tokens": [[1, 2], [1, 3], [1, 9]]}) == [None, 0.1, 1e9]
 
 
@@ -59,12 +56,7 @@ def test_table_joins_engines(token: int, code: int, tmp_path: Path, capsys: pyte
     for name, found in parts.items():
         (tmp_path / "work" / f"{name}.json").write_text(json.dumps(found))
     asked = argparse.Namespace(
-        folder=tmp_path / "work",
-        output=tmp_path,
-        model="a/b",
-        load_format="auto",
-        sfi="{}",
-        dry_run=True,
+        folder=tmp_path / "work", output=tmp_path, model="a/b", load_format="auto", sfi="{}", dry_run=True
     )
     assert table(asked) == code
     assert re.search(r"8 +1 +10\.0 +25\.0 +2\.50 +0\.100", capsys.readouterr().out)

@@ -114,10 +114,7 @@ class Watched:
 def watched(prompts: Sequence[Sequence[int]], config: SfiConfig, policy: str, new: int) -> Watched:
     """Decode greedily with the torch backend, and keep what every layer saw."""
     watch, observer = Watch(), RecordingObserver()
-    with (
-        torch.inference_mode(),
-        slow_fast(four_heads(), None, config, policy=policy, observers=[observer]) as session,
-    ):
+    with torch.inference_mode(), slow_fast(four_heads(), None, config, policy=policy, observers=[observer]) as session:
         pair = left_pad([list(one) for one in prompts], torch.device("cpu"))
         capacity = max(map(len, prompts)) + new
         decoder = Decoder(session=session, ids_BT=pair[0], mask_BT=pair[1], capacity=capacity, watchers=(watch,))

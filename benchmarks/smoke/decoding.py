@@ -82,9 +82,8 @@ def steps(plan: Plan, batch: int, count: int, engine: EngineOptions, *, ahead: b
     """Begin to decode from a made-up cache."""
     engine = replace(engine, backend="triton")
     settings = DecodeSettings(
-        contexts=(plan.context,), batches=(batch,), steps=count, slow_rate=RATE, engine=engine,
-        config=SfiConfig(span=0),
-    )  # fmt: skip
+        contexts=(plan.context,), batches=(batch,), steps=count, slow_rate=RATE, engine=engine, config=SfiConfig(span=0)
+    )
     one, device = model(plan), plan.device
     release(device)  # the pages of the last run, now that nothing holds them
     vocabulary = one.config.vocab_size

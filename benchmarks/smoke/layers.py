@@ -66,11 +66,7 @@ class Prompt:
     def _theirs(self) -> torch.Tensor:
         data = self._data
         return scaled_dot_product_attention(
-            self._query.flatten(1, 2),
-            data.key_BHTD,
-            data.value_BHTD,
-            is_causal=True,
-            enable_gqa=True,
+            self._query.flatten(1, 2), data.key_BHTD, data.value_BHTD, is_causal=True, enable_gqa=True
         )
 
     def _ours(self, tile: QueryTile) -> torch.Tensor:

@@ -26,10 +26,7 @@ def look(journal: Journal, plan: Plan) -> None:
 
         def clock(backend: str = backend) -> dict[str, Any]:
             timed = clock_for(device, backend)
-            return {
-                "copy_gb_per_s": copy_gb_per_s(device, timed),
-                "floor_us": floor_us(device, timed),
-            }
+            return {"copy_gb_per_s": copy_gb_per_s(device, timed), "floor_us": floor_us(device, timed)}
 
         if backend == "torch" or plan.graphs:
             journal.trial(f"clock of {name}", clock)
@@ -40,7 +37,6 @@ def _smi() -> dict[str, Any]:
     if program is None:
         return {"said": "there is no nvidia-smi here"}
     done = subprocess.run(  # noqa: S603 - found on the path by its own name
-        [program, f"--query-gpu={QUERY}", "--format=csv"],
-        capture_output=True, text=True, check=False, timeout=20,
-    )  # fmt: skip
+        [program, f"--query-gpu={QUERY}", "--format=csv"], capture_output=True, text=True, check=False, timeout=20
+    )
     return {"said": (done.stdout + done.stderr).strip()}

@@ -12,9 +12,7 @@ SMALL_QWEN3 = {
     **QWEN3, "vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 7,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 4096,
 }  # fmt: skip
-SMALL: dict[str, Any] = {
-    "heads": 4, "kv_heads": 2, "context": 300, "batch": 2, "recent": 20, "retentions": (0.5,),
-}  # fmt: skip
+SMALL: dict[str, Any] = {"heads": 4, "kv_heads": 2, "context": 300, "batch": 2, "recent": 20, "retentions": (0.5,)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -59,8 +59,5 @@ def kept_graphs(plan: Plan) -> Iterator[Kept]:
         kept.inner = run_again if plan.dry else make(device)
         return kept
 
-    with (
-        patch.object(recorder, "make_recorder", made),
-        patch.object(recorder, "can_record", lambda _: True),
-    ):
+    with patch.object(recorder, "make_recorder", made), patch.object(recorder, "can_record", lambda _: True):
         yield kept

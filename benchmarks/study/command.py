@@ -68,11 +68,7 @@ def _window_options(parser: argparse.ArgumentParser, part: type[Part], *, tokens
 
 
 def _options(
-    parser: argparse.ArgumentParser,
-    part: type[Part],
-    *,
-    windows: int = 8,
-    lengths: Sequence[int] = (2048,),
+    parser: argparse.ArgumentParser, part: type[Part], *, windows: int = 8, lengths: Sequence[int] = (2048,)
 ) -> None:
     parser.set_defaults(run=lambda options: part(options).run())
     parser.add_argument("--model", default="smollm2", help="as `sfi --model`, or bundled")

@@ -6,15 +6,7 @@ import numpy as np
 
 from benchmarks.study.bootstrap import Array, Estimate, estimate, estimates
 from benchmarks.study.markdown import table
-from benchmarks.study.measured import (
-    COLUMNS,
-    KL,
-    TOTAL,
-    Measured,
-    Which,
-    name_of,
-    reads_column,
-)
+from benchmarks.study.measured import COLUMNS, KL, TOTAL, Measured, Which, name_of, reads_column
 
 READS = (0.1, 0.15, 0.25)  # total reads that methods are compared at
 PLACES = ("0", "1", "2-3", "4-7", "8-15", "16-31", "32+")

@@ -68,10 +68,7 @@ def _tables() -> Iterator[tuple[str, list[str]]]:
             if (value := unicodedata.numeric(chr(code), None)) is not None
         ][:480],
     )
-    yield (
-        "Calendar",
-        [line for year in range(2020, 2028) for line in _calendar(year).splitlines() if line.strip()],
-    )
+    yield ("Calendar", [line for year in range(2020, 2028) for line in _calendar(year).splitlines() if line.strip()])
     yield "Functions", [row for module in MODULES for row in _functions(module)]
 
 

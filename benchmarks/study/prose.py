@@ -14,8 +14,7 @@ MARKUP = re.compile(rf"{LISTING.pattern}|[|`<>{{}}=\\#\[\]@~]|https?:|--|::$|^\s
 # packages that torch and lm-eval bring, whose docstrings explain at length
 EXPLAINED = ("networkx", "nltk", "scipy", "sklearn")
 LEGAL = re.compile(
-    r"licen[cs]|copyright|warrant|redistribut|liab|herein|thereof|deprecat|Parameters|Returns",
-    re.IGNORECASE,
+    r"licen[cs]|copyright|warrant|redistribut|liab|herein|thereof|deprecat|Parameters|Returns", re.IGNORECASE
 )
 
 

@@ -65,7 +65,6 @@ class StabilityPart(Part):
             )  # fmt: skip
             return seen, given
         result = generate(
-            self.model, self.tokenizer, [prompt], max_new_tokens=self.options.tokens,
-            stop_token_ids=(), **observed,
-        )  # fmt: skip
+            self.model, self.tokenizer, [prompt], max_new_tokens=self.options.tokens, stop_token_ids=(), **observed
+        )
         return seen, replace(given, ids=(*prompt, *result.report.requests[0].token_ids))

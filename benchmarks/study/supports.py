@@ -76,11 +76,7 @@ class Shared:
             turned_HCN = member_HNC.transpose(0, 2, 1)
             overlaps.append(member_HNC @ turned_HCN / size)
             masses.append(mass_HNC @ turned_HCN)
-        return cls(
-            overlap_UNN=np.concatenate(overlaps),
-            mass_UNN=np.concatenate(masses),
-            chance=size / candidates,
-        )
+        return cls(overlap_UNN=np.concatenate(overlaps), mass_UNN=np.concatenate(masses), chance=size / candidates)
 
 
 def members(mass_HNC: Floats, size: int) -> Floats:

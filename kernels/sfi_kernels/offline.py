@@ -20,9 +20,7 @@ from sfi_kernels.specializations import signature, specializations
 
 WARP = 32
 # bytes of shared memory that one program may have (CUDA programming guide, compute capabilities)
-SHARED_LIMIT = {
-    80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10,
-}  # fmt: skip
+SHARED_LIMIT = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 
 
 @dataclass(frozen=True, slots=True)

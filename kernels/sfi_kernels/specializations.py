@@ -151,9 +151,8 @@ class Case:
     """Small operands of one kind, never read."""
 
     def __init__(
-        self, dtype: torch.dtype, D: int, E: int, G: int, soft_cap: float | None, sinks: bool,
-        halves: bool = False,
-    ) -> None:  # fmt: skip
+        self, dtype: torch.dtype, D: int, E: int, G: int, soft_cap: float | None, sinks: bool, halves: bool = False
+    ) -> None:
         self.query = torch.empty(2, H, G, W, D, dtype=dtype)
         self.key, self.value = (torch.empty(2 * PAGES, H, PAGE, n, dtype=dtype) for n in (D, E))
         if halves:  # a token's key and value side by side, as in vLLM
@@ -188,9 +187,8 @@ class Case:
     def prompt(self) -> None:
         """Attend with a prompt, and compute the logits of its last queries."""
         dense_attention.triton(
-            self.query, self.key, self.value, self.table, self.length, **self.options,
-            sink_HG=self.sink,
-        )  # fmt: skip
+            self.query, self.key, self.value, self.table, self.length, **self.options, sink_HG=self.sink
+        )
         window = self.query[:, :, :, -16:]
         window_logits.triton(window, self.key, self.table, self.length, **self.options, longest=T)
 

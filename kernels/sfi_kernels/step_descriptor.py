@@ -153,10 +153,7 @@ class StepRequest:
 
 
 def describe_step(
-    requests: Sequence[StepRequest],
-    work_items: int,
-    device: torch.device,
-    into: torch.Tensor | None = None,
+    requests: Sequence[StepRequest], work_items: int, device: torch.device, into: torch.Tensor | None = None
 ) -> StepDescriptor:
     """Write a descriptor on the host and send it in one copy; `split_plan` fills in the work.
 

@@ -57,9 +57,8 @@ def streamed_attention_with_logits(
 
 
 def streamed_logits(
-    query_1HGWD: torch.Tensor, blocks: Iterable[Block], length: int, *, scale: float,
-    soft_cap: float | None = None,
-) -> torch.Tensor:  # fmt: skip
+    query_1HGWD: torch.Tensor, blocks: Iterable[Block], length: int, *, scale: float, soft_cap: float | None = None
+) -> torch.Tensor:
     """Return the logits of a request's last W queries, [1, H, G, W, length] float32; -inf for later keys."""
     W = query_1HGWD.shape[3]
     logits = torch.cat([_logits(query_1HGWD, key, scale, soft_cap) for _, key, _ in blocks], -1)
@@ -95,10 +94,7 @@ def _joined(known: Part | None, part: Part, seen: slice, W: int) -> Part:
     if known is None:
         if seen == slice(0, W):
             return part
-        known = (
-            out.new_zeros(*out.shape[:3], W, out.shape[4]),
-            lse.new_full((*lse.shape[:3], W), -torch.inf),
-        )
+        known = (out.new_zeros(*out.shape[:3], W, out.shape[4]), lse.new_full((*lse.shape[:3], W), -torch.inf))
     old_out, old_lse = known
     total = torch.logaddexp(old_lse[..., seen], lse)
     safe = finite(total)

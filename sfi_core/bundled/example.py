@@ -41,11 +41,7 @@ def main() -> None:
     """Draw the document from its seed and write the example."""
     drawn = recall(random.Random(SEED), SENTENCES, ASKED)
     first = f" {drawn.names[0]}"
-    data = {
-        "prompt": drawn.prompt + first,
-        "answer": drawn.answer.removeprefix(first),
-        "config": SETTINGS,
-    }
+    data = {"prompt": drawn.prompt + first, "answer": drawn.answer.removeprefix(first), "config": SETTINGS}
     FILE.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
 
 

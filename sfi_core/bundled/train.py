@@ -128,12 +128,7 @@ def loss_and_accuracy(
 
 @torch.no_grad()
 def exact_match(
-    model: Qwen3ForCausalLM,
-    tokenizer: PreTrainedTokenizerFast,
-    length: int,
-    *,
-    samples: int,
-    asked: int = 5,
+    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, length: int, *, samples: int, asked: int = 5
 ) -> float:
     """Return the share of held-out requests answered word for word (teacher-forced, so equal to greedy)."""
     right = 0

@@ -10,11 +10,7 @@ from sfi_core.machine.private import multiplies_natively
 from sfi_kernels.dense_attention import dense_attention, window_logits
 from sfi_kernels.dense_attention.reference import dense_attention_with_logits
 from sfi_kernels.dense_attention.verification import verification_attention
-from sfi_kernels.streamed_attention import (
-    streamed_attention,
-    streamed_attention_with_logits,
-    streamed_logits,
-)
+from sfi_kernels.streamed_attention import streamed_attention, streamed_attention_with_logits, streamed_logits
 
 
 class Layer:

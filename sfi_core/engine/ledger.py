@@ -77,12 +77,7 @@ class OpenStep:
 
     @classmethod
     def of(
-        cls,
-        state: RequestState,
-        policy: Policy,
-        audit: AuditConfig | None,
-        batch_step: int,
-        attended: float,
+        cls, state: RequestState, policy: Policy, audit: AuditConfig | None, batch_step: int, attended: float
     ) -> Self:
         """Note the step that a request has entered; `attended` are the tokens read per KV head."""
         audited = audit is not None and audit.due(state.step, slow=state.slow)
@@ -117,9 +112,7 @@ def step_fields(state: RequestState, batch_step: int, attended: float) -> dict[s
 
 
 def step_shape(
-    slow: Sequence[RequestState],
-    fast: Sequence[RequestState],
-    moved: Callable[[RequestState], float] | None,
+    slow: Sequence[RequestState], fast: Sequence[RequestState], moved: Callable[[RequestState], float] | None
 ) -> dict[str, Any]:
     """Return what the requests of a batch's step share, before they close it.
 

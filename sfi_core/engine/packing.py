@@ -91,14 +91,7 @@ def apply_layers(layers: Sequence[Layer], row: int, selection: Selection) -> Non
 
 
 def note_selection(
-    run: Run,
-    layer: int,
-    row: int,
-    place: int,
-    selection: Selection,
-    reason: str = "",
-    *,
-    heard: bool,
+    run: Run, layer: int, row: int, place: int, selection: Selection, reason: str = "", *, heard: bool
 ) -> None:
     """Note what a layer packed for a request, row `place` of the selection; tell the observer if `heard`."""
     state = run.requests[row]

@@ -13,13 +13,7 @@ from typing import Any
 import torch
 
 from sfi_core.distributed.ranks import ALONE, Ranks
-from sfi_core.engine.batch_pass import (
-    BatchPass,
-    Descriptors,
-    FreshDescriptors,
-    Rows,
-    known_requests,
-)
+from sfi_core.engine.batch_pass import BatchPass, Descriptors, FreshDescriptors, Rows, known_requests
 from sfi_core.engine.ledger import OpenStep, RequestPass, Shape, enter, plan_step
 from sfi_core.engine.maintenance import Maintenance
 from sfi_core.engine.meter import WHOLE_STEP, Meter

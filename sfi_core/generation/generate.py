@@ -14,13 +14,7 @@ from sfi_core.engine.shared_prompt import SharedPrompt
 from sfi_core.errors import NumericsError, SfiError
 from sfi_core.generation.batch_plan import BatchPlan, plan_batch
 from sfi_core.generation.byte_limit import ByteLimit
-from sfi_core.generation.prompts import (
-    check_lengths,
-    encode,
-    model_stop_ids,
-    padding_id,
-    token_limits,
-)
+from sfi_core.generation.prompts import check_lengths, encode, model_stop_ids, padding_id, token_limits
 from sfi_core.generation.sampling import Sampler
 from sfi_core.hosts.transformers.decoder import Decoder
 from sfi_core.hosts.transformers.lossless import together

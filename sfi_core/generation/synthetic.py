@@ -25,12 +25,7 @@ class SyntheticPrompt:
     """
 
     def __init__(
-        self,
-        contexts: Sequence[int],
-        capacity: int,
-        *,
-        seed: int = 0,
-        rows: Sequence[int] | None = None,
+        self, contexts: Sequence[int], capacity: int, *, seed: int = 0, rows: Sequence[int] | None = None
     ) -> None:
         """Plan the prompts; `rows` number them for the random generator, by default from 0."""
         self.contexts, self.capacity = list(contexts), capacity

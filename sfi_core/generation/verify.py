@@ -82,10 +82,7 @@ def verify(
             for request, (prompt, output) in enumerate(zip(rows, outputs, strict=True))
         ]
     return VerifyReport(
-        dtype=str(model.dtype).removeprefix("torch."),
-        near_ulp=NEAR_ULP,
-        bound_ulp=judge.bound_ulp,
-        requests=requests,
+        dtype=str(model.dtype).removeprefix("torch."), near_ulp=NEAR_ULP, bound_ulp=judge.bound_ulp, requests=requests
     )
 
 
@@ -128,12 +125,7 @@ class Judge:
             if not one.fine:
                 raise NumericsError(f"logits must be finite, got NaN or infinity at step {index} in request {request}")
         differing = [
-            Differing(
-                index=index,
-                token_id=token,
-                expected_id=int(one.expected),
-                behind_ulp=one.behind_ulp,
-            )
+            Differing(index=index, token_id=token, expected_id=int(one.expected), behind_ulp=one.behind_ulp)
             for index, (token, one) in enumerate(zip(output, found, strict=True))
             if token != one.expected
         ]

@@ -21,19 +21,14 @@ from sfi_core.models.tensor_parallel import parallel_options
 
 BUNDLED = Path(__file__).parents[1] / "bundled" / "checkpoint"
 # what transformers and its readers raise for a checkpoint that they cannot read
-DAMAGED = (
-    OSError, ValueError, LookupError, NotImplementedError, struct.error, SafetensorError,
-    StrictDataclassError,
-)  # fmt: skip
+DAMAGED = (OSError, ValueError, LookupError, NotImplementedError, struct.error, SafetensorError, StrictDataclassError)
 DTYPES = {
     "bfloat16": torch.bfloat16, "bf16": torch.bfloat16, "float16": torch.float16, "fp16": torch.float16,
     "float32": torch.float32, "fp32": torch.float32,
 }  # fmt: skip
 
 
-TOKENIZERS = (
-    "tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json", "vocab.txt", "spiece.model",
-)  # fmt: skip
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json", "vocab.txt", "spiece.model")
 
 
 def load(

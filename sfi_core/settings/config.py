@@ -79,8 +79,7 @@ class SfiConfig(Table):
     random_rate: float = setting(0.05, "Probability of a step to be slow under random.", least=0, most=1)
     trigger_seed: int = setting(0, "Seed of the trigger random and of the policy random-k.")
     triggers: tuple[str, ...] = setting(
-        (".", "?", "!", ";", "\n"),
-        "Strings that end a sentence. The tokenizer turns them into token ids.",
+        (".", "?", "!", ";", "\n"), "Strings that end a sentence. The tokenizer turns them into token ids."
     )
     trigger_token_ids: tuple[int, ...] | None = setting(
         None, "Token ids that end a sentence, in place of triggers.", least=0
@@ -163,13 +162,7 @@ def _toml(values: Mapping[str, Any]) -> str:
 
 PRESETS: dict[str, dict[str, Any]] = {
     "default": {},
-    "paper": {
-        "recent_mode": "sliding",
-        "min_gap": 0,
-        "trigger_delay": 0,
-        "slow_start": 1,
-        "span": 0,
-    },
+    "paper": {"recent_mode": "sliding", "min_gap": 0, "trigger_delay": 0, "slow_start": 1, "span": 0},
     "released": {  # SFI's released code
         "recent_mode": "sliding",
         "slow_start": 1,

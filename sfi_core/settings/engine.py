@@ -20,12 +20,10 @@ class EngineOptions:
         "always runs them in order.",
     )
     graphs: bool | None = setting(
-        None,
-        "Replay whole decoding steps as CUDA graphs; none does so where the run's options allow it.",
+        None, "Replay whole decoding steps as CUDA graphs; none does so where the run's options allow it."
     )
     lossless: bool = setting(
-        False,
-        "Generate full attention's own tokens: fast steps draft, slow steps verify what they drafted.",
+        False, "Generate full attention's own tokens: fast steps draft, slow steps verify what they drafted."
     )
     fused: bool | None = setting(
         None,

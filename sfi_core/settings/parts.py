@@ -11,25 +11,18 @@ class SelectorConfig(Table):
     """Hyperparameters of the Selector (Algorithm 2)."""
 
     alpha: float = setting(
-        0.5,
-        "Exponent of the window's power mean, Eq. 7. Paper gap: the released code's.",
-        above=0,
-        most=1,
+        0.5, "Exponent of the window's power mean, Eq. 7. Paper gap: the released code's.", above=0, most=1
     )
     gamma: float = setting(0.5, "Strength of the key-norm penalty, Eq. 9. Paper gap: the released code's.", least=0)
     beta: float = setting(
-        -math.log(0.6) / 0.9,
-        "Strength of the global recency decay, Eq. 11. Paper gap: the released code's.",
-        least=0,
+        -math.log(0.6) / 0.9, "Strength of the global recency decay, Eq. 11. Paper gap: the released code's.", least=0
     )
     power: float = setting(1.8, "Curvature p of the recency decay, Eq. 11. Paper gap: the released code's.", least=1)
     eta: float = setting(0.4, "Strength of the tail brake, Eq. 11. Paper gap: the released code's.", least=0)
     lambda_clip: float = setting(0.02, "Upper bound of the prior's weight, Eq. 17.", least=0, most=1)
     alpha_soft: float = setting(0.5, "Soft-NMS strength, Eq. 21.", least=0)
     radius: int = setting(
-        16,
-        "Half-width of the neighborhood N(j), in tokens. Paper gap: the released code's.",
-        least=0,
+        16, "Half-width of the neighborhood N(j), in tokens. Paper gap: the released code's.", least=0
     )
     alpha_cross: float = setting(0.35, "Cross-head exclusivity strength, Eq. 23.", least=0)
     temperature: float = setting(2.0, "Temperature T of Eq. 22. Paper gap: the released code's.", above=0)
@@ -70,10 +63,7 @@ class SyncKVConfig(Table):
     representatives: int = setting(2, "Representative heads of a layer, N_r, under synckv.heads=even.", least=1)
     stride: int = setting(5, "Steps from one anticipation to the next, the paper's m.", least=1)
     static: float = setting(
-        0.5,
-        "Share of the budget for positions of the prompt that stay selected, the paper's rho.",
-        least=0,
-        most=1,
+        0.5, "Share of the budget for positions of the prompt that stay selected, the paper's rho.", least=0, most=1
     )
     suspension: str = setting(
         "dense",

@@ -61,14 +61,7 @@ class LayerTiers:
         """The tensors on the device."""
         return (*self.ring.tensors, self.norm_BHT, self.key_BRTD, self.value_BRTE)
 
-    def keep(
-        self,
-        row: int,
-        start: int,
-        key_HTD: torch.Tensor,
-        value_HTE: torch.Tensor,
-        norm_HT: torch.Tensor,
-    ) -> None:
+    def keep(self, row: int, start: int, key_HTD: torch.Tensor, value_HTE: torch.Tensor, norm_HT: torch.Tensor) -> None:
         """Write a request's new norms and resident heads, which never leave the device."""
         new = slice(start, start + norm_HT.shape[1])
         self.norm_BHT[row, :, new] = norm_HT

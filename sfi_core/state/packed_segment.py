@@ -23,11 +23,7 @@ class SegmentShape:
         """Read the shape of a layer's pages."""
         key, value = pages.key_PHND, pages.value_PHNE
         return cls(
-            heads=key.shape[1],
-            key_width=key.shape[3],
-            value_width=value.shape[3],
-            dtype=key.dtype,
-            device=key.device,
+            heads=key.shape[1], key_width=key.shape[3], value_width=value.shape[3], dtype=key.dtype, device=key.device
         )
 
     @property

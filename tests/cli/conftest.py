@@ -21,12 +21,7 @@ def command() -> list[str]:
 def environment() -> dict[str, str]:
     """An environment that finds this checkout, stays off the network and has a wide terminal."""
     paths = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "traces")]
-    return {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(paths),
-        "HF_HUB_OFFLINE": "1",
-        "COLUMNS": "200",
-    }
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1", "COLUMNS": "200"}
 
 
 @pytest.fixture(scope="session")

@@ -72,10 +72,7 @@ def test_an_output_that_cannot_be_verified_is_shown_all_the_same(monkeypatch):
         (("--draft-max", "0", "--lossless"), "draft.max_tokens must be at least 1, got 0"),
         (("--draft-max", "4"), "--draft-max must come with --lossless, got it alone"),
         (("--verify",), "--verify must come with --lossless, got it alone"),
-        (
-            ("--lossless", "--policy=freekv"),
-            "policy freekv cannot draft for a lossless run; those ",
-        ),
+        (("--lossless", "--policy=freekv"), "policy freekv cannot draft for a lossless run; those "),
         (("--set=draft.adaptive=false",), "draft.adaptive must come with --lossless, got it alone"),
         (("--lossless", "--kv-device-budget", "20%"), "lossless must be off with kv_device_budget"),
         (("--lossless", "--audit", "4", "--trace", "run"), "lossless must be off with an audit"),

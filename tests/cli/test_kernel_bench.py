@@ -181,9 +181,7 @@ def test_compile_only_gives_the_documents_compiled_rows(compiler):
     document = json.loads(inside("--compile-only", "--json", "-q")[1])
     assert document["rows"] == []
     assert [row["arch"] for row in document["compiled"]] == ["sm_80", "sm_90", "sm_100"]
-    assert set(document["compiled"][0]) >= {
-        "kernel", "arch", "registers", "spill_bytes", "shared_bytes",
-    }  # fmt: skip
+    assert set(document["compiled"][0]) >= {"kernel", "arch", "registers", "spill_bytes", "shared_bytes"}
 
 
 @pytest.mark.parametrize("fault", [{"spill_bytes": 8}, {"over_limit": True}])

@@ -82,9 +82,7 @@ def test_the_preset_is_named_and_what_differs_from_it(tmp_path):
     words = made("--preset", "paper", "--budget", "99", "--set", "serve.slots_memory=0.5")
     transfer = json.loads(words[words.index("--kv-transfer-config") + 1])
     extra = transfer["kv_connector_extra_config"]
-    assert extra == {
-        "policy": "sfi", "slots": 16, "slots_memory": 0.5, "preset": "paper", "budget": 99,
-    }  # fmt: skip
+    assert extra == {"policy": "sfi", "slots": 16, "slots_memory": 0.5, "preset": "paper", "budget": 99}
     assert Settings.of(extra).config == SfiConfig.preset("paper").replace(budget=99)
 
 

@@ -48,9 +48,8 @@ def test_a_tokenizer_gives_texts_and_triggers(tmp_path):
     ids = tokenizer("One two. Three four five. Six!", add_special_tokens=False)["input_ids"][:STEPS]
     arrays = selection_arrays()
     path = write_npz(
-        tmp_path / "a.npz", token_ids=np.array(ids), trigger_token_ids=None,
-        positions=arrays["positions"][: len(ids)],
-    )  # fmt: skip
+        tmp_path / "a.npz", token_ids=np.array(ids), trigger_token_ids=None, positions=arrays["positions"][: len(ids)]
+    )
     from sfi_core.models.load import BUNDLED  # noqa: PLC0415
 
     assert trace("import", path, "-o", tmp_path / "a", "--tokenizer", BUNDLED).code == 0
@@ -82,10 +81,7 @@ def test_every_reader_takes_it(imported, tmp_path):
 
 
 def test_a_step_read_its_own_selection_and_what_has_no_mass_shows_none(tmp_path):
-    texts = {
-        "prompt_token_texts": np.array([" p"] * PROMPT),
-        "token_texts": np.array([" x"] * STEPS),
-    }
+    texts = {"prompt_token_texts": np.array([" p"] * PROMPT), "token_texts": np.array([" x"] * STEPS)}
     trace("import", write_npz(tmp_path / "a.npz", **texts), "-o", tmp_path / "a")
     found = json.loads(trace("show", tmp_path / "a", "--step", "5", "--json").stdout)
     read = found["passages"]

@@ -24,9 +24,8 @@ SHORT = ("-n", "12", "--budget", "8", "--recent", "4", "--t-max", "4")
 def recorded(tmp_path_factory) -> tuple[Path, dict]:
     folder = tmp_path_factory.mktemp("trace") / "run"
     code, stdout, stderr = inside(
-        "trace", "record", PROMPT, "-o", str(folder), "--audit", "2", "--set", "audit.top=16", "--json",
-        *SHORT,
-    )  # fmt: skip
+        "trace", "record", PROMPT, "-o", str(folder), "--audit", "2", "--set", "audit.top=16", "--json", *SHORT
+    )
     assert code == 0
     assert f"sfi trace show {folder}" in stderr
     return folder, json.loads(stdout)
@@ -71,13 +70,7 @@ def test_generate_records_the_same(recorded, tmp_path):
 
 def test_a_redacted_trace_holds_no_text_and_is_overwritten_with_force_only(tmp_path):
     folder = tmp_path / "run"
-    options = (
-        "--set=trace.redact_text=true",
-        "--audit=4",
-        "--set=audit.layers=0,2-3",
-        "-q",
-        *SHORT,
-    )
+    options = ("--set=trace.redact_text=true", "--audit=4", "--set=audit.layers=0,2-3", "-q", *SHORT)
     asked = ("trace", "record", PROMPT, "-o", str(folder), *options)
     assert inside(*asked)[0] == 0
     supports = Trace.open(folder).table("supports", ["layer"]).to_pylist()

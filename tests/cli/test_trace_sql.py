@@ -52,14 +52,8 @@ def test_a_long_table_is_cut_and_says_so(recorded, monkeypatch):
     [
         (["SELECT nope FROM steps"], "query fails: Binder Error: Referenced column"),
         (["DROP TABLE steps; COPY prompts TO 'x'"], "query fails: "),
-        (
-            ["SELECT 1", "--format=x"],
-            "unknown format 'x'; expected one of ('table', 'csv', 'json')",
-        ),
-        (
-            ["SELECT 1 AS a, 2 AS a", "--json"],
-            "columns must differ in name, got 'a' 2 times; use AS",
-        ),
+        (["SELECT 1", "--format=x"], "unknown format 'x'; expected one of ('table', 'csv', 'json')"),
+        (["SELECT 1 AS a, 2 AS a", "--json"], "columns must differ in name, got 'a' 2 times; use AS"),
     ],
 )
 def test_a_query_that_fails_is_one_line(recorded, arguments, line):

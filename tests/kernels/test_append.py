@@ -59,8 +59,7 @@ def norm_bound(key: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize(
-    ("page_size", "dtype"),
-    [(1, torch.float32), (16, torch.float16), (64, torch.float32), (300, torch.float16)],
+    ("page_size", "dtype"), [(1, torch.float32), (16, torch.float16), (64, torch.float32), (300, torch.float16)]
 )
 def test_ragged_pieces_land_behind_what_is_cached(run, page_size: int, dtype: torch.dtype):
     """Whatever the pages' borders; nothing is written before a request's start or behind its end."""

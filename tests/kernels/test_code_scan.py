@@ -30,10 +30,7 @@ class Case:
         self.codes = BatchCodes.empty(B, G, self.key, self.value, pages * PAGE)
         for row in range(B):
             C = 16 * words(D)
-            self.codes.learn(
-                row,
-                CodeBasis(torch.randn(H, D), torch.randn(H, D, C) * 0.2, torch.randn(H, D, C) * 0.2),
-            )
+            self.codes.learn(row, CodeBasis(torch.randn(H, D), torch.randn(H, D, C) * 0.2, torch.randn(H, D, C) * 0.2))
         self.step = step_of(REQUESTS)
         whole = tuple((FAST if tokens else IDLE, tokens) for _, tokens in REQUESTS)
         code_tokens.reference(self.key, self.table, step_of(whole, all_new=True), self.codes)
@@ -67,8 +64,7 @@ def step_of(requests: tuple[tuple[int, int], ...], *, all_new: bool = False) -> 
 
 
 @pytest.mark.parametrize(
-    ("G", "D", "E", "dtype"),
-    [(1, 16, 16, torch.float32), (3, 72, 40, torch.float16), (16, 130, 16, torch.float32)],
+    ("G", "D", "E", "dtype"), [(1, 16, 16, torch.float32), (3, 72, 40, torch.float16), (16, 130, 16, torch.float32)]
 )
 def test_the_kernels_choose_what_the_reference_chooses(G, D, E, dtype):
     """A ragged batch: the same positions, codes, sums and pseudo tokens."""

@@ -9,15 +9,7 @@ import torch
 from sfi_kernels.decode_attention import DecodeAttention, decode_attention, resident_programs
 from sfi_kernels.launch import KernelLimitError
 from sfi_kernels.split_plan import split_plan, work_items
-from sfi_kernels.step_descriptor import (
-    FAST,
-    IDLE,
-    SLOW,
-    SPLITS,
-    StepDescriptor,
-    StepRequest,
-    describe_step,
-)
+from sfi_kernels.step_descriptor import FAST, IDLE, SLOW, SPLITS, StepDescriptor, StepRequest, describe_step
 from tests.fakes import error_bound, kernel_device, paged, plain_attention
 
 H, SINK, SCALE = 2, 2, 0.3
@@ -63,14 +55,7 @@ class Step:
     def descriptor(self) -> StepDescriptor:
         places = self.places or resident_programs(self.device)
         requests = [
-            StepRequest(
-                mode=mode,
-                length=T,
-                recent_start=start,
-                packed=70,
-                sink=min(SINK, T),
-                mixed=row in self.mixed,
-            )
+            StepRequest(mode=mode, length=T, recent_start=start, packed=70, sink=min(SINK, T), mixed=row in self.mixed)
             for row, (mode, T, start) in enumerate(zip(self.modes, self.lengths, self.starts, strict=True))
         ]
         step = describe_step(requests, work_items(len(self.lengths), H, places), self.device)
@@ -189,9 +174,8 @@ def test_slow_requests_hand_out_their_logits_in_order(backend: str):
         T = LENGTHS[row]
         product = torch.einsum("hgd,htd->hgt", step.query[row].double(), step.keys[row].double())
         _, lse_bound = error_bound(
-            step.query[row : row + 1, :, :, None], step.keys[row][None], step.values[row][None],
-            SCALE,
-        )  # fmt: skip
+            step.query[row : row + 1, :, :, None], step.keys[row][None], step.values[row][None], SCALE
+        )
         expected = product * SCALE
         torch.testing.assert_close(logits[place, :, :, 0, :T].double(), expected, rtol=0, atol=lse_bound)
         in_J = expected[..., min(SINK, T) : step.starts[row]]
@@ -242,10 +226,7 @@ def test_an_operand_that_does_not_fit_is_named(backend: str, name: str, change: 
 @pytest.mark.parametrize(
     ("shape", "message"),
     [
-        (
-            {"D": 257, "E": 16},
-            "head dimension must be at most 256 .*, got 257; use the torch backend",
-        ),
+        ({"D": 257, "E": 16}, "head dimension must be at most 256 .*, got 257; use the torch backend"),
         ({"E": 300}, "head dimension must be at most 256 .*, got 300; use the torch backend"),
         ({"page_size": 40}, "page size must be a multiple of 16 .*, got 40; use the torch backend"),
     ],

@@ -21,9 +21,8 @@ OPTIONS = [{}, {"soft_cap": 0.5}, {"sink_HG": torch.tensor([[2.0, -1.0], [0.0, 4
     covering([64, 700, 3000], [1, 3, 12], OPTIONS, [torch.float32, torch.float16, torch.bfloat16]),
 )
 def test_output_and_logits_come_in_one_pass(
-    page_size: int, W: int, options: dict[str, Any], dtype: torch.dtype,
-    monkeypatch: pytest.MonkeyPatch,
-):  # fmt: skip
+    page_size: int, W: int, options: dict[str, Any], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(pages, "WIDE", CHUNK * H * D)
     query = torch.randn(len(LENGTHS), H, G, W, D).to(dtype)
     keys = [torch.randn(H, T, D).to(dtype) for T in LENGTHS]

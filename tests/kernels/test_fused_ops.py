@@ -2,12 +2,7 @@
 
 import pytest
 import torch
-from transformers.models.llama.modeling_llama import (
-    LlamaConfig,
-    LlamaMLP,
-    LlamaRMSNorm,
-    apply_rotary_pos_emb,
-)
+from transformers.models.llama.modeling_llama import LlamaConfig, LlamaMLP, LlamaRMSNorm, apply_rotary_pos_emb
 
 from sfi_kernels.launch import KernelLimitError
 from sfi_kernels.rms_norm import add_rms_norm, rms_norm
@@ -95,8 +90,7 @@ def test_a_norm_of_tiny_and_of_zero_rows_is_finite(kernel_device):
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize(
-    ("B", "T", "X", "H", "D"),
-    [(1, 1, 32, 8, 128), (3, 5, 5, 1, 16), (2, 3, 4, 2, 96), (1, 2, 3, 3, 256)],
+    ("B", "T", "X", "H", "D"), [(1, 1, 32, 8, 128), (3, 5, 5, 1, 16), (2, 3, 4, 2, 96), (1, 2, 3, 3, 256)]
 )
 def test_the_rotary_kernel_rounds_as_transformers(
     kernel_device, B: int, T: int, X: int, H: int, D: int, normed: bool, dtype: torch.dtype

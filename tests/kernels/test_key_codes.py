@@ -100,10 +100,7 @@ def assert_plain(backend: str, H: int, G: int, D: int, T: int, dtype=torch.float
     torch.testing.assert_close(logits.double(), expected, rtol=0, atol=atol)
 
 
-@pytest.mark.parametrize(
-    ("H", "G", "D", "T"),
-    [(1, 1, 64, 1), (3, 7, 128, 65), (1, 3, 256, 130), (1, 40, 16, 7)],
-)
+@pytest.mark.parametrize(("H", "G", "D", "T"), [(1, 1, 64, 1), (3, 7, 128, 65), (1, 3, 256, 130), (1, 40, 16, 7)])
 def test_levels_and_logits_are_those_of_the_formula(backend: str, H: int, G: int, D: int, T: int):
     """Neither the keys nor the heads of a group fill a program's block."""
     assert_plain(backend, H, G, D, T)

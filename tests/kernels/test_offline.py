@@ -123,11 +123,7 @@ def test_buffers_are_read_from_the_allocations_of_the_pipeline():
 def kernel_of(*parameters: str) -> SimpleNamespace:
     """Make a kernel's signature: capitals are constexprs, a `*` means never specialized."""
     described = [
-        SimpleNamespace(
-            name=name.strip("*"),
-            is_constexpr=name.isupper(),
-            do_not_specialize=name.startswith("*"),
-        )
+        SimpleNamespace(name=name.strip("*"), is_constexpr=name.isupper(), do_not_specialize=name.startswith("*"))
         for name in parameters
     ]
     return SimpleNamespace(params=described, arg_names=[one.name for one in described])

@@ -194,8 +194,7 @@ def test_layers_packed_together_hold_what_each_alone_holds():
                     part = own[:, slot * 16 : (slot + 1) * 16]
                     pages[page, :, : part.shape[1]] = part
     index_LHK = torch.tensor(
-        [[[3, 8, 22], [5, -1, -1]], [[4, 5, -1], [7, 20, 21]], [[2, 3, 4], [6, 19, -1]]],
-        dtype=torch.int32,
+        [[[3, 8, 22], [5, -1, -1]], [[4, 5, -1], [7, 20, 21]], [[2, 3, 4], [6, 19, -1]]], dtype=torch.int32
     )
     segments = [(one.key_PHND, one.value_PHNE, *one.segment) for one in layers]
     pack_layers(segments, layers[0].table_BP, 1, index_LHK, int32(2))

@@ -109,8 +109,7 @@ def check(run, logits, norm, allowed, **changes):
 
 
 @pytest.mark.parametrize(
-    ("T", "heads"),
-    [(1, (2, 1, 1)), (63, (8, 4, 1)), (64, (3, 2, 3)), (65, (1, 1, 16)), (600, (2, 4, 1))],
+    ("T", "heads"), [(1, (2, 1, 1)), (63, (8, 4, 1)), (64, (3, 2, 3)), (65, (1, 1, 16)), (600, (2, 4, 1))]
 )
 def test_kernel_equals_the_reference(run, T, heads):
     check(run, *inputs(1, *heads, T), radius=16)
@@ -289,10 +288,7 @@ def test_nothing_is_launched_for_no_requests(run):
         ({"span": -1}, "^span must be at least 0, got -1$"),
         ({"radius": -1}, "^radius must be at least 0, got -1$"),
         ({"log_sum_BHGW": torch.zeros(1, 2, 2)}, r"^log_sum must be \[B=1, H=2, G=2, W=2\], got"),
-        (
-            {"log_sum_BHGW": torch.zeros(1, 2, 2, 2).mT},
-            r"^log_sum must be contiguous, got strides \(8, 4, 1, 2\)$",
-        ),
+        ({"log_sum_BHGW": torch.zeros(1, 2, 2, 2).mT}, r"^log_sum must be contiguous, got strides \(8, 4, 1, 2\)$"),
     ],
 )
 def test_an_argument_out_of_range_is_named(run, changes, message):

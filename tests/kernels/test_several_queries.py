@@ -12,16 +12,7 @@ from sfi_kernels.decode_attention import DecodeAttention, decode_attention
 from sfi_kernels.decode_attention.query_tile import EACH, LAST, SEVERAL, parts_of_pass
 from sfi_kernels.launch import Target
 from sfi_kernels.split_plan import split_plan, work_items
-from sfi_kernels.step_descriptor import (
-    FAST,
-    IDLE,
-    SLOW,
-    SPLITS,
-    UNIT,
-    StepDescriptor,
-    StepRequest,
-    describe_step,
-)
+from sfi_kernels.step_descriptor import FAST, IDLE, SLOW, SPLITS, UNIT, StepDescriptor, StepRequest, describe_step
 from tests.fakes import error_bound, plain_attention
 from tests.kernels.test_decode_attention import SCALE, SINK, H, Step
 
@@ -63,18 +54,10 @@ class Verification(Step):
         key, value = self.visible_rows(row, head)
         later = self.W - 1 - w
         stop = key.shape[2] - later
-        return (
-            self.query[row, head, :, w][None, None, :, None],
-            key[:, :, :stop],
-            value[:, :, :stop],
-        )
+        return (self.query[row, head, :, w][None, None, :, None], key[:, :, :stop], value[:, :, :stop])
 
     def assert_plain(
-        self,
-        sink_HG: torch.Tensor | None = None,
-        soft_cap: float | None = None,
-        *,
-        into: torch.Tensor | None = None,
+        self, sink_HG: torch.Tensor | None = None, soft_cap: float | None = None, *, into: torch.Tensor | None = None
     ) -> DecodeAttention:
         """Compare every query with float64 attention over the tokens up to its own, and the evidence."""
         options = {"sink_HG": sink_HG, "soft_cap": soft_cap, "into": into}

@@ -15,11 +15,7 @@ from tests.positions import attended_positions
 H, G, D = 2, 2, 16
 SCALE = 0.3
 # by request and KV head, sinks included: ragged, and heads that hold different numbers of tokens
-PACKED = [
-    [[0, 1, 5, 30], [0, 1, 2, 3, 4, 40, 41]],
-    [[0, 1, 3], [0, 1]],
-    [[0, 1], [0, 1, *range(50, 90)]],
-]
+PACKED = [[[0, 1, 5, 30], [0, 1, 2, 3, 4, 40, 41]], [[0, 1, 3], [0, 1]], [[0, 1], [0, 1, *range(50, 90)]]]
 LENGTHS, STARTS = [65, 9, 130], [50, 5, 100]
 
 
@@ -43,8 +39,7 @@ class FastStep:
         self.keys = [torch.randn(H, T, D).to(self.dtype) for T in self.lengths]
         self.values = [torch.randn(H, T, self.width).to(self.dtype) for T in self.lengths]
         self.index_BHS = torch.tensor(
-            [[head + [-1] * (S - len(head)) for head in row] for row in self.packed],
-            dtype=torch.int32,
+            [[head + [-1] * (S - len(head)) for head in row] for row in self.packed], dtype=torch.int32
         )
         self.length_B = torch.tensor(self.lengths, dtype=torch.int32)
         self.start_B = torch.tensor(self.starts, dtype=torch.int32)

@@ -42,10 +42,7 @@ RAGGED = (
 def test_the_words_of_a_ragged_batch():
     """Slow requests read no packed token and every page; candidates lie between sink and recent tokens."""
     step = describe_step(RAGGED, 3, CPU)
-    named = [
-        MODE, LENGTH, SINK, START, PACKED, ALLOWED_START, ALLOWED_STOP, EVIDENCE, QUERIES,
-        FIRST, SPLITS, MIXED,
-    ]  # fmt: skip
+    named = [MODE, LENGTH, SINK, START, PACKED, ALLOWED_START, ALLOWED_STOP, EVIDENCE, QUERIES, FIRST, SPLITS, MIXED]
     assert sorted(named) == list(range(12))
     assert step.table_BX[:, [*named, *range(12, WORDS)]].tolist() == [
         [*words, *[0] * (WORDS - 9)]
@@ -83,10 +80,7 @@ def test_every_view_lies_in_the_one_buffer_apart_and_aligned(batch: int):
     """Aligned: whether an address divides by 16 is part of what a kernel is compiled for."""
     requests = [RAGGED[row % 5] for row in range(batch)]
     step = describe_step(requests, 6, CPU)
-    views = [
-        step.length_B, step.append_start_B, step.append_count_B, *step.slow_R, step.table_BX,
-        step.work_XI,
-    ]  # fmt: skip
+    views = [step.length_B, step.append_start_B, step.append_count_B, *step.slow_R, step.table_BX, step.work_XI]
     assert step.buffer.dtype == torch.int32
     assert step.batch == batch
     assert (step.table_BX.shape, step.work_XI.shape) == ((batch, WORDS), (6, 4))

@@ -6,22 +6,14 @@ import pytest
 import torch
 
 from sfi_kernels.dense_attention import dense_attention, window_logits
-from sfi_kernels.streamed_attention import (
-    streamed_attention,
-    streamed_attention_with_logits,
-    streamed_logits,
-)
+from sfi_kernels.streamed_attention import streamed_attention, streamed_attention_with_logits, streamed_logits
 from tests.covering import covering
 from tests.fakes import causal_mask, error_bound, paged, plain_attention
 
 H, G, D, SCALE = 2, 2, 16, 0.3
 # one block; blocks of one token; a border inside the window of the last queries, and several
 BLOCKS = [[70], [1] * 12, [60, 10], [59, 3, 3, 5], [3, 64, 1, 2]]
-OPTIONS: list[dict[str, Any]] = [
-    {},
-    {"soft_cap": 0.5},
-    {"sink_HG": torch.tensor([[2.0, -1.0], [0.0, 4.0]])},
-]
+OPTIONS: list[dict[str, Any]] = [{}, {"soft_cap": 0.5}, {"sink_HG": torch.tensor([[2.0, -1.0], [0.0, 4.0]])}]
 
 
 class Streamed:
@@ -51,9 +43,8 @@ class Streamed:
         rtol = torch.finfo(out.dtype).eps
         torch.testing.assert_close(out.double(), expected, rtol=rtol, atol=atol)
         paged_out = dense_attention(
-            self.query, self.key_PHND, self.value_PHNE, self.table_BP, self.length_B,
-            scale=SCALE, **options,
-        )  # fmt: skip
+            self.query, self.key_PHND, self.value_PHNE, self.table_BP, self.length_B, scale=SCALE, **options
+        )
         torch.testing.assert_close(out, paged_out, rtol=rtol, atol=2 * atol)
 
     def window_logits(self, soft_cap: float | None) -> torch.Tensor:

@@ -26,10 +26,9 @@ def small(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize(
     ("page_size", "W", "options", "dtype", "native", "group"),
     covering(
-        [16, 128], [1, 2, 5, 12, 17], OPTIONS, [torch.float32, torch.float16, torch.bfloat16],
-        [False, True], GROUPS,
+        [16, 128], [1, 2, 5, 12, 17], OPTIONS, [torch.float32, torch.float16, torch.bfloat16], [False, True], GROUPS
     ),
-)  # fmt: skip
+)
 def test_queries_attend_causally_and_the_last_hands_out_its_logits(
     monkeypatch: pytest.MonkeyPatch, page_size: int, W: int, options: dict[str, Any],
     dtype: torch.dtype, native: bool, group: int,
@@ -53,11 +52,7 @@ def test_queries_attend_causally_and_the_last_hands_out_its_logits(
 
 
 def check_output(
-    out: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    options: dict[str, Any],
+    out: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: dict[str, Any]
 ) -> None:
     """Compare a request's output with the textbook's; queries before its first token are padding."""
     own = min(query.shape[3], key.shape[2])

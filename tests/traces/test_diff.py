@@ -21,13 +21,7 @@ def pair(tmp_path_factory) -> tuple[Trace, Trace]:
     tmp_path = tmp_path_factory.mktemp("pair")
     first = make_trace(tmp_path / "a", steps=40, requests=2, policy="full-kv", seed=1)
     second = make_trace(
-        tmp_path / "b",
-        steps=50,
-        requests=2,
-        policy="sfi",
-        seed=2,
-        audit=2,
-        config=CONFIG | {"t_max": 8},
+        tmp_path / "b", steps=50, requests=2, policy="sfi", seed=2, audit=2, config=CONFIG | {"t_max": 8}
     )
     trace = Trace.open(second)
     steps = rows(trace, "steps")
@@ -140,8 +134,7 @@ def test_settings_that_differ_are_named(own):
 
 
 @pytest.mark.parametrize(
-    "model",
-    [{"name": "other"}, {"architecture": "LlamaForCausalLM"}, {"layers": MODEL["layers"][:1]}],
+    "model", [{"name": "other"}, {"architecture": "LlamaForCausalLM"}, {"layers": MODEL["layers"][:1]}]
 )
 def test_different_models_are_refused(own, model):
     change_manifest(own[1].path, model=MODEL | model)
@@ -195,11 +188,7 @@ def changed(folder, table: str, changes: dict[tuple[int, int, int], dict]) -> Tr
     """Change rows by step, layer and head."""
     found = rows(Trace.open(folder), table)
     places = [(row["step"], row["layer"], row["head"]) for row in found]
-    write_part(
-        folder,
-        table,
-        [row | changes.get(place, {}) for row, place in zip(found, places, strict=True)],
-    )
+    write_part(folder, table, [row | changes.get(place, {}) for row, place in zip(found, places, strict=True)])
     return Trace.open(folder)
 
 
@@ -217,9 +206,7 @@ def test_the_first_layer_that_differs_is_the_lowest_of_the_first_step(tmp_path):
     assert compare(trace, other)["requests"][0]["first_layer"] == place
     other = changed(second, "supports", {(4, 1, 0): {"retained_mass": mass + 2 * SAME_MASS}})
     found = compare(trace, other)
-    assert found["requests"][0]["first_layer"] == {
-        **place, "step": 4, "heads": [0], "positions": False,
-    }  # fmt: skip
+    assert found["requests"][0]["first_layer"] == {**place, "step": 4, "heads": [0], "positions": False}
     assert [found["metrics"][name] for name in ("first_layer_step", "first_layer")] == [4, 1]
     other = changed(second, "selections", {(0, 0, 1): {"positions": [9]}})
     assert compare(trace, other)["requests"][0]["first_layer"] == {

@@ -11,12 +11,7 @@ import pytest
 from pyarrow import parquet
 
 from sfi_core.errors import ConfigError, InputError, SfiError
-from sfi_core.measure.evaluation.statistics import (
-    difference_of_groups,
-    mean_of_groups,
-    paired_difference,
-    wilson,
-)
+from sfi_core.measure.evaluation.statistics import difference_of_groups, mean_of_groups, paired_difference, wilson
 from sfi_traces.results.evaluation.averages import summarize_averages
 from sfi_traces.results.evaluation.evaluation_manifest import LOCK, check_new
 from sfi_traces.results.evaluation.store import ResultsFolder
@@ -129,10 +124,7 @@ def test_a_damaged_line_is_named_and_the_other_rows_are_kept(tmp_path, line, fau
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (
-            '{"kind": "evaluation",\n"a" 1}',
-            r"manifest\.json, line 2: not valid JSON; evaluate again",
-        ),
+        ('{"kind": "evaluation",\n"a" 1}', r"manifest\.json, line 2: not valid JSON; evaluate again"),
         ('{"kind": "evaluation"}', "has schema None, this sfi reads 1; evaluate again"),
         ('{"kind": "evaluation", "schema_version": 1}', "must have 'asked', got none"),
     ],
@@ -155,9 +147,7 @@ def test_closing_writes_a_parquet_file_of_each_table(tmp_path):
     assert json.loads(samples.column("scores")[0].as_py()) == {"token_accuracy": 0.5}
     assert json.loads(samples.schema.metadata[b"manifest"])["model"] == {"name": "made-up"}
     steps = parquet.read_table(results.path / "fidelity.parquet").to_pylist()
-    assert [(one["window"], one["step"], one["kl"]) for one in steps] == [
-        (0, 0, 0.0), (0, 1, 0.5), (0, 2, 0.25),
-    ]  # fmt: skip
+    assert [(one["window"], one["step"], one["kl"]) for one in steps] == [(0, 0, 0.0), (0, 1, 0.5), (0, 2, 0.25)]
     assert json.loads((results.path / "manifest.json").read_text())["finished"]
 
 
@@ -182,9 +172,7 @@ def test_force_replaces_the_results_and_nothing_else(tmp_path):
     (results.path / "notes.txt").write_text("mine")
     again = ResultsFolder.create(results.path, MANIFEST, force=True)
     assert again.rows["samples"] == []
-    assert sorted(file.name for file in results.path.iterdir()) == [
-        ".lock", "manifest.json", "notes.txt",
-    ]  # fmt: skip
+    assert sorted(file.name for file in results.path.iterdir()) == [".lock", "manifest.json", "notes.txt"]
 
 
 class Seeds:
@@ -248,9 +236,7 @@ def test_a_summary_is_the_mean_of_its_samples():
     full, sparse = summarize(rows)
     interval, difference = wilson(scores), paired_difference(scores, reference)
     assert (full["score"], full["difference"], full["n"]) == (2.5 / 3, 0.0, 3)
-    assert (sparse["score"], sparse["low"], sparse["high"]) == (
-        interval.mean, interval.low, interval.high,
-    )  # fmt: skip
+    assert (sparse["score"], sparse["low"], sparse["high"]) == (interval.mean, interval.low, interval.high)
     assert (sparse["difference"], sparse["difference_low"], sparse["difference_high"]) == (
         difference.mean, difference.low, difference.high,
     )  # fmt: skip
@@ -266,20 +252,11 @@ def test_failures_are_counted_and_in_no_mean():
     assert (one["n"], one["failed"], one["error"], one["score"]) == (1, 2, "no memory", 0.5)
     assert one["interval_method"] is None  # no full attention to set it beside
     (nothing,) = summarize([failed()])
-    assert (nothing["n"], nothing["score"], nothing["low"], nothing["read"]) == (
-        0,
-        None,
-        None,
-        None,
-    )
+    assert (nothing["n"], nothing["score"], nothing["low"], nothing["read"]) == (0, None, None, None)
 
 
 def test_a_difference_is_over_the_samples_that_both_have():
-    rows = [
-        row("full-kv", size="all", seed=1, score=0.25),
-        row(seed=0, score=0.0),
-        row(seed=1, score=1.0),
-    ]
+    rows = [row("full-kv", size="all", seed=1, score=0.25), row(seed=0, score=0.0), row(seed=1, score=1.0)]
     assert [one["difference"] for one in summarize(rows)] == [0.0, 0.75]
     assert [one["difference"] for one in summarize(rows[1:])] == [None]
 
@@ -299,11 +276,7 @@ def test_sentences_are_averaged_by_their_place():
 
 
 def test_an_average_is_over_tasks_and_lengths():
-    samples = {
-        ("recall", 512): [1.0, 0.0],
-        ("recall", 1024): [0.0],
-        ("other", 512): [1.0, 1.0, 0.5],
-    }
+    samples = {("recall", 512): [1.0, 0.0], ("recall", 1024): [0.0], ("other", 512): [1.0, 1.0, 0.5]}
     rows = [
         row(method, size=size, task=task, length=length, seed=seed, score=score * factor)
         for (task, length), scores in samples.items()
@@ -312,11 +285,7 @@ def test_an_average_is_over_tasks_and_lengths():
     ]
     full, sparse = summarize_averages(rows)
     expected = mean_of_groups([*samples.values()])
-    assert (full["score"], full["low"], full["high"]) == (
-        expected.mean,
-        expected.low,
-        expected.high,
-    )
+    assert (full["score"], full["low"], full["high"]) == (expected.mean, expected.low, expected.high)
     assert full["score"] == pytest.approx((0.5 + 0.0 + 2.5 / 3) / 3)
     assert (full["places"], full["n"]) == (3, 6)
     difference = difference_of_groups([[-0.5 * x for x in scores] for scores in samples.values()])

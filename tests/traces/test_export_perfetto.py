@@ -150,13 +150,7 @@ def flows(tmp_path, *given: tuple[int, str]) -> list[tuple[float, float]]:
 
 
 def test_without_a_selector_the_pack_is_the_refresh_and_a_mixed_step_reads(tmp_path):
-    given = [
-        (0, "pack"),
-        (1, "attention.mixed"),
-        (1, "selector"),
-        (1, "pack"),
-        (2, "attention.fast"),
-    ]
+    given = [(0, "pack"), (1, "attention.mixed"), (1, "selector"), (1, "pack"), (2, "attention.fast")]
     assert flows(tmp_path, *given) == [(4.0, 14.0), (24.0, 44.0)]
 
 

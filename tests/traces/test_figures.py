@@ -65,11 +65,7 @@ def test_the_heat_map_has_the_overlap_with_the_text_along_its_axes(full):
 
 def test_tokens_that_look_like_markup_or_that_no_font_has_are_drawn_as_they_are(full, tmp_path):
     odd = ["$\\frac$", "\n", "  ", "漢字", "\x00", "a" * 99, "_{x}$", "<b>"]
-    rewrite(
-        full.trace.path,
-        "steps",
-        lambda rows: [row | {"token_text": odd[row["step"] % 8]} for row in rows],
-    )
+    rewrite(full.trace.path, "steps", lambda rows: [row | {"token_text": odd[row["step"] % 8]} for row in rows])
     figure = KINDS["heatmap"](View(full.trace))
     assert labels(figure.axes[0].xaxis)[:8] == [
         "$\\frac$", "\\n", "␣␣", "漢字", "\\x00", "a" * 13 + "…", "_{x}$", "<b>",

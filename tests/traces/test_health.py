@@ -192,11 +192,7 @@ def test_the_worst_place_is_named_and_a_lone_head_is_no_frozen_selection(tmp_pat
 def test_what_was_not_recorded_is_not_judged_and_says_what_records_it(tmp_path):
     tables = {"steps": sound()["steps"]}
     found = judged(tmp_path / "run", tables)
-    assert {one["rule"] for one in found["judged"]} == {
-        "never_fast",
-        "trigger_never",
-        "trigger_always",
-    }
+    assert {one["rule"] for one in found["judged"]} == {"never_fast", "trigger_never", "trigger_always"}
     why = {one["rule"]: one["reason"] for one in found["not_judged"]}
     assert "--audit" in why["top_1_dropped"]
     assert "trace.positions" in why["selection_same"]
@@ -272,13 +268,7 @@ def run(folder: Path, **config: Any) -> set[str]:
     """Run sfi on a piece of the example, and return the rules that its trace trips."""
     model, tokenizer = bundled()
     ids = tokenizer(load_example().prompt)["input_ids"][-700:]
-    settings = {
-        "recent": 32,
-        "budget": 48,
-        "t_max": 4,
-        "slow_start": 1,
-        "window_prefill": 1,
-    } | config
+    settings = {"recent": 32, "budget": 48, "t_max": 4, "slow_start": 1, "window_prefill": 1} | config
     with ParquetObserver(folder, tokenizer=tokenizer, positions=True) as observer:
         sfi_core.generate(
             model, tokenizer, [ids], SfiConfig().replace(**settings), max_new_tokens=24, stop_token_ids=(),

@@ -19,17 +19,7 @@ from sfi_traces.replay import Supports, reuse
 from sfi_traces.summary import summarize
 from sfi_traces.views.view import View
 from sfi_traces.views.words import text_of
-from tests.traces.imports import (
-    LAYERS,
-    PROMPT,
-    STEPS,
-    STOP,
-    K,
-    selection_arrays,
-    selection_rows,
-    write_npz,
-    write_rows,
-)
+from tests.traces.imports import LAYERS, PROMPT, STEPS, STOP, K, selection_arrays, selection_rows, write_npz, write_rows
 from tests.traces.made import overlap
 from tests.traces.small import rows
 

@@ -136,12 +136,7 @@ def test_attention_of_transformers_is_what_our_audit_records(tmp_path, suffix):
             for column in ("step", "layer", "head", "token_id", "context_tokens", "sentence", "positions",
                            "position", "attended_tokens", "trigger", "slow", "audited"):  # fmt: skip
                 assert one.get(column) == other.get(column), column
-            for column in (
-                "mass",
-                "retained_mass",
-                "overlap_previous_step",
-                "overlap_last_refresh",
-            ):
+            for column in ("mass", "retained_mass", "overlap_previous_step", "overlap_last_refresh"):
                 assert one.get(column) == pytest.approx(other.get(column), abs=1e-5), column
     assert trace.manifest["prompts"] == ours.manifest["prompts"]
     assert check(trace)["problems"] == []

@@ -42,9 +42,7 @@ def test_a_frame_is_its_row(trace, playback):
         frame, (row,) = playback.frame(step), rows(trace, "steps", step)
         names = ("slow", "reason", "steps_since_slow", "attended_tokens", "context_tokens")
         assert [getattr(frame, name) for name in names] == [row[name] for name in names]
-        assert (frame.step, frame.sentence_index, frame.token) == (
-            step, row["sentence"], row["token_text"],
-        )  # fmt: skip
+        assert (frame.step, frame.sentence_index, frame.token) == (step, row["sentence"], row["token_text"])
 
 
 def test_text_is_split_at_the_current_sentence(trace, playback):
@@ -121,10 +119,7 @@ def test_passages_are_what_a_step_reads_with_its_text_and_mass(trace, playback):
             mass[position] += share / 4 if position in own else 0
     found = playback.passages(23, most=100)
     assert [one.part for one in (found[0], found[-1])] == ["sink", "recent"]
-    assert [(one.first, one.last) for one in (found[0], found[-1])] == [
-        (0, 3),
-        (PROMPT + 4, PROMPT + 22),
-    ]
+    assert [(one.first, one.last) for one in (found[0], found[-1])] == [(0, 3), (PROMPT + 4, PROMPT + 22)]
     between = found[1:-1]
     assert set(chosen) <= {p for one in between for p in range(one.first, one.last + 1)}
     assert sum(one.share * (one.last + 1 - one.first) * 4 for one in between) == pytest.approx(len(chosen))

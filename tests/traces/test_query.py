@@ -24,9 +24,7 @@ def test_a_query_sees_the_tables_by_name(trace):
     assert columns == ["reason", "n"]
     assert rows == [("", 36), ("first", 1), ("trigger", 3)]
     names = [name for (name,) in found(trace, "SHOW TABLES")[1]]
-    assert names == [
-        "logits", "prompts", "recalls", "selections", "steps", "supports", "timings", "verifications",
-    ]  # fmt: skip
+    assert names == ["logits", "prompts", "recalls", "selections", "steps", "supports", "timings", "verifications"]
     described = found(trace, "DESCRIBE supports")[1]
     assert ("positions", "INTEGER[]") in [row[:2] for row in described]
 

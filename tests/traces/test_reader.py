@@ -91,10 +91,7 @@ def test_a_column_that_an_older_trace_lacks_is_null_and_a_newer_one_is_left_out(
     trace = Trace.open(folder)
     assert trace.table("steps").schema.names == TABLES["steps"].names
     assert set(trace.table("steps", ["audited"])["audited"].to_pylist()) == {None}
-    assert trace.connect().execute("SELECT count(audited), count(*) FROM steps").fetchone() == (
-        0,
-        12,
-    )
+    assert trace.connect().execute("SELECT count(audited), count(*) FROM steps").fetchone() == (0, 12)
 
 
 @pytest.mark.parametrize(

@@ -26,14 +26,7 @@ from sfi_traces.views.view import View
 NEW = 40
 # room for everything: the run sees what the plain model sees; no clip: lambda* is Eq. 17's own value
 CONFIG = SfiConfig(
-    slow_start=1,
-    span=0,
-    budget=5000,
-    recent=32,
-    t_max=9,
-    window_prefill=1,
-    min_gap=3,
-    triggers=(".", "!", "a", "the"),
+    slow_start=1, span=0, budget=5000, recent=32, t_max=9, window_prefill=1, min_gap=3, triggers=(".", "!", "a", "the")
 ).replace(selector={"lambda_clip": 1.0})
 
 

@@ -71,10 +71,7 @@ def by_sets(trace: Trace, request: int, rules: Setting, slow: list[bool]) -> dic
                 allowed = set(range(config.sink, start))
                 mass = dict(zip(old["positions"], old["mass"], strict=True))
                 score = {
-                    j: max(
-                        (mass[i] for i in near(j, config.span) if i in mass and i in allowed),
-                        default=0.0,
-                    )
+                    j: max((mass[i] for i in near(j, config.span) if i in mass and i in allowed), default=0.0)
                     for j in allowed
                 }
                 if config.granularity == "page":
@@ -262,10 +259,7 @@ def test_runs_that_cannot_be_compared_are_refused(tmp_path, changes, message):
 
 def test_top_takes_the_lower_index_of_a_tie_and_no_zeros():
     score = np.array([[0.1, 0.5, 0.5, 0.0, 0.5], [0.0, 0.2, 0.0, 0.0, 0.0]], np.float32)
-    assert top(score, 2).tolist() == [
-        [False, True, True, False, False],
-        [False, True, *[False] * 3],
-    ]
+    assert top(score, 2).tolist() == [[False, True, True, False, False], [False, True, *[False] * 3]]
     assert top(score, 9).tolist() == (score > 0).tolist()
 
 
@@ -283,19 +277,8 @@ def outcome(speedup: float, kept: float) -> Outcome:
 
 
 def test_the_front_holds_what_nothing_else_beats():
-    points = [
-        (1.0, 1.0),
-        (2.0, 0.9),
-        (2.0, 0.8),
-        (3.0, 0.7),
-        (2.5, 0.6),
-        (2.0, 0.9),
-        (4.0, 0.1),
-        (1.5, 0.9),
-    ]
-    assert pareto([outcome(*point) for point in points]) == [
-        True, True, False, True, False, True, True, False,
-    ]  # fmt: skip
+    points = [(1.0, 1.0), (2.0, 0.9), (2.0, 0.8), (3.0, 0.7), (2.5, 0.6), (2.0, 0.9), (4.0, 0.1), (1.5, 0.9)]
+    assert pareto([outcome(*point) for point in points]) == [True, True, False, True, False, True, True, False]
     assert pareto([]) == []
 
 
@@ -333,10 +316,7 @@ def test_a_real_run_measures_what_was_predicted(bundled_runs, source):
 
 @pytest.mark.parametrize(
     "rules",
-    [
-        {"trigger_policy": "stride", "stride": 7},
-        {"trigger_policy": "random", "random_rate": 0.3, "trigger_seed": 5},
-    ],
+    [{"trigger_policy": "stride", "stride": 7}, {"trigger_policy": "random", "random_rate": 0.3, "trigger_seed": 5}],
 )
 def test_a_run_is_slow_where_its_replay_says(tmp_path, rules):
     """Both ask one rule, which counts the steps or draws by prompt and step."""

@@ -38,8 +38,7 @@ def setting(**changes) -> Setting:
     """A trigger at every tenth token, x_9, x_19, ..."""
     rules = {"trigger_delay": 0, "t_max": 1000, **changes}
     return Setting(
-        config=SfiConfig(slow_start=1, min_gap=0, span=0).replace(**rules),
-        trigger_token_ids=frozenset({STOP}),
+        config=SfiConfig(slow_start=1, min_gap=0, span=0).replace(**rules), trigger_token_ids=frozenset({STOP})
     )
 
 
@@ -130,12 +129,7 @@ def test_a_grid_holds_each_counterfactual_once():
     assert len(keys) == 2 * (2 * 2) + 2 * 2 + 2
     assert {k[1] for k in keys if k[0] == "boundary"} == {"stop", "none"}
     row = found[-1].to_dict()
-    assert (row["policy"], row["t_max"], row["stride"], row["triggers"]) == (
-        "never",
-        None,
-        None,
-        None,
-    )
+    assert (row["policy"], row["t_max"], row["stride"], row["triggers"]) == ("never", None, None, None)
     assert row["budget"] == 20
 
 

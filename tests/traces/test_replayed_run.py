@@ -30,11 +30,7 @@ OWN = {"elapsed_us", "begin_us", "graphs"}
 
 
 def recorded(
-    folder: Path,
-    graphs: bool | None,
-    audit: AuditConfig | None = None,
-    config: SfiConfig = CONFIG,
-    **options: Any,
+    folder: Path, graphs: bool | None, audit: AuditConfig | None = None, config: SfiConfig = CONFIG, **options: Any
 ) -> Trace:
     with ParquetObserver(folder, positions=True, **options) as observer:
         sfi_core.generate(

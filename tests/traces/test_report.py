@@ -32,9 +32,7 @@ pytest.importorskip("jinja2")
 get_plotlyjs = pytest.importorskip("plotly.offline").get_plotlyjs
 DOCS = Path(__file__).parent.parent.parent / "docs"
 HOSTILE = "</script><script>document.title='x'</script><img src=x onerror=\"document.title='x'\"><b>"
-FIGURES = [
-    "heatmap", "lag", "retained", "raster", "timeline", "lambda", "drift", "head-similarity", "query-cosine",
-]  # fmt: skip
+FIGURES = ["heatmap", "lag", "retained", "raster", "timeline", "lambda", "drift", "head-similarity", "query-cosine"]
 
 
 @pytest.fixture
@@ -244,16 +242,8 @@ def until(page, expression: str) -> None:
 def opened(browser, sfi, tmp_path):
     """A report with text that would do harm."""
     strange = {"token_text": HOSTILE}
-    rewrite(
-        sfi.trace.path,
-        "prompts",
-        lambda rows: [row | strange if row["position"] == 5 else row for row in rows],
-    )
-    rewrite(
-        sfi.trace.path,
-        "steps",
-        lambda rows: [row | strange if row["step"] == 12 else row for row in rows],
-    )
+    rewrite(sfi.trace.path, "prompts", lambda rows: [row | strange if row["position"] == 5 else row for row in rows])
+    rewrite(sfi.trace.path, "steps", lambda rows: [row | strange if row["step"] == 12 else row for row in rows])
     file = tmp_path / "report.html"
     file.write_text(render(View(sfi.trace)), encoding="utf-8")
     with visited(browser, file) as page:
@@ -388,8 +378,7 @@ def _a_pointer_shows_what_it_is_over(page) -> None:
     page.locator("#raster .nsewdrag").hover(position={"x": 300, "y": 200})
     until(page, "document.getElementById('cell').textContent.startsWith('step ')")
     assert re.fullmatch(
-        r"step \d+(, slow)?; position \d+: “.*”(; in the support.*|; selected.*)?",
-        page.locator("#cell").text_content(),
+        r"step \d+(, slow)?; position \d+: “.*”(; in the support.*|; selected.*)?", page.locator("#cell").text_content()
     )
     page.locator("#text li span").nth(10).hover()
     tip = page.locator("#tip").text_content()

@@ -174,9 +174,7 @@ def test_phases_of_a_step_add_up_to_its_wall_time(sfi):
     assert data.step.tolist() == list(range(1, 45))  # the prefill has a scale of its own
     assert data.prefill_us == steps[0]["elapsed_us"]
     assert data.slow.tolist() == [10, 20, 30, 40]
-    assert list(data.phases) == [
-        "attention.fast", "attention.dense", "selector", "top_k", "pack", "sample", REST,
-    ]  # fmt: skip
+    assert list(data.phases) == ["attention.fast", "attention.dense", "selector", "top_k", "pack", "sample", REST]
     for at, step in enumerate(data.step.tolist()):
         spans = [r for r in rows(sfi, "timings") if r["step"] == step and r["name"] != "forward"]
         for name in set(data.phases) - {REST}:
@@ -285,8 +283,7 @@ def test_a_step_that_lacks_a_support_somewhere_is_left_out(sfi):
 
 
 @pytest.mark.parametrize(
-    ("wanted", "option"),
-    [({"head": 9}, "--audit 1"), ({"layer": 9}, "--audit 1 --set audit.layers=9")],
+    ("wanted", "option"), [({"head": 9}, "--audit 1"), ({"layer": 9}, "--audit 1 --set audit.layers=9")]
 )
 def test_supports_that_are_missing_name_an_option_that_exists(sfi, wanted, option):
     with pytest.raises(TraceError, match=f"; record it with {option}$"):

@@ -59,18 +59,8 @@ def test_tokens_that_end_a_sentence_and_whether_a_slow_step_followed(tmp_path, d
         if step + 1 + delay < len(slow):
             followed[token].append(slow[step + 1 + delay])
     assert summarize(Trace.open(trace))["triggers"] == [
-        {
-            "token_id": 7,
-            "token_text": "<7>",
-            "count": 6,
-            "slow_after": statistics.mean(followed[7]),
-        },
-        {
-            "token_id": 3,
-            "token_text": "<3>",
-            "count": 4,
-            "slow_after": statistics.mean(followed[3]),
-        },
+        {"token_id": 7, "token_text": "<7>", "count": 6, "slow_after": statistics.mean(followed[7])},
+        {"token_id": 3, "token_text": "<3>", "count": 4, "slow_after": statistics.mean(followed[3])},
     ]
 
 
@@ -150,14 +140,7 @@ def test_a_killed_trace_is_summed_up_as_far_as_it_goes(tmp_path):
 
 def test_supports_of_steps_that_were_not_finished_do_not_count(tmp_path):
     """Parts of `steps` are written last."""
-    place = {
-        "request": 0,
-        "layer": 0,
-        "head": 0,
-        "positions": [1],
-        "mass": [1.0],
-        "retained_mass": 0.5,
-    }
+    place = {"request": 0, "layer": 0, "head": 0, "positions": [1], "mass": [1.0], "retained_mass": 0.5}
     trace = write_trace(
         tmp_path / "run",
         {

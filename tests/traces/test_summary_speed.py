@@ -32,13 +32,7 @@ def test_latency_has_percentiles_for_each_kind_of_step(tmp_path):
     for kind, slow in (("slow", True), ("fast", False)):
         times = [row["elapsed_us"] for row in steps if row["step"] and row["slow"] is slow]
         p50, p95, p99 = np.quantile(times, [0.5, 0.95, 0.99])
-        expected = {
-            "n": len(times),
-            "mean_us": np.mean(times),
-            "p50_us": p50,
-            "p95_us": p95,
-            "p99_us": p99,
-        }
+        expected = {"n": len(times), "mean_us": np.mean(times), "p50_us": p50, "p95_us": p95, "p99_us": p99}
         assert {name: found[kind][name] for name in expected} == pytest.approx(expected)
         assert found[kind]["audited"] is False
     assert (found["prefill"]["n"], found["prefill"]["p50_us"]) == (1, steps[0]["elapsed_us"])
@@ -95,11 +89,7 @@ def test_phases_share_out_the_time_and_name_the_rest(tmp_path):
     )  # fmt: skip
     found = summarize(Trace.open(trace))["phases"]
     prefill = {one["name"]: (one["total_us"], one["step_us"]) for one in found["prefill"]}
-    assert prefill == {
-        "attention.dense": (150.0, 75.0),
-        "sample": (20.0, 20.0),
-        "other": (650.0, 325.0),
-    }
+    assert prefill == {"attention.dense": (150.0, 75.0), "sample": (20.0, 20.0), "other": (650.0, 325.0)}
     assert {one["name"]: one["share"] for one in found["prefill"]} == pytest.approx(
         {"attention.dense": 150 / 820, "sample": 20 / 820, "other": 650 / 820}
     )
@@ -174,15 +164,9 @@ def test_break_even_of_a_batch_is_per_request(tmp_path):
 
 def test_break_even_says_why_it_is_unknown(tmp_path):
     dense = summarize(Trace.open(make_trace(tmp_path / "dense", steps=20)))["break_even"]
-    assert (dense["context_tokens"], dense["reason"]) == (
-        None,
-        "no fast step after step 0 was timed",
-    )
+    assert (dense["context_tokens"], dense["reason"]) == (None, "no fast step after step 0 was timed")
     early = summarize(Trace.open(timed(tmp_path / "early", steps=5)))["break_even"]
-    assert (early["context_tokens"], early["reason"]) == (
-        None,
-        "no slow step after step 0 was timed",
-    )
+    assert (early["context_tokens"], early["reason"]) == (None, "no slow step after step 0 was timed")
     costly = timed(tmp_path / "costly", spans=SLOW | {"selector": 4000.0})
     found = summarize(Trace.open(costly))["break_even"]
     assert found["context_tokens"] is None

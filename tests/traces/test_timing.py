@@ -107,10 +107,7 @@ def device(monkeypatch) -> SimpleNamespace:
     streams = SimpleNamespace(current=0)
     FakeEvent.now, FakeEvent.waited = 7000.0, 0
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
-    for name, number in (
-        ("default_stream", lambda: 0),
-        ("current_stream", lambda: streams.current),
-    ):
+    for name, number in (("default_stream", lambda: 0), ("current_stream", lambda: streams.current)):
         monkeypatch.setattr(torch.cuda, name, lambda _, number=number: SimpleNamespace(cuda_stream=number()))
     return streams
 

@@ -53,8 +53,7 @@ def moving() -> Supports:
 def setting(**changes) -> Setting:
     rules = {"sink": 4, "recent": 16, "budget": TOP, "t_max": 64, "trigger_delay": 1, **changes}
     return Setting(
-        config=SfiConfig(slow_start=1, min_gap=0, span=0).replace(**rules),
-        trigger_token_ids=frozenset({STOP}),
+        config=SfiConfig(slow_start=1, min_gap=0, span=0).replace(**rules), trigger_token_ids=frozenset({STOP})
     )
 
 

@@ -121,13 +121,11 @@ def row_of(predicted: float, upper: float, measured: float, *, exact: bool | Non
     )
     names = ("predicted", "measured")
     comparison = Comparison(
-        **dict(zip(names, both, strict=True)), same_schedule=True, mean_difference=0.0, mean_distance=0.0,
-        requests=[],
-    )  # fmt: skip
+        **dict(zip(names, both, strict=True)), same_schedule=True, mean_difference=0.0, mean_distance=0.0, requests=[]
+    )
     return Confirmation(
-        comparison=comparison, kl_next_token=0.0, argmax_agreement=1.0, decode_tokens_per_second=1.0,
-        exact_match=exact,
-    )  # fmt: skip
+        comparison=comparison, kl_next_token=0.0, argmax_agreement=1.0, decode_tokens_per_second=1.0, exact_match=exact
+    )
 
 
 def test_the_stated_error_is_what_the_other_rows_show():
@@ -155,10 +153,7 @@ def found(trace, recorded) -> Found:
 
 
 def rows_for(*exact: bool | None):
-    return lambda configs: (
-        [row_of(0.5, 0.6, 0.5, exact=one) for one in exact[: len(configs)]],
-        9.0,
-    )
+    return lambda configs: ([row_of(0.5, 0.6, 0.5, exact=one) for one in exact[: len(configs)]], 9.0)
 
 
 def test_a_choice_that_runs_well_stays(found):

@@ -14,13 +14,7 @@ from sfi_traces.tune.found import tuned_config, tuned_toml
 from sfi_traces.tune.front import RULES, Candidate, choose, spread
 from sfi_traces.tune.objective import Evaluator, Limits, objectives
 from sfi_traces.tune.space import Axis, Space
-from sfi_traces.tune.trigger_sets import (
-    NamedSet,
-    distinct,
-    given_sets,
-    punctuation_sets,
-    recorded_set,
-)
+from sfi_traces.tune.trigger_sets import NamedSet, distinct, given_sets, punctuation_sets, recorded_set
 from tests.traces.made import STOP, make_trace
 
 
@@ -142,19 +136,14 @@ def test_trigger_sets_that_no_token_tells_apart_are_one(trace, base):
     found = distinct([recorded_set(base), *punctuation_sets([trace])], {STOP, 1, 2})
     assert [one.name for one in found] == ["recorded"]
     words = given_sets([trace], {"words": ["cat", "dog"], "stops": ["."], "none": ["#"]})
-    assert [one.name for one in distinct([recorded_set(base), *words], range(91))] == [
-        "recorded",
-        "words",
-    ]
+    assert [one.name for one in distinct([recorded_set(base), *words], range(91))] == ["recorded", "words"]
     with pytest.raises(ConfigError, match="name of its own, got 'recorded' twice"):
         distinct([recorded_set(base)] * 2, {STOP})
 
 
 def test_objectives_are_looked_up():
     assert list(objectives([])) == ["bytes", "retained"]
-    assert list(objectives(["slow-rate", "retained-p5", "retained"])) == [
-        "slow-rate", "retained-p5", "retained",
-    ]  # fmt: skip
+    assert list(objectives(["slow-rate", "retained-p5", "retained"])) == ["slow-rate", "retained-p5", "retained"]
     for wrong, message in (
         (["speed"], "objective must be one of"),
         (["bytes"], "must name a cost"),

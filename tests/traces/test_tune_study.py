@@ -25,9 +25,8 @@ def trace(tmp_path_factory) -> Trace:
 
 def tuning(*traces: Trace, limits: Limits | None = None, names=(), **axes) -> Tuning:
     return Tuning.of(
-        traces, axes=axes, trigger_sets={}, mining=False, objectives=objectives(list(names)),
-        limits=limits or Limits(),
-    )  # fmt: skip
+        traces, axes=axes, trigger_sets={}, mining=False, objectives=objectives(list(names)), limits=limits or Limits()
+    )
 
 
 def suggest(trial) -> tuple[int, int]:

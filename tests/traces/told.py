@@ -220,9 +220,8 @@ class Told:
     def _logits(self, step: int, rows: list[int]) -> None:
         kl, agrees = [self._number() for _ in rows], [self._rng.random() < 0.5 for _ in rows]
         event = LogitsEvent(
-            requests=tuple(rows), steps=(step,) * len(rows), kl_R=torch.tensor(kl),
-            agrees_R=torch.tensor(agrees),
-        )  # fmt: skip
+            requests=tuple(rows), steps=(step,) * len(rows), kl_R=torch.tensor(kl), agrees_R=torch.tensor(agrees)
+        )
         self._observer.on(event)
         self.rows["logits"] += [
             {**self._key(row, step), "kl_next_token": a, "argmax_agrees": b}

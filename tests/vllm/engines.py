@@ -126,13 +126,7 @@ def reference(prompts: Sequence[Sequence[int]], limits: Any, settings: dict[str,
         model = AutoModelForCausalLM.from_pretrained(BUNDLED).float().eval()
         tokenizer = AutoTokenizer.from_pretrained(BUNDLED)
     result = sfi_core.generate(
-        model,
-        tokenizer,
-        prompts,
-        SfiConfig().replace(**settings),
-        max_new_tokens=limits,
-        stop_token_ids=[],
-        **options,
+        model, tokenizer, prompts, SfiConfig().replace(**settings), max_new_tokens=limits, stop_token_ids=[], **options
     )
     return result.report.requests
 

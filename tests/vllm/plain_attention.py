@@ -41,10 +41,7 @@ class PlainBuilder(AttentionMetadataBuilder):
         """See vLLM's."""
         common = common_attn_metadata
         return PlainMetadata(
-            common.num_actual_tokens,
-            common.query_start_loc,
-            common.seq_lens,
-            common.block_table_tensor,
+            common.num_actual_tokens, common.query_start_loc, common.seq_lens, common.block_table_tensor
         )
 
 
@@ -66,9 +63,8 @@ class PlainImpl(AttentionImpl):
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
 
     def do_kv_cache_update(
-        self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor,
-        slot_mapping: torch.Tensor,
-    ) -> None:  # fmt: skip
+        self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
+    ) -> None:
         """Write the tokens that have a place; -1 has none."""
         N, places = kv_cache.shape[2], slot_mapping[: len(key)]
         kept = places >= 0

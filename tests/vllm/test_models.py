@@ -8,16 +8,7 @@ import pytest
 import torch
 
 from tests.architectures import REFUSED, WORKS, Architecture
-from tests.vllm.engines import (
-    SMALL_BATCH,
-    ask,
-    assert_nothing_is_left,
-    assert_same,
-    engine,
-    reference,
-    tokens,
-    told,
-)
+from tests.vllm.engines import SMALL_BATCH, ask, assert_nothing_is_left, assert_same, engine, reference, tokens, told
 
 NAMES = ["Llama", "Qwen2", "Gemma 2", "Gemma 3", "GPT-OSS"]
 TRIGGERS = {"trigger_token_ids": list(range(0, 300, 12)), "window_prefill": 1}

@@ -15,11 +15,7 @@ from tests.vllm.test_models import wide
 
 def checked(extra: dict[str, Any], **options: Any) -> None:
     """Read the settings as the connector does, from vLLM's own, without a model."""
-    transfer = {
-        "kv_connector": "SfiConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": extra,
-    }
+    transfer = {"kv_connector": "SfiConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
     given = {"dtype": "float32", "kv_transfer_config": transfer} | options
     late = given.pop("async_scheduling", False)
     made = EngineArgs(model=str(BUNDLED), **given).create_engine_config()

@@ -39,13 +39,7 @@ class Client:
         self.port = port
 
     def complete(self, prompt: str, tokens: int, **more) -> dict:
-        body = {
-            "model": "bundled",
-            "prompt": prompt,
-            "max_tokens": tokens,
-            "temperature": 0,
-            **more,
-        }
+        body = {"model": "bundled", "prompt": prompt, "max_tokens": tokens, "temperature": 0, **more}
         return self.post("/v1/completions", body | {"ignore_eos": True, "return_token_ids": True})
 
     def post(self, path: str, body: dict) -> dict:

@@ -29,12 +29,7 @@ MANY_HEADS = "--hf-overrides=" + json.dumps({"num_key_value_heads": 20_000, "num
 @pytest.mark.parametrize(
     ("flags", "policy", "settings", "told"),
     [
-        (
-            [ALL_SLIDE],
-            "sfi",
-            {},
-            "must have full-attention layers for sfi, got .'sliding_attention'",
-        ),
+        ([ALL_SLIDE], "sfi", {}, "must have full-attention layers for sfi, got .'sliding_attention'"),
         (["--max-model-len=8192", MANY_HEADS], "sfi", {"budget": 8000}, "set budget to at most"),
         (["--nope=3"], "sfi", {}, "vLLM's flags: unrecognized arguments: --nope"),
         (["--max-model-len=many"], "sfi", {}, "vLLM's flags: argument --max-model-len"),
@@ -42,12 +37,7 @@ MANY_HEADS = "--hf-overrides=" + json.dumps({"num_key_value_heads": 20_000, "num
         ([f"--speculative-config={DRAFTS}"], "sfi", {}, "speculative_config"),
         (["--kv-cache-dtype=fp8"], "sfi", {}, "fp8"),
         ([], "freekv", {}, "scheduler can plan, got freekv"),
-        (
-            ["Qwen/Qwen3-0.6B"],
-            "sfi",
-            {},
-            "give the model as --model before --, got 'Qwen/Qwen3-0.6B'",
-        ),
+        (["Qwen/Qwen3-0.6B"], "sfi", {}, "give the model as --model before --, got 'Qwen/Qwen3-0.6B'"),
         (["--headless"], "sfi", {}, "without --headless"),
         (["--api-server-count=2"], "sfi", {}, "api_server_count must be 1"),
         (["--pipeline-parallel-size=2"], "sfi", {}, "pipeline_parallel_size above 1"),

@@ -22,12 +22,7 @@ POSITIONS = pa.list_(pa.int32())
 TABLES: dict[str, pa.Schema] = {
     # one row a prompt token; a redacted trace has null ids and texts, here and in `steps`
     "prompts": pa.schema(
-        [
-            ("request", pa.int32()),
-            ("position", pa.int32()),
-            ("token_id", pa.int32()),
-            ("token_text", pa.string()),
-        ]
+        [("request", pa.int32()), ("position", pa.int32()), ("token_id", pa.int32()), ("token_text", pa.string())]
     ),
     # one row a request and step; `position` is the query's, `token_id` the generated token; `batch_step`
     # counts the batch's steps, which differ from the request's if it began later (null: equal)

@@ -9,15 +9,7 @@ from sfi_kernels.key_codes.reference import choose_likeliest
 from sfi_kernels.pages import read_pages
 from sfi_kernels.pseudo_token import PseudoToken
 from sfi_kernels.shapes import check_int32, check_pages, check_shape
-from sfi_kernels.step_descriptor import (
-    ALLOWED_START,
-    ALLOWED_STOP,
-    FAST,
-    LENGTH,
-    MODE,
-    QUERIES,
-    StepDescriptor,
-)
+from sfi_kernels.step_descriptor import ALLOWED_START, ALLOWED_STOP, FAST, LENGTH, MODE, QUERIES, StepDescriptor
 
 KEPT = 128  # tokens whose queries are kept for learning a basis again
 
@@ -85,10 +77,7 @@ class Choice(NamedTuple):
 
 
 def code_tokens(
-    key_PHND: torch.Tensor,
-    block_table_BP: torch.Tensor,
-    descriptor: StepDescriptor,
-    codes: BatchCodes,
+    key_PHND: torch.Tensor, block_table_BP: torch.Tensor, descriptor: StepDescriptor, codes: BatchCodes
 ) -> None:
     """Code the new keys of every request that decodes, in place of `codes.word_BHWT`."""
     check_codes(key_PHND, block_table_BP, descriptor, codes)

@@ -21,9 +21,8 @@ KEPT = tl.constexpr(KEPT_TOKENS)
 
 @triton.jit
 def _token_rows(
-    pages_ptr, table, t, own, h, PAGE: tl.constexpr, STRIDES: tl.constexpr,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    pages_ptr, table, t, own, h, PAGE: tl.constexpr, STRIDES: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+):
     page = tl.load(table + t // PAGE, mask=own, other=0)
     where = row_start(page, h, t % PAGE, STRIDES)
     return rows(pages_ptr, where, 1, own, WIDTH, BLOCK).to(tl.float32)
@@ -104,11 +103,7 @@ def _code_scan_sums_kernel(
     BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
     CHUNK: tl.constexpr, CHOOSE: tl.constexpr,
 ):  # fmt: skip
-    pair, chunk, chunks = (
-        tl.program_id(1).to(tl.int64),
-        tl.program_id(0) - 1,
-        tl.num_programs(0) - 1,
-    )
+    pair, chunk, chunks = (tl.program_id(1).to(tl.int64), tl.program_id(0) - 1, tl.num_programs(0) - 1)
     request, h = pair // H, pair % H
     mode, first, stop = candidates(table_ptr, request)
     table = block_table_ptr + request * pages_per_request

@@ -58,9 +58,7 @@ def code_scan(
     counts, columns = (empty(*shape, dtype=torch.int32) for shape in ((BINS.value,), (chunks, COLUMNS.value)))
     score_BHT, index_BHK = empty(capacity, dtype=torch.uint8), empty(budget, dtype=torch.int32)
     pseudo = PseudoToken(empty(G, chunks), torch.empty_like(codes.sum_BHE))
-    common = {
-        "G": G, "BLOCK_G": triton.next_power_of_2(G), "CHUNK": chunk, **PROGRAM,
-    }  # fmt: skip
+    common = {"G": G, "BLOCK_G": triton.next_power_of_2(G), "CHUNK": chunk, **PROGRAM}
     launch(
         sums, (1 + chunks, pairs), query_BHGD.contiguous(), key_PHND, value_PHNE, block_table_BP, table,
         *codes, pseudo.value_BHE, factor, lse, counts, scale, block_table_BP.shape[1], capacity, budget,

@@ -74,8 +74,7 @@ def _join_splits_kernel(
     out, lse = finish(peak, total, out)
     pair = request * H + h
     out = add_terms(
-        out, lse, sink_ptr, pseudo_logit_ptr, pseudo_value_ptr, pseudo_parts, pair, h, g,
-        G, E, BLOCK_E, SINKS, PSEUDO,
-    )  # fmt: skip
+        out, lse, sink_ptr, pseudo_logit_ptr, pseudo_value_ptr, pseudo_parts, pair, h, g, G, E, BLOCK_E, SINKS, PSEUDO
+    )
     where = (pair * size_GW + place_GW) * E + e[None, :]
     tl.store(out_ptr + where, out.to(out_ptr.dtype.element_ty), mask=e[None, :] < E)

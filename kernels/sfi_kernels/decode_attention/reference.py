@@ -96,10 +96,7 @@ def decode_attention(
                 query, *packed, *pages, start_B, length_B, dense_BH[row], sink_HG, options
             )
         elif mode == step.FAST:
-            term, times = (
-                None if pseudo is None else pseudo.of(one),
-                (words[one, step.START], length_B),
-            )
+            term, times = (None if pseudo is None else pseudo.of(one), (words[one, step.START], length_B))
             if position_BHS is None:
                 own = sparse_attention(query, *packed, *pages, *times, **options, sink_HG=sink_HG, pseudo=term)
             else:

@@ -142,9 +142,8 @@ def _split_attention_kernel(
     queries_at = query_ptr + pair * size_GW * D
     query = rows(queries_at, place_GW, D, own, D, BLOCK_D)
     g_J, place_J, own_J, query_J = evidence_rows(
-        queries_at, g, place_GW, own, query, row_tile, tiles, W,
-        G, D, BLOCK_J, BLOCK_D, KIND,
-    )  # fmt: skip
+        queries_at, g, place_GW, own, query, row_tile, tiles, W, G, D, BLOCK_J, BLOCK_D, KIND
+    )
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     out = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)

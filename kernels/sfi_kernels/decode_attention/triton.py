@@ -62,10 +62,7 @@ def decode_attention(
     if pseudo is not None:
         pseudo_parts = pseudo.logit_BHG[0, 0, 0].numel()
         pseudo_operands = tuple(part.float().contiguous() for part in pseudo)
-    common = {
-        "H": H, "G": G, "E": E, "BLOCK_E": tile.value_width, "SINKS": sink_HG is not None,
-        "SLOW": keeps,
-    }  # fmt: skip
+    common = {"H": H, "G": G, "E": E, "BLOCK_E": tile.value_width, "SINKS": sink_HG is not None, "SLOW": keeps}
     for part_of_pass in parts_of_pass(G, W, tile, chip, full=key_PHND.dtype == torch.float32):
         own, one = part_of_pass.tile, part_of_pass.kind != SEVERAL
         launch(

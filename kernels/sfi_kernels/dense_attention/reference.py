@@ -106,9 +106,8 @@ def dense_attention_with_logits(
 
 
 def _row_logits(
-    query_HGWD: torch.Tensor, key_PHND: torch.Tensor, table_P: torch.Tensor, length: int,
-    soft_cap: float | None,
-) -> torch.Tensor:  # fmt: skip
+    query_HGWD: torch.Tensor, key_PHND: torch.Tensor, table_P: torch.Tensor, length: int, soft_cap: float | None
+) -> torch.Tensor:
     # [H, G, W, length] of one request
     H, G, W, D = query_HGWD.shape
     query_HXD = query_HGWD.reshape(H, G * W, D)

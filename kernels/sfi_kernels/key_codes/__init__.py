@@ -8,6 +8,4 @@ encode_keys = Op(reference.encode_keys)
 scan_codes = Op(reference.scan_codes)
 choose_likeliest = Op(reference.choose_likeliest)
 
-__all__ = [
-    "SLOTS", "CodeBasis", "bits_of", "choose_likeliest", "encode_keys", "scan_codes", "words",
-]  # fmt: skip
+__all__ = ["SLOTS", "CodeBasis", "bits_of", "choose_likeliest", "encode_keys", "scan_codes", "words"]

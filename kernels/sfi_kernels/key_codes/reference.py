@@ -69,10 +69,7 @@ def choose_likeliest(logits_HGT: torch.Tensor, budget: int, *, rest: float) -> t
 
 
 def choose_by(
-    select: Callable[[torch.Tensor, int], torch.Tensor],
-    logits_HGT: torch.Tensor,
-    budget: int,
-    rest: float,
+    select: Callable[[torch.Tensor, int], torch.Tensor], logits_HGT: torch.Tensor, budget: int, rest: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose as `choose_likeliest`, with an implementation of `top_k`."""
     check_choice(logits_HGT, budget)

@@ -79,11 +79,7 @@ def pack(
 
 
 def pack_layers(
-    layers: Sequence[Segment],
-    block_table_BP: torch.Tensor,
-    request: int,
-    index_LHK: torch.Tensor,
-    sink_1: torch.Tensor,
+    layers: Sequence[Segment], block_table_BP: torch.Tensor, request: int, index_LHK: torch.Tensor, sink_1: torch.Tensor
 ) -> None:
     """Pack one request in L layers, in place; the indices of all layers are computed at once.
 

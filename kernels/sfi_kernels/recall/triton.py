@@ -93,10 +93,7 @@ def _recall_kernel(
     host_key = row_start(page, head, offset, KEY_STRIDES)
     host_value = row_start(page, head, offset, VALUE_STRIDES)
     _copy_rows(key_pages_ptr, key_ptr, into_key_ptr, host_key, old, into, packed, on_device, D, BLOCK_D)
-    _copy_rows(
-        value_pages_ptr, value_ptr, into_value_ptr, host_value, old, into, packed, on_device,
-        E, BLOCK_E,
-    )  # fmt: skip
+    _copy_rows(value_pages_ptr, value_ptr, into_value_ptr, host_value, old, into, packed, on_device, E, BLOCK_E)
 
 
 def recall(

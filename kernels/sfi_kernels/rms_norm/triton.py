@@ -13,9 +13,8 @@ MOST_WARPS = 16
 
 @triton.jit
 def _rms_norm_kernel(
-    hidden_ptr, residual_ptr, weight_ptr, sum_ptr, out_ptr, eps,
-    F: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr,
-):  # fmt: skip
+    hidden_ptr, residual_ptr, weight_ptr, sum_ptr, out_ptr, eps, F: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr
+):
     dtype = out_ptr.dtype.element_ty
     column = tl.arange(0, BLOCK)
     mask = column < F

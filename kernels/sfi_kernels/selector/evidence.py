@@ -32,9 +32,7 @@ def spread(logits_BHGWT: torch.Tensor, allowed_BT: torch.Tensor | None, span: in
 
 
 def attention_probability(
-    logits_BHGWT: torch.Tensor,
-    allowed_BT: torch.Tensor | None,
-    log_sum_BHGW: torch.Tensor | None = None,
+    logits_BHGWT: torch.Tensor, allowed_BT: torch.Tensor | None, log_sum_BHGW: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Turn each query's logits into a distribution on the allowed set (Eq. 6).
 

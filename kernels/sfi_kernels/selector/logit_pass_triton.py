@@ -15,9 +15,8 @@ def _load_allowed(allowed_ptr, start, T, SIZE: tl.constexpr):
 
 @triton.jit
 def _load_logits(
-    logits_ptr, start, inside, gives, LEVELS: tl.constexpr, SPAN: tl.constexpr,
-    BLOCK: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
+    logits_ptr, start, inside, gives, LEVELS: tl.constexpr, SPAN: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr
+):
     """Load a query's logits, the best of `SPAN` neighbors in J on each side; -inf outside J."""
     place = tl.arange(0, WIDE)
     best = tl.load(logits_ptr + start - SPAN + place, mask=gives, other=q.NOTHING).to(tl.float32)
@@ -33,11 +32,8 @@ def _load_logits(
 
 
 @triton.jit(
-    do_not_specialize=[
-        "batch_stride", "head_stride", "group_stride", "query_stride", "allowed_stride",
-        "H", "W", "T",
-    ]
-)  # fmt: skip
+    do_not_specialize=["batch_stride", "head_stride", "group_stride", "query_stride", "allowed_stride", "H", "W", "T"]
+)
 def _selector_row_kernel(
     logits_ptr, allowed_ptr, row_ptr,
     batch_stride, head_stride, group_stride, query_stride, allowed_stride, H, W, T,
@@ -96,11 +92,8 @@ def _power_mean(
 
 
 @triton.jit(
-    do_not_specialize=[
-        "batch_stride", "head_stride", "group_stride", "query_stride", "allowed_stride",
-        "H", "W", "T",
-    ]
-)  # fmt: skip
+    do_not_specialize=["batch_stride", "head_stride", "group_stride", "query_stride", "allowed_stride", "H", "W", "T"]
+)
 def _selector_mean_kernel(
     logits_ptr, log_sum_ptr, allowed_ptr, mean_ptr, partial_ptr,
     batch_stride, head_stride, group_stride, query_stride, allowed_stride, H, W, T, alpha,

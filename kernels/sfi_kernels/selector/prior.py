@@ -64,9 +64,7 @@ def factor_everywhere(T: int, device: torch.device, *settings: float) -> torch.T
 
 
 def prior(
-    key_norm_factor_BHT: torch.Tensor,
-    position_factor_BT: torch.Tensor,
-    allowed_BT: torch.Tensor | None,
+    key_norm_factor_BHT: torch.Tensor, position_factor_BT: torch.Tensor, allowed_BT: torch.Tensor | None
 ) -> torch.Tensor:
     """Multiply the two factors and normalize on the allowed set, None for everything (Eq. 12).
 

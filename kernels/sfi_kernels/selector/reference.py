@@ -6,21 +6,10 @@ import torch
 from torch.nn.functional import pad
 
 from sfi_kernels.constants import MASKED_SCORE
-from sfi_kernels.selector.evidence import (
-    attention_probability,
-    evidence,
-    power_mean,
-    spread,
-)
+from sfi_kernels.selector.evidence import attention_probability, evidence, power_mean, spread
 from sfi_kernels.selector.fusion import fuse, stable_weight
 from sfi_kernels.selector.numerics import check_not_negative
-from sfi_kernels.selector.prior import (
-    factor_everywhere,
-    key_norm_factor,
-    normalized_position,
-    position_factor,
-    prior,
-)
+from sfi_kernels.selector.prior import factor_everywhere, key_norm_factor, normalized_position, position_factor, prior
 from sfi_kernels.selector.refinement import exclude_across_heads, log_score, soft_nms
 from sfi_kernels.shapes import check_shape
 

@@ -12,11 +12,7 @@ import triton
 
 from sfi_kernels.launch import KernelLimitError, launch
 from sfi_kernels.selector import chunks_triton as q
-from sfi_kernels.selector.logit_pass_triton import (
-    _selector_log_sum_kernel,
-    _selector_mean_kernel,
-    _selector_row_kernel,
-)
+from sfi_kernels.selector.logit_pass_triton import _selector_log_sum_kernel, _selector_mean_kernel, _selector_row_kernel
 from sfi_kernels.selector.reference import check, check_interval, check_settings, everywhere
 from sfi_kernels.selector.refinement import exclude_across_heads
 from sfi_kernels.selector.score_pass_triton import (
@@ -77,9 +73,8 @@ def selector(
         log_sum_BHGW = empty(B, H, G, W)
         row_sums = empty(2, rows * G * W, chunks)
         launch(
-            _selector_row_kernel, (rows * G * W, chunks), logits_BHGWT, allowed_BT, row_sums,
-            *queries, G=G, **pooled,
-        )  # fmt: skip
+            _selector_row_kernel, (rows * G * W, chunks), logits_BHGWT, allowed_BT, row_sums, *queries, G=G, **pooled
+        )
         launch(_selector_log_sum_kernel, (rows * G * W,), row_sums, log_sum_BHGW, chunks, CHUNKS=CHUNKS)
     launch(
         _selector_mean_kernel, (rows, chunks), logits_BHGWT, log_sum_BHGW, allowed_BT, z_BHT,
@@ -91,14 +86,10 @@ def selector(
         _selector_sum_kernel, (rows, chunks), z_BHT, key_norm_BHT, allowed_BT, partials, sums,
         *sizes, *formula, BLOCK=BLOCK, CHUNKS=CHUNKS,
     )  # fmt: skip
+    launch(_selector_weigh_kernel, (rows,), partials, sums, merged, chunks, float(lambda_clip), CHUNKS=CHUNKS)
     launch(
-        _selector_weigh_kernel, (rows,), partials, sums, merged, chunks, float(lambda_clip),
-        CHUNKS=CHUNKS,
-    )  # fmt: skip
-    launch(
-        _selector_score_kernel, (rows, chunks), z_BHT, key_norm_BHT, allowed_BT,
-        merged, *sizes, *formula, BLOCK=BLOCK,
-    )  # fmt: skip
+        _selector_score_kernel, (rows, chunks), z_BHT, key_norm_BHT, allowed_BT, merged, *sizes, *formula, BLOCK=BLOCK
+    )
     heads = triton.next_power_of_2(H)
     block = max(MIN_POSITIONS, TILE // heads)
     # the kernel sees this process' heads only: with others elsewhere it leaves Eqs. 22-23 to what can ask
@@ -118,10 +109,7 @@ def selector(
 
 
 def _check(
-    logits_BHGWT: torch.Tensor,
-    key_norm_BHT: torch.Tensor,
-    allowed_BT: torch.Tensor,
-    log_sum_BHGW: torch.Tensor | None,
+    logits_BHGWT: torch.Tensor, key_norm_BHT: torch.Tensor, allowed_BT: torch.Tensor, log_sum_BHGW: torch.Tensor | None
 ) -> torch.Size:
     check(logits_BHGWT, key_norm_BHT, allowed_BT, log_sum_BHGW)
     named = {"logits": logits_BHGWT, "key_norm": key_norm_BHT, "allowed": allowed_BT}

@@ -30,7 +30,6 @@ def silu_mul(gate_XF: torch.Tensor, up_XF: torch.Tensor) -> torch.Tensor:
     out_XF = torch.empty_like(gate_XF)
     numbers = gate_XF.numel()
     launch(
-        _silu_mul_kernel, (triton.cdiv(numbers, BLOCK),), gate_XF, up_XF, out_XF, numbers,
-        num_warps=WARPS, BLOCK=BLOCK,
-    )  # fmt: skip
+        _silu_mul_kernel, (triton.cdiv(numbers, BLOCK),), gate_XF, up_XF, out_XF, numbers, num_warps=WARPS, BLOCK=BLOCK
+    )
     return out_XF

@@ -44,9 +44,7 @@ def split_plan(descriptor: StepDescriptor, heads: int, programs: int) -> None:
     splits = (units + size - 1) // size
     slow = words[:, step.MODE] == step.SLOW
     first = torch.where(
-        slow,
-        (splits * slow).cumsum(0) - splits,
-        (splits * slow).sum() + (splits * ~slow).cumsum(0) - splits,
+        slow, (splits * slow).cumsum(0) - splits, (splits * slow).sum() + (splits * ~slow).cumsum(0) - splits
     )
     table[:, step.FIRST], table[:, step.SPLITS] = first.int(), splits.int()
     work[:] = torch.tensor([-1, 0, 0, 0], dtype=torch.int32, device=work.device)

@@ -80,9 +80,8 @@ def _narrow(counts_ptr, state_ptr, chunk_ptr, chunks, budget, PASS: tl.constexpr
 
 @triton.jit(do_not_specialize=["H", "T", "budget", "batch_stride", "head_stride"])
 def _top_k_count_kernel(
-    score_ptr, counts_ptr, state_ptr, chunk_ptr, H, T, budget, batch_stride, head_stride,
-    PASS: tl.constexpr,
-):  # fmt: skip
+    score_ptr, counts_ptr, state_ptr, chunk_ptr, H, T, budget, batch_stride, head_stride, PASS: tl.constexpr
+):
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     chunks = tl.num_programs(1)
     score_ptr += row // H * batch_stride + row % H * head_stride

@@ -34,20 +34,16 @@ def bench(
     steps: Annotated[o.Number, _measure("steps", "Decoding steps measured in each run.")] = None,
     repeats: Annotated[o.Number, _measure("repeats", "Runs of each; all take turns.")] = None,
     time_limit: Annotated[
-        float | None,
-        _measure("time_limit", "Seconds after which a run stops early; it measures at least 3 steps."),
+        float | None, _measure("time_limit", "Seconds after which a run stops early; it measures at least 3 steps.")
     ] = None,
     slow_rate: Annotated[
-        str | None,
-        _measure("slow_rate", "Share of steps at which a request is slow: 1/20 or 0.05."),
+        str | None, _measure("slow_rate", "Share of steps at which a request is slow: 1/20 or 0.05.")
     ] = None,
     text: Annotated[
-        str | None,
-        _measure("text", "Let this text's tokens decide the slow steps: a file, or bundled."),
+        str | None, _measure("text", "Let this text's tokens decide the slow steps: a file, or bundled.")
     ] = None,
     ragged: Annotated[
-        bool,
-        _more("Let contexts of a batch fall evenly from the context to half of it.", "--ragged"),
+        bool, _more("Let contexts of a batch fall evenly from the context to half of it.", "--ragged")
     ] = False,
     lossless: Annotated[bool, _more("Measure lossless runs too.", "--lossless")] = False,
     acceptance: Annotated[float | None, _measure("acceptance", "State what share of drafts is kept.")] = None,
@@ -59,10 +55,7 @@ def bench(
     model: o.Model = None,
     random_weights: Annotated[
         str | None,
-        _model(
-            "A config.json, or a name such as qwen3-4b or llama-3.1-8b: no checkpoint needed.",
-            shown="none",
-        ),
+        _model("A config.json, or a name such as qwen3-4b or llama-3.1-8b: no checkpoint needed.", shown="none"),
     ] = None,
     dtype: o.Dtype = "auto",
     device: o.Device = "auto",

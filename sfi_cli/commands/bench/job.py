@@ -99,12 +99,7 @@ def _forecast(subject: Subject, settings: Any, device: Any, machine: ForecastTab
     _write(subject, document, forecast_text, output)
 
 
-def _write(
-    subject: Subject,
-    document: dict[str, Any],
-    view: Callable[[dict[str, Any]], str],
-    output: Output,
-) -> None:
+def _write(subject: Subject, document: dict[str, Any], view: Callable[[dict[str, Any]], str], output: Output) -> None:
     from sfi_traces.results.bench import write_parquet, write_plot
 
     document["model"]["name"] = subject.name
@@ -137,11 +132,7 @@ def _check_forecast(settings: Given, text: str | None, *, forecast: bool) -> Non
 
 
 def _settings(
-    settings: Given,
-    asked: dict[str, Any],
-    slow_rate: str | None,
-    text: str | None,
-    loaded: Loaded | None,
+    settings: Given, asked: dict[str, Any], slow_rate: str | None, text: str | None, loaded: Loaded | None
 ) -> Any:
     from sfi_core.measure.bench.settings import DecodeSettings
 

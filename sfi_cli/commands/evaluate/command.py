@@ -29,16 +29,11 @@ def evaluate(
         ),
     ] = None,
     share: Annotated[
-        str | None,
-        _how(
-            "Sink, selected and recent tokens over the context; comma list.",
-            shown=_list(request.SHARES),
-        ),
+        str | None, _how("Sink, selected and recent tokens over the context; comma list.", shown=_list(request.SHARES))
     ] = None,
     budget: Annotated[str | None, _how("Selected tokens per KV head instead of shares; comma list.")] = None,
     recent: Annotated[
-        o.Number,
-        _how("Tokens of the recent window; at most half of a share.", shown=str(request.RECENT)),
+        o.Number, _how("Tokens of the recent window; at most half of a share.", shown=str(request.RECENT))
     ] = None,
     task: Annotated[
         o.Words,
@@ -52,12 +47,10 @@ def evaluate(
     samples: Annotated[o.Number, _what("Prompts of each task and length.", shown=str(request.SAMPLES))] = None,
     seed: Annotated[o.Number, _what("Seed of the first prompt; the others follow.", shown=str(request.SEED))] = None,
     fidelity: Annotated[
-        o.File,
-        _text("Text to decode with its own tokens: KL, agreement and perplexity beside full attention's."),
+        o.File, _text("Text to decode with its own tokens: KL, agreement and perplexity beside full attention's.")
     ] = None,
     tokens: Annotated[
-        o.Number,
-        _text("Tokens decoded after each prompt of --length tokens.", shown=str(request.TOKENS)),
+        o.Number, _text("Tokens decoded after each prompt of --length tokens.", shown=str(request.TOKENS))
     ] = None,
     model: o.Model = None,
     dtype: o.Dtype = "auto",

@@ -18,12 +18,7 @@ from sfi_core.measure.evaluation.lossless_rows import check_exact
 
 
 def run(
-    given: Mapping[str, Any],
-    loading: Mapping[str, Any],
-    folder: Path | None,
-    output: Output,
-    *,
-    resume: bool,
+    given: Mapping[str, Any], loading: Mapping[str, Any], folder: Path | None, output: Output, *, resume: bool
 ) -> None:
     """Make the rows that the folder lacks, and show all rows.
 
@@ -52,12 +47,7 @@ def run(
 
 
 def _results(
-    given: Mapping[str, Any],
-    loading: Mapping[str, Any],
-    path: Path,
-    output: Output,
-    *,
-    resume: bool,
+    given: Mapping[str, Any], loading: Mapping[str, Any], path: Path, output: Output, *, resume: bool
 ) -> tuple[Any, bool]:
     # the folder with all its rows, and whether Ctrl-C ended the run
     from sfi_core.engine.backends.registry import check_backend
@@ -102,12 +92,7 @@ def _results(
 
 
 def _run(
-    results: Any,
-    parts: Sequence[Grid],
-    loaded: tuple[Any, Any],
-    asked: Mapping[str, Any],
-    *,
-    quiet: bool,
+    results: Any, parts: Sequence[Grid], loaded: tuple[Any, Any], asked: Mapping[str, Any], *, quiet: bool
 ) -> bool:
     # make the missing rows; return whether Ctrl-C ended the run
     options = {"engine": request.engine_of(asked), "batch_size": asked["batch_size"]}

@@ -11,11 +11,7 @@ from sfi_core.settings.policy_names import built_in
 
 PRESETS = ("default=sfi", "paper=sfi@paper", "released=sfi@released")
 UNASKED = ("prior-only",)  # the ablation of a part of sfi
-METHODS = (
-    "full-kv",
-    *PRESETS,
-    *(name for name in built_in() if name not in ("full-kv", "sfi", *UNASKED)),
-)
+METHODS = ("full-kv", *PRESETS, *(name for name in built_in() if name not in ("full-kv", "sfi", *UNASKED)))
 BUNDLED_ONLY = ("synckv",)  # needs a head file, which few other models have
 SHARES, LENGTHS, SAMPLES, SEED, RECENT = (0.05, 0.1, 0.15, 0.25), (1024, 4096), 20, 0, 128
 TOKENS = 128
@@ -112,10 +108,9 @@ def parts_of(asked: Mapping[str, Any], text: str | None) -> list[Any]:
 
         parts.append(
             TextGrid(
-                methods=methods, sizes=sizes, text=text, lengths=lengths, tokens=asked["tokens"],
-                count=asked["windows"],
+                methods=methods, sizes=sizes, text=text, lengths=lengths, tokens=asked["tokens"], count=asked["windows"]
             )
-        )  # fmt: skip
+        )
     return parts
 
 

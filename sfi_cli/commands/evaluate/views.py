@@ -99,13 +99,7 @@ def _by_place(rows: list[Row]) -> Any:
     return _parts(title, rows, "by_place", place, lambda part: percent(part["score"]))
 
 
-def _parts(
-    title: str,
-    rows: list[Row],
-    name: str,
-    heading: Callable[[Row], str],
-    write: Callable[[Row], str],
-) -> Any:
+def _parts(title: str, rows: list[Row], name: str, heading: Callable[[Row], str], write: Callable[[Row], str]) -> Any:
     # a row's parts side by side, in the order of their beginnings
     headings = {part["first"]: heading(part) for row in rows for part in row[name]}
     firsts, lines = sorted(headings), []

@@ -17,8 +17,7 @@ MAX_NEW_TOKENS = 256
 
 def generate(
     prompt: Annotated[
-        str | None,
-        typer.Argument(help="Text to continue; - reads stdin. Without one: the bundled example."),
+        str | None, typer.Argument(help="Text to continue; - reads stdin. Without one: the bundled example.")
     ] = None,
     prompt_file: Annotated[
         Path | None, typer.Option("--prompt-file", "-f", help="File of a prompt; - is stdin.")
@@ -29,10 +28,7 @@ def generate(
     ] = None,
     max_batch: Annotated[
         int | None,
-        typer.Option(
-            help="Most prompts decoded together; the others wait.",
-            show_default="as many as fit into memory",
-        ),
+        typer.Option(help="Most prompts decoded together; the others wait.", show_default="as many as fit into memory"),
     ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Apply the chat template.")] = False,
     max_new_tokens: Annotated[
@@ -40,11 +36,7 @@ def generate(
     ] = MAX_NEW_TOKENS,
     compare: Annotated[
         bool | None,
-        typer.Option(
-            "--compare/--no-compare",
-            help="Also run full-kv.",
-            show_default="only for the bundled example",
-        ),
+        typer.Option("--compare/--no-compare", help="Also run full-kv.", show_default="only for the bundled example"),
     ] = None,
     model: o.Model = None,
     dtype: o.Dtype = "auto",

@@ -162,12 +162,7 @@ def _verified(model: Any, prompts: list[list[int]], result: Any, **options: Any)
 
 
 def _document(
-    result: Any,
-    subject: Subject,
-    prompts: Prompts,
-    engine: EngineOptions,
-    device: str,
-    **about: Any,
+    result: Any, subject: Subject, prompts: Prompts, engine: EngineOptions, device: str, **about: Any
 ) -> dict[str, Any]:
     from sfi_core.machine.versions import versions
 

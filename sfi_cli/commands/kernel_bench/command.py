@@ -36,30 +36,23 @@ def kernel_bench(
     head_dim: Annotated[o.Number, _shape("head_dim", "Numbers of a head.")] = None,
     dtype: Annotated[str, o.option(SHAPE, "auto (bfloat16), bfloat16, float16, float32.")] = "auto",
     retention: Annotated[
-        o.Words,
-        _shape("retentions", "Share of the context that a fast step reads; comma list or repeated."),
+        o.Words, _shape("retentions", "Share of the context that a fast step reads; comma list or repeated.")
     ] = None,
     op: Annotated[o.Words, _measure("What to time; comma list or repeated.", shown=SHOWN["ops"])] = None,
     sweep: Annotated[
-        str | None,
-        _measure("retention: the paper's Table 1, of fast and dense unless --op says otherwise."),
+        str | None, _measure("retention: the paper's Table 1, of fast and dense unless --op says otherwise.")
     ] = None,
     repeats: Annotated[o.Number, _measure("Timed calls of each op.", shown="9, on CUDA 100")] = None,
     seed: Annotated[int, _measure("Seed of the random inputs.")] = 0,
     backend: Annotated[str, _measure("auto, torch or triton.")] = "auto",
     device: Annotated[str, _measure("auto, cpu, cuda, cuda:1, ...")] = "auto",
     compile_only: Annotated[
-        bool,
-        _compile(
-            "Compile every kernel without a GPU; show registers, spills, shared memory.",
-            "--compile-only",
-        ),
+        bool, _compile("Compile every kernel without a GPU; show registers, spills, shared memory.", "--compile-only")
     ] = False,
     arch: Annotated[o.Words, _compile("Targets; comma list or repeated.", shown=ARCHITECTURES)] = None,
     plot: Annotated[o.File, _out("Draw speed-up and GB/s to a .png or .svg.")] = None,
     output: Annotated[
-        o.File,
-        _out("Write the data there too: .parquet, .json; with --compile-only .md.", "--output", "-o"),
+        o.File, _out("Write the data there too: .parquet, .json; with --compile-only .md.", "--output", "-o")
     ] = None,
     force: o.Force = False,
     json: o.Json = False,

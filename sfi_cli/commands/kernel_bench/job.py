@@ -58,12 +58,7 @@ def compile_all(architectures: list[str], output: Output) -> None:
     """
     from sfi_core.machine.describe import describe_measured
     from sfi_core.machine.versions import versions
-    from sfi_core.measure.kernel_bench.compile_check import (
-        ARCHS,
-        compile_kernels,
-        is_clean,
-        markdown,
-    )
+    from sfi_core.measure.kernel_bench.compile_check import ARCHS, compile_kernels, is_clean, markdown
 
     for name in architectures:
         if name not in ARCHS:

@@ -16,22 +16,11 @@ PORT = 8000
 def serve(
     flags: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="-- FLAGS",
-            help="vLLM's own flags, such as --max-model-len 32768.",
-            show_default=False,
-        ),
+        typer.Argument(metavar="-- FLAGS", help="vLLM's own flags, such as --max-model-len 32768.", show_default=False),
     ] = None,
     model: Annotated[
         str | None,
-        o.option(
-            o.MODEL,
-            "Hub id or folder.",
-            "--model",
-            "-m",
-            shown="the bundled checkpoint",
-            envvar="SFI_MODEL",
-        ),
+        o.option(o.MODEL, "Hub id or folder.", "--model", "-m", shown="the bundled checkpoint", envvar="SFI_MODEL"),
     ] = None,
     policy: o.Policy = "sfi",
     preset: o.Preset = None,
@@ -63,11 +52,11 @@ def serve(
     from sfi_cli.commands.serve.job import Service
 
     settings = given(
-        "serve", preset=preset, file=config, sets=sets,
-        options={
-            "budget": budget, "recent": recent, "triggers": trigger, "t_max": t_max,
-            "audit.every": audit,
-        },
-    )  # fmt: skip
+        "serve",
+        preset=preset,
+        file=config,
+        sets=sets,
+        options={"budget": budget, "recent": recent, "triggers": trigger, "t_max": t_max, "audit.every": audit},
+    )
     own = {"policy": policy, "slots": slots, **({} if preset is None else {"preset": preset})}
     Service(settings, own, model, f"{host}:{port}", trace, flags or []).run()

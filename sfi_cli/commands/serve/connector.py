@@ -58,10 +58,7 @@ class SfiConnector(PlainConnector):
             Path(options.trace),
             tokenizer=tokenizer_of(self._vllm),
             redact_text=options.trace_redact_text,
-            provenance={
-                "preset": options.preset,
-                "server": {"vllm": installed_version(), "slots": self.slots},
-            },
+            provenance={"preset": options.preset, "server": {"vllm": installed_version(), "slots": self.slots}},
             clock="cpu",  # the scheduler's process does not use the device
         )
         return self._recorder

@@ -85,10 +85,7 @@ class Service:
 
     def _settings(self) -> dict[str, Any]:
         # the plugin's settings; only those of decoding that differ from the preset, to keep vLLM's log short
-        settings = {
-            **self.own, **self.settings.of("serve"),
-            **changes(self.settings.config, self.own.get("preset")),
-        }  # fmt: skip
+        settings = {**self.own, **self.settings.of("serve"), **changes(self.settings.config, self.own.get("preset"))}
         if self.trace is not None:
             settings["trace"] = str(self.trace.resolve())
             settings |= {"trace_audit": self._audit} if self._audit else {}

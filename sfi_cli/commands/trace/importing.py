@@ -13,15 +13,12 @@ from sfi_cli.terminal.tables import plural
 def import_(
     file: Annotated[Path, typer.Argument(help=".npz, .parquet or .pt.", metavar="FILE")],
     output: Annotated[
-        Path | None,
-        o.option(o.OUTPUT, "Folder of the trace.", "--output", "-o", shown="sfi-trace-DATE-TIME"),
+        Path | None, o.option(o.OUTPUT, "Folder of the trace.", "--output", "-o", shown="sfi-trace-DATE-TIME")
     ] = None,
     top: Annotated[
         int | None,
         typer.Option(
-            min=1,
-            help="Only the most probable positions of each row.",
-            show_default="all; of attention, 1024",
+            min=1, help="Only the most probable positions of each row.", show_default="all; of attention, 1024"
         ),
     ] = None,
     kv_heads: Annotated[
@@ -33,8 +30,7 @@ def import_(
         ),
     ] = None,
     tokenizer: Annotated[
-        str | None,
-        typer.Option(help="Hub id or folder: the tokens' text, and which of them end a sentence."),
+        str | None, typer.Option(help="Hub id or folder: the tokens' text, and which of them end a sentence.")
     ] = None,
     triggers: Annotated[
         list[str] | None,

@@ -55,12 +55,9 @@ def _mean(values: list[float | None]) -> float | None:
 def query_cosine_table(found: Row) -> Any:
     """Show by layer the query cosine, and how often FreeKV would correct."""
     rows = [
-        (
-            place, number(one["mean"]), number(one["min"]), *(percent(share) for share in one["below"]),
-            count(one["n"]),
-        )
+        (place, number(one["mean"]), number(one["min"]), *(percent(share) for share in one["below"]), count(one["n"]))
         for place, one in [("all", found), *((str(one["layer"]), one) for one in found["layers"])]
-    ]  # fmt: skip
+    ]
     title = "Query cosine with the step before; FreeKV corrects where it is under tau"
     under = (f"under {tau:g}" for tau in found["thresholds"])
     return table(title, ("layer", "mean", "min", *under, "n"), rows)

@@ -25,20 +25,14 @@ def plot(
     ] = None,
     request: Annotated[int | None, o.option(WHAT, "The request.", shown="the first")] = None,
     layer: Annotated[
-        int | None,
-        o.option(WHAT, "Only this layer; not of the timeline.", shown="the mean over all"),
+        int | None, o.option(WHAT, "Only this layer; not of the timeline.", shown="the mean over all")
     ] = None,
     head: Annotated[
-        int | None,
-        o.option(WHAT, "Only this KV head; not of the timeline.", shown="the mean over all"),
+        int | None, o.option(WHAT, "Only this KV head; not of the timeline.", shown="the mean over all")
     ] = None,
     top: Annotated[
         int | None,
-        o.option(
-            WHAT,
-            "Only the most probable positions of each support.",
-            shown="all that the audit recorded",
-        ),
+        o.option(WHAT, "Only the most probable positions of each support.", shown="all that the audit recorded"),
     ] = None,
     form: Annotated[str | None, o.option(o.OUTPUT, "png or svg.", "--format", shown="png")] = None,
     output: Annotated[

@@ -13,12 +13,10 @@ from sfi_cli.terminal.output import dated_folder
 # options of `sfi generate` that `record` sets itself
 ELSEWHERE = ("trace", "output", "compare", "verify")
 Folder = Annotated[
-    Path | None,
-    o.option(o.TRACE, "Folder of the trace.", "--output", "-o", shown="sfi-trace-DATE-TIME"),
+    Path | None, o.option(o.TRACE, "Folder of the trace.", "--output", "-o", shown="sfi-trace-DATE-TIME")
 ]
 Report = Annotated[
-    bool,
-    o.option(o.TRACE, "Write DIR-report.html beside the trace, as sfi trace report does.", "--report"),
+    bool, o.option(o.TRACE, "Write DIR-report.html beside the trace, as sfi trace report does.", "--report")
 ]
 
 

@@ -21,8 +21,7 @@ def report(
         ),
     ] = None,
     output: Annotated[
-        Path | None,
-        o.option(o.OUTPUT, "The HTML file.", "--output", "-o", shown="DIR-report.html beside the trace"),
+        Path | None, o.option(o.OUTPUT, "The HTML file.", "--output", "-o", shown="DIR-report.html beside the trace")
     ] = None,
     force: o.Force = False,
 ) -> None:

@@ -4,13 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from sfi_cli.commands.trace.health_views import health_lines
-from sfi_cli.commands.trace.lossless_views import (
-    depth_table,
-    lossless_line,
-    place_table,
-    reason_table,
-    tested_line,
-)
+from sfi_cli.commands.trace.lossless_views import depth_table, lossless_line, place_table, reason_table, tested_line
 from sfi_cli.commands.trace.observation_views import (
     correction_table,
     drift_table,
@@ -89,10 +83,7 @@ def _run_lines(document: Row) -> Iterator[tuple[str, str]]:
         yield "CUDA graphs", _graphs(run, steps)
     reasons = ", ".join(f"{steps:,} {reason}" for reason, steps in steps["reasons"].items())
     slow = f"{steps['slow']:,} slow ({reasons}), {steps['fast']:,} fast"
-    yield (
-        "steps",
-        f"{steps['steps']:,}: {slow}; from step 1 on {percent(steps['slow_share'])} are slow",
-    )
+    yield ("steps", f"{steps['steps']:,}: {slow}; from step 1 on {percent(steps['slow_share'])} are slow")
     each = "token given" if run["lossless"] else "step"
     read = f"{number(steps['mean_attended_tokens'], 0)} tokens a {each}, {percent(steps['read_ratio'])}"
     yield "cache read", f"{read} of the context; fast steps {percent(steps['fast_read_ratio'])}"

@@ -34,10 +34,7 @@ def step_text(found: Row) -> str:
 def _lines(found: Row) -> Iterator[tuple[str, str]]:
     kind = f"slow, {found['reason']}" if found["slow"] else "fast"
     yield "step", f"{found['step']}: {kind}, gave {printable(found['token'])!r}"
-    yield (
-        "read",
-        f"{number(found['attended'], 0)} of {count(found['context'])} tokens a KV head, on average",
-    )
+    yield ("read", f"{number(found['attended'], 0)} of {count(found['context'])} tokens a KV head, on average")
     refreshed = found["refreshed"]
     if refreshed:
         shown = ", ".join(map(str, refreshed[-MOST_REFRESHES:]))
@@ -62,12 +59,7 @@ def _passages(title: str, found: Row, passages: Sequence[Row]) -> Any:
     if found["audited"]:
         held = sum(one["mass"] or 0.0 for one in passages)
         title += f"; all hold {held:.1%} of the attention"
-    return table(
-        title,
-        ("positions", "part", "text", "layer: heads", "heads", "tokens", "mass"),
-        rows,
-        left=4,
-    )
+    return table(title, ("positions", "part", "text", "layer: heads", "heads", "tokens", "mass"), rows, left=4)
 
 
 def _heads(places: Sequence[Row]) -> int:

@@ -15,10 +15,7 @@ def stability_table(found: Row) -> Any:
     """Show the overlap of consecutive supports, within sentences and across boundaries."""
     rows = [
         (place, kind, *_spread(values[key]))
-        for place, values in [
-            ("all", found),
-            *((str(one["layer"]), one) for one in found["layers"]),
-        ]
+        for place, values in [("all", found), *((str(one["layer"]), one) for one in found["layers"])]
         for kind, key in (("within a sentence", "within"), ("across a boundary", "across"))
     ]
     chance = f"of two random ones {number(found['chance'])}"

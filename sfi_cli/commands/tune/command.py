@@ -29,12 +29,7 @@ def _axis(name: str, default: str, **more: Any) -> Any:
 def tune(
     traces: Annotated[list[Path], typer.Argument(help="Traces of --audit 1, of one model.", metavar="DIR...")],
     trigger_policy: Annotated[
-        Values,
-        _axis(
-            "trigger_policy",
-            "boundary,stride,t-max",
-            help="boundary, t-max, stride, random, never, always.",
-        ),
+        Values, _axis("trigger_policy", "boundary,stride,t-max", help="boundary, t-max, stride, random, never, always.")
     ] = None,
     trigger_set: Annotated[
         list[str] | None,
@@ -57,11 +52,7 @@ def tune(
     ] = None,
     objective: Annotated[
         list[str] | None,
-        o.option(
-            SEARCH,
-            "slow-rate, bytes, retained, retained-p5; comma list or repeated.",
-            shown="bytes,retained",
-        ),
+        o.option(SEARCH, "slow-rate, bytes, retained, retained-p5; comma list or repeated.", shown="bytes,retained"),
     ] = None,
     min_retained: Annotated[float | None, o.option(SEARCH, "Least mean retained mass, as replayed.")] = None,
     max_read: Annotated[float | None, o.option(SEARCH, "Largest share of the cached tokens read.")] = None,
@@ -77,8 +68,7 @@ def tune(
     ] = None,
     resume: Annotated[bool, o.option(SEARCH, "Go on with the study if it is there.", "--resume")] = False,
     confirm: Annotated[
-        int,
-        o.option(CONFIRM, "Run so many settings of the front for real, the chosen one among them.", min=0),
+        int, o.option(CONFIRM, "Run so many settings of the front for real, the chosen one among them.", min=0)
     ] = 0,
     prompt_file: Annotated[
         Path | None, o.option(CONFIRM, "Run them on this prompt.", shown="the traces' own prompts")
@@ -91,8 +81,7 @@ def tune(
     sets: Annotated[list[str] | None, o.sets("tune", SEARCH)] = None,
     output: Annotated[Path, o.option(o.OUTPUT, "Settings for --config.", "--output", "-o")] = OUTPUT,
     plot: Annotated[
-        Path | None,
-        o.option(o.OUTPUT, "Draw trials, front and what was measured to a .png or .svg."),
+        Path | None, o.option(o.OUTPUT, "Draw trials, front and what was measured to a .png or .svg.")
     ] = None,
     force: o.Force = False,
     json: o.Json = False,

@@ -2,13 +2,7 @@
 
 from typing import Any
 
-from sfi_cli.commands.trace.replay.views import (
-    OUTCOME,
-    SETTINGS,
-    outcome_cells,
-    setting_cell,
-    setting_values,
-)
+from sfi_cli.commands.trace.replay.views import OUTCOME, SETTINGS, outcome_cells, setting_cell, setting_values
 from sfi_cli.terminal.tables import number, percent, plural, table, wrapped
 
 ROWS, TOKENS = 16, 5  # rows of the front and mined tokens shown

@@ -28,8 +28,7 @@ Compare = Callable[[Sequence[Any], Callable[[Any], Iterable[tuple[int, Any]]]], 
 
 def heads(
     traces: Annotated[
-        list[Path] | None,
-        typer.Argument(help="Traces of --audit, of one model.", metavar="DIR...", show_default=False),
+        list[Path] | None, typer.Argument(help="Traces of --audit, of one model.", metavar="DIR...", show_default=False)
     ] = None,
     prompt_file: Annotated[
         list[Path] | None,
@@ -45,21 +44,13 @@ def heads(
     parts: Annotated[
         int | None,
         o.option(
-            TEXTS,
-            "Disjoint parts of the texts, whose clusters are compared.",
-            shown="2, or 1 for a single text",
-            min=1,
+            TEXTS, "Disjoint parts of the texts, whose clusters are compared.", shown="2, or 1 for a single text", min=1
         ),
     ] = None,
     clusters: Annotated[int, o.option(CLUSTERS, "Clusters of each layer, N_r.", min=1)] = 2,
     top_k: Annotated[
         int | None,
-        o.option(
-            CLUSTERS,
-            "Positions of each head's set, k.",
-            shown="64, or what the traces have of them",
-            min=1,
-        ),
+        o.option(CLUSTERS, "Positions of each head's set, k.", shown="64, or what the traces have of them", min=1),
     ] = None,
     model: o.Model = None,
     dtype: o.Dtype = "auto",
@@ -100,10 +91,7 @@ def heads(
         if traces:
             found, named, source = _of_traces(traces, top_k, model, revision, compare)
         else:
-            loading = {
-                "revision": revision, "dtype": dtype, "device": device,
-                "trust_remote_code": trust_remote_code,
-            }  # fmt: skip
+            loading = {"revision": revision, "dtype": dtype, "device": device, "trust_remote_code": trust_remote_code}
             engine = settings.table(EngineOptions)
             files = prompt_file or []
             found, named, source = _of_model(files, length, top_k, model, loading, engine, compare)

@@ -12,14 +12,7 @@ import torch
 
 from sfi_core.engine.layer import Layer
 from sfi_core.engine.packing import apply
-from sfi_core.engine.refresh import (
-    end_prompt,
-    joins,
-    layer_context,
-    refresh,
-    refresh_later,
-    select_next,
-)
+from sfi_core.engine.refresh import end_prompt, joins, layer_context, refresh, refresh_later, select_next
 from sfi_kernels.attention_in_place import attention_in_place
 from sfi_kernels.pseudo_token import PseudoToken
 from sfi_kernels.sparse_attention import sparse_attention
@@ -141,11 +134,7 @@ def _fast(layer: Layer, rows: slice, query: torch.Tensor) -> torch.Tensor:
 
 
 def _sparse(
-    layer: Layer,
-    rows: slice,
-    query: torch.Tensor,
-    path: str = "sparse_attention",
-    pseudo: PseudoToken | None = None,
+    layer: Layer, rows: slice, query: torch.Tensor, path: str = "sparse_attention", pseudo: PseudoToken | None = None
 ) -> torch.Tensor:
     run, which = layer.run, range(rows.start, rows.stop)
     segment, step = run.segments[layer.index], layer.batch_pass.descriptor

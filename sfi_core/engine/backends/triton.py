@@ -8,13 +8,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from sfi_core.engine.layer import Layer
 from sfi_core.engine.packing import apply, note_selection
-from sfi_core.engine.refresh import (
-    batch_context,
-    end_prompt,
-    layer_context,
-    refresh,
-    select_next,
-)
+from sfi_core.engine.refresh import batch_context, end_prompt, layer_context, refresh, select_next
 from sfi_core.engine.run import Run
 from sfi_core.observers.events import SelectionEvent
 from sfi_core.observers.observer import wants

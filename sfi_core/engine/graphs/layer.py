@@ -58,12 +58,7 @@ def _select(buffers: StepBuffers, layer: Layer, result: DecodeAttention) -> None
         )
         assert selection is not None, "a policy that needs only the evidence selects"
         run.store.pack_into(
-            run.segment(layer.index),
-            layer.index,
-            rows.request_R,
-            rows.sink_R,
-            selection.index_BHK,
-            rows.most_sink,
+            run.segment(layer.index), layer.index, rows.request_R, rows.sink_R, selection.index_BHK, rows.most_sink
         )
     buffers.selections[layer.index] = selection
 

@@ -52,13 +52,7 @@ class StepGraphs:
     """
 
     def __init__(
-        self,
-        run: Run,
-        forward: ForwardPass,
-        recorder: Recorder,
-        *,
-        required: bool,
-        patient: bool = True,
+        self, run: Run, forward: ForwardPass, recorder: Recorder, *, required: bool, patient: bool = True
     ) -> None:
         """Take over a run's decoding steps.
 

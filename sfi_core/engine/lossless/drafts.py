@@ -170,11 +170,7 @@ class Drafts:
         self._steps.setdefault(state.request, []).append(Drafted(event, kept))
 
     def _verified(
-        self,
-        state: RequestState,
-        block: Block,
-        token_W: Sequence[int],
-        logits_WV: torch.Tensor,
+        self, state: RequestState, block: Block, token_W: Sequence[int], logits_WV: torch.Tensor
     ) -> list[int]:
         run, tally, drafted = self.run, state.tally, len(block.drafted)
         accepted = (
@@ -195,14 +191,7 @@ class Drafts:
         self._tell(state, block, kept, read, logits_WV)
         return given
 
-    def _tell(
-        self,
-        state: RequestState,
-        block: Block,
-        kept: int,
-        read: int,
-        logits_WV: torch.Tensor,
-    ) -> None:
+    def _tell(self, state: RequestState, block: Block, kept: int, read: int, logits_WV: torch.Tensor) -> None:
         # the verification first, then its tokens in the order of the steps
         run, drafted = self.run, len(block.drafted)
         steps = self._steps.pop(state.request, [])

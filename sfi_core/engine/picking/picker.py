@@ -81,11 +81,7 @@ class Picker(ABC):
         return [pad_id if done else token for token, done in pairs]
 
     def pick(
-        self,
-        logits_XV: torch.Tensor,
-        row_X: Sequence[int],
-        offset_X: Sequence[int],
-        tail: Sequence[Sequence[int]],
+        self, logits_XV: torch.Tensor, row_X: Sequence[int], offset_X: Sequence[int], tail: Sequence[Sequence[int]]
     ) -> list[int]:
         """Pick tokens for X positions of a pass without noting them or calling `ahead`.
 
@@ -107,11 +103,7 @@ class Picker(ABC):
         self.note(tokens)
 
     def _choose(
-        self,
-        logits_XV: torch.Tensor,
-        row_X: Sequence[int],
-        index_X: Sequence[int],
-        tail: Sequence[Sequence[int]],
+        self, logits_XV: torch.Tensor, row_X: Sequence[int], index_X: Sequence[int], tail: Sequence[Sequence[int]]
     ) -> torch.Tensor:
         # the input of `_read`, [2, X] int64, the same on all ranks
         X, V = logits_XV.shape

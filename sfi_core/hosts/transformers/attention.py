@@ -85,9 +85,8 @@ def _unmanaged(
     causal = mask is None and T > 1
     visible = None if mask is None else mask[:, :, None]
     part = partial_attention(
-        query_BHGTD, key, value,
-        scale=scale, soft_cap=soft_cap, causal=causal, visible_BHGWT=visible,
-    )  # fmt: skip
+        query_BHGTD, key, value, scale=scale, soft_cap=soft_cap, causal=causal, visible_BHGWT=visible
+    )
     return combine([part], sink_HG).to(query_BHGTD.dtype)
 
 

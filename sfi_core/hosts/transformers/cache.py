@@ -125,11 +125,7 @@ class SfiCache(Cache):
     """
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        capacity: int | None,
-        prompt_length: int | None,
-        stop_ids: frozenset[int],
+        self, model: PreTrainedModel, capacity: int | None, prompt_length: int | None, stop_ids: frozenset[int]
     ) -> None:
         base = DynamicCache(config=model.config.get_text_config(decoder=True))
         super().__init__(

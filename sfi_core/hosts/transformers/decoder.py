@@ -220,12 +220,7 @@ class Decoder:
         return self._logits(ids_BT, positions, mask, last=True)[:, -1]
 
     def _logits(
-        self,
-        ids_BT: torch.Tensor,
-        positions: torch.Tensor,
-        mask: torch.Tensor | None,
-        *,
-        last: bool,
+        self, ids_BT: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor | None, *, last: bool
     ) -> torch.Tensor:
         # of the last token alone, where the model can leave the others out, or of all
         decodes = not last or ids_BT.shape[1] == 1

@@ -87,10 +87,7 @@ class Session:
         return self._run
 
     def cache(
-        self,
-        capacity: int | None = None,
-        prompt_length: int | None = None,
-        stop_ids: frozenset[int] = frozenset(),
+        self, capacity: int | None = None, prompt_length: int | None = None, stop_ids: frozenset[int] = frozenset()
     ) -> SfiCache:
         """Make the cache of one run (`past_key_values`), for a loop of one's own around `model(...)`.
 
@@ -170,13 +167,7 @@ class Session:
             self._shadow.compare(run, output.logits[:, -1])
 
     def start(
-        self,
-        cache: SfiCache,
-        batch: int,
-        new: int,
-        *,
-        store: KVStore | None = None,
-        watchers: tuple[Watcher, ...] = (),
+        self, cache: SfiCache, batch: int, new: int, *, store: KVStore | None = None, watchers: tuple[Watcher, ...] = ()
     ) -> Run:
         """Make the run of a cache that has none.
 

@@ -33,6 +33,5 @@ class ServeTable(Table):
         most=1.0,
     )
     cache_salt: bool = setting(
-        True,
-        "Keep prefix caches of different settings apart. Keys and values of generated tokens depend on them.",
+        True, "Keep prefix caches of different settings apart. Keys and values of generated tokens depend on them."
     )

@@ -17,11 +17,7 @@ class BorrowedPages(PagedView):
         super().__init__(backend, page_size, table_BP)
 
     def borrow(
-        self,
-        layer: int,
-        key_PHND: torch.Tensor,
-        value_PHNE: torch.Tensor,
-        norm_X: torch.Tensor | None = None,
+        self, layer: int, key_PHND: torch.Tensor, value_PHNE: torch.Tensor, norm_X: torch.Tensor | None = None
     ) -> None:
         """View a layer's keys and values, [blocks, KV heads, tokens, width] of any strides, and add norms.
 

@@ -25,11 +25,7 @@ _Backend: Any = TritonAttentionBackend
 _Builder: Any = TritonAttentionMetadataBuilder
 _Impl: Any = TritonAttentionImpl
 if is_flash_attn_varlen_func_available() and current_platform.has_device_capability(80):
-    _Backend, _Builder, _Impl = (
-        FlashAttentionBackend,
-        FlashAttentionMetadataBuilder,
-        FlashAttentionImpl,
-    )
+    _Backend, _Builder, _Impl = (FlashAttentionBackend, FlashAttentionMetadataBuilder, FlashAttentionImpl)
 
 
 class SfiCudaBuilder(PagedBuilder, _Builder):

@@ -70,10 +70,7 @@ class PagedBuilder:
             return AttentionCGSupport.NEVER
         return super().get_cudagraph_support(vllm_config, kv_cache_spec)  # type: ignore[misc]
 
-    def build(
-        self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False,
-        **options: Any,
-    ) -> Any:  # fmt: skip
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False, **options: Any) -> Any:
         """Build vLLM's metadata without a schedule: the rows of vLLM's kernel are not known yet."""
         made: Any = super().build(  # type: ignore[misc]
             common_prefix_len, common_attn_metadata, fast_build or self._sfi, **options

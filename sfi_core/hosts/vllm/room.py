@@ -7,13 +7,7 @@ import torch
 from sfi_core.errors import ConfigError
 from sfi_core.hosts.vllm import CONNECTOR
 from sfi_core.hosts.vllm.connector import SfiConnector
-from sfi_core.hosts.vllm.names import (
-    get_kv_transfer_group,
-    has_kv_transfer_group,
-    layer_index,
-    settings_of,
-    slot_count,
-)
+from sfi_core.hosts.vllm.names import get_kv_transfer_group, has_kv_transfer_group, layer_index, settings_of, slot_count
 from sfi_core.hosts.vllm.settings import Settings
 from sfi_core.hosts.vllm.slots_memory import check_slots, norm_count, segment_rows
 from sfi_core.hosts.vllm.worker import WorkerEngine
@@ -63,9 +57,8 @@ class Room:
         return engine if engine.plan is not None or not planned else None
 
     def do_kv_cache_update(
-        self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor,
-        slot_mapping: torch.Tensor,
-    ) -> None:  # fmt: skip
+        self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
+    ) -> None:
         """Let vLLM write keys and values, then store the keys' norms."""
         super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)  # type: ignore[misc]
         engine = self.engine_of(layer, planned=False)
@@ -73,12 +66,7 @@ class Room:
             engine.store.note_norms(layer_index(layer.layer_name), key, slot_mapping)
 
     def attend_rows(
-        self,
-        engine: WorkerEngine,
-        layer: Any,
-        query: torch.Tensor,
-        output: torch.Tensor,
-        count: int,
+        self, engine: WorkerEngine, layer: Any, query: torch.Tensor, output: torch.Tensor, count: int
     ) -> None:
         """Attend with the decoding rows of the batch's `count` tokens, [tokens, heads, D]."""
         H, D = self.num_kv_heads, self.head_size
@@ -182,9 +170,5 @@ def rows_of(vllm_config: Any, settings: Settings) -> int:
 def shape_of(impl: Any, dtype: torch.dtype, device: torch.device) -> SegmentShape:
     """Return a token's keys and values of a layer in this process."""
     return SegmentShape(
-        heads=impl.num_kv_heads,
-        key_width=impl.head_size,
-        value_width=impl.head_size,
-        dtype=dtype,
-        device=device,
+        heads=impl.num_kv_heads, key_width=impl.head_size, value_width=impl.head_size, dtype=dtype, device=device
     )

@@ -112,10 +112,7 @@ class Bench:
                     f"{max(settings.batches)}"
                 )
         weights = ModelWeights.of(model)
-        self.about = {
-            **describe_model(model, self._shapes),
-            "total_weight_bytes": weights.total_bytes,
-        }
+        self.about = {**describe_model(model, self._shapes), "total_weight_bytes": weights.total_bytes}
         self.notes += self._notes()
         points, variants = settings.points(), settings.variants()
         self._total = len(points) * len(variants) * settings.repeats

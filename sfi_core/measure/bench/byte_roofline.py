@@ -92,11 +92,7 @@ def forecast_document(
         "notes": [*NOTES, *drafted],
         "model": {**expected.description, "total_weight_bytes": expected.weights.total_bytes},
         "settings": {"slow_rate": str(settings.slow_rate), "config": settings.config.to_dict()},
-        "machine": {
-            **describe_measured(device),
-            "bandwidth_gb_per_s": bandwidth_gb_per_s,
-            "memory_bytes": memory,
-        },
+        "machine": {**describe_measured(device), "bandwidth_gb_per_s": bandwidth_gb_per_s, "memory_bytes": memory},
         "versions": versions(),
     }
 
@@ -129,9 +125,7 @@ class Expectation:
             **parts,
             "fits": parts["memory_bytes"] <= memory,
             "largest_batch": largest_batch(
-                lambda count: self._memory(policy, context, count)["memory_bytes"],
-                MOST_REQUESTS,
-                memory,
+                lambda count: self._memory(policy, context, count)["memory_bytes"], MOST_REQUESTS, memory
             ),
             "weight_bytes_per_step": self.weights.read(batch),
             "fast_bytes_per_step": None if policy == "full-kv" else round(fast),
@@ -224,9 +218,7 @@ class Expectation:
         )
         slack = CPU_SLACK if self.device.type == "cpu" else 1
         expected = replace(
-            expected,
-            resident_bytes=self.weights.total_bytes,
-            workspace_bytes=expected.workspace_bytes * slack,
+            expected, resident_bytes=self.weights.total_bytes, workspace_bytes=expected.workspace_bytes * slack
         )
         return {
             "memory_bytes": expected.total_bytes,

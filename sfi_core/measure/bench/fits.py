@@ -30,11 +30,7 @@ def needed_bytes(model: Any, variant: DecodeVariant, point: Point, settings: Dec
 
 
 def sort_out(
-    model: Any,
-    variants: Sequence[DecodeVariant],
-    point: Point,
-    settings: DecodeSettings,
-    config: SfiConfig,
+    model: Any, variants: Sequence[DecodeVariant], point: Point, settings: DecodeSettings, config: SfiConfig
 ) -> tuple[dict[DecodeVariant, int], list[dict[str, Any]]]:
     """Return the needed bytes of each variant that fits into memory, and a row for each other variant.
 
@@ -67,12 +63,7 @@ def sort_out(
 
 
 def _theirs(
-    model: Any,
-    name: str,
-    shapes: Sequence[LayerShape],
-    point: Point,
-    capacity: int,
-    settings: DecodeSettings,
+    model: Any, name: str, shapes: Sequence[LayerShape], point: Point, capacity: int, settings: DecodeSettings
 ) -> int:
     text = model.config.get_text_config(decoder=True)
     sizes = [shape.row_bytes * min(shape.window or capacity, capacity) for shape in shapes]

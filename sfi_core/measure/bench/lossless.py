@@ -78,9 +78,8 @@ def run_lossless(
             outcome = StatedAcceptance(variant.acceptance, settings.seed)
             token_SB = stream.token_SB
         loop = Loop(
-            decoder, [()] * point.batch, [settings.most_tokens] * point.batch,
-            GivenTokens(prompts.ids_BT, token_SB),
-        )  # fmt: skip
+            decoder, [()] * point.batch, [settings.most_tokens] * point.batch, GivenTokens(prompts.ids_BT, token_SB)
+        )
         sample.began = time.perf_counter()
         with closing(loop.decode_lossless(outcome)) as passes:
             _measure(sample, decoder.session, settings, passes, on_step)

@@ -51,11 +51,7 @@ class GivenTokens(Sampler):
         return super().__call__(logits_BV, finished_B, pad_id)
 
     def pick(
-        self,
-        logits_XV: torch.Tensor,
-        row_X: Sequence[int],
-        offset_X: Sequence[int],
-        tail: Sequence[Sequence[int]],
+        self, logits_XV: torch.Tensor, row_X: Sequence[int], offset_X: Sequence[int], tail: Sequence[Sequence[int]]
     ) -> list[int]:
         """See `Sampler.pick`."""
         if self._token_SB is not None:
@@ -114,21 +110,13 @@ def run_ours(
 
 @contextmanager
 def decoder_of(
-    model: Any,
-    variant: DecodeVariant,
-    point: Point,
-    settings: DecodeSettings,
-    prompts: Prompts,
-    config: SfiConfig,
+    model: Any, variant: DecodeVariant, point: Point, settings: DecodeSettings, prompts: Prompts, config: SfiConfig
 ) -> Iterator[Decoder]:
     """Put a model under a policy, and yield a decoder of a point's prompts."""
     with (
         main_stream(model.device, overlap=variant.engine.overlap),
-        slow_fast(
-            model, None, config,
-            policy=variant.policy, engine=variant.engine,
-        ) as session,
-    ):  # fmt: skip
+        slow_fast(model, None, config, policy=variant.policy, engine=variant.engine) as session,
+    ):
         yield Decoder(
             session=session, ids_BT=prompts.ids_BT, mask_BT=prompts.mask_BT,
             capacity=settings.capacity(point.context), chunk=settings.engine.prefill_chunk,

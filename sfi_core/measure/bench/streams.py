@@ -49,8 +49,8 @@ def slow_steps(rate: Fraction, row: int, batch: int, first: int, last: int) -> l
 def _at_rate(settings: DecodeSettings, batch: int, rate: Fraction, vocabulary: int) -> Stream:
     delay, most, warm_up = settings.config.trigger_delay, settings.most_tokens, settings.warm_up
     config = settings.config.replace(
-        trigger_policy="boundary", trigger_token_ids=(TRIGGER,), slow_start=1, min_gap=0, t_max=most,
-    )  # fmt: skip
+        trigger_policy="boundary", trigger_token_ids=(TRIGGER,), slow_start=1, min_gap=0, t_max=most
+    )
     rows = []
     for row in range(batch):
         rng = random.Random(f"{settings.seed} {row}")  # noqa: S311 - no secret

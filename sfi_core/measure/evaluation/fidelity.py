@@ -129,11 +129,7 @@ def reference(model: Any, tokenizer: Any, windows: Sequence[Window], engine: Eng
         rows.append(logits_BV.log_softmax(-1))
 
     texts, config = [window.ids for window in windows], SfiConfig(trigger_policy="always")
-    how: dict[str, Any] = {
-        "policy": FULL,
-        "engine": EngineOptions(backend=engine.backend),
-        "shared": shared,
-    }
+    how: dict[str, Any] = {"policy": FULL, "engine": EngineOptions(backend=engine.backend), "shared": shared}
     teacher_force(model, tokenizer, texts, prompt_tokens, keep, config, **how)
     return Reference(windows, torch.stack(rows), shared)
 

@@ -152,10 +152,7 @@ class Together(Generic[T]):
             yield from self.rows([unit], failed)
 
     def run(
-        self,
-        batches: Iterable[Iterable[int]],
-        draw: Callable[[int], T],
-        left: Callable[[int], list[MethodVariant]],
+        self, batches: Iterable[Iterable[int]], draw: Callable[[int], T], left: Callable[[int], list[MethodVariant]]
     ) -> Iterator[Row]:
         """Yield the rows of batches of unit numbers; units of other methods `left` are decoded apart."""
         for batch in batches:

@@ -21,8 +21,7 @@ RECENT = 128  # default tokens of the recent window
 FILE = ".toml"  # ending of a preset that is a file of settings
 LOSSLESS = "lossless"  # a setting of the method, not of `SfiConfig`
 WRITTEN = re.compile(
-    r"(?:(?P<label>[^=:]+)=)?(?P<policy>[^@:=]+)(?:@(?P<preset>[^:=]+))?(?::(?P<settings>.+))?",
-    re.DOTALL,
+    r"(?:(?P<label>[^=:]+)=)?(?P<policy>[^@:=]+)(?:@(?P<preset>[^:=]+))?(?::(?P<settings>.+))?", re.DOTALL
 )
 KEY = re.compile(r"\s*([\w.]+)\s*=\s*")
 

@@ -150,9 +150,6 @@ def from_rows(rows: Sequence[Mapping[str, Any]]) -> Fidelity:
     """Join the steps of the windows of some rows; the inverse of `to_row`."""
     known = {field.name for field in fields(RequestReport)}
     return Fidelity.join(
-        Fidelity(
-            **row["steps"],
-            reports=[RequestReport(**{k: v for k, v in row["report"].items() if k in known})],
-        )
+        Fidelity(**row["steps"], reports=[RequestReport(**{k: v for k, v in row["report"].items() if k in known})])
         for row in rows
     )

@@ -68,9 +68,8 @@ def _k_means(row_HX: Matrix, clusters: int, seed: int) -> npt.NDArray[np.int64]:
     for start in range(STARTS):
         try:
             center_CX, label_H = kmeans2(
-                row_HX, clusters, iter=ROUNDS, minit="++", missing="raise",
-                rng=np.random.default_rng([seed, start]),
-            )  # fmt: skip
+                row_HX, clusters, iter=ROUNDS, minit="++", missing="raise", rng=np.random.default_rng([seed, start])
+            )
         except ClusterError:  # a cluster lost its last head: the next start draws others
             continue
         spread = float(((row_HX - center_CX[label_H]) ** 2).sum())

@@ -12,13 +12,7 @@ from sfi_core.measure.kernel_bench.bytes_moved import forecast_bytes
 from sfi_core.measure.kernel_bench.result import KernelResult, Measurement
 from sfi_core.measure.kernel_bench.settings import CODE_OPS, REPEATS, KernelSettings
 from sfi_core.measure.kernel_bench.step_variants import FETCHED_EVERY
-from sfi_core.measure.kernel_bench.timing import (
-    CpuClock,
-    clock_for,
-    copy_gb_per_s,
-    floor_us,
-    workspace_bytes,
-)
+from sfi_core.measure.kernel_bench.timing import CpuClock, clock_for, copy_gb_per_s, floor_us, workspace_bytes
 from sfi_core.measure.kernel_bench.variant import reason
 from sfi_core.measure.kernel_bench.variants import KernelVariants
 from sfi_kernels.launch import KernelLimitError
@@ -27,10 +21,7 @@ Progress = Callable[[str, int, int], None]
 
 
 def run_bench(
-    settings: KernelSettings,
-    backend: str,
-    device: torch.device,
-    progress: Progress = lambda *_: None,
+    settings: KernelSettings, backend: str, device: torch.device, progress: Progress = lambda *_: None
 ) -> KernelResult:
     """Check every variant, then time the variants in turns.
 

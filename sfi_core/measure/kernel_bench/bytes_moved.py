@@ -3,13 +3,7 @@
 Work lists, lengths, block tables and the log-sum-exp (which a slow step passes to the Selector) are left out.
 """
 
-from sfi_core.measure.kernel_bench.settings import (
-    CODE_OPS,
-    PACKED_OPS,
-    PIECES,
-    VERIFIED,
-    KernelSettings,
-)
+from sfi_core.measure.kernel_bench.settings import CODE_OPS, PACKED_OPS, PIECES, VERIFIED, KernelSettings
 from sfi_kernels.key_codes import SLOTS, words
 
 INT32 = FLOAT32 = 4

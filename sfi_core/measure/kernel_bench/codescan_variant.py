@@ -42,9 +42,8 @@ def codescan_variant(
 
     def call() -> torch.Tensor:
         pseudo = choose(
-            data.query_BHGD, *data.paged, plan, codes, position, length,
-            budget=budget, scale=settings.scale, rest=0.0,
-        ).pseudo  # fmt: skip
+            data.query_BHGD, *data.paged, plan, codes, position, length, budget=budget, scale=settings.scale, rest=0.0
+        ).pseudo
         query_BHG1D = data.query_BHGD[:, :, :, None]
         options: Any = {"scale": settings.scale, "pseudo": pseudo, "position_BHS": position}
         return attend(query_BHG1D, *operands, **options).out_BHGWE[:, :, :, 0]

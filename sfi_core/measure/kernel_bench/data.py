@@ -146,12 +146,7 @@ def select(settings: KernelSettings, data: LayerData, retention: float) -> Selec
 
 
 def step_plan(
-    settings: KernelSettings,
-    backend: str,
-    device: torch.device,
-    *,
-    programs: int | None = None,
-    **request: Any,
+    settings: KernelSettings, backend: str, device: torch.device, *, programs: int | None = None, **request: Any
 ) -> StepDescriptor:
     """Plan a step of `settings.batch` equal requests; planning is not timed, as a plan serves all layers.
 
@@ -163,9 +158,8 @@ def step_plan(
         **request: Fields of `StepRequest`, besides the lengths and the sink.
     """
     made = StepRequest(
-        length=settings.context, recent_start=settings.context - settings.recent, sink=settings.sink,
-        **request,
-    )  # fmt: skip
+        length=settings.context, recent_start=settings.context - settings.recent, sink=settings.sink, **request
+    )
     programs = resident_programs(device) if programs is None else programs
     room = work_items(settings.batch, settings.kv_heads, programs)
     plan = describe_step([made] * settings.batch, room, device)

@@ -60,11 +60,7 @@ def _encode(data: LayerData, basis: CodeBasis, backend: str) -> list[torch.Tenso
 
 
 def _scans(
-    settings: KernelSettings,
-    data: LayerData,
-    basis: CodeBasis,
-    codes: list[torch.Tensor],
-    backend: str,
+    settings: KernelSettings, data: LayerData, basis: CodeBasis, codes: list[torch.Tensor], backend: str
 ) -> Iterator[KernelVariant]:
     scan, query_BHGD = scan_codes.on(backend), data.query_BHGD
     level_BHCT = [levels(code).float() for code in codes]
@@ -127,11 +123,7 @@ def encode_error(key_HTD: torch.Tensor, code: torch.Tensor, basis: CodeBasis) ->
 
 
 def scan_error(
-    logits_HGT: torch.Tensor,
-    query_HGD: torch.Tensor,
-    code: torch.Tensor,
-    basis: CodeBasis,
-    scale: float,
+    logits_HGT: torch.Tensor, query_HGD: torch.Tensor, code: torch.Tensor, basis: CodeBasis, scale: float
 ) -> float:
     """Compare logits with the product of the query and the middles of the levels' intervals.
 

@@ -72,10 +72,7 @@ def _verification(settings: KernelSettings, data: LayerData, backend: str, count
 
 
 def _verify_error(
-    settings: KernelSettings,
-    data: LayerData,
-    query_BHGWD: torch.Tensor,
-    call: Callable[[], DecodeAttention],
+    settings: KernelSettings, data: LayerData, query_BHGWD: torch.Tensor, call: Callable[[], DecodeAttention]
 ) -> float:
     # of the first, the middle and the last query, and of the last query's evidence
     result, W = call(), query_BHGWD.shape[3]

@@ -24,11 +24,7 @@ from sfi_core.measure.kernel_bench.key_code_variants import key_code_variants
 from sfi_core.measure.kernel_bench.prompt_variants import prompt_variants
 from sfi_core.measure.kernel_bench.rivals import rivals
 from sfi_core.measure.kernel_bench.settings import CODE_OPS, PACKED_OPS, KernelSettings
-from sfi_core.measure.kernel_bench.step_variants import (
-    mixed_heads_variant,
-    recall_variant,
-    verify_variants,
-)
+from sfi_core.measure.kernel_bench.step_variants import mixed_heads_variant, recall_variant, verify_variants
 from sfi_core.measure.kernel_bench.variant import KernelVariant, guarded
 from sfi_core.settings.parts import SelectorConfig
 from sfi_kernels.append import append

@@ -25,10 +25,7 @@ class FreeKV(Policy):
     """Every step reads the last step's selection; heads whose query changed much select anew first."""
 
     offloads = True
-    fixed: ClassVar = {
-        "recent_mode": "sliding",
-        "window_prefill": 1,
-    }  # the prompt's last query selects first
+    fixed: ClassVar = {"recent_mode": "sliding", "window_prefill": 1}  # the prompt's last query selects first
 
     def __init__(self, config: SfiConfig, trigger: Rule, layers: Sequence[int] = ()) -> None:
         """See `Policy`; the first of `layers` may become one of `dense_layers`."""

@@ -218,16 +218,7 @@ def check_joined(joined: Trace, one: Trace) -> None:
     for name, columns in {
         "prompts": ["request", "position", "token_id"],
         "steps": ["request", "step", "token_id", "slow", "reason", "attended_tokens", "audited"],
-        "selections": [
-            "request",
-            "step",
-            "layer",
-            "head",
-            "selected",
-            "added",
-            "removed",
-            "positions",
-        ],
+        "selections": ["request", "step", "layer", "head", "selected", "added", "removed", "positions"],
         "supports": ["request", "step", "layer", "head", "positions"],
     }.items():
         assert joined.table(name, columns).equals(one.table(name, columns)), name

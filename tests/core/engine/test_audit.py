@@ -127,11 +127,7 @@ def test_retained_mass_is_that_of_the_positions_the_step_read():
         event = next(a for a in observer.audits if (a.request, a.step, a.layer) == (row, 1, 0))
         for head in range(2):
             start = max(CONFIG.sink, len(ids) - CONFIG.recent)
-            read = {
-                *range(CONFIG.sink),
-                *picked.index_HK[head].tolist(),
-                *range(start, len(ids) + 1),
-            }
+            read = {*range(CONFIG.sink), *picked.index_HK[head].tolist(), *range(start, len(ids) + 1)}
             kept_G = mass_HGT[head][:, sorted(read - {-1})].sum(-1)
             torch.testing.assert_close(event.retained_H[head], kept_G.mean())
             torch.testing.assert_close(event.retained_min_H[head], kept_G.min())

@@ -97,9 +97,8 @@ def test_a_position_beyond_the_cache_is_refused():
     position = torch.tensor([[[0, 7]]], dtype=torch.int32)
     with pytest.raises(IndexError, match=r"^a packed position lies beyond the cached tokens$"):
         attention_in_place.numba(
-            torch.zeros(1, 1, 1, 4), position, 2 * one[None], page, page, 0 * one[None], 3 * one,
-            5 * one, scale=1.0,
-        )  # fmt: skip
+            torch.zeros(1, 1, 1, 4), position, 2 * one[None], page, page, 0 * one[None], 3 * one, 5 * one, scale=1.0
+        )
 
 
 def fresh(tmp_path: Any, script: str, **variables: str) -> str:

@@ -27,10 +27,7 @@ def test_neighbors_share_launches_and_every_event_stays(monkeypatch):
     together, events = observed(prompts, prefill_chunk=30)
     monkeypatch.setattr(maintenance, "TOGETHER", 1)
     alone, expected = observed(prompts, prefill_chunk=30)
-    assert (launches(together), launches(alone)) == (
-        2 * 1,
-        2 * 3,
-    )  # layers; 7 tokens have no candidates
+    assert (launches(together), launches(alone)) == (2 * 1, 2 * 3)  # layers; 7 tokens have no candidates
     assert tokens(together) == tokens(alone)
     assert together.report.paths == alone.report.paths
     assert len(events.selections) == len(expected.selections)

@@ -68,9 +68,7 @@ def complete(monkeypatch, models, recorder):
 
     def run(graphs: bool | None, name: str = "qwen3", **options: Any) -> tuple[Any, ...]:
         observer = Listener()
-        options = {
-            "config": CONFIG, "max_new_tokens": NEW, "stop_token_ids": (), "prompts": PROMPTS, **options,
-        }  # fmt: skip
+        options = {"config": CONFIG, "max_new_tokens": NEW, "stop_token_ids": (), "prompts": PROMPTS, **options}
         result = sfi_core.generate(
             models[name], None, options.pop("prompts"), page_size=16,
             observers=[observer, *options.pop("observers", [])],
@@ -164,9 +162,7 @@ def test_the_drafts_of_a_lossless_run_are_replayed(complete, recorder, monkeypat
     for op in (decode_attention, split_plan) * (policy == "codescan"):
         monkeypatch.delitem(op.__dict__, "triton")
     config = CONFIG.replace(budget=3, recent=3, draft=DraftConfig(max_tokens=4, adaptive=False))
-    options = {
-        "policy": policy, "config": config, "lossless": True, "prompts": [PROMPTS[0], PROMPTS[2]],
-    }  # fmt: skip
+    options = {"policy": policy, "config": config, "lossless": True, "prompts": [PROMPTS[0], PROMPTS[2]]}
     if policy == "codescan":  # by the kernels themselves, which take long
         options |= {"prompts": [PROMPTS[0][:20]], "max_new_tokens": 6}
     (eager, expected), (graphed, heard) = (complete(one, **options) for one in (False, True))
@@ -286,10 +282,7 @@ def test_a_model_that_waits_for_the_device_runs_eagerly(complete, models, record
         ({"policy": "quest"}, "policy quest, which selects at fast steps"),
         ({"policy": "random-k"}, "policy random-k, which selects with more than the evidence"),
         ({"audit": AuditConfig()}, "an audit of every step"),
-        (
-            {"observers": [RecordingObserver()]},
-            "spans inside the step, as trace.spans=true records",
-        ),
+        ({"observers": [RecordingObserver()]}, "spans inside the step, as trace.spans=true records"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -315,18 +308,8 @@ def test_a_sliding_window_cannot_be_replayed(models, recorder):
 
 def test_graphs_on_a_cpu_are_refused(models):
     options = {"max_new_tokens": 2, "stop_token_ids": ()}
-    with pytest.raises(
-        BackendError,
-        match=r"^CUDA graphs need a CUDA device, got cpu; use --set engine.graphs=false$",
-    ):
-        sfi_core.generate(
-            models["qwen3"],
-            None,
-            PROMPTS[2:3],
-            CONFIG,
-            engine=EngineOptions(graphs=True),
-            **options,
-        )
+    with pytest.raises(BackendError, match=r"^CUDA graphs need a CUDA device, got cpu; use --set engine.graphs=false$"):
+        sfi_core.generate(models["qwen3"], None, PROMPTS[2:3], CONFIG, engine=EngineOptions(graphs=True), **options)
     report = sfi_core.generate(models["qwen3"], None, PROMPTS[2:3], CONFIG, **options).report
     assert not any(name.startswith("graph") for name in report.paths)
 

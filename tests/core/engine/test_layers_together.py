@@ -58,9 +58,7 @@ def complete(model, monkeypatch):
         every = refresh.refresh_all
         monkeypatch.setattr(maintenance, "ENOUGH", enough)
         monkeypatch.setattr(
-            refresh,
-            "refresh_all",
-            lambda row, handed: (together.append(len(handed)), every(row, handed)),
+            refresh, "refresh_all", lambda row, handed: (together.append(len(handed)), every(row, handed))
         )
         seen = observer or Watching()
         options = {"config": CONFIG, "max_new_tokens": 12, "stop_token_ids": (), **options}
@@ -72,8 +70,7 @@ def complete(model, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("policy", "change"),
-    [("sfi", {}), ("prior-only", {}), ("sfi", {"granularity": "page", "page_size": 5})],
+    ("policy", "change"), [("sfi", {}), ("prior-only", {}), ("sfi", {"granularity": "page", "page_size": 5})]
 )
 def test_layers_together_choose_what_each_chooses_alone(complete, policy, change):
     options = {"policy": policy, "config": CONFIG.replace(**change)}

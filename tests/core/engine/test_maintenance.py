@@ -49,10 +49,7 @@ def complete(monkeypatch, model):
             **{"engine": EngineOptions(backend="triton"), **options},
         )  # fmt: skip
         chosen = {
-            (e.step, e.layer, e.request): (
-                e.index_HK.tolist(),
-                {k: v.tolist() for k, v in e.diagnostics.items()},
-            )
+            (e.step, e.layer, e.request): (e.index_HK.tolist(), {k: v.tolist() for k, v in e.diagnostics.items()})
             for e in observer.selections
         }
         steps = [(e.step, e.request, e.token_id, e.reason, e.attended_tokens) for e in observer.steps]

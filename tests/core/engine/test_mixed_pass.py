@@ -103,6 +103,4 @@ def test_a_slow_request_may_bring_several_tokens():
 def test_a_pass_says_what_it_is():
     assert prompt(3).kind == PROMPT
     assert prompt(0) == REST
-    assert [one.generates for one in (REST, prompt(3, ends=False), prompt(3), FAST_STEP)] == [
-        False, False, True, True,
-    ]  # fmt: skip
+    assert [one.generates for one in (REST, prompt(3, ends=False), prompt(3), FAST_STEP)] == [False, False, True, True]

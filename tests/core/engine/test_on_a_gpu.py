@@ -77,10 +77,7 @@ def test_graphs_are_the_default():
 
 def test_requests_that_end_and_dense_layers_change_nothing():
     free = tokens(plain())
-    options = {
-        "stop_token_ids": (free[0][9], free[1][20]),
-        "config": CONFIG.replace(dense_layers=(0, 3)),
-    }
+    options = {"stop_token_ids": (free[0][9], free[1][20]), "config": CONFIG.replace(dense_layers=(0, 3))}
     assert tokens(complete(EngineOptions(), **options)) == tokens(complete(PLAIN, **options))
 
 

@@ -51,10 +51,7 @@ class Looks(torch.nn.Module):
 
 @pytest.mark.parametrize(
     ("look", "name"),
-    [
-        (lambda x: x.sum().item(), "aten::_local_scalar_dense"),
-        (lambda x: x.nonzero(), "aten::nonzero"),
-    ],
+    [(lambda x: x.sum().item(), "aten::_local_scalar_dense"), (lambda x: x.nonzero(), "aten::nonzero")],
 )
 def test_the_operation_that_waits_and_its_module_are_named(modes, look, name):
     model = torch.nn.Sequential(torch.nn.Identity(), Looks(look))

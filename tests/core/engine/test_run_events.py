@@ -30,12 +30,7 @@ def record(model: Any, rows: list[list[int]] = ROWS, **options: Any) -> Recordin
 
 def test_a_run_says_what_runs(tiny_model):
     (event,) = record(tiny_model, policy="streaming-llm").runs
-    assert (event.batch, event.policy, event.backend, event.device) == (
-        2,
-        "streaming-llm",
-        "torch",
-        "cpu",
-    )
+    assert (event.batch, event.policy, event.backend, event.device) == (2, "streaming-llm", "torch", "cpu")
     assert event.trigger_token_ids == (7, 90)
     assert event.config["recent"] == 4 + 3  # what the policy made of the settings
     assert event.audit is None

@@ -17,9 +17,7 @@ from tests.core.conftest import tiny_qwen3
 from tests.fake_graph import FakeRecorder, memory
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="counted on CPU tensors")
-CONFIG = SfiConfig(
-    slow_start=1, min_gap=0, sink=2, recent=8, budget=6, t_max=1, window_prefill=4, trigger_token_ids=(),
-)  # fmt: skip
+CONFIG = SfiConfig(slow_start=1, min_gap=0, sink=2, recent=8, budget=6, t_max=1, window_prefill=4, trigger_token_ids=())
 NO_KERNEL = ("empty", "new_empty", "empty_like", "empty_strided")
 
 

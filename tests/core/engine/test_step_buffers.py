@@ -21,14 +21,7 @@ POLICY = SFI(CONFIG, Trigger(frozenset({1}), CONFIG))
 
 def requests(*modes: int, length: int = 30) -> Requests:
     own = [
-        StepRequest(
-            mode=mode,
-            length=length,
-            recent_start=20,
-            packed=4,
-            sink=2,
-            count=int(mode != IDLE),
-        )
+        StepRequest(mode=mode, length=length, recent_start=20, packed=4, sink=2, count=int(mode != IDLE))
         for mode in modes
     ]
     return Requests(own, None)
@@ -46,12 +39,7 @@ def test_every_step_is_written_to_one_buffer_with_padded_lists(buffers):
     buffers.describe(requests(SLOW, FAST, IDLE))
     assert buffers.descriptor.buffer.data_ptr() == where
     assert buffers.descriptor.slow_R[0].tolist() == [0]
-    assert [buffers.key(requests(*[SLOW] * n, *[FAST] * (3 - n)).own) for n in range(4)] == [
-        0,
-        1,
-        2,
-        3,
-    ]
+    assert [buffers.key(requests(*[SLOW] * n, *[FAST] * (3 - n)).own) for n in range(4)] == [0, 1, 2, 3]
 
 
 def test_a_request_that_stopped_leaves_a_step_described_ahead_as_it_is(buffers):

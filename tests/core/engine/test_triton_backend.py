@@ -172,13 +172,7 @@ def test_a_step_of_codescan_launches_six_kernels_a_layer(rows: int):
     report = complete("triton", PROMPTS[:rows], policy="codescan", max_new_tokens=3).report
     steps, layers = 2, 2
     launches = {one.name: one.launches for one in report.kernels}
-    a_step = (
-        "code_scan_sums",
-        "code_scan_score",
-        "code_scan_choose",
-        "split_attention",
-        "join_splits",
-    )
+    a_step = ("code_scan_sums", "code_scan_score", "code_scan_choose", "split_attention", "join_splits")
     assert {name: launches[name] for name in a_step} == dict.fromkeys(a_step, steps * layers)
     assert launches["append"] == (1 + steps) * layers
 

@@ -18,15 +18,12 @@ pytestmark = pytest.mark.seam
 
 ROWS, STEPS = prompts(9, 70, 24), 14
 CONFIG = SfiConfig(
-    sink=2, recent=6, budget=5, t_max=6, min_gap=0, span=0, window_prefill=8,
-    trigger_token_ids=tuple(range(0, 300, 6)),
-)  # fmt: skip
+    sink=2, recent=6, budget=5, t_max=6, min_gap=0, span=0, window_prefill=8, trigger_token_ids=tuple(range(0, 300, 6))
+)
 
 
 @pytest.mark.parametrize(
-    ("rows", "policy"),
-    [(ROWS, "sfi"), (ROWS[1:2], "sfi"), (ROWS, "codescan")],
-    ids=["ragged", "alone", "codescan"],
+    ("rows", "policy"), [(ROWS, "sfi"), (ROWS[1:2], "sfi"), (ROWS, "codescan")], ids=["ragged", "alone", "codescan"]
 )
 def test_both_backends_draft_and_verify_alike(rows: list[list[int]], policy: str, monkeypatch):
     """What a verification selects shows in the next drafts, and how many of them are kept."""

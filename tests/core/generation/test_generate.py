@@ -181,10 +181,7 @@ def test_observer_gets_a_span_for_each_group_of_fast_neighbors(model):
         ([], "prompts must not be empty, got none"),
         ([[5], []], "prompt 1 must have at least one token, got none"),
         ([""], "prompt 0 must have at least one token, got none"),
-        (
-            [[5], [5] * 501],
-            "prompt 1 and 12 new tokens must fit the model's 512 positions, got 501 prompt tokens",
-        ),
+        ([[5], [5] * 501], "prompt 1 and 12 new tokens must fit the model's 512 positions, got 501 prompt tokens"),
     ],
     ids=["no prompt", "no ids", "no text", "too long"],
 )

@@ -23,9 +23,8 @@ from tests.covering import covering, each_value
 pytestmark = pytest.mark.seam
 
 SMALL = SfiConfig(
-    sink=2, recent=6, budget=5, t_max=8, min_gap=0, span=0, window_prefill=8,
-    trigger_token_ids=tuple(range(0, 300, 6)),
-)  # fmt: skip
+    sink=2, recent=6, budget=5, t_max=8, min_gap=0, span=0, window_prefill=8, trigger_token_ids=tuple(range(0, 300, 6))
+)
 ROWS = prompts(9, 37, 24)
 STEPS = 28
 DRAFTS = {
@@ -202,9 +201,7 @@ def moving(kind):
     return AutoModelForCausalLM.from_config(CONFIG_MAPPING[model_type](**shape, rope_parameters=rope))
 
 
-LONGROPE = {
-    "short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "original_max_position_embeddings": 64,
-}  # fmt: skip
+LONGROPE = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "original_max_position_embeddings": 64}
 MOVING = {"longrope": ("phi3", LONGROPE), "dynamic": ("llama", {"factor": 2.0})}
 
 

@@ -93,9 +93,7 @@ def test_drafts_are_compared_with_full_attention():
         assert kl >= 0
 
 
-def test_a_drafting_step_costs_what_choosing_reads_and_a_verification_what_it_refreshes(
-    monkeypatch,
-):
+def test_a_drafting_step_costs_what_choosing_reads_and_a_verification_what_it_refreshes(monkeypatch):
     rules = {}
 
     def rule_of(**given):

@@ -20,9 +20,8 @@ def decode(model, prompt, config=CONFIG, steps=6, **options):
     mask_BT = (torch.arange(longest) >= torch.tensor(padding)[:, None]).long()
     with torch.no_grad(), slow_fast(model, None, config, **options) as session:
         decoder = Decoder(
-            session=session, ids_BT=ids_BT, mask_BT=mask_BT, capacity=prompt.capacity,
-            shared=prompt.shared(session),
-        )  # fmt: skip
+            session=session, ids_BT=ids_BT, mask_BT=mask_BT, capacity=prompt.capacity, shared=prompt.shared(session)
+        )
         decoder.prefill()
         decoder.run.record([1] * batch)
         found = []

@@ -42,9 +42,8 @@ def reference(label, batch):
     """Full attention's greedy tokens, which vary; none is nearly tied, so that rounding changes no token."""
     rows = padded(prompts(*LENGTHS[batch]))
     output = tiny(label).generate(
-        **rows, max_new_tokens=STEPS, do_sample=False, output_logits=True,
-        return_dict_in_generate=True,
-    )  # fmt: skip
+        **rows, max_new_tokens=STEPS, do_sample=False, output_logits=True, return_dict_in_generate=True
+    )
     best = torch.stack(output.logits).topk(2).values
     tokens = output.sequences[:, rows["input_ids"].shape[1] :].tolist()
     assert (best[..., 0] - best[..., 1]).min() > 1e-4

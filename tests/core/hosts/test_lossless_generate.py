@@ -111,9 +111,8 @@ def test_sampled_tokens_are_full_attention_s_with_the_same_seed(label: str):
     never = SfiConfig(trigger_policy="never")
     torch.manual_seed(4)
     full = sfi_core.generate(
-        model, None, ROWS, never, policy="full-kv", max_new_tokens=STEPS, sampling=sampling,
-        stop_token_ids=(),
-    )  # fmt: skip
+        model, None, ROWS, never, policy="full-kv", max_new_tokens=STEPS, sampling=sampling, stop_token_ids=()
+    )
     tokens = []
     for seed in (4, 4, 5):
         torch.manual_seed(seed)

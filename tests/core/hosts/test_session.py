@@ -124,11 +124,7 @@ def test_row_of_nothing_but_padding_is_refused(model):
 
 def test_mask_of_four_dimensions_is_refused(model):
     with slow_fast(model, None, SMALL) as session, pytest.raises(ConfigError, match="two-dimens"):
-        model(
-            input_ids=torch.ones(1, 4).long(),
-            attention_mask=torch.ones(1, 1, 4, 4),
-            **{CACHE_NAME: session.cache()},
-        )
+        model(input_ids=torch.ones(1, 4).long(), attention_mask=torch.ones(1, 1, 4, 4), **{CACHE_NAME: session.cache()})
 
 
 def test_nested_use_on_one_model_is_refused_and_leaves_the_outer_one_working(model, expected):
@@ -191,8 +187,7 @@ def test_layer_that_does_not_route_is_refused_at_once(model, monkeypatch):
 
 def test_layer_that_does_not_update_its_cache_is_refused(model, monkeypatch):
     monkeypatch.setattr(
-        "sfi_core.hosts.transformers.attention.SfiLayer.update",
-        lambda self, key, value, *rest, **options: (key, value),
+        "sfi_core.hosts.transformers.attention.SfiLayer.update", lambda self, key, value, *rest, **options: (key, value)
     )
     with (
         slow_fast(model, None, SMALL),

@@ -26,9 +26,8 @@ def engine(budget: str = "1MB", page: int = 16, **options: Any) -> EngineOptions
 
 def complete(options: EngineOptions, config: SfiConfig = CONFIG, **others: Any) -> Any:
     return sfi_core.generate(
-        tiny("qwen3"), None, ROWS, config, engine=options, stop_token_ids=(),
-        **{"max_new_tokens": 4, **others},
-    )  # fmt: skip
+        tiny("qwen3"), None, ROWS, config, engine=options, stop_token_ids=(), **{"max_new_tokens": 4, **others}
+    )
 
 
 TOO_SMALL = (
@@ -85,9 +84,7 @@ def test_host_memory_that_does_not_hold_the_cache_is_refused(monkeypatch: pytest
     )
 
 
-def test_a_run_of_unknown_length_is_refused_where_it_outgrows_its_room(
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_a_run_of_unknown_length_is_refused_where_it_outgrows_its_room(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("sfi_core.hosts.transformers.session.UNKNOWN_CAPACITY", 4)
     model, ids = tiny("qwen3"), torch.tensor(ROWS)
 

@@ -99,9 +99,7 @@ def test_a_budget_changes_no_token_of_other_architectures(label: str, method: st
 
 
 @pytest.mark.parametrize(
-    ("method", "options"),
-    each_value(METHODS, [{"max_batch": 1}, {"prefill_chunk": 7}, {"max_batch": 2}]),
-    ids=str,
+    ("method", "options"), each_value(METHODS, [{"max_batch": 1}, {"prefill_chunk": 7}, {"max_batch": 2}]), ids=str
 )
 def test_neither_waiting_nor_chunks_change_a_token(method: str, options: dict[str, Any]):
     expected = tokens(complete(method, **options))
@@ -181,9 +179,7 @@ def beside(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize(
     ("method", "side", "options"),
     each_value(
-        BESIDE,
-        [Lazy, lambda: AnyTime(0), lambda: AnyTime(1)],
-        [{}, {"max_batch": 1, "max_new_tokens": [5, 9, 14]}],
+        BESIDE, [Lazy, lambda: AnyTime(0), lambda: AnyTime(1)], [{}, {"max_batch": 1, "max_new_tokens": [5, 9, 14]}]
     ),
 )
 def test_every_legal_schedule_gives_what_the_code_s_order_gives(
@@ -239,9 +235,7 @@ def test_observers_and_audits_change_nothing_and_add_up(method: str):
 def test_the_triton_backend_gives_the_tokens_of_its_whole_cache(monkeypatch: pytest.MonkeyPatch, method: str):
     """With the kernels' references: the next test runs the kernels."""
     use_references(monkeypatch)
-    options = {
-        "backend": "triton", "page": 16, "rows": prompts(90, 37), "changes": {"recent": 16},
-    }  # fmt: skip
+    options = {"backend": "triton", "page": 16, "rows": prompts(90, 37), "changes": {"recent": 16}}
     expected = tokens(complete(method, **options, page_size=16))
     assert tokens(complete(method, "500kB", **options)) == expected
 

@@ -121,9 +121,8 @@ def test_transformers_decodes_from_the_same_keys_as_ours(tiny_model, name, monke
     run_theirs(tiny_model, name, point, asked, prompts, lambda _: None)
     monkeypatch.undo()
     run_ours(
-        tiny_model, DecodeVariant("full-kv", "full-kv"), point, asked, prompts, stream(asked, 2, 96),
-        lambda _: None,
-    )  # fmt: skip
+        tiny_model, DecodeVariant("full-kv", "full-kv"), point, asked, prompts, stream(asked, 2, 96), lambda _: None
+    )
     pages = prompts.made_up.store.layers
     for layer, held in enumerate(seen["cache"].layers):
         torch.testing.assert_close(held.keys[:, :, :1499], pages[layer].key_PHND[:, :, :1499])
@@ -186,10 +185,7 @@ def byte_model(**changes):
 def test_rows_can_be_recomputed_by_hand():
     point, (full, sfi) = Point(100, 2), (DecodeVariant(one, one) for one in ("full-kv", "sfi"))
     runs = {
-        sfi: [
-            sample([0, 5, 6, 7, 10], ["fast", "mixed", "slow"]),
-            sample([0, 1, 2, 3, 4], ["fast", "mixed", "slow"]),
-        ],
+        sfi: [sample([0, 5, 6, 7, 10], ["fast", "mixed", "slow"]), sample([0, 1, 2, 3, 4], ["fast", "mixed", "slow"])],
         full: [sample([0, 2, 4, 6, 8], ["slow"] * 3)],
         DecodeVariant(BASELINES[0]): [sample([0, 4, 8, 12, 16], ["slow"] * 3)],
         DecodeVariant(BASELINES[1]): [sample([0, 3, 6, 9, 12], ["slow"] * 3)],
@@ -261,12 +257,9 @@ def test_what_does_not_fit_is_a_row_of_its_own_with_the_batch_that_fits(tiny_mod
         *((8, name) for name in ("sfi", "full-kv")),
     ]
     assert result.skipped == [
-        {
-            "policy": name, "context": 128, "batch": 8, "needed_bytes": 8000, "free_bytes": 5500,
-            "largest_batch": 5,
-        }
+        {"policy": name, "context": 128, "batch": 8, "needed_bytes": 8000, "free_bytes": 5500, "largest_batch": 5}
         for name in BASELINES
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.parametrize(

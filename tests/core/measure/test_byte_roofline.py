@@ -76,8 +76,7 @@ def test_weights_that_a_step_reads_grow_with_the_batch_of_a_mixture_only(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "context", "batch", "dense", "fast", "dense_rate", "rate", "speedup", "synchronized"),
-    T4,
+    ("name", "context", "batch", "dense", "fast", "dense_rate", "rate", "speedup", "synchronized"), T4
 )
 def test_forecasts_are_those_of_the_notes(name, context, batch, dense, fast, dense_rate, rate, speedup, synchronized):
     full, sfi = forecast(name, context * 1024, batch)["rows"]

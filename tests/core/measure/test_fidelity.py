@@ -167,10 +167,7 @@ def test_a_summary_leaves_out_step_0_which_no_policy_touches():
 
 def test_steps_are_grouped_by_their_place_in_the_sentence():
     rows = made().by_sentence_position()
-    assert [(row["position"], row["steps"], row["kl"]) for row in rows] == [
-        ("0", 1, 1.0),
-        ("2-3", 2, 4.0),
-    ]
+    assert [(row["position"], row["steps"], row["kl"]) for row in rows] == [("0", 1, 1.0), ("2-3", 2, 4.0)]
     assert [row["slow_rate"] for row in rows] == [1.0, 0.0]
     late = made()
     late.in_sentence = [0, 31, 32, 500]

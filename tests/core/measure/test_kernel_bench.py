@@ -66,10 +66,7 @@ def test_a_sweep_of_a_short_context_leaves_out_what_cannot_be():
         ({"retentions": (1.01,)}, "retention must be in (0, 1], got 1.01"),
         ({"retentions": (float("nan"),)}, "retention must be in (0, 1], got nan"),
         ({"retentions": (0.0158,)}, "retention must be at least 0.01593 at a context of 16384"),
-        (
-            {"context": 260},
-            "context must be at least 261 (4 sink, 256 recent and 1 selected token)",
-        ),
+        ({"context": 260}, "context must be at least 261 (4 sink, 256 recent and 1 selected token)"),
         ({"ops": ("fsat",)}, "unknown op 'fsat'; expected one of ('fast', "),
         ({"dtype": "int8"}, "unknown dtype 'int8'; expected one of ('auto', "),
         ({"batch": 0}, "batch must be positive, got 0"),
@@ -263,9 +260,7 @@ def test_ctrl_c_keeps_the_times_so_far(clock):
     clock.stop_at = 4 + 2
     result = run_bench(settings, "torch", CPU)
     assert result.interrupted
-    assert {row["op"]: row["repeats"] for row in result.rows()} == {
-        "dense": 2, "dense.sdpa": 2, "fast": 1,
-    }  # fmt: skip
+    assert {row["op"]: row["repeats"] for row in result.rows()} == {"dense": 2, "dense.sdpa": 2, "fast": 1}
     clock.order, clock.stop_at = [], 0
     assert run_bench(settings, "torch", CPU).rows() == []
 

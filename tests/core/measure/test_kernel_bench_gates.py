@@ -13,14 +13,7 @@ from sfi_core.measure.kernel_bench import (
     step_variants,
     variants,
 )
-from sfi_core.measure.kernel_bench.data import (
-    allowed,
-    evidence_logits,
-    layer_data,
-    norms,
-    scores,
-    select,
-)
+from sfi_core.measure.kernel_bench.data import allowed, evidence_logits, layer_data, norms, scores, select
 from sfi_core.measure.kernel_bench.key_code_variants import draw_basis
 from sfi_core.measure.kernel_bench.variants import KernelVariants
 from sfi_core.settings.parts import SelectorConfig
@@ -174,9 +167,7 @@ def test_a_verification_that_mixes_up_its_queries_is_red(monkeypatch, mistake: s
 
     data = layer_data(settings, CPU, one_page=True)
     ours = [*step_variants.verify_variants(settings, data, "torch")]
-    assert [one.form for one in ours] == [
-        "1 query", "5 queries", "8 queries", "9 queries", "17 queries",
-    ]  # fmt: skip
+    assert [one.form for one in ours] == ["1 query", "5 queries", "8 queries", "9 queries", "17 queries"]
     assert max(one.error() for one in ours) <= 1
     monkeypatch.setattr(step_variants, "decode_attention", Mixed())
     wrong = [*step_variants.verify_variants(settings, data, "torch")]

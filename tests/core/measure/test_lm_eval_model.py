@@ -33,11 +33,7 @@ QUESTIONS = [
     {"q": f"{STORY} Tamvex stole a", "choices": ["red lantern", "blue kettle near", "map"], "a": 1},
     {"q": f"{STORY} Later, Jorash kept", "choices": ["a tiny", "a huge umbrella"], "a": 0},
 ]
-PROMPTS = [
-    {"q": STORY, "a": "x"},
-    {"q": f"{STORY} Nearby, Tamvex", "a": "x"},
-    {"q": "Later,", "a": "x"},
-]
+PROMPTS = [{"q": STORY, "a": "x"}, {"q": f"{STORY} Nearby, Tamvex", "a": "x"}, {"q": "Later,", "a": "x"}]
 METRICS = "metric_list: [{metric: acc}, {metric: acc_norm}]\n"
 COMMON = """task: {name}
 dataset_path: json

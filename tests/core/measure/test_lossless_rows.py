@@ -19,9 +19,8 @@ SIZES = (Size(budget=24, recent=16),)
 
 def grid_of(*methods, seeds=(0, 1)):
     return TaskGrid(
-        methods=tuple(map(Method.parse, methods)), sizes=SIZES, tasks=("bundled-recall-1",), lengths=(160,),
-        seeds=seeds,
-    )  # fmt: skip
+        methods=tuple(map(Method.parse, methods)), sizes=SIZES, tasks=("bundled-recall-1",), lengths=(160,), seeds=seeds
+    )
 
 
 def test_lossless_is_a_setting_of_a_method_and_none_of_its_policy():

@@ -66,8 +66,7 @@ def test_mistakes_are_named(text, message):
 
 
 @pytest.mark.parametrize(
-    ("share", "context", "sizes"),
-    [(0.1, 4096, (4, 277, 128)), (0.05, 1024, (4, 22, 25)), (1.0, 4096, (4, 3964, 128))],
+    ("share", "context", "sizes"), [(0.1, 4096, (4, 277, 128)), (0.05, 1024, (4, 22, 25)), (1.0, 4096, (4, 3964, 128))]
 )
 def test_a_share_is_sink_and_recent_and_selected_tokens(share, context, sizes):
     found = at_share(SfiConfig().replace(recent=128), context, share)

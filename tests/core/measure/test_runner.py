@@ -128,10 +128,7 @@ def test_ctrl_c_ends_the_run_between_rows(loaded, monkeypatch):
     ("length", "message"),
     [
         (2000, "length must be at most the model's 1024 positions, got 2000"),
-        (
-            1024,
-            "task 'niah-single' of length 1024 must fit the model's 1024 positions, got 10.. prompt and",
-        ),
+        (1024, "task 'niah-single' of length 1024 must fit the model's 1024 positions, got 10.. prompt and"),
     ],
 )
 def test_a_context_beyond_the_model_is_refused_at_once(loaded, length, message):

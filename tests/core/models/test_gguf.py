@@ -45,9 +45,7 @@ def write(model: Any, tiny_tokenizer: Any) -> Callable[..., Path]:
     """Return what writes the tiny Llama as a GGUF file."""
 
     def written(path: Path, *, edit: Edit | None = None, **changed: Any) -> Path:
-        facts = {
-            "architecture": "llama", "pre": "smollm", "kind": "gpt2", "drop": "none", **changed,
-        }  # fmt: skip
+        facts = {"architecture": "llama", "pre": "smollm", "kind": "gpt2", "drop": "none", **changed}
         writer = gguf.GGUFWriter(path, facts["architecture"])
         _write_config(writer, model.config)
         _write_tokenizer(writer, tiny_tokenizer, facts["kind"], facts["pre"])
@@ -241,8 +239,7 @@ def test_a_file_is_not_split_over_ranks(file: Path, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("missing", ["gguf", "accelerate"])
 def test_a_package_that_is_missing_is_named(missing: str, file: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(
-        "sfi_core.models.gguf_file.find_spec",
-        lambda name: None if name == missing else find_spec(name),
+        "sfi_core.models.gguf_file.find_spec", lambda name: None if name == missing else find_spec(name)
     )
     assert refusal(BackendError, str(file)) == (
         f"GGUF files need {missing}, which is not installed; pip install 'sfi-toolkit[gguf]'"

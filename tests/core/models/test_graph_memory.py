@@ -13,14 +13,7 @@ from sfi_core.machine import memory
 from sfi_core.measure.bench.architectures import empty_model, random_config
 from sfi_core.measure.bench.byte_roofline import forecast_document
 from sfi_core.measure.bench.settings import DecodeSettings
-from sfi_core.models.memory_need import (
-    CPU_SLACK,
-    GRAPH_BYTES,
-    LIBRARY_BYTES,
-    check_fits,
-    forecast,
-    step_sizes,
-)
+from sfi_core.models.memory_need import CPU_SLACK, GRAPH_BYTES, LIBRARY_BYTES, check_fits, forecast, step_sizes
 from sfi_core.settings.config import SfiConfig
 from sfi_core.settings.engine import EngineOptions
 from sfi_core.state.layer_shape import LayerShape

@@ -59,8 +59,7 @@ def test_wide_products_are_rounded_once(shape: tuple[int, ...], dtype: torch.dty
 
 @fbgemm
 @pytest.mark.parametrize(
-    ("shape", "dtype", "bias"),
-    each_value([(MANY, 40), (3, 40), (1, 1, 40), (0, 40)], linear.HALVES, [True, False]),
+    ("shape", "dtype", "bias"), each_value([(MANY, 40), (3, 40), (1, 1, 40), (0, 40)], linear.HALVES, [True, False])
 )
 def test_packed_products_are_rounded_once(shape: tuple[int, ...], dtype: torch.dtype, *, bias: bool):
     one, rows = layer(dtype, bias=bias), torch.randn(shape).to(dtype)

@@ -82,9 +82,7 @@ SAMPLED = Sampling(do_sample=True, temperature=0.7, top_k=50, top_p=0.9, min_p=0
 
 
 @pytest.mark.parametrize(
-    ("observers", "sampling"),
-    [([], None), ([Compares()], SAMPLED)],
-    ids=["alone, greedy", "compared, sampled"],
+    ("observers", "sampling"), [([], None), ([Compares()], SAMPLED)], ids=["alone, greedy", "compared, sampled"]
 )
 def test_the_forecast_covers_what_a_lossless_run_holds(observers: list[Observer], sampling: Sampling | None):
     """A plain run's forecast does not; and where tokens are drawn, the lossless one is not far above."""
@@ -119,11 +117,10 @@ def test_sliding_windows_are_held_twice(tiny_model: Any):
     drafting = Drafting(tested=5, together=10, compares=True, explicit=True)
     plain, lossless = (
         forecast(
-            tiny_model, [full, sliding], CONFIG, selects=True, batch=1, prompt_tokens=30,
-            capacity=40, drafting=one,
+            tiny_model, [full, sliding], CONFIG, selects=True, batch=1, prompt_tokens=30, capacity=40, drafting=one
         )
         for one in (None, drafting)
-    )  # fmt: skip
+    )
     assert lossless.sliding_bytes == 2 * plain.sliding_bytes
     grown = lossless.workspace_bytes - drafting.kept_bytes(batch=1, vocabulary=96, itemsize=4)
     assert grown >= CPU_SLACK * drafting.pass_bytes(batch=1, vocabulary=96, itemsize=4, heads=4, grouped=2, capacity=40)

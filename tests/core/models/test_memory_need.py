@@ -114,10 +114,7 @@ def test_the_forecast_is_what_a_run_allocates(tiny_model: Any, policy: str, opti
     model = copy.deepcopy(tiny_model).to(dtype)
     with sfi_core.slow_fast(model, None, **{"config": CONFIG, "policy": policy, **options}) as session:
         expected = session.forecast(3, 30, 40)
-        batch = {
-            "input_ids": torch.arange(90).view(3, 30),
-            "attention_mask": torch.ones(3, 30).long(),
-        }
+        batch = {"input_ids": torch.arange(90).view(3, 30), "attention_mask": torch.ones(3, 30).long()}
         greedy = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
         model.generate(**batch, **greedy, max_new_tokens=10)
         pages, segments = session.run.store.layers.values(), session.run.segments.values()
@@ -142,9 +139,8 @@ def need(**numbers: int) -> Forecast:
 def test_a_run_that_does_not_fit_is_refused_with_the_numbers(free: Any):
     free(3_000_000)
     expected = need(
-        resident=9_000_000_000, kv=2_000_000_000, norm=500_000_000, packed=250_000_000,
-        workspace=1_000_000_000,
-    )  # fmt: skip
+        resident=9_000_000_000, kv=2_000_000_000, norm=500_000_000, packed=250_000_000, workspace=1_000_000_000
+    )
     with pytest.raises(MemoryForecastError) as caught:
         check_fits(expected, CPU)
     assert str(caught.value) == (
@@ -162,8 +158,7 @@ def test_the_advice_is_what_would_help_most(free: Any):
 
 
 @pytest.mark.parametrize(
-    ("device", "two_tier", "named"),
-    [("cuda", False, True), ("cuda", True, False), ("cpu", False, False)],
+    ("device", "two_tier", "named"), [("cuda", False, True), ("cuda", True, False), ("cpu", False, False)]
 )
 def test_a_cache_that_does_not_fit_a_gpu_can_go_to_the_host(
     monkeypatch: pytest.MonkeyPatch, device: str, two_tier: bool, named: bool

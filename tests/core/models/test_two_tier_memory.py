@@ -7,11 +7,7 @@ from typing import Any
 import pytest
 
 from sfi_core.errors import ConfigError
-from sfi_core.models.two_tier_memory import (
-    check_device_budget,
-    ring_pages,
-    two_tier_bytes,
-)
+from sfi_core.models.two_tier_memory import check_device_budget, ring_pages, two_tier_bytes
 from sfi_core.policies.page_bounds import extremes_bytes
 from sfi_core.settings.config import SfiConfig
 from sfi_core.settings.device_budget import DeviceBudget
@@ -22,9 +18,7 @@ NARROW = LayerShape(heads=2, key_width=4, value_width=4, itemsize=2)
 SLIDING = LayerShape(heads=4, key_width=8, value_width=6, itemsize=2, window=5)
 LAYERS = (WIDE, SLIDING, NARROW)
 CONFIG = SfiConfig(sink=3, budget=10, recent=7)
-SIZES: dict[str, Any] = {
-    "batch": 2, "capacity": 101, "page": 8, "longest_recent": 20, "selects": True,
-}  # fmt: skip
+SIZES: dict[str, Any] = {"batch": 2, "capacity": 101, "page": 8, "longest_recent": 20, "selects": True}
 
 
 def of(layers=LAYERS, config=CONFIG, **changes):

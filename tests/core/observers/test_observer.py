@@ -81,8 +81,7 @@ class Everything(NullObserver):
 
 
 @pytest.mark.parametrize(
-    ("observer", "wanted"),
-    [(NullObserver(), False), (RecordingObserver(), True), (Everything(), True)],
+    ("observer", "wanted"), [(NullObserver(), False), (RecordingObserver(), True), (Everything(), True)]
 )
 def test_what_an_observer_overrides_is_what_it_wants(observer: NullObserver, wanted: bool):
     assert wants(observer, SelectionEvent) is wanted

@@ -129,9 +129,8 @@ def test_quest_looks_at_a_full_page_once():
 
 def run(model: Any, policy: str, config: SfiConfig = CONFIG, **options: Any) -> Any:
     return sfi_core.generate(
-        model, None, [list(range(PROMPT))], config, policy=policy, max_new_tokens=12,
-        stop_token_ids=(), **options,
-    ).report  # fmt: skip
+        model, None, [list(range(PROMPT))], config, policy=policy, max_new_tokens=12, stop_token_ids=(), **options
+    ).report
 
 
 # controls -----------------------------------------------------------------------------------------
@@ -143,11 +142,7 @@ def test_random_k_draws_differ_between_steps_layers_and_seeds():
     draws = {
         str(chosen(make("random-k", CONFIG.replace(trigger_seed=seed)).select_after(one).index_BHK))
         for seed in (0, 1)
-        for one in (
-            layer,
-            replace(layer, layer=1),
-            replace(layer, states=(replace(state, step=7),)),
-        )
+        for one in (layer, replace(layer, layer=1), replace(layer, states=(replace(state, step=7),)))
     }
     assert len(draws) == 6
 

@@ -9,16 +9,7 @@ import torch
 
 from sfi_core.errors import ConfigError
 from sfi_core.settings.config import SfiConfig
-from tests.watched import (
-    LAYERS,
-    H,
-    Seen,
-    Watched,
-    assert_reads_counted,
-    best_of,
-    prompt_of,
-    watched,
-)
+from tests.watched import LAYERS, H, Seen, Watched, assert_reads_counted, best_of, prompt_of, watched
 
 SINK, RECENT, BUDGET, PAGE, NEW = 2, 5, 10, 4, 12
 SOME = 0.3  # a threshold under which some cosines of a random model lie
@@ -111,10 +102,7 @@ def test_the_first_layer_is_left_dense_unless_it_is_not_to_be():
     for now in found.seen[0, 0]:
         now.assert_read([range(now.tokens)] * H)
     assert {event.layer for event in found.observer.selections} == {1}
-    assert {event.layer for event in run(SOME, first_layer_dense=False).observer.selections} == {
-        0,
-        1,
-    }
+    assert {event.layer for event in run(SOME, first_layer_dense=False).observer.selections} == {0, 1}
 
 
 def test_events_say_which_heads_were_corrected_and_what_was_selected_ahead():

@@ -281,9 +281,7 @@ def test_who_listens_to_selections_gets_their_diagnostics(
     heard = set()
     select_after = POLICIES["sfi"].select_after
     monkeypatch.setattr(
-        POLICIES["sfi"],
-        "select_after",
-        lambda self, c: heard.add(c.wants_diagnostics) or select_after(self, c),
+        POLICIES["sfi"], "select_after", lambda self, c: heard.add(c.wants_diagnostics) or select_after(self, c)
     )
     watch = [RecordingObserver()] if observed else []
     sfi_core.generate(tiny_model, None, PROMPTS, CONFIG, max_new_tokens=2, observers=watch)

@@ -17,24 +17,13 @@ from sfi_core.settings.config import SfiConfig
 from sfi_core.state.request import RequestState
 from sfi_core.triggers.trigger import Trigger
 from tests.fakes import layer_context
-from tests.watched import (
-    LAYERS,
-    H,
-    Seen,
-    Watched,
-    assert_reads_counted,
-    best_of,
-    prompt_of,
-    watched,
-)
+from tests.watched import LAYERS, H, Seen, Watched, assert_reads_counted, best_of, prompt_of, watched
 
 SINK, RECENT, BUDGET, STRIDE, NEW = 2, 5, 10, 3, 12
 PROMPTS = [prompt_of(length) for length in (41, 10, 7, 1)]
 LEADERS = {0: (2, 1, 2, 1), 1: (1, 1, 1, 3)}
 CLUSTERS = HeadClusters(
-    model_digest="",
-    cluster_of={0: (0, 1, 0, 1), 1: (0, 0, 0, 1)},
-    representatives={0: (2, 1), 1: (1, 3)},
+    model_digest="", cluster_of={0: (0, 1, 0, 1), 1: (0, 0, 0, 1)}, representatives={0: (2, 1), 1: (1, 3)}
 )
 CONFIG = SfiConfig(slow_start=1, min_gap=0, span=0, sink=SINK, recent=RECENT, budget=BUDGET, trigger_policy="never")
 KINDS = [("dense", 0.5), ("sparse", 0.5), ("dense", 0.0), ("sparse", 1.0), ("sparse", 0.9)]

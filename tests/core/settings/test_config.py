@@ -17,24 +17,12 @@ OPEN = {"alpha": 0.5, "gamma": 0.5, "power": 1.8, "eta": 0.4, "radius": 16, "tem
 PAPER_SELECTOR = OPEN | {"lambda_clip": 0.02, "alpha_soft": 0.5, "alpha_cross": 0.35}
 PAPER_SELECTOR |= {"beta": pytest.approx(-math.log(0.6) / 0.9)}
 PAPER = {"sink": 4, "recent": 256, "recent_mode": "sliding", "budget": 2048, "granularity": "token"}
-PAPER |= {
-    "page_size": 16,
-    "t_max": 64,
-    "min_gap": 0,
-    "trigger_delay": 0,
-    "slow_start": 1,
-    "span": 0,
-}
+PAPER |= {"page_size": 16, "t_max": 64, "min_gap": 0, "trigger_delay": 0, "slow_start": 1, "span": 0}
 PAPER |= {"trigger_policy": "boundary", "triggers": (".", "?", "!", ";", "\n")}
 PAPER |= {"trigger_token_ids": None, "window_prefill": 16, "dense_layers": ()}
 DEFAULT = {"recent_mode": "anchored", "min_gap": 4, "trigger_delay": 1, "slow_start": 2, "span": 10}
 RELEASED = {"budget": 1568, "min_gap": 16, "trigger_delay": 1, "triggers": (".", "?", "!")}
-RELEASED |= {
-    "lambda_clip": 0.25,
-    "alpha_soft": 1.0,
-    "alpha_cross": 0.85,
-    "eta": pytest.approx(0.28),
-}
+RELEASED |= {"lambda_clip": 0.25, "alpha_soft": 1.0, "alpha_cross": 0.85, "eta": pytest.approx(0.28)}
 RELEASED |= {"beta": pytest.approx(-0.7 * math.log(0.6) / 0.9)}  # Eq. 11 to the power of 0.7
 
 # what triggers other than the paper's look at
@@ -64,8 +52,7 @@ def test_a_preset_has_its_documented_values(preset: str, changes: dict):
 
 
 @pytest.mark.parametrize(
-    ("preset", "kept", "tau"),
-    [("freekv-long-input", 128, 0.8), ("freekv-long-generation", 512, 0.9)],
+    ("preset", "kept", "tau"), [("freekv-long-input", 128, 0.8), ("freekv-long-generation", 512, 0.9)]
 )
 def test_freekv_s_scenarios_have_a_budget_of_2048_tokens(preset: str, kept: int, tau: float):
     """FreeKV, Sec. 5.1: B = 2048, S and W of 128 or 512, tau of 0.8 or 0.9, pages of 32."""

@@ -72,8 +72,7 @@ def test_a_trigger_is_named_when_both_are_due():
 
 
 @pytest.mark.parametrize(
-    ("gap", "expected"),
-    [(0, [3, 4, 6, 9]), (1, [3, 4, 6, 9]), (2, [3, 6, 9]), (4, [4, 9]), (5, [6]), (10, [])],
+    ("gap", "expected"), [(0, [3, 4, 6, 9]), (1, [3, 4, 6, 9]), (2, [3, 6, 9]), (4, [4, 9]), (5, [6]), (10, [])]
 )
 def test_a_trigger_too_soon_after_a_slow_step_is_dropped(gap: int, expected: list[int]):
     """Steps 3, 4, 6 and 9 follow a boundary token, step 0 is slow; a dropped trigger never comes back."""

@@ -30,11 +30,7 @@ class Arrays:
     read: Callable[[str], Any]
 
     def array(
-        self,
-        name: str,
-        kinds: str,
-        dimensions: tuple[int, ...],
-        part: Callable[[Any], Any] = lambda whole: whole,
+        self, name: str, kinds: str, dimensions: tuple[int, ...], part: Callable[[Any], Any] = lambda whole: whole
     ) -> Array:
         """Return an array, floating-point tensors as float32.
 
@@ -98,9 +94,7 @@ def open_arrays(path: Path) -> Iterator[Arrays]:
 @contextmanager
 def readable(path: Path) -> Iterator[None]:
     """Turn the exceptions that libraries raise for a damaged file into one `InputError`."""
-    damaged = (
-        OSError, EOFError, ValueError, KeyError, RuntimeError, TypeError, IndexError, OverflowError,
-    )  # fmt: skip
+    damaged = (OSError, EOFError, ValueError, KeyError, RuntimeError, TypeError, IndexError, OverflowError)
     try:
         yield
     except FileNotFoundError as error:

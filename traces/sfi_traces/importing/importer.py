@@ -108,13 +108,7 @@ def _new_trace(folder: Path, *, force: bool) -> Iterator[Path]:
             folder.rmdir()
 
 
-def _write(
-    source: Source,
-    folder: Path,
-    manifest: dict[str, Any],
-    text: TokenText | None,
-    progress: Progress,
-) -> None:
+def _write(source: Source, folder: Path, manifest: dict[str, Any], text: TokenText | None, progress: Progress) -> None:
     header, parts = source.header, PartFiles(folder, file_metadata(manifest))
     tables = TraceTables(parts, header, frozenset(manifest["trigger_token_ids"]), text)
     for step in source.steps():

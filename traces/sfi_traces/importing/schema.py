@@ -27,9 +27,7 @@ COMMON = (
 SELECTIONS = ("positions", "blocks", "block_size", "layers", "mass", "scores")
 ATTENTION = ("kv_heads",)  # besides `attention.PASS.LAYER`, or the nested `attentions`
 # a Parquet file's columns, and the keys of its metadata, whose values are JSON
-COLUMNS = (
-    "request", "step", "layer", "head", "positions", "blocks", "mass", "scores", "token_id", "token_text",
-)  # fmt: skip
+COLUMNS = ("request", "step", "layer", "head", "positions", "blocks", "mass", "scores", "token_id", "token_text")
 METADATA = (
     VERSION_NAME, "prompt_token_ids", "prompt_tokens", "prompt_token_texts", "block_size",
     "trigger_token_ids", "model",

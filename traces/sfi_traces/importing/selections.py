@@ -9,13 +9,7 @@ import numpy.typing as npt
 
 from sfi_core.errors import ConfigError, InputError
 from sfi_traces.importing.arrays import Arrays
-from sfi_traces.importing.checks import (
-    Where,
-    checked_mass,
-    positions_of_blocks,
-    sorted_positions,
-    strongest,
-)
+from sfi_traces.importing.checks import Where, checked_mass, positions_of_blocks, sorted_positions, strongest
 from sfi_traces.importing.schema import (
     COMMON,
     LAYERS,

@@ -47,12 +47,7 @@ class TraceTables:
         self._add("steps", 1, self._step_row(one))
         self._sentence += one.token_id in self._triggers
         change = self._sets.replace(np.arange(len(self._layer_U)), one.index_UK)
-        key = {
-            "request": one.request,
-            "step": one.step,
-            "layer": self._layer_U,
-            "head": self._head_U,
-        }
+        key = {"request": one.request, "step": one.step, "layer": self._layer_U, "head": self._head_U}
         known_UK = one.index_UK >= 0
         positions = Lists.of(one.index_UK, known_UK)
         supports = {

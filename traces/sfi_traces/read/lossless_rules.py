@@ -7,10 +7,7 @@ from typing import Any
 from sfi_core.settings.config import SfiConfig
 from sfi_traces.model.trace import Trace
 
-COLUMNS = [
-    "request", "step", "token_id", "slow", "reason", "context_tokens", "batch_step", "drafted",
-    "draft_token_id",
-]  # fmt: skip
+COLUMNS = ["request", "step", "token_id", "slow", "reason", "context_tokens", "batch_step", "drafted", "draft_token_id"]
 REJECTED = "rejected"  # the reason of a verification right after one that rejected a token
 
 Row = dict[str, Any]

@@ -10,10 +10,7 @@ from sfi_core.triggers.trigger import Trigger
 from sfi_traces.model.trace import Trace
 from sfi_traces.read.lossless_rules import REJECTED
 
-COLUMNS = [
-    "request", "step", "token_id", "slow", "reason", "sentence", "trigger", "context_tokens",
-    "draft_token_id",
-]  # fmt: skip
+COLUMNS = ["request", "step", "token_id", "slow", "reason", "sentence", "trigger", "context_tokens", "draft_token_id"]
 # a server's reasons: no slot is free; the cache was taken away and filled anew
 SERVED = ("dense", "resumed")
 DRAFTS = ("limit", "stop", "room")  # a lossless run's own reasons to verify

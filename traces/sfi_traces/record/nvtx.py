@@ -13,13 +13,7 @@ DOMAIN = "sfi"
 Array = npt.NDArray[Any]
 RUN = np.dtype([("batch", np.int32)])
 STEP = np.dtype(  # slow and fast: requests; moved_bytes: bytes of K and V that attention will read
-    [
-        ("step", np.int32),
-        ("slow", np.int32),
-        ("fast", np.int32),
-        ("cached_tokens", np.int32),
-        ("moved_bytes", np.int64),
-    ]
+    [("step", np.int32), ("slow", np.int32), ("fast", np.int32), ("cached_tokens", np.int32), ("moved_bytes", np.int64)]
 )
 SPAN = np.dtype([("step", np.int32), ("layer", np.int32)])  # layer -1: outside of layers
 GREEN, RED, AMBER, BLUE = 0xFF2E9E5B, 0xFFD1495B, 0xFFEDAE49, 0xFF3A7CA5

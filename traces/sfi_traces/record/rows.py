@@ -29,9 +29,7 @@ from sfi_traces.schema import TABLES
 
 Array = npt.NDArray[Any]
 Place = tuple[int, int]  # request, layer
-DIAGNOSTICS = (
-    "lambda_star", "evidence_norm2", "evidence_dot_prior", "prior_norm2", "evidence_entropy", "query_cosine",
-)  # fmt: skip
+DIAGNOSTICS = ("lambda_star", "evidence_norm2", "evidence_dot_prior", "prior_norm2", "evidence_entropy", "query_cosine")
 # columns of supports whose tensors have other names
 OTHER_NAMES = {"retained_mass": "retained_H", "retained_mass_min": "retained_min_H"}
 
@@ -46,14 +44,7 @@ class TraceRows:
         not_replayed: Why steps were not replayed though graphs were on.
     """
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        *,
-        positions: bool,
-        redact_text: bool,
-        offset_us: float = 0.0,
-    ) -> None:
+    def __init__(self, tokenizer: Any, *, positions: bool, redact_text: bool, offset_us: float = 0.0) -> None:
         """Start with empty tables; `offset_us` is when the spans' clock began in the run."""
         self.tables = {name: TableBuffer(schema) for name, schema in TABLES.items()}
         self.prompts: list[dict[str, Any]] = []
@@ -142,11 +133,7 @@ class TraceRows:
         self._add("verifications", event)
 
     def on_selection(
-        self,
-        event: SelectionEvent,
-        index_HK: Array,
-        heads_H: Array | None = None,
-        **diagnostics: Array,
+        self, event: SelectionEvent, index_HK: Array, heads_H: Array | None = None, **diagnostics: Array
     ) -> None:
         """Add a selection; an empty one without diagnostics (a policy that never selects) adds no rows."""
         H = len(index_HK)
@@ -172,12 +159,7 @@ class TraceRows:
         self._add("recalls", event, rows=rows, bytes=rows * event.row_bytes)
 
     def on_audit(
-        self,
-        event: AuditEvent,
-        index_HK: Array,
-        mass_HK: Array,
-        read_HK: Array | None = None,
-        **of_heads: Array,
+        self, event: AuditEvent, index_HK: Array, mass_HK: Array, read_HK: Array | None = None, **of_heads: Array
     ) -> None:
         """Add one layer of an audited step; a column `name` is null without a tensor `name_H`."""
         place = (event.request, event.layer)

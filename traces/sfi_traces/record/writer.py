@@ -107,11 +107,7 @@ class TraceWriter:
         return time.monotonic() - self._began
 
     def _flush(self) -> None:
-        known = {
-            "prompts": self._rows.prompts,
-            "graphs": self._rows.graphs,
-            "not_replayed": self._rows.not_replayed,
-        }
+        known = {"prompts": self._rows.prompts, "graphs": self._rows.graphs, "not_replayed": self._rows.not_replayed}
         if any(self._manifest[name] != value for name, value in known.items()):
             self._manifest |= known | {"prompts": [dict(prompt) for prompt in self._rows.prompts]}
             write_manifest(self._folder, self._manifest)

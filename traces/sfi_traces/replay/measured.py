@@ -83,10 +83,7 @@ def compare_steps(recorded: Sequence[Supports], trace: Trace, real: Trace, *, ba
             for name in ("lower_NU", "upper_NU", "overlap_NU")
         }
         request = Compared(
-            request=supports.request,
-            steps=common,
-            recorded_steps=supports.steps,
-            measured_steps=own.num_rows,
+            request=supports.request, steps=common, recorded_steps=supports.steps, measured_steps=own.num_rows
         )
         compared.append((replace(prediction, **known), measurement, request))
     return compared

@@ -128,11 +128,7 @@ def least(name: str, values: Iterable[tuple[Any, Floats]]) -> dict[str, Any] | N
     for one, value_NU in values:
         if not np.isnan(value_NU).all():
             step, unit = np.unravel_index(int(np.nanargmin(value_NU)), value_NU.shape)
-            place = {
-                "step": int(step),
-                "layer": int(one.layer_U[unit]),
-                "head": int(one.head_U[unit]),
-            }
+            place = {"step": int(step), "layer": int(one.layer_U[unit]), "head": int(one.head_U[unit])}
             found.append({name: float(value_NU[step, unit]), "request": one.request, **place})
     return min(found, key=lambda place: place[name], default=None)
 

@@ -101,9 +101,7 @@ def grid(
         for values in product(*axes.values()):
             changes = dict(zip(axes, values, strict=True))
             setting = Setting(
-                config=base.config.replace(trigger_policy=policy, **changes),
-                trigger_token_ids=ids,
-                triggers=name,
+                config=base.config.replace(trigger_policy=policy, **changes), trigger_token_ids=ids, triggers=name
             )
             found.setdefault(setting.key, setting)
     return list(found.values())

@@ -31,11 +31,7 @@ def cards(summary: Row) -> list[Card]:
     steps, lossless = summary["steps"], summary["lossless"]
     reasons = ", ".join(f"{count:,} {reason}" for reason, count in steps["reasons"].items())
     found = [
-        Card(
-            "Slow steps",
-            _percent(steps["slow_share"], 1),
-            f"{steps['slow']:,} of {steps['steps']:,}: {reasons}",
-        ),
+        Card("Slow steps", _percent(steps["slow_share"], 1), f"{steps['slow']:,} of {steps['steps']:,}: {reasons}"),
         Card(
             "Cache read",
             _percent(steps["read_ratio"], 1),

@@ -165,12 +165,7 @@ def _grouped(table: pa.Table) -> Iterator[tuple[tuple[int, int], Group]]:
 
 
 def _strongest(
-    position: np.ndarray,
-    mass: np.ndarray,
-    missed: np.ndarray,
-    heads: int,
-    per_cell: int,
-    cells: int,
+    position: np.ndarray, mass: np.ndarray, missed: np.ndarray, heads: int, per_cell: int, cells: int
 ) -> np.ndarray:
     cell = position // per_cell
     inside = cell < cells

@@ -13,9 +13,8 @@ def page(template: str, scripts: Sequence[str], **values: Any) -> str:
     from plotly.offline import get_plotlyjs  # noqa: PLC0415 - an extra
 
     environment = Environment(
-        loader=FileSystemLoader(HERE), autoescape=True, undefined=StrictUndefined,
-        trim_blocks=True, lstrip_blocks=True,
-    )  # fmt: skip
+        loader=FileSystemLoader(HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
     return environment.get_template(template).render(
         **values,
         style=(HERE / "page.css").read_text(encoding="utf-8"),

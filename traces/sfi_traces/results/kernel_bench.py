@@ -79,10 +79,7 @@ def _draw_speedups(axes: Any, rows: list[dict[str, Any]]) -> None:
 
 
 def _draw_bandwidth(axes: Any, document: dict[str, Any]) -> None:
-    for op, label, color in (
-        ("fast", "fast", "tab:blue"),
-        ("fast.gather", "fast, gathered in place", "tab:purple"),
-    ):
+    for op, label, color in (("fast", "fast", "tab:blue"), ("fast.gather", "fast, gathered in place", "tab:purple")):
         points = sorted((100 * row["retention"], row["gb_per_s"]) for row in document["rows"] if row["op"] == op)
         if points:
             axes.plot(*zip(*points, strict=True), marker="o", color=color, label=label)

@@ -12,13 +12,7 @@ from sfi_traces.summary.query_cosine import query_cosine
 from sfi_traces.summary.scope import Scope
 from sfi_traces.summary.similarity import head_similarity, over_time
 from sfi_traces.summary.speed import batch_reads, break_even, latency, phases
-from sfi_traces.summary.supports import (
-    audit_facts,
-    logits_facts,
-    overlap_by_lag,
-    selection_facts,
-    stability,
-)
+from sfi_traces.summary.supports import audit_facts, logits_facts, overlap_by_lag, selection_facts, stability
 
 SECTIONS: dict[str, Callable[[Scope], Any]] = {  # in the document's order
     "run": run_facts,

@@ -52,10 +52,7 @@ def overlap_by_lag(supports: Supports, sentence: np.ndarray, most: int = MOST_LA
         same = inside[None] == inside[:, None]
         pieces.append((part.overlap[wanted], lag[wanted], same[wanted]))
     value, lag, same = (np.concatenate(each) for each in zip(*pieces, strict=True))
-    return (
-        _line("within a sentence", value[same], lag[same]),
-        _line("across a boundary", value[~same], lag[~same]),
-    )
+    return (_line("within a sentence", value[same], lag[same]), _line("across a boundary", value[~same], lag[~same]))
 
 
 def _line(name: str, value: np.ndarray, lag: np.ndarray) -> LagLine:

@@ -161,13 +161,7 @@ class Found:
         )
 
 
-def find(
-    tuning: Tuning,
-    search: Search,
-    trials: int,
-    *,
-    on_trial: Callable[[int], None] = lambda _: None,
-) -> Found:
+def find(tuning: Tuning, search: Search, trials: int, *, on_trial: Callable[[int], None] = lambda _: None) -> Found:
     """Search until the study has so many trials; see `Search.run`. The front is empty only after Ctrl-C.
 
     Raises `SfiError` if no trial keeps the limits; the study is kept.
@@ -178,9 +172,7 @@ def find(
         values = [one.of(outcome) for one in tuning.objectives.values()]
         return values, tuning.limits.violations(outcome)
 
-    interrupted = search.run(
-        tuning.space.setting, measure, trials, first=tuning.space.base_values(), on_trial=on_trial,
-    )  # fmt: skip
+    interrupted = search.run(tuning.space.setting, measure, trials, first=tuning.space.base_values(), on_trial=on_trial)
     front = front_of(search, tuning.space, tuning.evaluate, tuning.objectives)
     if not front and not interrupted:
         raise no_feasible(search, tuning.space, tuning.evaluate, tuning.limits)

@@ -192,8 +192,5 @@ def interval(differences: Sequence[Floats]) -> tuple[float, float, str] | tuple[
         return None, None, None
     sums, counts = np.array([b.sum() for b in blocks]), np.array([len(b) for b in blocks])
     return bootstrap(
-        [sums, counts],
-        lambda sums, counts, axis: sums.sum(axis) / counts.sum(axis),
-        resamples=DRAWS,
-        seed=SEED,
+        [sums, counts], lambda sums, counts, axis: sums.sum(axis) / counts.sum(axis), resamples=DRAWS, seed=SEED
     )

@@ -42,14 +42,7 @@ def _draw(axes: Any, document: dict[str, Any], cost: str, kept: str) -> None:
     points = [(values[names.index(cost)] * scale, values[names.index(kept)]) for values in document["points"]]
     axes.scatter(*zip(*points, strict=True), s=9, color=ALL, alpha=0.5, linewidths=0, label="trials")
     front = [_place(row, cost, kept) for row in document["front"]]
-    axes.plot(
-        *zip(*front, strict=True),
-        "o-",
-        color=FRONT,
-        markersize=4,
-        linewidth=0.9,
-        label="Pareto front",
-    )
+    axes.plot(*zip(*front, strict=True), "o-", color=FRONT, markersize=4, linewidth=0.9, label="Pareto front")
     recorded = _place(document["recorded"], cost, kept)
     axes.scatter(*recorded, s=70, marker="*", color="black", label="the trace's own setting", zorder=3)
     for row in document["front"]:

@@ -88,11 +88,7 @@ class Space:
 
     @classmethod
     def of(
-        cls,
-        base: Setting,
-        recorded: Sequence[Supports],
-        sets: Sequence[NamedSet],
-        given: Mapping[str, str | None],
+        cls, base: Setting, recorded: Sequence[Supports], sets: Sequence[NamedSet], given: Mapping[str, str | None]
     ) -> Self:
         """Combine given dimensions, values or ranges as `Axis.parse` reads them, with the default ones.
 

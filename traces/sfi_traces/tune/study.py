@@ -103,13 +103,7 @@ class Search:
 
     @classmethod
     def open(
-        cls,
-        path: Path,
-        purpose: Purpose,
-        directions: Sequence[Direction],
-        *,
-        seed: int = 0,
-        resume: bool = False,
+        cls, path: Path, purpose: Purpose, directions: Sequence[Direction], *, seed: int = 0, resume: bool = False
     ) -> "Search":
         """Make a study in an Optuna `.journal`, or with `resume` go on with one.
 

@@ -72,10 +72,7 @@ def raster(view: View, shown: Raster, why: str) -> Caption:
             f" A cell stands for {shown.per_cell} positions; it has a color if the support is no sparser "
             "there than on average, that of most of these positions."
         )
-    return Caption(
-        f"Support of each step in {places([shown.place])}",
-        note + left_out(view, view.supports, shown),
-    )
+    return Caption(f"Support of each step in {places([shown.place])}", note + left_out(view, view.supports, shown))
 
 
 def lambda_star(data: Lambda) -> Caption:

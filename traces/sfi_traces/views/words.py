@@ -78,10 +78,7 @@ class StepWords:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values; layers and KV heads as `{"layer": 0, "heads": [0, 1]}`."""
-        found = asdict(self) | {
-            "audited": _by_layer(self.audited),
-            "places": _by_layer(self.places),
-        }
+        found = asdict(self) | {"audited": _by_layer(self.audited), "places": _by_layer(self.places)}
         for name in ("passages", "missed"):
             own = getattr(self, name)
             for document, one in zip(found[name], own, strict=True):
@@ -183,12 +180,7 @@ class Passages:
         return self._cut(MISSED, self._mass.marks(read=False), weight, 0, self._context)
 
     def _cut(
-        self,
-        part: str,
-        marks: dict[Place, np.ndarray],
-        weight: np.ndarray | None,
-        first: int,
-        end: int,
+        self, part: str, marks: dict[Place, np.ndarray], weight: np.ndarray | None, first: int, end: int
     ) -> list[Passage]:
         # passages of the marked positions from `first` to before `end`
         marked = np.zeros(self._context, bool)

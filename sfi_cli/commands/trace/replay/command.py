@@ -73,8 +73,7 @@ def replay(
     step: Annotated[str | None, o.option(PLAY, "Print these steps, 12 or 12-20, instead of waiting for keys.")] = None,
     speed: Annotated[float | None, o.option(PLAY, "Steps a second of autoplay.", shown=str(SPEED), min=0.1)] = None,
     plot: Annotated[
-        Path | None,
-        o.option(o.OUTPUT, "Draw retained mass against slow rate and speed-up to a .png or .svg."),
+        Path | None, o.option(o.OUTPUT, "Draw retained mass against slow rate and speed-up to a .png or .svg.")
     ] = None,
     output: o.OutputPath = None,
     force: o.Force = False,
@@ -105,15 +104,10 @@ def replay(
     from sfi_traces.model.trace import Trace
 
     axes = texts(
-        settings_for("trace replay"), sets,
-        {"trigger_policy": trigger_policy, "t_max": t_max, "budget": budget},
-    )  # fmt: skip
+        settings_for("trace replay"), sets, {"trigger_policy": trigger_policy, "t_max": t_max, "budget": budget}
+    )
     others = bool(axes or triggers or trigger_set)
-    part = {
-        "request": request,
-        "layers": number_list(layers, "layers"),
-        "heads": number_list(heads, "heads"),
-    }
+    part = {"request": request, "layers": number_list(layers, "layers"), "heads": number_list(heads, "heads")}
     written = Output(output, plot=plot, force=force, json=json, quiet=quiet)
     if play:
         if others or json or any((refresh_every, against, plot)):

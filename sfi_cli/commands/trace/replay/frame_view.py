@@ -64,11 +64,7 @@ def strips(playback: Any, step: int, width: int, shades: str) -> list[Any]:
             strip.sink.tolist(), strip.recent.tolist(), strip.selected.tolist(), strict=True
         )
     )
-    rows = (
-        ("support", Text(support, style="cyan")),
-        ("changed", changed),
-        ("memory", Text(memory, style="yellow")),
-    )
+    rows = (("support", Text(support, style="cyan")), ("changed", changed), ("memory", Text(memory, style="yellow")))
     return [Text(f"{name:<{LABEL}}", no_wrap=True).append(row) for name, row in rows]
 
 

@@ -11,11 +11,7 @@ Note = Callable[[str], None]
 
 
 def replay_settings(
-    trace: Any,
-    texts: Mapping[str, str],
-    triggers: list[str] | None,
-    trigger_sets: list[str] | None,
-    note: Note,
+    trace: Any, texts: Mapping[str, str], triggers: list[str] | None, trigger_sets: list[str] | None, note: Note
 ) -> list[Any]:
     """Combine values by setting, with commas between, as the user wrote them, into the settings to replay.
 

@@ -206,10 +206,7 @@ class PlayerApp(App[None]):
         """Show a passage in the text."""
         passage = self._shown[event.option_index]
         pane = self.query_one(TextPane)
-        pane.found = (
-            int(pane.text.start_T[passage.first]),
-            int(pane.text.start_T[passage.last + 1]),
-        )
+        pane.found = (int(pane.text.start_T[passage.first]), int(pane.text.start_T[passage.last + 1]))
         pane.show_token(passage.first)
         pane.refresh()
         self.set_focus(None)

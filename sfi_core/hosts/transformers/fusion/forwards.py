@@ -100,9 +100,8 @@ def attention_forward(source: AttentionSource) -> Callable[..., Any]:
 
 
 def _rotated(
-    self: Any, source: AttentionSource, query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor,
-    sin: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    self: Any, source: AttentionSource, query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     # queries and keys, [B, T, heads, D] each, with their heads before T
     norms = (self.q_norm, self.k_norm) if source.norms else ()
     weights = [norm.weight for norm in norms]

@@ -48,8 +48,5 @@ class SentenceRecall(DocumentTask):
         lead = "The sentences are:"
         answers = tuple(told[name] for name in chosen)
         return Question(
-            f"{INSTRUCTION}\n\n{text}\n\n{ask}",
-            lead,
-            answers,
-            sentences=tuple(f" {answer}" for answer in answers),
+            f"{INSTRUCTION}\n\n{text}\n\n{ask}", lead, answers, sentences=tuple(f" {answer}" for answer in answers)
         )

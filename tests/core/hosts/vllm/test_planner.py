@@ -34,9 +34,7 @@ def expected(tokens: list[int], config: SfiConfig, resumed: int = 0) -> list[int
 
 @pytest.mark.parametrize("late", [False, True], ids=["known", "late"])
 @pytest.mark.parametrize(
-    "changes",
-    [{}, {"trigger_delay": 2}, {"slow_start": 4, "min_gap": 0}, {"t_max": 3, "min_gap": 8}],
-    ids=str,
+    "changes", [{}, {"trigger_delay": 2}, {"slow_start": 4, "min_gap": 0}, {"t_max": 3, "min_gap": 8}], ids=str
 )
 def test_slow_steps_follow_the_rule(changes, late):
     """Asynchronous scheduling plans a step before the last token is known: a delay of 1 needs no more."""

@@ -4,14 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from sfi_core.measure.evaluation.statistics import difference_of_groups, mean_of_groups
-from sfi_traces.results.evaluation.summary import (
-    NAMES,
-    PLACE,
-    RATIOS,
-    REFERENCE,
-    VARIANT,
-    interval_of,
-)
+from sfi_traces.results.evaluation.summary import NAMES, PLACE, RATIOS, REFERENCE, VARIANT, interval_of
 
 Row = Mapping[str, Any]
 Place = tuple[Any, ...]  # a task and a length

@@ -43,20 +43,14 @@ def write_plot(document: dict[str, Any], path: Path, *, kind: str) -> None:
         )  # fmt: skip
     counts = sorted({row["n"] for row in rows}) or [0]
     samples = f"{counts[-1]} samples" if len(counts) == 1 else f"{counts[0]} to {counts[-1]} samples"
-    figure.suptitle(
-        f"{document['model']['name']}: score with its 95 % interval, {samples} a point",
-        fontsize=11,
-    )
+    figure.suptitle(f"{document['model']['name']}: score with its 95 % interval, {samples} a point", fontsize=11)
     save(figure, path, kind=kind)
 
 
 def _styles(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     methods = dict.fromkeys(row["method"] for row in rows if row["policy"] != REFERENCE)
     return {
-        method: {
-            "color": COLORS[index % len(COLORS)],
-            "marker": MARKERS[index % len(MARKERS)],
-        }
+        method: {"color": COLORS[index % len(COLORS)], "marker": MARKERS[index % len(MARKERS)]}
         for index, method in enumerate(methods)
     }
 

@@ -12,13 +12,7 @@ from sfi_core.errors import ConfigError, SfiError
 from sfi_core.measure.evaluation.grid import Grid
 from sfi_traces.atomic_file import atomic_file, write_atomically
 from sfi_traces.record.manifest import now, write_manifest
-from sfi_traces.results.evaluation.evaluation_manifest import (
-    KIND,
-    LOCK,
-    SCHEMA_VERSION,
-    check_new,
-    read_manifest,
-)
+from sfi_traces.results.evaluation.evaluation_manifest import KIND, LOCK, SCHEMA_VERSION, check_new, read_manifest
 from sfi_traces.results.evaluation.lines import read_lines, write_line
 from sfi_traces.results.evaluation.summary import NAMES
 from sfi_traces.results.parquet import write_rows

@@ -12,9 +12,7 @@ PLACE = ("task", "length")
 VARIANT = ("method", "size")
 NAMES = ("method", "policy", "preset", "settings", "size", "share")
 RATIOS = ("read_ratio", "selection_ratio", "stored_ratio")
-FIDELITY = (
-    "steps", "slow_rate", "kl", "kl_p95", "agreement", "perplexity", "perplexity_full", *RATIOS,
-)  # fmt: skip
+FIDELITY = ("steps", "slow_rate", "kl", "kl_p95", "agreement", "perplexity", "perplexity_full", *RATIOS)
 GROUPS = 8  # of neighboring sentences, at most
 Row = Mapping[str, Any]
 
