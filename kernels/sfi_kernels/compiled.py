@@ -5,14 +5,20 @@ numba is an extra (`sfi-toolkit[cpu]`). Nothing imports it before an op asks `wh
 
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from contextvars import ContextVar
+from contextvars import ContextVar, copy_context
 from functools import cache
+from itertools import pairwise
 from typing import Any
+
+import torch
 
 # sums may change their order; unlike with `fastmath=True`, infinity and NaN keep their meaning
 MATH = {"contract", "reassoc", "nsz", "arcp", "afn"}
 OPTIONS: dict[str, Any] = {"fastmath": MATH, "error_model": "numpy", "nogil": True}
+
+WORTH = 100  # microseconds of work that another thread pays for
 
 _heard: ContextVar[Callable[[], None] | None] = ContextVar("heard", default=None)
 
@@ -44,6 +50,24 @@ def entry(function: Callable[..., None]) -> Any:
         return numba.njit(cache=True, **OPTIONS)(function)
     except RuntimeError:  # no folder for the code can be written
         return numba.njit(**OPTIONS)(function)
+
+
+def by_heads(run: Callable[[int, int], None], heads: int, microseconds: float) -> None:
+    """Run `run(first, stop)` for parts of the heads, on as many of PyTorch's threads as the work is worth."""
+    parts = max(1, min(torch.get_num_threads(), heads, int(microseconds / WORTH)))
+    own, *others = pairwise(heads * part // parts for part in range(parts + 1))
+    running = [_pool().submit(copy_context().run, run, *part) for part in others]
+    try:
+        run(*own)
+    finally:
+        wait(running)
+    for one in running:
+        one.result()
+
+
+@cache
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(thread_name_prefix="sfi")
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 All in one file: numba's cache on disk sees only changes of the file that holds the called function. Every
 argument has one type, so that a machine compiles each entry once, for all dtypes, widths and group sizes:
 pages are rows of 16-bit halves, and `kind` says what they hold. Loops over numbers are functions of their
-own, which LLVM turns into vector instructions more reliably.
+own, which LLVM turns into vector instructions more reliably. Entries with `begin` and `end` do these heads.
 """
 
 import math
@@ -203,14 +203,14 @@ def _add_levels(level, factor, y):
 
 
 @entry
-def scan(query_HGD, word_X, head_stride, stride, mean_HD, query_HDC, scale, logits_HGT):
-    """Score all keys by their words; those of head h begin at `h * head_stride` of `word_X`."""
-    H, G, T = logits_HGT.shape
+def scan(begin, end, query_HGD, word_X, head_stride, stride, mean_HD, query_HDC, scale, logits_HGT):
+    """Score all keys by their words; those of head h lie from `h * head_stride` of `word_X` on."""
+    _, G, T = logits_HGT.shape
     C = query_HDC.shape[2]
     W = C // SLOTS
     level, channel = np.empty((SLOTS, BLOCK), F), np.empty(C, F)
     factor, constant = np.empty((W, G, SLOTS), F), np.empty(G, F)
-    for h in range(H):
+    for h in range(begin, end):
         for g in range(G):
             constant[g] = _dot(query_HGD[h, g], mean_HD[h]) * scale
             _project(query_HGD[h, g], query_HDC[h], channel)
@@ -285,12 +285,12 @@ def _take(score, least, room, place, index):
 
 
 @entry
-def choose(logits_HGT, K, rest, index_HK, unread_HG):
+def choose(begin, end, logits_HGT, K, rest, index_HK, unread_HG):
     """Choose the K likeliest of T > K keys, and overwrite the logits; a tie goes to the lower position."""
-    H, G, T = logits_HGT.shape
+    _, G, T = logits_HGT.shape
     score, place = np.empty(T, F), np.empty(T, np.int32)
     total, log_sum = np.empty(G, F), np.empty(G, F)
-    for h in range(H):
+    for h in range(begin, end):
         score[:] = 0
         for g in range(G):
             most = _largest(logits_HGT[h, g])
@@ -430,7 +430,7 @@ def _sum_values_16(value, kind, row, n, p, wide, out):
 
 @entry
 def attend(
-    query_BHGD, key_XD, value_XE, half_key_XD, half_value_XE, kind, N, position_BHS, length_BH, table_BP,
+    begin, end, query_BHGD, key_XD, value_XE, half_key_XD, half_value_XE, kind, N, position_BHS, length_BH, table_BP,
     start_B, stop_B, scale, cap, sink_HG, pseudo_logit_BHG, pseudo_value_BHE, out_BHGE,
 ):  # fmt: skip
     """Attend to rows of pages, and add to `out`: float32 pages, or if `kind` says so those of 16 bits.
@@ -446,7 +446,7 @@ def attend(
     # contiguous: a slice of a wider array would not become vector instructions
     wide_key, wide_values = np.empty(D, F), np.empty((ROWS, E), F)
     for b in range(B):
-        for h in range(H):
+        for h in range(begin, end):
             q, out = query_BHGD[b, h], out_BHGE[b, h]
             packed = position_BHS[b, h, : length_BH[b, h]]
             n = _rows(packed, start_B[b], stop_B[b], table_BP[b], H, h, N, row)

@@ -3,12 +3,14 @@
 import torch
 
 from sfi_kernels import loops
+from sfi_kernels.compiled import by_heads
 from sfi_kernels.key_codes.layout import CodeBasis, words
 from sfi_kernels.key_codes.reference import check, check_choice
 from sfi_kernels.numpy_views import flat, plain
 from sfi_kernels.shapes import check_int32, check_shape
 
 MANY = 16  # keys that a matrix product codes sooner than a loop
+SCAN, CHOOSE = 1e-3, 1e-3  # microseconds of a word and query, and of a logit, on a Zen 4
 
 
 def encode_keys(key_HTD: torch.Tensor, basis: CodeBasis) -> torch.Tensor:
@@ -31,10 +33,11 @@ def scan_codes(query_HGD: torch.Tensor, code_HXT: torch.Tensor, basis: CodeBasis
     check_shape(code_HXT, "words", H=H, W=words(D), T=None)
     check_int32(query_HGD.device, words=code_HXT[0, 0])
     logits_HGT = torch.empty(H, G, code_HXT.shape[2])
-    loops.scan(
+    arguments = (
         plain(query_HGD), flat(code_HXT), code_HXT.stride(0), code_HXT.stride(1), plain(basis.mean_HD),
         plain(basis.query_HDC), loops.F(scale), logits_HGT.numpy(),
     )  # fmt: skip
+    by_heads(lambda begin, end: loops.scan(begin, end, *arguments), H, SCAN * code_HXT.numel() * G)
     return logits_HGT
 
 
@@ -46,5 +49,6 @@ def choose_likeliest(logits_HGT: torch.Tensor, budget: int, *, rest: float) -> t
     check_choice(logits_HGT, budget)
     H, G, _ = logits_HGT.shape
     index_HK, unread_HG = torch.empty(H, budget, dtype=torch.int32), torch.empty(H, G)
-    loops.choose(logits_HGT.numpy(), budget, loops.F(rest), index_HK.numpy(), unread_HG.numpy())
+    arguments = logits_HGT.numpy(), budget, loops.F(rest), index_HK.numpy(), unread_HG.numpy()
+    by_heads(lambda begin, end: loops.choose(begin, end, *arguments), H, CHOOSE * logits_HGT.numel())
     return index_HK, unread_HG

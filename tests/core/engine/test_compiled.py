@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from threading import current_thread
 from typing import Any
 
 import pytest
@@ -13,12 +14,14 @@ from sfi_core.models.load import load
 from sfi_core.settings.audit import AuditConfig
 from sfi_core.settings.config import SfiConfig
 from sfi_core.settings.engine import EngineOptions
+from sfi_kernels import compiled
 from sfi_kernels.attention_in_place import attention_in_place
 from sfi_kernels.compiled import telling
 from tests.architectures import prompts, tiny
 from tests.fakes import RecordingObserver
 
 pytest.importorskip("numba")
+from sfi_kernels import loops  # noqa: E402 - needs numba
 
 CONFIG = SfiConfig(sink=2, recent=6, budget=9, window_prefill=8, trigger_policy="never")
 ROWS = prompts(70, 9, 33)
@@ -152,3 +155,28 @@ def test_an_outer_telling_keeps_its_own():
 
         compiled._heard.get()()  # noqa: SLF001
     assert heard == ["outer"]
+
+
+def test_heads_shared_by_threads_give_the_same(monkeypatch):
+    model = tiny("llama")
+    alone = decode(model, ROWS, "codescan")
+    threads = torch.get_num_threads()
+    monkeypatch.setattr(compiled, "WORTH", 1e-9)
+    used: set[str] = set()
+    attend = loops.attend
+
+    def noted(*arguments: Any) -> None:
+        used.add(current_thread().name)
+        attend(*arguments)
+
+    monkeypatch.setattr(loops, "attend", noted)
+    torch.set_num_threads(2)
+    try:
+        shared = decode(model, ROWS, "codescan")
+    finally:
+        torch.set_num_threads(threads)
+    assert len(used) > 1
+    for mine, theirs in zip(shared[0].requests, alone[0].requests, strict=True):
+        assert mine.token_ids == theirs.token_ids
+    for mine, theirs in zip(shared[1].selections, alone[1].selections, strict=True):
+        assert torch.equal(mine.index_HK, theirs.index_HK)
