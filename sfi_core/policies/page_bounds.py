@@ -1,15 +1,31 @@
 """Page summaries: the element-wise extremes of a page's keys bound the logits of a query (Quest, FreeKV)."""
 
+from collections.abc import Callable
+
 import torch
 
 from sfi_core.policies.context import LayerContext, Notes
 from sfi_core.state.layer_shape import LayerShape
 
+Pair = tuple[torch.Tensor, torch.Tensor]
 
-def extremes(context: LayerContext, place: int, page: int) -> tuple[torch.Tensor, torch.Tensor]:
+
+def extremes_of(key_HPND: torch.Tensor) -> Pair:
+    """Return the minimum and maximum of each channel over the N keys of a page, [H, P, D] each."""
+    return key_HPND.amin(2), key_HPND.amax(2)
+
+
+def moments_of(key_HPND: torch.Tensor) -> Pair:
+    """Return the mean and standard deviation of each channel over the N keys of a page, [H, P, D] each."""
+    return key_HPND.mean(2), key_HPND.std(2, correction=0)
+
+
+def extremes(
+    context: LayerContext, place: int, page: int, summary: Callable[[torch.Tensor], Pair] = extremes_of
+) -> Pair:
     """Return the minimum and maximum of each channel, by page of a request's keys: [H, P, D] float32 each.
 
-    Those of full pages are kept in the notes; the last page may be incomplete.
+    Those of full pages are kept in the notes; the last page may be incomplete. `summary` may be another one.
     """
     note, length = context.notes[place], context.states[place].length
     known = note["low"].shape[1] * page if "low" in note else 0
@@ -17,11 +33,11 @@ def extremes(context: LayerContext, place: int, page: int) -> tuple[torch.Tensor
     if full > known:
         key_HTD = context.keys(place, known, full)[0].float()
         key_HPND = key_HTD.reshape(len(key_HTD), -1, page, key_HTD.shape[2])
-        _extend(note, key_HPND.amin(2), key_HPND.amax(2))
+        _extend(note, *summary(key_HPND))
     if full == length:
         return note["low"], note["high"]
     rest_HND = context.keys(place, full, length)[0].float()
-    low_H1D, high_H1D = rest_HND.amin(1, keepdim=True), rest_HND.amax(1, keepdim=True)
+    low_H1D, high_H1D = summary(rest_HND[:, None])
     if not full:
         return low_H1D, high_H1D
     return torch.cat([note["low"], low_H1D], 1), torch.cat([note["high"], high_H1D], 1)
@@ -44,6 +60,15 @@ def bounds(query_HGD: torch.Tensor, low_HPD: torch.Tensor, high_HPD: torch.Tenso
     """Return upper bounds of the products of queries with the keys of each page, [H, G, P] float32."""
     query = query_HGD.float()
     return query.clamp_min(0) @ high_HPD.mT + query.clamp_max(0) @ low_HPD.mT
+
+
+def likely_logits(query_HGD: torch.Tensor, mean_HPD: torch.Tensor, deviation_HPD: torch.Tensor) -> torch.Tensor:
+    """Return the mean product of queries with the keys of each page plus its deviation, [H, G, P] float32.
+
+    The deviation is that of independent channels.
+    """
+    query = query_HGD.float()
+    return query @ mean_HPD.mT + (query.square() @ deviation_HPD.square().mT).sqrt()
 
 
 def best_pages(score_HP: torch.Tensor, page: int, allowed: tuple[int, int], budget: int) -> torch.Tensor:

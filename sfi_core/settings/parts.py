@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 from sfi_core.settings.fields import Table, setting
 
+PAGE_SCORES = ("bounds", "deviation")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelectorConfig(Table):
@@ -33,6 +35,12 @@ class BaselineConfig(Table):
     """Settings of Quest."""
 
     page: int = setting(16, "Tokens of a page under quest.", least=1)
+    score: str = setting(
+        "bounds",
+        "A page's score under quest: the paper's bound of its logits, or, in a variant of ours, their mean plus "
+        "their deviation.",
+        choices=PAGE_SCORES,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

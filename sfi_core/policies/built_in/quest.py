@@ -3,15 +3,30 @@
 Unlike in the authors' code, the query heads of a KV head share a selection, by their largest bound; layers 0
 and 1 are dense only if they are in `dense_layers`; and the budget may cut the last page short. So all methods
 read as many tokens.
+
+With `baseline.score=deviation` a page's score is the mean of its logits plus their deviation, a variant of
+ours from as many bytes: one outlier lifts a bound in every channel.
 """
 
 from typing import ClassVar
 
 from sfi_core.policies.base import Policy, Selection, stacked
 from sfi_core.policies.context import LayerContext, Notes
-from sfi_core.policies.page_bounds import best_pages, bounds, extremes, extremes_bytes, forget
+from sfi_core.policies.page_bounds import (
+    best_pages,
+    bounds,
+    extremes,
+    extremes_bytes,
+    extremes_of,
+    forget,
+    likely_logits,
+    moments_of,
+)
 from sfi_core.state.layer_shape import LayerShape
 from sfi_core.state.request import RequestState
+
+# by `baseline.score`: what is kept of a page, and its score
+SCORES = {"bounds": (extremes_of, bounds), "deviation": (moments_of, likely_logits)}
 
 
 class Quest(Policy):
@@ -22,13 +37,13 @@ class Quest(Policy):
     offloads = True
 
     def select_before(self, context: LayerContext) -> Selection:
-        """Take the tokens of the pages with the highest bounds."""
+        """Take the tokens of the pages with the highest scores."""
         page, chosen = self.config.baseline.page, []
+        summary, score = SCORES[self.config.baseline.score]
         for place, state in enumerate(context.states):
-            low_HPD, high_HPD = extremes(context, place, page)
-            bound_HGP = bounds(context.query_BHGWD[place, :, :, -1], low_HPD, high_HPD)
+            score_HGP = score(context.query_BHGWD[place, :, :, -1], *extremes(context, place, page, summary))
             allowed = state.sink(self.config.sink), state.recent_start
-            chosen.append(best_pages(bound_HGP.amax(1), page, allowed, self.config.budget))
+            chosen.append(best_pages(score_HGP.amax(1), page, allowed, self.config.budget))
         return Selection(stacked(chosen))
 
     def rewind(self, note: Notes, length: int) -> None:

@@ -21,7 +21,7 @@ from tests.architectures import prompts, tiny
 from tests.fakes import RecordingObserver
 
 pytest.importorskip("numba")
-from sfi_kernels import loops  # noqa: E402 - needs numba
+from sfi_kernels import loops
 
 CONFIG = SfiConfig(sink=2, recent=6, budget=9, window_prefill=8, trigger_policy="never")
 ROWS = prompts(70, 9, 33)
