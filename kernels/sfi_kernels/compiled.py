@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from typing import Any
 
@@ -54,9 +54,12 @@ def entry(function: Callable[..., None]) -> Any:
 
 def by_heads(run: Callable[[int, int], None], heads: int, microseconds: float) -> None:
     """Run `run(first, stop)` for parts of the heads, on as many of PyTorch's threads as the work is worth."""
-    parts = max(1, min(torch.get_num_threads(), heads, int(microseconds / WORTH)))
+    parts = min(torch.get_num_threads(), heads, int(microseconds / WORTH))
+    if parts < 2:  # noqa: PLR2004 - no other thread
+        run(0, heads)
+        return
     own, *others = pairwise(heads * part // parts for part in range(parts + 1))
-    running = [_pool().submit(copy_context().run, run, *part) for part in others]
+    running = [_pool().submit(copy_context().run, partial(run, *part)) for part in others]
     try:
         run(*own)
     finally:

@@ -1,6 +1,7 @@
 """Packs a selection into the packed segments, updates the request's state and tells the observer."""
 
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 
@@ -45,10 +46,15 @@ def _note_positions(layer: Layer, rows: tuple[int, ...], selection: Selection) -
         sink = run.requests[row].sink(run.policy.config.sink)
         segment.reserve(sink + K)
         position_HS = segment.position_BHS[row]
-        position_HS[heads, :sink] = torch.arange(sink, dtype=torch.int32)
-        position_HS[heads, sink : sink + K] = index_HK
-        position_HS[heads, sink + K :] = -1
-        segment.length_BH[row, heads] = ((index_HK >= 0).sum(1) + sink).int()
+        if position_HS.shape[1] > sink + K:
+            position_HS[heads, sink + K :] = -1
+        position_HS[heads, : sink + K] = torch.cat([_sinks(sink).expand(len(index_HK), -1), index_HK], 1)
+        segment.length_BH[row, heads] = (index_HK >= 0).sum(1, dtype=torch.int32).add_(sink)
+
+
+@cache
+def _sinks(count: int) -> torch.Tensor:
+    return torch.arange(count, dtype=torch.int32)
 
 
 def _pack(layer: Layer, rows: tuple[int, ...], selection: Selection) -> None:

@@ -88,6 +88,8 @@ TABLES: dict[str, pa.Schema] = {
             ("positions", POSITIONS),
             ("reason", pa.string()),
             ("query_cosine", pa.float32()),  # FreeKV's C_i
+            ("unread_estimate", pa.float32()),  # codescan: estimated attention on J's keys that are not read
+            ("score_margin", pa.float32()),  # codescan: score of the last key chosen over the first one left
         ]
     ),
     # one row a request, step and layer that fetched keys and values from the host

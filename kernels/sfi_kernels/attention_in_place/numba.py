@@ -32,6 +32,6 @@ def attention_in_place(
         plain(query_BHGD), key_XD, value_XE, half_key_XD, half_value_XE, kind, page_size,
         *(part.numpy() for part in rows), *options, out_BHGE.numpy(),
     )  # fmt: skip
-    read = position_BHS.shape[2] + int((length_B - recent_start_B).max())
-    by_heads(lambda begin, end: loops.attend(begin, end, *arguments), H, NUMBER * query_BHGD.numel() * read)
+    work = NUMBER * query_BHGD.numel() * position_BHS.shape[2]  # and recent tokens, which are fewer
+    by_heads(lambda begin, end: loops.attend(begin, end, *arguments), H, work)
     return out_BHGE.to(query_BHGD.dtype)

@@ -81,11 +81,13 @@ def logits_line(found: Row) -> str:
 
 
 def selection_table(found: Row) -> Any:
-    """Show the overlap of consecutive selections, and lambda*."""
+    """Show the overlap of consecutive selections, lambda*, and what codescan's scores say."""
     names = {
         "overlap_previous": "overlap with the one before",
         "jaccard_previous": "Jaccard index with it",
         "lambda_star": "lambda*",
+        "unread_estimate": "estimated attention not read",
+        "score_margin": "last score chosen over first left",
     }
     rows = [
         (title, *_spread(found[name], 4 if name == "lambda_star" else 3))

@@ -52,11 +52,12 @@ class CodeScan(Policy):
     def select_before(self, context: LayerContext) -> Selection:
         """Select by the current query."""
         chosen = [self._select(context, place) for place in range(len(context.notes))]
-        index, logit, value = zip(*chosen, strict=True)
+        index, logit, value, told = zip(*chosen, strict=True)
         pseudo = None
         if self.config.codescan.rest:
             pseudo = PseudoToken(torch.stack(logit), torch.stack(value))
-        return Selection(stacked(index), pseudo=pseudo)
+        diagnostics = {name: torch.stack([one[name] for one in told]) for name in told[0]}
+        return Selection(stacked(index), diagnostics, pseudo=pseudo)
 
     def choose(self, batch: BatchContext) -> Choice | None:
         """Choose by the current queries; code the new keys in any case."""
@@ -126,8 +127,10 @@ class CodeScan(Policy):
                 if not again:
                     codes.summed_BH.zero_()
 
-    def _select(self, context: LayerContext, place: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        # returns positions [H, K], and the pseudo token's logit [H, G] and value [H, E]
+    def _select(
+        self, context: LayerContext, place: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+        # returns positions [H, K], the pseudo token's logit [H, G] and value [H, E], and diagnostics
         state, note = context.states[place], context.notes[place]
         query_HGD = context.query_BHGWD[place, :, :, -1]
         H, G, self._width = query_HGD.shape
@@ -139,16 +142,19 @@ class CodeScan(Policy):
         mean_HE = self._mean_value(context, place)
         if count <= self.config.budget:  # everything is read
             index_HK = torch.arange(first, first + count, device=query_HGD.device).expand(H, -1)
-            return index_HK, mean_HE.new_full((H, G), -torch.inf), mean_HE
+            told = {"unread_estimate": mean_HE.new_zeros(H), "score_margin": mean_HE.new_full((H,), torch.nan)}
+            return index_HK, mean_HE.new_full((H, G), -torch.inf), mean_HE, told if context.wants_diagnostics else {}
         with context.span("scan"):
             code_HXT = self._codes(context, place)[..., first : first + count]
             scan = key_codes.scan_codes.fastest(context.backend, query_HGD.device)
             logits_HGT = scan(query_HGD, code_HXT, note["basis"], scale=context.scale)
+        scored_HGT = logits_HGT.clone() if context.wants_diagnostics else None  # choosing may overwrite them
         with context.span("top_k"):
             choose = key_codes.choose_likeliest.fastest(context.backend, query_HGD.device)
             rest, budget = self.config.codescan.rest, self.config.budget
             index_HK, unread_HG = choose(logits_HGT, budget, rest=rest)
-        return index_HK.add_(first), unread_HG, mean_HE
+        told = {} if scored_HGT is None else _told(scored_HGT, index_HK)
+        return index_HK.add_(first), unread_HG, mean_HE, told
 
     def _codes(self, context: LayerContext, place: int) -> torch.Tensor:
         # the codes of all cached keys, [H, X, T]; new keys are coded now
@@ -174,6 +180,14 @@ class CodeScan(Policy):
             note["sum"], note["summed"] = note.get("sum", 0.0) + new_HE, stop
         mean: torch.Tensor = note["sum"] / max(1, note["summed"] - first)
         return mean
+
+
+def _told(logits_HGT: torch.Tensor, index_HK: torch.Tensor) -> dict[str, torch.Tensor]:
+    # by KV head: the estimated attention on keys that are not read, and the last key chosen over the first one left
+    score_HT = logits_HGT.float().softmax(-1).mean(1)
+    left_HT = score_HT.scatter(1, index_HK.long(), 0.0)
+    margin_H = score_HT.gather(1, index_HK.long()).amin(1) / left_HT.amax(1)
+    return {"unread_estimate": left_HT.sum(1), "score_margin": margin_H}
 
 
 def _larger(old: torch.Tensor | None, new: torch.Tensor, length: int) -> torch.Tensor:

@@ -160,8 +160,8 @@ def test_an_outer_telling_keeps_its_own():
 def test_heads_shared_by_threads_give_the_same(monkeypatch):
     model = tiny("llama")
     alone = decode(model, ROWS, "codescan")
-    threads = torch.get_num_threads()
     monkeypatch.setattr(compiled, "WORTH", 1e-9)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     used: set[str] = set()
     attend = loops.attend
 
@@ -170,11 +170,7 @@ def test_heads_shared_by_threads_give_the_same(monkeypatch):
         attend(*arguments)
 
     monkeypatch.setattr(loops, "attend", noted)
-    torch.set_num_threads(2)
-    try:
-        shared = decode(model, ROWS, "codescan")
-    finally:
-        torch.set_num_threads(threads)
+    shared = decode(model, ROWS, "codescan")
     assert len(used) > 1
     for mine, theirs in zip(shared[0].requests, alone[0].requests, strict=True):
         assert mine.token_ids == theirs.token_ids

@@ -29,7 +29,10 @@ from sfi_traces.schema import TABLES
 
 Array = npt.NDArray[Any]
 Place = tuple[int, int]  # request, layer
-DIAGNOSTICS = ("lambda_star", "evidence_norm2", "evidence_dot_prior", "prior_norm2", "evidence_entropy", "query_cosine")
+DIAGNOSTICS = (
+    "lambda_star", "evidence_norm2", "evidence_dot_prior", "prior_norm2", "evidence_entropy", "query_cosine",
+    "unread_estimate", "score_margin",
+)  # fmt: skip
 # columns of supports whose tensors have other names
 OTHER_NAMES = {"retained_mass": "retained_H", "retained_mass_min": "retained_min_H"}
 

@@ -152,12 +152,14 @@ def logits_facts(scope: Scope) -> dict[str, Any] | None:
 
 
 def selection_facts(scope: Scope) -> dict[str, Any] | None:
-    """Measure how far selections differ from those before, and lambda*, with the share at its clip."""
+    """Measure how far selections differ from those before; lambda*, with the share at its clip; codescan's scores."""
     query = f"""
         SELECT count(*) AS rows,
             {spread("overlap_previous")} AS overlap_previous,
             {spread("jaccard_previous")} AS jaccard_previous,
             {spread("lambda_star")} AS lambda_star,
+            {spread("unread_estimate")} AS unread_estimate,
+            {spread("score_margin")} AS score_margin,
             avg({at_clip(scope)}::INT) AS clipped_share
         FROM chosen_selections
     """  # noqa: S608 - our own words
