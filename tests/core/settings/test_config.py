@@ -48,7 +48,7 @@ def test_a_preset_has_its_documented_values(preset: str, changes: dict):
     values = flat(SfiConfig.preset(preset))
     wanted = PAPER | PAPER_SELECTOR | changes
     assert {name: values[name] for name in wanted} == wanted
-    assert set(values) - set(wanted) == {"page", *ALTERNATIVES, *METHODS}
+    assert set(values) - set(wanted) == {"page", "score", *ALTERNATIVES, *METHODS}
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ WRONG = [
 ]
 WRONG_IN_TABLES = [
     ("baseline", "page", 0, "page must be at least 1, got 0"),
-    ("baseline", "kernel", 3, "unknown setting 'kernel'; expected one of ('page',)"),
+    ("baseline", "kernel", 3, "unknown setting 'kernel'; expected one of ('page', 'score')"),
     ("selector", "alpha", 0.0, "alpha must be in (0, 1], got 0.0"),
     ("selector", "alpha", 1.1, "alpha must be in (0, 1], got 1.1"),
     ("selector", "alpha", math.nan, "alpha must be in (0, 1], got nan"),
