@@ -40,7 +40,7 @@ class Layer:
         self.logit_options: dict[str, Any] = {"scale": scale, "soft_cap": soft_cap}
         self.options: dict[str, Any] = {**self.logit_options, "sink_HG": sink_HG}
         self.new = new
-        self.in_place = run.in_place(index)
+        self.in_place = run.in_place
         self.dense_heads: dict[int, Sequence[int]] = {}
         self.later: list[Callable[[], None]] = []
 

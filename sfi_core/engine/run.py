@@ -30,21 +30,16 @@ from sfi_core.state.packed_segment import PackedSegment
 from sfi_core.state.request import RequestState
 from sfi_core.state.side_stream import side_of
 from sfi_kernels.code_scan import BatchCodes
-from sfi_kernels.compiled import why_not
-from sfi_kernels.numpy_views import KINDS
 
 CPU = torch.device("cpu")
 
 
-def reads_in_place(policy: Policy, backend: str, device: torch.device, dtype: torch.dtype) -> bool:
+def reads_in_place(policy: Policy | type[Policy], backend: str) -> bool:
     """Say whether fast steps read selected rows in a whole cache's pages, so that none are packed.
 
-    On a CPU numba does, and on Triton the kernels for policies that choose for a whole batch.
+    Policies that select anew at every step do, on Triton those that choose for a whole batch.
     """
-    if backend == "triton":
-        return policy.chooses
-    anew = policy.selects_before and not policy.selects_next
-    return anew and backend == "torch" and device.type == "cpu" and dtype in KINDS and not why_not()
+    return policy.chooses if backend == "triton" else policy.selects_before and not policy.selects_next
 
 
 @dataclass(slots=True)
@@ -203,16 +198,15 @@ class Run:
         selects = self.policy.selects
         rows = config.sink + (min(config.budget, self.store.capacity) if selects else 0)
         if layer not in self.segments:
-            pages, packs = self.store.pages(layer), not self.in_place(layer)
-            self.segments[layer] = PackedSegment(self.store.batch, rows, pages, packs=packs)
+            pages = self.store.pages(layer)
+            self.segments[layer] = PackedSegment(self.store.batch, rows, pages, packs=not self.in_place)
         self.segments[layer].reserve(rows)  # more rows once the store has grown
         return self.segments[layer]
 
-    def in_place(self, layer: int) -> bool:
-        """Say whether a layer's fast steps read as `reads_in_place` says."""
-        store, key_PHND = self.store, self.store.pages(layer).key_PHND
-        kind = key_PHND.device, key_PHND.dtype
-        return store.whole_on_device and reads_in_place(self.policy, store.backend, *kind)
+    @property
+    def in_place(self) -> bool:
+        """Whether fast steps read as `reads_in_place` says; not with host memory."""
+        return self.store.whole_on_device and reads_in_place(self.policy, self.store.backend)
 
     @property
     def chooses(self) -> bool:

@@ -26,10 +26,10 @@ class SegmentShape:
             heads=key.shape[1], key_width=key.shape[3], value_width=value.shape[3], dtype=key.dtype, device=key.device
         )
 
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one row of all heads, its int32 position included."""
-        return self.heads * ((self.key_width + self.value_width) * self.dtype.itemsize + 4)
+    def row_bytes(self, *, packs: bool) -> int:
+        """Return the bytes of one row of all heads: its int32 position, and with `packs` its key and value."""
+        width = self.key_width + self.value_width if packs else 0
+        return self.heads * (width * self.dtype.itemsize + 4)
 
 
 class PackedSegment:

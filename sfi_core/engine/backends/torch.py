@@ -14,6 +14,8 @@ from sfi_core.engine.layer import Layer
 from sfi_core.engine.packing import apply
 from sfi_core.engine.refresh import end_prompt, joins, layer_context, refresh, refresh_later, select_next
 from sfi_kernels.attention_in_place import attention_in_place
+from sfi_kernels.compiled import why_not
+from sfi_kernels.numpy_views import readable
 from sfi_kernels.pseudo_token import PseudoToken
 from sfi_kernels.sparse_attention import sparse_attention
 from sfi_kernels.step_descriptor import FAST, PROMPT, sent
@@ -143,22 +145,18 @@ def _sparse(
         # a slow step still reads the last selection, and all tokens since then
         starts = torch.tensor([run.requests[row].read_start for row in which], dtype=torch.int32)
         start_B = sent(starts, query.device)
-    run.meter.count(f"{'numba' if layer.in_place else layer.backend}.{path}", len(which))
+    pages = layer.pages.key_PHND, layer.pages.value_PHNE
+    by = "numba" if layer.in_place and not why_not() and readable(*pages) else layer.backend
+    run.meter.count(f"{by}.{path}", len(which))
     run.store.ready(layer.index)
     moved = layer.moved_bytes(which, dense=False)
-    paged = (
-        layer.pages.key_PHND,
-        layer.pages.value_PHNE,
-        run.store.block_table_BP[rows],
-        start_B.contiguous(),
-        step.length_B[rows].contiguous(),
-    )
+    paged = (*pages, run.store.block_table_BP[rows], start_B.contiguous(), step.length_B[rows].contiguous())
     query, length_BH = query[:, :, :, 0], segment.length_BH[rows]
     options = {**layer.options, "pseudo": pseudo}
     with run.observer.span("attention.fast", layer.index, moved):
         if layer.in_place:
             position_BHS = segment.position_BHS[rows]
-            out = attention_in_place.numba(query, position_BHS, length_BH, *paged, **options)
+            out = attention_in_place.on(by)(query, position_BHS, length_BH, *paged, **options)
         else:
             packed = segment.key_BHSD[rows], segment.value_BHSE[rows], length_BH
             out = sparse_attention.on(layer.backend)(query, *packed, *paged, **options)

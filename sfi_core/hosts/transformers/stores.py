@@ -139,7 +139,6 @@ def expect(
     joins = isinstance(policy, EvidencePolicy) and tiers is None
     logits = heads * policy.config.window_prefill * capacity  # of a prompt's first selection
     joined = worked_off_together(heads * capacity, len(shapes)) if joins else 1
-    kind = session.backend, model.device, model.dtype
     expected = forecast(
         model,
         shapes,
@@ -153,7 +152,7 @@ def expect(
         refreshed_together=batch if together else joined,
         first_together=min(batch, first_together(logits)) if together else 1,
         unpacked=() if together else policy.config.dense_layers,
-        packs=tiers is not None or not reads_in_place(policy, *kind),
+        packs=tiers is not None or not reads_in_place(policy, session.backend),
         evidence_buffers=ring_places(model.device, overlap=session.engine.overlap),
         graphs=graphs,
         drafting=drafting_of(session),

@@ -27,7 +27,7 @@ class ServeTable(Table):
 
     slots_memory: float = setting(
         0.25,
-        "Share of the GPU's memory, or of the machine's on a CPU, that packed segments may take. A server "
+        "Share of the GPU's memory, or of the machine's on a CPU, that slots may take. A server "
         "whose budget and slots need more does not start.",
         above=0.0,
         most=1.0,

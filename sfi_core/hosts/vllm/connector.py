@@ -177,9 +177,11 @@ class SfiConnector(names.KVConnectorBase_V1, names.SupportsHMA):
         )
         run.layers.update(self.layers)
         for name in self.layer_names:
-            layer, given = names.layer_index(name), modules[name].impl.segment
-            if given is not None:
-                run.segments[layer] = given
+            layer, impl = names.layer_index(name), modules[name].impl
+            if impl.segment is not None:
+                run.segments[layer] = impl.segment
+            if impl.codes is not None:
+                run.batch_codes[layer] = impl.codes
             if layer not in run.policy.config.dense_layers:
                 run.segment(layer)
         self.engine = WorkerEngine(run, store)

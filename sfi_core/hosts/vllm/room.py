@@ -4,28 +4,33 @@ from typing import Any
 
 import torch
 
+from sfi_core.engine.run import reads_in_place
 from sfi_core.errors import ConfigError
 from sfi_core.hosts.vllm import CONNECTOR
 from sfi_core.hosts.vllm.connector import SfiConnector
 from sfi_core.hosts.vllm.names import get_kv_transfer_group, has_kv_transfer_group, layer_index, settings_of, slot_count
 from sfi_core.hosts.vllm.settings import Settings
-from sfi_core.hosts.vllm.slots_memory import check_slots, norm_count, segment_rows
+from sfi_core.hosts.vllm.slots_memory import check_slots, codes_of, norm_count, segment_rows
 from sfi_core.hosts.vllm.worker import WorkerEngine
 from sfi_core.machine.memory import resident_bytes, total_bytes
+from sfi_core.state.layer_shape import LayerShape
 from sfi_core.state.packed_segment import PackedSegment, SegmentShape
+from sfi_kernels.code_scan import BatchCodes
 
 FULL = "full_attention"  # transformers' name
 
 
 class Room:
-    """Mixed into vLLM's attention implementation: the layer's packed segment, and room for key norms.
+    """Mixed into vLLM's attention implementation: the layer's packed segment and codes, and room for key norms.
 
     `segment` is None before the weights are loaded, in layers that sfi does not serve (`manages`), and in
-    dense ones. `norm_X` is float32 room for the norms of the cached keys; None where free memory does not
-    determine the cache's size, as on a CPU. `given` says whether `give_room` has run.
+    dense ones; `codes` also for a policy without them, and on a CPU, where each request has its own.
+    `norm_X` is float32 room for the norms of the cached keys; None where free memory does not determine the
+    cache's size, as on a CPU. `given` says whether `give_room` has run.
     """
 
     segment: PackedSegment | None = None
+    codes: BatchCodes | None = None
     norm_X: torch.Tensor | None = None
     manages = False
     given = False
@@ -33,6 +38,7 @@ class Room:
     alibi_slopes: Any
     kv_sharing_target_layer_name: str | None
     head_size: int
+    num_heads: int
     num_kv_heads: int
     scale: float
     logits_soft_cap: float
@@ -99,7 +105,7 @@ def engine_of_process() -> WorkerEngine | None:
 
 
 def give_room(vllm_config: Any, dtype: torch.dtype) -> None:
-    """Allocate the packed segments of the layers that sfi serves, and on a GPU room for their norms.
+    """Allocate the packed segments of the layers that sfi serves, and on a GPU room for their codes and norms.
 
     Raise `ConfigError` for segments that take more than `slots_memory` allows.
     """
@@ -111,9 +117,12 @@ def give_room(vllm_config: Any, dtype: torch.dtype) -> None:
     slots, rows = slot_count(vllm_config, settings.options), rows_of(vllm_config, settings)
     shape = shape_of(next(iter(served.values())), dtype, device)
     check_room(vllm_config, settings, len(sparse), shape)
+    policy, backend = settings.policy, backend_of(device)
     for layer in sparse:
         shape = shape_of(served[layer], dtype, device)
-        served[layer].segment = PackedSegment(slots, rows, shape)
+        served[layer].segment = PackedSegment(slots, rows, shape, packs=not reads_in_place(policy, backend))
+        if policy.chooses and backend == "triton":
+            served[layer].codes = codes_of(shape, slots, served[layer].num_heads, longest_of(vllm_config))
     for impl in served.values():
         impl.given = True
     if device.type == "cuda":
@@ -147,7 +156,7 @@ def check_model(vllm_config: Any, settings: Settings) -> None:
 
 
 def check_room(vllm_config: Any, settings: Settings, layers: int, shape: SegmentShape) -> None:
-    """Raise `ConfigError`, with budget and slots that fit, for segments beyond `slots_memory`.
+    """Raise `ConfigError`, with budget and slots that fit, for slots beyond `slots_memory`.
 
     `layers` have a segment, with rows of `shape` in this process.
     """
@@ -157,14 +166,34 @@ def check_room(vllm_config: Any, settings: Settings, layers: int, shape: Segment
     sharing = vllm_config.parallel_config.tensor_parallel_size if on_cpu else 1
     limit = None if total is None else int(total * options.slots_memory) // sharing
     slots, rows = slot_count(vllm_config, options), rows_of(vllm_config, settings)
-    check_slots(settings.config, rows, slots, layers, shape, limit)
+    policy = settings.policy
+    row_bytes = shape.row_bytes(packs=not reads_in_place(policy, backend_of(shape.device)))
+    heads = vllm_config.model_config.get_num_attention_heads(vllm_config.parallel_config)
+    layer = LayerShape(
+        heads=shape.heads,
+        key_width=shape.key_width,
+        value_width=shape.value_width,
+        itemsize=shape.dtype.itemsize,
+        query_heads=heads,
+    )
+    summary = policy.summary_bytes(layer, longest_of(vllm_config))
+    check_slots(settings.config, rows, slots, layers, row_bytes, limit, summary)
 
 
 def rows_of(vllm_config: Any, settings: Settings) -> int:
     """Return the rows of a packed segment for the longest request, in whole blocks like the cache."""
-    block = vllm_config.cache_config.block_size
-    longest = -(-vllm_config.model_config.max_model_len // block) * block
-    return segment_rows(settings.config, longest, selects=settings.selects)
+    return segment_rows(settings.config, longest_of(vllm_config), selects=settings.policy.selects)
+
+
+def longest_of(vllm_config: Any) -> int:
+    """Return the tokens of the longest request, in whole blocks."""
+    block, longest = vllm_config.cache_config.block_size, vllm_config.model_config.max_model_len
+    return int(-(-longest // block) * block)
+
+
+def backend_of(device: torch.device) -> str:
+    """Return the backend that runs on a device."""
+    return "torch" if device.type == "cpu" else "triton"
 
 
 def shape_of(impl: Any, dtype: torch.dtype, device: torch.device) -> SegmentShape:

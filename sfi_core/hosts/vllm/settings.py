@@ -7,7 +7,7 @@ from typing import Any
 
 from sfi_core.errors import ConfigError
 from sfi_core.hosts.vllm import SLOTS, ServeTable
-from sfi_core.policies import policy_class
+from sfi_core.policies import Policy, policy_class
 from sfi_core.settings.audit import AuditConfig
 from sfi_core.settings.config import SfiConfig
 from sfi_core.settings.fields import setting
@@ -24,7 +24,7 @@ class PluginOptions(ServeTable):
     preset: str = setting("default", "The preset that the settings start from.")
     slots: int = setting(
         SLOTS,
-        "Requests that may be sparse at once; each has packed segments of its own. Requests beyond them run "
+        "Requests that may be sparse at once; each has memory of its own. Requests beyond them run "
         "dense and are only slower.",
         least=1,
     )
@@ -59,10 +59,9 @@ class Settings:
         return cls(config, options)
 
     @property
-    def selects(self) -> bool:
-        """Whether the policy packs its selection."""
-        policy = policy_class(self.options.policy)(self.config, Trigger(frozenset(), self.config))
-        return policy.selects
+    def policy(self) -> Policy:
+        """The policy, without a trigger."""
+        return policy_class(self.options.policy)(self.config, Trigger(frozenset(), self.config))
 
     @property
     def audit(self) -> AuditConfig | None:

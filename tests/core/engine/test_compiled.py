@@ -41,7 +41,7 @@ def decode(model: Any, rows: Any, policy: str, **options: Any) -> tuple[Any, Rec
 def both(monkeypatch: pytest.MonkeyPatch, *run: Any, **options: Any) -> list[Any]:
     """Run compiled, then as on a machine without numba."""
     compiled = decode(*run, **options)
-    for name in ("sfi_kernels.op.why_not", "sfi_core.engine.run.why_not"):
+    for name in ("sfi_kernels.op.why_not", "sfi_core.engine.backends.torch.why_not"):
         monkeypatch.setattr(name, lambda: "not installed")
     return [compiled, decode(*run, **options)]
 

@@ -63,7 +63,7 @@ def tokens(result: Any) -> list[list[int]]:
 @pytest.mark.parametrize("policy", KINDS_OF_POLICY)
 def test_every_policy_gives_the_tokens_of_the_references(policy: str, monkeypatch: pytest.MonkeyPatch):
     """A ragged batch whose requests are slow at different steps; the prompt comes in pieces."""
-    monkeypatch.setattr("sfi_core.engine.run.why_not", lambda: "not asked for")  # both pack
+    monkeypatch.setattr("sfi_core.engine.backends.torch.why_not", lambda: "not asked for")
     options = {"policy": policy, "prefill_chunk": 40}
     prompts = PROMPTS[::2]
     torch_run, triton_run = (complete(name, prompts, **options) for name in ("torch", "triton"))
@@ -72,8 +72,7 @@ def test_every_policy_gives_the_tokens_of_the_references(policy: str, monkeypatc
     paths = {name: n for name, n in triton_run.report.paths.items() if "graph" not in name}
     counted = {name.removeprefix("triton."): n for name, n in paths.items()}
     expected = {name.removeprefix("torch."): n for name, n in torch_run.report.paths.items()}
-    if policy == "codescan":  # rows are read in place, the prompt's sinks too
-        assert counted.pop("code_scan") == expected.pop("pack") - 2
+    assert counted.pop("code_scan" if policy == "codescan" else "pack") > 0  # the torch backend reads in place
     assert counted == expected
     assert all(name.startswith("triton.") for name in paths)
 

@@ -12,9 +12,10 @@ from sfi_core.hosts.vllm.borrowed import BorrowedPages
 from sfi_core.hosts.vllm.entry import Entry
 from sfi_core.hosts.vllm.rows import HostRows, RowMatcher, last_blocks, part_of
 from sfi_core.hosts.vllm.settings import Settings
-from sfi_core.hosts.vllm.slots_memory import check_slots, norm_count, segment_rows
+from sfi_core.hosts.vllm.slots_memory import check_slots, codes_of, norm_count, segment_rows
 from sfi_core.hosts.vllm.worker import MatchedPass, Row
 from sfi_core.settings.config import SfiConfig
+from sfi_core.state.layer_shape import LayerShape
 from sfi_core.state.packed_segment import PackedSegment, SegmentShape
 
 CONFIG = SfiConfig().replace(budget=100, sink=4, recent=8)
@@ -31,17 +32,17 @@ def room(config: SfiConfig = CONFIG, slots: int = SLOTS) -> int:
 
 
 def test_segments_fit_to_the_byte() -> None:
-    check_slots(CONFIG, ROWS, SLOTS, LAYERS, SHAPE, room())
-    check_slots(CONFIG, ROWS, SLOTS, LAYERS, SHAPE, None)
+    check_slots(CONFIG, ROWS, SLOTS, LAYERS, SHAPE.row_bytes(packs=True), room())
+    check_slots(CONFIG, ROWS, SLOTS, LAYERS, SHAPE.row_bytes(packs=True), None)
     with pytest.raises(ConfigError):
-        check_slots(CONFIG, ROWS, SLOTS, LAYERS, SHAPE, room() - 1)
+        check_slots(CONFIG, ROWS, SLOTS, LAYERS, SHAPE.row_bytes(packs=True), room() - 1)
 
 
 def test_refusal_names_what_fits() -> None:
     """The budget of the message fits, and so do its slots; one more of either does not."""
     limit = room(CONFIG.replace(budget=37)) + 10
     with pytest.raises(ConfigError) as caught:
-        check_slots(CONFIG, ROWS, SLOTS, LAYERS, SHAPE, limit)
+        check_slots(CONFIG, ROWS, SLOTS, LAYERS, SHAPE.row_bytes(packs=True), limit)
     advice = "set budget to at most 37 or slots to at most 1 or slots_memory higher"
     assert advice in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -56,7 +57,7 @@ def test_a_budget_above_the_context_takes_the_context() -> None:
 def test_a_policy_that_selects_nothing_has_room_for_the_sink_only() -> None:
     selects = {"sfi": True, "quest": True, "full-kv": False, "streaming-llm": False}
     for name, wanted in selects.items():
-        assert Settings.of({"policy": name}).selects is wanted
+        assert Settings.of({"policy": name}).policy.selects is wanted
     assert segment_rows(CONFIG, LONGEST, selects=False) == 4
 
 
@@ -191,3 +192,18 @@ def test_no_part_of_all_or_nothing(whole: tuple[int, ...]) -> None:
     rows = (Row(0, 1, 20, 0), Row(1, 3, 33, 0))
     one = MatchedPass(tuple((row, entry(0, 0)) for row in rows), whole, NONE, NONE)
     assert part_of(None, one, lambda made: made) is None
+
+
+def test_codescans_slots_hold_codes_and_no_rows() -> None:
+    """At most the bytes that the policy states, which are those of codes in bytes, as PyTorch keeps them."""
+    codes = codes_of(SHAPE, SLOTS, 6, LONGEST)
+    shape = LayerShape(heads=2, key_width=8, value_width=4, itemsize=2, query_heads=6)
+    summary = Settings.of({"policy": "codescan"}).policy.summary_bytes(shape, LONGEST)
+    assert sum(part.nbytes for part in codes) <= SLOTS * summary
+    segment = PackedSegment(SLOTS, ROWS, SHAPE, packs=False)
+    limit = LAYERS * (segment.position_BHS.nbytes + SLOTS * summary)
+    assert segment.key_BHSD.numel() == segment.value_BHSE.numel() == 0
+    positions = SHAPE.row_bytes(packs=False)
+    check_slots(CONFIG, ROWS, SLOTS, LAYERS, positions, limit, summary)
+    with pytest.raises(ConfigError, match="set slots to at most 4 or"):
+        check_slots(CONFIG, ROWS, SLOTS, LAYERS, positions, limit - LAYERS * SLOTS * ROWS * positions - 1, summary)
