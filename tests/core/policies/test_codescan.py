@@ -6,13 +6,15 @@ from typing import Any
 import pytest
 import torch
 
+from sfi_core import generate
 from sfi_core.policies.built_in import codescan
 from sfi_core.policies.built_in.codescan import CodeScan
 from sfi_core.policies.code_basis import learn_basis
 from sfi_core.settings.config import SfiConfig
 from sfi_core.state.request import RequestState
 from sfi_kernels.key_codes import CodeBasis, bits_of, words
-from tests.fakes import coarse
+from tests.architectures import tiny
+from tests.fakes import RecordingObserver, coarse
 from tests.watched import LAYERS, H, Seen, Watched, best_of, prompt_of, watched
 
 SINK, RECENT, BUDGET, NEW, REST = 2, 5, 10, 12, 0.3
@@ -193,3 +195,30 @@ def test_fewer_dimensions_than_channels_lose_nothing_but_levels():
     own = (query_HND @ basis.query_HDC) @ ((key_HTD - basis.mean_HD[:, None]) @ basis.encode_HDC).mT
     true = query_HND @ (key_HTD - key_HTD.mean(1, keepdim=True)).mT
     torch.testing.assert_close(own, true, rtol=1e-3, atol=1e-3)
+
+
+def test_what_an_observer_hears_of_the_scores():
+    """The estimated attention on unread keys, and the last score chosen over the first one left."""
+    logits_HGT, index_HK = torch.randn(2, 3, 9), torch.tensor([[0, 4, 7], [1, 2, 3]], dtype=torch.int32)
+    told = codescan._told(logits_HGT, index_HK)  # noqa: SLF001
+    for head, chosen in enumerate(index_HK.tolist()):
+        score = [sum(float(p[j]) for p in logits_HGT[head].softmax(-1)) / 3 for j in range(9)]
+        left = [score[j] for j in range(9) if j not in chosen]
+        assert float(told["unread_estimate"][head]) == pytest.approx(sum(left), rel=1e-4)
+        assert float(told["score_margin"][head]) == pytest.approx(min(score[j] for j in chosen) / max(left), rel=1e-4)
+
+
+def test_an_observer_hears_of_every_choice_and_changes_none():
+    model, rows, heard = tiny("llama"), [prompt_of(length) for length in LENGTHS], RecordingObserver()
+    options = {"policy": "codescan", "max_new_tokens": NEW, "stop_token_ids": ()}
+    alone = generate(model, None, rows, CONFIG, **options)
+    watched = generate(model, None, rows, CONFIG, observers=[heard], **options)
+    assert [r.token_ids for r in watched.report.requests] == [r.token_ids for r in alone.report.requests]
+    chose = [event for event in heard.selections if (event.index_HK >= 0).sum(1).max() == BUDGET]
+    assert len(chose) > 20
+    for event in (one for one in heard.selections if one.step):
+        unread_H, margin_H = event.diagnostics["unread_estimate"], event.diagnostics["score_margin"]
+        assert ((unread_H >= 0) & (unread_H < 1)).all()
+        # scores are compared in steps of an eighth, so that one left may be that much higher
+        assert (margin_H.isnan() | (margin_H > 0.85)).all()
+    assert any(event.diagnostics["unread_estimate"].max() > 0 for event in chose)

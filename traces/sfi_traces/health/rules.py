@@ -108,6 +108,15 @@ RULES = (
         "the clip gives the prior just that weight; only a clip above Eq. 17's own value lets lambda* vary",
     ),
     Rule(
+        name="unread_estimated", severity=NOTE, threshold=0.7, least=8, share=0.5,
+        needs="only codescan estimates what it leaves unread", samples="selections",
+        reason="codescan on the example: with a budget of 256 (right) a head leaves .02 to .66 unread, none "
+        ".7; with 32 and 8 (wrong) four and six of eight heads leave .7 or more. A note, for heads that "
+        "attend to everything need not be read",
+        means="the policy's own scores put {value} of the attention on keys that it did not read",
+        advice="raise budget",
+    ),
+    Rule(
         name="selection_trailing", severity=PROBLEM, threshold=0.95, share=0.5, needs=RECORD_POSITIONS,
         unnests=True,
         reason="a selection that is the last positions before the recent window is a longer window; "
