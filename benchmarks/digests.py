@@ -30,7 +30,7 @@ from tests.architectures import BY_LABEL, WORKS, padded, prompts  # noqa: E402
 
 CONFIG = SfiConfig(
     sink=2, recent=8, budget=12, t_max=4, span=2, trigger_token_ids=tuple(range(0, 300, 5)), window_prefill=4
-).replace(synckv={"heads": "even", "representatives": 1}, freekv={"page": 4}, baseline={"page": 4})
+).replace(synckv={"heads": "even"}, freekv={"page": 4}, baseline={"page": 4})
 PAPER = SfiConfig.preset("paper").replace(
     sink=2, recent=8, budget=12, t_max=4, trigger_token_ids=tuple(range(0, 300, 5))
 )
@@ -147,7 +147,7 @@ def cases() -> dict[str, Callable[[], Any]]:
     changes = {
         "paper": PAPER,
         "random": CONFIG.replace(trigger_policy="random", random_rate=0.3, t_max=50),
-        "pages": CONFIG.replace(granularity="page", page_size=4),
+        "pages": CONFIG.replace(page_size=4),
         "stride": CONFIG.replace(trigger_policy="stride", stride=3),
         "delay 0": CONFIG.replace(trigger_delay=0),
         "dense layers": CONFIG.replace(dense_layers=(1,)),

@@ -175,7 +175,7 @@ def every_refusal(folder: Path) -> dict[str, str]:
 def picked(rank: int, ranks: Ranks = ALONE) -> list[int]:
     """Pick tokens of logits that each rank has made up by itself."""
     logits_XV = torch.randn(4, 50, generator=torch.Generator().manual_seed(rank))
-    sampler = Sampler(Sampling(do_sample=True), torch.zeros(2, 3).long(), ranks)
+    sampler = Sampler(Sampling(temperature=1.0), torch.zeros(2, 3).long(), ranks)
     return sampler.pick(logits_XV, [0, 0, 1, 1], [0, 1, 0, 1], [()] * 4)
 
 

@@ -31,7 +31,7 @@ methods = ["sfi", "short=sfi:span=0"]
 [granularity]
 shares = [0.1, 0.2]
 recent = 32
-methods = ["sfi", "pages=sfi:granularity=page"]
+methods = ["sfi", "pages=sfi:page_size=16"]
 
 [tasks]
 shares = [0.2]

@@ -57,13 +57,6 @@ class EvalTable(Table):
     batch_size: int = setting(1, "Prompts of a task and length, or windows of a text, decoded together.", least=1)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TuneTable(Table):
-    """How `sfi tune` searches."""
-
-    mine: bool = setting(True, "Search trigger sets mined from the traces too, where they beat punctuation.")
-
-
 TRIALS = 200  # of `sfi tune`, unless --trials says otherwise
 TABLES: dict[str, type] = {
     "engine": EngineOptions,
@@ -74,7 +67,6 @@ TABLES: dict[str, type] = {
     "bench": BenchTable,
     "forecast": ForecastTable,
     "eval": EvalTable,
-    "tune": TuneTable,
     "serve": ServeTable,
 }
 DECODING = settings_of(SfiConfig)
@@ -85,8 +77,7 @@ SEARCHED = (  # the dimensions of `sfi tune`, besides the triggers
     "t_max", "trigger_delay", "min_gap", "slow_start", "stride", "budget", "recent", "span",
 )  # fmt: skip
 REPLAYED = (
-    *SEARCHED, "trigger_token_ids", "random_rate", "trigger_seed", "recent_mode", "sink", "granularity",
-    "page_size",
+    *SEARCHED, "trigger_token_ids", "random_rate", "trigger_seed", "recent_mode", "sink", "page_size",
 )  # fmt: skip
 GENERATING = (*DECODING, "engine", "audit", "trace", "sampling", "model")
 TIERS = ("engine.kv_device_budget", "engine.kv_page")
@@ -99,7 +90,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
         "model", "bench", "forecast",
     ),
     "eval": ("engine.backend", "engine.prefill_chunk", *TIERS, "model.revision", "eval"),
-    "tune": ("engine.backend", "engine.prefill_chunk", *TIERS, "model.revision", "tune"),
+    "tune": ("engine.backend", "engine.prefill_chunk", *TIERS, "model.revision"),
     "tune heads": ("engine.backend", "engine.prefill_chunk", "model.revision"),
     "trace replay": ("trigger_policy", *REPLAYED),
     "serve": (

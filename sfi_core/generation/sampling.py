@@ -17,8 +17,8 @@ def processors(sampling: Sampling) -> logits_process.LogitsProcessorList:
     if sampling.repetition_penalty != 1:
         chosen.append(logits_process.RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
     if sampling.do_sample:
-        if sampling.temperature != 1:
-            chosen.append(logits_process.TemperatureLogitsWarper(sampling.temperature))
+        if sampling.divisor != 1:
+            chosen.append(logits_process.TemperatureLogitsWarper(sampling.divisor))
         if sampling.top_k:
             chosen.append(logits_process.TopKLogitsWarper(sampling.top_k))
         if sampling.top_p < 1:

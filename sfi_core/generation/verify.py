@@ -113,7 +113,7 @@ class Judge:
         penalty = sampling.repetition_penalty
         self._stretch = max(penalty, 1 / penalty)
         if sampling.do_sample:
-            self._stretch /= sampling.temperature
+            self._stretch /= sampling.divisor
 
     def __call__(self, request: int, prompt: list[int], output: list[int], chunk: int) -> RequestCheck:
         """Check one request."""

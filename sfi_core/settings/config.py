@@ -19,7 +19,6 @@ from sfi_core.settings.fields import Table, check_names, setting
 
 RECENT_MODES = ("anchored", "sliding")
 TRIGGER_POLICIES = ("boundary", "t-max", "stride", "random", "never", "always")
-GRANULARITIES = ("token", "page")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,16 +35,11 @@ class SfiConfig(Table):
         choices=RECENT_MODES,
     )
     budget: int = setting(2048, "Selected tokens per KV head, the paper's K.", above=0)
-    granularity: str = setting(
-        "token",
-        "Under sfi: select single tokens, or whole pages for engines whose sparse kernels read pages. Paper "
-        "gap: the paper selects tokens (docs/evidence/granularity.md has what pages cost).",
-        choices=GRANULARITIES,
-    )
     page_size: int = setting(
-        16,
-        "Tokens of a page under granularity=page; 1 selects tokens. 16 is vLLM's default on a GPU and the "
-        "smallest page of its FlashInfer backend. On a CPU vLLM has 128.",
+        1,
+        "Under sfi: select single tokens (1, the paper), or whole pages of so many tokens for engines whose "
+        "sparse kernels read pages (docs/evidence/granularity.md has what pages cost). vLLM has pages of 16 on a "
+        "GPU and of 128 on a CPU.",
         least=1,
     )
     t_max: int = setting(64, "Most fast steps in a row; 0: all slow.", least=0)

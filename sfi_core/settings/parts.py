@@ -65,10 +65,9 @@ class SyncKVConfig(Table):
 
     heads: str | None = setting(
         None,
-        "File of head clusters, from `sfi tune heads`; none is heads.json in the model's folder. even splits "
-        "each layer's KV heads into `representatives` groups of neighbors, for random weights.",
+        "File of head clusters, from `sfi tune heads`; none is heads.json in the model's folder. even takes groups "
+        "of four neighbors as clusters, for random weights.",
     )
-    representatives: int = setting(2, "Representative heads of a layer, N_r, under synckv.heads=even.", least=1)
     stride: int = setting(5, "Steps from one anticipation to the next, the paper's m.", least=1)
     static: float = setting(
         0.5, "Share of the budget for positions of the prompt that stay selected, the paper's rho.", least=0, most=1

@@ -98,8 +98,8 @@ def test_random_weights_need_a_config_only_and_a_text_can_decide(tiny, tmp_path)
 
 
 TIERED = (
-    "--policy", "freekv", "--policy", "synckv,full-kv", "--set", "synckv.heads=even", "--set",
-    "synckv.representatives=1", "--context", "600", "--steps", "6", "--repeats", "2", "--budget", "64",
+    "--policy", "freekv", "--policy", "synckv,full-kv", "--set", "synckv.heads=even",
+    "--context", "600", "--steps", "6", "--repeats", "2", "--budget", "64",
     "--set", "recent=32", "--baseline", "none", "--kv-device-budget", "90%",
 )  # fmt: skip
 

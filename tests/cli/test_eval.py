@@ -277,7 +277,7 @@ def draw_text():
     return drawn.prompt + drawn.answer
 
 
-EXTENDED = ("freekv:freekv.tau=0.9", "synckv:synckv.heads=even,synckv.representatives=1")
+EXTENDED = ("freekv:freekv.tau=0.9", "synckv:synckv.heads=even")
 
 
 def test_extended_methods_decode_the_same_under_a_device_budget(tmp_path):

@@ -229,7 +229,7 @@ def test_options_win_over_the_config_file_and_that_over_the_preset(tmp_path):
         (("--kv-device-budget", "20%", "--policy", "full-kv"), 2,
          "policy full-kv cannot run under kv_device_budget; those that can: codescan, freekv, "),
         (("--max-batch", "0"), 2, "max_batch must be positive, got 0"),
-        (("--temperature", "0"), 2, "sampling.temperature must be positive, got 0.0"),
+        (("--temperature", "-1"), 2, "sampling.temperature must be at least 0, got -1.0"),
         (("--model", "./no/such/folder"), 3, "model folder ./no/such/folder does not exist"),
         (("--prompt-file", "no-such-file"), 3, "prompt"),
         (("--config", "no-such.toml"), 3, "config no-such.toml cannot be read: No such file or directory"),

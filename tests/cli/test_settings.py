@@ -135,8 +135,8 @@ def test_a_setting_of_another_place_says_where_it_has_an_effect():
         for command in (("tune", "none", "--search"), ("trace", "replay", "none", "--set")):
             words = message(*command, f"{name}=0.5")
             assert words.startswith(f"{name} has no effect here, only on sfi generate, ")
-    words = message("tune", "none", "--search", "tune.mine=true")
-    assert words == "tune.mine has no effect here, only on sfi tune"
+    words = message("tune", "none", "--search", "serve.cache_salt=true")
+    assert words == "serve.cache_salt has no effect here, only on sfi serve"
 
 
 @pytest.mark.parametrize("command", ["generate", "bench", "eval", "tune"])
@@ -270,10 +270,13 @@ def test_every_name_that_a_command_takes_exists():
     assert set().union(*(settings_for(command) for command in COMMANDS)) == set(SETTINGS)
 
 
-def test_sampling_begins_with_a_setting_of_sampling_unless_that_is_off():
-    from sfi_cli.commands.generate.command import _sampling  # noqa: PLC0415
-
-    assert _sampling({"top_k": 5}) == {"do_sample": True, "top_k": 5}
-    assert _sampling({"repetition_penalty": 2.0})["do_sample"] is False
-    assert _sampling({"temperature": 2.0, "do_sample": False})["do_sample"] is False
-    assert Sampling(**_sampling({})) == Sampling()
+def test_sampling_begins_with_a_temperature_or_a_limit_on_tokens():
+    for greedy in (
+        Sampling(),
+        Sampling(temperature=0),
+        Sampling(temperature=0, top_k=5),
+        Sampling(repetition_penalty=2),
+    ):
+        assert not greedy.do_sample
+    for drawn, divisor in ((Sampling(temperature=0.5), 0.5), (Sampling(top_k=5), 1), (Sampling(top_p=0.9), 1)):
+        assert (drawn.do_sample, drawn.divisor) == (True, divisor)

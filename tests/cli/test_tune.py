@@ -88,7 +88,7 @@ def test_the_space_and_the_objectives_are_those_of_the_options(full, folder):
     data = document(
         full, *TRIALS, "--trigger-policy", "boundary", "--budget", "5,10", "--t-max", "4:9",
         "--search", "span=0", "--trigger-set", "stops=.", "--trigger-set", "words=cat dog",
-        "--set", "tune.mine=false", "--objective", "slow-rate,retained-p5",
+        "--objective", "slow-rate,retained-p5",
         "--objective", "retained",
     )  # fmt: skip
     assert [one["name"] for one in data["objectives"]] == ["slow-rate", "retained-p5", "retained"]

@@ -74,7 +74,7 @@ def by_sets(trace: Trace, request: int, rules: Setting, slow: list[bool]) -> dic
                     j: max((mass[i] for i in near(j, config.span) if i in mass and i in allowed), default=0.0)
                     for j in allowed
                 }
-                if config.granularity == "page":
+                if config.page_size > 1:
                     size = config.page_size
                     pages = {j: [score[i] for i in allowed if i // size == j // size] for j in allowed}
                     score = {j: sum(page) / len(page) for j, page in pages.items()}
@@ -101,7 +101,7 @@ def by_sets(trace: Trace, request: int, rules: Setting, slow: list[bool]) -> dic
         {},
         {"budget": 5},
         {"budget": 24, "recent": 1, "sink": 0},
-        {"granularity": "page", "page_size": 5, "span": 2, "recent_mode": "sliding"},
+        {"page_size": 5, "span": 2, "recent_mode": "sliding"},
         {"recent_mode": "sliding", "recent": 30},
         {"recent_mode": "sliding", "span": 3, "t_max": 6},
         {"recent": 190, "recent_mode": "sliding"},

@@ -2,13 +2,11 @@
 
 import math
 import random
-from dataclasses import replace
 
 import numpy as np
 import pytest
 from scipy.stats import t as student
 
-from sfi_core.errors import TraceError
 from sfi_core.settings.config import SfiConfig
 from sfi_traces.model.trace import Trace
 from sfi_traces.replay import Setting, Supports, replay_request
@@ -17,6 +15,7 @@ from sfi_traces.tune.mining import MinedToken, propose, rank
 from sfi_traces.tune.trigger_sets import NamedSet, recorded_set
 from sfi_traces.tune.tuning import Tuning
 from tests.traces.made import MODEL, STOP, make_trace
+from tests.traces.small import redact
 
 MOVER, CONTEXT, PAIRS, TOP = 7, 400, 4, 24
 TEXTS = {MOVER: " so", STOP: "."}
@@ -144,16 +143,14 @@ def test_the_interval_of_a_difference_takes_blocks_whole():
     assert (high - low) / 2 == pytest.approx(1.96 * steps[::BLOCK].std() / math.sqrt(40), rel=0.15)
 
 
-def test_a_redacted_trace_cannot_be_mined(tmp_path, moving):
-    hidden = replace(moving, tokens=[-1] * moving.steps)
-    with pytest.raises(TraceError, match=r"a trace is redacted; add --set tune.mine=false"):
-        mined(hidden)
-    trace = Trace.open(make_trace(tmp_path / "t", requests=2))
-    tuning = Tuning.of(
-        [trace], axes={}, trigger_sets={}, mining=True, objectives={}, limits=None
-    )  # of made-up tokens none but the full stop comes up more than twice
+def test_a_redacted_trace_is_not_mined(tmp_path):
+    path = make_trace(tmp_path / "t", requests=2)
+    tuning = Tuning.of([Trace.open(path)], axes={}, trigger_sets={}, objectives={}, limits=None)
+    # of made-up tokens none but the full stop comes up more than twice
     assert tuning.mined.better == []
     assert set(tuning.space.sets) == {"recorded"}
+    redact(path)
+    assert Tuning.of([Trace.open(path)], axes={}, trigger_sets={}, objectives={}, limits=None).mined is None
 
 
 def test_punctuation_is_mixed_to_the_set_s_own_slow_rate(moving):

@@ -24,9 +24,7 @@ def trace(tmp_path_factory) -> Trace:
 
 
 def tuning(*traces: Trace, limits: Limits | None = None, names=(), **axes) -> Tuning:
-    return Tuning.of(
-        traces, axes=axes, trigger_sets={}, mining=False, objectives=objectives(list(names)), limits=limits or Limits()
-    )
+    return Tuning.of(traces, axes=axes, trigger_sets={}, objectives=objectives(list(names)), limits=limits or Limits())
 
 
 def suggest(trial) -> tuple[int, int]:

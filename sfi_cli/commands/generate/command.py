@@ -1,7 +1,7 @@
 """`sfi generate`: decode prompts under a policy."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -113,7 +113,7 @@ def generate(
             policy=policy, preset=named, chat=chat,
             compare=example and policy != "full-kv" if compare is None else compare,
             beside=example and plain, verify=verify, trace=trace, audit=audits,
-            sampling=_sampling(settings.of("sampling")), seed=seed, max_new_tokens=max_new_tokens,
+            sampling=settings.of("sampling"), seed=seed, max_new_tokens=max_new_tokens,
             max_batch=max_batch,
         )  # fmt: skip
 
@@ -127,9 +127,3 @@ def _audit(settings: Given, trace: Path | None) -> AuditConfig | None:
         if name.startswith("audit."):
             raise ConfigError(f"{name} must come with --audit N, got it alone")
     return None
-
-
-def _sampling(said: dict[str, Any]) -> dict[str, Any]:
-    # each of these settings switches sampling on, unless do_sample=false is given
-    implied = any(name in said for name in ("temperature", "top_k", "top_p", "min_p"))
-    return {"do_sample": implied, **said}

@@ -11,7 +11,7 @@ from sfi_cli.commands.tune.views import tune_text
 from sfi_cli.parsing import named_strings, words
 from sfi_cli.settings.complete import completer
 from sfi_cli.settings.given import given, texts
-from sfi_cli.settings.tables import DIMENSIONS, SETTINGS, TRIALS, ModelTable, TuneTable
+from sfi_cli.settings.tables import DIMENSIONS, SETTINGS, TRIALS, ModelTable
 from sfi_cli.terminal.output import Output, leave_interrupted
 from sfi_core.errors import ConfigError
 from sfi_core.settings.engine import EngineOptions
@@ -121,7 +121,6 @@ def tune(
             [Trace.open(path) for path in traces],
             axes=axes,
             trigger_sets=trigger_sets,
-            mining=settings.table(TuneTable).mine,
             objectives=objectives(words(objective)),
             limits=Limits(min_retained=min_retained, max_read=max_read),
         )

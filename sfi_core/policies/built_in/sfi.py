@@ -35,12 +35,12 @@ class SFI(EvidencePolicy, Triggered):
                 interval=context.interval,
                 **self._settings,
             )
-            if self.config.granularity == "page":
+            if self.config.page_size > 1:
                 score = self.pooled(score)
         with context.span("top_k"):
             index = top_k.on(context.backend)(score, self.config.budget)
         return Selection(index, diagnostics)
 
     def pooled(self, score_BHT: torch.Tensor) -> torch.Tensor:
-        """Score whole pages, for `granularity="page"`; docs/evidence/granularity.md compares other ways."""
+        """Score whole pages, for a `page_size` above 1; docs/evidence/granularity.md compares other ways."""
         return pool_by_page(score_BHT, self.config.page_size)

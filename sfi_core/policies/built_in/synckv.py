@@ -28,7 +28,8 @@ from sfi_kernels.constants import MASKED_SCORE
 from sfi_kernels.step_descriptor import sent
 from sfi_kernels.top_k import top_k
 
-EVEN = "even"  # `synckv.heads` without a file: each layer's heads in groups of neighbors
+EVEN = "even"  # `synckv.heads` without a file: each layer's heads in groups of `NEIGHBORS`
+NEIGHBORS = 4
 LAST = torch.iinfo(torch.int32).max
 
 
@@ -70,15 +71,10 @@ class SyncKV(Policy):
         return ()
 
     def leaders(self, layer: int, heads: int) -> tuple[int, ...]:
-        """Return the representative of each KV head of a layer; a representative's is itself.
-
-        Raise `ConfigError` for more representatives than heads.
-        """
+        """Return the representative of each KV head of a layer; a representative's is itself."""
         if self.clusters is not None:
             return self.clusters.leader_of(layer)
-        count = self.config.synckv.representatives
-        if count > heads:
-            raise ConfigError(f"representatives must be at most the layer's {heads} KV heads, got {count}")
+        count = max(1, heads // NEIGHBORS)
         return tuple(-(-(head * count // heads) * heads // count) for head in range(heads))
 
     @property

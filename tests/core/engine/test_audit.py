@@ -65,7 +65,7 @@ def test_an_audit_changes_neither_a_token_nor_what_ran(policy):
 
 
 def test_an_audit_leaves_the_seed_alone():
-    sampling = Sampling(do_sample=True, temperature=1.5)
+    sampling = Sampling(temperature=1.5)
     plain = complete(sampling=sampling, seed=3)
     watched = complete(sampling=sampling, seed=3, observers=[RecordingObserver()], audit=AUDIT)
     assert tokens(watched) == tokens(plain)

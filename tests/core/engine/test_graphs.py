@@ -125,11 +125,7 @@ def test_replayed_steps_are_the_eager_ones(complete, recorder, name, sizes):
 
 @pytest.mark.parametrize(
     "change",
-    [
-        {"recent_mode": "sliding", "dense_layers": (1,)},
-        {"sink": 0, "recent": 25, "budget": 60},
-        {"granularity": "page", "page_size": 6},
-    ],
+    [{"recent_mode": "sliding", "dense_layers": (1,)}, {"sink": 0, "recent": 25, "budget": 60}, {"page_size": 6}],
     ids=str,
 )
 def test_every_setting_can_be_replayed(complete, change):
@@ -219,7 +215,7 @@ def test_a_request_that_stopped_runs_one_step_too_many_and_nobody_notes_it(compl
 def test_sampled_tokens_are_fed_on_as_well(complete):
     options = {
         "config": DELAYED, "prompts": PROMPTS[1:3], "max_new_tokens": 7, "seed": 3,
-        "sampling": Sampling(do_sample=True, repetition_penalty=1.2),
+        "sampling": Sampling(temperature=1.0, repetition_penalty=1.2),
     }  # fmt: skip
     same(complete(True, **options), complete(False, **options))
 

@@ -69,9 +69,7 @@ def complete(model, monkeypatch):
     return run
 
 
-@pytest.mark.parametrize(
-    ("policy", "change"), [("sfi", {}), ("prior-only", {}), ("sfi", {"granularity": "page", "page_size": 5})]
-)
+@pytest.mark.parametrize(("policy", "change"), [("sfi", {}), ("prior-only", {}), ("sfi", {"page_size": 5})])
 def test_layers_together_choose_what_each_chooses_alone(complete, policy, change):
     options = {"policy": policy, "config": CONFIG.replace(**change)}
     alone, paths, ones = complete(enough=1, **options)

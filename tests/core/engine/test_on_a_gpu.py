@@ -108,7 +108,7 @@ TIERS = {
     "quest": {},
     "codescan": {},
     "freekv": {"freekv": {"page": 16}},
-    "synckv": {"synckv": {"heads": "even", "representatives": 1}},
+    "synckv": {"synckv": {"heads": "even"}},
 }
 
 

@@ -22,7 +22,7 @@ NEW = 20
 CONFIG = SfiConfig(
     slow_start=1, min_gap=0, span=0,
     sink=3, recent=6, budget=5, t_max=4, stride=5, window_prefill=4,
-    trigger_token_ids=tuple(range(0, 96, 5)), synckv=SyncKVConfig(heads="even", representatives=1),
+    trigger_token_ids=tuple(range(0, 96, 5)), synckv=SyncKVConfig(heads="even"),
 )  # fmt: skip
 CAPACITY = 50 + NEW
 

@@ -81,7 +81,7 @@ def test_every_policy_gives_the_tokens_of_the_references(policy: str, monkeypatc
     "change",
     [
         {"recent_mode": "sliding", "dense_layers": (1,), "span": 3, "slow_start": 2},
-        {"granularity": "page", "page_size": 6, "budget": 15, "sink": 0, "recent": 25},
+        {"page_size": 6, "budget": 15, "sink": 0, "recent": 25},
     ],
     ids=str,
 )

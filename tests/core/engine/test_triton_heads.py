@@ -13,7 +13,7 @@ from tests.watched import four_heads
 
 NEW = {"freekv": 5}  # which selects at every step, twice: the interpreter is slow
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
-EVEN = {"heads": "even", "representatives": 2, "stride": 3}
+EVEN = {"heads": "even", "stride": 3}
 PAGES = {"page": 8, "tau": 0.2, "first_layer_dense": False}
 WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "freekv": ("freekv", {"freekv": PAGES}),

@@ -96,7 +96,7 @@ def test_slow_steps_are_those_of_eq_5_and_t_max(model, t_max, min_gap, delay, se
     """Eq. 5, recomputed from the reported token ids of a ragged batch."""
     config = SMALL.replace(t_max=t_max, min_gap=min_gap, trigger_delay=delay)
     rows = prompts(37 - 9 * seed, 5, 20 + seed)
-    result = run(model, rows, config, max_new_tokens=30, seed=seed, sampling=Sampling(do_sample=True))
+    result = run(model, rows, config, max_new_tokens=30, seed=seed, sampling=Sampling(temperature=1.0))
     for request in result.report.requests:
         slow = due(request.token_ids, config)
         assert request.slow_at == list(slow)
@@ -157,7 +157,7 @@ def test_reasons_of_a_run_that_breaks_off_add_up_to_its_slow_steps(model, ended)
 
 
 def test_observer_does_not_change_a_token(model):
-    sampling = Sampling(do_sample=True, top_k=9)
+    sampling = Sampling(top_k=9)
     plain = run(model, seed=3, sampling=sampling)
     watched = run(model, seed=3, sampling=sampling, observers=[RecordingObserver(), NullObserver()])
     assert watched.report.requests == plain.report.requests

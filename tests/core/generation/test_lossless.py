@@ -37,8 +37,8 @@ DRAFTERS = ("sfi", "codescan", "quest", "streaming-llm", "snapkv")
 LABELS = [architecture.label for architecture in WORKS]
 SAMPLINGS = {
     "greedy": Sampling(),
-    "sampled": Sampling(do_sample=True, temperature=0.8),
-    "processed": Sampling(do_sample=True, top_k=20, top_p=0.9, repetition_penalty=1.3),
+    "sampled": Sampling(temperature=0.8),
+    "processed": Sampling(top_k=20, top_p=0.9, repetition_penalty=1.3),
 }
 
 

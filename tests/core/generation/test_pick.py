@@ -14,13 +14,13 @@ RUNNING = [False] * B
 SETTINGS = [
     Sampling(),
     Sampling(repetition_penalty=3.0),
-    Sampling(do_sample=True),
-    Sampling(do_sample=True, temperature=1.6),
-    Sampling(do_sample=True, top_k=4),
-    Sampling(do_sample=True, top_p=0.6),
-    Sampling(do_sample=True, min_p=0.2),
-    Sampling(do_sample=True, repetition_penalty=3.0),
-    Sampling(do_sample=True, temperature=1.5, top_k=20, top_p=0.9, min_p=0.02, repetition_penalty=1.4),
+    Sampling(temperature=1.0),
+    Sampling(temperature=1.6),
+    Sampling(top_k=4),
+    Sampling(top_p=0.6),
+    Sampling(min_p=0.2),
+    Sampling(temperature=1.0, repetition_penalty=3.0),
+    Sampling(temperature=1.5, top_k=20, top_p=0.9, min_p=0.02, repetition_penalty=1.4),
 ]
 
 
@@ -79,7 +79,7 @@ def test_the_batch_and_its_pieces_change_no_token(
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_gpu_picks_the_tokens_of_the_cpu(ids: torch.Tensor, logits_SBV: torch.Tensor):
-    sampling = Sampling(do_sample=True, temperature=1.6, top_k=20, repetition_penalty=1.4)
+    sampling = Sampling(temperature=1.6, top_k=20, repetition_penalty=1.4)
     expected = stepped(sampling, ids, logits_SBV)
     assert stepped(sampling, ids.cuda(), logits_SBV.cuda()) == expected
     sampler = Sampler(sampling, ids.cuda(), seed=4)
@@ -89,16 +89,16 @@ def test_a_gpu_picks_the_tokens_of_the_cpu(ids: torch.Tensor, logits_SBV: torch.
 
 
 def test_picking_notes_nothing(ids: torch.Tensor, logits_SBV: torch.Tensor):
-    sampling = Sampling(do_sample=True, repetition_penalty=1.5)
+    sampling = Sampling(temperature=1.0, repetition_penalty=1.5)
     sampler = Sampler(sampling, ids, seed=4)
     sampler.pick(logits_SBV[:, 1], [1] * STEPS, range(STEPS), [[3] * x for x in range(STEPS)])
     expected = [row[0] for row in stepped(sampling, ids, logits_SBV)]
     assert sampler(logits_SBV[0], RUNNING, 0) == expected
 
 
-@pytest.mark.parametrize(("do_sample", "bad"), [(False, torch.nan), (True, torch.inf)])
-def test_a_broken_position_is_named_with_its_own_step(ids: torch.Tensor, bad: float, do_sample: bool):
-    sampler = Sampler(Sampling(do_sample=do_sample), ids, first=10)
+@pytest.mark.parametrize(("temperature", "bad"), [(0, torch.nan), (1, torch.inf)])
+def test_a_broken_position_is_named_with_its_own_step(ids: torch.Tensor, bad: float, temperature: float):
+    sampler = Sampler(Sampling(temperature=temperature), ids, first=10)
     sampler.advance([[1, 2], [], [3]])
     logits_XV = torch.randn(2, V)
     logits_XV[1, 5] = bad

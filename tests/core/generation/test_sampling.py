@@ -26,19 +26,19 @@ def sampled(sampling: Sampling, logits: torch.Tensor, ids: torch.Tensor) -> list
 SETTINGS = [
     {},
     {"repetition_penalty": 1.7},
-    {"do_sample": True},
-    {"do_sample": True, "temperature": 0.3},
-    {"do_sample": True, "top_k": 4},
-    {"do_sample": True, "top_p": 0.4},
-    {"do_sample": True, "min_p": 0.2},
-    {"do_sample": True, "temperature": 1.8, "top_k": 20, "top_p": 0.8, "min_p": 0.05, "repetition_penalty": 1.3},
+    {"temperature": 1.0},
+    {"temperature": 0.3},
+    {"top_k": 4},
+    {"top_p": 0.4},
+    {"min_p": 0.2},
+    {"temperature": 1.8, "top_k": 20, "top_p": 0.8, "min_p": 0.05, "repetition_penalty": 1.3},
 ]
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_processors_are_those_transformers_generates_with(settings: dict, ids: torch.Tensor, tiny_model):
     """Same classes in the same order, and the same scores."""
-    config = GenerationConfig(**{"top_k": 0, **settings})
+    config = GenerationConfig(**{"top_k": 0, "do_sample": Sampling(**settings).do_sample, **settings})
     theirs = tiny_model._get_logits_processor(config, T)  # noqa: SLF001
     ours = processors(Sampling(**settings))
     assert [type(one) for one in ours] == [type(one) for one in theirs]
@@ -49,9 +49,8 @@ def test_processors_are_those_transformers_generates_with(settings: dict, ids: t
 @pytest.mark.parametrize(
     ("name", "value", "rule"),
     [
-        ("temperature", 0.0, "positive"),
-        ("temperature", -1.0, "positive"),
-        ("temperature", float("nan"), "positive and finite"),
+        ("temperature", -1.0, "at least 0"),
+        ("temperature", float("nan"), "at least 0 and finite"),
         ("top_k", -1, "at least 0"),
         ("top_p", 0.0, "in (0, 1]"),
         ("top_p", 1.1, "in (0, 1]"),
@@ -68,21 +67,21 @@ def test_values_out_of_range_are_refused(name: str, value: float, rule: str):
 
 @pytest.mark.parametrize("settings", [{"top_p": 1.0}, {"min_p": 0.0}, {"min_p": 1.0}, {"top_k": 0}, {"top_p": 1e-3}])
 def test_the_ends_of_the_ranges_are_allowed(settings: dict):
-    Sampling(do_sample=True, **settings)
+    Sampling(temperature=1.0, **settings)
 
 
 def test_greedy_takes_the_most_likely_token(ids: torch.Tensor):
-    """And ignores the settings of sampling, as transformers does with do_sample=False."""
+    """And ignores the other settings of sampling, as transformers does with do_sample=False."""
     logits = torch.randn(B, V)
     assert sampled(Sampling(), logits, ids) == logits.argmax(-1).tolist()
-    settings = Sampling(temperature=0.1, top_k=2, top_p=0.1, min_p=0.5)
+    settings = Sampling(temperature=0, top_k=2, top_p=0.1, min_p=0.5)
     assert sampled(settings, logits, ids) == logits.argmax(-1).tolist()
 
 
 def test_sampling_draws_in_proportion(ids: torch.Tensor):
     logits = torch.full((1, V), -torch.inf)
     logits[0, [3, 8]] = torch.tensor([0.8, 0.2]).log()
-    drawn = Sampler(Sampling(do_sample=True), ids[:1].expand(2000, T))
+    drawn = Sampler(Sampling(temperature=1.0), ids[:1].expand(2000, T))
     tokens = drawn(logits.expand(2000, V), [False] * 2000, PAD)
     assert set(tokens) == {3, 8}
     assert tokens.count(3) == pytest.approx(1600, abs=80)  # 4 standard deviations are 72
@@ -91,7 +90,7 @@ def test_sampling_draws_in_proportion(ids: torch.Tensor):
 def test_sampling_repeats_with_the_seed(ids: torch.Tensor):
     logits, drawn = torch.randn(B, V), []
     for seed in (1, 1, 2):
-        sampler = Sampler(Sampling(do_sample=True), ids, seed=seed)
+        sampler = Sampler(Sampling(temperature=1.0), ids, seed=seed)
         drawn.append([sampler(logits, RUNNING, PAD) for _ in range(5)])
     assert drawn[0] == drawn[1]
     assert drawn[0] != drawn[2]
@@ -99,7 +98,7 @@ def test_sampling_repeats_with_the_seed(ids: torch.Tensor):
 
 def test_requests_draw_for_themselves(ids: torch.Tensor):
     """The same logits give each its own tokens, and the same ones alone as beside others."""
-    logits, sampling = torch.randn(1, V).expand(B, V), Sampling(do_sample=True)
+    logits, sampling = torch.randn(1, V).expand(B, V), Sampling(temperature=1.0)
     together = Sampler(sampling, ids, seed=4)
     drawn = list(zip(*(together(logits, RUNNING, PAD) for _ in range(6)), strict=True))
     assert len(set(drawn)) == B
@@ -109,7 +108,7 @@ def test_requests_draw_for_themselves(ids: torch.Tensor):
 
 
 def test_a_request_that_takes_a_row_draws_on_and_the_others_too(ids: torch.Tensor):
-    logits, sampling = torch.randn(B, V), Sampling(do_sample=True)
+    logits, sampling = torch.randn(B, V), Sampling(temperature=1.0)
     plain, mixed = Sampler(sampling, ids), Sampler(sampling, ids)
     expected = [plain(logits, RUNNING, PAD) for _ in range(4)]
     newcomer = mixed.alone(ids[:1], 9)
@@ -163,9 +162,9 @@ def test_tokens_so_far_are_kept_in_room_that_seldom_moves(ids: torch.Tensor):
     assert len(places) == 3, "256, 512 and 1024 tokens"
 
 
-@pytest.mark.parametrize(("do_sample", "bad"), [(False, torch.nan), (True, torch.inf)])
-def test_broken_logits_are_named_with_step_and_request(ids: torch.Tensor, bad: float, do_sample: bool):
-    sampler = Sampler(Sampling(do_sample=do_sample, repetition_penalty=1.1), ids)
+@pytest.mark.parametrize(("temperature", "bad"), [(0, torch.nan), (1, torch.inf)])
+def test_broken_logits_are_named_with_step_and_request(ids: torch.Tensor, bad: float, temperature: float):
+    sampler = Sampler(Sampling(temperature=temperature, repetition_penalty=1.1), ids)
     logits = torch.randn(B, V)
     sampler(logits, RUNNING, PAD)
     logits[2, 5] = bad
@@ -175,27 +174,27 @@ def test_broken_logits_are_named_with_step_and_request(ids: torch.Tensor, bad: f
     assert sampler.tokens.ids_BT.shape == (B, T + 1)
 
 
-@pytest.mark.parametrize("do_sample", [False, True])
-def test_logits_without_any_token_are_broken(ids: torch.Tensor, do_sample: bool):
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_logits_without_any_token_are_broken(ids: torch.Tensor, temperature: float):
     logits = torch.randn(B, V)
     logits[0] = -torch.inf
     with pytest.raises(NumericsError, match=r"at step 0 in request 0$"):
-        sampled(Sampling(do_sample=do_sample), logits, ids)
+        sampled(Sampling(temperature=temperature), logits, ids)
 
 
-@pytest.mark.parametrize("do_sample", [False, True])
-def test_forbidden_tokens_are_fine_and_never_drawn(ids: torch.Tensor, do_sample: bool):
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_forbidden_tokens_are_fine_and_never_drawn(ids: torch.Tensor, temperature: float):
     """Some models give -inf to tokens that they never say."""
     logits = torch.full((B, V), -torch.inf)
     logits[:, 11] = 0.0
-    assert sampled(Sampling(do_sample=do_sample), logits, ids) == [11] * B
+    assert sampled(Sampling(temperature=temperature), logits, ids) == [11] * B
 
 
-@pytest.mark.parametrize(("do_sample", "bad"), [(False, torch.nan), (True, torch.inf), (True, -torch.inf)])
-def test_a_finished_request_may_hold_anything(ids: torch.Tensor, bad: float, do_sample: bool):
+@pytest.mark.parametrize(("temperature", "bad"), [(0, torch.nan), (1, torch.inf), (1, -torch.inf)])
+def test_a_finished_request_may_hold_anything(ids: torch.Tensor, bad: float, temperature: float):
     logits = torch.randn(B, V)
     logits[1] = bad
-    tokens = Sampler(Sampling(do_sample=do_sample), ids)(logits, [False, True, False], PAD)
+    tokens = Sampler(Sampling(temperature=temperature), ids)(logits, [False, True, False], PAD)
     assert tokens[1] == PAD
 
 
@@ -203,7 +202,7 @@ def test_half_precision_logits_are_sampled_in_float32(ids: torch.Tensor):
     """A temperature of 0.01 would overflow float16."""
     logits = (600 * torch.randn(B, V)).half()
     expected = logits.argmax(-1).tolist()
-    assert sampled(Sampling(do_sample=True, temperature=0.001), logits, ids) == expected
+    assert sampled(Sampling(temperature=0.001), logits, ids) == expected
 
 
 def test_tokens_are_handed_on_before_they_are_read(ids: torch.Tensor):

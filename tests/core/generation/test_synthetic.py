@@ -66,7 +66,7 @@ def test_runs_that_share_the_pages_start_from_the_same_state(tiny_model):
     [
         ("sfi", BLOCK + 77, {"recent_mode": "sliding"}),
         ("freekv", 300, {"freekv": {"page": 8, "tau": 0.5}}),
-        ("synckv", 300, {"synckv": {"heads": "even", "representatives": 1}}),
+        ("synckv", 300, {"synckv": {"heads": "even"}}),
     ],
 )
 def test_a_store_of_two_tiers_is_filled_for_every_run(tiny_model, policy, context, change):

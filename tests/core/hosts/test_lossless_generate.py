@@ -107,7 +107,7 @@ SAMPLED = {"temperature": 1.4, "top_k": 40, "top_p": 0.95, "min_p": 0.001}
 def test_sampled_tokens_are_full_attention_s_with_the_same_seed(label: str):
     """sfi's own loop under full-kv draws its seed from torch's generator, as `model.generate` does here."""
     model = tiny(label)
-    sampling = Sampling(do_sample=True, repetition_penalty=1.2, **SAMPLED)
+    sampling = Sampling(repetition_penalty=1.2, **SAMPLED)
     never = SfiConfig(trigger_policy="never")
     torch.manual_seed(4)
     full = sfi_core.generate(

@@ -14,7 +14,7 @@ from tests.fakes import RecordingObserver
 
 pytestmark = pytest.mark.seam
 
-EVEN = {"heads": "even", "representatives": 1, "stride": 3}
+EVEN = {"heads": "even", "stride": 3}
 PAGES = {"page": 4, "tau": 0.3, "first_layer_dense": False}
 WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "freekv": ("freekv", {"freekv": PAGES}),

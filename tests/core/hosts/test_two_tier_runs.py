@@ -29,7 +29,7 @@ CONFIG = SfiConfig(
     slow_start=1, min_gap=0, span=0, sink=3, recent=8, budget=10, t_max=4, window_prefill=4,
     trigger_token_ids=tuple(range(0, 300, 9)),
 ).replace(
-    synckv={"heads": "even", "representatives": 1, "stride": 4},
+    synckv={"heads": "even", "stride": 4},
     freekv={"page": 8, "tau": 0.7},
     baseline={"page": 8},
 )  # fmt: skip

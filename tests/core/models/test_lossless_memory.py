@@ -78,7 +78,7 @@ def run(observers: list[Observer], sampling: Sampling | None) -> tuple[int, Any]
     return live.peak, result
 
 
-SAMPLED = Sampling(do_sample=True, temperature=0.7, top_k=50, top_p=0.9, min_p=0.01)
+SAMPLED = Sampling(temperature=0.7, top_k=50, top_p=0.9, min_p=0.01)
 
 
 @pytest.mark.parametrize(

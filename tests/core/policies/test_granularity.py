@@ -21,7 +21,7 @@ SINK, RECENT, BUDGET, PAGE, NEW = 3, 6, 19, 8, 14
 PROMPTS = [list(range(10, 90)), [7, 8], list(range(41))]  # ragged; one has nothing to select from
 CONFIG = SfiConfig(
     slow_start=1, min_gap=0, span=2, sink=SINK, recent=RECENT, budget=BUDGET, t_max=4, window_prefill=4,
-    trigger_token_ids=tuple(range(0, 96, 5)), granularity="page", page_size=PAGE,
+    trigger_token_ids=tuple(range(0, 96, 5)), page_size=PAGE,
 )  # fmt: skip
 
 
@@ -91,7 +91,7 @@ def indices(observer: RecordingObserver) -> list[Any]:
 
 def test_pages_read_as_many_tokens_as_tokens_do():
     """Under a trigger that does not look at tokens, step for step."""
-    runs = [complete(granularity=one, trigger_policy="stride") for one in ("page", "token")]
+    runs = [complete(page_size=one, trigger_policy="stride") for one in (PAGE, 1)]
     pages, tokens = ([event.attended_tokens for event in one.steps] for _, one in runs)
     assert pages == tokens
     assert indices(runs[0][1]) != indices(runs[1][1])

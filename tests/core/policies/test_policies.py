@@ -39,7 +39,6 @@ CONFIG = SfiConfig(
     freekv={"page": 4},
     synckv={
         "heads": "even",
-        "representatives": 1,
         "stride": T_MAX + 1,
         "suspension": "sparse",  # test_synckv.py has heads that read everything
     },

@@ -137,14 +137,11 @@ def test_reads_are_counted_as_the_positions_say(heads: Path, suspension: str, rh
 
 
 def test_even_splits_neighbors_and_takes_each_group_s_first_head():
-    by_count = {n: make("even", representatives=n).leaders(0, 8) for n in (1, 2, 3, 8)}
-    assert by_count[1] == (0,) * 8
-    assert by_count[2] == (0, 0, 0, 0, 4, 4, 4, 4)
-    assert by_count[8] == tuple(range(8))
-    for leader in set(by_count[3]):
-        group = [head for head in range(8) if by_count[3][head] == leader]
-        assert (group[0], group) == (leader, list(range(leader, leader + len(group))))
-    assert len(set(by_count[3])) == 3
+    by_heads = {heads: make("even").leaders(0, heads) for heads in (1, 3, 8, 14)}
+    assert by_heads[1] == (0,)
+    assert by_heads[3] == (0, 0, 0)
+    assert by_heads[8] == (0, 0, 0, 0, 4, 4, 4, 4)
+    assert by_heads[14] == (0,) * 5 + (5,) * 5 + (10,) * 4
 
 
 def make(heads: str | None, **own: Any) -> SyncKV:

@@ -16,8 +16,8 @@ from sfi_core.settings.config import PRESETS, TRIGGER_POLICIES, SfiConfig
 OPEN = {"alpha": 0.5, "gamma": 0.5, "power": 1.8, "eta": 0.4, "radius": 16, "temperature": 2.0}
 PAPER_SELECTOR = OPEN | {"lambda_clip": 0.02, "alpha_soft": 0.5, "alpha_cross": 0.35}
 PAPER_SELECTOR |= {"beta": pytest.approx(-math.log(0.6) / 0.9)}
-PAPER = {"sink": 4, "recent": 256, "recent_mode": "sliding", "budget": 2048, "granularity": "token"}
-PAPER |= {"page_size": 16, "t_max": 64, "min_gap": 0, "trigger_delay": 0, "slow_start": 1, "span": 0}
+PAPER = {"sink": 4, "recent": 256, "recent_mode": "sliding", "budget": 2048}
+PAPER |= {"page_size": 1, "t_max": 64, "min_gap": 0, "trigger_delay": 0, "slow_start": 1, "span": 0}
 PAPER |= {"trigger_policy": "boundary", "triggers": (".", "?", "!", ";", "\n")}
 PAPER |= {"trigger_token_ids": None, "window_prefill": 16, "dense_layers": ()}
 DEFAULT = {"recent_mode": "anchored", "min_gap": 4, "trigger_delay": 1, "slow_start": 2, "span": 10}

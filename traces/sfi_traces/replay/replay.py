@@ -118,7 +118,7 @@ def _attended(supports: Supports, slow: int, config: SfiConfig, memory: Memory) 
         return table_UT
     unit, rank = np.nonzero((position_UK >= sink) & (position_UK < start))
     place = (unit, position_UK[unit, rank] - sink)
-    paged = config.granularity == "page"
+    paged = config.page_size > 1
     if config.span or paged:
         score_UT = np.zeros((len(position_UK), start - sink), np.float32)
         score_UT[place] = mass_UK[unit, rank]

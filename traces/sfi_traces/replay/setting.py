@@ -18,8 +18,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "never": ("slow_start",),
     "always": (),
 }
-MEMORY = ("budget", "recent", "recent_mode", "sink", "span", "granularity")
-PAGE_SIZE = "page_size"  # used with granularity=page
+MEMORY = ("budget", "recent", "recent_mode", "sink", "span", "page_size")
 RECORDED = "recorded"
 
 assert set(TRIGGER_POLICIES) == set(RULES)
@@ -48,14 +47,12 @@ class Setting:
         return self.config.trigger_policy
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values; None for what the trigger policy or granularity does not use."""
+        """Return plain values; None for what the trigger policy does not use."""
         used = [*RULES[self.policy], *MEMORY]
-        if self.config.granularity == "page":
-            used.append(PAGE_SIZE)
         names = dict.fromkeys(name for rules in RULES.values() for name in rules)
         values = {
             name: getattr(self if hasattr(self, name) else self.config, name) if name in used else None
-            for name in (*names, *MEMORY, PAGE_SIZE)
+            for name in (*names, *MEMORY)
         }
         return {"policy": self.policy, **values}
 

@@ -11,8 +11,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from sfi_core.errors import TraceError
-from sfi_traces.model.request import NO_TOKEN
 from sfi_traces.model.supports import Floats
 from sfi_traces.replay import Supports
 from sfi_traces.replay.replay import overlap_after, top
@@ -46,11 +44,8 @@ def rank(recorded: Sequence[Supports], texts: Mapping[int, str], *, lags: int, b
     """Rank the generated tokens by the lower end of their movement's interval.
 
     `lags` is how many steps after a token are looked at (trigger delay + 1 includes the refresh's own),
-    `budget` how many most probable positions make up a step's support. Raises `TraceError` for a redacted
-    trace.
+    `budget` how many most probable positions make up a step's support.
     """
-    if any(NO_TOKEN in one.tokens for one in recorded):
-        raise TraceError("trigger mining needs the tokens, and a trace is redacted; add --set tune.mine=false")
     overlaps = [_overlaps(one, lags, budget) for one in recorded]
     usual_L = np.concatenate(overlaps).mean(0) if any(map(len, overlaps)) else np.zeros(lags)
     samples: dict[int, list[float]] = {}

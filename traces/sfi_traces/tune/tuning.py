@@ -19,7 +19,7 @@ from sfi_traces.tune.trigger_sets import distinct, given_sets, punctuation_sets,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuning:
-    """What is searched, on which traces; `mined` is None where mining was off."""
+    """What is searched, on which traces; `mined` is None with sets of the user's, or a redacted trace."""
 
     traces: Sequence[Trace]
     recorded: Sequence[Sequence[Supports]]
@@ -36,7 +36,6 @@ class Tuning:
         *,
         axes: Mapping[str, str | None],
         trigger_sets: Mapping[str, Sequence[str]],
-        mining: bool,
         objectives: Mapping[str, Objective],
         limits: Limits,
         batch: int = 1,
@@ -45,7 +44,7 @@ class Tuning:
 
         The traces, at least one, are audited at every step and of one model; the first gives what is not
         searched. `axes` has values or ranges by setting, `trigger_sets` trigger strings by name in place of
-        the default sets; `batch` requests share the weights in the byte model.
+        the default and mined sets; `batch` requests share the weights in the byte model.
 
         Raises:
             TraceError: A trace has no audit, is of another model, or lacks tokens; or a budget
@@ -60,8 +59,8 @@ class Tuning:
         own = recorded_set(base)
         sets = given_sets(traces, trigger_sets) if trigger_sets else [own, *punctuation_sets(traces)]
         mined = None
-        if mining:
-            mined = mine(requests, base, own, _texts(traces))
+        if not trigger_sets and not any(trace.manifest["redacted"] for trace in traces):
+            mined = mine(requests, base, own, RecordedVocabulary.of(traces).texts)
             sets = [*sets, *mined.better]
         generated = {token for one in requests for token in one.tokens}
         space = Space.of(base, requests, distinct(sets, generated), axes)
@@ -93,9 +92,3 @@ def replayable(setting: Setting, recorded: Sequence[Supports]) -> Setting:
     tops = [one.top for one in recorded if one.length_N[-1] > one.top]
     budget = min([setting.config.budget, *tops])
     return replace(setting, config=setting.config.replace(budget=budget))
-
-
-def _texts(traces: Sequence[Trace]) -> Mapping[int, str]:
-    if any(trace.manifest["redacted"] for trace in traces):
-        return {}  # `rank` raises the error
-    return RecordedVocabulary.of(traces).texts

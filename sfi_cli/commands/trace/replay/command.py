@@ -152,14 +152,14 @@ def _check_unplayed(speed: float | None, step: str | None) -> None:
 
 def _check_reuse(axes: dict[str, str], against: Path | None, plot: Path | None, batch: int) -> None:
     # selections are reused as they are: neither memory nor bytes are modelled
-    from sfi_traces.replay.setting import MEMORY, PAGE_SIZE
+    from sfi_traces.replay.setting import MEMORY
 
     for name, value in (("against", against), ("plot", plot)):
         if value is not None:
             raise ConfigError(f"{name} needs a recorded run's memory and bytes, got {value}")
     if batch != 1:
         raise ConfigError(f"batch must come without --refresh-every and an imported trace, got {batch}")
-    for name in (*MEMORY, PAGE_SIZE):
+    for name in MEMORY:
         if name in axes:
             raise ConfigError(
                 f"{name} must come without --refresh-every and an imported trace: selections are reused as they are"

@@ -9,7 +9,7 @@ SETTINGS = {  # heading of a setting's column
     "trigger_delay": "delay", "slow_start": "slow start", "stride": "stride",
     "random_rate": "rate", "trigger_seed": "seed", "budget": "budget",
     "recent": "recent", "recent_mode": "mode", "sink": "sink", "span": "span",
-    "granularity": "granularity", "page_size": "page",
+    "page_size": "page",
 }  # fmt: skip
 OUTCOME = ("slow", "kept", "at most", "p5", "worst", "overlap", "read", "MB/token", "speed-up")
 KEPT = (
