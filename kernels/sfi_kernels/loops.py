@@ -17,6 +17,7 @@ from numba.extending import intrinsic
 from sfi_kernels.compiled import OPTIONS, entry
 from sfi_kernels.key_codes.layout import BITS, SHIFTS, SLOTS
 from sfi_kernels.key_codes.reference import DROPPED, LOWEST
+from sfi_kernels.step_descriptor import ALLOWED_START, ALLOWED_STOP, FAST, LENGTH, MODE, QUERIES
 
 F = np.float32
 FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2  # kinds of pages
@@ -146,11 +147,10 @@ def _less(x, y, to):
 @inner
 def _project(x, basis_DC, y):
     y[:] = 0
-    for first in range(0, len(y), SLOTS):
-        for d in range(len(x)):
-            row, own = basis_DC[d, first : first + SLOTS], y[first : first + SLOTS]
-            for c in range(SLOTS):
-                own[c] += x[d] * row[c]
+    for d in range(len(x)):
+        row = basis_DC[d]
+        for c in range(SLOTS):
+            y[c] += x[d] * row[c]
 
 
 @inner
@@ -165,16 +165,25 @@ def _pack(step, word):
         word[w] = np.int32(bits)
 
 
+@inner
+def _code(key, mean, encode_WDC, centered, word):
+    W = len(word)
+    own, step = np.empty(SLOTS, F), np.empty(SLOTS * W, F)
+    _less(key, mean, centered)
+    for w in range(W):
+        _project(centered, encode_WDC[w], own)
+        for s in range(SLOTS):
+            step[s * W + w] = own[s]
+    _pack(step, word)
+
+
 @entry
-def encode(key_HTD, mean_HD, encode_HDC, word_HWT):
+def encode(key_HTD, mean_HD, encode_HWDC, word_HWT):
     """Code keys, float32, as words."""
-    H, T, D = key_HTD.shape
-    centered, step = np.empty(D, F), np.empty(encode_HDC.shape[2], F)
-    for h in range(H):
-        for t in range(T):
-            _less(key_HTD[h, t], mean_HD[h], centered)
-            _project(centered, encode_HDC[h], step)
-            _pack(step, word_HWT[h, :, t])
+    centered = np.empty(key_HTD.shape[2], F)
+    for h in range(key_HTD.shape[0]):
+        for t in range(key_HTD.shape[1]):
+            _code(key_HTD[h, t], mean_HD[h], encode_HWDC[h], centered, word_HWT[h, :, t])
 
 
 @entry
@@ -202,30 +211,35 @@ def _add_levels(level, factor, y):
             y[i] += (l0[i] * f0 + l1[i] * f1) + (l2[i] * f2 + l3[i] * f3)
 
 
-@entry
-def scan(begin, end, query_HGD, word_X, head_stride, stride, mean_HD, query_HDC, scale, logits_HGT):
-    """Score all keys by their words; those of head h lie from `h * head_stride` of `word_X` on."""
-    _, G, T = logits_HGT.shape
-    C = query_HDC.shape[2]
-    W = C // SLOTS
-    level, channel = np.empty((SLOTS, BLOCK), F), np.empty(C, F)
+@inner
+def _scan(query_GD, word_X, begin, stride, mean, query_WCD, scale, logits_GT):
+    # score a head's keys by their words, which lie from `begin` of `word_X` on
+    (G, T), W = logits_GT.shape, len(query_WCD)
+    level = np.empty((SLOTS, BLOCK), F)
     factor, constant = np.empty((W, G, SLOTS), F), np.empty(G, F)
-    for h in range(begin, end):
-        for g in range(G):
-            constant[g] = _dot(query_HGD[h, g], mean_HD[h]) * scale
-            _project(query_HGD[h, g], query_HDC[h], channel)
-            for c in range(C):
-                s, scaled = c // W, channel[c] * scale
+    for g in range(G):
+        constant[g] = _dot(query_GD[g], mean) * scale
+        for w in range(W):
+            for s in range(SLOTS):
+                scaled = _dot(query_GD[g], query_WCD[w, s]) * scale
                 constant[g] += scaled * (F(0.5) - HALF[s])
-                factor[c % W, g, s] = scaled * UNIT[s]
-        for first in range(0, T, BLOCK):
-            n = min(BLOCK, T - first)
-            logits_HGT[h, :, first : first + n] = constant[:, None]
-            for w in range(W):
-                place = h * head_stride + w * stride + first
-                _unpack(word_X[place : place + n], level)
-                for g in range(G):
-                    _add_levels(level, factor[w, g], logits_HGT[h, g, first : first + n])
+                factor[w, g, s] = scaled * UNIT[s]
+    for first in range(0, T, BLOCK):
+        n = min(BLOCK, T - first)
+        for g in range(G):
+            logits_GT[g, first : first + n] = constant[g]
+        for w in range(W):
+            place = begin + w * stride + first
+            _unpack(word_X[place : place + n], level)
+            for g in range(G):
+                _add_levels(level, factor[w, g], logits_GT[g, first : first + n])
+
+
+@entry
+def scan(begin, end, query_HGD, word_X, head_stride, stride, mean_HD, query_HWCD, scale, logits_HGT):
+    """Score all keys by their words; those of head h lie from `h * head_stride` of `word_X` on."""
+    for h in range(begin, end):
+        _scan(query_HGD[h], word_X, h * head_stride, stride, mean_HD[h], query_HWCD[h], scale, logits_HGT[h])
 
 
 # --- choosing
@@ -284,31 +298,55 @@ def _take(score, least, room, place, index):
     return n
 
 
-@entry
-def choose(begin, end, logits_HGT, K, rest, index_HK, unread_HG):
-    """Choose the K likeliest of T > K keys, and overwrite the logits; a tie goes to the lower position."""
-    _, G, T = logits_HGT.shape
-    score, place = np.empty(T, F), np.empty(T, np.int32)
+@inner
+def _told(score, index, told):
+    # of probabilities: the sum of those that are not chosen, and the least chosen over the most of the others
+    least = F(np.inf)
+    for i in range(len(index)):
+        least = min(least, score[index[i]])
+        score[index[i]] = 0
+    total = F(0)
+    for i in range(len(score)):
+        total += score[i]
+    told[0], told[1] = total, least / _largest(score)
+
+
+@inner
+def _choose(logits_GT, rest, index, unread, told):
+    # the likeliest of more than K keys; overwrites the logits; a tie goes to the lower position
+    (G, T), K = logits_GT.shape, len(index)
+    score, place = np.zeros(T, F), np.empty(T, np.int32)
     total, log_sum = np.empty(G, F), np.empty(G, F)
+    for g in range(G):
+        most = _largest(logits_GT[g])
+        total[g] = _exp_row(logits_GT[g], most)
+        log_sum[g] = most + F(math.log(total[g]))
+        _add_row(logits_GT[g], F(1) / (total[g] * F(G)), score)
+    exact = np.empty(T if len(told) else 0, F)
+    for i in range(len(exact)):
+        exact[i] = score[i]
+    _coarsen(score)
+    least = _threshold(score, K)
+    n = _keep(score, least, place)
+    room = K - _count(score[:n], least + F(1))
+    n = _take(score[:n], least, room, place, index)
+    for i in range(n, K):  # NaN among the logits
+        index[i] = 0
+    for g in range(G):
+        read = F(0)
+        for i in range(K):
+            read += logits_GT[g, index[i]]
+        left = max(F(1) - read / total[g], F(0)) * rest
+        unread[g] = log_sum[g] + F(math.log(left)) if left > F(0) else F(-np.inf)
+    if len(told):
+        _told(exact, index, told)
+
+
+@entry
+def choose(begin, end, logits_HGT, rest, index_HK, unread_HG):
+    """Choose the likeliest of more than K keys, and overwrite the logits; a tie goes to the lower position."""
     for h in range(begin, end):
-        score[:] = 0
-        for g in range(G):
-            most = _largest(logits_HGT[h, g])
-            total[g] = _exp_row(logits_HGT[h, g], most)
-            log_sum[g] = most + F(math.log(total[g]))
-            _add_row(logits_HGT[h, g], F(1) / (total[g] * F(G)), score)
-        _coarsen(score)
-        least = _threshold(score, K)
-        n = _keep(score, least, place)
-        room = K - _count(score[:n], least + F(1))
-        n = _take(score[:n], least, room, place, index_HK[h])
-        index_HK[h, n:] = 0  # NaN among the logits
-        for g in range(G):
-            read = F(0)
-            for i in range(K):
-                read += logits_HGT[h, g, index_HK[h, i]]
-            unread = max(F(1) - read / total[g], F(0)) * rest
-            unread_HG[h, g] = log_sum[g] + F(math.log(unread)) if unread > F(0) else F(-np.inf)
+        _choose(logits_HGT[h], rest, index_HK[h], unread_HG[h], unread_HG[h, :0])
 
 
 # --- attention
@@ -469,3 +507,82 @@ def attend(
                 _sum_values(value_XE, row, n, p, out)
             else:
                 _sum_values_16(half_value_XE, kind, row, n, p, wide_values, out)
+
+
+# --- the choice of a batch
+
+
+@inner
+def _read(rows, half_rows, kind, row, wide):
+    # a row of pages, as float32
+    if kind == FLOAT32:
+        for i in range(len(wide)):
+            wide[i] = rows[row, i]
+    else:
+        _widen(kind, half_rows[row], wide)
+
+
+@inner
+def _row(table, t, H, h, N):
+    return (np.uint64(table[t // N]) * np.uint64(H) + np.uint64(h)) * np.uint64(N) + np.uint64(t % N)
+
+
+@inner
+def _note(index, n, first, position):
+    # the sinks, the chosen positions, and -1
+    for i in range(len(position)):
+        position[i] = i if i < first else -1
+    for i in range(n):
+        position[first + i] = index[i]
+
+
+@entry
+def code_scan(
+    begin, end, query_BHGD, key_XD, value_XE, half_key_XD, half_value_XE, kind, N, table_BP, step_BX, mean_BHD,
+    encode_BHWDC, query_BHWCD, word_BHWT, sum_BHE, summed_BH, position_BHS, length_BH, index_BHK, logit_BHG,
+    value_BHE, told_BHC, scale, rest,
+):  # fmt: skip
+    """Code new keys, and choose for the fast requests; `code_scan.reference` has the arguments."""
+    (B, H, W, T), K = word_BHWT.shape, index_BHK.shape[2]
+    key, value = np.empty(mean_BHD.shape[2], F), np.empty(sum_BHE.shape[2], F)
+    centered, words = np.empty(len(key), F), word_BHWT.reshape(word_BHWT.size)
+    for b in range(B):
+        mode, first, stop = step_BX[b, MODE], step_BX[b, ALLOWED_START], step_BX[b, ALLOWED_STOP]
+        if mode < FAST:
+            continue
+        n = max(stop - first, 0)
+        logits = np.empty((query_BHGD.shape[2], n if n > K else 0), F)
+        for h in range(begin, end):
+            for t in range(step_BX[b, LENGTH] - step_BX[b, QUERIES], step_BX[b, LENGTH]):
+                _read(key_XD, half_key_XD, kind, _row(table_BP[b], t, H, h, N), key)
+                _code(key, mean_BHD[b, h], encode_BHWDC[b, h], centered, word_BHWT[b, h, :, t])
+            if mode != FAST:
+                continue
+            known = summed_BH[b, h]
+            if known == 0:
+                known = first
+                _scale_row(sum_BHE[b, h], F(0))
+            for t in range(known, stop):
+                _read(value_XE, half_value_XE, kind, _row(table_BP[b], t, H, h, N), value)
+                _add_row(value, F(1), sum_BHE[b, h])
+            summed_BH[b, h] = max(known, stop)
+            _add_row(sum_BHE[b, h], F(1) / F(max(1, max(known, stop) - first)), value_BHE[b, h])
+            index = index_BHK[b, h]
+            if n > K:
+                begin_X = (b * H + h) * W * T + first
+                _scan(query_BHGD[b, h], words, begin_X, T, mean_BHD[b, h], query_BHWCD[b, h], scale, logits)
+                _choose(logits, rest, index, logit_BHG[b, h], told_BHC[b, h])
+            for i in range(min(n, K)):
+                index[i] = first + (index[i] if n > K else i)
+            _note(index, min(n, K), first, position_BHS[b, h])
+            length_BH[b, h] = first + min(n, K)
+
+
+# --- weights
+
+
+@entry
+def row_product(begin, end, weight_OI, row, out):
+    """Multiply rows `begin` to `end` - 1 of a matrix by a vector."""
+    for o in range(begin, end):
+        out[o] = _dot(weight_OI[o], row)

@@ -16,7 +16,8 @@ from sfi_kernels.streamed_attention import streamed_attention, streamed_attentio
 class Layer:
     """A view of one layer of a run, whose store already holds the layer's new keys and values.
 
-    `left_dense` says whether the layer is one of `dense_layers`; `in_place` is `Run.in_place`. The ops take
+    `left_dense` says whether the layer is one of `dense_layers`; `in_place` is `Run.in_place`, `chooses` whether
+    the policy chooses for the whole batch here. The ops take
     `logit_options`, the scale and soft cap of the logits, or `options`, which have the learned sink logits
     too. `dense_heads` has by row the KV heads that read everything, if the policy mixes heads in a step.
     `new` are the pass's keys [B, H, T, D] and values [B, H, T, E], a request's own last; None if the host
@@ -41,6 +42,7 @@ class Layer:
         self.options: dict[str, Any] = {**self.logit_options, "sink_HG": sink_HG}
         self.new = new
         self.in_place = run.in_place
+        self.chooses = run.chooses and not self.left_dense
         self.dense_heads: dict[int, Sequence[int]] = {}
         self.later: list[Callable[[], None]] = []
 

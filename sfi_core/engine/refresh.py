@@ -13,11 +13,14 @@ import torch
 
 from sfi_core.engine.layer import Layer
 from sfi_core.engine.maintenance import first_together
-from sfi_core.engine.packing import apply, apply_layers
+from sfi_core.engine.packing import apply, apply_layers, note_selection
+from sfi_core.engine.run import Run
 from sfi_core.observers.events import SelectionEvent
 from sfi_core.observers.observer import wants, wants_spans
 from sfi_core.policies.base import EvidencePolicy, Selection
 from sfi_core.policies.context import BatchContext, Evidence, LayerContext
+from sfi_kernels.code_scan import TOLD
+from sfi_kernels.pseudo_token import PseudoToken
 from sfi_kernels.step_descriptor import StepDescriptor
 
 
@@ -136,7 +139,9 @@ def batch_context(layer: Layer, step: StepDescriptor, query_BHG1D: torch.Tensor,
     """Make the context of a layer for all requests; `fast` as there."""
     run, segment = layer.run, layer.run.segment(layer.index)
     return BatchContext(
+        backend=layer.backend,
         fast=fast,
+        wants_diagnostics=wants(run.observer, SelectionEvent),
         query_BHGD=query_BHG1D[:, :, :, 0],
         key_PHND=layer.pages.key_PHND,
         value_PHNE=layer.pages.value_PHNE,
@@ -147,6 +152,42 @@ def batch_context(layer: Layer, step: StepDescriptor, query_BHG1D: torch.Tensor,
         length_BH=segment.length_BH,
         scale=layer.logit_options["scale"],
     )
+
+
+def choose(
+    layer: Layer, step: StepDescriptor, query_BHG1D: torch.Tensor, *, fast: bool
+) -> tuple[Selection | None, PseudoToken | None]:
+    """Let the policy choose what the fast requests read in place; return the choice of all rows.
+
+    Numbers of the host's are not read, so that a CUDA graph can hold the step.
+    """
+    choice = layer.run.policy.choose(batch_context(layer, step, query_BHG1D, fast=fast))
+    if choice is None:
+        return None, None
+    told = {} if choice.told_BHC is None else dict(zip(TOLD, choice.told_BHC.unbind(-1), strict=True))
+    return Selection(choice.index_BHK, told), choice.pseudo
+
+
+def choose_and_note(layer: Layer, step: StepDescriptor, query_BHG1D: torch.Tensor) -> PseudoToken | None:
+    """Choose as `choose`, after what the policy lacks; note the choice and tell the observer."""
+    run, index = layer.run, layer.index
+    with run.observer.span("select_before", index):
+        for row in step.fast:
+            if run.policy.lacks(run.requests[row], run.notes[run.requests[row].request, index]):
+                context = layer_context(layer, (row,), query_BHG1D[row : row + 1])
+                run.policy.select_after(context)
+        selection, pseudo = choose(layer, step, query_BHG1D, fast=bool(step.fast))
+    if selection is not None:
+        note_choice(layer.run, index, selection, step.fast)
+    return pseudo
+
+
+def note_choice(run: Run, layer: int, selection: Selection, rows: tuple[int, ...]) -> None:
+    """Note what a layer chose for the fast requests, and tell the observer."""
+    run.meter.count("triton.code_scan" if run.store.backend == "triton" else "numba.code_scan", len(rows))
+    heard = wants(run.observer, SelectionEvent)
+    for row in rows:
+        note_selection(run, layer, row, row, selection, heard=heard)
 
 
 def _interval(layer: Layer, rows: tuple[int, ...]) -> tuple[int, int] | None:

@@ -30,6 +30,7 @@ from sfi_core.state.packed_segment import PackedSegment
 from sfi_core.state.request import RequestState
 from sfi_core.state.side_stream import side_of
 from sfi_kernels.code_scan import BatchCodes
+from sfi_kernels.compiled import why_not
 
 CPU = torch.device("cpu")
 
@@ -210,9 +211,10 @@ class Run:
 
     @property
     def chooses(self) -> bool:
-        """Whether the policy chooses for whole batches: on the Triton backend, without host memory."""
+        """Whether the policy chooses for whole batches: in Triton or numba, without host memory."""
         store = self.store
-        return self.policy.chooses and store.backend == "triton" and store.whole_on_device
+        compiled = store.backend == "triton" or (self.device.type == "cpu" and not why_not())
+        return self.policy.chooses and compiled and store.whole_on_device
 
     def codes(self, layer: int, group: int) -> BatchCodes:
         """Return the codes of all rows' keys in a layer, with room for what the store holds.

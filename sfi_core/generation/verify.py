@@ -15,7 +15,7 @@ from sfi_core.generation.prompts import check_lengths, encode
 from sfi_core.generation.sampling import processors
 from sfi_core.generation.verify_report import Differing, RequestCheck, VerifyReport
 from sfi_core.hosts.transformers.cache_name import CACHE_NAME
-from sfi_core.models.linear import wide_linears
+from sfi_core.models.linear import quick_linears
 from sfi_core.models.rotation import pass_rotation
 from sfi_core.settings.sampling import Sampling
 
@@ -76,7 +76,7 @@ def verify(
         raise ConfigError(f"model must rotate each token by its own position, got RoPE of the kind {kind}")
     check_lengths(model, rows, [len(output) for output in outputs])
     judge = Judge(model, sampling, seed or 0)
-    with wide_linears(model):
+    with quick_linears(model):
         requests = [
             judge(request, prompt, list(output), chunk)
             for request, (prompt, output) in enumerate(zip(rows, outputs, strict=True))

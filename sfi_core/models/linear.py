@@ -1,9 +1,10 @@
-"""Weight matrices on a CPU without arithmetic of their dtype, where PyTorch's own product crawls.
+"""Weight matrices on a CPU, where PyTorch's own product is slow; other ways give the same sums in float32.
 
-On such a CPU, any x86 without AVX-512, PyTorch widens every number of a bfloat16 or float16 matrix anew for
-each row that it multiplies. Two other ways give the same products, summed in float32:
+A float32 matrix is read at half the memory's speed for a single row: `quick_linears` multiplies it in loops
+that numba compiles. A bfloat16 or float16 matrix on a CPU without their arithmetic, any x86 without AVX-512,
+is widened number by number for each row:
 
-- `wide_linears`: for many rows, as in a prompt or a long verification: the float32 library.
+- `quick_linears`: for many rows, as in a prompt or a long verification: the float32 library.
 - `pack_weights`: for few rows, as in a decoding step: FBGEMM, which ships with PyTorch. It keeps the weights
     as float16 in tiles, in as many bytes.
 """
@@ -20,12 +21,27 @@ from torch.nn.functional import linear
 from sfi_core.distributed.ranks import ranks_of
 from sfi_core.errors import BackendError
 from sfi_core.machine.private import multiplies_natively
+from sfi_kernels.compiled import why_not
 
+LARGE = 1 << 16  # weights from which on a compiled product of one row pays
 WIDE_ROWS = 8  # from here on widening the matrix once pays; measured on AVX2
 WIDE_FEATURES = 512  # rows of the matrix that are widened at once: they stay in cache
 HALVES = (torch.bfloat16, torch.float16)
 ENGINES = ("x86", "fbgemm")
 LARGEST = torch.finfo(torch.float16).max
+
+
+class RowLinear(torch.nn.Linear):
+    """A float32 `Linear` that multiplies a single row in compiled loops."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - the base's name
+        """Return `input` @ weight.T + bias, [..., N]."""
+        if input.numel() != self.in_features:
+            return super().forward(input)
+        from sfi_kernels.row_product import row_product  # noqa: PLC0415 - brings numba
+
+        out = row_product(input, self.weight)
+        return (out if self.bias is None else out + self.bias).view(*input.shape[:-1], -1)
 
 
 class WideLinear(torch.nn.Linear):
@@ -86,15 +102,15 @@ def crawls(dtype: torch.dtype) -> bool:
 
 
 @contextmanager
-def wide_linears(model: Any) -> Iterator[None]:
-    """Inside, let a model's `Linear` layers multiply many rows in float32 where that is faster."""
-    changed = [] if ranks_of(model).size > 1 else [m for m in _linears(model) if _gains(m)]
-    for module in changed:
-        module.__class__ = WideLinear
+def quick_linears(model: Any) -> Iterator[None]:
+    """Inside, let a model's `Linear` layers multiply in another way where that is faster."""
+    changed = [] if ranks_of(model).size > 1 else [(m, kind) for m in _linears(model) if (kind := _quicker(m))]
+    for module, kind in changed:
+        module.__class__ = kind
     try:
         yield
     finally:
-        for module in changed:
+        for module, _ in changed:
             module.__class__ = torch.nn.Linear
 
 
@@ -129,5 +145,10 @@ def _linears(model: Any) -> list[torch.nn.Linear]:
     return [module for module in model.modules() if type(module) is torch.nn.Linear]
 
 
-def _gains(module: torch.nn.Linear) -> bool:
-    return module.weight.device.type == "cpu" and crawls(module.weight.dtype)
+def _quicker(module: torch.nn.Linear) -> type[torch.nn.Linear] | None:
+    weight = module.weight
+    if weight.device.type != "cpu":
+        return None
+    if weight.dtype == torch.float32 and weight.numel() >= LARGE and weight.is_contiguous() and not why_not():
+        return RowLinear
+    return WideLinear if crawls(weight.dtype) else None

@@ -72,12 +72,15 @@ class LayerContext(Evidence):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchContext:
-    """One layer of a decoding pass of the Triton backend: all rows of the batch, no number of the host's.
+    """One layer of a decoding pass: all rows of the batch, no number of the host's.
 
-    `fast` says whether any request decodes fast; the rest are the operands of `code_scan`.
+    `backend` and `wants_diagnostics` as in `Evidence`; `fast` says whether any request decodes fast; the rest
+    are the operands of `code_scan`.
     """
 
+    backend: str
     fast: bool
+    wants_diagnostics: bool
     query_BHGD: torch.Tensor
     key_PHND: torch.Tensor
     value_PHNE: torch.Tensor

@@ -36,14 +36,14 @@ class Case:
         code_tokens.reference(self.key, self.table, step_of(whole, all_new=True), self.codes)
         self.codes.word_BHWT[0, :, :, -1] = -1  # the new token's is made by the op
 
-    def run(self, backend: str, step: StepDescriptor | None = None) -> tuple[Any, ...]:
+    def run(self, backend: str, step: StepDescriptor | None = None, *, told: bool = False) -> tuple[Any, ...]:
         B, H = self.query.shape[:2]
         codes = BatchCodes(*(part.clone() for part in self.codes))
         position = torch.full((B, H, SINK + BUDGET), 7, dtype=torch.int32)
         length = torch.zeros(B, H, dtype=torch.int32)
         choice = code_scan.on(backend)(
             self.query, self.key, self.value, self.table, step or self.step, codes, position, length,
-            budget=BUDGET, scale=SCALE, rest=REST,
+            budget=BUDGET, scale=SCALE, rest=REST, told=told,
         )  # fmt: skip
         return choice, codes, position, length
 
@@ -63,14 +63,22 @@ def step_of(requests: tuple[tuple[int, int], ...], *, all_new: bool = False) -> 
     return describe_step(made, 0, torch.device("cpu"))
 
 
+@pytest.mark.parametrize("backend", ["triton", "numba"])
 @pytest.mark.parametrize(
     ("G", "D", "E", "dtype"), [(1, 16, 16, torch.float32), (3, 72, 40, torch.float16), (16, 130, 16, torch.float32)]
 )
-def test_the_kernels_choose_what_the_reference_chooses(G, D, E, dtype):
-    """A ragged batch: the same positions, codes, sums and pseudo tokens."""
+def test_the_kernels_choose_what_the_reference_chooses(backend, G, D, E, dtype):
+    """A ragged batch: the same positions, codes, sums, pseudo tokens and queries kept."""
+    if backend == "numba":
+        pytest.importorskip("numba")
     case = Case(2, G, D, E, dtype)
-    wanted, codes, position, length = case.run("torch")
-    got, own_codes, own_position, own_length = case.run("triton")
+    wanted, codes, position, length = case.run("torch", told=True)
+    got, own_codes, own_position, own_length = case.run(backend, told=True)
+    if got.told_BHC is not None:
+        torch.testing.assert_close(
+            got.told_BHC[[0, 1, 4]], wanted.told_BHC[[0, 1, 4]], rtol=1e-4, atol=1e-5, equal_nan=True
+        )
+    assert torch.equal(own_codes.recent_BHXGD, codes.recent_BHXGD)
     fast = [row for row, (mode, _) in enumerate(REQUESTS) if mode == FAST]
     assert torch.equal(own_codes.word_BHWT, codes.word_BHWT)
     assert torch.equal(own_codes.summed_BH, codes.summed_BH)
@@ -98,7 +106,7 @@ def test_the_reference_takes_the_highest_scores_and_of_equal_ones_the_first():
     assert choice.index_BHK[1, 0].tolist()[:19] == list(range(3, 22)), "no more keys than the budget"
 
 
-@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("backend", ["torch", "triton", "numba"])
 def test_sums_follow_the_window_step_by_step(backend: str):
     """A value enters the sum when it leaves the recent window, also where the step moved by several."""
     case = Case(1, 1, 16, 16)

@@ -12,6 +12,7 @@ from sfi_kernels.shapes import check_int32, check_pages, check_shape
 from sfi_kernels.step_descriptor import ALLOWED_START, ALLOWED_STOP, FAST, LENGTH, MODE, QUERIES, StepDescriptor
 
 KEPT = 128  # tokens whose queries are kept for learning a basis again
+TOLD = ("unread_estimate", "score_margin")  # the columns of `Choice.told_BHC`
 
 
 class BatchCodes(NamedTuple):
@@ -58,22 +59,20 @@ class BatchCodes(NamedTuple):
 
     def learn(self, row: int, basis: CodeBasis) -> None:
         """Give a row its basis."""
-        H, D, C = basis.encode_HDC.shape
         self.mean_BHD[row] = basis.mean_HD
-        # channel s * W + w is slot s of word w
-        slots = H, D, SLOTS, C // SLOTS
-        self.encode_BHWDC[row] = basis.encode_HDC.reshape(slots).permute(0, 3, 1, 2)
-        self.query_BHWCD[row] = basis.query_HDC.reshape(slots).permute(0, 3, 2, 1)
+        self.encode_BHWDC[row], self.query_BHWCD[row] = basis.encode_HWDC, basis.query_HWCD
 
 
 class Choice(NamedTuple):
     """Chosen positions, `index_BHK`, int32, ascending, padded with -1, and the unread keys' pseudo token.
 
-    Undefined for requests that are not fast.
+    Undefined for requests that are not fast. `told_BHC`, where asked for, has the estimated attention on the
+    keys of J that are not read, and the score of the last key chosen over that of the first one left.
     """
 
     index_BHK: torch.Tensor
     pseudo: PseudoToken
+    told_BHC: torch.Tensor | None = None
 
 
 def code_tokens(
@@ -101,6 +100,7 @@ def code_scan(
     budget: int,
     scale: float,
     rest: float,
+    told: bool = False,
 ) -> Choice:
     """Choose the likeliest keys of J for every fast request, by their codes, as `choose_likeliest` does.
 
@@ -119,6 +119,7 @@ def code_scan(
         budget: Keys to choose by KV head.
         scale: Factor on the products.
         rest: Factor on the estimated probability of the unread keys.
+        told: Return the choice's `told_BHC`, too; Triton returns none.
 
     Returns:
         The choice. The pseudo token's value is the mean value of J.
@@ -129,6 +130,7 @@ def code_scan(
     index_BHK = position_BHS.new_full((B, H, budget), -1)
     logit_BHG = query_BHGD.new_full((B, H, G), -torch.inf, dtype=torch.float32)
     value_BHE = torch.zeros_like(codes.sum_BHE)
+    told_BHC = nothing_unread(B, H, query_BHGD.device) if told else None
     for row, own in enumerate(descriptor.table_BX.tolist()):
         if own[MODE] != FAST:
             continue
@@ -140,13 +142,28 @@ def code_scan(
         if count > budget:
             logits_HGT = scanned(query_BHGD[row], codes, row, scale)[..., first:stop]
             chosen, logit_BHG[row] = choose_likeliest(logits_HGT, budget, rest=rest)
+            if told_BHC is not None:
+                told_BHC[row] = told_of(logits_HGT, chosen)
         K = chosen.shape[1]
         index_BHK[row, :, :K] = chosen + first
         position_BHS[row, :, :first] = torch.arange(first, dtype=torch.int32)
         position_BHS[row, :, first:] = -1
         position_BHS[row, :, first : first + K] = index_BHK[row, :, :K]
         length_BH[row] = first + K
-    return Choice(index_BHK, PseudoToken(logit_BHG, value_BHE))
+    return Choice(index_BHK, PseudoToken(logit_BHG, value_BHE), told_BHC)
+
+
+def told_of(logits_HGT: torch.Tensor, index_HK: torch.Tensor) -> torch.Tensor:
+    """Return what `Choice.told_BHC` has of one request, [H, 2]."""
+    score_HT = logits_HGT.float().softmax(-1).mean(1)
+    left_HT = score_HT.scatter(1, index_HK.long(), 0.0)
+    margin_H = score_HT.gather(1, index_HK.long()).amin(1) / left_HT.amax(1)
+    return torch.stack([left_HT.sum(1), margin_H], 1)
+
+
+def nothing_unread(B: int, H: int, device: torch.device) -> torch.Tensor:
+    """Return what `Choice.told_BHC` has where everything is read."""
+    return torch.tensor([0.0, torch.nan], device=device).repeat(B, H, 1)
 
 
 def encoded(key_HTD: torch.Tensor, codes: BatchCodes, row: int) -> torch.Tensor:

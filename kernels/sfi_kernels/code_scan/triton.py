@@ -44,6 +44,7 @@ def code_scan(
     query_BHGD: torch.Tensor, key_PHND: torch.Tensor, value_PHNE: torch.Tensor,
     block_table_BP: torch.Tensor, descriptor: StepDescriptor, codes: BatchCodes,
     position_BHS: torch.Tensor, length_BH: torch.Tensor, *, budget: int, scale: float, rest: float,
+    told: bool = False,  # noqa: ARG001 - one signature for all backends
 ) -> Choice:  # fmt: skip
     """See `reference.code_scan`. D and E up to 256; the pseudo token's logits are in parts, one a chunk."""
     check(query_BHGD, key_PHND, value_PHNE, block_table_BP, descriptor, codes, position_BHS, length_BH)

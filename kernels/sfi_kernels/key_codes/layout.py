@@ -28,6 +28,16 @@ class CodeBasis(NamedTuple):
     encode_HDC: torch.Tensor
     query_HDC: torch.Tensor
 
+    @property
+    def encode_HWDC(self) -> torch.Tensor:
+        """The keys' projections by word."""
+        return self.encode_HDC.reshape(*self.encode_HDC.shape[:2], SLOTS, -1).permute(0, 3, 1, 2)
+
+    @property
+    def query_HWCD(self) -> torch.Tensor:
+        """The queries' projections by word and slot."""
+        return self.query_HDC.reshape(*self.query_HDC.shape[:2], SLOTS, -1).permute(0, 3, 2, 1)
+
 
 def words(D: int) -> int:
     """Return W, the words of a key D numbers wide: 1 up to 64, 2 up to 128, 4 beyond."""

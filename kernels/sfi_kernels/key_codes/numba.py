@@ -19,7 +19,7 @@ def encode_keys(key_HTD: torch.Tensor, basis: CodeBasis) -> torch.Tensor:
     H, T, D = key_HTD.shape
     word_HWT = torch.empty(H, words(D), T, dtype=torch.int32)
     if T < MANY:
-        loops.encode(plain(key_HTD), plain(basis.mean_HD), plain(basis.encode_HDC), word_HWT.numpy())
+        loops.encode(plain(key_HTD), plain(basis.mean_HD), plain(basis.encode_HWDC), word_HWT.numpy())
     else:
         step_HTC = (key_HTD.float() - basis.mean_HD[:, None]).bmm(basis.encode_HDC)
         loops.pack_levels(plain(step_HTC), word_HWT.numpy())
@@ -35,7 +35,7 @@ def scan_codes(query_HGD: torch.Tensor, code_HXT: torch.Tensor, basis: CodeBasis
     logits_HGT = torch.empty(H, G, code_HXT.shape[2])
     arguments = (
         plain(query_HGD), flat(code_HXT), code_HXT.stride(0), code_HXT.stride(1), plain(basis.mean_HD),
-        plain(basis.query_HDC), loops.F(scale), logits_HGT.numpy(),
+        plain(basis.query_HWCD), loops.F(scale), logits_HGT.numpy(),
     )  # fmt: skip
     by_heads(lambda begin, end: loops.scan(begin, end, *arguments), H, SCAN * code_HXT.numel() * G)
     return logits_HGT
@@ -49,6 +49,6 @@ def choose_likeliest(logits_HGT: torch.Tensor, budget: int, *, rest: float) -> t
     check_choice(logits_HGT, budget)
     H, G, _ = logits_HGT.shape
     index_HK, unread_HG = torch.empty(H, budget, dtype=torch.int32), torch.empty(H, G)
-    arguments = logits_HGT.numpy(), budget, loops.F(rest), index_HK.numpy(), unread_HG.numpy()
+    arguments = logits_HGT.numpy(), loops.F(rest), index_HK.numpy(), unread_HG.numpy()
     by_heads(lambda begin, end: loops.choose(begin, end, *arguments), H, CHOOSE * logits_HGT.numel())
     return index_HK, unread_HG

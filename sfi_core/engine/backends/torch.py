@@ -12,7 +12,15 @@ import torch
 
 from sfi_core.engine.layer import Layer
 from sfi_core.engine.packing import apply
-from sfi_core.engine.refresh import end_prompt, joins, layer_context, refresh, refresh_later, select_next
+from sfi_core.engine.refresh import (
+    choose_and_note,
+    end_prompt,
+    joins,
+    layer_context,
+    refresh,
+    refresh_later,
+    select_next,
+)
 from sfi_kernels.attention_in_place import attention_in_place
 from sfi_kernels.compiled import why_not
 from sfi_kernels.numpy_views import readable
@@ -29,40 +37,44 @@ def attend(layer: Layer, query_BHGTD: torch.Tensor) -> torch.Tensor:
     A request's own queries are the last `count` of T. Return the outputs, [B, H, G, T, E]; zeros where a
     request has no token.
     """
-    alike = list(_alike(layer))
+    alike, pseudo = list(_alike(layer)), None
+    if layer.chooses and layer.batch_pass.decodes:
+        pseudo = choose_and_note(layer, layer.batch_pass.descriptor, query_BHGTD[:, :, :, -1:])
     if len(alike) == 1 and layer.batch_pass.count == (query_BHGTD.shape[3],) * len(query_BHGTD):
-        out = _attend(layer, alike[0], query_BHGTD)
+        out = _attend(layer, alike[0], query_BHGTD, pseudo)
     else:
-        out = _one_by_one(layer, alike, query_BHGTD)
+        out = _one_by_one(layer, alike, query_BHGTD, pseudo)
     end_prompt(layer, query_BHGTD)
     layer.finish(query_BHGTD, out)
     return out
 
 
-def _one_by_one(layer: Layer, alike: list[slice], query_BHGTD: torch.Tensor) -> torch.Tensor:
+def _one_by_one(
+    layer: Layer, alike: list[slice], query_BHGTD: torch.Tensor, pseudo: PseudoToken | None
+) -> torch.Tensor:
     B, H, G, T, _ = query_BHGTD.shape
     out = query_BHGTD.new_zeros(B, H, G, T, layer.pages.value_PHNE.shape[3])
     for rows in alike:
         new = slice(T - layer.batch_pass.count[rows.start], T)
-        out[rows, :, :, new] = _attend(layer, rows, query_BHGTD[rows, :, :, new])
+        out[rows, :, :, new] = _attend(layer, rows, query_BHGTD[rows, :, :, new], pseudo and pseudo.of(rows))
     return out
 
 
-def _attend(layer: Layer, rows: slice, query: torch.Tensor) -> torch.Tensor:
+def _attend(layer: Layer, rows: slice, query: torch.Tensor, pseudo: PseudoToken | None) -> torch.Tensor:
     kind = layer.batch_pass.passes[rows.start].kind
     if kind == PROMPT:
         return _dense(layer, rows, query)
     if layer.run.policy.mixes_heads and not layer.left_dense:
         return _mixed(layer, rows, query)
     if kind == FAST and not layer.left_dense:
-        return _fast(layer, rows, query)
+        return _sparse(layer, rows, query, pseudo=pseudo) if layer.chooses else _fast(layer, rows, query)
     return _dense_and_refresh(layer, rows, query)
 
 
 def _alike(layer: Layer) -> Iterator[slice]:
     # yields single rows, and ranges of neighbors that only attend sparsely
     policy = layer.run.policy
-    own = policy.selects_before or policy.selects_next
+    own = (policy.selects_before or policy.selects_next) and not layer.chooses
     shares = not (layer.left_dense or own or policy.mixes_heads)
     kinds = [
         "" if not one.count else "fast" if shares and one.kind == FAST else "alone" for one in layer.batch_pass.passes

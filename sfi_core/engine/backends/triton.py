@@ -7,12 +7,9 @@ from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.nn.functional import scaled_dot_product_attention
 
 from sfi_core.engine.layer import Layer
-from sfi_core.engine.packing import apply, note_selection
-from sfi_core.engine.refresh import batch_context, end_prompt, layer_context, refresh, select_next
+from sfi_core.engine.packing import apply
+from sfi_core.engine.refresh import choose_and_note, end_prompt, layer_context, refresh, select_next
 from sfi_core.engine.run import Run
-from sfi_core.observers.events import SelectionEvent
-from sfi_core.observers.observer import wants
-from sfi_core.policies.base import Selection
 from sfi_kernels.decode_attention import DecodeAttention, decode_attention
 from sfi_kernels.dense_attention import dense_attention
 from sfi_kernels.pseudo_token import PseudoToken
@@ -78,19 +75,6 @@ def decode(
     )
 
 
-def choose(
-    layer: Layer, step: StepDescriptor, query_BHG1D: torch.Tensor, *, fast: bool
-) -> tuple[Selection | None, PseudoToken | None]:
-    """Let the policy choose what the fast requests read in place; return the choice of all rows.
-
-    Numbers of the host's are not read, so that a CUDA graph can hold the step.
-    """
-    choice = layer.run.policy.choose(batch_context(layer, step, query_BHG1D, fast=fast))
-    if choice is None:
-        return None, None
-    return Selection(choice.index_BHK), choice.pseudo
-
-
 def descriptor_of(layer: Layer) -> StepDescriptor:
     """Return the pass's descriptor for this layer; `dense_layers` have their own."""
     batch_pass = layer.batch_pass
@@ -110,9 +94,9 @@ def _decode(layer: Layer, query_BHGTD: torch.Tensor) -> torch.Tensor:
     last_BHG1D = query_BHGTD[:, :, :, -1:]  # a fast request has no other
     if policy.mixes_heads and not layer.left_dense:
         return _mixed_heads(layer, step, last_BHG1D)
-    pseudo, in_place = None, run.chooses and not layer.left_dense
+    pseudo, in_place = None, layer.chooses
     if in_place:
-        pseudo = _choose(layer, step, last_BHG1D)
+        pseudo = choose_and_note(layer, step, last_BHG1D)
     elif policy.selects_before and step.fast:
         with run.observer.span("select_before", layer.index):
             context = layer_context(layer, step.fast, _of(layer, step.fast, last_BHG1D))
@@ -132,27 +116,6 @@ def _decode(layer: Layer, query_BHGTD: torch.Tensor) -> torch.Tensor:
         query = _of(layer, step.fast, last_BHG1D)
         layer.later.append(partial(select_next, layer, step.fast, query))
     return result.out_BHGWE
-
-
-def _choose(layer: Layer, step: StepDescriptor, query_BHG1D: torch.Tensor) -> PseudoToken | None:
-    run, index = layer.run, layer.index
-    with run.observer.span("select_before", index):
-        for row in step.fast:
-            if run.policy.lacks(run.requests[row], run.notes[run.requests[row].request, index]):
-                context = layer_context(layer, (row,), query_BHG1D[row : row + 1])
-                run.policy.select_after(context)
-        selection, pseudo = choose(layer, step, query_BHG1D, fast=bool(step.fast))
-    if selection is not None:
-        note_choice(layer.run, index, selection, step.fast)
-    return pseudo
-
-
-def note_choice(run: Run, layer: int, selection: Selection, rows: tuple[int, ...]) -> None:
-    """Note what a layer chose for the fast requests, and tell the observer."""
-    run.meter.count("triton.code_scan", len(rows))
-    heard = wants(run.observer, SelectionEvent)
-    for row in rows:
-        note_selection(run, layer, row, row, selection, heard=heard)
 
 
 def _spread(

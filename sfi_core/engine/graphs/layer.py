@@ -8,6 +8,7 @@ from sfi_core.engine.backends import triton as backend
 from sfi_core.engine.graphs.buffers import StepBuffers
 from sfi_core.engine.layer import Layer
 from sfi_core.engine.packing import note_selection
+from sfi_core.engine.refresh import choose, note_choice
 from sfi_core.engine.run import Run
 from sfi_core.observers.events import SelectionEvent
 from sfi_core.observers.observer import wants
@@ -25,15 +26,14 @@ def attend_replayed(buffers: StepBuffers, layer: Layer, query_BHGTD: torch.Tenso
     step = buffers.dense if layer.left_dense else buffers.descriptor
     assert step is not None, "the pass has been described"
     buffers.keep(layer.index, query_BHGTD[:, :, :, -1])
-    in_place = run.chooses and not layer.left_dense
     with run.launches(layer.index):
         pseudo = None
-        if in_place:
-            chosen, pseudo = backend.choose(layer, step, query_BHGTD, fast=True)
+        if layer.chooses:
+            chosen, pseudo = choose(layer, step, query_BHGTD, fast=True)
             assert chosen is not None, "a request is fast"
             buffers.selections[layer.index] = chosen
         into = backend.evidence_room(layer, step, query_BHGTD)
-        result = backend.decode(layer, step, query_BHGTD, into, pseudo=pseudo, in_place=in_place)
+        result = backend.decode(layer, step, query_BHGTD, into, pseudo=pseudo, in_place=layer.chooses)
     if result.logits_BHGWT is not None:
         run.maintenance.submit(partial(_select, buffers, layer, result))
     return result.out_BHGWE
@@ -77,7 +77,7 @@ def note_step(run: Run, selections: dict[int, Selection], places: dict[int, int]
         backend.count_attention(run, step)
     if run.chooses:
         for layer, selection in sorted(selections.items()):
-            backend.note_choice(run, layer, selection, batch_pass.descriptor.fast)
+            note_choice(run, layer, selection, batch_pass.descriptor.fast)
         return
     if not (selections and slow):
         return

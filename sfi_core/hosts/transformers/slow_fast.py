@@ -11,7 +11,7 @@ from sfi_core.hosts.transformers.fusion.fuse import fused, wants_fusion
 from sfi_core.hosts.transformers.generate_call import generate_with
 from sfi_core.hosts.transformers.lossless import check_lossless
 from sfi_core.hosts.transformers.session import Session
-from sfi_core.models.linear import wide_linears
+from sfi_core.models.linear import quick_linears
 from sfi_core.observers.observer import Observer
 from sfi_core.settings.audit import AuditConfig
 from sfi_core.settings.config import SfiConfig
@@ -75,7 +75,7 @@ def slow_fast(
     try:
         if session.engine.lossless:
             check_lossless(session)
-        with session.ranks.guarded(), wide_linears(model), ExitStack() as stack:
+        with session.ranks.guarded(), quick_linears(model), ExitStack() as stack:
             session.backend = _resolved(engine.backend, session, page_size)
             session.observe()
             if wants_fusion(session.engine.fused, session.backend, model.device):

@@ -27,7 +27,8 @@ from sfi_core.policies.context import BatchContext, LayerContext, Notes
 from sfi_core.state.layer_shape import LayerShape
 from sfi_core.state.request import RequestState
 from sfi_kernels import key_codes
-from sfi_kernels.code_scan import KEPT, Choice, code_scan, code_tokens
+from sfi_kernels.code_scan import KEPT, TOLD, Choice, code_scan, code_tokens, told_of
+from sfi_kernels.code_scan.reference import nothing_unread
 from sfi_kernels.pseudo_token import PseudoToken
 
 SPARE = 64  # additional tokens when the buffer of codes grows
@@ -56,20 +57,22 @@ class CodeScan(Policy):
         pseudo = None
         if self.config.codescan.rest:
             pseudo = PseudoToken(torch.stack(logit), torch.stack(value))
-        diagnostics = {name: torch.stack([one[name] for one in told]) for name in told[0]}
+        wanted = [told_HC for told_HC in told if told_HC is not None]
+        diagnostics = dict(zip(TOLD, torch.stack(wanted).unbind(-1), strict=True)) if wanted else {}
         return Selection(stacked(index), diagnostics, pseudo=pseudo)
 
     def choose(self, batch: BatchContext) -> Choice | None:
         """Choose by the current queries; code the new keys in any case."""
-        pages, rows = (batch.key_PHND, batch.value_PHNE), (batch.block_table_BP, batch.descriptor)
+        device, pages = batch.query_BHGD.device, (batch.key_PHND, batch.value_PHNE)
+        rows = batch.block_table_BP, batch.descriptor
         if not batch.fast:
-            code_tokens.on("triton")(batch.key_PHND, *rows, batch.codes)
+            code_tokens.fastest(batch.backend, device)(batch.key_PHND, *rows, batch.codes)
             return None
         self._width = batch.query_BHGD.shape[3]
         budget = min(self.config.budget, batch.codes.word_BHWT.shape[3])
-        return code_scan.on("triton")(
-            batch.query_BHGD, *pages, *rows, batch.codes, batch.position_BHS, batch.length_BH,
-            budget=budget, scale=batch.scale, rest=self.config.codescan.rest,
+        return code_scan.fastest(batch.backend, device)(
+            batch.query_BHGD, *pages, *rows, batch.codes, batch.position_BHS, batch.length_BH, budget=budget,
+            scale=batch.scale, rest=self.config.codescan.rest, told=batch.wants_diagnostics,
         )  # fmt: skip
 
     def lacks(self, state: RequestState, note: Notes) -> bool:
@@ -122,15 +125,15 @@ class CodeScan(Policy):
             note["learned"], note["coded"] = state.length, 0
             if codes is not None:
                 codes.learn(0, basis)
-                word_HWT = key_codes.encode_keys.on(context.backend)(key_HTD, basis)
-                codes.word_BHWT[0, :, :, : state.length] = word_HWT
+                encode = key_codes.encode_keys.fastest(context.backend, key_HTD.device)
+                codes.word_BHWT[0, :, :, : state.length] = encode(key_HTD, basis)
                 if not again:
                     codes.summed_BH.zero_()
 
     def _select(
         self, context: LayerContext, place: int
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-        # returns positions [H, K], the pseudo token's logit [H, G] and value [H, E], and diagnostics
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        # returns positions [H, K], the pseudo token's logit [H, G] and value [H, E], and what a trace wants
         state, note = context.states[place], context.notes[place]
         query_HGD = context.query_BHGWD[place, :, :, -1]
         H, G, self._width = query_HGD.shape
@@ -142,8 +145,8 @@ class CodeScan(Policy):
         mean_HE = self._mean_value(context, place)
         if count <= self.config.budget:  # everything is read
             index_HK = torch.arange(first, first + count, device=query_HGD.device).expand(H, -1)
-            told = {"unread_estimate": mean_HE.new_zeros(H), "score_margin": mean_HE.new_full((H,), torch.nan)}
-            return index_HK, mean_HE.new_full((H, G), -torch.inf), mean_HE, told if context.wants_diagnostics else {}
+            told_HC = nothing_unread(1, H, query_HGD.device)[0] if context.wants_diagnostics else None
+            return index_HK, mean_HE.new_full((H, G), -torch.inf), mean_HE, told_HC
         with context.span("scan"):
             code_HXT = self._codes(context, place)[..., first : first + count]
             scan = key_codes.scan_codes.fastest(context.backend, query_HGD.device)
@@ -153,8 +156,8 @@ class CodeScan(Policy):
             choose = key_codes.choose_likeliest.fastest(context.backend, query_HGD.device)
             rest, budget = self.config.codescan.rest, self.config.budget
             index_HK, unread_HG = choose(logits_HGT, budget, rest=rest)
-        told = {} if scored_HGT is None else _told(scored_HGT, index_HK)
-        return index_HK.add_(first), unread_HG, mean_HE, told
+        told_HC = None if scored_HGT is None else told_of(scored_HGT, index_HK)
+        return index_HK.add_(first), unread_HG, mean_HE, told_HC
 
     def _codes(self, context: LayerContext, place: int) -> torch.Tensor:
         # the codes of all cached keys, [H, X, T]; new keys are coded now
@@ -180,14 +183,6 @@ class CodeScan(Policy):
             note["sum"], note["summed"] = note.get("sum", 0.0) + new_HE, stop
         mean: torch.Tensor = note["sum"] / max(1, note["summed"] - first)
         return mean
-
-
-def _told(logits_HGT: torch.Tensor, index_HK: torch.Tensor) -> dict[str, torch.Tensor]:
-    # by KV head: the estimated attention on keys that are not read, and the last key chosen over the first one left
-    score_HT = logits_HGT.float().softmax(-1).mean(1)
-    left_HT = score_HT.scatter(1, index_HK.long(), 0.0)
-    margin_H = score_HT.gather(1, index_HK.long()).amin(1) / left_HT.amax(1)
-    return {"unread_estimate": left_HT.sum(1), "score_margin": margin_H}
 
 
 def _larger(old: torch.Tensor | None, new: torch.Tensor, length: int) -> torch.Tensor:

@@ -26,6 +26,7 @@ from sfi_kernels import loops
 CONFIG = SfiConfig(sink=2, recent=6, budget=9, window_prefill=8, trigger_policy="never")
 ROWS = prompts(70, 9, 33)
 LOSSLESS = EngineOptions(lossless=True)
+PARTS = ("scan", "top_k", "pack")
 
 
 def decode(model: Any, rows: Any, policy: str, **options: Any) -> tuple[Any, RecordingObserver]:
@@ -41,8 +42,8 @@ def decode(model: Any, rows: Any, policy: str, **options: Any) -> tuple[Any, Rec
 def both(monkeypatch: pytest.MonkeyPatch, *run: Any, **options: Any) -> list[Any]:
     """Run compiled, then as on a machine without numba."""
     compiled = decode(*run, **options)
-    for name in ("sfi_kernels.op.why_not", "sfi_core.engine.backends.torch.why_not"):
-        monkeypatch.setattr(name, lambda: "not installed")
+    for name in ("sfi_kernels.op", "sfi_core.engine.backends.torch", "sfi_core.engine.run"):
+        monkeypatch.setattr(f"{name}.why_not", lambda: "not installed")
     return [compiled, decode(*run, **options)]
 
 
@@ -55,10 +56,14 @@ def assert_same(compiled: Any, plain: Any) -> None:
         assert mine.token_ids == theirs.token_ids
         assert mine.read_ratio == theirs.read_ratio
         assert mine.selection_ratio == theirs.selection_ratio
-    assert seen.spans == also.spans
+    if "numba.code_scan" in own.paths:  # one compiled choice for all requests of a layer
+        assert set(seen.spans) == {one for one in also.spans if one[0] not in PARTS}
+    else:
+        assert seen.spans == also.spans
     assert len(seen.selections) == len(also.selections) > 0
     for mine, theirs in zip(seen.selections, also.selections, strict=True):
-        assert torch.equal(mine.index_HK, theirs.index_HK)
+        chosen, others = ([[j for j in head if j >= 0] for head in one.index_HK.tolist()] for one in (mine, theirs))
+        assert chosen == others
     assert len(seen.audits) == len(also.audits) > 0
     for mine, theirs in zip(seen.audits, also.audits, strict=True):
         for name in ("retained_H", "output_error_H", "read_HK"):
@@ -175,4 +180,5 @@ def test_heads_shared_by_threads_give_the_same(monkeypatch):
     for mine, theirs in zip(shared[0].requests, alone[0].requests, strict=True):
         assert mine.token_ids == theirs.token_ids
     for mine, theirs in zip(shared[1].selections, alone[1].selections, strict=True):
-        assert torch.equal(mine.index_HK, theirs.index_HK)
+        chosen, others = ([[j for j in head if j >= 0] for head in one.index_HK.tolist()] for one in (mine, theirs))
+        assert chosen == others

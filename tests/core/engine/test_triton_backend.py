@@ -63,7 +63,8 @@ def tokens(result: Any) -> list[list[int]]:
 @pytest.mark.parametrize("policy", KINDS_OF_POLICY)
 def test_every_policy_gives_the_tokens_of_the_references(policy: str, monkeypatch: pytest.MonkeyPatch):
     """A ragged batch whose requests are slow at different steps; the prompt comes in pieces."""
-    monkeypatch.setattr("sfi_core.engine.backends.torch.why_not", lambda: "not asked for")
+    for name in ("backends.torch", "run"):
+        monkeypatch.setattr(f"sfi_core.engine.{name}.why_not", lambda: "not asked for")
     options = {"policy": policy, "prefill_chunk": 40}
     prompts = PROMPTS[::2]
     torch_run, triton_run = (complete(name, prompts, **options) for name in ("torch", "triton"))

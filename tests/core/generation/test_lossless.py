@@ -221,8 +221,13 @@ def test_models_with_sliding_windows_decode_one_request_at_a_time():
     assert run("gemma-3", ROWS).slots == 1
 
 
-@pytest.mark.parametrize("policy", ["quest", "codescan"])
-def test_summaries_of_keys_forget_what_was_rejected(policy, runs):
+@pytest.mark.parametrize("policy", ["quest", "codescan", "codescan compiled"])
+def test_summaries_of_keys_forget_what_was_rejected(policy, runs, monkeypatch):
+    policy, _, compiled = policy.partition(" ")
+    if compiled:
+        pytest.importorskip("numba")
+    else:
+        monkeypatch.setattr("sfi_core.engine.run.why_not", lambda: "not asked for")
     run("qwen3", ROWS, policy=policy, draft="4", config=SMALL.replace(baseline={"page": 4}))
     run("qwen3", ROWS, policy=policy, config=SMALL.replace(trigger_policy="always"))
     (ours, _) = runs
@@ -235,6 +240,10 @@ def test_summaries_of_keys_forget_what_was_rejected(policy, runs):
                 low = key_HTD.reshape(len(key_HTD), pages, 4, -1).amin(2)
                 assert torch.equal(note["low"], low)
             else:
+                if compiled:
+                    codes = ours.batch_codes[layer].of(slice(row, row + 1))
+                    note |= {"coded": state.length, "codes": codes.word_BHWT[0], "sum": codes.sum_BHE[0]}
+                    note["summed"] = int(codes.summed_BH[0, 0])
                 coded = note["coded"]
                 assert coded <= state.length
                 key_HTD = ours.store.keys(layer, row, 0, coded)[0]

@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import sfi_core
 from sfi_core.errors import BackendError
 from sfi_core.models import linear
-from sfi_core.models.linear import PackedLinear, WideLinear, pack_weights, wide_linears
+from sfi_core.models.linear import PackedLinear, WideLinear, pack_weights, quick_linears
 from sfi_core.models.weights import ModelWeights
 from tests.architectures import COMMON
 from tests.covering import each_value
@@ -48,7 +48,7 @@ def product(module: Any, rows: torch.Tensor) -> torch.Tensor:
 )
 def test_wide_products_are_rounded_once(shape: tuple[int, ...], dtype: torch.dtype, *, bias: bool):
     one, rows = layer(dtype, bias=bias), torch.randn(shape).to(dtype)
-    with wide_linears(Holder(one)):
+    with quick_linears(Holder(one)):
         assert type(one) is WideLinear
         out = one(rows)
     assert type(one) is Linear
@@ -103,7 +103,7 @@ def test_slow_fast_widens_while_it_lasts_and_leaves_the_model_as_it_was():
 
 def test_float32_models_and_other_modules_stay_as_they_are():
     model = llama(torch.float32)
-    with wide_linears(model):
+    with quick_linears(model):
         assert not any(isinstance(module, WideLinear) for module in model.modules())
 
 

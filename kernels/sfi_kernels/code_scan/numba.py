@@ -1,0 +1,62 @@
+"""Choosing keys by their codes on a CPU, compiled: one call for a whole batch."""
+
+import torch
+
+from sfi_kernels import loops
+from sfi_kernels.code_scan.reference import KEPT, BatchCodes, Choice, check, check_codes, nothing_unread
+from sfi_kernels.compiled import by_heads
+from sfi_kernels.numpy_views import KINDS, plain, rows_of
+from sfi_kernels.pseudo_token import PseudoToken
+from sfi_kernels.step_descriptor import FAST, LENGTH, StepDescriptor
+
+NUMBER = 2e-3  # microseconds of a key and query, on a Zen 4
+
+
+def code_tokens(
+    key_PHND: torch.Tensor, block_table_BP: torch.Tensor, descriptor: StepDescriptor, codes: BatchCodes
+) -> None:
+    """See `reference.code_tokens`. Pages must be `numpy_views.readable`; no request may be fast."""
+    check_codes(key_PHND, block_table_BP, descriptor, codes)
+    B, H = codes.summed_BH.shape
+    nothing_BH, nothing_BHX = torch.empty(B, H, dtype=torch.int32), torch.empty(B, H, 0, dtype=torch.int32)
+    _run(
+        torch.empty(B, H, 0, key_PHND.shape[3]), key_PHND, key_PHND, block_table_BP, descriptor, codes,
+        nothing_BHX, nothing_BH, nothing_BHX, codes.sum_BHE[..., :0], codes.sum_BHE, codes.sum_BHE[..., :0], 1.0, 0.0,
+    )  # fmt: skip
+
+
+def code_scan(
+    query_BHGD: torch.Tensor, key_PHND: torch.Tensor, value_PHNE: torch.Tensor,
+    block_table_BP: torch.Tensor, descriptor: StepDescriptor, codes: BatchCodes,
+    position_BHS: torch.Tensor, length_BH: torch.Tensor, *, budget: int, scale: float, rest: float,
+    told: bool = False,
+) -> Choice:  # fmt: skip
+    """See `reference.code_scan`. Pages must be `numpy_views.readable`; weights have float32's rounding."""
+    check(query_BHGD, key_PHND, value_PHNE, block_table_BP, descriptor, codes, position_BHS, length_BH)
+    B, H, G, _ = query_BHGD.shape
+    for row, own in enumerate(descriptor.table_BX.tolist()):
+        if own[0] == FAST:
+            codes.recent_BHXGD[row, :, (own[LENGTH] - 1) % KEPT] = query_BHGD[row]
+    index_BHK = torch.full((B, H, budget), -1, dtype=torch.int32)
+    pseudo = PseudoToken(torch.full((B, H, G), -torch.inf), torch.zeros_like(codes.sum_BHE))
+    told_BHC = nothing_unread(B, H, query_BHGD.device) if told else pseudo.logit_BHG[..., :0]
+    _run(
+        query_BHGD, key_PHND, value_PHNE, block_table_BP, descriptor, codes, position_BHS, length_BH, index_BHK,
+        *pseudo, told_BHC, scale, rest,
+    )  # fmt: skip
+    return Choice(index_BHK, pseudo, told_BHC if told else None)
+
+
+def _run(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, table: torch.Tensor, descriptor: StepDescriptor,
+    codes: BatchCodes, position: torch.Tensor, length: torch.Tensor, index: torch.Tensor, logit: torch.Tensor,
+    mean: torch.Tensor, told: torch.Tensor, scale: float, rest: float,
+) -> None:  # fmt: skip
+    (key_XD, half_key_XD), (value_XE, half_value_XE) = rows_of(key), rows_of(value)
+    written = *codes[:-1], position, length, index, logit, mean, told
+    arguments = (
+        plain(query), key_XD, value_XE, half_key_XD, half_value_XE, KINDS[key.dtype], key.shape[2], table.numpy(),
+        descriptor.table_BX.numpy(), *(part.numpy() for part in written), loops.F(scale), loops.F(rest),
+    )  # fmt: skip
+    work = NUMBER * codes.word_BHWT.numel() * query.shape[2]
+    by_heads(lambda begin, end: loops.code_scan(begin, end, *arguments), query.shape[1], work)
