@@ -77,8 +77,16 @@ class Layer:
             return streamed_attention_with_logits(query_1HGWD, blocks, **self.options)
         if query_1HGWD.shape[3] == 1:
             return dense_attention_with_logits(query_1HGWD, *self._whole(row), **self.options)
+        if query_1HGWD.dtype == torch.float32:  # its fused attention is quicker than one pass for both
+            return self.dense(row, query_1HGWD), self.logits((row,), query_1HGWD[:, :, :, -1:])
         native = multiplies_natively(query_1HGWD.dtype)
         return verification_attention(query_1HGWD, *self._whole(row), **self.options, native=native)
+
+    def verify(self, row: int, query_1HGWD: torch.Tensor) -> torch.Tensor:
+        """Attend as `dense` does, with the few queries of a verification."""
+        if query_1HGWD.shape[3] == 1 or query_1HGWD.dtype == torch.float32 or not self.run.store.whole_on_device:
+            return self.dense(row, query_1HGWD)
+        return self.dense_with_logits(row, query_1HGWD)[0]
 
     def heads(
         self, row: int, query_1HG1D: torch.Tensor, heads: Sequence[int], *, evidence: bool

@@ -92,7 +92,7 @@ def _alike(layer: Layer) -> Iterator[slice]:
 def _dense_and_refresh(layer: Layer, rows: slice, query: torch.Tensor) -> torch.Tensor:
     # for slow requests, and for all requests in `dense_layers`, which select nothing
     if layer.left_dense or not layer.run.policy.refreshes():
-        return _dense(layer, rows, query)
+        return _whole(layer, rows, query, layer.verify)
     # the attention also returns the evidence's logits, which saves a pass over the keys
     out, own = _whole(layer, rows, query, layer.dense_with_logits)
     if joins(layer, rows.start):
