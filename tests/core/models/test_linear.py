@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import sfi_core
 from sfi_core.errors import BackendError
 from sfi_core.models import linear
-from sfi_core.models.linear import PackedLinear, WideLinear, pack_weights, quick_linears
+from sfi_core.models.linear import PackedLinear, RowLinear, WideLinear, pack_weights, quick_linears
 from sfi_core.models.weights import ModelWeights
 from tests.architectures import COMMON
 from tests.covering import each_value
@@ -55,6 +55,21 @@ def test_wide_products_are_rounded_once(shape: tuple[int, ...], dtype: torch.dty
     assert (out.dtype, out.shape) == (dtype, (*shape[:-1], 24))
     eps = torch.finfo(dtype).eps  # few rows are PyTorch's own product
     torch.testing.assert_close(out.double(), product(one, rows), rtol=eps, atol=2 * eps)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_single_row_of_float32_is_multiplied_in_compiled_loops(monkeypatch, *, bias: bool):
+    pytest.importorskip("numba")
+    one, rows = layer(torch.float32, bias=bias), torch.randn(1, 2, 40)
+    with quick_linears(Holder(one)):
+        assert type(one) is Linear, "small"
+    monkeypatch.setattr(linear, "LARGE", 1)
+    with quick_linears(Holder(one)):
+        assert type(one) is RowLinear
+        out, several = one(rows[:, :1]), one(rows)
+    assert torch.equal(several, one(rows)), "PyTorch's"
+    assert out.shape == (1, 1, 24)
+    torch.testing.assert_close(out.double(), product(one, rows[:, :1]), rtol=1e-6, atol=1e-6)
 
 
 @fbgemm
