@@ -110,7 +110,7 @@ def generate(llm: Any, prompts: list[list[int]], tokens: int, **options: Any) ->
 def prompts_of(llm: Any, lengths: Sequence[int]) -> list[list[int]]:
     """Return random prompts; the first tokens of a longer one are those of a shorter one at its place."""
     vocab = llm.llm_engine.vllm_config.model_config.get_vocab_size()
-    draws = [random.Random(place) for place in range(len(lengths))]  # noqa: S311 - no secret
+    draws = [random.Random(place) for place in range(len(lengths))]
     return [[draw.randrange(vocab // 2) for _ in range(length)] for draw, length in zip(draws, lengths, strict=True)]
 
 

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
+from benchmarks.train_bundled import build_tokenizer
 from sfi_cli import app
 from sfi_core import Sampling, SfiConfig, generate, load, slow_fast
-from sfi_core.bundled.tokenizer import build_tokenizer
 from sfi_core.distributed.ranks import ALONE, Ranks, ranks_of
 from sfi_core.engine.run import Run
 from sfi_core.errors import SfiError

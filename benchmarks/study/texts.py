@@ -66,7 +66,7 @@ def text(kind: str, half: str) -> str:
         InputError: The package that ships the text is not installed.
     """
     documents = _documents(kind)[HALVES.index(half) :: len(HALVES)]
-    random.Random(f"{kind} {half}").shuffle(documents)  # noqa: S311 - no secret
+    random.Random(f"{kind} {half}").shuffle(documents)
     glue = "" if kind == "dialogue" else "\n\n"
     return glue.join(documents)[:MOST]
 

@@ -52,6 +52,11 @@ REQUEST = "Question: What is written about"
 ANSWER = "Answer:"
 
 
+HELD_OUT = 900_000  # first seed of the test documents; training's are below 1000 * (seed + 1)
+ADJACENT_SHARE = 0.2  # of requests that ask for neighbours
+SENTENCE_TOKENS = 10.6  # mean, with its share of paragraph openers
+
+
 @dataclass(frozen=True, slots=True)
 class Recall:
     """A document with a request, which ends with ``Answer:``, and the answer that must follow.
@@ -105,3 +110,11 @@ def vocabulary() -> list[str]:
     words += ["a", "an", "the", "and", "right", "What", "is", "written", "about"]
     bare = [*OPENERS, "Question", "Answer", ".", "!", ";", "?", ",", ":", ".\n", "!\n", "?\n", "\n"]
     return [f" {word}" for word in words] + bare
+
+
+def draw(rng: random.Random, length: int, asked: int | None = None) -> Recall:
+    """Draw an example of about `length` tokens; without `asked`, long ones ask for more people."""
+    most = max(2, min(32, length // 64))
+    asked = asked or rng.randint(2, most)
+    sentences = max(asked, int((length - 12 - (2 + SENTENCE_TOKENS) * asked) / SENTENCE_TOKENS))
+    return recall(rng, min(sentences, 1000), asked, adjacent=rng.random() < ADJACENT_SHARE)

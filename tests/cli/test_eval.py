@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from sfi_cli import app as cli
 from sfi_cli.commands.evaluate import request
-from sfi_core.bundled.train import draw
+from sfi_core.bundled.corpus import draw
 from sfi_core.errors import ConfigError, InputError, MemoryForecastError, SfiError
 from sfi_core.measure.evaluation import runner
 from sfi_core.measure.evaluation.method import Method

@@ -18,7 +18,7 @@ from pyarrow import parquet
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from sfi_core.bundled.tokenizer import build_tokenizer
+from benchmarks.train_bundled import build_tokenizer
 from sfi_core.errors import ConfigError
 from sfi_core.observers.events import PromptEvent, SelectionEvent
 from sfi_traces.model.trace import Trace

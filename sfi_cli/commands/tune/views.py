@@ -5,7 +5,7 @@ from typing import Any
 from sfi_cli.commands.trace.replay.views import OUTCOME, SETTINGS, outcome_cells, setting_cell, setting_values
 from sfi_cli.terminal.tables import number, percent, plural, table, wrapped
 
-ROWS, TOKENS = 16, 5  # rows of the front and mined tokens shown
+ROWS = 16  # of the front
 LEFT_OUT = ("worst", "overlap")  # columns of a replay that the front does not show
 CONFIRMED = ("", "slow", "kept, predicted", "may be off by", "measured", "off by", "steps", "KL", "argmax",
              "tokens/s", "answer")  # fmt: skip
@@ -13,8 +13,8 @@ ANSWERS = {True: "right", False: "WRONG", None: "-"}
 
 
 def tune_text(document: dict[str, Any]) -> str:
-    """Return the mined tokens, the front, the real runs and the chosen setting."""
-    blocks: list[Any] = [_heading(document), *_mining(document["mining"]), "", _front(document)]
+    """Return the front, the real runs and the chosen setting."""
+    blocks: list[Any] = [_heading(document), "", _front(document)]
     blocks += _legend(document)
     if document["confirmed"]:
         blocks += ["", _confirmed(document), *_confirmed_notes(document)]
@@ -28,35 +28,6 @@ def _heading(document: dict[str, Any]) -> str:
         f"{', '.join(document['traces'])}: {document['model']}, {plural(document['requests'], 'request')}, "
         f"{plural(document['steps'], 'step')}; {plural(document['trials'], 'trial')} in {document['study']}, "
         f"{document['distinct_trials']:,} of them different; {objectives}"
-    )
-
-
-def _mining(mining: dict[str, Any] | None) -> list[Any]:
-    if mining is None:
-        return []
-    lines = [f"Mining: {mining['split']}."]
-    known = [one for one in mining["tokens"] if one["low"] is not None]
-    if known:
-        told = ", ".join(
-            f"{one['text']!r} {one['movement']:+.3f} ({one['low']:+.3f} to {one['high']:+.3f}, {one['count']} times)"
-            for one in known[:TOKENS]
-        )
-        lines.append(f"Movement of the support after a token, beyond the usual: {told}.")
-    lines += [_verdict(one) for one in mining["proposals"]]
-    if not any(one["beats"] for one in mining["proposals"]):
-        lines.append("No mined trigger set beats punctuation on what was held out; none is searched.")
-    return lines
-
-
-def _verdict(one: dict[str, Any]) -> str:
-    interval = "too few steps for an interval"
-    if one["low"] is not None:
-        interval = f"{one['low']:+.4f} to {one['high']:+.4f}"
-    tokens = " ".join(repr(text) for text in one["tokens"])
-    return (
-        f"{one['name']} ({tokens}), held out: keeps {one['difference']:+.4f} ({interval}) beside "
-        f"punctuation, both slow in {one['slow_rate']:.1%} of the steps: "
-        f"{'beats it' if one['beats'] else 'does not beat it'}"
     )
 
 

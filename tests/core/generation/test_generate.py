@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from sfi_core.bundled.tokenizer import build_tokenizer
+from benchmarks.train_bundled import build_tokenizer
 from sfi_core.errors import ConfigError, InputError, NumericsError
 from sfi_core.generation.generate import generate
 from sfi_core.observers.observer import NullObserver

@@ -7,7 +7,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.models.byt5 import ByT5Tokenizer
 
-from sfi_core.bundled.tokenizer import build_tokenizer
+from benchmarks.train_bundled import build_tokenizer
 from sfi_core.generation.text_stream import TextStream
 
 CODE = "def f(x):\n    if x:\n        return '数'\n\n    return  x\n"

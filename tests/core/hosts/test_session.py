@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import DynamicCache, LogitsProcessor, StoppingCriteria, TextIteratorStreamer
 
-from sfi_core.bundled.tokenizer import build_tokenizer
+from benchmarks.train_bundled import build_tokenizer
 from sfi_core.errors import BackendError, ConfigError, InputError, UnsupportedModelError
 from sfi_core.hosts.transformers.attention import sfi_attention
 from sfi_core.hosts.transformers.cache_name import CACHE_NAME, cache_in

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 import sfi_core
-from sfi_core.bundled.train import HELD_OUT, draw
+from sfi_core.bundled.corpus import HELD_OUT, draw
 from sfi_core.errors import InputError
 from sfi_core.measure.evaluation.task_rows import by_sentence
 from sfi_core.measure.evaluation.tasks import TASKS, find_task

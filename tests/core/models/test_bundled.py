@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
+from benchmarks.train_bundled import MAX_LENGTH, build_tokenizer, exact_match
 from sfi_core.bundled import corpus, example
-from sfi_core.bundled.tokenizer import build_tokenizer
-from sfi_core.bundled.train import MAX_LENGTH, draw, exact_match
+from sfi_core.bundled.corpus import draw
 from sfi_core.models.load import BUNDLED, load
 from tests.covering import case
 
@@ -71,7 +71,7 @@ def test_peak_memory_is_within_a_tenth_of_the_forecast_and_does_not_grow():
     """8K tokens of context, twice in one fresh process."""
     script = """
 import random, sfi_core
-from sfi_core.bundled.train import draw
+from sfi_core.bundled.corpus import draw
 model, tokenizer = sfi_core.load(device="cpu")
 prompt = draw(random.Random(1), 8192, 5).prompt
 for _ in range(2):

@@ -4,7 +4,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from sfi_core.bundled.tokenizer import build_tokenizer
+from benchmarks.train_bundled import build_tokenizer
 from sfi_core.errors import ConfigError
 from sfi_core.triggers.trigger_set import build_trigger_set
 

@@ -73,7 +73,6 @@ class Found:
         """Return everything as plain values, for JSON, the tables and the figure."""
         tuning = self.tuning
         base, trials = tuning.space.base, self.search.complete()
-        mined = tuning.mined
         return {
             "traces": [str(trace.path) for trace in tuning.traces],
             "model": tuning.traces[0].manifest["model"]["name"],
@@ -88,11 +87,6 @@ class Found:
                 }
                 for one in tuning.space.sets.values()
             ],
-            "mining": mined and {
-                "split": mined.split,
-                "tokens": [asdict(one) for one in mined.tokens],
-                "proposals": [asdict(one) for one in mined.verdicts],
-            },
             "objectives": [
                 {"name": name, "direction": one.direction} for name, one in tuning.objectives.items()
             ],

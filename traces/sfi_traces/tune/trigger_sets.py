@@ -1,4 +1,4 @@
-"""Named trigger sets: the trace's own, punctuation, and sets from the user or from mining."""
+"""Named trigger sets: the trace's own, punctuation, and sets from the user."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

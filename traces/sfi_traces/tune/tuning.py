@@ -1,4 +1,4 @@
-"""A tuning: traces, mined triggers, the search space, objectives and limits."""
+"""A tuning: traces, the search space, objectives and limits."""
 
 import hashlib
 import json
@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Self
 
 from sfi_traces.model.trace import Trace
-from sfi_traces.replay import RecordedVocabulary, Setting, Supports
+from sfi_traces.replay import Setting, Supports
 from sfi_traces.replay.measured import check_one_model
-from sfi_traces.tune.held_out import Mined, mine
 from sfi_traces.tune.objective import Evaluator, Limits, Objective
 from sfi_traces.tune.space import Space
 from sfi_traces.tune.study import Purpose, Search
@@ -19,7 +18,7 @@ from sfi_traces.tune.trigger_sets import distinct, given_sets, punctuation_sets,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuning:
-    """What is searched, on which traces; `mined` is None with sets of the user's, or a redacted trace."""
+    """What is searched, on which traces."""
 
     traces: Sequence[Trace]
     recorded: Sequence[Sequence[Supports]]
@@ -27,7 +26,6 @@ class Tuning:
     objectives: Mapping[str, Objective]
     limits: Limits
     evaluate: Evaluator
-    mined: Mined | None
 
     @classmethod
     def of(
@@ -40,11 +38,11 @@ class Tuning:
         limits: Limits,
         batch: int = 1,
     ) -> Self:
-        """Read traces, mine them, and lay out the search space.
+        """Read traces, and lay out the search space.
 
         The traces, at least one, are audited at every step and of one model; the first gives what is not
         searched. `axes` has values or ranges by setting, `trigger_sets` trigger strings by name in place of
-        the default and mined sets; `batch` requests share the weights in the byte model.
+        the default sets; `batch` requests share the weights in the byte model.
 
         Raises:
             TraceError: A trace has no audit, is of another model, or lacks tokens; or a budget
@@ -58,16 +56,12 @@ class Tuning:
         base = replayable(Setting.recorded(traces[0]), requests)
         own = recorded_set(base)
         sets = given_sets(traces, trigger_sets) if trigger_sets else [own, *punctuation_sets(traces)]
-        mined = None
-        if not trigger_sets and not any(trace.manifest["redacted"] for trace in traces):
-            mined = mine(requests, base, own, RecordedVocabulary.of(traces).texts)
-            sets = [*sets, *mined.better]
         generated = {token for one in requests for token in one.tokens}
         space = Space.of(base, requests, distinct(sets, generated), axes)
         evaluate = Evaluator(recorded=requests, batch=batch)
         return cls(
             traces=traces, recorded=recorded, space=space, objectives=objectives, limits=limits,
-            evaluate=evaluate, mined=mined,
+            evaluate=evaluate,
         )  # fmt: skip
 
     @property

@@ -30,7 +30,7 @@ class BundledRecall(DocumentTask):
         # these import torch, which listing the tasks does not need
         import random  # noqa: PLC0415
 
-        from sfi_core.bundled.train import HELD_OUT, draw  # noqa: PLC0415
+        from sfi_core.bundled.corpus import HELD_OUT, draw  # noqa: PLC0415
 
         self.need(tokenizer)
         if length > LONGEST:

@@ -1,4 +1,4 @@
-"""Train the bundled checkpoint: `python -m sfi_core.bundled.train --output FOLDER`.
+"""Train the bundled checkpoint: `python benchmarks/train_bundled.py --output FOLDER`.
 
 Deterministic by seed on one machine. A curriculum: pure copying of random words, which makes the induction
 circuit appear in minutes, then sentences with a recall request over longer and longer documents. Every stage
@@ -9,20 +9,24 @@ import argparse
 import json
 import math
 import random
+import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import torch
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+ROOT = Path(__file__).parent.parent
+sys.path[:0] = [str(ROOT / folder) for folder in (".", "kernels", "traces")]
 
-from sfi_core.bundled.corpus import Recall, recall, vocabulary
-from sfi_core.bundled.tokenizer import build_tokenizer
+import torch  # noqa: E402
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers  # noqa: E402
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM  # noqa: E402
+
+from sfi_core.bundled.corpus import HELD_OUT, draw, vocabulary  # noqa: E402
 
 MAX_LENGTH = 16384
-HELD_OUT = 900_000  # first seed of the test documents; training's are below 1000 * (seed + 1)
-ADJACENT_SHARE = 0.2  # of requests that ask for neighbours
-SENTENCE_TOKENS = 10.6  # mean, with its share of paragraph openers
+START, END, PAD = "<|start|>", "<|end|>", "<|pad|>"
+# GPT-4's split without contractions: a word takes the space before it, punctuation the newlines after it
+SPLIT = r" ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +74,37 @@ def model_config(tokenizer: PreTrainedTokenizerFast) -> Qwen3Config:
     )
 
 
+def build_tokenizer(max_length: int) -> PreTrainedTokenizerFast:
+    """Make a byte-level BPE in which every word of the corpus is one token; other text falls back to bytes."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(SPLIT), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=4096,
+        min_frequency=1,
+        show_progress=False,
+        special_tokens=[START, END, PAD],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+    )
+    tokenizer.train_from_iterator(vocabulary(), trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{START} $A", special_tokens=[(START, tokenizer.token_to_id(START))]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=START,
+        eos_token=END,
+        pad_token=PAD,
+        padding_side="left",
+        model_max_length=max_length,
+    )
+
+
 class Batches:
     """Draws training batches as `(input ids, targets)`, with -100 where nothing is learned."""
 
@@ -106,14 +141,6 @@ class Batches:
             ids[row, : len(text)] = text
             target[row, len(prompt) : len(text)] = text[len(prompt) :]
         return ids[:, :-1], target[:, 1:]
-
-
-def draw(rng: random.Random, length: int, asked: int | None = None) -> Recall:
-    """Draw an example of about `length` tokens; without `asked`, long ones ask for more people."""
-    most = max(2, min(32, length // 64))
-    asked = asked or rng.randint(2, most)
-    sentences = max(asked, int((length - 12 - (2 + SENTENCE_TOKENS) * asked) / SENTENCE_TOKENS))
-    return recall(rng, min(sentences, 1000), asked, adjacent=rng.random() < ADJACENT_SHARE)
 
 
 def loss_and_accuracy(
