@@ -147,7 +147,7 @@ def found(trace, recorded) -> Found:
         front.append(Candidate(setting=setting, outcome=evaluate(setting)))
     tuning = Tuning(
         traces=[trace], recorded=[recorded], space=space, objectives=objectives([]), limits=Limits(),
-        evaluate=evaluate, mined=None,
+        evaluate=evaluate,
     )  # fmt: skip
     return Found(tuning=tuning, search=None, front=front, chosen=1, rule="the knee")
 
