@@ -3,7 +3,8 @@
 `tests/test_private_names.py` lists them with those of the kernels, and fails when one is gone.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -35,6 +36,17 @@ def multiplies_natively(dtype: torch.dtype) -> bool:
         torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
     }
     return dtype not in supported or bool(supported[dtype]())
+
+
+@contextmanager
+def without_onednn() -> Iterator[None]:
+    """Let PyTorch multiply without oneDNN inside; the public switch takes ten times as long, and warns."""
+    enabled = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(enabled)
 
 
 def operators(call: Callable[[], object]) -> list[str]:

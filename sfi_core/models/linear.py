@@ -1,12 +1,11 @@
 """Weight matrices on a CPU, where PyTorch's own product is slow; other ways give the same sums in float32.
 
-A float32 matrix is read at half the memory's speed for a single row: `quick_linears` multiplies it in loops
-that numba compiles. A bfloat16 or float16 matrix on a CPU without their arithmetic, any x86 without AVX-512,
-is widened number by number for each row:
-
-- `quick_linears`: for many rows, as in a prompt or a long verification: the float32 library.
-- `pack_weights`: for few rows, as in a decoding step: FBGEMM, which ships with PyTorch. It keeps the weights
-    as float16 in tiles, in as many bytes.
+- For a single row, as in a step of one request, `quick_linears` reads the weights at twice the speed: a float32
+    matrix in loops that numba compiles, a bfloat16 one by PyTorch's own product in place of oneDNN's.
+- For many rows, as in a prompt or a long verification, on a CPU without arithmetic of a 16-bit dtype, any x86
+    without AVX-512: `quick_linears` takes the float32 library.
+- For a few rows `pack_weights` takes FBGEMM, which ships with PyTorch. It keeps the weights as float16 in tiles,
+    in as many bytes.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,7 +19,7 @@ from torch.nn.functional import linear
 
 from sfi_core.distributed.ranks import ranks_of
 from sfi_core.errors import BackendError
-from sfi_core.machine.private import multiplies_natively
+from sfi_core.machine.private import multiplies_natively, without_onednn
 from sfi_kernels.compiled import why_not
 
 LARGE = 1 << 16  # weights from which on a compiled product of one row pays
@@ -32,12 +31,15 @@ LARGEST = torch.finfo(torch.float16).max
 
 
 class RowLinear(torch.nn.Linear):
-    """A float32 `Linear` that multiplies a single row in compiled loops."""
+    """A `Linear` that multiplies a single row in another way: float32 in compiled loops, else without oneDNN."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - the base's name
         """Return `input` @ weight.T + bias, [..., N]."""
         if input.numel() != self.in_features:
             return super().forward(input)
+        if self.weight.dtype != torch.float32:
+            with without_onednn():
+                return super().forward(input)
         from sfi_kernels.row_product import row_product  # noqa: PLC0415 - brings numba
 
         out = row_product(input, self.weight)
@@ -149,6 +151,9 @@ def _quicker(module: torch.nn.Linear) -> type[torch.nn.Linear] | None:
     weight = module.weight
     if weight.device.type != "cpu":
         return None
-    if weight.dtype == torch.float32 and weight.numel() >= LARGE and weight.is_contiguous() and not why_not():
-        return RowLinear
-    return WideLinear if crawls(weight.dtype) else None
+    if crawls(weight.dtype):
+        return WideLinear
+    compiled = weight.dtype != torch.float32 or (weight.is_contiguous() and not why_not())
+    return (
+        RowLinear if weight.numel() >= LARGE and weight.dtype in (torch.float32, torch.bfloat16) and compiled else None
+    )

@@ -58,18 +58,23 @@ def test_wide_products_are_rounded_once(shape: tuple[int, ...], dtype: torch.dty
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_a_single_row_of_float32_is_multiplied_in_compiled_loops(monkeypatch, *, bias: bool):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_single_row_is_multiplied_in_another_way(monkeypatch, dtype: torch.dtype, *, bias: bool):
     pytest.importorskip("numba")
-    one, rows = layer(torch.float32, bias=bias), torch.randn(1, 2, 40)
+    monkeypatch.setattr(linear, "crawls", lambda _: False)
+    one, rows = layer(dtype, bias=bias), torch.randn(1, 2, 40).to(dtype)
     with quick_linears(Holder(one)):
         assert type(one) is Linear, "small"
     monkeypatch.setattr(linear, "LARGE", 1)
+    enabled = torch.backends.mkldnn.enabled
     with quick_linears(Holder(one)):
         assert type(one) is RowLinear
         out, several = one(rows[:, :1]), one(rows)
     assert torch.equal(several, one(rows)), "PyTorch's"
-    assert out.shape == (1, 1, 24)
-    torch.testing.assert_close(out.double(), product(one, rows[:, :1]), rtol=1e-6, atol=1e-6)
+    assert torch.backends.mkldnn.enabled == enabled
+    assert (out.dtype, out.shape) == (dtype, (1, 1, 24))
+    eps = max(1e-6, torch.finfo(dtype).eps)
+    torch.testing.assert_close(out.double(), product(one, rows[:, :1]), rtol=eps, atol=eps)
 
 
 @fbgemm
