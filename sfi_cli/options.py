@@ -101,6 +101,7 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Nothing but data and
 OutputPath = Annotated[
     Path | None, typer.Option("--output", "-o", help="Write the data there instead.", rich_help_panel=OUTPUT)
 ]
+Wide = Annotated[bool, typer.Option("--wide", help="All columns, on any terminal.", rich_help_panel=OUTPUT)]
 Force = Annotated[bool, typer.Option("--force", help="Overwrite the output.", rich_help_panel=OUTPUT)]
 TraceDir = Annotated[Path, typer.Argument(help="Folder of the trace.", metavar="DIR")]
 RequestIndex = Annotated[int | None, typer.Option("--request", help="Only this request.")]

@@ -1,5 +1,9 @@
 """Errors that a user can fix. Any other exception is a bug and keeps its traceback."""
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+from pathlib import Path
+
 
 class SfiError(Exception):
     """Base class; the CLI prints the message on one line and exits with `exit_code`."""
@@ -43,3 +47,20 @@ class NumericsError(SfiError):
 
 class RankLostError(SfiError):
     """Another process of a tensor-parallel run has died or does not answer."""
+
+
+def unknown(what: str, name: str, known: Iterable[str]) -> ConfigError:
+    """Return the error of a name that is not among those known; it says which is nearest."""
+    names = tuple(known)
+    near = "".join(f"did you mean {one!r}? " for one in get_close_matches(name, names, 1))
+    return ConfigError(f"unknown {what} {name!r}; {near}expected one of {names}")
+
+
+def not_installed(what: str, package: str, extra: str) -> BackendError:
+    """Return the error of a missing package, with the command that installs our extra that brings it.
+
+    `what` ends with its verb: "the report needs". sfi is on no package index, so the extra comes from its clone.
+    """
+    clone = Path(__file__).parents[1]
+    place, where = (clone, "") if (clone / "pyproject.toml").is_file() else (".", ", in a clone of sfi")
+    return BackendError(f"{what} {package}, which is not installed; pip install -e '{place}[{extra}]'{where}")

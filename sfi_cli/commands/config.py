@@ -1,6 +1,5 @@
-"""`sfi config list`: every setting with its type, default, range and meaning."""
+"""`sfi config list` and `show`: every setting with its type, default, range and meaning."""
 
-from shutil import get_terminal_size
 from typing import Annotated, Any
 
 import typer
@@ -8,11 +7,13 @@ import typer
 from sfi_cli import options as o
 from sfi_cli.settings.complete import names
 from sfi_cli.settings.tables import SETTINGS, places
-from sfi_cli.settings.text import written
+from sfi_cli.settings.text import lookup, written
+from sfi_cli.terminal.tables import Part
 from sfi_core.errors import ConfigError
 from sfi_core.settings.config import SfiConfig
+from sfi_traces.views.table import Columns, Row, Table
 
-LEAST_WIDTH = 100  # of the table; a narrower one would break the meanings into single words
+TOP = "decoding"  # stands for the settings outside of tables
 app = typer.Typer(help="Show the settings of --set and --config.", no_args_is_help=True)
 
 
@@ -22,7 +23,8 @@ def config() -> None:
 
 
 Prefix = Annotated[
-    str, typer.Argument(help="Only names that begin with this: selector, t_.", autocompletion=names(SETTINGS))
+    str,
+    typer.Argument(help="A table, or the beginning of names: decoding, selector, t_.", autocompletion=names(SETTINGS)),
 ]
 
 
@@ -43,7 +45,24 @@ def list_settings(prefix: Prefix = "", preset: o.Preset = None, json: o.Json = F
     from sfi_cli.terminal.output import Output
 
     document = {"preset": preset, "settings": _rows(prefix, preset)}
-    Output(json=json).data(document, _text)
+    Output(json=json).data(document, _table if prefix or preset else _overview)
+
+
+@app.command("show")
+def show_setting(
+    name: Annotated[str, typer.Argument(help="The setting: t_max, selector.alpha.", autocompletion=names(SETTINGS))],
+    json: o.Json = False,
+) -> None:
+    """Show one setting: its meaning, default and range, and the commands on which it has an effect.
+
+    For example:
+
+      sfi config show selector.alpha
+    """
+    from sfi_cli.terminal.output import Output
+
+    (row,) = (row for row in _rows("", None) if row["name"] == lookup(name, SETTINGS).name)
+    Output(json=json).data(row, _facts)
 
 
 def _rows(prefix: str, preset: str | None) -> list[dict[str, Any]]:
@@ -52,8 +71,8 @@ def _rows(prefix: str, preset: str | None) -> list[dict[str, Any]]:
     values = config.to_dict()
     found = []
     for name, one in SETTINGS.items():
-        if name.startswith(prefix):
-            table, _, field = name.rpartition(".")
+        table, _, field = name.rpartition(".")
+        if name.startswith(prefix) or (prefix == TOP and not table):
             own = values.get(table, {}) if table else values
             row = {
                 "name": name, "type": one.type, "default": one.default, "range": one.range,
@@ -66,21 +85,37 @@ def _rows(prefix: str, preset: str | None) -> list[dict[str, Any]]:
     return found
 
 
-def _text(document: dict[str, Any]) -> str:
-    # a table as wide as the terminal
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    from sfi_cli.terminal.tables import plain_console, printed
-
-    preset = document["preset"]
-    table = Table(box=SIMPLE_HEAD)
-    for heading, most in (("setting", None), (preset or "default", 20), ("type and range", 20)):
-        table.add_column(heading, max_width=most, no_wrap=most is None)
-    table.add_column("meaning")
+def _overview(document: Row) -> list[Part]:
+    # a row for each table, with the names in it
+    names: dict[str, list[str]] = {}
     for row in document["settings"]:
-        value = written(row["value"] if preset else row["default"])
-        limits = [row["range"]] if row["choices"] else [row["type"], row["range"]]
-        table.add_row(row["name"], value, ", ".join(filter(None, limits)), row["meaning"])
-    console = plain_console(max(LEAST_WIDTH, get_terminal_size().columns))
-    return printed(console, [table])
+        table, _, name = row["name"].rpartition(".")
+        names.setdefault(table or TOP, []).append(name)
+    more = "sfi config list TABLE shows one with defaults and meanings, sfi config show NAME a setting"
+    return [Table("", (), [*((table, " ".join(own)) for table, own in names.items()), ("", ""), ("more", more)])]
+
+
+def _table(document: Row) -> list[Part]:
+    columns: Columns = {"setting": (str, "name"), document["preset"] or "default": _value, "range": _limits}
+    return [Table.of("", columns | {"meaning": (str, "meaning")}, document["settings"], left=4, spare=("range",))]
+
+
+def _facts(row: Row) -> list[Part]:
+    table, _, name = row["name"].rpartition(".")
+    facts = {
+        row["name"]: row["meaning"],
+        "default": _value(row),
+        "value": ", ".join(filter(None, [row["type"], row["range"], *row["choices"]])),
+        "on a line": f"--set {row['name']}=VALUE",
+        "in a file": f"[{table}] {name} = VALUE" if table else f"{name} = VALUE",
+        "acts on": ", ".join(f"sfi {command}" for command in row["commands"]),
+    }
+    return [Table("", (), [*facts.items()])]
+
+
+def _value(row: Row) -> str:
+    return written(row.get("value", row["default"]))
+
+
+def _limits(row: Row) -> str:
+    return ", ".join(filter(None, [row["range"]] if row["choices"] else [row["type"], row["range"]]))

@@ -35,7 +35,7 @@ def doctor(model: o.Model = None, json: o.Json = False) -> None:
             {"trigger": name, "tokens": count, "examples": examples} for name, count, examples in triggers.describe()
         ],
     }
-    Output(json=json).data(document, lambda _: "\n".join(_lines(document)) + "\n")
+    Output(json=json).data(document, lambda _: _lines(document))
     if any(check["ok"] is False for check in document["checks"]):
         raise typer.Exit(1)
 

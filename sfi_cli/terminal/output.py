@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
@@ -12,12 +13,14 @@ from typing import Any, BinaryIO, NoReturn, Self, TextIO
 
 import typer
 
+from sfi_cli.terminal.tables import Part, rendered, wrapped
 from sfi_core.distributed import torchrun
 from sfi_core.errors import ConfigError, SfiError
 from sfi_traces.atomic_file import atomic_file, temporary_path
 
 INTERRUPTED = 130
 Document = dict[str, Any]
+View = Callable[[Document], Iterable[Part]]
 
 
 def message(text: str) -> None:
@@ -41,7 +44,7 @@ class Output:
 
     `with` checks the files before the work starts and makes a temporary file beside each. A complete file is
     renamed from its temporary file; if the command fails, temporary files are removed. `path` None is stdout,
-    `plot` None is no figure, `quiet` lets `say` write nothing.
+    `plot` None is no figure, `quiet` lets `say` write nothing, `wide` shows all columns on any terminal.
     """
 
     def __init__(
@@ -52,10 +55,12 @@ class Output:
         json: bool = False,
         force: bool = False,
         quiet: bool = False,
+        wide: bool = False,
     ) -> None:
         """Take the output options."""
         self.path, self.plot, self.json, self.quiet = path, plot, json, quiet
-        self.force = force
+        self.force, self.wide = force, wide
+        self._within_line = False  # on stdout
 
     def check_format(self, formats: tuple[str, ...]) -> None:
         """Raise `ConfigError` if the suffix of the data's file is not among `formats`."""
@@ -113,6 +118,7 @@ class Output:
             SfiError: Stdout cannot be written, such as to a full disk.
             BrokenPipeError: The reader of the pipe has ended.
         """
+        self._within_line = not text.endswith("\n") if text else self._within_line
         try:
             sys.stdout.write(text)
             sys.stdout.flush()
@@ -123,13 +129,22 @@ class Output:
                 raise
             raise SfiError(f"output stdout cannot be written: {error.strerror}") from error
 
-    def show(self, document: Document, view: Callable[[Document], str]) -> None:
-        """Write to stdout the document as JSON, or as the text of `view`."""
-        self.stream(_json(document) if self.json else view(document))
+    def end_line(self) -> None:
+        """End a line of stdout that a stream has begun: a bar or a message would be drawn over it."""
+        if self._within_line:
+            self.stream("\n")
 
-    def data(self, document: Document, view: Callable[[Document], str]) -> None:
-        """Write to the file or stdout the document as JSON, or as the text of `view`."""
-        self.text(_json(document) if self.json else view(document))
+    def show(self, document: Document, view: View) -> None:
+        """Write to stdout the document as JSON, or what `view` makes of it as text of the terminal's width."""
+        width = shutil.get_terminal_size().columns if sys.stdout.isatty() and not self.wide else None
+        self.stream(_json(document) if self.json else rendered(view(document), width))
+
+    def data(self, document: Document, view: View) -> None:
+        """Write to the file, or show on stdout, the document as JSON or as text."""
+        if self.path is None:
+            self.show(document, view)
+        else:
+            self.text(_json(document) if self.json else rendered(view(document)))
 
     def document(self, data: Document) -> None:
         """Write one JSON document to the file or stdout."""
@@ -180,10 +195,16 @@ class Output:
             raise SfiError(f"output {path} cannot be written: {error.strerror}") from error
         self.say(f"Wrote {path}")
 
-    def say(self, text: str) -> None:
-        """Print a line for a person on stderr, unless `quiet`."""
+    def say(self, text: str, indent: int = 0) -> None:
+        """Print a line for a person on stderr, unless `quiet`; on a terminal not within a line of the stream.
+
+        There a line that is too long goes on below, with so many blanks before it.
+        """
         if not self.quiet:
-            message(text)
+            if sys.stdout.isatty():
+                self.end_line()
+            width = shutil.get_terminal_size().columns if sys.stderr.isatty() else None
+            message("\n".join(wrapped(text, width, " " * indent)))
 
 
 def _json(data: Document) -> str:

@@ -10,7 +10,7 @@ from sfi_core.observers.events import BeginStepEvent, RunEvent, StepEvent
 from sfi_core.observers.observer import NullObserver
 from sfi_kernels.compiled import telling
 
-PATIENCE = 2.0  # seconds between plain lines
+PATIENCE = 10.0  # seconds between plain lines
 
 
 class Progress:
@@ -43,17 +43,23 @@ class Progress:
             message(line)
 
     def _compiles(self) -> None:
-        if not self._quiet:
-            message("compiling for this processor (once)")
+        text = "compiling for this processor (once)"
+        if self._bar is not None:
+            self._bar.console.print(text)
+        elif not self._quiet:
+            message(text)
 
     def _draw(self, phase: str, done: int, total: int) -> None:
         from rich.console import Console
+        from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
         from rich.progress import Progress as Bar
 
         if self._bar is None:
-            self._bar = Bar(console=Console(stderr=True), transient=True)
+            # the time goes on where a long step leaves the bar as it is
+            columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+            self._bar = Bar(*columns, console=Console(stderr=True), transient=True)
             self._bar.start()
-            self._bar.add_task(phase)
+            self._bar.add_task(phase, total=None)
         task = self._bar.task_ids[0]
         self._bar.update(task, description=phase, completed=done, total=total or None)
 
@@ -69,6 +75,11 @@ class PrefillProgress(Progress):
     def __init__(self, *, quiet: bool, label: str) -> None:
         super().__init__(quiet=quiet)
         self._label = label
+
+    def __enter__(self) -> Self:
+        """Show that the prompt is being read, before its first piece is."""
+        self._show(f"{self._label}: reading the prompt", 0, 0, "")
+        return super().__enter__()
 
     def update(self, read: int, total: int) -> None:
         """Show that `read` of `total` prompt tokens were read."""

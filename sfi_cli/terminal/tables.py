@@ -1,101 +1,99 @@
-"""Tables for a terminal, as text without colors."""
+"""Tables on a terminal: text without colors, with as many columns as there is room for."""
 
-import io
 import textwrap
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
 
-WIDTH, TEXT_WIDTH = 400, 110  # most columns of a table; columns at which text is wrapped
+from sfi_traces.views.table import Table
 
+GAP, MARGIN = 3, 2  # between two columns, and before the first
+LEAST = 14  # columns that a text keeps when it is cut
 
-def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1) -> Any:
-    """Make a table; its first `left` columns are words, the others numbers."""
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Group
-    from rich.table import Table
-
-    grid = Table(box=SIMPLE_HEAD)
-    for index, heading in enumerate(columns):
-        grid.add_column(heading, justify="left" if index < left else "right", no_wrap=index >= left)
-    for row in rows:
-        grid.add_row(*row)
-    # rich would break the title of a Table at the table's width
-    return Group(title, grid) if title else grid
+Part = str | Table
 
 
-def pairs(rows: Iterable[tuple[str, str]]) -> Any:
-    """Make a table of names and values."""
-    from rich.table import Table
-
-    grid = Table.grid(padding=(0, 2))
-    for row in rows:
-        grid.add_row(*row)
-    return grid
-
-
-def rendered(parts: Iterable[Any]) -> str:
-    """Return tables and lines as text, without empty lines before and after."""
-    return printed(plain_console(WIDTH), parts).strip("\n") + "\n"
-
-
-def wrapped(blocks: Iterable[Any]) -> str:
-    """Return tables and lines as text, the lines wrapped."""
-    return rendered(
-        part for block in blocks for part in (textwrap.wrap(block, TEXT_WIDTH) if isinstance(block, str) else [block])
-    )
-
-
-def noted(tables: Iterable[Any], notes: Iterable[str] = ()) -> str:
-    """Return tables and the notes below them as text."""
-    return rendered(tables) + "\n" + "".join(f"* {note}\n" for note in notes)
-
-
-def plain_console(width: int) -> Any:
-    """Return a console that writes plain text of `width` columns to memory."""
-    from rich.console import Console
-
-    # without markup: a token may look like it
-    plain: dict[str, Any] = dict.fromkeys(("markup", "emoji", "highlight"), False)
-    return Console(file=io.StringIO(), width=width, color_system=None, **plain)
-
-
-def printed(console: Any, parts: Iterable[Any]) -> str:
-    """Print on a `plain_console` and return the lines."""
+def rendered(parts: Iterable[Part], width: int | None = None) -> str:
+    """Return lines and tables as text of at most `width` columns; None is as wide as they are."""
+    lines: list[str] = []
     for part in parts:
-        console.print(part)
-    return "".join(f"{line.rstrip()}\n" for line in console.file.getvalue().splitlines())
+        if isinstance(part, str):
+            lines += wrapped(part, width)
+        elif not part.head:
+            lines += _pairs(part.rows, width)
+        else:
+            lines += [*(wrapped(part.title, width) if part.title else ()), *_table(part, width)]
+    return "\n".join(line.rstrip() for line in lines).strip("\n") + "\n"
 
 
-def number(value: float | None, digits: int = 3) -> str:
-    """Write a number with `digits` decimals; a dash for None."""
-    return "-" if value is None else f"{value:,.{digits}f}"
+def noted(tables: Iterable[Part], notes: Iterable[str]) -> list[Part]:
+    """Return tables with notes below them."""
+    return [*tables, *(f"* {note}" for note in notes)]
 
 
-def count(value: int | None) -> str:
-    """Write a whole number; a dash for None."""
-    return "-" if value is None else f"{value:,}"
+def wrapped(text: str, width: int | None, indent: str = "") -> list[str]:
+    """Break lines at `width` columns, None for no width; what goes on below begins with `indent`."""
+    lines = text.split("\n") if text else []
+    if width is None:
+        return lines or [""]
+    more = {"subsequent_indent": indent[: width // 2], "break_on_hyphens": False}
+    return [piece for line in lines for piece in textwrap.wrap(line, width, **more) or [""]] or [""]
 
 
-def plural(value: int, noun: str) -> str:
-    """Write a count with its noun: 1 step, 2 steps."""
-    return f"{value:,} {noun}{'' if value == 1 else 's'}"
+def _pairs(rows: Iterable[Sequence[str]], width: int | None, margin: str = "") -> Iterator[str]:
+    rows = [*rows]
+    wide = max((len(name) for name, _ in rows), default=0) + 2
+    for name, value in rows:
+        yield from wrapped(f"{margin}{name:<{wide}}{value}", width, margin + " " * wide)
 
 
-def percent(value: float | None, digits: int = 1) -> str:
-    """Write a share; a dash for None."""
-    return "-" if value is None else f"{value:.{digits}%}"
+def _table(one: Table, width: int | None) -> Iterator[str]:
+    cells = [*zip(one.head, *one.rows, strict=True)]
+    sizes, heads = [_size(column) for column in cells], [[name] for name in one.head]
+    kept, spare = [*range(len(cells))], [one.head.index(name) for name in one.spare]
+    left_out = []
+    if width is not None and _wide(sizes) > width:  # headings on several lines, then fewer columns
+        for at, column in enumerate(cells):
+            sizes[at] = max(_size(column[1:]), *(len(word) for word in [*column[0].split(), ""]))
+            heads[at] = textwrap.wrap(column[0], max(1, sizes[at])) or [""]
+        while _wide([sizes[at] for at in kept]) > width and spare:
+            left_out.append(spare.pop(0))
+            kept.remove(left_out[-1])
+        texts = [at for at in kept if at < one.left]
+        while (over := _wide([sizes[at] for at in kept]) - width) > 0 and texts:  # then shorter texts
+            longest = max(texts, key=sizes.__getitem__)
+            texts.remove(longest)
+            sizes[longest] = max(min(sizes[longest], LEAST), sizes[longest] - over)
+        if over > 0:
+            for row in one.rows:
+                yield from ["", *_pairs(zip(one.head, row, strict=True), width, " " * MARGIN)]
+            return
+    high = max(len(heads[at]) for at in kept)
+    rows = [[[*[""] * (high - len(heads[at])), *heads[at]][line] for at in kept] for line in range(high)]
+    rows += [[row[at] for at in kept] for row in one.rows]
+    yield ""
+    for number, row in enumerate(rows):
+        padded = (_padded(cell, sizes[at], left=at < one.left) for at, cell in zip(kept, row, strict=True))
+        yield " " * MARGIN + (" " * GAP).join(padded)
+        if number == high - 1:
+            yield " " + "─" * (_wide([sizes[at] for at in kept]) - MARGIN)
+    if left_out:
+        names = ", ".join(one.head[at] for at in sorted(left_out))
+        yield from wrapped(f"{' ' * MARGIN}--wide also shows: {names}", width)
+    yield ""
 
 
-def ratio(value: float | None) -> str:
-    """Write a factor; a dash for None."""
-    return "-" if value is None else f"{value:.2f}x"
+def _size(cells: Iterable[str]) -> int:
+    from rich.cells import cell_len
+
+    return max(map(cell_len, cells), default=0)
 
 
-def duration(microseconds: float | None) -> str:
-    """Write a time in us, ms or s; a dash for None."""
-    if microseconds is None:
-        return "-"
-    for unit, size in (("s", 1e6), ("ms", 1e3)):
-        if abs(microseconds) >= size:
-            return f"{microseconds / size:,.2f} {unit}"
-    return f"{microseconds:,.1f} us"
+def _wide(sizes: Sequence[int]) -> int:
+    return sum(sizes) + GAP * (len(sizes) - 1) + 2 * MARGIN
+
+
+def _padded(text: str, size: int, *, left: bool) -> str:
+    from rich.cells import cell_len, set_cell_size
+
+    if cell_len(text) > size:
+        text = f"{set_cell_size(text, size - 1)}…"
+    return text + " " * (size - cell_len(text)) if left else " " * (size - cell_len(text)) + text

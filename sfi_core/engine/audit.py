@@ -129,10 +129,13 @@ def divergence(log_p_RV: torch.Tensor, log_q_RV: torch.Tensor) -> torch.Tensor:
     return terms.sum(-1).clamp_min(0)
 
 
-def compare_logits(logits_RV: torch.Tensor, dense_RV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compare next-token distributions with dense attention's; see `LogitsEvent`.
-
-    Return KL(dense || ours) in nats, [R], and whether both have the same most probable token, [R].
-    """
+def compare_logits(logits_RV: torch.Tensor, dense_RV: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Compare next-token distributions with dense attention's; return the tensors of `LogitsEvent` by name."""
     ours, dense = (x.float().log_softmax(-1) for x in (logits_RV, dense_RV))
-    return divergence(dense, ours), ours.argmax(-1) == dense.argmax(-1)
+    token_R = dense.argmax(-1)
+    return {
+        "kl_R": divergence(dense, ours),
+        "agrees_R": ours.argmax(-1) == token_R,
+        "dense_token_R": token_R,
+        "dense_probability_R": dense.gather(-1, token_R[:, None])[:, 0].exp(),
+    }

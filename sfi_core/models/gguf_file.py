@@ -17,7 +17,7 @@ from tokenizers.pre_tokenizers import ByteLevel, Digits, PreTokenizer, Sequence,
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import cached_file
 
-from sfi_core.errors import BackendError
+from sfi_core.errors import not_installed
 
 DTYPE = torch.float32  # what "auto" makes of quantized weights
 PACKAGES = ("gguf", "accelerate")  # transformers asks for both
@@ -27,7 +27,7 @@ def check_packages() -> None:
     """Raise `BackendError` where a package that reads GGUF files is missing."""
     for package in PACKAGES:
         if find_spec(package) is None:
-            raise BackendError(f"GGUF files need {package}, which is not installed; pip install 'sfi-toolkit[gguf]'")
+            raise not_installed("GGUF files need", package, "gguf")
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 
 from sfi_core.distributed import torchrun
 from sfi_core.distributed.ranks import join, mesh
-from sfi_core.errors import BackendError, ConfigError, InputError, UnsupportedModelError
+from sfi_core.errors import BackendError, ConfigError, InputError, UnsupportedModelError, unknown
 from sfi_core.models.digest import source_digest
 from sfi_core.models.gguf_file import DTYPE, build_tokenizer, check_positions, read_metadata
 from sfi_core.models.source import Source, find_source
@@ -189,7 +189,7 @@ def quiet() -> None:
 def resolve_dtype(name: str) -> torch.dtype | str:
     """Turn a dtype's name into the dtype; raise `ConfigError` for an unknown name."""
     if name != "auto" and name not in DTYPES:
-        raise ConfigError(f"unknown dtype {name!r}; expected one of {('auto', *DTYPES)}")
+        raise unknown("dtype", name, ("auto", *DTYPES))
     return DTYPES.get(name, "auto")
 
 

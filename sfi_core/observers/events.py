@@ -266,12 +266,16 @@ class LogitsEvent:
         steps: Their decoding steps t.
         kl_R: Kullback-Leibler divergence of the step's distribution from dense attention's, in nats.
         agrees_R: Whether both have the same most probable token.
+        dense_token_R: The most probable token under dense attention.
+        dense_probability_R: Its probability there.
     """
 
     requests: tuple[int, ...]
     steps: tuple[int, ...]
     kl_R: torch.Tensor
     agrees_R: torch.Tensor
+    dense_token_R: torch.Tensor
+    dense_probability_R: torch.Tensor
 
 
 Event = (

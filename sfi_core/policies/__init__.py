@@ -3,7 +3,7 @@
 from importlib import import_module
 from importlib.metadata import EntryPoint
 
-from sfi_core.errors import ConfigError
+from sfi_core.errors import ConfigError, unknown
 from sfi_core.policies.base import EvidencePolicy, Policy, Selection, Triggered, best
 from sfi_core.policies.context import Evidence, LayerContext
 from sfi_core.settings.policy_names import built_in, installed, known, package_of
@@ -46,7 +46,7 @@ def policy_class(name: str) -> type[Policy]:
     if len(owners) > 1:
         raise ConfigError(f"policy {name!r} is defined twice, by {' and by '.join(owners)}; remove one")
     if not owners:
-        raise ConfigError(f"unknown policy {name!r}; expected one of {known()}")
+        raise unknown("policy", name, known())
     return _imported(points[0]) if points else POLICIES[name]
 
 

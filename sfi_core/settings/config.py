@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from sfi_core.errors import ConfigError, InputError
+from sfi_core.errors import ConfigError, InputError, unknown
 from sfi_core.settings import parts
 from sfi_core.settings.fields import Table, check_names, setting
 
@@ -91,7 +91,7 @@ class SfiConfig(Table):
     def preset(cls, name: str) -> Self:
         """Return a preset of `PRESETS`; raises `ConfigError` for a name that is none."""
         if name not in PRESETS:
-            raise ConfigError(f"unknown preset {name!r}; expected one of {tuple(PRESETS)}")
+            raise unknown("preset", name, PRESETS)
         return cls().replace(**PRESETS[name])
 
     def replace(self, /, **changes: Any) -> Self:
@@ -130,6 +130,23 @@ PARTS: dict[str, Any] = {  # the nested tables, which are those of a TOML file t
     for one in dataclasses.fields(SfiConfig)
     if one.default_factory is not dataclasses.MISSING
 }
+
+
+def changed_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Pick the settings of `to_dict` that differ from the defaults, nested ones as `selector.name`."""
+    default = flat_settings(SfiConfig().to_dict())
+    return {name: value for name, value in flat_settings(config).items() if value != default.get(name)}
+
+
+def flat_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Flatten nested settings to `selector.name`; tuples become lists, as in JSON."""
+    flat: dict[str, Any] = {}
+    for name, value in config.items():
+        if isinstance(value, dict):
+            flat |= {f"{name}.{inner}": one for inner, one in flat_settings(value).items()}
+        else:
+            flat[name] = list(value) if isinstance(value, tuple) else value
+    return flat
 
 
 def read_toml(path: Path) -> dict[str, Any]:

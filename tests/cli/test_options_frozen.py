@@ -27,22 +27,22 @@ OPTIONS = {
     "eval": """
         --method --share --budget --recent --task --list-tasks --length --samples --seed --fidelity --tokens
         --model --dtype --device --kv-device-budget --trust-remote-code --set
-        --output --resume --plot --force --json --quiet
+        --output --resume --plot --force --wide --json --quiet
     """,
     "bench": """
         --policy --context --batch --baseline --steps --repeats --time-limit --slow-rate --text --ragged
         --lossless --acceptance --seed --threads --forecast --model --random-weights --dtype --device
-        --kv-device-budget --trust-remote-code --preset --config --set --budget --plot --output --force --json
-        --quiet
+        --kv-device-budget --trust-remote-code --preset --config --set --budget --plot --output --force --wide
+        --json --quiet
     """,
     "kernel-bench": """
         --context --batch --heads --kv-heads --head-dim --dtype --retention --op --sweep --repeats --seed
-        --backend --device --compile-only --arch --plot --output --force --json --quiet
+        --backend --device --compile-only --arch --plot --output --force --wide --json --quiet
     """,
     "tune": """
         --trigger-policy --trigger-set --t-max --budget --search --objective --min-retained --max-read
         --trials --seed --study --resume --confirm --prompt-file --batch --model --dtype --device
-        --trust-remote-code --set --output --plot --force --json --quiet
+        --trust-remote-code --set --output --plot --force --wide --json --quiet
     """,
     "tune heads": """
         --prompt-file --length --parts --clusters --top-k --model --dtype --device --trust-remote-code --set
@@ -51,6 +51,7 @@ OPTIONS = {
     "lm-eval": "",
     "doctor": "--model --json",
     "config list": "--preset --json",
+    "config show": "--json",
     "trace check": "--json",
     "trace diff": "--request --fail-if --report --json --output --force",
     "trace export": "--format --table --output --force --quiet",
@@ -61,10 +62,11 @@ OPTIONS = {
     "trace record": GENERATE.replace("--trace", "--report").replace("--compare", "").replace("--verify", ""),
     "trace replay": """
         --trigger-policy --trigger --trigger-set --t-max --refresh-every --budget --set --request --layers
-        --heads --batch --against --play --step --speed --plot --output --force --json --quiet
+        --heads --batch --against --play --step --speed --plot --output --force --wide --json
+        --quiet
     """,
     "trace report": "--request --top --output --force",
-    "trace show": "--request --layer --step --head --json --output --force",
+    "trace show": "--request --layer --step --head --full --wide --json --output --force",
     "trace sql": "--format --json --output --force",
 }
 

@@ -90,6 +90,26 @@ def test_keys_move_through_the_run(trace):
     play(trace, check)
 
 
+def test_a_key_goes_to_the_next_step_that_differs_from_full_attention_and_it_says_how(trace):
+    rows = trace.table("logits").to_pylist()
+    differing = sorted(row["step"] for row in rows if not row["argmax_agrees"])
+
+    async def check(app, pilot):
+        for step in differing[:2]:
+            await pilot.press("d")
+            assert app.step == step
+            (line,) = [line for line in screen(app) if "full attention" in line]
+            probability = next(row["dense_probability"] for row in rows if row["step"] == step)
+            assert line.startswith(f"full attention: ' river' ({probability:.0%})  retained mass")
+        await pilot.press("D")
+        assert app.step == differing[0]
+        await pilot.press("b", "d", "space")
+        assert not any("full attention" in line for line in screen(app)) or app.step in differing
+
+    assert len(differing) > 2
+    play(trace, check)
+
+
 def test_it_plays_to_the_end_at_its_speed(trace):
     async def check(app, pilot):
         # far from the end, which a slow machine must not reach meanwhile
@@ -209,7 +229,7 @@ def test_a_layout_breaks_lines_by_columns_and_finds_characters():
 
 def test_without_textual_a_line_says_how_to_install_it(monkeypatch):
     monkeypatch.setattr(playing, "find_spec", lambda name: None)
-    with pytest.raises(BackendError, match=r"pip install 'sfi-toolkit\[player\]'"):
+    with pytest.raises(BackendError, match=r"Textual, which is not installed; pip install -e '/.+\[player\]'"):
         playing.check_textual()
 
 

@@ -7,14 +7,16 @@ import sys
 import pytest
 from pyarrow import parquet
 
+from sfi_traces.model.trace import Trace
 from tests.cli.trace_commands import trace
 from tests.traces.made import make_trace
-from tests.traces.small import redact, spoil, write_part, write_trace
+from tests.traces.small import redact, rows, spoil, write_part, write_trace
 
 SECTIONS = {
     "trace", "request", "layer", "run", "steps", "triggers", "stability", "lags", "audit", "logits",
     "selections", "latency", "phases", "break_even", "missing", "drift", "locality", "head_similarity",
     "query_cosine", "corrections", "recalls", "lossless", "ranks", "reads", "health", "coverage",
+    "answers", "disagreements",
 }  # fmt: skip
 
 
@@ -32,23 +34,45 @@ def test_the_document_has_every_section(recorded):
     assert document["missing"] == []
 
 
+def test_one_screen_says_what_ran_what_full_attention_would_have_said_and_what_is_wrong(recorded):
+    """Fifteen lines: those of one request, two more for a second request."""
+    lines = trace("show", recorded).stdout.splitlines()
+    assert len(lines) <= 17
+    found = dict(line.split("  ", 1) for line in lines)
+    document = json.loads(trace("show", recorded, "--json").stdout)
+    assert [one["kl_next_token"] for one in document["disagreements"]] == sorted(
+        (row["kl_next_token"] for row in rows(Trace.open(recorded), "logits") if not row["argmax_agrees"]), reverse=True
+    )
+    worst = document["disagreements"][0]
+    said = f"full attention ' river' ({worst['dense_probability']:.0%}), KL {worst['kl_next_token']:.3f}"
+    assert f"request {worst['request']}, step {worst['step']}: {worst['token_text']!r}, {said}" in "\n".join(lines)
+    for name, words in (
+        ("request 0", "200 tokens of prompt, 30 steps: ' the cat sat"),
+        ("slow steps", "6.9%, 6 of 60 (4 trigger, 2 first)"),
+        ("full attention's token", f"{document['logits']['argmax_agreement']:.1%}, of 54 audited fast steps"),
+        ("retained mass", f"least {document['audit']['heads'][0]['retained_mass']['mean']:.3f} in layer"),
+        ("health", "0 problems, by"),
+        ("tokens/s", "with the audit's work; record without it for the speed"),
+        ("more", "--full has every table"),
+    ):
+        assert words in found[name], (name, found)
+
+
 def test_the_tables_have_the_documents_numbers(recorded):
-    text = trace("show", recorded).stdout
+    text = trace("show", recorded, "--full").stdout
     document = json.loads(trace("show", recorded, "--json").stdout)
     kept = document["audit"]["heads"][0]
     kinds = {kind["kind"]: kind for kind in document["latency"]["kinds"]}
     for words in (
         "made-up (Qwen3ForCausalLM), torch on cpu",
-        "request 0: 200 tokens, 30 steps; request 1: 200 tokens, 30 steps",
-        "60: 6 slow (4 trigger, 2 first), 54 fast",
         f"{document['stability']['within']['mean']:.3f}",
         f"{document['stability']['across']['p95']:.3f}",
         f"{document['lags']['lags'][2]['reuse']['mean']:.3f}",
-        f"layer {kept['layer']} head {kept['head']} {kept['retained_mass']['mean']:.3f}",
+        f"{kept['retained_mass']['mean']:.3f} in layer {kept['layer']} head {kept['head']}",
         f"KL {document['logits']['kl_next_token']['mean']:.4f} nats",
         f"lambda* is clipped in {document['selections']['clipped_share']:.1%}",
         f"{kinds['fast']['p99_us']:,.1f} us",
-        f"{document['steps']['read_ratio']:.1%} of the context",
+        f"{document['steps']['read_ratio']:.1%}, ",
         f"break-even context length: {document['break_even']['context_tokens']:,.0f} tokens",
     ):
         assert words in text
@@ -58,7 +82,7 @@ def test_the_tables_have_the_documents_numbers(recorded):
 
 def test_what_was_observed_corrected_and_recalled_is_in_the_tables(tmp_path):
     folder = make_trace(tmp_path / "run", steps=30, policy="freekv")
-    text, told = (trace("show", folder, *way).stdout for way in ([], ["--json"]))
+    text, told = (trace("show", folder, *way).stdout for way in (["--full"], ["--json"]))
     document = json.loads(told)
     drift, locality = document["drift"]["bins"][3], document["locality"]["lags"][2]
     lines = [line.split() for line in text.splitlines()]
@@ -82,8 +106,13 @@ def test_what_was_observed_corrected_and_recalled_is_in_the_tables(tmp_path):
 
 
 def test_what_is_missing_is_said_with_its_option(tmp_path):
-    text = trace("show", make_trace(tmp_path / "run", steps=12, audit=None)).stdout
-    assert "not recorded: retained mass, output error, query cosine (record with --audit N)" in text
+    folder = make_trace(tmp_path / "run", steps=12, audit=None)
+    text = trace("show", folder, "--full").stdout
+    assert (
+        "retained mass, output error, query cosine; next-token KL and argmax agreement (record with --audit 1)" in text
+    )
+    assert text.count("not recorded") == 2
+    assert "not recorded" not in trace("show", folder).stdout
     assert "break-even context length: unknown, no fast step after step 0 was timed" in text
     assert "Overlap" not in text
 
@@ -175,7 +204,7 @@ def test_a_trace_of_replayed_steps_says_what_it_lacks_and_what_its_steps_read(tm
     ]
     reason = "the model waits"
     folder = write_trace(tmp_path / "run", {"steps": steps}, not_replayed=reason)
-    text = trace("show", folder).stdout
+    text = trace("show", folder, "--full").stdout
     assert "CUDA graphs  2 of 3 decoding steps replayed: the model waits" in text
     assert "record with --set trace.spans=true" in text
     (row,) = [line.split() for line in text.splitlines() if "2.50 MB" in line]
@@ -192,6 +221,7 @@ def test_a_step_is_shown_with_the_words_that_it_read(recorded):
     missed = document["missed"][0]
     for words in (
         "17: fast, gave ' dog'",
+        "full attention  the same token, KL 0.0",
         "step 10",
         "Passages that it read; all hold",
         "Passages that dense attention looked at, and the step did not read",

@@ -124,6 +124,8 @@ class LosslessRun:
                 requests=(state.request,) * len(tested), steps=tuple(tested),
                 kl_R=torch.full((len(tested),), 0.25),
                 agrees_R=torch.tensor([i < accepted for i in range(len(tested))], dtype=torch.bool),
+                dense_token_R=torch.zeros(len(tested), dtype=torch.int64),
+                dense_probability_R=torch.ones(len(tested)),
             )
         )  # fmt: skip
         for i in range(accepted):

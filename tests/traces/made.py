@@ -196,6 +196,9 @@ def _request(
                     "step": step,
                     "kl_next_token": rng.uniform(0, 0.1),
                     "argmax_agrees": rng.random() < 0.9,
+                    "dense_token_id": 91,
+                    "dense_token_text": " river",
+                    "dense_probability": 0.25 + step / 1000,
                 }
             )
 

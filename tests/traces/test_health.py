@@ -167,6 +167,18 @@ def test_each_rule_is_tripped_by_its_trace(name, tmp_path):
     assert "{" not in line(finding)
 
 
+def test_a_share_of_the_first_steps_is_said_to_be_theirs_beside_that_of_all(tmp_path):
+    """Five of the first 32 fast steps differ and none of the 77 others: 16 %, and 4.6 % of all."""
+    tables = sound()
+    for at, row in enumerate(tables["logits"]):
+        row["argmax_agrees"] = at not in (1, 5, 9, 20, 30)
+    found = judged(tmp_path / "run", tables)
+    (finding,) = [one for one in found["findings"] if one["rule"] == "fast_disagrees"]
+    share = f"{100 * 5 / len(tables['logits']):.1f} % of all {len(tables['logits'])}; request 0"
+    assert finding["message"].startswith("16 % of the first 32 fast steps have another")
+    assert finding["message"].endswith(f"({share})")
+
+
 def test_a_drop_that_is_no_more_than_noise_is_no_drift(tmp_path):
     tables = sound()
     kept = [row for row in tables["logits"] if row["step"] < 36][:30]

@@ -116,7 +116,7 @@ def test_positions_are_packed_as_deltas_and_only_strings_have_a_dictionary(tmp_p
         assert "DELTA_BINARY_PACKED" in encodings[table, "positions.list.element"]
     assert "BYTE_STREAM_SPLIT" in encodings["supports", "mass.list.element"]
     packed = {key[1] for key, found in encodings.items() if "RLE_DICTIONARY" in found}
-    assert packed == {"token_text", "reason", "name", "stream"}
+    assert packed == {"token_text", "dense_token_text", "reason", "name", "stream"}
 
 
 def test_a_table_has_the_schema_s_types_without_arrow_s_help(tmp_path):

@@ -219,13 +219,16 @@ class Told:
 
     def _logits(self, step: int, rows: list[int]) -> None:
         kl, agrees = [self._number() for _ in rows], [self._rng.random() < 0.5 for _ in rows]
+        token, probability = [self._rng.randrange(90) for _ in rows], [self._number() for _ in rows]
         event = LogitsEvent(
-            requests=tuple(rows), steps=(step,) * len(rows), kl_R=torch.tensor(kl), agrees_R=torch.tensor(agrees)
-        )
+            requests=tuple(rows), steps=(step,) * len(rows), kl_R=torch.tensor(kl), agrees_R=torch.tensor(agrees),
+            dense_token_R=torch.tensor(token), dense_probability_R=torch.tensor(probability),
+        )  # fmt: skip
         self._observer.on(event)
+        names = ("kl_next_token", "argmax_agrees", "dense_token_id", "dense_probability")
         self.rows["logits"] += [
-            {**self._key(row, step), "kl_next_token": a, "argmax_agrees": b}
-            for row, a, b in zip(rows, kl, agrees, strict=True)
+            self._key(row, step) | dict(zip(names, values, strict=True))
+            for row, *values in zip(rows, kl, agrees, token, probability, strict=True)
         ]
 
     def _verify(self, row: int, step: int) -> None:

@@ -120,7 +120,16 @@ TABLES: dict[str, pa.Schema] = {
         ]
     ),
     # one row an audited fast step; in a lossless run, a step whose draft was tested
-    "logits": pa.schema([*KEY, ("kl_next_token", pa.float32()), ("argmax_agrees", pa.bool_())]),
+    "logits": pa.schema(
+        [
+            *KEY,
+            ("kl_next_token", pa.float32()),
+            ("argmax_agrees", pa.bool_()),
+            ("dense_token_id", pa.int32()),  # dense attention's most probable token; null in a redacted trace
+            ("dense_token_text", pa.string()),
+            ("dense_probability", pa.float32()),  # its probability there
+        ]
+    ),
     # one row a span; `request` is the first of its run, `step` the batch's; `begin_us` counts from the
     # manifest's `began_unix_ns`, on every rank
     "timings": pa.schema(

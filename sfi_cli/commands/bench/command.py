@@ -68,6 +68,7 @@ def bench(
     plot: Annotated[o.File, _out("Draw throughput to a .png or .svg.")] = None,
     output: Annotated[o.File, _out("Write the data there too: .json or .parquet.", "--output", "-o")] = None,
     force: o.Force = False,
+    wide: o.Wide = False,
     json: o.Json = False,
     quiet: o.Quiet = False,
 ) -> None:
@@ -105,6 +106,6 @@ def bench(
             "repeats": repeats, "time_limit": time_limit, "ragged": ragged, "lossless": lossless,
             "acceptance": acceptance, "seed": seed,
         },
-        Output(output, plot=plot, json=json, quiet=quiet, force=force),
+        Output(output, plot=plot, json=json, quiet=quiet, force=force, wide=wide),
         slow_rate=slow_rate, text=text, threads=threads, forecast=forecast,
     )  # fmt: skip

@@ -1,54 +1,41 @@
 """The tables of `sfi bench`, from its document."""
 
-from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
-from sfi_cli.terminal.tables import count, noted, number, percent, ratio, table
-
-Row = dict[str, Any]
-# by heading: how a value is written and its name in the row, or a function of the row
-Columns = dict[str, tuple[Callable[[Any], str], str] | Callable[[Row], str]]
+from sfi_cli.terminal.tables import Part, noted
+from sfi_traces.views.table import Columns, Row, Table, count, number, percent, ratio
 
 
-def bench_text(document: dict[str, Any]) -> str:
+def bench_text(document: dict[str, Any]) -> list[Part]:
     """Return the measured rows, the runs that did not fit into memory, and the notes."""
     machine, rows = document["machine"], document["rows"]
-    tables = [
-        _table(
-            f"{_about(document)}, on {machine.get('gpu') or machine['processor']}, "
-            f"{machine['threads']} threads, copy {machine['copy_gb_per_s']:,.1f} GB/s",
-            rows,
-            MEASURED,
-        )
-    ]
+    title = (
+        f"{_about(document)}, on {machine.get('gpu') or machine['processor']}, "
+        f"{machine['threads']} threads, copy {machine['copy_gb_per_s']:,.1f} GB/s"
+    )
+    tables = [Table.of(title, POINT | MEASURED, rows, spare=SPARE)]
     if tiers := [row for row in rows if row["kv_device_budget"]]:
         budget = document["settings"]["kv_device_budget"]
-        tables.append(_table(f"KV cache under a device budget of {budget}", tiers, TIERS))
+        tables.append(Table.of(f"KV cache under a device budget of {budget}", POINT | TIERS, tiers))
     if lossless := [row for row in rows if row["lossless"]]:
-        tables.append(_table("Lossless runs", lossless, DRAFTING))
+        tables.append(Table.of("Lossless runs", POINT | DRAFTING, lossless))
     if document["skipped"]:
-        tables.append(_table("Did not fit", document["skipped"], SKIPPED))
+        tables.append(Table.of("Did not fit", POINT | SKIPPED, document["skipped"]))
     return noted(tables, document["notes"])
 
 
-def forecast_text(document: dict[str, Any]) -> str:
+def forecast_text(document: dict[str, Any]) -> list[Part]:
     """Return the forecast's rows and notes."""
     machine, rows = document["machine"], document["rows"]
     title = (
         f"{_about(document)}: bytes at {machine['bandwidth_gb_per_s']:,.1f} GB/s, "
         f"{machine['memory_bytes'] / 1e9:,.1f} GB of memory"
     )
-    tables = [_table(title, rows, FORECAST)]
+    tables = [Table.of(title, POINT | FORECAST, rows, spare=SPARE_OF_FORECAST)]
     if lossless := [row for row in rows if row.get("lossless")]:
-        tables.append(_table("Lossless runs", lossless, CYCLES))
+        tables.append(Table.of("Lossless runs", POINT | CYCLES, lossless))
     return noted(tables, document["notes"])
-
-
-def _table(title: str, rows: Iterable[Row], columns: Columns) -> Any:
-    shown = POINT | columns
-    written = [[one(row) if callable(one) else one[0](row[one[1]]) for one in shown.values()] for row in rows]
-    return table(title, [*shown], written)
 
 
 def _about(document: dict[str, Any]) -> str:
@@ -93,6 +80,7 @@ MEASURED: Columns = {
     "GB/s": (_two, "gb_per_s"),
     "of copy": (_share, "bandwidth_share"),
 }
+SPARE = ("of copy", "GB/s", "mixed ms", "reached", "bytes", "min - max", "slow")
 TIERS: Columns = {
     "device MB": (_mb, "kv_device_bytes"),
     "host MB": (_mb, "kv_host_bytes"),
@@ -123,6 +111,7 @@ FORECAST: Columns = {
     "synchronized": (ratio, "synchronized_roofline_speedup"),
     "break-even": (count, "break_even_context"),
 }
+SPARE_OF_FORECAST = ("synchronized", "slow GB", "fast GB", "KV GB", "break-even", "mean GB")
 CYCLES: Columns = {
     "acceptance": _acceptance,
     "drafts a verification": (str, "drafts"),

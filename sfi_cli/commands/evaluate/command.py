@@ -62,6 +62,7 @@ def evaluate(
     resume: Annotated[bool, _out("Go on with the folder.", "--resume")] = False,
     plot: Annotated[o.File, _out("Draw score against read to a .png or .svg.")] = None,
     force: o.Force = False,
+    wide: o.Wide = False,
     json: o.Json = False,
     quiet: o.Quiet = False,
 ) -> None:
@@ -107,6 +108,6 @@ def evaluate(
         "tokens": tokens,
         **settings.of("eval"), **settings.of("engine"), **settings.of("model"),
     }  # fmt: skip
-    written = Output(plot=plot, json=json, force=force, quiet=quiet)
+    written = Output(plot=plot, json=json, force=force, quiet=quiet, wide=wide)
     loading = {"device": device, "trust_remote_code": trust_remote_code}
     run(asked, loading, output, written, resume=resume)

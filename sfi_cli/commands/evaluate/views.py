@@ -1,13 +1,14 @@
 """The tables of `sfi eval`, from its document."""
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
-from sfi_cli.terminal.tables import number, percent, plural, rendered, table
+from sfi_cli.terminal.tables import Part
+from sfi_traces.views.table import Columns, Row, Table, number, percent, plural
 
 # sizes of rows that hold at all sizes: full attention, methods with own sizes
 ANY_SIZE = ("all", "own")
-Row = dict[str, Any]
 NOTES = (
     "score: mean and 95 % Wilson interval; against full-kv: paired difference, 95 % bootstrap interval{}.",
     "read: what attention and selection read over the context, with slow steps; stored: what has to be kept.",
@@ -19,9 +20,9 @@ AVERAGED = (
 POSITIONS = "steps since the token that ended a sentence"
 
 
-def evaluation_text(document: dict[str, Any]) -> str:
+def evaluation_text(document: dict[str, Any]) -> list[Part]:
     """Return the tables of the tasks and of the text, notes on the columns, and the failures."""
-    parts: list[Any] = [_heading(document), ""]
+    parts: list[Part] = [_heading(document), ""]
     rows = document["rows"]
     for place, own in _groups(rows, ("task", "length")):
         samples = max(row["n"] + row["failed"] for row in own)
@@ -30,18 +31,17 @@ def evaluation_text(document: dict[str, Any]) -> str:
         if any(row["by_place"] for row in own):
             parts.append(_by_place(own))
         if any(row["lossless"] for row in own):
-            parts.append(_drafts([row for row in own if row["lossless"]]))
+            parts.append(Table.of(DRAFTS, DRAFTED, [row for row in own if row["lossless"]], left=2))
     if len({(row["task"], row["length"]) for row in rows}) > 1:
         means = document["averages"]
         parts += [_scores(f"mean over {means[0]['places']} tasks and lengths", means), AVERAGED]
     parts += [note.format(_methods(rows)) for note in NOTES] if rows else ()
     for (length,), own in _groups(document["fidelity"], ("length",)):
         parts += [_fidelity(length, own), _by_position(own)]
-    parts += [_failure(row) for name in ("rows", "fidelity") for row in document[name] if row["failed"]]
-    return rendered(parts)
+    return parts + [_failure(row) for name in ("rows", "fidelity") for row in document[name] if row["failed"]]
 
 
-def _heading(document: dict[str, Any]) -> str:
+def _heading(document: Row) -> str:
     machine = document["machine"]
     where = machine["processor"]
     if document["device"].startswith("cuda"):
@@ -57,18 +57,19 @@ def _groups(rows: Iterable[Row], names: Sequence[str]) -> list[tuple[tuple[Any, 
     return list(found.items())
 
 
-def _scores(title: str, rows: list[Row]) -> Any:
+def _scores(title: str, rows: list[Row]) -> Table:
+    # where there is no room, without the intervals but that of the last size
     sizes = _sizes(rows)
     last = "" if len(sizes) == 1 else f" at {sizes[-1]}"
-    columns = ["method", *(f"score at {size}" for size in sizes), f"against full-kv{last}"]
+    columns = ["method", *(f"{name} at {size}" for size in sizes for name in SCORE), f"against full-kv{last}"]
     lines = [
-        [method, *(_cell(row, _score) for row in own), _cell(own[-1], _difference)]
+        [method, *(_cell(row, write) for row in own for write in SCORE.values()), _cell(own[-1], _difference)]
         for method, own in _lines(rows, sizes)
     ]
-    return table(title, columns, lines)
+    return Table(title, columns, lines, spare=columns[2:-2:2])
 
 
-def _costs(rows: list[Row]) -> Any:
+def _costs(rows: list[Row]) -> Table:
     sizes = _sizes(rows)
     further = list(dict.fromkeys(name for row in rows for name in row["scores"]))
     names = [*further, "read", "stored"]
@@ -87,10 +88,10 @@ def _costs(rows: list[Row]) -> Any:
         ]
         for method, own in _lines(rows, sizes)
     ]
-    return table("", ["method", *columns, "tokens/s"], lines)
+    return Table("", ["method", *columns, "tokens/s"], lines, spare=columns[-len(sizes) :])
 
 
-def _by_place(rows: list[Row]) -> Any:
+def _by_place(rows: list[Row]) -> Table:
     title = "right sentences by their place in the answer, from token ... on"
 
     def place(part: Row) -> str:
@@ -99,59 +100,28 @@ def _by_place(rows: list[Row]) -> Any:
     return _parts(title, rows, "by_place", place, lambda part: percent(part["score"]))
 
 
-def _parts(title: str, rows: list[Row], name: str, heading: Callable[[Row], str], write: Callable[[Row], str]) -> Any:
+def _parts(title: str, rows: list[Row], name: str, heading: Callable[[Row], str], write: Callable[[Row], str]) -> Table:
     # a row's parts side by side, in the order of their beginnings
     headings = {part["first"]: heading(part) for row in rows for part in row[name]}
     firsts, lines = sorted(headings), []
     for row in rows:
         found = {part["first"]: write(part) for part in row[name]}
         lines.append([row["method"], row["size"], *(found.get(first, "-") for first in firsts)])
-    return table(title, ["method", "size", *(headings[first] for first in firsts)], lines, left=2)
+    return Table(title, ["method", "size", *(headings[first] for first in firsts)], lines, left=2)
 
 
-def _drafts(rows: list[Row]) -> Any:
-    return table(
-        "lossless: full attention's own tokens, drafted by the method's fast steps",
-        [
-            "method", "size", "read", "accepted a verification", "kept of drafted", "passes a token",
-            "other tokens than full-kv",
-        ],
-        [
-            [
-                row["method"], row["size"], percent(row["read"]),
-                number(row["lossless"]["accepted_per_verification"], 2),
-                percent(row["lossless"]["kept_share"]), number(row["lossless"]["passes_per_token"], 2),
-                _differing(row["lossless"]),
-            ]
-            for row in rows
-        ],
-        left=2,
-    )  # fmt: skip
-
-
-def _differing(found: Row) -> str:
+def _differing(row: Row) -> str:
+    found = row["lossless"]
     return f"{found['differing']} of {found['compared']}" if found["compared"] else "-"
 
 
-def _fidelity(length: int, rows: list[Row]) -> Any:
-    first = rows[0]
-    return table(
-        f"fidelity to full attention, {length:,} prompt tokens, {plural(first['windows'], 'window')} of "
-        f"{first['tokens']:,} tokens",
-        ["method", "size", "KL", "KL p95", "agreement", "perplexity", "full-kv's", "slow", "read", "stored"],
-        [
-            [
-                row["method"], row["size"], number(row["kl"], 4), number(row["kl_p95"], 4),
-                percent(row["agreement"]), number(row["perplexity"], 2), number(row["perplexity_full"], 2),
-                percent(row["slow_rate"]), percent(row["read"]), percent(row["stored_ratio"]),
-            ]
-            for row in rows
-        ],
-        left=2,
-    )  # fmt: skip
+def _fidelity(length: int, rows: list[Row]) -> Table:
+    windows = f"{plural(rows[0]['windows'], 'window')} of {rows[0]['tokens']:,} tokens"
+    title = f"fidelity to full attention, {length:,} prompt tokens, {windows}"
+    return Table.of(title, FIDELITY, rows, left=2, spare=("stored", "slow", "full-kv's"))
 
 
-def _by_position(rows: list[Row]) -> Any:
+def _by_position(rows: list[Row]) -> Table:
     def value(part: Row) -> str:
         return f"{part['kl']:.4f} ({part['agreement']:.1%})"
 
@@ -178,10 +148,6 @@ def _cell(row: Row | None, write: Callable[..., str], *arguments: Any) -> str:
     return "-" if row is None or row["score"] is None else write(row, *arguments)
 
 
-def _score(row: Row) -> str:
-    return f"{row['score']:.2f} ({row['low']:.2f}-{row['high']:.2f})"
-
-
 def _difference(row: Row) -> str:
     if row["difference"] is None:
         return "-"
@@ -200,3 +166,28 @@ def _failure(row: Row) -> str:
     length = f", {row['length']:,} tokens" if "length" in row else ""
     count = f" ({row['failed']} times)" if row.get("failed", 0) > 1 else ""
     return f"failed{count}: {row['method']} at {row['size']}, {where}{length}: {row['error']}"
+
+
+SCORE = {"score": lambda row: number(row["score"], 2), "95 %": lambda row: f"{row['low']:.2f}-{row['high']:.2f}"}
+DRAFTS = "lossless: full attention's own tokens, drafted by the method's fast steps"
+DRAFTED: Columns = {
+    "method": (str, "method"),
+    "size": (str, "size"),
+    "read": (percent, "read"),
+    "accepted a verification": lambda row: number(row["lossless"]["accepted_per_verification"], 2),
+    "kept of drafted": lambda row: percent(row["lossless"]["kept_share"]),
+    "passes a token": lambda row: number(row["lossless"]["passes_per_token"], 2),
+    "other tokens than full-kv": _differing,
+}
+FIDELITY: Columns = {
+    "method": (str, "method"),
+    "size": (str, "size"),
+    "KL": (partial(number, digits=4), "kl"),
+    "KL p95": (partial(number, digits=4), "kl_p95"),
+    "agreement": (percent, "agreement"),
+    "perplexity": (partial(number, digits=2), "perplexity"),
+    "full-kv's": (partial(number, digits=2), "perplexity_full"),
+    "slow": (percent, "slow_rate"),
+    "read": (percent, "read"),
+    "stored": (percent, "stored_ratio"),
+}

@@ -15,7 +15,7 @@ from sfi_cli.loading import Subject
 from sfi_cli.settings.given import Given
 from sfi_cli.settings.tables import TraceTable
 from sfi_cli.terminal.output import INTERRUPTED, Output, message
-from sfi_cli.terminal.progress import DecodeProgress, PrefillProgress, ProgressObserver
+from sfi_cli.terminal.progress import BenchProgress, DecodeProgress, PrefillProgress, ProgressObserver
 from sfi_core.distributed import torchrun
 from sfi_core.errors import NumericsError
 from sfi_core.settings.audit import AuditConfig
@@ -47,13 +47,15 @@ def run(
 
     `compare` and `beside` ask for further runs for comparison, under full attention and lossless.
     """
-    from sfi_core.models.rotation import check_rotation, pass_rotation
-
     engine = settings.table(EngineOptions)
-    _check(policy, settings, engine, subject, audited=audit is not None)
     options: dict[str, Any] = {"sampling": Sampling(**sampling), "seed": seed}
-    subject.check()
-    model, tokenizer = subject.loaded(quiet=output.quiet, check=check_rotation if engine.lossless else None)
+    with BenchProgress(quiet=output.quiet) as progress:
+        progress.update(f"loading {subject.name}", 0, 0)
+        from sfi_core.models.rotation import check_rotation, pass_rotation
+
+        _check(policy, settings, engine, subject, audited=audit is not None)
+        subject.check()
+        model, tokenizer = subject.loaded(quiet=True, check=check_rotation if engine.lossless else None)
     rows = [token_ids(entry, tokenizer, chat=chat) for entry in prompts.entries]
     limits = prompts.limits(max_new_tokens)
     shows = output.streams and not output.json and len(rows) == 1
@@ -139,16 +141,20 @@ def _decode(
         if not quiet and plan.requests > 1:
             message(f"{policy}: {plan_line(plan)}")
 
-    with (
-        PrefillProgress(quiet=quiet, label=policy) as reading,
-        DecodeProgress(quiet=quiet or stream is not None) as decoding,
-    ):
-        return generate(
-            model, tokenizer, prompts, config, policy=policy, engine=engine_for(policy, engine),
-            max_new_tokens=max_new_tokens,
-            observers=[*observers, ProgressObserver(decoding, max(max_new_tokens))],
-            on_plan=on_plan, on_token=on_token, on_prefill=reading.update, **options,
-        )  # fmt: skip
+    try:
+        with (
+            PrefillProgress(quiet=quiet, label=policy) as reading,
+            DecodeProgress(quiet=quiet or stream is not None) as decoding,
+        ):
+            return generate(
+                model, tokenizer, prompts, config, policy=policy, engine=engine_for(policy, engine),
+                max_new_tokens=max_new_tokens,
+                observers=[*observers, ProgressObserver(decoding, max(max_new_tokens))],
+                on_plan=on_plan, on_token=on_token, on_prefill=reading.update, **options,
+            )  # fmt: skip
+    finally:
+        if stream is not None:
+            stream.end_line()
 
 
 def _verified(model: Any, prompts: list[list[int]], result: Any, **options: Any) -> dict[str, Any]:
@@ -198,14 +204,12 @@ def _measured(result: Any) -> dict[str, Any]:
 def _write(output: Output, document: dict[str, Any], texts: list[str], *, shown: bool) -> None:
     if output.json:
         output.document(document)
-    elif shown:  # a stream needs only its last newline
-        output.stream("" if texts[0].endswith("\n") else "\n")
-    elif len(texts) == 1:
+    elif len(texts) > 1:
+        output.text("".join(f"[{index}] {text.removeprefix(' ')}\n" for index, text in enumerate(texts)))
+    elif not shown:
         output.text(f"{texts[0]}\n")
-    else:
-        output.text("".join(f"[{index}]{text}\n" for index, text in enumerate(texts)))
     for line in report_lines(document):
-        output.say(line)
+        output.say(line, indent=13)
 
 
 def _fail(result: Any, document: dict[str, Any]) -> None:

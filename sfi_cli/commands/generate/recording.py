@@ -38,7 +38,7 @@ def recording(
             return
         parquet = ParquetObserver(
             folder, positions=table.positions, redact_text=table.redact_text, spans=table.spans,
-            force=output.force, warn=message, **options,
+            force=output.force, warn=output.say, **options,
         )  # fmt: skip
         yield [*found, stack.enter_context(parquet)], parquet.close
     _wait_for_ranks()

@@ -1,7 +1,12 @@
 """The report of `sfi generate`, from its document."""
 
+from collections.abc import Sequence
+from itertools import takewhile
 from typing import Any
 
+from sfi_core.settings.config import changed_settings
+
+AROUND = 60  # characters shown before and after the first other token
 OTHERS = ("comparison", "lossless")  # runs for comparison
 
 
@@ -25,6 +30,10 @@ def report_lines(document: dict[str, Any]) -> list[str]:
     if "exact_match" in document:
         verdict = "correct, word for word" if document["exact_match"] else "not the expected one"
         lines.append(f"answer       {verdict}")
+    elif document["model"] == "bundled":
+        lines.append("note         toy model: it only recalls sentences; for your own text try --model smollm2")
+    changed = ", ".join(f"{name} {value}" for name, value in changed_settings(document["config"]).items())
+    lines.append(f"settings     preset {document['preset']}" + (f": {changed}" if changed else ""))
     for index, request in enumerate(document["requests"]):
         lines += _request_lines(request, f"request {index}  " if len(document["requests"]) > 1 else "")
     if "verification" in document:
@@ -60,14 +69,15 @@ def _request_lines(request: dict[str, Any], prefix: str) -> list[str]:
     reasons = ", ".join(f"{count} {name}" for name, count in request["reasons"].items())
     steps = " ".join(str(step) for step in request["slow_at"][:16])
     more = " ..." if slow > 16 else ""  # noqa: PLR2004
-    context = request["prompt_tokens"] + len(request["token_ids"])
+    # the mean of the steps' contexts, which grow
+    context = request["mean_attended_tokens"] / (request["read_ratio"] or 1)
     counts = f"{request['prompt_tokens']:,} prompt, {len(request['token_ids']):,} generated"
     each = "step" if request["lossless"] is None else "token given"
-    read = f"{request['mean_attended_tokens']:,.0f} of {context:,} tokens a {each}"
+    read = f"{request['mean_attended_tokens']:,.0f} of {context:,.0f} tokens a {each}"
     lines = [
         f"{prefix}tokens       {counts}, ended by {request['finish_reason']}",
         f"{prefix}slow steps   {slow} of {slow + fast} ({reasons}), at {steps}{more}",
-        f"{prefix}cache read   {read} ({request['read_ratio']:.1%} over all decoding steps)",
+        *[f"{prefix}cache read   {read} ({request['read_ratio']:.1%})"] * (context > 0),
     ]
     if request["lossless"] is not None:
         lines.append(prefix + _draft_line(request["lossless"]))
@@ -131,17 +141,41 @@ def _speed_lines(document: dict[str, Any]) -> list[str]:
 
 
 def _compared(rows: list[tuple[str, dict[str, Any]]], full: dict[str, Any]) -> list[str]:
-    # whether each run's tokens are full attention's, and the first run's speed over full attention's
+    # whether each run's tokens are full attention's, where not, and the first run's speed over full attention's
     others = [(name, data) for name, data in rows if data is not full]
     same = ["yes" if _tokens(data) == _tokens(full) else "no" for _, data in others]
     told = same[0]
     if len(others) > 1:
         told = ", ".join(f"{name} {word}" for (name, _), word in zip(others, same, strict=True))
-    lines = [f"same tokens  {told}"]
+    lines = [f"same tokens  {told}", *(line for name, data in others for line in _parting(name, data, full))]
     ours, theirs = (data["decode_tokens_per_second"] for data in (others[0][1], full))
     if theirs:
         lines.append(f"speed        {ours / theirs:.2f} times {full['policy']}'s, each measured once")
     return lines
+
+
+def _parting(name: str, data: dict[str, Any], full: dict[str, Any]) -> list[str]:
+    # where a run's tokens first differ from full attention's, with the text around
+    pairs = enumerate(zip(data["requests"], full["requests"], strict=True))
+    found = [(at, *pair) for at, pair in pairs if pair[0]["token_ids"] != pair[1]["token_ids"]]
+    if not found:
+        return []
+    at, ours, theirs = found[0]
+    step, shared = (_shared(ours[name], theirs[name]) for name in ("token_ids", "text"))
+    before = ours["text"][:shared]
+    requests = len(data["requests"])
+    where = "" if requests == 1 else f" ({len(found)} of {requests} requests part, request {at} first)"
+    width = max(len(name), len(full["policy"]))
+    lines = [f"they part    at step {step} of {len(ours['token_ids'])}, after {before[-AROUND:]!r}{where}"]
+    return lines + [
+        f"             {who:<{width}} {one['text'][shared:][:AROUND]!r}"
+        for who, one in ((name, ours), (full["policy"], theirs))
+    ]
+
+
+def _shared(one: Sequence[Any], other: Sequence[Any]) -> int:
+    # how many of the first items are the same
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 
 def _tokens(data: dict[str, Any]) -> list[list[int]]:

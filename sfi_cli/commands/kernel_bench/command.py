@@ -55,6 +55,7 @@ def kernel_bench(
         o.File, _out("Write the data there too: .parquet, .json; with --compile-only .md.", "--output", "-o")
     ] = None,
     force: o.Force = False,
+    wide: o.Wide = False,
     json: o.Json = False,
     quiet: o.Quiet = False,
 ) -> None:
@@ -78,7 +79,7 @@ def kernel_bench(
         raise ConfigError("arch must come with --compile-only, got --arch alone")
     if compile_only and (sweep or plot):
         raise ConfigError("compile-only times nothing and must come without --sweep and --plot")
-    written = Output(output, plot=plot, json=json, quiet=quiet, force=force)
+    written = Output(output, plot=plot, json=json, quiet=quiet, force=force, wide=wide)
     if compile_only:
         compile_all(words(arch or [ARCHITECTURES]), written)
         return

@@ -8,7 +8,7 @@ import typer
 from sfi_cli.commands.kernel_bench.views import bench_text, compiled_text
 from sfi_cli.terminal.output import Output, leave_interrupted, message
 from sfi_cli.terminal.progress import BenchProgress
-from sfi_core.errors import ConfigError
+from sfi_core.errors import ConfigError, unknown
 
 FORMATS, COMPILED_FORMATS = (".json", ".parquet"), (".json", ".md")
 
@@ -62,7 +62,7 @@ def compile_all(architectures: list[str], output: Output) -> None:
 
     for name in architectures:
         if name not in ARCHS:
-            raise ConfigError(f"unknown arch {name!r}; expected one of {ARCHS}")
+            raise unknown("arch", name, ARCHS)
     output.check_format(COMPILED_FORMATS)
     with output:
         output.say(f"compiling every kernel for {', '.join(architectures)}; no GPU is needed")

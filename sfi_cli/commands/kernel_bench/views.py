@@ -2,91 +2,98 @@
 
 from typing import Any
 
-from sfi_cli.terminal.tables import noted, percent, ratio, table
+from sfi_cli.terminal.tables import Part, noted
+from sfi_traces.views.table import Columns, Row, Table, number, percent, ratio
 
-RIVALS = ("dense", "sdpa", "paper_like")
 
-
-def bench_text(document: dict[str, Any], *, sweep: bool) -> str:
+def bench_text(document: dict[str, Any], *, sweep: bool) -> list[Part]:
     """Return every row, for a sweep the paper's Table 1 beside ours, and the notes."""
-    tables = [_rows_table(document)]
+    machine, rows = document["machine"], document["rows"]
+    title = (
+        f"{document['backend']} backend on {machine.get('gpu') or machine['processor']}, "
+        f"copy {machine['copy_gb_per_s']:,.1f} GB/s"
+    )
+    tables = [Table.of(title, MEASURED, rows, spare=("x paper-like", "p90", "p10", "TFLOP/s", "of copy"))]
     if sweep:
-        tables.append(_sweep_table(document))
+        fast = [row for row in rows if row["op"] == "fast" and row["failure"] is None]
+        title = "Speed-up of the fast step, beside the paper's Table 1"
+        tables.append(Table.of(title, SWEPT, fast, left=0, spare=("bytes", "ours, x paper-like")))
     return noted(tables, [*document["notes"], *(f"failed: {one}" for one in document["failures"])])
 
 
-def compiled_text(compiled: list[dict[str, Any]]) -> str:
+def compiled_text(compiled: list[dict[str, Any]]) -> list[Part]:
     """Return registers, spills and shared memory of every compiled kernel."""
-    rows = [
-        (
-            row["kernel"], row["arch"], str(row["registers"]), str(row["spill_bytes"]),
-            f"{row['shared_bytes']:,}", str(row["async_buffers"]), _verdict(row),
-        )
-        for row in compiled
-    ]  # fmt: skip
-    columns = ("kernel", "arch", "registers", "spills B", "shared B", "async buffers", "")
-    return noted([table("Compiled kernels", columns, rows, left=2)])
+    return [Table.of("Compiled kernels", COMPILED, compiled, left=2, spare=("async buffers",))]
 
 
-def _verdict(row: dict[str, Any]) -> str:
+def _verdict(row: Row) -> str:
     if row["over_limit"]:
         return "OVER THE LIMIT"
     return "SPILLS" if row["spill_bytes"] else "ok"
 
 
-def _rows_table(document: dict[str, Any]) -> Any:
-    machine = document["machine"]
-    columns = (
-        "op", "read %", "median", "p10", "p90", "GB/s", "of copy", "TFLOP/s", "x dense", "x SDPA",
-        "x paper-like",
-    )  # fmt: skip
-    rows = [
-        (
-            row["op"] + (f" ({row['form']})" if row["form"] else ""),
-            "" if row["retention"] is None else f"{100 * row['retention']:.3g}",
-            *_measured(row),
-            *(ratio(row[f"speedup_over_{n}"] if _beside_dense(row) else None) for n in RIVALS),
-        )
-        for row in document["rows"]
-    ]
-    title = (
-        f"{document['backend']} backend on {machine.get('gpu') or machine['processor']}, "
-        f"copy {machine['copy_gb_per_s']:,.1f} GB/s"
-    )
-    return table(title, columns, rows)
+def _op(row: Row) -> str:
+    return row["op"] + (f" ({row['form']})" if row["form"] else "")
 
 
-def _sweep_table(document: dict[str, Any]) -> Any:
+def _read(share: float | None) -> str:
+    return "" if share is None else f"{100 * share:.3g}"
+
+
+def _paper(retention: float) -> str:
     from sfi_core.measure.kernel_bench.settings import TABLE_1
 
-    columns = ("read %", "paper", "bytes", "ours, x dense", "ours, x SDPA", "ours, x paper-like")
-    rows = [
-        (
-            f"{100 * row['retention']:.3g}",
-            ratio(TABLE_1.get(row["retention"])),
-            ratio(row["ideal_speedup"]),
-            *(ratio(row[f"speedup_over_{name}"]) for name in RIVALS),
-        )
-        for row in document["rows"]
-        if row["op"] == "fast" and row["failure"] is None
-    ]
-    title = "Speed-up of the fast step, beside the paper's Table 1"
-    return table(title, columns, rows, left=0)
+    return ratio(TABLE_1.get(retention))
 
 
-def _measured(row: dict[str, Any]) -> tuple[str, ...]:
-    if row["median_us"] is None:
-        return "FAILED", "", "", "", "", ""
-    times = (_time(row[f"{name}_us"]) for name in ("median", "p10", "p90"))
-    tflops = "" if row["tflop_per_s"] is None else f"{row['tflop_per_s']:,.3g}"
-    return *times, f"{row['gb_per_s']:,.1f}", percent(row["bandwidth_share"], 0), tflops
+def _time(name: str, otherwise: str = "") -> Any:
+    def write(row: Row) -> str:
+        if row["median_us"] is None:
+            return otherwise
+        microseconds = row[name]
+        if microseconds < 10_000:  # noqa: PLR2004
+            return f"{microseconds:,.1f} us"
+        return f"{microseconds / 1e3:,.1f} ms"
+
+    return write
 
 
-def _beside_dense(row: dict[str, Any]) -> bool:
-    return bool(row["op"].startswith(("fast", "dense", "verify", "scan_codes", "prompt")))
+def _tflops(value: float | None) -> str:
+    return "" if value is None else f"{value:,.3g}"
 
 
-def _time(microseconds: float) -> str:
-    if microseconds < 10_000:  # noqa: PLR2004
-        return f"{microseconds:,.1f} us"
-    return f"{microseconds / 1e3:,.1f} ms"
+def _over(name: str) -> Any:
+    beside = ("fast", "dense", "verify", "scan_codes", "prompt")  # ops that have such a rival
+    return lambda row: ratio(row[f"speedup_over_{name}"] if row["op"].startswith(beside) else None)
+
+
+MEASURED: Columns = {
+    "op": _op,
+    "read %": (_read, "retention"),
+    "median": _time("median_us", "FAILED"),
+    "p10": _time("p10_us"),
+    "p90": _time("p90_us"),
+    "GB/s": lambda row: "" if row["median_us"] is None else number(row["gb_per_s"], 1),
+    "of copy": lambda row: "" if row["median_us"] is None else percent(row["bandwidth_share"], 0),
+    "TFLOP/s": (_tflops, "tflop_per_s"),
+    "x dense": _over("dense"),
+    "x SDPA": _over("sdpa"),
+    "x paper-like": _over("paper_like"),
+}
+SWEPT: Columns = {
+    "read %": (_read, "retention"),
+    "paper": (_paper, "retention"),
+    "bytes": (ratio, "ideal_speedup"),
+    "ours, x dense": (ratio, "speedup_over_dense"),
+    "ours, x SDPA": (ratio, "speedup_over_sdpa"),
+    "ours, x paper-like": (ratio, "speedup_over_paper_like"),
+}
+COMPILED: Columns = {
+    "kernel": (str, "kernel"),
+    "arch": (str, "arch"),
+    "registers": (str, "registers"),
+    "spills B": (str, "spill_bytes"),
+    "shared B": ("{:,}".format, "shared_bytes"),
+    "async buffers": (str, "async_buffers"),
+    "": _verdict,
+}

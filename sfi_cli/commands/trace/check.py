@@ -1,13 +1,12 @@
 """`sfi trace check`: whether a trace is sound, and its selections healthy."""
 
-from typing import Any
-
 import typer
 
 from sfi_cli import options as o
 from sfi_cli.commands.trace.health_views import health_lines, unjudged_lines
 from sfi_cli.terminal.output import Output
-from sfi_cli.terminal.tables import count, plural, rendered, table
+from sfi_cli.terminal.tables import Part
+from sfi_traces.views.table import Columns, Row, Table, count, plural
 
 UNSOUND, UNHEALTHY = 3, 1
 MOST_REQUESTS = 8
@@ -44,15 +43,7 @@ def check(folder: o.TraceDir, json: o.Json = False) -> None:
         raise typer.Exit(UNHEALTHY)
 
 
-def _text(document: dict[str, Any]) -> str:
-    rows = [
-        (
-            _name(one), count(one["parts"]), count(one["rows"]), count(one["expected_rows"]),
-            count(len(one["damaged"]) + len(one["absent"])),
-        )
-        for one in document["tables"]
-    ]  # fmt: skip
-    columns = ("table", "parts", "rows", "rows told", "damaged or missing")
+def _text(document: Row) -> list[Part]:
     lines = [
         f"request {one['request']}: {plural(one['steps'], 'step')}, the last is {one['last_step']:,}"
         for one in document["recorded"][:MOST_REQUESTS]
@@ -68,8 +59,13 @@ def _text(document: dict[str, Any]) -> str:
         lines += [*unjudged_lines(found), health_lines(found).rstrip()]
     state = "sound" if document["sound"] else "not sound"
     lines.append(state if found is None or found["sound"] else f"{state}, but not healthy")
-    return rendered([table(document["trace"], columns, rows), *lines])
+    return [Table.of(document["trace"], TABLES, document["tables"]), *lines]
 
 
-def _name(table: dict[str, Any]) -> str:
-    return f"{table['table']} of rank {table['rank']}" if table["rank"] else str(table["table"])
+TABLES: Columns = {
+    "table": lambda one: one["table"] + (f" of rank {one['rank']}" if one["rank"] else ""),
+    "parts": (count, "parts"),
+    "rows": (count, "rows"),
+    "rows told": (count, "expected_rows"),
+    "damaged or missing": lambda one: count(len(one["damaged"]) + len(one["absent"])),
+}

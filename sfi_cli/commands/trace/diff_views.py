@@ -1,51 +1,23 @@
 """What `sfi trace diff` prints."""
 
 from collections.abc import Iterator
-from typing import Any
 
-from sfi_cli.terminal.tables import count, duration, number, pairs, percent, ratio, rendered, table
+from sfi_cli.terminal.tables import Part
 from sfi_traces.summary.diff import place_words
+from sfi_traces.views.diff_tables import numbers_table, overlap_tables
+from sfi_traces.views.table import Row, Table, percent
 
 MOST_STEPS = 16
-NUMBERS = (  # name, title, function that writes it
-    ("steps", "steps", count),
-    ("slow", "slow steps", count),
-    ("slow_share", "slow from step 1 on", percent),
-    ("read_ratio", "cache read", percent),
-    ("retained_mass", "retained mass of fast steps", number),
-    ("lambda_star", "lambda*", lambda value: number(value, 4)),
-    ("prefill_p50_us", "prefill", duration),
-    ("slow_p50_us", "slow step, p50", duration),
-    ("fast_p50_us", "fast step, p50", duration),
-    ("tokens_per_second", "tokens/s", lambda value: number(value, 1)),
-)
-
-Row = dict[str, Any]
 
 
-def diff_text(document: Row) -> str:
+def diff_text(document: Row) -> list[Part]:
     """Return both traces' numbers, the settings that differ, where tokens part, and overlaps of supports."""
     lines = [*_setting_lines(document["settings"]), ""]
     for request in document["requests"]:
         lines += _request_lines(request)
-    tables = [
-        _overlap_table(f"Overlap of {title} at equal steps", document[name])
-        for name, title in (("supports", "the supports"), ("selections", "the selections"))
-        if document[name]
-    ]
-    folders = pairs((letter, document[letter.lower()]["trace"]) for letter in "AB")
-    return rendered([folders, _numbers_table(document), *lines, *(["", *tables] if tables else [])])
-
-
-def _numbers_table(document: Row) -> Any:
-    sides = document["a"], document["b"]
-    rows = [("policy", *(side["policy"] for side in sides), "")]
-    for name, title, write in NUMBERS:
-        factor = document["ratios"].get(name)
-        last = "" if factor is None else ratio(factor)
-        rows.append((title, *(write(side[name]) for side in sides), last))
-    rows.append(("audit's cost in times", *("yes" if side["audited"] else "no" for side in sides), ""))
-    return table("", ("", "A", "B", "B / A"), rows)
+    folders = Table("", (), [(letter, document[letter.lower()]["trace"]) for letter in "AB"])
+    tables = overlap_tables(document)
+    return [folders, numbers_table(document), *lines, *(["", *tables] if tables else [])]
 
 
 def _setting_lines(settings: Row) -> list[str]:
@@ -77,15 +49,3 @@ def _request_lines(request: Row) -> Iterator[str]:
 
 def _token(token: Row) -> str:
     return f"id {token['token_id']}" if token["token_text"] is None else repr(token["token_text"])
-
-
-def _overlap_table(title: str, found: Row) -> Any:
-    names = ("mean", "sd", "p5", "p50", "p95")
-    rows = [
-        (place, *(number(values[name]) for name in names), count(values["n"]))
-        for place, values in [
-            ("all", found["overlap"]),
-            *((str(one["layer"]), one["overlap"]) for one in found["layers"]),
-        ]
-    ]
-    return table(title, ("layer", *names, "n"), rows)

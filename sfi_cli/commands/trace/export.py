@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from sfi_cli import options as o
 from sfi_cli.terminal.output import Output
-from sfi_core.errors import ConfigError, SfiError
+from sfi_core.errors import ConfigError, SfiError, unknown
 
 TIMELINE = "perfetto"  # of the whole trace, in one file
 FORMATS = (TIMELINE, "csv", "jsonl")
@@ -40,11 +40,11 @@ def export(
     from sfi_traces.schema import TABLES
 
     if form not in FORMATS:
-        raise ConfigError(f"unknown format {form!r}; expected one of {FORMATS}")
+        raise unknown("format", form, FORMATS)
     if table is not None and form == TIMELINE:
         raise ConfigError(f"table must come with --format csv or jsonl, got {form}")
     if table is not None and table not in TABLES:
-        raise ConfigError(f"unknown table {table!r}; expected one of {tuple(TABLES)}")
+        raise unknown("table", table, TABLES)
     paths: dict[str | None, Path | None] = {table: output}
     if table is None and form != TIMELINE:
         if output is None:

@@ -1,23 +1,21 @@
 """Selection health as lines, for `sfi trace check` and `show`."""
 
-from typing import Any
+from sfi_traces.views.table import Row, plural
 
-from sfi_cli.terminal.tables import plural
 
-Row = dict[str, Any]
+def finding_lines(found: Row, severity: str) -> list[str]:
+    """Write a line for each finding of a severity, "problem" or "note"."""
+    from sfi_traces.health import line
+
+    return [f"health {severity}: {line(one)}" for one in found["findings"] if one["severity"] == severity]
 
 
 def health_lines(found: Row) -> str:
     """Write a line for each finding, problems first, and the number of rules judged."""
-    from sfi_traces.health import line, problems
-
-    worse = problems(found)
-    notes = [one for one in found["findings"] if one not in worse]
-    lines = [f"health problem: {line(one)}" for one in worse]
-    lines += [f"health note: {line(one)}" for one in notes]
+    worse = finding_lines(found, "problem")
     judged = f"health: {plural(len(worse), 'problem')} by {plural(len(found['judged']), 'rule')}"
     left = f"; {len(found['not_judged'])} not judged" if found["not_judged"] else ""
-    return "\n".join([*lines, judged + left]) + "\n"
+    return "\n".join([*worse, *finding_lines(found, "note"), judged + left]) + "\n"
 
 
 def unjudged_lines(found: Row) -> list[str]:

@@ -7,7 +7,7 @@ import typer
 
 from sfi_cli import options as o
 from sfi_cli.terminal.output import Output, dated_folder
-from sfi_cli.terminal.tables import plural
+from sfi_traces.views.table import plural
 
 
 def import_(

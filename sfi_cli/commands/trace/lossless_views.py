@@ -1,11 +1,8 @@
 """The verifications of a lossless run, for `sfi trace show`."""
 
-from typing import Any
-
-from sfi_cli.terminal.tables import count, number, percent, plural, table
+from sfi_cli.commands.trace.support_views import compared_words
 from sfi_traces.views.labels import span
-
-Row = dict[str, Any]
+from sfi_traces.views.table import Columns, Row, Table, count, number, percent, plural
 
 
 def lossless_line(found: Row) -> str:
@@ -20,45 +17,36 @@ def lossless_line(found: Row) -> str:
     )
 
 
-def reason_table(found: Row) -> Any:
+def reason_table(found: Row) -> Table:
     """Show why drafts ended, and how many of their tokens were kept."""
-    rows = [
-        (
-            one["reason"], count(one["verifications"]), count(one["drafted"]), count(one["accepted"]),
-            percent(one["acceptance"]),
-        )
-        for one in found["reasons"]
-    ]  # fmt: skip
-    columns = ("reason", "verifications", "drafted", "kept", "share")
-    return table("Verifications by why the draft ended", columns, rows)
+    return Table.of("Verifications by why the draft ended", REASONS, found["reasons"])
 
 
-def place_table(found: Row) -> Any:
+def place_table(found: Row) -> Table:
     """Show acceptance by place in the sentence."""
     return _bins("place", found["places"], "place in the sentence; 0 is its first token")
 
 
-def depth_table(found: Row) -> Any:
+def depth_table(found: Row) -> Table:
     """Show acceptance by depth in the draft."""
     return _bins("depth", found["depths"], "depth in the draft; 1 is its first token")
 
 
 def tested_line(found: Row) -> str:
     """Say how far the drafts' next-token distributions are from full attention's."""
-    kl = found["kl_next_token"]
-    return (
-        f"tested tokens: KL {number(kl['mean'], 4)} nats on average, p95 {number(kl['p95'], 4)}, at most "
-        f"{number(kl['max'], 4)}; same most probable token in {percent(found['argmax_agreement'])} of "
-        f"{count(kl['n'])}\n"
-    )
+    return f"tested tokens: {compared_words(found)}\n"
 
 
-def _bins(name: str, rows: list[Row], what: str) -> Any:
-    cells = [
-        (
-            span(one[f"from_{name}"], one[f"to_{name}"]), count(one["accepted"]), count(one["tested"]),
-            percent(one["acceptance"]),
-        )
-        for one in rows
-    ]  # fmt: skip
-    return table(f"Acceptance by {what}", (name, "kept", "of tested", "share"), cells)
+def _bins(name: str, rows: list[Row], what: str) -> Table:
+    columns: Columns = {name: lambda one: span(one[f"from_{name}"], one[f"to_{name}"])}
+    return Table.of(f"Acceptance by {what}", columns | TESTED, rows)
+
+
+REASONS: Columns = {
+    "reason": (str, "reason"),
+    "verifications": (count, "verifications"),
+    "drafted": (count, "drafted"),
+    "kept": (count, "accepted"),
+    "share": (percent, "acceptance"),
+}
+TESTED: Columns = {"kept": (count, "accepted"), "of tested": (count, "tested"), "share": (percent, "acceptance")}

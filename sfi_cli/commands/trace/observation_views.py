@@ -1,21 +1,17 @@
 """Tables of what the SyncKV and FreeKV papers observed, and of FreeKV's corrections, for `sfi trace show`."""
 
-from typing import Any
-
-from sfi_cli.terminal.tables import count, duration, number, percent, table
+from sfi_cli.commands.trace.support_views import by_layer
 from sfi_traces.views.labels import span
+from sfi_traces.views.table import Columns, Row, Table, count, duration, number, percent
 
 MOST_LAYERS = 12  # of a matrix; --json has all
 LOWEST_HEADS = 5
 
-Row = dict[str, Any]
 
-
-def drift_table(found: Row) -> Any:
+def drift_table(found: Row) -> Table:
     """Show how the overlap with the support of step 0 falls with the step."""
-    rows = [(span(one["from_step"], one["to_step"]), number(one["mean"]), count(one["n"])) for one in found["bins"]]
     title = f"Attention drift: overlap with the support of step 0{_layers(found)}"
-    return table(title, ("step", "mean", "n"), rows)
+    return Table.of(title, DRIFT, found["bins"])
 
 
 def _layers(found: Row) -> str:
@@ -23,14 +19,13 @@ def _layers(found: Row) -> str:
     return "" if taken == audited else f" ({taken:,} of {audited:,} audited layers, evenly chosen)"
 
 
-def locality_table(found: Row) -> Any:
+def locality_table(found: Row) -> Table:
     """Show how the overlap of two steps falls with their distance."""
-    rows = [(span(one["from_lag"], one["to_lag"]), number(one["mean"]), count(one["pairs"])) for one in found["lags"]]
     title = f"Temporal locality: overlap of every two audited steps{_layers(found)}"
-    return table(title, ("steps apart", "mean", "pairs"), rows)
+    return Table.of(title, LOCALITY, found["lags"])
 
 
-def head_similarity_table(found: Row) -> Any:
+def head_similarity_table(found: Row) -> Table | str:
     """Show the similarity of heads by pair of layers, and its means within and between layers."""
     layers, matrix = found["layers"], found["matrix"]
     few = len(layers) <= MOST_LAYERS
@@ -44,7 +39,7 @@ def head_similarity_table(found: Row) -> Any:
     )
     if not few:
         return f"{title}; --json has the {len(layers)} layers\n"
-    return table(title, ("layer", *map(str, layers)), rows)
+    return Table(title, ("layer", *map(str, layers)), rows)
 
 
 def _mean(values: list[float | None]) -> float | None:
@@ -52,15 +47,15 @@ def _mean(values: list[float | None]) -> float | None:
     return sum(known) / len(known) if known else None
 
 
-def query_cosine_table(found: Row) -> Any:
+def query_cosine_table(found: Row) -> Table:
     """Show by layer the query cosine, and how often FreeKV would correct."""
     rows = [
         (place, number(one["mean"]), number(one["min"]), *(percent(share) for share in one["below"]), count(one["n"]))
-        for place, one in [("all", found), *((str(one["layer"]), one) for one in found["layers"])]
+        for place, one in by_layer(found)
     ]
     title = "Query cosine with the step before; FreeKV corrects where it is under tau"
     under = (f"under {tau:g}" for tau in found["thresholds"])
-    return table(title, ("layer", "mean", "min", *under, "n"), rows)
+    return Table(title, ("layer", "mean", "min", *under, "n"), rows)
 
 
 def lowest_heads_line(found: Row) -> str:
@@ -71,14 +66,14 @@ def lowest_heads_line(found: Row) -> str:
     return f"lowest query cosine in {', '.join(heads)}\n"
 
 
-def correction_table(found: Row) -> Any:
+def correction_table(found: Row) -> Table:
     """Show how often heads were corrected, by layer and by distance from the last slow step."""
     places = [("all", found), *((f"layer {one['layer']}", one) for one in found["layers"])]
     places += [(f"{span(one['from_step'], one['to_step'])} after a slow step", one) for one in found["since_slow"]]
     rows = [(place, percent(one["share"]), count(one["corrected"]), count(one["n"])) for place, one in places]
     cosine = number(found["query_cosine"])
     title = f"Corrections of fast steps x layers x KV heads; their query cosine is {cosine} on average"
-    return table(title, ("", "corrected", "corrections", "n"), rows)
+    return Table(title, ("", "corrected", "corrections", "n"), rows)
 
 
 def recall_line(found: Row) -> str:
@@ -87,3 +82,15 @@ def recall_line(found: Row) -> str:
         f"recalled from the host: {number(found['step_bytes'], 0)} bytes a step ({count(found['rows'])} rows "
         f"in {count(found['steps'])} steps), waited {duration(found['step_waited_us'])} a step\n"
     )
+
+
+DRIFT: Columns = {
+    "step": lambda one: span(one["from_step"], one["to_step"]),
+    "mean": (number, "mean"),
+    "n": (count, "n"),
+}
+LOCALITY: Columns = {
+    "steps apart": lambda one: span(one["from_lag"], one["to_lag"]),
+    "mean": (number, "mean"),
+    "pairs": (count, "pairs"),
+}

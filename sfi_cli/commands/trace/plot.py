@@ -8,7 +8,7 @@ from sfi_cli import options as o
 from sfi_cli.commands.trace.views import beside, make_folder, open_view
 from sfi_cli.parsing import words
 from sfi_cli.terminal.output import Output, message
-from sfi_core.errors import ConfigError, TraceError
+from sfi_core.errors import ConfigError, TraceError, unknown
 
 WHAT = "What to draw"
 
@@ -79,7 +79,7 @@ def _paths(trace: Path, kinds: tuple[str, ...], form: str | None, output: Path |
 
     for kind in kinds:
         if kind not in KINDS:
-            raise ConfigError(f"unknown kind {kind!r}; expected one of {tuple(KINDS)}")
+            raise unknown("kind", kind, KINDS)
     if form not in (None, *FORMATS):
         raise ConfigError(f"format must be one of {FORMATS}, got {form}")
     if output is None:

@@ -13,15 +13,17 @@ def show(
     layer: Annotated[int | None, typer.Option(help="Only this layer.")] = None,
     step: Annotated[int | None, typer.Option(help="Show the text that this decoding step read, instead.")] = None,
     head: Annotated[int | None, typer.Option(help="Only this KV head, with --step.")] = None,
+    full: Annotated[bool, typer.Option("--full", help="Show every table, not one screen.")] = False,
+    wide: o.Wide = False,
     json: o.Json = False,
     output: o.OutputPath = None,
     force: o.Force = False,
 ) -> None:
-    """Sum a trace up: steps, triggers, overlap of supports, retained mass, lambda*, latency, break-even.
+    """Sum a trace up: what ran, its answer, where full attention would have said something else, health, speed.
 
-    An audited trace also shows attention drift, temporal locality and the similarity of heads (SyncKV), and
-    the query cosine by layer and KV head (FreeKV); a run with corrections or recalls shows these. A lossless
-    run shows verifications, and acceptance by place in the sentence and by depth in the draft.
+    --full adds tables: triggers, overlap of supports, retained mass by layer, lambda*, latency, break-even;
+    attention drift, temporal locality and the similarity of heads (SyncKV); the query cosine (FreeKV);
+    corrections and recalls; a lossless run's verifications.
 
     --step shows the passages that a decoding step read, by layer and KV head. If the step was audited, it
     also shows their share of dense attention, and the passages that the step should have read.
@@ -34,7 +36,7 @@ def show(
 
       sfi trace show run --step 40 --layer 3 --head 1
     """
-    from sfi_cli.commands.trace.show_views import show_text
+    from sfi_cli.commands.trace.show_views import full_text, show_text
     from sfi_cli.commands.trace.step_views import step_text
     from sfi_cli.terminal.output import Output
     from sfi_core.errors import ConfigError
@@ -46,9 +48,9 @@ def show(
     trace = Trace.open(folder)
     if head is not None and step is None:
         raise ConfigError(f"head must come with --step, got --head {head} alone")
-    with Output(output, json=json, force=force) as written:
+    with Output(output, json=json, force=force, wide=wide) as written:
         if step is None:
-            written.data(summarize(trace, request, layer), show_text)
+            written.data(summarize(trace, request, layer), full_text if full else show_text)
         else:
             words = step_words(View(trace, request, layer, head), step)
             written.data(words.to_dict(), step_text)

@@ -1,9 +1,9 @@
-"""The sections of `sfi trace show`, from its document."""
+"""What `sfi trace show` prints, from its document: a screen, or with --full every table."""
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator
+from functools import partial
 
-from sfi_cli.commands.trace.health_views import health_lines
+from sfi_cli.commands.trace.health_views import finding_lines, health_lines
 from sfi_cli.commands.trace.lossless_views import depth_table, lossless_line, place_table, reason_table, tested_line
 from sfi_cli.commands.trace.observation_views import (
     correction_table,
@@ -21,19 +21,33 @@ from sfi_cli.commands.trace.support_views import (
     logits_line,
     selection_table,
     stability_table,
-    worst_heads_line,
 )
-from sfi_cli.terminal.tables import count, duration, number, pairs, percent, plural, rendered, table
-from sfi_traces.report.facts import audit_words
+from sfi_cli.terminal.tables import Part
+from sfi_traces.views.facts import disagreement, facts, latency_table, run_table, trigger_table
+from sfi_traces.views.labels import dense_words
+from sfi_traces.views.table import Columns, Row, Table, count, duration, number, percent, plural
 
-MOST_TRIGGERS = 12
-MOST_REQUESTS = 4
+MOST_REQUESTS, MOST_STEPS, LONGEST = 3, 3, 150  # requests, disagreements, characters of an answer
 OF_TIMES = ("latency", "break_even")  # sections left out for a trace without times
 
-Row = dict[str, Any]
+
+def show_text(document: Row) -> list[Part]:
+    """Return a screen: what ran, its answer, where full attention differs, health and speed."""
+    run = document["run"]
+    wanted = ("model", "policy", "settings", *["finished"] * (not run["finished"] or bool(run["stopped"])))
+    rows = [row for row in run_table(run).rows if row[0] in wanted]
+    rows += [*_answers(document), *_launched(document)]
+    for one in facts(document):
+        rows.append((one.name, f"{one.value}, {one.note}"))
+        if one.name == "full attention's token":
+            rows += [("", line) for line in _disagreements(document["disagreements"])]
+        if one.name == "health":
+            rows += [("", line) for line in finding_lines(document["health"], "problem")]
+    more = f"sfi trace show {document['trace']} --full has every table, --step N what a step read"
+    return [Table("", (), [*rows, ("more", f"{more}; sfi trace report draws it")])]
 
 
-def show_text(document: Row) -> str:
+def full_text(document: Row) -> list[Part]:
     """Return every section that the trace has data for, and what it lacks for the others."""
     sections = (
         ("health", health_lines),
@@ -41,7 +55,7 @@ def show_text(document: Row) -> str:
         ("lossless", reason_table),
         ("lossless", place_table),
         ("lossless", depth_table),
-        ("triggers", _trigger_table),
+        ("triggers", trigger_table),
         ("stability", stability_table),
         ("lags", lag_table),
         ("drift", drift_table),
@@ -50,137 +64,78 @@ def show_text(document: Row) -> str:
         ("query_cosine", query_cosine_table),
         ("query_cosine", lowest_heads_line),
         ("audit", audit_table),
-        ("audit", worst_heads_line),
         ("logits", tested_line if document["lossless"] else logits_line),
+        ("disagreements", _disagreement_table),
         ("selections", selection_table),
         ("coverage", coverage_line),
         ("corrections", correction_table),
         ("recalls", recall_line),
-        ("latency", _latency_table),
-        ("reads", _reads_table),
+        ("latency", latency_table),
+        ("reads", partial(Table.of, READS_TITLE, READS)),
         ("phases", _phase_table),
         ("break_even", _break_even_line),
         ("ranks", _rank_table),
     )
     timed = document["latency"]["kinds"]
     parts = [view(document[name]) for name, view in sections if document[name] and (timed or name not in OF_TIMES)]
-    missing = [f"not recorded: {line}" for line in document["missing"]]
-    return rendered([pairs(_run_lines(document)), "", *parts, *missing])
+    head = [*run_table(document["run"]).rows, *_answers(document), *_launched(document)]
+    head += [(one.name, f"{one.value}, {one.note}") for one in facts(document) if one.name != "health"]
+    return [Table("", (), head), "", *parts, *_missing(document["missing"])]
 
 
-def _run_lines(document: Row) -> Iterator[tuple[str, str]]:
+def _answers(document: Row) -> Iterator[tuple[str, str]]:
+    steps = {one["request"]: one for one in document["run"]["requests"]}
+    for one in document["answers"][:MOST_REQUESTS]:
+        own = steps[one["request"]]
+        text = "left out" if one["text"] is None else repr(one["text"])
+        if len(text) > LONGEST:
+            text = f"{text[: LONGEST - 30]} ... {text[-30:]}"
+        yield (
+            f"request {one['request']}",
+            f"{count(own['prompt_tokens'])} tokens of prompt, {plural(own['steps'], 'step')}: {text}",
+        )
+    if (more := len(document["answers"]) - MOST_REQUESTS) > 0:
+        yield "", f"and {plural(more, 'more request')}"
+
+
+def _disagreements(found: list[Row]) -> Iterator[str]:
+    several = len({one["request"] for one in found}) > 1
+    for one in found[:MOST_STEPS]:
+        request = f"request {one['request']}, " * several
+        yield f"{request}step {one['step']}: {disagreement(one)}, KL {number(one['kl_next_token'])}"
+    if (more := len(found) - MOST_STEPS) > 0:
+        yield f"and {plural(more, 'more step')}"
+
+
+def _disagreement_table(found: list[Row]) -> Table:
+    return Table.of("Steps where full attention would have said another token", DISAGREEMENT, found, left=3)
+
+
+def _missing(lines: list[str]) -> list[str]:
+    # all that an audit records in one line
+    audited = [line for line in lines if "--audit" in line]
+    if len(audited) > 1:
+        names = "; ".join(line.partition(" (")[0] for line in audited)
+        lines = [f"{names} (record with --audit 1)", *(line for line in lines if line not in audited)]
+    return [f"not recorded: {line}" for line in lines]
+
+
+def _launched(document: Row) -> Iterator[tuple[str, str]]:
     run, steps = document["run"], document["steps"]
-    where = "" if run["imported"] else f", {run['backend']} on {run['device']}"
-    yield "model", f"{run['model']} ({run['architecture']}){where}"
-    way = ", lossless" if run["lossless"] else ""
-    yield "policy", f"{run['policy']}{way}, preset {run['preset'] or 'default'}"
-    settings = ", ".join(f"{name} {_setting(value)}" for name, value in run["settings"].items())
-    yield "settings", settings or "the defaults"
-    yield "prompts", _prompts(run["requests"])
-    yield "finished", _finished(run)
-    yield "audit", audit_words(run)
     if steps["launched"]:
-        yield "CUDA graphs", _graphs(run, steps)
-    reasons = ", ".join(f"{steps:,} {reason}" for reason, steps in steps["reasons"].items())
-    slow = f"{steps['slow']:,} slow ({reasons}), {steps['fast']:,} fast"
-    yield ("steps", f"{steps['steps']:,}: {slow}; from step 1 on {percent(steps['slow_share'])} are slow")
-    each = "token given" if run["lossless"] else "step"
-    read = f"{number(steps['mean_attended_tokens'], 0)} tokens a {each}, {percent(steps['read_ratio'])}"
-    yield "cache read", f"{read} of the context; fast steps {percent(steps['fast_read_ratio'])}"
+        replayed = f"{steps['replayed']:,} of {plural(steps['launched'], 'decoding step')} replayed"
+        yield "CUDA graphs", replayed + (f": {run['not_replayed']}" if run["not_replayed"] else "")
 
 
-def _graphs(run: Row, steps: Row) -> str:
-    count_of = f"{steps['replayed']:,} of {plural(steps['launched'], 'decoding step')} replayed"
-    return count_of + (f": {run['not_replayed']}" if run["not_replayed"] else "")
+def _phase_table(found: Row) -> Table:
+    rows = [{"part": part, **span} for part, spans in found.items() for span in spans]
+    return Table.of("Time by phase", PHASES, rows, left=2, spare=("spans",))
 
 
-def _setting(value: object) -> str:
-    return repr(" ".join(map(str, value))) if isinstance(value, list) else str(value)
-
-
-def _prompts(requests: Sequence[Row]) -> str:
-    shown = [
-        f"request {one['request']}: {count(one['prompt_tokens'])} tokens, {plural(one['steps'], 'step')}"
-        for one in requests[:MOST_REQUESTS]
-    ]
-    more = len(requests) - len(shown)
-    return "; ".join(shown) + (f"; and {more:,} more" if more else "")
-
-
-def _finished(run: Row) -> str:
-    if run["finished"] is None:
-        return "no: the run was killed, or goes on"
-    return f"{run['finished']}" + (f", stopped early: {run['stopped']}" if run["stopped"] else "")
-
-
-def _trigger_table(triggers: Sequence[Row]) -> Any:
-    rows = [
-        (_token(one), count(one["token_id"]), count(one["count"]), percent(one["slow_after"]))
-        for one in triggers[:MOST_TRIGGERS]
-    ]
-    more = len(triggers) - len(rows)
-    title = "Tokens that end a sentence" + (f", and {more:,} more" if more else "")
-    return table(title, ("token", "id", "count", "slow after"), rows)
-
-
-def _token(token: Row) -> str:
-    if token["token_text"] is not None:
-        return repr(token["token_text"])
-    return "(left out)" if token["token_id"] is None else "-"
-
-
-def _latency_table(found: Row) -> Any:
-    rows = [
-        (
-            kind["kind"] + (" (audited)" if kind["audited"] else ""), count(kind["n"]),
-            *(duration(kind[f"{name}_us"]) for name in ("mean", "p50", "p95", "p99")),
-        )
-        for kind in found["kinds"]
-    ]  # fmt: skip
-    speed = f"{number(found['tokens_per_second'], 1)} tokens/s"
-    title = f"Time of a step; {speed}" + (", the audit's cost included" if found["audited"] else "")
-    return table(title, ("step", "n", "mean", "p50", "p95", "p99"), rows)
-
-
-def _reads_table(found: Sequence[Row]) -> Any:
-    rows = [
-        (
-            kind["kind"], count(kind["n"]), number(kind["requests"], 1), number(kind["cached_tokens"], 0),
-            f"{number(kind['moved_bytes'] / 1e6, 2)} MB",
-        )
-        for kind in found
-    ]  # fmt: skip
-    columns = ("step", "n", "requests", "cached tokens", "K and V read")
-    return table("What a step of the batch holds and reads, in the mean", columns, rows)
-
-
-def _phase_table(found: Row) -> Any:
-    rows = [
-        (
-            part, span["name"] + ("" if span["stream"] == "main" else f" ({span['stream']})"),
-            percent(span["share"]), duration(span["total_us"]), duration(span["step_us"]),
-            count(span["spans"]),
-        )
-        for part, spans in found.items()
-        for span in spans
-    ]  # fmt: skip
-    columns = ("", "phase", "share", "total", "per step with it", "spans")
-    return table("Time by phase", columns, rows, left=2)
-
-
-def _rank_table(found: Row) -> Any:
-    rows = [
-        (
-            str(one["rank"]), count(one["steps"]), count(one["selections"]), count(one["spans"]),
-            duration(one["forward_us"]), duration(one["attention_us"]),
-            "yes" if one["finished"] else "no: killed, or goes on",
-        )
-        for one in found["each"]
-    ]  # fmt: skip
+def _rank_table(found: Row) -> Table:
     missing = ", ".join(map(str, found["missing"]))
-    title = f"Ranks: {len(rows)} of {found['size']}" + (f", without {missing}" if missing else "")
-    columns = ("rank", "steps", "selections", "spans", "pass (median)", "its attention", "finished")
-    return table(title, columns, rows)
+    title = f"Ranks: {len(found['each'])} of {found['size']}" + (f", without {missing}" if missing else "")
+    return Table.of(title, RANKS, found["each"])
 
 
 def _break_even_line(found: Row) -> str:
@@ -192,3 +147,36 @@ def _break_even_line(found: Row) -> str:
         f"step, refresh {number(found['select_us_per_token'] or 0.0, 4)} us per cached token and "
         f"{duration(found['pack_us'] or 0.0)}, {percent(found['slow_share'])} slow)"
     )
+
+
+DISAGREEMENT: Columns = {
+    "step": lambda one: f"{one['step']}" + (f" of request {one['request']}" if one["request"] else ""),
+    "gave": lambda one: "(left out)" if one["token_text"] is None else repr(one["token_text"]),
+    "full attention": dense_words,
+    "KL": (number, "kl_next_token"),
+}
+READS_TITLE = "What a step of the batch holds and reads, in the mean"
+READS: Columns = {
+    "step": (str, "kind"),
+    "n": (count, "n"),
+    "requests": (partial(number, digits=1), "requests"),
+    "cached tokens": (partial(number, digits=0), "cached_tokens"),
+    "K and V read": lambda one: f"{number(one['moved_bytes'] / 1e6, 2)} MB",
+}
+PHASES: Columns = {
+    "": (str, "part"),
+    "phase": lambda span: span["name"] + ("" if span["stream"] == "main" else f" ({span['stream']})"),
+    "share": (percent, "share"),
+    "total": (duration, "total_us"),
+    "per step with it": (duration, "step_us"),
+    "spans": (count, "spans"),
+}
+RANKS: Columns = {
+    "rank": (str, "rank"),
+    "steps": (count, "steps"),
+    "selections": (count, "selections"),
+    "spans": (count, "spans"),
+    "pass (median)": (duration, "forward_us"),
+    "its attention": (duration, "attention_us"),
+    "finished": lambda one: "yes" if one["finished"] else "no: killed, or goes on",
+}

@@ -9,8 +9,8 @@ import typer
 
 from sfi_cli import options as o
 from sfi_cli.terminal.output import Output, message
-from sfi_cli.terminal.tables import rendered, table
-from sfi_core.errors import ConfigError
+from sfi_core.errors import ConfigError, unknown
+from sfi_traces.views.table import Table
 
 FORMATS = ("table", "csv", "json")
 MOST_ROWS = 1000
@@ -44,23 +44,25 @@ def sql(
 
     form = "json" if json else form
     if form not in FORMATS:
-        raise ConfigError(f"unknown format {form!r}; expected one of {FORMATS}")
+        raise unknown("format", form, FORMATS)
     trace = Trace.open(folder)
     with Output(output, force=force) as written:
         found = Query(trace, query)
         name, times = max(Counter(found.columns).items(), key=lambda pair: pair[1], default=("", 0))
         if form == "json" and times > 1:
             raise ConfigError(f"columns must differ in name, got {name!r} {times} times; use AS")
-        write = {"table": _table_pieces, "csv": csv_text, "json": json_text}[form]
-        written.pieces(write(found.columns, found.batches()))
+        if form == "table":
+            written.data({}, lambda _: [_table(found.columns, found.batches())])
+        else:
+            written.pieces({"csv": csv_text, "json": json_text}[form](found.columns, found.batches()))
 
 
-def _table_pieces(columns: list[str], batches: Rows) -> Iterator[str]:
+def _table(columns: list[str], batches: Rows) -> Table:
     rows = chain.from_iterable(batches)
     shown = [[_cell(value) for value in row] for row in islice(rows, MOST_ROWS)]
     if next(rows, None) is not None:
         message(f"only the first {MOST_ROWS:,} rows; --format csv or json writes all")
-    yield rendered([table("", columns, shown, left=len(columns))])
+    return Table("", columns, shown, left=len(columns))
 
 
 def _cell(value: object) -> str:

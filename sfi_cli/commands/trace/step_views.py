@@ -1,21 +1,20 @@
 """A step of `sfi trace show --step`, from its document."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from functools import partial
 
-from sfi_cli.terminal.tables import count, number, pairs, plural, rendered, table
-from sfi_traces.views.labels import printable
+from sfi_cli.terminal.tables import Part
+from sfi_traces.views.labels import dense_words, printable
+from sfi_traces.views.table import Columns, Row, Table, count, number, plural
 
 MOST_ROWS = 20
 LONGEST, LONGEST_HEADS = 90, 36  # characters
 MOST_REFRESHES = 6
 
-Row = dict[str, Any]
 
-
-def step_text(found: Row) -> str:
+def step_text(found: Row) -> list[Part]:
     """Return facts of the step, the passages that it read, and the passages that it missed."""
-    parts: list[Any] = [pairs(_lines(found)), ""]
+    parts: list[Part] = [Table("", (), [*_lines(found)]), ""]
     parts += [f"note: {note}" for note in found["notes"]]
     title = "Passages that it read"
     if any(one["part"] == "all" for one in found["passages"]):
@@ -28,12 +27,15 @@ def step_text(found: Row) -> str:
         parts.append("not recorded: mass, for the imported file has none")
     elif not found["audited"]:
         parts.append("not recorded: mass, and what the step should have read (audit the step: --audit N)")
-    return rendered(parts)
+    return parts
 
 
 def _lines(found: Row) -> Iterator[tuple[str, str]]:
     kind = f"slow, {found['reason']}" if found["slow"] else "fast"
     yield "step", f"{found['step']}: {kind}, gave {printable(found['token'])!r}"
+    if dense := found["dense"]:
+        same = "the same token" if dense["argmax_agrees"] else dense_words(dense)
+        yield "full attention", f"{same}, KL {number(dense['kl_next_token'], 4)}"
     yield ("read", f"{number(found['attended'], 0)} of {count(found['context'])} tokens a KV head, on average")
     refreshed = found["refreshed"]
     if refreshed:
@@ -46,20 +48,13 @@ def _lines(found: Row) -> Iterator[tuple[str, str]]:
     yield "of", plural(looked, "KV head") + audit
 
 
-def _passages(title: str, found: Row, passages: Sequence[Row]) -> Any:
-    rows = [
-        (
-            f"{one['first']}-{one['last']}", one["part"], _shortened(one["text"]), _where(one["places"]),
-            f"{one['heads']:,}", count(one["tokens"]), number(one["mass"], 4),
-        )
-        for one in passages[:MOST_ROWS]
-    ]  # fmt: skip
-    if more := len(passages) - len(rows):
-        title += f"; the first {len(rows)}, and {more:,} more in --json"
+def _passages(title: str, found: Row, passages: Sequence[Row]) -> Table:
+    if (more := len(passages) - MOST_ROWS) > 0:
+        title += f"; the first {MOST_ROWS}, and {more:,} more in --json"
     if found["audited"]:
         held = sum(one["mass"] or 0.0 for one in passages)
         title += f"; all hold {held:.1%} of the attention"
-    return table(title, ("positions", "part", "text", "layer: heads", "heads", "tokens", "mass"), rows, left=4)
+    return Table.of(title, PASSAGES, passages[:MOST_ROWS], left=4, spare=("layer: heads", "tokens"))
 
 
 def _heads(places: Sequence[Row]) -> int:
@@ -77,3 +72,14 @@ def _shortened(text: str) -> str:
         return text
     half = (LONGEST - 3) // 2
     return f"{text[:half]} … {text[-half:]}"
+
+
+PASSAGES: Columns = {
+    "positions": lambda one: f"{one['first']}-{one['last']}",
+    "part": (str, "part"),
+    "text": (_shortened, "text"),
+    "layer: heads": (_where, "places"),
+    "heads": (count, "heads"),
+    "tokens": (count, "tokens"),
+    "mass": (partial(number, digits=4), "mass"),
+}

@@ -1,29 +1,29 @@
 """The tables of `sfi trace show` about supports, retained mass and selections."""
 
-from typing import Any
-
-from sfi_cli.terminal.tables import count, number, percent, table
 from sfi_traces.views.labels import span
+from sfi_traces.views.table import Row, Table, count, number, percent
 
-WORST_HEADS = 5
 SPREAD = ("mean", "sd", "p5", "p50", "p95")
 
-Row = dict[str, Any]
+
+def by_layer(found: Row) -> list[tuple[str, Row]]:
+    """List the values of all layers, and of each."""
+    return [("all", found), *((str(one["layer"]), one) for one in found["layers"])]
 
 
-def stability_table(found: Row) -> Any:
+def stability_table(found: Row) -> Table:
     """Show the overlap of consecutive supports, within sentences and across boundaries."""
     rows = [
         (place, kind, *_spread(values[key]))
-        for place, values in [("all", found), *((str(one["layer"]), one) for one in found["layers"])]
+        for place, values in by_layer(found)
         for kind, key in (("within a sentence", "within"), ("across a boundary", "across"))
     ]
     chance = f"of two random ones {number(found['chance'])}"
     title = f"Overlap coefficient of consecutive supports ({chance})"
-    return table(title, ("layer", "steps", *SPREAD, "n"), rows, left=2)
+    return Table(title, ("layer", "steps", *SPREAD, "n"), rows, left=2)
 
 
-def lag_table(found: Row) -> Any:
+def lag_table(found: Row) -> Table:
     """Show how the overlap with the support of the last refresh falls."""
     rows = []
     for lag in found["lags"]:
@@ -34,13 +34,13 @@ def lag_table(found: Row) -> Any:
     since = "last refresh" if recorded else "last step that Eq. 5 makes slow"
     title = f"Overlap with the support at the {since}, by steps since then"
     columns = ("lag", "mean", *SPREAD[2:], "n", "at refreshes", "n")
-    return table(title, columns, rows)
+    return Table(title, columns, rows)
 
 
-def audit_table(found: Row) -> Any:
+def audit_table(found: Row) -> Table:
     """Show by layer the mass that fast steps retained, their output error, and the query cosine."""
     rows = []
-    for place, one in [("all", found), *((str(one["layer"]), one) for one in found["layers"])]:
+    for place, one in by_layer(found):
         names = ("retained_mass", "retained_mass_min", "top_1_read", "output_error", "query_cosine")
         kept, least, top_1, error, cosine = (one[name] for name in names)
         rows.append(
@@ -53,34 +53,27 @@ def audit_table(found: Row) -> Any:
         )  # fmt: skip
     title = "Audited steps: mass that fast ones retained and their error, query cosine of all"
     columns = (
-        "layer", "retained", "p5", "min", "n", "least head", "top-1 read", "output error", "p95",
-        "query cosine", "p5",
+        "layer", "retained", "p5", "min", "n", "least head", "top-1 read", "output error", "error's p95",
+        "query cosine", "cosine's p5",
     )  # fmt: skip
-    return table(title, columns, rows)
-
-
-def worst_heads_line(found: Row) -> str:
-    """Name the KV heads that retain the least mass."""
-    if not found["heads"]:
-        return "no fast step was audited, so there is neither retained mass nor output error\n"
-    heads = (
-        f"layer {head['layer']} head {head['head']} {number(head['retained_mass']['mean'])}"
-        for head in found["heads"][:WORST_HEADS]
-    )
-    return f"least retained by {', '.join(heads)}\n"
+    return Table(title, columns, rows, spare=("cosine's p5", "error's p95", "p5"))
 
 
 def logits_line(found: Row) -> str:
     """Say how far the next token's distribution is from dense attention's."""
+    return f"next token: {compared_words(found)} fast steps\n"
+
+
+def compared_words(found: Row) -> str:
+    """Say how far next-token distributions are from dense attention's, and of how many."""
     kl = found["kl_next_token"]
     return (
-        f"next token: KL {number(kl['mean'], 4)} nats on average, p95 {number(kl['p95'], 4)}, at most "
-        f"{number(kl['max'], 4)}; same most probable token in {percent(found['argmax_agreement'])} of "
-        f"{count(kl['n'])} fast steps\n"
+        f"KL {number(kl['mean'], 4)} nats on average, p95 {number(kl['p95'], 4)}, at most {number(kl['max'], 4)}; "
+        f"same most probable token in {percent(found['argmax_agreement'])} of {count(kl['n'])}"
     )
 
 
-def selection_table(found: Row) -> Any:
+def selection_table(found: Row) -> Table:
     """Show the overlap of consecutive selections, lambda*, and what codescan's scores say."""
     names = {
         "overlap_previous": "overlap with the one before",
@@ -98,7 +91,7 @@ def selection_table(found: Row) -> Any:
     title = "Selections"
     if clipped is not None:
         title += f"; lambda* is clipped in {percent(clipped)} of them"
-    return table(title, ("", *SPREAD, "n"), rows)
+    return Table(title, ("", *SPREAD, "n"), rows)
 
 
 def coverage_line(found: Row) -> str:

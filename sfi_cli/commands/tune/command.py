@@ -84,6 +84,7 @@ def tune(
         Path | None, o.option(o.OUTPUT, "Draw trials, front and what was measured to a .png or .svg.")
     ] = None,
     force: o.Force = False,
+    wide: o.Wide = False,
     json: o.Json = False,
     quiet: o.Quiet = False,
 ) -> None:
@@ -116,7 +117,7 @@ def tune(
         raise ConfigError("prompt-file and batch must come with --confirm, got none")
     options = {"trigger_policy": trigger_policy, "t_max": t_max, "budget": budget}
     axes, trigger_sets = texts(DIMENSIONS, search, options), named_strings(trigger_set)
-    with Output(output, plot=plot, force=force, json=json, quiet=quiet) as written:
+    with Output(output, plot=plot, force=force, json=json, quiet=quiet, wide=wide) as written:
         tuning = Tuning.of(
             [Trace.open(path) for path in traces],
             axes=axes,

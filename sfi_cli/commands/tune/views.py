@@ -1,28 +1,29 @@
 """The tables of `sfi tune`, from its document."""
 
-from typing import Any
+from functools import partial
 
-from sfi_cli.commands.trace.replay.views import OUTCOME, SETTINGS, outcome_cells, setting_cell, setting_values
-from sfi_cli.terminal.tables import number, percent, plural, table, wrapped
+from sfi_cli.commands.trace.replay.views import OUTCOME, everywhere, texts_of, varied
+from sfi_cli.terminal.tables import Part
+from sfi_traces.views.table import Columns, Row, Table, number, percent, plural
 
 ROWS = 16  # of the front
 LEFT_OUT = ("worst", "overlap")  # columns of a replay that the front does not show
-CONFIRMED = ("", "slow", "kept, predicted", "may be off by", "measured", "off by", "steps", "KL", "argmax",
-             "tokens/s", "answer")  # fmt: skip
 ANSWERS = {True: "right", False: "WRONG", None: "-"}
 
 
-def tune_text(document: dict[str, Any]) -> str:
+def tune_text(document: Row) -> list[Part]:
     """Return the front, the real runs and the chosen setting."""
-    blocks: list[Any] = [_heading(document), "", _front(document)]
-    blocks += _legend(document)
+    parts: list[Part] = [_heading(document), "", _front(document)]
+    parts += _legend(document)
     if document["confirmed"]:
-        blocks += ["", _confirmed(document), *_confirmed_notes(document)]
+        title = "Run for real: retained mass of fast steps, predicted (at least) and measured, over compared steps"
+        spare = ("may be off by", "steps", "kept, predicted", "slow")
+        parts += ["", Table.of(title, CONFIRMED, document["confirmed"], spare=spare), *_confirmed_notes(document)]
     place = next(i for i, row in enumerate(document["front"], 1) if row["chosen"])
-    return wrapped([*blocks, "", f"Chosen: {place}, {document['rule']}."])
+    return [*parts, "", f"Chosen: {place}, {document['rule']}."]
 
 
-def _heading(document: dict[str, Any]) -> str:
+def _heading(document: Row) -> str:
     objectives = ", ".join(f"{one['direction']} {one['name']}" for one in document["objectives"])
     return (
         f"{', '.join(document['traces'])}: {document['model']}, {plural(document['requests'], 'request')}, "
@@ -31,69 +32,35 @@ def _heading(document: dict[str, Any]) -> str:
     )
 
 
-def _front(document: dict[str, Any]) -> Any:
+def _front(document: Row) -> Table:
     front = document["front"]
     confirmed = {row["place"] for row in document["confirmed"]}
     shown = _shown(front, confirmed)
-    rows = [(str(place + 1), front[place], place in confirmed) for place in shown]
-    rows.append(("*", document["recorded"], False))
-    varied = [name for name in SETTINGS if len(setting_values([row for _, row, _ in rows], name)) > 1]
+    rows = [{"": f"{at + 1}{' >' * front[at]['chosen']}{' x' * (at in confirmed)}", **front[at]} for at in shown]
+    rows.append({"": "*", **document["recorded"]})
     more = f", {len(shown)} of {len(front)} settings shown" if len(shown) < len(front) else ""
-    return table(
-        f"Pareto front as replayed, cheapest first{more} (byte model: batch {document['batch']})",
-        ["", *(SETTINGS[name] for name in varied), *(n for n in OUTCOME if n not in LEFT_OUT)],
-        [
-            [
-                name + (" >" if row.get("chosen") else "") + (" x" if ran else ""),
-                *(setting_cell(row[name]) for name in varied),
-                *(cell for n, cell in zip(OUTCOME, outcome_cells(row), strict=True) if n not in LEFT_OUT),
-            ]
-            for name, row, ran in rows
-        ],
-        left=1 + len({"policy", "triggers"} & set(varied)),
-    )
+    title = f"Pareto front as replayed, cheapest first{more} (byte model: batch {document['batch']})"
+    settings = varied(rows)
+    outcome = {name: one for name, one in OUTCOME.items() if name not in LEFT_OUT}
+    columns = {"": (str, "")} | settings | outcome
+    return Table.of(title, columns, rows, left=1 + texts_of(settings), spare=("p5", "at most", "MB/token"))
 
 
-def _shown(front: list[dict[str, Any]], confirmed: set[int]) -> list[int]:
+def _shown(front: list[Row], confirmed: set[int]) -> list[int]:
     # places evenly over the front, with the chosen and the confirmed settings
     wanted = confirmed | {place for place, row in enumerate(front) if row["chosen"]}
     step = max(1, -(-len(front) // ROWS))
     return sorted(wanted | set(range(0, len(front), step)) | {len(front) - 1})
 
 
-def _legend(document: dict[str, Any]) -> list[str]:
-    rows = [*document["front"], document["recorded"]]
-    same = [f"{SETTINGS[name]} {values[0]}" for name in SETTINGS if len(values := setting_values(rows, name)) == 1]
+def _legend(document: Row) -> list[str]:
     own, budget = document["recorded_budget"], document["recorded"]["budget"]
     cut = f", but for its budget of {own:,}: the audit recorded {budget:,}" if budget < own else ""
     marks = f"* the trace's own setting{cut}; > chosen; x run for real."
-    return [*([f"Everywhere: {', '.join(same)}."] if same else []), marks]
+    return [*everywhere([*document["front"], document["recorded"]]), marks]
 
 
-def _confirmed(document: dict[str, Any]) -> Any:
-    return table(
-        "Run for real: retained mass of fast steps, predicted (at least) and measured, over compared steps",
-        CONFIRMED,
-        [
-            [
-                str(row["place"] + 1),
-                percent(row["measured"]["slow_rate"]),
-                number(row["predicted"]["retained_mass"]),
-                number(row["stated_error"]),
-                number(row["measured"]["retained_mass"]),
-                f"{row['error']:+.3f}" + ("" if row["within"] in (True, None) else " !"),
-                f"{row['steps']} of {row['recorded_steps']}",
-                number(row["kl_next_token"], 4),
-                percent(row["argmax_agreement"]),
-                number(row["decode_tokens_per_second"], 1),
-                ANSWERS[row["exact_match"]],
-            ]
-            for row in document["confirmed"]
-        ],
-    )
-
-
-def _confirmed_notes(document: dict[str, Any]) -> list[str]:
+def _confirmed_notes(document: Row) -> list[str]:
     rows = document["confirmed"]
     mean = sum(abs(row["error"]) for row in rows) / len(rows)
     lines = [
@@ -108,3 +75,18 @@ def _confirmed_notes(document: dict[str, Any]) -> list[str]:
     if any(row["steps"] < row["recorded_steps"] for row in chosen):
         lines.append("The chosen setting writes other tokens than the trace: read them before you use it.")
     return lines
+
+
+CONFIRMED: Columns = {
+    "": lambda row: str(row["place"] + 1),
+    "slow": lambda row: percent(row["measured"]["slow_rate"]),
+    "kept, predicted": lambda row: number(row["predicted"]["retained_mass"]),
+    "may be off by": (number, "stated_error"),
+    "measured": lambda row: number(row["measured"]["retained_mass"]),
+    "off by": lambda row: f"{row['error']:+.3f}" + ("" if row["within"] in (True, None) else " !"),
+    "steps": lambda row: f"{row['steps']} of {row['recorded_steps']}",
+    "KL": (partial(number, digits=4), "kl_next_token"),
+    "argmax": (percent, "argmax_agreement"),
+    "tokens/s": (partial(number, digits=1), "decode_tokens_per_second"),
+    "answer": (ANSWERS.__getitem__, "exact_match"),
+}

@@ -2,10 +2,9 @@
 
 from typing import Any
 
-from sfi_cli.terminal.tables import number, percent, plural, table, wrapped
+from sfi_cli.terminal.tables import Part
+from sfi_traces.views.table import Columns, Row, Table, number, percent, plural
 
-COLUMNS = ("layer", "clusters", "representatives", "alike within", "between")
-COMPARED = ("layer", "pairs that agree", "least", "same representatives")
 AGREEMENT = ("agreement", "agreement_least", "same_representatives")
 COMPARISON = (
     "pairs that agree: head pairs that two parts both put together or both keep apart, the mean over every "
@@ -14,9 +13,10 @@ COMPARISON = (
 TRIVIAL = " One cluster, or a cluster for each head: there the pairs agree whatever the texts."
 
 
-def heads_text(document: dict[str, Any]) -> str:
+def heads_text(document: dict[str, Any]) -> list[Part]:
     """Return the clusters of each layer, and how far the parts agree."""
-    blocks: list[Any] = [_heading(document), "", _clusters(document["layers"])]
+    found = Table.of("Clusters of KV heads", CLUSTERS, document["layers"], left=3)
+    blocks: list[Part] = [_heading(document), "", found]
     blocks.append(
         f"alike: overlap of the top {document['top_k']:,} of two heads, of one cluster or of two, over "
         f"{plural(document['steps'], 'step')}; a dash where there is no such pair."
@@ -25,32 +25,14 @@ def heads_text(document: dict[str, Any]) -> str:
         blocks += ["", *_robustness(document)]
     if not document["digest"]:
         blocks += ["", "The head file does not say which checkpoint it is of; add --model."]
-    return wrapped(blocks)
+    return blocks
 
 
-def _heading(document: dict[str, Any]) -> str:
+def _heading(document: Row) -> str:
     places = ", ".join(document.get("traces") or document["files"])
     return (
         f"{document['model']}, {plural(document['texts'], 'text')} of {places}: "
         f"{plural(document['clusters'], 'cluster')} a layer"
-    )
-
-
-def _clusters(layers: list[dict[str, Any]]) -> Any:
-    return table(
-        "Clusters of KV heads",
-        COLUMNS,
-        [
-            [
-                str(one["layer"]),
-                _groups(one["cluster_of"]),
-                ", ".join(map(str, one["representatives"])),
-                number(one["similarity_within"]),
-                number(one["similarity_between"]),
-            ]
-            for one in layers
-        ],
-        left=3,
     )
 
 
@@ -62,18 +44,33 @@ def _groups(cluster_of: list[int]) -> str:
     )
 
 
-def _robustness(document: dict[str, Any]) -> list[Any]:
-    rows = [[str(one["layer"]), *(percent(one[name]) for name in AGREEMENT)] for one in document["layers"]]
-    rows.append(["all", *(percent(_mean(document["layers"], name)) for name in AGREEMENT)])
+def _robustness(document: Row) -> list[Part]:
+    layers = document["layers"]
+    rows = [*layers, {"layer": "all", **{name: _mean(layers, name) for name in AGREEMENT}}]
     return [
-        table(f"{document['parts']} disjoint parts of the texts, clustered alone", COMPARED, rows),
+        Table.of(f"{document['parts']} disjoint parts of the texts, clustered alone", COMPARED, rows),
         COMPARISON + (TRIVIAL if all(map(_alone, document["layers"])) else ""),
     ]
 
 
-def _mean(layers: list[dict[str, Any]], name: str) -> float:
+def _mean(layers: list[Row], name: str) -> float:
     return sum(float(one[name]) for one in layers) / len(layers)
 
 
-def _alone(one: dict[str, Any]) -> bool:
+def _alone(one: Row) -> bool:
     return len(one["representatives"]) in (1, len(one["cluster_of"]))
+
+
+CLUSTERS: Columns = {
+    "layer": (str, "layer"),
+    "clusters": (_groups, "cluster_of"),
+    "representatives": lambda one: ", ".join(map(str, one["representatives"])),
+    "alike within": (number, "similarity_within"),
+    "between": (number, "similarity_between"),
+}
+COMPARED: Columns = {
+    "layer": (str, "layer"),
+    "pairs that agree": (percent, "agreement"),
+    "least": (percent, "agreement_least"),
+    "same representatives": (percent, "same_representatives"),
+}

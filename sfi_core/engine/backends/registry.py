@@ -10,7 +10,7 @@ from sfi_core.engine.backends import triton as triton_backend
 from sfi_core.engine.layer import Layer
 from sfi_core.engine.refresh import end_prompt
 from sfi_core.engine.run import Run
-from sfi_core.errors import BackendError, ConfigError
+from sfi_core.errors import BackendError, unknown
 from sfi_core.settings.engine import BACKENDS, PAGE_SIZE
 from sfi_core.state.layer_shape import LayerShape
 from sfi_kernels.attention_tile.shape import check_limits
@@ -51,7 +51,7 @@ def _tiered(layer: Layer, query_BHGTD: torch.Tensor) -> torch.Tensor:
 def check_backend(backend: str, device: torch.device) -> None:
     """Refuse a backend that is unknown (`ConfigError`) or cannot run on a device (`BackendError`)."""
     if backend not in BACKENDS:
-        raise ConfigError(f"unknown backend {backend!r}; expected one of {BACKENDS}")
+        raise unknown("backend", backend, BACKENDS)
     if backend == "triton":
         try:
             check_device(device)

@@ -228,10 +228,9 @@ class Drafts:
         ours = [one.logits_V for one in tested if one.logits_V is not None]
         if not ours:
             return
-        kl_R, agrees_R = compare_logits(torch.stack(ours), logits_WV[: len(ours)])
+        compared = compare_logits(torch.stack(ours), logits_WV[: len(ours)])
         steps = tuple(range(first, first + len(ours)))
-        event = LogitsEvent(requests=(state.request,) * len(ours), steps=steps, kl_R=kl_R, agrees_R=agrees_R)
-        self.run.observer.on(event)
+        self.run.observer.on(LogitsEvent(requests=(state.request,) * len(ours), steps=steps, **compared))
 
 
 def matching(draft: Sequence[int], token_W: Sequence[int]) -> int:

@@ -53,9 +53,9 @@ class Shadow:
         dense_BV, self._dense_BV = self._dense_BV, None
         rows = audited_rows(run)
         chosen = torch.tensor(rows, device=logits_BV.device)
-        kl_R, agrees_R = compare_logits(logits_BV[chosen], dense_BV[chosen])
+        compared = compare_logits(logits_BV[chosen], dense_BV[chosen])
         steps = tuple(run.requests[row].step for row in rows)
-        run.observer.on(LogitsEvent(requests=run.requests_of(rows), steps=steps, kl_R=kl_R, agrees_R=agrees_R))
+        run.observer.on(LogitsEvent(requests=run.requests_of(rows), steps=steps, **compared))
 
 
 def audited_rows(run: Run) -> tuple[int, ...]:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
-from sfi_core.errors import ConfigError
+from sfi_core.errors import ConfigError, unknown
 from sfi_core.hosts.transformers.lossless import check_drafts
 from sfi_core.hosts.transformers.stores import engine_for
 from sfi_core.policies import policy_class
@@ -111,7 +111,7 @@ class DecodeSettings:
             policy_class(policy)
         for baseline in self.baselines:
             if baseline not in BASELINES:
-                raise ConfigError(f"unknown baseline {baseline!r}; expected one of {BASELINES}")
+                raise unknown("baseline", baseline, BASELINES)
         if not self.policies and not self.baselines:
             raise ConfigError("policy must name at least one, got none")
 

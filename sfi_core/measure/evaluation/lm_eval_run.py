@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 
-from sfi_core.errors import BackendError, ConfigError, SfiError
+from sfi_core.errors import ConfigError, SfiError, not_installed
 from sfi_core.models.load import first_line
 
 MODEL = "sfi_core.measure.evaluation.lm_eval_model:SfiLM"
@@ -22,7 +22,7 @@ def run_lm_eval(words: Sequence[str]) -> None:
     """
     missing = [name for name in ("lm_eval", "accelerate") if find_spec(name) is None]
     if missing:
-        raise BackendError(f"lm-eval needs {missing[0]}, which is not installed; pip install 'sfi-toolkit[eval]'")
+        raise not_installed("lm-eval needs", missing[0], "eval")
     # lm-eval is slow to import, and optional
     from lm_eval.__main__ import cli_evaluate  # noqa: PLC0415
     from lm_eval.api.registry import model_registry  # noqa: PLC0415

@@ -5,7 +5,7 @@ from importlib.util import find_spec
 import numpy as np
 import numpy.typing as npt
 
-from sfi_core.errors import BackendError, ConfigError
+from sfi_core.errors import ConfigError, not_installed
 from sfi_core.measure.heads.similarity import Matrix
 
 STARTS, ROUNDS = 32, 100  # seeded starts of K-Means, and its most iterations
@@ -17,7 +17,7 @@ Labels = tuple[int, ...]
 def check_scipy() -> None:
     """Raise `BackendError` if SciPy is not installed."""
     if find_spec("scipy") is None:
-        raise BackendError("head clusters need scipy, which is not installed; pip install 'sfi-toolkit[tune]'")
+        raise not_installed("head clusters need", "scipy", "tune")
 
 
 def check_count(clusters: int, heads: int) -> None:

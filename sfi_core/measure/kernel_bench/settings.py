@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sfi_core.errors import BackendError, ConfigError
+from sfi_core.errors import BackendError, ConfigError, unknown
 from sfi_core.settings.engine import BACKENDS
 
 OPS = (
@@ -65,9 +65,9 @@ class KernelSettings:
         """Refuse settings that cannot be measured."""
         for op in self.ops:
             if op not in OPS:
-                raise ConfigError(f"unknown op {op!r}; expected one of {OPS}")
+                raise unknown("op", op, OPS)
         if self.dtype not in DTYPES:
-            raise ConfigError(f"unknown dtype {self.dtype!r}; expected one of {tuple(DTYPES)}")
+            raise unknown("dtype", self.dtype, DTYPES)
         for name in ("heads", "kv_heads", "head_dim", "context", "batch", "repeats"):
             value = getattr(self, name)
             if value is not None and value <= 0:
@@ -97,7 +97,7 @@ class KernelSettings:
     def for_sweep(cls, sweep: str, ops: tuple[str, ...] | None, **shape: object) -> "KernelSettings":
         """Make the settings of a sweep over the retentions of Table 1 that the context allows."""
         if sweep not in SWEEPS:
-            raise ConfigError(f"unknown sweep {sweep!r}; expected one of {SWEEPS}")
+            raise unknown("sweep", sweep, SWEEPS)
         whole = cls(**{**shape, "retentions": (1.0,)})  # type: ignore[arg-type]
         least = whole.sink + whole.recent + 1
         reachable = tuple(share for share in TABLE_1 if whole.attended(share) >= least)
@@ -146,7 +146,7 @@ class KernelSettings:
 def resolve_backend(name: str, device: torch.device) -> str:
     """Pick the backend: Triton on CUDA, PyTorch elsewhere; raise `BackendError` for Triton elsewhere."""
     if name not in BACKENDS:
-        raise ConfigError(f"unknown backend {name!r}; expected one of {BACKENDS}")
+        raise unknown("backend", name, BACKENDS)
     if name == "auto":
         return "triton" if device.type == "cuda" else "torch"
     if name == "triton" and device.type != "cuda":

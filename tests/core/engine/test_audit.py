@@ -169,6 +169,8 @@ def test_the_shadows_distribution_is_dense_attentions():
     assert (event.steps, event.requests) == ((1,), (0,))
     assert float(event.kl_R[0]) == pytest.approx(expected, rel=1e-3)
     assert bool(event.agrees_R[0]) == bool(ours.argmax() == dense.argmax())
+    assert int(event.dense_token_R[0]) == int(dense.argmax())
+    assert float(event.dense_probability_R[0]) == pytest.approx(float(dense.max()), rel=1e-4)
 
 
 def test_with_room_for_everything_nothing_is_lost():

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sfi_core.errors import BackendError, ConfigError
+from sfi_core.errors import ConfigError, not_installed
 from sfi_traces.views.captions import Caption, subject
 from sfi_traces.views.labels import SLOW
 from sfi_traces.views.view import View
@@ -27,7 +27,7 @@ MARGIN, TITLE, LINE = 0.12, 0.27, 0.165  # inches
 def check_matplotlib(what: str) -> None:
     """Raise `BackendError` if matplotlib is not installed; `what`, such as "plots", is in the message."""
     if find_spec("matplotlib") is None:
-        raise BackendError(f"{what} need matplotlib, which is not installed; pip install 'sfi-toolkit[plots]'")
+        raise not_installed(f"{what} need", "matplotlib", "plots")
 
 
 def check_plot(path: Path) -> None:

@@ -7,7 +7,7 @@ import duckdb
 
 from sfi_core.errors import SfiError
 from sfi_traces.health import run_measures, selection_measures, support_measures
-from sfi_traces.health.measured import Measured, Unjudged
+from sfi_traces.health.measured import BEGINNING, Measured, Unjudged
 from sfi_traces.health.rules import IMPORTED, PROBLEM, RECORD, RULES, Rule
 from sfi_traces.model.trace import Trace
 from sfi_traces.summary.scope import Scope
@@ -98,6 +98,7 @@ def _findings(rule: Rule, found: list[Measured], *, imported: bool) -> list[dict
 
 def _message(rule: Rule, worst: Measured, beyond: int, places: int) -> str:
     value = f"{100 * worst.value:.0f} %" if rule.percent else f"{worst.value:.2f}"
+    of = f"the first {BEGINNING}" if worst.of_beginning else f"the {worst.n:,}"
     where = f"request {worst.request}"
     if worst.layer is not None:
         where += f", layer {worst.layer}"
@@ -107,7 +108,9 @@ def _message(rule: Rule, worst: Measured, beyond: int, places: int) -> str:
             kind = "KV heads"
         others = f"and {beyond - 1} more" if beyond > 1 else "alone"
         where += f", {others} of {places} {kind}"
-    return f"{rule.means.format(value=value)} ({where})"
+    if worst.of_beginning:
+        where = f"{100 * (worst.whole or 0):.1f} % of all {worst.n:,}; {where}"
+    return f"{rule.means.format(value=value, of=of)} ({where})"
 
 
 __all__ = ["RULES", "judge", "line", "problems", "quick_problems"]

@@ -13,22 +13,31 @@ class Unjudged(Exception):  # noqa: N818 - no error: a rule that does not apply
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One value of a rule, of `n` samples; layer and head are None for a value of all."""
+    """One value of a rule, of `n` samples; layer and head are None for a value of all.
+
+    `whole` is the value of all samples, where `value` may be that of the first `BEGINNING`; else None.
+    """
 
     request: int
     layer: int | None
     head: int | None
     value: float
     n: int
+    whole: float | None = None
+
+    @property
+    def of_beginning(self) -> bool:
+        """Whether the value is that of the first samples alone."""
+        return self.whole is not None and self.value > self.whole
 
 
 def worse_of_beginning(value: str) -> str:
-    """Write the SQL of a mean over all rows, or over the first rows by `place` if that is larger.
+    """Write the SQL of a mean over all rows as column `whole`, then of that over the first rows if it is larger.
 
     A run that went wrong often ends in repetition, which is easy to predict and hides errors at the
     beginning.
     """
-    return f"greatest(avg({value}), avg({value}) FILTER (place <= {BEGINNING}))"
+    return f"avg({value}) AS whole, greatest(avg({value}), avg({value}) FILTER (place <= {BEGINNING}))"
 
 
 def by_head(scope: Scope, value: str, source: str, samples: str = "count(*)") -> list[Measured]:
@@ -45,6 +54,8 @@ def by_head(scope: Scope, value: str, source: str, samples: str = "count(*)") ->
 def measured(scope: Scope, query: str) -> list[Measured]:
     """Run a query and convert its rows; a null value becomes 0."""
     return [
-        Measured(row["request"], row.get("layer"), row.get("head"), float(row["value"] or 0), row["n"])
+        Measured(
+            row["request"], row.get("layer"), row.get("head"), float(row["value"] or 0), row["n"], row.get("whole")
+        )
         for row in scope.rows(query)
     ]

@@ -26,7 +26,7 @@ class Rule:
         threshold: Values of at least this are beyond the rule; `reason` says why.
         least: `samples` (refreshes, steps, tokens) that a value needs to be judged.
         share: Share of a request's KV heads that must be beyond the threshold.
-        means: The finding in words, with `{value}`, a percentage where `percent`.
+        means: The finding in words, with `{value}`, a percentage where `percent`, perhaps of `{of}` samples.
         advice_imported: The advice where another engine selected; "" for the same.
         needs: How to record what the rule needs.
         unnests: Whether the rule unnests lists of positions, which takes longer.
@@ -102,8 +102,8 @@ RULES = (
         reason="a note, for the clip is what the presets rest on: measured 100 % in runs whose answers are "
         "right as in those whose are wrong. Eq. 17 gives .89 to 1.0 before the clip (evidence is "
         "concentrated, the prior is not), against a clip of .02",
-        means="lambda* stands at its clip in {value} of the refreshes: Eq. 17 decides nothing, the prior's "
-        "weight is the constant selector.lambda_clip",
+        means="lambda* stands at its clip in {value} of the refreshes: the weight of the prior (position and "
+        "key norm) is the constant selector.lambda_clip",
         advice="nothing, if the clip is meant as the weight; it is small, so the evidence decides. Raising "
         "the clip gives the prior just that weight; only a clip above Eq. 17's own value lets lambda* vary",
     ),
@@ -167,7 +167,7 @@ RULES = (
         "the last layer) the first of thousands of equals says nothing, and a run that drops it may have the "
         "right answer. A fifth of such steps, or of the first 32, whichever is more: measured .06 in the run "
         "with the right answer, .25 to .90 in four with a wrong one; .09 with scores of zero (others see it)",
-        means="the most probable position of dense attention was not read in {value} of the steps where it "
+        means="the most probable position of dense attention was not read in {value} of {of} steps where it "
         "stands out",
         advice="raise budget, or refresh more often (t_max, triggers); retained mass alone does not show "
         "this",
@@ -195,7 +195,7 @@ RULES = (
         "more: a run that has gone wrong repeats a word, and dense attention then repeats it too. Measured 0 "
         "in the run with the right answer, .13 to .34 in four with a wrong one (.06 with scores of zero). Of "
         "32 steps 10 % are four; where one step in 100 differs, that comes once in 3,000 runs",
-        means="{value} of the fast steps have another most probable token than dense attention",
+        means="{value} of {of} fast steps have another most probable token than dense attention",
         advice="see what the other rules say of the selection; raise budget, lower t_max, or use --lossless",
     ),
     Rule(

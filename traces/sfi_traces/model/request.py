@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Sequence
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -12,6 +13,7 @@ from sfi_traces.model.memory import Ints, Memory
 from sfi_traces.model.selections import Selections
 from sfi_traces.model.steps import Steps
 from sfi_traces.model.trace import Place, Trace, of_request, rows_of
+from sfi_traces.schema import TABLES
 
 NO_TOKEN = -1  # a redacted token that is no trigger
 
@@ -45,6 +47,18 @@ class Request:
         steps = self.steps
         config = self.trace.manifest["config"]
         return Memory.of(config, steps.slow, steps.context.astype(np.int64))
+
+    @cached_property
+    def compared(self) -> dict[int, dict[str, Any]]:
+        """The row of the table `logits` of each step whose next token was compared with dense attention's."""
+        rows = self.trace.rows("logits", TABLES["logits"].names, self.wanted())
+        return {row["step"]: row for row in rows.to_pylist()}
+
+    @cached_property
+    def disagreeing(self) -> list[int]:
+        """The steps where dense attention has another most probable token; lossless runs give its own."""
+        steps = sorted(step for step, row in self.compared.items() if not row["argmax_agrees"])
+        return [] if self.trace.lossless else steps
 
     @property
     def segments(self) -> tuple[int, Ints | None]:

@@ -184,7 +184,9 @@ class TraceRows:
         }
         self.tables["supports"].add_columns(len(index_HK), columns)
 
-    def on_logits(self, event: LogitsEvent, kl_R: Array, agrees_R: Array) -> None:
+    def on_logits(
+        self, event: LogitsEvent, kl_R: Array, agrees_R: Array, dense_token_R: Array, dense_probability_R: Array
+    ) -> None:
         """Add the next-token comparison of an audited step, or of tested drafts."""
         requests = [self._first + request for request in event.requests]
         columns = {
@@ -192,6 +194,9 @@ class TraceRows:
             "step": np.array(event.steps),
             "kl_next_token": kl_R,
             "argmax_agrees": agrees_R,
+            "dense_token_id": None if self._redacted else dense_token_R,
+            "dense_token_text": self._texts(dense_token_R),
+            "dense_probability": dense_probability_R,
         }
         self.tables["logits"].add_columns(len(requests), columns)
 

@@ -53,6 +53,7 @@ class Frame:
         audited: Whether the step has a strip.
         measures: Retained mass and overlaps by column name; None where not recorded.
         lambda_star: Mean lambda* of a refresh; None without a Selector.
+        dense: The row of `logits`, if dense attention has another most probable token.
     """
 
     step: int
@@ -68,6 +69,7 @@ class Frame:
     audited: bool
     measures: dict[str, float | None]
     lambda_star: float | None
+    dense: dict[str, Any] | None
 
 
 class Playback:
@@ -163,6 +165,7 @@ class Playback:
             audited=self.audited(step),
             measures=_means(self._supports.at(step), MEASURES),
             lambda_star=_means(self._selections.at(step), ["lambda_star"])["lambda_star"],
+            dense=self.recorded.compared[step] if step in self.recorded.disagreeing else None,
         )
 
     def sentence_begin(self, step: int) -> int:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any, Self
 
-from sfi_core.errors import ConfigError, TraceError
+from sfi_core.errors import ConfigError, TraceError, unknown
 from sfi_core.settings.config import TRIGGER_POLICIES, SfiConfig
 from sfi_traces.model.trace import Trace
 
@@ -74,7 +74,7 @@ def check_effect(names: Iterable[str], policies: Sequence[str]) -> None:
     """Raise `ConfigError` for a setting that none of some trigger policies uses, or an unknown policy."""
     for policy in policies:
         if policy not in RULES:
-            raise ConfigError(f"unknown trigger-policy {policy!r}; expected one of {tuple(RULES)}")
+            raise unknown("trigger-policy", policy, RULES)
     for name in sorted(names):
         if not any(uses(policy, name) for policy in policies):
             users = " or ".join(rule for rule, used in RULES.items() if name in used)

@@ -3,24 +3,27 @@
 from importlib.util import find_spec
 from typing import Any
 
-from sfi_core.errors import BackendError, TraceError
+from sfi_core.errors import TraceError, not_installed
 from sfi_traces.health import judge
-from sfi_traces.report.facts import SECTIONS, cards, tables
 from sfi_traces.report.packed_reads import what_steps_read
 from sfi_traces.report.page import page
-from sfi_traces.report.text import generated, prompt
+from sfi_traces.report.text import disagreements, generated, prompt
 from sfi_traces.summary import sections
 from sfi_traces.views.captions import subject
+from sfi_traces.views.facts import SECTIONS, facts, further_facts, latency_table, run_table, trigger_table
+from sfi_traces.views.table import Table
 from sfi_traces.views.view import View
 
 SCRIPTS = ("page.js", "reading.js")
+# facts with a card of their own; health has a section
+CARDS = ("full attention's token", "drafts kept", "retained mass", "cache read", "tokens/s")
 
 
 def check_report() -> None:
     """Raise `BackendError` if Plotly or Jinja2 is not installed."""
     for module, name in (("plotly", "Plotly"), ("jinja2", "Jinja2")):
         if find_spec(module) is None:
-            raise BackendError(f"the report needs {name}, which is not installed; pip install 'sfi-toolkit[report]'")
+            raise not_installed("the report needs", name, "report")
 
 
 def render(view: View) -> str:
@@ -32,18 +35,26 @@ def render(view: View) -> str:
         words = what_steps_read(view)
     except TraceError as error:
         missing.append(str(error))
+    found = [*facts(summary), *further_facts(summary)]
+    others = [(one.name, f"{one.value}, {one.note}") for one in found if one.name not in (*CARDS, "health")]
     return page(
         "page.html",
         SCRIPTS,
         name=view.trace.path.resolve().name,
         subject=subject(view),
         health=summary["health"],
-        cards=cards(summary),
-        tables=tables(summary),
+        cards=[one for name in CARDS for one in found if one.name == name],
+        tables=[
+            Table("Other numbers", (), others),
+            run_table(summary["run"]),
+            latency_table(summary["latency"]),
+            trigger_table(summary["triggers"]),
+        ],
         captions={name: figure.pop("caption") for name, figure in figures.items()},
         figures=figures,
         missing=missing,
         text=generated(view),
+        disagreements=disagreements(view, summary["disagreements"]),
         prompt=prompt(view),
         words=words,
     )

@@ -3,21 +3,18 @@
 from typing import Any
 
 from sfi_core.errors import TraceError
-from sfi_traces.report.facts import Card, Table
 from sfi_traces.report.page import page
 from sfi_traces.summary.diff import place_words
 from sfi_traces.views.captions import subject
+from sfi_traces.views.diff_tables import numbers_table, overlap_tables
+from sfi_traces.views.facts import Fact
 from sfi_traces.views.labels import printable
+from sfi_traces.views.table import Table
 from sfi_traces.views.view import View
 
 AROUND = 40  # tokens shown before the first difference, and after it
 FIGURES = ("heatmap", "retained", "timeline")
 NONE = "-"
-TIMES = (("prefill", "prefill_p50_us"), ("slow step", "slow_p50_us"), ("fast step", "fast_p50_us"))
-SHARES = (
-    ("slow from step 1 on", "slow_share"), ("cache read", "read_ratio"),
-    ("retained mass of fast steps", "retained_mass"),
-)  # fmt: skip
 
 Row = dict[str, Any]
 
@@ -56,20 +53,20 @@ def _figures(views: dict[str, View]) -> tuple[dict[str, Row], dict[str, str]]:
     return figures, missing
 
 
-def _cards(row: Row, document: Row) -> list[Card]:
+def _cards(row: Row, document: Row) -> list[Fact]:
     at, layer = row["first_difference"], row["first_layer"]
     supports, speed = document["supports"], document["ratios"]["tokens_per_second"]
     known = row["equal_share"] is not None
     return [
-        Card("First other token", f"step {at['step']:,}" if at else "none" if known else NONE,
+        Fact("First other token", f"step {at['step']:,}" if at else "none" if known else NONE,
              f"{row['compared_steps']:,} steps compared" if known else "token ids were left out"),
-        Card("First other layer", f"layer {layer['layer']}" if layer else NONE,
+        Fact("First other layer", f"layer {layer['layer']}" if layer else NONE,
              place_words(layer) if layer else "no support or selection of both differs"),
-        Card("Equal tokens", f"{row['equal_share']:.1%}" if known else NONE,
+        Fact("Equal tokens", f"{row['equal_share']:.1%}" if known else NONE,
              f"of {min(row['steps'].values()):,} that both have"),
-        Card("Overlap of supports", f"{supports['overlap']['mean']:.3f}" if supports else NONE,
+        Fact("Overlap of supports", f"{supports['overlap']['mean']:.3f}" if supports else NONE,
              "mean at equal steps" if supports else "record both with --audit N"),
-        Card("Speed", f"{speed:.2f}x" if speed else NONE, "tokens a second, B over A"),
+        Fact("Speed", f"{speed:.2f}x" if speed else NONE, "tokens a second, B over A"),
     ]  # fmt: skip
 
 
@@ -98,29 +95,6 @@ def _text(views: dict[str, View], row: Row) -> Row:
 
 
 def _tables(document: Row) -> list[Table]:
-    sides = document["a"], document["b"]
-    numbers: list[tuple[str, ...]] = [
-        ("steps", *(f"{side['steps']:,}" for side in sides)),
-        *((title, *(_number(side[name]) for side in sides)) for title, name in SHARES),
-    ]
-    times: list[tuple[str, ...]] = [
-        (title, *(_number(side[name], 1 / 1000) for side in sides), _number(document["ratios"].get(name)))
-        for title, name in TIMES
-    ]
-    settings: list[tuple[str, ...]] = [
-        (name, str(pair["a"]), str(pair["b"])) for name, pair in document["settings"].items()
-    ]
-    layers: list[tuple[str, ...]] = [
-        (str(one["layer"]), _number(one["overlap"]["mean"]), _number(one["overlap"]["p5"]))
-        for one in (document["supports"] or {"layers": []})["layers"]
-    ]
-    return [
-        Table("Numbers", ("", "A", "B"), numbers),
-        Table("Median times, in milliseconds", ("", "A", "B", "B / A"), times),
-        Table("Overlap of the supports", ("layer", "mean", "5th percentile"), layers),
-        Table("Settings that differ", ("", "A", "B"), settings),
-    ]
-
-
-def _number(value: float | None, factor: float = 1) -> str:
-    return NONE if value is None else f"{value * factor:,.3f}"
+    settings = [(name, str(pair["a"]), str(pair["b"])) for name, pair in document["settings"].items()]
+    changed = Table("Settings that differ", ("", "A", "B"), settings)
+    return [numbers_table(document), *overlap_tables(document), changed]

@@ -19,9 +19,8 @@ from sfi_traces.views.figure_data import HeadMap
 from sfi_traces.views.labels import CLIP, WITHIN, span
 from sfi_traces.views.view import View
 
-LEAST_HEIGHT = 300
-BESIDE = 0.44  # width of a map with a plot beside it
-BAR = {"x": 0.385, "thickness": 12, "outlinewidth": 0, "tickformat": ".2f"}
+HEIGHT = 420  # of the two figures beside each other
+BELOW, ROOM = 240, 80  # height of a plot below a map, and between them
 MOST_NUMBERS = 64
 DRAFTS = {  # titles of the axes
     "place": "place in the sentence; 0 is its first token",
@@ -42,7 +41,7 @@ def drift(view: View) -> Panel:
         hovertemplate="step %{x}: %{y:.3f}<extra></extra>",
     )  # fmt: skip
     figure.update_layout(
-        height=360, margin=MARGIN,
+        height=HEIGHT, margin=MARGIN,
         xaxis={"title": {"text": "decoding step"}, "rangemode": "tozero"},
         yaxis={"title": {"text": "overlap"}, "range": [0, 1]},
     )  # fmt: skip
@@ -68,8 +67,7 @@ def head_similarity(view: View) -> Panel:
             hovertemplate="%{y}, %{x}<br>overlap %{z:.3f}<extra></extra>",
         )
     )  # fmt: skip
-    layout = axes(data.layers)
-    figure.update_layout({**layout, "height": max(360, layout["height"])}, margin=MARGIN)
+    figure.update_layout({**axes(data.layers), "height": HEIGHT}, margin=MARGIN)
     note = (
         f"{support(view, view.k)}, {data.steps:,} steps. Mean overlap of each KV head of a layer "
         "with those of another at the same step, and on the diagonal with the others of its own. "
@@ -80,7 +78,7 @@ def head_similarity(view: View) -> Panel:
 
 
 def query_cosine(view: View) -> Panel:
-    """Draw the map, and beside it the lowest heads over time with FreeKV's thresholds."""
+    """Draw the map, and below it the lowest heads over time with FreeKV's thresholds."""
     view.trace.require_audit()
     data = cosines_by_head(view.scope, view.head)
     if data is None:
@@ -89,16 +87,16 @@ def query_cosine(view: View) -> Panel:
             "step after step 0; record it with --audit 1"
         )
     mean = _map(data["heads"], "mean")
-    figure = _beside(mean, float(np.nanmin(mean.value)), 1, "cosine")
+    figure = _over(mean, float(np.nanmin(mean.value)), 1, "cosine")
     for one in data["lowest"]:
         figure.add_scatter(
             x=np.array(one["steps"]), y=np.round(one["query_cosine"], 4), mode="lines",
-            name=f"layer {one['layer']}, KV head {one['head']}", line={"width": 1.5}, row=1, col=2,
+            name=f"layer {one['layer']}, KV head {one['head']}", line={"width": 1.5}, row=2, col=1,
         )  # fmt: skip
     for tau in data["thresholds"]:
         line = {"dash": "dash", "color": CLIP}
-        figure.add_hline(tau, line=line, annotation_text=f"tau {tau:g}", row=1, col=2)
-    figure.update_xaxes(title_text="decoding step", row=1, col=2)
+        figure.add_hline(tau, line=line, annotation_text=f"tau {tau:g}", row=2, col=1)
+    figure.update_xaxes(title_text="decoding step", row=2, col=1)
     shares = zip(data["thresholds"], data["below"], strict=True)
     under = " and ".join(f"{share:.1%} under {tau:g}" for tau, share in shares)
     note = (
@@ -110,7 +108,7 @@ def query_cosine(view: View) -> Panel:
 
 
 def corrections(view: View) -> Panel:
-    """Draw the map, and beside it a bar for each place in the sentence."""
+    """Draw the map, and below it a bar for each place in the sentence."""
     data = corrections_by_head(view.scope, view.head)
     if data is None or not data["n"]:
         raise TraceError(
@@ -118,14 +116,14 @@ def corrections(view: View) -> Panel:
             f"{view.trace.manifest['policy']}; record it with a policy that corrects, as FreeKV does"
         )
     share, bars = _map(data["heads"], "share"), data["since_slow"]
-    figure = _beside(share, 0, max(0.01, float(np.nanmax(share.value))), "corrected")
+    figure = _over(share, 0, max(0.01, float(np.nanmax(share.value))), "corrected")
     figure.add_bar(
         x=[span(one["from_step"], one["to_step"]) for one in bars], y=[one["share"] for one in bars],
         marker={"color": WITHIN},
-        hovertemplate="%{x} steps: %{y:.1%}<extra></extra>", showlegend=False, row=1, col=2,
+        hovertemplate="%{x} steps: %{y:.1%}<extra></extra>", showlegend=False, row=2, col=1,
     )  # fmt: skip
-    figure.update_xaxes(title_text="steps since the last slow one", type="category", row=1, col=2)
-    figure.update_yaxes(tickformat=".0%", row=1, col=2)
+    figure.update_xaxes(title_text="steps since the last slow one", type="category", row=2, col=1)
+    figure.update_yaxes(tickformat=".0%", row=2, col=1)
     note = (
         f"Share of {data['n']:,} fast steps x layers x KV heads whose query moved, so that the head "
         f"selected anew before it attended: {data['share']:.1%}."
@@ -167,12 +165,14 @@ def _map(heads: list[dict[str, Any]], name: str) -> HeadMap:
     return HeadMap.of({(one["layer"], one["head"]): one[name] for one in heads})
 
 
-def _beside(found: HeadMap, low: float, high: float, word: str) -> go.Figure:
-    # the map on the left, and empty axes on the right
-    figure = make_subplots(1, 2, column_widths=[BESIDE, 1 - BESIDE], horizontal_spacing=0.14)
-    figure.add_trace(cells(found, low, high, word), row=1, col=1).update_traces(colorbar=BAR)
-    layout = axes(found.layers)
+def _over(found: HeadMap, low: float, high: float, word: str) -> go.Figure:
+    # the map, and empty axes below it
+    layout = axes(found.heads)
+    height = layout["height"] + BELOW
+    share = layout["height"] / height
+    figure = make_subplots(2, 1, row_heights=[share, 1 - share], vertical_spacing=ROOM / height)
+    figure.add_trace(cells(found, low, high, word), row=1, col=1)
+    figure.update_traces(colorbar={"y": 1, "yanchor": "top", "len": share - ROOM / height})
     for name in ("xaxis", "yaxis"):
         figure.update_layout({name: layout[name]})
-    height = max(LEAST_HEIGHT, layout["height"])
     return figure.update_layout(height=height, margin=MARGIN, legend=LEGEND)

@@ -9,9 +9,9 @@ import plotly.graph_objects as go
 from sfi_traces.views.captions import Caption
 from sfi_traces.views.figure_data import HeadMap
 
-MARGIN = {"l": 8, "r": 8, "t": 8, "b": 8}
+MARGIN = {"l": 8, "r": 8, "t": 30, "b": 8}  # Plotly's buttons lie on top
 LEGEND = {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0, "traceorder": "normal"}
-MOST_NUMBERS = 64  # cells of a map with their number written in
+MOST_NUMBERS = 8  # columns of a map with their number written in
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,22 +33,22 @@ class Panel:
 
 
 def cells(found: HeadMap, low: float, high: float, word: str) -> go.Heatmap:
-    """Draw a cell for each layer and KV head; `word` names the number in the hover text."""
+    """Draw a column for each layer, a row for each KV head; `word` names the number in the hover text."""
     return go.Heatmap(
-        z=found.value, x=[f"head {head}" for head in found.heads],
-        y=[f"layer {layer}" for layer in found.layers],
+        z=found.value.T, x=[f"layer {layer}" for layer in found.layers],
+        y=[f"head {head}" for head in found.heads],
         colorscale="Viridis", xgap=1, ygap=1, zmin=low, zmax=high, hoverongaps=False,
         colorbar={"thickness": 12, "outlinewidth": 0, "tickformat": ".2f"},
-        texttemplate="%{z:.3f}" if found.value.size <= MOST_NUMBERS else None,
-        hovertemplate=f"%{{y}}, KV %{{x}}<br>{word} %{{z:.4f}}<extra></extra>",
+        texttemplate="%{z:.3f}" if len(found.layers) <= MOST_NUMBERS else None,
+        hovertemplate=f"%{{x}}, KV %{{y}}<br>{word} %{{z:.4f}}<extra></extra>",
     )  # fmt: skip
 
 
-def axes(layers: list[int]) -> dict[str, Any]:
+def axes(heads: list[int]) -> dict[str, Any]:
     """Return the layout of a figure whose first axes have the map."""
     axis = {"type": "category", "showgrid": False, "ticks": ""}
     return {
-        "height": min(900, max(200, 90 + 24 * len(layers))),
+        "height": min(600, max(240, 110 + 24 * len(heads))),
         "xaxis": axis,
         "yaxis": {**axis, "autorange": "reversed"},
     }

@@ -225,7 +225,15 @@ function setUpReading(data) {
   for (const picker of [layer, by]) {
     picker.addEventListener("change", () => choose(chosen));
   }
-  choose(Math.max(0, tokens.findIndex((_, row) => !data.slow.has(row))));
+  const others = [...document.querySelectorAll("#others button")];
+  for (const button of others) {
+    button.addEventListener("click", () => {
+      choose(Number(button.dataset.row));
+      tokens[chosen].scrollIntoView({ block: "nearest", inline: "nearest" });
+    });
+  }
+  // first where it matters: the step that differs most from full attention
+  choose(others.length ? Number(others[0].dataset.row) : Math.max(0, tokens.findIndex((_, row) => !data.slow.has(row))));
 }
 
 async function openReading() {

@@ -18,7 +18,7 @@ def retained(view: View) -> Panel:
     shown = data.map
     low = min(float(np.nanmin(shown.value)), 0.99)
     figure = go.Figure(cells(shown, low, 1, "mass"))
-    figure.update_layout(axes(shown.layers), margin=MARGIN)
+    figure.update_layout(axes(shown.heads), margin=MARGIN)
     return Panel(captions.retained(view, data), figure)
 
 

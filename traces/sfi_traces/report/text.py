@@ -1,13 +1,16 @@
 """The text of a request, token by token."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from sfi_traces.views.labels import printable
+from sfi_core.errors import TraceError
+from sfi_traces.views.labels import dense_words, printable, visible
 from sfi_traces.views.view import View
+from sfi_traces.views.words import step_words
 
-MOST_TOKENS = 10_000
+MOST_TOKENS, MOST_STEPS, LONGEST = 10_000, 12, 90  # generated tokens; disagreements; characters of a passage
 MOST_CHARACTERS = 20_000
 
 
@@ -16,7 +19,7 @@ def generated(view: View) -> dict[str, Any]:
 
     `marked` says whether slow steps are marked, `left_out` how many tokens are left out.
     """
-    steps = view.steps
+    steps, other = view.steps, set(view.recorded.disagreeing)
     sentences: list[dict[str, Any]] = []
     for row in range(min(len(steps.step), MOST_TOKENS)):
         if row == 0 or steps.sentence[row] != steps.sentence[row - 1]:
@@ -25,6 +28,7 @@ def generated(view: View) -> dict[str, Any]:
             {
                 "text": printable(steps.text[row]) or f" {steps.step[row]} ",
                 "slow": bool(steps.slow[row]),
+                "other": int(steps.step[row]) in other,
                 "about": _about(view, row),
             }
         )
@@ -35,12 +39,46 @@ def generated(view: View) -> dict[str, Any]:
     }
 
 
+def disagreements(view: View, found: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """List the steps where full attention would have said another token, with what the step missed most.
+
+    `found` are the summary's, the largest KL first; `left_out` counts those that are not listed.
+    """
+    shown = [one for one in found if view.steps.rows(np.array(one["step"])) < MOST_TOKENS][:MOST_STEPS]
+    listed = [
+        {
+            "row": int(view.steps.rows(np.array(one["step"]))),
+            "step": one["step"],
+            "token": printable(one["token_text"] or ""),
+            "dense": dense_words(one),
+            "kl": f"{one['kl_next_token']:.3f}",
+            "missed": _missed(view, one["step"]),
+        }
+        for one in shown
+    ]
+    return {"listed": listed, "left_out": len(found) - len(shown)}
+
+
+def _missed(view: View, step: int) -> str:
+    try:
+        missed = step_words(view, step).missed
+    except TraceError:  # no text, or no positions of selections
+        return ""
+    if not missed:
+        return ""
+    first = missed[0]
+    return f"{visible(first.text, LONGEST)} ({first.mass or 0:.1%} of the attention)"
+
+
 def _about(view: View, row: int) -> str:
     steps = view.steps
     kind = f"slow, {steps.reason[row]}" if steps.slow[row] else "fast"
     kind += ", drafted" if steps.drafted[row] else ""
     elapsed_us = steps.elapsed_us[row]  # an imported trace has none
     took = "" if np.isnan(elapsed_us) else f"; {elapsed_us / 1000:,.2f} ms"
+    dense = view.recorded.compared.get(int(steps.step[row]))
+    if dense is not None and not dense["argmax_agrees"]:
+        took += f"; full attention: {dense_words(dense)}"
     return f"step {steps.step[row]}: {kind}; attended {steps.attended[row]:,.0f} of {steps.context[row]:,} tokens{took}"
 
 

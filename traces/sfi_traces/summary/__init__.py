@@ -6,17 +6,25 @@ from typing import Any
 from sfi_traces.model.trace import Trace
 from sfi_traces.summary.corrections import corrections, recalls
 from sfi_traces.summary.coverage import coverage_facts
-from sfi_traces.summary.facts import rank_facts, run_facts, step_facts, trigger_tokens
+from sfi_traces.summary.facts import answers, rank_facts, run_facts, step_facts, trigger_tokens
 from sfi_traces.summary.lossless import lossless_facts
 from sfi_traces.summary.query_cosine import query_cosine
 from sfi_traces.summary.scope import Scope
 from sfi_traces.summary.similarity import head_similarity, over_time
 from sfi_traces.summary.speed import batch_reads, break_even, latency, phases
-from sfi_traces.summary.supports import audit_facts, logits_facts, overlap_by_lag, selection_facts, stability
+from sfi_traces.summary.supports import (
+    audit_facts,
+    disagreements,
+    logits_facts,
+    overlap_by_lag,
+    selection_facts,
+    stability,
+)
 
 SECTIONS: dict[str, Callable[[Scope], Any]] = {  # in the document's order
     "run": run_facts,
     "ranks": rank_facts,
+    "answers": answers,
     "steps": step_facts,
     "lossless": lossless_facts,
     "triggers": trigger_tokens,
@@ -28,6 +36,7 @@ SECTIONS: dict[str, Callable[[Scope], Any]] = {  # in the document's order
     "query_cosine": query_cosine,
     "audit": audit_facts,
     "logits": logits_facts,
+    "disagreements": disagreements,
     "selections": selection_facts,
     "phases": phases,
     "coverage": coverage_facts,

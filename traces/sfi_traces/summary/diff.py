@@ -5,10 +5,10 @@ from operator import itemgetter
 from typing import Any
 
 from sfi_core.errors import TraceError
+from sfi_core.settings.config import flat_settings
 from sfi_traces.model.trace import Trace
 from sfi_traces.summary import sections
 from sfi_traces.summary.diff_metrics import metrics
-from sfi_traces.summary.facts import flat_settings
 from sfi_traces.summary.scope import Scope, spread
 
 BEFORE = 12  # tokens shown before the first difference

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-from sfi_core.errors import ConfigError, TraceError
+from sfi_core.errors import ConfigError, TraceError, unknown
 
 METRICS = {  # name: meaning, what records it
     "equal_share": ("share of equal tokens, of the request with the least", "both with token ids"),
@@ -83,7 +83,7 @@ class Limit:
             )
         name, sign, number = match.groups()
         if name not in METRICS:
-            raise ConfigError(f"unknown fail-if name {name!r}; expected one of {', '.join(METRICS)}")
+            raise unknown("fail-if name", name, METRICS)
         return cls(text.strip(), name, OPERATORS[sign], float(number))
 
     def value_of(self, document: Row) -> float:

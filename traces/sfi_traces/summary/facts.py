@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from sfi_core.settings.config import SfiConfig
+from sfi_core.settings.config import changed_settings
 from sfi_traces.summary.lossless import lossless_reads
 from sfi_traces.summary.scope import Scope
 
@@ -34,21 +34,12 @@ def run_facts(scope: Scope) -> dict[str, Any]:
     }
 
 
-def changed_settings(config: dict[str, Any]) -> dict[str, Any]:
-    """Pick the settings that differ from the defaults, nested ones as `selector.name`."""
-    default = flat_settings(SfiConfig().to_dict())
-    return {name: value for name, value in flat_settings(config).items() if value != default.get(name)}
-
-
-def flat_settings(config: dict[str, Any]) -> dict[str, Any]:
-    """Flatten nested settings to `selector.name`; tuples become lists, as in JSON."""
-    flat: dict[str, Any] = {}
-    for name, value in config.items():
-        if isinstance(value, dict):
-            flat |= {f"{name}.{inner}": one for inner, one in flat_settings(value).items()}
-        else:
-            flat[name] = list(value) if isinstance(value, tuple) else value
-    return flat
+def answers(scope: Scope) -> list[dict[str, Any]]:
+    """Join the generated tokens of each request; the text of a redacted one is None."""
+    return scope.rows("""
+        SELECT request, string_agg(token_text, '' ORDER BY step) AS text FROM chosen_steps
+        GROUP BY request ORDER BY request
+    """)
 
 
 def step_facts(scope: Scope) -> dict[str, Any]:

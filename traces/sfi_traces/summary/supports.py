@@ -151,6 +151,20 @@ def logits_facts(scope: Scope) -> dict[str, Any] | None:
     return found if found["kl_next_token"]["n"] else None
 
 
+def disagreements(scope: Scope) -> list[dict[str, Any]]:
+    """List the steps where dense attention has another most probable token, the largest KL first.
+
+    None of a lossless run, which gives dense attention's tokens.
+    """
+    if scope.trace.lossless:
+        return []
+    return scope.rows("""
+        SELECT request, step, token_text, dense_token_text, dense_probability, kl_next_token
+        FROM chosen_logits JOIN chosen_steps USING (request, step)
+        WHERE NOT argmax_agrees ORDER BY kl_next_token DESC, request, step
+    """)
+
+
 def selection_facts(scope: Scope) -> dict[str, Any] | None:
     """Measure how far selections differ from those before; lambda*, with the share at its clip; codescan's scores."""
     query = f"""

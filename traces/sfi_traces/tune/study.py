@@ -20,7 +20,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
-from sfi_core.errors import BackendError, ConfigError, InputError, SfiError
+from sfi_core.errors import ConfigError, InputError, SfiError, not_installed
 
 PREFIX, SUFFIX = "sfi-tune", ".journal"
 Direction = Literal["minimize", "maximize"]
@@ -31,7 +31,7 @@ def check_optuna() -> None:
     """Raise `BackendError` if a package of the extra is missing."""
     for package in ("optuna", "scipy"):
         if find_spec(package) is None:
-            raise BackendError(f"tuning needs {package}, which is not installed; pip install 'sfi-toolkit[tune]'")
+            raise not_installed("tuning needs", package, "tune")
 
 
 def check_path(path: Path, *, resume: bool) -> None:

@@ -59,6 +59,7 @@ class StepWords:
         passages: What it read; sorted by mass, then by number of places.
         missed: What dense attention attended to and the step did not read, most mass first. Empty without an
             audit of the step, or masses, which an import may lack.
+        dense: The step's row of the table `logits`; None if the step was not compared.
         notes: What the trace leaves open.
     """
 
@@ -73,6 +74,7 @@ class StepWords:
     refreshed: list[int]
     passages: list[Passage]
     missed: list[Passage]
+    dense: dict[str, Any] | None = None
     masses: bool = True
     notes: list[str] = field(default_factory=list)
 
@@ -131,6 +133,7 @@ def step_words(view: View, step: int) -> StepWords:
         refreshed=read.refreshed,
         passages=_ranked(passages.read()),
         missed=_ranked(passages.missed()),
+        dense=view.recorded.compared.get(step),
         masses=view.trace.masses,
         notes=list(_notes(view, row, read)),
     )

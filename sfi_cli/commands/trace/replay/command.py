@@ -77,6 +77,7 @@ def replay(
     ] = None,
     output: o.OutputPath = None,
     force: o.Force = False,
+    wide: o.Wide = False,
     json: o.Json = False,
     quiet: o.Quiet = False,
 ) -> None:
@@ -108,7 +109,7 @@ def replay(
     )
     others = bool(axes or triggers or trigger_set)
     part = {"request": request, "layers": number_list(layers, "layers"), "heads": number_list(heads, "heads")}
-    written = Output(output, plot=plot, force=force, json=json, quiet=quiet)
+    written = Output(output, plot=plot, force=force, json=json, quiet=quiet, wide=wide)
     if play:
         if others or json or any((refresh_every, against, plot)):
             raise ConfigError("play shows the run as it was and must come without other settings")

@@ -1,11 +1,13 @@
 """A step of `--play` as text: the generated text, strips of the context, what the audit measured."""
 
+import io
 import shutil
 import sys
 from typing import Any
 
-from sfi_cli.terminal.tables import plain_console, printed
+from sfi_traces.views.labels import dense_words
 
+OTHER = "#7fb8ff"  # color of a token that full attention would not have said
 BLOCKS, ASCII = " ▁▂▃▄▅▆▇█", " .:-=+*#@"
 LABEL = 9  # columns before a strip
 TEXT = 4  # lines of text
@@ -13,12 +15,17 @@ TEXT = 4  # lines of text
 
 def plain_frame(playback: Any, step: int) -> str:
     """Return a step as plain text, brackets around the current sentence."""
-    console = plain_console(shutil.get_terminal_size().columns)
+    from rich.console import Console
+
+    # without markup: a token may look like it
+    plain: dict[str, Any] = dict.fromkeys(("markup", "emoji", "highlight"), False)
+    console = Console(file=io.StringIO(), width=shutil.get_terminal_size().columns, color_system=None, **plain)
     frame = playback.frame(step)
     rows = strips(playback, step, console.width, shades(sys.stdout.encoding))
     text = _text(frame).wrap(console, console.width)[-TEXT:]
-    lines = [head(playback, frame), "", *text, "", *rows, measures(frame)]
-    return printed(console, lines) + "\n"
+    for part in (head(playback, frame), "", *text, "", *rows, measures(frame)):
+        console.print(part)
+    return "".join(f"{line.rstrip()}\n" for line in console.file.getvalue().splitlines()) + "\n"
 
 
 def head(playback: Any, frame: Any) -> Any:
@@ -88,4 +95,5 @@ def measures(frame: Any) -> Any:
         ("lambda* {:.3f}", frame.lambda_star),
     )
     line = "  ".join(text.format(value) for text, value in named if value is not None)
-    return Text(line, no_wrap=True, overflow="ellipsis")
+    dense = "" if frame.dense is None else f"full attention: {dense_words(frame.dense)}  "
+    return Text.assemble((dense, OTHER), line, no_wrap=True, overflow="ellipsis")

@@ -5,8 +5,10 @@ from textual.binding import Binding, BindingType
 KEYS: list[BindingType] = [
     Binding("space,right,enter", "move(1)", "next", key_display="space"),
     Binding("left,b,backspace", "move(-1)", "back", key_display="b"),
-    Binding("s", "slow(1)", "slow step"),
-    Binding("S", "slow(-1)", "slow step before", show=False),
+    Binding("s", "next('slow_at', 1)", "slow step"),
+    Binding("S", "next('slow_at', -1)", "slow step before", show=False),
+    Binding("d", "next('disagreeing', 1)", "differs"),
+    Binding("D", "next('disagreeing', -1)", "differing step before", show=False),
     Binding("g", "ask('go')", "go to"),
     Binding("slash", "ask('search')", "search", key_display="/"),
     Binding("n", "match(1)", "next"),

@@ -9,7 +9,7 @@ import typer
 
 from sfi_cli.commands.trace.replay.frame_view import plain_frame
 from sfi_cli.terminal.output import INTERRUPTED, Output, leave_interrupted
-from sfi_core.errors import BackendError, ConfigError
+from sfi_core.errors import ConfigError, not_installed
 
 RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 
@@ -40,10 +40,7 @@ def play_run(trace: Any, part: dict[str, Any], output: Output, *, step: str | No
 def check_textual() -> None:
     """Raise `BackendError` if Textual is not installed."""
     if find_spec("textual") is None:
-        raise BackendError(
-            "the player needs Textual, which is not installed; pip install 'sfi-toolkit[player]', "
-            "or print steps with --step"
-        )
+        raise not_installed("the player (--step prints steps without it) needs", "Textual", "player")
 
 
 def _watch(playback: Any, speed: float) -> None:

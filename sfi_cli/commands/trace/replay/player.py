@@ -134,12 +134,14 @@ class PlayerApp(App[None]):
         """Go forward by `steps`, or back."""
         self.action_go(max(0, self.step + steps))
 
-    def action_slow(self, side: int) -> None:
-        """Go to the next slow step, or to the previous one."""
-        slow = self.playback.slow_at
-        found = [t for t in slow if (t > self.step if side > 0 else t < self.step)]
+    def action_next(self, kind: str, side: int) -> None:
+        """Go to the next step of a kind, or to the previous one: slow, or unlike full attention's token."""
+        steps = self.playback.slow_at if kind == "slow_at" else self.playback.recorded.disagreeing
+        found = [t for t in steps if (t > self.step if side > 0 else t < self.step)]
         if found:
             self.action_go(found[0] if side > 0 else found[-1])
+        else:
+            self.notify("no such step", severity="warning")
 
     def action_scroll(self, lines: int) -> None:
         """Scroll the text."""

@@ -1,12 +1,9 @@
 """The tables of `sfi trace replay --refresh-every`, from its document."""
 
-from typing import Any
+from sfi_cli.commands.trace.replay.views import SETTINGS, heading, setting_cell, worst_cell
+from sfi_cli.terminal.tables import Part
+from sfi_traces.views.table import Columns, Row, Table, count, number, percent
 
-from sfi_cli.commands.trace.replay.views import SETTINGS, heading, setting_cell
-from sfi_cli.terminal.tables import count, number, percent, table, wrapped
-
-COLUMNS = ("selected anew", "saved", "recall", "p5", "with new tokens", "worst layer", "worst")
-MASSES = ("mass", "of its own")
 MOST_LAYERS = 12  # the table by layer shows those with the least recall
 LEGEND = (
     "recall: share of a step's own selection that is in the reused one, mean over the steps that reuse, "
@@ -18,43 +15,28 @@ LEGEND_MASSES = (
     "positions; of its own: what the step's own selection holds."
 )
 
-Row = dict[str, Any]
 
-
-def reuse_text(document: Row) -> str:
+def reuse_text(document: Row) -> list[Part]:
     """Return a row for each schedule, and the recall of the worst layers."""
     masses = document["masses"]
     random = f"A random selection would have a recall of {number(document['chance'])}."
-    blocks: list[Any] = [heading(document), _rows_table(document), LEGEND, random]
-    blocks += [LEGEND_MASSES] if masses else ["mass: not recorded."]
+    columns = REUSED | (MASSES if masses else {})
+    spare = ("worst", "p5", "worst layer", "saved")
+    rows = Table.of("Selections reused", columns, document["rows"], spare=spare)
+    parts: list[Part] = [heading(document), rows, LEGEND, random]
+    parts += [LEGEND_MASSES] if masses else ["mass: not recorded."]
     if len(document["layers"]) > 1:
-        blocks += ["", _layers_table(document)]
-    return wrapped(blocks)
+        parts += ["", _layers_table(document)]
+    return parts
 
 
-def _rows_table(document: Row) -> Any:
-    columns = COLUMNS + (MASSES if document["masses"] else ())
-    rows = [[_name(row), *_cells(row, masses=document["masses"])] for row in document["rows"]]
-    return table("Selections reused", ("schedule", *columns), rows)
-
-
-def _cells(row: Row, *, masses: bool) -> list[str]:
-    worst = row["worst"] and "{recall:.3f} ({request} {step} {layer} {head})".format(**row["worst"])
+def _worst_layer(row: Row) -> str:
     layer = row["worst_layer"]
     of_layer = {one["layer"]: one["recall"] for one in row["layers"]}
-    return [
-        count(row["runs"]),
-        percent(row["saved"]),
-        number(row["recall"]),
-        number(row["recall_p5"]),
-        number(row["recall_with_new"]),
-        "-" if layer is None else f"{number(of_layer[layer])} ({layer})",
-        worst or "-",
-        *((number(row["retained_mass"]), number(row["own_mass"])) if masses else ()),
-    ]
+    return "-" if layer is None else f"{number(of_layer[layer])} ({layer})"
 
 
-def _layers_table(document: Row) -> Any:
+def _layers_table(document: Row) -> Table:
     # a row for each layer, a column for each schedule
     rows = [row for row in document["rows"] if row["reused_steps"]]
     recall = {
@@ -65,7 +47,7 @@ def _layers_table(document: Row) -> Any:
     shown = sorted(worst[:MOST_LAYERS])
     title = "Recall by layer" + (f", the {len(shown)} lowest of {len(recall)}" if len(shown) < len(recall) else "")
     cells = [[str(layer), *map(number, recall[layer])] for layer in shown]
-    return table(title, ("layer", *map(_name, rows)), cells)
+    return Table(title, ("layer", *map(_name, rows)), cells)
 
 
 def _name(row: Row) -> str:
@@ -74,3 +56,16 @@ def _name(row: Row) -> str:
     names = [name for name in row if name in SETTINGS and name not in ("policy", "slow_start")]
     said = [f"{SETTINGS[name]} {setting_cell(row[name])}" for name in names]
     return " ".join([row["policy"], *(f"({', '.join(said)})" for _ in said[:1])])
+
+
+REUSED: Columns = {
+    "schedule": _name,
+    "selected anew": (count, "runs"),
+    "saved": (percent, "saved"),
+    "recall": (number, "recall"),
+    "p5": (number, "recall_p5"),
+    "with new tokens": (number, "recall_with_new"),
+    "worst layer": _worst_layer,
+    "worst": lambda row: worst_cell(row, "recall"),
+}
+MASSES: Columns = {"mass": (number, "retained_mass"), "of its own": (number, "own_mass")}

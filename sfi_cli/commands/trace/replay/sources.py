@@ -10,11 +10,14 @@ from sfi_cli.commands.trace.replay.text_pane import (
     AHEAD,
     BACKGROUND,
     CURRENT,
+    OTHER,
     PAST,
+    PLAIN,
     RECENT,
     SELECTED,
     SENTENCE,
     SINK,
+    SLOW,
     UNREAD,
     Marks,
 )
@@ -44,8 +47,9 @@ def marks_at(playback: Any, step: int) -> Marks:
     place[: prompt + step] = PAST
     place[prompt + playback.sentence_begin(step) : prompt + step] = SENTENCE
     place[prompt + step] = CURRENT
-    slow = np.zeros(size, bool)
-    slow[prompt + np.array(playback.slow_at, int)] = len(playback.slow_at) < playback.steps
+    told = np.full(size, PLAIN, np.int8)
+    told[prompt + np.array(playback.slow_at, int)] = SLOW if len(playback.slow_at) < playback.steps else PLAIN
+    told[prompt + np.array(playback.recorded.disagreeing, int)] = OTHER
     read = np.full(size, UNREAD, np.int8)
     memory = playback.memory
     if not memory.slow_N[step]:
@@ -53,7 +57,7 @@ def marks_at(playback: Any, step: int) -> Marks:
         for positions in playback.in_force(step).values():
             read[positions] = SELECTED
         read[memory.start_N[step] : memory.length_N[step]] = RECENT
-    return Marks(place_T=place, read_T=read, slow_T=slow)
+    return Marks(place_T=place, read_T=read, told_T=told)
 
 
 def tokens_of(playback: Any) -> list[str]:

@@ -14,25 +14,27 @@ from textual.message import Message
 from textual.scroll_view import ScrollView
 from textual.strip import Strip
 
+from sfi_cli.commands.trace.replay import frame_view
 from sfi_cli.commands.trace.replay.text_layout import Span, TextLayout
 
 AHEAD, PAST, SENTENCE, CURRENT = range(4)  # a token's place
 UNREAD, SINK, SELECTED, RECENT = range(4)  # why the step reads a token
-KINDS = 16  # pairs of the two; KINDS is added for slow steps' tokens, 2 * KINDS stands for found words
+PLAIN, SLOW, OTHER = range(3)  # a token of the prompt or a fast step; a slow step's; not full attention's
+KINDS = 16  # pairs of the first two, times the third; 3 * KINDS stands for found words
 BACKGROUND = {SINK: "#45306b", SELECTED: "#6b4f10", RECENT: "#1d4d3c"}
 PLACE = {AHEAD: "dim", PAST: "", SENTENCE: "bold", CURRENT: "bold reverse"}
-SLOW, FOUND = "#ff8a8a", "black on #ffd75f"
+TOLD, FOUND = {SLOW: "#ff8a8a", OTHER: frame_view.OTHER}, "black on #ffd75f"
 
 Kinds = npt.NDArray[np.int8]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Marks:
-    """How each token looks at a step: its place, why the step reads it, whether a slow step generated it."""
+    """How each token looks at a step: its place, why the step reads it, which kind of step generated it."""
 
     place_T: Kinds
     read_T: Kinds
-    slow_T: npt.NDArray[np.bool_]
+    told_T: Kinds
 
 
 class TextPane(ScrollView, can_focus=False):
@@ -115,18 +117,19 @@ class TextPane(ScrollView, can_focus=False):
         characters = np.arange(begin, end)
         token = np.searchsorted(self.text.start_T, characters, "right") - 1
         marks = self._marks
-        kind = marks.place_T[token] * 4 + marks.read_T[token] + KINDS * marks.slow_T[token]
+        kind = marks.place_T[token] * 4 + marks.read_T[token] + KINDS * marks.told_T[token]
         if self.found is not None:
             first, last = self.found
-            kind = np.where((characters >= first) & (characters < last), 2 * KINDS, kind)
+            kind = np.where((characters >= first) & (characters < last), 3 * KINDS, kind)
         return kind
 
 
 def _style(kind: int) -> Style:
-    if kind >= 2 * KINDS:
+    told, rest = divmod(kind, KINDS)
+    if told > OTHER:
         return Style.parse(FOUND)
-    place, read = divmod(kind % KINDS, 4)
+    place, read = divmod(rest, 4)
     style = Style.parse(PLACE[place])
-    if kind >= KINDS:
-        style += Style(color=SLOW)
+    if told:
+        style += Style(color=TOLD[told])
     return style + Style(bgcolor=BACKGROUND[read]) if read else style

@@ -1,8 +1,10 @@
 """The tables of `sfi trace replay`, from its document."""
 
+from collections.abc import Sequence
 from typing import Any
 
-from sfi_cli.terminal.tables import number, percent, ratio, table, wrapped
+from sfi_cli.terminal.tables import Part
+from sfi_traces.views.table import Columns, Row, Table, number, percent, ratio
 
 SETTINGS = {  # heading of a setting's column
     "policy": "trigger policy", "triggers": "triggers", "t_max": "T_max", "min_gap": "gap",
@@ -11,24 +13,31 @@ SETTINGS = {  # heading of a setting's column
     "recent": "recent", "recent_mode": "mode", "sink": "sink", "span": "span",
     "page_size": "page",
 }  # fmt: skip
-OUTCOME = ("slow", "kept", "at most", "p5", "worst", "overlap", "read", "MB/token", "speed-up")
+SPARE = ("worst", "p5", "at most", "MB/token", "overlap")  # columns of an outcome
 KEPT = (
     "kept: retained mass of fast steps, at least, mean and 5th percentile; worst: with its request, step, "
     "layer and head."
 )
 
 
-def replay_text(document: dict[str, Any]) -> str:
+def replay_text(document: dict[str, Any]) -> list[Part]:
     """Return the replayed settings, fastest first, then predicted beside measured for a real run."""
-    blocks: list[Any] = [heading(document)]
-    if document["rows"]:
-        blocks += [_rows_table(document), *_legend(document), ""]
+    parts: list[Part] = [heading(document)]
+    if rows := document["rows"]:
+        settings = varied(rows)
+        columns = {"": _mark} | settings | OUTCOME
+        title = _title("Replayed settings", document)
+        parts += [Table.of(title, columns, rows, left=1 + texts_of(settings), spare=SPARE), *everywhere(rows)]
+        parts += [KEPT, "+ no other row is faster and keeps as much."]
+        if any(row["recorded"] for row in rows):
+            parts.append("* the trace's own setting.")
+        parts.append("")
     if document["validation"] is not None:
-        blocks += [_validation_table(document), *_validation_notes(document["validation"])]
-    return wrapped(blocks)
+        parts += [_validation_table(document), *_validation_notes(document["validation"])]
+    return parts
 
 
-def heading(document: dict[str, Any]) -> str:
+def heading(document: Row) -> str:
     """Say which part of which trace is replayed."""
     requests = document["requests"]
     which = f"request {requests[0]['request']}" if len(requests) == 1 else f"{len(requests)} requests"
@@ -43,46 +52,39 @@ def heading(document: dict[str, Any]) -> str:
     )
 
 
-def _rows_table(document: dict[str, Any]) -> Any:
-    rows = document["rows"]
-    varied = [name for name in SETTINGS if len(setting_values(rows, name)) > 1]
-    texts = len({"policy", "triggers"} & set(varied))
-    return table(
-        _title("Replayed settings", document),
-        ["", *(SETTINGS[name] for name in varied), *OUTCOME],
-        [
-            [
-                ("*" if row["recorded"] else " ") + ("+" if row["pareto"] else ""),
-                *(setting_cell(row[name]) for name in varied),
-                *outcome_cells(row),
-            ]
-            for row in rows
-        ],
-        left=1 + texts,
-    )
+def varied(rows: Sequence[Row]) -> Columns:
+    """Return a column for each setting that differs among the rows."""
+
+    def cell(name: str) -> Any:
+        return lambda row: setting_cell(row[name])
+
+    return {SETTINGS[name]: cell(name) for name in SETTINGS if len(_values(rows, name)) > 1}
 
 
-def _legend(document: dict[str, Any]) -> list[str]:
-    rows = document["rows"]
-    values = {name: setting_values(rows, name) for name in SETTINGS}
+def texts_of(settings: Columns) -> int:
+    """Count the columns of words among those of `varied`."""
+    return len({"trigger policy", "triggers"} & settings.keys())
+
+
+def everywhere(rows: Sequence[Row]) -> list[str]:
+    """Return a line with the settings that all rows have in common; [] without any."""
+    values = {name: _values(rows, name) for name in SETTINGS}
     same = [f"{SETTINGS[name]} {one[0]}" for name, one in values.items() if len(one) == 1]
-    lines = [f"Everywhere: {', '.join(same)}."] if same else []
-    lines += [KEPT, "+ no other row is faster and keeps as much."]
-    if any(row["recorded"] for row in rows):
-        lines.append("* the trace's own setting.")
-    return lines
+    return [f"Everywhere: {', '.join(same)}."] if same else []
 
 
-def _validation_table(document: dict[str, Any]) -> Any:
+def _mark(row: Row) -> str:
+    return ("*" if row["recorded"] else " ") + ("+" if row["pareto"] else "")
+
+
+def _validation_table(document: Row) -> Table:
     run = document["against"] or document["trace"]
-    return table(
-        _title(f"The setting of {run}: predicted and measured", document),
-        ["", *OUTCOME],
-        [[name, *outcome_cells(document["validation"][name])] for name in ("predicted", "measured")],
-    )
+    title = _title(f"The setting of {run}: predicted and measured", document)
+    rows = [{"": name, **document["validation"][name]} for name in ("predicted", "measured")]
+    return Table.of(title, {"": (str, "")} | OUTCOME, rows, spare=SPARE)
 
 
-def _validation_notes(validation: dict[str, Any]) -> list[str]:
+def _validation_notes(validation: Row) -> list[str]:
     lines = []
     for one in validation["requests"]:
         least = min(one["recorded_steps"], one["measured_steps"])
@@ -98,24 +100,14 @@ def _validation_notes(validation: dict[str, Any]) -> list[str]:
     return [*lines, text]
 
 
-def outcome_cells(row: dict[str, Any]) -> list[str]:
-    """Write an outcome, in the order of `OUTCOME`."""
-    worst = row["worst"] and ("{retained_mass:.3f} ({request} {step} {layer} {head})".format(**row["worst"]))
-    return [
-        percent(row["slow_rate"]),
-        number(row["retained_mass"]),
-        number(row["retained_mass_upper"]),
-        number(row["retained_mass_p5"]),
-        worst or "-",
-        number(row["overlap_at_reuse"]),
-        f"{row['attended_tokens']:,.0f} ({row['read_ratio']:.1%})",
-        number(row["bytes_per_token"] / 1e6, 1),
-        ratio(row["speedup"]),
-    ]
+def worst_cell(row: Row, name: str = "retained_mass") -> str:
+    """Write a row's worst value, with its request, step, layer and head; a dash without one."""
+    worst = row["worst"]
+    return f"{worst[name]:.3f} ({{request}} {{step}} {{layer}} {{head}})".format(**worst) if worst else "-"
 
 
-def setting_values(rows: list[dict[str, Any]], name: str) -> list[str]:
-    """Return a setting's values, each once, in the rows whose trigger policy uses it."""
+def _values(rows: Sequence[Row], name: str) -> list[str]:
+    # each once, of the rows whose trigger policy uses the setting
     return list(dict.fromkeys(setting_cell(row[name]) for row in rows if row[name] is not None))
 
 
@@ -126,5 +118,18 @@ def setting_cell(value: Any) -> str:
     return "-" if value is None else str(value).replace("\n", "\\n")
 
 
-def _title(text: str, document: dict[str, Any]) -> str:
+def _title(text: str, document: Row) -> str:
     return f"{text} (byte model: batch {document['batch']})"
+
+
+OUTCOME: Columns = {
+    "slow": (percent, "slow_rate"),
+    "kept": (number, "retained_mass"),
+    "at most": (number, "retained_mass_upper"),
+    "p5": (number, "retained_mass_p5"),
+    "worst": worst_cell,
+    "overlap": (number, "overlap_at_reuse"),
+    "read": lambda row: f"{row['attended_tokens']:,.0f} ({row['read_ratio']:.1%})",
+    "MB/token": lambda row: number(row["bytes_per_token"] / 1e6, 1),
+    "speed-up": (ratio, "speedup"),
+}

@@ -1,6 +1,6 @@
 """Built-in tasks: generated prompts of any length with answers that can be checked exactly."""
 
-from sfi_core.errors import ConfigError
+from sfi_core.errors import unknown
 from sfi_core.measure.evaluation.tasks.base import DocumentTask, TaskSample
 from sfi_core.measure.evaluation.tasks.bundled import BundledRecall
 from sfi_core.measure.evaluation.tasks.common_words import CommonWords
@@ -25,7 +25,7 @@ TASKS: dict[str, DocumentTask] = {
 def find_task(name: str) -> DocumentTask:
     """Look a task up; raise `ConfigError` for another name."""
     if name not in TASKS:
-        raise ConfigError(f"unknown task {name!r}; expected one of {tuple(TASKS)}")
+        raise unknown("task", name, TASKS)
     return TASKS[name]
 
 

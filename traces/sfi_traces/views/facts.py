@@ -1,0 +1,162 @@
+"""What a reader asks of a run first, as short facts and small tables, for `sfi trace show` and the report."""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+from sfi_traces.health import problems
+from sfi_traces.views.labels import dense_words
+from sfi_traces.views.table import Columns, Table, count, duration, number, percent, plural
+
+SECTIONS = (  # of the summary, without those that have figures in the report
+    "run", "steps", "lossless", "triggers", "stability", "audit", "logits", "disagreements", "selections",
+    "coverage", "corrections", "recalls", "latency",
+)  # fmt: skip
+MOST_TRIGGERS, WORST_HEADS = 12, 3
+Row = dict[str, Any]
+
+
+class Fact(NamedTuple):
+    """One number with its name, and a note on what it counts."""
+
+    name: str
+    value: str
+    note: str
+
+
+def facts(document: Row) -> Iterator[Fact]:
+    """Yield what a reader wants first: what ran slow, was read, differs from full attention, and what it cost."""
+    run, steps, lossless = document["run"], document["steps"], document["lossless"]
+    reasons = ", ".join(f"{count:,} {reason}" for reason, count in steps["reasons"].items())
+    yield Fact("slow steps", percent(steps["slow_share"]), f"{steps['slow']:,} of {steps['steps']:,} ({reasons})")
+    each = f"{number(steps['mean_attended_tokens'], 0)} tokens a {'token given' if lossless else 'step'}"
+    yield Fact("cache read", percent(steps["read_ratio"]), f"{each}; fast steps {percent(steps['fast_read_ratio'])}")
+    if logits := document["logits"]:
+        kl = logits["kl_next_token"]
+        what = plural(kl["n"], "tested token" if lossless else "audited fast step")
+        note = f"of {what}; KL {number(kl['mean'], 4)} nats on average, at most {number(kl['max'], 4)}"
+        yield Fact("full attention's token", percent(logits["argmax_agreement"]), note)
+    elif not (run["audit"] or run["imported"] or lossless or run["policy"] == "full-kv"):
+        yield Fact("full attention's token", "not compared", "record with --audit 1")
+    audit = document["audit"]
+    if audit and audit["retained_mass"]["n"]:
+        worst = (
+            f"{number(head['retained_mass']['mean'])} in layer {head['layer']} head {head['head']}"
+            for head in audit["heads"][:WORST_HEADS]
+        )
+        note = f"of dense attention, in fast steps; least {', '.join(worst)}"
+        yield Fact("retained mass", number(audit["retained_mass"]["mean"]), note)
+    found = document["health"]
+    judged = f"by {plural(len(found['judged']), 'rule')}; {len(found['not_judged'])} not judged"
+    yield Fact("health", plural(len(problems(found)), "problem"), judged)
+    latency = document["latency"]
+    kinds = {kind["kind"]: duration(kind["p50_us"]) for kind in latency["kinds"]}
+    if medians := ", ".join(f"{name} {kinds[name]}" for name in ("fast", "mixed", "slow") if name in kinds):
+        note = f"median step: {medians}"
+        if latency["audited"]:  # the audit's work would hide which kind is faster
+            note = "with the audit's work; record without it for the speed"
+        yield Fact("tokens/s", number(latency["tokens_per_second"], 1), note)
+
+
+def further_facts(document: Row) -> Iterator[Fact]:
+    """Yield what was observed besides."""
+    stability, audit, selections = (document[name] for name in ("stability", "audit", "selections"))
+    if found := document["lossless"]:
+        kept = f"{found['accepted']:,} of {found['drafted']:,} drafted tokens"
+        yield Fact("drafts kept", percent(found["acceptance"]), kept)
+        passes = f"in {number(found['passes_per_token'], 2)} passes a token"
+        yield Fact("tokens a verification", number(found["tokens_per_verification"], 2), passes)
+    if stability:
+        within, across = (stability[name] and stability[name]["mean"] for name in ("within", "across"))
+        note = "of consecutive steps, within a sentence | across a boundary"
+        yield Fact("support overlap", f"{number(within, 2)} | {number(across, 2)}", note)
+    if audit and audit["top_1_read"]["n"]:
+        note = (
+            "of query heads: fast steps read their most probable position; a KV head's query head that "
+            f"retains least keeps {number(audit['retained_mass_min']['mean'])}"
+        )
+        yield Fact("top-1 hit", percent(audit["top_1_read"]["mean"]), note)
+    if found := document["coverage"]:
+        note = (
+            f"of the prompt was ever selected by a KV head, {percent(found['selected_by_any'])} by any; half "
+            f"of it lies {number(found['distance']['p50'], 0)} tokens back or more; a position stays "
+            f"for {number(found['stay'], 1)} refreshes"
+        )
+        yield Fact("coverage", percent(found["selected"]), note)
+    if selections and selections["lambda_star"]["n"]:
+        note = f"on average; {percent(selections['clipped_share'], 0)} of the values stand at the clip"
+        yield Fact("lambda*", number(selections["lambda_star"]["mean"], 4), note)
+    if (found := document["corrections"]) and found["n"]:
+        yield Fact("corrections", percent(found["share"]), f"of {found['n']:,} fast steps x layers x KV heads")
+    if found := document["recalls"]:
+        note = f"of K and V a step, from the host; {duration(found['step_waited_us'])} waited"
+        yield Fact("recalled", f"{number(found['step_bytes'], 0)} bytes", note)
+
+
+def disagreement(one: Row) -> str:
+    """Say what a step gave, and what full attention would have said."""
+    gave = "" if one["token_text"] is None else f"{one['token_text']!r}, "
+    return f"{gave}full attention {dense_words(one)}"
+
+
+def run_table(run: Row) -> Table:
+    """List what ran."""
+    way = ", lossless" if run["lossless"] else ""
+    where = "" if run["imported"] else f", {run['backend']} on {run['device']}"
+    changed = ", ".join(f"{name} {_setting(value)}" for name, value in run["settings"].items())
+    finished = run["finished"] or "no: the run was killed, or goes on"
+    found = {
+        "model": f"{run['model']} ({run['architecture']}){where}",
+        "policy": f"{run['policy']}{way}, preset {run['preset'] or 'default'}",
+        "settings": changed or "the defaults",
+        "audit": audit_words(run),
+        "begun": run["created"],
+        "finished": finished + (f", stopped early: {run['stopped']}" if run["stopped"] else ""),
+    }
+    return Table("Run", (), [(name, str(value)) for name, value in found.items() if value])
+
+
+def latency_table(found: Row) -> Table:
+    """Show the time of each kind of step."""
+    return Table.of("Time of a step", LATENCY, found["kinds"])
+
+
+def trigger_table(triggers: list[Row]) -> Table:
+    """Show the tokens that end a sentence."""
+    more = len(triggers) - MOST_TRIGGERS
+    title = "Tokens that end a sentence" + (f", and {more:,} more" if more > 0 else "")
+    return Table.of(title, TRIGGERS, triggers[:MOST_TRIGGERS])
+
+
+def audit_words(run: Row) -> str:
+    """Describe what was audited, or imported."""
+    audit, imported = run["audit"], run["imported"]
+    if imported:
+        return f"{imported['kind']} of {imported['file']}, up to {audit['top']:,} positions"
+    if audit is None:
+        return "none"
+    often = "every step" if audit["every"] == 1 else f"every {audit['every']} steps and the slow ones"
+    return f"{often}, the top {audit['top']:,} positions"
+
+
+def _setting(value: object) -> str:
+    return " ".join(map(repr, value)) if isinstance(value, list) else str(value)
+
+
+def _token(one: Row) -> str:
+    if one["token_text"] is not None:
+        return repr(one["token_text"])
+    return "(left out)" if one["token_id"] is None else "-"
+
+
+LATENCY: Columns = {
+    "step": lambda one: one["kind"] + (" (audited)" if one["audited"] else ""),
+    "n": (count, "n"),
+    **{name: (duration, f"{name}_us") for name in ("mean", "p50", "p95", "p99")},
+}
+TRIGGERS: Columns = {
+    "token": _token,
+    "id": (count, "token_id"),
+    "count": (count, "count"),
+    "slow after": (partial(percent, digits=0), "slow_after"),
+}

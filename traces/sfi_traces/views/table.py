@@ -1,0 +1,65 @@
+"""Small tables and numbers as text, for terminals and pages."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+Row = Mapping[str, Any]
+# by heading: how a value is written and its name in the row, or a function of the row
+Columns = dict[str, tuple[Callable[[Any], str], str] | Callable[[Any], str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A table; its first `left` columns are words, the others numbers.
+
+    `head` is empty for a list of names and values. `spare` names columns that may be left out where there is
+    no room, the first one first.
+    """
+
+    title: str
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    left: int = 1
+    spare: Sequence[str] = ()
+
+    @classmethod
+    def of(cls, title: str, columns: Columns, rows: Iterable[Row], **more: Any) -> Self:
+        """Write the columns of each row."""
+        written = [[one(row) if callable(one) else one[0](row[one[1]]) for one in columns.values()] for row in rows]
+        return cls(title, (*columns,), written, **more)
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """Write a number with `digits` decimals; a dash for None."""
+    return "-" if value is None else f"{value:,.{digits}f}"
+
+
+def count(value: int | None) -> str:
+    """Write a whole number; a dash for None."""
+    return "-" if value is None else f"{value:,}"
+
+
+def plural(value: int, noun: str) -> str:
+    """Write a count with its noun: 1 step, 2 steps."""
+    return f"{value:,} {noun}{'' if value == 1 else 's'}"
+
+
+def percent(value: float | None, digits: int = 1) -> str:
+    """Write a share; a dash for None."""
+    return "-" if value is None else f"{value:.{digits}%}"
+
+
+def ratio(value: float | None) -> str:
+    """Write a factor; a dash for None."""
+    return "-" if value is None else f"{value:.2f}x"
+
+
+def duration(microseconds: float | None) -> str:
+    """Write a time in us, ms or s; a dash for None."""
+    if microseconds is None:
+        return "-"
+    for unit, size in (("s", 1e6), ("ms", 1e3)):
+        if abs(microseconds) >= size:
+            return f"{microseconds / size:,.2f} {unit}"
+    return f"{microseconds:,.1f} us"
