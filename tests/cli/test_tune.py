@@ -168,7 +168,8 @@ def test_without_optuna_the_extra_is_named(full, folder, monkeypatch):
     monkeypatch.setattr(search, "find_spec", lambda name: None)
     error = refused(full)
     assert isinstance(error, BackendError)
-    assert "pip install 'sfi-toolkit[tune]'" in str(error)
+    assert "pip install -e '/" in str(error)
+    assert str(error).endswith("[tune]'")
 
 
 def start(command: list[str], environment: dict[str, str], folder: Path, *arguments: str):

