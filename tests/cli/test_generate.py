@@ -340,7 +340,8 @@ def test_a_run_that_reads_more_than_full_attention_is_advised_against(budget):
 
 def test_a_run_whose_steps_were_not_replayed_ends_with_a_warning():
     document = {
-        "model": "m", "preset": "default", "config": SfiConfig().to_dict(), "requests": [], "kv_tiers": None, "policy": "quest", "prefill_seconds": 1.0, "decode_seconds": 2.0,
+        "model": "m", "preset": "default", "config": SfiConfig().to_dict(),
+        "requests": [], "kv_tiers": None, "policy": "quest", "prefill_seconds": 1.0, "decode_seconds": 2.0,
         "decode_tokens_per_second": 3.0, "peak_memory_bytes": 4, "advice": None, "not_replayed": "",
         "is_lossless": False,
         "fused": {}, "left_alone": {}, "paths": {"triton.pack": 2},

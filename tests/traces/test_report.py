@@ -74,13 +74,13 @@ def test_the_page_has_the_numbers_of_the_summary(shown):
     assert sorted(data(page)) == sorted(FIGURES)
     for words in (
         "<h1>sfi</h1>", "made-up, policy sfi, request 0, 200 prompt tokens, 40 steps",
-        "Slow steps", "4 of 40: 3 trigger, 1 first", "Retained mass", "Same next token",
-        '<tr><th scope="row">t_max</th><td>16</td></tr>',
+        "7.7%, 4 of 40 (3 trigger, 1 first)", "retained mass", "of 36 audited fast steps; KL",
+        '<th scope="row">settings</th><td>recent 16, budget 20, t_max 16,',
     ):  # fmt: skip
         assert words in page
     steps = sfi.steps
     ratio = steps.attended[1:].sum() / steps.context[1:].sum()
-    assert f'<p class="value">{100 * ratio:.1f} %</p>' in page
+    assert f'<p class="value">{ratio:.1%}</p>' in page
 
 
 def test_the_figures_have_the_numbers_of_the_trace(shown):
@@ -99,7 +99,7 @@ def test_the_figures_have_the_numbers_of_the_trace(shown):
     cosine, *courses = figures["query-cosine"]["data"]
     heads = query_cosine(sfi.scope)["heads"]
     mean_of = {(one["layer"], one["head"]): one["mean"] for one in heads}
-    assert array(cosine["z"]).tolist() == HeadMap.of(mean_of).value.tolist()
+    assert array(cosine["z"]).tolist() == HeadMap.of(mean_of).value.T.tolist()
     assert [len(array(line["y"])) for line in courses] == [39] * 4
 
 
@@ -284,14 +284,17 @@ def test_the_page_works_in_a_browser(opened):
     page = opened
     _every_figure_is_drawn(page)
     _text_stays_text(page)
+    _the_page_is_in_the_order_of_an_engineer_s_questions(page)
     _another_head_has_other_cells(page)
+    _a_step_unlike_full_attention_leads_to_what_it_missed(page)
     _a_token_lights_up_what_its_step_read(page)
     _a_pointer_shows_what_it_is_over(page)
     _dark_and_light_restyle_the_figures(page)
-    for width, height in ((1366, 768), (480, 900)):
+    for width, height in ((1366, 768), (1920, 1080), (420, 900)):
         page.set_viewport_size({"width": width, "height": height})
         until(page, FOLLOWED)
         assert page.evaluate("document.documentElement.scrollWidth") <= width
+        _no_button_covers_a_label(page)
         _every_figure_is_drawn(page)
 
 
@@ -310,6 +313,42 @@ def _every_figure_is_drawn(page) -> None:
     )
     assert len(images) == 2
     assert min(images) > 200
+
+
+def _no_button_covers_a_label(page) -> None:
+    covered = """[...document.querySelectorAll('.plot')].flatMap((plot) => {
+        const bar = plot.querySelector('.modebar-container .modebar').getBoundingClientRect();
+        return [...plot.querySelectorAll('.colorbar text, .cbaxis text')].filter((label) => {
+            const box = label.getBoundingClientRect();
+            return box.top < bar.bottom && box.bottom > bar.top && box.left < bar.right && box.right > bar.left;
+        }).map((label) => `${plot.id} ${label.textContent}`);
+    })"""
+    assert page.evaluate(covered) == []
+
+
+def _the_page_is_in_the_order_of_an_engineer_s_questions(page) -> None:
+    cards = page.locator(".cards h3").all_text_contents()
+    assert cards == ["full attention's token", "retained mass", "cache read", "tokens/s"]
+    titles = page.locator("h2").all_text_contents()
+    assert titles[:3] == ["What it answered", "Where full attention would have said something else", "What a step read"]
+    assert [title.partition(":")[0] for title in titles[3:5]] == ["Selection health", "What each step's time went to"]
+    assert not page.locator(".health li").first.is_visible()  # a note is not among the first things
+
+
+def _a_step_unlike_full_attention_leads_to_what_it_missed(page) -> None:
+    """Each is a colored token of the answer; the page opens with that of the largest divergence."""
+    until(page, "document.getElementById('source').dataset.ready === 'true'")
+    listed = page.locator("#others button")
+    told = [text.split() for text in listed.all_inner_texts()]
+    assert page.locator("#text .other").count() == len(told) > 1
+    assert page.locator("#words-step").text_content().startswith(f"step {told[0][1]} fast")
+    listed.nth(1).click()
+    said = page.locator("#words-step").text_content()
+    assert said.startswith(f"step {told[1][1]} fast; attended ")
+    assert "full attention: ' river' (" in said
+    assert re.search(
+        r"full attention ' river' \(\d+%\)\s+KL 0\.\d+; missed: .+ of the attention\)", listed.nth(1).inner_text()
+    )
 
 
 def _text_stays_text(page) -> None:

@@ -118,7 +118,8 @@ def run_table(run: Row) -> Table:
 
 def latency_table(found: Row) -> Table:
     """Show the time of each kind of step."""
-    return Table.of("Time of a step", LATENCY, found["kinds"])
+    title = "Time of a step" + ", the audit's work included" * found["audited"]
+    return Table.of(title, LATENCY, found["kinds"])
 
 
 def trigger_table(triggers: list[Row]) -> Table:
