@@ -6,7 +6,8 @@ import re
 import pytest
 
 from sfi_cli.commands.trace.diff_views import diff_text
-from sfi_cli.commands.trace.show_views import show_text
+from sfi_cli.commands.trace.show_views import full_text, show_text
+from sfi_cli.terminal.tables import rendered
 from sfi_core.errors import TraceError
 from sfi_traces.export.perfetto import perfetto_text
 from sfi_traces.model.supports import Supports
@@ -93,7 +94,9 @@ def test_the_time_of_a_token_counts_passes_without_a_step(told):
 
 def test_show_and_diff_say_what_a_lossless_run_did(told, tmp_path):
     document = summarize(told[0])
-    text = show_text(document)
+    lossless = document["lossless"]
+    assert f", {lossless['accepted']} of {lossless['drafted']} drafted tokens\n" in rendered(show_text(document))
+    text = rendered(full_text(document))
     assert f"kept {document['lossless']['accepted']} of {document['lossless']['drafted']}" in text
     assert "tested tokens: KL 0.2500 nats" in text
     with ParquetObserver(tmp_path / "other") as observer:

@@ -236,7 +236,7 @@ def test_a_limit_that_does_not_parse_is_refused_with_the_names(text):
 
 
 def test_a_limit_without_its_number_is_refused(own, tmp_path):
-    with pytest.raises(ConfigError, match=r"unknown fail-if name 'wer'; expected one of equal_share"):
+    with pytest.raises(ConfigError, match=r"unknown fail-if name 'wer'; expected one of \('equal_share"):
         Limit.parse("wer<1")
     bare = Trace.open(make_trace(tmp_path / "bare", steps=40, audit=None))
     document = compare(bare, bare)

@@ -122,5 +122,5 @@ def test_the_timeline_stacks_the_phases(sfi):
 
 def test_without_matplotlib_the_extra_is_named(monkeypatch):
     monkeypatch.setattr(style, "find_spec", lambda _: None)
-    with pytest.raises(BackendError, match=r"pip install 'sfi-toolkit\[plots\]'"):
+    with pytest.raises(BackendError, match=r"pip install -e '/.+\[plots\]'"):
         check_matplotlib("figures")

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from sfi_cli.commands.tune.views import tune_text
+from sfi_cli.terminal.tables import rendered
 from sfi_core.errors import InputError, SfiError
 from sfi_traces.model.trace import Trace
 from sfi_traces.tune.found import Found, find
@@ -194,4 +195,4 @@ def test_a_budget_beyond_the_audit_s_is_cut_to_it_and_the_table_says_so(tmp_path
     tuned = tuning(wide)
     assert tuned.space.base.config.budget == top
     found = find(tuned, tuned.open(tmp_path / "s.journal"), 5)
-    assert f"but for its budget of 2,048: the audit recorded {top}; >" in tune_text(found.document())
+    assert f"but for its budget of 2,048: the audit recorded {top}; >" in rendered(tune_text(found.document()))

@@ -31,6 +31,11 @@ def facts(document: Row) -> Iterator[Fact]:
     yield Fact("slow steps", percent(steps["slow_share"]), f"{steps['slow']:,} of {steps['steps']:,} ({reasons})")
     each = f"{number(steps['mean_attended_tokens'], 0)} tokens a {'token given' if lossless else 'step'}"
     yield Fact("cache read", percent(steps["read_ratio"]), f"{each}; fast steps {percent(steps['fast_read_ratio'])}")
+    if lossless:
+        kept = f"{lossless['accepted']:,} of {lossless['drafted']:,} drafted tokens"
+        yield Fact("drafts kept", percent(lossless["acceptance"]), kept)
+        passes = f"in {number(lossless['passes_per_token'], 2)} passes a token"
+        yield Fact("tokens a verification", number(lossless["tokens_per_verification"], 2), passes)
     if logits := document["logits"]:
         kl = logits["kl_next_token"]
         what = plural(kl["n"], "tested token" if lossless else "audited fast step")
@@ -61,11 +66,6 @@ def facts(document: Row) -> Iterator[Fact]:
 def further_facts(document: Row) -> Iterator[Fact]:
     """Yield what was observed besides."""
     stability, audit, selections = (document[name] for name in ("stability", "audit", "selections"))
-    if found := document["lossless"]:
-        kept = f"{found['accepted']:,} of {found['drafted']:,} drafted tokens"
-        yield Fact("drafts kept", percent(found["acceptance"]), kept)
-        passes = f"in {number(found['passes_per_token'], 2)} passes a token"
-        yield Fact("tokens a verification", number(found["tokens_per_verification"], 2), passes)
     if stability:
         within, across = (stability[name] and stability[name]["mean"] for name in ("within", "across"))
         note = "of consecutive steps, within a sentence | across a boundary"
