@@ -24,8 +24,14 @@ View = Callable[[Document], Iterable[Part]]
 
 
 def message(text: str) -> None:
-    """Print a line for a person, on stderr."""
-    typer.echo(text, err=True)
+    """Print a line for a person, on stderr; above the bar if there is one, which rich takes care of."""
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()
+
+
+def terminal_width(stream: TextIO) -> int | None:
+    """Return the columns of the terminal that a stream goes to; None for a pipe or a file."""
+    return shutil.get_terminal_size().columns if stream.isatty() else None
 
 
 def leave_interrupted(text: str = "interrupted") -> NoReturn:
@@ -136,7 +142,7 @@ class Output:
 
     def show(self, document: Document, view: View) -> None:
         """Write to stdout the document as JSON, or what `view` makes of it as text of the terminal's width."""
-        width = shutil.get_terminal_size().columns if sys.stdout.isatty() and not self.wide else None
+        width = None if self.wide else terminal_width(sys.stdout)
         self.stream(_json(document) if self.json else rendered(view(document), width))
 
     def data(self, document: Document, view: View) -> None:
@@ -203,8 +209,7 @@ class Output:
         if not self.quiet:
             if sys.stdout.isatty():
                 self.end_line()
-            width = shutil.get_terminal_size().columns if sys.stderr.isatty() else None
-            message("\n".join(wrapped(text, width, " " * indent)))
+            message("\n".join(wrapped(text, terminal_width(sys.stderr), " " * indent)))
 
 
 def _json(data: Document) -> str:

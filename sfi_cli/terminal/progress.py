@@ -43,11 +43,8 @@ class Progress:
             message(line)
 
     def _compiles(self) -> None:
-        text = "compiling for this processor (once)"
-        if self._bar is not None:
-            self._bar.console.print(text)
-        elif not self._quiet:
-            message(text)
+        if not self._quiet:
+            message("compiling for this processor (once)")
 
     def _draw(self, phase: str, done: int, total: int) -> None:
         from rich.console import Console

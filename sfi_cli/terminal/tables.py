@@ -34,15 +34,17 @@ def wrapped(text: str, width: int | None, indent: str = "") -> list[str]:
     lines = text.split("\n") if text else []
     if width is None:
         return lines or [""]
-    more = {"subsequent_indent": indent[: width // 2], "break_on_hyphens": False}
+    more = {"subsequent_indent": indent, "break_on_hyphens": False}
     return [piece for line in lines for piece in textwrap.wrap(line, width, **more) or [""]] or [""]
 
 
 def _pairs(rows: Iterable[Sequence[str]], width: int | None, margin: str = "") -> Iterator[str]:
     rows = [*rows]
-    wide = max((len(name) for name, _ in rows), default=0) + 2
+    wide = max((len(name) for name, _ in rows), default=0)
+    if width is not None:
+        wide = min(wide, width // 2)
     for name, value in rows:
-        yield from wrapped(f"{margin}{name:<{wide}}{value}", width, margin + " " * wide)
+        yield from wrapped(f"{margin}{name:<{wide}}  {value}", width, margin + " " * (wide + 2))
 
 
 def _table(one: Table, width: int | None) -> Iterator[str]:

@@ -1,15 +1,25 @@
-"""The screen of a Textual app as text: from its screenshot, whose colors and ids every release changes."""
+"""Screens as text: of a Textual app, and of a command on a pseudo-terminal."""
 
+import fcntl
+import os
+import pty
 import re
+import select
+import struct
+import subprocess
+import termios
+import time
+from typing import Self
 from xml.etree import ElementTree as ET
 
 from textual.app import App
 
 CELL = 12.2  # width of a column in Rich's SVG
+CONTROL = re.compile(r"\x1b\[([?\d;]*)([A-Za-z])|\x1b[=>()].?|[\r\n\b]|[^\x1b\r\n\b]+")
 
 
 def screen(app: App) -> list[str]:
-    """Return the lines of the screen, without blanks at their ends."""
+    """Return the lines of the screen, without blanks at their ends; not its colors and ids, which change."""
     svg = ET.fromstring(app.export_screenshot(simplify=True))  # noqa: S314 - our own
     width, height = app.size
     cells = [[" "] * width for _ in range(height)]
@@ -22,3 +32,79 @@ def screen(app: App) -> list[str]:
             if at < width:
                 cells[int(clip[1])][at] = character.replace("\u00a0", " ")
     return ["".join(row).rstrip() for row in cells]
+
+
+def drawn(shown: str, width: int) -> list[str]:
+    """Return the lines that a terminal has after what was written to it, those scrolled away included."""
+    lines, row, column = [[" "] * width], 0, 0
+    for found in CONTROL.finditer(shown):
+        text, (number, kind) = found[0], found.groups()
+        if text == "\r":
+            column = 0
+        elif text == "\n":
+            row += 1
+        elif text == "\b":
+            column = max(0, column - 1)
+        elif kind == "A":
+            row = max(0, row - int(number or 1))
+        elif kind == "K":
+            first = 0 if number == "2" else min(column, width)
+            lines[row][first:] = [" "] * (width - first)
+        elif kind is None and text[0] != "\x1b":
+            for character in text:
+                if column == width:
+                    row, column = row + 1, 0
+                lines += [[" "] * width for _ in range(row + 1 - len(lines))]
+                lines[row][column] = character
+                column += 1
+        lines += [[" "] * width for _ in range(row + 1 - len(lines))]
+    return ["".join(line).rstrip() for line in lines]
+
+
+class Terminal:
+    """A command on a pseudo-terminal of its own; `shown` is what it has written."""
+
+    def __init__(self, words: list[str], environment: dict[str, str], size: tuple[int, int] = (100, 24)) -> None:
+        self.master, self.slave = pty.openpty()
+        self.width = size[0]
+        fcntl.ioctl(self.slave, termios.TIOCSWINSZ, struct.pack("HHHH", size[1], size[0], 0, 0))
+        self.before = termios.tcgetattr(self.slave)
+        own = {name: value for name, value in environment.items() if name != "COLUMNS"}
+        self.process = subprocess.Popen(
+            words,
+            stdin=self.slave, stdout=self.slave, stderr=self.slave, start_new_session=True,
+            env={**own, "TERM": "xterm-256color", "PYTHONIOENCODING": "utf-8"},
+        )  # fmt: skip
+        self.shown = ""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self.master)
+        os.close(self.slave)
+
+    def wait_for(self, text: str) -> None:
+        """Read what is drawn until a text comes, and forget what came before it."""
+        limit = time.monotonic() + 60
+        while text not in self.shown:
+            left = limit - time.monotonic()
+            assert left > 0, f"no {text!r} in {self.shown[-2000:]!r}"
+            self._read(left)
+        self.shown = self.shown.partition(text)[2]
+
+    def finish(self) -> list[str]:
+        """Read until the command ends; return the lines of its screen."""
+        while self.process.poll() is None:
+            self._read(0.2)
+        while self._read(0):
+            pass
+        return drawn(self.shown, self.width)
+
+    def _read(self, seconds: float) -> bool:
+        ready = bool(select.select([self.master], [], [], seconds)[0])
+        if ready:
+            self.shown += os.read(self.master, 65536).decode(errors="replace")
+        return ready

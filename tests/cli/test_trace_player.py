@@ -5,15 +5,9 @@ pickers and footer change with its releases.
 """
 
 import asyncio
-import fcntl
 import os
-import pty
-import select
 import signal
-import struct
-import subprocess
 import termios
-import time
 from collections.abc import Awaitable, Callable
 
 import pytest
@@ -29,7 +23,7 @@ from sfi_traces.model.trace import Trace
 from sfi_traces.replay.playback import Playback
 from sfi_traces.views.view import View
 from sfi_traces.views.words import step_words
-from tests.cli.screens import screen
+from tests.cli.screens import Terminal, screen
 from tests.traces.made import PROMPT, make_trace
 from tests.traces.small import redact, spoil
 
@@ -233,41 +227,9 @@ def test_without_textual_a_line_says_how_to_install_it(monkeypatch):
         playing.check_textual()
 
 
-class Terminal:
-    """The player on a terminal of its own."""
-
-    def __init__(self, command, environment, trace: str) -> None:
-        self.master, self.slave = pty.openpty()
-        fcntl.ioctl(self.slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
-        self.before = termios.tcgetattr(self.slave)
-        own = {name: value for name, value in environment.items() if name != "COLUMNS"}
-        self.process = subprocess.Popen(
-            [*command, "trace", "replay", trace, "--play", "--speed", "50"],
-            stdin=self.slave, stdout=self.slave, stderr=self.slave, start_new_session=True,
-            env={**own, "TERM": "xterm-256color", "PYTHONIOENCODING": "utf-8"},
-        )  # fmt: skip
-        self.shown = ""
-
-    def wait_for(self, text: str) -> None:
-        """Read what is drawn until a text comes."""
-        limit = time.monotonic() + 60
-        while text not in self.shown:
-            left = limit - time.monotonic()
-            assert left > 0, f"no {text!r} in {self.shown[-2000:]!r}"
-            if select.select([self.master], [], [], left)[0]:
-                self.shown += os.read(self.master, 65536).decode(errors="replace")
-        self.shown = self.shown.partition(text)[2]
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        os.close(self.master)
-        os.close(self.slave)
-
-
 def test_a_terminal_is_given_back(command, environment, trace):
-    terminal = Terminal(command, environment, str(trace.path))
-    try:
+    words = [*command, "trace", "replay", str(trace.path), "--play", "--speed", "50"]
+    with Terminal(words, environment) as terminal:
         terminal.wait_for("step 0 of 59")
         assert termios.tcgetattr(terminal.slave) != terminal.before
         os.write(terminal.master, b"s")
@@ -276,5 +238,3 @@ def test_a_terminal_is_given_back(command, environment, trace):
         terminal.wait_for("\x1b[?1049l")  # back from the alternate screen
         assert terminal.process.wait(30) == 130
         assert termios.tcgetattr(terminal.slave) == terminal.before
-    finally:
-        terminal.close()

@@ -1,5 +1,6 @@
 """`sfi trace export`: a trace for other programs."""
 
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
@@ -7,6 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from sfi_cli import options as o
+from sfi_cli.commands.trace.views import beside
 from sfi_cli.terminal.output import Output
 from sfi_core.errors import ConfigError, SfiError, unknown
 
@@ -18,7 +20,16 @@ def export(
     folder: o.TraceDir,
     form: Annotated[str, o.option(o.OUTPUT, "perfetto, csv or jsonl.", "--format")],
     table: Annotated[str | None, o.option(o.OUTPUT, "Only this table, of csv and jsonl.", shown="all")] = None,
-    output: o.OutputPath = None,
+    output: Annotated[
+        Path | None,
+        o.option(
+            o.OUTPUT,
+            "Write there instead.",
+            "--output",
+            "-o",
+            shown="stdout; on a terminal the timeline goes to DIR-timeline.json.gz beside the trace",
+        ),
+    ] = None,
     force: o.Force = False,
     quiet: o.Quiet = False,
 ) -> None:
@@ -29,7 +40,7 @@ def export(
 
     For example:
 
-      sfi trace export run --format perfetto -o timeline.json.gz
+      sfi trace export run --format perfetto
 
       sfi trace export run --format csv -o tables
 
@@ -45,6 +56,8 @@ def export(
         raise ConfigError(f"table must come with --format csv or jsonl, got {form}")
     if table is not None and table not in TABLES:
         raise unknown("table", table, TABLES)
+    if form == TIMELINE and output is None and sys.stdout.isatty():
+        output = beside(folder, "timeline.json.gz")
     paths: dict[str | None, Path | None] = {table: output}
     if table is None and form != TIMELINE:
         if output is None:

@@ -1,0 +1,217 @@
+"""What a person sees on a terminal: streamed text beside bars and messages, and tables of its width."""
+
+import json
+import re
+import subprocess
+from typing import Any
+
+import pytest
+from rich.cells import cell_len
+
+from sfi_cli.commands.bench.views import bench_text
+from sfi_cli.commands.kernel_bench.views import bench_text as kernel_bench_text
+from sfi_cli.terminal import output, progress
+from sfi_cli.terminal.progress import BenchProgress
+from sfi_cli.terminal.tables import rendered
+from sfi_traces.views.table import Table
+from tests.cli.screens import Terminal, drawn
+from tests.cli.trace_commands import sfi, trace
+from tests.traces.made import make_trace
+
+PROMPT = "Later, Belora hid a red lantern under the old bridge.\nQuestion: What is written about Belora?\nAnswer:"
+WIDTHS = (80, 100, 140)
+# Ctrl-C within the stream of a run that would go on
+INTERRUPTED = """
+import os, signal
+from sfi_cli.app import main
+from sfi_core.generation.text_stream import TextStream
+push, tokens = TextStream.push, []
+def stopped(self, token):
+    tokens.append(token)
+    if len(tokens) == 3:
+        os.kill(os.getpid(), signal.SIGINT)
+    return push(self, token)
+TextStream.push = stopped
+main()
+"""
+
+
+@pytest.mark.parametrize("size", [(80, 24), (100, 30)])
+def test_no_bar_and_no_message_is_drawn_over_the_answer(command, environment, size):
+    """The bar of the comparison's prompt comes after the streamed text; it once erased the last line."""
+    answer = sfi("generate", PROMPT, "-n", "24", "--no-compare", "-q").stdout
+    with Terminal([*command, "generate", PROMPT, "-n", "24", "--compare"], environment, size) as terminal:
+        terminal.wait_for("loading bundled")  # not a blank screen until the model is there
+        lines = terminal.finish()
+    assert terminal.process.returncode == 0
+    shown = "\n".join(lines)
+    width = size[0]
+    for line in answer.splitlines():
+        pieces = [line[at : at + width].rstrip() for at in range(0, len(line), width)]
+        assert "\n".join(pieces) in shown
+    assert not [line for line in lines if "reading the prompt" in line or "loading" in line]
+    assert [line for line in lines if line.startswith("same tokens  ")]
+    assert max(map(len, lines)) <= width
+    assert re.search(r"^settings {5}preset default$", shown, re.MULTILINE)
+
+
+def test_an_interrupted_recording_ends_the_streamed_line_before_it_says_where_it_wrote(command, environment, tmp_path):
+    words = [command[0], "-c", INTERRUPTED, "trace", "record", PROMPT, "-o", str(tmp_path / "run")]
+    with Terminal(words, environment) as terminal:
+        lines = terminal.finish()
+    assert terminal.process.returncode == 130
+    (wrote,) = [line for line in lines if "Wrote" in line]
+    assert wrote.startswith(f"Wrote {tmp_path}"[:90])
+
+
+def test_a_reader_of_a_pipe_gets_a_line_at_most_every_ten_seconds(monkeypatch, capsys):
+    seconds = iter(range(0, 1000, 3))
+    monkeypatch.setattr(progress.time, "monotonic", lambda: next(seconds))
+    with BenchProgress(quiet=False) as shown:
+        for done in range(12):  # 36 seconds, and more for each line's own look at the clock
+            shown.update("measuring", done, 12)
+    assert 2 <= capsys.readouterr().err.count("measuring") <= 4
+
+
+def test_a_closed_pipe_ends_a_command_without_a_word(command, environment, tmp_path):
+    folder = make_trace(tmp_path / "run", steps=200)
+    words = [*command, "trace", "export", str(folder), "--format", "perfetto"]
+    with subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout.read(20).startswith(b'{"displayTimeUnit"')
+        process.stdout.close()
+        said = process.stderr.read()
+    assert (process.returncode, said) == (1, b"")
+
+
+def test_a_timeline_does_not_go_to_a_terminal(command, environment, tmp_path):
+    folder = make_trace(tmp_path / "run", steps=4)
+    with Terminal(
+        [*command, "trace", "export", str(folder), "--format", "perfetto"], environment, (140, 24)
+    ) as terminal:
+        assert [line for line in terminal.finish() if line] == [f"Wrote {folder}-timeline.json.gz"]
+
+
+FRONT = Table(
+    "Front", ("policy", "tokens/s", "accepted a verification", "p95", "x"),
+    [("sfi, a method with a long name", "1,234.5", "3.21", "0.9", "5"), ("b", "2", "-", "0.812", "500.00")],
+    spare=("p95", "tokens/s"),
+)  # fmt: skip
+NARROW = """\
+Front
+
+                                     accepted a
+  policy                           verification        x
+ ────────────────────────────────────────────────────────
+  sfi, a method with a long name           3.21        5
+  b                                           -   500.00
+  --wide also shows: tokens/s, p95
+"""
+NARROWER = """\
+Front
+
+                     accepted a
+  policy           verification        x
+ ────────────────────────────────────────
+  sfi, a method…           3.21        5
+  b                           -   500.00
+  --wide also shows: tokens/s, p95
+"""
+BLOCKS = """\
+Front
+
+  policy          sfi, a
+                  method
+                  with a
+                  long name
+  tokens/s        1,234.5
+  accepted a verification
+                  3.21
+"""
+
+
+def test_a_table_folds_its_headings_then_leaves_columns_out_then_shortens_words_then_is_blocks():
+    whole = rendered([FRONT])
+    assert (
+        whole.splitlines()[2]
+        == "  policy                           tokens/s   accepted a verification     p95        x"
+    )
+    assert rendered([FRONT], 120) == whole
+    folded = rendered([FRONT], 80).splitlines()
+    assert folded[3].split() == ["policy", "tokens/s", "verification", "p95", "x"]
+    assert rendered([FRONT], 60) == NARROW
+    assert rendered([FRONT], 42) == NARROWER
+    assert rendered([FRONT], 28).startswith(BLOCKS)
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    return make_trace(tmp_path_factory.mktemp("wide") / "run", steps=40, policy="sfi")
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("show",), ("show", "--full"), ("show", "--step", "17"), ("check",),
+        ("replay", "--t-max", "8,16", "--budget", "8,16", "--set", "span=0,2", "--trigger-set", "marks=. ? !"),
+        ("sql", "SELECT * FROM steps LIMIT 2"),
+    ],
+    ids=lambda words: " ".join(words[:2]),
+)  # fmt: skip
+def test_what_a_command_prints_is_no_wider_than_the_terminal(recorded, words, width, monkeypatch):
+    command, *rest = words
+    plain = trace(command, recorded, *rest).stdout
+    monkeypatch.setattr(output, "terminal_width", lambda _: width)
+    ended = trace(command, recorded, *rest)
+    assert (ended.code, ended.stderr) == (0, "")
+    assert max(map(cell_len, ended.stdout.splitlines())) <= width
+    if "replay" in words:
+        assert max(map(cell_len, plain.splitlines())) > 140
+        assert trace(command, recorded, *rest, "--wide").stdout == plain
+        (heads,) = [line for line in ended.stdout.splitlines() if "speed-up" in line]
+        assert ("worst" in heads.split()) == (width == 140)
+
+
+def _row(names: str) -> dict[str, Any]:
+    return dict.fromkeys(names.split(), 12345.678)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_the_tables_of_benchmarks_fit_the_terminal(width):
+    machine = {"gpu": None, "processor": "A processor with a long name, 2.25 GHz", "threads": 2, "copy_gb_per_s": 12.3}
+    decode = _row(
+        "decode_tokens_per_second decode_tokens_per_second_min decode_tokens_per_second_max speedup roofline_speedup "
+        "roofline_share speedup_over_transformers fast_p50_ms mixed_p50_ms slow_p50_ms gb_per_s bandwidth_share"
+    ) | {"policy": "transformers-dynamic", "context": 32768, "batch": 16, "slow_rate": 0.05, "kv_device_budget": None}
+    document = {
+        "machine": machine, "rows": [decode | {"lossless": None}], "skipped": [], "notes": ["a note. " * 40],
+        "model": {"name": "qwen3-0.6b", "dtype": "bfloat16"},
+    }  # fmt: skip
+    kernel = _row(
+        "median_us p10_us p90_us gb_per_s bandwidth_share tflop_per_s speedup_over_dense speedup_over_sdpa "
+        "speedup_over_paper_like"
+    ) | {"op": "fast", "form": "ragged", "retention": 0.125, "failure": None}
+    ops = {"machine": machine, "rows": [kernel], "backend": "torch", "notes": [], "failures": []}
+    for parts in (bench_text(document), kernel_bench_text(ops, sweep=False)):
+        lines = rendered(parts, width).splitlines()
+        assert max(map(cell_len, lines)) <= width
+        assert max(map(cell_len, rendered(parts[:1]).splitlines())) > 100
+
+
+def test_the_screen_reader_draws_what_a_terminal_does():
+    assert drawn("abc\r\nde\x1b[31mf\x1b[0m\x1b[1A\r\x1b[2Kxy", 10) == ["xy", "def"]
+    assert drawn("0123456789ab", 10) == ["0123456789", "ab"]
+    assert json.dumps(drawn("a\n\rb\x1b[?25l", 5)) == '["a", "b"]'
+
+
+def test_a_shown_setting_says_all_and_the_list_of_all_is_a_screen():
+    whole = sfi("config", "list").stdout
+    assert whole.count("\n") < 24
+    assert "\nselector  alpha gamma beta" in whole
+    table = sfi("config", "list", "selector").stdout
+    assert re.search(r"selector\.alpha +0\.5 +float, in \(0, 1\] +Exponent of", table)
+    assert "sink" in sfi("config", "list", "decoding").stdout
+    one = sfi("config", "show", "selector.alpha").stdout
+    for words in ("Exponent of the window's", "[selector] alpha = VALUE", "--set selector.alpha=VALUE", "sfi bench"):
+        assert words in one
+    assert "did you mean selector.alpha" in sfi("config", "show", "selector.alfa").stderr
