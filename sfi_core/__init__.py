@@ -43,3 +43,8 @@ def __getattr__(name: str) -> Any:
     value = getattr(import_module(f"sfi_core.{_LAZY[name]}"), name)
     globals()[name] = value
     return value
+
+
+def __dir__() -> list[str]:
+    """List the public names, those not yet imported among them."""
+    return __all__

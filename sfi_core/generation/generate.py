@@ -25,7 +25,7 @@ from sfi_core.machine.memory import peak_bytes, reset_peak
 from sfi_core.models.memory_need import Forecast
 from sfi_core.observers.observer import Observer
 from sfi_core.settings.audit import AuditConfig
-from sfi_core.settings.config import SfiConfig
+from sfi_core.settings.config import SfiConfig, checked_config
 from sfi_core.settings.engine import DEFAULTS, EngineOptions
 from sfi_core.settings.sampling import Sampling
 from sfi_core.state.request import RequestState
@@ -118,7 +118,7 @@ def generate(
         UnsupportedModelError: The architecture cannot run under SFI.
         MemoryForecastError: The run would not fit into memory.
     """
-    config, sampling = config or SfiConfig(), sampling or Sampling()
+    config, sampling = checked_config(config), sampling or Sampling()
     engine = engine or DEFAULTS
     rows = encode(tokenizer, prompts)
     limits = token_limits(max_new_tokens, len(rows))

@@ -125,6 +125,17 @@ class SfiConfig(Table):
             raise ConfigError(f"{path}: {error}") from error
 
 
+def checked_config(config: SfiConfig | None) -> SfiConfig:
+    """Return the settings of an argument, the defaults for None; raise `ConfigError` for another type."""
+    if config is None:
+        return SfiConfig()
+    if not isinstance(config, SfiConfig):
+        kind = type(config).__name__
+        hint = "SfiConfig().replace(**config) takes a dict's settings" if isinstance(config, Mapping) else "or None"
+        raise ConfigError(f"config must be an SfiConfig, got a {kind}; {hint}")
+    return config
+
+
 PARTS: dict[str, Any] = {  # the nested tables, which are those of a TOML file too
     one.name: one.default_factory
     for one in dataclasses.fields(SfiConfig)

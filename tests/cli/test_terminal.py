@@ -10,58 +10,52 @@ from rich.cells import cell_len
 
 from sfi_cli.commands.bench.views import bench_text
 from sfi_cli.commands.kernel_bench.views import bench_text as kernel_bench_text
+from sfi_cli.commands.trace.replay.views import replay_text
+from sfi_cli.commands.trace.show_views import full_text, show_text
+from sfi_cli.commands.trace.step_views import step_text
 from sfi_cli.terminal import output, progress
 from sfi_cli.terminal.progress import BenchProgress
 from sfi_cli.terminal.tables import rendered
+from sfi_core.generation.text_stream import TextStream
 from sfi_traces.views.table import Table
 from tests.cli.screens import Terminal, drawn
 from tests.cli.trace_commands import sfi, trace
 from tests.traces.made import make_trace
 
-PROMPT = "Later, Belora hid a red lantern under the old bridge.\nQuestion: What is written about Belora?\nAnswer:"
+PROMPT = (
+    "Later, Belora hid a red lantern under the old bridge.\nQuestion: What is written about Belora?\nAnswer: Belora"
+)
+ANSWER = " hid a red lantern under the old bridge."
 WIDTHS = (80, 100, 140)
-# Ctrl-C within the stream of a run that would go on
-INTERRUPTED = """
-import os, signal
-from sfi_cli.app import main
-from sfi_core.generation.text_stream import TextStream
-push, tokens = TextStream.push, []
-def stopped(self, token):
-    tokens.append(token)
-    if len(tokens) == 3:
-        os.kill(os.getpid(), signal.SIGINT)
-    return push(self, token)
-TextStream.push = stopped
-main()
-"""
 
 
-@pytest.mark.parametrize("size", [(80, 24), (100, 30)])
-def test_no_bar_and_no_message_is_drawn_over_the_answer(command, environment, size):
+def test_no_bar_and_no_message_is_drawn_over_the_answer(command, environment):
     """The bar of the comparison's prompt comes after the streamed text; it once erased the last line."""
-    answer = sfi("generate", PROMPT, "-n", "24", "--no-compare", "-q").stdout
-    with Terminal([*command, "generate", PROMPT, "-n", "24", "--compare"], environment, size) as terminal:
+    with Terminal([*command, "generate", PROMPT, "-n", "24", "--compare"], environment, (80, 24)) as terminal:
         terminal.wait_for("loading bundled")  # not a blank screen until the model is there
         lines = terminal.finish()
     assert terminal.process.returncode == 0
-    shown = "\n".join(lines)
-    width = size[0]
-    for line in answer.splitlines():
-        pieces = [line[at : at + width].rstrip() for at in range(0, len(line), width)]
-        assert "\n".join(pieces) in shown
+    (answer,) = [line for line in lines if ANSWER in line]
+    assert answer.strip() == ANSWER.strip()
     assert not [line for line in lines if "reading the prompt" in line or "loading" in line]
     assert [line for line in lines if line.startswith("same tokens  ")]
-    assert max(map(len, lines)) <= width
-    assert re.search(r"^settings {5}preset default$", shown, re.MULTILINE)
+    assert max(map(len, lines)) <= 80
+    assert "settings     preset default" in lines
 
 
-def test_an_interrupted_recording_ends_the_streamed_line_before_it_says_where_it_wrote(command, environment, tmp_path):
-    words = [command[0], "-c", INTERRUPTED, "trace", "record", PROMPT, "-o", str(tmp_path / "run")]
-    with Terminal(words, environment) as terminal:
-        lines = terminal.finish()
-    assert terminal.process.returncode == 130
-    (wrote,) = [line for line in lines if "Wrote" in line]
-    assert wrote.startswith(f"Wrote {tmp_path}"[:90])
+def test_an_interrupted_stream_ends_its_line_before_a_message(monkeypatch, tmp_path):
+    push, tokens = TextStream.push, []
+
+    def stopped(self, token):
+        tokens.append(token)
+        if len(tokens) == 3:
+            raise KeyboardInterrupt
+        return push(self, token)
+
+    monkeypatch.setattr(TextStream, "push", stopped)
+    ended = trace("record", PROMPT, "-o", tmp_path / "run")
+    assert (ended.code, ended.stdout) == (130, " hid a\n")
+    assert ended.stderr.startswith(f"Wrote {tmp_path}")
 
 
 def test_a_reader_of_a_pipe_gets_a_line_at_most_every_ten_seconds(monkeypatch, capsys):
@@ -148,28 +142,25 @@ def recorded(tmp_path_factory):
     return make_trace(tmp_path_factory.mktemp("wide") / "run", steps=40, policy="sfi")
 
 
-@pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("show",), ("show", "--full"), ("show", "--step", "17"), ("check",),
-        ("replay", "--t-max", "8,16", "--budget", "8,16", "--set", "span=0,2", "--trigger-set", "marks=. ? !"),
-        ("sql", "SELECT * FROM steps LIMIT 2"),
-    ],
-    ids=lambda words: " ".join(words[:2]),
-)  # fmt: skip
-def test_what_a_command_prints_is_no_wider_than_the_terminal(recorded, words, width, monkeypatch):
-    command, *rest = words
-    plain = trace(command, recorded, *rest).stdout
-    monkeypatch.setattr(output, "terminal_width", lambda _: width)
-    ended = trace(command, recorded, *rest)
-    assert (ended.code, ended.stderr) == (0, "")
-    assert max(map(cell_len, ended.stdout.splitlines())) <= width
-    if "replay" in words:
-        assert max(map(cell_len, plain.splitlines())) > 140
-        assert trace(command, recorded, *rest, "--wide").stdout == plain
-        (heads,) = [line for line in ended.stdout.splitlines() if "speed-up" in line]
-        assert ("worst" in heads.split()) == (width == 140)
+def test_what_a_trace_s_commands_print_is_no_wider_than_the_terminal(recorded, monkeypatch):
+    grid = ("--t-max", "8,16", "--budget", "8,16", "--set", "span=0,2", "--trigger-set", "marks=. ? !")
+    for words, views in (
+        (("show", recorded), (show_text, full_text)),
+        (("show", recorded, "--step", "17"), (step_text,)),
+        (("replay", recorded, *grid), (replay_text,)),
+    ):
+        document = json.loads(trace(*words, "--json").stdout)
+        for view in views:
+            for width in WIDTHS:
+                lines = rendered(view(document), width).splitlines()
+                assert max(map(cell_len, lines)) <= width
+                if view is replay_text:
+                    (heads,) = [line for line in lines if "speed-up" in line]
+                    assert ("worst" in heads.split()) == (width == 140)
+    plain = trace("replay", recorded, *grid).stdout
+    monkeypatch.setattr(output, "terminal_width", lambda _: 100)
+    assert trace("replay", recorded, *grid).stdout == rendered(replay_text(document), 100) != plain
+    assert trace("replay", recorded, *grid, "--wide").stdout == plain
 
 
 def _row(names: str) -> dict[str, Any]:

@@ -65,9 +65,10 @@ def check_cache(cache: Any, *, fresh: bool = False) -> None:
     if cache is None:
         return
     if not isinstance(cache, SfiCache):
-        raise ConfigError(f"{CACHE_NAME} must be an sfi cache, got {type(cache).__name__}")
+        way = "leave it out, or take run.cache() inside slow_fast(...) as run"
+        raise ConfigError(f"{CACHE_NAME} must be an sfi cache, got {type(cache).__name__}; {way}")
     if fresh and cache.seen:
-        raise ConfigError(f"{CACHE_NAME} must be fresh, got one with {cache.seen} tokens")
+        raise ConfigError(f"{CACHE_NAME} must be fresh, got one with {cache.seen} tokens; each call reads its prompt")
 
 
 def refuse_modes(settings: Any, kwargs: Mapping[str, Any]) -> None:

@@ -14,7 +14,7 @@ from sfi_core.hosts.transformers.session import Session
 from sfi_core.models.linear import quick_linears
 from sfi_core.observers.observer import Observer
 from sfi_core.settings.audit import AuditConfig
-from sfi_core.settings.config import SfiConfig
+from sfi_core.settings.config import SfiConfig, checked_config
 from sfi_core.settings.engine import DEFAULTS, EngineOptions
 from sfi_core.settings.policy_names import default_policy
 from sfi_kernels.launch import KernelLimitError
@@ -60,7 +60,7 @@ def slow_fast(
     engine = engine or DEFAULTS
     check_backend(engine.backend, model.device)
     policy = policy or default_policy(lossless=engine.lossless)
-    session = Session(model, tokenizer, config or SfiConfig(), policy, observers, page_size, audit, engine)
+    session = Session(model, tokenizer, checked_config(config), policy, observers, page_size, audit, engine)
     own = model.__dict__.get("generate")
     if own is not None and getattr(own, "sfi", False):
         raise ConfigError("slow_fast must not be nested on one model, got a second one")

@@ -67,6 +67,7 @@ class Only(LogitsProcessor):
         return scores.masked_fill(~allowed, -torch.inf)
 
 
+LEAVE = "leave it out, or take run.cache() inside slow_fast(...) as run"
 MODES = {
     "num_beams": (2, "beam search does not run under sfi, got num_beams=2"),
     "assistant_model": (torch.nn.Identity(), "assisted decoding does not run under sfi, got assistant_model=Identity"),
@@ -78,7 +79,7 @@ MODES = {
     "custom_generate": ("user/repo", "a custom generate does not run under sfi, got custom_generate='user/repo'"),
     "use_cache": (False, "use_cache must be true under sfi, got False"),
     "output_attentions": (True, "reading attention weights does not run under sfi, got output_attentions=True"),
-    CACHE_NAME: (DynamicCache(), f"{CACHE_NAME} must be an sfi cache, got DynamicCache"),
+    CACHE_NAME: (DynamicCache(), f"{CACHE_NAME} must be an sfi cache, got DynamicCache; {LEAVE}"),
 }
 
 

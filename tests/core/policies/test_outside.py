@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from sfi_core.bundled.example import load_example
 from sfi_core.errors import ConfigError
 from sfi_core.generation.generate import generate
 from sfi_core.measure.doctor import _policies
@@ -38,7 +39,7 @@ def _install(folder: Path, package: str, code: str, points: dict[str, str]) -> N
 
 
 def test_the_page_on_policies_shows_one_that_runs(install):
-    """Its selection is what its text says: the positions with the highest probability of any head."""
+    """It answers the bundled example; its selection is what its text says: where any head looks most, and beside it."""
     page = PAGE.read_text()
     (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     (project,) = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
@@ -46,21 +47,20 @@ def test_the_page_on_policies_shows_one_that_runs(install):
     assert len(code.splitlines()) <= 30
 
     model, tokenizer = load()
-    config = SfiConfig(sink=2, recent=8, budget=6, slow_start=1, min_gap=0)
-    prompt = "Belora hid a red lantern under the old bridge. What is written about Belora?"
-    result = generate(model, tokenizer, [prompt], config, policy="loudest", max_new_tokens=6)
-    request = result.report.requests[0]
-    assert request.fast_steps > 0
-    assert request.read_ratio < 1
+    example = load_example()
+    result = generate(model, tokenizer, [example.prompt], example.config, policy="loudest", max_new_tokens=60)
+    assert result.texts == [example.answer]
+    assert result.report.requests[0].read_ratio < 0.15
 
-    logits = torch.randn(1, 2, 3, 1, 40, generator=torch.Generator().manual_seed(0))
-    allowed = torch.zeros(1, 40, dtype=torch.bool)
-    allowed[:, 5:30] = True
+    logits = torch.randn(1, 2, 3, 1, 400, generator=torch.Generator().manual_seed(0))
+    allowed = torch.zeros(1, 400, dtype=torch.bool)
+    allowed[:, 5:300] = True
+    config = SfiConfig(budget=21)
     context = type("Shown", (), {"logits": lambda self: logits, "allowed_BT": allowed, "backend": "torch"})
     selected = policy_class("loudest")(config, None).select_after(context())
     for head, probability in enumerate(logits[0].softmax(-1)):
-        expected = probability.amax((0, 1))[5:30].topk(6).indices + 5
-        assert selected.index_BHK[0, head].tolist() == sorted(expected.tolist())
+        loudest = int(probability.amax((0, 1))[15:290].argmax()) + 15
+        assert selected.index_BHK[0, head].tolist() == [*range(loudest - 10, loudest + 11)]
 
 
 def test_one_that_does_not_import_is_named_and_the_others_work(install):
@@ -71,7 +71,7 @@ def test_one_that_does_not_import_is_named_and_the_others_work(install):
     with pytest.raises(ConfigError, match=r"^policy 'odd' of package broken must be a subclass of .* got 3$"):
         policy_class("odd")
     assert policy_class("mine") is policy_class("full-kv")
-    with pytest.raises(ConfigError, match=r"unknown policy 'other'; expected one of .*'mine', 'odd', 'wrong'\)"):
+    with pytest.raises(ConfigError, match=r"unknown policy 'other'; .*expected one of .*'mine', 'odd', 'wrong'\)"):
         policy_class("other")
     assert {check.name: check.ok for check in _policies()} == {
         "policy mine": True, "policy odd": False, "policy wrong": False,
