@@ -57,7 +57,8 @@ def test_the_document_has_the_keys_that_scripts_rely_on():
     code, stdout, stderr = inside(*SMALL, "--batch", "1,2", "--json")
     document = json.loads(stdout)
     assert code == 0
-    assert stderr.startswith("loading bundled\n")
+    assert stderr.startswith("loading bundled\nsfi, ")
+    assert len(re.findall(r"^[\w-]+, 300 tokens x [12], repeat 1: [\d.,]+ tokens/s$", stderr, re.MULTILINE)) == 8
     assert {"rows", "machine"} <= set(document)
     assert document["model"]["name"] == "bundled"
     policies = ["sfi", "full-kv", "transformers-dynamic", "transformers-static"]

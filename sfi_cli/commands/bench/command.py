@@ -34,7 +34,8 @@ def bench(
     steps: Annotated[o.Number, _measure("steps", "Decoding steps measured in each run.")] = None,
     repeats: Annotated[o.Number, _measure("repeats", "Runs of each; all take turns.")] = None,
     time_limit: Annotated[
-        float | None, _measure("time_limit", "Seconds after which a run stops early; it measures at least 3 steps.")
+        float | None,
+        _more("Seconds after which a run stops early; it measures at least 3 steps.", shown="none; on a CPU 2"),
     ] = None,
     slow_rate: Annotated[
         str | None, _measure("slow_rate", "Share of steps at which a request is slow: 1/20 or 0.05.")

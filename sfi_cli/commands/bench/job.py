@@ -17,6 +17,7 @@ from sfi_core.settings.engine import EngineOptions
 FORMATS = (".json", ".parquet")
 BUNDLED_TEXT, KILO = "bundled", 1024
 SLOW_RATE = "1/20"
+CPU_SECONDS = 2.0  # default time limit of a run on a CPU, where a step may take seconds
 TIERS = ("engine.kv_device_budget", "engine.kv_page")
 TRIGGERS = ("t_max", "min_gap", "triggers", "trigger_policy", "stride", "slow_start")
 Loaded = tuple[Any, Any]  # a model and its tokenizer
@@ -60,7 +61,10 @@ def run(
     def made(loaded: Loaded | None) -> Any:
         return _settings(settings, asked, slow_rate, text, loaded)
 
-    device, early = resolve_device(subject.loading["device"]), made(None)
+    device = resolve_device(subject.loading["device"])
+    if device.type == "cpu" and asked["time_limit"] is None:
+        asked["time_limit"] = CPU_SECONDS
+    early = made(None)
     check_backend(early.engine.backend, device)  # report mistakes before a large model loads
     check_engine(early, device)
     output.check_format(FORMATS)
@@ -79,7 +83,7 @@ def _measure(subject: Subject, made: Callable[[Loaded], Any], output: Output) ->
     loaded = subject.loaded(quiet=output.quiet)
     settings = made(loaded)
     with BenchProgress(quiet=output.quiet) as progress:
-        result = run_bench(loaded[0], settings, progress.update)
+        result = run_bench(loaded[0], settings, progress.update, output.say)
     document = result.document()
     document["model"]["packed_weights"] = subject.pack_weights
     if document["rows"]:

@@ -25,7 +25,8 @@ _out = partial(o.option, o.OUTPUT)
 
 
 def _shape(name: str, text: str) -> Any:
-    return o.option(SHAPE, text, shown=SHOWN[name])
+    on_cpu = {"context": "; on a CPU 2048", "batch": "; on a CPU 1"}
+    return o.option(SHAPE, text, shown=SHOWN[name] + on_cpu.get(name, ""))
 
 
 def kernel_bench(
@@ -42,7 +43,7 @@ def kernel_bench(
     sweep: Annotated[
         str | None, _measure("retention: the paper's Table 1, of fast and dense unless --op says otherwise.")
     ] = None,
-    repeats: Annotated[o.Number, _measure("Timed calls of each op.", shown="9, on CUDA 100")] = None,
+    repeats: Annotated[o.Number, _measure("Timed calls of each op.", shown="5, on CUDA 100")] = None,
     seed: Annotated[int, _measure("Seed of the random inputs.")] = 0,
     backend: Annotated[str, _measure("auto, torch or triton.")] = "auto",
     device: Annotated[str, _measure("auto, cpu, cuda, cuda:1, ...")] = "auto",

@@ -19,11 +19,14 @@ def run(asked: dict[str, Any], sweep: str | None, backend: str, device: str, out
     `asked` are the fields of `KernelSettings`, None for a field's default.
     """
     from sfi_core.measure.kernel_bench.bench import run_bench
-    from sfi_core.measure.kernel_bench.settings import KernelSettings, resolve_backend
+    from sfi_core.measure.kernel_bench.settings import CPU_SHAPE, KernelSettings, resolve_backend
     from sfi_core.models.load import resolve_device
     from sfi_traces.results.kernel_bench import write_parquet, write_plot
 
+    where = resolve_device(device)
     given = {name: value for name, value in asked.items() if value is not None}
+    if where.type == "cpu":  # the retentions of a sweep need the paper's context
+        given = {name: value for name, value in CPU_SHAPE.items() if not sweep or name == "batch"} | given
     if sweep is None:
         settings = KernelSettings(**given)
     elif "retentions" in given:
@@ -32,7 +35,6 @@ def run(asked: dict[str, Any], sweep: str | None, backend: str, device: str, out
         settings = KernelSettings.for_sweep(sweep, given.pop("ops", None), **given)
     if output.plot is not None and "fast" not in settings.ops:
         raise ConfigError(f"op must include fast for --plot, got {settings.ops}")
-    where = resolve_device(device)
     backend = resolve_backend(backend, where)
     output.check_format(FORMATS)
     with output:

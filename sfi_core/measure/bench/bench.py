@@ -38,10 +38,16 @@ SHOWN = ("ragged", "lossless", "acceptance", "prefill", "seed")
 ENGINE = ("backend", "overlap", "graphs", "kv_device_budget", "kv_page")
 
 
-def run_bench(model: Any, settings: DecodeSettings, progress: Progress = lambda *_: None) -> "Bench":
+def run_bench(
+    model: Any,
+    settings: DecodeSettings,
+    progress: Progress = lambda *_: None,
+    told: Callable[[str], None] = lambda _: None,
+) -> "Bench":
     """Measure every point; after Ctrl-C, return the rows measured until then.
 
-    `progress` gets the phase, the runs done and the number of runs. The model is outside `slow_fast`.
+    `progress` gets the phase, the runs done and the number of runs; `told` a line for each run. The model is
+    outside `slow_fast`.
 
     Raises:
         MemoryForecastError: No variant fits into memory at any point.
@@ -51,7 +57,7 @@ def run_bench(model: Any, settings: DecodeSettings, progress: Progress = lambda 
         NumericsError: The model's logits are not finite.
     """
     check_engine(settings, model.device)
-    bench = Bench(model, settings, progress)
+    bench = Bench(model, settings, progress, told)
     try:
         bench.run()
     except KeyboardInterrupt:
@@ -87,8 +93,14 @@ class Bench:
         interrupted: Whether Ctrl-C ended the run early.
     """
 
-    def __init__(self, model: Any, settings: DecodeSettings, progress: Progress = lambda *_: None) -> None:
-        self.model, self.settings, self.progress = model, settings, progress
+    def __init__(
+        self,
+        model: Any,
+        settings: DecodeSettings,
+        progress: Progress = lambda *_: None,
+        told: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self.model, self.settings, self.progress, self.told = model, settings, progress, told
         self.about: dict[str, Any] = {}
         self.machine: dict[str, Any] = {}
         self.rows: list[dict[str, Any]] = []
@@ -141,6 +153,7 @@ class Bench:
                     show = partial(self._show, label)
                     samples[variant].append(self._run(variant, needed, point, prompts, tokens, show))
                     self._done += 1
+                    self.told(f"{label}: {samples[variant][-1].decode_rate:,.2f} tokens/s")
         finally:
             self.rows[before:] = point_rows(point, samples, models, copy)
 
