@@ -13,7 +13,7 @@ from sfi_cli.commands.evaluate.command import evaluate
 from sfi_cli.commands.generate.command import generate
 from sfi_cli.commands.kernel_bench.command import kernel_bench
 from sfi_cli.commands.lm_eval import lm_eval
-from sfi_cli.commands.serve.command import serve
+from sfi_cli.commands.serve.command import Serve, serve
 from sfi_cli.commands.tune.command import tune
 from sfi_cli.commands.tune_heads.command import heads
 from sfi_cli.terminal.output import INTERRUPTED, message
@@ -45,7 +45,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(generate)
-app.command()(serve)
+app.command(cls=Serve)(serve)
 app.command("eval")(evaluate)
 app.command(
     "lm-eval",

@@ -1,6 +1,6 @@
 """Functions that numba compiles for a CPU: whether it can here, and who hears of a compilation.
 
-numba is an extra (`sfi-toolkit[cpu]`). Nothing imports it before an op asks `why_not`.
+numba is an extra (`cpu`). Nothing imports it before an op asks `why_not`.
 """
 
 import sys

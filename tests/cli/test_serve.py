@@ -24,7 +24,7 @@ def test_without_vllm_one_line_says_how_to_install_it(monkeypatch: pytest.Monkey
     monkeypatch.setattr(job, "find_spec", lambda name: None)
     error = refusal()
     assert isinstance(error, BackendError)
-    assert "pip install 'sfi-toolkit[vllm]'" in str(error)
+    assert "pip install '.[vllm]'" in str(error)
     assert "\n" not in str(error)
 
 
@@ -53,6 +53,9 @@ def test_another_vllm_is_named(monkeypatch: pytest.MonkeyPatch):
         (["--", "--kv-transfer-config", "{}"], "without --kv-transfer-config"),
         (["--", "--kv_transfer_config={}"], "without --kv-transfer-config"),
         (["--", "--port=1"], "give --port before --"),
+        (["--max-model-len", "9"], "sfi serve has no option --max-model-len; if it is vLLM's, put it after --"),
+        (["--polcy=sfi"], "did you mean --policy?"),
+        (["--model", "smollm2"], "model must be a folder or hub id for vLLM, got the GGUF file smollm2"),
     ],
 )
 def test_refused_in_one_line(words: list[str], told: str, monkeypatch: pytest.MonkeyPatch):

