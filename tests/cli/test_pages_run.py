@@ -89,7 +89,7 @@ def test_the_page_of_python_runs(tmp_path, monkeypatch):
         with redirect_stdout(io.StringIO()) as printed:
             exec(compile(block, f"block {at}", "exec"), names)  # noqa: S102
         if at == 0:
-            assert printed.getvalue().strip() == names["example"].answer[: len(printed.getvalue().strip())]
+            assert printed.getvalue().strip() in names["example"].answer
     assert [one["role"] for one in names["chat"]] == ["user", "assistant"] * 2
     assert Path("my-run/manifest.json").exists()
     assert names["result"].report.requests[0].lossless.accepted > 0

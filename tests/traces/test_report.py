@@ -318,7 +318,7 @@ def _every_figure_is_drawn(page) -> None:
 def _no_button_covers_a_label(page) -> None:
     covered = """[...document.querySelectorAll('.plot')].flatMap((plot) => {
         const bar = plot.querySelector('.modebar-container .modebar').getBoundingClientRect();
-        return [...plot.querySelectorAll('.colorbar text, .cbaxis text')].filter((label) => {
+        return [...plot.querySelectorAll('.colorbar text, .cbaxis text, .legendtext')].filter((label) => {
             const box = label.getBoundingClientRect();
             return box.top < bar.bottom && box.bottom > bar.top && box.left < bar.right && box.right > bar.left;
         }).map((label) => `${plot.id} ${label.textContent}`);

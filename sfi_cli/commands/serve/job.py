@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 TAKEN = ("--kv-transfer-config", "--model", "--host", "--port", "--revision")
 OPTIONS = {"audit.every": "--audit"}  # the option of a setting
 # the bundled model recalls sentences
-RECALL = "Belora hid a red lantern under the old bridge.\nQuestion: What is written about Belora?\nAnswer: Belora"
+RECALL = (
+    "Later, Belora hid a red lantern under the old bridge.\nQuestion: What is written about Belora?\nAnswer: Belora"
+)
 CLOSING = 30  # seconds after Ctrl-C to end requests and finish the trace
 
 
@@ -140,7 +142,14 @@ class Service:
         if self.own["policy"] == "full-kv":
             reads = "every token at every step"
         url = f"http://{self.address}"
-        asked = json.dumps({"model": served, "prompt": RECALL if self.model is None else "Once upon a time", "max_tokens": 12})
+        asked = json.dumps(
+            {
+                "model": served,
+                "prompt": RECALL if self.model is None else "Once upon a time",
+                "max_tokens": 12,
+                "temperature": 0,
+            }
+        )
         chat = "; no chat template: chat requests fail, completions do not"
         return [
             f"model    {served}, {dtype}, up to {server.vllm.model_config.max_model_len:,} tokens{chat * (self.model is None)}",

@@ -9,7 +9,7 @@ import plotly.graph_objects as go
 from sfi_traces.views.captions import Caption
 from sfi_traces.views.figure_data import HeadMap
 
-MARGIN = {"l": 8, "r": 8, "t": 30, "b": 8}  # Plotly's buttons lie on top
+MARGIN = {"l": 8, "r": 8, "t": 12, "b": 8}
 LEGEND = {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0, "traceorder": "normal"}
 MOST_NUMBERS = 8  # columns of a map with their number written in
 

@@ -61,7 +61,7 @@ def _figure(shown: Raster, words: dict[int, str]) -> go.Figure:
     same = {"mode": "lines", "hoverinfo": "skip"}
     if shown.recent is not None:
         line = {"color": SEGMENT, "width": 1.2, "shape": "hvh"}
-        name = "where the sink ends and the recent tokens begin"
+        name = "end of the sink, start of the recent"
         figure.add_scatter(x=shown.step_N, y=shown.recent - 0.5, name=name, line=line, **same)
         figure.add_hline(shown.sink - 0.5, line={"color": SEGMENT, "width": 1.2})
     end = {"color": "#8a94a0", "width": 1, "shape": "hvh"}
