@@ -179,7 +179,7 @@ def test_the_help_shows_the_defaults_of_the_settings():
         assert expected == shown
     assert ",".join(compile_check.ARCHS) == command.ARCHITECTURES
     assert settings.REPEATS == {"cpu": 5, "cuda": 100}
-    assert settings.CPU_SHAPE == {"context": 2048, "batch": 1}
+    assert settings.CPU_SHAPE == {"context": 4096, "batch": 1}
 
 
 def test_compile_only_gives_the_documents_compiled_rows(compiler):

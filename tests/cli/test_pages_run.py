@@ -72,8 +72,8 @@ def test_a_page_s_first_block_runs(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     if path.stem == "import":
         exec(blocks(path, "python")[0], {})  # noqa: S102 - writes indexer.npz
-    for line in commands("".join(blocks(path)[:1])):
-        line = line.replace(" -f prompt.txt --model my-model", "")  # the bundled model and its example
+    first = "".join(blocks(path)[:1])
+    for line in commands(first.replace(" -f prompt.txt --model my-model", "")):  # the bundled model and its example
         if "diff run other" in line:
             shutil.copytree("run", "other")
         if here(line):

@@ -25,7 +25,7 @@ _out = partial(o.option, o.OUTPUT)
 
 
 def _shape(name: str, text: str) -> Any:
-    on_cpu = {"context": "; on a CPU 2048", "batch": "; on a CPU 1"}
+    on_cpu = {"context": "; on a CPU 4096", "batch": "; on a CPU 1"}
     return o.option(SHAPE, text, shown=SHOWN[name] + on_cpu.get(name, ""))
 
 

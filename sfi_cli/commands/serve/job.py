@@ -150,9 +150,11 @@ class Service:
                 "temperature": 0,
             }
         )
-        chat = "; no chat template: chat requests fail, completions do not"
+        length = f"up to {server.vllm.model_config.max_model_len:,} tokens"
+        if self.model is None:
+            length += "; no chat template: chat requests fail, completions do not"
         return [
-            f"model    {served}, {dtype}, up to {server.vllm.model_config.max_model_len:,} tokens{chat * (self.model is None)}",
+            f"model    {served}, {dtype}, {length}",
             f"policy   {self.own['policy']}: {reads}",
             f"slow     {several if server.trigger_ids else config.trigger_policy}, t_max {config.t_max}",
             f"slots    {min(self.own['slots'], limit)} of {limit} requests may be sparse at once",
