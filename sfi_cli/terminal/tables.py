@@ -34,8 +34,8 @@ def wrapped(text: str, width: int | None, indent: str = "") -> list[str]:
     lines = text.split("\n") if text else []
     if width is None:
         return lines or [""]
-    more = {"subsequent_indent": indent, "break_on_hyphens": False}
-    return [piece for line in lines for piece in textwrap.wrap(line, width, **more) or [""]] or [""]
+    wrap = textwrap.TextWrapper(width, subsequent_indent=indent, break_on_hyphens=False).wrap
+    return [piece for line in lines for piece in wrap(line) or [""]] or [""]
 
 
 def _pairs(rows: Iterable[Sequence[str]], width: int | None, margin: str = "") -> Iterator[str]:

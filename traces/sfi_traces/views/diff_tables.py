@@ -1,11 +1,12 @@
 """The tables of two traces beside each other, for `sfi trace diff` and its page."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from sfi_traces.views.table import Table, count, duration, number, percent, ratio
 
-NUMBERS = {  # title: name, function that writes it
+NUMBERS: dict[str, tuple[str, Callable[[Any], str]]] = {  # title: name, function that writes it
     "steps": ("steps", count),
     "slow steps": ("slow", count),
     "slow from step 1 on": ("slow_share", percent),
