@@ -9,7 +9,7 @@ from sfi_cli.loading import Subject
 from sfi_cli.parsing import numbers, read_text, words
 from sfi_cli.settings.given import Given
 from sfi_cli.settings.tables import ForecastTable
-from sfi_cli.terminal.output import Output, leave_interrupted
+from sfi_cli.terminal.output import Output, View, leave_interrupted
 from sfi_cli.terminal.progress import BenchProgress
 from sfi_core.errors import ConfigError, InputError
 from sfi_core.settings.engine import EngineOptions
@@ -103,7 +103,7 @@ def _forecast(subject: Subject, settings: Any, device: Any, machine: ForecastTab
     _write(subject, document, forecast_text, output)
 
 
-def _write(subject: Subject, document: dict[str, Any], view: Callable[[dict[str, Any]], str], output: Output) -> None:
+def _write(subject: Subject, document: dict[str, Any], view: View, output: Output) -> None:
     from sfi_traces.results.bench import write_parquet, write_plot
 
     document["model"]["name"] = subject.name

@@ -33,7 +33,7 @@ def _verdict(row: Row) -> str:
 
 
 def _op(row: Row) -> str:
-    return row["op"] + (f" ({row['form']})" if row["form"] else "")
+    return f"{row['op']} ({row['form']})" if row["form"] else str(row["op"])
 
 
 def _read(share: float | None) -> str:

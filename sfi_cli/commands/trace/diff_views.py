@@ -16,7 +16,7 @@ def diff_text(document: Row) -> list[Part]:
     for request in document["requests"]:
         lines += _request_lines(request)
     folders = Table("", (), [(letter, document[letter.lower()]["trace"]) for letter in "AB"])
-    tables = overlap_tables(document)
+    tables: list[Part] = [*overlap_tables(document)]
     return [folders, numbers_table(document), *lines, *(["", *tables] if tables else [])]
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from sfi_traces.views.table import Table, count, duration, number, percent, ratio
+from sfi_traces.views.table import Row, Table, count, duration, number, percent, ratio
 
 NUMBERS: dict[str, tuple[str, Callable[[Any], str]]] = {  # title: name, function that writes it
     "steps": ("steps", count),
@@ -21,7 +21,7 @@ NUMBERS: dict[str, tuple[str, Callable[[Any], str]]] = {  # title: name, functio
 SPREAD = ("mean", "sd", "p5", "p50", "p95")
 
 
-def numbers_table(document: dict[str, Any]) -> Table:
+def numbers_table(document: Row) -> Table:
     """Show the numbers of both, and what B's are over A's."""
     sides = document["a"], document["b"]
     rows = [("policy", *(side["policy"] for side in sides), "")]
@@ -32,7 +32,7 @@ def numbers_table(document: dict[str, Any]) -> Table:
     return Table("", ("", "A", "B", "B / A"), rows)
 
 
-def overlap_tables(document: dict[str, Any]) -> list[Table]:
+def overlap_tables(document: Row) -> list[Table]:
     """Show by layer how far supports and selections overlap; [] if neither was recorded in both."""
     tables = []
     for name in ("supports", "selections"):

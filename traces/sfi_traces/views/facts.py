@@ -2,18 +2,17 @@
 
 from collections.abc import Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from sfi_traces.health import problems
 from sfi_traces.views.labels import dense_words
-from sfi_traces.views.table import Columns, Table, count, duration, number, percent, plural
+from sfi_traces.views.table import Columns, Row, Table, count, duration, number, percent, plural
 
 SECTIONS = (  # of the summary, without those that have figures in the report
     "run", "steps", "lossless", "triggers", "stability", "audit", "logits", "disagreements", "selections",
     "coverage", "corrections", "recalls", "latency",
 )  # fmt: skip
 MOST_TRIGGERS, WORST_HEADS = 12, 3
-Row = dict[str, Any]
 
 
 class Fact(NamedTuple):

@@ -1,6 +1,5 @@
 """`sfi trace replay`: replay a recorded run under other settings, or watch it step by step."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,7 +13,7 @@ from sfi_cli.commands.trace.replay.views import replay_text
 from sfi_cli.parsing import number_list
 from sfi_cli.settings.given import texts
 from sfi_cli.settings.tables import SETTINGS, settings_for
-from sfi_cli.terminal.output import Output, leave_interrupted
+from sfi_cli.terminal.output import Output, View, leave_interrupted
 from sfi_core.errors import ConfigError
 from sfi_core.settings.config import TRIGGER_POLICIES
 
@@ -136,7 +135,7 @@ def replay(
         leave_interrupted()
 
 
-def _write(document: dict[str, Any], output: Output, view: Callable[[dict[str, Any]], str]) -> None:
+def _write(document: dict[str, Any], output: Output, view: View) -> None:
     from sfi_traces.replay.plot import write_plot
 
     output.data(document, view)

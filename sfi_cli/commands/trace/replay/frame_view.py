@@ -19,13 +19,14 @@ def plain_frame(playback: Any, step: int) -> str:
 
     # without markup: a token may look like it
     plain: dict[str, Any] = dict.fromkeys(("markup", "emoji", "highlight"), False)
-    console = Console(file=io.StringIO(), width=shutil.get_terminal_size().columns, color_system=None, **plain)
+    written = io.StringIO()
+    console = Console(file=written, width=shutil.get_terminal_size().columns, color_system=None, **plain)
     frame = playback.frame(step)
     rows = strips(playback, step, console.width, shades(sys.stdout.encoding))
     text = _text(frame).wrap(console, console.width)[-TEXT:]
     for part in (head(playback, frame), "", *text, "", *rows, measures(frame)):
         console.print(part)
-    return "".join(f"{line.rstrip()}\n" for line in console.file.getvalue().splitlines()) + "\n"
+    return "".join(f"{line.rstrip()}\n" for line in written.getvalue().splitlines()) + "\n"
 
 
 def head(playback: Any, frame: Any) -> Any:
