@@ -111,7 +111,10 @@ def layer_context(
 ) -> LayerContext:
     """Make the context of a layer for some requests; the arguments are those of `refresh`."""
     run, index = layer.run, layer.index
-    chosen, requests = run.rows(rows), run.requests_of(rows)
+    chosen, states = run.rows(rows), tuple(run.requests[row] for row in rows)
+    interval = None
+    if layer.backend == "torch" and len(rows) == 1:
+        interval = states[0].sink(run.policy.config.sink), states[0].recent_start
     return LayerContext(
         layer=index,
         backend=layer.backend,
@@ -119,16 +122,17 @@ def layer_context(
         key_norm_BHT=run.store.norms(index, rows, chosen.longest),
         logits=logits or partial(layer.logits, rows, query_RHGWD),
         log_sum_BHGW=log_sum_RHGW,
-        interval=_interval(layer, rows),
+        interval=interval,
+        length_B=chosen.length_R if interval is None else None,
         span=partial(run.observer.span, layer=index),
         wants_diagnostics=wants(run.observer, SelectionEvent),
         ranks=run.ranks,
-        states=tuple(run.requests[row] for row in rows),
+        states=states,
         query_BHGWD=query_RHGWD,
         scale=layer.logit_options["scale"],
         keys=lambda place, start, stop: run.store.keys(index, rows[place], start, stop),
         values=lambda place, start, stop: run.store.values(index, rows[place], start, stop),
-        notes=tuple(run.notes[request, index] for request in requests),
+        notes=tuple(run.notes[state.request, index] for state in states),
         codes=tuple(run.codes(index, query_RHGWD.shape[2]).of(slice(row, row + 1)) for row in rows)
         if run.chooses
         else (),
@@ -188,13 +192,6 @@ def note_choice(run: Run, layer: int, selection: Selection, rows: tuple[int, ...
     heard = wants(run.observer, SelectionEvent)
     for row in rows:
         note_selection(run, layer, row, row, selection, heard=heard)
-
-
-def _interval(layer: Layer, rows: tuple[int, ...]) -> tuple[int, int] | None:
-    if len(rows) > 1 or layer.backend != "torch":
-        return None
-    state = layer.run.requests[rows[0]]
-    return state.sink(layer.run.policy.config.sink), state.recent_start
 
 
 Handed = tuple[Layer, torch.Tensor]  # a layer and its evidence, [1, H, G, 1, T]

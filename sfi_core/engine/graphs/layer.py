@@ -53,6 +53,7 @@ def _select(buffers: StepBuffers, layer: Layer, result: DecodeAttention) -> None
                 key_norm_BHT=run.store.norms_of(layer.index, rows.head_pages(logits.shape[1])),
                 logits=lambda: logits,
                 log_sum_BHGW=result.log_sum_BHGW,
+                length_B=rows.length_R,
                 wants_diagnostics=wants(run.observer, SelectionEvent),
             )
         )

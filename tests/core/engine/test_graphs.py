@@ -15,6 +15,7 @@ from sfi_core.engine.graphs import lookahead
 from sfi_core.engine.graphs.buffers import bucket
 from sfi_core.errors import BackendError, ConfigError
 from sfi_core.observers.observer import NullObserver
+from sfi_core.policies import POLICIES, Evidence, EvidencePolicy, Selection, Triggered, best
 from sfi_core.policies.built_in import codescan
 from sfi_core.settings.audit import AuditConfig
 from sfi_core.settings.engine import EngineOptions
@@ -108,6 +109,25 @@ def same(graphed: tuple[Any, ...], eager: tuple[Any, ...]) -> None:
     assert replays + once == max(len(r.token_ids) for r in report.requests) - 1
     assert report.paths == wanted.paths
     assert report.not_replayed == ""
+
+
+class Loudest(EvidencePolicy, Triggered):
+    """The policy of docs/your_policy.md."""
+
+    def select_after(self, context: Evidence) -> Selection:
+        return best(context, context.probability().amax(dim=(2, 3)), self.config.budget)
+
+
+def test_a_policy_sees_its_request_s_tokens_and_none_behind_them(complete, monkeypatch):
+    """The logits there are undefined: others' are longer, and a recorded step has room for all to come."""
+    monkeypatch.setitem(POLICIES, "loudest", Loudest)
+    options = {"policy": "loudest", "max_new_tokens": 7}
+    (_, among), (_, alone) = (
+        complete(how, prompts=some, **options) for how, some in ((True, PROMPTS[:2]), (False, PROMPTS[1:2]))
+    )
+    kept = {(step, layer): heads for (step, layer, request), heads in told(among)[2].items() if request == 1}
+    assert kept == {(step, layer): heads for (step, layer, _), heads in told(alone)[2].items()}
+    assert len(kept) > 2  # there is a slow step after the prompt's
 
 
 @pytest.mark.parametrize(("name", "sizes"), [("qwen3", {0, 1, 2}), ("llama", {1, 2, 3})])

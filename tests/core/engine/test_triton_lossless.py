@@ -23,7 +23,9 @@ CONFIG = SfiConfig(
 
 
 @pytest.mark.parametrize(
-    ("rows", "policy"), [(ROWS, "sfi"), (ROWS[1:2], "sfi"), (ROWS, "codescan")], ids=["ragged", "alone", "codescan"]
+    ("rows", "policy"),
+    [(ROWS, "sfi"), (ROWS[1:2], "sfi"), (ROWS, "codescan"), (ROWS, "snapkv")],
+    ids=["ragged", "alone", "codescan", "snapkv"],
 )
 def test_both_backends_draft_and_verify_alike(rows: list[list[int]], policy: str, monkeypatch):
     """What a verification selects shows in the next drafts, and how many of them are kept."""
