@@ -59,6 +59,7 @@ class Run:
         segments: The packed segment by layer.
         batch_codes: The codes of all rows' keys by layer, if the policy chooses for whole batches.
         layers: Full-attention layers that have run so far.
+        options: Their `Layer.options`.
         notes: The policy's own notes, by request (not row) and layer.
         prompt_queries: The last queries of the prompts, for the first selection.
         maintenance: Selects and packs on slow steps, beside the next layers if the device allows it.
@@ -83,6 +84,7 @@ class Run:
     segments: dict[int, PackedSegment] = field(default_factory=dict)
     batch_codes: dict[int, BatchCodes] = field(default_factory=dict)
     layers: set[int] = field(default_factory=set)
+    options: dict[int, dict[str, Any]] = field(default_factory=dict)
     notes: dict[tuple[int, int], Notes] = field(default_factory=lambda: defaultdict(dict))
     prompt_queries: PromptQueries = field(init=False)
     maintenance: Maintenance = field(init=False)
