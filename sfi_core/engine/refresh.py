@@ -6,6 +6,7 @@ read at the next step only; `Maintenance.join` works off the rest.
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import takewhile
 
@@ -21,7 +22,7 @@ from sfi_core.policies.base import EvidencePolicy, Selection
 from sfi_core.policies.context import BatchContext, Evidence, LayerContext
 from sfi_kernels.code_scan import TOLD
 from sfi_kernels.pseudo_token import PseudoToken
-from sfi_kernels.step_descriptor import StepDescriptor
+from sfi_kernels.step_descriptor import NewRows, StepDescriptor
 
 
 def end_prompt(layer: Layer, query_BHGTD: torch.Tensor) -> None:
@@ -165,6 +166,9 @@ def choose(
 
     Numbers of the host's are not read, so that a CUDA graph can hold the step.
     """
+    late = layer.run.late.pop(layer.index, None)
+    if late is not None:
+        step = replace(step, new=NewRows(*late, layer.pages.value_PHNE, layer.pages.norm_PHN))
     choice = layer.run.policy.choose(batch_context(layer, step, query_BHG1D, fast=fast))
     if choice is None:
         return None, None

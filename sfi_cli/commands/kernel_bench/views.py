@@ -37,13 +37,14 @@ def _verdict(row: dict[str, Any]) -> str:
 def _rows_table(document: dict[str, Any]) -> Any:
     machine = document["machine"]
     columns = (
-        "op", "read %", "median", "p10", "p90", "GB/s", "of copy", "TFLOP/s", "x dense", "x SDPA",
+        "op", "read %", "launches", "median", "p10", "p90", "GB/s", "of copy", "TFLOP/s", "x dense", "x SDPA",
         "x paper-like",
     )  # fmt: skip
     rows = [
         (
             row["op"] + (f" ({row['form']})" if row["form"] else ""),
             "" if row["retention"] is None else f"{100 * row['retention']:.3g}",
+            str(row.get("launches") or ""),
             *_measured(row),
             *(ratio(row[f"speedup_over_{n}"] if _beside_dense(row) else None) for n in RIVALS),
         )

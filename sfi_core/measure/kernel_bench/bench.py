@@ -1,5 +1,6 @@
 """The run of the kernel benchmark: check every variant, then time all of them."""
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,7 @@ from sfi_core.measure.kernel_bench.step_variants import FETCHED_EVERY
 from sfi_core.measure.kernel_bench.timing import CpuClock, clock_for, copy_gb_per_s, floor_us, workspace_bytes
 from sfi_core.measure.kernel_bench.variant import reason
 from sfi_core.measure.kernel_bench.variants import KernelVariants
-from sfi_kernels.launch import KernelLimitError
+from sfi_kernels.launch import KernelLimitError, counting
 
 Progress = Callable[[str, int, int], None]
 
@@ -68,6 +69,10 @@ def _time(result: KernelResult, clock: CpuClock, device: torch.device, progress:
             continue
         progress(f"warming up {one.variant.label}", len(timed), len(result.measurements))
         with one.noting():
+            if result.backend == "triton":
+                with counting(launched := Counter()):
+                    one.variant.call()
+                one.launches = launched.total() or None
             calls.append(clock.prepare(one.variant.call))
             timed.append(one)
     repeats = result.settings.repeats or REPEATS[device.type]

@@ -74,9 +74,12 @@ def scan_bytes(settings: KernelSettings, code_bytes: int) -> int:
 
 
 def codescan_bytes(settings: KernelSettings, tokens: int) -> int:
-    """Return the bytes of choosing by words of code, and of attention over `tokens` tokens."""
-    code_bytes = words(settings.head_dim) * INT32
-    return attention_bytes(settings, tokens) + _keys(settings) * code_bytes
+    """Return the bytes of appending, of choosing by words of code, and of attention over `tokens` tokens.
+
+    Each request reads two bases, of keys and of queries.
+    """
+    code_bytes = _keys(settings) * words(settings.head_dim) * INT32 + 2 * _basis_bytes(settings)
+    return append_bytes(settings) + code_bytes + attention_bytes(settings, tokens)
 
 
 def prompt_bytes(settings: KernelSettings, queries: int, tokens: int) -> int:

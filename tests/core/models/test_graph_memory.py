@@ -53,9 +53,7 @@ def test_the_bytes_of_graphs_equal_hand_arithmetic(tiny_model: Any):
     assert whole.graph_bytes == (selector + pass_over_a_token + logits + chosen + 4 * GRAPH_BYTES + LIBRARY_BYTES)
     # verifications of 2, 3 and 4 tokens beside those of one: their logits as well, and where all graphs leave them
     drafting = Drafting(tested=4, together=1, compares=False, explicit=False)
-    drafts = forecast(
-        tiny_model, [FULL] * 2, CONFIG, selects=True, graphs=True, drafting=drafting, **sizes, **options
-    )
+    drafts = forecast(tiny_model, [FULL] * 2, CONFIG, selects=True, graphs=True, drafting=drafting, **sizes, **options)
     passed = 1408 * 3 * 4 + 768 * 3 + (4 + 3) * logits
     assert drafts.graph_bytes == selector + passed + 4 * (chosen + 4 * GRAPH_BYTES) + LIBRARY_BYTES
     assert none.graph_bytes == 0
