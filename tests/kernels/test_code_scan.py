@@ -126,23 +126,23 @@ def test_the_reference_takes_the_highest_scores_and_of_equal_ones_the_first():
 
 
 @pytest.mark.parametrize("fast", [True, False])
-def test_new_rows_are_appended_before_they_are_coded(fast: bool):
+@pytest.mark.parametrize("backend", ["torch", "triton", "numba"])
+def test_new_rows_are_appended_before_they_are_coded(backend: str, fast: bool):
     """In the launch that codes, also where no request is fast: the pages, norms and codes of rows that lay there."""
     case = Case(2, 2, 72, 40, torch.float16)
-    for backend in ("torch", "triton"):
-        late = case.late()
-        if fast:
-            _, codes, *_ = late.run(backend)
-        else:
-            codes = BatchCodes(*(part.clone() for part in case.codes))
-            code_tokens.on(backend)(late.key, late.table, late.step, codes)
-        assert torch.equal(late.key, case.key)
-        assert torch.equal(late.value, case.value)
-        assert torch.equal(codes.word_BHWT, case.run("torch")[1].word_BHWT)
-        for row, (mode, tokens) in enumerate(REQUESTS):
-            if mode != IDLE:
-                at = case.table[row, (tokens - 1) // PAGE], slice(None), (tokens - 1) % PAGE
-                torch.testing.assert_close(late.norm[at], case.key[at].float().norm(dim=-1))
+    late = case.late()
+    if fast:
+        _, codes, *_ = late.run(backend)
+    else:
+        codes = BatchCodes(*(part.clone() for part in case.codes))
+        code_tokens.on(backend)(late.key, late.table, late.step, codes)
+    assert torch.equal(late.key, case.key)
+    assert torch.equal(late.value, case.value)
+    assert torch.equal(codes.word_BHWT, case.run("torch")[1].word_BHWT)
+    for row, (mode, tokens) in enumerate(REQUESTS):
+        if mode != IDLE:
+            at = case.table[row, (tokens - 1) // PAGE], slice(None), (tokens - 1) % PAGE
+            torch.testing.assert_close(late.norm[at], case.key[at].float().norm(dim=-1))
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton", "numba"])

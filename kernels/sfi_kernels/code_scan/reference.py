@@ -94,8 +94,7 @@ def code_tokens(
     They are in the pages, or among the descriptor's `new` rows, which are appended first.
     """
     check_codes(key_PHND, block_table_BP, descriptor, codes)
-    if descriptor.new is not None:
-        append.reference(*_appended(key_PHND, block_table_BP, descriptor, descriptor.new))
+    append_new(key_PHND, block_table_BP, descriptor)
     for row, own in enumerate(descriptor.table_BX.tolist()):
         if own[MODE] >= FAST:
             start, stop = own[LENGTH] - own[QUERIES], own[LENGTH]
@@ -240,6 +239,12 @@ def check_codes(
     check_int32(key_PHND.device, **numbers)
     if descriptor.new is not None:
         check_append(*_appended(key_PHND, block_table_BP, descriptor, descriptor.new))
+
+
+def append_new(key_PHND: torch.Tensor, block_table_BP: torch.Tensor, descriptor: StepDescriptor) -> None:
+    """Append the descriptor's `new` rows, if it has any."""
+    if descriptor.new is not None:
+        append.reference(*_appended(key_PHND, block_table_BP, descriptor, descriptor.new))
 
 
 def _appended(

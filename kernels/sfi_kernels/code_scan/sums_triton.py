@@ -48,9 +48,9 @@ def _code_tokens(
         if APPENDS:
             page = tl.load(table + t // PAGE, mask=own, other=0)
             key = append_rows(
-                new_key_ptr, new_value_ptr, key_ptr, value_ptr, norm_ptr, page, t % PAGE, h, (T - stop + t).to(tl.int64),
-                own, H, PAGE, key_token_stride, value_token_stride, KEY_STRIDES, VALUE_STRIDES,
-                D, E, BLOCK_D, BLOCK_E,
+                new_key_ptr, new_value_ptr, key_ptr, value_ptr, norm_ptr, page, t % PAGE, h,
+                (T - stop + t).to(tl.int64), own, H, PAGE, key_token_stride, value_token_stride,
+                KEY_STRIDES, VALUE_STRIDES, D, E, BLOCK_D, BLOCK_E,
             )  # fmt: skip
         else:
             key = _token_rows(key_ptr, table, t, own, h, PAGE, KEY_STRIDES, D, BLOCK_D)

@@ -70,7 +70,7 @@ def _time(result: KernelResult, clock: CpuClock, device: torch.device, progress:
         progress(f"warming up {one.variant.label}", len(timed), len(result.measurements))
         with one.noting():
             if result.backend == "triton":
-                with counting(launched := Counter()):
+                with counting(launched := Counter[str]()):
                     one.variant.call()
                 one.launches = launched.total() or None
             calls.append(clock.prepare(one.variant.call))

@@ -26,13 +26,13 @@ def codescan_variant(
 ) -> Iterator[KernelVariant]:
     """Yield the variant: all launches of a layer's step, for a batch of equal requests.
 
-    Triton appends the last token again, so that the cache stays the same. The pseudo token has no weight, so
+    It appends the last token again, so that the cache stays the same. The pseudo token has no weight, so
     that the textbook's attention to the chosen rows is the right one.
     """
     device, budget = data.length_B.device, settings.budget(retention)
     plan = step_plan(settings, backend, device, mode=FAST, packed=settings.sink + budget)
-    last = (x[:, :, -1:].clone() for x in (data.key_BHTD, data.value_BHTD))
-    plan = replace(plan, new=NewRows(*last, data.pages.value_PHNE, data.pages.norm_PHN))
+    last_key, last_value = (x[:, :, -1:].clone() for x in (data.key_BHTD, data.value_BHTD))
+    plan = replace(plan, new=NewRows(last_key, last_value, data.pages.value_PHNE, data.pages.norm_PHN))
     codes = BatchCodes.empty(settings.batch, data.query_BHGD.shape[2], *data.paged[:2], settings.context)
     basis = draw_basis(settings, device)
     for row, key_HTD in enumerate(data.key_BHTD):
@@ -40,19 +40,19 @@ def codescan_variant(
         codes.word_BHWT[row] = encoded(key_HTD, codes, row)
     position, length = selected.position_BHS.clone(), selected.length_BH.clone()
     nothing = [pages.new_empty(*length.shape, 0, pages.shape[3]) for pages in data.paged[:2]]
+    operands: tuple[Any, ...] = (*nothing, length, *data.paged, plan)
     first, stop, query = settings.sink, settings.context - settings.recent, data.query_BHGD
 
     def call() -> torch.Tensor:
         options: dict[str, Any] = {"scale": settings.scale}
-        choice = code_scan.on(backend)(
+        choice = code_scan.fastest(backend, device)(
             query, *data.paged, plan, codes, position, length, **options, budget=budget, rest=0.0
         )
         options["pseudo"] = choice.pseudo
         if backend == "torch":
             where = position, length, *data.paged, data.recent_start_B, data.length_B
             return attention_in_place.fastest(backend, device)(query, *where, **options)
-        packed = *nothing, length, *data.paged, plan
-        result = decode_attention.on(backend)(query[:, :, :, None], *packed, **options, position_BHS=position)
+        result = decode_attention.on(backend)(query[:, :, :, None], *operands, **options, position_BHS=position)
         return result.out_BHGWE[:, :, :, 0]
 
     def error() -> float:
