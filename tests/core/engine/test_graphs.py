@@ -201,7 +201,7 @@ LOSSLESS = {
     "ragged": {"prompts": [PROMPTS[0], PROMPTS[2]]},
     "sampled, waiting, stopping": {
         "prompts": PROMPTS[1:], "max_batch": 2, "max_new_tokens": 9, "seed": 3, "stop_token_ids": range(0, 96, 13),
-        "sampling": Sampling(do_sample=True, repetition_penalty=1.2),
+        "sampling": Sampling(temperature=1.0, repetition_penalty=1.2),
     },
     "codescan": {"policy": "codescan", "prompts": [PROMPTS[0][:20], PROMPTS[2]], "max_new_tokens": 8, "name": "small"},
 }  # fmt: skip
