@@ -84,7 +84,7 @@ def _measured(row: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _beside_dense(row: dict[str, Any]) -> bool:
-    return bool(row["op"].startswith(("fast", "dense", "verify", "scan_codes", "prompt")))
+    return bool(row["op"].startswith(("fast", "dense", "verify", "prompt")))
 
 
 def _time(microseconds: float) -> str:
