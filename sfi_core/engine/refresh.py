@@ -177,9 +177,13 @@ def choose(
 
 
 def choose_and_note(layer: Layer, step: StepDescriptor, query_BHG1D: torch.Tensor) -> PseudoToken | None:
-    """Choose as `choose`; note the choice and tell the observer."""
+    """Choose as `choose`, after what the policy lacks; note the choice and tell the observer."""
     run, index = layer.run, layer.index
     with run.observer.span("select_before", index):
+        for row in step.fast:
+            if run.policy.lacks(run.requests[row], run.notes[run.requests[row].request, index]):
+                context = layer_context(layer, (row,), query_BHG1D[row : row + 1])
+                run.policy.select_after(context)
         selection, pseudo = choose(layer, step, query_BHG1D, fast=bool(step.fast))
     if selection is not None:
         note_choice(layer.run, index, selection, step.fast)

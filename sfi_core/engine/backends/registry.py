@@ -31,7 +31,7 @@ def attend(run: Run, index: int, query_BHGTD: torch.Tensor, **options: Any) -> t
     layer = Layer(run, index, **options)
     if run.attend is not None:
         return run.attend(layer, query_BHGTD)
-    if layer.chooses:
+    if run.store.backend == "triton":  # also before host memory's tokens are chosen, which must be the same
         prepare(layer, query_BHGTD.shape[2], layer.batch_pass.fast, run.requests)
     how = ATTEND[run.store.backend] if run.store.whole_on_device else _tiered
     return how(layer, query_BHGTD)

@@ -60,12 +60,12 @@ def tokens(result: Any) -> list[list[int]]:
     return [request.token_ids for request in result.report.requests]
 
 
-@pytest.mark.parametrize("policy", KINDS_OF_POLICY)
-def test_every_policy_gives_the_tokens_of_the_references(policy: str, monkeypatch: pytest.MonkeyPatch):
-    """A ragged batch whose requests are slow at different steps; the prompt comes in pieces."""
+@pytest.mark.parametrize(("policy", "more"), [*((one, {}) for one in KINDS_OF_POLICY), ("codescan", {"max_batch": 1})])
+def test_every_policy_gives_the_tokens_of_the_references(policy: str, more: Any, monkeypatch: pytest.MonkeyPatch):
+    """A ragged batch whose requests are slow at different steps, or wait; the prompt comes in pieces."""
     for name in ("backends.torch", "run"):
         monkeypatch.setattr(f"sfi_core.engine.{name}.why_not", lambda: "not asked for")
-    options = {"policy": policy, "prefill_chunk": 40}
+    options = {"policy": policy, "prefill_chunk": 40, **more}
     prompts = PROMPTS[::2]
     torch_run, triton_run = (complete(name, prompts, **options) for name in ("torch", "triton"))
     assert tokens(triton_run) == tokens(torch_run)
