@@ -26,6 +26,7 @@ import torch  # noqa: E402
 
 from benchmarks.compared import add_options, compared  # noqa: E402
 from sfi_core import AuditConfig, EngineOptions, Sampling, SfiConfig, generate, load, slow_fast  # noqa: E402
+from sfi_core.settings.policy_names import built_in  # noqa: E402
 from tests.architectures import BY_LABEL, WORKS, padded, prompts  # noqa: E402
 
 CONFIG = SfiConfig(
@@ -35,10 +36,7 @@ PAPER = SfiConfig.preset("paper").replace(
     sink=2, recent=8, budget=12, t_max=4, trigger_token_ids=tuple(range(0, 300, 5))
 )
 RAGGED, STEPS = (70, 31, 50), 20
-POLICIES = (
-    "full-kv", "streaming-llm", "snapkv", "quest", "codescan", "freekv", "synckv", "oracle-top-k",
-    "random-k", "prior-only",
-)  # fmt: skip
+POLICIES = tuple(name for name in built_in() if name != "sfi")
 
 
 def digest(value: Any) -> str:

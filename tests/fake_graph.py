@@ -25,7 +25,7 @@ from sfi_kernels.pack import pack
 from sfi_kernels.pack.reference import packed_positions
 from sfi_kernels.selector import numerics, selector
 from sfi_kernels.split_plan import split_plan
-from sfi_kernels.step_descriptor import IDLE, LENGTH, MODE, PACKED, START
+from sfi_kernels.step_descriptor import FAST, IDLE, LENGTH, MODE, PACKED, QUERIES, START
 from sfi_kernels.top_k import top_k
 from sfi_kernels.top_k.reference import without_wait
 
@@ -35,16 +35,19 @@ WAITS = {
     aten.nonzero.default,
     aten.masked_select.default,
     aten.equal.default,
+    aten._linalg_eigh.default,  # noqa: SLF001 - looks whether it converged
 }
 FROM_HOST = {aten.lift_fresh.default}
 LOOKS = ("item", "tolist", "numpy", "cpu")
+MOST = 17  # tokens that a request verifies
 
 
 class Tape(TorchDispatchMode):
-    """Ops and launches in order."""
+    """Ops and launches in order; `host` allows values from the host, which a copy may bring."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, host: bool = False) -> None:
         super().__init__()
+        self._host = host
         self.played: list[Callable[[], None]] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:
@@ -53,7 +56,7 @@ class Tape(TorchDispatchMode):
         masks = func is aten.index.Tensor and any(x.dtype == torch.bool for x in given[1:])
         if func in WAITS or masks:
             raise BackendError(f"{func} waits for the device")
-        if func in FROM_HOST:
+        if func in FROM_HOST and not self._host:
             raise BackendError(f"{func} takes values from the host")
         made = func(*args, **kwargs)
         outs = [x for x in tree_leaves(made) if isinstance(x, torch.Tensor)]
@@ -93,14 +96,8 @@ class FakeRecorder:
 
     def __call__(self, work: Callable[[], None]) -> Callable[[], None]:
         work()
-        self._tape = tape = Tape()
-        try:
-            with tape, pytest.MonkeyPatch.context() as patch:
-                for name in LOOKS:
-                    patch.setattr(torch.Tensor, name, self._refusing(getattr(torch.Tensor, name), name))
-                work()
-        finally:
-            self._tape = None
+        with self.refusing(Tape()) as tape:
+            work()
         self.tapes += 1
 
         def play() -> None:
@@ -108,6 +105,18 @@ class FakeRecorder:
             tape.play()
 
         return play
+
+    @contextmanager
+    def refusing(self, tape: Tape) -> Iterator[Tape]:
+        """Put what is done inside on a tape, and refuse looks at the device."""
+        self._tape = tape
+        try:
+            with tape, pytest.MonkeyPatch.context() as patch:
+                for name in LOOKS:
+                    patch.setattr(torch.Tensor, name, self._refusing(getattr(torch.Tensor, name), name))
+                yield tape
+        finally:
+            self._tape = None
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Record every graph of the test."""
@@ -149,7 +158,7 @@ class FakeRecorder:
 def use_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let plain tensor functions that never look at the host stand in for the slow ones of the kernels."""
     monkeypatch.setitem(decode_attention.__dict__, "triton", whole_attention)
-    monkeypatch.setitem(append.__dict__, "triton", append_one)
+    monkeypatch.setitem(append.__dict__, "triton", append_few)
     monkeypatch.setitem(pack.__dict__, "triton", pack_by_masks)
     monkeypatch.setitem(split_plan.__dict__, "triton", lambda *_: None)  # nobody reads the work then
     monkeypatch.setattr(numerics, "by_numpy", lambda _: False)
@@ -160,18 +169,20 @@ def use_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def append_one(key_BHTD, value_BHTE, start_B, count_B, key_PHND, value_PHNE, norm_PHN, table_BP) -> None:
-    """Append a token of every request that has one."""
-    if key_BHTD.shape[2] > 1:
+def append_few(key_BHTD, value_BHTE, start_B, count_B, key_PHND, value_PHNE, norm_PHN, table_BP) -> None:
+    """Append tokens of every request that has some, one after the other; a prompt's as the reference does."""
+    N, T = key_PHND.shape[2], key_BHTD.shape[2]
+    if T > MOST:
         append.reference(key_BHTD, value_BHTE, start_B, count_B, key_PHND, value_PHNE, norm_PHN, table_BP)
         return
-    N = key_PHND.shape[2]
-    slot = (start_B // N).clamp_max(table_BP.shape[1] - 1).long()[:, None]
-    page, place = table_BP.gather(1, slot)[:, 0].long(), (start_B % N).long()
-    news = (key_BHTD[:, :, 0], value_BHTE[:, :, 0], key_BHTD[:, :, 0].norm(dim=-1))
-    for pages, new in zip((key_PHND, value_PHNE, norm_PHN), news, strict=True):
-        has = (count_B > 0).view(-1, *[1] * (new.dim() - 1))
-        pages[page, :, place] = torch.where(has, new, pages[page, :, place])
+    for token in range(T):
+        order = token - T + count_B
+        position = (start_B + order).clamp(0, table_BP.shape[1] * N - 1)
+        page, place = table_BP.gather(1, (position // N).long()[:, None])[:, 0].long(), (position % N).long()
+        news = (key_BHTD[:, :, token], value_BHTE[:, :, token], key_BHTD[:, :, token].norm(dim=-1))
+        for pages, new in zip((key_PHND, value_PHNE, norm_PHN), news, strict=True):
+            has = (order >= 0).view(-1, *[1] * (new.dim() - 1))
+            pages[page, :, place] = torch.where(has, new, pages[page, :, place])
 
 
 def pack_by_masks(
@@ -202,32 +213,34 @@ def whole_attention(
     assert soft_cap is None
     assert sink_HG is None
     assert dense_BH is None
-    assert pseudo is None
-    assert position_BHS is None
-    if query_BHGWD.shape[3] > 1:  # a verification, which is not recorded
-        return decode_attention.reference(
-            query_BHGWD, packed_key_BHSD, packed_value_BHSE, packed_length_BH, key_PHND, value_PHNE,
-            table_BP, step, scale=scale, evidence=evidence, into=into,
-        )  # fmt: skip
-    query_BHGD = query_BHGWD.squeeze(3)
-    words = step.table_BX
+    W, words = query_BHGWD.shape[3], step.table_BX
     key, value = (pages[table_BP.long()].transpose(1, 2).flatten(2, 3) for pages in (key_PHND, value_PHNE))
+    if position_BHS is not None:  # rows in their pages, as the benchmark's packed ones
+        row_BHS = position_BHS.clamp_min(0).long()[..., None]
+        packed_key_BHSD, packed_value_BHSE = (x.take_along_dim(row_BHS, 2) for x in (key, value))
     place_T, place_S = torch.arange(key.shape[2]), torch.arange(packed_key_BHSD.shape[2])
-    live = words[:, MODE, None] != IDLE
-    paged = live & (place_T >= words[:, START, None]) & (place_T < words[:, LENGTH, None])
+    last_BW = words[:, LENGTH, None] - torch.arange(W, 0, -1)  # the token of each query
+    own_BW = (words[:, LENGTH, None] - last_BW <= words[:, QUERIES, None]) & (words[:, MODE, None] != IDLE)
+    paged = (place_T >= words[:, START, None, None]) & (place_T <= last_BW[..., None])  # [B, W, T]
     packed = place_S < torch.minimum(packed_length_BH, words[:, PACKED, None])[..., None]
-    paged_BHT = paged[:, None].expand(*packed.shape[:2], -1)
-    seen = torch.cat([packed & live[..., None], paged_BHT], 2)
+    packed_BHWS, paged_BHWT = packed[:, :, None].expand(-1, -1, W, -1), paged[:, None].expand(-1, key.shape[1], -1, -1)
+    seen = torch.cat([packed_BHWS, paged_BHWT], 3) & own_BW[:, None, :, None]
     keys, values = torch.cat([packed_key_BHSD, key], 2), torch.cat([packed_value_BHSE, value], 2)
-    keys, values = (torch.where(seen[..., None], x, 0.0) for x in (keys, values))
-    logits = torch.einsum("bhgd,bhtd->bhgt", query_BHGD, keys) * scale
-    share = logits.masked_fill(~seen[:, :, None], -torch.inf).softmax(-1).nan_to_num()
-    out = torch.einsum("bhgt,bhte->bhge", share, values)
+    keys, values = (torch.where(seen.any(2)[..., None], x, 0.0) for x in (keys, values))
+    logits = torch.einsum("bhgwd,bhtd->bhgwt", query_BHGWD, keys) * scale
+    logits = logits.masked_fill(~seen[:, :, None], -torch.inf)
+    if pseudo is not None:  # of fast requests, whose query is the last
+        fast = (words[:, MODE] == FAST)[:, None, None, None, None] & (torch.arange(W) == W - 1)[:, None]
+        value, logit = pseudo.part()
+        logits = torch.cat([logits, torch.where(fast, logit[..., None], -torch.inf).expand(*logits.shape[:4], 1)], 4)
+        values = torch.cat([values, value[:, :, 0].nan_to_num()], 2)
+    share = logits.softmax(-1).nan_to_num()
+    out = torch.einsum("bhgwt,bhte->bhgwe", share, values)
     if not evidence or not step.slow_rows:
-        return DecodeAttention(out[:, :, :, None])
+        return DecodeAttention(out)
     which, sink, length, start = step.slow_R
     rows = which.clamp_min(0).long()
-    logits_R = torch.einsum("bhgd,bhtd->bhgt", query_BHGD[rows], key[rows])[:, :, :, None] * scale
+    logits_R = torch.einsum("bhgwd,bhtd->bhgwt", query_BHGWD[rows, :, :, -1:], key[rows]) * scale
     logits_R = logits_R[..., : step.longest]
     place = torch.arange(logits_R.shape[-1])
     allowed = (place >= sink[:, None]) & (place < start[:, None])
@@ -236,4 +249,4 @@ def whole_attention(
     logits_R = torch.where(kept, logits_R, torch.nan)  # undefined
     if into is not None:
         logits_R = into[: logits_R.numel()].view(logits_R.shape).copy_(logits_R)
-    return DecodeAttention(out[:, :, :, None], logits_R, sums)
+    return DecodeAttention(out, logits_R, sums)

@@ -23,7 +23,7 @@ from sfi_core.policies.context import LayerContext
 from sfi_core.state.request import RequestState
 from sfi_kernels.append import append
 from sfi_kernels.code_scan import code_scan, code_tokens
-from sfi_kernels.decode_attention import decode_attention
+from sfi_kernels.decode_attention import DecodeAttention, decode_attention
 from sfi_kernels.dense_attention import dense_attention, window_logits
 from sfi_kernels.pack import pack
 from sfi_kernels.recall import recall
@@ -202,3 +202,13 @@ def use_references(monkeypatch: pytest.MonkeyPatch) -> None:
         sparse_attention, split_plan, top_k, window_logits,
     ):  # fmt: skip
         monkeypatch.setitem(op.__dict__, "triton", op.reference)
+    monkeypatch.setitem(decode_attention.__dict__, "triton", _attention_with_undefined_logits)
+
+
+def _attention_with_undefined_logits(*args: Any, **options: Any) -> DecodeAttention:
+    # the kernel leaves what lies behind a shorter request's last token as it was
+    result, step = decode_attention.reference(*args, **options), args[7]
+    if result.logits_BHGWT is not None:
+        for logits, row in zip(result.logits_BHGWT, step.slow, strict=True):
+            logits[..., int(step.length_B[row]) :] = torch.nan
+    return result

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -22,7 +23,7 @@ from sfi_kernels.rotary import rotary
 from sfi_kernels.selector import selector
 from sfi_kernels.silu_mul import silu_mul
 from sfi_kernels.split_plan import split_plan, work_items
-from sfi_kernels.step_descriptor import FAST, SLOW, StepRequest, describe_step
+from sfi_kernels.step_descriptor import FAST, SLOW, NewRows, StepRequest, describe_step
 from sfi_kernels.top_k import top_k
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -196,15 +197,18 @@ class Case:
         window_logits.triton(window, self.key, self.table, self.length, **self.options, longest=T)
 
     def choose(self) -> None:
-        """Code new keys, and choose for a batch by the codes of all keys."""
+        """Code new keys, appended first or not, and choose for a batch by the codes of all keys."""
         codes = BatchCodes.empty(2, self.query.shape[2], self.key, self.value, PAGES * PAGE)
         numbers: Any = {"length": T, "recent_start": 100, "packed": S, "sink": 4}
         step = describe_step([StepRequest(mode=FAST, **numbers)] * 2, 0, self.query.device)
-        code_tokens.triton(self.key, self.table, step, codes)
-        code_scan.triton(
-            self.query[:, :, :, 0], self.key, self.value, self.table, step, codes, self.position,
-            self.length_BH, budget=S - 4, scale=1.0, rest=0.5,
-        )  # fmt: skip
+        norm = torch.empty(2 * PAGES, H, PAGE)
+        new = NewRows(self.key[:2, :, :1], self.value[:2, :, :1], self.value, norm)
+        for one in (step, replace(step, new=new)):
+            code_tokens.triton(self.key, self.table, one, codes)
+            code_scan.triton(
+                self.query[:, :, :, 0], self.key, self.value, self.table, one, codes, self.position,
+                self.length_BH, budget=S - 4, scale=1.0, rest=0.5,
+            )  # fmt: skip
 
     def score(self) -> None:
         """Code the keys of a piece of a prompt, and score them."""

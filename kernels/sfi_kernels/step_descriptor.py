@@ -22,6 +22,7 @@ A slow request that verifies a draft decodes several new tokens; each sees the t
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -46,6 +47,15 @@ ALIGNED = 4  # int32 numbers of 16 bytes
 ) = range(12)
 
 
+class NewRows(NamedTuple):
+    """A layer's new keys and values, a request's the last of T, and the pages beside those of the keys."""
+
+    key_BHTD: torch.Tensor
+    value_BHTE: torch.Tensor
+    value_PHNE: torch.Tensor
+    norm_PHN: torch.Tensor
+
+
 @dataclass(frozen=True, slots=True)
 class StepDescriptor:
     """One pass over the batch, in an int32 `buffer`.
@@ -53,7 +63,8 @@ class StepDescriptor:
     `slow` and `fast` are the rows of the decoding requests with and without g_t = 1, `mixed` those of the
     mixed ones, all in order; `mixed` is None where only the device knows, as in a CUDA graph. `longest` are
     the cached tokens of the longest slow request, or a bound, 0 without one; `padding` the rows of -1 behind
-    the slow requests' lists; `queries` the most of a decoding request.
+    the slow requests' lists; `queries` the most of a decoding request. `new` are rows of a layer that
+    `code_scan` or `code_tokens` appends to the pages, None where they are there.
     """
 
     buffer: torch.Tensor
@@ -64,6 +75,7 @@ class StepDescriptor:
     padding: int = 0
     mixed: tuple[int, ...] | None = ()
     queries: int = 1
+    new: NewRows | None = None
 
     @property
     def slow_rows(self) -> int:

@@ -39,7 +39,7 @@ class Layer:
         self.pages = run.store.pages(index)
         self.left_dense = index in run.policy.config.dense_layers
         self.logit_options: dict[str, Any] = {"scale": scale, "soft_cap": soft_cap}
-        self.options: dict[str, Any] = {**self.logit_options, "sink_HG": sink_HG}
+        self.options = run.options[index] = {**self.logit_options, "sink_HG": sink_HG}
         self.new = new
         self.in_place = run.in_place
         self.chooses = run.chooses and not self.left_dense

@@ -6,6 +6,7 @@ read at the next step only; `Maintenance.join` works off the rest.
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import takewhile
 
@@ -21,7 +22,7 @@ from sfi_core.policies.base import EvidencePolicy, Selection
 from sfi_core.policies.context import BatchContext, Evidence, LayerContext
 from sfi_kernels.code_scan import TOLD
 from sfi_kernels.pseudo_token import PseudoToken
-from sfi_kernels.step_descriptor import StepDescriptor
+from sfi_kernels.step_descriptor import NewRows, StepDescriptor
 
 
 def end_prompt(layer: Layer, query_BHGTD: torch.Tensor) -> None:
@@ -111,7 +112,10 @@ def layer_context(
 ) -> LayerContext:
     """Make the context of a layer for some requests; the arguments are those of `refresh`."""
     run, index = layer.run, layer.index
-    chosen, requests = run.rows(rows), run.requests_of(rows)
+    chosen, states = run.rows(rows), tuple(run.requests[row] for row in rows)
+    interval = None
+    if layer.backend == "torch" and len(rows) == 1:
+        interval = states[0].sink(run.policy.config.sink), states[0].recent_start
     return LayerContext(
         layer=index,
         backend=layer.backend,
@@ -119,16 +123,17 @@ def layer_context(
         key_norm_BHT=run.store.norms(index, rows, chosen.longest),
         logits=logits or partial(layer.logits, rows, query_RHGWD),
         log_sum_BHGW=log_sum_RHGW,
-        interval=_interval(layer, rows),
+        interval=interval,
+        length_B=chosen.length_R if interval is None else None,
         span=partial(run.observer.span, layer=index),
         wants_diagnostics=wants(run.observer, SelectionEvent),
         ranks=run.ranks,
-        states=tuple(run.requests[row] for row in rows),
+        states=states,
         query_BHGWD=query_RHGWD,
         scale=layer.logit_options["scale"],
         keys=lambda place, start, stop: run.store.keys(index, rows[place], start, stop),
         values=lambda place, start, stop: run.store.values(index, rows[place], start, stop),
-        notes=tuple(run.notes[request, index] for request in requests),
+        notes=tuple(run.notes[state.request, index] for state in states),
         codes=tuple(run.codes(index, query_RHGWD.shape[2]).of(slice(row, row + 1)) for row in rows)
         if run.chooses
         else (),
@@ -161,6 +166,9 @@ def choose(
 
     Numbers of the host's are not read, so that a CUDA graph can hold the step.
     """
+    late = layer.run.late.pop(layer.index, None)
+    if late is not None:
+        step = replace(step, new=NewRows(*late, layer.pages.value_PHNE, layer.pages.norm_PHN))
     choice = layer.run.policy.choose(batch_context(layer, step, query_BHG1D, fast=fast))
     if choice is None:
         return None, None
@@ -188,13 +196,6 @@ def note_choice(run: Run, layer: int, selection: Selection, rows: tuple[int, ...
     heard = wants(run.observer, SelectionEvent)
     for row in rows:
         note_selection(run, layer, row, row, selection, heard=heard)
-
-
-def _interval(layer: Layer, rows: tuple[int, ...]) -> tuple[int, int] | None:
-    if len(rows) > 1 or layer.backend != "torch":
-        return None
-    state = layer.run.requests[rows[0]]
-    return state.sink(layer.run.policy.config.sink), state.recent_start
 
 
 Handed = tuple[Layer, torch.Tensor]  # a layer and its evidence, [1, H, G, 1, T]

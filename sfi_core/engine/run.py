@@ -59,6 +59,8 @@ class Run:
         segments: The packed segment by layer.
         batch_codes: The codes of all rows' keys by layer, if the policy chooses for whole batches.
         layers: Full-attention layers that have run so far.
+        options: Their `Layer.options`.
+        late: By layer the new keys and values that the choice of this pass will append.
         notes: The policy's own notes, by request (not row) and layer.
         prompt_queries: The last queries of the prompts, for the first selection.
         maintenance: Selects and packs on slow steps, beside the next layers if the device allows it.
@@ -83,6 +85,8 @@ class Run:
     segments: dict[int, PackedSegment] = field(default_factory=dict)
     batch_codes: dict[int, BatchCodes] = field(default_factory=dict)
     layers: set[int] = field(default_factory=set)
+    options: dict[int, dict[str, Any]] = field(default_factory=dict)
+    late: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     notes: dict[tuple[int, int], Notes] = field(default_factory=lambda: defaultdict(dict))
     prompt_queries: PromptQueries = field(init=False)
     maintenance: Maintenance = field(init=False)
@@ -154,10 +158,14 @@ class Run:
         self._batch_pass = BatchPass(passes, start, *described)
 
     def append(self, layer: int, key_BHTD: torch.Tensor, value_BHTE: torch.Tensor) -> LayerPages:
-        """Write the pass's new keys and values of a layer to the store."""
+        """Write the pass's new keys and values of a layer to the store, or leave that to the choice's launch."""
         longest, step = self.batch_pass.longest, self.batch_pass.descriptor
         self.store.grow(longest)
         self.layers.add(layer)
+        decodes = self.batch_pass.decodes and not self.batch_pass.prompts
+        if decodes and self.chooses and layer not in self.policy.config.dense_layers and self.store.backend == "triton":
+            self.late[layer] = key_BHTD, value_BHTE
+            return self.store.pages(layer)
         with self.launches(layer), self.observer.span("append", layer):
             return self.store.append(
                 layer,

@@ -139,10 +139,10 @@ def forecast(
     first = _selection_bytes(model, managed, 4 * config.window_prefill) * first_together * capacity
     later = _selection_bytes(model, managed, evidence_buffers) * refreshed_together * capacity
     first, later = (first, later) if selects else (0, 0)
-    verifying, kept, held = 0, 0, 1
+    verifying, kept, held, tested = 0, 0, 1, 1
     if drafting is not None:
         verifying, kept = _drafting_bytes(model, managed, drafting, batch, capacity)
-        held = HELD
+        held, tested = HELD, drafting.tested
     reading = _activation_bytes(model, managed, batch, chunk)
     reading += _mask_bytes(sliding, batch, chunk, prompt_tokens)
     slack = CPU_SLACK if model.device.type == "cpu" else 1
@@ -157,7 +157,7 @@ def forecast(
         workspace_bytes=max(reading, first, later, verifying) * slack + kept,
         graph_bytes=graph_bytes(
             chosen, config, selects=selects, batch=batch, capacity=capacity, vocabulary=vocabulary,
-            step_bytes=later + _activation_bytes(model, managed, batch, 1),
+            tested=tested, step_bytes=later + _activation_bytes(model, managed, batch, tested),
         )
         if graphs
         else 0,
@@ -264,14 +264,18 @@ def graph_bytes(
     batch: int,
     capacity: int,
     vocabulary: int,
+    tested: int,
     step_bytes: int,
 ) -> int:
     """Add up the bytes of a run's graphs: a shared memory pool, and each graph's own.
 
-    `layers` are those that select, `vocabulary` the numbers of a request's logits, `step_bytes` the largest
-    transient of a step with all requests slow; graphs run one after the other.
+    `layers` are those that select, `vocabulary` the numbers of a token's logits, of which a request brings
+    `tested` at most; `step_bytes` are the largest transient of a step with all requests slow, but for the
+    logits of tested tokens. Graphs run one after the other.
     """
     sizes = step_sizes(batch, selects=selects)
-    logits = len(sizes) * batch * vocabulary * layers[0].itemsize
+    lengths = len(step_sizes(tested - 1, selects=tested > 1))
+    # all graphs leave their logits in one place
+    logits = (2 * tested - 1) * batch * vocabulary * layers[0].itemsize
     chosen = sum(sizes) * sum(layer.heads for layer in layers) * min(config.budget, capacity) * INT32
-    return step_bytes + logits + chosen + len(sizes) * GRAPH_BYTES + LIBRARY_BYTES
+    return step_bytes + logits + lengths * (chosen + len(sizes) * GRAPH_BYTES) + LIBRARY_BYTES

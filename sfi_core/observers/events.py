@@ -23,7 +23,7 @@ class RunEvent:
         backend: "torch" or "triton".
         config: The policy's settings.
         trigger_token_ids: T_trig, ascending.
-        model: From `sfi_core.models.describe.describe_model`.
+        model: From `sfi_core.models.describe.describe_model`; docs/your_host.md makes the least that readers need.
         audit: The audit's settings; None without an audit.
         lossless: Whether sparse steps only draft, and full attention verifies the drafts.
         rank: This process among those that share the model; its KV heads begin at rank * H.

@@ -1,6 +1,6 @@
 """The input of a policy in a layer."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -25,10 +25,11 @@ class Evidence:
         allowed_BT: The candidate set J, True where a position may be selected (Eq. 2).
         key_norm_BHT: L2 norms of the cached keys, float32.
         logits: Computes the window's attention logits, [B, H, G, W, T] (Eq. 4). In `select_before` the
-            window is the current query.
+            window is the current query. Clone what is to be kept: the next step overwrites them.
         log_sum_BHGW: Their log-sum-exp over J, if the attention has computed it.
         interval: J as its first position and one past its last, for one request of the torch backend, which
             needs no masks then; None otherwise.
+        length_B: Each request's tokens, int32, where logits behind them are undefined; None otherwise.
         span: Opens a span of the selection, for observers.
         wants_diagnostics: Whether an observer wants the selection's diagnostics.
         ranks: The processes among which the layer's KV heads are split.
@@ -41,9 +42,20 @@ class Evidence:
     logits: Callable[[], torch.Tensor]
     log_sum_BHGW: torch.Tensor | None = None
     interval: tuple[int, int] | None = None
+    length_B: torch.Tensor | None = None
     span: Callable[[str], AbstractContextManager[Any]] = nullcontext
     wants_diagnostics: bool = True
     ranks: Ranks = ALONE
+
+    def probability(self, heads: Sequence[int] | None = None) -> torch.Tensor:
+        """Return the softmax of the logits over a request's tokens, of all KV heads or of some."""
+        logits_BHGWT = self.logits()
+        if heads is not None:  # one by one: a list as an index would wait for the device
+            logits_BHGWT = torch.stack([logits_BHGWT[:, head] for head in heads], 1)
+        if self.length_B is not None:
+            behind_BT = torch.arange(logits_BHGWT.shape[-1], device=self.length_B.device) >= self.length_B[:, None]
+            logits_BHGWT = logits_BHGWT.masked_fill(behind_BT[:, None, None, None], -torch.inf)
+        return logits_BHGWT.softmax(-1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -50,8 +50,12 @@ def code(text: str) -> list[str]:
 
 
 def mistakes(text: str) -> list[str]:
-    """List what a document says to type, and what is not there."""
-    found = []
+    """List what a document says to type and names in files, and what is not there."""
+    found = [
+        f"{path}: no {name}"
+        for path, name in re.findall(r"`([\w/]+\.py):\s+([\w.]+)`", text)
+        if not any(defines(file, name) for file in sources() if f"/{file}".endswith(f"/{path}"))
+    ]
     for line in code(text):
         starts = [match.end() for match in START.finditer(line)]
         for start, after in pairwise([*starts, len(line)]):
@@ -59,6 +63,19 @@ def mistakes(text: str) -> list[str]:
         if re.match(r"--[a-z]", line):
             found += of_words(line, set().union(*options().values()) | OTHERS, SETTINGS)
     return found
+
+
+@cache
+def sources() -> list[str]:
+    """List the product's files."""
+    folders = ("sfi_core", "sfi_cli", "kernels", "traces")
+    return [str(file.relative_to(ROOT)) for folder in folders for file in (ROOT / folder).rglob("*.py")]
+
+
+def defines(file: str, name: str) -> bool:
+    """Say whether a file defines a function or class, or both a class and its method."""
+    text = (ROOT / file).read_text()
+    return all(re.search(rf"^ *(?:def|class) {one}\b", text, re.MULTILINE) for one in name.split("."))
 
 
 def of_command(line: str) -> list[str]:
@@ -128,6 +145,7 @@ def test_the_prompt_of_the_readme_fits_the_model():
         ("Type `sfi trace show run --gone`.", 1),
         ("Type `sfi tracing run`.", 1),
         ("Set `--set span=4`, `--set spam=4` or `--search stride`.", 1),
+        ("`sfi_core/engine/run.py: Run.begin_decode` and `run.py: Run.gone`, `gone.py: Run`", 2),
         ("`sfi eval --set span=4` has no effect, nor has `--no-such-thing`.", 2),
     ],
 )

@@ -1,5 +1,7 @@
 """The choice of a whole batch by codes: the kernels against the reference, and the reference by hand."""
 
+import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,11 +10,12 @@ import torch
 from sfi_kernels.code_scan import BatchCodes, code_scan, code_tokens
 from sfi_kernels.code_scan.reference import scanned
 from sfi_kernels.key_codes import CodeBasis, words
-from sfi_kernels.step_descriptor import FAST, IDLE, SLOW, StepDescriptor, StepRequest, describe_step
+from sfi_kernels.step_descriptor import FAST, IDLE, SLOW, NewRows, StepDescriptor, StepRequest, describe_step
 from tests.fakes import coarse
 
 pytest.importorskip("triton")
 PAGE, BUDGET, SINK, RECENT, SCALE, REST = 16, 24, 3, 8, 0.4, 0.3
+NEW = 5  # tokens of the slow request
 # mode, tokens: several chunks, fewer keys than the budget, an idle and a slow request, no candidates
 REQUESTS = ((FAST, 1900), (FAST, 30), (IDLE, 0), (SLOW, 50), (FAST, 9))
 
@@ -47,13 +50,29 @@ class Case:
         )  # fmt: skip
         return choice, codes, position, length
 
+    def late(self) -> "Case":
+        """Return a copy whose new rows are not in the pages yet, but in the descriptor."""
+        other = copy.copy(self)
+        other.key, other.value = self.key.clone(), self.value.clone()
+        other.norm = torch.zeros(other.key.shape[:3])
+        rows = [x.new_zeros(len(REQUESTS), x.shape[1], NEW, x.shape[3]) for x in (self.key, self.value)]
+        for row, (mode, tokens) in enumerate(REQUESTS):
+            new = {IDLE: 0, SLOW: NEW}.get(mode, 1)
+            for t in range(tokens - new, tokens):
+                at = self.table[row, t // PAGE], slice(None), t % PAGE
+                for pages, own in zip((other.key, other.value), rows, strict=True):
+                    own[row, :, NEW - tokens + t] = pages[at]
+                    pages[at] = torch.nan
+        other.step = replace(self.step, new=NewRows(*rows, other.value, other.norm))
+        return other
+
 
 def step_of(requests: tuple[tuple[int, int], ...], *, all_new: bool = False) -> StepDescriptor:
     made = []
     for mode, tokens in requests:
         sink = min(SINK, tokens)
         recent = max(sink, tokens - RECENT)
-        new = 0 if mode == IDLE else 5 if mode == SLOW else 1
+        new = 0 if mode == IDLE else NEW if mode == SLOW else 1
         made.append(
             StepRequest(
                 mode=SLOW if all_new and tokens else mode, length=tokens, recent_start=recent, packed=0,
@@ -104,6 +123,26 @@ def test_the_reference_takes_the_highest_scores_and_of_equal_ones_the_first():
         order = sorted(range(len(row)), key=lambda j: (-row[j], j))[:BUDGET]
         assert choice.index_BHK[0, head].tolist() == [first + j for j in sorted(order)]
     assert choice.index_BHK[1, 0].tolist()[:19] == list(range(3, 22)), "no more keys than the budget"
+
+
+@pytest.mark.parametrize("fast", [True, False])
+@pytest.mark.parametrize("backend", ["torch", "triton", "numba"])
+def test_new_rows_are_appended_before_they_are_coded(backend: str, fast: bool):
+    """In the launch that codes, also where no request is fast: the pages, norms and codes of rows that lay there."""
+    case = Case(2, 2, 72, 40, torch.float16)
+    late = case.late()
+    if fast:
+        _, codes, *_ = late.run(backend)
+    else:
+        codes = BatchCodes(*(part.clone() for part in case.codes))
+        code_tokens.on(backend)(late.key, late.table, late.step, codes)
+    assert torch.equal(late.key, case.key)
+    assert torch.equal(late.value, case.value)
+    assert torch.equal(codes.word_BHWT, case.run("torch")[1].word_BHWT)
+    for row, (mode, tokens) in enumerate(REQUESTS):
+        if mode != IDLE:
+            at = case.table[row, (tokens - 1) // PAGE], slice(None), (tokens - 1) % PAGE
+            torch.testing.assert_close(late.norm[at], case.key[at].float().norm(dim=-1))
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton", "numba"])

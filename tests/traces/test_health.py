@@ -16,9 +16,9 @@ from sfi_core.bundled.example import load_example
 from sfi_core.models.load import load
 from sfi_core.policies import POLICIES, Triggered
 from sfi_core.settings.audit import AuditConfig
+from sfi_core.settings.policy_names import triggered
 from sfi_traces.health import RULES, judge, line, problems, quick_problems
 from sfi_traces.health.rules import NOTE
-from sfi_traces.health.run_measures import TRIGGERED
 from sfi_traces.model.trace import Trace
 from sfi_traces.record.parquet import ParquetObserver
 from sfi_traces.summary.coverage import coverage_facts
@@ -266,7 +266,7 @@ def test_coverage_distance_and_stay_are_those_of_the_positions(tmp_path):
 
 
 def test_the_triggered_policies_are_those_of_the_core():
-    assert {name for name, policy in POLICIES.items() if issubclass(policy, Triggered)} == set(TRIGGERED)
+    assert {name for name, policy in POLICIES.items() if issubclass(policy, Triggered)} == set(triggered())
 
 
 # --- runs of the bundled checkpoint

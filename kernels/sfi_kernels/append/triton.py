@@ -21,6 +21,22 @@ def _move_rows(new_ptr, pages_ptr, token, token_stride, target, own, WIDTH: tl.c
     return rows  # [BLOCK_T, BLOCK]
 
 
+@triton.jit
+def append_rows(
+    key_ptr, value_ptr, key_pages_ptr, value_pages_ptr, norm_ptr, page, place, head, token, own, H, N,
+    key_token_stride, value_token_stride, KEY_STRIDES: tl.constexpr, VALUE_STRIDES: tl.constexpr,
+    D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """Write some `token`s of a head to their places in the pages, with norms; return the keys, float32."""
+    target = row_start(page, head, place, VALUE_STRIDES)  # [BLOCK_T]
+    _move_rows(value_ptr, value_pages_ptr, token, value_token_stride, target, own, E, BLOCK_E)
+    target = row_start(page, head, place, KEY_STRIDES)
+    key = _move_rows(key_ptr, key_pages_ptr, token, key_token_stride, target, own, D, BLOCK_D).to(tl.float32)
+    norm_ptr += (page.to(tl.int64) * H + head) * N + place
+    tl.store(norm_ptr, tl.sqrt_rn(tl.sum(key * key, 1)), mask=own)
+    return key
+
+
 @triton.jit(do_not_specialize=["T", "N", "pages"])
 def _append_kernel(
     key_ptr, value_ptr, start_ptr, count_ptr, key_pages_ptr, value_pages_ptr, norm_ptr,
@@ -36,18 +52,12 @@ def _append_kernel(
     own = order < count
     position = start + order
     page = tl.load(block_table_ptr + request * pages + position // N, mask=own, other=0)
-    token = (T - count + order).to(tl.int64)
-
-    place = position % N
-    value_ptr += request * value_batch_stride + head * value_head_stride
-    target = row_start(page, head, place, VALUE_STRIDES)
-    _move_rows(value_ptr, value_pages_ptr, token, value_token_stride, target, own, E, BLOCK_E)
-    key_ptr += request * key_batch_stride + head * key_head_stride
-    target = row_start(page, head, place, KEY_STRIDES)  # [BLOCK_T]
-    key = _move_rows(key_ptr, key_pages_ptr, token, key_token_stride, target, own, D, BLOCK_D)
-    key = key.to(tl.float32)
-    norm_ptr += (page.to(tl.int64) * H + head) * N + place
-    tl.store(norm_ptr, tl.sqrt_rn(tl.sum(key * key, 1)), mask=own)
+    append_rows(
+        key_ptr + request * key_batch_stride + head * key_head_stride,
+        value_ptr + request * value_batch_stride + head * value_head_stride,
+        key_pages_ptr, value_pages_ptr, norm_ptr, page, position % N, head, (T - count + order).to(tl.int64),
+        own, H, N, key_token_stride, value_token_stride, KEY_STRIDES, VALUE_STRIDES, D, E, BLOCK_D, BLOCK_E,
+    )  # fmt: skip
 
 
 def append(

@@ -1,7 +1,8 @@
 """The second and the third launch: score the keys of J and count the scores, then take the best.
 
 A score has 8 bits (`key_codes.reference.coarse_score`), so that one histogram finds the threshold. Both
-launches compute the logits anew from the codes, which costs less than writing and reading them.
+launches compute logits anew from the codes, which costs less than writing and reading them: the second one
+those of the chosen keys alone.
 """
 
 import triton
@@ -18,6 +19,7 @@ BINS = tl.constexpr(256)
 # counts of scores at or above each one, then 0
 COLUMNS = tl.constexpr(257)
 JOINED = tl.constexpr(64)  # chunks whose sums are joined at a time
+READ = tl.constexpr(64)  # chosen keys whose weights are summed at a time
 
 
 @triton.jit
@@ -78,7 +80,7 @@ def _write_ends(index_ptr, position_ptr, length_ptr, first, count, budget, S, CH
 
 @triton.jit(do_not_specialize=["capacity", "budget", "S"])
 def _code_scan_choose_kernel(
-    table_ptr, word_ptr, factor_ptr, counts_ptr, chunk_ptr, score_ptr, log_sum_ptr, index_ptr,
+    table_ptr, word_ptr, factor_ptr, lse_ptr, counts_ptr, chunk_ptr, score_ptr, log_sum_ptr, index_ptr,
     position_ptr, length_ptr, rest_ptr, capacity, budget, S, rest, H: tl.constexpr, G: tl.constexpr,
     W: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_CHUNKS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
@@ -116,17 +118,24 @@ def _code_scan_choose_kernel(
     # both counts in one scan, of 16 bits each
     each = best.to(tl.int32) + tied.to(tl.int32) * 65536
     ahead = tl.cumsum(each) - each
-    above += ahead & 65535
-    equal += ahead >> 16
-    taken = best | (tied & (equal < room))
-    rank = above + tl.minimum(equal, room)
+    taken = best | (tied & (equal + (ahead >> 16) < room))
+    rank = above + (ahead & 65535) + tl.minimum(equal + (ahead >> 16), room)
     tl.store(index_ptr + rank, t, mask=taken)
     tl.store(position_ptr + first + rank, t, mask=taken)
+    tl.debug_barrier()  # other threads of the program load what these have stored
     lse = tl.load(log_sum_ptr + pair * G + g, mask=g < G, other=0.0)
     factor_ptr += pair * (1 + W * SLOTS) * G
     word_ptr += pair * W * capacity
-    logits = chunk_logits(factor_ptr, word_ptr, t, own, capacity, g, W, G, BLOCK_G, CHUNK)
-    unread = tl.exp2((logits - lse[:, None]) * LOG2E)
-    unread = tl.sum(tl.where((own & ~taken)[None, :], unread, 0.0), 1) * rest
+    at = first + above + tl.minimum(equal, room)
+    end = at + tl.sum(taken.to(tl.int32))
+    part = tl.load(lse_ptr + (pair * chunks + chunk) * G + g, mask=g < G, other=float("-inf"))
+    unread = tl.exp2((part - lse) * LOG2E)
+    for begin in range(at, end, READ):
+        s = begin + tl.arange(0, READ)
+        chosen = tl.load(position_ptr + s, mask=s < end, other=0)
+        logits = chunk_logits(factor_ptr, word_ptr, chosen, s < end, capacity, g, W, G, BLOCK_G, READ)
+        weight = tl.exp2((logits - lse[:, None]) * LOG2E)
+        unread -= tl.sum(tl.where((s < end)[None, :], weight, 0.0), 1)
+    unread *= rest
     logit = tl.where(unread > 0.0, lse + tl.log2(tl.where(unread > 0.0, unread, 1.0)) * LN2, float("-inf"))
     tl.store(rest_ptr, logit, mask=g < G)

@@ -3,7 +3,7 @@
 import torch
 
 from sfi_kernels import loops
-from sfi_kernels.code_scan.reference import KEPT, BatchCodes, Choice, check, check_codes, nothing_unread
+from sfi_kernels.code_scan.reference import KEPT, BatchCodes, Choice, append_new, check, check_codes, nothing_unread
 from sfi_kernels.compiled import by_heads
 from sfi_kernels.numpy_views import KINDS, plain, rows_of
 from sfi_kernels.pseudo_token import PseudoToken
@@ -52,6 +52,7 @@ def _run(
     codes: BatchCodes, position: torch.Tensor, length: torch.Tensor, index: torch.Tensor, logit: torch.Tensor,
     mean: torch.Tensor, told: torch.Tensor, scale: float, rest: float,
 ) -> None:  # fmt: skip
+    append_new(key, table, descriptor)
     (key_XD, half_key_XD), (value_XE, half_value_XE) = rows_of(key), rows_of(value)
     written = *codes[:-1], position, length, index, logit, mean, told
     arguments = (

@@ -4,12 +4,23 @@ from typing import NamedTuple
 
 import torch
 
+from sfi_kernels.append import append
+from sfi_kernels.append.reference import check as check_append
 from sfi_kernels.key_codes.layout import BITS, SHIFTS, SLOTS, CodeBasis, words
 from sfi_kernels.key_codes.reference import choose_likeliest
 from sfi_kernels.pages import read_pages
 from sfi_kernels.pseudo_token import PseudoToken
 from sfi_kernels.shapes import check_int32, check_pages, check_shape
-from sfi_kernels.step_descriptor import ALLOWED_START, ALLOWED_STOP, FAST, LENGTH, MODE, QUERIES, StepDescriptor
+from sfi_kernels.step_descriptor import (
+    ALLOWED_START,
+    ALLOWED_STOP,
+    FAST,
+    LENGTH,
+    MODE,
+    QUERIES,
+    NewRows,
+    StepDescriptor,
+)
 
 KEPT = 128  # tokens whose queries are kept for learning a basis again
 TOLD = ("unread_estimate", "score_margin")  # the columns of `Choice.told_BHC`
@@ -78,8 +89,12 @@ class Choice(NamedTuple):
 def code_tokens(
     key_PHND: torch.Tensor, block_table_BP: torch.Tensor, descriptor: StepDescriptor, codes: BatchCodes
 ) -> None:
-    """Code the new keys of every request that decodes, in place of `codes.word_BHWT`."""
+    """Code the new keys of every request that decodes, in place of `codes.word_BHWT`.
+
+    They are in the pages, or among the descriptor's `new` rows, which are appended first.
+    """
     check_codes(key_PHND, block_table_BP, descriptor, codes)
+    append_new(key_PHND, block_table_BP, descriptor)
     for row, own in enumerate(descriptor.table_BX.tolist()):
         if own[MODE] >= FAST:
             start, stop = own[LENGTH] - own[QUERIES], own[LENGTH]
@@ -109,7 +124,7 @@ def code_scan(
 
     Args:
         query_BHGD: Queries of the step, one a request.
-        key_PHND: Pages of keys; the new keys are there.
+        key_PHND: Pages of keys; the new keys are there, or in the descriptor.
         value_PHNE: Pages of values.
         block_table_BP: Page numbers of each request, int32.
         descriptor: Modes, lengths and candidate sets.
@@ -222,6 +237,22 @@ def check_codes(
     check_shape(block_table_BP, "block_table", B=B, P=None)
     numbers = {"words": codes.word_BHWT, "summed": codes.summed_BH, "block_table": block_table_BP}
     check_int32(key_PHND.device, **numbers)
+    if descriptor.new is not None:
+        check_append(*_appended(key_PHND, block_table_BP, descriptor, descriptor.new))
+
+
+def append_new(key_PHND: torch.Tensor, block_table_BP: torch.Tensor, descriptor: StepDescriptor) -> None:
+    """Append the descriptor's `new` rows, if it has any."""
+    if descriptor.new is not None:
+        append.reference(*_appended(key_PHND, block_table_BP, descriptor, descriptor.new))
+
+
+def _appended(
+    key_PHND: torch.Tensor, block_table_BP: torch.Tensor, descriptor: StepDescriptor, new: NewRows
+) -> tuple[torch.Tensor, ...]:
+    # the arguments of `append`
+    which = descriptor.append_start_B, descriptor.append_count_B
+    return *new[:2], *which, key_PHND, new.value_PHNE, new.norm_PHN, block_table_BP
 
 
 def check(

@@ -1,4 +1,4 @@
-"""The first launch: code the new keys, move values into the sum over J, and sum exponentials by chunk.
+"""The first launch: append and code the new keys, move values into the sum over J, sum exponentials by chunk.
 
 A KV head's first program codes and sums; the keys that it codes are not in J. The others take a chunk of J
 each, and leave the log-sum-exp of its logits for every query head.
@@ -8,9 +8,11 @@ import triton
 import triton.language as tl
 
 from sfi_kernels import step_descriptor as words
+from sfi_kernels.append.triton import append_rows
 from sfi_kernels.attention_tile.triton import add_sum, log_sum, row_start, rows
-from sfi_kernels.code_scan.chunk_triton import BITS, SHIFTS, SLOTS, WORDS, candidates, chunk_logits
+from sfi_kernels.code_scan.chunk_triton import SLOTS, UNITS, WORDS, candidates, chunk_logits
 from sfi_kernels.code_scan.reference import KEPT as KEPT_TOKENS
+from sfi_kernels.key_codes.triton import coded, fields
 
 FAST, LENGTH = tl.constexpr(words.FAST), tl.constexpr(words.LENGTH)
 QUERIES = tl.constexpr(words.QUERIES)
@@ -30,30 +32,32 @@ def _token_rows(
 
 @triton.jit
 def _code_tokens(
-    key_ptr, table, mean_ptr, encode_ptr, word_ptr, capacity, h, start, stop,
-    PAGE: tl.constexpr, STRIDES: tl.constexpr, W: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    new_key_ptr, new_value_ptr, key_ptr, value_ptr, norm_ptr, table, mean_ptr, encode_ptr, word_ptr,
+    capacity, h, start, stop, T, key_token_stride, value_token_stride,
+    KEY_STRIDES: tl.constexpr, VALUE_STRIDES: tl.constexpr, H: tl.constexpr, PAGE: tl.constexpr,
+    W: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+    APPENDS: tl.constexpr,
 ):  # fmt: skip
-    """Code the keys of positions `start` to `stop` - 1."""
+    """Code the keys of positions `start` to `stop` - 1, the last of T new ones if they are appended first."""
     slot, d = tl.arange(0, SLOTS), tl.arange(0, BLOCK_D)
-    half, shift = tl.zeros([SLOTS], tl.float32), tl.zeros([SLOTS], tl.int32)
-    for i in tl.static_range(SLOTS):
-        half = tl.where(slot == i, 2.0 ** (BITS[i] - 1), half)
-        shift = tl.where(slot == i, SHIFTS[i], shift)
+    half, shift = fields()
     mean = tl.load(mean_ptr + d, mask=d < D, other=0.0)
     for begin in range(start, stop, TOKENS):
         t = begin + tl.arange(0, TOKENS)
         own = t < stop
-        key = _token_rows(key_ptr, table, t, own, h, PAGE, STRIDES, D, BLOCK_D)
+        if APPENDS:
+            page = tl.load(table + t // PAGE, mask=own, other=0)
+            key = append_rows(
+                new_key_ptr, new_value_ptr, key_ptr, value_ptr, norm_ptr, page, t % PAGE, h,
+                (T - stop + t).to(tl.int64), own, H, PAGE, key_token_stride, value_token_stride,
+                KEY_STRIDES, VALUE_STRIDES, D, E, BLOCK_D, BLOCK_E,
+            )  # fmt: skip
+        else:
+            key = _token_rows(key_ptr, table, t, own, h, PAGE, KEY_STRIDES, D, BLOCK_D)
         for w in range(W):
             where = encode_ptr + (w * D + d[:, None]) * SLOTS + slot[None, :]
             encode = tl.load(where, mask=d[:, None] < D, other=0.0)
-            # full products: TF32 would move a key across a level's edge
-            step = tl.dot(key - mean[None, :], encode, input_precision="ieee")
-            level = tl.floor(step) + half[None, :]
-            level = tl.minimum(tl.maximum(level, 0.0), 2.0 * half[None, :] - 1.0)
-            # the slots share no bit, so that their sum is their union
-            word = tl.sum(level.to(tl.int32) << shift[None, :], 1)
-            tl.store(word_ptr + w * capacity + t, word, mask=own)
+            tl.store(word_ptr + w * capacity + t, coded(key - mean[None, :], encode, half, shift), mask=own)
 
 
 @triton.jit
@@ -83,25 +87,31 @@ def _project(
 ):  # fmt: skip
     """Store the factors of the channels for `chunk_logits`; all programs of a head store the same."""
     m, d, slot = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D), tl.arange(0, SLOTS)
+    unit = tl.zeros([SLOTS], tl.float32)
+    for i in tl.static_range(SLOTS):
+        unit = tl.where(slot == i, 1.0 / UNITS[i], unit)
     query = rows(query_ptr, m, D, m < G, D, BLOCK_D).to(tl.float32) * scale
     mean = tl.load(mean_ptr + d, mask=d < D, other=0.0)
     tl.store(factor_ptr + m, tl.sum(query * mean[None, :], 1), mask=m < G)
     for w in range(W):
         basis = rows(basis_ptr, slot + w * SLOTS, D, slot < SLOTS, D, BLOCK_D)
-        factor = tl.dot(query, tl.trans(basis), input_precision="ieee")
+        factor = tl.dot(query, tl.trans(basis), input_precision="ieee") * unit[None, :]
         where = factor_ptr + (slot[None, :] + w * SLOTS + 1) * G + m[:, None]
         tl.store(where, factor, mask=m[:, None] < G)
     tl.debug_barrier()  # other threads of the program load what these have stored
 
 
-@triton.jit(do_not_specialize=["pages_per_request", "capacity", "budget"])
+@triton.jit(do_not_specialize=["pages_per_request", "capacity", "budget", "T"])
 def _code_scan_sums_kernel(
-    query_ptr, key_ptr, value_ptr, block_table_ptr, table_ptr, mean_ptr, encode_ptr, basis_ptr, word_ptr,
-    sum_ptr, summed_ptr, recent_ptr, mean_value_ptr, factor_ptr, lse_ptr, counts_ptr, scale,
-    pages_per_request, capacity, budget, KEY_STRIDES: tl.constexpr, VALUE_STRIDES: tl.constexpr,
+    query_ptr, key_ptr, value_ptr, new_key_ptr, new_value_ptr, norm_ptr, block_table_ptr, table_ptr,
+    mean_ptr, encode_ptr, basis_ptr, word_ptr, sum_ptr, summed_ptr, recent_ptr, mean_value_ptr, factor_ptr,
+    lse_ptr, counts_ptr, scale, pages_per_request, capacity, budget, T,
+    key_batch_stride, key_head_stride, key_token_stride,
+    value_batch_stride, value_head_stride, value_token_stride,
+    KEY_STRIDES: tl.constexpr, VALUE_STRIDES: tl.constexpr,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr, W: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
-    CHUNK: tl.constexpr, CHOOSE: tl.constexpr,
+    CHUNK: tl.constexpr, CHOOSE: tl.constexpr, APPENDS: tl.constexpr,
 ):  # fmt: skip
     pair, chunk, chunks = (tl.program_id(1).to(tl.int64), tl.program_id(0) - 1, tl.num_programs(0) - 1)
     request, h = pair // H, pair % H
@@ -113,9 +123,12 @@ def _code_scan_sums_kernel(
         length = tl.load(table_ptr + request * WORDS + LENGTH)
         if mode >= FAST:
             _code_tokens(
-                key_ptr, table, mean_ptr, encode_ptr + pair * W * D * SLOTS, word_ptr, capacity, h,
-                length - tl.load(table_ptr + request * WORDS + QUERIES), length,
-                PAGE, KEY_STRIDES, W, D, BLOCK_D,
+                new_key_ptr + request * key_batch_stride + h * key_head_stride,
+                new_value_ptr + request * value_batch_stride + h * value_head_stride,
+                key_ptr, value_ptr, norm_ptr, table, mean_ptr, encode_ptr + pair * W * D * SLOTS, word_ptr,
+                capacity, h, length - tl.load(table_ptr + request * WORDS + QUERIES), length, T,
+                key_token_stride, value_token_stride, KEY_STRIDES, VALUE_STRIDES, H, PAGE,
+                W, D, E, BLOCK_D, BLOCK_E, APPENDS,
             )  # fmt: skip
         if CHOOSE:
             tl.store(counts_ptr + pair * BINS + tl.arange(0, BINS), tl.zeros([BINS], tl.int32))

@@ -12,7 +12,6 @@ from sfi_kernels.code_scan.choice_triton import _code_scan_score_kernel as score
 from sfi_kernels.code_scan.reference import BatchCodes, Choice, check, check_codes
 from sfi_kernels.code_scan.sums_triton import BINS
 from sfi_kernels.code_scan.sums_triton import _code_scan_sums_kernel as sums
-from sfi_kernels.decode_attention.query_tile import REGISTERS
 from sfi_kernels.key_codes.layout import SLOTS
 from sfi_kernels.launch import launch
 from sfi_kernels.pages import kernel_strides
@@ -22,7 +21,8 @@ from sfi_kernels.step_descriptor import StepDescriptor
 LOGITS = 4096  # of a program: keys times query heads
 MOST_KEYS = 1024  # of a program
 MIN_CHUNKS = 64  # one kernel for all capacities up to 64K
-PROGRAM: Any = {"num_warps": 8, "max_registers": REGISTERS}
+# three programs fit a processor; left alone, the compiler takes registers for two
+PROGRAM: Any = {"num_warps": 4, "max_registers": 168}
 
 
 def code_tokens(
@@ -31,12 +31,10 @@ def code_tokens(
     """See `reference.code_tokens`. D up to 256."""
     check_codes(key_PHND, block_table_BP, descriptor, codes)
     empty = codes.sum_BHE
-    launch(
-        sums, (1, codes.word_BHWT[:, :, 0, 0].numel()), empty, key_PHND, key_PHND, block_table_BP,
-        descriptor.table_BX, *codes, empty, empty, empty, codes.summed_BH, 1.0,
-        block_table_BP.shape[1], codes.word_BHWT.shape[3], 0,
-        **_constants(key_PHND, key_PHND, codes), G=1, BLOCK_G=1, BLOCK_M=padded(1),
-        CHUNK=1, CHOOSE=False, **PROGRAM,
+    value_PHNE = key_PHND if descriptor.new is None else descriptor.new.value_PHNE
+    _sum(
+        1, empty, key_PHND, value_PHNE, block_table_BP, descriptor, codes, (empty, empty, empty, codes.summed_BH),
+        1.0, 0, G=1, BLOCK_G=1, CHUNK=1, CHOOSE=False,
     )  # fmt: skip
 
 
@@ -60,28 +58,36 @@ def code_scan(
     score_BHT, index_BHK = empty(capacity, dtype=torch.uint8), empty(budget, dtype=torch.int32)
     pseudo = PseudoToken(empty(G, chunks), torch.empty_like(codes.sum_BHE))
     common = {"G": G, "BLOCK_G": triton.next_power_of_2(G), "CHUNK": chunk, **PROGRAM}
-    launch(
-        sums, (1 + chunks, pairs), query_BHGD.contiguous(), key_PHND, value_PHNE, block_table_BP, table,
-        *codes, pseudo.value_BHE, factor, lse, counts, scale, block_table_BP.shape[1], capacity, budget,
-        **_constants(key_PHND, value_PHNE, codes), **common, BLOCK_M=padded(G), CHOOSE=True,
+    _sum(
+        1 + chunks, query_BHGD.contiguous(), key_PHND, value_PHNE, block_table_BP, descriptor, codes,
+        (pseudo.value_BHE, factor, lse, counts), scale, budget, **common, CHOOSE=True,
     )  # fmt: skip
     launch(
         score, (chunks, pairs), table, codes.word_BHWT, factor, lse, counts, columns, score_BHT,
         log_sum_BHG, capacity, budget, H=H, W=W, **common,
     )  # fmt: skip
     launch(
-        choose, (chunks, pairs), table, codes.word_BHWT, factor, counts, columns, score_BHT, log_sum_BHG,
+        choose, (chunks, pairs), table, codes.word_BHWT, factor, lse, counts, columns, score_BHT, log_sum_BHG,
         index_BHK, position_BHS, length_BH, pseudo.logit_BHG, capacity, budget, position_BHS.shape[2],
         float(rest), H=H, W=W, BLOCK_CHUNKS=max(MIN_CHUNKS, triton.next_power_of_2(chunks)), **common,
     )  # fmt: skip
     return Choice(index_BHK, pseudo)
 
 
-def _constants(key: torch.Tensor, value: torch.Tensor, codes: BatchCodes) -> dict[str, Any]:
-    (_, H, page_size, D), E = key.shape, value.shape[3]
+def _sum(
+    programs: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, block_table: torch.Tensor,
+    descriptor: StepDescriptor, codes: BatchCodes, made: tuple[torch.Tensor, ...], scale: float, budget: int,
+    **constants: Any,
+) -> None:  # fmt: skip
+    (_, H, page_size, D), E, (B, _, W, capacity) = key.shape, value.shape[3], codes.word_BHWT.shape
+    new = descriptor.new
+    rows, norm = (new[:2], new.norm_PHN) if new else ((key, value), codes.sum_BHE)
     check_width(max(D, E))
-    return {
-        "KEY_STRIDES": kernel_strides(key, "key"), "VALUE_STRIDES": kernel_strides(value, "value"),
-        "H": H, "D": D, "E": E, "W": codes.word_BHWT.shape[2], "PAGE": page_size,
-        "BLOCK_D": padded(D), "BLOCK_E": padded(E),
-    }  # fmt: skip
+    launch(
+        sums, (programs, B * H), query, key, value, *rows, norm, block_table, descriptor.table_BX, *codes, *made,
+        scale, block_table.shape[1], capacity, budget, rows[0].shape[2],
+        *(stride for part in rows for stride in part.stride()[:3]),
+        KEY_STRIDES=kernel_strides(key, "key"), VALUE_STRIDES=kernel_strides(value, "value"), H=H, D=D, E=E, W=W,
+        PAGE=page_size, BLOCK_M=padded(constants["G"]), BLOCK_D=padded(D), BLOCK_E=padded(E),
+        APPENDS=new is not None, **{**constants, **PROGRAM},
+    )  # fmt: skip

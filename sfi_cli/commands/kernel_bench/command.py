@@ -16,8 +16,7 @@ SHOWN = {
     "kv_heads": "8",
     "head_dim": "128",
     "retentions": "0.125",
-    "ops": "fast,dense,verify,mixed_heads,selector,top_k,pack,recall,append,encode_keys,scan_codes,codescan,"
-    "prompt,rms_norm,rotary,silu_mul",
+    "ops": "fast,dense,verify,mixed_heads,selector,top_k,pack,recall,append,codescan,prompt,rms_norm,rotary,silu_mul",
 }
 _measure = partial(o.option, MEASURE)
 _compile = partial(o.option, COMPILE)

@@ -63,13 +63,14 @@ def _tflops(value: float | None) -> str:
 
 
 def _over(name: str) -> Any:
-    beside = ("fast", "dense", "verify", "scan_codes", "prompt")  # ops that have such a rival
+    beside = ("fast", "dense", "verify", "prompt")  # ops that have such a rival
     return lambda row: ratio(row[f"speedup_over_{name}"] if row["op"].startswith(beside) else None)
 
 
 MEASURED: Columns = {
     "op": _op,
     "read %": (_read, "retention"),
+    "launches": lambda row: str(row.get("launches") or ""),
     "median": _time("median_us", "FAILED"),
     "p10": _time("p10_us"),
     "p90": _time("p90_us"),

@@ -2,21 +2,30 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Self
+from typing import NamedTuple, Self
 
 import torch
 
 from sfi_core.engine.batch_pass import Requests, Rows, plan, work_room
 from sfi_core.policies.base import Policy, Selection
 from sfi_core.state.kv_store import KVStore
-from sfi_kernels.step_descriptor import IDLE, SLOW, StepDescriptor, StepRequest, describe_step
+from sfi_kernels.step_descriptor import IDLE, StepDescriptor, StepRequest, describe_step
+
+
+class Kind(NamedTuple):
+    """A kind of steps that one graph serves: tokens of a request, rows to refresh, whether any row chooses."""
+
+    queries: int = 1
+    refreshes: int = 0
+    chooses: bool = False
 
 
 @dataclass(slots=True)
 class StepBuffers:
     """Step descriptors in buffers that every step overwrites, and the results of the step's layers.
 
-    Takes the place of `FreshDescriptors` in a run. The store's pages are allocated for the whole run.
+    Takes the place of `FreshDescriptors` in a run. The store's pages are allocated for the whole run. A step
+    decodes at most `most` tokens of a request.
     `descriptor` and `dense`, for `dense_layers`, are the last step's; `launched` says whether the step under
     way was launched before it began. `rows` are the slow requests, None for a step that refreshes nothing. By
     layer, `selections` has what was selected and `queries` the last step's query, [B, H, G, D], for the
@@ -26,6 +35,7 @@ class StepBuffers:
     store: KVStore
     policy: Policy
     device: torch.device
+    most: int
     descriptor: StepDescriptor
     dense: StepDescriptor | None
     launched: bool = False
@@ -36,7 +46,7 @@ class StepBuffers:
     _ahead: bool = False
 
     @classmethod
-    def of(cls, store: KVStore, policy: Policy, device: torch.device) -> Self:
+    def of(cls, store: KVStore, policy: Policy, device: torch.device, most: int = 1) -> Self:
         """Allocate the descriptors."""
         idle = StepRequest(mode=IDLE, length=0, recent_start=0, packed=0, sink=0, count=0)
 
@@ -44,22 +54,23 @@ class StepBuffers:
             made = describe_step([idle] * store.batch, work_room(store, device), device)
             return StepDescriptor(made.buffer, store.batch, (), (), store.capacity)
 
-        return cls(store, policy, device, empty(), empty() if policy.config.dense_layers else None)
+        return cls(store, policy, device, most, empty(), empty() if policy.config.dense_layers else None)
 
     @property
     def refreshes(self) -> int:
         """Rows that the step refreshes, padding included."""
-        return self.descriptor.slow_rows if self.policy.selects_after else 0
+        return self.descriptor.slow_rows if self.policy.refreshes() else 0
+
+    @property
+    def kind(self) -> Kind:
+        """What decides which kernels the step launches, whatever the requests' lengths."""
+        step = self.descriptor
+        return Kind(step.queries, self.refreshes, chooses=self.policy.chooses and bool(step.fast))
 
     @property
     def places(self) -> dict[int, int]:
         """By row in the batch, the slow requests' rows in `selections`."""
         return {request: place for place, request in enumerate(self.descriptor.slow)}
-
-    def key(self, requests: list[StepRequest]) -> int:
-        """Return `refreshes` for a step of these requests."""
-        slow = sum(request.mode == SLOW for request in requests)
-        return bucket(slow, self.descriptor.batch) if self.policy.selects_after else 0
 
     def describe(self, known: Requests) -> tuple[StepDescriptor, StepDescriptor | None]:
         """Describe the step that begins, unless `write` described the same step ahead.
@@ -79,9 +90,9 @@ class StepBuffers:
     def write(self, known: Requests, *, ahead: bool = False) -> None:
         """Describe a step; `ahead` if it has not begun."""
         self._written, self._ahead = known.own, ahead
-        self.descriptor = describe_again(self._written, self.descriptor)
+        self.descriptor = describe_again(self._written, self.descriptor, self.most)
         if self.dense is not None and known.dense is not None:
-            self.dense = describe_again(known.dense, self.dense)
+            self.dense = describe_again(known.dense, self.dense, self.most)
 
     def forget(self) -> None:
         """Forget a step described ahead, since the next step does not use these buffers."""
@@ -108,19 +119,21 @@ class StepBuffers:
             self.rows = Rows.of_slow(sink, self.descriptor, table_BP)
 
 
-def describe_again(requests: Sequence[StepRequest], known: StepDescriptor) -> StepDescriptor:
+def describe_again(requests: Sequence[StepRequest], known: StepDescriptor, most: int) -> StepDescriptor:
     """Write a decoding step's descriptor over the buffer of `known`, without a plan.
 
-    The slow lists are padded to a power of two, or the batch; T is that of `known`.
+    The slow lists are padded to a power of two, or the batch; T is that of `known`. So are the drafted tokens
+    that a request brings beside its first: at most `most` tokens.
     """
     step = describe_step(requests, known.work_XI.shape[0], known.buffer.device, known.buffer)
     padding = bucket(len(step.slow), step.batch) - len(step.slow)
-    return replace(step, longest=known.longest, padding=padding)
+    queries = 1 + bucket(step.queries - 1, most - 1)
+    return replace(step, longest=known.longest, padding=padding, queries=queries)
 
 
-def bucket(slow: int, batch: int) -> int:
-    """Round `slow` up to a power of two, at most the batch."""
-    return min(batch, 1 << (slow - 1).bit_length()) if slow else 0
+def bucket(count: int, most: int) -> int:
+    """Round `count` up to a power of two, at most `most`."""
+    return min(most, 1 << (count - 1).bit_length()) if count else 0
 
 
 def _narrowed(step: StepDescriptor, requests: list[StepRequest]) -> StepDescriptor:

@@ -25,13 +25,14 @@ def attend_replayed(buffers: StepBuffers, layer: Layer, query_BHGTD: torch.Tenso
     run = layer.run
     step = buffers.dense if layer.left_dense else buffers.descriptor
     assert step is not None, "the pass has been described"
-    buffers.keep(layer.index, query_BHGTD[:, :, :, -1])
+    last_BHG1D = query_BHGTD[:, :, :, -1:]  # a fast request has no other
+    buffers.keep(layer.index, last_BHG1D[:, :, :, 0])
     with run.launches(layer.index):
         pseudo = None
         if layer.chooses:
-            chosen, pseudo = choose(layer, step, query_BHGTD, fast=True)
-            assert chosen is not None, "a request is fast"
-            buffers.selections[layer.index] = chosen
+            chosen, pseudo = choose(layer, step, last_BHG1D, fast=bool(step.fast))
+            if chosen is not None:
+                buffers.selections[layer.index] = chosen
         into = backend.evidence_room(layer, step, query_BHGTD)
         result = backend.decode(layer, step, query_BHGTD, into, pseudo=pseudo, in_place=layer.chooses)
     if result.logits_BHGWT is not None:
@@ -53,6 +54,7 @@ def _select(buffers: StepBuffers, layer: Layer, result: DecodeAttention) -> None
                 key_norm_BHT=run.store.norms_of(layer.index, rows.head_pages(logits.shape[1])),
                 logits=lambda: logits,
                 log_sum_BHGW=result.log_sum_BHGW,
+                length_B=rows.length_R,
                 wants_diagnostics=wants(run.observer, SelectionEvent),
             )
         )

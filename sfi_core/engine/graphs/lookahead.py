@@ -6,16 +6,17 @@ from dataclasses import replace
 from sfi_core.engine.batch_pass import Requests, known_requests
 from sfi_core.engine.ledger import RequestPass, enter, plan_step
 from sfi_core.engine.run import Run
+from sfi_core.state.request import RequestState
 from sfi_kernels.step_descriptor import SLOW
 
 
-def foresee(run: Run) -> Requests | None:
+def foresee(run: Run) -> tuple[Requests, list[RequestState]] | None:
     """Foresee the next step, assuming that no request stops and none joins.
 
-    Return the argument of `StepBuffers.write`; None if the step depends on its tokens, is audited, or would
-    not fit the store.
+    Return the argument of `StepBuffers.write` and the requests' states; None if the step depends on its
+    tokens, is audited, or would not fit the store.
     """
-    if tokens_decide(run) or lacks_next(run):
+    if tokens_decide(run):
         return None
     states = [replace(state) for state in run.requests]
     passes = plan_step(run.policy, states)
@@ -25,28 +26,12 @@ def foresee(run: Run) -> Requests | None:
         enter(state, one, run.policy)
     if max(state.length for state in states) > run.store.capacity:
         return None
-    return known_requests(passes, states, run.policy)
+    return known_requests(passes, states, run.policy), states
 
 
 def audits_next(run: Run) -> bool:
     """Say whether the next step is audited for any request: such a step is not replayed."""
     return run.audit is not None and _audited(run, plan_step(run.policy, run.requests))
-
-
-def lacks_next(run: Run) -> bool:
-    """Say whether the policy has to prepare a request before it can choose: such a step is not replayed."""
-    if not run.chooses:
-        return False
-    open_states = [
-        replace(one, length=one.length + 1, recent_start=one.recent_start + 1)
-        for one in run.requests
-        if not one.finished
-    ]
-    return any(
-        run.policy.lacks(state, run.notes[state.request, layer])
-        for state in open_states
-        for layer in run.layers.difference(run.policy.config.dense_layers)
-    )
 
 
 def _audited(run: Run, passes: Sequence[RequestPass]) -> bool:

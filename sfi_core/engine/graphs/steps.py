@@ -1,6 +1,6 @@
 """Replayed decoding steps: the device's work as a CUDA graph, the host's bookkeeping beside it."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -8,21 +8,24 @@ from functools import partial
 import torch
 
 from sfi_core.engine.audit import Audit
+from sfi_core.engine.backends.registry import prepare
 from sfi_core.engine.batch_pass import FreshDescriptors
-from sfi_core.engine.graphs.buffers import StepBuffers
+from sfi_core.engine.graphs.buffers import Kind, StepBuffers
 from sfi_core.engine.graphs.layer import attend_replayed, note_step
 from sfi_core.engine.graphs.lookahead import foresee
 from sfi_core.engine.graphs.recorder import Recorder, Work
+from sfi_core.engine.layer import Layer
 from sfi_core.engine.meter import WHOLE_STEP, ByLayer, Launches, Recorded
 from sfi_core.engine.run import Run
 from sfi_core.errors import BackendError
 from sfi_core.observers.events import SelectionEvent
 from sfi_core.observers.observer import AHEAD, Observers, wants
 from sfi_core.policies.base import Selection
+from sfi_core.state.request import RequestState
 from sfi_core.state.side_stream import SideStream
 from sfi_kernels.step_descriptor import sent
 
-# runs the model on tokens and positions, [B, 1] each, and returns the logits, [B, V]; counts no token
+# runs the model on tokens and positions, [B, W] each, and returns the logits, [B, W, V]; counts no token
 ForwardPass = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -30,22 +33,28 @@ ForwardPass = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 class StepGraph:
     """A step that was recorded, or that ran kernel by kernel.
 
-    `logits_BV` and, by layer, `selections` are its buffers. `side` is kept because it holds the events that
-    order the graph's two streams. `replay` repeats the device's work; None for a step that was not recorded.
+    `selections` are its buffers by layer. `side` is kept because it holds the events that order the graph's
+    two streams. `replay` repeats the device's work; None for a step that was not recorded.
     """
 
-    logits_BV: torch.Tensor
     selections: dict[int, Selection]
     launches: Recorded
     side: SideStream
     replay: Work | None = None
 
+    def repeat(self) -> None:
+        """Replay the step."""
+        assert self.replay is not None, "it was recorded"
+        self.replay()
+
 
 class StepGraphs:
-    """The decoding steps of one run, recorded once for each number of slow requests, rounded up.
+    """The decoding steps of one run, recorded once for each `Kind`: tokens and slow requests, rounded up.
 
-    The device's part of a step launches the same kernels on the same buffers every time; it is recorded. The
-    host's part plans the step, describes it in those buffers, and afterwards updates counts and states.
+    A request that brings fewer tokens than another has padding before them, whose keys are not kept and whose
+    logits nobody reads. The device's part of a step launches the same kernels on the same buffers every time;
+    it is recorded. The host's part plans the step, describes it in those buffers, and afterwards updates
+    counts and states.
 
     Attributes:
         given_up: Why recording failed, after which this object must not be used; "" otherwise.
@@ -57,36 +66,41 @@ class StepGraphs:
         """Take over a run's decoding steps.
 
         The run is after its prefill. If `required`, a model that waits for the device is an error. If
-        `patient`, a number of slow requests above 0 is recorded only when it comes for the second time:
-        recording takes as long as three steps.
+        `patient`, a kind of steps other than the plain fast one is recorded only when it comes for the second
+        time: recording takes as long as three steps.
         """
         self._run, self._forward, self._recorder, self._required = run, forward, recorder, required
         self.given_up = ""
-        self._buffers = StepBuffers.of(run.store, run.policy, run.device)
+        most = 1 + run.policy.config.draft.max_tokens * run.engine.lossless
+        self._buffers = StepBuffers.of(run.store, run.policy, run.device, most)
         if run.audit is not None:
             self._buffers.queries = {}
         self._keeps = False  # whether the last step left its queries in the buffers
         self._take_over()
-        self._token_B1 = torch.zeros(run.store.batch, 1, dtype=torch.long, device=run.device)
-        self._logits_BV = torch.empty(0)
+        self._token_X = torch.zeros(run.store.batch * most, dtype=torch.long, device=run.device)
+        self._logits_XV: torch.Tensor | None = None
         self._launches: ByLayer = ByLayer()
-        self._graphs: dict[int, StepGraph] = {}
-        self._needed: set[int] | None = {0} if patient else None
+        self._graphs: dict[Kind, StepGraph] = {}
+        self._needed: set[Kind] | None = {Kind(chooses=run.chooses)} if patient else None
         self._wants = wants(run.observer, SelectionEvent)
 
-    def step(self, token_B: list[int]) -> torch.Tensor:
-        """Decode one token of every request; return the logits, [B, V], which the next step overwrites.
+    def step(self, brought: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Decode the tokens that the requests bring, at least one each.
 
-        The run has begun the step: it is described in the buffers, and known whether `ahead` launched it.
-        Raise `BackendError` if the model waits for the device within a step, and graphs are required.
+        Return the logits, [B * W, V], which the next step overwrites; a request's own are the last of W. The
+        run has begun the step: it is described in the buffers, and known whether `ahead` launched it. Raise
+        `BackendError` if the model waits for the device within a step, and graphs are required.
         """
         run, buffers = self._run, self._buffers
         if buffers.launched:
-            done = self._graphs[buffers.refreshes]
+            done = self._graphs[buffers.kind]
         else:
+            self._prepare(run.batch_pass.fast, run.requests)
             with run.observer.span("forward"):
-                sent(torch.tensor(token_B)[:, None], run.device, self._token_B1)
-                done = self._do(buffers.refreshes)
+                W = buffers.descriptor.queries
+                padded = [[*[row[0]] * (W - len(row)), *row] for row in brought]
+                sent(torch.tensor(padded), run.device, self._token_BW)
+                done = self._do(buffers.kind)
         self._keeps = True
         self._note(done)
         run.meter.replayed = done.replay is not None
@@ -94,7 +108,8 @@ class StepGraphs:
         run.meter.count("graph.replay" if done.replay else "graph.eager")
         if self.given_up:
             self._hand_back()
-        return done.logits_BV
+        assert self._logits_XV is not None, "a step has run"
+        return self._logits_XV[: self._token_BW.numel()]
 
     @contextmanager
     def eager_step(self) -> Iterator[None]:
@@ -129,32 +144,47 @@ class StepGraphs:
         that this launch wrote: keys go to the same places, and a request whose segment this launch wrote, a
         slow one, is slow in the step itself too or has left. The tokens are still on the device.
         """
-        known = None if self.given_up else foresee(self._run)
-        if known is None:
+        foreseen = None if self.given_up else foresee(self._run)
+        if foreseen is None:
             return
-        graph = self._graphs.get(self._buffers.key(known.own))
-        if graph is not None and graph.replay is not None:
-            with self._run.observer.span(AHEAD):
-                self._buffers.write(known, ahead=True)
-                self._token_B1.copy_(token_B[:, None])
-                graph.replay()
+        known, states = foreseen
+        self._buffers.write(known, ahead=True)
+        graph = self._graphs.get(self._buffers.kind)
+        if graph is None:
+            self._buffers.forget()
+            return
+        self._prepare(self._buffers.descriptor.fast, states)
+        with self._run.observer.span(AHEAD):
+            self._token_BW.copy_(token_B[:, None])
+            graph.repeat()
 
-    def _do(self, key: int) -> StepGraph:
-        if key not in self._graphs:
-            if self._needed is not None and key not in self._needed:
-                self._needed.add(key)
+    def _prepare(self, rows: Sequence[int], states: Sequence[RequestState]) -> None:
+        # all of a request's layers lack something at the same step
+        run, policy, layers = self._run, self._run.policy, sorted(self._run.batch_codes)
+        some = layers and any(policy.lacks(states[row], run.notes[states[row].request, layers[0]]) for row in rows)
+        for index in layers if some else ():
+            group = run.batch_codes[index].recent_BHXGD.shape[3]
+            prepare(Layer(run, index, **run.options[index]), group, rows, states)
+
+    def _do(self, kind: Kind) -> StepGraph:
+        if kind not in self._graphs:
+            if self._needed is not None and kind not in self._needed:
+                self._needed.add(kind)
                 return self._unrecorded()
             try:
-                self._graphs[key] = self._recorded()
+                self._graphs[kind] = self._recorded()
             except BackendError as error:
                 if self._required:
                     raise
                 self.given_up = str(error)
                 return self._unrecorded()
-        graph = self._graphs[key]
-        assert graph.replay is not None, "it was recorded"
-        graph.replay()
-        return graph
+        self._graphs[kind].repeat()
+        return self._graphs[kind]
+
+    @property
+    def _token_BW(self) -> torch.Tensor:
+        step = self._buffers.descriptor
+        return self._token_X[: step.batch * step.queries].view(step.batch, -1)
 
     def _recorded(self) -> StepGraph:
         with self._apart():
@@ -181,7 +211,7 @@ class StepGraphs:
 
     def _left(self) -> StepGraph:
         selections, side = self._buffers.selections, self._run.maintenance.side
-        return StepGraph(self._logits_BV, selections, Recorded(self._launches), side)
+        return StepGraph(selections, Recorded(self._launches), side)
 
     def _work(self) -> None:
         # the device's part of a step that the host has described
@@ -189,9 +219,14 @@ class StepGraphs:
         run.meter.kernels, run.maintenance = Launches(), run.maintenance.again()
         with run.launches(WHOLE_STEP):
             buffers.begin()
-        position_B1 = (buffers.descriptor.length_B - 1).clamp_min(0).long()[:, None]
+        token_BW, step = self._token_BW, buffers.descriptor
+        place_W = torch.arange(-step.queries, 0, device=run.device)
+        position_BW = (step.length_B[:, None] + place_W).clamp_min(0)
         with run.launches(WHOLE_STEP):
-            self._logits_BV = self._forward(self._token_B1, position_B1)
+            logits_XV = self._forward(token_BW, position_BW).flatten(0, 1)
+        if self._logits_XV is None:  # not inside a capture: a recorder first runs the work unrecorded
+            self._logits_XV = logits_XV.new_empty(len(self._token_X), logits_XV.shape[1])
+        self._logits_XV[: len(logits_XV)].copy_(logits_XV)
         run.maintenance.join()
         self._launches = run.meter.kernels.total()
 

@@ -28,20 +28,19 @@ class BlockPass:
         """Run a pass; return the logits of all tokens of all blocks, [X, V]."""
         blocks = drafts.plan()
         brought = [() if block is None else block.tokens for block in blocks]
-        drafting = not any(block and block.reason for block in blocks)
         logits_XV: torch.Tensor
-        with self._decoder.replaying(single=drafting) as replays:
+        with self._decoder.replaying() as replays:
             drafts.begin()
             if replays:
                 self._decoder.cache.see(max(drafts.run.batch_pass.start))
-                token_B = [tokens[0] if tokens else self._pad_id for tokens in brought]
-                logits_XV = self._decoder.replay(token_B)
+                logits_XV = self._decoder.replay([tokens or (self._pad_id,) for tokens in brought])
             else:
                 self._go_back(drafts.run, blocks[0])
                 logits_XV = self._forward(drafts.run.batch_pass.start, brought)
         if len(logits_XV) == sum(map(len, brought)):
             return logits_XV
-        kept = [row for row, tokens in enumerate(brought) if tokens]
+        W = len(logits_XV) // len(brought)  # with padding before a request's own
+        kept = [row * W + place for row, tokens in enumerate(brought) for place in range(W - len(tokens), W)]
         return logits_XV.index_select(0, sent(torch.tensor(kept), logits_XV.device))
 
     def _forward(self, start: Sequence[int], brought: Sequence[tuple[int, ...]]) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
@@ -10,7 +10,7 @@ from typing import Any, Self
 import torch
 
 from sfi_core.engine.graphs import recorder
-from sfi_core.engine.graphs.lookahead import audits_next, lacks_next
+from sfi_core.engine.graphs.lookahead import audits_next
 from sfi_core.engine.graphs.steps import StepGraphs
 from sfi_core.engine.lossless.rule import DraftRule
 from sfi_core.engine.prompt_queries import Watcher
@@ -99,12 +99,12 @@ class Decoder:
         with self.replaying() as replays:
             if replays:
                 run.begin_decode()
-                return self.replay(token_B)
+                return self.replay([[token] for token in token_B])
             return self._step(run, token_B)
 
     @contextmanager
-    def replaying(self, *, single: bool = True) -> Iterator[bool]:
-        """Say whether the step that the body begins and runs is replayed; `single`: one token a request."""
+    def replaying(self) -> Iterator[bool]:
+        """Say whether the step that the body begins and runs is replayed."""
         run = self.run
         if not self._captures:
             if self._missed:
@@ -117,22 +117,22 @@ class Decoder:
                 run, self._captured_pass, recorder.make_recorder(run.device),
                 required=bool(self.session.engine.graphs), patient=self.patient,
             )  # fmt: skip
-        if single and not (audits_next(run) or lacks_next(run)):
+        if not audits_next(run):
             yield True
             return
         run.meter.count("graph.eager")
         with self._graphs.eager_step():
             yield False
 
-    def replay(self, token_B: list[int]) -> torch.Tensor:
-        """Replay a step that the run has begun; return the logits, [B, V], which the next one overwrites."""
+    def replay(self, brought: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Replay a step that the run has begun; arguments and result are those of `StepGraphs.step`."""
         assert self._graphs is not None, "the step is replayed"
-        logits_BV = self._graphs.step(token_B)
+        logits_XV = self._graphs.step(brought)
         self.cache.see(self.cache.seen + 1)
         if self._graphs.given_up:
             self._missed = self.run.meter.not_replayed = self._graphs.given_up
             self._graphs, self._captures = None, False
-        return logits_BV
+        return logits_XV
 
     def _step(self, run: Run, token_B: list[int]) -> torch.Tensor:
         # one kernel after the other, watched by all that watch
@@ -197,13 +197,13 @@ class Decoder:
         cache.detach()
         return shared.logits_BV
 
-    def _captured_pass(self, token_B1: torch.Tensor, position_B1: torch.Tensor) -> torch.Tensor:
-        # a step that the engine has planned; `update` counts its token each time that it is recorded
+    def _captured_pass(self, token_BW: torch.Tensor, position_BW: torch.Tensor) -> torch.Tensor:
+        # a step that the engine has planned; `update` counts its tokens each time that it is recorded
         seen = self.cache.seen
         self.cache.attach(self.session.run)
         try:
             with self.session.planned():
-                return self._forward(token_B1, position_B1, None)
+                return self._logits(token_BW, position_BW, None, last=token_BW.shape[1] == 1)
         finally:
             self.cache.see(seen)
 

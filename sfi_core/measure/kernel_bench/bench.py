@@ -1,5 +1,6 @@
 """The run of the kernel benchmark: check every variant, then time all of them."""
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -10,12 +11,12 @@ from sfi_core.machine.describe import describe_measured
 from sfi_core.machine.memory import free_bytes
 from sfi_core.measure.kernel_bench.bytes_moved import forecast_bytes
 from sfi_core.measure.kernel_bench.result import KernelResult, Measurement
-from sfi_core.measure.kernel_bench.settings import CODE_OPS, REPEATS, KernelSettings
+from sfi_core.measure.kernel_bench.settings import REPEATS, KernelSettings
 from sfi_core.measure.kernel_bench.step_variants import FETCHED_EVERY
 from sfi_core.measure.kernel_bench.timing import CpuClock, clock_for, copy_gb_per_s, floor_us, workspace_bytes
 from sfi_core.measure.kernel_bench.variant import reason
 from sfi_core.measure.kernel_bench.variants import KernelVariants
-from sfi_kernels.launch import KernelLimitError
+from sfi_kernels.launch import KernelLimitError, counting
 
 Progress = Callable[[str, int, int], None]
 
@@ -68,6 +69,10 @@ def _time(result: KernelResult, clock: CpuClock, device: torch.device, progress:
             continue
         progress(f"warming up {one.variant.label}", len(timed), len(result.measurements))
         with one.noting():
+            if result.backend == "triton":
+                with counting(launched := Counter[str]()):
+                    one.variant.call()
+                one.launches = launched.total() or None
             calls.append(clock.prepare(one.variant.call))
             timed.append(one)
     repeats = result.settings.repeats or REPEATS[device.type]
@@ -93,8 +98,6 @@ def _notes(result: KernelResult, device: torch.device) -> list[str]:
         notes.append("dense.paper_like: one split a request, tiles of 16 tokens, no evidence")
     if "recall" in result.settings.ops:
         notes.append(f"recall: one of {FETCHED_EVERY} selected rows comes from the host, the others are on the device")
-    if CODE_OPS & set(result.settings.ops):
-        notes.append("encode_keys codes every cached key; it and scan_codes run once for each request")
     if result.settings.sweep:
         notes.append("the paper's Table 1 is over its own dense kernel, on a B200: 16K tokens, batch 16, bfloat16")
     return notes

@@ -3,7 +3,7 @@
 Work lists, lengths, block tables and the log-sum-exp (which a slow step passes to the Selector) are left out.
 """
 
-from sfi_core.measure.kernel_bench.settings import CODE_OPS, PACKED_OPS, PIECES, VERIFIED, KernelSettings
+from sfi_core.measure.kernel_bench.settings import PACKED_OPS, PIECES, VERIFIED, KernelSettings
 from sfi_kernels.key_codes import SLOTS, words
 
 INT32 = FLOAT32 = 4
@@ -59,24 +59,13 @@ def append_bytes(settings: KernelSettings) -> int:
     return 2 * _row_bytes(settings) + settings.batch * settings.kv_heads * FLOAT32
 
 
-def encode_bytes(settings: KernelSettings, code_bytes: int) -> int:
-    """Return the bytes of coding all keys, with `code_bytes` bytes a key; each request reads the basis."""
-    keys = settings.context * _row_bytes(settings) // 2
-    return keys + _keys(settings) * code_bytes + _basis_bytes(settings)
-
-
-def scan_bytes(settings: KernelSettings, code_bytes: int) -> int:
-    """Return the bytes of every query's logits of all keys, from codes of `code_bytes` bytes."""
-    rows = settings.batch * settings.heads
-    logits = rows * settings.context * FLOAT32
-    queries = rows * settings.head_dim * settings.torch_dtype.itemsize
-    return _keys(settings) * code_bytes + logits + queries + _basis_bytes(settings)
-
-
 def codescan_bytes(settings: KernelSettings, tokens: int) -> int:
-    """Return the bytes of choosing by words of code, and of attention over `tokens` tokens."""
-    code_bytes = words(settings.head_dim) * INT32
-    return attention_bytes(settings, tokens) + _keys(settings) * code_bytes
+    """Return the bytes of appending, of choosing by words of code, and of attention over `tokens` tokens.
+
+    Each request reads two bases, of keys and of queries.
+    """
+    code_bytes = _keys(settings) * words(settings.head_dim) * INT32 + 2 * _basis_bytes(settings)
+    return append_bytes(settings) + code_bytes + attention_bytes(settings, tokens)
 
 
 def prompt_bytes(settings: KernelSettings, queries: int, tokens: int) -> int:
@@ -91,11 +80,6 @@ def prompt_flops(settings: KernelSettings, queries: int, tokens: int) -> int:
     return 4 * settings.heads * settings.head_dim * pairs
 
 
-def channels(settings: KernelSettings) -> int:
-    """Return the channels of a key's code."""
-    return SLOTS * words(settings.head_dim)
-
-
 def _keys(settings: KernelSettings) -> int:
     return settings.batch * settings.kv_heads * settings.context
 
@@ -103,7 +87,7 @@ def _keys(settings: KernelSettings) -> int:
 def _basis_bytes(settings: KernelSettings) -> int:
     # a mean, and the projection of keys or queries
     heads = settings.batch * settings.kv_heads
-    return heads * settings.head_dim * (channels(settings) + 1) * FLOAT32
+    return heads * settings.head_dim * (SLOTS * words(settings.head_dim) + 1) * FLOAT32
 
 
 def _row_bytes(settings: KernelSettings) -> int:
@@ -127,10 +111,9 @@ def forecast_bytes(settings: KernelSettings, backend: str) -> int:
         positions = settings.batch * settings.context * FLOAT32
         # the reference's temporary tensors: four of the logits' size, a dozen of the scores'
         total += positions * (5 * settings.heads + 12 * settings.kv_heads)
-    if CODE_OPS & set(settings.ops):
-        # codes and unpacked levels; six tensors of a request's channels in float64
-        numbers = _keys(settings) * channels(settings)
-        total += numbers * (1 + FLOAT32) + numbers // settings.batch * 2 * FLOAT32 * 6
+    if "codescan" in settings.ops:  # codes; the levels of one request three times, in 64 bits
+        numbers = _keys(settings) * words(settings.head_dim)
+        total += numbers * INT32 + numbers // settings.batch * SLOTS * 3 * 8
     if "prompt" in settings.ops:  # a piece's queries and outputs, and a rival's own keys and values
         piece = 3 * max(PIECES.values()) * settings.heads * settings.head_dim
         total += piece * settings.torch_dtype.itemsize + history // settings.batch

@@ -34,11 +34,13 @@ class Measurement:
     Attributes:
         error: The error as a share of what rounding allows; None if the variant did not run.
         failure: Why the variant is not timed; None if it is.
+        launches: Kernels that a call launches; None where Triton launches none.
     """
 
     variant: KernelVariant
     error: float | None = None
     failure: str | None = None
+    launches: int | None = None
     times_us: list[float] = field(default_factory=list)
 
     @classmethod
@@ -142,6 +144,7 @@ class KernelResult:
             "p10_us": percentile(times, 10) if times else None,
             "p90_us": percentile(times, 90) if times else None,
             "repeats": len(times),
+            "launches": one.launches,
             "bytes": variant.bytes,
             "gb_per_s": gb_per_s,
             "bandwidth_share": _ratio(gb_per_s, self.machine["copy_gb_per_s"]),

@@ -9,11 +9,10 @@ from sfi_core.settings.engine import BACKENDS
 
 OPS = (
     "fast", "dense", "verify", "mixed_heads", "selector", "top_k", "pack", "recall", "append",
-    "encode_keys", "scan_codes", "codescan", "prompt", "rms_norm", "rotary", "silu_mul",
+    "codescan", "prompt", "rms_norm", "rotary", "silu_mul",
 )  # fmt: skip
 PACKED_OPS = {"fast", "mixed_heads", "pack", "recall", "codescan"}  # work on the packed rows of a retention
 FUSED_OPS = ("rms_norm", "rotary", "silu_mul")
-CODE_OPS = {"encode_keys", "scan_codes"}
 VERIFIED = (1, 5, 8, 9, 17)  # queries of a verification: one more than its draft has tokens
 SWEEPS = ("retention",)
 DTYPES = {"auto": torch.bfloat16, "bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}

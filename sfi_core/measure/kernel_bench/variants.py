@@ -20,10 +20,9 @@ from sfi_core.measure.kernel_bench.data import (
     step_plan,
 )
 from sfi_core.measure.kernel_bench.fused_variants import fused_variants
-from sfi_core.measure.kernel_bench.key_code_variants import key_code_variants
 from sfi_core.measure.kernel_bench.prompt_variants import prompt_variants
 from sfi_core.measure.kernel_bench.rivals import rivals
-from sfi_core.measure.kernel_bench.settings import CODE_OPS, PACKED_OPS, KernelSettings
+from sfi_core.measure.kernel_bench.settings import PACKED_OPS, KernelSettings
 from sfi_core.measure.kernel_bench.step_variants import mixed_heads_variant, recall_variant, verify_variants
 from sfi_core.measure.kernel_bench.variant import KernelVariant, guarded
 from sfi_core.settings.parts import SelectorConfig
@@ -82,9 +81,6 @@ class KernelVariants:
             yield from guarded("selector", None, self._selection())
         if "append" in ops:
             yield from guarded("append", None, self._append())
-        if CODE_OPS & set(ops):
-            codes = key_code_variants(settings, self.data, self.backend)
-            yield from guarded("encode_keys", None, codes)
         if "prompt" in ops:
             prompts = prompt_variants(settings, self.data, self.backend, self.notes)
             yield from guarded("prompt", None, prompts)

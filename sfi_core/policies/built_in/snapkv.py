@@ -24,7 +24,7 @@ class SnapKV(EvidencePolicy):
 
     def select_after(self, context: Evidence) -> Selection:
         """Keep the positions with the most attention of the window, averaged over their neighbors."""
-        mean_BHT = context.logits().softmax(-1).mean(dim=(2, 3))
+        mean_BHT = context.probability().mean(dim=(2, 3))
         mean_BHT = mean_BHT.masked_fill(~context.allowed_BT[:, None], 0.0)
         score_BHT = torch.nn.functional.avg_pool1d(mean_BHT, POOL, stride=1, padding=POOL // 2)
         return best(context, score_BHT, self.config.budget)

@@ -25,7 +25,6 @@ from sfi_core.policies.head_clusters import HeadClusters
 from sfi_core.settings.config import SfiConfig
 from sfi_core.state.request import RequestState
 from sfi_kernels.constants import MASKED_SCORE
-from sfi_kernels.step_descriptor import sent
 from sfi_kernels.top_k import top_k
 
 EVEN = "even"  # `synckv.heads` without a file: each layer's heads in groups of `NEIGHBORS`
@@ -90,12 +89,11 @@ class SyncKV(Policy):
         """Select the dynamic set by the representatives (SyncKV, Eq. 6); at step 0 both sets."""
         leaders = self.leaders(context.layer, context.key_norm_BHT.shape[1])
         chosen = sorted(set(leaders))
-        # Eq. 5; only the representatives' logits are valid
-        logits = _written(context, _columns(context.logits(), chosen))
-        score_BRT = logits.softmax(-1).amax(dim=(2, 3))
+        score_BRT = context.probability(chosen).amax(dim=(2, 3))  # Eq. 5; the other heads' logits are invalid
         score_BRT = score_BRT.masked_fill(~context.allowed_BT[:, None], MASKED_SCORE)
         rows = [self._select(context, at, score_RT) for at, score_RT in enumerate(score_BRT.unbind(0))]
-        return Selection(_columns(torch.stack(rows), [chosen.index(leader) for leader in leaders]))
+        of_leader = dict(zip(chosen, torch.stack(rows, 1), strict=True))
+        return Selection(torch.stack([of_leader[leader] for leader in leaders], 1))
 
     def _representatives(self, layer: int, heads: int) -> list[int]:
         return sorted(set(self.leaders(layer, heads)))
@@ -120,21 +118,6 @@ class SyncKV(Policy):
         spare_RT = spare_RT.scatter(1, static_RK.to(spare_RT.device) % (T + 1), MASKED_SCORE)
         dynamic_RK = best(spare_RT[None, :, :T].contiguous(), left)[0]
         return _united(static_RK.to(dynamic_RK), dynamic_RK)
-
-
-def _columns(value_BHX: torch.Tensor, heads: list[int]) -> torch.Tensor:
-    # heads one by one: a list as an index would wait for the device
-    return torch.stack([value_BHX[:, head] for head in heads], 1)
-
-
-def _written(context: LayerContext, logits_BRGWT: torch.Tensor) -> torch.Tensor:
-    # masks the undefined logits behind the last token of shorter requests
-    T, lengths = logits_BRGWT.shape[-1], [state.length for state in context.states]
-    if min(lengths) >= T:
-        return logits_BRGWT
-    length_B = sent(torch.tensor(lengths), logits_BRGWT.device)
-    behind_BT = torch.arange(T, device=length_B.device) >= length_B[:, None]
-    return logits_BRGWT.masked_fill(behind_BT[:, None, None, None], -torch.inf)
 
 
 def _united(first_RK: torch.Tensor, second_RK: torch.Tensor) -> torch.Tensor:

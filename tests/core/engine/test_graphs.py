@@ -11,20 +11,23 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForC
 
 import sfi_core
 from sfi_core import SfiConfig, slow_fast
-from sfi_core.engine.graphs import lookahead
+from sfi_core.engine import loop
+from sfi_core.engine.backends.registry import prepare
+from sfi_core.engine.graphs import lookahead, steps
 from sfi_core.engine.graphs.buffers import bucket
+from sfi_core.engine.lossless.drafts import Drafts
+from sfi_core.engine.run import Run
 from sfi_core.errors import BackendError, ConfigError
 from sfi_core.observers.observer import NullObserver
+from sfi_core.policies import POLICIES, Evidence, EvidencePolicy, Selection, Triggered, best
 from sfi_core.policies.built_in import codescan
 from sfi_core.settings.audit import AuditConfig
 from sfi_core.settings.engine import EngineOptions
 from sfi_core.settings.parts import DraftConfig
 from sfi_core.settings.sampling import Sampling
-from sfi_kernels.decode_attention import decode_attention
 from sfi_kernels.pack import pack
-from sfi_kernels.split_plan import split_plan
 from tests.core.conftest import TINY, tiny_qwen3
-from tests.fake_graph import FakeRecorder, use_tensors
+from tests.fake_graph import FakeRecorder, Tape, use_tensors
 from tests.fakes import RecordingObserver
 
 pytestmark = pytest.mark.skipif(
@@ -51,7 +54,7 @@ def tiny_llama() -> Any:
 
 @pytest.fixture(scope="module")
 def models() -> dict[str, Any]:
-    return {"qwen3": tiny_qwen3(), "llama": tiny_llama()}
+    return {"qwen3": tiny_qwen3(), "llama": tiny_llama(), "small": tiny_qwen3(layers=1)}
 
 
 @pytest.fixture
@@ -110,6 +113,25 @@ def same(graphed: tuple[Any, ...], eager: tuple[Any, ...]) -> None:
     assert report.not_replayed == ""
 
 
+class Loudest(EvidencePolicy, Triggered):
+    """The policy of docs/your_policy.md."""
+
+    def select_after(self, context: Evidence) -> Selection:
+        return best(context, context.probability().amax(dim=(2, 3)), self.config.budget)
+
+
+def test_a_policy_sees_its_request_s_tokens_and_none_behind_them(complete, monkeypatch):
+    """The logits there are undefined: others' are longer, and a recorded step has room for all to come."""
+    monkeypatch.setitem(POLICIES, "loudest", Loudest)
+    options = {"policy": "loudest", "max_new_tokens": 7}
+    (_, among), (_, alone) = (
+        complete(how, prompts=some, **options) for how, some in ((True, PROMPTS[:2]), (False, PROMPTS[1:2]))
+    )
+    kept = {(step, layer): heads for (step, layer, request), heads in told(among)[2].items() if request == 1}
+    assert kept == {(step, layer): heads for (step, layer, _), heads in told(alone)[2].items()}
+    assert len(kept) > 2  # there is a slow step after the prompt's
+
+
 @pytest.mark.parametrize(("name", "sizes"), [("qwen3", {0, 1, 2}), ("llama", {1, 2, 3})])
 def test_replayed_steps_are_the_eager_ones(complete, recorder, name, sizes):
     """A ragged batch; requests are slow alone and together: every size of the slow lists is replayed."""
@@ -141,36 +163,74 @@ def test_other_policies_can_be_replayed(complete, recorder, policy):
 
 
 def test_the_choice_of_a_step_can_be_replayed(complete, recorder, monkeypatch):
-    """With the kernels themselves. Eager steps learn the second prompt's first basis, and bases again."""
-    monkeypatch.setattr(codescan, "RELEARN", 4)
-    for op in (decode_attention, split_plan):
-        monkeypatch.delitem(op.__dict__, "triton")
-    options = {"policy": "codescan", "max_new_tokens": 6, "prompts": [PROMPTS[0], PROMPTS[2]]}
-    config = CONFIG.replace(budget=3, recent=3)
+    """With the kernels that choose. Before the third replay, and without waiting for the device, the second
+    prompt learns its first basis and the first one its own again; both do before the fifth."""
+    learned = []
+
+    def learn(*args: Any) -> None:
+        with recorder.refusing(Tape(host=True)) as tape:
+            prepare(*args)
+        learned.append((args[0].index, recorder.plays, bool(tape.played)))
+
+    monkeypatch.setattr(steps, "prepare", learn)
+    monkeypatch.setattr(codescan, "RELEARN", 3)
+    options = {"policy": "codescan", "max_new_tokens": 6, "prompts": [PROMPTS[0], PROMPTS[2][:5]]}
+    config = CONFIG.replace(budget=2, recent=3)
     eager, graphed = (complete(one, config=config, **options) for one in (False, True))
+    assert graphed[0].paths["graph.replay"] == 5
     same(graphed, eager)
     assert recorder.tapes == 1
+    assert learned == [(layer, plays, True) for plays in (2, 4) for layer in (0, 1)]
 
 
-@pytest.mark.parametrize("policy", ["sfi", "codescan"])
-def test_the_drafts_of_a_lossless_run_are_replayed(complete, recorder, monkeypatch, policy):
-    """Verifications, and drafts beside one, are eager; rejected tokens are taken back between replays."""
-    for op in (decode_attention, split_plan) * (policy == "codescan"):
-        monkeypatch.delitem(op.__dict__, "triton")
+@pytest.fixture
+def runs(monkeypatch) -> list[Run]:
+    """The lossless runs."""
+    found = []
+
+    class Kept(Drafts):
+        def __post_init__(self) -> None:
+            Drafts.__post_init__(self)
+            found.append(self.run)
+
+    monkeypatch.setattr(loop, "Drafts", Kept)
+    return found
+
+
+LOSSLESS = {
+    "ragged": {"prompts": [PROMPTS[0], PROMPTS[2]]},
+    "sampled, waiting, stopping": {
+        "prompts": PROMPTS[1:], "max_batch": 2, "max_new_tokens": 9, "seed": 3, "stop_token_ids": range(0, 96, 13),
+        "sampling": Sampling(temperature=1.0, repetition_penalty=1.2),
+    },
+    "codescan": {"policy": "codescan", "prompts": [PROMPTS[0][:20], PROMPTS[2]], "max_new_tokens": 8, "name": "small"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", LOSSLESS)
+def test_the_passes_of_a_lossless_run_are_replayed(complete, recorder, monkeypatch, runs, case):
+    """Drafts, verifications of several lengths, and both in one pass; rejected tokens are taken back between.
+
+    Tokens, records and the cache are those of eager passes, and the tokens full attention's.
+    """
     config = CONFIG.replace(budget=3, recent=3, draft=DraftConfig(max_tokens=4, adaptive=False))
-    options = {"policy": policy, "config": config, "lossless": True, "prompts": [PROMPTS[0], PROMPTS[2]]}
-    if policy == "codescan":  # by the kernels themselves, which take long
-        options |= {"prompts": [PROMPTS[0][:20]], "max_new_tokens": 6}
-    (eager, expected), (graphed, heard) = (complete(one, **options) for one in (False, True))
-    assert [r.token_ids for r in graphed.requests] == [r.token_ids for r in eager.requests]
+    monkeypatch.setattr(codescan, "RELEARN", 3)
+    options = {"config": config, "policy": "sfi", **LOSSLESS[case]}
+    (eager, expected), (graphed, heard) = (complete(one, lossless=True, **options) for one in (False, True))
+    full, _ = complete(False, **{**options, "policy": "full-kv"})
+    for report in (eager, graphed):
+        assert [r.token_ids for r in report.requests] == [r.token_ids for r in full.requests]
     assert [r.lossless for r in graphed.requests] == [r.lossless for r in eager.requests]
     assert told(heard) == told(expected)
     assert any(r.lossless.accepted < r.lossless.drafted for r in eager.requests)
+    assert any(event.slow and event.fast for event in heard.begun[1:])
     replays, once = (graphed.paths.pop(f"graph.{how}") for how in ("replay", "eager"))
-    assert replays > 1
-    assert once > 0
+    assert replays + once == sum(not event.reads_prompt for event in heard.begun)
+    assert replays > once > 0, "a kind of passes is recorded when it comes for the second time"
     assert graphed.paths == eager.paths
-    assert recorder.tapes == 1
+    assert recorder.tapes > 1
+    theirs, ours = (run.store.keys(0, 0, 0, run.requests[0].length - 1) for run in runs)
+    torch.testing.assert_close(ours, theirs)
 
 
 DELAYED = CONFIG.replace(trigger_delay=1)

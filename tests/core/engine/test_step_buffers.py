@@ -29,7 +29,7 @@ def requests(*modes: int, length: int = 30) -> Requests:
 
 @pytest.fixture
 def buffers() -> StepBuffers:
-    return StepBuffers.of(KVCache(3, 64, 16, "triton"), POLICY, torch.device("cpu"))
+    return StepBuffers.of(KVCache(3, 64, 16, "triton"), POLICY, torch.device("cpu"), 6)
 
 
 def test_every_step_is_written_to_one_buffer_with_padded_lists(buffers):
@@ -39,7 +39,18 @@ def test_every_step_is_written_to_one_buffer_with_padded_lists(buffers):
     buffers.describe(requests(SLOW, FAST, IDLE))
     assert buffers.descriptor.buffer.data_ptr() == where
     assert buffers.descriptor.slow_R[0].tolist() == [0]
-    assert [buffers.key(requests(*[SLOW] * n, *[FAST] * (3 - n)).own) for n in range(4)] == [0, 1, 2, 3]
+    for slow in range(4):
+        buffers.describe(requests(*[SLOW] * slow, *[FAST] * (3 - slow)))
+        assert buffers.kind == (1, slow, False)
+
+
+@pytest.mark.parametrize(("drafted", "queries"), [(0, 1), (1, 2), (3, 5), (4, 5), (5, 6)])
+def test_a_verification_is_as_long_as_the_next_power_of_two(buffers, drafted, queries):
+    """Beside its first token, and at most as long as any."""
+    own = StepRequest(mode=SLOW, length=30, recent_start=20, packed=4, sink=2, count=1 + drafted)
+    step, _ = buffers.describe(Requests([own, *requests(FAST, IDLE).own], None))
+    assert (step.queries, buffers.kind) == (queries, (queries, 1, False))
+    assert step.append_count_B.tolist() == [1 + drafted, 1, 0]
 
 
 def test_a_request_that_stopped_leaves_a_step_described_ahead_as_it_is(buffers):

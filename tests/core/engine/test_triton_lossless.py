@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from sfi_core.generation.generate import generate
-from sfi_core.policies.built_in import codescan
 from sfi_core.settings.config import SfiConfig
 from sfi_core.settings.engine import EngineOptions
 from sfi_core.settings.parts import DraftConfig
@@ -23,7 +22,9 @@ CONFIG = SfiConfig(
 
 
 @pytest.mark.parametrize(
-    ("rows", "policy"), [(ROWS, "sfi"), (ROWS[1:2], "sfi"), (ROWS, "codescan")], ids=["ragged", "alone", "codescan"]
+    ("rows", "policy"),
+    [(ROWS, "sfi"), (ROWS[1:2], "sfi"), (ROWS, "codescan"), (ROWS, "snapkv")],
+    ids=["ragged", "alone", "codescan", "snapkv"],
 )
 def test_both_backends_draft_and_verify_alike(rows: list[list[int]], policy: str, monkeypatch):
     """What a verification selects shows in the next drafts, and how many of them are kept."""
@@ -31,7 +32,6 @@ def test_both_backends_draft_and_verify_alike(rows: list[list[int]], policy: str
         use_references(monkeypatch)
     # more drafts than recent tokens: taken back values were in the sums of codescan
     recent = {"recent": 3} if policy == "codescan" else {}
-    monkeypatch.setattr(codescan, "RELEARN", 6)
     config = CONFIG.replace(draft=DraftConfig(max_tokens=5, adaptive=False), **recent)
     model = tiny("qwen3").to("cuda" if torch.cuda.is_available() else "cpu")
     runs = [

@@ -12,12 +12,13 @@ from sfi_core.errors import BackendError, ConfigError, MemoryForecastError
 from sfi_core.generation.read_prompt import read_prompt
 from sfi_core.hosts.transformers.cache_name import CACHE_NAME
 from sfi_core.hosts.transformers.slow_fast import slow_fast
+from sfi_core.policies import POLICIES
 from sfi_core.settings.engine import EngineOptions
 from tests.architectures import prompts, tiny
 
 ROWS = prompts(60)
 CONFIG = SfiConfig(sink=2, recent=16, budget=10, window_prefill=4, trigger_token_ids=(7,))
-OFFLOADING = "codescan, freekv, prior-only, quest, random-k, sfi, snapkv, streaming-llm, synckv"
+OFFLOADING = ", ".join(sorted(name for name, policy in POLICIES.items() if policy.offloads))
 
 
 def engine(budget: str = "1MB", page: int = 16, **options: Any) -> EngineOptions:

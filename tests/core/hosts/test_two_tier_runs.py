@@ -11,6 +11,7 @@ from sfi_core import SfiConfig
 from sfi_core.hosts.transformers.slow_fast import slow_fast
 from sfi_core.measure.evaluation.tasks import find_task
 from sfi_core.models.load import BUNDLED, load
+from sfi_core.policies.built_in import codescan
 from sfi_core.settings.audit import AuditConfig
 from sfi_core.settings.device_budget import DeviceBudget
 from sfi_core.settings.engine import EngineOptions
@@ -233,8 +234,9 @@ def test_observers_and_audits_change_nothing_and_add_up(method: str):
 
 @pytest.mark.parametrize("method", BESIDE)
 def test_the_triton_backend_gives_the_tokens_of_its_whole_cache(monkeypatch: pytest.MonkeyPatch, method: str):
-    """With the kernels' references: the next test runs the kernels."""
+    """With the kernels' references: the next test runs the kernels. `codescan` learns its bases again."""
     use_references(monkeypatch)
+    monkeypatch.setattr(codescan, "RELEARN", 5)
     options = {"backend": "triton", "page": 16, "rows": prompts(90, 37), "changes": {"recent": 16}}
     expected = tokens(complete(method, **options, page_size=16))
     assert tokens(complete(method, "500kB", **options)) == expected

@@ -6,27 +6,37 @@ from pathlib import Path
 import torch
 
 from sfi_core.settings.config import SfiConfig
+from sfi_traces import ParquetObserver
+from sfi_traces.model.trace import Trace
+from sfi_traces.read.check import check
+from sfi_traces.summary import summarize
 
 PAGE = Path(__file__).parents[3] / "docs" / "your_host.md"
 SMALL = SfiConfig(sink=2, recent=6, budget=8, t_max=4, span=0, trigger_token_ids=(1, 2, 3))
-NEW = 20
+NEW = 12
 
 
-def test_the_page_on_hosts_shows_one_that_decodes_with_any_policy(capsys):
+def test_the_page_on_hosts_shows_one_that_decodes_with_any_policy(capsys, tmp_path):
     """With a budget of everything sfi gives full attention's tokens; with a small one it reads less."""
     (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     shown = {}
     exec(compile(code, str(PAGE), "exec"), shown)  # noqa: S102 - our own page
     draw = torch.Generator().manual_seed(1)
-    prompts = torch.randint(50, (2, 40), generator=draw).tolist()
+    prompts = [torch.randint(50, (length,), generator=draw).tolist() for length in (40, 27)]
     full = shown["complete"](prompts, NEW, SMALL, "full-kv").requests
     told = capsys.readouterr().out.splitlines()
     assert told == [str(dict(enumerate([t] for t in step))) for step in _columns(full)]
     every = shown["complete"](prompts, NEW, SMALL.replace(budget=100)).requests
     assert [one.token_ids for one in every] == [one.token_ids for one in full]
-    for one in shown["complete"](prompts, NEW, SMALL).requests:
-        assert len(one.token_ids) == NEW
-        assert 0 < one.read_ratio < 1
+    with ParquetObserver(tmp_path / "run") as observer:
+        requests = shown["complete"](prompts, NEW, SMALL, observer=observer).requests
+    assert all(0 < one.read_ratio < 1 for one in requests)
+    assert requests[1].token_ids == shown["complete"](prompts[1:], NEW, SMALL).requests[0].token_ids
+    trace = Trace.open(tmp_path / "run")
+    assert check(trace)["problems"] == []
+    found = summarize(trace)
+    assert (found["run"]["model"], found["run"]["architecture"]) == ("toy", "ToyHost")
+    assert all(found["phases"].values())
 
 
 def _columns(requests):

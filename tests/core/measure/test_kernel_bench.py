@@ -111,8 +111,8 @@ def test_bytes_by_op():
     sparse = bytes_moved.attention_bytes(settings, 10)
     assert bytes_moved.attention_bytes(settings, 10, dense=1) == sparse + 140 * kv_row // 2
     basis = 2 * 2 * 16 * 17 * 4
-    assert bytes_moved.encode_bytes(settings, 4) == 2 * 2 * 150 * (16 * 4 + 4) + basis
-    assert bytes_moved.scan_bytes(settings, 16) == (2 * 2 * 150 * (16 + 2 * 4) + 2 * 4 * 16 * 4 + basis)
+    chosen = bytes_moved.append_bytes(settings) + 2 * 2 * 150 * 4 + 2 * basis
+    assert bytes_moved.codescan_bytes(settings, 10) == chosen + sparse
     # 13 rows, 4 of them sinks and 5 on the device: 9 wanted positions, 5 old ones
     packed = bytes_moved.pack_bytes(settings, 13)
     assert bytes_moved.recall_bytes(settings, 13, 5) == packed + 2 * 2 * (9 + 5) * 4
@@ -144,7 +144,7 @@ def test_a_run_checks_and_times_every_op(dtype):
     rows = run_bench(tiny(dtype=dtype, repeats=2), "torch", CPU).rows()
     assert {row["op"] for row in rows} == {
         "fast", "dense", "dense.sdpa", "verify", "mixed_heads", "selector", "top_k", "pack", "recall",
-        "append", "encode_keys", "scan_codes", "scan_codes.plain", "codescan",
+        "append", "codescan",
         "prompt", "prompt.sdpa", "prompt.piece", "prompt.piece.sdpa",
         "rms_norm", "rotary", "silu_mul",
     }  # fmt: skip
@@ -289,8 +289,7 @@ def test_every_kernel_variant_runs_and_equals_its_formula(kernel_device):
     errors = {(one.name, one.form): one.error() for one in made.build()}
     assert {name for name, _ in errors} == {
         "dense", "dense.evidence", "dense.paper_like", "dense.sdpa", "fast", "fast.gather",
-        "verify", "mixed_heads", "pack", "recall", "selector", "top_k", "append",
-        "encode_keys", "scan_codes", "scan_codes.plain", "codescan",
+        "verify", "mixed_heads", "pack", "recall", "selector", "top_k", "append", "codescan",
         "prompt", "prompt.sdpa", "prompt.piece", "prompt.piece.sdpa",
         "rms_norm", "rotary", "silu_mul",
     }  # fmt: skip

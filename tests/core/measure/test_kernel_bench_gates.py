@@ -6,18 +6,17 @@ import pytest
 import torch
 
 from sfi_core.measure.kernel_bench import (
+    codescan_variant,
     fused_variants,
     gates,
-    key_code_variants,
     prompt_variants,
     step_variants,
     variants,
 )
 from sfi_core.measure.kernel_bench.data import allowed, evidence_logits, layer_data, norms, scores, select
-from sfi_core.measure.kernel_bench.key_code_variants import draw_basis
 from sfi_core.measure.kernel_bench.variants import KernelVariants
 from sfi_core.settings.parts import SelectorConfig
-from sfi_kernels.key_codes import encode_keys, scan_codes
+from sfi_kernels.code_scan import code_scan
 from sfi_kernels.selector import selector
 from sfi_kernels.top_k import top_k
 from tests.core.measure.tiny_kernels import CPU, tiny
@@ -105,29 +104,20 @@ def test_a_recall_from_the_wrong_place_is_red():
     assert recalled.error() > 1
 
 
-@pytest.mark.parametrize("place", [0, 3, 4, 9, 15])
-def test_a_key_on_a_wrong_level_is_red(place):
-    """One level off, in one channel of one key; the first and the last level take all beyond them."""
-    settings = tiny(ops=("encode_keys",))
-    data = layer_data(settings, CPU, one_page=True)
-    basis = draw_basis(settings, CPU)
-    code = encode_keys.reference(data.key_BHTD[0], basis)
-    assert key_code_variants.encode_error(data.key_BHTD[0], code, basis) <= 1
-    code[1, place, 7] += 1 if code[1, place, 7] == 0 else -1
-    assert key_code_variants.encode_error(data.key_BHTD[0], code, basis) > 1
+@pytest.mark.parametrize("fault", ["a key not coded", "a key not chosen", ""])
+def test_a_step_of_codescan_that_misses_a_key_is_red(monkeypatch, fault: str):
+    def faulty(query, key, value, table, plan, codes, position, length, **options):
+        choice = code_scan.reference(query, key, value, table, plan, codes, position, length, **options)
+        if fault == "a key not coded":
+            codes.word_BHWT[..., -1] = 0
+        if fault == "a key not chosen":
+            length -= 1
+        return choice
 
-
-def test_a_scan_of_other_codes_or_without_the_mean_is_red():
-    settings = tiny(ops=("scan_codes",))
-    data, basis = layer_data(settings, CPU, one_page=True), draw_basis(settings, CPU)
-    query, code = data.query_BHGD[0], encode_keys.reference(data.key_BHTD[0], basis)
-    changed = code.clone()
-    changed[0, 15, 5] ^= 1
-    for other, wrong in ((basis, changed), (basis._replace(mean_HD=basis.mean_HD * 0), code)):
-        right = scan_codes.reference(query, code, basis, scale=settings.scale)
-        assert key_code_variants.scan_error(right, query, code, basis, settings.scale) <= 1
-        logits = scan_codes.reference(query, wrong, other, scale=settings.scale)
-        assert key_code_variants.scan_error(logits, query, code, basis, settings.scale) > 1
+    monkeypatch.setattr(codescan_variant.code_scan, "fastest", lambda *_: faulty)
+    made = KernelVariants(tiny(ops=("codescan",)), "torch", CPU).build()
+    error = next(one for one in made if one.name == "codescan").error()
+    assert error > 1 if fault else error <= 1
 
 
 @pytest.mark.parametrize("name", ["prompt", "prompt.piece"])

@@ -13,7 +13,15 @@ from sfi_core.machine import memory
 from sfi_core.measure.bench.architectures import empty_model, random_config
 from sfi_core.measure.bench.byte_roofline import forecast_document
 from sfi_core.measure.bench.settings import DecodeSettings
-from sfi_core.models.memory_need import CPU_SLACK, GRAPH_BYTES, LIBRARY_BYTES, check_fits, forecast, step_sizes
+from sfi_core.models.memory_need import (
+    CPU_SLACK,
+    GRAPH_BYTES,
+    LIBRARY_BYTES,
+    Drafting,
+    check_fits,
+    forecast,
+    step_sizes,
+)
 from sfi_core.settings.config import SfiConfig
 from sfi_core.settings.engine import EngineOptions
 from sfi_core.state.layer_shape import LayerShape
@@ -41,8 +49,13 @@ def test_the_bytes_of_graphs_equal_hand_arithmetic(tiny_model: Any):
     )
     selector = (RING_PLACES * 4 + 12 * 2) * 3 * 1000 * 4
     pass_over_a_token = 1408 * 3 + 768 * 3
-    logits, chosen = 4 * 3 * 96 * 4, (0 + 1 + 2 + 3) * 2 * 2 * 5 * 4
+    logits, chosen = 3 * 96 * 4, (0 + 1 + 2 + 3) * 2 * 2 * 5 * 4
     assert whole.graph_bytes == (selector + pass_over_a_token + logits + chosen + 4 * GRAPH_BYTES + LIBRARY_BYTES)
+    # verifications of 2, 3 and 4 tokens beside those of one: their logits as well, and where all graphs leave them
+    drafting = Drafting(tested=4, together=1, compares=False, explicit=False)
+    drafts = forecast(tiny_model, [FULL] * 2, CONFIG, selects=True, graphs=True, drafting=drafting, **sizes, **options)
+    passed = 1408 * 3 * 4 + 768 * 3 + (4 + 3) * logits
+    assert drafts.graph_bytes == selector + passed + 4 * (chosen + 4 * GRAPH_BYTES) + LIBRARY_BYTES
     assert none.graph_bytes == 0
     assert whole.needed_bytes - none.needed_bytes == whole.graph_bytes
     assert whole.workspace_bytes == none.workspace_bytes == CPU_SLACK * (4 * 4 * 16 + 24) * 4000
@@ -76,7 +89,7 @@ def test_a_bench_s_forecast_counts_the_evidence_ring_and_the_graphs(
     selector = (places * 32 + 12 * 8) * 16 * capacity * 4
     logits = 2 * 151936 * 4 * 16
     widest = (3 * 2560 + 4 * 9728) * 2
-    kept = 6 * 16 * 151936 * 2 + (0 + 1 + 2 + 4 + 8 + 16) * 36 * 8 * 2048 * 4
+    kept = 16 * 151936 * 2 + (0 + 1 + 2 + 4 + 8 + 16) * 36 * 8 * 2048 * 4
     held = selector + widest * 16 + logits + kept + 6 * GRAPH_BYTES + LIBRARY_BYTES
     # a prompt selects by 16 queries
     workspace = max(selector, (4 * 32 * 16 + 12 * 8) * capacity * 4)

@@ -15,6 +15,7 @@ from sfi_core.models.load import load
 from sfi_core.policies import policy_class
 from sfi_core.settings.config import SfiConfig
 from sfi_core.settings.policy_names import installed
+from tests.fakes import layer_context
 
 FULL = "from sfi_core.policies.built_in.full_kv import FullKV"
 PAGE = Path(__file__).parents[3] / "docs" / "your_policy.md"
@@ -55,9 +56,9 @@ def test_the_page_on_policies_shows_one_that_runs(install):
     logits = torch.randn(1, 2, 3, 1, 400, generator=torch.Generator().manual_seed(0))
     allowed = torch.zeros(1, 400, dtype=torch.bool)
     allowed[:, 5:300] = True
-    config = SfiConfig(budget=21)
-    context = type("Shown", (), {"logits": lambda self: logits, "allowed_BT": allowed, "backend": "torch"})
-    selected = policy_class("loudest")(config, None).select_after(context())
+    selected = policy_class("loudest")(SfiConfig(budget=21), None).select_after(
+        layer_context(logits, allowed_BT=allowed)
+    )
     for head, probability in enumerate(logits[0].softmax(-1)):
         loudest = int(probability.amax((0, 1))[15:290].argmax()) + 15
         assert selected.index_BHK[0, head].tolist() == [*range(loudest - 10, loudest + 11)]

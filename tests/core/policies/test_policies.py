@@ -12,7 +12,7 @@ import sfi_core
 from sfi_core.engine.batch_pass import allowed_positions
 from sfi_core.errors import ConfigError
 from sfi_core.observers.events import SelectionEvent, StepEvent
-from sfi_core.policies import POLICIES, LayerContext, Policy, policy_class
+from sfi_core.policies import POLICIES, LayerContext, Policy, Triggered, policy_class
 from sfi_core.settings.config import SfiConfig
 from sfi_core.state.request import RequestState
 from sfi_core.triggers.trigger import Trigger
@@ -21,6 +21,7 @@ from tests.covering import case
 from tests.fakes import RecordingObserver, layer_context
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
+DOCS = Path(__file__).parents[3] / "docs"
 SINK, RECENT, BUDGET, T_MAX, NEW = 3, 6, 5, 4, 24
 PROMPTS = [list(range(40, 90)), [7, 8], list(range(20))]  # ragged; one is shorter than the sink
 LAYERS = (0, 1)
@@ -46,7 +47,7 @@ CONFIG = SfiConfig(
 MODES = ["anchored", "sliding"]
 # the other policies have one mode: their runs are the same in both, as a test below counts
 RUNS = [
-    case(policy, mode, kept=mode == "anchored" or policy in ("sfi", "random-k", "prior-only"))
+    case(policy, mode, kept=mode == "anchored" or issubclass(POLICIES[policy], Triggered))
     for policy in POLICIES
     for mode in MODES
 ]
@@ -159,13 +160,26 @@ def test_a_row_of_a_ragged_batch_equals_the_row_alone(complete: Any, policy: str
 def test_the_runs_above_differ_between_policies(complete: Any):
     """Otherwise they would show little."""
     tokens = {str([r.token_ids for r in complete(policy, mode)[0].requests]) for policy in POLICIES for mode in MODES}
-    # sfi and its two controls in both modes; the others have one
-    assert len(tokens) == len(POLICIES) + 3
+    # those that the trigger makes slow have both modes; the others have one
+    assert len(tokens) == len(POLICIES) + sum(issubclass(policy, Triggered) for policy in POLICIES.values())
 
 
 def test_the_page_on_policies_has_a_row_for_each():
-    page = (Path(__file__).parents[3] / "docs" / "policies.md").read_text()
-    assert set(re.findall(r"^\| `([a-z-]+)` \|", page, re.MULTILINE)) >= set(POLICIES)
+    assert set(re.findall(r"^\| `([a-z-]+)` \|", (DOCS / "policies.md").read_text(), re.MULTILINE)) >= set(POLICIES)
+
+
+@pytest.mark.parametrize(
+    ("page", "sentence", "can"),
+    [
+        ("policies", r"`--set trigger_policy=NAME` works with (.*?):", lambda policy: issubclass(policy, Triggered)),
+        ("lossless", r"Drafters are (.*?)\.", lambda policy: policy.drafts),
+        ("two_tier", r"These can run in two tiers: (.*?)\.", lambda policy: policy.offloads),
+    ],
+    ids=["trigger", "drafts", "offloads"],
+)
+def test_the_pages_name_what_can(page: str, sentence: str, can: Any):
+    (named,) = re.findall(sentence, (DOCS / f"{page}.md").read_text(), re.DOTALL)
+    assert set(re.findall(r"`([a-z-]+)`", named)) == {name for name, policy in POLICIES.items() if can(policy)}
 
 
 def test_an_unknown_policy_is_named_with_the_known_ones():

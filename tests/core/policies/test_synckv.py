@@ -154,7 +154,10 @@ def test_what_lies_behind_a_shorter_request_takes_no_part(heads: Path):
     lengths, logits = (30, 22), 3 * torch.randn(2, H, 2, 1, 30)
     states = tuple(RequestState(prompt_tokens=9, length=T, recent_start=T - RECENT, step=STRIDE) for T in lengths)
     allowed = allowed_positions(30, torch.tensor([SINK] * 2), torch.tensor([25, 17]))
-    shown = {"allowed_BT": allowed, "key_norm_BHT": torch.ones(2, H, 30), "states": states}
+    shown = {
+        "allowed_BT": allowed, "key_norm_BHT": torch.ones(2, H, 30), "states": states,
+        "length_B": torch.tensor(lengths),
+    }  # fmt: skip
     spoilt = logits.clone()
     spoilt[1, ..., 22:] = torch.nan
     clean, found = (

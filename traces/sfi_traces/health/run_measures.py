@@ -1,10 +1,9 @@
 """What health rules measure of a run's steps: triggers, the sparse path, drift."""
 
+from sfi_core.settings.policy_names import triggered
 from sfi_traces.health.measured import Measured, Unjudged, measured, worse_of_beginning
 from sfi_traces.summary.scope import Scope
 
-# policies whose slow steps a trigger decides; listed here, since their classes import torch
-TRIGGERED = ("sfi", "random-k", "prior-only")
 NEGLIGIBLE_KL = 0.01  # nats; below, a step's next token hardly changes
 
 
@@ -73,7 +72,7 @@ def drift_retained(scope: Scope) -> list[Measured]:
 
 def _trigger_share(scope: Scope, which: str) -> list[Measured]:
     manifest = scope.trace.manifest
-    if manifest["policy"] not in TRIGGERED:
+    if manifest["policy"] not in triggered():
         raise Unjudged(f"{manifest['policy']} has no trigger")
     if manifest["config"].get("trigger_policy", "boundary") != "boundary":
         raise Unjudged(f"the trigger is {manifest['config']['trigger_policy']}, not the sentence's end")
