@@ -3,9 +3,12 @@
 `tests/core/hosts/test_architectures.py` runs the list; `docs/architectures.md` is written from it:
 
     python tests/architectures.py --write
+
+`tests/sweep.py` has run every causal model type of transformers and kept how each ended in `RESULTS`.
 """
 
-import math
+import json
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,9 +20,10 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from sfi_core.settings.config import SfiConfig
+from tests.tiny_models import VOCABULARY, build, spread
 
 PAGE = Path(__file__).parent.parent / "docs" / "architectures.md"
-VOCABULARY = 300
+RESULTS = PAGE.parent / "evidence" / "architectures.json"
 COMMON = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
@@ -48,7 +52,6 @@ LATENT = {
     "qk_nope_head_dim": 16, "v_head_dim": 20, "n_routed_experts": 4, "n_shared_experts": 1,
     "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
 }  # fmt: skip
-INDEX = {"index_n_heads": 2, "index_head_dim": 16, "index_topk": 8}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +87,8 @@ class Architecture:
 
     def build(self) -> Any:
         """Make the model, float32, the same every time."""
+        if self.refusal and not self.encoder_decoder:
+            return build(self.model_type, **self.settings)
         common = {name: value for name, value in COMMON.items() if name not in self.drop}
         config = CONFIG_MAPPING[self.model_type](**{**common, **self.settings})
         factory = AutoModelForSeq2SeqLM if self.encoder_decoder else AutoModelForCausalLM
@@ -91,19 +96,7 @@ class Architecture:
         model = factory.from_config(config, dtype=torch.float32).eval()
         if self.eager:
             model.set_attn_implementation("eager")
-        return _spread(model)
-
-
-@torch.no_grad()
-def _spread(model: Any) -> Any:
-    # fresh weights are so small that every layer adds next to nothing and all logits are nearly tied
-    for name, parameter in model.named_parameters():
-        if parameter.dim() > 1:
-            parameter.normal_(0.0, 1.5 / math.sqrt(parameter.shape[-1]))
-        elif name.endswith("sinks"):
-            parameter.normal_(1.0, 1.0)
-    model.get_input_embeddings().weight.normal_(0.0, 0.3)
-    return model
+        return spread(model)
 
 
 SPARSE = "{} is natively sparse: its {} already chooses what a token attends to"
@@ -152,61 +145,50 @@ WORKS = (
         settings={"ffn_dim": 64, "word_embed_proj_dim": 64}),
 )  # fmt: skip
 
+# name, model type, and what its layers are beside full attention, or how they share keys
+BESIDE = (
+    ("Qwen3.5", "qwen3_5_text", "linear attention (gated delta rule)"),
+    ("Qwen3.5-MoE", "qwen3_5_moe_text", "the same; mixture of experts"),
+    ("Qwen3-Next", "qwen3_next", "the same; mixture of experts"),
+    ("Gemma 4", "gemma4_text", "sliding windows; wider global heads; the last layers read another layer's keys"),
+    ("Gemma 3n", "gemma3n_text", "sliding windows; the last layers read another layer's keys"),
+    ("Llama 4", "llama4_text", "chunked attention; full attention without positions; mixture of experts"),
+    ("Granite 4", "granitemoehybrid", "Mamba 2; mixture of experts"),
+    ("Nemotron-H", "nemotron_h", "Mamba 2; layers of an MLP alone"),
+    ("Falcon-H1", "falcon_h1", "Mamba 2 beside attention in every layer"),
+    ("LFM2", "lfm2", "short convolutions"),
+    ("LFM2-MoE", "lfm2_moe", "short convolutions; mixture of experts"),
+    ("Kimi Linear", "kimi_linear", "linear attention (Kimi delta attention); latent attention"),
+    ("MiniMax-01", "minimax", "lightning attention; mixture of experts"),
+    ("OLMo Hybrid", "olmo_hybrid", "linear attention (gated delta rule)"),
+    ("Bamba", "bamba", "Mamba 2"),
+    ("Zamba2", "zamba2", "Mamba 2; layers that share one attention module"),
+    ("Zamba", "zamba", "Mamba 1; layers that share one attention module"),
+    ("Jamba", "jamba", "Mamba 1; mixture of experts"),
+)
+
 REFUSED = (
     Architecture(name="Mistral 7B v0.1", model_type="mistral",
-        note="every layer slides; use a checkpoint with `sliding_window: null`",
-        settings={"sliding_window": 4096},
+        note="every layer slides; use a checkpoint with `sliding_window: null`", settings={"sliding_window": 12},
         refusal="MistralForCausalLM leaves nothing for sfi to do: every layer attends to a sliding window"),
     Architecture(name="Bloom", model_type="bloom", note="computes ALiBi attention itself",
-        settings={"n_head": 4, "n_layer": 2}, refusal=NOT_ROUTED.format("BloomForCausalLM")),
-    Architecture(name="Falcon", model_type="falcon", note="computes attention itself", drop=("head_dim",),
+        refusal=NOT_ROUTED.format("BloomForCausalLM")),
+    Architecture(name="Falcon", model_type="falcon", note="computes attention itself",
         refusal=NOT_ROUTED.format("FalconForCausalLM")),
-    Architecture(name="Qwen3-Next", model_type="qwen3_next",
-        note="linear attention in three layers of four",
-        settings={**EXPERTS, "linear_num_value_heads": 4, "linear_num_key_heads": 2,
-            "linear_key_head_dim": 16, "linear_value_head_dim": 16,
-            "shared_expert_intermediate_size": 32, "layer_types": ["linear_attention", "full_attention"]},
-        refusal="Qwen3NextForCausalLM has layers that sfi does not know, "
-                "cached as ['LinearAttentionLayer']"),
-    Architecture(name="Llama 4", model_type="llama4_text",
-        note="chunked attention in three layers of four",
-        settings={**EXPERTS, "intermediate_size_mlp": 64, "num_hidden_layers": 4},
-        refusal="Llama4ForCausalLM has chunked attention layers, which sfi does not know"),
-    Architecture(name="Gemma 3n", model_type="gemma3n_text",
-        note="text only; its last layers read another layer's keys and values",
-        settings={"num_hidden_layers": 4, "intermediate_size": [64] * 4,
-            "layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 12,
-            "num_kv_shared_layers": 2, "vocab_size_per_layer_input": VOCABULARY,
-            "hidden_size_per_layer_input": 8, "laurel_rank": 4, "activation_sparsity_pattern": [0.0] * 4,
-            "altup_num_inputs": 2},
-        refusal="Gemma3nForCausalLM has 2 layers that read another layer's keys, "
-                "which sfi does not know"),
     Architecture(name="DeepSeek-V3.2", model_type="deepseek_v32",
-        note="a lightning indexer keeps `index_topk` tokens", settings={**EXPERTS, **LATENT, **INDEX},
-        drop=("head_dim",), refusal=SPARSE.format("DeepseekV32ForCausalLM", "DeepseekV32Indexer")),
+        note="a lightning indexer keeps `index_topk` tokens",
+        refusal=SPARSE.format("DeepseekV32ForCausalLM", "DeepseekV32Indexer")),
     Architecture(name="GLM-5", model_type="glm_moe_dsa",
-        note="a lightning indexer keeps `index_topk` tokens", settings={**EXPERTS, **LATENT, **INDEX},
-        drop=("head_dim",), refusal=SPARSE.format("GlmMoeDsaForCausalLM", "GlmMoeDsaIndexer")),
+        note="a lightning indexer keeps `index_topk` tokens",
+        refusal=SPARSE.format("GlmMoeDsaForCausalLM", "GlmMoeDsaIndexer")),
     Architecture(name="DeepSeek-V4", model_type="deepseek_v4",
         note="compressed attention; a lightning indexer keeps `index_topk` entries",
-        settings={**EXPERTS, **INDEX, "num_key_value_heads": 1, "q_lora_rank": 16, "o_lora_rank": 16,
-            "o_groups": 2, "n_routed_experts": 4, "partial_rotary_factor": 0.5,
-            "layer_types": ["heavily_compressed_attention", "compressed_sparse_attention"],
-            "mlp_layer_types": ["moe", "moe"]},
         refusal=SPARSE.format("DeepseekV4ForCausalLM", "DeepseekV4Indexer")),
     Architecture(name="MiniMax-M3", model_type="minimax_m3_vl_text",
         note="text only; an indexer keeps `index_topk_blocks` blocks in all but the first layers",
-        settings={**EXPERTS, "index_n_heads": 2, "index_head_dim": 16, "rotary_dim": 8,
-            "dense_intermediate_size": 64, "layer_types": ["full_attention", "minimax_m3_sparse"],
-            "mlp_layer_types": ["dense", "dense"]},
         refusal=SPARSE.format("MiniMaxM3VLForCausalLM", "MiniMaxM3VLIndexer")),
     Architecture(name="Qwen4-Exp", model_type="qwen4_exp_text",
         note="text only; an indexer keeps `indexer_budget` tokens in every fourth layer, others are linear",
-        settings={**EXPERTS, "hc_lowrank": 8, "shared_expert_intermediate_size": 32,
-            "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16,
-            "linear_value_head_dim": 16, "indexer_n_heads": 2, "indexer_kv_heads": 1,
-            "indexer_head_dim": 16, "indexer_budget": 8, "indexer_compress_ratio": 4,
-            "layer_types": ["linear_attention", "full_attention"]},
         refusal=SPARSE.format("Qwen4ExpForCausalLM", "Qwen4ExpTextQSAIndexer")),
     Architecture(name="Mamba", model_type="mamba", note="a state space, no attention",
         refusal=NOT_ROUTED.format("MambaForCausalLM")),

@@ -77,11 +77,14 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2},
     },
     "gemma3n_text": GEMMA3N, "gemma4_text": GEMMA4, "gemma4": GEMMA4, "gemma4_unified_text": GEMMA4,
+    "dots3_note": {"per_layer_config": {}},
+    "dory": {"n_input_layers": 1, "n_output_layers": 1},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 2},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
-    "longcat_flash": {"head_dim": 8}, "mamba2": {"expand": 1}, "reformer": {"axial_pos_embds_dim": [32, 32]}, "xmod": {"default_language": "en_XX"},
+    "longcat_flash": {"head_dim": 8}, "mamba2": {"expand": 1}, "mistral": {"sliding_window": None},
+    "rwkv": {"attention_hidden_size": 64}, "xlstm": {"qk_dim_factor": 1.0}, "reformer": {"axial_pos_embds_dim": [32, 32]}, "xmod": {"default_language": "en_XX"},
     "qwen4_exp": QWEN4, "qwen4_exp_text": QWEN4, "zaya": {"num_experts_per_tok": 1},
 }  # fmt: skip
 

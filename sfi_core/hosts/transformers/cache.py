@@ -63,9 +63,9 @@ class SfiLayer(CacheLayerMixin):
     is_croppable = False
     is_sliding = False
 
-    def __init__(self, index: int) -> None:
+    def __init__(self, index: int, model: str = "") -> None:
         super().__init__()
-        self.index = index
+        self.index, self.model = index, model
         self.seen = self.before = 0
         self.run: Run | None = None
         self.pending = False
@@ -126,6 +126,10 @@ class SfiLayer(CacheLayerMixin):
         """Refuse: beam search would move a request's state."""
         raise UnsupportedModelError("beam search does not run under sfi; use num_beams=1")
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Refuse: a model would add layers to the cache, as a Dory does for the layers that it loops over."""
+        raise UnsupportedModelError(f"{self.model} copies layer {self.index} of its cache, which sfi does not know")
+
 
 class SfiStateLayer(LinearAttentionLayer, SfiLayer):
     """A layer that attends to everything and has states as well, which stay transformers' own."""
@@ -133,8 +137,8 @@ class SfiStateLayer(LinearAttentionLayer, SfiLayer):
     is_compileable = False
     is_croppable = False
 
-    def __init__(self, index: int, number_of_states: int) -> None:
-        SfiLayer.__init__(self, index)
+    def __init__(self, index: int, model: str, number_of_states: int) -> None:
+        SfiLayer.__init__(self, index, model)
         LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
@@ -150,12 +154,12 @@ class SfiStateLayer(LinearAttentionLayer, SfiLayer):
         SfiLayer.reorder_cache(self, beam_idx)
 
 
-def _ours(index: int, layer: Any) -> Any:
+def _ours(index: int, layer: Any, model: str) -> Any:
     # full attention gets a layer of ours; windows, states and layers without a cache stay as they are
     if type(layer) is DynamicLayer:
-        return SfiLayer(index)
+        return SfiLayer(index, model)
     if type(layer) is LinearAttentionAndFullAttentionLayer:
-        return SfiStateLayer(index, layer.number_of_states)
+        return SfiStateLayer(index, model, layer.number_of_states)
     return layer
 
 
@@ -172,11 +176,11 @@ class SfiCache(Cache):
     def __init__(
         self, model: PreTrainedModel, capacity: int | None, prompt_length: int | None, stop_ids: frozenset[int]
     ) -> None:
-        base = DynamicCache(config=model.config.get_text_config(decoder=True))
-        super().__init__(layers=[_ours(index, layer) for index, layer in enumerate(base.layers)])
+        text, self.name = model.config.get_text_config(decoder=True), type(model).__name__
+        base = enumerate(DynamicCache(config=text).layers)
+        super().__init__(layers=[_ours(index, layer, self.name) for index, layer in base])
         of_own_kind(self, model)
-        self.name = type(model).__name__
-        self.owners = owners(model.config.get_text_config(decoder=True))
+        self.owners = owners(text)
         self.capacity, self.prompt_length, self.stop_ids = capacity, prompt_length, stop_ids
         self.requests: int | None = None
         self.generated: int | None = None

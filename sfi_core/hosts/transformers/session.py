@@ -146,6 +146,10 @@ class Session:
         name = "prefill" if reads_prompt(cache, new) else "forward"
         if name == "prefill":
             begin_prompt(cache.run, cache, ids, tokens.shape[:2], kwargs.get("attention_mask"), self.state_checks)
+            keep = kwargs.get("logits_to_keep")
+            if cache.owners and isinstance(keep, int) and keep:
+                # with a number, layers that read another one's keys would get the last tokens' queries only
+                kwargs["logits_to_keep"] = torch.arange(-keep, 0, device=tokens.device)
         else:
             begin_decode(cache.run, ids)
             if self._shadow.due(cache.run):
