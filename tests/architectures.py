@@ -68,6 +68,7 @@ class Architecture:
         encoder_decoder: Whether it has an encoder.
         fused: What runs as one kernel each on CUDA: norm, rotation, gate, and the sum before a norm.
         refusal: The message that refuses it; empty where it works.
+        swept: Whether `tests/tiny_models.py` makes it.
     """
 
     name: str
@@ -79,6 +80,7 @@ class Architecture:
     encoder_decoder: bool = False
     fused: str = ""
     refusal: str = ""
+    swept: bool = False
 
     @property
     def label(self) -> str:
@@ -87,7 +89,7 @@ class Architecture:
 
     def build(self) -> Any:
         """Make the model, float32, the same every time."""
-        if self.refusal and not self.encoder_decoder:
+        if self.swept or (self.refusal and not self.encoder_decoder):
             return build(self.model_type, **self.settings)
         common = {name: value for name, value in COMMON.items() if name not in self.drop}
         config = CONFIG_MAPPING[self.model_type](**{**common, **self.settings})
@@ -145,26 +147,31 @@ WORKS = (
         settings={"ffn_dim": 64, "word_embed_proj_dim": 64}),
 )  # fmt: skip
 
-# name, model type, and what its layers are beside full attention, or how they share keys
+def _swept(name: str, model_type: str, note: str) -> Architecture:
+    # a model of `tests/sweep.py`
+    return Architecture(name=name, model_type=model_type, note=note, swept=True)
+
+
+# what their layers are beside full attention, or how they share keys
 BESIDE = (
-    ("Qwen3.5", "qwen3_5_text", "linear attention (gated delta rule)"),
-    ("Qwen3.5-MoE", "qwen3_5_moe_text", "the same; mixture of experts"),
-    ("Qwen3-Next", "qwen3_next", "the same; mixture of experts"),
-    ("Gemma 4", "gemma4_text", "sliding windows; wider global heads; the last layers read another layer's keys"),
-    ("Gemma 3n", "gemma3n_text", "sliding windows; the last layers read another layer's keys"),
-    ("Llama 4", "llama4_text", "chunked attention; full attention without positions; mixture of experts"),
-    ("Granite 4", "granitemoehybrid", "Mamba 2; mixture of experts"),
-    ("Nemotron-H", "nemotron_h", "Mamba 2; layers of an MLP alone"),
-    ("Falcon-H1", "falcon_h1", "Mamba 2 beside attention in every layer"),
-    ("LFM2", "lfm2", "short convolutions"),
-    ("LFM2-MoE", "lfm2_moe", "short convolutions; mixture of experts"),
-    ("Kimi Linear", "kimi_linear", "linear attention (Kimi delta attention); latent attention"),
-    ("MiniMax-01", "minimax", "lightning attention; mixture of experts"),
-    ("OLMo Hybrid", "olmo_hybrid", "linear attention (gated delta rule)"),
-    ("Bamba", "bamba", "Mamba 2"),
-    ("Zamba2", "zamba2", "Mamba 2; layers that share one attention module"),
-    ("Zamba", "zamba", "Mamba 1; layers that share one attention module"),
-    ("Jamba", "jamba", "Mamba 1; mixture of experts"),
+    _swept("Qwen3.5", "qwen3_5_text", "linear attention (gated delta rule)"),
+    _swept("Qwen3.5-MoE", "qwen3_5_moe_text", "the same; mixture of experts"),
+    _swept("Qwen3-Next", "qwen3_next", "the same; mixture of experts"),
+    _swept("Gemma 4", "gemma4_text", "sliding windows; wider global heads; the last layers read another layer's keys"),
+    _swept("Gemma 3n", "gemma3n_text", "sliding windows; the last layers read another layer's keys"),
+    _swept("Llama 4", "llama4_text", "chunked attention; full attention without positions; mixture of experts"),
+    _swept("Granite 4", "granitemoehybrid", "Mamba 2; mixture of experts"),
+    _swept("Nemotron-H", "nemotron_h", "Mamba 2; layers of an MLP alone"),
+    _swept("Falcon-H1", "falcon_h1", "Mamba 2 beside attention in every layer"),
+    _swept("LFM2", "lfm2", "short convolutions"),
+    _swept("LFM2-MoE", "lfm2_moe", "short convolutions; mixture of experts"),
+    _swept("Kimi Linear", "kimi_linear", "linear attention (Kimi delta attention); latent attention"),
+    _swept("MiniMax-01", "minimax", "lightning attention; mixture of experts"),
+    _swept("OLMo Hybrid", "olmo_hybrid", "linear attention (gated delta rule)"),
+    _swept("Bamba", "bamba", "Mamba 2"),
+    _swept("Zamba2", "zamba2", "Mamba 2; layers that share one attention module"),
+    _swept("Zamba", "zamba", "Mamba 1; layers that share one attention module"),
+    _swept("Jamba", "jamba", "Mamba 1; mixture of experts"),
 )
 
 REFUSED = (
@@ -203,7 +210,7 @@ REFUSED = (
         refusal=ENCODER_DECODER.format("BartForConditionalGeneration")),
 )  # fmt: skip
 
-BY_LABEL = {architecture.label: architecture for architecture in (*WORKS, *REFUSED)}
+BY_LABEL = {architecture.label: architecture for architecture in (*WORKS, *BESIDE, *REFUSED)}
 
 
 @cache

@@ -121,6 +121,8 @@ def build(model_type: str, **more: Any) -> Any:
     settings = {**others, **({nested: {"model_type": text.model_type, **own}} if nested else own)}
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config_class(**settings), dtype=torch.float32).eval()
+    if getattr(model.config.get_text_config(decoder=True), "attn_logit_softcapping", None):
+        model.set_attn_implementation("eager")  # SDPA drops soft caps
     return spread(model)
 
 

@@ -56,7 +56,7 @@ def check_lossless(session: Any) -> None:
     audited = session.audit is not None
     check_asked(session.policy, session.policy_name, session.engine, audited=audited)
     check_rotation(session.model.config)
-    session.state_checks.pieces("a lossless run")
+    session.state_checks.passes("a lossless run")
 
 
 def check_asked(policy: Policy, name: str, engine: EngineOptions, *, audited: bool) -> None:

@@ -59,7 +59,7 @@ def begin_prompt(
     count = prompt_tokens(mask, batch, new, cache.seen, final=final)
     checks.padding(count)
     if cache.seen and new > 1:
-        checks.pieces("a prompt in pieces")
+        checks.passes("a prompt in pieces")
     if ids is not None:
         requests = run.requests_of(range(batch))
         run.observer.on(PromptEvent(requests=requests, ids_BT=ids, count=tuple(count)))

@@ -1,6 +1,7 @@
 """What a model's states lose: found by running it on a few tokens, in whatever release of transformers.
 
-Mixers of the Mamba 1 kind begin every pass of several tokens with an empty state.
+Mixers of the Mamba 1 kind begin every pass of several tokens with an empty state, and Zamba 2's give another one than
+steps of one token.
 """
 
 import inspect
@@ -14,7 +15,9 @@ from sfi_core.hosts.transformers.cache import SfiCache
 from sfi_core.hosts.transformers.own_layers import states
 from sfi_core.hosts.transformers.shapes import probe
 
-FIRST, SECOND = 6, 2  # tokens of the two pieces
+# passes of so many tokens each that must leave the same states
+EQUAL = {"a prompt in pieces": ((8,), (6, 2)), "a lossless run": ((6, 2), (6, 1, 1))}
+PADDING = "padding"
 
 
 class StateChecks:
@@ -24,18 +27,18 @@ class StateChecks:
         self._session, self._model = session, session.model
         self._tried: dict[str, str] = {}
 
-    def pieces(self, asked: str) -> None:
-        """Raise `UnsupportedModelError` if several tokens do not follow a state; `asked` is what needs that."""
-        if mixer := self._mixer("pieces"):
+    def passes(self, asked: str) -> None:
+        """Raise `UnsupportedModelError` if what is `asked`, of `EQUAL`, would change a state."""
+        if mixer := self._mixer(asked):
             raise UnsupportedModelError(
-                f"{asked} does not run with {type(self._model).__name__}: {mixer} forgets its state in a pass of several "
-                "tokens"
+                f"{asked} does not run with {type(self._model).__name__}: {mixer} computes another state in a pass of "
+                "several tokens"
             )
 
     def padding(self, count: Sequence[int]) -> None:
         """Raise `UnsupportedModelError` if prompts of `count` tokens cannot be padded to a batch."""
         self.positions(count)
-        if len(set(count)) > 1 and (mixer := self._mixer("padding")):
+        if len(set(count)) > 1 and (mixer := self._mixer(PADDING)):
             self._refuse(count, f"padding enters the state of {mixer}")
 
     def positions(self, count: Sequence[int]) -> None:
@@ -49,28 +52,27 @@ class StateChecks:
             "use max_batch=1"
         )
 
-    def _mixer(self, what: str) -> str:
+    def _mixer(self, asked: str) -> str:
         # class and layer of the first mixer whose state differs, "" for none
-        if what not in self._tried:
+        if asked not in self._tried:
             stated = any(shape.state_bytes for shape in self._session.shapes())
             with self._session.planned():
-                self._tried[what] = self._try(padding=what == "padding") if stated else ""
-        return self._tried[what]
+                self._tried[asked] = self._try(asked) if stated else ""
+        return self._tried[asked]
 
-    def _try(self, *, padding: bool) -> str:
+    def _try(self, asked: str) -> str:
         model = self._model
         last = model.config.get_text_config(decoder=True).vocab_size - 1
         far = torch.finfo(model.dtype).eps ** 0.5  # relative: well above rounding
-        ids_1T = torch.linspace(0, last, FIRST + SECOND, device=model.device).long()[None]
-        first_1T, second_1T = ids_1T[:, :FIRST], ids_1T[:, FIRST:]
-        if padding:
-            mask_1T = (torch.arange(FIRST + SECOND, device=model.device) >= FIRST).long()[None]
-            passes = ((second_1T, None),), ((ids_1T, mask_1T),)
+        ids_1T = torch.linspace(0, last, 8, device=model.device).long()[None]
+        if asked == PADDING:
+            mask_1T = (torch.arange(8, device=model.device) >= 6).long()[None]  # noqa: PLR2004
+            ways = [[(ids_1T[:, 6:], None)], [(ids_1T, mask_1T)]]
         else:
-            passes = ((ids_1T, None),), ((first_1T, None), (second_1T, None))
-        caches = [SfiCache(model, None, None, frozenset()) for _ in passes]
-        for cache, each in zip(caches, passes, strict=True):
-            probe(model, cache, *each)
+            ways = [[(part, None) for part in ids_1T.split(sizes, 1)] for sizes in EQUAL[asked]]
+        caches = [SfiCache(model, None, None, frozenset()) for _ in ways]
+        for cache, passes in zip(caches, ways, strict=True):
+            probe(model, cache, *passes)
         for index, layers in enumerate(zip(*(cache.layers for cache in caches), strict=True)):
             pairs = zip(*(states(layer) for layer in layers), strict=True)
             if any((a - b).float().norm() > far * a.float().norm() for (_, _, a), (_, _, b) in pairs):
