@@ -44,7 +44,10 @@ class SyntheticPrompt:
             self.store = self._filled(session, shapes)
         layers, others = {}, {}
         hosted = session.cache().layers
-        read = cached_layers(model, len(self.contexts)) if any(shape.state_bytes for shape in shapes) else hosted
+        read = hosted
+        if any(shape.state_bytes for shape in shapes):
+            with session.planned():
+                read = cached_layers(model, len(self.contexts))
         for index, shape in enumerate(shapes):
             if shape.window is None:
                 query = self._queries(session, index, shape)
