@@ -147,6 +147,7 @@ WORKS = (
         settings={"ffn_dim": 64, "word_embed_proj_dim": 64}),
 )  # fmt: skip
 
+
 def _swept(name: str, model_type: str, note: str) -> Architecture:
     # a model of `tests/sweep.py`
     return Architecture(name=name, model_type=model_type, note=note, swept=True)

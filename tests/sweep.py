@@ -81,7 +81,7 @@ def check(model: Any) -> list[str]:
     _same("every step slow", under_sfi(model, rows, EVERY_STEP)[0], expected)
     _same("a budget of everything", under_sfi(model, rows, WHOLE)[0], expected)
     sparse, report = under_sfi(model, rows, SMALL)
-    assert report.requests[2].read_ratio < 0.75, "a small budget reads less"  # noqa: PLR2004
+    assert report.requests[2].read_ratio < 0.75, "a small budget reads less"
     _same("slow steps", [request.slow_at for request in report.requests], [SLOW_AT] * len(rows))
     _same("our loop", own_loop(model, rows), sparse)
     for row, tokens in zip(rows, sparse, strict=True):
@@ -107,11 +107,11 @@ def judge(model_type: str) -> tuple[str, str]:
     torch.set_num_threads(1)
     try:
         model = build(model_type)
-    except Exception as error:  # whatever transformers raises
+    except Exception as error:  # noqa: BLE001 - whatever transformers raises
         return "not a case", f"transformers makes no such model: {type(error).__name__}: {error}"
     try:
         plain(model, prompts(9))
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001
         return "not a case", f"transformers itself fails: {type(error).__name__}: {error}"
     try:
         return "works", "; ".join(check(model))
@@ -127,7 +127,7 @@ def in_processes(names: Sequence[str], jobs: int) -> Iterator[tuple[str, str, st
     waiting = list(reversed(names))
     while waiting or running:
         while waiting and len(running) < jobs:
-            name, file = waiting.pop(), tempfile.TemporaryFile("w+")
+            name, file = waiting.pop(), tempfile.TemporaryFile("w+")  # noqa: SIM115
             child = os.fork()
             if child == 0:
                 resource.setrlimit(resource.RLIMIT_CPU, (LIMIT_S, LIMIT_S))
@@ -154,12 +154,13 @@ def main() -> int:
     ends = {}
     for name, end, why in in_processes(asked.types, asked.jobs):
         ends[name] = [end, why]
-        print(f"{name}: {end}{why and ': '}{why}", flush=True)
+        print(f"{name}: {end}{why and ': '}{why}", flush=True)  # noqa: T201
     count = Counter(end for end, _ in ends.values())
-    print(f"transformers {transformers.__version__}:", ", ".join(f"{n} {end}" for end, n in count.most_common()))
+    print(f"transformers {transformers.__version__}:", ", ".join(f"{n} {end}" for end, n in count.most_common()))  # noqa: T201
     if asked.write:
         known = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
-        known[transformers.__version__] = dict(sorted(ends.items()))
+        before = known.get(transformers.__version__, {})
+        known[transformers.__version__] = dict(sorted({**before, **ends}.items()))
         RESULTS.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
     return int(bool(count.keys() - {"works", "refused", "not a case"}))
 

@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 VOCABULARY = 300
 DEPTH = 4
 # kept out of a config that has none by default
 WINDOWS = ("sliding_window", "sliding_window_size", "attention_chunk_size", "window_size", "attention_window_size")
 SIZES: dict[str, Any] = {
-    "vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None, "eod_token_id": 2, "forced_eos_token_id": None,
+    "vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None, "eod_token_id": 2,
+    "forced_eos_token_id": None,
     "sep_token_id": 2, "tie_word_embeddings": False,  # a tied random model says its last token again and again
     # sizes and depths, under all their names
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "embedding_dim", "emb_dim", "embedding_size"), 64),
@@ -41,7 +41,8 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(("moe_shared_expert_intermediate_size", "shared_intermediate_size"), 32),
     **dict.fromkeys(("n_group", "topk_group", "num_expert_group", "n_shared_experts"), 1),
     **dict.fromkeys(("first_k_dense_replace", "num_dense_layers", "decoder_sparse_step"), 1),
-    "is_decoder": True, "zero_expert_num": 2, "moe_num_shared_experts": 1, "num_shared_experts": 1, "router_hidden_size": 16,
+    "is_decoder": True, "zero_expert_num": 2, "moe_num_shared_experts": 1, "num_shared_experts": 1,
+    "router_hidden_size": 16,
     # latent attention and indexers
     "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 20,
     "o_lora_rank": 16, "o_groups": 2, "index_n_heads": 2, "index_head_dim": 16, "index_topk": 8,
@@ -77,14 +78,14 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2},
     },
     "gemma3n_text": GEMMA3N, "gemma4_text": GEMMA4, "gemma4": GEMMA4, "gemma4_unified_text": GEMMA4,
-    "dots3_note": {"per_layer_config": {}},
     "dory": {"n_input_layers": 1, "n_output_layers": 1},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 2},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "longcat_flash": {"head_dim": 8}, "mamba2": {"expand": 1}, "mistral": {"sliding_window": None},
-    "rwkv": {"attention_hidden_size": 64}, "xlstm": {"qk_dim_factor": 1.0}, "reformer": {"axial_pos_embds_dim": [32, 32]}, "xmod": {"default_language": "en_XX"},
+    "rwkv": {"attention_hidden_size": 64}, "xlstm": {"qk_dim_factor": 1.0}, "reformer": {"axial_pos_embds_dim": [32, 32]},
+    "xmod": {"default_language": "en_XX"},
     "qwen4_exp": QWEN4, "qwen4_exp_text": QWEN4, "zaya": {"num_experts_per_tok": 1},
 }  # fmt: skip
 

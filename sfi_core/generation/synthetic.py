@@ -20,10 +20,10 @@ BLOCK = 1024  # random tokens; a longer context repeats them, turned
 class SyntheticPrompt:
     """A batch of random prompts, for timing only; `shared` returns it like prompts that were read.
 
-    Keys, values and the queries of the first selection are standard normal; states are those after two tokens. Pages on the device, `store`, are
-    filled once for all runs: a run overwrites only the decoded tokens of the run before it. A store of two
-    tiers is filled for each run, because decoded tokens overwrite prompt tokens in its ring, and each policy
-    divides the cache in its own way.
+    Keys, values and the queries of the first selection are standard normal; states are those after two tokens.
+    Pages on the device, `store`, are filled once for all runs: a run overwrites only the decoded tokens of the run
+    before it. A store of two tiers is filled for each run, because decoded tokens overwrite prompt tokens in its
+    ring, and each policy divides the cache in its own way.
     """
 
     def __init__(

@@ -2,8 +2,8 @@
 
 Weights are read once for the whole batch, keys and values once for each request. A slow step reads all keys
 and values and 16 bytes of scores for each position and KV head, and copies the new sink and selected rows.
-Layers with a sliding window read their window at every step, and a layer's states are read and written. Left out: activations, the new token's keys and
-values, and time that is not spent on memory.
+Layers with a sliding window read their window at every step, and a layer's states are read and written. Left
+out: activations, the new token's keys and values, and time that is not spent on memory.
 """
 
 from collections.abc import Mapping, Sequence

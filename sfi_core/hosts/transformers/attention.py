@@ -146,13 +146,18 @@ def sfi_mask(*args: Any, config: Any = None, **kwargs: Any) -> torch.Tensor | No
 
     Return None for the full-attention layers of a run: a request's tokens are those in its pages, and a mask
     would take [B, 1, T, T] bytes that nobody reads. For sliding windows and calls outside a run, return
-    `sdpa_mask`'s mask, [B, 1, T, S] bool or None.
+    `sdpa_mask`'s mask, [B, 1, T, S] bool or None; so too for a function of the model's own that is not the causal
+    one on this text, as where Gemma sees all of an image, which `sfi_attention` refuses.
     """
     seam = _seams.get(id(config))
     plain = kwargs.get("mask_function", causal_mask_function) is causal_mask_function
-    if plain and seam is not None and seam.cache is not None:
+    runs = seam is not None and seam.cache is not None
+    if plain and runs:
         return None
     mask: torch.Tensor | None = sdpa_mask(*args, config=config, **kwargs)
+    if runs and mask is not None and kwargs.get("local_size") is None:
+        causal = sdpa_mask(*args, config=config, **{**kwargs, "mask_function": causal_mask_function})
+        return None if causal is not None and torch.equal(mask, causal) else mask
     return mask
 
 

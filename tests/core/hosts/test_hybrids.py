@@ -21,6 +21,7 @@ from tests.architectures import BESIDE, BY_LABEL, RESULTS, padded, prompts, tiny
 from tests.covering import case
 from tests.fakes import RecordingObserver
 from tests.sweep import SMALL, WHOLE, check
+from tests.tiny_models import build
 
 pytestmark = pytest.mark.seam
 # linear attention, Mamba 2, Mamba 2 beside attention, shared keys, and modules that layers share
@@ -129,6 +130,17 @@ def test_random_prompts_stand_in_for_states_too():
 def test_modes_that_move_states_are_refused():
     with slow_fast(tiny("qwen3.5"), None, SMALL), pytest.raises(ConfigError, match="beam search does not run"):
         tiny("qwen3.5").generate(**padded(ROWS), max_new_tokens=3, num_beams=2)
+
+
+def test_an_image_that_is_seen_as_a_whole_is_refused_and_a_text_is_not():
+    model, batch = build("gemma4_unified"), padded(prompts(20))
+    assert model.config.get_text_config().use_bidirectional_attention == "vision"
+    image = torch.zeros(1, 20).long().index_fill(1, torch.arange(5, 9), 1)
+    with slow_fast(model, None, WHOLE), torch.no_grad():
+        tokens = model.generate(**batch, max_new_tokens=4)
+        with pytest.raises(UnsupportedModelError, match="makes a mask of its own, which sfi does not know"):
+            model.generate(**batch, max_new_tokens=4, mm_token_type_ids=image)
+    assert torch.equal(tokens, model.generate(**batch, max_new_tokens=4))
 
 
 def test_a_kind_of_cache_that_sfi_does_not_know_is_refused(monkeypatch):

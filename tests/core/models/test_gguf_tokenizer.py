@@ -1,6 +1,7 @@
 """Tokenizers of the SentencePiece kind, from the metadata of a GGUF file."""
 
 import random
+from itertools import pairwise
 
 import pytest
 
@@ -34,7 +35,7 @@ def sentencepiece(text, facts):
     tokens = facts["tokenizer.ggml.tokens"]
     score = dict(zip(tokens, facts["tokenizer.ggml.scores"], strict=True))
     parts = list(text.replace(" ", "\u2581"))
-    while pairs := [(-score[a + b], i) for i, (a, b) in enumerate(zip(parts, parts[1:])) if a + b in score]:
+    while pairs := [(-score[a + b], i) for i, (a, b) in enumerate(pairwise(parts)) if a + b in score]:
         _, place = min(pairs)
         parts[place : place + 2] = ["".join(parts[place : place + 2])]
     spelled = [[part] if part in score else [f"<0x{byte:02X}>" for byte in part.encode()] for part in parts]
@@ -60,5 +61,5 @@ def test_control_and_user_defined_tokens_are_found_in_a_text():
 
 
 def test_another_kind_is_refused():
-    with pytest.raises(ValueError, match="must be SentencePiece's or byte-level BPE .* got 't5' split as None"):
+    with pytest.raises(ValueError, match=r"must be SentencePiece's or byte-level BPE .* got 't5' split as None"):
         build_tokenizer(metadata(model="t5"))
