@@ -265,8 +265,8 @@ nothing here uses it.
 **GGUF files.** transformers unpacks quantized weights to float32 at every load (smollm2: 7 to 8 s and a peak
 of 1.4 GB on a busy AMD EPYC); `--dtype` picks another type. sfi builds the tokenizer from the file: those of
 SentencePiece (Llama 2, Gemma, Mistral), and byte-level BPE with llama.cpp's splits `gpt-2`, `smollm`,
-`llama-bpe` and `qwen2`; any other one must lie beside it as `tokenizer.json`. A file with scaled positions (Llama 3.1 and newer) is refused, because transformers
-drops the scaling; so is a file under torchrun.
+`llama-bpe` and `qwen2`; any other one must lie beside it as `tokenizer.json`. A file with scaled positions
+(Llama 3.1 and newer) is refused, because transformers drops the scaling; so is a file under torchrun.
 
 ## Tested
 

@@ -15,7 +15,7 @@ DEPTH = 4
 WINDOWS = ("sliding_window", "sliding_window_size", "attention_chunk_size", "window_size", "attention_window_size")
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None, "eod_token_id": 2,
-    "forced_eos_token_id": None,
+    "forced_eos_token_id": None, "unpadded_vocab_size": VOCABULARY,
     "sep_token_id": 2, "tie_word_embeddings": False,  # a tied random model says its last token again and again
     # sizes and depths, under all their names
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "embedding_dim", "emb_dim", "embedding_size"), 64),
@@ -83,9 +83,12 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 2},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "minimax_m3_vl_text": {
+        "layer_types": ["full_attention", "minimax_m3_sparse"] * 2, "mlp_layer_types": ["dense"] * 4, "index_n_heads": 2,
+    },
     "longcat_flash": {"head_dim": 8}, "mamba2": {"expand": 1}, "mistral": {"sliding_window": None},
-    "rwkv": {"attention_hidden_size": 64}, "xlstm": {"qk_dim_factor": 1.0}, "reformer": {"axial_pos_embds_dim": [32, 32]},
-    "xmod": {"default_language": "en_XX"},
+    "rwkv": {"attention_hidden_size": 64}, "xlstm": {"qk_dim_factor": 1.0},
+    "reformer": {"axial_pos_embds_dim": [32, 32]}, "xmod": {"default_language": "en_XX"},
     "qwen4_exp": QWEN4, "qwen4_exp_text": QWEN4, "zaya": {"num_experts_per_tok": 1},
 }  # fmt: skip
 

@@ -65,11 +65,12 @@ class StateChecks:
         last = model.config.get_text_config(decoder=True).vocab_size - 1
         far = torch.finfo(model.dtype).eps ** 0.5  # relative: well above rounding
         ids_1T = torch.linspace(0, last, 8, device=model.device).long()[None]
+        ways: list[list[tuple[torch.Tensor, torch.Tensor | None]]]
         if asked == PADDING:
             mask_1T = (torch.arange(8, device=model.device) >= 6).long()[None]  # noqa: PLR2004
             ways = [[(ids_1T[:, 6:], None)], [(ids_1T, mask_1T)]]
         else:
-            ways = [[(part, None) for part in ids_1T.split(sizes, 1)] for sizes in EQUAL[asked]]
+            ways = [[(part, None) for part in torch.split(ids_1T, list(sizes), 1)] for sizes in EQUAL[asked]]
         caches = [SfiCache(model, None, None, frozenset()) for _ in ways]
         for cache, passes in zip(caches, ways, strict=True):
             probe(model, cache, *passes)
