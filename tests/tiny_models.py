@@ -84,7 +84,8 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "minimax_m3_vl_text": {
-        "layer_types": ["full_attention", "minimax_m3_sparse"] * 2, "mlp_layer_types": ["dense"] * 4, "index_n_heads": 2,
+        "layer_types": ["full_attention", "minimax_m3_sparse"] * 2, "mlp_layer_types": ["dense"] * 4,
+        "index_n_heads": 2,
     },
     "longcat_flash": {"head_dim": 8}, "mamba2": {"expand": 1}, "mistral": {"sliding_window": None},
     "rwkv": {"attention_hidden_size": 64}, "xlstm": {"qk_dim_factor": 1.0},

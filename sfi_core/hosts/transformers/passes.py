@@ -10,7 +10,6 @@ from sfi_core.engine.run import Run
 from sfi_core.errors import ConfigError
 from sfi_core.hosts.transformers.cache import SfiCache
 from sfi_core.hosts.transformers.checks import prompt_tokens
-from sfi_core.hosts.transformers.state_checks import StateChecks
 from sfi_core.models.describe import describe_model
 from sfi_core.observers.events import PromptEvent, RunEvent
 
@@ -47,12 +46,11 @@ def reads_prompt(cache: SfiCache, new: int) -> bool:
     return cache.seen == 0 or cache.seen + new <= (cache.prompt_length or new) or new > 1
 
 
-def begin_prompt(
-    run: Run, cache: SfiCache, ids: torch.Tensor | None, size: torch.Size, mask: Any, checks: StateChecks
-) -> None:
+def begin_prompt(run: Run, cache: SfiCache, ids: torch.Tensor | None, size: torch.Size, mask: Any, checks: Any) -> None:
     """Enter a pass over a piece of the prompts, of `size` requests and padded tokens.
 
-    `ids` are None for embeddings; `mask` is transformers' attention mask, None without padding.
+    `ids` are None for embeddings; `mask` is transformers' attention mask, None without padding; `checks` are the
+    session's `StateChecks`.
     """
     batch, new = size
     final = cache.seen + new >= (cache.prompt_length or new)

@@ -56,8 +56,10 @@ def test_an_audited_step_leaves_no_mark_on_states_and_keys(label):
 
 @pytest.mark.parametrize("label", ["qwen3.5", "lfm2", "gemma-4"])
 def test_a_rejected_draft_leaves_the_states(label):
-    lossless = decoded(label, ROWS, engine=EngineOptions(lossless=True))
-    dense = decoded(label, ROWS, policy="full-kv")
+    config = SMALL.replace(draft={"max_tokens": 4, "adaptive": False})
+    options = {"config": config, "max_new_tokens": 24}
+    lossless = decoded(label, ROWS, policy="streaming-llm", engine=EngineOptions(lossless=True), **options)
+    dense = decoded(label, ROWS, policy="full-kv", **options)
     assert [r.token_ids for r in lossless.requests] == [r.token_ids for r in dense.requests]
     counts = [request.lossless for request in lossless.requests]
     assert 0 < sum(one.accepted for one in counts) < sum(one.drafted for one in counts)
