@@ -131,11 +131,8 @@ class SfiLayer(CacheLayerMixin):
         raise UnsupportedModelError(f"{self.model} copies layer {self.index} of its cache, which sfi does not know")
 
 
-class SfiStateLayer(LinearAttentionLayer, SfiLayer):
+class SfiStateLayer(SfiLayer, LinearAttentionLayer):
     """A layer that attends to everything and has states as well, which stay transformers' own."""
-
-    is_compileable = False
-    is_croppable = False
 
     def __init__(self, index: int, model: str, number_of_states: int) -> None:
         SfiLayer.__init__(self, index, model)
@@ -144,14 +141,6 @@ class SfiStateLayer(LinearAttentionLayer, SfiLayer):
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         """Begin with keys and values, or with a state: transformers names the states' arguments only."""
         (SfiLayer if args else LinearAttentionLayer).lazy_initialization(self, *args, **kwargs)
-
-    def reset(self) -> None:
-        """Refuse, as every layer of a run."""
-        SfiLayer.reset(self)
-
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Refuse, as every layer of a run."""
-        SfiLayer.reorder_cache(self, beam_idx)
 
 
 def _ours(index: int, layer: Any, model: str) -> Any:
