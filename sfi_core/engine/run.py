@@ -177,6 +177,11 @@ class Run:
                 self.batch_pass.count,
             )
 
+    def lend(self, owner: int, reader: int) -> None:
+        """Let a layer read the keys and values of another one; its selections are its own."""
+        self.store.layers.owners[reader] = owner
+        self.layers.add(reader)
+
     def tell(self, layer: Any, query_BHGTD: torch.Tensor, out_BHGTE: torch.Tensor) -> None:
         """Show the watchers the queries and outputs of an `engine.layer.Layer`."""
         batch_pass = self.batch_pass

@@ -10,6 +10,7 @@ from sfi_core.engine.loop import left_pad
 from sfi_core.engine.prompt_queries import PromptQueries
 from sfi_core.engine.shared_prompt import SharedPrompt
 from sfi_core.generation.prompts import check_lengths, encode
+from sfi_core.hosts.transformers.cache import SfiLayer
 from sfi_core.hosts.transformers.decoder import Decoder
 from sfi_core.hosts.transformers.slow_fast import slow_fast
 from sfi_core.models.memory_need import check_fits
@@ -62,7 +63,7 @@ def read_prompt(
             capacity=capacity,
             store=session.run.store,
             layers=keeper.layers,
-            others={index: layer for index, layer in others if index not in keeper.layers},
+            others={index: layer for index, layer in others if type(layer) is not SfiLayer},
             logits_BV=logits_BV,
             ids_BT=ids_BT,
             window=window,

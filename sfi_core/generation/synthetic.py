@@ -7,7 +7,9 @@ import torch
 
 from sfi_core.engine.prompt_queries import PromptLayer
 from sfi_core.engine.shared_prompt import SharedPrompt
+from sfi_core.hosts.transformers.own_layers import take_states
 from sfi_core.hosts.transformers.session import Session
+from sfi_core.hosts.transformers.shapes import cached_layers
 from sfi_core.state.kv_store import KVStore
 from sfi_core.state.layer_shape import LayerShape
 from sfi_core.state.two_tier import TwoTierStore
@@ -18,10 +20,10 @@ BLOCK = 1024  # random tokens; a longer context repeats them, turned
 class SyntheticPrompt:
     """A batch of random prompts, for timing only; `shared` returns it like prompts that were read.
 
-    Keys, values and the queries of the first selection are standard normal. Pages on the device, `store`, are
-    filled once for all runs: a run overwrites only the decoded tokens of the run before it. A store of two
-    tiers is filled for each run, because decoded tokens overwrite prompt tokens in its ring, and each policy
-    divides the cache in its own way.
+    Keys, values and the queries of the first selection are standard normal; states are those after two tokens.
+    Pages on the device, `store`, are filled once for all runs: a run overwrites only the decoded tokens of the run
+    before it. A store of two tiers is filled for each run, because decoded tokens overwrite prompt tokens in its
+    ring, and each policy divides the cache in its own way.
     """
 
     def __init__(
@@ -42,13 +44,20 @@ class SyntheticPrompt:
             self.store = self._filled(session, shapes)
         layers, others = {}, {}
         hosted = session.cache().layers
+        read = hosted
+        if any(shape.state_bytes for shape in shapes):
+            with session.planned():
+                read = cached_layers(model, len(self.contexts))
         for index, shape in enumerate(shapes):
             if shape.window is None:
                 query = self._queries(session, index, shape)
                 layers[index] = PromptLayer({"scale": shape.key_width**-0.5}, query)
-            else:
+            elif shape.window and shape.owner is None:
                 others[index] = hosted[index]
                 fill_sliding(hosted[index], *self.block(model, index, shape), max(self.contexts))
+            if shape.state_bytes:
+                others[index] = hosted[index]
+                take_states(hosted[index], read[index])
         text = model.config.get_text_config(decoder=True)
         logits_BV = torch.zeros(len(self.contexts), text.vocab_size, device=model.device)
         return SharedPrompt(
@@ -85,10 +94,9 @@ class SyntheticPrompt:
         generated = self.capacity - max(self.contexts)
         store = session.store(len(self.contexts), self.capacity, generated)
         device = session.model.device
-        self._layers = [index for index, shape in enumerate(shapes) if shape.window is None]
-        for index, shape in enumerate(shapes):
-            if shape.window is not None:
-                continue
+        store.layers.owners = {index: shape.owner for index, shape in enumerate(shapes) if shape.owner is not None}
+        self._layers = [i for i, shape in enumerate(shapes) if shape.window is None and shape.owner is None]
+        for index, shape in ((index, shapes[index]) for index in self._layers):
             key, value = self.block(session.model, index, shape)
             for start in range(0, max(self.contexts), BLOCK):
                 count = [max(0, min(BLOCK, length - start)) for length in self.contexts]

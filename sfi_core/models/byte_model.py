@@ -2,8 +2,8 @@
 
 Weights are read once for the whole batch, keys and values once for each request. A slow step reads all keys
 and values and 16 bytes of scores for each position and KV head, and copies the new sink and selected rows.
-Layers with a sliding window read their window at every step. Left out: activations, the new token's keys and
-values, and time that is not spent on memory.
+Layers with a sliding window read their window at every step, and a layer's states are read and written. Left
+out: activations, the new token's keys and values, and time that is not spent on memory.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,6 +18,7 @@ from sfi_core.settings.config import SfiConfig
 # bytes of a position and KV head: evidence, prior and scores of a fused Selector, in float32
 SCORE_BYTES = 16
 COPIED = 2  # a gathered row is read and written
+STATED = 2  # and so is a state
 
 Count = npt.NDArray[Any] | float
 
@@ -29,7 +30,7 @@ class ByteModel:
     The `batch` shares `weight_bytes`, the weights that a step reads; slow and fast requests run in one
     launch. `row_bytes` are a token's keys and values in the `layers` that SFI acts on, which have `heads` KV
     heads together; `dense_row_bytes` those in the `dense_layers` that are left dense. `windows` has window
-    and row bytes of each sliding-window layer.
+    and row bytes of each sliding-window layer, `state_bytes` are those of all layers' states.
     """
 
     weight_bytes: float
@@ -40,6 +41,7 @@ class ByteModel:
     dense_row_bytes: int = 0
     dense_layers: int = 0
     windows: tuple[tuple[int, int], ...] = ()
+    state_bytes: int = 0
 
     @classmethod
     def of(cls, model: Mapping[str, Any], *, dense_layers: Sequence[int] = (), batch: int = 1) -> Self:
@@ -61,6 +63,7 @@ class ByteModel:
             windows=tuple(
                 (layer["window"], _row_bytes(layer)) for layer in model["layers"] if layer["window"] is not None
             ),
+            state_bytes=sum(layer.get("state_bytes", 0) for layer in model["layers"]),
         )
 
     def dense(self, length: Count) -> Count:
@@ -107,9 +110,9 @@ class ByteModel:
         return SCORE_BYTES * self.heads * length + COPIED * self.row_bytes * packed
 
     def _shared(self, length: Count) -> Count:
-        # weights, layers left dense and sliding windows: the same for slow and fast steps
+        # weights, layers left dense, sliding windows and states: the same for slow and fast steps
         windows = sum(row * np.minimum(window, length) for window, row in self.windows)
-        return self.weight_bytes / self.batch + self.dense_row_bytes * length + windows
+        return self.weight_bytes / self.batch + self.dense_row_bytes * length + windows + STATED * self.state_bytes
 
 
 def fast_tokens(config: SfiConfig, selected: int, slow_rate: float) -> float:

@@ -14,8 +14,8 @@ def describe_model(model: Any, shapes: Sequence[LayerShape]) -> dict[str, Any]:
 
     `weight_bytes` are the weights that one token reads: without the rows of the input embedding that belong
     to other tokens, and with the active experts of a mixture only. `layers` has each layer's heads, widths,
-    bytes of a number, and window. Of a model that is split over ranks, heads and bytes are this rank's, and
-    `tensor_parallel` names the rank.
+    bytes of a number, and window; a layer with states their bytes, one that reads another's keys its `owner`. Of a
+    model that is split over ranks, heads and bytes are this rank's, and `tensor_parallel` names the rank.
     """
     config, ranks = model.config.get_text_config(decoder=True), ranks_of(model)
     name = config.name_or_path or model.config.name_or_path
@@ -30,6 +30,7 @@ def describe_model(model: Any, shapes: Sequence[LayerShape]) -> dict[str, Any]:
             {
                 "layer": layer, "heads": shape.heads, "key_width": shape.key_width,
                 "value_width": shape.value_width, "itemsize": shape.itemsize, "window": shape.window,
+                **{name: value for name in ("state_bytes", "owner") if (value := getattr(shape, name))},
             }
             for layer, shape in enumerate(shapes)
         ],

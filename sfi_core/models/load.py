@@ -15,7 +15,8 @@ from sfi_core.distributed import torchrun
 from sfi_core.distributed.ranks import join, mesh
 from sfi_core.errors import BackendError, ConfigError, InputError, UnsupportedModelError, unknown
 from sfi_core.models.digest import source_digest
-from sfi_core.models.gguf_file import DTYPE, build_tokenizer, check_positions, read_metadata
+from sfi_core.models.gguf_file import DTYPE, check_positions, read_metadata
+from sfi_core.models.gguf_tokenizer import build_tokenizer
 from sfi_core.models.source import Source, find_source
 from sfi_core.models.tensor_parallel import parallel_options
 
@@ -83,6 +84,7 @@ def load(
         if split:
             split["device_mesh"] = mesh(where)
         with together.agreed(), _readable(source.name):
+            tokenizer = _tokenizer(source, **common)  # before the weights, which take longer
             loaded, info = transformers.AutoModelForCausalLM.from_pretrained(
                 source.place,
                 config=config,
@@ -93,7 +95,6 @@ def load(
                 **common,
                 **split,
             )
-            tokenizer = _tokenizer(source, **common)
             _check_complete(source.name, info)
     loaded.config.name_or_path = source.name  # transformers has the folder of a GGUF file
     loaded.sfi_origin = (source, revision)  # for `model_digest`

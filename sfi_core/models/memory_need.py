@@ -21,7 +21,7 @@ FLOAT32 = 4
 # indices, softmax and sums of top_p; or score, random bits twice and noise, the last three of 8 bytes each
 PICKING = 32
 COMPARING = 6 * FLOAT32  # both distributions, their logarithms, and the terms of the divergence
-HELD = 2  # sliding windows: the one after the last verified token, and the drafts' own
+HELD = 2  # sliding windows and states: the one after the last verified token, and the drafts' own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +71,7 @@ class Forecast:
         norm_bytes: Key norms.
         packed_bytes: Packed segments.
         summary_bytes: The policy's summaries of keys, such as page summaries or codes.
-        sliding_bytes: transformers' own cache of sliding-window layers.
+        sliding_bytes: transformers' own cache: sliding windows and states.
         workspace_bytes: The largest transient: the prompt's activations, or the Selector's tensors with the
             evidence that waits for it.
         graph_bytes: Held by CUDA graphs, a step's transients included, also while prompts are read.
@@ -130,7 +130,7 @@ def forecast(
     """
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
     managed = [layer for layer in layers if layer.window is None]
-    sliding = [layer for layer in layers if layer.window is not None]
+    sliding = [layer for layer in layers if layer.window]
     packing = [layer for index, layer in enumerate(layers) if index not in unpacked]
     rows = config.sink + (min(config.budget, capacity) if selects else 0)
     chunk = min(prefill_chunk or prompt_tokens, prompt_tokens)
@@ -146,14 +146,14 @@ def forecast(
     reading = _activation_bytes(model, managed, batch, chunk)
     reading += _mask_bytes(sliding, batch, chunk, prompt_tokens)
     slack = CPU_SLACK if model.device.type == "cpu" else 1
-    window_bytes = sum(layer.row_bytes * min(layer.window or 0, capacity) for layer in sliding)
+    own_bytes = sum(layer.kept_bytes * min(layer.window or 0, capacity) + layer.state_bytes for layer in layers)
     return Forecast(
         resident_bytes=resident_bytes(model.device),
-        kv_bytes=sum(layer.row_bytes for layer in managed) * batch * capacity,
-        norm_bytes=sum(layer.heads for layer in managed) * FLOAT32 * batch * capacity,
+        kv_bytes=sum(layer.kept_bytes for layer in managed) * batch * capacity,
+        norm_bytes=sum(layer.heads for layer in managed if layer.owner is None) * FLOAT32 * batch * capacity,
         packed_bytes=sum(layer.row_bytes for layer in chosen) * batch * rows * packs,
         summary_bytes=batch * sum(summary(layer, capacity) for layer in managed if summary),
-        sliding_bytes=window_bytes * batch * held,
+        sliding_bytes=own_bytes * batch * held,
         workspace_bytes=max(reading, first, later, verifying) * slack + kept,
         graph_bytes=graph_bytes(
             chosen, config, selects=selects, batch=batch, capacity=capacity, vocabulary=vocabulary,
@@ -167,7 +167,8 @@ def forecast(
 def _activation_bytes(model: Any, layers: Sequence[LayerShape], batch: int, chunk: int) -> int:
     config, split = model.config.get_text_config(decoder=True), ranks_of(model).size
     hidden, itemsize = config.hidden_size, layers[0].itemsize
-    inner = (getattr(config, "intermediate_size", None) or 4 * hidden) // split
+    inner = getattr(config, "intermediate_size", None) or 4 * hidden
+    inner = (max(inner) if isinstance(inner, list) else inner) // split
     heads = config.num_attention_heads // split
     widest = max(layer.key_width for layer in layers), max(layer.value_width for layer in layers)
     # residual and normed stream beside the gate, up, activated and multiplied rows of the MLP

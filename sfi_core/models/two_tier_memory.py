@@ -44,7 +44,7 @@ def two_tier_bytes(
     summary: Callable[[LayerShape, int], int] | None = None,
     resident: Callable[[int, int], Sequence[int]] | None = None,
 ) -> TwoTierBytes:
-    """Add up the bytes of a two-tier KV cache; layers with a sliding window are left out.
+    """Add up the bytes of a two-tier KV cache; layers of windows or states alone are left out.
 
     Layers left dense have no packed segment and no notes. A `page` and the `longest_recent` window of a step
     are in tokens, as is the `capacity` of a request. `selects` says whether the policy selects at all;
@@ -56,13 +56,14 @@ def two_tier_bytes(
     ring = min(ring_pages(longest_recent, page), pages) * page
     rows = config.sink + (min(config.budget, pages * page) if selects else 0)
     packed = [_packed_bytes(layer, rows) for layer in sparse]
+    own = {index: layer for index, layer in full.items() if layer.owner is None}
     kept = sum(
         layer.row_bytes // layer.heads * len(resident(index, layer.heads)) if resident else 0
-        for index, layer in full.items()
+        for index, layer in own.items()
     )
     noted = (_note_bytes(layer, config, capacity, summary) for layer in sparse)
-    row_bytes = [layer.row_bytes for layer in full.values()]
-    norm_bytes = FLOAT32 * sum(layer.heads for layer in full.values())
+    row_bytes = [layer.row_bytes for layer in own.values()]
+    norm_bytes = FLOAT32 * sum(layer.heads for layer in own.values())
     room = batch * pages * page
     parts = {
         "ring": batch * ring * (sum(row_bytes) + norm_bytes),

@@ -54,9 +54,9 @@ class KVCache(PagedView):
     def copy(self) -> "KVCache":
         """See `KVStore`."""
         other = copy.copy(self)
-        other.layers = {
-            layer: LayerPages(*(tensor.clone() for tensor in pages.tensors)) for layer, pages in self.layers.items()
-        }
+        other.layers = self.layers.like(
+            (layer, LayerPages(*(tensor.clone() for tensor in pages.tensors))) for layer, pages in self.layers.items()
+        )
         return other
 
     def row(self, row: int) -> "KVCache":
@@ -65,10 +65,10 @@ class KVCache(PagedView):
         one = copy.copy(self)
         one.batch = 1
         one.block_table_BP = self.block_table_BP[:1]  # `one.layers` begin with its pages
-        one.layers = {
-            layer: LayerPages(*(tensor[first : first + count] for tensor in pages.tensors))
+        one.layers = self.layers.like(
+            (layer, LayerPages(*(tensor[first : first + count] for tensor in pages.tensors)))
             for layer, pages in self.layers.items()
-        }
+        )
         return one
 
     def grow(self, capacity: int) -> None:

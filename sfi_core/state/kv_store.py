@@ -1,12 +1,12 @@
 """The interface of KV stores."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
-from sfi_core.state.layer_pages import LayerPages
+from sfi_core.state.layer_pages import LayerPages, LayerTable
 from sfi_core.state.packed_segment import PackedSegment
 from sfi_core.state.side_stream import Job
 
@@ -39,7 +39,7 @@ class KVStore(Protocol):
     backend: str
     page_size: int
     block_table_BP: torch.Tensor
-    layers: Mapping[int, Any]
+    layers: LayerTable[Any]
     whole_on_device: bool
 
     @property

@@ -1,9 +1,32 @@
-"""The pages of one layer: keys, values and the norms of the keys."""
+"""The pages of one layer: keys, values and the norms of the keys; and the table of all layers."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Self, TypeVar
 
 import torch
+
+T = TypeVar("T")
+
+
+class LayerTable(dict[int, T]):
+    """What a store keeps, by layer; a layer that reads another's keys finds what the other one has.
+
+    `owners` has the other layer of each such layer, which has no place of its own.
+    """
+
+    def __init__(self, kept: Iterable[tuple[int, T]] = (), owners: dict[int, int] | None = None) -> None:
+        """Begin with what is kept already."""
+        super().__init__(kept)
+        self.owners = {} if owners is None else owners
+
+    def __missing__(self, layer: int) -> T:
+        """Return what the layer's owner has."""
+        return self[self.owners[layer]]
+
+    def like(self, kept: Iterable[tuple[int, T]]) -> Self:
+        """Return a table of the same layers with other contents."""
+        return type(self)(kept, self.owners)
 
 
 @dataclass(slots=True)

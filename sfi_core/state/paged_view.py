@@ -16,7 +16,7 @@ from typing import Self
 import torch
 
 from sfi_core.state.kv_store import KVStore
-from sfi_core.state.layer_pages import LayerPages, tokens_of
+from sfi_core.state.layer_pages import LayerPages, LayerTable, tokens_of
 from sfi_core.state.packed_segment import PackedSegment
 from sfi_kernels.pack import pack
 from sfi_kernels.pages import read_pages
@@ -31,7 +31,7 @@ class PagedView(KVStore):
         """View the pages of a block table."""
         self.batch, self.backend = len(block_table_BP), backend
         self.page_size, self.block_table_BP = page_size, block_table_BP
-        self.layers: dict[int, LayerPages] = {}
+        self.layers: LayerTable[LayerPages] = LayerTable()
 
     def pages(self, layer: int) -> LayerPages:
         """See `KVStore`."""

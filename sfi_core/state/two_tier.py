@@ -20,7 +20,7 @@ import torch
 from sfi_core.errors import ConfigError
 from sfi_core.state.host_stream import HostStream, RecallScratch, block_tokens
 from sfi_core.state.kv_store import KVStore, Recall
-from sfi_core.state.layer_pages import LayerPages, join_blocks, tokens_of
+from sfi_core.state.layer_pages import LayerPages, LayerTable, join_blocks, tokens_of
 from sfi_core.state.layer_tiers import LayerTiers
 from sfi_core.state.packed_segment import PackedSegment
 from sfi_core.state.side_stream import Job, SideStream
@@ -63,7 +63,7 @@ class TwoTierStore(KVStore):
         self.block_table_BP = (row_B1 * self.ring_pages + page_P % self.ring_pages).int()
         self.host_table_BP = (row_B1 * self.pages_per_request + page_P).int()
         self.side = side or SideStream()
-        self.layers: dict[int, LayerTiers] = {}
+        self.layers: LayerTable[LayerTiers] = LayerTable()
         self._resident = resident
         # kept because PyTorch's allocator would reuse tensors that only another stream still reads
         self._recalling: dict[int, Job] = {}
@@ -214,7 +214,7 @@ class TwoTierStore(KVStore):
         self.side.join()
         other = copy.copy(self)
         other.block_table_BP = self.block_table_BP.clone()
-        other.layers = {layer: tiers.copy() for layer, tiers in self.layers.items()}
+        other.layers = self.layers.like((layer, tiers.copy()) for layer, tiers in self.layers.items())
         other.stream = HostStream(self.side, self.stream.block, self.stream.device)
         own = {"_end": list(self._end), "_recalling": {}, "_scratch": RecallScratch(self.side)}
         other.__dict__.update(own)
@@ -227,9 +227,9 @@ class TwoTierStore(KVStore):
         one.batch = 1
         one.__dict__.update(_end=[0])
         one.block_table_BP, one.host_table_BP = self.block_table_BP[:1], self.host_table_BP[:1]
-        one.layers = {
-            layer: tiers.row(row, self.ring_pages, self.pages_per_request) for layer, tiers in self.layers.items()
-        }
+        one.layers = self.layers.like(
+            (layer, tiers.row(row, self.ring_pages, self.pages_per_request)) for layer, tiers in self.layers.items()
+        )
         return one
 
     def _allocate(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> LayerTiers:

@@ -26,7 +26,7 @@ from tests.traces.made import overlap
 from tests.traces.small import rows
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "import_dsa.py"
-PROMPT, NEW, TOP = 40, 24, 12
+PROMPT, NEW, TOP, LAYERS = 40, 24, 12, 4
 
 
 @cache
@@ -43,13 +43,17 @@ def recorded(label: str, path: Path) -> tuple[Trace, dict[str, np.ndarray]]:
 
 def test_deepseek_s_own_indexer_is_imported_and_replayed(tmp_path):
     trace, arrays = recorded("deepseek-v3.2", tmp_path / "a.npz")
-    assert arrays["positions"].shape == (NEW, 2, 8)
+    assert arrays["positions"].shape == (NEW, LAYERS, 8)
     assert check(trace)["problems"] == []
-    sets = {(step, layer): set(arrays["positions"][step, layer].tolist()) for step in range(NEW) for layer in range(2)}
+    sets = {
+        (step, layer): set(arrays["positions"][step, layer].tolist()) for step in range(NEW) for layer in range(LAYERS)
+    }
     found = {(row["step"], row["layer"]): row for row in rows(trace, "supports")}
     assert {place: set(row["positions"]) for place, row in found.items()} == sets
     shared = [
-        overlap(list(sets[step - 1, layer]), list(sets[step, layer])) for step in range(1, NEW) for layer in range(2)
+        overlap(list(sets[step - 1, layer]), list(sets[step, layer]))
+        for step in range(1, NEW)
+        for layer in range(LAYERS)
     ]
     assert summarize(trace)["stability"]["within"]["mean"] == pytest.approx(np.mean(shared))
     loaded = Supports.load(trace)
@@ -57,7 +61,7 @@ def test_deepseek_s_own_indexer_is_imported_and_replayed(tmp_path):
         recall = [
             len(sets[step, layer] & sets[step - step % every, layer]) / 8
             for step in range(NEW)
-            for layer in range(2)
+            for layer in range(LAYERS)
             if step % every
         ]
         reasons = ["" if step % every else "stride" for step in range(NEW)]
@@ -68,12 +72,11 @@ def test_minimax_s_blocks_are_imported_head_by_head(tmp_path):
     model = tiny("minimax-m3")
     block_size = next(iter(example()["indexers"](model).values())).block_size
     trace, arrays = recorded("minimax-m3", tmp_path / "a.npz")
-    assert arrays["layers"].tolist() == [1]
+    assert arrays["layers"].tolist() == [1, 3]
     assert check(trace)["problems"] == []
     for row in rows(trace, "supports"):
-        own = arrays["blocks"][row["step"], 0, row["head"]]
+        own = arrays["blocks"][row["step"], [1, 3].index(row["layer"]), row["head"]]
         length = PROMPT + row["step"]
-        assert row["layer"] == 1
         assert row["positions"] == [p for p in range(length) if p // block_size in own]
     assert {row["head"] for row in rows(trace, "supports")} == {0, 1}
 

@@ -15,7 +15,7 @@ from transformers.masking_utils import AttentionMaskInterface, causal_mask_funct
 from sfi_core.distributed.ranks import local
 from sfi_core.engine.backends.registry import attend
 from sfi_core.errors import UnsupportedModelError
-from sfi_core.hosts.transformers.cache import Seam, SfiLayer
+from sfi_core.hosts.transformers.cache import Seam
 from sfi_core.hosts.transformers.checks import check_supported
 from sfi_core.machine.private import attention_implementation
 from sfi_kernels.partial_attention import combine, partial_attention
@@ -45,10 +45,11 @@ def sfi_attention(
     """
     seam: Seam | None = getattr(module, "sfi_seam", None)
     cache = None if seam is None else seam.cache
-    layer = cache.layers[module.layer_idx] if cache is not None else None
-    layer = layer if isinstance(layer, SfiLayer) else None
-    _refuse_unknown(module, kwargs, managed=layer is not None)
-    ragged = cache.ragged if cache is not None and layer is not None else None
+    managed = None if cache is None else cache.attending(module)
+    _refuse_unknown(module, kwargs, managed=managed is not None)
+    if managed is not None and attention_mask is not None:
+        raise UnsupportedModelError(f"{type(module).__name__} makes a mask of its own, which sfi does not know")
+    ragged = cache.ragged if cache is not None and managed is not None else None
     if ragged is not None:
         query, key, value = map(ragged.spread, (query, key, value))
     B, heads, T, D = query.shape
@@ -60,9 +61,10 @@ def sfi_attention(
         "soft_cap": kwargs.get("softcap"),
         "sink_HG": None if sinks is None else sinks.reshape(H, heads // H),
     }
-    if layer is not None:
-        run = layer.store(key, value)
-        out = attend(run, layer.index, query_BHGTD, scale=scale, new=(key, value), **options)
+    if managed is not None:
+        index, layer = managed
+        run = layer.store(key, value, index)
+        out = attend(run, index, query_BHGTD, scale=scale, new=(key, value), **options)
     elif options["soft_cap"] is None and sinks is None:
         plain: tuple[torch.Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling,
@@ -144,13 +146,18 @@ def sfi_mask(*args: Any, config: Any = None, **kwargs: Any) -> torch.Tensor | No
 
     Return None for the full-attention layers of a run: a request's tokens are those in its pages, and a mask
     would take [B, 1, T, T] bytes that nobody reads. For sliding windows and calls outside a run, return
-    `sdpa_mask`'s mask, [B, 1, T, S] bool or None.
+    `sdpa_mask`'s mask, [B, 1, T, S] bool or None; so too for a function of the model's own that is not the causal
+    one on this text, as where Gemma sees all of an image, which `sfi_attention` refuses.
     """
     seam = _seams.get(id(config))
     plain = kwargs.get("mask_function", causal_mask_function) is causal_mask_function
-    if plain and seam is not None and seam.cache is not None:
+    runs = seam is not None and seam.cache is not None
+    if plain and runs:
         return None
     mask: torch.Tensor | None = sdpa_mask(*args, config=config, **kwargs)
+    if runs and mask is not None and kwargs.get("local_size") is None:
+        causal = sdpa_mask(*args, config=config, **{**kwargs, "mask_function": causal_mask_function})
+        return None if causal is not None and torch.equal(mask, causal) else mask
     return mask
 
 

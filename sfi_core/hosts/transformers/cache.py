@@ -6,10 +6,18 @@ from typing import Any, Self
 
 import torch
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicCache,
+    DynamicLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionLayer,
+)
 
 from sfi_core.engine.run import Run
 from sfi_core.errors import UnsupportedModelError
+from sfi_core.hosts.transformers.own_layers import of_own_kind, seat_states, seat_window, taken
 from sfi_kernels.step_descriptor import sent
 
 
@@ -55,10 +63,10 @@ class SfiLayer(CacheLayerMixin):
     is_croppable = False
     is_sliding = False
 
-    def __init__(self, index: int) -> None:
+    def __init__(self, index: int, model: str = "") -> None:
         super().__init__()
-        self.index = index
-        self.seen = 0
+        self.index, self.model = index, model
+        self.seen = self.before = 0
         self.run: Run | None = None
         self.pending = False
 
@@ -85,10 +93,15 @@ class SfiLayer(CacheLayerMixin):
         """Begin with `seen` padded tokens that the run's pages hold already."""
         self.seen, self.is_initialized = seen, True
 
-    def store(self, key_BHTD: torch.Tensor, value_BHTE: torch.Tensor) -> Run:
-        """Store the attention's keys and values in the run's pages, once `update` has seen them."""
-        if self.run is None or not self.pending:
-            raise UnsupportedModelError(f"layer {self.index} attends without updating its cache")
+    def store(self, key_BHTD: torch.Tensor, value_BHTE: torch.Tensor, index: int) -> Run:
+        """Store the attention's keys and values in the run's pages, once `update` has seen them.
+
+        `index` is the layer that attends; another one than this reads what this one has stored.
+        """
+        assert self.run is not None, "`update` has seen it"
+        if index != self.index:
+            self.run.lend(self.index, index)
+            return self.run
         self.pending = False
         self.run.append(self.index, key_BHTD, value_BHTE)
         return self.run
@@ -113,9 +126,34 @@ class SfiLayer(CacheLayerMixin):
         """Refuse: beam search would move a request's state."""
         raise UnsupportedModelError("beam search does not run under sfi; use num_beams=1")
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Refuse: a model would add layers to the cache, as a Dory does for the layers that it loops over."""
+        raise UnsupportedModelError(f"{self.model} copies layer {self.index} of its cache, which sfi does not know")
+
+
+class SfiStateLayer(SfiLayer, LinearAttentionLayer):
+    """A layer that attends to everything and has states as well, which stay transformers' own."""
+
+    def __init__(self, index: int, model: str, number_of_states: int) -> None:
+        SfiLayer.__init__(self, index, model)
+        LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Begin with keys and values, or with a state: transformers names the states' arguments only."""
+        (SfiLayer if args else LinearAttentionLayer).lazy_initialization(self, *args, **kwargs)
+
+
+def _ours(index: int, layer: Any, model: str) -> Any:
+    # full attention gets a layer of ours; windows, states and layers without a cache stay as they are
+    if type(layer) is DynamicLayer:
+        return SfiLayer(index, model)
+    if type(layer) is LinearAttentionAndFullAttentionLayer:
+        return SfiStateLayer(index, model, layer.number_of_states)
+    return layer
+
 
 class SfiCache(Cache):
-    """transformers' view of a run: `SfiLayer` for full attention, its own layers for sliding windows.
+    """transformers' view of a run: `SfiLayer` for full attention, its own layers for windows and states.
 
     The pages are allocated once for `capacity` tokens a request, when that is known; `prompt_length` are the
     padded tokens of the prompts, when known: a piece that ends before them is not step 0. `stop_ids` end a
@@ -127,12 +165,11 @@ class SfiCache(Cache):
     def __init__(
         self, model: PreTrainedModel, capacity: int | None, prompt_length: int | None, stop_ids: frozenset[int]
     ) -> None:
-        base = DynamicCache(config=model.config.get_text_config(decoder=True))
-        super().__init__(
-            layers=[
-                SfiLayer(index) if type(layer) is DynamicLayer else layer for index, layer in enumerate(base.layers)
-            ]
-        )
+        text, self.name = model.config.get_text_config(decoder=True), type(model).__name__
+        base = enumerate(DynamicCache(config=text).layers)
+        super().__init__(layers=[_ours(index, layer, self.name) for index, layer in base])
+        of_own_kind(self, model)
+        self.owners = owners(text)
         self.capacity, self.prompt_length, self.stop_ids = capacity, prompt_length, stop_ids
         self.requests: int | None = None
         self.generated: int | None = None
@@ -141,8 +178,31 @@ class SfiCache(Cache):
 
     @property
     def managed(self) -> list[SfiLayer]:
-        """The full-attention layers."""
+        """The full-attention layers that have keys of their own."""
         return [layer for layer in self.layers if isinstance(layer, SfiLayer)]
+
+    def attending(self, module: Any) -> tuple[int, SfiLayer] | None:
+        """Return the number of the full-attention layer that a module computes, and the layer with its keys.
+
+        None for transformers' own layers. A module that several layers share (Zamba, HRM) has no number, or one
+        of theirs: its layer has just been updated. Raise `UnsupportedModelError` for a layer whose keys are
+        nowhere, or that attends to them twice.
+        """
+        index = -1 if module.layer_idx is None else module.layer_idx
+        owner = self.owners.get(index, index)
+        layer = self.layers[owner] if 0 <= owner < len(self.layers) else None
+        if owner == index and (layer is None or (isinstance(layer, SfiLayer) and not layer.pending)):
+            layer = next((other for other in self.managed if other.pending), layer)
+            owner = index = index if layer is None else layer.index
+        if not isinstance(layer, CacheLayerMixin):
+            raise UnsupportedModelError(f"{type(module).__name__} of layer {index} attends to keys that no cache has")
+        if not isinstance(layer, SfiLayer):
+            return None
+        if layer.pending == (owner != index):
+            raise UnsupportedModelError(
+                f"{type(module).__name__} of layer {index} attends twice, or to keys of its own"
+            )
+        return index, layer
 
     @property
     def seen(self) -> int:
@@ -158,35 +218,52 @@ class SfiCache(Cache):
         """Give the layers their run for a forward pass."""
         self.run = run
         for layer in self.managed:
-            layer.run = run
+            layer.run, layer.before = run, layer.seen
         return self
 
     def seat(self, row: int, other: Self, width: int) -> None:
         """Give a row to a request that was read alone; the longest now has `width` tokens."""
         for ours, theirs in zip(self.layers, other.layers, strict=True):
+            seat_states(ours, row, theirs)
             if isinstance(ours, SfiLayer):
                 ours.seen = width
-                continue
-            kept = min(width, ours.sliding_window - 1)
-            for name in ("keys", "values"):
-                large, one = (_last(getattr(layer, name), kept) for layer in (ours, theirs))
-                large[row] = one[0]
-                setattr(ours, name, large)
-            ours.cumulative_length = width
+            elif getattr(ours, "is_sliding", False):
+                seat_window(ours, row, theirs, width)
         self.prompt_length = width  # so that what comes next is no piece of a prompt
+
+    def taken(self) -> list[dict[str, Any]]:
+        """Return what the layers hold, for `put_back`."""
+        return [taken(layer.__dict__) for layer in self.layers]
+
+    def put_back(self, held: Sequence[dict[str, Any]]) -> None:
+        """Let the layers hold what they held; `held` may be put back again."""
+        for layer, values in zip(self.layers, held, strict=True):
+            layer.__dict__.update(taken(values))
 
     def detach(self) -> None:
         """Take the run from the layers, which then refuse keys until the next pass.
 
-        Raise `UnsupportedModelError` if keys of the last pass did not reach `sfi_attention`.
+        Raise `UnsupportedModelError` if keys of the last pass did not reach `sfi_attention`, or the cache.
         """
         for layer in self.managed:
             layer.run = None
-        missed = [layer.index for layer in self.managed if layer.pending]
-        if missed:
+        if missed := [layer.index for layer in self.managed if layer.pending]:
             raise UnsupportedModelError(
-                f"layers {missed} do not attend through transformers' attention interface; sfi would not act on them"
+                f"{self.name} has layers {missed} that do not attend through transformers' attention interface"
             )
+        if idle := [layer.index for layer in self.managed if layer.seen == layer.before]:
+            raise UnsupportedModelError(f"{self.name} has layers {idle} that keep no keys in its cache")
+
+
+def owners(text: Any) -> dict[int, int]:
+    """Return the layers of a text config that read another layer's keys, with that layer (Gemma 3n, Gemma 4).
+
+    It is the last of the same kind that has keys of its own.
+    """
+    shared, kinds = getattr(text, "num_kv_shared_layers", None) or 0, getattr(text, "layer_types", None) or []
+    first = len(kinds) - shared
+    own = {kind: index for index, kind in enumerate(kinds[:first])}
+    return {index: own[kinds[index]] for index in range(first, len(kinds)) if kinds[index] in own}
 
 
 @dataclass(slots=True)
@@ -194,8 +271,3 @@ class Seam:
     """Held by the model's attention modules: the sfi cache of the forward pass under way, or None."""
 
     cache: SfiCache | None = None
-
-
-def _last(rows_BHTD: torch.Tensor, count: int) -> torch.Tensor:
-    # a copy of the last tokens, with zeros before them where there are not as many
-    return torch.nn.functional.pad(rows_BHTD, (0, 0, count - rows_BHTD.shape[2], 0))

@@ -4,8 +4,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import transformers
 from transformers import PreTrainedModel
-from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from sfi_core.errors import ConfigError, InputError, UnsupportedModelError
 from sfi_core.hosts.transformers.cache import SfiCache
@@ -32,6 +33,12 @@ REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "custom_generate": ("a custom generate", (None,)),
     "output_attentions": ("reading attention weights", (None, False)),
 }
+
+# caches of layers that sfi knows, by name, since not every release has all of them
+KNOWN = {
+    "DynamicLayer", "DynamicSlidingWindowLayer", "LinearAttentionLayer", "LinearAttentionAndFullAttentionLayer",
+    "LinearAttentionAndSlidingWindowAttentionLayer", "DummyLayer",
+}  # fmt: skip
 
 
 def check_dense_layers(asked: Sequence[int], layers: Sequence[int]) -> None:
@@ -85,7 +92,9 @@ def refuse_modes(settings: Any, kwargs: Mapping[str, Any]) -> None:
 def full_attention_layers(model: PreTrainedModel) -> tuple[int, ...]:
     """Return the layers that SFI acts on; raise `UnsupportedModelError` as `check_supported`."""
     check_supported(model)
-    return tuple(layer.index for layer in SfiCache(model, None, None, frozenset()).managed)
+    cache = SfiCache(model, None, None, frozenset())
+    own = {layer.index for layer in cache.managed}
+    return (*sorted(own), *(index for index, owner in cache.owners.items() if owner in own))
 
 
 def check_supported(model: PreTrainedModel) -> None:
@@ -102,22 +111,23 @@ def check_supported(model: PreTrainedModel) -> None:
             f"{name} is natively sparse: its {indexers[0]} already chooses what a token attends to"
         )
     text = config.get_text_config(decoder=True)
-    if "chunked_attention" in (getattr(text, "layer_types", None) or ()):
-        raise UnsupportedModelError(f"{name} has chunked attention layers, which sfi does not know")
-    # newer releases hold a place for a layer that reads another one's keys, older ones leave it out
-    cached = DynamicCache(config=text).layers
-    layers = [layer for layer in cached if type(layer).__name__ != "DummyLayer"]
-    kinds = {type(layer) for layer in layers}
-    if odd := sorted(kind.__name__ for kind in kinds - {DynamicLayer, DynamicSlidingWindowLayer}):
-        raise UnsupportedModelError(f"{name} has layers that sfi does not know, cached as {odd}")
-    if DynamicLayer not in kinds:
-        sliding = "every layer attends to a sliding window"
-        why = sliding if layers else "its config lists no attention layers"
-        raise UnsupportedModelError(f"{name} leaves nothing for sfi to do: {why}")
-    if shared := text.num_hidden_layers - len(layers):
+    try:
+        layers = DynamicCache(config=text).layers
+    except AttributeError as error:
+        raise UnsupportedModelError(f"{name} leaves nothing for sfi to do: its config lists no layers") from error
+    except KeyError as error:
+        kinds = getattr(text, "layer_types", None) or []
         raise UnsupportedModelError(
-            f"{name} has {shared} layers that read another layer's keys, which sfi does not know"
-        )
+            f"{name} has layers that no cache of transformers {transformers.__version__} is for: layer "
+            f"{kinds.index(error.args[0])} is of type {error.args[0]!r}"
+        ) from error
+    for index, layer in enumerate(layers):
+        if (kind := type(layer).__name__) not in KNOWN:
+            raise UnsupportedModelError(f"{name} has a layer that sfi does not know: layer {index} is cached as {kind}")
+    if not any(isinstance(layer, DynamicLayer) and not layer.is_sliding for layer in layers):
+        attends = any(isinstance(layer, DynamicLayer) for layer in layers)
+        why = "every layer attends to a sliding window" if attends else "its config lists no attention layers"
+        raise UnsupportedModelError(f"{name} leaves nothing for sfi to do: {why}")
 
 
 def with_head_file(config: SfiConfig, policy: str, model: Any) -> SfiConfig:

@@ -17,9 +17,10 @@ from sfi_core.engine.prompt_queries import Watcher
 from sfi_core.engine.run import Run
 from sfi_core.engine.shared_prompt import SharedPrompt
 from sfi_core.hosts.transformers.block_pass import BlockPass
-from sfi_core.hosts.transformers.cache import SfiCache
+from sfi_core.hosts.transformers.cache import SfiCache, SfiLayer
 from sfi_core.hosts.transformers.cache_name import CACHE_NAME
 from sfi_core.hosts.transformers.lossless import draft_rule
+from sfi_core.hosts.transformers.own_layers import take_states
 from sfi_core.hosts.transformers.replays import records_steps, refusal
 from sfi_core.hosts.transformers.session import Session
 from sfi_core.machine.threads import SMALL_BYTES, one_thread
@@ -159,9 +160,12 @@ class Decoder:
         """Return the passes of a lossless run; `pad_id` stands for a request that rests."""
         return BlockPass(self, pad_id)
 
-    def planned_pass(self, ids_BT: torch.Tensor, positions_BT: torch.Tensor) -> torch.Tensor:
-        """Run a pass that the engine has begun; return the logits of every token, [B, T, V]."""
-        run = self.session.run
+    def planned_pass(self, ids_BT: torch.Tensor, positions_BT: torch.Tensor, run: Run | None = None) -> torch.Tensor:
+        """Run a pass that the engine has begun; return the logits of every token, [B, T, V].
+
+        A twin `run` takes the session's place.
+        """
+        run = run or self.session.run
         self.cache.attach(run)
         with run.observer.span("forward"), run.launches(), self.session.planned():
             logits = self._logits(ids_BT, positions_BT, None, last=False)
@@ -179,7 +183,9 @@ class Decoder:
 
     def seat(self, row: int, other: Self) -> None:
         """Give a row to a prompt that was read alone."""
-        self.cache.seat(row, other.cache, max(state.length for state in self.run.requests))
+        lengths = [state.length for state in self.run.requests]
+        self.session.state_checks.positions(lengths)
+        self.cache.seat(row, other.cache, max(lengths))
 
     def _begin_with(self, shared: SharedPrompt) -> torch.Tensor:
         session, cache = self.session, self.cache
@@ -190,10 +196,13 @@ class Decoder:
         shared.check_run(session.policy, session.backend, session.page_size)
         run = session.start(cache, *self.ids_BT.shape, watchers=self.watchers, store=shared.store_for_a_run())
         shared.begin(run)
-        for index in shared.layers:
-            cache.layers[index].resume(self.ids_BT.shape[1])
+        for layer in cache.managed:
+            layer.resume(self.ids_BT.shape[1])
         for index, other in shared.others.items():
-            cache.layers[index] = copy.deepcopy(other)
+            if isinstance(layer := cache.layers[index], SfiLayer):
+                take_states(layer, other)
+            else:
+                cache.layers[index] = copy.deepcopy(other)
         cache.detach()
         return shared.logits_BV
 
@@ -241,7 +250,8 @@ def _on_two_tiers(shared: SharedPrompt, store: KVStore) -> SharedPrompt:
     # prompts that were read on the device, in an empty store of two tiers
     batch = len(shared.count)
     begin, count = [0] * batch, [0] * batch
-    for layer in shared.layers:
+    store.layers.owners = shared.store.layers.owners
+    for layer in shared.store.layers:
         begin[:] = [0] * batch
         for row, length in enumerate(shared.count):
             for first, key, value in shared.store.blocks(layer, row, length):

@@ -56,6 +56,7 @@ def check_lossless(session: Any) -> None:
     audited = session.audit is not None
     check_asked(session.policy, session.policy_name, session.engine, audited=audited)
     check_rotation(session.model.config)
+    session.state_checks.passes("a lossless run")
 
 
 def check_asked(policy: Policy, name: str, engine: EngineOptions, *, audited: bool) -> None:
@@ -71,10 +72,9 @@ def check_asked(policy: Policy, name: str, engine: EngineOptions, *, audited: bo
 def most_together(session: Any) -> int | None:
     """Return the most requests that a lossless run decodes together; None for no limit.
 
-    transformers' caches of sliding windows can only take back tokens from all requests alike.
+    transformers' caches of sliding windows and states can only take back tokens from all requests alike.
     """
-    windows = [shape.window for shape in session.shapes() if shape.window is not None]
-    return 1 if windows else None
+    return 1 if any(shape.hosted for shape in session.shapes()) else None
 
 
 def together(session: Any, asked: int | None) -> int | None:
@@ -87,14 +87,14 @@ def together(session: Any, asked: int | None) -> int | None:
         return asked
     if asked is not None and asked > most:
         raise ConfigError(
-            f"max_batch must be at most {most} in a lossless run of a model with sliding-window layers, got {asked}"
+            f"max_batch must be at most {most} in a lossless run of a model with sliding windows or states, got {asked}"
         )
     return most
 
 
 def most_drafted(session: Any, asked: int) -> int:
     """Return the most tokens of a draft: a sliding window must hold them and the token before."""
-    windows: list[int] = [one.window for one in session.shapes() if one.window is not None]
+    windows: list[int] = [one.window for one in session.shapes() if one.window]
     return max(1, min([asked, *(window - LEAST_WINDOW + 1 for window in windows)]))
 
 

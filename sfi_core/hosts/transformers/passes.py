@@ -46,14 +46,18 @@ def reads_prompt(cache: SfiCache, new: int) -> bool:
     return cache.seen == 0 or cache.seen + new <= (cache.prompt_length or new) or new > 1
 
 
-def begin_prompt(run: Run, cache: SfiCache, ids: torch.Tensor | None, size: torch.Size, mask: Any) -> None:
+def begin_prompt(run: Run, cache: SfiCache, ids: torch.Tensor | None, size: torch.Size, mask: Any, checks: Any) -> None:
     """Enter a pass over a piece of the prompts, of `size` requests and padded tokens.
 
-    `ids` are None for embeddings; `mask` is transformers' attention mask, None without padding.
+    `ids` are None for embeddings; `mask` is transformers' attention mask, None without padding; `checks` are the
+    session's `StateChecks`.
     """
     batch, new = size
     final = cache.seen + new >= (cache.prompt_length or new)
     count = prompt_tokens(mask, batch, new, cache.seen, final=final)
+    checks.padding(count)
+    if cache.seen and new > 1:
+        checks.passes("a prompt in pieces")
     if ids is not None:
         requests = run.requests_of(range(batch))
         run.observer.on(PromptEvent(requests=requests, ids_BT=ids, count=tuple(count)))

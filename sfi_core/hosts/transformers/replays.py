@@ -37,7 +37,8 @@ def refusal(session: Session) -> SfiError | None:
         ),
         "tensor parallelism, whose ranks call each other": session.ranks.size > 1,
         "an audit of every step": session.audit is not None and session.audit.every == 1,
-        "layers of sliding windows, whose cache moves": any(shape.window is not None for shape in session.shapes()),
+        "layers of sliding windows, whose cache moves": any(shape.window for shape in session.shapes()),
+        "layers with a state, which recording a step would advance": any(s.state_bytes for s in session.shapes()),
         "kv_device_budget, whose pages come and go": session.engine.kv_device_budget is not None,
         "spans inside the step, as trace.spans=true records": needs_spans(session.observer),
     }

@@ -19,6 +19,7 @@ from sfi_core.hosts.transformers.fusion.fuse import Fusion
 from sfi_core.hosts.transformers.passes import begin_decode, begin_prompt, reads_prompt, run_event
 from sfi_core.hosts.transformers.shadow import Shadow
 from sfi_core.hosts.transformers.shapes import layer_shapes
+from sfi_core.hosts.transformers.state_checks import StateChecks
 from sfi_core.hosts.transformers.stores import TierPlan, expect
 from sfi_core.models.tensor_parallel import check_split
 from sfi_core.observers.observer import NullObserver, Observer, as_one
@@ -72,6 +73,7 @@ class Session:
         self._page_size = page_size
         self.backend = "torch"
         self._run: Run | None = None
+        self.state_checks = StateChecks(self)
         self._shapes: list[LayerShape] = []
         self.seam = Seam()
 
@@ -123,11 +125,11 @@ class Session:
     @contextmanager
     def planned(self) -> Iterator[None]:
         """Disable the hooks inside: the engine has planned the forward passes there, which begin no step."""
-        self._planned = True
+        self._planned, cache = True, self.seam.cache
         try:
             yield
         finally:
-            self._planned = False
+            self._planned, self.seam.cache = False, cache
 
     def before_forward(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Enter a step: transformers calls this before every forward pass of the model."""
@@ -143,7 +145,11 @@ class Session:
         cache.attach(cache.run or self.start(cache, batch, new))
         name = "prefill" if reads_prompt(cache, new) else "forward"
         if name == "prefill":
-            begin_prompt(cache.run, cache, ids, tokens.shape[:2], kwargs.get("attention_mask"))
+            begin_prompt(cache.run, cache, ids, tokens.shape[:2], kwargs.get("attention_mask"), self.state_checks)
+            keep = kwargs.get("logits_to_keep")
+            if cache.owners and isinstance(keep, int) and keep:
+                # with a number, layers that read another one's keys would get the last tokens' queries only
+                kwargs["logits_to_keep"] = torch.arange(-keep, 0, device=tokens.device)
         else:
             begin_decode(cache.run, ids)
             if self._shadow.due(cache.run):

@@ -34,7 +34,7 @@ class Shadow:
         """
         run = cache.run
         assert run is not None, "a run has begun"
-        kept = [dict(layer.__dict__) for layer in cache.layers]
+        kept = cache.taken()
         self.under_way = True
         cache.attach(dense_twin(run))
         try:
@@ -42,8 +42,7 @@ class Shadow:
                 self._dense_BV = model(*args, **kwargs).logits[:, -1]
         finally:
             self.under_way = False
-            for layer, values in zip(cache.layers, kept, strict=True):
-                layer.__dict__.update(values)
+            cache.put_back(kept)
             cache.attach(run)
 
     def compare(self, run: Run, logits_BV: torch.Tensor) -> None:

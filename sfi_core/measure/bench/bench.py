@@ -120,7 +120,7 @@ class Bench:
             self._shapes = session.shapes()
             if settings.lossless and most_together(session) == 1 < max(settings.batches):
                 raise ConfigError(
-                    "batch must be 1 in lossless runs of a model with sliding-window layers, got "
+                    "batch must be 1 in lossless runs of a model with sliding windows or states, got "
                     f"{max(settings.batches)}"
                 )
         weights = ModelWeights.of(model)

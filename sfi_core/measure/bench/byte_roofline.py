@@ -202,7 +202,7 @@ class Expectation:
 
     def _memory(self, policy: str, context: int, batch: int) -> dict[str, int]:
         # all weights count, also those of experts that a step does not read
-        moves = any(shape.window is not None for shape in self.shapes)
+        moves = any(shape.hosted for shape in self.shapes)
         wanted = self.settings.engine.graphs is not False and self.settings.engine.backend != "torch"
         expected = forecast(
             self.model,

@@ -66,9 +66,9 @@ def _theirs(
     model: Any, name: str, shapes: Sequence[LayerShape], point: Point, capacity: int, settings: DecodeSettings
 ) -> int:
     text = model.config.get_text_config(decoder=True)
-    sizes = [shape.row_bytes * min(shape.window or capacity, capacity) for shape in shapes]
+    sizes = [shape.row_bytes * min(shape.window or capacity, capacity) + shape.state_bytes for shape in shapes]
     largest = max(sizes)
-    group = text.num_attention_heads / min(shape.heads for shape in shapes)
+    group = text.num_attention_heads / min(shape.heads for shape in shapes if shape.heads)
     # a masked step repeats a layer's keys and values for all query heads; a growing cache copies a layer
     repeats = largest * group if name == STATIC or point.ragged or settings.prefill else 0
     grown = 0 if name == STATIC else largest

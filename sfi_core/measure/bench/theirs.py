@@ -10,7 +10,8 @@ from transformers import DynamicCache, GenerationConfig, StaticCache
 
 from sfi_core.generation.synthetic import SyntheticPrompt, fill_sliding, repeated, turned
 from sfi_core.hosts.transformers.cache_name import CACHE_NAME
-from sfi_core.hosts.transformers.shapes import cached_shapes
+from sfi_core.hosts.transformers.own_layers import of_own_kind, take_states
+from sfi_core.hosts.transformers.shapes import cached_layers, cached_shapes
 from sfi_core.machine.memory import peak_bytes, reset_peak
 from sfi_core.measure.bench.prompts import Prompts
 from sfi_core.measure.bench.samples import DecodeSample, StepRead
@@ -99,14 +100,18 @@ def _plain_settings(model: Any) -> Iterator[None]:
 
 def _cache(model: Any, name: str, capacity: int) -> Any:
     config = model.config.get_text_config(decoder=True)
-    if name == STATIC:
-        return StaticCache(config=config, max_cache_len=capacity)
-    return DynamicCache(config=config)
+    static = name == STATIC
+    cache = StaticCache(config=config, max_cache_len=capacity) if static else DynamicCache(config=config)
+    return of_own_kind(cache, model)
 
 
 def _fill(model: Any, cache: Any, made_up: SyntheticPrompt, context: int) -> None:
+    read = cached_layers(model, len(made_up.contexts))
     for index, shape in enumerate(cached_shapes(model)):
         layer = cache.layers[index]
+        take_states(layer, read[index])
+        if not shape.heads:
+            continue
         key, value = made_up.block(model, index, shape)
         if isinstance(cache, DynamicCache):
             if shape.window is not None:

@@ -63,8 +63,8 @@ def test_the_observers_and_the_audit_see_the_same_run(tiny_model: Any, shared: A
         assert torch.equal(left.index_HK, right.index_HK)
 
 
-@pytest.mark.parametrize("label", ["gemma-2", "deepseek-v3", "gpt-oss"])
-def test_sliding_layers_soft_caps_sinks_and_latents_come_along(label: str):
+@pytest.mark.parametrize("label", ["gemma-2", "deepseek-v3", "gpt-oss", "lfm2", "gemma-3n"])
+def test_sliding_layers_states_soft_caps_sinks_and_latents_come_along(label: str):
     model = tiny(label)
     rows = [list(range(5, 45)), list(range(9))]
     prompt = read_prompt(model, None, rows, capacity=40 + NEW)

@@ -63,7 +63,7 @@ def tokens(result):
 
 @pytest.mark.parametrize(
     ("label", "max_batch"),
-    each_value(["llama", "qwen3", "gemma-2", "gpt-oss", "gpt-2", "deepseek-v3"], [2, 3, None, 1]),
+    each_value(["llama", "qwen3", "gemma-2", "gpt-oss", "gpt-2", "deepseek-v3", "granite-4"], [2, 3, None, 1]),
 )
 def test_a_request_gets_what_it_gets_alone(label, max_batch):
     """Tokens, slow steps, reasons and what was read; the third row of `LIMITS` ends with its first token."""

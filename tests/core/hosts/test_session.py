@@ -182,17 +182,17 @@ def test_layer_that_does_not_route_is_refused_at_once(model, monkeypatch):
     with slow_fast(model, None, SMALL), pytest.raises(UnsupportedModelError) as refusal:
         complete(model, max_new_tokens=1)
     assert str(refusal.value) == (
-        "layers [1] do not attend through transformers' attention interface; sfi would not act on them"
+        "Qwen3ForCausalLM has layers [1] that do not attend through transformers' attention interface"
     )
 
 
 def test_layer_that_does_not_update_its_cache_is_refused(model, monkeypatch):
     monkeypatch.setattr(
-        "sfi_core.hosts.transformers.attention.SfiLayer.update", lambda self, key, value, *rest, **options: (key, value)
+        "sfi_core.hosts.transformers.cache.SfiLayer.update", lambda self, key, value, *rest, **options: (key, value)
     )
     with (
         slow_fast(model, None, SMALL),
-        pytest.raises(UnsupportedModelError, match="layer 0 attends without updating its cache"),
+        pytest.raises(UnsupportedModelError, match="Qwen3Attention of layer 0 attends twice, or to keys of its own"),
     ):
         complete(model)
 

@@ -92,7 +92,9 @@ def test_a_budget_changes_no_token_of_other_policies(policy: str):
 
 @pytest.mark.parametrize(
     ("label", "method"),
-    each_value(["gemma-2", "gpt-oss", "cohere-2", "deepseek-v3", "gpt-2"], ["sfi", "freekv", "synckv"]),
+    each_value(
+        ["gemma-2", "gpt-oss", "cohere-2", "deepseek-v3", "gpt-2", "falcon-h1", "gemma-4"], ["sfi", "freekv", "synckv"]
+    ),
 )
 def test_a_budget_changes_no_token_of_other_architectures(label: str, method: str):
     found = tokens(complete(method, "1MB", label))

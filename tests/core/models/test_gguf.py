@@ -176,7 +176,7 @@ def test_a_text_is_split_as_the_file_says(pre: str, pieces: list[str], write: Ca
 
 
 def test_a_tokenizer_beside_the_file_wins(write: Callable[..., Path], tmp_path: Path, tiny_tokenizer: Any):
-    path = str(write(tmp_path / "x.gguf", kind="llama"))
+    path = str(write(tmp_path / "x.gguf", kind="t5"))
     assert "put the model's tokenizer.json beside the file" in refusal(InputError, path)
     tiny_tokenizer.backend_tokenizer.save(str(tmp_path / "tokenizer.json"))
     tokenizer = load_tokenizer(path)
@@ -196,7 +196,7 @@ def rope_factors(writer: gguf.GGUFWriter) -> None:
     ("changes", "reason"),
     [
         ({"architecture": "none"}, "GGUF model with architecture none is not supported yet"),
-        ({"pre": "nonesuch"}, "its tokenizer must be byte-level BPE split as one of"),
+        ({"pre": "nonesuch"}, "its tokenizer must be SentencePiece's or byte-level BPE split as one of"),
         ({"edit": rope_scaling}, "its positions are scaled (rope scaling 'yarn')"),
         ({"edit": rope_factors}, "its positions are scaled (rope_freqs.weight)"),
         ({"drop": "blk.1"}, "lacks 9 weights, among them model.layers.1.input_layernorm.weight"),

@@ -149,7 +149,7 @@ def _notes(view: View, row: int, read: StepReads) -> Iterator[str]:
         yield f"layers left dense read everything: {layers}"
     sliding = [one for one in view.trace.manifest["model"]["layers"] if one["window"] is not None]
     if sliding and view.layer is None:
-        yield f"{len(sliding)} layers with a sliding window are left aside"
+        yield f"{len(sliding)} layers of windows or states are left aside"
     if not read.selected and len(read.dense) < len(read.places):
         yield (
             f"policy {view.trace.manifest['policy']} had selected nothing; a fast step read the sink and "

@@ -1,0 +1,83 @@
+"""transformers' own cache layers beside ours: sliding windows, and states of linear attention and convolutions.
+
+A window forgets by position: a layer of one makes new tensors and never writes into those that it holds. A state
+forgets nothing by position, and transformers writes it in place; whoever wants it back takes a copy.
+"""
+
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+STATES = ("conv_states", "recurrent_states")
+
+
+def states(layer: Any) -> Iterator[tuple[str, int, torch.Tensor]]:
+    """Yield the states of a cache layer that has some: their kind, number and tensor, [B, ...]."""
+    for kind in STATES:
+        for number, state in getattr(layer, kind, {}).items():
+            if state is not None:
+                yield kind, number, state
+
+
+def taken(held: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a cache layer holds, its `__dict__`, to be put back later; states are copied."""
+    return {
+        name: {n: x.clone() if isinstance(x, torch.Tensor) else x for n, x in value.items()}
+        if isinstance(value, dict)
+        else value
+        for name, value in held.items()
+    }
+
+
+def take_states(layer: Any, other: Any) -> None:
+    """Give a layer the states of another cache layer, as copies."""
+    kept = {name: value for name, value in other.__dict__.items() if isinstance(value, dict)}
+    layer.__dict__.update(taken(kept))
+
+
+def seat_states(layer: Any, row: int, other: Any) -> None:
+    """Give a row the states of a request that was read alone."""
+    for kind, number, state in states(other):
+        ours = getattr(layer, kind)[number].clone()
+        ours[row] = state[0]
+        getattr(layer, kind)[number] = ours
+
+
+def seat_window(layer: Any, row: int, other: Any, width: int) -> None:
+    """Give a row the window of a request that was read alone; the longest now has `width` tokens."""
+    kept = min(width, layer.sliding_window - 1)
+    for name in ("keys", "values"):
+        large, one = (_last(getattr(held, name), kept) for held in (layer, other))
+        large[row] = one[0]
+        setattr(layer, name, large)
+    layer.cumulative_length = width
+
+
+def _last(rows_BHTD: torch.Tensor, count: int) -> torch.Tensor:
+    # a copy of the last tokens, with zeros before them where there are not as many
+    return torch.nn.functional.pad(rows_BHTD, (0, 0, count - rows_BHTD.shape[2], 0))
+
+
+class _LinearStates:
+    # the states of a MiniMax in the cache's layers, where all other models have them
+    def get_linear_cache(self: Any, layer_idx: int) -> torch.Tensor | None:
+        state: torch.Tensor | None = self.layers[layer_idx].recurrent_states[0]
+        return state
+
+    def set_linear_cache(self: Any, layer_idx: int, linear_cache: torch.Tensor) -> None:
+        self.layers[layer_idx].update_recurrent_state(linear_cache)
+
+    def __len__(self: Any) -> int:
+        return len(self.layers)
+
+
+def of_own_kind(cache: Any, model: Any) -> Any:
+    """Return a cache as an instance of the one class that its model takes; only a MiniMax is particular."""
+    own = getattr(sys.modules[type(model).__module__], "MiniMaxCache", None)
+    if own is not None:
+        kind = type(cache)
+        bases = (own,) if issubclass(own, kind) else (kind, own)
+        cache.__class__ = type(kind.__name__, (_LinearStates, *bases), {})
+    return cache
