@@ -16,7 +16,7 @@ from sfi_cli.commands.lm_eval import lm_eval
 from sfi_cli.commands.serve.command import serve
 from sfi_cli.commands.tune.command import tune
 from sfi_cli.commands.tune_heads.command import heads
-from sfi_cli.terminal.output import INTERRUPTED, message
+from sfi_cli.terminal.output import INTERRUPTED, Output, message
 from sfi_cli.terminal.torchrun import check_command, leave, one_voice, tells
 
 HELP = "Slow-Fast Inference: decode long contexts and see what the model reads."
@@ -72,7 +72,7 @@ def root(
     if version:
         from sfi_core import __version__
 
-        typer.echo(f"sfi {__version__}")
+        Output().stream(f"sfi {__version__}\n")
         raise typer.Exit
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
@@ -87,7 +87,11 @@ def main() -> None:
     try:
         check_command(sys.argv[1:])
         with one_voice():
-            app()
+            try:
+                app()
+            except SystemExit:
+                Output().stream("")  # what help and the version left in the buffer
+                raise
     except SfiError as error:
         if debug:
             raise
@@ -99,3 +103,8 @@ def main() -> None:
         sys.exit(INTERRUPTED)
     except BrokenPipeError:
         sys.exit(1)  # the program that reads our pipe has ended
+    except OSError as error:
+        if debug:
+            raise
+        message(f"error: {error.filename or 'a file'} cannot be read or written: {error.strerror or error}")
+        sys.exit(1)

@@ -1,13 +1,13 @@
 """Clusters of KV heads that attend alike, each with a representative (SyncKV, Sec. 4.1), and their file."""
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
 from sfi_core.errors import ConfigError, InputError, SfiError
+from sfi_core.machine.files import write_atomically
 
 FORMAT = 1
 SHOWN = 12  # characters of a digest in a message
@@ -89,15 +89,9 @@ class HeadClusters:
 
     def save(self, path: Path) -> None:
         """Write the file; on an error the old file stays, and `SfiError` is raised."""
-        temporary = path.with_name(f".{path.name}.tmp")
         try:
-            with temporary.open("w", encoding="utf-8") as file:
-                file.write(self.text())
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(path)
+            write_atomically(path, self.text().encode())
         except OSError as error:
-            temporary.unlink(missing_ok=True)
             raise SfiError(f"head file {path} cannot be written: {error.strerror}") from error
 
     def leader_of(self, layer: int) -> tuple[int, ...]:

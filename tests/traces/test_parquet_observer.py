@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -258,6 +259,29 @@ def test_an_old_trace_stays_until_a_run_takes_its_place(tmp_path):
     trace = Trace.open(tmp_path / "trace")
     assert [len(trace.table(name)) for name in ("steps", "supports", "prompts")] == [1, 0, 0]
     assert (tmp_path / "trace" / "figure.png").read_text() == "mine"
+
+
+def test_a_folder_is_recorded_by_one_at_a_time_and_by_force_neither(tmp_path):
+    for force in (False, True):
+        with ParquetObserver(tmp_path / "trace", force=force) as observer:
+            observer.on(run_event())
+            with pytest.raises(ConfigError, match="must be free, got another process on it"):
+                ParquetObserver(tmp_path / "trace", force=True)
+    assert not (tmp_path / "trace" / ".lock").exists()
+
+
+def test_an_old_trace_s_links_are_not_followed(tmp_path):
+    """A stranger's folder may hold links to traces and folders of the user's."""
+    mine = record(tmp_path / "mine").path
+    there = sorted(mine.rglob("*"))
+    record(tmp_path / "trace")
+    shutil.rmtree(tmp_path / "trace" / "supports")
+    for name, target in (("supports", mine / "steps"), ("rank-00001", mine)):
+        (tmp_path / "trace" / name).symlink_to(target)
+    record(tmp_path / "trace", force=True)
+    assert sorted(mine.rglob("*")) == there
+    assert not Trace.open(tmp_path / "trace").others
+    assert not (tmp_path / "trace" / "supports").is_symlink()
 
 
 @pytest.mark.parametrize("manifest", [None, '{"name": "an extension"}', "{", "[]"])

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from sfi_cli.terminal.tables import count, number, pairs, plural, rendered, table
-from sfi_traces.views.labels import printable
+from sfi_core.machine.text import printable
 
 MOST_ROWS = 20
 LONGEST, LONGEST_HEADS = 90, 36  # characters

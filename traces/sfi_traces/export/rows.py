@@ -2,7 +2,6 @@
 
 import csv
 import io
-import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from decimal import Decimal
@@ -10,6 +9,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from sfi_core.machine.text import write_json
 from sfi_traces.model.trace import Trace
 from sfi_traces.schema import TABLES
 
@@ -52,7 +52,7 @@ def jsonl_text(columns: Sequence[str], batches: Iterable[Rows]) -> Iterator[str]
 
 def json_text(columns: Sequence[str], batches: Iterable[Rows]) -> Iterator[str]:
     """Write one JSON document: the columns' names, and an object for each row."""
-    yield f'{{"columns": {json.dumps(list(columns), ensure_ascii=False)}, "rows": ['
+    yield f'{{"columns": {write_json(list(columns))}, "rows": ['
     between = "\n"
     for rows in batches:
         for one in _objects(columns, rows):
@@ -68,9 +68,9 @@ def _objects(columns: Sequence[str], rows: Rows) -> Iterator[str]:
 
 def _json(value: Any) -> str:
     try:  # the fast way, which nearly always works
-        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+        return write_json(value, allow_nan=False)
     except (TypeError, ValueError):
-        return json.dumps(_plain(value), ensure_ascii=False)
+        return write_json(_plain(value))
 
 
 def _plain(value: Any) -> Any:

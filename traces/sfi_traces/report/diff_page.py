@@ -3,11 +3,11 @@
 from typing import Any
 
 from sfi_core.errors import TraceError
+from sfi_core.machine.text import printable
 from sfi_traces.report.facts import Card, Table
 from sfi_traces.report.page import page
 from sfi_traces.summary.diff import place_words
 from sfi_traces.views.captions import subject
-from sfi_traces.views.labels import printable
 from sfi_traces.views.view import View
 
 AROUND = 40  # tokens shown before the first difference, and after it

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from sfi_traces.views.labels import printable
+from sfi_core.machine.text import printable, printable_lines
 from sfi_traces.views.view import View
 
 MOST_TOKENS = 10_000
@@ -51,5 +51,5 @@ def prompt(view: View) -> dict[str, Any]:
     left_out = len(text) - MOST_CHARACTERS
     half = MOST_CHARACTERS // 2
     begin, end = (text, "") if left_out <= 0 else (text[:half], text[-half:])
-    begin, end = ("\n".join(printable(line) for line in part.split("\n")) for part in (begin, end))
+    begin, end = (printable_lines(part) for part in (begin, end))
     return {"begin": begin, "end": end, "left_out": max(0, left_out), "tokens": len(tokens)}

@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from sfi_core.errors import ConfigError, InputError
+from sfi_core.machine.files import LOCK
 from sfi_traces.schema import MANIFEST
 
 SCHEMA_VERSION = 1
-LOCK = ".lock"  # an empty file, locked by the process that writes the folder
 KIND = "evaluation"
 # what a resumed run compares or shows
 NEEDED = (

@@ -1,11 +1,11 @@
 """Reads and writes the lines of a results file, a JSON object for each row."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from sfi_core.errors import InputError
+from sfi_core.machine.text import parse_json, shown, write_json
 
 # required columns: those that identify a row, with their types, and those that the tables show
 KEYS: dict[str, dict[str, type]] = {
@@ -35,7 +35,7 @@ def read_lines(path: Path, table: str) -> tuple[list[dict[str, Any]], list[str]]
     rows, damaged = [], []
     for number, line in enumerate(data.split(b"\n")[:-1], 1):
         try:
-            row = json.loads(line)
+            row = parse_json(line)
             fault = _fault(row, table)
         except ValueError:
             fault = "not valid JSON"
@@ -48,7 +48,7 @@ def read_lines(path: Path, table: str) -> tuple[list[dict[str, Any]], list[str]]
 
 def write_line(row: Mapping[str, Any]) -> bytes:
     """Return a row as a line."""
-    return (json.dumps(row, ensure_ascii=False) + "\n").encode()
+    return f"{write_json(row)}\n".encode()
 
 
 def _fault(row: Any, table: str) -> str | None:
@@ -59,8 +59,8 @@ def _fault(row: Any, table: str) -> str | None:
         return f"no row of {table}, {missing[0]} is missing"
     for name, kind in KEYS[table].items():
         if type(row[name]) is not kind:
-            return f"no row of {table}, {name} must be {kind.__name__}, got {row[name]!r}"
+            return f"no row of {table}, {name} must be {kind.__name__}, got {shown(row[name])}"
     score = row.get("score")
     if score is not None and not (isinstance(score, int | float) and 0 <= score <= 1):
-        return f"no row of {table}, score must be in [0, 1], got {score!r}"
+        return f"no row of {table}, score must be in [0, 1], got {shown(score)}"
     return None
