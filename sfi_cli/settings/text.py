@@ -51,7 +51,7 @@ def value_of(setting: Setting, text: str) -> Any:
         return setting.checked(text)
     try:
         found = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):  # also thousands of digits, or of brackets
         found = {}
     return setting.checked(found["value"] if found.keys() == {"value"} else text)
 

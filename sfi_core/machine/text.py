@@ -25,6 +25,12 @@ def shown(value: Any) -> str:
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
 
 
+def first_line(error: Exception) -> str:
+    """Return an error's first line, without its final stop; two lines where a colon ends the first."""
+    lines = [line.strip() for line in str(error).strip().splitlines()] or [type(error).__name__]
+    return " ".join(lines[: 2 if lines[0].endswith(":") else 1]).rstrip(".")
+
+
 def parse_json(text: str | bytes) -> Any:
     """Read JSON; raise `ValueError`, also where it is nested too deeply or has a number of thousands of digits."""
     try:

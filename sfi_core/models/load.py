@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from sfi_core.distributed import torchrun
 from sfi_core.distributed.ranks import join, mesh
 from sfi_core.errors import BackendError, ConfigError, InputError, UnsupportedModelError
+from sfi_core.machine.text import first_line
 from sfi_core.models.digest import source_digest
 from sfi_core.models.gguf_file import DTYPE, build_tokenizer, check_positions, read_metadata
 from sfi_core.models.source import Source, find_source
@@ -172,12 +173,6 @@ def _check_place(source: Source) -> None:
         raise InputError(f"model folder {place} has no config.json{hint}")
     if not any((folder / name).exists() for name in TOKENIZERS):
         raise InputError(f"model folder {place} has no tokenizer; save one there")
-
-
-def first_line(error: Exception) -> str:
-    """Return an error's first line, without its final stop; two lines where a colon ends the first."""
-    lines = [line.strip() for line in str(error).strip().splitlines()] or [type(error).__name__]
-    return " ".join(lines[: 2 if lines[0].endswith(":") else 1]).rstrip(".")
 
 
 def quiet() -> None:

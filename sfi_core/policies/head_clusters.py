@@ -1,6 +1,7 @@
 """Clusters of KV heads that attend alike, each with a representative (SyncKV, Sec. 4.1), and their file."""
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any, NoReturn, Self
 
 from sfi_core.errors import ConfigError, InputError, SfiError
 from sfi_core.machine.files import write_atomically
+from sfi_core.machine.text import parse_json, shown
 
 FORMAT = 1
 SHOWN = 12  # characters of a digest in a message
@@ -43,7 +45,7 @@ class HeadClusters:
     def load(cls, path: Path) -> Self:
         """Read a head file; raises `InputError` if it cannot be read, is damaged or of another format."""
         try:
-            data = json.loads(path.read_text(encoding="utf-8"))
+            data = parse_json(path.read_bytes())
         except OSError as error:
             raise InputError(f"head file {path} cannot be read: {error.strerror}") from error
         except ValueError as error:
@@ -145,8 +147,8 @@ def _check_layer(layer: int, cluster_of: tuple[int, ...], representatives: tuple
 
 
 def _layer_number(name: str) -> int:
-    if not name.isdigit() or str(int(name)) != name:
-        raise ConfigError(f"layers must be whole numbers, got {name!r}")
+    if not re.fullmatch(r"0|[1-9][0-9]{0,8}", name):
+        raise ConfigError(f"layers must be whole numbers, got {shown(name)}")
     return int(name)
 
 

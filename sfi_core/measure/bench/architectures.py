@@ -8,7 +8,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
 from sfi_core.errors import InputError, UnsupportedModelError
-from sfi_core.models.load import BUNDLED, DAMAGED, first_line, quiet, read_config
+from sfi_core.machine.text import first_line
+from sfi_core.models.load import BUNDLED, DAMAGED, quiet, read_config
 from sfi_core.models.source import find_source
 
 QWEN3: dict[str, Any] = {

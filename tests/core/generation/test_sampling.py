@@ -179,7 +179,7 @@ def test_a_temperature_that_leaves_the_range_of_float32_is_named(ids: torch.Tens
     logits = torch.randn(B, V)
     low = Sampler(Sampling(temperature=1e-36), ids)
     assert low(logits, RUNNING, PAD) == logits.argmax(-1).tolist()
-    with pytest.raises(NumericsError, match="at step 0 in request 0; raise sampling.temperature, 1e-40 leaves"):
+    with pytest.raises(NumericsError, match=r"at step 0 in request 0; raise sampling\.temperature, 1e-40 leaves"):
         Sampler(Sampling(temperature=1e-40), ids)(logits, RUNNING, PAD)
 
 

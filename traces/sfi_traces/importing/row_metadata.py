@@ -8,6 +8,7 @@ import numpy as np
 from pyarrow import parquet
 
 from sfi_core.errors import InputError
+from sfi_core.machine.text import parse_json
 from sfi_traces.importing.schema import LARGEST, METADATA, VERSION_NAME, Prompt, check_known
 from sfi_traces.importing.tokens import check_ids
 
@@ -36,7 +37,7 @@ def read_metadata(path: Path, file: parquet.ParquetFile) -> dict[str, Any]:
     said = {key.decode(errors="replace"): text for key, text in known.items()}
     ours = [name for name in said if name == "model" or name.startswith(OURS)]
     check_known(path, "metadata key", ours, METADATA)
-    found = {name: json.loads(said[name]) for name in ours}
+    found = {name: parse_json(said[name]) for name in ours}
     for name, value in found.items():
         if name != VERSION_NAME and value is not None:
             _check(path, name, value)

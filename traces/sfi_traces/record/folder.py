@@ -1,6 +1,5 @@
 """Folders of traces: which may be recorded into, how an old trace is removed, where each rank writes."""
 
-import json
 import re
 import shutil
 from contextlib import suppress
@@ -8,6 +7,7 @@ from pathlib import Path
 
 from sfi_core.errors import ConfigError, SfiError
 from sfi_core.machine.files import LOCK, FolderLock
+from sfi_core.machine.text import parse_json
 from sfi_traces.schema import MANIFEST, RANK, TABLES
 
 
@@ -73,7 +73,7 @@ def rank_folders(folder: Path) -> dict[int, Path]:
 def _is_trace(folder: Path) -> bool:
     # other programs have a manifest.json too
     try:
-        document = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        document = parse_json((folder / MANIFEST).read_bytes())
     except (OSError, ValueError):
         return False
     return isinstance(document, dict) and "schema_version" in document
