@@ -1,5 +1,6 @@
 """Files that are replaced whole, and folders that one process writes."""
 
+import errno
 import os
 import secrets
 import sys
@@ -13,6 +14,7 @@ if sys.platform != "win32":
     import fcntl
 
 LOCK = ".lock"  # an empty file, there while a process writes the folder
+MOST_BYTES = 1 << 28  # of a file that is read whole
 KEPT = 40  # characters of a file's name in its temporary file's: a name has at most 255 bytes
 
 
@@ -89,3 +91,12 @@ def _locked(path: Path, what: str) -> int:
         return file  # a file system without locks
     os.close(file)
     return -1
+
+
+def read_file(path: Path) -> bytes:
+    """Read a regular file of at most `MOST_BYTES`; raise OSError for another: a FIFO has no end."""
+    size = path.stat().st_size
+    if not path.is_file() or size > MOST_BYTES:
+        what = f"{size:,} bytes" if path.is_file() else "no regular file"
+        raise OSError(errno.EINVAL, f"it must be a file of at most {MOST_BYTES:,} bytes, got {what}", str(path))
+    return path.read_bytes()

@@ -27,7 +27,7 @@ from sfi_traces.record import readback
 from sfi_traces.record.parquet import ParquetObserver
 from sfi_traces.record.token_text import TokenText
 from sfi_traces.schema import TABLES
-from tests.traces.made import MODEL, make_trace
+from tests.traces.made import CONFIG, MODEL, make_trace
 from tests.traces.told import AUDIT, Told, run_event, step_event
 
 REPOSITORY = Path(__file__).parents[2]
@@ -193,7 +193,7 @@ def test_a_redacted_trace_holds_neither_ids_nor_text_nor_hashes(tmp_path):
 )
 def test_positions_are_recorded_while_they_are_few(tmp_path, budget, window, dense, asked, recorded):
     layers = [dict(MODEL["layers"][0]), MODEL["layers"][1] | {"window": window}]
-    event = run_event(1, model=MODEL | {"layers": layers}, config={"budget": budget, "dense_layers": dense})
+    event = run_event(1, model=MODEL | {"layers": layers}, config=CONFIG | {"budget": budget, "dense_layers": dense})
     with ParquetObserver(tmp_path / "trace", positions=asked) as observer:
         observer.on(event)
         observer.on(selection(torch.tensor([[1, 4]], dtype=torch.int32)))

@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from decimal import Decimal
 from typing import Any
 
-import pyarrow as pa
-
 from sfi_core.machine.text import write_json
+from sfi_traces.model.parts import DAMAGED
 from sfi_traces.model.trace import Trace
 from sfi_traces.schema import TABLES
 
@@ -33,7 +32,7 @@ def _table_rows(trace: Trace, name: str, progress: Callable[[int, int], None]) -
             yield list(zip(*(batch[column].to_pylist() for column in columns), strict=True))
             done += len(batch)
             progress(done, total)
-    except (OSError, pa.ArrowException) as error:
+    except DAMAGED as error:
         raise trace.unreadable() from error
 
 

@@ -45,7 +45,7 @@ class Steps:
             attended=rows["attended_tokens"].to_numpy(),
             context=rows["context_tokens"].to_numpy(),
             elapsed_us=rows["elapsed_us"].to_numpy(),
-            audited=rows["audited"].to_numpy(),
+            audited=pc.fill_null(rows["audited"], False).to_numpy(),
             batch_step=pc.coalesce(rows["batch_step"], rows["step"]).to_numpy(),
             drafted=pc.fill_null(rows["drafted"], False).to_numpy(),
         )
