@@ -41,6 +41,8 @@ def open_source(path: Path, options: ImportOptions) -> Iterator[Source]:
     """
     if path.suffix not in FORMATS:
         raise InputError(f"import {path} must end in one of {FORMATS}, got {path.suffix or 'nothing'}")
+    if path.exists() and not path.is_file():
+        raise InputError(f"import {path} must be a regular file, got another")
     if path.suffix == ".parquet":
         yield SelectionRows(path, options)
         return

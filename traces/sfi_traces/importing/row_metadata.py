@@ -11,6 +11,7 @@ from sfi_core.errors import InputError
 from sfi_core.machine.text import parse_json
 from sfi_traces.importing.schema import LARGEST, METADATA, VERSION_NAME, Prompt, check_known
 from sfi_traces.importing.tokens import check_ids
+from sfi_traces.schema import MOST_TOKENS
 
 OURS = ("sfi_", "prompt_", "block_size", "trigger_")  # prefixes of our names; `model` is one too
 LONGEST = 60  # characters of a value in an error
@@ -69,8 +70,9 @@ def read_prompts(path: Path, said: dict[str, Any]) -> list[Prompt]:
         raise InputError(f"import {path} must have prompt_token_ids or prompt_tokens, got neither")
     counts = tokens if isinstance(tokens, list) else [tokens]
     for count in counts:
-        if count < 1:
-            raise InputError(f"prompt_tokens of {path} must be at least 1, got {count}")
+        if not 1 <= count <= MOST_TOKENS:
+            rule = "at least 1" if count < 1 else f"at most {MOST_TOKENS:,}"
+            raise InputError(f"prompt_tokens of {path} must be {rule}, got {count}")
     return [Prompt(tokens=count) for count in counts]
 
 
