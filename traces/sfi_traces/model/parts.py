@@ -1,7 +1,6 @@
 """Reads part files, which may be a stranger's: every value that comes out of one is in its table's range."""
 
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -41,35 +40,60 @@ def open_part(part: Path) -> parquet.FileMetaData:
     return found
 
 
+def check_part(part: Path, table: str) -> None:
+    """Check a part whose rows DuckDB will read, by its statistics; raises one of `DAMAGED`.
+
+    A part without them, as another writer may leave it, or with other types is read, but for its lists.
+    """
+    found, schema = open_part(part), TABLES[table]
+    own = found.schema.to_arrow_schema()
+    told = [
+        (column.path_in_schema.partition(".")[0], column.statistics)
+        for group in map(found.row_group, range(found.num_row_groups))
+        for column in map(group.column, range(found.num_columns))
+    ]
+    plain = [name for name in schema.names if not pa.types.is_list(schema.field(name).type)]
+    if any(name not in own.names or own.field(name).type != schema.field(name).type for name in plain) or any(
+        name in plain and (one is None or not one.has_null_count) for name, one in told
+    ):
+        read_part(part, table, plain)
+    for name, one in told:
+        if name in plain and one is not None:
+            _check_nulls(table, name, one.null_count)
+        if one is not None and one.has_min_max and isinstance(one.min, int):
+            _check_range(table, name, one.min, one.max)
+
+
 def checked(rows: pa.Table, table: str) -> pa.Table:
     """Return rows of a table; raises ValueError for a null, a number or a list that the table cannot have."""
     for name in rows.column_names:
         column = rows[name]
-        if column.null_count and name in NEVER_NULL and f"{table}.{name}" not in MAY_BE_NULL:
-            raise ValueError(f"{name} must have a value, got null")
+        _check_nulls(table, name, column.null_count)
         if pa.types.is_list(column.type):
             column = pc.list_flatten(column)
             if column.null_count:
                 raise ValueError(f"{name} must have no null inside, got one")
-        _check_numbers(name, column, RANGES.get(f"{table}.{name}", RANGES.get(name, (-1, MOST_TOKENS))))
+        if name in FINITE and pc.all(pc.is_finite(column)).as_py() is False:
+            raise ValueError(f"{name} must be finite, got NaN or infinity")
+        if pa.types.is_integer(column.type) and (ends := pc.min_max(column).as_py())["min"] is not None:
+            _check_range(table, name, **ends)
     lists = [name for name in ("positions", "mass", "read") if name in rows.column_names]
     sizes = {name: pc.list_value_length(rows[name]) for name in lists}
     for name, size in sizes.items():
-        if pc.all(pc.equal(size, sizes.get("positions", size))).as_py() not in (True, None):
+        if pc.all(pc.equal(size, sizes.get("positions", size))).as_py() is False:
             raise ValueError(f"{name} must be as many as the positions, got others")
     return rows
 
 
-def _check_numbers(name: str, column: Any, allowed: tuple[int, int]) -> None:
-    if name in FINITE and pc.all(pc.is_finite(column)).as_py() not in (True, None):
-        raise ValueError(f"{name} must be finite, got NaN or infinity")
-    if not pa.types.is_integer(column.type):
-        return
-    least, most = allowed
-    found = pc.min_max(column).as_py()
-    for value in (found["min"], found["max"]):
-        if value is not None and not least <= value <= most:
-            raise ValueError(f"{name} must be in {least} to {most:,}, got {value:,}")
+def _check_nulls(table: str, name: str, nulls: int) -> None:
+    if nulls and name in NEVER_NULL and f"{table}.{name}" not in MAY_BE_NULL:
+        raise ValueError(f"{name} must have a value, got null")
+
+
+def _check_range(table: str, name: str, min: int, max: int) -> None:  # noqa: A002 - as Arrow names them
+    least, most = RANGES.get(f"{table}.{name}", RANGES.get(name, (-1, MOST_TOKENS)))
+    if min < least or max > most:
+        raise ValueError(f"{name} must be in {least} to {most:,}, got {min if min < least else max:,}")
 
 
 def read_part(part: Path, table: str, columns: list[str] | None = None) -> pa.Table:

@@ -13,7 +13,7 @@ from pyarrow import dataset
 
 from sfi_core.errors import TraceError
 from sfi_traces.model.manifest import read_manifest
-from sfi_traces.model.parts import DAMAGED, checked, open_part, read_part
+from sfi_traces.model.parts import DAMAGED, check_part, checked, read_part
 from sfi_traces.model.ranks import other_ranks, rank_advice, whole_model
 from sfi_traces.schema import OF_EVERY_RANK, TABLES
 
@@ -158,7 +158,7 @@ class Trace:
         parts = self.parts(name)
         for part in parts:
             try:
-                open_part(part)
+                check_part(part, name)
             except DAMAGED as error:
                 raise self.damaged(part) from error
         files, schema = [str(part) for part in parts], TABLES[name]

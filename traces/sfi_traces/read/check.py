@@ -9,7 +9,7 @@ import pyarrow as pa
 from pyarrow import parquet
 
 from sfi_core.errors import ConfigError
-from sfi_traces.model.parts import DAMAGED, read_part
+from sfi_traces.model.parts import DAMAGED, open_part, read_part
 from sfi_traces.model.trace import Trace
 from sfi_traces.read.lossless_rules import broken_sums
 from sfi_traces.read.rank_rules import differing_steps, file_prefix, lacking_ranks
@@ -85,6 +85,7 @@ def _check_table(trace: Trace, name: str, before: str) -> dict[str, Any]:
 
 
 def _check_part(part: Path, schema: pa.Schema, found: dict[str, Any]) -> None:
+    open_part(part)
     with parquet.ParquetFile(part, page_checksum_verification=True) as file:
         own = file.schema_arrow
         found["rows"] += sum(len(batch) for batch in file.iter_batches(ROWS))

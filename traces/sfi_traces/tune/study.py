@@ -84,7 +84,7 @@ def open_storage(path: Path) -> Any:
             lock.acquire()
             lock.release()
         return JournalStorage(JournalFileBackend(str(path), lock))
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, AssertionError) as error:  # as Optuna replays it
         raise InputError(f"study {path} is damaged, or no journal of Optuna's") from error
 
 

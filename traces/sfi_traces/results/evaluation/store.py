@@ -7,8 +7,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
-from sfi_core.errors import SfiError
+import pyarrow as pa
+
+from sfi_core.errors import InputError, SfiError
 from sfi_core.machine.files import FolderLock, atomic_file, write_atomically
+from sfi_core.machine.text import first_line
 from sfi_core.measure.evaluation.grid import Grid
 from sfi_traces.record.manifest import now, write_manifest
 from sfi_traces.results.evaluation.evaluation_manifest import KIND, SCHEMA_VERSION, check_new, read_manifest
@@ -172,5 +175,8 @@ def _flat(table: str, rows: Rows) -> Rows:
 def _write_table(path: Path, rows: Rows, table: str, manifest: Mapping[str, Any]) -> None:
     """Write rows that `_flat` returned, at least one; table name and manifest go into the file's metadata."""
     facts = {"table": table, "manifest": json.dumps(manifest, ensure_ascii=False)}
-    with atomic_file(path) as temporary:
-        write_rows(temporary, rows, facts, text=TEXT, integers=INTEGERS, lists=LISTS, ids=IDS)
+    try:
+        with atomic_file(path) as temporary:
+            write_rows(temporary, rows, facts, text=TEXT, integers=INTEGERS, lists=LISTS, ids=IDS)
+    except (pa.ArrowException, ValueError, TypeError, OverflowError) as error:
+        raise InputError(f"results {path.parent} have a row of other types: {first_line(error)}") from error
