@@ -1,10 +1,10 @@
 """The schema of a trace's manifest, which may be a stranger's; other keys are kept as they are."""
 
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, NotRequired
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError, with_config
-from typing_extensions import TypedDict
+from pydantic import AfterValidator, ConfigDict, Field, ValidationError, create_model
 
 from sfi_core.errors import TraceError
 from sfi_core.machine.files import read_file
@@ -12,127 +12,56 @@ from sfi_core.machine.text import parse_json, printable, shown
 from sfi_core.settings.fields import LARGEST
 from sfi_traces.schema import MANIFEST, MOST_HEADS, MOST_LAYERS, MOST_TOKENS, SCHEMA_VERSION
 
-Whole = Annotated[int, Field(strict=True, ge=0, le=LARGEST)]
-Tokens = Annotated[int, Field(strict=True, ge=0, le=MOST_TOKENS)]
-Some = Annotated[int, Field(strict=True, ge=1, le=MOST_TOKENS)]
-Bool = Annotated[bool, Field(strict=True)]
-Line = Annotated[str, AfterValidator(printable)]  # is shown
 MOST_PLACES = 1 << 18  # layers and KV heads
+Line = Annotated[str, AfterValidator(printable)]  # is shown
 
 
-class Layer(TypedDict):
-    """A layer of the model."""
-
-    layer: Annotated[int, Field(strict=True, ge=0, lt=MOST_LAYERS)]
-    heads: Annotated[int, Field(strict=True, ge=1, lt=MOST_HEADS)]
-    key_width: Tokens | None
-    value_width: Tokens | None
-    itemsize: Tokens | None
-    window: Tokens | None
+def _number(most: int, least: int = 0) -> Any:
+    return Annotated[int, Field(strict=True, ge=least, le=most)]
 
 
-def _few_places(layers: list[Layer]) -> list[Layer]:
-    numbers = [layer["layer"] for layer in layers]
-    if numbers != sorted(set(numbers)) or sum(layer["heads"] for layer in layers) > MOST_PLACES:
+def _few_places(layers: list[Any]) -> list[Any]:
+    numbers = [one.layer for one in layers]
+    if numbers != sorted(set(numbers)) or sum(one.heads for one in layers) > MOST_PLACES:
         raise ValueError(f"must ascend, with {MOST_PLACES:,} KV heads at most")
     return layers
 
 
-class Model(TypedDict):
-    """The model in numbers, as `describe_model` gives them."""
-
-    name: Line
-    architecture: NotRequired[Line | None]
-    dtype: NotRequired[Line | None]
-    layers: Annotated[list[Layer], AfterValidator(_few_places)]
-    query_heads: Some
-    weight_bytes: Whole | None
-    embedding_bytes: Whole | None
-
-
-class Selector(TypedDict):
-    """What is read of the Selector's settings."""
-
-    lambda_clip: Annotated[float, Field(ge=0, le=1)]
-
-
-class Draft(TypedDict):
-    """What is read of the settings of drafting."""
-
-    max_tokens: Some
-
-
-class Config(TypedDict):
-    """What is read of the run's settings."""
-
-    sink: Whole
-    recent: Whole
-    recent_mode: Line
-    budget: Whole
-    dense_layers: list[Whole]
-    trigger_delay: NotRequired[Tokens]
-    trigger_policy: NotRequired[Line]
-    selector: NotRequired[Selector]
-    draft: NotRequired[Draft]
-
-
-class Audit(TypedDict):
-    """What was audited."""
-
-    every: Some
-    top: Some
-    layers: list[Whole] | None
-
-
-class Prompt(TypedDict):
-    """A request's prompt, and its own settings."""
-
-    request: Whole
-    tokens: Tokens
-    sha256: Line | None
-    settings: NotRequired[dict[str, Any]]
-
-
-class Imported(TypedDict):
-    """The file that a trace was imported from."""
-
-    file: Line
-    kind: Literal["selections", "attention"]
-    masses: Bool
-    block_size: Whole | None
-
-
-class Manifest(TypedDict):
-    """A trace's manifest."""
-
-    schema_version: Annotated[int, Field(strict=True, ge=1)]
-    run_id: NotRequired[Line | None]
-    created: Line
-    finished: Line | None
-    stopped: NotRequired[Line | None]
-    rank: NotRequired[Annotated[int, Field(strict=True, ge=0, lt=1 << 12)]]
-    ranks: NotRequired[Annotated[int, Field(strict=True, ge=1, le=1 << 12)]]
-    redacted: Bool
-    not_replayed: NotRequired[Line | None]
-    spans: NotRequired[Bool | None]
-    audit: Audit | None
-    model: Model
-    policy: Line
-    preset: NotRequired[Line | None]
-    lossless: NotRequired[Bool | None]
-    backend: NotRequired[Line | None]
-    device: NotRequired[Line | None]
-    config: Config
-    trigger_token_ids: list[Whole]
-    prompts: list[Prompt]
-    versions: dict[str, Line | None]
-    tables: NotRequired[dict[str, Whole]]
-    imported: NotRequired[Imported]
-
-
-for table in (Layer, Model, Selector, Draft, Config, Audit, Prompt, Imported, Manifest):
-    with_config(ConfigDict(extra="allow"))(table)
-SCHEMA: TypeAdapter[Manifest] = TypeAdapter(Manifest)
+# a field is its type, with ... where it must be there
+Whole, Tokens, Some = _number(LARGEST), _number(MOST_TOKENS), _number(MOST_TOKENS, 1)
+Bool, Words, Size = Annotated[bool, Field(strict=True)], (Line | None, None), (Tokens | None, ...)
+_table = partial(create_model, __config__=ConfigDict(extra="allow"))
+Layer = _table(
+    "Layer", layer=(_number(MOST_LAYERS - 1), ...), heads=(_number(MOST_HEADS - 1, 1), ...), key_width=Size,
+    value_width=Size, itemsize=Size, window=Size,
+)  # fmt: skip
+Model = _table(
+    "Model", name=(Line, ...), architecture=Words, dtype=Words, query_heads=(Some, ...),
+    layers=(Annotated[list[Layer], AfterValidator(_few_places)], ...),  # type: ignore[valid-type]
+    weight_bytes=(Whole | None, ...), embedding_bytes=(Whole | None, ...),
+)  # fmt: skip
+Config = _table(
+    "Config", sink=(Whole, ...), recent=(Whole, ...), recent_mode=(Line, ...), budget=(Whole, ...),
+    dense_layers=(list[Whole], ...), trigger_delay=(Tokens, None), trigger_policy=(Line, None),
+    selector=(_table("Selector", lambda_clip=(Annotated[float, Field(ge=0, le=1)], ...)), None),
+    draft=(_table("Draft", max_tokens=(Some, ...)), None),
+)  # fmt: skip
+Audit = _table("Audit", every=(Some, ...), top=(Some, ...), layers=(list[Whole] | None, ...))
+Prompt = _table(
+    "Prompt", request=(Whole, ...), tokens=(Tokens, ...), sha256=(Line | None, ...), settings=(dict[str, Any], None)
+)
+Imported = _table(
+    "Imported", file=(Line, ...), kind=(Literal["selections", "attention"], ...), masses=(Bool, ...),
+    block_size=(Whole | None, ...),
+)  # fmt: skip
+SCHEMA = _table(
+    "Manifest", schema_version=(_number(LARGEST, 1), ...), run_id=Words, created=(Line, ...),
+    finished=(Line | None, ...), stopped=Words, rank=(_number((1 << 12) - 1), None), ranks=(_number(1 << 12, 1), None),
+    redacted=(Bool, ...), not_replayed=Words, spans=(Bool | None, None), audit=(Audit | None, ...), model=(Model, ...),
+    policy=(Line, ...), preset=Words, lossless=(Bool | None, None), backend=Words, device=Words, config=(Config, ...),
+    trigger_token_ids=(list[Whole], ...), prompts=(list[Prompt], ...), versions=(dict[str, Line | None], ...),
+    tables=(dict[str, Whole], None), imported=(Imported, None),
+)  # fmt: skip
 
 
 def read_manifest(folder: Path, advice: str = "") -> dict[str, Any]:
@@ -147,7 +76,7 @@ def read_manifest(folder: Path, advice: str = "") -> dict[str, Any]:
     if type(version) is int and version > SCHEMA_VERSION:
         raise TraceError(f"trace {folder} has schema {version}, this sfi reads 1 to {SCHEMA_VERSION}; upgrade sfi")
     try:
-        return dict(SCHEMA.validate_python(document))
+        return SCHEMA.model_validate(document).model_dump(exclude_unset=True)
     except ValidationError as error:
         raise TraceError(f"trace {folder} has a {MANIFEST} {_fault(error)}") from error
 
