@@ -65,7 +65,8 @@ LINES: dict[str, Any] = {
     "batch": {"prompt": "One. Two.", "max_new_tokens": 3, "messages": [{"role": "user", "content": "x"}]},
     "samples": {
         "method": "sfi", "size": "10%", "task": "recall", "length": 512, "seed": 0, "policy": "sfi",
-        "preset": "default", "settings": {}, "share": 0.1, "error": None, "score": 1.0, "scores": {"token_accuracy": 1.0}, "read_ratio": 0.1,
+        "preset": "default", "settings": {}, "share": 0.1, "error": None, "score": 1.0,
+        "scores": {"token_accuracy": 1.0}, "read_ratio": 0.1,
         "selection_ratio": 0.0, "stored_ratio": 1.0, "slow_steps": 1, "fast_steps": 8, "generated": 9,
         "tokens_per_second": 3.0,
     },
