@@ -19,7 +19,7 @@ def encode(tokenizer: Any, prompts: Sequence[str] | Sequence[Sequence[int]]) -> 
         if isinstance(prompt, str):
             if tokenizer is None:
                 raise ConfigError("text prompts need a tokenizer, got none; pass token ids")
-            ids = text_ids(tokenizer, prompt)
+            ids: list[Any] = text_ids(tokenizer, prompt)
         else:
             ids = list(prompt)
         if not ids:

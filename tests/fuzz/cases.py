@@ -374,7 +374,7 @@ def _arrays(recipe: dict[str, Any], file: Path) -> list[tuple[str, list[int]]]:
                 arrays.pop(name, None)
             else:
                 arrays[name] = np.asarray(value(drawn))
-        except (ValueError, TypeError, OverflowError, MemoryError):
+        except (ValueError, TypeError, LookupError, OverflowError, MemoryError):
             continue
     small = {name: one for name, one in arrays.items() if np.asarray(one).nbytes <= 1 << 24}
     if file.suffix == ".npz":

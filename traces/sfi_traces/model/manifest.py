@@ -28,7 +28,8 @@ def _few_places(layers: list[Any]) -> list[Any]:
 
 
 # a field is its type, with ... where it must be there
-Whole, Tokens, Some = _number(LARGEST), _number(MOST_TOKENS), _number(MOST_TOKENS, 1)
+Whole = Annotated[int, Field(strict=True, ge=0, le=LARGEST)]
+Tokens, Some = _number(MOST_TOKENS), _number(MOST_TOKENS, 1)
 Bool, Words, Size = Annotated[bool, Field(strict=True)], (Line | None, None), (Tokens | None, ...)
 _table = partial(create_model, __config__=ConfigDict(extra="allow"))
 Layer = _table(
@@ -43,7 +44,7 @@ Model = _table(
 Config = _table(
     "Config", sink=(Whole, ...), recent=(Whole, ...), recent_mode=(Line, ...), budget=(Whole, ...),
     dense_layers=(list[Whole], ...), trigger_delay=(Tokens, None), trigger_policy=(Line, None),
-    selector=(_table("Selector", lambda_clip=(Annotated[float, Field(ge=0, le=1)], ...)), None),
+    selector=(_table("Selector", lambda_clip=(Annotated[float, Field(ge=0, le=1)], ...)), ...),
     draft=(_table("Draft", max_tokens=(Some, ...)), None),
 )  # fmt: skip
 Audit = _table("Audit", every=(Some, ...), top=(Some, ...), layers=(list[Whole] | None, ...))
@@ -59,7 +60,8 @@ SCHEMA = _table(
     finished=(Line | None, ...), stopped=Words, rank=(_number((1 << 12) - 1), None), ranks=(_number(1 << 12, 1), None),
     redacted=(Bool, ...), not_replayed=Words, spans=(Bool | None, None), audit=(Audit | None, ...), model=(Model, ...),
     policy=(Line, ...), preset=Words, lossless=(Bool | None, None), backend=Words, device=Words, config=(Config, ...),
-    trigger_token_ids=(list[Whole], ...), prompts=(list[Prompt], ...), versions=(dict[str, Line | None], ...),
+    trigger_token_ids=(list[Whole], ...), prompts=(list[Prompt], ...),  # type: ignore[valid-type]
+    versions=(dict[str, Line | None], ...),
     tables=(dict[str, Whole], None), imported=(Imported, None),
 )  # fmt: skip
 

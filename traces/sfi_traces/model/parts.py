@@ -15,9 +15,15 @@ DAMAGED = (OSError, pa.ArrowException, ValueError, OverflowError, MemoryError)  
 NEVER_NULL = {
     "request", "step", "layer", "head", "position", "slow", "reason", "sentence", "trigger", "attended_tokens",
     "context_tokens", "base", "drafted", "accepted", "begin_us", "name", "stream", "rows", "kl_next_token",
-    "argmax_agrees", "steps_since_slow", "read_ratio",
+    "argmax_agrees", "steps_since_slow", "read_ratio", "elapsed_us",
 }  # fmt: skip
-MAY_BE_NULL = {"selections.reason", "steps.drafted", "timings.layer"}  # but for these
+MAY_BE_NULL = {
+    "selections.reason",
+    "steps.drafted",
+    "steps.elapsed_us",
+    "timings.layer",
+    "verifications.elapsed_us",
+}  # but for these
 # the least and the greatest number, where they are not -1 and `MOST_TOKENS`
 RANGES = {
     "context_tokens": (1, MOST_TOKENS), "layer": (0, MOST_LAYERS - 1), "head": (0, MOST_HEADS - 1),
@@ -25,7 +31,7 @@ RANGES = {
     **dict.fromkeys(("token_id", "draft_token_id", "batch_step", "timings.step"), (-1, LARGEST)),
     **dict.fromkeys(("bytes", "cached_tokens", "moved_bytes", "rows"), (0, LARGEST)),
 }  # fmt: skip
-FINITE = {"attended_tokens", "read_ratio", "begin_us", "mass"}
+FINITE = {"attended_tokens", "read_ratio", "begin_us", "elapsed_us", "mass"}
 
 
 def open_part(part: Path) -> parquet.FileMetaData:

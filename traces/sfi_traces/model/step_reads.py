@@ -77,7 +77,7 @@ class StepMass:
                 position = np.array(row["positions"], int)
                 seen = row["read"]  # an import has none
                 read = reads.of_place(place, position) if seen is None else np.array(seen, bool)
-                mass = np.zeros(len(position)) if row["mass"] is None else np.array(row["mass"], float)
+                mass: Any = np.zeros(len(position)) if row["mass"] is None else np.array(row["mass"], float)
                 found[place] = position, mass, read
         return cls(found)
 

@@ -67,7 +67,7 @@ def open_storage(path: Path) -> Any:
     from optuna.storages import JournalStorage  # noqa: PLC0415 - an extra
     from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock  # noqa: PLC0415
 
-    class Lock(JournalFileSymlinkLock):  # type: ignore[misc]
+    class Lock(JournalFileSymlinkLock):
         def acquire(self) -> bool:
             taken: bool = super().acquire()
             _cut_torn_line(path)
