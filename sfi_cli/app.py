@@ -1,6 +1,7 @@
 """The `sfi` command line: assembles the commands and turns errors into exit codes."""
 
 import sys
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -16,9 +17,11 @@ from sfi_cli.commands.lm_eval import lm_eval
 from sfi_cli.commands.serve.command import Serve, serve
 from sfi_cli.commands.tune.command import tune
 from sfi_cli.commands.tune_heads.command import heads
-from sfi_cli.terminal.output import INTERRUPTED, message
+from sfi_cli.terminal.output import INTERRUPTED, Output, message
 from sfi_cli.terminal.torchrun import check_command, leave, one_voice, tells
+from sfi_core.errors import InputError, SfiError
 
+LONGEST = 255  # bytes of a file's name
 HELP = "Slow-Fast Inference: decode long contexts and see what the model reads."
 
 
@@ -72,7 +75,7 @@ def root(
     if version:
         from sfi_core import __version__
 
-        typer.echo(f"sfi {__version__}")
+        Output().stream(f"sfi {__version__}\n")
         raise typer.Exit
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
@@ -80,22 +83,38 @@ def root(
 
 def main() -> None:
     """Run the app: a user's mistake prints one line, a bug its traceback."""
-    from sfi_core.errors import SfiError
-
     debug = "--debug" in sys.argv
     sys.argv = [word for word in sys.argv if word != "--debug"]
     try:
         check_command(sys.argv[1:])
         with one_voice():
-            app()
-    except SfiError as error:
-        if debug:
-            raise
-        if tells():
-            message(f"error: {error}")
-        leave(error)
+            try:
+                app()
+            except SystemExit:
+                Output().stream("")  # what help and the version left in the buffer
+                raise
     except KeyboardInterrupt:
         message("interrupted")
         sys.exit(INTERRUPTED)
     except BrokenPipeError:
         sys.exit(1)  # the program that reads our pipe has ended
+    except Exception as error:
+        known = _in_one_line(error)
+        if debug or known is None:
+            raise
+        if tells():
+            message(f"error: {known}")
+        leave(known)
+
+
+def _in_one_line(error: Exception) -> SfiError | None:
+    # None for a bug, which keeps its traceback
+    if isinstance(error, SfiError):
+        return error
+    if isinstance(error, OSError):
+        return SfiError(f"{error.filename or 'a file'} cannot be read or written: {error.strerror or error}")
+    read = [word for word in sys.argv[2:] if sys.argv[1] in ("trace", "tune") and Path(word[:LONGEST]).exists()]
+    if not read:
+        return None
+    # what these commands read may be a stranger's
+    return InputError(f"{read[0]} is damaged, or sfi is: {type(error).__name__}, {error}; --debug shows where")

@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from sfi_core.errors import ConfigError, InputError
+from sfi_core.machine.text import LONGEST
 
+MOST_NUMBERS = 1 << 20  # of a range
 NAMED = re.compile(r"([\w-]+)=(.+)", re.DOTALL)
 
 
@@ -38,8 +40,9 @@ def number_list(text: str | None, option: str) -> tuple[int, ...] | None:
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
         last = last if dash else first
-        if not (first.isdecimal() and last.isdecimal() and int(first) <= int(last)):
-            raise ConfigError(f"{option} must be numbers and ranges like 0,3,8-11, got {text}")
+        plain = all(re.fullmatch("[0-9]{1,15}", end) for end in (first, last))
+        if not (plain and 0 <= int(last) - int(first) < MOST_NUMBERS):
+            raise ConfigError(f"{option} must be numbers and ranges like 0,3,8-11, got {text[:LONGEST]}")
         found |= set(range(int(first), int(last) + 1))
     return tuple(sorted(found))
 

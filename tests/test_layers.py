@@ -51,6 +51,7 @@ ONLY_IN = {
     "pyarrow": ("traces/",),
     "duckdb": ("traces/",),
     "nvtx": ("traces/",),
+    "pydantic": ("traces/", "sfi_core/hosts/vllm/"),
     "matplotlib": ("traces/",),
     "plotly": ("traces/",),
     "optuna": ("traces/",),

@@ -9,6 +9,7 @@ from typing import Any
 from sfi_cli.parsing import number_list
 from sfi_cli.settings.tables import SETTINGS, places
 from sfi_core.errors import ConfigError
+from sfi_core.machine.text import shown
 from sfi_core.settings.fields import Setting
 
 NONE = "none"
@@ -19,7 +20,7 @@ def assignment(text: str, known: Mapping[str, Setting]) -> tuple[Setting, str]:
     name, equals, value = text.partition("=")
     name = name.strip()
     if not equals:
-        raise ConfigError(f"a setting must be NAME=VALUE, got {text!r}")
+        raise ConfigError(f"a setting must be NAME=VALUE, got {shown(text)}")
     if name in SETTINGS and name not in known:
         others = ", ".join(f"sfi {place}" for place in places(name))
         raise ConfigError(f"{name} has no effect here, only on {others}")
@@ -34,7 +35,7 @@ def lookup(name: str, known: Mapping[str, Setting]) -> Setting:
     alike = [one for one in known if one.rpartition(".")[2] == last]
     alike += [one for one in get_close_matches(name, known, cutoff=0.75) if one not in alike]
     hint = f"did you mean {' or '.join(alike[:3])}?" if alike else "sfi config list has all"
-    raise ConfigError(f"unknown setting {name!r}; {hint}")
+    raise ConfigError(f"unknown setting {shown(name)}; {hint}")
 
 
 def value_of(setting: Setting, text: str) -> Any:
@@ -51,7 +52,7 @@ def value_of(setting: Setting, text: str) -> Any:
         return setting.checked(text)
     try:
         found = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):  # also thousands of digits, or of brackets
         found = {}
     return setting.checked(found["value"] if found.keys() == {"value"} else text)
 

@@ -1,11 +1,11 @@
 """Output of a command: data to stdout or a file, a figure to its file, everything else to stderr."""
 
 import gzip
-import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import UTC, datetime
 from io import TextIOWrapper
 from pathlib import Path
@@ -16,7 +16,8 @@ import typer
 from sfi_cli.terminal.tables import Part, rendered, wrapped
 from sfi_core.distributed import torchrun
 from sfi_core.errors import ConfigError, SfiError
-from sfi_traces.atomic_file import atomic_file, temporary_path
+from sfi_core.machine.files import atomic_file, new_file
+from sfi_core.machine.text import printable_lines, write_json
 
 INTERRUPTED = 130
 Document = dict[str, Any]
@@ -25,7 +26,7 @@ View = Callable[[Document], Iterable[Part]]
 
 def message(text: str) -> None:
     """Print a line for a person, on stderr; above the bar if there is one, which rich takes care of."""
-    sys.stderr.write(f"{text}\n")
+    sys.stderr.write(f"{printable_lines(text)}\n")
     sys.stderr.flush()
 
 
@@ -48,9 +49,9 @@ def dated_folder(name: str) -> Path:
 class Output:
     """All that a command writes: its data, a figure, and lines for a person.
 
-    `with` checks the files before the work starts and makes a temporary file beside each. A complete file is
-    renamed from its temporary file; if the command fails, temporary files are removed. `path` None is stdout,
-    `plot` None is no figure, `quiet` lets `say` write nothing, `wide` shows all columns on any terminal.
+    `with` checks the files before the work starts. A file gets its name when it is complete; a device or a FIFO
+    is written to. `path` None is stdout, `plot` None is no figure, `quiet` lets `say` write nothing, `wide` shows
+    all columns on any terminal.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class Output:
         """Check the files before the work starts.
 
         Raises:
-            ConfigError: A file exists and `force` is off, or the figure is neither PNG nor SVG.
+            ConfigError: A file exists and `force` is off, is a folder or a link, or the figure is neither PNG nor SVG.
             BackendError: A figure without matplotlib.
             SfiError: A file cannot be written.
         """
@@ -85,32 +86,26 @@ class Output:
             from sfi_traces.figures.style import check_plot
 
             check_plot(self.plot)
-        try:
-            if self.path is not None and not self._claim(self.path):
-                self.path = None  # another rank writes
-            if self.plot is not None and not self._claim(self.plot):
-                self.plot = None
-        except BaseException:
-            self.__exit__()
-            raise
+        for path in filter(None, (self.path, self.plot)):
+            with _written(path):
+                self._check(path)
+        if not torchrun.first():  # another rank writes
+            self.path = self.plot = None
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Remove the temporary files of a command that failed."""
-        for path in (self.path, self.plot):
-            if path is not None:
-                temporary_path(path).unlink(missing_ok=True)
+        """Do nothing: a file is whole, or not there."""
 
-    def _claim(self, path: Path) -> bool:
+    def _check(self, path: Path) -> None:
+        if _is_stream(path):
+            return
+        if path.is_symlink() or (path.exists() and not path.is_file()):
+            kind = "a link; name the file itself" if path.is_symlink() else "a folder or a device"
+            raise ConfigError(f"output {path} must be a file, got {kind}")
         if path.exists() and not self.force:
             raise ConfigError(f"output {path} exists; add --force to overwrite it")
-        if not torchrun.first():
-            return False
-        try:
-            temporary_path(path).write_text("")
-        except OSError as error:
-            raise SfiError(f"output {path} cannot be written: {error.strerror}") from error
-        return True
+        if torchrun.first():
+            new_file(path).unlink()
 
     @property
     def streams(self) -> bool:
@@ -143,14 +138,14 @@ class Output:
     def show(self, document: Document, view: View) -> None:
         """Write to stdout the document as JSON, or what `view` makes of it as text of the terminal's width."""
         width = None if self.wide else terminal_width(sys.stdout)
-        self.stream(_json(document) if self.json else rendered(view(document), width))
+        self.stream(_json(document) if self.json else printable_lines(rendered(view(document), width)))
 
     def data(self, document: Document, view: View) -> None:
         """Write to the file, or show on stdout, the document as JSON or as text."""
         if self.path is None:
             self.show(document, view)
         else:
-            self.text(_json(document) if self.json else rendered(view(document)))
+            self.text(_json(document) if self.json else printable_lines(rendered(view(document))))
 
     def document(self, data: Document) -> None:
         """Write one JSON document to the file or stdout."""
@@ -158,13 +153,20 @@ class Output:
 
     def text(self, text: str) -> None:
         """Write text to the file or stdout."""
-        self.pieces([text])
+        if self.path is None:
+            self.stream(text)
+        else:
+            self.pieces([text])
 
-    def pieces(self, pieces: Iterable[str]) -> None:
-        """Write pieces of text to stdout one by one, or to the file; a .gz file is compressed."""
+    def pieces(self, pieces: Iterable[str], files: ExitStack | None = None) -> None:
+        """Write pieces of a trace to stdout one by one, or to the file; a .gz file is compressed.
+
+        They come from a file: a terminal gets what prints of them, all else the data itself. With `files` all of a
+        command's files get their names together, when it closes.
+        """
         if self.path is None:
             for piece in pieces:
-                self.stream(piece)
+                self.stream(printable_lines(piece) if sys.stdout.isatty() else piece)
             return
 
         packed = self.path.suffix == ".gz"
@@ -173,7 +175,7 @@ class Output:
             with path.open("wb") as file, _text_file(file, packed=packed) as text:
                 text.writelines(pieces)
 
-        self.save(write)
+        self._save(self.path, write, files)
 
     def rows(self, document: Document, write_parquet: Callable[[Document, Path], None]) -> None:
         """Write the document to the file, if there is one; to a .parquet file only the rows."""
@@ -193,13 +195,15 @@ class Output:
             kind = self.plot.suffix.removeprefix(".")
             self._save(self.plot, lambda path: draw(what, path, kind=kind))
 
-    def _save(self, path: Path, write: Callable[[Path], None]) -> None:
-        try:
-            with atomic_file(path) as temporary:
-                write(temporary)
-        except OSError as error:
-            raise SfiError(f"output {path} cannot be written: {error.strerror}") from error
-        self.say(f"Wrote {path}")
+    def _save(self, path: Path, write: Callable[[Path], None], files: ExitStack | None = None) -> None:
+        with ExitStack() as alone:
+            open_files = alone if files is None else files
+            open_files.enter_context(_written(path))
+            file = open_files.enter_context(nullcontext(path) if _is_stream(path) else atomic_file(path))
+            with _written(path):
+                write(file)
+        if files is None:
+            self.say(f"Wrote {path}")
 
     def say(self, text: str, indent: int = 0) -> None:
         """Print a line for a person on stderr, unless `quiet`; on a terminal not within a line of the stream.
@@ -212,8 +216,20 @@ class Output:
             message("\n".join(wrapped(text, terminal_width(sys.stderr), " " * indent)))
 
 
+@contextmanager
+def _written(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise SfiError(f"output {path} cannot be written: {error.strerror}") from error
+
+
+def _is_stream(path: Path) -> bool:
+    return path.is_char_device() or path.is_fifo()
+
+
 def _json(data: Document) -> str:
-    return json.dumps(data, ensure_ascii=False, indent=2) + "\n"
+    return write_json(data, indent=2) + "\n"
 
 
 def _text_file(file: BinaryIO, *, packed: bool) -> TextIO:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from sfi_core.errors import ConfigError, InputError
+from sfi_core.machine.text import first_line
 
 
 def encode(tokenizer: Any, prompts: Sequence[str] | Sequence[Sequence[int]]) -> list[list[int]]:
@@ -18,13 +19,32 @@ def encode(tokenizer: Any, prompts: Sequence[str] | Sequence[Sequence[int]]) -> 
         if isinstance(prompt, str):
             if tokenizer is None:
                 raise ConfigError("text prompts need a tokenizer, got none; pass token ids")
-            ids = tokenizer(prompt)["input_ids"] if prompt else []
+            ids: list[Any] = text_ids(tokenizer, prompt)
         else:
             ids = list(prompt)
         if not ids:
             raise InputError(f"prompt {number} must have at least one token, got none")
         rows.append(ids)
     return rows
+
+
+def text_ids(tokenizer: Any, text: str, *, special: bool = True) -> list[int]:
+    """Return a text's tokens, with the tokenizer's `special` ones; raise `InputError` for text that is no Unicode."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(f"prompt must be Unicode, got half of a character at {error.start:,}") from error
+    more = {} if special else {"add_special_tokens": False}
+    ids: list[int] = tokenizer(text, **more)["input_ids"] if text else []
+    return ids
+
+
+def chat_text(tokenizer: Any, messages: Sequence[Any]) -> str:
+    """Fill the chat template, which writes the special tokens itself; raise `InputError` if it is broken."""
+    try:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+    except Exception as error:  # it is a program of the checkpoint's, and may raise anything
+        raise InputError(f"the model's chat template cannot be filled: {first_line(error)}") from error
 
 
 def token_limits(max_new_tokens: int | Sequence[int], prompts: int) -> list[int]:

@@ -10,6 +10,8 @@ from sfi_core.engine.picking.picker import Picker
 from sfi_core.engine.picking.tokens_so_far import TokensSoFar
 from sfi_core.settings.sampling import Sampling
 
+LOW = 1e-30  # logits divided by such a temperature may leave float32's range
+
 
 def processors(sampling: Sampling) -> logits_process.LogitsProcessorList:
     """Build the processors in the order of `model.generate`."""
@@ -50,6 +52,8 @@ class Sampler(Picker):
         self.tokens = TokensSoFar(ids_BT) if sampling.repetition_penalty != 1 else None
         self._ids_BT, self._sampling = ids_BT, sampling
         self._processors = processors(sampling)
+        if 0 < sampling.divisor < LOW:
+            self.hint = f"; raise sampling.temperature, {sampling.divisor:g} leaves the range of float32"
 
     def alone(self, ids_1T: torch.Tensor, request: int) -> "Sampler":
         """See `Picker`."""

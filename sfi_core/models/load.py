@@ -1,6 +1,5 @@
 """Loading a checkpoint and its tokenizer."""
 
-import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -8,12 +7,11 @@ from typing import Any
 
 import torch
 import transformers
-from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
 
 from sfi_core.distributed import torchrun
 from sfi_core.distributed.ranks import join, mesh
-from sfi_core.errors import BackendError, ConfigError, InputError, UnsupportedModelError, unknown
+from sfi_core.errors import BackendError, ConfigError, InputError, SfiError, UnsupportedModelError, unknown
+from sfi_core.machine.text import first_line, shown
 from sfi_core.models.digest import source_digest
 from sfi_core.models.gguf_file import DTYPE, check_positions, read_metadata
 from sfi_core.models.gguf_tokenizer import build_tokenizer
@@ -21,8 +19,11 @@ from sfi_core.models.source import Source, find_source
 from sfi_core.models.tensor_parallel import parallel_options
 
 BUNDLED = Path(__file__).parents[1] / "bundled" / "checkpoint"
-# what transformers and its readers raise for a checkpoint that they cannot read
-DAMAGED = (OSError, ValueError, LookupError, NotImplementedError, struct.error, SafetensorError, StrictDataclassError)
+# the most that a config may say: a model of more would take minutes and gigabytes before it is refused
+MOST = {
+    "num_hidden_layers": 2048, "hidden_size": 1 << 18, "intermediate_size": 1 << 20, "vocab_size": 1 << 24,
+    "num_attention_heads": 1 << 14, "num_key_value_heads": 1 << 14, "head_dim": 1 << 14,
+}  # fmt: skip
 DTYPES = {
     "bfloat16": torch.bfloat16, "bf16": torch.bfloat16, "float16": torch.float16, "fp16": torch.float16,
     "float32": torch.float32, "fp32": torch.float32,
@@ -72,7 +73,7 @@ def load(
                 f"{source.name} is a GGUF file, which {together.size} ranks cannot share; use its folder or hub id"
             )
     with source.opened():
-        with together.agreed(), _readable(source.name):
+        with together.agreed(), readable(f"model {source.name}"):
             _check_place(source)
             config = _decoder_config(source, common)
             digest = source_digest(source, revision) if together.size > 1 else None
@@ -83,7 +84,7 @@ def load(
         together.check_same({"model": digest, "dtype": dtype, "device": where.type})
         if split:
             split["device_mesh"] = mesh(where)
-        with together.agreed(), _readable(source.name):
+        with together.agreed(), readable(f"model {source.name}"):
             tokenizer = _tokenizer(source, **common)  # before the weights, which take longer
             loaded, info = transformers.AutoModelForCausalLM.from_pretrained(
                 source.place,
@@ -102,11 +103,19 @@ def load(
 
 
 @contextmanager
-def _readable(name: str, what: str = "model") -> Iterator[None]:
+def readable(what: str, verb: str = "loaded") -> Iterator[None]:
+    """Turn what transformers and its readers raise for a checkpoint, which may be a stranger's, into an error of ours.
+
+    Raise `BackendError` for a missing package, else `InputError`.
+    """
     try:
         yield
-    except DAMAGED as error:
-        raise InputError(f"{what} {name} cannot be loaded: {first_line(error)}") from error
+    except SfiError:
+        raise
+    except ImportError as error:
+        raise BackendError(f"{what} needs a package that is not installed: {first_line(error)}") from error
+    except Exception as error:
+        raise InputError(f"{what} cannot be {verb}: {first_line(error)}") from error
 
 
 def read_config(source: Source, revision: str | None = None, **options: Any) -> Any:
@@ -115,6 +124,11 @@ def read_config(source: Source, revision: str | None = None, **options: Any) -> 
     if source.gguf is not None:
         check_positions(config, read_metadata(source.place, source.gguf, revision))
         config.dtype = DTYPE
+    text = config.get_text_config(decoder=True)
+    for name, most in MOST.items():
+        size = getattr(text, name, None)
+        if isinstance(size, int) and not 1 <= size <= most:
+            raise ValueError(f"{name} must be in 1 to {most:,}, got {shown(size)}")
     return config
 
 
@@ -148,7 +162,7 @@ def load_tokenizer(model: str | None = None, revision: str | None = None, **opti
     quiet()
     source = find_source(str(BUNDLED if model is None else model))
     _check_place(source)
-    with _readable(source.name, "tokenizer of"):
+    with readable(f"tokenizer of {source.name}"):
         return _tokenizer(source, revision, **options)
 
 
@@ -173,12 +187,6 @@ def _check_place(source: Source) -> None:
         raise InputError(f"model folder {place} has no config.json{hint}")
     if not any((folder / name).exists() for name in TOKENIZERS):
         raise InputError(f"model folder {place} has no tokenizer; save one there")
-
-
-def first_line(error: Exception) -> str:
-    """Return an error's first line, without its final stop; two lines where a colon ends the first."""
-    lines = [line.strip() for line in str(error).strip().splitlines()] or [type(error).__name__]
-    return " ".join(lines[: 2 if lines[0].endswith(":") else 1]).rstrip(".")
 
 
 def quiet() -> None:

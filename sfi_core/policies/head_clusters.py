@@ -1,13 +1,15 @@
 """Clusters of KV heads that attend alike, each with a representative (SyncKV, Sec. 4.1), and their file."""
 
 import json
-import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
 from sfi_core.errors import ConfigError, InputError, SfiError
+from sfi_core.machine.files import write_atomically
+from sfi_core.machine.text import parse_json, shown
 
 FORMAT = 1
 SHOWN = 12  # characters of a digest in a message
@@ -43,7 +45,7 @@ class HeadClusters:
     def load(cls, path: Path) -> Self:
         """Read a head file; raises `InputError` if it cannot be read, is damaged or of another format."""
         try:
-            data = json.loads(path.read_text(encoding="utf-8"))
+            data = parse_json(path.read_bytes())
         except OSError as error:
             raise InputError(f"head file {path} cannot be read: {error.strerror}") from error
         except ValueError as error:
@@ -89,15 +91,9 @@ class HeadClusters:
 
     def save(self, path: Path) -> None:
         """Write the file; on an error the old file stays, and `SfiError` is raised."""
-        temporary = path.with_name(f".{path.name}.tmp")
         try:
-            with temporary.open("w", encoding="utf-8") as file:
-                file.write(self.text())
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(path)
+            write_atomically(path, self.text().encode())
         except OSError as error:
-            temporary.unlink(missing_ok=True)
             raise SfiError(f"head file {path} cannot be written: {error.strerror}") from error
 
     def leader_of(self, layer: int) -> tuple[int, ...]:
@@ -151,8 +147,8 @@ def _check_layer(layer: int, cluster_of: tuple[int, ...], representatives: tuple
 
 
 def _layer_number(name: str) -> int:
-    if not name.isdigit() or str(int(name)) != name:
-        raise ConfigError(f"layers must be whole numbers, got {name!r}")
+    if not re.fullmatch(r"0|[1-9][0-9]{0,8}", name):
+        raise ConfigError(f"layers must be whole numbers, got {shown(name)}")
     return int(name)
 
 

@@ -41,6 +41,7 @@ class SfiConfig(Table):
         "sparse kernels read pages (docs/evidence/granularity.md has what pages cost). vLLM has pages of 16 on a "
         "GPU and of 128 on a CPU.",
         least=1,
+        most=parts.WIDEST,
     )
     t_max: int = setting(64, "Most fast steps in a row; 0: all slow.", least=0)
     min_gap: int = setting(
@@ -62,7 +63,9 @@ class SfiConfig(Table):
         "(docs/evidence/evaluation.md has what that is worth, as for span and trigger_delay).",
         least=1,
     )
-    span: int = setting(10, "Evidence is max-pooled over this many positions on each side; 0 is the paper.", least=0)
+    span: int = setting(
+        10, "Evidence is max-pooled over this many positions on each side; 0 is the paper.", least=0, most=parts.WIDEST
+    )
     trigger_policy: str = setting(
         "boundary",
         "What makes a step slow; boundary is Eq. 5 and T_max. t_max applies to boundary, t-max and random, "
@@ -170,7 +173,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise InputError(f"config {path} cannot be read: {reason}") from error
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # also thousands of digits, or of brackets
         raise InputError(f"config {path} is not valid TOML: {error}") from error
     values.pop("provenance", None)
     return values

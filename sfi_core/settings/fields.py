@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -9,7 +10,9 @@ from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from sfi_core.errors import ConfigError
+from sfi_core.machine.text import shown
 
+LARGEST = 2**53  # of whole numbers: exact as float64 too
 WORDS: dict[type, str] = {bool: "true or false"}  # in errors; other types go by their own names
 
 
@@ -67,27 +70,34 @@ class Setting:
         wanted = WORDS.get(self.kind, self.kind.__name__)
         if self.is_list:
             fits = isinstance(value, list | tuple) and all(type(v) is self.kind for v in value)
-            require(fits, f"{self.name} must be a list of {wanted}, got {value!r}")
+            require(fits, f"{self.name} must be a list of {wanted}, got {shown(value)}")
             inside = all(self._has(item) for item in value)
-            require(inside, f"{self.name} must be {self.range} each, got {list(value)}")
+            require(inside, f"{self.name} must be {self._rule(*value)} each, got {shown(list(value))}")
             return tuple(value)
-        if self.kind is float and type(value) is int:
+        if self.kind is float and type(value) is int and abs(value) <= sys.float_info.max:
             value = float(value)
-        require(type(value) is self.kind, f"{self.name} must be {wanted}, got {value!r}")
+        require(type(value) is self.kind, f"{self.name} must be {wanted}, got {shown(value)}")
         if self.choices:
             expected = f"expected one of {self.choices}"
-            require(value in self.choices, f"unknown {self.name} {value!r}; {expected}")
-        rule = self.range
-        if self.most is None and not (isinstance(value, str) or math.isfinite(value)):
-            rule = f"{rule} and finite" if rule else "finite"
-        require(self._has(value), f"{self.name} must be {rule}, got {value}")
+            require(value in self.choices, f"unknown {self.name} {shown(value)}; {expected}")
+        require(self._has(value), f"{self.name} must be {self._rule(value)}, got {shown(value)}")
         return value
+
+    def _rule(self, *values: Any) -> str:
+        # the rule that values break, in words
+        if self.kind is int and any(abs(value) > LARGEST for value in values):
+            return f"at most {LARGEST:,}"
+        if self.kind is int and self.least is not None and any(value < self.least for value in values):
+            return f"at least {self.least}"
+        if self.kind is float and self.most is None and not all(map(math.isfinite, values)):
+            return f"{self.range} and finite" if self.range else "finite"
+        return self.range
 
     def _has(self, value: Any) -> bool:
         if not isinstance(value, int | float):
             return True
         return (
-            math.isfinite(value)
+            (abs(value) <= LARGEST if isinstance(value, int) else math.isfinite(value))
             and (self.least is None or value >= self.least)
             and (self.above is None or value > self.above)
             and (self.most is None or value <= self.most)
@@ -141,14 +151,14 @@ def check(config: object) -> None:
         if isinstance(declared, Setting):
             object.__setattr__(config, name, declared.checked(value))
         else:
-            require(type(value) is declared, f"{name} must be a table, got {value!r}")
+            require(type(value) is declared, f"{name} must be a table, got {shown(value)}")
 
 
 def check_names(cls: type, changes: Mapping[str, Any]) -> None:
     """Raise `ConfigError` for a name that is no field of `cls`."""
     known = tuple(_declared(cls))
     for name in changes:
-        require(name in known, f"unknown setting {name!r}; expected one of {known}")
+        require(name in known, f"unknown setting {shown(name)}; expected one of {known}")
 
 
 def require(ok: bool, message: str) -> None:

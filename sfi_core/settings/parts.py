@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from sfi_core.settings.fields import Table, setting
 
+WIDEST = 1 << 16  # tokens of a page or a window: beyond, memory runs out before a model does
 PAGE_SCORES = ("bounds", "deviation")
 
 
@@ -24,7 +25,7 @@ class SelectorConfig(Table):
     lambda_clip: float = setting(0.02, "Upper bound of the prior's weight, Eq. 17.", least=0, most=1)
     alpha_soft: float = setting(0.5, "Soft-NMS strength, Eq. 21.", least=0)
     radius: int = setting(
-        16, "Half-width of the neighborhood N(j), in tokens. Paper gap: the released code's.", least=0
+        16, "Half-width of the neighborhood N(j), in tokens. Paper gap: the released code's.", least=0, most=WIDEST
     )
     alpha_cross: float = setting(0.35, "Cross-head exclusivity strength, Eq. 23.", least=0)
     temperature: float = setting(2.0, "Temperature T of Eq. 22. Paper gap: the released code's.", above=0)

@@ -13,7 +13,7 @@ from sfi_traces.model.trace import Trace
 from sfi_traces.read.check import check
 from sfi_traces.schema import TABLES
 from tests.traces.made import CONFIG, STOP, make_trace
-from tests.traces.small import change_manifest, redact, spoil, write_part, write_trace
+from tests.traces.small import STEP, change_manifest, redact, spoil, write_part, write_trace
 
 
 def checked(folder) -> dict:
@@ -194,5 +194,5 @@ def test_only_the_first_of_many_wrong_steps_have_a_line(tmp_path):
 def test_rows_of_a_step_may_lie_in_any_part(tmp_path):
     rows = run_of(TOKENS)
     folder = write_trace(tmp_path / "run", {"steps": rows[9:]})
-    write_part(folder, "steps", rows[:9], number=1)
+    write_part(folder, "steps", [STEP | row for row in rows[:9]], number=1)
     assert checked(folder)["sound"]

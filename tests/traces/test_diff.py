@@ -192,6 +192,10 @@ def changed(folder, table: str, changes: dict[tuple[int, int, int], dict]) -> Tr
     return Trace.open(folder)
 
 
+def others(*positions):
+    return {"positions": positions, "mass": [0.1] * len(positions), "read": [True] * len(positions)}
+
+
 def test_the_first_layer_that_differs_is_the_lowest_of_the_first_step(tmp_path):
     first, second = (make_trace(tmp_path / name, steps=20, policy="sfi") for name in "ab")
     trace = Trace.open(first)
@@ -199,8 +203,8 @@ def test_the_first_layer_that_differs_is_the_lowest_of_the_first_step(tmp_path):
     kept = next(r for r in rows(trace, "supports") if (r["step"], r["layer"], r["head"]) == (4, 1, 0))
     mass = kept["retained_mass"]
     other = changed(second, "supports", {
-        (4, 1, 0): {"retained_mass": mass + SAME_MASS / 2}, (7, 1, 0): {"positions": [1, 2]},
-        (7, 1, 1): {"positions": [3]}, (8, 0, 0): {"positions": [1]},
+        (4, 1, 0): {"retained_mass": mass + SAME_MASS / 2}, (7, 1, 0): others(1, 2),
+        (7, 1, 1): others(3), (8, 0, 0): others(1),
     })  # fmt: skip
     place = {"table": "supports", "step": 7, "layer": 1, "heads": [0, 1], "positions": True}
     assert compare(trace, other)["requests"][0]["first_layer"] == place

@@ -11,9 +11,10 @@ import pytest
 from pyarrow import parquet
 
 from sfi_core.errors import ConfigError, InputError, SfiError
+from sfi_core.machine.files import LOCK
 from sfi_core.measure.evaluation.statistics import difference_of_groups, mean_of_groups, paired_difference, wilson
 from sfi_traces.results.evaluation.averages import summarize_averages
-from sfi_traces.results.evaluation.evaluation_manifest import LOCK, check_new
+from sfi_traces.results.evaluation.evaluation_manifest import check_new
 from sfi_traces.results.evaluation.store import ResultsFolder
 from sfi_traces.results.evaluation.summary import summarize, summarize_fidelity
 
@@ -74,12 +75,14 @@ def test_a_folder_resumed_after_a_torn_line_ends_as_an_uninterrupted_one(tmp_pat
     file = torn.path / "samples.jsonl"
     data = file.read_bytes()
     file.write_bytes(data[:-cut])
+    torn.leave()
     resumed = ResultsFolder.resume(torn.path)
     assert resumed.rows["samples"] == rows[:2]
     resumed.begin()
     for one in rows[2:]:
         resumed.append("samples", one)
     assert file.read_bytes() == (whole.path / "samples.jsonl").read_bytes()
+    whole.leave()
     assert resumed.rows == whole.rows == ResultsFolder.resume(whole.path).rows
 
 
@@ -111,12 +114,14 @@ def test_a_damaged_line_is_named_and_the_other_rows_are_kept(tmp_path, line, fau
     results = opened(tmp_path / "results", [row()])
     with (results.path / "samples.jsonl").open("ab") as file:
         file.write(line + b"\n" + json.dumps(row(seed=2)).encode() + b"\n")
+    results.leave()
     resumed = ResultsFolder.resume(results.path)
     (told,) = resumed.damaged
     assert re.search(rf"samples\.jsonl, line 2: .*{fault}", told)
     assert [one["seed"] for one in resumed.rows["samples"]] == [0, 2]
     resumed.begin()
     resumed.append("samples", row(seed=1))
+    resumed.leave()
     again = ResultsFolder.resume(results.path)
     assert ([one["seed"] for one in again.rows["samples"]], again.damaged) == ([0, 2, 1], [])
 
@@ -195,7 +200,7 @@ HOLD = """
 import fcntl, sys
 file = open(sys.argv[1], "a")
 try:
-    fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 except OSError:
     sys.exit("taken")
 print("held", flush=True)

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -26,7 +27,7 @@ from sfi_traces.record import readback
 from sfi_traces.record.parquet import ParquetObserver
 from sfi_traces.record.token_text import TokenText
 from sfi_traces.schema import TABLES
-from tests.traces.made import MODEL, make_trace
+from tests.traces.made import CONFIG, MODEL, make_trace
 from tests.traces.told import AUDIT, Told, run_event, step_event
 
 REPOSITORY = Path(__file__).parents[2]
@@ -192,7 +193,7 @@ def test_a_redacted_trace_holds_neither_ids_nor_text_nor_hashes(tmp_path):
 )
 def test_positions_are_recorded_while_they_are_few(tmp_path, budget, window, dense, asked, recorded):
     layers = [dict(MODEL["layers"][0]), MODEL["layers"][1] | {"window": window}]
-    event = run_event(1, model=MODEL | {"layers": layers}, config={"budget": budget, "dense_layers": dense})
+    event = run_event(1, model=MODEL | {"layers": layers}, config=CONFIG | {"budget": budget, "dense_layers": dense})
     with ParquetObserver(tmp_path / "trace", positions=asked) as observer:
         observer.on(event)
         observer.on(selection(torch.tensor([[1, 4]], dtype=torch.int32)))
@@ -258,6 +259,29 @@ def test_an_old_trace_stays_until_a_run_takes_its_place(tmp_path):
     trace = Trace.open(tmp_path / "trace")
     assert [len(trace.table(name)) for name in ("steps", "supports", "prompts")] == [1, 0, 0]
     assert (tmp_path / "trace" / "figure.png").read_text() == "mine"
+
+
+def test_a_folder_is_recorded_by_one_at_a_time_and_by_force_neither(tmp_path):
+    for force in (False, True):
+        with ParquetObserver(tmp_path / "trace", force=force) as observer:
+            observer.on(run_event())
+            with pytest.raises(ConfigError, match="must be free, got another process on it"):
+                ParquetObserver(tmp_path / "trace", force=True)
+    assert not (tmp_path / "trace" / ".lock").exists()
+
+
+def test_an_old_trace_s_links_are_not_followed(tmp_path):
+    """A stranger's folder may hold links to traces and folders of the user's."""
+    mine = record(tmp_path / "mine").path
+    there = sorted(mine.rglob("*"))
+    record(tmp_path / "trace")
+    shutil.rmtree(tmp_path / "trace" / "supports")
+    for name, target in (("supports", mine / "steps"), ("rank-00001", mine)):
+        (tmp_path / "trace" / name).symlink_to(target)
+    record(tmp_path / "trace", force=True)
+    assert sorted(mine.rglob("*")) == there
+    assert not Trace.open(tmp_path / "trace").others
+    assert not (tmp_path / "trace" / "supports").is_symlink()
 
 
 @pytest.mark.parametrize("manifest", [None, '{"name": "an extension"}', "{", "[]"])

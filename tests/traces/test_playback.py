@@ -213,8 +213,8 @@ def test_the_row_groups_of_neighbouring_steps_stay_in_memory_on_every_rank(ranks
         for number in range(2):
             write_part(path, "supports", [r for r in table if r["step"] // 10 == number], number)
     found = row_groups.Rows(Trace.open(folder), "supports", 0, ["positions"])
-    read, true = [], row_groups._read  # noqa: SLF001 - what it counts
-    monkeypatch.setattr(row_groups, "_read", lambda *given: read.append(given) or true(*given))
+    read, true = [], row_groups.checked
+    monkeypatch.setattr(row_groups, "checked", lambda *given: read.append(given) or true(*given))
     assert [len(found.at(step)) for step in (9, 10)] == [8, 8]
     assert len(read) == 8  # keys and values
     assert [len(found.at(step)) for step in (9, 10, 9)] == [8, 8, 8]

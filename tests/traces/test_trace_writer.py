@@ -7,6 +7,7 @@ from itertools import count, islice
 import pytest
 import torch
 
+from sfi_core.machine import files
 from sfi_core.observers.events import BeginStepEvent, SelectionEvent
 from sfi_traces.model.trace import Trace
 from sfi_traces.record import parquet
@@ -92,6 +93,14 @@ def test_a_recorded_step_has_its_other_rows(tmp_path, monkeypatch):
     assert order[:4] == ["timings", "steps"] * 2
 
 
+def on_a_full_disk(path, new_file=files.new_file):
+    if path.suffix != ".parquet":
+        return new_file(path)
+    made = path.with_name(".full.tmp")
+    made.symlink_to("/dev/full")
+    return made
+
+
 @pytest.mark.parametrize(("elapsed", "due"), [(0, 2), (10, 12), (50, 55), (600, 660), (7200, 7260)])
 def test_parts_come_less_and_less_often(elapsed, due):
     assert next_parts(elapsed) == pytest.approx(due)
@@ -106,8 +115,7 @@ def test_a_full_disk_ends_the_trace_and_not_the_run(tmp_path, monkeypatch):
         tell(observer, range(3))
         # the third step is handed over when the fourth begins
         wait_for(lambda: (folder / "steps").exists() and written(folder) == [0, 1])
-        taken = len(Trace.open(folder).parts("steps"))
-        (folder / "steps" / f".part-{taken:05d}.parquet.tmp").symlink_to("/dev/full")
+        monkeypatch.setattr(files, "new_file", on_a_full_disk)
         later = count(3)
         wait_for(lambda: tell(observer, [next(later)]) or warnings)
         tell(observer, islice(later, 20))

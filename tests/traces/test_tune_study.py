@@ -126,6 +126,29 @@ def test_a_damaged_file_is_refused_in_one_line(tmp_path, content):
     assert path.read_bytes() == content
 
 
+@pytest.mark.parametrize("cut", [1, 30, None])
+def test_a_torn_last_line_costs_a_trial_at_most(tmp_path, cut):
+    """A full disk or a crash tears it; None tears the very first line."""
+    path = tmp_path / "s.journal"
+    open_(path).run(suggest, measure, 8)
+    data = path.read_bytes()
+    path.write_bytes(data[:9] if cut is None else data[:-cut])
+    for trials in (10, 12):  # the first one to go on would write behind the torn line
+        search = open_(path, resume=True)
+        search.run(suggest, measure, trials)
+        assert trials - 1 <= len(search.complete()) <= trials
+
+
+def test_a_worker_goes_on_behind_another_s_torn_line(tmp_path):
+    path = tmp_path / "s.journal"
+    search = open_(path)
+    search.run(suggest, measure, 2)
+    with path.open("ab") as file:
+        file.write(b'{"op_code":4,"worker_id"')
+    search.run(suggest, measure, 4)
+    assert len(open_(path, resume=True).complete()) == 4
+
+
 def searched(path: Path, own: Tuning, trials: int = 40, **options) -> Found:
     return find(own, own.open(path, **options), trials)
 

@@ -9,8 +9,9 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from http.client import HTTPConnection
 from pathlib import Path
 
@@ -63,9 +64,18 @@ class Client:
         found = {}
         for line in lines:
             name = line.partition("{")[0]
-            if name.startswith(("vllm:sfi_", "vllm:num_requests_running")):
+            if name.startswith(("vllm:sfi_", "vllm:num_requests_running", "vllm:kv_cache_usage_perc")):
                 found[name.removeprefix("vllm:")] = float(line.rpartition(" ")[2])
         return found
+
+    def idle(self) -> None:
+        """Wait until no request runs; those that clients left end with the next step."""
+        for _ in range(200):
+            self.complete("The", 1)
+            if self.counters()["num_requests_running"] < 1:
+                return
+            time.sleep(0.5)
+        raise AssertionError("no request must run any more")
 
     def settled(self, requests: float) -> dict[str, float]:
         """Wait until so many requests have ended, besides those that it asks itself, and none runs.
@@ -86,39 +96,47 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("serve")
 
 
-@pytest.fixture(scope="module")
-def process(folder):
-    template = folder / "chat.jinja"
-    template.write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
+@contextmanager
+def serving(folder: Path, *flags: str) -> Iterator[subprocess.Popen]:
+    """Start a server, whose log is in the folder; wait until it answers."""
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         port = one.getsockname()[1]
-    words = [
-        sys.executable, "-m", "sfi_cli", "serve", f"--port={port}", *SETTINGS,
-        f"--trace={folder / 'run'}", "--audit=8", "--", *FLAGS, f"--chat-template={template}",
-    ]  # fmt: skip
+    words = [sys.executable, "-m", "sfi_cli", "serve", f"--port={port}", *SETTINGS, *flags]
     paths = os.pathsep.join(str(ROOT / folder) for folder in (".", "kernels", "traces"))
     environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "PYTHONPATH": paths}
     with (folder / "log").open("w") as log:
         started = subprocess.Popen(words, stdout=log, stderr=log, env=environment, start_new_session=True)
-    started.port = port
-    yield started
-    with suppress(ProcessLookupError):  # vLLM's processes end with it, whatever a test did
-        os.killpg(started.pid, signal.SIGKILL)
-    started.wait()
+    started.client, end = Client(port), time.monotonic() + START
+    try:
+        while time.monotonic() < end and started.poll() is None:
+            try:
+                started.client.counters()
+            except (urllib.error.URLError, ConnectionError):
+                time.sleep(0.5)
+            else:
+                break
+        else:
+            pytest.fail((folder / "log").read_text()[-3000:])
+        yield started
+    finally:
+        with suppress(ProcessLookupError):  # vLLM's processes end with it, whatever a test did
+            os.killpg(started.pid, signal.SIGKILL)
+        started.wait()
 
 
 @pytest.fixture(scope="module")
-def client(process, folder):
-    one, end = Client(process.port), time.monotonic() + START
-    while time.monotonic() < end and process.poll() is None:
-        try:
-            one.counters()
-        except (urllib.error.URLError, ConnectionError):
-            time.sleep(0.5)
-        else:
-            return one
-    pytest.fail((folder / "log").read_text()[-3000:])
+def process(folder):
+    template = folder / "chat.jinja"
+    template.write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
+    flags = (f"--trace={folder / 'run'}", "--audit=8", "--", *FLAGS, f"--chat-template={template}")
+    with serving(folder, *flags) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def client(process):
+    return process.client
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,8 @@ PART = "part-{number:05d}.parquet"
 # reader joins OF_EVERY_RANK over all ranks and takes the other tables from rank 0
 RANK = "rank-{number:05d}"
 OF_EVERY_RANK = ("selections", "recalls", "supports", "timings")
+# more than these no trace has; a number beyond them is damage, and would fill the memory
+MOST_TOKENS, MOST_LAYERS, MOST_HEADS = 1 << 24, 1 << 15, 1 << 15
 AHEAD = "speculative"  # the reason of a selection that serves the next step
 
 KEY = [("request", pa.int32()), ("step", pa.int32())]

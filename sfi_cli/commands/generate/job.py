@@ -17,7 +17,7 @@ from sfi_cli.settings.tables import TraceTable
 from sfi_cli.terminal.output import INTERRUPTED, Output, message
 from sfi_cli.terminal.progress import BenchProgress, DecodeProgress, PrefillProgress, ProgressObserver
 from sfi_core.distributed import torchrun
-from sfi_core.errors import NumericsError
+from sfi_core.errors import NumericsError, SfiError
 from sfi_core.settings.audit import AuditConfig
 from sfi_core.settings.engine import EngineOptions
 from sfi_core.settings.policy_names import default_policy
@@ -69,12 +69,12 @@ def run(
     }  # fmt: skip
     with recording(trace, settings.table(TraceTable), output, tokenizer=tokenizer, provenance=provenance) as (
         watch,
-        stopped,
+        recorder,
     ):
         stream = output if shows else None
         result = decode(policy, engine, stream=stream, observers=watch, audit=audit)
-        if result.interrupted or result.error is not None:
-            stopped("interrupted" if result.interrupted else str(result.error))
+        if recorder is not None and (result.interrupted or result.error is not None):
+            recorder.close("interrupted" if result.interrupted else str(result.error))
     document = _document(
         result, subject, prompts, engine, str(model.device), policy=policy, preset=preset,
         config=settings.config.to_dict(),
@@ -90,6 +90,8 @@ def run(
             document["verification"] = _verified(model, rows, result, **options)
     _write(output, document, result.texts, shown=shows)
     _fail(result, document)
+    if recorder is not None and recorder.failure is not None:
+        raise SfiError(f"trace {trace} must be whole, got {recorder.failure.strerror} before the run's end")
 
 
 def _check(name: str, settings: Given, engine: EngineOptions, subject: Subject, *, audited: bool) -> None:

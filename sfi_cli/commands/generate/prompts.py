@@ -8,7 +8,10 @@ from typing import Any
 
 from sfi_cli.parsing import read_text
 from sfi_core.errors import ConfigError, InputError
+from sfi_core.generation.prompts import chat_text, text_ids
+from sfi_core.machine.text import parse_json
 from sfi_core.settings.config import SfiConfig
+from sfi_core.settings.fields import LARGEST
 
 STDIN = "-"
 Entry = str | list[dict[str, Any]]  # a text, or chat messages
@@ -82,13 +85,14 @@ def _read_batch(path: Path) -> list[tuple[Entry, int | None]]:
 def _entry(line: str, where: str) -> tuple[Entry, int | None]:
     # the prompt, and the line's limit of new tokens
     try:
-        data = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise InputError(f"{where}: not valid JSON: {error.msg} at column {error.colno}") from error
+        data = parse_json(line)
+    except ValueError as error:
+        column = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
+        raise InputError(f"{where}: not valid JSON: {column}") from error
     if isinstance(data, dict):
         limit = data.get("max_new_tokens")
-        if limit is not None and (type(limit) is not int or limit < 1):
-            raise InputError(f"{where}: max_new_tokens must be a positive number, got {json.dumps(limit)}")
+        if limit is not None and not (type(limit) is int and 1 <= limit <= LARGEST):
+            raise InputError(f"{where}: max_new_tokens must be a positive number, got {json.dumps(limit)[:60]}")
         if isinstance(data.get("prompt"), str) and data["prompt"]:
             return str(data["prompt"]), limit
         messages = data.get("messages")
@@ -101,15 +105,11 @@ def token_ids(entry: Entry, tokenizer: Any, *, chat: bool) -> list[int]:
     """Return the tokens of an entry; messages, or with `chat` also a text, in the chat template.
 
     Raises:
-        InputError: The tokenizer has no chat template.
+        InputError: The tokenizer has no chat template, or a broken one; the text is no Unicode.
     """
     if isinstance(entry, str) and not chat:
-        plain: list[int] = tokenizer(entry)["input_ids"] if entry else []
-        return plain
+        return text_ids(tokenizer, entry)
     messages = [{"role": "user", "content": entry}] if isinstance(entry, str) else entry
     if not getattr(tokenizer, "chat_template", None):
         raise InputError("the model's tokenizer must have a chat template for --chat and messages")
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    # the template writes the special tokens itself
-    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return ids
+    return text_ids(tokenizer, chat_text(tokenizer, messages), special=False)

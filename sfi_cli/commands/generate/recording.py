@@ -1,6 +1,6 @@
 """The observers of `sfi generate`: the trace, and NVTX ranges for a profiler."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,18 +12,16 @@ from sfi_core.errors import RankLostError
 
 if TYPE_CHECKING:
     from sfi_core.observers.observer import Observer
+    from sfi_traces.record.parquet import ParquetObserver
 
 
 @contextmanager
 def recording(
     folder: Path | None, table: TraceTable, output: Output, **options: Any
-) -> Iterator[tuple[list["Observer"], Callable[[str | None], None]]]:
+) -> Iterator[tuple[list["Observer"], "ParquetObserver | None"]]:
     """Open the observers of a run, close them at its end, and name the trace; no folder makes no trace.
 
-    `options` go to `ParquetObserver`.
-
-    Yields:
-        The observers, and a function that takes the reason why the run stopped early.
+    `options` go to `ParquetObserver`. Yields the observers, and that of the trace.
     """
     from sfi_traces.record.nvtx import NvtxObserver
     from sfi_traces.record.parquet import ParquetObserver
@@ -34,15 +32,17 @@ def recording(
         if nvtx.listened:
             found.append(stack.enter_context(nvtx))
         if folder is None:
-            yield found, lambda _: None
+            yield found, None
             return
         parquet = ParquetObserver(
             folder, positions=table.positions, redact_text=table.redact_text, spans=table.spans,
             force=output.force, warn=output.say, **options,
         )  # fmt: skip
-        yield [*found, stack.enter_context(parquet)], parquet.close
+        yield [*found, stack.enter_context(parquet)], parquet
     _wait_for_ranks()
-    if folder.exists() and not output.quiet:  # absent if the run ended before its first step
+    if (
+        parquet.failure is None and folder.exists() and not output.quiet
+    ):  # absent if the run ended before its first step
         message(f"Wrote {folder}; look at it with: sfi trace show {folder}")
         if torchrun.first():
             from sfi_traces.health import quick_problems

@@ -137,7 +137,8 @@ class Service:
         several = f"{config.trigger_policy}, {len(server.trigger_ids)} tokens"
         trace = "none"
         if self.trace is not None:
-            trace = f"{self.trace}, {f'audit every {self._audit}' if self._audit else 'no audit'}"
+            kept = "text redacted" if self.settings.of("trace").get("redact_text") else "keeps every prompt and answer"
+            trace = f"{self.trace}, {f'audit every {self._audit}' if self._audit else 'no audit'}, {kept}"
         reads = f"budget {config.budget:,} a KV head, recent {config.recent:,}, sink {config.sink}"
         if self.own["policy"] == "full-kv":
             reads = "every token at every step"

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from sfi_cli import options as o
 from sfi_cli.commands.trace.views import beside
-from sfi_cli.terminal.output import Output
+from sfi_cli.terminal.output import Output, message
 from sfi_core.errors import ConfigError, SfiError, unknown
 
 TIMELINE = "perfetto"  # of the whole trace, in one file
@@ -70,7 +70,9 @@ def export(
         # open all files first, so that a file that exists stops the export before anything is written
         files = {name: stack.enter_context(Output(path, force=force)) for name, path in paths.items()}
         for name, file in files.items():
-            file.pieces(_pieces(trace, name, form, progress))
+            file.pieces(_pieces(trace, name, form, progress), stack)
+    for path in filter(None, paths.values()):
+        message(f"Wrote {path}")
 
 
 def _pieces(trace: Any, table: str | None, form: str, progress: Any) -> Iterator[str]:

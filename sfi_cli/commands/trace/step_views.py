@@ -4,7 +4,8 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 
 from sfi_cli.terminal.tables import Part
-from sfi_traces.views.labels import dense_words, printable
+from sfi_core.machine.text import printable
+from sfi_traces.views.labels import dense_words
 from sfi_traces.views.table import Columns, Row, Table, count, number, plural
 
 MOST_ROWS = 20

@@ -14,7 +14,7 @@ from sfi_kernels.step_descriptor import sent
 
 # most logits, or ids, that are processed at once: fit for a CPU's caches; on other devices 32 MiB as float64
 CPU_PIECE, PIECE = 2**19, 2**22
-TOKEN, FINE = range(2)  # rows of `told_2X`: the token, and whether its logits are finite
+TOKEN, FINE = range(2)  # rows of `told_2X`: the token, and whether its score is finite
 
 
 @dataclass(slots=True)
@@ -30,8 +30,11 @@ class Picker(ABC):
 
     A sampled token has the largest sum of processed score and Gumbel noise. The noise depends on the seed,
     the request's index and the token's index only, not on the rest of the batch or the tokens per pass.
-    `ahead` is called with a step's tokens, still on the device, before the host waits for them.
+    `ahead` is called with a step's tokens, still on the device, before the host waits for them. `hint` ends the
+    error of scores that are not finite.
     """
+
+    hint = ""
 
     def __init__(
         self,
@@ -116,8 +119,10 @@ class Picker(ABC):
             scores_PV = self.scores(logits_PV, row_X[part], tail[part])
             if key_X is not None:
                 scores_PV = gumbel(key_X[part], scores_PV.shape[1]).add_(scores_PV)
-            told_2X[TOKEN, part] = scores_PV.argmax(-1)
-            told_2X[FINE, part] = logits_PV.amax(-1).isfinite()
+            token_P = scores_PV.argmax(-1)
+            told_2X[TOKEN, part] = token_P
+            # NaN counts as the largest, so that the largest score tells of NaN and infinity, also of a sampler's
+            told_2X[FINE, part] = scores_PV.gather(-1, token_P[:, None])[:, 0].isfinite()
         return self._ranks.settle(told_2X)
 
     def _keys(self, row_X: Sequence[int], index_X: Sequence[int], device: torch.device) -> torch.Tensor | None:
@@ -129,9 +134,8 @@ class Picker(ABC):
     def _check(self, row_X: Sequence[int], index_X: Sequence[int], fine_X: Sequence[int]) -> None:
         for row, index, fine in zip(row_X, index_X, fine_X, strict=True):
             if not fine:
-                raise NumericsError(
-                    f"logits must be finite, got NaN or infinity at step {index} in request {self.rows[row].request}"
-                )
+                where = f"step {index} in request {self.rows[row].request}{self.hint}"
+                raise NumericsError(f"logits must be finite, got NaN or infinity at {where}")
 
 
 def _read(told_2X: torch.Tensor, ahead: Callable[[torch.Tensor], None] | None = None) -> tuple[list[int], list[int]]:

@@ -100,6 +100,7 @@ class SfiConnector(names.KVConnectorBase_V1, names.SupportsHMA):
     def _check(self, config: SfiConfig) -> None:
         # of a request's own settings
         check_host(self._vllm, config)
+        self.make_policy(config)
         if config.trigger_policy == "boundary" and not self.trigger_ids:
             raise ConfigError("sfi.trigger_policy must not be boundary on a server without triggers")
 

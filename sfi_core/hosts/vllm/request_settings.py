@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from sfi_core.errors import ConfigError
+from sfi_core.machine.text import printable, shown
 from sfi_core.settings.config import SfiConfig
 from sfi_core.settings.fields import require
 
@@ -37,19 +38,21 @@ class RequestSettings:
         A mistake goes into `error`: a scheduler cannot refuse a request, and an exception there ends the
         server. `check` raises ConfigError for settings that cannot run on this server.
         """
-        given = (extra or {}).items()
-        own = {name.removeprefix(PREFIX): value for name, value in given if name.startswith(PREFIX)}
-        enabled = own.pop(ENABLED, True)
         try:
+            given = {str(name): value for name, value in (extra or {}).items()}
+            own = {name.removeprefix(PREFIX): value for name, value in given.items() if name.startswith(PREFIX)}
+            enabled = own.pop(ENABLED, True)
             told = isinstance(enabled, int) and enabled in {True, False}
-            require(told, f"{PREFIX}{ENABLED} must be 0 or 1, got {enabled!r}")
+            require(told, f"{PREFIX}{ENABLED} must be 0 or 1, got {shown(enabled)}")
             check_own(own)
             wanted = config.replace(**own)
             if own:
                 check(wanted)
             return cls(wanted, bool(enabled))
         except ConfigError as error:
-            return cls(config, enabled=False, error=str(error))
+            return cls(config, enabled=False, error=printable(str(error)))
+        except Exception as error:  # noqa: BLE001 - it would end the server, and is one client's
+            return cls(config, enabled=False, error=f"settings must be numbers, got {type(error).__name__}")
 
     def salt(self, policy: str) -> str:
         """Return a name for all that the keys and values of generated tokens depend on."""
@@ -61,4 +64,5 @@ class RequestSettings:
 def check_own(own: Mapping[str, Any]) -> None:
     """Raise `ConfigError` for settings that a request cannot have."""
     for name in sorted(own.keys() - set(OWN)):
-        raise ConfigError(f"{PREFIX}{name} is no setting of one request; expected one of {(ENABLED, *OWN)}")
+        wrong = shown(f"{PREFIX}{name}")[1:-1]
+        raise ConfigError(f"{wrong} is no setting of one request; expected one of {(ENABLED, *OWN)}")

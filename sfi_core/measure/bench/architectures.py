@@ -8,7 +8,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
 from sfi_core.errors import InputError, UnsupportedModelError
-from sfi_core.models.load import BUNDLED, DAMAGED, first_line, quiet, read_config
+from sfi_core.machine.text import first_line
+from sfi_core.models.load import BUNDLED, quiet, read_config, readable
 from sfi_core.models.source import find_source
 
 QWEN3: dict[str, Any] = {
@@ -79,12 +80,10 @@ def model_config(source: str | None) -> Any:
     """
     quiet()
     path = str(BUNDLED if source is None else source)
-    try:
+    with readable(f"config of {path}", "read"):
         where = find_source(path)
         with where.opened():
             return read_config(where)
-    except DAMAGED as error:
-        raise InputError(f"config of {path} cannot be read: {first_line(error)}") from error
 
 
 def empty_model(config: Any, device: torch.device, dtype: torch.dtype) -> Any:

@@ -7,8 +7,8 @@ from typing import Any, ClassVar, Generic, TypeVar
 import torch
 
 from sfi_core.errors import ConfigError, InputError, MemoryForecastError, NumericsError
+from sfi_core.machine.text import first_line
 from sfi_core.measure.evaluation.method import Method, MethodVariant, Size
-from sfi_core.models.load import first_line
 from sfi_core.settings.engine import DEFAULTS, EngineOptions
 
 T = TypeVar("T")

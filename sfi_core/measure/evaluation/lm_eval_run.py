@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 
 from sfi_core.errors import ConfigError, SfiError, not_installed
-from sfi_core.models.load import first_line
+from sfi_core.machine.text import first_line
 
 MODEL = "sfi_core.measure.evaluation.lm_eval_model:SfiLM"
 # what lm-eval raises for a task, a file or an argument that it cannot take

@@ -174,6 +174,15 @@ def test_broken_logits_are_named_with_step_and_request(ids: torch.Tensor, bad: f
     assert sampler.tokens.ids_BT.shape == (B, T + 1)
 
 
+def test_a_temperature_that_leaves_the_range_of_float32_is_named(ids: torch.Tensor):
+    """Every scaled score was infinite, and token 0 came out again and again."""
+    logits = torch.randn(B, V)
+    low = Sampler(Sampling(temperature=1e-36), ids)
+    assert low(logits, RUNNING, PAD) == logits.argmax(-1).tolist()
+    with pytest.raises(NumericsError, match=r"at step 0 in request 0; raise sampling\.temperature, 1e-40 leaves"):
+        Sampler(Sampling(temperature=1e-40), ids)(logits, RUNNING, PAD)
+
+
 @pytest.mark.parametrize("temperature", [0, 1])
 def test_logits_without_any_token_are_broken(ids: torch.Tensor, temperature: float):
     logits = torch.randn(B, V)

@@ -14,8 +14,10 @@ from transformers import T5Config, ViTConfig
 
 from sfi_core.distributed.ranks import Ranks
 from sfi_core.errors import BackendError, ConfigError, InputError, SfiError, UnsupportedModelError
+from sfi_core.generation.prompts import chat_text, text_ids
+from sfi_core.machine.text import first_line
 from sfi_core.models.digest import checkpoint_digest, commit_of
-from sfi_core.models.load import first_line, load, resolve_device, resolve_dtype
+from sfi_core.models.load import load, load_tokenizer, resolve_device, resolve_dtype
 from tests.core.conftest import tiny_qwen3
 
 pytestmark = pytest.mark.seam
@@ -202,6 +204,41 @@ def test_weights_of_another_shape_are_named(folder: Path, tiny_tokenizer: Any):
 def test_a_config_that_transformers_refuses_is_refused(folder: Path, changes: dict, reason: str):
     edit(folder, **changes)
     assert reason in refusal(InputError, str(folder))
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "reason"),
+    [
+        ("config.json", "[]", "cannot be loaded"),
+        ("config.json", "[" * 100_000, "cannot be loaded"),
+        ("generation_config.json", "[]", "cannot be loaded"),
+        ("config.json", {"head_dim": 0}, "head_dim must be in 1 to 16,384, got 0"),
+        ("config.json", {"num_hidden_layers": 10**6, "layer_types": None}, "num_hidden_layers must be in 1 to 2,048"),
+        ("config.json", {"vocab_size": 2**40}, "vocab_size must be in 1 to 16,777,216"),
+    ],
+)
+def test_a_stranger_s_config_is_one_line_and_soon(folder: Path, file: str, text: str | dict, reason: str):
+    if isinstance(text, dict):
+        edit(folder, **text)
+    else:
+        (folder / file).write_text(text)
+    assert reason in refusal(InputError, str(folder))
+
+
+@pytest.mark.parametrize(
+    "template", ["{% for x in %}", "{{ 1 / 0 }}", "{{ messages.x.y }}", "{{ raise_exception('no') }}"]
+)
+def test_a_broken_chat_template_is_one_line(saved: Path, template: str):
+    tokenizer = load_tokenizer(str(saved))
+    tokenizer.chat_template = template
+    with pytest.raises(InputError, match="the model's chat template cannot be filled: ") as error:
+        chat_text(tokenizer, [{"role": "user", "content": "x"}])
+    assert "\n" not in str(error.value)
+
+
+def test_half_a_character_is_no_prompt(saved: Path):
+    with pytest.raises(InputError, match="prompt must be Unicode, got half of a character at 3"):
+        text_ids(load_tokenizer(str(saved)), "abc\ud800")
 
 
 def test_an_encoder_decoder_is_unsupported(folder: Path):

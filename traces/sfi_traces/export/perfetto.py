@@ -93,7 +93,7 @@ def perfetto_text(trace: Trace, progress: Callable[[int, int], None]) -> Iterato
     named = _names(trace, tracks)
     total = len(named) + 3 * len(steps) + len(verifications) + 2 * len(flows) + spans
     about = {key: trace.manifest.get(key) for key in ABOUT}
-    head = json.dumps({"displayTimeUnit": "ms", "otherData": about}, ensure_ascii=False)
+    head = json.dumps({"displayTimeUnit": "ms", "otherData": about})
     yield head[:-1] + ', "traceEvents": [\n'
     yield from _lines(chain(named, events), total, progress)
     yield "\n]}\n"
@@ -102,7 +102,7 @@ def perfetto_text(trace: Trace, progress: Callable[[int, int], None]) -> Iterato
 def _lines(events: Iterator[Event], total: int, progress: Callable[[int, int], None]) -> Iterator[str]:
     done = 0
     while piece := list(islice(events, PIECE)):
-        lines = ",\n".join(json.dumps(event, ensure_ascii=False) for event in piece)
+        lines = ",\n".join(json.dumps(event) for event in piece)
         yield f",\n{lines}" if done else lines
         done += len(piece)
         progress(done, total)

@@ -2,14 +2,13 @@
 
 import csv
 import io
-import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from decimal import Decimal
 from typing import Any
 
-import pyarrow as pa
-
+from sfi_core.machine.text import write_json
+from sfi_traces.model.parts import DAMAGED
 from sfi_traces.model.trace import Trace
 from sfi_traces.schema import TABLES
 
@@ -33,7 +32,7 @@ def _table_rows(trace: Trace, name: str, progress: Callable[[int, int], None]) -
             yield list(zip(*(batch[column].to_pylist() for column in columns), strict=True))
             done += len(batch)
             progress(done, total)
-    except (OSError, pa.ArrowException) as error:
+    except DAMAGED as error:
         raise trace.unreadable() from error
 
 
@@ -52,7 +51,7 @@ def jsonl_text(columns: Sequence[str], batches: Iterable[Rows]) -> Iterator[str]
 
 def json_text(columns: Sequence[str], batches: Iterable[Rows]) -> Iterator[str]:
     """Write one JSON document: the columns' names, and an object for each row."""
-    yield f'{{"columns": {json.dumps(list(columns), ensure_ascii=False)}, "rows": ['
+    yield f'{{"columns": {write_json(list(columns))}, "rows": ['
     between = "\n"
     for rows in batches:
         for one in _objects(columns, rows):
@@ -68,9 +67,9 @@ def _objects(columns: Sequence[str], rows: Rows) -> Iterator[str]:
 
 def _json(value: Any) -> str:
     try:  # the fast way, which nearly always works
-        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+        return write_json(value, allow_nan=False)
     except (TypeError, ValueError):
-        return json.dumps(_plain(value), ensure_ascii=False)
+        return write_json(_plain(value))
 
 
 def _plain(value: Any) -> Any:

@@ -1,5 +1,6 @@
 """Reads the arrays of an import file by name, each only when it is asked for."""
 
+import math
 import pickle
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
@@ -11,10 +12,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from numpy.lib import format  # noqa: A004 - numpy's name
 
 from sfi_core.errors import InputError
+from sfi_core.machine.text import first_line, shown
 from sfi_traces.importing.schema import VERSION_NAME, check_version
+from sfi_traces.schema import MOST_TOKENS
 
+UNPACKED, RATIO = 64 << 20, 100  # bytes that a file may unpack to, and so many times its own
 FORMATS = (".npz", ".parquet", ".pt")
 ATTENTIONS = "attentions"  # transformers' nested tuples, in a .pt file
 
@@ -57,8 +62,9 @@ class Arrays:
     def number(self, name: str, *, least: int) -> int | None:
         """Return a whole number, None if the file has none; raises `InputError` for another value."""
         found = self.maybe(name, "iu", (0,))
-        if found is not None and found < least:
-            raise InputError(f"{name} of {self.path} must be at least {least}, got {found}")
+        if found is not None and not least <= found <= MOST_TOKENS:
+            rule = f"at least {least}" if found < least else f"at most {MOST_TOKENS:,}"
+            raise InputError(f"{name} of {self.path} must be {rule}, got {found}")
         return None if found is None else int(found)
 
     def check_version(self) -> None:
@@ -84,24 +90,35 @@ def open_arrays(path: Path) -> Iterator[Arrays]:
         return
     with ExitStack() as stack:
         with readable(path):
-            file = np.load(path, allow_pickle=False)
-            if not isinstance(file, np.lib.npyio.NpzFile):
-                raise ValueError("it holds one array without a name")  # noqa: TRY004 - as of a damaged file
-            stack.enter_context(file)
+            _check_claims(path)
+            file = stack.enter_context(np.load(path, allow_pickle=False))
         yield Arrays(path, tuple(file.files), file.__getitem__)
 
 
 @contextmanager
 def readable(path: Path) -> Iterator[None]:
     """Turn the exceptions that libraries raise for a damaged file into one `InputError`."""
-    damaged = (OSError, EOFError, ValueError, KeyError, RuntimeError, TypeError, IndexError, OverflowError)
+    damaged = (OSError, EOFError, ValueError, LookupError, RuntimeError, TypeError, OverflowError, MemoryError)
     try:
         yield
     except FileNotFoundError as error:
         raise InputError(f"import {path} must be a file, got none") from error
     except (*damaged, zipfile.BadZipFile, pickle.UnpicklingError) as error:
-        line = str(error).strip().partition("\n")[0] or type(error).__name__
-        raise InputError(f"import {path} cannot be read as {path.suffix}: {line}") from error
+        raise InputError(f"import {path} cannot be read as {path.suffix}: {first_line(error)}") from error
+
+
+def _check_claims(path: Path) -> None:
+    # before an array is read: memory is taken for what its header says
+    with zipfile.ZipFile(path) as archive:
+        claimed, size = sum(one.file_size for one in archive.infolist()), path.stat().st_size
+        if claimed > UNPACKED + RATIO * size:
+            raise ValueError(f"it must unpack to {UNPACKED + RATIO * size:,} bytes at most, got {claimed:,}")
+        for one in archive.infolist():
+            with archive.open(one) as member:
+                read = {(1, 0): format.read_array_header_1_0, (2, 0): format.read_array_header_2_0}
+                shape, _, kind = read[format.read_magic(member)](member)
+                if math.prod(shape) * max(1, kind.itemsize) > one.file_size:
+                    raise ValueError(f"{one.filename} must hold the numbers of its shape, {shown(shape)}")
 
 
 def _pt(path: Path) -> Arrays:
@@ -109,6 +126,9 @@ def _pt(path: Path) -> Arrays:
     if not isinstance(document, Mapping):
         raise ValueError(f"it must be a dict, got {type(document).__name__}")  # noqa: TRY004 - as above
     values = {str(name): value for name, value in document.items() if name != ATTENTIONS}
+    for name, value in values.items():
+        if isinstance(value, torch.Tensor) and value.nbytes > value.untyped_storage().nbytes():
+            raise ValueError(f"{name} must hold the numbers of its shape, {shown(list(value.shape))}")
     for number, layers in enumerate(_passes(path, document.get(ATTENTIONS, ()))):
         values |= {f"attention.{number}.{layer}": tensor for layer, tensor in enumerate(layers)}
     return Arrays(path, tuple(values), values.__getitem__)

@@ -7,6 +7,7 @@ import numpy as np
 from sfi_core.errors import InputError
 from sfi_traces.importing.schema import PADDING, Floats, Ints
 
+MOST_POSITIONS = 1 << 26  # of the blocks of a step
 LAST = np.iinfo(np.int64).max  # sorts padding behind the positions
 ROUNDING = 0.01  # a row of bfloat16 probabilities may add up to so much more than 1
 
@@ -55,9 +56,15 @@ def checked_mass(mass_UK: Floats, index_UK: Ints, where: Where) -> Floats:
 
 
 def positions_of_blocks(block_UB: Ints, block_size: int, length: int) -> Ints:
-    """Return the cached positions of ascending blocks: [U, B * block_size], padded with -1."""
+    """Return the cached positions of ascending blocks: [U, B * block_size], padded with -1.
+
+    Raises `InputError` for more positions than a step can have.
+    """
+    size = min(block_size, length)  # a block may be longer than what is cached
+    if block_UB.size * size > MOST_POSITIONS:
+        raise InputError(f"blocks must be of {MOST_POSITIONS:,} positions a step at most, got {block_UB.size * size:,}")
     first_UB1 = block_UB[:, :, None].astype(np.int64) * block_size
-    position_UBS = first_UB1 + np.arange(block_size)
+    position_UBS = first_UB1 + np.arange(size)
     known_UBS = (block_UB[:, :, None] >= 0) & (position_UBS < length)
     # padding stays last: blocks ascend, and only the last block may be cut short
     return np.where(known_UBS, position_UBS, PADDING).reshape(len(block_UB), -1).astype(np.int32)

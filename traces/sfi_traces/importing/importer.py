@@ -3,11 +3,13 @@
 import hashlib
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 from sfi_core.errors import InputError, SfiError
+from sfi_core.machine.files import KEPT
 from sfi_core.observers.events import RunEvent
 from sfi_core.settings.audit import AuditConfig
 from sfi_core.settings.config import SfiConfig
@@ -39,6 +41,8 @@ def open_source(path: Path, options: ImportOptions) -> Iterator[Source]:
     """
     if path.suffix not in FORMATS:
         raise InputError(f"import {path} must end in one of {FORMATS}, got {path.suffix or 'nothing'}")
+    if path.exists() and not path.is_file():
+        raise InputError(f"import {path} must be a regular file, got another")
     if path.suffix == ".parquet":
         yield SelectionRows(path, options)
         return
@@ -90,12 +94,10 @@ def import_trace(
 def _new_trace(folder: Path, *, force: bool) -> Iterator[Path]:
     # a folder beside `folder`; its files move there once the block has ended well
     fresh = not folder.exists()
-    claim(folder, force=force)
-    whole = folder.resolve()  # "." has no name
-    work = whole.with_name(f".{whole.name}.tmp")
-    shutil.rmtree(work, ignore_errors=True)
+    lock, whole = claim(folder, force=force), folder.resolve()  # "." has no name
+    work: Path | None = None
     try:
-        work.mkdir()
+        work = Path(mkdtemp(".tmp", f".{whole.name[:KEPT]}.", whole.parent))
         yield work
         clear(folder)
         for piece in sorted(work.iterdir()):
@@ -103,9 +105,12 @@ def _new_trace(folder: Path, *, force: bool) -> Iterator[Path]:
     except OSError as error:
         raise SfiError(f"trace folder {folder} cannot be written: {error.strerror}") from error
     finally:
-        shutil.rmtree(work, ignore_errors=True)
-        if fresh and not any(folder.iterdir()):
-            folder.rmdir()
+        if work is not None:
+            shutil.rmtree(work, ignore_errors=True)
+        lock.release()
+        if fresh:
+            with suppress(OSError):  # not empty: the trace is there
+                folder.rmdir()
 
 
 def _write(source: Source, folder: Path, manifest: dict[str, Any], text: TokenText | None, progress: Progress) -> None:

@@ -8,8 +8,10 @@ import numpy as np
 from pyarrow import parquet
 
 from sfi_core.errors import InputError
+from sfi_core.machine.text import parse_json
 from sfi_traces.importing.schema import LARGEST, METADATA, VERSION_NAME, Prompt, check_known
 from sfi_traces.importing.tokens import check_ids
+from sfi_traces.schema import MOST_TOKENS
 
 OURS = ("sfi_", "prompt_", "block_size", "trigger_")  # prefixes of our names; `model` is one too
 LONGEST = 60  # characters of a value in an error
@@ -36,7 +38,7 @@ def read_metadata(path: Path, file: parquet.ParquetFile) -> dict[str, Any]:
     said = {key.decode(errors="replace"): text for key, text in known.items()}
     ours = [name for name in said if name == "model" or name.startswith(OURS)]
     check_known(path, "metadata key", ours, METADATA)
-    found = {name: json.loads(said[name]) for name in ours}
+    found = {name: parse_json(said[name]) for name in ours}
     for name, value in found.items():
         if name != VERSION_NAME and value is not None:
             _check(path, name, value)
@@ -68,8 +70,9 @@ def read_prompts(path: Path, said: dict[str, Any]) -> list[Prompt]:
         raise InputError(f"import {path} must have prompt_token_ids or prompt_tokens, got neither")
     counts = tokens if isinstance(tokens, list) else [tokens]
     for count in counts:
-        if count < 1:
-            raise InputError(f"prompt_tokens of {path} must be at least 1, got {count}")
+        if not 1 <= count <= MOST_TOKENS:
+            rule = "at least 1" if count < 1 else f"at most {MOST_TOKENS:,}"
+            raise InputError(f"prompt_tokens of {path} must be {rule}, got {count}")
     return [Prompt(tokens=count) for count in counts]
 
 

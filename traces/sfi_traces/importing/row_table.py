@@ -12,6 +12,7 @@ import pyarrow.compute as pc
 from pyarrow import parquet
 
 from sfi_core.errors import ConfigError, InputError
+from sfi_core.machine.text import shown
 from sfi_traces.importing.arrays import readable
 from sfi_traces.importing.row_metadata import read_metadata, read_prompts
 from sfi_traces.importing.schema import (
@@ -29,6 +30,7 @@ from sfi_traces.importing.schema import (
 )
 from sfi_traces.importing.selections import check_block_size, check_top, selected_step
 from sfi_traces.overlap import padded
+from sfi_traces.schema import MOST_TOKENS
 
 ROWS = 4096  # in memory at once, besides the rows of one step
 Group = tuple[int, pa.Table]  # the rows of a step, after the number of the first one in the file
@@ -49,6 +51,7 @@ class SelectionRows:
         self._path, self._top = path, options.top
         with readable(path), parquet.ParquetFile(path) as file:
             self._schema, rows = file.schema_arrow, file.metadata.num_rows
+            self._together = _rows_together(file.metadata)
             said = read_metadata(path, file)
         check_version(path, said.get(VERSION_NAME))
         self._columns = self._checked_columns()
@@ -110,7 +113,7 @@ class SelectionRows:
     def _groups(self) -> Generator[Group]:
         with readable(self._path), parquet.ParquetFile(self._path) as file:
             begin, left = 0, None
-            for batch in file.iter_batches(ROWS, columns=self._columns):
+            for batch in file.iter_batches(self._together, columns=self._columns):
                 piece = self._filled(pa.table(batch), begin + (0 if left is None else len(left)))
                 table = piece if left is None else pa.concat_tables([left, piece])
                 keys = np.stack([_numbers(table, name) for name in ("request", "step")])
@@ -217,7 +220,7 @@ class SelectionRows:
             )
         for name in ("step", "layer", "token_id"):
             if name not in names:
-                raise InputError(f"import {self._path} must have the column {name}, got {names}")
+                raise InputError(f"import {self._path} must have the column {name}, got {shown(names)}")
         for field in self._schema:
             self._check_type(field)
         if given == ["blocks"] and {"mass", "scores"} & set(names):
@@ -240,6 +243,17 @@ class SelectionRows:
 
     def _row(self, row: int) -> str:
         return f"row {row:,} of {self._path}"
+
+
+def _rows_together(metadata: parquet.FileMetaData) -> int:
+    # rows of a batch; raises ValueError for a file whose rows must be too long for a trace
+    together = ROWS
+    for group in map(metadata.row_group, range(metadata.num_row_groups)):
+        values = max((group.column(at).num_values for at in range(group.num_columns)), default=0)
+        if values > group.num_rows * MOST_TOKENS:
+            raise ValueError(f"a row must have {MOST_TOKENS:,} positions at most, got {values:,} in {group.num_rows:,}")
+        together = min(together, max(1, MOST_TOKENS * group.num_rows // max(1, values)))
+    return together
 
 
 def _numbers(table: pa.Table, name: str) -> npt.NDArray[np.int64]:

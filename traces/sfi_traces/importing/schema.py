@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sfi_core.errors import InputError
+from sfi_core.machine.text import LONGEST, printable, shown
 
 VERSION = 1
 VERSION_NAME = "sfi_import_version"
@@ -119,9 +120,9 @@ def check_version(path: Path, version: object) -> None:
     if version is None:
         raise InputError(f"import {path} must have {VERSION_NAME} {VERSION}, got none")
     if str(version) != str(VERSION):
+        got = printable(str(version))[:LONGEST]
         raise InputError(
-            f"import {path} has {VERSION_NAME} {version}, this sfi reads {VERSION}; upgrade sfi, or write "
-            f"version {VERSION}"
+            f"import {path} has {VERSION_NAME} {got}, this sfi reads {VERSION}; upgrade sfi, or write version {VERSION}"
         )
 
 
@@ -129,4 +130,4 @@ def check_known(path: Path, what: str, names: Sequence[str], known: Sequence[str
     """Raise `InputError` for a name that the schema does not have, such as a misspelt one."""
     for name in names:
         if name not in known:
-            raise InputError(f"import {path} has an unknown {what} {name!r}; expected some of {known}")
+            raise InputError(f"import {path} has an unknown {what} {shown(name)}; expected some of {known}")

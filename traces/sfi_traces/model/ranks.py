@@ -1,35 +1,17 @@
 """Finds the traces of a run's ranks in a folder, and checks that they belong together."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from sfi_core.errors import TraceError
+from sfi_traces.model.manifest import read_manifest
 from sfi_traces.record.folder import rank_folder, rank_folders
-from sfi_traces.schema import MANIFEST, SCHEMA_VERSION
+from sfi_traces.schema import MANIFEST
 
-REQUIRED = ("finished", "model", "policy", "config", "trigger_token_ids")  # of a manifest
 OF_A_RANK = ("query_heads", "weight_bytes", "embedding_bytes")  # a rank's share of the model
 
 Manifest = dict[str, Any]
-
-
-def read_manifest(folder: Path) -> Manifest:
-    """Read a trace's manifest; raises `TraceError` for none, a damaged or a newer one."""
-    file = folder / MANIFEST
-    try:
-        manifest = json.loads(file.read_text(encoding="utf-8"))
-        version = manifest["schema_version"]
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise TraceError(f"{folder} is not a trace: it has no {MANIFEST}{_advice(folder)}") from error
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise TraceError(f"trace {folder} has an unreadable {MANIFEST}: {error}") from error
-    if not isinstance(version, int) or version > SCHEMA_VERSION:
-        raise TraceError(f"trace {folder} has schema {version}, this sfi reads 1 to {SCHEMA_VERSION}; upgrade sfi")
-    if missing := [key for key in REQUIRED if key not in manifest]:
-        raise TraceError(f"trace {folder} has a {MANIFEST} without {', '.join(missing)}")
-    return manifest  # type: ignore[no-any-return]
 
 
 def other_ranks(folder: Path, manifest: Manifest) -> dict[Path, Manifest]:
@@ -64,7 +46,8 @@ def _run(manifest: Manifest) -> tuple[Any, ...]:
     return manifest.get("run_id"), manifest.get("ranks", 1)
 
 
-def _advice(folder: Path) -> str:
+def rank_advice(folder: Path) -> str:
+    """Say which ranks a folder holds without rank 0's manifest; "" for none."""
     left = [rank for rank in rank_folders(folder) if (rank_folder(folder, rank) / MANIFEST).exists()]
     if not left:
         return ""

@@ -11,6 +11,7 @@ import numpy.typing as npt
 import pyarrow as pa
 from pyarrow import parquet
 
+from sfi_traces.model.parts import DAMAGED, checked, open_part
 from sfi_traces.model.trace import Place, Trace
 from sfi_traces.schema import TABLES
 
@@ -42,7 +43,7 @@ class Rows:
         """Read the footers of the parts, and no row; raises `TraceError` for a truncated part."""
         self.layers: Collection[int] | None = None
         self.heads: Collection[int] | None = None
-        self._trace, self._request, self._columns = trace, request, list(columns)
+        self._trace, self._table, self._request, self._columns = trace, table, request, list(columns)
         self._groups = [
             group
             for part in trace.parts(table)
@@ -105,17 +106,24 @@ class Rows:
         return chosen
 
     def _read_keys(self, group: RowGroup) -> dict[str, Ints]:
-        table = _read(self._trace, group, list(KEY))
+        table = self._read(group, list(KEY))
         return {name: table[name].to_numpy() for name in KEY}
 
     def _read_values(self, group: RowGroup) -> pa.Table:
-        return _read(self._trace, group, self._columns).combine_chunks()
+        return self._read(group, self._columns).combine_chunks()
+
+    def _read(self, group: RowGroup, columns: list[str]) -> pa.Table:
+        try:
+            with parquet.ParquetFile(group.part) as file:
+                return checked(file.read_row_group(group.index, columns=columns), self._table)
+        except DAMAGED as error:
+            raise self._trace.damaged(group.part) from error
 
 
 def _row_groups(trace: Trace, part: Path) -> list[RowGroup]:
     try:
-        metadata = parquet.read_metadata(part)
-    except (OSError, pa.ArrowException) as error:
+        metadata = open_part(part)
+    except DAMAGED as error:
         raise trace.damaged(part) from error
     groups = []
     for index in range(metadata.num_row_groups):
@@ -130,11 +138,3 @@ def _range(column: Any) -> Range:
     found = column.statistics  # another writer may leave them out
     known = found is not None and found.has_min_max
     return (found.min, found.max) if known else (-np.inf, np.inf)
-
-
-def _read(trace: Trace, group: RowGroup, columns: list[str]) -> pa.Table:
-    try:
-        with parquet.ParquetFile(group.part) as file:
-            return file.read_row_group(group.index, columns=columns)
-    except (OSError, pa.ArrowException) as error:
-        raise trace.damaged(group.part) from error

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -77,7 +77,8 @@ class StepMass:
                 position = np.array(row["positions"], int)
                 seen = row["read"]  # an import has none
                 read = reads.of_place(place, position) if seen is None else np.array(seen, bool)
-                found[place] = position, np.array(row["mass"], float), read
+                mass: Any = np.zeros(len(position)) if row["mass"] is None else np.array(row["mass"], float)
+                found[place] = position, mass, read
         return cls(found)
 
     def weight(self, context: int, *, read: bool) -> npt.NDArray[np.float64]:

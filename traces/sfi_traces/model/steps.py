@@ -7,6 +7,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from sfi_core.machine.text import printable
+
 
 @dataclass(frozen=True, slots=True)
 class Steps:
@@ -40,12 +42,12 @@ class Steps:
             step=rows["step"].to_numpy(),
             text=[text or "" for text in rows["token_text"].to_pylist()],
             slow=rows["slow"].to_numpy(),
-            reason=rows["reason"].to_pylist(),
+            reason=[printable(reason) for reason in rows["reason"].to_pylist()],
             sentence=rows["sentence"].to_numpy(),
             attended=rows["attended_tokens"].to_numpy(),
             context=rows["context_tokens"].to_numpy(),
             elapsed_us=rows["elapsed_us"].to_numpy(),
-            audited=rows["audited"].to_numpy(),
+            audited=pc.fill_null(rows["audited"], False).to_numpy(),
             batch_step=pc.coalesce(rows["batch_step"], rows["step"]).to_numpy(),
             drafted=pc.fill_null(rows["drafted"], False).to_numpy(),
         )

@@ -9,10 +9,12 @@ import duckdb
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from pyarrow import dataset, parquet
+from pyarrow import dataset
 
 from sfi_core.errors import TraceError
-from sfi_traces.model.ranks import other_ranks, read_manifest, whole_model
+from sfi_traces.model.manifest import read_manifest
+from sfi_traces.model.parts import DAMAGED, check_part, checked, read_part
+from sfi_traces.model.ranks import other_ranks, rank_advice, whole_model
 from sfi_traces.schema import OF_EVERY_RANK, TABLES
 
 FETCHED = 10_000  # rows in memory at once
@@ -40,7 +42,7 @@ class Trace:
     @classmethod
     def open(cls, path: Path) -> Self:
         """Open a trace; raises `TraceError` as `read_manifest` does, and for ranks of different runs."""
-        manifest = read_manifest(path)
+        manifest = read_manifest(path, rank_advice(path))
         others = [cls(folder, whole_model(theirs)) for folder, theirs in other_ranks(path, manifest).items()]
         return cls(path, whole_model(manifest), tuple(others))
 
@@ -108,10 +110,9 @@ class Trace:
         pieces = []
         for part in self.parts(name):
             try:
-                piece = parquet.read_table(part, columns=columns, schema=schema)
-            except (OSError, pa.ArrowException) as error:
+                pieces.append(read_part(part, name, columns))
+            except DAMAGED as error:
                 raise self.damaged(part) from error
-            pieces.append(piece)
         wanted = schema if columns is None else pa.schema([schema.field(c) for c in columns])
         return pa.concat_tables(pieces) if pieces else wanted.empty_table()
 
@@ -121,8 +122,8 @@ class Trace:
         if isinstance(source, pa.Table):  # the table has no part
             return source.select(columns)
         try:
-            return source.to_table(columns=columns, filter=where)
-        except (OSError, pa.ArrowException) as error:
+            return checked(source.to_table(columns=columns, filter=where), name)
+        except DAMAGED as error:
             raise self.unreadable() from error
 
     def _joined(self, name: str, columns: list[str] | None) -> pa.Table:
@@ -157,8 +158,8 @@ class Trace:
         parts = self.parts(name)
         for part in parts:
             try:
-                parquet.read_metadata(part)
-            except (OSError, pa.ArrowException) as error:
+                check_part(part, name)
+            except DAMAGED as error:
                 raise self.damaged(part) from error
         files, schema = [str(part) for part in parts], TABLES[name]
         return dataset.dataset(files, schema, format="parquet") if files else schema.empty_table()

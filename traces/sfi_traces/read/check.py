@@ -1,6 +1,7 @@
 """Checks that a trace is whole: its files, its columns, its steps."""
 
 from collections.abc import Iterator
+from itertools import count, islice, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pyarrow as pa
 from pyarrow import parquet
 
 from sfi_core.errors import ConfigError
+from sfi_traces.model.parts import DAMAGED, open_part, read_part
 from sfi_traces.model.trace import Trace
 from sfi_traces.read.lossless_rules import broken_sums
 from sfi_traces.read.rank_rules import differing_steps, file_prefix, lacking_ranks
@@ -63,20 +65,27 @@ def _check_table(trace: Trace, name: str, before: str) -> dict[str, Any]:
     expected = trace.manifest.get("tables", {}).get(name) if trace.manifest["finished"] else None
     found: dict[str, Any] = {
         "table": name, "rank": trace.rank, "parts": len(parts), "rows": 0, "expected_rows": expected,
-        "damaged": [], "absent": [], "missing": [], "wrong": [], "extra": [],
+        "damaged": [], "absent": [], "missing": [], "wrong": [], "extra": [], "faults": [],
     }  # fmt: skip
     for part in parts:
         try:
             _check_part(part, TABLES[name], found)
-        except (OSError, pa.ArrowException):
-            found["damaged"].append(f"{before}{name}/{part.name}")
-    numbers = [int(n) for part in parts if (n := part.stem.removeprefix("part-")).isdecimal()]
-    absent = sorted(set(range(max(numbers, default=0))) - set(numbers))
-    found["absent"] = [f"{before}{name}/{PART.format(number=number)}" for number in absent]
+            if not found["missing"] and not found["wrong"]:
+                read_part(part, name)
+        except DAMAGED as error:
+            if type(error) is ValueError:
+                found["faults"].append(f"{before}{name}/{part.name} is damaged: {error}")
+            else:
+                found["damaged"].append(f"{before}{name}/{part.name}")
+    present = {part.name for part in parts}
+    lacking = (one for number in count() if (one := PART.format(number=number)) not in present)
+    absent = takewhile(lambda one: one < max(present, default=""), lacking)
+    found["absent"] = [f"{before}{name}/{one}" for one in islice(absent, MOST)]
     return found
 
 
 def _check_part(part: Path, schema: pa.Schema, found: dict[str, Any]) -> None:
+    open_part(part)
     with parquet.ParquetFile(part, page_checksum_verification=True) as file:
         own = file.schema_arrow
         found["rows"] += sum(len(batch) for batch in file.iter_batches(ROWS))
@@ -94,7 +103,7 @@ def _check_part(part: Path, schema: pa.Schema, found: dict[str, Any]) -> None:
 
 
 def _readable(table: dict[str, Any]) -> bool:
-    return not (table["damaged"] or table["missing"] or table["wrong"])
+    return not any(table[kind] for kind in ("damaged", "missing", "wrong", "faults"))
 
 
 def _table_problems(table: dict[str, Any]) -> Iterator[str]:
@@ -102,10 +111,11 @@ def _table_problems(table: dict[str, Any]) -> Iterator[str]:
     if table["rank"]:
         name = f"rank {table['rank']}: {name}"
     yield from (f"{part} is damaged or truncated" for part in table["damaged"])
+    yield from table["faults"]
     yield from (f"{part} is missing" for part in table["absent"])
     yield from (f"{name} lacks the column {column}" for column in table["missing"])
     yield from (f"{name} has a column of another type: {column}" for column in table["wrong"])
-    whole = not (table["damaged"] or table["absent"])
+    whole = not (table["damaged"] or table["faults"] or table["absent"])
     if whole and expected is not None and expected != table["rows"]:
         yield f"{name} must have {expected:,} rows, got {table['rows']:,}"
 

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from sfi_core import __version__
+from sfi_core.machine.files import write_atomically
+from sfi_core.machine.text import write_json
 from sfi_core.machine.versions import versions
 from sfi_core.observers.events import RunEvent
-from sfi_traces.atomic_file import write_atomically
 from sfi_traces.schema import MANIFEST, SCHEMA_VERSION
 
 
@@ -58,5 +59,4 @@ def now() -> str:
 
 def write_manifest(folder: Path, document: dict[str, Any]) -> None:
     """Write or replace a trace's manifest; an OSError leaves the old one."""
-    text = json.dumps(document, ensure_ascii=False, indent=2) + "\n"
-    write_atomically(folder / MANIFEST, text.encode())
+    write_atomically(folder / MANIFEST, f"{write_json(document, indent=2)}\n".encode())

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from sfi_core.distributed import torchrun
+from sfi_core.errors import ConfigError
 from sfi_core.observers.events import BeginStepEvent, Event, RunEvent
 from sfi_core.observers.observer import NOTHING, NullObserver
 from sfi_traces.record.folder import claim, rank_folder
@@ -59,9 +60,8 @@ class ParquetObserver(NullObserver):
             ConfigError: The folder may not be overwritten.
             SfiError: The folder cannot be made.
         """
-        self._claimed = torchrun.first()  # other ranks' folders are inside it
-        if self._claimed:
-            claim(folder, force=force)
+        # other ranks' folders are inside it
+        self._lock = claim(folder, force=force) if torchrun.first() else None
         self._force = force
         self._folder, self._positions, self._redacted = folder, positions, redact_text
         self._tokenizer, self._provenance = tokenizer, provenance or {}
@@ -92,9 +92,10 @@ class ParquetObserver(NullObserver):
         `stopped` says why the run ended early: "interrupted", or an error's first line.
         """
         writer = self._writer
-        if writer is None and not self._claimed:
+        if self._lock is None:
             return
         if writer is None:
+            self._lock.release()
             with suppress(OSError):  # not empty: an old trace, which no run has replaced
                 self._folder.rmdir()
         elif not writer.closed:
@@ -102,7 +103,13 @@ class ParquetObserver(NullObserver):
             try:
                 writer.close(stopped)
             finally:
+                self._lock.release()
                 self._report()
+
+    @property
+    def failure(self) -> OSError | None:
+        """The error that ended the trace before the run; None if all was written."""
+        return None if self._writer is None else self._writer.failure
 
     def on(self, event: Event) -> None:
         """Record an event with its tensors, or act on it first."""
@@ -142,8 +149,10 @@ class ParquetObserver(NullObserver):
         manifest = describe_run(event, self._provenance, positions=positions, redacted=self._redacted)
         manifest |= {"spans": self.takes_spans}
         self._folder = rank_folder(self._folder, event.rank)
-        if event.rank or not self._claimed:
-            claim(self._folder, force=self._force)
+        if event.rank and self._folder.is_symlink():
+            raise ConfigError(f"trace folder {self._folder} must be a folder, got a link")
+        if event.rank or self._lock is None:
+            self._lock = claim(self._folder, force=self._force)
         clock = self._clock or event.device
         self._timing = TimingObserver(clock, lambda spans: self._told.append((spans, {})))
         rows = TraceRows(
@@ -164,10 +173,9 @@ class ParquetObserver(NullObserver):
         self._report()
 
     def _report(self) -> None:
-        failure = None if self._writer is None else self._writer.failure
-        if failure is not None and not self._warned:
+        if self.failure is not None and not self._warned:
             self._warned = True
-            self._warn(f"trace {self._folder} ends here, the run goes on: {failure.strerror}")
+            self._warn(f"trace {self._folder} ends here, the run goes on: {self.failure.strerror}")
 
 
 def _few(event: RunEvent) -> bool:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pyarrow as pa
 from pyarrow import parquet
 
-from sfi_traces.atomic_file import write_atomically
+from sfi_core.machine.files import write_atomically
 from sfi_traces.record.table_buffer import TableBuffer
 from sfi_traces.schema import PART, POSITIONS, TABLES
 

@@ -10,10 +10,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from sfi_core.errors import TraceError
+from sfi_core.machine.text import printable_lines
 from sfi_traces.model.supports import thinning
 from sfi_traces.model.trace import Place, of_steps
 from sfi_traces.report.text import MOST_TOKENS
-from sfi_traces.views.labels import printable
 from sfi_traces.views.view import View
 from sfi_traces.views.words import text_of
 
@@ -57,7 +57,7 @@ def what_steps_read(view: View) -> Packed:
             "--set trace.positions=true, or with --audit 1"
         )
     return {
-        "cells": [_lines("".join(texts[at : at + per_cell])) for at in range(0, width, per_cell)],
+        "cells": [printable_lines("".join(texts[at : at + per_cell])) for at in range(0, width, per_cell)],
         "perCell": per_cell,
         "prompt": prompt,
         "first": int(steps.step[0]),
@@ -176,10 +176,6 @@ def _strongest(
     for column, value in enumerate((top, whole[top] * 65_535, lost[top] * 65_535)):
         found[: len(top), column] = np.round(value)
     return found
-
-
-def _lines(text: str) -> str:
-    return "\n".join(printable(line) for line in text.split("\n"))
 
 
 def _base64(packed: bytes) -> str:

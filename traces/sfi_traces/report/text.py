@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 
 from sfi_core.errors import TraceError
-from sfi_traces.views.labels import dense_words, printable, visible
+from sfi_core.machine.text import printable, printable_lines
+from sfi_traces.views.labels import dense_words, visible
 from sfi_traces.views.view import View
 from sfi_traces.views.words import step_words
 
@@ -89,5 +90,5 @@ def prompt(view: View) -> dict[str, Any]:
     left_out = len(text) - MOST_CHARACTERS
     half = MOST_CHARACTERS // 2
     begin, end = (text, "") if left_out <= 0 else (text[:half], text[-half:])
-    begin, end = ("\n".join(printable(line) for line in part.split("\n")) for part in (begin, end))
+    begin, end = (printable_lines(part) for part in (begin, end))
     return {"begin": begin, "end": end, "left_out": max(0, left_out), "tokens": len(tokens)}

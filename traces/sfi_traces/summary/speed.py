@@ -126,7 +126,7 @@ def _shares(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
             "spans": row["spans"],
             "total_us": row["total_us"],
             "step_us": row["total_us"] / row["steps"],
-            "share": row["total_us"] / (taken + outside),
+            "share": row["total_us"] / ((taken + outside) or 1),
         }
         for row in (*leaves, other)
     ]

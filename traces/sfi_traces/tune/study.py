@@ -23,6 +23,7 @@ from typing import Any, Literal
 from sfi_core.errors import ConfigError, InputError, SfiError, not_installed
 
 PREFIX, SUFFIX = "sfi-tune", ".journal"
+FIRST = b'{"op_code":'  # how a line begins
 Direction = Literal["minimize", "maximize"]
 Measured = tuple[Sequence[float], Mapping[str, float]]  # values; constraints, kept if at most 0
 
@@ -44,7 +45,7 @@ def check_path(path: Path, *, resume: bool) -> None:
 
 @contextmanager
 def careful(path: Path) -> Iterator[None]:
-    """Silence Optuna's messages, and raise `SfiError` if the file cannot be written."""
+    """Silence Optuna's messages; raise `SfiError` if the file cannot be written, `InputError` if it is damaged."""
     import optuna  # noqa: PLC0415 - an extra
 
     optuna.logging.set_verbosity(logging.CRITICAL)
@@ -54,20 +55,46 @@ def careful(path: Path) -> Iterator[None]:
             yield
     except OSError as error:
         raise SfiError(f"study {path} cannot be written: {error.strerror}") from error
+    except json.JSONDecodeError as error:
+        raise InputError(f"study {path} is damaged") from error
 
 
 def open_storage(path: Path) -> Any:
-    """Open or make a study's file, inside `careful`; raises `InputError` for a damaged or another file."""
-    from optuna.storages import JournalStorage  # noqa: PLC0415 - an extra
-    from optuna.storages.journal import JournalFileBackend  # noqa: PLC0415
+    """Open or make a study's file, inside `careful`; raises `InputError` for a damaged or another file.
 
+    A last line that a full disk or a crash has torn is cut off before each write: what follows would join it.
+    """
+    from optuna.storages import JournalStorage  # noqa: PLC0415 - an extra
+    from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock  # noqa: PLC0415
+
+    class Lock(JournalFileSymlinkLock):
+        def acquire(self) -> bool:
+            taken: bool = super().acquire()
+            _cut_torn_line(path)
+            return taken
+
+    lock = Lock(str(path.resolve()))  # a link to a relative path would not be found from the journal's folder
     try:
         if path.exists():
-            with path.open(encoding="utf-8") as file:
-                json.loads(file.readline() or '{"op_code": 0}')["op_code"]
-        return JournalStorage(JournalFileBackend(str(path)))
-    except (ValueError, KeyError, TypeError) as error:
+            with path.open("rb") as file:
+                first = file.readline()
+            torn = FIRST.startswith(first[: len(FIRST)]) and not first.endswith(b"\n")
+            if not torn:
+                json.loads(first)["op_code"]
+            lock.acquire()
+            lock.release()
+        return JournalStorage(JournalFileBackend(str(path), lock))
+    except (ValueError, LookupError, TypeError, AttributeError, AssertionError) as error:  # as Optuna replays it
         raise InputError(f"study {path} is damaged, or no journal of Optuna's") from error
+
+
+def _cut_torn_line(path: Path) -> None:
+    with path.open("r+b") as file:
+        end = file.seek(0, os.SEEK_END)
+        file.seek(max(0, end - 1))
+        if file.read(1) not in (b"", b"\n"):
+            file.seek(0)
+            file.truncate(file.read().rfind(b"\n") + 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,6 +6,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from sfi_core.machine.text import printable
 from sfi_traces.model.steps import Steps
 from sfi_traces.views.figure_data import REST
 from sfi_traces.views.raster import MISSED, READ, SELECTED
@@ -31,11 +32,6 @@ PHASES = {
 def span(first: int, last: int) -> str:
     """Name a bin of integers: "1", "3-4"."""
     return f"{first}" if first == last else f"{first}-{last}"
-
-
-def printable(text: str) -> str:
-    """Escape line breaks and all else that does not print, as Python's repr does."""
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def visible(text: str, longest: int = LONGEST) -> str:

@@ -242,7 +242,7 @@ def passage_edges(at: Iterable[int], texts: Sequence[str]) -> list[tuple[int, in
     for position in at:
         if last < 0:
             first = position
-        elif position - last > GAP + 1 or _is_long(last - first + 1, texts[last]):
+        elif position - last > GAP + 1 or _is_long(last - first + 1, "".join(texts[last : last + 1])):
             found.append((first, last))
             first = position
         last = position

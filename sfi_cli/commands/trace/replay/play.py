@@ -10,6 +10,7 @@ import typer
 from sfi_cli.commands.trace.replay.frame_view import plain_frame
 from sfi_cli.terminal.output import INTERRUPTED, Output, leave_interrupted
 from sfi_core.errors import ConfigError, not_installed
+from sfi_core.machine.text import printable_lines
 
 RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 
@@ -34,7 +35,7 @@ def play_run(trace: Any, part: dict[str, Any], output: Output, *, step: str | No
         return
     wanted = steps or range(playback.steps)
     with output:
-        output.pieces(plain_frame(playback, t) for t in wanted if t < playback.steps)
+        output.pieces(printable_lines(plain_frame(playback, t)) for t in wanted if t < playback.steps)
 
 
 def check_textual() -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sfi_core.errors import InputError
+from sfi_core.generation.prompts import chat_text, text_ids
 
 PROBE = 32  # units of the first guess, which shows how many tokens a unit has
 
@@ -56,12 +57,10 @@ def depths(seed: int, count: int) -> list[float]:
 def write_prompt(tokenizer: Any, question: Question) -> tuple[str, tuple[int, ...]]:
     """Return a question as text and as tokens, in the tokenizer's chat template if it has one."""
     if getattr(tokenizer, "chat_template", None):
-        turn = [{"role": "user", "content": question.text}]
-        text = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
-        text += question.lead
-        return text, tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+        text = chat_text(tokenizer, [{"role": "user", "content": question.text}]) + question.lead
+        return text, tuple(text_ids(tokenizer, text, special=False))
     text = f"{question.text}\n{question.lead}"
-    return text, tuple(tokenizer(text)["input_ids"])
+    return text, tuple(text_ids(tokenizer, text))
 
 
 def fit(name: str, tokens: Callable[[int], int], length: int, least: int = 0) -> int:

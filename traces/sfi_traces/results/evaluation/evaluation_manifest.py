@@ -5,10 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from sfi_core.errors import ConfigError, InputError
+from sfi_core.machine.files import LOCK
+from sfi_core.machine.text import parse_json
 from sfi_traces.schema import MANIFEST
 
 SCHEMA_VERSION = 1
-LOCK = ".lock"  # an empty file, locked by the process that writes the folder
 KIND = "evaluation"
 # what a resumed run compares or shows
 NEEDED = (
@@ -24,7 +25,7 @@ def check_new(path: Path, *, force: bool) -> None:
     if not path.exists() or all(one.name == LOCK for one in path.iterdir()):
         return
     try:
-        document = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        document = parse_json((path / MANIFEST).read_bytes())
     except (OSError, ValueError):
         document = None
     if not isinstance(document, dict) or document.get("kind") != KIND:
@@ -37,7 +38,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     """Read the manifest of an evaluation; raises `InputError` for none, a damaged one or another version."""
     file = path / MANIFEST
     try:
-        document = json.loads(file.read_text(encoding="utf-8"))
+        document = parse_json(file.read_bytes())
     except OSError:
         document = None
     except ValueError as error:

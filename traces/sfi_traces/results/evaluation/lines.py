@@ -1,24 +1,27 @@
 """Reads and writes the lines of a results file, a JSON object for each row."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from sfi_core.errors import InputError
+from sfi_core.machine.text import parse_json, shown, write_json
 
-# required columns: those that identify a row, with their types, and those that the tables show
-KEYS: dict[str, dict[str, type]] = {
-    "samples": {"method": str, "size": str, "task": str, "length": int, "seed": int},
-    "fidelity": {"method": str, "size": str, "length": int, "window": int},
-}
-COMMON = ("policy", "preset", "settings", "share", "error")
-NEEDED: dict[str, tuple[str, ...]] = {
-    "samples": (
-        *COMMON, "score", "scores", "read_ratio", "selection_ratio", "stored_ratio", "slow_steps",
-        "fast_steps", "generated", "tokens_per_second",
-    ),
-    "fidelity": (*COMMON, "tokens", "steps", "report"),
+MAYBE = (int, float, type(None))
+COMMON = {"policy": str, "preset": (str, type(None)), "settings": dict, "share": MAYBE, "error": (str, type(None))}
+MEASURED = (  # a number, if there is a score
+    "read_ratio", "selection_ratio", "stored_ratio", "slow_steps", "fast_steps", "generated", "tokens_per_second",
+)  # fmt: skip
+# required columns with their types: those that identify a row, and those that the tables show
+NEEDED: dict[str, dict[str, Any]] = {
+    "samples": {
+        "method": str, "size": str, "task": str, "length": int, "seed": int, **COMMON, "score": MAYBE, "scores": dict,
+        **dict.fromkeys(MEASURED, MAYBE),
+    },
+    "fidelity": {
+        "method": str, "size": str, "length": int, "window": int, **COMMON, "tokens": MAYBE,
+        "steps": (dict, type(None)), "report": (dict, type(None)),
+    },
 }  # fmt: skip
 
 
@@ -35,7 +38,7 @@ def read_lines(path: Path, table: str) -> tuple[list[dict[str, Any]], list[str]]
     rows, damaged = [], []
     for number, line in enumerate(data.split(b"\n")[:-1], 1):
         try:
-            row = json.loads(line)
+            row = parse_json(line)
             fault = _fault(row, table)
         except ValueError:
             fault = "not valid JSON"
@@ -48,19 +51,21 @@ def read_lines(path: Path, table: str) -> tuple[list[dict[str, Any]], list[str]]
 
 def write_line(row: Mapping[str, Any]) -> bytes:
     """Return a row as a line."""
-    return (json.dumps(row, ensure_ascii=False) + "\n").encode()
+    return f"{write_json(row)}\n".encode()
 
 
 def _fault(row: Any, table: str) -> str | None:
     if not isinstance(row, dict):
         return f"no row of {table}"
-    missing = [name for name in (*KEYS[table], *NEEDED[table]) if name not in row]
-    if missing:
-        return f"no row of {table}, {missing[0]} is missing"
-    for name, kind in KEYS[table].items():
-        if type(row[name]) is not kind:
-            return f"no row of {table}, {name} must be {kind.__name__}, got {row[name]!r}"
+    for name, kinds in NEEDED[table].items():
+        if name not in row:
+            return f"no row of {table}, {name} is missing"
+        if type(row[name]) not in (allowed := kinds if isinstance(kinds, tuple) else (kinds,)):
+            names = " or ".join(kind.__name__ for kind in allowed).replace("NoneType", "null")
+            return f"no row of {table}, {name} must be {names}, got {shown(row[name])}"
     score = row.get("score")
+    if score is not None and (unknown := [name for name in MEASURED if row[name] is None]):
+        return f"no row of {table}, {unknown[0]} must be a number where there is a score, got null"
     if score is not None and not (isinstance(score, int | float) and 0 <= score <= 1):
-        return f"no row of {table}, score must be in [0, 1], got {score!r}"
+        return f"no row of {table}, score must be in [0, 1], got {shown(score)}"
     return None

@@ -2,26 +2,26 @@
 
 import json
 import os
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
-from sfi_core.errors import ConfigError, SfiError
+import pyarrow as pa
+
+from sfi_core.errors import InputError, SfiError
+from sfi_core.machine.files import FolderLock, atomic_file, write_atomically
+from sfi_core.machine.text import first_line
 from sfi_core.measure.evaluation.grid import Grid
-from sfi_traces.atomic_file import atomic_file, write_atomically
 from sfi_traces.record.manifest import now, write_manifest
-from sfi_traces.results.evaluation.evaluation_manifest import KIND, LOCK, SCHEMA_VERSION, check_new, read_manifest
+from sfi_traces.results.evaluation.evaluation_manifest import KIND, SCHEMA_VERSION, check_new, read_manifest
 from sfi_traces.results.evaluation.lines import read_lines, write_line
 from sfi_traces.results.evaluation.summary import NAMES
 from sfi_traces.results.parquet import write_rows
 
-if sys.platform != "win32":
-    import fcntl
-
 Rows = Sequence[Mapping[str, Any]]
 
+WHAT = "results folder"
 TABLES = {"samples": "results", "fidelity": "fidelity"}  # table: its Parquet file
 
 # types of columns that may hold only nulls; all others are floats
@@ -44,7 +44,7 @@ class ResultsFolder:
         damaged: Faults of damaged lines, each with its file and line number.
     """
 
-    def __init__(self, path: Path, manifest: dict[str, Any], lock: int | None) -> None:
+    def __init__(self, path: Path, manifest: dict[str, Any], lock: FolderLock | None) -> None:
         """Take a folder that `create` or `resume` has prepared and locked."""
         self.path, self.manifest, self._lock = path, manifest, lock
         self.rows: dict[str, list[dict[str, Any]]] = {table: [] for table in TABLES}
@@ -69,7 +69,7 @@ class ResultsFolder:
         }
         with _writing(path):
             path.mkdir(parents=True, exist_ok=True)
-            lock = _locked(path)
+            lock = FolderLock(path, WHAT)
             check_new(path, force=force)  # another process may have been faster
             for table, name in TABLES.items():
                 for file in (_lines(path, table), path / f"{name}.parquet"):
@@ -86,7 +86,10 @@ class ResultsFolder:
             ConfigError: Another process uses the folder.
         """
         read_manifest(path)  # before a lock file is made in a folder that is none of ours
-        lock = _locked(path)
+        try:
+            lock = FolderLock(path, WHAT)
+        except OSError:
+            lock = None  # a folder that cannot be written needs no lock
         results = cls(path, read_manifest(path), lock)
         for table in TABLES:
             results.rows[table], damaged = read_lines(_lines(path, table), table)
@@ -132,30 +135,13 @@ class ResultsFolder:
     def leave(self) -> None:
         """Unlock the folder, which can then only be read."""
         if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+            self._lock.release()
 
     def order(self, parts: Sequence[Grid]) -> None:
         """Sort the rows, which a resumed run appends as it makes them, by the parts' keys."""
         for part in parts:
             found = {part.key(row): row for row in self.rows[part.table]}
             self.rows[part.table] = [found[key] for key in part.keys if key in found]
-
-
-def _locked(path: Path) -> int | None:
-    # returns the locked file's descriptor; the lock ends with the process at the latest
-    if sys.platform == "win32":
-        return None
-    try:
-        file = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
-    except OSError:
-        return None  # a folder that cannot be written needs no lock
-    try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError) as error:
-        os.close(file)
-        raise ConfigError(f"results folder {path} must be free, got another process on it") from error
-    return file
 
 
 @contextmanager
@@ -189,5 +175,8 @@ def _flat(table: str, rows: Rows) -> Rows:
 def _write_table(path: Path, rows: Rows, table: str, manifest: Mapping[str, Any]) -> None:
     """Write rows that `_flat` returned, at least one; table name and manifest go into the file's metadata."""
     facts = {"table": table, "manifest": json.dumps(manifest, ensure_ascii=False)}
-    with atomic_file(path) as temporary:
-        write_rows(temporary, rows, facts, text=TEXT, integers=INTEGERS, lists=LISTS, ids=IDS)
+    try:
+        with atomic_file(path) as temporary:
+            write_rows(temporary, rows, facts, text=TEXT, integers=INTEGERS, lists=LISTS, ids=IDS)
+    except (pa.ArrowException, ValueError, TypeError, OverflowError) as error:
+        raise InputError(f"results {path.parent} have a row of other types: {first_line(error)}") from error

@@ -1,0 +1,431 @@
+"""Runs one hostile case: it must end in an answer or in one line, soon, and in little memory."""
+
+import faulthandler
+import json
+import math
+import os
+import pickle
+import shutil
+import signal
+import struct
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from pyarrow import parquet
+
+from sfi_cli.commands.generate.prompts import read_prompts, token_ids
+from sfi_cli.settings.given import given
+from sfi_cli.settings.tables import SETTINGS
+from sfi_core.errors import SfiError
+from sfi_core.hosts.vllm.request_settings import RequestSettings
+from sfi_core.machine.memory import peak_bytes, reset_peak, resident_bytes
+from sfi_core.models.load import load_tokenizer
+from sfi_core.policies.head_clusters import HeadClusters
+from sfi_core.settings.config import SfiConfig
+from sfi_traces.results.evaluation.store import ResultsFolder
+from sfi_traces.results.evaluation.summary import summarize
+from sfi_traces.schema import TABLES
+from sfi_traces.tune.study import careful, open_storage
+from tests.cli.trace_commands import sfi
+from tests.core.hosts.vllm.scheduling import FakeScheduler
+from tests.traces.imports import selection_arrays, selection_rows
+from tests.traces.made import make_trace
+
+SECONDS, BYTES = 20, 2 << 30  # of a case: processor time, memory
+WAIT = 300  # seconds that a case may take, while others use the processors
+SHM = Path("/dev/shm")  # noqa: S108 - a folder of our own in it, where nothing waits for a disk
+PLACE = Path(tempfile.mkdtemp(prefix="sfi-fuzz-", dir=SHM if SHM.is_dir() else None))
+BASE = make_trace(PLACE / "base", steps=8, policy="sfi")
+MANIFEST = json.loads((BASE / "manifest.json").read_text())
+COMMANDS: dict[str, Callable[[Path, Path], list[Any]]] = {
+    "check": lambda run, out: ["trace", "check", run],
+    "diff": lambda run, out: ["trace", "diff", BASE, run, "--json"],
+    "export csv": lambda run, out: ["trace", "export", run, "--format", "csv", "-o", out, "-q"],
+    "export perfetto": lambda run, out: ["trace", "export", run, "--format", "perfetto", "-o", out, "-q"],
+    "heads": lambda run, out: ["tune", "heads", run, "-o", out, "-q"],
+    "play": lambda run, out: ["trace", "replay", run, "--play", "--step", "0-3"],
+    "replay": lambda run, out: ["trace", "replay", run, "--budget", "4,8"],
+    "show": lambda run, out: ["trace", "show", run],
+    "sql": lambda run, out: ["trace", "sql", run, "FROM steps JOIN supports USING (request, step)", "--format", "csv"],
+    "step": lambda run, out: ["trace", "show", run, "--step", 1],
+}
+SLOW: dict[str, Callable[[Path, Path], list[Any]]] = {  # not in `make test`
+    "plot": lambda run, out: ["trace", "plot", run, "-o", out],
+    "report": lambda run, out: ["trace", "report", run, "-o", out],
+    "tune": lambda run, out: ["tune", run, "--trials", 2, "-o", out, "-q"],
+}
+LINES: dict[str, Any] = {
+    "batch": {"prompt": "One. Two.", "max_new_tokens": 3, "messages": [{"role": "user", "content": "x"}]},
+    "samples": {
+        "method": "sfi", "size": "10%", "task": "recall", "length": 512, "seed": 0, "policy": "sfi",
+        "preset": "default", "settings": {}, "share": 0.1, "error": None, "score": 1.0,
+        "scores": {"token_accuracy": 1.0}, "read_ratio": 0.1,
+        "selection_ratio": 0.0, "stored_ratio": 1.0, "slow_steps": 1, "fast_steps": 8, "generated": 9,
+        "tokens_per_second": 3.0,
+    },
+    "manifest": {
+        "kind": "evaluation", "schema_version": 1, "asked": {}, "methods": [], "text": None, "model": {"name": "m"},
+        "device": "cpu", "machine": {}, "versions": {}, "created": "2026", "finished": None, "stopped": None,
+    },
+}  # fmt: skip
+HEADS = {
+    "format": 1, "model": "m", "digest": "d", "made_from": {},
+    "layers": {
+        "0": {"cluster_of": [0, 0, 1], "representatives": [0, 2]},
+        "1": {"cluster_of": [0, 1], "representatives": [0, 1]},
+    },
+}  # fmt: skip
+STUDY = {"op_code": 0, "worker_id": "a", "study_name": "s", "directions": [1, 2]}
+CONFIG_TEXT = json.dumps(SfiConfig().to_dict())
+ARRAYS = selection_arrays()
+ROWS = ["request", *selection_rows(ARRAYS)[0]]
+
+
+class BrokenError(AssertionError):
+    """A case that does not end as it must."""
+
+
+@contextmanager
+def bounded() -> Iterator[None]:
+    """Fail for a case that takes too long or too much memory."""
+
+    def late(*_: object) -> None:
+        raise BrokenError(f"must end in {SECONDS} s of work, and in {WAIT} s")
+
+    before = [signal.signal(number, late) for number in (signal.SIGALRM, signal.SIGPROF)]
+    faulthandler.dump_traceback_later(2 * WAIT, exit=True)  # a hang inside a library
+    signal.alarm(WAIT)
+    signal.setitimer(signal.ITIMER_PROF, SECONDS)
+    reset_peak(torch.device("cpu"))
+    had = resident_bytes(torch.device("cpu"))
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        faulthandler.cancel_dump_traceback_later()
+        for number, handler in zip((signal.SIGALRM, signal.SIGPROF), before, strict=True):
+            signal.signal(number, handler)
+    if (took := peak_bytes(torch.device("cpu")) - had) > BYTES:
+        raise BrokenError(f"must take {BYTES:,} bytes at most, got {took:,}")
+
+
+def run(recipe: dict[str, Any]) -> None:
+    """Run a case; raises what it must not: any exception but an `SfiError`, or `BrokenError`."""
+    work = Path(tempfile.mkdtemp(dir=PLACE))
+    try:
+        with bounded():
+            _RUN[recipe["kind"]](recipe, work)
+    except SfiError as error:
+        _one_line(str(error))
+    finally:
+        shutil.rmtree(work)
+
+
+def _one_line(text: str) -> None:
+    if "\n" in text.strip() or len(text) > 3000:
+        raise BrokenError(f"must be one line, got {text[:3000]!r}")
+
+
+def _command(words: list[Any]) -> None:
+    ended = sfi(*words)
+    for text in (ended.stdout, ended.stderr):
+        if not (words[1] == "sql" or text.replace("\n", "").isprintable()):
+            raise BrokenError(f"must print, got {text[:300]!r}")
+    if ended.stderr.startswith("error: "):
+        _one_line(ended.stderr)
+
+
+def value(drawn: Any) -> Any:
+    """What stands for a value: brackets without end, a number without end."""
+    if drawn == "$deep":
+        made: Any = []
+        for _ in range(900):
+            made = [made]
+        return made
+    return 10**400 if drawn == "$huge" else drawn
+
+
+def edited(document: Any, edits: list[Any]) -> Any:
+    """Return a copy of a JSON document with changes."""
+    found = json.loads(json.dumps(document))
+    for kind, path, drawn in edits:
+        node: Any = {"": found}
+        for key in ("", *path)[:-1]:
+            known = key in node if isinstance(node, dict) else _has(node, key)
+            node = node[key] if known else {}
+        last = ("", *path)[-1]
+        if kind == "delete" and (isinstance(node, dict) or _has(node, last)):
+            node.pop(last, None) if isinstance(node, dict) else node.pop(last)
+        elif kind == "add" and isinstance(node, dict):
+            node[str(last) + "x"] = value(drawn)
+        elif isinstance(node, dict) or _has(node, last):
+            node[last] = value(drawn)
+            found = node[""] if last == "" else found
+    return found
+
+
+def _has(node: Any, key: Any) -> bool:
+    return isinstance(node, list) and isinstance(key, int) and key < len(node)
+
+
+def spoiled(path: Path, spoils: list[Any]) -> None:
+    """Change a file's bytes, or what it is."""
+    for kind, where, what in spoils:
+        if not path.is_file() or path.is_symlink():
+            return
+        data = path.read_bytes()
+        at = math.floor(where * len(data)) if isinstance(where, float) else 0
+        if kind == "cut":
+            path.write_bytes(data[:at])
+        elif kind == "flip" and data:
+            at = min(at, len(data) - 1)
+            path.write_bytes(data[:at] + bytes([data[at] ^ what]) + data[at + 1 :])
+        elif kind == "before":
+            path.write_bytes(where.encode() + data)
+        elif kind == "become":
+            path.unlink()
+            {"fifo": os.mkfifo, "folder": Path.mkdir, "empty": Path.touch, "link": _link}[where](path)
+
+
+def _link(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+def dumped(document: Any) -> bytes:
+    return json.dumps(document).encode()
+
+
+def table_of(rows: list[dict[str, Any]], schema: pa.Schema | None, edits: list[Any]) -> pa.Table:
+    """Make a table of rows, with changes; what Arrow refuses to make is left as it was."""
+    table = pa.Table.from_pylist(rows, schema)
+    for name, (kind, row, drawn) in edits:
+        if name not in table.column_names and kind in ("cell", "column", "type"):
+            continue
+        try:
+            table = _changed(table, name, kind, row, value(drawn))
+        except (pa.ArrowException, ValueError, TypeError, OverflowError, UnicodeError):
+            continue
+    return table
+
+
+def _changed(table: pa.Table, name: str, kind: str, row: int, drawn: Any) -> pa.Table:
+    if kind in ("cell", "column", "type"):
+        place, column = table.column_names.index(name), table[name]
+        values, of = column.to_pylist(), column.type
+        if kind == "type":
+            of = {
+                "string": pa.string(), "int64": pa.int64(), "float64": pa.float64(), "bool": pa.bool_(),
+                "list": pa.list_(pa.int32()), "struct": pa.struct([("x", pa.int32())]),
+            }[drawn]  # fmt: skip
+            return table.set_column(place, name, pa.nulls(len(table), of) if row else _cast(values, of))
+        for at in range(len(values)) if kind == "column" else [row % len(values)] if values else []:
+            values[at] = drawn
+        return table.set_column(place, name, pa.array(values, of))
+    return {
+        "drop": lambda: table.slice(row), "double": lambda: pa.concat_tables([table, table]),
+        "reverse": lambda: table.take(list(range(len(table)))[::-1]), "empty": lambda: table.slice(0, 0),
+        "keep": lambda: table.slice(0, row),
+    }[kind]()  # fmt: skip
+
+
+def _cast(values: list[Any], of: pa.DataType) -> pa.Array:
+    if pa.types.is_string(of):
+        return pa.array([None if one is None else str(one) for one in values], of)
+    return pa.array([one if isinstance(one, int | float) else None for one in values], of)
+
+
+def _manifest(recipe: dict[str, Any], work: Path) -> None:
+    run_ = work / "run"
+    shutil.copytree(BASE, run_)
+    file = run_ / "manifest.json"
+    if "edits" in recipe:
+        file.write_bytes(dumped(edited(MANIFEST, recipe["edits"])))
+    spoiled(file, recipe.get("spoils", []))
+    _command((COMMANDS | SLOW)[recipe["command"]](run_, work / "out.png"))
+
+
+def _table(recipe: dict[str, Any], work: Path) -> None:
+    run_, name = work / "run", recipe["table"]
+    shutil.copytree(BASE, run_)
+    part = run_ / name / "part-00000.parquet"
+    (run_ / name).mkdir(exist_ok=True)
+    rows = parquet.read_table(part).to_pylist() if part.exists() else [_row(TABLES[name])] * 2
+    table = table_of(rows, TABLES[name], recipe.get("edits", []))
+    parquet.write_table(table, part, write_statistics=recipe.get("statistics", True))
+    spoiled(part, recipe.get("spoils", []))
+    _command((COMMANDS | SLOW)[recipe["command"]](run_, work / "out.png"))
+
+
+def _row(schema: pa.Schema) -> dict[str, Any]:
+    empty = {"string": "", "bool": False}
+    return {one.name: [] if pa.types.is_list(one.type) else empty.get(str(one.type), 1) for one in schema}
+
+
+def _lines(recipe: dict[str, Any], work: Path) -> None:
+    name = recipe["file"]
+    document = {"heads": HEADS, "study": STUDY, **LINES}[name]
+    data = dumped(edited(document, recipe.get("edits", []))) + b"\n"
+    results = work / "results"
+    results.mkdir()
+    (results / "manifest.json").write_bytes(dumped(LINES["manifest"]))
+    file = {"samples": results / "samples.jsonl", "manifest": results / "manifest.json"}.get(
+        name, work / f"{name}.journal"
+    )
+    file.write_bytes(data)
+    spoiled(file, [one for one in recipe.get("spoils", []) if one[1] not in ("fifo", "link")])  # the user names it
+    if name == "batch":
+        for entry in read_prompts(None, None, file).entries:
+            token_ids(entry, _tokenizer(), chat=False)
+    elif name == "heads":
+        HeadClusters.load(file)
+    elif name == "study":
+        with careful(file):
+            open_storage(file)
+    else:
+        folder = ResultsFolder.resume(results)
+        try:
+            summarize(folder.rows["samples"])
+            folder.begin()
+            folder.close("stopped")
+        finally:
+            folder.leave()
+
+
+def _tokenizer() -> Any:
+    if "tokenizer" not in _KEPT:
+        _KEPT["tokenizer"] = load_tokenizer()
+    return _KEPT["tokenizer"]
+
+
+_KEPT: dict[str, Any] = {}
+
+
+def _config(recipe: dict[str, Any], work: Path) -> None:
+    file = work / "config.toml"
+    if "sets" in recipe:
+        names = sorted(SETTINGS)
+        sets = [f"{names[place % len(names)]}={_toml(value(drawn))}" for place, drawn in recipe["sets"]]
+        given("generate", sets=sets)
+        return
+    values = dict(SETTINGS_PLAIN)
+    for path, drawn in recipe.get("file", []):
+        values[".".join(map(str, path[:2])) or "x"] = value(drawn)
+    file.write_text("".join(f"{name} = {_toml(one)}\n" for name, one in values.items()), errors="surrogateescape")
+    spoiled(file, [one for one in recipe.get("spoils", []) if one[1] not in ("fifo", "link")])
+    given("generate", file=file)
+
+
+SETTINGS_PLAIN = {"budget": 5, "selector.gamma": 0.0, "triggers": ["."]}
+
+
+def _toml(drawn: Any) -> str:
+    try:
+        return json.dumps(drawn).replace("\x7f", "")
+    except RecursionError:
+        return "[" * 900 + "]" * 900
+
+
+def _import(recipe: dict[str, Any], work: Path) -> None:
+    file = work / f"import{recipe['suffix']}"
+    if recipe["suffix"] == ".parquet":
+        _parquet(recipe, file)
+    else:
+        claims = _arrays(recipe, file)
+        for name, shape in claims:
+            _claim(file, name, shape)
+    spoiled(file, recipe.get("spoils", []))
+    _command(["trace", "import", file, "-o", work / "trace", "-q"])
+
+
+def _parquet(recipe: dict[str, Any], file: Path) -> None:
+    said = {"sfi_import_version": 1, "prompt_token_ids": list(range(20)), "trigger_token_ids": [7]}
+    if "metadata" in recipe:
+        said = edited({**said, "block_size": 4, "prompt_tokens": 20, "model": "m"}, recipe["metadata"])
+    rows = [{"request": 0, **row} for row in selection_rows(ARRAYS)]
+    table = table_of(rows, None, recipe.get("edits", []))
+    metadata = (
+        {str(key).encode("utf-8", "replace"): dumped(one) for key, one in dict(said).items()}
+        if isinstance(said, dict)
+        else {}
+    )
+    parquet.write_table(table.replace_schema_metadata(metadata), file)
+
+
+def _arrays(recipe: dict[str, Any], file: Path) -> list[tuple[str, list[int]]]:
+    arrays, claims = dict(ARRAYS), []
+    for kind, name, drawn in recipe.get("edits", []):
+        try:
+            if kind == "claim":
+                claims.append((name, drawn))
+            elif kind == "reshape":
+                size = math.prod(drawn)
+                arrays[name] = np.zeros(drawn, np.int64) if size <= 2**20 else np.broadcast_to(np.int64(0), drawn)
+            elif kind == "type":
+                arrays[name] = np.asarray(arrays[name]).astype(drawn)
+            elif kind == "drop":
+                arrays.pop(name, None)
+            else:
+                arrays[name] = np.asarray(value(drawn))
+        except (ValueError, TypeError, LookupError, OverflowError, MemoryError):
+            continue
+    small = {name: one for name, one in arrays.items() if np.asarray(one).nbytes <= 1 << 24}
+    if file.suffix == ".npz":
+        np.savez(file, **{name: one for name, one in small.items() if "/" not in name})
+        return claims
+    with_tensors = {name: _tensor(one) for name, one in arrays.items()}
+    try:
+        torch.save(with_tensors, file)
+    except (pickle.PicklingError, RuntimeError, TypeError):
+        torch.save({}, file)
+    return []
+
+
+def _tensor(array: Any) -> Any:
+    try:
+        base = np.asarray(array)
+        if base.nbytes > 1 << 24:  # one number, which a stride of 0 makes many
+            return torch.zeros(1, dtype=torch.int64).expand(base.shape)
+        return torch.from_numpy(np.ascontiguousarray(base))
+    except (TypeError, ValueError, RuntimeError):
+        return array if isinstance(array, int | str) else str(array)
+
+
+def _claim(file: Path, name: str, shape: list[int]) -> None:
+    # another shape in an array's header, over the same bytes
+    with zipfile.ZipFile(file) as archive:
+        members = {one: archive.read(one) for one in archive.namelist()}
+    data = members.get(f"{name}.npy")
+    if data is None:
+        return
+    (size,) = struct.unpack("<H", data[8:10])
+    header = f"{{'descr': '<i8', 'fortran_order': False, 'shape': {tuple(shape)}, }}".encode()
+    header = header[: size - 1].ljust(size - 1) + b"\n"
+    members[f"{name}.npy"] = data[:10] + header + data[10 + size :]
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+        for one, content in members.items():
+            archive.writestr(one, content)
+
+
+def _request(recipe: dict[str, Any], work: Path) -> None:
+    own = {name if name.startswith("sfi.") else f"sfi.{name}": value(one) for name, one in recipe["settings"].items()}
+    settings = RequestSettings.of(own, SfiConfig(), lambda _: None)
+    if len(settings.error) > 600 or not settings.error.isprintable():
+        raise BrokenError(f"must be short and print, got {settings.error[:900]!r}")
+    json.loads(json.dumps(settings.error))
+    settings.salt("sfi")
+    scheduler = FakeScheduler(SfiConfig())
+    scheduler.add("a", 12, [5, 3, 5, 3, 5], **{name.removeprefix("sfi."): one for name, one in own.items()})
+    json.dumps(scheduler.run()["a"].report())
+
+
+_RUN = {
+    "manifest": _manifest, "table": _table, "lines": _lines, "config": _config, "import": _import, "request": _request,
+}  # fmt: skip
