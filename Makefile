@@ -54,8 +54,8 @@ vllm-env:  ## Make the environment of the tests of sfi in vLLM, unless it is the
 test-vllm: vllm-env  ## Run the tests of sfi in vLLM, in an environment of their own
 	$(VLLM_VENV)/bin/python -m pytest -n 2 --dist loadfile tests/vllm
 
-soak: vllm-env  ## Serve 1,000 requests, many of them hostile, and look for what they leave behind
-	SFI_SOAK=1000 $(VLLM_VENV)/bin/python -m pytest -s tests/vllm/test_soak.py
+soak: vllm-env  ## Serve 2,000 requests, many of them hostile, and look for what they leave behind
+	SFI_SOAK=2000 $(VLLM_VENV)/bin/python -m pytest -s tests/vllm/test_soak.py
 
 gpu:  ## On a CUDA machine, in ten minutes (PARTS=1, 2, 3: a first look, benchmarks, tests); an archive in benchmarks/results
 	PYTHON=$(PYTHON) benchmarks/gpu.sh
