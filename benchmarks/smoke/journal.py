@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from sfi_traces.atomic_file import atomic_file
 
 from benchmarks.smoke.plan import Plan
+from sfi_core.machine.files import atomic_file
 from sfi_core.measure.kernel_bench.variant import reason
 
 HANGS, FRAMES, INTERRUPTED = 100, 8, 130  # seconds of a stage, frames of a traceback, exit code

@@ -26,7 +26,7 @@ def test_show_has_every_section_and_the_papers_question(folder):
     assert document["steps"]["reasons"] == {"trigger": 4, "first": 1}
     within, across = (document["stability"][where]["mean"] for where in ("within", "across"))
     assert within > across
-    text = trace("show", folder / "run").stdout
+    text = trace("show", folder / "run", "--full").stdout
     assert "within a sentence" in text
     assert "across a boundary" in text
     assert f"{within:.3f}" in text

@@ -85,7 +85,7 @@ def test_a_compressed_export_that_fails_leaves_the_old_file_and_no_other(recorde
     [
         ("xlsx", "unknown format 'xlsx'; expected one of ('perfetto', 'csv', 'jsonl')"),
         ("csv", "csv of all tables must have a folder; add -o FOLDER or --table NAME"),
-        ("csv --table step", "unknown table 'step'; expected one of ('prompts', "),
+        ("csv --table step", "unknown table 'step'; did you mean 'steps'? expected one of ('prompts', "),
         ("perfetto --table steps", "table must come with --format csv or jsonl"),
     ],
 )

@@ -60,7 +60,7 @@ def test_a_tokenizer_gives_texts_and_triggers(tmp_path):
 
 
 def test_every_reader_takes_it(imported, tmp_path):
-    shown = trace("show", imported).stdout
+    shown = trace("show", imported, "--full").stdout
     assert f"selections of a.npz, up to {K} positions" in shown
     assert "Overlap coefficient of consecutive supports" in shown
     assert "not recorded: retained mass, output error, query cosine\n" in shown

@@ -47,7 +47,7 @@ def test_one_kind_goes_to_a_file_whose_name_is_its_format(trace, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"kind": ["heat"]}, r"unknown kind 'heat'; expected one of \('heatmap', 'lag', "),
+        ({"kind": ["heat"]}, r"unknown kind 'heat'; did you mean 'heatmap'\? expected one of \('heatmap', 'lag', "),
         ({"form": "pdf"}, r"format must be one of \('png', 'svg'\), got pdf"),
         ({"output": "x.png"}, "output must be a folder for 5 figures, got .*x.png"),
         ({"kind": ["lag"], "output": "x.pdf"}, r"output must end in one of \('png', 'svg'\), got x.pdf"),

@@ -25,7 +25,7 @@ WRITERS: dict[str, list[str]] = {
         "--recent", "16", "-o", "OUT",
     ],
     "generate": ["generate", TEXT, *SMALL, "--trace", "OUT", "--json", "-o", "OUT.json"],
-    "kernel-bench": ["kernel-bench", "--op", "top_k", "--context", "256", "-o", "OUT.json"],
+    "kernel-bench": ["kernel-bench", "--op", "top_k", "--context", "300", "-o", "OUT.json"],
     "trace diff": ["trace", "diff", "RUN", "RUN", "--json", "-o", "OUT.json"],
     "trace export": ["trace", "export", "RUN", "--format", "csv", "-o", "OUT"],
     "trace import": ["trace", "import", "IN.npz", "-o", "OUT"],

@@ -101,7 +101,7 @@ def test_a_rank_that_is_not_there_is_named_and_the_rest_is_read(tmp_path):
         "rank 1 of 2 has no trace here: selections, supports and timings of its KV heads are missing"
     ]
     assert summarize(Trace.open(folder))["ranks"]["missing"] == [1]
-    shown = CliRunner().invoke(app, ["trace", "show", str(folder)])
+    shown = CliRunner().invoke(app, ["trace", "show", str(folder), "--full"])
     assert "Ranks: 1 of 2, without 1" in shown.output
 
 

@@ -75,7 +75,6 @@ def test_the_page_has_the_numbers_of_the_summary(shown):
     for words in (
         "<h1>sfi</h1>", "made-up, policy sfi, request 0, 200 prompt tokens, 40 steps",
         "7.7%, 4 of 40 (3 trigger, 1 first)", "retained mass", "of 36 audited fast steps; KL",
-        '<th scope="row">settings</th><td>recent 16, budget 20, t_max 16,',
     ):  # fmt: skip
         assert words in page
     steps = sfi.steps

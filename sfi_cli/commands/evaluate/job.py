@@ -113,7 +113,10 @@ def _run(
         stopped = str(error)
         raise
     finally:
-        results.close(stopped, parts)
+        try:
+            results.close(stopped, parts)
+        finally:
+            results.leave()
     return stopped is not None
 
 

@@ -5,7 +5,7 @@ from functools import partial
 
 from sfi_cli.terminal.tables import Part
 from sfi_core.machine.text import printable
-from sfi_traces.views.labels import dense_words
+from sfi_traces.views.phrases import dense_words
 from sfi_traces.views.table import Columns, Row, Table, count, number, plural
 
 MOST_ROWS = 20

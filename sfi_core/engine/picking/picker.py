@@ -35,6 +35,7 @@ class Picker(ABC):
     """
 
     hint = ""
+    own_scores = True  # False: transformers' processors make them, and may make NaN on purpose
 
     def __init__(
         self,
@@ -116,13 +117,15 @@ class Picker(ABC):
         size = max(1, most // self.widest(V))
         for part in (slice(start, start + size) for start in range(0, X, size)):
             logits_PV = logits_XV[part].float()
+            whole_P = None if self.own_scores else logits_PV.amax(-1).isfinite()
             scores_PV = self.scores(logits_PV, row_X[part], tail[part])
             if key_X is not None:
                 scores_PV = gumbel(key_X[part], scores_PV.shape[1]).add_(scores_PV)
             token_P = scores_PV.argmax(-1)
             told_2X[TOKEN, part] = token_P
             # NaN counts as the largest, so that the largest score tells of NaN and infinity, also of a sampler's
-            told_2X[FINE, part] = scores_PV.gather(-1, token_P[:, None])[:, 0].isfinite()
+            fine_P = scores_PV.gather(-1, token_P[:, None])[:, 0].isfinite() if whole_P is None else whole_P
+            told_2X[FINE, part] = fine_P
         return self._ranks.settle(told_2X)
 
     def _keys(self, row_X: Sequence[int], index_X: Sequence[int], device: torch.device) -> torch.Tensor | None:

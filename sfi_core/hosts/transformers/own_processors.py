@@ -27,6 +27,8 @@ class OwnProcessors(Picker):
     row's so far.
     """
 
+    own_scores = False
+
     def __init__(
         self,
         chosen: logits_process.LogitsProcessorList,

@@ -133,7 +133,7 @@ def test_more_representatives_than_heads_are_refused():
 
 def test_without_scipy_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setattr(clustering, "find_spec", lambda name: None)
-    with pytest.raises(BackendError, match=r"sfi-toolkit\[tune\]"):
+    with pytest.raises(BackendError, match=r"pip install .*\[tune\]"):
         clustering.check_scipy()
 
 

@@ -45,7 +45,7 @@ def test_a_file_is_a_preset_that_keeps_its_sizes(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("sfl", "method sfl: unknown policy 'sfl'; expected one of ('"),
+        ("sfl", "method sfl: unknown policy 'sfl'; did you mean 'sfi'? expected one of ('"),
         ("sfi@fast", "method sfi@fast: unknown preset 'fast'; expected one of ('default'"),
         ("sfi:spam=1", "method sfi:spam=1: unknown setting 'spam'; expected one of"),
         ("sfi:span=wide", "method sfi:span=wide: span must be int, got 'wide'"),

@@ -68,17 +68,17 @@ def test_the_checkpoint_recalls_word_for_word(loaded, length, samples):
 
 @pytest.mark.exhaustive  # test_memory_need.py compares with what is allocated
 def test_peak_memory_is_within_a_tenth_of_the_forecast_and_does_not_grow():
-    """8K tokens of context, twice in one fresh process."""
+    """8K tokens of context, three times in one fresh process."""
     script = """
 import random, sfi_core
 from sfi_core.bundled.corpus import draw
 model, tokenizer = sfi_core.load(device="cpu")
 prompt = draw(random.Random(1), 8192, 5).prompt
-for _ in range(2):
+for _ in range(3):
     result = sfi_core.generate(model, tokenizer, [prompt], max_new_tokens=24)
     print(result.forecast.total_bytes, result.peak_memory_bytes)
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    (expected, first), (_, second) = (map(int, line.split()) for line in done.stdout.splitlines())
+    (expected, first), (_, second), (_, third) = (map(int, line.split()) for line in done.stdout.splitlines())
     assert abs(first / expected - 1) < 0.1
-    assert second < 1.02 * first
+    assert third < 1.02 * second  # the first run also loads compiled code, after its peak

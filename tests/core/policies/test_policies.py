@@ -185,7 +185,7 @@ def test_the_pages_name_what_can(page: str, sentence: str, can: Any):
 def test_an_unknown_policy_is_named_with_the_known_ones():
     with pytest.raises(ConfigError) as caught:
         policy_class("sfl")
-    assert str(caught.value) == f"unknown policy 'sfl'; expected one of {tuple(POLICIES)}"
+    assert str(caught.value) == f"unknown policy 'sfl'; did you mean 'sfi'? expected one of {tuple(POLICIES)}"
 
 
 def make(policy: str, config: SfiConfig = CONFIG) -> Policy:

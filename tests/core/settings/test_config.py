@@ -113,7 +113,7 @@ def test_an_unknown_selector_setting_is_named_with_the_selector_s():
 
 
 def test_an_unknown_preset_is_named_with_the_known_ones():
-    with mistake(ConfigError, f"unknown preset 'papr'; expected one of {tuple(PRESETS)}"):
+    with mistake(ConfigError, f"unknown preset 'papr'; did you mean 'paper'? expected one of {tuple(PRESETS)}"):
         SfiConfig.preset("papr")
 
 

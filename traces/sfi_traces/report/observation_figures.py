@@ -16,7 +16,8 @@ from sfi_traces.summary.lossless import lossless_facts
 from sfi_traces.summary.query_cosine import query_cosine as cosines_by_head
 from sfi_traces.views.captions import Caption, layers_left_out, left_out, places, support
 from sfi_traces.views.figure_data import HeadMap
-from sfi_traces.views.labels import CLIP, WITHIN, span
+from sfi_traces.views.labels import CLIP, WITHIN
+from sfi_traces.views.phrases import span
 from sfi_traces.views.view import View
 
 HEIGHT = 420  # of the two figures beside each other

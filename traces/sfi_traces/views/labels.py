@@ -1,8 +1,8 @@
 """Colors and token labels, shared by `sfi trace plot` and `sfi trace report`."""
 
 import itertools
-from collections.abc import Iterator, Mapping
-from typing import Any, Final
+from collections.abc import Iterator
+from typing import Final
 
 import numpy as np
 
@@ -29,23 +29,11 @@ PHASES = {
 }
 
 
-def span(first: int, last: int) -> str:
-    """Name a bin of integers: "1", "3-4"."""
-    return f"{first}" if first == last else f"{first}-{last}"
-
-
 def visible(text: str, longest: int = LONGEST) -> str:
     """Write a token for a figure: no line break, no lone blank, at most `longest` characters."""
     shown = printable(text)
     shown = shown.strip() or "␣" * len(shown)
     return shown if len(shown) <= longest else shown[: longest - 1] + "…"
-
-
-def dense_words(row: Mapping[str, Any]) -> str:
-    """Say what dense attention's most probable token is, from a row of the table `logits`."""
-    text, probability = row["dense_token_text"], row["dense_probability"]
-    token = "another token" if text is None else repr(text)
-    return token if probability is None else f"{token} ({probability:.0%})"
 
 
 def step_ticks(steps: Steps, step: np.ndarray, most: int) -> tuple[list[int], list[str]]:
