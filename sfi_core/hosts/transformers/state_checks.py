@@ -7,6 +7,7 @@ steps of one token.
 import inspect
 from collections.abc import Sequence
 from typing import Any
+from weakref import proxy
 
 import torch
 
@@ -24,7 +25,8 @@ class StateChecks:
     """Refuses what would put wrong numbers into a model's states; tries each once."""
 
     def __init__(self, session: Any) -> None:
-        self._session, self._model = session, session.model
+        # a cycle would keep a run's cache until the garbage collector comes by
+        self._session, self._model = proxy(session), session.model
         self._tried: dict[str, str] = {}
 
     def passes(self, asked: str) -> None:

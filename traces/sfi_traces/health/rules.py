@@ -70,7 +70,7 @@ RULES = (
         samples="tokens",
         reason="at one slow step in two, refreshes cost more than the fast steps save; the example has 10 %",
         means="{value} of the generated tokens are in T_trig",
-        advice="choose fewer triggers (`sfi tune` mines them), or raise min_gap",
+        advice="choose fewer triggers (`sfi tune` compares sets), or raise min_gap",
     ),
     Rule(
         name="evidence_broken", severity=PROBLEM, threshold=0.01, needs=RECORD_SELECTOR, samples="refreshes",
