@@ -264,6 +264,8 @@ def test_an_old_trace_stays_until_a_run_takes_its_place(tmp_path):
 
 
 def test_a_folder_is_recorded_by_one_at_a_time_and_by_force_neither(tmp_path):
+    (tmp_path / "trace").mkdir()
+    (tmp_path / "trace" / ".manifest.json.0a1b2c3d.tmp").touch()  # of a run that was killed, or has just begun
     for force in (False, True):
         with ParquetObserver(tmp_path / "trace", force=force) as observer:
             observer.on(run_event())

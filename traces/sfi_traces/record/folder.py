@@ -3,6 +3,7 @@
 import re
 import shutil
 from contextlib import suppress
+from fnmatch import fnmatch
 from pathlib import Path
 
 from sfi_core.errors import ConfigError, SfiError
@@ -31,7 +32,8 @@ def claim(folder: Path, *, force: bool) -> FolderLock:
 
 
 def _check(folder: Path, *, force: bool) -> None:
-    if all(one.name == LOCK for one in folder.iterdir()):
+    # a run that has just begun has its lock, and its manifest under a temporary name
+    if all(one.name == LOCK or fnmatch(one.name, f".{MANIFEST}.*.tmp") for one in folder.iterdir()):
         return
     if not _is_trace(folder):
         raise ConfigError(f"trace folder {folder} must be new or empty, got one with other files")
