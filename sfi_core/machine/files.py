@@ -76,6 +76,23 @@ class FolderLock:
             self._file = -1
 
 
+def is_locked(folder: Path) -> bool:
+    """Say whether another writer has a folder's `FolderLock`; makes no file."""
+    if sys.platform == "win32":
+        return False
+    try:
+        file = os.open(folder / LOCK, os.O_RDWR | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return isinstance(error, BlockingIOError)
+    finally:
+        os.close(file)
+    return False
+
+
 def _locked(path: Path, what: str) -> int:
     # the locked file, or -1 where its last owner removes it at this moment
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)

@@ -264,10 +264,11 @@ def test_an_old_trace_stays_until_a_run_takes_its_place(tmp_path):
 
 
 def test_a_folder_is_recorded_by_one_at_a_time_and_by_force_neither(tmp_path):
-    (tmp_path / "trace").mkdir()
-    (tmp_path / "trace" / ".manifest.json.0a1b2c3d.tmp").touch()  # of a run that was killed, or has just begun
     for force in (False, True):
         with ParquetObserver(tmp_path / "trace", force=force) as observer:
+            (tmp_path / "trace" / "steps").mkdir(exist_ok=True)  # a trace that has just begun, without a manifest
+            with pytest.raises(ConfigError, match="must be free, got another process on it"):
+                ParquetObserver(tmp_path / "trace", force=True)
             observer.on(run_event())
             with pytest.raises(ConfigError, match="must be free, got another process on it"):
                 ParquetObserver(tmp_path / "trace", force=True)

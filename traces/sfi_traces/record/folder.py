@@ -3,11 +3,10 @@
 import re
 import shutil
 from contextlib import suppress
-from fnmatch import fnmatch
 from pathlib import Path
 
 from sfi_core.errors import ConfigError, SfiError
-from sfi_core.machine.files import LOCK, FolderLock
+from sfi_core.machine.files import LOCK, FolderLock, is_locked
 from sfi_core.machine.text import parse_json
 from sfi_traces.schema import MANIFEST, RANK, TABLES
 
@@ -21,7 +20,8 @@ def claim(folder: Path, *, force: bool) -> FolderLock:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _check(folder, force=force)  # before a lock file is made in a folder that is none of ours
+        if not is_locked(folder):  # a trace that has just begun has no manifest yet
+            _check(folder, force=force)  # before a lock file is made in a folder that is none of ours
         lock = FolderLock(folder, "trace folder")
     except FileExistsError as error:
         raise ConfigError(f"trace folder {folder} must be a folder, got a file") from error
@@ -32,8 +32,7 @@ def claim(folder: Path, *, force: bool) -> FolderLock:
 
 
 def _check(folder: Path, *, force: bool) -> None:
-    # a run that has just begun has its lock, and its manifest under a temporary name
-    if all(one.name == LOCK or fnmatch(one.name, f".{MANIFEST}.*.tmp") for one in folder.iterdir()):
+    if all(one.name == LOCK for one in folder.iterdir()):
         return
     if not _is_trace(folder):
         raise ConfigError(f"trace folder {folder} must be new or empty, got one with other files")
