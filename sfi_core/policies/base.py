@@ -58,6 +58,7 @@ class Policy:
         selects: Whether it has any of the three.
         chooses: Whether it has `choose`, which the Triton backend calls in place of `select_before`.
         mixes_heads: Whether it has `dense_heads`.
+        key_width: Numbers of a key of a head, where the host or a step has told it; 0 before.
     """
 
     prompt_only = False
@@ -65,6 +66,7 @@ class Policy:
     evicts = False
     drafts = False
     offloads = False
+    key_width = 0
     selects_before = selects_after = selects_next = selects = chooses = mixes_heads = False
 
     def __init_subclass__(cls) -> None:

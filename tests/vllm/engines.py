@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from vllm import LLM, RequestOutput, SamplingParams
 from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
@@ -135,6 +136,6 @@ def assert_same(outputs: Sequence[RequestOutput], requests: Sequence[Any]) -> No
     """Compare vLLM's answers with the reference: tokens, slow steps and what was read."""
     assert [list(o.outputs[0].token_ids) for o in outputs] == [list(r.token_ids) for r in requests]
     assert [told(o)["slow_at"] for o in outputs] == [list(r.slow_at) for r in requests]
-    ratios = [told(o)["read_ratio"] for o in outputs]
-    for ratio, request in zip(ratios, requests, strict=True):
-        assert abs(ratio - request.read_ratio) < 1e-12, (ratio, request.read_ratio)
+    for name in ("read_ratio", "selection_ratio"):
+        ratios, wanted = [told(o)[name] for o in outputs], [getattr(request, name) for request in requests]
+        assert ratios == pytest.approx(wanted, abs=1e-12), name

@@ -42,7 +42,9 @@ class SfiConnector(names.KVConnectorBase_V1, names.SupportsHMA):
         self.settings = names.settings_of(vllm_config)
         self._vllm = vllm_config
         self.group, self.layer_names = names.full_group(kv_cache_config.kv_cache_groups)
-        self.block: int = kv_cache_config.kv_cache_groups[self.group].kv_cache_spec.block_size
+        spec = kv_cache_config.kv_cache_groups[self.group].kv_cache_spec
+        self.block: int = spec.block_size
+        self.key_width: int = spec.head_size
         self.layers = sorted(names.layer_index(name) for name in self.layer_names)
         self.trigger_ids = resolve_triggers(names.tokenizer_of(vllm_config), self.settings.config)
         self.observer = self.make_observer(role)
@@ -66,7 +68,9 @@ class SfiConnector(names.KVConnectorBase_V1, names.SupportsHMA):
     def make_policy(self, config: SfiConfig) -> Policy:
         """Make the policy for a request's settings."""
         trigger = Trigger(frozenset(self.trigger_ids), config)
-        return policy_class(self.settings.options.policy)(config, trigger, self.layers)
+        policy = policy_class(self.settings.options.policy)(config, trigger, self.layers)
+        policy.key_width = self.key_width  # the scheduler's side sees no key
+        return policy
 
     def make_observer(self, role: Any) -> Observer:
         """Return the observer of the side; a worker gathers its events for the scheduler's side.

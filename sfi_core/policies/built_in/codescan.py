@@ -43,7 +43,6 @@ class CodeScan(Policy):
     drafts = True
     offloads = True
     fixed: ClassVar = {"recent_mode": "sliding", "window_prefill": QUERIES}  # every step selects
-    _width = 0
 
     def select_after(self, context: LayerContext) -> None:
         """Learn the basis at the end of the prompt; select nothing yet."""
@@ -68,7 +67,7 @@ class CodeScan(Policy):
         if not batch.fast:
             code_tokens.fastest(batch.backend, device)(batch.key_PHND, *rows, batch.codes)
             return None
-        self._width = batch.query_BHGD.shape[3]
+        self.key_width = batch.query_BHGD.shape[3]
         budget = min(self.config.budget, batch.codes.word_BHWT.shape[3])
         return code_scan.fastest(batch.backend, device)(
             batch.query_BHGD, *pages, *rows, batch.codes, batch.position_BHS, batch.length_BH, budget=budget,
@@ -92,11 +91,11 @@ class CodeScan(Policy):
         Learning the basis again reads all keys. A token of 16-bit keys and values is as many words as a head
         is wide.
         """
-        if not self._width or self._room(state) <= self.config.budget:
+        if not self.key_width or self._room(state) <= self.config.budget:
             return 0.0
-        W = key_codes.words(self._width)
+        W = key_codes.words(self.key_width)
         relearned = state.length / 2 / RELEARN
-        return W * (state.length / self._width + key_codes.SLOTS) + relearned + bool(self.config.codescan.rest)
+        return W * (state.length / self.key_width + key_codes.SLOTS) + relearned + bool(self.config.codescan.rest)
 
     def summary_bytes(self, layer: LayerShape, capacity: int) -> int:
         """Count the codes (at most a byte per channel), the basis, the queries kept and the sum of values."""
@@ -136,7 +135,7 @@ class CodeScan(Policy):
         # returns positions [H, K], the pseudo token's logit [H, G] and value [H, E], and what a trace wants
         state, note = context.states[place], context.notes[place]
         query_HGD = context.query_BHGWD[place, :, :, -1]
-        H, G, self._width = query_HGD.shape
+        H, G, self.key_width = query_HGD.shape
         if self.lacks(state, note):
             self._learn(context, place, note)
         if "recent" in note:
