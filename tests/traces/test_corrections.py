@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from sfi_traces.model.trace import Trace
-from sfi_traces.record.selected_sets import SelectedSets
+from sfi_traces.overlap import SelectedSets
 from sfi_traces.summary import Scope, summarize
-from sfi_traces.summary.corrections import corrections
+from sfi_traces.summary.freekv import corrections
 from sfi_traces.views.raster import rasters
 from sfi_traces.views.view import View
 from tests.traces.made import HEADS, LAYERS, make_trace

@@ -13,10 +13,9 @@ from pyarrow import parquet
 from sfi_core.errors import ConfigError, InputError, SfiError
 from sfi_core.machine.files import LOCK
 from sfi_core.measure.evaluation.statistics import difference_of_groups, mean_of_groups, paired_difference, wilson
-from sfi_traces.results.evaluation.averages import summarize_averages
-from sfi_traces.results.evaluation.evaluation_manifest import check_new
+from sfi_traces.results.evaluation.files import check_new
 from sfi_traces.results.evaluation.store import ResultsFolder
-from sfi_traces.results.evaluation.summary import summarize, summarize_fidelity
+from sfi_traces.results.evaluation.summary import summarize, summarize_averages, summarize_fidelity
 
 MANIFEST = {
     "asked": {"samples": 2}, "model": {"name": "made-up"}, "methods": [], "text": None, "device": "cpu",

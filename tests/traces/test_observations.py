@@ -10,9 +10,8 @@ import pytest
 from sfi_core.errors import TraceError
 from sfi_traces.model.trace import Trace
 from sfi_traces.summary import Scope, summarize
-from sfi_traces.summary.drift import drift
-from sfi_traces.summary.head_similarity import HeadSimilarity
-from sfi_traces.summary.query_cosine import query_cosine
+from sfi_traces.summary.freekv import query_cosine
+from sfi_traces.summary.synckv import HeadSimilarity, drift
 from sfi_traces.views.figure_data import HeadMap
 from sfi_traces.views.view import View
 from tests.traces.made import HEADS, LAYERS, make_trace, overlap

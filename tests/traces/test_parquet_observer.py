@@ -23,7 +23,7 @@ from benchmarks.train_bundled import build_tokenizer
 from sfi_core.errors import ConfigError
 from sfi_core.observers.events import PromptEvent, SelectionEvent
 from sfi_traces.model.trace import Trace
-from sfi_traces.record import readback
+from sfi_traces.record import writer
 from sfi_traces.record.parquet import ParquetObserver
 from sfi_traces.record.token_text import TokenText
 from sfi_traces.schema import TABLES
@@ -320,7 +320,7 @@ from pathlib import Path
 from unittest.mock import Mock
 from sfi_core.observers.events import BeginStepEvent
 from sfi_traces.record import writer as trace_writer
-from sfi_traces.record import readback
+from sfi_traces.record import writer
 from sfi_traces.record.parquet import ParquetObserver
 from tests.traces.told import run_event, step_event
 
@@ -374,7 +374,7 @@ class OnDevice(torch.Tensor):
 def test_tensors_of_several_types_come_back_in_order_and_shape(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", lambda **_: Mock())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: None)
-    monkeypatch.setattr(readback, "_pinned", lambda some: torch.cat([t.flatten() for t in some]))
+    monkeypatch.setattr(writer, "_pinned", lambda some: torch.cat([t.flatten() for t in some]))
     tensors = [
         torch.arange(6, dtype=torch.int32).view(2, 3).as_subclass(OnDevice),
         torch.tensor([0.5, 0.25], dtype=torch.bfloat16).as_subclass(OnDevice),
@@ -383,7 +383,7 @@ def test_tensors_of_several_types_come_back_in_order_and_shape(monkeypatch):
         torch.empty(2, 0, dtype=torch.int32).as_subclass(OnDevice),
     ]
 
-    found = readback.Readback(tensors)
+    found = writer.Readback(tensors)
 
     assert [array.tolist() for array in found.wait()] == [t.tolist() for t in tensors]
     assert found.nbytes == 24 + 4 + 16 + 4
@@ -404,7 +404,7 @@ def test_tensors_travel_from_the_device_as_they_are():
         for _ in range(100):
             busy = busy @ busy
         done.record()
-        found = readback.Readback(tensors)
+        found = writer.Readback(tensors)
         waiting = not done.query()
 
     assert [array.tolist() for array in found.wait()] == expected

@@ -12,7 +12,7 @@ from sfi_core.errors import TraceError
 from sfi_core.models.load import load
 from sfi_core.settings.audit import AuditConfig
 from sfi_core.settings.config import SfiConfig
-from sfi_traces.model.memory import Memory
+from sfi_traces.model.steps import Memory
 from sfi_traces.model.trace import Trace
 from sfi_traces.record.parquet import ParquetObserver
 from sfi_traces.replay import (

@@ -12,7 +12,7 @@ from pyarrow import parquet
 from sfi_core.errors import ConfigError, TraceError
 from sfi_core.settings.config import SfiConfig
 from sfi_core.state.request import RequestState
-from sfi_traces.model.memory import Memory
+from sfi_traces.model.steps import Memory
 from sfi_traces.model.trace import Trace
 from sfi_traces.replay import RecordedVocabulary, Setting, Supports, grid, schedule
 from tests.traces.made import PROMPT, STOP, make_trace

@@ -52,7 +52,7 @@ def _results(
     # the folder with all its rows, and whether Ctrl-C ended the run
     from sfi_core.engine.backends.registry import check_backend
     from sfi_core.models.load import load, resolve_device
-    from sfi_traces.results.evaluation.evaluation_manifest import check_new
+    from sfi_traces.results.evaluation.files import check_new
     from sfi_traces.results.evaluation.store import ResultsFolder
 
     results = None
@@ -122,8 +122,7 @@ def _run(
 
 def _document(results: Any) -> dict[str, Any]:
     # sum a folder's results up as the document of `--json`
-    from sfi_traces.results.evaluation.averages import summarize_averages
-    from sfi_traces.results.evaluation.summary import summarize, summarize_fidelity
+    from sfi_traces.results.evaluation.summary import summarize, summarize_averages, summarize_fidelity
 
     manifest = results.manifest
     names = ("asked", "model", "device", "machine", "versions", "created", "finished", "stopped")

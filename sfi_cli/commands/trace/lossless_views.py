@@ -1,8 +1,7 @@
 """The verifications of a lossless run, for `sfi trace show`."""
 
 from sfi_cli.commands.trace.support_views import compared_words
-from sfi_traces.views.phrases import span
-from sfi_traces.views.table import Columns, Row, Table, count, number, percent, plural
+from sfi_traces.views.table import Columns, Row, Table, count, number, percent, plural, span
 
 
 def lossless_line(found: Row) -> str:

@@ -1,8 +1,7 @@
 """Tables of what the SyncKV and FreeKV papers observed, and of FreeKV's corrections, for `sfi trace show`."""
 
 from sfi_cli.commands.trace.support_views import by_layer
-from sfi_traces.views.phrases import span
-from sfi_traces.views.table import Columns, Row, Table, count, duration, number, percent
+from sfi_traces.views.table import Columns, Row, Table, count, duration, number, percent, span
 
 MOST_LAYERS = 12  # of a matrix; --json has all
 LOWEST_HEADS = 5

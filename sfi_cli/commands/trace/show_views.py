@@ -24,8 +24,7 @@ from sfi_cli.commands.trace.support_views import (
 )
 from sfi_cli.terminal.tables import Part
 from sfi_traces.views.facts import disagreement, facts, latency_table, run_table, trigger_table
-from sfi_traces.views.phrases import dense_words
-from sfi_traces.views.table import Columns, Row, Table, count, duration, number, percent, plural
+from sfi_traces.views.table import Columns, Row, Table, count, dense_words, duration, number, percent, plural
 
 MOST_REQUESTS, MOST_STEPS, LONGEST = 3, 3, 150  # requests, disagreements, characters of an answer
 OF_TIMES = ("latency", "break_even")  # sections left out for a trace without times

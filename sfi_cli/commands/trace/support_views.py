@@ -1,7 +1,6 @@
 """The tables of `sfi trace show` about supports, retained mass and selections."""
 
-from sfi_traces.views.phrases import span
-from sfi_traces.views.table import Row, Table, count, number, percent
+from sfi_traces.views.table import Row, Table, count, number, percent, span
 
 SPREAD = ("mean", "sd", "p5", "p50", "p95")
 

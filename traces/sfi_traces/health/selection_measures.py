@@ -1,8 +1,7 @@
 """What health rules measure of the table `selections`."""
 
 from sfi_traces.health.measured import Measured, Unjudged, by_head, measured
-from sfi_traces.summary.sampled import sample_selections
-from sfi_traces.summary.scope import Scope
+from sfi_traces.summary.scope import Scope, sample_selections
 from sfi_traces.summary.supports import at_clip
 
 SINKS = 4  # first positions; StreamingLLM's number

@@ -6,8 +6,7 @@ from sfi_traces.health.measured import Measured, Unjudged, by_head, measured, wo
 from sfi_traces.health.rules import RECORD_POSITIONS
 from sfi_traces.health.selection_measures import SINKS
 from sfi_traces.schema import KEY
-from sfi_traces.summary.sampled import sample_selections, sample_supports
-from sfi_traces.summary.scope import Scope
+from sfi_traces.summary.scope import Scope, sample_selections, sample_supports
 
 RAISE_TOP = "raise audit.top: too few recorded supports reach below a uniform share (1 / context)"
 PEAK = 0.05  # the largest probability of a support that stands out

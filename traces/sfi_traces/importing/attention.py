@@ -9,10 +9,9 @@ import numpy.typing as npt
 
 from sfi_core.errors import ConfigError, InputError
 from sfi_core.settings.audit import AuditConfig
-from sfi_traces.importing.arrays import Arrays
+from sfi_traces.importing.arrays import Arrays, Tokens
 from sfi_traces.importing.checks import ROUNDING, strongest
 from sfi_traces.importing.schema import ATTENTION, COMMON, Floats, Header, ImportedStep, ImportOptions, check_known
-from sfi_traces.importing.tokens import Tokens
 
 Shape = tuple[int, ...]
 DIMENSIONS = 4  # request, head, query, token

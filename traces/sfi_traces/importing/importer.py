@@ -20,8 +20,7 @@ from sfi_traces.importing.row_table import SelectionRows
 from sfi_traces.importing.schema import VERSION, Header, ImportOptions, Prompt
 from sfi_traces.importing.selections import SelectionArrays
 from sfi_traces.importing.trace_tables import TraceTables
-from sfi_traces.record.folder import claim, clear
-from sfi_traces.record.manifest import describe_run, file_metadata, now, write_manifest
+from sfi_traces.record.folder import claim, clear, describe_run, file_metadata, now, write_manifest
 from sfi_traces.record.part_files import PartFiles
 from sfi_traces.record.token_text import TokenText
 

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sfi_core.errors import ConfigError, InputError
-from sfi_traces.importing.arrays import Arrays
+from sfi_traces.importing.arrays import Arrays, Tokens
 from sfi_traces.importing.checks import Where, checked_mass, positions_of_blocks, sorted_positions, strongest
 from sfi_traces.importing.schema import (
     COMMON,
@@ -21,7 +21,6 @@ from sfi_traces.importing.schema import (
     Ints,
     check_known,
 )
-from sfi_traces.importing.tokens import Tokens
 
 Array = npt.NDArray[Any]
 WITH_HEADS = ("steps", "layers", "heads", "positions")

@@ -5,9 +5,8 @@ from typing import Any
 import numpy as np
 
 from sfi_traces.importing.schema import Header, ImportedStep, Prompt
-from sfi_traces.record.part_files import PartFiles
-from sfi_traces.record.selected_sets import SelectedSets
-from sfi_traces.record.table_buffer import Lists, TableBuffer
+from sfi_traces.overlap import SelectedSets
+from sfi_traces.record.part_files import Lists, PartFiles, TableBuffer
 from sfi_traces.record.token_text import TokenText
 from sfi_traces.schema import TABLES
 

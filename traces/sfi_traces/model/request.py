@@ -9,9 +9,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from sfi_core.errors import ConfigError, TraceError
-from sfi_traces.model.memory import Ints, Memory
 from sfi_traces.model.selections import Selections
-from sfi_traces.model.steps import Steps
+from sfi_traces.model.steps import Ints, Memory, Steps
 from sfi_traces.model.trace import Place, Trace, of_request, rows_of
 from sfi_traces.schema import TABLES
 

@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 from sfi_core.errors import TraceError
 from sfi_traces.model.request import Request, check_known
 from sfi_traces.model.trace import Place, Trace, of_request
-from sfi_traces.overlap import intersections, padded, size
+from sfi_traces.overlap import coefficients, padded
 
 MOST_POSITIONS = 1 << 25  # in memory at once; a quarter of a GB, and its copies
 MOST_STEPS = 1024  # steps whose pairs are counted at once
@@ -205,9 +205,7 @@ class Supports:
         """Mean overlap of every two steps over layers and KV heads, [N, N] (SyncKV, Eq. 1)."""
         total = np.zeros((self.steps, self.steps), np.float32)
         for unit in range(len(self.layer_U)):
-            index_NK = self.position_NUK[:, unit]
-            size_N = np.maximum(1, size(index_NK)).astype(np.float32)
-            total += intersections(index_NK) / np.minimum(size_N[:, None], size_N)
+            total += coefficients(self.position_NUK[:, unit])
         return np.asarray(total / len(self.layer_U), np.float32)
 
 

@@ -20,9 +20,8 @@ from sfi_core.observers.events import (
     VerificationEvent,
 )
 from sfi_core.observers.observer import HANDLERS
-from sfi_traces.overlap import Overlap
-from sfi_traces.record.selected_sets import SelectedSets
-from sfi_traces.record.table_buffer import Lists, TableBuffer
+from sfi_traces.overlap import Overlap, SelectedSets
+from sfi_traces.record.part_files import Lists, TableBuffer
 from sfi_traces.record.timing import Span
 from sfi_traces.record.token_text import TokenText
 from sfi_traces.schema import TABLES

@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from sfi_core.errors import TraceError
 from sfi_core.models.byte_model import ByteModel
-from sfi_traces.model.memory import Memory
+from sfi_traces.model.steps import Memory
 from sfi_traces.model.supports import Floats, Supports
 from sfi_traces.model.trace import Trace, of_request
 from sfi_traces.replay.outcome import Outcome, StepMetrics

@@ -40,9 +40,9 @@ def render_diff(first: View, second: View, document: Row) -> str:
 
 def _figures(views: dict[str, View]) -> tuple[dict[str, Row], dict[str, str]]:
     # by figure and side; and why some are missing
-    from sfi_traces.report import step_figures, support_figures  # noqa: PLC0415
+    from sfi_traces.report import step_figures  # noqa: PLC0415
 
-    drawers = (support_figures.heatmap, step_figures.retained, step_figures.timeline)
+    drawers = (step_figures.heatmap, step_figures.retained, step_figures.timeline)
     figures, missing = {}, {}
     for name, draw in zip(FIGURES, drawers, strict=True):
         for side, view in views.items():

@@ -8,16 +8,16 @@ from plotly.subplots import make_subplots
 
 from sfi_core.errors import TraceError
 from sfi_traces.report.panel import LEGEND, MARGIN, Panel, axes, cells
-from sfi_traces.report.support_figures import faint
-from sfi_traces.summary.corrections import corrections as corrections_by_head
-from sfi_traces.summary.drift import drift as attention_drift
-from sfi_traces.summary.head_similarity import MOST_STEPS, HeadSimilarity
+from sfi_traces.report.step_figures import faint
+from sfi_traces.summary.freekv import corrections as corrections_by_head
+from sfi_traces.summary.freekv import query_cosine as cosines_by_head
 from sfi_traces.summary.lossless import lossless_facts
-from sfi_traces.summary.query_cosine import query_cosine as cosines_by_head
+from sfi_traces.summary.synckv import MOST_STEPS, HeadSimilarity
+from sfi_traces.summary.synckv import drift as attention_drift
 from sfi_traces.views.captions import Caption, layers_left_out, left_out, places, support
 from sfi_traces.views.figure_data import HeadMap
 from sfi_traces.views.labels import CLIP, WITHIN
-from sfi_traces.views.phrases import span
+from sfi_traces.views.table import span
 from sfi_traces.views.view import View
 
 HEIGHT = 420  # of the two figures beside each other

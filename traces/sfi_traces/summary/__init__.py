@@ -4,11 +4,10 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from sfi_traces.model.trace import Trace
-from sfi_traces.summary.corrections import corrections, recalls
 from sfi_traces.summary.coverage import coverage_facts
 from sfi_traces.summary.facts import answers, rank_facts, run_facts, step_facts, trigger_tokens
+from sfi_traces.summary.freekv import corrections, query_cosine, recalls
 from sfi_traces.summary.lossless import lossless_facts
-from sfi_traces.summary.query_cosine import query_cosine
 from sfi_traces.summary.scope import Scope
 from sfi_traces.summary.similarity import head_similarity, over_time
 from sfi_traces.summary.speed import batch_reads, break_even, latency, phases

@@ -5,7 +5,7 @@ import shutil
 import sys
 from typing import Any
 
-from sfi_traces.views.phrases import dense_words
+from sfi_traces.views.table import dense_words
 
 OTHER = "#7fb8ff"  # color of a token that full attention would not have said
 BLOCKS, ASCII = " ▁▂▃▄▅▆▇█", " .:-=+*#@"

@@ -13,9 +13,8 @@ from sfi_core.errors import InputError, SfiError
 from sfi_core.machine.files import FolderLock, atomic_file, write_atomically
 from sfi_core.machine.text import first_line
 from sfi_core.measure.evaluation.grid import Grid
-from sfi_traces.record.manifest import now, write_manifest
-from sfi_traces.results.evaluation.evaluation_manifest import KIND, SCHEMA_VERSION, check_new, read_manifest
-from sfi_traces.results.evaluation.lines import read_lines, write_line
+from sfi_traces.record.folder import now, write_manifest
+from sfi_traces.results.evaluation.files import KIND, SCHEMA_VERSION, check_new, read_lines, read_manifest, write_line
 from sfi_traces.results.evaluation.summary import NAMES
 from sfi_traces.results.parquet import write_rows
 
