@@ -25,7 +25,7 @@ from typer.testing import CliRunner  # noqa: E402
 
 from benchmarks.compared import add_options, compared  # noqa: E402
 from sfi_cli.app import app  # noqa: E402
-from sfi_cli.commands.trace.replay.sources import marks_at  # noqa: E402
+from sfi_cli.commands.trace.replay.text_pane import marks_at  # noqa: E402
 from sfi_core import AuditConfig, EngineOptions, SfiConfig, generate, load  # noqa: E402
 from sfi_core.bundled.example import load_example  # noqa: E402
 from sfi_traces.model.trace import Trace  # noqa: E402

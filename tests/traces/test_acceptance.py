@@ -5,8 +5,9 @@ import re
 
 import pytest
 
-from sfi_cli.commands.trace.diff_views import diff_text
-from sfi_cli.commands.trace.show_views import full_text, show_text
+from sfi_cli.commands.trace.diff import diff_text
+from sfi_cli.commands.trace.full_views import full_text
+from sfi_cli.commands.trace.show_views import show_text
 from sfi_cli.terminal.tables import rendered
 from sfi_core.errors import TraceError
 from sfi_traces.export.perfetto import perfetto_text

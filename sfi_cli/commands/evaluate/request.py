@@ -1,11 +1,13 @@
 """The options of `sfi eval` as plain values, which a results folder keeps and a resumed run compares."""
 
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from sfi_cli import parsing
 from sfi_cli.settings.tables import settings_for
 from sfi_core.errors import ConfigError
+from sfi_core.machine.versions import versions
 from sfi_core.settings.engine import EngineOptions
 from sfi_core.settings.policy_names import built_in
 
@@ -23,6 +25,8 @@ DEFAULTS: dict[str, Any] = {
     "samples": SAMPLES, "seed": SEED, "fidelity": None, "tokens": TOKENS,
     **{name.rpartition(".")[2]: one.default for name, one in settings_for("eval").items()},
 }  # fmt: skip
+SHOWN = 3  # differences named in the message
+Facts = Mapping[str, Any]
 
 
 def filled(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -146,3 +150,39 @@ def described(methods: tuple[Any, ...]) -> list[dict[str, Any]]:
         | {"settings": dict(method.settings), "config": method.config.to_dict()}
         for method in methods
     ]
+
+
+def check_same(facts: Facts, manifest: Facts, names: Sequence[str]) -> None:
+    """Raise `ConfigError` with the first differences if facts of these names are not those of the folder."""
+    for what in names:
+        one, other = (dict(_leaves(_labeled(given[what]))) for given in (facts, manifest))
+        differ = [name for name in other | one if one.get(name) != other.get(name)]
+        if differ:
+            kept, found = (
+                ", ".join(f"{name} {_leaf(name, leaves)}".strip() for name in differ[:SHOWN]) for leaves in (other, one)
+            )
+            more = f" and {len(differ) - SHOWN} more" if len(differ) > SHOWN else ""
+            ours, theirs = versions().get("sfi"), manifest["versions"].get("sfi")
+            since = f"; the folder is of sfi {theirs}, this is {ours}" if ours != theirs else ""
+            raise ConfigError(f"resume must keep the folder's {what} {kept}{more}, got {found}{more}{since}")
+
+
+def _labeled(value: Any) -> Any:
+    # a list of methods by their labels, with their order
+    if not isinstance(value, list):
+        return value
+    order = {str(number): one["label"] for number, one in enumerate(value)}
+    return order | {one["label"]: one for one in value}
+
+
+def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    # each plain value by its path
+    if isinstance(value, Mapping) and value:
+        for name, inner in value.items():
+            yield from _leaves(inner, f"{path}.{name}" if path else name)
+    else:
+        yield path, value
+
+
+def _leaf(name: str, facts: Facts) -> str:
+    return json.dumps(facts[name]) if name in facts else "absent"

@@ -1,5 +1,6 @@
-"""`sfi tune`: search settings on traces, confirm them with real runs, write a file for `--config`."""
+"""`sfi tune`: search settings on traces, confirm them with real runs, write a file for --config."""
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -7,13 +8,14 @@ from typing import Annotated, Any
 import typer
 
 from sfi_cli import options as o
+from sfi_cli.commands.generate.prompts import read_prompts
 from sfi_cli.commands.tune.views import tune_text
 from sfi_cli.parsing import named_strings, words
-from sfi_cli.settings.complete import completer
 from sfi_cli.settings.given import given, texts
 from sfi_cli.settings.tables import DIMENSIONS, SETTINGS, TRIALS, ModelTable
+from sfi_cli.settings.text import completer
 from sfi_cli.terminal.output import Output, leave_interrupted
-from sfi_core.errors import ConfigError
+from sfi_core.errors import ConfigError, InputError
 from sfi_core.settings.engine import EngineOptions
 
 SPACE, SEARCH, CONFIRM = "Search space: 8,16,32 or 8:64", "Search", "Confirmation"
@@ -100,7 +102,6 @@ def tune(
 
       sfi tune code chat --trigger-set lines="\n" --search span=0:16 --trials 500
     """
-    from sfi_cli.commands.tune.confirming import confirmed, load_confirmer, read_texts
     from sfi_cli.terminal.progress import BenchProgress
     from sfi_traces.model.trace import Trace
     from sfi_traces.tune.found import find
@@ -148,3 +149,57 @@ def tune(
             )
         written.figure(write_plot, document)
         written.text(found.toml())
+
+
+def load_confirmer(
+    tuning: Any, texts: list[str], model: str | None, engine: EngineOptions, loading: dict[str, Any]
+) -> Any:
+    """Load the model that the traces were recorded with; return what `Found.confirm` runs settings by.
+
+    It runs `texts`, or without any the traces' own prompts, and tells its keyword `on_run` of each run.
+    `loading` has further arguments of `load`. Raises `SfiError` if the model cannot be loaded, or is another
+    one.
+    """
+    from sfi_core.engine.backends.registry import check_backend
+    from sfi_core.models.load import load, resolve_device
+    from sfi_traces.tune.confirm import Confirmer, Material, check_model
+
+    check_backend(engine.backend, resolve_device(loading["device"]))
+    loaded, tokenizer = load(model, **loading)
+    for trace in tuning.traces:
+        check_model(loaded, tokenizer, trace)
+    pairs = zip(tuning.traces, tuning.recorded, strict=True)
+    material = (
+        [Material.of_texts(texts, tokenizer)]
+        if texts
+        else [Material.of_trace(trace, recorded, tokenizer) for trace, recorded in pairs]
+    )
+    top = min(one.top for one in tuning.evaluate.recorded)
+    return partial(Confirmer(model=loaded, tokenizer=tokenizer, top=top, engine=engine), material)
+
+
+def read_texts(prompt_file: Path | None, batch: Path | None) -> list[str]:
+    """Read the prompts that the options name; none without such an option.
+
+    Raises:
+        InputError: The file has no prompts, or it has messages.
+    """
+    if prompt_file is None and batch is None:
+        return []
+    entries = read_prompts(None, prompt_file, batch).entries
+    texts = [entry for entry in entries if isinstance(entry, str)]
+    if len(texts) < len(entries):
+        raise InputError(f"batch {batch} must hold prompts, got messages")
+    return texts
+
+
+def confirmed(found: Any, confirm: Any, count: int, *, quiet: bool) -> Any:
+    """Run `count` settings of a search's result for real; Ctrl-C leaves the result as it was."""
+    from sfi_cli.terminal.progress import BenchProgress
+
+    with BenchProgress(quiet=quiet) as progress:
+        try:
+            run = partial(confirm, on_run=partial(progress.update, "confirming"))
+            return found.confirm(run, count)
+        except KeyboardInterrupt:
+            return replace(found, interrupted=True)

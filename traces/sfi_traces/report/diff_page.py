@@ -5,9 +5,8 @@ from typing import Any
 from sfi_core.errors import TraceError
 from sfi_core.machine.text import printable
 from sfi_traces.report.page import page
-from sfi_traces.summary.diff import place_words
 from sfi_traces.views.captions import subject
-from sfi_traces.views.diff_tables import numbers_table, overlap_tables
+from sfi_traces.views.diff_tables import numbers_table, overlap_tables, place_words
 from sfi_traces.views.facts import Fact
 from sfi_traces.views.table import Table
 from sfi_traces.views.view import View

@@ -67,13 +67,6 @@ def compare(first: Trace, second: Trace, request: int | None = None) -> Row:
     return document | {"metrics": metrics(document)}
 
 
-def place_words(layer: Row) -> str:
-    """Describe a request's `first_layer` in words."""
-    heads = ", ".join(map(str, layer["heads"]))
-    what = "other positions" if layer["positions"] else "another retained mass"
-    return f"step {layer['step']:,}: layer {layer['layer']}, KV head {heads}, {what} in {layer['table']}"
-
-
 def _check_model(first: Trace, second: Trace) -> None:
     one, two = (
         [trace.manifest["model"].get(key) for key in MODEL]

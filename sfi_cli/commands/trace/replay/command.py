@@ -6,10 +6,8 @@ from typing import Annotated, Any
 import typer
 
 from sfi_cli import options as o
-from sfi_cli.commands.trace.replay.grid import intervals, replay_settings
 from sfi_cli.commands.trace.replay.play import play_run
-from sfi_cli.commands.trace.replay.reuse_views import reuse_text
-from sfi_cli.commands.trace.replay.views import replay_text
+from sfi_cli.commands.trace.replay.views import replay_text, reuse_text
 from sfi_cli.parsing import number_list
 from sfi_cli.settings.given import texts
 from sfi_cli.settings.tables import SETTINGS, settings_for
@@ -100,7 +98,7 @@ def replay(
 
       sfi trace replay run --play
     """
-    from sfi_cli.commands.trace.replay.documents import replay_document, reuse_document
+    from sfi_cli.commands.trace.replay.documents import intervals, replay_document, replay_settings, reuse_document
     from sfi_traces.model.trace import Trace
 
     axes = texts(
