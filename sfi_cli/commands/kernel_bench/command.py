@@ -56,9 +56,7 @@ def kernel_bench(
     ] = False,
     arch: Annotated[o.Words, _compile("Targets; comma list or repeated.", shown=ARCHITECTURES)] = None,
     plot: Annotated[o.File, _out("Draw speed-up and GB/s to a .png or .svg.")] = None,
-    output: Annotated[
-        o.File, _out("Write the data there too: .parquet, .json; with --compile-only .md.", "--output", "-o")
-    ] = None,
+    output: Annotated[o.File, o.output("Write the data there too: .parquet, .json; with --compile-only .md.")] = None,
     force: o.Force = False,
     wide: o.Wide = False,
     json: o.Json = False,

@@ -23,14 +23,14 @@ def diff(
     second: Annotated[Path, typer.Argument(help="Folder of the second trace.", metavar="B")],
     request: o.RequestIndex = None,
     fail_if: Annotated[
-        list[str] | None,
+        o.Words,
         typer.Option(
             metavar="LIMIT",
             help="Exit with 1 if this holds: overlap<0.9, first_difference<100, speed<0.8. "
             "Repeat for more; docs/traces.md has the names.",
         ),
     ] = None,
-    report: Annotated[Path | None, o.option(o.OUTPUT, "Write both beside each other as one HTML file.")] = None,
+    report: Annotated[o.File, o.option(o.OUTPUT, "Write both beside each other as one HTML file.")] = None,
     json: o.Json = False,
     output: o.OutputPath = None,
     force: o.Force = False,

@@ -10,9 +10,9 @@ from sfi_cli import options as o
 def show(
     folder: o.TraceDir,
     request: o.RequestIndex = None,
-    layer: Annotated[int | None, typer.Option(help="Only this layer.")] = None,
-    step: Annotated[int | None, typer.Option(help="Show the text that this decoding step read, instead.")] = None,
-    head: Annotated[int | None, typer.Option(help="Only this KV head, with --step.")] = None,
+    layer: Annotated[o.Number, typer.Option(help="Only this layer.")] = None,
+    step: Annotated[o.Number, typer.Option(help="Show the text that this decoding step read, instead.")] = None,
+    head: Annotated[o.Number, typer.Option(help="Only this KV head, with --step.")] = None,
     full: Annotated[bool, typer.Option("--full", help="Show every table, not one screen.")] = False,
     wide: o.Wide = False,
     json: o.Json = False,

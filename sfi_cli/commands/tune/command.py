@@ -19,6 +19,7 @@ from sfi_core.errors import ConfigError, InputError
 from sfi_core.settings.engine import EngineOptions
 
 SPACE, SEARCH, CONFIRM = "Search space: 8,16,32 or 8:64", "Search", "Confirmation"
+_search, _confirm = partial(o.option, SEARCH), partial(o.option, CONFIRM)
 OUTPUT = Path("tuned.toml")
 Values = str | None
 
@@ -34,7 +35,7 @@ def tune(
         Values, _axis("trigger_policy", "boundary,stride,t-max", help="boundary, t-max, stride, random, never, always.")
     ] = None,
     trigger_set: Annotated[
-        list[str] | None,
+        o.Words,
         _axis(
             "triggers",
             "the trace's own and punctuation",
@@ -44,7 +45,7 @@ def tune(
     t_max: Annotated[Values, _axis("t_max", "8:128")] = None,
     budget: Annotated[Values, _axis("budget", "1/64 to 1/4 of the context")] = None,
     search: Annotated[
-        list[str] | None,
+        o.Words,
         o.option(
             SPACE,
             "Another dimension, repeat for more: span=0:16 or span=0,4,8.",
@@ -53,38 +54,31 @@ def tune(
         ),
     ] = None,
     objective: Annotated[
-        list[str] | None,
-        o.option(SEARCH, "slow-rate, bytes, retained, retained-p5; comma list or repeated.", shown="bytes,retained"),
+        o.Words, _search("slow-rate, bytes, retained, retained-p5; comma list or repeated.", shown="bytes,retained")
     ] = None,
-    min_retained: Annotated[float | None, o.option(SEARCH, "Least mean retained mass, as replayed.")] = None,
-    max_read: Annotated[float | None, o.option(SEARCH, "Largest share of the cached tokens read.")] = None,
-    trials: Annotated[int, o.option(SEARCH, "Trials of the study in all, by every process on it.", min=1)] = TRIALS,
-    seed: Annotated[int, o.option(SEARCH, "Seed of the sampler.", min=0, max=2**32 - 1)] = 0,
+    min_retained: Annotated[float | None, _search("Least mean retained mass, as replayed.")] = None,
+    max_read: Annotated[float | None, _search("Largest share of the cached tokens read.")] = None,
+    trials: Annotated[int, _search("Trials of the study in all, by every process on it.", min=1)] = TRIALS,
+    seed: Annotated[int, _search("Seed of the sampler.", min=0, max=2**32 - 1)] = 0,
     study: Annotated[
-        Path | None,
-        o.option(
-            SEARCH,
-            "File of the study, which processes may share: Optuna's .journal.",
-            shown="the output's name, .journal",
+        o.File,
+        _search(
+            "File of the study, which processes may share: Optuna's .journal.", shown="the output's name, .journal"
         ),
     ] = None,
-    resume: Annotated[bool, o.option(SEARCH, "Go on with the study if it is there.", "--resume")] = False,
+    resume: Annotated[bool, _search("Go on with the study if it is there.", "--resume")] = False,
     confirm: Annotated[
-        int, o.option(CONFIRM, "Run so many settings of the front for real, the chosen one among them.", min=0)
+        int, _confirm("Run so many settings of the front for real, the chosen one among them.", min=0)
     ] = 0,
-    prompt_file: Annotated[
-        Path | None, o.option(CONFIRM, "Run them on this prompt.", shown="the traces' own prompts")
-    ] = None,
-    batch: Annotated[Path | None, o.option(CONFIRM, 'Run them on JSON Lines: {"prompt": ...} a line.')] = None,
+    prompt_file: Annotated[o.File, _confirm("Run them on this prompt.", shown="the traces' own prompts")] = None,
+    batch: Annotated[o.File, _confirm('Run them on JSON Lines: {"prompt": ...} a line.')] = None,
     model: o.Model = None,
     dtype: o.Dtype = "auto",
     device: o.Device = "auto",
     trust_remote_code: o.TrustRemoteCode = False,
-    sets: Annotated[list[str] | None, o.sets("tune", SEARCH)] = None,
-    output: Annotated[Path, o.option(o.OUTPUT, "Settings for --config.", "--output", "-o")] = OUTPUT,
-    plot: Annotated[
-        Path | None, o.option(o.OUTPUT, "Draw trials, front and what was measured to a .png or .svg.")
-    ] = None,
+    sets: Annotated[o.Words, o.sets("tune", SEARCH)] = None,
+    output: Annotated[Path, o.output("Settings for --config.")] = OUTPUT,
+    plot: Annotated[o.File, o.option(o.OUTPUT, "Draw trials, front and what was measured to a .png or .svg.")] = None,
     force: o.Force = False,
     wide: o.Wide = False,
     json: o.Json = False,
