@@ -41,8 +41,7 @@ def lookup(name: str, known: Mapping[str, Setting]) -> Setting:
 def value_of(setting: Setting, text: str) -> Any:
     """Read a value: a bare word, `none`, numbers like `0,3,8-11`, or a TOML value.
 
-    Raises:
-        ConfigError: The value is of another type than the setting's, or out of range.
+    Raises `ConfigError` for a value of another type than the setting's, or out of range.
     """
     if setting.optional and text == NONE:
         return None

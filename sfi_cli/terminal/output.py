@@ -77,10 +77,9 @@ class Output:
     def __enter__(self) -> Self:
         """Check the files before the work starts.
 
-        Raises:
-            ConfigError: A file exists and `force` is off, is a folder or a link, or the figure is neither PNG nor SVG.
-            BackendError: A figure without matplotlib.
-            SfiError: A file cannot be written.
+        Raises `ConfigError` for a file that exists while `force` is off, a folder or a link, and a figure that is
+        neither PNG nor SVG; `BackendError` for a figure without matplotlib; `SfiError` for a file that cannot be
+        written.
         """
         if self.plot is not None:
             from sfi_traces.figures.style import check_plot
@@ -115,9 +114,8 @@ class Output:
     def stream(self, text: str) -> None:
         """Write a piece of text to stdout at once.
 
-        Raises:
-            SfiError: Stdout cannot be written, such as to a full disk.
-            BrokenPipeError: The reader of the pipe has ended.
+        Raises `SfiError` where stdout cannot be written, such as to a full disk; BrokenPipeError if the pipe's reader
+        ended.
         """
         self._within_line = not text.endswith("\n") if text else self._within_line
         try:

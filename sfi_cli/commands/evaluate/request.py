@@ -32,8 +32,7 @@ Facts = Mapping[str, Any]
 def filled(given: Mapping[str, Any]) -> dict[str, Any]:
     """Fill the defaults in; with `fidelity`, no task is a default.
 
-    Raises:
-        ConfigError: Shares together with budgets, or an option of fidelity without `fidelity`.
+    Raises `ConfigError` for shares together with budgets, or an option of fidelity without `fidelity`.
     """
     said = {name: value for name, value in given.items() if value is not None}
     asked = DEFAULTS | said
@@ -61,8 +60,7 @@ def _other_tasks() -> list[str]:
 def resumed(given: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of the folder's first run (`before`) for a run that resumes it.
 
-    Raises:
-        ConfigError: An option given now differs from the folder's, or the folder has an unknown option.
+    Raises `ConfigError` if an option given now differs from the folder's, or the folder has an unknown option.
     """
     for name in before:
         if name not in DEFAULTS:

@@ -136,8 +136,7 @@ def run(asked: dict[str, Any], sweep: str | None, backend: str, device: str, out
 def compile_all(architectures: list[str], output: Output) -> None:
     """Compile every kernel, and show registers, spills and shared memory; an output .md is a page.
 
-    Raises:
-        typer.Exit: With 1 if a kernel spills registers or does not fit.
+    Raises `typer.Exit` with 1 if a kernel spills registers or does not fit.
     """
     from sfi_cli.terminal.progress import BenchProgress
     from sfi_core.machine.describe import describe_measured

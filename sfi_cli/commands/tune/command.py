@@ -175,8 +175,7 @@ def load_confirmer(
 def read_texts(prompt_file: Path | None, batch: Path | None) -> list[str]:
     """Read the prompts that the options name; none without such an option.
 
-    Raises:
-        InputError: The file has no prompts, or it has messages.
+    Raises `InputError` for a file without prompts, or with messages.
     """
     if prompt_file is None and batch is None:
         return []

@@ -28,9 +28,8 @@ class AttentionArrays:
     def __init__(self, arrays: Arrays, options: ImportOptions) -> None:
         """Read everything except the attention tensors.
 
-        Raises:
-            InputError: An array is missing, or its shape contradicts the others.
-            ConfigError: The number of KV heads does not divide that of the query heads.
+        Raises `InputError` for an array that is missing or whose shape contradicts the others; `ConfigError` if the
+        number of KV heads does not divide that of the query heads.
         """
         others = [name for name in arrays.names if not NAME.fullmatch(name)]
         check_known(arrays.path, "array", others, (*COMMON, *ATTENTION))

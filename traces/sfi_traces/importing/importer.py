@@ -34,9 +34,8 @@ Source = SelectionRows | SelectionArrays | AttentionArrays
 def open_source(path: Path, options: ImportOptions) -> Iterator[Source]:
     """Open a file to import; its steps can be read within the block.
 
-    Raises:
-        InputError: The file cannot be read, or contradicts docs/import.md.
-        ConfigError: An option does not fit the file.
+    Raises `InputError` if the file cannot be read or contradicts docs/import.md, `ConfigError` for an option that does
+    not fit the file.
     """
     if path.suffix not in FORMATS:
         raise InputError(f"import {path} must end in one of {FORMATS}, got {path.suffix or 'nothing'}")

@@ -88,9 +88,8 @@ class SelectionArrays:
     def __init__(self, arrays: Arrays, options: ImportOptions) -> None:
         """Read the arrays.
 
-        Raises:
-            InputError: An array is missing, or its shape contradicts the others.
-            ConfigError: An option does not fit the file.
+        Raises `InputError` for an array that is missing or whose shape contradicts the others, `ConfigError` for an
+        option that does not fit the file.
         """
         check_known(arrays.path, "array", arrays.names, (*COMMON, *SELECTIONS))
         if options.kv_heads is not None:

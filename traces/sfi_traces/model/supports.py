@@ -64,9 +64,8 @@ class Supports:
 
         Layers that the run left dense are left out. A request ends with its last wholly recorded step.
 
-        Raises:
-            TraceError: No audit, or one that skips steps.
-            ConfigError: No such request, layer or head.
+        Raises `TraceError` without an audit of every step, `ConfigError` for a request, layer or head that the trace
+        lacks.
         """
         trace.require_audit(every_step=True)
         steps = _chosen(trace.table("steps"), request=request)

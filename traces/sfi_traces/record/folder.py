@@ -21,9 +21,8 @@ from sfi_traces.schema import MANIFEST, RANK, SCHEMA_VERSION, TABLES
 def claim(folder: Path, *, force: bool) -> FolderLock:
     """Make the folder, or check that it may be recorded into, and lock it; an old trace stays until `clear`.
 
-    Raises:
-        ConfigError: The folder holds a trace and `force` is off, or other files, or another process writes it.
-        SfiError: The folder cannot be made or written.
+    Raises `ConfigError` for a folder with a trace while `force` is off, with other files, or that another process
+    writes; `SfiError` for one that cannot be made or written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -103,9 +103,8 @@ class Playback:
 
         `audited` refuses a trace without an audit, which has no strips.
 
-        Raises:
-            TraceError: The trace has no step, no audit, or is of a lossless run.
-            ConfigError: No such request, layer or head.
+        Raises `TraceError` for a trace without a step or an audit, or of a lossless run; `ConfigError` for a request,
+        layer or head that it lacks.
         """
         if audited or trace.lossless:
             trace.require_audit()

@@ -66,9 +66,7 @@ def summarize(trace: Trace, request: int | None = None, layer: int | None = None
 
     A section without data is None, and `missing` says what records it.
 
-    Raises:
-        ConfigError: The trace has no such request or layer.
-        TraceError: No step was recorded, or a part is damaged.
+    Raises `ConfigError` for a request or layer that the trace lacks, `TraceError` without a step or for a damaged part.
     """
     from sfi_traces.health import judge  # noqa: PLC0415 - it reads this package's scope
 

@@ -38,9 +38,8 @@ def compare(first: Trace, second: Trace, request: int | None = None) -> Row:
     Returns each trace's own numbers under `a` and `b`, ratios of b to a, comparisons, and under `metrics` the
     numbers that `sfi trace diff --fail-if` knows (`METRICS`).
 
-    Raises:
-        TraceError: The traces are of different models or prompts, or a part is damaged.
-        ConfigError: A trace has no such request.
+    Raises `TraceError` for traces of different models or prompts, or with a damaged part; `ConfigError` for a request
+    that one lacks.
     """
     _check_model(first, second)
     scope, other = Scope.of(first, request), Scope.of(second, request)

@@ -36,9 +36,8 @@ class Scope:
     def of(cls, trace: Trace, request: int | None = None, layer: int | None = None) -> Self:
         """Open a trace and make the views.
 
-        Raises:
-            ConfigError: The trace has no such request, or its model no such layer.
-            TraceError: No step was recorded, or a part is truncated.
+        Raises `ConfigError` for a request or layer that the trace lacks, `TraceError` without a step or for a truncated
+        part.
         """
         scope = cls(trace, trace.connect(), request, layer)
         requests = [row["request"] for row in scope.rows("SELECT DISTINCT request FROM steps ORDER BY 1")]

@@ -54,8 +54,7 @@ def drift(supports: Supports) -> Drift:
     Paper gap: SyncKV compares with the prefill without saying which of its queries counts; step 0 is the
     prompt's last position, whose support is the first that decoding could have kept.
 
-    Raises:
-        TraceError: Step 0, or every later step, has no support.
+    Raises `TraceError` if step 0, or every later step, has no support.
     """
     if not supports.steps or supports.step_N[0] != 0:
         raise TraceError("drift needs the support of step 0, the prompt's, got none; record the trace with --audit 1")

@@ -137,10 +137,8 @@ class Search:
         `purpose` says what it searches, `directions` has "minimize" or "maximize" for each objective. A
         process that joins a study derives another seed of the sampler.
 
-        Raises:
-            ConfigError: The suffix is another, or the file exists without `resume`.
-            InputError: The file is no study, damaged, or of another purpose.
-            SfiError: The file is locked or cannot be written.
+        Raises `ConfigError` for another suffix, or a file that exists without `resume`; `InputError` for a file that is
+        no study, damaged, or of another purpose; `SfiError` for one that is locked or cannot be written.
         """
         import optuna  # noqa: PLC0415 - an extra
 

@@ -22,9 +22,8 @@ def replay_settings(
     `trigger_token_ids` among them belong to the set of `triggers`; `trigger_sets` are others, `NAME=A B C`
     each. `note` takes a line for the user.
 
-    Raises:
-        ConfigError: A value is invalid, or an option has no effect.
-        TraceError: Trigger strings for a redacted trace.
+    Raises `ConfigError` for an invalid value or an option without effect, `TraceError` for triggers of a redacted
+    trace.
     """
     from sfi_traces.replay import Setting, check_effect, grid
 

@@ -53,9 +53,8 @@ class ResultsFolder:
     def create(cls, path: Path, manifest: Mapping[str, Any], *, force: bool) -> Self:
         """Begin a folder; with `force` in place of an older evaluation.
 
-        Raises:
-            ConfigError: The folder exists and `force` is off, has other files, or another process uses it.
-            SfiError: The folder cannot be written.
+        Raises `ConfigError` for a folder that exists while `force` is off, has other files, or is in use by another
+        process; `SfiError` for one that cannot be written.
         """
         check_new(path, force=force)
         document = {
@@ -80,9 +79,8 @@ class ResultsFolder:
     def resume(cls, path: Path) -> Self:
         """Open a folder to show its rows; `begin` prepares it for more.
 
-        Raises:
-            InputError: The folder holds no evaluation, or a file cannot be read.
-            ConfigError: Another process uses the folder.
+        Raises `InputError` for a folder without an evaluation or a file that cannot be read, `ConfigError` for a folder
+        that another process uses.
         """
         read_manifest(path)  # before a lock file is made in a folder that is none of ours
         try:
