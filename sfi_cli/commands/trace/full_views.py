@@ -185,9 +185,8 @@ def _coverage(found: Row) -> str:
     p5, p50, p95, most = (number(found["distance"][name], 0) for name in ("p5", "p50", "p95", "max"))
     return (
         f"selected: {percent(found['selected'])} of the prompt's positions by a KV head, "
-        f"{percent(found['selected_by_any'])} by any; {p50} tokens behind the query (5 to 95 %: "
-        f"{p5} to {p95}, at most {most}); a position stays for {number(found['stay'], 1)} "
-        f"refreshes{sampled}\n"
+        f"{percent(found['selected_by_any'])} by any; {p50} tokens behind the query (5 to 95 %: {p5} to {p95}, at most "
+        f"{most}); a position stays for {number(found['stay'], 1)} refreshes{sampled}\n"
     )
 
 

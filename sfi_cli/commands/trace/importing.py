@@ -92,8 +92,7 @@ def import_text(document: dict[str, Any]) -> str:
     heads = max(layer["heads"] for layer in layers)
     sizes = (
         f"{plural(len(document['prompts']), 'request')}, {plural(rows['steps'], 'step')}, "
-        f"{plural(len(layers), 'layer')} of {plural(heads, 'head')}, "
-        f"up to {document['audit']['top']:,} positions a row"
+        f"{plural(len(layers), 'layer')} of {plural(heads, 'head')}, up to {document['audit']['top']:,} positions a row"
     )
     lines = [f"{what}: {sizes}"]
     if not imported["masses"]:

@@ -70,10 +70,9 @@ def head_similarity(view: View) -> Panel:
     )  # fmt: skip
     figure.update_layout({**axes(data.layers), "height": HEIGHT}, margin=MARGIN)
     note = (
-        f"{support(view, view.k)}, {data.steps:,} steps. Mean overlap of each KV head of a layer "
-        "with those of another at the same step, and on the diagonal with the others of its own. "
-        f"Within a layer {data.within:.3f}, between layers {data.between:.3f}."
-        f"{layers_left_out(view)}"
+        f"{support(view, view.k)}, {data.steps:,} steps. Mean overlap of each KV head of a layer with those of another "
+        f"at the same step, and on the diagonal with the others of its own. Within a layer {data.within:.3f}, between "
+        f"layers {data.between:.3f}.{layers_left_out(view)}"
     )
     return Panel(Caption("Similarity of heads, layer by layer", note), figure)
 
@@ -101,9 +100,8 @@ def query_cosine(view: View) -> Panel:
     shares = zip(data["thresholds"], data["below"], strict=True)
     under = " and ".join(f"{share:.1%} under {tau:g}" for tau, share in shares)
     note = (
-        f"Mean over the query heads of a KV head, rotated queries. Of {data['n']:,} values, mean "
-        f"{data['mean']:.3f}, {under}: where FreeKV would correct at this tau. The course is that of the "
-        "lowest heads."
+        f"Mean over the query heads of a KV head, rotated queries. Of {data['n']:,} values, mean {data['mean']:.3f}, "
+        f"{under}: where FreeKV would correct at this tau. The course is that of the lowest heads."
     )
     return Panel(Caption("Query cosine with the step before", note), figure)
 

@@ -20,9 +20,8 @@ KEPT = (
 )
 MOST_LAYERS = 12  # the table by layer shows those with the least recall
 LEGEND = (
-    "recall: share of a step's own selection that is in the reused one, mean over the steps that reuse, "
-    "their layers and heads; with new tokens: if all tokens since are read besides; worst: with its request, "
-    "step, layer and head."
+    "recall: share of a step's own selection that is in the reused one, mean over the steps that reuse, their layers "
+    "and heads; with new tokens: if all tokens since are read besides; worst: with its request, step, layer and head."
 )
 LEGEND_MASSES = (
     "mass: what the reused selection and these tokens hold of the step's dense attention, of recorded "
@@ -56,9 +55,8 @@ def heading(document: Row) -> str:
     policy = document["policy"]
     how = policy if policy == "imported" else f"recorded with {policy}"
     return (
-        f"{document['trace']}: {document['model']}, {how}; {which}, up to "
-        f"{prompt:,} prompt tokens, {steps:,} steps, {len(document['layers'])} layers with "
-        f"{document['heads']} KV heads in all, top {document['audit_top']:,}"
+        f"{document['trace']}: {document['model']}, {how}; {which}, up to {prompt:,} prompt tokens, {steps:,} steps, "
+        f"{len(document['layers'])} layers with {document['heads']} KV heads in all, top {document['audit_top']:,}"
     )
 
 
