@@ -85,8 +85,7 @@ class _Block:
         return cls(held, row, member)
 
     def members(self, position: np.ndarray) -> np.ndarray:
-        found: np.ndarray = self.member[self.row[position]].astype(np.float32)
-        return found
+        return np.asarray(self.member[self.row[position]], np.float32)
 
 
 def size(index: Ints) -> Ints:

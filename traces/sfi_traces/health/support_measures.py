@@ -29,7 +29,7 @@ def look_back(scope: Scope) -> list[Measured]:
     unknown = "SELECT count(*) AS n FROM sampled_refreshes WHERE selected > 0 AND positions IS NULL"
     if scope.row(unknown)["n"]:
         raise Unjudged(RECORD_POSITIONS)
-    recent = int(scope.trace.manifest["config"].get("recent") or 0)
+    recent = scope.trace.manifest["config"]["recent"]
     scope.connection.execute(f"""
         CREATE OR REPLACE TEMP VIEW reach AS
         SELECT request, layer, head, max(position - coalesce(positions[{SINKS + 1}], positions[-1])) AS reach

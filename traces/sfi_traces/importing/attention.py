@@ -65,7 +65,10 @@ class AttentionArrays:
                 if step == done == N:  # the query of the last token, which generated none
                     break
                 if step != done:
-                    raise InputError(self._gap(number, position, done))
+                    raise InputError(
+                        f"attention of {self._arrays.path} must have step {done:,}, the query at position "
+                        f"{begin + done:,}, got pass {number} at {position:,}"
+                    )
                 rows = [one[0, :, query - first, :] for one in tensors]
                 yield self._step(step, position + 1, number, rows)
                 done += 1
@@ -97,8 +100,7 @@ class AttentionArrays:
 
     def _pooled(self, mass_QT: Floats) -> Floats:
         group = self._query_heads // self._kv_heads
-        pooled: Floats = mass_QT.reshape(self._kv_heads, group, -1).mean(1, dtype=np.float32)
-        return pooled
+        return np.asarray(mass_QT.reshape(self._kv_heads, group, -1).mean(1, dtype=np.float32))
 
     def _check(self, mass_UT: Floats, number: int) -> None:
         total_U = mass_UT.sum(-1)
@@ -149,13 +151,6 @@ class AttentionArrays:
         if self._query_heads % said:
             raise ConfigError(f"kv-heads must divide the {self._query_heads} query heads, got {said}")
         return said
-
-    def _gap(self, number: int, position: int, done: int) -> str:
-        wanted = self._tokens.prompt.tokens - 1 + done
-        return (
-            f"attention of {self._arrays.path} must have step {done:,}, the query at position {wanted:,}, "
-            f"got pass {number} at {position:,}"
-        )
 
     def _name(self, number: int, layer: int) -> str:
         return f"attention.{number}.{layer} of {self._arrays.path}"

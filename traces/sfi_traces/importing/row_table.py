@@ -256,5 +256,4 @@ def _rows_together(metadata: parquet.FileMetaData) -> int:
 
 
 def _numbers(table: pa.Table, name: str) -> npt.NDArray[np.int64]:
-    numbers: npt.NDArray[np.int64] = table[name].to_numpy().astype(np.int64)
-    return numbers
+    return np.asarray(table[name].to_numpy(), np.int64)

@@ -126,7 +126,10 @@ def spread(column: str) -> str:
     """Write the SQL of a column's distribution, without nulls, NaN and infinities."""
     value = f"CASE WHEN isfinite({column}) THEN {column}::DOUBLE END"
     p5, p50, p95 = (f"quantile_cont({value}, {share})" for share in QUANTILES)
-    return f"{{'n': count({value}), 'mean': avg({value}), 'sd': stddev_samp({value}), 'p5': {p5}, 'p50': {p50}, 'p95': {p95}, 'min': min({value}), 'max': max({value})}}"
+    return (
+        f"{{'n': count({value}), 'mean': avg({value}), 'sd': stddev_samp({value}),"
+        f" 'p5': {p5}, 'p50': {p50}, 'p95': {p95}, 'min': min({value}), 'max': max({value})}}"
+    )
 
 
 def sample_selections(scope: Scope) -> int:

@@ -35,8 +35,7 @@ def largest_top(traces: Sequence[Trace]) -> int:
 
 def requests_of(trace: Trace) -> list[int]:
     """List a trace's requests that have supports."""
-    found: list[int] = trace.table("supports", ["request"])["request"].unique().to_pylist()
-    return sorted(found)
+    return sorted(trace.table("supports", ["request"])["request"].unique().to_pylist())
 
 
 def request_supports(trace: Trace, request: int, top: int) -> Iterator[tuple[int, torch.Tensor]]:

@@ -201,8 +201,7 @@ class Search:
     def best(self) -> list[Any]:
         """Return the feasible trials that no other dominates."""
         with careful(self.path):
-            trials: list[Any] = self.study.best_trials
-            return trials
+            return list(self.study.best_trials)
 
     def _try(self, trial: Any, setting: Any, measure: Callable[[Any], Measured]) -> None:
         same = (one for one in self._trials("COMPLETE") if one.params == trial.params)
@@ -218,8 +217,7 @@ class Search:
         from optuna.trial import TrialState  # noqa: PLC0415 - an extra
 
         wanted = tuple(TrialState[state] for state in states)
-        trials: list[Any] = self.study.get_trials(deepcopy=False, states=wanted)
-        return trials
+        return list(self.study.get_trials(deepcopy=False, states=wanted))
 
     def _before(self, number: int) -> int:
         earlier = self._trials("COMPLETE", "RUNNING", "WAITING")
