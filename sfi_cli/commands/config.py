@@ -16,11 +16,6 @@ TOP = "decoding"  # stands for the settings outside of tables
 app = typer.Typer(help="Show the settings of --set and --config.", no_args_is_help=True)
 
 
-@app.callback()
-def config() -> None:
-    """Show the settings of --set and --config."""
-
-
 Prefix = Annotated[
     str,
     typer.Argument(help="A table, or the beginning of names: decoding, selector, t_.", autocompletion=names(SETTINGS)),

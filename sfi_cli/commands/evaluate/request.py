@@ -46,15 +46,11 @@ def filled(given: Mapping[str, Any]) -> dict[str, Any]:
         if name in said and "fidelity" not in said:
             raise ConfigError(f"{name} must come with --fidelity, got it alone")
     if asked["tasks"] is None:
-        own = ["bundled-recall"] if asked["model"] is None else _other_tasks()
-        asked["tasks"] = [] if asked["fidelity"] else own
+        from sfi_core.measure.evaluation.tasks import TASKS
+
+        others = [name for name, task in TASKS.items() if not task.bundled]
+        asked["tasks"] = [] if asked["fidelity"] else ["bundled-recall"] if asked["model"] is None else others
     return asked
-
-
-def _other_tasks() -> list[str]:
-    from sfi_core.measure.evaluation.tasks import TASKS
-
-    return [name for name, task in TASKS.items() if not task.bundled]
 
 
 def resumed(given: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from numpy.lib import format  # noqa: A004 - numpy's name
 
 from sfi_core.errors import InputError
 from sfi_core.machine.text import first_line, shown
-from sfi_traces.importing.schema import LARGEST, VERSION_NAME, Ints, Prompt, check_version
+from sfi_traces.importing.schema import LARGEST, VERSION_NAME, Header, Ints, Prompt, check_version
 from sfi_traces.schema import MOST_TOKENS
 
 UNPACKED, RATIO = 64 << 20, 100  # bytes that a file may unpack to, and so many times its own
@@ -183,6 +183,12 @@ class Tokens:
             texts=_texts(arrays, "token_texts", len(token_ids)),
             triggers=None if triggers is None else tuple(sorted(triggers.tolist())),
             model=None if model is None else str(model),
+        )
+
+    def header(self, **facts: Any) -> Header:
+        """Return the header of a file of arrays; `facts` are its fields that are not of tokens."""
+        return Header(
+            prompts=[self.prompt], trigger_token_ids=self.triggers, model=self.model, rows=len(self.token_ids), **facts
         )
 
 

@@ -11,7 +11,7 @@ from sfi_core.errors import ConfigError, InputError
 from sfi_core.settings.audit import AuditConfig
 from sfi_traces.importing.arrays import Arrays, Tokens
 from sfi_traces.importing.checks import ROUNDING, strongest
-from sfi_traces.importing.schema import ATTENTION, COMMON, Floats, Header, ImportedStep, ImportOptions, check_known
+from sfi_traces.importing.schema import ATTENTION, COMMON, Floats, ImportedStep, ImportOptions, check_known
 
 Shape = tuple[int, ...]
 DIMENSIONS = 4  # request, head, query, token
@@ -39,16 +39,9 @@ class AttentionArrays:
         self._tokens = Tokens.of(arrays, None)
         self._query_heads = self._read(0, self._passes[0][0], 0)[1][1]
         self._kv_heads = self._grouped(options)
-        self.header = Header(
-            kind="attention",
-            place_U=[(layer, head) for layer in self._passes[0] for head in range(self._kv_heads)],
-            query_heads=self._query_heads,
-            prompts=[self._tokens.prompt],
-            trigger_token_ids=self._tokens.triggers,
-            masses=True,
-            block_size=None,
-            model=self._tokens.model,
-            rows=len(self._tokens.token_ids),
+        places = [(layer, head) for layer in self._passes[0] for head in range(self._kv_heads)]
+        self.header = self._tokens.header(
+            kind="attention", place_U=places, query_heads=self._query_heads, masses=True, block_size=None
         )
 
     def steps(self) -> Iterator[ImportedStep]:

@@ -15,7 +15,6 @@ from sfi_traces.importing.schema import (
     LAYERS,
     SELECTIONS,
     Floats,
-    Header,
     ImportedStep,
     ImportOptions,
     Ints,
@@ -109,16 +108,12 @@ class SelectionArrays:
             )
         self._tokens = Tokens.of(arrays, len(self._index))
         heads = self._heads or 1
-        self.header = Header(
+        self.header = self._tokens.header(
             kind="selections",
             place_U=[(layer, head) for layer in self._layers(arrays) for head in range(heads)],
             query_heads=heads,
-            prompts=[self._tokens.prompt],
-            trigger_token_ids=self._tokens.triggers,
             masses=self._mass is not None,
             block_size=block_size,
-            model=self._tokens.model,
-            rows=len(self._tokens.token_ids),
         )
 
     def steps(self) -> Iterator[ImportedStep]:

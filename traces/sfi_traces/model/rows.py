@@ -13,12 +13,12 @@ from pyarrow import parquet
 
 from sfi_traces.model.parts import DAMAGED, checked, open_part
 from sfi_traces.model.trace import Place, Trace
+from sfi_traces.overlap import Ints
 from sfi_traces.schema import TABLES
 
 KEYS, VALUES = 4, 2  # row groups of a rank whose keys and whose columns are cached
 KEY = ("request", "step", "layer", "head")
 
-Ints = npt.NDArray[np.integer[Any]]
 Range = tuple[float, float]
 
 

@@ -13,6 +13,8 @@ from sfi_core.machine.text import printable
 from sfi_core.models.byte_model import ByteModel
 
 Ints = npt.NDArray[np.int64]
+Positions = npt.NDArray[np.int32]
+Floats = npt.NDArray[np.float32]
 Bools = npt.NDArray[np.bool_]
 
 

@@ -12,6 +12,7 @@ import pyarrow.compute as pc
 
 from sfi_core.errors import TraceError
 from sfi_traces.model.request import Request, check_known
+from sfi_traces.model.steps import Floats, Ints, Positions
 from sfi_traces.model.trace import Place, Trace, of_request
 from sfi_traces.overlap import coefficients, padded
 
@@ -19,11 +20,6 @@ MOST_POSITIONS = 1 << 25  # in memory at once; a quarter of a GB, and its copies
 MOST_STEPS = 1024  # steps whose pairs are counted at once
 PLACED = 4096  # supports placed into the arrays at once
 COLUMNS = ["step", "layer", "head", "positions", "mass"]
-
-Ints = npt.NDArray[np.int64]
-Positions = npt.NDArray[np.int32]
-Floats = npt.NDArray[np.float32]
-Bools = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -12,21 +12,6 @@ from sfi_traces.replay.reuse import Reuse, chance, reuse
 from sfi_traces.replay.setting import RULES, RecordedVocabulary, Setting, check_effect, grid
 
 __all__ = [
-    "RULES",
-    "Comparison",
-    "Outcome",
-    "RecordedVocabulary",
-    "Reuse",
-    "Setting",
-    "StepMetrics",
-    "Supports",
-    "chance",
-    "check_effect",
-    "compare",
-    "grid",
-    "pareto",
-    "replay",
-    "replay_request",
-    "reuse",
-    "schedule",
-]
+    "RULES", "Comparison", "Outcome", "RecordedVocabulary", "Reuse", "Setting", "StepMetrics", "Supports", "chance",
+    "check_effect", "compare", "grid", "pareto", "replay", "replay_request", "reuse", "schedule",
+]  # fmt: skip

@@ -9,8 +9,8 @@ import numpy as np
 import pyarrow as pa
 
 from sfi_core.errors import TraceError
-from sfi_traces.model.steps import Memory
-from sfi_traces.model.supports import Floats, Supports
+from sfi_traces.model.steps import Floats, Memory
+from sfi_traces.model.supports import Supports
 from sfi_traces.model.trace import Trace, of_request
 from sfi_traces.replay.outcome import Outcome, StepMetrics
 from sfi_traces.replay.replay import metrics, replay_request

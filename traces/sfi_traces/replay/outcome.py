@@ -8,7 +8,7 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from sfi_traces.model.supports import Bools, Floats, Ints
+from sfi_traces.model.steps import Bools, Floats, Ints
 
 LOW = 5  # percentile
 

@@ -18,8 +18,8 @@ from sfi_core.models.byte_model import ByteModel
 from sfi_core.settings.config import SfiConfig
 from sfi_core.state.request import RequestState
 from sfi_core.triggers.trigger import Trigger
-from sfi_traces.model.steps import Memory
-from sfi_traces.model.supports import Bools, Floats, Ints, Positions, Supports
+from sfi_traces.model.steps import Bools, Floats, Ints, Memory, Positions
+from sfi_traces.model.supports import Supports
 from sfi_traces.replay.outcome import Outcome, StepMetrics
 from sfi_traces.replay.setting import Setting
 
