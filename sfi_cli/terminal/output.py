@@ -106,11 +106,6 @@ class Output:
         if torchrun.first():
             new_file(path).unlink()
 
-    @property
-    def streams(self) -> bool:
-        """Whether data goes to stdout."""
-        return self.path is None
-
     def stream(self, text: str) -> None:
         """Write a piece of text to stdout at once.
 
@@ -178,14 +173,9 @@ class Output:
     def rows(self, document: Document, write_parquet: Callable[[Document, Path], None]) -> None:
         """Write the document to the file, if there is one; to a .parquet file only the rows."""
         if self.path is not None and self.path.suffix == ".parquet":
-            self.save(lambda path: write_parquet(document, path))
+            self._save(self.path, lambda path: write_parquet(document, path))
         elif self.path is not None:
             self.document(document)
-
-    def save(self, write: Callable[[Path], None]) -> None:
-        """Call `write` with the temporary file of the data; raise `SfiError` if it cannot be written."""
-        assert self.path is not None, "a command that saves has a file"
-        self._save(self.path, write)
 
     def figure(self, draw: Callable[..., None], what: Any) -> None:
         """Call `draw(what, path, kind=...)` for the figure's file, if there is one."""

@@ -59,7 +59,10 @@ def diff(
         written = stack.enter_context(Output(output, json=json, force=force))
         page = None
         if report is not None:
-            page = _open_page(report, stack, force=force)
+            from sfi_traces.report import check_report
+
+            check_report()
+            page = stack.enter_context(Output(report, force=force))
         document = compare(*traces, request)
         met = [(limit, limit.value_of(document)) for limit in limits if limit.meets(document)]
         written.data(document, diff_text)
@@ -69,13 +72,6 @@ def diff(
         message(f"failed: {limit.text}, {limit.name} is {value:.6g}")
     if met:
         raise typer.Exit(1)
-
-
-def _open_page(path: Path, stack: ExitStack, *, force: bool) -> Output:
-    from sfi_traces.report import check_report
-
-    check_report()
-    return stack.enter_context(Output(path, force=force))
 
 
 def _page(first: Path, second: Path, request: int | None, document: dict[str, Any]) -> str:
@@ -90,17 +86,13 @@ def _page(first: Path, second: Path, request: int | None, document: dict[str, An
 
 def diff_text(document: Row) -> list[Part]:
     """Return both traces' numbers, the settings that differ, where tokens part, and overlaps of supports."""
-    lines = [*_setting_lines(document["settings"]), ""]
+    changes = [f"{name}: {pair['a']} in A, {pair['b']} in B" for name, pair in document["settings"].items()]
+    lines = [*(changes or ["same settings"]), ""]
     for request in document["requests"]:
         lines += _request_lines(request)
     folders = Table("", (), [(letter, document[letter.lower()]["trace"]) for letter in "AB"])
     tables: list[Part] = [*overlap_tables(document)]
     return [folders, numbers_table(document), *lines, *(["", *tables] if tables else [])]
-
-
-def _setting_lines(settings: Row) -> list[str]:
-    changes = [f"{name}: {pair['a']} in A, {pair['b']} in B" for name, pair in settings.items()]
-    return changes or ["same settings"]
 
 
 def _request_lines(request: Row) -> Iterator[str]:

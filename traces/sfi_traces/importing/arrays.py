@@ -10,20 +10,18 @@ from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from numpy.lib import format  # noqa: A004 - numpy's name
 
 from sfi_core.errors import InputError
 from sfi_core.machine.text import first_line, shown
-from sfi_traces.importing.schema import LARGEST, VERSION_NAME, Header, Ints, Prompt, check_version
+from sfi_traces.importing.schema import LARGEST, VERSION_NAME, Header, Prompt, check_version
+from sfi_traces.overlap import Array, Ints
 from sfi_traces.schema import MOST_TOKENS
 
 UNPACKED, RATIO = 64 << 20, 100  # bytes that a file may unpack to, and so many times its own
 FORMATS = (".npz", ".parquet", ".pt")
 ATTENTIONS = "attentions"  # transformers' nested tuples, in a .pt file
-
-Array = npt.NDArray[Any]
 
 
 @dataclass(frozen=True, slots=True)

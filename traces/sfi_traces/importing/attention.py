@@ -5,13 +5,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from sfi_core.errors import ConfigError, InputError
 from sfi_core.settings.audit import AuditConfig
 from sfi_traces.importing.arrays import Arrays, Tokens
 from sfi_traces.importing.checks import ROUNDING, strongest
-from sfi_traces.importing.schema import ATTENTION, COMMON, Floats, ImportedStep, ImportOptions, check_known
+from sfi_traces.importing.schema import ATTENTION, COMMON, ImportedStep, ImportOptions, check_known
+from sfi_traces.overlap import Array, Floats
 
 Shape = tuple[int, ...]
 DIMENSIONS = 4  # request, head, query, token
@@ -73,7 +73,7 @@ class AttentionArrays:
         if done < N:
             raise InputError(f"attention of {self._arrays.path} must reach the {N:,} steps of token_ids, got {done:,}")
 
-    def _step(self, step: int, length: int, number: int, rows: list[npt.NDArray[Any]]) -> ImportedStep:
+    def _step(self, step: int, length: int, number: int, rows: list[Array]) -> ImportedStep:
         mass_UT = np.concatenate([self._pooled(row[:, :length]) for row in rows])
         self._check(mass_UT, number)
         best_UK = strongest(mass_UT, np.zeros_like(mass_UT, np.int32), self._top)
@@ -110,7 +110,7 @@ class AttentionArrays:
         # the row of step `done` in a pass; rows before it are the prompt's, or an earlier pass had them
         return max(0, self._tokens.prompt.tokens - 1 + done - (T - Q))
 
-    def _read(self, number: int, layer: int, done: int) -> tuple[npt.NDArray[Any], Shape]:
+    def _read(self, number: int, layer: int, done: int) -> tuple[Array, Shape]:
         # the queries from step `done` on, and the shape of the whole tensor
         shape: Shape = ()
 

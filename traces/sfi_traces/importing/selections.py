@@ -5,23 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from sfi_core.errors import ConfigError, InputError
 from sfi_traces.importing.arrays import Arrays, Tokens
 from sfi_traces.importing.checks import Where, checked_mass, positions_of_blocks, sorted_positions, strongest
-from sfi_traces.importing.schema import (
-    COMMON,
-    LAYERS,
-    SELECTIONS,
-    Floats,
-    ImportedStep,
-    ImportOptions,
-    Ints,
-    check_known,
-)
+from sfi_traces.importing.schema import COMMON, LAYERS, SELECTIONS, ImportedStep, ImportOptions, check_known
+from sfi_traces.overlap import Array, Floats, Ints
 
-Array = npt.NDArray[Any]
 WITH_HEADS = ("steps", "layers", "heads", "positions")
 
 

@@ -71,8 +71,7 @@ class Request:
         """The prompt's tokens by position; empty, or None for a token, where the trace has no text."""
         wanted = rows_of(self.index)
         rows = self.trace.rows("prompts", ["position", "token_text"], wanted).sort_by("position")
-        texts: list[str | None] = rows["token_text"].to_pylist()
-        return texts
+        return list(rows["token_text"].to_pylist())
 
     @cached_property
     def selections(self) -> Selections:

@@ -57,14 +57,8 @@ class ResultsFolder:
         process; `SfiError` for one that cannot be written.
         """
         check_new(path, force=force)
-        document = {
-            "kind": KIND,
-            "schema_version": SCHEMA_VERSION,
-            "created": now(),
-            "finished": None,
-            "stopped": None,
-            **manifest,
-        }
+        state = {"created": now(), "finished": None, "stopped": None}
+        document = {"kind": KIND, "schema_version": SCHEMA_VERSION, **state, **manifest}
         with _writing(path):
             path.mkdir(parents=True, exist_ok=True)
             lock = FolderLock(path, WHAT)

@@ -4,14 +4,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
+from sfi_core.measure.evaluation import statistics
 from sfi_core.measure.evaluation.lossless_rows import drafting
-from sfi_core.measure.evaluation.statistics import (
-    Interval,
-    difference_of_groups,
-    mean_of_groups,
-    paired_difference,
-    wilson,
-)
 
 REFERENCE = "full-kv"
 PLACE = ("task", "length")
@@ -112,8 +106,8 @@ def _summary(group: Sequence[Row], full: Sequence[Row]) -> dict[str, Any]:
     scored, reference = _scored(group), {row["seed"]: row["score"] for row in full}
     first = group[0]
     pairs = [(row["score"], reference[row["seed"]]) for row in scored if row["seed"] in reference]
-    difference = paired_difference(*zip(*pairs, strict=True)) if pairs else None
-    score = wilson([row["score"] for row in scored]) if scored else None
+    difference = statistics.paired_difference(*zip(*pairs, strict=True)) if pairs else None
+    score = statistics.wilson([row["score"] for row in scored]) if scored else None
     means = {name: _mean(row[name] for row in scored) for name in (*RATIOS, "generated", "tokens_per_second")}
     steps = sum(row["slow_steps"] + row["fast_steps"] for row in scored)
     return {
@@ -133,7 +127,7 @@ def _summary(group: Sequence[Row], full: Sequence[Row]) -> dict[str, Any]:
     }
 
 
-def interval_of(interval: Interval | None, name: str) -> dict[str, float | None]:
+def interval_of(interval: statistics.Interval | None, name: str) -> dict[str, float | None]:
     """Return an interval as columns `name`, low and high; all None without an interval."""
     ends = ("low", "high") if name == "score" else (f"{name}_low", f"{name}_high")
     if interval is None:
@@ -191,9 +185,9 @@ def _average(own: Mapping[Place, Sequence[Row]], whole: Mapping[Place, Mapping[i
     score = difference = None
     means: dict[str, float | None] = dict.fromkeys(RATIOS)
     if all(groups):
-        score = mean_of_groups([[row["score"] for row in group] for group in groups])
+        score = statistics.mean_of_groups([[row["score"] for row in group] for group in groups])
         if all(pairs):
-            difference = difference_of_groups(pairs)
+            difference = statistics.difference_of_groups(pairs)
         means = {name: _mean(_mean(row[name] for row in group) or 0.0 for group in groups) for name in RATIOS}
     return {
         "places": len(whole),
