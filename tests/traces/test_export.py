@@ -9,17 +9,14 @@ from sfi_traces.export.rows import csv_text, json_text, jsonl_text, table_text
 from sfi_traces.model.trace import Trace
 from sfi_traces.schema import TABLES
 from tests.traces.made import make_trace
-from tests.traces.small import redact, rows
+from tests.traces.small import fixed_trace, redact, rows
 
 
 def silent(done: int, total: int) -> None:
     """Take progress and show nothing."""
 
 
-@pytest.fixture(scope="module")
-def trace(tmp_path_factory) -> Trace:
-    folder = tmp_path_factory.mktemp("rows") / "run"
-    return Trace.open(make_trace(folder, steps=20, policy="sfi"))
+trace = fixed_trace(steps=20, policy="sfi")
 
 
 @pytest.mark.parametrize("name", TABLES)

@@ -8,7 +8,7 @@ import pytest
 from sfi_traces.export.perfetto import perfetto_text
 from sfi_traces.model.trace import Trace
 from tests.traces.made import LAYERS, make_trace
-from tests.traces.small import redact, rows, write_trace
+from tests.traces.small import fixed_trace, redact, rows, write_trace
 
 
 def timeline(trace: Trace) -> dict:
@@ -19,10 +19,7 @@ def events(trace: Trace, phase: str) -> list[dict]:
     return [event for event in timeline(trace)["traceEvents"] if event["ph"] == phase]
 
 
-@pytest.fixture(scope="module")
-def trace(tmp_path_factory) -> Trace:
-    folder = tmp_path_factory.mktemp("timeline") / "run"
-    return Trace.open(make_trace(folder, steps=45, policy="sfi", sentence=9))
+trace = fixed_trace(steps=45, policy="sfi", sentence=9)
 
 
 def test_every_event_has_what_the_format_asks_for(trace):

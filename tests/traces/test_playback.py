@@ -14,15 +14,10 @@ from sfi_traces.replay.playback import PROMPT_TAIL, Playback
 from sfi_traces.views.view import View
 from sfi_traces.views.words import step_words
 from tests.traces.made import PROMPT, WORDS, make_trace
-from tests.traces.small import write_part, write_trace
+from tests.traces.small import fixed_trace, write_part, write_trace
 
 WIDTH = 50
-
-
-@pytest.fixture(scope="module")
-def trace(tmp_path_factory) -> Trace:
-    folder = tmp_path_factory.mktemp("sfi") / "trace"
-    return Trace.open(make_trace(folder, policy="sfi", requests=2, seed=4))
+trace = fixed_trace(policy="sfi", requests=2, seed=4)
 
 
 @pytest.fixture(scope="module")

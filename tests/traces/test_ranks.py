@@ -15,8 +15,7 @@ from sfi_traces.read.check import check
 from sfi_traces.schema import MANIFEST
 from sfi_traces.summary import summarize
 from tests.traces.made import make_trace
-from tests.traces.small import change_manifest, rows, write_part
-from tests.traces.test_stability import rewrite
+from tests.traces.small import change_manifest, rewrite, rows, write_part
 from tests.traces.told import HEADS, Told
 
 RUN = {"ranks": 2, "run_id": "5" * 32, "began_unix_ns": 1_700_000_000_123_456_789}

@@ -28,13 +28,10 @@ from sfi_traces.replay import (
 )
 from sfi_traces.replay.replay import spread, top
 from tests.traces.made import CONFIG, MODEL, PROMPT, STOP, TOP, make_trace
+from tests.traces.small import fixed_trace
 
 RULES = {"sink": 4, "recent": 16, "budget": 20, "t_max": 1000, "trigger_delay": 0}
-
-
-@pytest.fixture(scope="module")
-def trace(tmp_path_factory) -> Trace:
-    return Trace.open(make_trace(tmp_path_factory.mktemp("full") / "trace", requests=2, seed=3))
+trace = fixed_trace(requests=2, seed=3)
 
 
 @pytest.fixture(scope="module")

@@ -16,13 +16,10 @@ from sfi_traces.model.steps import Memory
 from sfi_traces.model.trace import Trace
 from sfi_traces.replay import RecordedVocabulary, Setting, Supports, grid, schedule
 from tests.traces.made import PROMPT, STOP, make_trace
+from tests.traces.small import fixed_trace
 
 STEPS = 60
-
-
-@pytest.fixture(scope="module")
-def trace(tmp_path_factory) -> Trace:
-    return Trace.open(make_trace(tmp_path_factory.mktemp("full") / "trace", steps=STEPS))
+trace = fixed_trace(steps=STEPS)
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,7 @@ from sfi_traces.views.view import View
 from tests.traces.imports import LAYERS, STEPS, selection_arrays, write_npz
 from tests.traces.imports import PROMPT as IMPORTED
 from tests.traces.made import WORDS, make_trace
-from tests.traces.test_stability import rewrite
+from tests.traces.small import rewrite
 
 pytest.importorskip("jinja2")
 get_plotlyjs = pytest.importorskip("plotly.offline").get_plotlyjs

@@ -8,8 +8,7 @@ import pytest
 from sfi_traces.export.perfetto import perfetto_text
 from sfi_traces.model.trace import Trace
 from tests.traces.made import LAYERS, make_trace
-from tests.traces.small import rows
-from tests.traces.test_stability import rewrite
+from tests.traces.small import rewrite, rows
 from tests.traces.trace_processor import trace_processor
 
 STEPS = 25

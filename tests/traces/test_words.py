@@ -8,8 +8,7 @@ from sfi_traces.model.trace import Trace
 from sfi_traces.views.view import View
 from sfi_traces.views.words import GAP, LONG, LONGEST, Passage, step_words
 from tests.traces.made import PROMPT, WORDS, make_trace
-from tests.traces.small import redact
-from tests.traces.test_stability import rewrite
+from tests.traces.small import redact, rewrite
 
 SINK, RECENT = 4, 16
 
