@@ -33,10 +33,7 @@ from sfi_traces.record.parquet import ParquetObserver  # noqa: E402
 from sfi_traces.replay.playback import Playback  # noqa: E402
 from tests.traces.imports import write_npz  # noqa: E402
 from tests.traces.made import make_trace  # noqa: E402
-from tests.traces.small import (
-    redact,  # noqa: E402
-    rewrite,  # noqa: E402
-)
+from tests.traces.small import redact, rewrite  # noqa: E402
 
 NEW, DIGITS = 40, 7
 SMALL = {"sink": 4, "recent": 32, "budget": 48, "t_max": 9, "span": 0}

@@ -5,6 +5,7 @@ import shlex
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
+from xml.etree import ElementTree as ET
 
 import pytest
 import typer
@@ -135,6 +136,13 @@ def test_the_prompt_of_the_readme_fits_the_model():
     files = re.search(r"^cat (.+) > long.txt$", (ROOT / "README.md").read_text(), re.MULTILINE)
     assert files
     assert sum((ROOT / name).stat().st_size for name in files[1].split()) < 25_000
+
+
+def test_the_committed_film_of_the_player_loads_nothing_and_is_small():
+    text = (ROOT / "docs" / "player.svg").read_text(encoding="utf-8")
+    assert list(ET.fromstring(text).iter("{http://www.w3.org/2000/svg}text"))  # noqa: S314 - our own file
+    assert re.findall(r"https?://[^\"' )]+", text) == ["http://www.w3.org/2000/svg"]
+    assert len(text) < 300_000
 
 
 @pytest.mark.parametrize(

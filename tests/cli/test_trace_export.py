@@ -9,12 +9,9 @@ from sfi_core.errors import TraceError
 from sfi_traces.export import perfetto
 from sfi_traces.schema import TABLES
 from tests.cli.trace_commands import trace
-from tests.traces.made import make_trace
+from tests.traces.small import fixed_folder
 
-
-@pytest.fixture(scope="module")
-def recorded(tmp_path_factory):
-    return make_trace(tmp_path_factory.mktemp("trace") / "run", steps=30, policy="sfi")
+recorded = fixed_folder(steps=30, policy="sfi")
 
 
 def test_export_writes_a_file_for_each_table(recorded, tmp_path):

@@ -7,14 +7,9 @@ import pytest
 
 from sfi_cli.commands.trace import sql
 from tests.cli.trace_commands import trace
-from tests.traces.made import make_trace
+from tests.traces.small import fixed_folder
 
-
-@pytest.fixture(scope="module")
-def recorded(tmp_path_factory):
-    return make_trace(tmp_path_factory.mktemp("sql") / "run", steps=30, policy="sfi")
-
-
+recorded = fixed_folder(steps=30, policy="sfi")
 QUERY = "SELECT reason, count(*) AS n, avg(read_ratio) AS read FROM steps GROUP BY 1 ORDER BY 1"
 
 
@@ -51,7 +46,6 @@ def test_a_long_table_is_cut_and_says_so(recorded, monkeypatch):
     ("arguments", "line"),
     [
         (["SELECT nope FROM steps"], "query fails: Binder Error: Referenced column"),
-        (["DROP TABLE steps; COPY prompts TO 'x'"], "query fails: "),
         (["SELECT 1", "--format=x"], "unknown format 'x'; expected one of ('table', 'csv', 'json')"),
         (["SELECT 1 AS a, 2 AS a", "--json"], "columns must differ in name, got 'a' 2 times; use AS"),
     ],

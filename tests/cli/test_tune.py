@@ -10,43 +10,27 @@ from pathlib import Path
 
 import optuna
 import pytest
-from typer.testing import CliRunner, Result
+from typer.testing import CliRunner
 
 from sfi_cli import app as cli
 from sfi_core.errors import BackendError, ConfigError, SfiError, TraceError
 from sfi_core.settings.config import SfiConfig
 from sfi_traces.tune import study as search
+from tests.cli.trace_commands import ways
 from tests.traces.made import MODEL, make_trace
+from tests.traces.small import fixed_folder
 
 TRIALS = ("--trials", "12")
 
 
-@pytest.fixture(scope="module")
-def full(tmp_path_factory) -> str:
-    return str(make_trace(tmp_path_factory.mktemp("full") / "trace", requests=2, seed=1))
+full = fixed_folder(requests=2, seed=1)
+invoke, document, refused = ways("tune")
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch) -> Path:
     monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-def invoke(*arguments: str) -> Result:
-    return CliRunner().invoke(cli.app, ["tune", *arguments], env={"COLUMNS": "100"})
-
-
-def document(*arguments: str) -> dict:
-    result = invoke(*arguments, "--json")
-    assert result.exit_code == 0, result.output
-    return json.loads(result.stdout)
-
-
-def refused(*arguments: str) -> SfiError:
-    error = invoke(*arguments).exception
-    assert isinstance(error, SfiError), error
-    assert "\n" not in str(error)
-    return error
 
 
 def complete(path: Path) -> list[int]:
@@ -108,12 +92,11 @@ def test_a_limit_takes_the_cheapest(full, folder):
     assert data["rule"] == "the cheapest that keeps the limits"
 
 
-@pytest.mark.parametrize(("kind", "start"), [("png", b"\x89PNG"), ("svg", b"<?xml")])
-def test_the_front_is_drawn(full, folder, kind, start):
+def test_the_front_is_drawn(full, folder):
     names = ("--objective", "slow-rate,bytes,retained,retained-p5")
-    result = invoke(full, *TRIALS, *names, "--plot", f"front.{kind}")
+    result = invoke(full, *TRIALS, *names, "--plot", "front.png")
     assert result.exit_code == 0, result.output
-    assert (folder / f"front.{kind}").read_bytes().startswith(start)
+    assert (folder / "front.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
@@ -172,15 +155,11 @@ def test_without_optuna_the_extra_is_named(full, folder, monkeypatch):
     assert str(error).endswith("[tune]'")
 
 
-def start(command: list[str], environment: dict[str, str], folder: Path, *arguments: str):
-    return subprocess.Popen(
-        [*command, "tune", *arguments], cwd=folder, env=environment, stdout=subprocess.PIPE,
+def test_ctrl_c_keeps_the_study_and_says_how_to_go_on(command, environment, full, folder):
+    worker = subprocess.Popen(
+        [*command, "tune", str(full), "--trials", "5000"], cwd=folder, env=environment, stdout=subprocess.PIPE,
         stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
-
-
-def test_ctrl_c_keeps_the_study_and_says_how_to_go_on(command, environment, full, folder):
-    worker = start(command, environment, folder, full, "--trials", "5000")
     journal = folder / "tuned.journal"
     limit = time.monotonic() + 60
     while time.monotonic() < limit and (not journal.exists() or journal.read_bytes().count(b'"state":1') < 8):

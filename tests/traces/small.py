@@ -42,8 +42,18 @@ def write_part(folder: Path, name: str, rows: list[dict[str, Any]], number: int 
     return part
 
 
+def fixed_folder(**options: Any) -> Any:
+    """A fixture: the folder of a made-up trace that no test of the module changes."""
+
+    @pytest.fixture(scope="module")
+    def folder(tmp_path_factory) -> Path:
+        return make_trace(tmp_path_factory.mktemp("made") / "run", **options)
+
+    return folder
+
+
 def fixed_trace(**options: Any) -> Any:
-    """A fixture: a made-up trace that no test of the module changes."""
+    """A fixture: a made-up trace that no test of the module changes, opened."""
 
     @pytest.fixture(scope="module")
     def trace(tmp_path_factory) -> Trace:
@@ -55,7 +65,7 @@ def fixed_trace(**options: Any) -> Any:
 def make_ranks(folder: Path, **options: Any) -> Path:
     """Make up a trace of two ranks, each with heads of its own."""
     for rank, path in enumerate((folder, folder / "rank-00001")):
-        make_trace(path, **{"policy": "sfi", "rank": rank, "ranks": 2} | options)
+        make_trace(path, **{"policy": "sfi", "seed": rank, "rank": rank, "ranks": 2} | options)
     return folder
 
 

@@ -7,15 +7,17 @@ from collections.abc import Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sfi_core import __version__
 from sfi_core.errors import ConfigError, SfiError
 from sfi_core.machine.files import LOCK, FolderLock, is_locked, write_atomically
 from sfi_core.machine.text import parse_json, write_json
 from sfi_core.machine.versions import versions
-from sfi_core.observers.events import RunEvent
 from sfi_traces.schema import MANIFEST, RANK, SCHEMA_VERSION, TABLES
+
+if TYPE_CHECKING:  # it comes with torch, which readers of a trace do not load
+    from sfi_core.observers.events import RunEvent
 
 
 def claim(folder: Path, *, force: bool) -> FolderLock:
@@ -86,7 +88,9 @@ def _is_trace(folder: Path) -> bool:
     return isinstance(document, dict) and "schema_version" in document
 
 
-def describe_run(event: RunEvent, provenance: Mapping[str, Any], *, positions: bool, redacted: bool) -> dict[str, Any]:
+def describe_run(
+    event: "RunEvent", provenance: Mapping[str, Any], *, positions: bool, redacted: bool
+) -> dict[str, Any]:
     """Return the manifest of a run that begins; `provenance` has what only the caller knows, our keys win."""
     return {
         "preset": None,
