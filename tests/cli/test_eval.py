@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from functools import partial
 from importlib.util import find_spec
 
 import pytest
@@ -16,6 +17,7 @@ from sfi_core.measure.evaluation.method import Method
 from sfi_core.measure.evaluation.tasks import TASKS
 from sfi_core.models import load as core_model
 from sfi_core.policies import POLICIES
+from tests.cli.trace_commands import raising
 
 SMALL = ["--length", "128", "--samples", "2", "--share", "0.2,0.5", "--task", "bundled-recall-1"]
 METHODS = ["--method", "full-kv", "--method", "wide=sfi:span=4,slow_start=2", "--method", "quest"]
@@ -23,14 +25,7 @@ CLOCKS = ("decode_seconds", "tokens_per_second")
 ROWS = 2 * (1 + 2 * 2)
 
 
-def call(*arguments):
-    """Run in this process; raise what `main` would turn into a line and an exit code."""
-    result = CliRunner().invoke(cli.app, ["eval", *map(str, arguments)])
-    if isinstance(result.exception, SfiError):
-        raise result.exception
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result
+call = partial(raising, "eval")
 
 
 def samples(folder):

@@ -102,11 +102,8 @@ def test_the_front_is_drawn(full, folder):
 @pytest.mark.parametrize(
     ("arguments", "kind", "message"),
     [
-        (["--t-max", "x"], ConfigError, "t_max must be numbers like 8,16,32 or a range"),
         (["--budget", "25"], TraceError, "record with --set audit.top=25"),
-        (["--trigger-policy", "never", "--t-max", "3"], ConfigError, "t_max must come with"),
         (["--trigger-set", "a=.", "--trigger-set", "a=!"], ConfigError, "got 'a' twice"),
-        (["--objective", "bytes"], ConfigError, "objective must name a cost"),
         (["--study", "x.txt"], ConfigError, "study must end in .journal"),
         (["--study", "none/x.journal"], SfiError, "cannot be written: No such file"),
         (["-o", "none/x.toml"], SfiError, "cannot be written: No such file"),

@@ -28,6 +28,14 @@ def sfi(*arguments: object, text: str = "") -> Ended:
     return Ended(result.exit_code, result.stdout, result.stderr)
 
 
+def raising(*arguments: object) -> Result:
+    """Run `sfi` in this process; raise what `main` would turn into a line and an exit code."""
+    result = CliRunner().invoke(cli.app, [*map(str, arguments)])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
 def trace(*arguments: object) -> Ended:
     """Run `sfi trace` with arguments."""
     return sfi("trace", *arguments)
