@@ -4,6 +4,7 @@ import json
 from collections import Counter
 from functools import partial
 from importlib.util import find_spec
+from random import Random
 
 import pytest
 from typer.testing import CliRunner
@@ -246,7 +247,8 @@ def test_tasks_are_averaged(tmp_path):
 
 def test_fidelity_lies_beside_the_tasks(tmp_path):
     text = tmp_path / "text.txt"
-    sample = draw_text()
+    drawn = draw(Random(5), 200, 5)
+    sample = drawn.prompt + drawn.answer
     text.write_text(sample)
     folder = tmp_path / "results"
     arguments = [
@@ -265,13 +267,6 @@ def test_fidelity_lies_beside_the_tasks(tmp_path):
     text.write_text(sample + " more")
     with pytest.raises(ConfigError, match="resume must keep the folder's text"):
         call("-o", folder, "--resume")
-
-
-def draw_text():
-    import random  # noqa: PLC0415 - the only use
-
-    drawn = draw(random.Random(5), 200, 5)
-    return drawn.prompt + drawn.answer
 
 
 EXTENDED = ("freekv:freekv.tau=0.9", "synckv:synckv.heads=even")

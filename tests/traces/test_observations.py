@@ -133,30 +133,18 @@ def figures():
     return observation_figures
 
 
-def lose_step_0(supports: list[dict]) -> list[dict]:
-    return [row for row in supports if row["step"]]
-
-
-def keep_layer_1(supports: list[dict]) -> list[dict]:
-    return [row for row in supports if row["layer"] == 1]
-
-
-def keep_step_0(supports: list[dict]) -> list[dict]:
-    return [row for row in supports if not row["step"]]
-
-
 @pytest.mark.parametrize(
-    ("read", "section", "change", "words"),
+    ("read", "section", "kept", "words"),
     [
-        (drift, "drift", lose_step_0, "drift needs the support of step 0"),
-        (drift, "drift", keep_step_0, "drift needs an audited step after step 0"),
-        (HeadSimilarity.of, "head_similarity", keep_layer_1, "or more, got layer 1 alone"),
-        ("cosines", "query_cosine", keep_step_0, "has no query cosine of request 0"),
+        (drift, "drift", lambda row: row["step"], "drift needs the support of step 0"),
+        (drift, "drift", lambda row: not row["step"], "drift needs an audited step after step 0"),
+        (HeadSimilarity.of, "head_similarity", lambda row: row["layer"], "or more, got layer 1 alone"),
+        ("cosines", "query_cosine", lambda row: not row["step"], "has no query cosine of request 0"),
     ],
 )
-def test_what_a_view_lacks_is_one_line(tmp_path, read, section, change, words):
+def test_what_a_view_lacks_is_one_line(tmp_path, read, section, kept, words):
     folder = make_trace(tmp_path / "run", steps=12)
-    rewrite(folder, "supports", change)
+    rewrite(folder, "supports", lambda found: [*filter(kept, found)])
     view = View(Trace.open(folder))
     with pytest.raises(TraceError, match=words) as error:
         figures().query_cosine(view) if read == "cosines" else read(view.supports)

@@ -246,11 +246,6 @@ def test_retained_mass_counts_fast_steps_only_and_the_worst_head_comes_first(spa
         assert_spread(head["retained_mass"], by_head[head["layer"], head["head"]])
 
 
-def test_query_cosine_counts_all_steps_that_have_one(sparse):
-    values = [row["query_cosine"] for row in rows(sparse, "supports") if row["query_cosine"] is not None]
-    assert_spread(summarize(sparse)["audit"]["query_cosine"], values)
-
-
 def test_next_token_divergence_and_agreement(sparse):
     found, logits = summarize(sparse)["logits"], rows(sparse, "logits")
     assert_spread(found["kl_next_token"], [row["kl_next_token"] for row in logits])
