@@ -91,24 +91,17 @@ def numbers(option: str, text: str | None, kind: Callable[[str], Any]) -> list[A
 
 def parts_of(asked: Mapping[str, Any], text: str | None) -> list[Any]:
     """Make the grids to run, of tasks and of windows of the text; raise `ConfigError` for an invalid one."""
-    methods, sizes = methods_of(asked), sizes_of(asked)
+    common = {"methods": methods_of(asked), "sizes": sizes_of(asked), "lengths": tuple(asked["lengths"])}
     parts: list[Any] = []
-    lengths = tuple(asked["lengths"])
     if asked["tasks"]:
         from sfi_core.measure.evaluation.runner import TaskGrid
 
         seeds = range(asked["seed"], asked["seed"] + asked["samples"])
-        parts.append(
-            TaskGrid(methods=methods, sizes=sizes, tasks=tuple(asked["tasks"]), lengths=lengths, seeds=tuple(seeds))
-        )
+        parts.append(TaskGrid(**common, tasks=tuple(asked["tasks"]), seeds=tuple(seeds)))
     if text is not None:
         from sfi_core.measure.evaluation.text_grid import TextGrid
 
-        parts.append(
-            TextGrid(
-                methods=methods, sizes=sizes, text=text, lengths=lengths, tokens=asked["tokens"], count=asked["windows"]
-            )
-        )
+        parts.append(TextGrid(**common, text=text, tokens=asked["tokens"], count=asked["windows"]))
     return parts
 
 

@@ -156,14 +156,8 @@ class Supports:
         rows = np.arange(self.steps)[chosen]
         if len(rows) == self.steps:
             return self  # keeps the cached overlap
-        return replace(
-            self,
-            step_N=self.step_N[chosen],
-            tokens=self.tokens[chosen],
-            length_N=self.length_N[chosen],
-            position_NUK=self.position_NUK[chosen],
-            mass_NUK=self.mass_NUK[chosen],
-        )
+        by_step = ("step_N", "tokens", "length_N", "position_NUK", "mass_NUK")
+        return replace(self, **{name: getattr(self, name)[chosen] for name in by_step})
 
     def of_places(self, places: Collection[Place]) -> Self:
         """Keep some of the layers and KV heads."""
