@@ -25,7 +25,7 @@ from typer.testing import CliRunner  # noqa: E402
 
 from benchmarks.compared import add_options, compared  # noqa: E402
 from sfi_cli.app import app  # noqa: E402
-from sfi_cli.commands.trace.replay.sources import marks_at  # noqa: E402
+from sfi_cli.commands.trace.replay.text_pane import marks_at  # noqa: E402
 from sfi_core import AuditConfig, EngineOptions, SfiConfig, generate, load  # noqa: E402
 from sfi_core.bundled.example import load_example  # noqa: E402
 from sfi_traces.model.trace import Trace  # noqa: E402
@@ -33,8 +33,7 @@ from sfi_traces.record.parquet import ParquetObserver  # noqa: E402
 from sfi_traces.replay.playback import Playback  # noqa: E402
 from tests.traces.imports import write_npz  # noqa: E402
 from tests.traces.made import make_trace  # noqa: E402
-from tests.traces.small import redact  # noqa: E402
-from tests.traces.test_stability import rewrite  # noqa: E402
+from tests.traces.small import redact, rewrite  # noqa: E402
 
 NEW, DIGITS = 40, 7
 SMALL = {"sink": 4, "recent": 32, "budget": 48, "t_max": 9, "span": 0}

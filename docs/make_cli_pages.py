@@ -1,6 +1,6 @@
 """Write docs/cli/ from the parser and the settings' fields: `make docs-cli`.
 
-Nothing there is written by hand; `tests/cli/test_cli_pages.py` fails while a page is stale.
+Nothing there is written by hand; `tests/cli/test_docs.py` fails while a page is stale.
 """
 
 import inspect

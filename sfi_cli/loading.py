@@ -43,9 +43,7 @@ class Subject:
     def check(self) -> None:
         """Check the options before a large model loads.
 
-        Raises:
-            ConfigError: Both a checkpoint and random weights are given.
-            BackendError: The weights cannot be packed.
+        Raises `ConfigError` for both a checkpoint and random weights, `BackendError` if the weights cannot be packed.
         """
         if self.model is not None and self.random_weights is not None:
             raise ConfigError(f"random_weights must come without --model, got {self.random_weights} and {self.model}")

@@ -20,8 +20,7 @@ def words(values: Iterable[str] | None) -> list[str]:
 def numbers(values: Iterable[str], kind: Callable[[str], Any], rule: str, got: str | None = None) -> list[Any]:
     """Read comma lists of numbers by `kind`, which raises ValueError for another word.
 
-    Raises:
-        ConfigError: A word is no number; the message begins with `rule`, and shows `got` or the word.
+    Raises `ConfigError`, which begins with `rule` and shows `got` or the word, for a word that is no number.
     """
     found = []
     for word in words(values):

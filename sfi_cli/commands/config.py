@@ -5,9 +5,8 @@ from typing import Annotated, Any
 import typer
 
 from sfi_cli import options as o
-from sfi_cli.settings.complete import names
 from sfi_cli.settings.tables import SETTINGS, places
-from sfi_cli.settings.text import lookup, written
+from sfi_cli.settings.text import lookup, names, written
 from sfi_cli.terminal.tables import Part
 from sfi_core.errors import ConfigError
 from sfi_core.settings.config import SfiConfig
@@ -15,11 +14,6 @@ from sfi_traces.views.table import Columns, Row, Table
 
 TOP = "decoding"  # stands for the settings outside of tables
 app = typer.Typer(help="Show the settings of --set and --config.", no_args_is_help=True)
-
-
-@app.callback()
-def config() -> None:
-    """Show the settings of --set and --config."""
 
 
 Prefix = Annotated[

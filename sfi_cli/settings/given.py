@@ -55,9 +55,8 @@ def given(
     The config file overrides the preset (None: `base`); `--set` and options, None where not given, override
     both. A file may hold tables of other commands: they are checked, and have no effect.
 
-    Raises:
-        ConfigError: A setting is unknown, invalid, or given by `--set` and by its option.
-        InputError: The file cannot be read, or is no TOML.
+    Raises `ConfigError` for a setting that is unknown, invalid, or given by `--set` and by its option; `InputError` for
+    a file that cannot be read, or is no TOML.
     """
     config = base or SfiConfig()
     if preset is not None:

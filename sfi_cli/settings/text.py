@@ -1,8 +1,8 @@
-"""Settings as text: reads `NAME=VALUE`, writes values."""
+"""Settings as text: reads and completes `NAME=VALUE`, writes values."""
 
 import json
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from typing import Any
 
@@ -41,8 +41,7 @@ def lookup(name: str, known: Mapping[str, Setting]) -> Setting:
 def value_of(setting: Setting, text: str) -> Any:
     """Read a value: a bare word, `none`, numbers like `0,3,8-11`, or a TOML value.
 
-    Raises:
-        ConfigError: The value is of another type than the setting's, or out of range.
+    Raises `ConfigError` for a value of another type than the setting's, or out of range.
     """
     if setting.optional and text == NONE:
         return None
@@ -66,3 +65,34 @@ def written(value: Any) -> str:
     if isinstance(value, tuple) and value and all(type(item) is int for item in value):
         return ",".join(map(str, value))
     return json.dumps(value, ensure_ascii=False)
+
+
+def completer(known: Mapping[str, Setting]) -> Callable[[str], list[tuple[str, str]]]:
+    """Return the function that completes `NAME=VALUE` of these settings."""
+    return lambda incomplete: completions(incomplete, known)
+
+
+def names(known: Mapping[str, Setting]) -> Callable[[str], list[tuple[str, str]]]:
+    """Return the function that completes the name of one of these settings."""
+
+    def complete(incomplete: str) -> list[tuple[str, str]]:
+        return [(name, one.brief) for name, one in known.items() if name.startswith(incomplete)]
+
+    return complete
+
+
+def completions(incomplete: str, known: Mapping[str, Setting]) -> list[tuple[str, str]]:
+    """Complete a name, or after `=` the value of a setting with choices; each with its meaning."""
+    name, equals, _ = incomplete.partition("=")
+    if not equals:
+        found = [(f"{full}=", one.brief) for full, one in known.items()]
+    else:
+        found = [(f"{name}={value}", "") for value in _values(known.get(name))]
+    return [(text, meaning) for text, meaning in found if text.startswith(incomplete)]
+
+
+def _values(setting: Setting | None) -> tuple[str, ...]:
+    if setting is None:
+        return ()
+    values = ("true", "false") if setting.kind is bool else setting.choices
+    return (*values, NONE) if setting.optional else values

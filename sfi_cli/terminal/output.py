@@ -77,10 +77,9 @@ class Output:
     def __enter__(self) -> Self:
         """Check the files before the work starts.
 
-        Raises:
-            ConfigError: A file exists and `force` is off, is a folder or a link, or the figure is neither PNG nor SVG.
-            BackendError: A figure without matplotlib.
-            SfiError: A file cannot be written.
+        Raises `ConfigError` for a file that exists while `force` is off, a folder or a link, and a figure that is
+        neither PNG nor SVG; `BackendError` for a figure without matplotlib; `SfiError` for a file that cannot be
+        written.
         """
         if self.plot is not None:
             from sfi_traces.figures.style import check_plot
@@ -107,17 +106,11 @@ class Output:
         if torchrun.first():
             new_file(path).unlink()
 
-    @property
-    def streams(self) -> bool:
-        """Whether data goes to stdout."""
-        return self.path is None
-
     def stream(self, text: str) -> None:
         """Write a piece of text to stdout at once.
 
-        Raises:
-            SfiError: Stdout cannot be written, such as to a full disk.
-            BrokenPipeError: The reader of the pipe has ended.
+        Raises `SfiError` where stdout cannot be written, such as to a full disk; BrokenPipeError if the pipe's reader
+        ended.
         """
         self._within_line = not text.endswith("\n") if text else self._within_line
         try:
@@ -180,14 +173,9 @@ class Output:
     def rows(self, document: Document, write_parquet: Callable[[Document, Path], None]) -> None:
         """Write the document to the file, if there is one; to a .parquet file only the rows."""
         if self.path is not None and self.path.suffix == ".parquet":
-            self.save(lambda path: write_parquet(document, path))
+            self._save(self.path, lambda path: write_parquet(document, path))
         elif self.path is not None:
             self.document(document)
-
-    def save(self, write: Callable[[Path], None]) -> None:
-        """Call `write` with the temporary file of the data; raise `SfiError` if it cannot be written."""
-        assert self.path is not None, "a command that saves has a file"
-        self._save(self.path, write)
 
     def figure(self, draw: Callable[..., None], what: Any) -> None:
         """Call `draw(what, path, kind=...)` for the figure's file, if there is one."""

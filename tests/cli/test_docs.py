@@ -1,10 +1,13 @@
-"""What the documents say to type and where they point: options, settings, links and files that there are."""
+"""What the documents say to type and where they point, and the pages of docs/cli that the parser makes."""
 
 import re
 import shlex
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
+from runpy import run_path
+from types import SimpleNamespace
+from xml.etree import ElementTree as ET
 
 import pytest
 import typer
@@ -23,6 +26,7 @@ OTHERS = {
     *("--environment", "--interval", "--no-deps"),
     *("--enforce-eager", "--kv-transfer-config", "--shutdown-timeout", "--attention-config"),
 }
+STALE = "docs/cli is stale; run make docs-cli"
 
 
 @cache
@@ -137,6 +141,13 @@ def test_the_prompt_of_the_readme_fits_the_model():
     assert sum((ROOT / name).stat().st_size for name in files[1].split()) < 25_000
 
 
+def test_the_committed_film_of_the_player_loads_nothing_and_is_small():
+    text = (ROOT / "docs" / "player.svg").read_text(encoding="utf-8")
+    assert list(ET.fromstring(text).iter("{http://www.w3.org/2000/svg}text"))  # noqa: S314 - our own file
+    assert re.findall(r"https?://[^\"' )]+", text) == ["http://www.w3.org/2000/svg"]
+    assert len(text) < 300_000
+
+
 @pytest.mark.parametrize(
     ("text", "wrong"),
     [
@@ -151,3 +162,36 @@ def test_the_prompt_of_the_readme_fits_the_model():
 )
 def test_what_is_not_there_is_found(text: str, wrong: int):
     assert len(mistakes(text)) == wrong
+
+
+@pytest.fixture(scope="module")
+def script():
+    """What is in the script that makes the pages."""
+    return SimpleNamespace(**run_path(str(ROOT / "docs" / "make_cli_pages.py")))
+
+
+def test_the_pages_are_what_the_command_line_says(script):
+    written = {path.name: path.read_text() for path in script.FOLDER.glob("*.md")}
+    wanted = script.pages()
+    stale = [name for name in wanted.keys() | written if wanted.get(name) != written.get(name)]
+    assert not stale, STALE
+
+
+def test_every_page_is_in_the_index(script):
+    wanted = script.pages()
+    assert all(f"]({name})" in wanted["README.md"] for name in wanted if name != "README.md")
+
+
+def test_examples_in_a_row_are_one_block_of_code(script):
+    text = "Do this.\n\nFor example:\n\n  sfi a\n\n  sfi b\n\nAnd that."
+    assert script.prose(text) == ["Do this.", "For example:", "```\nsfi a\nsfi b\n```", "And that."]
+
+
+def test_a_bar_does_not_end_a_cell_of_a_table(script):
+    assert script.escaped("lambda* | <b>") == r"lambda\* \| \<b>"
+
+
+def test_no_help_has_brackets_that_a_terminal_would_take_for_a_style(script):
+    for name, text in script.pages().items():
+        if name not in ("README.md", "settings.md"):
+            assert not re.search(r"\[[a-z@#/][^\]]*\](?!\()", text), name

@@ -2,7 +2,9 @@
 
 import json
 from collections import Counter
+from functools import partial
 from importlib.util import find_spec
+from random import Random
 
 import pytest
 from typer.testing import CliRunner
@@ -16,6 +18,7 @@ from sfi_core.measure.evaluation.method import Method
 from sfi_core.measure.evaluation.tasks import TASKS
 from sfi_core.models import load as core_model
 from sfi_core.policies import POLICIES
+from tests.cli.trace_commands import raising
 
 SMALL = ["--length", "128", "--samples", "2", "--share", "0.2,0.5", "--task", "bundled-recall-1"]
 METHODS = ["--method", "full-kv", "--method", "wide=sfi:span=4,slow_start=2", "--method", "quest"]
@@ -23,14 +26,7 @@ CLOCKS = ("decode_seconds", "tokens_per_second")
 ROWS = 2 * (1 + 2 * 2)
 
 
-def call(*arguments):
-    """Run in this process; raise what `main` would turn into a line and an exit code."""
-    result = CliRunner().invoke(cli.app, ["eval", *map(str, arguments)])
-    if isinstance(result.exception, SfiError):
-        raise result.exception
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result
+call = partial(raising, "eval")
 
 
 def samples(folder):
@@ -251,7 +247,8 @@ def test_tasks_are_averaged(tmp_path):
 
 def test_fidelity_lies_beside_the_tasks(tmp_path):
     text = tmp_path / "text.txt"
-    sample = draw_text()
+    drawn = draw(Random(5), 200, 5)
+    sample = drawn.prompt + drawn.answer
     text.write_text(sample)
     folder = tmp_path / "results"
     arguments = [
@@ -270,13 +267,6 @@ def test_fidelity_lies_beside_the_tasks(tmp_path):
     text.write_text(sample + " more")
     with pytest.raises(ConfigError, match="resume must keep the folder's text"):
         call("-o", folder, "--resume")
-
-
-def draw_text():
-    import random  # noqa: PLC0415 - the only use
-
-    drawn = draw(random.Random(5), 200, 5)
-    return drawn.prompt + drawn.answer
 
 
 EXTENDED = ("freekv:freekv.tau=0.9", "synckv:synckv.heads=even")

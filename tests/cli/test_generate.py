@@ -13,7 +13,7 @@ from tokenizers.processors import TemplateProcessing
 
 from sfi_cli.app import main
 from sfi_cli.commands.generate.prompts import token_ids
-from sfi_cli.commands.generate.views import report_lines
+from sfi_cli.commands.generate.views import fused_lines, report_lines
 from sfi_core.errors import ConfigError
 from sfi_core.models.linear import ENGINES
 from sfi_core.models.load import BUNDLED, load_tokenizer
@@ -96,20 +96,6 @@ def test_sfi_finds_the_answer_reading_at_most_a_tenth_of_the_context(example):
     assert example["exact_match"]
     assert request["text"] == example["expected"]
     assert example["comparison"]["requests"][0]["text"] == example["expected"]
-
-
-def test_the_slow_steps_are_those_of_eq_5_and_t_max(example):
-    config, request = example["config"], example["requests"][0]
-    triggers, delay = set(example["trigger_token_ids"]), config["trigger_delay"]
-    tokens, expected, since = request["token_ids"], [0], 0
-    for step in range(1, len(tokens)):
-        boundary = step - 1 - delay >= 0 and tokens[step - 1 - delay] in triggers
-        slow = (boundary and since + 1 >= config["min_gap"]) or since >= config["t_max"]
-        since = 0 if slow else since + 1
-        if slow:
-            expected.append(step)
-    assert expected == request["slow_at"]
-    assert len(expected) > 2
 
 
 def test_streaming_llm_fails_the_same_question_with_as_many_tokens(example):
@@ -352,3 +338,9 @@ def test_a_run_whose_steps_were_not_replayed_ends_with_a_warning():
     assert replayed == [*lines, told]
     warned = report_lines({**document, "not_replayed": "the model waits"})
     assert warned == [*lines, "warning      steps ran one kernel after the other: the model waits"]
+
+
+def test_the_closing_report_names_the_classes_that_ran_fused_and_the_others():
+    lines = fused_lines({"Qwen3RMSNorm": 113, "Qwen3MLP": 28}, {"Gemma3RMSNorm": 4})
+    assert lines == ["fused        Qwen3RMSNorm x 113, Qwen3MLP x 28", "left alone   Gemma3RMSNorm x 4"]
+    assert fused_lines({}, {}) == []

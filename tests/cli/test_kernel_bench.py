@@ -149,11 +149,7 @@ def test_a_wrong_op_ends_with_one_line_after_the_others_are_written(tmp_path, mo
         (("--context", "99"), 2, "context must be at least 261"),
         (("--sweep", "batch"), 2, "unknown sweep 'batch'; expected one of ('retention',)"),
         (("--sweep", "retention", "--retention", "0.5"), 2, "retention must not be given with --sweep"),
-        (
-            ("--compile-only", "--arch", "sm_70"),
-            2,
-            "unknown arch 'sm_70'; did you mean 'sm_90'? expected one of ('sm_80', ",
-        ),
+        (("--compile-only", "--arch", "sm_70"), 2, "unknown arch 'sm_70'; did you mean 'sm_90'? expected one of ("),
         (("--arch", "sm_90"), 2, "arch must come with --compile-only"),
         (("--compile-only", "--sweep", "retention"), 2, "compile-only times nothing"),
         (("--plot", "x.pdf"), 2, "plot must end in one of ('.png', '.svg'), got x.pdf"),

@@ -6,11 +6,10 @@ from functools import partial
 from importlib.util import find_spec
 
 import pytest
-from typer.testing import CliRunner
 
-from sfi_cli import app as cli
-from sfi_core.errors import BackendError, ConfigError, SfiError
+from sfi_core.errors import BackendError, ConfigError
 from sfi_core.measure.evaluation import lm_eval_run
+from tests.cli.trace_commands import raising
 
 INSTALLED = find_spec("lm_eval") is not None and find_spec("accelerate") is not None
 needs_it = pytest.mark.skipif(not INSTALLED, reason="the eval extra is not installed")
@@ -26,11 +25,7 @@ metric_list: [{{metric: acc}}]
 """
 
 
-def call(*words):
-    result = CliRunner().invoke(cli.app, ["lm-eval", *map(str, words)])
-    if isinstance(result.exception, SfiError):
-        raise result.exception
-    return result
+call = partial(raising, "lm-eval")
 
 
 @pytest.fixture

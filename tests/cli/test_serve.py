@@ -4,35 +4,29 @@ import json
 import sys
 
 import pytest
-from typer.testing import CliRunner
 
-from sfi_cli import app as cli
 from sfi_cli.commands.serve import job
 from sfi_core.errors import BackendError, ConfigError
 from sfi_core.hosts.vllm import plugin
 from sfi_core.hosts.vllm.settings import Settings
 from sfi_core.settings.config import SfiConfig
+from tests.cli.trace_commands import ways
 
-
-def refusal(*words: str) -> Exception:
-    result = CliRunner().invoke(cli.app, ["serve", *words])
-    assert result.exception is not None
-    return result.exception
+invoke, _, refused = ways("serve")
 
 
 def test_without_vllm_one_line_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(job, "find_spec", lambda name: None)
-    error = refusal()
+    error = refused()
     assert isinstance(error, BackendError)
     assert "pip install '.[vllm]'" in str(error)
-    assert "\n" not in str(error)
 
 
 def test_a_vllm_that_has_not_what_sfi_needs_is_one_line(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(job, "find_spec", lambda name: object())
     monkeypatch.setattr(plugin, "installed_version", lambda: "0.32.1")
     monkeypatch.setitem(sys.modules, "sfi_core.hosts.vllm.server", None)
-    error = refusal()
+    error = refused()
     assert isinstance(error, BackendError)
     assert str(error).startswith("sfi serve needs vLLM >=0.32,<0.34 that can be imported, got: ")
 
@@ -40,7 +34,7 @@ def test_a_vllm_that_has_not_what_sfi_needs_is_one_line(monkeypatch: pytest.Monk
 def test_another_vllm_is_named(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(job, "find_spec", lambda name: object())
     monkeypatch.setattr(plugin, "installed_version", lambda: "0.28.0")
-    assert str(refusal()) == "vLLM must be >=0.32,<0.34 for sfi, got 0.28.0"
+    assert str(refused()) == "vLLM must be >=0.32,<0.34 for sfi, got 0.28.0"
 
 
 @pytest.mark.parametrize(
@@ -60,14 +54,13 @@ def test_another_vllm_is_named(monkeypatch: pytest.MonkeyPatch):
 )
 def test_refused_in_one_line(words: list[str], told: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(job, "find_spec", lambda name: None)  # none of these gets as far
-    error = refusal(*words)
+    error = refused(*words)
     assert isinstance(error, ConfigError)
     assert told in str(error)
-    assert "\n" not in str(error)
 
 
 def test_a_trace_folder_that_exists_is_refused(tmp_path):
-    assert f"{tmp_path} exists" in str(refusal("--trace", str(tmp_path)))
+    assert f"{tmp_path} exists" in str(refused("--trace", str(tmp_path)))
 
 
 def test_vllm_gets_what_differs_from_the_defaults(tmp_path):
@@ -101,7 +94,7 @@ def made(*words: str) -> list[str]:
     found: list[list[str]] = []
     patch = pytest.MonkeyPatch()
     patch.setattr(job.Service, "run", lambda self: found.append(self.words()))
-    result = CliRunner().invoke(cli.app, ["serve", *words])
+    result = invoke(*words)
     patch.undo()
     assert result.exit_code == 0, result.output
     return found[0]

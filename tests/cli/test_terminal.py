@@ -6,27 +6,34 @@ import subprocess
 from typing import Any
 
 import pytest
+import torch
 from rich.cells import cell_len
 
+import sfi_core
 from sfi_cli.commands.bench.views import bench_text
 from sfi_cli.commands.kernel_bench.views import bench_text as kernel_bench_text
+from sfi_cli.commands.trace.full_views import full_text
 from sfi_cli.commands.trace.replay.views import replay_text
-from sfi_cli.commands.trace.show_views import full_text, show_text
+from sfi_cli.commands.trace.show_views import show_text
 from sfi_cli.commands.trace.step_views import step_text
 from sfi_cli.terminal import output, progress
-from sfi_cli.terminal.progress import BenchProgress
+from sfi_cli.terminal.progress import BenchProgress, ProgressObserver
 from sfi_cli.terminal.tables import rendered
+from sfi_core import SfiConfig
 from sfi_core.generation.text_stream import TextStream
 from sfi_traces.views.table import Table
 from tests.cli.screens import Terminal, drawn
 from tests.cli.trace_commands import sfi, trace
+from tests.core.conftest import tiny_qwen3
 from tests.traces.made import make_trace
+from tests.traces.small import fixed_folder
 
 PROMPT = (
     "Later, Belora hid a red lantern under the old bridge.\nQuestion: What is written about Belora?\nAnswer: Belora"
 )
 ANSWER = " hid a red lantern under the old bridge."
 WIDTHS = (80, 100, 140)
+CONFIG = SfiConfig(sink=2, recent=6, budget=5, trigger_token_ids=(1,))
 
 
 def test_no_bar_and_no_message_is_drawn_over_the_answer(command, environment):
@@ -137,9 +144,7 @@ def test_a_table_folds_its_headings_then_leaves_columns_out_then_shortens_words_
     assert rendered([FRONT], 28).startswith(BLOCKS)
 
 
-@pytest.fixture(scope="module")
-def recorded(tmp_path_factory):
-    return make_trace(tmp_path_factory.mktemp("wide") / "run", steps=40, policy="sfi")
+recorded = fixed_folder(steps=40, policy="sfi")
 
 
 def test_what_a_trace_s_commands_print_is_no_wider_than_the_terminal(recorded, monkeypatch):
@@ -206,3 +211,42 @@ def test_a_shown_setting_says_all_and_the_list_of_all_is_a_screen():
     for words in ("Exponent of the window's", "[selector] alpha = VALUE", "--set selector.alpha=VALUE", "sfi bench"):
         assert words in one
     assert "did you mean selector.alpha" in sfi("config", "show", "selector.alfa").stderr
+
+
+class Shown:
+    """Keeps what it is told to show."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[int, int]] = []
+        self.counts: list[tuple[int, int, int]] = []
+
+    def update(self, done: int, total: int) -> None:
+        self.steps.append((done, total))
+
+    def requests(self, done: int, running: int, waiting: int) -> None:
+        self.counts.append((done, running, waiting))
+
+
+def shown(limits: list[int], **options: Any) -> Shown:
+    progress = Shown()
+    sfi_core.generate(
+        tiny_qwen3(), None, [[5, 6, 7]] * len(limits), CONFIG, max_new_tokens=limits,
+        stop_token_ids=(), observers=[ProgressObserver(progress, max(limits))], **options,
+    )  # fmt: skip
+    return progress
+
+
+def test_a_file_shows_how_many_are_done_running_and_waiting():
+    """Of five, two at a time: 1 ends first, 2 with its first token, then 0 and 3 together."""
+    progress = shown([4, 2, 1, 3, 2], max_batch=2)
+    assert progress.steps == []
+    assert progress.counts == [(0, 2, 3), (2, 2, 1), (2, 2, 1), (4, 1, 0)]
+
+
+@pytest.mark.parametrize("max_batch", [1, 3])
+def test_the_counts_add_up(max_batch):
+    torch.manual_seed(0)
+    limits = torch.randint(1, 6, (9,)).tolist()
+    for done, running, waiting in shown(limits, max_batch=max_batch).counts:
+        assert done + running + waiting == 9
+        assert 0 < running <= max_batch

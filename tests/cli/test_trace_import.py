@@ -33,16 +33,6 @@ def test_it_says_what_was_imported(tmp_path):
     assert document["tables"]["steps"] == STEPS
 
 
-def test_a_wrong_row_is_one_line_and_exit_code_3(tmp_path):
-    positions = selection_arrays()["positions"]
-    positions[3, 1, 0] = 99
-    ended = trace("import", write_npz(tmp_path / "a.npz", positions=positions), "-o", tmp_path / "a")
-    assert ended.code == 3
-    assert ended.stderr == (
-        f"error: positions[3, 1] of {tmp_path / 'a.npz'}: position must be below 23, the step's positions, got 99\n"
-    )
-
-
 def test_a_tokenizer_gives_texts_and_triggers(tmp_path):
     tokenizer = load_tokenizer()
     ids = tokenizer("One two. Three four five. Six!", add_special_tokens=False)["input_ids"][:STEPS]

@@ -25,13 +25,9 @@ from sfi_traces.views.view import View
 from sfi_traces.views.words import step_words
 from tests.cli.screens import Terminal, screen
 from tests.traces.made import PROMPT, make_trace
-from tests.traces.small import redact, spoil
+from tests.traces.small import fixed_trace, redact, spoil
 
-
-@pytest.fixture(scope="module")
-def trace(tmp_path_factory) -> Trace:
-    folder = tmp_path_factory.mktemp("player") / "trace"
-    return Trace.open(make_trace(folder, policy="sfi"))
+trace = fixed_trace(policy="sfi")
 
 
 def play(trace: Trace, check: Callable[[PlayerApp, Pilot], Awaitable[None]], size=(100, 24), **options) -> None:

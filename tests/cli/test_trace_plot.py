@@ -79,13 +79,6 @@ def test_figures_without_data_are_left_out_unless_asked_for(tmp_path, capsys):
     assert [path.name for path in (tmp_path / "other").iterdir()] == ["run-timeline.png"]
 
 
-def test_a_figure_that_was_asked_for_and_lacks_its_data_ends_with_3(tmp_path):
-    trace = make_trace(tmp_path / "full", steps=5)
-    ended = command("plot", trace, "--kind", "lambda", "-o", tmp_path / "x.png")
-    assert (ended.code, ended.stdout, ended.stderr.count("\n")) == (3, "", 1)
-    assert not (tmp_path / "x.png").exists()
-
-
 def test_the_report_overwrites_only_when_told(trace, tmp_path):
     page = tmp_path / "page.html"
     page.write_text("mine")

@@ -10,7 +10,7 @@ from pyarrow import parquet
 from sfi_traces.model.trace import Trace
 from tests.cli.trace_commands import trace
 from tests.traces.made import make_trace
-from tests.traces.small import redact, rows, spoil, write_part, write_trace
+from tests.traces.small import fixed_folder, redact, rows, spoil, write_part, write_trace
 
 SECTIONS = {
     "trace", "request", "layer", "run", "steps", "triggers", "stability", "lags", "audit", "logits",
@@ -20,10 +20,7 @@ SECTIONS = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def recorded(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("show") / "run"
-    return make_trace(folder, steps=30, requests=2, policy="sfi")
+recorded = fixed_folder(steps=30, requests=2, policy="sfi")
 
 
 def test_the_document_has_every_section(recorded):

@@ -18,12 +18,9 @@ def selection_arrays(**changes: Any) -> dict[str, Any]:
     positions = np.stack([[rng.permutation(PROMPT + step)[:K] for _ in range(LAYERS)] for step in range(STEPS)])
     positions[:2, 0, 4:] = -1
     arrays = {
-        "sfi_import_version": 1,
-        "positions": positions,
-        "token_ids": np.arange(STEPS) + 1,
-        "prompt_token_ids": np.arange(PROMPT) + 30,
-        "trigger_token_ids": np.array([STOP]),
-    }
+        "sfi_import_version": 1, "positions": positions, "token_ids": np.arange(STEPS) + 1,
+        "prompt_token_ids": np.arange(PROMPT) + 30, "trigger_token_ids": np.array([STOP]),
+    }  # fmt: skip
     return {name: value for name, value in (arrays | changes).items() if value is not None}
 
 

@@ -1,8 +1,8 @@
 """Traces made up from a seed, with every table, for tests of what reads them."""
 
 import json
-import random
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pyarrow as pa
@@ -21,17 +21,12 @@ CONFIG = {
 }  # fmt: skip
 LAYER = {"heads": HEADS, "key_width": 32, "value_width": 32, "itemsize": 4, "window": None}
 MODEL = {
-    "name": "made-up",
-    "architecture": "Qwen3ForCausalLM",
-    "model_type": "qwen3",
-    "dtype": "float32",
-    "layers": [{"layer": layer, **LAYER} for layer in range(LAYERS)],
-    "query_heads": 4,
-    "weight_bytes": 4_000_000,
-    "embedding_bytes": 1_000_000,
-    "max_positions": 4096,
-    "vocabulary": 100,
-}
+    "name": "made-up", "architecture": "Qwen3ForCausalLM", "model_type": "qwen3", "dtype": "float32",
+    "layers": [{"layer": layer, **LAYER} for layer in range(LAYERS)], "query_heads": 4,
+    "weight_bytes": 4_000_000, "embedding_bytes": 1_000_000, "max_positions": 4096, "vocabulary": 100,
+}  # fmt: skip
+Tables = dict[str, list[dict[str, Any]]]
+Sets = dict[tuple[int, int], list[int]]  # by layer and head
 
 
 def overlap(first: list[int], second: list[int]) -> float:
@@ -56,8 +51,8 @@ def make_trace(
     steps correct a head whose query moved, let the others select for the next step, and recall what is new.
     A `rank` other than 0 has the KV heads after those of the ranks before it.
     """
-    rng = random.Random(seed)
-    tables: dict[str, list[dict[str, Any]]] = {name: [] for name in TABLES}
+    rng = Random(seed)
+    tables: Tables = {name: [] for name in TABLES}
     for request in range(requests):
         _request(tables, rng, request, steps, policy, sentence, audit)
     for row in (*tables["supports"], *tables["selections"]):
@@ -74,52 +69,28 @@ def make_trace(
 def _manifest(policy: str, requests: int, audit: int | None) -> dict[str, Any]:
     settings = {"every": audit, "top": TOP, "layers": None}
     return {
-        "schema_version": SCHEMA_VERSION,
-        "sfi_version": "0.1.0",
-        "created": "2026-11-21T10:00:00+00:00",
-        "run_id": "0123456789abcdef" * 2,
-        "began_unix_ns": 1_795_255_200_250_000_000,
-        "rank": 0,
-        "ranks": 1,
-        "finished": "2026-11-21T10:01:00+00:00",
-        "stopped": None,
-        "graphs": False,
-        "not_replayed": None,
-        "spans": None,
-        "redacted": False,
-        "positions": True,
-        "audit": settings if audit else None,
-        "model": MODEL,
-        "policy": policy,
-        "lossless": False,
-        "preset": "default",
-        "backend": "torch",
-        "device": "cpu",
-        "config": CONFIG,
-        "trigger_token_ids": [STOP],
+        "schema_version": SCHEMA_VERSION, "sfi_version": "0.1.0", "run_id": "0123456789abcdef" * 2,
+        "created": "2026-11-21T10:00:00+00:00", "began_unix_ns": 1_795_255_200_250_000_000,
+        "finished": "2026-11-21T10:01:00+00:00", "stopped": None, "rank": 0, "ranks": 1,
+        "graphs": False, "not_replayed": None, "spans": None, "redacted": False, "positions": True,
+        "audit": settings if audit else None, "model": MODEL, "policy": policy, "lossless": False,
+        "preset": "default", "backend": "torch", "device": "cpu", "config": CONFIG,
+        "trigger_token_ids": [STOP], "versions": {"python": "3.11.7", "torch": "2.13.0"},
         "prompts": [{"request": r, "tokens": PROMPT, "sha256": "0" * 64} for r in range(requests)],
-        "versions": {"python": "3.11.7", "torch": "2.13.0"},
-    }
+    }  # fmt: skip
 
 
 def _request(
-    tables: dict[str, list[dict[str, Any]]],
-    rng: random.Random,
-    request: int,
-    steps: int,
-    policy: str,
-    sentence: int,
-    audit: int | None,
+    tables: Tables, rng: Random, request: int, steps: int, policy: str, sentence: int, audit: int | None
 ) -> None:
     tables["prompts"] += [
         {"request": request, "position": p, "token_id": p % 90, "token_text": f" {WORDS[p % 10]}"}
         for p in range(PROMPT)
     ]
-    tops: dict[tuple[int, int], list[int]] = {}
-    refreshes: dict[tuple[int, int], list[int]] = {}
-    chosen: dict[tuple[int, int], list[int]] = {}
-    ended = since = 0
-    began = 0.0
+    tops: Sets = {}
+    refreshes: Sets = {}
+    chosen: Sets = {}
+    ended, since, began = 0, 0, 0.0
     for step in range(steps):
         context = PROMPT + step
         boundary = step > 0 and step % sentence == 0
@@ -192,24 +163,14 @@ def _request(
         if audited and not slow:
             tables["logits"].append(
                 {
-                    "request": request,
-                    "step": step,
-                    "kl_next_token": rng.uniform(0, 0.1),
-                    "argmax_agrees": rng.random() < 0.9,
-                    "dense_token_id": 91,
-                    "dense_token_text": " river",
-                    "dense_probability": 0.25 + step / 1000,
+                    "request": request, "step": step, "kl_next_token": rng.uniform(0, 0.1),
+                    "argmax_agrees": rng.random() < 0.9, "dense_token_id": 91,
+                    "dense_token_text": " river", "dense_probability": 0.25 + step / 1000,
                 }
-            )
+            )  # fmt: skip
 
 
-def _correct(
-    tables: dict[str, list[dict[str, Any]]],
-    rng: random.Random,
-    key: dict[str, int],
-    tops: dict[tuple[int, int], list[int]],
-    chosen: dict[tuple[int, int], list[int]],
-) -> None:
+def _correct(tables: Tables, rng: Random, key: dict[str, int], tops: Sets, chosen: Sets) -> None:
     before = len(tables["selections"])
     for head in range(HEADS):
         cosine = rng.uniform(0.6, 1.0)
@@ -225,13 +186,7 @@ def _correct(
     tables["recalls"].append({**key, "rows": fetched, "bytes": 256 * fetched, "waited_us": rng.uniform(0, 20)})
 
 
-def _select(
-    tables: dict[str, list[dict[str, Any]]],
-    rng: random.Random,
-    key: dict[str, int],
-    top: list[int],
-    chosen: dict[tuple[int, int], list[int]],
-) -> None:
+def _select(tables: Tables, rng: Random, key: dict[str, int], top: list[int], chosen: Sets) -> None:
     place = (key["layer"], key["head"])
     new, old = top[:20], chosen.get(place)
     both = len(set(new) & set(old)) if old else 0

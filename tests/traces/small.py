@@ -1,7 +1,9 @@
 """Traces written row by row, for tests that need exact numbers."""
 
 import json
+import math
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 from pyarrow import parquet
 
 from sfi_traces.model.trace import Trace
+from sfi_traces.replay import Outcome
 from sfi_traces.schema import MANIFEST, TABLES
 from tests.traces.made import make_trace
 
@@ -39,6 +42,33 @@ def write_part(folder: Path, name: str, rows: list[dict[str, Any]], number: int 
     return part
 
 
+def fixed_folder(**options: Any) -> Any:
+    """A fixture: the folder of a made-up trace that no test of the module changes."""
+
+    @pytest.fixture(scope="module")
+    def folder(tmp_path_factory) -> Path:
+        return make_trace(tmp_path_factory.mktemp("made") / "run", **options)
+
+    return folder
+
+
+def fixed_trace(**options: Any) -> Any:
+    """A fixture: a made-up trace that no test of the module changes, opened."""
+
+    @pytest.fixture(scope="module")
+    def trace(tmp_path_factory) -> Trace:
+        return Trace.open(make_trace(tmp_path_factory.mktemp("made") / "run", **options))
+
+    return trace
+
+
+def make_ranks(folder: Path, **options: Any) -> Path:
+    """Make up a trace of two ranks, each with heads of its own."""
+    for rank, path in enumerate((folder, folder / "rank-00001")):
+        make_trace(path, **{"policy": "sfi", "seed": rank, "rank": rank, "ranks": 2} | options)
+    return folder
+
+
 def change_manifest(folder: Path, **changes: Any) -> Path:
     """Write other values into a trace's manifest."""
     manifest = json.loads((folder / MANIFEST).read_text())
@@ -46,12 +76,15 @@ def change_manifest(folder: Path, **changes: Any) -> Path:
     return folder
 
 
+def rewrite(folder: Path, table: str, change: Callable[[list[dict]], list[dict]]) -> None:
+    """Replace a table's rows."""
+    write_part(folder, table, change(parquet.read_table(folder / table / "part-00000.parquet").to_pylist()))
+
+
 def redact(folder: Path) -> Path:
     """Take token ids and text out of a trace."""
     shutil.rmtree(folder / "prompts", ignore_errors=True)
-    part = folder / "steps" / "part-00000.parquet"
-    rows = parquet.read_table(part).to_pylist()
-    write_part(folder, "steps", [row | {"token_id": None, "token_text": None} for row in rows])
+    rewrite(folder, "steps", lambda found: [row | {"token_id": None, "token_text": None} for row in found])
     prompts = [p | {"sha256": None} for p in json.loads((folder / MANIFEST).read_text())["prompts"]]
     return change_manifest(folder, redacted=True, prompts=prompts)
 
@@ -62,9 +95,19 @@ def spoil(part: Path) -> Path:
     return part
 
 
-def rows(trace: Trace, name: str) -> list[dict]:
-    """Read a table as dictionaries."""
-    return trace.table(name).to_pylist()
+def rows(trace: Trace, name: str, **wanted: Any) -> list[dict]:
+    """Read a table's rows, those with these values."""
+    return [row for row in trace.table(name).to_pylist() if wanted.items() <= row.items()]
+
+
+def last_of_bin(number: int) -> int:
+    """Last number of the bin of a number: 1, 2, 3-4, 5-8, ..."""
+    return 1 if number <= 1 else 2 ** math.ceil(math.log2(number))
+
+
+def outcome(**values: Any) -> Outcome:
+    """A replay's outcome with these values, and with zeros."""
+    return Outcome(**dict.fromkeys(Outcome.__slots__, 0) | values)
 
 
 def assert_spread(found: dict, values: list[float]) -> None:

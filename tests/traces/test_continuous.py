@@ -23,27 +23,13 @@ from sfi_traces.summary.diff import compare
 from tests.core.conftest import tiny_qwen3
 
 CONFIG = SfiConfig(
-    slow_start=1,
-    min_gap=0,
-    span=0,
-    sink=2,
-    recent=6,
-    budget=5,
-    t_max=4,
-    trigger_token_ids=tuple(range(0, 96, 3)),
-    window_prefill=4,
-)
+    slow_start=1, min_gap=0, span=0, sink=2, recent=6, budget=5, t_max=4,
+    trigger_token_ids=tuple(range(0, 96, 3)), window_prefill=4,
+)  # fmt: skip
 ROWS = [torch.randint(0, 96, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (9, 30, 4, 17, 40, 6)]
 LIMITS = [8, 3, 9, 1, 6, 5]
-ITS_OWN = (  # what differs from the request alone
-    "request",
-    "elapsed_us",
-    "batch_step",
-    "slow_requests",
-    "fast_requests",
-    "cached_tokens",
-    "moved_bytes",
-)
+# what differs from the request alone
+ITS_OWN = ("request", "elapsed_us", "batch_step", "slow_requests", "fast_requests", "cached_tokens", "moved_bytes")
 
 
 @cache

@@ -1,25 +1,21 @@
-"""Tables as CSV and JSON lines give back what is in them."""
+"""Tables as CSV and JSON lines give back what is in them; the timeline keeps the Trace Event Format's rules."""
 
 import csv
 import json
+from collections import Counter, defaultdict
 
 import pytest
 
+from sfi_traces.export.perfetto import perfetto_text
 from sfi_traces.export.rows import csv_text, json_text, jsonl_text, table_text
 from sfi_traces.model.trace import Trace
 from sfi_traces.schema import TABLES
-from tests.traces.made import make_trace
-from tests.traces.small import redact, rows
+from tests.traces.made import LAYERS, make_trace
+from tests.traces.small import fixed_trace, redact, rows, write_trace
 
 
 def silent(done: int, total: int) -> None:
     """Take progress and show nothing."""
-
-
-@pytest.fixture(scope="module")
-def trace(tmp_path_factory) -> Trace:
-    folder = tmp_path_factory.mktemp("rows") / "run"
-    return Trace.open(make_trace(folder, steps=20, policy="sfi"))
 
 
 @pytest.mark.parametrize("name", TABLES)
@@ -59,3 +55,172 @@ def test_what_json_lacks_is_written_as_what_it_has():
     assert document["rows"] == [dict(zip(columns, plain, strict=True))] * 2
     assert json.loads("".join(json_text(["a"], []))) == {"columns": ["a"], "rows": []}
     assert "".join(csv_text(["a", "b"], [[(None, [1, 2]), (True, 'x"y')]])) == 'a,b\n,"[1, 2]"\ntrue,"x""y"\n'
+
+
+def timeline(trace: Trace) -> dict:
+    return json.loads("".join(perfetto_text(trace, lambda done, total: None)))
+
+
+def events(trace: Trace, phase: str) -> list[dict]:
+    return [event for event in timeline(trace)["traceEvents"] if event["ph"] == phase]
+
+
+trace = fixed_trace(steps=45, policy="sfi", sentence=9)
+
+
+def test_every_event_has_what_the_format_asks_for(trace):
+    document = timeline(trace)
+    assert set(document) == {"displayTimeUnit", "otherData", "traceEvents"}
+    for event in document["traceEvents"]:
+        assert event["ph"] in "XCMsf"
+        assert isinstance(event["name"], str)
+        assert all(isinstance(event[key], int) for key in ("pid", "tid"))
+        assert event["ts"] >= 0
+        if event["ph"] == "X":
+            assert event["dur"] >= 0
+            assert event["cat"]
+        if event["ph"] == "C":
+            assert all(isinstance(value, float | int) for value in event["args"].values())
+    times = [event["ts"] for event in document["traceEvents"] if event["ph"] != "M"]
+    assert times == sorted(times)
+
+
+def test_slices_of_a_track_lie_within_each_other_or_apart(tmp_path):
+    """However their ends round: leaves of two thirds of a microsecond fill their step."""
+    timings = []
+    for step in range(20):
+        begin = step * 14 / 3
+        whole = {"request": 0, "step": step, "layer": None, "name": "forward", "stream": "main"}
+        timings.append(whole | {"begin_us": begin, "elapsed_us": 14 / 3})
+        leaf = whole | {"layer": 0, "name": "attention.fast", "elapsed_us": 2 / 3}
+        timings += [leaf | {"begin_us": begin + place * 2 / 3} for place in range(7)]
+    steps = [{"request": 0, "step": step, "slow": False} for step in range(20)]
+    trace = Trace.open(write_trace(tmp_path / "run", {"steps": steps, "timings": timings}))
+    open_ends: dict[int, list[float]] = defaultdict(list)
+    for event in events(trace, "X"):
+        ends = open_ends[event["tid"]]
+        while ends and ends[-1] <= event["ts"]:
+            ends.pop()
+        end = round(event["ts"] + event["dur"], 3)
+        assert not ends or end <= ends[-1], event
+        ends.append(end)
+
+
+def test_every_span_is_on_the_track_of_its_stream(trace):
+    names = {e["tid"]: e["args"]["name"] for e in events(trace, "M") if e["name"] == "thread_name"}
+    assert sorted(names.values()) == ["main", "steps of request 0"]
+    found = Counter(
+        (e["name"], e["args"]["step"], e["args"].get("layer"), e["args"].get("bytes"), e["ts"], e["dur"])
+        for e in events(trace, "X")
+        if names[e["tid"]] == "main"
+    )
+    spans = rows(trace, "timings")
+    assert sum(found.values()) == len(spans)
+    for span in spans:
+        begin, end = span["begin_us"], span["begin_us"] + span["elapsed_us"]
+        key = (span["name"], span["step"], span["layer"], span["bytes"], round(begin, 3))
+        near = [one for one in found if one[:5] == key]
+        assert [one[5] for one in near] == pytest.approx([end - begin], abs=0.002)
+
+
+def test_steps_are_slow_or_fast(trace):
+    steps = rows(trace, "steps")
+    found = [event for event in events(trace, "X") if event["tid"] == 1]
+    assert [e["name"] for e in found] == ["slow" if s["slow"] else "fast" for s in steps]
+    assert [e["cat"] for e in found] == [e["name"] for e in found]
+    assert {(e["name"], e["cname"]) for e in found} == {("slow", "terrible"), ("fast", "good")}
+    assert [e["args"]["step"] for e in found] == [s["step"] for s in steps]
+    assert found[9]["args"]["reason"] == "trigger"
+    assert "reason" not in found[1]["args"]
+
+
+def test_counters_follow_the_steps(trace):
+    found = defaultdict(list)
+    for event in events(trace, "C"):
+        found[event["name"]] += event["args"].values()
+    steps = rows(trace, "steps")
+    assert found == {
+        "attended tokens, request 0": [step["attended_tokens"] for step in steps],
+        "read ratio, request 0": [step["read_ratio"] for step in steps],
+    }
+
+
+def slice_at(slices: list[dict], flow: dict) -> dict:
+    """The only span of a layer around an end of an arrow."""
+    (found,) = (
+        e for e in slices
+        if e["tid"] == flow["tid"] and e["ts"] <= flow["ts"] <= e["ts"] + e["dur"] and "layer" in e["args"]
+    )  # fmt: skip
+    return found
+
+
+def test_an_arrow_leads_from_each_selector_to_the_first_fast_step_that_reads_its_selection(trace):
+    starts, ends = ({e["id"]: e for e in events(trace, phase)} for phase in "sf")
+    refreshes = [row["step"] for row in rows(trace, "steps") if row["slow"]]
+    assert starts.keys() == ends.keys()
+    assert len(starts) == LAYERS * len(refreshes)
+    slices, seen = events(trace, "X"), set()
+    for number, start in starts.items():
+        end = ends[number]
+        assert (start["name"], start["cat"]) == (end["name"], end["cat"])
+        assert end["bp"] == "e"
+        assert start["ts"] < end["ts"]
+        selector, reader = slice_at(slices, start), slice_at(slices, end)
+        assert (selector["name"], reader["name"]) == ("selector", "attention.fast")
+        assert selector["args"]["layer"] == reader["args"]["layer"]
+        assert reader["args"]["step"] == selector["args"]["step"] + 1
+        seen.add((selector["args"]["step"], selector["args"]["layer"]))
+    assert seen == {(step, layer) for step in refreshes for layer in range(LAYERS)}
+
+
+def spans(*given: tuple[int, str]) -> list[dict]:
+    """Spans of one layer, one after the other."""
+    return [
+        {
+            "request": 0, "step": step, "layer": 0, "name": name, "stream": "main",
+            "begin_us": 10.0 * place, "elapsed_us": 8.0,
+        }
+        for place, (step, name) in enumerate(given)
+    ]  # fmt: skip
+
+
+def flows(tmp_path, *given: tuple[int, str]) -> list[tuple[float, float]]:
+    last = max(step for step, _ in given)
+    steps = [{"request": 0, "step": step, "slow": False} for step in range(last + 1)]
+    trace = Trace.open(write_trace(tmp_path / "run", {"steps": steps, "timings": spans(*given)}))
+    starts, ends = events(trace, "s"), events(trace, "f")
+    return [(one["ts"], two["ts"]) for one, two in zip(starts, ends, strict=True)]
+
+
+def test_without_a_selector_the_pack_is_the_refresh_and_a_mixed_step_reads(tmp_path):
+    given = [(0, "pack"), (1, "attention.mixed"), (1, "selector"), (1, "pack"), (2, "attention.fast")]
+    assert flows(tmp_path, *given) == [(4.0, 14.0), (24.0, 44.0)]
+
+
+def test_requests_of_a_batch_have_a_track_each_and_share_the_spans(tmp_path):
+    steps = [{"request": r, "step": s, "slow": s == 0} for r in (0, 1) for s in (0, 1)]
+    given = [(0, "attention.dense"), (1, "attention.fast")]
+    trace = Trace.open(write_trace(tmp_path / "run", {"steps": steps, "timings": spans(*given)}))
+    names = {e["tid"]: e["args"]["name"] for e in events(trace, "M") if e["name"] == "thread_name"}
+    assert [*names.values()] == ["steps of request 0", "steps of request 1", "main"]
+    for tid in (1, 2):
+        found = [(e["name"], e["ts"], e["dur"]) for e in events(trace, "X") if e["tid"] == tid]
+        assert found == [("slow", 0.0, 8.0), ("fast", 10.0, 8.0)]
+
+
+def test_a_span_on_another_stream_has_a_track_of_its_own_and_does_not_lengthen_the_step(tmp_path):
+    given = spans((0, "attention.dense"), (1, "attention.fast"))
+    late = {**given[0], "name": "pack", "stream": "stream 1", "begin_us": 6.0, "elapsed_us": 30.0}
+    steps = [{"request": 0, "step": step, "slow": step == 0} for step in range(2)]
+    trace = Trace.open(write_trace(tmp_path / "run", {"steps": steps, "timings": [*given, late]}))
+    names = {e["tid"]: e["args"]["name"] for e in events(trace, "M") if e["name"] == "thread_name"}
+    assert names == {1: "steps of request 0", 2: "main", 3: "stream 1"}
+    found = [(e["ts"], e["dur"]) for e in events(trace, "X") if e["tid"] == 1]
+    assert found == [(0.0, 10.0), (10.0, 8.0)]
+
+
+def test_a_redacted_trace_has_a_timeline_without_text(tmp_path):
+    folder = redact(make_trace(tmp_path / "run", steps=5, policy="sfi"))
+    steps = [event for event in events(Trace.open(folder), "X") if event["tid"] == 1]
+    assert len(steps) == 5
+    assert not any("token_text" in event["args"] for event in steps)

@@ -11,7 +11,7 @@ from sfi_traces.model.trace import Trace
 from sfi_traces.views.figure_data import REST, lambda_over_time, retained_mass, step_phases
 from sfi_traces.views.view import View
 from tests.traces.made import TOP, WORDS, make_trace
-from tests.traces.test_stability import rewrite
+from tests.traces.small import rewrite
 
 pytest.importorskip("matplotlib")
 

@@ -2,7 +2,6 @@
 
 import math
 import random
-from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +12,6 @@ import torch
 import sfi_core
 from sfi_core import SfiConfig
 from sfi_core.bundled.example import load_example
-from sfi_core.models.load import load
 from sfi_core.policies import POLICIES, Triggered
 from sfi_core.settings.audit import AuditConfig
 from sfi_core.settings.policy_names import triggered
@@ -25,6 +23,7 @@ from sfi_traces.summary.coverage import coverage_facts
 from sfi_traces.summary.scope import Scope
 from tests.traces.made import CONFIG, PROMPT, make_trace
 from tests.traces.small import assert_spread, spoil, write_trace
+from tests.traces.test_recorded import bundled
 
 STEPS, CONTEXT, EVERY, BUDGET = 240, 2000, 10, 20
 Rows = list[dict[str, Any]]
@@ -270,11 +269,6 @@ def test_the_triggered_policies_are_those_of_the_core():
 
 
 # --- runs of the bundled checkpoint
-
-
-@cache
-def bundled() -> tuple[Any, Any]:
-    return load()
 
 
 def run(folder: Path, **config: Any) -> set[str]:

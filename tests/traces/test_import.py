@@ -150,10 +150,7 @@ def changed(at: tuple[int, ...], value: int) -> np.ndarray:
     return positions
 
 
-def twice() -> np.ndarray:
-    positions = selection_arrays()["positions"]
-    positions[3, 1, 0] = positions[3, 1, 5]
-    return positions
+TWICE = changed((3, 1, 0), selection_arrays()["positions"][3, 1, 5])
 
 
 @pytest.mark.parametrize(
@@ -161,7 +158,7 @@ def twice() -> np.ndarray:
     [
         ({"positions": changed((3, 1, 0), 23)}, r"positions\[3, 1\].*below 23, the step's positions, got 23"),
         ({"positions": changed((3, 1, 0), -2)}, r"positions\[3, 1\].*or -1 for padding, got -2"),
-        ({"positions": twice()}, r"positions\[3, 1\].*must be different ones, got \d+ twice"),
+        ({"positions": TWICE}, r"positions\[3, 1\].*must be different ones, got \d+ twice"),
         ({"positions": changed((3, 1, 0), 1)[:, 0]}, "3 or 4 dimensions, got shape"),
         ({"positions": np.zeros((STEPS, LAYERS, K))}, "must be whole numbers, got float64"),
         ({"positions": None}, "must have positions, blocks or attention.PASS.LAYER, got neither"),
@@ -279,7 +276,7 @@ def test_a_trace_is_overwritten_with_force_alone_and_by_a_whole_one(tmp_path):
     with pytest.raises(ConfigError, match="add --force"):
         imported(path)
     with pytest.raises(InputError):
-        import_trace(write_npz(tmp_path / "b.npz", positions=twice()), trace.path, force=True)
+        import_trace(write_npz(tmp_path / "b.npz", positions=TWICE), trace.path, force=True)
     assert check(trace)["sound"]
     import_trace(path, trace.path, force=True)
     assert check(Trace.open(trace.path))["sound"]

@@ -1,13 +1,29 @@
-"""Traces of lossless runs: their rows, and what adds up."""
+"""Traces of lossless runs: their rows, what adds up, and what the commands say of them."""
+
+import json
+import re
 
 import pytest
 
+from sfi_cli.commands.trace.diff import diff_text
+from sfi_cli.commands.trace.full_views import full_text
+from sfi_cli.commands.trace.show_views import show_text
+from sfi_cli.terminal.tables import rendered
+from sfi_core.errors import TraceError
+from sfi_traces.export.perfetto import perfetto_text
+from sfi_traces.model.supports import Supports
 from sfi_traces.model.trace import Trace
 from sfi_traces.read.check import check
 from sfi_traces.record.parquet import ParquetObserver
-from tests.traces.lossless import LosslessRun
-from tests.traces.small import change_manifest, rows
-from tests.traces.test_stability import rewrite
+from sfi_traces.replay.playback import Playback
+from sfi_traces.report import render
+from sfi_traces.summary import summarize
+from sfi_traces.summary.diff import compare
+from sfi_traces.tune.head_supports import largest_top
+from sfi_traces.views.view import View
+from tests.traces.lossless import PROMPT, LosslessRun
+from tests.traces.made import STOP, make_trace
+from tests.traces.small import change_manifest, last_of_bin, rewrite, rows
 
 REQUESTS = (60, 45)
 
@@ -39,20 +55,15 @@ def test_verifications_and_steps_are_what_was_told(told):
     assert found == [{name: getattr(event, name) for name in found[0]} for event in run.verifications]
     assert any(row["accepted"] < row["drafted"] for row in found)
     for request, tokens in enumerate(run.tokens):
-        steps = [row for row in rows(trace, "steps") if row["request"] == request]
+        steps = rows(trace, "steps", request=request)
         assert [row["token_id"] for row in steps] == tokens
         assert [row["step"] for row in steps] == [*range(REQUESTS[request])]
         kept = [row for row in steps if row["drafted"]]
         assert all(row["draft_token_id"] == row["token_id"] and not row["slow"] for row in kept)
-        own = [row for row in found if row["request"] == request]
+        own = rows(trace, "verifications", request=request)
         assert len(kept) == sum(row["accepted"] for row in own)
         others = {row["step"] for row in steps if row["draft_token_id"] == 88}
         assert others == {row["step"] for row in own if row["accepted"] < row["drafted"]}
-
-
-def test_a_lossless_trace_is_sound(told):
-    document = check(told[0])
-    assert (document["problems"], document["notes"], document["steps_checked"]) == ([], [], True)
 
 
 def nth(folder, number: int, table: str, **changes):
@@ -130,3 +141,138 @@ def test_a_redacted_trace_hides_drafts_and_still_adds_up(tmp_path):
     assert problems(trace.path) == []
     nth(trace.path, 0, "verifications", accepted=0)
     assert any("must give 1 tokens" in line for line in problems(trace.path))
+
+
+def drafts_of(run, events=None) -> list[tuple[int, int, bool]]:
+    """Place in the sentence, depth and fate of every tested draft, told step by step."""
+    found = []
+    for event in run.verifications if events is None else events:
+        for depth in range(1, min(event.drafted, event.accepted + 1) + 1):
+            step = event.step - event.accepted + depth - 1
+            before = run.tokens[event.request][:step]
+            place = before[::-1].index(STOP) if STOP in before else step
+            found.append((place, depth, depth <= event.accepted))
+    return found
+
+
+def test_acceptance_is_counted_by_reason_place_and_depth(told):
+    trace, run = told
+    document = summarize(trace)
+    found, drafts = document["lossless"], drafts_of(run)
+    tokens = sum(REQUESTS) - len(REQUESTS)
+    drafted, accepted = (sum(getattr(event, name) for event in run.verifications) for name in ("drafted", "accepted"))
+    assert (found["tokens"], found["drafted"], found["accepted"]) == (tokens, drafted, accepted)
+    assert found["acceptance"] == pytest.approx(accepted / drafted)
+    assert found["token_acceptance"] == pytest.approx(accepted / len(drafts))
+    assert found["tokens_per_verification"] == pytest.approx(tokens / len(run.verifications))
+    assert found["passes_per_token"] == pytest.approx((drafted + len(run.verifications)) / tokens)
+    assert {one["reason"]: one["drafted"] for one in found["reasons"]} == {
+        reason: sum(event.drafted for event in run.verifications if event.reason == reason)
+        for reason in {event.reason for event in run.verifications}
+    }
+    for column, name in enumerate(("place", "depth")):
+        assert sum(one["tested"] for one in found[f"{name}s"]) == len(drafts)
+        for one in found[f"{name}s"]:
+            edges = range(one[f"from_{name}"], one[f"to_{name}"] + 1)
+            fates = [draft[2] for draft in drafts if draft[column] in edges]
+            assert (one["tested"], one["accepted"]) == (len(fates), sum(fates))
+    own = summarize(trace, request=1)["lossless"]
+    assert own["verifications"] == sum(event.request for event in run.verifications)
+
+
+def test_what_was_read_counts_rejected_drafts_too(told):
+    trace, run = told
+    contexts = sum(PROMPT + step for most in REQUESTS for step in range(1, most))
+    read = sum(event.attended_tokens for event in run.verifications)
+    document = summarize(trace)
+    for found in (document["steps"], document["lossless"]):
+        assert found["read_ratio"] == pytest.approx(read / contexts)
+    logits = document["logits"]
+    assert logits["kl_next_token"]["n"] == document["lossless"]["tested"]
+    assert logits["argmax_agreement"] == pytest.approx(document["lossless"]["token_acceptance"])
+    assert document["break_even"]["context_tokens"] is None
+
+
+def test_the_time_of_a_token_counts_passes_without_a_step(told):
+    spans = [row for row in rows(told[0], "timings") if row["step"] > 0]
+    ends = [row["begin_us"] + row["elapsed_us"] for row in spans]
+    seconds = (max(ends) - min(row["begin_us"] for row in spans)) / 1e6
+    speed = summarize(told[0])["latency"]["tokens_per_second"]
+    assert speed == pytest.approx((sum(REQUESTS) - len(REQUESTS)) / seconds)
+
+
+def test_show_and_diff_say_what_a_lossless_run_did(told, tmp_path):
+    document = summarize(told[0])
+    lossless = document["lossless"]
+    assert f", {lossless['accepted']} of {lossless['drafted']} drafted tokens\n" in rendered(show_text(document))
+    text = rendered(full_text(document))
+    assert f"kept {document['lossless']['accepted']} of {document['lossless']['drafted']}" in text
+    assert "tested tokens: KL 0.2500 nats" in text
+    with ParquetObserver(tmp_path / "other") as observer:
+        LosslessRun(observer, most=REQUESTS, right=1.0)
+    compared = compare(told[0], Trace.open(tmp_path / "other"))
+    assert [one["equal_share"] for one in compared["requests"]] == [1.0, 1.0]
+    assert diff_text(compared)
+
+
+def test_what_needs_an_audit_refuses_a_lossless_trace_in_a_line(told):
+    line = "must be of a plain run, recorded with --audit 1, got a lossless one"
+    for read in (Supports.load, Playback.load, lambda trace: largest_top([trace])):
+        with pytest.raises(TraceError, match=line):
+            read(told[0])
+    assert not any("--audit" in reason for reason in summarize(told[0])["missing"])
+
+
+def shares_of(run, request: int, column: int) -> dict[str, float]:
+    """Acceptance by bin of the place (column 0) or depth (1), of one request."""
+    own = [event for event in run.verifications if event.request == request]
+    fates: dict[str, list[bool]] = {}
+    for draft in drafts_of(run, own):
+        fates.setdefault(bin_of(draft[column]), []).append(draft[2])
+    return {name: sum(kept) / len(kept) for name, kept in fates.items()}
+
+
+def bin_of(number: int) -> str:
+    """Name of its bin: "0", "1", "2", "3-4", "5-8", ..."""
+    last = last_of_bin(number)
+    return str(number) if number <= 2 else f"{last // 2 + 1}-{last}"
+
+
+def test_a_plain_run_has_no_acceptance(tmp_path):
+    pytest.importorskip("plotly")
+    from sfi_traces.report.observation_figures import acceptance  # noqa: PLC0415 - an extra
+
+    with pytest.raises(TraceError, match="no drafted tokens of request 0; record it with --loss"):
+        acceptance(View(Trace.open(make_trace(tmp_path / "plain", steps=3))))
+
+
+def test_the_timeline_marks_verifications_on_the_track_of_their_request(told):
+    trace, run = told
+    written: list[tuple[int, int]] = []
+    text = "".join(perfetto_text(trace, lambda done, total: written.append((done, total))))
+    events = json.loads(text)["traceEvents"]
+    assert written[-1] == (len(events), len(events))
+    tracks = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    slices = {(tracks[e["tid"]], e["args"]["step"]): e for e in events if e["ph"] == "X" and e["name"] == "slow"}
+    marks = [event for event in events if event["ph"] == "i"]
+    assert len(marks) == len(run.verifications)
+    wanted = {(f"steps of request {one.request}", one.step): one for one in run.verifications}
+    for mark in marks:
+        key = (tracks[mark["tid"]], mark["args"]["step"])
+        told_of = wanted.pop(key)
+        for name in ("base", "drafted", "accepted", "reason"):
+            assert mark["args"][name] == getattr(told_of, name)
+        assert mark["ts"] == slices[key]["ts"]
+
+
+def test_the_report_has_a_panel_and_numbers(told):
+    pytest.importorskip("plotly")
+    page = render(View(told[0]))
+    figures = json.loads(re.search(r'json" id="data">(.*?)</script>', page)[1])
+    for column, bars in enumerate(figures["acceptance"]["data"]):
+        assert dict(zip(bars["x"], bars["y"], strict=True)) == pytest.approx(shares_of(told[1], 0, column))
+    found = summarize(told[0], request=0)["lossless"]
+    assert f"{found['accepted']} of {found['drafted']} drafted tokens" in page
+    assert page.count(": fast, drafted; attended ") == found["accepted"]
+    left_out = found["drafted"] - found["accepted"]
+    assert f"{left_out} drafting passes without a step of their own are left out" in page

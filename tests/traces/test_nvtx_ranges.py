@@ -112,15 +112,12 @@ def test_a_listener_hears_every_run_step_and_span(tmp_path):
         "NVTX_INJECTION64_PATH": str(library),
         "SFI_NVTX_LOG": str(heard),
     }
-
     subprocess.run([sys.executable, "-c", CHILD], env=os.environ | environment, check=True)
-
     assert [line.strip() for line in heard.read_text().splitlines()] == HEARD.splitlines()
 
 
 def test_nothing_is_done_where_nobody_listens():
     observer = NvtxObserver()
-
     observer.on_run(run_event())
     observer.on_begin_step(BeginStepEvent(step=1, slow=(), fast=(0, 1)))
     assert observer.span("forward") is NOTHING
@@ -143,7 +140,6 @@ def test_spans_are_wanted_only_where_somebody_listens(monkeypatch):
 
 def test_a_machine_without_nvtx_decodes_as_well(monkeypatch):
     monkeypatch.setitem(sys.modules, "nvtx", None)
-
     assert not NvtxObserver().listened
     assert NvtxObserver().span("forward") is NOTHING
 
@@ -151,7 +147,6 @@ def test_a_machine_without_nvtx_decodes_as_well(monkeypatch):
 def test_a_step_ends_with_its_last_request(listener):
     observer = NvtxObserver()
     observer.on_begin_step(BeginStepEvent(step=1, slow=(1,), fast=(0, 2)))
-
     observer.on_step(step_event(0, 1))
     observer.on_step(step_event(1, 1))
     assert listener.open == ["mixed step"]
@@ -171,5 +166,4 @@ def test_what_a_failure_leaves_open_is_closed(listener, failure):
 
     with pytest.raises(failure):
         run()
-
     assert listener.open == []

@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -23,12 +22,12 @@ from benchmarks.train_bundled import build_tokenizer
 from sfi_core.errors import ConfigError
 from sfi_core.observers.events import PromptEvent, SelectionEvent
 from sfi_traces.model.trace import Trace
-from sfi_traces.record import readback
+from sfi_traces.record import writer
 from sfi_traces.record.parquet import ParquetObserver
 from sfi_traces.record.token_text import TokenText
 from sfi_traces.schema import TABLES
 from tests.traces.made import CONFIG, MODEL, make_trace
-from tests.traces.told import AUDIT, Told, run_event, step_event
+from tests.traces.told import AUDIT, Told, run_event, step_event, wait_for
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -59,7 +58,6 @@ def test_every_table_says_what_the_observer_was_told(tmp_path):
     with ParquetObserver(tmp_path / "trace", positions=True) as observer:
         runs = [Told(observer, 0, 2, 12, seed=1), Told(observer, 2, 3, 9, seed=2)]
     trace = Trace.open(tmp_path / "trace")
-
     for name, schema in TABLES.items():
         if name == "timings":
             continue
@@ -73,7 +71,6 @@ def test_every_table_says_what_the_observer_was_told(tmp_path):
 def test_the_manifest_has_the_keys_that_readers_know(tmp_path):
     made = json.loads((make_trace(tmp_path / "made") / "manifest.json").read_text())
     manifest = record(tmp_path / "trace", provenance={"preset": "paper", "seed": 5}).manifest
-
     assert set(manifest) == {*made, "seed", "tables"}
     assert (manifest["preset"], manifest["seed"]) == ("paper", 5)
     assert manifest["model"] == MODEL
@@ -84,7 +81,6 @@ def test_the_manifest_has_the_keys_that_readers_know(tmp_path):
 
 def test_a_prompt_s_hash_is_that_of_its_token_ids(tmp_path):
     trace = record(tmp_path / "trace")
-
     for request, prompt in enumerate(trace.manifest["prompts"]):
         ids = [r["token_id"] for r in trace.table("prompts").to_pylist() if r["request"] == request]
         digest = hashlib.sha256(np.array(ids, "<i4").tobytes()).hexdigest()
@@ -93,7 +89,6 @@ def test_a_prompt_s_hash_is_that_of_its_token_ids(tmp_path):
 
 def test_every_part_says_where_it_comes_from(tmp_path):
     trace = record(tmp_path / "trace", provenance={"seed": 5})
-
     for name in TABLES:
         (part,) = trace.parts(name)
         metadata = parquet.read_metadata(part).metadata
@@ -105,14 +100,12 @@ def test_every_part_says_where_it_comes_from(tmp_path):
 
 def test_positions_are_packed_as_deltas_and_only_strings_have_a_dictionary(tmp_path):
     trace = record(tmp_path / "trace", tokenizer=build_tokenizer(512))
-
     encodings = {}
     for name in TABLES:
         metadata = parquet.read_metadata(trace.parts(name)[0])
         for column in map(metadata.row_group(0).column, range(metadata.num_columns)):
             encodings[name, column.path_in_schema] = set(column.encodings)
             assert column.compression == "ZSTD"
-
     for table in ("supports", "selections"):
         assert "DELTA_BINARY_PACKED" in encodings[table, "positions.list.element"]
     assert "BYTE_STREAM_SPLIT" in encodings["supports", "mass.list.element"]
@@ -122,7 +115,6 @@ def test_positions_are_packed_as_deltas_and_only_strings_have_a_dictionary(tmp_p
 
 def test_a_table_has_the_schema_s_types_without_arrow_s_help(tmp_path):
     trace = record(tmp_path / "trace")
-
     for name, schema in TABLES.items():
         found = parquet.read_table(trace.parts(name)[0], partitioning=None).schema
         assert [field.name for field in found] == [field.name for field in schema]
@@ -139,7 +131,6 @@ def test_texts_join_to_the_prompt(tmp_path):
         observer.on(run_event(1))
         observer.on(PromptEvent(requests=(0,), ids_BT=ids, count=(ids.shape[1],)))
         observer.on(step_event(token_id=int(ids[0, 2])))
-
     trace = Trace.open(tmp_path / "trace")
     texts = trace.table("prompts")["token_text"].to_pylist()
     assert "".join(texts) == text
@@ -154,7 +145,6 @@ def test_sentencepiece_s_leading_spaces_are_kept():
     inner.train_from_iterator(["the cat sat on the mat"] * 3, trainer)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner)
     ids = tokenizer("the cat sat")["input_ids"]
-
     assert tokenizer.decode([ids[-1]])[0] != " "  # what makes it hard
     assert "".join(map(TokenText(tokenizer), ids)) == " the cat sat"
 
@@ -163,17 +153,14 @@ def test_a_redacted_trace_holds_neither_ids_nor_text_nor_hashes(tmp_path):
     tokenizer = build_tokenizer(512)
     whole = record(tmp_path / "whole", tokenizer=tokenizer)
     trace = record(tmp_path / "trace", tokenizer=tokenizer, redact_text=True)
-
     assert not trace.has("prompts")
     for column in ("token_id", "token_text"):
         assert trace.table("steps")[column].null_count == len(trace.table("steps"))
         assert whole.table("steps")[column].null_count == 0
-    for name in TABLES:
-        kept = [
-            c for c in TABLES[name].names if c not in {"token_id", "token_text", "dense_token_id", "dense_token_text"}
-        ]
-        if name not in {"prompts", "timings", "steps"}:
-            assert trace.table(name, kept).equals(whole.table(name, kept))
+    told = {"token_id", "token_text", "dense_token_id", "dense_token_text"}
+    for name in TABLES.keys() - {"prompts", "timings", "steps"}:
+        kept = [column for column in TABLES[name].names if column not in told]
+        assert trace.table(name, kept).equals(whole.table(name, kept))
     hashes = [prompt["sha256"] for prompt in whole.manifest["prompts"]]
     assert trace.manifest["redacted"]
     assert [prompt["sha256"] for prompt in trace.manifest["prompts"]] == [None, None]
@@ -199,7 +186,6 @@ def test_positions_are_recorded_while_they_are_few(tmp_path, budget, window, den
     with ParquetObserver(tmp_path / "trace", positions=asked) as observer:
         observer.on(event)
         observer.on(selection(torch.tensor([[1, 4]], dtype=torch.int32)))
-
     trace = Trace.open(tmp_path / "trace")
     (row,) = trace.table("selections").to_pylist()
     assert trace.manifest["positions"] is recorded
@@ -212,7 +198,6 @@ def test_a_policy_that_selects_nothing_has_no_selections(tmp_path):
         observer.on(run_event(1))
         observer.on(selection(torch.empty(2, 0, dtype=torch.int32)))
         observer.on(selection(torch.full((2, 3), -1, dtype=torch.int32), layer=1))
-
     assert not Trace.open(tmp_path / "trace").has("selections")
 
 
@@ -223,7 +208,6 @@ def test_an_empty_refresh_of_a_selector_has_its_rows(tmp_path):
         observer.on(run_event(1))
         for step in (0, 1):
             observer.on(selection(empty, step=step, diagnostics=diagnostics))
-
     rows = Trace.open(tmp_path / "trace").table("selections").to_pylist()
     assert [row["lambda_star"] for row in rows] == [0.25, 0.5] * 2
     assert {row["overlap_previous"] for row in rows} == {None}  # of nothing with nothing
@@ -233,18 +217,10 @@ def test_an_empty_refresh_of_a_selector_has_its_rows(tmp_path):
 def test_an_interrupted_run_is_a_whole_trace_that_says_so(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         stopped_by(KeyboardInterrupt(), tmp_path / "trace")
-
     trace = Trace.open(tmp_path / "trace")
     assert trace.manifest["stopped"] == "interrupted"
     assert trace.manifest["finished"] is not None
     assert len(trace.table("steps")) == trace.manifest["tables"]["steps"] == 18
-
-
-def test_a_trace_is_overwritten_only_by_force(tmp_path):
-    record(tmp_path / "trace")
-
-    with pytest.raises(ConfigError, match=r"trace folder .*trace exists; add --force to overwrite it"):
-        ParquetObserver(tmp_path / "trace")
 
 
 def test_an_old_trace_stays_until_a_run_takes_its_place(tmp_path):
@@ -253,11 +229,9 @@ def test_an_old_trace_stays_until_a_run_takes_its_place(tmp_path):
     with ParquetObserver(tmp_path / "trace", force=True):
         pass
     assert len(Trace.open(tmp_path / "trace").table("supports")) > 0
-
     with ParquetObserver(tmp_path / "trace", force=True) as observer:
         observer.on(run_event())
         observer.on(step_event())
-
     trace = Trace.open(tmp_path / "trace")
     assert [len(trace.table(name)) for name in ("steps", "supports", "prompts")] == [1, 0, 0]
     assert (tmp_path / "trace" / "figure.png").read_text() == "mine"
@@ -294,10 +268,8 @@ def test_what_is_no_trace_is_never_overwritten(tmp_path, manifest):
     (tmp_path / "thesis.tex").write_text("mine")
     if manifest is not None:
         (tmp_path / "manifest.json").write_text(manifest)
-
     with pytest.raises(ConfigError, match=r"must be new or empty, got one with other files"):
         ParquetObserver(tmp_path, force=True)
-
     assert (tmp_path / "thesis.tex").read_text() == "mine"
 
 
@@ -308,7 +280,6 @@ def test_it_watches_without_a_tokenizer_and_changes_nothing_it_is_shown(tmp_path
         observer.on(run_event(1))
         observer.on(PromptEvent(requests=(0,), ids_BT=ids, count=(1,)))
         observer.on(selection(index))
-
     assert index.tolist() == [[3, 5, -1]]
     assert ids.tolist() == [[7, 8]]
     assert Trace.open(tmp_path / "trace").table("prompts")["token_text"].null_count == 1
@@ -317,14 +288,12 @@ def test_it_watches_without_a_tokenizer_and_changes_nothing_it_is_shown(tmp_path
 CHILD = """
 import sys, time
 from pathlib import Path
-from unittest.mock import Mock
 from sfi_core.observers.events import BeginStepEvent
-from sfi_traces.record import writer as trace_writer
-from sfi_traces.record import readback
+from sfi_traces.record import writer
 from sfi_traces.record.parquet import ParquetObserver
 from tests.traces.told import run_event, step_event
 
-trace_writer.SOONEST = 0.1
+writer.SOONEST = 0.1
 observer = ParquetObserver(Path(sys.argv[1]))
 observer.on(run_event(1))
 for step in range(10**6):
@@ -341,13 +310,6 @@ def child(folder) -> subprocess.Popen:
     return subprocess.Popen([sys.executable, "-c", CHILD, str(folder)], env=environment)
 
 
-def wait_for(happened, seconds=60.0) -> None:
-    until = time.monotonic() + seconds
-    while not happened():
-        assert time.monotonic() < until, "it happens in time"
-        time.sleep(0.01)
-
-
 def test_a_killed_run_leaves_a_trace_up_to_its_last_parts(tmp_path):
     folder = tmp_path / "trace"
     process = child(folder)
@@ -356,7 +318,6 @@ def test_a_killed_run_leaves_a_trace_up_to_its_last_parts(tmp_path):
     finally:
         process.send_signal(signal.SIGKILL)
         process.wait()
-
     trace = Trace.open(folder)
     steps = trace.table("steps")["step"].to_pylist()
     assert trace.manifest["finished"] is None
@@ -374,7 +335,7 @@ class OnDevice(torch.Tensor):
 def test_tensors_of_several_types_come_back_in_order_and_shape(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", lambda **_: Mock())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: None)
-    monkeypatch.setattr(readback, "_pinned", lambda some: torch.cat([t.flatten() for t in some]))
+    monkeypatch.setattr(writer, "_pinned", lambda some: torch.cat([t.flatten() for t in some]))
     tensors = [
         torch.arange(6, dtype=torch.int32).view(2, 3).as_subclass(OnDevice),
         torch.tensor([0.5, 0.25], dtype=torch.bfloat16).as_subclass(OnDevice),
@@ -382,9 +343,7 @@ def test_tensors_of_several_types_come_back_in_order_and_shape(monkeypatch):
         torch.tensor([[7]], dtype=torch.int32).as_subclass(OnDevice),
         torch.empty(2, 0, dtype=torch.int32).as_subclass(OnDevice),
     ]
-
-    found = readback.Readback(tensors)
-
+    found = writer.Readback(tensors)
     assert [array.tolist() for array in found.wait()] == [t.tolist() for t in tensors]
     assert found.nbytes == 24 + 4 + 16 + 4
 
@@ -404,8 +363,7 @@ def test_tensors_travel_from_the_device_as_they_are():
         for _ in range(100):
             busy = busy @ busy
         done.record()
-        found = readback.Readback(tensors)
+        found = writer.Readback(tensors)
         waiting = not done.query()
-
     assert [array.tolist() for array in found.wait()] == expected
     assert waiting  # it came back before the device was there

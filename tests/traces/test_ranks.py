@@ -14,9 +14,7 @@ from sfi_traces import ParquetObserver, Trace
 from sfi_traces.read.check import check
 from sfi_traces.schema import MANIFEST
 from sfi_traces.summary import summarize
-from tests.traces.made import make_trace
-from tests.traces.small import change_manifest, rows, write_part
-from tests.traces.test_stability import rewrite
+from tests.traces.small import change_manifest, make_ranks, rewrite, rows, write_part
 from tests.traces.told import HEADS, Told
 
 RUN = {"ranks": 2, "run_id": "5" * 32, "began_unix_ns": 1_700_000_000_123_456_789}
@@ -31,13 +29,6 @@ def record(folder: Path, monkeypatch, **changes) -> dict[int, Told]:
         with ParquetObserver(folder, **changes) as observer:
             told[rank] = Told(observer, 0, batch=2, steps=12, seed=3, **RUN, rank=rank)
     return told
-
-
-def made(folder: Path, **changes) -> Path:
-    """A run of two ranks, made up."""
-    for rank, path in enumerate((folder, folder / "rank-00001")):
-        make_trace(path, steps=20, policy="sfi", **RUN | {"rank": rank} | changes)
-    return folder
 
 
 def test_the_joined_tables_have_every_head_once_and_every_step_once(tmp_path, monkeypatch):
@@ -80,7 +71,7 @@ def test_a_run_of_one_process_clears_away_the_ranks_of_the_one_before(tmp_path, 
 
 
 def test_ranks_of_different_runs_are_one_line(tmp_path):
-    folder = made(tmp_path / "run")
+    folder = make_ranks(tmp_path / "run", steps=20)
     change_manifest(folder / "rank-00001", run_id="6" * 32, created="2026-11-22T10:00:00+00:00")
     wanted = (
         f"trace {folder} must have ranks of one run, got rank 1 of the run of 2026-11-22T10:00:00+00:00 "
@@ -93,7 +84,7 @@ def test_ranks_of_different_runs_are_one_line(tmp_path):
 
 
 def test_a_rank_that_is_not_there_is_named_and_the_rest_is_read(tmp_path):
-    folder = made(tmp_path / "run")
+    folder = make_ranks(tmp_path / "run", steps=20)
     shutil.rmtree(folder / "rank-00001")
     found = check(Trace.open(folder))
     assert found["sound"]
@@ -106,7 +97,7 @@ def test_a_rank_that_is_not_there_is_named_and_the_rest_is_read(tmp_path):
 
 
 def test_a_killed_rank_is_read_as_far_as_it_came(tmp_path):
-    folder = made(tmp_path / "run")
+    folder = make_ranks(tmp_path / "run", steps=20)
     change_manifest(folder / "rank-00001", finished=None)
     rewrite(folder / "rank-00001", "steps", lambda rows: rows[:15])
     found = check(Trace.open(folder))
@@ -120,7 +111,7 @@ def test_a_killed_rank_is_read_as_far_as_it_came(tmp_path):
 
 
 def test_ranks_that_disagree_about_a_step_are_not_sound(tmp_path):
-    folder = made(tmp_path / "run")
+    folder = make_ranks(tmp_path / "run", steps=20)
     assert check(Trace.open(folder))["problems"] == []
 
     def otherwise(rows: list[dict]) -> list[dict]:
@@ -133,7 +124,7 @@ def test_ranks_that_disagree_about_a_step_are_not_sound(tmp_path):
 
 
 def test_a_finished_rank_with_fewer_steps_or_a_damaged_part_is_not_sound(tmp_path):
-    folder = made(tmp_path / "run")
+    folder = make_ranks(tmp_path / "run", steps=20)
     rewrite(folder / "rank-00001", "steps", lambda rows: rows[:15])
     write_part(folder / "rank-00001", "logits", [], number=2)
     problems = check(Trace.open(folder))["problems"]

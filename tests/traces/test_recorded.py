@@ -22,6 +22,7 @@ from sfi_traces.model.step_reads import StepReads
 from sfi_traces.model.trace import Trace
 from sfi_traces.record.parquet import ParquetObserver
 from sfi_traces.views.view import View
+from tests.traces.made import overlap
 
 NEW = 40
 # room for everything: the run sees what the plain model sees; no clip: lambda* is Eq. 17's own value
@@ -127,10 +128,6 @@ def test_lambda_star_is_that_of_the_models_own_attention_weights():
                 assert math.isclose(row["lambda_star"], min(max(expected, 0), 1), abs_tol=1e-4)
                 seen += 1
     assert seen == sum(len(r.slow_at) for r in result.report.requests) * 4 * 2
-
-
-def overlap(one: list[int], other: list[int]) -> float:
-    return len({*one} & {*other}) / min(len(one), len(other))
 
 
 def test_selection_overlaps_are_those_of_the_position_lists():

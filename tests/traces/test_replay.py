@@ -1,7 +1,5 @@
 """What a replay says was kept, against sets and loops."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 from pyarrow import parquet
@@ -12,29 +10,16 @@ from sfi_core.errors import TraceError
 from sfi_core.models.load import load
 from sfi_core.settings.audit import AuditConfig
 from sfi_core.settings.config import SfiConfig
-from sfi_traces.model.memory import Memory
+from sfi_traces.model.steps import Memory
 from sfi_traces.model.trace import Trace
 from sfi_traces.record.parquet import ParquetObserver
-from sfi_traces.replay import (
-    Outcome,
-    RecordedVocabulary,
-    Setting,
-    Supports,
-    compare,
-    pareto,
-    replay,
-    replay_request,
-    schedule,
-)
+from sfi_traces.replay import RecordedVocabulary, Setting, Supports, compare, pareto, replay, replay_request, schedule
 from sfi_traces.replay.replay import spread, top
 from tests.traces.made import CONFIG, MODEL, PROMPT, STOP, TOP, make_trace
+from tests.traces.small import fixed_trace, outcome, rewrite, rows
 
 RULES = {"sink": 4, "recent": 16, "budget": 20, "t_max": 1000, "trigger_delay": 0}
-
-
-@pytest.fixture(scope="module")
-def trace(tmp_path_factory) -> Trace:
-    return Trace.open(make_trace(tmp_path_factory.mktemp("full") / "trace", requests=2, seed=3))
+trace = fixed_trace(requests=2, seed=3)
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +28,7 @@ def recorded(trace) -> list[Supports]:
 
 
 def setting(**changes) -> Setting:
+    """A trigger at every tenth token, x_9, x_19, ..."""
     return Setting(
         config=SfiConfig(slow_start=1, min_gap=0, span=0).replace(**{**RULES, **changes}),
         trigger_token_ids=frozenset({STOP}),
@@ -56,8 +42,7 @@ def near(position: int, span: int) -> range:
 def by_sets(trace: Trace, request: int, rules: Setting, slow: list[bool]) -> dict:
     """Recompute (lower, upper, overlap) by (step, layer, head), with sets and loops only."""
     config = rules.config
-    rows = [r for r in trace.table("supports").to_pylist() if r["request"] == request]
-    at = {(r["step"], r["layer"], r["head"]): r for r in rows}
+    at = {(r["step"], r["layer"], r["head"]): r for r in rows(trace, "supports", request=request)}
     found, last = {}, 0
     for step in range(len(slow)):
         last = step if slow[step] else last
@@ -171,11 +156,9 @@ def test_layers_left_dense_read_everything_and_keep_everything(tmp_path, recorde
 def test_a_chosen_request_layer_and_head(trace):
     (one,) = Supports.load(trace, 1, layers=[1], heads=[0])
     assert (one.request, one.layer_U.tolist(), one.head_U.tolist()) == (1, [1], [0])
-    rows = [
-        row for row in trace.table("supports").to_pylist() if (row["request"], row["layer"], row["head"]) == (1, 1, 0)
-    ]
-    assert one.position_NUK[:, 0].tolist() == [row["positions"] for row in rows]
-    assert one.mass_NUK[7, 0].tolist() == pytest.approx(rows[7]["mass"])
+    found = rows(trace, "supports", request=1, layer=1, head=0)
+    assert one.position_NUK[:, 0].tolist() == [row["positions"] for row in found]
+    assert one.mass_NUK[7, 0].tolist() == pytest.approx(found[7]["mass"])
     assert len(one.tokens) == one.steps == 60
 
 
@@ -199,12 +182,12 @@ def test_a_killed_run_counts_up_to_its_last_whole_step(tmp_path, recorded):
 def test_a_run_is_compared_with_its_own_prediction(tmp_path):
     real = Trace.open(make_trace(tmp_path / "real", policy="sfi", requests=2, seed=5))
     found = compare(Supports.load(real), real, real)
-    rows = [row for row in real.table("supports").to_pylist() if row["step"] % 10]
-    steps = [row for row in real.table("steps").to_pylist() if row["step"]]
+    audited = [row for row in rows(real, "supports") if row["step"] % 10]
+    steps = [row for row in rows(real, "steps") if row["step"]]
     assert found.same_schedule
     assert [one.steps for one in found.requests] == [60, 60]
-    assert found.measured.retained_mass == pytest.approx(np.mean([r["retained_mass"] for r in rows]))
-    overlap = np.mean([row["overlap_last_refresh"] for row in rows])
+    assert found.measured.retained_mass == pytest.approx(np.mean([r["retained_mass"] for r in audited]))
+    overlap = np.mean([row["overlap_last_refresh"] for row in audited])
     assert found.measured.overlap_at_reuse == pytest.approx(overlap)
     assert found.predicted.overlap_at_reuse == pytest.approx(overlap)
     assert found.measured.attended_tokens == pytest.approx(np.mean([r["attended_tokens"] for r in steps]))
@@ -218,7 +201,7 @@ def test_another_run_is_compared_up_to_the_first_other_token(tmp_path):
     """The step whose token differs still saw the same tokens, so it counts."""
     full = Trace.open(make_trace(tmp_path / "full", seed=5))
     folder = make_trace(tmp_path / "real", policy="sfi", seed=6, audit=3)
-    change_token(folder, step=33)
+    rewrite(folder, "steps", lambda found: [row | {"token_id": 77} if row["step"] == 33 else row for row in found])
     real = Trace.open(folder)
     found = compare(Supports.load(full), full, real)
     (one,) = found.requests
@@ -231,14 +214,6 @@ def test_another_run_is_compared_up_to_the_first_other_token(tmp_path):
     places = sorted({row["step"] for row in audited})
     assert found.predicted.retained_mass == pytest.approx(metrics.lower_NU[places].mean())
     assert found.same_schedule
-
-
-def change_token(folder: Path, step: int) -> None:
-    part = folder / "steps" / "part-00000.parquet"
-    table = parquet.read_table(part)
-    rows = table.to_pylist()
-    rows[step]["token_id"] = 77
-    parquet.write_table(type(table).from_pylist(rows, schema=table.schema), part)
 
 
 @pytest.mark.parametrize(
@@ -271,14 +246,10 @@ def test_spread_is_the_largest_score_within_the_span(span):
         assert (got[:, at] == score[:, max(0, at - span) : at + span + 1].max(1)).all()
 
 
-def outcome(speedup: float, kept: float) -> Outcome:
-    values = dict.fromkeys(Outcome.__slots__, 0)
-    return Outcome(**values | {"speedup": speedup, "retained_mass": kept})
-
-
 def test_the_front_holds_what_nothing_else_beats():
     points = [(1.0, 1.0), (2.0, 0.9), (2.0, 0.8), (3.0, 0.7), (2.5, 0.6), (2.0, 0.9), (4.0, 0.1), (1.5, 0.9)]
-    assert pareto([outcome(*point) for point in points]) == [True, True, False, True, False, True, True, False]
+    outcomes = [outcome(speedup=speedup, retained_mass=kept) for speedup, kept in points]
+    assert pareto(outcomes) == [True, True, False, True, False, True, True, False]
     assert pareto([]) == []
 
 

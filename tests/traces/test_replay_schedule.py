@@ -2,27 +2,22 @@
 
 import random
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
 import pytest
-from pyarrow import parquet
 
 from sfi_core.errors import ConfigError, TraceError
 from sfi_core.settings.config import SfiConfig
 from sfi_core.state.request import RequestState
-from sfi_traces.model.memory import Memory
+from sfi_traces.model.steps import Memory
 from sfi_traces.model.trace import Trace
 from sfi_traces.replay import RecordedVocabulary, Setting, Supports, grid, schedule
 from tests.traces.made import PROMPT, STOP, make_trace
+from tests.traces.small import fixed_trace, redact
+from tests.traces.test_replay import setting
 
 STEPS = 60
-
-
-@pytest.fixture(scope="module")
-def trace(tmp_path_factory) -> Trace:
-    return Trace.open(make_trace(tmp_path_factory.mktemp("full") / "trace", steps=STEPS))
+trace = fixed_trace(steps=STEPS)
 
 
 @pytest.fixture(scope="module")
@@ -32,14 +27,6 @@ def supports(trace) -> Supports:
 
 def slow_at(supports: Supports, setting: Setting) -> dict[int, str]:
     return {step: reason for step, reason in enumerate(schedule(supports, setting)) if reason}
-
-
-def setting(**changes) -> Setting:
-    """A trigger at every tenth token, x_9, x_19, ..."""
-    rules = {"trigger_delay": 0, "t_max": 1000, **changes}
-    return Setting(
-        config=SfiConfig(slow_start=1, min_gap=0, span=0).replace(**rules), trigger_token_ids=frozenset({STOP})
-    )
 
 
 def expected(tokens: list[int], config: SfiConfig) -> dict[int, str]:
@@ -146,20 +133,8 @@ def test_trigger_strings_match_recorded_tokens_as_a_run_would_match_its_tokenize
 
 
 def test_a_redacted_trace_replays_its_own_triggers_only(tmp_path, trace):
-    folder = make_trace(tmp_path / "trace", steps=STEPS)
-    redact(folder)
-    redacted = Trace.open(folder)
+    redacted = Trace.open(redact(make_trace(tmp_path / "trace", steps=STEPS)))
     own = Supports.load(redacted)[0]
     assert slow_at(own, Setting.recorded(redacted)) == slow_at(Supports.load(trace)[0], Setting.recorded(trace))
     with pytest.raises(TraceError, match="is redacted; it can be replayed with its own triggers"):
         RecordedVocabulary.of([redacted])
-
-
-def redact(folder: Path) -> None:
-    part = folder / "steps" / "part-00000.parquet"
-    table = parquet.read_table(part)
-    for name in ("token_id", "token_text"):
-        place = table.schema.get_field_index(name)
-        field = table.schema.field(name)
-        table = table.set_column(place, field, pa.nulls(len(table), field.type))
-    parquet.write_table(table, part)

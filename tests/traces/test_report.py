@@ -17,16 +17,15 @@ from sfi_traces.model.step_reads import StepReads
 from sfi_traces.model.trace import Trace
 from sfi_traces.report import render
 from sfi_traces.report.raster_figure import pack
-from sfi_traces.summary.drift import drift
-from sfi_traces.summary.head_similarity import HeadSimilarity
-from sfi_traces.summary.query_cosine import query_cosine
+from sfi_traces.summary.freekv import query_cosine
+from sfi_traces.summary.synckv import HeadSimilarity, drift
 from sfi_traces.views.figure_data import HeadMap
 from sfi_traces.views.raster import rasters
 from sfi_traces.views.view import View
 from tests.traces.imports import LAYERS, STEPS, selection_arrays, write_npz
 from tests.traces.imports import PROMPT as IMPORTED
 from tests.traces.made import WORDS, make_trace
-from tests.traces.test_stability import rewrite
+from tests.traces.small import rewrite
 
 pytest.importorskip("jinja2")
 get_plotlyjs = pytest.importorskip("plotly.offline").get_plotlyjs
@@ -181,7 +180,7 @@ def test_the_raster_has_the_cells_of_every_layer_and_head(shown):
 
 
 def test_a_long_trace_is_thinned_out_and_the_page_says_so(tmp_path, monkeypatch):
-    monkeypatch.setattr("sfi_traces.report.support_figures.MOST_STEPS", 50)
+    monkeypatch.setattr("sfi_traces.report.step_figures.MOST_STEPS", 50)
     monkeypatch.setattr("sfi_traces.report.raster_figure.ALL_CELLS", 4 * 60 * 40)
     monkeypatch.setattr("sfi_traces.report.text.MOST_TOKENS", 70)
     page = render(View(Trace.open(make_trace(tmp_path / "t", steps=100))))

@@ -5,14 +5,12 @@ import statistics
 import numpy as np
 import pyarrow as pa
 import pytest
-from pyarrow import parquet
 
 from sfi_core.errors import TraceError
 from sfi_traces import overlap as overlaps
 from sfi_traces.model.request import Request
 from sfi_traces.model.supports import Supports
 from sfi_traces.model.trace import Trace
-from sfi_traces.schema import TABLES
 from sfi_traces.summary import Scope, lags
 from sfi_traces.summary.lags import overlap_by_lag
 from sfi_traces.summary.supports import selection_facts
@@ -21,18 +19,12 @@ from sfi_traces.views.figure_data import REST, lambda_over_time, retained_mass, 
 from sfi_traces.views.raster import MISSED, NOTHING, READ, SELECTED, choose_place, rasters
 from sfi_traces.views.view import View
 from tests.traces.made import CONFIG, make_trace, overlap
+from tests.traces.small import rewrite
 
 
 def rows(view: View, table: str) -> list[dict]:
     """The request's rows of a table."""
     return [row for row in view.trace.table(table).to_pylist() if row["request"] == view.request]
-
-
-def rewrite(folder, table: str, change) -> None:
-    """Replace a table's rows."""
-    path = folder / table / "part-00000.parquet"
-    changed = change(parquet.read_table(path).to_pylist())
-    parquet.write_table(pa.Table.from_pylist(changed, schema=TABLES[table]), path)
 
 
 def supports(view: View) -> dict[tuple[int, int, int], dict]:

@@ -38,7 +38,6 @@ def test_a_span_s_row_says_where_it_was_and_how_long_it_took():
         with observer.span("pack", 2):
             pass
     wall = 1e6 * (time.perf_counter() - before)
-
     inner, pack, outer = rows()
     assert [row[:5] for row in (inner, pack, outer)] == [
         (0, 4, 2, "attention.fast", "main"),
@@ -60,7 +59,6 @@ def test_the_requests_of_a_second_run_are_numbered_on():
         begin(observer, 0)
         with observer.span("prefill"):
             pass
-
     assert [row[0] for row in rows()] == [0, 3, 5]
 
 
@@ -75,7 +73,6 @@ def test_a_sink_gets_each_step_s_spans_when_the_next_begins():
         assert steps == [[(1, None, "forward")]]
     observer.flush()
     observer.flush()
-
     assert steps == [[(1, None, "forward")], [(1, None, "sample")]]
 
 
@@ -122,7 +119,6 @@ def test_a_device_s_spans_are_read_from_its_events_without_waiting_while_it_runs
         with observer.span("pack", 1, 64):
             FakeEvent.now += 0.5
     assert FakeEvent.waited == 0
-
     assert rows() == [
         (0, 0, 1, "pack", "main", 5000.0, 500.0, 64),
         (0, 0, None, "forward", "main", 2000.0, 3500.0, None),

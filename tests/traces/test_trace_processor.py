@@ -7,9 +7,8 @@ import pytest
 
 from sfi_traces.export.perfetto import perfetto_text
 from sfi_traces.model.trace import Trace
-from tests.traces.made import LAYERS, make_trace
-from tests.traces.small import rows
-from tests.traces.test_stability import rewrite
+from tests.traces.made import LAYERS
+from tests.traces.small import make_ranks, rewrite, rows
 from tests.traces.trace_processor import trace_processor
 
 STEPS = 25
@@ -35,9 +34,8 @@ LOST = "SELECT name, value FROM stats WHERE severity IN ('error', 'data_loss') A
 @pytest.fixture(scope="module")
 def trace(tmp_path_factory) -> Trace:
     """A run of two ranks."""
-    folder: Path = tmp_path_factory.mktemp("processor") / "run"
+    folder: Path = make_ranks(tmp_path_factory.mktemp("processor") / "run", steps=STEPS, sentence=9)
     for rank, path in enumerate((folder, folder / "rank-00001")):
-        make_trace(path, steps=STEPS, policy="sfi", sentence=9, rank=rank, ranks=2)
         rewrite(path, "timings", lambda found, rank=rank: [_on(rank, row) for row in found])
     return Trace.open(folder)
 

@@ -12,12 +12,12 @@ from sfi_core.observers.events import BeginStepEvent, SelectionEvent
 from sfi_traces.model.trace import Trace
 from sfi_traces.record import parquet
 from sfi_traces.record import writer as trace_writer
-from sfi_traces.record.manifest import describe_run
+from sfi_traces.record.folder import describe_run
 from sfi_traces.record.parquet import ParquetObserver
 from sfi_traces.record.part_files import PartFiles
 from sfi_traces.record.rows import TraceRows
 from sfi_traces.record.writer import TraceWriter, next_parts
-from tests.traces.told import run_event, step_event
+from tests.traces.told import run_event, step_event, wait_for
 
 
 @pytest.fixture(autouse=True)
@@ -33,13 +33,6 @@ def tell(observer, steps) -> None:
         observer.on(step_event(0, step))
 
 
-def wait_for(happened, seconds=30.0) -> None:
-    until = time.monotonic() + seconds
-    while not happened():
-        assert time.monotonic() < until, "it happens in time"
-        time.sleep(0.002)
-
-
 def written(folder) -> list[int]:
     return Trace.open(folder).table("steps")["step"].to_pylist()
 
@@ -53,7 +46,6 @@ def test_a_table_s_parts_join_to_the_whole(tmp_path, monkeypatch):
     with ParquetObserver(tmp_path / "trace") as observer:
         observer.on(run_event(1))
         tell(observer, range(100))
-
     trace = Trace.open(tmp_path / "trace")
     names = [part.name for part in trace.parts("steps")]
     assert len(names) > 5
@@ -70,7 +62,6 @@ def test_parts_are_cut_while_nothing_happens(tmp_path, monkeypatch):
         observer.on(run_event(1))
         tell(observer, range(5))
         wait_for(lambda: list((tmp_path / "trace" / "steps").glob("part-*")))
-
         trace = Trace.open(tmp_path / "trace")
         assert trace.table("steps")["step"].to_pylist()[:4] == [0, 1, 2, 3]
         assert trace.manifest["finished"] is None
@@ -89,7 +80,6 @@ def test_a_recorded_step_has_its_other_rows(tmp_path, monkeypatch):
     with ParquetObserver(tmp_path / "trace") as observer:
         observer.on(run_event(1))
         tell(observer, range(3))
-
     assert order[:4] == ["timings", "steps"] * 2
 
 
@@ -119,7 +109,6 @@ def test_a_full_disk_ends_the_trace_and_not_the_run(tmp_path, monkeypatch):
         later = count(3)
         wait_for(lambda: tell(observer, [next(later)]) or warnings)
         tell(observer, islice(later, 20))
-
     trace = Trace.open(folder)
     assert written(folder) == [0, 1]
     assert warnings == [f"trace {folder} ends here, the run goes on: No space left on device"]
@@ -147,7 +136,6 @@ def test_a_mistake_in_the_thread_is_raised_when_the_trace_is_closed(writer, tmp_
     writer.put([(run_event(1), {})])
     for step in range(500):  # more than the queue holds: nobody may wait for ever
         writer.put([(step_event(0, step), {})])
-
     with pytest.raises(ZeroDivisionError, match="a mistake"):
         writer.close(None)
     assert Trace.open(tmp_path / "trace").manifest["finished"] is None
@@ -180,5 +168,4 @@ def test_decoding_waits_for_a_slow_disk_only_when_the_queue_is_full(tmp_path, mo
         assert len(told) < 20  # 2,000 bytes each: ten fit
         gate.set()
         decoder.join()
-
     assert len(Trace.open(tmp_path / "trace").table("selections")) == 40

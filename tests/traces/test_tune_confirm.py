@@ -11,7 +11,7 @@ from sfi_core.models.load import load
 from sfi_core.settings.audit import AuditConfig
 from sfi_traces.model.trace import Trace
 from sfi_traces.record.parquet import ParquetObserver
-from sfi_traces.replay import Comparison, Outcome, Setting, Supports, replay
+from sfi_traces.replay import Comparison, Setting, Supports, replay
 from sfi_traces.tune.confirm import Confirmer, Material, check_model
 from sfi_traces.tune.confirmation import Confirmation, stated_errors
 from sfi_traces.tune.found import Found
@@ -21,6 +21,7 @@ from sfi_traces.tune.space import Space
 from sfi_traces.tune.trigger_sets import recorded_set
 from sfi_traces.tune.tuning import Tuning
 from tests.traces.made import make_trace
+from tests.traces.small import outcome
 
 SETTINGS = ({"budget": 64}, {}, {"budget": 600, "trigger_policy": "stride", "stride": 8})
 
@@ -115,14 +116,11 @@ def test_a_model_that_the_trace_is_not_of_is_refused(loaded, tmp_path, trace):
 
 
 def row_of(predicted: float, upper: float, measured: float, *, exact: bool | None = True) -> Confirmation:
-    both = (
-        Outcome(**dict.fromkeys(Outcome.__slots__, 0) | {"retained_mass": kept, "retained_mass_upper": most})
-        for kept, most in ((predicted, upper), (measured, measured))
-    )
-    names = ("predicted", "measured")
     comparison = Comparison(
-        **dict(zip(names, both, strict=True)), same_schedule=True, mean_difference=0.0, mean_distance=0.0, requests=[]
-    )
+        predicted=outcome(retained_mass=predicted, retained_mass_upper=upper),
+        measured=outcome(retained_mass=measured, retained_mass_upper=measured),
+        same_schedule=True, mean_difference=0.0, mean_distance=0.0, requests=[],
+    )  # fmt: skip
     return Confirmation(
         comparison=comparison, kl_next_token=0.0, argmax_agreement=1.0, decode_tokens_per_second=1.0, exact_match=exact
     )

@@ -8,19 +8,16 @@ from optuna.trial import FixedTrial
 
 from sfi_core.errors import ConfigError, TraceError
 from sfi_core.settings.config import SfiConfig
-from sfi_traces.model.trace import Trace
-from sfi_traces.replay import Outcome, Setting, Supports
+from sfi_traces.replay import Setting, Supports
 from sfi_traces.tune.found import tuned_config, tuned_toml
 from sfi_traces.tune.front import RULES, Candidate, choose, spread
 from sfi_traces.tune.objective import Evaluator, Limits, objectives
 from sfi_traces.tune.space import Axis, Space
 from sfi_traces.tune.trigger_sets import NamedSet, distinct, given_sets, punctuation_sets, recorded_set
-from tests.traces.made import STOP, make_trace
+from tests.traces.made import STOP
+from tests.traces.small import fixed_trace, outcome
 
-
-@pytest.fixture(scope="module")
-def trace(tmp_path_factory) -> Trace:
-    return Trace.open(make_trace(tmp_path_factory.mktemp("tune") / "trace", requests=2, seed=3))
+trace = fixed_trace(requests=2, seed=3)
 
 
 @pytest.fixture(scope="module")
@@ -161,10 +158,6 @@ def test_an_outcome_is_replayed_once(base, recorded, monkeypatch):
     named = Setting(config=base.config, trigger_token_ids=base.trigger_token_ids, triggers="other")
     assert evaluate(base) == evaluate(named)
     assert len(calls) == 1
-
-
-def outcome(**values) -> Outcome:
-    return Outcome(**dict.fromkeys(Outcome.__slots__, 0) | values)
 
 
 def candidates(*points) -> list[Candidate]:

@@ -14,14 +14,11 @@ from sfi_traces.tune.objective import Limits, costs, objectives
 from sfi_traces.tune.study import Purpose, Search
 from sfi_traces.tune.tuning import Tuning
 from tests.traces.made import CONFIG, make_trace
+from tests.traces.small import fixed_trace
 
 PURPOSE = Purpose(traces="t", space="s", objectives="o")
 DIRECTIONS = ("minimize", "maximize")
-
-
-@pytest.fixture(scope="module")
-def trace(tmp_path_factory) -> Trace:
-    return Trace.open(make_trace(tmp_path_factory.mktemp("tune") / "trace", requests=2, seed=3))
+trace = fixed_trace(requests=2, seed=3)
 
 
 def tuning(*traces: Trace, limits: Limits | None = None, names=(), **axes) -> Tuning:

@@ -8,19 +8,13 @@ from sfi_traces.model.trace import Trace
 from sfi_traces.views.view import View
 from sfi_traces.views.words import GAP, LONG, LONGEST, Passage, step_words
 from tests.traces.made import PROMPT, WORDS, make_trace
-from tests.traces.small import redact
-from tests.traces.test_stability import rewrite
+from tests.traces.small import redact, rewrite, rows
 
 SINK, RECENT = 4, 16
 
 
 def opened(folder, **options) -> View:
     return View(Trace.open(folder), **options)
-
-
-def rows(view: View, table: str, **wanted) -> list[dict]:
-    every = view.trace.table(table).to_pylist()
-    return [row for row in every if all(row[key] == value for key, value in wanted.items())]
 
 
 def covered(passages: list[Passage], part: str) -> set[int]:
@@ -31,7 +25,7 @@ def test_a_fast_step_read_the_sink_what_was_selected_last_and_the_recent_tokens(
     """Eq. 1, by the trace's own rows."""
     view = opened(make_trace(tmp_path / "t", steps=40, policy="sfi"), layer=1, head=0)
     found = step_words(view, 17)
-    (selection,) = rows(view, "selections", step=10, layer=1, head=0)
+    (selection,) = rows(view.trace, "selections", step=10, layer=1, head=0)
     recent = PROMPT + 10 - RECENT  # anchored where the slow step left it
     chosen = {p for p in selection["positions"] if SINK <= p < recent}
     assert sum(one.tokens for one in found.passages if one.part == "selected") == len(chosen)
@@ -46,7 +40,7 @@ def test_a_fast_step_read_the_sink_what_was_selected_last_and_the_recent_tokens(
 def test_what_was_read_and_what_was_missed_share_out_the_recorded_mass(tmp_path):
     view = opened(make_trace(tmp_path / "t", steps=40, policy="sfi"))
     found = step_words(view, 17)
-    supports = rows(view, "supports", step=17)
+    supports = rows(view.trace, "supports", step=17)
     masses = [sum(one.mass or 0 for one in each) for each in (found.passages, found.missed)]
     assert sum(masses) == pytest.approx(np.mean([sum(row["mass"]) for row in supports]), rel=1e-5)
     assert min(masses) > 0
@@ -66,7 +60,7 @@ def test_what_the_audit_saw_read_counts_where_the_trace_has_it(tmp_path):
 
 def test_a_passage_has_its_text_and_ends_with_a_sentence_once_it_is_long(tmp_path):
     view = opened(make_trace(tmp_path / "t", steps=40, policy="sfi"))
-    (selection, *_) = rows(view, "selections", step=30, layer=0, head=0)
+    (selection, *_) = rows(view.trace, "selections", step=30, layer=0, head=0)
     whole = {**selection, "positions": list(range(20, 120))}
     rewrite(view.trace.path, "selections", lambda _: [whole])
     stop = 20 + LONG + 6
@@ -85,11 +79,11 @@ def test_a_passage_has_its_text_and_ends_with_a_sentence_once_it_is_long(tmp_pat
 
 def test_a_selection_for_the_next_step_is_read_then(tmp_path):
     view = opened(make_trace(tmp_path / "t", steps=40, policy="freekv"))
-    (row, *_) = rows(view, "selections", reason="speculative")
+    (row, *_) = rows(view.trace, "selections", reason="speculative")
     own = View(view.trace, layer=row["layer"], head=row["head"])
     assert row["step"] not in step_words(own, row["step"]).refreshed
     found = step_words(own, row["step"] + 1)
-    (corrected,) = rows(view, "selections", step=row["step"] + 1, layer=row["layer"], head=row["head"]) or [row]
+    (corrected,) = rows(view.trace, "selections", step=row["step"] + 1, layer=row["layer"], head=row["head"]) or [row]
     expected = row["step"] + (corrected["reason"] == "correction")
     assert found.refreshed == [expected]
 

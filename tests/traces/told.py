@@ -2,6 +2,8 @@
 
 import math
 import random
+import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,8 +31,7 @@ Rows = dict[str, list[dict[str, Any]]]
 def run_event(batch: int = 2, **changes: Any) -> RunEvent:
     event = {
         "batch": batch, "requests": batch, "policy": "sfi", "backend": "torch", "device": "cpu",
-        "config": CONFIG,
-        "trigger_token_ids": TRIGGERS, "model": MODEL, "audit": AUDIT,
+        "config": CONFIG, "trigger_token_ids": TRIGGERS, "model": MODEL, "audit": AUDIT,
     }  # fmt: skip
     return RunEvent(**event | changes)
 
@@ -38,11 +39,18 @@ def run_event(batch: int = 2, **changes: Any) -> RunEvent:
 def step_event(request: int = 0, step: int = 0, **changes: Any) -> StepEvent:
     event = {
         "request": request, "step": step, "batch_step": step, "position": 9 + step, "token_id": step % 90,
-        "slow": False,
-        "reason": "", "steps_since_slow": 1, "attended_tokens": 5.5, "context_tokens": 10 + step,
+        "slow": False, "reason": "", "steps_since_slow": 1, "attended_tokens": 5.5, "context_tokens": 10 + step,
         "elapsed_us": 12.5, "audited": False,
     }  # fmt: skip
     return StepEvent(**event | changes)
+
+
+def wait_for(happened: Callable[[], Any], seconds: float = 60.0) -> None:
+    """Wait until something has happened."""
+    until = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < until, "it happens in time"
+        time.sleep(0.002)
 
 
 def padded(sets: list[list[int]], width: int) -> torch.Tensor:
@@ -137,29 +145,19 @@ class Told:
         )  # fmt: skip
 
     def _select(self, row: int, step: int, layer: int, *, heads: list[int], reason: str = "") -> None:
-        names = (
-            "lambda_star",
-            "evidence_norm2",
-            "evidence_dot_prior",
-            "prior_norm2",
-            "evidence_entropy",
-            *(["query_cosine"] if reason else []),
-        )
+        names = ["lambda_star", "evidence_norm2", "evidence_dot_prior", "prior_norm2", "evidence_entropy"]
+        names += ["query_cosine"] if reason else []
         # a policy without a Selector has no diagnostics; a head may find fewer than its budget
         named = {name: [self._number() for _ in range(HEADS)] for name in names if layer == 0}
         sets = [sorted(self._rng.sample(range(12), self._rng.choice([5, 6]))) for _ in range(HEADS)]
         selecting = torch.tensor([head in heads for head in range(HEADS)])
         self._observer.on(
             SelectionEvent(
-                request=row,
-                step=step,
-                layer=layer,
-                index_HK=padded(sets, 6),
+                request=row, step=step, layer=layer, index_HK=padded(sets, 6), reason=reason,
                 diagnostics={name: torch.tensor([values]) for name, values in named.items()},
-                reason=reason,
                 heads_H=selecting if reason else None,
             )
-        )
+        )  # fmt: skip
         for head in heads:
             new = sets[head]
             old = self._selected.get((row, layer, head))
@@ -185,21 +183,14 @@ class Told:
         cosine = math.nan if step == 0 else self._number()
         self._observer.on(
             AuditEvent(
-                request=row,
-                step=step,
-                layer=layer,
-                slow=slow,
-                heads=(0, 5),
-                index_HK=padded(sets, 6),
+                request=row, step=step, layer=layer, slow=slow, heads=(0, 5), index_HK=padded(sets, 6),
                 mass_HK=torch.tensor([values + [0.0] * (6 - len(values)) for values in mass]),
-                retained_H=torch.full((HEADS,), retained),
-                query_cosine_H=torch.full((HEADS,), cosine),
-                output_error_H=torch.full((HEADS,), error),
                 read_HK=torch.tensor([values + [False] * (6 - len(values)) for values in read]),
+                retained_H=torch.full((HEADS,), retained), retained_min_H=torch.full((HEADS,), least),
+                query_cosine_H=torch.full((HEADS,), cosine), output_error_H=torch.full((HEADS,), error),
                 top_1_read_H=torch.full((HEADS,), top_1),
-                retained_min_H=torch.full((HEADS,), least),
             )
-        )
+        )  # fmt: skip
         for place, head in enumerate((0, 5)):
             seen = self._supports.setdefault((row, layer, head), {})
             last, refreshed = seen.get(step - 1), seen.get(self._refreshes.get((row, layer, head)))

@@ -13,6 +13,7 @@ BLOCK = 64  # sets of a block
 
 Ints = npt.NDArray[np.integer[Any]]
 Floats = npt.NDArray[np.floating[Any]]
+Array = npt.NDArray[Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,12 @@ class Overlap:
     def jaccard(self) -> Floats:
         """|A and B| / |A or B|; NaN where both sets are empty."""
         return _share(self.both, self.first + self.second - self.both)
+
+
+def coefficients(index_NK: Ints) -> Floats:
+    """Return the overlap coefficient of every two sets, [N, N] (SyncKV, Eq. 1); 0 for an empty set."""
+    size_N = np.maximum(1, size(index_NK)).astype(np.float32)
+    return np.asarray(intersections(index_NK) / np.minimum(size_N[:, None], size_N))
 
 
 def intersections(index_NK: Ints) -> Floats:
@@ -78,8 +85,7 @@ class _Block:
         return cls(held, row, member)
 
     def members(self, position: np.ndarray) -> np.ndarray:
-        found: np.ndarray = self.member[self.row[position]].astype(np.float32)
-        return found
+        return np.asarray(self.member[self.row[position]], np.float32)
 
 
 def size(index: Ints) -> Ints:
@@ -100,3 +106,36 @@ def padded(lists: pa.ListArray | pa.ChunkedArray, empty: float = -1, width: int 
     found = np.full((len(length), wide), empty, values.dtype)
     found[np.arange(wide) < length[:, None]] = values
     return found
+
+
+class SelectedSets:
+    """The last selection of each KV head of one request and layer; heads may select at different steps."""
+
+    def __init__(self, heads: int) -> None:
+        self._known_H = np.zeros(heads, bool)
+        self._index_HK = np.full((heads, 0), -1, np.int32)
+
+    def replace(self, heads: Array, index_NK: Array) -> dict[str, Array]:
+        """Store the selections of N heads, ascending, and compare each with the head's selection before.
+
+        `index_NK` has their positions, ascending, padded with -1. Returns columns of the table `selections`,
+        [N] each: a head's first selection has NaN overlaps, and all its positions are new.
+        """
+        change = Overlap.of(self._index_HK[heads], index_NK)
+        first = ~self._known_H[heads]
+        self._keep(heads, index_NK)
+        return {
+            "selected": change.second,
+            "overlap_previous": np.where(first, np.nan, change.coefficient),
+            "jaccard_previous": np.where(first, np.nan, change.jaccard),
+            "added": change.second - change.both,
+            "removed": change.first - change.both,
+        }
+
+    def _keep(self, heads: Array, index_NK: Array) -> None:
+        wider = index_NK.shape[1] - self._index_HK.shape[1]
+        if wider > 0:
+            self._index_HK = np.pad(self._index_HK, ((0, 0), (0, wider)), constant_values=-1)
+        self._index_HK[heads] = -1
+        self._index_HK[heads, : index_NK.shape[1]] = index_NK
+        self._known_H[heads] = True

@@ -67,7 +67,7 @@ def bench(
     sets: Annotated[o.Words, o.sets("bench")] = None,
     budget: o.Budget = None,
     plot: Annotated[o.File, _out("Draw throughput to a .png or .svg.")] = None,
-    output: Annotated[o.File, _out("Write the data there too: .json or .parquet.", "--output", "-o")] = None,
+    output: Annotated[o.File, o.output("Write the data there too: .json or .parquet.")] = None,
     force: o.Force = False,
     wide: o.Wide = False,
     json: o.Json = False,

@@ -138,6 +138,7 @@ def _check_forecast(settings: Given, text: str | None, *, forecast: bool) -> Non
 def _settings(
     settings: Given, asked: dict[str, Any], slow_rate: str | None, text: str | None, loaded: Loaded | None
 ) -> Any:
+    from sfi_core.bundled.example import load_example
     from sfi_core.measure.bench.settings import DecodeSettings
 
     given = {name: value for name, value in asked.items() if value is not None}
@@ -147,7 +148,7 @@ def _settings(
         given["prefill"] = True  # acceptance is measured on real prompts, which must be prefilled
     if text is None:
         return DecodeSettings(**given, slow_rate=_rate(slow_rate or SLOW_RATE))
-    read = _read_text(text)
+    read = load_example().prompt if text == BUNDLED_TEXT else read_text(Path(text), "text")
     if loaded is None:
         return DecodeSettings(**given, slow_rate=None, text_ids=(0,))
     return DecodeSettings(**given | _of_text(text, read, given["config"], *loaded), slow_rate=None)
@@ -194,9 +195,3 @@ def _of_text(source: str, text: str, config: Any, model: Any, tokenizer: Any) ->
         "text_ids": tuple(token % vocabulary for token in ids),
         "config": config.replace(trigger_token_ids=tuple(triggers)),
     }
-
-
-def _read_text(source: str) -> str:
-    from sfi_core.bundled.example import load_example
-
-    return load_example().prompt if source == BUNDLED_TEXT else read_text(Path(source), "text")

@@ -58,7 +58,7 @@ def evaluate(
     kv_device_budget: o.KvDeviceBudget = None,
     trust_remote_code: o.TrustRemoteCode = False,
     sets: Annotated[o.Words, o.sets("eval", o.MODEL)] = None,
-    output: Annotated[o.File, _out("Folder of the results.", "--output", "-o", shown="sfi-eval-DATE-TIME")] = None,
+    output: Annotated[o.File, o.output("Folder of the results.", shown="sfi-eval-DATE-TIME")] = None,
     resume: Annotated[bool, _out("Go on with the folder.", "--resume")] = False,
     plot: Annotated[o.File, _out("Draw score against read to a .png or .svg.")] = None,
     force: o.Force = False,

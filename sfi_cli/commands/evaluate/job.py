@@ -2,16 +2,17 @@
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from sfi_cli.commands.evaluate import request
-from sfi_cli.commands.evaluate.progress import EvaluationProgress
-from sfi_cli.commands.evaluate.same import check_same
 from sfi_cli.commands.evaluate.views import evaluation_text
 from sfi_cli.parsing import read_text
 from sfi_cli.terminal.output import Output, dated_folder, leave_interrupted
+from sfi_cli.terminal.progress import Progress
 from sfi_core.errors import ConfigError, SfiError
 from sfi_core.measure.evaluation.grid import Grid
 from sfi_core.measure.evaluation.lossless_rows import check_exact
@@ -52,7 +53,7 @@ def _results(
     # the folder with all its rows, and whether Ctrl-C ended the run
     from sfi_core.engine.backends.registry import check_backend
     from sfi_core.models.load import load, resolve_device
-    from sfi_traces.results.evaluation.evaluation_manifest import check_new
+    from sfi_traces.results.evaluation.files import check_new
     from sfi_traces.results.evaluation.store import ResultsFolder
 
     results = None
@@ -74,7 +75,7 @@ def _results(
         "text": None if text is None else hashlib.sha256(text.encode()).hexdigest(),
     }
     if results is not None:
-        check_same(facts, results.manifest, ("methods", "text"))
+        request.check_same(facts, results.manifest, ("methods", "text"))
         if results.manifest["finished"] and not any(_left(part, results) for part in parts):
             results.leave()
             results.order(parts)
@@ -87,7 +88,7 @@ def _results(
     if results is None:
         results = ResultsFolder.create(path, facts, force=output.force)
     else:
-        check_same(facts, results.manifest, ("model",))
+        request.check_same(facts, results.manifest, ("model",))
     return results, _run(results, parts, loaded, asked, quiet=output.quiet)
 
 
@@ -122,8 +123,7 @@ def _run(
 
 def _document(results: Any) -> dict[str, Any]:
     # sum a folder's results up as the document of `--json`
-    from sfi_traces.results.evaluation.averages import summarize_averages
-    from sfi_traces.results.evaluation.summary import summarize, summarize_fidelity
+    from sfi_traces.results.evaluation.summary import summarize, summarize_averages, summarize_fidelity
 
     manifest = results.manifest
     names = ("asked", "model", "device", "machine", "versions", "created", "finished", "stopped")
@@ -159,3 +159,40 @@ def _left(part: Grid, results: Any) -> list[Any]:
     # keys of the rows that are missing or failed
     done = {part.key(row) for row in results.rows[part.table] if row["error"] is None}
     return [key for key in part.keys if key not in done]
+
+
+class EvaluationProgress(Progress):
+    """Shows how many results are done, and about how long the others will take."""
+
+    def __init__(self, what: str, weights: Iterable[int], *, quiet: bool) -> None:
+        """Begin with no result done; `weights` has one of each result, such as its context's length."""
+        super().__init__(quiet=quiet)
+        self._what, self._left, self._done = what, Counter(weights), 0
+        self._total = self._left.total()
+        self._took: defaultdict[int, list[float]] = defaultdict(list)
+        self._since = time.monotonic()
+
+    def update(self, weight: int) -> None:
+        """Show that one more result, of this weight, is done."""
+        now = time.monotonic()
+        self._took[weight].append(now - self._since)
+        self._since = now
+        self._left[weight] -= 1
+        self._done += 1
+        left = clock(self.seconds_left)
+        line = f"{self._what}: {self._done:,} of {self._total:,}, about {left} left"
+        self._show(line, self._done, self._total, line)
+
+    @property
+    def seconds_left(self) -> float:
+        """Estimate of the time left: each result takes as long as the mean of its weight so far."""
+        means = {weight: sum(took) / len(took) for weight, took in self._took.items()}
+        share = sum(means.values()) / sum(means)
+        return sum(left * means.get(weight, share * weight) for weight, left in self._left.items())
+
+
+def clock(seconds: float) -> str:
+    """Write seconds as minutes and seconds, or from an hour on as hours and minutes."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s"

@@ -1,11 +1,13 @@
 """The options of `sfi eval` as plain values, which a results folder keeps and a resumed run compares."""
 
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from sfi_cli import parsing
 from sfi_cli.settings.tables import settings_for
 from sfi_core.errors import ConfigError
+from sfi_core.machine.versions import versions
 from sfi_core.settings.engine import EngineOptions
 from sfi_core.settings.policy_names import built_in
 
@@ -23,13 +25,14 @@ DEFAULTS: dict[str, Any] = {
     "samples": SAMPLES, "seed": SEED, "fidelity": None, "tokens": TOKENS,
     **{name.rpartition(".")[2]: one.default for name, one in settings_for("eval").items()},
 }  # fmt: skip
+SHOWN = 3  # differences named in the message
+Facts = Mapping[str, Any]
 
 
 def filled(given: Mapping[str, Any]) -> dict[str, Any]:
     """Fill the defaults in; with `fidelity`, no task is a default.
 
-    Raises:
-        ConfigError: Shares together with budgets, or an option of fidelity without `fidelity`.
+    Raises `ConfigError` for shares together with budgets, or an option of fidelity without `fidelity`.
     """
     said = {name: value for name, value in given.items() if value is not None}
     asked = DEFAULTS | said
@@ -43,22 +46,17 @@ def filled(given: Mapping[str, Any]) -> dict[str, Any]:
         if name in said and "fidelity" not in said:
             raise ConfigError(f"{name} must come with --fidelity, got it alone")
     if asked["tasks"] is None:
-        own = ["bundled-recall"] if asked["model"] is None else _other_tasks()
-        asked["tasks"] = [] if asked["fidelity"] else own
+        from sfi_core.measure.evaluation.tasks import TASKS
+
+        others = [name for name, task in TASKS.items() if not task.bundled]
+        asked["tasks"] = [] if asked["fidelity"] else ["bundled-recall"] if asked["model"] is None else others
     return asked
-
-
-def _other_tasks() -> list[str]:
-    from sfi_core.measure.evaluation.tasks import TASKS
-
-    return [name for name, task in TASKS.items() if not task.bundled]
 
 
 def resumed(given: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of the folder's first run (`before`) for a run that resumes it.
 
-    Raises:
-        ConfigError: An option given now differs from the folder's, or the folder has an unknown option.
+    Raises `ConfigError` if an option given now differs from the folder's, or the folder has an unknown option.
     """
     for name in before:
         if name not in DEFAULTS:
@@ -93,24 +91,17 @@ def numbers(option: str, text: str | None, kind: Callable[[str], Any]) -> list[A
 
 def parts_of(asked: Mapping[str, Any], text: str | None) -> list[Any]:
     """Make the grids to run, of tasks and of windows of the text; raise `ConfigError` for an invalid one."""
-    methods, sizes = methods_of(asked), sizes_of(asked)
+    common = {"methods": methods_of(asked), "sizes": sizes_of(asked), "lengths": tuple(asked["lengths"])}
     parts: list[Any] = []
-    lengths = tuple(asked["lengths"])
     if asked["tasks"]:
         from sfi_core.measure.evaluation.runner import TaskGrid
 
         seeds = range(asked["seed"], asked["seed"] + asked["samples"])
-        parts.append(
-            TaskGrid(methods=methods, sizes=sizes, tasks=tuple(asked["tasks"]), lengths=lengths, seeds=tuple(seeds))
-        )
+        parts.append(TaskGrid(**common, tasks=tuple(asked["tasks"]), seeds=tuple(seeds)))
     if text is not None:
         from sfi_core.measure.evaluation.text_grid import TextGrid
 
-        parts.append(
-            TextGrid(
-                methods=methods, sizes=sizes, text=text, lengths=lengths, tokens=asked["tokens"], count=asked["windows"]
-            )
-        )
+        parts.append(TextGrid(**common, text=text, tokens=asked["tokens"], count=asked["windows"]))
     return parts
 
 
@@ -146,3 +137,39 @@ def described(methods: tuple[Any, ...]) -> list[dict[str, Any]]:
         | {"settings": dict(method.settings), "config": method.config.to_dict()}
         for method in methods
     ]
+
+
+def check_same(facts: Facts, manifest: Facts, names: Sequence[str]) -> None:
+    """Raise `ConfigError` with the first differences if facts of these names are not those of the folder."""
+    for what in names:
+        one, other = (dict(_leaves(_labeled(given[what]))) for given in (facts, manifest))
+        differ = [name for name in other | one if one.get(name) != other.get(name)]
+        if differ:
+            kept, found = (
+                ", ".join(f"{name} {_leaf(name, leaves)}".strip() for name in differ[:SHOWN]) for leaves in (other, one)
+            )
+            more = f" and {len(differ) - SHOWN} more" if len(differ) > SHOWN else ""
+            ours, theirs = versions().get("sfi"), manifest["versions"].get("sfi")
+            since = f"; the folder is of sfi {theirs}, this is {ours}" if ours != theirs else ""
+            raise ConfigError(f"resume must keep the folder's {what} {kept}{more}, got {found}{more}{since}")
+
+
+def _labeled(value: Any) -> Any:
+    # a list of methods by their labels, with their order
+    if not isinstance(value, list):
+        return value
+    order = {str(number): one["label"] for number, one in enumerate(value)}
+    return order | {one["label"]: one for one in value}
+
+
+def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    # each plain value by its path
+    if isinstance(value, Mapping) and value:
+        for name, inner in value.items():
+            yield from _leaves(inner, f"{path}.{name}" if path else name)
+    else:
+        yield path, value
+
+
+def _leaf(name: str, facts: Facts) -> str:
+    return json.dumps(facts[name]) if name in facts else "absent"

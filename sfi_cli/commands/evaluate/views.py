@@ -93,11 +93,7 @@ def _costs(rows: list[Row]) -> Table:
 
 def _by_place(rows: list[Row]) -> Table:
     title = "right sentences by their place in the answer, from token ... on"
-
-    def place(part: Row) -> str:
-        return f"{part['place']:,.0f}"
-
-    return _parts(title, rows, "by_place", place, lambda part: percent(part["score"]))
+    return _parts(title, rows, "by_place", lambda part: f"{part['place']:,.0f}", lambda part: percent(part["score"]))
 
 
 def _parts(title: str, rows: list[Row], name: str, heading: Callable[[Row], str], write: Callable[[Row], str]) -> Table:
@@ -122,11 +118,10 @@ def _fidelity(length: int, rows: list[Row]) -> Table:
 
 
 def _by_position(rows: list[Row]) -> Table:
-    def value(part: Row) -> str:
-        return f"{part['kl']:.4f} ({part['agreement']:.1%})"
-
     title, name = f"KL (agreement) by {POSITIONS}", "by_sentence_position"
-    return _parts(title, rows, name, lambda part: part["position"], value)
+    return _parts(
+        title, rows, name, lambda part: part["position"], lambda part: f"{part['kl']:.4f} ({part['agreement']:.1%})"
+    )
 
 
 def _sizes(rows: Iterable[Row]) -> list[str]:

@@ -19,15 +19,13 @@ def generate(
     prompt: Annotated[
         str | None, typer.Argument(help="Text to continue; - reads stdin. Without one: the bundled example.")
     ] = None,
-    prompt_file: Annotated[
-        Path | None, typer.Option("--prompt-file", "-f", help="File of a prompt; - is stdin.")
-    ] = None,
+    prompt_file: Annotated[o.File, typer.Option("--prompt-file", "-f", help="File of a prompt; - is stdin.")] = None,
     batch: Annotated[
-        Path | None,
+        o.File,
         typer.Option(help='JSON Lines: {"prompt": ...} or {"messages": [...]}, with or without "max_new_tokens".'),
     ] = None,
     max_batch: Annotated[
-        int | None,
+        o.Number,
         typer.Option(help="Most prompts decoded together; the others wait.", show_default="as many as fit into memory"),
     ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Apply the chat template.")] = False,
@@ -46,7 +44,7 @@ def generate(
     policy: o.PolicyOrDefault = None,
     preset: o.Preset = None,
     config: o.Config = None,
-    sets: Annotated[list[str] | None, o.sets("generate")] = None,
+    sets: Annotated[o.Words, o.sets("generate")] = None,
     budget: o.Budget = None,
     recent: o.Recent = None,
     trigger: o.Triggers = None,
@@ -57,7 +55,7 @@ def generate(
     temperature: o.Temperature = None,
     top_p: o.TopP = None,
     seed: o.Seed = 0,
-    trace: Annotated[Path | None, o.option(o.TRACE, "Record a trace into this folder.")] = None,
+    trace: Annotated[o.File, o.option(o.TRACE, "Record a trace into this folder.")] = None,
     audit: o.Audit = None,
     json: o.Json = False,
     quiet: o.Quiet = False,

@@ -58,7 +58,7 @@ def run(
         model, tokenizer = subject.loaded(quiet=True, check=check_rotation if engine.lossless else None)
     rows = [token_ids(entry, tokenizer, chat=chat) for entry in prompts.entries]
     limits = prompts.limits(max_new_tokens)
-    shows = output.streams and not output.json and len(rows) == 1
+    shows = output.path is None and not output.json and len(rows) == 1
     decode: Callable[..., Any] = partial(
         _decode, model, tokenizer, rows, settings.config,
         quiet=output.quiet, max_new_tokens=limits, max_batch=max_batch, **options,

@@ -46,9 +46,7 @@ class Prompts:
 def read_prompts(argument: str | None, file: Path | None, batch: Path | None) -> Prompts:
     """Read the prompts of a command; without a source, the bundled example.
 
-    Raises:
-        ConfigError: Two sources are given.
-        InputError: A file cannot be read, or has a malformed line.
+    Raises `ConfigError` for two sources, `InputError` for a file that cannot be read or has a malformed line.
     """
     given = [source for source in (argument, file, batch) if source is not None]
     if len(given) > 1:
@@ -104,8 +102,7 @@ def _entry(line: str, where: str) -> tuple[Entry, int | None]:
 def token_ids(entry: Entry, tokenizer: Any, *, chat: bool) -> list[int]:
     """Return the tokens of an entry; messages, or with `chat` also a text, in the chat template.
 
-    Raises:
-        InputError: The tokenizer has no chat template, or a broken one; the text is no Unicode.
+    Raises `InputError` for a tokenizer without a chat template or with a broken one, and for a text that is no Unicode.
     """
     if isinstance(entry, str) and not chat:
         return text_ids(tokenizer, entry)

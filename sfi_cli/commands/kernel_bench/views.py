@@ -26,16 +26,6 @@ def compiled_text(compiled: list[dict[str, Any]]) -> list[Part]:
     return [Table.of("Compiled kernels", COMPILED, compiled, left=2, spare=("async buffers",))]
 
 
-def _verdict(row: Row) -> str:
-    if row["over_limit"]:
-        return "OVER THE LIMIT"
-    return "SPILLS" if row["spill_bytes"] else "ok"
-
-
-def _op(row: Row) -> str:
-    return f"{row['op']} ({row['form']})" if row["form"] else str(row["op"])
-
-
 def _read(share: float | None) -> str:
     return "" if share is None else f"{100 * share:.3g}"
 
@@ -58,17 +48,13 @@ def _time(name: str, otherwise: str = "") -> Any:
     return write
 
 
-def _tflops(value: float | None) -> str:
-    return "" if value is None else f"{value:,.3g}"
-
-
 def _over(name: str) -> Any:
     beside = ("fast", "dense", "verify", "prompt")  # ops that have such a rival
     return lambda row: ratio(row[f"speedup_over_{name}"] if row["op"].startswith(beside) else None)
 
 
 MEASURED: Columns = {
-    "op": _op,
+    "op": lambda row: f"{row['op']} ({row['form']})" if row["form"] else str(row["op"]),
     "read %": (_read, "retention"),
     "launches": lambda row: str(row.get("launches") or ""),
     "median": _time("median_us", "FAILED"),
@@ -76,7 +62,7 @@ MEASURED: Columns = {
     "p90": _time("p90_us"),
     "GB/s": lambda row: "" if row["median_us"] is None else number(row["gb_per_s"], 1),
     "of copy": lambda row: "" if row["median_us"] is None else percent(row["bandwidth_share"], 0),
-    "TFLOP/s": (_tflops, "tflop_per_s"),
+    "TFLOP/s": lambda row: "" if row["tflop_per_s"] is None else f"{row['tflop_per_s']:,.3g}",
     "x dense": _over("dense"),
     "x SDPA": _over("sdpa"),
     "x paper-like": _over("paper_like"),
@@ -96,5 +82,5 @@ COMPILED: Columns = {
     "spills B": (str, "spill_bytes"),
     "shared B": ("{:,}".format, "shared_bytes"),
     "async buffers": (str, "async_buffers"),
-    "": _verdict,
+    "": lambda row: "OVER THE LIMIT" if row["over_limit"] else "SPILLS" if row["spill_bytes"] else "ok",
 }

@@ -1,7 +1,6 @@
 """`sfi serve`: vLLM's server with slow-fast decoding."""
 
 from difflib import get_close_matches
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -33,7 +32,7 @@ class Serve(TyperCommand):
 
 def serve(
     flags: Annotated[
-        list[str] | None,
+        o.Words,
         typer.Argument(metavar="-- FLAGS", help="vLLM's own flags, such as --max-model-len 32768.", show_default=False),
     ] = None,
     model: Annotated[
@@ -43,7 +42,7 @@ def serve(
     policy: o.Policy = "sfi",
     preset: o.Preset = None,
     config: o.Config = None,
-    sets: Annotated[list[str] | None, o.sets("serve")] = None,
+    sets: Annotated[o.Words, o.sets("serve")] = None,
     budget: o.Budget = None,
     recent: o.Recent = None,
     trigger: o.Triggers = None,
@@ -51,7 +50,7 @@ def serve(
     slots: Annotated[int, o.option(o.METHOD, "Requests that may be sparse at once; others run dense.")] = SLOTS,
     host: Annotated[str, o.option(SERVER, "Address; 0.0.0.0 is every one.")] = "127.0.0.1",
     port: Annotated[int, o.option(SERVER, "Port.")] = PORT,
-    trace: Annotated[Path | None, o.option(o.TRACE, "Record a trace into this new folder.")] = None,
+    trace: Annotated[o.File, o.option(o.TRACE, "Record a trace into this new folder.")] = None,
     audit: o.Audit = None,
 ) -> None:
     """Serve a model over HTTP with vLLM, its requests decoded slow-fast.

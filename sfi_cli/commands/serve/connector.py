@@ -35,8 +35,8 @@ class SfiConnector(PlainConnector):
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         """Begin the scheduler's or a worker's side; the scheduler's side begins the trace.
 
-        Raises:
-            ConfigError: As the plugin's own; the trace's folder is not empty; the model cannot be described.
+        Raises `ConfigError` as the plugin's own, for a trace's folder that is not empty, and for a model that cannot be
+        described.
         """
         self._recorder: ParquetObserver | None = None
         # spans of the steps that the workers run now

@@ -143,14 +143,8 @@ class Service:
         if self.own["policy"] == "full-kv":
             reads = "every token at every step"
         url = f"http://{self.address}"
-        asked = json.dumps(
-            {
-                "model": served,
-                "prompt": RECALL if self.model is None else "Once upon a time",
-                "max_tokens": 12,
-                "temperature": 0,
-            }
-        )
+        prompt = RECALL if self.model is None else "Once upon a time"
+        asked = json.dumps({"model": served, "prompt": prompt, "max_tokens": 12, "temperature": 0})
         length = f"up to {server.vllm.model_config.max_model_len:,} tokens"
         if self.model is None:
             length += "; no chat template: chat requests fail, completions do not"

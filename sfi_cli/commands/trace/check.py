@@ -3,7 +3,6 @@
 import typer
 
 from sfi_cli import options as o
-from sfi_cli.commands.trace.health_views import health_lines, unjudged_lines
 from sfi_cli.terminal.output import Output
 from sfi_cli.terminal.tables import Part
 from sfi_traces.views.table import Columns, Row, Table, count, plural
@@ -56,10 +55,29 @@ def _text(document: Row) -> list[Part]:
     lines += [f"problem: {line}" for line in document["problems"]]
     found = document["health"]
     if found is not None:
-        lines += [*unjudged_lines(found), health_lines(found).rstrip()]
+        reasons: dict[str, list[str]] = {}
+        for one in found["not_judged"]:
+            reasons.setdefault(one["reason"], []).append(one["rule"])
+        lines += [f"not judged: {', '.join(rules)} ({reason})" for reason, rules in reasons.items()]
+        lines.append(health_lines(found).rstrip())
     state = "sound" if document["sound"] else "not sound"
     lines.append(state if found is None or found["sound"] else f"{state}, but not healthy")
     return [Table.of(document["trace"], TABLES, document["tables"]), *lines]
+
+
+def finding_lines(found: Row, severity: str) -> list[str]:
+    """Write a line for each finding of selection health that is a "problem" or a "note"."""
+    from sfi_traces.health import line
+
+    return [f"health {severity}: {line(one)}" for one in found["findings"] if one["severity"] == severity]
+
+
+def health_lines(found: Row) -> str:
+    """Write a line for each finding, problems first, and the number of rules judged."""
+    worse = finding_lines(found, "problem")
+    judged = f"health: {plural(len(worse), 'problem')} by {plural(len(found['judged']), 'rule')}"
+    left = f"; {len(found['not_judged'])} not judged" if found["not_judged"] else ""
+    return "\n".join([*worse, *finding_lines(found, "note"), judged + left]) + "\n"
 
 
 TABLES: Columns = {

@@ -1,5 +1,6 @@
 """`sfi trace diff`: compare two traces."""
 
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any
@@ -9,7 +10,12 @@ import typer
 from sfi_cli import options as o
 from sfi_cli.commands.trace.views import open_view
 from sfi_cli.terminal.output import Output, message
+from sfi_cli.terminal.tables import Part
 from sfi_core.errors import ConfigError
+from sfi_traces.views.diff_tables import numbers_table, overlap_tables, place_words
+from sfi_traces.views.table import Row, Table, percent
+
+MOST_STEPS = 16
 
 
 def diff(
@@ -17,14 +23,14 @@ def diff(
     second: Annotated[Path, typer.Argument(help="Folder of the second trace.", metavar="B")],
     request: o.RequestIndex = None,
     fail_if: Annotated[
-        list[str] | None,
+        o.Words,
         typer.Option(
             metavar="LIMIT",
             help="Exit with 1 if this holds: overlap<0.9, first_difference<100, speed<0.8. "
             "Repeat for more; docs/traces.md has the names.",
         ),
     ] = None,
-    report: Annotated[Path | None, o.option(o.OUTPUT, "Write both beside each other as one HTML file.")] = None,
+    report: Annotated[o.File, o.option(o.OUTPUT, "Write both beside each other as one HTML file.")] = None,
     json: o.Json = False,
     output: o.OutputPath = None,
     force: o.Force = False,
@@ -41,7 +47,6 @@ def diff(
 
       sfi trace diff released candidate --fail-if 'equal_share<1' --fail-if 'speed<0.8'
     """
-    from sfi_cli.commands.trace.diff_views import diff_text
     from sfi_traces.model.trace import Trace
     from sfi_traces.summary.diff import compare
     from sfi_traces.summary.diff_metrics import Limit
@@ -54,7 +59,10 @@ def diff(
         written = stack.enter_context(Output(output, json=json, force=force))
         page = None
         if report is not None:
-            page = _open_page(report, stack, force=force)
+            from sfi_traces.report import check_report
+
+            check_report()
+            page = stack.enter_context(Output(report, force=force))
         document = compare(*traces, request)
         met = [(limit, limit.value_of(document)) for limit in limits if limit.meets(document)]
         written.data(document, diff_text)
@@ -66,13 +74,6 @@ def diff(
         raise typer.Exit(1)
 
 
-def _open_page(path: Path, stack: ExitStack, *, force: bool) -> Output:
-    from sfi_traces.report import check_report
-
-    check_report()
-    return stack.enter_context(Output(path, force=force))
-
-
 def _page(first: Path, second: Path, request: int | None, document: dict[str, Any]) -> str:
     from sfi_traces.report.diff_page import render_diff
 
@@ -81,3 +82,40 @@ def _page(first: Path, second: Path, request: int | None, document: dict[str, An
     if len(requests) > 1:
         message(f"the report shows request {shown} of {len(requests)}; --request chooses another")
     return render_diff(open_view(first, shown), open_view(second, shown), document)
+
+
+def diff_text(document: Row) -> list[Part]:
+    """Return both traces' numbers, the settings that differ, where tokens part, and overlaps of supports."""
+    changes = [f"{name}: {pair['a']} in A, {pair['b']} in B" for name, pair in document["settings"].items()]
+    lines = [*(changes or ["same settings"]), ""]
+    for request in document["requests"]:
+        lines += _request_lines(request)
+    folders = Table("", (), [(letter, document[letter.lower()]["trace"]) for letter in "AB"])
+    tables: list[Part] = [*overlap_tables(document)]
+    return [folders, numbers_table(document), *lines, *(["", *tables] if tables else [])]
+
+
+def _request_lines(request: Row) -> Iterator[str]:
+    name, steps = f"request {request['request']}", request["steps"]
+    if request["equal_share"] is None:
+        yield f"{name}: {steps['a']:,} and {steps['b']:,} steps, not compared: token ids were left out"
+        return
+    yield (
+        f"{name}: {percent(request['equal_share'])} of the first {min(steps.values()):,} tokens are equal "
+        f"({steps['a']:,} in A, {steps['b']:,} in B)"
+    )
+    first = request["first_difference"]
+    if first is not None:
+        tokens = " in A, ".join(_token(first[side]) for side in "ab")
+        yield f"  they part at step {first['step']:,}, after {first['before']!r}: {tokens} in B"
+    if request["first_layer"] is not None:
+        yield f"  their layers part at {place_words(request['first_layer'])}"
+    compared = f"among the first {request['compared_steps']:,} steps"
+    for side, only in (("A", request["slow_only_a"]), ("B", request["slow_only_b"])):
+        if only:
+            more = " ..." if len(only) > MOST_STEPS else ""
+            yield f"  slow in {side} only, {compared}: {' '.join(map(str, only[:MOST_STEPS]))}{more}"
+
+
+def _token(token: Row) -> str:
+    return f"id {token['token_id']}" if token["token_text"] is None else repr(token["token_text"])

@@ -21,12 +21,9 @@ def export(
     form: Annotated[str, o.option(o.OUTPUT, "perfetto, csv or jsonl.", "--format")],
     table: Annotated[str | None, o.option(o.OUTPUT, "Only this table, of csv and jsonl.", shown="all")] = None,
     output: Annotated[
-        Path | None,
-        o.option(
-            o.OUTPUT,
+        o.File,
+        o.output(
             "Write there instead.",
-            "--output",
-            "-o",
             shown="stdout; on a terminal the timeline goes to DIR-timeline.json.gz beside the trace",
         ),
     ] = None,

@@ -12,17 +12,15 @@ from sfi_traces.views.table import plural
 
 def import_(
     file: Annotated[Path, typer.Argument(help=".npz, .parquet or .pt.", metavar="FILE")],
-    output: Annotated[
-        Path | None, o.option(o.OUTPUT, "Folder of the trace.", "--output", "-o", shown="sfi-trace-DATE-TIME")
-    ] = None,
+    output: Annotated[o.File, o.output("Folder of the trace.", shown="sfi-trace-DATE-TIME")] = None,
     top: Annotated[
-        int | None,
+        o.Number,
         typer.Option(
             min=1, help="Only the most probable positions of each row.", show_default="all; of attention, 1024"
         ),
     ] = None,
     kv_heads: Annotated[
-        int | None,
+        o.Number,
         typer.Option(
             min=1,
             help="KV heads that the query heads of attention are averaged for.",
@@ -32,14 +30,7 @@ def import_(
     tokenizer: Annotated[
         str | None, typer.Option(help="Hub id or folder: the tokens' text, and which of them end a sentence.")
     ] = None,
-    triggers: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--trigger",
-            help="A string that ends a sentence; repeat for more. \\n is a newline.",
-            show_default="the default preset's",
-        ),
-    ] = None,
+    triggers: Annotated[o.Words, typer.Option("--trigger", help=o.TRIGGER, show_default="the default preset's")] = None,
     force: o.Force = False,
     json: o.Json = False,
     quiet: o.Quiet = False,
@@ -101,8 +92,7 @@ def import_text(document: dict[str, Any]) -> str:
     heads = max(layer["heads"] for layer in layers)
     sizes = (
         f"{plural(len(document['prompts']), 'request')}, {plural(rows['steps'], 'step')}, "
-        f"{plural(len(layers), 'layer')} of {plural(heads, 'head')}, "
-        f"up to {document['audit']['top']:,} positions a row"
+        f"{plural(len(layers), 'layer')} of {plural(heads, 'head')}, up to {document['audit']['top']:,} positions a row"
     )
     lines = [f"{what}: {sizes}"]
     if not imported["masses"]:

@@ -1,6 +1,7 @@
 """`sfi trace plot`: figures of a trace."""
 
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,40 +11,26 @@ from sfi_cli.parsing import words
 from sfi_cli.terminal.output import Output, message
 from sfi_core.errors import ConfigError, TraceError, unknown
 
-WHAT = "What to draw"
+_what = partial(o.option, "What to draw")
 
 
 def plot(
     trace: o.TraceDir,
     kind: Annotated[
-        list[str] | None,
-        o.option(
-            WHAT,
-            "heatmap, lag, lambda, retained, timeline; comma list or repeated.",
-            shown="all that the trace has data for",
+        o.Words,
+        _what(
+            "heatmap, lag, lambda, retained, timeline; comma list or repeated.", shown="all that the trace has data for"
         ),
     ] = None,
-    request: Annotated[int | None, o.option(WHAT, "The request.", shown="the first")] = None,
-    layer: Annotated[
-        int | None, o.option(WHAT, "Only this layer; not of the timeline.", shown="the mean over all")
-    ] = None,
-    head: Annotated[
-        int | None, o.option(WHAT, "Only this KV head; not of the timeline.", shown="the mean over all")
-    ] = None,
+    request: Annotated[o.Number, _what("The request.", shown="the first")] = None,
+    layer: Annotated[o.Number, _what("Only this layer; not of the timeline.", shown="the mean over all")] = None,
+    head: Annotated[o.Number, _what("Only this KV head; not of the timeline.", shown="the mean over all")] = None,
     top: Annotated[
-        int | None,
-        o.option(WHAT, "Only the most probable positions of each support.", shown="all that the audit recorded"),
+        o.Number, _what("Only the most probable positions of each support.", shown="all that the audit recorded")
     ] = None,
     form: Annotated[str | None, o.option(o.OUTPUT, "png or svg.", "--format", shown="png")] = None,
     output: Annotated[
-        Path | None,
-        o.option(
-            o.OUTPUT,
-            "A folder, or for one figure a .png or .svg.",
-            "--output",
-            "-o",
-            shown="files DIR-KIND.png beside the trace",
-        ),
+        o.File, o.output("A folder, or for one figure a .png or .svg.", shown="files DIR-KIND.png beside the trace")
     ] = None,
     force: o.Force = False,
 ) -> None:

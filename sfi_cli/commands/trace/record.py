@@ -2,7 +2,6 @@
 
 import inspect
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 from sfi_cli import options as o
@@ -12,9 +11,7 @@ from sfi_cli.terminal.output import dated_folder
 
 # options of `sfi generate` that `record` sets itself
 ELSEWHERE = ("trace", "output", "compare", "verify")
-Folder = Annotated[
-    Path | None, o.option(o.TRACE, "Folder of the trace.", "--output", "-o", shown="sfi-trace-DATE-TIME")
-]
+Folder = Annotated[o.File, o.option(o.TRACE, "Folder of the trace.", "--output", "-o", shown="sfi-trace-DATE-TIME")]
 Report = Annotated[
     bool, o.option(o.TRACE, "Write DIR-report.html beside the trace, as sfi trace report does.", "--report")
 ]

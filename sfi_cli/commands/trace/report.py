@@ -1,6 +1,5 @@
 """`sfi trace report`: a trace as one HTML file."""
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -12,17 +11,15 @@ from sfi_cli.terminal.output import Output
 
 def report(
     trace: o.TraceDir,
-    request: Annotated[int | None, typer.Option(help="The request.", show_default="the first")] = None,
+    request: Annotated[o.Number, typer.Option(help="The request.", show_default="the first")] = None,
     top: Annotated[
-        int | None,
+        o.Number,
         typer.Option(
             help="Only the most probable positions of each support.",
             show_default="all that the audit recorded; in the raster, the budget",
         ),
     ] = None,
-    output: Annotated[
-        Path | None, o.option(o.OUTPUT, "The HTML file.", "--output", "-o", shown="DIR-report.html beside the trace")
-    ] = None,
+    output: Annotated[o.File, o.output("The HTML file.", shown="DIR-report.html beside the trace")] = None,
     force: o.Force = False,
 ) -> None:
     """Write one HTML file with interactive figures, the summary and the generated text.

@@ -10,9 +10,9 @@ from sfi_cli import options as o
 def show(
     folder: o.TraceDir,
     request: o.RequestIndex = None,
-    layer: Annotated[int | None, typer.Option(help="Only this layer.")] = None,
-    step: Annotated[int | None, typer.Option(help="Show the text that this decoding step read, instead.")] = None,
-    head: Annotated[int | None, typer.Option(help="Only this KV head, with --step.")] = None,
+    layer: Annotated[o.Number, typer.Option(help="Only this layer.")] = None,
+    step: Annotated[o.Number, typer.Option(help="Show the text that this decoding step read, instead.")] = None,
+    head: Annotated[o.Number, typer.Option(help="Only this KV head, with --step.")] = None,
     full: Annotated[bool, typer.Option("--full", help="Show every table, not one screen.")] = False,
     wide: o.Wide = False,
     json: o.Json = False,
@@ -36,7 +36,8 @@ def show(
 
       sfi trace show run --step 40 --layer 3 --head 1
     """
-    from sfi_cli.commands.trace.show_views import full_text, show_text
+    from sfi_cli.commands.trace.full_views import full_text
+    from sfi_cli.commands.trace.show_views import show_text
     from sfi_cli.commands.trace.step_views import step_text
     from sfi_cli.terminal.output import Output
     from sfi_core.errors import ConfigError

@@ -5,8 +5,7 @@ from functools import partial
 
 from sfi_cli.terminal.tables import Part
 from sfi_core.machine.text import printable
-from sfi_traces.views.phrases import dense_words
-from sfi_traces.views.table import Columns, Row, Table, count, number, plural
+from sfi_traces.views.table import Columns, Row, Table, count, dense_words, number, plural
 
 MOST_ROWS = 20
 LONGEST, LONGEST_HEADS = 90, 36  # characters

@@ -13,9 +13,7 @@ from sfi_core.errors import SfiError
 def report_after(trace: Path, *, force: bool, quiet: bool) -> Iterator[None]:
     """Write the report of the trace that the body records; check before the body that it can be written.
 
-    Raises:
-        ConfigError: The report's file exists and `force` is off.
-        BackendError: No Plotly.
+    Raises `ConfigError` if the report's file exists and `force` is off, `BackendError` without Plotly.
     """
     from sfi_traces.report import check_report, render
 

@@ -1,5 +1,6 @@
-"""`sfi tune`: search settings on traces, confirm them with real runs, write a file for `--config`."""
+"""`sfi tune`: search settings on traces, confirm them with real runs, write a file for --config."""
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -7,16 +8,18 @@ from typing import Annotated, Any
 import typer
 
 from sfi_cli import options as o
+from sfi_cli.commands.generate.prompts import read_prompts
 from sfi_cli.commands.tune.views import tune_text
 from sfi_cli.parsing import named_strings, words
-from sfi_cli.settings.complete import completer
 from sfi_cli.settings.given import given, texts
 from sfi_cli.settings.tables import DIMENSIONS, SETTINGS, TRIALS, ModelTable
+from sfi_cli.settings.text import completer
 from sfi_cli.terminal.output import Output, leave_interrupted
-from sfi_core.errors import ConfigError
+from sfi_core.errors import ConfigError, InputError
 from sfi_core.settings.engine import EngineOptions
 
 SPACE, SEARCH, CONFIRM = "Search space: 8,16,32 or 8:64", "Search", "Confirmation"
+_search, _confirm = partial(o.option, SEARCH), partial(o.option, CONFIRM)
 OUTPUT = Path("tuned.toml")
 Values = str | None
 
@@ -32,7 +35,7 @@ def tune(
         Values, _axis("trigger_policy", "boundary,stride,t-max", help="boundary, t-max, stride, random, never, always.")
     ] = None,
     trigger_set: Annotated[
-        list[str] | None,
+        o.Words,
         _axis(
             "triggers",
             "the trace's own and punctuation",
@@ -42,7 +45,7 @@ def tune(
     t_max: Annotated[Values, _axis("t_max", "8:128")] = None,
     budget: Annotated[Values, _axis("budget", "1/64 to 1/4 of the context")] = None,
     search: Annotated[
-        list[str] | None,
+        o.Words,
         o.option(
             SPACE,
             "Another dimension, repeat for more: span=0:16 or span=0,4,8.",
@@ -51,38 +54,31 @@ def tune(
         ),
     ] = None,
     objective: Annotated[
-        list[str] | None,
-        o.option(SEARCH, "slow-rate, bytes, retained, retained-p5; comma list or repeated.", shown="bytes,retained"),
+        o.Words, _search("slow-rate, bytes, retained, retained-p5; comma list or repeated.", shown="bytes,retained")
     ] = None,
-    min_retained: Annotated[float | None, o.option(SEARCH, "Least mean retained mass, as replayed.")] = None,
-    max_read: Annotated[float | None, o.option(SEARCH, "Largest share of the cached tokens read.")] = None,
-    trials: Annotated[int, o.option(SEARCH, "Trials of the study in all, by every process on it.", min=1)] = TRIALS,
-    seed: Annotated[int, o.option(SEARCH, "Seed of the sampler.", min=0, max=2**32 - 1)] = 0,
+    min_retained: Annotated[float | None, _search("Least mean retained mass, as replayed.")] = None,
+    max_read: Annotated[float | None, _search("Largest share of the cached tokens read.")] = None,
+    trials: Annotated[int, _search("Trials of the study in all, by every process on it.", min=1)] = TRIALS,
+    seed: Annotated[int, _search("Seed of the sampler.", min=0, max=2**32 - 1)] = 0,
     study: Annotated[
-        Path | None,
-        o.option(
-            SEARCH,
-            "File of the study, which processes may share: Optuna's .journal.",
-            shown="the output's name, .journal",
+        o.File,
+        _search(
+            "File of the study, which processes may share: Optuna's .journal.", shown="the output's name, .journal"
         ),
     ] = None,
-    resume: Annotated[bool, o.option(SEARCH, "Go on with the study if it is there.", "--resume")] = False,
+    resume: Annotated[bool, _search("Go on with the study if it is there.", "--resume")] = False,
     confirm: Annotated[
-        int, o.option(CONFIRM, "Run so many settings of the front for real, the chosen one among them.", min=0)
+        int, _confirm("Run so many settings of the front for real, the chosen one among them.", min=0)
     ] = 0,
-    prompt_file: Annotated[
-        Path | None, o.option(CONFIRM, "Run them on this prompt.", shown="the traces' own prompts")
-    ] = None,
-    batch: Annotated[Path | None, o.option(CONFIRM, 'Run them on JSON Lines: {"prompt": ...} a line.')] = None,
+    prompt_file: Annotated[o.File, _confirm("Run them on this prompt.", shown="the traces' own prompts")] = None,
+    batch: Annotated[o.File, _confirm('Run them on JSON Lines: {"prompt": ...} a line.')] = None,
     model: o.Model = None,
     dtype: o.Dtype = "auto",
     device: o.Device = "auto",
     trust_remote_code: o.TrustRemoteCode = False,
-    sets: Annotated[list[str] | None, o.sets("tune", SEARCH)] = None,
-    output: Annotated[Path, o.option(o.OUTPUT, "Settings for --config.", "--output", "-o")] = OUTPUT,
-    plot: Annotated[
-        Path | None, o.option(o.OUTPUT, "Draw trials, front and what was measured to a .png or .svg.")
-    ] = None,
+    sets: Annotated[o.Words, o.sets("tune", SEARCH)] = None,
+    output: Annotated[Path, o.output("Settings for --config.")] = OUTPUT,
+    plot: Annotated[o.File, o.option(o.OUTPUT, "Draw trials, front and what was measured to a .png or .svg.")] = None,
     force: o.Force = False,
     wide: o.Wide = False,
     json: o.Json = False,
@@ -100,7 +96,6 @@ def tune(
 
       sfi tune code chat --trigger-set lines="\n" --search span=0:16 --trials 500
     """
-    from sfi_cli.commands.tune.confirming import confirmed, load_confirmer, read_texts
     from sfi_cli.terminal.progress import BenchProgress
     from sfi_traces.model.trace import Trace
     from sfi_traces.tune.found import find
@@ -148,3 +143,56 @@ def tune(
             )
         written.figure(write_plot, document)
         written.text(found.toml())
+
+
+def load_confirmer(
+    tuning: Any, texts: list[str], model: str | None, engine: EngineOptions, loading: dict[str, Any]
+) -> Any:
+    """Load the model that the traces were recorded with; return what `Found.confirm` runs settings by.
+
+    It runs `texts`, or without any the traces' own prompts, and tells its keyword `on_run` of each run.
+    `loading` has further arguments of `load`. Raises `SfiError` if the model cannot be loaded, or is another
+    one.
+    """
+    from sfi_core.engine.backends.registry import check_backend
+    from sfi_core.models.load import load, resolve_device
+    from sfi_traces.tune.confirm import Confirmer, Material, check_model
+
+    check_backend(engine.backend, resolve_device(loading["device"]))
+    loaded, tokenizer = load(model, **loading)
+    for trace in tuning.traces:
+        check_model(loaded, tokenizer, trace)
+    pairs = zip(tuning.traces, tuning.recorded, strict=True)
+    material = (
+        [Material.of_texts(texts, tokenizer)]
+        if texts
+        else [Material.of_trace(trace, recorded, tokenizer) for trace, recorded in pairs]
+    )
+    top = min(one.top for one in tuning.evaluate.recorded)
+    return partial(Confirmer(model=loaded, tokenizer=tokenizer, top=top, engine=engine), material)
+
+
+def read_texts(prompt_file: Path | None, batch: Path | None) -> list[str]:
+    """Read the prompts that the options name; none without such an option.
+
+    Raises `InputError` for a file without prompts, or with messages.
+    """
+    if prompt_file is None and batch is None:
+        return []
+    entries = read_prompts(None, prompt_file, batch).entries
+    texts = [entry for entry in entries if isinstance(entry, str)]
+    if len(texts) < len(entries):
+        raise InputError(f"batch {batch} must hold prompts, got messages")
+    return texts
+
+
+def confirmed(found: Any, confirm: Any, count: int, *, quiet: bool) -> Any:
+    """Run `count` settings of a search's result for real; Ctrl-C leaves the result as it was."""
+    from sfi_cli.terminal.progress import BenchProgress
+
+    with BenchProgress(quiet=quiet) as progress:
+        try:
+            run = partial(confirm, on_run=partial(progress.update, "confirming"))
+            return found.confirm(run, count)
+        except KeyboardInterrupt:
+            return replace(found, interrupted=True)

@@ -17,7 +17,7 @@ from sfi_core import __version__
 from sfi_core.errors import ConfigError
 from sfi_core.settings.engine import EngineOptions
 
-TEXTS, CLUSTERS = "Texts", "Clusters"
+_texts, _clusters = partial(o.option, "Texts"), partial(o.option, "Clusters")
 OUTPUT = Path("heads.json")
 TOP = 64  # default of k. Paper gap: the paper gives none
 
@@ -32,33 +32,29 @@ def heads(
     ] = None,
     prompt_file: Annotated[
         list[Path] | None,
-        o.option(
-            TEXTS,
+        _texts(
             "Read the model on this text instead; repeat for more.",
             "--prompt-file",
             "-f",
             shown="the bundled document, for the bundled checkpoint",
         ),
     ] = None,
-    length: Annotated[int, o.option(TEXTS, "Tokens of a text; a longer file is several.", min=2)] = 1000,
+    length: Annotated[int, _texts("Tokens of a text; a longer file is several.", min=2)] = 1000,
     parts: Annotated[
-        int | None,
-        o.option(
-            TEXTS, "Disjoint parts of the texts, whose clusters are compared.", shown="2, or 1 for a single text", min=1
-        ),
+        o.Number,
+        _texts("Disjoint parts of the texts, whose clusters are compared.", shown="2, or 1 for a single text", min=1),
     ] = None,
-    clusters: Annotated[int, o.option(CLUSTERS, "Clusters of each layer, N_r.", min=1)] = 2,
+    clusters: Annotated[int, _clusters("Clusters of each layer, N_r.", min=1)] = 2,
     top_k: Annotated[
-        int | None,
-        o.option(CLUSTERS, "Positions of each head's set, k.", shown="64, or what the traces have of them", min=1),
+        o.Number, _clusters("Positions of each head's set, k.", shown="64, or what the traces have of them", min=1)
     ] = None,
     model: o.Model = None,
     dtype: o.Dtype = "auto",
     device: o.Device = "auto",
     trust_remote_code: o.TrustRemoteCode = False,
-    sets: Annotated[list[str] | None, o.sets("tune heads", o.MODEL)] = None,
-    output: Annotated[Path, o.option(o.OUTPUT, "Head file.", "--output", "-o")] = OUTPUT,
-    plot: Annotated[Path | None, o.option(o.OUTPUT, "Draw the similarity of heads to a .png or .svg.")] = None,
+    sets: Annotated[o.Words, o.sets("tune heads", o.MODEL)] = None,
+    output: Annotated[Path, o.output("Head file.")] = OUTPUT,
+    plot: Annotated[o.File, o.option(o.OUTPUT, "Draw the similarity of heads to a .png or .svg.")] = None,
     force: o.Force = False,
     json: o.Json = False,
     quiet: o.Quiet = False,

@@ -46,19 +46,11 @@ def _groups(cluster_of: list[int]) -> str:
 
 def _robustness(document: Row) -> list[Part]:
     layers = document["layers"]
-    rows = [*layers, {"layer": "all", **{name: _mean(layers, name) for name in AGREEMENT}}]
-    return [
-        Table.of(f"{document['parts']} disjoint parts of the texts, clustered alone", COMPARED, rows),
-        COMPARISON + (TRIVIAL if all(map(_alone, document["layers"])) else ""),
-    ]
-
-
-def _mean(layers: list[Row], name: str) -> float:
-    return sum(float(one[name]) for one in layers) / len(layers)
-
-
-def _alone(one: Row) -> bool:
-    return len(one["representatives"]) in (1, len(one["cluster_of"]))
+    means = {name: sum(float(one[name]) for one in layers) / len(layers) for name in AGREEMENT}
+    rows = [*layers, {"layer": "all", **means}]
+    trivial = all(len(one["representatives"]) in (1, len(one["cluster_of"])) for one in layers)
+    title = f"{document['parts']} disjoint parts of the texts, clustered alone"
+    return [Table.of(title, COMPARED, rows), COMPARISON + TRIVIAL * trivial]
 
 
 CLUSTERS: Columns = {

@@ -82,10 +82,7 @@ def _findings(rule: Rule, found: list[Measured], *, imported: bool) -> list[dict
             {
                 "rule": rule.name,
                 "severity": rule.severity,
-                "request": request,
-                "layer": worst.layer,
-                "head": worst.head,
-                "value": worst.value,
+                **{name: getattr(worst, name) for name in ("request", "layer", "head", "value")},
                 "threshold": rule.threshold,
                 "beyond": len(beyond),
                 "places": len(own),
@@ -101,13 +98,9 @@ def _message(rule: Rule, worst: Measured, beyond: int, places: int) -> str:
     of = f"the first {BEGINNING}" if worst.of_beginning else f"the {worst.n:,}"
     where = f"request {worst.request}"
     if worst.layer is not None:
-        where += f", layer {worst.layer}"
-        kind = "layers"
-        if worst.head is not None:
-            where += f" head {worst.head}"
-            kind = "KV heads"
         others = f"and {beyond - 1} more" if beyond > 1 else "alone"
-        where += f", {others} of {places} {kind}"
+        head, kind = ("", "layers") if worst.head is None else (f" head {worst.head}", "KV heads")
+        where += f", layer {worst.layer}{head}, {others} of {places} {kind}"
     if worst.of_beginning:
         where = f"{100 * (worst.whole or 0):.1f} % of all {worst.n:,}; {where}"
     return f"{rule.means.format(value=value, of=of)} ({where})"

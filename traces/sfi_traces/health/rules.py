@@ -50,20 +50,16 @@ class Rule:
 RULES = (
     Rule(
         name="never_fast", severity=PROBLEM, threshold=1.0, least=32, needs="the table steps is empty",
-        reason="32 steps in a row that are all slow are no accident: t_max alone allows a fast one after "
-        "each",
+        reason="32 steps in a row that are all slow are no accident: t_max alone allows a fast one after each",
         means="{value} of the steps were slow: the sparse path never ran",
         advice="look at the reasons of slow steps in `sfi trace show`, and at the trigger settings",
     ),
     Rule(
         name="trigger_never", severity=PROBLEM, threshold=1.0, least=200, needs="the table steps is empty",
         samples="tokens",
-        reason="200 tokens of prose or code hold several sentence ends or line breaks; the example has one "
-        "in 10",
-        means="{value} of the generated tokens are outside T_trig: no sentence ever ended, t_max alone "
-        "refreshes",
-        advice="`sfi doctor --model ...` lists the tokens that end a sentence; set triggers or "
-        "trigger_token_ids",
+        reason="200 tokens of prose or code hold several sentence ends or line breaks; the example has one in 10",
+        means="{value} of the generated tokens are outside T_trig: no sentence ever ended, t_max alone refreshes",
+        advice="`sfi doctor --model ...` lists the tokens that end a sentence; set triggers or trigger_token_ids",
     ),
     Rule(
         name="trigger_always", severity=PROBLEM, threshold=0.5, least=32, needs="the table steps is empty",
@@ -74,9 +70,8 @@ RULES = (
     ),
     Rule(
         name="evidence_broken", severity=PROBLEM, threshold=0.01, needs=RECORD_SELECTOR, samples="refreshes",
-        reason="the evidence is a distribution: its squared norm is finite and above 0 at every refresh, so "
-        "that a single head that breaks this often is a bug; 1 % leaves a refresh with nothing to select "
-        "from aside",
+        reason="the evidence is a distribution: its squared norm is finite and above 0 at every refresh, so that a "
+        "single head that breaks this often is a bug; 1 % leaves a refresh with nothing to select from aside",
         means="{value} of the refreshes have evidence or lambda* that is zero, infinite or no number",
         advice="look for infinities in the attention logits (dtype, masks); report it with the trace",
     ),
@@ -119,18 +114,14 @@ RULES = (
     Rule(
         name="selection_trailing", severity=PROBLEM, threshold=0.95, share=0.5, needs=RECORD_POSITIONS,
         unnests=True,
-        reason="a selection that is the last positions before the recent window is a longer window; "
-        "measured .00 to .03 (default) and .19 to .26 (paper). Half of the heads, for a single head may "
-        "well be local",
-        means="{value} of the selected positions are the last ones before the recent window: a window was "
-        "selected",
-        advice="check that the scores reach the Top-K in order; a longer recent window gives the same for "
-        "less",
+        reason="a selection that is the last positions before the recent window is a longer window; measured .00 to "
+        ".03 (default) and .19 to .26 (paper). Half of the heads, for a single head may well be local",
+        means="{value} of the selected positions are the last ones before the recent window: a window was selected",
+        advice="check that the scores reach the Top-K in order; a longer recent window gives the same for less",
     ),
     Rule(
         name="selection_same", severity=PROBLEM, threshold=0.9, needs=RECORD_POSITIONS,
-        reason="heads score by their own queries and keys; hundreds of equal positions do not happen by "
-        "chance",
+        reason="heads score by their own queries and keys; hundreds of equal positions do not happen by chance",
         means="all KV heads of a layer selected the same positions in {value} of its refreshes",
         advice="check that scores are taken by head (a broadcast dimension, scores of zero); if heads shall "
         "share a selection, this says so",
@@ -169,8 +160,7 @@ RULES = (
         "with the right answer, .25 to .90 in four with a wrong one; .09 with scores of zero (others see it)",
         means="the most probable position of dense attention was not read in {value} of {of} steps where it "
         "stands out",
-        advice="raise budget, or refresh more often (t_max, triggers); retained mass alone does not show "
-        "this",
+        advice="raise budget, or refresh more often (t_max, triggers); retained mass alone does not show this",
     ),
     Rule(
         name="look_back", severity=PROBLEM, threshold=0.05, least=8, share=0.25, needs=RECORD_AUDIT,
@@ -202,8 +192,7 @@ RULES = (
         name="drift_agreement", severity=PROBLEM, threshold=0.15, least=30, needs=RECORD_AUDIT,
         reason="first against last third of the fast steps; counted only beyond 3 standard errors, so that "
         "15 points are no accident",
-        means="agreement with dense attention's token falls by {value} from the run's first third to its "
-        "last",
+        means="agreement with dense attention's token falls by {value} from the run's first third to its last",
         advice="errors add up in the cache: refresh more often, set dense_layers, or use --lossless",
     ),
     Rule(

@@ -1,8 +1,7 @@
 """What health rules measure of the table `selections`."""
 
 from sfi_traces.health.measured import Measured, Unjudged, by_head, measured
-from sfi_traces.summary.sampled import sample_selections
-from sfi_traces.summary.scope import Scope
+from sfi_traces.summary.scope import Scope, sample_selections
 from sfi_traces.summary.supports import at_clip
 
 SINKS = 4  # first positions; StreamingLLM's number
@@ -44,7 +43,7 @@ def unread_estimated(scope: Scope) -> list[Measured]:
 def selection_trailing(scope: Scope) -> list[Measured]:
     """Share of the selected positions among as many last ones before the recent window."""
     sample_selections(scope)
-    recent = _setting(scope, "recent")
+    recent = scope.trace.manifest["config"]["recent"]
     source = f"""(
         SELECT * EXCLUDE (positions), unnest(positions) AS p FROM sampled_selections
         JOIN chosen_steps USING (request, step)
@@ -80,7 +79,7 @@ def selection_frozen(scope: Scope) -> list[Measured]:
 
 def sink_unselected(scope: Scope) -> list[Measured]:
     """Share of selections without any of the first positions, where nothing else reads these."""
-    if _setting(scope, "sink"):
+    if scope.trace.manifest["config"]["sink"]:
         raise Unjudged("the policy reads the first tokens by itself (sink)")
     sample_selections(scope)
     value = f"avg((positions[1] >= {SINKS})::INT)"
@@ -102,10 +101,5 @@ def _require_selector(scope: Scope) -> None:
 
 def _allowed(scope: Scope) -> str:
     # SQL: how many positions the Selector may choose from, about
-    sink, recent = _setting(scope, "sink"), _setting(scope, "recent")
-    return f"greatest(context_tokens - {sink} - {recent}, 0)"
-
-
-def _setting(scope: Scope, name: str) -> int:
-    # an import may lack the setting
-    return int(scope.trace.manifest["config"].get(name) or 0)
+    config = scope.trace.manifest["config"]
+    return f"greatest(context_tokens - {config['sink']:d} - {config['recent']:d}, 0)"

@@ -6,8 +6,7 @@ from sfi_traces.health.measured import Measured, Unjudged, by_head, measured, wo
 from sfi_traces.health.rules import RECORD_POSITIONS
 from sfi_traces.health.selection_measures import SINKS
 from sfi_traces.schema import KEY
-from sfi_traces.summary.sampled import sample_selections, sample_supports
-from sfi_traces.summary.scope import Scope
+from sfi_traces.summary.scope import Scope, sample_selections, sample_supports
 
 RAISE_TOP = "raise audit.top: too few recorded supports reach below a uniform share (1 / context)"
 PEAK = 0.05  # the largest probability of a support that stands out
@@ -30,7 +29,7 @@ def look_back(scope: Scope) -> list[Measured]:
     unknown = "SELECT count(*) AS n FROM sampled_refreshes WHERE selected > 0 AND positions IS NULL"
     if scope.row(unknown)["n"]:
         raise Unjudged(RECORD_POSITIONS)
-    recent = int(scope.trace.manifest["config"].get("recent") or 0)
+    recent = scope.trace.manifest["config"]["recent"]
     scope.connection.execute(f"""
         CREATE OR REPLACE TEMP VIEW reach AS
         SELECT request, layer, head, max(position - coalesce(positions[{SINKS + 1}], positions[-1])) AS reach

@@ -1,4 +1,4 @@
-"""Reads the arrays of an import file by name, each only when it is asked for."""
+"""Reads the arrays of an import file by name, each only when it is asked for, and its one request's tokens."""
 
 import math
 import pickle
@@ -7,23 +7,21 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from numpy.lib import format  # noqa: A004 - numpy's name
 
 from sfi_core.errors import InputError
 from sfi_core.machine.text import first_line, shown
-from sfi_traces.importing.schema import VERSION_NAME, check_version
+from sfi_traces.importing.schema import LARGEST, VERSION_NAME, Header, Prompt, check_version
+from sfi_traces.overlap import Array, Ints
 from sfi_traces.schema import MOST_TOKENS
 
 UNPACKED, RATIO = 64 << 20, 100  # bytes that a file may unpack to, and so many times its own
 FORMATS = (".npz", ".parquet", ".pt")
 ATTENTIONS = "attentions"  # transformers' nested tuples, in a .pt file
-
-Array = npt.NDArray[Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,3 +152,74 @@ def plain(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     return (value.float() if value.is_floating_point() else value).numpy()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Tokens:
+    """A request's prompt, generated ids and texts, T_trig and model; what the file does not say is None."""
+
+    prompt: Prompt
+    token_ids: Ints
+    texts: list[str] | None
+    triggers: tuple[int, ...] | None
+    model: str | None
+
+    @classmethod
+    def of(cls, arrays: Arrays, steps: int | None) -> Self:
+        """Read the tokens of a file with N = `steps` steps; None if the tokens alone say how many.
+
+        Raises `InputError` if tokens are missing, or are not as many as the steps.
+        """
+        token_ids = _ids(arrays, "token_ids")
+        if steps is not None and len(token_ids) != steps:
+            raise InputError(f"token_ids of {arrays.path} must be {steps:,}, one for each step, got {len(token_ids):,}")
+        triggers = arrays.maybe("trigger_token_ids", "iu", (1,))
+        model = arrays.maybe("model", "U", (0,))
+        return cls(
+            prompt=_prompt(arrays),
+            token_ids=token_ids,
+            texts=_texts(arrays, "token_texts", len(token_ids)),
+            triggers=None if triggers is None else tuple(sorted(triggers.tolist())),
+            model=None if model is None else str(model),
+        )
+
+    def header(self, **facts: Any) -> Header:
+        """Return the header of a file of arrays; `facts` are its fields that are not of tokens."""
+        return Header(
+            prompts=[self.prompt], trigger_token_ids=self.triggers, model=self.model, rows=len(self.token_ids), **facts
+        )
+
+
+def _prompt(arrays: Arrays) -> Prompt:
+    tokens = arrays.number("prompt_tokens", least=1)
+    if "prompt_token_ids" not in arrays.names:
+        if tokens is None:
+            raise InputError(f"import {arrays.path} must have prompt_token_ids or prompt_tokens, got neither")
+        return Prompt(tokens=tokens)
+    ids = _ids(arrays, "prompt_token_ids")
+    if tokens is not None and tokens != len(ids):
+        raise InputError(f"prompt_tokens of {arrays.path} must be {len(ids):,}, as the ids are, got {tokens:,}")
+    return Prompt(tokens=len(ids), token_ids=ids, texts=_texts(arrays, "prompt_token_texts", len(ids)))
+
+
+def _ids(arrays: Arrays, name: str) -> Ints:
+    ids = arrays.array(name, "iu", (1,))
+    check_ids(ids, f"{name} of {arrays.path}")
+    return ids
+
+
+def check_ids(ids: Ints, what: str) -> None:
+    """Raise `InputError` for an empty list of token ids, or an id that is negative or above `LARGEST`."""
+    if not len(ids):
+        raise InputError(f"{what} must have an id, got none")
+    wrong = (ids < 0) | (ids > LARGEST)
+    if wrong.any():
+        at = int(np.argmax(wrong))
+        raise InputError(f"{what} must be in 0 to {LARGEST}, got {ids[at]} at {at}")
+
+
+def _texts(arrays: Arrays, name: str, tokens: int) -> list[str] | None:
+    texts = arrays.maybe(name, "U", (1,))
+    if texts is not None and len(texts) != tokens:
+        raise InputError(f"{name} of {arrays.path} must be {tokens:,}, as the ids are, got {len(texts):,}")
+    return None if texts is None else [str(text) for text in texts]

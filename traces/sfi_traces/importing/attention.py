@@ -5,14 +5,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from sfi_core.errors import ConfigError, InputError
 from sfi_core.settings.audit import AuditConfig
-from sfi_traces.importing.arrays import Arrays
+from sfi_traces.importing.arrays import Arrays, Tokens
 from sfi_traces.importing.checks import ROUNDING, strongest
-from sfi_traces.importing.schema import ATTENTION, COMMON, Floats, Header, ImportedStep, ImportOptions, check_known
-from sfi_traces.importing.tokens import Tokens
+from sfi_traces.importing.schema import ATTENTION, COMMON, ImportedStep, ImportOptions, check_known
+from sfi_traces.overlap import Array, Floats
 
 Shape = tuple[int, ...]
 DIMENSIONS = 4  # request, head, query, token
@@ -29,9 +28,8 @@ class AttentionArrays:
     def __init__(self, arrays: Arrays, options: ImportOptions) -> None:
         """Read everything except the attention tensors.
 
-        Raises:
-            InputError: An array is missing, or its shape contradicts the others.
-            ConfigError: The number of KV heads does not divide that of the query heads.
+        Raises `InputError` for an array that is missing or whose shape contradicts the others; `ConfigError` if the
+        number of KV heads does not divide that of the query heads.
         """
         others = [name for name in arrays.names if not NAME.fullmatch(name)]
         check_known(arrays.path, "array", others, (*COMMON, *ATTENTION))
@@ -41,16 +39,9 @@ class AttentionArrays:
         self._tokens = Tokens.of(arrays, None)
         self._query_heads = self._read(0, self._passes[0][0], 0)[1][1]
         self._kv_heads = self._grouped(options)
-        self.header = Header(
-            kind="attention",
-            place_U=[(layer, head) for layer in self._passes[0] for head in range(self._kv_heads)],
-            query_heads=self._query_heads,
-            prompts=[self._tokens.prompt],
-            trigger_token_ids=self._tokens.triggers,
-            masses=True,
-            block_size=None,
-            model=self._tokens.model,
-            rows=len(self._tokens.token_ids),
+        places = [(layer, head) for layer in self._passes[0] for head in range(self._kv_heads)]
+        self.header = self._tokens.header(
+            kind="attention", place_U=places, query_heads=self._query_heads, masses=True, block_size=None
         )
 
     def steps(self) -> Iterator[ImportedStep]:
@@ -67,7 +58,10 @@ class AttentionArrays:
                 if step == done == N:  # the query of the last token, which generated none
                     break
                 if step != done:
-                    raise InputError(self._gap(number, position, done))
+                    raise InputError(
+                        f"attention of {self._arrays.path} must have step {done:,}, the query at position "
+                        f"{begin + done:,}, got pass {number} at {position:,}"
+                    )
                 rows = [one[0, :, query - first, :] for one in tensors]
                 yield self._step(step, position + 1, number, rows)
                 done += 1
@@ -79,7 +73,7 @@ class AttentionArrays:
         if done < N:
             raise InputError(f"attention of {self._arrays.path} must reach the {N:,} steps of token_ids, got {done:,}")
 
-    def _step(self, step: int, length: int, number: int, rows: list[npt.NDArray[Any]]) -> ImportedStep:
+    def _step(self, step: int, length: int, number: int, rows: list[Array]) -> ImportedStep:
         mass_UT = np.concatenate([self._pooled(row[:, :length]) for row in rows])
         self._check(mass_UT, number)
         best_UK = strongest(mass_UT, np.zeros_like(mass_UT, np.int32), self._top)
@@ -99,8 +93,7 @@ class AttentionArrays:
 
     def _pooled(self, mass_QT: Floats) -> Floats:
         group = self._query_heads // self._kv_heads
-        pooled: Floats = mass_QT.reshape(self._kv_heads, group, -1).mean(1, dtype=np.float32)
-        return pooled
+        return np.asarray(mass_QT.reshape(self._kv_heads, group, -1).mean(1, dtype=np.float32))
 
     def _check(self, mass_UT: Floats, number: int) -> None:
         total_U = mass_UT.sum(-1)
@@ -117,7 +110,7 @@ class AttentionArrays:
         # the row of step `done` in a pass; rows before it are the prompt's, or an earlier pass had them
         return max(0, self._tokens.prompt.tokens - 1 + done - (T - Q))
 
-    def _read(self, number: int, layer: int, done: int) -> tuple[npt.NDArray[Any], Shape]:
+    def _read(self, number: int, layer: int, done: int) -> tuple[Array, Shape]:
         # the queries from step `done` on, and the shape of the whole tensor
         shape: Shape = ()
 
@@ -151,13 +144,6 @@ class AttentionArrays:
         if self._query_heads % said:
             raise ConfigError(f"kv-heads must divide the {self._query_heads} query heads, got {said}")
         return said
-
-    def _gap(self, number: int, position: int, done: int) -> str:
-        wanted = self._tokens.prompt.tokens - 1 + done
-        return (
-            f"attention of {self._arrays.path} must have step {done:,}, the query at position {wanted:,}, "
-            f"got pass {number} at {position:,}"
-        )
 
     def _name(self, number: int, layer: int) -> str:
         return f"attention.{number}.{layer} of {self._arrays.path}"

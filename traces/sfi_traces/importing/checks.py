@@ -5,7 +5,8 @@ from collections.abc import Callable
 import numpy as np
 
 from sfi_core.errors import InputError
-from sfi_traces.importing.schema import PADDING, Floats, Ints
+from sfi_traces.importing.schema import PADDING
+from sfi_traces.overlap import Floats, Ints
 
 MOST_POSITIONS = 1 << 26  # of the blocks of a step
 LAST = np.iinfo(np.int64).max  # sorts padding behind the positions

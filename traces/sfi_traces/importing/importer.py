@@ -17,11 +17,10 @@ from sfi_core.triggers.trigger_set import build_trigger_set
 from sfi_traces.importing.arrays import FORMATS, open_arrays
 from sfi_traces.importing.attention import AttentionArrays, has_attention
 from sfi_traces.importing.row_table import SelectionRows
-from sfi_traces.importing.schema import VERSION, Header, ImportOptions, Prompt
+from sfi_traces.importing.schema import VERSION, Header, ImportOptions
 from sfi_traces.importing.selections import SelectionArrays
 from sfi_traces.importing.trace_tables import TraceTables
-from sfi_traces.record.folder import claim, clear
-from sfi_traces.record.manifest import describe_run, file_metadata, now, write_manifest
+from sfi_traces.record.folder import claim, clear, describe_run, file_metadata, now, write_manifest
 from sfi_traces.record.part_files import PartFiles
 from sfi_traces.record.token_text import TokenText
 
@@ -35,9 +34,8 @@ Source = SelectionRows | SelectionArrays | AttentionArrays
 def open_source(path: Path, options: ImportOptions) -> Iterator[Source]:
     """Open a file to import; its steps can be read within the block.
 
-    Raises:
-        InputError: The file cannot be read, or contradicts docs/import.md.
-        ConfigError: An option does not fit the file.
+    Raises `InputError` if the file cannot be read or contradicts docs/import.md, `ConfigError` for an option that does
+    not fit the file.
     """
     if path.suffix not in FORMATS:
         raise InputError(f"import {path} must end in one of {FORMATS}, got {path.suffix or 'nothing'}")
@@ -120,7 +118,9 @@ def _write(source: Source, folder: Path, manifest: dict[str, Any], text: TokenTe
         if step.step == 0:
             prompt = header.prompts[step.request]
             tables.prompt(step.request, prompt)
-            manifest["prompts"].append(_prompt_entry(step.request, prompt))
+            ids = None if prompt.token_ids is None else prompt.token_ids.astype("<i4").tobytes()
+            sha256 = None if ids is None else hashlib.sha256(ids).hexdigest()
+            manifest["prompts"].append({"request": step.request, "tokens": prompt.tokens, "sha256": sha256})
         tables.step(step)
         progress(step.row, header.rows)
     tables.flush()
@@ -144,13 +144,8 @@ def _describe(path: Path, header: Header, triggers: tuple[int, ...], tokenizer: 
         model=_model(header, tokenizer),
         audit=AuditConfig().to_dict(),
     )
-    imported = {
-        "file": path.name,
-        "version": VERSION,
-        "kind": header.kind,
-        "masses": header.masses,
-        "block_size": header.block_size,
-    }
+    of_header = {name: getattr(header, name) for name in ("kind", "masses", "block_size")}
+    imported = {"file": path.name, "version": VERSION, **of_header}
     described = describe_run(event, {"imported": imported}, positions=True, redacted=False)
     return described | {"backend": None, "device": None}
 
@@ -164,19 +159,8 @@ def _model(header: Header, tokenizer: Any) -> dict[str, Any]:
     return {
         "name": header.model or UNNAMED,
         "architecture": POLICY,
-        "model_type": None,
-        "dtype": None,
         "layers": [{"layer": layer, "heads": count, **unknown} for layer, count in heads.items()],
         "query_heads": header.query_heads,
-        "weight_bytes": None,
-        "embedding_bytes": None,
-        "max_positions": None,
+        **dict.fromkeys(("model_type", "dtype", "weight_bytes", "embedding_bytes", "max_positions")),
         "vocabulary": None if tokenizer is None else len(tokenizer),
     }
-
-
-def _prompt_entry(request: int, prompt: Prompt) -> dict[str, Any]:
-    sha256 = None
-    if prompt.token_ids is not None:
-        sha256 = hashlib.sha256(prompt.token_ids.astype("<i4").tobytes()).hexdigest()
-    return {"request": request, "tokens": prompt.tokens, "sha256": sha256}

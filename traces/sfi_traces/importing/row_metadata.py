@@ -9,8 +9,8 @@ from pyarrow import parquet
 
 from sfi_core.errors import InputError
 from sfi_core.machine.text import parse_json
+from sfi_traces.importing.arrays import check_ids
 from sfi_traces.importing.schema import LARGEST, METADATA, VERSION_NAME, Prompt, check_known
-from sfi_traces.importing.tokens import check_ids
 from sfi_traces.schema import MOST_TOKENS
 
 OURS = ("sfi_", "prompt_", "block_size", "trigger_")  # prefixes of our names; `model` is one too

@@ -42,9 +42,8 @@ class SelectionRows:
     def __init__(self, path: Path, options: ImportOptions) -> None:
         """Read the file's metadata and its first step.
 
-        Raises:
-            InputError: A column is missing or has another type.
-            ConfigError: An option does not fit the file.
+        Raises `InputError` for a column that is missing or of another type, `ConfigError` for an option that does not
+        fit.
         """
         if options.kv_heads is not None:
             raise ConfigError(f"kv-heads must come with arrays, got {path.name}")
@@ -257,5 +256,4 @@ def _rows_together(metadata: parquet.FileMetaData) -> int:
 
 
 def _numbers(table: pa.Table, name: str) -> npt.NDArray[np.int64]:
-    numbers: npt.NDArray[np.int64] = table[name].to_numpy().astype(np.int64)
-    return numbers
+    return np.asarray(table[name].to_numpy(), np.int64)

@@ -7,13 +7,10 @@ selection, B blocks of a selection, P tokens of the prompt.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import numpy as np
-import numpy.typing as npt
 
 from sfi_core.errors import InputError
 from sfi_core.machine.text import LONGEST, printable, shown
+from sfi_traces.overlap import Floats, Ints
 
 VERSION = 1
 VERSION_NAME = "sfi_import_version"
@@ -35,8 +32,6 @@ METADATA = (
 )  # fmt: skip
 
 Place = tuple[int, int]  # layer, head
-Ints = npt.NDArray[np.integer[Any]]
-Floats = npt.NDArray[np.floating[Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

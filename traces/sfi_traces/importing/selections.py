@@ -5,25 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from sfi_core.errors import ConfigError, InputError
-from sfi_traces.importing.arrays import Arrays
+from sfi_traces.importing.arrays import Arrays, Tokens
 from sfi_traces.importing.checks import Where, checked_mass, positions_of_blocks, sorted_positions, strongest
-from sfi_traces.importing.schema import (
-    COMMON,
-    LAYERS,
-    SELECTIONS,
-    Floats,
-    Header,
-    ImportedStep,
-    ImportOptions,
-    Ints,
-    check_known,
-)
-from sfi_traces.importing.tokens import Tokens
+from sfi_traces.importing.schema import COMMON, LAYERS, SELECTIONS, ImportedStep, ImportOptions, check_known
+from sfi_traces.overlap import Array, Floats, Ints
 
-Array = npt.NDArray[Any]
 WITH_HEADS = ("steps", "layers", "heads", "positions")
 
 
@@ -89,9 +77,8 @@ class SelectionArrays:
     def __init__(self, arrays: Arrays, options: ImportOptions) -> None:
         """Read the arrays.
 
-        Raises:
-            InputError: An array is missing, or its shape contradicts the others.
-            ConfigError: An option does not fit the file.
+        Raises `InputError` for an array that is missing or whose shape contradicts the others, `ConfigError` for an
+        option that does not fit the file.
         """
         check_known(arrays.path, "array", arrays.names, (*COMMON, *SELECTIONS))
         if options.kv_heads is not None:
@@ -111,16 +98,12 @@ class SelectionArrays:
             )
         self._tokens = Tokens.of(arrays, len(self._index))
         heads = self._heads or 1
-        self.header = Header(
+        self.header = self._tokens.header(
             kind="selections",
             place_U=[(layer, head) for layer in self._layers(arrays) for head in range(heads)],
             query_heads=heads,
-            prompts=[self._tokens.prompt],
-            trigger_token_ids=self._tokens.triggers,
             masses=self._mass is not None,
             block_size=block_size,
-            model=self._tokens.model,
-            rows=len(self._tokens.token_ids),
         )
 
     def steps(self) -> Iterator[ImportedStep]:

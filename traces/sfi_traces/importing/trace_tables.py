@@ -5,9 +5,8 @@ from typing import Any
 import numpy as np
 
 from sfi_traces.importing.schema import Header, ImportedStep, Prompt
-from sfi_traces.record.part_files import PartFiles
-from sfi_traces.record.selected_sets import SelectedSets
-from sfi_traces.record.table_buffer import Lists, TableBuffer
+from sfi_traces.overlap import SelectedSets
+from sfi_traces.record.part_files import Lists, PartFiles, TableBuffer
 from sfi_traces.record.token_text import TokenText
 from sfi_traces.schema import TABLES
 
@@ -77,19 +76,16 @@ class TraceTables:
         text = one.token_text
         if text is None and self._text is not None:
             text = self._text(one.token_id)
+        same = ("request", "step", "token_id", "attended_tokens", "context_tokens")
         return {
-            "request": one.request,
-            "step": one.step,
+            **{name: getattr(one, name) for name in same},
             "position": one.context_tokens - 1,
-            "token_id": one.token_id,
             "token_text": text,
             "slow": True,
             "reason": REASON,
             "steps_since_slow": 0,
             "sentence": self._sentence,
             "trigger": one.token_id in self._triggers,
-            "attended_tokens": one.attended_tokens,
-            "context_tokens": one.context_tokens,
             "read_ratio": one.attended_tokens / one.context_tokens,
             "audited": True,
             "batch_step": one.step,

@@ -9,9 +9,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from sfi_core.errors import ConfigError, TraceError
-from sfi_traces.model.memory import Ints, Memory
 from sfi_traces.model.selections import Selections
-from sfi_traces.model.steps import Steps
+from sfi_traces.model.steps import Ints, Memory, Steps
 from sfi_traces.model.trace import Place, Trace, of_request, rows_of
 from sfi_traces.schema import TABLES
 
@@ -72,8 +71,7 @@ class Request:
         """The prompt's tokens by position; empty, or None for a token, where the trace has no text."""
         wanted = rows_of(self.index)
         rows = self.trace.rows("prompts", ["position", "token_text"], wanted).sort_by("position")
-        texts: list[str | None] = rows["token_text"].to_pylist()
-        return texts
+        return list(rows["token_text"].to_pylist())
 
     @cached_property
     def selections(self) -> Selections:

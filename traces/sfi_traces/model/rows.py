@@ -13,12 +13,12 @@ from pyarrow import parquet
 
 from sfi_traces.model.parts import DAMAGED, checked, open_part
 from sfi_traces.model.trace import Place, Trace
+from sfi_traces.overlap import Ints
 from sfi_traces.schema import TABLES
 
 KEYS, VALUES = 4, 2  # row groups of a rank whose keys and whose columns are cached
 KEY = ("request", "step", "layer", "head")
 
-Ints = npt.NDArray[np.integer[Any]]
 Range = tuple[float, float]
 
 
@@ -53,7 +53,7 @@ class Rows:
         self._nothing = TABLES[table].empty_table().select(self._columns)
         ranks = len(trace.by_rank)  # each rank has its own row group for a step
         self._keys = lru_cache(KEYS * ranks)(self._read_keys)
-        self._values = lru_cache(VALUES * ranks)(self._read_values)
+        self._values = lru_cache(VALUES * ranks)(lambda group: self._read(group, self._columns).combine_chunks())
 
     def places(self) -> list[Place]:
         """Return the layers and KV heads in each rank's first row group of the request; maybe none."""
@@ -108,9 +108,6 @@ class Rows:
     def _read_keys(self, group: RowGroup) -> dict[str, Ints]:
         table = self._read(group, list(KEY))
         return {name: table[name].to_numpy() for name in KEY}
-
-    def _read_values(self, group: RowGroup) -> pa.Table:
-        return self._read(group, self._columns).combine_chunks()
 
     def _read(self, group: RowGroup, columns: list[str]) -> pa.Table:
         try:

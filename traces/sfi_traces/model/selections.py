@@ -4,19 +4,15 @@ from bisect import bisect_right
 from collections.abc import Collection
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from sfi_traces.model.rows import Rows
-from sfi_traces.model.steps import Steps
+from sfi_traces.model.steps import Ints, Positions, Steps
 from sfi_traces.model.trace import Place, Trace, rows_of
 from sfi_traces.schema import AHEAD
 
 KEYS = ("step", "layer", "head", "reason")  # of a selection
-
-Ints = npt.NDArray[np.int64]
-Positions = npt.NDArray[np.int32]
 
 
 class Selections:

@@ -9,10 +9,8 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from sfi_traces.model.request import Request
+from sfi_traces.model.steps import Bools, Positions
 from sfi_traces.model.trace import Place
-
-Ints = npt.NDArray[np.int32]
-Bools = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +30,7 @@ class StepReads:
     sink: int
     recent: int
     context: int
-    selected: dict[Place, Ints] | None
+    selected: dict[Place, Positions] | None
     refreshed: list[int]
 
     @classmethod
@@ -44,7 +42,7 @@ class StepReads:
         dense = {place for place in places if slow or place[0] in left_dense}
         context, (sink, start_N) = int(memory.length_N[row]), request.segments
         recent = context if start_N is None else int(start_N[row])
-        selected: dict[Place, Ints] | None = {}
+        selected: dict[Place, Positions] | None = {}
         refreshed: list[int] = []
         if sparse := set(places) - dense:
             selections = request.selections
@@ -53,7 +51,7 @@ class StepReads:
             refreshed = sorted(set(selections.step[rows].tolist()))
         return cls(places, dense, sink, recent, context, selected, refreshed)
 
-    def of_place(self, place: Place, position: Ints) -> Bools:
+    def of_place(self, place: Place, position: Positions) -> Bools:
         """Say for each position whether a layer and KV head read it."""
         if place in self.dense:
             return np.ones(len(position), bool)
@@ -65,7 +63,7 @@ class StepReads:
 class StepMass:
     """Where a step's dense attention lay: by place the positions, their mass, and whether it read them."""
 
-    found: dict[Place, tuple[Ints, npt.NDArray[np.float32], Bools]]
+    found: dict[Place, tuple[Positions, npt.NDArray[np.float32], Bools]]
 
     @classmethod
     def of(cls, rows: pa.Table, reads: StepReads) -> Self:
@@ -88,6 +86,6 @@ class StepMass:
             weight[position[seen == read]] += mass[seen == read] / len(self.found)
         return weight
 
-    def marks(self, *, read: bool) -> dict[Place, Ints]:
+    def marks(self, *, read: bool) -> dict[Place, Positions]:
         """Return the positions that each place read, or did not read."""
         return {place: position[seen == read] for place, (position, _, seen) in self.found.items()}

@@ -12,18 +12,14 @@ import pyarrow.compute as pc
 
 from sfi_core.errors import TraceError
 from sfi_traces.model.request import Request, check_known
+from sfi_traces.model.steps import Floats, Ints, Positions
 from sfi_traces.model.trace import Place, Trace, of_request
-from sfi_traces.overlap import intersections, padded, size
+from sfi_traces.overlap import coefficients, padded
 
 MOST_POSITIONS = 1 << 25  # in memory at once; a quarter of a GB, and its copies
 MOST_STEPS = 1024  # steps whose pairs are counted at once
 PLACED = 4096  # supports placed into the arrays at once
 COLUMNS = ["step", "layer", "head", "positions", "mass"]
-
-Ints = npt.NDArray[np.int64]
-Positions = npt.NDArray[np.int32]
-Floats = npt.NDArray[np.float32]
-Bools = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -64,9 +60,8 @@ class Supports:
 
         Layers that the run left dense are left out. A request ends with its last wholly recorded step.
 
-        Raises:
-            TraceError: No audit, or one that skips steps.
-            ConfigError: No such request, layer or head.
+        Raises `TraceError` without an audit of every step, `ConfigError` for a request, layer or head that the trace
+        lacks.
         """
         trace.require_audit(every_step=True)
         steps = _chosen(trace.table("steps"), request=request)
@@ -161,14 +156,8 @@ class Supports:
         rows = np.arange(self.steps)[chosen]
         if len(rows) == self.steps:
             return self  # keeps the cached overlap
-        return replace(
-            self,
-            step_N=self.step_N[chosen],
-            tokens=self.tokens[chosen],
-            length_N=self.length_N[chosen],
-            position_NUK=self.position_NUK[chosen],
-            mass_NUK=self.mass_NUK[chosen],
-        )
+        by_step = ("step_N", "tokens", "length_N", "position_NUK", "mass_NUK")
+        return replace(self, **{name: getattr(self, name)[chosen] for name in by_step})
 
     def of_places(self, places: Collection[Place]) -> Self:
         """Keep some of the layers and KV heads."""
@@ -205,9 +194,7 @@ class Supports:
         """Mean overlap of every two steps over layers and KV heads, [N, N] (SyncKV, Eq. 1)."""
         total = np.zeros((self.steps, self.steps), np.float32)
         for unit in range(len(self.layer_U)):
-            index_NK = self.position_NUK[:, unit]
-            size_N = np.maximum(1, size(index_NK)).astype(np.float32)
-            total += intersections(index_NK) / np.minimum(size_N[:, None], size_N)
+            total += coefficients(self.position_NUK[:, unit])
         return np.asarray(total / len(self.layer_U), np.float32)
 
 

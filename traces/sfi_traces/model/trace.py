@@ -12,9 +12,8 @@ import pyarrow.compute as pc
 from pyarrow import dataset
 
 from sfi_core.errors import TraceError
-from sfi_traces.model.manifest import read_manifest
+from sfi_traces.model.manifest import other_ranks, rank_advice, read_manifest, whole_model
 from sfi_traces.model.parts import DAMAGED, check_part, checked, read_part
-from sfi_traces.model.ranks import other_ranks, rank_advice, whole_model
 from sfi_traces.schema import OF_EVERY_RANK, TABLES
 
 FETCHED = 10_000  # rows in memory at once

@@ -12,8 +12,7 @@ from sfi_core.errors import ConfigError
 from sfi_traces.model.parts import DAMAGED, open_part, read_part
 from sfi_traces.model.trace import Trace
 from sfi_traces.read.lossless_rules import broken_sums
-from sfi_traces.read.rank_rules import differing_steps, file_prefix, lacking_ranks
-from sfi_traces.read.step_rules import broken_rules
+from sfi_traces.read.step_rules import broken_rules, differing_steps, file_prefix, lacking_ranks
 from sfi_traces.schema import PART, TABLES
 
 MOST = 10  # lines about steps that are shown
@@ -32,7 +31,8 @@ def check(trace: Trace) -> dict[str, Any]:
     problems = [line for table in tables for line in _table_problems(table)]
     recorded: list[dict[str, int]] = []
     unchecked: str | None = "the table steps cannot be read"
-    readable = {table["table"]: _readable(table) for table in tables if table["rank"] == trace.rank}
+    faulty = ("damaged", "missing", "wrong", "faults")
+    readable = {one["table"]: not any(one[kind] for kind in faulty) for one in tables if one["rank"] == trace.rank}
     if readable["steps"]:
         recorded = _recorded(trace)
         gaps = [
@@ -100,10 +100,6 @@ def _check_part(part: Path, schema: pa.Schema, found: dict[str, Any]) -> None:
     }
     for kind, names in differ.items():
         found[kind] += [name for name in names if name not in found[kind]]
-
-
-def _readable(table: dict[str, Any]) -> bool:
-    return not any(table[kind] for kind in ("damaged", "missing", "wrong", "faults"))
 
 
 def _table_problems(table: dict[str, Any]) -> Iterator[str]:

@@ -57,7 +57,8 @@ def _of_request(trace: Trace, steps: list[Row], verifications: list[Row]) -> Ite
 
 
 def _own_lines(trace: Trace, row: Row) -> Iterator[str]:
-    drafted, most = row["drafted"], _most(trace)
+    drafted, draft = row["drafted"], trace.manifest["config"].get("draft", {})
+    most = draft.get("max_tokens", SfiConfig().draft.max_tokens)
     if not 0 <= row["accepted"] <= drafted:
         yield f"accepted must be in 0 to {drafted}, got {row['accepted']}"
     if not 0 <= drafted <= most:
@@ -106,8 +107,3 @@ def _draft_lines(row: Row, given: list[Row], steps: int) -> Iterator[str]:
         ends = draft == token and last["step"] + 1 == steps
         if not whole and draft in (None, token) and not ends:
             yield f"its own step must have another token than the drafted one, got {draft}"
-
-
-def _most(trace: Trace) -> int:
-    draft = trace.manifest["config"].get("draft", {})
-    return int(draft.get("max_tokens", SfiConfig().draft.max_tokens))

@@ -1,22 +1,30 @@
-"""Folders of traces: which may be recorded into, how an old trace is removed, where each rank writes."""
+"""A trace's folder: whether it may be recorded into, where each rank writes, its manifest."""
 
+import json
 import re
 import shutil
+from collections.abc import Mapping
 from contextlib import suppress
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from sfi_core import __version__
 from sfi_core.errors import ConfigError, SfiError
-from sfi_core.machine.files import LOCK, FolderLock, is_locked
-from sfi_core.machine.text import parse_json
-from sfi_traces.schema import MANIFEST, RANK, TABLES
+from sfi_core.machine.files import LOCK, FolderLock, is_locked, write_atomically
+from sfi_core.machine.text import parse_json, write_json
+from sfi_core.machine.versions import versions
+from sfi_traces.schema import MANIFEST, RANK, SCHEMA_VERSION, TABLES
+
+if TYPE_CHECKING:  # it comes with torch, which readers of a trace do not load
+    from sfi_core.observers.events import RunEvent
 
 
 def claim(folder: Path, *, force: bool) -> FolderLock:
     """Make the folder, or check that it may be recorded into, and lock it; an old trace stays until `clear`.
 
-    Raises:
-        ConfigError: The folder holds a trace and `force` is off, or other files, or another process writes it.
-        SfiError: The folder cannot be made or written.
+    Raises `ConfigError` for a folder with a trace while `force` is off, with other files, or that another process
+    writes; `SfiError` for one that cannot be made or written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -78,3 +86,44 @@ def _is_trace(folder: Path) -> bool:
     except (OSError, ValueError):
         return False
     return isinstance(document, dict) and "schema_version" in document
+
+
+def describe_run(
+    event: "RunEvent", provenance: Mapping[str, Any], *, positions: bool, redacted: bool
+) -> dict[str, Any]:
+    """Return the manifest of a run that begins; `provenance` has what only the caller knows, our keys win."""
+    return {
+        "preset": None,
+        **provenance,
+        "schema_version": SCHEMA_VERSION,
+        "sfi_version": __version__,
+        "created": now(),
+        **{name: getattr(event, name) for name in ("run_id", "began_unix_ns", "rank", "ranks")},
+        **dict.fromkeys(("finished", "stopped", "graphs", "not_replayed")),
+        "redacted": redacted,
+        "positions": positions,
+        "audit": None if event.audit is None else dict(event.audit),
+        "model": dict(event.model),
+        **{name: getattr(event, name) for name in ("policy", "lossless", "backend", "device")},
+        "config": dict(event.config),
+        "trigger_token_ids": list(event.trigger_token_ids),
+        "prompts": [],
+        "versions": versions(),
+    }
+
+
+def file_metadata(document: dict[str, Any]) -> dict[str, str]:
+    """Return each part file's metadata: the manifest without what changes while the run goes on."""
+    coming = ("finished", "stopped", "prompts", "graphs", "not_replayed")
+    provenance = {key: value for key, value in document.items() if key not in coming}
+    return {"schema_version": str(SCHEMA_VERSION), "provenance": json.dumps(provenance)}
+
+
+def now() -> str:
+    """Return the time in UTC, to the second."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def write_manifest(folder: Path, document: dict[str, Any]) -> None:
+    """Write or replace a trace's manifest; an OSError leaves the old one."""
+    write_atomically(folder / MANIFEST, f"{write_json(document, indent=2)}\n".encode())

@@ -11,8 +11,7 @@ from sfi_core.distributed import torchrun
 from sfi_core.errors import ConfigError
 from sfi_core.observers.events import BeginStepEvent, Event, RunEvent
 from sfi_core.observers.observer import NOTHING, NullObserver
-from sfi_traces.record.folder import claim, rank_folder
-from sfi_traces.record.manifest import describe_run
+from sfi_traces.record.folder import claim, describe_run, rank_folder
 from sfi_traces.record.rows import TraceRows
 from sfi_traces.record.timing import TimingObserver
 from sfi_traces.record.writer import Told, TraceWriter, tensors_of

@@ -8,21 +8,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sfi_core.observers.events import (
-    AuditEvent,
-    BeginStepEvent,
-    LogitsEvent,
-    PromptEvent,
-    RecallEvent,
-    RunEvent,
-    SelectionEvent,
-    StepEvent,
-    VerificationEvent,
-)
+from sfi_core.observers import events
 from sfi_core.observers.observer import HANDLERS
-from sfi_traces.overlap import Overlap
-from sfi_traces.record.selected_sets import SelectedSets
-from sfi_traces.record.table_buffer import Lists, TableBuffer
+from sfi_traces.overlap import Overlap, SelectedSets
+from sfi_traces.record.part_files import Lists, TableBuffer
 from sfi_traces.record.timing import Span
 from sfi_traces.record.token_text import TokenText
 from sfi_traces.schema import TABLES
@@ -76,7 +65,7 @@ class TraceRows:
         self._hashes: dict[int, Any] = {}
         self._prompts: dict[int, dict[str, Any]] = {}
 
-    def on_run(self, event: RunEvent) -> None:
+    def on_run(self, event: events.RunEvent) -> None:
         """Number the requests of this run after those of the last."""
         self._first += self._requests
         self._requests = event.requests
@@ -88,7 +77,7 @@ class TraceRows:
         for request in range(event.batch):
             self._prompt(request)
 
-    def on_prompt(self, event: PromptEvent, ids_BT: Array) -> None:
+    def on_prompt(self, event: events.PromptEvent, ids_BT: Array) -> None:
         """Add a piece of every request's prompt."""
         for row, (request, count) in enumerate(zip(event.requests, event.count, strict=True)):
             entry = self._prompt(request)
@@ -109,11 +98,11 @@ class TraceRows:
             }
             self.tables["prompts"].add_columns(count, columns)
 
-    def on_begin_step(self, event: BeginStepEvent) -> None:
+    def on_begin_step(self, event: events.BeginStepEvent) -> None:
         """Note why steps are not replayed."""
         self.not_replayed = event.not_replayed or None
 
-    def on_step(self, event: StepEvent) -> None:
+    def on_step(self, event: events.StepEvent) -> None:
         """Add a step."""
         trigger = event.token_id in self._triggers
         self._add(
@@ -131,12 +120,12 @@ class TraceRows:
         if event.step > 0 and event.graphs is not None:
             self.graphs = event.graphs or bool(self.graphs)
 
-    def on_verification(self, event: VerificationEvent) -> None:
+    def on_verification(self, event: events.VerificationEvent) -> None:
         """Add a verification of a lossless run."""
         self._add("verifications", event)
 
     def on_selection(
-        self, event: SelectionEvent, index_HK: Array, heads_H: Array | None = None, **diagnostics: Array
+        self, event: events.SelectionEvent, index_HK: Array, heads_H: Array | None = None, **diagnostics: Array
     ) -> None:
         """Add a selection; an empty one without diagnostics (a policy that never selects) adds no rows."""
         H = len(index_HK)
@@ -156,13 +145,13 @@ class TraceRows:
         }
         self.tables["selections"].add_columns(len(heads), columns)
 
-    def on_recall(self, event: RecallEvent, rows_H: Array) -> None:
+    def on_recall(self, event: events.RecallEvent, rows_H: Array) -> None:
         """Add the rows that one layer fetched from the host."""
         rows = int(rows_H.sum())
         self._add("recalls", event, rows=rows, bytes=rows * event.row_bytes)
 
     def on_audit(
-        self, event: AuditEvent, index_HK: Array, mass_HK: Array, read_HK: Array | None = None, **of_heads: Array
+        self, event: events.AuditEvent, index_HK: Array, mass_HK: Array, read_HK: Array | None = None, **of_heads: Array
     ) -> None:
         """Add one layer of an audited step; a column `name` is null without a tensor `name_H`."""
         place = (event.request, event.layer)
@@ -185,7 +174,7 @@ class TraceRows:
         self.tables["supports"].add_columns(len(index_HK), columns)
 
     def on_logits(
-        self, event: LogitsEvent, kl_R: Array, agrees_R: Array, dense_token_R: Array, dense_probability_R: Array
+        self, event: events.LogitsEvent, kl_R: Array, agrees_R: Array, dense_token_R: Array, dense_probability_R: Array
     ) -> None:
         """Add the next-token comparison of an audited step, or of tested drafts."""
         requests = [self._first + request for request in event.requests]
@@ -223,7 +212,7 @@ class TraceRows:
             self.prompts.append(entry)
         return self._prompts[request]
 
-    def _key(self, event: SelectionEvent | RecallEvent | AuditEvent) -> dict[str, int]:
+    def _key(self, event: events.SelectionEvent | events.RecallEvent | events.AuditEvent) -> dict[str, int]:
         request = self._first + event.request
         return {"request": request, "step": event.step, "layer": event.layer}
 

@@ -9,12 +9,11 @@ import numpy as np
 import pyarrow as pa
 
 from sfi_core.errors import TraceError
-from sfi_core.models.byte_model import ByteModel
-from sfi_traces.model.memory import Memory
-from sfi_traces.model.supports import Floats, Supports
+from sfi_traces.model.steps import Floats, Memory
+from sfi_traces.model.supports import Supports
 from sfi_traces.model.trace import Trace, of_request
 from sfi_traces.replay.outcome import Outcome, StepMetrics
-from sfi_traces.replay.replay import replay_request
+from sfi_traces.replay.replay import metrics, replay_request
 from sfi_traces.replay.setting import Setting
 
 POLICY = "sfi"
@@ -146,22 +145,10 @@ def _measured(like: Supports, setting: Setting, steps: pa.Table, kept: pa.Table,
     reasons = steps["reason"].to_pylist()
     slow_N = np.array([bool(reason) for reason in reasons])
     memory = Memory.of(setting.config.to_dict(), slow_N, like.length_N)
-    model = ByteModel.of(like.model, dense_layers=setting.config.dense_layers, batch=batch)
     own = of_request(kept, like.request)
-    kept_NU = _column(own, like, "retained_mass")
-    return StepMetrics(
-        request=like.request,
-        layer_U=like.layer_U,
-        head_U=like.head_U,
-        reasons=reasons,
-        length_N=like.length_N,
-        attended_N=steps["attended_tokens"].to_numpy(),
-        lower_NU=kept_NU,
-        upper_NU=kept_NU,
-        overlap_NU=_column(own, like, "overlap_last_refresh"),
-        bytes_N=memory.bytes_read(model),
-        dense_bytes_N=np.asarray(model.dense(like.length_N)),
-    )
+    kept_NU, overlap_NU = (_column(own, like, name) for name in ("retained_mass", "overlap_last_refresh"))
+    attended_N = steps["attended_tokens"].to_numpy()
+    return metrics(like, setting.config, reasons, memory, (kept_NU, kept_NU, overlap_NU), attended_N, batch=batch)
 
 
 def _column(rows: pa.Table, like: Supports, name: str) -> Floats:

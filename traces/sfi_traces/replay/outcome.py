@@ -8,7 +8,7 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from sfi_traces.model.supports import Bools, Floats, Ints
+from sfi_traces.model.steps import Bools, Floats, Ints
 
 LOW = 5  # percentile
 
@@ -136,8 +136,7 @@ def least(name: str, values: Iterable[tuple[Any, Floats]]) -> dict[str, Any] | N
 def known(values: Iterable[Floats]) -> Floats:
     """Join values that are not NaN."""
     pooled = np.concatenate([one.ravel() for one in values])
-    found: Floats = pooled[~np.isnan(pooled)]
-    return found
+    return np.asarray(pooled[~np.isnan(pooled)])
 
 
 def mean(values: Floats) -> float | None:

@@ -14,17 +14,17 @@ from sfi_core.errors import TraceError
 from sfi_traces.model.request import Request, check_known, step_table
 from sfi_traces.model.rows import Rows
 from sfi_traces.model.step_reads import StepMass, StepReads
-from sfi_traces.model.supports import Positions, even_shares
+from sfi_traces.model.steps import Bools, Positions
+from sfi_traces.model.supports import even_shares
 from sfi_traces.model.trace import Place, Trace, of_request
+from sfi_traces.overlap import Ints
 from sfi_traces.views.words import ALL, AUDITED, RECENT, SELECTED, SINK, Passage, Passages
 
 PROMPT_TAIL = 400  # tokens of the prompt before the generated text
 REDACTED = "(the trace has no text)"
 MEASURES = ("retained_mass", "overlap_previous_step", "overlap_last_refresh")
 
-Ints = npt.NDArray[np.integer[Any]]
 Numbers = npt.NDArray[np.float64]
-Marks = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -35,11 +35,11 @@ class Strip:
     """
 
     mass: Numbers
-    added: Marks
-    removed: Marks
-    sink: Marks
-    recent: Marks
-    selected: Marks
+    added: Bools
+    removed: Bools
+    sink: Bools
+    recent: Bools
+    selected: Bools
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -49,23 +49,17 @@ class Frame:
     Attributes:
         before: Text before the current sentence, from the end of the prompt on.
         sentence: The current sentence before this step's token.
-        attended_tokens: Tokens read per KV head.
+        row: The step's row of the table `steps`.
         audited: Whether the step has a strip.
         measures: Retained mass and overlaps by column name; None where not recorded.
         lambda_star: Mean lambda* of a refresh; None without a Selector.
         dense: The row of `logits`, if dense attention has another most probable token.
     """
 
-    step: int
     before: str
     sentence: str
     token: str
-    slow: bool
-    reason: str
-    steps_since_slow: int
-    sentence_index: int
-    attended_tokens: float
-    context_tokens: int
+    row: dict[str, Any]
     audited: bool
     measures: dict[str, float | None]
     lambda_star: float | None
@@ -103,9 +97,8 @@ class Playback:
 
         `audited` refuses a trace without an audit, which has no strips.
 
-        Raises:
-            TraceError: The trace has no step, no audit, or is of a lossless run.
-            ConfigError: No such request, layer or head.
+        Raises `TraceError` for a trace without a step or an audit, or of a lossless run; `ConfigError` for a request,
+        layer or head that it lacks.
         """
         if audited or trace.lossless:
             trace.require_audit()
@@ -152,16 +145,10 @@ class Playback:
         first, texts = self.sentence_begin(step), self.recorded.steps.text
         tail = "".join(self.prompt[-PROMPT_TAIL:])
         return Frame(
-            step=step,
             before=REDACTED if row["token_text"] is None else tail + "".join(texts[:first]),
             sentence="".join(texts[first:step]),
             token=texts[step],
-            slow=row["slow"],
-            reason=row["reason"],
-            steps_since_slow=row["steps_since_slow"],
-            sentence_index=row["sentence"],
-            attended_tokens=row["attended_tokens"],
-            context_tokens=row["context_tokens"],
+            row=row,
             audited=self.audited(step),
             measures=_means(self._supports.at(step), MEASURES),
             lambda_star=_means(self._selections.at(step), ["lambda_star"])["lambda_star"],
@@ -228,8 +215,7 @@ class Playback:
         position, mass = (pc.list_flatten(rows[name]).to_numpy() for name in ("positions", "mass"))
         bins = position.astype(np.int64) * width // length
         share = mass.astype(np.float64) / len(self.chosen)
-        found: Numbers = np.bincount(bins, share, minlength=width).astype(np.float64)
-        return found
+        return np.asarray(np.bincount(bins, share, minlength=width), np.float64)
 
 
 def _by_weight(passage: Passage) -> tuple[float, int]:
@@ -241,7 +227,7 @@ def _means(rows: pa.Table, names: Sequence[str]) -> dict[str, float | None]:
     return {name: pc.mean(rows[name]).as_py() if len(rows) else None for name in names}
 
 
-def _marked(bins: Ints, width: int) -> Marks:
+def _marked(bins: Ints, width: int) -> Bools:
     marks = np.zeros(width, np.bool_)
     marks[bins] = True
     return marks

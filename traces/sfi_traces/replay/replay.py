@@ -8,16 +8,18 @@ positions have some too; the upper bound adds all that they can have.
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from sfi_core.errors import TraceError
 from sfi_core.models.byte_model import ByteModel
 from sfi_core.settings.config import SfiConfig
 from sfi_core.state.request import RequestState
 from sfi_core.triggers.trigger import Trigger
-from sfi_traces.model.memory import Memory
-from sfi_traces.model.supports import Bools, Floats, Ints, Positions, Supports
+from sfi_traces.model.steps import Bools, Floats, Ints, Memory, Positions
+from sfi_traces.model.supports import Supports
 from sfi_traces.replay.outcome import Outcome, StepMetrics
 from sfi_traces.replay.setting import Setting
 
@@ -37,18 +39,34 @@ def replay_request(supports: Supports, setting: Setting, *, batch: int = 1) -> S
     reasons = schedule(supports, setting)
     slow_N = np.array([bool(reason) for reason in reasons])
     memory = Memory.of(setting.config.to_dict(), slow_N, supports.length_N)
-    lower_NU, upper_NU, overlap_NU = _kept(supports, setting.config, memory)
-    model = ByteModel.of(supports.model, dense_layers=setting.config.dense_layers, batch=batch)
+    return metrics(supports, setting.config, reasons, memory, _kept(supports, setting.config, memory), batch=batch)
+
+
+def metrics(
+    supports: Supports,
+    config: SfiConfig,
+    reasons: list[str],
+    memory: Memory,
+    kept: tuple[Floats, Floats, Floats],
+    attended_N: npt.NDArray[Any] | None = None,
+    *,
+    batch: int,
+) -> StepMetrics:
+    """Add tokens and bytes to what was `kept`: retained mass, at least and at most, and overlap, [N, U] each.
+
+    `attended_N` are the tokens that a run's steps read; None computes them from the memory.
+    """
+    model = ByteModel.of(supports.model, dense_layers=config.dense_layers, batch=batch)
+    if attended_N is None:
+        attended_N = np.asarray(model.mean_attended(supports.length_N, memory.read_N))
     return StepMetrics(
         request=supports.request,
         layer_U=supports.layer_U,
         head_U=supports.head_U,
         reasons=reasons,
         length_N=supports.length_N,
-        attended_N=np.asarray(model.mean_attended(supports.length_N, memory.read_N)),
-        lower_NU=lower_NU,
-        upper_NU=upper_NU,
-        overlap_NU=overlap_NU,
+        attended_N=attended_N,
+        **dict(zip(("lower_NU", "upper_NU", "overlap_NU"), kept, strict=True)),
         bytes_N=memory.bytes_read(model),
         dense_bytes_N=np.asarray(model.dense(supports.length_N)),
     )
@@ -141,9 +159,7 @@ def top(score_UT: Floats, budget: int) -> Bools:
     last_U1 = np.partition(score_UT, -budget, axis=1)[:, -budget, None]
     above, equal = score_UT > last_U1, score_UT == last_U1
     room_U1 = budget - above.sum(1, keepdims=True)
-    chosen: Bools = above | (equal & (equal.cumsum(1) <= room_U1))
-    chosen &= score_UT > 0
-    return chosen
+    return np.asarray((above | (equal & (equal.cumsum(1) <= room_U1))) & (score_UT > 0))
 
 
 def spread(score_UT: Floats, span: int) -> Floats:
@@ -163,23 +179,20 @@ def by_page(score_UT: Floats, first: int, page_size: int) -> Floats:
     ends = (before, -(before + T) % page_size)
     sum_UP = np.pad(score_UT, ((0, 0), ends)).reshape(len(score_UT), -1, page_size).sum(-1)
     count_P = np.pad(np.ones(T, np.float32), ends).reshape(-1, page_size).sum(-1)
-    mean: Floats = np.repeat(sum_UP / count_P, page_size, axis=1)[:, before : before + T]
-    return mean
+    return np.asarray(np.repeat(sum_UP / count_P, page_size, axis=1)[:, before : before + T])
 
 
 def _look_up(table_UT: Bools, position_NUK: Positions) -> Bools:
     # a padded -1 reads the last column of the row above, which is False
     U, width = table_UT.shape
     row_U1 = (np.arange(U) * width).astype(np.int32 if U * width < 2**31 else np.int64)[:, None]
-    found: Bools = table_UT.ravel().take(position_NUK + row_U1)
-    return found
+    return np.asarray(table_UT.ravel().take(position_NUK + row_U1))
 
 
 def _unrecorded(mass_NUK: Floats, unseen_NU: Ints) -> Floats:
     """Bound the mass of attended positions that were not recorded: none has more than a recorded one."""
     left_NU = np.maximum(0, 1 - mass_NUK.sum(-1))
-    most: Floats = np.minimum(left_NU, unseen_NU * mass_NUK.min(-1))
-    return most
+    return np.asarray(np.minimum(left_NU, unseen_NU * mass_NUK.min(-1)))
 
 
 def held_before(supports: Supports, step: int, new_NUK: Positions) -> Bools:
@@ -196,5 +209,4 @@ def overlap_after(supports: Supports, slow: int, new_NUK: Positions) -> Floats:
     old_UK = supports.position_NUK[slow]
     both_NU = held_before(supports, slow, new_NUK).sum(-1)
     least_NU = np.minimum((old_UK >= 0).sum(-1), (new_NUK >= 0).sum(-1))
-    overlap: Floats = both_NU / np.maximum(1, least_NU)
-    return overlap
+    return np.asarray(both_NU / np.maximum(1, least_NU))

@@ -12,7 +12,8 @@ from typing import Any, Self
 
 import numpy as np
 
-from sfi_traces.model.supports import Floats, Ints, Supports
+from sfi_traces.model.steps import Floats, Ints
+from sfi_traces.model.supports import Supports
 from sfi_traces.replay.outcome import LOW, known, least, mean
 from sfi_traces.replay.replay import held_before
 

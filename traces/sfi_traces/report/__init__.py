@@ -62,16 +62,11 @@ def render(view: View) -> str:
 
 def _figures(view: View) -> tuple[dict[str, dict[str, Any]], list[str]]:
     # what each figure's script and section need, by name; and why other figures are missing
-    from sfi_traces.report import (  # noqa: PLC0415
-        observation_figures,
-        raster_figure,
-        step_figures,
-        support_figures,
-    )
+    from sfi_traces.report import observation_figures, raster_figure, step_figures  # noqa: PLC0415
 
     drawers = {
-        "heatmap": support_figures.heatmap,
-        "lag": support_figures.lag,
+        "heatmap": step_figures.heatmap,
+        "lag": step_figures.lag,
         "retained": step_figures.retained,
         "drift": observation_figures.drift,
         "head-similarity": observation_figures.head_similarity,

@@ -5,9 +5,8 @@ from typing import Any
 from sfi_core.errors import TraceError
 from sfi_core.machine.text import printable
 from sfi_traces.report.page import page
-from sfi_traces.summary.diff import place_words
 from sfi_traces.views.captions import subject
-from sfi_traces.views.diff_tables import numbers_table, overlap_tables
+from sfi_traces.views.diff_tables import numbers_table, overlap_tables, place_words
 from sfi_traces.views.facts import Fact
 from sfi_traces.views.table import Table
 from sfi_traces.views.view import View
@@ -40,9 +39,9 @@ def render_diff(first: View, second: View, document: Row) -> str:
 
 def _figures(views: dict[str, View]) -> tuple[dict[str, Row], dict[str, str]]:
     # by figure and side; and why some are missing
-    from sfi_traces.report import step_figures, support_figures  # noqa: PLC0415
+    from sfi_traces.report import step_figures  # noqa: PLC0415
 
-    drawers = (support_figures.heatmap, step_figures.retained, step_figures.timeline)
+    drawers = (step_figures.heatmap, step_figures.retained, step_figures.timeline)
     figures, missing = {}, {}
     for name, draw in zip(FIGURES, drawers, strict=True):
         for side, view in views.items():

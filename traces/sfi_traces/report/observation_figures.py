@@ -8,16 +8,16 @@ from plotly.subplots import make_subplots
 
 from sfi_core.errors import TraceError
 from sfi_traces.report.panel import LEGEND, MARGIN, Panel, axes, cells
-from sfi_traces.report.support_figures import faint
-from sfi_traces.summary.corrections import corrections as corrections_by_head
-from sfi_traces.summary.drift import drift as attention_drift
-from sfi_traces.summary.head_similarity import MOST_STEPS, HeadSimilarity
+from sfi_traces.report.step_figures import faint
+from sfi_traces.summary.freekv import corrections as corrections_by_head
+from sfi_traces.summary.freekv import query_cosine as cosines_by_head
 from sfi_traces.summary.lossless import lossless_facts
-from sfi_traces.summary.query_cosine import query_cosine as cosines_by_head
+from sfi_traces.summary.synckv import MOST_STEPS, HeadSimilarity
+from sfi_traces.summary.synckv import drift as attention_drift
 from sfi_traces.views.captions import Caption, layers_left_out, left_out, places, support
 from sfi_traces.views.figure_data import HeadMap
 from sfi_traces.views.labels import CLIP, WITHIN
-from sfi_traces.views.phrases import span
+from sfi_traces.views.table import span
 from sfi_traces.views.view import View
 
 HEIGHT = 420  # of the two figures beside each other
@@ -70,10 +70,9 @@ def head_similarity(view: View) -> Panel:
     )  # fmt: skip
     figure.update_layout({**axes(data.layers), "height": HEIGHT}, margin=MARGIN)
     note = (
-        f"{support(view, view.k)}, {data.steps:,} steps. Mean overlap of each KV head of a layer "
-        "with those of another at the same step, and on the diagonal with the others of its own. "
-        f"Within a layer {data.within:.3f}, between layers {data.between:.3f}."
-        f"{layers_left_out(view)}"
+        f"{support(view, view.k)}, {data.steps:,} steps. Mean overlap of each KV head of a layer with those of another "
+        f"at the same step, and on the diagonal with the others of its own. Within a layer {data.within:.3f}, between "
+        f"layers {data.between:.3f}.{layers_left_out(view)}"
     )
     return Panel(Caption("Similarity of heads, layer by layer", note), figure)
 
@@ -101,9 +100,8 @@ def query_cosine(view: View) -> Panel:
     shares = zip(data["thresholds"], data["below"], strict=True)
     under = " and ".join(f"{share:.1%} under {tau:g}" for tau, share in shares)
     note = (
-        f"Mean over the query heads of a KV head, rotated queries. Of {data['n']:,} values, mean "
-        f"{data['mean']:.3f}, {under}: where FreeKV would correct at this tau. The course is that of the "
-        "lowest heads."
+        f"Mean over the query heads of a KV head, rotated queries. Of {data['n']:,} values, mean {data['mean']:.3f}, "
+        f"{under}: where FreeKV would correct at this tau. The course is that of the lowest heads."
     )
     return Panel(Caption("Query cosine with the step before", note), figure)
 

@@ -47,9 +47,8 @@ def write_plot(document: dict[str, Any], path: Path, *, kind: str) -> None:
         axes.legend(fontsize=8)
     shape = rows[0]
     figure.suptitle(
-        f"{name(document['machine'])}: {document['backend']} backend, {shape['context']:,} tokens, "
-        f"batch {shape['batch']}, {shape['heads']}/{shape['kv_heads']} heads of {shape['head_dim']}, "
-        f"{shape['dtype']}",
+        f"{name(document['machine'])}: {document['backend']} backend, {shape['context']:,} tokens, batch "
+        f"{shape['batch']}, {shape['heads']}/{shape['kv_heads']} heads of {shape['head_dim']}, {shape['dtype']}",
         fontsize=10,
     )
     save(figure, path, kind=kind)

@@ -4,22 +4,14 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from sfi_traces.model.trace import Trace
-from sfi_traces.summary.corrections import corrections, recalls
+from sfi_traces.summary import supports
 from sfi_traces.summary.coverage import coverage_facts
 from sfi_traces.summary.facts import answers, rank_facts, run_facts, step_facts, trigger_tokens
+from sfi_traces.summary.freekv import corrections, query_cosine, recalls
 from sfi_traces.summary.lossless import lossless_facts
-from sfi_traces.summary.query_cosine import query_cosine
 from sfi_traces.summary.scope import Scope
 from sfi_traces.summary.similarity import head_similarity, over_time
 from sfi_traces.summary.speed import batch_reads, break_even, latency, phases
-from sfi_traces.summary.supports import (
-    audit_facts,
-    disagreements,
-    logits_facts,
-    overlap_by_lag,
-    selection_facts,
-    stability,
-)
 
 SECTIONS: dict[str, Callable[[Scope], Any]] = {  # in the document's order
     "run": run_facts,
@@ -28,16 +20,16 @@ SECTIONS: dict[str, Callable[[Scope], Any]] = {  # in the document's order
     "steps": step_facts,
     "lossless": lossless_facts,
     "triggers": trigger_tokens,
-    "stability": stability,
-    "lags": overlap_by_lag,
+    "stability": supports.stability,
+    "lags": supports.overlap_by_lag,
     "drift": lambda scope: over_time(scope)[0],
     "locality": lambda scope: over_time(scope)[1],
     "head_similarity": head_similarity,
     "query_cosine": query_cosine,
-    "audit": audit_facts,
-    "logits": logits_facts,
-    "disagreements": disagreements,
-    "selections": selection_facts,
+    "audit": supports.audit_facts,
+    "logits": supports.logits_facts,
+    "disagreements": supports.disagreements,
+    "selections": supports.selection_facts,
     "phases": phases,
     "coverage": coverage_facts,
     "corrections": corrections,
@@ -67,9 +59,7 @@ def summarize(trace: Trace, request: int | None = None, layer: int | None = None
 
     A section without data is None, and `missing` says what records it.
 
-    Raises:
-        ConfigError: The trace has no such request or layer.
-        TraceError: No step was recorded, or a part is damaged.
+    Raises `ConfigError` for a request or layer that the trace lacks, `TraceError` without a step or for a damaged part.
     """
     from sfi_traces.health import judge  # noqa: PLC0415 - it reads this package's scope
 

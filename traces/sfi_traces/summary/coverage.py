@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from sfi_traces.summary.sampled import sample_selections
-from sfi_traces.summary.scope import Scope, spread
+from sfi_traces.summary.scope import Scope, sample_selections, spread
 
 
 def coverage_facts(scope: Scope) -> dict[str, Any] | None:

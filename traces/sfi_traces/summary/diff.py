@@ -38,9 +38,8 @@ def compare(first: Trace, second: Trace, request: int | None = None) -> Row:
     Returns each trace's own numbers under `a` and `b`, ratios of b to a, comparisons, and under `metrics` the
     numbers that `sfi trace diff --fail-if` knows (`METRICS`).
 
-    Raises:
-        TraceError: The traces are of different models or prompts, or a part is damaged.
-        ConfigError: A trace has no such request.
+    Raises `TraceError` for traces of different models or prompts, or with a damaged part; `ConfigError` for a request
+    that one lacks.
     """
     _check_model(first, second)
     scope, other = Scope.of(first, request), Scope.of(second, request)
@@ -65,13 +64,6 @@ def compare(first: Trace, second: Trace, request: int | None = None) -> Row:
         },
     }
     return document | {"metrics": metrics(document)}
-
-
-def place_words(layer: Row) -> str:
-    """Describe a request's `first_layer` in words."""
-    heads = ", ".join(map(str, layer["heads"]))
-    what = "other positions" if layer["positions"] else "another retained mass"
-    return f"step {layer['step']:,}: layer {layer['layer']}, KV head {heads}, {what} in {layer['table']}"
 
 
 def _check_model(first: Trace, second: Trace) -> None:

@@ -15,21 +15,17 @@ FROM_MANIFEST = [
 def run_facts(scope: Scope) -> dict[str, Any]:
     """Describe the run from its manifest, and count its recorded steps."""
     manifest = scope.trace.manifest
-    recorded = {
-        row["request"]: row["steps"]
-        for row in scope.rows("SELECT request, count(*) AS steps FROM chosen_steps GROUP BY 1")
-    }
-    prompts = {prompt["request"]: prompt["tokens"] for prompt in manifest.get("prompts", [])}
+    recorded = scope.rows("SELECT request, count(*) AS steps FROM chosen_steps GROUP BY 1 ORDER BY 1")
+    prompts = {prompt["request"]: prompt["tokens"] for prompt in manifest["prompts"]}
     return {
         "model": manifest["model"]["name"],
         "architecture": manifest["model"]["architecture"],
-        "lossless": scope.trace.lossless,
-        "imported": scope.trace.imported,
+        **{name: getattr(scope.trace, name) for name in ("lossless", "imported")},
         **{key: manifest.get(key) for key in FROM_MANIFEST},
         "settings": changed_settings(manifest["config"]),
         "requests": [
-            {"request": request, "prompt_tokens": prompts.get(request), "steps": steps}
-            for request, steps in sorted(recorded.items())
+            {"request": one["request"], "prompt_tokens": prompts.get(one["request"]), "steps": one["steps"]}
+            for one in recorded
         ],
     }
 

@@ -1,4 +1,4 @@
-"""The part of a trace that is summarized: all of it, one request, one layer."""
+"""The part of a trace that is summarized: all of it, one request, one layer; and evenly chosen steps of it."""
 
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -10,10 +10,12 @@ from sfi_core.errors import TraceError
 from sfi_traces.model.request import check_known
 from sfi_traces.model.trace import Trace, of_steps
 from sfi_traces.overlap import Overlap, padded
-from sfi_traces.schema import TABLES
+from sfi_traces.schema import KEY, TABLES
 
 QUANTILES = (0.05, 0.5, 0.95)
 PAIRS = 4096  # of lists of positions compared at once
+SAMPLED = "sampled_selections"
+MOST_POSITIONS = 1 << 22  # read at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +36,8 @@ class Scope:
     def of(cls, trace: Trace, request: int | None = None, layer: int | None = None) -> Self:
         """Open a trace and make the views.
 
-        Raises:
-            ConfigError: The trace has no such request, or its model no such layer.
-            TraceError: No step was recorded, or a part is truncated.
+        Raises `ConfigError` for a request or layer that the trace lacks, `TraceError` without a step or for a truncated
+        part.
         """
         scope = cls(trace, trace.connect(), request, layer)
         requests = [row["request"] for row in scope.rows("SELECT DISTINCT request FROM steps ORDER BY 1")]
@@ -129,3 +130,41 @@ def spread(column: str) -> str:
         f"{{'n': count({value}), 'mean': avg({value}), 'sd': stddev_samp({value}),"
         f" 'p5': {p5}, 'p50': {p50}, 'p95': {p95}, 'min': min({value}), 'max': max({value})}}"
     )
+
+
+def sample_selections(scope: Scope) -> int:
+    """Make the view `sampled_selections`, with positions, of every n-th refresh of a request; return n.
+
+    The view `sampled_refreshes` includes selections without positions.
+    """
+    size = scope.row("SELECT coalesce(sum(selected), 0) AS positions FROM chosen_selections")
+    every = 1 + int(size["positions"]) // MOST_POSITIONS
+    if SAMPLED in scope.kept:
+        return every
+    picked = scope.rows(f"""
+        SELECT request, step FROM (SELECT DISTINCT request, step FROM chosen_selections)
+        QUALIFY row_number() OVER (PARTITION BY request ORDER BY step) % {every:d} = {1 % every:d}
+    """)  # noqa: S608 - a number
+    keys = {name: [row[name] for row in picked] for name in ("request", "step")}
+    scope.pick("sampled_refreshes", "selections", pa.table(keys, pa.schema(KEY)))
+    scope.connection.execute("""
+        CREATE OR REPLACE TEMP VIEW sampled_selections AS
+        SELECT * FROM sampled_refreshes WHERE positions IS NOT NULL
+    """)
+    scope.kept[SAMPLED] = True
+    return every
+
+
+def sample_supports(scope: Scope) -> None:
+    """Make the view `sampled_supports`: rows with `read` of every n-th audited fast step, with `position`."""
+    size = scope.row("SELECT count(*) AS rows FROM chosen_supports WHERE read IS NOT NULL")
+    top = int((scope.trace.manifest.get("audit") or {}).get("top", 1))
+    every = 1 + int(size["rows"]) * top // MOST_POSITIONS
+    scope.connection.execute(f"""
+        CREATE OR REPLACE TEMP VIEW sampled_supports AS
+        SELECT * FROM chosen_supports JOIN (
+            SELECT request, step, position FROM chosen_steps WHERE audited AND NOT slow
+            QUALIFY row_number() OVER (PARTITION BY request ORDER BY step) % {every:d} = {1 % every:d}
+        ) USING (request, step)
+        WHERE read IS NOT NULL
+    """)  # noqa: S608 - a number

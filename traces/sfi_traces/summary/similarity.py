@@ -13,9 +13,8 @@ from sfi_core.errors import TraceError
 from sfi_traces.model.request import Request
 from sfi_traces.model.supports import MOST_POSITIONS, Supports, thinning
 from sfi_traces.model.trace import of_steps
-from sfi_traces.summary.drift import Drift, drift
-from sfi_traces.summary.head_similarity import MOST_STEPS, HeadSimilarity
 from sfi_traces.summary.scope import Scope
+from sfi_traces.summary.synckv import MOST_STEPS, Drift, HeadSimilarity, drift
 
 MOST_TAKEN = 1 << 25  # positions of a request; beyond, every n-th layer is taken
 MOST_PAIRED = 512  # first steps of a request whose pairs are counted

@@ -36,15 +36,12 @@ def latency(scope: Scope) -> dict[str, Any]:
         ORDER BY audited DESC
     """)
     decoding = [row for row in rows if row["kind"] != "prefill"]
-    if scope.trace.lossless:
-        seconds = _spanned_us(scope) / 1e6
-    else:
-        seconds = sum(row["total_us"] for row in decoding) / 1e6
+    taken_us = _spanned_us(scope) if scope.trace.lossless else sum(row["total_us"] for row in decoding)
     tokens = scope.row("SELECT count(*) AS n FROM chosen_steps WHERE step > 0")["n"]
     found = {row["kind"]: row for row in rows}  # the unaudited row, which comes last, wins
     return {
         "kinds": [found[kind] for kind in KINDS if kind in found],
-        "tokens_per_second": tokens / seconds if seconds else None,
+        "tokens_per_second": tokens / (taken_us / 1e6) if taken_us else None,
         "audited": any(row["audited"] for row in decoding),
     }
 
@@ -121,10 +118,7 @@ def _shares(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     other = passes[0] | {"name": "other", "spans": None, "total_us": taken - inside}
     return [
         {
-            "name": row["name"],
-            "stream": row["stream"],
-            "spans": row["spans"],
-            "total_us": row["total_us"],
+            **{name: row[name] for name in ("name", "stream", "spans", "total_us")},
             "step_us": row["total_us"] / row["steps"],
             "share": row["total_us"] / ((taken + outside) or 1),
         }

@@ -134,9 +134,7 @@ class Confirmer:
         Before each run `on_run` is told how many are done, and of how many. Returns the settings'
         confirmations, and full attention's tokens per second.
 
-        Raises:
-            KeyboardInterrupt: Ctrl-C.
-            SfiError: The run failed.
+        Raises KeyboardInterrupt for Ctrl-C, `SfiError` if a run failed.
         """
         tallies, dense = [Tally() for _ in configs], Tally()
         total, done = len(material) * (len(configs) + 1), 0

@@ -6,6 +6,8 @@ from typing import Any
 
 from sfi_traces.replay import Comparison
 
+MEASURED = ("kl_next_token", "argmax_agreement", "decode_tokens_per_second", "exact_match")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Confirmation:
@@ -47,10 +49,7 @@ class Confirmation:
             "recorded_steps": sum(one.recorded_steps for one in compared.requests),
             "same_schedule": compared.same_schedule,
             "error": self.error,
-            "kl_next_token": self.kl_next_token,
-            "argmax_agreement": self.argmax_agreement,
-            "decode_tokens_per_second": self.decode_tokens_per_second,
-            "exact_match": self.exact_match,
+            **{name: getattr(self, name) for name in MEASURED},
         }
 
 

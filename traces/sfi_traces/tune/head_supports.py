@@ -35,8 +35,7 @@ def largest_top(traces: Sequence[Trace]) -> int:
 
 def requests_of(trace: Trace) -> list[int]:
     """List a trace's requests that have supports."""
-    found: list[int] = trace.table("supports", ["request"])["request"].unique().to_pylist()
-    return sorted(found)
+    return sorted(trace.table("supports", ["request"])["request"].unique().to_pylist())
 
 
 def request_supports(trace: Trace, request: int, top: int) -> Iterator[tuple[int, torch.Tensor]]:
@@ -45,9 +44,7 @@ def request_supports(trace: Trace, request: int, top: int) -> Iterator[tuple[int
     Steps with at most `top` = K cached tokens are left out, since all their sets would be equal. The trace
     must have passed `largest_top`.
 
-    Raises:
-        ConfigError: The audit recorded fewer than `top` positions.
-        TraceError: No step has more than `top` tokens.
+    Raises `ConfigError` if the audit recorded fewer than `top` positions, `TraceError` if no step has more tokens.
     """
     most = trace.manifest["audit"]["top"]
     if top > most:

@@ -94,9 +94,8 @@ class Space:
 
         The traces' supports limit the budget; the first trigger set is the trace's own.
 
-        Raises:
-            ConfigError: A value cannot run or has no effect, or there is nothing to choose.
-            TraceError: A budget exceeds the audit's.
+        Raises `ConfigError` for a value that cannot run or has no effect, or if there is nothing to choose;
+        `TraceError` for a budget beyond the audit's.
         """
         texts = {name: text for name, text in given.items() if text is not None}
         axes = _defaults(recorded, sets)

@@ -137,10 +137,8 @@ class Search:
         `purpose` says what it searches, `directions` has "minimize" or "maximize" for each objective. A
         process that joins a study derives another seed of the sampler.
 
-        Raises:
-            ConfigError: The suffix is another, or the file exists without `resume`.
-            InputError: The file is no study, damaged, or of another purpose.
-            SfiError: The file is locked or cannot be written.
+        Raises `ConfigError` for another suffix, or a file that exists without `resume`; `InputError` for a file that is
+        no study, damaged, or of another purpose; `SfiError` for one that is locked or cannot be written.
         """
         import optuna  # noqa: PLC0415 - an extra
 
@@ -203,8 +201,7 @@ class Search:
     def best(self) -> list[Any]:
         """Return the feasible trials that no other dominates."""
         with careful(self.path):
-            trials: list[Any] = self.study.best_trials
-            return trials
+            return list(self.study.best_trials)
 
     def _try(self, trial: Any, setting: Any, measure: Callable[[Any], Measured]) -> None:
         same = (one for one in self._trials("COMPLETE") if one.params == trial.params)
@@ -220,8 +217,7 @@ class Search:
         from optuna.trial import TrialState  # noqa: PLC0415 - an extra
 
         wanted = tuple(TrialState[state] for state in states)
-        trials: list[Any] = self.study.get_trials(deepcopy=False, states=wanted)
-        return trials
+        return list(self.study.get_trials(deepcopy=False, states=wanted))
 
     def _before(self, number: int) -> int:
         earlier = self._trials("COMPLETE", "RUNNING", "WAITING")

@@ -44,10 +44,8 @@ class Tuning:
         searched. `axes` has values or ranges by setting, `trigger_sets` trigger strings by name in place of
         the default sets; `batch` requests share the weights in the byte model.
 
-        Raises:
-            TraceError: A trace has no audit, is of another model, or lacks tokens; or a budget
-                exceeds the audit's.
-            ConfigError: A setting is out of range, or there is nothing to choose.
+        Raises `TraceError` for a trace without an audit or tokens, of another model, or a budget beyond the audit's;
+        `ConfigError` for a setting out of range, or if there is nothing to choose.
         """
         for trace in traces[1:]:
             check_one_model(traces[0], trace)

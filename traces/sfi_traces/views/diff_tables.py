@@ -41,3 +41,10 @@ def overlap_tables(document: Row) -> list[Table]:
             rows = [(place, *(number(values[of]) for of in SPREAD), count(values["n"])) for place, values in layers]
             tables.append(Table(f"Overlap of the {name} at equal steps", ("layer", *SPREAD, "n"), rows))
     return tables
+
+
+def place_words(layer: Row) -> str:
+    """Describe a request's `first_layer` in words."""
+    heads = ", ".join(map(str, layer["heads"]))
+    what = "other positions" if layer["positions"] else "another retained mass"
+    return f"step {layer['step']:,}: layer {layer['layer']}, KV head {heads}, {what} in {layer['table']}"

@@ -5,8 +5,7 @@ from functools import partial
 from typing import NamedTuple
 
 from sfi_traces.health import problems
-from sfi_traces.views.phrases import dense_words
-from sfi_traces.views.table import Columns, Row, Table, count, duration, number, percent, plural
+from sfi_traces.views.table import Columns, Row, Table, count, dense_words, duration, number, percent, plural
 
 SECTIONS = (  # of the summary, without those that have figures in the report
     "run", "steps", "lossless", "triggers", "stability", "audit", "logits", "disagreements", "selections",

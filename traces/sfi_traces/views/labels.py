@@ -1,7 +1,6 @@
 """Colors and token labels, shared by `sfi trace plot` and `sfi trace report`."""
 
 import itertools
-from collections.abc import Iterator
 from typing import Final
 
 import numpy as np
@@ -44,7 +43,7 @@ def step_ticks(steps: Steps, step: np.ndarray, most: int) -> tuple[list[int], li
     """
     rows = steps.rows(step)
     if len(step) <= most:
-        return list(range(len(step))), [_token(steps, row) for row in rows]
+        return list(range(len(step))), [visible(steps.text[row]) or str(steps.step[row]) for row in rows]
     if not any(steps.text):
         return number_ticks(step, most)
     room = len(step) / most
@@ -58,19 +57,11 @@ def step_ticks(steps: Steps, step: np.ndarray, most: int) -> tuple[list[int], li
 
 def number_ticks(step: np.ndarray, most: int) -> tuple[list[int], list[str]]:
     """Choose up to about `most` entries at or after round step numbers; return entries and labels."""
-    unit = next(unit for unit in _units() if (step[-1] - step[0]) / unit <= most)
+    units = (digit * 10**zeros for zeros in itertools.count() for digit in (1, 2, 5))
+    unit = next(unit for unit in units if (step[-1] - step[0]) / unit <= most)
     round_steps = np.arange(-(-step[0] // unit) * unit, step[-1] + 1, unit)
     entries = np.unique(np.searchsorted(step, round_steps)).tolist()
     return entries, [str(step[entry]) for entry in entries]
-
-
-def _units() -> Iterator[int]:
-    # 1, 2, 5, 10, 20, 50, ...
-    return (digit * 10**zeros for zeros in itertools.count() for digit in (1, 2, 5))
-
-
-def _token(steps: Steps, row: int) -> str:
-    return visible(steps.text[row]) or str(steps.step[row])
 
 
 def _sentence(steps: Steps, row: int) -> str:

@@ -160,14 +160,11 @@ def _count(row: np.ndarray, position: np.ndarray, rows: int, high: int, per_cell
 
 def _dense(count: np.ndarray, sizes: np.ndarray, context: np.ndarray, per_cell: int) -> np.ndarray:
     # whether a cell has at least one position, and as many as an even spread would give
-    found: np.ndarray = count >= np.maximum(1, sizes * per_cell / context)
-    return found
+    return np.asarray(count >= np.maximum(1, sizes * per_cell / context))
 
 
 def _is_in(position: np.ndarray, which: np.ndarray, sets: list[np.ndarray], width: int) -> np.ndarray:
     # whether each position is in the set with its number; sets ascend, so their keys do too
     keys = np.concatenate([number * width + one.astype(np.int64) for number, one in enumerate(sets)])
     wanted = which * width + position
-    at = np.searchsorted(keys, wanted)
-    found: np.ndarray = np.append(keys, -1)[at] == wanted
-    return found
+    return np.asarray(np.append(keys, -1)[np.searchsorted(keys, wanted)] == wanted)

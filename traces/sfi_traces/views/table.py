@@ -1,4 +1,4 @@
-"""Small tables and numbers as text, for terminals and pages."""
+"""Small tables, numbers and phrases as text, for terminals and pages; imports nothing heavy."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -63,3 +63,15 @@ def duration(microseconds: float | None) -> str:
         if abs(microseconds) >= size:
             return f"{microseconds / size:,.2f} {unit}"
     return f"{microseconds:,.1f} us"
+
+
+def span(first: int, last: int) -> str:
+    """Name a bin of integers: "1", "3-4"."""
+    return f"{first}" if first == last else f"{first}-{last}"
+
+
+def dense_words(row: Mapping[str, Any]) -> str:
+    """Say what dense attention's most probable token is, from a row of the table `logits`."""
+    text, probability = row["dense_token_text"], row["dense_probability"]
+    token = "another token" if text is None else repr(text)
+    return token if probability is None else f"{token} ({probability:.0%})"

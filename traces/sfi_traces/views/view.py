@@ -29,9 +29,8 @@ class View:
     ) -> None:
         """Choose what to show; by default the first request.
 
-        Raises:
-            ConfigError: The trace has no such request, layer, KV head or supports so large.
-            TraceError: No step was recorded.
+        Raises `ConfigError` for a request, layer, KV head or size of supports that the trace lacks, `TraceError`
+        without a step.
         """
         table = step_table(trace)
         self.trace, self.layer, self.head, self.top = trace, layer, head, top

@@ -103,9 +103,8 @@ def text_of(view: View) -> list[str]:
 def step_words(view: View, step: int) -> StepWords:
     """Find what a step read.
 
-    Raises:
-        ConfigError: The request has no such step.
-        TraceError: The trace has no text, or no positions of selections though the step was fast.
+    Raises `ConfigError` for a step that the request lacks; `TraceError` without text, or without the positions of
+    selections of a fast step.
     """
     steps = view.steps
     row = int(steps.rows(np.array(step)))

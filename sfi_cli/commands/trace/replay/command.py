@@ -1,15 +1,14 @@
 """`sfi trace replay`: replay a recorded run under other settings, or watch it step by step."""
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from sfi_cli import options as o
-from sfi_cli.commands.trace.replay.grid import intervals, replay_settings
 from sfi_cli.commands.trace.replay.play import play_run
-from sfi_cli.commands.trace.replay.reuse_views import reuse_text
-from sfi_cli.commands.trace.replay.views import replay_text
+from sfi_cli.commands.trace.replay.views import replay_text, reuse_text
 from sfi_cli.parsing import number_list
 from sfi_cli.settings.given import texts
 from sfi_cli.settings.tables import SETTINGS, settings_for
@@ -19,6 +18,7 @@ from sfi_core.settings.config import TRIGGER_POLICIES
 
 SLOW, MEMORY, PLAY = "When a step is slow", "What a fast step reads", "Playing the run"
 Values = str | None  # one or more with commas between; None is the trace's own
+_slow, _play = partial(o.option, SLOW), partial(o.option, PLAY)
 SPEED = 4.0  # steps a second
 EVERY = (1, 2, 4, 8, 16)  # intervals that an imported trace is replayed with
 SETS = "Another setting: span=0,10. Repeat for more; sfi config list has all settings."
@@ -36,43 +36,30 @@ def _part(what: str, example: str) -> Any:
 def replay(
     trace: o.TraceDir,
     trigger_policy: Annotated[Values, _grid("trigger_policy", SLOW, help=f"{', '.join(TRIGGER_POLICIES)}.")] = None,
-    triggers: Annotated[
-        list[str] | None,
-        o.option(
-            SLOW,
-            "A string that ends a sentence; repeat for more. \\n is a newline.",
-            "--trigger",
-            shown="the trace's own",
-        ),
-    ] = None,
+    triggers: Annotated[o.Words, _slow(o.TRIGGER, "--trigger", shown="the trace's own")] = None,
     trigger_set: Annotated[
-        list[str] | None,
-        o.option(SLOW, "A set of trigger strings, blanks between: NAME='. ? !'. Repeat to compare sets."),
+        o.Words, _slow("A set of trigger strings, blanks between: NAME='. ? !'. Repeat to compare sets.")
     ] = None,
     t_max: Annotated[Values, _grid("t_max", SLOW)] = None,
     refresh_every: Annotated[
         Values,
-        o.option(
-            SLOW,
-            "Reuse each recorded selection for so many steps: 1,2,4,8,16.",
-            shown="off; for an imported trace these",
-        ),
+        _slow("Reuse each recorded selection for so many steps: 1,2,4,8,16.", shown="off; for an imported trace these"),
     ] = None,
     budget: Annotated[Values, _grid("budget", MEMORY)] = None,
-    sets: Annotated[list[str] | None, o.sets("trace replay", MEMORY, metavar="NAME=VALUES", help=SETS)] = None,
+    sets: Annotated[o.Words, o.sets("trace replay", MEMORY, metavar="NAME=VALUES", help=SETS)] = None,
     request: o.RequestIndex = None,
     layers: Annotated[str | None, _part("layers", "0,3,8-11")] = None,
     heads: Annotated[str | None, _part("KV heads", "0,2-3")] = None,
     batch: Annotated[int, typer.Option(min=1, help="Requests that share the weights in the byte model.")] = 1,
     against: Annotated[
-        Path | None,
+        o.File,
         typer.Option(help="Trace of a run of --policy sfi: replay its settings, and compare with what it measured."),
     ] = None,
-    play: Annotated[bool, o.option(PLAY, "Step through the run.", "--play")] = False,
-    step: Annotated[str | None, o.option(PLAY, "Print these steps, 12 or 12-20, instead of waiting for keys.")] = None,
-    speed: Annotated[float | None, o.option(PLAY, "Steps a second of autoplay.", shown=str(SPEED), min=0.1)] = None,
+    play: Annotated[bool, _play("Step through the run.", "--play")] = False,
+    step: Annotated[str | None, _play("Print these steps, 12 or 12-20, instead of waiting for keys.")] = None,
+    speed: Annotated[float | None, _play("Steps a second of autoplay.", shown=str(SPEED), min=0.1)] = None,
     plot: Annotated[
-        Path | None, o.option(o.OUTPUT, "Draw retained mass against slow rate and speed-up to a .png or .svg.")
+        o.File, o.option(o.OUTPUT, "Draw retained mass against slow rate and speed-up to a .png or .svg.")
     ] = None,
     output: o.OutputPath = None,
     force: o.Force = False,
@@ -100,7 +87,7 @@ def replay(
 
       sfi trace replay run --play
     """
-    from sfi_cli.commands.trace.replay.documents import replay_document, reuse_document
+    from sfi_cli.commands.trace.replay.documents import intervals, replay_document, replay_settings, reuse_document
     from sfi_traces.model.trace import Trace
 
     axes = texts(

@@ -5,7 +5,7 @@ import shutil
 import sys
 from typing import Any
 
-from sfi_traces.views.phrases import dense_words
+from sfi_traces.views.table import dense_words
 
 OTHER = "#7fb8ff"  # color of a token that full attention would not have said
 BLOCKS, ASCII = " ▁▂▃▄▅▆▇█", " .:-=+*#@"
@@ -33,12 +33,12 @@ def head(playback: Any, frame: Any) -> Any:
     """Return a line: the step's number, why it is slow or fast, and how much it reads."""
     from rich.text import Text
 
-    kind = f"slow ({frame.reason})" if frame.slow else f"fast, {frame.steps_since_slow} since slow"
-    head = Text(f"step {frame.step} of {playback.steps - 1}  ", no_wrap=True, overflow="ellipsis")
-    head.append(kind, style="bold red" if frame.slow else "bold green")
-    return head.append(
-        f"  sentence {frame.sentence_index}  reads {frame.attended_tokens:,.0f} of {frame.context_tokens:,} tokens"
-    )
+    row = frame.row
+    kind = f"slow ({row['reason']})" if row["slow"] else f"fast, {row['steps_since_slow']} since slow"
+    head = Text(f"step {row['step']} of {playback.steps - 1}  ", no_wrap=True, overflow="ellipsis")
+    head.append(kind, style="bold red" if row["slow"] else "bold green")
+    reads = f"reads {row['attended_tokens']:,.0f} of {row['context_tokens']:,} tokens"
+    return head.append(f"  sentence {row['sentence']}  {reads}")
 
 
 def _text(frame: Any) -> Any:

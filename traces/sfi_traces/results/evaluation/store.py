@@ -13,9 +13,8 @@ from sfi_core.errors import InputError, SfiError
 from sfi_core.machine.files import FolderLock, atomic_file, write_atomically
 from sfi_core.machine.text import first_line
 from sfi_core.measure.evaluation.grid import Grid
-from sfi_traces.record.manifest import now, write_manifest
-from sfi_traces.results.evaluation.evaluation_manifest import KIND, SCHEMA_VERSION, check_new, read_manifest
-from sfi_traces.results.evaluation.lines import read_lines, write_line
+from sfi_traces.record.folder import now, write_manifest
+from sfi_traces.results.evaluation.files import KIND, SCHEMA_VERSION, check_new, read_lines, read_manifest, write_line
 from sfi_traces.results.evaluation.summary import NAMES
 from sfi_traces.results.parquet import write_rows
 
@@ -54,19 +53,12 @@ class ResultsFolder:
     def create(cls, path: Path, manifest: Mapping[str, Any], *, force: bool) -> Self:
         """Begin a folder; with `force` in place of an older evaluation.
 
-        Raises:
-            ConfigError: The folder exists and `force` is off, has other files, or another process uses it.
-            SfiError: The folder cannot be written.
+        Raises `ConfigError` for a folder that exists while `force` is off, has other files, or is in use by another
+        process; `SfiError` for one that cannot be written.
         """
         check_new(path, force=force)
-        document = {
-            "kind": KIND,
-            "schema_version": SCHEMA_VERSION,
-            "created": now(),
-            "finished": None,
-            "stopped": None,
-            **manifest,
-        }
+        state = {"created": now(), "finished": None, "stopped": None}
+        document = {"kind": KIND, "schema_version": SCHEMA_VERSION, **state, **manifest}
         with _writing(path):
             path.mkdir(parents=True, exist_ok=True)
             lock = FolderLock(path, WHAT)
@@ -81,9 +73,8 @@ class ResultsFolder:
     def resume(cls, path: Path) -> Self:
         """Open a folder to show its rows; `begin` prepares it for more.
 
-        Raises:
-            InputError: The folder holds no evaluation, or a file cannot be read.
-            ConfigError: Another process uses the folder.
+        Raises `InputError` for a folder without an evaluation or a file that cannot be read, `ConfigError` for a folder
+        that another process uses.
         """
         read_manifest(path)  # before a lock file is made in a folder that is none of ours
         try:

@@ -1,11 +1,11 @@
-"""Summarizes the rows of an evaluation: one row for each task, length, method and size."""
+"""Summarizes the rows of an evaluation: for each task, length, method and size, and over tasks and lengths."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
+from sfi_core.measure.evaluation import statistics
 from sfi_core.measure.evaluation.lossless_rows import drafting
-from sfi_core.measure.evaluation.statistics import Interval, paired_difference, wilson
 
 REFERENCE = "full-kv"
 PLACE = ("task", "length")
@@ -15,6 +15,7 @@ RATIOS = ("read_ratio", "selection_ratio", "stored_ratio")
 FIDELITY = ("steps", "slow_rate", "kl", "kl_p95", "agreement", "perplexity", "perplexity_full", *RATIOS)
 GROUPS = 8  # of neighboring sentences, at most
 Row = Mapping[str, Any]
+Place = tuple[Any, ...]  # a task and a length
 
 
 def summarize(rows: Iterable[Row]) -> list[dict[str, Any]]:
@@ -105,8 +106,8 @@ def _summary(group: Sequence[Row], full: Sequence[Row]) -> dict[str, Any]:
     scored, reference = _scored(group), {row["seed"]: row["score"] for row in full}
     first = group[0]
     pairs = [(row["score"], reference[row["seed"]]) for row in scored if row["seed"] in reference]
-    difference = paired_difference(*zip(*pairs, strict=True)) if pairs else None
-    score = wilson([row["score"] for row in scored]) if scored else None
+    difference = statistics.paired_difference(*zip(*pairs, strict=True)) if pairs else None
+    score = statistics.wilson([row["score"] for row in scored]) if scored else None
     means = {name: _mean(row[name] for row in scored) for name in (*RATIOS, "generated", "tokens_per_second")}
     steps = sum(row["slow_steps"] + row["fast_steps"] for row in scored)
     return {
@@ -126,7 +127,7 @@ def _summary(group: Sequence[Row], full: Sequence[Row]) -> dict[str, Any]:
     }
 
 
-def interval_of(interval: Interval | None, name: str) -> dict[str, float | None]:
+def interval_of(interval: statistics.Interval | None, name: str) -> dict[str, float | None]:
     """Return an interval as columns `name`, low and high; all None without an interval."""
     ends = ("low", "high") if name == "score" else (f"{name}_low", f"{name}_high")
     if interval is None:
@@ -151,3 +152,49 @@ def _further(scored: Sequence[Row]) -> dict[str, float]:
 def _mean(values: Iterable[float]) -> float | None:
     found = list(values)
     return sum(found) / len(found) if found else None
+
+
+def summarize_averages(rows: Iterable[Row]) -> list[dict[str, Any]]:
+    """Average the scores of each method and size over tasks and lengths, each with the same weight.
+
+    `difference` is from full attention on the same samples; `places` is the number of tasks x lengths. All
+    but `places` are None if a method lacks a score at one of them.
+    """
+    found: dict[tuple[Any, ...], dict[Place, list[Row]]] = {}
+    names: dict[tuple[Any, ...], dict[str, Any]] = {}
+    whole: dict[Place, dict[int, float]] = {}
+    for row in rows:
+        key, place = (tuple(row[name] for name in columns) for columns in (VARIANT, PLACE))
+        names[key] = {name: row[name] for name in NAMES}
+        own = found.setdefault(key, {}).setdefault(place, [])
+        whole.setdefault(place, {})
+        if row["score"] is None:
+            continue
+        own.append(row)
+        if row["policy"] == REFERENCE:
+            whole[place].setdefault(row["seed"], row["score"])
+    return [{**names[key], **_average(own, whole)} for key, own in found.items()]
+
+
+def _average(own: Mapping[Place, Sequence[Row]], whole: Mapping[Place, Mapping[int, float]]) -> dict[str, Any]:
+    groups = [own.get(place, ()) for place in whole]
+    pairs = [
+        [row["score"] - full[row["seed"]] for row in group if row["seed"] in full]
+        for group, full in zip(groups, whole.values(), strict=True)
+    ]
+    score = difference = None
+    means: dict[str, float | None] = dict.fromkeys(RATIOS)
+    if all(groups):
+        score = statistics.mean_of_groups([[row["score"] for row in group] for group in groups])
+        if all(pairs):
+            difference = statistics.difference_of_groups(pairs)
+        means = {name: _mean(_mean(row[name] for row in group) or 0.0 for group in groups) for name in RATIOS}
+    return {
+        "places": len(whole),
+        "n": sum(map(len, groups)),
+        **interval_of(score, "score"),
+        **interval_of(difference, "difference"),
+        "interval_method": difference and difference.method,
+        "read": _read(means),
+        "stored_ratio": means["stored_ratio"],
+    }

@@ -1,19 +1,29 @@
-"""Reads and writes the lines of a results file, a JSON object for each row."""
+"""The files of an evaluation's folder: its manifest, and a line of JSON for each row."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sfi_core.errors import InputError
+from sfi_core.errors import ConfigError, InputError
+from sfi_core.machine.files import LOCK
 from sfi_core.machine.text import parse_json, shown, write_json
+from sfi_traces.schema import MANIFEST
 
+SCHEMA_VERSION = 1
+KIND = "evaluation"
+# what a resumed run compares or shows
+NEEDED = (
+    "schema_version", "asked", "methods", "text", "model", "device", "machine", "versions", "created",
+    "finished", "stopped",
+)  # fmt: skip
 MAYBE = (int, float, type(None))
 COMMON = {"policy": str, "preset": (str, type(None)), "settings": dict, "share": MAYBE, "error": (str, type(None))}
 MEASURED = (  # a number, if there is a score
     "read_ratio", "selection_ratio", "stored_ratio", "slow_steps", "fast_steps", "generated", "tokens_per_second",
 )  # fmt: skip
 # required columns with their types: those that identify a row, and those that the tables show
-NEEDED: dict[str, dict[str, Any]] = {
+COLUMNS: dict[str, dict[str, Any]] = {
     "samples": {
         "method": str, "size": str, "task": str, "length": int, "seed": int, **COMMON, "score": MAYBE, "scores": dict,
         **dict.fromkeys(MEASURED, MAYBE),
@@ -23,6 +33,43 @@ NEEDED: dict[str, dict[str, Any]] = {
         "steps": (dict, type(None)), "report": (dict, type(None)),
     },
 }  # fmt: skip
+
+
+def check_new(path: Path, *, force: bool) -> None:
+    """Raise `ConfigError` for a folder with other files, or with an evaluation if `force` is off."""
+    if path.exists() and not path.is_dir():
+        raise ConfigError(f"results folder {path} must be a folder, got a file")
+    if not path.exists() or all(one.name == LOCK for one in path.iterdir()):
+        return
+    try:
+        document = parse_json((path / MANIFEST).read_bytes())
+    except (OSError, ValueError):
+        document = None
+    if not isinstance(document, dict) or document.get("kind") != KIND:
+        raise ConfigError(f"results folder {path} must be new or empty, got one with other files")
+    if not force:
+        raise ConfigError(f"results folder {path} exists; add --resume to go on with it, --force to replace it")
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """Read the manifest of an evaluation; raises `InputError` for none, a damaged one or another version."""
+    file = path / MANIFEST
+    try:
+        document = parse_json(file.read_bytes())
+    except OSError:
+        document = None
+    except ValueError as error:
+        line = f", line {error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
+        raise InputError(f"results {file}{line}: not valid JSON; evaluate again") from error
+    if not isinstance(document, dict) or document.get("kind") != KIND:
+        raise InputError(f"results folder {path} must hold an evaluation, got none to go on with")
+    found = document.get("schema_version")
+    if found != SCHEMA_VERSION:
+        raise InputError(f"results folder {path} has schema {found}, this sfi reads {SCHEMA_VERSION}; evaluate again")
+    for name in NEEDED:
+        if name not in document:
+            raise InputError(f"results {file} must have {name!r}, got none; evaluate again")
+    return document
 
 
 def read_lines(path: Path, table: str) -> tuple[list[dict[str, Any]], list[str]]:
@@ -57,7 +104,7 @@ def write_line(row: Mapping[str, Any]) -> bytes:
 def _fault(row: Any, table: str) -> str | None:
     if not isinstance(row, dict):
         return f"no row of {table}"
-    for name, kinds in NEEDED[table].items():
+    for name, kinds in COLUMNS[table].items():
         if name not in row:
             return f"no row of {table}, {name} is missing"
         if type(row[name]) not in (allowed := kinds if isinstance(kinds, tuple) else (kinds,)):
