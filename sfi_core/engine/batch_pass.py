@@ -102,11 +102,10 @@ def allowed_positions(longest: int, sink_B: torch.Tensor, recent_start_B: torch.
 class BatchPass:
     """One forward pass; made new for each pass and then only read.
 
-    `start` and `count` are each request's cached tokens before the pass and its new ones, `longest` the most
-    cached tokens after it. The rows that read a piece of their prompt are `prompts`; with its end they are
-    `ended`, too. Rows that decode are `slow` (g_t = 1) or `fast`. `dense_descriptor` has every decoding
-    request slow, for `dense_layers`; None without those. `chosen` has the `Rows` made so far, which all
-    layers share.
+    `start` and `count` are each request's cached tokens before the pass and its new ones, `longest` the most cached
+    tokens after it. The rows that read a piece of their prompt are `prompts`; with its end they are `ended`, too. Rows
+    that decode are `slow` (g_t = 1) or `fast`. `dense_descriptor` has every decoding request slow, for `dense_layers`;
+    None without those. `chosen` has the `Rows` made so far, which all layers share.
     """
 
     def __init__(

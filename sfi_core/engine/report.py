@@ -58,14 +58,13 @@ class RequestReport:
         fast_steps: All others; in a lossless run the accepted drafts.
         slow_at: The slow steps.
         reasons: Slow steps by reason.
-        mean_attended_tokens: Tokens read per decoding step, KV head and full-attention layer, without step 0;
-            0 if nothing was decoded.
-        read_ratio: Share of the cached tokens that attention read, over the same steps; 1 if nothing was
-            decoded.
-        selection_ratio: Reads of the selection on fast steps, over the cached tokens: a page bound counts as
-            a token, a key as half of one. The selection of a slow step adds no read.
-        stored_ratio: Share of the tokens that the method needs to keep: `read_ratio` if it evicts the rest,
-            else 1. Our cache keeps all tokens under every method.
+        mean_attended_tokens: Tokens read per decoding step, KV head and full-attention layer, without step 0; 0 if
+            nothing was decoded.
+        read_ratio: Share of the cached tokens that attention read, over the same steps; 1 if nothing was decoded.
+        selection_ratio: Reads of the selection on fast steps, over the cached tokens: a page bound counts as a token, a
+            key as half of one. The selection of a slow step adds no read.
+        stored_ratio: Share of the tokens that the method needs to keep: `read_ratio` if it evicts the rest, else 1. Our
+            cache keeps all tokens under every method.
         lossless: The drafts of a lossless run; None otherwise.
         queued_seconds: Wall time from the run's beginning until the prompt began to be read.
         prefill_seconds: From then to the first token.

@@ -24,9 +24,8 @@ class Differing:
 class RequestCheck:
     """The check of one request with so many generated `tokens`.
 
-    At the indices `near_ties` full attention's two best scores are closer than `VerifyReport.near_ulp`:
-    either token is right there, and later tokens depend on the choice. `differing` are the tokens that are
-    not full attention's.
+    At the indices `near_ties` full attention's two best scores are closer than `VerifyReport.near_ulp`: either token is
+    right there, and later tokens depend on the choice. `differing` are the tokens that are not full attention's.
     """
 
     tokens: int

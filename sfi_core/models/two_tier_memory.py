@@ -21,10 +21,9 @@ INT32 = 4
 class TwoTierBytes:
     """Bytes of a two-tier KV cache: in host memory, every layer's keys and values, rounded up to pages.
 
-    On the device, `parts` has them by purpose: `ring`, the pages of the recent tokens; `packed`, the sink and
-    selected rows; `scratch`, for one request's recalled rows; `norms` of the keys; `notes` of the policy,
-    above all summaries of pages; `stream`, the buffers of dense reads; `resident`, the heads that stay on the
-    device.
+    On the device, `parts` has them by purpose: `ring`, the pages of the recent tokens; `packed`, the sink and selected
+    rows; `scratch`, for one request's recalled rows; `norms` of the keys; `notes` of the policy, above all summaries of
+    pages; `stream`, the buffers of dense reads; `resident`, the heads that stay on the device.
     """
 
     device_bytes: int

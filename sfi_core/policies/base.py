@@ -21,10 +21,9 @@ from sfi_kernels.top_k import top_k
 class Selection:
     """The selected memory of one layer, for some requests.
 
-    `index_BHK` are positions in J by KV head, int32, ascending, padded with -1. `diagnostics` are tensors for
-    traces, such as the Selector's `lambda_star`. `heads_BH` are the KV heads that are selected anew, bool;
-    the others keep their memory, None is all. `pseudo`, from `select_before`, stands for all unread tokens in
-    this step; None for none.
+    `index_BHK` are positions in J by KV head, int32, ascending, padded with -1. `diagnostics` are tensors for traces,
+    such as the Selector's `lambda_star`. `heads_BH` are the KV heads that are selected anew, bool; the others keep
+    their memory, None is all. `pseudo`, from `select_before`, stands for all unread tokens in this step; None for none.
     """
 
     index_BHK: torch.Tensor

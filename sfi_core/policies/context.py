@@ -69,8 +69,7 @@ class LayerContext(Evidence):
         keys: Returns cached keys, [1, H, T, D], given a request's place here, a start and a stop position.
         values: The same for cached values.
         notes: The policy's own data on each request in this layer, kept from step to step.
-        codes: The codes of each request's keys, as a batch of one, if the policy chooses for whole batches;
-            else empty.
+        codes: The codes of each request's keys, as a batch of one, if the policy chooses for whole batches; else empty.
     """
 
     states: tuple[RequestState, ...]

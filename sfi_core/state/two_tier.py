@@ -1,9 +1,8 @@
 """The two-tier KV store: all keys and values in host memory, on the device those that steps read.
 
-On the device a layer has a ring of pages with the recent tokens, the norms of all keys, and the KV heads that
-are never offloaded (`resident`). Page p of a request is ring page p mod R, so that the block table never
-changes and kernels read the recent tokens like any pages. Packed segment and page summaries belong to the
-engine and the policy.
+On the device a layer has a ring of pages with the recent tokens, the norms of all keys, and the KV heads that are never
+offloaded (`resident`). Page p of a request is ring page p mod R, so that the block table never changes and kernels read
+the recent tokens like any pages. Packed segment and page summaries belong to the engine and the policy.
 
 A page is copied to the host when it is complete. `recall` copies selected rows back (FreeKV, Sec. 4.2;
 SyncKV, Eq. 7) on a stream of its own; only the fast step that reads them waits for them. A dense read streams

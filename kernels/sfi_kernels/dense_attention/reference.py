@@ -138,8 +138,7 @@ def _padded(rows: list[torch.Tensor], T: int) -> torch.Tensor:
 def weights(logits_BHGWT: torch.Tensor, sink_HG: torch.Tensor | None, *, all_see: bool) -> torch.Tensor:
     """Return the softmax of logits, [B, H, G, W, T]; zeros for a query that sees nothing.
 
-    Logits are -inf where a query may not look. `all_see` promises that every query sees a key, which saves
-    operations.
+    Logits are -inf where a query may not look. `all_see` promises that every query sees a key, which saves operations.
     """
     if sink_HG is None and all_see:
         return logits_BHGWT.softmax(-1)

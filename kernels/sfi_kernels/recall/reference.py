@@ -37,12 +37,11 @@ def recall(
     Paper gap: SyncKV does not say whether rows that stay selected are fetched again. FreeKV keeps a cache of
     selected pages on the device. We reuse single rows, from the packed segment alone.
 
-    Arguments as in `pack`, with these differences. The pages are on the host, pinned when the rest is on a
-    CUDA device, and `block_table_BP` numbers them; FreeKV's pages, [P, H, 2, N, D] with keys and values side
-    by side, are passed as two views. The positions to recall and those of the old segment ascend. The results
-    go to the `into` tensors, which have R rows in place of B, and `fetched_RH`, int32, gets how many rows
-    came from the host, 0 for a row without a request. A head whose `heads_RH` is 0 gets a copy of its old
-    rows, positions and length.
+    Arguments as in `pack`, with these differences. The pages are on the host, pinned when the rest is on a CUDA device,
+    and `block_table_BP` numbers them; FreeKV's pages, [P, H, 2, N, D] with keys and values side by side, are passed as
+    two views. The positions to recall and those of the old segment ascend. The results go to the `into` tensors, which
+    have R rows in place of B, and `fetched_RH`, int32, gets how many rows came from the host, 0 for a row without a
+    request. A head whose `heads_RH` is 0 gets a copy of its old rows, positions and length.
 
     Raises:
         ValueError: A tensor's shape, dtype, device or layout does not fit.

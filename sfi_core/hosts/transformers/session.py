@@ -39,10 +39,9 @@ UNKNOWN_CAPACITY = 1024
 class Session:
     """A model under SFI.
 
-    `config` are the settings as asked for, `policy.config` what runs: a policy may adapt its own copy.
-    `observer` is all observers as one, `span` its span of the forward pass under way. `ranks` are the
-    processes among which the model's heads are split, `fusion` the modules that run fused. `audit` is None
-    for no audit.
+    `config` are the settings as asked for, `policy.config` what runs: a policy may adapt its own copy. `observer` is
+    all observers as one, `span` its span of the forward pass under way. `ranks` are the processes among which the
+    model's heads are split, `fusion` the modules that run fused. `audit` is None for no audit.
     """
 
     def __init__(

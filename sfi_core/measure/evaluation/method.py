@@ -34,8 +34,7 @@ class Method:
         preset: The preset that the settings start from.
         settings: Differences from the preset, as `SfiConfig.replace` takes them, and `lossless`.
         config: The preset with these settings.
-        sized: Whether the evaluation sets the sizes; not for full attention, nor for a method that states its
-            budget.
+        sized: Whether the evaluation sets the sizes; not for full attention, nor for a method that states its budget.
         lossless: Whether fast steps only draft, so that the tokens are full attention's.
     """
 

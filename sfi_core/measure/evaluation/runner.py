@@ -94,14 +94,13 @@ class TaskGrid(Grid):
             model: A decoder-only model of transformers; `check` it first.
             tokenizer: The model's tokenizer.
             done: Keys of rows that are not made again.
-            batch_size: The most samples of a task and length that are decoded together. They must have equal
-                budgets at every size. A batch that fails is decoded again one by one.
-            engine: How prompts are read and steps are run; a policy that cannot offload runs without the
-                device budget.
+            batch_size: The most samples of a task and length that are decoded together. They must have equal budgets at
+                every size. A batch that fails is decoded again one by one.
+            engine: How prompts are read and steps are run; a policy that cannot offload runs without the device budget.
 
         Yields:
-            Rows; a method that ran out of memory or gave broken logits has an `error` and no score. On Ctrl-C
-            the rows of the current batch are lost.
+            Rows; a method that ran out of memory or gave broken logits has an `error` and no score. On Ctrl-C the rows
+            of the current batch are lost.
         """
         methods = [method.resolved(tokenizer) for method in self.methods]
         variants = [one for method in methods for one in method.variants(self.sizes)]

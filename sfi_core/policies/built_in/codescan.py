@@ -88,8 +88,7 @@ class CodeScan(Policy):
     def selection_tokens(self, state: RequestState) -> float:
         """Count each token's words, the projections of query and new key, and the pseudo token's value.
 
-        Learning the basis again reads all keys. A token of 16-bit keys and values is as many words as a head
-        is wide.
+        Learning the basis again reads all keys. A token of 16-bit keys and values is as many words as a head is wide.
         """
         if not self.key_width or self._room(state) <= self.config.budget:
             return 0.0
