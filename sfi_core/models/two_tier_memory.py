@@ -11,7 +11,7 @@ from sfi_core.errors import ConfigError
 from sfi_core.models.memory_need import FLOAT32
 from sfi_core.settings.config import SfiConfig
 from sfi_core.settings.device_budget import DeviceBudget
-from sfi_core.state.host_stream import BUFFERS, block_tokens
+from sfi_core.state.host_tier import BUFFERS, block_tokens
 from sfi_core.state.layer_shape import LayerShape
 
 INT32 = 4

@@ -17,7 +17,7 @@ from time import perf_counter
 import torch
 
 from sfi_core.errors import ConfigError
-from sfi_core.state.host_stream import HostStream, RecallScratch, block_tokens
+from sfi_core.state.host_tier import HostStream, RecallScratch, block_tokens
 from sfi_core.state.kv_store import KVStore, Recall
 from sfi_core.state.layer_pages import LayerPages, LayerTable, join_blocks, tokens_of
 from sfi_core.state.layer_tiers import LayerTiers

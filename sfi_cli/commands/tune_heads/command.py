@@ -172,9 +172,8 @@ def _similarities(
 ) -> Texts:
     # the similarities of each text; invalid settings are refused at the first text
     from sfi_cli.terminal.progress import BenchProgress
-    from sfi_core.measure.heads.clustering import check_count
+    from sfi_core.measure.heads.clustering import Similarity, check_count
     from sfi_core.measure.heads.layers import part_count
-    from sfi_core.measure.heads.similarity import Similarity
 
     part_count(len(texts), parts)
     found: Texts = []

@@ -24,7 +24,7 @@ from sfi_core.hosts.transformers.own_layers import take_states
 from sfi_core.hosts.transformers.replays import records_steps, refusal
 from sfi_core.hosts.transformers.session import Session
 from sfi_core.machine.threads import SMALL_BYTES, one_thread
-from sfi_core.models.weights import ModelWeights
+from sfi_core.models.describe import ModelWeights
 from sfi_core.state.kv_store import KVStore
 from sfi_kernels.step_descriptor import sent
 

@@ -20,16 +20,14 @@ from sfi_core.machine.versions import versions
 from sfi_core.measure.bench.fits import sort_out
 from sfi_core.measure.bench.lossless import lossless_notes, run_lossless
 from sfi_core.measure.bench.ours import run_ours
-from sfi_core.measure.bench.prompts import Prompts
+from sfi_core.measure.bench.prompts import Prompts, Stream, stream
 from sfi_core.measure.bench.rows import point_rows
 from sfi_core.measure.bench.samples import DecodeSample
 from sfi_core.measure.bench.settings import DecodeSettings, DecodeVariant, Point
-from sfi_core.measure.bench.streams import Stream, stream
 from sfi_core.measure.bench.theirs import run_theirs
 from sfi_core.measure.kernel_bench.timing import clock_for, copy_gb_per_s
 from sfi_core.models.byte_model import ByteModel
-from sfi_core.models.describe import describe_model
-from sfi_core.models.weights import ModelWeights
+from sfi_core.models.describe import ModelWeights, describe_model
 from sfi_core.state.layer_shape import LayerShape
 
 Progress = Callable[[str, int, int], None]

@@ -16,9 +16,8 @@ from sfi_core.machine.versions import versions
 from sfi_core.measure.bench.settings import LOSSLESS, DecodeSettings, Point
 from sfi_core.measure.kernel_bench.timing import clock_for, copy_gb_per_s
 from sfi_core.models.byte_model import ByteModel, cycle_mean, cycle_tokens, fast_tokens
-from sfi_core.models.describe import describe_model
+from sfi_core.models.describe import ModelWeights, describe_model
 from sfi_core.models.memory_need import CPU_SLACK, forecast, largest_batch
-from sfi_core.models.weights import ModelWeights
 from sfi_core.policies import policy_class
 from sfi_core.settings.config import SfiConfig
 from sfi_core.state.layer_shape import LayerShape

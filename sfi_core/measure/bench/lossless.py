@@ -15,10 +15,9 @@ from sfi_core.engine.loop import Loop, NewTokens
 from sfi_core.hosts.transformers.session import Session
 from sfi_core.machine.memory import peak_bytes, reset_peak
 from sfi_core.measure.bench.ours import GivenTokens, decoder_of, note_report, selecting, step_read
-from sfi_core.measure.bench.prompts import Prompts
+from sfi_core.measure.bench.prompts import Prompts, Stream
 from sfi_core.measure.bench.samples import DecodeSample, drafting_of
 from sfi_core.measure.bench.settings import DecodeSettings, DecodeVariant, Point
-from sfi_core.measure.bench.streams import Stream
 from sfi_core.state.request import RequestState
 
 STATED = (

@@ -15,10 +15,9 @@ from sfi_core.generation.sampling import Sampler
 from sfi_core.hosts.transformers.decoder import Decoder
 from sfi_core.hosts.transformers.slow_fast import slow_fast
 from sfi_core.machine.memory import peak_bytes, reset_peak
-from sfi_core.measure.bench.prompts import Prompts
+from sfi_core.measure.bench.prompts import Prompts, Stream
 from sfi_core.measure.bench.samples import DecodeSample, StepRead
 from sfi_core.measure.bench.settings import DecodeSettings, DecodeVariant, Point
-from sfi_core.measure.bench.streams import Stream
 from sfi_core.policies import policy_class
 from sfi_core.policies.base import Triggered
 from sfi_core.settings.config import SfiConfig

@@ -8,10 +8,9 @@ from typing import Any, ClassVar
 from sfi_core.engine.report import RequestReport
 from sfi_core.errors import ConfigError, InputError
 from sfi_core.hosts.transformers.stores import engine_for
-from sfi_core.measure.evaluation.fidelity import Fidelity, Reference, fidelity, reference
+from sfi_core.measure.evaluation.fidelity import Fidelity, Reference, Window, fidelity, reference, text_ids, windows
 from sfi_core.measure.evaluation.grid import Grid, Key, Row, Together
 from sfi_core.measure.evaluation.method import WHOLE, MethodVariant
-from sfi_core.measure.evaluation.text_windows import Window, text_ids, windows
 from sfi_core.settings.engine import DEFAULTS, EngineOptions
 
 Placed = tuple[int, Window]  # a window of a length, with its number

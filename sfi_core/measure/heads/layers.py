@@ -6,8 +6,7 @@ from itertools import combinations
 from typing import Any
 
 from sfi_core.errors import ConfigError
-from sfi_core.measure.heads.clustering import Labels, check_count, cluster
-from sfi_core.measure.heads.similarity import Matrix, Similarity, joined
+from sfi_core.measure.heads.clustering import Labels, Matrix, Similarity, check_count, cluster, joined
 
 PARTS = 2  # default number of parts
 Sums = Mapping[int, Similarity]  # by layer

@@ -16,10 +16,9 @@ from sfi_core.errors import ConfigError
 from sfi_core.hosts.transformers.replays import records_steps
 from sfi_core.measure.bench.bench import Bench
 from sfi_core.measure.bench.ours import run_ours
-from sfi_core.measure.bench.prompts import Prompts
+from sfi_core.measure.bench.prompts import Prompts, stream
 from sfi_core.measure.bench.rows import point_rows
 from sfi_core.measure.bench.settings import DecodeSettings
-from sfi_core.measure.bench.streams import stream
 from sfi_core.models.byte_model import ByteModel
 from sfi_core.observers.events import SelectionEvent
 from sfi_core.observers.observer import NullObserver

@@ -11,11 +11,10 @@ from sfi_core.hosts.transformers.cache_name import CACHE_NAME
 from sfi_core.measure.bench import bench, fits
 from sfi_core.measure.bench.bench import run_bench
 from sfi_core.measure.bench.ours import run_ours
-from sfi_core.measure.bench.prompts import Prompts
+from sfi_core.measure.bench.prompts import Prompts, slow_steps, stream
 from sfi_core.measure.bench.rows import point_rows, step_bytes
 from sfi_core.measure.bench.samples import DecodeSample, StepRead
 from sfi_core.measure.bench.settings import BASELINES, DecodeSettings, DecodeVariant, Point
-from sfi_core.measure.bench.streams import slow_steps, stream
 from sfi_core.measure.bench.theirs import run_theirs
 from sfi_core.models.byte_model import ByteModel
 from sfi_core.settings.config import SfiConfig

@@ -10,11 +10,10 @@ from sfi_core.generation.generate import generate
 from sfi_core.measure.bench import lossless as module
 from sfi_core.measure.bench.bench import run_bench
 from sfi_core.measure.bench.lossless import StatedAcceptance, run_lossless
-from sfi_core.measure.bench.prompts import Prompts
+from sfi_core.measure.bench.prompts import Prompts, stream
 from sfi_core.measure.bench.rows import point_rows
 from sfi_core.measure.bench.samples import DecodeSample, StepRead
 from sfi_core.measure.bench.settings import DecodeSettings, DecodeVariant, Point
-from sfi_core.measure.bench.streams import stream
 from sfi_core.models.byte_model import ByteModel
 from sfi_core.settings.config import SfiConfig
 from sfi_core.settings.engine import EngineOptions

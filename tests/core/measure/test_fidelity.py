@@ -11,9 +11,16 @@ from sfi_core import SfiConfig
 from sfi_core.engine.report import RequestReport
 from sfi_core.errors import ConfigError, InputError, NumericsError
 from sfi_core.generation.read_prompt import read_prompt
-from sfi_core.measure.evaluation.fidelity import Fidelity, fidelity, reference
+from sfi_core.measure.evaluation.fidelity import (
+    Fidelity,
+    Window,
+    fidelity,
+    reference,
+    sentence_positions,
+    text_ids,
+    windows,
+)
 from sfi_core.measure.evaluation.teacher_forcing import teacher_force
-from sfi_core.measure.evaluation.text_windows import Window, sentence_positions, text_ids, windows
 from sfi_core.models.load import BUNDLED
 
 PROMPT, NEW = 40, 25
