@@ -17,8 +17,7 @@ from sfi_core.hosts.transformers.cache import Seam, SfiCache
 from sfi_core.hosts.transformers.cache_name import cache_in
 from sfi_core.hosts.transformers.fusion.fuse import Fusion
 from sfi_core.hosts.transformers.passes import Shadow, begin_decode, begin_prompt, reads_prompt, run_event
-from sfi_core.hosts.transformers.shapes import layer_shapes
-from sfi_core.hosts.transformers.state_checks import StateChecks
+from sfi_core.hosts.transformers.shapes import StateChecks, layer_shapes
 from sfi_core.hosts.transformers.stores import TierPlan, expect
 from sfi_core.models.tensor_parallel import check_split
 from sfi_core.observers.observer import NullObserver, Observer, as_one

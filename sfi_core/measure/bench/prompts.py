@@ -6,15 +6,17 @@ because tokens of random weights mean nothing.
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Any
 
 import torch
 
 from sfi_core.errors import ConfigError
 from sfi_core.generation.synthetic import SyntheticPrompt
-from sfi_core.measure.bench.settings import DecodeSettings, Point
+from sfi_core.measure.bench.samples import DecodeSample
+from sfi_core.measure.bench.settings import DecodeSettings, DecodeVariant, Point
 from sfi_core.settings.config import SfiConfig
 
 TRIGGER = 0  # the token id that makes a step slow under a stated rate
@@ -122,3 +124,21 @@ def _from_text(settings: DecodeSettings, batch: int, ids: tuple[int, ...]) -> St
     steps = range(settings.most_tokens)
     token_SB = [[ids[(start + step) % len(ids)] for start in starts] for step in steps]
     return Stream(settings.config, token_SB)
+
+
+@dataclass(frozen=True, slots=True)
+class BenchRun:
+    """One run of a variant at a point; the model is outside `slow_fast`.
+
+    Attributes:
+        stream: The tokens that our policies decode.
+        on_step: Called with the sample after every step.
+    """
+
+    model: Any
+    variant: DecodeVariant
+    point: Point
+    settings: DecodeSettings
+    prompts: Prompts
+    stream: Stream
+    on_step: Callable[[DecodeSample], None] = lambda _: None

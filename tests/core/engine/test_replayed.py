@@ -16,7 +16,7 @@ from sfi_core.errors import ConfigError
 from sfi_core.hosts.transformers.replays import records_steps
 from sfi_core.measure.bench.bench import Bench
 from sfi_core.measure.bench.ours import run_ours
-from sfi_core.measure.bench.prompts import Prompts, stream
+from sfi_core.measure.bench.prompts import BenchRun, Prompts, stream
 from sfi_core.measure.bench.rows import point_rows
 from sfi_core.measure.bench.settings import DecodeSettings
 from sfi_core.models.byte_model import ByteModel
@@ -126,10 +126,8 @@ def test_a_benchmark_records_every_graph_before_it_measures(model, recorder):
     )  # fmt: skip
     (point,), (variant,) = asked.points(), asked.variants()
     given, tapes = stream(asked, 3, 96), []
-    sample = run_ours(
-        model, variant, point, asked, Prompts.of(asked, point, 96, torch.device("cpu")), given,
-        lambda _: tapes.append(recorder.tapes),
-    )  # fmt: skip
+    prompts = Prompts.of(asked, point, 96, torch.device("cpu"))
+    sample = run_ours(BenchRun(model, variant, point, asked, prompts, given, lambda _: tapes.append(recorder.tapes)))
     assert tapes[asked.warm_up] == tapes[-1] == 3, "all fast, one slow, all slow"
     assert sample.paths["graph.replay"] == asked.total_steps
     assert "graph.eager" not in sample.paths
@@ -149,10 +147,8 @@ def test_a_benchmark_says_why_steps_were_not_replayed(model, recorder):
         engine=EngineOptions(backend="triton"), config=CONFIG.replace(trigger_delay=1),
     )  # fmt: skip
     (point,), (variant,) = asked.points(), asked.variants()
-    sample = run_ours(
-        model, variant, point, asked, Prompts.of(asked, point, 96, torch.device("cpu")),
-        stream(asked, 1, 96), lambda _: None,
-    )  # fmt: skip
+    prompts = Prompts.of(asked, point, 96, torch.device("cpu"))
+    sample = run_ours(BenchRun(model, variant, point, asked, prompts, stream(asked, 1, 96)))
     bytes_ = ByteModel(weight_bytes=1000, batch=1, row_bytes=8, heads=2, layers=1)
     (row,) = point_rows(point, {variant: [sample]}, {"quest": bytes_}, 1.0)
     reason = "CUDA graphs must be off with policy quest, which selects at fast steps"

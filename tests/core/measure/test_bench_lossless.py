@@ -7,10 +7,10 @@ import pytest
 
 from sfi_core.errors import ConfigError
 from sfi_core.generation.generate import generate
-from sfi_core.measure.bench import lossless as module
+from sfi_core.measure.bench import bench as module
 from sfi_core.measure.bench.bench import run_bench
-from sfi_core.measure.bench.lossless import StatedAcceptance, run_lossless
-from sfi_core.measure.bench.prompts import Prompts, stream
+from sfi_core.measure.bench.ours import StatedAcceptance, run_ours
+from sfi_core.measure.bench.prompts import BenchRun, Prompts, stream
 from sfi_core.measure.bench.rows import point_rows
 from sfi_core.measure.bench.samples import DecodeSample, StepRead
 from sfi_core.measure.bench.settings import DecodeSettings, DecodeVariant, Point
@@ -44,7 +44,7 @@ def lossless_sample(model, asked, batch=1):
     prompts = Prompts.of(asked, point, model.config.vocab_size, model.device)
     tokens = stream(asked, batch, model.config.vocab_size)
     (variant,) = (one for one in asked.variants() if one.engine.lossless)
-    return prompts, run_lossless(model, variant, point, asked, prompts, tokens, lambda _: None)
+    return prompts, run_ours(BenchRun(model, variant, point, asked, prompts, tokens))
 
 
 def test_chance_keeps_the_stated_share_and_depends_on_request_and_index_only():
@@ -157,6 +157,6 @@ def test_what_cannot_be_measured_is_refused(changes, message):
 
 
 def test_a_batch_over_sliding_windows_is_refused_before_anything_runs(monkeypatch):
-    monkeypatch.setattr(module, "run_lossless", None)
+    monkeypatch.setattr(module, "run_ours", None)
     with pytest.raises(ConfigError, match="batch must be 1 in lossless runs of a model with sliding"):
         run_bench(tiny("gemma-2"), settings())
