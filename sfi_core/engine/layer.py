@@ -116,13 +116,9 @@ class Layer:
         store, chosen = self.run.store, self.run.rows(tuple(rows))
         if store.whole_on_device:
             made: torch.Tensor = window_logits.on(self.backend)(
-                query_RHGWD,
-                self.pages.key_PHND,
-                chosen.table_RP,
-                chosen.length_R,
-                **self.logit_options,
+                query_RHGWD, self.pages.key_PHND, chosen.table_RP, chosen.length_R, **self.logit_options,
                 longest=chosen.longest,
-            )
+            )  # fmt: skip
             return made
         size = (*query_RHGWD.shape[:4], chosen.longest)
         made = query_RHGWD.new_full(size, -torch.inf, dtype=torch.float32)

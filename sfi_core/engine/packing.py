@@ -60,14 +60,9 @@ def _sinks(count: int) -> torch.Tensor:
 def _pack(layer: Layer, rows: tuple[int, ...], selection: Selection) -> None:
     run, index, chosen = layer.run, layer.index, layer.run.rows(rows)
     brought = run.store.pack_into(
-        run.segment(index),
-        index,
-        chosen.request_R,
-        chosen.sink_R,
-        selection.index_BHK,
-        chosen.most_sink,
+        run.segment(index), index, chosen.request_R, chosen.sink_R, selection.index_BHK, chosen.most_sink,
         selection.heads_BH,
-    )
+    )  # fmt: skip
     if brought is not None:
         tell_recall(run, index, rows, brought)
     run.meter.count(f"{layer.backend}.pack", len(rows))

@@ -144,19 +144,12 @@ def batch_context(layer: Layer, step: StepDescriptor, query_BHG1D: torch.Tensor,
     """Make the context of a layer for all requests; `fast` as there."""
     run, segment = layer.run, layer.run.segment(layer.index)
     return BatchContext(
-        backend=layer.backend,
-        fast=fast,
-        wants_diagnostics=wants(run.observer, SelectionEvent),
-        query_BHGD=query_BHG1D[:, :, :, 0],
-        key_PHND=layer.pages.key_PHND,
-        value_PHNE=layer.pages.value_PHNE,
-        block_table_BP=run.store.block_table_BP,
-        descriptor=step,
-        codes=run.codes(layer.index, query_BHG1D.shape[2]),
-        position_BHS=segment.position_BHS,
-        length_BH=segment.length_BH,
-        scale=layer.logit_options["scale"],
-    )
+        backend=layer.backend, fast=fast, wants_diagnostics=wants(run.observer, SelectionEvent),
+        query_BHGD=query_BHG1D[:, :, :, 0], key_PHND=layer.pages.key_PHND, value_PHNE=layer.pages.value_PHNE,
+        block_table_BP=run.store.block_table_BP, descriptor=step,
+        codes=run.codes(layer.index, query_BHG1D.shape[2]), position_BHS=segment.position_BHS,
+        length_BH=segment.length_BH, scale=layer.logit_options["scale"],
+    )  # fmt: skip
 
 
 def choose(

@@ -168,14 +168,9 @@ class Run:
             return self.store.pages(layer)
         with self.launches(layer), self.observer.span("append", layer):
             return self.store.append(
-                layer,
-                key_BHTD,
-                value_BHTE,
-                step.append_start_B,
-                step.append_count_B,
-                self.batch_pass.start,
+                layer, key_BHTD, value_BHTE, step.append_start_B, step.append_count_B, self.batch_pass.start,
                 self.batch_pass.count,
-            )
+            )  # fmt: skip
 
     def lend(self, owner: int, reader: int) -> None:
         """Let a layer read the keys and values of another one; its selections are its own."""

@@ -41,15 +41,9 @@ class PagedView(KVStore):
         return self.layers[layer]
 
     def pack_into(
-        self,
-        segment: PackedSegment,
-        layer: int,
-        request_R: torch.Tensor,
-        sink_R: torch.Tensor,
-        index_RHK: torch.Tensor,
-        most_sink: int,
-        heads_RH: torch.Tensor | None = None,
-    ) -> None:
+        self, segment: PackedSegment, layer: int, request_R: torch.Tensor, sink_R: torch.Tensor,
+        index_RHK: torch.Tensor, most_sink: int, heads_RH: torch.Tensor | None = None,
+    ) -> None:  # fmt: skip
         """See `KVStore`: one kernel gathers the rows from the pages (Reorg)."""
         segment.reserve(most_sink + index_RHK.shape[2])
         key_PHND, value_PHNE, _ = self.layers[layer].tensors
@@ -110,15 +104,9 @@ class KVCache(PagedView):
         super().__init__(backend, page_size, table_BP)
 
     def append(
-        self,
-        layer: int,
-        key_BHTD: torch.Tensor,
-        value_BHTE: torch.Tensor,
-        start_B: torch.Tensor,
-        count_B: torch.Tensor,
-        start: Sequence[int],
-        count: Sequence[int],
-    ) -> LayerPages:
+        self, layer: int, key_BHTD: torch.Tensor, value_BHTE: torch.Tensor, start_B: torch.Tensor,
+        count_B: torch.Tensor, start: Sequence[int], count: Sequence[int],
+    ) -> LayerPages:  # fmt: skip
         """See `KVStore`; raises `ValueError` beyond the capacity."""
         longest = max(map(sum, zip(start, count, strict=True)))
         if longest > self.capacity:

@@ -90,15 +90,9 @@ class TwoTierStore(KVStore):
             )
 
     def append(
-        self,
-        layer: int,
-        key_BHTD: torch.Tensor,
-        value_BHTE: torch.Tensor,
-        start_B: torch.Tensor,
-        count_B: torch.Tensor,
-        start: Sequence[int],
-        count: Sequence[int],
-    ) -> LayerPages:
+        self, layer: int, key_BHTD: torch.Tensor, value_BHTE: torch.Tensor, start_B: torch.Tensor,
+        count_B: torch.Tensor, start: Sequence[int], count: Sequence[int],
+    ) -> LayerPages:  # fmt: skip
         """See `KVStore`: write the ring, keep the norms, and offload the pages that are complete."""
         if layer not in self.layers:
             self.layers[layer] = self._allocate(layer, key_BHTD, value_BHTE)
@@ -169,15 +163,9 @@ class TwoTierStore(KVStore):
         return self.layers[layer].norm_BHT[:, :, : self.capacity].index_select(0, row_R)
 
     def pack_into(
-        self,
-        segment: PackedSegment,
-        layer: int,
-        request_R: torch.Tensor,
-        sink_R: torch.Tensor,
-        index_RHK: torch.Tensor,
-        most_sink: int,
-        heads_RH: torch.Tensor | None = None,
-    ) -> Recall:
+        self, segment: PackedSegment, layer: int, request_R: torch.Tensor, sink_R: torch.Tensor,
+        index_RHK: torch.Tensor, most_sink: int, heads_RH: torch.Tensor | None = None,
+    ) -> Recall:  # fmt: skip
         """See `KVStore`: recall rows that the segment lacks from the host, beside the main stream."""
         tiers, place = self.layers[layer], 2 * layer + 1
         self.ready(layer)

@@ -1,6 +1,6 @@
 """Decode samples of tasks: each prompt is read once, and every method decodes from the shared cache."""
 
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import product
@@ -12,7 +12,7 @@ from sfi_core.generation.generate import generate
 from sfi_core.generation.read_prompt import read_prompt
 from sfi_core.hosts.transformers.lossless import most_together
 from sfi_core.hosts.transformers.slow_fast import slow_fast
-from sfi_core.measure.evaluation.grid import Grid, Key, Row, Together, grouped
+from sfi_core.measure.evaluation.grid import Grid, Key, Left, Row, Together, grouped
 from sfi_core.measure.evaluation.method import Method, MethodVariant
 from sfi_core.measure.evaluation.task_rows import decoded_rows, empty_row
 from sfi_core.measure.evaluation.tasks import TaskSample, find_task
@@ -79,42 +79,20 @@ class TaskGrid(Grid):
                 )
         return first
 
-    def run(
-        self,
-        model: Any,
-        tokenizer: Any,
-        done: Container[Key] = frozenset(),
-        *,
-        batch_size: int = 1,
-        engine: EngineOptions = DEFAULTS,
-    ) -> Iterator[Row]:
-        """Decode greedily, and yield one row of plain values for each method, size and sample.
+    def resolved(self, tokenizer: Any) -> list[MethodVariant]:
+        """Return the variants with their triggers as token ids."""
+        return [one for method in self.methods for one in method.resolved(tokenizer).variants(self.sizes)]
 
-        Args:
-            model: A decoder-only model of transformers; `check` it first.
-            tokenizer: The model's tokenizer.
-            done: Keys of rows that are not made again.
-            batch_size: The most samples of a task and length that are decoded together. They must have equal budgets at
-                every size. A batch that fails is decoded again one by one.
-            engine: How prompts are read and steps are run; a policy that cannot offload runs without the device budget.
-
-        Yields:
-            Rows; a method that ran out of memory or gave broken logits has an `error` and no score. On Ctrl-C the rows
-            of the current batch are lost.
-        """
-        methods = [method.resolved(tokenizer) for method in self.methods]
-        variants = [one for method in methods for one in method.variants(self.sizes)]
-        alone = {one.label for one in methods if one.lossless and _together(model, one) == 1}
-        places = self.places()
+    def rows(self, model: Any, tokenizer: Any, engine: EngineOptions, batch_size: int, left: Left) -> Iterator[Row]:
+        """See `Grid`; samples that are decoded together have equal budgets at every size."""
+        variants, places = self.resolved(tokenizer), self.places()
+        alone = {one.label for one in self.methods if one.lossless and _together(model, one) == 1}
         rows = Together(
             read=partial(_read, model, tokenizer, engine),
             decode=partial(_decode, model, tokenizer, engine),
             empty=empty_row,
             alone=alone,
         )
-
-        def left(unit: int) -> list[MethodVariant]:
-            return [one for one in variants if (*one.key, *places[unit]) not in done]
 
         @lru_cache(maxsize=POOL * batch_size)
         def drawn(unit: int) -> TaskSample:
@@ -128,7 +106,7 @@ class TaskGrid(Grid):
 
         yield from rows.run(self._batches(batch_size, sizes, left), drawn, left)
 
-    def _batches(self, size: int, alike: Callable[[int], Key], left: Callable[[int], Any]) -> Iterator[list[int]]:
+    def _batches(self, size: int, alike: Callable[[int], Key], left: Left) -> Iterator[list[int]]:
         # batches of sample numbers of one task, length and `alike`; for size 1 in the order of `places`
         places = len(self.lengths) * len(self.tasks)
         pool = size if size == 1 else POOL * size
@@ -173,15 +151,10 @@ def _decode(
     # decode samples by one method and score them
     prompts = [sample.prompt_ids for sample in samples]
     result = generate(
-        model,
-        tokenizer,
-        prompts,
-        variant.config(len(prompts[0])),
-        policy=variant.method.policy,
-        max_new_tokens=[sample.max_new_tokens for sample in samples],
-        shared=shared,
+        model, tokenizer, prompts, variant.config(len(prompts[0])), policy=variant.method.policy,
+        max_new_tokens=[sample.max_new_tokens for sample in samples], shared=shared,
         engine=variant.method.engine(engine),
-    )
+    )  # fmt: skip
     if result.interrupted:
         raise KeyboardInterrupt
     if result.error is not None:

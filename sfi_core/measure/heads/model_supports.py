@@ -68,14 +68,10 @@ def _layer_supports(store: KVStore, layer: int, kept: PromptLayer, length: int, 
         last = min(first + PIECE, W)
         seen = length - (W - last)
         logits_1HGWT = window_logits.on(store.backend)(
-            query_BHGTD[:, :, :, first:last].contiguous(),
-            store.pages(layer).key_PHND,
-            store.block_table_BP,
-            torch.tensor([seen], dtype=torch.int32, device=query_BHGTD.device),
-            scale=kept.options["scale"],
-            soft_cap=kept.options["soft_cap"],
-            longest=seen,
-        )
+            query_BHGTD[:, :, :, first:last].contiguous(), store.pages(layer).key_PHND, store.block_table_BP,
+            torch.tensor([seen], dtype=torch.int32, device=query_BHGTD.device), scale=kept.options["scale"],
+            soft_cap=kept.options["soft_cap"], longest=seen,
+        )  # fmt: skip
         weight_WHT = pooled_weight(logits_1HGWT[0], kept.options["sink_HG"])
         found.append(top_k.on(store.backend)(weight_WHT, top))
     return torch.cat(found)
