@@ -19,7 +19,7 @@ from sfi_core.observers.events import (
     VerificationEvent,
 )
 from sfi_core.observers.observer import NullObserver
-from sfi_core.policies.context import LayerContext
+from sfi_core.policies.base import LayerContext
 from sfi_core.state.request import RequestState
 from sfi_kernels.append import append
 from sfi_kernels.code_scan import code_scan, code_tokens

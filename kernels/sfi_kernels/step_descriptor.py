@@ -1,7 +1,6 @@
 """The step descriptor (Sec. 4.2): the numbers that every layer of a pass reads, in one int32 buffer.
 
-    lists  [7, ...B]   of the requests: length, start and count of the new tokens; then of the slow requests,
-        in
+    lists  [7, ...B]   of the requests: length, start and count of the new tokens; then of the slow requests, in
                        order: row, sink tokens, length and first recent token
     table  [B, WORDS]  a row for each request, its words named below
     work   [X, 4]      work items of the split attention: request, first unit, units, unused;

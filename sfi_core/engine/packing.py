@@ -100,14 +100,9 @@ def note_selection(
     state.note_packed(run.policy.config.sink, selection.index_BHK.shape[2], ahead=ahead)
     if not heard:  # making an event takes ten times as long as the note
         return
-    run.observer.on(
-        SelectionEvent(
-            request=state.request,
-            step=state.step,
-            layer=layer,
-            index_HK=selection.index_BHK[place],
-            diagnostics={name: value[place : place + 1] for name, value in selection.diagnostics.items()},
-            reason=reason,
-            heads_H=None if selection.heads_BH is None else selection.heads_BH[place],
-        )
-    )
+    event = SelectionEvent(
+        request=state.request, step=state.step, layer=layer, index_HK=selection.index_BHK[place],
+        diagnostics={name: value[place : place + 1] for name, value in selection.diagnostics.items()},
+        reason=reason, heads_H=None if selection.heads_BH is None else selection.heads_BH[place],
+    )  # fmt: skip
+    run.observer.on(event)

@@ -18,8 +18,7 @@ from sfi_core.engine.packing import apply, apply_layers, note_selection
 from sfi_core.engine.run import Run
 from sfi_core.observers.events import SelectionEvent
 from sfi_core.observers.observer import wants, wants_spans
-from sfi_core.policies.base import EvidencePolicy, Selection
-from sfi_core.policies.context import BatchContext, Evidence, LayerContext
+from sfi_core.policies.base import BatchContext, Evidence, EvidencePolicy, LayerContext, Selection
 from sfi_kernels.code_scan import TOLD
 from sfi_kernels.pseudo_token import PseudoToken
 from sfi_kernels.step_descriptor import NewRows, StepDescriptor
@@ -225,17 +224,13 @@ def refresh_all(row: int, handed: list[Handed]) -> None:
     assert isinstance(policy, EvidencePolicy), "`joins` admits no other policy"
     chosen, state = run.rows((row,)), run.requests[row]
     norms = [run.store.norms(layer.index, (row,), chosen.longest) for layer in layers]
-    selection = policy.select_after(
-        Evidence(
-            layer=layers[0].index,
-            backend=layers[0].backend,
-            allowed_BT=chosen.allowed_RT.expand(L, -1),
-            key_norm_BHT=torch.cat(norms),
-            logits=lambda: torch.cat([logits for _, logits in handed]),
-            interval=(state.sink(policy.config.sink), state.recent_start),
-            wants_diagnostics=wants(run.observer, SelectionEvent),
-        )
-    )
+    evidence = Evidence(
+        layer=layers[0].index, backend=layers[0].backend, allowed_BT=chosen.allowed_RT.expand(L, -1),
+        key_norm_BHT=torch.cat(norms), logits=lambda: torch.cat([logits for _, logits in handed]),
+        interval=(state.sink(policy.config.sink), state.recent_start),
+        wants_diagnostics=wants(run.observer, SelectionEvent),
+    )  # fmt: skip
+    selection = policy.select_after(evidence)
     if selection is None:
         return
     run.meter.count(f"{layers[0].backend}.selector", L)

@@ -8,7 +8,7 @@ import torch
 
 from sfi_core.engine.meter import Launches
 from sfi_core.engine.run import Run
-from sfi_core.settings.device_budget import DeviceBudget
+from sfi_core.settings.engine import DeviceBudget
 from sfi_core.state.request import RequestState
 from sfi_core.state.two_tier import TwoTierStore
 

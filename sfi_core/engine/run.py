@@ -20,8 +20,7 @@ from sfi_core.engine.meter import WHOLE_STEP, Meter
 from sfi_core.engine.prompt_queries import PromptQueries, Watcher
 from sfi_core.engine.step_events import shape_of, tell_beginning
 from sfi_core.observers.observer import Observer
-from sfi_core.policies.base import EvidencePolicy, Policy
-from sfi_core.policies.context import Notes
+from sfi_core.policies.base import EvidencePolicy, Notes, Policy
 from sfi_core.settings.audit import AuditConfig
 from sfi_core.settings.engine import DEFAULTS, EngineOptions
 from sfi_core.state.kv_store import KVStore

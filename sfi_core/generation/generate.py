@@ -128,19 +128,11 @@ def generate(
         capacity = max(len(row) + new for row, new in zip(rows, limits, strict=True))
         shared.check(*left_pad(rows, model.device), capacity)
     reset_peak(model.device)
+    how: dict[str, Any] = {"policy": policy, "observers": observers, "page_size": page_size, "audit": audit}
     with (
         torch.inference_mode(),
         main_stream(model.device, overlap=engine.overlap),
-        slow_fast(
-            model,
-            tokenizer,
-            config,
-            policy=policy,
-            observers=observers,
-            page_size=page_size,
-            audit=audit,
-            engine=engine,
-        ) as session,
+        slow_fast(model, tokenizer, config, engine=engine, **how) as session,
     ):
         session.ranks.check_same(
             {
@@ -182,17 +174,11 @@ def generate(
             tokenizer.decode(one.token_ids, skip_special_tokens=True) if tokenizer else "" for one in report.requests
         ]
         return Result(
-            report=report,
-            texts=texts,
-            trigger_token_ids=session.trigger_token_ids,
-            forecast=plan.forecast,
-            slots=plan.slots,
-            byte_limit=ByteLimit.of(session, report, plan.slots),
-            peak_memory_bytes=peak_bytes(model.device),
-            error=error,
-            interrupted=interrupted,
+            report=report, texts=texts, trigger_token_ids=session.trigger_token_ids, forecast=plan.forecast,
+            slots=plan.slots, byte_limit=ByteLimit.of(session, report, plan.slots),
+            peak_memory_bytes=peak_bytes(model.device), error=error, interrupted=interrupted,
             seed=seed if sampling.do_sample else None,
-        )
+        )  # fmt: skip
 
 
 def _tell(on_token: Callable[[list[int | None]], None], given: NewTokens, prompts: int) -> None:

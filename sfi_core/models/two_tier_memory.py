@@ -10,7 +10,7 @@ from types import MappingProxyType
 from sfi_core.errors import ConfigError
 from sfi_core.models.memory_need import FLOAT32
 from sfi_core.settings.config import SfiConfig
-from sfi_core.settings.device_budget import DeviceBudget
+from sfi_core.settings.engine import DeviceBudget
 from sfi_core.state.host_tier import BUFFERS, block_tokens
 from sfi_core.state.layer_shape import LayerShape
 

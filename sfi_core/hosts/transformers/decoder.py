@@ -235,13 +235,9 @@ class Decoder:
         decodes = not last or ids_BT.shape[1] == 1
         with one_thread(wanted=self._small and decodes):
             output = self.session.model(
-                input_ids=ids_BT,
-                attention_mask=mask,
-                position_ids=positions,
-                use_cache=True,
-                **{CACHE_NAME: self.cache},
-                **(self._options if last else {}),
-            )
+                input_ids=ids_BT, attention_mask=mask, position_ids=positions, use_cache=True,
+                **{CACHE_NAME: self.cache}, **self._options if last else {},
+            )  # fmt: skip
         logits: torch.Tensor = output.logits
         return logits
 

@@ -38,7 +38,9 @@ def generate_with(session: Session, generate: Callable[..., Any]) -> Callable[..
         if cache is None and prompt is not None and capacity:
             _check_memory(session, prompt.shape[0], length, capacity, settings)
         if session.ranks.size > 1:
-            _check_ranks(session, prompt, settings)
+            ids = None if prompt is None else prompt.tolist()
+            session.ranks.check_same({"prompts": ids, "config": session.config, "settings": settings})
+            session.ranks.share_seed(session.model.device)
         if session.engine.lossless:
             decoding = lossless_decoding(session, kwargs.get("streamer"))
             options = {"generation_config": generation_config, "custom_generate": decoding}
@@ -68,12 +70,6 @@ def _check_memory(session: Session, prompts: int, length: int, capacity: int, se
     expected = session.forecast(batch, length, capacity, settings.prefill_chunk_size or 0)
     with session.ranks.agreed():
         check_fits(expected, session.model.device, two_tier=session.tiers is not None)
-
-
-def _check_ranks(session: Session, prompt: torch.Tensor | None, settings: Any) -> None:
-    ids = None if prompt is None else prompt.tolist()
-    session.ranks.check_same({"prompts": ids, "config": session.config, "settings": settings})
-    session.ranks.share_seed(session.model.device)
 
 
 def _prepared(session: Session, cache: SfiCache | None, capacity: int | None, length: int, settings: Any) -> SfiCache:

@@ -27,21 +27,12 @@ def run_event(session: Any, batch: int, requests: int) -> RunEvent:
     """
     run_id, began_unix_ns = session.ranks.first_ones((uuid4().hex, time.time_ns()))
     return RunEvent(
-        batch=batch,
-        requests=requests,
-        policy=session.policy_name,
-        backend=session.backend,
-        device=str(session.model.device),
-        config=session.policy.config.to_dict(),
-        trigger_token_ids=session.trigger_token_ids,
-        model=describe_model(session.model, session.shapes()),
-        lossless=session.engine.lossless,
-        audit=None if session.audit is None else session.audit.to_dict(),
-        rank=session.ranks.number,
-        ranks=session.ranks.size,
-        run_id=run_id,
-        began_unix_ns=began_unix_ns,
-    )
+        batch=batch, requests=requests, policy=session.policy_name, backend=session.backend,
+        device=str(session.model.device), config=session.policy.config.to_dict(),
+        trigger_token_ids=session.trigger_token_ids, model=describe_model(session.model, session.shapes()),
+        lossless=session.engine.lossless, audit=None if session.audit is None else session.audit.to_dict(),
+        rank=session.ranks.number, ranks=session.ranks.size, run_id=run_id, began_unix_ns=began_unix_ns,
+    )  # fmt: skip
 
 
 def reads_prompt(cache: SfiCache, new: int) -> bool:

@@ -62,7 +62,8 @@ class Session:
         self.trigger_token_ids = resolve_triggers(tokenizer, config)
         trigger = Trigger(frozenset(self.trigger_token_ids), config)
         layers = checks.full_attention_layers(model)
-        checks.check_dense_layers(config.dense_layers, layers)
+        if unknown := sorted(set(config.dense_layers) - set(layers)):  # the setting would have no effect
+            raise ConfigError(f"dense_layers must be among the full-attention layers {list(layers)}, got {unknown}")
         self.policy = policy_class(policy)(config, trigger, layers)
         self.observer = as_one(observers)
         self.audit, self.engine, self.fusion = audit, engine, Fusion()

@@ -13,14 +13,10 @@ from sfi_core.models.load import BUNDLED, quiet, read_config, readable
 from sfi_core.models.source import find_source
 
 QWEN3: dict[str, Any] = {
-    "model_type": "qwen3",
-    "vocab_size": 151936,
-    "head_dim": 128,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 40960,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
+    "model_type": "qwen3", "vocab_size": 151936, "head_dim": 128, "num_key_value_heads": 8,
+    "max_position_embeddings": 40960, "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
     "tie_word_embeddings": True,
-}
+}  # fmt: skip
 QWEN3_8B = {
     **QWEN3, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
     "num_attention_heads": 32, "tie_word_embeddings": False,

@@ -204,17 +204,12 @@ class Expectation:
         moves = any(shape.hosted for shape in self.shapes)
         wanted = self.settings.engine.graphs is not False and self.settings.engine.backend != "torch"
         expected = forecast(
-            self.model,
-            self.shapes,
-            self.settings.config,
-            selects=policy == "sfi",
-            batch=batch,
-            prompt_tokens=1,
-            capacity=self.settings.capacity(context),
+            self.model, self.shapes, self.settings.config, selects=policy == "sfi", batch=batch,
+            prompt_tokens=1, capacity=self.settings.capacity(context),
             refreshed_together=batch if self.device.type == "cuda" else 1,
             evidence_buffers=ring_places(self.device, overlap=self.settings.engine.overlap),
             graphs=self.device.type == "cuda" and wanted and not moves,
-        )
+        )  # fmt: skip
         slack = CPU_SLACK if self.device.type == "cpu" else 1
         expected = replace(
             expected, resident_bytes=self.weights.total_bytes, workspace_bytes=expected.workspace_bytes * slack

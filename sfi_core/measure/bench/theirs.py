@@ -58,7 +58,10 @@ def run_theirs(asked: BenchRun) -> DecodeSample:
     model, settings, prompts, contexts = asked.model, asked.settings, asked.prompts, asked.point.contexts
     sample = DecodeSample(asked.point.batch, settings.warm_up)
     reset_peak(model.device)
-    cache = _cache(model, asked.variant.name, settings.capacity(asked.point.context))
+    text, static = model.config.get_text_config(decoder=True), asked.variant.name == STATIC
+    capacity = settings.capacity(asked.point.context)
+    cache = StaticCache(config=text, max_cache_len=capacity) if static else DynamicCache(config=text)
+    cache = of_own_kind(cache, model)
     if prompts.made_up is not None:
         # all but the last token, which step 0 reads, as in our runs
         _fill(model, cache, prompts.made_up, asked.point.context - 1)
@@ -88,13 +91,6 @@ def _plain_settings(model: Any) -> Iterator[None]:
         yield
     finally:
         model.generation_config = own
-
-
-def _cache(model: Any, name: str, capacity: int) -> Any:
-    config = model.config.get_text_config(decoder=True)
-    static = name == STATIC
-    cache = StaticCache(config=config, max_cache_len=capacity) if static else DynamicCache(config=config)
-    return of_own_kind(cache, model)
 
 
 def _fill(model: Any, cache: Any, made_up: SyntheticPrompt, context: int) -> None:

@@ -126,11 +126,12 @@ class Fidelity:
             `perplexity_full`, and the windows' mean `read_ratio`, `selection_ratio` and `stored_ratio`.
         """
         decoded = [index for index, step in enumerate(self.step) if step > 0]
-        reports = self.reports
+        kl, reports = sorted(self.kl[index] for index in decoded), self.reports
         return {
             "windows": len(reports),
             **self._over(decoded),
-            "kl_p95": _percentile([self.kl[index] for index in decoded], 0.95),
+            # the smallest value that at least this share of the values do not exceed
+            "kl_p95": kl[math.ceil(0.95 * len(kl)) - 1] if kl else math.nan,
             "read_ratio": _mean(report.read_ratio for report in reports),
             "selection_ratio": _mean(report.selection_ratio for report in reports),
             "stored_ratio": _mean(report.stored_ratio for report in reports),
@@ -242,8 +243,3 @@ def _label(low: float, high: float) -> str:
 def _mean(values: Iterable[float]) -> float:
     listed = list(values)
     return sum(listed) / len(listed) if listed else math.nan
-
-
-def _percentile(values: Sequence[float], share: float) -> float:
-    # the smallest value that at least this share of the values do not exceed
-    return sorted(values)[math.ceil(share * len(values)) - 1] if values else math.nan

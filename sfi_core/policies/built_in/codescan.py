@@ -21,9 +21,8 @@ from typing import ClassVar
 
 import torch
 
-from sfi_core.policies.base import Policy, Selection, stacked
+from sfi_core.policies.base import BatchContext, LayerContext, Notes, Policy, Selection, stacked
 from sfi_core.policies.code_basis import learn_basis
-from sfi_core.policies.context import BatchContext, LayerContext, Notes
 from sfi_core.state.layer_shape import LayerShape
 from sfi_core.state.request import RequestState
 from sfi_kernels import key_codes

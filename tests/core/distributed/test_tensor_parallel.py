@@ -25,9 +25,8 @@ from sfi_core.errors import ConfigError, InputError, MemoryForecastError, RankLo
 from sfi_core.models.digest import checkpoint_digest
 from sfi_core.models.memory_need import Forecast, check_fits
 from sfi_core.policies import POLICIES
-from sfi_core.policies.base import Selection
+from sfi_core.policies.base import LayerContext, Selection
 from sfi_core.policies.built_in.sfi import SFI
-from sfi_core.policies.context import LayerContext
 from sfi_core.settings.audit import AuditConfig
 from sfi_core.settings.engine import EngineOptions
 from sfi_traces import ParquetObserver, Trace

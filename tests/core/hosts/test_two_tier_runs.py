@@ -13,8 +13,7 @@ from sfi_core.measure.evaluation.tasks import find_task
 from sfi_core.models.load import BUNDLED, load
 from sfi_core.policies.built_in import codescan
 from sfi_core.settings.audit import AuditConfig
-from sfi_core.settings.device_budget import DeviceBudget
-from sfi_core.settings.engine import EngineOptions
+from sfi_core.settings.engine import DeviceBudget, EngineOptions
 from sfi_core.state.side_stream import SideStream
 from sfi_kernels.compiled import why_not
 from tests.architectures import prompts, tiny
