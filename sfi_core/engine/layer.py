@@ -25,15 +25,9 @@ class Layer:
     """
 
     def __init__(
-        self,
-        run: Run,
-        index: int,
-        *,
-        scale: float,
-        soft_cap: float | None = None,
-        sink_HG: torch.Tensor | None = None,
-        new: tuple[torch.Tensor, torch.Tensor] | None = None,
-    ) -> None:
+        self, run: Run, index: int, *, scale: float, soft_cap: float | None = None,
+        sink_HG: torch.Tensor | None = None, new: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> None:  # fmt: skip
         self.run, self.index, self.batch_pass = run, index, run.batch_pass
         self.backend = run.store.backend
         self.pages = run.store.pages(index)

@@ -103,12 +103,9 @@ def _nothing(query_BHGWD: torch.Tensor) -> Selection:
 
 
 def layer_context(
-    layer: Layer,
-    rows: tuple[int, ...],
-    query_RHGWD: torch.Tensor,
-    logits: Callable[[], torch.Tensor] | None = None,
-    log_sum_RHGW: torch.Tensor | None = None,
-) -> LayerContext:
+    layer: Layer, rows: tuple[int, ...], query_RHGWD: torch.Tensor,
+    logits: Callable[[], torch.Tensor] | None = None, log_sum_RHGW: torch.Tensor | None = None,
+) -> LayerContext:  # fmt: skip
     """Make the context of a layer for some requests; the arguments are those of `refresh`."""
     run, index = layer.run, layer.index
     chosen, states = run.rows(rows), tuple(run.requests[row] for row in rows)

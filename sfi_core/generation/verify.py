@@ -240,12 +240,9 @@ class Judge:
 
     @staticmethod
     def _behind(
-        scores_PV: torch.Tensor,
-        all_PV: torch.Tensor,
-        noise_PV: torch.Tensor,
-        given_P1: torch.Tensor,
+        scores_PV: torch.Tensor, all_PV: torch.Tensor, noise_PV: torch.Tensor, given_P1: torch.Tensor,
         bound_P: torch.Tensor,
-    ) -> torch.Tensor:
+    ) -> torch.Tensor:  # fmt: skip
         # the distance to the best token that the filters surely keep, or to being kept itself
         kept_PV = scores_PV > -torch.inf
         edge_P1 = all_PV.masked_fill(~kept_PV, torch.inf).amin(-1, keepdim=True)

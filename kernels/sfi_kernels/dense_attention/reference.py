@@ -53,15 +53,9 @@ def dense_attention(
 
 
 def window_logits(
-    query_BHGWD: torch.Tensor,
-    key_PHND: torch.Tensor,
-    block_table_BP: torch.Tensor,
-    length_B: torch.Tensor,
-    *,
-    scale: float,
-    soft_cap: float | None = None,
-    longest: int | None = None,
-) -> torch.Tensor:
+    query_BHGWD: torch.Tensor, key_PHND: torch.Tensor, block_table_BP: torch.Tensor, length_B: torch.Tensor, *,
+    scale: float, soft_cap: float | None = None, longest: int | None = None,
+) -> torch.Tensor:  # fmt: skip
     """Return the attention logits of a request's last W queries (Eq. 4).
 
     Arguments are those of `dense_attention`, and `longest`, the largest length; None reads `length_B`, which

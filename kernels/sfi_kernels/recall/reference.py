@@ -7,24 +7,12 @@ from sfi_kernels.shapes import check_int32, check_same, check_shape
 
 
 def recall(
-    key_PHND: torch.Tensor,
-    value_PHNE: torch.Tensor,
-    block_table_BP: torch.Tensor,
-    request_R: torch.Tensor,
-    index_RHK: torch.Tensor,
-    sink_R: torch.Tensor,
-    key_BHSD: torch.Tensor,
-    value_BHSE: torch.Tensor,
-    position_BHS: torch.Tensor,
-    length_BH: torch.Tensor,
-    into_key_RHSD: torch.Tensor,
-    into_value_RHSE: torch.Tensor,
-    into_position_RHS: torch.Tensor,
-    into_length_RH: torch.Tensor,
-    fetched_RH: torch.Tensor,
-    *,
-    heads_RH: torch.Tensor | None = None,
-) -> None:
+    key_PHND: torch.Tensor, value_PHNE: torch.Tensor, block_table_BP: torch.Tensor, request_R: torch.Tensor,
+    index_RHK: torch.Tensor, sink_R: torch.Tensor, key_BHSD: torch.Tensor, value_BHSE: torch.Tensor,
+    position_BHS: torch.Tensor, length_BH: torch.Tensor, into_key_RHSD: torch.Tensor,
+    into_value_RHSE: torch.Tensor, into_position_RHS: torch.Tensor, into_length_RH: torch.Tensor,
+    fetched_RH: torch.Tensor, *, heads_RH: torch.Tensor | None = None,
+) -> None:  # fmt: skip
     """Write what `pack` would into a scratch segment, reading host pages only for rows that are new.
 
     A row comes from the old segment if its position is there, else from the host pages. The caller copies the

@@ -21,13 +21,10 @@ def soft_nms(score_BHT: torch.Tensor, alpha_soft: float, radius: int) -> torch.T
     """Lower each score by its gap to the best score nearby (Eqs. 20-21).
 
     `alpha_soft` >= 0 is the strength of the decay; `radius` is the half-width of the neighborhood N(j), in
-    tokens. Paper gap: the radius is not given.
+    tokens. Paper gap: the radius is not given. Raise `ValueError` if it is negative.
 
     Returns:
         z_nms, [B, H, T]; `MASKED_SCORE` or lower outside J, where the scores z are `MASKED_SCORE`.
-
-    Raises:
-        ValueError: `radius` is negative.
     """
     check_not_negative(radius, "radius")
     score_BHT = widened(score_BHT)

@@ -41,15 +41,9 @@ def evidence_room(layer: Layer, step: StepDescriptor, query_BHGTD: torch.Tensor)
 
 
 def decode(
-    layer: Layer,
-    step: StepDescriptor,
-    query_BHGTD: torch.Tensor,
-    into: torch.Tensor | None,
-    dense_BH: torch.Tensor | None = None,
-    pseudo: PseudoToken | None = None,
-    *,
-    in_place: bool = False,
-) -> DecodeAttention:
+    layer: Layer, step: StepDescriptor, query_BHGTD: torch.Tensor, into: torch.Tensor | None,
+    dense_BH: torch.Tensor | None = None, pseudo: PseudoToken | None = None, *, in_place: bool = False,
+) -> DecodeAttention:  # fmt: skip
     """Attend with the decoding requests, and write the evidence of slow ones `into` a buffer.
 
     A request's tokens are the last of T: several if it verifies, and the last one's logits are the evidence.

@@ -43,16 +43,9 @@ class Session:
     """
 
     def __init__(
-        self,
-        model: Any,
-        tokenizer: Any,
-        config: SfiConfig,
-        policy: str,
-        observers: Sequence[Observer],
-        page_size: int | None,
-        audit: AuditConfig | None,
-        engine: EngineOptions,
-    ) -> None:
+        self, model: Any, tokenizer: Any, config: SfiConfig, policy: str, observers: Sequence[Observer],
+        page_size: int | None, audit: AuditConfig | None, engine: EngineOptions,
+    ) -> None:  # fmt: skip
         config = checks.with_head_file(config, policy, model)
         self.model, self.config, self.policy_name = model, config, policy
         self.ranks = ranks_of(model)

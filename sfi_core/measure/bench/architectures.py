@@ -99,10 +99,8 @@ def empty_model(config: Any, device: torch.device, dtype: torch.dtype) -> Any:
 def random_model(config: Any, device: torch.device, dtype: torch.dtype, seed: int = 0) -> Any:
     """Make a model with random weights, in about the time that it takes to write them.
 
-    A block of uniform numbers is drawn once and repeated; norms scale by 1, biases are 0.
-
-    Raises:
-        UnsupportedModelError: The config is not one of a causal language model.
+    A block of uniform numbers is drawn once and repeated; norms scale by 1, biases are 0. Raise
+    `UnsupportedModelError` for a config that is not one of a causal language model.
     """
     model = empty_model(config, device, dtype)
     generator = torch.Generator(device).manual_seed(seed)

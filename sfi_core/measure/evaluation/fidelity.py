@@ -46,10 +46,8 @@ def windows(
 ) -> list[Window]:
     """Spread windows evenly over a text; in a short text the windows overlap.
 
-    Every window starts with the special tokens `prefix`, which count as tokens of its prompt.
-
-    Raises:
-        InputError: The text is too short.
+    Every window starts with the special tokens `prefix`, which count as tokens of its prompt. Raise `InputError` if
+    the text is too short.
     """
     size = prompt_tokens + new_tokens - len(prefix)
     spare = len(ids) - size
@@ -174,8 +172,7 @@ class Reference:
 def reference(model: Any, tokenizer: Any, windows: Sequence[Window], engine: EngineOptions = DEFAULTS) -> Reference:
     """Read prompts of one length, and decode their continuations under full attention.
 
-    Raises:
-        SfiError: As `read_prompt` and `teacher_force`.
+    Raise `SfiError` as `read_prompt` and `teacher_force`.
     """
     prompt_tokens, size = windows[0].prompt_tokens, len(windows[0].ids)
     prompts = [window.ids[:prompt_tokens] for window in windows]
@@ -192,20 +189,13 @@ def reference(model: Any, tokenizer: Any, windows: Sequence[Window], engine: Eng
 
 
 def fidelity(
-    model: Any,
-    tokenizer: Any,
-    full: Reference,
-    config: SfiConfig | None = None,
-    *,
-    policy: str = "sfi",
+    model: Any, tokenizer: Any, full: Reference, config: SfiConfig | None = None, *, policy: str = "sfi",
     engine: EngineOptions = DEFAULTS,
-) -> list[Fidelity]:
+) -> list[Fidelity]:  # fmt: skip
     """Compare a policy with full attention on windows that are decoded together.
 
-    A sentence ends with a trigger token. The policy runs on the backend of `full`.
-
-    Raises:
-        SfiError: As `teacher_force`.
+    A sentence ends with a trigger token. The policy runs on the backend of `full`. Raise `SfiError` as
+    `teacher_force`.
     """
     config, prompt_tokens = config or SfiConfig(), full.windows[0].prompt_tokens
     given = [window.ids[prompt_tokens:] for window in full.windows]

@@ -169,11 +169,8 @@ class Size:
 def at_share(config: SfiConfig, context: int, share: float) -> SfiConfig:
     """Set recent and selected tokens so that they and the sink are a share of the context.
 
-    The recent window takes `config.recent` tokens, but at most half of the share; the selected tokens take
-    the rest. So every method reads the same number of tokens in a fast step.
-
-    Raises:
-        ConfigError: No token is left to select.
+    The recent window takes `config.recent` tokens, but at most half of the share; the selected tokens take the rest.
+    So every method reads the same number of tokens in a fast step. Raise `ConfigError` if no token is left to select.
     """
     total = int(share * context)
     recent = min(config.recent, total // 2)

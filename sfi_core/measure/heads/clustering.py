@@ -219,8 +219,7 @@ def parts_of(texts: Sequence[Sums], parts: int | None) -> list[dict[int, Similar
 def cluster_layers(parts: Sequence[Sums], clusters: int) -> list[LayerClusters]:
     """Cluster the KV heads of every layer, over all parts and over each part (SyncKV, 4.1 and B.1).
 
-    Raises:
-        ConfigError: A layer has fewer KV heads than N_r (`clusters`).
+    Raise `ConfigError` if a layer has fewer KV heads than N_r (`clusters`).
     """
     whole = joined(parts)
     for one in whole.values():

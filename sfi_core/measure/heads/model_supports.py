@@ -21,10 +21,8 @@ PIECE = 16  # queries computed at once
 def cut_texts(tokenizer: Any, texts: Sequence[str], length: int, top: int) -> list[list[int]]:
     """Cut texts into pieces of `length` tokens; drop a text's shorter rest, keep a shorter text.
 
-    Paper gap: B.1 takes the first 1,000 tokens of each article; a long file of ours makes several texts.
-
-    Raises:
-        InputError: A piece has at most `top` tokens, which would give every head the same set.
+    Paper gap: B.1 takes the first 1,000 tokens of each article; a long file of ours makes several texts. Raise
+    `InputError` if a piece has at most `top` tokens, which would give every head the same set.
     """
     pieces = []
     for row in encode(tokenizer, texts):
