@@ -74,17 +74,8 @@ def apply_layers(layers: Sequence[Layer], row: int, selection: Selection) -> Non
     The pages of the layers must hold every token; the batch dimension of `selection` is the layers.
     """
     run, chosen = layers[0].run, layers[0].run.rows((row,))
-    segments = [run.segment(layer.index) for layer in layers]
-    pack_layers(
-        [
-            (layer.pages.key_PHND, layer.pages.value_PHNE, *segment.tensors)
-            for layer, segment in zip(layers, segments, strict=True)
-        ],
-        run.store.block_table_BP,
-        row,
-        selection.index_BHK,
-        chosen.sink_R,
-    )
+    pages = [(each.pages.key_PHND, each.pages.value_PHNE, *run.segment(each.index).tensors) for each in layers]
+    pack_layers(pages, run.store.block_table_BP, row, selection.index_BHK, chosen.sink_R)
     run.meter.count(f"{layers[0].backend}.pack", len(layers))
     heard = wants(run.observer, SelectionEvent)
     for place, layer in enumerate(layers):

@@ -112,28 +112,18 @@ def layer_context(
     interval = None
     if layer.backend == "torch" and len(rows) == 1:
         interval = states[0].sink(run.policy.config.sink), states[0].recent_start
+    codes = [run.codes(index, query_RHGWD.shape[2]).of(slice(row, row + 1)) for row in rows] if run.chooses else ()
     return LayerContext(
-        layer=index,
-        backend=layer.backend,
-        allowed_BT=chosen.allowed_RT,
-        key_norm_BHT=run.store.norms(index, rows, chosen.longest),
-        logits=logits or partial(layer.logits, rows, query_RHGWD),
-        log_sum_BHGW=log_sum_RHGW,
-        interval=interval,
-        length_B=chosen.length_R if interval is None else None,
-        span=partial(run.observer.span, layer=index),
-        wants_diagnostics=wants(run.observer, SelectionEvent),
-        ranks=run.ranks,
-        states=states,
-        query_BHGWD=query_RHGWD,
+        layer=index, backend=layer.backend, span=partial(run.observer.span, layer=index), ranks=run.ranks,
+        wants_diagnostics=wants(run.observer, SelectionEvent), states=states,
+        allowed_BT=chosen.allowed_RT, interval=interval, length_B=chosen.length_R if interval is None else None,
+        key_norm_BHT=run.store.norms(index, rows, chosen.longest), query_BHGWD=query_RHGWD,
+        logits=logits or partial(layer.logits, rows, query_RHGWD), log_sum_BHGW=log_sum_RHGW,
         scale=layer.logit_options["scale"],
         keys=lambda place, start, stop: run.store.keys(index, rows[place], start, stop),
         values=lambda place, start, stop: run.store.values(index, rows[place], start, stop),
-        notes=tuple(run.notes[state.request, index] for state in states),
-        codes=tuple(run.codes(index, query_RHGWD.shape[2]).of(slice(row, row + 1)) for row in rows)
-        if run.chooses
-        else (),
-    )
+        notes=tuple(run.notes[state.request, index] for state in states), codes=tuple(codes),
+    )  # fmt: skip
 
 
 def batch_context(layer: Layer, step: StepDescriptor, query_BHG1D: torch.Tensor, *, fast: bool) -> BatchContext:

@@ -7,10 +7,8 @@ import pytest
 import torch
 
 import sfi_core
-from sfi_core import SfiConfig, slow_fast
+from sfi_core import AuditConfig, Sampling, SfiConfig, slow_fast
 from sfi_core.errors import ConfigError
-from sfi_core.settings.audit import AuditConfig
-from sfi_core.settings.sampling import Sampling
 from tests.architectures import padded, prompts, tiny
 from tests.core.conftest import tiny_qwen3
 from tests.fakes import RecordingObserver

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import sfi_core
-from sfi_core import SfiConfig
+from sfi_core import EngineOptions, NullObserver, SfiConfig
 from sfi_core.distributed.ranks import ALONE
 from sfi_core.engine.report import RunReport
 from sfi_core.engine.run import Run
@@ -21,8 +21,6 @@ from sfi_core.measure.bench.rows import point_rows
 from sfi_core.measure.bench.settings import DecodeSettings
 from sfi_core.models.byte_model import ByteModel
 from sfi_core.observers.events import SelectionEvent
-from sfi_core.observers.observer import NullObserver
-from sfi_core.settings.engine import EngineOptions
 from sfi_kernels.pack import pack
 from tests.core.conftest import tiny_qwen3
 from tests.fake_graph import FakeRecorder, use_tensors

@@ -16,9 +16,8 @@ from transformers import (
 )
 
 import sfi_core
-from sfi_core import SfiConfig, slow_fast
+from sfi_core import EngineOptions, SfiConfig, slow_fast
 from sfi_core.errors import BackendError
-from sfi_core.settings.engine import EngineOptions
 from sfi_core.settings.parts import FreeKVConfig, SyncKVConfig
 from tests.core.conftest import TINY, tiny_qwen3
 from tests.covering import case

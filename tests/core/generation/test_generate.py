@@ -6,11 +6,8 @@ import pytest
 import torch
 
 from benchmarks.train_bundled import build_tokenizer
+from sfi_core import EngineOptions, NullObserver, Sampling, generate
 from sfi_core.errors import ConfigError, InputError, NumericsError
-from sfi_core.generation.generate import generate
-from sfi_core.observers.observer import NullObserver
-from sfi_core.settings.engine import EngineOptions
-from sfi_core.settings.sampling import Sampling
 from tests.architectures import SMALL, padded, prompts, tiny
 from tests.fakes import RecordingObserver
 

@@ -7,14 +7,8 @@ from itertools import permutations
 import pytest
 import torch
 
+from sfi_core import AuditConfig, EngineOptions, NullObserver, Sampling, Session, SfiConfig, generate
 from sfi_core.errors import ConfigError, NumericsError
-from sfi_core.generation.generate import generate
-from sfi_core.hosts.transformers.session import Session
-from sfi_core.observers.observer import NullObserver
-from sfi_core.settings.audit import AuditConfig
-from sfi_core.settings.config import SfiConfig
-from sfi_core.settings.engine import EngineOptions
-from sfi_core.settings.sampling import Sampling
 from tests.architectures import prompts, tiny
 from tests.covering import each_value
 from tests.fakes import RecordingObserver

@@ -7,12 +7,10 @@ import pytest
 import torch
 
 import sfi_core
-from sfi_core import SfiConfig
-from sfi_core.hosts.transformers.slow_fast import slow_fast
+from sfi_core import AuditConfig, SfiConfig, slow_fast
 from sfi_core.measure.evaluation.tasks import find_task
 from sfi_core.models.load import BUNDLED, load
 from sfi_core.policies.built_in import codescan
-from sfi_core.settings.audit import AuditConfig
 from sfi_core.settings.engine import DeviceBudget, EngineOptions
 from sfi_core.state.side_stream import SideStream
 from sfi_kernels.compiled import why_not

@@ -6,6 +6,7 @@ from fractions import Fraction
 import pytest
 import torch
 
+from sfi_core import EngineOptions, SfiConfig
 from sfi_core.errors import ConfigError
 from sfi_core.hosts.transformers.cache_name import CACHE_NAME
 from sfi_core.measure.bench import bench, fits
@@ -17,8 +18,6 @@ from sfi_core.measure.bench.samples import DecodeSample, StepRead
 from sfi_core.measure.bench.settings import BASELINES, DecodeSettings, DecodeVariant, Point
 from sfi_core.measure.bench.theirs import run_theirs
 from sfi_core.models.byte_model import ByteModel
-from sfi_core.settings.config import SfiConfig
-from sfi_core.settings.engine import EngineOptions
 
 pytestmark = pytest.mark.usefixtures("small_buffers")
 

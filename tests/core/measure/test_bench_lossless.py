@@ -5,8 +5,8 @@ from statistics import fmean
 
 import pytest
 
+from sfi_core import EngineOptions, SfiConfig, generate
 from sfi_core.errors import ConfigError
-from sfi_core.generation.generate import generate
 from sfi_core.measure.bench import bench as module
 from sfi_core.measure.bench.bench import run_bench
 from sfi_core.measure.bench.ours import StatedAcceptance, run_ours
@@ -15,8 +15,6 @@ from sfi_core.measure.bench.rows import point_rows
 from sfi_core.measure.bench.samples import DecodeSample, StepRead
 from sfi_core.measure.bench.settings import DecodeSettings, DecodeVariant, Point
 from sfi_core.models.byte_model import ByteModel
-from sfi_core.settings.config import SfiConfig
-from sfi_core.settings.engine import EngineOptions
 from sfi_core.state.request import RequestState
 from tests.architectures import tiny
 

@@ -7,10 +7,9 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from sfi_core import SfiConfig
+from sfi_core import SfiConfig, read_prompt
 from sfi_core.engine.report import RequestReport
 from sfi_core.errors import ConfigError, InputError, NumericsError
-from sfi_core.generation.read_prompt import read_prompt
 from sfi_core.measure.evaluation.fidelity import (
     Fidelity,
     Window,
