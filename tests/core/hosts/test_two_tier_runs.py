@@ -16,7 +16,7 @@ from sfi_core.state.side_stream import SideStream
 from sfi_kernels.compiled import why_not
 from tests.architectures import prompts, tiny
 from tests.covering import each_value
-from tests.fakes import RecordingObserver, use_references
+from tests.fakes import RecordingObserver, tokens, use_references
 from tests.schedules import AnyTime, Lazy, Watching
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="schedules of CPU tensors")
@@ -59,10 +59,6 @@ def complete(
         stop_token_ids=(), engine=EngineOptions(kv_device_budget=budget, kv_page=page, **engine),
         **{"max_new_tokens": 14, **options},
     )  # fmt: skip
-
-
-def tokens(result: Any) -> list[list[int]]:
-    return [request.token_ids for request in result.report.requests]
 
 
 @cache

@@ -118,13 +118,9 @@ def test_rows_count_tokens_and_not_passes():
     slow = ((False, False), (True, False), (True, True))
     reads = [StepRead(one, (100, 60), (40, 30), (20, 20)) for one in ((True, True), *slow)]
     sample = DecodeSample(
-        2,
-        1,
-        at=[0, 1, 2, 3, 6],
-        gave=[2, 4, 0, 3, 5],
-        reads=reads,
+        2, 1, at=[0, 1, 2, 3, 6], gave=[2, 4, 0, 3, 5], reads=reads,
         drafting={"verifications": 3, "drafted": 8, "tested": 7, "accepted": 5},
-    )
+    )  # fmt: skip
     variant = DecodeVariant("sfi-lossless", "sfi", EngineOptions(lossless=True), 0.7)
     model = ByteModel(weight_bytes=1000, batch=2, row_bytes=8, heads=2, layers=1)
     (row,) = point_rows(Point(100, 2), {variant: [sample]}, {"sfi-lossless": model}, 1.0)

@@ -142,16 +142,10 @@ def report_of(read_ratio):
 
 def made(read_ratio=0.5, kl=(9.0, 1.0, 3.0, 5.0)):
     return Fidelity(
-        window=[0] * 4,
-        step=[0, 1, 2, 3],
-        in_sentence=[40, 0, 2, 3],
-        slow=[True, True, False, False],
-        kl=list(kl),
-        agrees=[True, True, False, True],
-        nll=[9.0, 1.0, 2.0, 3.0],
-        nll_full=[9.0, 1.0, 1.0, 1.0],
+        window=[0] * 4, step=[0, 1, 2, 3], in_sentence=[40, 0, 2, 3], slow=[True, True, False, False], kl=list(kl),
+        agrees=[True, True, False, True], nll=[9.0, 1.0, 2.0, 3.0], nll_full=[9.0, 1.0, 1.0, 1.0],
         reports=[report_of(read_ratio)],
-    )
+    )  # fmt: skip
 
 
 def test_a_summary_leaves_out_step_0_which_no_policy_touches():
