@@ -233,15 +233,6 @@ def test_sfi_refreshes_every_layer_on_slow_steps_and_never_on_fast_ones(complete
         assert refreshed == [(step, layer) for step in request.slow_at for layer in (0, 1)]
 
 
-def test_sfi_with_room_for_everything_is_full_attention(complete: Any, tiny_model: Any):
-    """With anchored recents and a budget of all allowed positions."""
-    config = CONFIG.replace(budget=100)
-    result = sfi_core.generate(tiny_model, None, PROMPTS, config, max_new_tokens=NEW, stop_token_ids=())
-    for ours, dense in zip(result.report.requests, complete("full-kv")[0].requests, strict=True):
-        assert ours.token_ids == dense.token_ids
-        assert ours.fast_steps > 0
-
-
 def test_sfi_selects_the_best_scores_of_the_selector():
     logits = torch.randn(1, 2, 2, 1, 30)
     layer = context(logits, 30)
