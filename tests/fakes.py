@@ -1,6 +1,6 @@
 """Stand-ins for the parts a test does not want, and the plain computations that tests compare with."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,9 +17,9 @@ from sfi_core.observers.events import (
     SelectionEvent,
     StepEvent,
     VerificationEvent,
-)
+)  # fmt: skip
 from sfi_core.observers.observer import NullObserver
-from sfi_core.policies.context import LayerContext
+from sfi_core.policies.base import LayerContext
 from sfi_core.state.request import RequestState
 from sfi_kernels.append import append
 from sfi_kernels.code_scan import code_scan, code_tokens
@@ -31,6 +31,27 @@ from sfi_kernels.selector import selector
 from sfi_kernels.sparse_attention import sparse_attention
 from sfi_kernels.split_plan import split_plan
 from sfi_kernels.top_k import top_k
+
+
+def tokens(result: Any) -> list[list[int]]:
+    """Return the generated token ids of each request of a result."""
+    return [request.token_ids for request in result.report.requests]
+
+
+def int32(values: Any) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def break_logits(model: Any, when: Callable[[], bool], row: Any = slice(None)) -> Any:
+    """Make the logits NaN for as long as `when()` holds; returns the hook, which is a context."""
+
+    def replace(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+        if when():
+            output = output.clone()
+            output[row] = torch.nan
+        return output
+
+    return model.lm_head.register_forward_hook(replace)
 
 
 def layer_context(logits: torch.Tensor, **fields: Any) -> LayerContext:

@@ -7,15 +7,12 @@ import torch
 
 from sfi_core.state.side_stream import SideStream
 from sfi_core.state.two_tier import TwoTierStore
+from tests.fakes import int32
 from tests.schedules import AnyTime, Lazy
 
 B, H, D, E, N, RING = 3, 2, 4, 6, 4, 3
 CAPACITY = 70
 SIDES = {"in order": SideStream, "lazy": Lazy, "random": lambda: AnyTime(3)}
-
-
-def int32(*values: int) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32)
 
 
 class Written:
@@ -39,7 +36,7 @@ class Written:
             self.keys[row] = torch.cat([self.keys[row], key[row, :, own]], 1)
             self.values[row] = torch.cat([self.values[row], value[row, :, own]], 1)
         for store in (self.store, *into):
-            store.append(layer, key, value, int32(*start), int32(*count), start, count)
+            store.append(layer, key, value, int32(start), int32(count), start, count)
 
     def assert_found(self, store: Any = None) -> None:
         """Read every token by every way there is, and compare."""

@@ -22,9 +22,8 @@ from sfi_core.hosts.transformers.decoder import Decoder
 from sfi_core.hosts.transformers.slow_fast import slow_fast
 from sfi_core.measure.bench.architectures import random_config, random_model
 from sfi_core.measure.bench.bench import release
-from sfi_core.measure.bench.prompts import Prompts
+from sfi_core.measure.bench.prompts import Prompts, stream
 from sfi_core.measure.bench.settings import DecodeSettings, Point
-from sfi_core.measure.bench.streams import stream
 from sfi_core.measure.kernel_bench.timing import clock_for, percentile
 from sfi_core.settings.config import SfiConfig
 from sfi_core.settings.engine import EngineOptions

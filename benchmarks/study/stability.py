@@ -14,8 +14,8 @@ from benchmarks.study.sentences import statistics
 from benchmarks.study.supports import Recorder, Shared, audit_for
 from benchmarks.study.texts import Place, window
 from sfi_core.generation.generate import generate
+from sfi_core.measure.evaluation.fidelity import Window, sentence_positions
 from sfi_core.measure.evaluation.teacher_forcing import teacher_force
-from sfi_core.measure.evaluation.text_windows import Window, sentence_positions
 from sfi_core.settings.config import SfiConfig
 from sfi_core.triggers.trigger_set import resolve_triggers
 

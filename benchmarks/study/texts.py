@@ -11,7 +11,7 @@ from benchmarks.study.chat import chats
 from benchmarks.study.listings import source_files, tables
 from benchmarks.study.prose import explanations, topics_prose
 from sfi_core.errors import InputError
-from sfi_core.measure.evaluation.text_windows import Window, text_ids
+from sfi_core.measure.evaluation.fidelity import Window, text_ids
 
 SOURCES: dict[str, Callable[[], list[str]]] = {
     "prose": topics_prose,

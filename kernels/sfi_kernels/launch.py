@@ -60,10 +60,9 @@ def launch(
 ) -> None:
     """Launch a `triton.jit` kernel on its first tensor's device, or record the launch inside `recording`.
 
-    `arguments` are all but the constexprs, which are `constants`. `num_stages` is the depth of the software
-    pipeline. `max_registers` limits a thread; None leaves the limit to the compiler. With `contracts=0` a
-    product and a sum stay two instructions, each of which rounds. Raise `KernelLimitError` as `check_device`
-    does.
+    `arguments` are all but the constexprs, which are `constants`. `num_stages` is the depth of the software pipeline.
+    `max_registers` limits a thread; None leaves the limit to the compiler. With `contracts=0` a product and a sum stay
+    two instructions, each of which rounds. Raise `KernelLimitError` as `check_device` does.
     """
     options = {"num_warps": num_warps, "num_stages": num_stages}
     if max_registers is not None:

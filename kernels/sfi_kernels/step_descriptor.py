@@ -1,7 +1,6 @@
 """The step descriptor (Sec. 4.2): the numbers that every layer of a pass reads, in one int32 buffer.
 
-    lists  [7, ...B]   of the requests: length, start and count of the new tokens; then of the slow requests,
-        in
+    lists  [7, ...B]   of the requests: length, start and count of the new tokens; then of the slow requests, in
                        order: row, sink tokens, length and first recent token
     table  [B, WORDS]  a row for each request, its words named below
     work   [X, 4]      work items of the split attention: request, first unit, units, unused;
@@ -129,12 +128,11 @@ class StepDescriptor:
 class StepRequest:
     """One request of a pass, in plain numbers.
 
-    `mode` is IDLE, PROMPT, FAST or SLOW. `length` are the cached tokens, of which `count` are new: a decoding
-    request's queries, more than one only in a slow request that is not mixed. `recent_start` is the first
-    token of the recent segment; `packed` are at least as many tokens as any KV head has packed. In a `mixed`
-    request that decodes some KV heads read everything although others read sparsely. These read pages from
-    `sparse_start` on, None for `recent_start`: on a slow step their packed segment is still the last one,
-    while J has grown.
+    `mode` is IDLE, PROMPT, FAST or SLOW. `length` are the cached tokens, of which `count` are new: a decoding request's
+    queries, more than one only in a slow request that is not mixed. `recent_start` is the first token of the recent
+    segment; `packed` are at least as many tokens as any KV head has packed. In a `mixed` request that decodes some KV
+    heads read everything although others read sparsely. These read pages from `sparse_start` on, None for
+    `recent_start`: on a slow step their packed segment is still the last one, while J has grown.
     """
 
     mode: int
@@ -227,8 +225,7 @@ def uniform_step(
 ) -> StepDescriptor:
     """Write a descriptor of one mode, one query a request and no evidence, from device tensors.
 
-    `mode` is FAST or SLOW, `start_B` the first token read from the pages, `packed` the most tokens of a
-    packed segment.
+    `mode` is FAST or SLOW, `start_B` the first token read from the pages, `packed` the most tokens of a packed segment.
     """
     B = length_B.shape[0]
     buffer = length_B.new_zeros(LISTS * list_room(B) + WORDS * B + 4 * work_items)

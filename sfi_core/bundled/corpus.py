@@ -1,8 +1,7 @@
 """A synthetic, readable corpus: one sentence a person, then a request to recall some of them.
 
-A document is paragraphs of sentences such as ``Belora hid a red lantern under the old bridge.``; only one
-sentence names a person. The request lists people, so the document determines the answer, their sentences word
-for word.
+A document is paragraphs of sentences such as ``Belora hid a red lantern under the old bridge.``; only one sentence
+names a person. The request lists people, so the document determines the answer, their sentences word for word.
 """
 
 import random

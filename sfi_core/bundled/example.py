@@ -22,8 +22,7 @@ SETTINGS = {"budget": 256, "recent": 128, "window_prefill": 1, "slow_start": 1}
 class Example:
     """A prompt with its only right completion.
 
-    Under `config`, `sfi` selects less than a tenth of the context. The prompt ends with the first word of the
-    answer.
+    Under `config`, `sfi` selects less than a tenth of the context. The prompt ends with the first word of the answer.
     """
 
     prompt: str

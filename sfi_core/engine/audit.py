@@ -67,23 +67,15 @@ class Audit:
         cosine_H = mass_HT.new_full((H,), torch.nan)
         if last is not None:
             cosine_H = torch.cosine_similarity(query_1HGD[0].float(), last[0].float(), -1).mean(1)
-        layer.run.observer.on(
-            AuditEvent(
-                request=state.request,
-                step=state.step,
-                layer=layer.index,
-                slow=state.slow,
-                heads=tuple(range(H)),
-                index_HK=index_HK,
-                mass_HK=mass_HT.gather(1, place_HK) * (index_HK >= 0),
-                retained_H=retained_HG.mean(1),
-                query_cosine_H=cosine_H,
-                output_error_H=error_H,
-                read_HK=read_HT.gather(1, place_HK),
-                top_1_read_H=read_HT.gather(1, mass_HGT.argmax(-1)).float().mean(1),
-                retained_min_H=retained_HG.amin(1),
-            )
-        )
+        event = AuditEvent(
+            request=state.request, step=state.step, layer=layer.index, slow=state.slow, heads=tuple(range(H)),
+            index_HK=index_HK, mass_HK=mass_HT.gather(1, place_HK) * (index_HK >= 0),
+            retained_H=retained_HG.mean(1), query_cosine_H=cosine_H, output_error_H=error_H,
+            read_HK=read_HT.gather(1, place_HK),
+            top_1_read_H=read_HT.gather(1, mass_HGT.argmax(-1)).float().mean(1),
+            retained_min_H=retained_HG.amin(1),
+        )  # fmt: skip
+        layer.run.observer.on(event)
 
 
 def check_audit(config: AuditConfig, shapes: Sequence[LayerShape]) -> None:

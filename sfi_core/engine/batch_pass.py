@@ -64,30 +64,20 @@ class Rows:
             lists = torch.tensor([requests, sinks, lengths, starts], dtype=torch.int32)
             request_R, sink_R, length_R, start_R = sent(lists, table_BP.device)
         return cls(
-            requests=requests,
-            request_R=request_R,
-            sink_R=sink_R,
-            length_R=length_R,
-            table_RP=table_BP[request_R.long()],
-            allowed_RT=allowed_positions(longest, sink_R, start_R),
-            longest=longest,
-            most_sink=max(sinks),
-        )
+            requests=requests, request_R=request_R, sink_R=sink_R, length_R=length_R,
+            table_RP=table_BP[request_R.long()], allowed_RT=allowed_positions(longest, sink_R, start_R),
+            longest=longest, most_sink=max(sinks),
+        )  # fmt: skip
 
     @classmethod
     def of_slow(cls, sink: int, step: StepDescriptor, table_BP: torch.Tensor) -> Self:
         """Make the rows of the descriptor's slow requests without host data, for a CUDA graph."""
         request_R, sink_R, length_R, start_R = step.slow_R
         return cls(
-            requests=(),
-            request_R=request_R,
-            sink_R=sink_R,
-            length_R=length_R,
+            requests=(), request_R=request_R, sink_R=sink_R, length_R=length_R,
             table_RP=table_BP[request_R.clamp_min(0).long()],
-            allowed_RT=allowed_positions(step.longest, sink_R, start_R),
-            longest=step.longest,
-            most_sink=sink,
-        )
+            allowed_RT=allowed_positions(step.longest, sink_R, start_R), longest=step.longest, most_sink=sink,
+        )  # fmt: skip
 
 
 def allowed_positions(longest: int, sink_B: torch.Tensor, recent_start_B: torch.Tensor) -> torch.Tensor:
@@ -102,11 +92,10 @@ def allowed_positions(longest: int, sink_B: torch.Tensor, recent_start_B: torch.
 class BatchPass:
     """One forward pass; made new for each pass and then only read.
 
-    `start` and `count` are each request's cached tokens before the pass and its new ones, `longest` the most
-    cached tokens after it. The rows that read a piece of their prompt are `prompts`; with its end they are
-    `ended`, too. Rows that decode are `slow` (g_t = 1) or `fast`. `dense_descriptor` has every decoding
-    request slow, for `dense_layers`; None without those. `chosen` has the `Rows` made so far, which all
-    layers share.
+    `start` and `count` are each request's cached tokens before the pass and its new ones, `longest` the most cached
+    tokens after it. The rows that read a piece of their prompt are `prompts`; with its end they are `ended`, too. Rows
+    that decode are `slow` (g_t = 1) or `fast`. `dense_descriptor` has every decoding request slow, for `dense_layers`;
+    None without those. `chosen` has the `Rows` made so far, which all layers share.
     """
 
     def __init__(
@@ -200,12 +189,7 @@ def _step_request(one: RequestPass, state: RequestState, policy: Policy, *, dens
         packed = sink + min(policy.config.budget, max(0, state.recent_start - sink))
     mixed = policy.mixes_heads and not dense
     return StepRequest(
-        mode=SLOW if dense and one.kind == FAST else one.kind,
-        length=state.length,
-        recent_start=state.recent_start,
-        packed=packed,
-        sink=sink,
-        count=one.count,
-        mixed=mixed,
+        mode=SLOW if dense and one.kind == FAST else one.kind, length=state.length,
+        recent_start=state.recent_start, packed=packed, sink=sink, count=one.count, mixed=mixed,
         sparse_start=state.read_start if mixed else None,
-    )
+    )  # fmt: skip

@@ -25,15 +25,9 @@ class Layer:
     """
 
     def __init__(
-        self,
-        run: Run,
-        index: int,
-        *,
-        scale: float,
-        soft_cap: float | None = None,
-        sink_HG: torch.Tensor | None = None,
-        new: tuple[torch.Tensor, torch.Tensor] | None = None,
-    ) -> None:
+        self, run: Run, index: int, *, scale: float, soft_cap: float | None = None,
+        sink_HG: torch.Tensor | None = None, new: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> None:  # fmt: skip
         self.run, self.index, self.batch_pass = run, index, run.batch_pass
         self.backend = run.store.backend
         self.pages = run.store.pages(index)
@@ -116,13 +110,9 @@ class Layer:
         store, chosen = self.run.store, self.run.rows(tuple(rows))
         if store.whole_on_device:
             made: torch.Tensor = window_logits.on(self.backend)(
-                query_RHGWD,
-                self.pages.key_PHND,
-                chosen.table_RP,
-                chosen.length_R,
-                **self.logit_options,
+                query_RHGWD, self.pages.key_PHND, chosen.table_RP, chosen.length_R, **self.logit_options,
                 longest=chosen.longest,
-            )
+            )  # fmt: skip
             return made
         size = (*query_RHGWD.shape[:4], chosen.longest)
         made = query_RHGWD.new_full(size, -torch.inf, dtype=torch.float32)

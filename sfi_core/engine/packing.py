@@ -60,14 +60,9 @@ def _sinks(count: int) -> torch.Tensor:
 def _pack(layer: Layer, rows: tuple[int, ...], selection: Selection) -> None:
     run, index, chosen = layer.run, layer.index, layer.run.rows(rows)
     brought = run.store.pack_into(
-        run.segment(index),
-        index,
-        chosen.request_R,
-        chosen.sink_R,
-        selection.index_BHK,
-        chosen.most_sink,
+        run.segment(index), index, chosen.request_R, chosen.sink_R, selection.index_BHK, chosen.most_sink,
         selection.heads_BH,
-    )
+    )  # fmt: skip
     if brought is not None:
         tell_recall(run, index, rows, brought)
     run.meter.count(f"{layer.backend}.pack", len(rows))
@@ -79,17 +74,8 @@ def apply_layers(layers: Sequence[Layer], row: int, selection: Selection) -> Non
     The pages of the layers must hold every token; the batch dimension of `selection` is the layers.
     """
     run, chosen = layers[0].run, layers[0].run.rows((row,))
-    segments = [run.segment(layer.index) for layer in layers]
-    pack_layers(
-        [
-            (layer.pages.key_PHND, layer.pages.value_PHNE, *segment.tensors)
-            for layer, segment in zip(layers, segments, strict=True)
-        ],
-        run.store.block_table_BP,
-        row,
-        selection.index_BHK,
-        chosen.sink_R,
-    )
+    pages = [(each.pages.key_PHND, each.pages.value_PHNE, *run.segment(each.index).tensors) for each in layers]
+    pack_layers(pages, run.store.block_table_BP, row, selection.index_BHK, chosen.sink_R)
     run.meter.count(f"{layers[0].backend}.pack", len(layers))
     heard = wants(run.observer, SelectionEvent)
     for place, layer in enumerate(layers):
@@ -105,14 +91,9 @@ def note_selection(
     state.note_packed(run.policy.config.sink, selection.index_BHK.shape[2], ahead=ahead)
     if not heard:  # making an event takes ten times as long as the note
         return
-    run.observer.on(
-        SelectionEvent(
-            request=state.request,
-            step=state.step,
-            layer=layer,
-            index_HK=selection.index_BHK[place],
-            diagnostics={name: value[place : place + 1] for name, value in selection.diagnostics.items()},
-            reason=reason,
-            heads_H=None if selection.heads_BH is None else selection.heads_BH[place],
-        )
-    )
+    event = SelectionEvent(
+        request=state.request, step=state.step, layer=layer, index_HK=selection.index_BHK[place],
+        diagnostics={name: value[place : place + 1] for name, value in selection.diagnostics.items()},
+        reason=reason, heads_H=None if selection.heads_BH is None else selection.heads_BH[place],
+    )  # fmt: skip
+    run.observer.on(event)

@@ -18,8 +18,7 @@ from sfi_core.engine.packing import apply, apply_layers, note_selection
 from sfi_core.engine.run import Run
 from sfi_core.observers.events import SelectionEvent
 from sfi_core.observers.observer import wants, wants_spans
-from sfi_core.policies.base import EvidencePolicy, Selection
-from sfi_core.policies.context import BatchContext, Evidence, LayerContext
+from sfi_core.policies.base import BatchContext, Evidence, EvidencePolicy, LayerContext, Selection
 from sfi_kernels.code_scan import TOLD
 from sfi_kernels.pseudo_token import PseudoToken
 from sfi_kernels.step_descriptor import NewRows, StepDescriptor
@@ -104,59 +103,39 @@ def _nothing(query_BHGWD: torch.Tensor) -> Selection:
 
 
 def layer_context(
-    layer: Layer,
-    rows: tuple[int, ...],
-    query_RHGWD: torch.Tensor,
-    logits: Callable[[], torch.Tensor] | None = None,
-    log_sum_RHGW: torch.Tensor | None = None,
-) -> LayerContext:
+    layer: Layer, rows: tuple[int, ...], query_RHGWD: torch.Tensor,
+    logits: Callable[[], torch.Tensor] | None = None, log_sum_RHGW: torch.Tensor | None = None,
+) -> LayerContext:  # fmt: skip
     """Make the context of a layer for some requests; the arguments are those of `refresh`."""
     run, index = layer.run, layer.index
     chosen, states = run.rows(rows), tuple(run.requests[row] for row in rows)
     interval = None
     if layer.backend == "torch" and len(rows) == 1:
         interval = states[0].sink(run.policy.config.sink), states[0].recent_start
+    codes = [run.codes(index, query_RHGWD.shape[2]).of(slice(row, row + 1)) for row in rows] if run.chooses else ()
     return LayerContext(
-        layer=index,
-        backend=layer.backend,
-        allowed_BT=chosen.allowed_RT,
-        key_norm_BHT=run.store.norms(index, rows, chosen.longest),
-        logits=logits or partial(layer.logits, rows, query_RHGWD),
-        log_sum_BHGW=log_sum_RHGW,
-        interval=interval,
-        length_B=chosen.length_R if interval is None else None,
-        span=partial(run.observer.span, layer=index),
-        wants_diagnostics=wants(run.observer, SelectionEvent),
-        ranks=run.ranks,
-        states=states,
-        query_BHGWD=query_RHGWD,
+        layer=index, backend=layer.backend, span=partial(run.observer.span, layer=index), ranks=run.ranks,
+        wants_diagnostics=wants(run.observer, SelectionEvent), states=states,
+        allowed_BT=chosen.allowed_RT, interval=interval, length_B=chosen.length_R if interval is None else None,
+        key_norm_BHT=run.store.norms(index, rows, chosen.longest), query_BHGWD=query_RHGWD,
+        logits=logits or partial(layer.logits, rows, query_RHGWD), log_sum_BHGW=log_sum_RHGW,
         scale=layer.logit_options["scale"],
         keys=lambda place, start, stop: run.store.keys(index, rows[place], start, stop),
         values=lambda place, start, stop: run.store.values(index, rows[place], start, stop),
-        notes=tuple(run.notes[state.request, index] for state in states),
-        codes=tuple(run.codes(index, query_RHGWD.shape[2]).of(slice(row, row + 1)) for row in rows)
-        if run.chooses
-        else (),
-    )
+        notes=tuple(run.notes[state.request, index] for state in states), codes=tuple(codes),
+    )  # fmt: skip
 
 
 def batch_context(layer: Layer, step: StepDescriptor, query_BHG1D: torch.Tensor, *, fast: bool) -> BatchContext:
     """Make the context of a layer for all requests; `fast` as there."""
     run, segment = layer.run, layer.run.segment(layer.index)
     return BatchContext(
-        backend=layer.backend,
-        fast=fast,
-        wants_diagnostics=wants(run.observer, SelectionEvent),
-        query_BHGD=query_BHG1D[:, :, :, 0],
-        key_PHND=layer.pages.key_PHND,
-        value_PHNE=layer.pages.value_PHNE,
-        block_table_BP=run.store.block_table_BP,
-        descriptor=step,
-        codes=run.codes(layer.index, query_BHG1D.shape[2]),
-        position_BHS=segment.position_BHS,
-        length_BH=segment.length_BH,
-        scale=layer.logit_options["scale"],
-    )
+        backend=layer.backend, fast=fast, wants_diagnostics=wants(run.observer, SelectionEvent),
+        query_BHGD=query_BHG1D[:, :, :, 0], key_PHND=layer.pages.key_PHND, value_PHNE=layer.pages.value_PHNE,
+        block_table_BP=run.store.block_table_BP, descriptor=step,
+        codes=run.codes(layer.index, query_BHG1D.shape[2]), position_BHS=segment.position_BHS,
+        length_BH=segment.length_BH, scale=layer.logit_options["scale"],
+    )  # fmt: skip
 
 
 def choose(
@@ -232,17 +211,13 @@ def refresh_all(row: int, handed: list[Handed]) -> None:
     assert isinstance(policy, EvidencePolicy), "`joins` admits no other policy"
     chosen, state = run.rows((row,)), run.requests[row]
     norms = [run.store.norms(layer.index, (row,), chosen.longest) for layer in layers]
-    selection = policy.select_after(
-        Evidence(
-            layer=layers[0].index,
-            backend=layers[0].backend,
-            allowed_BT=chosen.allowed_RT.expand(L, -1),
-            key_norm_BHT=torch.cat(norms),
-            logits=lambda: torch.cat([logits for _, logits in handed]),
-            interval=(state.sink(policy.config.sink), state.recent_start),
-            wants_diagnostics=wants(run.observer, SelectionEvent),
-        )
-    )
+    evidence = Evidence(
+        layer=layers[0].index, backend=layers[0].backend, allowed_BT=chosen.allowed_RT.expand(L, -1),
+        key_norm_BHT=torch.cat(norms), logits=lambda: torch.cat([logits for _, logits in handed]),
+        interval=(state.sink(policy.config.sink), state.recent_start),
+        wants_diagnostics=wants(run.observer, SelectionEvent),
+    )  # fmt: skip
+    selection = policy.select_after(evidence)
     if selection is None:
         return
     run.meter.count(f"{layers[0].backend}.selector", L)

@@ -8,7 +8,7 @@ import torch
 
 from sfi_core.engine.meter import Launches
 from sfi_core.engine.run import Run
-from sfi_core.settings.device_budget import DeviceBudget
+from sfi_core.settings.engine import DeviceBudget
 from sfi_core.state.request import RequestState
 from sfi_core.state.two_tier import TwoTierStore
 
@@ -39,12 +39,9 @@ class LosslessReport:
             return None
         passes = tally.drafted + tally.verifications
         return cls(
-            verifications=tally.verifications,
-            drafted=tally.drafted,
-            tested=tally.tested,
-            accepted=tally.accepted,
-            passes_per_token=passes / max(1, len(state.tokens) - 1),
-        )
+            verifications=tally.verifications, drafted=tally.drafted, tested=tally.tested,
+            accepted=tally.accepted, passes_per_token=passes / max(1, len(state.tokens) - 1),
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,14 +55,13 @@ class RequestReport:
         fast_steps: All others; in a lossless run the accepted drafts.
         slow_at: The slow steps.
         reasons: Slow steps by reason.
-        mean_attended_tokens: Tokens read per decoding step, KV head and full-attention layer, without step 0;
-            0 if nothing was decoded.
-        read_ratio: Share of the cached tokens that attention read, over the same steps; 1 if nothing was
-            decoded.
-        selection_ratio: Reads of the selection on fast steps, over the cached tokens: a page bound counts as
-            a token, a key as half of one. The selection of a slow step adds no read.
-        stored_ratio: Share of the tokens that the method needs to keep: `read_ratio` if it evicts the rest,
-            else 1. Our cache keeps all tokens under every method.
+        mean_attended_tokens: Tokens read per decoding step, KV head and full-attention layer, without step 0; 0 if
+            nothing was decoded.
+        read_ratio: Share of the cached tokens that attention read, over the same steps; 1 if nothing was decoded.
+        selection_ratio: Reads of the selection on fast steps, over the cached tokens: a page bound counts as a token, a
+            key as half of one. The selection of a slow step adds no read.
+        stored_ratio: Share of the tokens that the method needs to keep: `read_ratio` if it evicts the rest, else 1. Our
+            cache keeps all tokens under every method.
         lossless: The drafts of a lossless run; None otherwise.
         queued_seconds: Wall time from the run's beginning until the prompt began to be read.
         prefill_seconds: From then to the first token.
@@ -95,22 +91,16 @@ class RequestReport:
         tally, decoded = state.tally, max(1, len(state.tokens) - 1)
         read_ratio = tally.attended / tally.context if tally.context else 1.0
         return cls(
-            prompt_tokens=state.prompt_tokens,
-            token_ids=list(state.tokens),
+            prompt_tokens=state.prompt_tokens, token_ids=list(state.tokens),
             finish_reason="stop" if stop_ids.intersection(state.tokens[-1:]) else "length",
-            slow_steps=len(tally.slow_at),
-            fast_steps=len(state.tokens) - len(tally.slow_at),
-            slow_at=list(tally.slow_at),
-            reasons=dict(tally.reasons),
+            slow_steps=len(tally.slow_at), fast_steps=len(state.tokens) - len(tally.slow_at),
+            slow_at=list(tally.slow_at), reasons=dict(tally.reasons), lossless=LosslessReport.of(state),
             mean_attended_tokens=tally.attended / decoded,
-            read_ratio=read_ratio,
+            read_ratio=read_ratio, stored_ratio=read_ratio if evicts else 1.0,
             selection_ratio=tally.selecting / tally.context if tally.context else 0.0,
-            stored_ratio=read_ratio if evicts else 1.0,
-            lossless=LosslessReport.of(state),
             queued_seconds=tally.queued_seconds,
-            prefill_seconds=tally.prefill_seconds,
-            decode_seconds=tally.decode_seconds,
-        )
+            prefill_seconds=tally.prefill_seconds, decode_seconds=tally.decode_seconds,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,14 +170,11 @@ class TierReport:
         recalled = meter.recalled_bytes
         return cls(
             device_bytes=store.device_bytes + segments + notes,
-            allowed_bytes=DeviceBudget.parse(budget).bytes_of(store.host_bytes),
-            host_bytes=store.host_bytes,
-            offloaded_bytes=store.stream.offloaded_bytes,
-            recalled_bytes=recalled,
-            recalled_bytes_per_step=recalled / max(1, run.step),
-            streamed_bytes=store.stream.copied_bytes,
+            allowed_bytes=DeviceBudget.parse(budget).bytes_of(store.host_bytes), host_bytes=store.host_bytes,
+            offloaded_bytes=store.stream.offloaded_bytes, streamed_bytes=store.stream.copied_bytes,
+            recalled_bytes=recalled, recalled_bytes_per_step=recalled / max(1, run.step),
             recall_seconds=meter.recall_seconds,
-        )
+        )  # fmt: skip
 
 
 def _nbytes(notes: Mapping[str, Any]) -> int:

@@ -20,8 +20,7 @@ from sfi_core.engine.meter import WHOLE_STEP, Meter
 from sfi_core.engine.prompt_queries import PromptQueries, Watcher
 from sfi_core.engine.step_events import shape_of, tell_beginning
 from sfi_core.observers.observer import Observer
-from sfi_core.policies.base import EvidencePolicy, Policy
-from sfi_core.policies.context import Notes
+from sfi_core.policies.base import EvidencePolicy, Notes, Policy
 from sfi_core.settings.audit import AuditConfig
 from sfi_core.settings.engine import DEFAULTS, EngineOptions
 from sfi_core.state.kv_store import KVStore
@@ -168,14 +167,9 @@ class Run:
             return self.store.pages(layer)
         with self.launches(layer), self.observer.span("append", layer):
             return self.store.append(
-                layer,
-                key_BHTD,
-                value_BHTE,
-                step.append_start_B,
-                step.append_count_B,
-                self.batch_pass.start,
+                layer, key_BHTD, value_BHTE, step.append_start_B, step.append_count_B, self.batch_pass.start,
                 self.batch_pass.count,
-            )
+            )  # fmt: skip
 
     def lend(self, owner: int, reader: int) -> None:
         """Let a layer read the keys and values of another one; its selections are its own."""

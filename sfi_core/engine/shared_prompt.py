@@ -25,12 +25,11 @@ from sfi_core.state.kv_store import KVStore
 class SharedPrompt:
     """A batch of prompts after their dense pass.
 
-    `count` are the tokens of each prompt, `ids_BT` the left-padded prompts, None for random keys and values.
-    A request of a run may reach `capacity` tokens, its prompt included. `store` has the full-attention
-    layers, `layers` the input of their first selection, `others` the host's own: windows and states.
-    `window` of the prompt's last queries were kept; None for all. `copied` says whether each run gets a copy
-    of the store. Without one, a run overwrites the decoded tokens of the run before it, and nothing of the
-    prompts.
+    `count` are the tokens of each prompt, `ids_BT` the left-padded prompts, None for random keys and values. A request
+    of a run may reach `capacity` tokens, its prompt included. `store` has the full-attention layers, `layers` the input
+    of their first selection, `others` the host's own: windows and states. `window` of the prompt's last queries were
+    kept; None for all. `copied` says whether each run gets a copy of the store. Without one, a run overwrites the
+    decoded tokens of the run before it, and nothing of the prompts.
     """
 
     count: Sequence[int]

@@ -18,16 +18,11 @@ def tell_recall(run: Any, layer: int, rows: Sequence[int], brought: Recall) -> N
     def tell() -> None:
         run.meter.count_recall(batch_step, brought)
         for place, (request, step) in enumerate(steps):
-            observer.on(
-                RecallEvent(
-                    request=request,
-                    step=step,
-                    layer=layer,
-                    rows_H=brought.rows_RH[place],
-                    row_bytes=brought.row_bytes,
-                    waited_us=brought.waited * 1e6 / len(steps),
-                )
-            )
+            event = RecallEvent(
+                request=request, step=step, layer=layer, rows_H=brought.rows_RH[place],
+                row_bytes=brought.row_bytes, waited_us=brought.waited * 1e6 / len(steps),
+            )  # fmt: skip
+            observer.on(event)
 
     brought.then(tell)
 

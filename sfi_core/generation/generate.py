@@ -91,13 +91,12 @@ def generate(
         tokenizer: Its tokenizer; may be None when prompts are token ids and triggers are token ids.
         prompts: Texts or token ids; they may differ in length.
         config: The settings; None is the `default` preset.
-        policy: A name from `sfi_core.policies.POLICIES`, or of another package's policy; None is
-            `default_policy`.
+        policy: A name from `sfi_core.policies.POLICIES`, or of another package's policy; None is `default_policy`.
         max_new_tokens: The most generated tokens, one number for all prompts or one for each.
         max_batch: The most requests decoded together; None for as many as fit into memory.
         sampling: How tokens are picked; None is greedy.
-        seed: Seed of the sampling: a prompt's tokens depend on it and the prompt's index, not on the rest of
-            the batch. None draws one from torch.
+        seed: Seed of the sampling: a prompt's tokens depend on it and the prompt's index, not on the rest of the batch.
+            None draws one from torch.
         stop_token_ids: Tokens that end a request; None takes the model's.
         observers: Receive the run's events and spans.
         page_size: Tokens of a cache page; None is one page per request under torch, 64 tokens under triton.
@@ -105,8 +104,8 @@ def generate(
         shared: The same prompts, already read by `read_prompt`.
         engine: How prompts are read and steps are run; None is `EngineOptions()`.
         on_plan: Called before the run with the batch and its memory forecast.
-        on_token: Called with the new tokens of each step, by prompt: None for a prompt without one, which has
-            ended, waits or, in a lossless run, drafts.
+        on_token: Called with the new tokens of each step, by prompt: None for a prompt without one, which has ended,
+            waits or, in a lossless run, drafts.
         on_prefill: Called while the first prompts are read, with their tokens read so far and in all.
 
     Returns:
@@ -129,19 +128,11 @@ def generate(
         capacity = max(len(row) + new for row, new in zip(rows, limits, strict=True))
         shared.check(*left_pad(rows, model.device), capacity)
     reset_peak(model.device)
+    how: dict[str, Any] = {"policy": policy, "observers": observers, "page_size": page_size, "audit": audit}
     with (
         torch.inference_mode(),
         main_stream(model.device, overlap=engine.overlap),
-        slow_fast(
-            model,
-            tokenizer,
-            config,
-            policy=policy,
-            observers=observers,
-            page_size=page_size,
-            audit=audit,
-            engine=engine,
-        ) as session,
+        slow_fast(model, tokenizer, config, engine=engine, **how) as session,
     ):
         session.ranks.check_same(
             {
@@ -183,17 +174,11 @@ def generate(
             tokenizer.decode(one.token_ids, skip_special_tokens=True) if tokenizer else "" for one in report.requests
         ]
         return Result(
-            report=report,
-            texts=texts,
-            trigger_token_ids=session.trigger_token_ids,
-            forecast=plan.forecast,
-            slots=plan.slots,
-            byte_limit=ByteLimit.of(session, report, plan.slots),
-            peak_memory_bytes=peak_bytes(model.device),
-            error=error,
-            interrupted=interrupted,
+            report=report, texts=texts, trigger_token_ids=session.trigger_token_ids, forecast=plan.forecast,
+            slots=plan.slots, byte_limit=ByteLimit.of(session, report, plan.slots),
+            peak_memory_bytes=peak_bytes(model.device), error=error, interrupted=interrupted,
             seed=seed if sampling.do_sample else None,
-        )
+        )  # fmt: skip
 
 
 def _tell(on_token: Callable[[list[int | None]], None], given: NewTokens, prompts: int) -> None:

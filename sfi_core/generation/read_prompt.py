@@ -46,26 +46,15 @@ def read_prompt(
     with slow_fast(model, tokenizer, config, policy="full-kv", engine=plain, page_size=page_size) as session:
         check_fits(session.forecast(B, T, capacity, chunk), model.device)
         decoder = Decoder(
-            session=session,
-            ids_BT=ids_BT,
-            mask_BT=mask_BT,
-            capacity=capacity,
-            chunk=chunk,
-            watchers=(keeper,),
+            session=session, ids_BT=ids_BT, mask_BT=mask_BT, capacity=capacity, chunk=chunk, watchers=(keeper,),
             on_prefill=on_prefill,
-        )
+        )  # fmt: skip
         began = time.perf_counter()
         logits_BV = decoder.prefill()
         seconds = time.perf_counter() - began
         others = enumerate(decoder.cache.layers)
         return SharedPrompt(
-            count=mask_BT.sum(1).tolist(),
-            capacity=capacity,
-            store=session.run.store,
-            layers=keeper.layers,
+            count=mask_BT.sum(1).tolist(), capacity=capacity, store=session.run.store, layers=keeper.layers,
             others={index: layer for index, layer in others if type(layer) is not SfiLayer},
-            logits_BV=logits_BV,
-            ids_BT=ids_BT,
-            window=window,
-            seconds=seconds,
-        )
+            logits_BV=logits_BV, ids_BT=ids_BT, window=window, seconds=seconds,
+        )  # fmt: skip

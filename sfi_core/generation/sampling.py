@@ -37,15 +37,9 @@ class Sampler(Picker):
     """
 
     def __init__(
-        self,
-        sampling: Sampling,
-        ids_BT: torch.Tensor,
-        ranks: Ranks = ALONE,
-        *,
-        seed: int = 0,
-        first: int = 0,
+        self, sampling: Sampling, ids_BT: torch.Tensor, ranks: Ranks = ALONE, *, seed: int = 0, first: int = 0,
         ahead: Callable[[torch.Tensor], None] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Start with the requests from index `first` on."""
         requests = range(first, first + len(ids_BT))
         super().__init__(requests, ranks, seed=seed if sampling.do_sample else None, ahead=ahead)

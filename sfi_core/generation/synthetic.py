@@ -61,14 +61,9 @@ class SyntheticPrompt:
         text = model.config.get_text_config(decoder=True)
         logits_BV = torch.zeros(len(self.contexts), text.vocab_size, device=model.device)
         return SharedPrompt(
-            count=self.contexts,
-            capacity=self.capacity,
-            store=self.store,
-            layers=layers,
-            others=others,
-            logits_BV=logits_BV,
-            copied=False,
-        )
+            count=self.contexts, capacity=self.capacity, store=self.store, layers=layers, others=others,
+            logits_BV=logits_BV, copied=False,
+        )  # fmt: skip
 
     @property
     def held_bytes(self) -> int:

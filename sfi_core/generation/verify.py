@@ -3,7 +3,7 @@
 import inspect
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from itertools import starmap
 from typing import Any, NamedTuple
 
@@ -13,7 +13,6 @@ from sfi_core.engine.picking.noise import gumbel, noise_key
 from sfi_core.errors import ConfigError, NumericsError
 from sfi_core.generation.prompts import check_lengths, encode
 from sfi_core.generation.sampling import processors
-from sfi_core.generation.verify_report import Differing, RequestCheck, VerifyReport
 from sfi_core.hosts.transformers.cache_name import CACHE_NAME
 from sfi_core.models.linear import quick_linears
 from sfi_core.models.rotation import pass_rotation
@@ -22,6 +21,84 @@ from sfi_core.settings.sampling import Sampling
 NEAR_ULP = 4.0
 PIECE = 2**21  # most logits compared at once, 16 MiB as float64
 HALVES = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Differing:
+    """A generated token that differs from full attention's over the same prefix.
+
+    `index` is its index among the generated tokens, `expected_id` full attention's token. `behind_ulp` is the
+    distance of its score to full attention's best, in units in the last place of the logits; infinite for a
+    token that a processor forbids.
+    """
+
+    index: int
+    token_id: int
+    expected_id: int
+    behind_ulp: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestCheck:
+    """The check of one request with so many generated `tokens`.
+
+    At the indices `near_ties` full attention's two best scores are closer than `VerifyReport.near_ulp`: either token is
+    right there, and later tokens depend on the choice. `differing` are the tokens that are not full attention's.
+    """
+
+    tokens: int
+    near_ties: Sequence[int]
+    differing: Sequence[Differing]
+
+    @property
+    def first_doubtful(self) -> int | None:
+        """The first index that is a near tie or differs, if there is one."""
+        return min((*self.near_ties, *(one.index for one in self.differing)), default=None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyReport:
+    """The result of `verify`, with `requests` in the order of the prompts.
+
+    Two scores closer than `near_ulp` are a near tie, in units in the last place of logits of `dtype`;
+    `bound_ulp` is the distance to full attention's best score that rounding alone explains.
+    """
+
+    dtype: str
+    near_ulp: float
+    bound_ulp: float
+    requests: Sequence[RequestCheck]
+
+    @property
+    def ok(self) -> bool:
+        """Whether every token is full attention's, up to rounding."""
+        return all(one.behind_ulp <= self.bound_ulp for request in self.requests for one in request.differing)
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens checked."""
+        return sum(request.tokens for request in self.requests)
+
+    @property
+    def near_ties(self) -> int:
+        """Number of near ties."""
+        return sum(len(request.near_ties) for request in self.requests)
+
+    @property
+    def differing(self) -> int:
+        """Number of differing tokens."""
+        return sum(len(request.differing) for request in self.requests)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values for JSON, properties included; an infinite distance becomes None."""
+        requests = []
+        for request in self.requests:
+            row = asdict(request) | {"first_doubtful": request.first_doubtful}
+            for one in row["differing"]:
+                one["behind_ulp"] = None if one["behind_ulp"] == float("inf") else one["behind_ulp"]
+            requests.append(row)
+        names = "ok", "tokens", "near_ties", "differing", "dtype", "near_ulp", "bound_ulp"
+        return {name: getattr(self, name) for name in names} | {"requests": requests}
 
 
 @torch.inference_mode()
@@ -163,12 +240,9 @@ class Judge:
 
     @staticmethod
     def _behind(
-        scores_PV: torch.Tensor,
-        all_PV: torch.Tensor,
-        noise_PV: torch.Tensor,
-        given_P1: torch.Tensor,
+        scores_PV: torch.Tensor, all_PV: torch.Tensor, noise_PV: torch.Tensor, given_P1: torch.Tensor,
         bound_P: torch.Tensor,
-    ) -> torch.Tensor:
+    ) -> torch.Tensor:  # fmt: skip
         # the distance to the best token that the filters surely keep, or to being kept itself
         kept_PV = scores_PV > -torch.inf
         edge_P1 = all_PV.masked_fill(~kept_PV, torch.inf).amin(-1, keepdim=True)

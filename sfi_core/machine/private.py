@@ -14,8 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 def attention_implementation(config: Any) -> str:
     """Return the attention implementation of a model's config.
 
-    transformers documents `attn_implementation` and `set_attn_implementation`, but nothing that reads the
-    value.
+    transformers documents `attn_implementation` and `set_attn_implementation`, but nothing that reads the value.
     """
     name: str = config._attn_implementation
     return name

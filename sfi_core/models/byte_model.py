@@ -81,9 +81,8 @@ class ByteModel:
     def mean(self, length: Count, attended: Count, packed: Count, slow_rate: float) -> Count:
         """Return the mean bytes of a run's steps.
 
-        `attended` is the mean of tokens read for each KV head, over all steps and full-attention layers;
-        `packed` are the sink and selected tokens that a slow step copies; `slow_rate` is the share of slow
-        steps.
+        `attended` is the mean of tokens read for each KV head, over all steps and full-attention layers; `packed` are
+        the sink and selected tokens that a slow step copies; `slow_rate` is the share of slow steps.
         """
         layers = max(1, self.layers + self.dense_layers)
         sparse = (layers * attended - self.dense_layers * length) / max(1, self.layers)

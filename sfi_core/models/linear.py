@@ -64,8 +64,7 @@ class WideLinear(torch.nn.Linear):
 class PackedLinear(torch.nn.Linear):
     """A `Linear` with weights in FBGEMM's layout: for a few rows, and for inference only.
 
-    A bfloat16 weight below 2^-14 in size may change by up to 2^-25, float16's spacing there; no other
-    changes.
+    A bfloat16 weight below 2^-14 in size may change by up to 2^-25, float16's spacing there; no other changes.
     """
 
     _packed: Any

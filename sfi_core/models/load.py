@@ -28,8 +28,6 @@ DTYPES = {
     "bfloat16": torch.bfloat16, "bf16": torch.bfloat16, "float16": torch.float16, "fp16": torch.float16,
     "float32": torch.float32, "fp32": torch.float32,
 }  # fmt: skip
-
-
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json", "vocab.txt", "spiece.model")
 
 

@@ -118,11 +118,10 @@ def forecast(
 ) -> Forecast:
     """Add up the bytes of a run; for a model that is split over ranks, the bytes of this rank.
 
-    `model` gives the sizes of its activations and the device; `layers` are the shapes of all its layers, of
-    which `unpacked` have no packed segment; `packs` says whether fast steps read packed rows, not the pages
-    themselves. `selects` says whether the policy selects at all; `summary` is `Policy.summary_bytes`. The
-    longest prompt has `prompt_tokens`, of which a forward pass reads `prefill_chunk` (0 for all); a request
-    may reach `capacity`.
+    `model` gives the sizes of its activations and the device; `layers` are the shapes of all its layers, of which
+    `unpacked` have no packed segment; `packs` says whether fast steps read packed rows, not the pages themselves.
+    `selects` says whether the policy selects at all; `summary` is `Policy.summary_bytes`. The longest prompt has
+    `prompt_tokens`, of which a forward pass reads `prefill_chunk` (0 for all); a request may reach `capacity`.
 
     One slow step refreshes `refreshed_together` requests at once, all on the triton backend; `first_together`
     first selections share their launches; the evidence of `evidence_buffers` layers is held at once. `graphs`

@@ -10,8 +10,8 @@ from types import MappingProxyType
 from sfi_core.errors import ConfigError
 from sfi_core.models.memory_need import FLOAT32
 from sfi_core.settings.config import SfiConfig
-from sfi_core.settings.device_budget import DeviceBudget
-from sfi_core.state.host_stream import BUFFERS, block_tokens
+from sfi_core.settings.engine import DeviceBudget
+from sfi_core.state.host_tier import BUFFERS, block_tokens
 from sfi_core.state.layer_shape import LayerShape
 
 INT32 = 4
@@ -21,10 +21,9 @@ INT32 = 4
 class TwoTierBytes:
     """Bytes of a two-tier KV cache: in host memory, every layer's keys and values, rounded up to pages.
 
-    On the device, `parts` has them by purpose: `ring`, the pages of the recent tokens; `packed`, the sink and
-    selected rows; `scratch`, for one request's recalled rows; `norms` of the keys; `notes` of the policy,
-    above all summaries of pages; `stream`, the buffers of dense reads; `resident`, the heads that stay on the
-    device.
+    On the device, `parts` has them by purpose: `ring`, the pages of the recent tokens; `packed`, the sink and selected
+    rows; `scratch`, for one request's recalled rows; `norms` of the keys; `notes` of the policy, above all summaries of
+    pages; `stream`, the buffers of dense reads; `resident`, the heads that stay on the device.
     """
 
     device_bytes: int

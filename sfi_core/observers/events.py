@@ -183,11 +183,10 @@ class SelectionEvent:
     Attributes:
         index_HK: Selected positions by KV head, int32, padded with -1.
         diagnostics: The policy's tensors, such as `lambda_star`.
-        reason: "" for a refresh at a slow step; "correction" where a KV head's query moved (FreeKV,
-            fine-grained correction); "speculative" for a selection that serves the next step (FreeKV,
-            speculative retrieval).
-        heads_H: KV heads that selected, bool [H]; None for all. Other rows of `index_HK` and of the
-            diagnostics do not count.
+        reason: "" for a refresh at a slow step; "correction" where a KV head's query moved (FreeKV, fine-grained
+            correction); "speculative" for a selection that serves the next step (FreeKV, speculative retrieval).
+        heads_H: KV heads that selected, bool [H]; None for all. Other rows of `index_HK` and of the diagnostics do not
+            count.
     """
 
     request: int
@@ -230,14 +229,13 @@ class AuditEvent:
         index_HK: Positions of the K highest probabilities, int32, ascending, padded with -1.
         mass_HK: Their probabilities, float32; 0 where padded.
         retained_H: Probability of the positions that the step attended; 1 for a slow step.
-        query_cosine_H: Cosine of the query with the previous step's, averaged over the query heads (FreeKV,
-            C_i); NaN without a previous step.
-        output_error_H: Norm of the difference between the step's attention output and dense attention's, over
-            the norm of the latter.
+        query_cosine_H: Cosine of the query with the previous step's, averaged over the query heads (FreeKV, C_i); NaN
+            without a previous step.
+        output_error_H: Norm of the difference between the step's attention output and dense attention's, over the norm
+            of the latter.
         read_HK: Whether the step attended to each of `index_HK`, bool.
         top_1_read_H: Share of the query heads whose most probable position the step attended, float32.
-        retained_min_H: `retained_H` of the query head that retained least. Observers that skip the last three
-            get None.
+        retained_min_H: `retained_H` of the query head that retained least. Observers that skip the last three get None.
     """
 
     request: int

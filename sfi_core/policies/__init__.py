@@ -4,8 +4,7 @@ from importlib import import_module
 from importlib.metadata import EntryPoint
 
 from sfi_core.errors import ConfigError, unknown
-from sfi_core.policies.base import EvidencePolicy, Policy, Selection, Triggered, best
-from sfi_core.policies.context import Evidence, LayerContext
+from sfi_core.policies.base import Evidence, EvidencePolicy, LayerContext, Policy, Selection, Triggered, best
 from sfi_core.settings.policy_names import built_in, installed, known, package_of
 
 __all__ = [

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 
-from sfi_core.policies.context import LayerContext, Notes
+from sfi_core.policies.base import LayerContext, Notes
 from sfi_core.state.layer_shape import LayerShape
 
 Pair = tuple[torch.Tensor, torch.Tensor]

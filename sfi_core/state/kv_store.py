@@ -15,10 +15,9 @@ from sfi_core.state.side_stream import Job
 class Recall:
     """A recall of selected rows from the host.
 
-    `rows_RH` are the numbers of rows by refreshed request and KV head, int32, on the device, once the rows
-    have arrived; `row_bytes` the bytes of one row, key and value. The step `waited` so many seconds on the
-    host, 0 if the recall runs beside it. `then` runs a job after the rows have arrived, on the recall's
-    stream.
+    `rows_RH` are the numbers of rows by refreshed request and KV head, int32, on the device, once the rows have
+    arrived; `row_bytes` the bytes of one row, key and value. The step `waited` so many seconds on the host, 0 if the
+    recall runs beside it. `then` runs a job after the rows have arrived, on the recall's stream.
     """
 
     rows_RH: torch.Tensor

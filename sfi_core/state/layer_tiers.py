@@ -27,16 +27,9 @@ class LayerTiers:
 
     @classmethod
     def allocate(
-        cls,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        page_size: int,
-        *,
-        ring: int,
-        host: int,
-        batch: int,
+        cls, key: torch.Tensor, value: torch.Tensor, page_size: int, *, ring: int, host: int, batch: int,
         resident: Sequence[int],
-    ) -> Self:
+    ) -> Self:  # fmt: skip
         """Allocate a layer for keys [B, H, T, D] and values [B, H, T, E] such as these.
 
         `ring` and `host` are numbers of pages, for all requests of the batch.

@@ -35,8 +35,7 @@ class SegmentShape:
 class PackedSegment:
     """One layer's packed rows, for every request: the sinks, then the selected, ascending.
 
-    Only the first `length_BH` rows are read; `position_BHS` are their positions, padded with -1. Both are
-    int32.
+    Only the first `length_BH` rows are read; `position_BHS` are their positions, padded with -1. Both are int32.
     """
 
     def __init__(self, batch: int, rows: int, like: "LayerPages | SegmentShape", *, packs: bool = True) -> None:

@@ -1,9 +1,8 @@
 """The two-tier KV store: all keys and values in host memory, on the device those that steps read.
 
-On the device a layer has a ring of pages with the recent tokens, the norms of all keys, and the KV heads that
-are never offloaded (`resident`). Page p of a request is ring page p mod R, so that the block table never
-changes and kernels read the recent tokens like any pages. Packed segment and page summaries belong to the
-engine and the policy.
+On the device a layer has a ring of pages with the recent tokens, the norms of all keys, and the KV heads that are never
+offloaded (`resident`). Page p of a request is ring page p mod R, so that the block table never changes and kernels read
+the recent tokens like any pages. Packed segment and page summaries belong to the engine and the policy.
 
 A page is copied to the host when it is complete. `recall` copies selected rows back (FreeKV, Sec. 4.2;
 SyncKV, Eq. 7) on a stream of its own; only the fast step that reads them waits for them. A dense read streams
@@ -18,7 +17,7 @@ from time import perf_counter
 import torch
 
 from sfi_core.errors import ConfigError
-from sfi_core.state.host_stream import HostStream, RecallScratch, block_tokens
+from sfi_core.state.host_tier import HostStream, RecallScratch, block_tokens
 from sfi_core.state.kv_store import KVStore, Recall
 from sfi_core.state.layer_pages import LayerPages, LayerTable, join_blocks, tokens_of
 from sfi_core.state.layer_tiers import LayerTiers
@@ -91,15 +90,9 @@ class TwoTierStore(KVStore):
             )
 
     def append(
-        self,
-        layer: int,
-        key_BHTD: torch.Tensor,
-        value_BHTE: torch.Tensor,
-        start_B: torch.Tensor,
-        count_B: torch.Tensor,
-        start: Sequence[int],
-        count: Sequence[int],
-    ) -> LayerPages:
+        self, layer: int, key_BHTD: torch.Tensor, value_BHTE: torch.Tensor, start_B: torch.Tensor,
+        count_B: torch.Tensor, start: Sequence[int], count: Sequence[int],
+    ) -> LayerPages:  # fmt: skip
         """See `KVStore`: write the ring, keep the norms, and offload the pages that are complete."""
         if layer not in self.layers:
             self.layers[layer] = self._allocate(layer, key_BHTD, value_BHTE)
@@ -170,15 +163,9 @@ class TwoTierStore(KVStore):
         return self.layers[layer].norm_BHT[:, :, : self.capacity].index_select(0, row_R)
 
     def pack_into(
-        self,
-        segment: PackedSegment,
-        layer: int,
-        request_R: torch.Tensor,
-        sink_R: torch.Tensor,
-        index_RHK: torch.Tensor,
-        most_sink: int,
-        heads_RH: torch.Tensor | None = None,
-    ) -> Recall:
+        self, segment: PackedSegment, layer: int, request_R: torch.Tensor, sink_R: torch.Tensor,
+        index_RHK: torch.Tensor, most_sink: int, heads_RH: torch.Tensor | None = None,
+    ) -> Recall:  # fmt: skip
         """See `KVStore`: recall rows that the segment lacks from the host, beside the main stream."""
         tiers, place = self.layers[layer], 2 * layer + 1
         self.ready(layer)

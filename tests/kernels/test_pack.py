@@ -5,7 +5,7 @@ import torch
 
 from sfi_kernels.launch import KernelLimitError
 from sfi_kernels.pack import pack, pack_layers
-from tests.fakes import paged
+from tests.fakes import int32, paged
 
 H, D, E = 2, 3, 5
 UNTOUCHED = -7
@@ -27,10 +27,6 @@ def run(request, kernel_device):
     return on_device
 
 
-def int32(*values: int) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32)
-
-
 class Batch:
     """Requests of given lengths in shuffled pages, and segments filled with what must stay."""
 
@@ -47,7 +43,7 @@ class Batch:
 
     def pack(self, run, requests: list[int], index_RHK: torch.Tensor, sinks: list[int], **marks) -> None:
         pages = self.key_PHND, self.value_PHNE, self.table_BP
-        run(*pages, int32(*requests), index_RHK, int32(*sinks), *self.segment, **marks)
+        run(*pages, int32(requests), index_RHK, int32(sinks), *self.segment, **marks)
 
     @property
     def segment(self) -> tuple[torch.Tensor, ...]:
@@ -197,10 +193,10 @@ def test_layers_packed_together_hold_what_each_alone_holds():
         [[[3, 8, 22], [5, -1, -1]], [[4, 5, -1], [7, 20, 21]], [[2, 3, 4], [6, 19, -1]]], dtype=torch.int32
     )
     segments = [(one.key_PHND, one.value_PHNE, *one.segment) for one in layers]
-    pack_layers(segments, layers[0].table_BP, 1, index_LHK, int32(2))
+    pack_layers(segments, layers[0].table_BP, 1, index_LHK, int32([2]))
     for layer, index_HK in zip(layers, index_LHK.tolist(), strict=True):
         layer.assert_holds(1, *([0, 1, *(j for j in own if j >= 0)] for own in index_HK))
         layer.assert_untouched(0)
         layer.assert_untouched(2)
     with pytest.raises(ValueError, match="index must have at most S=9 positions, got 10"):
-        pack_layers(segments, layers[0].table_BP, 1, int32(*range(60)).view(3, 2, 10), int32(2))
+        pack_layers(segments, layers[0].table_BP, 1, int32([*range(60)]).view(3, 2, 10), int32([2]))

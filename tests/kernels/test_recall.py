@@ -6,7 +6,7 @@ import torch
 from sfi_kernels.launch import KernelLimitError
 from sfi_kernels.pack import pack
 from sfi_kernels.recall import recall
-from tests.fakes import paged
+from tests.fakes import int32, paged
 
 H, S, N = 2, 12, 16
 
@@ -27,10 +27,6 @@ def run(request, kernel_device):
             tensor.copy_(result)
 
     return on_device
-
-
-def int32(values: list) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32)
 
 
 def selection(rows: list[list[list[int]]], K: int) -> torch.Tensor:

@@ -7,7 +7,6 @@ import torch
 
 from sfi_kernels.constants import EPS, MASKED_SCORE
 from sfi_kernels.selector import selector
-from sfi_kernels.top_k import top_k
 
 B, H, G, W, T = 2, 3, 2, 4, 50
 DEFAULTS = {
@@ -170,14 +169,6 @@ def test_a_cache_of_one_token_works(inside):
     assert ((score > MASKED_SCORE / 2) == inside).all()
     assert score.isfinite().all()
     assert (weight == 0).all()
-
-
-def test_the_span_lets_neighbors_of_a_hit_win():
-    logits = torch.zeros(1, 1, 1, 1, T)
-    logits[..., 20] = 10.0
-    everywhere = torch.ones(1, T, dtype=torch.bool)
-    score, _ = run(everywhere, logits, span=2, lambda_clip=0.0)
-    assert top_k(score, 5).flatten().tolist() == [18, 19, 20, 21, 22]
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from sfi_kernels.recall import recall
 from sfi_kernels.sparse_attention import sparse_attention
 from sfi_kernels.split_plan import split_plan, work_items
 from sfi_kernels.step_descriptor import FAST, SLOW, StepRequest, describe_step
-from tests.fakes import error_bound, kernel_device, paged, plain_attention
+from tests.fakes import error_bound, int32, kernel_device, paged, plain_attention
 
 H, G, N, D, S = 2, 2, 16, 16, 12
 # less than a page, some pages and a part of one, whole pages
@@ -43,10 +43,6 @@ def transposed_keys(P: int, H: int, N: int, D: int, E: int) -> Pages:
     """vLLM's pages on a CPU: a page's keys lie [D, N], its values behind them."""
     both = torch.full((P, H, N * (D + E)), torch.nan)
     return both[..., : N * D].view(P, H, D, N).mT, both[..., N * D :].view(P, H, N, E)
-
-
-def int32(values: list) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32)
 
 
 class Case:

@@ -8,20 +8,11 @@ from sfi_kernels.sparse_attention.reference import sparse_attention
 
 
 def attention_in_place(
-    query_BHGD: torch.Tensor,
-    position_BHS: torch.Tensor,
-    length_BH: torch.Tensor,
-    key_PHND: torch.Tensor,
-    value_PHNE: torch.Tensor,
-    block_table_BP: torch.Tensor,
-    recent_start_B: torch.Tensor,
-    length_B: torch.Tensor,
-    *,
-    scale: float,
-    soft_cap: float | None = None,
-    sink_HG: torch.Tensor | None = None,
+    query_BHGD: torch.Tensor, position_BHS: torch.Tensor, length_BH: torch.Tensor, key_PHND: torch.Tensor,
+    value_PHNE: torch.Tensor, block_table_BP: torch.Tensor, recent_start_B: torch.Tensor,
+    length_B: torch.Tensor, *, scale: float, soft_cap: float | None = None, sink_HG: torch.Tensor | None = None,
     pseudo: PseudoToken | None = None,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """Attend as `sparse_attention` does, to the positions of a packed segment, whose rows need not be packed.
 
     Arguments as there, but `position_BHS`, positions, and `length_BH`, how many of them count; both int32.

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from sfi_kernels import step_descriptor as words
 from sfi_kernels.attention_tile.triton import LN2, LOG2E, add_sum, log_sum
-from sfi_kernels.code_scan.chunk_triton import SLOTS, candidates, chunk_logits
+from sfi_kernels.code_scan.sums_triton import SLOTS, candidates, chunk_logits
 from sfi_kernels.key_codes import reference
 
 FAST, SINK = tl.constexpr(words.FAST), tl.constexpr(words.SINK)

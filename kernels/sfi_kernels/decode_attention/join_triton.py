@@ -9,7 +9,7 @@ import triton.language as tl
 
 from sfi_kernels import step_descriptor as words
 from sfi_kernels.attention_tile.triton import LOG2E, add_sum, add_terms, finish, log_sum
-from sfi_kernels.decode_attention.query_rows_triton import QUERIES
+from sfi_kernels.decode_attention.split_triton import QUERIES
 
 WORDS, EVIDENCE = tl.constexpr(words.WORDS), tl.constexpr(words.EVIDENCE)
 FIRST, SPLITS = tl.constexpr(words.FIRST), tl.constexpr(words.SPLITS)

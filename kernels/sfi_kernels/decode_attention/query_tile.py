@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from sfi_kernels.attention_tile.shape import LARGE_SHARED, SMALLEST, TileShape, padded
 from sfi_kernels.launch import Target
 
-# of a thread, without spills; left alone, the compiler spills for more programs. Two split programs of
-# 128 threads fit a processor with either, as many as shared memory allows. Half precision leaves 12,288
-# registers beside them, enough for a program of the Selector, of top-k's counts or of pack; float32 has
-# twice the threads.
+# of a thread, without spills; left alone, the compiler spills for more programs. Two split programs of 128 threads fit
+# a processor with either, as many as shared memory allows. Half precision leaves 12,288 registers beside them, enough
+# for a program of the Selector, of top-k's counts or of pack; float32 has twice the threads.
 REGISTERS, HALF_REGISTERS = 255, 208
 FLOAT32_NUMBERS = 4096  # of a tile of queries in float32, whose products run in registers
 EACH, LAST, SEVERAL = range(3)

@@ -16,11 +16,10 @@ from sfi_kernels.step_descriptor import StepDescriptor
 class DecodeAttention(NamedTuple):
     """The result of a step's attention.
 
-    `out_BHGWE` has the query's dtype; zeros for padding and for an idle request. `logits_BHGWT` are those of
-    the slow requests in order, one query each (W = 1), T the longest's length, float32: -inf where that query
-    may not look and for the sparse heads of a mixed request, undefined beyond a request's own length.
-    `log_sum_BHGW` is their log-sum-exp over the candidate set J; -inf where J is empty, and for sparse heads.
-    Both are None without evidence.
+    `out_BHGWE` has the query's dtype; zeros for padding and for an idle request. `logits_BHGWT` are those of the slow
+    requests in order, one query each (W = 1), T the longest's length, float32: -inf where that query may not look and
+    for the sparse heads of a mixed request, undefined beyond a request's own length. `log_sum_BHGW` is their
+    log-sum-exp over the candidate set J; -inf where J is empty, and for sparse heads. Both are None without evidence.
     """
 
     out_BHGWE: torch.Tensor
@@ -53,8 +52,8 @@ def decode_attention(
     own. Any other decoding request has one.
 
     Args:
-        query_BHGWD: Queries, grouped by KV head. A request's own are the last of W, as many as the descriptor
-            says; the others are padding and may hold anything.
+        query_BHGWD: Queries, grouped by KV head. A request's own are the last of W, as many as the descriptor says; the
+            others are padding and may hold anything.
         packed_key_BHSD: Keys of the packed segments; row s counts where s < packed_length.
         packed_value_BHSE: Their values; E may differ from D.
         packed_length_BH: Tokens of the packed segment by KV head, int32.
@@ -65,20 +64,19 @@ def decode_attention(
         scale: Factor on the products.
         soft_cap: Soft cap of the logits; None for none.
         sink_HG: Learned sink logits; None for none.
-        evidence: Whether to return the logits (Eq. 4) of the last query of each slow request, and their
-            log-sum-exp over J. Paper gap: a step of the paper has one query.
+        evidence: Whether to return the logits (Eq. 4) of the last query of each slow request, and their log-sum-exp
+            over J. Paper gap: a step of the paper has one query.
         into: A flat float32 buffer for the logits; None makes one.
-        dense_BH: For mixed requests, 1 for a KV head that reads its whole history, 0 for one that reads its
-            packed segment and the recent pages, int32. None for a step without mixed requests.
-        pseudo: A term of the fast requests' softmax that stands for the unread keys, -inf for every other
-            request; None for a step without pseudo tokens. Not together with mixed requests.
-        position_BHS: Positions of the packed rows, int32, to read these rows in their pages; the packed keys
-            and values are not read then and may have no row. None reads the packed ones. Not together with
-            mixed requests.
+        dense_BH: For mixed requests, 1 for a KV head that reads its whole history, 0 for one that reads its packed
+            segment and the recent pages, int32. None for a step without mixed requests.
+        pseudo: A term of the fast requests' softmax that stands for the unread keys, -inf for every other request; None
+            for a step without pseudo tokens. Not together with mixed requests.
+        position_BHS: Positions of the packed rows, int32, to read these rows in their pages; the packed keys and values
+            are not read then and may have no row. None reads the packed ones. Not together with mixed requests.
 
     Raises:
-        ValueError: A tensor's shape, dtype, layout or device does not fit, or `dense_BH` does not fit the
-            descriptor's mixed requests, or comes with `pseudo`.
+        ValueError: A tensor's shape, dtype, layout or device does not fit, or `dense_BH` does not fit the descriptor's
+            mixed requests, or comes with `pseudo`.
     """
     check(query_BHGWD, packed_key_BHSD, packed_value_BHSE, packed_length_BH, key_PHND, value_PHNE,
           block_table_BP, descriptor, sink_HG, dense_BH, pseudo)  # fmt: skip

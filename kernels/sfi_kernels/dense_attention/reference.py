@@ -53,15 +53,9 @@ def dense_attention(
 
 
 def window_logits(
-    query_BHGWD: torch.Tensor,
-    key_PHND: torch.Tensor,
-    block_table_BP: torch.Tensor,
-    length_B: torch.Tensor,
-    *,
-    scale: float,
-    soft_cap: float | None = None,
-    longest: int | None = None,
-) -> torch.Tensor:
+    query_BHGWD: torch.Tensor, key_PHND: torch.Tensor, block_table_BP: torch.Tensor, length_B: torch.Tensor, *,
+    scale: float, soft_cap: float | None = None, longest: int | None = None,
+) -> torch.Tensor:  # fmt: skip
     """Return the attention logits of a request's last W queries (Eq. 4).
 
     Arguments are those of `dense_attention`, and `longest`, the largest length; None reads `length_B`, which
@@ -138,8 +132,7 @@ def _padded(rows: list[torch.Tensor], T: int) -> torch.Tensor:
 def weights(logits_BHGWT: torch.Tensor, sink_HG: torch.Tensor | None, *, all_see: bool) -> torch.Tensor:
     """Return the softmax of logits, [B, H, G, W, T]; zeros for a query that sees nothing.
 
-    Logits are -inf where a query may not look. `all_see` promises that every query sees a key, which saves
-    operations.
+    Logits are -inf where a query may not look. `all_see` promises that every query sees a key, which saves operations.
     """
     if sink_HG is None and all_see:
         return logits_BHGWT.softmax(-1)

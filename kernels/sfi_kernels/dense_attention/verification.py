@@ -17,17 +17,10 @@ TOKENS = 4096  # of all KV heads taken together, turned into float32 at once
 
 
 def verification_attention(
-    query_BHGWD: torch.Tensor,
-    key_PHND: torch.Tensor,
-    value_PHNE: torch.Tensor,
-    block_table_BP: torch.Tensor,
-    length_B: torch.Tensor,
-    *,
-    scale: float,
-    soft_cap: float | None = None,
-    sink_HG: torch.Tensor | None = None,
+    query_BHGWD: torch.Tensor, key_PHND: torch.Tensor, value_PHNE: torch.Tensor, block_table_BP: torch.Tensor,
+    length_B: torch.Tensor, *, scale: float, soft_cap: float | None = None, sink_HG: torch.Tensor | None = None,
     native: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Attend as `dense_attention` does, and return the last query's logits, in one pass over the keys.
 
     Arguments are those of `dense_attention`, and `native`, which rounds the weights to the values' dtype and

@@ -7,24 +7,12 @@ from sfi_kernels.shapes import check_int32, check_same, check_shape
 
 
 def recall(
-    key_PHND: torch.Tensor,
-    value_PHNE: torch.Tensor,
-    block_table_BP: torch.Tensor,
-    request_R: torch.Tensor,
-    index_RHK: torch.Tensor,
-    sink_R: torch.Tensor,
-    key_BHSD: torch.Tensor,
-    value_BHSE: torch.Tensor,
-    position_BHS: torch.Tensor,
-    length_BH: torch.Tensor,
-    into_key_RHSD: torch.Tensor,
-    into_value_RHSE: torch.Tensor,
-    into_position_RHS: torch.Tensor,
-    into_length_RH: torch.Tensor,
-    fetched_RH: torch.Tensor,
-    *,
-    heads_RH: torch.Tensor | None = None,
-) -> None:
+    key_PHND: torch.Tensor, value_PHNE: torch.Tensor, block_table_BP: torch.Tensor, request_R: torch.Tensor,
+    index_RHK: torch.Tensor, sink_R: torch.Tensor, key_BHSD: torch.Tensor, value_BHSE: torch.Tensor,
+    position_BHS: torch.Tensor, length_BH: torch.Tensor, into_key_RHSD: torch.Tensor,
+    into_value_RHSE: torch.Tensor, into_position_RHS: torch.Tensor, into_length_RH: torch.Tensor,
+    fetched_RH: torch.Tensor, *, heads_RH: torch.Tensor | None = None,
+) -> None:  # fmt: skip
     """Write what `pack` would into a scratch segment, reading host pages only for rows that are new.
 
     A row comes from the old segment if its position is there, else from the host pages. The caller copies the
@@ -37,12 +25,11 @@ def recall(
     Paper gap: SyncKV does not say whether rows that stay selected are fetched again. FreeKV keeps a cache of
     selected pages on the device. We reuse single rows, from the packed segment alone.
 
-    Arguments as in `pack`, with these differences. The pages are on the host, pinned when the rest is on a
-    CUDA device, and `block_table_BP` numbers them; FreeKV's pages, [P, H, 2, N, D] with keys and values side
-    by side, are passed as two views. The positions to recall and those of the old segment ascend. The results
-    go to the `into` tensors, which have R rows in place of B, and `fetched_RH`, int32, gets how many rows
-    came from the host, 0 for a row without a request. A head whose `heads_RH` is 0 gets a copy of its old
-    rows, positions and length.
+    Arguments as in `pack`, with these differences. The pages are on the host, pinned when the rest is on a CUDA device,
+    and `block_table_BP` numbers them; FreeKV's pages, [P, H, 2, N, D] with keys and values side by side, are passed as
+    two views. The positions to recall and those of the old segment ascend. The results go to the `into` tensors, which
+    have R rows in place of B, and `fetched_RH`, int32, gets how many rows came from the host, 0 for a row without a
+    request. A head whose `heads_RH` is 0 gets a copy of its old rows, positions and length.
 
     Raises:
         ValueError: A tensor's shape, dtype, device or layout does not fit.

@@ -7,9 +7,8 @@ from sfi_kernels.op import Op
 from sfi_kernels.selector import reference
 from sfi_kernels.selector.evidence import attention_probability, evidence, power_mean, spread
 from sfi_kernels.selector.fusion import fuse, stable_weight
-from sfi_kernels.selector.page_pool import pool_by_page
 from sfi_kernels.selector.prior import key_norm_factor, normalized_position, position_factor, prior
-from sfi_kernels.selector.refinement import exclude_across_heads, log_score, soft_nms
+from sfi_kernels.selector.refinement import exclude_across_heads, log_score, pool_by_page, soft_nms
 
 selector = Op(reference.selector)
 

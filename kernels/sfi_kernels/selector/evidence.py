@@ -72,8 +72,7 @@ def evidence(mean_BHT: torch.Tensor, alpha: float) -> torch.Tensor:
     """Map the power mean back and normalize it (Eq. 8).
 
     Returns:
-        f, [B, H, T]; each row sums to 1. With one query per KV head it is Eq. 6's p; a row
-        without any evidence is 0.
+        f, [B, H, T]; each row sums to 1. With one query per KV head it is Eq. 6's p; a row without any evidence is 0.
     """
     mean_BHT = widened(mean_BHT)
     # the scale of mu cancels in Eq. 8; at 1 it cannot underflow under a large 1 / alpha

@@ -26,8 +26,7 @@ def masked(tensor: torch.Tensor, allowed: torch.Tensor | None, value: float) -> 
 def distribution(weight_BHT: torch.Tensor) -> torch.Tensor:
     """Scale nonnegative weights to sum to 1 over T; a row of zeros stays 0.
 
-    Dividing by the peak first keeps rows of very small or large weights exact; an epsilon in the denominator
-    would not.
+    Dividing by the peak first keeps rows of very small or large weights exact; an epsilon in the denominator would not.
     """
     peak_BH1 = weight_BHT.amax(-1, keepdim=True)
     relative_BHT = weight_BHT / peak_BH1.masked_fill(peak_BH1 == 0, 1.0)

@@ -14,8 +14,7 @@ def key_norm_factor(key_norm_BHT: torch.Tensor, gamma: float) -> torch.Tensor:
     `gamma` >= 0 is the strength of the penalty. Paper gap: not given.
 
     Returns:
-        pi_kn, [B, H, T] in float32, of float64 norms in float64; unnormalized, and finite even for a key of
-            norm 0.
+        pi_kn, [B, H, T] in float32, of float64 norms in float64; unnormalized, and finite even for a key of norm 0.
     """
     factor_BHT = (widened(key_norm_BHT) + EPS).pow(-gamma)
     return factor_BHT.clamp_max(torch.finfo(torch.float32).max)

@@ -32,26 +32,12 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def selector(
-    logits_BHGWT: torch.Tensor,
-    key_norm_BHT: torch.Tensor,
-    allowed_BT: torch.Tensor | None,
-    *,
-    alpha: float,
-    gamma: float,
-    beta: float,
-    power: float,
-    eta: float,
-    lambda_clip: float,
-    alpha_soft: float,
-    radius: int,
-    alpha_cross: float,
-    temperature: float,
-    span: int = 0,
-    log_sum_BHGW: torch.Tensor | None = None,
+    logits_BHGWT: torch.Tensor, key_norm_BHT: torch.Tensor, allowed_BT: torch.Tensor | None, *, alpha: float,
+    gamma: float, beta: float, power: float, eta: float, lambda_clip: float, alpha_soft: float, radius: int,
+    alpha_cross: float, temperature: float, span: int = 0, log_sum_BHGW: torch.Tensor | None = None,
     diagnostics: dict[str, torch.Tensor] | None = None,
-    gather: Callable[[torch.Tensor], torch.Tensor] | None = None,
-    interval: tuple[int, int] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    gather: Callable[[torch.Tensor], torch.Tensor] | None = None, interval: tuple[int, int] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """See `reference.selector`. T is contiguous in every tensor, and none is float64."""
     check_interval(interval, logits_BHGWT.shape[-1])
     if allowed_BT is None or interval is not None:

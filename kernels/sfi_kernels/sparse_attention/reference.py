@@ -10,21 +10,11 @@ from sfi_kernels.pseudo_token import PseudoToken
 
 
 def sparse_attention(
-    query_BHGD: torch.Tensor,
-    packed_key_BHSD: torch.Tensor,
-    packed_value_BHSE: torch.Tensor,
-    packed_length_BH: torch.Tensor,
-    key_PHND: torch.Tensor,
-    value_PHNE: torch.Tensor,
-    block_table_BP: torch.Tensor,
-    recent_start_B: torch.Tensor,
-    length_B: torch.Tensor,
-    *,
-    scale: float,
-    soft_cap: float | None = None,
-    sink_HG: torch.Tensor | None = None,
-    pseudo: PseudoToken | None = None,
-) -> torch.Tensor:
+    query_BHGD: torch.Tensor, packed_key_BHSD: torch.Tensor, packed_value_BHSE: torch.Tensor,
+    packed_length_BH: torch.Tensor, key_PHND: torch.Tensor, value_PHNE: torch.Tensor,
+    block_table_BP: torch.Tensor, recent_start_B: torch.Tensor, length_B: torch.Tensor, *, scale: float,
+    soft_cap: float | None = None, sink_HG: torch.Tensor | None = None, pseudo: PseudoToken | None = None,
+) -> torch.Tensor:  # fmt: skip
     """Attend to sink and selected tokens, packed, and to the recent tokens, in the pages.
 
     Arguments as in `decode_attention`, but `recent_start_B`, the first position of the recent segment, where

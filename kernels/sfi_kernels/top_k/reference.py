@@ -14,13 +14,12 @@ def top_k(score_BHT: torch.Tensor, budget: int) -> torch.Tensor:
     likes. The host never waits for a device.
 
     Args:
-        score_BHT: Refined log scores, not NaN. Any float; a position at or below `MASKED_SCORE / 2` is
-            outside J and never selected.
+        score_BHT: Refined log scores, not NaN. Any float; a position at or below `MASKED_SCORE / 2` is outside J and
+            never selected.
         budget: Positions to select per KV head, in tokens.
 
     Returns:
-        index, [B, H, K] int32 with K = min(budget, T): ascending positions, then -1 where fewer than K are
-            allowed.
+        index, [B, H, K] int32 with K = min(budget, T): ascending positions, then -1 where fewer than K are allowed.
 
     Raises:
         ValueError: `budget` is not positive, or the scores are not of rank 3.

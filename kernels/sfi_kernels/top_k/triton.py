@@ -6,9 +6,8 @@ into a histogram that the row's programs share. Nothing is zeroed beforehand: in
 has its own histogram, and the first chunk's program zeroes those of the next launches. The fourth launch also
 counts how many positions each chunk takes; the fifth writes the positions.
 
-Every launch reads every score once: 20 bytes per position of float32 scores, 10 of half precision. The
-scratch is 4 KiB per row and 1 KiB per chunk of 4096 positions. All counts are integers, so the order of
-programs does not matter.
+Every launch reads every score once: 20 bytes per position of float32 scores, 10 of half precision. The scratch is 4 KiB
+per row and 1 KiB per chunk of 4096 positions. All counts are integers, so the order of programs does not matter.
 """
 
 from functools import partial

@@ -71,8 +71,7 @@ def heads(
 
       sfi tune heads dense --clusters 1 -o heads.json
     """
-    from sfi_core.measure.heads.clustering import check_scipy
-    from sfi_core.measure.heads.layers import cluster_layers, parts_of
+    from sfi_core.measure.heads.clustering import check_scipy, cluster_layers, parts_of
     from sfi_traces.tune.heads_plot import write_plot
 
     check_scipy()
@@ -168,9 +167,7 @@ def _similarities(
 ) -> Texts:
     # the similarities of each text; invalid settings are refused at the first text
     from sfi_cli.terminal.progress import BenchProgress
-    from sfi_core.measure.heads.clustering import check_count
-    from sfi_core.measure.heads.layers import part_count
-    from sfi_core.measure.heads.similarity import Similarity
+    from sfi_core.measure.heads.clustering import Similarity, check_count, part_count
 
     part_count(len(texts), parts)
     found: Texts = []

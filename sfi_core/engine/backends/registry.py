@@ -33,8 +33,11 @@ def attend(run: Run, index: int, query_BHGTD: torch.Tensor, **options: Any) -> t
         return run.attend(layer, query_BHGTD)
     if run.store.backend == "triton":  # also before host memory's tokens are chosen, which must be the same
         prepare(layer, query_BHGTD.shape[2], layer.batch_pass.fast, run.requests)
-    how = ATTEND[run.store.backend] if run.store.whole_on_device else _tiered
-    return how(layer, query_BHGTD)
+    if run.store.whole_on_device:
+        return ATTEND[run.store.backend](layer, query_BHGTD)
+    # tokens in host memory come block by block, request by request; the ops are still the backend's
+    with run.launches(index):
+        return torch_backend.attend(layer, query_BHGTD)
 
 
 def prepare(layer: Layer, group: int, rows: Sequence[int], states: Sequence[RequestState]) -> None:
@@ -67,12 +70,6 @@ def end_prompts(run: Run, index: int, query_BHGTD: torch.Tensor, out_BHGTE: torc
     with run.launches(index):
         end_prompt(layer, query_BHGTD)
         layer.finish(query_BHGTD, out_BHGTE)
-
-
-def _tiered(layer: Layer, query_BHGTD: torch.Tensor) -> torch.Tensor:
-    # tokens in host memory come block by block, request by request; the ops are still the backend's
-    with layer.run.launches(layer.index):
-        return torch_backend.attend(layer, query_BHGTD)
 
 
 def check_backend(backend: str, device: torch.device) -> None:

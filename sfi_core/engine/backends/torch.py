@@ -116,8 +116,7 @@ def _whole(layer: Layer, rows: slice, query: torch.Tensor, attention: Callable[[
 
 
 def _mixed(layer: Layer, rows: slice, query: torch.Tensor) -> torch.Tensor:
-    # some KV heads read everything, the others the packed memory and the recent tokens; a slow step then
-    # selects anew
+    # some KV heads read everything, the others the packed memory and the recent tokens; a slow step then selects anew
     run, row = layer.run, rows.start
     state, logits = run.requests[row], None
     heads = run.policy.dense_heads(state, layer.index, query.shape[1])

@@ -41,15 +41,9 @@ def evidence_room(layer: Layer, step: StepDescriptor, query_BHGTD: torch.Tensor)
 
 
 def decode(
-    layer: Layer,
-    step: StepDescriptor,
-    query_BHGTD: torch.Tensor,
-    into: torch.Tensor | None,
-    dense_BH: torch.Tensor | None = None,
-    pseudo: PseudoToken | None = None,
-    *,
-    in_place: bool = False,
-) -> DecodeAttention:
+    layer: Layer, step: StepDescriptor, query_BHGTD: torch.Tensor, into: torch.Tensor | None,
+    dense_BH: torch.Tensor | None = None, pseudo: PseudoToken | None = None, *, in_place: bool = False,
+) -> DecodeAttention:  # fmt: skip
     """Attend with the decoding requests, and write the evidence of slow ones `into` a buffer.
 
     A request's tokens are the last of T: several if it verifies, and the last one's logits are the evidence.
@@ -58,21 +52,11 @@ def decode(
     """
     segment = layer.run.segment(layer.index)
     return decode_attention.triton(
-        query_BHGTD,
-        segment.key_BHSD,
-        segment.value_BHSE,
-        segment.length_BH,
-        layer.pages.key_PHND,
-        layer.pages.value_PHNE,
-        layer.run.store.block_table_BP,
-        step,
-        **layer.options,
-        evidence=into is not None,
-        into=into,
-        dense_BH=dense_BH,
-        pseudo=pseudo,
+        query_BHGTD, segment.key_BHSD, segment.value_BHSE, segment.length_BH, layer.pages.key_PHND,
+        layer.pages.value_PHNE, layer.run.store.block_table_BP, step, **layer.options,
+        evidence=into is not None, into=into, dense_BH=dense_BH, pseudo=pseudo,
         position_BHS=segment.position_BHS if in_place else None,
-    )
+    )  # fmt: skip
 
 
 def descriptor_of(layer: Layer) -> StepDescriptor:
@@ -165,13 +149,9 @@ def _prefill(layer: Layer, prompts: tuple[int, ...], rows: slice, query_BHGTD: t
         if first:
             return attend_to_itself(layer, prompts, query_BHGTD)[rows]
         return dense_attention.triton(
-            query_BHGTD[rows],
-            layer.pages.key_PHND,
-            layer.pages.value_PHNE,
-            run.store.block_table_BP[rows],
-            layer.batch_pass.descriptor.length_B[rows],
-            **layer.options,
-        )
+            query_BHGTD[rows], layer.pages.key_PHND, layer.pages.value_PHNE, run.store.block_table_BP[rows],
+            layer.batch_pass.descriptor.length_B[rows], **layer.options,
+        )  # fmt: skip
 
 
 def _mixed(layer: Layer, query_BHGTD: torch.Tensor) -> torch.Tensor:

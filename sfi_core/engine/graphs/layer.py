@@ -12,8 +12,7 @@ from sfi_core.engine.refresh import choose, note_choice
 from sfi_core.engine.run import Run
 from sfi_core.observers.events import SelectionEvent
 from sfi_core.observers.observer import wants
-from sfi_core.policies.base import EvidencePolicy, Selection
-from sfi_core.policies.context import Evidence
+from sfi_core.policies.base import Evidence, EvidencePolicy, Selection
 from sfi_kernels.decode_attention import DecodeAttention
 
 
@@ -46,18 +45,13 @@ def _select(buffers: StepBuffers, layer: Layer, result: DecodeAttention) -> None
     assert rows is not None, "the step refreshes"
     assert logits is not None, "evidence was asked for"
     with run.launches(layer.index):
-        selection = run.policy.select_after(
-            Evidence(
-                layer=layer.index,
-                backend=layer.backend,
-                allowed_BT=rows.allowed_RT,
-                key_norm_BHT=run.store.norms_of(layer.index, rows.head_pages(logits.shape[1])),
-                logits=lambda: logits,
-                log_sum_BHGW=result.log_sum_BHGW,
-                length_B=rows.length_R,
-                wants_diagnostics=wants(run.observer, SelectionEvent),
-            )
-        )
+        evidence = Evidence(
+            layer=layer.index, backend=layer.backend, allowed_BT=rows.allowed_RT,
+            key_norm_BHT=run.store.norms_of(layer.index, rows.head_pages(logits.shape[1])),
+            logits=lambda: logits, log_sum_BHGW=result.log_sum_BHGW, length_B=rows.length_R,
+            wants_diagnostics=wants(run.observer, SelectionEvent),
+        )  # fmt: skip
+        selection = run.policy.select_after(evidence)
         assert selection is not None, "a policy that needs only the evidence selects"
         run.store.pack_into(
             run.segment(layer.index), layer.index, rows.request_R, rows.sink_R, selection.index_BHK, rows.most_sink

@@ -51,10 +51,9 @@ class StepGraph:
 class StepGraphs:
     """The decoding steps of one run, recorded once for each `Kind`: tokens and slow requests, rounded up.
 
-    A request that brings fewer tokens than another has padding before them, whose keys are not kept and whose
-    logits nobody reads. The device's part of a step launches the same kernels on the same buffers every time;
-    it is recorded. The host's part plans the step, describes it in those buffers, and afterwards updates
-    counts and states.
+    A request that brings fewer tokens than another has padding before them, whose keys are not kept and whose logits
+    nobody reads. The device's part of a step launches the same kernels on the same buffers every time; it is recorded.
+    The host's part plans the step, describes it in those buffers, and afterwards updates counts and states.
 
     Attributes:
         given_up: Why recording failed, after which this object must not be used; "" otherwise.

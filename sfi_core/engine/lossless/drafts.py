@@ -202,20 +202,14 @@ class Drafts:
             self._observer.settle(state.request, state.step)
         else:
             self._observer.drop(state.request)
-        run.observer.on(
-            VerificationEvent(
-                request=state.request,
-                step=state.step,
-                batch_step=run.step,
-                base=state.length - kept - 1,
-                drafted=drafted,
-                accepted=kept,
-                reason=state.reason,
-                evidence_position=read - 1 if selects else None,
-                attended_tokens=read + sum(one.event.attended_tokens for one in steps),
-                elapsed_us=self._shape["elapsed_us"],
-            )
-        )
+        event = VerificationEvent(
+            request=state.request, step=state.step, batch_step=run.step, base=state.length - kept - 1,
+            drafted=drafted, accepted=kept, reason=state.reason,
+            evidence_position=read - 1 if selects else None,
+            attended_tokens=read + sum(one.event.attended_tokens for one in steps),
+            elapsed_us=self._shape["elapsed_us"],
+        )  # fmt: skip
+        run.observer.on(event)
         self._compare(state, steps[: kept + 1], logits_WV, state.step - kept)
         for one in steps[:kept]:
             run.observer.on(one.event)

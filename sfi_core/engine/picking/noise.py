@@ -1,9 +1,8 @@
 """Gumbel noise for sampling: a function of seed, request, token index and token id, without a state.
 
-Seed, request and index are hashed to a key. Token id v takes output v of the generator SplitMix64 seeded with
-the key (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", 2014), which computes each
-output by itself and passes BigCrush. The integers are the same on every device; logarithms may differ in the
-last bit of a float64.
+Seed, request and index are hashed to a key. Token id v takes output v of the generator SplitMix64 seeded with the key
+(Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", 2014), which computes each output by itself
+and passes BigCrush. The integers are the same on every device; logarithms may differ in the last bit of a float64.
 """
 
 from hashlib import blake2b

@@ -1,6 +1,6 @@
 """What `slow_fast` refuses: models, caches, padding and generation modes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -39,12 +39,6 @@ KNOWN = {
     "DynamicLayer", "DynamicSlidingWindowLayer", "LinearAttentionLayer", "LinearAttentionAndFullAttentionLayer",
     "LinearAttentionAndSlidingWindowAttentionLayer", "DummyLayer",
 }  # fmt: skip
-
-
-def check_dense_layers(asked: Sequence[int], layers: Sequence[int]) -> None:
-    """Raise `ConfigError` for a dense layer that SFI does not act on: the setting would have no effect."""
-    if unknown := sorted(set(asked) - set(layers)):
-        raise ConfigError(f"dense_layers must be among the full-attention layers {list(layers)}, got {unknown}")
 
 
 def prompt_tokens(mask: Any, batch: int, new: int, seen: int, *, final: bool) -> list[int]:

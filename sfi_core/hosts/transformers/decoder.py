@@ -24,7 +24,7 @@ from sfi_core.hosts.transformers.own_layers import take_states
 from sfi_core.hosts.transformers.replays import records_steps, refusal
 from sfi_core.hosts.transformers.session import Session
 from sfi_core.machine.threads import SMALL_BYTES, one_thread
-from sfi_core.models.weights import ModelWeights
+from sfi_core.models.describe import ModelWeights
 from sfi_core.state.kv_store import KVStore
 from sfi_kernels.step_descriptor import sent
 
@@ -235,13 +235,9 @@ class Decoder:
         decodes = not last or ids_BT.shape[1] == 1
         with one_thread(wanted=self._small and decodes):
             output = self.session.model(
-                input_ids=ids_BT,
-                attention_mask=mask,
-                position_ids=positions,
-                use_cache=True,
-                **{CACHE_NAME: self.cache},
-                **(self._options if last else {}),
-            )
+                input_ids=ids_BT, attention_mask=mask, position_ids=positions, use_cache=True,
+                **{CACHE_NAME: self.cache}, **self._options if last else {},
+            )  # fmt: skip
         logits: torch.Tensor = output.logits
         return logits
 

@@ -1,23 +1,105 @@
-"""`model.generate` inside a session; in a lossless run sfi's loop decodes (`custom_generate`)."""
+"""`model.generate` inside a session; in a lossless run sfi's loop decodes (`custom_generate`), with its processors."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from transformers import EosTokenCriteria, MaxLengthCriteria
-from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.generation import GenerateDecoderOnlyOutput, logits_process
 
+from sfi_core.distributed.ranks import Ranks
 from sfi_core.engine.loop import Loop, left_pad
+from sfi_core.engine.picking.picker import Picker
+from sfi_core.engine.picking.tokens_so_far import TokensSoFar
 from sfi_core.errors import ConfigError
 from sfi_core.hosts.transformers.cache import SfiCache
 from sfi_core.hosts.transformers.cache_name import CACHE_NAME, OLD_NAME, cache_in
 from sfi_core.hosts.transformers.checks import check_cache, prompt_tokens, refuse_modes
 from sfi_core.hosts.transformers.decoder import Decoder
 from sfi_core.hosts.transformers.lossless import most_together, refuse_in_lossless, together
-from sfi_core.hosts.transformers.own_processors import OwnProcessors
 from sfi_core.hosts.transformers.session import Session
 from sfi_core.models.memory_need import check_fits
+from sfi_kernels.step_descriptor import sent
+
+# they know which row of the batch a text is
+BY_ROW = (
+    logits_process.EncoderNoRepeatNGramLogitsProcessor,
+    logits_process.EncoderRepetitionPenaltyLogitsProcessor,
+    logits_process.PrefixConstrainedLogitsProcessor,
+)
+# what transformers hands over besides the prompt: sfi has its own cache, positions and choice of logits, and
+# no use for the others, which some releases pass on
+PREPARED = {
+    "attention_mask", "cache_position", "logits_to_keep", "position_ids", "streamer", "synced_gpus",
+    "tokenizer", "use_cache", CACHE_NAME,
+}  # fmt: skip
+
+
+class OwnProcessors(Picker):
+    """A picker with transformers' processors, which see each position's row as in `model.generate`.
+
+    A row's tokens are the padded prompt and what follows, so that processors that count tokens count right. A
+    processor must be a function of tokens and scores: it is called for drafted tokens too. `tokens` has each
+    row's so far.
+    """
+
+    own_scores = False
+
+    def __init__(
+        self, chosen: logits_process.LogitsProcessorList, ids_RT: torch.Tensor, requests: Sequence[int],
+        ranks: Ranks, seed: int | None,
+    ) -> None:  # fmt: skip
+        """Start with the first token of some requests; raise `ConfigError` for a processor with a state.
+
+        `ids_RT` are the padded prompts of all requests, `requests` those with a row; `seed` is that of the
+        draws, None for the best token.
+        """
+        super().__init__(requests, ranks, seed=seed)
+        for one in chosen:
+            if isinstance(one, logits_process.SynthIDTextWatermarkLogitsProcessor):
+                raise ConfigError(f"logits_processor must be stateless in a lossless run, got {type(one).__name__}")
+        self._chosen, self._ids_RT = chosen, ids_RT
+        self.tokens = TokensSoFar(ids_RT[list(requests)])
+        self._by_row = any(_knows_rows(one) for one in chosen)
+
+    def alone(self, ids_1T: torch.Tensor, request: int) -> "OwnProcessors":
+        """See `Picker`; the request's prompt keeps its padding."""
+        del ids_1T
+        return OwnProcessors(self._chosen, self._ids_RT, [request], self._ranks, self._seed)
+
+    def seat(self, row: int, other: "OwnProcessors") -> None:
+        """See `Picker`."""
+        super().seat(row, other)
+        self.tokens.seat(row, other.tokens)
+
+    def note(self, tokens: Sequence[Sequence[int]]) -> None:
+        """See `Picker`."""
+        self.tokens.add(tokens)
+
+    def scores(self, logits_PV: torch.Tensor, row_P: Sequence[int], tail: Sequence[Sequence[int]]) -> torch.Tensor:
+        """See `Picker`."""
+        if not self._chosen:
+            return logits_PV
+        pairs = zip(row_P, tail, strict=True)
+        return torch.cat([self._score(logits_PV[p : p + 1], row, after) for p, (row, after) in enumerate(pairs)])
+
+    def _score(self, logits_1V: torch.Tensor, row: int, tail: Sequence[int]) -> torch.Tensor:
+        ids_1T = self.tokens.ids_BT[row : row + 1, : self.tokens.length_B[row]]
+        if tail:
+            ids_1T = torch.cat([ids_1T, sent(torch.tensor([list(tail)]), ids_1T.device)], 1)
+        places, place = (len(self._ids_RT), self.rows[row].request) if self._by_row else (1, 0)
+        # copies: a processor may write into what it gets
+        scores_RV: torch.Tensor = self._chosen(ids_1T.repeat(places, 1), logits_1V.repeat(places, 1))
+        return scores_RV[place : place + 1]
+
+
+def _knows_rows(one: logits_process.LogitsProcessor) -> bool:
+    if isinstance(one, logits_process.RepetitionPenaltyLogitsProcessor):
+        # newer transformers leave out each row's own padding
+        return isinstance(one.prompt_ignore_length, torch.Tensor)
+    # any that is not transformers' own may
+    return isinstance(one, BY_ROW) or type(one).__module__ != logits_process.__name__
 
 
 def generate_with(session: Session, generate: Callable[..., Any]) -> Callable[..., Any]:
@@ -38,7 +120,9 @@ def generate_with(session: Session, generate: Callable[..., Any]) -> Callable[..
         if cache is None and prompt is not None and capacity:
             _check_memory(session, prompt.shape[0], length, capacity, settings)
         if session.ranks.size > 1:
-            _check_ranks(session, prompt, settings)
+            ids = None if prompt is None else prompt.tolist()
+            session.ranks.check_same({"prompts": ids, "config": session.config, "settings": settings})
+            session.ranks.share_seed(session.model.device)
         if session.engine.lossless:
             decoding = lossless_decoding(session, kwargs.get("streamer"))
             options = {"generation_config": generation_config, "custom_generate": decoding}
@@ -70,26 +154,12 @@ def _check_memory(session: Session, prompts: int, length: int, capacity: int, se
         check_fits(expected, session.model.device, two_tier=session.tiers is not None)
 
 
-def _check_ranks(session: Session, prompt: torch.Tensor | None, settings: Any) -> None:
-    ids = None if prompt is None else prompt.tolist()
-    session.ranks.check_same({"prompts": ids, "config": session.config, "settings": settings})
-    session.ranks.share_seed(session.model.device)
-
-
 def _prepared(session: Session, cache: SfiCache | None, capacity: int | None, length: int, settings: Any) -> SfiCache:
     cache = session.cache(capacity) if cache is None else cache
     eos = settings.eos_token_id
     stop = () if eos is None else (eos,) if isinstance(eos, int) else eos
     cache.prompt_length, cache.stop_ids = length or None, frozenset(stop)
     return cache
-
-
-# what transformers hands over besides the prompt: sfi has its own cache, positions and choice of logits, and
-# no use for the others, which some releases pass on
-PREPARED = {
-    "attention_mask", "cache_position", "logits_to_keep", "position_ids", "streamer", "synced_gpus",
-    "tokenizer", "use_cache", CACHE_NAME,
-}  # fmt: skip
 
 
 def lossless_decoding(session: Session, streamer: Any) -> Callable[..., Any]:

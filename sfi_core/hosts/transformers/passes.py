@@ -1,17 +1,23 @@
-"""How a run begins, and its forward passes: a piece of the prompts, or a decoding step."""
+"""How a run begins, and its forward passes: a piece of the prompts, a decoding step, and an audited step's shadow.
+
+The shadow pass runs an audited step densely first, for its dense next-token distribution.
+"""
 
 import time
+from collections.abc import Mapping
 from typing import Any
 from uuid import uuid4
 
 import torch
 
+from sfi_core.engine.audit import compare_logits
+from sfi_core.engine.derived_runs import dense_twin
 from sfi_core.engine.run import Run
 from sfi_core.errors import ConfigError
 from sfi_core.hosts.transformers.cache import SfiCache
 from sfi_core.hosts.transformers.checks import prompt_tokens
 from sfi_core.models.describe import describe_model
-from sfi_core.observers.events import PromptEvent, RunEvent
+from sfi_core.observers.events import LogitsEvent, PromptEvent, RunEvent
 
 
 def run_event(session: Any, batch: int, requests: int) -> RunEvent:
@@ -21,21 +27,12 @@ def run_event(session: Any, batch: int, requests: int) -> RunEvent:
     """
     run_id, began_unix_ns = session.ranks.first_ones((uuid4().hex, time.time_ns()))
     return RunEvent(
-        batch=batch,
-        requests=requests,
-        policy=session.policy_name,
-        backend=session.backend,
-        device=str(session.model.device),
-        config=session.policy.config.to_dict(),
-        trigger_token_ids=session.trigger_token_ids,
-        model=describe_model(session.model, session.shapes()),
-        lossless=session.engine.lossless,
-        audit=None if session.audit is None else session.audit.to_dict(),
-        rank=session.ranks.number,
-        ranks=session.ranks.size,
-        run_id=run_id,
-        began_unix_ns=began_unix_ns,
-    )
+        batch=batch, requests=requests, policy=session.policy_name, backend=session.backend,
+        device=str(session.model.device), config=session.policy.config.to_dict(),
+        trigger_token_ids=session.trigger_token_ids, model=describe_model(session.model, session.shapes()),
+        lossless=session.engine.lossless, audit=None if session.audit is None else session.audit.to_dict(),
+        rank=session.ranks.number, ranks=session.ranks.size, run_id=run_id, began_unix_ns=began_unix_ns,
+    )  # fmt: skip
 
 
 def reads_prompt(cache: SfiCache, new: int) -> bool:
@@ -71,3 +68,59 @@ def begin_decode(run: Run, ids: torch.Tensor) -> None:
     if run.engine.graphs:
         raise ConfigError("CUDA graphs must be off in model.generate and loops of one's own; sfi's loop has them")
     run.begin_decode()
+
+
+class Shadow:
+    """Runs an audited step twice; the second pass finds nothing changed.
+
+    `under_way` says whether the current forward pass is a shadow.
+    """
+
+    def __init__(self) -> None:
+        self.under_way = False
+        self._dense_BV: torch.Tensor | None = None
+
+    @staticmethod
+    def due(run: Run) -> bool:
+        """Say whether the step that has begun is audited, and not dense already."""
+        return bool(audited_rows(run))
+
+    def run(self, model: Any, cache: SfiCache, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Run the model's step densely, then undo its changes to the cache.
+
+        The keys of the step's own token stay: the step overwrites them.
+        """
+        run = cache.run
+        assert run is not None, "a run has begun"
+        kept = cache.taken()
+        self.under_way = True
+        cache.attach(dense_twin(run))
+        try:
+            with run.observer.span("shadow"):
+                self._dense_BV = model(*args, **kwargs).logits[:, -1]
+        finally:
+            self.under_way = False
+            cache.put_back(kept)
+            cache.attach(run)
+
+    def compare(self, run: Run, logits_BV: torch.Tensor) -> None:
+        """Tell the observer how far the step's distributions are from its shadow's, if there is one."""
+        if self._dense_BV is None:
+            return
+        dense_BV, self._dense_BV = self._dense_BV, None
+        rows = audited_rows(run)
+        chosen = torch.tensor(rows, device=logits_BV.device)
+        compared = compare_logits(logits_BV[chosen], dense_BV[chosen])
+        steps = tuple(run.requests[row].step for row in rows)
+        run.observer.on(LogitsEvent(requests=run.requests_of(rows), steps=steps, **compared))
+
+
+def audited_rows(run: Run) -> tuple[int, ...]:
+    """Return the rows of the audited requests whose step reads sparsely."""
+    audit, states = run.audit, run.requests
+    if audit is None:
+        return ()
+    sparse = run.batch_pass.fast
+    if run.policy.mixes_heads:  # some heads of a slow step read sparsely
+        sparse = tuple(sorted((*sparse, *run.batch_pass.slow)))
+    return tuple(row for row in sparse if audit.due(states[row].step, slow=states[row].slow))

@@ -16,10 +16,8 @@ from sfi_core.hosts.transformers import checks
 from sfi_core.hosts.transformers.cache import Seam, SfiCache
 from sfi_core.hosts.transformers.cache_name import cache_in
 from sfi_core.hosts.transformers.fusion.fuse import Fusion
-from sfi_core.hosts.transformers.passes import begin_decode, begin_prompt, reads_prompt, run_event
-from sfi_core.hosts.transformers.shadow import Shadow
-from sfi_core.hosts.transformers.shapes import layer_shapes
-from sfi_core.hosts.transformers.state_checks import StateChecks
+from sfi_core.hosts.transformers.passes import Shadow, begin_decode, begin_prompt, reads_prompt, run_event
+from sfi_core.hosts.transformers.shapes import StateChecks, layer_shapes
 from sfi_core.hosts.transformers.stores import TierPlan, expect
 from sfi_core.models.tensor_parallel import check_split
 from sfi_core.observers.observer import NullObserver, Observer, as_one
@@ -39,23 +37,15 @@ UNKNOWN_CAPACITY = 1024
 class Session:
     """A model under SFI.
 
-    `config` are the settings as asked for, `policy.config` what runs: a policy may adapt its own copy.
-    `observer` is all observers as one, `span` its span of the forward pass under way. `ranks` are the
-    processes among which the model's heads are split, `fusion` the modules that run fused. `audit` is None
-    for no audit.
+    `config` are the settings as asked for, `policy.config` what runs: a policy may adapt its own copy. `observer` is
+    all observers as one, `span` its span of the forward pass under way. `ranks` are the processes among which the
+    model's heads are split, `fusion` the modules that run fused. `audit` is None for no audit.
     """
 
     def __init__(
-        self,
-        model: Any,
-        tokenizer: Any,
-        config: SfiConfig,
-        policy: str,
-        observers: Sequence[Observer],
-        page_size: int | None,
-        audit: AuditConfig | None,
-        engine: EngineOptions,
-    ) -> None:
+        self, model: Any, tokenizer: Any, config: SfiConfig, policy: str, observers: Sequence[Observer],
+        page_size: int | None, audit: AuditConfig | None, engine: EngineOptions,
+    ) -> None:  # fmt: skip
         config = checks.with_head_file(config, policy, model)
         self.model, self.config, self.policy_name = model, config, policy
         self.ranks = ranks_of(model)
@@ -65,7 +55,8 @@ class Session:
         self.trigger_token_ids = resolve_triggers(tokenizer, config)
         trigger = Trigger(frozenset(self.trigger_token_ids), config)
         layers = checks.full_attention_layers(model)
-        checks.check_dense_layers(config.dense_layers, layers)
+        if unknown := sorted(set(config.dense_layers) - set(layers)):  # the setting would have no effect
+            raise ConfigError(f"dense_layers must be among the full-attention layers {list(layers)}, got {unknown}")
         self.policy = policy_class(policy)(config, trigger, layers)
         self.observer = as_one(observers)
         self.audit, self.engine, self.fusion = audit, engine, Fusion()

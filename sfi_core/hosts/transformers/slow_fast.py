@@ -43,17 +43,16 @@ def slow_fast(
         page_size: Tokens of a cache page; None is one page a request under torch, 64 tokens under triton.
         audit: What to compare with dense attention, for the observers; the tokens stay the same.
         engine: How steps are run; None is `EngineOptions()`. With `lossless`, greedy decoding gives what
-            `model.generate` gives without sfi. Sampling gives the tokens of `sfi_core.generate` under full-kv
-            with the same processors and seed, not those of transformers, which draws other random numbers;
-            the seed is one number a call from torch's generator. A loop of one's own around `model(...)`
-            stays sparse.
+            `model.generate` gives without sfi. Sampling gives the tokens of `sfi_core.generate` under full-kv with the
+            same processors and seed, not those of transformers, which draws other random numbers; the seed is one
+            number a call from torch's generator. A loop of one's own around `model(...)` stays sparse.
 
     Yields:
         The session; its `report` describes the last run. The model is restored on exit.
 
     Raises:
-        ConfigError: Unknown policy or backend, trigger strings without a tokenizer, a nested use, or what a
-            lossless run cannot have.
+        ConfigError: Unknown policy or backend, trigger strings without a tokenizer, a nested use, or what a lossless
+            run cannot have.
         BackendError: The backend cannot run the model here.
         UnsupportedModelError: The architecture cannot run under SFI.
     """

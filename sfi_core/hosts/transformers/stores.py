@@ -14,8 +14,7 @@ from sfi_core.machine.memory import free_bytes
 from sfi_core.models import two_tier_memory as two_tier
 from sfi_core.models.memory_need import Forecast, forecast
 from sfi_core.policies import POLICIES, EvidencePolicy, Policy, policy_class
-from sfi_core.settings.device_budget import DeviceBudget
-from sfi_core.settings.engine import EngineOptions
+from sfi_core.settings.engine import DeviceBudget, EngineOptions
 from sfi_core.state.layer_shape import LayerShape
 from sfi_core.state.side_stream import ring_places, side_of
 from sfi_core.state.two_tier import TwoTierStore
@@ -81,14 +80,11 @@ class TierPlan:
         more = self.bytes(batch, capacity, generated, resident=True).device_bytes
         fits = more <= self.budget.bytes_of(expected.host_bytes)
         return TwoTierStore(
-            batch,
-            capacity,
-            page_size=self.page,
-            ring_pages=two_tier.ring_pages(self.longest_recent(generated), self.page),
-            backend=backend,
+            batch, capacity, page_size=self.page,
+            ring_pages=two_tier.ring_pages(self.longest_recent(generated), self.page), backend=backend,
             side=side_of(device, overlap=True, role="tiers"),
             resident=self.policy.resident_heads if fits else None,
-        )
+        )  # fmt: skip
 
     def _sizes(self, batch: int, capacity: int) -> dict[str, Any]:
         policy = self.policy
@@ -140,23 +136,15 @@ def expect(
     logits = heads * policy.config.window_prefill * capacity  # of a prompt's first selection
     joined = worked_off_together(heads * capacity, len(shapes)) if joins else 1
     expected = forecast(
-        model,
-        shapes,
-        policy.config,
-        selects=policy.selects,
-        summary=policy.summary_bytes,
-        batch=batch,
-        prompt_tokens=prompt_tokens,
-        capacity=capacity,
-        prefill_chunk=prefill_chunk,
+        model, shapes, policy.config, selects=policy.selects, summary=policy.summary_bytes, batch=batch,
+        prompt_tokens=prompt_tokens, capacity=capacity, prefill_chunk=prefill_chunk,
         refreshed_together=batch if together else joined,
         first_together=min(batch, first_together(logits)) if together else 1,
         unpacked=() if together else policy.config.dense_layers,
         packs=tiers is not None or not reads_in_place(policy, session.backend),
-        evidence_buffers=ring_places(model.device, overlap=session.engine.overlap),
-        graphs=graphs,
+        evidence_buffers=ring_places(model.device, overlap=session.engine.overlap), graphs=graphs,
         drafting=drafting_of(session),
-    )
+    )  # fmt: skip
     if tiers is None:
         return expected
     own = tiers.bytes(batch, capacity, generated or capacity - prompt_tokens)

@@ -4,8 +4,8 @@ from typing import Any, NoReturn
 
 import torch
 
+from sfi_core.state.kv_cache import PagedView
 from sfi_core.state.layer_pages import LayerPages
-from sfi_core.state.paged_view import PagedView
 
 
 class BorrowedPages(PagedView):

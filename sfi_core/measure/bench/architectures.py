@@ -13,14 +13,10 @@ from sfi_core.models.load import BUNDLED, quiet, read_config, readable
 from sfi_core.models.source import find_source
 
 QWEN3: dict[str, Any] = {
-    "model_type": "qwen3",
-    "vocab_size": 151936,
-    "head_dim": 128,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 40960,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
+    "model_type": "qwen3", "vocab_size": 151936, "head_dim": 128, "num_key_value_heads": 8,
+    "max_position_embeddings": 40960, "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
     "tie_word_embeddings": True,
-}
+}  # fmt: skip
 QWEN3_8B = {
     **QWEN3, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
     "num_attention_heads": 32, "tie_word_embeddings": False,
@@ -103,10 +99,8 @@ def empty_model(config: Any, device: torch.device, dtype: torch.dtype) -> Any:
 def random_model(config: Any, device: torch.device, dtype: torch.dtype, seed: int = 0) -> Any:
     """Make a model with random weights, in about the time that it takes to write them.
 
-    A block of uniform numbers is drawn once and repeated; norms scale by 1, biases are 0.
-
-    Raises:
-        UnsupportedModelError: The config is not one of a causal language model.
+    A block of uniform numbers is drawn once and repeated; norms scale by 1, biases are 0. Raise
+    `UnsupportedModelError` for a config that is not one of a causal language model.
     """
     model = empty_model(config, device, dtype)
     generator = torch.Generator(device).manual_seed(seed)

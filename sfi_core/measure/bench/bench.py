@@ -18,18 +18,15 @@ from sfi_core.machine.memory import free_bytes, give_back, resident_bytes
 from sfi_core.machine.private import attention_implementation
 from sfi_core.machine.versions import versions
 from sfi_core.measure.bench.fits import sort_out
-from sfi_core.measure.bench.lossless import lossless_notes, run_lossless
-from sfi_core.measure.bench.ours import run_ours
-from sfi_core.measure.bench.prompts import Prompts
+from sfi_core.measure.bench.ours import lossless_notes, run_ours
+from sfi_core.measure.bench.prompts import BenchRun, Prompts, stream
 from sfi_core.measure.bench.rows import point_rows
 from sfi_core.measure.bench.samples import DecodeSample
 from sfi_core.measure.bench.settings import DecodeSettings, DecodeVariant, Point
-from sfi_core.measure.bench.streams import Stream, stream
 from sfi_core.measure.bench.theirs import run_theirs
 from sfi_core.measure.kernel_bench.timing import clock_for, copy_gb_per_s
 from sfi_core.models.byte_model import ByteModel
-from sfi_core.models.describe import describe_model
-from sfi_core.models.weights import ModelWeights
+from sfi_core.models.describe import ModelWeights, describe_model
 from sfi_core.state.layer_shape import LayerShape
 
 Progress = Callable[[str, int, int], None]
@@ -150,24 +147,17 @@ class Bench:
             for repeat in range(settings.repeats):
                 for variant, needed in fitting.items():
                     label = f"{variant.name}, {point.context:,} tokens x {point.batch}, repeat {repeat + 1}"
+                    self._show(label, None)
                     show = partial(self._show, label)
-                    samples[variant].append(self._run(variant, needed, point, prompts, tokens, show))
+                    asked = BenchRun(self.model, variant, point, settings, prompts, tokens, show)
+                    samples[variant].append(self._run(asked, needed))
                     self._done += 1
                     self.told(f"{label}: {samples[variant][-1].decode_rate:,.2f} tokens/s")
         finally:
             self.rows[before:] = point_rows(point, samples, models, copy)
 
-    def _run(
-        self,
-        variant: DecodeVariant,
-        needed: int,
-        point: Point,
-        prompts: Prompts,
-        tokens: Stream,
-        show: Callable[[DecodeSample | None], None],
-    ) -> DecodeSample:
-        model, settings, made_up = self.model, self.settings, prompts.made_up
-        show(None)
+    def _run(self, asked: BenchRun, needed: int) -> DecodeSample:
+        model, variant, made_up = self.model, asked.variant, asked.prompts.made_up
         release(model.device)
         free = free_bytes(model.device)
         if not variant.policy and made_up and free is not None and needed > free:
@@ -176,13 +166,10 @@ class Bench:
         resident = resident_bytes(model.device)
         if variant.policy:
             resident -= made_up.held_bytes if made_up else 0  # the forecast counts these pages
-            run = run_lossless if variant.engine.lossless else run_ours
-            sample = run(model, variant, point, settings, prompts, tokens, show)
-        else:
-            sample = run_theirs(model, variant.name, point, settings, prompts, show)
+        sample = run_ours(asked) if variant.policy else run_theirs(asked)
         sample.forecast_bytes = resident + needed
-        sample.prefilled = settings.prefill
-        sample.stopped = sample.tokens < point.batch * settings.steps
+        sample.prefilled = self.settings.prefill
+        sample.stopped = sample.tokens < asked.point.batch * self.settings.steps
         return sample
 
     def _show(self, label: str, sample: DecodeSample | None) -> None:

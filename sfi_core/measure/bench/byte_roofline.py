@@ -16,9 +16,8 @@ from sfi_core.machine.versions import versions
 from sfi_core.measure.bench.settings import LOSSLESS, DecodeSettings, Point
 from sfi_core.measure.kernel_bench.timing import clock_for, copy_gb_per_s
 from sfi_core.models.byte_model import ByteModel, cycle_mean, cycle_tokens, fast_tokens
-from sfi_core.models.describe import describe_model
+from sfi_core.models.describe import ModelWeights, describe_model
 from sfi_core.models.memory_need import CPU_SLACK, forecast, largest_batch
-from sfi_core.models.weights import ModelWeights
 from sfi_core.policies import policy_class
 from sfi_core.settings.config import SfiConfig
 from sfi_core.state.layer_shape import LayerShape
@@ -205,17 +204,12 @@ class Expectation:
         moves = any(shape.hosted for shape in self.shapes)
         wanted = self.settings.engine.graphs is not False and self.settings.engine.backend != "torch"
         expected = forecast(
-            self.model,
-            self.shapes,
-            self.settings.config,
-            selects=policy == "sfi",
-            batch=batch,
-            prompt_tokens=1,
-            capacity=self.settings.capacity(context),
+            self.model, self.shapes, self.settings.config, selects=policy == "sfi", batch=batch,
+            prompt_tokens=1, capacity=self.settings.capacity(context),
             refreshed_together=batch if self.device.type == "cuda" else 1,
             evidence_buffers=ring_places(self.device, overlap=self.settings.engine.overlap),
             graphs=self.device.type == "cuda" and wanted and not moves,
-        )
+        )  # fmt: skip
         slack = CPU_SLACK if self.device.type == "cpu" else 1
         expected = replace(
             expected, resident_bytes=self.weights.total_bytes, workspace_bytes=expected.workspace_bytes * slack

@@ -49,16 +49,9 @@ def sort_out(
         if free is None or needed <= free:
             fitting[variant] = needed
             continue
-        rows.append(
-            {
-                "policy": variant.name,
-                "context": point.context,
-                "batch": point.batch,
-                "needed_bytes": needed,
-                "free_bytes": free,
-                "largest_batch": largest_batch(needs, point.batch - 1, free),
-            }
-        )
+        largest = largest_batch(needs, point.batch - 1, free)
+        row = {"policy": variant.name, "context": point.context, "batch": point.batch}
+        rows.append(row | {"needed_bytes": needed, "free_bytes": free, "largest_batch": largest})
     return fitting, rows
 
 

@@ -1,29 +1,40 @@
-"""A run of one of our policies, decoded as by `sfi_core.generate`, with given tokens."""
+"""Runs of our policies, sparse or lossless, decoded as by `sfi_core.generate`.
 
+A sparse run decodes given tokens. A lossless run has measured or stated acceptance.
+"""
+
+import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from typing import Any
+from dataclasses import dataclass
+from itertools import takewhile
 
 import torch
 
-from sfi_core.engine.loop import Loop
+from sfi_core.engine.loop import Loop, NewTokens
 from sfi_core.engine.maintenance import main_stream
 from sfi_core.engine.report import RunReport
 from sfi_core.engine.run import Run
 from sfi_core.generation.sampling import Sampler
 from sfi_core.hosts.transformers.decoder import Decoder
+from sfi_core.hosts.transformers.session import Session
 from sfi_core.hosts.transformers.slow_fast import slow_fast
 from sfi_core.machine.memory import peak_bytes, reset_peak
-from sfi_core.measure.bench.prompts import Prompts
-from sfi_core.measure.bench.samples import DecodeSample, StepRead
-from sfi_core.measure.bench.settings import DecodeSettings, DecodeVariant, Point
-from sfi_core.measure.bench.streams import Stream
+from sfi_core.measure.bench.prompts import BenchRun
+from sfi_core.measure.bench.samples import DecodeSample, StepRead, drafting_of
+from sfi_core.measure.bench.settings import DecodeSettings
 from sfi_core.policies import policy_class
 from sfi_core.policies.base import Triggered
-from sfi_core.settings.config import SfiConfig
 from sfi_core.settings.sampling import Sampling
+from sfi_core.state.request import RequestState
 from sfi_kernels.step_descriptor import sent
+
+STATED = (
+    "lossless rows: acceptance is stated, {:g} for each tested token, and does not depend on the drafts; "
+    "the tokens mean nothing"
+)
+MEASURED = "lossless rows: acceptance is measured on the text's prompts; our runs generate their own tokens"
 
 
 class GivenTokens(Sampler):
@@ -66,76 +77,116 @@ class GivenTokens(Sampler):
         logits_XV.scatter_(1, token_X[:, None], torch.finfo(logits_XV.dtype).max)
 
 
-@torch.inference_mode()
-def run_ours(
-    model: Any,
-    variant: DecodeVariant,
-    point: Point,
-    settings: DecodeSettings,
-    prompts: Prompts,
-    stream: Stream,
-    on_step: Callable[[DecodeSample], None],
-) -> DecodeSample:
-    """Decode under a policy; the logits of the stream's tokens are made the largest, so they are picked.
+@dataclass(frozen=True, slots=True)
+class StatedAcceptance:
+    """Keeps drafted tokens by chance: the `outcome` of a lossless run with stated acceptance.
 
-    The model is outside `slow_fast`; `on_step` is called with the sample after every step.
+    Attributes:
+        rate: The chance that a token is kept if all before it are, in [0, 1].
+        seed: The outcome of a token depends on this seed, its request and its index, not on the batch.
     """
-    sample = DecodeSample(point.batch, settings.warm_up)
-    whole = _period(variant, settings)
-    reset_peak(model.device)
-    with decoder_of(model, variant, point, settings, prompts, stream.config) as decoder:
-        session = decoder.session
-        token_SB = None if settings.real_prompts else stream.token_SB
-        loop = Loop(
-            decoder, [()] * point.batch, [settings.total_steps + 1] * point.batch,
-            GivenTokens(prompts.ids_BT, token_SB, decoder.ahead),
-        )  # fmt: skip
+
+    rate: float
+    seed: int
+
+    def __call__(self, state: RequestState, draft: Sequence[int], _: Sequence[int]) -> int:
+        """Return how many tokens of a request's draft are kept; `state.step` follows the draft."""
+        first = state.step - len(draft)
+        kept = (self._keeps(state.request, first + place) for place in range(len(draft)))
+        return sum(takewhile(bool, kept))
+
+    def _keeps(self, request: int, index: int) -> bool:
+        return random.Random(f"{self.seed} {request} {index}").random() < self.rate  # noqa: S311 - no secret
+
+
+@torch.inference_mode()
+def run_ours(asked: BenchRun) -> DecodeSample:
+    """Decode under a policy, sparsely or losslessly, as the variant says.
+
+    The logits of the stream's tokens are made the largest, so they are picked; without a stated acceptance a lossless
+    benchmark's model generates its own tokens. With one, chance decides which drafts are kept.
+
+    Returns:
+        The sample. The steps of a lossless run are passes, and a pass gives a request no token, one or several.
+    """
+    settings, batch, lossless = asked.settings, asked.point.batch, asked.variant.engine.lossless
+    sample, device = DecodeSample(batch, settings.warm_up), asked.model.device
+    reset_peak(device)
+    with decoder_of(asked) as decoder:
+        token_SB = None if settings.real_prompts else asked.stream.token_SB
+        picker = GivenTokens(asked.prompts.ids_BT, token_SB, decoder.ahead)
+        limit = settings.most_tokens if lossless else settings.total_steps + 1
+        rate = asked.variant.acceptance
+        outcome = None if rate is None else StatedAcceptance(rate, settings.seed)
+        loop, session = Loop(decoder, [()] * batch, [limit] * batch, picker), decoder.session
         sample.began = time.perf_counter()
-        with closing(loop.decode()) as passes:
-            for step, _ in enumerate(passes):
-                sample.at.append(time.perf_counter())
-                run = session.run
-                if step:
-                    sample.reads.append(step_read(run))
-                if step == settings.warm_up:
-                    sample.selecting -= selecting(run)
-                on_step(sample)
-                if sample.over(settings.time_limit) and sample.steps % whole == 0:
-                    break
+        with closing(loop.decode_lossless(outcome) if lossless else loop.decode()) as passes:
+            (_measure_lossless if lossless else _measure)(sample, asked, session, passes)
         sample.selecting += selecting(session.run)
-        note_report(sample, session.run)
-    sample.peak_bytes = peak_bytes(model.device)
+        report = RunReport.of(session.run)
+        sample.tiers, sample.paths, sample.not_replayed = report.kv_tiers, report.paths, report.not_replayed
+    sample.peak_bytes = peak_bytes(device)
     return sample
 
 
+def _measure(sample: DecodeSample, asked: BenchRun, session: Session, passes: Iterable[NewTokens]) -> None:
+    settings, whole = asked.settings, _period(asked)
+    for step, _ in enumerate(passes):
+        sample.at.append(time.perf_counter())
+        if step:
+            sample.reads.append(step_read(session.run))
+        if step == settings.warm_up:
+            sample.selecting -= selecting(session.run)
+        asked.on_step(sample)
+        if sample.over(settings.time_limit) and sample.steps % whole == 0:
+            break
+
+
+def _measure_lossless(sample: DecodeSample, asked: BenchRun, session: Session, passes: Iterable[NewTokens]) -> None:
+    # the measurement begins and ends at a pass that verifies, so that a single request is measured in whole cycles: it
+    # begins after the warm-up, and ends once the requests have the number of tokens asked for
+    settings, began = asked.settings, None
+    for number, given in enumerate(passes):
+        sample.at.append(time.perf_counter())
+        sample.gave.append(sum(map(len, given.values())))
+        run = session.run
+        counted = drafting_of(state.tally for state in run.requests)
+        if number:
+            sample.reads.append(step_read(run))
+        if began is None:
+            sample.warm_up = number  # the warm-up lasts until a pass that verifies
+            if number >= settings.warm_up and sample.gave[-1]:
+                began = counted
+                sample.selecting -= selecting(run)
+        asked.on_step(sample)
+        if began is None or not sample.gave[-1]:
+            continue
+        sample.drafting = counted - began
+        enough = sample.tokens >= sample.batch * settings.steps
+        if enough or sample.over(settings.time_limit) or any(s.finished for s in run.requests):
+            break
+
+
 @contextmanager
-def decoder_of(
-    model: Any, variant: DecodeVariant, point: Point, settings: DecodeSettings, prompts: Prompts, config: SfiConfig
-) -> Iterator[Decoder]:
-    """Put a model under a policy, and yield a decoder of a point's prompts."""
+def decoder_of(asked: BenchRun) -> Iterator[Decoder]:
+    """Put a run's model under its policy, and yield a decoder of the prompts."""
+    model, variant, settings, prompts = asked.model, asked.variant, asked.settings, asked.prompts
     with (
         main_stream(model.device, overlap=variant.engine.overlap),
-        slow_fast(model, None, config, policy=variant.policy, engine=variant.engine) as session,
+        slow_fast(model, None, asked.stream.config, policy=variant.policy, engine=variant.engine) as session,
     ):
         yield Decoder(
             session=session, ids_BT=prompts.ids_BT, mask_BT=prompts.mask_BT,
-            capacity=settings.capacity(point.context), chunk=settings.engine.prefill_chunk,
+            capacity=settings.capacity(asked.point.context), chunk=settings.engine.prefill_chunk,
             shared=None if prompts.made_up is None else prompts.made_up.shared(session),
             patient=False,  # record graphs at once: the warm-up has every kind of step only once
         )  # fmt: skip
 
 
-def note_report(sample: DecodeSample, run: Run) -> None:
-    """Copy the run's tiers and paths into the sample."""
-    report = RunReport.of(run)
-    sample.tiers, sample.paths = report.kv_tiers, report.paths
-    sample.not_replayed = report.not_replayed
-
-
-def _period(variant: DecodeVariant, settings: DecodeSettings) -> int:
+def _period(asked: BenchRun) -> int:
     # steps between two slow steps: a run that stops within them would miss the stated slow rate
-    triggered = issubclass(policy_class(variant.policy), Triggered)
-    return settings.slow_rate.denominator if triggered and settings.slow_rate else 1
+    rate, triggered = asked.settings.slow_rate, issubclass(policy_class(asked.variant.policy), Triggered)
+    return rate.denominator if triggered and rate else 1
 
 
 def step_read(run: Run) -> StepRead:
@@ -152,3 +203,10 @@ def step_read(run: Run) -> StepRead:
 def selecting(run: Run) -> float:
     """Return how much a run has read to select, in tokens of a layer's keys and values."""
     return sum(state.tally.selecting for state in run.requests)
+
+
+def lossless_notes(settings: DecodeSettings) -> list[str]:
+    """Say whether the acceptance of lossless rows is measured or stated; [] without such rows."""
+    if not settings.lossless:
+        return []
+    return [MEASURED if settings.acceptance is None else STATED.format(settings.acceptance)]

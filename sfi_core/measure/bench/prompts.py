@@ -1,13 +1,25 @@
-"""A point's prompts: a random cache made once for all runs, or tokens that each run reads."""
+"""What a benchmark decodes: a point's prompts, and the tokens after them.
 
-from collections.abc import Sequence
+Prompts are a random cache made once for all runs, or tokens that each run reads. The tokens after them are given,
+because tokens of random weights mean nothing.
+"""
+
+import math
+import random
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
 
 import torch
 
 from sfi_core.errors import ConfigError
 from sfi_core.generation.synthetic import SyntheticPrompt
-from sfi_core.measure.bench.settings import DecodeSettings, Point
+from sfi_core.measure.bench.samples import DecodeSample
+from sfi_core.measure.bench.settings import DecodeSettings, DecodeVariant, Point
+from sfi_core.settings.config import SfiConfig
+
+TRIGGER = 0  # the token id that makes a step slow under a stated rate
 
 
 @dataclass(slots=True)
@@ -51,3 +63,82 @@ def _windows(text_ids: Sequence[int], point: Point) -> list[list[int]]:
         )
     starts = [room - row * room // max(1, point.batch - 1) for row in range(point.batch)]
     return [list(text_ids[start : start + point.context]) for start in starts]
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """The tokens of a batch.
+
+    Attributes:
+        config: The settings under which these tokens decide the slow steps.
+        token_SB: Token x_t of each request by step, from step 0 to the last.
+    """
+
+    config: SfiConfig
+    token_SB: list[list[int]]
+
+
+def stream(settings: DecodeSettings, batch: int, vocabulary: int) -> Stream:
+    """Make the tokens of `batch` requests from the settings' text or slow rate."""
+    if settings.text_ids is not None:
+        return _from_text(settings, batch, settings.text_ids)
+    assert settings.slow_rate is not None, "the settings have one of the two"
+    return _at_rate(settings, batch, settings.slow_rate, vocabulary)
+
+
+def slow_steps(rate: Fraction, row: int, batch: int, first: int, last: int) -> list[int]:
+    """Return the slow steps of a request in `range(first, last)`; 0 is the first measured step.
+
+    Slow steps are evenly apart, and staggered over the requests: at a rate of 1/n, request r is slow at step
+    r n / batch and at every n-th step from there.
+    """
+    if rate == 0:
+        return []
+    offset = math.floor(row / (rate * batch))
+    return [
+        step for step in range(first, last) if math.ceil((step - offset + 1) * rate) > math.ceil((step - offset) * rate)
+    ]
+
+
+def _at_rate(settings: DecodeSettings, batch: int, rate: Fraction, vocabulary: int) -> Stream:
+    delay, most, warm_up = settings.config.trigger_delay, settings.most_tokens, settings.warm_up
+    config = settings.config.replace(
+        trigger_policy="boundary", trigger_token_ids=(TRIGGER,), slow_start=1, min_gap=0, t_max=most
+    )
+    rows = []
+    for row in range(batch):
+        rng = random.Random(f"{settings.seed} {row}")  # noqa: S311 - no secret
+        tokens = [rng.randrange(TRIGGER + 1, vocabulary) for _ in range(most)]
+        last = most - 1 - warm_up
+        slow = [1 + warm_up + step for step in slow_steps(rate, row, batch, 0, last)]
+        if rate > 0:  # the warm-up has every kind of step: all slow, one slow, all fast
+            slow += [1 + delay, *([2 + delay] if row == 0 else [])][: max(0, warm_up - delay)]
+        for step in slow:
+            tokens[step - 1 - delay] = TRIGGER
+        rows.append(tokens)
+    return Stream(config, [list(step) for step in zip(*rows, strict=True)])
+
+
+def _from_text(settings: DecodeSettings, batch: int, ids: tuple[int, ...]) -> Stream:
+    starts = [row * len(ids) // batch for row in range(batch)]
+    steps = range(settings.most_tokens)
+    token_SB = [[ids[(start + step) % len(ids)] for start in starts] for step in steps]
+    return Stream(settings.config, token_SB)
+
+
+@dataclass(frozen=True, slots=True)
+class BenchRun:
+    """One run of a variant at a point; the model is outside `slow_fast`.
+
+    Attributes:
+        stream: The tokens that our policies decode.
+        on_step: Called with the sample after every step.
+    """
+
+    model: Any
+    variant: DecodeVariant
+    point: Point
+    settings: DecodeSettings
+    prompts: Prompts
+    stream: Stream
+    on_step: Callable[[DecodeSample], None] = lambda _: None

@@ -13,9 +13,8 @@ from sfi_core.hosts.transformers.cache_name import CACHE_NAME
 from sfi_core.hosts.transformers.own_layers import of_own_kind, take_states
 from sfi_core.hosts.transformers.shapes import cached_layers, cached_shapes
 from sfi_core.machine.memory import peak_bytes, reset_peak
-from sfi_core.measure.bench.prompts import Prompts
+from sfi_core.measure.bench.prompts import BenchRun
 from sfi_core.measure.bench.samples import DecodeSample, StepRead
-from sfi_core.measure.bench.settings import DecodeSettings, Point
 
 STATIC = "transformers-static"
 
@@ -51,25 +50,21 @@ class StepClock:
 
 
 @torch.no_grad()
-def run_theirs(
-    model: Any,
-    name: str,
-    point: Point,
-    settings: DecodeSettings,
-    prompts: Prompts,
-    on_step: Callable[[DecodeSample], None],
-) -> DecodeSample:
+def run_theirs(asked: BenchRun) -> DecodeSample:
     """Decode greedily with `model.generate`, with its own attention and compilation.
 
-    `name` is one of `BASELINES`; the other arguments are those of `run_ours`.
+    The variant's name is one of `BASELINES`; `stream` is not used.
     """
-    sample = DecodeSample(point.batch, settings.warm_up)
+    model, settings, prompts, contexts = asked.model, asked.settings, asked.prompts, asked.point.contexts
+    sample = DecodeSample(asked.point.batch, settings.warm_up)
     reset_peak(model.device)
-    capacity = settings.capacity(point.context)
-    cache = _cache(model, name, capacity)
+    text, static = model.config.get_text_config(decoder=True), asked.variant.name == STATIC
+    capacity = settings.capacity(asked.point.context)
+    cache = StaticCache(config=text, max_cache_len=capacity) if static else DynamicCache(config=text)
+    cache = of_own_kind(cache, model)
     if prompts.made_up is not None:
         # all but the last token, which step 0 reads, as in our runs
-        _fill(model, cache, prompts.made_up, point.context - 1)
+        _fill(model, cache, prompts.made_up, asked.point.context - 1)
 
     def late(ids_BT: torch.Tensor, _: Any) -> torch.Tensor:
         return torch.full((len(ids_BT),), sample.over(settings.time_limit), device=ids_BT.device)
@@ -79,7 +74,7 @@ def run_theirs(
             prompts.ids_BT,
             attention_mask=prompts.mask_BT,
             max_new_tokens=settings.total_steps + 1,
-            streamer=StepClock(sample, point.contexts, settings.time_limit, on_step),
+            streamer=StepClock(sample, contexts, settings.time_limit, asked.on_step),
             stopping_criteria=[late],
             **{CACHE_NAME: cache},
         )
@@ -96,13 +91,6 @@ def _plain_settings(model: Any) -> Iterator[None]:
         yield
     finally:
         model.generation_config = own
-
-
-def _cache(model: Any, name: str, capacity: int) -> Any:
-    config = model.config.get_text_config(decoder=True)
-    static = name == STATIC
-    cache = StaticCache(config=config, max_cache_len=capacity) if static else DynamicCache(config=config)
-    return of_own_kind(cache, model)
 
 
 def _fill(model: Any, cache: Any, made_up: SyntheticPrompt, context: int) -> None:

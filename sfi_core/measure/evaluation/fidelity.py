@@ -1,4 +1,4 @@
-"""Distance of a policy's next-token distributions from full attention's, on any text.
+"""Distance of a policy's next-token distributions from full attention's, on windows of any text.
 
 A window of the text is a prompt and a continuation. The continuation is decoded twice with its own tokens,
 under full attention and under the policy, so that both predict the same token from the same history.
@@ -15,15 +15,69 @@ import torch
 from sfi_core.engine.audit import divergence
 from sfi_core.engine.report import RequestReport
 from sfi_core.engine.shared_prompt import SharedPrompt
+from sfi_core.errors import InputError
 from sfi_core.generation.read_prompt import read_prompt
 from sfi_core.measure.evaluation.teacher_forcing import teacher_force
-from sfi_core.measure.evaluation.text_windows import Window, sentence_positions
 from sfi_core.settings.config import SfiConfig
 from sfi_core.settings.engine import DEFAULTS, EngineOptions
 from sfi_core.triggers.trigger_set import resolve_triggers
 
 FULL = "full-kv"
 EDGES = (0, 1, 2, 4, 8, 16, 32)  # where groups of positions in a sentence begin
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Window:
+    """A piece of a text.
+
+    Attributes:
+        start: The index of the window's first token in the text.
+        prompt_tokens: Tokens that are read as a prompt.
+        ids: The window's tokens, after the prefix that every window starts with.
+    """
+
+    start: int
+    prompt_tokens: int
+    ids: tuple[int, ...]
+
+
+def windows(
+    ids: Sequence[int], prompt_tokens: int, new_tokens: int, count: int, prefix: Sequence[int] = ()
+) -> list[Window]:
+    """Spread windows evenly over a text; in a short text the windows overlap.
+
+    Every window starts with the special tokens `prefix`, which count as tokens of its prompt. Raise `InputError` if
+    the text is too short.
+    """
+    size = prompt_tokens + new_tokens - len(prefix)
+    spare = len(ids) - size
+    if spare + 1 < count or prompt_tokens <= len(prefix):
+        raise InputError(
+            f"text must have at least {size + count - 1} tokens for {count} windows of {prompt_tokens} "
+            f"prompt and {new_tokens} new tokens, got {len(ids)}"
+        )
+    starts = [round(index * spare / max(1, count - 1)) for index in range(count)]
+    return [
+        Window(start=start, prompt_tokens=prompt_tokens, ids=(*prefix, *ids[start : start + size])) for start in starts
+    ]
+
+
+def text_ids(tokenizer: Any, text: str) -> tuple[list[int], list[int]]:
+    """Return a text's own tokens, and the special tokens that the tokenizer puts before a text."""
+    own: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    start = tokenizer.bos_token_id
+    first = tokenizer("a")["input_ids"][:1]
+    return own, first if start is not None and first == [start] else []
+
+
+def sentence_positions(window: Window, ends: Collection[int]) -> list[int]:
+    """Return for each step the tokens since the last one among `ends`, in the prompt or decoded."""
+    last, found = 0, []
+    for place, token in enumerate(window.ids[:-1]):
+        last = place if token in ends else last
+        if place >= window.prompt_tokens - 1:
+            found.append(place - last)
+    return found
 
 
 @dataclass(slots=True, kw_only=True)
@@ -70,11 +124,12 @@ class Fidelity:
             `perplexity_full`, and the windows' mean `read_ratio`, `selection_ratio` and `stored_ratio`.
         """
         decoded = [index for index, step in enumerate(self.step) if step > 0]
-        reports = self.reports
+        kl, reports = sorted(self.kl[index] for index in decoded), self.reports
         return {
             "windows": len(reports),
             **self._over(decoded),
-            "kl_p95": _percentile([self.kl[index] for index in decoded], 0.95),
+            # the smallest value that at least this share of the values do not exceed
+            "kl_p95": kl[math.ceil(0.95 * len(kl)) - 1] if kl else math.nan,
             "read_ratio": _mean(report.read_ratio for report in reports),
             "selection_ratio": _mean(report.selection_ratio for report in reports),
             "stored_ratio": _mean(report.stored_ratio for report in reports),
@@ -117,8 +172,7 @@ class Reference:
 def reference(model: Any, tokenizer: Any, windows: Sequence[Window], engine: EngineOptions = DEFAULTS) -> Reference:
     """Read prompts of one length, and decode their continuations under full attention.
 
-    Raises:
-        SfiError: As `read_prompt` and `teacher_force`.
+    Raise `SfiError` as `read_prompt` and `teacher_force`.
     """
     prompt_tokens, size = windows[0].prompt_tokens, len(windows[0].ids)
     prompts = [window.ids[:prompt_tokens] for window in windows]
@@ -135,20 +189,13 @@ def reference(model: Any, tokenizer: Any, windows: Sequence[Window], engine: Eng
 
 
 def fidelity(
-    model: Any,
-    tokenizer: Any,
-    full: Reference,
-    config: SfiConfig | None = None,
-    *,
-    policy: str = "sfi",
+    model: Any, tokenizer: Any, full: Reference, config: SfiConfig | None = None, *, policy: str = "sfi",
     engine: EngineOptions = DEFAULTS,
-) -> list[Fidelity]:
+) -> list[Fidelity]:  # fmt: skip
     """Compare a policy with full attention on windows that are decoded together.
 
-    A sentence ends with a trigger token. The policy runs on the backend of `full`.
-
-    Raises:
-        SfiError: As `teacher_force`.
+    A sentence ends with a trigger token. The policy runs on the backend of `full`. Raise `SfiError` as
+    `teacher_force`.
     """
     config, prompt_tokens = config or SfiConfig(), full.windows[0].prompt_tokens
     given = [window.ids[prompt_tokens:] for window in full.windows]
@@ -186,8 +233,3 @@ def _label(low: float, high: float) -> str:
 def _mean(values: Iterable[float]) -> float:
     listed = list(values)
     return sum(listed) / len(listed) if listed else math.nan
-
-
-def _percentile(values: Sequence[float], share: float) -> float:
-    # the smallest value that at least this share of the values do not exceed
-    return sorted(values)[math.ceil(share * len(values)) - 1] if values else math.nan

@@ -14,6 +14,7 @@ from sfi_core.settings.engine import DEFAULTS, EngineOptions
 T = TypeVar("T")
 Key = tuple[Any, ...]
 Row = dict[str, Any]
+Left = Callable[[int], list[MethodVariant]]
 # errors that fail the rows of one method and do not stop the evaluation
 FAILURES = (MemoryForecastError, NumericsError, torch.OutOfMemoryError, MemoryError)
 
@@ -51,8 +52,35 @@ class Grid:
         batch_size: int = 1,
         engine: EngineOptions = DEFAULTS,
     ) -> Iterator[Row]:
-        """Make the rows that are not done, `batch_size` units together."""
+        """Decode under every method, and yield the rows of plain values that are not done.
+
+        Args:
+            model: A decoder-only model of transformers; `check` it first.
+            tokenizer: The model's tokenizer.
+            done: Keys of rows that are not made again.
+            batch_size: The most units, samples or windows of one length, that are decoded together. A batch that
+                fails is decoded again one by one.
+            engine: How prompts are read and steps are run; a policy that cannot offload runs without the device
+                budget.
+
+        Yields:
+            Rows; one of a method that ran out of memory or gave broken logits has an `error` and no result. On Ctrl-C
+            the rows of the current batch are lost.
+        """
+        variants, places = self.resolved(tokenizer), self.places()
+
+        def left(unit: int) -> list[MethodVariant]:
+            return [one for one in variants if (*one.key, *places[unit]) not in done]
+
+        yield from self.rows(model, tokenizer, engine, batch_size, left)
+
+    def rows(self, model: Any, tokenizer: Any, engine: EngineOptions, batch_size: int, left: Left) -> Iterator[Row]:
+        """Make the rows of `run`; `left` returns the variants that a unit, a place by its number, is decoded under."""
         raise NotImplementedError
+
+    def resolved(self, tokenizer: Any) -> list[MethodVariant]:
+        """Return the `variants` as they run with a tokenizer."""
+        return self.variants
 
     @property
     def variants(self) -> list[MethodVariant]:
@@ -151,9 +179,7 @@ class Together(Generic[T]):
         for unit in units if failed else ():
             yield from self.rows([unit], failed)
 
-    def run(
-        self, batches: Iterable[Iterable[int]], draw: Callable[[int], T], left: Callable[[int], list[MethodVariant]]
-    ) -> Iterator[Row]:
+    def run(self, batches: Iterable[Iterable[int]], draw: Callable[[int], T], left: Left) -> Iterator[Row]:
         """Yield the rows of batches of unit numbers; units of other methods `left` are decoded apart."""
         for batch in batches:
             for units in grouped(filter(left, batch), lambda unit: [one.key for one in left(unit)]):

@@ -44,19 +44,10 @@ class SfiLM(HFLM):  # type: ignore[misc]
     """lm-eval's model of transformers, with its decoding under a policy."""
 
     def __init__(
-        self,
-        pretrained: str = BUNDLED,
-        policy: str = "sfi",
-        preset: str = "default",
-        *,
-        backend: str = "auto",
-        device: str = "auto",
-        dtype: str = "auto",
-        revision: str | None = None,
-        trust_remote_code: bool = False,
-        kv_device_budget: str | None = None,
-        **settings: Any,
-    ) -> None:
+        self, pretrained: str = BUNDLED, policy: str = "sfi", preset: str = "default", *, backend: str = "auto",
+        device: str = "auto", dtype: str = "auto", revision: str | None = None, trust_remote_code: bool = False,
+        kv_device_budget: str | None = None, **settings: Any,
+    ) -> None:  # fmt: skip
         """Load the model; the arguments are those of `--model_args`.
 
         `settings` are settings of `SfiConfig`, such as `selector.alpha`, and the arguments `THEIRS`. `preset`

@@ -34,8 +34,7 @@ class Method:
         preset: The preset that the settings start from.
         settings: Differences from the preset, as `SfiConfig.replace` takes them, and `lossless`.
         config: The preset with these settings.
-        sized: Whether the evaluation sets the sizes; not for full attention, nor for a method that states its
-            budget.
+        sized: Whether the evaluation sets the sizes; not for full attention, nor for a method that states its budget.
         lossless: Whether fast steps only draft, so that the tokens are full attention's.
     """
 
@@ -170,11 +169,8 @@ class Size:
 def at_share(config: SfiConfig, context: int, share: float) -> SfiConfig:
     """Set recent and selected tokens so that they and the sink are a share of the context.
 
-    The recent window takes `config.recent` tokens, but at most half of the share; the selected tokens take
-    the rest. So every method reads the same number of tokens in a fast step.
-
-    Raises:
-        ConfigError: No token is left to select.
+    The recent window takes `config.recent` tokens, but at most half of the share; the selected tokens take the rest.
+    So every method reads the same number of tokens in a fast step. Raise `ConfigError` if no token is left to select.
     """
     total = int(share * context)
     recent = min(config.recent, total // 2)

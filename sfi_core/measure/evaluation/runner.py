@@ -1,6 +1,6 @@
 """Decode samples of tasks: each prompt is read once, and every method decodes from the shared cache."""
 
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import product
@@ -8,18 +8,27 @@ from typing import Any, ClassVar
 
 from sfi_core.engine.shared_prompt import SharedPrompt
 from sfi_core.errors import ConfigError, InputError
-from sfi_core.generation.generate import generate
+from sfi_core.generation.generate import Result, generate
 from sfi_core.generation.read_prompt import read_prompt
 from sfi_core.hosts.transformers.lossless import most_together
 from sfi_core.hosts.transformers.slow_fast import slow_fast
-from sfi_core.measure.evaluation.grid import Grid, Key, Row, Together, grouped
+from sfi_core.measure.evaluation.grid import Grid, Key, Left, Row, Together, grouped
 from sfi_core.measure.evaluation.method import Method, MethodVariant
-from sfi_core.measure.evaluation.task_rows import decoded_rows, empty_row
 from sfi_core.measure.evaluation.tasks import TaskSample, find_task
 from sfi_core.policies import policy_class
 from sfi_core.settings.engine import DEFAULTS, EngineOptions
 
 POOL = 8  # batches of seeds that are searched for prompts of equal budgets
+COUNTS = ("verifications", "drafted", "tested", "accepted")
+REPORTED = (
+    "finish_reason", "read_ratio", "selection_ratio", "stored_ratio", "slow_steps", "fast_steps",
+    "decode_seconds", "token_ids",
+)  # fmt: skip
+MEASURED = (
+    "score", "scores", "generated", "finish_reason", "read_ratio", "selection_ratio", "stored_ratio",
+    "slow_steps", "fast_steps", *COUNTS, "decode_seconds", "tokens_per_second", "sentence_places",
+    "sentence_scores", "text", "token_ids",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,43 +88,20 @@ class TaskGrid(Grid):
                 )
         return first
 
-    def run(
-        self,
-        model: Any,
-        tokenizer: Any,
-        done: Container[Key] = frozenset(),
-        *,
-        batch_size: int = 1,
-        engine: EngineOptions = DEFAULTS,
-    ) -> Iterator[Row]:
-        """Decode greedily, and yield one row of plain values for each method, size and sample.
+    def resolved(self, tokenizer: Any) -> list[MethodVariant]:
+        """Return the variants with their triggers as token ids."""
+        return [one for method in self.methods for one in method.resolved(tokenizer).variants(self.sizes)]
 
-        Args:
-            model: A decoder-only model of transformers; `check` it first.
-            tokenizer: The model's tokenizer.
-            done: Keys of rows that are not made again.
-            batch_size: The most samples of a task and length that are decoded together. They must have equal
-                budgets at every size. A batch that fails is decoded again one by one.
-            engine: How prompts are read and steps are run; a policy that cannot offload runs without the
-                device budget.
-
-        Yields:
-            Rows; a method that ran out of memory or gave broken logits has an `error` and no score. On Ctrl-C
-            the rows of the current batch are lost.
-        """
-        methods = [method.resolved(tokenizer) for method in self.methods]
-        variants = [one for method in methods for one in method.variants(self.sizes)]
-        alone = {one.label for one in methods if one.lossless and _together(model, one) == 1}
-        places = self.places()
+    def rows(self, model: Any, tokenizer: Any, engine: EngineOptions, batch_size: int, left: Left) -> Iterator[Row]:
+        """See `Grid`; samples that are decoded together have equal budgets at every size."""
+        variants, places = self.resolved(tokenizer), self.places()
+        alone = {one.label for one in self.methods if one.lossless and _together(model, one) == 1}
         rows = Together(
             read=partial(_read, model, tokenizer, engine),
             decode=partial(_decode, model, tokenizer, engine),
             empty=empty_row,
             alone=alone,
         )
-
-        def left(unit: int) -> list[MethodVariant]:
-            return [one for one in variants if (*one.key, *places[unit]) not in done]
 
         @lru_cache(maxsize=POOL * batch_size)
         def drawn(unit: int) -> TaskSample:
@@ -129,7 +115,7 @@ class TaskGrid(Grid):
 
         yield from rows.run(self._batches(batch_size, sizes, left), drawn, left)
 
-    def _batches(self, size: int, alike: Callable[[int], Key], left: Callable[[int], Any]) -> Iterator[list[int]]:
+    def _batches(self, size: int, alike: Callable[[int], Key], left: Left) -> Iterator[list[int]]:
         # batches of sample numbers of one task, length and `alike`; for size 1 in the order of `places`
         places = len(self.lengths) * len(self.tasks)
         pool = size if size == 1 else POOL * size
@@ -164,27 +150,79 @@ def _read(model: Any, tokenizer: Any, engine: EngineOptions, samples: Any, pendi
 
 
 def _decode(
-    model: Any,
-    tokenizer: Any,
-    engine: EngineOptions,
-    shared: SharedPrompt,
-    variant: MethodVariant,
+    model: Any, tokenizer: Any, engine: EngineOptions, shared: SharedPrompt, variant: MethodVariant,
     samples: Sequence[TaskSample],
-) -> list[Row]:
+) -> list[Row]:  # fmt: skip
     # decode samples by one method and score them
     prompts = [sample.prompt_ids for sample in samples]
     result = generate(
-        model,
-        tokenizer,
-        prompts,
-        variant.config(len(prompts[0])),
-        policy=variant.method.policy,
-        max_new_tokens=[sample.max_new_tokens for sample in samples],
-        shared=shared,
+        model, tokenizer, prompts, variant.config(len(prompts[0])), policy=variant.method.policy,
+        max_new_tokens=[sample.max_new_tokens for sample in samples], shared=shared,
         engine=variant.method.engine(engine),
-    )
+    )  # fmt: skip
     if result.interrupted:
         raise KeyboardInterrupt
     if result.error is not None:
         raise result.error
     return decoded_rows(variant, samples, result, tokenizer)
+
+
+def empty_row(variant: MethodVariant, sample: TaskSample) -> dict[str, Any]:
+    """Return a row with the columns known before decoding, all others empty; it sets the order."""
+    return {
+        **variant.columns(len(sample.prompt_ids)),
+        "task": sample.task,
+        "length": sample.length,
+        "seed": sample.seed,
+        "prompt_tokens": len(sample.prompt_ids),
+        **dict.fromkeys(MEASURED),
+        "scores": {},
+        "expected": list(sample.answers),
+        "error": None,
+    }
+
+
+def decoded_rows(
+    variant: MethodVariant, samples: Iterable[TaskSample], result: Result, tokenizer: Any
+) -> list[dict[str, Any]]:
+    """Return a row for each request of a run; `samples` are in the order of the run's prompts.
+
+    `decode_seconds` is a request's own; `tokens_per_second` is the whole run's.
+    """
+    rows = []
+    for sample, report, text in zip(samples, result.report.requests, result.texts, strict=True):
+        scores = dict(find_task(sample.task).score(sample, report.token_ids, text, tokenizer))
+        places, right = by_sentence(sample, text, tokenizer)
+        rows.append(
+            empty_row(variant, sample)
+            | {name: getattr(report, name) for name in REPORTED}
+            | {
+                "score": float(scores.pop("score")),
+                "scores": scores,
+                "generated": len(report.token_ids),
+                "tokens_per_second": result.report.decode_tokens_per_second,
+                "sentence_places": places,
+                "sentence_scores": right,
+                "text": text,
+            }
+            | ({name: getattr(report.lossless, name) for name in COUNTS} if report.lossless else {})
+        )
+    return rows
+
+
+def by_sentence(sample: TaskSample, text: str, tokenizer: Any) -> tuple[list[float] | None, list[float] | None]:
+    """Score the sentences of an answer: 1 if the text contains the sentence, ignoring white space.
+
+    A sentence may stand anywhere in the text, so that a lost or added word spoils one sentence only.
+
+    Returns:
+        For each sentence the tokens of the right answer before it, and its score; None for both if the right
+        answer does not have several sentences.
+    """
+    if len(sample.sentences) < 2:  # noqa: PLR2004 - several
+        return None, None
+    said = " ".join(text.split())
+    right = [float(" ".join(sentence.split()) in said) for sentence in sample.sentences]
+    starts = ["".join(sample.sentences[:count]) for count in range(len(sample.sentences))]
+    places = [float(len(tokenizer(start, add_special_tokens=False)["input_ids"])) if start else 0.0 for start in starts]
+    return places, right

@@ -35,10 +35,8 @@ def wilson(scores: Sequence[float]) -> Interval:
     """Compute the Wilson score interval of the mean of scores in [0, 1] (Wilson 1927, JASA 22, 209-212).
 
     The interval holds for scores of 0 and 1. Scores between have at most the variance of such scores with the
-    same mean: for them the interval is wider than necessary.
-
-    Raises:
-        ValueError: There is no score, or a score is outside [0, 1].
+    same mean: for them the interval is wider than necessary. Raise `ValueError` if there is no score, or a score is
+    outside [0, 1].
     """
     n = len(scores)
     if n == 0 or not 0 <= min(scores) <= max(scores) <= 1:
@@ -55,10 +53,8 @@ def paired_difference(scores: Sequence[float], others: Sequence[float], *, seed:
     """Compute a bootstrap interval of the mean of `scores - others` on the same samples.
 
     Pairs are drawn together, so that a sample's difficulty for both methods cancels (Efron 1979; 10,000
-    resamples). If all differences are equal, the interval has no width.
-
-    Raises:
-        ValueError: There is no pair, or one method has more scores than the other.
+    resamples). If all differences are equal, the interval has no width. Raise `ValueError` if there is no pair, or one
+    method has more scores than the other.
     """
     if not scores or len(scores) != len(others):
         raise ValueError(f"scores must come in pairs, got {len(scores)} and {len(others)}")
@@ -106,10 +102,8 @@ def mean_of_groups(groups: Sequence[Sequence[float]]) -> Interval:
 
     The distances of the groups' Wilson ends from the groups' means add by squares (Zou and Donner 2008,
     Statistics in Medicine 27, 1693-1702; Newcombe 1998 for a difference). The interval has a width even if
-    all scores are right; groups may differ in size and mean.
-
-    Raises:
-        ValueError: There is no group, a group is empty, or a score is outside [0, 1].
+    all scores are right; groups may differ in size and mean. Raise `ValueError` if there is no group, a group is
+    empty, or a score is outside [0, 1].
     """
     share, parts = _share(groups), [wilson(scores) for scores in groups]
     mean = math.fsum(share * part.mean for part in parts)
@@ -122,10 +116,8 @@ def mean_of_groups(groups: Sequence[Sequence[float]]) -> Interval:
 def difference_of_groups(groups: Sequence[Sequence[float]], *, seed: int = 0) -> Interval:
     """Compute a stratified bootstrap interval of the mean of groups' means, for paired differences.
 
-    Each of 10,000 resamples draws from every group as many pairs as it has; the ends are percentiles.
-
-    Raises:
-        ValueError: There is no group, or a group is empty.
+    Each of 10,000 resamples draws from every group as many pairs as it has; the ends are percentiles. Raise
+    `ValueError` if there is no group, or a group is empty.
     """
     share, rng = _share(groups), np.random.default_rng(seed)
     mean, resampled = 0.0, np.zeros(RESAMPLES)

@@ -25,19 +25,10 @@ OnLogits = Callable[[int, torch.Tensor], None]
 
 
 def teacher_force(
-    model: Any,
-    tokenizer: Any,
-    texts: Sequence[Sequence[int]],
-    prompt_tokens: int,
-    on_logits: OnLogits,
-    config: SfiConfig | None = None,
-    *,
-    policy: str = "sfi",
-    engine: EngineOptions = DEFAULTS,
-    shared: SharedPrompt | None = None,
-    observers: Sequence[Observer] = (),
-    audit: AuditConfig | None = None,
-) -> RunReport:
+    model: Any, tokenizer: Any, texts: Sequence[Sequence[int]], prompt_tokens: int, on_logits: OnLogits,
+    config: SfiConfig | None = None, *, policy: str = "sfi", engine: EngineOptions = DEFAULTS,
+    shared: SharedPrompt | None = None, observers: Sequence[Observer] = (), audit: AuditConfig | None = None,
+) -> RunReport:  # fmt: skip
     """Read the first tokens of texts of one length as prompts, then decode the others, all texts together.
 
     Step t predicts `text[prompt_tokens + t]` and reads the token before it, as in `generate`. Step 0 is the

@@ -1,6 +1,6 @@
 """Compare methods with full attention on windows of a text."""
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cache, partial
 from typing import Any, ClassVar
@@ -8,11 +8,10 @@ from typing import Any, ClassVar
 from sfi_core.engine.report import RequestReport
 from sfi_core.errors import ConfigError, InputError
 from sfi_core.hosts.transformers.stores import engine_for
-from sfi_core.measure.evaluation.fidelity import Fidelity, Reference, fidelity, reference
-from sfi_core.measure.evaluation.grid import Grid, Key, Row, Together
+from sfi_core.measure.evaluation.fidelity import Fidelity, Reference, Window, fidelity, reference, text_ids, windows
+from sfi_core.measure.evaluation.grid import Grid, Key, Left, Row, Together
 from sfi_core.measure.evaluation.method import WHOLE, MethodVariant
-from sfi_core.measure.evaluation.text_windows import Window, text_ids, windows
-from sfi_core.settings.engine import DEFAULTS, EngineOptions
+from sfi_core.settings.engine import EngineOptions
 
 Placed = tuple[int, Window]  # a window of a length, with its number
 
@@ -79,32 +78,15 @@ class TextGrid(Grid):
         ids, prefix = text_ids(tokenizer, self.text)
         return windows(ids, length, self.tokens, self.count, prefix)
 
-    def run(
-        self,
-        model: Any,
-        tokenizer: Any,
-        done: Container[Key] = frozenset(),
-        *,
-        batch_size: int = 1,
-        engine: EngineOptions = DEFAULTS,
-    ) -> Iterator[Row]:
-        """Decode each continuation with its own tokens; the arguments are those of `TaskGrid.run`.
-
-        Yields:
-            A plain row for each method and window, with an entry per step in `steps`, or with an `error`.
-        """
-        variants, places = self.variants, self.places()
-        spread = cache(partial(self.windows, tokenizer))
-
-        def left(unit: int) -> list[MethodVariant]:
-            return [one for one in variants if (*one.key, *places[unit]) not in done]
+    def rows(self, model: Any, tokenizer: Any, engine: EngineOptions, batch_size: int, left: Left) -> Iterator[Row]:
+        """See `Grid`: decode each continuation with its own tokens; a row has an entry per step in `steps`."""
+        places, spread = self.places(), cache(partial(self.windows, tokenizer))
 
         def drawn(unit: int) -> Placed:
             length, number = places[unit]
             return number, spread(length)[number]
 
-        rows = self._together(model, tokenizer, engine)
-        yield from rows.run(self._batches(batch_size), drawn, left)
+        yield from self._together(model, tokenizer, engine).run(self._batches(batch_size), drawn, left)
 
     def _together(self, model: Any, tokenizer: Any, engine: EngineOptions) -> Together[Placed]:
         def read(units: Sequence[Placed], _: Any) -> Reference:

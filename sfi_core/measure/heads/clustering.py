@@ -1,17 +1,83 @@
-"""K-Means over the rows of a distance matrix, and the head that represents each cluster (SyncKV, B.1)."""
+"""Similarity of a layer's KV heads, the overlap of their top-k sets (SyncKV, Section 4.1), and clusters of alike heads.
 
+K-Means clusters the rows of a layer's distance matrix; a head represents each cluster (SyncKV, B.1). The clusters of
+every layer are made over all texts, and over disjoint parts of the texts.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import combinations
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from sfi_core.errors import ConfigError, not_installed
-from sfi_core.measure.heads.similarity import Matrix
 
+Matrix = npt.NDArray[np.float64]
+PIECE = 16  # steps compared at once; a step takes a float for each head and cached token
 STARTS, ROUNDS = 32, 100  # seeded starts of K-Means, and its most iterations
 DIGITS, NEAR = 9, 1e-8  # of a distance: smaller differences may come from the order of a sum
-
 Labels = tuple[int, ...]
+PARTS = 2  # default number of parts
+
+
+def overlap(index_NHK: torch.Tensor) -> torch.Tensor:
+    """Return the overlap coefficient of every two KV heads (SyncKV, Eq. 1).
+
+    Args:
+        index_NHK: For N steps the attended positions of each KV head, integers, padded with -1.
+
+    Returns:
+        [N, H, H] float64 in [0, 1]: the shared positions over those of the smaller set; 0 for an empty set.
+    """
+    N, H, _ = index_NHK.shape
+    T = int(index_NHK.max()) + 1 if index_NHK.numel() else 0
+    # padding goes to an extra column, which is cut off
+    member_NHT = torch.zeros(N, H, T + 1, device=index_NHK.device)
+    place_NHK = torch.where(index_NHK < 0, T, index_NHK).long()
+    member_NHT = member_NHT.scatter_(2, place_NHK, 1.0)[..., :T]
+    size_NH = member_NHT.sum(2)
+    shared_NHH = member_NHT @ member_NHT.mT
+    smaller_NHH = torch.minimum(size_NH[:, :, None], size_NH[:, None, :])
+    return shared_NHH.double() / smaller_NHH.clamp_min(1).double()
+
+
+@dataclass(frozen=True, slots=True)
+class Similarity:
+    """A layer's overlap coefficients, summed over `steps` steps."""
+
+    total_HH: Matrix
+    steps: int
+
+    @classmethod
+    def of(cls, index_NHK: torch.Tensor) -> Self:
+        """Sum the overlaps of N steps; see `overlap`."""
+        N, H, _ = index_NHK.shape
+        total_HH = torch.zeros(H, H, dtype=torch.float64, device=index_NHK.device)
+        for first in range(0, N, PIECE):
+            total_HH += overlap(index_NHK[first : first + PIECE]).sum(0)
+        return cls(total_HH.cpu().numpy(), N)
+
+    @property
+    def mean_HH(self) -> Matrix:
+        """The similarity S of every two KV heads: the mean over steps and texts (SyncKV, Eq. 2)."""
+        return self.total_HH / self.steps
+
+
+Sums = Mapping[int, Similarity]  # by layer
+
+
+def joined(parts: Iterable[Mapping[int, Similarity]]) -> dict[int, Similarity]:
+    """Add similarities up by layer; all steps of all texts count the same."""
+    found: dict[int, Similarity] = {}
+    for part in parts:
+        for layer, one in part.items():
+            known = found.get(layer)
+            found[layer] = one if known is None else Similarity(known.total_HH + one.total_HH, known.steps + one.steps)
+    return found
 
 
 def check_scipy() -> None:
@@ -91,3 +157,102 @@ def _filled(label_H: npt.NDArray[np.int64], clusters: int) -> npt.NDArray[np.int
 def _representative(row_HX: Matrix, members: npt.NDArray[np.int64]) -> int:
     far = np.linalg.norm(row_HX[members] - row_HX[members].mean(0), axis=1)
     return int(members[np.flatnonzero(far <= far.min() + NEAR)[0]])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerClusters:
+    """The clusters of one layer's KV heads.
+
+    Attributes:
+        similarity_HH: S of every two heads, over all texts.
+        agreement: Mean and least share of head pairs on which two parts agree; None with one part.
+        same_representatives: Share of the parts that choose these representatives; None with one part.
+    """
+
+    layer: int
+    similarity_HH: Matrix
+    cluster_of: Labels
+    representatives: Labels
+    agreement: tuple[float, float] | None
+    same_representatives: float | None
+
+    def mean(self, *, within: bool) -> float | None:
+        """Return the mean similarity of two heads of one cluster, or of two clusters; None without a pair."""
+        label_H = self.cluster_of
+        found = [
+            float(self.similarity_HH[i, j])
+            for i, j in combinations(range(len(label_H)), 2)
+            if (label_H[i] == label_H[j]) == within
+        ]
+        return sum(found) / len(found) if found else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        mean, least = self.agreement or (None, None)
+        return {
+            "layer": self.layer,
+            "cluster_of": list(self.cluster_of),
+            "representatives": list(self.representatives),
+            "similarity_within": self.mean(within=True),
+            "similarity_between": self.mean(within=False),
+            "agreement": mean,
+            "agreement_least": least,
+            "same_representatives": self.same_representatives,
+            "similarity": self.similarity_HH.tolist(),
+        }
+
+
+def part_count(texts: int, parts: int | None) -> int:
+    """Return the number of parts, by default 2 at most; raise `ConfigError` for more than texts."""
+    count = min(PARTS, texts) if parts is None else parts
+    if count > texts:
+        raise ConfigError(f"parts must be at most the {texts} texts, got {count}")
+    return count
+
+
+def parts_of(texts: Sequence[Sums], parts: int | None) -> list[dict[int, Similarity]]:
+    """Deal texts of the same layers out to disjoint parts (`part_count`); join each part's similarities."""
+    count = part_count(len(texts), parts)
+    return [joined(texts[first::count]) for first in range(count)]
+
+
+def cluster_layers(parts: Sequence[Sums], clusters: int) -> list[LayerClusters]:
+    """Cluster the KV heads of every layer, over all parts and over each part (SyncKV, 4.1 and B.1).
+
+    Raise `ConfigError` if a layer has fewer KV heads than N_r (`clusters`).
+    """
+    whole = joined(parts)
+    for one in whole.values():
+        check_count(clusters, len(one.total_HH))
+    return [_layer(layer, whole[layer], parts, clusters) for layer in sorted(whole)]
+
+
+def _layer(layer: int, whole: Similarity, parts: Sequence[Sums], clusters: int) -> LayerClusters:
+    cluster_of, representatives = cluster(whole.mean_HH, clusters)
+    found = [cluster(part[layer].mean_HH, clusters) for part in parts]
+    shares = [pair_agreement(one, other) for (one, _), (other, _) in combinations(found, 2)]
+    several = len(parts) > 1
+    same = [set(chosen) == set(representatives) for _, chosen in found]
+    return LayerClusters(
+        layer=layer,
+        similarity_HH=whole.mean_HH,
+        cluster_of=cluster_of,
+        representatives=representatives,
+        agreement=(sum(shares) / len(shares), min(shares)) if several else None,
+        same_representatives=sum(same) / len(same) if several else None,
+    )
+
+
+def pair_agreement(first: Sequence[int], second: Sequence[int]) -> float:
+    """Return the share of head pairs on which two clusterings agree: both join or both separate (Rand index).
+
+    The numbers of the clusters do not matter. Without a pair (one head) the share is 1.
+
+    Paper gap: the paper reports no measure ("the vast majority of heads remained consistent"). The plain
+    share is not adjusted for chance: two clusters of eight heads agree on about half of the pairs by chance.
+    """
+    pairs = list(combinations(range(len(first)), 2))
+    if not pairs:
+        return 1.0
+    same = [(first[i] == first[j]) == (second[i] == second[j]) for i, j in pairs]
+    return sum(same) / len(pairs)

@@ -21,10 +21,8 @@ PIECE = 16  # queries computed at once
 def cut_texts(tokenizer: Any, texts: Sequence[str], length: int, top: int) -> list[list[int]]:
     """Cut texts into pieces of `length` tokens; drop a text's shorter rest, keep a shorter text.
 
-    Paper gap: B.1 takes the first 1,000 tokens of each article; a long file of ours makes several texts.
-
-    Raises:
-        InputError: A piece has at most `top` tokens, which would give every head the same set.
+    Paper gap: B.1 takes the first 1,000 tokens of each article; a long file of ours makes several texts. Raise
+    `InputError` if a piece has at most `top` tokens, which would give every head the same set.
     """
     pieces = []
     for row in encode(tokenizer, texts):
@@ -68,14 +66,10 @@ def _layer_supports(store: KVStore, layer: int, kept: PromptLayer, length: int, 
         last = min(first + PIECE, W)
         seen = length - (W - last)
         logits_1HGWT = window_logits.on(store.backend)(
-            query_BHGTD[:, :, :, first:last].contiguous(),
-            store.pages(layer).key_PHND,
-            store.block_table_BP,
-            torch.tensor([seen], dtype=torch.int32, device=query_BHGTD.device),
-            scale=kept.options["scale"],
-            soft_cap=kept.options["soft_cap"],
-            longest=seen,
-        )
+            query_BHGTD[:, :, :, first:last].contiguous(), store.pages(layer).key_PHND, store.block_table_BP,
+            torch.tensor([seen], dtype=torch.int32, device=query_BHGTD.device), scale=kept.options["scale"],
+            soft_cap=kept.options["soft_cap"], longest=seen,
+        )  # fmt: skip
         weight_WHT = pooled_weight(logits_1HGWT[0], kept.options["sink_HG"])
         found.append(top_k.on(store.backend)(weight_WHT, top))
     return torch.cat(found)

@@ -21,9 +21,8 @@ from typing import ClassVar
 
 import torch
 
-from sfi_core.policies.base import Policy, Selection, stacked
+from sfi_core.policies.base import BatchContext, LayerContext, Notes, Policy, Selection, stacked
 from sfi_core.policies.code_basis import learn_basis
-from sfi_core.policies.context import BatchContext, LayerContext, Notes
 from sfi_core.state.layer_shape import LayerShape
 from sfi_core.state.request import RequestState
 from sfi_kernels import key_codes
@@ -88,8 +87,7 @@ class CodeScan(Policy):
     def selection_tokens(self, state: RequestState) -> float:
         """Count each token's words, the projections of query and new key, and the pseudo token's value.
 
-        Learning the basis again reads all keys. A token of 16-bit keys and values is as many words as a head
-        is wide.
+        Learning the basis again reads all keys. A token of 16-bit keys and values is as many words as a head is wide.
         """
         if not self.key_width or self._room(state) <= self.config.budget:
             return 0.0

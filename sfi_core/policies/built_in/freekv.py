@@ -13,8 +13,7 @@ from typing import ClassVar
 
 import torch
 
-from sfi_core.policies.base import Policy, Rule, Selection, stacked
-from sfi_core.policies.context import LayerContext
+from sfi_core.policies.base import LayerContext, Policy, Rule, Selection, stacked
 from sfi_core.policies.page_bounds import best_pages, bounds, extremes, extremes_bytes
 from sfi_core.settings.config import SfiConfig
 from sfi_core.state.layer_shape import LayerShape

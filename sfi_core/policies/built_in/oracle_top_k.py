@@ -2,8 +2,7 @@
 
 from typing import ClassVar
 
-from sfi_core.policies.base import Policy, Selection, best
-from sfi_core.policies.context import LayerContext
+from sfi_core.policies.base import LayerContext, Policy, Selection, best
 from sfi_core.state.request import RequestState
 from sfi_kernels.selector import attention_probability
 

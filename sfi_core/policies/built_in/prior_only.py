@@ -1,7 +1,6 @@
 """Control: SFI without evidence, lambda = 1 in Eq. 14: only key norms and positions select."""
 
-from sfi_core.policies.base import EvidencePolicy, Selection, Triggered, best
-from sfi_core.policies.context import Evidence
+from sfi_core.policies.base import Evidence, EvidencePolicy, Selection, Triggered, best
 from sfi_kernels.selector import key_norm_factor, normalized_position, position_factor, prior
 
 

@@ -10,8 +10,7 @@ ours from as many bytes: one outlier lifts a bound in every channel.
 
 from typing import ClassVar
 
-from sfi_core.policies.base import Policy, Selection, stacked
-from sfi_core.policies.context import LayerContext, Notes
+from sfi_core.policies.base import LayerContext, Notes, Policy, Selection, stacked
 from sfi_core.policies.page_bounds import (
     best_pages,
     bounds,

@@ -4,8 +4,7 @@ import random
 
 import torch
 
-from sfi_core.policies.base import Selection, Triggered, best
-from sfi_core.policies.context import LayerContext
+from sfi_core.policies.base import LayerContext, Selection, Triggered, best
 
 
 class RandomK(Triggered):

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 
 import torch
 
-from sfi_core.policies.base import EvidencePolicy, Rule, Selection, Triggered
-from sfi_core.policies.context import Evidence
+from sfi_core.policies.base import Evidence, EvidencePolicy, Rule, Selection, Triggered
 from sfi_core.settings.config import SfiConfig
 from sfi_kernels.selector import pool_by_page, selector
 from sfi_kernels.top_k import top_k

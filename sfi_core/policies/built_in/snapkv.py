@@ -8,8 +8,7 @@ from typing import ClassVar
 
 import torch
 
-from sfi_core.policies.base import EvidencePolicy, Selection, best
-from sfi_core.policies.context import Evidence
+from sfi_core.policies.base import Evidence, EvidencePolicy, Selection, best
 
 POOL = 5  # positions over which a score is averaged; the authors' kernel size
 

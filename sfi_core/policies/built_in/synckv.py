@@ -19,8 +19,7 @@ from typing import ClassVar
 import torch
 
 from sfi_core.errors import ConfigError
-from sfi_core.policies.base import Policy, Rule, Selection
-from sfi_core.policies.context import LayerContext
+from sfi_core.policies.base import LayerContext, Policy, Rule, Selection
 from sfi_core.policies.head_clusters import HeadClusters
 from sfi_core.settings.config import SfiConfig
 from sfi_core.state.request import RequestState

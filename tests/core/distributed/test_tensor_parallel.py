@@ -18,18 +18,15 @@ import typer
 from sfi_cli.commands.generate.prompts import read_prompts
 from sfi_cli.terminal.output import Output, message
 from sfi_cli.terminal.torchrun import check_command, one_voice
-from sfi_core import generate, load
+from sfi_core import AuditConfig, EngineOptions, generate, load
 from sfi_core.distributed import ranks as ranks_module
 from sfi_core.distributed.ranks import ALONE, Ranks
 from sfi_core.errors import ConfigError, InputError, MemoryForecastError, RankLostError
 from sfi_core.models.digest import checkpoint_digest
 from sfi_core.models.memory_need import Forecast, check_fits
 from sfi_core.policies import POLICIES
-from sfi_core.policies.base import Selection
+from sfi_core.policies.base import LayerContext, Selection
 from sfi_core.policies.built_in.sfi import SFI
-from sfi_core.policies.context import LayerContext
-from sfi_core.settings.audit import AuditConfig
-from sfi_core.settings.engine import EngineOptions
 from sfi_traces import ParquetObserver, Trace
 from sfi_traces.export.perfetto import perfetto_text
 from sfi_traces.read.check import check

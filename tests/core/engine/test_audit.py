@@ -7,13 +7,11 @@ import pytest
 import torch
 
 import sfi_core
-from sfi_core import SfiConfig, slow_fast
+from sfi_core import AuditConfig, Sampling, SfiConfig, slow_fast
 from sfi_core.errors import ConfigError
-from sfi_core.settings.audit import AuditConfig
-from sfi_core.settings.sampling import Sampling
 from tests.architectures import padded, prompts, tiny
 from tests.core.conftest import tiny_qwen3
-from tests.fakes import RecordingObserver
+from tests.fakes import RecordingObserver, tokens
 
 NEW, TOP = 12, 20
 ROWS = [torch.randint(0, 96, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (40, 17, 6)]
@@ -39,10 +37,6 @@ def audited(policy: str = "sfi", every: int = 1) -> tuple[Any, RecordingObserver
     observer = RecordingObserver()
     audit = AuditConfig(every=every, top=TOP)
     return complete(policy=policy, observers=[observer], audit=audit), observer
-
-
-def tokens(result: Any) -> list[list[int]]:
-    return [request.token_ids for request in result.report.requests]
 
 
 def dense_attentions(row: int, step: int) -> tuple[Any, torch.Tensor]:

@@ -9,11 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from sfi_core.generation.generate import generate
-from sfi_core.models.load import load
-from sfi_core.settings.audit import AuditConfig
-from sfi_core.settings.config import SfiConfig
-from sfi_core.settings.engine import EngineOptions
+from sfi_core import AuditConfig, EngineOptions, SfiConfig, generate, load
 from sfi_kernels import compiled
 from sfi_kernels.attention_in_place import attention_in_place
 from sfi_kernels.compiled import telling

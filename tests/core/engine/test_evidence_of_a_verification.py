@@ -2,12 +2,10 @@
 
 import torch
 
-from sfi_core import SfiConfig
+from sfi_core import SfiConfig, slow_fast
 from sfi_core.engine.ledger import RequestPass
 from sfi_core.hosts.transformers.decoder import Decoder
-from sfi_core.hosts.transformers.slow_fast import slow_fast
-from sfi_core.policies.base import Selection
-from sfi_core.policies.context import Evidence
+from sfi_core.policies.base import Evidence, Selection
 from tests.core.conftest import tiny_qwen3
 
 PROMPT, BLOCK = 60, [5, 9, 7]

@@ -10,7 +10,7 @@ import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import sfi_core
-from sfi_core import SfiConfig, slow_fast
+from sfi_core import AuditConfig, EngineOptions, NullObserver, Sampling, SfiConfig, slow_fast
 from sfi_core.engine import loop
 from sfi_core.engine.backends.registry import prepare
 from sfi_core.engine.graphs import lookahead, steps
@@ -18,13 +18,9 @@ from sfi_core.engine.graphs.buffers import bucket
 from sfi_core.engine.lossless.drafts import Drafts
 from sfi_core.engine.run import Run
 from sfi_core.errors import BackendError, ConfigError
-from sfi_core.observers.observer import NullObserver
 from sfi_core.policies import POLICIES, Evidence, EvidencePolicy, Selection, Triggered, best
 from sfi_core.policies.built_in import codescan
-from sfi_core.settings.audit import AuditConfig
-from sfi_core.settings.engine import EngineOptions
 from sfi_core.settings.parts import DraftConfig
-from sfi_core.settings.sampling import Sampling
 from sfi_kernels.pack import pack
 from tests.core.conftest import TINY, tiny_qwen3
 from tests.fake_graph import FakeRecorder, Tape, use_tensors

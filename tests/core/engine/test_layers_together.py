@@ -6,10 +6,9 @@ import pytest
 import torch
 
 import sfi_core
-from sfi_core import SfiConfig
+from sfi_core import NullObserver, SfiConfig
 from sfi_core.engine import maintenance, refresh
 from sfi_core.engine.maintenance import Maintenance
-from sfi_core.observers.observer import NullObserver
 from sfi_core.state.side_stream import SideStream
 from tests.core.conftest import tiny_qwen3
 

@@ -5,10 +5,9 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from sfi_core import NullObserver, Sampling
 from sfi_core.engine.loop import Loop
 from sfi_core.generation.sampling import Sampler
-from sfi_core.observers.observer import NullObserver
-from sfi_core.settings.sampling import Sampling
 from sfi_core.state.request import RequestState
 
 VOCABULARY = 100

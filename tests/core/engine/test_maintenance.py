@@ -11,9 +11,8 @@ import pytest
 import torch
 
 import sfi_core
-from sfi_core import SfiConfig
+from sfi_core import EngineOptions, SfiConfig
 from sfi_core.engine.maintenance import Maintenance, main_stream
-from sfi_core.settings.engine import EngineOptions
 from sfi_core.state.side_stream import RING_PLACES, SecondStream, SideStream
 from tests.core.conftest import tiny_qwen3
 from tests.cuda_clocks import Device

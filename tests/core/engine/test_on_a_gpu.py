@@ -8,8 +8,7 @@ import pytest
 import torch
 
 import sfi_core
-from sfi_core import SfiConfig
-from sfi_core.settings.engine import EngineOptions
+from sfi_core import EngineOptions, SfiConfig
 from sfi_core.state.side_stream import RING_PLACES
 from sfi_traces.record.timing import TimingObserver
 from tests.core.conftest import tiny_qwen3

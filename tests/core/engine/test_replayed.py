@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import sfi_core
-from sfi_core import SfiConfig
+from sfi_core import EngineOptions, NullObserver, SfiConfig
 from sfi_core.distributed.ranks import ALONE
 from sfi_core.engine.report import RunReport
 from sfi_core.engine.run import Run
@@ -16,14 +16,11 @@ from sfi_core.errors import ConfigError
 from sfi_core.hosts.transformers.replays import records_steps
 from sfi_core.measure.bench.bench import Bench
 from sfi_core.measure.bench.ours import run_ours
-from sfi_core.measure.bench.prompts import Prompts
+from sfi_core.measure.bench.prompts import BenchRun, Prompts, stream
 from sfi_core.measure.bench.rows import point_rows
 from sfi_core.measure.bench.settings import DecodeSettings
-from sfi_core.measure.bench.streams import stream
 from sfi_core.models.byte_model import ByteModel
 from sfi_core.observers.events import SelectionEvent
-from sfi_core.observers.observer import NullObserver
-from sfi_core.settings.engine import EngineOptions
 from sfi_kernels.pack import pack
 from tests.core.conftest import tiny_qwen3
 from tests.fake_graph import FakeRecorder, use_tensors
@@ -127,10 +124,8 @@ def test_a_benchmark_records_every_graph_before_it_measures(model, recorder):
     )  # fmt: skip
     (point,), (variant,) = asked.points(), asked.variants()
     given, tapes = stream(asked, 3, 96), []
-    sample = run_ours(
-        model, variant, point, asked, Prompts.of(asked, point, 96, torch.device("cpu")), given,
-        lambda _: tapes.append(recorder.tapes),
-    )  # fmt: skip
+    prompts = Prompts.of(asked, point, 96, torch.device("cpu"))
+    sample = run_ours(BenchRun(model, variant, point, asked, prompts, given, lambda _: tapes.append(recorder.tapes)))
     assert tapes[asked.warm_up] == tapes[-1] == 3, "all fast, one slow, all slow"
     assert sample.paths["graph.replay"] == asked.total_steps
     assert "graph.eager" not in sample.paths
@@ -150,10 +145,8 @@ def test_a_benchmark_says_why_steps_were_not_replayed(model, recorder):
         engine=EngineOptions(backend="triton"), config=CONFIG.replace(trigger_delay=1),
     )  # fmt: skip
     (point,), (variant,) = asked.points(), asked.variants()
-    sample = run_ours(
-        model, variant, point, asked, Prompts.of(asked, point, 96, torch.device("cpu")),
-        stream(asked, 1, 96), lambda _: None,
-    )  # fmt: skip
+    prompts = Prompts.of(asked, point, 96, torch.device("cpu"))
+    sample = run_ours(BenchRun(model, variant, point, asked, prompts, stream(asked, 1, 96)))
     bytes_ = ByteModel(weight_bytes=1000, batch=1, row_bytes=8, heads=2, layers=1)
     (row,) = point_rows(point, {variant: [sample]}, {"quest": bytes_}, 1.0)
     reason = "CUDA graphs must be off with policy quest, which selects at fast steps"

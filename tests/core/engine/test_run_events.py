@@ -6,10 +6,9 @@ import pytest
 import torch
 
 import sfi_core
-from sfi_core import SfiConfig, slow_fast
+from sfi_core import EngineOptions, SfiConfig, slow_fast
 from sfi_core.hosts.transformers.cache_name import CACHE_NAME
 from sfi_core.models.describe import describe_model
-from sfi_core.settings.engine import EngineOptions
 from tests.architectures import padded, tiny
 from tests.core.conftest import tiny_qwen3
 from tests.fakes import RecordingObserver

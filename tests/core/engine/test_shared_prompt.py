@@ -6,12 +6,9 @@ import pytest
 import torch
 
 import sfi_core
+from sfi_core import AuditConfig, EngineOptions, SfiConfig, read_prompt
 from sfi_core.errors import ConfigError
-from sfi_core.generation.read_prompt import read_prompt
 from sfi_core.policies import POLICIES
-from sfi_core.settings.audit import AuditConfig
-from sfi_core.settings.config import SfiConfig
-from sfi_core.settings.engine import EngineOptions
 from sfi_core.settings.parts import SyncKVConfig
 from tests.architectures import tiny
 from tests.fakes import RecordingObserver

@@ -9,9 +9,8 @@ from torch.utils._pytree import tree_leaves
 from triton.runtime.interpreter import GridExecutor
 
 import sfi_core
-from sfi_core import SfiConfig
+from sfi_core import EngineOptions, SfiConfig
 from sfi_core.engine.graphs import layer as graphs_layer
-from sfi_core.settings.engine import EngineOptions
 from sfi_kernels.launch import name_of
 from tests.core.conftest import tiny_qwen3
 from tests.fake_graph import FakeRecorder, memory

@@ -16,13 +16,12 @@ from transformers import (
 )
 
 import sfi_core
-from sfi_core import SfiConfig, slow_fast
+from sfi_core import EngineOptions, SfiConfig, slow_fast
 from sfi_core.errors import BackendError
-from sfi_core.settings.engine import EngineOptions
 from sfi_core.settings.parts import FreeKVConfig, SyncKVConfig
 from tests.core.conftest import TINY, tiny_qwen3
 from tests.covering import case
-from tests.fakes import RecordingObserver, use_references
+from tests.fakes import RecordingObserver, tokens, use_references
 
 VOCAB, NEW = 96, 4
 PROMPTS = [torch.randint(0, VOCAB, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (70, 30, 7)]
@@ -54,10 +53,6 @@ def recorded(backend: str) -> tuple[Any, RecordingObserver]:
     result = complete(backend, observers=[observer])
     assert len({tuple(request.slow_at) for request in result.report.requests}) > 1
     return result, observer
-
-
-def tokens(result: Any) -> list[list[int]]:
-    return [request.token_ids for request in result.report.requests]
 
 
 @pytest.mark.parametrize(("policy", "more"), [*((one, {}) for one in KINDS_OF_POLICY), ("codescan", {"max_batch": 1})])

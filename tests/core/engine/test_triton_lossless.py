@@ -6,9 +6,7 @@ Without a GPU the references stand in for the kernels, which tests/kernels compa
 import pytest
 import torch
 
-from sfi_core.generation.generate import generate
-from sfi_core.settings.config import SfiConfig
-from sfi_core.settings.engine import EngineOptions
+from sfi_core import EngineOptions, SfiConfig, generate
 from sfi_core.settings.parts import DraftConfig
 from tests.architectures import prompts, tiny
 from tests.fakes import use_references

@@ -6,13 +6,10 @@ import pytest
 import torch
 
 from benchmarks.train_bundled import build_tokenizer
+from sfi_core import EngineOptions, NullObserver, Sampling, generate
 from sfi_core.errors import ConfigError, InputError, NumericsError
-from sfi_core.generation.generate import generate
-from sfi_core.observers.observer import NullObserver
-from sfi_core.settings.engine import EngineOptions
-from sfi_core.settings.sampling import Sampling
 from tests.architectures import SMALL, padded, prompts, tiny
-from tests.fakes import RecordingObserver
+from tests.fakes import RecordingObserver, break_logits, tokens
 
 pytestmark = pytest.mark.seam
 
@@ -28,10 +25,6 @@ def model():
 
 def run(model, rows=ROWS, config=SMALL, **options):
     return generate(model, None, rows, config, **{"max_new_tokens": STEPS, **options})
-
-
-def tokens(result):
-    return [request.token_ids for request in result.report.requests]
 
 
 @pytest.fixture
@@ -107,18 +100,6 @@ def test_slow_steps_are_those_of_eq_5_and_t_max(model, t_max, min_gap, delay, se
 def test_slow_steps_of_the_requests_of_a_batch_differ(model):
     """So that the test above is about requests that decide alone."""
     assert len({tuple(r.slow_at) for r in run(model).report.requests}) == 3
-
-
-def break_logits(model, when, row=slice(None)):
-    """Make the logits NaN for as long as `when()` holds."""
-
-    def replace(module, args, output):
-        if when():
-            output = output.clone()
-            output[row] = torch.nan
-        return output
-
-    return model.lm_head.register_forward_hook(replace)
 
 
 def test_nan_logits_end_the_run_with_the_step_and_keep_the_tokens_so_far(model, expected):

@@ -8,17 +8,16 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
+from sfi_core import Sampling, SfiConfig, generate
 from sfi_core.engine import loop
 from sfi_core.engine.lossless.drafts import Drafts
 from sfi_core.errors import ConfigError
-from sfi_core.generation.generate import generate
 from sfi_core.generation.verify import verify
-from sfi_core.settings.config import SfiConfig
 from sfi_core.settings.engine import DEFAULTS, EngineOptions
-from sfi_core.settings.sampling import Sampling
 from sfi_kernels.key_codes import encode_keys
 from tests.architectures import COMMON, WORKS, prompts, tiny
 from tests.covering import covering, each_value
+from tests.fakes import tokens
 
 pytestmark = pytest.mark.seam
 
@@ -47,10 +46,6 @@ def run(label, rows, *, policy="sfi", draft="16 to the boundary", **options):
     engine = replace(options.pop("engine", DEFAULTS), lossless=options.pop("lossless", True))
     settings = {"stop_token_ids": (), "max_new_tokens": STEPS, "engine": engine, **options}
     return generate(tiny(label), None, rows, config, policy=policy, **settings)
-
-
-def tokens(result):
-    return [request.token_ids for request in result.report.requests]
 
 
 @cache

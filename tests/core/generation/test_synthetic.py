@@ -4,10 +4,9 @@ import pytest
 import torch
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
-from sfi_core import SfiConfig, slow_fast
+from sfi_core import EngineOptions, SfiConfig, slow_fast
 from sfi_core.generation.synthetic import BLOCK, SyntheticPrompt
 from sfi_core.hosts.transformers.decoder import Decoder
-from sfi_core.settings.engine import EngineOptions
 
 CONFIG = SfiConfig(slow_start=1, min_gap=0, span=0, trigger_policy="stride", stride=3, budget=16, recent=8)
 

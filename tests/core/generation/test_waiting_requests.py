@@ -5,19 +5,12 @@ from functools import cache
 from itertools import permutations
 
 import pytest
-import torch
 
+from sfi_core import AuditConfig, EngineOptions, NullObserver, Sampling, Session, SfiConfig, generate
 from sfi_core.errors import ConfigError, NumericsError
-from sfi_core.generation.generate import generate
-from sfi_core.hosts.transformers.session import Session
-from sfi_core.observers.observer import NullObserver
-from sfi_core.settings.audit import AuditConfig
-from sfi_core.settings.config import SfiConfig
-from sfi_core.settings.engine import EngineOptions
-from sfi_core.settings.sampling import Sampling
 from tests.architectures import prompts, tiny
 from tests.covering import each_value
-from tests.fakes import RecordingObserver
+from tests.fakes import RecordingObserver, break_logits, tokens
 
 pytestmark = pytest.mark.seam
 
@@ -55,10 +48,6 @@ def reports(label, rows=ROWS, limits=LIMITS, **options):
 @cache
 def alone(label, way):
     return [reports(label, [row], [limit], **WAYS[way])[0] for row, limit in zip(ROWS, LIMITS, strict=True)]
-
-
-def tokens(result):
-    return [request.token_ids for request in result.report.requests]
 
 
 @pytest.mark.parametrize(
@@ -287,13 +276,6 @@ def test_ctrl_c_keeps_what_ended_and_lists_what_never_began():
     ]
     assert result.interrupted
     assert result.texts == [""] * 7
-
-
-def break_logits(model, when):
-    def replace(module, args, output):
-        return torch.full_like(output, torch.nan) if when() else output
-
-    return model.lm_head.register_forward_hook(replace)
 
 
 def test_ctrl_c_while_a_prompt_is_read_keeps_the_others():

@@ -7,11 +7,9 @@ import torch
 import transformers
 from transformers import CONFIG_MAPPING
 
+from sfi_core import EngineOptions, generate, slow_fast
 from sfi_core.errors import UnsupportedModelError
-from sfi_core.generation.generate import generate
 from sfi_core.hosts.transformers.checks import check_supported
-from sfi_core.hosts.transformers.slow_fast import slow_fast
-from sfi_core.settings.engine import EngineOptions
 from tests.architectures import BY_LABEL, PAGE, REFUSED, SMALL, WORKS, padded, page, prompts, tiny
 from tests.covering import each_value
 

@@ -10,12 +10,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.llama import modeling_llama as llama
 
 import sfi_core
-from sfi_core import SfiConfig, slow_fast
+from sfi_core import EngineOptions, SfiConfig, slow_fast
 from sfi_core.errors import ConfigError
 from sfi_core.hosts.transformers.cache_name import CACHE_NAME
 from sfi_core.hosts.transformers.fusion.fuse import forward_for, fused, wants_fusion
 from sfi_core.hosts.transformers.fusion.known import digest, rotates_halves
-from sfi_core.settings.engine import EngineOptions
 from sfi_kernels.launch import name_of
 from tests.architectures import WORKS
 from tests.architectures import tiny as tiny_architecture

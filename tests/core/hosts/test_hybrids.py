@@ -7,16 +7,13 @@ import pytest
 import torch
 import transformers
 
+from sfi_core import AuditConfig, EngineOptions, generate, slow_fast
 from sfi_core.errors import ConfigError, UnsupportedModelError
-from sfi_core.generation.generate import generate
 from sfi_core.generation.synthetic import SyntheticPrompt
 from sfi_core.hosts.transformers.decoder import Decoder
 from sfi_core.hosts.transformers.own_layers import states
-from sfi_core.hosts.transformers.slow_fast import slow_fast
 from sfi_core.models.byte_model import ByteModel
 from sfi_core.models.describe import describe_model
-from sfi_core.settings.audit import AuditConfig
-from sfi_core.settings.engine import EngineOptions
 from tests.architectures import BESIDE, BY_LABEL, RESULTS, padded, prompts, tiny
 from tests.covering import case
 from tests.fakes import RecordingObserver

@@ -10,13 +10,10 @@ from transformers import DynamicCache, StoppingCriteria, TextIteratorStreamer
 from transformers.generation import GenerateDecoderOnlyOutput
 
 import sfi_core
+from sfi_core import Sampling, Session, SfiConfig, slow_fast
 from sfi_core.errors import ConfigError, InputError
 from sfi_core.hosts.transformers.cache_name import CACHE_NAME
-from sfi_core.hosts.transformers.session import Session
-from sfi_core.hosts.transformers.slow_fast import slow_fast
-from sfi_core.settings.config import SfiConfig
 from sfi_core.settings.parts import DraftConfig
-from sfi_core.settings.sampling import Sampling
 from tests import architectures
 from tests.architectures import VOCABULARY, padded, prompts, tiny
 from tests.core.hosts.test_session import Numbers

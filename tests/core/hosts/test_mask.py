@@ -4,10 +4,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sfi_core.generation.generate import generate
-from sfi_core.hosts.transformers.slow_fast import slow_fast
-from sfi_core.settings.config import SfiConfig
-from sfi_core.settings.engine import EngineOptions
+from sfi_core import EngineOptions, SfiConfig, generate, slow_fast
 from tests.architectures import padded, prompts, tiny
 
 pytestmark = pytest.mark.seam

@@ -4,9 +4,7 @@ from typing import Any
 
 import pytest
 
-from sfi_core.generation.generate import generate
-from sfi_core.settings.audit import AuditConfig
-from sfi_core.settings.engine import EngineOptions
+from sfi_core import AuditConfig, EngineOptions, generate
 from tests.architectures import SMALL, prompts, tiny
 from tests.core.hosts.test_architectures import HANDFUL, LENGTHS, STEPS, WHOLE, reference
 from tests.covering import each_value

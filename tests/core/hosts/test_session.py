@@ -7,12 +7,10 @@ import torch
 from transformers import DynamicCache, LogitsProcessor, StoppingCriteria, TextIteratorStreamer
 
 from benchmarks.train_bundled import build_tokenizer
+from sfi_core import EngineOptions, SfiConfig, slow_fast
 from sfi_core.errors import BackendError, ConfigError, InputError, UnsupportedModelError
 from sfi_core.hosts.transformers.attention import sfi_attention
 from sfi_core.hosts.transformers.cache_name import CACHE_NAME, cache_in
-from sfi_core.hosts.transformers.slow_fast import slow_fast
-from sfi_core.settings.config import SfiConfig
-from sfi_core.settings.engine import EngineOptions
 from sfi_core.triggers.trigger_set import build_trigger_set
 from tests.architectures import SMALL, padded, prompts, tiny
 

@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from sfi_core.generation.generate import generate
+from sfi_core import generate, load
 from sfi_core.machine import threads
-from sfi_core.models.load import load
 
 
 @pytest.mark.parametrize(("small", "steps"), [(1 << 26, {1}), (1, {2})])

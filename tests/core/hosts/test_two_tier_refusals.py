@@ -7,13 +7,10 @@ import pytest
 import torch
 
 import sfi_core
-from sfi_core import SfiConfig
+from sfi_core import EngineOptions, SfiConfig, read_prompt, slow_fast
 from sfi_core.errors import BackendError, ConfigError, MemoryForecastError
-from sfi_core.generation.read_prompt import read_prompt
 from sfi_core.hosts.transformers.cache_name import CACHE_NAME
-from sfi_core.hosts.transformers.slow_fast import slow_fast
 from sfi_core.policies import POLICIES
-from sfi_core.settings.engine import EngineOptions
 from tests.architectures import prompts, tiny
 
 ROWS = prompts(60)

@@ -7,19 +7,16 @@ import pytest
 import torch
 
 import sfi_core
-from sfi_core import SfiConfig
-from sfi_core.hosts.transformers.slow_fast import slow_fast
+from sfi_core import AuditConfig, SfiConfig, slow_fast
 from sfi_core.measure.evaluation.tasks import find_task
 from sfi_core.models.load import BUNDLED, load
 from sfi_core.policies.built_in import codescan
-from sfi_core.settings.audit import AuditConfig
-from sfi_core.settings.device_budget import DeviceBudget
-from sfi_core.settings.engine import EngineOptions
+from sfi_core.settings.engine import DeviceBudget, EngineOptions
 from sfi_core.state.side_stream import SideStream
 from sfi_kernels.compiled import why_not
 from tests.architectures import prompts, tiny
 from tests.covering import each_value
-from tests.fakes import RecordingObserver, use_references
+from tests.fakes import RecordingObserver, tokens, use_references
 from tests.schedules import AnyTime, Lazy, Watching
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="schedules of CPU tensors")
@@ -62,10 +59,6 @@ def complete(
         stop_token_ids=(), engine=EngineOptions(kv_device_budget=budget, kv_page=page, **engine),
         **{"max_new_tokens": 14, **options},
     )  # fmt: skip
-
-
-def tokens(result: Any) -> list[list[int]]:
-    return [request.token_ids for request in result.report.requests]
 
 
 @cache

@@ -6,20 +6,18 @@ from fractions import Fraction
 import pytest
 import torch
 
+from sfi_core import EngineOptions, SfiConfig
 from sfi_core.errors import ConfigError
 from sfi_core.hosts.transformers.cache_name import CACHE_NAME
 from sfi_core.measure.bench import bench, fits
 from sfi_core.measure.bench.bench import run_bench
 from sfi_core.measure.bench.ours import run_ours
-from sfi_core.measure.bench.prompts import Prompts
+from sfi_core.measure.bench.prompts import BenchRun, Prompts, slow_steps, stream
 from sfi_core.measure.bench.rows import point_rows, step_bytes
 from sfi_core.measure.bench.samples import DecodeSample, StepRead
 from sfi_core.measure.bench.settings import BASELINES, DecodeSettings, DecodeVariant, Point
-from sfi_core.measure.bench.streams import slow_steps, stream
 from sfi_core.measure.bench.theirs import run_theirs
 from sfi_core.models.byte_model import ByteModel
-from sfi_core.settings.config import SfiConfig
-from sfi_core.settings.engine import EngineOptions
 
 pytestmark = pytest.mark.usefixtures("small_buffers")
 
@@ -40,7 +38,7 @@ def ours(model, asked, *, policy="sfi", engine=None, batch=2, on_step=lambda _: 
     prompts = Prompts.of(asked, point, vocabulary, model.device)
     tokens = stream(asked, batch, vocabulary)
     variant = DecodeVariant(policy, policy, engine or EngineOptions())
-    return run_ours(model, variant, point, asked, prompts, tokens, on_step)
+    return run_ours(BenchRun(model, variant, point, asked, prompts, tokens, on_step))
 
 
 # which steps are slow
@@ -99,7 +97,8 @@ def test_step_t_has_the_contexts_and_t_more_tokens(tiny_model):
     sample = ours(tiny_model, asked, batch=3)
     assert [read.length_B for read in sample.reads[:2]] == [(102, 77, 51), (103, 78, 52)]
     prompts = Prompts.of(asked, Point(101, 3, ragged=True), 96, tiny_model.device)
-    theirs = run_theirs(tiny_model, BASELINES[0], Point(101, 3, ragged=True), asked, prompts, lambda _: None)
+    point, tokens = Point(101, 3, ragged=True), stream(asked, 3, 96)
+    theirs = run_theirs(BenchRun(tiny_model, DecodeVariant(BASELINES[0]), point, asked, prompts, tokens))
     assert [read.length_B for read in theirs.reads] == [read.length_B for read in sample.reads]
     assert len(theirs.at) == len(sample.at) == 1 + 4 + 5
 
@@ -118,11 +117,10 @@ def test_transformers_decodes_from_the_same_keys_as_ours(tiny_model, name, monke
         return update(ids, **options)
 
     monkeypatch.setattr(tiny_model, "generate", generate)
-    run_theirs(tiny_model, name, point, asked, prompts, lambda _: None)
+    theirs, ours = DecodeVariant(name), DecodeVariant("full-kv", "full-kv")
+    run_theirs(BenchRun(tiny_model, theirs, point, asked, prompts, stream(asked, 2, 96)))
     monkeypatch.undo()
-    run_ours(
-        tiny_model, DecodeVariant("full-kv", "full-kv"), point, asked, prompts, stream(asked, 2, 96), lambda _: None
-    )
+    run_ours(BenchRun(tiny_model, ours, point, asked, prompts, stream(asked, 2, 96)))
     pages = prompts.made_up.store.layers
     for layer, held in enumerate(seen["cache"].layers):
         torch.testing.assert_close(held.keys[:, :, :1499], pages[layer].key_PHND[:, :, :1499])
@@ -135,7 +133,8 @@ def test_a_time_limit_ends_a_run_after_three_steps_or_a_whole_period(tiny_model)
     triggered = ours(tiny_model, asked)
     assert (triggered.steps, triggered.slow_rate) == (5, 0.2)
     prompts = Prompts.of(asked, Point(128, 2), 96, tiny_model.device)
-    theirs = run_theirs(tiny_model, BASELINES[0], Point(128, 2), asked, prompts, lambda _: None)
+    variant, tokens = DecodeVariant(BASELINES[0]), stream(asked, 2, 96)
+    theirs = run_theirs(BenchRun(tiny_model, variant, Point(128, 2), asked, prompts, tokens))
     # transformers asks whether to stop before it hands the step's tokens over
     assert (theirs.steps, theirs.warm_up, len(theirs.at)) == (4, 1, 6)
 
@@ -153,15 +152,15 @@ def test_a_prefill_is_read_where_it_is_asked_for(tiny_model):
 def test_all_variants_take_their_turn_in_every_repeat(tiny_model, monkeypatch):
     order = []
 
-    def note(original, name_of):
-        def wrapped(*arguments):
-            order.append(name_of(arguments))
-            return original(*arguments)
+    def note(original):
+        def wrapped(asked):
+            order.append(asked.variant.name)
+            return original(asked)
 
         return wrapped
 
-    monkeypatch.setattr(bench, "run_ours", note(bench.run_ours, lambda a: a[1].name))
-    monkeypatch.setattr(bench, "run_theirs", note(bench.run_theirs, lambda a: a[1]))
+    monkeypatch.setattr(bench, "run_ours", note(bench.run_ours))
+    monkeypatch.setattr(bench, "run_theirs", note(bench.run_theirs))
     result = run_bench(tiny_model, settings(steps=5))
     turn = ["sfi", "full-kv", *BASELINES]
     assert order == turn * 2
@@ -287,11 +286,11 @@ def test_bad_settings_are_refused(changes, words):
 def test_ctrl_c_keeps_the_rows_of_finished_runs(tiny_model, monkeypatch):
     runs = []
 
-    def stopped(*arguments):
-        runs.append(arguments[1].name)
+    def stopped(asked):
+        runs.append(asked.variant.name)
         if len(runs) == 4:
             raise KeyboardInterrupt
-        return run_ours(*arguments)
+        return run_ours(asked)
 
     monkeypatch.setattr(bench, "run_ours", stopped)
     result = run_bench(tiny_model, settings(baselines=(), batches=(1, 2), repeats=2, steps=5))

@@ -5,19 +5,16 @@ from statistics import fmean
 
 import pytest
 
+from sfi_core import EngineOptions, SfiConfig, generate
 from sfi_core.errors import ConfigError
-from sfi_core.generation.generate import generate
-from sfi_core.measure.bench import lossless as module
+from sfi_core.measure.bench import bench as module
 from sfi_core.measure.bench.bench import run_bench
-from sfi_core.measure.bench.lossless import StatedAcceptance, run_lossless
-from sfi_core.measure.bench.prompts import Prompts
+from sfi_core.measure.bench.ours import StatedAcceptance, run_ours
+from sfi_core.measure.bench.prompts import BenchRun, Prompts, stream
 from sfi_core.measure.bench.rows import point_rows
 from sfi_core.measure.bench.samples import DecodeSample, StepRead
 from sfi_core.measure.bench.settings import DecodeSettings, DecodeVariant, Point
-from sfi_core.measure.bench.streams import stream
 from sfi_core.models.byte_model import ByteModel
-from sfi_core.settings.config import SfiConfig
-from sfi_core.settings.engine import EngineOptions
 from sfi_core.state.request import RequestState
 from tests.architectures import tiny
 
@@ -45,7 +42,7 @@ def lossless_sample(model, asked, batch=1):
     prompts = Prompts.of(asked, point, model.config.vocab_size, model.device)
     tokens = stream(asked, batch, model.config.vocab_size)
     (variant,) = (one for one in asked.variants() if one.engine.lossless)
-    return prompts, run_lossless(model, variant, point, asked, prompts, tokens, lambda _: None)
+    return prompts, run_ours(BenchRun(model, variant, point, asked, prompts, tokens))
 
 
 def test_chance_keeps_the_stated_share_and_depends_on_request_and_index_only():
@@ -121,13 +118,9 @@ def test_rows_count_tokens_and_not_passes():
     slow = ((False, False), (True, False), (True, True))
     reads = [StepRead(one, (100, 60), (40, 30), (20, 20)) for one in ((True, True), *slow)]
     sample = DecodeSample(
-        2,
-        1,
-        at=[0, 1, 2, 3, 6],
-        gave=[2, 4, 0, 3, 5],
-        reads=reads,
+        2, 1, at=[0, 1, 2, 3, 6], gave=[2, 4, 0, 3, 5], reads=reads,
         drafting={"verifications": 3, "drafted": 8, "tested": 7, "accepted": 5},
-    )
+    )  # fmt: skip
     variant = DecodeVariant("sfi-lossless", "sfi", EngineOptions(lossless=True), 0.7)
     model = ByteModel(weight_bytes=1000, batch=2, row_bytes=8, heads=2, layers=1)
     (row,) = point_rows(Point(100, 2), {variant: [sample]}, {"sfi-lossless": model}, 1.0)
@@ -158,6 +151,6 @@ def test_what_cannot_be_measured_is_refused(changes, message):
 
 
 def test_a_batch_over_sliding_windows_is_refused_before_anything_runs(monkeypatch):
-    monkeypatch.setattr(module, "run_lossless", None)
+    monkeypatch.setattr(module, "run_ours", None)
     with pytest.raises(ConfigError, match="batch must be 1 in lossless runs of a model with sliding"):
         run_bench(tiny("gemma-2"), settings())

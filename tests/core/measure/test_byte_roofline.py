@@ -13,7 +13,7 @@ from sfi_core.hosts.transformers.shapes import layer_shapes
 from sfi_core.measure.bench.architectures import empty_model, random_config, random_model
 from sfi_core.measure.bench.byte_roofline import forecast_document
 from sfi_core.measure.bench.settings import DecodeSettings
-from sfi_core.models.weights import ModelWeights
+from sfi_core.models.describe import ModelWeights
 from tests.architectures import WORKS, tiny
 
 META, CPU = torch.device("meta"), torch.device("cpu")

@@ -7,13 +7,19 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from sfi_core import SfiConfig
+from sfi_core import SfiConfig, read_prompt
 from sfi_core.engine.report import RequestReport
 from sfi_core.errors import ConfigError, InputError, NumericsError
-from sfi_core.generation.read_prompt import read_prompt
-from sfi_core.measure.evaluation.fidelity import Fidelity, fidelity, reference
+from sfi_core.measure.evaluation.fidelity import (
+    Fidelity,
+    Window,
+    fidelity,
+    reference,
+    sentence_positions,
+    text_ids,
+    windows,
+)
 from sfi_core.measure.evaluation.teacher_forcing import teacher_force
-from sfi_core.measure.evaluation.text_windows import Window, sentence_positions, text_ids, windows
 from sfi_core.models.load import BUNDLED
 
 PROMPT, NEW = 40, 25
@@ -136,16 +142,10 @@ def report_of(read_ratio):
 
 def made(read_ratio=0.5, kl=(9.0, 1.0, 3.0, 5.0)):
     return Fidelity(
-        window=[0] * 4,
-        step=[0, 1, 2, 3],
-        in_sentence=[40, 0, 2, 3],
-        slow=[True, True, False, False],
-        kl=list(kl),
-        agrees=[True, True, False, True],
-        nll=[9.0, 1.0, 2.0, 3.0],
-        nll_full=[9.0, 1.0, 1.0, 1.0],
+        window=[0] * 4, step=[0, 1, 2, 3], in_sentence=[40, 0, 2, 3], slow=[True, True, False, False], kl=list(kl),
+        agrees=[True, True, False, True], nll=[9.0, 1.0, 2.0, 3.0], nll_full=[9.0, 1.0, 1.0, 1.0],
         reports=[report_of(read_ratio)],
-    )
+    )  # fmt: skip
 
 
 def test_a_summary_leaves_out_step_0_which_no_policy_touches():

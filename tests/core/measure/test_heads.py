@@ -9,9 +9,16 @@ import torch
 
 from sfi_core.errors import BackendError, ConfigError
 from sfi_core.measure.heads import clustering, model_supports
-from sfi_core.measure.heads.clustering import cluster, distance
-from sfi_core.measure.heads.layers import cluster_layers, pair_agreement, parts_of
-from sfi_core.measure.heads.similarity import Similarity, joined, overlap
+from sfi_core.measure.heads.clustering import (
+    Similarity,
+    cluster,
+    cluster_layers,
+    distance,
+    joined,
+    overlap,
+    pair_agreement,
+    parts_of,
+)
 from tests.core.conftest import tiny_qwen3
 
 pytest.importorskip("scipy")

@@ -4,13 +4,12 @@ from dataclasses import replace
 
 import pytest
 
+from sfi_core import EngineOptions, SfiConfig
 from sfi_core.errors import ConfigError, NumericsError
 from sfi_core.measure.evaluation.lossless_rows import check_exact, differences, drafting
 from sfi_core.measure.evaluation.method import Method, Size
 from sfi_core.measure.evaluation.runner import TaskGrid
 from sfi_core.measure.evaluation.text_grid import TextGrid
-from sfi_core.settings.config import SfiConfig
-from sfi_core.settings.engine import EngineOptions
 from tests.architectures import BY_LABEL
 
 LOSSLESS = "exact=sfi:lossless=true,draft.max_tokens=4"

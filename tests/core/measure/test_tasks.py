@@ -11,10 +11,10 @@ from transformers import PreTrainedTokenizerFast
 import sfi_core
 from sfi_core.bundled.corpus import HELD_OUT, draw
 from sfi_core.errors import InputError
-from sfi_core.measure.evaluation.task_rows import by_sentence
+from sfi_core.measure.evaluation.runner import by_sentence
 from sfi_core.measure.evaluation.tasks import TASKS, find_task
 from sfi_core.measure.evaluation.tasks.base import depths, fit
-from sfi_core.measure.evaluation.tasks.common_words import WORDS
+from sfi_core.measure.evaluation.tasks.documents import WORDS
 from sfi_core.models.load import load_tokenizer
 
 RULER = [name for name, task in TASKS.items() if not task.bundled]

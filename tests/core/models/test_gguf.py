@@ -13,13 +13,12 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from sfi_core import SfiConfig, generate
 from sfi_core.errors import BackendError, InputError, UnsupportedModelError
-from sfi_core.generation.generate import generate
 from sfi_core.measure.bench.architectures import model_config
 from sfi_core.models import source
 from sfi_core.models.load import load, load_tokenizer
 from sfi_core.models.source import find_source
-from sfi_core.settings.config import SfiConfig
 from tests.core.conftest import TINY
 from tests.core.models.test_load import FakeRanks, refusal
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import sfi_core
+from sfi_core import EngineOptions, SfiConfig
 from sfi_core.errors import MemoryForecastError
 from sfi_core.generation import batch_plan
 from sfi_core.machine import memory
@@ -22,8 +23,6 @@ from sfi_core.models.memory_need import (
     forecast,
     step_sizes,
 )
-from sfi_core.settings.config import SfiConfig
-from sfi_core.settings.engine import EngineOptions
 from sfi_core.state.layer_shape import LayerShape
 from sfi_core.state.side_stream import RING_PLACES
 

@@ -11,8 +11,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import sfi_core
 from sfi_core.errors import BackendError
 from sfi_core.models import linear
+from sfi_core.models.describe import ModelWeights
 from sfi_core.models.linear import PackedLinear, RowLinear, WideLinear, pack_weights, quick_linears
-from sfi_core.models.weights import ModelWeights
 from tests.architectures import COMMON
 from tests.covering import each_value
 

@@ -10,13 +10,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import sfi_core
+from sfi_core import EngineOptions, Sampling, SfiConfig
 from sfi_core.models.memory_need import COMPARING, CPU_SLACK, PICKING, Drafting, forecast
 from sfi_core.observers.events import LogitsEvent
 from sfi_core.observers.observer import NullObserver, Observer
-from sfi_core.settings.config import SfiConfig
-from sfi_core.settings.engine import EngineOptions
 from sfi_core.settings.parts import DraftConfig
-from sfi_core.settings.sampling import Sampling
 from sfi_core.state.layer_shape import LayerShape
 from tests.core.conftest import tiny_qwen3
 

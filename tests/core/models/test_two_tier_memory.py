@@ -10,7 +10,7 @@ from sfi_core.errors import ConfigError
 from sfi_core.models.two_tier_memory import check_device_budget, ring_pages, two_tier_bytes
 from sfi_core.policies.page_bounds import extremes_bytes
 from sfi_core.settings.config import SfiConfig
-from sfi_core.settings.device_budget import DeviceBudget
+from sfi_core.settings.engine import DeviceBudget
 from sfi_core.state.layer_shape import LayerShape
 
 WIDE = LayerShape(heads=4, key_width=8, value_width=6, itemsize=2, query_heads=12)

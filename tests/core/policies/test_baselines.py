@@ -31,12 +31,9 @@ def shown(logits: torch.Tensor, **fields: Any) -> LayerContext:
         prompt_tokens=PROMPT, length=T, recent_start=max(SINK, T - RECENT), step=T - PROMPT
     )
     return layer_context(
-        logits,
-        allowed_BT=allowed_positions(T, torch.tensor([SINK]), torch.tensor([state.recent_start])),
-        key_norm_BHT=fields.pop("norms", torch.ones(1, H, T)),
-        states=(state,),
-        **fields,
-    )
+        logits, allowed_BT=allowed_positions(T, torch.tensor([SINK]), torch.tensor([state.recent_start])),
+        key_norm_BHT=fields.pop("norms", torch.ones(1, H, T)), states=(state,), **fields,
+    )  # fmt: skip
 
 
 def random_logits(length: int, window: int = 1, seed: int = 0) -> torch.Tensor:

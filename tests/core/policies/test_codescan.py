@@ -6,11 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from sfi_core import generate
+from sfi_core import SfiConfig, generate
 from sfi_core.policies.built_in import codescan
 from sfi_core.policies.built_in.codescan import CodeScan
 from sfi_core.policies.code_basis import learn_basis
-from sfi_core.settings.config import SfiConfig
 from sfi_core.state.request import RequestState
 from sfi_kernels.code_scan import TOLD, told_of
 from sfi_kernels.key_codes import CodeBasis, bits_of, words

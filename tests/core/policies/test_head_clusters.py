@@ -10,12 +10,13 @@ from sfi_core.models.load import BUNDLED, load
 from sfi_core.policies.head_clusters import HeadClusters
 
 CLUSTERS = HeadClusters(
-    model_digest="a1",
-    model="ours",
-    cluster_of={0: (0, 1, 0, 1), 3: (0, 0, 0, 1)},
-    representatives={0: (2, 1), 3: (1, 3)},
-    made_from={"texts": 5},
-)
+    model_digest="a1", model="ours", cluster_of={0: (0, 1, 0, 1), 3: (0, 0, 0, 1)},
+    representatives={0: (2, 1), 3: (1, 3)}, made_from={"texts": 5},
+)  # fmt: skip
+
+
+def layer(cluster_of, representatives):
+    return {"layers": {"0": {"cluster_of": cluster_of, "representatives": representatives}}}
 
 
 def test_a_file_gives_back_what_was_saved(tmp_path):
@@ -37,28 +38,13 @@ def test_every_head_follows_its_cluster_s_representative():
         ({"layers": []}, "layers must be a JSON object"),
         ({"layers": {}}, "layers must be at least one"),
         ({"layers": {"first": {}}}, "layers must be whole numbers, got 'first'"),
-        ({"layers": {"0": {"cluster_of": [0, True], "representatives": [0]}}}, "whole numbers"),
+        (layer([0, True], [0]), "whole numbers"),
         ({"layers": {"0": {"cluster_of": [0]}}}, "representatives must be a list"),
-        (
-            {"layers": {"0": {"cluster_of": [0, 0], "representatives": [0, 1]}}},
-            "cluster_of of layer 0 must use each number from 0 to 1",
-        ),
-        (
-            {"layers": {"0": {"cluster_of": [0, 2], "representatives": [0, 1]}}},
-            "cluster_of of layer 0 must use each number from 0 to 1",
-        ),
-        (
-            {"layers": {"0": {"cluster_of": [0, 1], "representatives": [1, 0]}}},
-            "must be in their own clusters, got head 1 for cluster 0",
-        ),
-        (
-            {"layers": {"0": {"cluster_of": [0, 1], "representatives": [0, 2]}}},
-            "must be in their own clusters, got head 2 for cluster 1",
-        ),
-        (
-            {"layers": {"0": {"cluster_of": [0, 1], "representatives": [0, 1, 1]}}},
-            "representatives must be at most the layer's 2 KV heads, got 3",
-        ),
+        (layer([0, 0], [0, 1]), "cluster_of of layer 0 must use each number from 0 to 1"),
+        (layer([0, 2], [0, 1]), "cluster_of of layer 0 must use each number from 0 to 1"),
+        (layer([0, 1], [1, 0]), "must be in their own clusters, got head 1 for cluster 0"),
+        (layer([0, 1], [0, 2]), "must be in their own clusters, got head 2 for cluster 1"),
+        (layer([0, 1], [0, 1, 1]), "representatives must be at most the layer's 2 KV heads, got 3"),
     ],
 )
 def test_a_damaged_file_is_refused_with_what_is_wrong(tmp_path, changes, told):

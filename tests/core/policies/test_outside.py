@@ -7,13 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from sfi_core import SfiConfig, generate, load
 from sfi_core.bundled.example import load_example
 from sfi_core.errors import ConfigError
-from sfi_core.generation.generate import generate
 from sfi_core.measure.doctor import _policies
-from sfi_core.models.load import load
 from sfi_core.policies import policy_class
-from sfi_core.settings.config import SfiConfig
 from sfi_core.settings.policy_names import installed
 from tests.fakes import layer_context
 

@@ -3,7 +3,7 @@
 import pytest
 
 from sfi_core.errors import ConfigError
-from sfi_core.settings.device_budget import DeviceBudget
+from sfi_core.settings.engine import DeviceBudget
 
 
 @pytest.mark.parametrize(

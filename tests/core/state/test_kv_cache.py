@@ -9,14 +9,11 @@ from sfi_core.state.kv_cache import GROWTH, KVCache
 from sfi_kernels.launch import counting
 from sfi_kernels.pages import read_pages
 from tests.covering import each_value
+from tests.fakes import int32
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 B, H, D, E = 3, 2, 4, 6
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-
-
-def int32(*values: int) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32)
 
 
 class Written:
@@ -39,7 +36,7 @@ class Written:
             value[row, :, own] = torch.randn(H, new, E).to(self.dtype)
             self.keys[row] = torch.cat([self.keys[row], key[row, :, own]], 1)
             self.values[row] = torch.cat([self.values[row], value[row, :, own]], 1)
-        self.cache.append(layer, key, value, int32(*start), int32(*count), start, count)
+        self.cache.append(layer, key, value, int32(start), int32(count), start, count)
 
     def assert_found(self, layer: int = 0) -> None:
         """Compare every cached token, and its key's norm, with what was appended."""
@@ -202,7 +199,7 @@ def test_a_row_is_one_requests_part_of_the_same_memory(page_size: int | None):
     assert (row.batch, row.capacity) == (1, written.cache.capacity)
     assert torch.equal(row.keys(0, 0, 2, 12)[0], written.keys[1][:, 2:])
     key, value = torch.randn(1, H, 7, D), torch.randn(1, H, 7, E)
-    row.append(0, key, value, int32(0), int32(7), [0], [7])
+    row.append(0, key, value, int32([0]), int32([7]), [0], [7])
     written.keys[1], written.values[1] = key[0], value[0]
     written.assert_found()
     torch.testing.assert_close(row.norms(0, [0], 7)[0], key[0].norm(dim=-1))

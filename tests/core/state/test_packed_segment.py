@@ -8,13 +8,10 @@ import torch
 from sfi_core.state.kv_cache import KVCache
 from sfi_core.state.packed_segment import PackedSegment
 from sfi_kernels.launch import counting
+from tests.fakes import int32
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 B, H, D, E, SINK, T = 2, 2, 3, 5, 2, 30
-
-
-def int32(*values: int) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32)
 
 
 class Packed:
@@ -23,7 +20,7 @@ class Packed:
     def __init__(self, rows: int, page_size: int | None = 8, backend: str = "torch") -> None:
         self.key, self.value = torch.randn(B, H, T, D), torch.randn(B, H, T, E)
         self.cache = KVCache(B, T, page_size, backend)
-        start, count = int32(*[0] * B), int32(*[T] * B)
+        start, count = int32([0] * B), int32([T] * B)
         both = start.tolist(), count.tolist()
         self.pages = self.cache.append(0, self.key, self.value, start, count, *both)
         self.segment = PackedSegment(B, rows, self.pages)
@@ -33,7 +30,7 @@ class Packed:
 
     def repack_all(self, rows: list[int], index: list[list[list[int]]], sinks: list[int]) -> None:
         index_RHK = torch.tensor(index, dtype=torch.int32)
-        request_R, sink_R = int32(*rows), int32(*sinks)
+        request_R, sink_R = int32(rows), int32(sinks)
         self.cache.pack_into(self.segment, 0, request_R, sink_R, index_RHK, max(sinks))
 
     def assert_holds(self, row: int, *heads: list[int]) -> None:
@@ -96,6 +93,6 @@ def test_a_row_is_one_requests_part_emptied():
     packed.assert_holds(1, [], [])
     packed.assert_holds(0, [0, 1, 5, 9], [0, 1, 2, 3])
     index = torch.tensor([[[10, 11], [12, 13]]], dtype=torch.int32)
-    packed.cache.row(1).pack_into(row, 0, int32(0), int32(2), index, 2)
+    packed.cache.row(1).pack_into(row, 0, int32([0]), int32([2]), index, 2)
     packed.assert_holds(1, [0, 1, 10, 11], [0, 1, 12, 13])
     packed.assert_holds(0, [0, 1, 5, 9], [0, 1, 2, 3])

@@ -9,7 +9,8 @@ from sfi_core.errors import ConfigError
 from sfi_core.state.packed_segment import PackedSegment
 from sfi_kernels.launch import counting
 from tests.covering import each_value
-from tests.two_tier import CAPACITY, RING, SIDES, B, D, E, H, N, Written, int32, joined
+from tests.fakes import int32
+from tests.two_tier import CAPACITY, RING, SIDES, B, D, E, H, N, Written, joined
 
 pytestmark = pytest.mark.usefixtures("poisoned_host_memory")
 PIECES = {
@@ -107,7 +108,7 @@ def test_a_row_is_one_requests_part_of_the_same_memory(side: str):
     written.append(30, 17, 13)
     offloaded = written.store.stream.offloaded_bytes
     row, key, value = written.store.row(1), torch.randn(1, H, 26, D), torch.randn(1, H, 26, E)
-    row.append(0, key, value, int32(0), int32(26), [0], [26])
+    row.append(0, key, value, int32([0]), int32([26]), [0], [26])
     written.keys[1], written.values[1] = key[0], value[0]
     assert torch.equal(joined(row.blocks(0, 0, 26))[0], key[0])
     written.append(1, 1, 1)
@@ -129,7 +130,7 @@ def test_the_bytes_are_those_of_what_the_store_holds():
     stream = 2 * store.stream.block * H * row
     assert store.device_bytes == fixed + stream
     segment = PackedSegment(B, 9, store.pages(0))
-    store.pack_into(segment, 0, int32(0), int32(2), int32(5, 9).view(1, 2, 1), 2)
+    store.pack_into(segment, 0, int32([0]), int32([2]), int32([5, 9]).view(1, 2, 1), 2)
     assert store.device_bytes == fixed + stream + H * (9 * (row + 4) + 4)
     assert store.stream.offloaded_bytes == (40 + 12 + 32) * H * row
     assert store.stream.copied_bytes == 40 * H * row

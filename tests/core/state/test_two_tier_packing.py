@@ -8,8 +8,9 @@ import torch
 
 from sfi_core.state.kv_cache import KVCache
 from sfi_core.state.packed_segment import PackedSegment
+from tests.fakes import int32
 from tests.schedules import Lazy
-from tests.two_tier import CAPACITY, SIDES, B, D, E, H, Written, int32
+from tests.two_tier import CAPACITY, SIDES, B, D, E, H, Written
 
 pytestmark = pytest.mark.usefixtures("poisoned_host_memory")
 
@@ -28,7 +29,7 @@ class Packing:
         heads_RH = None if heads is None else torch.tensor(heads)
         stores = (self.written.store, self.cache)
         brought, nothing = [
-            store.pack_into(segment, 0, int32(*rows), int32(*sink), index_RHK, max(sink), heads_RH)
+            store.pack_into(segment, 0, int32(rows), int32(sink), index_RHK, max(sink), heads_RH)
             for store, segment in zip(stores, self.segments, strict=True)
         ]
         assert nothing is None
@@ -108,8 +109,8 @@ def test_a_new_request_takes_nothing_from_the_one_before_it():
     packing.pack([1], [2], [[[5, 6], [6, 7]]])
     alone, key = packing.written.store.row(1), torch.randn(1, H, 30, D)
     segment, value = packing.segments[0].row(1), torch.randn(1, H, 30, E)
-    alone.append(0, key, value, int32(0), int32(30), [0], [30])
-    brought = alone.pack_into(segment, 0, int32(0), int32(2), int32(5, 6, 6, 7).view(1, 2, 2), 2)
+    alone.append(0, key, value, int32([0]), int32([30]), [0], [30])
+    brought = alone.pack_into(segment, 0, int32([0]), int32([2]), int32([5, 6, 6, 7]).view(1, 2, 2), 2)
     alone.ready(0)
     assert brought.rows_RH.tolist() == [[4, 4]]
     for head, positions in enumerate(([0, 1, 5, 6], [0, 1, 6, 7])):
@@ -119,8 +120,8 @@ def test_a_new_request_takes_nothing_from_the_one_before_it():
 def test_what_follows_a_recall_sees_its_counts():
     packing, seen = Packing(Lazy(), 41, 12, 33), []
     store, segment = packing.written.store, packing.segments[0]
-    index = int32(5, 9, 6, -1).view(1, 2, 2)
-    brought = store.pack_into(segment, 0, int32(0), int32(2), index, 2)
+    index = int32([5, 9, 6, -1]).view(1, 2, 2)
+    brought = store.pack_into(segment, 0, int32([0]), int32([2]), index, 2)
     brought.then(lambda: seen.append(brought.rows_RH.tolist()))
     assert seen == []
     store.ready(0)

@@ -9,7 +9,8 @@ from sfi_core.state.packed_segment import PackedSegment
 from sfi_core.state.side_stream import SecondStream
 from sfi_kernels.recall import recall
 from tests.cuda_clocks import Device
-from tests.two_tier import B, H, Written, int32
+from tests.fakes import int32
+from tests.two_tier import B, H, Written
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="streams of CPU tensors")
 
@@ -57,8 +58,8 @@ def decode(device: Device) -> None:
         for row in range(B):
             for _, key, _ in store.blocks(0, row, len(written.keys[row][0])):
                 read(device, key)
-            index = int32(5, 9 + step, 6, 11 + step).view(1, 2, H)
-            store.pack_into(segment, 0, int32(row), int32(2), index, 2)
+            index = int32([5, 9 + step, 6, 11 + step]).view(1, 2, H)
+            store.pack_into(segment, 0, int32([row]), int32([2]), index, 2)
         written.append(4, 4, 4)
         store.ready(0)
         for tensor in held:

@@ -3,10 +3,7 @@
 from sfi_core.errors import unknown
 from sfi_core.measure.evaluation.tasks.base import DocumentTask, TaskSample
 from sfi_core.measure.evaluation.tasks.bundled import BundledRecall
-from sfi_core.measure.evaluation.tasks.common_words import CommonWords
-from sfi_core.measure.evaluation.tasks.needles import Needles
-from sfi_core.measure.evaluation.tasks.sentences import SentenceRecall
-from sfi_core.measure.evaluation.tasks.variables import VariableTracking
+from sfi_core.measure.evaluation.tasks.documents import CommonWords, Needles, SentenceRecall, VariableTracking
 
 TASKS: dict[str, DocumentTask] = {
     "niah-single": Needles("niah-single"),

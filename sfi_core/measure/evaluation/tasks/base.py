@@ -66,10 +66,8 @@ def write_prompt(tokenizer: Any, question: Question) -> tuple[str, tuple[int, ..
 def fit(name: str, tokens: Callable[[int], int], length: int, least: int = 0) -> int:
     """Return the largest number of units, at least `least`, whose prompt has at most `length` tokens.
 
-    Guesses interpolate between earlier ones, so that few prompts are tokenized.
-
-    Raises:
-        InputError: Even `least` units are too long, or more units do not give more tokens.
+    Guesses interpolate between earlier ones, so that few prompts are tokenized. Raise `InputError` if even `least`
+    units are too long, or more units do not give more tokens.
     """
     low, low_tokens = least, tokens(least)
     if low_tokens > length:
@@ -118,8 +116,7 @@ class DocumentTask:
     def sample(self, tokenizer: Any, length: int, seed: int) -> TaskSample:
         """Draw a prompt of at most `length` tokens; the same one for the same arguments.
 
-        Raises:
-            InputError: As `fit`, or there is no tokenizer.
+        Raise `InputError` as `fit`, or without a tokenizer.
         """
         self.need(tokenizer)
 

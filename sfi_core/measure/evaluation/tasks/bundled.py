@@ -45,15 +45,10 @@ class BundledRecall(DocumentTask):
                 raise InputError(f"length must be at least {len(ids)} for task {self.name!r}, got {length}")
             size -= max(len(ids) - length, SENTENCE)
         return TaskSample(
-            task=self.name,
-            length=length,
-            seed=seed,
-            prompt=drawn.prompt,
-            prompt_ids=ids,
-            answers=(drawn.answer,),
-            max_new_tokens=len(self._wanted(drawn.answer, tokenizer)) + ROOM,
+            task=self.name, length=length, seed=seed, prompt=drawn.prompt, prompt_ids=ids,
+            answers=(drawn.answer,), max_new_tokens=len(self._wanted(drawn.answer, tokenizer)) + ROOM,
             sentences=_sentences(drawn.answer, drawn.names),
-        )
+        )  # fmt: skip
 
     def score(self, sample: TaskSample, token_ids: Sequence[int], text: str, tokenizer: Any) -> dict[str, float]:
         """Compare with the right tokens, position by position."""

@@ -7,15 +7,13 @@ from typing import Any
 import pytest
 import torch
 
+from sfi_core import EngineOptions, NullObserver, SfiConfig
 from sfi_core.engine.ledger import RequestPass
 from sfi_core.engine.run import Run
 from sfi_core.hosts.vllm.borrowed import BorrowedPages
 from sfi_core.hosts.vllm.entry import NO_SLOT, Entry, Plan
 from sfi_core.hosts.vllm.worker import Row, WorkerEngine
-from sfi_core.observers.observer import NullObserver
 from sfi_core.policies import policy_class
-from sfi_core.settings.config import SfiConfig
-from sfi_core.settings.engine import EngineOptions
 from sfi_core.triggers.trigger import Trigger
 from tests.fakes import kernel_device
 

@@ -1,0 +1,216 @@
+"""Tasks over documents of generated sentences: needles, variables, common words, whole sentences.
+
+The first three are after RULER (2404.06654). Score of all four: the share of the right answers in the text.
+"""
+
+import random
+import string
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from sfi_core.bundled.corpus import ADJECTIVES, NAMES, OBJECTS, PLACE_ADJECTIVES, PLACES, VERBS, sentence
+from sfi_core.measure.evaluation.tasks.base import DocumentTask, Question, TaskSample, depths, seeded
+
+NUMBERS = range(1_000_000, 10_000_000)  # seven digits each, so that no number is part of another
+DECOY_EVERY = 4  # sentences of the haystack for each decoy
+CHAINS, VARIABLES = 2, 5
+ASKED, RATIO = 10, 10
+NEEDLES = (
+    "The text below mentions secret numbers of some people. Read it with care and keep the numbers "
+    "in mind; a question about them follows the text."
+)
+ASSIGNMENTS = (
+    "In the text below, variables are assigned values, some of them by way of other variables. "
+    "Follow the assignments; a question about them follows the text."
+)
+LISTED = (
+    "Below is a numbered list of words. Some words stand in it far more often than the others. "
+    "Keep count of them; a question about them follows the list."
+)
+RECALLED = (
+    "Each sentence of the text below is about another person. You will be asked to repeat some of "
+    "the sentences word for word."
+)
+_ALL = sorted({*ADJECTIVES, *OBJECTS, *PLACE_ADJECTIVES, *PLACES, *VERBS})
+# no word is part of another, which the score would find in it
+WORDS = tuple(word for word in _ALL if sum(word in other for other in _ALL) == 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Needles(DocumentTask):
+    """Numbers to find in a haystack, told in sentences such as ``The secret number of Belora Tamvex is 1234567.``.
+
+    Attributes:
+        values: Numbers told of each of these people, one a sentence.
+        decoys: Whether the haystack tells numbers of many other people.
+    """
+
+    keys: int = 1
+    values: int = 1
+    decoys: bool = False
+
+    def question(self, length: int, seed: int, units: int) -> Question:
+        """Draw a haystack with its needles at the seed's `depths`."""
+        rng = seeded(self.name, length, seed)
+        count = self.keys * self.values
+        drawn = rng.sample(NUMBERS, count)
+        names = full_names(rng, self.keys)
+        needles = [tell(names[index % self.keys], value) for index, value in enumerate(drawn)]
+        hay = self._with_decoys(rng, set(names)) if self.decoys else filler(rng)
+        text = hide(needles, take(hay, units), depths(seed, count))
+        who = ", ".join(names)
+        ask = (
+            f"What is the secret number of {who}, as the text above tells it?"
+            if count == 1
+            else f"What are all the secret numbers of {who}, as the text above tells them?"
+        )
+        lead = f"The secret number{'s' * (count > 1)} of {who} {'are' if count > 1 else 'is'}"
+        answers = tuple(str(value) for value in drawn)
+        return Question(f"{NEEDLES}\n\n{text}\n\n{ask}", lead, answers)
+
+    def _with_decoys(self, rng: random.Random, taken: set[str]) -> Iterator[str]:
+        plain = filler(rng)
+        while True:
+            yield from take(plain, DECOY_EVERY - 1)
+            (name,) = full_names(rng, 1)
+            if name not in taken:
+                yield tell(name, rng.choice(NUMBERS))
+
+
+def tell(name: str, value: int) -> str:
+    """Write a needle."""
+    return f"The secret number of {name} is {value}."
+
+
+@dataclass(frozen=True, slots=True)
+class VariableTracking(DocumentTask):
+    """Chains of five variables in filler; the question is about one chain.
+
+    ``VAR QXBLR = 48213.``, further on ``VAR TMHEA = VAR QXBLR.`` and so on; a second chain starts from another value.
+    """
+
+    name: str = "variable-tracking"
+
+    def question(self, length: int, seed: int, units: int) -> Question:
+        """Draw the chains; the assignments of a chain stand in order, anywhere in the text."""
+        rng = seeded(self.name, length, seed)
+        names = variables(rng, CHAINS * VARIABLES)
+        values = rng.sample(range(10_000, 100_000), CHAINS)
+        needles: list[str] = []
+        places: list[float] = []
+        for chain, value in enumerate(values):
+            own = names[chain * VARIABLES : (chain + 1) * VARIABLES]
+            sources = [str(value), *(f"VAR {name}" for name in own)]
+            needles += [f"VAR {name} = {sources[i]}." for i, name in enumerate(own)]
+            places += sorted(rng.random() for _ in own)
+        text = hide(needles, take(filler(rng), units), places)
+        ask = f"Which {VARIABLES} variables have the value {values[0]}, directly or through others?"
+        lead = f"The variables with the value {values[0]} are"
+        return Question(f"{ASSIGNMENTS}\n\n{text}\n\n{ask}", lead, tuple(names[:VARIABLES]))
+
+
+def variables(rng: random.Random, count: int) -> list[str]:
+    """Draw different names of five capitals."""
+    names: dict[str, None] = {}
+    while len(names) < count:
+        names["".join(rng.choices(string.ascii_uppercase, k=5))] = None
+    return list(names)
+
+
+@dataclass(frozen=True, slots=True)
+class CommonWords(DocumentTask):
+    """A list in which ten words occur ten times as often as any other; a unit is an entry."""
+
+    name: str = "common-words"
+
+    @property
+    def least(self) -> int:
+        """The fewest entries in which the ten words are ten times as frequent as any other."""
+        return ASKED * RATIO + ASKED
+
+    def question(self, length: int, seed: int, units: int) -> Question:
+        """Draw the list; a longer list repeats all words more often."""
+        rng = seeded(self.name, length, seed)
+        words = rng.sample(WORDS, len(WORDS))
+        common, rare = words[:ASKED], words[ASKED:]
+        times = -(-units // (ASKED * RATIO + len(rare)))  # most occurrences of a rare word
+        entries = common * (RATIO * times)
+        left = units - len(entries)
+        entries += (rare * times)[:left]
+        rng.shuffle(entries)
+        listed = " ".join(f"{number}. {word}" for number, word in enumerate(entries, 1))
+        ask = f"Which {ASKED} words stand most often in the list above?"
+        lead = f"The {ASKED} words that stand most often in the list are"
+        return Question(f"{LISTED}\n\n{listed}\n\n{ask}", lead, tuple(common))
+
+
+@dataclass(frozen=True, slots=True)
+class SentenceRecall(DocumentTask):
+    """A text of one sentence per person, `asked` of them to be repeated word for word, in the order asked.
+
+    At each sentence boundary of the answer, the model must jump to another place of the text. White space does not
+    count; "exact" is 1 if the answer has all of them.
+    """
+
+    name: str = "sentence-recall"
+    asked: int = 8
+
+    @property
+    def least(self) -> int:
+        """One sentence for each person asked about."""
+        return self.asked
+
+    def score(self, sample: TaskSample, token_ids: Sequence[int], text: str, tokenizer: Any) -> dict[str, float]:
+        """Return the share of the sentences that the text holds word for word."""
+        said = " ".join(text.split())
+        right = sum(answer in said for answer in sample.answers)
+        return {"score": right / len(sample.answers), "exact": float(right == len(sample.answers))}
+
+    def question(self, length: int, seed: int, units: int) -> Question:
+        """Draw a text and the people asked about, anywhere in the text."""
+        rng = seeded(self.name, length, seed)
+        names = full_names(rng, units)
+        told = {name: sentence(rng, name, ".").strip() for name in names}
+        chosen = rng.sample(names, self.asked)
+        text = paragraphs(list(told.values()))
+        ask = f"Repeat word for word, one after the other, the sentences of the text above about {', '.join(chosen)}."
+        lead = "The sentences are:"
+        answers = tuple(told[name] for name in chosen)
+        return Question(
+            f"{RECALLED}\n\n{text}\n\n{ask}", lead, answers, sentences=tuple(f" {answer}" for answer in answers)
+        )
+
+
+def full_names(rng: random.Random, count: int) -> list[str]:
+    """Draw different names of two words, such as ``Belora Tamvex``; there are about a million."""
+    drawn = rng.sample(range(len(NAMES) ** 2), count)
+    return [f"{NAMES[index // len(NAMES)]} {NAMES[index % len(NAMES)]}" for index in drawn]
+
+
+def filler(rng: random.Random) -> Iterator[str]:
+    """Yield sentences without end, such as ``Belora hid a red lantern under the old bridge.``."""
+    while True:
+        yield sentence(rng, rng.choice(NAMES), ".").strip()
+
+
+def paragraphs(sentences: Sequence[str], size: int = 5) -> str:
+    """Join sentences into paragraphs of `size`."""
+    rows = [sentences[start : start + size] for start in range(0, len(sentences), size)]
+    return "\n".join(" ".join(row) for row in rows)
+
+
+def hide(needles: Sequence[str], sentences: Sequence[str], depths: Sequence[float]) -> str:
+    """Put each needle into the text of `sentences`, at its relative depth."""
+    places = [int(depth * (len(sentences) + 1)) for depth in depths]
+    mixed: list[str] = []
+    for index in range(len(sentences) + 1):
+        mixed += [n for n, place in zip(needles, places, strict=True) if place == index]
+        mixed += sentences[index : index + 1]
+    return paragraphs(mixed)
+
+
+def take(sentences: Iterator[str], count: int) -> list[str]:
+    """Return the first `count` sentences."""
+    return list(islice(sentences, count))
