@@ -12,6 +12,7 @@ import tempfile
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -150,7 +151,7 @@ def value(drawn: Any) -> Any:
         for _ in range(900):
             made = [made]
         return made
-    return 10**400 if drawn == "$huge" else drawn
+    return 10**400 if drawn == "$huge" else deepcopy(drawn)  # hypothesis draws one object more than once
 
 
 def edited(document: Any, edits: list[Any]) -> Any:

@@ -71,7 +71,7 @@ class Arrays:
         if VERSION_NAME in self.names:
             with readable(self.path):
                 array = np.asarray(plain(self.read(VERSION_NAME)))
-            found = array.item() if array.size == 1 else array.tolist()
+            found = array.item() if array.size == 1 else array.ravel().tolist()
         check_version(self.path, found)
 
 

@@ -48,7 +48,7 @@ Model = _table(
 )  # fmt: skip
 Config = _table(
     "Config", sink=(Whole, ...), recent=(Whole, ...), recent_mode=(Line, ...), budget=(Whole, ...),
-    dense_layers=(list[Whole], ...), trigger_delay=(Tokens, None), trigger_policy=(Line, None),
+    dense_layers=(list[Whole], ...), trigger_delay=(Tokens, ...), trigger_policy=(Line, None),
     selector=(_table("Selector", lambda_clip=(Annotated[float, Field(ge=0, le=1)], ...)), ...),
     draft=(_table("Draft", max_tokens=(Some, ...)), None),
 )  # fmt: skip

@@ -15,9 +15,10 @@ DAMAGED = (OSError, pa.ArrowException, ValueError, OverflowError, MemoryError)  
 NEVER_NULL = {
     "request", "step", "layer", "head", "position", "slow", "reason", "sentence", "trigger", "attended_tokens",
     "context_tokens", "base", "drafted", "accepted", "begin_us", "name", "stream", "rows", "kl_next_token",
-    "argmax_agrees", "steps_since_slow", "read_ratio", "elapsed_us",
+    "argmax_agrees", "steps_since_slow", "read_ratio", "elapsed_us", "positions",
 }  # fmt: skip
 MAY_BE_NULL = {
+    "selections.positions",
     "selections.reason",
     "steps.drafted",
     "steps.elapsed_us",

@@ -61,7 +61,7 @@ class FakeScheduler:
         self.lost: list[str] = []
         self.blocks = 1
 
-    def add(self, name: str, prompt: int, script: Sequence[int], **settings: Any) -> None:
+    def add(self, name: str, prompt: int, script: Sequence[int], /, **settings: Any) -> None:
         self.live[name] = Fake(name, prompt, script)
         own = {f"sfi.{key}": value for key, value in settings.items()}
         self.planner.see(self.live[name], RequestSettings.of(own, self.config, lambda _: None))
