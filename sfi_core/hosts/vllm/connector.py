@@ -41,7 +41,7 @@ class SfiConnector(names.KVConnectorBase_V1, names.SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         self.settings = names.settings_of(vllm_config)
         self._vllm = vllm_config
-        self.group, self.layer_names = names.full_group(kv_cache_config.kv_cache_groups)
+        self.group, self.layer_names = names.full_group(kv_cache_config, vllm_config.device_config.device_type)
         spec = kv_cache_config.kv_cache_groups[self.group].kv_cache_spec
         self.block: int = spec.block_size
         self.key_width: int = spec.head_size
@@ -157,18 +157,15 @@ class SfiConnector(names.KVConnectorBase_V1, names.SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Borrow the caches of the full-attention layers; allocate their packed segments."""
         modules = self._vllm.compilation_config.static_forward_context
-        device = next(iter(kv_caches.values())).device
-        store = BorrowedPages(
-            "torch" if device.type == "cpu" else "triton",
-            self.block,
-            self.slots,
-            self._vllm.model_config.max_model_len,
-            device,
-        )
-        for name in self.layer_names:
-            impl = names.impl_of(modules[name])
-            key, value = impl.pages(modules[name], kv_caches[name])
-            store.borrow(names.layer_index(name), key, value, impl.norm_X)
+        impls = {name: names.impl_of(modules[name]) for name in self.layer_names}
+        views = {name: impl.pages(modules[name], kv_caches[name]) for name, impl in impls.items()}
+        key, _ = views[self.layer_names[0]]
+        # a kernel may want smaller blocks than vLLM's scheduler gives
+        page_size, device, longest = key.shape[2], key.device, self._vllm.model_config.max_model_len
+        backend = "torch" if device.type == "cpu" else "triton"
+        store = BorrowedPages(backend, page_size, self.slots, longest, device)
+        for name, impl in impls.items():
+            store.borrow(names.layer_index(name), *views[name], impl.norm_X)
         audit = self.settings.audit
         run = Run(
             self.make_policy(self.settings.config),
@@ -181,15 +178,15 @@ class SfiConnector(names.KVConnectorBase_V1, names.SupportsHMA):
             watchers=() if audit is None else (Audit(audit),),
         )
         run.layers.update(self.layers)
-        for name in self.layer_names:
-            layer, impl = names.layer_index(name), modules[name].impl
+        for name, impl in impls.items():
+            layer = names.layer_index(name)
             if impl.segment is not None:
                 run.segments[layer] = impl.segment
             if impl.codes is not None:
                 run.batch_codes[layer] = impl.codes
             if layer not in run.policy.config.dense_layers:
                 run.segment(layer)
-        self.engine = WorkerEngine(run, store)
+        self.engine = WorkerEngine(run, store, self.block // page_size)
 
     def build_connector_worker_meta(self) -> names.KVConnectorWorkerMetadata | None:
         """Send the events of this worker's layers in the pass, if there is a trace."""

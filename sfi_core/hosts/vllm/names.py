@@ -2,6 +2,7 @@
 
 import re
 import shlex
+from dataclasses import replace
 from typing import Any
 
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
@@ -16,7 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
-from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
+from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, FullAttentionSpec, MambaSpec, SlidingWindowSpec
 
 from sfi_core.distributed.ranks import ALONE, Ranks
 from sfi_core.errors import ConfigError
@@ -33,6 +34,10 @@ __all__ = [
 ]  # fmt: skip
 
 
+# what vLLM may keep of layers beside full attention
+OTHERS = (MambaSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
+
+
 def tensor_parallel_ranks() -> Ranks:
     """Return the processes that share this worker's model."""
     group = get_tp_group()
@@ -47,41 +52,58 @@ def layer_index(name: str) -> int:
 
 
 def layer_shapes(cache: Any, config: Any) -> list[LayerShape]:
-    """Return each layer's shape, over all tensor-parallel processes.
-
-    Raise `ConfigError` for a layer that caches something else than keys and values.
-    """
-    ranks = config.parallel_config.tensor_parallel_size
-    found = {}
+    """Return each layer's shape, over all tensor-parallel processes; one without a cache has no heads and no states."""
+    ranks, count = config.parallel_config.tensor_parallel_size, config.model_config.get_total_num_hidden_layers()
+    none = LayerShape(heads=0, key_width=0, value_width=0, itemsize=config.model_config.dtype.itemsize, window=0)
+    found = [none] * count
+    states = [0] * count
     for group in cache.kv_cache_groups:
         for name in group.layer_names:
-            spec = getattr(group.kv_cache_spec, "kv_cache_specs", {}).get(name, group.kv_cache_spec)
-            if not isinstance(spec, AttentionSpec):
-                raise ConfigError(f"trace must be of layers with keys and values, got {spec}")
-            found[layer_index(name)] = LayerShape(
+            # vLLM numbers the state beside attention in a layer from `count` on
+            layer, spec = layer_index(name) % count, group.kv_cache_spec
+            if isinstance(spec, MambaSpec):
+                states[layer] += spec.state_content_size_bytes * ranks
+                continue
+            window = getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None)
+            found[layer] = LayerShape(
                 heads=spec.num_kv_heads * ranks,
                 key_width=spec.head_size,
                 value_width=getattr(spec, "head_size_v", None) or spec.head_size,
                 itemsize=spec.dtype.itemsize,
-                window=getattr(spec, "sliding_window", None),
+                window=window,
             )
-    return [found[layer] for layer in sorted(found)]
+    return [replace(shape, state_bytes=held) for shape, held in zip(found, states, strict=True)]
 
 
-def full_group(groups: Any) -> tuple[int, list[str]]:
+def is_full(spec: Any) -> bool:
+    """Say whether a layer, or a group of layers, attends to everything and caches that."""
+    whole = isinstance(spec, FullAttentionSpec)
+    return whole and spec.sliding_window is None and spec.attention_chunk_size is None
+
+
+def full_group(cache: Any, device: str) -> tuple[int, list[str]]:
     """Return the number of the only full-attention KV cache group, and its layers' names.
 
-    Raise `ConfigError` for no such group, or several.
+    vLLM keeps the others: windows, chunks, and states of linear attention, state spaces and convolutions. Raise
+    `ConfigError` for no such group, or several, and for groups that cannot be beside it on a `device`.
     """
-    found = [
-        (number, list(group.layer_names))
-        for number, group in enumerate(groups)
-        if isinstance(group.kv_cache_spec, FullAttentionSpec)
-        and group.kv_cache_spec.sliding_window is None
-        and group.kv_cache_spec.attention_chunk_size is None
-    ]
+    found = []
+    for number, group in enumerate(cache.kv_cache_groups):
+        spec, names = group.kv_cache_spec, list(group.layer_names)
+        if is_full(spec):
+            found.append((number, names))
+        elif not isinstance(spec, OTHERS):
+            raise ConfigError(f"sfi does not run in vLLM with a {type(spec).__name__}, that of {names[0]}")
+        elif device == "cpu" and getattr(spec, "num_prefill_checkpoint_blocks", 0) and spec.mamba_cache_mode != "none":
+            raise ConfigError(
+                f"prefix caching must be off for the states of {names[0]}, which vLLM's kernels for CPUs cannot keep "
+                "in the middle of a prompt; add --no-enable-prefix-caching"
+            )
     if len(found) != 1:
-        raise ConfigError(f"model must have one group of full-attention layers for sfi in vLLM, got {len(found)}")
+        named = ": " + " and ".join(names[0] for _, names in found) if found else ""
+        raise ConfigError(
+            f"model must have one group of full-attention layers for sfi in vLLM, got {len(found)}{named}"
+        )
     return found[0]
 
 

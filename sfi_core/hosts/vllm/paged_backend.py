@@ -45,7 +45,7 @@ class Batch:
             plan = engine.plan
             assert plan is not None, "the scheduler has planned the pass"
             matched = self.builder.matcher.match(
-                rows, plan.entries, lambda: last_blocks(table_RP, rows, engine.store.page_size)
+                rows, plan.entries, lambda: last_blocks(table_RP, rows, engine.store.page_size, engine.split)
             )
             self.entered = engine.enter(matched, table_RP)
             self.part = part_of(common, self.entered, self.builder.build_part)

@@ -8,7 +8,14 @@ from sfi_core.engine.run import reads_in_place
 from sfi_core.errors import ConfigError
 from sfi_core.hosts.vllm import CONNECTOR
 from sfi_core.hosts.vllm.connector import SfiConnector
-from sfi_core.hosts.vllm.names import get_kv_transfer_group, has_kv_transfer_group, layer_index, settings_of, slot_count
+from sfi_core.hosts.vllm.names import (
+    get_kv_transfer_group,
+    has_kv_transfer_group,
+    is_full,
+    layer_index,
+    settings_of,
+    slot_count,
+)
 from sfi_core.hosts.vllm.settings import Settings
 from sfi_core.hosts.vllm.slots_memory import check_slots, codes_of, norm_count, segment_rows
 from sfi_core.hosts.vllm.worker import WorkerEngine
@@ -17,7 +24,7 @@ from sfi_core.state.layer_shape import LayerShape
 from sfi_core.state.packed_segment import PackedSegment, SegmentShape
 from sfi_kernels.code_scan import BatchCodes
 
-FULL = "full_attention"  # transformers' name
+FULL = {"full_attention", "attention", "hybrid"}  # transformers' names; hybrid layers have a state beside it
 
 
 class Room:
@@ -111,10 +118,15 @@ def give_room(vllm_config: Any, dtype: torch.dtype) -> None:
     """
     modules = vllm_config.compilation_config.static_forward_context
     impls = {name: getattr(module, "impl", None) for name, module in modules.items()}
-    served = {layer_index(n): i for n, i in impls.items() if isinstance(i, Room) and i.manages}
+    rooms = {name: impl for name, impl in impls.items() if isinstance(impl, Room) and impl.manages}
+    served = {layer_index(n): i for n, i in rooms.items() if is_full(modules[n].get_kv_cache_spec(vllm_config))}
     settings, device = settings_of(vllm_config), torch.device(vllm_config.device_config.device)
     sparse = [layer for layer in served if layer not in settings.config.dense_layers]
     slots, rows = slot_count(vllm_config, settings.options), rows_of(vllm_config, settings)
+    for impl in rooms.values():
+        impl.given = True
+    if not served:
+        return  # the connector refuses the model
     shape = shape_of(next(iter(served.values())), dtype, device)
     check_room(vllm_config, settings, len(sparse), shape)
     policy, backend = settings.policy, backend_of(device)
@@ -123,8 +135,6 @@ def give_room(vllm_config: Any, dtype: torch.dtype) -> None:
         served[layer].segment = PackedSegment(slots, rows, shape, packs=not reads_in_place(policy, backend))
         if policy.chooses and backend == "triton":
             served[layer].codes = codes_of(shape, slots, served[layer].num_heads, longest_of(vllm_config))
-    for impl in served.values():
-        impl.given = True
     if device.type == "cuda":
         cache = vllm_config.cache_config
         share = int((total_bytes(device) or 0) * cache.gpu_memory_utilization)
@@ -137,12 +147,13 @@ def give_room(vllm_config: Any, dtype: torch.dtype) -> None:
 def check_model(vllm_config: Any, settings: Settings) -> None:
     """Raise `ConfigError` for no full attention, or too little room, before any weight is read."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    kinds = getattr(model.hf_text_config, "layer_types", None)
+    config = model.hf_text_config
+    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
     if kinds is None:
-        if model.get_sliding_window() is not None:
-            return  # which layers have the window, only the model's code says
-        kinds = [FULL] * model.get_num_layers(parallel)
-    if FULL not in kinds:
+        if model.is_hybrid or model.get_sliding_window() is not None:
+            return  # which layers have a state or the window, only the model's code says
+        kinds = ["attention"] * model.get_num_layers(parallel)
+    if not FULL.intersection(kinds):
         raise ConfigError(f"model must have full-attention layers for sfi, got {sorted(set(kinds))}")
     sparse = set(range(len(kinds))).difference(settings.config.dense_layers)
     shape = SegmentShape(
@@ -152,7 +163,7 @@ def check_model(vllm_config: Any, settings: Settings) -> None:
         dtype=model.dtype,
         device=torch.device(vllm_config.device_config.device),
     )
-    check_room(vllm_config, settings, sum(kinds[layer] == FULL for layer in sparse), shape)
+    check_room(vllm_config, settings, sum(kinds[layer] in FULL for layer in sparse), shape)
 
 
 def check_room(vllm_config: Any, settings: Settings, layers: int, shape: SegmentShape) -> None:

@@ -76,11 +76,11 @@ class RowMatcher:
         return next((entry for entry in same if entry.request == request), None)
 
 
-def last_blocks(table_RP: torch.Tensor, rows: HostRows, page_size: int) -> list[int]:
-    """Read the block of each row's last token from the device: the one wait of a pass."""
+def last_blocks(table_RP: torch.Tensor, rows: HostRows, page_size: int, split: int) -> list[int]:
+    """Read the block of each row's last token from the device: the one wait of a pass; it is `split` pages."""
     last = [(rows.length[place] - 1) // page_size for place in range(len(rows.count))]
     column_R1 = sent(torch.tensor(last, dtype=torch.int64)[:, None], table_RP.device)
-    blocks: list[int] = table_RP[: len(last)].gather(1, column_R1)[:, 0].tolist()
+    blocks: list[int] = table_RP[: len(last)].gather(1, column_R1)[:, 0].div(split, rounding_mode="floor").tolist()
     return blocks
 
 

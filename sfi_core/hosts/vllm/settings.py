@@ -13,8 +13,6 @@ from sfi_core.settings.config import SfiConfig
 from sfi_core.settings.fields import setting
 from sfi_core.triggers.trigger import Trigger
 
-SERVED = {"full_attention", "sliding_attention"}  # transformers' names of kinds of layers
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PluginOptions(ServeTable):
@@ -82,9 +80,6 @@ def check_host(vllm_config: Any, config: SfiConfig) -> None:
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     cache_dtype, dtype = str(vllm_config.cache_config.cache_dtype), str(model.dtype)
     context = max(parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size)
-    other = set(getattr(model.hf_text_config, "layer_types", None) or ()) - SERVED
-    if model.is_hybrid or model.is_attention_free:
-        other.add("state-space")
     ranks = parallel.tensor_parallel_size
     refused = {
         "speculative_config": vllm_config.speculative_config is not None,
@@ -94,7 +89,7 @@ def check_host(vllm_config: Any, config: SfiConfig) -> None:
         "multi-head latent attention": model.use_mla,
         "enable_dbo or ubatch_size": parallel.use_ubatching,
         "a pooling model": model.runner_type == "pooling",
-        f"layers of {' and '.join(sorted(other))}": other,
+        "a model without attention": model.is_attention_free,
         "more tensor-parallel processes than KV heads": ranks > model.get_total_num_kv_heads(),
     }
     for name, is_so in refused.items():

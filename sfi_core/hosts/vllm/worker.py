@@ -56,9 +56,9 @@ class WorkerEngine:
     once a layer has entered it.
     """
 
-    def __init__(self, run: Run, store: BorrowedPages) -> None:
-        """Take a run over vLLM's cache, with all layers known."""
-        self.run, self.store = run, store
+    def __init__(self, run: Run, store: BorrowedPages, split: int = 1) -> None:
+        """Take a run over vLLM's cache, with all layers known; a block of the scheduler's is `split` pages."""
+        self.run, self.store, self.split = run, store, split
         run.requests = [RequestState(request=-1, finished=True) for _ in run.requests]
         self._reading: dict[int, Run] = {}
         self.plan: Plan | None = None
