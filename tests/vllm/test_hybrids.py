@@ -1,46 +1,243 @@
-"""Hybrids: full attention, which sfi manages, beside states that vLLM keeps in KV-cache groups of their own."""
+"""Full attention, which sfi manages, beside states and chunks, which vLLM keeps in KV-cache groups of their own.
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+Granite 4, Falcon-H1 and Nemotron-H run with vLLM's own kernels for CPUs, and so does Qwen3-Next in bfloat16. In
+float32 `plain_delta_rule` stands for the kernel of its linear attention.
+"""
+
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from vllm import LLM
+import torch
+from vllm import LLM, RequestOutput, SamplingParams
+from vllm.v1.core.kv_cache_utils import _get_kv_cache_groups_uniform_page_size
+from vllm.v1.kv_cache_interface import CrossAttentionSpec, FullAttentionSpec, MambaSpec
 
+from sfi_core.errors import ConfigError
+from sfi_core.hosts.transformers.shapes import layer_shapes as transformers_shapes
+from sfi_core.hosts.vllm.cpu_backend import SfiCpuBackend
+from sfi_core.hosts.vllm.names import full_group, layer_shapes
 from sfi_core.hosts.vllm.room import engine_of_process
+from sfi_traces.model.trace import Trace
+from sfi_traces.read.check import check
 from tests.architectures import BY_LABEL
-from tests.vllm.engines import SMALL_BATCH, ask, assert_nothing_is_left, assert_same, engine, reference, tokens, told
+from tests.vllm.engines import (
+    GREEDY,
+    SMALL_BATCH,
+    ask,
+    assert_nothing_is_left,
+    assert_same,
+    engine,
+    planner_of,
+    reference,
+    tokens,
+    told,
+)
+from tests.vllm.plain_delta_rule import stand_in
 from tests.vllm.test_models import HOLDS_ALL, SELECTS, prompts
+from tests.vllm.test_traces import traced
 
+stand_in()
 WIDE = {"hidden_size": 128, "head_dim": 32}
 MAMBA2 = {"mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_ssm": 128}
-MODELS = {"granite-4": MAMBA2, "falcon-h1": MAMBA2}
-GROUPS = {"granite-4": ([0, 2], [1, 3])}
+MODELS: dict[str, dict[str, Any]] = {
+    "granite-4": MAMBA2,
+    "falcon-h1": MAMBA2,  # a state beside attention in every layer
+    "qwen3-next": {},
+    # a layer of an MLP alone; vLLM does not know transformers' limits of a time step
+    "nemotron-h": {
+        "layers_block_type": ["mamba", "attention", "mlp", "mamba", "attention"], "num_hidden_layers": 5,
+        "mamba_num_heads": 4, "mamba_head_dim": 32,
+    },
+    "llama-4": {"attention_chunk_size": 64, "num_experts_per_tok": 1},
+}  # fmt: skip
+# what vLLM computes like transformers, to the last near tie
+SAME = ("granite-4", "falcon-h1", "qwen3-next")
+CACHES = ("qwen3-next", "llama-4")  # vLLM's kernel of Mamba 2 for CPUs keeps no state in the middle of a prompt
 
 
-def options(folder: Path, **more: Any) -> dict[str, Any]:
-    return {
-        "model": str(folder), "skip_tokenizer_init": True, "max_model_len": 512, **SMALL_BATCH,
-        "max_num_batched_tokens": 200, "enable_prefix_caching": False, **more,
+@pytest.fixture
+def tiny(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Any, dict[str, Any]]:
+    """Make a tiny model, and the options of its engine."""
+    one = BY_LABEL[label := request.param]
+    model = replace(one, settings={**one.settings, **WIDE, **MODELS[label]}).build()
+    model.save_pretrained(tmp_path / label)
+    return model, {
+        "model": str(tmp_path / label), "skip_tokenizer_init": True, "max_model_len": 512, **SMALL_BATCH,
+        "max_num_batched_tokens": 200, "enable_prefix_caching": label in CACHES,
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("label", MODELS)
-def test_tokens_are_vllm_s_or_generate_s(label: str, tmp_path: Path):
-    one = BY_LABEL[label]
-    model = replace(one, settings={**one.settings, **WIDE, **MODELS[label]}).build()
-    model.save_pretrained(tmp_path)
-    with engine(**options(tmp_path)) as llm:
+def settings(chosen: dict[str, Any]) -> dict[str, Any]:
+    return chosen | {"trigger_token_ids": tuple(chosen["trigger_token_ids"])}
+
+
+def ids_of(outputs: list[RequestOutput]) -> list[list[int]]:
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+@pytest.mark.parametrize("tiny", MODELS, indirect=True)
+def test_tokens_are_vllm_s_or_generate_s(tiny: Any, request: pytest.FixtureRequest):
+    """Seven prompts of 3 to 300 tokens in pieces of at most 200, four at once: the others join a running batch."""
+    (model, options), label = tiny, request.node.callspec.params["tiny"]
+    with engine(**options) as llm:
         plain = tokens(llm, prompts(), detokenize=False)
-    with engine(HOLDS_ALL, **options(tmp_path)) as llm:
+    with engine(HOLDS_ALL, **options) as llm:
         outputs = ask(llm, prompts(), detokenize=False)
-        assert [list(o.outputs[0].token_ids) for o in outputs] == plain
+        assert ids_of(outputs) == plain
         assert all(told(o)["fast_steps"] > told(o)["slow_steps"] for o in outputs)
         assert_nothing_is_left(llm)
-    with engine(SELECTS, **options(tmp_path)) as llm:
+    with engine(SELECTS, **options) as llm:
         outputs = ask(llm, prompts(), detokenize=False)
-        settings = SELECTS | {"trigger_token_ids": tuple(SELECTS["trigger_token_ids"])}
-        assert_same(outputs, reference(prompts(), 40, settings, model=model))
-        assert [list(o.outputs[0].token_ids) for o in outputs] != plain  # it selects
+        assert all(told(o)["read_ratio"] < 0.8 for o in outputs if len(o.prompt_token_ids) >= 64)
+        assert ids_of(outputs) != plain
+    if label in SAME:
+        assert_same(outputs, reference(prompts(), 40, settings(SELECTS), model=model))
+
+
+def turns(llm: LLM) -> list[RequestOutput]:
+    """Ask for a prompt, go on from its answer, and ask for the prompt again."""
+    first = ask(llm, [prompts()[4]], detokenize=False)
+    second = ask(llm, [prompts()[4] + ids_of(first)[0] + prompts()[1]], detokenize=False)
+    return [*first, *second, *ask(llm, [prompts()[4]], detokenize=False)]
+
+
+@pytest.mark.parametrize("tiny", ["qwen3-next"], indirect=True)
+def test_cached_prefixes_bring_their_states(tiny: Any):
+    """The second turn and the same prompt find nine blocks of it, and the state behind them."""
+    model, options = tiny
+    with engine(**options) as llm:
+        plain = turns(llm)
+    with engine(HOLDS_ALL, **options) as llm:
+        outputs = turns(llm)
+        assert ids_of(outputs) == ids_of(plain)
+        assert [o.num_cached_tokens for o in outputs] == [o.num_cached_tokens for o in plain] == [0, 288, 288]
+        assert_nothing_is_left(llm)
+    with engine(SELECTS, **options) as llm:
+        first, _, again = turns(llm)
+        assert_same([first, again], reference([prompts()[4]], 40, settings(SELECTS), model=model) * 2)
+
+
+@pytest.mark.parametrize("tiny", ["granite-4"], indirect=True)
+def test_preempted_and_dense_requests_keep_their_states(tiny: Any):
+    """Two of four requests have a slot; all lose their blocks twice, in their prompts or while they decode."""
+    _, options = tiny
+    with engine(**options) as llm:
+        plain = tokens(llm, prompts(), detokenize=False)
+    with engine({**HOLDS_ALL, "slots": 2}, **options) as llm:
+        core, done, steps = llm.llm_engine, {}, 0
+        for number, prompt in enumerate(prompts()):
+            parameters = SamplingParams(**GREEDY, max_tokens=40, detokenize=False)
+            core.add_request(str(number), {"prompt_token_ids": prompt}, parameters)
+        while core.has_unfinished_requests():
+            done |= {int(one.request_id): one for one in core.step() if one.finished}
+            steps += 1
+            if steps in {5, 30}:
+                core.reset_prefix_cache(reset_running_requests=True)
+        outputs = [done[number] for number in sorted(done)]
+        assert ids_of(outputs) == plain
+        assert sum(told(o)["preempted"] for o in outputs) > 4
+        dense = [told(o)["dense_steps"] for o in outputs]
+        assert 0 in dense
+        assert any(dense)
+        assert_nothing_is_left(llm)
+
+
+def test_native_linear_attention_gives_vllm_s_tokens_up_to_near_ties(tmp_path: Path):
+    """In bfloat16 the best two logits are often equal; where tokens part, vLLM's own distribution shows that."""
+    one = BY_LABEL["qwen3-next"]
+    native = {"linear_key_head_dim": 64, "linear_value_head_dim": 64}  # what the kernel takes
+    replace(one, settings={**one.settings, **WIDE, **native}).build().save_pretrained(tmp_path)
+    options = {
+        "model": str(tmp_path), "skip_tokenizer_init": True, "max_model_len": 512, "max_num_seqs": 4,
+        "max_num_batched_tokens": 320, "dtype": "bfloat16",
+    }  # fmt: skip
+    with engine(**options) as llm:
+        plain = ask(llm, prompts(), detokenize=False, logprobs=8)
+    with engine(HOLDS_ALL, **options) as llm:
+        worker = engine_of_process()
+        assert worker is not None
+        assert worker.store.page_size == 384  # so large that a state fits into a block
+        outputs = ask(llm, prompts(), detokenize=False, logprobs=8)
+    same = 0
+    for ours, theirs in zip(outputs, plain, strict=True):
+        for token, wanted, logprobs in zip(*ids_of([ours, theirs]), theirs.outputs[0].logprobs, strict=True):
+            if token != wanted:
+                assert logprobs[wanted].logprob - logprobs[token].logprob < 0.1
+                break
+            same += 1
+    assert same > 4 * 40
+
+
+def test_pages_may_be_smaller_than_blocks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Where a kernel takes no blocks of 96 tokens, vLLM splits them; two requests of one length tell rows apart."""
+    replace(BY_LABEL["llama"], settings=WIDE).build().save_pretrained(tmp_path)
+    options = {
+        "model": str(tmp_path), "skip_tokenizer_init": True, "max_model_len": 512, **SMALL_BATCH, "block_size": 96,
+    }  # fmt: skip
+    twice = [*prompts(), prompts()[3], prompts()[4][:210]]
+    with engine(SELECTS, **options) as llm:
+        wanted = [(ids, told(o)) for o in ask(llm, twice, detokenize=False) for ids in ids_of([o])]
+    monkeypatch.setattr(SfiCpuBackend, "get_supported_kernel_block_sizes", staticmethod(lambda *_: [32]))
+    with engine(SELECTS, **options) as llm:
+        worker = engine_of_process()
+        assert worker is not None
+        assert (worker.store.page_size, worker.split) == (32, 3)
+        assert [(ids, told(o)) for o in ask(llm, twice, detokenize=False) for ids in ids_of([o])] == wanted
+        assert_nothing_is_left(llm)
+
+
+@pytest.mark.parametrize("tiny", ["falcon-h1", "nemotron-h"], indirect=True)
+def test_a_trace_knows_the_states(tiny: Any, tmp_path: Path):
+    model, options = tiny
+    with traced({**SELECTS, "trace": str(tmp_path / "run"), "trace_audit": 4}, **options) as llm:
+        core = llm.llm_engine.engine_core.engine_core
+        ours = layer_shapes(core.scheduler.kv_cache_config, core.vllm_config)
+        assert planner_of(llm).row_bytes == sum(one.row_bytes for one in ours if one.window is None)
+        ask(llm, prompts(), detokenize=False)
+    theirs = transformers_shapes(model)
+    assert [replace(one, state_bytes=0) for one in ours] == [replace(one, state_bytes=0) for one in theirs]
+    assert [one.state_bytes > 0 for one in ours] == [one.state_bytes > 0 for one in theirs]
+    trace = Trace.open(tmp_path / "run")
+    assert check(trace)["problems"] == []
+    full = {layer for layer, one in enumerate(ours) if one.window is None}
+    assert {row["layer"] for row in trace.table("supports").to_pylist()} == full
+
+
+@pytest.mark.parametrize("tiny", ["granite-4"], indirect=True)
+def test_prefixes_of_mamba_2_are_refused_on_a_cpu(tiny: Any):
+    _, options = tiny
+    wanted = r"^prefix caching must be off for the states of model\.layers\.0\.mixer, .*--no-enable-prefix-caching$"
+    with (
+        pytest.raises(ConfigError, match=wanted),
+        engine(SELECTS, **options | {"enable_prefix_caching": True}),
+    ):
+        pass
+
+
+FULL = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=32, head_size_v=32, dtype=torch.float32)
+STATE = MambaSpec(block_size=32, shapes=((64, 64),), dtypes=(torch.float32,))
+CROSS = CrossAttentionSpec(block_size=32, num_kv_heads=2, head_size=32, dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("layers", "told_of"),
+    [
+        ([STATE, FULL, STATE, STATE, FULL, STATE], None),
+        ([FULL, FULL, STATE, FULL, FULL], "got 4: 0 and 1 and 3 and 4$"),
+        ([STATE, STATE], "got 0$"),
+        ([FULL, CROSS], "with a CrossAttentionSpec, that of 1$"),
+    ],
+    ids=["one", "several", "none", "unknown"],
+)
+def test_groups_that_vllm_makes(layers: list[Any], told_of: str | None):
+    """Of layers by kind, as vLLM's own code groups them."""
+    specs = {str(layer): spec for layer, spec in enumerate(layers)}
+    cache = SimpleNamespace(kv_cache_groups=_get_kv_cache_groups_uniform_page_size(specs))
+    if told_of is None:
+        assert full_group(cache, "cuda") == (2, ["1", "4"])
+        return
+    with pytest.raises(ConfigError, match=told_of):
+        full_group(cache, "cuda")

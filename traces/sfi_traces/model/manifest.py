@@ -38,7 +38,7 @@ Tokens, Some = _number(MOST_TOKENS), _number(MOST_TOKENS, 1)
 Bool, Words, Size = Annotated[bool, Field(strict=True)], (Line | None, None), (Tokens | None, ...)
 _table = partial(create_model, __config__=ConfigDict(extra="allow"))
 Layer = _table(
-    "Layer", layer=(_number(MOST_LAYERS - 1), ...), heads=(_number(MOST_HEADS - 1, 1), ...), key_width=Size,
+    "Layer", layer=(_number(MOST_LAYERS - 1), ...), heads=(_number(MOST_HEADS - 1), ...), key_width=Size,
     value_width=Size, itemsize=Size, window=Size,
 )  # fmt: skip
 Model = _table(
