@@ -22,6 +22,7 @@ from sfi_traces.model.step_reads import StepReads
 from sfi_traces.model.trace import Trace
 from sfi_traces.record.parquet import ParquetObserver
 from sfi_traces.views.view import View
+from tests.architectures import SMALL, tiny
 from tests.traces.made import overlap
 
 NEW = 40
@@ -40,6 +41,15 @@ def bundled() -> tuple[Any, Any]:
 def prompts() -> list[list[int]]:
     ids = bundled()[1](load_example().prompt)["input_ids"]
     return [ids[-300:], ids[-450:]]
+
+
+def test_a_hybrid_s_layers_of_states_have_no_heads(tmp_path):
+    """One that sfi wrote is one that it reads."""
+    with ParquetObserver(tmp_path / "run", tokenizer=None) as observer:
+        options = {"max_new_tokens": 6, "stop_token_ids": (), "observers": [observer]}
+        sfi_core.generate(tiny("granite-4"), None, [[5] * 9], SMALL, **options)
+    layers = Trace.open(tmp_path / "run").manifest["model"]["layers"]
+    assert [layer["heads"] for layer in layers] == [0, 2, 0, 2]
 
 
 def complete(config: SfiConfig, **options: Any) -> Any:

@@ -41,7 +41,7 @@ class SfiConnector(names.KVConnectorBase_V1, names.SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         self.settings = names.settings_of(vllm_config)
         self._vllm = vllm_config
-        self.group, self.layer_names = names.full_group(kv_cache_config, vllm_config.device_config.device_type)
+        self.group, self.layer_names = names.full_group(kv_cache_config.kv_cache_groups)
         spec = kv_cache_config.kv_cache_groups[self.group].kv_cache_spec
         self.block: int = spec.block_size
         self.key_width: int = spec.head_size

@@ -81,24 +81,19 @@ def is_full(spec: Any) -> bool:
     return whole and spec.sliding_window is None and spec.attention_chunk_size is None
 
 
-def full_group(cache: Any, device: str) -> tuple[int, list[str]]:
+def full_group(groups: Any) -> tuple[int, list[str]]:
     """Return the number of the only full-attention KV cache group, and its layers' names.
 
     vLLM keeps the others: windows, chunks, and states of linear attention, state spaces and convolutions. Raise
-    `ConfigError` for no such group, or several, and for groups that cannot be beside it on a `device`.
+    `ConfigError` for no such group, or several, and for a group of an unknown kind.
     """
     found = []
-    for number, group in enumerate(cache.kv_cache_groups):
+    for number, group in enumerate(groups):
         spec, names = group.kv_cache_spec, list(group.layer_names)
         if is_full(spec):
             found.append((number, names))
         elif not isinstance(spec, OTHERS):
             raise ConfigError(f"sfi does not run in vLLM with a {type(spec).__name__}, that of {names[0]}")
-        elif device == "cpu" and getattr(spec, "num_prefill_checkpoint_blocks", 0) and spec.mamba_cache_mode != "none":
-            raise ConfigError(
-                f"prefix caching must be off for the states of {names[0]}, which vLLM's kernels for CPUs cannot keep "
-                "in the middle of a prompt; add --no-enable-prefix-caching"
-            )
     if len(found) != 1:
         named = ": " + " and ".join(names[0] for _, names in found) if found else ""
         raise ConfigError(

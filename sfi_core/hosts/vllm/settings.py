@@ -80,7 +80,9 @@ def check_host(vllm_config: Any, config: SfiConfig) -> None:
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     cache_dtype, dtype = str(vllm_config.cache_config.cache_dtype), str(model.dtype)
     context = max(parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size)
-    ranks = parallel.tensor_parallel_size
+    ranks, on_cpu = parallel.tensor_parallel_size, vllm_config.device_config.device_type == "cpu"
+    # whose prompts vLLM's kernel for CPUs reads without a state on the way; others have no size of a chunk
+    mamba_2 = model.is_hybrid and {"mamba_chunk_size", "chunk_size"} & vars(model.hf_text_config).keys()
     refused = {
         "speculative_config": vllm_config.speculative_config is not None,
         "pipeline_parallel_size above 1": parallel.pipeline_parallel_size > 1,
@@ -95,6 +97,11 @@ def check_host(vllm_config: Any, config: SfiConfig) -> None:
     for name, is_so in refused.items():
         if is_so:
             raise ConfigError(f"sfi does not run in vLLM with {name}; leave it out")
+    if on_cpu and mamba_2 and vllm_config.cache_config.enable_prefix_caching:
+        raise ConfigError(
+            "enable_prefix_caching must be off for Mamba 2 on a CPU, where vLLM keeps no state within a prompt, got it "
+            "on; add --no-enable-prefix-caching"
+        )
     late = vllm_config.scheduler_config.async_scheduling
     if late and config.trigger_delay < 1 and config.trigger_policy == "boundary":
         raise ConfigError(
