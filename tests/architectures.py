@@ -293,8 +293,8 @@ slow, sfi gives full attention's greedy tokens exactly, in ragged batches too.
   again. Each such pass reads weights and states, and no cache. One request is decoded at a time.
 * **Shared keys** (Gemma 3n, Gemma 4) are stored and counted once. Each layer that reads them has a selection of its
   own.
-* **CUDA graphs** do not record steps of models with states. **vLLM** refuses models whose cache has several groups
-  ([vllm.md](vllm.md)).
+* **CUDA graphs** do not record steps of models with states. **vLLM** serves several of these models
+  ([vllm.md](vllm.md#hybrids)).
 
 ### Full attention and sliding windows
 

@@ -11,14 +11,15 @@ from typing import Any
 import pytest
 import torch
 from vllm import LLM, RequestOutput, SamplingParams
+from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.core.kv_cache_utils import _get_kv_cache_groups_uniform_page_size
 from vllm.v1.kv_cache_interface import CrossAttentionSpec, FullAttentionSpec, MambaSpec
 
 from sfi_core.errors import ConfigError
 from sfi_core.hosts.transformers.shapes import layer_shapes as transformers_shapes
 from sfi_core.hosts.vllm.cpu_backend import SfiCpuBackend
-from sfi_core.hosts.vllm.names import full_group, layer_shapes
-from sfi_core.hosts.vllm.room import engine_of_process
+from sfi_core.hosts.vllm.names import full_group, layer_shapes, settings_of
+from sfi_core.hosts.vllm.room import check_model, engine_of_process
 from sfi_traces.model.trace import Trace
 from sfi_traces.read.check import check
 from tests.architectures import BY_LABEL
@@ -211,6 +212,20 @@ def test_prefixes_of_mamba_2_are_refused_on_a_cpu(tiny: Any):
     wanted = r"^enable_prefix_caching must be off for Mamba 2 on a CPU, [^\n]*; add --no-enable-prefix-caching$"
     with pytest.raises(ConfigError, match=wanted), engine(SELECTS, **options | {"enable_prefix_caching": True}):
         pass
+
+
+@pytest.mark.parametrize(
+    ("tiny", "layers"), [("granite-4", 2), ("falcon-h1", 4), ("qwen3-next", 2), ("nemotron-h", 2)], indirect=["tiny"]
+)
+def test_slots_are_counted_for_full_attention_alone(tiny: Any, layers: int):
+    """Before a weight is read: 4 slots of 36 rows, each 2 heads' keys, values and positions."""
+    _, options = tiny
+    extra = {**SELECTS, "slots_memory": 1e-9}
+    transfer = {"kv_connector": "SfiConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+    config = EngineArgs(**options, dtype="float32", kv_transfer_config=transfer).create_engine_config()
+    need = 4 * layers * (4 + 32) * 2 * (32 + 32 + 1) * 4
+    with pytest.raises(ConfigError, match=f"^budget 32 for 4 slots takes {need / 1e9:.6g} GB "):
+        check_model(config, settings_of(config))
 
 
 FULL = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=32, head_size_v=32, dtype=torch.float32)

@@ -35,6 +35,11 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
         ({"trigger_delay": 0}, {"async_scheduling": True}, "trigger_delay must be at least 1"),
         ({"policy": "freekv"}, {}, "got freekv"),
         ({}, {"runner": "pooling"}, "a pooling model"),
+        (
+            {},
+            {"hf_overrides": {"layer_types": ["full_attention", "minimax_m3_sparse"] * 2}},
+            "layers of minimax_m3_sparse",
+        ),
     ],
     ids=lambda value: next(iter(value), "") if isinstance(value, dict) else "",
 )

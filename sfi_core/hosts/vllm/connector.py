@@ -164,8 +164,8 @@ class SfiConnector(names.KVConnectorBase_V1, names.SupportsHMA):
         page_size, device, longest = key.shape[2], key.device, self._vllm.model_config.max_model_len
         backend = "torch" if device.type == "cpu" else "triton"
         store = BorrowedPages(backend, page_size, self.slots, longest, device)
-        for name, impl in impls.items():
-            store.borrow(names.layer_index(name), *views[name], impl.norm_X)
+        for name, (key, value) in views.items():
+            store.borrow(names.layer_index(name), key, value, impls[name].norm_X)
         audit = self.settings.audit
         run = Run(
             self.make_policy(self.settings.config),

@@ -80,6 +80,9 @@ def check_host(vllm_config: Any, config: SfiConfig) -> None:
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     cache_dtype, dtype = str(vllm_config.cache_config.cache_dtype), str(model.dtype)
     context = max(parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size)
+    # kinds that choose themselves what a token attends to, by transformers' names
+    kinds = set(getattr(model.hf_text_config, "layer_types", None) or ())
+    sparse = sorted(kind for kind in kinds if "sparse" in kind or "indexed" in kind)
     ranks, on_cpu = parallel.tensor_parallel_size, vllm_config.device_config.device_type == "cpu"
     # whose prompts vLLM's kernel for CPUs reads without a state on the way; others have no size of a chunk
     mamba_2 = model.is_hybrid and {"mamba_chunk_size", "chunk_size"} & vars(model.hf_text_config).keys()
@@ -92,6 +95,7 @@ def check_host(vllm_config: Any, config: SfiConfig) -> None:
         "enable_dbo or ubatch_size": parallel.use_ubatching,
         "a pooling model": model.runner_type == "pooling",
         "a model without attention": model.is_attention_free,
+        f"layers of {' and '.join(sparse)}": sparse,
         "more tensor-parallel processes than KV heads": ranks > model.get_total_num_kv_heads(),
     }
     for name, is_so in refused.items():

@@ -20,7 +20,8 @@ def vllm(**changes: Any) -> SimpleNamespace:
     parts = {
         "model_config": model | {"get_total_num_kv_heads": lambda: 2},
         "parallel_config": parallel | {"use_ubatching": False},
-        "cache_config": {"cache_dtype": "auto"},
+        "cache_config": {"cache_dtype": "auto", "enable_prefix_caching": True},
+        "device_config": {"device_type": "cpu"},
         "scheduler_config": {"async_scheduling": False},
     }
     for name, value in changes.items():
@@ -30,6 +31,8 @@ def vllm(**changes: Any) -> SimpleNamespace:
 
 
 LINEAR = SimpleNamespace(layer_types=["full_attention", "linear_attention"])
+SPARSE = SimpleNamespace(layer_types=["full_attention", "minimax_m3_sparse"])
+MAMBA_2 = SimpleNamespace(layer_types=["linear_attention", "full_attention"], mamba_chunk_size=256)
 
 
 def one_line(error: pytest.ExceptionInfo[ConfigError], part: str) -> bool:
@@ -77,8 +80,9 @@ def test_wrong_settings_are_refused(given, part):
         ({"use_mla": True}, "multi-head latent attention"),
         ({"use_ubatching": True}, "enable_dbo"),
         ({"runner_type": "pooling"}, "a pooling model"),
-        ({"hf_text_config": LINEAR}, "layers of linear_attention"),
-        ({"is_hybrid": True}, "layers of state-space"),
+        ({"hf_text_config": SPARSE}, "layers of minimax_m3_sparse"),
+        ({"is_attention_free": True}, "a model without attention"),
+        ({"is_hybrid": True, "hf_text_config": MAMBA_2}, "enable_prefix_caching must be off for Mamba 2 on a CPU"),
         ({"tensor_parallel_size": 4}, "more tensor-parallel processes than KV heads"),
     ],
     ids=str,
@@ -86,6 +90,9 @@ def test_wrong_settings_are_refused(given, part):
 def test_what_of_vllm_s_settings_does_not_fit_is_refused(changes, part):
     check_host(vllm(), SfiConfig())
     check_host(vllm(cache_dtype="bfloat16"), SfiConfig())
+    check_host(vllm(is_hybrid=True, hf_text_config=LINEAR), SfiConfig())
+    for fits in ({"device_type": "cuda"}, {"enable_prefix_caching": False}):
+        check_host(vllm(is_hybrid=True, hf_text_config=MAMBA_2, **fits), SfiConfig())
     with pytest.raises(ConfigError) as error:
         check_host(vllm(**changes), SfiConfig())
     assert one_line(error, part)

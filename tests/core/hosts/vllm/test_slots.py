@@ -132,7 +132,9 @@ def test_without_numbers_shared_counts_are_read_in_every_pass() -> None:
 
 def test_last_blocks() -> None:
     table_RP = torch.tensor([[4, 6, 0], [5, 7, 9], [8, 8, 8]], dtype=torch.int32)
-    assert last_blocks(table_RP, HostRows([0, 1, 3, 3], [16, 33, 0]), 16) == [4, 9]
+    rows = HostRows([0, 1, 3, 3], [16, 33, 0])
+    assert last_blocks(table_RP, rows, 16, 1) == [4, 9]
+    assert last_blocks(table_RP, rows, 16, 3) == [1, 3], "of pages, three a block"
 
 
 @dataclass
