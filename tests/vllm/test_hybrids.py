@@ -104,23 +104,28 @@ def turns(llm: LLM) -> list[RequestOutput]:
     return [*first, *second, *ask(llm, [prompts()[4]], detokenize=False)]
 
 
-@pytest.mark.parametrize("tiny", ["qwen3-next"], indirect=True)
-def test_cached_prefixes_bring_their_states(tiny: Any):
-    """The second turn and the same prompt find nine blocks of it, and the state behind them."""
-    model, options = tiny
+@pytest.mark.parametrize("tiny", CACHES, indirect=True)
+def test_cached_prefixes_bring_their_states(tiny: Any, request: pytest.FixtureRequest):
+    """The second turn and the same prompt find nine blocks of it or more, and the state behind them."""
+    (model, options), label = tiny, request.node.callspec.params["tiny"]
     with engine(**options) as llm:
         plain = turns(llm)
     with engine(HOLDS_ALL, **options) as llm:
         outputs = turns(llm)
         assert ids_of(outputs) == ids_of(plain)
-        assert [o.num_cached_tokens for o in outputs] == [o.num_cached_tokens for o in plain] == [0, 288, 288]
+        cached = [o.num_cached_tokens for o in outputs]
+        assert cached == [o.num_cached_tokens for o in plain]
+        assert cached[1] >= cached[2] == 288
         assert_nothing_is_left(llm)
     with engine(SELECTS, **options) as llm:
         first, _, again = turns(llm)
-        assert_same([first, again], reference([prompts()[4]], 40, settings(SELECTS), model=model) * 2)
+        assert ids_of([first]) == ids_of([again])
+        assert told(again)["read_ratio"] < 0.4
+        if label in SAME:
+            assert_same([first, again], reference([prompts()[4]], 40, settings(SELECTS), model=model) * 2)
 
 
-@pytest.mark.parametrize("tiny", ["granite-4"], indirect=True)
+@pytest.mark.parametrize("tiny", ["granite-4", "qwen3-next"], indirect=True)
 def test_preempted_and_dense_requests_keep_their_states(tiny: Any):
     """Two of four requests have a slot; all lose their blocks twice, in their prompts or while they decode."""
     _, options = tiny

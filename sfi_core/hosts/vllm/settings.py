@@ -84,7 +84,7 @@ def check_host(vllm_config: Any, config: SfiConfig) -> None:
     kinds = set(getattr(model.hf_text_config, "layer_types", None) or ())
     sparse = sorted(kind for kind in kinds if "sparse" in kind or "indexed" in kind)
     ranks, on_cpu = parallel.tensor_parallel_size, vllm_config.device_config.device_type == "cpu"
-    # whose prompts vLLM's kernel for CPUs reads without a state on the way; others have no size of a chunk
+    # alone in having chunks; vLLM's kernel for CPUs returns no state at their ends
     mamba_2 = model.is_hybrid and {"mamba_chunk_size", "chunk_size"} & vars(model.hf_text_config).keys()
     refused = {
         "speculative_config": vllm_config.speculative_config is not None,
