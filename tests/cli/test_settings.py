@@ -134,8 +134,8 @@ def test_a_setting_of_another_place_says_where_it_has_an_effect():
         for command in (("tune", "none", "--search"), ("trace", "replay", "none", "--set")):
             words = message(*command, f"{name}=0.5")
             assert words.startswith(f"{name} has no effect here, only on sfi generate, ")
-    words = message("tune", "none", "--search", "serve.cache_salt=true")
-    assert words == "serve.cache_salt has no effect here, only on sfi serve"
+    words = message("tune", "none", "--search", "serve.slots_memory=0.5")
+    assert words == "serve.slots_memory has no effect here, only on sfi serve"
 
 
 @pytest.mark.parametrize("command", ["generate", "bench", "eval", "tune"])

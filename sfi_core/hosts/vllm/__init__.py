@@ -32,6 +32,3 @@ class ServeTable(Table):
         above=0.0,
         most=1.0,
     )
-    cache_salt: bool = setting(
-        True, "Keep prefix caches of different settings apart. Keys and values of generated tokens depend on them."
-    )

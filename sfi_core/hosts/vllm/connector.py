@@ -95,11 +95,11 @@ class SfiConnector(names.KVConnectorBase_V1, names.SupportsHMA):
         """Register a request that has arrived."""
         own = RequestSettings.of(request.sampling_params.extra_args, self.settings.config, self._check)
         self.planner.see(request, own)
-        if self.settings.options.cache_salt:
-            salt = own.salt(self.settings.options.policy)
-            request.cache_salt = f"{request.cache_salt} {salt}" if request.cache_salt else salt
-            request.block_hashes.clear()
-            request.update_block_hashes()
+        # keys and values of generated tokens depend on the settings: other settings share no prefix
+        salt = own.salt(self.settings.options.policy)
+        request.cache_salt = f"{request.cache_salt} {salt}" if request.cache_salt else salt
+        request.block_hashes.clear()
+        request.update_block_hashes()
 
     def _check(self, config: SfiConfig) -> None:
         # of a request's own settings
