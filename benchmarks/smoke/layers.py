@@ -11,7 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from benchmarks.smoke.journal import Journal
 from benchmarks.smoke.plan import Plan
 from sfi_core.measure.bench.bench import release
-from sfi_core.measure.kernel_bench.data import layer_data
+from sfi_core.measure.kernel_bench.data import LayerData
 from sfi_core.measure.kernel_bench.rivals import sdpa_backend
 from sfi_core.measure.kernel_bench.settings import KernelSettings
 from sfi_core.measure.kernel_bench.timing import clock_for
@@ -42,7 +42,7 @@ class Prompt:
 
     def __init__(self, plan: Plan, settings: KernelSettings) -> None:
         self._plan, self._scale = plan, settings.scale
-        self._data = layer_data(settings, plan.device, one_page=False)
+        self._data = LayerData(settings, "triton", plan.device)
         generator = torch.Generator(plan.device).manual_seed(2)
         shape = (1, settings.kv_heads, settings.group, settings.context, settings.head_dim)
         self._query = torch.randn(shape, generator=generator, dtype=plan.torch_dtype, device=plan.device)

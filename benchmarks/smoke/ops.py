@@ -1,5 +1,6 @@
 """Stage 2: each op once against its reference, small and at 16K x 4; errors over what rounding allows."""
 
+from itertools import chain
 from typing import Any
 
 import torch
@@ -7,10 +8,9 @@ import torch
 from benchmarks.smoke.journal import Journal
 from benchmarks.smoke.plan import Plan
 from sfi_core.measure.bench.bench import release
-from sfi_core.measure.kernel_bench.data import LayerData, layer_data
-from sfi_core.measure.kernel_bench.result import Measurement
+from sfi_core.measure.kernel_bench.data import LayerData
 from sfi_core.measure.kernel_bench.settings import KernelSettings
-from sfi_core.measure.kernel_bench.variants import KernelVariants
+from sfi_core.measure.kernel_bench.variants import groups
 from sfi_kernels.dense_attention import dense_attention, window_logits
 
 WINDOW = 64  # a prompt's last queries
@@ -28,26 +28,23 @@ def check(journal: Journal, plan: Plan) -> None:
 
 
 def _one(journal: Journal, plan: Plan, settings: KernelSettings, at: str) -> None:
-    made = KernelVariants(settings, "triton", plan.device)
-    for variant in made.build():
+    layer = LayerData(settings, "triton", plan.device)
+    for variant in chain.from_iterable(variants for _, variants in groups(layer)):
         form = f" ({variant.form})" if variant.form else ""
         journal.trial(f"{at}: {variant.label}{form}", lambda one=variant: _measured(one))
-    journal.note(f"{at}: notes", said="; ".join(made.notes))
-    data = layer_data(settings, plan.device, one_page=False)
+    journal.note(f"{at}: notes", said="; ".join(layer.notes))
     for name in ("dense_attention", "window_logits"):
-        journal.trial(f"{at}: prompt, {name}", lambda name=name: _prompt(settings, data, name))
+        journal.trial(f"{at}: prompt, {name}", lambda name=name: _prompt(layer, name))
 
 
 def _measured(variant: Any) -> dict[str, Any]:
-    one = Measurement.of(variant)
-    return {"error_share": one.error, **({"failed": one.failure} if one.failure else {})}
+    return {"error_share": variant.error_share, **({"failed": variant.failure} if variant.failure else {})}
 
 
-def _prompt(settings: KernelSettings, data: LayerData, name: str) -> dict[str, Any]:
+def _prompt(data: LayerData, name: str) -> dict[str, Any]:
     # no bound is derived here: the distance is shown in units of the dtype's rounding
-    generator = torch.Generator(data.length_B.device).manual_seed(1)
-    shape = (settings.batch, settings.kv_heads, settings.group, WINDOW, settings.head_dim)
-    query = torch.randn(shape, generator=generator, dtype=settings.torch_dtype, device=data.length_B.device)
+    settings = data.settings
+    query = data.draw(settings.batch, settings.kv_heads, settings.group, WINDOW, settings.head_dim)
     key, value, table = data.paged
     if name == "dense_attention":
         operands, op = (query, key, value, table, data.length_B), dense_attention

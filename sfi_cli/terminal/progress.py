@@ -30,7 +30,7 @@ class Progress:
     def __exit__(self, *_: object) -> None:
         """Remove the bar."""
         self._within.close()
-        self._stop()
+        self.clear()
 
     def _show(self, phase: str, done: int, total: int, line: str) -> None:
         # a bar on a terminal; elsewhere `line`, at most one in PATIENCE seconds
@@ -60,7 +60,8 @@ class Progress:
         task = self._bar.task_ids[0]
         self._bar.update(task, description=phase, completed=done, total=total or None)
 
-    def _stop(self) -> None:
+    def clear(self) -> None:
+        """Remove the bar; the next update draws it anew."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
@@ -81,7 +82,7 @@ class PrefillProgress(Progress):
     def update(self, read: int, total: int) -> None:
         """Show that `read` of `total` prompt tokens were read."""
         if read >= total:
-            self._stop()
+            self.clear()
             return
         line = f"{self._label}: read {read:,} of {total:,} prompt tokens"
         self._show(f"{self._label}: reading the prompt", read, total, line)

@@ -150,6 +150,7 @@ class Policy:
         chooses: Whether it has `choose`, which the Triton backend calls in place of `select_before`.
         mixes_heads: Whether it has `dense_heads`.
         key_width: Numbers of a key of a head, where the host or a step has told it; 0 before.
+        triggered: Whether its `plan` may ask the trigger.
     """
 
     prompt_only = False
@@ -158,7 +159,7 @@ class Policy:
     drafts = False
     offloads = False
     key_width = 0
-    selects_before = selects_after = selects_next = selects = chooses = mixes_heads = False
+    selects_before = selects_after = selects_next = selects = chooses = mixes_heads = triggered = False
 
     def __init_subclass__(cls) -> None:
         """Note which hooks the class has: those of its own and of its bases."""
@@ -169,6 +170,7 @@ class Policy:
         cls.selects = cls.selects_before or cls.selects_after or cls.selects_next
         cls.chooses = cls.choose is not Policy.choose
         cls.mixes_heads = cls.dense_heads is not Policy.dense_heads
+        cls.triggered = cls.plan is not Policy.plan
 
     def __init__(self, config: SfiConfig, trigger: Rule, layers: Sequence[int] = ()) -> None:
         """Take the settings; `layers` are the model's full-attention layers."""

@@ -117,14 +117,14 @@ def _ends_with(text: str, trigger: str) -> bool:
     return text.rstrip(closed).endswith((trigger, *CJK_FORMS.get(trigger, "")))
 
 
-def resolve_triggers(tokenizer: Any, config: SfiConfig) -> tuple[int, ...]:
-    """Return T_trig as token ids, ascending.
+def resolve_triggers(tokenizer: Any, config: SfiConfig, *, needed: bool = True) -> tuple[int, ...]:
+    """Return T_trig as token ids, ascending; () without a tokenizer if they are not `needed`.
 
     Raise `ConfigError` for trigger strings without a tokenizer, or if none of them has a token.
     """
     if config.trigger_token_ids is not None:
         return tuple(sorted(config.trigger_token_ids))
-    if config.trigger_policy != "boundary":
+    if config.trigger_policy != "boundary" or (tokenizer is None and not needed):
         return ()
     if tokenizer is None:
         raise ConfigError("triggers need a tokenizer, got none; pass one or set trigger_token_ids")

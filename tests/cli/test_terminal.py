@@ -11,7 +11,7 @@ from rich.cells import cell_len
 
 import sfi_core
 from sfi_cli.commands.bench.views import bench_text
-from sfi_cli.commands.kernel_bench.views import bench_text as kernel_bench_text
+from sfi_cli.commands.kernel_bench.views import group_text
 from sfi_cli.commands.trace.full_views import full_text
 from sfi_cli.commands.trace.replay.views import replay_text
 from sfi_cli.commands.trace.show_views import show_text
@@ -187,8 +187,7 @@ def test_the_tables_of_benchmarks_fit_the_terminal(width):
         "median_us p10_us p90_us gb_per_s bandwidth_share tflop_per_s speedup_over_dense speedup_over_sdpa "
         "speedup_over_paper_like"
     ) | {"op": "fast", "form": "ragged", "retention": 0.125, "failure": None}
-    ops = {"machine": machine, "rows": [kernel], "backend": "torch", "notes": [], "failures": []}
-    for parts in (bench_text(document), kernel_bench_text(ops, sweep=False)):
+    for parts in (bench_text(document), group_text({"rows": [kernel]}, title="Attention of a step")):
         lines = rendered(parts, width).splitlines()
         assert max(map(cell_len, lines)) <= width
         assert max(map(cell_len, rendered(parts[:1]).splitlines())) > 100

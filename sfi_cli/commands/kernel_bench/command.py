@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from sfi_cli import options as o
-from sfi_cli.commands.kernel_bench.views import bench_text, compiled_text
+from sfi_cli.commands.kernel_bench.views import closing_text, compiled_text, group_text
 from sfi_cli.terminal.output import Output, leave_interrupted, message
 from sfi_core.errors import ConfigError, unknown
 
@@ -121,10 +121,17 @@ def run(asked: dict[str, Any], sweep: str | None, backend: str, device: str, out
     with output:
         output.say(f"benchmarking the {backend} backend on {where.type}")
         with BenchProgress(quiet=output.quiet) as progress:
-            result = run_bench(settings, backend, where, progress.update)
+
+            def told(title: str, rows: list[dict[str, Any]]) -> None:
+                progress.clear()  # the bar would be drawn over what is written
+                if not output.json:
+                    output.show({"rows": rows}, partial(group_text, title=title))
+                    output.stream("\n")
+
+            result = run_bench(settings, backend, where, progress.update, told)
         document = result.document()
         if document["rows"]:
-            output.show(document, partial(bench_text, sweep=settings.sweep))
+            output.show(document, partial(closing_text, sweep=settings.sweep))
             output.rows(document, write_parquet)
             if any(row["op"] == "fast" and row["median_us"] for row in document["rows"]):
                 output.figure(write_plot, document)

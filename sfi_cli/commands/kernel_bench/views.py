@@ -3,19 +3,26 @@
 from typing import Any
 
 from sfi_cli.terminal.tables import Part, noted
-from sfi_traces.views.table import Columns, Row, Table, number, percent, ratio
+from sfi_traces.views.table import Columns, Row, Table, number, percent, ratio, written
 
 
-def bench_text(document: dict[str, Any], *, sweep: bool) -> list[Part]:
-    """Return every row, for a sweep the paper's Table 1 beside ours, and the notes."""
-    machine, rows = document["machine"], document["rows"]
-    title = (
+def group_text(document: dict[str, Any], *, title: str) -> list[Part]:
+    """Return the rows of a group, in the columns that say something of them."""
+    rows = document["rows"]
+    told = {name: cell for name, cell in MEASURED.items() if any(written(cell, row) not in ("", "-") for row in rows)}
+    spare = [name for name in ("x paper-like", "p90", "p10", "TFLOP/s", "of copy") if name in told]
+    return [Table.of(title, told, rows, spare=spare)]
+
+
+def closing_text(document: dict[str, Any], *, sweep: bool) -> list[Part]:
+    """Return the machine, for a sweep the paper's Table 1 beside ours, and the notes."""
+    machine = document["machine"]
+    tables: list[Part] = [
         f"{document['backend']} backend on {machine.get('gpu') or machine['processor']}, "
         f"copy {machine['copy_gb_per_s']:,.1f} GB/s"
-    )
-    tables = [Table.of(title, MEASURED, rows, spare=("x paper-like", "p90", "p10", "TFLOP/s", "of copy"))]
+    ]
     if sweep:
-        fast = [row for row in rows if row["op"] == "fast" and row["failure"] is None]
+        fast = [row for row in document["rows"] if row["op"] == "fast" and row["failure"] is None]
         title = "Speed-up of the fast step, beside the paper's Table 1"
         tables.append(Table.of(title, SWEPT, fast, left=0, spare=("bytes", "ours, x paper-like")))
     return noted(tables, [*document["notes"], *(f"failed: {one}" for one in document["failures"])])

@@ -52,7 +52,7 @@ class Session:
         if self.ranks.size > 1:
             check_split(model.config, model.tp_plan, self.ranks.size)
             engine = engine.on_several_ranks()
-        self.trigger_token_ids = resolve_triggers(tokenizer, config)
+        self.trigger_token_ids = resolve_triggers(tokenizer, config, needed=policy_class(policy).triggered)
         trigger = Trigger(frozenset(self.trigger_token_ids), config)
         layers = checks.full_attention_layers(model)
         if unknown := sorted(set(config.dense_layers) - set(layers)):  # the setting would have no effect

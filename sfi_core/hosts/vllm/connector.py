@@ -46,7 +46,8 @@ class SfiConnector(names.KVConnectorBase_V1, names.SupportsHMA):
         self.block: int = spec.block_size
         self.key_width: int = spec.head_size
         self.layers = sorted(names.layer_index(name) for name in self.layer_names)
-        self.trigger_ids = resolve_triggers(names.tokenizer_of(vllm_config), self.settings.config)
+        needed, tokenizer = policy_class(self.settings.options.policy).triggered, names.tokenizer_of(vllm_config)
+        self.trigger_ids = resolve_triggers(tokenizer, self.settings.config, needed=needed)
         self.observer = self.make_observer(role)
         if role == names.KVConnectorRole.SCHEDULER:
             self.planner = Planner(
@@ -104,8 +105,8 @@ class SfiConnector(names.KVConnectorBase_V1, names.SupportsHMA):
     def _check(self, config: SfiConfig) -> None:
         # of a request's own settings
         check_host(self._vllm, config)
-        self.make_policy(config)
-        if config.trigger_policy == "boundary" and not self.trigger_ids:
+        asks = self.make_policy(config).triggered and config.trigger_policy == "boundary"
+        if asks and not self.trigger_ids:
             raise ConfigError("sfi.trigger_policy must not be boundary on a server without triggers")
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:

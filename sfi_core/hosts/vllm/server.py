@@ -20,6 +20,7 @@ from sfi_core.hosts.vllm import attention_flags
 from sfi_core.hosts.vllm.names import settings_of, tokenizer_of
 from sfi_core.hosts.vllm.room import check_model
 from sfi_core.hosts.vllm.settings import Settings
+from sfi_core.policies import policy_class
 from sfi_core.triggers.trigger_set import resolve_triggers
 
 # whoever gives one of them says it all
@@ -54,7 +55,8 @@ class Server:
             raise ConfigError(f"vLLM: {one_line(error)}") from error
         settings = settings_of(vllm)
         check_model(vllm, settings)
-        return cls(args, vllm, settings, resolve_triggers(tokenizer_of(vllm), settings.config))
+        needed = policy_class(settings.options.policy).triggered
+        return cls(args, vllm, settings, resolve_triggers(tokenizer_of(vllm), settings.config, needed=needed))
 
     def run(self) -> None:
         """Serve until SIGINT or SIGTERM.

@@ -10,24 +10,31 @@ from sfi_core.errors import BackendError, MemoryForecastError
 from sfi_core.machine.describe import describe_measured
 from sfi_core.machine.memory import free_bytes
 from sfi_core.measure.kernel_bench.bytes_moved import forecast_bytes
-from sfi_core.measure.kernel_bench.result import KernelResult, Measurement
+from sfi_core.measure.kernel_bench.cache_ops import FETCHED_EVERY
+from sfi_core.measure.kernel_bench.data import LayerData
+from sfi_core.measure.kernel_bench.result import KernelResult
 from sfi_core.measure.kernel_bench.settings import REPEATS, KernelSettings
-from sfi_core.measure.kernel_bench.step_variants import FETCHED_EVERY
 from sfi_core.measure.kernel_bench.timing import CpuClock, clock_for, copy_gb_per_s, floor_us, workspace_bytes
-from sfi_core.measure.kernel_bench.variant import reason
-from sfi_core.measure.kernel_bench.variants import KernelVariants
+from sfi_core.measure.kernel_bench.variant import KernelVariant, reason
+from sfi_core.measure.kernel_bench.variants import groups
 from sfi_kernels.launch import KernelLimitError, counting
 
 Progress = Callable[[str, int, int], None]
+Told = Callable[[str, list[dict[str, Any]]], None]
 
 
 def run_bench(
-    settings: KernelSettings, backend: str, device: torch.device, progress: Progress = lambda *_: None
+    settings: KernelSettings,
+    backend: str,
+    device: torch.device,
+    progress: Progress = lambda *_: None,
+    told: Told = lambda *_: None,
 ) -> KernelResult:
-    """Check every variant, then time the variants in turns.
+    """Check every variant, then time it; the variants of a group take turns.
 
-    `progress` gets the phase, the calls done and the number of calls. A variant that fails is noted and not
-    timed; see `KernelResult.check`.
+    `progress` gets the phase, the calls done and the number of calls; `told` each group's title and rows as soon
+    as they are there, after Ctrl-C those that are. A variant that fails is noted and not timed; see
+    `KernelResult.check`.
 
     Raises:
         MemoryForecastError: The inputs and their checks do not fit into memory.
@@ -36,7 +43,7 @@ def run_bench(
     _check_fits(settings, backend, device)
     result = KernelResult(settings, backend)
     try:
-        _run(result, device, progress)
+        _run(result, device, progress, told)
     except KeyboardInterrupt:
         result.interrupted = True
     except KernelLimitError as error:
@@ -44,47 +51,58 @@ def run_bench(
     return result
 
 
-def _run(result: KernelResult, device: torch.device, progress: Progress) -> None:
+def _run(result: KernelResult, device: torch.device, progress: Progress, told: Told) -> None:
     clock = clock_for(device, result.backend)
     progress("measuring the copy bandwidth", 0, 1)
-    result.machine = {
-        **describe_measured(device),
-        "copy_gb_per_s": copy_gb_per_s(device, clock),
-        "clock_floor_us": floor_us(device, clock),
-    }
-    variants = KernelVariants(result.settings, result.backend, device)
+    result.machine |= describe_measured(device)
+    result.machine |= {"copy_gb_per_s": copy_gb_per_s(device, clock), "clock_floor_us": floor_us(device, clock)}
+    layer = LayerData(result.settings, result.backend, device)
     result.notes += _notes(result, device)
-    for variant in variants.build():
-        progress(f"checking {variant.label}", len(result.measurements), 0)
-        result.measurements.append(Measurement.of(variant))
-    result.notes += variants.notes
-    _time(result, clock, device, progress)
+    for title, group in groups(layer):
+        before = len(result.variants)
+        try:
+            for variant in group:
+                result.variants.append(variant)
+                progress(f"checked {variant.label}", len(result.variants) - before, 0)
+            _time(result, title, result.variants[before:], clock, device, progress)
+        finally:
+            if rows := result.rows(result.variants[before:]):
+                told(title, rows)
+        if result.stopped is not None:
+            break
+    result.notes += layer.notes
 
 
-def _time(result: KernelResult, clock: CpuClock, device: torch.device, progress: Progress) -> None:
+def _time(
+    result: KernelResult,
+    title: str,
+    group: list[KernelVariant],
+    clock: CpuClock,
+    device: torch.device,
+    progress: Progress,
+) -> None:
     calls: list[Callable[[], Any]] = []
-    timed: list[Measurement] = []
-    for one in result.measurements:
+    timed: list[KernelVariant] = []
+    for one in group:
         if one.failure is not None:
             continue
-        progress(f"warming up {one.variant.label}", len(timed), len(result.measurements))
+        progress(f"warming up {one.label}", len(timed), len(group))
         with one.noting():
             if result.backend == "triton":
                 with counting(launched := Counter[str]()):
-                    one.variant.call()
+                    one.call()
                 one.launches = launched.total() or None
-            calls.append(clock.prepare(one.variant.call))
+            calls.append(clock.prepare(one.call))
             timed.append(one)
     repeats = result.settings.repeats or REPEATS[device.type]
     for repeat in range(repeats):
-        progress("timing", repeat, repeats)
+        progress(f"timing {title.lower()}", repeat, repeats)
         try:
             for one, time_us in zip(timed, clock.time(calls), strict=True):
                 one.times_us.append(time_us)
         except RuntimeError as error:  # CUDA does not tell which call failed
             result.stopped = reason(error)
             return
-    progress("timing", repeats, repeats)
 
 
 def _notes(result: KernelResult, device: torch.device) -> list[str]:

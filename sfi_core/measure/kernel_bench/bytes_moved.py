@@ -25,9 +25,8 @@ def attention_bytes(
     rows = settings.batch * settings.heads
     ends = 2 * rows * queries * settings.head_dim * settings.torch_dtype.itemsize
     logits = rows * settings.context * FLOAT32 if evidence else 0
-    positions = settings.batch * settings.kv_heads * gathered * INT32
     more = (settings.context - tokens) * _row_bytes(settings) * dense // settings.kv_heads
-    return tokens * _row_bytes(settings) + ends + logits + positions + more
+    return tokens * _row_bytes(settings) + ends + logits + _pairs(settings) * gathered * INT32 + more
 
 
 def selector_bytes(settings: KernelSettings) -> int:
@@ -38,34 +37,33 @@ def selector_bytes(settings: KernelSettings) -> int:
 
 def top_k_bytes(settings: KernelSettings, budget: int) -> int:
     """Return the bytes of Top-K."""
-    rows = settings.batch * settings.kv_heads
-    return rows * (settings.context * FLOAT32 + budget * INT32)
+    return _pairs(settings) * (settings.context * FLOAT32 + budget * INT32)
 
 
 def pack_bytes(settings: KernelSettings, rows: int) -> int:
     """Return the bytes of packing `rows` rows of every request, including sinks."""
-    positions = settings.batch * settings.kv_heads * rows
-    return 2 * rows * _row_bytes(settings) + positions * INT32
+    return 2 * rows * _row_bytes(settings) + _pairs(settings) * rows * INT32
 
 
 def recall_bytes(settings: KernelSettings, rows: int, reused: int) -> int:
     """Return the bytes of recalling `rows` rows, including sinks; `reused` of them are on the device."""
-    positions = settings.batch * settings.kv_heads * (rows - settings.sink + reused)
-    return pack_bytes(settings, rows) + positions * INT32
+    return pack_bytes(settings, rows) + _pairs(settings) * (rows - settings.sink + reused) * INT32
 
 
 def append_bytes(settings: KernelSettings) -> int:
     """Return the bytes of appending one token to every request."""
-    return 2 * _row_bytes(settings) + settings.batch * settings.kv_heads * FLOAT32
+    return 2 * _row_bytes(settings) + _pairs(settings) * FLOAT32
 
 
 def codescan_bytes(settings: KernelSettings, tokens: int) -> int:
     """Return the bytes of appending, of choosing by words of code, and of attention over `tokens` tokens.
 
-    Each request reads two bases, of keys and of queries.
+    Each request reads two bases, of keys and of queries: a mean, and the projection of keys or queries.
     """
-    code_bytes = _keys(settings) * words(settings.head_dim) * INT32 + 2 * _basis_bytes(settings)
-    return append_bytes(settings) + code_bytes + attention_bytes(settings, tokens)
+    numbers = words(settings.head_dim)
+    basis = settings.head_dim * (SLOTS * numbers + 1) * FLOAT32
+    codes = _pairs(settings) * (settings.context * numbers * INT32 + 2 * basis)
+    return append_bytes(settings) + codes + attention_bytes(settings, tokens)
 
 
 def prompt_bytes(settings: KernelSettings, queries: int, tokens: int) -> int:
@@ -80,48 +78,39 @@ def prompt_flops(settings: KernelSettings, queries: int, tokens: int) -> int:
     return 4 * settings.heads * settings.head_dim * pairs
 
 
-def _keys(settings: KernelSettings) -> int:
-    return settings.batch * settings.kv_heads * settings.context
-
-
-def _basis_bytes(settings: KernelSettings) -> int:
-    # a mean, and the projection of keys or queries
-    heads = settings.batch * settings.kv_heads
-    return heads * settings.head_dim * (SLOTS * words(settings.head_dim) + 1) * FLOAT32
+def _pairs(settings: KernelSettings) -> int:
+    # of a request and a KV head
+    return settings.batch * settings.kv_heads
 
 
 def _row_bytes(settings: KernelSettings) -> int:
     # a key and a value in every request and KV head
-    numbers = settings.batch * settings.kv_heads * 2 * settings.head_dim
-    return numbers * settings.torch_dtype.itemsize
+    return _pairs(settings) * 2 * settings.head_dim * settings.torch_dtype.itemsize
 
 
 def forecast_bytes(settings: KernelSettings, backend: str) -> int:
     """Return the memory that the inputs and their checks need."""
+    ops, item = set(settings.ops), settings.torch_dtype.itemsize
     history = settings.context * _row_bytes(settings)
     total = history * (2 if backend == "triton" else 1)  # contiguous for SDPA, for Triton also in pages
-    packed = [s + settings.sink for s in map(settings.budget, settings.retentions)]
-    if PACKED_OPS & set(settings.ops):
-        total += sum(packed) * _row_bytes(settings)
-    if "recall" in settings.ops:
-        # the old and the new segment, and the host's pages, which a CUDA device does not hold
-        total += 2 * sum(packed) * _row_bytes(settings)
-        total += history if backend == "torch" else 0
-    if {"selector", "top_k"} & set(settings.ops):
-        positions = settings.batch * settings.context * FLOAT32
+    packed = sum(settings.budget(r) + settings.sink for r in settings.retentions) * _row_bytes(settings)
+    if PACKED_OPS & ops:
+        total += packed
+    if "pack" in ops:
+        total += packed
+    if "recall" in ops:  # the old and the new segment, and the host's pages, which a CUDA device does not hold
+        total += 2 * packed + (history if backend == "torch" else 0)
+    if {"selector", "top_k"} & ops:
         # the reference's temporary tensors: four of the logits' size, a dozen of the scores'
-        total += positions * (5 * settings.heads + 12 * settings.kv_heads)
-    if "codescan" in settings.ops:  # codes; the levels of one request three times, in 64 bits
-        numbers = _keys(settings) * words(settings.head_dim)
+        total += settings.batch * settings.context * FLOAT32 * (5 * settings.heads + 12 * settings.kv_heads)
+    if "codescan" in ops:  # codes; the levels of one request three times, in 64 bits
+        numbers = _pairs(settings) * settings.context * words(settings.head_dim)
         total += numbers * INT32 + numbers // settings.batch * SLOTS * 3 * 8
-    if "prompt" in settings.ops:  # a piece's queries and outputs, and a rival's own keys and values
-        piece = 3 * max(PIECES.values()) * settings.heads * settings.head_dim
-        total += piece * settings.torch_dtype.itemsize + history // settings.batch
-    if "verify" in settings.ops:  # queries and outputs of all passes, and one's partial results
-        numbers = settings.batch * settings.heads * settings.head_dim
-        total += numbers * 2 * sum(VERIFIED) * settings.torch_dtype.itemsize
-        total += 2 * numbers * max(VERIFIED) * FLOAT32
+    if "prompt" in ops:  # a piece's queries and outputs, and a rival's own keys and values
+        total += 3 * max(PIECES.values()) * settings.heads * settings.head_dim * item + history // settings.batch
+    if "verify" in ops:  # queries and outputs of all passes, and one's partial results
+        numbers = 2 * settings.batch * settings.heads * settings.head_dim
+        total += numbers * (sum(VERIFIED) * item + max(VERIFIED) * FLOAT32)
     # the check of one request at a time: keys and values in twice their precision, logits and weights
-    wide = 2 * settings.torch_dtype.itemsize
     request = settings.context * (3 * settings.kv_heads * settings.head_dim + 4 * settings.heads)
-    return total + wide * request
+    return total + 2 * item * request

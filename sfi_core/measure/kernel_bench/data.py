@@ -1,16 +1,20 @@
-"""The random inputs of the benchmark: one layer of a decoding step."""
+"""The random inputs of the benchmark: one layer of a decoding step, and what its ops take of it."""
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 
+from sfi_core.measure.kernel_bench import gates
 from sfi_core.measure.kernel_bench.settings import KernelSettings
 from sfi_core.settings.engine import PAGE_SIZE
 from sfi_core.settings.parts import SelectorConfig
 from sfi_core.state.layer_pages import LayerPages
-from sfi_kernels.decode_attention import resident_programs
+from sfi_kernels.decode_attention import DecodeAttention, decode_attention, resident_programs
 from sfi_kernels.dense_attention import window_logits
+from sfi_kernels.pack import pack
 from sfi_kernels.selector import selector
 from sfi_kernels.split_plan import split_plan, work_items
 from sfi_kernels.step_descriptor import StepDescriptor, StepRequest, describe_step
@@ -18,50 +22,11 @@ from sfi_kernels.step_descriptor import StepDescriptor, StepRequest, describe_st
 # standard deviation of the logits: attention rests on some thirty tokens of 16K, so that a missing token
 # shows in the output; with queries of unit length the output would be almost the mean over all tokens
 PEAKEDNESS = 2.5
+SELECTOR = SelectorConfig()
 
 
-@dataclass(frozen=True, slots=True)
-class LayerData:
-    """A layer's cache and one step's query for every request.
-
-    Attributes:
-        key_BHTD: Keys, contiguous, as SDPA reads them.
-        pages: The same rows in pages; several pages of a request are in a shuffled order.
-        length_B: Cached tokens, int32.
-        recent_start_B: First token of the recent segment, int32.
-    """
-
-    query_BHGD: torch.Tensor
-    key_BHTD: torch.Tensor
-    value_BHTD: torch.Tensor
-    pages: LayerPages
-    block_table_BP: torch.Tensor
-    length_B: torch.Tensor
-    recent_start_B: torch.Tensor
-
-    @property
-    def nothing(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Packed rows of a slow step, which reads none."""
-        row = self.key_BHTD[:, :, :1].contiguous()
-        return row, row, self.length_B.new_zeros(row.shape[:2])
-
-    @property
-    def paged(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Keys, values and block table, as the ops take them."""
-        return self.pages.key_PHND, self.pages.value_PHNE, self.block_table_BP
-
-
-@dataclass(frozen=True, slots=True)
-class Selected:
-    """The selection of a retention: random positions of J, and a segment for their rows.
-
-    The segment holds poison until `pack` has run.
-
-    Attributes:
-        index_BHK: The selected positions, ascending, int32.
-        position_BHS: Positions of the packed rows, int32.
-        length_BH: Packed rows, int32.
-    """
+class Selected(NamedTuple):
+    """The selection of a retention: random positions of J, ascending, and a segment for their rows."""
 
     index_BHK: torch.Tensor
     key_BHSD: torch.Tensor
@@ -70,9 +35,14 @@ class Selected:
     length_BH: torch.Tensor
 
     @property
-    def segment(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    def segment(self) -> tuple[torch.Tensor, ...]:
         """The packed segment, as `pack` takes it."""
-        return self.key_BHSD, self.value_BHSD, self.position_BHS, self.length_BH
+        return self[1:]
+
+    @property
+    def packed(self) -> tuple[torch.Tensor, ...]:
+        """Keys, values and lengths of the segment, as attention takes them."""
+        return self.key_BHSD, self.value_BHSD, self.length_BH
 
     def empty_like(self) -> "Selected":
         """Return the same positions with a new, poisoned segment."""
@@ -82,118 +52,167 @@ class Selected:
 
     def poison(self) -> None:
         """Fill the segment with values that no packed row has."""
-        self.key_BHSD.fill_(torch.nan)
-        self.value_BHSD.fill_(torch.nan)
-        self.position_BHS.fill_(-7)
-        self.length_BH.zero_()
+        for part, value in zip(self.segment, (torch.nan, torch.nan, -7, 0), strict=True):
+            part.fill_(value)
 
 
-def layer_data(settings: KernelSettings, device: torch.device, *, one_page: bool) -> LayerData:
-    """Draw a layer's cache and queries."""
-    generator = torch.Generator(device).manual_seed(settings.seed)
-    options: dict[str, Any] = {"dtype": settings.torch_dtype, "device": device}
-    B, H, T, D = settings.batch, settings.kv_heads, settings.context, settings.head_dim
-    key = torch.randn(B, H, T, D, generator=generator, **options)
-    value = torch.randn(B, H, T, D, generator=generator, **options)
-    query = torch.randn(B, H, settings.group, D, generator=generator, **options) * PEAKEDNESS
-    pages, table = _pages(key, value, T if one_page else PAGE_SIZE, generator)
-    whole = torch.full((B,), T, dtype=torch.int32, device=device)
-    return LayerData(query, key, value, pages, table, whole, whole - settings.recent)
+class LayerData:
+    """A layer's cache and one step's query for every request.
 
-
-def draw_queries(settings: KernelSettings, batch: int, count: int, device: torch.device, *, seed: int) -> torch.Tensor:
-    """Draw `count` queries of each request, [B, H, G, W, D]; `seed` is added to the settings' seed."""
-    generator = torch.Generator(device).manual_seed(settings.seed + seed)
-    sizes = batch, settings.kv_heads, settings.group, count, settings.head_dim
-    query = torch.randn(sizes, generator=generator, dtype=settings.torch_dtype, device=device)
-    return query * PEAKEDNESS
-
-
-def _pages(
-    key: torch.Tensor, value: torch.Tensor, page_size: int, generator: torch.Generator
-) -> tuple[LayerPages, torch.Tensor]:
-    B, H, T, _ = key.shape
-    norm = torch.stack([torch.linalg.vector_norm(row.float(), dim=-1) for row in key])
-    per_request = -(-T // page_size)
-    if per_request == 1 and page_size == T:  # the contiguous cache is its own page
-        table = torch.arange(B, dtype=torch.int32, device=key.device).view(B, 1)
-        return LayerPages(key, value, norm), table
-    order = torch.randperm(B * per_request, generator=generator, device=key.device)
-    table = order.view(B, per_request)
-    paged = []
-    for rows in (key, value, norm):
-        pages = rows.new_empty(B * per_request, H, page_size, *rows.shape[3:])
-        for first in range(0, per_request * page_size, page_size):
-            part = rows[:, :, first : first + page_size]
-            pages[table[:, first // page_size], :, : part.shape[2]] = part
-        paged.append(pages)
-    return LayerPages(*paged), table.int()
-
-
-def select(settings: KernelSettings, data: LayerData, retention: float) -> Selected:
-    """Draw the selected positions of a retention."""
-    K, device = settings.budget(retention), data.query_BHGD.device
-    B, H, T = settings.batch, settings.kv_heads, settings.context
-    generator = torch.Generator(device).manual_seed(settings.seed + 1)
-    draw = torch.rand(B, H, T - settings.recent - settings.sink, device=device, generator=generator)
-    index = draw.topk(K, sorted=False).indices.sort().values + settings.sink
-    S, D = settings.sink + K, settings.head_dim
-    key, value = data.key_BHTD.new_empty(B, H, S, D), data.value_BHTD.new_empty(B, H, S, D)
-    position, length = index.new_empty(B, H, S, dtype=torch.int32), index.new_empty(B, H).int()
-    selected = Selected(index.int(), key, value, position, length)
-    selected.poison()
-    return selected
-
-
-def step_plan(
-    settings: KernelSettings, backend: str, device: torch.device, *, programs: int | None = None, **request: Any
-) -> StepDescriptor:
-    """Plan a step of `settings.batch` equal requests; planning is not timed, as a plan serves all layers.
-
-    Args:
-        settings: The shape.
-        backend: "torch" or "triton".
-        device: The device of the plan.
-        programs: Programs that share the work; None for as many as the device runs at once.
-        **request: Fields of `StepRequest`, besides the lengths and the sink.
+    Attributes:
+        key_BHTD: Keys, contiguous, as SDPA reads them; `value_BHTD` alike.
+        pages: The same rows in pages; several pages of a request are in a shuffled order.
+        length_B: Cached tokens, int32.
+        recent_start_B: First token of the recent segment, int32.
+        nothing: Packed rows of a slow step, which reads none.
+        notes: Remarks that the rows need.
     """
-    made = StepRequest(
-        length=settings.context, recent_start=settings.context - settings.recent, sink=settings.sink, **request
-    )
-    programs = resident_programs(device) if programs is None else programs
-    room = work_items(settings.batch, settings.kv_heads, programs)
-    plan = describe_step([made] * settings.batch, room, device)
-    split_plan.on(backend)(plan, settings.kv_heads, programs)
-    return plan
 
+    def __init__(self, settings: KernelSettings, backend: str, device: torch.device) -> None:
+        """Draw the cache and the queries; for PyTorch each request is one page."""
+        self.settings, self.backend, self.device = settings, backend, device
+        self.notes: list[str] = []
+        self._generator = torch.Generator(device).manual_seed(settings.seed)
+        B, H, T, D = settings.batch, settings.kv_heads, settings.context, settings.head_dim
+        self.key_BHTD, self.value_BHTD = self.draw(B, H, T, D), self.draw(B, H, T, D)
+        self.query_BHGD = self.draw_queries(B, 1)[:, :, :, 0]
+        self.request_B = torch.arange(B, dtype=torch.int32, device=device)
+        self.sink_B, self.length_B = (torch.full_like(self.request_B, count) for count in (settings.sink, T))
+        self.recent_start_B = self.length_B - settings.recent
+        self.pages, self.block_table_BP = self._paged(T if backend == "torch" else PAGE_SIZE)
+        row = self.key_BHTD[:, :, :1].contiguous()
+        self.nothing = row, row, self.length_B.new_zeros(B, H)
 
-def evidence_logits(settings: KernelSettings, data: LayerData) -> torch.Tensor:
-    """Return the step's logits, [B, H, G, 1, T] float32, the Selector's evidence."""
-    query = data.query_BHGD[:, :, :, None]
-    key, _, table = data.paged
-    return window_logits.reference(query, key, table, data.length_B, scale=settings.scale)
+    def draw(self, *sizes: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Draw normal numbers, in the settings' dtype unless another is given."""
+        dtype = dtype or self.settings.torch_dtype
+        return torch.randn(sizes, generator=self._generator, dtype=dtype, device=self.device)
 
+    def draw_queries(self, batch: int, count: int) -> torch.Tensor:
+        """Draw `count` queries of each request, [B, H, G, W, D]."""
+        settings = self.settings
+        return self.draw(batch, settings.kv_heads, settings.group, count, settings.head_dim) * PEAKEDNESS
 
-def allowed(settings: KernelSettings, data: LayerData) -> torch.Tensor:
-    """Return the candidate set J, [B, T] bool."""
-    position = torch.arange(settings.context, device=data.length_B.device)
-    inside = (position >= settings.sink) & (position < settings.context - settings.recent)
-    return inside.expand(settings.batch, -1).contiguous()
+    def _paged(self, page_size: int) -> tuple[LayerPages, torch.Tensor]:
+        B, H, T, _ = self.key_BHTD.shape
+        rows = (self.key_BHTD, self.value_BHTD, self.norm_BHT)
+        per_request = -(-T // page_size)
+        if page_size == T:  # the contiguous cache is its own page
+            return LayerPages(*rows), self.request_B[:, None]
+        table = torch.randperm(B * per_request, generator=self._generator, device=self.device).view(B, per_request)
+        paged = []
+        for whole in rows:
+            pages = whole.new_empty(B * per_request, H, page_size, *whole.shape[3:])
+            for page, part in enumerate(whole.split(page_size, 2)):
+                pages[table[:, page], :, : part.shape[2]] = part
+            paged.append(pages)
+        return LayerPages(*paged), table.int()
 
+    @property
+    def paged(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Keys, values and block table, as the ops take them."""
+        return self.pages.key_PHND, self.pages.value_PHNE, self.block_table_BP
 
-def scores(settings: KernelSettings, data: LayerData, logits: torch.Tensor) -> torch.Tensor:
-    """Return the reference's scores, [B, H, T], the input of Top-K."""
-    options = asdict(SelectorConfig())
-    rows = []
-    for row in range(settings.batch):  # a request at a time, to keep temporary tensors small
-        one = slice(row, row + 1)
-        norm = norms(settings, data)[one]
-        rows.append(selector.reference(logits[one], norm, allowed(settings, data)[one], **options)[0])
-    return torch.cat(rows)
+    @cached_property
+    def norm_BHT(self) -> torch.Tensor:
+        """The key norms, float32."""
+        return torch.stack([torch.linalg.vector_norm(row.float(), dim=-1) for row in self.key_BHTD])
 
+    @cached_property
+    def allowed_BT(self) -> torch.Tensor:
+        """The candidate set J, bool."""
+        inside_BT = torch.zeros(self.settings.batch, self.settings.context, dtype=torch.bool, device=self.device)
+        inside_BT[:, self.settings.sink : -self.settings.recent or None] = True
+        return inside_BT
 
-def norms(settings: KernelSettings, data: LayerData) -> torch.Tensor:
-    """Return the key norms, [B, H, T] float32."""
-    if data.pages.norm_PHN.shape[2] == settings.context:
-        return data.pages.norm_PHN
-    return torch.stack([torch.linalg.vector_norm(row.float(), dim=-1) for row in data.key_BHTD])
+    def logits(self, query_BHGWD: torch.Tensor) -> torch.Tensor:
+        """Return the reference's logits of queries, [B, H, G, W, T] float32, the Selector's evidence."""
+        key, _, table = self.paged
+        return window_logits.reference(query_BHGWD, key, table, self.length_B, scale=self.settings.scale)
+
+    @cached_property
+    def evidence_BHGWT(self) -> torch.Tensor:
+        """The logits of the step's query."""
+        return self.logits(self.query_BHGD[:, :, :, None])
+
+    @cached_property
+    def score_BHT(self) -> torch.Tensor:
+        """The reference's scores, the input of Top-K; a request at a time, to keep temporary tensors small."""
+        inputs = self.evidence_BHGWT, self.norm_BHT, self.allowed_BT
+        rows = zip(*(part.split(1) for part in inputs), strict=True)
+        return torch.cat([selector.reference(*row, **asdict(SELECTOR))[0] for row in rows])
+
+    @cached_property
+    def selected(self) -> dict[float, Selected]:
+        """The packed selection of every retention."""
+        return {retention: self.select(retention) for retention in self.settings.retentions}
+
+    def select(self, retention: float) -> Selected:
+        """Draw the selected positions of a retention, and pack their rows by the reference."""
+        settings = self.settings
+        K, B, H, T = settings.budget(retention), settings.batch, settings.kv_heads, settings.context
+        candidates = T - settings.recent - settings.sink
+        draw = torch.rand(B, H, candidates, device=self.device, generator=self._generator)
+        index = (draw.topk(K, sorted=False).indices.sort().values + settings.sink).int()
+        shape = B, H, settings.sink + K, settings.head_dim
+        segment = self.key_BHTD.new_empty(shape), self.key_BHTD.new_empty(shape), index.new_empty(shape[:3])
+        selected = Selected(index, *segment, index.new_empty(B, H))
+        pack.reference(*self.pack_operands(selected))
+        return selected
+
+    def pack_operands(self, selected: Selected) -> tuple[torch.Tensor, ...]:
+        """Return the operands of `pack`."""
+        return *self.paged, self.request_B, selected.index_BHK, self.sink_B, *selected.segment
+
+    def packed_index(self, selected: Selected, *, recent: bool = False) -> torch.Tensor:
+        """Return the positions of the packed rows, with `recent` those that a fast step reads."""
+        ends = (self.settings.context - self.settings.recent, self.settings.context) if recent else (0, 0)
+        return gates.attended(selected.index_BHK, self.settings.sink, *ends)
+
+    def plan(self, *, programs: int | None = None, **request: Any) -> StepDescriptor:
+        """Plan a step of equal requests; planning is not timed, as a plan serves all layers.
+
+        `programs` share the work, by default as many as the device runs at once; the rest are fields of
+        `StepRequest`.
+        """
+        settings = self.settings
+        ends = {"length": settings.context, "recent_start": settings.context - settings.recent}
+        made = StepRequest(**ends, sink=settings.sink, **request)
+        programs = resident_programs(self.device) if programs is None else programs
+        room = work_items(settings.batch, settings.kv_heads, programs)
+        plan = describe_step([made] * settings.batch, room, self.device)
+        split_plan.on(self.backend)(plan, settings.kv_heads, programs)
+        return plan
+
+    def attend(
+        self, plan: StepDescriptor, *packed: torch.Tensor, query_BHGWD: torch.Tensor | None = None, **options: Any
+    ) -> DecodeAttention:
+        """Run a step's attention: over `packed` rows, by default none, for the step's or for other queries."""
+        query_BHGWD = self.query_BHGD[:, :, :, None] if query_BHGWD is None else query_BHGWD
+        operands: tuple[Any, ...] = (*(packed or self.nothing), *self.paged, plan)
+        return decode_attention.on(self.backend)(query_BHGWD, *operands, scale=self.settings.scale, **options)
+
+    def attended(self, *operands: Any, **options: Any) -> Callable[[], torch.Tensor]:
+        """Return a call of `attend` for the first query's output, [B, H, G, D]."""
+        return lambda: self.attend(*operands, **options).out_BHGWE[:, :, :, 0]
+
+    def textbook(
+        self, index_BHS: torch.Tensor | None = None, *, query: torch.Tensor | None = None, tokens: int | None = None
+    ) -> gates.Expected:
+        """Attend by the formula: to the positions `index_BHS` or to all of the first `tokens`.
+
+        `query`, [B, H, G, D], is the step's by default; it may be of fewer requests, the first ones.
+        """
+        query = self.query_BHGD if query is None else query
+        key, value = (x[: len(query), :, :tokens] for x in (self.key_BHTD, self.value_BHTD))
+        return gates.textbook(query, key, value, self.settings.scale, index_BHS)
+
+    def causal_error(
+        self, out: torch.Tensor, query: torch.Tensor, at: Iterable[int], tokens: int, *, rival: bool = False
+    ) -> float:
+        """Compare the outputs of the queries `at`, of W queries [B, H, G, W, D] at the end of `tokens` tokens."""
+        W, worst = query.shape[3], gates.EXACT
+        for w in at:
+            expected = self.textbook(query=query[:, :, :, w], tokens=tokens - W + w + 1)
+            worst = max(worst, expected.error(out[:, :, :, w], rival=rival))
+        return worst

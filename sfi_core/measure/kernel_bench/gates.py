@@ -3,18 +3,17 @@
 A check returns the error as a share of what rounding allows; above 1 the op is wrong. Copies must be exact.
 """
 
-from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import torch
 
+from sfi_core.settings.parts import SelectorConfig
 from sfi_kernels.constants import EPS
 
 EXACT, WRONG = 0.0, float("inf")
 
 
-@dataclass(frozen=True, slots=True)
-class Expected:
+class Expected(NamedTuple):
     """The output of an attention, and bounds of the rounding error.
 
     Attributes:
@@ -34,12 +33,7 @@ class Expected:
 
     def where(self, mine: torch.Tensor, other: "Expected") -> "Expected":
         """Return this output where `mine` is true, and another attention's elsewhere."""
-        pairs = (
-            (self.out_BHGD, other.out_BHGD),
-            (self.bound_BHGD, other.bound_BHGD),
-            (self.loose_BHGD, other.loose_BHGD),
-        )
-        return Expected(*(torch.where(mine, own, rest) for own, rest in pairs))
+        return Expected(*(torch.where(mine, *pair) for pair in zip(self, other, strict=True)))
 
 
 def share(error: torch.Tensor, bound: torch.Tensor | float) -> float:
@@ -132,7 +126,7 @@ def selector_error(
     logits: torch.Tensor,
     norm: torch.Tensor,
     allowed_BT: torch.Tensor,
-    options: dict[str, Any],
+    options: SelectorConfig,
 ) -> float:
     """Compare scores and weights with Algorithm 2.
 
@@ -142,7 +136,7 @@ def selector_error(
     worst = EXACT
     for row in range(logits.shape[0]):
         inside = allowed_BT[row]
-        z, weight = _algorithm_2(logits[row][..., inside].double(), norm[row][:, inside], **options)
+        z, weight = _algorithm_2(logits[row][..., inside].double(), norm[row][:, inside], options)
         bound = 64 * torch.finfo(torch.float32).eps * (1 + float(z.abs().max()))
         score_error = share((result[0][row][:, inside].double() - z).abs(), bound)
         outside = result[0][row][:, ~inside]
@@ -153,33 +147,21 @@ def selector_error(
 
 
 def _algorithm_2(
-    logits_HGWJ: torch.Tensor,
-    norm_HJ: torch.Tensor,
-    *,
-    alpha: float,
-    gamma: float,
-    beta: float,
-    power: float,
-    eta: float,
-    lambda_clip: float,
-    alpha_soft: float,
-    radius: int,
-    alpha_cross: float,
-    temperature: float,
+    logits_HGWJ: torch.Tensor, norm_HJ: torch.Tensor, options: SelectorConfig
 ) -> tuple[torch.Tensor, torch.Tensor]:
     # for one request, on a contiguous J
     J = norm_HJ.shape[1]
-    mu = logits_HGWJ.softmax(-1).pow(alpha).mean((1, 2))  # Eqs. 6, 7
-    f = mu.pow(1 / alpha)
+    mu = logits_HGWJ.softmax(-1).pow(options.alpha).mean((1, 2))  # Eqs. 6, 7
+    f = mu.pow(1 / options.alpha)
     f = f / f.sum(-1, keepdim=True)  # Eq. 8
     # Eq. 10 in float32, as in the kernels: 1 - u is small at the end, where u's rounding shows
     u = (torch.arange(J, device=f.device, dtype=torch.float32) / (J - 1 + EPS)).double()
-    place = (-beta * u.pow(power)).exp() * (1 - u + EPS).pow(eta)  # Eq. 11
-    r = (norm_HJ.double() + EPS).pow(-gamma) * place
+    place = (-options.beta * u.pow(options.power)).exp() * (1 - u + EPS).pow(options.eta)  # Eq. 11
+    r = (norm_HJ.double() + EPS).pow(-options.gamma) * place
     r = r / r.sum(-1, keepdim=True)  # Eqs. 9, 12
-    weight = ((f * (f - r)).sum(-1) / (f - r).square().sum(-1)).clamp(0, lambda_clip)  # Eq. 17
+    weight = ((f * (f - r)).sum(-1) / (f - r).square().sum(-1)).clamp(0, options.lambda_clip)  # Eq. 17
     z = (((1 - weight)[:, None] * f + weight[:, None] * r) + EPS).log()  # Eqs. 15, 19
-    edges = torch.nn.functional.pad(z, (radius, radius), value=-torch.inf)
-    z = z - alpha_soft * (edges.unfold(-1, 2 * radius + 1, 1).amax(-1) - z)  # Eqs. 20, 21
-    responsibility = (z / temperature).softmax(0)
-    return z + alpha_cross * responsibility.clamp_min(EPS).log(), weight  # Eqs. 22, 23
+    edges = torch.nn.functional.pad(z, (options.radius, options.radius), value=-torch.inf)
+    z = z - options.alpha_soft * (edges.unfold(-1, 2 * options.radius + 1, 1).amax(-1) - z)  # Eqs. 20, 21
+    responsibility = (z / options.temperature).softmax(0)
+    return z + options.alpha_cross * responsibility.clamp_min(EPS).log(), weight  # Eqs. 22, 23

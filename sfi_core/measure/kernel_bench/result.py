@@ -2,8 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,8 +10,7 @@ from sfi_core.errors import NumericsError
 from sfi_core.machine.versions import versions
 from sfi_core.measure.kernel_bench.settings import KernelSettings
 from sfi_core.measure.kernel_bench.timing import percentile
-from sfi_core.measure.kernel_bench.variant import KernelVariant, reason
-from sfi_kernels.launch import KernelLimitError
+from sfi_core.measure.kernel_bench.variant import KernelVariant
 
 SPEEDUPS = {
     "speedup_over_dense": "dense",
@@ -21,6 +19,7 @@ SPEEDUPS = {
     "speedup_over_flashinfer": "dense.flashinfer",
     "speedup_over_flash_attn": "dense.flash_attn",
 }
+Medians = dict[tuple[str, float | None], float | None]
 
 
 class WrongResultError(NumericsError):
@@ -28,50 +27,8 @@ class WrongResultError(NumericsError):
 
 
 @dataclass(slots=True)
-class Measurement:
-    """A variant, its error and its times.
-
-    Attributes:
-        error: The error as a share of what rounding allows; None if the variant did not run.
-        failure: Why the variant is not timed; None if it is.
-        launches: Kernels that a call launches; None where Triton launches none.
-    """
-
-    variant: KernelVariant
-    error: float | None = None
-    failure: str | None = None
-    launches: int | None = None
-    times_us: list[float] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, variant: KernelVariant) -> "Measurement":
-        """Check a variant; an exception but `KernelLimitError` becomes its failure."""
-        one = cls(variant)
-        with one.noting():
-            one.error = variant.error()
-            if not one.error <= 1:
-                one.failure = f"{one.error:.3g} times the error that rounding allows"
-        return one
-
-    @contextmanager
-    def noting(self) -> Iterator[None]:
-        """Take an exception as the failure; a `KernelLimitError` is raised, as no variant would run."""
-        try:
-            yield
-        except KernelLimitError:
-            raise
-        except Exception as error:  # noqa: BLE001 - compilers, drivers and rivals raise anything
-            self.failure = reason(error)
-
-    @property
-    def median_us(self) -> float | None:
-        """The median time; None without times."""
-        return statistics.median(self.times_us) if self.times_us else None
-
-
-@dataclass(slots=True)
 class KernelResult:
-    """The measurements so far.
+    """The variants so far.
 
     Attributes:
         backend: "torch" or "triton".
@@ -83,7 +40,7 @@ class KernelResult:
 
     settings: KernelSettings
     backend: str
-    measurements: list[Measurement] = field(default_factory=list)
+    variants: list[KernelVariant] = field(default_factory=list)
     machine: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     stopped: str | None = None
@@ -92,7 +49,7 @@ class KernelResult:
     @property
     def failures(self) -> list[str]:
         """The variants that were not timed, and why; and why the timing stopped."""
-        failed = [f"{one.variant.label} ({one.failure})" for one in self.measurements if one.failure]
+        failed = [f"{one.label} ({one.failure})" for one in self.variants if one.failure]
         return failed + ([] if self.stopped is None else [f"timing ({self.stopped})"])
 
     def check(self) -> None:
@@ -115,58 +72,55 @@ class KernelResult:
             "versions": versions(),
         }
 
-    def rows(self) -> list[dict[str, Any]]:
-        """Return a row for every variant that was timed (of SDPA's two forms the faster) or failed."""
-        timed: dict[tuple[str, float | None], Measurement] = {}
-        medians: dict[tuple[str, float | None], float] = {}
-        for one in self.measurements:
-            key, median = (one.variant.name, one.variant.retention), one.median_us
-            if median is not None and median < medians.get(key, math.inf):
-                timed[key], medians[key] = one, median
-        failed = [one for one in self.measurements if one.failure and not one.times_us]
-        return [self._row(one, medians) for one in [*timed.values(), *failed]]
+    def rows(self, shown: Sequence[KernelVariant] | None = None) -> list[dict[str, Any]]:
+        """Return a row for every variant that was timed (of SDPA's two forms the faster) or failed.
 
-    def _row(self, one: Measurement, medians: dict[tuple[str, float | None], float]) -> dict[str, Any]:
-        variant, retention, times = one.variant, one.variant.retention, one.times_us
-        median = one.median_us
-        gb_per_s = _ratio(variant.bytes, median, 1e3)
-        attended = None
-        if variant.name.startswith("fast"):
-            attended = self.settings.attended(retention or 1.0)
+        `shown` are the variants to return, by default all.
+        """
+        timed = [one for one in reversed(self.variants) if one.times_us]
+        timed.sort(key=lambda one: statistics.median(one.times_us), reverse=True)
+        best = {one.row: one for one in timed}
+        medians = {(one.name, one.retention): one.median_us for one in best.values()}
+        asked = self.variants if shown is None else shown
+        failed = [one for one in asked if one.failure and not one.times_us]
+        return [self._row(one, medians) for one in [*(one for one in asked if best.get(one.row) is one), *failed]]
+
+    def _row(self, one: KernelVariant, medians: Medians) -> dict[str, Any]:
+        retention, times, median = one.retention, one.times_us, one.median_us
+        gb_per_s = _ratio(one.bytes, median, 1e3)
+        attended = self.settings.attended(retention or 1.0) if one.name.startswith("fast") else None
         return {
-            "op": variant.name,
+            "op": one.name,
             "backend": self.backend,
             "retention": retention,
             **self.settings.shown(),
-            **variant.shape,
-            "form": variant.form,
+            **one.shape,
+            "form": one.form,
             "median_us": median,
             "p10_us": percentile(times, 10) if times else None,
             "p90_us": percentile(times, 90) if times else None,
             "repeats": len(times),
             "launches": one.launches,
-            "bytes": variant.bytes,
+            "bytes": one.bytes,
             "gb_per_s": gb_per_s,
             "bandwidth_share": _ratio(gb_per_s, self.machine["copy_gb_per_s"]),
-            **_speed_ups(variant, median, medians),
-            "tflop_per_s": _ratio(variant.flops, median, 1e6),
+            **_speed_ups(one, median, medians),
+            "tflop_per_s": _ratio(one.flops, median, 1e6),
             "attended_tokens": attended,
             "ideal_speedup": self.settings.context / attended if attended else None,
-            "gather_us": medians.get(("fast.gather", retention)) if variant.name == "fast" else None,
+            "gather_us": medians.get(("fast.gather", retention)) if one.name == "fast" else None,
             # JSON has no infinity
-            "error_share": one.error if one.error is not None and math.isfinite(one.error) else None,
-            "matches_reference": one.error is not None and one.error <= 1,
+            "error_share": one.error_share if math.isfinite(one.error_share or 0) else None,
+            "matches_reference": one.error_share is not None and one.error_share <= 1,
             "failure": one.failure,
         }
 
 
-def _speed_ups(
-    variant: KernelVariant, median: float | None, medians: dict[tuple[str, float | None], float]
-) -> dict[str, float | None]:
-    if variant.flops is None:
+def _speed_ups(one: KernelVariant, median: float | None, medians: Medians) -> dict[str, float | None]:
+    if one.flops is None:
         return {name: _ratio(medians.get((op, 1.0)), median) for name, op in SPEEDUPS.items()}
     # a prompt's piece is compared with its own rival, not with a decoding step
-    own = medians.get((f"{variant.name.removesuffix('.sdpa')}.sdpa", None))
+    own = medians.get((f"{one.name.removesuffix('.sdpa')}.sdpa", None))
     return dict.fromkeys(SPEEDUPS) | {"speedup_over_sdpa": _ratio(own, median)}
 
 

@@ -9,44 +9,38 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from sfi_core.machine.private import operators
 from sfi_core.measure.kernel_bench.data import LayerData
-from sfi_core.measure.kernel_bench.settings import KernelSettings
 from sfi_core.measure.kernel_bench.variant import reason
 
 FLASHINFER_WORKSPACE = 256 << 20  # bytes
 SDPA, SOFTMAX = "_scaled_dot_product_", {"_softmax", "_safe_softmax"}
-Rival = tuple[str, str | None, Callable[[], torch.Tensor]]
+Call = Callable[[], torch.Tensor]
 
 
-def rivals(settings: KernelSettings, data: LayerData, notes: list[str]) -> Iterator[Rival]:
+def rivals(layer: LayerData) -> Iterator[tuple[str, str | None, Call]]:
     """Yield each rival's name, form and call, which returns [B, H, G, D]; note rivals that are absent.
 
     PyTorch's SDPA has two forms on contiguous keys and values: with `enable_gqa`, and with the group's query
     heads as rows. The faster form counts.
     """
-    query_BHGD, key, value = data.query_BHGD, data.key_BHTD, data.value_BHTD
-    B, H, G, D = query_BHGD.shape
-    heads = query_BHGD.reshape(B, H * G, 1, D)
-
-    def with_gqa() -> torch.Tensor:
-        out = scaled_dot_product_attention(heads, key, value, scale=settings.scale, enable_gqa=True)
-        return out.view(B, H, G, D)
-
-    def folded() -> torch.Tensor:
-        return scaled_dot_product_attention(query_BHGD, key, value, scale=settings.scale)
-
-    for form, call in (("enable_gqa", with_gqa), ("group as rows", folded)):
+    for form, call in _sdpa(layer).items():
         yield "dense.sdpa", form, call
-        notes.append(f"dense.sdpa ({form}) ran as {sdpa_backend(call) or 'an unknown backend'}")
+        layer.notes.append(f"dense.sdpa ({form}) ran as {sdpa_backend(call) or 'an unknown backend'}")
     for package, make in (("flashinfer", _flashinfer), ("flash_attn", _flash_attn)):
-        if query_BHGD.device.type != "cuda":
-            notes.append(f"dense.{package} needs a CUDA device")
+        if layer.device.type != "cuda":
+            layer.notes.append(f"dense.{package} needs a CUDA device")
         elif find_spec(package) is None:
-            notes.append(f"dense.{package} is not installed")
+            layer.notes.append(f"dense.{package} is not installed")
         else:
-            yield from _working(f"dense.{package}", make, settings, data, notes)
+            try:
+                call = make(layer)
+                call()
+            except (RuntimeError, ValueError, TypeError, ImportError) as error:  # another project's
+                layer.notes.append(f"dense.{package} does not run here: {reason(error)}")
+            else:
+                yield f"dense.{package}", None, call
 
 
-def sdpa_backend(call: Callable[[], torch.Tensor]) -> str | None:
+def sdpa_backend(call: Call) -> str | None:
     """Run a call, and return the backend of its `scaled_dot_product_attention`; None if unknown."""
     try:
         ran = operators(call)
@@ -58,52 +52,33 @@ def sdpa_backend(call: Callable[[], torch.Tensor]) -> str | None:
     return ", ".join(sorted(took)) or None
 
 
-def _working(
-    name: str,
-    make: Callable[[KernelSettings, LayerData], Callable[[], torch.Tensor]],
-    settings: KernelSettings,
-    data: LayerData,
-    notes: list[str],
-) -> Iterator[Rival]:
-    # an error of another project becomes a note
-    try:
-        call = make(settings, data)
-        call()
-    except (RuntimeError, ValueError, TypeError, ImportError) as error:
-        notes.append(f"{name} does not run here: {reason(error)}")
-        return
-    yield name, None, call
+def _sdpa(layer: LayerData) -> dict[str, Call]:
+    query, heads = layer.query_BHGD, layer.query_BHGD.flatten(1, 2)[:, :, None]
+    rows, scale = (layer.key_BHTD, layer.value_BHTD), layer.settings.scale
+    return {
+        "enable_gqa": lambda: scaled_dot_product_attention(heads, *rows, scale=scale, enable_gqa=True).view_as(query),
+        "group as rows": lambda: scaled_dot_product_attention(query, *rows, scale=scale),
+    }
 
 
-def _flash_attn(settings: KernelSettings, data: LayerData) -> Callable[[], torch.Tensor]:
+def _flash_attn(layer: LayerData) -> Call:
     attend = import_module("flash_attn").flash_attn_with_kvcache
-    B, H, G, D = data.query_BHGD.shape
-    query = data.query_BHGD.reshape(B, 1, H * G, D)
-    key, value = (x.transpose(1, 2).contiguous() for x in (data.key_BHTD, data.value_BHTD))
-
-    def call() -> torch.Tensor:
-        out: torch.Tensor = attend(query, key, value, softmax_scale=settings.scale)
-        return out.view(B, H, G, D)
-
-    return call
+    query = layer.query_BHGD.flatten(1, 2)[:, None]
+    key, value = (x.transpose(1, 2).contiguous() for x in (layer.key_BHTD, layer.value_BHTD))
+    return lambda: attend(query, key, value, softmax_scale=layer.settings.scale).view_as(layer.query_BHGD)
 
 
-def _flashinfer(settings: KernelSettings, data: LayerData) -> Callable[[], torch.Tensor]:
+def _flashinfer(layer: LayerData) -> Call:
     flashinfer = import_module("flashinfer")
-    B, H, G, D = data.query_BHGD.shape
-    query, (keys, values, table) = data.query_BHGD.reshape(B, H * G, D), data.paged
+    B, H, G, D = layer.query_BHGD.shape
+    query, (keys, values, table) = layer.query_BHGD.flatten(1, 2), layer.paged
     workspace = torch.empty(FLASHINFER_WORKSPACE, dtype=torch.uint8, device=query.device)
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "HND", use_tensor_cores=True)
     pages, page_size = table.shape[1], keys.shape[2]
     first = torch.arange(B + 1, dtype=torch.int32, device=query.device) * pages
-    last_page = torch.full_like(first[1:], settings.context - (pages - 1) * page_size)
+    last_page = torch.full_like(first[1:], layer.settings.context - (pages - 1) * page_size)
     wrapper.plan(
         first, table.flatten(), last_page, H * G, H, D, page_size,
-        q_data_type=query.dtype, kv_data_type=keys.dtype, sm_scale=settings.scale,
+        q_data_type=query.dtype, kv_data_type=keys.dtype, sm_scale=layer.settings.scale,
     )  # fmt: skip
-
-    def call() -> torch.Tensor:
-        out: torch.Tensor = wrapper.run(query, (keys, values))
-        return out.view(B, H, G, D)
-
-    return call
+    return lambda: wrapper.run(query, (keys, values)).view_as(layer.query_BHGD)

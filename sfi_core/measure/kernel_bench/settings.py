@@ -12,22 +12,13 @@ OPS = (
     "codescan", "prompt", "rms_norm", "rotary", "silu_mul",
 )  # fmt: skip
 PACKED_OPS = {"fast", "mixed_heads", "pack", "recall", "codescan"}  # work on the packed rows of a retention
-FUSED_OPS = ("rms_norm", "rotary", "silu_mul")
 VERIFIED = (1, 5, 8, 9, 17)  # queries of a verification: one more than its draft has tokens
 SWEEPS = ("retention",)
 DTYPES = {"auto": torch.bfloat16, "bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 # the paper's Table 1: retention, speed-up over its dense attention at 16K tokens, batch 16, bf16, B200
 TABLE_1 = {
-    0.016: 10.67,
-    0.063: 9.56,
-    0.125: 7.15,
-    0.25: 3.96,
-    0.375: 2.75,
-    0.5: 2.10,
-    0.75: 1.43,
-    0.984: 1.10,
-    1.0: 1.00,
-}
+    0.016: 10.67, 0.063: 9.56, 0.125: 7.15, 0.25: 3.96, 0.375: 2.75, 0.5: 2.10, 0.75: 1.43, 0.984: 1.10, 1.0: 1.00,
+}  # fmt: skip
 REPEATS = {"cpu": 5, "cuda": 100}
 CPU_SHAPE: dict[str, object] = {"context": 4096, "batch": 1}  # in place of the defaults, which take minutes there
 PIECES = {"cpu": 256, "cuda": 2048}  # queries of a prompt's piece, by device
@@ -74,24 +65,19 @@ class KernelSettings:
                 raise ConfigError(f"{name} must be positive, got {value}")
         if self.heads % self.kv_heads:
             raise ConfigError(f"heads must be a multiple of kv_heads, got {self.heads} and {self.kv_heads}")
+        self._check_lengths()
+
+    def _check_lengths(self) -> None:
+        parts = f"({self.sink} sink, {self.recent} recent and 1 selected token), got"
         least = self.sink + self.recent + 1
         if self.context < least:
-            raise ConfigError(
-                f"context must be at least {least} ({self.sink} sink, {self.recent} recent and "
-                f"1 selected token), got {self.context}"
-            )
-        self._check_retentions(least)
-
-    def _check_retentions(self, least: int) -> None:
+            raise ConfigError(f"context must be at least {least} {parts} {self.context}")
         for retention in self.retentions:
             if not 0 < retention <= 1:
                 raise ConfigError(f"retention must be in (0, 1], got {retention}")
             if self.attended(retention) < least:
-                raise ConfigError(
-                    f"retention must be at least {least / self.context:.4g} at a context of "
-                    f"{self.context} ({self.sink} sink, {self.recent} recent and 1 selected token), "
-                    f"got {retention}"
-                )
+                share = f"{least / self.context:.4g} at a context of {self.context}"
+                raise ConfigError(f"retention must be at least {share} {parts} {retention}")
 
     @classmethod
     def for_sweep(cls, sweep: str, ops: tuple[str, ...] | None, **shape: object) -> "KernelSettings":
@@ -99,8 +85,7 @@ class KernelSettings:
         if sweep not in SWEEPS:
             raise unknown("sweep", sweep, SWEEPS)
         whole = cls(**{**shape, "retentions": (1.0,)})  # type: ignore[arg-type]
-        least = whole.sink + whole.recent + 1
-        reachable = tuple(share for share in TABLE_1 if whole.attended(share) >= least)
+        reachable = tuple(share for share in TABLE_1 if whole.budget(share) > 0)
         chosen = {"ops": ops or ("fast", "dense"), "retentions": reachable, "sweep": True}
         return cls(**{**shape, **chosen})  # type: ignore[arg-type]
 
@@ -133,14 +118,9 @@ class KernelSettings:
 
     def shown(self) -> dict[str, object]:
         """Return the shape's columns of every row."""
-        return {
-            "context": self.context,
-            "batch": self.batch,
-            "dtype": str(self.torch_dtype).removeprefix("torch."),
-            "heads": self.heads,
-            "kv_heads": self.kv_heads,
-            "head_dim": self.head_dim,
-        }
+        dtype = str(self.torch_dtype).removeprefix("torch.")
+        sizes = {name: getattr(self, name) for name in ("heads", "kv_heads", "head_dim")}
+        return {"context": self.context, "batch": self.batch, "dtype": dtype, **sizes}
 
 
 def resolve_backend(name: str, device: torch.device) -> str:

@@ -158,6 +158,12 @@ def test_what_a_session_cannot_be_given_is_refused(model, options, error, messag
         begin(**options)
 
 
+@pytest.mark.parametrize("policy", ["codescan", "streaming-llm"])
+def test_a_policy_without_a_trigger_needs_no_tokenizer(model, policy: str):
+    with slow_fast(model, None, SfiConfig(), policy=policy) as session:
+        assert session.trigger_token_ids == ()
+
+
 def test_attention_that_sfi_does_not_know_is_refused_by_name(model):
     attention, query = model.model.layers[0].self_attn, torch.zeros(1, 4, 1, 16)
     message = r"^Qwen3Attention passes attention arguments .* not know: \['position_bias'\]$"

@@ -4,14 +4,14 @@ import pytest
 import torch
 
 from sfi_core.errors import BackendError, ConfigError, MemoryForecastError
-from sfi_core.measure.kernel_bench import bench, bytes_moved, variant, variants
+from sfi_core.measure.kernel_bench import attention_ops, bench, bytes_moved, variant
 from sfi_core.measure.kernel_bench.bench import run_bench
+from sfi_core.measure.kernel_bench.data import LayerData
 from sfi_core.measure.kernel_bench.result import WrongResultError
 from sfi_core.measure.kernel_bench.settings import KernelSettings, resolve_backend
 from sfi_core.measure.kernel_bench.variant import KernelVariant
-from sfi_core.measure.kernel_bench.variants import KernelVariants
 from sfi_kernels.sparse_attention import sparse_attention
-from tests.core.measure.tiny_kernels import CPU, tiny
+from tests.core.measure.tiny_kernels import CPU, built, tiny
 
 pytestmark = pytest.mark.usefixtures("small_buffers")
 
@@ -120,7 +120,7 @@ def test_bytes_by_op():
 
 def test_a_run_that_does_not_fit_is_refused_before_anything_is_made(monkeypatch):
     monkeypatch.setattr(bench, "free_bytes", lambda _: 1000)
-    monkeypatch.setattr(bench, "KernelVariants", None)
+    monkeypatch.setattr(bench, "LayerData", None)
     with pytest.raises(MemoryForecastError, match=r"must fit 0\.00 GB .* lower --batch or"):
         run_bench(tiny(), "torch", CPU)
 
@@ -161,11 +161,21 @@ def test_a_run_checks_and_times_every_op(dtype):
     assert shapes["prompt.piece"] == (150, 1, "75 queries over 150 tokens")
 
 
-def test_variants_take_turns(clock):
-    """So that a slow minute of the machine slows all of them."""
-    run_bench(tiny(repeats=3), "torch", CPU)
-    count = len(clock.prepared)
-    assert clock.order == [*range(count)] * 3
+def test_the_variants_of_a_group_take_turns_and_their_rows_come_before_the_next_group(clock):
+    """A slow minute of the machine slows all that is compared; the first rows do not wait for the last op."""
+    told = []
+    ops = ("fast", "dense", "verify", "append", "top_k")
+    result = run_bench(
+        tiny(ops=ops, repeats=3), "torch", CPU, told=lambda title, rows: told.append((title, rows, [*clock.order]))
+    )
+    assert [title for title, *_ in told] == ["Attention of a step", "Selection of a slow step", "The cache"]
+    attention = told[0][2]
+    assert attention == [*range(9)] * 3  # dense, two of SDPA, fast, five verifications
+    assert clock.order[len(attention) :] == [9] * 3 + [10] * 3
+    assert [row for _, rows, _ in told for row in rows] == result.rows()
+    assert [row["form"] for row in told[0][1] if row["op"] == "verify"] == [
+        "1 query", "5 queries", "8 queries", "9 queries", "17 queries",
+    ]  # fmt: skip
 
 
 def test_rows_are_arithmetic_on_medians(clock):
@@ -192,7 +202,7 @@ class Short:
 
 def test_an_op_that_is_wrong_has_no_time_and_the_others_have(clock, monkeypatch):
     """A speed-up is never reported on a red gate."""
-    monkeypatch.setattr(variants, "sparse_attention", Short)
+    monkeypatch.setattr(attention_ops, "sparse_attention", Short)
     result = run_bench(tiny(repeats=2), "torch", CPU)
     rows = {row["op"]: row for row in result.rows()}
     fast = rows.pop("fast")
@@ -216,14 +226,14 @@ def test_variants_that_raise_or_are_wrong_are_named_and_the_others_are_timed(clo
     def broken():
         raise RuntimeError("ptxas died\nand more")
 
-    def made(_):
+    def made():
         yield fake("wrong", lambda: 2.0)
         yield fake("right", lambda: 0.5)
         yield fake("raises", broken)
         yield fake("infinite", lambda: float("inf"))
-        yield from variant.guarded("unmade", 0.5, (broken() for _ in [0]))
+        yield broken()
 
-    monkeypatch.setattr(KernelVariants, "build", made)
+    monkeypatch.setattr(bench, "groups", lambda _: [("All", variant.checked("unmade", 0.5, made()))])
     result = run_bench(tiny(repeats=3), "torch", CPU)
     rows = {row["op"]: row for row in result.document()["rows"]}
     assert {op: (row["repeats"], row["error_share"], row["failure"]) for op, row in rows.items()} == {
@@ -240,7 +250,7 @@ def test_variants_that_raise_or_are_wrong_are_named_and_the_others_are_timed(clo
 
 
 def test_a_device_that_is_lost_keeps_the_times_so_far(clock, monkeypatch):
-    monkeypatch.setattr(KernelVariants, "build", lambda _: [fake("one", lambda: 0.0)])
+    monkeypatch.setattr(bench, "groups", lambda _: [("All", [fake("one", lambda: 0.0)])])
     times = iter((7.0, 8.0))
 
     def lost(_):
@@ -285,8 +295,8 @@ INTERPRETER_WARNING = "ignore:Conversion of an array with ndim > 0"  # triton 3.
 
 @pytest.mark.filterwarnings(INTERPRETER_WARNING)
 def test_every_kernel_variant_runs_and_equals_its_formula(kernel_device):
-    made = KernelVariants(tiny(), "triton", torch.device(kernel_device))
-    errors = {(one.name, one.form): one.error() for one in made.build()}
+    layer = LayerData(tiny(), "triton", torch.device(kernel_device))
+    errors = {(one.name, one.form): one.error() for one in built(layer)}
     assert {name for name, _ in errors} == {
         "dense", "dense.evidence", "dense.paper_like", "dense.sdpa", "fast", "fast.gather",
         "verify", "mixed_heads", "pack", "recall", "selector", "top_k", "append", "codescan",
@@ -298,12 +308,8 @@ def test_every_kernel_variant_runs_and_equals_its_formula(kernel_device):
 
 @pytest.mark.filterwarnings(INTERPRETER_WARNING)
 def test_gathering_in_place_does_not_read_the_packed_rows(kernel_device):
-    made = KernelVariants(tiny(), "triton", torch.device(kernel_device))
-    built = {}
-    for one in made.build():
-        if one.name in ("pack", "fast", "fast.gather"):
-            one.call()  # `pack` fills what the others read
-            built[one.name] = one
-    for tensor in made.selected[0.5].segment[:2]:
+    layer = LayerData(tiny(ops=("fast",)), "triton", torch.device(kernel_device))
+    fast = {one.name: one for one in built(layer)}
+    for tensor in layer.selected[0.5].segment[:2]:
         tensor.fill_(torch.nan)
-    assert built["fast.gather"].error() <= 1 < built["fast"].error()
+    assert fast["fast.gather"].error() <= 1 < fast["fast"].error()

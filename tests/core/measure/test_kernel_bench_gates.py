@@ -5,37 +5,26 @@ from dataclasses import asdict
 import pytest
 import torch
 
-from sfi_core.measure.kernel_bench import (
-    codescan_variant,
-    fused_variants,
-    gates,
-    prompt_variants,
-    step_variants,
-    variants,
-)
-from sfi_core.measure.kernel_bench.data import allowed, evidence_logits, layer_data, norms, scores, select
-from sfi_core.measure.kernel_bench.variants import KernelVariants
-from sfi_core.settings.parts import SelectorConfig
+from sfi_core.measure.kernel_bench import attention_ops, cache_ops, codescan_op, data, fused_ops, gates, prompt_ops
+from sfi_core.measure.kernel_bench.data import SELECTOR, LayerData
 from sfi_kernels.code_scan import code_scan
 from sfi_kernels.selector import selector
 from sfi_kernels.top_k import top_k
-from tests.core.measure.tiny_kernels import CPU, tiny
+from tests.core.measure.tiny_kernels import CPU, one_of, tiny
 
 
 @pytest.mark.parametrize(("dtype", "missing"), [("float32", "last"), ("float16", "sink"), ("bfloat16", "selected")])
 def test_attention_that_misses_a_token_is_red(dtype, missing):
     """In bfloat16, where rounding hides one token in a hundred, four of them."""
     n = 4 if dtype == "bfloat16" else 1
-    settings = tiny(dtype=dtype)
-    data = layer_data(settings, CPU, one_page=True)
-    index = select(settings, data, 0.5).index_BHK
-    whole = gates.attended(index, 4, 130, 150)
-    expected = gates.textbook(data.query_BHGD, data.key_BHTD, data.value_BHTD, settings.scale, whole)
+    layer = LayerData(tiny(dtype=dtype), "torch", CPU)
+    whole = layer.packed_index(layer.select(0.5), recent=True)
+    expected = layer.textbook(whole)
     part = {"last": whole[..., :-n], "sink": whole[..., n:]}.get(
         missing, torch.cat([whole[..., :10], whole[..., 10 + n :]], -1)
     )
-    wrong = gates.textbook(data.query_BHGD, data.key_BHTD, data.value_BHTD, settings.scale, part)
-    right = expected.out_BHGD.to(settings.torch_dtype)
+    wrong = layer.textbook(part)
+    right = expected.out_BHGD.to(layer.settings.torch_dtype)
     assert expected.error(right) <= 1 < expected.error(wrong.out_BHGD)
 
 
@@ -46,14 +35,12 @@ def test_a_tie_that_the_higher_position_wins_is_red():
 
 
 def test_a_scores_error_of_a_thousandth_is_red():
-    settings = tiny()
-    data = layer_data(settings, CPU, one_page=True)
-    logits, inside = evidence_logits(settings, data), allowed(settings, data)
-    norm, options = norms(settings, data), asdict(SelectorConfig())
-    score, weight = selector.reference(logits, norm, inside, **options)
+    layer = LayerData(tiny(), "torch", CPU)
+    inputs = layer.evidence_BHGWT, layer.norm_BHT, layer.allowed_BT
+    score, weight = selector.reference(*inputs, **asdict(SELECTOR))
 
     def error(score, weight):
-        return gates.selector_error((score, weight), logits, norm, inside, options)
+        return gates.selector_error((score, weight), *inputs, SELECTOR)
 
     assert error(score, weight) <= 1
     off = score.clone()
@@ -63,40 +50,39 @@ def test_a_scores_error_of_a_thousandth_is_red():
     outside = score.clone()
     outside[0, 0, 149] = 0.0
     assert error(outside, weight) > 1
-    assert torch.equal(score, scores(settings, data, logits))
+    assert torch.equal(score, layer.score_BHT)
 
 
 def test_a_packed_row_a_position_or_a_count_that_is_wrong_is_red():
-    settings = tiny(ops=("pack",))
-    made = KernelVariants(settings, "torch", CPU)
-    packing = next(one for one in made.build() if one.name == "pack")
+    layer = LayerData(tiny(ops=("pack",)), "torch", CPU)
+    packing = one_of(layer, "pack")
     assert packing.error() == 0
-    selected = made.selected[0.5]
-    index = gates.attended(selected.index_BHK, settings.sink, 0, 0)
-    data = made.data
+    selected = layer.selected[0.5]
+    index = layer.packed_index(selected)
+
+    def error() -> float:
+        return gates.pack_error(selected.segment, layer.key_BHTD, layer.value_BHTD, index)
+
     for tensor in selected.segment:
         kept = tensor.clone()
         tensor.view(-1)[-1] += 1
-        assert gates.pack_error(selected.segment, data.key_BHTD, data.value_BHTD, index) > 1
+        assert error() > 1
         tensor.copy_(kept)
-    assert gates.pack_error(selected.segment, data.key_BHTD, data.value_BHTD, index) == 0
+    assert error() == 0
 
 
 def test_mixed_heads_that_read_like_the_others_are_red():
     """A head that should read everything, or sparsely, and does not."""
-    settings = tiny(ops=("mixed_heads",))
-    made = KernelVariants(settings, "torch", CPU)
-    mixed = next(one for one in made.build() if one.name == "mixed_heads")
+    layer = LayerData(tiny(ops=("mixed_heads",)), "torch", CPU)
+    mixed = one_of(layer, "mixed_heads")
     assert mixed.error() <= 1
-    for whole in (None, gates.attended(made.selected[0.5].index_BHK, 4, 130, 150)):
-        agree = gates.textbook(made.data.query_BHGD, made.data.key_BHTD, made.data.value_BHTD, settings.scale, whole)
-        assert agree.error(mixed.call()) > 1
+    for whole in (None, layer.packed_index(layer.selected[0.5], recent=True)):
+        assert layer.textbook(whole).error(mixed.call()) > 1
 
 
 def test_a_recall_from_the_wrong_place_is_red():
     """The count of fetched rows and each row, from the host or the old segment, are compared."""
-    made = KernelVariants(tiny(ops=("recall",)), "torch", CPU)
-    recalled = next(one for one in made.build() if one.name == "recall")
+    recalled = one_of(LayerData(tiny(ops=("recall",)), "torch", CPU), "recall")
     assert recalled.error() == 0
     pages, *_, fetched = recalled.call.args
     assert (fetched == 13).all()  # of 51 selected rows
@@ -114,20 +100,17 @@ def test_a_step_of_codescan_that_misses_a_key_is_red(monkeypatch, fault: str):
             length -= 1
         return choice
 
-    monkeypatch.setattr(codescan_variant.code_scan, "fastest", lambda *_: faulty)
-    made = KernelVariants(tiny(ops=("codescan",)), "torch", CPU).build()
-    error = next(one for one in made if one.name == "codescan").error()
+    monkeypatch.setattr(codescan_op.code_scan, "fastest", lambda *_: faulty)
+    error = one_of(LayerData(tiny(ops=("codescan",)), "torch", CPU), "codescan").error()
     assert error > 1 if fault else error <= 1
 
 
 @pytest.mark.parametrize("name", ["prompt", "prompt.piece"])
 def test_a_prompt_whose_last_or_next_token_is_missed_is_red(monkeypatch, name: str):
     """The keys that a query sees end with its own."""
-    settings = tiny(ops=("prompt",))
-    made = KernelVariants(settings, "torch", CPU)
-    ours = next(one for one in made.build() if one.name == name)
-    assert ours.error() <= 1
-    reference = prompt_variants.dense_attention.reference
+    layer = LayerData(tiny(ops=("prompt",)), "torch", CPU)
+    assert one_of(layer, name).error() <= 1
+    reference = prompt_ops.dense_attention.reference
 
     class Shorter:
         def on(self, backend):
@@ -135,14 +118,14 @@ def test_a_prompt_whose_last_or_next_token_is_missed_is_red(monkeypatch, name: s
                 query, *pages_and_length[:3], pages_and_length[3] - 1, **options
             )
 
-    monkeypatch.setattr(prompt_variants, "dense_attention", Shorter())
-    assert ours.error() > 1
+    monkeypatch.setattr(prompt_ops, "dense_attention", Shorter())
+    assert one_of(layer, name).error() > 1
 
 
 @pytest.mark.parametrize("mistake", ["another query's output", "another query's evidence"])
 def test_a_verification_that_mixes_up_its_queries_is_red(monkeypatch, mistake: str):
-    settings = tiny(ops=("verify",))
-    reference = step_variants.decode_attention.reference
+    layer = LayerData(tiny(), "torch", CPU)
+    reference = data.decode_attention.reference
 
     class Mixed:
         def on(self, backend):
@@ -155,19 +138,17 @@ def test_a_verification_that_mixes_up_its_queries_is_red(monkeypatch, mistake: s
                 return result._replace(logits_BHGWT=reference(*mixed, **options).logits_BHGWT)
             return result._replace(out_BHGWE=result.out_BHGWE.roll(1, 3))
 
-    data = layer_data(settings, CPU, one_page=True)
-    ours = [*step_variants.verify_variants(settings, data, "torch")]
+    ours = [*attention_ops.verify(layer, 1.0)]
     assert [one.form for one in ours] == ["1 query", "5 queries", "8 queries", "9 queries", "17 queries"]
     assert max(one.error() for one in ours) <= 1
-    monkeypatch.setattr(step_variants, "decode_attention", Mixed())
-    wrong = [*step_variants.verify_variants(settings, data, "torch")]
-    assert min(one.error() for one in wrong[1:]) > 1
+    monkeypatch.setattr(data, "decode_attention", Mixed())
+    assert min(one.error() for one in ours[1:]) > 1
 
 
 @pytest.mark.parametrize("name", ["rms_norm", "rotary", "silu_mul"])
 def test_a_fused_op_that_is_one_percent_off_is_red(monkeypatch, name: str):
     op = {"rms_norm": "add_rms_norm"}.get(name, name)
-    own = getattr(fused_variants, op).reference
+    own = getattr(fused_ops, op).reference
 
     class Off:
         def on(self, backend):
@@ -178,23 +159,22 @@ def test_a_fused_op_that_is_one_percent_off_is_red(monkeypatch, name: str):
             return off
 
     def error() -> float:
-        made = KernelVariants(tiny(ops=(name,)), "torch", CPU).build()
-        return next(one for one in made if one.name == name).error()
+        return one_of(LayerData(tiny(ops=(name,)), "torch", CPU), name).error()
 
     assert error() <= 1
-    monkeypatch.setattr(fused_variants, op, Off())
+    monkeypatch.setattr(fused_ops, op, Off())
     assert error() > 1
 
 
 def test_a_row_that_is_never_appended_is_red(monkeypatch):
-    made = KernelVariants(tiny(ops=("append",)), "torch", CPU)
-    before = made.data.key_BHTD.clone()
-    assert next(one for one in made.build() if one.name == "append").error() <= 1
-    assert torch.equal(before, made.data.key_BHTD)
+    layer = LayerData(tiny(ops=("append",)), "torch", CPU)
+    before = layer.key_BHTD.clone()
+    assert one_of(layer, "append").error() <= 1
+    assert torch.equal(before, layer.key_BHTD)
 
     class Nothing:
         def on(self, backend):
             return lambda *_: None
 
-    monkeypatch.setattr(variants, "append", Nothing())
-    assert next(one for one in made.build() if one.name == "append").error() > 1
+    monkeypatch.setattr(cache_ops, "append", Nothing())
+    assert one_of(layer, "append").error() > 1

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 Row = Mapping[str, Any]
-# by heading: how a value is written and its name in the row, or a function of the row
-Columns = dict[str, tuple[Callable[[Any], str], str] | Callable[[Any], str]]
+# how a value is written and its name in the row, or a function of the row
+Column = tuple[Callable[[Any], str], str] | Callable[[Any], str]
+Columns = dict[str, Column]  # by heading
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +27,12 @@ class Table:
     @classmethod
     def of(cls, title: str, columns: Columns, rows: Iterable[Row], **more: Any) -> Self:
         """Write the columns of each row."""
-        written = [[one(row) if callable(one) else one[0](row[one[1]]) for one in columns.values()] for row in rows]
-        return cls(title, (*columns,), written, **more)
+        return cls(title, (*columns,), [[written(one, row) for one in columns.values()] for row in rows], **more)
+
+
+def written(column: Column, row: Row) -> str:
+    """Write a row's cell of a column."""
+    return column(row) if callable(column) else column[0](row[column[1]])
 
 
 def number(value: float | None, digits: int = 3) -> str:
