@@ -17,10 +17,8 @@ def group_text(document: dict[str, Any], *, title: str) -> list[Part]:
 def closing_text(document: dict[str, Any], *, sweep: bool) -> list[Part]:
     """Return the machine, for a sweep the paper's Table 1 beside ours, and the notes."""
     machine = document["machine"]
-    tables: list[Part] = [
-        f"{document['backend']} backend on {machine.get('gpu') or machine['processor']}, "
-        f"copy {machine['copy_gb_per_s']:,.1f} GB/s"
-    ]
+    where, copy = machine.get("gpu") or machine["processor"], machine["copy_gb_per_s"]
+    tables: list[Part] = [f"{document['backend']} backend on {where}, copy {copy:,.1f} GB/s"]
     if sweep:
         fast = [row for row in document["rows"] if row["op"] == "fast" and row["failure"] is None]
         title = "Speed-up of the fast step, beside the paper's Table 1"

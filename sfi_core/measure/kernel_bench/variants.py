@@ -15,7 +15,8 @@ from sfi_core.measure.kernel_bench.variant import KernelVariant, checked
 Make = Callable[[LayerData, Any], Iterator[KernelVariant]]
 # by title, the ops that take turns, and what makes the variants of each for a retention
 GROUPS: dict[str, dict[str, Make]] = {
-    "Attention of a step": {"dense": dense, "fast": fast, "mixed_heads": mixed_heads, "verify": verify},
+    "Attention of a step": {"dense": dense, "fast": fast},
+    "Attention of verifications and of mixed heads": {"verify": verify, "mixed_heads": mixed_heads},
     "Selection of a slow step": {"selector": scored, "top_k": best, "pack": packed},
     "A step of CodeScan": {"codescan": codescan},
     "The cache": {"append": appended, "recall": recalled},

@@ -168,12 +168,13 @@ def test_the_variants_of_a_group_take_turns_and_their_rows_come_before_the_next_
     result = run_bench(
         tiny(ops=ops, repeats=3), "torch", CPU, told=lambda title, rows: told.append((title, rows, [*clock.order]))
     )
-    assert [title for title, *_ in told] == ["Attention of a step", "Selection of a slow step", "The cache"]
-    attention = told[0][2]
-    assert attention == [*range(9)] * 3  # dense, two of SDPA, fast, five verifications
-    assert clock.order[len(attention) :] == [9] * 3 + [10] * 3
+    assert [title for title, *_ in told] == [
+        "Attention of a step", "Attention of verifications and of mixed heads", "Selection of a slow step", "The cache",
+    ]  # fmt: skip
+    assert told[0][2] == [0, 1, 2, 3] * 3  # dense, two of SDPA, fast
+    assert clock.order[12:] == [4, 5, 6, 7, 8] * 3 + [9] * 3 + [10] * 3
     assert [row for _, rows, _ in told for row in rows] == result.rows()
-    assert [row["form"] for row in told[0][1] if row["op"] == "verify"] == [
+    assert [row["form"] for row in told[1][1] if row["op"] == "verify"] == [
         "1 query", "5 queries", "8 queries", "9 queries", "17 queries",
     ]  # fmt: skip
 

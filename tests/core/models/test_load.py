@@ -199,8 +199,8 @@ def test_a_tokenizer_of_another_model_is_named_before_the_weights_are_read(folde
     edit(folder, vocab_size=tiny_tokenizer.vocab_size - 1)
     (folder / "model.safetensors").write_bytes(b"")
     assert refusal(InputError, str(folder)) == (
-        f"tokenizer of {folder} must have at most the {tiny_tokenizer.vocab_size - 1} tokens of the model, got "
-        f"{tiny_tokenizer.vocab_size}; save the tokenizer that the model was trained with"
+        f"tokenizer of {folder} must have at most the {tiny_tokenizer.vocab_size - 1:,} tokens of the model, got "
+        f"{tiny_tokenizer.vocab_size:,}; save the tokenizer that the model was trained with"
     )
 
 
