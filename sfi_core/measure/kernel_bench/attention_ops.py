@@ -54,9 +54,9 @@ def fast(layer: LayerData, retention: float) -> Iterator[KernelVariant]:
         yield variant("fast", lambda: sparse_attention.reference(layer.query_BHGD, *operands, scale=settings.scale))
         return
     rows = settings.sink + settings.budget(retention)
-    operands = layer.plan(mode=FAST, packed=rows), *selected.packed
-    yield variant("fast", layer.attended(*operands))
-    yield variant("fast.gather", layer.attended(*operands, position_BHS=selected.position_BHS), rows)
+    planned = layer.plan(mode=FAST, packed=rows), *selected.packed
+    yield variant("fast", layer.attended(*planned))
+    yield variant("fast.gather", layer.attended(*planned, position_BHS=selected.position_BHS), rows)
 
 
 def mixed_heads(layer: LayerData, retention: float) -> Iterator[KernelVariant]:

@@ -58,13 +58,14 @@ def _run(result: KernelResult, device: torch.device, progress: Progress, told: T
     result.machine |= {"copy_gb_per_s": copy_gb_per_s(device, clock), "clock_floor_us": floor_us(device, clock)}
     layer = LayerData(result.settings, result.backend, device)
     result.notes += _notes(result, device)
+    repeats = result.settings.repeats or REPEATS[device.type]
     for title, group in groups(layer):
         before = len(result.variants)
         try:
             for variant in group:
                 result.variants.append(variant)
                 progress(f"checked {variant.label}", len(result.variants) - before, 0)
-            _time(result, title, result.variants[before:], clock, device, progress)
+            _time(result, title, result.variants[before:], clock, repeats, progress)
         finally:
             if rows := result.rows(result.variants[before:]):
                 told(title, rows)
@@ -74,12 +75,7 @@ def _run(result: KernelResult, device: torch.device, progress: Progress, told: T
 
 
 def _time(
-    result: KernelResult,
-    title: str,
-    group: list[KernelVariant],
-    clock: CpuClock,
-    device: torch.device,
-    progress: Progress,
+    result: KernelResult, title: str, group: list[KernelVariant], clock: CpuClock, repeats: int, progress: Progress
 ) -> None:
     calls: list[Callable[[], Any]] = []
     timed: list[KernelVariant] = []
@@ -94,7 +90,6 @@ def _time(
                 one.launches = launched.total() or None
             calls.append(clock.prepare(one.call))
             timed.append(one)
-    repeats = result.settings.repeats or REPEATS[device.type]
     for repeat in range(repeats):
         progress(f"timing {title.lower()}", repeat, repeats)
         try:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -55,13 +56,17 @@ def recalled(layer: LayerData, retention: float) -> Iterator[KernelVariant]:
     Paper gap: the share of rows that stay selected depends on the model; we take three of four.
     """
     old, into = (layer.selected[retention].empty_like() for _ in range(2))
-    pack.on(layer.backend)(*layer.pack_operands(old._replace(index_BHK=_without_each_fourth(old.index_BHK))))
+    K = old.index_BHK.shape[2]
+    stays = old.index_BHK[..., torch.arange(K, device=layer.device) % FETCHED_EVERY != 0]
+    stays = torch.nn.functional.pad(stays, (0, K - stays.shape[2]), value=-1)
+    pack.on(layer.backend)(*layer.pack_operands(old._replace(index_BHK=stays)))
     fetched = torch.empty_like(into.length_BH)
-    call = partial(
-        recall.on(layer.backend), *host_pages(layer), layer.block_table_BP, layer.request_B, into.index_BHK,
-        layer.sink_B, *old.segment, *into.segment, fetched,
-    )  # fmt: skip
-    index, missing = layer.packed_index(into), -(-into.index_BHK.shape[2] // FETCHED_EVERY)
+    pages = torch.stack([rows.cpu() for rows in layer.paged[:2]], 2)  # FreeKV's layout, [P, H, 2, N, D]
+    host = (pages.pin_memory() if old.key_BHSD.is_cuda else pages).unbind(2)
+    rows = layer.block_table_BP, layer.request_B, into.index_BHK, layer.sink_B
+    operands: tuple[Any, ...] = (*host, *rows, *old.segment, *into.segment, fetched)
+    call = partial(recall.on(layer.backend), *operands)
+    index, missing = layer.packed_index(into), -(-K // FETCHED_EVERY)
 
     def error() -> float:
         into.poison()
@@ -71,21 +76,6 @@ def recalled(layer: LayerData, retention: float) -> Iterator[KernelVariant]:
 
     moved = bytes_moved.recall_bytes(layer.settings, index.shape[2], index.shape[2] - missing)
     yield KernelVariant("recall", retention, call, moved, error)
-
-
-def host_pages(layer: LayerData) -> tuple[torch.Tensor, torch.Tensor]:
-    """Copy the pages to the host in FreeKV's layout, [P, H, 2, N, D]; pinned for a CUDA device."""
-    key_PHND, value_PHNE, _ = layer.paged
-    P, H, N, D = key_PHND.shape
-    pages = torch.empty(P, H, 2, N, D, dtype=key_PHND.dtype, pin_memory=key_PHND.is_cuda)
-    pages[:, :, 0], pages[:, :, 1] = key_PHND, value_PHNE
-    return pages[:, :, 0], pages[:, :, 1]
-
-
-def _without_each_fourth(index_BHK: torch.Tensor) -> torch.Tensor:
-    K = index_BHK.shape[2]
-    kept = index_BHK[..., torch.arange(K, device=index_BHK.device) % FETCHED_EVERY != 0]
-    return torch.nn.functional.pad(kept, (0, K - kept.shape[2]), value=-1)
 
 
 def appended(layer: LayerData, _: None) -> Iterator[KernelVariant]:

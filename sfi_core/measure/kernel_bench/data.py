@@ -103,7 +103,7 @@ class LayerData:
         paged = []
         for whole in rows:
             pages = whole.new_empty(B * per_request, H, page_size, *whole.shape[3:])
-            for page, part in enumerate(whole.split(page_size, 2)):
+            for page, part in enumerate(torch.split(whole, page_size, 2)):
                 pages[table[:, page], :, : part.shape[2]] = part
             paged.append(pages)
         return LayerPages(*paged), table.int()
@@ -139,7 +139,7 @@ class LayerData:
     def score_BHT(self) -> torch.Tensor:
         """The reference's scores, the input of Top-K; a request at a time, to keep temporary tensors small."""
         inputs = self.evidence_BHGWT, self.norm_BHT, self.allowed_BT
-        rows = zip(*(part.split(1) for part in inputs), strict=True)
+        rows = zip(*(torch.split(part, 1) for part in inputs), strict=True)
         return torch.cat([selector.reference(*row, **asdict(SELECTOR))[0] for row in rows])
 
     @cached_property
@@ -175,9 +175,8 @@ class LayerData:
         `programs` share the work, by default as many as the device runs at once; the rest are fields of
         `StepRequest`.
         """
-        settings = self.settings
-        ends = {"length": settings.context, "recent_start": settings.context - settings.recent}
-        made = StepRequest(**ends, sink=settings.sink, **request)
+        settings, start = self.settings, self.settings.context - self.settings.recent
+        made = StepRequest(length=settings.context, recent_start=start, sink=settings.sink, **request)
         programs = resident_programs(self.device) if programs is None else programs
         room = work_items(settings.batch, settings.kv_heads, programs)
         plan = describe_step([made] * settings.batch, room, self.device)

@@ -1,6 +1,6 @@
 """Variants of norm, rotation and gate for one token of every request; a row is as wide as all query heads."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 
 import torch
@@ -27,7 +27,7 @@ def norm(layer: LayerData, _: None) -> Iterator[KernelVariant]:
         summed = _error(total, residual.double() + hidden.double())
         return max(summed, _error(normed, _normed(total, weight)))
 
-    yield _variant(layer, "rms_norm", call, 4 * B * F + F, error)
+    yield KernelVariant("rms_norm", None, call, (4 * B * F + F) * layer.settings.torch_dtype.itemsize, error)
 
 
 def rotation(layer: LayerData, _: None) -> Iterator[KernelVariant]:
@@ -37,6 +37,7 @@ def rotation(layer: LayerData, _: None) -> Iterator[KernelVariant]:
     query, key = layer.draw(B, 1, settings.heads, D), layer.draw(B, 1, settings.kv_heads, D)
     angle, weight = layer.draw(B, 1, D // 2).repeat(1, 1, 2), layer.draw(D)
     cos, sin = angle.cos(), angle.sin()
+    numbers = query.numel() + key.numel() + cos.numel() + D
     call = partial(rotary.on(layer.backend), query, key, cos, sin, weight, weight, EPS)
 
     def error() -> float:
@@ -48,7 +49,7 @@ def rotation(layer: LayerData, _: None) -> Iterator[KernelVariant]:
             worst = max(worst, _error(got, along + across, along.abs() + across.abs()))
         return worst
 
-    yield _variant(layer, "rotary", call, 2 * (query.numel() + key.numel() + cos.numel() + D), error)
+    yield KernelVariant("rotary", None, call, 2 * numbers * settings.torch_dtype.itemsize, error)
 
 
 def gate(layer: LayerData, _: None) -> Iterator[KernelVariant]:
@@ -60,13 +61,7 @@ def gate(layer: LayerData, _: None) -> Iterator[KernelVariant]:
     def error() -> float:
         return _error(call(), gate.double() * torch.sigmoid(gate.double()) * up.double())
 
-    yield _variant(layer, "silu_mul", call, 3 * B * F, error)
-
-
-def _variant(
-    layer: LayerData, name: str, call: Callable[[], object], numbers: int, error: Callable[[], float]
-) -> KernelVariant:
-    return KernelVariant(name, None, call, numbers * layer.settings.torch_dtype.itemsize, error)
+    yield KernelVariant("silu_mul", None, call, 3 * B * F * layer.settings.torch_dtype.itemsize, error)
 
 
 def _normed(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 from torch.nn.attention.bias import causal_lower_right
@@ -62,5 +63,5 @@ def _rival(layer: LayerData, query_1HGWD: torch.Tensor, tokens: int) -> Call:
     key, value = (x[:1, :, :tokens].contiguous() for x in (layer.key_BHTD, layer.value_BHTD))
     # a bias that PyTorch's flash attention does not materialize; a whole prompt needs none
     causal = {"is_causal": True} if tokens == W else {"attn_mask": causal_lower_right(W, tokens)}
-    options = {"scale": settings.scale, "enable_gqa": settings.group > 1, **causal}
+    options: dict[str, Any] = {"scale": settings.scale, "enable_gqa": settings.group > 1, **causal}
     return lambda: scaled_dot_product_attention(heads, key, value, **options).view_as(query_1HGWD)

@@ -55,9 +55,8 @@ class KernelResult:
     def check(self) -> None:
         """Raise `WrongResultError` with all failures on one line, if there are any."""
         if self.failures:
-            raise WrongResultError(
-                "every op must run and equal its formula up to rounding, got " + "; ".join(self.failures)
-            )
+            failures = "; ".join(self.failures)
+            raise WrongResultError(f"every op must run and equal its formula up to rounding, got {failures}")
 
     def document(self) -> dict[str, Any]:
         """Return the document of `--json`."""
