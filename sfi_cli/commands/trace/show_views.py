@@ -39,7 +39,7 @@ def run_rows(document: Row) -> Iterator[tuple[str, str]]:
         yield f"request {one['request']}", f"{prompt}: {text}"
     if (more := len(document["answers"]) - MOST_REQUESTS) > 0:
         yield "", f"and {plural(more, 'more request')}"
-    if graphs["launched"]:
+    if graphs["replayed"] or run["not_replayed"]:
         replayed = f"{graphs['replayed']:,} of {plural(graphs['launched'], 'decoding step')} replayed"
         yield "CUDA graphs", replayed + (f": {run['not_replayed']}" if run["not_replayed"] else "")
 
