@@ -14,7 +14,7 @@ from sfi_core.engine.shared_prompt import SharedPrompt
 from sfi_core.errors import NumericsError, SfiError
 from sfi_core.generation.batch_plan import BatchPlan, plan_batch
 from sfi_core.generation.byte_limit import ByteLimit
-from sfi_core.generation.prompts import check_lengths, encode, model_stop_ids, padding_id, token_limits
+from sfi_core.generation.prompts import check_prompts, encode, model_stop_ids, padding_id, token_limits
 from sfi_core.generation.sampling import Sampler
 from sfi_core.hosts.transformers.decoder import Decoder
 from sfi_core.hosts.transformers.lossless import together
@@ -121,7 +121,7 @@ def generate(
     engine = engine or DEFAULTS
     rows = encode(tokenizer, prompts)
     limits = token_limits(max_new_tokens, len(rows))
-    check_lengths(model, rows, limits)
+    check_prompts(model, rows, limits)
     stop = frozenset(model_stop_ids(model) if stop_token_ids is None else stop_token_ids)
     pad_id = padding_id(model, tokenizer)
     if shared is not None:

@@ -57,9 +57,11 @@ def token_limits(max_new_tokens: int | Sequence[int], prompts: int) -> list[int]
     return limits
 
 
-def check_lengths(model: Any, rows: Sequence[Sequence[int]], max_new_tokens: int | Sequence[int]) -> None:
-    """Raise `InputError` for a prompt that exceeds the model's positions together with its new tokens."""
-    limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+def check_prompts(model: Any, rows: Sequence[Sequence[int]], max_new_tokens: int | Sequence[int]) -> None:
+    """Raise `InputError` for a prompt that exceeds the model's positions, or a token that exceeds its vocabulary."""
+    text = model.config.get_text_config(decoder=True)
+    limit = getattr(text, "max_position_embeddings", None)
+    tokens = max(text.vocab_size, model.get_input_embeddings().weight.shape[0])
     most = [max_new_tokens] * len(rows) if isinstance(max_new_tokens, int) else max_new_tokens
     for number, (row, new) in enumerate(zip(rows, most, strict=True)):
         if limit and len(row) + new > limit:
@@ -67,6 +69,9 @@ def check_lengths(model: Any, rows: Sequence[Sequence[int]], max_new_tokens: int
                 f"prompt {number} and {new} new tokens must fit the model's {limit} positions, "
                 f"got {len(row)} prompt tokens"
             )
+        if row and not 0 <= min(row) <= max(row) < tokens:
+            wrong = next(token for token in row if not 0 <= token < tokens)
+            raise InputError(f"prompt {number} must have tokens below the model's {tokens:,}, got {wrong:,}")
 
 
 def model_stop_ids(model: Any) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ import torch
 from sfi_core.engine.loop import left_pad
 from sfi_core.engine.prompt_queries import PromptQueries
 from sfi_core.engine.shared_prompt import SharedPrompt
-from sfi_core.generation.prompts import check_lengths, encode
+from sfi_core.generation.prompts import check_prompts, encode
 from sfi_core.hosts.transformers.cache import SfiLayer
 from sfi_core.hosts.transformers.decoder import Decoder
 from sfi_core.hosts.transformers.slow_fast import slow_fast
@@ -37,7 +37,7 @@ def read_prompt(
     last queries to keep; None keeps all. `engine` and `page_size` must be those of the runs.
     """
     rows = encode(tokenizer, prompts)
-    check_lengths(model, rows, capacity - max(map(len, rows), default=0))
+    check_prompts(model, rows, capacity - max(map(len, rows), default=0))
     ids_BT, mask_BT = left_pad(rows, model.device)
     B, T = ids_BT.shape
     keeper = PromptQueries(window)

@@ -11,7 +11,7 @@ import torch
 
 from sfi_core.engine.picking.noise import gumbel, noise_key
 from sfi_core.errors import ConfigError, NumericsError
-from sfi_core.generation.prompts import check_lengths, encode
+from sfi_core.generation.prompts import check_prompts, encode
 from sfi_core.generation.sampling import processors
 from sfi_core.hosts.transformers.cache_name import CACHE_NAME
 from sfi_core.models.linear import quick_linears
@@ -151,7 +151,7 @@ def verify(
         raise ConfigError(f"chunk must be at least 1, got {chunk}")
     if kind := pass_rotation(model.config):
         raise ConfigError(f"model must rotate each token by its own position, got RoPE of the kind {kind}")
-    check_lengths(model, rows, [len(output) for output in outputs])
+    check_prompts(model, rows, [len(output) for output in outputs])
     judge = Judge(model, sampling, seed or 0)
     with quick_linears(model):
         requests = [

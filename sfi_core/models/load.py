@@ -84,7 +84,6 @@ def load(
             split["device_mesh"] = mesh(where)
         with together.agreed(), readable(f"model {source.name}"):
             tokenizer = _tokenizer(source, **common)  # before the weights, which take longer
-            _check_vocabulary(source.name, tokenizer, config)
             loaded, info = transformers.AutoModelForCausalLM.from_pretrained(
                 source.place,
                 config=config,
@@ -150,16 +149,6 @@ def _check_complete(source: str, info: dict[str, Any]) -> None:
         raise InputError(
             f"model {source} has {len(odd)} weights of another shape than its config says, "
             f"among them {name}, which must be {list(wanted)}, got {list(got)}"
-        )
-
-
-def _check_vocabulary(source: str, tokenizer: Any, config: Any) -> None:
-    # a multimodal model's added tokens may lie beyond the embeddings; they never reach its decoder
-    most = config.get_text_config(decoder=True).vocab_size
-    if tokenizer.vocab_size > most:
-        raise InputError(
-            f"tokenizer of {source} must have at most the {most:,} tokens of the model, got "
-            f"{tokenizer.vocab_size:,}; save the tokenizer that the model was trained with"
         )
 
 

@@ -9,7 +9,7 @@ from sfi_core.engine.loop import Loop, left_pad
 from sfi_core.engine.report import RunReport
 from sfi_core.engine.shared_prompt import SharedPrompt
 from sfi_core.errors import ConfigError, NumericsError
-from sfi_core.generation.prompts import check_lengths
+from sfi_core.generation.prompts import check_prompts
 from sfi_core.generation.sampling import Sampler
 from sfi_core.hosts.transformers.decoder import Decoder
 from sfi_core.hosts.transformers.replays import records_steps
@@ -50,7 +50,7 @@ def teacher_force(
     if not 0 < prompt_tokens < sizes[0]:
         raise ConfigError(f"prompt_tokens must be positive and below the text's {sizes[0]}, got {prompt_tokens}")
     capacity = sizes[0] - 1  # the last token is only predicted
-    check_lengths(model, [ids[:capacity] for ids in texts], 0)
+    check_prompts(model, [ids[:capacity] for ids in texts], 0)
     ids_BT, mask_BT = left_pad([ids[:prompt_tokens] for ids in texts], model.device)
     if shared is not None:
         shared.check(ids_BT, mask_BT, capacity)

@@ -163,8 +163,9 @@ def test_observer_gets_a_span_for_each_group_of_fast_neighbors(model):
         ([[5], []], "prompt 1 must have at least one token, got none"),
         ([""], "prompt 0 must have at least one token, got none"),
         ([[5], [5] * 501], "prompt 1 and 12 new tokens must fit the model's 512 positions, got 501 prompt tokens"),
+        ([[5], [5, 300]], "prompt 1 must have tokens below the model's 300, got 300"),
     ],
-    ids=["no prompt", "no ids", "no text", "too long"],
+    ids=["no prompt", "no ids", "no text", "too long", "unknown token"],
 )
 def test_prompt_that_cannot_be_read_is_refused(model, rows, message):
     tokenizer = build_tokenizer(512)
