@@ -157,7 +157,7 @@ function setUpReading(data) {
         read = Math.max(read, heads[cell]);
         held += mass ? mass.whole[cell] : 0;
       }
-      if (read) facts.push(`selected by ${read} KV heads`);
+      if (read) facts.push(`selected by ${read} KV head${read === 1 ? "" : "s"}`);
       if (held) facts.push(`${(100 * held).toFixed(2)} % of the attention`);
       if (one.kind) facts.push("mostly not read");
       const button = document.createElement("button");
