@@ -28,7 +28,7 @@ from sfi_core.settings.engine import EngineOptions
 from tests.architectures import BY_LABEL, padded, prompts
 from tests.fakes import RecordingObserver
 
-MODELS = ("llama", "qwen3-moe", "gemma-3")
+MODELS = ("llama", "qwen3-moe", "gemma-3", "qwen3.5")
 MORE_HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}
 LENGTHS, STEPS = (90, 31, 60), 16
 CONFIG = SfiConfig(

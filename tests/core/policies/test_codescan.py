@@ -155,7 +155,7 @@ def test_wider_heads_have_as_much_to_read_and_hold(monkeypatch):
     policy, tokens = CodeScan(CONFIG, None), {}
     state = RequestState(length=6400, recent_start=6395)
     for D in (64, 128):
-        monkeypatch.setattr(policy, "_width", D)
+        monkeypatch.setattr(policy, "key_width", D)
         tokens[D] = policy.selection_tokens(state)
     assert tokens[64] == 6400 / 64 + 16 + 6400 / 256 + 1
     assert tokens[128] == 6400 / 64 + 32 + 6400 / 256 + 1
