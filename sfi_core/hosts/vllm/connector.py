@@ -21,7 +21,6 @@ from sfi_core.policies.base import Policy
 from sfi_core.settings.config import SfiConfig
 from sfi_core.settings.engine import EngineOptions
 from sfi_core.triggers.trigger import Trigger
-from sfi_core.triggers.trigger_set import resolve_triggers
 
 REPORT = "sfi"  # the key of an answer's `kv_transfer_params`
 
@@ -46,8 +45,7 @@ class SfiConnector(names.KVConnectorBase_V1, names.SupportsHMA):
         self.block: int = spec.block_size
         self.key_width: int = spec.head_size
         self.layers = sorted(names.layer_index(name) for name in self.layer_names)
-        needed, tokenizer = policy_class(self.settings.options.policy).triggered, names.tokenizer_of(vllm_config)
-        self.trigger_ids = resolve_triggers(tokenizer, self.settings.config, needed=needed)
+        self.trigger_ids = names.trigger_ids(vllm_config, self.settings)
         self.observer = self.make_observer(role)
         if role == names.KVConnectorRole.SCHEDULER:
             self.planner = Planner(

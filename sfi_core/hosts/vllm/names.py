@@ -25,7 +25,9 @@ from sfi_core.hosts.vllm import attention_flags
 from sfi_core.hosts.vllm.planner import Scheduled
 from sfi_core.hosts.vllm.settings import PluginOptions, Settings, check_host
 from sfi_core.models.load import load_tokenizer
+from sfi_core.policies import policy_class
 from sfi_core.state.layer_shape import LayerShape
+from sfi_core.triggers.trigger_set import resolve_triggers
 
 __all__ = [
     "AttentionBackendEnum", "KVConnectorBase_V1", "KVConnectorFactory", "KVConnectorMetadata",
@@ -149,3 +151,9 @@ def tokenizer_of(vllm_config: Any) -> Any:
     if model.skip_tokenizer_init:
         return None
     return load_tokenizer(model.tokenizer, model.tokenizer_revision, trust_remote_code=model.trust_remote_code)
+
+
+def trigger_ids(vllm_config: Any, settings: Settings) -> tuple[int, ...]:
+    """Return T_trig as token ids; raise `ConfigError` as `resolve_triggers`."""
+    needed = policy_class(settings.options.policy).triggered
+    return resolve_triggers(tokenizer_of(vllm_config), settings.config, needed=needed)

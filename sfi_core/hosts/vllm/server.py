@@ -17,11 +17,9 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from sfi_core.errors import ConfigError, SfiError
 from sfi_core.hosts.vllm import attention_flags
-from sfi_core.hosts.vllm.names import settings_of, tokenizer_of
+from sfi_core.hosts.vllm.names import settings_of, trigger_ids
 from sfi_core.hosts.vllm.room import check_model
 from sfi_core.hosts.vllm.settings import Settings
-from sfi_core.policies import policy_class
-from sfi_core.triggers.trigger_set import resolve_triggers
 
 # whoever gives one of them says it all
 ATTENTION_FLAGS = ("--attention-config", "--attention_config", "-ac")
@@ -55,8 +53,7 @@ class Server:
             raise ConfigError(f"vLLM: {one_line(error)}") from error
         settings = settings_of(vllm)
         check_model(vllm, settings)
-        needed = policy_class(settings.options.policy).triggered
-        return cls(args, vllm, settings, resolve_triggers(tokenizer_of(vllm), settings.config, needed=needed))
+        return cls(args, vllm, settings, trigger_ids(vllm, settings))
 
     def run(self) -> None:
         """Serve until SIGINT or SIGTERM.

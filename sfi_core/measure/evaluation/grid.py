@@ -1,5 +1,6 @@
 """What the two parts of an evaluation share: samples of tasks, windows of a text."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
@@ -20,7 +21,7 @@ FAILURES = (MemoryForecastError, NumericsError, torch.OutOfMemoryError, MemoryEr
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Grid:
+class Grid(ABC):
     """The rows of an evaluation: every method at every size, at every place; a row's key says which.
 
     Attributes:
@@ -35,13 +36,13 @@ class Grid:
     table: ClassVar[str]
     place: ClassVar[tuple[str, ...]]
 
+    @abstractmethod
     def places(self) -> list[Key]:
         """List the places, in order."""
-        raise NotImplementedError
 
+    @abstractmethod
     def check(self, model: Any, tokenizer: Any) -> None:
         """Refuse, before anything runs, methods, lengths and tasks that cannot run."""
-        raise NotImplementedError
 
     def run(
         self,
@@ -74,9 +75,9 @@ class Grid:
 
         yield from self.rows(model, tokenizer, engine, batch_size, left)
 
+    @abstractmethod
     def rows(self, model: Any, tokenizer: Any, engine: EngineOptions, batch_size: int, left: Left) -> Iterator[Row]:
         """Make the rows of `run`; `left` returns the variants that a unit, a place by its number, is decoded under."""
-        raise NotImplementedError
 
     def resolved(self, tokenizer: Any) -> list[MethodVariant]:
         """Return the `variants` as they run with a tokenizer."""
