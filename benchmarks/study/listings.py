@@ -1,4 +1,4 @@
-"""Tables and source code, from the standard library."""
+"""Tables and source code of the standard library; technical pages and JSON of packages."""
 
 import calendar
 import errno
@@ -17,6 +17,11 @@ from pathlib import Path
 ROWS = 48  # lines of a piece of a table
 CODE_BYTES = range(15_000, 60_000)  # sizes of source files that are neither stubs nor tables
 CODE_FILES = 48
+JSON_FILES = (
+    "datasets/utils/resources/languages.json", "plotly/validators/_validators.json",
+    "torch/_dynamo/graph_break_registry.json",
+)  # fmt: skip
+JSON_PIECES = 30  # of a file
 MODULES = (
     "argparse", "asyncio", "collections", "csv", "datetime", "decimal", "difflib", "email.message",
     "fractions", "heapq", "http.client", "inspect", "io", "itertools", "logging", "math", "os", "pathlib",
@@ -40,6 +45,18 @@ def tables() -> list[str]:
         for name, rows in _tables()
         for start in range(0, len(rows), ROWS)
     ]
+
+
+def technical() -> list[str]:
+    """Return Markdown pages with tables, a document a page, and pieces of JSON files. No package ships logs."""
+    packages = Path(sysconfig.get_path("purelib"))
+    found = [path.read_text(encoding="utf-8") for path in sorted(packages.glob("lm_eval/tasks/**/*.md"))]
+    found = [text for text in found if "|--" in text or "| --" in text]
+    for name in JSON_FILES:
+        text = (packages / name).read_text(encoding="utf-8")
+        lines = json.dumps(json.loads(text), indent=2).splitlines()[: JSON_PIECES * ROWS]
+        found += ["\n".join(lines[start : start + ROWS]) for start in range(0, len(lines), ROWS)]
+    return found
 
 
 def _tables() -> Iterator[tuple[str, list[str]]]:

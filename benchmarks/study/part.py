@@ -6,6 +6,7 @@ from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -38,6 +39,7 @@ class Part(ABC):
         self.options = options
         name = None if options.model == "bundled" else options.model
         self.model, self.tokenizer = load(name, device="cpu")
+        self.model_name = Path(options.model).stem  # rows name no folder of a machine
         table = getattr(options, "table", self.table)
         self.methods: list[Listed] = [] if table is None else read_methods(table, self.tokenizer, options.methods)
         texts = {
@@ -45,7 +47,7 @@ class Part(ABC):
             for kind in getattr(options, "kinds", ())
             for half in options.halves
         }
-        about = about_run(self.model, options.model) | {"texts": texts}
+        about = about_run(self.model, self.model_name) | {"texts": texts}
         self.records = begin(options.out / f"{self.name}.jsonl", self.columns, about)
         self.key = self.records.key
 
@@ -76,7 +78,7 @@ class Part(ABC):
 
     def where(self, place: Place) -> Row:
         """Return what all rows of a window have in common."""
-        return {"model": self.options.model, **place.columns(), "tokens": self.options.tokens}
+        return {"model": self.model_name, **place.columns(), "tokens": self.options.tokens}
 
     @abstractmethod
     def make(self, item: Any, pending: set[Key]) -> Iterator[Row]:

@@ -50,7 +50,7 @@ class TasksPart(Part):
 
     def rows(self, item: Sample) -> list[Row]:
         """See `Part`."""
-        where = {"model": self.options.model, **asdict(item)}
+        where = {"model": self.model_name, **asdict(item)}
         return [{**where, "method": one.text, "share": one.share} for one in self.methods]
 
     def make(self, item: Sample, pending: set[Key]) -> Iterator[Row]:

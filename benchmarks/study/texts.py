@@ -1,4 +1,4 @@
-"""Texts of five kinds, each in two disjoint halves: `dev` for every choice, `held` for what is reported."""
+"""Texts of six kinds, each in two disjoint halves: `dev` for every choice, `held` for what is reported."""
 
 import hashlib
 import random
@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any
 
 from benchmarks.study.chat import chats
-from benchmarks.study.listings import source_files, tables
+from benchmarks.study.listings import source_files, tables, technical
 from benchmarks.study.prose import explanations, topics_prose
 from sfi_core.errors import InputError
 from sfi_core.measure.evaluation.fidelity import Window, text_ids
@@ -19,6 +19,7 @@ SOURCES: dict[str, Callable[[], list[str]]] = {
     "code": source_files,
     "lists": tables,
     "dialogue": chats,
+    "technical": technical,
 }
 KINDS = tuple(SOURCES)
 HALVES = ("dev", "held")
