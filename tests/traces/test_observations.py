@@ -5,17 +5,14 @@ from collections import defaultdict
 from itertools import combinations, product
 from statistics import mean
 
-import numpy as np
 import pytest
 
 from sfi_core.errors import TraceError
 from sfi_traces.model.trace import Trace
-from sfi_traces.overlap import SelectedSets
 from sfi_traces.summary import Scope, summarize
 from sfi_traces.summary.freekv import corrections, query_cosine
 from sfi_traces.summary.synckv import HeadSimilarity, drift
 from sfi_traces.views.figure_data import HeadMap
-from sfi_traces.views.raster import rasters
 from sfi_traces.views.view import View
 from tests.traces.made import HEADS, LAYERS, make_trace, overlap
 from tests.traces.small import fixed_trace, last_of_bin, rewrite, rows
@@ -187,44 +184,3 @@ def test_recalls_are_summed_by_step_and_layer(trace):
         assert one["step_bytes"] == pytest.approx(one["bytes"] / (STEPS - 1))
         assert one["step_waited_us"] == pytest.approx(one["waited_us"] / (STEPS - 1))
     assert len(found["layers"]) == LAYERS
-
-
-def test_a_selection_for_the_next_step_is_in_force_then(tmp_path):
-    def speculate(selections):
-        one = next(row for row in selections if row["step"] == 10)
-        return [one | {"step": 13, "positions": [40, 41], "reason": "speculative"}]
-
-    folder = make_trace(tmp_path / "run", steps=20, policy="sfi")
-    rewrite(folder, "selections", speculate)
-    (row,) = rows(Trace.open(folder), "selections")
-    view = View(Trace.open(folder))
-    place = (row["layer"], row["head"])
-    held = {*view.supports.of_places([place]).strongest(20).position_NUK[13:15].ravel().tolist()}
-    free = next(p for p in (40, 41) if p not in held)
-    cells = rasters(view, [place], most_steps=99, most_cells=999)[0].cells
-    assert cells[free, 13] != cells[free, 14] != 0
-
-
-def test_a_heads_selection_is_compared_with_its_own_before():
-    """Heads select alone or together, more or fewer positions each time."""
-    rng = np.random.default_rng(0)
-    held: dict[int, set[int]] = {}
-    kept = SelectedSets(3)
-    for width in (4, 6, 2, 5, 3, 6):
-        heads = np.flatnonzero(rng.random(3) < 0.6)
-        chosen = [np.sort(rng.choice(12, rng.integers(1, width + 1), replace=False)) for _ in heads]
-        index = np.array([[*one, *[-1] * (width - len(one))] for one in chosen], np.int32)
-        found = kept.replace(heads, index.reshape(len(heads), width))
-        for at, (head, one) in enumerate(zip(heads.tolist(), chosen, strict=True)):
-            new, old = {*one.tolist()}, held.get(head)
-            both = len(new & old) if old else 0
-            assert (found["selected"][at], found["added"][at]) == (len(new), len(new) - both)
-            assert found["removed"][at] == (len(old) - both if old else 0)
-            if old is None:
-                assert math.isnan(found["overlap_previous"][at])
-                assert math.isnan(found["jaccard_previous"][at])
-            else:
-                assert found["overlap_previous"][at] == pytest.approx(both / min(len(new), len(old)))
-                assert found["jaccard_previous"][at] == pytest.approx(both / len(new | old))
-            held[head] = new
-    assert len(held) == 3

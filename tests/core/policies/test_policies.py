@@ -10,13 +10,11 @@ import torch
 
 import sfi_core
 from sfi_core.engine.batch_pass import allowed_positions
-from sfi_core.errors import ConfigError
 from sfi_core.observers.events import SelectionEvent, StepEvent
-from sfi_core.policies import POLICIES, LayerContext, Policy, Triggered, policy_class
+from sfi_core.policies import POLICIES, LayerContext, Policy, Triggered
 from sfi_core.settings.config import SfiConfig
 from sfi_core.state.request import RequestState
 from sfi_core.triggers.trigger import Trigger
-from sfi_kernels.selector import selector
 from tests.covering import case
 from tests.fakes import RecordingObserver, layer_context
 
@@ -159,12 +157,6 @@ def test_the_pages_name_what_can(page: str, sentence: str, can: Any):
     assert set(re.findall(r"`([a-z-]+)`", named)) == {name for name, policy in POLICIES.items() if can(policy)}
 
 
-def test_an_unknown_policy_is_named_with_the_known_ones():
-    with pytest.raises(ConfigError) as caught:
-        policy_class("sfl")
-    assert str(caught.value) == f"unknown policy 'sfl'; did you mean 'sfi'? expected one of {tuple(POLICIES)}"
-
-
 def make(policy: str, config: SfiConfig = CONFIG) -> Policy:
     return POLICIES[policy](config, Trigger(frozenset(config.trigger_token_ids or ()), config), LAYERS)
 
@@ -233,15 +225,6 @@ def test_sfi_refreshes_every_layer_on_slow_steps_and_never_on_fast_ones(complete
         assert refreshed == [(step, layer) for step in request.slow_at for layer in (0, 1)]
 
 
-def test_sfi_selects_the_best_scores_of_the_selector():
-    logits = torch.randn(1, 2, 2, 1, 30)
-    layer = context(logits, 30)
-    settings = CONFIG.to_dict()["selector"]
-    score, _ = selector(logits, layer.key_norm_BHT, layer.allowed_BT, **settings)
-    best = score.argsort(-1, descending=True)[..., :BUDGET].sort(-1).values
-    assert torch.equal(make("sfi").select_after(layer).index_BHK.long(), best)
-
-
 @pytest.mark.parametrize("observed", [True, False])
 def test_who_listens_to_selections_gets_their_diagnostics(
     tiny_model: Any, monkeypatch: pytest.MonkeyPatch, *, observed: bool
@@ -276,14 +259,6 @@ def test_oracle_top_k_picks_the_positions_with_most_attention():
     probability = within.softmax(-1).mean(dim=(2, 3))
     best = probability.topk(BUDGET).indices.sort(-1).values + SINK
     assert torch.equal(index.long(), best)
-
-
-def test_oracle_top_k_prefers_what_all_query_heads_read_to_what_one_does():
-    share = torch.full((1, 2, 2, 1, 40), 1e-4)
-    share[..., 20] = 0.4
-    share[:, :, 0, :, 10] = share[:, :, 1, :, 11] = 0.6
-    one = make("oracle-top-k", CONFIG.replace(budget=1))
-    assert one.select_before(context(share.log(), 40)).index_BHK.tolist() == [[[20], [20]]]
 
 
 def test_oracle_top_k_selects_anew_at_every_step(complete: Any):
