@@ -5,10 +5,12 @@ from collections import defaultdict
 from itertools import combinations, product
 from statistics import mean
 
+import numpy as np
 import pytest
 
 from sfi_core.errors import TraceError
 from sfi_traces.model.trace import Trace
+from sfi_traces.overlap import SelectedSets
 from sfi_traces.summary import Scope, summarize
 from sfi_traces.summary.freekv import corrections, query_cosine
 from sfi_traces.summary.synckv import HeadSimilarity, drift
@@ -184,3 +186,28 @@ def test_recalls_are_summed_by_step_and_layer(trace):
         assert one["step_bytes"] == pytest.approx(one["bytes"] / (STEPS - 1))
         assert one["step_waited_us"] == pytest.approx(one["waited_us"] / (STEPS - 1))
     assert len(found["layers"]) == LAYERS
+
+
+def test_a_heads_selection_is_compared_with_its_own_before():
+    """Heads select alone or together, more or fewer positions each time."""
+    rng = np.random.default_rng(0)
+    held: dict[int, set[int]] = {}
+    kept = SelectedSets(3)
+    for width in (4, 6, 2, 5, 3, 6):
+        heads = np.flatnonzero(rng.random(3) < 0.6)
+        chosen = [np.sort(rng.choice(12, rng.integers(1, width + 1), replace=False)) for _ in heads]
+        index = np.array([[*one, *[-1] * (width - len(one))] for one in chosen], np.int32)
+        found = kept.replace(heads, index.reshape(len(heads), width))
+        for at, (head, one) in enumerate(zip(heads.tolist(), chosen, strict=True)):
+            new, old = {*one.tolist()}, held.get(head)
+            both = len(new & old) if old else 0
+            assert (found["selected"][at], found["added"][at]) == (len(new), len(new) - both)
+            assert found["removed"][at] == (len(old) - both if old else 0)
+            if old is None:
+                assert math.isnan(found["overlap_previous"][at])
+                assert math.isnan(found["jaccard_previous"][at])
+            else:
+                assert found["overlap_previous"][at] == pytest.approx(both / min(len(new), len(old)))
+                assert found["jaccard_previous"][at] == pytest.approx(both / len(new | old))
+            held[head] = new
+    assert len(held) == 3

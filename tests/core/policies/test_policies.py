@@ -261,6 +261,14 @@ def test_oracle_top_k_picks_the_positions_with_most_attention():
     assert torch.equal(index.long(), best)
 
 
+def test_oracle_top_k_prefers_what_all_query_heads_read_to_what_one_does():
+    share = torch.full((1, 2, 2, 1, 40), 1e-4)
+    share[..., 20] = 0.4
+    share[:, :, 0, :, 10] = share[:, :, 1, :, 11] = 0.6
+    one = make("oracle-top-k", CONFIG.replace(budget=1))
+    assert one.select_before(context(share.log(), 40)).index_BHK.tolist() == [[[20], [20]]]
+
+
 def test_oracle_top_k_selects_anew_at_every_step(complete: Any):
     _, observer = complete("oracle-top-k")
     steps = [e.step for e in observer.selections if (e.request, e.layer) == (0, 1) and e.index_HK.numel()]
