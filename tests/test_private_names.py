@@ -27,7 +27,7 @@ LISTED: dict[str, tuple[Any, str]] = {
     # sfi_kernels cannot import sfi_core
     "_scaled_dot_product_flash_attention_for_cpu": (torch.ops.aten, "kernels/sfi_kernels/partial_attention.py"),
 }
-DOCUMENTED = {"_exit"}  # os._exit
+DOCUMENTED = {"_exit", "_replace"}  # os._exit, and that of named tuples
 
 
 def used_names(node: ast.AST) -> list[str]:

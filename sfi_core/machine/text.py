@@ -26,9 +26,9 @@ def shown(value: Any) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """Return an error's first line, without its final stop; two lines where a colon ends the first."""
+    """Return an error's first line as `printable`, without its final stop; two lines where a colon ends the first."""
     lines = [line.strip() for line in str(error).strip().splitlines()] or [type(error).__name__]
-    return " ".join(lines[: 2 if lines[0].endswith(":") else 1]).rstrip(".")
+    return printable(" ".join(lines[: 2 if lines[0].endswith(":") else 1]).rstrip("."))
 
 
 def parse_json(text: str | bytes) -> Any:

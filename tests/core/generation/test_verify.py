@@ -93,6 +93,9 @@ class Fixed(torch.nn.Module):
         text = SimpleNamespace(vocab_size=len(logits_VV), hidden_size=64)
         self.config = SimpleNamespace(get_text_config=lambda decoder: text)
 
+    def get_input_embeddings(self) -> Any:
+        return SimpleNamespace(weight=self.logits_VV)
+
     def forward(self, input_ids: torch.Tensor, **_: Any) -> Any:
         return SimpleNamespace(logits=self.logits_VV[input_ids], **{CACHE_NAME: None})
 

@@ -112,7 +112,9 @@ class Rows:
     def _read(self, group: RowGroup, columns: list[str]) -> pa.Table:
         try:
             with parquet.ParquetFile(group.part) as file:
-                return checked(file.read_row_group(group.index, columns=columns), self._table)
+                rows = file.read_row_group(group.index, columns=columns)
+                kinds = pa.schema([TABLES[self._table].field(name) for name in rows.column_names])
+                return checked(rows.cast(kinds), self._table)  # another writer may have other types
         except DAMAGED as error:
             raise self._trace.damaged(group.part) from error
 
@@ -133,5 +135,5 @@ def _row_groups(trace: Trace, part: Path) -> list[RowGroup]:
 
 def _range(column: Any) -> Range:
     found = column.statistics  # another writer may leave them out
-    known = found is not None and found.has_min_max
+    known = found is not None and found.has_min_max and isinstance(found.min, int)
     return (found.min, found.max) if known else (-np.inf, np.inf)

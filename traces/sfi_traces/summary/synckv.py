@@ -111,7 +111,8 @@ class HeadSimilarity:
         of_LP = np.array([[layer == own for own, _ in self.places] for layer in self.layers], float)
         total_LL, pairs_LL = (of_LP @ each @ of_LP.T for each in (self.total * self._pairs, self._pairs))
         nothing = np.full(total_LL.shape, np.nan)
-        return np.asarray(np.divide(total_LL, pairs_LL * self.steps, out=nothing, where=pairs_LL > 0))
+        counted_LL = pairs_LL * self.steps
+        return np.asarray(np.divide(total_LL, counted_LL, out=nothing, where=counted_LL > 0))
 
     @property
     def within(self) -> float:
