@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sfi_core.errors import BackendError, ConfigError
+from sfi_core.errors import BackendError, ConfigError, MemoryForecastError
 from sfi_core.measure.kernel_bench import bench, bytes_moved, variant
 from sfi_core.measure.kernel_bench.bench import run_bench
 from sfi_core.measure.kernel_bench.data import LayerData
@@ -110,6 +110,13 @@ def test_bytes_by_op():
     # 13 rows, 4 of them sinks and 5 on the device: 9 wanted positions, 5 old ones
     packed = bytes_moved.pack_bytes(settings, 13)
     assert bytes_moved.recall_bytes(settings, 13, 5) == packed + 2 * 2 * (9 + 5) * 4
+
+
+def test_a_run_that_does_not_fit_is_refused_before_anything_is_made(monkeypatch):
+    monkeypatch.setattr(bench, "free_bytes", lambda _: 1000)
+    monkeypatch.setattr(bench, "LayerData", None)
+    with pytest.raises(MemoryForecastError, match=r"must fit 0\.00 GB .* lower --batch or"):
+        run_bench(tiny(), "torch", CPU)
 
 
 # --- runs ---

@@ -102,6 +102,13 @@ SCORED = [(row["q"], f" {choice}") for row in QUESTIONS for choice in row["choic
 GENERATED = [(row["q"], {"until": ["."], "max_gen_toks": 8}) for row in PROMPTS]
 
 
+def test_full_attention_scores_continuations_as_the_harness_does(loaded):
+    found = policied(loaded, "full-kv").loglikelihood(requests_of("loglikelihood", SCORED))
+    expected = plain(loaded).loglikelihood(requests_of("loglikelihood", SCORED))
+    assert [log for log, _ in found] == pytest.approx([log for log, _ in expected], abs=1e-3)
+    assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
+
+
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_full_attention_generates_what_the_harness_does(loaded, batch_size):
     """A batch is ragged, padded on the left."""

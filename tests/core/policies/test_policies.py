@@ -15,6 +15,7 @@ from sfi_core.policies import POLICIES, LayerContext, Policy, Triggered
 from sfi_core.settings.config import SfiConfig
 from sfi_core.state.request import RequestState
 from sfi_core.triggers.trigger import Trigger
+from sfi_kernels.selector import selector
 from tests.covering import case
 from tests.fakes import RecordingObserver, layer_context
 
@@ -223,6 +224,15 @@ def test_sfi_refreshes_every_layer_on_slow_steps_and_never_on_fast_ones(complete
     for row, request in enumerate(report.requests):
         refreshed = [(e.step, e.layer) for e in observer.selections if e.request == row]
         assert refreshed == [(step, layer) for step in request.slow_at for layer in (0, 1)]
+
+
+def test_sfi_selects_the_best_scores_of_the_selector():
+    logits = torch.randn(1, 2, 2, 1, 30)
+    layer = context(logits, 30)
+    settings = CONFIG.to_dict()["selector"]
+    score, _ = selector(logits, layer.key_norm_BHT, layer.allowed_BT, **settings)
+    best = score.argsort(-1, descending=True)[..., :BUDGET].sort(-1).values
+    assert torch.equal(make("sfi").select_after(layer).index_BHK.long(), best)
 
 
 @pytest.mark.parametrize("observed", [True, False])
