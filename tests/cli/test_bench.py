@@ -130,7 +130,9 @@ def test_lossless_rows_say_whether_acceptance_is_stated_or_measured(tmp_path):
     assert code == 0
     assert re.search(r"^  sfi-lossless +300 +2 +stated 90\.0% ", stdout, re.MULTILINE)
     assert "* lossless rows: acceptance is stated, 0.9 for each tested token" in stdout
-    assert parquet.read_table(file)["acceptance"].to_pylist() == [None, "stated", None]
+    table = parquet.read_table(file)
+    assert table["acceptance"].to_pylist() == [None, "stated", None]
+    assert table["stated_acceptance"].to_pylist() == [None, 0.9, None]
     code, stdout, _ = inside(*common, *sizes, "--text", "bundled", "--json")
     document = json.loads(stdout)
     assert code == 0
@@ -158,16 +160,14 @@ def test_parquet_json_and_figure_are_written_and_not_overwritten(tmp_path):
     pytest.importorskip("matplotlib")
     table, plot, file = (tmp_path / name for name in ("x.parquet", "x.png", "x.json"))
     arguments = (*SMALL, "--baseline", "none", "-o", str(table), "--plot", str(plot))
-    code, _, stderr = inside(*arguments)
+    table.write_text("mine")
+    line = f"error: output {table} exists; add --force to overwrite it\n"
+    assert (inside(*arguments)[::2], table.read_text()) == ((2, line), "mine")
+    code, _, stderr = inside(*arguments, "--force")
     assert code == 0
     assert f"Wrote {table}\nWrote {plot}\n" in stderr
     assert [row["policy"] for row in parquet.read_table(table).to_pylist()] == ["sfi", "full-kv"]
     assert plot.read_bytes().startswith(b"\x89PNG")
-    before = table.read_bytes()
-    refusal = (2, f"error: output {table} exists; add --force to overwrite it\n")
-    assert inside(*arguments)[::2] == refusal
-    assert table.read_bytes() == before
-    assert inside(*arguments, "--force")[0] == 0
     _, stdout, stderr = inside(*SMALL, "--baseline", "none", "--json", "-q", "-o", str(file))
     assert json.loads(file.read_text()) == json.loads(stdout)
     assert stderr == ""
@@ -179,25 +179,26 @@ def test_ctrl_c_writes_the_rows_so_far_and_ends_with_130(tmp_path, monkeypatch):
 
     def stopped(*arguments):
         calls.append(arguments)
-        if len(calls) > 1:
+        if len(calls) > 2:
             raise KeyboardInterrupt
         return run(*arguments)
 
     monkeypatch.setattr(bench, "run_theirs", stopped)
     file = tmp_path / "x.json"
-    code, stdout, stderr = inside(*SMALL, "-o", str(file))
+    code, stdout, stderr = inside(*SMALL, "--repeats", "2", "-o", str(file))
     document = json.loads(file.read_text())
     assert code == 130
     assert stderr.endswith("interrupted\n")
     assert document["interrupted"] is True
-    assert [row["policy"] for row in document["rows"]] == ["sfi", "full-kv", "transformers-dynamic"]
+    policies = ("sfi", "full-kv", "transformers-dynamic", "transformers-static")
+    repeats = zip(policies, (2, 2, 1, 1), strict=True)
+    assert [(row["policy"], row["repeats"]) for row in document["rows"]] == list(repeats)
     assert "transformers-dynamic" in stdout
 
 
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        (("--steps", "0"), 2, "steps must be at least 1, got 0"),
         (("--context", "x"), 2, "contexts must be whole numbers such as 8192 or 8K, got 'x'"),
         (("--slow-rate", "often"), 2, "slow_rate must be a share such as 1/20 or 0.05, got 'often'"),
         (("--slow-rate", "1/5", "--text", "bundled"), 2, "slow_rate must come without --text"),
@@ -212,7 +213,6 @@ def test_ctrl_c_writes_the_rows_so_far_and_ends_with_130(tmp_path, monkeypatch):
         (("--kv-device-budget", "20"), 2, "kv_device_budget must hold sink + recent + one page, at least "),
         (("--forecast", "--policy", "quest"), 2, "forecast knows the policies ('full-kv',"),
         (("--lossless",), 2, "lossless must come with --text and a checkpoint, whose acceptance"),
-        (("--acceptance", "0.9"), 2, "acceptance must come with lossless, got it alone"),
         (("--set", "model.pack_weights=true", "--dtype", "float32"), 4, "packed weights must be bfloat16"),
         (("--set", "engine.graphs=true"), 4, "graphs must run on a CUDA device, got cpu; drop engine.graphs"),
         (("--device", "cuda:99"), 4, "device cuda:99 is not on this machine"),

@@ -23,7 +23,6 @@ from tests.cli.trace_commands import raising
 SMALL = ["--length", "128", "--samples", "2", "--share", "0.2,0.5", "--task", "bundled-recall-1"]
 METHODS = ["--method", "full-kv", "--method", "wide=sfi:span=4,slow_start=2", "--method", "quest"]
 CLOCKS = ("decode_seconds", "tokens_per_second")
-ROWS = 2 * (1 + 2 * 2)
 
 
 call = partial(raising, "eval")
@@ -52,20 +51,11 @@ def test_the_folder_has_every_sample_and_the_manifest(whole):
     }  # fmt: skip
     manifest = json.loads((folder / "manifest.json").read_text())
     assert manifest["finished"] == document["finished"] is not None
+    assert document["samples"] == str(folder / "samples.jsonl")
     assert manifest["model"]["name"] == "bundled"
     assert manifest["machine"]["processor"]
     assert [method["label"] for method in manifest["methods"]] == ["full-kv", "wide", "quest"]
     assert (folder / "results.parquet").exists()
-
-
-def test_json_has_the_means_of_the_samples(whole):
-    folder, document = whole
-    assert document["samples"] == str(folder / "samples.jsonl")
-    for row in document["rows"]:
-        own = [one for one in samples(folder) if (one["method"], one["size"]) == (row["method"], row["size"])]
-        assert row["n"] == len(own) == 2
-        for name in ("score", "read_ratio", "selection_ratio", "stored_ratio"):
-            assert row[name] == pytest.approx(sum(one[name] for one in own) / 2)
 
 
 def test_the_table_has_the_numbers_of_the_json(whole):
@@ -127,16 +117,9 @@ def test_what_failed_is_tried_again(whole, tmp_path, monkeypatch):
         text = call(*SMALL, *METHODS, "-o", folder).stdout
     assert "failed (2 times): quest at 20%, bundled-recall-1, 128 tokens: the run must fit" in text
     call("-o", folder, "--resume")
-    rows = samples(folder)
-    assert len(rows) == ROWS
-    order = {runner_key(row): row for row in rows}
-    assert [order[runner_key(row)] for row in samples(whole[0])] == samples(whole[0])
+    assert sorted(samples(folder), key=str) == sorted(samples(whole[0]), key=str)
     document = json.loads(call("-o", folder, "--resume", "--json").stdout)
     assert [row["failed"] for row in document["rows"]] == [0] * 5
-
-
-def runner_key(row):
-    return row["method"], row["size"], row["task"], row["length"], row["seed"]
 
 
 @pytest.mark.parametrize(
@@ -228,9 +211,6 @@ def test_tasks_are_averaged(tmp_path):
         "--task", "bundled-recall-1,bundled-recall", "-o", folder,
     ]  # fmt: skip
     document = json.loads(call(*arguments, "--json").stdout)
-    scores = {(row["task"], row["method"]): row["score"] for row in document["rows"]}
-    one, five = (scores[task, "sfi"] for task in ("bundled-recall-1", "bundled-recall"))
-    assert document["averages"][1]["score"] == pytest.approx((one + five) / 2)
     text = call("-o", folder, "--resume").stdout
     average = document["averages"][1]
     assert "mean over 2 tasks and lengths" in text
@@ -281,8 +261,7 @@ def test_extended_methods_decode_the_same_under_a_device_budget(tmp_path):
     whole, tiers = samples(tmp_path / "whole"), samples(tmp_path / "tiers")
     assert {row["method"] for row in tiers} == {*EXTENDED, "full-kv"}
     assert [row["error"] for row in tiers] == [None] * len(whole)
-    for one, other in zip(whole, tiers, strict=True):
-        assert one == other
+    assert whole == tiers
     manifest = json.loads((tmp_path / "tiers" / "manifest.json").read_text())
     assert manifest["asked"]["kv_device_budget"] == "4MB"
     with pytest.raises(ConfigError, match="must keep the folder's kv-device-budget 4MB, got 5MB"):

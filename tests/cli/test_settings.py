@@ -80,6 +80,7 @@ def test_tables_around_the_config_are_set_too():
         ("t_max=none", "t_max must be int, got 'none'"),
         ("t_max=1\nsink=2", "t_max must be int, got '1\\nsink=2'"),
         ("t_max=-1", "t_max must be at least 0, got -1"),
+        ("recent_mode=x", "unknown recent_mode 'x'; expected one of ('anchored', 'sliding')"),
         ("engine.overlap=yes", "engine.overlap must be true or false, got 'yes'"),
         ("engine.backend=cuda", "unknown engine.backend 'cuda'; expected one of ('auto', 'torch', 'triton')"),
         ("selector.alpha=1.5", "selector.alpha must be in (0, 1], got 1.5"),

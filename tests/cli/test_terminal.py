@@ -6,7 +6,6 @@ import subprocess
 from typing import Any
 
 import pytest
-import torch
 from rich.cells import cell_len
 
 import sfi_core
@@ -240,12 +239,3 @@ def test_a_file_shows_how_many_are_done_running_and_waiting():
     progress = shown([4, 2, 1, 3, 2], max_batch=2)
     assert progress.steps == []
     assert progress.counts == [(0, 2, 3), (2, 2, 1), (2, 2, 1), (4, 1, 0)]
-
-
-@pytest.mark.parametrize("max_batch", [1, 3])
-def test_the_counts_add_up(max_batch):
-    torch.manual_seed(0)
-    limits = torch.randint(1, 6, (9,)).tolist()
-    for done, running, waiting in shown(limits, max_batch=max_batch).counts:
-        assert done + running + waiting == 9
-        assert 0 < running <= max_batch

@@ -27,21 +27,4 @@ def test_show_has_every_section_and_the_papers_question(folder):
     assert "within a sentence" in text
     assert "across a boundary" in text
     assert f"{within:.3f}" in text
-
-
-@pytest.mark.parametrize(
-    ("command", "shown"),
-    [
-        ("check", "\nsound\n"),
-        ("replay --play --step 10", "slow"),
-        ("export --format perfetto", '"traceEvents"'),
-        ("export --format csv --table steps", "token_text"),
-        ("sql --json", '"n": 5'),
-    ],
-)
-def test_the_other_commands_read_it(folder, command, shown):
-    name, *options = command.split()
-    query = ["SELECT count(*) AS n FROM steps WHERE slow"] if name == "sql" else []
-    ended = trace(name, folder, *query, *options)
-    assert ended.code == 0
-    assert shown in ended.stdout
+    assert trace("check", folder).stdout.endswith("\nsound\n")

@@ -53,12 +53,6 @@ def test_the_manifest_says_where_the_trace_comes_from(recorded):
     assert manifest["stopped"] is None
 
 
-def test_tokens_are_the_same_without_a_trace(recorded):
-    _, document = recorded
-    _, stdout, _ = inside("generate", PROMPT, "--json", *SHORT)
-    assert json.loads(stdout)["requests"][0]["token_ids"] == document["requests"][0]["token_ids"]
-
-
 def test_generate_records_the_same(recorded, tmp_path):
     folder, _ = recorded
     options = ["--audit", "2", "--set", "audit.top=16", "-q", *SHORT]
@@ -75,10 +69,7 @@ def test_a_redacted_trace_holds_no_text_and_is_overwritten_with_force_only(tmp_p
     assert inside(*asked)[0] == 0
     supports = Trace.open(folder).table("supports", ["layer"]).to_pylist()
     assert {row["layer"] for row in supports} == {0, 2, 3}
-    trace = Trace.open(folder)
-    assert trace.table("prompts").num_rows == 0
-    assert trace.table("steps")["token_id"].null_count == 12
-    assert trace.table("steps")["token_text"].null_count == 12
+    assert Trace.open(folder).manifest["redacted"]
     assert b"lantern" not in b"".join(p.read_bytes() for p in folder.rglob("*") if p.is_file())
     before = (folder / "manifest.json").read_bytes()
     refused = f"error: trace folder {folder} exists; add --force to overwrite it\n"

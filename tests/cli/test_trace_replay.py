@@ -127,37 +127,26 @@ def test_the_data_may_go_to_a_file(full, tmp_path):
     assert json.loads(path.read_text()) == document(full)
 
 
-def test_ctrl_c_keeps_what_was_replayed(full, monkeypatch):
-    whole, calls = engine.replay, []
+@pytest.mark.parametrize(
+    ("name", "options", "shown"),
+    [("replay", ("--budget", "5,6,7,8"), ""), ("reuse", ("--refresh-every", "2,3,4"), "Selections reused")],
+)
+def test_ctrl_c_keeps_what_was_replayed(full, monkeypatch, name, options, shown):
+    whole, calls = getattr(engine, name), []
 
-    def replay(*arguments, **options):
-        calls.append(arguments)
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        return whole(*arguments, **options)
-
-    monkeypatch.setattr(engine, "replay", replay)
-    result = invoke(full, "--budget", "5,6,7,8", "--json")
-    data = json.loads(result.stdout)
-    assert (result.exit_code, data["interrupted"], len(data["rows"])) == (130, True, 2)
-
-
-def test_ctrl_c_keeps_the_intervals_that_were_replayed(full, monkeypatch):
-    whole, calls = engine.reuse, []
-
-    def reuse(*arguments):
+    def stopped(*arguments, **more):
         calls.append(arguments)
         if len(calls) == 2:
             raise KeyboardInterrupt
-        return whole(*arguments)
+        return whole(*arguments, **more)
 
-    monkeypatch.setattr(engine, "reuse", reuse)
-    result = invoke(full, "--refresh-every", "2,3,4", "--json")
+    monkeypatch.setattr(engine, name, stopped)
+    result = invoke(full, *options, "--json")
     data = json.loads(result.stdout)
     assert (result.exit_code, data["interrupted"], len(data["rows"])) == (130, True, 1)
     calls[:] = [()]  # before the first has ended
-    result = invoke(full, "--refresh-every", "2,3,4")
-    assert (result.exit_code, "Selections reused" in result.stdout) == (130, True)
+    result = invoke(full, *options)
+    assert (result.exit_code, shown in result.stdout) == (130, True)
 
 
 def test_frames_are_printed_without_a_terminal(full, real):

@@ -83,13 +83,6 @@ def test_the_space_and_the_objectives_are_those_of_the_options(full, folder):
     assert config.triggers in ((".",), ("cat", "dog"))
 
 
-def test_a_limit_takes_the_cheapest(full, folder):
-    data = document(full, "--trials", "30", "--min-retained", "0.2")
-    assert data["front"][0]["chosen"]
-    assert all(row["retained_mass"] >= 0.2 for row in data["front"])
-    assert data["rule"] == "the cheapest that keeps the limits"
-
-
 def test_the_front_is_drawn(full, folder):
     names = ("--objective", "slow-rate,bytes,retained,retained-p5")
     result = invoke(full, *TRIALS, *names, "--plot", "front.png")

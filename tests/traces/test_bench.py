@@ -115,9 +115,3 @@ def test_the_figure_has_a_panel_for_each_batch(tmp_path, document, drawn):
         solid[policy].get_color() for policy in ("sfi", "full-kv", "quest")
     ]
     assert [*dashed[0].get_ydata()] == [50, 50]
-
-
-def test_the_kernels_figure_is_written_in_its_format(tmp_path, kernels):
-    pytest.importorskip("matplotlib")
-    kernel_bench.write_plot(kernels, tmp_path / "x.tmp", kind="png")
-    assert (tmp_path / "x.tmp").read_bytes().startswith(b"\x89PNG")

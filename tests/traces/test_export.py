@@ -197,17 +197,6 @@ def test_without_a_selector_the_pack_is_the_refresh_and_a_mixed_step_reads(tmp_p
     assert flows(tmp_path, *given) == [(4.0, 14.0), (24.0, 44.0)]
 
 
-def test_requests_of_a_batch_have_a_track_each_and_share_the_spans(tmp_path):
-    steps = [{"request": r, "step": s, "slow": s == 0} for r in (0, 1) for s in (0, 1)]
-    given = [(0, "attention.dense"), (1, "attention.fast")]
-    trace = Trace.open(write_trace(tmp_path / "run", {"steps": steps, "timings": spans(*given)}))
-    names = {e["tid"]: e["args"]["name"] for e in events(trace, "M") if e["name"] == "thread_name"}
-    assert [*names.values()] == ["steps of request 0", "steps of request 1", "main"]
-    for tid in (1, 2):
-        found = [(e["name"], e["ts"], e["dur"]) for e in events(trace, "X") if e["tid"] == tid]
-        assert found == [("slow", 0.0, 8.0), ("fast", 10.0, 8.0)]
-
-
 def test_a_span_on_another_stream_has_a_track_of_its_own_and_does_not_lengthen_the_step(tmp_path):
     given = spans((0, "attention.dense"), (1, "attention.fast"))
     late = {**given[0], "name": "pack", "stream": "stream 1", "begin_us": 6.0, "elapsed_us": 30.0}

@@ -15,7 +15,6 @@ from sfi_traces.summary import Scope, summarize
 from sfi_traces.summary.freekv import corrections, query_cosine
 from sfi_traces.summary.synckv import HeadSimilarity, drift
 from sfi_traces.views.figure_data import HeadMap
-from sfi_traces.views.raster import rasters
 from sfi_traces.views.view import View
 from tests.traces.made import HEADS, LAYERS, make_trace, overlap
 from tests.traces.small import fixed_trace, last_of_bin, rewrite, rows
@@ -187,22 +186,6 @@ def test_recalls_are_summed_by_step_and_layer(trace):
         assert one["step_bytes"] == pytest.approx(one["bytes"] / (STEPS - 1))
         assert one["step_waited_us"] == pytest.approx(one["waited_us"] / (STEPS - 1))
     assert len(found["layers"]) == LAYERS
-
-
-def test_a_selection_for_the_next_step_is_in_force_then(tmp_path):
-    def speculate(selections):
-        one = next(row for row in selections if row["step"] == 10)
-        return [one | {"step": 13, "positions": [40, 41], "reason": "speculative"}]
-
-    folder = make_trace(tmp_path / "run", steps=20, policy="sfi")
-    rewrite(folder, "selections", speculate)
-    (row,) = rows(Trace.open(folder), "selections")
-    view = View(Trace.open(folder))
-    place = (row["layer"], row["head"])
-    held = {*view.supports.of_places([place]).strongest(20).position_NUK[13:15].ravel().tolist()}
-    free = next(p for p in (40, 41) if p not in held)
-    cells = rasters(view, [place], most_steps=99, most_cells=999)[0].cells
-    assert cells[free, 13] != cells[free, 14] != 0
 
 
 def test_a_heads_selection_is_compared_with_its_own_before():

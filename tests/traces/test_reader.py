@@ -165,9 +165,3 @@ def test_a_query_that_fails_is_one_line_of_duckdbs(trace, sql, words):
     assert str(caught.value).startswith(words)
     assert "\n" not in str(caught.value)
     assert "LINE 1" not in str(caught.value)
-
-
-def test_a_row_that_fails_on_the_way_is_a_line_too(trace):
-    query = Query(trace, "SELECT CASE WHEN range = 5000 THEN error('here') ELSE range END FROM range(9000)")
-    with pytest.raises(ConfigError, match="query fails: Invalid Input Error: here"):
-        list(query.batches())

@@ -63,16 +63,6 @@ def test_overlap_is_the_mean_of_the_coefficients_of_all_layers_and_heads(full):
         assert full.supports.overlap[first, second] == pytest.approx(expected, rel=1e-6)
 
 
-def test_overlap_of_one_layer_and_head_with_the_step_before_is_the_recorded_column(full):
-    view = View(full.trace, 1, layer=1, head=0)
-    matrix = view.supports.overlap
-    recorded = [row["overlap_previous_step"] for row in rows(view, "supports") if (row["layer"], row["head"]) == (1, 0)]
-    assert recorded[0] is None
-    assert np.diag(matrix, 1).tolist() == pytest.approx(recorded[1:], rel=1e-6)
-    assert np.diag(matrix).tolist() == [1] * 45
-    assert (matrix == matrix.T).all()
-
-
 def test_lags_sort_the_pairs_by_distance_and_by_whether_a_boundary_lies_between(tmp_path):
     """With steps that were not audited, so that neighbors in the matrix are not one step apart."""
     view = View(Trace.open(make_trace(tmp_path / "t", steps=50, policy="sfi", audit=4)))
@@ -237,20 +227,20 @@ def test_a_raster_without_recorded_selections_shows_supports_only(sfi, full):
     assert raster.recent is None  # full attention has no segments
 
 
-def test_a_selection_that_a_fast_step_made_is_in_force_at_once(sfi):
-    """As oracle-top-k selects: before it attends, at every step."""
+@pytest.mark.parametrize(("reason", "step"), [("", 13), ("speculative", 14)])
+def test_a_selection_that_a_fast_step_made_is_in_force_at_once_or_ahead(sfi, reason, step):
+    """As oracle-top-k selects, before it attends, or FreeKV for the next step."""
 
     def each(selections):
         one = next(row for row in selections if row["step"] == 10)
-        return [one | {"step": 13, "positions": [40, 41]}]
+        return [one | {"step": 13, "positions": [40, 41], "reason": reason}]
 
     rewrite(sfi.trace.path, "selections", each)
     place = tuple(rows(sfi, "selections")[0][name] for name in ("layer", "head"))
     cells = rasters(sfi, [place], most_steps=1000, most_cells=1000)[0].cells
     strongest = sfi.supports.of_places([place]).strongest(20)
-    assert not np.isin([40, 41], strongest.position_NUK[12:14]).any()
-    assert cells[40, 12] == NOTHING
-    assert cells[40, 13] == SELECTED
+    assert not np.isin([40, 41], strongest.position_NUK[12:15]).any()
+    assert (cells[40, step - 1], cells[40, step]) == (NOTHING, SELECTED)
 
 
 def test_what_a_killed_run_wrote_beyond_its_last_step_is_left_out(sfi):

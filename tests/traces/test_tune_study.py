@@ -99,20 +99,6 @@ def test_ctrl_c_finishes_the_trial_under_way(tmp_path):
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-@pytest.mark.parametrize(
-    ("purpose", "message"),
-    [
-        (Purpose(traces="x", space="s", objectives="o"), "with other traces; choose"),
-        (Purpose(traces="t", space="x", objectives="o"), "with other search space; choose"),
-        (Purpose(traces="t", space="x", objectives="x"), "other search space and objectives;"),
-    ],
-)
-def test_a_study_made_for_something_else_is_refused(tmp_path, purpose, message):
-    open_(tmp_path / "s.journal").run(suggest, measure, 1)
-    with pytest.raises(InputError, match=message):
-        open_(tmp_path / "s.journal", purpose, resume=True)
-
-
 @pytest.mark.parametrize("content", [b"hello\n", b'{"op_code": 0, "worker_id": "a"}\nhello\nworld\n', b"\xff\xfe\n"])
 def test_a_damaged_file_is_refused_in_one_line(tmp_path, content):
     path = tmp_path / "s.journal"
@@ -201,7 +187,8 @@ def test_a_study_of_other_traces_or_objectives_is_refused(tmp_path, trace):
         (tuning(trace, other), "with other traces"),
         (tuning(trace, names=["slow-rate", "retained"]), "with other objectives"),
         (tuning(trace, limits=Limits(max_read=0.5)), "with other objectives"),
-        (tuning(trace, t_max="8,16"), "with other search space"),
+        (tuning(trace, t_max="8,16"), "with other search space; choose"),
+        (tuning(trace, t_max="8", limits=Limits(max_read=0.5)), "with other search space and objectives;"),
     ):
         with pytest.raises(InputError, match=message):
             own.open(path, resume=True)

@@ -77,17 +77,6 @@ def test_a_passage_has_its_text_and_ends_with_a_sentence_once_it_is_long(tmp_pat
     assert first.places == [(0, 0)]
 
 
-def test_a_selection_for_the_next_step_is_read_then(tmp_path):
-    view = opened(make_trace(tmp_path / "t", steps=40, policy="freekv"))
-    (row, *_) = rows(view.trace, "selections", reason="speculative")
-    own = View(view.trace, layer=row["layer"], head=row["head"])
-    assert row["step"] not in step_words(own, row["step"]).refreshed
-    found = step_words(own, row["step"] + 1)
-    (corrected,) = rows(view.trace, "selections", step=row["step"] + 1, layer=row["layer"], head=row["head"]) or [row]
-    expected = row["step"] + (corrected["reason"] == "correction")
-    assert found.refreshed == [expected]
-
-
 def test_what_a_trace_lacks_is_said_in_one_line(tmp_path):
     folder = make_trace(tmp_path / "t", steps=20, policy="sfi")
     with pytest.raises(ConfigError, match="step must be in 0 to 19 of request 0, got 20"):

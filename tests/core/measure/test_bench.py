@@ -59,13 +59,6 @@ def test_slow_steps_are_evenly_apart_and_staggered(rate, row, batch, expected):
     assert slow_steps(rate, row, batch, 0, 15) == expected
 
 
-@pytest.mark.parametrize("rate", [Fraction(1, 20), Fraction(1, 8), Fraction(3, 7), Fraction(1, 64)])
-@pytest.mark.parametrize("batch", [1, 3, 8])
-def test_a_period_has_the_stated_number_of_slow_steps_for_every_request(rate, batch):
-    for row in range(batch):
-        assert len(slow_steps(rate, row, batch, 0, 3 * rate.denominator)) == 3 * rate.numerator
-
-
 @pytest.mark.parametrize("delay", [0, 1, 2])
 def test_the_forced_tokens_make_exactly_the_stated_steps_slow(tiny_model, delay):
     asked = settings(steps=20, config=SMALL.replace(trigger_delay=delay, t_max=2, min_gap=9))
@@ -281,18 +274,3 @@ def test_what_does_not_fit_is_a_row_of_its_own_with_the_batch_that_fits(tiny_mod
 def test_bad_settings_are_refused(changes, words):
     with pytest.raises(ConfigError, match=words):
         settings(**changes)
-
-
-def test_ctrl_c_keeps_the_rows_of_finished_runs(tiny_model, monkeypatch):
-    runs = []
-
-    def stopped(asked):
-        runs.append(asked.variant.name)
-        if len(runs) == 4:
-            raise KeyboardInterrupt
-        return run_ours(asked)
-
-    monkeypatch.setattr(bench, "run_ours", stopped)
-    result = run_bench(tiny_model, settings(baselines=(), batches=(1, 2), repeats=2, steps=5))
-    assert result.interrupted
-    assert [(row["policy"], row["repeats"]) for row in result.rows] == [("sfi", 2), ("full-kv", 1)]

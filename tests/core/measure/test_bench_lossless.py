@@ -101,18 +101,6 @@ def test_prompts_of_a_text_are_its_windows_from_the_end_to_the_start(tiny_model)
         Prompts.of(measured(), Point(500, 1), 96, tiny_model.device)
 
 
-def test_rows_say_which_acceptance_they_have(tiny_model):
-    result = run_bench(tiny_model, settings(batches=(1, 2), acceptance=0.9, steps=8))
-    assert [row["policy"] for row in result.rows] == ["sfi", "sfi-lossless", "full-kv"] * 2
-    for row in result.rows:
-        found = (row["lossless"], row["acceptance"], row["stated_acceptance"])
-        assert found == ((True, "stated", 0.9) if "lossless" in row["policy"] else (False, None, None))
-    assert "acceptance is stated, 0.9" in result.notes[0]
-    (row,) = (one for one in run_bench(tiny_model, measured(steps=8)).rows if one["lossless"])
-    assert (row["acceptance"], row["stated_acceptance"]) == ("measured", None)
-    assert row["prefill_seconds"] > 0
-
-
 def test_rows_count_tokens_and_not_passes():
     """Two requests; the measured passes give 0, 3 and 5 tokens."""
     slow = ((False, False), (True, False), (True, True))

@@ -104,30 +104,20 @@ def test_clusters_are_the_best_partition_of_the_distances(seed: int, labels: lis
 
 
 @pytest.mark.parametrize("clusters", [2, 3, 4])
-def test_every_head_is_in_the_cluster_of_the_nearest_centroid(clusters: int):
-    """K-Means has come to rest, even where heads have no clear groups."""
+def test_heads_are_with_the_nearest_centroid_and_the_nearest_head_represents_them(clusters: int):
+    """SyncKV, B.1, step 4, even where heads have no clear groups; of two as near the lower one."""
     for seed in range(6):
         S = random_similarity(seed, heads=7)
         D = (S.max() - S).tolist()
-        cluster_of, _ = cluster(S, clusters)
-        center = centroids(D, cluster_of)
-        assert len(center) == clusters
-        for row, label in zip(D, cluster_of, strict=True):
-            assert square(row, center[label]) <= min(square(row, one) for one in center) + 1e-9
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_the_representative_is_the_head_nearest_to_its_centroid(seed: int):
-    """SyncKV, B.1, step 4; of two as near the lower one."""
-    S = random_similarity(seed, heads=7)
-    D = (S.max() - S).tolist()
-    cluster_of, representatives = cluster(S, 2)
-    for number, chosen in enumerate(representatives):
-        members = [head for head in range(7) if cluster_of[head] == number]
-        centroid = [sum(D[head][x] for head in members) / len(members) for x in range(7)]
-        far = {h: sum((a - c) ** 2 for a, c in zip(D[h], centroid, strict=True)) for h in members}
-        nearest = [head for head in members if far[head] <= min(far.values()) + 1e-9]
-        assert chosen == nearest[0]
+        cluster_of, representatives = cluster(S, clusters)
+        far = [[square(row, one) for one in centroids(D, cluster_of)] for row in D]
+        assert {len(own) for own in far} == {clusters}
+        for own, label in zip(far, cluster_of, strict=True):
+            assert own[label] <= min(own) + 1e-9
+        for label, chosen in enumerate(representatives):
+            members = [head for head in range(7) if cluster_of[head] == label]
+            least = min(far[head][label] for head in members)
+            assert chosen == next(head for head in members if far[head][label] <= least + 1e-9)
 
 
 def test_more_representatives_than_heads_are_refused():

@@ -4,21 +4,15 @@ import pytest
 import torch
 
 from sfi_core.errors import BackendError, ConfigError, MemoryForecastError
-from sfi_core.measure.kernel_bench import attention_ops, bench, bytes_moved, variant
+from sfi_core.measure.kernel_bench import bench, bytes_moved, variant
 from sfi_core.measure.kernel_bench.bench import run_bench
 from sfi_core.measure.kernel_bench.data import LayerData
 from sfi_core.measure.kernel_bench.result import WrongResultError
 from sfi_core.measure.kernel_bench.settings import KernelSettings, resolve_backend
 from sfi_core.measure.kernel_bench.variant import KernelVariant
-from sfi_kernels.sparse_attention import sparse_attention
 from tests.core.measure.tiny_kernels import CPU, built, tiny
 
 pytestmark = pytest.mark.usefixtures("small_buffers")
-
-KEYS = {  # what scripts rely on
-    "op", "backend", "retention", "context", "batch", "median_us", "bytes", "gb_per_s", "bandwidth_share",
-    "speedup_over_dense", "matches_reference",
-}  # fmt: skip
 
 
 class FakeClock:
@@ -149,7 +143,6 @@ def test_a_run_checks_and_times_every_op(dtype):
         "rms_norm", "rotary", "silu_mul",
     }  # fmt: skip
     for row in rows:
-        assert set(row) >= KEYS
         assert row["matches_reference"]
         assert row["error_share"] <= 1
         assert row["median_us"] > 0
@@ -191,30 +184,6 @@ def test_rows_are_arithmetic_on_medians(clock):
     assert fast["gb_per_s"] == pytest.approx(fast["bytes"] / 108e-6 / 1e9)
     assert fast["bandwidth_share"] == pytest.approx(fast["gb_per_s"] / 10)
     assert fast["speedup_over_flashinfer"] is None
-
-
-class Short:
-    """Attention that misses the last token."""
-
-    @staticmethod
-    def reference(query, key, value, length, *rest, **options):
-        return sparse_attention.reference(query, key, value, length - 1, *rest, **options)
-
-
-def test_an_op_that_is_wrong_has_no_time_and_the_others_have(clock, monkeypatch):
-    """A speed-up is never reported on a red gate."""
-    monkeypatch.setattr(attention_ops, "sparse_attention", Short)
-    result = run_bench(tiny(repeats=2), "torch", CPU)
-    rows = {row["op"]: row for row in result.rows()}
-    fast = rows.pop("fast")
-    assert (fast["median_us"], fast["speedup_over_dense"], fast["repeats"]) == (None, None, 0)
-    assert fast["error_share"] > 1
-    assert not fast["matches_reference"]
-    assert {"dense", "pack", "selector", "top_k", "append"} <= set(rows)
-    assert all(row["matches_reference"] and row["repeats"] == 2 for row in rows.values())
-    with pytest.raises(WrongResultError, match=r"got fast at retention 0.5 \(.* times the error") as caught:
-        result.check()
-    assert caught.value.exit_code == 1
 
 
 def fake(name: str, error, call=lambda: None) -> KernelVariant:

@@ -85,8 +85,3 @@ def test_an_adaptive_draft_has_the_engine_s_length_and_depends_on_the_point(mode
     fast, slow = 502_808_512 + ROW * 2308, 502_808_512 + ROW * 32768 + 4608 * 32768 + 2 * ROW * 2052
     assert found[0] == best_length(0.8, fast / slow, 16)
     assert found[1] == 1 < found[0]
-
-
-def test_a_slow_step_follows_a_rejection(model):
-    last = Expectation(model, settings(), CPU).cycle("sfi", Point(32768, 16))
-    assert last.again == 1 - 0.9**last.drafts

@@ -13,14 +13,9 @@ from sfi_core.models.source import Source, find_source
 from tests.core.conftest import tiny_qwen3
 
 
-def test_a_loaded_model_has_its_folder_s_digest():
-    model, _ = load(device="cpu")
-    assert model_digest(model) == checkpoint_digest(BUNDLED)
-
-
-def test_so_has_a_model_that_transformers_loaded():
-    model: Any = transformers.AutoModelForCausalLM.from_pretrained(BUNDLED)
-    assert model_digest(model) == checkpoint_digest(BUNDLED)
+def test_a_model_that_sfi_or_transformers_loaded_has_its_folder_s_digest():
+    theirs: Any = transformers.AutoModelForCausalLM.from_pretrained(BUNDLED)
+    assert model_digest(load(device="cpu")[0]) == model_digest(theirs) == checkpoint_digest(BUNDLED)
 
 
 def test_random_weights_and_an_unknown_hub_id_have_none():

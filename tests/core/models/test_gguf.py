@@ -305,14 +305,3 @@ def test_smollm2_answers_and_stops(smollm2: tuple[Any, Any]):
     result = generate(model, tokenizer, [text], max_new_tokens=20)
     assert result.texts == ["The capital of France is Paris."]
     assert result.report.requests[0].token_ids[-1] == tokenizer.eos_token_id
-
-
-def test_smollm2_gives_full_attention_s_tokens_with_everything_selected(smollm2: tuple[Any, Any]):
-    model, tokenizer = smollm2
-    text = "Slow-fast inference reads all tokens at the end of a sentence. " * 8 + "In between,"
-    whole = SfiConfig(budget=1000, recent=16, recent_mode="anchored")
-    settings = {"max_new_tokens": 24, "stop_token_ids": ()}
-    sfi = generate(model, tokenizer, [text], whole, **settings)
-    full = generate(model, tokenizer, [text], policy="full-kv", **settings)
-    assert sfi.report.requests[0].token_ids == full.report.requests[0].token_ids
-    assert sfi.report.requests[0].fast_steps > 10

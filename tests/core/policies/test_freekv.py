@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from sfi_core.errors import ConfigError
 from sfi_core.settings.config import SfiConfig
 from tests.watched import LAYERS, H, Seen, Watched, assert_reads_counted, best_of, prompt_of, watched
 
@@ -117,9 +116,3 @@ def test_events_say_which_heads_were_corrected_and_what_was_selected_ahead():
         assert own.heads_H.tolist() == expected
         ahead = told[now.step, "speculative"].index_HK.tolist()
         assert ahead == [selected(now, head, now.tokens + 1, SINK) for head in range(H)]
-
-
-@pytest.mark.parametrize("tau", [-1.1, 1.5])
-def test_a_threshold_that_is_no_cosine_is_refused(tau: float):
-    with pytest.raises(ConfigError, match=rf"tau must be .*, got {tau}"):
-        CONFIG.replace(freekv={"tau": tau})

@@ -10,9 +10,8 @@ import torch
 
 import sfi_core
 from sfi_core.engine.batch_pass import allowed_positions
-from sfi_core.errors import ConfigError
 from sfi_core.observers.events import SelectionEvent, StepEvent
-from sfi_core.policies import POLICIES, LayerContext, Policy, Triggered, policy_class
+from sfi_core.policies import POLICIES, LayerContext, Policy, Triggered
 from sfi_core.settings.config import SfiConfig
 from sfi_core.state.request import RequestState
 from sfi_core.triggers.trigger import Trigger
@@ -157,12 +156,6 @@ def test_the_page_on_policies_has_a_row_for_each():
 def test_the_pages_name_what_can(page: str, sentence: str, can: Any):
     (named,) = re.findall(sentence, (DOCS / f"{page}.md").read_text(), re.DOTALL)
     assert set(re.findall(r"`([a-z-]+)`", named)) == {name for name, policy in POLICIES.items() if can(policy)}
-
-
-def test_an_unknown_policy_is_named_with_the_known_ones():
-    with pytest.raises(ConfigError) as caught:
-        policy_class("sfl")
-    assert str(caught.value) == f"unknown policy 'sfl'; did you mean 'sfi'? expected one of {tuple(POLICIES)}"
 
 
 def make(policy: str, config: SfiConfig = CONFIG) -> Policy:

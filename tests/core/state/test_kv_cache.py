@@ -137,18 +137,6 @@ def test_a_page_of_a_given_size_keeps_it():
     assert written.cache.layers[0].key_PHND.shape[2] == 16
 
 
-@pytest.mark.parametrize(("page_size", "rows"), [(None, [0, 1, 2]), (1, [1, 2]), (5, [2, 0]), (64, [1])])
-def test_norms_of_several_requests_come_in_one_tensor(page_size: int | None, rows: list[int]):
-    written = Written(20, page_size)
-    written.append(12, 20, 17)
-    norms = written.cache.norms(0, rows, 12)
-    assert norms.shape == (len(rows), H, 12)
-    for row, norm in zip(rows, norms, strict=True):
-        assert torch.equal(norm, written.cache.norms(0, [row], 12)[0])
-        expected = written.keys[row][:, :12].double().pow(2).sum(-1).sqrt()
-        torch.testing.assert_close(norm.double(), expected, rtol=1e-6, atol=0)
-
-
 @pytest.mark.parametrize("page_size", [None, 5, 64])
 def test_norms_of_pages_are_those_of_their_requests(page_size: int | None):
     written = Written(20, page_size)

@@ -9,7 +9,6 @@ import torch
 
 from sfi_core.engine.batch_pass import allowed_positions
 from sfi_core.state.request import RequestState
-from tests.positions import attended_positions
 
 SINK, RECENT = 4, 8
 
@@ -28,15 +27,6 @@ def allowed(state: RequestState, sink: int = SINK) -> list[int]:
     mask = allowed_positions(state.length, *bounds)
     assert mask.shape == (1, state.length)
     return mask[0].nonzero()[:, 0].tolist()
-
-
-def attended(index: list, start: list[int], length: list[int]) -> list:
-    mask = attended_positions(
-        torch.tensor(index, dtype=torch.int32),
-        torch.tensor(start, dtype=torch.int32),
-        torch.tensor(length, dtype=torch.int32),
-    )
-    return [[head.nonzero()[:, 0].tolist() for head in row] for row in mask]
 
 
 @pytest.mark.parametrize(
@@ -65,18 +55,6 @@ def test_sink_recent_and_candidates_are_the_history_without_overlap(prompt: int)
     sink = list(range(state.sink(SINK)))
     recent = list(range(state.recent_start, state.length))
     assert sink + allowed(state) + recent == list(range(prompt))
-
-
-def test_a_fast_step_reads_sink_selected_and_recent_tokens_of_each_head():
-    """Eqs. 1 and 25."""
-    index = [[[0, 1, 5, -1], [0, 1, 3, 6]]]
-    assert attended(index, [8], [11]) == [[[0, 1, 5, 8, 9, 10], [0, 1, 3, 6, 8, 9, 10]]]
-
-
-def test_padding_reads_neither_the_last_token_nor_one_past_it():
-    """Index -1 would be the last position; only the recent segment may read that."""
-    assert attended([[[-1, -1]]], [3], [3]) == [[[]]]
-    assert attended([[[-1, 0]], [[-1, -1]]], [5, 2], [6, 2]) == [[[0, 5]], [[]]]
 
 
 @pytest.mark.parametrize("sliding", [False, True])
