@@ -21,7 +21,7 @@ from sfi_core.measure.evaluation.method import Method
 
 DOCS = Path(__file__).parents[2] / "docs" / "evidence"
 MADE = "Made by `python benchmarks/study.py report`."
-BESIDE_THE_FIRST = ("ablation", "granularity")
+BESIDE_THE_FIRST = ("apart", "ablation", "granularity")
 AT_READS = "KL at equal total reads, between the measured shares."
 BOOTSTRAP = (
     "Intervals are 95 % bootstrap intervals: whole windows drawn within each kind of text, kinds weighed equally."
