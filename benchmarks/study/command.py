@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.study.fidelity import FidelityPart
+from benchmarks.study.health import HealthPart
 from benchmarks.study.listed import METHODS
 from benchmarks.study.own_tasks import OWN
 from benchmarks.study.part import Part
@@ -51,6 +52,8 @@ def _parser(about: str) -> argparse.ArgumentParser:
     one = found.add_parser("tasks", help="exact answers; a window is a sample, a seed of its own")
     one.add_argument("--tasks", nargs="*", choices=[*TASKS, *OWN], default=DEFAULT)
     _options(one, TasksPart, windows=20, lengths=[1024])
+    one = found.add_parser("health", help="whether health rules see broken selections")
+    _window_options(one, HealthPart, tokens=100)
     one = found.add_parser("report", help="tables and figures, from the rows")
     one.set_defaults(run=lambda options: Report(options).write())
     one.add_argument("--model", default="smollm2", help="the model whose rows count")

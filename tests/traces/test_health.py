@@ -15,8 +15,9 @@ from sfi_core.bundled.example import load_example
 from sfi_core.policies import POLICIES, Triggered
 from sfi_core.settings.audit import AuditConfig
 from sfi_core.settings.policy_names import triggered
-from sfi_traces.health import RULES, judge, line, problems, quick_problems
+from sfi_traces.health import RULES, judge, line, problems
 from sfi_traces.health.rules import NOTE
+from sfi_traces.health.watch import Watch
 from sfi_traces.model.trace import Trace
 from sfi_traces.record.parquet import ParquetObserver
 from sfi_traces.summary.coverage import coverage_facts
@@ -237,14 +238,23 @@ def test_supports_cut_above_a_uniform_share_say_of_no_position_that_it_is_idle(t
     assert "audit.top" in not_judged(found)["budget_idle"]
 
 
-def test_quick_problems_are_lines_and_a_trace_cut_short_has_none(tmp_path):
+def test_a_watch_tells_a_problem_once_and_takes_a_small_share_of_the_time(tmp_path):
     tables = sound()
     each("selections", added=0, removed=0, lambda_star=0.02)(tables)
     folder = write_trace(tmp_path / "run", tables)
-    (said,) = quick_problems(folder)  # a note is none
+    clock = iter([0, 9.9, 10, 10.5, 34.9, 35, 36])  # it is read before and after a judgement, which takes 0.5 s
+    watch = Watch(lambda: next(clock))
+    assert watch(folder) == []
+    (said,) = watch(folder)  # a note is none
     assert said.startswith("selection_frozen: 100 % of the refreshes")
+    assert watch(folder) == watch(folder) == []  # it is not due, and there is nothing new
+    assert next(clock, None) is None
+
+
+def test_an_unreadable_trace_has_no_news(tmp_path):
+    folder = write_trace(tmp_path / "run", sound())
     spoil(folder / "steps" / "part-00000.parquet")
-    assert quick_problems(folder) == quick_problems(tmp_path / "none") == []
+    assert Watch().news(folder) == Watch().news(tmp_path / "none") == []
 
 
 def test_coverage_distance_and_stay_are_those_of_the_positions(tmp_path):

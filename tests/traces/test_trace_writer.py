@@ -118,6 +118,15 @@ def test_a_full_disk_ends_the_trace_and_not_the_run(tmp_path, monkeypatch):
     assert leftovers(folder) == []
 
 
+def test_what_a_watch_finds_is_said_while_the_run_goes_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(trace_writer, "PART_BYTES", 512)
+    said, later = [], count()
+    with ParquetObserver(tmp_path / "trace", warn=said.append, watch=lambda folder: [folder.name]) as observer:
+        observer.on(run_event(1))
+        wait_for(lambda: tell(observer, [next(later)]) or said)
+    assert {*said} == {"warning: trace"}
+
+
 @pytest.fixture
 def writer(tmp_path, monkeypatch) -> TraceWriter:
     monkeypatch.setattr(trace_writer, "PART_BYTES", 512)

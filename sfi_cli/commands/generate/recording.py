@@ -23,6 +23,7 @@ def recording(
 
     `options` go to `ParquetObserver`. Yields the observers, and that of the trace.
     """
+    from sfi_traces.health.watch import Watch
     from sfi_traces.record.nvtx import NvtxObserver
     from sfi_traces.record.parquet import ParquetObserver
 
@@ -36,7 +37,7 @@ def recording(
             return
         parquet = ParquetObserver(
             folder, positions=table.positions, redact_text=table.redact_text, spans=table.spans,
-            force=output.force, warn=output.say, **options,
+            force=output.force, warn=output.say, watch=(watch := Watch()), **options,
         )  # fmt: skip
         yield [*found, stack.enter_context(parquet)], parquet
     _wait_for_ranks()
@@ -45,9 +46,7 @@ def recording(
     ):  # absent if the run ended before its first step
         message(f"Wrote {folder}; look at it with: sfi trace show {folder}")
         if torchrun.first():
-            from sfi_traces.health import quick_problems
-
-            for line in quick_problems(folder):
+            for line in watch.news(folder):
                 message(f"warning: {line}")
 
 

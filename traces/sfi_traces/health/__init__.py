@@ -1,15 +1,10 @@
 """Selection health: rules that find silently wrong selections in a trace."""
 
-from pathlib import Path
 from typing import Any
 
-import duckdb
-
-from sfi_core.errors import SfiError
 from sfi_traces.health import run_measures, selection_measures, support_measures
 from sfi_traces.health.measured import BEGINNING, Measured, Unjudged
 from sfi_traces.health.rules import IMPORTED, PROBLEM, RECORD, RULES, Rule
-from sfi_traces.model.trace import Trace
 from sfi_traces.summary.scope import Scope
 
 MODULES = (run_measures, selection_measures, support_measures)
@@ -48,14 +43,6 @@ def problems(document: dict[str, Any]) -> list[dict[str, Any]]:
 def line(finding: dict[str, Any]) -> str:
     """Write a finding as a line."""
     return f"{finding['rule']}: {finding['message']}. To do: {finding['advice']}"
-
-
-def quick_problems(folder: Path) -> list[str]:
-    """Return a line for each problem that the quick rules find; an unreadable trace has none."""
-    try:
-        return [line(one) for one in problems(judge(Scope.of(Trace.open(folder)), quick=True))]
-    except (SfiError, OSError, duckdb.Error):
-        return []
 
 
 def _enough(scope: Scope, rule: Rule) -> list[Measured]:
@@ -106,4 +93,4 @@ def _message(rule: Rule, worst: Measured, beyond: int, places: int) -> str:
     return f"{rule.means.format(value=value, of=of)} ({where})"
 
 
-__all__ = ["RULES", "judge", "line", "problems", "quick_problems"]
+__all__ = ["RULES", "judge", "line", "problems"]

@@ -2,7 +2,7 @@
 
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any, Self
@@ -38,6 +38,7 @@ class ParquetObserver(NullObserver):
         provenance: Mapping[str, Any] | None = None,
         force: bool = False,
         warn: Callable[[str], None] | None = None,
+        watch: Callable[[Path], Sequence[str]] | None = None,
         clock: str | None = None,
         spans: bool | None = None,
     ) -> None:
@@ -50,7 +51,8 @@ class ParquetObserver(NullObserver):
             redact_text: Leave out token ids, their text and the prompts' hashes.
             provenance: What only the caller knows, such as preset and seed, in plain values.
             force: Whether to overwrite a trace.
-            warn: Called once, with one line, if writing fails; None: a RuntimeWarning.
+            warn: Called with one line: once if writing fails, and with what `watch` finds. None: a RuntimeWarning.
+            watch: Called in the writer's thread with the folder when rows have been written; returns what to warn of.
             clock: The device whose clock times spans; None: the run's.
             spans: Whether to time spans. True: in every step, so that none is replayed as a CUDA graph. None:
                 only in steps that are not replayed. False: none.
@@ -65,6 +67,7 @@ class ParquetObserver(NullObserver):
         self._folder, self._positions, self._redacted = folder, positions, redact_text
         self._tokenizer, self._provenance = tokenizer, provenance or {}
         self._warn = warn or (lambda text: warnings.warn(text, RuntimeWarning, stacklevel=2))
+        self._watch = watch
         self._told: list[Told] = []
         self._writer: TraceWriter | None = None
         self._timing: TimingObserver  # the first run names the device
@@ -160,7 +163,7 @@ class ParquetObserver(NullObserver):
             redact_text=self._redacted,
             offset_us=(time.time_ns() - event.began_unix_ns) / 1e3,
         )
-        return TraceWriter(self._folder, rows, manifest)
+        return TraceWriter(self._folder, rows, manifest, self._watch)
 
     def _hand_over(self) -> None:
         assert self._writer is not None, "a run has begun"
@@ -175,6 +178,8 @@ class ParquetObserver(NullObserver):
         if self.failure is not None and not self._warned:
             self._warned = True
             self._warn(f"trace {self._folder} ends here, the run goes on: {self.failure.strerror}")
+        while self._writer is not None and self._writer.found:
+            self._warn(f"warning: {self._writer.found.popleft()}")
 
 
 def _few(event: RunEvent) -> bool:

@@ -4,7 +4,7 @@ import errno
 import queue
 import time
 from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from threading import Thread
@@ -36,13 +36,22 @@ class TraceWriter:
 
     Parts of all tables are written together, `steps` last, so that a recorded step has its other rows too:
     when 64 MiB wait, or after a tenth of the run's time so far (at least 2, at most 60 seconds). A killed run
-    loses no more than that. `failure` is the OSError that ended writing; later events are dropped.
+    loses no more than that. `failure` is the OSError that ended writing; later events are dropped. `found` has what
+    `watch`, called after parts, returned and nobody has taken yet.
     """
 
-    def __init__(self, folder: Path, rows: TraceRows, manifest: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        rows: TraceRows,
+        manifest: dict[str, Any],
+        watch: Callable[[Path], Sequence[str]] | None = None,
+    ) -> None:
         """Begin a trace in a folder that `claim` has accepted; `rows` is the thread's own from now on."""
         self.failure: OSError | None = None
         self.closed = False
+        self.found: deque[str] = deque()
+        self._watch = watch
         self._over = False  # whether the thread has taken END from the queue
         self._error: BaseException | None = None
         self._folder, self._rows, self._manifest = folder, rows, manifest
@@ -99,6 +108,7 @@ class TraceWriter:
             batch.give(self._rows)
             if self._elapsed() >= due or self._rows.nbytes >= PART_BYTES:
                 self._flush()
+                self.found += self._watch(self._folder) if self._watch else ()
                 due = next_parts(self._elapsed())
         self._flush()
 

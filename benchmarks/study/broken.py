@@ -1,0 +1,143 @@
+"""Selections that are broken in one known way each: whether the rules of selection health see them."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+
+from sfi_core.engine import packing
+from sfi_core.policies.base import BatchContext, Evidence, Policy, Selection
+from sfi_core.policies.built_in.codescan import CodeScan
+from sfi_core.policies.built_in.sfi import SFI
+from sfi_kernels.code_scan import Choice
+
+PAGE = 16  # tokens
+SINKS = 4
+NONE = torch.iinfo(torch.int32).max  # sorts what is no position behind all positions
+
+
+class Broken(SFI):
+    """`sfi` whose selections are changed once they are made."""
+
+    def __init__(self, *arguments: Any) -> None:
+        """Take what `SFI` takes, and remember the last selection of every layer."""
+        super().__init__(*arguments)
+        self.last: dict[int, torch.Tensor] = {}
+
+    def select_after(self, context: Evidence) -> Selection | None:
+        """Select as `sfi`, then break it."""
+        made = super().select_after(context)
+        index = self.broken(made.index_BHK, context)
+        return None if index is None else Selection(index, made.diagnostics)
+
+    def broken(self, index_BHK: torch.Tensor, context: Evidence) -> torch.Tensor | None:
+        """Return other positions; None keeps those of the refresh before."""
+        return index_BHK
+
+
+class WrongHead(Broken):
+    """Each KV head reads what the head before it selected; without effect on a model of one KV head."""
+
+    def broken(self, index_BHK: torch.Tensor, context: Evidence) -> torch.Tensor:
+        """See `Broken`."""
+        return index_BHK.roll(1, 1)
+
+
+class Stale(Broken):
+    """Only the first refresh of the run counts."""
+
+    def broken(self, index_BHK: torch.Tensor, context: Evidence) -> torch.Tensor | None:
+        """See `Broken`."""
+        old, self.last[context.layer] = self.last.get(context.layer), index_BHK
+        return index_BHK if old is None else None
+
+
+class OffByAPage(Broken):
+    """All positions are those of the next page; at the end of J, of its first page."""
+
+    def broken(self, index_BHK: torch.Tensor, context: Evidence) -> torch.Tensor:
+        """See `Broken`."""
+        allowed = context.allowed_BT[0].nonzero()[:, 0]
+        first, count = int(allowed[0]), len(allowed)
+        moved = (index_BHK - first + PAGE) % count + first
+        return _ascending(torch.where(index_BHK >= 0, moved, -1))
+
+
+class SinksDropped(Broken):
+    """Neither the policy nor its selection reads the first tokens; runs with sink 0."""
+
+    fixed: ClassVar = {"sink": 0}
+
+    def broken(self, index_BHK: torch.Tensor, context: Evidence) -> torch.Tensor:
+        """See `Broken`."""
+        return _ascending(index_BHK.masked_fill(index_BHK < SINKS, -1))
+
+
+class BudgetHalved(Broken):
+    """Every second selected position is lost."""
+
+    def broken(self, index_BHK: torch.Tensor, context: Evidence) -> torch.Tensor:
+        """See `Broken`."""
+        return index_BHK[..., ::2].contiguous()
+
+
+class OtherRequest(Broken):
+    """A request reads the positions that the layer selected last for another one, of the same length."""
+
+    def broken(self, index_BHK: torch.Tensor, context: Evidence) -> torch.Tensor:
+        """See `Broken`."""
+        old, self.last[context.layer] = self.last.get(context.layer), index_BHK
+        return index_BHK if old is None else old
+
+
+class OtherValues(Broken):
+    """Each layer but the first reads the values that the layer before it has packed; see `packed`."""
+
+    def broken(self, index_BHK: torch.Tensor, context: Evidence) -> torch.Tensor:
+        """See `Broken`."""
+        return index_BHK
+
+
+class OtherCodes(CodeScan):
+    """`codescan` that scores each request's keys with the codes of the request before it."""
+
+    def choose(self, batch: BatchContext) -> Choice | None:
+        """See `Policy.choose`."""
+        codes = batch.codes
+        theirs = codes._replace(word_BHWT=codes.word_BHWT.roll(1, 0))
+        made = super().choose(replace(batch, codes=theirs))
+        codes.word_BHWT.copy_(theirs.word_BHWT.roll(-1, 0))
+        return made
+
+
+BROKEN: dict[str, type[Policy]] = {
+    "wrong head": WrongHead,
+    "stale": Stale,
+    "off by one page": OffByAPage,
+    "sinks dropped": SinksDropped,
+    "budget halved": BudgetHalved,
+    "positions of another request": OtherRequest,
+    "values of another layer": OtherValues,
+    "codes of another prompt": OtherCodes,
+}
+
+
+def packed(note: Callable[..., None]) -> Callable[..., None]:
+    """Wrap `packing.note_selection`, which follows every packing, for `OtherValues`."""
+
+    def wrapped(run: Any, layer: int, row: int, *rest: Any, **more: Any) -> None:
+        note(run, layer, row, *rest, **more)
+        before = max((one for one in run.segments if one < layer), default=None)
+        if isinstance(run.policy, OtherValues) and before is not None:
+            run.segments[layer].value_BHSE[row] = run.segments[before].value_BHSE[row]
+
+    return wrapped
+
+
+packing.note_selection = packed(packing.note_selection)
+
+
+def _ascending(index_BHK: torch.Tensor) -> torch.Tensor:
+    found = index_BHK.masked_fill(index_BHK < 0, NONE).sort(-1).values
+    return found.masked_fill(found == NONE, -1).int()

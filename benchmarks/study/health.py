@@ -1,0 +1,67 @@
+"""Part `health`: which broken selections the rules of selection health see within 100 steps."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from benchmarks.study.broken import BROKEN
+from benchmarks.study.part import FAILURES, Part, Row
+from benchmarks.study.records import Key, short
+from benchmarks.study.texts import Place, window
+from sfi_core.generation.generate import generate
+from sfi_core.models.load import first_line
+from sfi_core.policies import POLICIES
+from sfi_core.settings.audit import AuditConfig
+from sfi_core.settings.config import SfiConfig
+from sfi_traces.health import judge, problems
+from sfi_traces.model.trace import Trace
+from sfi_traces.record.parquet import ParquetObserver
+from sfi_traces.summary.scope import Scope
+
+SOUND = ("sfi", "codescan")
+SHARE = 4  # a fast step may read the prompt's length / 4
+POLICIES.update({name.replace(" ", "-"): policy for name, policy in BROKEN.items()})
+
+
+class HealthPart(Part):
+    """The rows of a window: one for each broken selection, and for the sound policies."""
+
+    name = "health"
+    columns = ("model", "kind", "half", "text", "length", "tokens", "number", "selection")
+
+    def rows(self, item: Place) -> list[Row]:
+        """See `Part`."""
+        where = self.where(item)
+        return [{**where, "selection": name} for name in (*SOUND, *BROKEN)]
+
+    def make(self, item: Place, pending: set[Key]) -> Iterator[Row]:
+        """Decode two windows of a kind under each pending policy, every step audited, and judge the first."""
+        places = item, Place(item.number + 1, item.kind, item.half, item.length)
+        prompts = [window(self.tokenizer, place, self.options.tokens).ids[: item.length] for place in places]
+        for row in self.rows(item):
+            if self.key(row) in pending:
+                yield row | self._judged(row["selection"], prompts)
+
+    def _judged(self, name: str, prompts: list[tuple[int, ...]]) -> Row:
+        codes = "code" in name
+        recent, sink = (16 if codes else 128), 4
+        config = SfiConfig(budget=len(prompts[0]) // SHARE - recent - sink, recent=recent)
+        with TemporaryDirectory() as folder:
+            path = Path(folder) / "run"
+            try:
+                with ParquetObserver(path, positions=True) as observer:
+                    generate(
+                        self.model, self.tokenizer, prompts, config, policy=name.replace(" ", "-"),
+                        max_new_tokens=self.options.tokens, stop_token_ids=(), observers=[observer],
+                        audit=AuditConfig(every=1, top=1024),
+                    )  # fmt: skip
+            except FAILURES as error:
+                return {"error": first_line(error)}
+            scope = Scope.of(Trace.open(path))
+            found = problems(judge(scope))
+            kl = scope.row("SELECT avg(kl_next_token) AS kl FROM logits WHERE request = 1")["kl"]
+        return {
+            "kl": short(kl or 0.0),
+            "rules": sorted({one["rule"] for one in found if one["request"] == 1}),
+            "beyond": {one["rule"]: short(one["value"]) for one in found if one["request"] == 1},
+        }
