@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from benchmarks.study.measured import COLUMNS, KL, TOTAL
 from benchmarks.study.sentences import by_lag, gaps, retained, shuffled
 from benchmarks.study.supports import RECENT, SINK, Recorder, Shared
 from sfi_core.observers.events import AuditEvent
+from sfi_core.policies import POLICIES
 from sfi_traces.overlap import Overlap
 
 METHODS = """
@@ -23,6 +25,12 @@ METHODS = """
 shares = [0.1]
 recent = 32
 methods = ["all=sfi:budget=400", "streaming-llm"]
+
+[apart]
+shares = [0.1]
+recent = 32
+methods = ["sfi", "best=best-at-slow-steps", "each=selector-at-every-step"]
+
 [ablation]
 shares = [0.1]
 recent = 32
@@ -48,7 +56,9 @@ def study(tmp_path, capsys):
     common = ["--methods", str(tmp_path / "methods.toml"), "--out", str(tmp_path)]
 
     def run(part, *options):
-        assert main("", [part, "--model", "bundled", *common, *options]) == 0, capsys.readouterr()
+        with patch.dict(POLICIES):  # the study's own policies are gone afterwards
+            code = main("", [part, "--model", "bundled", *common, *options])
+        assert code == 0, capsys.readouterr()
         path = tmp_path / f"{part}.jsonl"
         lines = path.read_text().splitlines() if path.exists() else []
         return [row for row in map(json.loads, lines) if "at" not in row]
@@ -138,7 +148,7 @@ def test_places_tell_a_boundary_from_the_steps_within():
 
 
 def test_every_part_runs_and_is_reported(study, tmp_path):
-    for table in ("ablation", "granularity"):
+    for table in ("apart", "ablation", "granularity"):
         study("fidelity", *WINDOW, "--windows", "2", "--table", table)
     study("fidelity", *WINDOW, "--windows", "2")
     stability = study("stability", *WINDOW, "--lengths", "420", "--windows", "1")
@@ -149,7 +159,15 @@ def test_every_part_runs_and_is_reported(study, tmp_path):
     assert [row["score"] for row in tasks] == [1, 1]
     study("report", "--docs", str(tmp_path / "docs"))
     pages = {path.name: path.read_text() for path in (tmp_path / "docs").glob("*.md")}
-    assert set(pages) == {"front-240.md", "ablation-240.md", "granularity-240.md", "stability.md", "tasks.md"}
+    assert set(pages) == {
+        "front-240.md",
+        "apart-240.md",
+        "ablation-240.md",
+        "granularity-240.md",
+        "stability.md",
+        "tasks.md",
+    }
+    assert all(f"| {label} | " in pages["apart-240.md"] for label in ("best", "each"))
     assert "| short | " in pages["ablation-240.md"]
     assert pages["granularity-240.md"].count("| pages | ") == 2, "at each share, and at equal reads"
     assert "| bundled-recall-1 | 400 | sfi | 20 % | 100 (21 to 100) |" in pages["tasks.md"]

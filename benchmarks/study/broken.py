@@ -6,7 +6,6 @@ from typing import Any, ClassVar
 
 import torch
 
-from sfi_core.engine import packing
 from sfi_core.policies.base import BatchContext, Evidence, Policy, Selection
 from sfi_core.policies.built_in.codescan import CodeScan
 from sfi_core.policies.built_in.sfi import SFI
@@ -112,14 +111,14 @@ class OtherCodes(CodeScan):
 
 
 BROKEN: dict[str, type[Policy]] = {
-    "wrong head": WrongHead,
+    "wrong-head": WrongHead,
     "stale": Stale,
-    "off by one page": OffByAPage,
-    "sinks dropped": SinksDropped,
-    "budget halved": BudgetHalved,
-    "positions of another request": OtherRequest,
-    "values of another layer": OtherValues,
-    "codes of another prompt": OtherCodes,
+    "off-by-one-page": OffByAPage,
+    "sinks-dropped": SinksDropped,
+    "budget-halved": BudgetHalved,
+    "positions-of-another-request": OtherRequest,
+    "values-of-another-layer": OtherValues,
+    "codes-of-another-prompt": OtherCodes,
 }
 
 
@@ -133,9 +132,6 @@ def packed(note: Callable[..., None]) -> Callable[..., None]:
             run.segments[layer].value_BHSE[row] = run.segments[before].value_BHSE[row]
 
     return wrapped
-
-
-packing.note_selection = packed(packing.note_selection)
 
 
 def _ascending(index_BHK: torch.Tensor) -> torch.Tensor:

@@ -5,6 +5,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.study.broken import BROKEN
+from benchmarks.study.controls import CONTROLS
 from benchmarks.study.fidelity import FidelityPart
 from benchmarks.study.health import HealthPart
 from benchmarks.study.listed import METHODS
@@ -18,12 +20,14 @@ from benchmarks.study.texts import HALVES, KINDS
 from sfi_core.errors import SfiError
 from sfi_core.measure.evaluation.tasks import TASKS
 from sfi_core.models.load import quiet
+from sfi_core.policies import POLICIES
 
 
 def main(about: str, arguments: Sequence[str] | None = None) -> int:
     """Run a part; return the exit code."""
     options = _parser(about).parse_args(arguments)
     quiet()
+    POLICIES.update(CONTROLS | BROKEN)
     try:
         options.run(options)
     except SfiError as error:

@@ -1,16 +1,19 @@
 """Part `health`: which broken selections the rules of selection health see within 100 steps."""
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from unittest.mock import patch
 
-from benchmarks.study.broken import BROKEN
+from benchmarks.study.broken import BROKEN, packed
+from benchmarks.study.markdown import table
 from benchmarks.study.part import FAILURES, Part, Row
 from benchmarks.study.records import Key, short
 from benchmarks.study.texts import Place, window
+from sfi_core.engine import packing
 from sfi_core.generation.generate import generate
 from sfi_core.models.load import first_line
-from sfi_core.policies import POLICIES
 from sfi_core.settings.audit import AuditConfig
 from sfi_core.settings.config import SfiConfig
 from sfi_traces.health import judge, problems
@@ -20,7 +23,6 @@ from sfi_traces.summary.scope import Scope
 
 SOUND = ("sfi", "codescan")
 SHARE = 4  # a fast step may read the prompt's length / 4
-POLICIES.update({name.replace(" ", "-"): policy for name, policy in BROKEN.items()})
 
 
 class HealthPart(Part):
@@ -35,7 +37,7 @@ class HealthPart(Part):
         return [{**where, "selection": name} for name in (*SOUND, *BROKEN)]
 
     def make(self, item: Place, pending: set[Key]) -> Iterator[Row]:
-        """Decode two windows of a kind under each pending policy, every step audited, and judge the first."""
+        """Decode two windows of a kind under each pending policy, every step audited, and judge the second."""
         places = item, Place(item.number + 1, item.kind, item.half, item.length)
         prompts = [window(self.tokenizer, place, self.options.tokens).ids[: item.length] for place in places]
         for row in self.rows(item):
@@ -46,12 +48,13 @@ class HealthPart(Part):
         codes = "code" in name
         recent, sink = (16 if codes else 128), 4
         config = SfiConfig(budget=len(prompts[0]) // SHARE - recent - sink, recent=recent)
+        noted = "note_selection", packed(packing.note_selection)
         with TemporaryDirectory() as folder:
             path = Path(folder) / "run"
             try:
-                with ParquetObserver(path, positions=True) as observer:
+                with ParquetObserver(path, positions=True) as observer, patch.object(packing, *noted):
                     generate(
-                        self.model, self.tokenizer, prompts, config, policy=name.replace(" ", "-"),
+                        self.model, self.tokenizer, prompts, config, policy=name,
                         max_new_tokens=self.options.tokens, stop_token_ids=(), observers=[observer],
                         audit=AuditConfig(every=1, top=1024),
                     )  # fmt: skip
@@ -65,3 +68,17 @@ class HealthPart(Part):
             "rules": sorted({one["rule"] for one in found if one["request"] == 1}),
             "beyond": {one["rule"]: short(one["value"]) for one in found if one["request"] == 1},
         }
+
+
+def seen(rows: Sequence[Row]) -> str:
+    """Write a row a selection: KL, how many windows have a problem, and how often each rule found one."""
+    lines = []
+    for name in (*SOUND, *BROKEN):
+        some = [row for row in rows if row["selection"] == name and "rules" in row]
+        if some:
+            counted = Counter(rule for row in some for rule in row["rules"]).most_common()
+            found = sum(bool(row["rules"]) for row in some)
+            kl = sum(row["kl"] for row in some) / len(some)
+            rules = ", ".join(f"{rule} {count}" for rule, count in counted) or "-"
+            lines.append([name, f"{kl:.3g}", f"{found} of {len(some)}", rules])
+    return table(["selection", "KL, nats", "windows with a problem", "rules"], lines)

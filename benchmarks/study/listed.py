@@ -5,14 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.study.controls import CONTROLS
 from sfi_core.errors import ConfigError, InputError
 from sfi_core.measure.evaluation.method import Method, MethodVariant, Size
-from sfi_core.policies import POLICIES
 
 METHODS = Path(__file__).parent / "methods.toml"
 FULL = "full-kv"
-POLICIES.update(CONTROLS)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,10 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from benchmarks.study import answers, front, observed
+from benchmarks.study import answers, front, health, observed
 from benchmarks.study.fidelity import FidelityPart
 from benchmarks.study.figures import draw_front, draw_stability
+from benchmarks.study.health import HealthPart
 from benchmarks.study.listed import FULL, read_table, spec
 from benchmarks.study.markdown import page
 from benchmarks.study.measured import Measured, measured
@@ -44,7 +45,7 @@ class Report:
     def write(self) -> None:
         """Write every page and figure that has rows."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        for path in (*self.fidelity(), *self.stability(), *self.tasks()):
+        for path in (*self.fidelity(), *self.stability(), *self.health(), *self.tasks()):
             print(f"Wrote {path}", file=sys.stderr)
 
     def fidelity(self) -> list[Path]:
@@ -79,6 +80,14 @@ class Report:
             made.append(self.folder / f"stability-{mode}-{size}.png")
             draw_stability(rows, mode, size, made[-1])
         return made
+
+    def health(self) -> list[Path]:
+        """Write page `health`."""
+        rows = self._rows(HealthPart)
+        parts = [
+            ("Of 100 steps, all audited; each rule with the windows in which it found a problem.", health.seen(rows))
+        ]
+        return [self._page("health", f"{self.model}, half `{self.half}`", parts, "")] if rows else []
 
     def tasks(self) -> list[Path]:
         """Write page `tasks`, of every model that has rows."""
