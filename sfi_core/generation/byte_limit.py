@@ -7,6 +7,8 @@ from sfi_core.engine.report import RunReport
 from sfi_core.hosts.transformers.session import Session
 from sfi_core.models.byte_model import ByteModel, fast_tokens
 from sfi_core.models.describe import describe_model
+from sfi_core.policies.built_in.codescan import choosing_tokens
+from sfi_core.settings.config import SfiConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,12 +19,17 @@ class ByteLimit:
     share. `speedup` is full attention's over them: an upper bound if memory bandwidth is the bottleneck. From
     `break_even_context` cached tokens on a run with these settings and this share of slow steps reads less
     than full attention; None if there are none, or if the policy selects on fast steps or mixes heads.
+    `read_ratio` is the share of the cached tokens that was read, choosing included; `codescan_read_ratio` what
+    codescan would read with the same budget, None for a policy without refreshes. On two models codescan is 10 times
+    closer to full attention at equal reads (docs/evidence.md).
     """
 
     bytes_per_token: float
     full_attention_bytes_per_token: float
     speedup: float
     break_even_context: int | None
+    read_ratio: float
+    codescan_read_ratio: float | None
 
     @classmethod
     def of(cls, session: Session, report: RunReport, slots: int) -> Self | None:
@@ -43,6 +50,7 @@ class ByteLimit:
         slow = sum(max(0, one.slow_steps - 1) for one in report.requests) / decoded
         config = policy.config
         description = describe_model(session.model, session.shapes())
+        widths = {one.key_width for one in session.shapes() if one.window is None}
         model = ByteModel.of(description, dense_layers=config.dense_layers, batch=slots)
         packed = min(context, config.sink + config.budget)
         read = float(model.mean(context, attended + selecting, packed, slow))
@@ -55,15 +63,27 @@ class ByteLimit:
             full_attention_bytes_per_token=dense,
             speedup=dense / read,
             break_even_context=None if unknown or break_even is None else int(break_even) + 1,
+            read_ratio=(attended + selecting) / context,
+            codescan_read_ratio=_codescan_ratio(config, context, widths) if policy.refreshes() else None,
         )
 
     def advice(self, policy: str) -> str | None:
-        """Say in one line that full attention should be faster; None if the policy read less."""
+        """Say in one line that full attention should be faster, or codescan closer for fewer reads; None if neither."""
         if self.speedup > 1:
-            return None
+            other = self.codescan_read_ratio
+            if other is None or other >= self.read_ratio:
+                return None
+            reads = f"{100 * other:.1f} % of the context, {policy} read {100 * self.read_ratio:.1f} %"
+            return f"--policy codescan should be closer to full attention for fewer reads: {reads}"
         if self.break_even_context is None:
             reads = f"{policy} read {1 / self.speedup:.2f} times as many bytes"
         else:
             tokens = f"{self.break_even_context:,} tokens on"
             reads = f"at this budget and slow rate {policy} reads less from {tokens}"
         return f"full-kv should be faster here: {reads}"
+
+
+def _codescan_ratio(config: SfiConfig, context: float, widths: set[int]) -> float:
+    # what codescan reads of a context: the rows of a fast step, and what choosing them reads
+    choosing = max(choosing_tokens(context, width) for width in widths)
+    return (fast_tokens(config, config.budget, 0.0) + choosing) / context

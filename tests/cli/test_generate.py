@@ -90,7 +90,10 @@ def test_sfi_finds_the_answer_reading_at_most_a_tenth_of_the_context(example):
     assert set(example) >= KEYS
     assert set(request) >= REQUEST_KEYS
     assert example["byte_limit"]["speedup"] > 1
-    assert example["advice"] is None
+    limit = example["byte_limit"]
+    other, read = (f"{100 * limit[name]:.1f} %" for name in ("codescan_read_ratio", "read_ratio"))
+    closer = "--policy codescan should be closer to full attention for fewer reads"
+    assert example["advice"] == f"{closer}: {other} of the context, sfi read {read}"
     assert request["prompt_tokens"] >= 2048
     assert example["config"]["budget"] <= request["prompt_tokens"] / 10
     assert example["exact_match"]

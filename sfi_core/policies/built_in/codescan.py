@@ -85,15 +85,10 @@ class CodeScan(Policy):
             del note["sum"], note["summed"]
 
     def selection_tokens(self, state: RequestState) -> float:
-        """Count each token's words, the projections of query and new key, and the pseudo token's value.
-
-        Learning the basis again reads all keys. A token of 16-bit keys and values is as many words as a head is wide.
-        """
+        """See `choosing_tokens`."""
         if not self.key_width or self._room(state) <= self.config.budget:
             return 0.0
-        W = key_codes.words(self.key_width)
-        relearned = state.length / 2 / RELEARN
-        return W * (state.length / self.key_width + key_codes.SLOTS) + relearned + bool(self.config.codescan.rest)
+        return choosing_tokens(state.length, self.key_width) + bool(self.config.codescan.rest)
 
     def summary_bytes(self, layer: LayerShape, capacity: int) -> int:
         """Count the codes (at most a byte per channel), the basis, the queries kept and the sum of values."""
@@ -180,6 +175,15 @@ class CodeScan(Policy):
             note["sum"], note["summed"] = note.get("sum", 0.0) + new_HE, stop
         mean: torch.Tensor = note["sum"] / max(1, note["summed"] - first)
         return mean
+
+
+def choosing_tokens(length: float, width: int) -> float:
+    """Count what choosing among `length` tokens reads, in tokens, but for the pseudo token's value.
+
+    That is each token's words and the projections of query and new key; learning the basis again reads all keys. A
+    token of 16-bit keys and values is as many words as a head is wide.
+    """
+    return key_codes.words(width) * (length / width + key_codes.SLOTS) + length / 2 / RELEARN
 
 
 def _larger(old: torch.Tensor | None, new: torch.Tensor, length: int) -> torch.Tensor:

@@ -222,3 +222,13 @@ def test_an_observer_hears_of_every_choice_and_changes_none():
         # scores are compared in steps of an eighth, so that one left may be that much higher
         assert (margin_H.isnan() | (margin_H > 0.85)).all()
     assert any(event.diagnostics["unread_estimate"].max() > 0 for event in chose)
+
+
+def test_a_run_of_sfi_says_what_codescan_would_read():
+    model = tiny("qwen3")
+    limits = [
+        generate(model, None, [prompt_of(300)], CONFIG, policy=policy, max_new_tokens=NEW).byte_limit
+        for policy in ("sfi", "codescan")
+    ]
+    assert limits[0].codescan_read_ratio == pytest.approx(limits[1].read_ratio, abs=0.005)
+    assert limits[1].codescan_read_ratio is None
