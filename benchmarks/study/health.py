@@ -61,12 +61,16 @@ class HealthPart(Part):
             except FAILURES as error:
                 return {"error": first_line(error)}
             scope = Scope.of(Trace.open(path))
-            found = problems(judge(scope))
+            document = judge(scope)
+            found = problems(document)
             kl = scope.row("SELECT avg(kl_next_token) AS kl FROM logits WHERE request = 1")["kl"]
         return {
             "kl": short(kl or 0.0),
             "rules": sorted({one["rule"] for one in found if one["request"] == 1}),
-            "beyond": {one["rule"]: short(one["value"]) for one in found if one["request"] == 1},
+            "beyond": {
+                one["rule"]: [short(one["value"]), one["beyond"], one["places"]] for one in found if one["request"] == 1
+            },
+            "worst": {one["rule"]: short(one["value"]) for one in document["judged"]},
         }
 
 
