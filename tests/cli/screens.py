@@ -1,18 +1,23 @@
 """Screens as text: of a Textual app, and of a command on a pseudo-terminal."""
 
 import fcntl
+import io
 import os
 import pty
 import re
 import select
 import struct
 import subprocess
+import sys
 import termios
 import time
 from typing import Self
 from xml.etree import ElementTree as ET
 
+import pytest
 from textual.app import App
+
+from sfi_cli.app import main
 
 CELL = 12.2  # width of a column in Rich's SVG
 CONTROL = re.compile(r"\x1b\[([?\d;]*)([A-Za-z])|\x1b[=>()].?|[\r\n\b]|[^\x1b\r\n\b]+")
@@ -61,13 +66,26 @@ def drawn(shown: str, width: int) -> list[str]:
     return ["".join(line).rstrip() for line in lines]
 
 
+def on_a_terminal(width: int, *arguments: object) -> tuple[int, list[str], str]:
+    """Run `sfi` in this process; return its exit code, the lines of its screen, and what it wrote."""
+    shown = io.StringIO(newline="\r\n")
+    shown.isatty = lambda: True
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (("stdout", shown), ("stderr", shown), ("argv", ["sfi", *map(str, arguments)])):
+            patch.setattr(sys, name, value)
+        for name, value in (("COLUMNS", str(width)), ("TERM", "xterm-256color")):
+            patch.setenv(name, value)
+        with pytest.raises(SystemExit) as ended:
+            main()
+    return ended.value.code or 0, drawn(shown.getvalue(), width), shown.getvalue()
+
+
 class Terminal:
     """A command on a pseudo-terminal of its own; `shown` is what it has written."""
 
-    def __init__(self, words: list[str], environment: dict[str, str], size: tuple[int, int] = (100, 24)) -> None:
+    def __init__(self, words: list[str], environment: dict[str, str]) -> None:
         self.master, self.slave = pty.openpty()
-        self.width = size[0]
-        fcntl.ioctl(self.slave, termios.TIOCSWINSZ, struct.pack("HHHH", size[1], size[0], 0, 0))
+        fcntl.ioctl(self.slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
         self.before = termios.tcgetattr(self.slave)
         own = {name: value for name, value in environment.items() if name != "COLUMNS"}
         self.process = subprocess.Popen(
@@ -92,19 +110,6 @@ class Terminal:
         while text not in self.shown:
             left = limit - time.monotonic()
             assert left > 0, f"no {text!r} in {self.shown[-2000:]!r}"
-            self._read(left)
+            if select.select([self.master], [], [], left)[0]:
+                self.shown += os.read(self.master, 65536).decode(errors="replace")
         self.shown = self.shown.partition(text)[2]
-
-    def finish(self) -> list[str]:
-        """Read until the command ends; return the lines of its screen."""
-        while self.process.poll() is None:
-            self._read(0.2)
-        while self._read(0):
-            pass
-        return drawn(self.shown, self.width)
-
-    def _read(self, seconds: float) -> bool:
-        ready = bool(select.select([self.master], [], [], seconds)[0])
-        if ready:
-            self.shown += os.read(self.master, 65536).decode(errors="replace")
-        return ready

@@ -21,7 +21,7 @@ from sfi_cli.terminal.tables import rendered
 from sfi_core import SfiConfig
 from sfi_core.generation.text_stream import TextStream
 from sfi_traces.views.table import Table
-from tests.cli.screens import Terminal, drawn
+from tests.cli.screens import drawn, on_a_terminal
 from tests.cli.trace_commands import sfi, trace
 from tests.core.conftest import tiny_qwen3
 from tests.traces.made import make_trace
@@ -35,12 +35,11 @@ WIDTHS = (80, 100, 140)
 CONFIG = SfiConfig(sink=2, recent=6, budget=5, trigger_token_ids=(1,))
 
 
-def test_no_bar_and_no_message_is_drawn_over_the_answer(command, environment):
+def test_no_bar_and_no_message_is_drawn_over_the_answer():
     """The bar of the comparison's prompt comes after the streamed text; it once erased the last line."""
-    with Terminal([*command, "generate", PROMPT, "-n", "24", "--compare"], environment, (80, 24)) as terminal:
-        terminal.wait_for("loading bundled")  # not a blank screen until the model is there
-        lines = terminal.finish()
-    assert terminal.process.returncode == 0
+    code, lines, shown = on_a_terminal(80, "generate", PROMPT, "-n", "24", "--compare")
+    assert code == 0
+    assert shown.index("loading bundled") < shown.index(ANSWER[:9])  # not a blank screen until the model is there
     (answer,) = [line for line in lines if ANSWER in line]
     assert answer.strip() == ANSWER.strip()
     assert not [line for line in lines if "reading the prompt" in line or "loading" in line]
@@ -83,12 +82,10 @@ def test_a_closed_pipe_ends_a_command_without_a_word(command, environment, tmp_p
     assert (process.returncode, said) == (1, b"")
 
 
-def test_a_timeline_does_not_go_to_a_terminal(command, environment, tmp_path):
+def test_a_timeline_does_not_go_to_a_terminal(tmp_path):
     folder = make_trace(tmp_path / "run", steps=4)
-    with Terminal(
-        [*command, "trace", "export", str(folder), "--format", "perfetto"], environment, (140, 24)
-    ) as terminal:
-        assert [line for line in terminal.finish() if line] == [f"Wrote {folder}-timeline.json.gz"]
+    code, lines, _ = on_a_terminal(140, "trace", "export", folder, "--format", "perfetto")
+    assert (code, [line for line in lines if line]) == (0, [f"Wrote {folder}-timeline.json.gz"])
 
 
 FRONT = Table(

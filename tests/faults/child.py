@@ -88,12 +88,16 @@ def _run(case: dict[str, Any]) -> None:
 
 
 def _serve() -> None:
-    import matplotlib as mpl  # noqa: PLC0415 - whoever reads the table needs none of these
+    # ruff: disable[F401, PLC0415] - whoever reads the table needs none of these
+    import matplotlib as mpl
+    import optuna
 
-    import sfi_cli.app  # noqa: F401, PLC0415
-    import sfi_core  # noqa: F401, PLC0415
-    import sfi_traces.model.trace  # noqa: F401, PLC0415
+    import sfi_cli.app
+    import sfi_core.generation.generate
+    import sfi_core.models.load
+    import sfi_traces.model.trace
 
+    # ruff: enable[F401, PLC0415]
     mpl.use("agg")
     for line in sys.stdin:
         begun, pids = time.monotonic(), []
