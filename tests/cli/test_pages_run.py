@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.trace_commands import sfi
+from tests.small_example import small_example
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(ROOT.glob("docs/*.md"))
@@ -86,7 +87,7 @@ def test_the_page_of_python_runs(tmp_path, monkeypatch):
     for at, block in enumerate(blocks(ROOT / "docs/python.md", "python")):
         if "apply_chat_template" in block:
             names["tokenizer"].chat_template = "{% for one in messages %}{{ one['content'] }}\n{% endfor %}"
-        with redirect_stdout(io.StringIO()) as printed:
+        with small_example(), redirect_stdout(io.StringIO()) as printed:
             exec(compile(block, f"block {at}", "exec"), names)  # noqa: S102
         if at == 0:
             assert printed.getvalue().strip() in names["example"].answer

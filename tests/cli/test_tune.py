@@ -15,6 +15,7 @@ from sfi_core.errors import BackendError, ConfigError, SfiError, TraceError
 from sfi_core.settings.config import SfiConfig
 from sfi_traces.tune import study as search
 from tests.cli.trace_commands import sfi, ways
+from tests.small_example import small_example
 from tests.traces.made import MODEL, make_trace
 from tests.traces.small import fixed_folder
 
@@ -167,8 +168,10 @@ def test_ctrl_c_keeps_the_study_and_says_how_to_go_on(command, environment, full
 
 def test_a_tuned_file_runs_and_was_measured(folder):
     """From a trace of the bundled example to `sfi generate --config`, as docs/tune.md does it."""
-    sfi("trace", "record", "-o", "dense", "--policy", "full-kv", "--audit", "1", "-q")
-    data = json.loads(sfi("tune", "dense", "--trials", "10", "--confirm", "2", "--json").stdout)
+    with small_example():
+        sfi("trace", "record", "-o", "dense", "--policy", "full-kv", "--audit", "1", "-q")
+        data = json.loads(sfi("tune", "dense", "--trials", "8", "--confirm", "2", "--json").stdout)
+        generated = json.loads(sfi("generate", "--config", "tuned.toml", "--json", "--no-compare").stdout)
     assert len(data["confirmed"]) == 2
     (chosen,) = [row for row in data["confirmed"] if data["front"][row["place"]]["chosen"]]
     assert chosen["exact_match"]
@@ -177,7 +180,6 @@ def test_a_tuned_file_runs_and_was_measured(folder):
     provenance = tomllib.loads(Path("tuned.toml").read_text())["provenance"]
     assert provenance["confirmed"]["error"] == chosen["error"]
     assert provenance["confirmed"]["exact_match"]
-    generated = json.loads(sfi("generate", "--config", "tuned.toml", "--json", "--no-compare").stdout)
     assert generated["exact_match"]
     assert generated["config"]["budget"] == data["config"]["budget"]
     assert generated["requests"][0]["slow_steps"] == chosen["measured"]["slow_steps"]

@@ -15,6 +15,7 @@ from sfi_traces.model.trace import Trace
 from sfi_traces.record.parquet import ParquetObserver
 from sfi_traces.replay import RecordedVocabulary, Setting, Supports, compare, pareto, replay, replay_request, schedule
 from sfi_traces.replay.replay import spread, top
+from tests.small_example import small_example
 from tests.traces.made import CONFIG, MODEL, PROMPT, STOP, TOP, make_trace
 from tests.traces.small import fixed_trace, outcome, rewrite, rows
 
@@ -257,13 +258,14 @@ def test_the_front_holds_what_nothing_else_beats():
 def bundled_runs(tmp_path_factory) -> dict[str, Trace]:
     """The bundled checkpoint with full attention and with SFI; the audit records every position."""
     model, tokenizer = load()
-    prompt = tokenizer(load_example().prompt)["input_ids"]
+    with small_example():
+        example = load_example()
     traces = {}
     for policy in ("full-kv", "sfi"):
         folder = tmp_path_factory.mktemp("bundled") / policy
         with ParquetObserver(folder, tokenizer=tokenizer, positions=True) as observer:
             sfi_core.generate(
-                model, tokenizer, [prompt], load_example().config, policy=policy, max_new_tokens=40,
+                model, tokenizer, [example.prompt], example.config, policy=policy, max_new_tokens=40,
                 observers=[observer], audit=AuditConfig(every=1, top=9000),
             )  # fmt: skip
         traces[policy] = Trace.open(folder)
@@ -294,7 +296,7 @@ def test_a_run_is_slow_where_its_replay_says(tmp_path, rules):
     model, tokenizer = load()
     with ParquetObserver(tmp_path / "run", tokenizer=tokenizer) as observer:
         sfi_core.generate(
-            model, tokenizer, [load_example().prompt[-4000:]], load_example().config.replace(**rules),
+            model, tokenizer, [load_example().prompt[-2000:]], load_example().config.replace(**rules),
             max_new_tokens=25, stop_token_ids=[], observers=[observer], audit=AuditConfig(every=1),
         )  # fmt: skip
     trace = Trace.open(tmp_path / "run")

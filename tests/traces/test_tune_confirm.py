@@ -20,6 +20,7 @@ from sfi_traces.tune.objective import Evaluator, Limits, objectives
 from sfi_traces.tune.space import Space
 from sfi_traces.tune.trigger_sets import recorded_set
 from sfi_traces.tune.tuning import Tuning
+from tests.small_example import small_example
 from tests.traces.made import make_trace
 from tests.traces.small import outcome
 
@@ -28,7 +29,8 @@ SETTINGS = ({"budget": 64}, {}, {"budget": 600, "trigger_policy": "stride", "str
 
 @pytest.fixture(scope="module")
 def loaded():
-    return load()
+    with small_example():
+        yield load()
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,22 @@
+"""The bundled example with a shorter document: the same request and settings, less work."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+
+from sfi_core.bundled import example
+
+SENTENCES = 220  # 2,350 tokens
+
+
+@contextmanager
+def small_example() -> Iterator[None]:
+    """Let commands and `load_example` have a document of three tenths of the length."""
+    with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(example, "FILE", Path(folder) / "example.json")
+        patch.setattr(example, "SENTENCES", SENTENCES)
+        example.main()
+        yield
