@@ -1,19 +1,23 @@
 """`sfi trace record` and `sfi generate --trace` from the outside."""
 
 import json
+import os
 import shutil
 import signal
-import subprocess
+import sys
 import time
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
+from sfi_cli.app import main
 from sfi_cli.commands.trace import record
 from sfi_core.errors import BackendError
 from sfi_core.models.load import BUNDLED
 from sfi_traces import report
 from sfi_traces.model.trace import Trace
+from sfi_traces.record import writer
 from tests.cli.trace_commands import sfi as inside
 
 PROMPT = "Later, Belora hid a red lantern under the old bridge.\nBelora"
@@ -125,25 +129,27 @@ def endless(tmp_path_factory) -> list[str]:
     return ["generate", PROMPT, "--model", str(model), "--audit", "5", *SHORT, "-n", "9000"]
 
 
-def wait_for(folder: Path, process: subprocess.Popen) -> None:
-    while not (folder / "steps" / "part-00000.parquet").exists():
-        assert process.poll() is None
-        time.sleep(0.05)
-
-
-def test_ctrl_c_keeps_the_text_and_finishes_the_trace(command, environment, endless, tmp_path):
+def test_ctrl_c_keeps_the_text_and_finishes_the_trace(endless, tmp_path, monkeypatch, capsys):
+    """The signal comes once a part of the trace is there, wherever the run is."""
     folder = tmp_path / "run"
-    with (tmp_path / "text").open("w") as text, subprocess.Popen(
-        [*command, *endless, "--trace", str(folder)], stdout=text, stderr=subprocess.PIPE, text=True,
-        env=environment,
-    ) as process:  # fmt: skip
-        wait_for(folder, process)
-        process.send_signal(signal.SIGINT)
-        _, error = process.communicate(timeout=60)
-    assert process.returncode == 130
+    part = folder / "steps" / "part-00000.parquet"
+
+    def interrupt() -> None:
+        limit = time.monotonic() + 60
+        while not part.exists() and time.monotonic() < limit:
+            time.sleep(0.01)
+        if part.exists():
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(writer, "SOONEST", 0.1)
+    monkeypatch.setattr(sys, "argv", ["sfi", *endless, "--trace", str(folder)])
+    Thread(target=interrupt).start()
+    with pytest.raises(SystemExit) as ended:
+        main()
+    text, error = capsys.readouterr()
+    assert ended.value.code == 130
     assert "interrupted" in error
-    assert "Traceback" not in error
-    assert (tmp_path / "text").read_text()
+    assert text
     manifest = Trace.open(folder).manifest
     assert manifest["stopped"] == "interrupted"
-    assert manifest["tables"]["steps"] == Trace.open(folder).table("steps").num_rows
+    assert manifest["tables"]["steps"] == Trace.open(folder).table("steps").num_rows > 0
