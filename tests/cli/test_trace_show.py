@@ -23,20 +23,28 @@ SECTIONS = {
 recorded = fixed_folder(steps=30, requests=2, policy="sfi")
 
 
-def test_the_document_has_every_section(recorded):
+@pytest.fixture(scope="module")
+def document(recorded) -> dict:
     ended = trace("show", recorded, "--json")
     assert (ended.code, ended.stderr) == (0, "")
-    document = json.loads(ended.stdout)
+    return json.loads(ended.stdout)
+
+
+@pytest.fixture(scope="module")
+def shown(recorded) -> str:
+    return trace("show", recorded).stdout
+
+
+def test_the_document_has_every_section(document):
     assert set(document) == SECTIONS
     assert document["missing"] == []
 
 
-def test_one_screen_says_what_ran_what_full_attention_would_have_said_and_what_is_wrong(recorded):
+def test_one_screen_says_what_ran_what_full_attention_would_have_said_and_what_is_wrong(recorded, document, shown):
     """Fifteen lines: those of one request, two more for a second request."""
-    lines = trace("show", recorded).stdout.splitlines()
+    lines = shown.splitlines()
     assert len(lines) <= 17
     found = dict(line.split("  ", 1) for line in lines)
-    document = json.loads(trace("show", recorded, "--json").stdout)
     assert [one["kl_next_token"] for one in document["disagreements"]] == sorted(
         (row["kl_next_token"] for row in rows(Trace.open(recorded), "logits") if not row["argmax_agrees"]), reverse=True
     )
@@ -55,9 +63,8 @@ def test_one_screen_says_what_ran_what_full_attention_would_have_said_and_what_i
         assert words in found[name], (name, found)
 
 
-def test_the_tables_have_the_documents_numbers(recorded):
+def test_the_tables_have_the_documents_numbers(recorded, document):
     text = trace("show", recorded, "--full").stdout
-    document = json.loads(trace("show", recorded, "--json").stdout)
     kept = document["audit"]["heads"][0]
     kinds = {kind["kind"]: kind for kind in document["latency"]["kinds"]}
     for words in (
@@ -115,20 +122,20 @@ def test_what_is_missing_is_said_with_its_option(tmp_path):
 
 
 def test_one_request_and_layer_are_shown(recorded):
-    document = json.loads(trace("show", recorded, "--request", 1, "--layer", 0, "--json").stdout)
-    assert document["steps"]["steps"] == 30
+    own = json.loads(trace("show", recorded, "--request", 1, "--layer", 0, "--json").stdout)
+    assert own["steps"]["steps"] == 30
     ended = trace("show", recorded, "--request", 7)
     assert (ended.code, ended.stdout) == (2, "")
     assert ended.stderr == "error: request must be one of 0 to 1, got 7\n"
 
 
-def test_the_output_is_not_overwritten(recorded, tmp_path):
+def test_the_output_is_not_overwritten(recorded, shown, tmp_path):
     path = tmp_path / "show.json"
     path.write_text("mine")
     refused = (2, "", f"error: output {path} exists; add --force to overwrite it\n")
     assert (trace("show", recorded, "-o", path), path.read_text()) == (refused, "mine")
     assert trace("show", recorded, "-o", path, "--force") == (0, "", f"Wrote {path}\n")
-    assert path.read_text() == trace("show", recorded).stdout
+    assert path.read_text() == shown
     assert [p.name for p in tmp_path.iterdir()] == ["show.json"]
 
 

@@ -1,7 +1,8 @@
-"""Compiling recorded launches without a GPU, and which specializations there are."""
+"""Compiling recorded launches without a GPU: what is made of them, which there are, which roundings are kept."""
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -19,8 +20,8 @@ from sfi_kernels.offline import SHARED_LIMIT, _buffers  # noqa: E402
 from sfi_kernels.specializations import signature  # noqa: E402
 
 DIVISIBLE = [["tt.divisibility", 16]]
-# a kernel of a file, since Triton reads its source
-KERNELS = """
+SCRIPTS = {}  # all run in one process, from a file, since Triton reads a kernel's source
+SCRIPTS["compiled"] = """
 import json, sys
 from dataclasses import asdict
 import torch, triton
@@ -53,6 +54,44 @@ report("one stage", _product_kernel, product, {"num_warps": 4, "num_stages": 1},
 few = {"num_warps": 4, "num_stages": 1, "maxnreg": 32}
 report("spills", _product_kernel, product, few, 80, 64)
 """
+SCRIPTS["listed"] = """
+from sfi_kernels.launch import name_of
+from sfi_kernels.specializations import signature, specializations
+for capability in (80, 90):
+    for label, launch in specializations(capability):
+        print(json.dumps({
+            "capability": capability, "kernel": name_of(launch.kernel), "label": label,
+            "types": list(signature(launch)[0].values()), "constants": launch.constants,
+            "options": launch.options, "all": str(signature(launch)),
+        }))
+"""
+SCRIPTS["ptx"] = """
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from sfi_kernels.launch import recording, Target
+from sfi_kernels.specializations import _gate, _norm, _add_and_norm, _rotate
+
+runs = {
+    "rotary": lambda: _rotate(torch.bfloat16, 128, normed=False),
+    "rotary, normed": lambda: _rotate(torch.bfloat16, 128, normed=True),
+    "norm": lambda: _norm(torch.bfloat16, 2560),
+    "norm, added": lambda: _add_and_norm(torch.bfloat16, 2560),
+    "gate": lambda: _gate(torch.bfloat16),
+}
+for name, run in runs.items():
+    with recording(Target(90, 132)) as record:
+        run()
+    launch, = record.launches
+    types, constants, attributes = signature(launch)
+    source = ASTSource(fn=launch.kernel, signature=types, constexprs=constants, attrs=attributes)
+    built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=launch.options)
+    print(json.dumps([name, built.asm["ptx"]]))
+"""
+SCRIPTS["printed"] = """
+import runpy
+sys.argv[1:] = ["sm_80,sm_90", "0/1000"]
+runpy.run_module("sfi_kernels.offline", run_name="__main__")
+"""
 
 
 def without_interpreter(*command: str) -> subprocess.CompletedProcess:
@@ -63,14 +102,20 @@ def without_interpreter(*command: str) -> subprocess.CompletedProcess:
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory) -> dict[tuple[str, str], dict]:
-    """Compile kernels made to be good and bad, in a process without the interpreter."""
+def told(tmp_path_factory) -> dict[str, list]:
+    """What each script prints, where kernels are not interpreted."""
     script = tmp_path_factory.mktemp("offline") / "kernels.py"
-    script.write_text(KERNELS)
+    script.write_text("print('===')".join(SCRIPTS.values()))
     result = without_interpreter(str(script))
     assert result.returncode == 0, result.stderr
-    rows = map(json.loads, result.stdout.splitlines())
-    return {(row["kernel"], row["arch"]): row for row in rows}
+    parts = result.stdout.split("===\n")
+    return {name: list(map(json.loads, part.splitlines())) for name, part in zip(SCRIPTS, parts, strict=True)}
+
+
+@pytest.fixture
+def compiled(told) -> dict[tuple[str, str], dict]:
+    """Kernels made to be good and bad."""
+    return {(row["kernel"], row["arch"]): row for row in told["compiled"]}
 
 
 def test_registers_spills_and_buffers_are_what_the_compiler_made(compiled):
@@ -99,11 +144,9 @@ def test_a_program_may_have_what_the_programming_guide_says():
     assert kilobytes == {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 
 
-def test_one_specialization_is_compiled_and_printed(compiled):
+def test_one_specialization_is_compiled_and_printed(told):
     """The split plan, which comes first."""
-    result = without_interpreter("-m", "sfi_kernels.offline", "sm_80,sm_90", "0/1000")
-    assert result.returncode == 0, result.stderr
-    rows = [json.loads(line) for line in result.stdout.splitlines()]
+    rows = told["printed"]
     assert [row["kernel"] for row in rows] == ["split_plan [any]"] * 2
     assert [row["arch"] for row in rows] == ["sm_80", "sm_90"]
     keys = "arch async_buffers kernel over_limit registers shared_bytes spill_bytes"
@@ -158,26 +201,9 @@ def test_a_number_or_address_that_16_does_not_divide_is_specialized_apart():
     assert [divides("x", base[first:]) for first in (0, 1, 3, 4)] == [True, False, False, True]
 
 
-LISTING = """
-import json
-from sfi_kernels.launch import name_of
-from sfi_kernels.specializations import signature, specializations
-for capability in (80, 90):
-    for label, launch in specializations(capability):
-        print(json.dumps({
-            "capability": capability, "kernel": name_of(launch.kernel), "label": label,
-            "types": list(signature(launch)[0].values()), "constants": launch.constants,
-            "options": launch.options, "all": str(signature(launch)),
-        }))
-"""
-
-
-@pytest.fixture(scope="module")
-def listed() -> list[dict]:
-    """List the specializations where kernels have parameters: without the interpreter."""
-    result = without_interpreter("-c", LISTING)
-    assert result.returncode == 0, result.stderr
-    return [json.loads(line) for line in result.stdout.splitlines()]
+@pytest.fixture
+def listed(told) -> list[dict]:
+    return told["listed"]
 
 
 @pytest.fixture
@@ -222,3 +248,20 @@ def test_the_architecture_decides_how_deep_the_pipeline_is(listed, capability: i
         if one["kernel"] == "split_attention" and one["capability"] == capability
     }
     assert depths == {stages, stages + 1}  # one more where several queries halve the tile
+
+
+@pytest.fixture
+def ptx(told) -> dict[str, str]:
+    return dict(told["ptx"])
+
+
+@pytest.mark.parametrize("name", ["rotary", "rotary, normed", "norm", "norm, added", "gate"])
+def test_no_product_in_bfloat16_loses_its_rounding_to_a_sum(ptx, name: str):
+    """PyTorch rounds a product before it adds; `fma` does not."""
+    assert re.search(r"\.bf16", ptx[name])
+    assert not re.findall(r"fma\S*bf16\S*", ptx[name])
+
+
+@pytest.mark.parametrize("name", ["rotary", "rotary, normed"])
+def test_the_angle_s_products_are_rounded_one_by_one(ptx, name: str):
+    assert not re.findall(r"fma\.rn\.f32", ptx[name])

@@ -1,11 +1,7 @@
 """The tiles of the prompt's attention: each gives the same, and none computes a product twice."""
 
 import json
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,8 +11,8 @@ pytest.importorskip("triton")
 from sfi_kernels.decode_attention.query_tile import QueryTile
 from sfi_kernels.dense_attention.triton import dense_attention
 from tests.fakes import causal_mask, error_bound, kernel_device, paged, plain_attention
+from tests.kernels.test_offline import without_interpreter
 
-ROOT = Path(__file__).parents[2]
 H, G, D, SCALE = 1, 2, 16, 0.3
 # compiled where kernels are not interpreted; a line for each
 LAYOUTS = """
@@ -79,11 +75,7 @@ def test_every_tile_attends_as_the_textbook_does(shape: QueryTile, W: int, lengt
 @pytest.fixture(scope="module")
 def compiled() -> list[dict]:
     """Compile the prompt's attention for two architectures, in a process without the interpreter."""
-    paths = os.pathsep.join(str(ROOT / folder) for folder in (".", "kernels"))
-    environment = os.environ | {"PYTHONPATH": paths}
-    environment.pop("TRITON_INTERPRET", None)
-    command = [sys.executable, "-W", "ignore", "-c", LAYOUTS]
-    result = subprocess.run(command, check=False, env=environment, capture_output=True, text=True)
+    result = without_interpreter("-W", "ignore", "-c", LAYOUTS)
     assert result.returncode == 0, result.stderr
     return [json.loads(line) for line in result.stdout.splitlines()]
 

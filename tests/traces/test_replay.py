@@ -97,19 +97,18 @@ def by_sets(trace: Trace, request: int, rules: Setting, slow: list[bool]) -> dic
     ids=str,
 )
 def test_retained_mass_and_overlap_are_those_of_the_sets(trace, recorded, changes):
-    rules = setting(**changes)
-    for supports in recorded:
-        metrics = replay_request(supports, rules)
-        slow = [bool(reason) for reason in schedule(supports, rules)]
-        assert metrics.slow_N.tolist() == slow
-        expected = by_sets(trace, supports.request, rules, slow)
-        assert expected
-        for (step, layer, head), values in expected.items():
-            unit = layer * 2 + head
-            got = [getattr(metrics, n)[step, unit] for n in ("lower_NU", "upper_NU", "overlap_NU")]
-            assert got == pytest.approx(values, abs=2e-6)
-        assert (metrics.lower_NU[slow] == 1).all()
-        assert np.isnan(metrics.overlap_NU[slow]).all()
+    rules, supports = setting(**changes), recorded[1]
+    metrics = replay_request(supports, rules)
+    slow = [bool(reason) for reason in schedule(supports, rules)]
+    assert metrics.slow_N.tolist() == slow
+    expected = by_sets(trace, supports.request, rules, slow)
+    assert expected
+    for (step, layer, head), values in expected.items():
+        unit = layer * 2 + head
+        got = [getattr(metrics, n)[step, unit] for n in ("lower_NU", "upper_NU", "overlap_NU")]
+        assert got == pytest.approx(values, abs=2e-6)
+    assert (metrics.lower_NU[slow] == 1).all()
+    assert np.isnan(metrics.overlap_NU[slow]).all()
 
 
 def test_an_outcome_sums_every_fast_step_layer_and_head(trace, recorded):
