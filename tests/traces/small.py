@@ -15,6 +15,7 @@ from pyarrow import parquet
 from sfi_traces.model.trace import Trace
 from sfi_traces.replay import Outcome
 from sfi_traces.schema import MANIFEST, TABLES
+from sfi_traces.summary import Scope, sections
 from tests.traces.made import make_trace
 
 STEP = {
@@ -98,6 +99,11 @@ def spoil(part: Path) -> Path:
 def rows(trace: Trace, name: str, **wanted: Any) -> list[dict]:
     """Read a table's rows, those with these values."""
     return [row for row in trace.table(name).to_pylist() if wanted.items() <= row.items()]
+
+
+def section(trace: Trace, name: str, request: int | None = None, layer: int | None = None) -> Any:
+    """One section of a trace's summary, without the work of the others."""
+    return sections(Scope.of(trace, request, layer), [name])[name]
 
 
 def last_of_bin(number: int) -> int:

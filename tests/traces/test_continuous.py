@@ -18,9 +18,9 @@ from sfi_traces.export.perfetto import perfetto_text
 from sfi_traces.model.trace import Trace
 from sfi_traces.read.check import check
 from sfi_traces.record.parquet import ParquetObserver
-from sfi_traces.summary import summarize
 from sfi_traces.summary.diff import compare
 from tests.core.conftest import tiny_qwen3
+from tests.traces.small import section
 
 CONFIG = SfiConfig(
     slow_start=1, min_gap=0, span=0, sink=2, recent=6, budget=5, t_max=4,
@@ -106,7 +106,7 @@ def test_every_request_has_a_step_of_the_batch_for_each_of_its_own():
 
 
 def test_latency_counts_each_prompt_and_each_step_of_the_batch_once():
-    found = summarize(continuous())["latency"]
+    found = section(continuous(), "latency")
     steps = continuous().table("steps").to_pylist()
     decoding = {row["batch_step"]: row["elapsed_us"] for row in steps if row["step"]}
     expected = sum(row["step"] > 0 for row in steps) / (sum(decoding.values()) / 1e6)
@@ -116,7 +116,7 @@ def test_latency_counts_each_prompt_and_each_step_of_the_batch_once():
 
 
 def test_time_of_later_prompts_is_the_prefills():
-    parts = summarize(continuous())["phases"]
+    parts = section(continuous(), "phases")
     timings = continuous().table("timings").to_pylist()
     reading = {row["step"] for row in timings if row["name"] == "prefill"}
     assert len(reading) == 1 + 1 + 4  # of the first two an earlier piece, -1, and the last
@@ -136,7 +136,7 @@ def test_of_one_request_only_the_steps_it_took_part_in_are_summed_up(number):
     timings = continuous().table("timings").to_pylist()
     steps = continuous().table("steps").to_pylist()
     own = {row["batch_step"] for row in steps if row["request"] == number}
-    decoding = summarize(continuous(), number)["phases"]["decode"]
+    decoding = section(continuous(), "phases", number)["decode"]
     (sampling,) = [phase for phase in decoding if phase["name"] == "sample"]
     first = min(own)  # its prompt's
     spent = [row["elapsed_us"] for row in timings if row["name"] == "sample" and row["step"] in own - {first}]

@@ -10,13 +10,14 @@ import torch
 from pyarrow import parquet
 
 from sfi_core.errors import ConfigError, InputError, TraceError
+from sfi_traces.health import judge
 from sfi_traces.importing import row_table
 from sfi_traces.importing.importer import import_trace
 from sfi_traces.importing.schema import ImportOptions
 from sfi_traces.model.trace import Trace
 from sfi_traces.read.check import check
 from sfi_traces.replay import Supports, reuse
-from sfi_traces.summary import summarize
+from sfi_traces.summary import Scope, summarize
 from sfi_traces.views.view import View
 from sfi_traces.views.words import text_of
 from tests.traces.imports import LAYERS, PROMPT, STEPS, STOP, K, selection_arrays, selection_rows, write_npz, write_rows
@@ -83,9 +84,9 @@ def test_an_imported_trace_is_sound_and_summed_up_without_masses(tmp_path):
 def test_an_indexer_that_chooses_the_last_positions_is_told(tmp_path):
     last = [[np.arange(PROMPT + step - K, PROMPT + step)] * LAYERS for step in range(STEPS)]
     trace = imported(write_npz(tmp_path / "a.npz", positions=np.array(last)))
-    rules = {one["rule"] for one in summarize(trace)["health"]["findings"]}
+    rules = {one["rule"] for one in judge(Scope.of(trace))["findings"]}
     assert rules == {"selection_trailing", "sink_unselected"}
-    health = summarize(trace)["health"]
+    health = judge(Scope.of(trace))
     said = [one["advice"] for one in health["findings"]] + [one["reason"] for one in health["not_judged"]]
     assert not [words for words in said if "--audit" in words or "trace.positions" in words or "sink=" in words]
     with pytest.raises(TraceError, match="import it with --tokenizer"):

@@ -23,7 +23,7 @@ from sfi_traces.replay import Supports, reuse
 from sfi_traces.summary import summarize
 from tests.architectures import prompts, tiny
 from tests.traces.made import overlap
-from tests.traces.small import rows
+from tests.traces.small import rows, section
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "import_dsa.py"
 PROMPT, NEW, TOP, LAYERS = 40, 24, 12, 4
@@ -55,7 +55,7 @@ def test_deepseek_s_own_indexer_is_imported_and_replayed(tmp_path):
         for step in range(1, NEW)
         for layer in range(LAYERS)
     ]
-    assert summarize(trace)["stability"]["within"]["mean"] == pytest.approx(np.mean(shared))
+    assert section(trace, "stability")["within"]["mean"] == pytest.approx(np.mean(shared))
     loaded = Supports.load(trace)
     for every in (2, 4, 8, 16):
         recall = [

@@ -23,7 +23,7 @@ from sfi_traces.tune.head_supports import largest_top
 from sfi_traces.views.view import View
 from tests.traces.lossless import PROMPT, LosslessRun
 from tests.traces.made import STOP, make_trace
-from tests.traces.small import change_manifest, last_of_bin, rewrite, rows
+from tests.traces.small import change_manifest, last_of_bin, rewrite, rows, section
 
 REQUESTS = (60, 45)
 
@@ -155,9 +155,13 @@ def drafts_of(run, events=None) -> list[tuple[int, int, bool]]:
     return found
 
 
-def test_acceptance_is_counted_by_reason_place_and_depth(told):
+@pytest.fixture(scope="module")
+def document(told) -> dict:
+    return summarize(told[0])
+
+
+def test_acceptance_is_counted_by_reason_place_and_depth(told, document):
     trace, run = told
-    document = summarize(trace)
     found, drafts = document["lossless"], drafts_of(run)
     tokens = sum(REQUESTS) - len(REQUESTS)
     drafted, accepted = (sum(getattr(event, name) for event in run.verifications) for name in ("drafted", "accepted"))
@@ -176,15 +180,14 @@ def test_acceptance_is_counted_by_reason_place_and_depth(told):
             edges = range(one[f"from_{name}"], one[f"to_{name}"] + 1)
             fates = [draft[2] for draft in drafts if draft[column] in edges]
             assert (one["tested"], one["accepted"]) == (len(fates), sum(fates))
-    own = summarize(trace, request=1)["lossless"]
+    own = section(trace, "lossless", request=1)
     assert own["verifications"] == sum(event.request for event in run.verifications)
 
 
-def test_what_was_read_counts_rejected_drafts_too(told):
-    trace, run = told
+def test_what_was_read_counts_rejected_drafts_too(told, document):
+    _, run = told
     contexts = sum(PROMPT + step for most in REQUESTS for step in range(1, most))
     read = sum(event.attended_tokens for event in run.verifications)
-    document = summarize(trace)
     for found in (document["steps"], document["lossless"]):
         assert found["read_ratio"] == pytest.approx(read / contexts)
     logits = document["logits"]
@@ -197,12 +200,11 @@ def test_the_time_of_a_token_counts_passes_without_a_step(told):
     spans = [row for row in rows(told[0], "timings") if row["step"] > 0]
     ends = [row["begin_us"] + row["elapsed_us"] for row in spans]
     seconds = (max(ends) - min(row["begin_us"] for row in spans)) / 1e6
-    speed = summarize(told[0])["latency"]["tokens_per_second"]
+    speed = section(told[0], "latency")["tokens_per_second"]
     assert speed == pytest.approx((sum(REQUESTS) - len(REQUESTS)) / seconds)
 
 
-def test_show_and_diff_say_what_a_lossless_run_did(told, tmp_path):
-    document = summarize(told[0])
+def test_show_and_diff_say_what_a_lossless_run_did(told, document, tmp_path):
     lossless = document["lossless"]
     assert f", {lossless['accepted']} of {lossless['drafted']} drafted tokens\n" in rendered(show_text(document))
     text = rendered(full_text(document))
@@ -215,12 +217,12 @@ def test_show_and_diff_say_what_a_lossless_run_did(told, tmp_path):
     assert diff_text(compared)
 
 
-def test_what_needs_an_audit_refuses_a_lossless_trace_in_a_line(told):
+def test_what_needs_an_audit_refuses_a_lossless_trace_in_a_line(told, document):
     line = "must be of a plain run, recorded with --audit 1, got a lossless one"
     for read in (Supports.load, Playback.load, lambda trace: largest_top([trace])):
         with pytest.raises(TraceError, match=line):
             read(told[0])
-    assert not any("--audit" in reason for reason in summarize(told[0])["missing"])
+    assert not any("--audit" in reason for reason in document["missing"])
 
 
 def shares_of(run, request: int, column: int) -> dict[str, float]:
@@ -271,7 +273,7 @@ def test_the_report_has_a_panel_and_numbers(told):
     figures = json.loads(re.search(r'json" id="data">(.*?)</script>', page)[1])
     for column, bars in enumerate(figures["acceptance"]["data"]):
         assert dict(zip(bars["x"], bars["y"], strict=True)) == pytest.approx(shares_of(told[1], 0, column))
-    found = summarize(told[0], request=0)["lossless"]
+    found = section(told[0], "lossless", request=0)
     assert f"{found['accepted']} of {found['drafted']} drafted tokens" in page
     assert page.count(": fast, drafted; attended ") == found["accepted"]
     left_out = found["drafted"] - found["accepted"]

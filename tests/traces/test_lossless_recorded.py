@@ -1,5 +1,6 @@
 """A trace of a lossless run of the bundled checkpoint says what happened, and changes no token."""
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -10,8 +11,7 @@ from sfi_core.settings.engine import EngineOptions
 from sfi_traces.model.trace import Trace
 from sfi_traces.read.check import check
 from sfi_traces.record.parquet import ParquetObserver
-from sfi_traces.summary import summarize
-from tests.traces.small import rows
+from tests.traces.small import rows, section
 from tests.traces.test_recorded import bundled, complete
 
 CASES: dict[str, dict[str, Any]] = {
@@ -31,10 +31,15 @@ def ids_of(result: Any) -> list[list[int]]:
     return [request.token_ids for request in result.report.requests]
 
 
+@cache
+def plain() -> list[list[int]]:
+    """Full attention's tokens."""
+    return ids_of(complete(SfiConfig(), policy="full-kv"))
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_a_lossless_trace_is_sound_and_changes_no_token(tmp_path, name):
     config, policy = settings(name), name if name in POLICIES else "sfi"
-    plain = ids_of(complete(config, policy="full-kv"))
     untraced = ids_of(complete(config, policy=policy, engine=LOSSLESS))
     with ParquetObserver(tmp_path / "run", tokenizer=bundled()[1]) as observer:
         traced = ids_of(complete(config, policy=policy, engine=LOSSLESS, observers=[observer]))
@@ -45,7 +50,7 @@ def test_a_lossless_trace_is_sound_and_changes_no_token(tmp_path, name):
     steps = rows(trace, "steps")
     for request, tokens in enumerate(traced):
         own = [row["token_id"] for row in steps if row["request"] == request]
-        assert own == tokens == untraced[request] == plain[request]
+        assert own == tokens == untraced[request] == plain()[request]
     layers = trace.manifest["model"]["layers"]
     row = sum(one["heads"] * (one["key_width"] + one["value_width"]) * one["itemsize"] for one in layers)
     for one in steps:
@@ -62,7 +67,7 @@ def test_a_lossless_trace_is_sound_and_changes_no_token(tmp_path, name):
         )
     )
     assert told == drafted if policy != "sfi" else told and not told & drafted
-    found = summarize(trace)["lossless"]
+    found = section(trace, "lossless")
     assert 0 < found["accepted"] < found["drafted"]
     assert found["tested"] == len(rows(trace, "logits"))
 
@@ -81,6 +86,6 @@ def test_a_drafted_stop_token_ends_the_request_as_its_verification_s_own(tmp_pat
     *kept, last = (row for row in rows(trace, "steps") if not row["request"])
     assert [row["token_id"] for row in kept] == whole[0][: whole[0].index(stop)]
     assert (last["token_id"], last["draft_token_id"], last["slow"]) == (stop, stop, True)
-    found = summarize(trace, request=0)["lossless"]
+    found = section(trace, "lossless", request=0)
     given = sum(r["accepted"] for r in rows(trace, "verifications") if not r["request"])
     assert sum(one["accepted"] for one in found["depths"]) == found["accepted"] == given + 1

@@ -17,7 +17,7 @@ from sfi_traces.summary.synckv import HeadSimilarity, drift
 from sfi_traces.views.figure_data import HeadMap
 from sfi_traces.views.view import View
 from tests.traces.made import HEADS, LAYERS, make_trace, overlap
-from tests.traces.small import fixed_trace, last_of_bin, rewrite, rows
+from tests.traces.small import fixed_trace, last_of_bin, rewrite, rows, section
 
 PLACES = [*product(range(LAYERS), range(HEADS))]
 STEPS = 40
@@ -38,7 +38,7 @@ def test_drift_is_the_overlap_with_the_prompts_support(trace, monkeypatch, most)
         (request, place, step): overlap(held[(request, *place, 0)], held[(request, *place, step)])
         for request, place, step in product(range(2), PLACES, range(1, STEPS))
     }
-    found = summarize(trace)["drift"]
+    found = section(trace, "drift")
     assert found["steps"] == [*range(1, STEPS)]
     assert found["n"] == [2 * len(PLACES)] * (STEPS - 1)
     for at, step in enumerate(found["steps"]):
@@ -61,7 +61,7 @@ def test_locality_is_the_overlap_of_every_two_steps(trace, monkeypatch, most):
     for request, (one, other) in product(range(2), combinations(range(STEPS), 2)):
         both = [(held[(request, *p, one)], held[(request, *p, other)]) for p in PLACES]
         pairs[request, one, other] = mean(overlap(*pair) for pair in both)
-    found = summarize(trace)["locality"]
+    found = section(trace, "locality")
     for lag in found["lags"]:
         own = [v for (_, one, other), v in pairs.items() if last_of_bin(other - one) == lag["to_lag"]]
         assert (lag["mean"], lag["pairs"]) == (pytest.approx(mean(own), abs=1e-4), len(own))
@@ -84,7 +84,7 @@ def test_heads_are_compared_within_and_between_layers_at_the_same_step(trace, mo
     def average(wanted) -> float:
         return mean(v for key, found in values.items() if wanted(*key) for v in found)
 
-    found = summarize(trace)["head_similarity"]
+    found = section(trace, "head_similarity")
     assert (found["steps"], found["layers"]) == (2 * len(steps), [0, 1])
     for a, b in product(range(LAYERS), range(LAYERS)):
         expected = average(lambda _, one, other, a=a, b=b: (one, other) == (a, b))
@@ -102,7 +102,7 @@ def test_query_cosines_are_averaged_and_those_under_tau_counted(trace):
         for r in rows(trace, "supports")
         if r["query_cosine"] is not None
     }
-    found = summarize(trace)["query_cosine"]
+    found = section(trace, "query_cosine")
     assert (found["n"], found["thresholds"]) == (len(cosine), [0.8, 0.9])
     assert found["mean"] == pytest.approx(mean(cosine.values()))
     for tau, share in zip(found["thresholds"], found["below"], strict=True):
@@ -161,7 +161,7 @@ def test_corrections_are_a_share_of_fast_steps_layers_and_heads(trace):
         if r["reason"] == "correction"
     }
     could = [(*key, *place) for key in since for place in PLACES]
-    found = summarize(trace)["corrections"]
+    found = section(trace, "corrections")
     assert (found["n"], found["corrected"]) == (len(could), len(corrected))
     assert found["share"] == pytest.approx(len(corrected) / len(could))
     for one in [*found["layers"], *found["heads"]]:
@@ -176,7 +176,7 @@ def test_corrections_are_a_share_of_fast_steps_layers_and_heads(trace):
 
 
 def test_recalls_are_summed_by_step_and_layer(trace):
-    found = summarize(trace, request=1)["recalls"]
+    found = section(trace, "recalls", request=1)
     own = [row for row in rows(trace, "recalls") if row["request"] == 1]
     assert found["steps"] == STEPS - 1
     for one in [found, *found["layers"]]:

@@ -13,8 +13,7 @@ from sfi_core.errors import TraceError
 from sfi_traces import ParquetObserver, Trace
 from sfi_traces.read.check import check
 from sfi_traces.schema import MANIFEST
-from sfi_traces.summary import summarize
-from tests.traces.small import change_manifest, make_ranks, rewrite, rows, write_part
+from tests.traces.small import change_manifest, make_ranks, rewrite, rows, section, write_part
 from tests.traces.told import HEADS, Told
 
 RUN = {"ranks": 2, "run_id": "5" * 32, "began_unix_ns": 1_700_000_000_123_456_789}
@@ -91,7 +90,7 @@ def test_a_rank_that_is_not_there_is_named_and_the_rest_is_read(tmp_path):
     assert found["notes"] == [
         "rank 1 of 2 has no trace here: selections, supports and timings of its KV heads are missing"
     ]
-    assert summarize(Trace.open(folder))["ranks"]["missing"] == [1]
+    assert section(Trace.open(folder), "ranks")["missing"] == [1]
     shown = CliRunner().invoke(app, ["trace", "show", str(folder), "--full"])
     assert "Ranks: 1 of 2, without 1" in shown.output
 

@@ -10,7 +10,16 @@ from sfi_core.errors import TraceError
 from sfi_traces.model.trace import Trace
 from sfi_traces.summary import summarize
 from tests.traces.made import CONFIG, LAYERS, STOP, TOP, make_trace, overlap
-from tests.traces.small import assert_spread, change_manifest, fixed_trace, last_of_bin, redact, rows, write_trace
+from tests.traces.small import (
+    assert_spread,
+    change_manifest,
+    fixed_trace,
+    last_of_bin,
+    redact,
+    rows,
+    section,
+    write_trace,
+)
 
 sparse = fixed_trace(steps=50, requests=2, policy="sfi", sentence=9)
 dense = fixed_trace(steps=40, requests=2, sentence=7)
@@ -20,7 +29,7 @@ def test_steps_by_reason_and_what_they_read(sparse):
     steps = rows(sparse, "steps")
     later = [row for row in steps if row["step"]]
     fast = [row for row in steps if not row["slow"]]
-    found = summarize(sparse)["steps"]
+    found = section(sparse, "steps")
     assert (found["steps"], found["slow"], found["fast"]) == (100, 100 - len(fast), len(fast))
     assert found["reasons"] == dict(Counter(row["reason"] for row in steps if row["slow"]))
     assert found["slow_share"] == pytest.approx(sum(row["slow"] for row in later) / len(later))
@@ -55,7 +64,7 @@ def test_tokens_that_end_a_sentence_and_whether_a_slow_step_followed(tmp_path, d
     for step, token in enumerate(tokens):
         if step + 1 + delay < len(slow):
             followed[token].append(slow[step + 1 + delay])
-    assert summarize(Trace.open(trace))["triggers"] == [
+    assert section(Trace.open(trace), "triggers") == [
         {"token_id": 7, "token_text": "<7>", "count": 6, "slow_after": statistics.mean(followed[7])},
         {"token_id": 3, "token_text": "<3>", "count": 4, "slow_after": statistics.mean(followed[3])},
     ]
@@ -76,8 +85,7 @@ def test_one_request_and_one_layer(sparse):
         (row["request"], row["layer"]) == (1, 0) for row in rows(sparse, "selections")
     )
     assert found["logits"]["kl_next_token"]["n"] == sum(r["request"] for r in rows(sparse, "logits"))
-    whole = summarize(sparse, request=1)
-    assert rounded(found["phases"]) == rounded(whole["phases"])  # time is not a layer's
+    assert rounded(found["phases"]) == rounded(section(sparse, "phases", 1))  # time is not a layer's
     assert found["run"]["requests"] == [{"request": 1, "prompt_tokens": 200, "steps": 50}]
 
 
@@ -145,7 +153,7 @@ def test_supports_of_steps_that_were_not_finished_do_not_count(tmp_path):
             "supports": [{**place, "step": step} for step in range(6)],
         },
     )
-    assert summarize(Trace.open(trace))["audit"]["retained_mass"]["n"] == 2
+    assert section(Trace.open(trace), "audit")["retained_mass"]["n"] == 2
 
 
 def test_a_trace_without_a_finished_step_is_refused(tmp_path):
@@ -177,7 +185,7 @@ def test_overlap_within_sentences_and_across_boundaries(name, request):
             value = overlap(lists[step - 1], lists[step])
             pairs[layer, across].append(value)
             pairs["all", across].append(value)
-    found = summarize(trace)["stability"]
+    found = section(trace, "stability")
     assert_spread(found["within"], pairs["all", False])
     assert_spread(found["across"], pairs["all", True])
     held = [TOP / steps[key]["context_tokens"] for key in steps if key[1]]
@@ -210,7 +218,7 @@ def test_overlap_by_lag_since_the_last_slow_step(sparse):
     for (number, step), row in steps_by_key(sparse).items():
         if row["slow"]:
             slow[number].add(step)
-    found = summarize(sparse)["lags"]
+    found = section(sparse, "lags")
     assert found["refreshes"] == "recorded"
     assert_lags(found, sparse, slow)
 
@@ -223,7 +231,7 @@ def test_without_fast_steps_the_lag_counts_from_where_eq_5_would_refresh(tmp_pat
     for (number, step), row in steps_by_key(trace).items():
         if row["token_id"] == STOP:
             due[number].add(step + 1 + delay)
-    found = summarize(trace)["lags"]
+    found = section(trace, "lags")
     assert found["refreshes"] == "boundaries"
     assert_lags(found, trace, due)
 
@@ -235,7 +243,7 @@ def test_retained_mass_counts_fast_steps_only_and_the_worst_head_comes_first(spa
         if not steps[row["request"], row["step"]]["slow"]:
             by_head[row["layer"], row["head"]].append(row["retained_mass"])
             by_layer[row["layer"]].append(row)
-    found = summarize(sparse)["audit"]
+    found = section(sparse, "audit")
     assert_spread(found["retained_mass"], [v for values in by_head.values() for v in values])
     assert_spread(found["output_error"], [r["output_error"] for v in by_layer.values() for r in v])
     for one in found["layers"]:
@@ -247,13 +255,13 @@ def test_retained_mass_counts_fast_steps_only_and_the_worst_head_comes_first(spa
 
 
 def test_next_token_divergence_and_agreement(sparse):
-    found, logits = summarize(sparse)["logits"], rows(sparse, "logits")
+    found, logits = section(sparse, "logits"), rows(sparse, "logits")
     assert_spread(found["kl_next_token"], [row["kl_next_token"] for row in logits])
     assert found["argmax_agreement"] == pytest.approx(sum(r["argmax_agrees"] for r in logits) / len(logits))
 
 
 def test_selections_and_how_often_lambda_is_clipped(sparse):
-    found, selections = summarize(sparse)["selections"], rows(sparse, "selections")
+    found, selections = section(sparse, "selections"), rows(sparse, "selections")
     assert found["rows"] == len(selections)
     assert_spread(found["lambda_star"], [row["lambda_star"] for row in selections])
     for name in ("overlap_previous", "jaccard_previous"):

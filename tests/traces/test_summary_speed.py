@@ -6,7 +6,7 @@ import pytest
 from sfi_traces.model.trace import Trace
 from sfi_traces.summary import summarize
 from tests.traces.made import CONFIG, make_trace
-from tests.traces.small import write_trace
+from tests.traces.small import section, write_trace
 
 
 def step(request: int, number: int, slow: bool, elapsed_us: float, **more) -> dict:
@@ -21,7 +21,7 @@ def span(number: int, name: str, elapsed_us: float, layer: int | None = 0, reque
 
 
 def kinds(trace) -> dict[str, dict]:
-    return {kind["kind"]: kind for kind in summarize(Trace.open(trace))["latency"]["kinds"]}
+    return {kind["kind"]: kind for kind in section(Trace.open(trace), "latency")["kinds"]}
 
 
 def test_latency_has_percentiles_for_each_kind_of_step(tmp_path):
@@ -36,7 +36,7 @@ def test_latency_has_percentiles_for_each_kind_of_step(tmp_path):
         assert {name: found[kind][name] for name in expected} == pytest.approx(expected)
         assert found[kind]["audited"] is False
     assert (found["prefill"]["n"], found["prefill"]["p50_us"]) == (1, steps[0]["elapsed_us"])
-    document = summarize(Trace.open(trace))["latency"]
+    document = section(Trace.open(trace), "latency")
     assert document["tokens_per_second"] == pytest.approx(59e6 / sum(r["elapsed_us"] for r in steps[1:]))
     assert document["audited"] is False
 
@@ -60,7 +60,7 @@ def test_a_batch_counts_once_and_may_be_mixed(tmp_path, request_only):
     rows = [step(r, n, slow[r][n], times[n]) for r in slow for n in range(4)]
     rows += [step(2, 0, True, 800.0), step(2, 1, False, 90.0)]
     trace = write_trace(tmp_path / "run", {"steps": rows})
-    document = summarize(Trace.open(trace), request_only)["latency"]
+    document = section(Trace.open(trace), "latency", request_only)
     found = {kind["kind"]: (kind["n"], kind["mean_us"]) for kind in document["kinds"]}
     if request_only is None:
         assert found == {"prefill": (2, 900.0), "fast": (2, 100.0), "mixed": (2, 515.0)}
@@ -87,7 +87,7 @@ def test_phases_share_out_the_time_and_name_the_rest(tmp_path):
             ],
         },
     )  # fmt: skip
-    found = summarize(Trace.open(trace))["phases"]
+    found = section(Trace.open(trace), "phases")
     prefill = {one["name"]: (one["total_us"], one["step_us"]) for one in found["prefill"]}
     assert prefill == {"attention.dense": (150.0, 75.0), "sample": (20.0, 20.0), "other": (650.0, 325.0)}
     assert {one["name"]: one["share"] for one in found["prefill"]} == pytest.approx(
@@ -120,7 +120,7 @@ def timed(tmp_path, *, steps: int = 10, layers: int = 2, spans=SLOW, **manifest)
 
 
 def test_break_even_is_where_both_take_as_long(tmp_path):
-    found = summarize(Trace.open(timed(tmp_path)))["break_even"]
+    found = section(Trace.open(timed(tmp_path)), "break_even")
     assert found["slow_share"] == pytest.approx(1 / 9)
     assert found["dense_us_per_token"] == pytest.approx(800 / 1005)
     assert found["select_us_per_token"] == pytest.approx(160 / 1005)
@@ -133,9 +133,9 @@ def test_break_even_is_where_both_take_as_long(tmp_path):
 
 
 def test_layers_left_dense_do_not_count_in_break_even(tmp_path):
-    whole = summarize(Trace.open(timed(tmp_path / "a", layers=1)))["break_even"]
+    whole = section(Trace.open(timed(tmp_path / "a", layers=1)), "break_even")
     left = timed(tmp_path / "b", layers=2, config=CONFIG | {"dense_layers": [1]})
-    assert summarize(Trace.open(left))["break_even"] == whole
+    assert section(Trace.open(left), "break_even") == whole
 
 
 def test_break_even_of_a_batch_is_per_request(tmp_path):
@@ -153,22 +153,22 @@ def test_break_even_of_a_batch_is_per_request(tmp_path):
     ]  # fmt: skip
     trace = Trace.open(write_trace(tmp_path / "run", {"steps": rows, "timings": timings}))
     for request in (None, 5, 6):
-        found = summarize(trace, request)["break_even"]
+        found = section(trace, "break_even", request)
         assert found["dense_us_per_token"] == pytest.approx(1200 / 2000)
         assert found["fast_us"] == pytest.approx(200 / 4)
         assert found["select_us_per_token"] == pytest.approx(200 / 2000)
         assert found["pack_us"] == pytest.approx(70 / 2)
     assert found["slow_share"] == pytest.approx(2 / 4)
-    assert len(summarize(trace, 6)["phases"] or []) == 0  # no forward pass was timed
+    assert len(section(trace, "phases", 6) or []) == 0  # no forward pass was timed
 
 
 def test_break_even_says_why_it_is_unknown(tmp_path):
-    dense = summarize(Trace.open(make_trace(tmp_path / "dense", steps=20)))["break_even"]
+    dense = section(Trace.open(make_trace(tmp_path / "dense", steps=20)), "break_even")
     assert (dense["context_tokens"], dense["reason"]) == (None, "no fast step after step 0 was timed")
-    early = summarize(Trace.open(timed(tmp_path / "early", steps=5)))["break_even"]
+    early = section(Trace.open(timed(tmp_path / "early", steps=5)), "break_even")
     assert (early["context_tokens"], early["reason"]) == (None, "no slow step after step 0 was timed")
     costly = timed(tmp_path / "costly", spans=SLOW | {"selector": 4000.0})
-    found = summarize(Trace.open(costly))["break_even"]
+    found = section(Trace.open(costly), "break_even")
     assert found["context_tokens"] is None
     assert found["reason"] == "refreshes cost more than fast steps save, at any context length"
     rows = [step(5, n, not n, 1.0) for n in range(3)] + [step(6, 0, True, 1.0)]
