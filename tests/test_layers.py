@@ -190,14 +190,6 @@ def test_a_folder_is_not_a_package_of_its_own(folder: str):
     assert not (ROOT / folder / "__init__.py").exists()
 
 
-def test_the_command_line_does_not_import_torch_or_transformers():
-    run_fresh(
-        "import sys, sfi_cli.app\n"
-        "heavy = {'torch', 'transformers'} & set(sys.modules)\n"
-        "assert not heavy, f'sfi_cli.app imports {heavy}'"
-    )
-
-
 def test_references_run_without_triton():
     """Block the import, as on a machine without Triton."""
     run_fresh("""

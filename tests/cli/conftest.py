@@ -1,9 +1,7 @@
 """Running `sfi` in a process of its own."""
 
 import os
-import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,16 +20,6 @@ def environment() -> dict[str, str]:
     """An environment that finds this checkout, stays off the network and has a wide terminal."""
     paths = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "traces")]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1", "COLUMNS": "200"}
-
-
-@pytest.fixture(scope="session")
-def run(command: list[str], environment: dict[str, str]) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Run `sfi` with arguments."""
-
-    def call(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([*command, *arguments], capture_output=True, text=True, env=environment, check=False)
-
-    return call
 
 
 @pytest.fixture

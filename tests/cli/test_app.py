@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from sfi_cli import app as cli
 from sfi_core.measure.doctor import checks
+from tests.cli.trace_commands import sfi
 
 
 def test_help_imports_neither_torch_nor_transformers(environment):
@@ -21,9 +22,8 @@ def test_help_imports_neither_torch_nor_transformers(environment):
     subprocess.run([sys.executable, "-c", code], capture_output=True, env=environment, check=True)
 
 
-def test_version_is_printed(run):
-    result = run("--version")
-    assert (result.returncode, result.stdout) == (0, "sfi 0.1.0\n")
+def test_version_is_printed():
+    assert sfi("--version") == (0, "sfi 0.1.0\n", "")
 
 
 def test_doctor_tries_the_backends(monkeypatch):

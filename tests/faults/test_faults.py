@@ -64,11 +64,14 @@ def disk(place: Path, size: int | None):
             place.chmod(0o755)
 
 
-def run(forks, inputs: Path, place: Path, command: str, fault: str = "", writers: int = 1, **more: Any) -> dict:
+def run(
+    forks, inputs: Path, place: Path, command: str, fault: str = "", writers: int = 1, options: tuple[str, ...] = (),
+    **more: Any,
+) -> dict:  # fmt: skip
     told = place.parent
     cases = [
         {
-            "words": words(command, place / "out", inputs), "place": str(told), "fault": fault,
+            "words": [*words(command, place / "out", inputs), *options], "place": str(told), "fault": fault,
             "stdout": str(told / f"stdout{n}"), "stderr": str(told / f"stderr{n}"), **more,
         }
         for n in range(writers)
@@ -169,19 +172,11 @@ def test_a_killed_run_can_be_read_and_tried_again(forks, inputs, tmp_path, comma
     run(forks, inputs, place, command, kill_after=SECONDS[command] * (0.1 + random.Random(seed).random()))
     sound(command, place, killed=True)
     if command == "tune" and (place / "out.journal").exists():
-        again = ["--resume", "--force"]
+        again = ("--resume", "--force")
     elif command == "eval" and (place / "out" / "manifest.json").exists():
-        again = ["--resume"]
+        again = ("--resume",)
     else:
-        again = ["--force"]
-    case = words(command, place / "out", inputs) + again
-    forks.stdin.write(
-        json.dumps([
-            {"words": case, "place": str(tmp_path), "fault": "", "stdout": str(tmp_path / "o"),
-             "stderr": str(tmp_path / "e")}
-        ]) + "\n"
-    )  # fmt: skip
-    forks.stdin.flush()
-    codes = json.loads(forks.stdout.readline())["codes"]
-    assert codes == [0], (tmp_path / "e").read_text()[-2000:]
+        again = ("--force",)
+    ended = run(forks, inputs, place, command, options=again)
+    assert ended["codes"] == [0], ended["stderr"]
     sound(command, place, killed=True)

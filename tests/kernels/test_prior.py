@@ -42,11 +42,6 @@ def test_a_single_allowed_position_is_at_zero():
     assert u[0, 5] == 0.0
 
 
-def test_no_allowed_position_gives_no_nan():
-    u = normalized_position(torch.zeros(1, 8, dtype=torch.bool))
-    assert ((u >= 0) & (u <= 1)).all()
-
-
 def test_the_position_factor_is_the_product_of_decay_and_brake():
     """Eq. 11 at u = 1/2: exp(-beta / 2^p) * (1/2)^eta."""
     factor = position_factor(torch.tensor([[0.5]]), beta=2.0, power=3.0, eta=2.0)
@@ -66,20 +61,3 @@ def test_the_scale_of_the_factors_does_not_matter(allowed, scale):
     factor, place = torch.rand(B, H, T), torch.rand(B, T)
     expected = prior(factor, place, allowed)
     torch.testing.assert_close(prior(factor * scale, place, allowed), expected)
-
-
-@pytest.mark.parametrize("garbage", [float("nan"), float("inf"), 0.0])
-def test_norms_outside_the_allowed_set_are_ignored(allowed, garbage):
-    """A ragged batch has no keys there."""
-    norm = torch.rand(B, H, T) + 1
-    place = position_factor(normalized_position(allowed), 0.57, 1.8, 0.4)
-    expected = prior(key_norm_factor(norm, 0.5), place, allowed)
-    dirty = norm.masked_fill(~allowed[:, None], garbage)
-    torch.testing.assert_close(prior(key_norm_factor(dirty, 0.5), place, allowed), expected)
-
-
-def test_a_request_that_allows_nothing_has_a_prior_of_zeros(allowed):
-    allowed[1] = False
-    r = prior(torch.rand(B, H, T), torch.rand(B, T), allowed)
-    assert (r[1] == 0).all()
-    torch.testing.assert_close(r[0].sum(-1), torch.ones(H))

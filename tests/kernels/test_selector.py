@@ -171,6 +171,7 @@ def test_a_cache_of_one_token_works(inside):
     assert (weight == 0).all()
 
 
+@pytest.mark.parametrize("backend", ["torch", "triton"])
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -178,13 +179,15 @@ def test_a_cache_of_one_token_works(inside):
         ({"lambda_clip": 1.5}, r"^lambda_clip must be in \[0, 1\], got 1.5$"),
         ({"temperature": 0.0}, "^temperature must be positive, got 0.0$"),
         ({"span": -1}, "^span must be at least 0, got -1$"),
+        ({"radius": -1}, "^radius must be at least 0, got -1$"),
         ({"interval": (4, 51)}, r"^interval must hold positions in \[0, 50\), got \(4, 51\)$"),
         ({"interval": (4, 4)}, r"^interval must hold positions in \[0, 50\), got \(4, 4\)$"),
     ],
 )
-def test_an_argument_out_of_range_is_named(allowed, changes, message):
+def test_an_argument_out_of_range_is_named(backend, allowed, changes, message):
+    logits, norm = torch.randn(B, H, G, W, T), torch.rand(B, H, T)
     with pytest.raises(ValueError, match=message):
-        run(allowed, **changes)
+        selector.on(backend)(logits, norm, allowed, **(DEFAULTS | changes))
 
 
 def test_a_mask_that_is_not_boolean_is_refused(allowed):

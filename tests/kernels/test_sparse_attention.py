@@ -115,21 +115,18 @@ def test_heads_that_hold_equally_many_take_the_unmasked_path(dtype: torch.dtype)
     FastStep(packed=packed, dtype=dtype).assert_plain()
 
 
-def test_an_empty_packed_segment_leaves_the_recent_tokens():
-    FastStep(packed=[[[], []]] * 3).assert_plain()
-
-
-def test_one_head_may_hold_nothing():
-    FastStep(packed=[[[], [0, 1]], [[0], []], [[0, 7], [3]]]).assert_plain()
-
-
-def test_recent_tokens_may_be_the_whole_history_and_the_buffer_without_rows():
-    FastStep(packed=[[[], []]] * 3, starts=[0, 0, 0], spare=0).assert_plain()
-
-
-def test_the_recent_segment_may_be_the_query_alone():
-    lengths, starts = [1, 64, 65], [0, 63, 64]
-    FastStep(packed=[[[], []]] * 3, lengths=lengths, starts=starts).assert_plain()
+@pytest.mark.parametrize(
+    "case",
+    [
+        {},
+        {"packed": [[[], [0, 1]], [[0], []], [[0, 7], [3]]]},
+        {"starts": [0, 0, 0], "spare": 0},
+        {"lengths": [1, 64, 65], "starts": [0, 63, 64]},
+    ],
+    ids=["no head", "not every head", "all is recent, no room", "the query alone is recent"],
+)
+def test_heads_may_hold_nothing(case):
+    FastStep(**({"packed": [[[], []]] * 3} | case)).assert_plain()
 
 
 def test_a_soft_cap_bends_the_logits_of_both_segments_and_values_may_be_wider():
