@@ -42,6 +42,11 @@ def test_a_single_allowed_position_is_at_zero():
     assert u[0, 5] == 0.0
 
 
+def test_no_allowed_position_gives_no_nan():
+    u = normalized_position(torch.zeros(1, 8, dtype=torch.bool))
+    assert ((u >= 0) & (u <= 1)).all()
+
+
 def test_the_position_factor_is_the_product_of_decay_and_brake():
     """Eq. 11 at u = 1/2: exp(-beta / 2^p) * (1/2)^eta."""
     factor = position_factor(torch.tensor([[0.5]]), beta=2.0, power=3.0, eta=2.0)

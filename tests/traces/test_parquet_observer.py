@@ -1,5 +1,6 @@
 """What a recorded run becomes on disk."""
 
+import contextlib
 import hashlib
 import json
 import os
@@ -36,12 +37,6 @@ def record(folder, **options) -> Trace:
     with ParquetObserver(folder, **options) as observer:
         Told(observer, 0, 2, 12, seed=1)
     return Trace.open(folder)
-
-
-def stopped_by(error, folder) -> None:
-    with ParquetObserver(folder) as observer:
-        Told(observer, 0, 2, 12, seed=1)
-        raise error
 
 
 def selection(index, **changes) -> SelectionEvent:
@@ -215,8 +210,9 @@ def test_an_empty_refresh_of_a_selector_has_its_rows(tmp_path):
 
 
 def test_an_interrupted_run_is_a_whole_trace_that_says_so(tmp_path):
-    with pytest.raises(KeyboardInterrupt):
-        stopped_by(KeyboardInterrupt(), tmp_path / "trace")
+    with contextlib.suppress(KeyboardInterrupt), ParquetObserver(tmp_path / "trace") as observer:
+        Told(observer, 0, 2, 12, seed=1)
+        raise KeyboardInterrupt
     trace = Trace.open(tmp_path / "trace")
     assert trace.manifest["stopped"] == "interrupted"
     assert trace.manifest["finished"] is not None

@@ -168,11 +168,8 @@ def test_phases_of_a_step_add_up_to_its_wall_time(sfi):
 
 
 def test_the_audits_time_is_in_no_phase(sfi):
-    def spend(timings):
-        return [row | {"name": "shadow"} if row["name"] == "sample" else row for row in timings]
-
-    before = step_phases(sfi)
-    rewrite(sfi.trace.path, "timings", spend)
+    before, other = step_phases(sfi), {"sample": {"name": "shadow"}}
+    rewrite(sfi.trace.path, "timings", lambda found: [row | other.get(row["name"], {}) for row in found])
     data = step_phases(sfi)
     assert "sample" not in data.phases
     assert data.audit_us == pytest.approx(before.phases["sample"].mean())
@@ -215,10 +212,7 @@ def test_a_rasters_cells_say_what_the_step_read_of_its_support(sfi, place, most_
 
 
 def test_a_raster_without_recorded_selections_shows_supports_only(sfi, full):
-    def forget(selections):
-        return [row | {"positions": None} for row in selections]
-
-    rewrite(sfi.trace.path, "selections", forget)
+    rewrite(sfi.trace.path, "selections", lambda found: [row | {"positions": None} for row in found])
     for view in (sfi, full):
         raster = rasters(view, [(0, 1)], most_steps=1000, most_cells=1000)[0]
         assert not raster.known
@@ -244,10 +238,7 @@ def test_a_selection_that_a_fast_step_made_is_in_force_at_once_or_ahead(sfi, rea
 
 
 def test_what_a_killed_run_wrote_beyond_its_last_step_is_left_out(sfi):
-    def stop(steps):
-        return [row for row in steps if row["step"] < 25]
-
-    rewrite(sfi.trace.path, "steps", stop)
+    rewrite(sfi.trace.path, "steps", lambda found: [row for row in found if row["step"] < 25])
     view = View(sfi.trace)
     assert view.supports.step_N.tolist() == list(range(25))
     assert step_phases(view).step.tolist() == list(range(1, 25))
@@ -256,10 +247,8 @@ def test_what_a_killed_run_wrote_beyond_its_last_step_is_left_out(sfi):
 
 
 def test_a_step_that_lacks_a_support_somewhere_is_left_out(sfi):
-    def lose(supports):
-        return [row for row in supports if (row["step"], row["layer"], row["head"]) != (7, 1, 1)]
-
-    rewrite(sfi.trace.path, "supports", lose)
+    place = {"step": 7, "layer": 1, "head": 1}
+    rewrite(sfi.trace.path, "supports", lambda found: [row for row in found if row | place != row])
     assert View(sfi.trace).supports.step_N.tolist() == [*range(7), *range(8, 45)]
     assert 7 in View(sfi.trace, layer=0).supports.step_N
 
