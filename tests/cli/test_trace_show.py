@@ -242,3 +242,20 @@ def test_what_a_step_read_is_refused_in_one_line(recorded, tmp_path):
         (hidden, "--step=5", 3, f"trace {hidden} has no text: it was redacted"),
     ):
         assert trace("show", folder, option) == (code, "", f"error: {line}\n")
+
+
+def test_the_example_s_trace_is_sound_and_answers_the_papers_question(tmp_path):
+    """Within-sentence support stability, of the bundled checkpoint's own run."""
+    example = tmp_path / "run"
+    assert trace("record", "-o", example, "--audit", "1", "--set", "audit.top=512", "-q").code == 0
+    ended = trace("show", example, "--json")
+    document = json.loads(ended.stdout)
+    assert document["missing"] == []
+    assert document["steps"]["reasons"] == {"trigger": 4, "first": 1}
+    within, across = (document["stability"][where]["mean"] for where in ("within", "across"))
+    assert within > across
+    text = trace("show", example, "--full").stdout
+    assert "within a sentence" in text
+    assert "across a boundary" in text
+    assert f"{within:.3f}" in text
+    assert trace("check", example).stdout.endswith("\nsound\n")

@@ -8,12 +8,11 @@ import torch
 from sfi_kernels import pages
 from sfi_kernels.dense_attention import reference
 from tests.covering import covering
-from tests.fakes import causal_mask, error_bound, paged, plain_attention
+from tests.fakes import paged
+from tests.kernels.test_verification_attention import OPTIONS, SCALE, D, G, H, check_output
 
-H, G, D, SCALE = 2, 2, 16, 0.3
 CHUNK = 512  # tokens turned into float32 at once
 LENGTHS = [CHUNK + 65, 9, 2 * CHUNK]  # a part of a chunk, less than one, whole ones
-OPTIONS = [{}, {"soft_cap": 0.5}, {"sink_HG": torch.tensor([[2.0, -1.0], [0.0, 4.0]])}]
 
 
 @pytest.mark.parametrize(
@@ -37,11 +36,4 @@ def test_output_and_logits_come_in_one_pass(
     assert torch.equal(logits, alone)
     assert out.dtype == dtype
     for row, (key, value) in enumerate(zip(keys, values, strict=True)):
-        own = min(W, key.shape[1])  # queries before the request's first token are padding
-        segment = query[row : row + 1, :, :, -own:], key[None], value[None]
-        visible = causal_mask(own, key.shape[1])
-        expected, _ = plain_attention(*segment, SCALE, visible=visible, **options)
-        atol, _ = error_bound(*segment, SCALE)
-        got, rtol = out[row : row + 1, :, :, -own:].double(), torch.finfo(dtype).eps
-        torch.testing.assert_close(got, expected, rtol=rtol, atol=atol)
-        assert not out[row, :, :, : W - own].any()
+        check_output(out[row : row + 1], query[row : row + 1], key[None], value[None], options)

@@ -63,6 +63,12 @@ def test_a_hit_brings_its_neighbors_within_the_span():
     assert spread_out.flatten().tolist() == [0, 5, 5, 5, 5, 5, 0]
 
 
+def test_positions_outside_the_allowed_set_neither_give_nor_receive():
+    logits = torch.tensor([9.0, 0.0, 1.0, 0.0, -3.0]).view(1, 1, 1, 1, 5)
+    allowed_BT = torch.tensor([[False, True, True, True, False]])
+    assert spread(logits, allowed_BT, 1).flatten().tolist() == [9, 1, 1, 1, -3]
+
+
 def test_span_of_zero_returns_the_input_itself(allowed):
     logits = torch.randn(B, H, G, W, T)
     assert spread(logits, allowed, 0) is logits
