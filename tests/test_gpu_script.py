@@ -19,7 +19,6 @@ from sfi_cli.commands.kernel_bench import command as kernel_job
 from sfi_core.measure.kernel_bench.settings import KernelSettings
 from tests.test_layers import ROOT
 
-SCRIPT = ROOT / "benchmarks" / "gpu.sh"
 BUDGET = 540
 STUB = """#!/usr/bin/env bash
 # stands in for Python: the parts fail, end or take their time by name
@@ -32,9 +31,9 @@ esac
 """
 
 
-def script(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def script(*words: str, name: str = "gpu.sh", **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        ["/usr/bin/env", "bash", str(SCRIPT), *words],
+        ["/usr/bin/env", "bash", str(ROOT / "benchmarks" / name), *words],
         env=os.environ | environment, capture_output=True, text=True, check=False,
     )  # fmt: skip
 

@@ -2,32 +2,23 @@
 
 import argparse
 import json
-import os
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from benchmarks.vllm_parts import differences, table
-from tests.test_layers import ROOT
-
-
-def script(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        ["/usr/bin/env", "bash", str(ROOT / "benchmarks" / "vllm.sh"), *words],
-        env=os.environ | environment, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+from tests.test_gpu_script import script
 
 
 def test_the_parts_take_ten_minutes() -> None:
-    seconds = re.findall(r"^\S+ +(\d+) s$", script("--plan").stdout, re.MULTILINE)
+    seconds = re.findall(r"^\S+ +(\d+) s$", script("--plan", name="vllm.sh").stdout, re.MULTILINE)
     assert 540 < sum(map(int, seconds)) <= 570
 
 
 @pytest.mark.parametrize(("words", "told"), [((), "MODEL must be given"), (("--fast",), "option must be")])
 def test_wrong_calls_end_with_one_line(words: tuple[str, ...], told: str) -> None:
-    done = script(*words)
+    done = script(*words, name="vllm.sh")
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert told in done.stderr
 

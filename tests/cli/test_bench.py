@@ -71,16 +71,6 @@ def test_the_document_has_the_keys_that_scripts_rely_on():
     assert document["rows"][0]["slow_rate"] == 0.2
 
 
-def test_a_person_reads_a_table_and_the_notes():
-    code, stdout, _ = inside(*SMALL, "--batch", "2", "-q")
-    assert code == 0
-    for policy in ("sfi", "full-kv", "transformers-static"):
-        assert re.search(rf"^  {policy} +300 +2 ", stdout, re.MULTILINE)
-    assert re.search(r"^  full-kv .* 1\.00x +1\.00x +100% ", stdout, re.MULTILINE)
-    assert "* transformers: greedy model.generate on the same model" in stdout
-    assert "…" not in stdout
-
-
 def test_random_weights_need_a_config_only_and_a_text_can_decide(tiny, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("Belora hid a red lantern. Tamrin sold a kettle! " * 9)
@@ -174,7 +164,7 @@ def test_parquet_json_and_figure_are_written_and_not_overwritten(tmp_path):
     assert sorted(tmp_path.iterdir()) == [file, table, plot]
 
 
-def test_ctrl_c_writes_the_rows_so_far_and_ends_with_130(tmp_path, monkeypatch):
+def test_ctrl_c_writes_and_shows_the_rows_so_far_and_ends_with_130(tmp_path, monkeypatch):
     run, calls = bench.run_theirs, []
 
     def stopped(*arguments):
@@ -193,7 +183,11 @@ def test_ctrl_c_writes_the_rows_so_far_and_ends_with_130(tmp_path, monkeypatch):
     policies = ("sfi", "full-kv", "transformers-dynamic", "transformers-static")
     repeats = zip(policies, (2, 2, 1, 1), strict=True)
     assert [(row["policy"], row["repeats"]) for row in document["rows"]] == list(repeats)
-    assert "transformers-dynamic" in stdout
+    for policy in policies:
+        assert re.search(rf"^  {policy} +300 +1 ", stdout, re.MULTILINE)
+    assert re.search(r"^  full-kv .* 1\.00x +1\.00x +100% ", stdout, re.MULTILINE)
+    assert "* transformers: greedy model.generate on the same model" in stdout
+    assert "…" not in stdout
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from sfi_kernels.decode_attention.query_tile import EACH, LAST, SEVERAL, parts_o
 from sfi_kernels.launch import Target
 from sfi_kernels.split_plan import split_plan, work_items
 from sfi_kernels.step_descriptor import FAST, IDLE, SLOW, SPLITS, UNIT, StepDescriptor, StepRequest, describe_step
-from tests.fakes import error_bound, plain_attention
+from tests.fakes import causal_mask, error_bound, plain_attention
 from tests.kernels.test_decode_attention import SCALE, SINK, H, Step
 
 # a unit of 64 tokens filled, missed by one and passed by one; requests no longer than their queries
@@ -49,13 +49,6 @@ class Verification(Step):
     def operands(self) -> dict[str, Any]:
         return super().operands() | {"query_BHGWD": self.query.to(self.device)}
 
-    def seen(self, row: int, head: int, w: int) -> tuple[torch.Tensor, ...]:
-        """Return a query of W, [1, 1, G, 1, D], and the keys and values that it sees."""
-        key, value = self.visible_rows(row, head)
-        later = self.W - 1 - w
-        stop = key.shape[2] - later
-        return (self.query[row, head, :, w][None, None, :, None], key[:, :, :stop], value[:, :, :stop])
-
     def assert_plain(
         self, sink_HG: torch.Tensor | None = None, soft_cap: float | None = None, *, into: torch.Tensor | None = None
     ) -> DecodeAttention:
@@ -65,14 +58,16 @@ class Verification(Step):
         out = result.out_BHGWE
         assert out.shape == (*self.query.shape[:4], self.E)
         for row, count in enumerate(self.counts):
-            assert (out[row, :, :, : self.W - count] == 0).all()
-            for head, w in ((h, w) for h in range(H) for w in range(self.W - count, self.W)):
-                segment = self.seen(row, head, w)
+            first = self.W - count
+            assert (out[row, :, :, :first] == 0).all()
+            for head in range(H if count else 0):
+                segment = self.query[row, head, :, first:][None, None], *self.visible_rows(row, head)
+                visible = causal_mask(count, segment[1].shape[2])
                 sink = None if sink_HG is None else sink_HG[head : head + 1]
-                expected, _ = plain_attention(*segment, SCALE, soft_cap=soft_cap, sink_HG=sink)
+                expected, _ = plain_attention(*segment, SCALE, visible=visible, soft_cap=soft_cap, sink_HG=sink)
                 atol, _ = error_bound(*segment, SCALE)
-                got = out[row, head, :, w].double()
-                torch.testing.assert_close(got, expected[0, 0, :, 0], rtol=0, atol=atol)
+                got = out[row, head, :, first:].double()
+                torch.testing.assert_close(got, expected[0, 0], rtol=0, atol=atol)
         self.assert_evidence(result, soft_cap)
         return result
 
@@ -81,7 +76,8 @@ class Verification(Step):
         slow = [row for row, mode in enumerate(self.modes) if mode == SLOW]
         assert result.logits_BHGWT.shape[:4] == (len(slow), H, self.G, 1)
         for (place, row), head in product(enumerate(slow), range(H)):
-            query, key, value = self.seen(row, head, self.W - 1)
+            key, value = self.visible_rows(row, head)
+            query = self.query[row, head, :, -1:][None, None]
             _, bound = error_bound(query, key, value, SCALE)
             expected = query[0, 0, :, 0].double() @ key[0, 0].double().mT * SCALE
             if soft_cap is not None:
