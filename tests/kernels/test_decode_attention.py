@@ -161,28 +161,6 @@ def test_a_soft_cap_bends_every_logit(backend: str):
     Step(backend, [65, 130], [FAST, SLOW]).assert_plain(soft_cap=0.5)
 
 
-def test_slow_requests_hand_out_their_logits_in_order(backend: str):
-    """Eq. 4, and the log-sum-exp over J that the Selector normalizes by."""
-    step = Step(backend, LENGTHS, MODES)
-    result = step.attend(evidence=True)
-    slow = [row for row, mode in enumerate(MODES) if mode == SLOW]
-    logits, log_sum = result.logits_BHGWT, result.log_sum_BHGW
-    assert torch.equal(result.out_BHGWE, step.attend().out_BHGWE)
-    assert logits.shape == (len(slow), H, 2, 1, 260)
-    assert (logits.dtype, log_sum.dtype) == (torch.float32, torch.float32)
-    for place, row in enumerate(slow):
-        T = LENGTHS[row]
-        product = torch.einsum("hgd,htd->hgt", step.query[row].double(), step.keys[row].double())
-        _, lse_bound = error_bound(
-            step.query[row : row + 1, :, :, None], step.keys[row][None], step.values[row][None], SCALE
-        )
-        expected = product * SCALE
-        torch.testing.assert_close(logits[place, :, :, 0, :T].double(), expected, rtol=0, atol=lse_bound)
-        in_J = expected[..., min(SINK, T) : step.starts[row]]
-        lse = in_J.logsumexp(-1)
-        torch.testing.assert_close(log_sum[place, :, :, 0].double(), lse, rtol=0, atol=lse_bound)
-
-
 def test_a_request_with_an_empty_candidate_set_has_no_sum(backend: str):
     result = Step(backend, [15, 64], [SLOW, SLOW]).attend(evidence=True)
     assert (result.log_sum_BHGW[0] == -torch.inf).all()
