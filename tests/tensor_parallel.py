@@ -1,10 +1,12 @@
 """Runs that `tests/core/distributed/test_tensor_parallel.py` makes in one process and on two ranks.
 
-As a script, it is one of the ranks: `python tests/tensor_parallel.py works|hangs FOLDER`. Ranks that work
-record a trace too, by the command line; then the first one dies.
+As a script, it is both ranks: `python tests/tensor_parallel.py works|hangs FOLDER` starts them as forks of one
+process, which has imported all they need. Ranks that work record a trace too, by the command line; then the first
+one dies.
 """
 
 import json
+import multiprocessing
 import os
 import signal
 import sys
@@ -31,12 +33,15 @@ from tests.fakes import RecordingObserver
 MODELS = ("llama", "qwen3-moe", "gemma-3", "qwen3.5")
 MORE_HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}
 LENGTHS, STEPS = (90, 31, 60), 16
+WAIT = 240  # seconds until a rank counts as stuck, on a busy machine
 CONFIG = SfiConfig(
     sink=2, recent=8, budget=12, t_max=4, span=2, trigger_token_ids=tuple(range(0, 300, 5)), window_prefill=4
 )
 PAPER = SfiConfig.preset("paper").replace(
     sink=2, recent=8, budget=12, t_max=4, trigger_token_ids=tuple(range(0, 300, 5))
 )
+TEXT = "Belora hid a red lantern. Tavo keeps a green kite. " * 8 + "Belora hid a"
+COMMANDS = SfiConfig(recent=8, budget=12, t_max=2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,12 +197,13 @@ def lose_a_rank(how: str) -> None:
                 time.sleep(600)
 
     Run.begin_decode = stop  # type: ignore[method-assign]
-    sfi("generate", "--no-compare", "-n", "8")
+    sfi("generate", "-n", "8")
 
 
 def sfi(*arguments: str) -> None:
-    """Run a command as the console's script does; go on where it succeeds."""
-    sys.argv = ["sfi", *arguments, "--device", "cpu"]
+    """Complete `TEXT` by a command, as the console's script does; go on where it succeeds."""
+    chosen = (f"--{name.replace('_', '-')}={getattr(COMMANDS, name)}" for name in ("recent", "budget", "t_max"))
+    sys.argv = ["sfi", *arguments, TEXT, *chosen, "--device", "cpu"]
     try:
         app.main()
     except SystemExit as ended:
@@ -205,17 +211,34 @@ def sfi(*arguments: str) -> None:
             raise
 
 
-def main() -> None:
-    """Be a rank."""
-    mode, folder = sys.argv[1], Path(sys.argv[2])
+def be_rank(rank: int, mode: str, folder: Path) -> None:
+    """Be one of two ranks under torchrun; what it says goes to files."""
+    signal.alarm(WAIT)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        os.dup2(os.open(folder / f"{name}-{rank}", os.O_WRONLY | os.O_CREAT), number)
     if mode == "hangs":
         lose_a_rank(mode)
     found = {"cases": every_case(folder), "refusals": every_refusal(folder)}
     model, _ = load(str(folder / "llama"), device="cpu")
-    found["picked"] = picked(int(os.environ["RANK"]), ranks_of(model))
-    (folder / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(found))
-    sfi("trace", "record", "-o", str(folder / "run"), "--json", "-n", "6", "--audit", "4", "--quiet")
+    found["picked"] = picked(rank, ranks_of(model))
+    (folder / f"rank-{rank}.json").write_text(json.dumps(found))
+    sfi("trace", "record", "-o", str(folder / "run"), "--json", "-n", "6", "--audit", "5", "--quiet")
     lose_a_rank("dies")
+
+
+def main() -> None:
+    """Start both ranks and print how each ended; one that hangs is killed when the other has ended."""
+    mode, folder = sys.argv[1], Path(sys.argv[2])
+    fork = multiprocessing.get_context("fork")
+    ranks = [fork.Process(target=be_rank, args=(rank, mode, folder)) for rank in (0, 1)]
+    for rank in ranks:
+        rank.start()
+    ranks[0].join()
+    if mode == "hangs":
+        ranks[1].kill()
+    ranks[1].join()
+    sys.stdout.write(json.dumps([rank.exitcode for rank in ranks]))
 
 
 if __name__ == "__main__":
