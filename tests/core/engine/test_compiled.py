@@ -105,10 +105,9 @@ def test_a_position_beyond_the_cache_is_refused():
         )
 
 
-def fresh(tmp_path: Any, script: str, **variables: str) -> str:
+def fresh(tmp_path: Any, script: str) -> str:
     """Run in a new process, with compiled code in a folder of its own."""
-    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path), **variables}
-    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", script]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     return done.stdout
@@ -142,11 +141,12 @@ caching.CacheImpl._locator_classes = []
     assert fresh(tmp_path, nowhere) == "usable compiling 0 2 3 not kept\n"
 
 
-def test_numba_may_be_switched_off_or_broken(tmp_path):
-    ask = "from sfi_kernels.compiled import why_not; print(why_not())"
-    assert fresh(tmp_path, ask, NUMBA_DISABLE_JIT="1") == "NUMBA_DISABLE_JIT is set\n"
-    broken = "import sys; sys.modules['numba.core'] = None; " + ask
-    assert fresh(tmp_path, broken).startswith("not importable: ")
+def test_numba_may_be_switched_off_or_broken(monkeypatch):
+    ask = compiled.why_not.__wrapped__  # not what has been told before
+    monkeypatch.setattr("numba.config.DISABLE_JIT", 1)
+    assert ask() == "NUMBA_DISABLE_JIT is set"
+    monkeypatch.setitem(sys.modules, "numba.core", None)
+    assert ask().startswith("not importable: ")
 
 
 def test_an_outer_telling_keeps_its_own():

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.seam
 WORKING = [architecture.label for architecture in WORKS]
 HANDFUL = ["qwen3", "gemma-2", "gpt-oss", "deepseek-v3", "llama"]
 LENGTHS = {1: (37,), 2: (9, 37), 3: (24, 37, 9), 4: (37, 9, 16, 24)}
-STEPS = 12
+STEPS = 8
 WHOLE = SMALL.replace(sink=4, budget=1000)
 EVERY_STEP = {
     "policy always": WHOLE.replace(budget=1, trigger_policy="always"),

@@ -22,6 +22,7 @@ from tests.schedules import AnyTime, Lazy, Watching
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="schedules of CPU tensors")
 
 ROWS = prompts(150, 61, 5)
+NEW = 10
 NOTHING: dict[str, Any] = {}
 CONFIG = SfiConfig(
     slow_start=1, min_gap=0, span=0, sink=3, recent=8, budget=10, t_max=4, window_prefill=4,
@@ -57,7 +58,7 @@ def complete(
     return sfi_core.generate(
         tiny(label), None, options.pop("rows", ROWS), config, policy=policy,
         stop_token_ids=(), engine=EngineOptions(kv_device_budget=budget, kv_page=page, **engine),
-        **{"max_new_tokens": 14, **options},
+        **{"max_new_tokens": NEW, **options},
     )  # fmt: skip
 
 
@@ -126,7 +127,7 @@ def test_the_forecast_is_a_close_upper_bound(method: str, label: str):
     tiers = complete(method, "600kB", label, rows=rows).report.kv_tiers
     options = EngineOptions(kv_device_budget="600kB", kv_page=8)
     with slow_fast(tiny(label), None, CONFIG.replace(**own), policy=policy, engine=options) as session:
-        least, most = (session.tiers.bytes(2, 104, 14, resident=one) for one in (False, True))
+        least, most = (session.tiers.bytes(2, 90 + NEW, NEW, resident=one) for one in (False, True))
     expected = most if most.device_bytes <= 600_000 else least
     assert expected.host_bytes == tiers.host_bytes
     words = policy == "codescan" and not why_not()  # compiled, a code has 4 bytes; planned are 16
@@ -138,18 +139,18 @@ def test_the_forecast_is_a_close_upper_bound(method: str, label: str):
 def bundled() -> tuple[Any, Any, str]:
     """The model that ships, its tokenizer, and a question about a long document."""
     model, tokenizer = load(str(BUNDLED))
-    return model, tokenizer, find_task("bundled-recall").sample(tokenizer, 4000, 0).prompt
+    return model, tokenizer, find_task("bundled-recall").sample(tokenizer, 2500, 0).prompt
 
 
 @pytest.mark.parametrize("policy", ["sfi", "freekv"])
 def test_shares_of_a_long_prompt_give_its_answer(bundled: tuple[Any, Any, str], policy: str):
-    """Fixed parts are small beside 4,000 tokens: a tenth of the cache is enough."""
+    """Fixed parts are small beside 2,500 tokens: a tenth of the cache is enough."""
     model, tokenizer, prompt = bundled
-    config = SfiConfig(recent=16, budget=32, t_max=8).replace(freekv={"first_layer_dense": False, "page": 64})
+    config = SfiConfig(recent=16, budget=32, t_max=8).replace(freekv={"first_layer_dense": False, "page": 32})
 
     def answer(budget: str | None) -> Any:
         return sfi_core.generate(
-            model, tokenizer, [prompt], config, policy=policy, max_new_tokens=16,
+            model, tokenizer, [prompt], config, policy=policy, max_new_tokens=8,
             engine=EngineOptions(kv_device_budget=budget, kv_page=16),
         )  # fmt: skip
 
@@ -175,7 +176,7 @@ def beside(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize(
     ("method", "side", "options"),
     each_value(
-        BESIDE, [Lazy, lambda: AnyTime(0), lambda: AnyTime(1)], [{}, {"max_batch": 1, "max_new_tokens": [5, 9, 14]}]
+        BESIDE, [Lazy, lambda: AnyTime(0), lambda: AnyTime(1)], [{}, {"max_batch": 1, "max_new_tokens": [3, 6, NEW]}]
     ),
 )
 def test_every_legal_schedule_gives_what_the_code_s_order_gives(
@@ -231,8 +232,10 @@ def test_observers_and_audits_change_nothing_and_add_up(method: str):
 def test_the_triton_backend_gives_the_tokens_of_its_whole_cache(monkeypatch: pytest.MonkeyPatch, method: str):
     """With the kernels' references: the next test runs the kernels. `codescan` learns its bases again."""
     use_references(monkeypatch)
-    monkeypatch.setattr(codescan, "RELEARN", 5)
-    options = {"backend": "triton", "page": 16, "rows": prompts(90, 37), "changes": {"recent": 16}}
+    monkeypatch.setattr(codescan, "RELEARN", 3)
+    options = {
+        "backend": "triton", "page": 16, "rows": prompts(90, 37), "changes": {"recent": 16}, "max_new_tokens": 6,
+    }  # fmt: skip
     expected = tokens(complete(method, **options, page_size=16))
     assert tokens(complete(method, "500kB", **options)) == expected
 

@@ -10,8 +10,8 @@ import torch
 from sfi_core import SfiConfig, slow_fast
 from sfi_core.errors import InputError, UnsupportedModelError
 from sfi_core.hosts.transformers.shapes import layer_shapes
+from sfi_core.measure.bench import byte_roofline
 from sfi_core.measure.bench.architectures import empty_model, random_config, random_model
-from sfi_core.measure.bench.byte_roofline import forecast_document
 from sfi_core.measure.bench.settings import DecodeSettings
 from sfi_core.models.describe import ModelWeights
 from tests.architectures import WORKS, tiny
@@ -44,6 +44,14 @@ T4 = [  # context, batch: GB dense and fast, tokens/s at 4.3 TB/s dense and at 1
 ]
 
 
+shapes_once = cache(layer_shapes)  # a pass over the layers of a large model takes longer than its forecast
+
+
+@pytest.fixture(autouse=True)
+def _forecasts_look_once(monkeypatch):
+    monkeypatch.setattr(byte_roofline, "layer_shapes", shapes_once)
+
+
 @cache
 def meta(name):
     return empty_model(random_config(name), META, torch.bfloat16)
@@ -54,13 +62,13 @@ def forecast(name, context, batch, *, config=None, memory=150e9, **changes):
         contexts=(context,), batches=(batch,), config=config or SfiConfig.preset("paper"),
         policies=("full-kv", "sfi"), warm_up=4, **changes,
     )  # fmt: skip
-    return forecast_document(meta(name), asked, CPU, bandwidth_gb_per_s=4300, memory_bytes=memory)
+    return byte_roofline.forecast_document(meta(name), asked, CPU, bandwidth_gb_per_s=4300, memory_bytes=memory)
 
 
 @pytest.mark.parametrize("name", T1)
 def test_named_architectures_are_those_of_the_notes(name):
     layers, heads, billions, total, row = T1[name]
-    shapes = layer_shapes(meta(name))
+    shapes = shapes_once(meta(name))
     weights = ModelWeights.of(meta(name))
     assert (len(shapes), shapes[0].heads) == (layers, heads)
     assert weights.total_bytes / 2e9 == pytest.approx(billions, abs=0.006)

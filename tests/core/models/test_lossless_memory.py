@@ -19,7 +19,7 @@ from sfi_core.state.layer_shape import LayerShape
 from tests.core.conftest import tiny_qwen3
 
 VOCABULARY = 40_000
-PROMPT, NEW, DRAFT = 40, 16, 6
+PROMPT, NEW, DRAFT = 40, 10, 6
 CONFIG = SfiConfig(
     slow_start=1, min_gap=0, span=0, sink=3, recent=6, budget=5, trigger_token_ids=(1,), t_max=100,
     draft=DraftConfig(max_tokens=DRAFT, adaptive=False),

@@ -21,7 +21,7 @@ from tests.fakes import RecordingObserver, layer_context
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 DOCS = Path(__file__).parents[3] / "docs"
-SINK, RECENT, BUDGET, T_MAX, NEW = 3, 6, 5, 4, 24
+SINK, RECENT, BUDGET, T_MAX, NEW = 3, 6, 5, 4, 16
 PROMPTS = [list(range(40, 90)), [7, 8], list(range(20))]  # ragged; one is shorter than the sink
 LAYERS = (0, 1)
 CONFIG = SfiConfig(
