@@ -203,7 +203,7 @@ def test_weights_of_another_shape_are_named(folder: Path, tiny_tokenizer: Any):
         ("config.json", {"model_type": "nonesuch"}, "model type `nonesuch`"),
         ("config.json", {"hidden_size": "x"}, "'hidden_size' expected int, got str"),
         ("config.json", {"head_dim": 0}, "head_dim must be in 1 to 16,384, got 0"),
-        ("config.json", {"num_hidden_layers": 10**6, "layer_types": None}, "num_hidden_layers must be in 1 to 2,048"),
+        ("config.json", {"num_hidden_layers": 10**5, "layer_types": None}, "num_hidden_layers must be in 1 to 2,048"),
         ("config.json", {"vocab_size": 2**40}, "vocab_size must be in 1 to 16,777,216"),
     ],
 )
