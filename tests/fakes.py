@@ -130,6 +130,12 @@ class RecordingObserver(NullObserver):
             self.open -= 1
 
 
+class Listener(RecordingObserver):
+    """Hears events, but no spans, which a replay or layers that select together have none of."""
+
+    span = NullObserver.span
+
+
 def plain_attention(
     query_BHGWD: torch.Tensor,
     key_BHTD: torch.Tensor,

@@ -10,7 +10,7 @@ import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import sfi_core
-from sfi_core import AuditConfig, EngineOptions, NullObserver, Sampling, SfiConfig, slow_fast
+from sfi_core import AuditConfig, EngineOptions, Sampling, SfiConfig, slow_fast
 from sfi_core.engine import loop
 from sfi_core.engine.backends.registry import prepare
 from sfi_core.engine.graphs import lookahead, steps
@@ -24,7 +24,7 @@ from sfi_core.settings.parts import DraftConfig
 from sfi_kernels.pack import pack
 from tests.core.conftest import TINY, tiny_qwen3
 from tests.fake_graph import FakeRecorder, Tape, use_tensors
-from tests.fakes import RecordingObserver
+from tests.fakes import Listener, RecordingObserver
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="on CPU tensors; test_engine_on_a_gpu.py has the real thing"
@@ -35,12 +35,6 @@ CONFIG = SfiConfig(
     trigger_token_ids=tuple(range(0, 96, 3)), trigger_delay=0,
 )  # fmt: skip
 NEW = 12
-
-
-class Listener(RecordingObserver):
-    """Hears events, but no spans, which a replay has none of."""
-
-    span = NullObserver.span
 
 
 def tiny_llama() -> Any:

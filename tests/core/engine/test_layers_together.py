@@ -6,11 +6,12 @@ import pytest
 import torch
 
 import sfi_core
-from sfi_core import NullObserver, SfiConfig
+from sfi_core import SfiConfig
 from sfi_core.engine import maintenance, refresh
 from sfi_core.engine.maintenance import Maintenance
 from sfi_core.state.side_stream import SideStream
 from tests.core.conftest import tiny_qwen3
+from tests.fakes import Listener, RecordingObserver
 
 LAYERS = 6
 PROMPTS = [list(range(5, 45)), list(range(3, 28)), list(range(50, 57))]
@@ -20,27 +21,15 @@ CONFIG = SfiConfig(
 )  # fmt: skip
 
 
-class Watching(NullObserver):
-    """Keeps selections and steps."""
-
-    def __init__(self) -> None:
-        self.chosen: dict[tuple[int, int, int], tuple[Any, Any]] = {}
-        self.steps: list[tuple[Any, ...]] = []
-
-    def on_selection(self, event):
-        where = (event.step, event.layer, event.request)
-        assert where not in self.chosen
-        self.chosen[where] = event.index_HK.tolist(), event.diagnostics
-
-    def on_step(self, event):
-        self.steps.append((event.step, event.request, event.token_id, event.attended_tokens))
+def chosen(seen: RecordingObserver) -> dict[tuple[int, int, int], tuple[Any, Any]]:
+    """Return the positions and diagnostics of each selection, by step, layer and request."""
+    found = {(e.step, e.layer, e.request): (e.index_HK.tolist(), e.diagnostics) for e in seen.selections}
+    assert len(found) == len(seen.selections)
+    return found
 
 
-class Spanning(Watching):
-    """Times phases too."""
-
-    def span(self, name, layer=None, moved_bytes=0):
-        return super().span(name, layer, moved_bytes)
+def steps(seen: RecordingObserver) -> list[tuple[Any, ...]]:
+    return [(e.step, e.request, e.token_id, e.attended_tokens) for e in seen.steps]
 
 
 @pytest.fixture(scope="module")
@@ -52,14 +41,14 @@ def model() -> Any:
 def complete(model, monkeypatch):
     """Decode; return what an observer was told, the paths, and the layers of each joined selection."""
 
-    def run(enough: int = maintenance.ENOUGH, observer: Watching | None = None, **options: Any):
+    def run(enough: int = maintenance.ENOUGH, observer: RecordingObserver | None = None, **options: Any):
         together: list[int] = []
         every = refresh.refresh_all
         monkeypatch.setattr(maintenance, "ENOUGH", enough)
         monkeypatch.setattr(
             refresh, "refresh_all", lambda row, handed: (together.append(len(handed)), every(row, handed))
         )
-        seen = observer or Watching()
+        seen = observer or Listener()
         options = {"config": CONFIG, "max_new_tokens": 12, "stop_token_ids": (), **options}
         result = sfi_core.generate(model, None, PROMPTS, observers=[seen], **options)
         monkeypatch.setattr(refresh, "refresh_all", every)
@@ -77,12 +66,12 @@ def test_layers_together_choose_what_each_chooses_alone(complete, policy, change
     assert set(together) == {LAYERS - len(CONFIG.dense_layers)}
     assert sum(together) == len(ones)
     assert own_paths == paths
-    assert own.steps == alone.steps
-    assert {at: index for at, (index, _) in own.chosen.items()} == {
-        at: index for at, (index, _) in alone.chosen.items()
-    }
-    for at, (_, diagnostics) in own.chosen.items():
-        torch.testing.assert_close(diagnostics, alone.chosen[at][1])
+    assert steps(own) == steps(alone)
+    ours, theirs = chosen(own), chosen(alone)
+    assert ours.keys() == theirs.keys()
+    for at, (index, diagnostics) in ours.items():
+        assert index == theirs[at][0]
+        torch.testing.assert_close(diagnostics, theirs[at][1])
 
 
 def test_what_waits_is_worked_off_when_it_is_enough(complete):
@@ -90,14 +79,14 @@ def test_what_waits_is_worked_off_when_it_is_enough(complete):
     numbers = 4 * length * 2  # two layers' logits of four query heads, or those of more in shorter prompts
     alone, *_, together = complete(enough=numbers)
     assert {2, 1} <= set(together)
-    assert alone.steps == complete(enough=1)[0].steps
+    assert steps(alone) == steps(complete(enough=1)[0])
 
 
 @pytest.mark.parametrize(
     ("policy", "observer"),
     [
-        ("sfi", Spanning),  # each layer's phases are timed
-        ("random-k", Watching),
+        ("sfi", RecordingObserver),  # each layer's phases are timed
+        ("random-k", Listener),
     ],
 )
 def test_others_select_layer_by_layer(complete, policy, observer):

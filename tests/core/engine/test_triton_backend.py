@@ -1,25 +1,17 @@
 """The whole decoder on the Triton kernels, in the interpreter without a GPU, beside the references."""
 
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    DeepseekV3Config,
-    DeepseekV3ForCausalLM,
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    GptOssConfig,
-    GptOssForCausalLM,
-)
 
 import sfi_core
 from sfi_core import EngineOptions, SfiConfig, slow_fast
 from sfi_core.errors import BackendError
 from sfi_core.settings.parts import FreeKVConfig, SyncKVConfig
-from tests.core.conftest import TINY, tiny_qwen3
+from tests.architectures import BY_LABEL
+from tests.core.conftest import tiny_qwen3
 from tests.covering import case
 from tests.fakes import RecordingObserver, tokens, use_references
 
@@ -112,43 +104,11 @@ def test_a_request_that_ended_leaves_the_others_as_they_are(monkeypatch: pytest.
         assert after == before[:cut]
 
 
-def gemma2() -> Any:
-    """Soft caps and a scale of its own; every second layer slides."""
-    config = Gemma2Config(
-        vocab_size=VOCAB, **TINY, query_pre_attn_scalar=16, sliding_window=64,
-        attn_logit_softcapping=5.0, initializer_range=0.3,
-    )  # fmt: skip
-    return Gemma2ForCausalLM(config)
-
-
-def gpt_oss() -> Any:
-    """Learned sinks."""
-    config = GptOssConfig(
-        vocab_size=VOCAB, **TINY, num_local_experts=2, num_experts_per_tok=1, initializer_range=0.3,
-        sliding_window=16, layer_types=["full_attention", "sliding_attention"],
-    )  # fmt: skip
-    made = GptOssForCausalLM(config)
-    for layer in made.model.layers:
-        torch.nn.init.normal_(layer.self_attn.sinks, 1.0)
-    return made
-
-
-def deepseek_v3() -> Any:
-    """Values of another width than keys, one query head a KV head."""
-    sizes = {name: value for name, value in TINY.items() if name not in ("head_dim", "num_key_value_heads")}
-    config = DeepseekV3Config(
-        vocab_size=VOCAB, **sizes, num_key_value_heads=4, q_lora_rank=16, kv_lora_rank=16,
-        qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8, first_k_dense_replace=2,
-        n_routed_experts=4, num_experts_per_tok=1, n_group=1, topk_group=1, initializer_range=0.3,
-    )  # fmt: skip
-    return DeepseekV3ForCausalLM(config)
-
-
 @pytest.mark.seam
-@pytest.mark.parametrize("make", [gemma2, gpt_oss, case(deepseek_v3)])
-def test_other_architectures_give_the_tokens_of_the_references(make: Callable[[], Any]):
-    torch.manual_seed(1)
-    other = make().eval().to(DEVICE)
+@pytest.mark.parametrize("label", ["gemma-2", "gpt-oss", case("deepseek-v3")])
+def test_other_architectures_give_the_tokens_of_the_references(label: str):
+    """Soft caps beside sliding layers; learned sinks; values of another width than keys."""
+    other = BY_LABEL[label].build().to(DEVICE)
     both = [complete(name, PROMPTS[1:], model=other) for name in ("torch", "triton")]
     assert tokens(both[1]) == tokens(both[0])
 

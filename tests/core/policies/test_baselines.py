@@ -14,6 +14,7 @@ from sfi_core.settings.config import SfiConfig
 from sfi_core.state.request import RequestState
 from sfi_core.triggers.trigger import Trigger
 from tests.fakes import RecordingObserver, layer_context
+from tests.watched import best_of
 
 H, G, D = 2, 2, 8
 SINK, RECENT, BUDGET, PROMPT = 2, 4, 6, 40
@@ -49,10 +50,6 @@ def chosen(index_BHK: torch.Tensor) -> list[list[int]]:
     return [[j for j in head if j >= 0] for head in index_BHK[0].tolist()]
 
 
-def best_of(score: list[float], candidates: range, budget: int = BUDGET) -> list[int]:
-    return sorted(sorted(candidates, key=lambda j: (-score[j], j))[:budget])
-
-
 # snapkv -------------------------------------------------------------------------------------------
 
 
@@ -64,7 +61,7 @@ def test_snapkv_keeps_the_pooled_attention_of_the_window():
     mean = logits.double().softmax(-1).mean(dim=(2, 3))[0]
     for head in range(H):
         score = [sum(float(mean[head, k]) for k in range(j - 2, j + 3) if k in prefix) / 5 for j in range(PROMPT)]
-        assert got[head] == best_of(score, prefix)
+        assert got[head] == best_of(score, prefix, BUDGET)
 
 
 def test_snapkv_selects_once_and_keeps_what_it_decodes(tiny_model: Any):
@@ -172,7 +169,7 @@ def test_prior_only_ranks_by_key_norm_and_position():
             u = min(1.0, max(0.0, (j - first) / (last - first)))
             decay = math.exp(-s.beta * u**s.power) * (1 - u + 1e-12) ** s.eta
             score.append(norm**-s.gamma * decay)
-        assert got[head] == best_of(score, range(first, last + 1))
+        assert got[head] == best_of(score, range(first, last + 1), BUDGET)
 
 
 def test_quest_and_the_oracle_say_what_choosing_reads(tiny_model: Any):
