@@ -82,22 +82,12 @@ def ranks(folder, ended) -> list[dict[str, Any]]:
     return [json.loads(path.read_text()) for path in written]
 
 
-@pytest.fixture(scope="module")
-def two(ranks) -> list[dict[str, Any]]:
-    return [rank["cases"] for rank in ranks]
-
-
-@pytest.fixture(scope="module")
-def refusals(ranks) -> list[dict[str, str]]:
-    return [rank["refusals"] for rank in ranks]
-
-
 @pytest.mark.parametrize("name", CASES)
-def test_two_ranks_choose_and_select_what_one_process_does(name, one, two):
-    for rank in two:
-        assert rank[name]["tokens"] == one[name]["tokens"]
-        assert rank[name]["slow_at"] == one[name]["slow_at"]
-    first, second = (rank[name]["selected"] for rank in two)
+def test_two_ranks_choose_and_select_what_one_process_does(name, one, ranks):
+    for rank in ranks:
+        assert rank["cases"][name]["tokens"] == one[name]["tokens"]
+        assert rank["cases"][name]["slow_at"] == one[name]["slow_at"]
+    first, second = (rank["cases"][name]["selected"] for rank in ranks)
     assert first.keys() == second.keys() == one[name]["selected"].keys()
     for where, index_HK in one[name]["selected"].items():
         assert first[where] + second[where] == index_HK, where
@@ -111,10 +101,10 @@ def test_cases_have_several_slow_steps_that_differ_between_requests(name, one):
     assert all(1 < len(steps) < tensor_parallel.STEPS for steps in slow_at)
 
 
-def test_hosted_ranks_sample_with_the_first_ones_seed(one, two):
+def test_hosted_ranks_sample_with_the_first_ones_seed(one, ranks):
     """Each rank seeded differently; `one` is the first one's."""
     tokens = one["hosted sampled"]["tokens"]
-    assert tokens == two[0]["hosted sampled"]["tokens"] != one["llama default"]["tokens"]
+    assert tokens == ranks[0]["cases"]["hosted sampled"]["tokens"] != one["llama default"]["tokens"]
 
 
 def test_ranks_take_the_first_one_s_tokens(ranks):
@@ -145,9 +135,9 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_mistake_gets_the_same_line_on_every_rank(name, folder, refusals):
+def test_a_mistake_gets_the_same_line_on_every_rank(name, folder, ranks):
     wanted = REFUSED[name].replace("FOLDER", str(folder))
-    assert [rank[name] for rank in refusals] == [wanted, wanted]
+    assert [rank["refusals"][name] for rank in ranks] == [wanted, wanted]
 
 
 def test_a_rank_that_dies_ends_the_others_with_one_line(ended):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import sfi_core
 from sfi_core import AuditConfig, EngineOptions, Sampling, SfiConfig, slow_fast
@@ -22,6 +22,7 @@ from sfi_core.policies import POLICIES, Evidence, EvidencePolicy, Selection, Tri
 from sfi_core.policies.built_in import codescan
 from sfi_core.settings.parts import DraftConfig
 from sfi_kernels.pack import pack
+from tests.architectures import tiny
 from tests.core.conftest import TINY, tiny_qwen3
 from tests.fake_graph import FakeRecorder, Tape, use_tensors
 from tests.fakes import Listener, RecordingObserver
@@ -342,14 +343,10 @@ def test_what_cannot_be_replayed_is_refused_with_the_reason(complete, recorder, 
     assert recorder.tapes == 0
 
 
-def test_a_sliding_window_cannot_be_replayed(models, recorder):
-    torch.manual_seed(0)
-    config = Gemma2Config(vocab_size=96, **TINY, sliding_window=64, query_pre_attn_scalar=8)
+def test_a_sliding_window_cannot_be_replayed(recorder):
+    engine = EngineOptions(backend="triton", graphs=True)
     with pytest.raises(ConfigError, match="must be off with layers of sliding windows"):
-        sfi_core.generate(
-            Gemma2ForCausalLM(config).eval(), None, PROMPTS[2:3], CONFIG,
-            engine=EngineOptions(backend="triton", graphs=True),
-        )  # fmt: skip
+        sfi_core.generate(tiny("gemma-2"), None, PROMPTS[2:3], CONFIG, engine=engine)
 
 
 def test_graphs_on_a_cpu_are_refused(models):

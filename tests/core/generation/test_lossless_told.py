@@ -1,5 +1,6 @@
 """What a lossless run tells: its observers, its caller token by token, and its result."""
 
+from functools import cache
 from itertools import pairwise
 
 import pytest
@@ -16,9 +17,15 @@ from tests.fakes import RecordingObserver
 pytestmark = pytest.mark.seam
 
 
-def test_observers_are_told_of_every_token_and_change_none():
+@cache
+def told():
+    """A run of drafts, some of them rejected, and all that its observer heard."""
     seen = RecordingObserver()
-    result = run("qwen3", ROWS, draft="4", observers=[seen])
+    return run("qwen3", ROWS, draft="4", observers=[seen]), seen
+
+
+def test_observers_are_told_of_every_token_and_change_none():
+    result, seen = told()
     assert tokens(result) == full("qwen3")
     for request, report in enumerate(result.report.requests):
         steps = [one for one in seen.steps if one.request == request]
@@ -39,8 +46,7 @@ def test_observers_are_told_of_every_token_and_change_none():
 
 
 def test_what_a_rejected_token_selected_is_never_read():
-    seen = RecordingObserver()
-    result = run("qwen3", ROWS, draft="4", observers=[seen])
+    result, seen = told()
     for request, report in enumerate(result.report.requests):
         checks = [one for one in seen.verifications if one.request == request]
         fell = [one for one in checks if one.accepted < one.drafted]
@@ -48,8 +54,8 @@ def test_what_a_rejected_token_selected_is_never_read():
         assert all(one.evidence_position is None for one in fell)
         after = [then.reason for one, then in pairwise(checks) if one in fell]
         assert set(after) == {"rejected"}
-        told = {one.step for one in seen.selections if one.request == request}
-        assert told == {0, *(one.step for one in checks if one not in fell)}
+        selected = {one.step for one in seen.selections if one.request == request}
+        assert selected == {0, *(one.step for one in checks if one not in fell)}
         assert report.reasons["rejected"] == len(after)
 
 
@@ -77,17 +83,16 @@ def test_a_basis_of_the_prompt_asks_verifications_for_no_evidence(monkeypatch):
 
 
 def test_drafts_are_compared_with_full_attention():
-    seen = RecordingObserver()
-    result = run("qwen3", ROWS, draft="4", observers=[seen])
+    result, seen = told()
     drafted = {(e.request, e.step): e.draft_token_id for e in seen.steps if e.draft_token_id is not None}
-    told = {
+    heard = {
         (request, step): (kl.item(), agrees.item())
         for event in seen.logits
         for request, step, kl, agrees in zip(event.requests, event.steps, event.kl_R, event.agrees_R, strict=True)
     }
-    assert set(told) == set(drafted)
+    assert set(heard) == set(drafted)
     # greedy: the drafted token is the most probable one
-    for (request, step), (kl, agrees) in told.items():
+    for (request, step), (kl, agrees) in heard.items():
         token = result.report.requests[request].token_ids[step]
         assert agrees == (drafted[request, step] == token)
         assert kl >= 0

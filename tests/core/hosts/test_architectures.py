@@ -20,10 +20,12 @@ HANDFUL = ["qwen3", "gemma-2", "gpt-oss", "deepseek-v3", "llama"]
 LENGTHS = {1: (37,), 2: (9, 37), 3: (24, 37, 9), 4: (37, 9, 16, 24)}
 STEPS = 8
 WHOLE = SMALL.replace(sink=4, budget=1000)
+ONE = WHOLE.replace(budget=1)
 EVERY_STEP = {
-    "policy always": WHOLE.replace(budget=1, trigger_policy="always"),
-    "t_max 0": WHOLE.replace(budget=1, t_max=0, trigger_token_ids=()),
-    "whole vocabulary": WHOLE.replace(budget=1, trigger_delay=0, trigger_token_ids=tuple(range(300))),
+    "policy always": ("sfi", ONE.replace(trigger_policy="always")),
+    "t_max 0": ("sfi", ONE.replace(t_max=0, trigger_token_ids=())),
+    "whole vocabulary": ("sfi", ONE.replace(trigger_delay=0, trigger_token_ids=tuple(range(300)))),
+    "full-kv": ("full-kv", SMALL),
 }
 
 
@@ -74,17 +76,11 @@ def test_anchored_budget_over_all_positions_gives_full_attentions_tokens(label, 
 
 @pytest.mark.parametrize(("label", "rule"), each_value(WORKING, EVERY_STEP))
 def test_slow_step_every_time_gives_full_attentions_tokens(label, rule):
-    tokens, report = under_sfi(label, prompts(*LENGTHS[3]), EVERY_STEP[rule])
+    policy, config = EVERY_STEP[rule]
+    tokens, report = under_sfi(label, prompts(*LENGTHS[3]), config, policy=policy)
     assert tokens == reference(label, 3)
     assert "torch.sparse_attention" not in report.paths
-    assert [r.fast_steps for r in report.requests] == [0, 0, 0]
-
-
-@pytest.mark.parametrize("label", WORKING)
-def test_full_kv_gives_full_attentions_tokens(label):
-    tokens, report = under_sfi(label, prompts(*LENGTHS[3]), SMALL, policy="full-kv")
-    assert tokens == reference(label, 3)
-    assert [r.read_ratio for r in report.requests] == [1, 1, 1]
+    assert [(r.fast_steps, r.read_ratio) for r in report.requests] == [(0, 1)] * 3
 
 
 @pytest.mark.parametrize("label", HANDFUL)
@@ -109,13 +105,10 @@ def test_own_loop_gives_the_tokens_and_slow_steps_of_transformers_generate(label
 
 
 @pytest.mark.parametrize(("label", "chunk"), each_value(HANDFUL, [5, 12, 16, 64]))
-def test_prompt_in_pieces_gives_the_tokens_of_one_piece(label, chunk):
+def test_pieces_of_a_prompt_and_pages_change_nothing(label, chunk):
     """With 37 tokens and a window of 8 queries the last piece is 2, 1, 5 or 37 tokens long."""
-    rows = prompts(*LENGTHS[3])
-    whole, pieces = (
-        own_loop(label, rows, SMALL)[1],
-        own_loop(label, rows, SMALL, engine=EngineOptions(prefill_chunk=chunk))[1],
-    )
+    rows, engine = prompts(*LENGTHS[4]), EngineOptions(prefill_chunk=chunk)
+    whole, pieces = own_loop(label, rows, SMALL)[1], own_loop(label, rows, SMALL, page_size=16, engine=engine)[1]
     assert pieces.requests == whole.requests
 
 
@@ -125,13 +118,6 @@ def test_transformers_prefill_chunks_give_the_tokens_of_one_piece(label, chunk):
     _, whole = under_sfi(label, rows, SMALL)
     _, pieces = under_sfi(label, rows, SMALL, prefill_chunk_size=chunk)
     assert pieces.requests == whole.requests
-
-
-@pytest.mark.parametrize("label", HANDFUL)
-def test_paged_cache_gives_the_tokens_of_one_page(label):
-    rows = prompts(*LENGTHS[4])
-    one, paged = own_loop(label, rows, SMALL)[1], own_loop(label, rows, SMALL, page_size=16)[1]
-    assert paged.requests == one.requests
 
 
 def traces_of_sfi(model):
