@@ -32,7 +32,7 @@ from tests.fakes import RecordingObserver
 
 MODELS = ("llama", "qwen3-moe", "gemma-3", "qwen3.5")
 MORE_HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}
-LENGTHS, STEPS = (90, 31, 60), 16
+LENGTHS, STEPS = (90, 31, 60), 10
 WAIT = 240  # seconds until a rank counts as stuck, on a busy machine
 CONFIG = SfiConfig(
     sink=2, recent=8, budget=12, t_max=4, span=2, trigger_token_ids=tuple(range(0, 300, 5)), window_prefill=4
