@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import sfi_core
-from sfi_core import EngineOptions, SfiConfig
+from sfi_core import EngineOptions
 from sfi_core.distributed.ranks import ALONE
 from sfi_core.engine.report import RunReport
 from sfi_core.engine.run import Run
@@ -23,15 +23,12 @@ from sfi_core.models.byte_model import ByteModel
 from sfi_core.observers.events import SelectionEvent
 from sfi_kernels.pack import pack
 from tests.core.conftest import tiny_qwen3
+from tests.core.engine.test_graphs import CONFIG
 from tests.fake_graph import FakeRecorder, use_tensors
 from tests.fakes import Listener, RecordingObserver
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on CPU tensors")
 PROMPTS = [list(range(5, 45)), list(range(3, 28)), list(range(9, 50))]
-CONFIG = SfiConfig(
-    slow_start=1, min_gap=0, span=0, sink=2, recent=8, budget=6, t_max=4, window_prefill=4,
-    trigger_token_ids=tuple(range(0, 96, 3)), trigger_delay=0,
-)  # fmt: skip
 
 
 class Deaf(RecordingObserver):

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.llama import modeling_llama as llama
 
 import sfi_core
-from sfi_core import EngineOptions, SfiConfig, slow_fast
+from sfi_core import EngineOptions, slow_fast
 from sfi_core.errors import ConfigError
 from sfi_core.hosts.transformers.cache_name import CACHE_NAME
 from sfi_core.hosts.transformers.fusion.fuse import forward_for, fused, wants_fusion
@@ -19,6 +19,7 @@ from sfi_kernels.launch import name_of
 from tests.architectures import WORKS
 from tests.architectures import tiny as tiny_architecture
 from tests.core.conftest import TINY
+from tests.core.engine.test_graphs import CONFIG
 from tests.fake_graph import FakeRecorder, use_tensors
 
 pytest.importorskip("triton")
@@ -27,10 +28,6 @@ from triton.runtime.interpreter import GridExecutor
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PROMPTS = [list(range(5, 45)), list(range(3, 28))]
 NEW = 4
-CONFIG = SfiConfig(
-    slow_start=1, min_gap=0, span=0, sink=2, recent=8, budget=6, t_max=4, window_prefill=4,
-    trigger_token_ids=tuple(range(0, 96, 3)), trigger_delay=0,
-)  # fmt: skip
 MODELS: dict[str, dict[str, Any]] = {
     "qwen3": {},
     "llama": {},
