@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from sfi_core.engine.backends import triton as triton_backend
-from tests.core.engine.test_triton_backend import PROMPTS, complete, gemma2, tokens
+from tests.architectures import tiny
+from tests.core.engine.test_triton_backend import PROMPTS, complete, tokens
 from tests.fakes import causal_mask, error_bound, plain_attention
 
 B, H, G, T, D = 3, 2, 2, 20, 16
@@ -52,7 +53,7 @@ def test_a_ragged_batch_gets_the_references_tokens(forced, chunk: int, fused: in
 
 
 def test_a_soft_cap_is_the_kernels(forced):
-    options = {"model": gemma2().eval(), "max_new_tokens": 1}
+    options = {"model": tiny("gemma-2"), "max_new_tokens": 1}
     assert "sdpa.prompt" not in complete("triton", PROMPTS[2:], **options).report.paths
 
 
