@@ -59,13 +59,13 @@ def by_sfi(asked: dict[str, Any]) -> dict[str, Any]:
     from sfi_core import SfiConfig, generate, load, pack_weights  # noqa: PLC0415
 
     torch.set_num_threads(asked["threads"])
-    model, _ = load(asked["model"], dtype="bfloat16", device="cpu")
+    model, tokenizer = load(asked["model"], dtype="bfloat16", device="cpu")
     pack_weights(model)
     recent = asked.get("recent", 128)
     config = SfiConfig(budget=asked["context"] // SHARE - recent - SINK, recent=recent)
     at = [time.perf_counter()]
     result = generate(
-        model, None, [asked["prompt"]], config, policy=asked["policy"], max_new_tokens=asked["tokens"],
+        model, tokenizer, [asked["prompt"]], config, policy=asked["policy"], max_new_tokens=asked["tokens"],
         stop_token_ids=(), on_token=lambda _: at.append(time.perf_counter()),
     )  # fmt: skip
     report = result.report.requests[0]
