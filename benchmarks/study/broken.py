@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from sfi_core.policies.base import BatchContext, Evidence, Policy, Selection
+from sfi_core.policies.base import BatchContext, LayerContext, Policy, Selection, Triggered
 from sfi_core.policies.built_in.codescan import CodeScan
 from sfi_core.policies.built_in.sfi import SFI
 from sfi_kernels.code_scan import Choice
@@ -16,21 +16,22 @@ SINKS = 4
 NONE = torch.iinfo(torch.int32).max  # sorts what is no position behind all positions
 
 
-class Broken(SFI):
-    """`sfi` whose selections are changed once they are made."""
+class Broken(Triggered):
+    """`sfi` whose selections are changed once they are made; on the torch backend, a request at a time."""
 
     def __init__(self, *arguments: Any) -> None:
-        """Take what `SFI` takes, and remember the last selection of every layer."""
+        """Take what `SFI` takes, and remember the last selection of every layer and request."""
         super().__init__(*arguments)
-        self.last: dict[int, torch.Tensor] = {}
+        self.whole = SFI(self.config, *arguments[1:])
+        self.last: dict[tuple[int, int], torch.Tensor] = {}
 
-    def select_after(self, context: Evidence) -> Selection | None:
+    def select_after(self, context: LayerContext) -> Selection | None:
         """Select as `sfi`, then break it."""
-        made = super().select_after(context)
+        made = self.whole.select_after(context)
         index = self.broken(made.index_BHK, context)
         return None if index is None else Selection(index, made.diagnostics)
 
-    def broken(self, index_BHK: torch.Tensor, context: Evidence) -> torch.Tensor | None:
+    def broken(self, index_BHK: torch.Tensor, context: LayerContext) -> torch.Tensor | None:
         """Return other positions; None keeps those of the refresh before."""
         return index_BHK
 
@@ -38,24 +39,25 @@ class Broken(SFI):
 class WrongHead(Broken):
     """Each KV head reads what the head before it selected; without effect on a model of one KV head."""
 
-    def broken(self, index_BHK: torch.Tensor, context: Evidence) -> torch.Tensor:
+    def broken(self, index_BHK: torch.Tensor, context: LayerContext) -> torch.Tensor:
         """See `Broken`."""
         return index_BHK.roll(1, 1)
 
 
 class Stale(Broken):
-    """Only the first refresh of the run counts."""
+    """Only a request's first refresh, at the end of its prompt, counts."""
 
-    def broken(self, index_BHK: torch.Tensor, context: Evidence) -> torch.Tensor | None:
+    def broken(self, index_BHK: torch.Tensor, context: LayerContext) -> torch.Tensor | None:
         """See `Broken`."""
-        old, self.last[context.layer] = self.last.get(context.layer), index_BHK
+        where = context.layer, context.states[0].request
+        old, self.last[where] = self.last.get(where), index_BHK
         return index_BHK if old is None else None
 
 
 class OffByAPage(Broken):
     """All positions are those of the next page; at the end of J, of its first page."""
 
-    def broken(self, index_BHK: torch.Tensor, context: Evidence) -> torch.Tensor:
+    def broken(self, index_BHK: torch.Tensor, context: LayerContext) -> torch.Tensor:
         """See `Broken`."""
         allowed = context.allowed_BT[0].nonzero()[:, 0]
         first, count = int(allowed[0]), len(allowed)
@@ -68,7 +70,7 @@ class SinksDropped(Broken):
 
     fixed: ClassVar = {"sink": 0}
 
-    def broken(self, index_BHK: torch.Tensor, context: Evidence) -> torch.Tensor:
+    def broken(self, index_BHK: torch.Tensor, context: LayerContext) -> torch.Tensor:
         """See `Broken`."""
         return _ascending(index_BHK.masked_fill(index_BHK < SINKS, -1))
 
@@ -76,26 +78,23 @@ class SinksDropped(Broken):
 class BudgetHalved(Broken):
     """Every second selected position is lost."""
 
-    def broken(self, index_BHK: torch.Tensor, context: Evidence) -> torch.Tensor:
+    def broken(self, index_BHK: torch.Tensor, context: LayerContext) -> torch.Tensor:
         """See `Broken`."""
         return index_BHK[..., ::2].contiguous()
 
 
 class OtherRequest(Broken):
-    """A request reads the positions that the layer selected last for another one, of the same length."""
+    """A request reads the positions that the layer selected last for the request before it, of the same length."""
 
-    def broken(self, index_BHK: torch.Tensor, context: Evidence) -> torch.Tensor:
+    def broken(self, index_BHK: torch.Tensor, context: LayerContext) -> torch.Tensor:
         """See `Broken`."""
-        old, self.last[context.layer] = self.last.get(context.layer), index_BHK
-        return index_BHK if old is None else old
+        request = context.states[0].request
+        self.last[context.layer, request] = index_BHK
+        return self.last.get((context.layer, request - 1), index_BHK)
 
 
 class OtherValues(Broken):
     """Each layer but the first reads the values that the layer before it has packed; see `packed`."""
-
-    def broken(self, index_BHK: torch.Tensor, context: Evidence) -> torch.Tensor:
-        """See `Broken`."""
-        return index_BHK
 
 
 class OtherCodes(CodeScan):

@@ -87,7 +87,18 @@ class Report:
         parts = [
             ("Of 100 steps, all audited; each rule with the windows in which it found a problem.", health.seen(rows))
         ]
-        return [self._page("health", f"{self.model}, half `{self.half}`", parts, "")] if rows else []
+        return (
+            [
+                self._page(
+                    "health",
+                    f"{self.model}, half `{self.half}`",
+                    parts,
+                    "A fast step may read a quarter of the prompt.",
+                )
+            ]
+            if rows
+            else []
+        )
 
     def tasks(self) -> list[Path]:
         """Write page `tasks`, of every model that has rows."""

@@ -20,8 +20,8 @@ class ByteLimit:
     `break_even_context` cached tokens on a run with these settings and this share of slow steps reads less
     than full attention; None if there are none, or if the policy selects on fast steps or mixes heads.
     `read_ratio` is the share of the cached tokens that was read, choosing included; `codescan_read_ratio` what
-    codescan would read with the same budget, None for a policy without refreshes. On two models codescan is 10 times
-    closer to full attention at equal reads (docs/evidence.md).
+    codescan would read with the same budget, None for a lossless run and for a policy without refreshes. On two models
+    codescan is 10 times closer to full attention at equal reads (docs/evidence.md).
     """
 
     bytes_per_token: float
@@ -50,6 +50,7 @@ class ByteLimit:
         slow = sum(max(0, one.slow_steps - 1) for one in report.requests) / decoded
         config = policy.config
         description = describe_model(session.model, session.shapes())
+        exact = any(one.lossless for one in report.requests)
         widths = {one.key_width for one in session.shapes() if one.window is None}
         model = ByteModel.of(description, dense_layers=config.dense_layers, batch=slots)
         packed = min(context, config.sink + config.budget)
@@ -64,7 +65,7 @@ class ByteLimit:
             speedup=dense / read,
             break_even_context=None if unknown or break_even is None else int(break_even) + 1,
             read_ratio=(attended + selecting) / context,
-            codescan_read_ratio=_codescan_ratio(config, context, widths) if policy.refreshes() else None,
+            codescan_read_ratio=_codescan_ratio(config, context, widths) if policy.refreshes() and not exact else None,
         )
 
     def advice(self, policy: str) -> str | None:

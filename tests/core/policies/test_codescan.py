@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from sfi_core import SfiConfig, generate
+from sfi_core import EngineOptions, SfiConfig, generate
 from sfi_core.policies.built_in import codescan
 from sfi_core.policies.built_in.codescan import CodeScan
 from sfi_core.policies.code_basis import learn_basis
@@ -232,3 +232,6 @@ def test_a_run_of_sfi_says_what_codescan_would_read():
     ]
     assert limits[0].codescan_read_ratio == pytest.approx(limits[1].read_ratio, abs=0.005)
     assert limits[1].codescan_read_ratio is None
+    engine = EngineOptions(lossless=True)
+    exact = generate(model, None, [prompt_of(300)], CONFIG, policy="sfi", engine=engine, max_new_tokens=NEW)
+    assert exact.byte_limit.codescan_read_ratio is None  # its tokens are full attention's already
