@@ -12,7 +12,7 @@ from sfi_traces.model.trace import Trace
 from sfi_traces.summary.scope import Scope
 
 FIRST = 10.0  # seconds before a run is first judged
-SHARE = 0.02  # most of the run's time that judging takes, but for the judgement at its end
+SHARE = 0.02  # of the time from one judgement to the next, that a judgement may take
 
 
 class Watch:
@@ -25,7 +25,7 @@ class Watch:
         self._told: set[tuple[str, int]] = set()
 
     def __call__(self, folder: Path) -> list[str]:
-        """Return a line for each new problem of the trace so far; none before `SHARE` allows to look again."""
+        """Return a line for each new problem of the trace so far; none until it is due again."""
         began = self._clock()
         if began < self._due:
             return []
