@@ -14,6 +14,8 @@ from encodings.aliases import aliases
 from importlib import import_module
 from pathlib import Path
 
+from sfi_core.errors import InputError
+
 ROWS = 48  # lines of a piece of a table
 CODE_BYTES = range(15_000, 60_000)  # sizes of source files that are neither stubs nor tables
 CODE_FILES = 48
@@ -48,8 +50,14 @@ def tables() -> list[str]:
 
 
 def technical() -> list[str]:
-    """Return Markdown pages with tables, a document a page, and pieces of JSON files. No package ships logs."""
+    """Return Markdown pages with tables, a document a page, and pieces of JSON files. No package ships logs.
+
+    Raises:
+        InputError: A package is not installed.
+    """
     packages = Path(sysconfig.get_path("purelib"))
+    if lacking := [name for name in ("lm_eval/tasks", *JSON_FILES) if not (packages / name).exists()]:
+        raise InputError(f"texts of kind technical must have {lacking[0]} among the installed packages, got none")
     found = [path.read_text(encoding="utf-8") for path in sorted(packages.glob("lm_eval/tasks/**/*.md"))]
     found = [text for text in found if "|--" in text or "| --" in text]
     for name in JSON_FILES:

@@ -84,21 +84,11 @@ class Report:
     def health(self) -> list[Path]:
         """Write page `health`."""
         rows = self._rows(HealthPart)
-        parts = [
-            ("Of 100 steps, all audited; each rule with the windows in which it found a problem.", health.seen(rows))
-        ]
-        return (
-            [
-                self._page(
-                    "health",
-                    f"{self.model}, half `{self.half}`",
-                    parts,
-                    "A fast step may read a quarter of the prompt.",
-                )
-            ]
-            if rows
-            else []
-        )
+        if not rows:
+            return []
+        title = "Of 100 steps, all audited; each rule with the windows in which it found a problem."
+        note = "A fast step may read a quarter of the prompt."
+        return [self._page("health", f"{self.model}, half `{self.half}`", [(title, health.seen(rows))], note)]
 
     def tasks(self) -> list[Path]:
         """Write page `tasks`, of every model that has rows."""
