@@ -56,10 +56,11 @@ class Parts:
     def decode(self) -> list[Command]:
         """Decode Qwen3's architectures with graphs, the points that say most first."""
         short = {"context": "8K,32K", "batch": "1,16"}
+        policies = "--policy", "sfi,codescan,full-kv"
         return [
-            self._bench("decode-4b", "qwen3-4b", **short),
-            self._bench("decode-4b-128k", "qwen3-4b", context="128K", batch="4"),
-            self._bench("decode-0.6b", "qwen3-0.6b", **short),
+            self._bench("decode-4b", "qwen3-4b", *policies, **short),
+            self._bench("decode-4b-128k", "qwen3-4b", *policies, context="128K", batch="4"),
+            self._bench("decode-0.6b", "qwen3-0.6b", *policies, **short),
         ]
 
     def decode_eager(self) -> list[Command]:

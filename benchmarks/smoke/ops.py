@@ -11,7 +11,7 @@ from sfi_core.measure.bench.bench import release
 from sfi_core.measure.kernel_bench.data import LayerData
 from sfi_core.measure.kernel_bench.settings import KernelSettings
 from sfi_core.measure.kernel_bench.variants import groups
-from sfi_kernels.dense_attention import dense_attention, window_logits
+from sfi_kernels.dense_attention import window_logits
 
 WINDOW = 64  # a prompt's last queries
 
@@ -33,25 +33,21 @@ def _one(journal: Journal, plan: Plan, settings: KernelSettings, at: str) -> Non
         form = f" ({variant.form})" if variant.form else ""
         journal.trial(f"{at}: {variant.label}{form}", lambda one=variant: _measured(one))
     journal.note(f"{at}: notes", said="; ".join(layer.notes))
-    for name in ("dense_attention", "window_logits"):
-        journal.trial(f"{at}: prompt, {name}", lambda name=name: _prompt(layer, name))
+    journal.trial(f"{at}: prompt, window_logits", lambda: _window(layer))
 
 
 def _measured(variant: Any) -> dict[str, Any]:
     return {"error_share": variant.error_share, **({"failed": variant.failure} if variant.failure else {})}
 
 
-def _prompt(data: LayerData, name: str) -> dict[str, Any]:
+def _window(data: LayerData) -> dict[str, Any]:
     # no bound is derived here: the distance is shown in units of the dtype's rounding
     settings = data.settings
     query = data.draw(settings.batch, settings.kv_heads, settings.group, WINDOW, settings.head_dim)
-    key, value, table = data.paged
-    if name == "dense_attention":
-        operands, op = (query, key, value, table, data.length_B), dense_attention
-    else:
-        operands, op = (query, key, table, data.length_B), window_logits
+    key, _, table = data.paged
     got, expected = (
-        one(*operands, scale=settings.scale).float().nan_to_num(neginf=0.0) for one in (op.triton, op.reference)
+        one(query, key, table, data.length_B, scale=settings.scale).float().nan_to_num(neginf=0.0)
+        for one in (window_logits.triton, window_logits.reference)
     )
     size = expected.abs().max()
     roundings = float((got - expected).abs().max() / size / torch.finfo(settings.torch_dtype).eps)

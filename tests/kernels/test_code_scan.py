@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._pytree import tree_map_only
 
 from sfi_kernels.code_scan import BatchCodes, code_scan, code_tokens
 from sfi_kernels.code_scan.reference import scanned
 from sfi_kernels.key_codes import CodeBasis, words
 from sfi_kernels.step_descriptor import FAST, IDLE, SLOW, NewRows, StepDescriptor, StepRequest, describe_step
-from tests.fakes import coarse
+from tests.fakes import coarse, kernel_device
 
 pytest.importorskip("triton")
 PAGE, BUDGET, SINK, RECENT, SCALE, REST = 16, 24, 3, 8, 0.4, 0.3
@@ -39,22 +40,33 @@ class Case:
         code_tokens.reference(self.key, self.table, step_of(whole, all_new=True), self.codes)
         self.codes.word_BHWT[0, :, :, -1] = -1  # the new token's is made by the op
 
-    def run(self, backend: str, step: StepDescriptor | None = None, *, told: bool = False) -> tuple[Any, ...]:
+    def on(self, device: str) -> "Case":
+        other = copy.copy(self)
+        other.query, other.key, other.value, other.table = (
+            x.to(device) for x in (self.query, self.key, self.value, self.table)
+        )
+        other.codes = BatchCodes(*(part.to(device) for part in self.codes))
+        other.step = replace(self.step, buffer=self.step.buffer.to(device))
+        return other
+
+    def run(self, backend: str, *, told: bool = False) -> tuple[Any, ...]:
+        """Return what the op gave and changed, on the CPU; its operands stay where they are."""
         B, H = self.query.shape[:2]
-        codes = BatchCodes(*(part.clone() for part in self.codes))
-        position = torch.full((B, H, SINK + BUDGET), 7, dtype=torch.int32)
-        length = torch.zeros(B, H, dtype=torch.int32)
+        case = self.on(kernel_device(backend))
+        codes = BatchCodes(*(part.clone() for part in case.codes))
+        position = case.table.new_full((B, H, SINK + BUDGET), 7)
+        length = case.table.new_zeros(B, H)
         choice = code_scan.on(backend)(
-            self.query, self.key, self.value, self.table, step or self.step, codes, position, length,
+            case.query, case.key, case.value, case.table, case.step, codes, position, length,
             budget=BUDGET, scale=SCALE, rest=REST, told=told,
         )  # fmt: skip
-        return choice, codes, position, length
+        return tree_map_only(torch.Tensor, torch.Tensor.cpu, (choice, codes, position, length))
 
     def late(self) -> "Case":
         """Return a copy whose new rows are not in the pages yet, but in the descriptor."""
         other = copy.copy(self)
         other.key, other.value = self.key.clone(), self.value.clone()
-        other.norm = torch.zeros(other.key.shape[:3])
+        other.norm = other.key.new_zeros(other.key.shape[:3], dtype=torch.float32)
         rows = [x.new_zeros(len(REQUESTS), x.shape[1], NEW, x.shape[3]) for x in (self.key, self.value)]
         for row, (mode, tokens) in enumerate(REQUESTS):
             new = {IDLE: 0, SLOW: NEW}.get(mode, 1)
@@ -130,19 +142,19 @@ def test_the_reference_takes_the_highest_scores_and_of_equal_ones_the_first():
 def test_new_rows_are_appended_before_they_are_coded(backend: str, fast: bool):
     """In the launch that codes, also where no request is fast: the pages, norms and codes of rows that lay there."""
     case = Case(2, 2, 72, 40, torch.float16)
-    late = case.late()
+    late = case.on(kernel_device(backend)).late()
     if fast:
         _, codes, *_ = late.run(backend)
     else:
-        codes = BatchCodes(*(part.clone() for part in case.codes))
+        codes = BatchCodes(*(part.clone() for part in late.codes))
         code_tokens.on(backend)(late.key, late.table, late.step, codes)
-    assert torch.equal(late.key, case.key)
-    assert torch.equal(late.value, case.value)
-    assert torch.equal(codes.word_BHWT, case.run("torch")[1].word_BHWT)
+    assert torch.equal(late.key.cpu(), case.key)
+    assert torch.equal(late.value.cpu(), case.value)
+    assert torch.equal(codes.word_BHWT.cpu(), case.run("torch")[1].word_BHWT)
     for row, (mode, tokens) in enumerate(REQUESTS):
         if mode != IDLE:
             at = case.table[row, (tokens - 1) // PAGE], slice(None), (tokens - 1) % PAGE
-            torch.testing.assert_close(late.norm[at], case.key[at].float().norm(dim=-1))
+            torch.testing.assert_close(late.norm.cpu()[at], case.key[at].float().norm(dim=-1))
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton", "numba"])
@@ -151,7 +163,8 @@ def test_sums_follow_the_window_step_by_step(backend: str):
     case = Case(1, 1, 16, 16)
     for tokens in (40, 41, 47):
         requests = ((FAST, tokens), *((IDLE, 0),) * 4)
-        choice, case.codes, *_ = case.run(backend, step_of(requests))
+        case.step = step_of(requests)
+        choice, case.codes, *_ = case.run(backend)
         stop = tokens - RECENT
         values = case.value[case.table[0].long()].transpose(0, 1).flatten(1, 2)[:, SINK:stop]
         torch.testing.assert_close(choice.pseudo.value_BHE[0], values.mean(1))

@@ -3,7 +3,7 @@
 import torch
 
 from sfi_kernels.rms_norm import rms_norm
-from sfi_kernels.shapes import check_same, check_shape
+from sfi_kernels.shapes import check_pages, check_same, check_shape, row_distance
 
 MAX_WIDTH = 256  # of the kernel
 
@@ -23,7 +23,7 @@ def rotary(
     products and their sum are rounded to the dtype.
 
     Args:
-        query_BTXD: Queries as projected, contiguous. X are all query heads; D is even.
+        query_BTXD: Queries as projected, the tokens at one distance. X are all query heads; D is even.
         key_BTHD: Keys, likewise.
         cos_BTD: Cosines of the positions' angles, of the same dtype; B may be 1. The last stride is 1.
         sin_BTD: Sines, with the cosines' strides.
@@ -58,12 +58,12 @@ def _rotated(head_BHTD: torch.Tensor, cos_B1TD: torch.Tensor, sin_B1TD: torch.Te
 def check(
     query_BTXD: torch.Tensor, key_BTHD: torch.Tensor, cos_BTD: torch.Tensor, sin_BTD: torch.Tensor,
     query_weight_D: torch.Tensor | None, key_weight_D: torch.Tensor | None,
-) -> None:  # fmt: skip
-    """Raise the errors of `rotary`."""
+) -> tuple[int, int]:  # fmt: skip
+    """Raise the errors of `rotary`; return the distances of the queries' and keys' tokens."""
     check_shape(query_BTXD, "query", B=None, T=None, X=None, D=None)
     B, T, _, D = query_BTXD.shape
     check_shape(key_BTHD, "key", B=B, T=T, H=None, D=D)
-    check_same(query_BTXD, "query", query=query_BTXD, key=key_BTHD)
+    check_pages(query_BTXD, "query", key=key_BTHD)
     if D % 2:
         raise ValueError(f"query must have an even last size, got {D}")
     for name, angle_BTD in (("cos", cos_BTD), ("sin", sin_BTD)):
@@ -80,3 +80,6 @@ def check(
         check_shape(query_weight_D, "query_weight", D=D)
         check_shape(key_weight_D, "key_weight", D=D)
         check_same(query_BTXD, "query", query_weight=query_weight_D, key_weight=key_weight_D)
+    rows = {"query": query_BTXD, "key": key_BTHD}
+    query_distance, key_distance = (row_distance(own, name, own.shape[2] * D) for name, own in rows.items())
+    return query_distance, key_distance

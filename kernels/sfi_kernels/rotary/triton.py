@@ -18,15 +18,16 @@ def _rounded(number, dtype):
 
 @triton.jit
 def _rotate_heads(
-    in_ptr, out_ptr, weight_ptr, token, block, heads, cos_1, cos_2, sin_1, sin_2, eps,
+    in_ptr, out_ptr, weight_ptr, token, token_stride, block, heads, cos_1, cos_2, sin_1, sin_2, eps,
     D: tl.constexpr, HALF: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
     dtype = out_ptr.dtype.element_ty
     head, column = block * BLOCK_H + tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D)[None, :]
     mask = (head < heads)[:, None] & (column < HALF)
-    place = (token * heads + head)[:, None] * D + column  # [BLOCK_H, BLOCK_D]
-    first = tl.load(in_ptr + place, mask=mask, other=0.0).to(tl.float32)
-    second = tl.load(in_ptr + place + HALF, mask=mask, other=0.0).to(tl.float32)
+    own = head[:, None] * D + column  # [BLOCK_H, BLOCK_D]
+    in_ptr += token * token_stride
+    first = tl.load(in_ptr + own, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(in_ptr + own + HALF, mask=mask, other=0.0).to(tl.float32)
     if NORM:
         mean = tl.sum(first * first + second * second, 1) / D
         scale = tl.rsqrt(mean + eps)[:, None]
@@ -36,14 +37,15 @@ def _rotate_heads(
         second = _rounded(weight_2 * _rounded(second * scale, dtype), dtype)
     turned_1 = _rounded(first * cos_1, dtype) - _rounded(second * sin_1, dtype)
     turned_2 = _rounded(second * cos_2, dtype) + _rounded(first * sin_2, dtype)
-    tl.store(out_ptr + place, turned_1.to(dtype), mask=mask)
-    tl.store(out_ptr + place + HALF, turned_2.to(dtype), mask=mask)
+    out_ptr += token * heads * D
+    tl.store(out_ptr + own, turned_1.to(dtype), mask=mask)
+    tl.store(out_ptr + own + HALF, turned_2.to(dtype), mask=mask)
 
 
 @triton.jit(do_not_specialize=["T"])
 def _rotary_kernel(
     query_ptr, key_ptr, cos_ptr, sin_ptr, query_weight_ptr, key_weight_ptr, query_out_ptr, key_out_ptr,
-    query_heads, key_heads, T, angle_batch_stride, angle_token_stride, eps,
+    query_token_stride, key_token_stride, query_heads, key_heads, T, angle_batch_stride, angle_token_stride, eps,
     D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
     HALF: tl.constexpr = D // 2
@@ -58,12 +60,12 @@ def _rotary_kernel(
     query_blocks = tl.cdiv(query_heads, BLOCK_H)
     if block < query_blocks:
         _rotate_heads(
-            query_ptr, query_out_ptr, query_weight_ptr, token, block, query_heads,
+            query_ptr, query_out_ptr, query_weight_ptr, token, query_token_stride, block, query_heads,
             cos_1, cos_2, sin_1, sin_2, eps, D, HALF, BLOCK_H, BLOCK_D, NORM,
         )  # fmt: skip
     else:
         _rotate_heads(
-            key_ptr, key_out_ptr, key_weight_ptr, token, block - query_blocks, key_heads,
+            key_ptr, key_out_ptr, key_weight_ptr, token, key_token_stride, block - query_blocks, key_heads,
             cos_1, cos_2, sin_1, sin_2, eps, D, HALF, BLOCK_H, BLOCK_D, NORM,
         )  # fmt: skip
 
@@ -74,18 +76,18 @@ def rotary(
     eps: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """See `reference.rotary`. D up to 256."""
-    check(query_BTXD, key_BTHD, cos_BTD, sin_BTD, query_weight_D, key_weight_D)
+    distances = check(query_BTXD, key_BTHD, cos_BTD, sin_BTD, query_weight_D, key_weight_D)
     (B, T, X, D), H = query_BTXD.shape, key_BTHD.shape[2]
     if D > MAX_WIDTH:
         raise KernelLimitError(f"heads must be at most {MAX_WIDTH} wide for the kernel, got {D}")
-    query_out, key_out = torch.empty_like(query_BTXD), torch.empty_like(key_BTHD)
+    query_out, key_out = (rows.new_empty(rows.shape) for rows in (query_BTXD, key_BTHD))
     normed = query_weight_D is not None
     weights = (query_weight_D, key_weight_D) if normed else (cos_BTD, cos_BTD)  # never read
     half = triton.next_power_of_2(D // 2)
     block = max(1, TILE_NUMBERS // (2 * half))
     launch(
         _rotary_kernel, (B * T, triton.cdiv(X, block) + triton.cdiv(H, block)),
-        query_BTXD, key_BTHD, cos_BTD, sin_BTD, *weights, query_out, key_out,
+        query_BTXD, key_BTHD, cos_BTD, sin_BTD, *weights, query_out, key_out, *distances,
         X, H, T, cos_BTD.stride(0) if cos_BTD.shape[0] > 1 else 0, cos_BTD.stride(1), eps,
         # in bfloat16 a product that is rounded and then added became one fma, which skips the rounding
         num_warps=WARPS, contracts=0, D=D, BLOCK_H=block, BLOCK_D=half, NORM=normed,

@@ -1,4 +1,4 @@
-"""The gate of an MLP in Triton: one launch over all numbers."""
+"""The gate of an MLP in Triton: one launch over all rows."""
 
 import torch
 import triton
@@ -14,22 +14,23 @@ LEAST = tl.constexpr(-88.0)
 
 
 @triton.jit
-def _silu_mul_kernel(gate_ptr, up_ptr, out_ptr, numbers, BLOCK: tl.constexpr):
+def _silu_mul_kernel(gate_ptr, up_ptr, out_ptr, gate_row_stride, up_row_stride, F, BLOCK: tl.constexpr):
     dtype = out_ptr.dtype.element_ty
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
-    mask = place < numbers
-    gate = tl.load(gate_ptr + place, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(up_ptr + place, mask=mask, other=0.0).to(tl.float32)
+    row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
+    mask = column < F
+    gate = tl.load(gate_ptr + row * gate_row_stride + column, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr + row * up_row_stride + column, mask=mask, other=0.0).to(tl.float32)
     silu = tl.div_rn(gate, 1.0 + tl.exp(-tl.maximum(gate, LEAST))).to(dtype).to(tl.float32)
-    tl.store(out_ptr + place, (silu * up).to(dtype), mask=mask)
+    tl.store(out_ptr + row * F + column, (silu * up).to(dtype), mask=mask)
 
 
 def silu_mul(gate_XF: torch.Tensor, up_XF: torch.Tensor) -> torch.Tensor:
     """See `reference.silu_mul`."""
-    check(gate_XF, up_XF)
-    out_XF = torch.empty_like(gate_XF)
-    numbers = gate_XF.numel()
+    distances = check(gate_XF, up_XF)
+    out_XF = gate_XF.new_empty(gate_XF.shape)
+    F = gate_XF.shape[-1]
     launch(
-        _silu_mul_kernel, (triton.cdiv(numbers, BLOCK),), gate_XF, up_XF, out_XF, numbers, num_warps=WARPS, BLOCK=BLOCK
-    )
+        _silu_mul_kernel, (gate_XF.numel() // F, triton.cdiv(F, BLOCK)), gate_XF, up_XF, out_XF, *distances, F,
+        num_warps=WARPS, BLOCK=BLOCK,
+    )  # fmt: skip
     return out_XF

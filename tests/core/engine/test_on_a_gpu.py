@@ -1,5 +1,6 @@
 """The second stream and CUDA graphs on a device: the tokens of the plain engine, and what ran where."""
 
+import re
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -98,7 +99,7 @@ def test_a_model_that_waits_for_the_device_runs_eagerly():
         hook.remove()
     assert tokens(report) == tokens(plain())
     assert report.paths["graph.eager"] == 63
-    assert "got aten::_local_scalar_dense in Qwen3RMSNorm" in report.not_replayed
+    assert re.search(r"got aten::(_local_scalar_dense|item) in Qwen3RMSNorm", report.not_replayed)
 
 
 TIERS = {

@@ -34,7 +34,8 @@ def model() -> Any:
 
 def complete(backend: str, prompts: list[list[int]] = PROMPTS, **options: Any) -> Any:
     options = {"config": CONFIG, "max_new_tokens": NEW, "stop_token_ids": (), **options}
-    engine = EngineOptions(backend=backend, prefill_chunk=options.pop("prefill_chunk", 0))
+    own = {name: options.pop(name) for name in ("prefill_chunk", "graphs") if name in options}
+    engine = EngineOptions(backend=backend, **own)
     return sfi_core.generate(options.pop("model", model()), None, prompts, engine=engine, **options)
 
 
@@ -75,10 +76,9 @@ def test_every_policy_gives_the_tokens_of_the_references(policy: str, more: Any,
 )
 def test_every_setting_gives_the_tokens_of_the_references(change: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
     """Each kernel has tests of its own with all settings; here the references stand in for them."""
-    use_references(monkeypatch)
-    config = CONFIG.replace(**change)
-    prompts = PROMPTS[1:]
-    assert tokens(complete("triton", prompts, config=config)) == tokens(complete("torch", prompts, config=config))
+    use_references(monkeypatch)  # which read numbers on the host: no graphs
+    options = {"prompts": PROMPTS[1:], "config": CONFIG.replace(**change), "graphs": False}
+    assert tokens(complete("triton", **options)) == tokens(complete("torch", **options))
 
 
 def test_with_room_for_everything_it_is_full_attention(monkeypatch: pytest.MonkeyPatch):
@@ -126,7 +126,8 @@ def test_a_step_of_codescan_launches_five_kernels_a_layer(rows: int):
     """Whatever the batch: three that choose, of which the first appends, the attention and its join."""
     report = complete("triton", PROMPTS[:rows], policy="codescan", max_new_tokens=3).report
     steps, layers = 2, 2
-    launches = {one.name: one.launches for one in report.kernels if one.steps > 1}
+    fused = "rms_norm", "rotary", "silu_mul"  # the model's own, on a GPU
+    launches = {one.name: one.launches for one in report.kernels if one.steps > 1 and one.name not in fused}
     a_step = ("code_scan_sums", "code_scan_score", "code_scan_choose", "split_attention", "join_splits")
     assert launches == dict.fromkeys(a_step, steps * layers) | {"split_plan": steps}
 

@@ -1,11 +1,11 @@
 """`fused(model)`: run modules whose source is known with fewer kernels, by forwards that replace transformers' own.
 
-A forward gives the same products, sums and roundings. It calls the replaced modules where these have hooks, where
-gradients are on, or where the kernels do not take the tensors.
+A forward gives the same products, sums and roundings; a library may add a product's numbers in another order. It calls
+the replaced modules where these have hooks, where gradients are on, or where the kernels do not take the tensors.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from types import MethodType
@@ -20,6 +20,7 @@ from sfi_core.errors import ConfigError
 from sfi_core.hosts.transformers.cache_name import CACHE_NAME, OLD_NAME, cache_in
 from sfi_core.hosts.transformers.fusion import known as sources
 from sfi_core.hosts.transformers.fusion.known import AttentionSource
+from sfi_core.hosts.transformers.fusion.product import Product
 from sfi_core.machine.private import attention_implementation, has_hooks
 from sfi_kernels.rms_norm import MAX_WIDTH as MAX_NORM
 from sfi_kernels.rms_norm import add_rms_norm, rms_norm
@@ -32,12 +33,11 @@ Forward = Callable[..., Any]
 TOLD = ("Norm", "MLP", "Attention", "DecoderLayer")
 
 
-def takes(*tensors: torch.Tensor) -> bool:
-    """Say whether kernels take the tensors: contiguous, of one dtype and device, without gradients."""
-    like = tensors[0]
-    return not torch.is_grad_enabled() and all(
-        x.dtype == like.dtype and x.device == like.device and x.is_contiguous() for x in tensors
-    )
+def takes(*tensors: torch.Tensor, rows: Sequence[torch.Tensor] = ()) -> bool:
+    """Say whether kernels take contiguous tensors and projected rows: of one dtype and device, without gradients."""
+    like = (*tensors, *rows)[0]
+    alike = all(x.dtype == like.dtype and x.device == like.device for x in (*tensors, *rows))
+    return alike and not torch.is_grad_enabled() and all(x.is_contiguous() for x in tensors)
 
 
 def norm_forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -48,12 +48,17 @@ def norm_forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
     return plain
 
 
-def mlp_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-    """Project rows, [..., F], up, gate them, and project them down, as `LlamaMLP` does."""
-    gate, up = self.gate_proj(x), self.up_proj(x)
-    fused = takes(gate, up) and not has_hooks(self.act_fn)
-    out: torch.Tensor = self.down_proj(silu_mul.triton(gate, up) if fused else self.act_fn(gate) * up)
-    return out
+def mlp_forward(module: Any) -> Callable[..., Any]:
+    """Return the forward of `LlamaMLP`, whose two projections are one product, and whose gate is one kernel."""
+    project = Product(module.gate_proj, module.up_proj)
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        gate, up = project(x)
+        fused = takes(rows=(gate, up)) and not has_hooks(self.act_fn)
+        out: torch.Tensor = self.down_proj(silu_mul.triton(gate, up) if fused else self.act_fn(gate) * up)
+        return out
+
+    return forward
 
 
 def layer_forward(
@@ -80,8 +85,9 @@ def layer_forward(
     return out
 
 
-def attention_forward(source: AttentionSource) -> Callable[..., Any]:
-    """Return an attention's forward, whose norms and rotations are one kernel."""
+def attention_forward(module: Any, source: AttentionSource) -> Callable[..., Any]:
+    """Return an attention's forward, whose projections are one product, and whose norms and rotations one kernel."""
+    project = Product(module.q_proj, module.k_proj, module.v_proj)
 
     def forward(
         self: Any,
@@ -95,9 +101,9 @@ def attention_forward(source: AttentionSource) -> Callable[..., Any]:
         kwargs = {k: v for k, v in kwargs.items() if k not in (CACHE_NAME, OLD_NAME)}
         lead = hidden_states.shape[:-1]
         shape = (*lead, -1, self.head_dim)
-        query, key = self.q_proj(hidden_states).view(shape), self.k_proj(hidden_states).view(shape)
+        query, key, value = (one.view(shape) for one in project(hidden_states))
         query, key = _rotated(self, source, query, key, *position_embeddings)
-        value = self.v_proj(hidden_states).view(shape).transpose(1, 2)
+        value = value.transpose(1, 2)
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx)
         if source.window:
@@ -120,7 +126,7 @@ def _rotated(
     norms = (self.q_norm, self.k_norm) if source.norms else ()
     weights = [norm.weight for norm in norms]
     whole = cos.shape[-1] == self.head_dim and cos.stride() == sin.stride()
-    if whole and takes(query, key, cos, sin, *weights) and not any(map(has_hooks, norms)):
+    if whole and takes(cos, sin, *weights, rows=(query, key)) and not any(map(has_hooks, norms)):
         eps = norms[0].variance_epsilon if norms else 0.0
         query_weight, key_weight = weights or (None, None)
         return rotary.triton(query, key, cos, sin, query_weight, key_weight, eps)
@@ -182,11 +188,11 @@ def forward_for(module: Any) -> Forward | None:
     if _is_rms_norm(module):
         return norm_forward
     if known in sources.GATED_MLP and _is_silu(module.act_fn):
-        return mlp_forward
+        return mlp_forward(module)
     if known in sources.DECODER_LAYER and _is_rms_norm(module.post_attention_layernorm):
         return layer_forward
     if known in sources.ATTENTION and _rotates(module):
-        return attention_forward(sources.ATTENTION[known])
+        return attention_forward(module, sources.ATTENTION[known])
     return None
 
 

@@ -1,0 +1,63 @@
+"""Projections of the same rows as one product.
+
+With few tokens a product takes as long as its weights take to read, and a GPU reads one large matrix faster than
+several small ones.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch.nn.functional import linear
+
+from sfi_core.machine.private import has_hooks
+
+
+class Product:
+    """Linear modules that project the same rows, [..., K], to N numbers each.
+
+    Their weights, [N, K], are moved behind each other, for good: each is then a view of one tensor, with its numbers
+    unchanged. They stay apart where they are not all plain, or memory for the move is lacking.
+    """
+
+    def __init__(self, *modules: torch.nn.Module) -> None:
+        self._modules = modules
+        self._weight_NK: torch.Tensor | None = None
+        self._bias_N: torch.Tensor | None = None
+        linears = [one for one in modules if type(one) is torch.nn.Linear and "forward" not in vars(one)]
+        biases = [one.bias.data for one in linears if one.bias is not None]
+        if len(linears) < len(modules) or len(biases) not in (0, len(modules)):
+            return
+        self._weight_NK = _together([one.weight for one in linears])
+        self._widths = [one.out_features for one in linears]
+        if biases and self._weight_NK is not None:
+            self._bias_N = torch.cat(biases)
+
+    def __call__(self, rows: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Project rows, [..., K]; return each module's own, [..., N], maybe as views of one tensor."""
+        if self._weight_NK is None or torch.is_grad_enabled() or any(map(has_hooks, self._modules)):
+            return [module(rows) for module in self._modules]
+        return linear(rows, self._weight_NK, self._bias_N).split(self._widths, -1)
+
+
+def _together(weights: Sequence[torch.nn.Parameter]) -> torch.Tensor | None:
+    # the tensor that holds all, one after the other
+    first = weights[0]
+    kinds = {(type(one), one.dtype, one.device, one.shape[1], one.is_contiguous()) for one in weights}
+    if kinds != {(torch.nn.Parameter, first.dtype, first.device, first.shape[1], True)}:
+        return None
+    if not _adjacent(weights):
+        try:
+            whole = torch.cat([one.data for one in weights])
+        except torch.OutOfMemoryError:
+            return None
+        for one, part in zip(weights, whole.split([len(one) for one in weights]), strict=True):
+            one.data = part
+        if first.device.type == "cuda":
+            torch.cuda.empty_cache()  # the next layer's needs the room of this one's old weights
+    return first.data.as_strided((sum(map(len, weights)), first.shape[1]), (first.shape[1], 1))
+
+
+def _adjacent(weights: Sequence[torch.nn.Parameter]) -> bool:
+    ends = [one.data_ptr() + one.nbytes for one in weights]
+    one_storage = len({one.untyped_storage().data_ptr() for one in weights}) == 1
+    return one_storage and [one.data_ptr() for one in weights[1:]] == ends[:-1]
