@@ -56,7 +56,7 @@ def _note_positions(layer: Layer, rows: tuple[int, ...], selection: Selection) -
 
 @cache
 def _sinks(count: int, device: torch.device) -> torch.Tensor:
-    return torch.arange(count, dtype=torch.int32, device=device)
+    return torch.arange(count, dtype=torch.int32, device=device)[None]
 
 
 def _pack(layer: Layer, rows: tuple[int, ...], selection: Selection) -> None:
