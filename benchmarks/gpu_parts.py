@@ -47,21 +47,22 @@ class Parts:
         """Table 1's sweep, then every op at three shapes."""
         selected = "0.01761"  # of 131,072: 4 + 2048 + 256 tokens
         return [
-            self._kernels("sweep", "--sweep", "retention"),
             self._kernels("ops"),
+            self._kernels("sweep", "--sweep", "retention"),
             self._kernels("ops-batch-1", "--batch", "1"),
             self._kernels("ops-128k-batch-4", "--context", "131072", "--batch", "4", "--retention", selected),
         ]
 
     def decode(self) -> list[Command]:
         """Decode Qwen3's architectures with graphs, the points that say most first."""
-        short = {"context": "8K,32K", "batch": "1,16"}
-        policies = "--policy", "sfi,codescan,full-kv"
+        points = [("4b", "8K", "1,16"), ("4b", "32K", "1,8"), ("4b", "128K", "2"), ("0.6b", "8K,32K", "1,16")]
         return [
-            self._bench("decode-4b", "qwen3-4b", *policies, **short),
-            self._bench("decode-4b-128k", "qwen3-4b", *policies, context="128K", batch="4"),
-            self._bench("decode-0.6b", "qwen3-0.6b", *policies, **short),
-        ]
+            self._bench(
+                f"decode-{size}-{context.replace(',', '-').lower()}", f"qwen3-{size}", "--policy", "sfi,codescan,full-kv",
+                context=context, batch=batch,
+            )
+            for size, context, batch in points
+        ]  # fmt: skip
 
     def decode_eager(self) -> list[Command]:
         """Decode without graphs and without the second stream: a number whatever happens to them."""

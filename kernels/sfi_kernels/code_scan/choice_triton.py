@@ -1,8 +1,7 @@
 """The second and the third launch: score the keys of J and count the scores, then take the best.
 
-A score has 8 bits (`key_codes.reference.coarse_score`), so that one histogram finds the threshold. Both
-launches compute logits anew from the codes, which costs less than writing and reading them: the second one
-those of the chosen keys alone.
+A score has 8 bits (`key_codes.reference.coarse_score`), so that one histogram finds the threshold. Both launches
+read the logits that the first launch left.
 """
 
 import triton
@@ -10,7 +9,7 @@ import triton.language as tl
 
 from sfi_kernels import step_descriptor as words
 from sfi_kernels.attention_tile.triton import LN2, LOG2E, add_sum, log_sum
-from sfi_kernels.code_scan.sums_triton import SLOTS, candidates, chunk_logits
+from sfi_kernels.code_scan.sums_triton import candidates, logits_at
 from sfi_kernels.key_codes import reference
 
 FAST, SINK = tl.constexpr(words.FAST), tl.constexpr(words.SINK)
@@ -37,9 +36,8 @@ def _joined_sums(lse_ptr, g, first_chunk, stop_chunk, G: tl.constexpr, BLOCK_G: 
 
 @triton.jit(do_not_specialize=["capacity", "budget"])
 def _code_scan_score_kernel(
-    table_ptr, word_ptr, factor_ptr, lse_ptr, counts_ptr, chunk_ptr, score_ptr, log_sum_ptr,
-    capacity, budget, H: tl.constexpr, G: tl.constexpr, W: tl.constexpr, BLOCK_G: tl.constexpr,
-    CHUNK: tl.constexpr,
+    table_ptr, logit_ptr, lse_ptr, counts_ptr, chunk_ptr, score_ptr, log_sum_ptr,
+    capacity, budget, H: tl.constexpr, G: tl.constexpr, BLOCK_G: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     pair, chunk, chunks = tl.program_id(1).to(tl.int64), tl.program_id(0), tl.num_programs(0)
     mode, first, stop = candidates(table_ptr, pair // H)
@@ -51,9 +49,8 @@ def _code_scan_score_kernel(
     lse_ptr += pair * chunks * G
     lse = _joined_sums(lse_ptr, g, first // CHUNK, tl.cdiv(stop, CHUNK), G, BLOCK_G)
     tl.store(log_sum_ptr + pair * G + g, lse, mask=g < tl.where(chunk == first // CHUNK, G, 0))
-    factor_ptr += pair * (1 + W * SLOTS) * G
-    word_ptr += pair * W * capacity
-    logits = chunk_logits(factor_ptr, word_ptr, t, own, capacity, g, W, G, BLOCK_G, CHUNK)
+    at, mask = logits_at(pair, g, t, own, capacity, G)
+    logits = tl.load(logit_ptr + at, mask=mask, other=0.0)
     weight = tl.exp2((logits - lse[:, None]) * LOG2E)
     mean = tl.sum(tl.where((g < G)[:, None], weight, 0.0), 0) / G
     score = (mean.to(tl.int32, bitcast=True) >> DROPPED) - LOWEST
@@ -80,9 +77,9 @@ def _write_ends(index_ptr, position_ptr, length_ptr, first, count, budget, S, CH
 
 @triton.jit(do_not_specialize=["capacity", "budget", "S"])
 def _code_scan_choose_kernel(
-    table_ptr, word_ptr, factor_ptr, lse_ptr, counts_ptr, chunk_ptr, score_ptr, log_sum_ptr, index_ptr,
+    table_ptr, logit_ptr, lse_ptr, counts_ptr, chunk_ptr, score_ptr, log_sum_ptr, index_ptr,
     position_ptr, length_ptr, rest_ptr, capacity, budget, S, rest, H: tl.constexpr, G: tl.constexpr,
-    W: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_CHUNKS: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_CHUNKS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     pair, chunk, chunks = tl.program_id(1).to(tl.int64), tl.program_id(0), tl.num_programs(0)
     mode, first, stop = candidates(table_ptr, pair // H)
@@ -124,8 +121,6 @@ def _code_scan_choose_kernel(
     tl.store(position_ptr + first + rank, t, mask=taken)
     tl.debug_barrier()  # other threads of the program load what these have stored
     lse = tl.load(log_sum_ptr + pair * G + g, mask=g < G, other=0.0)
-    factor_ptr += pair * (1 + W * SLOTS) * G
-    word_ptr += pair * W * capacity
     at = first + above + tl.minimum(equal, room)
     end = at + tl.sum(taken.to(tl.int32))
     part = tl.load(lse_ptr + (pair * chunks + chunk) * G + g, mask=g < G, other=float("-inf"))
@@ -133,7 +128,8 @@ def _code_scan_choose_kernel(
     for begin in range(at, end, READ):
         s = begin + tl.arange(0, READ)
         chosen = tl.load(position_ptr + s, mask=s < end, other=0)
-        logits = chunk_logits(factor_ptr, word_ptr, chosen, s < end, capacity, g, W, G, BLOCK_G, READ)
+        where, mask = logits_at(pair, g, chosen, s < end, capacity, G)
+        logits = tl.load(logit_ptr + where, mask=mask, other=0.0)
         weight = tl.exp2((logits - lse[:, None]) * LOG2E)
         unread -= tl.sum(tl.where((s < end)[None, :], weight, 0.0), 1)
     unread *= rest

@@ -1,7 +1,7 @@
 """The first launch: append and code the new keys, move values into the sum over J, sum exponentials by chunk.
 
 A KV head's first program codes and sums; the keys that it codes are not in J. The others take a chunk of J
-each, and leave the log-sum-exp of its logits for every query head.
+each, and leave its logits and their log-sum-exp for every query head.
 """
 
 import triton
@@ -37,6 +37,12 @@ def candidates(table_ptr, request):
     """Return the mode, the first position of J, and one past its last."""
     row = table_ptr + request * WORDS
     return tl.load(row + MODE), tl.load(row + START), tl.load(row + STOP)
+
+
+@triton.jit
+def logits_at(pair, g, t, own, capacity, G: tl.constexpr):
+    """Return where the logits of positions `t` lie among [B, H, G, capacity], and which there are, [BLOCK_G, BLOCK]."""
+    return (pair * G + g)[:, None] * capacity + t[None, :], (g < G)[:, None] & own[None, :]
 
 
 @triton.jit
@@ -147,7 +153,7 @@ def _project(
 def _code_scan_sums_kernel(
     query_ptr, key_ptr, value_ptr, new_key_ptr, new_value_ptr, norm_ptr, block_table_ptr, table_ptr,
     mean_ptr, encode_ptr, basis_ptr, word_ptr, sum_ptr, summed_ptr, recent_ptr, mean_value_ptr, factor_ptr,
-    lse_ptr, counts_ptr, scale, pages_per_request, capacity, budget, T,
+    logit_ptr, lse_ptr, counts_ptr, scale, pages_per_request, capacity, budget, T,
     key_batch_stride, key_head_stride, key_token_stride,
     value_batch_stride, value_head_stride, value_token_stride,
     KEY_STRIDES: tl.constexpr, VALUE_STRIDES: tl.constexpr,
@@ -195,6 +201,8 @@ def _code_scan_sums_kernel(
     basis_ptr += pair * W * SLOTS * D
     _project(query_ptr, mean_ptr, basis_ptr, factor_ptr, scale, W, G, D, BLOCK_M, BLOCK_D)
     logits = chunk_logits(factor_ptr, word_ptr, t, own, capacity, g, W, G, BLOCK_G, CHUNK)
+    at, mask = logits_at(pair, g, t, own, capacity, G)
+    tl.store(logit_ptr + at, logits, mask=mask)
     peak, total = add_sum(
         tl.full([BLOCK_G], float("-inf"), tl.float32), tl.zeros([BLOCK_G], tl.float32),
         tl.where(own[None, :], logits, float("-inf")),

@@ -33,8 +33,8 @@ def code_tokens(
     empty = codes.sum_BHE
     value_PHNE = key_PHND if descriptor.new is None else descriptor.new.value_PHNE
     _sum(
-        1, empty, key_PHND, value_PHNE, block_table_BP, descriptor, codes, (empty, empty, empty, codes.summed_BH),
-        1.0, 0, G=1, BLOCK_G=1, CHUNK=1, CHOOSE=False,
+        1, empty, key_PHND, value_PHNE, block_table_BP, descriptor, codes, (*[empty] * 4, codes.summed_BH), 1.0,
+        0, G=1, BLOCK_G=1, CHUNK=1, CHOOSE=False,
     )  # fmt: skip
 
 
@@ -53,23 +53,23 @@ def code_scan(
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return query_BHGD.new_empty(B, H, *shape, dtype=dtype)
 
-    factor, lse, log_sum_BHG = empty(1 + SLOTS * W, G), empty(chunks, G), empty(G)
+    factor, logit_BHGT, lse, log_sum_BHG = empty(1 + SLOTS * W, G), empty(G, capacity), empty(chunks, G), empty(G)
     counts, columns = (empty(*shape, dtype=torch.int32) for shape in ((BINS.value,), (chunks, COLUMNS.value)))
     score_BHT, index_BHK = empty(capacity, dtype=torch.uint8), empty(budget, dtype=torch.int32)
     pseudo = PseudoToken(empty(G, chunks), torch.empty_like(codes.sum_BHE))
     common = {"G": G, "BLOCK_G": triton.next_power_of_2(G), "CHUNK": chunk, **PROGRAM}
     _sum(
         1 + chunks, query_BHGD.contiguous(), key_PHND, value_PHNE, block_table_BP, descriptor, codes,
-        (pseudo.value_BHE, factor, lse, counts), scale, budget, **common, CHOOSE=True,
+        (pseudo.value_BHE, factor, logit_BHGT, lse, counts), scale, budget, **common, CHOOSE=True,
     )  # fmt: skip
     launch(
-        score, (chunks, pairs), table, codes.word_BHWT, factor, lse, counts, columns, score_BHT,
-        log_sum_BHG, capacity, budget, H=H, W=W, **common,
+        score, (chunks, pairs), table, logit_BHGT, lse, counts, columns, score_BHT, log_sum_BHG, capacity, budget,
+        H=H, **common,
     )  # fmt: skip
     launch(
-        choose, (chunks, pairs), table, codes.word_BHWT, factor, lse, counts, columns, score_BHT, log_sum_BHG,
-        index_BHK, position_BHS, length_BH, pseudo.logit_BHG, capacity, budget, position_BHS.shape[2],
-        float(rest), H=H, W=W, BLOCK_CHUNKS=max(MIN_CHUNKS, triton.next_power_of_2(chunks)), **common,
+        choose, (chunks, pairs), table, logit_BHGT, lse, counts, columns, score_BHT, log_sum_BHG, index_BHK,
+        position_BHS, length_BH, pseudo.logit_BHG, capacity, budget, position_BHS.shape[2],
+        float(rest), H=H, BLOCK_CHUNKS=max(MIN_CHUNKS, triton.next_power_of_2(chunks)), **common,
     )  # fmt: skip
     return Choice(index_BHK, pseudo)
 
