@@ -155,7 +155,8 @@ def _algorithm_2(
     f = mu.pow(1 / options.alpha)
     f = f / f.sum(-1, keepdim=True)  # Eq. 8
     # Eq. 10 in float32, as in the kernels: 1 - u is small at the end, where u's rounding shows
-    u = (torch.arange(J, device=f.device, dtype=torch.float32) / (J - 1 + EPS)).double()
+    last_1 = torch.full((1,), J - 1 + EPS, device=f.device)  # by a number, CUDA multiplies by its reciprocal
+    u = (torch.arange(J, device=f.device, dtype=torch.float32) / last_1).double()
     place = (-options.beta * u.pow(options.power)).exp() * (1 - u + EPS).pow(options.eta)  # Eq. 11
     r = (norm_HJ.double() + EPS).pow(-options.gamma) * place
     r = r / r.sum(-1, keepdim=True)  # Eqs. 9, 12

@@ -143,7 +143,7 @@ def test_a_run_checks_and_times_every_op(dtype):
         "rms_norm", "rotary", "silu_mul",
     }  # fmt: skip
     for row in rows:
-        assert row["matches_reference"], row
+        assert row["matches_reference"], (row["op"], row["failure"])
         assert row["median_us"] > 0
         assert row["repeats"] == 2
     fast = next(row for row in rows if row["op"] == "fast")
