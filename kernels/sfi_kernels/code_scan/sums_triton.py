@@ -1,7 +1,7 @@
 """The first launch: append and code the new keys, move values into the sum over J, sum exponentials by chunk.
 
-A KV head's first program codes and sums; the keys that it codes are not in J. The others take a chunk of J
-each, and leave its logits and their log-sum-exp for every query head.
+A KV head's first program codes and sums; the keys that it codes are not in J. The others take chunks of J, and leave
+their logits and each chunk's log-sum-exp for every query head.
 """
 
 import triton
@@ -149,11 +149,11 @@ def _project(
     tl.debug_barrier()  # other threads of the program load what these have stored
 
 
-@triton.jit(do_not_specialize=["pages_per_request", "capacity", "budget", "T"])
+@triton.jit(do_not_specialize=["chunks", "each", "pages_per_request", "capacity", "budget", "T"])
 def _code_scan_sums_kernel(
     query_ptr, key_ptr, value_ptr, new_key_ptr, new_value_ptr, norm_ptr, block_table_ptr, table_ptr,
     mean_ptr, encode_ptr, basis_ptr, word_ptr, sum_ptr, summed_ptr, recent_ptr, mean_value_ptr, factor_ptr,
-    logit_ptr, lse_ptr, counts_ptr, scale, pages_per_request, capacity, budget, T,
+    logit_ptr, lse_ptr, counts_ptr, chunks, each, scale, pages_per_request, capacity, budget, T,
     key_batch_stride, key_head_stride, key_token_stride,
     value_batch_stride, value_head_stride, value_token_stride,
     KEY_STRIDES: tl.constexpr, VALUE_STRIDES: tl.constexpr,
@@ -161,13 +161,13 @@ def _code_scan_sums_kernel(
     BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
     CHUNK: tl.constexpr, CHOOSE: tl.constexpr, APPENDS: tl.constexpr,
 ):  # fmt: skip
-    pair, chunk, chunks = (tl.program_id(1).to(tl.int64), tl.program_id(0) - 1, tl.num_programs(0) - 1)
+    pair, program = tl.program_id(1).to(tl.int64), tl.program_id(0) - 1
     request, h = pair // H, pair % H
     mode, first, stop = candidates(table_ptr, request)
     table = block_table_ptr + request * pages_per_request
     word_ptr += pair * W * capacity
     mean_ptr += pair * D
-    if chunk < 0:
+    if program < 0:
         length = tl.load(table_ptr + request * WORDS + LENGTH)
         if mode >= FAST:
             _code_tokens(
@@ -191,20 +191,23 @@ def _code_scan_sums_kernel(
                 own = (m[:, None] < G) & (d[None, :] < D)
                 tl.store(recent_ptr + where * D + d[None, :], query, mask=own)
         return
-    begin = chunk * CHUNK
-    if (mode != FAST) | (stop - first <= budget) | (begin >= stop) | (begin + CHUNK <= first):
+    chunk, stop_chunk = program * each, tl.minimum((program + 1) * each, tl.cdiv(stop, CHUNK))
+    chunk = tl.maximum(chunk, first // CHUNK)
+    if (mode != FAST) | (stop - first <= budget) | (chunk >= stop_chunk):
         return
-    g, t = tl.arange(0, BLOCK_G), begin + tl.arange(0, CHUNK)
-    own = (t >= first) & (t < stop)
+    g = tl.arange(0, BLOCK_G)
     factor_ptr += pair * (1 + W * SLOTS) * G
     query_ptr += pair * G * D
     basis_ptr += pair * W * SLOTS * D
     _project(query_ptr, mean_ptr, basis_ptr, factor_ptr, scale, W, G, D, BLOCK_M, BLOCK_D)
-    logits = chunk_logits(factor_ptr, word_ptr, t, own, capacity, g, W, G, BLOCK_G, CHUNK)
-    at, mask = logits_at(pair, g, t, own, capacity, G)
-    tl.store(logit_ptr + at, logits, mask=mask)
-    peak, total = add_sum(
-        tl.full([BLOCK_G], float("-inf"), tl.float32), tl.zeros([BLOCK_G], tl.float32),
-        tl.where(own[None, :], logits, float("-inf")),
-    )  # fmt: skip
-    tl.store(lse_ptr + (pair * chunks + chunk) * G + g, log_sum(peak, total), mask=g < G)
+    for own_chunk in range(chunk, stop_chunk):
+        t = own_chunk * CHUNK + tl.arange(0, CHUNK)
+        own = (t >= first) & (t < stop)
+        logits = chunk_logits(factor_ptr, word_ptr, t, own, capacity, g, W, G, BLOCK_G, CHUNK)
+        at, mask = logits_at(pair, g, t, own, capacity, G)
+        tl.store(logit_ptr + at, logits, mask=mask)
+        peak, total = add_sum(
+            tl.full([BLOCK_G], float("-inf"), tl.float32), tl.zeros([BLOCK_G], tl.float32),
+            tl.where(own[None, :], logits, float("-inf")),
+        )  # fmt: skip
+        tl.store(lse_ptr + (pair * chunks + own_chunk) * G + g, log_sum(peak, total), mask=g < G)

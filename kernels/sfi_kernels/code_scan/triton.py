@@ -13,7 +13,7 @@ from sfi_kernels.code_scan.reference import BatchCodes, Choice, check, check_cod
 from sfi_kernels.code_scan.sums_triton import BINS
 from sfi_kernels.code_scan.sums_triton import _code_scan_sums_kernel as sums
 from sfi_kernels.key_codes.layout import SLOTS
-from sfi_kernels.launch import launch
+from sfi_kernels.launch import launch, target
 from sfi_kernels.pages import kernel_strides
 from sfi_kernels.pseudo_token import PseudoToken
 from sfi_kernels.step_descriptor import StepDescriptor
@@ -22,6 +22,7 @@ LOGITS = 4096  # of a program: keys times query heads
 MOST_KEYS = 1024  # of a program
 MIN_CHUNKS = 64  # one kernel for all capacities up to 64K
 # three programs fit a processor; left alone, the compiler takes registers for two
+RESIDENT = 3
 PROGRAM: Any = {"num_warps": 4, "max_registers": 168}
 
 
@@ -33,7 +34,7 @@ def code_tokens(
     empty = codes.sum_BHE
     value_PHNE = key_PHND if descriptor.new is None else descriptor.new.value_PHNE
     _sum(
-        1, empty, key_PHND, value_PHNE, block_table_BP, descriptor, codes, (*[empty] * 4, codes.summed_BH), 1.0,
+        0, empty, key_PHND, value_PHNE, block_table_BP, descriptor, codes, (*[empty] * 4, codes.summed_BH), 1.0,
         0, G=1, BLOCK_G=1, CHUNK=1, CHOOSE=False,
     )  # fmt: skip
 
@@ -59,7 +60,7 @@ def code_scan(
     pseudo = PseudoToken(empty(G, chunks), torch.empty_like(codes.sum_BHE))
     common = {"G": G, "BLOCK_G": triton.next_power_of_2(G), "CHUNK": chunk, **PROGRAM}
     _sum(
-        1 + chunks, query_BHGD.contiguous(), key_PHND, value_PHNE, block_table_BP, descriptor, codes,
+        chunks, query_BHGD.contiguous(), key_PHND, value_PHNE, block_table_BP, descriptor, codes,
         (pseudo.value_BHE, factor, logit_BHGT, lse, counts), scale, budget, **common, CHOOSE=True,
     )  # fmt: skip
     launch(
@@ -75,7 +76,7 @@ def code_scan(
 
 
 def _sum(
-    programs: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, block_table: torch.Tensor,
+    chunks: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, block_table: torch.Tensor,
     descriptor: StepDescriptor, codes: BatchCodes, made: tuple[torch.Tensor, ...], scale: float, budget: int,
     **constants: Any,
 ) -> None:  # fmt: skip
@@ -83,10 +84,12 @@ def _sum(
     new = descriptor.new
     rows, norm = (new[:2], new.norm_PHN) if new else ((key, value), codes.sum_BHE)
     check_width(max(D, E))
+    # a program projects its query once; as many programs as fit at once share the chunks
+    each = max(1, triton.cdiv(chunks * B * H, RESIDENT * target(key.device).processors))
     launch(
-        sums, (programs, B * H), query, key, value, *rows, norm, block_table, descriptor.table_BX, *codes, *made,
-        scale, block_table.shape[1], capacity, budget, rows[0].shape[2],
-        *(stride for part in rows for stride in part.stride()[:3]),
+        sums, (1 + triton.cdiv(chunks, each), B * H), query, key, value, *rows, norm, block_table,
+        descriptor.table_BX, *codes, *made, chunks, each, scale, block_table.shape[1], capacity, budget,
+        rows[0].shape[2], *(stride for part in rows for stride in part.stride()[:3]),
         KEY_STRIDES=kernel_strides(key, "key"), VALUE_STRIDES=kernel_strides(value, "value"), H=H, D=D, E=E, W=W,
         PAGE=page_size, BLOCK_M=padded(constants["G"]), BLOCK_D=padded(D), BLOCK_E=padded(E),
         APPENDS=new is not None, **{**constants, **PROGRAM},
