@@ -95,14 +95,15 @@ def test_a_norm_of_tiny_and_of_zero_rows_is_finite(kernel_device):
 def test_the_rotary_kernel_rounds_as_transformers(
     kernel_device, B: int, T: int, X: int, H: int, D: int, normed: bool, dtype: torch.dtype
 ):
-    query, key = drawn(B, T, X, D, dtype=dtype), drawn(B, T, H, D, dtype=dtype)
+    """Queries and keys are parts of one product."""
+    query, key = drawn(B, T, X + H, D, dtype=dtype).split((X, H), 2)
     norms = norm_module(D, dtype), norm_module(D, dtype)
     cos, sin = angles(B, T, D, dtype)
     rows = (norms[0](query), norms[1](key)) if normed else (query, key)
     expected = apply_rotary_pos_emb(*(x.transpose(1, 2) for x in rows), cos, sin)
     weights = [norm.weight.to(kernel_device) for norm in norms] if normed else [None, None]
-    moved = (x.to(kernel_device) for x in (query, key, cos, sin))
-    got = rotary.triton(*moved, *weights, EPS)
+    both, *moved = (x.to(kernel_device) for x in (torch.cat((query, key), 2), cos, sin))
+    got = rotary.triton(*both.split((X, H), 2), *moved, *weights, EPS)
     for ours, theirs in zip(got, expected, strict=True):
         close(ours, theirs, 32)  # a difference of products, each up to 30 or so
 
@@ -119,10 +120,12 @@ def test_requests_may_share_their_angles(kernel_device):
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(1, 1, 7), (2, 3, 1000)], ids=str)
 def test_the_gate_kernel_rounds_as_transformers(kernel_device, shape, dtype: torch.dtype):
-    gate, up = drawn(*shape, dtype=dtype), drawn(*shape, dtype=dtype)
-    gate.view(-1)[:2] = torch.tensor([-200.0, 200.0])  # exp overflows, or vanishes
+    """Both are parts of one product."""
+    product = drawn(*shape[:-1], 2 * shape[-1], dtype=dtype)
+    product.view(-1)[:2] = torch.tensor([-200.0, 200.0])  # exp overflows, or vanishes
+    gate, up = product.chunk(2, -1)
     act = LlamaMLP(LlamaConfig(hidden_size=32)).act_fn
-    close(silu_mul.triton(gate.to(kernel_device), up.to(kernel_device)), act(gate) * up)
+    close(silu_mul.triton(*product.to(kernel_device).chunk(2, -1)), act(gate) * up)
 
 
 def test_what_does_not_fit_is_named():
@@ -137,6 +140,8 @@ def test_what_does_not_fit_is_named():
         add_rms_norm(torch.ones(3, 8), hidden, weight, EPS)
     with pytest.raises(ValueError, match=r"^up must have the shape of gate"):
         silu_mul(hidden, torch.ones(3, 8))
+    with pytest.raises(ValueError, match=r"^gate must have rows at one distance"):
+        silu_mul(torch.ones(4, 3, 8).transpose(0, 1), torch.ones(3, 4, 8))
     rows, angle = torch.ones(1, 2, 2, 8), torch.ones(1, 2, 8)
     with pytest.raises(ValueError, match=r"^query_weight and key_weight must be given together"):
         rotary(rows, rows, angle, angle, weight)

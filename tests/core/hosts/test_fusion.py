@@ -181,14 +181,28 @@ def test_leaving_gives_every_module_its_forward_back():
     assert not any("forward" in vars(module) for module in model.modules())
 
 
+def test_projections_of_the_same_rows_are_moved_once_and_keep_their_numbers():
+    model, places = tiny("qwen3", 1), []
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    one, mlp = model.model.layers[0].self_attn, model.model.layers[0].mlp
+    for _ in range(2):
+        with fused(model):
+            pass
+        places.append([weight.data_ptr() for weight in model.parameters()])
+        for group in ((one.q_proj, one.k_proj, one.v_proj), (mlp.gate_proj, mlp.up_proj)):
+            assert len({linear.weight.untyped_storage().data_ptr() for linear in group}) == 1
+    assert places[0] == places[1]
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+
+
 def test_hooks_hear_the_modules_that_a_kernel_would_pass_over():
-    """q_norm, k_norm and the second norm have no call of their own in a fused layer, unless one listens."""
+    """A norm of heads, the second norm and a projection have no call of their own unless one listens."""
     model, heard = tiny("qwen3"), []
     layer = model.model.layers[0]
     ids = torch.tensor([PROMPTS[1]], device=DEVICE)
     named = dict(layer.named_modules())
     norms = ("self_attn.q_norm", "self_attn.k_norm", "post_attention_layernorm")
-    for name in ("", *norms, "mlp.act_fn"):
+    for name in ("", *norms, "mlp.act_fn", "self_attn.k_proj"):
         named[name].register_forward_hook(lambda module, args, out, name=name: heard.append(name))
     with torch.no_grad():
         plain = model(ids).logits
@@ -197,7 +211,7 @@ def test_hooks_hear_the_modules_that_a_kernel_would_pass_over():
         with fused(model):
             ours = model(ids).logits
     assert sorted(heard) == sorted(wanted)
-    assert len(wanted) == 5
+    assert len(wanted) == 6
     torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-4)
 
 
