@@ -24,7 +24,7 @@ class Product:
         self._weight_NK: torch.Tensor | None = None
         self._bias_N: torch.Tensor | None = None
         linears = [one for one in modules if type(one) is torch.nn.Linear and "forward" not in vars(one)]
-        biases = [one.bias.data for one in linears if one.bias is not None]
+        biases = [one.bias.detach() for one in linears if isinstance(one.bias, torch.Tensor)]
         if len(linears) < len(modules) or len(biases) not in (0, len(modules)):
             return
         self._weight_NK = _together([one.weight for one in linears])
@@ -36,7 +36,7 @@ class Product:
         """Project rows, [..., K]; return each module's own, [..., N], maybe as views of one tensor."""
         if self._weight_NK is None or torch.is_grad_enabled() or any(map(has_hooks, self._modules)):
             return [module(rows) for module in self._modules]
-        return linear(rows, self._weight_NK, self._bias_N).split(self._widths, -1)
+        return torch.split(linear(rows, self._weight_NK, self._bias_N), self._widths, -1)
 
 
 def _together(weights: Sequence[torch.nn.Parameter]) -> torch.Tensor | None:
@@ -50,7 +50,7 @@ def _together(weights: Sequence[torch.nn.Parameter]) -> torch.Tensor | None:
             whole = torch.cat([one.data for one in weights])
         except torch.OutOfMemoryError:
             return None
-        for one, part in zip(weights, whole.split([len(one) for one in weights]), strict=True):
+        for one, part in zip(weights, torch.split(whole, [len(one) for one in weights]), strict=True):
             one.data = part
         if first.device.type == "cuda":
             torch.cuda.empty_cache()  # the next layer's needs the room of this one's old weights
