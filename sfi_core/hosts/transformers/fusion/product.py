@@ -39,7 +39,7 @@ class Product:
         return torch.split(linear(rows, self._weight_NK, self._bias_N), self._widths, -1)
 
 
-def _together(weights: Sequence[torch.nn.Parameter]) -> torch.Tensor | None:
+def _together(weights: Sequence[torch.Tensor]) -> torch.Tensor | None:
     # the tensor that holds all, one after the other
     first = weights[0]
     kinds = {(type(one), one.dtype, one.device, one.shape[1], one.is_contiguous()) for one in weights}
@@ -57,7 +57,7 @@ def _together(weights: Sequence[torch.nn.Parameter]) -> torch.Tensor | None:
     return first.data.as_strided((sum(map(len, weights)), first.shape[1]), (first.shape[1], 1))
 
 
-def _adjacent(weights: Sequence[torch.nn.Parameter]) -> bool:
+def _adjacent(weights: Sequence[torch.Tensor]) -> bool:
     ends = [one.data_ptr() + one.nbytes for one in weights]
     one_storage = len({one.untyped_storage().data_ptr() for one in weights}) == 1
     return one_storage and [one.data_ptr() for one in weights[1:]] == ends[:-1]
