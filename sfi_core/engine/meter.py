@@ -79,9 +79,9 @@ class Meter:
     layers counted, and a token's bytes of keys and values: in those layers that are always dense, and in the
     others. `recalled` counts rows from the host by the bytes of a row, int64, on the device.
 
-    The seconds are those of reading prompts (step 0 of every request), of the other steps, and of waiting on
-    the host for recalled rows. `born` is when the run was made, `began` and `ended` when the step under way
-    began and the last one ended.
+    The seconds are those of reading prompts (step 0 of every request), of the other steps, of the part of these that
+    recorded CUDA graphs, and of waiting on the host for recalled rows. `born` is when the run was made, `began` and
+    `ended` when the step under way began and the last one ended.
     """
 
     paths: Counter[str] = field(default_factory=Counter)
@@ -90,6 +90,7 @@ class Meter:
     replayed: bool = False
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
+    recording_seconds: float = 0.0
     row_bytes: tuple[int, int, int] = (0, 0, 0)
     recalled: dict[int, torch.Tensor] = field(default_factory=dict)
     recall_seconds: float = 0.0

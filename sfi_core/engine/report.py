@@ -191,6 +191,7 @@ class RunReport:
         prefill_seconds: Wall time of reading prompts, up to their first tokens.
         decode_seconds: Wall time of the steps from 1 on, without prompts.
         decode_tokens_per_second: Tokens of all requests in those steps, over that time.
+        recording_seconds: The part of `decode_seconds` that recorded CUDA graphs and compiled their kernels, once.
         paths: Attention and maintenance calls by code path, counted per request, layer and step.
         kernels: The Triton kernels launched; empty on the torch backend.
         kv_tiers: The bytes under a device budget; None without one.
@@ -211,6 +212,7 @@ class RunReport:
     not_replayed: str = ""
     fused: dict[str, int] = field(default_factory=dict)
     left_alone: dict[str, int] = field(default_factory=dict)
+    recording_seconds: float = 0.0
 
     @classmethod
     def of(cls, run: Run) -> Self:
@@ -228,6 +230,7 @@ class RunReport:
             kernels=KernelReport.of(meter.kernels),
             kv_tiers=TierReport.of(run),
             not_replayed=meter.not_replayed,
+            recording_seconds=meter.recording_seconds,
         )
 
     def to_dict(self) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Replayed decoding steps: the device's work as a CUDA graph, the host's bookkeeping beside it."""
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -202,11 +203,13 @@ class StepGraphs:
         # the work uses counters, a ring and events of its own, and no spans
         run = self._run
         kernels, maintenance, observer = run.meter.kernels, run.maintenance, run.observer
+        began = time.perf_counter()
         run.observer = Observers([observer], spans=False)
         try:
             yield
         finally:
             run.meter.kernels, run.maintenance, run.observer = kernels, maintenance, observer
+            run.meter.recording_seconds += time.perf_counter() - began
 
     def _left(self) -> StepGraph:
         selections, side = self._buffers.selections, self._run.maintenance.side

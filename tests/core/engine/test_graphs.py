@@ -233,6 +233,7 @@ def test_steps_are_launched_before_their_tokens_are_read(complete, recorder):
     eager, graphed = complete(False, **options), complete(True, **options)
     paths = dict(graphed[0].paths)
     same(graphed, eager)
+    assert graphed[0].decode_seconds > graphed[0].recording_seconds > eager[0].recording_seconds == 0
     assert paths["graph.ahead"] == paths["graph.replay"] - recorder.tapes, "all but the recorded"
     assert recorder.plays == paths["graph.replay"] == NEW - 1 - paths["graph.eager"]
 
