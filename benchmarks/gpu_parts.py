@@ -44,7 +44,7 @@ class Parts:
         self.folder, self.dry, self.graphs = folder, dry, graphs
 
     def ops(self) -> list[Command]:
-        """Table 1's sweep, then every op at three shapes."""
+        """Every op, Table 1's sweep, then every op at two more shapes."""
         selected = "0.01761"  # of 131,072: 4 + 2048 + 256 tokens
         return [
             self._kernels("ops"),

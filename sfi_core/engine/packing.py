@@ -48,15 +48,14 @@ def _note_positions(layer: Layer, rows: tuple[int, ...], selection: Selection) -
         position_HS = segment.position_BHS[row]
         if position_HS.shape[1] > sink + K:
             position_HS[heads, sink + K :] = -1
-        position_HS[heads, : sink + K] = torch.cat(
-            [_sinks(sink, index_HK.device).expand(len(index_HK), -1), index_HK], 1
-        )
+        sinks_S = _sinks(sink, index_HK.device)
+        position_HS[heads, : sink + K] = torch.cat([sinks_S.expand(len(index_HK), -1), index_HK], 1)
         segment.length_BH[row, heads] = (index_HK >= 0).sum(1, dtype=torch.int32).add_(sink)
 
 
 @cache
 def _sinks(count: int, device: torch.device) -> torch.Tensor:
-    return torch.arange(count, dtype=torch.int32, device=device)[None]
+    return torch.arange(count, dtype=torch.int32, device=device)
 
 
 def _pack(layer: Layer, rows: tuple[int, ...], selection: Selection) -> None:

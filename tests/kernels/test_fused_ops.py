@@ -142,6 +142,8 @@ def test_what_does_not_fit_is_named():
         silu_mul(hidden, torch.ones(3, 8))
     with pytest.raises(ValueError, match=r"^gate must have rows at one distance"):
         silu_mul(torch.ones(4, 3, 8).transpose(0, 1), torch.ones(3, 4, 8))
+    with pytest.raises(ValueError, match=r"^up must have rows at one distance"):
+        silu_mul(torch.ones(8, 8), torch.ones(8, 8).T)
     rows, angle = torch.ones(1, 2, 2, 8), torch.ones(1, 2, 8)
     with pytest.raises(ValueError, match=r"^query_weight and key_weight must be given together"):
         rotary(rows, rows, angle, angle, weight)

@@ -146,7 +146,7 @@ def _recording(data: dict[str, Any]) -> str:
     return f" ({seconds:.2f} s of it to record CUDA graphs, once)" if seconds > NOTED * data["decode_seconds"] else ""
 
 
-def _recorded_rate(data: dict[str, Any]) -> float:
+def _steady_rate(data: dict[str, Any]) -> float:
     # tokens/s without the time that a run spends on recording, however long it is
     rate: float = data["decode_tokens_per_second"]
     seconds = data["decode_seconds"]
@@ -161,7 +161,7 @@ def _compared(rows: list[tuple[str, dict[str, Any]]], full: dict[str, Any]) -> l
     if len(others) > 1:
         told = ", ".join(f"{name} {word}" for (name, _), word in zip(others, same, strict=True))
     lines = [f"same tokens  {told}", *(line for name, data in others for line in _parting(name, data, full))]
-    ours, theirs = map(_recorded_rate, (others[0][1], full))
+    ours, theirs = map(_steady_rate, (others[0][1], full))
     if theirs:
         lines.append(f"speed        {ours / theirs:.2f} times {full['policy']}'s, each measured once")
     return lines
