@@ -18,7 +18,6 @@ BINS = tl.constexpr(256)
 # counts of scores at or above each one, then 0
 COLUMNS = tl.constexpr(257)
 JOINED = tl.constexpr(64)  # chunks whose sums are joined at a time
-READ = tl.constexpr(64)  # chosen keys whose weights are summed at a time
 
 
 @triton.jit
@@ -119,19 +118,11 @@ def _code_scan_choose_kernel(
     rank = above + (ahead & 65535) + tl.minimum(equal + (ahead >> 16), room)
     tl.store(index_ptr + rank, t, mask=taken)
     tl.store(position_ptr + first + rank, t, mask=taken)
-    tl.debug_barrier()  # other threads of the program load what these have stored
     lse = tl.load(log_sum_ptr + pair * G + g, mask=g < G, other=0.0)
-    at = first + above + tl.minimum(equal, room)
-    end = at + tl.sum(taken.to(tl.int32))
     part = tl.load(lse_ptr + (pair * chunks + chunk) * G + g, mask=g < G, other=float("-inf"))
-    unread = tl.exp2((part - lse) * LOG2E)
-    for begin in range(at, end, READ):
-        s = begin + tl.arange(0, READ)
-        chosen = tl.load(position_ptr + s, mask=s < end, other=0)
-        where, mask = logits_at(pair, g, chosen, s < end, capacity, G)
-        logits = tl.load(logit_ptr + where, mask=mask, other=0.0)
-        weight = tl.exp2((logits - lse[:, None]) * LOG2E)
-        unread -= tl.sum(tl.where((s < end)[None, :], weight, 0.0), 1)
+    at, mask = logits_at(pair, g, t, taken, capacity, G)
+    logits = tl.load(logit_ptr + at, mask=mask, other=float("-inf"))
+    unread = tl.exp2((part - lse) * LOG2E) - tl.sum(tl.exp2((logits - lse[:, None]) * LOG2E), 1)
     unread *= rest
     logit = tl.where(unread > 0.0, lse + tl.log2(tl.where(unread > 0.0, unread, 1.0)) * LN2, float("-inf"))
     tl.store(rest_ptr, logit, mask=g < G)

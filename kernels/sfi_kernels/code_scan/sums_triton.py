@@ -131,21 +131,21 @@ def _mean_value(
 @triton.jit
 def _project(
     query_ptr, mean_ptr, basis_ptr, factor_ptr, scale,
-    W: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+    W: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Store the factors of the channels for `chunk_logits`; all programs of a head store the same."""
-    m, d, slot = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D), tl.arange(0, SLOTS)
+    d, slot = tl.arange(0, BLOCK_D), tl.arange(0, SLOTS)
     unit = tl.zeros([SLOTS], tl.float32)
     for i in tl.static_range(SLOTS):
         unit = tl.where(slot == i, 1.0 / UNITS[i], unit)
-    query = rows(query_ptr, m, D, m < G, D, BLOCK_D).to(tl.float32) * scale
     mean = tl.load(mean_ptr + d, mask=d < D, other=0.0)
-    tl.store(factor_ptr + m, tl.sum(query * mean[None, :], 1), mask=m < G)
-    for w in range(W):
+    for w in tl.static_range(W):
         basis = rows(basis_ptr, slot + w * SLOTS, D, slot < SLOTS, D, BLOCK_D)
-        factor = tl.dot(query, tl.trans(basis), input_precision="ieee") * unit[None, :]
-        where = factor_ptr + (slot[None, :] + w * SLOTS + 1) * G + m[:, None]
-        tl.store(where, factor, mask=m[:, None] < G)
+        for g in range(G):  # these sums take less time than a float32 product of tiles
+            query = tl.load(query_ptr + g * D + d, mask=d < D, other=0.0).to(tl.float32) * scale
+            tl.store(factor_ptr + g, tl.sum(query * mean))
+            factor = tl.sum(basis * query[None, :], 1) * unit
+            tl.store(factor_ptr + (slot + w * SLOTS + 1) * G + g, factor)
     tl.debug_barrier()  # other threads of the program load what these have stored
 
 
@@ -158,7 +158,7 @@ def _code_scan_sums_kernel(
     value_batch_stride, value_head_stride, value_token_stride,
     KEY_STRIDES: tl.constexpr, VALUE_STRIDES: tl.constexpr,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr, W: tl.constexpr, PAGE: tl.constexpr,
-    BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
     CHUNK: tl.constexpr, CHOOSE: tl.constexpr, APPENDS: tl.constexpr,
 ):  # fmt: skip
     pair, program = tl.program_id(1).to(tl.int64), tl.program_id(0) - 1
@@ -185,10 +185,10 @@ def _code_scan_sums_kernel(
                     value_ptr, table, sum_ptr + pair * E, summed_ptr + pair, mean_value_ptr + pair * E, h,
                     first, stop, PAGE, VALUE_STRIDES, E, BLOCK_E,
                 )  # fmt: skip
-                m, d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
-                query = rows(query_ptr + pair * G * D, m, D, m < G, D, BLOCK_D)
-                where = (pair * KEPT + (length - 1) % KEPT) * G + m[:, None]
-                own = (m[:, None] < G) & (d[None, :] < D)
+                g, d = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
+                query = rows(query_ptr + pair * G * D, g, D, g < G, D, BLOCK_D)
+                where = (pair * KEPT + (length - 1) % KEPT) * G + g[:, None]
+                own = (g[:, None] < G) & (d[None, :] < D)
                 tl.store(recent_ptr + where * D + d[None, :], query, mask=own)
         return
     chunk, stop_chunk = program * each, tl.minimum((program + 1) * each, tl.cdiv(stop, CHUNK))
@@ -199,7 +199,7 @@ def _code_scan_sums_kernel(
     factor_ptr += pair * (1 + W * SLOTS) * G
     query_ptr += pair * G * D
     basis_ptr += pair * W * SLOTS * D
-    _project(query_ptr, mean_ptr, basis_ptr, factor_ptr, scale, W, G, D, BLOCK_M, BLOCK_D)
+    _project(query_ptr, mean_ptr, basis_ptr, factor_ptr, scale, W, G, D, BLOCK_D)
     for own_chunk in range(chunk, stop_chunk):
         t = own_chunk * CHUNK + tl.arange(0, CHUNK)
         own = (t >= first) & (t < stop)

@@ -21,9 +21,9 @@ from sfi_kernels.step_descriptor import StepDescriptor
 LOGITS = 4096  # of a program: keys times query heads
 MOST_KEYS = 1024  # of a program
 MIN_CHUNKS = 64  # one kernel for all capacities up to 64K
-# three programs fit a processor; left alone, the compiler takes registers for two
-RESIDENT = 3
-PROGRAM: Any = {"num_warps": 4, "max_registers": 168}
+# four programs of the first launch fit a processor; left alone, the compiler takes registers for two
+RESIDENT = 4
+FIRST: Any = {"num_warps": 4, "max_registers": 128}
 
 
 def code_tokens(
@@ -58,7 +58,7 @@ def code_scan(
     counts, columns = (empty(*shape, dtype=torch.int32) for shape in ((BINS.value,), (chunks, COLUMNS.value)))
     score_BHT, index_BHK = empty(capacity, dtype=torch.uint8), empty(budget, dtype=torch.int32)
     pseudo = PseudoToken(empty(G, chunks), torch.empty_like(codes.sum_BHE))
-    common = {"G": G, "BLOCK_G": triton.next_power_of_2(G), "CHUNK": chunk, **PROGRAM}
+    common = {"G": G, "BLOCK_G": triton.next_power_of_2(G), "CHUNK": chunk}
     _sum(
         chunks, query_BHGD.contiguous(), key_PHND, value_PHNE, block_table_BP, descriptor, codes,
         (pseudo.value_BHE, factor, logit_BHGT, lse, counts), scale, budget, **common, CHOOSE=True,
@@ -91,6 +91,6 @@ def _sum(
         descriptor.table_BX, *codes, *made, chunks, each, scale, block_table.shape[1], capacity, budget,
         rows[0].shape[2], *(stride for part in rows for stride in part.stride()[:3]),
         KEY_STRIDES=kernel_strides(key, "key"), VALUE_STRIDES=kernel_strides(value, "value"), H=H, D=D, E=E, W=W,
-        PAGE=page_size, BLOCK_M=padded(constants["G"]), BLOCK_D=padded(D), BLOCK_E=padded(E),
-        APPENDS=new is not None, **{**constants, **PROGRAM},
+        PAGE=page_size, BLOCK_D=padded(D), BLOCK_E=padded(E),
+        APPENDS=new is not None, **constants, **FIRST,
     )  # fmt: skip
