@@ -85,8 +85,7 @@ class Parts:
         return [first, self._bench("decode-4b-tiers", "qwen3-4b", *tiers, context="32K", batch="1")]
 
     def lossless(self) -> list[Command]:
-        """Decode losslessly beside sfi and full-kv at a stated acceptance; such runs have no graphs."""
-        self.graphs = False
+        """Decode losslessly beside sfi and full-kv at a stated acceptance."""
         stated = "--lossless", "--acceptance", "0.95"
         points = {"lossless-0.6b": ("qwen3-0.6b", "8K,128K"), "lossless-4b": ("qwen3-4b", "32K")}
         return [

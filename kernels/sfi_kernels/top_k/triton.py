@@ -103,14 +103,13 @@ def _top_k_count_kernel(
         if chunk == 0:
             for later in tl.static_range(1, PASSES):
                 tl.store(counts_ptr + later * BINS + bins, 0)
-        return
-    counts = tl.histogram(digit, BINS, mask=(key >> (shift + 8)) == prefix)
-    tl.atomic_add(counts_ptr + PASS * BINS + bins, counts, mask=counts > 0, sem="relaxed")
-
-    if PASS == PASSES - 1:
-        above = tl.sum((key >> 8 > prefix).to(tl.int32))
-        tl.store(chunk_ptr + bins, above + tl.cumsum(counts, reverse=True))
-        tl.store(chunk_ptr + BINS, above)
+    else:  # not compiled for pass 0, where Triton would warn of a shift by 32
+        counts = tl.histogram(digit, BINS, mask=(key >> (shift + 8)) == prefix)
+        tl.atomic_add(counts_ptr + PASS * BINS + bins, counts, mask=counts > 0, sem="relaxed")
+        if PASS == PASSES - 1:
+            above = tl.sum((key >> 8 > prefix).to(tl.int32))
+            tl.store(chunk_ptr + bins, above + tl.cumsum(counts, reverse=True))
+            tl.store(chunk_ptr + BINS, above)
 
 
 @triton.jit(do_not_specialize=["H", "T", "budget", "batch_stride", "head_stride"])

@@ -181,8 +181,6 @@ class DecodeSettings:
         # the lossless run of a policy that can draft
         if not policy_class(plain.policy).drafts:
             return []
-        # a lossless run has no graphs: engine.graphs=true holds for the other variants
-        graphs = False if self.engine.graphs is False else None
-        engine = replace(self.engine, lossless=True, kv_device_budget=None, graphs=graphs)
+        engine = replace(self.engine, lossless=True, kv_device_budget=None)
         name = LOSSLESS.format(plain.policy)
         return [DecodeVariant(name, plain.policy, engine, self.acceptance)]
