@@ -109,7 +109,7 @@ def test_between_shares_log_kl_is_linear_in_log_reads():
 
 def test_supports_share_what_sets_of_positions_share():
     steps, heads, prompt, size = 5, 2, SINK + RECENT + 40, 6
-    seen, generator = Recorder(), torch.Generator().manual_seed(0)
+    seen, generator, near = Recorder(), torch.Generator().manual_seed(0), torch.zeros(heads)
     for step in range(steps):
         mass_HT = torch.rand(heads, prompt, generator=generator).softmax(-1)
         index_HK = torch.arange(prompt, dtype=torch.int32).expand(heads, -1)
@@ -119,6 +119,8 @@ def test_supports_share_what_sets_of_positions_share():
             retained_H=nothing_H, query_cosine_H=nothing_H, output_error_H=nothing_H,
         )  # fmt: skip
         seen.on(event)
+        near += (mass_HT[:, :SINK].sum(1) + mass_HT[:, prompt + step + 1 - RECENT :].sum(1)) / steps
+    assert seen.local(prompt) == [pytest.approx(near.tolist())]
     shared = Shared.of(seen, prompt, size)
     mass_HNC = torch.from_numpy(seen.mass(3, prompt))
     index_HNK = mass_HNC.topk(size).indices.sort(-1).values.numpy()

@@ -63,6 +63,18 @@ def retained(rows: Sequence[Row]) -> str:
     return table(["decoded", "K", "support of", *PLACES], lines)
 
 
+def heads(rows: Sequence[Row]) -> str:
+    """Write how many KV heads attend mostly to the first 4 and the last 128 positions; one may on every kind."""
+    some = [row for row in rows if (row["mode"], row["size"]) == ("forced", 64) and "local" in row]
+    found = windows(some, lambda row: [share for layer in row["local"] for share in layer])
+    means = {kind: mean_known(one, 0) for kind, one in found.items()}
+    if means:
+        means["the least of all kinds"] = np.min(np.stack(list(means.values())), 0)
+    above = (0.95, 0.9, 0.8, 0.5)
+    lines = [[kind, *(f"{np.sum(one >= share)}" for share in above), str(len(one))] for kind, one in means.items()]
+    return table(["kind", *(f"{100 * share:.0f} % or more" for share in above), "heads"], lines)
+
+
 def column(name: str, inner: str = "") -> Callable[[Row], Sequence[float | None]]:
     """Return what takes a row's entry, or an entry of the entry, for `windows`."""
 

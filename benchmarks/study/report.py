@@ -74,6 +74,8 @@ class Report:
             ("Overlap by lag, in one sentence and across a boundary.", observed.lags(rows)),
             ("What an older support holds of the best support's probability, by its age; `mass` as is.",
              observed.retained(rows)),
+            ("KV heads by the probability on the first 4 and the last 128 positions; a head that looks there is local.",
+             observed.heads(rows)),
         ]  # fmt: skip
         made = [self._page("stability", f"{_counts(rows)}, half `{self.half}`", parts)]
         for mode, size in sorted({(row["mode"], row["size"]) for row in rows}):

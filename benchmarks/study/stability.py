@@ -9,7 +9,7 @@ import numpy as np
 
 from benchmarks.study.listed import FULL
 from benchmarks.study.part import Part, Row
-from benchmarks.study.records import Key, plain
+from benchmarks.study.records import Key, plain, rounded
 from benchmarks.study.sentences import statistics
 from benchmarks.study.supports import Recorder, Shared, audit_for
 from benchmarks.study.texts import Place, window
@@ -48,7 +48,8 @@ class StabilityPart(Part):
                 shared = Shared.of(seen, item.length, row["size"])
                 found = plain(statistics(shared, place_N, seed=item.number))
                 seconds = round(time.monotonic() - began, 1)
-                yield row | found | {"start": decoded.start, "seconds": seconds}
+                local = [rounded(heads) for heads in seen.local(item.length)]
+                yield row | found | {"local": local, "start": decoded.start, "seconds": seconds}
 
     def _record(self, place: Place, mode: str) -> tuple[Recorder, Window]:
         given = window(self.tokenizer, place, self.options.tokens)

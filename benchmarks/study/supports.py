@@ -50,6 +50,16 @@ class Recorder(NullObserver):
         found: Floats = mass_NHC[:, :, :candidates].transpose(0, 1).contiguous().numpy()
         return found
 
+    def local(self, prompt: int) -> list[list[float]]:
+        """Return the mean probability of the first 4 and the step's last 128 positions, by layer and head."""
+        found = []
+        for layer in sorted(self.index_L):
+            index_NHK, mass_NHK = torch.stack(self.index_L[layer]), torch.stack(self.mass_L[layer]).float()
+            at_N11 = prompt + torch.arange(len(index_NHK))[:, None, None]
+            near_NHK = (index_NHK < SINK) & (index_NHK >= 0) | (index_NHK > at_N11 - RECENT)
+            found.append((mass_NHK * near_NHK).sum(-1).mean(0).tolist())
+        return found
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Shared:

@@ -113,6 +113,7 @@ def forecast(
     packs: bool = True,
     evidence_buffers: int = 1,
     summary: Callable[[LayerShape, int], int] | None = None,
+    first_bytes: int | None = None,
     graphs: bool = False,
     drafting: Drafting | None = None,
 ) -> Forecast:
@@ -124,8 +125,9 @@ def forecast(
     `prompt_tokens`, of which a forward pass reads `prefill_chunk` (0 for all); a request may reach `capacity`.
 
     One slow step refreshes `refreshed_together` requests at once, all on the triton backend; `first_together`
-    first selections share their launches; the evidence of `evidence_buffers` layers is held at once. `graphs`
-    says whether steps are replayed as CUDA graphs, `drafting` how a lossless run drafts.
+    first selections share their launches, and each holds `first_bytes` a position of its request (None for the
+    logits of `window_prefill` queries and what is made of them); the evidence of `evidence_buffers` layers is held
+    at once. `graphs` says whether steps are replayed as CUDA graphs, `drafting` how a lossless run drafts.
     """
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
     managed = [layer for layer in layers if layer.window is None]
@@ -135,7 +137,9 @@ def forecast(
     chunk = min(prefill_chunk or prompt_tokens, prompt_tokens)
     chosen = [layer for layer in packing if layer.window is None]
     # a prompt's selection has logits, probabilities and their powers, a slow step's its evidence
-    first = _selection_bytes(model, managed, 4 * config.window_prefill) * first_together * capacity
+    if first_bytes is None:
+        first_bytes = _selection_bytes(model, managed, 4 * config.window_prefill)
+    first = first_bytes * first_together * capacity
     later = _selection_bytes(model, managed, evidence_buffers) * refreshed_together * capacity
     first, later = (first, later) if selects else (0, 0)
     verifying, kept, held, tested = 0, 0, 1, 1

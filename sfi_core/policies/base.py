@@ -230,6 +230,10 @@ class Policy:
         """Return the bytes of a policy's key summaries, for a layer and a request of `capacity` tokens."""
         return 0
 
+    def first_bytes(self, layer: LayerShape) -> int | None:
+        """Return what a prompt's first selection holds at once, in bytes a position; None for the evidence's logits."""
+        return None
+
     def resident_heads(self, layer: int, heads: int) -> Sequence[int]:
         """Return the KV heads of a layer, of `heads`, to keep on the device if there is room."""
         return range(heads) if layer in self.config.dense_layers else ()

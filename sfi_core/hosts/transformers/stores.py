@@ -134,12 +134,14 @@ def expect(
     together = session.backend == "triton"  # a slow step refreshes all requests at once
     joins = isinstance(policy, EvidencePolicy) and tiers is None
     logits = heads * policy.config.window_prefill * capacity  # of a prompt's first selection
+    own = [policy.first_bytes(shape) for shape in shapes if shape.window is None]
+    first = max((each for each in own if each is not None), default=None)
     joined = worked_off_together(heads * capacity, len(shapes)) if joins else 1
     expected = forecast(
         model, shapes, policy.config, selects=policy.selects, summary=policy.summary_bytes, batch=batch,
         prompt_tokens=prompt_tokens, capacity=capacity, prefill_chunk=prefill_chunk,
         refreshed_together=batch if together else joined,
-        first_together=min(batch, first_together(logits)) if together else 1,
+        first_bytes=first, first_together=min(batch, first_together(logits)) if together and first is None else 1,
         unpacked=() if together else policy.config.dense_layers,
         packs=tiers is not None or not reads_in_place(policy, session.backend),
         evidence_buffers=ring_places(model.device, overlap=session.engine.overlap), graphs=graphs,
@@ -147,8 +149,8 @@ def expect(
     )  # fmt: skip
     if tiers is None:
         return expected
-    own = tiers.bytes(batch, capacity, generated or capacity - prompt_tokens)
-    host = own.host_bytes if model.device.type == "cpu" else 0  # both tiers in one memory
-    packed, norms = own.parts["packed"], own.parts["norms"]
-    others = own.device_bytes - packed - norms
+    tiered = tiers.bytes(batch, capacity, generated or capacity - prompt_tokens)
+    host = tiered.host_bytes if model.device.type == "cpu" else 0  # both tiers in one memory
+    packed, norms = tiered.parts["packed"], tiered.parts["norms"]
+    others = tiered.device_bytes - packed - norms
     return replace(expected, kv_bytes=host + others, packed_bytes=packed, summary_bytes=0, norm_bytes=norms)

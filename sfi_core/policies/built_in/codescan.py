@@ -98,6 +98,10 @@ class CodeScan(Policy):
         numbers = basis * torch.float32.itemsize
         return layer.heads * ((capacity + SPARE) * channels + numbers) + kept
 
+    def first_bytes(self, layer: LayerShape) -> int:
+        """Count the keys that are coded: as they are, in float32, and less their mean."""
+        return layer.heads * layer.key_width * (layer.itemsize + 2 * torch.float32.itemsize)
+
     def _room(self, state: RequestState) -> int:
         return state.recent_start - state.sink(self.config.sink)
 

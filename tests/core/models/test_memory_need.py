@@ -82,6 +82,17 @@ def test_requests_refreshed_together_need_their_tensors_together(tiny_model: Any
     assert expected.workspace_bytes == CPU_SLACK * (4 + 12 * 2) * 20 * 1000 * 4
 
 
+def test_codescan_s_first_selection_holds_keys_and_no_logits(tiny_model: Any):
+    """A request's keys as they are, in float32, and less their mean; 256 queries have 4 x 4 x 256 logits a position."""
+    config = CONFIG.replace(window_prefill=256)
+    with sfi_core.slow_fast(tiny_model, None, config=config, policy="codescan") as session:
+        codescan = session.forecast(3, 30, 4000, 8).workspace_bytes
+    with sfi_core.slow_fast(tiny_model, None, config=config, policy="sfi") as session:
+        sfi = session.forecast(3, 30, 4000, 8).workspace_bytes
+    assert codescan == CPU_SLACK * 2 * 8 * (4 + 8) * 4000
+    assert sfi == CPU_SLACK * (4 * 4 * 256 + 12 * 2) * 4000 * 4
+
+
 def test_reading_the_prompt_in_pieces_needs_less(tiny_model: Any):
     sizes = [
         expect(tiny_model, [FULL], prompt_tokens=900, capacity=1000, prefill_chunk=chunk)
