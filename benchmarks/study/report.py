@@ -11,6 +11,7 @@ from benchmarks.study.fidelity import FidelityPart
 from benchmarks.study.figures import draw_front, draw_stability
 from benchmarks.study.health import HealthPart
 from benchmarks.study.listed import FULL, read_table, spec
+from benchmarks.study.long import LONG, by_step
 from benchmarks.study.markdown import page
 from benchmarks.study.measured import Measured, measured
 from benchmarks.study.part import Part, Row
@@ -56,6 +57,9 @@ class Report:
             some = [row for row in rows if (row["length"], row["tokens"]) == (length, tokens)]
             data = measured(some)
             about = f"{self.model}, {length} prompt and {tokens} decoded tokens, half `{self.half}`, {_counts(some)}"
+            if tokens >= LONG:
+                made.append(self._long(some, data, about, length))
+                continue
             made += self._front(data, about, length)
             for name in BESIDE_THE_FIRST:
                 made += self._beside_the_first(name, data, about, length)
@@ -118,6 +122,14 @@ class Report:
             title = f"Each kind of text at {100 * share:g} %, with total reads."
             parts.append((title, front.by_kind(data, named, share, _kinds(data))))
         return [self._page(f"front-{length}", about, parts), figure]
+
+    def _long(self, rows: Sequence[Row], data: Measured, about: str, length: int) -> Path:
+        named = self._having(data, "long")
+        parts = [
+            (f"KL along the text, a share of {100 * share:g} %.", by_step(rows, named, share))
+            for share in _shares(data, named)
+        ]
+        return self._page(f"long-{length}", about, parts)
 
     def _beside_the_first(self, name: str, data: Measured, about: str, length: int) -> list[Path]:
         named = self._having(data, name)
