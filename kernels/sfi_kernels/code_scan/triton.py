@@ -21,9 +21,9 @@ from sfi_kernels.step_descriptor import StepDescriptor
 LOGITS = 4096  # of a program: keys times query heads
 MOST_KEYS = 1024  # of a program
 MIN_CHUNKS = 64  # one kernel for all capacities up to 64K
-# four programs of the first launch fit a processor; left alone, the compiler takes registers for two
-RESIDENT = 4
-FIRST: Any = {"num_warps": 4, "max_registers": 128}
+RESIDENT = 4  # programs of the first launch that fit a processor
+# so that they do, a thread has 128 registers, of which 16 query heads would spill; left alone, it takes more
+REGISTERS, MORE_REGISTERS, MANY_HEADS = 128, 168, 16
 
 
 def code_tokens(
@@ -92,5 +92,6 @@ def _sum(
         rows[0].shape[2], *(stride for part in rows for stride in part.stride()[:3]),
         KEY_STRIDES=kernel_strides(key, "key"), VALUE_STRIDES=kernel_strides(value, "value"), H=H, D=D, E=E, W=W,
         PAGE=page_size, BLOCK_D=padded(D), BLOCK_E=padded(E),
-        APPENDS=new is not None, **constants, **FIRST,
+        APPENDS=new is not None, **constants,
+        max_registers=REGISTERS if constants["BLOCK_G"] < MANY_HEADS else MORE_REGISTERS,
     )  # fmt: skip
