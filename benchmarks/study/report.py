@@ -164,9 +164,10 @@ class Report:
             found |= {records.key(row): row for row in records.rows()}
         asked = (self.model, self.half)
         rows = [row for row in found.values() if (row["model"], row["half"]) == asked]
-        # of a text that has changed, the rows of its last version count
-        last = {(row["kind"], row["half"]): row["text"] for row in rows}
-        return [row for row in rows if row["text"] == last[row["kind"], row["half"]]]
+        # of a text that has changed, a page has the rows of its last version
+        pages = [(row["kind"], row["length"], row["tokens"]) for row in rows]
+        last = {page: row["text"] for page, row in zip(pages, rows, strict=True)}
+        return [row for page, row in zip(pages, rows, strict=True) if row["text"] == last[page]]
 
 
 def _shares(data: Measured, named: Sequence[tuple[str, str]]) -> list[float]:
