@@ -44,11 +44,11 @@ class StabilityPart(Part):
             began = time.monotonic()
             seen, decoded = self._record(item, mode)
             place_N = np.array(sentence_positions(decoded, ends))
+            local = [rounded(heads) for heads in seen.local(item.length)]
             for row in rows:
                 shared = Shared.of(seen, item.length, row["size"])
                 found = plain(statistics(shared, place_N, seed=item.number))
                 seconds = round(time.monotonic() - began, 1)
-                local = [rounded(heads) for heads in seen.local(item.length)]
                 yield row | found | {"local": local, "start": decoded.start, "seconds": seconds}
 
     def _record(self, place: Place, mode: str) -> tuple[Recorder, Window]:

@@ -143,7 +143,8 @@ def _project(
         basis = rows(basis_ptr, slot + w * SLOTS, D, slot < SLOTS, D, BLOCK_D)
         for g in range(G):  # these sums take less time than a float32 product of tiles
             query = tl.load(query_ptr + g * D + d, mask=d < D, other=0.0).to(tl.float32) * scale
-            tl.store(factor_ptr + g, tl.sum(query * mean))
+            if w == 0:
+                tl.store(factor_ptr + g, tl.sum(query * mean))
             factor = tl.sum(basis * query[None, :], 1) * unit
             tl.store(factor_ptr + (slot + w * SLOTS + 1) * G + g, factor)
     tl.debug_barrier()  # other threads of the program load what these have stored
