@@ -26,8 +26,10 @@ from sfi_traces.model.trace import Trace
 from sfi_traces.record import writer
 from sfi_traces.record.parquet import ParquetObserver
 from sfi_traces.record.token_text import TokenText
+from sfi_traces.replay import RecordedVocabulary
 from sfi_traces.schema import TABLES
 from tests.traces.made import CONFIG, MODEL, make_trace
+from tests.traces.small import rows
 from tests.traces.told import AUDIT, Told, run_event, step_event, wait_for
 
 REPOSITORY = Path(__file__).parents[2]
@@ -130,6 +132,38 @@ def test_texts_join_to_the_prompt(tmp_path):
     texts = trace.table("prompts")["token_text"].to_pylist()
     assert "".join(texts) == text
     assert trace.table("steps")["token_text"].to_pylist() == [texts[2]]
+
+
+def test_a_character_of_several_tokens_comes_with_the_last_of_each_request(tmp_path):
+    tokenizer = build_tokenizer(512)
+    texts = ["h\u00e9llo \N{FOX FACE}.", "\N{IDEOGRAPHIC FULL STOP} ok"]
+    ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+    with ParquetObserver(tmp_path / "trace", tokenizer=tokenizer) as observer:
+        observer.on(run_event(2))
+        for piece in (ids[0][:2], ids[0][2:]):  # within the accent
+            observer.on(PromptEvent(requests=(0,), ids_BT=torch.tensor([piece]), count=(len(piece),)))
+        for step in range(max(map(len, ids))):  # requests take turns
+            for request in (0, 1):
+                if step < len(ids[request]):
+                    observer.on(step_event(request=request, step=step, token_id=ids[request][step]))
+    trace = Trace.open(tmp_path / "trace")
+    assert "".join(trace.table("prompts")["token_text"].to_pylist()) == texts[0]
+    for request, text in enumerate(texts):
+        pieces = [row["token_text"] for row in rows(trace, "steps", request=request)]
+        assert "".join(pieces) == text
+        assert "" in pieces
+    # the last byte of a full stop is no full stop
+    assert RecordedVocabulary.of([trace]).trigger_ids(["."]) == {tokenizer.convert_tokens_to_ids(".")}
+
+
+def test_broken_characters_are_replaced_and_whole_tokens_stay():
+    tokenizer = build_tokenizer(512)
+    fox = tokenizer("\N{FOX FACE}", add_special_tokens=False)["input_ids"]
+    (mark,) = tokenizer("!", add_special_tokens=False)["input_ids"]
+    for ids in ([*fox[:-1], mark, *fox], [fox[-1]] * 9 + [mark], [mark, *fox, *fox, mark]):
+        assert "".join(map(TokenText(tokenizer), ids)) == tokenizer.decode(ids)
+    assert TokenText(tokenizer).alone(fox[0]) == "\N{REPLACEMENT CHARACTER}"
+    assert TokenText(tokenizer).alone(mark) == "!"
 
 
 def test_sentencepiece_s_leading_spaces_are_kept():
@@ -287,6 +321,7 @@ from pathlib import Path
 from sfi_core.observers.events import BeginStepEvent
 from sfi_traces.record import writer
 from sfi_traces.record.parquet import ParquetObserver
+from tests.traces.small import rows
 from tests.traces.told import run_event, step_event
 
 writer.SOONEST = 0.1

@@ -13,7 +13,7 @@ from sfi_cli.terminal.output import Output, message
 from sfi_cli.terminal.tables import Part
 from sfi_core.errors import ConfigError
 from sfi_traces.views.diff_tables import numbers_table, overlap_tables, place_words
-from sfi_traces.views.table import Row, Table, percent
+from sfi_traces.views.table import Row, Table, percent, quoted
 
 MOST_STEPS = 16
 
@@ -81,7 +81,8 @@ def _page(first: Path, second: Path, request: int | None, document: dict[str, An
     shown = requests[0]["request"] if request is None else request
     if len(requests) > 1:
         message(f"the report shows request {shown} of {len(requests)}; --request chooses another")
-    return render_diff(open_view(first, shown), open_view(second, shown), document)
+    top = document["supports_cut_to"]
+    return render_diff(open_view(first, shown, top=top), open_view(second, shown, top=top), document)
 
 
 def diff_text(document: Row) -> list[Part]:
@@ -118,4 +119,4 @@ def _request_lines(request: Row) -> Iterator[str]:
 
 
 def _token(token: Row) -> str:
-    return f"id {token['token_id']}" if token["token_text"] is None else repr(token["token_text"])
+    return f"id {token['token_id']}" if token["token_text"] is None else quoted(token["token_text"])

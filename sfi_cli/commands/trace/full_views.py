@@ -8,7 +8,19 @@ from sfi_cli.commands.trace.check import health_lines
 from sfi_cli.commands.trace.show_views import run_rows
 from sfi_cli.terminal.tables import Part
 from sfi_traces.views.facts import facts, latency_table, trigger_table
-from sfi_traces.views.table import Columns, Row, Table, count, dense_words, duration, number, percent, plural, span
+from sfi_traces.views.table import (
+    Columns,
+    Row,
+    Table,
+    count,
+    dense_words,
+    duration,
+    number,
+    percent,
+    plural,
+    quoted,
+    span,
+)
 
 OF_TIMES = ("latency", "break_even")  # sections left out for a trace without times
 MOST_LAYERS = 12  # of a matrix; --json has all
@@ -258,7 +270,7 @@ AUDIT_SPARE = ("cosine's p5", "error's p95", "p5")
 DISAGREEMENT_TITLE = "Steps where full attention would have said another token"
 DISAGREEMENT: Columns = {
     "step": lambda one: f"{one['step']}" + (f" of request {one['request']}" if one["request"] else ""),
-    "gave": lambda one: "(left out)" if one["token_text"] is None else repr(one["token_text"]),
+    "gave": lambda one: "(left out)" if one["token_text"] is None else quoted(one["token_text"]),
     "full attention": dense_words,
     "KL": (number, "kl_next_token"),
 }

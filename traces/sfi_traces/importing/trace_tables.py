@@ -32,7 +32,7 @@ class TraceTables:
             return
         texts = prompt.texts
         if texts is None and self._text is not None:
-            texts = [self._text(token_id) for token_id in prompt.token_ids.tolist()]
+            texts = list(map(self._text.another(), prompt.token_ids.tolist()))
         columns = {
             "request": request,
             "position": np.arange(prompt.tokens),
@@ -67,6 +67,7 @@ class TraceTables:
 
     def _begin(self) -> None:
         self._sentence, self._sets = 0, SelectedSets(len(self._layer_U))
+        self._answer = None if self._text is None else self._text.another()
 
     def flush(self) -> None:
         """Write the waiting rows; see `PartFiles.flush`."""
@@ -74,8 +75,8 @@ class TraceTables:
 
     def _step_row(self, one: ImportedStep) -> dict[str, Any]:
         text = one.token_text
-        if text is None and self._text is not None:
-            text = self._text(one.token_id)
+        if text is None and self._answer is not None:
+            text = self._answer(one.token_id)
         same = ("request", "step", "token_id", "attended_tokens", "context_tokens")
         return {
             **{name: getattr(one, name) for name in same},

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -64,6 +64,7 @@ class TraceRows:
         self._refreshed: dict[Place, Array] = {}
         self._hashes: dict[int, Any] = {}
         self._prompts: dict[int, dict[str, Any]] = {}
+        self._sequences: dict[tuple[str, int], TokenText] = {}  # by table and request
 
     def on_run(self, event: events.RunEvent) -> None:
         """Number the requests of this run after those of the last."""
@@ -94,7 +95,7 @@ class TraceRows:
                 "request": entry["request"],
                 "position": np.arange(start, start + count, dtype=np.int32),
                 "token_id": ids,
-                "token_text": self._texts(ids),
+                "token_text": self._texts("prompts", request, ids.tolist()),
             }
             self.tables["prompts"].add_columns(count, columns)
 
@@ -105,11 +106,12 @@ class TraceRows:
     def on_step(self, event: events.StepEvent) -> None:
         """Add a step."""
         trigger = event.token_id in self._triggers
+        text = self._texts("steps", event.request, [event.token_id])
         self._add(
             "steps",
             event,
             token_id=None if self._redacted else event.token_id,
-            token_text=None if self._text is None else self._text(event.token_id),
+            token_text=None if text is None else text[0],
             sentence=self._sentence[event.request],
             trigger=trigger,
             read_ratio=event.attended_tokens / event.context_tokens,
@@ -184,7 +186,7 @@ class TraceRows:
             "kl_next_token": kl_R,
             "argmax_agrees": agrees_R,
             "dense_token_id": None if self._redacted else dense_token_R,
-            "dense_token_text": self._texts(dense_token_R),
+            "dense_token_text": None if self._text is None else _objects(map(self._text.alone, dense_token_R.tolist())),
             "dense_probability": dense_probability_R,
         }
         self.tables["logits"].add_columns(len(requests), columns)
@@ -216,12 +218,16 @@ class TraceRows:
         request = self._first + event.request
         return {"request": request, "step": event.step, "layer": event.layer}
 
-    def _texts(self, ids: Array) -> Array | None:
+    def _texts(self, table: str, request: int, ids: list[int]) -> Array | None:
+        # what tokens add to the text of a request's prompt, or of its answer
         if self._text is None:
             return None
-        distinct, place = np.unique(ids, return_inverse=True)  # each distinct id is looked up once
-        texts = [self._text(token_id) for token_id in distinct.tolist()]
-        return np.array(texts, object)[place]
+        text = self._sequences.setdefault((table, request), self._text.another())
+        return _objects(map(text, ids))
+
+
+def _objects(texts: Iterable[str]) -> Array:
+    return np.array(list(texts), object)
 
 
 def _overlap(first: Array | None, second: Array) -> Array | float:

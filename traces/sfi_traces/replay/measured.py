@@ -55,8 +55,10 @@ class Comparison:
 def compare(recorded: Sequence[Supports], trace: Trace, real: Trace, *, batch: int = 1) -> Comparison:
     """Replay the setting of `real`, a run of policy sfi with an audit, over `trace`, and compare.
 
-    Only steps up to the first different token are compared; then the texts differ. `batch` requests share the
-    weights' bytes. Raises `TraceError` for another model, prompt or policy, or without an audit.
+    Only steps up to the first different token are compared; then the texts differ. Where `audit.top` differs,
+    overlaps are not. `batch` requests share the weights' bytes.
+
+    Raises `TraceError` for another model, prompt or policy, or without an audit.
     """
     return pooled(compare_steps(recorded, trace, real, batch=batch))
 
@@ -84,7 +86,10 @@ def compare_steps(recorded: Sequence[Supports], trace: Trace, real: Trace, *, ba
         request = Compared(
             request=supports.request, steps=common, recorded_steps=supports.steps, measured_steps=own.num_rows
         )
-        compared.append((replace(prediction, **known), measurement, request))
+        pair = replace(prediction, **known), measurement
+        if real.manifest["audit"]["top"] != supports.top:
+            pair = pair[0].without_overlap(), pair[1].without_overlap()
+        compared.append((*pair, request))
     return compared
 
 

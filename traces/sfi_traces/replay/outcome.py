@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import numpy as np
@@ -46,6 +46,10 @@ class StepMetrics:
     def fast_NU(self, name: str) -> Floats:
         """Return a field's values, NaN at slow steps."""
         return np.where(self.slow_N[:, None], np.nan, getattr(self, name))
+
+    def without_overlap(self) -> Self:
+        """Leave the overlaps out, as unknown."""
+        return replace(self, overlap_NU=np.full_like(self.overlap_NU, np.nan))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,8 +25,13 @@ from sfi_traces.replay.setting import Setting
 
 
 def replay(recorded: Sequence[Supports], setting: Setting, *, batch: int = 1) -> Outcome:
-    """Replay a setting over several requests, and sum up their steps; see `replay_request`."""
-    return Outcome.of([replay_request(supports, setting, batch=batch) for supports in recorded])
+    """Replay a setting over several requests, and sum up their steps; see `replay_request`.
+
+    Overlaps of supports of different sizes are no one measure: they are unknown unless `top` is the same in all.
+    """
+    found = [replay_request(supports, setting, batch=batch) for supports in recorded]
+    alike = len({supports.top for supports in recorded}) == 1
+    return Outcome.of(found if alike else [one.without_overlap() for one in found])
 
 
 def replay_request(supports: Supports, setting: Setting, *, batch: int = 1) -> StepMetrics:

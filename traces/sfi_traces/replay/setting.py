@@ -22,6 +22,7 @@ RULES: dict[str, tuple[str, ...]] = {
 }
 MEMORY = ("budget", "recent", "recent_mode", "sink", "span", "page_size")
 RECORDED = "recorded"
+PART = "\N{REPLACEMENT CHARACTER}"  # text of a token with some bytes of a character: never a trigger's
 
 
 assert set(TRIGGER_POLICIES) == set(RULES)
@@ -110,7 +111,7 @@ def grid(
 class RecordedVocabulary:
     """Stands in for a tokenizer: its vocabulary is the generated tokens, the only ones that can trigger.
 
-    Special tokens are unknown: one without letters or digits counts by its text.
+    Special tokens are unknown: one without letters or digits counts by its text. A part of a character has U+FFFD.
     """
 
     all_special_ids: list[int] = []  # noqa: RUF012 - the interface of a tokenizer
@@ -122,17 +123,23 @@ class RecordedVocabulary:
     def of(cls, traces: Iterable[Trace]) -> "RecordedVocabulary":
         """Collect the tokens of traces of one model; raises `TraceError` for one without texts."""
         texts: dict[int, str] = {}
+        parts: dict[int, str] = {}
         for trace in traces:
-            table = trace.table("steps", ["token_id", "token_text"])
+            table = trace.table("steps", ["request", "step", "token_id", "token_text"])
             if table["token_id"].null_count:
                 raise TraceError(f"trace {trace.path} is redacted; it can be replayed with its own triggers only")
             if table["token_text"].null_count:
                 raise TraceError(
                     f"trace {trace.path} has no text of its tokens; it can be replayed with its own triggers only"
                 )
-            pairs = zip(table["token_id"].to_pylist(), table["token_text"].to_pylist(), strict=True)
-            texts.update(pairs)
-        return cls(texts)
+            before = " "
+            for row in table.sort_by([("request", "ascending"), ("step", "ascending")]).to_pylist():
+                text = row["token_text"]
+                # a part of a character, or the token with its last part
+                part = not text or (not before and row["step"] > 0)
+                (parts if part else texts)[row["token_id"]] = PART if part else text
+                before = text
+        return cls(parts | texts)
 
     def get_vocab(self) -> dict[str, int]:
         """Return the id of every token; a count makes equal texts distinct."""

@@ -22,13 +22,14 @@ def generated(view: View) -> dict[str, Any]:
     `marked` says whether slow steps are marked, `left_out` how many tokens are left out.
     """
     steps, other = view.steps, set(view.recorded.disagreeing)
+    worded = any(steps.text)  # an empty one is part of a character then
     sentences: list[dict[str, Any]] = []
     for row in range(min(len(steps.step), MOST_TOKENS)):
         if row == 0 or steps.sentence[row] != steps.sentence[row - 1]:
             sentences.append({"step": int(steps.step[row]), "tokens": []})
         sentences[-1]["tokens"].append(
             {
-                "text": printable(steps.text[row]) or f" {steps.step[row]} ",
+                "text": printable(steps.text[row]) if worded else f" {steps.step[row]} ",
                 "slow": bool(steps.slow[row]),
                 "other": int(steps.step[row]) in other,
                 "about": _about(view, row),

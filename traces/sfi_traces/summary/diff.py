@@ -27,7 +27,8 @@ def compare(first: Trace, second: Trace, request: int | None = None) -> Row:
 
     Supports and selections are compared at equal steps, up to and including the first step whose token
     differs; its query still follows equal tokens. Redacted traces do not show which step that is, so nothing
-    is compared.
+    is compared. Where `audit.top` differs, supports of both are cut to the smaller one's number of most
+    probable positions, `supports_cut_to`; an imported indexer's selections stay as they are.
 
     A request's `first_layer` is where the runs first differ, often before a token does: the first compared
     `step` at which a row that both traces have (in `supports` or `selections`) differs in positions, or in
@@ -47,7 +48,8 @@ def compare(first: Trace, second: Trace, request: int | None = None) -> Row:
     requests = _compare_steps(scope, other)
     sides = [_numbers(each) for each in (scope, other)]
     until = {row["request"]: row["compared_steps"] for row in requests if row["compared_steps"]}
-    layers = _first_layers(scope, other, until)
+    cut = _match_tables(scope, other)
+    layers = _first_layers(scope, until)
     for row in requests:
         row["first_layer"] = layers.get(row["request"])
     document = {
@@ -56,8 +58,9 @@ def compare(first: Trace, second: Trace, request: int | None = None) -> Row:
         "request": request,
         "settings": _changed(first.manifest, second.manifest),
         "requests": requests,
-        "supports": _overlap(scope, other, "supports", until),
-        "selections": _overlap(scope, other, "selections", until),
+        "supports_cut_to": cut,
+        "supports": _overlap(scope, "supports", until),
+        "selections": _overlap(scope, "selections", until),
         "ratios": {
             name: _ratio(sides[0][name], sides[1][name])
             for name in ("slow_p50_us", "fast_p50_us", "tokens_per_second", "read_ratio")
@@ -131,10 +134,31 @@ def _compare_tokens(one: list[Row], two: list[Row]) -> Row:
     }
 
 
-def _overlap(scope: Scope, other: Scope, table: str, until: dict[int, int]) -> Row | None:
+def _match_tables(scope: Scope, other: Scope) -> int | None:
+    # make views of both traces' rows, `one_supports` and `two_supports`, ...; return what supports were cut to
+    traces = scope.trace, other.trace
+    tops = {trace.manifest["audit"]["top"] for trace in traces if trace.manifest["audit"]}
+    cut = min(tops) if len(tops) > 1 and not any(trace.reads_own_selection for trace in traces) else None
+    for table in ("supports", "selections"):
+        positions = _strongest(cut) if cut is not None and table == "supports" else "positions"
+        scope.connection.register(f"other_{table}", other.trace.dataset(table))
+        for name, source in (("one", "chosen"), ("two", "other")):
+            scope.connection.execute(f"""
+                CREATE OR REPLACE TEMP VIEW {name}_{table} AS
+                SELECT * REPLACE ({positions} AS positions) FROM {source}_{table}
+            """)  # noqa: S608 - our own names and a number
+    return cut
+
+
+def _strongest(top: int) -> str:
+    # SQL: the `top` most probable positions of a support, ascending; the first of equal ones
+    best = f"list_sort(list_zip([-m for m in mass], positions))[1:{top:d}]"
+    return f"CASE WHEN len(positions) <= {top:d} THEN positions ELSE list_sort([pair[2] for pair in {best}]) END"
+
+
+def _overlap(scope: Scope, table: str, until: dict[int, int]) -> Row | None:
     if not until:
         return None
-    scope.connection.register("others", other.trace.dataset(table))
     scope.compare(
         "pairs",
         f"""
@@ -153,19 +177,19 @@ def _both(table: str, until: dict[int, int]) -> str:
     # SQL: pairs of rows, `this` and `that`, that both traces have at the compared steps
     steps = ", ".join(f"({request:d}, {count:d})" for request, count in until.items())
     return f"""
-        FROM chosen_{table} this
+        FROM one_{table} this
         JOIN (VALUES {steps}) compared (request, steps) ON compared.request = this.request
-        JOIN others that ON (that.request, that.step, that.layer, that.head)
+        JOIN two_{table} that ON (that.request, that.step, that.layer, that.head)
             = (this.request, this.step, this.layer, this.head)
         WHERE this.step < compared.steps
     """
 
 
-def _first_layers(scope: Scope, other: Scope, until: dict[int, int]) -> dict[int, Row]:
+def _first_layers(scope: Scope, until: dict[int, int]) -> dict[int, Row]:
     # by request, the earlier place of both tables
     found: dict[int, Row] = {}
     for table in ("supports", "selections") if until else ():
-        for row in _first_places(scope, other, table, until):
+        for row in _first_places(scope, table, until):
             old = found.get(row["request"])
             place = (row["step"], row["layer"])
             if old is None or place < (old["step"], old["layer"]):
@@ -174,8 +198,7 @@ def _first_layers(scope: Scope, other: Scope, until: dict[int, int]) -> dict[int
     return found
 
 
-def _first_places(scope: Scope, other: Scope, table: str, until: dict[int, int]) -> list[Row]:
-    scope.connection.register("others", other.trace.dataset(table))
+def _first_places(scope: Scope, table: str, until: dict[int, int]) -> list[Row]:
     moved = "coalesce(this.positions <> that.positions, false)"
     mass = f"coalesce(abs(this.retained_mass - that.retained_mass) > {SAME_MASS}, false)"
     differs = f"({moved} OR {mass})" if table == "supports" else moved
@@ -215,6 +238,7 @@ def _changed(first: Row, second: Row) -> Row:
         | {"lossless": bool(manifest.get("lossless"))}
         | {"dtype": manifest["model"].get("dtype")}
         | flat_settings(manifest["config"])
+        | ({"audit.top": manifest["audit"]["top"]} if all(one.get("audit") for one in (first, second)) else {})
         for manifest in (first, second)
     )
     return {name: {"a": one.get(name), "b": two.get(name)} for name in one | two if one.get(name) != two.get(name)}

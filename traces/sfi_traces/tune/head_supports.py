@@ -44,11 +44,14 @@ def request_supports(trace: Trace, request: int, top: int) -> Iterator[tuple[int
     Steps with at most `top` = K cached tokens are left out, since all their sets would be equal. The trace
     must have passed `largest_top`.
 
-    Raises `ConfigError` if the audit recorded fewer than `top` positions, `TraceError` if no step has more tokens.
+    Raises `ConfigError` if the audit recorded fewer than `top` positions, `TraceError` if no step has more tokens, or
+    for larger supports without masses, whose best are unknown.
     """
     most = trace.manifest["audit"]["top"]
     if top > most:
         raise ConfigError(f"top_k must be at most audit.top of trace {trace.path}, {most}, got {top}")
+    if top < most:
+        trace.require_masses()
     supports = Supports.read(Request.open(trace, request)).strongest(top)
     long_N = supports.length_N > top
     if not long_N.any():

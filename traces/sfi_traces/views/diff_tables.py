@@ -39,7 +39,9 @@ def overlap_tables(document: Row) -> list[Table]:
         if found := document[name]:
             layers = [("all", found["overlap"]), *((str(one["layer"]), one["overlap"]) for one in found["layers"])]
             rows = [(place, *(number(values[of]) for of in SPREAD), count(values["n"])) for place, values in layers]
-            tables.append(Table(f"Overlap of the {name} at equal steps", ("layer", *SPREAD, "n"), rows))
+            cut = document["supports_cut_to"] if name == "supports" else None
+            title = f"Overlap of the {name} at equal steps" + (f", both cut to the top {cut:,}" if cut else "")
+            tables.append(Table(title, ("layer", *SPREAD, "n"), rows))
     return tables
 
 

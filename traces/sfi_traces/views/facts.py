@@ -5,7 +5,7 @@ from functools import partial
 from typing import NamedTuple
 
 from sfi_traces.health import problems
-from sfi_traces.views.table import Columns, Row, Table, count, dense_words, duration, number, percent, plural
+from sfi_traces.views.table import Columns, Row, Table, count, dense_words, duration, number, percent, plural, quoted
 
 SECTIONS = (  # of the summary, without those that have figures in the report
     "run", "steps", "lossless", "triggers", "stability", "audit", "logits", "disagreements", "selections",
@@ -93,7 +93,7 @@ def further_facts(document: Row) -> Iterator[Fact]:
 
 def disagreement(one: Row) -> str:
     """Say what a step gave, and what full attention would have said."""
-    gave = "" if one["token_text"] is None else f"{one['token_text']!r}, "
+    gave = "" if one["token_text"] is None else f"{quoted(one['token_text'])}, "
     return f"{gave}full attention {dense_words(one)}"
 
 
@@ -144,7 +144,7 @@ def _setting(value: object) -> str:
 
 def _token(one: Row) -> str:
     if one["token_text"] is not None:
-        return repr(one["token_text"])
+        return quoted(one["token_text"])
     return "(left out)" if one["token_id"] is None else "-"
 
 

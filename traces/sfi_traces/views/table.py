@@ -75,8 +75,13 @@ def span(first: int, last: int) -> str:
     return f"{first}" if first == last else f"{first}-{last}"
 
 
+def quoted(text: str) -> str:
+    """Quote a token's text; an empty one has some bytes of a character that the next token ends."""
+    return repr(text) if text else "(part of a character)"
+
+
 def dense_words(row: Mapping[str, Any]) -> str:
     """Say what dense attention's most probable token is, from a row of the table `logits`."""
     text, probability = row["dense_token_text"], row["dense_probability"]
-    token = "another token" if text is None else repr(text)
+    token = "another token" if text is None else quoted(text)
     return token if probability is None else f"{token} ({probability:.0%})"

@@ -105,6 +105,8 @@ def _validation_notes(validation: Row) -> list[str]:
             f"; kept, predicted less measured: mean {validation['mean_difference']:+.4f}, "
             f"mean distance {validation['mean_distance']:.4f}"
         )
+    if validation["measured"]["fast_steps"] and validation["measured"]["overlap_at_reuse"] is None:
+        lines.append("overlap: not compared, since audit.top of the two traces differs")
     return [*lines, text]
 
 
