@@ -97,7 +97,7 @@ def main() -> None:
         model = AutoModelForCausalLM.from_config(DeepseekV32Config(**TINY))
     if options.model and options.prompt_file:
         tokenizer = AutoTokenizer.from_pretrained(options.model)
-        prompt = tokenizer(options.prompt_file.read_text(), return_tensors="pt").input_ids
+        prompt = tokenizer(options.prompt_file.read_text(encoding="utf-8-sig"), return_tensors="pt").input_ids
     else:
         prompt = torch.randint(3, model.config.vocab_size, (1, options.prompt_tokens))
     np.savez_compressed(options.output, **record(model.eval(), prompt, options.new_tokens))

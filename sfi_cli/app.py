@@ -17,10 +17,11 @@ from sfi_cli.commands.lm_eval import lm_eval
 from sfi_cli.commands.serve.command import Serve, serve
 from sfi_cli.commands.tune.command import tune
 from sfi_cli.commands.tune_heads.command import heads
-from sfi_cli.terminal.output import INTERRUPTED, Output, message
+from sfi_cli.terminal.output import INTERRUPTED, Output, escape_unknown_characters, message
 from sfi_cli.terminal.torchrun import check_command, leave, one_voice, tells
 from sfi_core.errors import InputError, SfiError
 
+OF_NO_FILE = (UnicodeEncodeError, ImportError, NameError, MemoryError)  # errors that no damaged file explains
 LONGEST = 255  # bytes of a file's name
 HELP = "Slow-Fast Inference: decode long contexts and see what the model reads."
 
@@ -83,6 +84,7 @@ def root(
 
 def main() -> None:
     """Run the app: a user's mistake prints one line, a bug its traceback."""
+    escape_unknown_characters()
     debug = "--debug" in sys.argv
     sys.argv = [word for word in sys.argv if word != "--debug"]
     try:
@@ -114,7 +116,7 @@ def _in_one_line(error: Exception) -> SfiError | None:
     if isinstance(error, OSError):
         return SfiError(f"{error.filename or 'a file'} cannot be read or written: {error.strerror or error}")
     read = [word for word in sys.argv[2:] if sys.argv[1] in ("trace", "tune") and Path(word[:LONGEST]).exists()]
-    if not read:
+    if not read or isinstance(error, OF_NO_FILE):
         return None
     # what these commands read may be a stranger's
     return InputError(f"{read[0]} is damaged, or sfi is: {type(error).__name__}, {error}; --debug shows where")

@@ -1,11 +1,15 @@
 """Options that are lists or texts: comma lists, ranges, named sets of strings, files."""
 
+import codecs
+import io
 import re
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from sfi_core.errors import ConfigError, InputError
+from sfi_core.machine import files
 from sfi_core.machine.text import LONGEST
 
 MOST_NUMBERS = 1 << 20  # of a range
@@ -66,8 +70,22 @@ def unescaped(triggers: Iterable[str]) -> list[str]:
 def read_text(path: Path, what: str) -> str:
     """Read a UTF-8 file; raise `InputError`, which calls it `what`, if that fails."""
     try:
-        return path.read_text(encoding="utf-8")
+        return files.read_text(path)
     except OSError as error:
         raise InputError(f"{what} {path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise InputError(f"{what} {path} is not UTF-8: {error.reason}") from error
+        raise InputError(f"{what} {path} is not UTF-8: {error.reason} at byte {error.start:,}") from error
+
+
+def read_stdin() -> str:
+    """Read the text on stdin, "" where stdin is closed; raise `InputError` for bytes of another encoding."""
+    if sys.stdin is None:
+        return ""
+    data = sys.stdin.buffer.read()
+    encoding = "utf-8-sig" if data.startswith(codecs.BOM_UTF8) else sys.stdin.encoding
+    try:
+        return io.TextIOWrapper(io.BytesIO(data), encoding).read()
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"stdin is not {sys.stdin.encoding.upper()}: {error.reason} at byte {error.start:,}"
+        ) from error

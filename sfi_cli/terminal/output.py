@@ -1,7 +1,9 @@
 """Output of a command: data to stdout or a file, a figure to its file, everything else to stderr."""
 
+import codecs
 import gzip
 import os
+import re
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -28,6 +30,20 @@ def message(text: str) -> None:
     """Print a line for a person, on stderr; above the bar if there is one, which rich takes care of."""
     sys.stderr.write(f"{printable_lines(text)}\n")
     sys.stderr.flush()
+
+
+def escape_unknown_characters() -> None:
+    r"""Let stdout write a character that its encoding lacks as JSON does, as `\\u2764`."""
+    codecs.register_error("sfi.escape", _escaped)
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="sfi.escape")
+
+
+def _escaped(error: UnicodeError) -> tuple[str, int]:
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    units = error.object[error.start : error.end].encode("utf-16-be", "surrogatepass").hex()
+    return re.sub("(....)", r"\\u\1", units), error.end
 
 
 def terminal_width(stream: TextIO) -> int | None:

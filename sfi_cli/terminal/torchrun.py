@@ -26,7 +26,7 @@ def one_voice() -> Iterator[None]:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     with ExitStack() as stack:
         if not torchrun.first():
-            nowhere = stack.enter_context(Path(os.devnull).open("w"))
+            nowhere = stack.enter_context(Path(os.devnull).open("w", encoding="utf-8"))
             stack.enter_context(redirect_stdout(nowhere))
             stack.enter_context(redirect_stderr(nowhere))
         yield

@@ -16,6 +16,7 @@ from sfi_core.generation.batch_plan import BatchPlan, plan_batch
 from sfi_core.generation.byte_limit import ByteLimit
 from sfi_core.generation.prompts import check_prompts, encode, model_stop_ids, padding_id, token_limits
 from sfi_core.generation.sampling import Sampler
+from sfi_core.generation.text_stream import text_of
 from sfi_core.hosts.transformers.decoder import Decoder
 from sfi_core.hosts.transformers.lossless import together
 from sfi_core.hosts.transformers.replays import records_steps
@@ -170,9 +171,7 @@ def generate(
         except KeyboardInterrupt:
             interrupted = True
         report = _report(session, loop, error, interrupted=interrupted)
-        texts = [
-            tokenizer.decode(one.token_ids, skip_special_tokens=True) if tokenizer else "" for one in report.requests
-        ]
+        texts = [text_of(tokenizer, one.token_ids) if tokenizer else "" for one in report.requests]
         return Result(
             report=report, texts=texts, trigger_token_ids=session.trigger_token_ids, forecast=plan.forecast,
             slots=plan.slots, byte_limit=ByteLimit.of(session, report, plan.slots),

@@ -1,10 +1,12 @@
 """Prompts as token ids, and their limits."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sfi_core.errors import ConfigError, InputError
-from sfi_core.machine.text import first_line
+from sfi_core.machine.text import first_line, shown
+
+PROBE = "probe"  # a text that shows what a chat template makes of it
 
 
 def encode(tokenizer: Any, prompts: Sequence[str] | Sequence[Sequence[int]]) -> list[list[int]]:
@@ -39,8 +41,42 @@ def text_ids(tokenizer: Any, text: str, *, special: bool = True) -> list[int]:
     return ids
 
 
-def chat_text(tokenizer: Any, messages: Sequence[Any]) -> str:
-    """Fill the chat template, which writes the special tokens itself; raise `InputError` if it is broken."""
+def chat_text(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> str:
+    """Fill the chat template, which writes the special tokens itself.
+
+    A message's content may be a text, null, such as beside a tool call, or a list of text parts. Raises `InputError`
+    for another content, and for a template that is broken.
+    """
+    texts = [_with_text(message, number) for number, message in enumerate(messages)]
+    if texts != list(messages) and _takes_parts(tokenizer):
+        texts = [message if message.get("content") else text for message, text in zip(messages, texts, strict=True)]
+    return _filled(tokenizer, texts)
+
+
+def _with_text(message: Mapping[str, Any], number: int) -> Mapping[str, Any]:
+    # the message with the text of its parts, joined by line breaks
+    if isinstance(message.get("content", ""), str):
+        return message
+    parts = message["content"] or []
+    if not isinstance(parts, list):
+        raise InputError(f"message {number} must have a text as content, got {shown(parts)}")
+    for part in parts:
+        if not (isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)):
+            kind = part.get("type") if isinstance(part, dict) else part
+            raise InputError(f"message {number} must have parts of type 'text' with a text, got {shown(kind)}")
+    return {**message, "content": "\n".join(part["text"] for part in parts)}
+
+
+def _takes_parts(tokenizer: Any) -> bool:
+    # whether the template writes the text of a list of parts, not Python's or JSON's list
+    try:
+        text = _filled(tokenizer, [{"role": "user", "content": [{"type": "text", "text": PROBE}]}])
+    except InputError:
+        return False
+    return PROBE in text and f"'{PROBE}'" not in text and f'"{PROBE}"' not in text
+
+
+def _filled(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> str:
     try:
         return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
     except Exception as error:  # it is a program of the checkpoint's, and may raise anything

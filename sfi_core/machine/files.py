@@ -110,6 +110,14 @@ def _locked(path: Path, what: str) -> int:
     return -1
 
 
+def read_text(path: Path) -> str:
+    """Read a text of UTF-8, without the byte order mark that some editors begin it with.
+
+    Raise OSError for a file that cannot be read, UnicodeDecodeError for one of another encoding.
+    """
+    return path.read_text(encoding="utf-8-sig")
+
+
 def read_file(path: Path) -> bytes:
     """Read a regular file of at most `MOST_BYTES`; raise OSError for another: a FIFO has no end."""
     size = path.stat().st_size

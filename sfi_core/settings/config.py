@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from sfi_core.errors import ConfigError, InputError, unknown
+from sfi_core.machine.files import read_text
 from sfi_core.settings import parts
 from sfi_core.settings.fields import Table, check_names, setting
 
@@ -169,7 +170,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     Raise `InputError` for a file that cannot be read or is no TOML.
     """
     try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
+        values = tomllib.loads(read_text(path))
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise InputError(f"config {path} cannot be read: {reason}") from error

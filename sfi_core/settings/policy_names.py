@@ -22,7 +22,7 @@ def built_in() -> tuple[str, ...]:
 @cache
 def triggered() -> tuple[str, ...]:
     """List our policies whose slow steps the trigger decides: the classes with the base `Triggered`."""
-    code = {name: (FOLDER / f"{name.replace('-', '_')}.py").read_text() for name in built_in()}
+    code = {name: (FOLDER / f"{name.replace('-', '_')}.py").read_text(encoding="utf-8") for name in built_in()}
     return tuple(name for name in code if re.search(r"^class .*\bTriggered\b", code[name], re.MULTILINE))
 
 

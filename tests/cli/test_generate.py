@@ -12,12 +12,12 @@ import torch
 from tokenizers.processors import TemplateProcessing
 
 from sfi_cli.app import main
-from sfi_cli.commands.generate.prompts import token_ids
+from sfi_cli.commands.generate.prompts import read_prompts, token_ids
 from sfi_cli.commands.generate.views import fused_lines, report_lines
-from sfi_core.errors import ConfigError
+from sfi_core.errors import ConfigError, InputError
 from sfi_core.models.linear import ENGINES
 from sfi_core.models.load import BUNDLED, load_tokenizer
-from sfi_core.settings.config import SfiConfig
+from sfi_core.settings.config import SfiConfig, read_toml
 from tests.cli.trace_commands import sfi as inside
 from tests.small_example import small_example
 
@@ -112,6 +112,34 @@ def test_streaming_llm_fails_the_same_question_with_as_many_tokens(example):
 def test_a_prompt_may_come_from_stdin():
     code, stdout, _ = inside("generate", "-", "-n", "4", "--quiet", "--policy", "full-kv", text=PROMPT)
     assert (code, stdout.strip() != "") == (0, True)
+
+
+MARK = b"\xef\xbb\xbf"  # a byte order mark
+
+
+def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path, monkeypatch):
+    """Its three tokens went into a prompt; --batch and --config were refused."""
+    file = tmp_path / "file"
+    for data, read, found in (
+        ("Once", lambda: read_prompts(None, file, None).entries, ["Once"]),
+        ('{"prompt": "Once"}', lambda: read_prompts(None, None, file).entries, ["Once"]),
+        ("budget = 16", lambda: read_toml(file), {"budget": 16}),
+    ):
+        file.write_bytes(MARK + data.encode())
+        assert read() == found
+    for encoding in ("utf-8", "cp1252"):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(MARK + "é\r\n".encode()), encoding))
+        assert read_prompts("-", None, None).entries == ["é\n"]
+
+
+def test_stdin_of_another_encoding_is_refused_in_one_line(monkeypatch):
+    """It was a traceback."""
+    for source in (("-", None), (None, Path("-"))):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9 au lait"), "utf-8"))
+        with pytest.raises(InputError, match=r"^stdin is not UTF-8: invalid continuation byte at byte 3$"):
+            read_prompts(*source, None)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9"), "latin-1"))
+    assert read_prompts("-", None, None).entries == ["café"]
 
 
 def test_the_same_seed_samples_the_same_text():

@@ -1,11 +1,15 @@
 """What a command writes: files, devices, the terminal."""
 
+import io
+import json
 import os
+import sys
 from pathlib import Path
 
 import pytest
 from pyarrow import parquet
 
+from sfi_cli import app as cli
 from sfi_cli.terminal.output import Output
 from sfi_core.errors import ConfigError, SfiError
 from tests.cli.trace_commands import trace
@@ -65,3 +69,33 @@ def test_what_a_stranger_wrote_into_a_trace_cannot_move_the_cursor(tmp_path):
             told = trace(*command, *more)
             assert told.code in (0, 3), told.stderr
             assert (told.stdout + told.stderr).replace("\n", "").isprintable(), command
+
+
+def through_main(monkeypatch: pytest.MonkeyPatch, *arguments: object, encoding: str) -> tuple[int, str]:
+    """Run `sfi` as the console's script does, with a stdout of an encoding; return exit code and output."""
+    stdout = io.TextIOWrapper(io.BytesIO(), encoding)
+    monkeypatch.setattr(sys, "stdout", stdout)
+    monkeypatch.setattr(sys, "argv", ["sfi", *map(str, arguments)])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    return ended.value.code, stdout.buffer.getvalue().decode(encoding)
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "cp1252"])
+def test_a_character_that_stdout_lacks_is_escaped_as_in_json(monkeypatch, tmp_path, encoding):
+    """It was a traceback, or a sound trace was called damaged."""
+    folder = make_trace(tmp_path / "run", steps=12)
+    query = ("trace", "sql", folder, "select 'é \N{FOX FACE}' as x")
+    code, text = through_main(monkeypatch, *query, "--json", encoding=encoding)
+    assert (code, json.loads(text)["rows"]) == (0, [{"x": "é \N{FOX FACE}"}])
+    code, text = through_main(monkeypatch, *query, encoding=encoding)
+    accent = "é" if encoding == "cp1252" else "\\u00e9"
+    assert (code, f"{accent} \\ud83e\\udd8a" in text) == (0, True)
+
+
+def test_an_error_that_no_file_explains_is_not_blamed_on_the_trace(monkeypatch, tmp_path):
+    folder = make_trace(tmp_path / "run", steps=12)
+    monkeypatch.setattr(sys, "argv", ["sfi", "trace", "show", str(folder)])
+    monkeypatch.setattr("sfi_traces.model.trace.Trace.open", lambda _: "é".encode("ascii"))
+    with pytest.raises(UnicodeEncodeError):
+        cli.main()

@@ -148,12 +148,15 @@ def _decode(
             PrefillProgress(quiet=quiet, label=policy) as reading,
             DecodeProgress(quiet=quiet or stream is not None) as decoding,
         ):
-            return generate(
+            result = generate(
                 model, tokenizer, prompts, config, policy=policy, engine=engine_for(policy, engine),
                 max_new_tokens=max_new_tokens,
                 observers=[*observers, ProgressObserver(decoding, max(max_new_tokens))],
                 on_plan=on_plan, on_token=on_token, on_prefill=reading.update, **options,
             )  # fmt: skip
+            if stream is not None:
+                stream.stream(shown.end())
+            return result
     finally:
         if stream is not None:
             stream.end_line()

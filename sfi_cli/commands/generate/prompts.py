@@ -1,12 +1,11 @@
 """Prompts from an argument, a file, stdin, a JSON Lines file, or the bundled example."""
 
 import json
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sfi_cli.parsing import read_text
+from sfi_cli.parsing import read_stdin, read_text
 from sfi_core.errors import ConfigError, InputError
 from sfi_core.generation.prompts import chat_text, text_ids
 from sfi_core.machine.text import parse_json
@@ -62,7 +61,7 @@ def read_prompts(argument: str | None, file: Path | None, batch: Path | None) ->
         return Prompts([example.prompt], example.config, example.answer)
     text = argument
     if argument == STDIN or file == Path(STDIN):
-        text = sys.stdin.read()
+        text = read_stdin()
     elif file is not None:
         text = read_text(file, "prompt file")
     if not text:
@@ -72,7 +71,7 @@ def read_prompts(argument: str | None, file: Path | None, batch: Path | None) ->
 
 def _read_batch(path: Path) -> list[tuple[Entry, int | None]]:
     lines = []
-    for number, line in enumerate(read_text(path, "prompt file").splitlines(), 1):
+    for number, line in enumerate(read_text(path, "prompt file").split("\n"), 1):
         if line.strip():
             lines.append(_entry(line, f"{path}, line {number}"))
     if not lines:

@@ -1,5 +1,6 @@
 """Tokens become text as they come."""
 
+from random import Random
 from typing import Any
 
 import pytest
@@ -35,7 +36,7 @@ def encode(tokenizer: Any, text: str) -> list[int]:
 
 
 def pushed(stream: TextStream, ids: list[int]) -> list[str]:
-    return [stream.push(token) for token in ids]
+    return [*[stream.push(token) for token in ids], stream.end()]
 
 
 @pytest.mark.parametrize("text", [" Belora hid a lantern.\n\nLater, more", "héllo 数字 ok", "a\nb\nc", CODE])
@@ -50,17 +51,27 @@ def test_the_pieces_add_up_to_the_text(make, text):
 @pytest.mark.parametrize("make", [lambda: build_tokenizer(64), llama_2_like, ByT5Tokenizer])
 def test_a_character_split_over_tokens_waits_until_it_is_whole(make):
     tokenizer = make()
-    ids = encode(tokenizer, "b数")
-    before = encode(tokenizer, "b")
+    ids, before = encode(tokenizer, "b数"), encode(tokenizer, "b")
     assert len(ids) > len(before) + 1
-    waited = len(ids) - len(before) - 1
-    assert pushed(TextStream(tokenizer), ids)[len(before) :] == [""] * waited + ["数"]
+    given = [piece for piece in pushed(TextStream(tokenizer), ids) if piece]
+    assert given == [*"b数"]
+
+
+@pytest.mark.parametrize("make", [lambda: build_tokenizer(64), llama_2_like])
+def test_an_answer_cut_within_a_character_or_of_any_bytes_is_streamed_whole(make):
+    tokenizer = make()
+    whole = encode(tokenizer, "I 🦊 a\N{REPLACEMENT CHARACTER}")
+    random = Random(3)
+    cases = [whole[:cut] for cut in range(len(whole) + 1)]
+    cases += [[random.randrange(len(tokenizer)) for _ in range(random.randrange(12))] for _ in range(300)]
+    for ids in cases:
+        assert "".join(pushed(TextStream(tokenizer), ids)) == tokenizer.decode(ids, skip_special_tokens=True)
 
 
 def test_a_text_may_begin_with_spaces_of_which_the_decoder_strips_one():
     tokenizer = llama_2_like()
     ids = tokenizer.convert_tokens_to_ids(["▁", "▁", "▁▁▁▁", "x"])
-    assert pushed(TextStream(tokenizer), ids) == ["", " ", "    ", "x"]
+    assert pushed(TextStream(tokenizer), ids) == ["", " ", "    ", "x", ""]
 
 
 def test_special_tokens_are_no_text():
@@ -69,12 +80,12 @@ def test_special_tokens_are_no_text():
     assert "".join(pushed(TextStream(tokenizer), ids)) == "a b"
 
 
-def test_a_byte_that_is_no_character_ends_no_stream():
-    """The decoder would now take back the line's end, a byte too, which is out already."""
+def test_a_byte_waits_for_the_token_after_it():
+    """A byte that is no character makes the line's end before it none either."""
     tokenizer = llama_2_like()
     ids = tokenizer.convert_tokens_to_ids(["a", "<0x0A>", "<0xE6>", "b", "▁", "c"])
     assert tokenizer.decode(ids) == "a��b c"
-    assert pushed(TextStream(tokenizer), ids) == ["a", "\n", "", "�b", " ", "c"]
+    assert pushed(TextStream(tokenizer), ids) == ["a", "", "", "��b", " ", "c", ""]
 
 
 def test_a_long_line_takes_a_few_decoded_tokens_for_each_token():

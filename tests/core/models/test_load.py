@@ -226,6 +226,41 @@ def test_a_broken_chat_template_is_one_line(saved: Path, template: str):
     assert "\n" not in str(error.value)
 
 
+PRINTS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+LISTS = (
+    "{% for m in messages %}<{{ m.role }}>{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for part in m.content %}{{ part.text }}{% endfor %}{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "joined"), [(PRINTS, "\n"), (PRINTS.replace("m.content", "m.content | tojson"), "\\n"), (LISTS, "")]
+)
+def test_text_parts_and_null_are_read_as_text(saved: Path, template: str, joined: str):
+    """Python's or JSON's list went into the prompt."""
+    tokenizer = load_tokenizer(str(saved))
+    tokenizer.chat_template = template
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    chat = [{"role": "user", "content": parts}, {"role": "assistant", "content": None, "tool_calls": []}]
+    assert chat_text(tokenizer, chat).replace('"', "") == f"<user>a{joined}b<assistant>"
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ([{"type": "image_url", "image_url": {}}], "parts of type 'text' with a text, got 'image_url'"),
+        ([{"type": "text"}], "parts of type 'text' with a text, got 'text'"),
+        (["a"], "parts of type 'text' with a text, got 'a'"),
+        (5, "a text as content, got 5"),
+    ],
+)
+def test_a_content_that_is_no_text_is_refused_by_name(saved: Path, content: object, told: str):
+    tokenizer = load_tokenizer(str(saved))
+    tokenizer.chat_template = PRINTS
+    with pytest.raises(InputError, match=f"message 1 must have {told}"):
+        chat_text(tokenizer, [{"role": "user", "content": "x"}, {"role": "user", "content": content}])
+
+
 def test_half_a_character_is_no_prompt(saved: Path):
     with pytest.raises(InputError, match="prompt must be Unicode, got half of a character at 3"):
         text_ids(load_tokenizer(str(saved)), "abc\ud800")
