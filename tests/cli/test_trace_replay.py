@@ -1,13 +1,15 @@
 """`sfi trace replay`: tables, JSON, figures, and playing a run on a terminal."""
 
 import json
+import shutil
 
 import pytest
 
 from sfi_core.errors import ConfigError
 from sfi_traces import replay as engine
 from tests.cli.trace_commands import ways
-from tests.traces.small import fixed_folder
+from tests.traces.made import CONFIG, make_trace
+from tests.traces.small import change_manifest, fixed_folder
 
 full = fixed_folder(requests=2, seed=1)
 real = fixed_folder(requests=2, seed=2, policy="sfi")
@@ -48,6 +50,26 @@ def test_the_table_shows_the_document(full):
             assert shown in line
     assert "Everywhere: trigger policy boundary, triggers recorded, gap 0, delay 0" in text
     assert "* the trace's own setting." in text
+
+
+def test_budgets_beyond_the_audit_s_are_left_out_and_named(full, tmp_path):
+    rows, text = document(full, "--budget", "5,24,64,1000"), invoke(full, "--budget", "5,24,64,1000").stdout
+    assert {row["budget"] for row in rows["rows"]} == {5, 24}
+    assert rows["budgets_left_out"] == [64, 1000]
+    assert "left out budget 64, 1000: the audit recorded 24 positions; --set audit.top=1000 records as many.\n" in text
+    assert "budget must be at most the audit's 24 positions, got 64" in str(refused(full, "--budget", "64"))
+    own = make_trace(tmp_path / "own", steps=20, policy="sfi", config=CONFIG | {"budget": 64})
+    found = document(own, "--t-max", "4,8")
+    assert ({row["budget"] for row in found["rows"]}, found["budget_cut_from"]) == ({24}, 64)
+    assert "budget 64 is replayed as 24: the audit recorded 24 positions" in invoke(own, "--t-max", "4,8").stdout
+
+
+def test_overlaps_of_other_sizes_are_not_compared(full, real, tmp_path):
+    other = change_manifest(shutil.copytree(real, tmp_path / "other"), audit={"every": 1, "top": 12, "layers": None})
+    found, text = document(full, "--against", other)["validation"], invoke(full, "--against", other).stdout
+    assert [found[name]["overlap_at_reuse"] for name in ("predicted", "measured")] == [None, None]
+    assert found["measured"]["retained_mass"] < 1
+    assert "overlap: not compared, since audit.top of the two traces differs" in text
 
 
 def test_trigger_sets_are_compared_by_name(full):

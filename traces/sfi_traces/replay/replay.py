@@ -7,6 +7,7 @@ positions have some too; the upper bound adds all that they can have.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -107,6 +108,19 @@ def check_budget(supports: Supports, budget: int) -> None:
             f"budget must be at most the audit's {supports.top} positions, got {budget}; "
             f"record with --set audit.top={budget}, or give --budget"
         )
+
+
+def largest_budget(recorded: Sequence[Supports]) -> int | None:
+    """Return the largest budget that supports can replay; None where they hold every position."""
+    return min((one.top for one in recorded if one.length_N[-1] > one.top), default=None)
+
+
+def replayable(setting: Setting, recorded: Sequence[Supports]) -> Setting:
+    """Cut a trace's own budget to what its audit recorded, since more cannot be replayed."""
+    budget, most = setting.config.budget, largest_budget(recorded)
+    if most is None or budget <= most:
+        return setting
+    return replace(setting, config=setting.config.replace(budget=most))
 
 
 def _kept(supports: Supports, config: SfiConfig, memory: Memory) -> tuple[Floats, Floats, Floats]:

@@ -3,13 +3,14 @@
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
 from sfi_traces.model.trace import Trace
 from sfi_traces.replay import Setting, Supports
 from sfi_traces.replay.measured import check_one_model
+from sfi_traces.replay.replay import replayable
 from sfi_traces.tune.objective import Evaluator, Limits, Objective
 from sfi_traces.tune.space import Space
 from sfi_traces.tune.study import Purpose, Search
@@ -77,10 +78,3 @@ class Tuning:
         """Make the tuning's study, or go on with it; see `Search.open`."""
         directions = [one.direction for one in self.objectives.values()]
         return Search.open(path, self.purpose, directions, seed=seed, resume=resume)
-
-
-def replayable(setting: Setting, recorded: Sequence[Supports]) -> Setting:
-    """Cut a trace's own budget to what its audit recorded, since more cannot be replayed."""
-    tops = [one.top for one in recorded if one.length_N[-1] > one.top]
-    budget = min([setting.config.budget, *tops])
-    return replace(setting, config=setting.config.replace(budget=budget))

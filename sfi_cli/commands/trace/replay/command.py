@@ -116,7 +116,9 @@ def replay(
             every = intervals(refresh_every, () if others else EVERY)
             document = reuse_document(opened, part, every, found, quiet=quiet)
         else:
-            document = replay_document(opened, against, part, found, batch=batch, quiet=quiet)
+            document = replay_document(
+                opened, against, part, found, batch=batch, quiet=quiet, own_budget="budget" not in axes
+            )
         _write(document, written, reuse_text if reuses else replay_text)
     if document["interrupted"]:
         leave_interrupted()

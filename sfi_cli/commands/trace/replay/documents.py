@@ -76,19 +76,32 @@ def _values(name: str, text: str) -> list[Any]:
 
 
 def replay_document(
-    trace: Any, against: Path | None, part: Row, settings: Sequence[Any], *, batch: int, quiet: bool
+    trace: Any,
+    against: Path | None,
+    part: Row,
+    settings: Sequence[Any],
+    *,
+    batch: int,
+    quiet: bool,
+    own_budget: bool = False,
 ) -> Row:
     """Replay settings, or that of the run in the folder `against`, over a part of a trace.
 
-    `part` has the request, layers and KV heads, `batch` is of the byte model. A replayed setting of a run of
-    policy sfi that is its own is compared with what the run measured.
+    Given budgets beyond what the audit recorded are left out, `budgets_left_out`. The trace's, with `own_budget`, is
+    cut, `budget_cut_from`. `part` has the request, layers and KV heads, `batch` is of the byte model. A replayed
+    setting of a run of policy sfi that is its own is compared with what the run measured.
     """
     from sfi_traces.model.trace import Trace
-    from sfi_traces.replay import Setting, Supports, compare, pareto, replay
+    from sfi_traces.replay import Setting, Supports, compare, pareto, replay, replayable
 
     real = trace if against is None else Trace.open(against)
     recorded = Supports.load(trace, **part)
     own = Setting.recorded(trace)
+    beyond = _beyond(settings, recorded)
+    if own_budget:
+        settings = [replayable(one, recorded) for one in settings]
+    else:  # with none left, a replay says what to record
+        settings = [one for one in settings if one.config.budget not in beyond] or settings
     outcomes, interrupted = _each("settings", settings, lambda one: replay(recorded, one, batch=batch), quiet=quiet)
     found = list(zip(settings, outcomes, strict=False))
     found.sort(key=lambda pair: (-pair[1].speedup, -pair[1].retained_mass))
@@ -111,10 +124,20 @@ def replay_document(
         **_described(trace, recorded),
         "batch": batch,
         "rows": rows,
+        "budgets_left_out": [] if own_budget else beyond,
+        "budget_cut_from": beyond[0] if own_budget and beyond else None,
         "against": None if against is None else str(against),
         "validation": validation,
         "interrupted": interrupted,
     }
+
+
+def _beyond(settings: Sequence[Any], recorded: Sequence[Any]) -> list[int]:
+    # the budgets that the audit's supports are too small for
+    from sfi_traces.replay import largest_budget
+
+    most = largest_budget(recorded)
+    return sorted({one.config.budget for one in settings if most is not None and one.config.budget > most})
 
 
 def reuse_document(trace: Any, part: Row, every: Sequence[int], settings: Sequence[Any], *, quiet: bool) -> Row:

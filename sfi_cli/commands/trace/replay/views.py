@@ -40,10 +40,20 @@ def replay_text(document: dict[str, Any]) -> list[Part]:
         parts += [KEPT, "+ no other row is faster and keeps as much."]
         if any(row["recorded"] for row in rows):
             parts.append("* the trace's own setting.")
-        parts.append("")
+        parts += [*_beyond(document), ""]
     if document["validation"] is not None:
         parts += [_validation_table(document), *_validation_notes(document["validation"])]
     return parts
+
+
+def _beyond(document: Row) -> list[str]:
+    # which budgets the audit is too small for
+    left_out, cut, top = document["budgets_left_out"], document["budget_cut_from"], document["audit_top"]
+    if not (left_out or cut):
+        return []
+    most = cut or left_out[-1]
+    what = f"budget {most:,} is replayed as {top:,}" if cut else f"left out budget {', '.join(map(str, left_out))}"
+    return [f"{what}: the audit recorded {top:,} positions; --set audit.top={most} records as many."]
 
 
 def heading(document: Row) -> str:
