@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from sfi_core.errors import BackendError
+from sfi_core.errors import BackendError, TraceError
 from sfi_traces.figures import style
 from sfi_traces.figures.draw import KINDS
 from sfi_traces.figures.style import check_matplotlib, save
@@ -75,12 +75,29 @@ def test_tokens_that_look_like_markup_or_that_no_font_has_are_drawn_as_they_are(
 
 def test_the_lag_figure_has_a_line_and_a_band_for_each_kind_of_pairs(sfi):
     axes = KINDS["lag"](sfi).axes[0]
-    for line, drawn, band in zip(sfi.lags, axes.lines, axes.collections, strict=True):
+    for line, drawn, band in zip(sfi.lags, axes.lines[:2], axes.collections, strict=True):
         assert drawn.get_xdata().tolist() == line.lag.tolist()
         assert drawn.get_ydata().tolist() == line.mean.tolist()
         assert drawn.get_label().startswith(f"{line.name}, mean {line.overall:.3f} of ")
         edge = band.get_paths()[0].vertices[:, 1]
         assert {*line.low, *line.high} <= {*edge}
+
+
+def test_the_lag_figure_is_scaled_to_its_data_and_draws_chance(sfi):
+    axes = KINDS["lag"](sfi).axes[0]
+    low, high = axes.get_ylim()
+    sizes = (sfi.supports.position_NUK >= 0).sum(-1) / sfi.supports.length_N[:, None]
+    drawn = np.concatenate([[sizes.mean()], *(one for line in sfi.lags for one in (line.low, line.high, line.mean))])
+    assert low == pytest.approx(max(0, drawn.min() - 0.06 * np.ptp(drawn)))
+    assert high == pytest.approx(min(1, drawn.max() + 0.06 * np.ptp(drawn)))
+    assert axes.lines[-1].get_ydata() == pytest.approx([sizes.mean()] * 2)
+
+
+def test_a_lambda_that_always_stands_at_its_clip_is_not_drawn(tmp_path):
+    folder = make_trace(tmp_path / "run", steps=30, policy="sfi")
+    rewrite(folder, "selections", lambda rows: [row | {"lambda_star": 0.02} for row in rows])
+    with pytest.raises(TraceError, match=r"lambda\* at selector.lambda_clip, 0.02, in every refresh of request 0"):
+        KINDS["lambda"](View(Trace.open(folder)))
 
 
 @pytest.mark.parametrize("most", [60, 2])

@@ -71,6 +71,8 @@ def array(value: dict) -> np.ndarray:
 def test_the_page_has_the_numbers_of_the_summary(shown):
     sfi, page = shown
     assert sorted(data(page)) == sorted(FIGURES)
+    order = re.findall(r'class="plot" id="([a-z-]+)"', page)
+    assert (order[0], order[-2:]) == ("heatmap", ["timeline", "lambda"])
     for words in (
         "<h1>sfi</h1>", "made-up, policy sfi, request 0, 200 prompt tokens, 40 steps",
         "7.7%, 4 of 40 (3 trigger, 1 first)", "retained mass", "of 36 audited fast steps; KL",
@@ -92,6 +94,11 @@ def test_the_figures_have_the_numbers_of_the_trace(shown):
     assert array(figures["lambda"]["data"][0]["x"]).tolist() == [0, 10, 20, 30]
     drifted = figures["drift"]["data"][2]
     assert array(drifted["y"]).tolist() == drift(sfi.supports).mean.tolist()
+    for name in ("drift", "lag"):
+        layout = figures[name]["layout"]
+        (low, high), (chance,) = layout["yaxis"]["range"], layout["shapes"]
+        assert chance["y0"] == pytest.approx(sfi.supports.chance)
+        assert 0 <= low <= chance["y0"] <= high < 1
     alike = array(figures["head-similarity"]["data"][0]["z"])
     assert alike.tolist() == HeadSimilarity.of(sfi.supports).matrix.tolist()
     cosine, *courses = figures["query-cosine"]["data"]

@@ -9,6 +9,7 @@ from sfi_core.bundled.example import load_example
 from sfi_core.errors import TraceError
 from sfi_core.models.load import load
 from sfi_core.settings.audit import AuditConfig
+from sfi_traces.figures.style import new_figure
 from sfi_traces.model.trace import Trace
 from sfi_traces.record.parquet import ParquetObserver
 from sfi_traces.replay import Comparison, Setting, Supports, replay
@@ -17,6 +18,7 @@ from sfi_traces.tune.confirmation import Confirmation, stated_errors
 from sfi_traces.tune.found import Found
 from sfi_traces.tune.front import Candidate
 from sfi_traces.tune.objective import Evaluator, Limits, objectives
+from sfi_traces.tune.plot import _draw_runs
 from sfi_traces.tune.space import Space
 from sfi_traces.tune.trigger_sets import recorded_set
 from sfi_traces.tune.tuning import Tuning
@@ -179,3 +181,19 @@ def test_a_choice_that_misses_a_limit_when_it_runs_gives_way(found):
 
     after = strict.confirm(run, 3)
     assert after.chosen == 0  # the cheapest of the two that keep it
+
+
+def test_a_run_that_gave_another_answer_is_drawn_where_it_was_predicted():
+    axes = new_figure(3, 3).subplots()
+    front = [{"bytes_per_token": 1e6 * place, "retained_mass": place / 10} for place in (1, 2, 3)]
+    measured = {"bytes_per_token": 2.5e6, "retained_mass": 0.25}
+    runs = [(0, False, 11), (1, None, 50), (2, True, 11)]
+    confirmed = [
+        {"place": place, "exact_match": match, "steps": steps, "recorded_steps": 50, "measured": measured}
+        for place, match, steps in runs
+    ]
+    _draw_runs(axes, {"front": front, "confirmed": confirmed}, "bytes", "retained")
+    drawn = {one.get_label(): one.get_offsets().tolist() for one in axes.collections}
+    assert drawn == {
+        "WRONG answer when it ran": [[1.0, 0.1]], "measured": [[2.5, 0.25]], "other tokens when it ran": [[3.0, 0.3]],
+    }  # fmt: skip

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from sfi_traces.figures.style import colorbar, mark_slow, new_figure, plain, title
-from sfi_traces.summary.lags import color_range
+from sfi_traces.summary.lags import axis_range, color_range
 from sfi_traces.views import captions
 from sfi_traces.views.figure_data import lambda_over_time, retained_mass, step_phases
 from sfi_traces.views.labels import ACROSS, CLIP, PHASES, WITHIN, step_ticks
@@ -55,7 +55,9 @@ def lag(view: View) -> Any:
         axes.fill_between(line.lag, line.low, line.high, color=color, alpha=0.18, linewidth=0)
         axes.plot(line.lag, line.mean, color=color, linewidth=2, marker="o", markersize=2.5, label=label)
         below.plot(line.lag, line.pairs, color=color, linewidth=1.2)
-    axes.set_ylim(0, 1)
+    chance = view.supports.chance
+    axes.axhline(chance, color=CLIP, linestyle="--", linewidth=1.2, label=f"two random supports, {chance:.3f}")
+    axes.set_ylim(axis_range(np.array([chance]), *(one for line in lines for one in (line.low, line.high, line.mean))))
     axes.set_xlim(left=0)
     axes.set_ylabel("overlap coefficient")
     axes.legend(frameon=False, fontsize=9)

@@ -189,6 +189,11 @@ class Supports:
         """Keep every n-th step, so that at most `most` are left."""
         return self.at(slice(None, None, thinning(self.steps, most)))
 
+    @property
+    def chance(self) -> float:
+        """Overlap of two random supports: the mean share of the context that a support has."""
+        return float(((self.position_NUK >= 0).sum(-1) / self.length_N[:, None]).mean())
+
     @cached_property
     def overlap(self) -> Floats:
         """Mean overlap of every two steps over layers and KV heads, [N, N] (SyncKV, Eq. 1)."""

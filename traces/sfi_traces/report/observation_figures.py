@@ -8,9 +8,10 @@ from plotly.subplots import make_subplots
 
 from sfi_core.errors import TraceError
 from sfi_traces.report.panel import LEGEND, MARGIN, Panel, axes, cells
-from sfi_traces.report.step_figures import faint
+from sfi_traces.report.step_figures import draw_chance, faint
 from sfi_traces.summary.freekv import corrections as corrections_by_head
 from sfi_traces.summary.freekv import query_cosine as cosines_by_head
+from sfi_traces.summary.lags import axis_range
 from sfi_traces.summary.lossless import lossless_facts
 from sfi_traces.summary.synckv import MOST_STEPS, HeadSimilarity
 from sfi_traces.summary.synckv import drift as attention_drift
@@ -41,12 +42,14 @@ def drift(view: View) -> Panel:
         x=data.step, y=data.mean, mode="lines", line={"color": WITHIN, "width": 2.5}, showlegend=False,
         hovertemplate="step %{x}: %{y:.3f}<extra></extra>",
     )  # fmt: skip
+    chance = view.supports.chance
+    draw_chance(figure, chance)
     figure.update_layout(
         height=HEIGHT, margin=MARGIN,
         xaxis={"title": {"text": "decoding step"}, "rangemode": "tozero"},
-        yaxis={"title": {"text": "overlap"}, "range": [0, 1]},
+        yaxis={"title": {"text": "overlap"}, "range": axis_range(np.array([chance]), low, high, data.mean)},
     )  # fmt: skip
-    note = f"{support(view, view.k)}, {places(list(data.overlap))}."
+    note = f"{support(view, view.k)}, {places(list(data.overlap))}. Two random ones overlap by {chance:.3f}."
     if data.points > 1:
         note += f" A point is over {data.points:,} of them; the band holds 10 to 90 %."
     note += left_out(view, view.supports, view.supports)

@@ -7,7 +7,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from sfi_traces.report.panel import LEGEND, MARGIN, Panel, axes, cells
-from sfi_traces.summary.lags import color_range
+from sfi_traces.summary.lags import axis_range, color_range
 from sfi_traces.views import captions
 from sfi_traces.views.figure_data import lambda_over_time, retained_mass, step_phases
 from sfi_traces.views.labels import ACROSS, CLIP, PHASES, SLOW, WITHIN, visible
@@ -137,11 +137,19 @@ def lag(view: View) -> Panel:
             y=line.pairs, mode="lines", name=line.name, line={"color": color, "width": 1.5}, showlegend=False,
             hovertemplate="%{y:,} pairs<extra></extra>", **same, row=2, col=1,
         )  # fmt: skip
-    figure.update_yaxes(title_text="overlap", range=[0, 1], row=1, col=1)
+    chance = view.supports.chance
+    draw_chance(figure, chance, row=1, col=1)
+    limits = axis_range(np.array([chance]), *(one for line in view.lags for one in (line.low, line.high, line.mean)))
+    figure.update_yaxes(title_text="overlap", range=limits, row=1, col=1)
     figure.update_yaxes(title_text="pairs", rangemode="tozero", nticks=3, row=2, col=1)
     figure.update_xaxes(title_text="steps apart", rangemode="tozero", row=2, col=1)
     figure.update_layout(height=360, hovermode="x", legend=LEGEND, margin=MARGIN)
     return Panel(captions.lag(view), figure)
+
+
+def draw_chance(figure: go.Figure, chance: float, **place: int) -> None:
+    """Draw the overlap of two random supports as a line across a figure."""
+    figure.add_hline(chance, line={"dash": "dash", "color": CLIP}, annotation_text="two random supports", **place)
 
 
 def faint(color: str) -> str:

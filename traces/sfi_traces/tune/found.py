@@ -2,14 +2,14 @@
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from typing import Any, Self
 
 from sfi_core.machine.versions import versions
-from sfi_core.settings.config import SfiConfig
+from sfi_core.settings.config import SfiConfig, changed_settings
 from sfi_traces.replay import Outcome, Setting
 from sfi_traces.tune.confirmation import Confirmation, stated_errors
 from sfi_traces.tune.front import Candidate, choose, front_of, no_feasible, spread
@@ -133,6 +133,7 @@ class Found:
         named = sets.get(chosen.setting.triggers) if chosen.setting.policy == "boundary" else None
         return tuned_toml(
             self.config(self.chosen),
+            self.tuning.space.axes,
             {
                 "command": "sfi tune",
                 "created": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -188,9 +189,19 @@ def tuned_config(setting: Setting, chosen: NamedSet | None) -> SfiConfig:
     return setting.config.replace(trigger_token_ids=sorted(chosen.token_ids))
 
 
-def tuned_toml(config: SfiConfig, provenance: Mapping[str, Any]) -> str:
-    """Write settings for `--config`, with their provenance in a table that `--config` skips."""
-    return config.to_toml() + _tables("provenance", provenance)
+def tuned_toml(config: SfiConfig, searched: Collection[str], provenance: Mapping[str, Any]) -> str:
+    """Write settings for `--config`, with their provenance in a table that `--config` skips.
+
+    Settings that were not searched and have their default are comments.
+    """
+    live, table = {*searched, *changed_settings(config.to_dict())}, ""
+    lines = ["# Found by sfi tune. A line with # has the default of a setting that was not searched."]
+    for line in config.to_toml().splitlines():
+        if line.startswith("["):
+            table = line.strip("[]") + "."
+        name = table + line.partition(" = ")[0]
+        lines.append(line if "=" not in line or name in live else f"# {line}")
+    return "".join(f"{line}\n" for line in lines) + _tables("provenance", provenance)
 
 
 def _tables(name: str, values: Mapping[str, Any], *, row: bool = False) -> str:

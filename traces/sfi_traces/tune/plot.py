@@ -6,7 +6,7 @@ from typing import Any
 from sfi_traces.figures.style import MUTED, new_figure, plain, save
 from sfi_traces.tune.objective import OBJECTIVES
 
-ALL, FRONT, CHOSEN, MEASURED = "#9aa5b1", "tab:blue", "tab:red", "tab:orange"
+ALL, FRONT, CHOSEN, MEASURED, WRONG, OTHER = "#9aa5b1", "tab:blue", "tab:red", "tab:orange", "tab:red", "tab:purple"
 COSTS = {"bytes": ("MB read for a token, byte model", 1e-6), "slow-rate": ("slow rate", 1.0)}
 KEPT = {"retained": "retained mass of fast steps, mean", "retained-p5": "the same, 5th percentile"}
 FIELDS = {name: one.field for name, one in OBJECTIVES.items()}
@@ -51,12 +51,28 @@ def _draw(axes: Any, document: dict[str, Any], cost: str, kept: str) -> None:
                 *_place(row, cost, kept), s=110, facecolors="none", edgecolors=CHOSEN, linewidths=1.6,
                 label="chosen", zorder=4,
             )  # fmt: skip
-    # a run whose tokens soon differ is comparable on a few steps only, and is left out
-    whole = [one for one in document["confirmed"] if one["steps"] == one["recorded_steps"]]
-    measured = [one["measured"] for one in whole]
-    if measured:
-        places = [(row[FIELDS[cost]] * scale, row[FIELDS[kept]]) for row in measured]
-        axes.scatter(*zip(*places, strict=True), s=40, marker="x", color=MEASURED, label="measured", zorder=5)
+    _draw_runs(axes, document, cost, kept)
+
+
+def _draw_runs(axes: Any, document: dict[str, Any], cost: str, kept: str) -> None:
+    # a run whose tokens soon differ is comparable on a few steps only, and is drawn where it was predicted
+    scale = COSTS[cost][1]
+    measured, wrong, others = [], [], []
+    for one in document["confirmed"]:
+        predicted = _place(document["front"][one["place"]], cost, kept)
+        if one["exact_match"] is False:
+            wrong.append(predicted)
+        elif one["steps"] < one["recorded_steps"]:
+            others.append(predicted)
+        else:
+            measured.append((one["measured"][FIELDS[cost]] * scale, one["measured"][FIELDS[kept]]))
+    for places, marker, color, label in (
+        (measured, "x", MEASURED, "measured"),
+        (wrong, "X", WRONG, "WRONG answer when it ran"),
+        (others, "P", OTHER, "other tokens when it ran"),
+    ):
+        if places:
+            axes.scatter(*zip(*places, strict=True), s=60, marker=marker, color=color, label=label, zorder=5)
 
 
 def _place(row: dict[str, Any], cost: str, kept: str) -> tuple[float, float]:

@@ -57,7 +57,8 @@ def lag(view: View) -> Caption:
     """Caption the overlap by lag."""
     note = (
         f"{support(view, view.k)}, {places(view.supports.places)}. Pairs of audited steps up to "
-        f"{MOST_LAG} steps apart; bands hold 10 to 90 % of them.{layers_left_out(view)}"
+        f"{MOST_LAG} steps apart; bands hold 10 to 90 % of them. Two random ones overlap by "
+        f"{view.supports.chance:.3f}.{layers_left_out(view)}"
     )
     return Caption("Support overlap by lag, within a sentence and across a boundary", note)
 

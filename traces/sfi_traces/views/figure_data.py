@@ -40,7 +40,7 @@ class Lambda:
 
 
 def lambda_over_time(view: View) -> Lambda:
-    """Read lambda* at each refresh; raises `TraceError` if the run had no Selector."""
+    """Read lambda* at each refresh; raises `TraceError` if the run had no Selector, or all values are the clip."""
     wanted = rows_of(view.request, view.layer, view.head) & pc.field("lambda_star").is_valid()
     columns = ["step", "layer", "head", "lambda_star"]
     rows = view.trace.rows("selections", columns, wanted).sort_by("step")
@@ -57,6 +57,11 @@ def lambda_over_time(view: View) -> Lambda:
     )
     clip = view.trace.manifest["config"]["selector"]["lambda_clip"]
     clipped = (np.abs(value - clip) <= AT_CLIP * clip).mean()
+    if clipped == 1:
+        raise TraceError(
+            f"trace {view.trace.path} has lambda* at selector.lambda_clip, {clip:g}, in every refresh of request "
+            f"{view.request}, which is no course to draw"
+        )
     pairs = zip(rows["layer"].to_pylist(), rows["head"].to_pylist(), strict=True)
     return Lambda(step, median, low, high, clip, float(clipped), sorted(set(pairs)))
 
