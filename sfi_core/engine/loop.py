@@ -51,8 +51,8 @@ class Host(Protocol):
     def draft_rule(self) -> DraftRule:
         """Return what ends a draft in a lossless run."""
 
-    def drafting(self, pad_id: int) -> Drafting:
-        """Return the passes of a lossless run; `pad_id` stands for a request that rests."""
+    def drafting(self) -> Drafting:
+        """Return the passes of a lossless run."""
 
 
 @dataclass(slots=True)
@@ -61,14 +61,13 @@ class Loop:
 
     The first prompts are read together. When a request ends, the next prompt is read into its row, alone and
     whole, while the others wait; then all go on together. `limits` are the most new tokens of each prompt,
-    `pad_id` the input of a row whose request has ended, `waiting` the requests that have not begun.
+    `waiting` the requests that have not begun.
     """
 
     host: Host
     prompts: Sequence[Sequence[int]]
     limits: Sequence[int]
     sampler: Picker
-    pad_id: int = 0
     waiting: deque[int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -92,7 +91,7 @@ class Loop:
         token_B = yield from self._first()
         host, sampler = self.host, self.sampler
         drafts = Drafts(host.run, host.draft_rule(), self.limits, outcome)
-        drafting, requests = host.drafting(self.pad_id), host.run.requests
+        drafting, requests = host.drafting(), host.run.requests
         try:
             while (yield from self._admit(token_B)):
                 logits_XV = drafting(drafts)
@@ -112,7 +111,7 @@ class Loop:
         # pick and note a token of every request that goes on, yield them, and return all rows' tokens
         finished_B = [state.finished for state in run.requests]
         with run.observer.span("sample"):
-            token_B = sampler(logits_BV, finished_B, self.pad_id)
+            token_B = sampler(logits_BV, finished_B)
         run.record(token_B)
         for state in run.requests:
             state.finished |= len(state.tokens) >= self.limits[state.request]

@@ -14,10 +14,11 @@ from sfi_core.engine.shared_prompt import SharedPrompt
 from sfi_core.errors import NumericsError, SfiError
 from sfi_core.generation.batch_plan import BatchPlan, plan_batch
 from sfi_core.generation.byte_limit import ByteLimit
-from sfi_core.generation.prompts import check_prompts, encode, model_stop_ids, padding_id, token_limits
+from sfi_core.generation.prompts import check_prompts, encode, token_limits
 from sfi_core.generation.sampling import Sampler
 from sfi_core.generation.text_stream import text_of
 from sfi_core.hosts.transformers.decoder import Decoder
+from sfi_core.hosts.transformers.generate_call import stop_tokens
 from sfi_core.hosts.transformers.lossless import together
 from sfi_core.hosts.transformers.replays import records_steps
 from sfi_core.hosts.transformers.session import Session
@@ -123,8 +124,7 @@ def generate(
     rows = encode(tokenizer, prompts)
     limits = token_limits(max_new_tokens, len(rows))
     check_prompts(model, rows, limits)
-    stop = frozenset(model_stop_ids(model) if stop_token_ids is None else stop_token_ids)
-    pad_id = padding_id(model, tokenizer)
+    stop = frozenset(stop_tokens(model.generation_config) if stop_token_ids is None else stop_token_ids)
     if shared is not None:
         capacity = max(len(row) + new for row, new in zip(rows, limits, strict=True))
         shared.check(*left_pad(rows, model.device), capacity)
@@ -158,7 +158,7 @@ def generate(
         if seed is None:
             seed = int(torch.randint(2**62, ())) if sampling.do_sample else 0
         sampler = Sampler(sampling, ids_BT, session.ranks, seed=seed, ahead=decoder.ahead)
-        loop = Loop(decoder, rows, limits, sampler, pad_id)
+        loop = Loop(decoder, rows, limits, sampler)
         error: SfiError | None = None
         interrupted = False
         try:

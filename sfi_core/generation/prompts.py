@@ -5,6 +5,7 @@ from typing import Any
 
 from sfi_core.errors import ConfigError, InputError
 from sfi_core.machine.text import first_line, shown
+from sfi_core.models.rotation import most_positions
 
 PROBE = "probe"  # a text that shows what a chat template makes of it
 
@@ -96,7 +97,7 @@ def token_limits(max_new_tokens: int | Sequence[int], prompts: int) -> list[int]
 def check_prompts(model: Any, rows: Sequence[Sequence[int]], max_new_tokens: int | Sequence[int]) -> None:
     """Raise `InputError` for a prompt that exceeds the model's positions, or a token that exceeds its vocabulary."""
     text = model.config.get_text_config(decoder=True)
-    limit = getattr(text, "max_position_embeddings", None)
+    limit = most_positions(model.config)
     tokens = max(text.vocab_size, model.get_input_embeddings().weight.shape[0])
     most = [max_new_tokens] * len(rows) if isinstance(max_new_tokens, int) else max_new_tokens
     for number, (row, new) in enumerate(zip(rows, most, strict=True)):
@@ -108,15 +109,3 @@ def check_prompts(model: Any, rows: Sequence[Sequence[int]], max_new_tokens: int
         if row and not 0 <= min(row) <= max(row) < tokens:
             wrong = next(token for token in row if not 0 <= token < tokens)
             raise InputError(f"prompt {number} must have tokens below the model's {tokens:,}, got {wrong:,}")
-
-
-def model_stop_ids(model: Any) -> tuple[int, ...]:
-    """Return the stop tokens of the model's generation config."""
-    eos = model.generation_config.eos_token_id
-    return () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
-
-
-def padding_id(model: Any, tokenizer: Any) -> int:
-    """Return the input token for rows whose request has ended; it affects no result."""
-    candidates = (getattr(tokenizer, "pad_token_id", None), model.generation_config.pad_token_id)
-    return next((token for token in (*candidates, *model_stop_ids(model)) if token is not None), 0)

@@ -14,6 +14,7 @@ from sfi_kernels.step_descriptor import sent
 
 # most logits, or ids, that are processed at once: fit for a CPU's caches; on other devices 32 MiB as float64
 CPU_PIECE, PIECE = 2**19, 2**22
+PAD = 0  # the input of a row whose request has ended or rests: read by nobody, and in every vocabulary
 TOKEN, FINE = range(2)  # rows of `told_2X`: the token, and whether its score is finite
 
 
@@ -70,8 +71,8 @@ class Picker(ABC):
         """Put a request that was sampled alone into a row."""
         (self.rows[row],) = other.rows
 
-    def __call__(self, logits_BV: torch.Tensor, finished_B: list[bool], pad_id: int) -> list[int]:
-        """Pick and note the next token of every request; a finished request gets `pad_id`.
+    def __call__(self, logits_BV: torch.Tensor, finished_B: list[bool]) -> list[int]:
+        """Pick and note the next token of every request; a finished request gets `PAD`.
 
         Raise `NumericsError` if a running request's logits hold NaN or +inf, or nothing finite.
         """
@@ -82,7 +83,7 @@ class Picker(ABC):
         self._check(row_X, index_X, fine_B)
         pairs = list(zip(token_B, finished_B, strict=True))
         self.advance([[] if done else [token] for token, done in pairs])
-        return [pad_id if done else token for token, done in pairs]
+        return [PAD if done else token for token, done in pairs]
 
     def pick(
         self, logits_XV: torch.Tensor, row_X: Sequence[int], offset_X: Sequence[int], tail: Sequence[Sequence[int]]

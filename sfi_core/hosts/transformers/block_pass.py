@@ -8,6 +8,7 @@ import torch
 
 from sfi_core.engine.derived_runs import dense_twin
 from sfi_core.engine.lossless.drafts import Block, Drafts
+from sfi_core.engine.picking.picker import PAD
 from sfi_core.engine.run import Run
 from sfi_core.hosts.transformers.cache import RaggedRow
 from sfi_core.hosts.transformers.own_layers import states
@@ -38,15 +39,14 @@ class BlockPass:
 
     Where requests bring different numbers of tokens, the model sees one row of all, [1, X]. Our layers tell
     the requests apart; layers with a sliding window or with states cannot, and run one request at a time.
-    `pad_id` stands for a request that rests.
 
     Rejected tokens leave a window by their place. A state forgets nothing by place: after a rejection it is what
     it was at the last verification, and reads the kept tokens again, in a pass whose attention gives what it gave
     when they were verified. That pass reads the weights and states, and no cache.
     """
 
-    def __init__(self, decoder: Any, pad_id: int) -> None:
-        self._decoder, self._pad_id = decoder, pad_id
+    def __init__(self, decoder: Any) -> None:
+        self._decoder = decoder
         layers = decoder.cache.layers
         self._windows = [layer for layer in layers if getattr(layer, "is_sliding", False)]
         self._stated, self._outputs = any(any(states(layer)) for layer in layers), LastOutputs()
@@ -63,7 +63,7 @@ class BlockPass:
             drafts.begin()
             if replays:
                 self._decoder.cache.see(max(drafts.run.batch_pass.start))
-                logits_XV = self._decoder.replay([tokens or (self._pad_id,) for tokens in brought])
+                logits_XV = self._decoder.replay([tokens or (PAD,) for tokens in brought])
             else:
                 self._go_back(drafts.run, blocks[0])
                 logits_XV = self._forward(drafts.run.batch_pass.start, brought)
@@ -80,7 +80,7 @@ class BlockPass:
         cache.ragged = None
         if len(brought) > 1 and not alone:
             cache.ragged = RaggedRow.of([len(tokens) for tokens in brought], device)
-        rows = [tokens or ((self._pad_id,) if alone else ()) for tokens in brought]
+        rows = [tokens or ((PAD,) if alone else ()) for tokens in brought]
         ids = [token for tokens in rows for token in tokens]
         positions = [first + place for first, tokens in zip(start, rows, strict=True) for place in range(len(tokens))]
         pair = sent(torch.tensor([ids, positions]), device)

@@ -156,9 +156,9 @@ class Decoder:
         """Return what ends a draft in a lossless run."""
         return draft_rule(self.session)
 
-    def drafting(self, pad_id: int) -> BlockPass:
-        """Return the passes of a lossless run; `pad_id` stands for a request that rests."""
-        return BlockPass(self, pad_id)
+    def drafting(self) -> BlockPass:
+        """Return the passes of a lossless run."""
+        return BlockPass(self)
 
     def planned_pass(self, ids_BT: torch.Tensor, positions_BT: torch.Tensor, run: Run | None = None) -> torch.Tensor:
         """Run a pass that the engine has begun; return the logits of every token, [B, T, V].

@@ -156,10 +156,14 @@ def _check_memory(session: Session, prompts: int, length: int, capacity: int, se
 
 def _prepared(session: Session, cache: SfiCache | None, capacity: int | None, length: int, settings: Any) -> SfiCache:
     cache = session.cache(capacity) if cache is None else cache
-    eos = settings.eos_token_id
-    stop = () if eos is None else (eos,) if isinstance(eos, int) else eos
-    cache.prompt_length, cache.stop_ids = length or None, frozenset(stop)
+    cache.prompt_length, cache.stop_ids = length or None, frozenset(stop_tokens(settings))
     return cache
+
+
+def stop_tokens(settings: Any) -> tuple[int, ...]:
+    """Return the stop tokens of generation settings."""
+    eos = settings.eos_token_id
+    return () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
 
 
 def lossless_decoding(session: Session, streamer: Any) -> Callable[..., Any]:
@@ -189,14 +193,16 @@ def lossless_decoding(session: Session, streamer: Any) -> Callable[..., Any]:
         )  # fmt: skip
         seed = int(torch.randint(2**62, ())) if generation_config.do_sample else None
         picker = OwnProcessors(logits_processor, input_ids, range(slots), session.ranks, seed)
-        padding = generation_config.pad_token_id
-        for given in Loop(decoder, rows, [limit - T] * B, picker, padding or 0).decode_lossless():
+        for given in Loop(decoder, rows, [limit - T] * B, picker).decode_lossless():
             if streamer is not None:  # for one request
                 for token in given.get(0, ()):
                     streamer.put(torch.tensor([token]))
         if streamer is not None:
             streamer.end()
-        sequences = torch.cat([input_ids, generated(session, padding or 0, input_ids)], 1)
+        padding = generation_config.pad_token_id
+        if padding is None:  # as transformers does
+            padding = next(iter(stop_tokens(generation_config)), 0)
+        sequences = torch.cat([input_ids, generated(session, padding, input_ids)], 1)
         if not generation_config.return_dict_in_generate:
             return sequences
         return GenerateDecoderOnlyOutput(sequences=sequences, **{CACHE_NAME: decoder.cache})

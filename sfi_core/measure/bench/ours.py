@@ -55,11 +55,11 @@ class GivenTokens(Sampler):
         if token_SB is not None:
             self._token_SB = torch.tensor(token_SB, device=ids_BT.device)
 
-    def __call__(self, logits_BV: torch.Tensor, finished_B: list[bool], pad_id: int) -> list[int]:
+    def __call__(self, logits_BV: torch.Tensor, finished_B: list[bool]) -> list[int]:
         """Pick the next token of every request; all have the same number of tokens before it."""
         if self._token_SB is not None:
             self._raise(logits_BV, self._token_SB[self.rows[0].step])
-        return super().__call__(logits_BV, finished_B, pad_id)
+        return super().__call__(logits_BV, finished_B)
 
     def pick(
         self, logits_XV: torch.Tensor, row_X: Sequence[int], offset_X: Sequence[int], tail: Sequence[Sequence[int]]

@@ -85,7 +85,7 @@ class TextTokens(Sampler):
         super().__init__(Sampling(), ids_BT)
         self._texts, self._on_logits = texts, on_logits
 
-    def __call__(self, logits_BV: torch.Tensor, finished_B: list[bool], pad_id: int) -> list[int]:
+    def __call__(self, logits_BV: torch.Tensor, finished_B: list[bool]) -> list[int]:
         """Return the next token of every text."""
         step, logits_BV = self.rows[0].step, logits_BV.float()
         if not bool(logits_BV.amax(-1).isfinite().all()):

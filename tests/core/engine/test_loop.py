@@ -48,7 +48,7 @@ class ScriptedHost:
 
 def loop(host: ScriptedHost, limit: int) -> Loop:
     rows = [[1]] * len(host.script)
-    return Loop(host, rows, [limit] * len(rows), Sampler(Sampling(), host.ids_BT), pad_id=3)
+    return Loop(host, rows, [limit] * len(rows), Sampler(Sampling(), host.ids_BT))
 
 
 def test_each_step_decodes_the_token_before_it():
@@ -67,9 +67,9 @@ def test_no_more_tokens_than_asked_for(bound: int):
 
 def test_decoding_ends_with_the_token_that_ends_the_last_request():
     """A request that has ended has no token, and reads padding."""
-    host = ScriptedHost([[5, 0, 3, 3], [8, 9, 0, 3]], stop=0)
-    assert list(loop(host, 4).decode()) == [{0: [5], 1: [8]}, {0: [0], 1: [9]}, {1: [0]}]
-    assert host.calls[-1] == ("record", [3, 0])
+    host = ScriptedHost([[5, 7, 3, 3], [8, 9, 7, 3]], stop=7)
+    assert list(loop(host, 4).decode()) == [{0: [5], 1: [8]}, {0: [7], 1: [9]}, {1: [7]}]
+    assert host.calls[-1] == ("record", [0, 7])
 
 
 def test_a_token_is_given_out_before_the_next_is_computed():

@@ -62,6 +62,16 @@ def test_stop_tokens_of_the_model_are_the_default(model, expected, stop, monkeyp
     assert tokens(run(model)) == [until(row, stop) for row in expected]
 
 
+@pytest.mark.parametrize("lossless", [False, True])
+@pytest.mark.parametrize(("pad", "stops"), [(300, []), (-1, []), (None, [5000])])
+def test_padding_token_that_the_model_lacks_does_no_harm(model, expected, stop, monkeypatch, pad, stops, lossless):
+    monkeypatch.setattr(model.generation_config, "pad_token_id", pad)
+    monkeypatch.setattr(model.generation_config, "eos_token_id", [*stops, stop])
+    if lossless:
+        expected = tokens(run(model, policy="full-kv", stop_token_ids=()))
+    assert tokens(run(model, engine=EngineOptions(lossless=lossless))) == [until(row, stop) for row in expected]
+
+
 def test_empty_stop_token_ids_turn_the_models_off(model, expected, stop, monkeypatch):
     monkeypatch.setattr(model.generation_config, "eos_token_id", stop)
     assert tokens(run(model, stop_token_ids=())) == expected

@@ -83,10 +83,12 @@ def test_processors_see_each_position_with_its_own_row(options: dict[str, Any]):
     assert torch.equal(found, expected)
 
 
-def test_a_row_that_stops_early_is_padded_and_told_as_stopped():
+@pytest.mark.parametrize("padding", [1, None])
+def test_a_row_that_stops_early_is_padded_and_told_as_stopped(padding, monkeypatch):
     model = tiny("qwen3")
     stop = complete(model)[1, 37 + 6].item()
-    options = {"eos_token_id": [stop, 299], "pad_token_id": 1}
+    monkeypatch.setattr(model.generation_config, "pad_token_id", padding)
+    options = {"eos_token_id": [stop, 299]}
     expected = complete(model, **options)
     with drafting(model) as session:
         found = complete(model, **options)
