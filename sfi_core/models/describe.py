@@ -7,6 +7,7 @@ from typing import Any, Self
 from sfi_core.distributed.ranks import local, ranks_of
 from sfi_core.models.linear import PackedLinear
 from sfi_core.models.load import BUNDLED
+from sfi_core.models.rotation import most_positions
 from sfi_core.state.layer_shape import LayerShape
 
 
@@ -92,7 +93,7 @@ def describe_model(model: Any, shapes: Sequence[LayerShape]) -> dict[str, Any]:
         "query_heads": config.num_attention_heads // ranks.size,
         "weight_bytes": weights.read(),
         "embedding_bytes": weights.embedding_bytes,
-        "max_positions": getattr(config, "max_position_embeddings", None),
+        "max_positions": most_positions(config),
         "vocabulary": config.vocab_size,
         **({"tensor_parallel": parallel} if ranks.size > 1 else {}),
     }  # fmt: skip

@@ -10,6 +10,7 @@ import torch
 from sfi_core.errors import ConfigError, InputError, MemoryForecastError, NumericsError
 from sfi_core.machine.text import first_line
 from sfi_core.measure.evaluation.method import Method, MethodVariant, Size
+from sfi_core.models.rotation import most_positions
 from sfi_core.settings.engine import DEFAULTS, EngineOptions
 
 T = TypeVar("T")
@@ -117,8 +118,7 @@ class Grid(ABC):
 
     def positions_of(self, model: Any) -> int | None:
         """Return the model's positions, None if unknown; raise `InputError` if a length exceeds them."""
-        config, longest = model.config.get_text_config(decoder=True), max(self.lengths)
-        limit: int | None = getattr(config, "max_position_embeddings", None) or None
+        limit, longest = most_positions(model.config), max(self.lengths)
         if limit is not None and longest > limit:
             raise InputError(f"length must be at most the model's {limit} positions, got {longest}")
         return limit

@@ -25,6 +25,7 @@ from sfi_core.hosts.transformers.slow_fast import slow_fast
 from sfi_core.measure.evaluation.method import preset_config
 from sfi_core.measure.evaluation.teacher_forcing import teacher_force
 from sfi_core.models.load import load, resolve_device
+from sfi_core.models.rotation import most_positions
 from sfi_core.policies import policy_class
 from sfi_core.settings.engine import EngineOptions
 from sfi_core.triggers.trigger_set import resolve_triggers
@@ -86,6 +87,11 @@ class SfiLM(HFLM):  # type: ignore[misc]
         if options.get("device") == DEVICE:
             del options["device"]
         return cls(**options | arg_dict)
+
+    @property
+    def max_length(self) -> int:
+        """The most tokens of a text: the argument, or the model's limit; lm-eval's own rule knows no scaled RoPE."""
+        return int(self._max_length or most_positions(self.model.config) or super().max_length)
 
     def get_model_info(self) -> dict[str, Any]:
         """Add policy, settings and read ratios to lm-eval's file of results."""

@@ -231,6 +231,13 @@ def test_mistakes_in_the_arguments_are_one_line(arguments, message):
     assert "\n" not in str(caught.value)
 
 
+def test_positions_are_those_of_scaled_rope(loaded):
+    lm = policied(loaded, "full-kv")
+    assert lm.max_length == 128
+    lm.model.config.rope_parameters = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
+    assert lm.max_length == 512
+
+
 def test_answers_that_fill_the_models_positions_are_refused(loaded):
     asked = requests_of("generate_until", [(STORY, {"until": ["."], "max_gen_toks": 128})])
     with pytest.raises(InputError, match=r"max_gen_toks must leave room in .* 128 positions, got 128"):
