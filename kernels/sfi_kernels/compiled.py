@@ -1,9 +1,10 @@
-"""Functions that numba compiles for a CPU: whether it can here, and who hears of a compilation.
+"""Functions that numba compiles for a CPU: whether it can here, and who hears of a compilation and its time.
 
 numba is an extra (`cpu`). Nothing imports it before an op asks `why_not`.
 """
 
 import sys
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -21,6 +22,23 @@ OPTIONS: dict[str, Any] = {"fastmath": MATH, "error_model": "numpy", "nogil": Tr
 WORTH = 100  # microseconds of work that another thread pays for
 
 _heard: ContextVar[Callable[[], None] | None] = ContextVar("heard", default=None)
+
+
+class _Pause:
+    """When the compilation under way began, None without one, and the seconds of all before it: one value."""
+
+    value: tuple[float | None, float] = (None, 0.0)
+
+
+def compiling_seconds() -> float:
+    """Return the seconds that numba has compiled in this process, up to the last compilation's end."""
+    return _Pause.value[1]
+
+
+def clock() -> float:
+    """Return `time.perf_counter()` without the seconds that numba compiled: it stands still meanwhile."""
+    since, before = _Pause.value
+    return (time.perf_counter() if since is None else since) - before
 
 
 @cache
@@ -84,12 +102,25 @@ def telling(heard: Callable[[], None]) -> Iterator[None]:
 
 
 def _listener(base: type[Any]) -> Any:
+    # numba compiles in one thread at a time; what a function calls is compiled within it
     told: list[bool] = []
+    depth = 0
 
     def on_start(*_: Any) -> None:
+        nonlocal depth
+        depth += 1
+        if depth == 1:
+            _Pause.value = time.perf_counter(), compiling_seconds()
         heard = _heard.get()
         if heard is not None and not told:
             told.append(True)
             heard()
 
-    return type("Listener", (base,), {"on_start": on_start, "on_end": lambda *_: None})()
+    def on_end(*_: Any) -> None:
+        nonlocal depth
+        depth -= 1
+        since, before = _Pause.value
+        if depth == 0 and since is not None:
+            _Pause.value = None, before + time.perf_counter() - since
+
+    return type("Listener", (base,), {"on_start": on_start, "on_end": on_end})()

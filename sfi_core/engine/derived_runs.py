@@ -1,12 +1,12 @@
 """Runs over the memory of another run: one row alone, and the dense twin of a step."""
 
-import time
 from dataclasses import replace
 
 from sfi_core.engine.run import Run
 from sfi_core.observers.observer import NullObserver
 from sfi_core.policies.base import Policy
 from sfi_core.state.request import RequestState
+from sfi_kernels.compiled import clock
 from sfi_kernels.step_descriptor import FAST, SLOW
 
 
@@ -16,7 +16,7 @@ def open_row(run: Run, row: int, state: RequestState) -> Run:
     Return a run of the new request alone, over the row's memory, to read its prompt.
     """
     run.left.append(forget(run, row))
-    state.tally.queued_seconds = time.perf_counter() - run.meter.born
+    state.tally.queued_seconds = clock() - run.meter.born
     run.requests[row] = state
     one, packed = slice(row, row + 1), run.layers.difference(run.policy.config.dense_layers)
     alone = replace(

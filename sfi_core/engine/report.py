@@ -6,7 +6,7 @@ from typing import Any, Self
 
 import torch
 
-from sfi_core.engine.meter import Launches
+from sfi_core.engine.meter import Launches, steady_seconds
 from sfi_core.engine.run import Run
 from sfi_core.settings.engine import DeviceBudget
 from sfi_core.state.request import RequestState
@@ -189,9 +189,12 @@ class RunReport:
     Attributes:
         backend: "torch" or "triton".
         prefill_seconds: Wall time of reading prompts, up to their first tokens.
-        decode_seconds: Wall time of the steps from 1 on, without prompts.
+        decode_seconds: Wall time of the steps from 1 on, without prompts. No time here includes `compiling_seconds`.
         decode_tokens_per_second: Tokens of all requests in those steps, over that time.
+        steady_tokens_per_second: The same if every step took the median of those with as many slow and fast requests,
+            without recording: code that runs for the first time, and a hiccup, do not count.
         recording_seconds: The part of `decode_seconds` that recorded CUDA graphs and compiled their kernels, once.
+        compiling_seconds: Time that numba compiled for this processor, once a machine.
         paths: Attention and maintenance calls by code path, counted per request, layer and step.
         kernels: The Triton kernels launched; empty on the torch backend.
         kv_tiers: The bytes under a device budget; None without one.
@@ -213,6 +216,8 @@ class RunReport:
     fused: dict[str, int] = field(default_factory=dict)
     left_alone: dict[str, int] = field(default_factory=dict)
     recording_seconds: float = 0.0
+    compiling_seconds: float = 0.0
+    steady_tokens_per_second: float = 0.0
 
     @classmethod
     def of(cls, run: Run) -> Self:
@@ -220,6 +225,7 @@ class RunReport:
         meter, stop_ids, evicts = run.meter, run.stop_ids, run.policy.evicts
         requests = [RequestReport.of(state, stop_ids, evicts=evicts) for state in run.states]
         decoded = sum(max(0, len(request.token_ids) - 1) for request in requests)
+        steady = steady_seconds(meter.laps)
         return cls(
             backend=run.store.backend,
             requests=requests,
@@ -231,6 +237,8 @@ class RunReport:
             kv_tiers=TierReport.of(run),
             not_replayed=meter.not_replayed,
             recording_seconds=meter.recording_seconds,
+            compiling_seconds=meter.compiling_seconds,
+            steady_tokens_per_second=decoded / steady if steady else 0.0,
         )
 
     def to_dict(self) -> dict[str, Any]:

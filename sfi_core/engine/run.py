@@ -186,13 +186,18 @@ class Run:
 
     def record(self, token_B: Sequence[int]) -> None:
         """Note each row's new token x_t, if the pass gave the row one, and tell the observer."""
-        self.meter.lap(prefill=not self.batch_pass.decodes)
+        self.lap()
         shape = shape_of(self)
         rows = zip(self.requests, self.batch_pass.passes, token_B, strict=True)
         for state, one, token in rows:
             if one.generates:
                 self._record(state, token, shape)
         self.recorded = True
+
+    def lap(self) -> float:
+        """End the pass's time, and return its seconds."""
+        kind = len(self.batch_pass.slow), len(self.batch_pass.fast)
+        return self.meter.lap(kind, prefill=not self.batch_pass.decodes)
 
     def end_pass(self) -> None:
         """End a pass whose tokens the host notes itself."""

@@ -12,7 +12,7 @@ class Tally:
         attended: Tokens read by the decoding steps from step 1 on, per KV head and full-attention layer.
         selecting: Reads of the selection on the fast ones of these steps, in tokens' worth.
         context: Tokens that full attention would have read in these steps.
-        last_token_at: When the last token came, by `time.perf_counter`.
+        last_token_at: When the last token came, by `sfi_kernels.compiled.clock`.
     """
 
     slow_at: list[int] = field(default_factory=list)

@@ -354,7 +354,7 @@ def test_a_run_whose_steps_were_not_replayed_ends_with_a_warning():
         "model": "m", "preset": "default", "config": SfiConfig().to_dict(),
         "requests": [], "kv_tiers": None, "policy": "quest", "prefill_seconds": 1.0, "decode_seconds": 2.0,
         "decode_tokens_per_second": 3.0, "peak_memory_bytes": 4, "advice": None, "not_replayed": "",
-        "is_lossless": False, "recording_seconds": 0.1,
+        "is_lossless": False, "recording_seconds": 0.1, "compiling_seconds": 0.0, "steady_tokens_per_second": 3.0,
         "fused": {}, "left_alone": {}, "paths": {"triton.pack": 2},
     }  # fmt: skip
     lines = report_lines(document)
@@ -363,10 +363,14 @@ def test_a_run_whose_steps_were_not_replayed_ends_with_a_warning():
     assert replayed == [*lines, told]
     warned = report_lines({**document, "not_replayed": "the model waits"})
     assert warned == [*lines, "warning      steps ran one kernel after the other: the model waits"]
-    full = {**document, "policy": "full-kv", "decode_tokens_per_second": 1.0, "recording_seconds": 0.0}
+    full = {**document, "policy": "full-kv", "steady_tokens_per_second": 1.0, "recording_seconds": 0.0}
     compared = report_lines({**document, "recording_seconds": 1.5, "comparison": full})
     assert "quest        prefill 1.00 s, decode 2.00 s (1.50 s of it to record CUDA graphs, once), 3.0" in str(compared)
-    assert "speed        12.00 times full-kv's, each measured once" in compared, "3 tokens/s in a quarter of the time"
+    assert "speed        3.00 times full-kv's, each measured once" in compared
+    lossless = {**document, "policy": "codescan, lossless", "steady_tokens_per_second": 0.5, "compiling_seconds": 9.0}
+    both = report_lines({**document, "comparison": full, "lossless": lossless})
+    assert "compiled     9.0 s for this processor, once; in no time above" in both
+    assert "speed        quest 3.00, codescan, lossless 0.50 times full-kv's, each measured once" in both
 
 
 def test_the_closing_report_names_the_classes_that_ran_fused_and_the_others():

@@ -7,6 +7,7 @@ from typing import Any
 from sfi_core.settings.config import changed_settings
 
 AROUND = 60  # characters shown before and after the first other token
+COMPILED = 0.05  # seconds; less is not told
 NOTED = 0.05  # of the time of decoding; recording that takes less is not told
 OTHERS = ("comparison", "lossless")  # runs for comparison
 
@@ -130,10 +131,13 @@ def _speed_lines(document: dict[str, Any]) -> list[str]:
     width = max(12, *(len(name) for name, _ in rows))
     lines = [
         f"{name:<{width}} prefill {data['prefill_seconds']:.2f} s, decode {data['decode_seconds']:.2f} s"
-        f"{_recording(data)}, {data['decode_tokens_per_second']:,.1f} tokens/s, cache read {_read(data):.1%}, "
+        f"{_recording(data)}, {data['steady_tokens_per_second']:,.1f} tokens/s, cache read {_read(data):.1%}, "
         f"peak memory {data['peak_memory_bytes'] / 1e6:,.0f} MB"
         for name, data in rows
     ]
+    compiled = sum(data["compiling_seconds"] for _, data in rows)
+    if compiled > COMPILED:
+        lines.append(f"compiled     {compiled:.1f} s for this processor, once; in no time above")
     if "comparison" in document:
         lines += _compared(rows, document["comparison"])
     if document["advice"] is not None:
@@ -146,24 +150,20 @@ def _recording(data: dict[str, Any]) -> str:
     return f" ({seconds:.2f} s of it to record CUDA graphs, once)" if seconds > NOTED * data["decode_seconds"] else ""
 
 
-def _steady_rate(data: dict[str, Any]) -> float:
-    # tokens/s without the time that a run spends on recording, however long it is
-    rate: float = data["decode_tokens_per_second"]
-    seconds = data["decode_seconds"]
-    return rate and rate * seconds / (seconds - data["recording_seconds"])
-
-
 def _compared(rows: list[tuple[str, dict[str, Any]]], full: dict[str, Any]) -> list[str]:
-    # whether each run's tokens are full attention's, where not, and the first run's speed over full attention's
+    # whether each run's tokens are full attention's, where not, and its speed over full attention's
     others = [(name, data) for name, data in rows if data is not full]
+
+    def by_run(words: list[str]) -> str:
+        named = (f"{name} {word}" for (name, _), word in zip(others, words, strict=True))
+        return ", ".join(named) if len(others) > 1 else words[0]
+
     same = ["yes" if _tokens(data) == _tokens(full) else "no" for _, data in others]
-    told = same[0]
-    if len(others) > 1:
-        told = ", ".join(f"{name} {word}" for (name, _), word in zip(others, same, strict=True))
-    lines = [f"same tokens  {told}", *(line for name, data in others for line in _parting(name, data, full))]
-    ours, theirs = map(_steady_rate, (others[0][1], full))
+    lines = [f"same tokens  {by_run(same)}", *(line for name, data in others for line in _parting(name, data, full))]
+    theirs = full["steady_tokens_per_second"]
     if theirs:
-        lines.append(f"speed        {ours / theirs:.2f} times {full['policy']}'s, each measured once")
+        ratios = [f"{data['steady_tokens_per_second'] / theirs:.2f}" for _, data in others]
+        lines.append(f"speed        {by_run(ratios)} times {full['policy']}'s, each measured once")
     return lines
 
 

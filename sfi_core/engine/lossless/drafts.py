@@ -119,7 +119,7 @@ class Drafts:
         """
         run, place = self.run, 0
         given: list[list[int]] = []
-        self._shape = {"elapsed_us": run.meter.lap(prefill=False) * 1e6, **shape_of(run)}
+        self._shape = {"elapsed_us": run.lap() * 1e6, **shape_of(run)}
         for state, block in zip(run.requests, self.blocks, strict=True):
             own = slice(place, place + (len(block.tokens) if block else 0))
             place = own.stop

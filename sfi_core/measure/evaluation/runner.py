@@ -187,7 +187,7 @@ def decoded_rows(
 ) -> list[dict[str, Any]]:
     """Return a row for each request of a run; `samples` are in the order of the run's prompts.
 
-    `decode_seconds` is a request's own; `tokens_per_second` is the whole run's.
+    `decode_seconds` is a request's own; `tokens_per_second` is the whole run's, of steady steps.
     """
     rows = []
     for sample, report, text in zip(samples, result.report.requests, result.texts, strict=True):
@@ -200,7 +200,7 @@ def decoded_rows(
                 "score": float(scores.pop("score")),
                 "scores": scores,
                 "generated": len(report.token_ids),
-                "tokens_per_second": result.report.decode_tokens_per_second,
+                "tokens_per_second": result.report.steady_tokens_per_second,
                 "sentence_places": places,
                 "sentence_scores": right,
                 "text": text,

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 from threading import current_thread
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from sfi_core import AuditConfig, EngineOptions, SfiConfig, generate, load
+from sfi_core.engine.meter import Meter, steady_seconds
 from sfi_kernels import compiled
 from sfi_kernels.attention_in_place import attention_in_place
 from sfi_kernels.compiled import telling
@@ -17,6 +19,8 @@ from tests.architectures import prompts, tiny
 from tests.fakes import RecordingObserver
 
 pytest.importorskip("numba")
+from numba.core import event
+
 from sfi_kernels import loops
 
 CONFIG = SfiConfig(sink=2, recent=6, budget=9, window_prefill=8, trigger_policy="never")
@@ -156,6 +160,34 @@ def test_an_outer_telling_keeps_its_own():
 
         compiled._heard.get()()  # noqa: SLF001
     assert heard == ["outer"]
+
+
+def compile_for(seconds: float) -> None:
+    """Compile a function that calls another one, as far as the listeners hear."""
+    with event.trigger_event("numba:compile"), event.trigger_event("numba:compile"):
+        time.sleep(seconds)
+
+
+def test_the_time_of_a_step_leaves_compilation_out_and_the_report_tells_it():
+    assert not compiled.why_not()
+    meter, began = Meter(), time.perf_counter()
+    for _ in range(2):
+        meter.begin()
+        compile_for(0.2)
+        meter.lap((0, 1), prefill=False)
+    wall = time.perf_counter() - began
+    assert 0.4 <= meter.compiling_seconds <= wall
+    assert meter.decode_seconds <= wall - 0.4
+    assert meter.prefill_seconds == 0
+
+
+def test_a_run_s_steady_speed_is_that_of_the_median_step_of_each_kind():
+    """Three fast steps with a hiccup, and two slow ones of which the first brings cold code."""
+    assert steady_seconds({(0, 1): [1.0, 9.0, 2.0], (1, 0): [7.0, 5.0]}) == 3 * 2 + 2 * 6
+    report, _ = decode(tiny("llama"), ROWS, "sfi", config=CONFIG.replace(trigger_policy="stride", stride=6))
+    assert report.steady_tokens_per_second > 0
+    only, _ = decode(tiny("llama"), ROWS, "full-kv", max_new_tokens=2)
+    assert only.steady_tokens_per_second == pytest.approx(only.decode_tokens_per_second), "one step"
 
 
 def test_heads_shared_by_threads_give_the_same(monkeypatch):
