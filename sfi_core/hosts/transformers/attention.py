@@ -24,7 +24,7 @@ NAME = "sfi"
 HANDLED = {"softcap", "s_aux", "sliding_window", "is_causal"}
 KNOWN = HANDLED | {  # the others do not change the attention of a decoder
     "position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states",
-    "output_router_logits", "return_dict", "logits_to_keep",
+    "output_router_logits", "return_dict", "logits_to_keep", "tokenizer", "assistant_tokenizer",
 }  # fmt: skip
 
 

@@ -141,7 +141,7 @@ def _settings(session: Session, generation_config: Any, kwargs: dict[str, Any]) 
     own = session.model.generation_config
     settings = copy.deepcopy(generation_config or own)
     settings.update(**own.to_dict(), defaults_only=True)  # as transformers does
-    settings.update(**{k: v for k, v in kwargs.items() if not isinstance(v, torch.Tensor)})
+    settings.update(**{name: value for name, value in kwargs.items() if hasattr(settings, name)})
     return settings
 
 
@@ -163,7 +163,7 @@ def _prepared(session: Session, cache: SfiCache | None, capacity: int | None, le
 def stop_tokens(settings: Any) -> tuple[int, ...]:
     """Return the stop tokens of generation settings."""
     eos = settings.eos_token_id
-    return () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
+    return () if eos is None else tuple(torch.as_tensor(eos).flatten().tolist())
 
 
 def lossless_decoding(session: Session, streamer: Any) -> Callable[..., Any]:
@@ -177,7 +177,8 @@ def lossless_decoding(session: Session, streamer: Any) -> Callable[..., Any]:
         generation_config: Any, **prepared: Any,
     ) -> Any:  # fmt: skip
         del model
-        if unknown := sorted(set(prepared) - PREPARED):
+        given = {name for name, value in prepared.items() if value is not None and value is not False}
+        if unknown := sorted(given - PREPARED):
             raise ConfigError(f"arguments of the model must be tokens and a mask in a lossless run, got {unknown[0]}")
         B, T = input_ids.shape
         if streamer is not None and B > 1:

@@ -26,6 +26,7 @@ REFUSED = {
     "output_logits": "reading logits",
     "output_hidden_states": "reading hidden states",
     "stop_strings": "stop_strings",
+    "token_healing": "token healing",
     "max_time": "max_time",
     "stopping_criteria": "a stopping criterion of one's own",
     "inputs_embeds": "a prompt of embeddings",

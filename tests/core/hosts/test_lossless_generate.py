@@ -168,6 +168,8 @@ REFUSED = {
         "reading logits does not run in a lossless run, got output_logits"),
     "stop_strings": ({"stop_strings": ["x"]},
         "stop_strings does not run in a lossless run, got stop_strings"),
+    "token_healing": ({"token_healing": True},
+        "token healing does not run in a lossless run, got token_healing"),
     "max_time": ({"max_time": 9.0}, "max_time does not run in a lossless run, got max_time"),
     "stopping_criteria": ({"stopping_criteria": [Stop()]},
         "a stopping criterion of one's own does not run in a lossless run, got stopping_criteria"),

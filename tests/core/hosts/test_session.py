@@ -251,6 +251,46 @@ def test_stopping_criterion_ends_the_run(model, expected):
     assert [request.token_ids for request in session.report.requests] == tokens
 
 
+RUNS = {
+    "stop_strings": {"stop_strings": ["\n"]},
+    "tokenizers": {"assistant_tokenizer": True},
+    "scores": {"return_dict_in_generate": True, "output_scores": True, "output_logits": True},
+    "hidden states": {"return_dict_in_generate": True, "output_hidden_states": True},
+    "no guidance": {"negative_prompt_ids": torch.ones(3, 4).long()},
+    "prefix": {"prefix_allowed_tokens_fn": lambda row, ids: list(range(row + 3, 90))},
+    "positions": {"position_ids": (padded(ROWS)["attention_mask"].cumsum(1) - 1).clamp_min(0)},
+    "several": {"num_return_sequences": 2, "do_sample": True, "top_k": 1},
+    "length": {"max_new_tokens": None, "max_length": 45},
+    "others": {"synced_gpus": False, "labels": None, "max_time": 1e4},
+}
+
+
+@pytest.mark.parametrize("options", RUNS.values(), ids=RUNS)
+def test_argument_of_generate_runs_as_in_transformers(model, options):
+    """`stop_strings` and assisted decoding ask for tokenizers, which transformers hands on to the attention."""
+    tokenizer = build_tokenizer(280)
+    options = {name: tokenizer if name == "assistant_tokenizer" else value for name, value in options.items()}
+    if "stop_strings" in options or "assistant_tokenizer" in options:
+        options["tokenizer"] = tokenizer
+    options = {**padded(ROWS), "max_new_tokens": STEPS, **options}
+    alone = model.generate(**options)
+    with slow_fast(model, None, SMALL, policy="full-kv"):
+        found = model.generate(**options)
+    for name, value in ({"sequences": alone} if isinstance(alone, torch.Tensor) else alone).items():
+        if name != CACHE_NAME:
+            torch.testing.assert_close(found if isinstance(found, torch.Tensor) else found[name], value)
+
+
+@pytest.mark.parametrize("lossless", [False, True])
+def test_stop_token_may_be_a_tensor_and_an_argument_of_the_model_none(model, expected, lossless):
+    stop = expected[1][3]
+    options = {"eos_token_id": torch.tensor(stop), "pad_token_id": 0, "labels": None}
+    with slow_fast(model, None, SMALL, engine=EngineOptions(lossless=lossless)) as session:
+        complete(model, **options)
+    request = session.report.requests[1]
+    assert (request.token_ids.index(stop), request.finish_reason) == (len(request.token_ids) - 1, "stop")
+
+
 def test_logits_processor_decides_what_is_picked_and_what_triggers(model):
     config = SMALL.replace(trigger_token_ids=(11,), trigger_delay=0, t_max=90)
     with slow_fast(model, None, config) as session:
