@@ -9,16 +9,18 @@ from pyarrow import parquet
 
 from sfi_cli.commands.bench import command
 from sfi_cli.commands.bench.job import SLOW_RATE
+from sfi_cli.commands.bench.views import _paying
 from sfi_cli.settings.tables import BenchTable
 from sfi_core.measure.bench import bench, fits
+from sfi_core.measure.bench.rows import pays_from
 from sfi_core.measure.bench.settings import DecodeSettings
 from tests.cli.trace_commands import Ended, sfi
 
 pytestmark = pytest.mark.usefixtures("small_buffers")
 
 SMALL = (
-    "--context", "300", "--steps", "5", "--repeats", "1", "--budget", "64", "--set", "recent=32",
-    "--slow-rate", "1/5", "--device", "cpu",
+    "--policy", "sfi,full-kv", "--context", "300", "--steps", "5", "--repeats", "1", "--budget", "64",
+    "--set", "recent=32", "--slow-rate", "1/5", "--device", "cpu",
 )  # fmt: skip
 ROW_KEYS = {  # what scripts rely on
     "policy", "context", "batch", "decode_tokens_per_second", "speedup", "roofline_speedup", "slow_rate",
@@ -65,10 +67,26 @@ def test_the_document_has_the_keys_that_scripts_rely_on():
     assert [(row["batch"], row["policy"]) for row in document["rows"]] == [
         (batch, policy) for batch in (1, 2) for policy in policies
     ]
+    assert [(one["batch"], one["longest_context"]) for one in document["pays_from"]] == [(1, 300), (2, 300)]
     for row in document["rows"]:
         assert set(row) >= ROW_KEYS
         assert row["speedup"] is not None
     assert document["rows"][0]["slow_rate"] == 0.2
+
+
+def test_the_last_line_says_from_which_context_on_a_policy_pays():
+    """`sfi` at the longest two of three contexts, though also at the shortest; `codescan` nowhere."""
+    speedups = {"sfi": (1.1, 0.9, 1.2, 1.5), "codescan": (1.2, 1.3, 1.4, 1.0), "full-kv": (1.0,) * 4}
+    rows = [
+        {"policy": policy, "batch": 1, "context": 1000 * 2**place, "speedup": speedup}
+        for policy, measured in speedups.items()
+        for place, speedup in enumerate(measured)
+    ]
+    line = "sfi pays from 4,000 tokens on here; codescan does not pay up to 8,000 tokens here"
+    assert _paying(pays_from(rows)) == [line]
+    twice = [*rows, *({**row, "batch": 2} for row in rows)]
+    assert _paying(pays_from(twice)) == [f"batch 1: {line}", f"batch 2: {line}"]
+    assert pays_from([{**row, "speedup": None} for row in rows]) == []
 
 
 def test_random_weights_need_a_config_only_and_a_text_can_decide(tiny, tmp_path):
@@ -114,7 +132,7 @@ def test_policies_run_under_a_device_budget_beside_full_attention_without_one(ti
 
 def test_lossless_rows_say_whether_acceptance_is_stated_or_measured(tmp_path):
     file = tmp_path / "rows.parquet"
-    common = ("--lossless", "--baseline=none", "-q", "--device=cpu", "--repeats=1", "--steps=8")
+    common = ("--lossless", "--policy=sfi,full-kv", "--baseline=none", "-q", "--device=cpu", "--repeats=1", "--steps=8")
     sizes = ("--context=300", "--budget=64", "--set=recent=32")
     code, stdout, _ = inside(*common, *sizes, "--acceptance=0.9", "--batch=2", "-o", str(file))
     assert code == 0

@@ -8,8 +8,8 @@ from sfi_cli import options as o
 MEASURE, FORECAST = "Measurement", "Forecast"
 # copies of the defaults of DecodeSettings, which imports torch; a test compares the two
 SHOWN = {
-    "policies": "sfi,full-kv",
-    "contexts": "4096",
+    "policies": "sfi,codescan,full-kv",
+    "contexts": "4096,16384,32768",
     "batches": "1",
     "baselines": "transformers-dynamic,transformers-static",
     "steps": "40",

@@ -22,7 +22,23 @@ def bench_text(document: dict[str, Any]) -> list[Part]:
         tables.append(Table.of("Lossless runs", POINT | DRAFTING, lossless))
     if document["skipped"]:
         tables.append(Table.of("Did not fit", POINT | SKIPPED, document["skipped"]))
-    return noted(tables, document["notes"])
+    return [*noted(tables, document["notes"]), *_paying(document["pays_from"])]
+
+
+def _paying(found: list[dict[str, Any]]) -> list[str]:
+    # a line for each batch: from which context on our policies are faster than full-kv
+    batches = dict.fromkeys(one["batch"] for one in found)
+    lines = []
+    for batch in batches:
+        words = [
+            f"{one['policy']} does not pay up to {one['longest_context']:,} tokens here"
+            if one["context"] is None
+            else f"{one['policy']} pays from {one['context']:,} tokens on here"
+            for one in found
+            if one["batch"] == batch
+        ]
+        lines.append((f"batch {batch}: " if len(batches) > 1 else "") + "; ".join(words))
+    return lines
 
 
 def forecast_text(document: dict[str, Any]) -> list[Part]:

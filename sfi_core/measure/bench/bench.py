@@ -20,7 +20,7 @@ from sfi_core.machine.versions import versions
 from sfi_core.measure.bench.fits import sort_out
 from sfi_core.measure.bench.ours import lossless_notes, run_ours
 from sfi_core.measure.bench.prompts import BenchRun, Prompts, stream
-from sfi_core.measure.bench.rows import point_rows
+from sfi_core.measure.bench.rows import pays_from, point_rows
 from sfi_core.measure.bench.samples import DecodeSample
 from sfi_core.measure.bench.settings import DecodeSettings, DecodeVariant, Point
 from sfi_core.measure.bench.theirs import run_theirs
@@ -219,6 +219,7 @@ class Bench:
         asked = self.settings
         return {
             "rows": self.rows,
+            "pays_from": pays_from(self.rows),
             "skipped": self.skipped,
             "interrupted": self.interrupted,
             "notes": [*self.notes, *self._eager_notes()],

@@ -3,6 +3,7 @@
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,24 @@ def point_rows(
         row["speedup_over_transformers"] = None if theirs is None else rate / theirs
         row["roofline_share"] = None if full is None else row["speedup"] / row["roofline_speedup"]
     return rows
+
+
+def pays_from(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return for each of our other policies and each batch from which measured context on it is faster than full-kv.
+
+    `context` is None if it is not at the longest one, `longest_context`; [] without rows of full-kv.
+    """
+    found: dict[tuple[int, str], list[tuple[int, float]]] = {}
+    for row in rows:
+        if row["speedup"] is not None and row["policy"] not in ("full-kv", *BASELINES):
+            found.setdefault((row["batch"], row["policy"]), []).append((row["context"], row["speedup"]))
+    result = []
+    for (batch, policy), measured in sorted(found.items(), key=lambda one: one[0][0]):
+        falling = sorted(measured, reverse=True)
+        paying = [context for context, _ in takewhile(lambda one: one[1] > 1, falling)]
+        least = paying[-1] if paying else None
+        result.append({"policy": policy, "batch": batch, "context": least, "longest_context": falling[0][0]})
+    return result
 
 
 def _row(variant: DecodeVariant, point: Point, runs: Sequence[DecodeSample]) -> dict[str, Any]:

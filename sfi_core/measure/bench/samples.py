@@ -1,11 +1,12 @@
 """The time and memory of one run of one variant."""
 
 import statistics
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+from sfi_core.engine.meter import steady_seconds
 from sfi_core.engine.report import TierReport
 from sfi_core.measure.bench.settings import LEAST_STEPS
 from sfi_core.state.request import Tally
@@ -109,8 +110,11 @@ class DecodeSample:
 
     @property
     def decode_rate(self) -> float:
-        """Tokens per second after the warm-up."""
-        return self.tokens / (self.at[-1] - self.at[self.warm_up])
+        """Tokens per second after the warm-up, if each step took the median of those with as many slow requests."""
+        laps: dict[tuple[int, ...], list[float]] = defaultdict(list)
+        for read, seconds in zip(self.measured, self.step_seconds, strict=True):
+            laps[(sum(read.slow_B),)].append(seconds)
+        return self.tokens / steady_seconds(laps)
 
     @property
     def all_decode_rate(self) -> float:

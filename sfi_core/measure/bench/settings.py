@@ -70,8 +70,8 @@ class DecodeSettings:
         prefill: Whether prompts are read instead of made up.
     """
 
-    policies: tuple[str, ...] = ("sfi", "full-kv")
-    contexts: tuple[int, ...] = (4096,)
+    policies: tuple[str, ...] = ("sfi", "codescan", "full-kv")
+    contexts: tuple[int, ...] = (4096, 16384, 32768)
     batches: tuple[int, ...] = (1,)
     baselines: tuple[str, ...] = BASELINES
     steps: int = 40

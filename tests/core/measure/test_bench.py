@@ -174,6 +174,12 @@ def byte_model(**changes):
     return ByteModel(**{"weight_bytes": 1000, "batch": 2, "row_bytes": 8, "heads": 2, "layers": 1} | changes)
 
 
+def test_a_hiccup_does_not_count_in_a_run_s_speed():
+    """Steps of 1 and 9 seconds among fast ones of 2, a slow one of 5; two requests."""
+    run = sample([0, 1, 2, 4, 13, 18, 20], ["fast", "fast", "fast", "slow", "fast"])
+    assert run.decode_rate == 2 * 5 / (4 * 2 + 5)
+
+
 def test_rows_can_be_recomputed_by_hand():
     point, (full, sfi) = Point(100, 2), (DecodeVariant(one, one) for one in ("full-kv", "sfi"))
     runs = {
