@@ -7,10 +7,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar, copy_context
 from functools import cache, partial
 from itertools import pairwise
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -18,6 +19,9 @@ import torch
 # sums may change their order; unlike with `fastmath=True`, infinity and NaN keep their meaning
 MATH = {"contract", "reassoc", "nsz", "arcp", "afn"}
 OPTIONS: dict[str, Any] = {"fastmath": MATH, "error_model": "numpy", "nogil": True}
+
+# what reading a file of compiled code raises that another user locked, or that was cut off
+UNREADABLE = (OSError, EOFError, UnpicklingError)
 
 WORTH = 100  # microseconds of work that another thread pays for
 
@@ -61,13 +65,15 @@ def why_not() -> str:
 
 
 def entry(function: Callable[..., None]) -> Any:
-    """Compile a function at its first call, and keep its code on disk where a folder can be written."""
+    """Compile a function at its first call, and keep its code on disk where that can be written and read."""
     import numba  # noqa: PLC0415
+    from numba.core.caching import FunctionCache  # noqa: PLC0415
 
-    try:
-        return numba.njit(cache=True, **OPTIONS)(function)
-    except RuntimeError:  # no folder for the code can be written
-        return numba.njit(**OPTIONS)(function)
+    compiled = numba.njit(**OPTIONS)(function)
+    with suppress(RuntimeError):  # no folder can be written
+        # `cache=True` sets numba's own, which ends the run where the folder is full, locked or damaged
+        compiled._cache = _optional(FunctionCache)(function)  # noqa: SLF001
+    return compiled
 
 
 def by_heads(run: Callable[[int, int], None], heads: int, microseconds: float) -> None:
@@ -99,6 +105,23 @@ def telling(heard: Callable[[], None]) -> Iterator[None]:
         yield
     finally:
         _heard.reset(token)
+
+
+def _optional(base: type[Any]) -> type[Any]:
+    def load(cache: Any, *names: Any) -> Any:
+        try:
+            return base.load_overload(cache, *names)
+        except UNREADABLE:
+            return None
+
+    def save(cache: Any, *code: Any) -> None:
+        try:
+            base.save_overload(cache, *code)
+        except UNREADABLE:
+            with suppress(OSError):
+                cache.flush()  # its index may name a file of older code
+
+    return type(base.__name__, (base,), {"load_overload": load, "save_overload": save})
 
 
 def _listener(base: type[Any]) -> Any:

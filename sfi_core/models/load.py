@@ -175,8 +175,7 @@ def _check_place(source: Source) -> None:
     if not folder.is_dir():
         if folder.exists():
             raise InputError(f"model must be a folder, a hub id or a .gguf file, got the file {place}")
-        if place.startswith((".", "~")) or folder.is_absolute() or place.count("/") > 1:
-            raise InputError(f"model folder {place} does not exist")
+        check_exists("model folder", place)
     if source.gguf or not folder.is_dir():
         return
     if not (folder / "config.json").exists():
@@ -185,6 +184,13 @@ def _check_place(source: Source) -> None:
         raise InputError(f"model folder {place} has no config.json{hint}")
     if not any((folder / name).exists() for name in TOKENIZERS):
         raise InputError(f"model folder {place} has no tokenizer; save one there")
+
+
+def check_exists(what: str, place: str) -> None:
+    """Raise `InputError` for a path that is not there; a hub id passes."""
+    path = Path(place)
+    if not path.exists() and (place.startswith((".", "~")) or path.is_absolute() or place.count("/") > 1):
+        raise InputError(f"{what} {place} does not exist")
 
 
 def quiet() -> None:

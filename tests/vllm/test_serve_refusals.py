@@ -42,13 +42,21 @@ MANY_HEADS = "--hf-overrides=" + json.dumps({"num_key_value_heads": 20_000, "num
         (["--api-server-count=2"], "sfi", {}, "api_server_count must be 1"),
         (["--pipeline-parallel-size=2"], "sfi", {}, "pipeline_parallel_size above 1"),
         ([], "sfi", {"triggers": ("no token ends so",)}, "trigger"),
-        (["--tokenizer=/nowhere/to/be/found"], "sfi", {}, "/nowhere/to/be/found does not exist"),
+        (["--tokenizer=/nowhere/to/be/found"], "sfi", {}, "^folder of tokenizer /nowhere/to/be/found does not exist$"),
+        (["--hf-config-path=./nowhere"], "sfi", {}, "^folder of hf_config_path ./nowhere does not exist$"),
     ],
 )
 def test_refused_in_one_line(flags, policy, settings, told):
     with pytest.raises(SfiError, match=told) as caught:
         Server.of(words(*flags, policy=policy, **settings))
     assert "\n" not in str(caught.value)
+
+
+def test_a_missing_folder_is_named_before_the_hub_s_library_sees_it(monkeypatch):
+    """Offline vLLM asks that library first, which says how an id must look."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(SfiError, match="^folder of tokenizer /nowhere/to/be/found does not exist$"):
+        Server.of(words("--tokenizer=/nowhere/to/be/found"))
 
 
 def test_what_fits_is_known_before_the_server_starts():

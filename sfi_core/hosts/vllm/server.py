@@ -15,11 +15,12 @@ from vllm.platforms import current_platform
 from vllm.plugins import load_general_plugins
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from sfi_core.errors import ConfigError, SfiError
+from sfi_core.errors import ConfigError, InputError, SfiError
 from sfi_core.hosts.vllm import attention_flags
 from sfi_core.hosts.vllm.names import settings_of, trigger_ids
 from sfi_core.hosts.vllm.room import check_model
 from sfi_core.hosts.vllm.settings import Settings
+from sfi_core.models.load import check_exists
 
 # whoever gives one of them says it all
 ATTENTION_FLAGS = ("--attention-config", "--attention_config", "-ac")
@@ -47,7 +48,7 @@ class Server:
             check_flags(args)
             validate_parsed_serve_args(args)
             vllm = AsyncEngineArgs.from_cli_args(args).create_engine_config()
-        except ConfigError:
+        except (ConfigError, InputError):
             raise
         except (ValueError, TypeError, OSError, NotImplementedError) as error:
             raise ConfigError(f"vLLM: {one_line(error)}") from error
@@ -67,7 +68,11 @@ class Server:
 
 
 def check_flags(args: Any) -> None:
-    """Raise `ConfigError` for flags that vLLM would read and ignore: this is one server, of `--model`."""
+    """Check the flags before vLLM and the hub's library read them.
+
+    Raise `ConfigError` for flags that vLLM would read and ignore: this is one server, of `--model`. Raise
+    `InputError` for a folder that does not exist.
+    """
     if args.model_tag is not None:
         raise ConfigError(f"give the model as --model before --, got {args.model_tag!r} among vLLM's flags")
     for name in ("headless", "grpc"):
@@ -75,6 +80,10 @@ def check_flags(args: Any) -> None:
             raise ConfigError(f"vLLM's flags must be without --{name} for sfi serve, got it")
     if (args.api_server_count or 1) > 1:
         raise ConfigError(f"api_server_count must be 1 for sfi serve, got {args.api_server_count}")
+    for name in ("tokenizer", "hf_config_path"):
+        place = getattr(args, name, None)
+        if place is not None and "://" not in place:
+            check_exists(f"folder of {name}", place)
 
 
 class Flags(FlexibleArgumentParser):

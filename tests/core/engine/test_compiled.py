@@ -1,12 +1,15 @@
 """Fast steps that numba compiles give what PyTorch's give: tokens, events, counts."""
 
 import os
+import resource
 import subprocess
 import sys
 import time
+from pathlib import Path
 from threading import current_thread
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -143,6 +146,33 @@ from numba.core import caching
 caching.CacheImpl._locator_classes = []
 """ + SCRIPT.replace('assert "numba" not in sys.modules', "")
     assert fresh(tmp_path, nowhere) == "usable compiling 0 2 3 not kept\n"
+
+
+def double(numbers):
+    numbers *= 2
+
+
+def test_a_run_goes_on_where_the_folder_is_full_or_damaged(monkeypatch, tmp_path):
+    monkeypatch.setattr("numba.config.CACHE_DIR", str(tmp_path))
+
+    def files() -> dict[str, Path]:
+        function, numbers = compiled.entry(double), np.ones(2)
+        function(numbers)
+        assert numbers.tolist() == [2, 2]
+        return {path.suffix: path for path in tmp_path.rglob("*.*")}
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000, hard))  # the index fits, the code does not
+    assert set(files()) == {".nbi"}
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    kept = files()
+    whole = kept[".nbc"].read_bytes()
+    kept[".nbc"].write_bytes(whole[:100])
+    files()
+    assert kept[".nbc"].stat().st_size == len(whole)
+    kept[".nbi"].write_bytes(b"")
+    files()
+    assert kept[".nbi"].stat().st_size > 0
 
 
 def test_numba_may_be_switched_off_or_broken(monkeypatch):
