@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 from vllm import LLM, RequestOutput, SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.core.kv_cache_utils import _get_kv_cache_groups_uniform_page_size
@@ -150,11 +151,27 @@ def test_preempted_and_dense_requests_keep_their_states(tiny: Any):
         assert_nothing_is_left(llm)
 
 
-def test_native_linear_attention_gives_vllm_s_tokens_up_to_near_ties(tmp_path: Path):
-    """In bfloat16 the best two logits are often equal; where tokens part, vLLM's own distribution shows that."""
+def errors(model: Any, outputs: list[RequestOutput]) -> torch.Tensor:
+    """Return how far each reported log probability is from a model's own, of the same tokens."""
+    found = []
+    for output in outputs:
+        start, (answer,) = len(output.prompt_token_ids) - 1, ids_of([output])
+        with torch.no_grad():
+            log_TV = model(torch.tensor([output.prompt_token_ids + answer])).logits[0].log_softmax(-1)
+        for place, told_of in enumerate(output.outputs[0].logprobs, start):
+            found += [abs(one.logprob - float(log_TV[place, token])) for token, one in told_of.items()]
+    return torch.tensor(found)
+
+
+def test_native_linear_attention_is_as_near_to_float32_as_vllm_s(tmp_path: Path):
+    """In bfloat16 another order of sums turns near ties, of tokens and of experts, so each answer is judged alone.
+
+    Every token takes all experts: a turned choice of some would move log probabilities by 1 and more in vLLM alone.
+    """
     one = BY_LABEL["qwen3-next"]
     native = {"linear_key_head_dim": 64, "linear_value_head_dim": 64}  # what the kernel takes
-    replace(one, settings={**one.settings, **WIDE, **native}).build().save_pretrained(tmp_path)
+    every = {"num_experts": 4, "num_experts_per_tok": 4}
+    replace(one, settings={**one.settings, **WIDE, **native, **every}).build().save_pretrained(tmp_path)
     options = {
         "model": str(tmp_path), "skip_tokenizer_init": True, "max_model_len": 512, "max_num_seqs": 4,
         "max_num_batched_tokens": 320, "dtype": "bfloat16",
@@ -166,14 +183,12 @@ def test_native_linear_attention_gives_vllm_s_tokens_up_to_near_ties(tmp_path: P
         assert worker is not None
         assert worker.store.page_size > 128  # so large that a state fits into a block
         outputs = ask(llm, prompts(), detokenize=False, logprobs=8)
-    same = 0
-    for ours, theirs in zip(outputs, plain, strict=True):
-        for token, wanted, logprobs in zip(*ids_of([ours, theirs]), theirs.outputs[0].logprobs, strict=True):
-            if token != wanted:
-                assert logprobs[wanted].logprob - logprobs[token].logprob < 0.1
-                break
-            same += 1
-    assert same > 4 * 40
+    assert all(told(o)["fast_steps"] > told(o)["slow_steps"] for o in outputs)
+    exact = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).float().eval()
+    ours, theirs = errors(exact, outputs), errors(exact, plain)
+    assert len(ours) >= 7 * 40 * 8
+    assert ours.mean() < 1.1 * theirs.mean()
+    assert ours.max() < 2 * theirs.max() < 1
 
 
 def test_pages_may_be_smaller_than_blocks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
