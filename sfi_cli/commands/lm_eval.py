@@ -4,7 +4,7 @@ import typer
 
 
 def lm_eval(context: typer.Context) -> None:
-    """Run lm-evaluation-harness with slow-fast decoding as its model "sfi".
+    """Run lm-evaluation-harness with slow-fast decoding as its model "sfi", unless --model names another.
 
     Every argument goes to lm-eval; sfi lm-eval run --help shows its own help. Arguments of the model:
     pretrained (as --model elsewhere, or bundled), policy, preset, backend, device, dtype, kv_device_budget
@@ -12,9 +12,9 @@ def lm_eval(context: typer.Context) -> None:
 
     For example:
 
-      sfi lm-eval --model sfi --model_args pretrained=smollm2,policy=codescan,budget=1024 --tasks gsm8k
+      sfi lm-eval --model_args pretrained=smollm2,policy=codescan,budget=1024 --tasks gsm8k
 
-      sfi lm-eval --model sfi --model_args selector.alpha=0.4 --tasks lambada --limit 50 -o results
+      sfi lm-eval --model_args selector.alpha=0.4 --tasks lambada --limit 50 -o results
 
       sfi lm-eval ls tasks
     """

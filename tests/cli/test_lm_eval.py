@@ -45,8 +45,8 @@ def folder(tmp_path, monkeypatch):
 def test_a_task_runs_on_the_bundled_model_and_its_results_say_what_was_read(folder):
     before = sys.argv
     result = call(
-        "--model", "sfi", "--model_args", "policy=streaming-llm,budget=4,recent=4,device=cpu",
-        "--tasks", "tiny_choice", "--include_path", folder, "--output_path", folder / "out",
+        "--model_args", "policy=streaming-llm,budget=4,recent=4,device=cpu", "--tasks", "tiny_choice",
+        "--include_path", folder, "--output_path", folder / "out",
     )  # fmt: skip
     assert result.exit_code == 0, result.output
     assert "|tiny_choice|" in result.stdout
@@ -82,3 +82,21 @@ def test_without_lm_eval_the_line_says_how_to_install_it(monkeypatch):
     monkeypatch.setattr(lm_eval_run, "find_spec", lambda _: None)
     with pytest.raises(BackendError, match=r"needs lm_eval.*pip install .*\[eval\]"):
         call("--model", "sfi")
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        (["--tasks", "x"], ["run", "--model", "sfi", "--tasks", "x"]),
+        (["run", "-t", "x"], ["run", "--model", "sfi", "-t", "x"]),
+        *(
+            (words, words)
+            for words in (
+                [], ["run"], ["ls", "tasks"], ["validate", "--tasks", "x"], ["run", "-h"], ["run", "--model=hf"],
+                ["-M", "hf", "-t", "x"], ["run", "--config", "file.yaml"],
+            )
+        ),
+    ],
+)  # fmt: skip
+def test_a_run_is_of_our_model_unless_it_names_one(words, wanted):
+    assert lm_eval_run.with_model(words) == wanted

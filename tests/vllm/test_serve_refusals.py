@@ -55,7 +55,7 @@ def test_refused_in_one_line(flags, policy, settings, told):
 def test_a_missing_folder_is_named_before_the_hub_s_library_sees_it(monkeypatch):
     """Offline vLLM asks that library first, which says how an id must look."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(SfiError, match="^folder of tokenizer /nowhere/to/be/found does not exist$"):
+    with pytest.raises(SfiError, match=r"^folder of tokenizer /nowhere/to/be/found does not exist$"):
         Server.of(words("--tokenizer=/nowhere/to/be/found"))
 
 

@@ -106,7 +106,8 @@ class SfiLM(HFLM):  # type: ignore[misc]
 
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
         """Generate the answers; raise `InputError` if their limit leaves no position for a prompt."""
-        most = max(normalize_gen_kwargs(request.args[1], self.max_gen_toks)["max_gen_toks"] for request in requests)
+        limits = [normalize_gen_kwargs(request.args[1], self.max_gen_toks)["max_gen_toks"] for request in requests]
+        most = max(limits, default=0)
         if most >= self.max_length:
             raise InputError(f"max_gen_toks must leave room in the model's {self.max_length} positions, got {most}")
         texts: list[str] = super().generate_until(requests, disable_tqdm=disable_tqdm)

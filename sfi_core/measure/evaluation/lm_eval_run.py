@@ -13,7 +13,7 @@ THEIRS = (ValueError, KeyError, OSError)
 
 
 def run_lm_eval(words: Sequence[str]) -> None:
-    """Run lm-eval with these arguments.
+    """Run lm-eval with these arguments; a run is of the model `sfi` unless they or a file of settings name one.
 
     Raises:
         BackendError: lm-eval is not installed.
@@ -29,7 +29,7 @@ def run_lm_eval(words: Sequence[str]) -> None:
 
     if "sfi" not in model_registry:
         model_registry.register("sfi", target=MODEL)
-    ours, sys.argv = sys.argv, ["lm-eval", *words]
+    ours, sys.argv = sys.argv, ["lm-eval", *with_model(words)]
     try:
         cli_evaluate()
     except SfiError:
@@ -38,3 +38,12 @@ def run_lm_eval(words: Sequence[str]) -> None:
         raise ConfigError(f"lm-eval: {first_line(error)}") from error
     finally:
         sys.argv = ours
+
+
+def with_model(words: Sequence[str]) -> list[str]:
+    """Name the model `sfi` among a run's arguments, whose own default is a model of transformers."""
+    options = list(words[1:] if words[:1] == ["run"] else words)
+    names = {word.partition("=")[0] for word in options}
+    if not options or not options[0].startswith("-") or names & {"--model", "-M", "--config", "-C", "--help", "-h"}:
+        return list(words)
+    return ["run", "--model", "sfi", *options]

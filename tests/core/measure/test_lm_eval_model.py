@@ -102,6 +102,11 @@ SCORED = [(row["q"], f" {choice}") for row in QUESTIONS for choice in row["choic
 GENERATED = [(row["q"], {"until": ["."], "max_gen_toks": 8}) for row in PROMPTS]
 
 
+def test_no_request_has_no_answer(loaded):
+    lm = SfiLM(pretrained=str(loaded[0]), device="cpu")
+    assert lm.generate_until([], disable_tqdm=True) == lm._loglikelihood_tokens([], disable_tqdm=True) == []  # noqa: SLF001
+
+
 def test_full_attention_scores_continuations_as_the_harness_does(loaded):
     found = policied(loaded, "full-kv").loglikelihood(requests_of("loglikelihood", SCORED))
     expected = plain(loaded).loglikelihood(requests_of("loglikelihood", SCORED))
