@@ -14,7 +14,7 @@ from sfi_core.engine.shared_prompt import SharedPrompt
 from sfi_core.errors import NumericsError, SfiError
 from sfi_core.generation.batch_plan import BatchPlan, plan_batch
 from sfi_core.generation.byte_limit import ByteLimit
-from sfi_core.generation.prompts import check_prompts, encode, token_limits
+from sfi_core.generation.prompts import Prompts, check_prompts, encode, token_limits
 from sfi_core.generation.sampling import Sampler
 from sfi_core.generation.text_stream import text_of
 from sfi_core.hosts.transformers.decoder import Decoder
@@ -65,7 +65,7 @@ class Result:
 def generate(
     model: Any,
     tokenizer: Any,
-    prompts: Sequence[str] | Sequence[Sequence[int]],
+    prompts: Prompts,
     config: SfiConfig | None = None,
     *,
     policy: str | None = None,
@@ -91,7 +91,7 @@ def generate(
     Args:
         model: A decoder-only model of transformers.
         tokenizer: Its tokenizer; may be None when prompts are token ids and triggers are token ids.
-        prompts: Texts or token ids; they may differ in length.
+        prompts: Texts or token ids, which may differ in length; one text, or one list of token ids, is one prompt.
         config: The settings; None is the `default` preset.
         policy: A name from `sfi_core.policies.POLICIES`, or of another package's policy; None is `default_policy`.
         max_new_tokens: The most generated tokens, one number for all prompts or one for each.

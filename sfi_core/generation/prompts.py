@@ -1,6 +1,7 @@
 """Prompts as token ids, and their limits."""
 
 from collections.abc import Mapping, Sequence
+from operator import index
 from typing import Any
 
 from sfi_core.errors import ConfigError, InputError
@@ -8,27 +9,52 @@ from sfi_core.machine.text import first_line, shown
 from sfi_core.models.rotation import most_positions
 
 PROBE = "probe"  # a text that shows what a chat template makes of it
+Prompts = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]]  # one or several, as text or token ids
 
 
-def encode(tokenizer: Any, prompts: Sequence[str] | Sequence[Sequence[int]]) -> list[list[int]]:
-    """Turn prompts into token ids.
+def encode(tokenizer: Any, prompts: Prompts) -> list[list[int]]:
+    """Turn prompts into token ids; a text, or a list of token ids, is one prompt.
 
-    Raise `InputError` for no prompt, or one without a token, and `ConfigError` if a text needs a tokenizer.
+    Raise `InputError` for no prompt, one without a token, or what is neither text nor token ids, and `ConfigError` if
+    a text needs a tokenizer.
     """
-    if not prompts:
+    if isinstance(prompts, str):
+        prompts = [prompts]
+    if isinstance(prompts, Mapping):
+        raise _neither("prompts", prompts)
+    rows = [_listed(prompt) for prompt in _listed(prompts)]
+    if not rows:
         raise InputError("prompts must not be empty, got none")
-    rows = []
-    for number, prompt in enumerate(prompts):
-        if isinstance(prompt, str):
-            if tokenizer is None:
-                raise ConfigError("text prompts need a tokenizer, got none; pass token ids")
-            ids: list[Any] = text_ids(tokenizer, prompt)
-        else:
-            ids = list(prompt)
-        if not ids:
-            raise InputError(f"prompt {number} must have at least one token, got none")
-        rows.append(ids)
-    return rows
+    if all(isinstance(row, int) for row in rows):
+        rows = [rows]
+    return [_encoded(tokenizer, row, number) for number, row in enumerate(rows)]
+
+
+def _listed(values: Any) -> Any:
+    # a tensor or an array as a list, or its one number
+    return values.tolist() if hasattr(values, "tolist") else values
+
+
+def _encoded(tokenizer: Any, prompt: Any, number: int) -> list[int]:
+    if isinstance(prompt, str):
+        if tokenizer is None:
+            raise ConfigError("text prompts need a tokenizer, got none; pass token ids")
+        ids = text_ids(tokenizer, prompt)
+    elif isinstance(prompt, Mapping):
+        raise _neither(f"prompt {number}", prompt)
+    else:
+        try:
+            ids = list(map(index, prompt))
+        except TypeError as error:
+            raise _neither(f"prompt {number}", prompt) from error
+    if not ids:
+        raise InputError(f"prompt {number} must have at least one token, got none")
+    return ids
+
+
+def _neither(subject: str, given: Any) -> InputError:
+    way = "; pass its input_ids" if isinstance(given, Mapping) and "input_ids" in given else ""
+    return InputError(f"{subject} must be text or token ids, got {type(given).__name__}{way}")
 
 
 def text_ids(tokenizer: Any, text: str, *, special: bool = True) -> list[int]:

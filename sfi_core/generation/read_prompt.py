@@ -1,6 +1,6 @@
 """`read_prompt(...)`: reads prompts once, for many runs."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -8,7 +8,7 @@ import torch
 from sfi_core.engine.loop import left_pad
 from sfi_core.engine.prompt_queries import PromptQueries
 from sfi_core.engine.shared_prompt import SharedPrompt
-from sfi_core.generation.prompts import check_prompts, encode
+from sfi_core.generation.prompts import Prompts, check_prompts, encode
 from sfi_core.hosts.transformers.cache import SfiLayer
 from sfi_core.hosts.transformers.decoder import Decoder
 from sfi_core.hosts.transformers.slow_fast import slow_fast
@@ -22,7 +22,7 @@ from sfi_kernels.compiled import clock
 def read_prompt(
     model: Any,
     tokenizer: Any,
-    prompts: Sequence[str] | Sequence[Sequence[int]],
+    prompts: Prompts,
     *,
     capacity: int,
     window: int | None = None,

@@ -11,7 +11,7 @@ import torch
 
 from sfi_core.engine.picking.noise import gumbel, noise_key
 from sfi_core.errors import ConfigError, NumericsError
-from sfi_core.generation.prompts import check_prompts, encode
+from sfi_core.generation.prompts import Prompts, check_prompts, encode
 from sfi_core.generation.sampling import processors
 from sfi_core.hosts.transformers.cache_name import CACHE_NAME
 from sfi_core.models.linear import quick_linears
@@ -104,7 +104,7 @@ class VerifyReport:
 @torch.inference_mode()
 def verify(
     model: Any,
-    prompts: Sequence[str] | Sequence[Sequence[int]],
+    prompts: Prompts,
     outputs: Sequence[Sequence[int]],
     *,
     tokenizer: Any = None,
@@ -129,7 +129,7 @@ def verify(
 
     Args:
         model: A decoder-only model of transformers.
-        prompts: Texts or token ids.
+        prompts: Texts or token ids; one text, or one list of token ids, is one prompt.
         outputs: The generated tokens of each prompt, a stop token included; may be empty.
         tokenizer: Its tokenizer; may be None when prompts are token ids.
         sampling: How the tokens were picked; None is greedy.

@@ -177,8 +177,8 @@ def lossless_decoding(session: Session, streamer: Any) -> Callable[..., Any]:
         generation_config: Any, **prepared: Any,
     ) -> Any:  # fmt: skip
         del model
-        given = {name for name, value in prepared.items() if value is not None and value is not False}
-        if unknown := sorted(given - PREPARED):
+        asked = {name for name, value in prepared.items() if value is not None and value is not False}
+        if unknown := sorted(asked - PREPARED):
             raise ConfigError(f"arguments of the model must be tokens and a mask in a lossless run, got {unknown[0]}")
         B, T = input_ids.shape
         if streamer is not None and B > 1:

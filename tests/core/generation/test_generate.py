@@ -184,6 +184,31 @@ def test_prompt_that_cannot_be_read_is_refused(model, rows, message):
     assert str(refusal.value) == message
 
 
+@pytest.mark.parametrize(
+    "prompts", ["zx", [72, 105], torch.tensor([72, 105]), torch.tensor([[72, 105]]), [torch.tensor([72, 105])]]
+)
+def test_one_prompt_without_a_list_around_it_is_one_prompt(model, prompts):
+    tokenizer = build_tokenizer(280)
+    ids = tokenizer("zx")["input_ids"] if isinstance(prompts, str) else [72, 105]
+    found = generate(model, tokenizer, prompts, SMALL, max_new_tokens=3)
+    assert tokens(found) == tokens(run(model, [ids], max_new_tokens=3))
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        ([{"role": "user", "content": "Hi"}], "prompt 0 must be text or token ids, got dict"),
+        ({"input_ids": [5]}, "prompts must be text or token ids, got dict; pass its input_ids"),
+        ([[5], [5.5]], "prompt 1 must be text or token ids, got list"),
+        ([[5], None], "prompt 1 must be text or token ids, got NoneType"),
+    ],
+)
+def test_prompt_that_is_neither_text_nor_token_ids_is_refused(model, prompts, message):
+    with pytest.raises(InputError) as refusal:
+        run(model, prompts)
+    assert str(refusal.value) == message
+
+
 def test_longest_prompt_that_fits_runs(model):
     [request] = run(model, [[5] * 500]).report.requests
     assert (request.prompt_tokens, len(request.token_ids)) == (500, STEPS)
