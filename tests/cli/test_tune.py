@@ -16,7 +16,7 @@ from sfi_core.settings.config import SfiConfig
 from sfi_traces.tune import study as search
 from tests.cli.trace_commands import sfi, ways
 from tests.small_example import small_example
-from tests.traces.made import MODEL, make_trace
+from tests.traces.made import CONFIG, MODEL, make_trace
 from tests.traces.small import fixed_folder
 
 TRIALS = ("--trials", "12")
@@ -83,6 +83,20 @@ def test_the_space_the_objectives_and_the_figure_are_those_of_the_options(full, 
         assert row["triggers"] in ("stops", "words")
     config = SfiConfig().merge_toml(folder / "tuned.toml")
     assert config.triggers in ((".",), ("cat", "dog"))
+
+
+def test_a_trace_of_codescan_is_searched_for_codescan_s_budget(folder):
+    config = CONFIG | {"recent_mode": "sliding", "window_prefill": 256}
+    trace = make_trace(folder / "scan", policy="codescan", config=config)
+    data, text = document(trace, *TRIALS), invoke(trace, *TRIALS, "-o", "x.toml").stdout
+    assert sorted(data["space"]) == ["budget", "recent", "trigger_policy"]
+    assert {(row["policy"], row["slow_rate"], row["t_max"]) for row in data["front"]} == {("codescan", 0, None)}
+    assert len({row["budget"] for row in data["front"]}) > 1
+    assert "Run it with --policy codescan." in text
+    written = tomllib.loads((folder / "tuned.toml").read_text())
+    assert written["provenance"]["policy"] == data["policy"] == "codescan"
+    assert (written["budget"], written["recent"]) == (data["config"]["budget"], data["config"]["recent"])
+    assert "t_max" in str(refused(trace, "--t-max", "4,8", "-o", "y.toml"))
 
 
 @pytest.mark.parametrize(

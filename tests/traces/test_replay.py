@@ -1,5 +1,7 @@
 """What a replay says was kept, against sets and loops."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from pyarrow import parquet
@@ -8,6 +10,7 @@ import sfi_core
 from sfi_core.bundled.example import load_example
 from sfi_core.errors import TraceError
 from sfi_core.models.load import load
+from sfi_core.policies.built_in.codescan import choosing_tokens
 from sfi_core.settings.audit import AuditConfig
 from sfi_core.settings.config import SfiConfig
 from sfi_traces.model.steps import Memory
@@ -141,6 +144,27 @@ def test_an_outcome_sums_every_fast_step_layer_and_head(trace, recorded):
     assert outcome.read_ratio == pytest.approx(read / (2 * sum(PROMPT + t for t in range(1, 60))))
 
 
+def test_a_step_of_codescan_reads_the_best_of_its_own_support(trace, recorded):
+    """Budget 6 of J = [4, start); all 184 candidates are read with a budget of 200, and nothing to choose."""
+    found = replay_request(recorded[1], setting().under("codescan", budget=6))
+    assert found.reasons == ["first"] + [""] * 59
+    for row in rows(trace, "supports", request=1):
+        if row["step"]:
+            start = PROMPT + row["step"] - 16
+            pairs = list(zip(row["positions"], row["mass"], strict=True))
+            best = sorted((mass for at, mass in pairs if 4 <= at < start), reverse=True)[:6]
+            expected = sum(best) + sum(mass for at, mass in pairs if at < 4 or at >= start)
+            unit = 2 * row["layer"] + row["head"]
+            assert found.lower_NU[row["step"], unit] == pytest.approx(expected, abs=1e-6)
+            assert found.upper_NU[row["step"], unit] >= expected - 1e-6
+    choosing = choosing_tokens(PROMPT + 5, MODEL["layers"][0]["key_width"])
+    assert found.attended_N[5] == pytest.approx(4 + 6 + 16 + choosing)
+    assert np.isnan(found.overlap_NU).all()
+    whole = [one.strongest(TOP) for one in recorded]
+    wide = replay_request(replace(whole[1], top=500), setting().under("codescan", budget=200))
+    assert wide.attended_N[5] == PROMPT + 5
+
+
 def test_layers_left_dense_read_everything_and_keep_everything(tmp_path, recorded):
     folder = make_trace(tmp_path / "t", policy="sfi", requests=2, seed=3, config={**CONFIG, "dense_layers": [1]})
     dense = Trace.open(folder)
@@ -219,7 +243,7 @@ def test_another_run_is_compared_up_to_the_first_other_token(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"policy": "full-kv"}, "must be of --policy sfi, got full-kv"),
+        ({"policy": "full-kv"}, "must be of --policy sfi or codescan, got full-kv"),
         ({"model": {**MODEL, "query_heads": 8}}, "of one model, got another query_heads in"),
         ({"prompts": [{"request": 0, "tokens": 200, "sha256": "1" * 64}]}, "for request 0 in"),
         ({"redacted": True}, "is redacted; it can be compared with itself only"),

@@ -60,7 +60,7 @@ def confirmed(loaded, trace, recorded):
     told: list[tuple[int, int]] = []
     confirmer = Confirmer(model=loaded[0], tokenizer=loaded[1])
     configs = [base.config.replace(**changes) for changes in SETTINGS]
-    rows, speed = confirmer([material], configs, lambda *counts: told.append(counts))
+    rows, speed = confirmer([material], configs, ["sfi"] * 3, lambda *counts: told.append(counts))
     return rows, speed, told
 
 
@@ -100,7 +100,7 @@ def test_prompts_of_the_user_s_own_are_predicted_from_the_run_s_audit(loaded, tr
     model, tokenizer = loaded
     material = replace(Material.of_texts(["Tonight a. b.", "The quick"], tokenizer), max_new_tokens=8)
     rows, _ = Confirmer(model=model, tokenizer=tokenizer)(
-        [material], [Setting.recorded(trace).config.replace(budget=8, recent=2, trigger_policy="never")]
+        [material], [Setting.recorded(trace).config.replace(budget=8, recent=2, trigger_policy="never")], ["sfi"]
     )
     (row,) = rows
     assert len(row.comparison.requests) == 2
@@ -155,7 +155,7 @@ def found(trace, recorded) -> Found:
 
 
 def rows_for(*exact: bool | None):
-    return lambda configs: ([row_of(0.5, 0.6, 0.5, exact=one) for one in exact[: len(configs)]], 9.0)
+    return lambda configs, _: ([row_of(0.5, 0.6, 0.5, exact=one) for one in exact[: len(configs)]], 9.0)
 
 
 def test_a_choice_that_runs_well_stays(found):
@@ -176,7 +176,7 @@ def test_a_choice_that_misses_a_limit_when_it_runs_gives_way(found):
     limits = Limits(min_retained=0.55)
     strict = replace(found, tuning=replace(found.tuning, limits=limits))
 
-    def run(configs):
+    def run(configs, _):
         return [row_of(0.6, 0.6, kept) for kept in (0.56, 0.54, 0.6)], 9.0
 
     after = strict.confirm(run, 3)

@@ -32,7 +32,12 @@ def _axis(name: str, default: str, **more: Any) -> Any:
 def tune(
     traces: Annotated[list[Path], typer.Argument(help="Traces of --audit 1, of one model.", metavar="DIR...")],
     trigger_policy: Annotated[
-        Values, _axis("trigger_policy", "boundary,stride,t-max", help="boundary, t-max, stride, random, never, always.")
+        Values,
+        _axis(
+            "trigger_policy",
+            "boundary,stride,t-max",
+            help="boundary, t-max, stride, random, never, always; or codescan.",
+        ),
     ] = None,
     trigger_set: Annotated[
         o.Words,

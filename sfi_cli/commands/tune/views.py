@@ -20,7 +20,8 @@ def tune_text(document: Row) -> list[Part]:
         spare = ("may be off by", "steps", "kept, predicted", "slow")
         parts += ["", Table.of(title, CONFIRMED, document["confirmed"], spare=spare), *_confirmed_notes(document)]
     place = next(i for i, row in enumerate(document["front"], 1) if row["chosen"])
-    return [*parts, "", f"Chosen: {place}, {document['rule']}."]
+    run = f" Run it with --policy {document['policy']}." if document["policy"] != "sfi" else ""
+    return [*parts, "", f"Chosen: {place}, {document['rule']}.{run}"]
 
 
 def _heading(document: Row) -> str:

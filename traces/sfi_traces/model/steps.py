@@ -84,11 +84,14 @@ class Memory:
     read_N: Ints
 
     @classmethod
-    def of(cls, config: Mapping[str, Any], slow_N: Bools, length_N: Ints) -> Self:
-        """Do for all steps what `RequestState` does step by step; `config` is that of a manifest."""
+    def of(cls, config: Mapping[str, Any], slow_N: Bools, length_N: Ints, *, scans: bool = False) -> Self:
+        """Do for all steps what `RequestState` does step by step.
+
+        `config` is that of a manifest; `scans` says that every step selects, as codescan's do.
+        """
         sink = min(config["sink"], int(length_N[0]))
         fresh_N = np.maximum(sink, length_N - config["recent"])
-        last_N = np.maximum.accumulate(np.where(slow_N, np.arange(len(slow_N)), 0))
+        last_N = np.maximum.accumulate(np.where(slow_N | scans, np.arange(len(slow_N)), 0))
         start_N = fresh_N if config["recent_mode"] == "sliding" else fresh_N[last_N]
         packed_N = sink + np.minimum(config["budget"], fresh_N[last_N] - sink)
         return cls(

@@ -14,9 +14,9 @@ from sfi_traces.model.supports import Supports
 from sfi_traces.model.trace import Trace, of_request
 from sfi_traces.replay.outcome import Outcome, StepMetrics
 from sfi_traces.replay.replay import metrics, replay_request
-from sfi_traces.replay.setting import Setting
+from sfi_traces.replay.setting import SCAN, Setting
 
-POLICY = "sfi"
+POLICIES = ("sfi", SCAN)
 STEPS = ["request", "step", "token_id", "reason", "context_tokens", "attended_tokens"]
 SUPPORTS = ["request", "step", "layer", "head", "retained_mass", "overlap_last_refresh"]
 
@@ -53,7 +53,7 @@ class Comparison:
 
 
 def compare(recorded: Sequence[Supports], trace: Trace, real: Trace, *, batch: int = 1) -> Comparison:
-    """Replay the setting of `real`, a run of policy sfi with an audit, over `trace`, and compare.
+    """Replay the setting of `real`, a run of policy sfi or codescan with an audit, over `trace`, and compare.
 
     Only steps up to the first different token are compared; then the texts differ. Where `audit.top` differs,
     overlaps are not. `batch` requests share the weights' bytes.
@@ -113,8 +113,8 @@ def pooled(compared: Sequence[Steps]) -> Comparison:
 
 def _check_pair(recorded: Sequence[Supports], trace: Trace, real: Trace) -> None:
     real.require_audit()
-    if real.manifest["policy"] != POLICY:
-        raise TraceError(f"trace {real.path} must be of --policy {POLICY}, got {real.manifest['policy']}")
+    if real.manifest["policy"] not in POLICIES:
+        raise TraceError(f"trace {real.path} must be of --policy sfi or codescan, got {real.manifest['policy']}")
     if real.path == trace.path:
         return
     check_one_model(trace, real)
@@ -149,11 +149,13 @@ def _measured(like: Supports, setting: Setting, steps: pa.Table, kept: pa.Table,
     steps = steps.slice(0, like.steps)
     reasons = steps["reason"].to_pylist()
     slow_N = np.array([bool(reason) for reason in reasons])
-    memory = Memory.of(setting.config.to_dict(), slow_N, like.length_N)
+    memory = Memory.of(setting.config.to_dict(), slow_N, like.length_N, scans=setting.scans)
     own = of_request(kept, like.request)
     kept_NU, overlap_NU = (_column(own, like, name) for name in ("retained_mass", "overlap_last_refresh"))
     attended_N = steps["attended_tokens"].to_numpy()
-    return metrics(like, setting.config, reasons, memory, (kept_NU, kept_NU, overlap_NU), attended_N, batch=batch)
+    if setting.scans:
+        overlap_NU = np.full_like(overlap_NU, np.nan)  # nothing is reused
+    return metrics(like, setting, reasons, memory, (kept_NU, kept_NU, overlap_NU), attended_N, batch=batch)
 
 
 def _column(rows: pa.Table, like: Supports, name: str) -> Floats:

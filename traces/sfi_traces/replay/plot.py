@@ -13,6 +13,7 @@ COLORS = {
     "random": "tab:gray",
     "never": "tab:red",
     "always": "black",
+    "codescan": "tab:purple",
 }
 
 

@@ -3,7 +3,7 @@
 At a fast step the attended set is the sink, the recent segment and the selection of the last slow step s. In
 place of the Selector's choice it is the `budget` most probable positions of J(s) in the recorded dense
 attention. The set's recorded probability at the step is a lower bound of its retained mass, since unrecorded
-positions have some too; the upper bound adds all that they can have.
+positions have some too; the upper bound adds all that they can have. Under codescan s is the step itself.
 """
 
 from collections.abc import Sequence
@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from sfi_core.errors import TraceError
 from sfi_core.models.byte_model import ByteModel
+from sfi_core.policies.built_in.codescan import choosing_tokens
 from sfi_core.settings.config import SfiConfig
 from sfi_core.state.request import RequestState
 from sfi_core.triggers.trigger import Trigger
@@ -44,13 +45,14 @@ def replay_request(supports: Supports, setting: Setting, *, batch: int = 1) -> S
     check_budget(supports, setting.config.budget)
     reasons = schedule(supports, setting)
     slow_N = np.array([bool(reason) for reason in reasons])
-    memory = Memory.of(setting.config.to_dict(), slow_N, supports.length_N)
-    return metrics(supports, setting.config, reasons, memory, _kept(supports, setting.config, memory), batch=batch)
+    memory = Memory.of(setting.config.to_dict(), slow_N, supports.length_N, scans=setting.scans)
+    kept = (_kept_by_scan if setting.scans else _kept)(supports, setting.config, memory)
+    return metrics(supports, setting, reasons, memory, kept, batch=batch)
 
 
 def metrics(
     supports: Supports,
-    config: SfiConfig,
+    setting: Setting,
     reasons: list[str],
     memory: Memory,
     kept: tuple[Floats, Floats, Floats],
@@ -60,26 +62,38 @@ def metrics(
 ) -> StepMetrics:
     """Add tokens and bytes to what was `kept`: retained mass, at least and at most, and overlap, [N, U] each.
 
-    `attended_N` are the tokens that a run's steps read; None computes them from the memory.
+    `attended_N` are the tokens that a run's steps read; None computes them from the memory. What codescan reads to
+    choose is added, in tokens' worth.
     """
-    model = ByteModel.of(supports.model, dense_layers=config.dense_layers, batch=batch)
+    model = ByteModel.of(supports.model, dense_layers=setting.config.dense_layers, batch=batch)
     if attended_N is None:
         attended_N = np.asarray(model.mean_attended(supports.length_N, memory.read_N))
+    chosen_N = _to_choose(supports, setting, memory)
     return StepMetrics(
         request=supports.request,
         layer_U=supports.layer_U,
         head_U=supports.head_U,
         reasons=reasons,
         length_N=supports.length_N,
-        attended_N=attended_N,
+        attended_N=attended_N + chosen_N,
         **dict(zip(("lower_NU", "upper_NU", "overlap_NU"), kept, strict=True)),
-        bytes_N=memory.bytes_read(model),
+        bytes_N=memory.bytes_read(model) + model.row_bytes * chosen_N,
         dense_bytes_N=np.asarray(model.dense(supports.length_N)),
     )
 
 
+def _to_choose(supports: Supports, setting: Setting, memory: Memory) -> npt.NDArray[Any]:
+    # what codescan reads to choose: nothing where it attends to all candidates
+    width = max(layer["key_width"] or 0 for layer in supports.model["layers"])
+    chooses_N = ~memory.slow_N & (memory.start_N - memory.sink > setting.config.budget) & setting.scans
+    tokens_N = [choosing_tokens(length, width) for length in supports.length_N.tolist()]
+    return np.where(chooses_N, tokens_N, 0.0)
+
+
 def schedule(supports: Supports, setting: Setting) -> list[str]:
     """Say why each step would be slow, empty for a fast one, if the tokens stayed as recorded."""
+    if setting.scans:
+        return ["first"] + [""] * (supports.steps - 1)
     trigger = Trigger(setting.trigger_token_ids, setting.config)
     state = RequestState(prompt_tokens=supports.prompt_tokens)
     state.begin(slow=True, reason="first", new_tokens=supports.prompt_tokens)
@@ -142,6 +156,21 @@ def _kept(supports: Supports, config: SfiConfig, memory: Memory) -> tuple[Floats
         upper_NU[fast] = lower_NU[fast] + _unrecorded(mass_NUK, unseen_NU)
         overlap_NU[fast] = overlap_after(supports, slow, position_NUK)
     return np.minimum(lower_NU, 1), np.minimum(upper_NU, 1), overlap_NU
+
+
+def _kept_by_scan(supports: Supports, config: SfiConfig, memory: Memory) -> tuple[Floats, Floats, Floats]:
+    # the same where each step reads the best of its own support; it reuses nothing, so there is no overlap
+    N, U, K = supports.position_NUK.shape
+    lower_NU, upper_NU = np.ones((N, U), np.float32), np.ones((N, U), np.float32)
+    for step in np.flatnonzero(~memory.slow_N):
+        position_UK, mass_UK = supports.position_NUK[step], supports.mass_NUK[step]
+        candidate_UK = (position_UK >= memory.sink) & (position_UK < memory.start_N[step])
+        score_UK = np.where(candidate_UK, mass_UK, 0)
+        read_UK = ((position_UK >= 0) & ~candidate_UK) | top(score_UK, min(config.budget, K))
+        lower_NU[step] = (mass_UK * read_UK).sum(-1)
+        unseen_U = memory.read_N[step] - read_UK.sum(-1)
+        upper_NU[step] = lower_NU[step] + _unrecorded(mass_UK, unseen_U)
+    return np.minimum(lower_NU, 1), np.minimum(upper_NU, 1), np.full((N, U), np.nan, np.float32)
 
 
 def _attended(supports: Supports, slow: int, config: SfiConfig, memory: Memory) -> Bools:

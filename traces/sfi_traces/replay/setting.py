@@ -2,11 +2,12 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, product
 from typing import Any, Self
 
 from sfi_core.errors import ConfigError, TraceError, unknown
+from sfi_core.policies.built_in.codescan import CodeScan
 from sfi_core.settings.config import TRIGGER_POLICIES, SfiConfig
 from sfi_core.triggers.trigger_set import build_trigger_set
 from sfi_traces.model.trace import Trace
@@ -20,21 +21,25 @@ RULES: dict[str, tuple[str, ...]] = {
     "never": ("slow_start",),
     "always": (),
 }
+SCAN = "codescan"  # beside the trigger policies: after step 0 every step selects for itself, and is fast
+SCANNED = ("budget", "recent", "recent_mode", "sink")  # what codescan uses
+RULES[SCAN] = ()
 MEMORY = ("budget", "recent", "recent_mode", "sink", "span", "page_size")
 RECORDED = "recorded"
 PART = "\N{REPLACEMENT CHARACTER}"  # text of a token with some bytes of a character: never a trigger's
 
 
-assert set(TRIGGER_POLICIES) == set(RULES)
+assert {*TRIGGER_POLICIES, SCAN} == set(RULES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """One setting; `triggers` names the trigger set, `trigger_token_ids` is T_trig."""
+    """One setting; `triggers` names the trigger set, `trigger_token_ids` is T_trig, `scans` says codescan."""
 
     config: SfiConfig
     trigger_token_ids: frozenset[int]
     triggers: str = RECORDED
+    scans: bool = False
 
     @classmethod
     def recorded(cls, trace: Trace) -> Self:
@@ -43,16 +48,23 @@ class Setting:
             config = SfiConfig().replace(**trace.manifest["config"])
         except ConfigError as error:
             raise TraceError(f"trace {trace.path} has settings this sfi cannot read: {error}") from error
-        return cls(config=config, trigger_token_ids=frozenset(trace.manifest["trigger_token_ids"]))
+        ids, scans = frozenset(trace.manifest["trigger_token_ids"]), trace.manifest["policy"] == SCAN
+        return cls(config=config, trigger_token_ids=ids, scans=scans)
 
     @property
     def policy(self) -> str:
-        """The trigger policy's name."""
-        return self.config.trigger_policy
+        """The trigger policy's name, or codescan's."""
+        return SCAN if self.scans else self.config.trigger_policy
+
+    def under(self, policy: str, **changes: Any) -> Self:
+        """Copy with a trigger policy, or codescan, and with other fields of the config."""
+        scans = policy == SCAN
+        own: dict[str, Any] = CodeScan.fixed if scans else {"trigger_policy": policy}
+        return replace(self, config=self.config.replace(**changes | own), scans=scans)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values; None for what the trigger policy does not use."""
-        used = [*RULES[self.policy], *MEMORY]
+        used = [*RULES[self.policy], *(SCANNED if self.scans else MEMORY)]
         names = dict.fromkeys(name for rules in RULES.values() for name in rules)
         values = {
             name: getattr(self if hasattr(self, name) else self.config, name) if name in used else None
@@ -70,7 +82,9 @@ class Setting:
 
 
 def uses(policy: str, name: str) -> bool:
-    """Say whether a trigger policy uses a setting."""
+    """Say whether a trigger policy, or codescan, uses a setting."""
+    if policy == SCAN:
+        return name in SCANNED
     return name in RULES[policy] or not any(name in names for names in RULES.values())
 
 
@@ -81,7 +95,7 @@ def check_effect(names: Iterable[str], policies: Sequence[str]) -> None:
             raise unknown("trigger-policy", policy, RULES)
     for name in sorted(names):
         if not any(uses(policy, name) for policy in policies):
-            users = " or ".join(rule for rule, used in RULES.items() if name in used)
+            users = " or ".join(rule for rule in RULES if uses(rule, name))
             raise ConfigError(f"{name} must come with --trigger-policy {users}, got {','.join(policies)}")
 
 
@@ -101,9 +115,7 @@ def grid(
     for policy, (name, ids) in product(policies, sets.items()):
         for values in product(*axes.values()):
             changes = dict(zip(axes, values, strict=True))
-            setting = Setting(
-                config=base.config.replace(trigger_policy=policy, **changes), trigger_token_ids=ids, triggers=name
-            )
+            setting = replace(base, trigger_token_ids=ids, triggers=name).under(policy, **changes)
             found.setdefault(setting.key, setting)
     return list(found.values())
 

@@ -127,9 +127,10 @@ class Confirmer:
         self,
         material: Sequence[Material],
         configs: Sequence[SfiConfig],
+        policies: Sequence[str],
         on_run: Callable[[int, int], None] = lambda *_: None,
     ) -> tuple[list[Confirmation], float]:
-        """Run at least one setting: once audited, once more for its speed.
+        """Run at least one setting, each with its policy: once audited, once more for its speed.
 
         Before each run `on_run` is told how many are done, and of how many. Returns the settings'
         confirmations, and full attention's tokens per second.
@@ -149,19 +150,19 @@ class Confirmer:
             )
             on_run(done, total)
             self._timed(one, configs[0], "full-kv", shared, dense)
-            for config, tally in zip(configs, tallies, strict=True):
+            for config, policy, tally in zip(configs, policies, tallies, strict=True):
                 done += 1
                 on_run(done, total)
-                self._audited(one, config, shared, tally)
-                self._timed(one, config, "sfi", shared, tally)
+                self._audited(one, config, policy, shared, tally)
+                self._timed(one, config, policy, shared, tally)
             done += 1
         return [_confirmation(tally) for tally in tallies], _rate(dense)
 
-    def _audited(self, one: Material, config: SfiConfig, shared: Any, tally: Tally) -> None:
+    def _audited(self, one: Material, config: SfiConfig, policy: str, shared: Any, tally: Tally) -> None:
         with TemporaryDirectory() as parent:
             folder = Path(parent) / "run"
             with ParquetObserver(folder, tokenizer=self.tokenizer) as observer:
-                self._run(one, config, "sfi", shared, [observer], AuditConfig(every=1, top=self.top))
+                self._run(one, config, policy, shared, [observer], AuditConfig(every=1, top=self.top))
             real = Trace.open(folder)
             trace, recorded = one.trace, one.recorded
             if trace is None or recorded is None:

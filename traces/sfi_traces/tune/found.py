@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from sfi_core.machine.versions import versions
 from sfi_core.settings.config import SfiConfig, changed_settings
-from sfi_traces.replay import Outcome, Setting
+from sfi_traces.replay import SCAN, Outcome, Setting
 from sfi_traces.tune.confirmation import Confirmation, stated_errors
 from sfi_traces.tune.front import Candidate, choose, front_of, no_feasible, spread
 from sfi_traces.tune.study import Search
@@ -47,14 +47,18 @@ class Found:
         setting = self.front[place].setting
         return tuned_config(setting, self.tuning.space.sets.get(setting.triggers))
 
-    def confirm(self, run: Callable[[Sequence[SfiConfig]], tuple[list[Confirmation], float]], count: int) -> Self:
+    def confirm(
+        self, run: Callable[[Sequence[SfiConfig], Sequence[str]], tuple[list[Confirmation], float]], count: int
+    ) -> Self:
         """Run `count` settings for real, spread over the front and including the chosen one.
 
         If the chosen one breaks a limit or gives a wrong answer, a confirmed one that does not is chosen
-        instead. `run` is a `Confirmer`: it returns the confirmations and full attention's tokens per second.
+        instead. `run` is a `Confirmer`, which takes configs and policies: it returns the confirmations and full
+        attention's tokens per second.
         """
         places = spread(len(self.front), count, self.chosen)
-        rows, speed = run([self.config(place) for place in places])
+        policies = [SCAN if self.front[place].setting.scans else "sfi" for place in places]
+        rows, speed = run([self.config(place) for place in places], policies)
         confirmed = dict(zip(places, rows, strict=True))
         held = [place for place, one in confirmed.items() if self._held(one)]
         chosen, rule = self.chosen, self.rule
@@ -104,6 +108,7 @@ class Found:
             "rule": self.rule,
             "confirmed": self._confirmations(),
             "full_kv_tokens_per_second": self.full_kv_tokens_per_second,
+            "policy": SCAN if self.front and self.front[self.chosen].setting.scans else "sfi",
             "config": self.config(self.chosen).to_dict() if self.front else None,
             "interrupted": self.interrupted,
         }  # fmt: skip
@@ -136,6 +141,7 @@ class Found:
             self.tuning.space.axes,
             {
                 "command": "sfi tune",
+                "policy": SCAN if chosen.setting.scans else "sfi",
                 "created": datetime.now(UTC).isoformat(timespec="seconds"),
                 "model": document["model"],
                 "trigger_set": named and named.name,

@@ -11,10 +11,10 @@ from sfi_core.settings.config import SfiConfig
 from sfi_core.settings.fields import settings_of
 from sfi_traces.replay import Setting, Supports, check_effect
 from sfi_traces.replay.replay import check_budget
-from sfi_traces.replay.setting import uses
+from sfi_traces.replay.setting import SCAN, uses
 from sfi_traces.tune.trigger_sets import NamedSet
 
-POLICIES = ("boundary", "stride", "t-max")
+POLICY, POLICIES = "trigger_policy", ("boundary", "stride", "t-max")
 SEARCHED = (  # besides the policy and the trigger sets
     "t_max", "trigger_delay", "min_gap", "slow_start", "stride", "budget", "recent", "span",
 )  # fmt: skip
@@ -40,7 +40,7 @@ class Axis:
         Raises `ConfigError` for no value, an invalid one, or a range that does not ascend.
         """
         low, colon, high = text.partition(":")
-        if name in ("trigger_policy", "triggers"):
+        if name in (POLICY, "triggers"):
             words = [word.strip() for word in text.split(",") if word.strip()]
             values: list[Any] = list(dict.fromkeys(words))
         else:
@@ -98,11 +98,11 @@ class Space:
         `TraceError` for a budget beyond the audit's.
         """
         texts = {name: text for name, text in given.items() if text is not None}
-        axes = _defaults(recorded, sets)
+        axes = _defaults(base, recorded, sets)
         axes |= {name: Axis.parse(name, text) for name, text in texts.items()}
         _check(base, recorded, axes, set(texts))
-        policies = axes["trigger_policy"].values
-        kept = {n: axis for n, axis in axes.items() if any(uses(one, n) for one in policies)}
+        policies = axes[POLICY].values
+        kept = {n: axis for n, axis in axes.items() if n == POLICY or any(uses(one, n) for one in policies)}
         if all(len(axis.values) == 1 for axis in kept.values()):
             raise ConfigError(
                 "search space must have more than one setting, got one value for every dimension; "
@@ -112,25 +112,22 @@ class Space:
 
     def setting(self, trial: Any) -> Setting:
         """Let an Optuna trial pick a setting: only values that its trigger policy uses."""
-        policy = self.axes["trigger_policy"].suggest(trial)
+        policy = self.axes[POLICY].suggest(trial)
         values = {
-            name: axis.suggest(trial)
-            for name, axis in self.axes.items()
-            if name != "trigger_policy" and uses(policy, name)
+            name: axis.suggest(trial) for name, axis in self.axes.items() if name != POLICY and uses(policy, name)
         }
         chosen = self.sets.get(values.pop("triggers", ""))
-        config = self.base.config.replace(trigger_policy=policy, **values)
-        if chosen is None:
-            return replace(self.base, config=config)
-        return Setting(config=config, trigger_token_ids=chosen.token_ids, triggers=chosen.name)
+        found = self.base.under(policy, **values)
+        return found if chosen is None else replace(found, trigger_token_ids=chosen.token_ids, triggers=chosen.name)
 
     def base_values(self) -> dict[str, Any] | None:
         """Return the trial parameters of the base; None where it lies outside the space."""
-        config = self.base.config
+        base = self.base
+        own = {"triggers": base.triggers, POLICY: base.policy}
         values = {
-            name: self.base.triggers if name == "triggers" else getattr(config, name)
+            name: own[name] if name in own else getattr(base.config, name)
             for name in self.axes
-            if name == "trigger_policy" or uses(config.trigger_policy, name)
+            if name == POLICY or uses(base.policy, name)
         }
         if not all(self.axes[name].has(value) for name, value in values.items()):
             return None
@@ -151,7 +148,7 @@ class Space:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _defaults(recorded: Sequence[Supports], sets: Sequence[NamedSet]) -> dict[str, Axis]:
+def _defaults(base: Setting, recorded: Sequence[Supports], sets: Sequence[NamedSet]) -> dict[str, Axis]:
     longest = max(int(one.length_N[-1]) for one in recorded)
     top = min(one.top for one in recorded)
     most = max(1, min(top, longest // 4))
@@ -162,7 +159,7 @@ def _defaults(recorded: Sequence[Supports], sets: Sequence[NamedSet]) -> dict[st
         "budget": (few, most), "recent": (min(32, recent), recent),
     }  # fmt: skip
     found = {
-        "trigger_policy": Axis("trigger_policy", POLICIES),
+        POLICY: Axis(POLICY, (SCAN,) if base.scans else POLICIES),
         "triggers": Axis("triggers", tuple(one.name for one in sets)),
         "trigger_delay": Axis("trigger_delay", (0, 1, 2)),
         "slow_start": Axis("slow_start", (1, 2)),
@@ -170,13 +167,13 @@ def _defaults(recorded: Sequence[Supports], sets: Sequence[NamedSet]) -> dict[st
     for name, (first, last) in ranges.items():
         values = (first,) if first == last else (first, last)
         found[name] = Axis(name, values, is_range=first != last)
-    return {name: found[name] for name in ("trigger_policy", "triggers", *SEARCHED)}
+    return {name: found[name] for name in (POLICY, "triggers", *SEARCHED)}
 
 
 def _check(base: Setting, recorded: Sequence[Supports], axes: Mapping[str, Axis], given: set[str]) -> None:
-    check_effect(given, axes["trigger_policy"].values)
+    check_effect(given, axes[POLICY].values)
     for name, axis in axes.items():
-        if name != "triggers":
+        if name not in ("triggers", POLICY):
             for value in axis.values:
                 base.config.replace(**{name: value})
     for one in recorded:

@@ -35,7 +35,9 @@ def _part(what: str, example: str) -> Any:
 
 def replay(
     trace: o.TraceDir,
-    trigger_policy: Annotated[Values, _grid("trigger_policy", SLOW, help=f"{', '.join(TRIGGER_POLICIES)}.")] = None,
+    trigger_policy: Annotated[
+        Values, _grid("trigger_policy", SLOW, help=f"{', '.join(TRIGGER_POLICIES)}; or codescan.")
+    ] = None,
     triggers: Annotated[o.Words, _slow(o.TRIGGER, "--trigger", shown="the trace's own")] = None,
     trigger_set: Annotated[
         o.Words, _slow("A set of trigger strings, blanks between: NAME='. ? !'. Repeat to compare sets.")

@@ -92,7 +92,7 @@ def replay_document(
     setting of a run of policy sfi that is its own is compared with what the run measured.
     """
     from sfi_traces.model.trace import Trace
-    from sfi_traces.replay import Setting, Supports, compare, pareto, replay, replayable
+    from sfi_traces.replay import SCAN, Setting, Supports, compare, pareto, replay, replayable
 
     real = trace if against is None else Trace.open(against)
     recorded = Supports.load(trace, **part)
@@ -116,7 +116,7 @@ def replay_document(
         }
         for (setting, outcome), best in zip(found, front, strict=True)
     ]
-    ran = trace.manifest["policy"] == "sfi" and any(row["recorded"] for row in rows)
+    ran = trace.manifest["policy"] in ("sfi", SCAN) and any(row["recorded"] for row in rows)
     validation = None
     if against is not None or ran:
         validation = asdict(compare(recorded, trace, real, batch=batch))
@@ -127,6 +127,7 @@ def replay_document(
         "budgets_left_out": [] if own_budget else beyond,
         "budget_cut_from": beyond[0] if own_budget and beyond else None,
         "against": None if against is None else str(against),
+        "against_top": None if against is None else real.manifest["audit"]["top"],
         "validation": validation,
         "interrupted": interrupted,
     }

@@ -42,7 +42,7 @@ def replay_text(document: dict[str, Any]) -> list[Part]:
             parts.append("* the trace's own setting.")
         parts += [*_beyond(document), ""]
     if document["validation"] is not None:
-        parts += [_validation_table(document), *_validation_notes(document["validation"])]
+        parts += [_validation_table(document), *_validation_notes(document)]
     return parts
 
 
@@ -102,8 +102,8 @@ def _validation_table(document: Row) -> Table:
     return Table.of(title, {"": (str, "")} | OUTCOME, rows, spare=SPARE)
 
 
-def _validation_notes(validation: Row) -> list[str]:
-    lines = []
+def _validation_notes(document: Row) -> list[str]:
+    lines, validation = [], document["validation"]
     for one in validation["requests"]:
         least = min(one["recorded_steps"], one["measured_steps"])
         text = f"request {one['request']}: {one['steps']} of {least} steps compared"
@@ -115,7 +115,7 @@ def _validation_notes(validation: Row) -> list[str]:
             f"; kept, predicted less measured: mean {validation['mean_difference']:+.4f}, "
             f"mean distance {validation['mean_distance']:.4f}"
         )
-    if validation["measured"]["fast_steps"] and validation["measured"]["overlap_at_reuse"] is None:
+    if document["against_top"] not in (None, document["audit_top"]):
         lines.append("overlap: not compared, since audit.top of the two traces differs")
     return [*lines, text]
 
