@@ -77,14 +77,14 @@ def _buffers(ttgir: str) -> int:
 
 
 def main() -> None:
-    """Compile every N-th specialization from I on, with `sm_80,sm_90 I/N`; print one JSON object a line."""
+    """Compile every N-th specialization from I on, with `sm_80,sm_90 I/N`; print their number and each in JSON."""
     archs, part = sys.argv[1:]
     place, parts = map(int, part.split("/"))
-    for arch in archs.split(","):
-        capability = int(arch.removeprefix("sm_"))
-        for number, (label, launch) in enumerate(specializations(capability)):
-            if number % parts == place:
-                print(json.dumps(asdict(compile_launch(label, launch, capability))), flush=True)  # noqa: T201
+    capabilities = [int(arch.removeprefix("sm_")) for arch in archs.split(",")]
+    launches = [(*one, each) for each in capabilities for one in list(specializations(each))[place::parts]]
+    print(len(launches), flush=True)  # noqa: T201
+    for one in launches:
+        print(json.dumps(asdict(compile_launch(*one))), flush=True)  # noqa: T201
 
 
 if __name__ == "__main__":

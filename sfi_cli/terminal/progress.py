@@ -102,7 +102,7 @@ class DecodeProgress(Progress):
 
 
 class BenchProgress(Progress):
-    """Shows which phase a benchmark is in, or which kernel was compiled."""
+    """Shows which phase a benchmark is in, or how many kernels were compiled."""
 
     def __init__(self, *, quiet: bool) -> None:
         super().__init__(quiet=quiet)
@@ -112,10 +112,10 @@ class BenchProgress(Progress):
         """Show that `done` of `total` parts of a phase are done; 0 is an unknown total."""
         self._show(phase, done, total, f"{phase}, {done} of {total}" if total else phase)
 
-    def compiled(self, row: dict[str, Any]) -> None:
-        """Show a compiled kernel; their number is not known beforehand."""
+    def compiled(self, row: dict[str, Any], total: int) -> None:
+        """Show a compiled kernel of `total`, 0 while that is unknown."""
         self._compiled += 1
-        self.update(f"compiled {self._compiled} kernels, {row['kernel']} on {row['arch']}", 0, 0)
+        self.update(f"compiling, {row['kernel']} on {row['arch']}", self._compiled, total)
 
 
 class ProgressObserver(NullObserver):

@@ -11,7 +11,7 @@ from sfi_cli.terminal.output import Output, leave_interrupted, message
 from sfi_core.errors import ConfigError, unknown
 
 SHAPE, MEASURE, COMPILE = "Shape", "Measurement", "Offline compilation"
-ARCHITECTURES = "sm_80,sm_90,sm_100"
+THIS = "this GPU's; sm_90 without one"
 # copies of the defaults of KernelSettings, which imports torch; a test compares the two
 SHOWN = {
     "context": "16384",
@@ -54,7 +54,7 @@ def kernel_bench(
     compile_only: Annotated[
         bool, _compile("Compile every kernel without a GPU; show registers, spills, shared memory.", "--compile-only")
     ] = False,
-    arch: Annotated[o.Words, _compile("Targets; comma list or repeated.", shown=ARCHITECTURES)] = None,
+    arch: Annotated[o.Words, _compile("Targets; comma list or repeated.", shown=THIS)] = None,
     plot: Annotated[o.File, _out("Draw speed-up and GB/s to a .png or .svg.")] = None,
     output: Annotated[o.File, o.output("Write the data there too: .parquet, .json; with --compile-only .md.")] = None,
     force: o.Force = False,
@@ -82,7 +82,7 @@ def kernel_bench(
         raise ConfigError("compile-only times nothing and must come without --sweep and --plot")
     written = Output(output, plot=plot, json=json, quiet=quiet, force=force, wide=wide)
     if compile_only:
-        compile_all(words(arch or [ARCHITECTURES]), written)
+        compile_all(words(arch or []), written)
         return
     shares = numbers(retention or [], float, "retention must be a number")
     settings = {
@@ -143,13 +143,16 @@ def run(asked: dict[str, Any], sweep: str | None, backend: str, device: str, out
 def compile_all(architectures: list[str], output: Output) -> None:
     """Compile every kernel, and show registers, spills and shared memory; an output .md is a page.
 
+    Without architectures it is this machine's, as `default_arch` says.
+
     Raises `typer.Exit` with 1 if a kernel spills registers or does not fit.
     """
     from sfi_cli.terminal.progress import BenchProgress
     from sfi_core.machine.describe import describe_measured
     from sfi_core.machine.versions import versions
-    from sfi_core.measure.kernel_bench.compile_check import ARCHS, compile_kernels, is_clean, markdown
+    from sfi_core.measure.kernel_bench.compile_check import ARCHS, compile_kernels, default_arch, is_clean, markdown
 
+    architectures = architectures or [default_arch()]
     for name in architectures:
         if name not in ARCHS:
             raise unknown("arch", name, ARCHS)

@@ -2,23 +2,38 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import Any
+
+import torch
 
 from sfi_core.errors import BackendError, ConfigError
 from sfi_core.machine.versions import versions
 
+OnKernel = Callable[[dict[str, Any], int], None]
 ARCHS = ("sm_80", "sm_90", "sm_100")
 LIMITS = "163 KB of shared memory for a program on sm_80, 227 KB on sm_90 and sm_100"
 
 
-def compile_kernels(
-    archs: Sequence[str] = ARCHS, on_kernel: Callable[[dict[str, Any]], None] | None = None
-) -> list[dict[str, Any]]:
-    """Compile every specialization of every kernel; a thread calls `on_kernel` with each row at once.
+def default_arch() -> str:
+    """Return the newest of `ARCHS` that this machine's GPU runs; sm_90 without one."""
+    if not torch.cuda.is_available():
+        return "sm_90"
+    major, minor = torch.cuda.get_device_capability()
+    known = [arch for arch in ARCHS if int(arch.removeprefix("sm_")) <= 10 * major + minor]
+    return known[-1] if known else "sm_90"
+
+
+def compile_kernels(archs: Sequence[str] = ARCHS, on_kernel: OnKernel | None = None) -> list[dict[str, Any]]:
+    """Compile every specialization of every kernel, in a process for each core.
+
+    A thread calls `on_kernel` with each row at once, and with the number of all rows, 0 while it is unknown. An error
+    or Ctrl-C ends the processes and what they started.
 
     Returns:
         A row for each: `kernel`, `arch`, `registers`, `spill_bytes`, `shared_bytes`, `async_buffers`,
@@ -32,28 +47,49 @@ def compile_kernels(
     if unknown or not archs:
         raise ConfigError(f"arch must be from {ARCHS}, got {unknown or 'none'}")
     parts = os.cpu_count() or 1
-    with ThreadPoolExecutor(parts) as pool:
-        jobs = [pool.submit(_part, archs, f"{i}/{parts}", on_kernel) for i in range(parts)]
-        rows = [row for job in jobs for row in job.result()]
+    totals: list[int] = []
+
+    def told(row: dict[str, Any]) -> None:
+        if on_kernel:
+            on_kernel(row, sum(totals) if len(totals) == parts else 0)
+
+    with ExitStack() as pipes, ThreadPoolExecutor(2 * parts) as pool:
+        processes: list[subprocess.Popen[str]] = []
+        try:
+            processes += (pipes.enter_context(_started(archs, f"{part}/{parts}")) for part in range(parts))
+            jobs = [pool.submit(_rows, process, archs, pool, totals, told) for process in processes]
+            rows = [row for job in jobs for row in job.result()]
+        finally:
+            for process in processes:
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)
     return sorted(rows, key=lambda row: (list(archs).index(row["arch"]), row["kernel"]))
 
 
-def _part(archs: Sequence[str], part: str, on_kernel: Callable[[dict[str, Any]], None] | None) -> list[dict[str, Any]]:
+def _started(archs: Sequence[str], part: str) -> subprocess.Popen[str]:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "sfi_kernels.offline", ",".join(archs), part]
+    return subprocess.Popen(  # noqa: S603 - our own module, and a session of its own, to end its compilers with it
+        command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+    )
+
+
+def _rows(
+    process: subprocess.Popen[str], archs: Sequence[str], pool: ThreadPoolExecutor, totals: list[int],
+    told: Callable[[dict[str, Any]], None],
+) -> list[dict[str, Any]]:  # fmt: skip
+    assert process.stdout is not None and process.stderr is not None, "both are pipes"  # noqa: PT018
     rows = []
-    with subprocess.Popen(  # noqa: S603 - our own module
-        command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    ) as process:
-        assert process.stdout is not None and process.stderr is not None, "both are pipes"  # noqa: PT018
-        with ThreadPoolExecutor(1) as drain:
-            errors = drain.submit(process.stderr.read)
-            for line in process.stdout:
-                rows.append(json.loads(line))
-                if on_kernel:
-                    on_kernel(rows[-1])
-            lines = errors.result().strip().splitlines() or ["no message"]
-    if process.returncode:
+    errors = pool.submit(process.stderr.read)
+    for line in process.stdout:
+        found = json.loads(line)
+        if isinstance(found, int):
+            totals.append(found)
+        else:
+            rows.append(found)
+            told(found)
+    lines = errors.result().strip().splitlines() or ["no message"]
+    if process.wait():
         raise BackendError(f"Triton kernels do not compile for {', '.join(archs)}: {lines[-1]}")
     return rows
 

@@ -3,8 +3,11 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -12,7 +15,7 @@ import pytest
 import sfi_kernels
 from sfi_core.errors import BackendError, ConfigError
 from sfi_core.measure.kernel_bench import compile_check
-from sfi_core.measure.kernel_bench.compile_check import ARCHS, compile_kernels, is_clean, markdown
+from sfi_core.measure.kernel_bench.compile_check import ARCHS, compile_kernels, default_arch, is_clean, markdown
 
 ROOT = Path(__file__).parents[3]
 HOME = Path(sfi_kernels.__path__[0])
@@ -118,7 +121,7 @@ def test_every_kernel_compiles_clean_and_attention_in_16_bits_is_pipelined(liste
 @pytest.mark.parametrize("place", range(len(ARCHS)), ids=ARCHS)
 @pytest.mark.usefixtures("_paths")
 def test_every_specialization_does_so_for_one_architecture_and_every_kernel_for_all(place):
-    """Compile a third of them for each; `sfi kernel-bench --compile-only` compiles all for all."""
+    """Compile a third of them for each; `sfi kernel-bench --compile-only --arch` compiles all for all."""
     pytest.importorskip("triton")
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     ran = subprocess.run(
@@ -133,7 +136,7 @@ def test_every_specialization_does_so_for_one_architecture_and_every_kernel_for_
 
 
 def test_the_documentation_lists_every_specialization(listed):
-    """Rewrite it with `sfi kernel-bench --compile-only --output docs/evidence/kernels.md --force`."""
+    """Rewrite it with the command that CONTRIBUTING.md names."""
     rows = re.findall(r"^\| `(.*?)` \|", DOCS.read_text(), re.MULTILINE)
     assert sorted(rows) == sorted(row["kernel"] for row in listed)
 
@@ -155,8 +158,18 @@ def child(monkeypatch, tmp_path):
 PRINT_ROWS = f"""
 row = {ROW!r}
 archs, part = sys.argv[3].split(","), sys.argv[4]
+print(len(archs))
 for arch in archs:
     print(json.dumps(row | {{"arch": arch, "kernel": f"part {{part}}"}}))
+"""
+ENDLESS = """
+import pathlib, subprocess, time
+compiler = subprocess.Popen(["sleep", "600"])
+folder = pathlib.Path(sys.argv[0]).parent
+(folder / f"ids-{sys.argv[4][0]}").write_text(f"{os.getpid()} {compiler.pid}")
+print(3, flush=True)
+print(json.dumps({"arch": "sm_90", "kernel": "pack"}), flush=True)
+time.sleep(600)
 """
 
 
@@ -183,11 +196,47 @@ def test_a_compiler_that_fails_is_quoted_with_its_last_line_if_any(child, script
 
 def test_the_parts_come_together_in_the_order_of_architectures_and_names(child):
     child(PRINT_ROWS, parts=3)
-    seen = []
-    rows = compile_kernels(["sm_90", "sm_80"], seen.append)
+    seen, totals = [], set()
+    rows = compile_kernels(["sm_90", "sm_80"], lambda row, total: (seen.append(row), totals.add(total)))
     wanted = [(arch, f"part {part}/3") for arch in ("sm_90", "sm_80") for part in range(3)]
     assert [(row["arch"], row["kernel"]) for row in rows] == wanted
     assert sorted(map(json.dumps, seen)) == sorted(map(json.dumps, rows))
+    assert 6 in totals <= {0, 6}
+
+
+def test_ctrl_c_ends_the_compilers_and_what_they_started(child, tmp_path):
+    child(ENDLESS)
+    began = threading.Event()
+    threading.Thread(target=lambda: began.wait(60) and os.kill(os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        compile_kernels(["sm_90"], lambda *_: began.set() if len([*tmp_path.glob("ids-*")]) == 2 else None)
+    for file in tmp_path.glob("ids-*"):
+        worker, compiler = map(int, file.read_text().split())
+        with pytest.raises(ProcessLookupError):
+            os.kill(worker, 0)
+        assert ended(compiler)
+
+
+def ended(process: int) -> bool:
+    """Wait until a process of another parent has ended, at most ten seconds."""
+    for _ in range(1000):
+        try:
+            state = Path(f"/proc/{process}/stat").read_text().split(") ")[1][0]
+        except FileNotFoundError:
+            return True
+        if state == "Z":
+            return True
+        time.sleep(0.01)
+    return False
+
+
+def test_one_architecture_is_compiled_unless_more_are_asked_for(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert default_arch() == "sm_90"
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    for capability, arch in {(8, 9): "sm_80", (9, 0): "sm_90", (12, 0): "sm_100", (7, 5): "sm_90"}.items():
+        monkeypatch.setattr("torch.cuda.get_device_capability", lambda found=capability: found)
+        assert default_arch() == arch
 
 
 def test_the_compiler_runs_without_the_interpreter(child, monkeypatch):
