@@ -49,7 +49,7 @@ class Layer:
     def moved_bytes(self, rows: Sequence[int], *, dense: bool) -> int:
         """Return the bytes of keys and values that the attention of some requests reads."""
         tokens = sum(self.run.requests[row].read(dense=dense) for row in rows)
-        return tokens * self.pages.row_bytes
+        return round(tokens * self.pages.row_bytes)
 
     def dense(self, row: int, query_1HGWD: torch.Tensor) -> torch.Tensor:
         """Attend causally with a request's last W queries to its whole history, [1, H, G, W, E]."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from sfi_core.observers.events import StepEvent
 from sfi_core.policies.base import Policy
@@ -65,24 +65,38 @@ def enter(state: RequestState, one: RequestPass, policy: Policy) -> None:
     state.move_recent(config.sink, config.recent, sliding=config.recent_mode == "sliding")
 
 
-@dataclass(frozen=True, slots=True)
-class OpenStep:
-    """A request's step whose token is not known yet.
+class Reads(NamedTuple):
+    """What a step of a request reads, in tokens' worth of keys and values per KV head, the mean over layers.
 
-    `fields` are those of its `StepEvent` that are known, `selecting` the reads of the selection, in tokens.
+    `attended` is what attention reads, `selecting` what choosing does; `cache read` is the sum of both.
     """
 
-    fields: Mapping[str, Any]
-    selecting: float
+    attended: float
+    selecting: float = 0.0
 
     @classmethod
     def of(
-        cls, state: RequestState, policy: Policy, audit: AuditConfig | None, batch_step: int, attended: float
+        cls, state: RequestState, policy: Policy, layers: int, dense_layers: int, mixed: float | None = None
     ) -> Self:
-        """Note the step that a request has entered; `attended` are the tokens read per KV head."""
+        """Count the step under way; the arguments are those of `RequestState.attended`.
+
+        A slow step reads everything already, so that its selection adds no read.
+        """
+        chosen = 0.0 if state.slow else policy.selection_tokens(state) * (layers - dense_layers) / max(1, layers)
+        return cls(state.attended(layers, dense_layers, mixed), chosen)
+
+
+@dataclass(frozen=True, slots=True)
+class OpenStep:
+    """A request's step whose token is not known yet; `fields` are those of its `StepEvent` that are known."""
+
+    fields: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, state: RequestState, audit: AuditConfig | None, batch_step: int, reads: Reads) -> Self:
+        """Note the step that a request has entered."""
         audited = audit is not None and audit.due(state.step, slow=state.slow)
-        selecting = 0.0 if state.slow else policy.selection_tokens(state)
-        return cls({**step_fields(state, batch_step, attended), "audited": audited}, selecting)
+        return cls({**step_fields(state, batch_step, reads), "audited": audited})
 
     def close(self, state: RequestState, token: int, **more: Any) -> StepEvent:
         """Note the step's token x_t, count the step, and return its event; `more` are its other fields."""
@@ -91,12 +105,11 @@ class OpenStep:
         if event.slow:
             state.tally.count_slow(event.step, event.reason)
         if event.step > 0:
-            reads = event.attended_tokens, event.context_tokens
-            state.tally.count_reads(*reads, self.selecting)
+            state.tally.count_reads(event.attended_tokens, event.context_tokens, event.selection_tokens)
         return event
 
 
-def step_fields(state: RequestState, batch_step: int, attended: float) -> dict[str, Any]:
+def step_fields(state: RequestState, batch_step: int, reads: Reads) -> dict[str, Any]:
     """Return the fields of a request's `StepEvent` that are known before its token."""
     return {
         "request": state.request,
@@ -106,7 +119,8 @@ def step_fields(state: RequestState, batch_step: int, attended: float) -> dict[s
         "slow": state.slow,
         "reason": state.reason,
         "steps_since_slow": state.steps_since_slow,
-        "attended_tokens": attended,
+        "attended_tokens": reads.attended,
+        "selection_tokens": reads.selecting,
         "context_tokens": state.length,
     }
 

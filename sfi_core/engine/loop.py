@@ -95,6 +95,7 @@ class Loop:
         try:
             while (yield from self._admit(token_B)):
                 logits_XV = drafting(drafts)
+                host.run.count_selected()
                 given = drafts.record(sampler.pick(logits_XV, *drafts.positions()), logits_XV)
                 drafting.keep(drafts.blocks, given)
                 sampler.advance(given)
@@ -110,6 +111,7 @@ class Loop:
     def _give(self, run: Run, sampler: Picker, logits_BV: torch.Tensor) -> Generator[NewTokens, None, list[int]]:
         # pick and note a token of every request that goes on, yield them, and return all rows' tokens
         finished_B = [state.finished for state in run.requests]
+        run.count_selected()
         with run.observer.span("sample"):
             token_B = sampler(logits_BV, finished_B)
         run.record(token_B)

@@ -55,11 +55,13 @@ class RequestReport:
         fast_steps: All others; in a lossless run the accepted drafts.
         slow_at: The slow steps.
         reasons: Slow steps by reason.
-        mean_attended_tokens: Tokens read per decoding step, KV head and full-attention layer, without step 0; 0 if
-            nothing was decoded.
+        mean_attended_tokens: Tokens that attention read per decoding step, KV head and full-attention layer, without
+            step 0; 0 if nothing was decoded.
+        mean_selection_tokens: What choosing read, likewise, in tokens' worth: a page bound counts as a token, a key as
+            half of one. The selection of a slow step adds no read.
         read_ratio: Share of the cached tokens that attention read, over the same steps; 1 if nothing was decoded.
-        selection_ratio: Reads of the selection on fast steps, over the cached tokens: a page bound counts as a token, a
-            key as half of one. The selection of a slow step adds no read.
+        selection_ratio: What choosing read, over the cached tokens.
+        cache_read_ratio: The sum of both, which is told as `cache read`.
         stored_ratio: Share of the tokens that the method needs to keep: `read_ratio` if it evicts the rest, else 1. Our
             cache keeps all tokens under every method.
         lossless: The drafts of a lossless run; None otherwise.
@@ -76,8 +78,10 @@ class RequestReport:
     slow_at: list[int]
     reasons: dict[str, int]
     mean_attended_tokens: float
+    mean_selection_tokens: float
     read_ratio: float
     selection_ratio: float
+    cache_read_ratio: float
     stored_ratio: float
     lossless: LosslessReport | None = None
     # times do not count when two reports are compared
@@ -89,15 +93,16 @@ class RequestReport:
     def of(cls, state: RequestState, stop_ids: frozenset[int], *, evicts: bool) -> Self:
         """Sum a request up; `evicts` is its policy's."""
         tally, decoded = state.tally, max(1, len(state.tokens) - 1)
-        read_ratio = tally.attended / tally.context if tally.context else 1.0
+        read = tally.attended / tally.context if tally.context else 1.0
+        chosen = tally.selecting / tally.context if tally.context else 0.0
         return cls(
             prompt_tokens=state.prompt_tokens, token_ids=list(state.tokens),
             finish_reason="stop" if stop_ids.intersection(state.tokens[-1:]) else "length",
             slow_steps=len(tally.slow_at), fast_steps=len(state.tokens) - len(tally.slow_at),
             slow_at=list(tally.slow_at), reasons=dict(tally.reasons), lossless=LosslessReport.of(state),
-            mean_attended_tokens=tally.attended / decoded,
-            read_ratio=read_ratio, stored_ratio=read_ratio if evicts else 1.0,
-            selection_ratio=tally.selecting / tally.context if tally.context else 0.0,
+            mean_attended_tokens=tally.attended / decoded, mean_selection_tokens=tally.selecting / decoded,
+            read_ratio=read, selection_ratio=chosen, cache_read_ratio=read + chosen,
+            stored_ratio=read if evicts else 1.0,
             queued_seconds=tally.queued_seconds,
             prefill_seconds=tally.prefill_seconds, decode_seconds=tally.decode_seconds,
         )  # fmt: skip

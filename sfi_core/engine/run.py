@@ -14,7 +14,7 @@ import torch
 
 from sfi_core.distributed.ranks import ALONE, Ranks
 from sfi_core.engine.batch_pass import BatchPass, Descriptors, FreshDescriptors, Rows, known_requests
-from sfi_core.engine.ledger import OpenStep, RequestPass, Shape, enter, plan_step
+from sfi_core.engine.ledger import OpenStep, Reads, RequestPass, Shape, enter, plan_step
 from sfi_core.engine.maintenance import Maintenance
 from sfi_core.engine.meter import WHOLE_STEP, Meter
 from sfi_core.engine.prompt_queries import PromptQueries, Watcher
@@ -65,6 +65,7 @@ class Run:
         maintenance: Selects and packs on slow steps, beside the next layers if the device allows it.
         descriptors: Writes the step descriptors of each pass.
         recorded: Whether the tokens of the last step have been noted.
+        counting: The packed rows that the pass under way reads per row and KV head, and when the host may look.
     """
 
     policy: Policy
@@ -91,6 +92,7 @@ class Run:
     maintenance: Maintenance = field(init=False)
     descriptors: Descriptors = field(init=False)
     recorded: bool = True
+    counting: tuple[torch.Tensor, torch.cuda.Event | None] | None = None
     _batch_pass: BatchPass | None = None
 
     def __post_init__(self) -> None:
@@ -140,7 +142,7 @@ class Run:
             self.step += 1
         if self.recorded:  # otherwise the clock runs since an earlier piece of the prompt
             self.meter.begin()
-        self.recorded = False
+        self.recorded, self.counting = False, None
         start = [state.length for state in self.requests]
         for one, state in zip(passes, self.requests, strict=True):
             enter(state, one, self.policy)
@@ -187,6 +189,7 @@ class Run:
     def record(self, token_B: Sequence[int]) -> None:
         """Note each row's new token x_t, if the pass gave the row one, and tell the observer."""
         self.lap()
+        self.settle_selected()
         shape = shape_of(self)
         rows = zip(self.requests, self.batch_pass.passes, token_B, strict=True)
         for state, one, token in rows:
@@ -198,6 +201,36 @@ class Run:
         """End the pass's time, and return its seconds."""
         kind = len(self.batch_pass.slow), len(self.batch_pass.fast)
         return self.meter.lap(kind, prefill=not self.batch_pass.decodes)
+
+    def count_selected(self) -> None:
+        """Begin to count the rows that fast requests read of what their selections packed, unless the policy `fills`.
+
+        The host does not wait here: it looks once it has the step's tokens, which come from the device later.
+        """
+        sparse = self.layers.difference(self.policy.config.dense_layers)
+        lengths = [self.segments[layer].length_BH for layer in sorted(sparse.intersection(self.segments))]
+        if self.policy.fills or not (self.batch_pass.fast and lengths):
+            return
+        mean_B, done = torch.cat(lengths, 1).float().mean(1), None
+        if mean_B.is_cuda:
+            host_B = torch.empty(mean_B.shape, pin_memory=True)
+            mean_B = host_B.copy_(mean_B, non_blocking=True)
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            done.record(torch.cuda.current_stream(self.device))
+        self.counting = mean_B, done
+
+    def settle_selected(self) -> None:
+        """Note what `count_selected` has counted in the states of the fast requests."""
+        if self.counting is None:
+            self.count_selected()  # for a host that does not, at the price of a wait
+        if self.counting is None:
+            return
+        mean_B, done = self.counting
+        if done is not None:
+            done.synchronize()
+        for row in self.batch_pass.fast:
+            state = self.requests[row]
+            state.unfilled = state.packed_tokens - float(mean_B[row])
 
     def end_pass(self) -> None:
         """End a pass whose tokens the host notes itself."""
@@ -248,17 +281,17 @@ class Run:
             summed_H = codes.summed_BH[row]
             summed_H.masked_fill_(summed_H > length, 0)
 
-    def attended(self, state: RequestState) -> float:
-        """Return the tokens that a request's step reads per KV head, the mean over layers."""
+    def reads(self, state: RequestState) -> Reads:
+        """Count what a request's step reads."""
         others = self.layers.difference(self.policy.config.dense_layers)
         dense = len(self.layers) - len(others)
         if not (self.policy.mixes_heads and state.step > 0):
-            return state.attended(len(self.layers), dense)
+            return Reads.of(state, self.policy, len(self.layers), dense)
         shares = 0.0
         for layer in others:
             heads = self.store.pages(layer).key_PHND.shape[1]
             shares += len(self.policy.dense_heads(state, layer, heads)) / heads
-        return state.attended(len(self.layers), dense, shares)
+        return Reads.of(state, self.policy, len(self.layers), dense, shares)
 
     def rows(self, rows: tuple[int, ...]) -> Rows:
         """Return the tensors to refresh some requests with; all layers of the pass share them."""
@@ -275,7 +308,7 @@ class Run:
         return self.meter.launches(self.step, layer)
 
     def _record(self, state: RequestState, token: int, shape: Shape) -> None:
-        step = OpenStep.of(state, self.policy, self.audit, self.step, self.attended(state))
+        step = OpenStep.of(state, self.audit, self.step, self.reads(state))
         event = step.close(state, token, elapsed_us=self.meter.lasted * 1e6, **shape)
         state.tally.time_step(state.step, self.meter.began, self.meter.ended)
         state.finished = token in self.stop_ids

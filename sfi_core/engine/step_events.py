@@ -65,7 +65,7 @@ def _shape(run: Any) -> dict[str, Any]:
 
     def moved(state: RequestState) -> float:
         if policy.mixes_heads:
-            return float((always + other) * run.attended(state))
+            return float((always + other) * run.reads(state).attended)
         return float(always * state.length + other * state.read(dense=state.slow))
 
     slow, fast = (

@@ -44,7 +44,7 @@ class ByteLimit:
             for values in (
                 [one.prompt_tokens + len(one.token_ids) / 2 for one in report.requests],
                 [one.mean_attended_tokens for one in report.requests],
-                [one.selection_ratio * one.prompt_tokens for one in report.requests],
+                [one.mean_selection_tokens for one in report.requests],
             )
         )
         slow = sum(max(0, one.slow_steps - 1) for one in report.requests) / decoded

@@ -109,7 +109,8 @@ class StepEvent:
         slow: Whether the step ran dense attention, g_t.
         reason: Why it was slow: "first", "trigger", "t_max", ...; empty for a fast step.
         steps_since_slow: Fast steps since the last slow step.
-        attended_tokens: Tokens read per KV head, the mean over the full-attention layers.
+        attended_tokens: Tokens that attention read per KV head, the mean over the full-attention layers.
+        selection_tokens: What choosing read, in tokens' worth, the same mean; `cache read` is the sum of both.
         context_tokens: Tokens that full attention reads.
         elapsed_us: Wall time of the batch's step, in microseconds; an audited step's includes the audit.
         audited: Whether the audit looked at the step.
@@ -143,6 +144,7 @@ class StepEvent:
     fast_requests: int | None = None
     cached_tokens: int | None = None
     moved_bytes: int | None = None
+    selection_tokens: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,7 +162,8 @@ class VerificationEvent:
             generated) or "rejected" (the step after a rejection).
         evidence_position: Position of the query whose logits selected; None without a selection, or where a
             rejected token took it along.
-        attended_tokens: Tokens read per KV head by the drafting steps and the verification.
+        attended_tokens: Tokens that attention read per KV head in the drafting steps and the verification.
+        selection_tokens: What choosing read in them, in tokens' worth.
         elapsed_us: Wall time of the pass, in microseconds.
     """
 
@@ -174,6 +177,7 @@ class VerificationEvent:
     evidence_position: int | None
     attended_tokens: float
     elapsed_us: float
+    selection_tokens: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -141,6 +141,7 @@ class Policy:
         config: The run's settings; budgets are tokens per KV head.
         trigger: Decides when a slow step is due.
         prompt_only: Call `select_after` at the end of the prompt only.
+        fills: Every selection has `budget` positions, or all of J if those are fewer, so that none need be counted.
         fixed: Settings that the method always runs with, whatever the user's are.
         evicts: The method drops unselected tokens for good, so that it needs less memory.
         drafts: Fast steps can be taken back, as a lossless run does with rejected tokens.
@@ -153,7 +154,7 @@ class Policy:
         triggered: Whether its `plan` may ask the trigger.
     """
 
-    prompt_only = False
+    prompt_only = fills = False
     fixed: ClassVar[Mapping[str, Any]] = {}
     evicts = False
     drafts = False
@@ -171,6 +172,7 @@ class Policy:
         cls.chooses = cls.choose is not Policy.choose
         cls.mixes_heads = cls.dense_heads is not Policy.dense_heads
         cls.triggered = cls.plan is not Policy.plan
+        cls.fills = vars(cls).get("fills", False)  # not a base's: its hooks may be others
 
     def __init__(self, config: SfiConfig, trigger: Rule, layers: Sequence[int] = ()) -> None:
         """Take the settings; `layers` are the model's full-attention layers."""

@@ -10,7 +10,7 @@ class Tally:
 
     Attributes:
         attended: Tokens read by the decoding steps from step 1 on, per KV head and full-attention layer.
-        selecting: Reads of the selection on the fast ones of these steps, in tokens' worth.
+        selecting: What choosing read in these steps, in tokens' worth, likewise.
         context: Tokens that full attention would have read in these steps.
         last_token_at: When the last token came, by `sfi_kernels.compiled.clock`.
     """
@@ -71,7 +71,9 @@ class RequestState:
         recent_start: First position of the recent segment.
         read_start: First recent position that a sparse KV head reads in this step: `recent_start`, except on
             an anchored slow step, which still reads the last selection and all tokens since.
-        packed_tokens: Sink and selected tokens per KV head.
+        packed_tokens: Sink and selected tokens per KV head, at most.
+        unfilled: By how much the selections are smaller, the mean over KV heads and layers: a policy may select fewer
+            positions than the budget.
         sparse_tokens: Tokens that a sparse KV head reads on a slow step.
         next_packed: `packed_tokens` from the next step on, if its selection was made ahead; else None.
         tokens: Generated ids x_0, x_1, ...
@@ -93,6 +95,7 @@ class RequestState:
     packed_tokens: int = 0
     sparse_tokens: int = 0
     next_packed: int | None = None
+    unfilled: float = 0.0
     tokens: list[int] = field(default_factory=list)
     drafted: int = 0
     fresh: bool = True
@@ -100,11 +103,11 @@ class RequestState:
     tally: Tally = field(default_factory=Tally)
 
     @property
-    def fast_tokens(self) -> int:
+    def fast_tokens(self) -> float:
         """Tokens that a fast step reads per KV head: sink, selected and recent (Eqs. 1 and 25)."""
-        return self.packed_tokens + self.length - self.recent_start
+        return self.packed_tokens - self.unfilled + self.length - self.recent_start
 
-    def read(self, *, dense: bool) -> int:
+    def read(self, *, dense: bool) -> float:
         """Return the tokens that a layer reads per KV head, if all its heads are dense or all are sparse."""
         return self.length if dense else self.fast_tokens
 
@@ -146,7 +149,7 @@ class RequestState:
             self.recent_start = last
 
     def note_packed(self, sink: int, selected: int, *, ahead: bool = False) -> None:
-        """Note that a layer packed the sinks and the smaller of `selected` and |J| positions.
+        """Note that a layer packed the sinks and at most the smaller of `selected` and |J| positions.
 
         `ahead` is for a selection that the next step reads, when one more token has left the recent segment.
         """
@@ -165,5 +168,5 @@ class RequestState:
         if self.slow and mixed is None:
             return self.length
         whole = dense_layers + (mixed or 0.0)
-        sparse = self.sparse_tokens if self.slow else self.fast_tokens
+        sparse = self.sparse_tokens - self.unfilled if self.slow else self.fast_tokens
         return (whole * self.length + (layers - whole) * sparse) / max(1, layers)

@@ -58,6 +58,37 @@ def test_the_first_command_answers_the_bundled_question_word_for_word(answered):
         assert words in stderr
 
 
+@pytest.mark.parametrize(
+    "how", [("--policy=codescan",), ("--policy=quest",), ("--set=dense_layers=0",), ("--lossless",)]
+)
+def test_a_run_reads_as_much_wherever_it_is_told(tmp_path, how):
+    """The report, its row of the comparison, JSON, `trace show` and what `sfi eval` sums: attended and to choose."""
+    asked = ("generate", PROMPT * 12, *how, "-n9", "--set=budget=40", "--set=recent=20", f"--trace={tmp_path / 'run'}")
+    code, stdout, stderr = inside(*asked, "--json")
+    assert code == 0
+    document = json.loads(stdout)
+    (request,) = document["requests"]
+    attended, chosen, read = (request[f"{name}_ratio"] for name in ("read", "selection", "cache_read"))
+    assert (chosen > 0) == ("dense_layers" not in how[0])
+    assert read == attended + chosen == pytest.approx(document["byte_limit"]["read_ratio"], rel=1e-3)
+    tokens = request["mean_attended_tokens"] + request["mean_selection_tokens"]
+    each = "token given" if "--lossless" in how else "step"
+    parts = f"{attended:.1%} attended, {chosen:.1%} to choose"
+    share = f"{read:.1%}: {parts}" if chosen else f"{read:.1%}"
+    assert f"cache read   {tokens:,.0f} of {tokens / read:,.0f} tokens a {each} ({share})" in stderr
+    assert f"tokens/s, cache read {read:.1%}" in stderr
+    assert f"slow steps   {request['slow_steps']} of {len(request['token_ids'])} (" in stderr
+    _, shown, _ = inside("trace", "show", tmp_path / "run", "--json")
+    steps = json.loads(shown)["steps"]
+    for name in ("read", "selection", "cache_read"):
+        assert steps[f"{name}_ratio"] == pytest.approx(request[f"{name}_ratio"], rel=1e-5)
+    assert steps["slow_share"] == request["slow_steps"] / len(request["token_ids"])
+    _, shown, _ = inside("trace", "show", tmp_path / "run")
+    (line,) = (line for line in shown.splitlines() if line.startswith("cache read"))
+    words = f"{tokens:,.0f} tokens a {each}" + f" ({parts})" * (chosen > 0)
+    assert line.split(maxsplit=2)[2].startswith(f"{read:.1%}, {words}; fast steps ")
+
+
 def test_where_the_tokens_part_is_said_with_both_texts(example):
     full = example["comparison"]
     (ours,) = example["requests"]

@@ -53,7 +53,7 @@ def test_one_screen_says_what_ran_what_full_attention_would_have_said_and_what_i
     assert f"request {worst['request']}, step {worst['step']}: {worst['token_text']!r}, {said}" in "\n".join(lines)
     for name, words in (
         ("request 0", "200 tokens of prompt, 30 steps: ' the cat sat"),
-        ("slow steps", "6.9%, 6 of 60 (4 trigger, 2 first)"),
+        ("slow steps", "10.0%, 6 of 60 (4 trigger, 2 first)"),
         ("full attention's token", f"{document['logits']['argmax_agreement']:.1%}, of 54 audited fast steps"),
         ("retained mass", f"least {document['audit']['heads'][0]['retained_mass']['mean']:.3f} in layer"),
         ("health", "0 problems, by"),

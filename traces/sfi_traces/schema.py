@@ -54,6 +54,7 @@ TABLES: dict[str, pa.Schema] = {
             ("cached_tokens", pa.int64()),
             ("moved_bytes", pa.int64()),  # of K and V, that attention read in full-attention layers
             ("bandwidth_share", pa.float32()),  # null: no run measures the machine's bandwidth
+            ("selection_tokens", pa.float32()),  # read to choose, in tokens' worth; null: not recorded
         ]
     ),
     # one row a verification of a lossless run; `step` is the step of the last token it gave
@@ -68,6 +69,7 @@ TABLES: dict[str, pa.Schema] = {
             ("evidence_position", pa.int32()),  # null where nothing was selected
             ("attended_tokens", pa.float32()),  # sum over the drafting steps and the verification
             ("elapsed_us", pa.float64()),  # of the verification's forward pass
+            ("selection_tokens", pa.float32()),  # likewise a sum
         ]
     ),
     # one row a request, refresh, layer and KV head; lambda* and evidence are null without a Selector,

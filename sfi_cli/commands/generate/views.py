@@ -5,6 +5,7 @@ from itertools import takewhile
 from typing import Any
 
 from sfi_core.settings.config import changed_settings
+from sfi_traces.views.table import read_words
 
 AROUND = 60  # characters shown before and after the first other token
 COMPILED = 0.05  # seconds; less is not told
@@ -75,11 +76,12 @@ def _request_lines(request: dict[str, Any], prefix: str) -> list[str]:
     context = request["mean_attended_tokens"] / (request["read_ratio"] or 1)
     counts = f"{request['prompt_tokens']:,} prompt, {len(request['token_ids']):,} generated"
     each = "step" if request["lossless"] is None else "token given"
-    read = f"{request['mean_attended_tokens']:,.0f} of {context:,.0f} tokens a {each}"
+    tokens = request["mean_attended_tokens"] + request["mean_selection_tokens"]
+    share = read_words(*(request[f"{name}_ratio"] for name in ("cache_read", "read", "selection")))
     lines = [
         f"{prefix}tokens       {counts}, ended by {request['finish_reason']}",
         f"{prefix}slow steps   {slow} of {slow + fast} ({reasons}), at {steps}{more}",
-        *[f"{prefix}cache read   {read} ({request['read_ratio']:.1%})"] * (context > 0),
+        *[f"{prefix}cache read   {tokens:,.0f} of {context:,.0f} tokens a {each} ({share})"] * (context > 0),
     ]
     if request["lossless"] is not None:
         lines.append(prefix + _draft_line(request["lossless"]))
@@ -196,8 +198,10 @@ def _tokens(data: dict[str, Any]) -> list[list[int]]:
 
 
 def _read(data: dict[str, Any]) -> float:
-    # the mean over requests, weighted by the tokens that each decoded
-    weights = [max(1, len(request["token_ids"]) - 1) for request in data["requests"]]
-    reads = [request["read_ratio"] for request in data["requests"]]
-    read: float = sum(w * r for w, r in zip(weights, reads, strict=True)) / max(1, sum(weights))
-    return read
+    # what all requests' steps read over what full attention reads in them
+    read = context = 0.0
+    for request in data["requests"]:
+        attended = request["mean_attended_tokens"] * (len(request["token_ids"]) - 1)
+        context += attended / request["read_ratio"]
+        read += attended / request["read_ratio"] * request["cache_read_ratio"]
+    return read / context if context else 1.0

@@ -7,7 +7,7 @@ from itertools import takewhile
 import torch
 
 from sfi_core.engine.audit import compare_logits
-from sfi_core.engine.ledger import RequestPass, Shape, step_fields
+from sfi_core.engine.ledger import Reads, RequestPass, Shape, step_fields
 from sfi_core.engine.lossless.rule import DraftRule
 from sfi_core.engine.run import Run
 from sfi_core.engine.step_events import shape_of
@@ -118,6 +118,7 @@ class Drafts:
             The new tokens of each row: none if it drafted, at least one if it verified.
         """
         run, place = self.run, 0
+        run.settle_selected()
         given: list[list[int]] = []
         self._shape = {"elapsed_us": run.lap() * 1e6, **shape_of(run)}
         for state, block in zip(run.requests, self.blocks, strict=True):
@@ -162,9 +163,9 @@ class Drafts:
         run, tally = self.run, state.tally
         state.finish_step(token)
         state.drafted += 1
-        attended = run.attended(state)
-        tally.count_reads(attended, 0, run.policy.selection_tokens(state))
-        fields = step_fields(state, run.step, attended)
+        reads = run.reads(state)
+        tally.count_reads(reads.attended, 0, reads.selecting)
+        fields = step_fields(state, run.step, reads)
         event = StepEvent(**fields, token_id=token, draft_token_id=token, drafted=True, **self._shape)
         kept = logits_V.clone() if self._compares else None
         self._steps.setdefault(state.request, []).append(Drafted(event, kept))
@@ -207,6 +208,7 @@ class Drafts:
             drafted=drafted, accepted=kept, reason=state.reason,
             evidence_position=read - 1 if selects else None,
             attended_tokens=read + sum(one.event.attended_tokens for one in steps),
+            selection_tokens=sum(one.event.selection_tokens for one in steps),
             elapsed_us=self._shape["elapsed_us"],
         )  # fmt: skip
         run.observer.on(event)
@@ -214,7 +216,7 @@ class Drafts:
         for one in steps[:kept]:
             run.observer.on(one.event)
         other = block.drafted[kept] if kept < drafted else None
-        fields = step_fields(state, run.step, state.length)
+        fields = step_fields(state, run.step, Reads(state.length))
         last = state.tokens[-1]
         run.observer.on(StepEvent(**fields, token_id=last, draft_token_id=other, **self._shape))
 

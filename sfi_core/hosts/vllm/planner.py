@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sfi_core.engine.ledger import OpenStep, RequestPass, enter, plan_step, step_shape
+from sfi_core.engine.ledger import OpenStep, Reads, RequestPass, enter, plan_step, step_shape
 from sfi_core.hosts.vllm.entry import NO_SLOT, Entry, Plan
 from sfi_core.hosts.vllm.request_settings import RequestSettings
 from sfi_core.hosts.vllm.tracked import Tracked
@@ -21,7 +21,7 @@ from sfi_core.settings.config import SfiConfig
 from sfi_core.state.request import RequestState
 from sfi_kernels.step_descriptor import FAST, PROMPT
 
-TOTALS = ("slow_steps", "fast_steps", "dense_steps", "requests", "attended", "context")
+TOTALS = ("slow_steps", "fast_steps", "dense_steps", "requests", "attended", "context", "selection")
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,22 +169,22 @@ class Planner:
         elif state.slow:
             state.note_packed(config.sink, 0)
         audit = None if tracked.slot == NO_SLOT else self._audit
-        step = OpenStep.of(state, policy, audit, self.step, self._attended(state))
+        step = OpenStep.of(state, audit, self.step, self._reads(tracked))
         tracked.pending.append((step, self.shape))
 
     def _shape_of(self, entries: Sequence[Entry], planned: Sequence[Tracked]) -> dict[str, Any]:
         row_bytes = self.row_bytes
 
         def moved(state: RequestState) -> float:
-            return (row_bytes or 0) * self._attended(state)
+            return (row_bytes or 0) * state.attended(self._layers, self._dense_layers)
 
         kinds: tuple[list[RequestState], list[RequestState]] = [], []
         for entry, tracked in zip(entries, planned, strict=True):
             kinds[entry.one.kind == FAST].append(tracked.state)
         return step_shape(*kinds, None if row_bytes is None else moved)
 
-    def _attended(self, state: RequestState) -> float:
-        return state.attended(self._layers, self._dense_layers)
+    def _reads(self, tracked: Tracked) -> Reads:
+        return Reads.of(tracked.state, tracked.policy, self._layers, self._dense_layers)
 
     def _note(self, tracked: Tracked, elapsed: float) -> None:
         # the tokens that have become known, each with the step that made it
@@ -198,6 +198,7 @@ class Planner:
             if event.step > 0:
                 self.totals["attended"] += event.attended_tokens
                 self.totals["context"] += event.context_tokens
+                self.totals["selection"] += event.selection_tokens
             self.totals["slow_steps" if event.slow else "fast_steps"] += 1
             self.totals["dense_steps"] += event.reason == "dense"
             self._observer.on(event)

@@ -10,8 +10,9 @@ MEANINGS = {
     "fast_steps": "Decoding steps that attended to sink, selected and recent tokens.",
     "dense_steps": "Those of the slow steps whose request had no slot.",
     "requests": "Requests that have ended.",
-    "attended": "Cached tokens read by decoding steps, the mean over KV heads and layers.",
+    "attended": "Cached tokens that decoding steps attended to, the mean over KV heads and layers.",
     "context": "Cached tokens that full attention would have read in these steps.",
+    "selection": "What choosing read in these steps, in cached tokens' worth.",
 }
 
 
@@ -42,8 +43,10 @@ class ServerStats(KVConnectorStats):
         """Return the counts for vLLM's log line."""
         counts = {f"sfi_{name}": int(self.data.get(name, 0)) for name in TOTALS[:4]}
         context = self.data.get("context", 0)
-        ratio = self.data.get("attended", 0) / context if context else 1.0
-        return {**counts, "sfi_read_ratio": round(ratio, 4)}
+        attended = self.data.get("attended", 0) / context if context else 1.0
+        chosen = self.data.get("selection", 0) / context if context else 0.0
+        ratios = {"read_ratio": attended, "cache_read_ratio": attended + chosen}
+        return {**counts, **{f"sfi_{name}": round(ratio, 4) for name, ratio in ratios.items()}}
 
     def is_empty(self) -> bool:
         """Say whether all counts are 0."""

@@ -15,7 +15,8 @@ from sfi_core.state.request import RequestState
 # what `sfi generate --json` says of a request too
 SHARED = (
     "prompt_tokens", "slow_steps", "fast_steps", "slow_at", "reasons",
-    "mean_attended_tokens", "read_ratio", "selection_ratio", "stored_ratio",
+    "mean_attended_tokens", "mean_selection_tokens", "read_ratio", "selection_ratio", "cache_read_ratio",
+    "stored_ratio",
 )  # fmt: skip
 
 

@@ -201,7 +201,7 @@ def step_read(run: Run) -> StepRead:
 
 
 def selecting(run: Run) -> float:
-    """Return how much a run has read to select, in tokens of a layer's keys and values."""
+    """Return how much a run has read to choose, in tokens per KV head, the mean over layers."""
     return sum(state.tally.selecting for state in run.requests)
 
 

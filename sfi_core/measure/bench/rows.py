@@ -150,7 +150,8 @@ def _bytes(
 ) -> dict[str, Any]:
     selects = bool(variant.policy) and policy_class(variant.policy).refreshes()
     reads = [read for run in runs for read in run.measured]
-    selecting = sum(run.selecting for run in runs) * model.row_bytes
+    # a mean over all layers, those left dense included
+    selecting = sum(run.selecting for run in runs) * (model.row_bytes + model.dense_row_bytes)
     # tokens per request: the steps, or in a lossless run what its passes gave
     rounds = sum(run.tokens for run in runs) / runs[0].batch
     needed = (sum(step_bytes(model, read, selects=selects) for read in reads) + selecting) / rounds

@@ -29,7 +29,7 @@ class StepRead:
 
     slow_B: tuple[bool, ...]
     length_B: tuple[int, ...]
-    read_B: tuple[int, ...]
+    read_B: tuple[float, ...]
     packed_B: tuple[int, ...]
 
     @classmethod
@@ -63,7 +63,7 @@ class DecodeSample:
         gave: Tokens that each pass of a lossless run gave to all requests, the prefill first; else empty.
         drafting: `drafting_of` the measured passes of a lossless run; None for another run.
         reads: What each step from step 1 on read.
-        selecting: Tokens of a layer's keys and values that the policy read to select, in the measured steps.
+        selecting: What the policy read to choose in the measured steps, in tokens per KV head, the mean over layers.
         prefilled: Whether the prompts were read, not made up.
         stopped: Whether the time limit ended the run.
         tiers: Where keys and values lay under a device budget; None without one.

@@ -37,7 +37,7 @@ THEIRS = (
     "think_end_token", "enable_thinking", "chat_template_args",
 )  # fmt: skip
 DEVICE = "cuda:0"  # lm-eval's default of --device
-RATIOS = ("read_ratio", "selection_ratio", "stored_ratio")
+RATIOS = ("read_ratio", "selection_ratio", "cache_read_ratio", "stored_ratio")
 logger = logging.getLogger("lm_eval.models.sfi")
 
 
@@ -176,7 +176,7 @@ class SfiLM(HFLM):  # type: ignore[misc]
         if not self._steps:
             logger.warning("no decoding step: prompts are read densely, so any policy scores the same")
             return
-        read = (self._sums["read_ratio"] + self._sums["selection_ratio"]) / self._steps
+        read = self._sums["cache_read_ratio"] / self._steps
         logger.info("%s read %.1f%% of the cache over %d steps", self._policy, 100 * read, self._steps)
 
 

@@ -38,6 +38,7 @@ RELEARN = KEPT  # tokens of a request until it is learned again
 class CodeScan(Policy):
     """Every step selects anew by the codes of all keys."""
 
+    fills = True
     prompt_only = True  # a lossless run keeps the prompt's basis too
     drafts = True
     offloads = True

@@ -23,6 +23,7 @@ from sfi_core.state.request import RequestState
 class FreeKV(Policy):
     """Every step reads the last step's selection; heads whose query changed much select anew first."""
 
+    fills = True
     offloads = True
     fixed: ClassVar = {"recent_mode": "sliding", "window_prefill": 1}  # the prompt's last query selects first
 

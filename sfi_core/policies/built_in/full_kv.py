@@ -9,6 +9,8 @@ from sfi_core.state.request import RequestState
 class FullKV(Policy):
     """Every step is slow and nothing is selected."""
 
+    fills = True
+
     def plan(self, requests: Sequence[RequestState]) -> list[str]:
         """Make every step slow."""
         return ["full-kv"] * len(requests)

@@ -7,6 +7,8 @@ from sfi_kernels.selector import key_norm_factor, normalized_position, position_
 class PriorOnly(EvidencePolicy, Triggered):
     """Shows the worth of the prior alone; sfi with `lambda_clip` 0 is the opposite, lambda = 0."""
 
+    fills = True
+
     def select_after(self, context: Evidence) -> Selection:
         """Take the K positions with the highest prior."""
         settings = self.config.selector

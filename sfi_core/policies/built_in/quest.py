@@ -31,6 +31,7 @@ SCORES = {"bounds": (extremes_of, bounds), "deviation": (moments_of, likely_logi
 class Quest(Policy):
     """Every step selects anew by the element-wise extremes of each page's keys."""
 
+    fills = True
     drafts = True
     fixed: ClassVar = {"recent_mode": "sliding"}  # since every step selects
     offloads = True

@@ -10,6 +10,8 @@ from sfi_core.policies.base import LayerContext, Selection, Triggered, best
 class RandomK(Triggered):
     """Shows the worth of the trigger and of sink and recent tokens without a selector."""
 
+    fills = True
+
     def select_after(self, context: LayerContext) -> Selection:
         """Draw by `trigger_seed`, request, step and layer, independent of the rest of the batch."""
         _, H, T = context.key_norm_BHT.shape

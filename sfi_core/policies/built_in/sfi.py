@@ -14,6 +14,8 @@ from sfi_kernels.top_k import top_k
 class SFI(EvidencePolicy, Triggered):
     """Slow at a boundary or after `t_max` fast steps; the Selector then selects anew."""
 
+    fills = True
+
     def __init__(self, config: SfiConfig, trigger: Rule, layers: Sequence[int] = ()) -> None:
         """See `Policy`."""
         super().__init__(config, trigger, layers)

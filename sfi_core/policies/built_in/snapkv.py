@@ -16,6 +16,7 @@ POOL = 5  # positions over which a score is averaged; the authors' kernel size
 class SnapKV(EvidencePolicy):
     """Select once, after the prompt; every later step is fast. A lossless run's verifications select anew."""
 
+    fills = True
     evicts = True
     drafts = True
     fixed: ClassVar = {"recent_mode": "anchored"}  # where the prompt left it

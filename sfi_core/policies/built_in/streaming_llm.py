@@ -10,6 +10,7 @@ from sfi_core.settings.config import SfiConfig
 class StreamingLLM(Policy):
     """Every step is fast and nothing is selected."""
 
+    fills = True
     evicts = True
     drafts = True
     offloads = True

@@ -37,6 +37,7 @@ class SyncKV(Policy):
     `clusters` are the head clusters of the file, None under `EVEN`; the dynamic set has `dynamic` positions.
     """
 
+    fills = True
     offloads = True
     fixed: ClassVar = {"recent_mode": "anchored", "window_prefill": 1}  # Eq. 3: the last query
 

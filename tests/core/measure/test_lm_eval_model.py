@@ -122,8 +122,8 @@ def test_full_attention_generates_what_the_harness_does(loaded, batch_size):
     assert found == plain(loaded).generate_until(requests_of("generate_until", GENERATED))
     assert any(found)
     assert told(lm)["decoding_steps"] > 0
-    ratios = ("read_ratio", "selection_ratio", "stored_ratio")
-    assert [told(lm)[name] for name in ratios] == [1, 0, 1]
+    ratios = ("read_ratio", "selection_ratio", "cache_read_ratio", "stored_ratio")
+    assert [told(lm)[name] for name in ratios] == [1, 0, 1, 1]
 
 
 def test_a_policy_decodes_a_continuation_but_not_its_first_token(loaded):

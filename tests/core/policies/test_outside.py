@@ -7,13 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from sfi_core import SfiConfig, generate, load
+from sfi_core import EngineOptions, SfiConfig, generate, load
 from sfi_core.bundled.example import load_example
 from sfi_core.errors import ConfigError
 from sfi_core.measure.doctor import _policies
+from sfi_core.observers.events import StepEvent
 from sfi_core.policies import policy_class
 from sfi_core.settings.policy_names import installed
-from tests.fakes import layer_context
+from tests.architectures import prompts, tiny
+from tests.fakes import RecordingObserver, layer_context
 
 FULL = "from sfi_core.policies.built_in.full_kv import FullKV"
 PAGE = Path(__file__).parents[3] / "docs" / "your_policy.md"
@@ -60,6 +62,55 @@ def test_the_page_on_policies_shows_one_that_runs(install):
     for head, probability in enumerate(logits[0].softmax(-1)):
         loudest = int(probability.amax((0, 1))[15:290].argmax()) + 15
         assert selected.index_BHK[0, head].tolist() == [*range(loudest - 10, loudest + 11)]
+
+
+FEW = """
+import torch
+from sfi_core.policies import EvidencePolicy, Policy, Selection, Triggered, best
+
+def few(context, budget):
+    index_BHK = best(context, context.logits().amax((2, 3)), budget).index_BHK
+    counts = 2 + torch.arange(index_BHK.shape[1])[:, None]
+    return Selection(index_BHK.masked_fill(torch.arange(budget) >= counts, -1))
+
+class Slowly(EvidencePolicy, Triggered):
+    def select_after(self, context):
+        return few(context, self.config.budget)
+
+class Always(Policy):
+    fixed = {"recent_mode": "sliding"}
+    drafts = True
+
+    def select_before(self, context):
+        return few(context, self.config.budget)
+"""
+
+
+@pytest.mark.parametrize("policy", ["slowly", "always"])
+def test_a_selection_of_fewer_positions_than_the_budget_is_counted_as_it_is(install, policy):
+    """Two positions in head 0, three in head 1, of a budget of 20: the events and the report say 2.5."""
+    install("few", FEW, {"slowly": "few:Slowly", "always": "few:Always"})
+    config = SfiConfig(sink=2, recent=8, budget=20, trigger_token_ids=(3,), dense_layers=(0,))
+    for lossless in (False, True):
+        heard, engine = RecordingObserver(), EngineOptions(lossless=lossless)
+        options = {"policy": policy, "engine": engine, "max_new_tokens": 20, "stop_token_ids": ()}
+        report = generate(tiny("llama"), None, prompts(90, 61), config, observers=[heard], **options).report
+        fast = [one for one in heard.steps if one.reason == "" and (one.drafted or not lossless)]
+        assert fast
+        layers = len(heard.runs[0].model["layers"])
+        for one in fast:
+            recent = 8 if policy == "always" else one.position + 1 - start(heard, one)
+            sparse = 2 + 2.5 + recent
+            assert one.attended_tokens == (one.context_tokens + (layers - 1) * sparse) / layers
+        for request in report.requests if not lossless else ():
+            read = [one for one in heard.steps if one.request == report.requests.index(request) and one.step]
+            assert request.mean_attended_tokens == pytest.approx(sum(one.attended_tokens for one in read) / len(read))
+
+
+def start(heard: RecordingObserver, step: StepEvent) -> int:
+    """The first position of the anchored recent segment: eight tokens before the end of the last slow step."""
+    slow = [one for one in heard.steps if one.request == step.request and one.slow and one.step < step.step]
+    return slow[-1].position + 1 - 8
 
 
 def test_one_that_does_not_import_is_named_and_the_others_work(install):

@@ -32,7 +32,7 @@ RANGES = {
     **dict.fromkeys(("token_id", "draft_token_id", "batch_step", "timings.step"), (-1, LARGEST)),
     **dict.fromkeys(("bytes", "cached_tokens", "moved_bytes", "rows"), (0, LARGEST)),
 }  # fmt: skip
-FINITE = {"attended_tokens", "read_ratio", "begin_us", "elapsed_us", "mass"}
+FINITE = {"attended_tokens", "selection_tokens", "read_ratio", "begin_us", "elapsed_us", "mass"}
 
 
 def open_part(part: Path) -> parquet.FileMetaData:

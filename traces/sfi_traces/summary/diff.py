@@ -63,7 +63,7 @@ def compare(first: Trace, second: Trace, request: int | None = None) -> Row:
         "selections": _overlap(scope, "selections", until),
         "ratios": {
             name: _ratio(sides[0][name], sides[1][name])
-            for name in ("slow_p50_us", "fast_p50_us", "tokens_per_second", "read_ratio")
+            for name in ("slow_p50_us", "fast_p50_us", "tokens_per_second", "read_ratio", "cache_read_ratio")
         },
     }
     return document | {"metrics": metrics(document)}
@@ -219,7 +219,7 @@ def _numbers(scope: Scope) -> Row:
     return {
         "trace": str(scope.trace.path),
         "policy": scope.trace.manifest["policy"],
-        **{key: steps[key] for key in ("steps", "slow", "slow_share", "reasons", "read_ratio")},
+        **{key: steps[key] for key in ("steps", "slow", "slow_share", "reasons", "read_ratio", "cache_read_ratio")},
         "retained_mass": audit["retained_mass"]["mean"] if audit else None,
         "lambda_star": selections["lambda_star"]["mean"] if selections else None,
         **{f"{kind}_p50_us": kinds[kind]["p50_us"] if kind in kinds else None for kind in ("prefill", "slow", "fast")},

@@ -27,7 +27,7 @@ METRICS = {  # name: meaning, what records it
     "speed": ("tokens a second of B over those of A", "both to a step after the first"),
     "slow_time": ("median time of B's slow steps over that of A's", "slow steps in both"),
     "fast_time": ("median time of B's fast steps over that of A's", "fast steps in both"),
-    "read_ratio": ("share of the cache that B reads over that of A", "both to a step after the first"),
+    "read_ratio": ("what B reads of the cache, choosing included, over A", "both to a step after the first"),
 }
 NEVER = ("first_difference", "first_layer_step", "first_layer")
 OPERATORS: dict[str, Callable[[float, float], bool]] = {
@@ -59,7 +59,7 @@ def metrics(document: Row) -> dict[str, float | None]:
         "speed": ratios["tokens_per_second"],
         "slow_time": ratios["slow_p50_us"],
         "fast_time": ratios["fast_p50_us"],
-        "read_ratio": ratios["read_ratio"],
+        "read_ratio": ratios["cache_read_ratio"],
     }
 
 

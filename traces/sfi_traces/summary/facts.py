@@ -39,24 +39,29 @@ def answers(scope: Scope) -> list[dict[str, Any]]:
 
 
 def step_facts(scope: Scope) -> dict[str, Any]:
-    """Count steps by reason, and what they read; shares are of the steps from 1 on.
+    """Count steps by reason, and what those from step 1 on read.
 
-    `read_ratio` is attended tokens over context tokens, both summed; in a lossless run with what drafts and
-    verifications read for rejected tokens. `launched` counts the steps from 1 on that report whether they
-    were replayed as CUDA graphs, `replayed` those that were.
+    `slow_share` is `slow` over `steps`. `read_ratio` is attended tokens over context tokens, both summed, in a lossless
+    run with what drafts and verifications read for rejected tokens; `selection_ratio` is what choosing read over the
+    same, None in a trace that does not tell; `cache_read_ratio` is the sum. `launched` counts the steps from 1 on that
+    report whether they were replayed as CUDA graphs, `replayed` those that were.
     """
     counts = scope.row("""
         SELECT
             count(*) AS steps,
             count(*) FILTER (slow) AS slow,
             count(*) FILTER (NOT slow) AS fast,
-            avg(slow::INT) FILTER (step > 0) AS slow_share,
+            avg(slow::INT) AS slow_share,
             avg(attended_tokens) FILTER (step > 0) AS mean_attended_tokens,
+            avg(selection_tokens) FILTER (step > 0) AS mean_selection_tokens,
             sum(attended_tokens) FILTER (step > 0) / sum(context_tokens) FILTER (step > 0) AS read_ratio,
+            sum(selection_tokens) FILTER (step > 0) / sum(context_tokens) FILTER (step > 0) AS selection_ratio,
+            sum(read_tokens) FILTER (step > 0) / sum(context_tokens) FILTER (step > 0) AS cache_read_ratio,
             sum(attended_tokens) FILTER (NOT slow) / sum(context_tokens) FILTER (NOT slow) AS fast_read_ratio,
+            sum(read_tokens) FILTER (NOT slow) / sum(context_tokens) FILTER (NOT slow) AS fast_cache_read_ratio,
             count(graphs) FILTER (step > 0) AS launched,
             count(*) FILTER (graphs AND step > 0) AS replayed
-        FROM chosen_steps
+        FROM (SELECT *, attended_tokens + coalesce(selection_tokens, 0) AS read_tokens FROM chosen_steps)
     """)
     reasons = scope.rows("""
         SELECT reason, count(*) AS steps FROM chosen_steps WHERE slow

@@ -57,14 +57,17 @@ def lossless_facts(scope: Scope) -> Row | None:
 def lossless_reads(scope: Scope) -> Row:
     """Measure what drafts and verifications read, for rejected tokens too; None without a verification.
 
-    `read_ratio` is over the summed contexts of the generated tokens, which full attention would have read.
+    The ratios are over the summed contexts of the generated tokens, which full attention would have read.
     """
     return scope.row(f"""
         WITH given AS (
             SELECT count(*) AS tokens, sum(context_tokens) AS context FROM chosen_steps WHERE step > 0
         )
         SELECT sum(attended_tokens) / any_value(tokens) AS mean_attended_tokens,
-            sum(attended_tokens) / any_value(context) AS read_ratio
+            sum(selection_tokens) / any_value(tokens) AS mean_selection_tokens,
+            sum(attended_tokens) / any_value(context) AS read_ratio,
+            sum(selection_tokens) / any_value(context) AS selection_ratio,
+            sum(attended_tokens + coalesce(selection_tokens, 0)) / any_value(context) AS cache_read_ratio
         FROM {VERIFIED}, given
     """)  # noqa: S608 - our own words
 

@@ -5,7 +5,9 @@ from functools import partial
 from typing import NamedTuple
 
 from sfi_traces.health import problems
-from sfi_traces.views.table import Columns, Row, Table, count, dense_words, duration, number, percent, plural, quoted
+from sfi_traces.views.table import (
+    Columns, Row, Table, count, dense_words, duration, number, percent, plural, quoted, read_words,
+)  # fmt: skip
 
 SECTIONS = (  # of the summary, without those that have figures in the report
     "run", "steps", "lossless", "triggers", "stability", "audit", "logits", "disagreements", "selections",
@@ -27,8 +29,7 @@ def facts(document: Row) -> Iterator[Fact]:
     run, steps, lossless = document["run"], document["steps"], document["lossless"]
     reasons = ", ".join(f"{count:,} {reason}" for reason, count in steps["reasons"].items())
     yield Fact("slow steps", percent(steps["slow_share"]), f"{steps['slow']:,} of {steps['steps']:,} ({reasons})")
-    each = f"{number(steps['mean_attended_tokens'], 0)} tokens a {'token given' if lossless else 'step'}"
-    yield Fact("cache read", percent(steps["read_ratio"]), f"{each}; fast steps {percent(steps['fast_read_ratio'])}")
+    yield Fact("cache read", *_cache_read(steps, lossless=bool(lossless)))
     if lossless:
         kept = f"{lossless['accepted']:,} of {lossless['drafted']:,} drafted tokens"
         yield Fact("drafts kept", percent(lossless["acceptance"]), kept)
@@ -59,6 +60,18 @@ def facts(document: Row) -> Iterator[Fact]:
         if latency["audited"]:  # the audit's work would hide which kind is faster
             note = "with the audit's work; record without it for the speed"
         yield Fact("tokens/s", number(latency["tokens_per_second"], 1), note)
+
+
+def _cache_read(steps: Row, *, lossless: bool) -> tuple[str, str]:
+    # the share of the cache, and a note on its parts
+    if steps["cache_read_ratio"] is None:
+        return "-", "no step after step 0"
+    tokens = steps["mean_attended_tokens"] + (steps["mean_selection_tokens"] or 0.0)
+    share, _, parts = read_words(*(steps[f"{name}_ratio"] for name in ("cache_read", "read", "selection"))).partition(
+        ": "
+    )
+    note = f"{number(tokens, 0)} tokens a {'token given' if lossless else 'step'}" + (f" ({parts})" if parts else "")
+    return share, f"{note}; fast steps {percent(steps['fast_cache_read_ratio'])}"
 
 
 def further_facts(document: Row) -> Iterator[Fact]:
