@@ -173,7 +173,7 @@ def measure(llm: Any, context: int, batch: int, steps: int) -> dict[str, Any]:
     _, first = generate(llm, prompts, 1)
     done, whole = generate(llm, prompts, 1 + steps)
     told = [(one.kv_transfer_params or {}).get("sfi") for one in done]
-    ratios = [one["read_ratio"] for one in told if one]
+    ratios = [one["cache_read_ratio"] for one in told if one]
     return {
         "prompt_seconds": read,
         "tokens_per_second": batch * steps / (whole - first),

@@ -78,16 +78,20 @@ class RequestReport:
     slow_at: list[int]
     reasons: dict[str, int]
     mean_attended_tokens: float
-    mean_selection_tokens: float
     read_ratio: float
     selection_ratio: float
-    cache_read_ratio: float
     stored_ratio: float
+    mean_selection_tokens: float = 0.0  # so in reports that older versions have kept
+    cache_read_ratio: float = field(init=False)
     lossless: LosslessReport | None = None
     # times do not count when two reports are compared
     queued_seconds: float = field(default=0.0, compare=False)
     prefill_seconds: float = field(default=0.0, compare=False)
     decode_seconds: float = field(default=0.0, compare=False)
+
+    def __post_init__(self) -> None:
+        """Add both parts of what was read."""
+        object.__setattr__(self, "cache_read_ratio", self.read_ratio + self.selection_ratio)
 
     @classmethod
     def of(cls, state: RequestState, stop_ids: frozenset[int], *, evicts: bool) -> Self:
@@ -101,8 +105,7 @@ class RequestReport:
             slow_steps=len(tally.slow_at), fast_steps=len(state.tokens) - len(tally.slow_at),
             slow_at=list(tally.slow_at), reasons=dict(tally.reasons), lossless=LosslessReport.of(state),
             mean_attended_tokens=tally.attended / decoded, mean_selection_tokens=tally.selecting / decoded,
-            read_ratio=read, selection_ratio=chosen, cache_read_ratio=read + chosen,
-            stored_ratio=read if evicts else 1.0,
+            read_ratio=read, selection_ratio=chosen, stored_ratio=read if evicts else 1.0,
             queued_seconds=tally.queued_seconds,
             prefill_seconds=tally.prefill_seconds, decode_seconds=tally.decode_seconds,
         )  # fmt: skip

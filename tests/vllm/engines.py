@@ -136,6 +136,6 @@ def assert_same(outputs: Sequence[RequestOutput], requests: Sequence[Any]) -> No
     """Compare vLLM's answers with the reference: tokens, slow steps and what was read."""
     assert [list(o.outputs[0].token_ids) for o in outputs] == [list(r.token_ids) for r in requests]
     assert [told(o)["slow_at"] for o in outputs] == [list(r.slow_at) for r in requests]
-    for name in ("read_ratio", "selection_ratio"):
+    for name in ("read_ratio", "selection_ratio", "cache_read_ratio"):
         ratios, wanted = [told(o)[name] for o in outputs], [getattr(request, name) for request in requests]
         assert ratios == pytest.approx(wanted, abs=1e-12), name

@@ -130,7 +130,7 @@ def to_row(found: Fidelity) -> dict[str, Any]:
 
 def from_rows(rows: Sequence[Mapping[str, Any]]) -> Fidelity:
     """Join the steps of the windows of some rows; the inverse of `to_row`."""
-    known = {field.name for field in fields(RequestReport)}
+    known = {field.name for field in fields(RequestReport) if field.init}
     return Fidelity.join(
         Fidelity(**row["steps"], reports=[RequestReport(**{k: v for k, v in row["report"].items() if k in known})])
         for row in rows

@@ -6,8 +6,18 @@ from typing import NamedTuple
 
 from sfi_traces.health import problems
 from sfi_traces.views.table import (
-    Columns, Row, Table, count, dense_words, duration, number, percent, plural, quoted, read_words,
-)  # fmt: skip
+    Columns,
+    Row,
+    Table,
+    count,
+    dense_words,
+    duration,
+    number,
+    percent,
+    plural,
+    quoted,
+    read_words,
+)
 
 SECTIONS = (  # of the summary, without those that have figures in the report
     "run", "steps", "lossless", "triggers", "stability", "audit", "logits", "disagreements", "selections",
