@@ -52,6 +52,14 @@ def test_steps_that_the_audit_slowed_down_are_left_out_where_others_are_there(tm
     assert (found["slow"]["n"], found["slow"]["audited"]) == (1, True)
 
 
+def test_steps_of_two_runs_that_took_equally_long_count_twice(tmp_path):
+    """Requests 0 and 1 ran together, 2 in a run of its own, whose step 1 took as long to the microsecond."""
+    rows = [step(request, n, n == 0, 100.0) for request in range(3) for n in range(2)]
+    timings = [span(n, "forward", 50.0, layer=None, request=run) for run in (0, 2) for n in range(2)]
+    found = kinds(write_trace(tmp_path / "run", {"steps": rows, "timings": timings}))
+    assert (found["prefill"]["n"], found["fast"]["n"]) == (2, 2)
+
+
 @pytest.mark.parametrize("request_only", [None, 1])
 def test_a_batch_counts_once_and_may_be_mixed(tmp_path, request_only):
     """Requests 0 and 1 ran together, 2 alone."""

@@ -6,6 +6,9 @@ from sfi_traces.summary.scope import Scope
 
 CONTAINERS = ("prefill", "forward")
 REPLAYED = "SELECT count(*) AS n FROM chosen_steps WHERE graphs"
+# what the requests of one step of a batch have in common; runs of one trace may be as long to the microsecond
+BATCH_STEP = "(coalesce(batch, -1), coalesce(batch_step, step), elapsed_us)"
+CHOSEN = f"(SELECT {BATCH_STEP} FROM chosen_steps LEFT JOIN batches USING (request))"  # noqa: S608 - our own words
 KINDS = ("prefill", "slow", "fast", "mixed")
 
 
@@ -17,15 +20,14 @@ def latency(scope: Scope) -> dict[str, Any]:
     that there are none. `tokens_per_second` is over all steps from 1 on; in a lossless run, whose rejected
     drafts have no step, over the time from the first span of decoding to the end of the last.
     """
-    rows = scope.rows("""
+    rows = scope.rows(f"""
         WITH batch_steps AS (
-            SELECT elapsed_us, bool_or(audited) AS audited, CASE
+            SELECT any_value(elapsed_us) AS elapsed_us, bool_or(audited) AS audited, CASE
                 WHEN bool_or(step = 0) THEN 'prefill' WHEN bool_and(slow) THEN 'slow'
                 WHEN bool_or(slow) THEN 'mixed' ELSE 'fast' END AS kind
-            FROM steps
-            WHERE elapsed_us IS NOT NULL AND (coalesce(batch_step, step), elapsed_us)
-                IN (SELECT (coalesce(batch_step, step), elapsed_us) FROM chosen_steps)
-            GROUP BY coalesce(batch_step, step), elapsed_us
+            FROM steps LEFT JOIN batches USING (request)
+            WHERE elapsed_us IS NOT NULL AND {BATCH_STEP} IN {CHOSEN}
+            GROUP BY {BATCH_STEP}
         )
         SELECT kind, audited, count(*) AS n, avg(elapsed_us) AS mean_us, sum(elapsed_us) AS total_us,
             quantile_cont(elapsed_us, 0.5) AS p50_us,
@@ -34,7 +36,7 @@ def latency(scope: Scope) -> dict[str, Any]:
         FROM batch_steps
         GROUP BY kind, audited
         ORDER BY audited DESC
-    """)
+    """)  # noqa: S608 - our own words
     decoding = [row for row in rows if row["kind"] != "prefill"]
     taken_us = _spanned_us(scope) if scope.trace.lossless else sum(row["total_us"] for row in decoding)
     tokens = scope.row("SELECT count(*) AS n FROM chosen_steps WHERE step > 0")["n"]
@@ -48,7 +50,7 @@ def latency(scope: Scope) -> dict[str, Any]:
 
 def batch_reads(scope: Scope) -> list[dict[str, Any]]:
     """Average what the batch's steps held and moved, by kind, from step 1 on; none for an import."""
-    return scope.rows("""
+    return scope.rows(f"""
         SELECT kind, count(*) AS n, avg(requests) AS requests, avg(cached_tokens) AS cached_tokens,
             avg(moved_bytes) AS moved_bytes
         FROM (
@@ -57,14 +59,13 @@ def batch_reads(scope: Scope) -> list[dict[str, Any]]:
                     ELSE 'mixed' END AS kind,
                 min(slow_requests + fast_requests) AS requests, min(cached_tokens) AS cached_tokens,
                 min(moved_bytes) AS moved_bytes
-            FROM steps
-            WHERE step > 0 AND moved_bytes IS NOT NULL AND (coalesce(batch_step, step), elapsed_us)
-                IN (SELECT (coalesce(batch_step, step), elapsed_us) FROM chosen_steps)
-            GROUP BY coalesce(batch_step, step), elapsed_us
+            FROM steps LEFT JOIN batches USING (request)
+            WHERE step > 0 AND moved_bytes IS NOT NULL AND {BATCH_STEP} IN {CHOSEN}
+            GROUP BY {BATCH_STEP}
         )
         GROUP BY kind
         ORDER BY kind = 'mixed', kind DESC
-    """)
+    """)  # noqa: S608 - our own words
 
 
 def _spanned_us(scope: Scope) -> float:
