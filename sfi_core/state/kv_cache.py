@@ -91,7 +91,7 @@ GROWTH = 256  # spare tokens for runs of unknown length
 class KVCache(PagedView):
     """Owns the pages of every layer, allocated at the layer's first `append`.
 
-    The numbers of a request's pages, `pages_per_request`, are consecutive.
+    The numbers of a request's pages, `pages_per_request`, are consecutive until the cache grows.
     """
 
     def __init__(self, batch: int, capacity: int, page_size: int | None = None, backend: str = "torch") -> None:
@@ -125,16 +125,15 @@ class KVCache(PagedView):
         )
         return other
 
-    def row(self, row: int) -> "KVCache":
+    def row(self, row: int) -> Self:
         """See `KVStore`: a cache of batch 1 over the same pages."""
-        first, count = row * self.pages_per_request, self.pages_per_request
-        one = copy.copy(self)
-        one.batch = 1
-        one.block_table_BP = self.block_table_BP[:1]  # `one.layers` begin with its pages
-        one.layers = self.layers.like(
-            (layer, LayerPages(*(tensor[first : first + count] for tensor in pages.tensors)))
-            for layer, pages in self.layers.items()
-        )
+        one = super().row(row)
+        if self._one_page:
+            one.block_table_BP = self.block_table_BP[:1]  # `one.layers` have its page alone, for contiguous views
+            one.layers = self.layers.like(
+                (layer, LayerPages(*(tensor[row : row + 1] for tensor in pages.tensors)))
+                for layer, pages in self.layers.items()
+            )
         return one
 
     def grow(self, capacity: int) -> None:

@@ -179,13 +179,16 @@ def test_a_copy_of_a_cache_is_its_own():
     assert (cache.capacity, len(cache.layers)) == (8, 1)
 
 
+@pytest.mark.parametrize("grown", [0, 100])
 @pytest.mark.parametrize("page_size", [None, 5, 16])
-def test_a_row_is_one_requests_part_of_the_same_memory(page_size: int | None):
+def test_a_row_is_one_requests_part_of_the_same_memory(page_size: int | None, grown: int):
     written = Written(20, page_size)
     written.append(4, 12, 9)
+    written.cache.grow(grown)
+    written.append(0, 6, 0)
     row = written.cache.row(1)
     assert (row.batch, row.capacity) == (1, written.cache.capacity)
-    assert torch.equal(row.keys(0, 0, 2, 12)[0], written.keys[1][:, 2:])
+    assert torch.equal(row.keys(0, 0, 2, 18)[0], written.keys[1][:, 2:])
     key, value = torch.randn(1, H, 7, D), torch.randn(1, H, 7, E)
     row.append(0, key, value, int32([0]), int32([7]), [0], [7])
     written.keys[1], written.values[1] = key[0], value[0]
