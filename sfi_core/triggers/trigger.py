@@ -36,10 +36,11 @@ class Trigger:
 
     def _fires(self, state: RequestState) -> bool:
         config, policy = self.config, self.config.trigger_policy
+        boundary = state.step - config.trigger_delay  # x_{t-1-d}, for the step t to come
+        token = state.tokens[boundary] if 0 <= boundary < len(state.tokens) else None
         if policy == "boundary":
-            boundary = state.step - config.trigger_delay  # x_{t-1-d}, for the step t to come
-            return 0 <= boundary < len(state.tokens) and state.tokens[boundary] in self.token_ids
-        if policy == "random":  # the seed holds nothing that depends on the batch
-            draw = random.Random(f"{config.trigger_seed} {state.prompt_tokens} {state.step + 1}")  # noqa: S311 - no secret
-            return draw.random() < config.random_rate
+            return token in self.token_ids
+        if policy == "random":  # the seed holds the request's own text, and nothing that depends on the batch
+            seed = f"{config.trigger_seed} {state.prompt_tokens} {state.step + 1} {token}"
+            return random.Random(seed).random() < config.random_rate  # noqa: S311 - no secret
         return False

@@ -81,7 +81,9 @@ def test_random_steps_are_those_of_the_run_s_own_rule(supports):
     assert list(steps(0.0)) == [0]
     assert list(steps(1.0)) == list(range(STEPS))
     assert list(steps(1.0, min_gap=7)) == list(range(0, STEPS, 7))
-    drawn = [random.Random(f"4 {PROMPT} {step}").random() < 0.3 for step in range(1, STEPS)]
+    delay, tokens = setting().config.trigger_delay, supports.tokens
+    read = [int(tokens[step - 1 - delay]) if step > delay else None for step in range(1, STEPS)]
+    drawn = [random.Random(f"4 {PROMPT} {step} {x}").random() < 0.3 for step, x in enumerate(read, 1)]
     assert list(steps(0.3, seed=4)) == [0, *(np.flatnonzero(drawn) + 1)]
     assert steps(0.3) != steps(0.3, seed=4)
     assert set(steps(0.3).values()) == {"first", "random"}

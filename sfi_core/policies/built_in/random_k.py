@@ -13,14 +13,16 @@ class RandomK(Triggered):
     fills = True
 
     def select_after(self, context: LayerContext) -> Selection:
-        """Draw by `trigger_seed`, request, step and layer, independent of the rest of the batch."""
+        """Draw by `trigger_seed`, prompt length, generated text, step and layer, not by the rest of the batch."""
         _, H, T = context.key_norm_BHT.shape
         score_BHT = torch.stack([self._draw(context, place, H, T) for place in range(len(context.states))])
         return best(context, score_BHT, self.config.budget)
 
     def _draw(self, context: LayerContext, place: int, heads: int, longest: int) -> torch.Tensor:
         state = context.states[place]
-        seed = f"{self.config.trigger_seed} {state.prompt_tokens} {state.step} {context.layer}"
+        # the request is told by its text, since its place in the batch must change no draw
+        text = *state.tokens[: state.step], state.prompt_tokens
+        seed = f"{self.config.trigger_seed} {text} {state.step} {context.layer}"
         generator = torch.Generator().manual_seed(random.Random(seed).getrandbits(63))  # noqa: S311 - no secret
         ranks = context.ranks
         # drawn token by token and for the heads of all ranks, so that length and ranks change no draw

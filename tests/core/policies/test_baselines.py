@@ -134,15 +134,16 @@ def run(model: Any, policy: str, config: SfiConfig = CONFIG, **options: Any) -> 
 # controls -----------------------------------------------------------------------------------------
 
 
-def test_random_k_draws_differ_between_steps_layers_and_seeds():
+def test_random_k_draws_differ_between_steps_layers_texts_and_seeds():
     layer = shown(random_logits(PROMPT))
     state = layer.states[0]
+    others = [replace(state, step=7, tokens=text) for text in ([], [1] * 7, [2] * 7)]
     draws = {
         str(chosen(make("random-k", CONFIG.replace(trigger_seed=seed)).select_after(one).index_BHK))
         for seed in (0, 1)
-        for one in (layer, replace(layer, layer=1), replace(layer, states=(replace(state, step=7),)))
+        for one in (layer, replace(layer, layer=1), *(replace(layer, states=(other,)) for other in others))
     }
-    assert len(draws) == 6
+    assert len(draws) == 2 * (2 + len(others))
 
 
 def test_random_k_is_uniform_over_the_candidates():

@@ -138,3 +138,10 @@ def test_chance_follows_rate_and_seed():
     assert steps(random_rate=0.25) == steps(random_rate=0.25)
     assert steps(random_rate=0.25) != steps(random_rate=0.25, trigger_seed=1)
     assert set(steps(random_rate=0.1)) < set(steps(random_rate=0.25))
+
+
+def test_chance_tells_requests_of_one_length_apart_by_their_text():
+    def steps(text: list[int]) -> list[int]:
+        return [i for i in range(50) if drawn({"random_rate": 0.5, "trigger_delay": 0}, step=i, tokens=text)]
+
+    assert steps([1] * 50) != steps([2] * 50)
