@@ -45,12 +45,15 @@ def clock() -> float:
     return (time.perf_counter() if since is None else since) - before
 
 
-@cache
 def why_not() -> str:
     """Return why numba compiles nothing here, "" if it does."""
-    # vLLM 0.32 looks into all modules when an engine starts, and fails at llvmlite's
-    if "vllm" in sys.modules:
-        return "not beside vLLM"
+    # vLLM 0.32 looks into all modules when an engine starts, and fails at llvmlite's; one may start later
+    return "not beside vLLM" if "vllm" in sys.modules else unusable()
+
+
+@cache
+def unusable() -> str:
+    """Return why numba cannot be used in this process, "" if it can."""
     try:
         import numba  # noqa: PLC0415 - takes a quarter of a second
         from numba.core import event  # noqa: PLC0415

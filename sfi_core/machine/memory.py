@@ -1,6 +1,7 @@
 """Free memory of this machine, and the process's peak."""
 
 import resource
+import sys
 from pathlib import Path
 
 import torch
@@ -67,4 +68,5 @@ def _field(path: Path, name: str) -> int | None:
 
 
 def _max_rss() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    # in bytes on macOS, in KiB elsewhere
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

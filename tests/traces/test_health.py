@@ -276,6 +276,17 @@ def test_coverage_distance_and_stay_are_those_of_the_positions(tmp_path):
     assert coverage_facts(Scope.of(Trace.open(make_trace(tmp_path / "full")))) is None
 
 
+@pytest.mark.parametrize("reason", ["trigger", "t_max", "its-own"])
+def test_triggers_of_another_package_s_policy_are_judged_where_its_steps_ask_them(tmp_path, reason):
+    """The package need not be installed where the trace is read."""
+    steps = [row | {"trigger": False, "reason": reason if row["slow"] else ""} for row in sound()["steps"]]
+    found = judge(Scope.of(Trace.open(write_trace(tmp_path / "run", {"steps": steps}, policy="theirs", config=CONFIG))))
+    if reason == "its-own":
+        assert not_judged(found)["trigger_never"] == "theirs has no trigger"
+    else:
+        assert "trigger_never" in tripped(found)
+
+
 def test_the_triggered_policies_are_those_of_the_core():
     assert {name for name, policy in POLICIES.items() if issubclass(policy, Triggered)} == set(triggered())
 

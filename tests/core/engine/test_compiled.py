@@ -176,11 +176,17 @@ def test_a_run_goes_on_where_the_folder_is_full_or_damaged(monkeypatch, tmp_path
 
 
 def test_numba_may_be_switched_off_or_broken(monkeypatch):
-    ask = compiled.why_not.__wrapped__  # not what has been told before
+    ask = compiled.unusable.__wrapped__  # not what has been told before
     monkeypatch.setattr("numba.config.DISABLE_JIT", 1)
     assert ask() == "NUMBA_DISABLE_JIT is set"
     monkeypatch.setitem(sys.modules, "numba.core", None)
     assert ask().startswith("not importable: ")
+
+
+def test_numba_is_not_used_beside_vllm_imported_later(monkeypatch):
+    assert not compiled.why_not()
+    monkeypatch.setitem(sys.modules, "vllm", sys)
+    assert compiled.why_not() == "not beside vLLM"
 
 
 def test_an_outer_telling_keeps_its_own():

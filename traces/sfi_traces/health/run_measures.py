@@ -1,6 +1,6 @@
 """What health rules measure of a run's steps: triggers, the sparse path, drift."""
 
-from sfi_core.settings.policy_names import triggered
+from sfi_core.settings.policy_names import built_in, triggered
 from sfi_traces.health.measured import Measured, Unjudged, measured, worse_of_beginning
 from sfi_traces.summary.scope import Scope
 
@@ -72,11 +72,19 @@ def drift_retained(scope: Scope) -> list[Measured]:
 
 def _trigger_share(scope: Scope, which: str) -> list[Measured]:
     manifest = scope.trace.manifest
-    if manifest["policy"] not in triggered():
+    if not _asks_triggers(scope):
         raise Unjudged(f"{manifest['policy']} has no trigger")
     if manifest["config"].get("trigger_policy", "boundary") != "boundary":
         raise Unjudged(f"the trigger is {manifest['config']['trigger_policy']}, not the sentence's end")
     return measured(scope, _share(which, "chosen_steps"))
+
+
+def _asks_triggers(scope: Scope) -> bool:
+    policy = scope.trace.manifest["policy"]
+    if policy in built_in():
+        return policy in triggered()
+    # one of another package, which need not be installed here: its steps say it
+    return not {"trigger", "t_max"}.isdisjoint(scope.trace.table("steps", ["reason"])["reason"].unique().to_pylist())
 
 
 def _share(which: str, source: str) -> str:
