@@ -275,6 +275,7 @@ def test_the_default_methods_are_all_policies_and_presets_but_the_ablation():
     assert {method.policy for method in methods} == set(POLICIES) - {"prior-only"}
     presets = [method.preset for method in methods if method.policy == "sfi"]
     assert presets == ["default", "paper", "released"]
+    assert [method.label for method in methods if method.policy == "sfi"] == ["sfi", "sfi@paper", "sfi@released"]
 
 
 def test_tasks_are_listed_without_a_model(monkeypatch):

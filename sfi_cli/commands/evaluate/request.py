@@ -11,7 +11,7 @@ from sfi_core.machine.versions import versions
 from sfi_core.settings.engine import EngineOptions
 from sfi_core.settings.policy_names import built_in
 
-PRESETS = ("default=sfi", "paper=sfi@paper", "released=sfi@released")
+PRESETS = ("sfi", "sfi@paper", "sfi@released")
 UNASKED = ("prior-only",)  # the ablation of a part of sfi
 METHODS = ("full-kv", *PRESETS, *(name for name in built_in() if name not in ("full-kv", "sfi", *UNASKED)))
 BUNDLED_ONLY = ("synckv",)  # needs a head file, which few other models have
