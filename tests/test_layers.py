@@ -46,7 +46,7 @@ ONLY_IN = {
         "sfi_core/generation/sampling.py", "sfi_core/measure/bench/", "sfi_core/bundled/"),
     "huggingface_hub": ("sfi_core/models/", "sfi_core/measure/bench/architectures.py"),
     "tokenizers": ("sfi_core/bundled/", "sfi_core/models/gguf_tokenizer.py"),
-    "gguf": ("sfi_core/models/gguf_file.py",),
+    "gguf": ("sfi_core/models/gguf_",),
     "vllm": ("sfi_core/hosts/vllm/",),
     "pyarrow": ("traces/",),
     "duckdb": ("traces/",),

@@ -10,6 +10,7 @@ from typing import Any
 
 from huggingface_hub import try_to_load_from_cache
 
+from sfi_core.models.gguf_file import part_names
 from sfi_core.models.source import Source
 
 WEIGHTS = (".safetensors", ".bin")
@@ -45,10 +46,15 @@ def source_digest(source: Source, revision: str | None = None) -> str:
     if source.gguf is None:
         found = checkpoint_digest(folder) if folder.is_dir() else commit_of(source.place, revision)
         return found or ""
-    path: Any = folder / source.gguf
-    if not folder.is_dir():
-        path = try_to_load_from_cache(source.place, source.gguf, revision=revision)
-    return file_digest(Path(path)) if isinstance(path, str | Path) else ""
+    digests = []
+    for name in part_names(source.gguf):
+        path: Any = folder / name
+        if not folder.is_dir():
+            path = try_to_load_from_cache(source.place, name, revision=revision)
+        if not isinstance(path, str | Path):
+            return ""
+        digests.append(file_digest(Path(path)))
+    return digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
 
 
 def file_digest(path: Path) -> str:

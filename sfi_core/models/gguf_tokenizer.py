@@ -4,7 +4,7 @@ transformers 5.17 makes one too, but for a Llama it splits every text as GPT-2 d
 text with the one that ends it, and leaves a SentencePiece without merges: every word falls into letters.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, processors
@@ -12,8 +12,16 @@ from tokenizers.pre_tokenizers import ByteLevel, Digits, PreTokenizer, Sequence,
 from transformers import PreTrainedTokenizerFast
 
 NORMAL, CONTROL, USER_DEFINED = 1, 3, 4  # types of tokens; the last two are found in a text before it is split
+LONGEST = 1024  # letters of a token whose parts are looked for, which takes the square of them
 SPACE = "\u2581"
 ROLES = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
+ENDS = ("eos", "eot", "eom")  # of a text, a turn, a message
+# tokens that end an answer whatever a file says, as llama.cpp has them: many a file names `eos` alone
+ENDING_TEXTS = frozenset({
+    "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>",
+    "<end_of_utterance>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<eos>", "<turn|>", "<|tool_response>",
+    "<|return|>", "<|call|>", "<|calls|>", "<|flush|>",
+})  # fmt: skip
 GPT4 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -34,6 +42,32 @@ SPLITS: dict[str, PreTokenizer] = {
 }
 
 
+def special_ids(metadata: Mapping[str, Any], names: Iterable[str]) -> dict[str, int]:
+    """Return the tokens that a file names, as `bos`, by these names; those outside its vocabulary are left out."""
+    count = len(metadata.get("tokenizer.ggml.tokens", ()))
+    given = {name: metadata.get(f"tokenizer.ggml.{name}_token_id") for name in names}
+    return {name: token for name, token in given.items() if type(token) is int and 0 <= token < count}
+
+
+def stop_ids(metadata: Mapping[str, Any]) -> list[int]:
+    """Return the tokens that end an answer: a file's `eos` first."""
+    ends = dict.fromkeys(special_ids(metadata, ENDS).values())
+    tokens = metadata.get("tokenizer.ggml.tokens", ())
+    texts = {text: number for number, text in enumerate(tokens) if text in ENDING_TEXTS}
+    if {"<|return|>", "<|call|>"} <= texts.keys() or {"<|flush|>", "<|calls|>"} <= texts.keys():
+        ends.pop(texts.pop("<|end|>", -1), None)  # there it ends a message, and the answer goes on
+    return [*(ends | dict.fromkeys(texts.values()))]
+
+
+def set_tokens(config: Any, metadata: Mapping[str, Any]) -> None:
+    """Give a config the special tokens of its file; transformers takes all as they are, and `eos` alone as an end."""
+    if "tokenizer.ggml.tokens" not in metadata:
+        return
+    found, stops = special_ids(metadata, ROLES.values()), stop_ids(metadata)
+    config.bos_token_id, config.pad_token_id = found.get("bos"), found.get("padding")
+    config.eos_token_id = stops if len(stops) > 1 else stops[0] if stops else None
+
+
 def build_tokenizer(metadata: Mapping[str, Any]) -> PreTrainedTokenizerFast:
     """Build the tokenizer that a file's metadata describes; raise `ValueError` for an unknown kind."""
     facts = {
@@ -41,22 +75,35 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> PreTrainedTokenizerFast:
         for name, value in metadata.items()
         if name.startswith("tokenizer.ggml.")
     }
-    tokens = facts.get("tokens", [])
-    special = {
-        f"{role}_token": tokens[facts[f"{name}_token_id"]]
-        for role, name in ROLES.items()
-        if f"{name}_token_id" in facts
-    }
-    return PreTrainedTokenizerFast(
-        tokenizer_object=_backend(facts, special.get("bos_token")),
-        chat_template=metadata.get("tokenizer.chat_template"),
-        padding_side="left",
-        **special,
+    _check_lists(facts)
+    found = special_ids(metadata, ROLES.values())
+    special = {f"{role}_token": facts["tokens"][found[name]] for role, name in ROLES.items() if name in found}
+    backend: Any = _backend(facts, special.get("bos_token"))
+    backend.__deepcopy__ = lambda _: backend  # transformers would copy it, which takes as long as building it
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, chat_template=metadata.get("tokenizer.chat_template"), padding_side="left", **special
     )
+    del backend.__deepcopy__
+    return tokenizer
+
+
+def _check_lists(facts: Mapping[str, Any]) -> None:
+    count = len(facts.get("tokens", ()))
+    if not count:
+        raise ValueError("it has no tokenizer; put the model's tokenizer.json beside the file")
+    needed = {"token_type": "token types", **({"scores": "scores"} if facts.get("model") == "llama" else {})}
+    for name, what in needed.items():
+        if len(facts.get(name, ())) != count:
+            raise ValueError(
+                f"its tokenizer must have {what} for all {count:,} tokens, got {len(facts.get(name, ())):,}; "
+                "put the model's tokenizer.json beside the file"
+            )
+    if facts.get("model") == "llama" and max(map(len, facts["tokens"])) > LONGEST:
+        raise ValueError(f"its tokens must have {LONGEST} letters at most, got {max(map(len, facts['tokens'])):,}")
 
 
 def _backend(facts: Mapping[str, Any], bos: str | None) -> Tokenizer:
-    kind, pre, tokens = facts.get("model"), facts.get("pre"), facts.get("tokens", [])
+    kind, pre, tokens = facts.get("model"), facts.get("pre"), facts["tokens"]
     if kind == "llama":
         backend, begins = _sentencepiece(facts), True
     elif kind == "gpt2" and pre in SPLITS:
@@ -110,12 +157,15 @@ def _sentencepiece(facts: Mapping[str, Any]) -> Tokenizer:
 
 def _merges(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
     # the file has each token's score and no merges: two tokens merge by the score of what they form
-    numbers, found = _numbers(facts), []
-    for token, score, type_ in zip(facts["tokens"], facts["scores"], facts["token_type"], strict=True):
-        if type_ == NORMAL:
-            parts = ((token[:cut], token[cut:]) for cut in range(1, len(token)))
-            found += [(-score, numbers[a], numbers[b], (a, b)) for a, b in parts if a in numbers and b in numbers]
-    return [pair for *_, pair in sorted(found)]
+    tokens, number = facts["tokens"], _numbers(facts).get
+    found = [
+        (-score, left, right)
+        for token, score, type_ in zip(tokens, facts["scores"], facts["token_type"], strict=True)
+        if type_ == NORMAL
+        for cut in range(1, len(token))
+        if (left := number(token[:cut])) is not None and (right := number(token[cut:])) is not None
+    ]
+    return [(tokens[left], tokens[right]) for _, left, right in sorted(found)]
 
 
 def _numbers(facts: Mapping[str, Any]) -> dict[str, int]:

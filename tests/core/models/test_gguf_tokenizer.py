@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from sfi_core.models.gguf_tokenizer import build_tokenizer
+from sfi_core.models.gguf_tokenizer import build_tokenizer, stop_ids
 
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 LETTERS = [*"abcde\u2581."]
@@ -63,3 +63,25 @@ def test_control_and_user_defined_tokens_are_found_in_a_text():
 def test_another_kind_is_refused():
     with pytest.raises(ValueError, match=r"must be SentencePiece's or byte-level BPE .* got 't5' split as None"):
         build_tokenizer(metadata(model="t5"))
+
+
+@pytest.mark.parametrize(
+    ("texts", "ids", "stops"),
+    [
+        (["a", "<eos>", "<end_of_turn>"], {"eos": 1}, [1, 2]),
+        (["a", "b", "c"], {"eos": 2, "eot": 1, "eom": 0}, [2, 1, 0]),
+        (["a", "<|end|>", "<|return|>", "<|call|>"], {"eos": 2}, [2, 3]),
+        (["a", "<|end|>"], {}, [1]),
+        (["a", "</s>"], {"eos": 9, "eot": -1, "eom": "x"}, []),
+    ],
+)
+def test_what_ends_an_answer(texts, ids, stops):
+    """`</s>` is a plain token of Qwen, and `<|end|>` ends but a message where answers have several."""
+    facts = {f"tokenizer.ggml.{name}_token_id": token for name, token in ids.items()}
+    assert stop_ids({"tokenizer.ggml.tokens": texts, **facts}) == stops
+
+
+def test_lists_of_another_length_are_refused():
+    for name, what in (("scores", "scores"), ("token_type", "token types")):
+        with pytest.raises(ValueError, match=f"its tokenizer must have {what} for all"):
+            build_tokenizer(metadata(**{name: [1]}))
