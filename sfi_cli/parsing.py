@@ -3,11 +3,14 @@
 import codecs
 import io
 import re
+import select
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from sfi_cli.terminal.output import message
 from sfi_core.errors import ConfigError, InputError
 from sfi_core.machine import files
 from sfi_core.machine.text import LONGEST
@@ -75,6 +78,16 @@ def read_text(path: Path, what: str) -> str:
         raise InputError(f"{what} {path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise InputError(f"{what} {path} is not UTF-8: {error.reason} at byte {error.start:,}") from error
+
+
+def read_pipe() -> str:
+    """Read what another program or a file gives on stdin; "" for a terminal. Says so where it has to wait."""
+    if sys.stdin is None or sys.stdin.closed or sys.stdin.isatty():
+        return ""
+    with suppress(OSError, ValueError):  # a stream without a file, or one that cannot be waited for
+        if not select.select([sys.stdin], [], [], 1.0)[0]:
+            message("reading the prompt from stdin")
+    return read_stdin()
 
 
 def read_stdin() -> str:

@@ -66,8 +66,8 @@ class Output:
     """All that a command writes: its data, a figure, and lines for a person.
 
     `with` checks the files before the work starts. A file gets its name when it is complete; a device or a FIFO
-    is written to. `path` None is stdout, `plot` None is no figure, `quiet` lets `say` write nothing, `wide` shows
-    all columns on any terminal.
+    is written to. `path` None is stdout, `plot` None is no figure, `append` lets `line` go on with a file, `quiet`
+    lets `say` write nothing, `wide` shows all columns on any terminal.
     """
 
     def __init__(
@@ -77,12 +77,13 @@ class Output:
         plot: Path | None = None,
         json: bool = False,
         force: bool = False,
+        append: bool = False,
         quiet: bool = False,
         wide: bool = False,
     ) -> None:
         """Take the output options."""
         self.path, self.plot, self.json, self.quiet = path, plot, json, quiet
-        self.force, self.wide = force, wide
+        self.force, self.append, self.wide = force, append, wide
         self._within_line = False  # on stdout
 
     def check_format(self, formats: tuple[str, ...]) -> None:
@@ -117,7 +118,7 @@ class Output:
         if path.is_symlink() or (path.exists() and not path.is_file()):
             kind = "a link; name the file itself" if path.is_symlink() else "a folder or a device"
             raise ConfigError(f"output {path} must be a file, got {kind}")
-        if path.exists() and not self.force:
+        if path.exists() and not (self.force or self.append):
             raise ConfigError(f"output {path} exists; add --force to overwrite it")
         if torchrun.first():
             new_file(path).unlink()
@@ -185,6 +186,20 @@ class Output:
                 text.writelines(pieces)
 
         self._save(self.path, write, files)
+
+    def begin_lines(self) -> None:
+        """Make the file empty for `line`; with `append` only a torn last line is cut off."""
+        if self.path is None or _is_stream(self.path):
+            return
+        with _written(self.path), self.path.open("ab+") as file:
+            file.seek(0)
+            file.truncate(file.read().rfind(b"\n") + 1 if self.append else 0)
+
+    def line(self, document: Document) -> None:
+        """Add a document to the file at once, as a line of JSON."""
+        if self.path is not None:
+            with _written(self.path), self.path.open("ab") as file:
+                file.write(f"{write_json(document)}\n".encode())
 
     def rows(self, document: Document, write_parquet: Callable[[Document, Path], None]) -> None:
         """Write the document to the file, if there is one; to a .parquet file only the rows."""

@@ -9,13 +9,13 @@ import torch
 
 from sfi_core.engine.loop import Loop, NewTokens, left_pad
 from sfi_core.engine.maintenance import main_stream
-from sfi_core.engine.report import RunReport
+from sfi_core.engine.report import RequestReport, RunReport
 from sfi_core.engine.shared_prompt import SharedPrompt
-from sfi_core.errors import NumericsError, SfiError
+from sfi_core.errors import ConfigError, NumericsError, SfiError
 from sfi_core.generation.batch_plan import BatchPlan, plan_batch
 from sfi_core.generation.byte_limit import ByteLimit
 from sfi_core.generation.prompts import Prompts, check_prompts, encode, token_limits
-from sfi_core.generation.sampling import Sampler
+from sfi_core.generation.sampling import Draws, Sampler
 from sfi_core.generation.text_stream import text_of
 from sfi_core.hosts.transformers.decoder import Decoder
 from sfi_core.hosts.transformers.generate_call import stop_tokens
@@ -59,7 +59,7 @@ class Result:
     peak_memory_bytes: int
     error: SfiError | None = None
     interrupted: bool = False
-    seed: int | None = None
+    seed: int | Sequence[int] | None = None
 
 
 def generate(
@@ -71,8 +71,8 @@ def generate(
     policy: str | None = None,
     max_new_tokens: int | Sequence[int] = 256,
     max_batch: int | None = None,
-    sampling: Sampling | None = None,
-    seed: int | None = None,
+    sampling: Sampling | Sequence[Sampling] | None = None,
+    seed: int | Sequence[int] | None = None,
     stop_token_ids: Sequence[int] | None = None,
     observers: Sequence[Observer] = (),
     page_size: int | None = None,
@@ -82,6 +82,7 @@ def generate(
     on_plan: Callable[[BatchPlan], None] | None = None,
     on_token: Callable[[list[int | None]], None] | None = None,
     on_prefill: Callable[[int, int], None] | None = None,
+    on_end: Callable[[int, RequestReport, str], None] | None = None,
 ) -> Result:
     """Complete prompts with slow-fast decoding.
 
@@ -96,9 +97,9 @@ def generate(
         policy: A name from `sfi_core.policies.POLICIES`, or of another package's policy; None is `default_policy`.
         max_new_tokens: The most generated tokens, one number for all prompts or one for each.
         max_batch: The most requests decoded together; None for as many as fit into memory.
-        sampling: How tokens are picked; None is greedy.
+        sampling: How tokens are picked, for all prompts or for each; None is greedy.
         seed: Seed of the sampling: a prompt's tokens depend on it and the prompt's index, not on the rest of the batch.
-            None draws one from torch.
+            With a seed for each prompt they depend on it alone. None draws one from torch.
         stop_token_ids: Tokens that end a request; None takes the model's.
         observers: Receive the run's events and spans.
         page_size: Tokens of a cache page; None is one page per request under torch, 64 tokens under triton.
@@ -109,6 +110,7 @@ def generate(
         on_token: Called with the new tokens of each step, by prompt: None for a prompt without one, which has ended,
             waits or, in a lossless run, drafts.
         on_prefill: Called while the first prompts are read, with their tokens read so far and in all.
+        on_end: Called when a prompt's completion has ended, with the prompt's index, its report and the text.
 
     Returns:
         The result. After a Ctrl-C or non-finite logits it has the tokens generated so far.
@@ -123,6 +125,7 @@ def generate(
     engine = engine or DEFAULTS
     rows = encode(tokenizer, prompts)
     limits = token_limits(max_new_tokens, len(rows))
+    _check_one_each(len(rows), sampling=sampling, seed=seed)
     check_prompts(model, rows, limits)
     stop = frozenset(stop_tokens(model.generation_config) if stop_token_ids is None else stop_token_ids)
     if shared is not None:
@@ -155,9 +158,11 @@ def generate(
             chunk=engine.prefill_chunk, requests=len(rows), generated=max(limits), shared=shared,
             on_prefill=on_prefill,
         )  # fmt: skip
-        if seed is None:
-            seed = int(torch.randint(2**62, ())) if sampling.do_sample else 0
-        sampler = Sampler(sampling, ids_BT, session.ranks, seed=seed, ahead=decoder.ahead)
+        draws = Draws(sampling, 0 if seed is None else seed)
+        drawn = any(one.do_sample for one in draws.samplings)
+        if seed is None and drawn:
+            draws = Draws(sampling, int(torch.randint(2**62, ())))
+        sampler = Sampler(draws, ids_BT, session.ranks, ahead=decoder.ahead)
         loop = Loop(decoder, rows, limits, sampler)
         error: SfiError | None = None
         interrupted = False
@@ -166,6 +171,8 @@ def generate(
                 for given in passes:
                     if on_token is not None:
                         _tell(on_token, given, len(rows))
+                    if on_end is not None:
+                        _tell_ended(on_end, given, session, tokenizer)
         except NumericsError as problem:
             error = problem
         except KeyboardInterrupt:
@@ -176,8 +183,24 @@ def generate(
             report=report, texts=texts, trigger_token_ids=session.trigger_token_ids, forecast=plan.forecast,
             slots=plan.slots, byte_limit=ByteLimit.of(session, report, plan.slots),
             peak_memory_bytes=peak_bytes(model.device), error=error, interrupted=interrupted,
-            seed=seed if sampling.do_sample else None,
+            seed=draws.seed if drawn else None,
         )  # fmt: skip
+
+
+def _check_one_each(prompts: int, **values: Any) -> None:
+    for name, value in values.items():
+        if isinstance(value, Sequence) and len(value) != prompts:
+            raise ConfigError(f"{name} must be one for all or {prompts}, one a prompt, got {len(value)}")
+
+
+def _tell_ended(
+    on_end: Callable[[int, RequestReport, str], None], given: NewTokens, session: Session, tokenizer: Any
+) -> None:
+    run = session.run
+    for state in run.states:
+        if state.finished and state.request in given:
+            report = RequestReport.of(state, run.stop_ids, evicts=run.policy.evicts)
+            on_end(state.request, report, text_of(tokenizer, report.token_ids) if tokenizer else "")
 
 
 def _tell(on_token: Callable[[list[int | None]], None], given: NewTokens, prompts: int) -> None:

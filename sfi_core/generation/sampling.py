@@ -1,6 +1,7 @@
 """Picks tokens by our settings: scores by transformers' processors, samples by index-keyed noise."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from transformers.generation import logits_process
@@ -30,6 +31,32 @@ def processors(sampling: Sampling) -> logits_process.LogitsProcessorList:
     return chosen
 
 
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """How the tokens of each request are picked: one sampling and one seed for all requests, or one for each.
+
+    A seed of a request's own makes its tokens those that it would have alone; one seed for all draws from its index.
+    """
+
+    sampling: Sampling | Sequence[Sampling]
+    seed: int | Sequence[int] = 0
+
+    @property
+    def samplings(self) -> Sequence[Sampling]:
+        """The sampling of each request, or the one of all."""
+        return [self.sampling] if isinstance(self.sampling, Sampling) else self.sampling
+
+    def of(self, request: int) -> Sampling:
+        """Return a request's sampling."""
+        return self.sampling if isinstance(self.sampling, Sampling) else self.sampling[request]
+
+    def noise(self, request: int) -> tuple[int, int] | None:
+        """Return the seed and the request that name the noise of its draws; None for greedy decoding."""
+        if not self.of(request).do_sample:
+            return None
+        return (self.seed, request) if isinstance(self.seed, int) else (self.seed[request], 0)
+
+
 class Sampler(Picker):
     """A picker with transformers' processors, which depend on the set of a request's tokens at most.
 
@@ -37,21 +64,25 @@ class Sampler(Picker):
     """
 
     def __init__(
-        self, sampling: Sampling, ids_BT: torch.Tensor, ranks: Ranks = ALONE, *, seed: int = 0, first: int = 0,
+        self, draws: Draws | Sampling, ids_BT: torch.Tensor, ranks: Ranks = ALONE, *, seed: int = 0, first: int = 0,
         ahead: Callable[[torch.Tensor], None] | None = None,
     ) -> None:  # fmt: skip
-        """Start with the requests from index `first` on."""
-        requests = range(first, first + len(ids_BT))
-        super().__init__(requests, ranks, seed=seed if sampling.do_sample else None, ahead=ahead)
-        self.tokens = TokensSoFar(ids_BT) if sampling.repetition_penalty != 1 else None
-        self._ids_BT, self._sampling = ids_BT, sampling
-        self._processors = processors(sampling)
-        if 0 < sampling.divisor < LOW:
-            self.hint = f"; raise sampling.temperature, {sampling.divisor:g} leaves the range of float32"
+        """Start with the requests from index `first` on; `seed` is that of a `Sampling`."""
+        super().__init__(range(first, first + len(ids_BT)), ranks, seed=None, ahead=ahead)
+        self._draws = draws = Draws(draws, seed) if isinstance(draws, Sampling) else draws
+        for row in self.rows:
+            row.noise = draws.noise(row.request)
+        penalty = any(one.repetition_penalty != 1 for one in draws.samplings)
+        self.tokens = TokensSoFar(ids_BT) if penalty else None
+        self._ids_BT = ids_BT
+        self._processors = {one: processors(one) for one in draws.samplings}
+        lowest = min((one.divisor for one in draws.samplings if one.do_sample), default=1.0)
+        if lowest < LOW:
+            self.hint = f"; raise sampling.temperature, {lowest:g} leaves the range of float32"
 
     def alone(self, ids_1T: torch.Tensor, request: int) -> "Sampler":
         """See `Picker`."""
-        return Sampler(self._sampling, ids_1T, self._ranks, seed=self._seed or 0, first=request)
+        return Sampler(self._draws, ids_1T, self._ranks, first=request)
 
     def seat(self, row: int, other: "Sampler") -> None:
         """See `Picker`."""
@@ -71,5 +102,12 @@ class Sampler(Picker):
     def scores(self, logits_PV: torch.Tensor, row_P: Sequence[int], tail: Sequence[Sequence[int]]) -> torch.Tensor:
         """See `Picker`."""
         ids_PT = self._ids_BT if self.tokens is None else self.tokens.before(row_P, tail)
-        scores_PV: torch.Tensor = self._processors(ids_PT, logits_PV)
+        if len(self._processors) == 1:
+            (chosen,) = self._processors.values()
+            scores_PV: torch.Tensor = chosen(ids_PT, logits_PV)
+            return scores_PV
+        scores_PV = torch.empty_like(logits_PV)
+        for one, chosen in self._processors.items():
+            at = [place for place, row in enumerate(row_P) if self._draws.of(self.rows[row].request) == one]
+            scores_PV[at] = chosen(ids_PT if self.tokens is None else ids_PT[at], logits_PV[at])
         return scores_PV

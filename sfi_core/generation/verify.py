@@ -12,7 +12,7 @@ import torch
 from sfi_core.engine.picking.noise import gumbel, noise_key
 from sfi_core.errors import ConfigError, NumericsError
 from sfi_core.generation.prompts import Prompts, check_prompts, encode
-from sfi_core.generation.sampling import processors
+from sfi_core.generation.sampling import Draws, processors
 from sfi_core.hosts.transformers.cache_name import CACHE_NAME
 from sfi_core.models.linear import quick_linears
 from sfi_core.models.rotation import pass_rotation
@@ -108,8 +108,8 @@ def verify(
     outputs: Sequence[Sequence[int]],
     *,
     tokenizer: Any = None,
-    sampling: Sampling | None = None,
-    seed: int | None = None,
+    sampling: Sampling | Sequence[Sampling] | None = None,
+    seed: int | Sequence[int] | None = None,
     chunk: int = 2048,
 ) -> VerifyReport:
     """Check that each generated token is full attention's, given the prompt and the tokens before it.
@@ -132,8 +132,8 @@ def verify(
         prompts: Texts or token ids; one text, or one list of token ids, is one prompt.
         outputs: The generated tokens of each prompt, a stop token included; may be empty.
         tokenizer: Its tokenizer; may be None when prompts are token ids.
-        sampling: How the tokens were picked; None is greedy.
-        seed: The seed of the run; not needed for greedy decoding.
+        sampling: How the tokens were picked, of all prompts or of each; None is greedy.
+        seed: The seed, or the seeds, of the run; not needed for greedy decoding.
         chunk: Prompt tokens of one forward pass.
 
     Raises:
@@ -145,21 +145,21 @@ def verify(
     sampling, rows = sampling or Sampling(), encode(tokenizer, prompts)
     if len(outputs) != len(rows):
         raise ConfigError(f"outputs must be {len(rows)}, one a prompt, got {len(outputs)}")
-    if sampling.do_sample and seed is None:
+    draws = Draws(sampling, 0 if seed is None else seed)
+    if seed is None and any(one.do_sample for one in draws.samplings):
         raise ConfigError("seed must be the run's where tokens were sampled, got None")
     if chunk < 1:
         raise ConfigError(f"chunk must be at least 1, got {chunk}")
     if kind := pass_rotation(model.config):
         raise ConfigError(f"model must rotate each token by its own position, got RoPE of the kind {kind}")
     check_prompts(model, rows, [len(output) for output in outputs])
-    judge = Judge(model, sampling, seed or 0)
     with quick_linears(model):
         requests = [
-            judge(request, prompt, list(output), chunk)
+            Judge(model, draws.of(request), draws.noise(request))(request, prompt, list(output), chunk)
             for request, (prompt, output) in enumerate(zip(rows, outputs, strict=True))
         ]
     return VerifyReport(
-        dtype=str(model.dtype).removeprefix("torch."), near_ulp=NEAR_ULP, bound_ulp=judge.bound_ulp, requests=requests
+        dtype=str(model.dtype).removeprefix("torch."), near_ulp=NEAR_ULP, bound_ulp=bound_ulp(model), requests=requests
     )
 
 
@@ -176,15 +176,19 @@ class Found(NamedTuple):
     fine: float
 
 
-class Judge:
-    """Compares generated tokens with full attention's; `bound_ulp` is that of `VerifyReport`."""
+def bound_ulp(model: Any) -> float:
+    """Return the bound of `VerifyReport` for a model."""
+    width = 1 if model.dtype in HALVES else model.config.get_text_config(decoder=True).hidden_size
+    return 2 * NEAR_ULP * math.sqrt(width)
 
-    def __init__(self, model: Any, sampling: Sampling, seed: int) -> None:
-        """Take the model and the settings of the run."""
-        self.bound_ulp = 2 * NEAR_ULP
-        if model.dtype not in HALVES:
-            self.bound_ulp *= math.sqrt(model.config.get_text_config(decoder=True).hidden_size)
-        self._model, self._sampling, self._seed = model, sampling, seed
+
+class Judge:
+    """Compares a request's generated tokens with full attention's."""
+
+    def __init__(self, model: Any, sampling: Sampling, noise: tuple[int, int] | None) -> None:
+        """Take the model, and the request's sampling and the name of its noise, as `Draws` has them."""
+        self._bound_ulp = bound_ulp(model)
+        self._model, self._noise = model, noise
         self._processors = processors(sampling)
         self._unfiltered = processors(replace(sampling, top_k=0, top_p=1.0, min_p=0.0))
         penalty = sampling.repetition_penalty
@@ -197,7 +201,7 @@ class Judge:
         ids_1T = torch.tensor([prompt + output], device=self._model.device)
         found: list[Found] = []
         for logits_PV in forced_logits(self._model, ids_1T, len(prompt), chunk):
-            found += self._compare(request, len(found), ids_1T, len(prompt), logits_PV)
+            found += self._compare(len(found), ids_1T, len(prompt), logits_PV)
         for index, one in enumerate(found):
             if not one.fine:
                 raise NumericsError(f"logits must be finite, got NaN or infinity at step {index} in request {request}")
@@ -209,9 +213,7 @@ class Judge:
         near_ties = [index for index, one in enumerate(found) if one.gap_ulp < NEAR_ULP]
         return RequestCheck(tokens=len(output), near_ties=near_ties, differing=differing)
 
-    def _compare(
-        self, request: int, index: int, ids_1T: torch.Tensor, prompt: int, logits_PV: torch.Tensor
-    ) -> list[Found]:
+    def _compare(self, index: int, ids_1T: torch.Tensor, prompt: int, logits_PV: torch.Tensor) -> list[Found]:
         # the logits are those of the tokens from `index` on
         P, V = logits_PV.shape
         logits_PV = logits_PV.float()
@@ -221,15 +223,15 @@ class Judge:
             for chosen in (self._processors, self._unfiltered)
         )
         noise_PV = torch.zeros_like(all_PV)
-        if self._sampling.do_sample:
-            keys = [noise_key(self._seed, request, index + place) for place in range(P)]
+        if self._noise is not None:
+            keys = [noise_key(*self._noise, index + place) for place in range(P)]
             noise_PV = gumbel(torch.tensor(keys, device=logits_PV.device), V)
         noisy_PV = scores_PV + noise_PV
         best_P2, token_P2 = noisy_PV.topk(2, -1)
         size_P2 = logits_PV.gather(1, token_P2).abs().where(best_P2.isfinite(), 0.0)
         ulp_P = self._stretch * ulp(size_P2.amax(-1), self._model.dtype).double()
         given_P1 = ids_1T[0, ends.start : ends.stop, None]
-        behind_P = self._behind(scores_PV, all_PV, noise_PV, given_P1, self.bound_ulp * ulp_P)
+        behind_P = self._behind(scores_PV, all_PV, noise_PV, given_P1, self._bound_ulp * ulp_P)
         told = (
             noisy_PV.argmax(-1).double(),
             (best_P2[:, 0] - best_P2[:, 1]) / ulp_P,

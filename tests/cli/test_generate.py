@@ -14,6 +14,7 @@ from tokenizers.processors import TemplateProcessing
 from sfi_cli.app import main
 from sfi_cli.commands.generate.prompts import read_prompts, token_ids
 from sfi_cli.commands.generate.views import fused_lines, report_lines
+from sfi_core.bundled.example import load_example
 from sfi_core.errors import ConfigError, InputError
 from sfi_core.models.linear import ENGINES
 from sfi_core.models.load import BUNDLED, load_tokenizer
@@ -214,6 +215,52 @@ def test_quiet_says_nothing_of_the_plan(tmp_path):
     assert re.findall(r"^\[\d\]", stdout, re.MULTILINE) == ["[0]", "[1]", "[2]"]
 
 
+def answers(file: Path) -> dict[object, dict]:
+    """The answers of a file by id, or else by line."""
+    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n")[:-1]]
+    return {row["line"] if row["id"] is None else row["id"]: row for row in rows}
+
+
+def test_a_batch_s_answers_are_written_by_line_and_resumed(tmp_path, monkeypatch):
+    """A line separator within a string was an end of line."""
+    batch, file, other = (tmp_path / name for name in ("batch.jsonl", "out.jsonl", "other.jsonl"))
+    hot = {"temperature": 1.5}
+    lines = [
+        {"prompt": PROMPT, "id": "a"},
+        hot | {"prompt": PROMPT},
+        hot | {"prompt": f"\u2028\u0085{PROMPT}", "seed": 7},
+    ]
+    batch.write_text("\n".join(json.dumps(line, ensure_ascii=False) for line in lines), encoding="utf-8")
+    command = ("generate", "--batch", str(batch), "-n", "6", "-q", "-o")
+    assert inside(*command, str(file)) == (0, "", "")
+    whole = answers(file)
+    assert whole.keys() == {"a", 2, 3}
+    assert all(len(one["token_ids"]) <= 6 for one in whole.values())
+    alone = inside("generate", PROMPT, "-n", "6", "--temperature", "1.5", "--seed", "1", "-q").stdout
+    assert whole[2]["text"] + "\n" == alone, "a line's seed is --seed and its place"
+    row = json.dumps(whole["a"])
+    other.write_text(f"{row}\n{row[:20]}", encoding="utf-8")  # an answer, and a torn one
+    assert inside(*command, str(other))[0] == 2
+    assert inside(*command, str(other), "--resume") == (0, "", "")
+    assert {name: one["text"] for name, one in answers(other).items()} == {n: one["text"] for n, one in whole.items()}
+    done = other.read_bytes()
+    assert inside(*command[:-2], "-o", str(other), "--resume") == (0, "", f"{other} has an answer to each line\n")
+    assert other.read_bytes() == done
+
+
+def test_resume_is_refused_without_a_file_of_answers(tmp_path):
+    batch, file = batch_file(tmp_path), tmp_path / "out.jsonl"
+    told = (2, "", "error: --resume must come with --batch and -o FILE.jsonl, without --json\n")
+    assert inside("generate", PROMPT, "-o", str(file), "--resume") == told
+    assert inside("generate", "--batch", str(batch), "--resume") == told
+    file.write_text('{"text": "mine"}\n')
+    code, _, error = inside("generate", "--batch", str(batch), "-o", str(file), "--resume")
+    assert (code, error) == (
+        3,
+        f"error: {file}, line 1: must be an answer of sfi generate; resume with another output\n",
+    )
+
+
 BUDGET = ("--kv-device-budget=90%", "--set=engine.kv_page=16", "--budget=16", "--recent=16")
 
 
@@ -260,6 +307,54 @@ def test_a_malformed_batch_names_file_and_line(tmp_path, line, words):
     assert f"{file}, line 3: " in error
     if words:
         assert error.endswith(f": max_new_tokens must be a positive number, got {words}\n")
+
+
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        ({"temprature": 1}, "unknown key 'temprature'; did you mean 'temperature'? expected one of ('prompt', "),
+        ({"temperature": -1}, "temperature must be at least 0, got -1"),
+        ({"seed": 0.5}, "seed must be a whole number, got 0.5"),
+        ({"id": []}, "id must be a text or a number, got []"),
+        ({"id": 1}, "id must be of one line, got that of line 1"),
+        ({"messages": [{}]}, 'must hold a non-empty "prompt" or "messages", got '),
+    ],
+)
+def test_what_a_line_cannot_say_is_refused_by_name(tmp_path, keys, told):
+    """Unknown keys were dropped without a word."""
+    file = tmp_path / "batch.jsonl"
+    file.write_text('{"prompt": "x", "id": 1}\n' + json.dumps({"prompt": "y", **keys}))
+    with pytest.raises(InputError, match=re.escape(f"{file}, line 2: {told}")):
+        read_prompts(None, None, file)
+
+
+def test_a_pipe_is_the_prompt_and_an_empty_one_is_not(monkeypatch):
+    """Piped text was ignored, and the bundled example decoded instead."""
+    for data, found in ((b"Once", ["Once"]), (b"", [load_example().prompt])):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data), "utf-8"))
+        assert read_prompts(None, None, None).entries == found
+    monkeypatch.setattr(sys, "stdin", None)
+    assert read_prompts(None, None, None).is_example
+
+
+def test_a_model_of_one_s_own_asks_for_a_prompt():
+    line = "error: prompt must be given for a --model of your own, got none; add a text, -f FILE, or pipe one\n"
+    assert inside("generate", "--model", str(BUNDLED)) == (2, "", line)
+
+
+def test_an_answer_that_the_limit_cuts_is_judged_as_far_as_it_goes(example):
+    (request,) = example["requests"]
+    cut = {**request, "text": request["text"][:30], "token_ids": request["token_ids"][:20], "finish_reason": "length"}
+    document = {**example, "requests": [cut], "exact_match": False}
+    assert report_lines(document)[1] == "answer       correct so far, 4 of 44 words; -n allows 20 tokens"
+    wrong = {**document, "requests": [{**cut, "text": "no"}]}
+    assert report_lines(wrong)[1] == "answer       not the expected one"
+
+
+def test_a_prompt_with_nothing_to_leave_out_and_a_single_token_are_said_as_they_are():
+    _, _, stderr = inside("generate", PROMPT, "-n", "1")
+    assert "note         up to 2,308 tokens (sink, recent and budget) every step reads all: nothing to gain" in stderr
+    assert "tokens/s" not in stderr
 
 
 def test_output_goes_to_a_file_which_is_not_overwritten(tmp_path):

@@ -23,6 +23,7 @@ ELSEWHERE = {
     "--random-weights": "minutes, and gigabytes of weights",
     "@tuned.toml": "the reader's own config",
     "book.txt": "the reader's own text",
+    "prompts.jsonl": "the reader's own prompts",
     "pretrained=": "a download",
     "torchrun": "tests/core/distributed runs several processes",
     "eval -o results": "minutes; .ci/run runs sfi eval",

@@ -17,12 +17,11 @@ MAX_NEW_TOKENS = 256
 
 def generate(
     prompt: Annotated[
-        str | None, typer.Argument(help="Text to continue; - reads stdin. Without one: the bundled example.")
+        str | None, typer.Argument(help="Text to continue; - or a pipe is stdin. Without one: the bundled example.")
     ] = None,
     prompt_file: Annotated[o.File, typer.Option("--prompt-file", "-f", help="File of a prompt; - is stdin.")] = None,
     batch: Annotated[
-        o.File,
-        typer.Option(help='JSON Lines: {"prompt": ...} or {"messages": [...]}, with or without "max_new_tokens".'),
+        o.File, typer.Option(help='JSON Lines: "prompt" or "messages"; id, seed, temperature, max_new_tokens.')
     ] = None,
     max_batch: Annotated[
         o.Number,
@@ -61,11 +60,12 @@ def generate(
     quiet: o.Quiet = False,
     output: o.OutputPath = None,
     force: o.Force = False,
+    resume: Annotated[bool, o.option(o.OUTPUT, "Go on with a --batch and its -o FILE.jsonl.", "--resume")] = False,
 ) -> None:
     """Continue a prompt and stream the text; a report of what was read follows on stderr.
 
-    Without arguments, the bundled checkpoint answers a question about a long bundled text; full attention
-    and a lossless run follow for comparison.
+    Without arguments, the bundled checkpoint answers a question about a long
+    bundled text; full attention and a lossless run follow for comparison.
 
     For example:
 
@@ -75,16 +75,22 @@ def generate(
 
       sfi generate -f long.txt --model Qwen/Qwen3-0.6B --chat --lossless
 
-      sfi generate --batch prompts.jsonl --max-batch 8 --json
+      sfi generate --batch prompts.jsonl --max-batch 8 -o answers.jsonl
 
       sfi generate -f long.txt --model Qwen/Qwen3-0.6B --trace run --audit 16
     """
+    from sfi_cli.commands.generate.answers import SUFFIX, unanswered
     from sfi_cli.commands.generate.job import run
     from sfi_cli.commands.generate.prompts import read_prompts
     from sfi_cli.loading import Subject
     from sfi_cli.terminal.output import Output
 
     prompts = read_prompts(prompt, prompt_file, batch)
+    if prompts.is_example and model is not None:
+        raise ConfigError("prompt must be given for a --model of your own, got none; add a text, -f FILE, or pipe one")
+    by_line = batch is not None and output is not None and output.suffix == SUFFIX and not json
+    if resume and not by_line:
+        raise ConfigError("--resume must come with --batch and -o FILE.jsonl, without --json")
     settings = given(
         "generate", base=prompts.config, preset=preset, file=config, sets=sets,
         options={
@@ -105,14 +111,17 @@ def generate(
     named = preset or ("example" if example and config is None else "default")
     plain = not (settings.said or preset or config or policy or compare is not None)
     policy = policy or default_policy(lossless=settings.table(EngineOptions).lossless)
-    with Output(output, json=json, force=force, quiet=quiet) as written:
+    with Output(output, json=json, force=force, append=resume, quiet=quiet) as written:
+        if resume and output is not None and not (prompts := unanswered(prompts, output)).lines:
+            written.say(f"{output} has an answer to each line")
+            return
         run(
             written, prompts, Subject.of(settings, model, dtype, device, trust_remote_code), settings,
             policy=policy, preset=named, chat=chat,
             compare=example and policy != "full-kv" if compare is None else compare,
             beside=example and plain, verify=verify, trace=trace, audit=audits,
             sampling=settings.of("sampling"), seed=seed, max_new_tokens=max_new_tokens,
-            max_batch=max_batch,
+            max_batch=max_batch, by_line=by_line,
         )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import typer
 
+from sfi_cli.commands.generate.answers import answer
 from sfi_cli.commands.generate.prompts import Prompts, token_ids
 from sfi_cli.commands.generate.recording import recording
 from sfi_cli.commands.generate.views import plan_line, report_lines
@@ -22,6 +23,8 @@ from sfi_core.settings.audit import AuditConfig
 from sfi_core.settings.engine import EngineOptions
 from sfi_core.settings.policy_names import default_policy
 from sfi_core.settings.sampling import Sampling
+
+ENDED = ("stop", "length")  # reasons of a whole answer
 
 
 def run(
@@ -42,13 +45,15 @@ def run(
     seed: int,
     max_new_tokens: int,
     max_batch: int | None,
+    by_line: bool,
 ) -> None:
     """Load the model, decode, write the text or the document, and report.
 
-    `compare` and `beside` ask for further runs for comparison, under full attention and lossless.
+    `compare` and `beside` ask for further runs for comparison, under full attention and lossless. `by_line` writes each
+    answer as it ends.
     """
     engine = settings.table(EngineOptions)
-    options: dict[str, Any] = {"sampling": Sampling(**sampling), "seed": seed}
+    options: dict[str, Any] = {"sampling": prompts.sampling(Sampling(**sampling)), "seed": prompts.seeds(seed)}
     with BenchProgress(quiet=output.quiet) as progress:
         progress.update(f"loading {subject.name}", 0, 0)
         from sfi_core.models.rotation import check_rotation, pass_rotation
@@ -72,7 +77,10 @@ def run(
         recorder,
     ):
         stream = output if shows else None
-        result = decode(policy, engine, stream=stream, observers=watch, audit=audit)
+        if by_line:
+            output.begin_lines()
+        on_end = partial(_answer, output, prompts) if by_line else None
+        result = decode(policy, engine, stream=stream, observers=watch, audit=audit, on_end=on_end)
         if recorder is not None and (result.interrupted or result.error is not None):
             recorder.close("interrupted" if result.interrupted else str(result.error))
     document = _document(
@@ -88,10 +96,18 @@ def run(
             document["lossless"] = {"policy": f"{drafting}, lossless", **_measured(other)}
         if verify:
             document["verification"] = _verified(model, rows, result, **options)
-    _write(output, document, result.texts, shown=shows)
+    _write(output, document, result.texts, shown=shows or by_line)
+    if by_line:
+        ended = sum(request.finish_reason in ENDED for request in result.report.requests)
+        more = "" if ended == len(rows) else f" of {len(rows):,}; the same command with --resume goes on"
+        output.say(f"Wrote {output.path}, {ended:,} answers{more}")
     _fail(result, document)
     if recorder is not None and recorder.failure is not None:
         raise SfiError(f"trace {trace} must be whole, got {recorder.failure.strerror} before the run's end")
+
+
+def _answer(output: Output, prompts: Prompts, request: int, report: Any, text: str) -> None:
+    output.line(answer(prompts.lines[request], report, text))
 
 
 def _check(name: str, settings: Given, engine: EngineOptions, subject: Subject, *, audited: bool) -> None:
@@ -191,6 +207,9 @@ def _document(
         "device": device,
         "ranks": torchrun.size(),
     }
+    for line, request in zip(prompts.lines, document["requests"], strict=False):
+        if line.id is not None:
+            request["id"] = line.id
     if prompts.expected is not None:
         document["expected"] = prompts.expected
         document["exact_match"] = result.texts[0] == prompts.expected
@@ -209,9 +228,11 @@ def _measured(result: Any) -> dict[str, Any]:
 def _write(output: Output, document: dict[str, Any], texts: list[str], *, shown: bool) -> None:
     if output.json:
         output.document(document)
+    elif shown:
+        pass
     elif len(texts) > 1:
         output.text("".join(f"[{index}] {text.removeprefix(' ')}\n" for index, text in enumerate(texts)))
-    elif not shown:
+    else:
         output.text(f"{texts[0]}\n")
     for line in report_lines(document):
         output.say(line, indent=13)

@@ -1,19 +1,50 @@
 """Prompts from an argument, a file, stdin, a JSON Lines file, or the bundled example."""
 
 import json
-from dataclasses import dataclass
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-from sfi_cli.parsing import read_stdin, read_text
-from sfi_core.errors import ConfigError, InputError
+from sfi_cli.parsing import read_pipe, read_stdin, read_text
+from sfi_core.errors import ConfigError, InputError, unknown
 from sfi_core.generation.prompts import chat_text, text_ids
 from sfi_core.machine.text import parse_json
 from sfi_core.settings.config import SfiConfig
 from sfi_core.settings.fields import LARGEST
+from sfi_core.settings.sampling import Sampling
 
 STDIN = "-"
 Entry = str | list[dict[str, Any]]  # a text, or chat messages
+
+
+def key(name: str | int | None, number: int) -> str:
+    """Return what a line and its answer are matched by: the id, or without one the line's number."""
+    return f"line {number}" if name is None else f"id {name!r}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """A line of a JSON Lines file; what it does not say is None.
+
+    Attributes:
+        number: Of the line in the file, from 1 on.
+        place: Of the prompt among the file's, from 0 on.
+    """
+
+    number: int
+    place: int
+    entry: Entry
+    id: str | int | None = None
+    seed: int | None = None
+    temperature: float | None = None
+    max_new_tokens: int | None = None
+
+    @property
+    def key(self) -> str:
+        """See `key`."""
+        return key(self.id, self.number)
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,18 +54,37 @@ class Prompts:
     Attributes:
         config: The settings to start from: the example's own, else the defaults.
         expected: The right answer, for the bundled example.
-        max_new_tokens: Each prompt's limit, None for a line without one; empty without a JSON Lines file.
+        lines: The lines of a JSON Lines file, one an entry; empty without one.
     """
 
     entries: list[Entry]
     config: SfiConfig
     expected: str | None = None
-    max_new_tokens: tuple[int | None, ...] = ()
+    lines: tuple[Line, ...] = ()
+
+    @classmethod
+    def of_lines(cls, lines: Sequence[Line]) -> Self:
+        """Take the lines of a JSON Lines file."""
+        return cls([line.entry for line in lines], SfiConfig(), lines=tuple(lines))
 
     def limits(self, default: int) -> list[int]:
         """Return each entry's limit of new tokens; `default` for an entry without its own."""
-        own = self.max_new_tokens or (None,) * len(self.entries)
-        return [default if limit is None else limit for limit in own]
+        if not self.lines:
+            return [default] * len(self.entries)
+        return [default if line.max_new_tokens is None else line.max_new_tokens for line in self.lines]
+
+    def sampling(self, default: Sampling) -> Sampling | list[Sampling]:
+        """Return the sampling of all entries, or of each if a line has a temperature of its own."""
+        own = [line.temperature for line in self.lines]
+        if all(temperature is None for temperature in own):
+            return default
+        return [default if one is None else replace(default, temperature=one) for one in own]
+
+    def seeds(self, default: int) -> int | list[int]:
+        """Return the seed of one prompt, or of each line: its own, else `default` plus the line's place."""
+        if not self.lines:
+            return default
+        return [default + line.place if line.seed is None else line.seed for line in self.lines]
 
     @property
     def is_example(self) -> bool:
@@ -43,7 +93,7 @@ class Prompts:
 
 
 def read_prompts(argument: str | None, file: Path | None, batch: Path | None) -> Prompts:
-    """Read the prompts of a command; without a source, the bundled example.
+    """Read the prompts of a command; without a source what stdin was given, or the bundled example.
 
     Raises `ConfigError` for two sources, `InputError` for a file that cannot be read or has a malformed line.
     """
@@ -51,15 +101,13 @@ def read_prompts(argument: str | None, file: Path | None, batch: Path | None) ->
     if len(given) > 1:
         raise ConfigError(f"prompt must have one source, got {len(given)}")
     if batch is not None:
-        lines = _read_batch(batch)
-        entries, limits = [entry for entry, _ in lines], tuple(limit for _, limit in lines)
-        return Prompts(entries, SfiConfig(), max_new_tokens=limits)
-    if not given:
+        return Prompts.of_lines(_read_batch(batch))
+    text = argument
+    if not given and (text := read_pipe() or None) is None:
         from sfi_core.bundled.example import load_example
 
         example = load_example()
         return Prompts([example.prompt], example.config, example.answer)
-    text = argument
     if argument == STDIN or file == Path(STDIN):
         text = read_stdin()
     elif file is not None:
@@ -69,33 +117,54 @@ def read_prompts(argument: str | None, file: Path | None, batch: Path | None) ->
     return Prompts([text], SfiConfig())
 
 
-def _read_batch(path: Path) -> list[tuple[Entry, int | None]]:
-    lines = []
-    for number, line in enumerate(read_text(path, "prompt file").split("\n"), 1):
-        if line.strip():
-            lines.append(_entry(line, f"{path}, line {number}"))
+def _read_batch(path: Path) -> list[Line]:
+    lines: dict[str, Line] = {}
+    for number, text in enumerate(read_text(path, "prompt file").split("\n"), 1):
+        if text.strip():
+            line = _line(text, f"{path}, line {number}", number, len(lines))
+            if (twin := lines.setdefault(line.key, line)) is not line:
+                raise InputError(f"{path}, line {number}: id must be of one line, got that of line {twin.number}")
     if not lines:
         raise InputError(f"batch {path} must have at least one prompt, got none")
-    return lines
+    return list(lines.values())
 
 
-def _entry(line: str, where: str) -> tuple[Entry, int | None]:
-    # the prompt, and the line's limit of new tokens
+def _line(text: str, where: str, number: int, place: int) -> Line:
     try:
-        data = parse_json(line)
+        data = parse_json(text)
     except ValueError as error:
         column = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
         raise InputError(f"{where}: not valid JSON: {column}") from error
-    if isinstance(data, dict):
-        limit = data.get("max_new_tokens")
-        if limit is not None and not (type(limit) is int and 1 <= limit <= LARGEST):
-            raise InputError(f"{where}: max_new_tokens must be a positive number, got {json.dumps(limit)[:60]}")
-        if isinstance(data.get("prompt"), str) and data["prompt"]:
-            return str(data["prompt"]), limit
-        messages = data.get("messages")
-        if isinstance(messages, list) and messages and all(isinstance(m, dict) for m in messages):
-            return messages, limit
-    raise InputError(f'{where}: must hold a non-empty "prompt" or "messages", got {line.strip()[:60]}')
+    sources = [name for name in SOURCES if isinstance(data, dict) and data.get(name)]
+    if len(sources) != 1 or not SOURCES[sources[0]](data[sources[0]]):
+        raise InputError(f'{where}: must hold a non-empty "prompt" or "messages", got {text.strip()[:60]}')
+    for name, value in data.items():
+        if name not in SOURCES and name not in KEYS:
+            raise InputError(f"{where}: {unknown('key', name, (*SOURCES, *KEYS))}")
+        if name in KEYS and value is not None and not KEYS[name][1](value):
+            raise InputError(f"{where}: {name} must be {KEYS[name][0]}, got {json.dumps(value)[:60]}")
+    return Line(
+        number=number, place=place, entry=data[sources[0]],
+        **{name: value for name, value in data.items() if name in KEYS},
+    )  # fmt: skip
+
+
+def _is_chat(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(message, dict) for message in value)
+
+
+def _is_whole(value: Any, least: int) -> bool:
+    return type(value) is int and least <= value <= LARGEST
+
+
+# keys of a line: its prompt, and what else it may say
+SOURCES: dict[str, Callable[[Any], bool]] = {"prompt": lambda value: isinstance(value, str), "messages": _is_chat}
+KEYS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "id": ("a text or a number", lambda value: type(value) in (str, int)),
+    "seed": ("a whole number", lambda value: _is_whole(value, -LARGEST)),
+    "temperature": ("at least 0", lambda value: type(value) in (int, float) and 0 <= value <= sys.float_info.max),
+    "max_new_tokens": ("a positive number", lambda value: _is_whole(value, 1)),
+}
 
 
 def token_ids(entry: Entry, tokenizer: Any, *, chat: bool) -> list[int]:

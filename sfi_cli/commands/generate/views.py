@@ -31,14 +31,14 @@ def report_lines(document: dict[str, Any]) -> list[str]:
     """Sum a generation up: steps, reasons of slow steps, tokens read, speed, memory."""
     lines = [""]
     if "exact_match" in document:
-        verdict = "correct, word for word" if document["exact_match"] else "not the expected one"
-        lines.append(f"answer       {verdict}")
+        lines.append(f"answer       {_verdict(document)}")
     elif document["model"] == "bundled":
         lines.append("note         toy model: it only recalls sentences; for your own text try --model smollm2")
     changed = ", ".join(f"{name} {value}" for name, value in changed_settings(document["config"]).items())
     lines.append(f"settings     preset {document['preset']}" + (f": {changed}" if changed else ""))
     for index, request in enumerate(document["requests"]):
         lines += _request_lines(request, f"request {index}  " if len(document["requests"]) > 1 else "")
+    lines += _short_lines(document)
     if "verification" in document:
         lines.append(_verified_line(document["verification"]))
     lines += _tier_lines(document["kv_tiers"])
@@ -48,6 +48,26 @@ def report_lines(document: dict[str, Any]) -> list[str]:
     if document["not_replayed"]:
         lines.append(f"warning      steps ran one kernel after the other: {document['not_replayed']}")
     return lines
+
+
+def _verdict(document: dict[str, Any]) -> str:
+    if document["exact_match"]:
+        return "correct, word for word"
+    (request,), expected = document["requests"], document["expected"].split()
+    if request["finish_reason"] == "length" and document["expected"].startswith(request["text"]):
+        words = _shared(request["text"].split(), expected)
+        return f"correct so far, {words} of {len(expected)} words; -n allows {len(request['token_ids'])} tokens"
+    return "not the expected one"
+
+
+def _short_lines(document: dict[str, Any]) -> list[str]:
+    # whether no request had a token that a fast step would not read
+    config, requests = document["config"], document["requests"]
+    room = config["sink"] + config["recent"] + config["budget"]
+    longest = max((one["prompt_tokens"] + len(one["token_ids"]) for one in requests), default=room + 1)
+    if document["policy"] == "full-kv" or longest > room:
+        return []
+    return [f"note         up to {room:,} tokens (sink, recent and budget) every step reads all: nothing to gain here"]
 
 
 def fused_lines(fused: dict[str, int], left_alone: dict[str, int]) -> list[str]:
@@ -132,8 +152,7 @@ def _speed_lines(document: dict[str, Any]) -> list[str]:
     rows += [(one["policy"], one) for name in OTHERS if (one := document.get(name)) is not None]
     width = max(12, *(len(name) for name, _ in rows))
     lines = [
-        f"{name:<{width}} prefill {data['prefill_seconds']:.2f} s, decode {data['decode_seconds']:.2f} s"
-        f"{_recording(data)}, {data['steady_tokens_per_second']:,.1f} tokens/s, cache read {_read(data):.1%}, "
+        f"{name:<{width}} prefill {data['prefill_seconds']:.2f} s, {_decoding(data)}"
         f"peak memory {data['peak_memory_bytes'] / 1e6:,.0f} MB"
         for name, data in rows
     ]
@@ -145,6 +164,16 @@ def _speed_lines(document: dict[str, Any]) -> list[str]:
     if document["advice"] is not None:
         lines.append(f"advice       {document['advice']}")
     return lines
+
+
+def _decoding(data: dict[str, Any]) -> str:
+    # "" where no step was decoded after the prompt's
+    rate: float = data["steady_tokens_per_second"]
+    if not rate:
+        return ""
+    return (
+        f"decode {data['decode_seconds']:.2f} s{_recording(data)}, {rate:,.1f} tokens/s, cache read {_read(data):.1%}, "
+    )
 
 
 def _recording(data: dict[str, Any]) -> str:

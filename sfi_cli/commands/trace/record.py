@@ -10,7 +10,7 @@ from sfi_cli.commands.trace.views import report_after
 from sfi_cli.terminal.output import dated_folder
 
 # options of `sfi generate` that `record` sets itself
-ELSEWHERE = ("trace", "output", "compare", "verify")
+ELSEWHERE = ("trace", "output", "resume", "compare", "verify")
 Folder = Annotated[o.File, o.option(o.TRACE, "Folder of the trace.", "--output", "-o", shown="sfi-trace-DATE-TIME")]
 Report = Annotated[
     bool, o.option(o.TRACE, "Write DIR-report.html beside the trace, as sfi trace report does.", "--report")

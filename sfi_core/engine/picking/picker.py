@@ -20,9 +20,14 @@ TOKEN, FINE = range(2)  # rows of `told_2X`: the token, and whether its score is
 
 @dataclass(slots=True)
 class Row:
-    """One request of a picker; `step` is the index of its next token among those that it generates."""
+    """One request of a picker.
+
+    `step` is the index of its next token among those that it generates. `noise` are the seed and the request that
+    name the noise of its draws; None takes the best token.
+    """
 
     request: int
+    noise: tuple[int, int] | None
     step: int = 0
 
 
@@ -47,7 +52,7 @@ class Picker(ABC):
         ahead: Callable[[torch.Tensor], None] | None = None,
     ) -> None:
         """Start with the first token of some requests; without a seed, take the best token."""
-        self.rows = [Row(request) for request in requests]
+        self.rows = [Row(request, None if seed is None else (seed, request)) for request in requests]
         self.ahead = ahead
         self._ranks, self._seed = ranks, seed
 
@@ -121,7 +126,10 @@ class Picker(ABC):
             whole_P = None if self.own_scores else logits_PV.amax(-1).isfinite()
             scores_PV = self.scores(logits_PV, row_X[part], tail[part])
             if key_X is not None:
-                scores_PV = gumbel(key_X[part], scores_PV.shape[1]).add_(scores_PV)
+                noise_PV = gumbel(key_X[part], scores_PV.shape[1])
+                if greedy := [place for place, row in enumerate(row_X[part]) if self.rows[row].noise is None]:
+                    noise_PV[greedy] = 0.0
+                scores_PV = noise_PV.add_(scores_PV)
             token_P = scores_PV.argmax(-1)
             told_2X[TOKEN, part] = token_P
             # NaN counts as the largest, so that the largest score tells of NaN and infinity, also of a sampler's
@@ -130,9 +138,10 @@ class Picker(ABC):
         return self._ranks.settle(told_2X)
 
     def _keys(self, row_X: Sequence[int], index_X: Sequence[int], device: torch.device) -> torch.Tensor | None:
-        if self._seed is None:
+        # None if no row is drawn; a row that is not drawn gets any key
+        if not any(self.rows[row].noise for row in row_X):
             return None
-        keys = [noise_key(self._seed, self.rows[row].request, index) for row, index in zip(row_X, index_X, strict=True)]
+        keys = [noise_key(*(self.rows[row].noise or (0, 0)), at) for row, at in zip(row_X, index_X, strict=True)]
         return sent(torch.tensor(keys), device)
 
     def _check(self, row_X: Sequence[int], index_X: Sequence[int], fine_X: Sequence[int]) -> None:

@@ -8,6 +8,7 @@ import torch
 from benchmarks.train_bundled import build_tokenizer
 from sfi_core import EngineOptions, NullObserver, Sampling, generate
 from sfi_core.errors import ConfigError, InputError, NumericsError
+from sfi_core.generation.verify import verify
 from tests.architectures import SMALL, padded, prompts, tiny
 from tests.fakes import RecordingObserver, break_logits, tokens
 
@@ -49,6 +50,31 @@ def test_stop_token_ends_its_request_and_the_others_go_on(model, expected, stop)
     reasons = [request.finish_reason for request in result.report.requests]
     assert reasons == ["stop" if stop in row else "length" for row in expected]
     assert set(reasons) == {"stop", "length"}
+
+
+@pytest.mark.parametrize("lossless", [False, True])
+def test_a_sampling_and_a_seed_for_each_prompt_give_what_each_gives_alone(model, lossless):
+    samplings = [Sampling(), Sampling(temperature=2.0, repetition_penalty=1.3), Sampling(temperature=0.7)]
+    engine, seeds = EngineOptions(lossless=lossless), [3, 3, 9]
+    drafting = {"engine": engine, "policy": "codescan" if lossless else None}
+    together = run(model, sampling=samplings, seed=seeds, max_batch=2, **drafting)
+    alone = [
+        tokens(run(model, [row], sampling=sampling, seed=seed, **drafting))[0]
+        for row, sampling, seed in zip(ROWS, samplings, seeds, strict=True)
+    ]
+    assert (tokens(together), together.seed) == (alone, seeds)
+    assert verify(model, ROWS, alone, sampling=samplings, seed=seeds).ok >= lossless
+    assert not verify(model, ROWS, alone, sampling=samplings, seed=[4, 5, 6]).ok
+    with pytest.raises(ConfigError, match="seed must be one for all or 3, one a prompt, got 2"):
+        run(model, sampling=samplings, seed=[1, 2])
+
+
+def test_each_completion_is_told_once_as_it_ends(model, expected):
+    ended = []
+    result = run(model, max_new_tokens=[4, 2, 3], max_batch=2, on_end=lambda *one: ended.append(one))
+    assert [request for request, _, _ in ended] == [1, 0, 2]
+    assert [report.token_ids for _, report, _ in sorted(ended, key=lambda one: one[0])] == tokens(result)
+    assert {report.finish_reason for _, report, _ in ended} == {"length"}
 
 
 def test_finished_request_has_no_token_to_show(model, expected, stop):
