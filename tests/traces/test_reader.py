@@ -1,6 +1,7 @@
 """Traces are read whole, also by SQL, or refused by name."""
 
 import json
+from pathlib import Path
 
 import duckdb
 import pytest
@@ -165,3 +166,11 @@ def test_a_query_that_fails_is_one_line_of_duckdbs(trace, sql, words):
     assert str(caught.value).startswith(words)
     assert "\n" not in str(caught.value)
     assert "LINE 1" not in str(caught.value)
+
+
+def test_the_page_names_every_column():
+    page = (Path(__file__).parents[2] / "docs" / "traces.md").read_text(encoding="utf-8")
+    for table, schema in TABLES.items():
+        (row,) = [line for line in page.splitlines() if line.startswith(f"| `{table}` |")]
+        unnamed = [name for name in schema.names if name not in ("request", "step") and f"`{name}`" not in row]
+        assert unnamed == [], table

@@ -11,6 +11,7 @@ from typing import Any, Self
 from sfi_core.machine.versions import versions
 from sfi_core.settings.config import SfiConfig, changed_settings
 from sfi_traces.replay import SCAN, Outcome, Setting
+from sfi_traces.replay.setting import uses
 from sfi_traces.tune.confirmation import Confirmation, stated_errors
 from sfi_traces.tune.front import Candidate, choose, front_of, no_feasible, spread
 from sfi_traces.tune.study import Search
@@ -136,9 +137,10 @@ class Found:
         }
         sets = self.tuning.space.sets
         named = sets.get(chosen.setting.triggers) if chosen.setting.policy == "boundary" else None
+        searched = [name for name in self.tuning.space.axes if uses(chosen.setting.policy, name)]
         return tuned_toml(
             self.config(self.chosen),
-            self.tuning.space.axes,
+            ["trigger_policy", *searched],
             {
                 "command": "sfi tune",
                 "policy": SCAN if chosen.setting.scans else "sfi",
