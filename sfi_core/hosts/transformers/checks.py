@@ -44,14 +44,17 @@ KNOWN = {
 def prompt_tokens(mask: Any, batch: int, new: int, seen: int, *, final: bool) -> list[int]:
     """Count each request's own tokens among the `new` ones of a padded batch.
 
-    Raise `ConfigError` for a mask that is not two-dimensional, or pads elsewhere than on the left, and
-    `InputError` for a prompt of padding only.
+    Raise `ConfigError` for a mask that is not two-dimensional, does not fit the batch, or pads elsewhere than on the
+    left, and `InputError` for a prompt of padding only.
     """
     if mask is None:
         return [new] * batch
     if not isinstance(mask, torch.Tensor) or mask.dim() != 2:  # noqa: PLR2004
         raise ConfigError("attention_mask must be two-dimensional under sfi")
-    mask = mask[:, : seen + new] != 0
+    rows, width = mask.shape
+    if rows not in (1, batch) or width < seen + new:
+        raise ConfigError(f"attention_mask must be {batch} x {seen + new}, a row for each prompt, got {rows} x {width}")
+    mask = (mask[:, : seen + new] != 0).expand(batch, -1)
     if bool((mask[:, :-1] & ~mask[:, 1:]).any()):
         raise ConfigError("attention_mask must pad on the left, got padding inside or on the right")
     if final and not bool(mask[:, -1].all()):

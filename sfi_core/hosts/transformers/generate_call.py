@@ -1,6 +1,7 @@
 """`model.generate` inside a session; in a lossless run sfi's loop decodes (`custom_generate`), with its processors."""
 
 import copy
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from sfi_core.distributed.ranks import Ranks
 from sfi_core.engine.loop import Loop, left_pad
 from sfi_core.engine.picking.picker import Picker
 from sfi_core.engine.picking.tokens_so_far import TokensSoFar
-from sfi_core.errors import ConfigError
+from sfi_core.errors import ConfigError, InputError
 from sfi_core.hosts.transformers.cache import SfiCache
 from sfi_core.hosts.transformers.cache_name import CACHE_NAME, OLD_NAME, cache_in
 from sfi_core.hosts.transformers.checks import check_cache, prompt_tokens, refuse_modes
@@ -104,13 +105,20 @@ def _knows_rows(one: logits_process.LogitsProcessor) -> bool:
 
 def generate_with(session: Session, generate: Callable[..., Any]) -> Callable[..., Any]:
     """Return `model.generate` with our cache, or our loop in a lossless run; `generate` is the model's."""
+    positional = list(inspect.signature(generate).parameters)[2:]
 
-    def generate_with_sfi(inputs: torch.Tensor | None = None, generation_config: Any = None, **kwargs: Any) -> Any:
+    def generate_with_sfi(
+        inputs: torch.Tensor | None = None, generation_config: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        kwargs.update(zip(positional, args, strict=False))
         settings = _settings(session, generation_config, kwargs)
         refuse_modes(settings, kwargs)
         prompt = inputs
         if inputs is None:
             prompt = kwargs.get("input_ids", kwargs.get("inputs_embeds"))
+        if prompt is not None and 0 in prompt.shape[:2]:
+            shape = " x ".join(map(str, prompt.shape[:2]))
+            raise InputError(f"prompts must have at least one token each, got a batch of {shape}")
         length, new = 0 if prompt is None else prompt.shape[1], settings.max_new_tokens
         capacity = length + new if new else settings.max_length
         cache = cache_in(kwargs)
@@ -180,7 +188,7 @@ def lossless_decoding(session: Session, streamer: Any) -> Callable[..., Any]:
         asked = {name for name, value in prepared.items() if value is not None and value is not False}
         if unknown := sorted(asked - PREPARED):
             raise ConfigError(f"arguments of the model must be tokens and a mask in a lossless run, got {unknown[0]}")
-        B, T = input_ids.shape
+        input_ids, (B, T) = input_ids.long(), input_ids.shape
         if streamer is not None and B > 1:
             raise ConfigError(f"prompts must be one with a streamer in a lossless run, got {B}")
         stop_ids, limit = ending(stopping_criteria)

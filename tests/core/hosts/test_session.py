@@ -121,6 +121,37 @@ def test_row_of_nothing_but_padding_is_refused(model):
     assert str(refusal.value) == "prompt 1 must have at least one token, got none"
 
 
+@pytest.mark.parametrize("lossless", [False, True])
+def test_one_mask_for_all_rows_integers_of_32_bits_and_arguments_by_place_run_as_in_transformers(model, lossless):
+    ids, mask = torch.tensor(prompts(20, 20, 20)).int(), torch.ones(1, 20).int()
+    options = {"attention_mask": mask, "max_new_tokens": STEPS}
+    alone = model.generate(ids, None, [Only(range(5, 200))], **options)
+    policy = None if lossless else "full-kv"
+    with slow_fast(model, None, SMALL, policy=policy, engine=EngineOptions(lossless=lossless)):
+        found = model.generate(ids, None, [Only(range(5, 200))], **options)
+    assert torch.equal(found, alone)
+    assert found.dtype == alone.dtype
+
+
+@pytest.mark.parametrize("lossless", [False, True])
+@pytest.mark.parametrize(
+    ("shape", "mask", "message"),
+    [
+        ((1, 30), (1, 20), "attention_mask must be 1 x 30, a row for each prompt, got 1 x 20"),
+        ((3, 9), (2, 9), "attention_mask must be 3 x 9, a row for each prompt, got 2 x 9"),
+        ((1, 0), (1, 0), "prompts must have at least one token each, got a batch of 1 x 0"),
+        ((0, 4), (0, 4), "prompts must have at least one token each, got a batch of 0 x 4"),
+    ],
+)
+def test_mask_or_prompt_of_a_wrong_size_is_refused(model, shape, mask, message, lossless):
+    with (
+        slow_fast(model, None, SMALL, engine=EngineOptions(lossless=lossless)),
+        pytest.raises((ConfigError, InputError)) as refusal,
+    ):
+        model.generate(torch.ones(shape).long(), attention_mask=torch.ones(mask).long(), max_new_tokens=2)
+    assert str(refusal.value) == message
+
+
 def test_mask_of_four_dimensions_is_refused(model):
     with slow_fast(model, None, SMALL) as session, pytest.raises(ConfigError, match="two-dimens"):
         model(input_ids=torch.ones(1, 4).long(), attention_mask=torch.ones(1, 1, 4, 4), **{CACHE_NAME: session.cache()})
