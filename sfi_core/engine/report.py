@@ -7,7 +7,9 @@ from typing import Any, Self
 import torch
 
 from sfi_core.engine.meter import Launches, steady_seconds
+from sfi_core.engine.report_text import run_lines
 from sfi_core.engine.run import Run
+from sfi_core.settings.config import changed_settings
 from sfi_core.settings.engine import DeviceBudget
 from sfi_core.state.request import RequestState
 from sfi_core.state.two_tier import TwoTierStore
@@ -209,6 +211,7 @@ class RunReport:
         not_replayed: Why a device that has CUDA graphs ran decoding steps without them, unless the user asked
             for that; empty otherwise.
         fused: Number of the model's modules that ran as our fused kernels, by class.
+        settings: Those that the policy ran with and that differ from the defaults.
         left_alone: Number of norms, MLPs, attentions and decoder layers that were not fused, by class.
     """
 
@@ -226,6 +229,7 @@ class RunReport:
     recording_seconds: float = 0.0
     compiling_seconds: float = 0.0
     steady_tokens_per_second: float = 0.0
+    settings: dict[str, Any] = field(default_factory=dict, compare=False)
 
     @classmethod
     def of(cls, run: Run) -> Self:
@@ -247,8 +251,13 @@ class RunReport:
             recording_seconds=meter.recording_seconds,
             compiling_seconds=meter.compiling_seconds,
             steady_tokens_per_second=decoded / steady if steady else 0.0,
+            settings=changed_settings(run.policy.config.to_dict()),
         )
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
         return asdict(self)
+
+    def __str__(self) -> str:
+        """Sum the run up, in the lines that close `sfi generate`."""
+        return "\n".join(run_lines(self.to_dict()))

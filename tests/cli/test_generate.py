@@ -13,11 +13,13 @@ from tokenizers.processors import TemplateProcessing
 
 from sfi_cli.app import main
 from sfi_cli.commands.generate.prompts import read_prompts, token_ids
-from sfi_cli.commands.generate.views import fused_lines, report_lines
+from sfi_cli.commands.generate.views import report_lines
+from sfi_core import generate
 from sfi_core.bundled.example import load_example
+from sfi_core.engine.report_text import fused_lines
 from sfi_core.errors import ConfigError, InputError
 from sfi_core.models.linear import ENGINES
-from sfi_core.models.load import BUNDLED, load_tokenizer
+from sfi_core.models.load import BUNDLED, load, load_tokenizer
 from sfi_core.settings.config import SfiConfig, read_toml
 from tests.cli.trace_commands import sfi as inside
 from tests.small_example import small_example
@@ -497,6 +499,18 @@ def test_a_run_whose_steps_were_not_replayed_ends_with_a_warning():
     both = report_lines({**document, "comparison": full, "lossless": lossless})
     assert "compiled     9.0 s for this processor, once; in no time above" in both
     assert "speed        quest 3.00, codescan, lossless 0.50 times full-kv's, each measured once" in both
+
+
+def test_a_report_prints_in_python_what_closes_the_command():
+    arguments = ("--budget", "16", "--recent", "8", "-n", "6", "--set", "t_max=2")
+    _, _, stderr = inside("generate", PROMPT, *arguments, "--device", "cpu")
+    model, tokenizer = load()
+    config = SfiConfig(budget=16, recent=8, t_max=2)
+    lines = str(generate(model, tokenizer, [PROMPT], config, max_new_tokens=6).report).splitlines()
+    assert lines[0] == "settings     preset default: recent 8, budget 16, t_max 2"
+    assert [line.split("  ")[0] for line in lines[1:4]] == ["tokens", "slow steps", "cache read"]
+    assert set(lines[:4]) <= set(stderr.splitlines())
+    assert re.fullmatch(r"run {10}prefill .* s, decode .* s, .* tokens/s, cache read .*%", lines[4])
 
 
 def test_the_closing_report_names_the_classes_that_ran_fused_and_the_others():

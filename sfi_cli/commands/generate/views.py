@@ -4,12 +4,18 @@ from collections.abc import Sequence
 from itertools import takewhile
 from typing import Any
 
+from sfi_core.engine.report_text import (
+    compiled_lines,
+    fused_lines,
+    launch_lines,
+    request_lines,
+    settings_line,
+    speed_words,
+    tier_lines,
+)
 from sfi_core.settings.config import changed_settings
-from sfi_traces.views.table import read_words
 
 AROUND = 60  # characters shown before and after the first other token
-COMPILED = 0.05  # seconds; less is not told
-NOTED = 0.05  # of the time of decoding; recording that takes less is not told
 OTHERS = ("comparison", "lossless")  # runs for comparison
 
 
@@ -34,20 +40,15 @@ def report_lines(document: dict[str, Any]) -> list[str]:
         lines.append(f"answer       {_verdict(document)}")
     elif document["model"] == "bundled":
         lines.append("note         toy model: it only recalls sentences; for your own text try --model smollm2")
-    changed = ", ".join(f"{name} {value}" for name, value in changed_settings(document["config"]).items())
-    lines.append(f"settings     preset {document['preset']}" + (f": {changed}" if changed else ""))
-    for index, request in enumerate(document["requests"]):
-        lines += _request_lines(request, f"request {index}  " if len(document["requests"]) > 1 else "")
+    lines.append(settings_line(changed_settings(document["config"]), document["preset"]))
+    lines += request_lines(document["requests"])
     lines += _short_lines(document)
     if "verification" in document:
         lines.append(_verified_line(document["verification"]))
-    lines += _tier_lines(document["kv_tiers"])
+    lines += tier_lines(document["kv_tiers"])
     lines += fused_lines(document["fused"], document["left_alone"])
     lines += _speed_lines(document)
-    lines += _launch_lines(document["paths"])
-    if document["not_replayed"]:
-        lines.append(f"warning      steps ran one kernel after the other: {document['not_replayed']}")
-    return lines
+    return lines + launch_lines(document["paths"], document["not_replayed"])
 
 
 def _verdict(document: dict[str, Any]) -> str:
@@ -70,54 +71,6 @@ def _short_lines(document: dict[str, Any]) -> list[str]:
     return [f"note         up to {room:,} tokens (sink, recent and budget) every step reads all: nothing to gain here"]
 
 
-def fused_lines(fused: dict[str, int], left_alone: dict[str, int]) -> list[str]:
-    """Count by class the modules that ran fused and those that did not; [] without fusion."""
-    told = []
-    for name, modules in (("fused", fused), ("left alone", left_alone)):
-        counts = ", ".join(f"{kind} x {count}" for kind, count in modules.items())
-        told += [f"{name:<13}{counts}"] if modules else []
-    return told
-
-
-def _launch_lines(paths: dict[str, int]) -> list[str]:
-    # [] if no step was replayed
-    replayed, eager = (paths.get(f"graph.{how}", 0) for how in ("replay", "eager"))
-    if not replayed:
-        return []
-    return [f"steps        {replayed:,} replayed as CUDA graphs, {eager:,} one kernel after the other"]
-
-
-def _request_lines(request: dict[str, Any], prefix: str) -> list[str]:
-    slow, fast = request["slow_steps"], request["fast_steps"]
-    reasons = ", ".join(f"{count} {name}" for name, count in request["reasons"].items())
-    steps = " ".join(str(step) for step in request["slow_at"][:16])
-    more = " ..." if slow > 16 else ""  # noqa: PLR2004
-    # the mean of the steps' contexts, which grow
-    context = request["mean_attended_tokens"] / (request["read_ratio"] or 1)
-    counts = f"{request['prompt_tokens']:,} prompt, {len(request['token_ids']):,} generated"
-    each = "step" if request["lossless"] is None else "token given"
-    tokens = request["mean_attended_tokens"] + request["mean_selection_tokens"]
-    share = read_words(*(request[f"{name}_ratio"] for name in ("cache_read", "read", "selection")))
-    lines = [
-        f"{prefix}tokens       {counts}, ended by {request['finish_reason']}",
-        f"{prefix}slow steps   {slow} of {slow + fast} ({reasons}), at {steps}{more}",
-        *[f"{prefix}cache read   {tokens:,.0f} of {context:,.0f} tokens a {each} ({share})"] * (context > 0),
-    ]
-    if request["lossless"] is not None:
-        lines.append(prefix + _draft_line(request["lossless"]))
-    if request["queued_seconds"]:
-        times = (f"{name} {request[f'{name}_seconds']:.2f} s" for name in ("prefill", "decode"))
-        lines.append(f"{prefix}time         waited {request['queued_seconds']:.2f} s, {', '.join(times)}")
-    return lines
-
-
-def _draft_line(lossless: dict[str, Any]) -> str:
-    accepted, drafted, passes = (lossless[name] for name in ("accepted", "drafted", "verifications"))
-    kept = f"{accepted:,} of {drafted:,} drafted tokens kept"
-    a_token = f"{lossless['passes_per_token']:.2f} passes a token"
-    return f"lossless     {passes:,} verifications, {kept}, {a_token}"
-
-
 def _verified_line(found: dict[str, Any]) -> str:
     if "error" in found:
         return f"verified     nothing: {found['error']}"
@@ -133,52 +86,20 @@ def _verified_line(found: dict[str, Any]) -> str:
     return f"verified     {same}, {ties:,} near ties{first}"
 
 
-def _tier_lines(tiers: dict[str, Any] | None) -> list[str]:
-    if tiers is None:
-        return []
-    device, allowed, host, recalled = (
-        f"{tiers[name] / 1e6:,.1f} MB"
-        for name in ("device_bytes", "allowed_bytes", "host_bytes", "recalled_bytes_per_step")
-    )
-    waited = f"waited {tiers['recall_seconds']:.2f} s for them"
-    return [
-        f"KV cache     {device} of {allowed} on the device, {host} in host memory",
-        f"recalled     {recalled} a step, {waited}",
-    ]
-
-
 def _speed_lines(document: dict[str, Any]) -> list[str]:
     rows = [(document["policy"] + ", lossless" * document["is_lossless"], document)]
     rows += [(one["policy"], one) for name in OTHERS if (one := document.get(name)) is not None]
     width = max(12, *(len(name) for name, _ in rows))
     lines = [
-        f"{name:<{width}} prefill {data['prefill_seconds']:.2f} s, {_decoding(data)}"
-        f"peak memory {data['peak_memory_bytes'] / 1e6:,.0f} MB"
+        f"{name:<{width}} {speed_words(data)}, peak memory {data['peak_memory_bytes'] / 1e6:,.0f} MB"
         for name, data in rows
     ]
-    compiled = sum(data["compiling_seconds"] for _, data in rows)
-    if compiled > COMPILED:
-        lines.append(f"compiled     {compiled:.1f} s for this processor, once; in no time above")
+    lines += compiled_lines(sum(data["compiling_seconds"] for _, data in rows))
     if "comparison" in document:
         lines += _compared(rows, document["comparison"])
     if document["advice"] is not None:
         lines.append(f"advice       {document['advice']}")
     return lines
-
-
-def _decoding(data: dict[str, Any]) -> str:
-    # "" where no step was decoded after the prompt's
-    rate: float = data["steady_tokens_per_second"]
-    if not rate:
-        return ""
-    return (
-        f"decode {data['decode_seconds']:.2f} s{_recording(data)}, {rate:,.1f} tokens/s, cache read {_read(data):.1%}, "
-    )
-
-
-def _recording(data: dict[str, Any]) -> str:
-    seconds: float = data["recording_seconds"]
-    return f" ({seconds:.2f} s of it to record CUDA graphs, once)" if seconds > NOTED * data["decode_seconds"] else ""
 
 
 def _compared(rows: list[tuple[str, dict[str, Any]]], full: dict[str, Any]) -> list[str]:
@@ -224,13 +145,3 @@ def _shared(one: Sequence[Any], other: Sequence[Any]) -> int:
 
 def _tokens(data: dict[str, Any]) -> list[list[int]]:
     return [request["token_ids"] for request in data["requests"]]
-
-
-def _read(data: dict[str, Any]) -> float:
-    # what all requests' steps read over what full attention reads in them
-    read = context = 0.0
-    for request in data["requests"]:
-        attended = request["mean_attended_tokens"] * (len(request["token_ids"]) - 1)
-        context += attended / request["read_ratio"]
-        read += attended / request["read_ratio"] * request["cache_read_ratio"]
-    return read / context if context else 1.0

@@ -4,20 +4,9 @@ from collections.abc import Iterator
 from functools import partial
 from typing import NamedTuple
 
+from sfi_core.engine.report_text import read_words
 from sfi_traces.health import problems
-from sfi_traces.views.table import (
-    Columns,
-    Row,
-    Table,
-    count,
-    dense_words,
-    duration,
-    number,
-    percent,
-    plural,
-    quoted,
-    read_words,
-)
+from sfi_traces.views.table import Columns, Row, Table, count, dense_words, duration, number, percent, plural, quoted
 
 SECTIONS = (  # of the summary, without those that have figures in the report
     "run", "steps", "lossless", "triggers", "stability", "audit", "logits", "disagreements", "selections",

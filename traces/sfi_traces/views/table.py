@@ -55,12 +55,6 @@ def percent(value: float | None, digits: int = 1) -> str:
     return "-" if value is None else f"{value:.{digits}%}"
 
 
-def read_words(cache_read: float, attended: float, chosen: float | None) -> str:
-    """Say which share of the cache was read, and both parts of it where choosing read some."""
-    parts = f": {percent(attended)} attended, {percent(chosen)} to choose" if chosen else ""
-    return percent(cache_read) + parts
-
-
 def ratio(value: float | None) -> str:
     """Write a factor; a dash for None."""
     return "-" if value is None else f"{value:.2f}x"

@@ -1,0 +1,138 @@
+"""A run's report as lines of text, from the plain values of `RunReport.to_dict`."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+COMPILED = 0.05  # seconds of compilation; less is not told
+NOTED = 0.05  # of the time of decoding; recording that takes less is not told
+
+
+def run_lines(report: Mapping[str, Any]) -> list[str]:
+    """Sum a run up: settings, requests, memory, times, and how steps were launched."""
+    return [
+        settings_line(report["settings"], "default"),
+        *request_lines(report["requests"]),
+        *tier_lines(report["kv_tiers"]),
+        *fused_lines(report["fused"], report["left_alone"]),
+        f"run          {speed_words(report)}",
+        *compiled_lines(report["compiling_seconds"]),
+        *launch_lines(report["paths"], report["not_replayed"]),
+    ]
+
+
+def settings_line(changed: Mapping[str, Any], preset: str) -> str:
+    """Name a preset and the settings that differ from the defaults."""
+    words = ", ".join(f"{name} {value}" for name, value in changed.items())
+    return f"settings     preset {preset}" + (f": {words}" if words else "")
+
+
+def request_lines(requests: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Say of each request its tokens, slow steps, reads, drafts and, if it waited, times."""
+    several = len(requests) > 1
+    return [
+        line
+        for index, request in enumerate(requests)
+        for line in _request_lines(request, f"request {index}  " if several else "")
+    ]
+
+
+def tier_lines(tiers: Mapping[str, Any] | None) -> list[str]:
+    """Say where keys and values lay under a device budget; [] without one."""
+    if tiers is None:
+        return []
+    device, allowed, host, recalled = (
+        f"{tiers[name] / 1e6:,.1f} MB"
+        for name in ("device_bytes", "allowed_bytes", "host_bytes", "recalled_bytes_per_step")
+    )
+    waited = f"waited {tiers['recall_seconds']:.2f} s for them"
+    return [
+        f"KV cache     {device} of {allowed} on the device, {host} in host memory",
+        f"recalled     {recalled} a step, {waited}",
+    ]
+
+
+def fused_lines(fused: Mapping[str, int], left_alone: Mapping[str, int]) -> list[str]:
+    """Count by class the modules that ran fused and those that did not; [] without fusion."""
+    told = []
+    for name, modules in (("fused", fused), ("left alone", left_alone)):
+        counts = ", ".join(f"{kind} x {count}" for kind, count in modules.items())
+        told += [f"{name:<13}{counts}"] if modules else []
+    return told
+
+
+def speed_words(report: Mapping[str, Any]) -> str:
+    """Say the times of prompts and decoding, tokens/s of steady steps and what was read, if a step was decoded."""
+    prefill, rate = f"prefill {report['prefill_seconds']:.2f} s", report["steady_tokens_per_second"]
+    if not rate:
+        return prefill
+    seconds, decoding = report["recording_seconds"], report["decode_seconds"]
+    recording = f" ({seconds:.2f} s of it to record CUDA graphs, once)" if seconds > NOTED * decoding else ""
+    read = f"cache read {_read(report['requests']):.1%}"
+    return f"{prefill}, decode {decoding:.2f} s{recording}, {rate:,.1f} tokens/s, {read}"
+
+
+def compiled_lines(seconds: float) -> list[str]:
+    """Say how long numba compiled; [] if it did not."""
+    return [f"compiled     {seconds:.1f} s for this processor, once; in no time above"] if seconds > COMPILED else []
+
+
+def launch_lines(paths: Mapping[str, int], not_replayed: str) -> list[str]:
+    """Count the steps replayed as CUDA graphs; say why steps were not that should have been."""
+    replayed, eager = (paths.get(f"graph.{how}", 0) for how in ("replay", "eager"))
+    lines = (
+        [f"steps        {replayed:,} replayed as CUDA graphs, {eager:,} one kernel after the other"] if replayed else []
+    )
+    if not_replayed:
+        lines.append(f"warning      steps ran one kernel after the other: {not_replayed}")
+    return lines
+
+
+def read_words(cache_read: float | None, attended: float | None, chosen: float | None) -> str:
+    """Say which share of the cache was read, and both parts of it where choosing read some."""
+    parts = f": {_percent(attended)} attended, {_percent(chosen)} to choose" if chosen else ""
+    return _percent(cache_read) + parts
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.1%}"
+
+
+def _request_lines(request: Mapping[str, Any], prefix: str) -> list[str]:
+    slow, fast = request["slow_steps"], request["fast_steps"]
+    reasons = ", ".join(f"{count} {name}" for name, count in request["reasons"].items())
+    steps = " ".join(str(step) for step in request["slow_at"][:16])
+    more = " ..." if slow > 16 else ""  # noqa: PLR2004
+    # the mean of the steps' contexts, which grow
+    context = request["mean_attended_tokens"] / (request["read_ratio"] or 1)
+    counts = f"{request['prompt_tokens']:,} prompt, {len(request['token_ids']):,} generated"
+    each = "step" if request["lossless"] is None else "token given"
+    tokens = request["mean_attended_tokens"] + request["mean_selection_tokens"]
+    share = read_words(*(request[f"{name}_ratio"] for name in ("cache_read", "read", "selection")))
+    lines = [
+        f"{prefix}tokens       {counts}, ended by {request['finish_reason']}",
+        f"{prefix}slow steps   {slow} of {slow + fast} ({reasons}), at {steps}{more}",
+        *[f"{prefix}cache read   {tokens:,.0f} of {context:,.0f} tokens a {each} ({share})"] * (context > 0),
+    ]
+    if request["lossless"] is not None:
+        lines.append(prefix + _draft_line(request["lossless"]))
+    if request["queued_seconds"]:
+        times = (f"{name} {request[f'{name}_seconds']:.2f} s" for name in ("prefill", "decode"))
+        lines.append(f"{prefix}time         waited {request['queued_seconds']:.2f} s, {', '.join(times)}")
+    return lines
+
+
+def _draft_line(lossless: Mapping[str, Any]) -> str:
+    accepted, drafted, passes = (lossless[name] for name in ("accepted", "drafted", "verifications"))
+    kept = f"{accepted:,} of {drafted:,} drafted tokens kept"
+    a_token = f"{lossless['passes_per_token']:.2f} passes a token"
+    return f"lossless     {passes:,} verifications, {kept}, {a_token}"
+
+
+def _read(requests: Sequence[Mapping[str, Any]]) -> float:
+    # what all requests' steps read over what full attention reads in them
+    read = context = 0.0
+    for request in requests:
+        attended = request["mean_attended_tokens"] * (len(request["token_ids"]) - 1)
+        context += attended / request["read_ratio"]
+        read += attended / request["read_ratio"] * request["cache_read_ratio"]
+    return read / context if context else 1.0
