@@ -157,7 +157,7 @@ def test_a_step_of_codescan_reads_the_best_of_its_own_support(trace, recorded):
             unit = 2 * row["layer"] + row["head"]
             assert found.lower_NU[row["step"], unit] == pytest.approx(expected, abs=1e-6)
             assert found.upper_NU[row["step"], unit] >= expected - 1e-6
-    choosing = choosing_tokens(PROMPT + 5, MODEL["layers"][0]["key_width"])
+    choosing = choosing_tokens(PROMPT + 5, MODEL["layers"][0]["key_width"]) + 1  # the pseudo token's value
     assert found.attended_N[5] == pytest.approx(4 + 6 + 16 + choosing)
     assert np.isnan(found.overlap_NU).all()
     whole = [one.strongest(TOP) for one in recorded]

@@ -97,11 +97,16 @@ def test_a_selection_of_fewer_positions_than_the_budget_is_counted_as_it_is(inst
         report = generate(tiny("llama"), None, prompts(90, 61), config, observers=[heard], **options).report
         fast = [one for one in heard.steps if one.reason == "" and (one.drafted or not lossless)]
         assert fast
-        layers = len(heard.runs[0].model["layers"])
+        model = heard.runs[0].model["layers"]
+        layers = len(model)
+        row_bytes = sum(one["heads"] * (one["key_width"] + one["value_width"]) * one["itemsize"] for one in model)
         for one in fast:
             recent = 8 if policy == "always" else one.position + 1 - start(heard, one)
             sparse = 2 + 2.5 + recent
             assert one.attended_tokens == (one.context_tokens + (layers - 1) * sparse) / layers
+            mates = [other for other in fast if other.batch_step == one.batch_step]
+            if not lossless and len(mates) == one.fast_requests == 2:
+                assert one.moved_bytes == round(row_bytes * sum(mate.attended_tokens for mate in mates))
         for request in report.requests if not lossless else ():
             read = [one for one in heard.steps if one.request == report.requests.index(request) and one.step]
             assert request.mean_attended_tokens == pytest.approx(sum(one.attended_tokens for one in read) / len(read))

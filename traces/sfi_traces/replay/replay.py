@@ -75,7 +75,7 @@ def metrics(
         head_U=supports.head_U,
         reasons=reasons,
         length_N=supports.length_N,
-        attended_N=attended_N + chosen_N,
+        attended_N=attended_N + np.asarray(model.mean_attended(0, chosen_N)),
         **dict(zip(("lower_NU", "upper_NU", "overlap_NU"), kept, strict=True)),
         bytes_N=memory.bytes_read(model) + model.row_bytes * chosen_N,
         dense_bytes_N=np.asarray(model.dense(supports.length_N)),
@@ -86,7 +86,8 @@ def _to_choose(supports: Supports, setting: Setting, memory: Memory) -> npt.NDAr
     # what codescan reads to choose: nothing where it attends to all candidates
     width = max(layer["key_width"] or 0 for layer in supports.model["layers"])
     chooses_N = ~memory.slow_N & (memory.start_N - memory.sink > setting.config.budget) & setting.scans
-    tokens_N = [choosing_tokens(length, width) for length in supports.length_N.tolist()]
+    pseudo = bool(setting.config.codescan.rest)
+    tokens_N = [choosing_tokens(length, width) + pseudo for length in supports.length_N.tolist()]
     return np.where(chooses_N, tokens_N, 0.0)
 
 
