@@ -38,7 +38,10 @@ def test_steps_by_reason_and_what_they_read(sparse):
     assert found["read_ratio"] == pytest.approx(sum(read) / sum(row["context_tokens"] for row in later))
     # what choosing read is a null column, as in traces of older versions
     assert (found["selection_ratio"], found["mean_selection_tokens"]) == (None, None)
-    assert (found["cache_read_ratio"], found["fast_cache_read_ratio"]) == (found["read_ratio"], found["fast_read_ratio"])
+    assert (found["cache_read_ratio"], found["fast_cache_read_ratio"]) == (
+        found["read_ratio"],
+        found["fast_read_ratio"],
+    )
     assert found["fast_read_ratio"] == pytest.approx(
         sum(row["attended_tokens"] for row in fast) / sum(row["context_tokens"] for row in fast)
     )

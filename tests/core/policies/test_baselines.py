@@ -179,6 +179,9 @@ def test_quest_and_the_oracle_say_what_choosing_reads(tiny_model: Any):
         request = run(tiny_model, policy).requests[0]
         assert request.selection_ratio == pytest.approx(share)
         assert request.stored_ratio == 1
+        half = run(tiny_model, policy, CONFIG.replace(dense_layers=(0,))).requests[0]  # nothing is chosen there
+        assert half.selection_ratio == pytest.approx(share / 2)
+        assert half.cache_read_ratio == half.read_ratio + half.selection_ratio
 
 
 def test_a_method_that_evicts_stores_what_it_reads(tiny_model: Any):
