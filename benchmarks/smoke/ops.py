@@ -3,8 +3,6 @@
 from itertools import chain
 from typing import Any
 
-import torch
-
 from benchmarks.smoke.journal import Journal
 from benchmarks.smoke.plan import Plan
 from sfi_core.measure.bench.bench import release
