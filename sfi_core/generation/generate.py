@@ -22,7 +22,7 @@ from sfi_core.hosts.transformers.generate_call import stop_tokens
 from sfi_core.hosts.transformers.lossless import together
 from sfi_core.hosts.transformers.replays import records_steps
 from sfi_core.hosts.transformers.session import Session
-from sfi_core.hosts.transformers.slow_fast import slow_fast
+from sfi_core.hosts.transformers.slow_fast import session_on
 from sfi_core.machine.memory import peak_bytes, reset_peak
 from sfi_core.models.memory_need import Forecast
 from sfi_core.observers.observer import Observer
@@ -136,7 +136,7 @@ def generate(
     with (
         torch.inference_mode(),
         main_stream(model.device, overlap=engine.overlap),
-        slow_fast(model, tokenizer, config, engine=engine, **how) as session,
+        session_on(model, tokenizer, config, engine=engine, **how) as session,
     ):
         session.ranks.check_same(
             {

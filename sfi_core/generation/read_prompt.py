@@ -11,7 +11,7 @@ from sfi_core.engine.shared_prompt import SharedPrompt
 from sfi_core.generation.prompts import Prompts, check_prompts, encode
 from sfi_core.hosts.transformers.cache import SfiLayer
 from sfi_core.hosts.transformers.decoder import Decoder
-from sfi_core.hosts.transformers.slow_fast import slow_fast
+from sfi_core.hosts.transformers.slow_fast import session_on
 from sfi_core.models.memory_need import check_fits
 from sfi_core.settings.config import SfiConfig
 from sfi_core.settings.engine import DEFAULTS, EngineOptions
@@ -43,7 +43,7 @@ def read_prompt(
     keeper = PromptQueries(window)
     config = SfiConfig(trigger_policy="never")
     plain, chunk = EngineOptions(backend=engine.backend), engine.prefill_chunk
-    with slow_fast(model, tokenizer, config, policy="full-kv", engine=plain, page_size=page_size) as session:
+    with session_on(model, tokenizer, config, policy="full-kv", engine=plain, page_size=page_size) as session:
         check_fits(session.forecast(B, T, capacity, chunk), model.device)
         decoder = Decoder(
             session=session, ids_BT=ids_BT, mask_BT=mask_BT, capacity=capacity, chunk=chunk, watchers=(keeper,),

@@ -46,8 +46,7 @@ class SyntheticPrompt:
         hosted = session.cache().layers
         read = hosted
         if any(shape.state_bytes for shape in shapes):
-            with session.planned():
-                read = cached_layers(model, len(self.contexts))
+            read = cached_layers(model, len(self.contexts))
         for index, shape in enumerate(shapes):
             if shape.window is None:
                 query = self._queries(session, index, shape)

@@ -1,9 +1,13 @@
-"""PyTorch's threads for small work on the CPU."""
+"""Threads: PyTorch's own for small work on the CPU, and those whose forward passes sfi runs."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
+
+# A model's changed modules compute as its own ones do where this is False: in other threads, which sfi does not serve.
+served: ContextVar[bool] = ContextVar("served", default=False)
 
 # One core reads this much in the time of a step's Python: below it more threads save nothing. And
 # where other processes hold a core, every operation waits for the thread that has to share it.
@@ -22,3 +26,13 @@ def one_thread(*, wanted: bool) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
+
+
+@contextmanager
+def serving() -> Iterator[None]:
+    """Let this thread's forward passes take the modules that sfi has changed."""
+    before = served.set(True)
+    try:
+        yield
+    finally:
+        served.reset(before)

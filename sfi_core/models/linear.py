@@ -20,6 +20,7 @@ from torch.nn.functional import linear
 from sfi_core.distributed.ranks import ranks_of
 from sfi_core.errors import BackendError
 from sfi_core.machine.private import multiplies_natively, without_onednn
+from sfi_core.machine.threads import served, serving
 from sfi_kernels.compiled import why_not
 
 LARGE = 1 << 16  # weights from which on a compiled product of one row pays
@@ -35,7 +36,7 @@ class RowLinear(torch.nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - the base's name
         """Return `input` @ weight.T + bias, [..., N]."""
-        if input.numel() != self.in_features:
+        if input.numel() != self.in_features or not served.get():
             return super().forward(input)
         if self.weight.dtype != torch.float32:
             with without_onednn():
@@ -51,7 +52,7 @@ class WideLinear(torch.nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - the base's name
         """Return `input` @ weight.T + bias, [..., N], in the input's dtype."""
-        if input.numel() < WIDE_ROWS * self.in_features:
+        if input.numel() < WIDE_ROWS * self.in_features or not served.get():
             return super().forward(input)
         wide, outs = input.float(), []
         for start in range(0, self.out_features, WIDE_FEATURES):
@@ -104,12 +105,13 @@ def crawls(dtype: torch.dtype) -> bool:
 
 @contextmanager
 def quick_linears(model: Any) -> Iterator[None]:
-    """Inside, let a model's `Linear` layers multiply in another way where that is faster."""
+    """Inside, let a model's `Linear` layers multiply in another way where that is faster, for this thread."""
     changed = [] if ranks_of(model).size > 1 else [(m, kind) for m in _linears(model) if (kind := _quicker(m))]
     for module, kind in changed:
         module.__class__ = kind
     try:
-        yield
+        with serving():
+            yield
     finally:
         for module, _ in changed:
             module.__class__ = torch.nn.Linear

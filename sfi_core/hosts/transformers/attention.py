@@ -1,4 +1,4 @@
-"""Plug sfi into transformers: an attention function, a mask function, and a `Cache`.
+"""The attention of a pass under sfi; `routing` is how a model gets to it.
 
 A layer calls `Cache.update(keys, values)`, then the attention function with the result. `SfiLayer.update`
 returns the new keys unchanged; `sfi_attention` stores them, heads expanded, in the run's pages. A layer whose
@@ -8,19 +8,14 @@ keys never arrive is refused: it would run dense without a word.
 from typing import Any
 
 import torch
-from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
 
 from sfi_core.distributed.ranks import local
 from sfi_core.engine.backends.registry import attend
 from sfi_core.errors import UnsupportedModelError
-from sfi_core.hosts.transformers.cache import Seam
-from sfi_core.hosts.transformers.checks import check_supported
-from sfi_core.machine.private import attention_implementation
+from sfi_core.hosts.transformers.cache import under_way
 from sfi_kernels.partial_attention import combine, partial_attention
 
-NAME = "sfi"
 HANDLED = {"softcap", "s_aux", "sliding_window", "is_causal"}
 KNOWN = HANDLED | {  # the others do not change the attention of a decoder
     "position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states",
@@ -38,13 +33,12 @@ def sfi_attention(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend under the run's plan; layers and calls outside a run attend as without sfi.
+    """Attend under the run's plan; layers that sfi does not manage attend as without sfi.
 
     Arguments are transformers': query [B, H*G, T, D], key and value as `Cache.update` returned them. Returns
     the output, [B, T, H*G, E], and no weights.
     """
-    seam: Seam | None = getattr(module, "sfi_seam", None)
-    cache = None if seam is None else seam.cache
+    cache = under_way.get() if hasattr(module, "layer_idx") else None
     managed = None if cache is None else cache.attending(module)
     _refuse_unknown(module, kwargs, managed=managed is not None)
     if managed is not None and attention_mask is not None:
@@ -106,71 +100,3 @@ def _refuse_unknown(module: torch.nn.Module, kwargs: dict[str, Any], *, managed:
         )
     if kwargs.get("is_causal") is False:
         raise UnsupportedModelError(f"{type(module).__name__} attends in both directions")
-
-
-def install(model: PreTrainedModel, seam: Seam) -> str:
-    """Route a model's attention through sfi; return its attention implementation, for `uninstall`.
-
-    Raise `UnsupportedModelError` for an architecture that cannot run under SFI.
-    """
-    check_supported(model)
-    AttentionInterface.register(NAME, sfi_attention)
-    # without a mask function sliding windows would ignore padding silently
-    AttentionMaskInterface.register(NAME, sfi_mask)
-    previous = attention_implementation(model.config)
-    model.set_attn_implementation(NAME)
-    if attention_implementation(model.config.get_text_config(decoder=True)) != NAME:
-        model.set_attn_implementation(previous)
-        raise UnsupportedModelError(f"{type(model).__name__} does not use transformers' attention interface")
-    for module in model.modules():
-        if hasattr(module, "layer_idx"):
-            module.sfi_seam = seam
-    watch(model, seam)
-    return previous
-
-
-def uninstall(model: PreTrainedModel, previous: str) -> None:
-    """Give a model its own attention back."""
-    forget(model)
-    for module in model.modules():
-        module.__dict__.pop("sfi_seam", None)
-    model.set_attn_implementation(previous)
-
-
-# by the identity of the configs that the model's parts hold: all that transformers tells a mask function
-_seams: dict[int, Seam] = {}
-
-
-def sfi_mask(*args: Any, config: Any = None, **kwargs: Any) -> torch.Tensor | None:
-    """Make the mask for a layer's attention; arguments are those of transformers' `sdpa_mask`.
-
-    Return None for the full-attention layers of a run: a request's tokens are those in its pages, and a mask
-    would take [B, 1, T, T] bytes that nobody reads. For sliding windows and calls outside a run, return
-    `sdpa_mask`'s mask, [B, 1, T, S] bool or None; so too for a function of the model's own that is not the causal
-    one on this text, as where Gemma sees all of an image, which `sfi_attention` refuses.
-    """
-    seam = _seams.get(id(config))
-    plain = kwargs.get("mask_function", causal_mask_function) is causal_mask_function
-    runs = seam is not None and seam.cache is not None
-    if plain and runs:
-        return None
-    mask: torch.Tensor | None = sdpa_mask(*args, config=config, **kwargs)
-    if runs and mask is not None and kwargs.get("local_size") is None:
-        causal = sdpa_mask(*args, config=config, **{**kwargs, "mask_function": causal_mask_function})
-        return None if causal is not None and torch.equal(mask, causal) else mask
-    return mask
-
-
-def watch(model: PreTrainedModel, seam: Seam) -> None:
-    """Let a model's masks depend on whether its seam has a cache."""
-    _seams.update(dict.fromkeys(_configs(model), seam))
-
-
-def forget(model: PreTrainedModel) -> None:
-    """Give a model its own masks back."""
-    for config in _configs(model):
-        _seams.pop(config, None)
-
-
-def _configs(model: PreTrainedModel) -> set[int]:
-    return {id(module.config) for module in model.modules() if hasattr(module, "config")}

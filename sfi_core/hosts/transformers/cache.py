@@ -1,6 +1,8 @@
 """transformers' view of a run: the `Cache` and its layers."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -159,7 +161,11 @@ class SfiCache(Cache):
     padded tokens of the prompts, when known: a piece that ends before them is not step 0. `stop_ids` end a
     request. `requests` counts those that wait for a row too, None for those of the batch; `generated` are the
     most tokens that one generates, None for what `capacity` leaves. The `run` is made at the first forward
-    pass. `ragged` is the layout of the pass under way, where one row holds several requests' tokens.
+    pass.
+
+    Of the pass under way: `ragged` is its layout, where one row holds several requests' tokens; `span` its observers'
+    spans; `planned` says that the engine has planned it, so that it begins no step; `shadowed` that it is an audited
+    step's dense twin, whose next-token logits are `dense_BV`.
     """
 
     def __init__(
@@ -175,6 +181,9 @@ class SfiCache(Cache):
         self.generated: int | None = None
         self.run: Run | None = None
         self.ragged: RaggedRow | None = None
+        self.span = ExitStack()
+        self.planned = self.shadowed = False
+        self.dense_BV: torch.Tensor | None = None
 
     @property
     def managed(self) -> list[SfiLayer]:
@@ -213,6 +222,15 @@ class SfiCache(Cache):
         """Count `seen` padded tokens in every managed layer."""
         for layer in self.managed:
             layer.seen = seen
+
+    @contextmanager
+    def planning(self) -> Iterator[None]:
+        """Inside, the engine has planned the forward passes over this cache."""
+        self.planned = True
+        try:
+            yield
+        finally:
+            self.planned = False
 
     def attach(self, run: Run) -> Self:
         """Give the layers their run for a forward pass."""
@@ -266,8 +284,5 @@ def owners(text: Any) -> dict[int, int]:
     return {index: own[kinds[index]] for index in range(first, len(kinds)) if kinds[index] in own}
 
 
-@dataclass(slots=True)
-class Seam:
-    """Held by the model's attention modules: the sfi cache of the forward pass under way, or None."""
-
-    cache: SfiCache | None = None
+# the cache of this thread's forward pass under sfi; None for a pass that stays as it is without sfi
+under_way: ContextVar[SfiCache | None] = ContextVar("under_way", default=None)

@@ -167,7 +167,7 @@ class Decoder:
         """
         run = run or self.session.run
         self.cache.attach(run)
-        with run.observer.span("forward"), run.launches(), self.session.planned():
+        with run.observer.span("forward"), run.launches(), self.cache.planning():
             logits = self._logits(ids_BT, positions_BT, None, last=False)
         run.maintenance.join()
         return logits
@@ -211,7 +211,7 @@ class Decoder:
         seen = self.cache.seen
         self.cache.attach(self.session.run)
         try:
-            with self.session.planned():
+            with self.cache.planning():
                 return self._logits(token_BW, position_BW, None, last=token_BW.shape[1] == 1)
         finally:
             self.cache.see(seen)

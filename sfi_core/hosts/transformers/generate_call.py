@@ -14,12 +14,13 @@ from sfi_core.engine.loop import Loop, left_pad
 from sfi_core.engine.picking.picker import Picker
 from sfi_core.engine.picking.tokens_so_far import TokensSoFar
 from sfi_core.errors import ConfigError, InputError
-from sfi_core.hosts.transformers.cache import SfiCache
+from sfi_core.hosts.transformers.cache import SfiCache, under_way
 from sfi_core.hosts.transformers.cache_name import CACHE_NAME, OLD_NAME, cache_in
 from sfi_core.hosts.transformers.checks import check_cache, prompt_tokens, refuse_modes
 from sfi_core.hosts.transformers.decoder import Decoder
 from sfi_core.hosts.transformers.lossless import most_together, refuse_in_lossless, together
 from sfi_core.hosts.transformers.session import Session
+from sfi_core.machine.threads import serving
 from sfi_core.models.memory_need import check_fits
 from sfi_kernels.step_descriptor import sent
 
@@ -111,6 +112,13 @@ def generate_with(session: Session, generate: Callable[..., Any]) -> Callable[..
         inputs: torch.Tensor | None = None, generation_config: Any = None, *args: Any, **kwargs: Any
     ) -> Any:
         kwargs.update(zip(positional, args, strict=False))
+        with session.lock, serving():
+            try:
+                return _generate(inputs, generation_config, **kwargs)
+            finally:
+                under_way.set(None)  # an error within a pass would keep the cache's memory
+
+    def _generate(inputs: torch.Tensor | None, generation_config: Any, **kwargs: Any) -> Any:
         settings = _settings(session, generation_config, kwargs)
         refuse_modes(settings, kwargs)
         prompt = inputs

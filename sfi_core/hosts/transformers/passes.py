@@ -70,49 +70,35 @@ def begin_decode(run: Run, ids: torch.Tensor) -> None:
     run.begin_decode()
 
 
-class Shadow:
-    """Runs an audited step twice; the second pass finds nothing changed.
+def shadow(model: Any, cache: SfiCache, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Run an audited step of the model densely, then undo its changes to the cache; the step finds nothing changed.
 
-    `under_way` says whether the current forward pass is a shadow.
+    The keys of the step's own token stay: the step overwrites them.
     """
+    run = cache.run
+    assert run is not None, "a run has begun"
+    held = cache.taken()
+    cache.shadowed = True
+    cache.attach(dense_twin(run))
+    try:
+        with run.observer.span("shadow"):
+            cache.dense_BV = model(*args, **kwargs).logits[:, -1]
+    finally:
+        cache.shadowed = False
+        cache.put_back(held)
+        cache.attach(run)
 
-    def __init__(self) -> None:
-        self.under_way = False
-        self._dense_BV: torch.Tensor | None = None
 
-    @staticmethod
-    def due(run: Run) -> bool:
-        """Say whether the step that has begun is audited, and not dense already."""
-        return bool(audited_rows(run))
-
-    def run(self, model: Any, cache: SfiCache, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Run the model's step densely, then undo its changes to the cache.
-
-        The keys of the step's own token stay: the step overwrites them.
-        """
-        run = cache.run
-        assert run is not None, "a run has begun"
-        kept = cache.taken()
-        self.under_way = True
-        cache.attach(dense_twin(run))
-        try:
-            with run.observer.span("shadow"):
-                self._dense_BV = model(*args, **kwargs).logits[:, -1]
-        finally:
-            self.under_way = False
-            cache.put_back(kept)
-            cache.attach(run)
-
-    def compare(self, run: Run, logits_BV: torch.Tensor) -> None:
-        """Tell the observer how far the step's distributions are from its shadow's, if there is one."""
-        if self._dense_BV is None:
-            return
-        dense_BV, self._dense_BV = self._dense_BV, None
-        rows = audited_rows(run)
-        chosen = torch.tensor(rows, device=logits_BV.device)
-        compared = compare_logits(logits_BV[chosen], dense_BV[chosen])
-        steps = tuple(run.requests[row].step for row in rows)
-        run.observer.on(LogitsEvent(requests=run.requests_of(rows), steps=steps, **compared))
+def compare_shadow(run: Run, cache: SfiCache, logits_BV: torch.Tensor) -> None:
+    """Tell the observer how far the step's distributions are from its shadow's, if there is one."""
+    if cache.dense_BV is None:
+        return
+    dense_BV, cache.dense_BV = cache.dense_BV, None
+    rows = audited_rows(run)
+    chosen = torch.tensor(rows, device=logits_BV.device)
+    compared = compare_logits(logits_BV[chosen], dense_BV[chosen])
+    steps = tuple(run.requests[row].step for row in rows)
+    run.observer.on(LogitsEvent(requests=run.requests_of(rows), steps=steps, **compared))
 
 
 def audited_rows(run: Run) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
 """A model under SFI: its forward passes, and their runs."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from threading import RLock, get_ident, local
 from typing import Any
 
 import torch
@@ -13,10 +13,19 @@ from sfi_core.engine.report import RunReport
 from sfi_core.engine.run import Run
 from sfi_core.errors import ConfigError
 from sfi_core.hosts.transformers import checks
-from sfi_core.hosts.transformers.cache import Seam, SfiCache
+from sfi_core.hosts.transformers.cache import SfiCache, under_way
 from sfi_core.hosts.transformers.cache_name import cache_in
 from sfi_core.hosts.transformers.fusion.fuse import Fusion
-from sfi_core.hosts.transformers.passes import Shadow, begin_decode, begin_prompt, reads_prompt, run_event
+from sfi_core.hosts.transformers.passes import (
+    audited_rows,
+    begin_decode,
+    begin_prompt,
+    compare_shadow,
+    reads_prompt,
+    run_event,
+    shadow,
+)
+from sfi_core.hosts.transformers.routing import probing
 from sfi_core.hosts.transformers.shapes import StateChecks, layer_shapes
 from sfi_core.hosts.transformers.stores import TierPlan, expect
 from sfi_core.models.tensor_parallel import check_split
@@ -38,8 +47,9 @@ class Session:
     """A model under SFI.
 
     `config` are the settings as asked for, `policy.config` what runs: a policy may adapt its own copy. `observer` is
-    all observers as one, `span` its span of the forward pass under way. `ranks` are the processes among which the
-    model's heads are split, `fusion` the modules that run fused. `audit` is None for no audit.
+    all observers as one. `ranks` are the processes among which the model's heads are split, `fusion` the modules that
+    run fused. `audit` is None for no audit. A call of `model.generate` holds the `lock`: those of several threads wait
+    for each other.
     """
 
     def __init__(
@@ -60,24 +70,31 @@ class Session:
         self.policy = policy_class(policy)(config, trigger, layers)
         self.observer = as_one(observers)
         self.audit, self.engine, self.fusion = audit, engine, Fusion()
-        self._planned, self._shadow, self.span = False, Shadow(), ExitStack()
+        self.lock, self._thread, self._open = RLock(), get_ident(), set[SfiCache]()
         self._page_size = page_size
         self.backend = "torch"
         self._run: Run | None = None
+        self._here = local()
         self.state_checks = StateChecks(self)
         self._shapes: list[LayerShape] = []
-        self.seam = Seam()
 
     @property
     def report(self) -> RunReport | None:
-        """Counts, reasons, ratios and paths of the last run."""
-        return None if self._run is None else self.fusion.told(RunReport.of(self._run))
+        """Counts, reasons, ratios and paths of this thread's last run, in a thread without one of the last run."""
+        run = self._last
+        return None if run is None else self.fusion.told(RunReport.of(run))
 
     @property
     def run(self) -> Run:
-        """The last run's state."""
-        assert self._run is not None, "a run has begun"
-        return self._run
+        """The state of the run that `report` is of."""
+        run = self._last
+        assert run is not None, "a run has begun"
+        return run
+
+    @property
+    def _last(self) -> Run | None:
+        run: Run | None = getattr(self._here, "run", self._run)
+        return run
 
     def cache(
         self, capacity: int | None = None, prompt_length: int | None = None, stop_ids: frozenset[int] = frozenset()
@@ -109,59 +126,60 @@ class Session:
     def shapes(self) -> list[LayerShape]:
         """Return the layers' shapes; the first call runs a pass over two tokens."""
         if not self._shapes:
-            with self.planned():
-                self._shapes = layer_shapes(self.model)
+            self._shapes = layer_shapes(self.model)
         return self._shapes
 
-    @contextmanager
-    def planned(self) -> Iterator[None]:
-        """Disable the hooks inside: the engine has planned the forward passes there, which begin no step."""
-        self._planned, cache = True, self.seam.cache
-        try:
-            yield
-        finally:
-            self._planned, self.seam.cache = False, cache
-
     def before_forward(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Enter a step: transformers calls this before every forward pass of the model."""
+        """Enter a step: transformers calls this before every forward pass of the model.
+
+        A pass without a cache of ours stays as it is without sfi; with another cache it is refused, but in another
+        thread, whose call may have begun before the session.
+        """
+        if probing():
+            return
         cache = cache_in(kwargs)
-        if not self._planned:
+        if get_ident() == self._thread:
             checks.check_cache(cache)
-        self.seam.cache = cache if isinstance(cache, SfiCache) else None
-        if cache is None or self._shadow.under_way or self._planned:
+        cache = cache if isinstance(cache, SfiCache) else None
+        under_way.set(cache)
+        if cache is None or cache.shadowed or cache.planned:
             return
         ids: Any = kwargs.get("input_ids", args[0] if args else None)
         tokens = ids if ids is not None else kwargs["inputs_embeds"]
         batch, new = tokens.shape[:2]
-        cache.attach(cache.run or self.start(cache, batch, new))
+        run = cache.run or self.start(cache, batch, new)
+        cache.attach(run)
         name = "prefill" if reads_prompt(cache, new) else "forward"
         if name == "prefill":
-            begin_prompt(cache.run, cache, ids, tokens.shape[:2], kwargs.get("attention_mask"), self.state_checks)
+            begin_prompt(run, cache, ids, tokens.shape[:2], kwargs.get("attention_mask"), self.state_checks)
             keep = kwargs.get("logits_to_keep")
             if cache.owners and isinstance(keep, int) and keep:
                 # with a number, layers that read another one's keys would get the last tokens' queries only
                 kwargs["logits_to_keep"] = torch.arange(-keep, 0, device=tokens.device)
         else:
-            begin_decode(cache.run, ids)
-            if self._shadow.due(cache.run):
-                self._shadow.run(model, cache, args, kwargs)
-                self.seam.cache = cache
-        self.span.enter_context(cache.run.observer.span(name))
-        self.span.enter_context(cache.run.launches())
+            begin_decode(run, ids)
+            if audited_rows(run):
+                shadow(model, cache, args, kwargs)
+                under_way.set(cache)
+        self._open.add(cache)
+        cache.span.enter_context(run.observer.span(name))
+        cache.span.enter_context(run.launches())
 
     def after_forward(self, model: Any, args: tuple[Any, ...], output: Any) -> None:
         """Leave a step: transformers calls this after every forward pass of the model."""
-        cache, self.seam.cache = self.seam.cache, None
+        cache = None if probing() else under_way.get()
         if cache is None:
             return
+        under_way.set(None)
         cache.detach()
-        if not (self._shadow.under_way or self._planned):
-            self.span.close()
+        if not (cache.shadowed or cache.planned):
+            self._open.discard(cache)
+            cache.span.close()
             run = cache.run
             if run is None:
                 return
             run.maintenance.join()
-            self._shadow.compare(run, output.logits[:, -1])
+            compare_shadow(run, cache, output.logits[:, -1])
 
     def start(
         self, cache: SfiCache, batch: int, new: int, *, store: KVStore | None = None, watchers: tuple[Watcher, ...] = ()
@@ -176,7 +194,7 @@ class Session:
             prompt = cache.prompt_length or new
             store = self.store(batch, capacity, cache.generated or capacity - prompt)
         audit = () if self.audit is None else (Audit(self.audit),)
-        self._run = Run(
+        self._run = self._here.run = Run(
             self.policy, self.observer, store, cache.stop_ids, self.model.device, self.engine,
             self.ranks, self.audit, (*watchers, *audit),
         )  # fmt: skip
@@ -193,7 +211,9 @@ class Session:
 
     def close(self) -> None:
         """Leave a step that an error cut short."""
-        self.span.close()
+        under_way.set(None)  # it would keep the cache's memory
+        for cache in self._open:
+            cache.span.close()
         if self._run is not None:
             self._run.maintenance.drop()
             if self._run.attend is not None and self._run.device.type == "cuda":

@@ -11,18 +11,16 @@ from typing import Any
 from weakref import proxy
 
 import torch
-from transformers import AttentionInterface, DynamicCache
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers import DynamicCache
 
 from sfi_core.errors import UnsupportedModelError
 from sfi_core.hosts.transformers.cache import SfiCache
 from sfi_core.hosts.transformers.cache_name import CACHE_NAME
 from sfi_core.hosts.transformers.checks import check_supported
 from sfi_core.hosts.transformers.own_layers import of_own_kind, states
-from sfi_core.machine.private import attention_implementation
+from sfi_core.hosts.transformers.routing import looking, routed
 from sfi_core.state.layer_shape import LayerShape
 
-NAME = "sfi-probe"
 Arrived = tuple[torch.Tensor, torch.Tensor, int]  # keys, values, and the number of query heads
 # passes of so many tokens each that must leave the same states
 EQUAL = {"a prompt in pieces": ((8,), (6, 2)), "a lossless run": ((6, 2), (6, 1, 1))}
@@ -85,26 +83,22 @@ def probe(model: Any, cache: Any, *passes: tuple[torch.Tensor, torch.Tensor | No
                 layer.pending = False
         return value.new_zeros(B, T, heads, value.shape[3]), None
 
-    AttentionInterface.register(NAME, look)
-    AttentionMaskInterface.register(NAME, sdpa_mask)
-    previous = attention_implementation(model.config)
     passes = passes or ((torch.zeros(1, 2, dtype=torch.long, device=model.device), None),)
     weightless = model.device.type == "meta"
-    model.set_attn_implementation(NAME)
     try:
-        with _without_experts(model) if weightless else nullcontext():
+        with routed(model), looking(look), _without_experts(model) if weightless else nullcontext():
             for ids_BT, mask in passes:
                 if isinstance(cache, SfiCache):
                     cache.attach(no_run)
                 model(input_ids=ids_BT, attention_mask=mask, use_cache=True, **{CACHE_NAME: cache})
+                if isinstance(cache, SfiCache):
+                    cache.detach()
     except (RuntimeError, NotImplementedError) as error:
         if not weightless:
             raise
         raise UnsupportedModelError(
             f"{type(model).__name__} must show its shapes without weights; its forward pass depends on data"
         ) from error
-    finally:
-        model.set_attn_implementation(previous)
     return arrived
 
 
@@ -173,8 +167,7 @@ class StateChecks:
         # class and layer of the first mixer whose state differs, "" for none
         if asked not in self._tried:
             stated = any(shape.state_bytes for shape in self._session.shapes())
-            with self._session.planned():
-                self._tried[asked] = self._try(asked) if stated else ""
+            self._tried[asked] = self._try(asked) if stated else ""
         return self._tried[asked]
 
     def _try(self, asked: str) -> str:

@@ -1,15 +1,22 @@
 """`slow_fast(...)`: run a transformers model with Slow-Fast Inference, under any loop."""
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from threading import Lock, get_ident
 from typing import Any
+from weakref import WeakKeyDictionary
+
+from transformers import AttentionInterface
 
 from sfi_core.engine.backends.registry import check_backend, check_shapes
 from sfi_core.errors import BackendError, ConfigError
-from sfi_core.hosts.transformers.attention import install, uninstall
+from sfi_core.hosts.transformers.attention import sfi_attention
 from sfi_core.hosts.transformers.fusion.fuse import fused, wants_fusion
 from sfi_core.hosts.transformers.generate_call import generate_with
 from sfi_core.hosts.transformers.lossless import check_lossless
+from sfi_core.hosts.transformers.routing import IN_RUN, routed
 from sfi_core.hosts.transformers.session import Session
 from sfi_core.models.linear import quick_linears
 from sfi_core.observers.observer import Observer
@@ -18,6 +25,9 @@ from sfi_core.settings.config import SfiConfig, checked_config
 from sfi_core.settings.engine import DEFAULTS, EngineOptions
 from sfi_core.settings.policy_names import default_policy
 from sfi_kernels.launch import KernelLimitError
+
+logger = logging.getLogger(__name__)
+PATIENCE = 10  # seconds to wait for another thread without a word
 
 
 @contextmanager
@@ -32,7 +42,9 @@ def slow_fast(
     audit: AuditConfig | None = None,
     engine: EngineOptions | None = None,
 ) -> Iterator[Session]:
-    """Run a transformers model with SFI: inside, plain `model.generate(...)` is slow-fast.
+    """Run a transformers model with SFI: inside, plain `model.generate(...)` is slow-fast, in every thread.
+
+    Calls from several threads run one after the other, and so do several `slow_fast` of one model.
 
     Args:
         model: A decoder-only model of transformers, in evaluation mode.
@@ -51,43 +63,89 @@ def slow_fast(
         The session; its `report` describes the last run. The model is restored on exit.
 
     Raises:
-        ConfigError: Unknown policy or backend, trigger strings without a tokenizer, a nested use, or what a lossless
-            run cannot have.
+        ConfigError: Unknown policy or backend, trigger strings without a tokenizer, a nested use in one thread, or
+            what a lossless run cannot have.
         BackendError: The backend cannot run the model here.
         UnsupportedModelError: The architecture cannot run under SFI.
+    """
+    with session_on(
+        model, tokenizer, config, policy=policy, observers=observers, page_size=page_size, audit=audit, engine=engine
+    ) as session:
+        own = model.__dict__.get("generate")
+        model.generate = generate_with(session, model.generate)
+        try:
+            yield session
+        finally:
+            with session.lock:  # a call in another thread ends first
+                model.__dict__.pop("generate")
+                if own is not None:
+                    model.generate = own
+
+
+@contextmanager
+def session_on(
+    model: Any,
+    tokenizer: Any,
+    config: SfiConfig | None,
+    *,
+    policy: str | None = None,
+    observers: Sequence[Observer] = (),
+    page_size: int | None = None,
+    audit: AuditConfig | None = None,
+    engine: EngineOptions | None = None,
+) -> Iterator[Session]:
+    """Put a model under a session for sfi's own loop; arguments and errors are those of `slow_fast`.
+
+    `model.generate`, and all calls of other threads, stay as they are without sfi.
     """
     engine = engine or DEFAULTS
     check_backend(engine.backend, model.device)
     policy = policy or default_policy(lossless=engine.lossless)
-    session = Session(model, tokenizer, checked_config(config), policy, observers, page_size, audit, engine)
-    own = model.__dict__.get("generate")
-    if own is not None and getattr(own, "sfi", False):
-        raise ConfigError("slow_fast must not be nested on one model, got a second one")
-    previous = install(model, session.seam)
-    hooks = [
-        model.register_forward_pre_hook(session.before_forward, with_kwargs=True),
-        model.register_forward_hook(session.after_forward),
-    ]
-    wrapped = generate_with(session, model.generate)
-    wrapped.sfi = True  # type: ignore[attr-defined]
-    model.generate = wrapped
-    try:
+    with _turn(model), ExitStack() as stack:
+        session = Session(model, tokenizer, checked_config(config), policy, observers, page_size, audit, engine)
+        AttentionInterface.register(IN_RUN, sfi_attention)
+        stack.enter_context(routed(model))
+        for hook in (
+            model.register_forward_pre_hook(session.before_forward, with_kwargs=True),
+            model.register_forward_hook(session.after_forward),
+        ):
+            stack.callback(hook.remove)
+        stack.callback(session.close)
         if session.engine.lossless:
             check_lossless(session)
-        with session.ranks.guarded(), quick_linears(model), ExitStack() as stack:
-            session.backend = _resolved(engine.backend, session, page_size)
-            session.observe()
-            if wants_fusion(session.engine.fused, session.backend, model.device):
-                session.fusion = stack.enter_context(fused(model))
-            yield session
+        stack.enter_context(session.ranks.guarded())
+        stack.enter_context(quick_linears(model))
+        session.backend = _resolved(engine.backend, session, page_size)
+        session.observe()
+        if wants_fusion(session.engine.fused, session.backend, model.device):
+            session.fusion = stack.enter_context(fused(model))
+        yield session
+
+
+@dataclass(slots=True)
+class _Turn:
+    lock: Lock = field(default_factory=Lock)
+    thread: int = 0  # that holds the lock
+
+
+_turns: WeakKeyDictionary[Any, _Turn] = WeakKeyDictionary()
+
+
+@contextmanager
+def _turn(model: Any) -> Iterator[None]:
+    # a model has one session at a time: that of another thread waits
+    turn = _turns.setdefault(model, _Turn())
+    if turn.thread == get_ident():
+        raise ConfigError("slow_fast must not be nested on one model, got a second one")
+    if not turn.lock.acquire(timeout=PATIENCE):
+        logger.warning("another thread has this model under sfi; waiting until it is done")
+        turn.lock.acquire()
+    turn.thread = get_ident()
+    try:
+        yield
     finally:
-        session.close()
-        for hook in hooks:
-            hook.remove()
-        model.__dict__.pop("generate")
-        if own is not None:
-            model.generate = own
-        uninstall(model, previous)
+        turn.thread = 0
+        turn.lock.release()
 
 
 def _resolved(backend: str, session: Session, page_size: int | None) -> str:

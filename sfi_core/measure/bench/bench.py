@@ -12,7 +12,7 @@ import torch
 from sfi_core.errors import BackendError, ConfigError, MemoryForecastError
 from sfi_core.hosts.transformers.lossless import most_together
 from sfi_core.hosts.transformers.shapes import cached_shapes
-from sfi_core.hosts.transformers.slow_fast import slow_fast
+from sfi_core.hosts.transformers.slow_fast import session_on
 from sfi_core.machine.describe import describe_measured
 from sfi_core.machine.memory import free_bytes, give_back, resident_bytes
 from sfi_core.machine.private import attention_implementation
@@ -113,7 +113,7 @@ class Bench:
         self.progress("measuring the copy bandwidth", 0, 0)
         copy = copy_gb_per_s(model.device, clock_for(model.device, "torch"))
         self.machine = {**describe_measured(model.device), "copy_gb_per_s": copy}
-        with slow_fast(model, None, replace(settings.config, trigger_policy="never")) as session:
+        with session_on(model, None, replace(settings.config, trigger_policy="never")) as session:
             self._shapes = session.shapes()
             if settings.lossless and most_together(session) == 1 < max(settings.batches):
                 raise ConfigError(

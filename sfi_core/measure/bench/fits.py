@@ -5,7 +5,7 @@ from typing import Any
 
 from sfi_core.hosts.transformers.replays import records_steps
 from sfi_core.hosts.transformers.shapes import cached_shapes
-from sfi_core.hosts.transformers.slow_fast import slow_fast
+from sfi_core.hosts.transformers.slow_fast import session_on
 from sfi_core.machine.memory import free_bytes
 from sfi_core.measure.bench.settings import DecodeSettings, DecodeVariant, Point
 from sfi_core.measure.bench.theirs import STATIC
@@ -22,7 +22,7 @@ def needed_bytes(model: Any, variant: DecodeVariant, point: Point, settings: Dec
     capacity = settings.capacity(point.context)
     if not variant.policy:
         return _theirs(model, variant.name, cached_shapes(model), point, capacity, settings)
-    with slow_fast(model, None, config, policy=variant.policy, engine=variant.engine) as session:
+    with session_on(model, None, config, policy=variant.policy, engine=variant.engine) as session:
         prompt = point.context if settings.prefill else 1
         chunk = settings.engine.prefill_chunk if settings.prefill else 0
         expected: Forecast = session.forecast(point.batch, prompt, capacity, chunk, graphs=records_steps(session))

@@ -19,7 +19,7 @@ from sfi_core.engine.run import Run
 from sfi_core.generation.sampling import Sampler
 from sfi_core.hosts.transformers.decoder import Decoder
 from sfi_core.hosts.transformers.session import Session
-from sfi_core.hosts.transformers.slow_fast import slow_fast
+from sfi_core.hosts.transformers.slow_fast import session_on
 from sfi_core.machine.memory import peak_bytes, reset_peak
 from sfi_core.measure.bench.prompts import BenchRun
 from sfi_core.measure.bench.samples import DecodeSample, StepRead, drafting_of
@@ -173,7 +173,7 @@ def decoder_of(asked: BenchRun) -> Iterator[Decoder]:
     model, variant, settings, prompts = asked.model, asked.variant, asked.settings, asked.prompts
     with (
         main_stream(model.device, overlap=variant.engine.overlap),
-        slow_fast(model, None, asked.stream.config, policy=variant.policy, engine=variant.engine) as session,
+        session_on(model, None, asked.stream.config, policy=variant.policy, engine=variant.engine) as session,
     ):
         yield Decoder(
             session=session, ids_BT=prompts.ids_BT, mask_BT=prompts.mask_BT,

@@ -11,7 +11,7 @@ from sfi_core.errors import ConfigError, InputError
 from sfi_core.generation.generate import Result, generate
 from sfi_core.generation.read_prompt import read_prompt
 from sfi_core.hosts.transformers.lossless import most_together
-from sfi_core.hosts.transformers.slow_fast import slow_fast
+from sfi_core.hosts.transformers.slow_fast import session_on
 from sfi_core.measure.evaluation.grid import Grid, Key, Left, Row, Together, grouped
 from sfi_core.measure.evaluation.method import Method, MethodVariant
 from sfi_core.measure.evaluation.tasks import TaskSample, find_task
@@ -133,7 +133,7 @@ class TaskGrid(Grid):
 def _together(model: Any, method: Method) -> int | None:
     # the most samples that a lossless run decodes together; None for no limit. Triggers do not matter
     config, engine = method.config.replace(trigger_token_ids=(0,)), method.engine(DEFAULTS)
-    with slow_fast(model, None, config, policy=method.policy, engine=engine) as session:
+    with session_on(model, None, config, policy=method.policy, engine=engine) as session:
         return most_together(session)
 
 

@@ -13,7 +13,7 @@ from sfi_core.generation.prompts import check_prompts
 from sfi_core.generation.sampling import Sampler
 from sfi_core.hosts.transformers.decoder import Decoder
 from sfi_core.hosts.transformers.replays import records_steps
-from sfi_core.hosts.transformers.slow_fast import slow_fast
+from sfi_core.hosts.transformers.slow_fast import session_on
 from sfi_core.models.memory_need import check_fits
 from sfi_core.observers.observer import Observer
 from sfi_core.settings.audit import AuditConfig
@@ -57,7 +57,7 @@ def teacher_force(
         capacity = shared.capacity
     with (
         torch.no_grad(),
-        slow_fast(model, tokenizer, config, policy=policy, observers=observers, audit=audit, engine=engine) as session,
+        session_on(model, tokenizer, config, policy=policy, observers=observers, audit=audit, engine=engine) as session,
     ):
         expected = session.forecast(
             len(texts), prompt_tokens, capacity, engine.prefill_chunk, graphs=records_steps(session)

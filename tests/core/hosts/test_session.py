@@ -1,5 +1,7 @@
 """`slow_fast`: what transformers' own `generate` may be asked under it, and what it refuses."""
 
+from contextvars import copy_context
+from functools import partial
 from threading import Thread
 
 import pytest
@@ -10,6 +12,7 @@ from benchmarks.train_bundled import build_tokenizer
 from sfi_core import EngineOptions, SfiConfig, slow_fast
 from sfi_core.errors import BackendError, ConfigError, InputError, UnsupportedModelError
 from sfi_core.hosts.transformers.attention import sfi_attention
+from sfi_core.hosts.transformers.cache import SfiCache, under_way
 from sfi_core.hosts.transformers.cache_name import CACHE_NAME, cache_in
 from sfi_core.triggers.trigger_set import build_trigger_set
 from tests.architectures import SMALL, padded, prompts, tiny
@@ -195,13 +198,17 @@ def test_a_policy_without_a_trigger_needs_no_tokenizer(model, policy: str):
         assert session.trigger_token_ids == ()
 
 
-def test_attention_that_sfi_does_not_know_is_refused_by_name(model):
+def test_attention_that_sfi_does_not_know_is_refused_by_name(model, monkeypatch):
     attention, query = model.model.layers[0].self_attn, torch.zeros(1, 4, 1, 16)
+    monkeypatch.setattr("sfi_core.hosts.transformers.cache.SfiCache.attending", lambda cache, module: None)
+    context = copy_context()
+    context.run(under_way.set, SfiCache(model, None, None, frozenset()))
+    attend = partial(context.run, sfi_attention, attention, query, query, query, None)
     message = r"^Qwen3Attention passes attention arguments .* not know: \['position_bias'\]$"
     with pytest.raises(UnsupportedModelError, match=message):
-        sfi_attention(attention, query, query, query, None, position_bias=query)
+        attend(position_bias=query)
     with pytest.raises(UnsupportedModelError, match="attends in both directions"):
-        sfi_attention(attention, query, query, query, None, is_causal=False)
+        attend(is_causal=False)
 
 
 def test_layer_that_does_not_route_is_refused_at_once(model, monkeypatch):

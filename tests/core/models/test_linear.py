@@ -1,6 +1,7 @@
 """Weight matrices on CPUs without arithmetic of their dtype: float32's products, and nothing else changes."""
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -40,6 +41,22 @@ def layer(dtype: torch.dtype = torch.bfloat16, *, bias: bool = True) -> Linear:
 def product(module: Any, rows: torch.Tensor) -> torch.Tensor:
     bias = None if module.bias is None else module.bias.double()
     return torch.nn.functional.linear(rows.double(), module.weight.double(), bias)
+
+
+def test_another_thread_s_rows_go_through_the_layer_s_own_product(monkeypatch):
+    def changed(*_: Any) -> torch.Tensor:
+        raise AssertionError
+
+    monkeypatch.setattr("sfi_kernels.row_product.row_product", changed)
+    monkeypatch.setattr(linear, "LARGE", 1)
+    one = layer(torch.float32)
+    row = torch.ones(1, 40)
+    plain = one(row)
+    with quick_linears(Holder(one)), ThreadPoolExecutor(1) as pool:
+        assert torch.equal(pool.submit(one, row).result(), plain)
+        if type(one) is RowLinear:  # numba is installed
+            with pytest.raises(AssertionError):
+                one(row)
 
 
 @pytest.mark.parametrize(

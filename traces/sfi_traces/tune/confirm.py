@@ -13,7 +13,7 @@ from sfi_core.errors import TraceError
 from sfi_core.generation.generate import generate
 from sfi_core.generation.prompts import encode
 from sfi_core.generation.read_prompt import read_prompt
-from sfi_core.hosts.transformers.slow_fast import slow_fast
+from sfi_core.hosts.transformers.slow_fast import session_on
 from sfi_core.hosts.transformers.stores import engine_for
 from sfi_core.models.describe import describe_model
 from sfi_core.settings.audit import AuditConfig
@@ -31,7 +31,7 @@ MAX_NEW_TOKENS = 256  # for prompts that are not a trace's
 
 def check_model(model: Any, tokenizer: Any, trace: Trace) -> None:
     """Raise `TraceError` for a model that the trace was not recorded with; names the fact that differs."""
-    with slow_fast(model, tokenizer, SfiConfig(trigger_policy="never")) as session:
+    with session_on(model, tokenizer, SfiConfig(trigger_policy="never")) as session:
         facts = describe_model(model, session.shapes())
     for name, value in trace.manifest["model"].items():
         if facts.get(name) != value:

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import wraps
 from types import MethodType
 from typing import Any
 
@@ -22,6 +23,7 @@ from sfi_core.hosts.transformers.fusion import known as sources
 from sfi_core.hosts.transformers.fusion.known import AttentionSource
 from sfi_core.hosts.transformers.fusion.product import Product
 from sfi_core.machine.private import attention_implementation, has_hooks
+from sfi_core.machine.threads import served, serving
 from sfi_kernels.rms_norm import MAX_WIDTH as MAX_NORM
 from sfi_kernels.rms_norm import add_rms_norm, rms_norm
 from sfi_kernels.rotary import MAX_WIDTH as MAX_HEAD
@@ -161,22 +163,32 @@ def wants_fusion(wanted: bool | None, backend: str, device: torch.device) -> boo
 
 @contextmanager
 def fused(model: Any) -> Iterator[Fusion]:
-    """Inside, run the model's known modules with fewer kernels, and the others unchanged."""
+    """Inside, run the model's known modules with fewer kernels for this thread, and the others unchanged."""
     fusion = Fusion()
     found = {module: forward_for(module) for module in model.modules()}
     for module, forward in found.items():
         name = type(module).__name__
         if forward is not None:
             fusion.modules[name] += 1
-            module.forward = MethodType(forward, module)
+            module.forward = MethodType(_served_only(forward), module)
         elif name.endswith(TOLD):
             fusion.left_alone[name] += 1
     try:
-        yield fusion
+        with serving():
+            yield fusion
     finally:
         for module, forward in found.items():
             if forward is not None:
                 del module.forward
+
+
+def _served_only(forward: Forward) -> Forward:
+    # another thread's pass takes the module's own forward
+    @wraps(forward)
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return (forward if served.get() else type(self).forward)(self, *args, **kwargs)
+
+    return run
 
 
 def forward_for(module: Any) -> Forward | None:
