@@ -43,11 +43,11 @@ def _one_of(names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
     return lambda incomplete: [name for name in names() if name.startswith(incomplete)]
 
 
-def sets(command: str, panel: str = METHOD, **more: Any) -> Any:
-    """Declare `--set` of a command."""
+def sets(command: str | None = None, panel: str = METHOD, **more: Any) -> Any:
+    """Declare `--set` of a command; None is one that takes all settings."""
     help_text = "A setting of sfi config list; may repeat."
     shown = {"metavar": "NAME=VALUE", "help": help_text, **more}
-    complete = completer(settings_for(command))
+    complete = completer(SETTINGS if command is None else settings_for(command))
     return typer.Option("--set", autocompletion=complete, rich_help_panel=panel, **shown)
 
 

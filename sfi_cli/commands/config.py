@@ -1,15 +1,18 @@
-"""`sfi config list` and `show`: every setting with its type, default, range and meaning."""
+"""`sfi config list` and `show`: every setting with its type, default, range, meaning and effective value."""
 
+from collections.abc import Mapping
+from itertools import groupby
 from typing import Annotated, Any
 
 import typer
 
 from sfi_cli import options as o
+from sfi_cli.settings.given import effective_settings
 from sfi_cli.settings.tables import SETTINGS, places
 from sfi_cli.settings.text import lookup, names, written
 from sfi_cli.terminal.tables import Part
 from sfi_core.errors import ConfigError
-from sfi_core.settings.config import SfiConfig
+from sfi_core.settings.config import SfiConfig, toml_lines
 from sfi_traces.views.table import Columns, Row, Table
 
 TOP = "decoding"  # stands for the settings outside of tables
@@ -44,19 +47,50 @@ def list_settings(prefix: Prefix = "", preset: o.Preset = None, json: o.Json = F
 
 @app.command("show")
 def show_setting(
-    name: Annotated[str, typer.Argument(help="The setting: t_max, selector.alpha.", autocompletion=names(SETTINGS))],
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            help="The setting: t_max, selector.alpha.", autocompletion=names(SETTINGS), show_default="all of them"
+        ),
+    ] = None,
+    preset: o.Preset = None,
+    config: o.Config = None,
+    sets: Annotated[list[str] | None, o.sets()] = None,
     json: o.Json = False,
 ) -> None:
-    """Show one setting: its meaning, default and range, and the commands on which it has an effect.
+    """Show what a preset, a file and --set make of all settings, as TOML with the origin of each.
+
+    Of one setting: its meaning, default and range, its value, and the commands on which it has an effect.
 
     For example:
+
+      sfi config show --preset paper --config tuned.toml --set budget=128
 
       sfi config show selector.alpha
     """
     from sfi_cli.terminal.output import Output
 
+    output, values = Output(json=json), effective_settings(preset, config, sets)
+    if name is None and json:
+        rows = [{"name": full, "value": value, "origin": origin} for full, (value, origin) in values.items()]
+        output.document({"settings": rows})
+        return
+    if name is None:
+        output.text(_toml(values))
+        return
     (row,) = (row for row in _rows("", None) if row["name"] == lookup(name, SETTINGS).name)
-    Output(json=json).data(row, _facts)
+    value, origin = values[row["name"]]
+    output.data(row | {"value": value, "origin": origin}, _facts)
+
+
+def _toml(values: Mapping[str, tuple[Any, str]]) -> str:
+    # a table's lines together; those outside of tables come first
+    texts = []
+    for table, members in groupby(values, lambda name: name.rpartition(".")[0]):
+        rows = {name.rpartition(".")[2]: values[name] for name in members}
+        lines = toml_lines({n: value for n, (value, _) in rows.items()}, {n: origin for n, (_, origin) in rows.items()})
+        texts.append(f"[{table}]\n{lines}" if table else lines)
+    return "\n".join(texts)
 
 
 def _rows(prefix: str, preset: str | None) -> list[dict[str, Any]]:
@@ -98,8 +132,9 @@ def _facts(row: Row) -> list[Part]:
     table, _, name = row["name"].rpartition(".")
     facts = {
         row["name"]: row["meaning"],
-        "default": _value(row),
-        "value": ", ".join(filter(None, [row["type"], row["range"], *row["choices"]])),
+        "default": written(row["default"]),
+        **({} if row["origin"] == "default" else {row["origin"]: _value(row)}),
+        "value": ", ".join(filter(None, [row["type"], row["range"]])),
         "on a line": f"--set {row['name']}=VALUE",
         "in a file": f"[{table}] {name} = VALUE" if table else f"{name} = VALUE",
         "acts on": ", ".join(f"sfi {command}" for command in row["commands"]),

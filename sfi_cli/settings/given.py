@@ -9,7 +9,7 @@ from sfi_cli.parsing import unescaped
 from sfi_cli.settings.tables import DECODING, SETTINGS, TABLES, settings_for
 from sfi_cli.settings.text import assignment, lookup, value_of
 from sfi_core.errors import ConfigError
-from sfi_core.settings.config import SfiConfig, read_toml
+from sfi_core.settings.config import PRESETS, SfiConfig, flat_settings, read_toml
 from sfi_core.settings.fields import Setting
 
 T = TypeVar("T")
@@ -63,18 +63,29 @@ def given(
         config = SfiConfig.preset(preset)
     values: dict[str, Any] = {}
     if file is not None:
-        try:
-            values = _of_file(file)
-            config = config.replace(**_nested(values))
-        except ConfigError as error:
-            raise ConfigError(f"{file}: {error}") from error
-    said = _said(command, sets, options or {})
+        values = _of_file(file)
+        config = config.replace(**_nested(values))
+    said = _said(settings_for(command), sets, options or {})
     effective = settings_for(command).keys() - DECODING.keys()
     return Given(
         config=config.replace(**_nested(said)),
         values={name: value for name, value in (values | said).items() if name in effective},
         said=frozenset(said),
     )
+
+
+def effective_settings(preset: str | None, file: Path | None, sets: Iterable[str] | None) -> dict[str, tuple[Any, str]]:
+    """Return the value of every setting of every command, and what gives it: default, a preset, --config or --set.
+
+    Raise as `given`.
+    """
+    found = {name: (one.default, "default") for name, one in SETTINGS.items()}
+    if preset is not None:
+        values = flat_settings(SfiConfig.preset(preset).to_dict())
+        found |= {name: (values[name], f"preset {preset}") for name in flat_settings(PRESETS[preset])}
+    if file is not None:
+        found |= {name: (value, "--config") for name, value in _of_file(file).items()}
+    return found | {name: (value, "--set") for name, value in _said(SETTINGS, sets, {}).items()}
 
 
 def _of_file(path: Path) -> dict[str, Any]:
@@ -85,11 +96,13 @@ def _of_file(path: Path) -> dict[str, Any]:
             found |= {f"{name}.{inner}": one for inner, one in value.items()}
         else:
             found[name] = value
-    return {name: lookup(name, SETTINGS).checked(value) for name, value in found.items()}
+    try:
+        return {name: lookup(name, SETTINGS).checked(value) for name, value in found.items()}
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
 
 
-def _said(command: str, sets: Iterable[str] | None, options: Mapping[str, Any]) -> dict[str, Any]:
-    known = settings_for(command)
+def _said(known: Mapping[str, Setting], sets: Iterable[str] | None, options: Mapping[str, Any]) -> dict[str, Any]:
     chosen = {name: value for name, value in options.items() if value is not None}
     if "triggers" in chosen:
         chosen["triggers"] = unescaped(chosen["triggers"])

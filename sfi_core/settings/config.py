@@ -98,6 +98,19 @@ class SfiConfig(Table):
             raise unknown("preset", name, PRESETS)
         return cls().replace(**PRESETS[name])
 
+    @classmethod
+    def from_toml(cls, text: str) -> Self:
+        """Return the settings of a TOML text, as `to_toml` writes it; what it lacks has its default.
+
+        Raise `ConfigError` for a text that is no TOML, and as `replace`.
+        """
+        try:
+            changes = tomllib.loads(text)
+        except (ValueError, RecursionError) as error:  # also thousands of digits, or of brackets
+            raise ConfigError(f"config text is not valid TOML: {error}") from error
+        changes.pop("provenance", None)
+        return cls().replace(**changes)
+
     def replace(self, /, **changes: Any) -> Self:
         """Copy with other values; a table such as `selector` takes a mapping of the fields to change.
 
@@ -118,7 +131,7 @@ class SfiConfig(Table):
         """Return every setting as a TOML text, for `--config`."""
         values = self.to_dict()
         tables = {name: values.pop(name) for name in PARTS}
-        return _toml(values) + "".join(f"\n[{n}]\n{_toml(part)}" for n, part in tables.items())
+        return toml_lines(values) + "".join(f"\n[{n}]\n{toml_lines(part)}" for n, part in tables.items())
 
     def merge_toml(self, path: Path) -> Self:
         """Copy with the settings of a TOML file; raise as `read_toml` and `replace`."""
@@ -180,10 +193,16 @@ def read_toml(path: Path) -> dict[str, Any]:
     return values
 
 
-def _toml(values: Mapping[str, Any]) -> str:
+def toml_lines(values: Mapping[str, Any], notes: Mapping[str, str] | None = None) -> str:
+    """Write values as lines of TOML, each with its note; None, which TOML lacks, as a comment or not at all."""
     # JSON's strings, numbers, booleans and arrays are TOML, except for escaped surrogates and a bare DEL
-    texts = {n: json.dumps(v, ensure_ascii=False) for n, v in values.items() if v is not None}
-    return "".join(f"{n} = {text}\n".replace("\x7f", "\\u007f") for n, text in texts.items())
+    texts = {
+        n: json.dumps(v, ensure_ascii=False).replace("\x7f", "\\u007f") for n, v in values.items() if v is not None
+    }
+    if notes is None:
+        return "".join(f"{name} = {text}\n" for name, text in texts.items())
+    lines = [f"{n} = {texts[n]}" if n in texts else f"# {n} = none" for n in values]
+    return "".join(f"{line}  # {notes[name]}\n" for name, line in zip(values, lines, strict=True))
 
 
 PRESETS: dict[str, dict[str, Any]] = {

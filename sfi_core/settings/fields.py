@@ -5,9 +5,10 @@ import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import cache
 from types import NoneType, UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, Self, get_args, get_origin, get_type_hints
 
 from sfi_core.errors import ConfigError
 from sfi_core.machine.text import shown
@@ -105,9 +106,14 @@ class Setting:
 
 
 class Table:
-    """Base of settings dataclasses: checks the values of every new instance."""
+    """Base of settings dataclasses: checks the names and values of every new instance."""
 
     __slots__ = ()
+
+    def __new__(cls, *_: Any, **values: Any) -> Self:
+        """Check the names; raises `ConfigError`."""
+        check_names(cls, values)
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         """Check the values; raises `ConfigError`."""
@@ -158,7 +164,10 @@ def check_names(cls: type, changes: Mapping[str, Any]) -> None:
     """Raise `ConfigError` for a name that is no field of `cls`."""
     known = tuple(_declared(cls))
     for name in changes:
-        require(name in known, f"unknown setting {shown(name)}; expected one of {known}")
+        if name not in known:
+            near = get_close_matches(str(name)[:80], known, 1)
+            hint = f"did you mean {near[0]}?" if near else f"expected one of {known}"
+            raise ConfigError(f"unknown setting {shown(name)}; {hint}")
 
 
 def require(ok: bool, message: str) -> None:

@@ -91,7 +91,8 @@ def of_command(line: str) -> list[str]:
         return [] if words[0] in groups and len(words) == 1 else [f"sfi {line}: no such command"]
     if name in HANDED_ON:
         return []
-    return of_words(line, options()[name], settings_for(name) if name in COMMANDS else {})
+    settings = SETTINGS if name == "config show" else settings_for(name) if name in COMMANDS else {}
+    return of_words(line, options()[name], settings)
 
 
 def of_words(line: str, known: set[str], settings) -> list[str]:

@@ -51,7 +51,7 @@ OPTIONS = {
     "lm-eval": "",
     "doctor": "--model --json",
     "config list": "--preset --json",
-    "config show": "--json",
+    "config show": "--preset --config --set --json",
     "trace check": "--json",
     "trace diff": "--request --fail-if --report --json --output --force",
     "trace export": "--format --table --output --force --quiet",

@@ -280,3 +280,29 @@ def test_sampling_begins_with_a_temperature_or_a_limit_on_tokens():
         assert not greedy.do_sample
     for drawn, divisor in ((Sampling(temperature=0.5), 0.5), (Sampling(top_k=5), 1), (Sampling(top_p=0.9), 1)):
         assert (drawn.do_sample, drawn.divisor) == (True, divisor)
+
+
+def test_all_effective_settings_are_toml_with_their_origin(tmp_path: Path):
+    file, whole = tmp_path / "a.toml", tmp_path / "b.toml"
+    file.write_text("budget = 12\nt_max = 8\n[selector]\nalpha = 0.25\n")
+    asked = ["--preset", "paper", "--config", str(file), "--set", "budget=16", "--set", "engine.overlap=false"]
+    shown = CliRunner().invoke(cli.app, ["config", "show", *asked]).stdout
+    for line in (
+        "sink = 4  # default", "span = 0  # preset paper", "t_max = 8  # --config", "budget = 16  # --set",
+        "alpha = 0.25  # --config", "# trigger_token_ids = none  # default", "overlap = false  # --set",
+    ):  # fmt: skip
+        assert line in shown.splitlines()
+    whole.write_text(shown)
+    again, once = given("generate", file=whole), given("generate", preset="paper", file=file, sets=asked[5::2])
+    assert again.config == once.config
+    assert again.values["engine.overlap"] is once.values["engine.overlap"] is False
+    rows = json.loads(CliRunner().invoke(cli.app, ["config", "show", *asked, "--json"]).stdout)["settings"]
+    assert [row["name"] for row in rows] == [*SETTINGS]
+    assert {"name": "budget", "value": 16, "origin": "--set"} in rows
+
+
+def test_a_setting_is_shown_with_its_choices_once_and_its_value():
+    shown = CliRunner().invoke(cli.app, ["config", "show", "recent_mode", "--preset", "paper"]).stdout
+    lines = [" ".join(line.split()) for line in shown.splitlines()]
+    assert "value str, anchored, sliding" in lines
+    assert "preset paper sliding" in lines

@@ -11,6 +11,7 @@ import pytest
 
 from sfi_core.errors import ConfigError, InputError
 from sfi_core.settings.config import PRESETS, TRIGGER_POLICIES, SfiConfig
+from sfi_core.settings.parts import SelectorConfig
 
 # what the paper leaves open is the released code's value in every preset
 OPEN = {"alpha": 0.5, "gamma": 0.5, "power": 1.8, "eta": 0.4, "radius": 16, "temperature": 2.0}
@@ -99,7 +100,7 @@ def test_lists_become_tuples_so_that_a_config_can_be_hashed():
     assert hash(config) == hash(SfiConfig(triggers=(".",), trigger_token_ids=(1, 2), dense_layers=(0,)))
 
 
-@pytest.mark.parametrize("name", ["bugdet", "self", "alpha"])
+@pytest.mark.parametrize("name", ["self", "alpha"])
 def test_an_unknown_setting_is_named_with_the_known_ones(name: str):
     with pytest.raises(ConfigError, match=rf"^unknown setting '{name}'; expected one of ") as caught:
         SfiConfig().replace(**{name: 3})
@@ -192,3 +193,24 @@ def test_a_config_error_is_a_usage_error():
     assert ConfigError.exit_code == 2
     assert InputError.exit_code == 3
     assert issubclass(ConfigError, ValueError)
+
+
+def test_toml_is_read_back_as_it_was_written():
+    config = SfiConfig.preset("released").replace(budget=7, triggers=("\x7f", "\u2028"), synckv={"stride": 3})
+    assert SfiConfig.from_toml(config.to_toml()) == config
+    assert SfiConfig.from_toml("budget = 7\n[provenance]\nx = 1\n") == SfiConfig(budget=7)
+    with pytest.raises(ConfigError, match="config text is not valid TOML: "):
+        SfiConfig.from_toml("budget")
+    with pytest.raises(ConfigError, match="budget must be positive, got 0"):
+        SfiConfig.from_toml("budget = 0")
+
+
+def test_an_unknown_name_is_one_line_with_the_nearest():
+    unknown = "unknown setting 'budgt'; did you mean budget?"
+    for make in (SfiConfig, SfiConfig().replace, lambda budgt: SfiConfig.from_toml(f"budgt = {budgt}")):
+        with mistake(ConfigError, unknown):
+            make(budgt=3)
+    with mistake(ConfigError, "unknown setting 'alfa'; did you mean alpha?"):
+        SfiConfig().replace(selector={"alfa": 1.0})
+    with mistake(ConfigError, "unknown setting 'alfa'; did you mean alpha?"):
+        SelectorConfig(alfa=1.0)
