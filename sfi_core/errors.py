@@ -42,7 +42,7 @@ class MemoryForecastError(BackendError):
 
 
 class NumericsError(SfiError):
-    """The model produced NaN or infinite logits."""
+    """The model produced NaN or infinite logits, or PyTorch's attention did of a prompt."""
 
 
 class RankLostError(SfiError):

@@ -3,12 +3,11 @@
 from itertools import chain
 from typing import Any
 
-import torch
-
 from benchmarks.smoke.journal import Journal
 from benchmarks.smoke.plan import Plan
 from sfi_core.measure.bench.bench import release
 from sfi_core.measure.kernel_bench.data import LayerData
+from sfi_core.measure.kernel_bench.gates import logits_error
 from sfi_core.measure.kernel_bench.settings import KernelSettings
 from sfi_core.measure.kernel_bench.variants import groups
 from sfi_kernels.dense_attention import window_logits
@@ -41,14 +40,12 @@ def _measured(variant: Any) -> dict[str, Any]:
 
 
 def _window(data: LayerData) -> dict[str, Any]:
-    # no bound is derived here: the distance is shown in units of the dtype's rounding
-    settings = data.settings
+    scale, settings = data.settings.scale, data.settings
     query = data.draw(settings.batch, settings.kv_heads, settings.group, WINDOW, settings.head_dim)
     key, _, table = data.paged
     got, expected = (
-        one(query, key, table, data.length_B, scale=settings.scale).float().nan_to_num(neginf=0.0)
+        one(query, key, table, data.length_B, scale=scale).float().nan_to_num(neginf=0.0)
         for one in (window_logits.triton, window_logits.reference)
     )
-    size = expected.abs().max()
-    roundings = float((got - expected).abs().max() / size / torch.finfo(settings.torch_dtype).eps)
-    return {"roundings": roundings, "right": roundings < WINDOW}
+    found = logits_error(got, expected, query, data.key_BHTD, scale)
+    return {"error_share": found, "right": found <= 1}

@@ -6,10 +6,12 @@ from typing import Any
 import torch
 
 from sfi_core.engine.run import Run
+from sfi_core.errors import NumericsError
 from sfi_core.machine.private import multiplies_natively
 from sfi_kernels.dense_attention import dense_attention, window_logits
 from sfi_kernels.dense_attention.reference import dense_attention_with_logits
 from sfi_kernels.dense_attention.verification import verification_attention
+from sfi_kernels.pages import read_pages
 from sfi_kernels.streamed_attention import streamed_attention, streamed_attention_with_logits, streamed_logits
 
 
@@ -75,6 +77,24 @@ class Layer:
             return self.dense(row, query_1HGWD), self.logits((row,), query_1HGWD[:, :, :, -1:])
         native = multiplies_natively(query_1HGWD.dtype)
         return verification_attention(query_1HGWD, *self._whole(row), **self.options, native=native)
+
+    def check_prompt(self, row: int, query_1HGWD: torch.Tensor, out_1HGWE: torch.Tensor) -> None:
+        """Raise `NumericsError` if a prompt's attention on a CPU is not finite although its inputs are.
+
+        Builds of PyTorch have given NaN for bfloat16 on some processors. The logits tell of it too, but not why, and
+        transformers' own `generate` does not look at them.
+        """
+        if out_1HGWE.device.type != "cpu" or bool(out_1HGWE.isfinite().all()) or not self.run.store.whole_on_device:
+            return
+        key_PHND, value_PHNE, (table_P,), _ = self._whole(row)
+        length = self.run.requests[row].length
+        inputs = query_1HGWD, *(read_pages(pages, table_P, 0, length) for pages in (key_PHND, value_PHNE))
+        if all(bool(part.isfinite().all()) for part in inputs):
+            dtype = str(out_1HGWE.dtype).removeprefix("torch.")
+            raise NumericsError(
+                f"attention of a prompt must be finite, got NaN or infinity in {dtype} in layer {self.index}, of "
+                "finite queries, keys and values; load the model in float32 (sfi doctor tries the dtypes)"
+            )
 
     def verify(self, row: int, query_1HGWD: torch.Tensor) -> torch.Tensor:
         """Attend as `dense` does, with the few queries of a verification."""

@@ -103,7 +103,9 @@ def _dense_and_refresh(layer: Layer, rows: slice, query: torch.Tensor) -> torch.
 
 
 def _dense(layer: Layer, rows: slice, query: torch.Tensor) -> torch.Tensor:
-    return _whole(layer, rows, query, layer.dense)
+    out = _whole(layer, rows, query, layer.dense)
+    layer.check_prompt(rows.start, query, out)
+    return out
 
 
 def _whole(layer: Layer, rows: slice, query: torch.Tensor, attention: Callable[[int, torch.Tensor], R]) -> R:

@@ -1,14 +1,17 @@
 """`sfi_core.generate`: when requests end, which steps are slow, and what a run that breaks off keeps."""
 
+from copy import deepcopy
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from benchmarks.train_bundled import build_tokenizer
-from sfi_core import EngineOptions, NullObserver, Sampling, generate
+from sfi_core import EngineOptions, NullObserver, Sampling, generate, slow_fast
 from sfi_core.errors import ConfigError, InputError, NumericsError
 from sfi_core.generation.verify import verify
+from sfi_kernels.dense_attention import dense_attention
 from tests.architectures import SMALL, padded, prompts, tiny
 from tests.fakes import RecordingObserver, break_logits, tokens
 
@@ -136,6 +139,35 @@ def test_slow_steps_are_those_of_eq_5_and_t_max(model, t_max, min_gap, delay, se
 def test_slow_steps_of_the_requests_of_a_batch_differ(model):
     """So that the test above is about requests that decide alone."""
     assert len({tuple(r.slow_at) for r in run(model).report.requests}) == 3
+
+
+def test_nan_that_attention_makes_of_a_prompt_is_named(model, monkeypatch):
+    """Of a query in the middle, whose row no logits are made of; as the model of transformers' own loop too."""
+
+    def broken(query, *others, **options):
+        out = dense_attention.reference(query, *others, **options)
+        out[:, 0, 0, 2] = torch.nan
+        return out
+
+    monkeypatch.setattr("sfi_core.engine.layer.dense_attention", SimpleNamespace(on=lambda _: broken))
+    model = deepcopy(model).bfloat16()
+    told = (
+        "attention of a prompt must be finite, got NaN or infinity in bfloat16 in layer 0, of finite queries, keys "
+        "and values; load the model in float32 (sfi doctor tries the dtypes)"
+    )
+    result = run(model)
+    assert isinstance(result.error, NumericsError)
+    assert str(result.error) == told
+    with slow_fast(model, None, SMALL), pytest.raises(NumericsError) as caught:
+        model.generate(torch.tensor([ROWS[0]]), max_new_tokens=2)
+    assert str(caught.value) == told
+
+
+def test_nan_of_the_model_is_not_called_attention_s(model):
+    model = deepcopy(model)
+    with torch.no_grad():
+        model.model.layers[0].self_attn.q_proj.weight.fill_(torch.inf)
+    assert str(run(model).error) == "logits must be finite, got NaN or infinity at step 0 in request 0"
 
 
 def test_nan_logits_end_the_run_with_the_step_and_keep_the_tokens_so_far(model, expected):

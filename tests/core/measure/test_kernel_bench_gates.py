@@ -2,6 +2,7 @@
 
 from dataclasses import asdict
 
+import numpy as np
 import pytest
 import torch
 
@@ -26,6 +27,25 @@ def test_attention_that_misses_a_token_is_red(dtype, missing):
     wrong = layer.textbook(part)
     right = expected.out_BHGD.to(layer.settings.torch_dtype)
     assert expected.error(right) <= 1 < expected.error(wrong.out_BHGD)
+
+
+def test_a_running_sum_of_16k_terms_is_within_the_bound():
+    """Eight terms at once onto sums that round toward zero: more than any order of float32 sums loses."""
+    tokens, width = 16_384, 16
+    query, key = 0.01 * torch.randn(1, 1, 1, width), torch.randn(1, 1, tokens, width)
+    value = torch.rand(1, 1, tokens, width) + 0.1
+    expected = gates.textbook(query, key, value, 1.0)
+    weight_T = (query.double() @ key.double().mT)[0, 0, 0].softmax(0)
+    terms = (weight_T[:, None] * value[0, 0].double()).view(-1, 8, width).sum(1).numpy()
+    running = np.zeros(width, np.float32)
+    for term in terms:
+        exact = running + term
+        rounded = exact.astype(np.float32)
+        running = np.where(rounded > exact, np.nextafter(rounded, np.float32(0)), rounded)
+    lost = torch.from_numpy(running).view(1, 1, 1, width)
+    roundings = float(((expected.out_BHGD - lost) / expected.out_BHGD).max()) / torch.finfo(torch.float32).eps
+    assert roundings > 100
+    assert expected.error(lost) <= 1
 
 
 def test_a_tie_that_the_higher_position_wins_is_red():
