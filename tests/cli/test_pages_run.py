@@ -34,9 +34,25 @@ ELSEWHERE = {
     "smollm2": "a package of 150 MB; the last test here, where it is installed",
 }
 
+REPLAY = "sfi trace replay dense --t-max 8,64 --budget 64,1024 --trigger-policy boundary,never"
+RECORD = "sfi trace record -o run --audit 1"
+# page, command, and how the block begins that it prints; "" for what prepares others
+PRINTED = [
+    ("README.md", "sfi generate", "answer "),
+    ("docs/lossless.md", "sfi generate --lossless --verify", "cache read"),
+    ("README.md", RECORD, ""),
+    ("README.md", "sfi trace show run", "slow steps"),
+    ("docs/traces.md", "sfi trace show run --full", "slow steps"),
+    ("docs/traces.md", "sfi trace show run --step 33", "step "),
+    ("docs/traces.md", "sfi trace check run", "$ sfi trace check run"),
+    ("docs/tune.md", "sfi trace record -o dense --policy full-kv --audit 1", ""),
+    ("docs/tune.md", REPLAY, "       trigger policy   T_max"),
+]
+
 
 def blocks(path: Path, language: str = "") -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", path.read_text(), re.MULTILINE | re.DOTALL)
+    found = re.findall(r"^```(\w*)\n(.*?)^```", path.read_text(), re.MULTILINE | re.DOTALL)
+    return [block for name, block in found if name == language]
 
 
 def commands(block: str) -> list[str]:
@@ -56,16 +72,32 @@ def run(line: str) -> tuple[str, str]:
     return ended.stdout, ended.stderr
 
 
+def plain(text: str) -> set[str]:
+    """Return the lines of an output with single spaces, without rules, times and what a machine decides."""
+    lines = (re.sub(r"[\d.,]+ (s|ms|us|MB|GB)\b", "TIME", " ".join(line.split())) for line in text.splitlines())
+    return {line for line in lines if line.strip("\u2500 .")}
+
+
+def assert_printed(page: str, command: str, first: str, output: str) -> None:
+    """Compare the block of a page that begins with `first` with what a command of the page printed."""
+    assert command in (ROOT / page).read_text()
+    if not first:
+        return
+    (block,) = [one for one in blocks(ROOT / page) if one.startswith(first)]
+    expected = {line for line in plain(block) if not line.startswith("$ ") and not line.endswith(" ...")}
+    assert expected <= plain(output), f"{page}, {command}"
+
+
+def test_a_page_s_output_is_compared_without_times_and_rules():
+    assert plain("a  1.20 s, 3 tokens\n\n ─────\n...\nb 4,096 MB") == {"a TIME, 3 tokens", "b TIME"}
+
+
 @pytest.mark.exhaustive
-def test_readme_s_bundled_commands_print_what_it_says(tmp_path, monkeypatch):
+def test_the_pages_print_what_they_say_of_the_bundled_model(tmp_path, monkeypatch):
+    """README and lossless.md, then traces.md on the same recording, and tune.md."""
     monkeypatch.chdir(tmp_path)
-    printed = blocks(ROOT / "README.md")
-    said = run("sfi generate")[1]
-    (expected,) = [one for one in printed if one.startswith("answer ")]
-    assert set(expected.splitlines()) <= set(said.splitlines())
-    (typed,) = [one for one in printed if one.startswith("sfi trace record")]
-    shown = [run(line)[0] for line in commands(typed)][-1]
-    assert "cache read" in shown
+    for page, command, first in PRINTED:
+        assert_printed(page, command, first, "".join(run(command)))
 
 
 @pytest.mark.exhaustive
