@@ -85,7 +85,7 @@ class Memory:
 
     @classmethod
     def of(cls, config: Mapping[str, Any], slow_N: Bools, length_N: Ints, *, scans: bool = False) -> Self:
-        """Do for all steps what `RequestState` does step by step.
+        """Do for all steps what `RequestState` does step by step, if each selection has the budget's positions.
 
         `config` is that of a manifest; `scans` says that every step selects, as codescan's do.
         """

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from sfi_core.hosts.vllm.entry import NO_SLOT
+from sfi_core.policies.built_in.sfi import SFI
 from sfi_core.settings.config import SfiConfig
 from sfi_traces.model.trace import Trace
 from sfi_traces.replay import Setting, Supports, schedule
@@ -52,6 +53,21 @@ def test_slow_steps_follow_the_rule(changes, late):
     totals = host.planner.totals
     assert totals["slow_steps"] + totals["fast_steps"] == sum(map(len, scripts.values()))
     assert totals["requests"] == 5
+
+
+def test_what_choosing_reads_counts_for_each_answer_and_the_server(monkeypatch):
+    """A quarter of the cache in one of two layers, on fast steps: an eighth in the mean."""
+    monkeypatch.setattr(SFI, "selection_tokens", lambda _, state: state.length / 4)
+    observer = RecordingObserver()
+    host = FakeScheduler(SfiConfig().replace(**SMALL, dense_layers=(1,)), observer=observer)
+    host.add("a", 40, draw_tokens(1, 30))
+    told = host.run()["a"].report()
+    later = [one for one in observer.steps if one.step]
+    chosen = [0 if one.slow else one.context_tokens / 8 for one in later]
+    assert [one.selection_tokens for one in later] == pytest.approx(chosen)
+    assert host.planner.totals["selection"] == pytest.approx(sum(chosen))
+    assert told["mean_selection_tokens"] == pytest.approx(sum(chosen) / len(later))
+    assert told["cache_read_ratio"] == told["read_ratio"] + told["selection_ratio"] > told["read_ratio"]
 
 
 def test_without_a_delay_the_boundary_token_itself_is_looked_at():
