@@ -27,7 +27,7 @@ SMALL = SfiConfig(budget=32, recent=16, sink=2)
 def settings(**changes) -> DecodeSettings:
     small = {
         "contexts": (128,), "batches": (2,), "steps": 10, "warm_up": 4, "repeats": 2, "config": SMALL,
-        "slow_rate": Fraction(1, 5),
+        "slow_rate": Fraction(1, 5), "policies": ("sfi", "full-kv"),
     }  # fmt: skip
     return DecodeSettings(**{**small, **changes})
 

@@ -27,7 +27,8 @@ TEXT = tuple(3 + (7 * place * place) % 90 for place in range(400))
 def settings(**changes) -> DecodeSettings:
     small = {
         "contexts": (128,), "batches": (2,), "steps": 20, "warm_up": 4, "repeats": 1, "config": SMALL,
-        "slow_rate": Fraction(1, 5), "baselines": (), "lossless": True, "acceptance": 1.0,
+        "policies": ("sfi", "full-kv"), "slow_rate": Fraction(1, 5), "baselines": (), "lossless": True,
+        "acceptance": 1.0,
     }  # fmt: skip
     return DecodeSettings(**{**small, **changes})
 
