@@ -31,6 +31,7 @@ ELSEWHERE = {
     "served/bin": "needs vLLM; tests/vllm/test_serve.py runs the server",
     "./install.sh": ".ci/run",
     "study.py": "hours; tests/test_study.py",
+    "loudest": "the reader's own policy; tests/core/policies/test_outside.py",
     "smollm2": "a package of 150 MB; the last test here, where it is installed",
 }
 
