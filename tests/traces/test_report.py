@@ -75,7 +75,7 @@ def test_the_page_has_the_numbers_of_the_summary(shown):
     assert (order[0], order[-2:]) == ("heatmap", ["timeline", "lambda"])
     for words in (
         "<h1>sfi</h1>", "made-up, policy sfi, request 0, 200 prompt tokens, 40 steps",
-        "7.7%, 4 of 40 (3 trigger, 1 first)", "retained mass", "of 36 audited fast steps; KL",
+        "10.0%, 4 of 40 (3 trigger, 1 first)", "retained mass", "of 36 audited fast steps; KL",
     ):  # fmt: skip
         assert words in page
     steps = sfi.steps
