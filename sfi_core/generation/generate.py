@@ -127,7 +127,7 @@ def generate(
     limits = token_limits(max_new_tokens, len(rows))
     _check_one_each(len(rows), sampling=sampling, seed=seed)
     check_prompts(model, rows, limits)
-    stop = frozenset(stop_tokens(model.generation_config) if stop_token_ids is None else stop_token_ids)
+    stop = frozenset(stop_tokens(model.generation_config.eos_token_id if stop_token_ids is None else stop_token_ids))
     if shared is not None:
         capacity = max(len(row) + new for row, new in zip(rows, limits, strict=True))
         shared.check(*left_pad(rows, model.device), capacity)

@@ -12,7 +12,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from sfi_core.distributed.ranks import local
 from sfi_core.engine.backends.registry import attend
-from sfi_core.errors import UnsupportedModelError
+from sfi_core.errors import ConfigError, UnsupportedModelError
 from sfi_core.hosts.transformers.cache import under_way
 from sfi_kernels.partial_attention import combine, partial_attention
 
@@ -43,6 +43,12 @@ def sfi_attention(
     _refuse_unknown(module, kwargs, managed=managed is not None)
     if managed is not None and attention_mask is not None:
         raise UnsupportedModelError(f"{type(module).__name__} makes a mask of its own, which sfi does not know")
+    if managed is not None and not query.dtype == key.dtype == value.dtype:
+        types = ", ".join(str(tensor.dtype).removeprefix("torch.") for tensor in (query, key, value))
+        raise ConfigError(
+            f"queries, keys and values must have one dtype under sfi, got {types}; leave torch.autocast, and load the "
+            "model in that dtype"
+        )
     ragged = cache.ragged if cache is not None and managed is not None else None
     if ragged is not None:
         query, key, value = map(ragged.spread, (query, key, value))

@@ -172,13 +172,12 @@ def _check_memory(session: Session, prompts: int, length: int, capacity: int, se
 
 def _prepared(session: Session, cache: SfiCache | None, capacity: int | None, length: int, settings: Any) -> SfiCache:
     cache = session.cache(capacity) if cache is None else cache
-    cache.prompt_length, cache.stop_ids = length or None, frozenset(stop_tokens(settings))
+    cache.prompt_length, cache.stop_ids = length or None, frozenset(stop_tokens(settings.eos_token_id))
     return cache
 
 
-def stop_tokens(settings: Any) -> tuple[int, ...]:
-    """Return the stop tokens of generation settings."""
-    eos = settings.eos_token_id
+def stop_tokens(eos: Any) -> tuple[int, ...]:
+    """Return stop tokens that are given as none, one, several or a tensor."""
     return () if eos is None else tuple(torch.as_tensor(eos).flatten().tolist())
 
 
@@ -218,7 +217,7 @@ def lossless_decoding(session: Session, streamer: Any) -> Callable[..., Any]:
             streamer.end()
         padding = generation_config.pad_token_id
         if padding is None:  # as transformers does
-            padding = next(iter(stop_tokens(generation_config)), 0)
+            padding = next(iter(stop_tokens(generation_config.eos_token_id)), 0)
         sequences = torch.cat([input_ids, generated(session, padding, input_ids)], 1)
         if not generation_config.return_dict_in_generate:
             return sequences

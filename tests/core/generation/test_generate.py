@@ -80,6 +80,11 @@ def test_each_completion_is_told_once_as_it_ends(model, expected):
     assert {report.finish_reason for _, report, _ in ended} == {"length"}
 
 
+@pytest.mark.parametrize("form", [int, torch.tensor, lambda stop: torch.tensor([stop])])
+def test_stop_token_may_be_a_number_or_a_tensor(model, expected, stop, form):
+    assert tokens(run(model, stop_token_ids=form(stop))) == [until(row, stop) for row in expected]
+
+
 def test_finished_request_has_no_token_to_show(model, expected, stop):
     shown = []
     run(model, stop_token_ids=[stop], on_token=shown.append)

@@ -255,6 +255,15 @@ def test_forward_pass_without_a_cache_stays_full_attention(model):
     assert session.report is None
 
 
+def test_autocast_is_refused_where_it_mixes_dtypes(model):
+    with slow_fast(model, None, SMALL), torch.autocast("cpu", torch.bfloat16), pytest.raises(ConfigError) as refusal:
+        complete(model)
+    assert str(refusal.value) == (
+        "queries, keys and values must have one dtype under sfi, got float32, float32, bfloat16; leave torch.autocast, "
+        "and load the model in that dtype"
+    )
+
+
 def test_cache_of_an_ended_session_is_refused(model):
     with slow_fast(model, None, SMALL) as session:
         cache = session.cache()
