@@ -1,5 +1,20 @@
-"""`python -m sfi_cli`: the command line without an install."""
+"""Entry of the command line, which imports nothing before it can answer Ctrl-C."""
 
-from sfi_cli.app import main
+import sys
 
-main()
+INTERRUPTED = 130
+
+
+def main() -> None:
+    """Load the command line and run it; Ctrl-C is one line from here on."""
+    try:
+        from sfi_cli.app import main as run
+
+        run()
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted\n")
+        sys.exit(INTERRUPTED)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,7 +1,9 @@
 """The `sfi` command line: assembles the commands and turns errors into exit codes."""
 
+import signal
 import sys
 from pathlib import Path
+from threading import Event
 from typing import Annotated, Any
 
 import typer
@@ -17,17 +19,39 @@ from sfi_cli.commands.lm_eval import lm_eval
 from sfi_cli.commands.serve.command import Serve, serve
 from sfi_cli.commands.tune.command import tune
 from sfi_cli.commands.tune_heads.command import heads
-from sfi_cli.terminal.output import INTERRUPTED, Output, escape_unknown_characters, message
+from sfi_cli.terminal.output import Output, escape_unknown_characters, leave_interrupted, message
 from sfi_cli.terminal.torchrun import check_command, leave, one_voice, tells
 from sfi_core.errors import InputError, SfiError
 
 OF_NO_FILE = (UnicodeEncodeError, ImportError, NameError, MemoryError)  # errors that no damaged file explains
+_interrupted = Event()  # Ctrl-C was pressed
 LONGEST = 255  # bytes of a file's name
 HELP = "Slow-Fast Inference: decode long contexts and see what the model reads."
 
 
 class Group(TyperGroup):
-    """Finds a command named by two words (`sfi tune heads`) before one named by the first (`sfi tune`)."""
+    """Finds a command named by two words (`sfi tune heads`) before one named by the first (`sfi tune`).
+
+    Says that a command was interrupted: Typer would end it without a word.
+    """
+
+    def make_context(self, *words: Any, **more: Any) -> Any:
+        """Read the arguments; Ctrl-C meanwhile is one line."""
+        try:
+            return super().make_context(*words, **more)
+        except KeyboardInterrupt:
+            leave_interrupted()
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run a command; Ctrl-C that it leaves to us is one line, also where an import made an error of it."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            leave_interrupted()
+        except ImportError:
+            if not _interrupted.is_set():
+                raise
+            leave_interrupted()
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Return a command's name, the command, and the words after the name."""
@@ -84,6 +108,8 @@ def root(
 
 def main() -> None:
     """Run the app: a user's mistake prints one line, a bug its traceback."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not where a shell has it ignored
+        signal.signal(signal.SIGINT, _interrupt)
     escape_unknown_characters()
     debug = "--debug" in sys.argv
     sys.argv = [word for word in sys.argv if word != "--debug"]
@@ -95,9 +121,6 @@ def main() -> None:
             except SystemExit:
                 Output().stream("")  # what help and the version left in the buffer
                 raise
-    except KeyboardInterrupt:
-        message("interrupted")
-        sys.exit(INTERRUPTED)
     except BrokenPipeError:
         sys.exit(1)  # the program that reads our pipe has ended
     except Exception as error:
@@ -107,6 +130,11 @@ def main() -> None:
         if tells():
             message(f"error: {known}")
         leave(known)
+
+
+def _interrupt(number: int, frame: Any) -> None:
+    _interrupted.set()
+    signal.default_int_handler(number, frame)
 
 
 def _in_one_line(error: Exception) -> SfiError | None:

@@ -1,14 +1,17 @@
 """The command line as a whole: help, version, doctor."""
 
 import json
+import signal
 import subprocess
 import sys
 from functools import cache
 
+import pytest
 import torch
 from typer.testing import CliRunner
 
 from sfi_cli import app as cli
+from sfi_cli.__main__ import main
 from sfi_core.measure.doctor import _prompts, checks
 from tests.cli.trace_commands import sfi
 
@@ -49,3 +52,36 @@ def test_doctor_tries_the_backends(monkeypatch):
     assert found["prompt bfloat16"] is found["prompt float16"] is True
     assert {"machine", "versions", "triggers"} <= set(document)
     assert {row["trigger"] for row in document["triggers"]} == {"'.'", "'?'", "'!'", "';'", r"'\n'"}
+
+
+class Interrupted:
+    """A module whose loading is interrupted."""
+
+    def __getattr__(self, name: str) -> None:
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("stage", ["command line", "arguments", "command", "library"])
+def test_ctrl_c_while_loading_is_one_line(monkeypatch, capsys, stage):
+    """It was a traceback, nothing, or a missing module."""
+
+    def interrupted(*_: object, **__: object) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    def half_imported(*_: object, **__: object) -> None:
+        try:
+            interrupted()
+        except KeyboardInterrupt as error:
+            raise ModuleNotFoundError("Could not import module 'AutoModel'") from error
+
+    if stage == "command line":
+        monkeypatch.setitem(sys.modules, "sfi_cli.app", Interrupted())
+    elif stage == "arguments":
+        monkeypatch.setattr("typer.core.TyperGroup.make_context", interrupted)
+    else:
+        ends = interrupted if stage == "command" else half_imported
+        monkeypatch.setattr("sfi_core.measure.doctor.checks", ends)
+    monkeypatch.setattr(sys, "argv", ["sfi", "doctor"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert (ended.value.code, capsys.readouterr().err) == (130, "interrupted\n")
