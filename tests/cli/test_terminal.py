@@ -177,7 +177,7 @@ def test_the_tables_of_benchmarks_fit_the_terminal(width):
     ) | {"policy": "transformers-dynamic", "context": 32768, "batch": 16, "slow_rate": 0.05, "kv_device_budget": None}
     document = {
         "machine": machine, "rows": [decode | {"lossless": None}], "skipped": [], "notes": ["a note. " * 40],
-        "model": {"name": "qwen3-0.6b", "dtype": "bfloat16"},
+        "model": {"name": "qwen3-0.6b", "dtype": "bfloat16"}, "pays_from": [],
     }  # fmt: skip
     kernel = _row(
         "median_us p10_us p90_us gb_per_s bandwidth_share tflop_per_s speedup_over_dense speedup_over_sdpa "

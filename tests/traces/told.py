@@ -226,7 +226,8 @@ class Told:
         told = {
             "batch_step": step, "base": 40 + step, "drafted": 3, "accepted": self._rng.randrange(4),
             "reason": "limit", "evidence_position": self._rng.choice([None, 43 + step]),
-            "attended_tokens": self._number(), "elapsed_us": self._rng.uniform(100, 900),
+            "attended_tokens": self._number(), "selection_tokens": self._number(),
+            "elapsed_us": self._rng.uniform(100, 900),
         }  # fmt: skip
         self._observer.on(VerificationEvent(request=row, step=step, **told))
         self.rows["verifications"].append({**self._key(row, step), **told})
@@ -236,7 +237,7 @@ class Told:
         event = step_event(
             row, step, token_id=self._rng.randrange(10), slow=slow, audited=audited,
             reason="" if not slow else "first" if step == 0 else "t_max",
-            steps_since_slow=self._since[row], elapsed_us=self._rng.uniform(100, 900),
+            steps_since_slow=self._since[row], elapsed_us=self._rng.uniform(100, 900), selection_tokens=self._number(),
         )  # fmt: skip
         self._observer.on(event)
         trigger = event.token_id in TRIGGERS
@@ -245,7 +246,8 @@ class Told:
                 **self._key(row, step), "position": event.position, "token_id": event.token_id,
                 "slow": slow, "reason": event.reason, "steps_since_slow": event.steps_since_slow,
                 "sentence": self._triggers[row], "trigger": trigger,
-                "attended_tokens": 5.5, "context_tokens": event.context_tokens,
+                "attended_tokens": 5.5, "selection_tokens": event.selection_tokens,
+                "context_tokens": event.context_tokens,
                 "read_ratio": 5.5 / event.context_tokens, "elapsed_us": event.elapsed_us, "audited": audited,
                 "batch_step": step, "drafted": False,
             }

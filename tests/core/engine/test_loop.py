@@ -41,6 +41,9 @@ class ScriptedHost:
             state.tokens.append(token)
             state.finished |= token == self.stop
 
+    def count_selected(self) -> None:
+        pass
+
     def _logits(self) -> torch.Tensor:
         ids = torch.tensor([row[self.t] for row in self.script])
         return torch.nn.functional.one_hot(ids, VOCABULARY).float()

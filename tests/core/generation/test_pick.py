@@ -38,7 +38,7 @@ def ids() -> torch.Tensor:
 def stepped(sampling: Sampling, ids: torch.Tensor, logits_SBV: torch.Tensor) -> list[list[int]]:
     """The tokens of each row by steps."""
     sampler = Sampler(sampling, ids, seed=4)
-    steps = [sampler(logits_BV, RUNNING, 0) for logits_BV in logits_SBV]
+    steps = [sampler(logits_BV, RUNNING) for logits_BV in logits_SBV]
     return [list(row) for row in zip(*steps, strict=True)]
 
 
@@ -60,7 +60,7 @@ def test_positions_of_a_pass_get_the_tokens_of_steps(sampling: Sampling, ids: to
         known = [have + count for have, count in zip(known, counts, strict=True)]
     assert [row.step for row in sampler.rows] == [5, 5, 5]
     logits_BV = logits_SBV[5]
-    assert sampler(logits_BV, RUNNING, 0) == [row[5] for row in expected]
+    assert sampler(logits_BV, RUNNING) == [row[5] for row in expected]
 
 
 @pytest.mark.parametrize("sampling", SETTINGS, ids=str)
@@ -93,7 +93,7 @@ def test_picking_notes_nothing(ids: torch.Tensor, logits_SBV: torch.Tensor):
     sampler = Sampler(sampling, ids, seed=4)
     sampler.pick(logits_SBV[:, 1], [1] * STEPS, range(STEPS), [[3] * x for x in range(STEPS)])
     expected = [row[0] for row in stepped(sampling, ids, logits_SBV)]
-    assert sampler(logits_SBV[0], RUNNING, 0) == expected
+    assert sampler(logits_SBV[0], RUNNING) == expected
 
 
 @pytest.mark.parametrize(("temperature", "bad"), [(0, torch.nan), (1, torch.inf)])

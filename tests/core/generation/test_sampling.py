@@ -4,13 +4,13 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
+from sfi_core.engine.picking.picker import PAD
 from sfi_core.engine.picking.tokens_so_far import LEAST_ROOM
 from sfi_core.errors import ConfigError, NumericsError
 from sfi_core.generation.sampling import Sampler, processors
 from sfi_core.settings.sampling import Sampling
 
 B, V, T = 3, 50, 6
-PAD = 49
 RUNNING = [False] * B
 
 
@@ -20,7 +20,7 @@ def ids() -> torch.Tensor:
 
 
 def sampled(sampling: Sampling, logits: torch.Tensor, ids: torch.Tensor) -> list[int]:
-    return Sampler(sampling, ids)(logits, RUNNING[: len(ids)], PAD)
+    return Sampler(sampling, ids)(logits, RUNNING[: len(ids)])
 
 
 SETTINGS = [
@@ -82,7 +82,7 @@ def test_sampling_draws_in_proportion(ids: torch.Tensor):
     logits = torch.full((1, V), -torch.inf)
     logits[0, [3, 8]] = torch.tensor([0.8, 0.2]).log()
     drawn = Sampler(Sampling(temperature=1.0), ids[:1].expand(2000, T))
-    tokens = drawn(logits.expand(2000, V), [False] * 2000, PAD)
+    tokens = drawn(logits.expand(2000, V), [False] * 2000)
     assert set(tokens) == {3, 8}
     assert tokens.count(3) == pytest.approx(1600, abs=80)  # 4 standard deviations are 72
 
@@ -91,7 +91,7 @@ def test_sampling_repeats_with_the_seed(ids: torch.Tensor):
     logits, drawn = torch.randn(B, V), []
     for seed in (1, 1, 2):
         sampler = Sampler(Sampling(temperature=1.0), ids, seed=seed)
-        drawn.append([sampler(logits, RUNNING, PAD) for _ in range(5)])
+        drawn.append([sampler(logits, RUNNING) for _ in range(5)])
     assert drawn[0] == drawn[1]
     assert drawn[0] != drawn[2]
 
@@ -100,24 +100,24 @@ def test_requests_draw_for_themselves(ids: torch.Tensor):
     """The same logits give each its own tokens, and the same ones alone as beside others."""
     logits, sampling = torch.randn(1, V).expand(B, V), Sampling(temperature=1.0)
     together = Sampler(sampling, ids, seed=4)
-    drawn = list(zip(*(together(logits, RUNNING, PAD) for _ in range(6)), strict=True))
+    drawn = list(zip(*(together(logits, RUNNING) for _ in range(6)), strict=True))
     assert len(set(drawn)) == B
     for request, tokens in enumerate(drawn):
         alone = together.alone(ids[:1], request)
-        assert [alone(logits[:1], [False], PAD)[0] for _ in range(6)] == list(tokens)
+        assert [alone(logits[:1], [False])[0] for _ in range(6)] == list(tokens)
 
 
 def test_a_request_that_takes_a_row_draws_on_and_the_others_too(ids: torch.Tensor):
     logits, sampling = torch.randn(B, V), Sampling(temperature=1.0)
     plain, mixed = Sampler(sampling, ids), Sampler(sampling, ids)
-    expected = [plain(logits, RUNNING, PAD) for _ in range(4)]
+    expected = [plain(logits, RUNNING) for _ in range(4)]
     newcomer = mixed.alone(ids[:1], 9)
-    own = [newcomer(logits[1:2], [False], PAD)[0] for _ in range(5)]
+    own = [newcomer(logits[1:2], [False])[0] for _ in range(5)]
     newcomer = mixed.alone(ids[:1], 9)
-    got = [mixed(logits, RUNNING, PAD), mixed(logits, [False, True, False], PAD)]
-    newcomer(logits[1:2], [False], PAD)
+    got = [mixed(logits, RUNNING), mixed(logits, [False, True, False])]
+    newcomer(logits[1:2], [False])
     mixed.seat(1, newcomer)
-    got += [mixed(logits, RUNNING, PAD) for _ in range(2)]
+    got += [mixed(logits, RUNNING) for _ in range(2)]
     for step, row in enumerate(got):
         assert [row[0], row[2]] == [expected[step][0], expected[step][2]]
     assert [got[0][1], got[1][1]] == [expected[0][1], PAD]
@@ -130,11 +130,11 @@ def test_the_penalty_of_a_row_that_was_taken_sees_its_new_request_only(length: i
     logits = torch.zeros(2, V)
     logits[:, 7], logits[:, 8], logits[:, 9] = 3.0, 2.9, 2.8
     sampler = Sampler(Sampling(repetition_penalty=2.0), torch.full((2, T), 7))
-    assert sampler(logits, [False, False], PAD) == [8, 8]
+    assert sampler(logits, [False, False]) == [8, 8]
     newcomer = sampler.alone(torch.full((1, length), 8), 2)
-    assert newcomer(logits[:1], [False], PAD) == [7]
+    assert newcomer(logits[:1], [False]) == [7]
     sampler.seat(0, newcomer)
-    assert sampler(logits, [False, False], PAD) == [9, 9]
+    assert sampler(logits, [False, False]) == [9, 9]
     assert sampler.tokens.ids_BT.shape[1] == max(T, length) + 2
     assert sampler.tokens.ids_BT[0, : length + 2].tolist() == [*[8] * length, 7, 9]
     assert set(sampler.tokens.ids_BT[0, length + 2 :].tolist()) <= {8}
@@ -145,7 +145,7 @@ def test_a_finished_request_gets_padding(ids: torch.Tensor):
     sampler = Sampler(Sampling(), ids)
     expected = logits.argmax(-1).tolist()
     expected[1] = PAD
-    assert sampler(logits, [False, True, False], PAD) == expected
+    assert sampler(logits, [False, True, False]) == expected
     assert sampler.tokens is None, "nothing looks back at them"
 
 
@@ -153,7 +153,7 @@ def test_tokens_so_far_are_kept_in_room_that_seldom_moves(ids: torch.Tensor):
     sampler, expected, places = Sampler(Sampling(repetition_penalty=1.1), ids), ids, set()
     for step in range(3 * LEAST_ROOM):
         logits = torch.zeros(B, V).index_fill(1, torch.tensor([step % 40]), 9.0)
-        picked = sampler(logits, [False, True, False], PAD)
+        picked = sampler(logits, [False, True, False])
         assert picked[1] == PAD
         column_B = torch.tensor([picked[0], ids[1, 0], picked[2]])  # an ended row gets none
         expected = torch.cat([expected, column_B[:, None]], 1)
@@ -166,10 +166,10 @@ def test_tokens_so_far_are_kept_in_room_that_seldom_moves(ids: torch.Tensor):
 def test_broken_logits_are_named_with_step_and_request(ids: torch.Tensor, bad: float, temperature: float):
     sampler = Sampler(Sampling(temperature=temperature, repetition_penalty=1.1), ids)
     logits = torch.randn(B, V)
-    sampler(logits, RUNNING, PAD)
+    sampler(logits, RUNNING)
     logits[2, 5] = bad
     with pytest.raises(NumericsError) as caught:
-        sampler(logits, RUNNING, PAD)
+        sampler(logits, RUNNING)
     assert str(caught.value) == ("logits must be finite, got NaN or infinity at step 1 in request 2")
     assert sampler.tokens.ids_BT.shape == (B, T + 1)
 
@@ -178,9 +178,9 @@ def test_a_temperature_that_leaves_the_range_of_float32_is_named(ids: torch.Tens
     """Every scaled score was infinite, and token 0 came out again and again."""
     logits = torch.randn(B, V)
     low = Sampler(Sampling(temperature=1e-36), ids)
-    assert low(logits, RUNNING, PAD) == logits.argmax(-1).tolist()
+    assert low(logits, RUNNING) == logits.argmax(-1).tolist()
     with pytest.raises(NumericsError, match=r"at step 0 in request 0; raise sampling\.temperature, 1e-40 leaves"):
-        Sampler(Sampling(temperature=1e-40), ids)(logits, RUNNING, PAD)
+        Sampler(Sampling(temperature=1e-40), ids)(logits, RUNNING)
 
 
 @pytest.mark.parametrize("temperature", [0, 1])
@@ -203,7 +203,7 @@ def test_forbidden_tokens_are_fine_and_never_drawn(ids: torch.Tensor, temperatur
 def test_a_finished_request_may_hold_anything(ids: torch.Tensor, bad: float, temperature: float):
     logits = torch.randn(B, V)
     logits[1] = bad
-    tokens = Sampler(Sampling(temperature=temperature), ids)(logits, [False, True, False], PAD)
+    tokens = Sampler(Sampling(temperature=temperature), ids)(logits, [False, True, False])
     assert tokens[1] == PAD
 
 
@@ -218,5 +218,5 @@ def test_tokens_are_handed_on_before_they_are_read(ids: torch.Tensor):
     handed = []
     sampler = Sampler(Sampling(), ids)
     sampler.ahead = handed.append
-    tokens = sampler(torch.randn(B, V), RUNNING, PAD)
+    tokens = sampler(torch.randn(B, V), RUNNING)
     assert [one.tolist() for one in handed] == [tokens]

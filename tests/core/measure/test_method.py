@@ -47,7 +47,7 @@ def test_a_file_is_a_preset_that_keeps_its_sizes(tmp_path):
     [
         ("sfl", "method sfl: unknown policy 'sfl'; did you mean 'sfi'? expected one of ('"),
         ("sfi@fast", "method sfi@fast: unknown preset 'fast'; expected one of ('default'"),
-        ("sfi:spam=1", "method sfi:spam=1: unknown setting 'spam'; expected one of"),
+        ("sfi:spam=1", "method sfi:spam=1: unknown setting 'spam'; did you mean span?"),
         ("sfi:span=wide", "method sfi:span=wide: span must be int, got 'wide'"),
         ("sfi:span=10x", "method sfi:span=10x: span must be int, got '10x'"),
         ("sfi:span=", "method sfi:span=: span must be int, got ''"),
