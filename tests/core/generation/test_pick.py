@@ -70,7 +70,7 @@ def test_the_batch_and_its_pieces_change_no_token(
     expected = stepped(sampling, ids, logits_SBV)
     for row in range(B):
         alone = Sampler(sampling, ids[row : row + 1], seed=4, first=row)
-        got = [alone(logits_BV[row : row + 1], [False], 0)[0] for logits_BV in logits_SBV]
+        got = [alone(logits_BV[row : row + 1], [False])[0] for logits_BV in logits_SBV]
         assert got == expected[row]
     for name in ("CPU_PIECE", "PIECE"):
         monkeypatch.setattr(picker_module, name, 2 * V)
