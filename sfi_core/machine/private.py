@@ -5,6 +5,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from threading import Lock
 from typing import Any
 
 import torch
@@ -37,15 +38,23 @@ def multiplies_natively(dtype: torch.dtype) -> bool:
     return dtype not in supported or bool(supported[dtype]())
 
 
+_switching = Lock()
+_without: list[bool] = []  # whether oneDNN was on, for each `without_onednn` that is entered
+
+
 @contextmanager
 def without_onednn() -> Iterator[None]:
     """Let PyTorch multiply without oneDNN inside; the public switch takes ten times as long, and warns."""
-    enabled = torch._C._get_mkldnn_enabled()
-    torch._C._set_mkldnn_enabled(False)
+    with _switching:
+        _without.append(torch._C._get_mkldnn_enabled())
+        torch._C._set_mkldnn_enabled(False)
     try:
         yield
     finally:
-        torch._C._set_mkldnn_enabled(enabled)
+        with _switching:  # the switch is the process's: the last of several threads puts back what the first found
+            enabled = _without.pop()
+            if not _without:
+                torch._C._set_mkldnn_enabled(enabled)
 
 
 def operators(call: Callable[[], object]) -> list[str]:

@@ -8,6 +8,7 @@ from functools import cache
 from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
+from threading import RLock
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from sfi_core.models.gguf_header import Header
 DTYPE = torch.float32  # what "auto" makes of quantized weights
 PACKAGES = ("gguf", "accelerate")  # transformers asks for both
 PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")  # how llama.cpp names the parts of a split file
+_reading = RLock()
 PIECE = 1 << 17  # numbers that are unpacked at once: they stay in a processor's cache
 
 
@@ -40,20 +42,21 @@ def read_once() -> Iterator[None]:
     """
     import gguf  # noqa: PLC0415 - of an extra
 
-    quick = {
-        "GGUFReader": read_header, "dequantize": _dequantizer(gguf),
-        "get_tensor_name_map": cache(gguf.get_tensor_name_map),
-    }  # fmt: skip
-    slow = {name: getattr(gguf, name) for name in quick}
-    try:
-        for name, function in quick.items():
-            setattr(gguf, name, function)
-        with redirect_stderr(StringIO()):
-            yield
-    finally:
-        read_header.cache_clear()
-        for name, function in slow.items():
-            setattr(gguf, name, function)
+    with _reading:  # another thread's load waits: it would put back what it finds here
+        quick = {
+            "GGUFReader": read_header, "dequantize": _dequantizer(gguf),
+            "get_tensor_name_map": cache(gguf.get_tensor_name_map),
+        }  # fmt: skip
+        slow = {name: getattr(gguf, name) for name in quick}
+        try:
+            for name, function in quick.items():
+                setattr(gguf, name, function)
+            with redirect_stderr(StringIO()):
+                yield
+        finally:
+            read_header.cache_clear()
+            for name, function in slow.items():
+                setattr(gguf, name, function)
 
 
 def _dequantizer(gguf: Any) -> Callable[[np.ndarray, Any], Any]:

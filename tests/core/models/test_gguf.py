@@ -7,6 +7,7 @@ from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError
 from importlib.util import find_spec
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 
 import huggingface_hub.constants
@@ -422,3 +423,20 @@ def test_smollm2_answers_and_stops(smollm2: tuple[Any, Any]):
     result = generate(model, tokenizer, [text], max_new_tokens=20)
     assert result.texts == ["The capital of France is Paris."]
     assert result.report.requests[0].token_ids[-1] == tokenizer.eos_token_id
+
+
+def test_loads_of_two_threads_leave_gguf_as_it_was():
+    before, entered, done = gguf.dequantize, Event(), Event()
+
+    def load_too() -> None:
+        with read_once():
+            entered.set()
+            done.wait(10)
+
+    other = Thread(target=load_too)
+    with read_once():
+        other.start()
+        entered.wait(0.2)
+    done.set()
+    other.join()
+    assert gguf.dequantize is before

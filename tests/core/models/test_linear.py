@@ -11,6 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import sfi_core
 from sfi_core.errors import BackendError
+from sfi_core.machine.private import without_onednn
 from sfi_core.models import linear
 from sfi_core.models.describe import ModelWeights
 from sfi_core.models.linear import PackedLinear, RowLinear, WideLinear, pack_weights, quick_linears
@@ -201,3 +202,13 @@ def test_a_machine_without_fbgemm_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(linear, "ENGINES", ())
     with pytest.raises(BackendError, match="need FBGEMM"):
         pack_weights(llama())
+
+
+def test_onednn_is_on_again_once_the_last_of_two_threads_is_done():
+    before, both = torch._C._get_mkldnn_enabled(), (without_onednn(), without_onednn())  # noqa: SLF001
+    for products in both:
+        products.__enter__()
+    for products in both:
+        assert not torch._C._get_mkldnn_enabled()  # noqa: SLF001
+        products.__exit__(None, None, None)
+    assert torch._C._get_mkldnn_enabled() == before  # noqa: SLF001
