@@ -128,7 +128,7 @@ def generate_with(session: Session, generate: Callable[..., Any]) -> Callable[..
             shape = " x ".join(map(str, prompt.shape[:2]))
             raise InputError(f"prompts must have at least one token each, got a batch of {shape}")
         if prompt is not None:  # now: transformers may work with the mask before the first pass
-            prompt_tokens(kwargs.get("attention_mask"), *prompt.shape[:2], 0, final=True)
+            prompt_tokens(kwargs.get("attention_mask"), prompt.shape[0], prompt.shape[1], 0, final=True)
         length, new = 0 if prompt is None else prompt.shape[1], settings.max_new_tokens
         capacity = length + new if new else settings.max_length
         cache = cache_in(kwargs)
