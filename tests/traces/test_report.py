@@ -336,7 +336,10 @@ def _the_page_is_in_the_order_of_an_engineer_s_questions(page) -> None:
     assert cards == ["full attention's token", "retained mass", "cache read", "tokens/s"]
     titles = page.locator("h2").all_text_contents()
     assert titles[:3] == ["What it answered", "Where full attention would have said something else", "What a step read"]
-    assert [title.partition(":")[0] for title in titles[3:5]] == ["Selection health", "What each step's time went to"]
+    assert [title.partition(":")[0] for title in titles[3:5]] == [
+        "Selection health",
+        "Support overlap of every two steps",
+    ]
     assert not page.locator(".health li").first.is_visible()  # a note is not among the first things
 
 
