@@ -36,7 +36,7 @@ from sfi_traces.schema import TABLES
 from sfi_traces.tune.study import careful, open_storage
 from tests.cli.trace_commands import sfi
 from tests.core.hosts.vllm.scheduling import FakeScheduler
-from tests.traces.imports import selection_arrays, selection_rows
+from tests.traces.imports import selection_arrays
 from tests.traces.made import make_trace
 
 SECONDS, BYTES = 20, 2 << 30  # of a case: processor time, memory
@@ -86,7 +86,6 @@ HEADS = {
 STUDY = {"op_code": 0, "worker_id": "a", "study_name": "s", "directions": [1, 2]}
 CONFIG_TEXT = json.dumps(SfiConfig().to_dict())
 ARRAYS = selection_arrays()
-ROWS = ["request", *selection_rows(ARRAYS)[0]]
 
 
 class BrokenError(AssertionError):
@@ -336,28 +335,10 @@ def _toml(drawn: Any) -> str:
 
 def _import(recipe: dict[str, Any], work: Path) -> None:
     file = work / f"import{recipe['suffix']}"
-    if recipe["suffix"] == ".parquet":
-        _parquet(recipe, file)
-    else:
-        claims = _arrays(recipe, file)
-        for name, shape in claims:
-            _claim(file, name, shape)
+    for name, shape in _arrays(recipe, file):
+        _claim(file, name, shape)
     spoiled(file, recipe.get("spoils", []))
     _command(["trace", "import", file, "-o", work / "trace", "-q"])
-
-
-def _parquet(recipe: dict[str, Any], file: Path) -> None:
-    said = {"sfi_import_version": 1, "prompt_token_ids": list(range(20)), "trigger_token_ids": [7]}
-    if "metadata" in recipe:
-        said = edited({**said, "block_size": 4, "prompt_tokens": 20, "model": "m"}, recipe["metadata"])
-    rows = [{"request": 0, **row} for row in selection_rows(ARRAYS)]
-    table = table_of(rows, None, recipe.get("edits", []))
-    metadata = (
-        {str(key).encode("utf-8", "replace"): dumped(one) for key, one in dict(said).items()}
-        if isinstance(said, dict)
-        else {}
-    )
-    parquet.write_table(table.replace_schema_metadata(metadata), file)
 
 
 def _arrays(recipe: dict[str, Any], file: Path) -> list[tuple[str, list[int]]]:

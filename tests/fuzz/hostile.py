@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from sfi_traces.schema import TABLES
-from tests.fuzz.cases import ARRAYS, COMMANDS, CONFIG_TEXT, HEADS, LINES, MANIFEST, ROWS, STUDY
+from tests.fuzz.cases import ARRAYS, COMMANDS, CONFIG_TEXT, HEADS, LINES, MANIFEST, STUDY
 
 Recipe = dict[str, Any]
 DEEP, HUGE, HALF = "$deep", "$huge", "\ud800"  # `cases.value` makes the first two: JSON text of them is not short
@@ -138,13 +138,9 @@ array_edits = st.one_of(
         values,
     ),
 )
-said = {"sfi_import_version": 1, "prompt_token_ids": [1, 2], "trigger_token_ids": [7], "block_size": 4}
-imported = st.tuples(st.sampled_from(ROWS), cells(30) | cells(30, "list<item: int64>"))
 imports = st.one_of(
     recipe("import", suffix=st.sampled_from([".npz", ".pt"]), edits=some([array_edits])),
-    recipe("import", suffix=st.just(".parquet"), edits=some([imported])),
-    recipe("import", suffix=st.just(".parquet"), metadata=edits({**said, "prompt_tokens": 20, "model": "m"})),
-    recipe("import", suffix=st.sampled_from([".npz", ".pt", ".parquet"]), spoils=spoils),
+    recipe("import", suffix=st.sampled_from([".npz", ".pt"]), spoils=spoils),
 )
 names = st.sampled_from(
     ["enabled", "trigger_policy", "t_max", "min_gap", "trigger_delay", "slow_start", "stride", "random_rate", "budget"]

@@ -11,23 +11,21 @@ from pyarrow import parquet
 
 from sfi_core.errors import ConfigError, InputError, TraceError
 from sfi_traces.health import judge
-from sfi_traces.importing import row_table
 from sfi_traces.importing.importer import import_trace
-from sfi_traces.importing.schema import ImportOptions
 from sfi_traces.model.trace import Trace
 from sfi_traces.read.check import check
 from sfi_traces.replay import Supports, reuse
 from sfi_traces.summary import Scope, summarize
 from sfi_traces.views.view import View
 from sfi_traces.views.words import text_of
-from tests.traces.imports import LAYERS, PROMPT, STEPS, STOP, K, selection_arrays, selection_rows, write_npz, write_rows
+from tests.traces.imports import LAYERS, PROMPT, STEPS, STOP, K, selection_arrays, write_npz
 from tests.traces.made import overlap
 from tests.traces.small import rows
 
 
-def imported(path: Path, options: ImportOptions | None = None, *, force: bool = False) -> Trace:
+def imported(path: Path, *, top: int | None = None, force: bool = False) -> Trace:
     folder = path.with_suffix(".trace")
-    import_trace(path, folder, options, force=force)
+    import_trace(path, folder, top=top, force=force)
     return Trace.open(folder)
 
 
@@ -93,29 +91,6 @@ def test_an_indexer_that_chooses_the_last_positions_is_told(tmp_path):
         text_of(View(trace))
 
 
-def test_rows_of_a_parquet_file_are_the_same_trace(tmp_path, monkeypatch):
-    monkeypatch.setattr(row_table, "ROWS", 4)  # a step's rows come in two pieces
-    arrays = selection_arrays()
-    shuffled = sorted(selection_rows(arrays), key=lambda row: (row["step"], -row["layer"]))
-    trace = imported(write_rows(tmp_path / "a.parquet", shuffled))
-    assert_supports_are(trace, sets_of(arrays))
-    other = imported(write_npz(tmp_path / "b.npz"))
-    assert rows(trace, "steps") == rows(other, "steps")
-    assert trace.manifest["prompts"] == other.manifest["prompts"]
-
-
-def test_a_parquet_file_may_have_several_requests(tmp_path):
-    first = selection_rows(selection_arrays())
-    both = [{"request": request, **row} for request in range(2) for row in first]
-    said = {"prompt_token_ids": None, "prompt_tokens": [PROMPT, PROMPT + 5]}
-    trace = imported(write_rows(tmp_path / "a.parquet", both, **said))
-    steps = rows(trace, "steps")
-    assert [row["context_tokens"] for row in steps if row["step"] == 0] == [PROMPT, PROMPT + 5]
-    assert steps[STEPS]["sentence"] == 0
-    firsts = [row for row in rows(trace, "supports") if row["step"] == 0]
-    assert {row["overlap_previous_step"] for row in firsts} == {None}
-
-
 def test_blocks_are_the_positions_that_are_cached(tmp_path):
     blocks = np.full((STEPS, 1, 2, 3), -1)
     blocks[..., 0] = 5  # positions 20 to 23, cached one by one
@@ -132,7 +107,7 @@ def test_masses_are_kept_and_give_the_best_positions(tmp_path):
     mass = np.full(arrays["positions"].shape, 0.1)
     mass[..., 2] = 0.3
     path = write_npz(tmp_path / "a.npz", mass=mass)
-    row = rows(imported(path, ImportOptions(top=1)), "supports")[-1]
+    row = rows(imported(path, top=1), "supports")[-1]
     assert row["positions"] == [arrays["positions"][-1, -1, 2]]
     assert row["mass"] == pytest.approx([0.3])
     assert row["retained_mass"] == pytest.approx(0.3)
@@ -189,65 +164,6 @@ def test_a_file_that_is_wrong_is_refused_in_a_line_and_leaves_nothing(tmp_path, 
     assert [one.name for one in tmp_path.iterdir()] == ["a.npz"]
 
 
-def without(step: int, layer: int) -> list[dict[str, Any]]:
-    found = selection_rows(selection_arrays())
-    return [row for row in found if (row["step"], row["layer"]) != (step, layer)]
-
-
-def rows_with(number: int, **changes: Any) -> list[dict[str, Any]]:
-    found = selection_rows(selection_arrays())
-    found[number] |= changes
-    return found
-
-
-@pytest.mark.parametrize(
-    ("table", "said", "words"),
-    [
-        (without(4, 1), {}, "row 12 .*: step 4 must have layer 1, head 0"),
-        (rows_with(13, layer=2), {}, "row 14 .*: layer 2, head 0 must come once a step"),
-        (rows_with(13, positions=[99]), {}, "row 13 .*: position must be below 24"),
-        (rows_with(13, positions=None), {}, "row 13 .*: positions must have a value, got null"),
-        (rows_with(13, positions=[3, None]), {}, "row 13 .*: positions must have no null"),
-        (rows_with(13, token_id=55), {}, "row 13 .*: token_id must be one"),
-        ([row for row in rows_with(0) if row["step"] != 2], {}, "row 6 .*: steps must ascend"),
-        ([{"request": 1, **row} for row in rows_with(0)], {}, "request must be one of the 1"),
-        ([{**row, "step": str(row["step"])} for row in rows_with(0)], {}, "column step .* whole numbers"),
-        ([{**row, "stepp": 1} for row in rows_with(0)], {}, "unknown column 'stepp'"),
-        ([{"head": 1, **row} for row in rows_with(0)], {}, "heads of layer 0 must be 0, 1"),
-        (rows_with(0), {"sfi_import_version": None}, "must have sfi_import_version 1"),
-        (rows_with(0), {"prompt_token_ids": None}, "prompt_token_ids or prompt_tokens, got neither"),
-        ([], {}, "must have positions or blocks"),
-        (rows_with(0), {"trigger_token_ids": 5}, "trigger_token_ids .* must be a list of .*, got 5"),
-        (rows_with(0), {"trigger_token_ids": ["a"]}, r"trigger_token_ids .* must be .*, got \["),
-        (rows_with(0), {"prompt_token_ids": [2**70]}, "prompt_token_ids .* in 0 to 2147483647, .*, got"),
-        (rows_with(0), {"prompt_token_texts": 5}, "prompt_token_texts .* must be a list of strings"),
-        (rows_with(0), {"prompt_token_texts": [5]}, "prompt_token_texts .* must be a list of strings"),
-        (rows_with(0), {"prompt_token_ids": None, "prompt_tokens": True}, "prompt_tokens .*, got true"),
-        (rows_with(0), {"model": ["x"]}, "model .* must be a string"),
-        (rows_with(0), {"trigger_tokens_ids": [7]}, "unknown metadata key 'trigger_tokens_ids'"),
-    ],
-)
-def test_a_row_that_is_wrong_is_named(tmp_path, table, said, words):
-    with pytest.raises(InputError, match=words):
-        imported(write_rows(tmp_path / "a.parquet", table, **said))
-    assert [one.name for one in tmp_path.iterdir()] == ["a.parquet"]
-
-
-@pytest.mark.parametrize("kind", [pa.uint16(), pa.uint32(), pa.uint64(), pa.int8()])
-def test_positions_of_every_whole_type_are_taken(tmp_path, kind):
-    path = write_rows(tmp_path / "a.parquet", selection_rows(selection_arrays()))
-    table = parquet.read_table(path)
-    at = table.column_names.index("positions")
-    table = table.set_column(at, "positions", table["positions"].cast(pa.list_(kind)))
-    parquet.write_table(table, path)
-    assert_supports_are(imported(path), sets_of(selection_arrays()))
-    if kind == pa.uint64():
-        large = pa.array([[2**63]] * len(table), pa.list_(kind))
-        parquet.write_table(table.set_column(at, "positions", large), path)
-        with pytest.raises(InputError, match=r"cannot be read as \.parquet: Integer value .* not in range"):
-            imported(path, force=True)
-
-
 @pytest.mark.parametrize("attentions", [None, 5, (None, None), ((None,), (None,)), [torch.ones(2), None]])
 def test_attention_that_no_eager_model_returned_says_which_does(tmp_path, attentions):
     torch.save({"sfi_import_version": 1, "attentions": attentions}, tmp_path / "a.pt")
@@ -255,7 +171,7 @@ def test_attention_that_no_eager_model_returned_says_which_does(tmp_path, attent
         imported(tmp_path / "a.pt")
 
 
-@pytest.mark.parametrize("suffix", [".npz", ".parquet", ".pt"])
+@pytest.mark.parametrize("suffix", [".npz", ".pt"])
 def test_what_is_no_such_file_is_refused(tmp_path, suffix):
     path = tmp_path / f"a{suffix}"
     with pytest.raises(InputError, match="must be a file, got none"):
@@ -308,11 +224,32 @@ def test_reuse_is_the_share_of_a_step_s_own_selection(tmp_path):
     assert found.retained_mass is None
 
 
-def test_the_documented_file_is_imported(tmp_path, monkeypatch):
+def run_block(number: int) -> None:
     page = (Path(__file__).parents[2] / "docs" / "import.md").read_text()
-    code = page.split("```python\n")[1].split("```")[0]
+    exec(page.split("```python\n")[number].split("```")[0], {})  # noqa: S102 - the page's own example
+
+
+def test_the_documented_file_is_imported(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    exec(code, {})  # noqa: S102 - the page's own example
+    run_block(1)
     trace = imported(tmp_path / "indexer.npz")
     assert len(rows(trace, "steps")) == 64
     assert {len(row["positions"]) for row in rows(trace, "supports")} == {2048}
+
+
+def test_the_page_s_lines_make_arrays_of_rows(tmp_path, monkeypatch):
+    """Of a Parquet file with a row for each step and layer, in any order."""
+    monkeypatch.chdir(tmp_path)
+    arrays = selection_arrays()
+    sets = sets_of(arrays)
+    table = [
+        {"step": step, "layer": layer, "token_id": int(arrays["token_ids"][step]), "positions": positions}
+        for (step, layer), positions in reversed(sets.items())
+    ]
+    parquet.write_table(pa.Table.from_pylist(table), "rows.parquet")
+    with pytest.raises(InputError, match=r"must end in one of .*, got \.parquet; docs/import\.md makes arrays"):
+        imported(tmp_path / "rows.parquet")
+    run_block(2)
+    trace = imported(tmp_path / "indexer.npz")
+    assert_supports_are(trace, sets)
+    assert [row["token_id"] for row in rows(trace, "steps")] == arrays["token_ids"].tolist()

@@ -15,7 +15,6 @@ from sfi_core.errors import ConfigError, InputError
 from sfi_core.settings.audit import AuditConfig
 from sfi_traces.importing import arrays
 from sfi_traces.importing.importer import import_trace
-from sfi_traces.importing.schema import ImportOptions
 from sfi_traces.model.trace import Trace
 from sfi_traces.read.check import check
 from sfi_traces.record.parquet import ParquetObserver
@@ -130,7 +129,7 @@ def save(path: Path, **changes: Any) -> Path:
 @pytest.mark.parametrize("suffix", [".pt", ".npz"])
 def test_attention_of_transformers_is_what_our_audit_records(tmp_path, suffix):
     path = save(tmp_path / f"a{suffix}")
-    import_trace(path, tmp_path / "a", ImportOptions(top=TOP))
+    import_trace(path, tmp_path / "a", top=TOP)
     trace, ours = Trace.open(tmp_path / "a"), audited(tmp_path / "ours")
     for name in ("prompts", "steps", "supports"):
         found, expected = rows(trace, name), rows(ours, name)
@@ -157,8 +156,8 @@ def test_one_forward_pass_over_all_tokens_gives_the_same_supports(tmp_path):
     with torch.no_grad():
         attentions = model(sequence[None], output_attentions=True).attentions
     model.set_attn_implementation("sdpa")
-    import_trace(save(tmp_path / "a.pt", attentions=attentions), tmp_path / "a", ImportOptions(top=TOP))
-    import_trace(save(tmp_path / "b.pt"), tmp_path / "b", ImportOptions(top=TOP))
+    import_trace(save(tmp_path / "a.pt", attentions=attentions), tmp_path / "a", top=TOP)
+    import_trace(save(tmp_path / "b.pt"), tmp_path / "b", top=TOP)
     one, other = (rows(Trace.open(tmp_path / name), "supports") for name in ("a", "b"))
     assert [row["positions"] for row in one] == [row["positions"] for row in other]
 

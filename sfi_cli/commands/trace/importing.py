@@ -11,7 +11,7 @@ from sfi_traces.views.table import plural
 
 
 def import_(
-    file: Annotated[Path, typer.Argument(help=".npz, .parquet or .pt.", metavar="FILE")],
+    file: Annotated[Path, typer.Argument(help=".npz or .pt.", metavar="FILE")],
     output: Annotated[o.File, o.output("Folder of the trace.", shown="sfi-trace-DATE-TIME")] = None,
     top: Annotated[
         o.Number,
@@ -45,8 +45,6 @@ def import_(
 
       sfi trace import indexer.npz -o run --tokenizer deepseek-ai/DeepSeek-V3.2-Exp
 
-      sfi trace import blocks.parquet -o run
-
       sfi trace import attention.pt -o run --kv-heads 8 --top 256
     """
     from sfi_cli.parsing import unescaped
@@ -55,17 +53,16 @@ def import_(
     from sfi_core.models.load import load_tokenizer
     from sfi_core.settings.config import SfiConfig
     from sfi_traces.importing.importer import import_trace
-    from sfi_traces.importing.schema import ImportOptions
 
     if triggers and tokenizer is None:
         raise ConfigError("trigger must come with --tokenizer, got none")
     folder = output or dated_folder("sfi-trace")
-    options = ImportOptions(top=top, kv_heads=kv_heads)
     with BenchProgress(quiet=quiet) as progress:
         manifest = import_trace(
             file,
             folder,
-            options,
+            top=top,
+            kv_heads=kv_heads,
             tokenizer=None if tokenizer is None else load_tokenizer(tokenizer),
             triggers=unescaped(triggers) if triggers else SfiConfig().triggers,
             force=force,

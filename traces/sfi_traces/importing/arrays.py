@@ -1,9 +1,13 @@
-"""Reads the arrays of an import file by name, each only when it is asked for, and its one request's tokens."""
+"""Reads the arrays of an import file by name, each only when it is asked for, and its one request's tokens.
+
+docs/import.md describes the file. Dimensions: N steps from step 0 on, L layers, H heads, U pairs of a layer and a
+head, K positions of a selection, B blocks of a selection, P tokens of the prompt.
+"""
 
 import math
 import pickle
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,14 +18,23 @@ import torch
 from numpy.lib import format  # noqa: A004 - numpy's name
 
 from sfi_core.errors import InputError
-from sfi_core.machine.text import first_line, shown
-from sfi_traces.importing.schema import LARGEST, VERSION_NAME, Header, Prompt, check_version
-from sfi_traces.overlap import Array, Ints
+from sfi_core.machine.text import LONGEST, first_line, printable, shown
+from sfi_traces.overlap import Array, Floats, Ints
 from sfi_traces.schema import MOST_TOKENS
 
+VERSION = 1
+VERSION_NAME = "sfi_import_version"
 UNPACKED, RATIO = 64 << 20, 100  # bytes that a file may unpack to, and so many times its own
-FORMATS = (".npz", ".parquet", ".pt")
+LARGEST = 2**31 - 1  # greatest token id of a trace
+FORMATS = (".npz", ".pt")
 ATTENTIONS = "attentions"  # transformers' nested tuples, in a .pt file
+# arrays of every file
+COMMON = (
+    VERSION_NAME, "token_ids", "prompt_token_ids", "prompt_tokens", "token_texts", "prompt_token_texts",
+    "trigger_token_ids", "model",
+)  # fmt: skip
+
+Place = tuple[int, int]  # layer, head
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,20 +72,30 @@ class Arrays:
 
     def number(self, name: str, *, least: int) -> int | None:
         """Return a whole number, None if the file has none; raises `InputError` for another value."""
-        found = self.maybe(name, "iu", (0,))
-        if found is not None and not least <= found <= MOST_TOKENS:
-            rule = f"at least {least}" if found < least else f"at most {MOST_TOKENS:,}"
-            raise InputError(f"{name} of {self.path} must be {rule}, got {found}")
-        return None if found is None else int(found)
+        number = self.maybe(name, "iu", (0,))
+        if number is not None and not least <= number <= MOST_TOKENS:
+            rule = f"at least {least}" if number < least else f"at most {MOST_TOKENS:,}"
+            raise InputError(f"{name} of {self.path} must be {rule}, got {number}")
+        return None if number is None else int(number)
 
     def check_version(self) -> None:
         """Raise `InputError` for a file without the schema's version, or of another one."""
-        found = None
-        if VERSION_NAME in self.names:
-            with readable(self.path):
-                array = np.asarray(plain(self.read(VERSION_NAME)))
-            found = array.item() if array.size == 1 else array.ravel().tolist()
-        check_version(self.path, found)
+        if VERSION_NAME not in self.names:
+            raise InputError(f"import {self.path} must have {VERSION_NAME} {VERSION}, got none")
+        with readable(self.path):
+            array = np.asarray(plain(self.read(VERSION_NAME)))
+        version = str(array.item() if array.size == 1 else array.ravel().tolist())
+        if version != str(VERSION):
+            raise InputError(
+                f"import {self.path} has {VERSION_NAME} {printable(version)[:LONGEST]}, this sfi reads {VERSION}; "
+                f"upgrade sfi, or write version {VERSION}"
+            )
+
+    def check_names(self, names: Sequence[str], known: Sequence[str]) -> None:
+        """Raise `InputError` for an array that the schema does not have, such as a misspelt one."""
+        for name in names:
+            if name not in known:
+                raise InputError(f"import {self.path} has an unknown array {shown(name)}; expected some of {known}")
 
 
 @contextmanager
@@ -108,15 +131,15 @@ def readable(path: Path) -> Iterator[None]:
 def _check_claims(path: Path) -> None:
     # before an array is read: memory is taken for what its header says
     with zipfile.ZipFile(path) as archive:
-        claimed, size = sum(one.file_size for one in archive.infolist()), path.stat().st_size
+        claimed, size = sum(entry.file_size for entry in archive.infolist()), path.stat().st_size
         if claimed > UNPACKED + RATIO * size:
             raise ValueError(f"it must unpack to {UNPACKED + RATIO * size:,} bytes at most, got {claimed:,}")
-        for one in archive.infolist():
-            with archive.open(one) as member:
+        for entry in archive.infolist():
+            with archive.open(entry) as member:
                 read = {(1, 0): format.read_array_header_1_0, (2, 0): format.read_array_header_2_0}
                 shape, _, kind = read[format.read_magic(member)](member)
-                if math.prod(shape) * max(1, kind.itemsize) > one.file_size:
-                    raise ValueError(f"{one.filename} must hold the numbers of its shape, {shown(shape)}")
+                if math.prod(shape) * max(1, kind.itemsize) > entry.file_size:
+                    raise ValueError(f"{entry.filename} must hold the numbers of its shape, {shown(shape)}")
 
 
 def _pt(path: Path) -> Arrays:
@@ -144,7 +167,7 @@ def _passes(path: Path, attentions: Any) -> Any:
 
 
 def _are(values: Any, kind: Any) -> bool:
-    return isinstance(values, list | tuple) and all(isinstance(one, kind) for one in values)
+    return isinstance(values, list | tuple) and all(isinstance(value, kind) for value in values)
 
 
 def plain(value: Any) -> Any:
@@ -156,66 +179,57 @@ def plain(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Tokens:
-    """A request's prompt, generated ids and texts, T_trig and model; what the file does not say is None."""
+    """A request's prompt, generated ids and texts, T_trig and model; what the file does not say is None.
 
-    prompt: Prompt
+    Attributes:
+        prompt_tokens: P, known without the ids too.
+        token_ids: The tokens that the steps generated, [N].
+        triggers: T_trig.
+    """
+
+    prompt_tokens: int
+    prompt_ids: Ints | None
+    prompt_texts: list[str] | None
     token_ids: Ints
     texts: list[str] | None
     triggers: tuple[int, ...] | None
     model: str | None
 
     @classmethod
-    def of(cls, arrays: Arrays, steps: int | None) -> Self:
-        """Read the tokens of a file with N = `steps` steps; None if the tokens alone say how many.
-
-        Raises `InputError` if tokens are missing, or are not as many as the steps.
-        """
-        token_ids = _ids(arrays, "token_ids")
-        if steps is not None and len(token_ids) != steps:
-            raise InputError(f"token_ids of {arrays.path} must be {steps:,}, one for each step, got {len(token_ids):,}")
+    def of(cls, arrays: Arrays) -> Self:
+        """Read the tokens of a file; raises `InputError` if tokens are missing or disagree."""
+        token_ids, prompt_ids, prompt_tokens = _ids(arrays, "token_ids"), None, arrays.number("prompt_tokens", least=1)
+        if "prompt_token_ids" in arrays.names:
+            prompt_ids = _ids(arrays, "prompt_token_ids")
+            if prompt_tokens not in (None, len(prompt_ids)):
+                raise InputError(
+                    f"prompt_tokens of {arrays.path} must be {len(prompt_ids):,}, as the ids are, got {prompt_tokens:,}"
+                )
+            prompt_tokens = len(prompt_ids)
+        if prompt_tokens is None:
+            raise InputError(f"import {arrays.path} must have prompt_token_ids or prompt_tokens, got neither")
         triggers = arrays.maybe("trigger_token_ids", "iu", (1,))
         model = arrays.maybe("model", "U", (0,))
         return cls(
-            prompt=_prompt(arrays),
+            prompt_tokens=prompt_tokens,
+            prompt_ids=prompt_ids,
+            prompt_texts=None if prompt_ids is None else _texts(arrays, "prompt_token_texts", prompt_tokens),
             token_ids=token_ids,
             texts=_texts(arrays, "token_texts", len(token_ids)),
             triggers=None if triggers is None else tuple(sorted(triggers.tolist())),
             model=None if model is None else str(model),
         )
 
-    def header(self, **facts: Any) -> Header:
-        """Return the header of a file of arrays; `facts` are its fields that are not of tokens."""
-        return Header(
-            prompts=[self.prompt], trigger_token_ids=self.triggers, model=self.model, rows=len(self.token_ids), **facts
-        )
-
-
-def _prompt(arrays: Arrays) -> Prompt:
-    tokens = arrays.number("prompt_tokens", least=1)
-    if "prompt_token_ids" not in arrays.names:
-        if tokens is None:
-            raise InputError(f"import {arrays.path} must have prompt_token_ids or prompt_tokens, got neither")
-        return Prompt(tokens=tokens)
-    ids = _ids(arrays, "prompt_token_ids")
-    if tokens is not None and tokens != len(ids):
-        raise InputError(f"prompt_tokens of {arrays.path} must be {len(ids):,}, as the ids are, got {tokens:,}")
-    return Prompt(tokens=len(ids), token_ids=ids, texts=_texts(arrays, "prompt_token_texts", len(ids)))
-
 
 def _ids(arrays: Arrays, name: str) -> Ints:
     ids = arrays.array(name, "iu", (1,))
-    check_ids(ids, f"{name} of {arrays.path}")
-    return ids
-
-
-def check_ids(ids: Ints, what: str) -> None:
-    """Raise `InputError` for an empty list of token ids, or an id that is negative or above `LARGEST`."""
     if not len(ids):
-        raise InputError(f"{what} must have an id, got none")
+        raise InputError(f"{name} of {arrays.path} must have an id, got none")
     wrong = (ids < 0) | (ids > LARGEST)
     if wrong.any():
         at = int(np.argmax(wrong))
-        raise InputError(f"{what} must be in 0 to {LARGEST}, got {ids[at]} at {at}")
+        raise InputError(f"{name} of {arrays.path} must be in 0 to {LARGEST}, got {ids[at]} at {at}")
+    return ids
 
 
 def _texts(arrays: Arrays, name: str, tokens: int) -> list[str] | None:
@@ -223,3 +237,40 @@ def _texts(arrays: Arrays, name: str, tokens: int) -> list[str] | None:
     if texts is not None and len(texts) != tokens:
         raise InputError(f"{name} of {arrays.path} must be {tokens:,}, as the ids are, got {len(texts):,}")
     return None if texts is None else [str(text) for text in texts]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Header:
+    """What is known of a file before its steps are read.
+
+    Attributes:
+        kind: "selections" or "attention".
+        place_U: The layers and heads, ascending.
+        query_heads: Query heads of a layer; for selections, the heads.
+        masses: Whether the positions have their probability under dense attention.
+        block_size: Positions of a block; None for positions.
+    """
+
+    kind: str
+    tokens: Tokens
+    place_U: list[Place]
+    query_heads: int
+    masses: bool
+    block_size: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ImportedStep:
+    """What one step read, checked; step t comes t-th, and has P + t cached tokens, the query's own included.
+
+    Attributes:
+        index_UK: Positions, ascending, padded with -1; int32.
+        mass_UK: Their probabilities under dense attention, 0 where padded; None where unknown.
+        retained_U: Probability of all that the step attended; None where unknown.
+        attended_tokens: Mean tokens read per head.
+    """
+
+    index_UK: Ints
+    mass_UK: Floats | None
+    retained_U: Floats | None
+    attended_tokens: float

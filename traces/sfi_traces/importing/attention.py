@@ -8,9 +8,8 @@ import numpy as np
 
 from sfi_core.errors import ConfigError, InputError
 from sfi_core.settings.audit import AuditConfig
-from sfi_traces.importing.arrays import Arrays, Tokens
-from sfi_traces.importing.checks import ROUNDING, strongest
-from sfi_traces.importing.schema import ATTENTION, COMMON, ImportedStep, ImportOptions, check_known
+from sfi_traces.importing.arrays import COMMON, Arrays, Header, ImportedStep, Tokens
+from sfi_traces.importing.selections import ROUNDING, strongest
 from sfi_traces.overlap import Array, Floats
 
 Shape = tuple[int, ...]
@@ -25,28 +24,34 @@ class AttentionArrays:
     at position P - 1 + t; earlier queries are the prompt's and are skipped.
     """
 
-    def __init__(self, arrays: Arrays, options: ImportOptions) -> None:
-        """Read everything except the attention tensors.
+    def __init__(self, arrays: Arrays, top: int | None, kv_heads: int | None) -> None:
+        """Read everything except the attention tensors; `top` and `kv_heads` as in `import_trace`.
 
         Raises `InputError` for an array that is missing or whose shape contradicts the others; `ConfigError` if the
         number of KV heads does not divide that of the query heads.
         """
         others = [name for name in arrays.names if not NAME.fullmatch(name)]
-        check_known(arrays.path, "array", others, (*COMMON, *ATTENTION))
+        arrays.check_names(others, (*COMMON, "kv_heads"))
         self._arrays = arrays
         self._passes = _passes(arrays)
-        self._top = options.top or AuditConfig().top
-        self._tokens = Tokens.of(arrays, None)
+        self._top = top or AuditConfig().top
+        self._tokens = Tokens.of(arrays)
         self._query_heads = self._read(0, self._passes[0][0], 0)[1][1]
-        self._kv_heads = self._grouped(options)
-        places = [(layer, head) for layer in self._passes[0] for head in range(self._kv_heads)]
-        self.header = self._tokens.header(
-            kind="attention", place_U=places, query_heads=self._query_heads, masses=True, block_size=None
+        self._kv_heads = kv_heads or arrays.number("kv_heads", least=1) or self._query_heads
+        if self._query_heads % self._kv_heads:
+            raise ConfigError(f"kv-heads must divide the {self._query_heads} query heads, got {self._kv_heads}")
+        self.header = Header(
+            kind="attention",
+            tokens=self._tokens,
+            place_U=[(layer, head) for layer in self._passes[0] for head in range(self._kv_heads)],
+            query_heads=self._query_heads,
+            masses=True,
+            block_size=None,
         )
 
     def steps(self) -> Iterator[ImportedStep]:
         """Yield the steps; one pass at a time is in memory. Raises `InputError` for a faulty one."""
-        tokens, begin = self._tokens, self._tokens.prompt.tokens - 1
+        tokens, begin = self._tokens, self._tokens.prompt_tokens - 1
         N, done = len(tokens.token_ids), 0
         for number, layers in enumerate(self._passes):
             tensors, shapes = zip(*(self._read(number, layer, done) for layer in layers), strict=True)
@@ -62,8 +67,8 @@ class AttentionArrays:
                         f"attention of {self._arrays.path} must have step {done:,}, the query at position "
                         f"{begin + done:,}, got pass {number} at {position:,}"
                     )
-                rows = [one[0, :, query - first, :] for one in tensors]
-                yield self._step(step, position + 1, number, rows)
+                rows = [tensor[0, :, query - first, : position + 1] for tensor in tensors]
+                yield self._step(number, rows)
                 done += 1
             if done == N and number + 1 < len(self._passes):
                 raise InputError(
@@ -73,22 +78,15 @@ class AttentionArrays:
         if done < N:
             raise InputError(f"attention of {self._arrays.path} must reach the {N:,} steps of token_ids, got {done:,}")
 
-    def _step(self, step: int, length: int, number: int, rows: list[Array]) -> ImportedStep:
-        mass_UT = np.concatenate([self._pooled(row[:, :length]) for row in rows])
+    def _step(self, number: int, rows: list[Array]) -> ImportedStep:
+        mass_UT = np.concatenate([self._pooled(row) for row in rows])
         self._check(mass_UT, number)
         best_UK = strongest(mass_UT, np.zeros_like(mass_UT, np.int32), self._top)
-        texts = self._tokens.texts
         return ImportedStep(
-            request=0,
-            step=step,
-            token_id=int(self._tokens.token_ids[step]),
-            token_text=None if texts is None else texts[step],
-            context_tokens=length,
             index_UK=best_UK.astype(np.int32),
             mass_UK=np.take_along_axis(mass_UT, best_UK, -1),
             retained_U=np.ones(len(mass_UT), np.float32),
-            attended_tokens=float(length),
-            row=step + 1,
+            attended_tokens=float(mass_UT.shape[-1]),
         )
 
     def _pooled(self, mass_QT: Floats) -> Floats:
@@ -108,7 +106,7 @@ class AttentionArrays:
 
     def _first(self, Q: int, T: int, done: int) -> int:
         # the row of step `done` in a pass; rows before it are the prompt's, or an earlier pass had them
-        return max(0, self._tokens.prompt.tokens - 1 + done - (T - Q))
+        return max(0, self._tokens.prompt_tokens - 1 + done - (T - Q))
 
     def _read(self, number: int, layer: int, done: int) -> tuple[Array, Shape]:
         # the queries from step `done` on, and the shape of the whole tensor
@@ -139,25 +137,19 @@ class AttentionArrays:
                 )
         return Q, T
 
-    def _grouped(self, options: ImportOptions) -> int:
-        said = options.kv_heads or self._arrays.number("kv_heads", least=1) or self._query_heads
-        if self._query_heads % said:
-            raise ConfigError(f"kv-heads must divide the {self._query_heads} query heads, got {said}")
-        return said
-
     def _name(self, number: int, layer: int) -> str:
         return f"attention.{number}.{layer} of {self._arrays.path}"
 
 
 def _passes(arrays: Arrays) -> list[list[int]]:
     # the layers of each pass
-    found: dict[int, list[int]] = {}
+    layers_of: dict[int, list[int]] = {}
     for match in filter(None, map(NAME.fullmatch, arrays.names)):
-        found.setdefault(int(match[1]), []).append(int(match[2]))
-    missing = sorted(set(range(len(found))) - found.keys())
+        layers_of.setdefault(int(match[1]), []).append(int(match[2]))
+    missing = sorted(set(range(len(layers_of))) - layers_of.keys())
     if missing:
-        raise InputError(f"attention of {arrays.path} must have pass {missing[0]}, got {sorted(found)}")
-    passes = [sorted(found[number]) for number in range(len(found))]
+        raise InputError(f"attention of {arrays.path} must have pass {missing[0]}, got {sorted(layers_of)}")
+    passes = [sorted(layers_of[number]) for number in range(len(layers_of))]
     for number, layers in enumerate(passes):
         if layers != passes[0]:
             raise InputError(

@@ -1,4 +1,4 @@
-"""Turns a file of selections or attention into a trace."""
+"""Turns a file of selections or attention into a trace; null stands for what the file does not say."""
 
 import hashlib
 import shutil
@@ -8,53 +8,55 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
+import numpy as np
+
 from sfi_core.errors import InputError, SfiError
 from sfi_core.machine.files import KEPT
 from sfi_core.observers.events import RunEvent
 from sfi_core.settings.audit import AuditConfig
 from sfi_core.settings.config import SfiConfig
 from sfi_core.triggers.trigger_set import build_trigger_set
-from sfi_traces.importing.arrays import FORMATS, open_arrays
+from sfi_traces.importing.arrays import FORMATS, VERSION, Header, ImportedStep, open_arrays
 from sfi_traces.importing.attention import AttentionArrays, has_attention
-from sfi_traces.importing.row_table import SelectionRows
-from sfi_traces.importing.schema import VERSION, Header, ImportOptions
 from sfi_traces.importing.selections import SelectionArrays
-from sfi_traces.importing.trace_tables import TraceTables
+from sfi_traces.overlap import SelectedSets
 from sfi_traces.record.folder import claim, clear, describe_run, file_metadata, now, write_manifest
-from sfi_traces.record.part_files import PartFiles
+from sfi_traces.record.part_files import Lists, PartFiles, TableBuffer
 from sfi_traces.record.token_text import TokenText
+from sfi_traces.schema import TABLES
 
 POLICY = "imported"
 UNNAMED = "unnamed"  # one name, so that sfi trace diff compares files without a model's name
-Progress = Callable[[int, int], None]  # rows read, of how many
-Source = SelectionRows | SelectionArrays | AttentionArrays
+REASON = "imported"  # of every step, since all are slow
+PART_BYTES = 64 << 20
+Progress = Callable[[int, int], None]  # steps read, of how many
+Source = SelectionArrays | AttentionArrays
 
 
 @contextmanager
-def open_source(path: Path, options: ImportOptions) -> Iterator[Source]:
-    """Open a file to import; its steps can be read within the block.
+def open_source(path: Path, *, top: int | None = None, kv_heads: int | None = None) -> Iterator[Source]:
+    """Open a file to import; its steps can be read within the block. `top` and `kv_heads` as in `import_trace`.
 
     Raises `InputError` if the file cannot be read or contradicts docs/import.md, `ConfigError` for an option that does
     not fit the file.
     """
     if path.suffix not in FORMATS:
-        raise InputError(f"import {path} must end in one of {FORMATS}, got {path.suffix or 'nothing'}")
+        advice = "; docs/import.md makes arrays of its rows" if path.suffix == ".parquet" else ""
+        raise InputError(f"import {path} must end in one of {FORMATS}, got {path.suffix or 'nothing'}{advice}")
     if path.exists() and not path.is_file():
         raise InputError(f"import {path} must be a regular file, got another")
-    if path.suffix == ".parquet":
-        yield SelectionRows(path, options)
-        return
     with open_arrays(path) as arrays:
         arrays.check_version()
         kind = AttentionArrays if has_attention(arrays.names) else SelectionArrays
-        yield kind(arrays, options)
+        yield kind(arrays, top, kv_heads)
 
 
 def import_trace(
     path: Path,
     folder: Path,
-    options: ImportOptions | None = None,
     *,
+    top: int | None = None,
+    kv_heads: int | None = None,
     tokenizer: Any = None,
     triggers: Sequence[str] = SfiConfig().triggers,
     force: bool = False,
@@ -65,19 +67,22 @@ def import_trace(
     Args:
         path: The file; docs/import.md describes its contents.
         folder: Where the trace goes.
-        options: What to take from the file.
+        top: Keep so many positions of each selection, the most probable; None keeps all of a selection, and
+            1,024 of an attention tensor.
+        kv_heads: KV heads, for each of which an attention tensor's query heads are averaged; None takes the file's
+            number, or else each query head by itself.
         tokenizer: Gives the tokens' text and T_trig where the file has none.
         triggers: Trigger strings, for the tokenizer.
         force: Whether to overwrite a trace.
-        progress: Told how many rows are read, and of how many.
+        progress: Gets the number of steps read, and of all steps.
 
     Raises:
         InputError: The file contradicts docs/import.md; names the row.
         ConfigError: The folder may not be overwritten, or an option does not fit the file.
         SfiError: The trace cannot be written.
     """
-    with open_source(path, options or ImportOptions()) as source:
-        trigger_ids = source.header.trigger_token_ids
+    with open_source(path, top=top, kv_heads=kv_heads) as source:
+        trigger_ids = source.header.tokens.triggers
         if trigger_ids is None:
             known = tokenizer is not None
             trigger_ids = build_trigger_set(tokenizer, triggers).token_ids if known else ()
@@ -112,17 +117,13 @@ def _new_trace(folder: Path, *, force: bool) -> Iterator[Path]:
 
 
 def _write(source: Source, folder: Path, manifest: dict[str, Any], text: TokenText | None, progress: Progress) -> None:
-    header, parts = source.header, PartFiles(folder, file_metadata(manifest))
-    tables = TraceTables(parts, header, frozenset(manifest["trigger_token_ids"]), text)
-    for step in source.steps():
-        if step.step == 0:
-            prompt = header.prompts[step.request]
-            tables.prompt(step.request, prompt)
-            ids = None if prompt.token_ids is None else prompt.token_ids.astype("<i4").tobytes()
-            sha256 = None if ids is None else hashlib.sha256(ids).hexdigest()
-            manifest["prompts"].append({"request": step.request, "tokens": prompt.tokens, "sha256": sha256})
-        tables.step(step)
-        progress(step.row, header.rows)
+    parts = PartFiles(folder, file_metadata(manifest))
+    tables = _TraceTables(parts, source.header, frozenset(manifest["trigger_token_ids"]), text)
+    tables.prompt()
+    steps = len(source.header.tokens.token_ids)
+    for number, step in enumerate(source.steps()):
+        tables.step(number, step)
+        progress(number + 1, steps)
     tables.flush()
     top = max(1, tables.top)
     manifest["audit"]["top"] = manifest["config"]["budget"] = top
@@ -132,10 +133,11 @@ def _write(source: Source, folder: Path, manifest: dict[str, Any], text: TokenTe
 
 def _describe(path: Path, header: Header, triggers: tuple[int, ...], tokenizer: Any) -> dict[str, Any]:
     # nothing is known of the other program's memory: these settings leave it empty
+    tokens = header.tokens
     config = SfiConfig().replace(sink=0, recent=1, recent_mode="sliding")
     event = RunEvent(
-        batch=len(header.prompts),
-        requests=len(header.prompts),
+        batch=1,
+        requests=1,
         policy=POLICY,
         backend="",
         device="",
@@ -147,7 +149,10 @@ def _describe(path: Path, header: Header, triggers: tuple[int, ...], tokenizer: 
     of_header = {name: getattr(header, name) for name in ("kind", "masses", "block_size")}
     imported = {"file": path.name, "version": VERSION, **of_header}
     described = describe_run(event, {"imported": imported}, positions=True, redacted=False)
-    return described | {"backend": None, "device": None}
+    ids = None if tokens.prompt_ids is None else tokens.prompt_ids.astype("<i4").tobytes()
+    sha256 = None if ids is None else hashlib.sha256(ids).hexdigest()
+    prompt = {"request": 0, "tokens": tokens.prompt_tokens, "sha256": sha256}
+    return described | {"backend": None, "device": None, "prompts": [prompt]}
 
 
 def _model(header: Header, tokenizer: Any) -> dict[str, Any]:
@@ -157,10 +162,95 @@ def _model(header: Header, tokenizer: Any) -> dict[str, Any]:
         heads[layer] = heads.get(layer, 0) + 1
     unknown = dict.fromkeys(("key_width", "value_width", "itemsize", "window"))
     return {
-        "name": header.model or UNNAMED,
+        "name": header.tokens.model or UNNAMED,
         "architecture": POLICY,
         "layers": [{"layer": layer, "heads": count, **unknown} for layer, count in heads.items()],
         "query_heads": header.query_heads,
         **dict.fromkeys(("model_type", "dtype", "weight_bytes", "embedding_bytes", "max_positions")),
         "vocabulary": None if tokenizer is None else len(tokenizer),
     }
+
+
+class _TraceTables:
+    """Turns a file's steps into rows, and writes parts as they fill; `top` counts a row's most positions."""
+
+    def __init__(self, parts: PartFiles, header: Header, triggers: frozenset[int], text: TokenText | None) -> None:
+        self.top = 0
+        self._parts, self._header, self._triggers, self._text = parts, header, triggers, text
+        self._tables = {name: TableBuffer(schema) for name, schema in TABLES.items()}
+        self._layer_U, self._head_U = np.array(header.place_U).T
+        self._sentence, self._sets = 0, SelectedSets(len(self._layer_U))
+        self._answer = None if text is None else text.another()
+
+    def prompt(self) -> None:
+        """Add the prompt's tokens, if the file has their ids."""
+        tokens = self._header.tokens
+        if tokens.prompt_ids is None:
+            return
+        texts = tokens.prompt_texts
+        if texts is None and self._text is not None:
+            texts = list(map(self._text.another(), tokens.prompt_ids.tolist()))
+        columns = {
+            "request": 0,
+            "position": np.arange(tokens.prompt_tokens),
+            "token_id": tokens.prompt_ids,
+            "token_text": None if texts is None else np.array(texts, object),
+        }
+        self._add("prompts", tokens.prompt_tokens, columns)
+
+    def step(self, number: int, step: ImportedStep) -> None:
+        """Add a step."""
+        token_id = int(self._header.tokens.token_ids[number])
+        self._add("steps", 1, self._step_row(number, token_id, step.attended_tokens))
+        self._sentence += token_id in self._triggers
+        change = self._sets.replace(np.arange(len(self._layer_U)), step.index_UK)
+        key = {"request": 0, "step": number, "layer": self._layer_U, "head": self._head_U}
+        known_UK = step.index_UK >= 0
+        positions = Lists.of(step.index_UK, known_UK)
+        supports = {
+            **key,
+            "positions": positions,
+            "mass": None if step.mass_UK is None else Lists.of(step.mass_UK, known_UK),
+            "retained_mass": step.retained_U,
+            "overlap_previous_step": change["overlap_previous"],
+            "overlap_last_refresh": change["overlap_previous"],  # every step refreshed
+        }
+        self._add("supports", len(known_UK), supports)
+        if self._header.kind == "selections":
+            selections = {**key, **change, "positions": positions, "reason": ""}
+            self._add("selections", len(known_UK), selections)
+        self.top = max(self.top, int(change["selected"].max()))
+        if sum(table.nbytes for table in self._tables.values()) >= PART_BYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write the waiting rows; see `PartFiles.flush`."""
+        self._parts.flush(self._tables)
+
+    def _step_row(self, number: int, token_id: int, attended_tokens: float) -> dict[str, Any]:
+        tokens = self._header.tokens
+        text, context_tokens = None if tokens.texts is None else tokens.texts[number], tokens.prompt_tokens + number
+        if text is None and self._answer is not None:
+            text = self._answer(token_id)
+        return {
+            "request": 0,
+            "step": number,
+            "token_id": token_id,
+            "token_text": text,
+            "attended_tokens": attended_tokens,
+            "context_tokens": context_tokens,
+            "position": context_tokens - 1,
+            "slow": True,
+            "reason": REASON,
+            "steps_since_slow": 0,
+            "sentence": self._sentence,
+            "trigger": token_id in self._triggers,
+            "read_ratio": attended_tokens / context_tokens,
+            "audited": True,
+            "batch_step": number,
+            "drafted": False,
+        }
+
+    def _add(self, name: str, rows: int, columns: dict[str, Any]) -> None:
+        # columns that an import does not know are null
+        self._tables[name].add_columns(rows, {**dict.fromkeys(TABLES[name].names), **columns})
