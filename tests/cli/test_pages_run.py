@@ -27,6 +27,8 @@ ELSEWHERE = {
     "pretrained=": "a download",
     "torchrun": "tests/core/distributed runs several processes",
     "eval -o results": "minutes; .ci/run runs sfi eval",
+    "eval --method": "minutes; the same command",
+    "sfi bench": "minutes; .ci/run runs sfi bench",
     "kernel-bench --sweep": "minutes; the sizes of the paper's table",
     "served/bin": "needs vLLM; tests/vllm/test_serve.py runs the server",
     "./install.sh": ".ci/run",
