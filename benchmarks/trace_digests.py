@@ -75,8 +75,6 @@ def record(folder: Path) -> None:
     rewrite(folder / "killed", "steps", lambda rows: rows[:43])  # other tables reach further
     rewrite(folder / "unplaced", "selections", lambda rows: [r | {"positions": None} for r in rows])
     rewrite(folder / "server", "steps", _served)
-    for rank, path in enumerate((folder / "ranks", folder / "ranks/rank-00001")):
-        make_trace(path, policy="sfi", seed=rank, rank=rank, ranks=2)
     _said("import", write_npz(folder / "a.npz"), "--output", folder / "imported")
 
 

@@ -50,7 +50,7 @@ class Ranks:
 
     def least(self, number: int) -> int:
         """Return the smallest of the ranks' numbers."""
-        return min(self._exchange(number)) if self.size > 1 else number
+        return min(self.exchange(number))
 
     def settle(self, told_RX: torch.Tensor) -> torch.Tensor:
         """Return the first rank's rows, except row 1: 1 where every rank is fine; one collective.
@@ -84,15 +84,14 @@ class Ranks:
 
     def first_ones(self, fact: T) -> T:
         """Return the first rank's `fact`, on every rank."""
-        told: list[T] = self._exchange(fact) if self.size > 1 else [fact]
-        return told[0]
+        return self.exchange(fact)[0]
 
     def check_same(self, facts: dict[str, Any]) -> None:
         """Raise `ConfigError` on every rank if a fact differs between them; facts are compared by `repr`."""
         if self.size == 1:
             return
         ours = {name: hashlib.sha256(repr(fact).encode()).digest() for name, fact in facts.items()}
-        told = self._exchange(ours)
+        told = self.exchange(ours)
         for name in ours:
             if odd := [rank for rank, theirs in enumerate(told) if theirs[name] != told[0][name]]:
                 raise ConfigError(f"{name} must be the same on every rank, got another on rank {odd[0]} than on 0")
@@ -110,7 +109,7 @@ class Ranks:
             if self.size == 1:
                 raise
             error = mine
-        told = self._exchange(error) if self.size > 1 else []
+        told = self.exchange(error) if self.size > 1 else []
         found = [(rank, theirs) for rank, theirs in enumerate(told) if theirs is not None]
         if not found:
             return
@@ -134,11 +133,21 @@ class Ranks:
                 f"got {got if late else 'a closed connection; one of them has died'}"
             ) from error
 
-    def _exchange(self, fact: Any) -> list[Any]:
-        told: list[Any] = [None] * self.size
+    def exchange(self, fact: T) -> list[T]:
+        """Return every rank's `fact`, which pickle can write, on every rank; raise `RankLostError` if one is gone."""
+        facts: list[Any] = [fact] * self.size
+        if self.size > 1:
+            with self.guarded():
+                dist.all_gather_object(facts, fact, group=self.group)
+        return facts
+
+    def apart(self) -> "Ranks":
+        """Return the same ranks with a group of their own, for a thread beside the model's; every rank must call it."""
+        if self.size == 1:
+            return self
         with self.guarded():
-            dist.all_gather_object(told, fact, group=self.group)
-        return told
+            group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout()))
+        return Ranks(self.number, self.size, group)
 
 
 ALONE = Ranks()

@@ -26,7 +26,7 @@ class RunEvent:
         model: From `sfi_core.models.describe.describe_model`; docs/your_host.md makes the least that readers need.
         audit: The audit's settings; None without an audit.
         lossless: Whether sparse steps only draft, and full attention verifies the drafts.
-        rank: This process among those that share the model; its KV heads begin at rank * H.
+        rank: This process among those that share the model; its KV heads, those of `model`, begin at rank * H.
         ranks: Processes that share the model.
         run_id: 32 hexadecimal digits, unique to the run, the same on every rank.
         began_unix_ns: When the run began on the first rank, in nanoseconds since 1970.

@@ -15,7 +15,7 @@ from tests.traces.small import fixed_folder, redact, rows, spoil, write_part, wr
 SECTIONS = {
     "trace", "request", "layer", "run", "steps", "triggers", "stability", "lags", "audit", "logits",
     "selections", "latency", "phases", "break_even", "missing", "drift", "locality", "head_similarity",
-    "query_cosine", "corrections", "recalls", "lossless", "ranks", "reads", "health", "coverage",
+    "query_cosine", "corrections", "recalls", "lossless", "reads", "health", "coverage",
     "answers", "disagreements",
 }  # fmt: skip
 

@@ -49,14 +49,11 @@ def make_trace(
 
     Under "full-kv" every step is slow; otherwise step 0 and those after a trigger are. Under "freekv" fast
     steps correct a head whose query moved, let the others select for the next step, and recall what is new.
-    A `rank` other than 0 has the KV heads after those of the ranks before it.
     """
     rng = Random(seed)
     tables: Tables = {name: [] for name in TABLES}
     for request in range(requests):
         _request(tables, rng, request, steps, policy, sentence, audit)
-    for row in (*tables["supports"], *tables["selections"]):
-        row["head"] += HEADS * manifest.get("rank", 0)
     for name, rows in tables.items():
         if rows:
             (folder / name).mkdir(parents=True)
@@ -71,7 +68,7 @@ def _manifest(policy: str, requests: int, audit: int | None) -> dict[str, Any]:
     return {
         "schema_version": SCHEMA_VERSION, "sfi_version": "0.1.0", "run_id": "0123456789abcdef" * 2,
         "created": "2026-11-21T10:00:00+00:00", "began_unix_ns": 1_795_255_200_250_000_000,
-        "finished": "2026-11-21T10:01:00+00:00", "stopped": None, "rank": 0, "ranks": 1,
+        "finished": "2026-11-21T10:01:00+00:00", "stopped": None, "ranks": 1,
         "graphs": False, "not_replayed": None, "spans": None, "redacted": False, "positions": True,
         "audit": settings if audit else None, "model": MODEL, "policy": policy, "lossless": False,
         "preset": "default", "backend": "torch", "device": "cpu", "config": CONFIG,

@@ -63,13 +63,6 @@ def fixed_trace(**options: Any) -> Any:
     return trace
 
 
-def make_ranks(folder: Path, **options: Any) -> Path:
-    """Make up a trace of two ranks, each with heads of its own."""
-    for rank, path in enumerate((folder, folder / "rank-00001")):
-        make_trace(path, **{"policy": "sfi", "seed": rank, "rank": rank, "ranks": 2} | options)
-    return folder
-
-
 def change_manifest(folder: Path, **changes: Any) -> Path:
     """Write other values into a trace's manifest."""
     manifest = json.loads((folder / MANIFEST).read_text())

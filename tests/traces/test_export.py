@@ -11,7 +11,7 @@ from sfi_traces.export.rows import csv_text, json_text, jsonl_text, table_text
 from sfi_traces.model.trace import Trace
 from sfi_traces.schema import TABLES
 from tests.traces.made import LAYERS, make_trace
-from tests.traces.small import fixed_trace, make_ranks, redact, rewrite, rows, write_trace
+from tests.traces.small import fixed_trace, redact, rewrite, rows, write_trace
 
 
 def silent(done: int, total: int) -> None:
@@ -174,9 +174,8 @@ def test_an_arrow_leads_from_each_selector_to_the_first_fast_step_that_reads_its
 
 
 def test_arrows_and_spans_of_a_rank_stay_in_its_process(tmp_path):
-    folder = make_ranks(tmp_path / "run", steps=25, sentence=9)
-    for rank, path in enumerate((folder, folder / "rank-00001")):
-        rewrite(path, "timings", lambda found, rank=rank: [row | {"rank": rank} for row in found])
+    folder = make_trace(tmp_path / "run", steps=25, sentence=9, policy="sfi", ranks=2)
+    rewrite(folder, "timings", lambda found: [row | {"rank": rank} for row in found for rank in (0, 1)])
     both = Trace.open(folder)
     ranked = Counter(1 + row["rank"] for row in rows(both, "timings"))
     assert Counter(e["pid"] for e in events(both, "X") if e["name"] not in ("slow", "fast")) == ranked

@@ -285,11 +285,9 @@ def test_an_old_trace_s_links_are_not_followed(tmp_path):
     there = sorted(mine.rglob("*"))
     record(tmp_path / "trace")
     shutil.rmtree(tmp_path / "trace" / "supports")
-    for name, target in (("supports", mine / "steps"), ("rank-00001", mine)):
-        (tmp_path / "trace" / name).symlink_to(target)
+    (tmp_path / "trace" / "supports").symlink_to(mine / "steps")
     record(tmp_path / "trace", force=True)
     assert sorted(mine.rglob("*")) == there
-    assert not Trace.open(tmp_path / "trace").others
     assert not (tmp_path / "trace" / "supports").is_symlink()
 
 

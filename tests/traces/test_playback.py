@@ -1,6 +1,5 @@
 """A recorded run step by step."""
 
-import shutil
 from operator import attrgetter
 
 import numpy as np
@@ -14,7 +13,7 @@ from sfi_traces.replay.playback import PROMPT_TAIL, Playback
 from sfi_traces.views.view import View
 from sfi_traces.views.words import step_words
 from tests.traces.made import PROMPT, WORDS, make_trace
-from tests.traces.small import fixed_trace, make_ranks, write_part, write_trace
+from tests.traces.small import fixed_trace, write_part, write_trace
 
 WIDTH = 50
 trace = fixed_trace(policy="sfi", requests=2, seed=4)
@@ -154,38 +153,16 @@ def test_only_the_parts_that_may_hold_a_step_are_read(tmp_path):
         found.at(25)
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory) -> Trace:
-    """A run of two ranks, KV heads 0 and 1 on the first, 2 and 3 on the second."""
-    folder = tmp_path_factory.mktemp("sfi") / "ranks"
-    return Trace.open(make_ranks(folder, steps=20))
-
-
-def test_a_run_of_several_ranks_plays_with_all_its_heads(ranks):
-    playback = Playback.load(ranks)
-    assert playback.places == [(layer, head) for layer in (0, 1) for head in range(4)]
-    found = rows(ranks, "supports", 13, request=0)
-    assert len(found) == 8
-    mean = np.mean([row["retained_mass"] for row in found])
-    assert playback.frame(13).measures["retained_mass"] == pytest.approx(mean)
-    assert playback.strip(13, WIDTH).mass.sum() == pytest.approx(0.9)
-    (own,) = rows(ranks, "supports", 13, request=0, layer=1, head=3)
-    one = Playback.load(ranks, layers=[1], heads=[3])
-    assert one.frame(13).measures["retained_mass"] == pytest.approx(own["retained_mass"])
-
-
-def test_the_row_groups_of_neighbouring_steps_stay_in_memory_on_every_rank(ranks, tmp_path, monkeypatch):
-    """Two parts of ten steps a rank: back and forth over their edge reads each only once."""
-    folder = tmp_path / "run"
-    shutil.copytree(ranks.path, folder)
-    for path in (folder, folder / "rank-00001"):
-        table = parquet.read_table(path / "supports").to_pylist()
-        for number in range(2):
-            write_part(path, "supports", [r for r in table if r["step"] // 10 == number], number)
+def test_the_row_groups_of_neighbouring_steps_stay_in_memory(tmp_path, monkeypatch):
+    """Two parts of ten steps: back and forth over their edge reads each only once."""
+    folder = make_trace(tmp_path / "run", steps=20, policy="sfi")
+    table = parquet.read_table(folder / "supports").to_pylist()
+    for number in range(2):
+        write_part(folder, "supports", [row for row in table if row["step"] // 10 == number], number)
     found = row_groups.Rows(Trace.open(folder), "supports", 0, ["positions"])
     read, true = [], row_groups.checked
     monkeypatch.setattr(row_groups, "checked", lambda *given: read.append(given) or true(*given))
-    assert [len(found.at(step)) for step in (9, 10)] == [8, 8]
-    assert len(read) == 8  # keys and values
-    assert [len(found.at(step)) for step in (9, 10, 9)] == [8, 8, 8]
-    assert len(read) == 8
+    assert [len(found.at(step)) for step in (9, 10)] == [4, 4]
+    assert len(read) == 4  # keys and values
+    assert [len(found.at(step)) for step in (9, 10, 9)] == [4, 4, 4]
+    assert len(read) == 4

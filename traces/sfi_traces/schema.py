@@ -9,10 +9,6 @@ import pyarrow as pa
 SCHEMA_VERSION = 1
 MANIFEST = "manifest.json"
 PART = "part-{number:05d}.parquet"
-# a run on several ranks: rank 0 writes the trace, each other rank a trace in such a folder inside it; a
-# reader joins OF_EVERY_RANK over all ranks and takes the other tables from rank 0
-RANK = "rank-{number:05d}"
-OF_EVERY_RANK = ("selections", "recalls", "supports", "timings")
 # more than these no trace has; a number beyond them is damage, and would fill the memory
 MOST_TOKENS, MOST_LAYERS, MOST_HEADS = 1 << 24, 1 << 15, 1 << 15
 AHEAD = "speculative"  # the reason of a selection that serves the next step

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from sfi_cli.settings.tables import TraceTable
 from sfi_cli.terminal.output import Output, message
 from sfi_core.distributed import torchrun
-from sfi_core.errors import RankLostError
 
 if TYPE_CHECKING:
     from sfi_core.observers.observer import Observer
@@ -40,7 +39,6 @@ def recording(
             force=output.force, warn=output.say, watch=(watch := Watch()), **options,
         )  # fmt: skip
         yield [*found, stack.enter_context(parquet)], parquet
-    _wait_for_ranks()
     if (
         parquet.failure is None and folder.exists() and not output.quiet
     ):  # absent if the run ended before its first step
@@ -48,13 +46,3 @@ def recording(
         if torchrun.first():
             for line in watch.news(folder):
                 message(f"warning: {line}")
-
-
-def _wait_for_ranks() -> None:
-    # the trace is complete only when every rank has closed its part
-    from sfi_core.distributed.ranks import join
-
-    try:
-        join().first_ones(None)
-    except RankLostError:
-        message("another rank has ended early; its part of the trace may lack its end")

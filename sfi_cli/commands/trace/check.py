@@ -81,7 +81,7 @@ def health_lines(found: Row) -> str:
 
 
 TABLES: Columns = {
-    "table": lambda one: one["table"] + (f" of rank {one['rank']}" if one["rank"] else ""),
+    "table": (str, "table"),
     "parts": (count, "parts"),
     "rows": (count, "rows"),
     "rows told": (count, "expected_rows"),

@@ -58,7 +58,6 @@ def full_text(document: Row) -> list[Part]:
         ("reads", partial(Table.of, READS_TITLE, READS)),
         ("phases", _phases),
         ("break_even", _break_even),
-        ("ranks", _ranks),
     )
     timed = document["latency"]["kinds"]
     parts = [view(document[name]) for name, view in sections if document[name] and (timed or name not in OF_TIMES)]
@@ -223,12 +222,6 @@ def _phases(found: Row) -> Table:
     return Table.of("Time by phase", PHASES, rows, left=2, spare=("spans",))
 
 
-def _ranks(found: Row) -> Table:
-    missing = ", ".join(map(str, found["missing"]))
-    title = f"Ranks: {len(found['each'])} of {found['size']}" + (f", without {missing}" if missing else "")
-    return Table.of(title, RANKS, found["each"])
-
-
 def _break_even(found: Row) -> str:
     if found["context_tokens"] is None:
         return f"break-even context length: unknown, {found['reason']}"
@@ -289,13 +282,4 @@ PHASES: Columns = {
     "total": (duration, "total_us"),
     "per step with it": (duration, "step_us"),
     "spans": (count, "spans"),
-}
-RANKS: Columns = {
-    "rank": (str, "rank"),
-    "steps": (count, "steps"),
-    "selections": (count, "selections"),
-    "spans": (count, "spans"),
-    "pass (median)": (duration, "forward_us"),
-    "its attention": (duration, "attention_us"),
-    "finished": lambda one: "yes" if one["finished"] else "no: killed, or goes on",
 }

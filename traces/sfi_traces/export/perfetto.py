@@ -83,9 +83,9 @@ def perfetto_text(trace: Trace, progress: Callable[[int, int], None]) -> Iterato
     spans = scope.row("SELECT count(*) AS n FROM timings")["n"]
     tracks = _tracks(scope, steps)
     events = heapq.merge(
-        _step_events(steps, tracks, trace.rank),
-        _verification_events(verifications, tracks, trace.rank),
-        _counter_events(steps, trace.rank),
+        _step_events(steps, tracks),
+        _verification_events(verifications, tracks),
+        _counter_events(steps),
         _flow_events(flows, tracks),
         _span_events(scope, tracks),
         key=lambda event: event["ts"],
@@ -109,8 +109,7 @@ def _lines(events: Iterator[Event], total: int, progress: Callable[[int, int], N
 
 
 def _tracks(scope: Scope, steps: list[Event]) -> dict[Track, Place]:
-    ours = scope.trace.rank
-    tracks: list[Track] = [("request", number, ours) for number in sorted({step["request"] for step in steps})]
+    tracks: list[Track] = [("request", number, 0) for number in sorted({step["request"] for step in steps})]
     streams = scope.rows("""
         SELECT coalesce(rank, 0) AS rank, stream FROM timings GROUP BY ALL ORDER BY rank, min(begin_us)
     """)
@@ -131,26 +130,26 @@ def _names(trace: Trace, tracks: dict[Track, Place]) -> list[Event]:
     return named
 
 
-def _step_events(steps: list[Event], tracks: dict[Track, Place], rank: int) -> Iterator[Event]:
+def _step_events(steps: list[Event], tracks: dict[Track, Place]) -> Iterator[Event]:
     shown = ("step", "token_text", "reason", "sentence", "context_tokens", "elapsed_us", "audited")
     for step in steps:
         kind = "slow" if step["slow"] else "fast"
         args = {name: step[name] for name in shown if step[name] not in (None, "")}
-        place = tracks["request", step["request"], rank]
+        place = tracks["request", step["request"], 0]
         yield _slice(step, kind, kind, place, args) | {"cname": COLORS[step["slow"]]}
 
 
-def _verification_events(rows: list[Event], tracks: dict[Track, Place], rank: int) -> Iterator[Event]:
+def _verification_events(rows: list[Event], tracks: dict[Track, Place]) -> Iterator[Event]:
     shown = ("step", "base", "drafted", "accepted", "reason", "evidence_position")
     for row in rows:
         args = {name: row[name] for name in shown if row[name] is not None}
-        place = tracks["request", row["request"], rank]
+        place = tracks["request", row["request"], 0]
         name = f"kept {row['accepted']} of {row['drafted']}"
         yield _event("i", name, place, row["begin_us"], s="t", cat="verification", args=args)
 
 
-def _counter_events(steps: list[Event], rank: int) -> Iterator[Event]:
-    place = FIRST_PID + rank, 0
+def _counter_events(steps: list[Event]) -> Iterator[Event]:
+    place = FIRST_PID, 0
     for step in steps:
         for column in ("attended_tokens", "read_ratio"):
             counter = column.replace("_", " ")

@@ -1,6 +1,5 @@
-"""The schema of a trace's manifest, which may be a stranger's, and the manifests of a run's ranks together."""
+"""The schema of a trace's manifest, which may be a stranger's."""
 
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -11,14 +10,10 @@ from sfi_core.errors import TraceError
 from sfi_core.machine.files import read_file
 from sfi_core.machine.text import parse_json, printable, shown
 from sfi_core.settings.fields import LARGEST
-from sfi_traces.record.folder import rank_folder, rank_folders
 from sfi_traces.schema import MANIFEST, MOST_HEADS, MOST_LAYERS, MOST_TOKENS, SCHEMA_VERSION
 
 MOST_PLACES = 1 << 18  # layers and KV heads
 Line = Annotated[str, AfterValidator(printable)]  # is shown
-OF_A_RANK = ("query_heads", "weight_bytes", "embedding_bytes")  # a rank's share of the model
-
-Manifest = dict[str, Any]
 
 
 def _number(most: int, least: int = 0) -> Any:
@@ -62,7 +57,7 @@ Imported = _table(
 )  # fmt: skip
 SCHEMA = _table(
     "Manifest", schema_version=(_number(LARGEST, 1), ...), run_id=Words, created=(Line, ...),
-    finished=(Line | None, ...), stopped=Words, rank=(_number((1 << 12) - 1), None), ranks=(_number(1 << 12, 1), None),
+    finished=(Line | None, ...), stopped=Words, ranks=(_number(1 << 12, 1), None),
     redacted=(Bool, ...), not_replayed=Words, spans=(Bool | None, None), audit=(Audit | None, ...), model=(Model, ...),
     policy=(Line, ...), preset=Words, lossless=(Bool | None, None), backend=Words, device=Words, config=(Config, ...),
     trigger_token_ids=(list[Whole], ...), prompts=(list[Prompt], ...),  # type: ignore[valid-type]
@@ -71,21 +66,26 @@ SCHEMA = _table(
 )  # fmt: skip
 
 
-def read_manifest(folder: Path, advice: str = "") -> dict[str, Any]:
-    """Read a trace's manifest; raises `TraceError`, with `advice` where there is none, if it breaks the schema."""
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """Read a trace's manifest; raises `TraceError` where there is none, if it breaks the schema, or is of one rank."""
     try:
         document = parse_json(read_file(folder / MANIFEST))
         version = document["schema_version"]
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise TraceError(f"{folder} is not a trace: it has no {MANIFEST}{advice}") from error
+        raise TraceError(f"{folder} is not a trace: it has no {MANIFEST}") from error
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise TraceError(f"trace {folder} has an unreadable {MANIFEST}: {error}") from error
     if type(version) is int and version > SCHEMA_VERSION:
         raise TraceError(f"trace {folder} has schema {version}, this sfi reads 1 to {SCHEMA_VERSION}; upgrade sfi")
     try:
-        return SCHEMA.model_validate(document).model_dump(exclude_unset=True)
+        manifest: dict[str, Any] = SCHEMA.model_validate(document).model_dump(exclude_unset=True)
     except ValidationError as error:
         raise TraceError(f"trace {folder} has a {MANIFEST} {_fault(error)}") from error
+    if "rank" in manifest and manifest.get("ranks", 1) > 1:
+        raise TraceError(
+            f"trace {folder} must be of all ranks, got a part that an earlier sfi wrote; record the run again"
+        )
+    return manifest
 
 
 def _fault(error: ValidationError) -> str:
@@ -94,43 +94,3 @@ def _fault(error: ValidationError) -> str:
         return f"without {', '.join(missing)}"
     where = ".".join(map(str, faults[0]["loc"]))
     return f"that is damaged: {where}: {faults[0]['msg']}, got {shown(faults[0]['input'])}"
-
-
-def other_ranks(folder: Path, manifest: Manifest) -> dict[Path, Manifest]:
-    """Read the manifests of ranks 1 and up that have one; raises `TraceError` for ranks of different runs."""
-    found = {
-        rank: (path, read_manifest(path)) for rank, path in rank_folders(folder).items() if (path / MANIFEST).exists()
-    }
-    ours = _run(manifest)
-    for rank, (path, theirs) in {0: (folder, manifest), **found}.items() if found else ():
-        if theirs.get("rank", 0) != rank:
-            raise TraceError(f"trace {path} must be of rank {rank}, got rank {theirs.get('rank', 0)}")
-        if _run(theirs) != ours:
-            raise TraceError(
-                f"trace {folder} must have ranks of one run, got rank {rank} of the run of "
-                f"{theirs.get('created')} beside rank 0 of that of {manifest.get('created')}"
-            )
-    return dict(found.values())
-
-
-def whole_model(manifest: Manifest) -> Manifest:
-    """Return a rank's manifest with the heads and bytes of the whole model."""
-    ranks = manifest.get("ranks", 1)
-    if ranks == 1:
-        return manifest
-    model: Mapping[str, Any] = manifest["model"]
-    layers = [layer | {"heads": ranks * layer["heads"]} for layer in model["layers"]]
-    more = {name: ranks * model[name] for name in OF_A_RANK if name in model}
-    return manifest | {"model": {**model, **more, "layers": layers}}
-
-
-def _run(manifest: Manifest) -> tuple[Any, ...]:
-    return manifest.get("run_id"), manifest.get("ranks", 1)
-
-
-def rank_advice(folder: Path) -> str:
-    """Say which ranks a folder holds without rank 0's manifest; "" for none."""
-    left = [rank for rank in rank_folders(folder) if (rank_folder(folder, rank) / MANIFEST).exists()]
-    if not left:
-        return ""
-    return f" of rank 0; rank {left[0]} alone is {rank_folder(folder, left[0])}"

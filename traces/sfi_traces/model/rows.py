@@ -16,7 +16,7 @@ from sfi_traces.model.trace import Place, Trace
 from sfi_traces.overlap import Ints
 from sfi_traces.schema import TABLES
 
-KEYS, VALUES = 4, 2  # row groups of a rank whose keys and whose columns are cached
+KEYS, VALUES = 4, 2  # row groups whose keys and whose columns are cached
 KEY = ("request", "step", "layer", "head")
 
 Range = tuple[float, float]
@@ -35,8 +35,8 @@ class RowGroup:
 class Rows:
     """One request's rows of a table with layer and KV head, found by step.
 
-    For each rank, the keys of at most 4 row groups and the columns of 2 stay in memory; a recorded row group
-    has at most 64 MiB. `layers` and `heads` limit the rows that are wanted; None for all.
+    The keys of at most 4 row groups and the columns of 2 stay in memory; a recorded row group has at most 64 MiB.
+    `layers` and `heads` limit the rows that are wanted; None for all.
     """
 
     def __init__(self, trace: Trace, table: str, request: int, columns: Collection[str]) -> None:
@@ -51,23 +51,17 @@ class Rows:
             if group.request[0] <= request <= group.request[1]
         ]
         self._nothing = TABLES[table].empty_table().select(self._columns)
-        ranks = len(trace.by_rank)  # each rank has its own row group for a step
-        self._keys = lru_cache(KEYS * ranks)(self._read_keys)
-        self._values = lru_cache(VALUES * ranks)(lambda group: self._read(group, self._columns).combine_chunks())
+        self._keys = lru_cache(KEYS)(self._read_keys)
+        self._values = lru_cache(VALUES)(lambda group: self._read(group, self._columns).combine_chunks())
 
     def places(self) -> list[Place]:
-        """Return the layers and KV heads in each rank's first row group of the request; maybe none."""
-        found: dict[Path, set[Place]] = {}
+        """Return the layers and KV heads in the first row group of the request; maybe none."""
         for group in self._groups:
-            folder = group.part.parent  # one for each rank
-            if folder in found:
-                continue
             keys = self._keys(group)
-            mine = keys["request"] == self._request
-            if mine.any():
-                pairs = zip(keys["layer"][mine].tolist(), keys["head"][mine].tolist(), strict=True)
-                found[folder] = set(pairs)
-        return sorted(set().union(*found.values()))
+            rows = keys["request"] == self._request
+            if rows.any():
+                return sorted(set(zip(keys["layer"][rows].tolist(), keys["head"][rows].tolist(), strict=True)))
+        return []
 
     def last(self, step: int) -> int | None:
         """Return the last step up to `step` with a row of the chosen layers and heads."""

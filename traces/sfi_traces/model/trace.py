@@ -12,38 +12,30 @@ import pyarrow.compute as pc
 from pyarrow import dataset
 
 from sfi_core.errors import TraceError
-from sfi_traces.model.manifest import other_ranks, rank_advice, read_manifest, whole_model
+from sfi_traces.model.manifest import read_manifest
 from sfi_traces.model.parts import DAMAGED, check_part, checked, read_part
-from sfi_traces.schema import OF_EVERY_RANK, TABLES
+from sfi_traces.schema import TABLES
 
 FETCHED = 10_000  # rows in memory at once
-ORDER = ("request", "step", "layer", "head")  # of a table that several ranks wrote
 
 Place = tuple[int, int]  # layer, KV head
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """A trace on disk; for a run on several ranks, of all of them.
-
-    The tables of `OF_EVERY_RANK` have the rows of all ranks found; the others, the same on every rank, come
-    from the first. Whatever reads a part raises `TraceError` if it is damaged.
+    """A trace on disk. Whatever reads a part raises `TraceError` if it is damaged.
 
     Attributes:
-        manifest: Provenance; `finished` is None if the run was killed. Heads and bytes are of all ranks.
-        others: The other ranks' own traces.
+        manifest: Provenance; `finished` is None if the run was killed.
     """
 
     path: Path
     manifest: dict[str, Any]
-    others: tuple["Trace", ...] = ()
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """Open a trace; raises `TraceError` as `read_manifest` does, and for ranks of different runs."""
-        manifest = read_manifest(path, rank_advice(path))
-        others = [cls(folder, whole_model(theirs)) for folder, theirs in other_ranks(path, manifest).items()]
-        return cls(path, whole_model(manifest), tuple(others))
+        """Open a trace; raises `TraceError` as `read_manifest` does."""
+        return cls(path, read_manifest(path))
 
     @property
     def lossless(self) -> bool:
@@ -56,20 +48,9 @@ class Trace:
         return bool(self.manifest.get("redacted"))
 
     @property
-    def rank(self) -> int:
-        """The opened rank: 0, unless another rank's own folder was opened."""
-        return int(self.manifest.get("rank", 0))
-
-    @property
     def ranks(self) -> int:
-        """The number of ranks of the run, missing ones included."""
+        """The number of ranks of the run."""
         return int(self.manifest.get("ranks", 1))
-
-    @property
-    def by_rank(self) -> dict[int, "Trace"]:
-        """Each rank's own trace, of the ranks found."""
-        alone = Trace(self.path, self.manifest)
-        return {self.rank: alone, **{other.rank: other for other in self.others}}
 
     @property
     def imported(self) -> dict[str, Any] | None:
@@ -92,10 +73,8 @@ class Trace:
             raise TraceError(f"trace {self.path} has no masses: it was imported from a file without them")
 
     def parts(self, table: str) -> list[Path]:
-        """List a table's complete part files in order; those of all ranks for tables of every rank."""
-        own = sorted((self.path / table).glob("part-*.parquet"))
-        others = self.others if table in OF_EVERY_RANK else ()
-        return own + [part for other in others for part in other.parts(table)]
+        """List a table's complete part files in order."""
+        return sorted((self.path / table).glob("part-*.parquet"))
 
     def has(self, table: str) -> bool:
         """Say whether a table has any part."""
@@ -104,8 +83,6 @@ class Trace:
     def table(self, name: str, columns: list[str] | None = None) -> pa.Table:
         """Read a table; an empty one where the trace has none."""
         schema = TABLES[name]
-        if self.others and name in OF_EVERY_RANK:
-            return self._joined(name, columns)
         pieces = []
         for part in self.parts(name):
             try:
@@ -124,14 +101,6 @@ class Trace:
             return checked(source.to_table(columns=columns, filter=where), name)
         except DAMAGED as error:
             raise self.unreadable() from error
-
-    def _joined(self, name: str, columns: list[str] | None) -> pa.Table:
-        # rows in the order in which a single process would have written them
-        order = [key for key in ORDER if key in TABLES[name].names]
-        wanted = TABLES[name].names if columns is None else columns
-        read = list(dict.fromkeys([*wanted, *order]))
-        rows = pa.concat_tables([rank.table(name, read) for rank in self.by_rank.values()])
-        return rows.sort_by([(key, "ascending") for key in order]).select(wanted)
 
     def require_audit(self, *, every_step: bool = False) -> None:
         """Raise `TraceError` without supports, or with `every_step` for an audit that skips steps."""

@@ -12,7 +12,7 @@ from sfi_core.errors import ConfigError
 from sfi_traces.model.parts import DAMAGED, open_part, read_part
 from sfi_traces.model.trace import Trace
 from sfi_traces.read.lossless_rules import broken_sums
-from sfi_traces.read.step_rules import broken_rules, differing_steps, file_prefix, lacking_ranks
+from sfi_traces.read.step_rules import broken_rules
 from sfi_traces.schema import PART, TABLES
 
 MOST = 10  # lines about steps that are shown
@@ -22,17 +22,15 @@ ROWS = 10_000  # in memory at once
 def check(trace: Trace) -> dict[str, Any]:
     """Read every part of a trace, and check that its steps follow from its tokens and verifications.
 
-    For a run on several ranks, also check that all ranks recorded the same steps. `problems` has a line for
-    each fault; `notes` are about the sound rest of a killed run, and about what could not be checked.
+    `problems` has a line for each fault; `notes` are about the sound rest of a killed run, and about what could not be
+    checked.
     """
-    tables = [
-        _check_table(one, name, file_prefix(trace, rank)) for rank, one in trace.by_rank.items() for name in TABLES
-    ]
+    tables = [_check_table(trace, name) for name in TABLES]
     problems = [line for table in tables for line in _table_problems(table)]
     recorded: list[dict[str, int]] = []
     unchecked: str | None = "the table steps cannot be read"
     faulty = ("damaged", "missing", "wrong", "faults")
-    readable = {one["table"]: not any(one[kind] for kind in faulty) for one in tables if one["rank"] == trace.rank}
+    readable = {one["table"]: not any(one[kind] for kind in faulty) for one in tables}
     if readable["steps"]:
         recorded = _recorded(trace)
         gaps = [
@@ -44,7 +42,6 @@ def check(trace: Trace) -> dict[str, Any]:
         broken, unchecked = _check_steps(trace, whole=not gaps)
         summed = not gaps and readable["verifications"]
         problems += gaps + broken + (_first_lines(broken_sums(trace)) if summed else [])
-        problems += _first_lines(differing_steps(trace))
     temporary = sorted(str(path.relative_to(trace.path)) for path in trace.path.rglob(".*.tmp"))
     return {
         "trace": str(trace.path),
@@ -60,11 +57,11 @@ def check(trace: Trace) -> dict[str, Any]:
     }
 
 
-def _check_table(trace: Trace, name: str, before: str) -> dict[str, Any]:
+def _check_table(trace: Trace, name: str) -> dict[str, Any]:
     parts = trace.parts(name)
     expected = trace.manifest.get("tables", {}).get(name) if trace.manifest["finished"] else None
     found: dict[str, Any] = {
-        "table": name, "rank": trace.rank, "parts": len(parts), "rows": 0, "expected_rows": expected,
+        "table": name, "parts": len(parts), "rows": 0, "expected_rows": expected,
         "damaged": [], "absent": [], "missing": [], "wrong": [], "extra": [], "faults": [],
     }  # fmt: skip
     for part in parts:
@@ -74,13 +71,13 @@ def _check_table(trace: Trace, name: str, before: str) -> dict[str, Any]:
                 read_part(part, name)
         except DAMAGED as error:
             if type(error) is ValueError:
-                found["faults"].append(f"{before}{name}/{part.name} is damaged: {error}")
+                found["faults"].append(f"{name}/{part.name} is damaged: {error}")
             else:
-                found["damaged"].append(f"{before}{name}/{part.name}")
+                found["damaged"].append(f"{name}/{part.name}")
     present = {part.name for part in parts}
     lacking = (one for number in count() if (one := PART.format(number=number)) not in present)
     absent = takewhile(lambda one: one < max(present, default=""), lacking)
-    found["absent"] = [f"{before}{name}/{one}" for one in islice(absent, MOST)]
+    found["absent"] = [f"{name}/{one}" for one in islice(absent, MOST)]
     return found
 
 
@@ -104,8 +101,6 @@ def _check_part(part: Path, schema: pa.Schema, found: dict[str, Any]) -> None:
 
 def _table_problems(table: dict[str, Any]) -> Iterator[str]:
     name, expected = table["table"], table["expected_rows"]
-    if table["rank"]:
-        name = f"rank {table['rank']}: {name}"
     yield from (f"{part} is damaged or truncated" for part in table["damaged"])
     yield from table["faults"]
     yield from (f"{part} is missing" for part in table["absent"])
@@ -147,10 +142,8 @@ def _notes(trace: Trace, tables: list[dict[str, Any]], temporary: list[str]) -> 
         yield "not finished: the run was killed, or goes on"
     elif trace.manifest.get("stopped"):
         yield f"stopped early: {trace.manifest['stopped']}"
-    if trace.ranks > 1:
-        yield from lacking_ranks(trace)
     for table in tables:
-        if table["extra"] and table["rank"] == trace.rank:
+        if table["extra"]:
             yield f"{table['table']} has columns of a newer sfi: {', '.join(table['extra'])}"
     if temporary:
         yield f"left over from a write that broke off: {', '.join(temporary)}"

@@ -1,10 +1,8 @@
-"""A trace's folder: whether it may be recorded into, where each rank writes, its manifest."""
+"""A trace's folder: whether it may be recorded into, and its manifest."""
 
 import json
-import re
 import shutil
 from collections.abc import Mapping
-from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,10 +12,12 @@ from sfi_core.errors import ConfigError, SfiError
 from sfi_core.machine.files import LOCK, FolderLock, is_locked, write_atomically
 from sfi_core.machine.text import parse_json, write_json
 from sfi_core.machine.versions import versions
-from sfi_traces.schema import MANIFEST, RANK, SCHEMA_VERSION, TABLES
+from sfi_traces.schema import MANIFEST, SCHEMA_VERSION, TABLES
 
 if TYPE_CHECKING:  # it comes with torch, which readers of a trace do not load
     from sfi_core.observers.events import RunEvent
+
+OF_A_RANK = ("query_heads", "weight_bytes", "embedding_bytes")  # a rank's share of the model
 
 
 def claim(folder: Path, *, force: bool) -> FolderLock:
@@ -48,35 +48,14 @@ def _check(folder: Path, *, force: bool) -> None:
         raise ConfigError(f"trace folder {folder} exists; add --force to overwrite it")
 
 
-def clear(folder: Path, ranks: int = 1) -> None:
-    """Remove a trace's tables and manifest, and no other file.
-
-    Each of the next run's `ranks` clears its own folder. Those of further ranks, which an earlier run left,
-    are cleared here and removed if empty.
-    """
-    for rank, path in rank_folders(folder).items():
-        if rank >= ranks and (path / MANIFEST).exists():
-            clear(path)
-            with suppress(OSError):  # not empty
-                path.rmdir()
+def clear(folder: Path) -> None:
+    """Remove a trace's tables and manifest, and no other file."""
     for path in (folder / table for table in TABLES):
         if path.is_symlink():  # into a folder of somebody else's
             path.unlink()
         elif path.exists():
             shutil.rmtree(path)
     (folder / MANIFEST).unlink(missing_ok=True)  # last: a half removed trace is still one
-
-
-def rank_folder(folder: Path, rank: int) -> Path:
-    """Return where a rank writes: rank 0 to the trace's folder, every other to a folder inside it."""
-    return folder / RANK.format(number=rank) if rank else folder
-
-
-def rank_folders(folder: Path) -> dict[int, Path]:
-    """Find the folders of ranks 1 and up, by rank, without links; each may or may not hold a trace."""
-    found = (path for path in folder.glob("rank-*") if not path.is_symlink())
-    named = ((re.fullmatch(r"rank-(\d{5,9})", path.name), path) for path in found)
-    return dict(sorted((int(name[1]), path) for name, path in named if name is not None))
 
 
 def _is_trace(folder: Path) -> bool:
@@ -98,18 +77,25 @@ def describe_run(
         "schema_version": SCHEMA_VERSION,
         "sfi_version": __version__,
         "created": now(),
-        **{name: getattr(event, name) for name in ("run_id", "began_unix_ns", "rank", "ranks")},
+        **{name: getattr(event, name) for name in ("run_id", "began_unix_ns", "ranks")},
         **dict.fromkeys(("finished", "stopped", "graphs", "not_replayed")),
         "redacted": redacted,
         "positions": positions,
         "audit": None if event.audit is None else dict(event.audit),
-        "model": dict(event.model),
+        "model": _whole_model(event),
         **{name: getattr(event, name) for name in ("policy", "lossless", "backend", "device")},
         "config": dict(event.config),
         "trigger_token_ids": list(event.trigger_token_ids),
         "prompts": [],
         "versions": versions(),
     }
+
+
+def _whole_model(event: "RunEvent") -> dict[str, Any]:
+    # with the heads and bytes of all ranks
+    model, ranks = event.model, event.ranks
+    layers = [{**layer, "heads": ranks * layer["heads"]} for layer in model["layers"]]
+    return {**model, **{name: ranks * model[name] for name in OF_A_RANK if model.get(name)}, "layers": layers}
 
 
 def file_metadata(document: dict[str, Any]) -> dict[str, str]:

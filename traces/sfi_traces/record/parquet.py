@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any, Self
 
 from sfi_core.distributed import torchrun
-from sfi_core.errors import ConfigError
+from sfi_core.distributed.ranks import Ranks
 from sfi_core.observers.events import BeginStepEvent, Event, RunEvent
 from sfi_core.observers.observer import NOTHING, NullObserver
-from sfi_traces.record.folder import claim, describe_run, rank_folder
+from sfi_traces.record.folder import claim, describe_run
 from sfi_traces.record.rows import TraceRows
 from sfi_traces.record.timing import TimingObserver
 from sfi_traces.record.writer import Told, TraceWriter, tensors_of
@@ -24,8 +24,8 @@ class ParquetObserver(NullObserver):
     """Records the runs it sees, one after the other, as one trace.
 
     Changes no token and waits for no device: tensors are copied to the host asynchronously, and a background
-    thread writes. Decoding waits only while 256 MiB of events are queued. Each rank of a tensor-parallel run
-    has an observer of the same folder; ranks 1 and up write to folders inside it.
+    thread writes. Decoding waits only while 256 MiB of events are queued. Every rank of a tensor-parallel run
+    must have an observer of the same folder: the first rank writes, and the others send it their rows.
     """
 
     def __init__(
@@ -61,7 +61,6 @@ class ParquetObserver(NullObserver):
             ConfigError: The folder may not be overwritten.
             SfiError: The folder cannot be made.
         """
-        # other ranks' folders are inside it
         self._lock = claim(folder, force=force) if torchrun.first() else None
         self._force = force
         self._folder, self._positions, self._redacted = folder, positions, redact_text
@@ -71,6 +70,7 @@ class ParquetObserver(NullObserver):
         self._told: list[Told] = []
         self._writer: TraceWriter | None = None
         self._timing: TimingObserver  # the first run names the device
+        self._ranks: Ranks  # and the ranks
         self._warned, self._clock, self._not_replayed = False, clock, ""
         self.takes_spans = spans
         self._due = 0.0
@@ -94,19 +94,21 @@ class ParquetObserver(NullObserver):
         `stopped` says why the run ended early: "interrupted", or an error's first line.
         """
         writer = self._writer
-        if self._lock is None:
-            return
-        if writer is None:
-            self._lock.release()
-            with suppress(OSError):  # not empty: an old trace, which no run has replaced
-                self._folder.rmdir()
-        elif not writer.closed:
+        if writer is not None and not writer.closed:
             self._hand_over()
             try:
                 writer.close(stopped)
             finally:
-                self._lock.release()
+                self._release()
                 self._report()
+        elif writer is None and self._lock is not None:
+            self._release()
+            with suppress(OSError):  # not empty: an old trace, which no run has replaced
+                self._folder.rmdir()
+
+    def _release(self) -> None:
+        if self._lock is not None:  # None on all ranks but the first
+            self._lock.release()
 
     @property
     def failure(self) -> OSError | None:
@@ -132,8 +134,8 @@ class ParquetObserver(NullObserver):
         self._told.append((event, {}))
 
     def _on_begin_step(self, event: BeginStepEvent) -> None:
-        # hands over the steps before, if `PATIENCE` has passed since the last time
-        if time.monotonic() > self._due:
+        # hands over the steps before: on several ranks always, else if `PATIENCE` has passed since the last time
+        if self._ranks.size > 1 or time.monotonic() > self._due:
             self._hand_over()
         self._timing.on_begin_step(event)
         if event.not_replayed != self._not_replayed:
@@ -150,11 +152,9 @@ class ParquetObserver(NullObserver):
         positions = _few(event) if self._positions is None else self._positions
         manifest = describe_run(event, self._provenance, positions=positions, redacted=self._redacted)
         manifest |= {"spans": self.takes_spans}
-        self._folder = rank_folder(self._folder, event.rank)
-        if event.rank and self._folder.is_symlink():
-            raise ConfigError(f"trace folder {self._folder} must be a folder, got a link")
-        if event.rank or self._lock is None:
+        if self._lock is None and not event.rank:
             self._lock = claim(self._folder, force=self._force)
+        self._ranks = Ranks(event.rank, event.ranks).apart()
         clock = self._clock or event.device
         self._timing = TimingObserver(clock, lambda spans: self._told.append((spans, {})))
         rows = TraceRows(
@@ -163,12 +163,12 @@ class ParquetObserver(NullObserver):
             redact_text=self._redacted,
             offset_us=(time.time_ns() - event.began_unix_ns) / 1e3,
         )
-        return TraceWriter(self._folder, rows, manifest, self._watch)
+        return TraceWriter(self._folder, rows, manifest, self._watch, self._ranks)
 
     def _hand_over(self) -> None:
         assert self._writer is not None, "a run has begun"
         self._timing.flush()
-        if self._told:
+        if self._told or self._ranks.size > 1:  # the ranks' batches are the same ones
             self._writer.put(self._told)
             self._told = []
         self._due = time.monotonic() + PATIENCE

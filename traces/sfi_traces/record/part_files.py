@@ -44,6 +44,7 @@ class TableBuffer:
         self._schema = schema
         self._rows: list[Sequence[Any]] = []
         self._chunks: list[Chunk] = []
+        self._tables: list[pa.Table] = []
         self.nbytes = 0
 
     def add_rows(self, rows: Sequence[Sequence[Any]]) -> None:
@@ -56,15 +57,21 @@ class TableBuffer:
         self._chunks.append((rows, columns))
         self.nbytes += sum(getattr(column, "nbytes", 8) for column in columns.values())
 
+    def add_table(self, rows: pa.Table) -> None:
+        """Add rows that `take` of this buffer, or of another rank's, has given."""
+        self._tables.append(rows)
+        self.nbytes += rows.nbytes
+
     def take(self) -> pa.Table:
-        """Return the waiting rows as a table, and forget them."""
+        """Return the waiting rows as a table, those of `add_table` first, and forget them."""
         if self._rows:
             columns = zip(*self._rows, strict=True)
             arrays = [pa.array(*pair) for pair in zip(columns, self._schema.types, strict=True)]
         else:
             arrays = [_joined(self._chunks, field.name, field.type) for field in self._schema]
-        self._rows, self._chunks, self.nbytes = [], [], 0
-        return pa.Table.from_arrays(arrays, schema=self._schema)
+        tables = [*self._tables, pa.Table.from_arrays(arrays, schema=self._schema)]
+        self._rows, self._chunks, self._tables, self.nbytes = [], [], [], 0
+        return pa.concat_tables(tables).combine_chunks() if len(tables) > 1 else tables[0]
 
 
 def _joined(chunks: list[Chunk], name: str, kind: pa.DataType) -> pa.Array:

@@ -11,8 +11,11 @@ from threading import Thread
 from typing import Any
 
 import numpy.typing as npt
+import pyarrow as pa
 import torch
 
+from sfi_core.distributed.ranks import ALONE, Ranks
+from sfi_core.errors import RankLostError
 from sfi_core.observers.events import Event
 from sfi_core.observers.observer import HANDLERS
 from sfi_traces.record.folder import clear, file_metadata, now, write_manifest
@@ -28,6 +31,10 @@ TENSORS = {
     event: [field.name for field in fields(event) if field.name.rpartition("_")[2].isupper()] for event in HANDLERS
 }
 
+# tables in which each rank has rows of its own KV heads, or spans; the others are the same on every rank
+OF_EVERY_RANK = ("selections", "supports", "timings")
+ORDER = ("request", "step", "layer", "head")  # of the rows of several ranks
+
 Told = tuple[Any, Mapping[str, torch.Tensor]]  # an event and its tensors by name
 
 
@@ -38,6 +45,9 @@ class TraceWriter:
     when 64 MiB wait, or after a tenth of the run's time so far (at least 2, at most 60 seconds). A killed run
     loses no more than that. `failure` is the OSError that ended writing; later events are dropped. `found` has what
     `watch`, called after parts, returned and nobody has taken yet.
+
+    Of several ranks the first writes: after each batch of events, the same on every rank, the others give it their
+    rows of `OF_EVERY_RANK`. A rank that is lost, or that ends early, gives no more.
     """
 
     def __init__(
@@ -46,12 +56,14 @@ class TraceWriter:
         rows: TraceRows,
         manifest: dict[str, Any],
         watch: Callable[[Path], Sequence[str]] | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
         """Begin a trace in a folder that `claim` has accepted; `rows` is the thread's own from now on."""
+        self._ranks, self._writes = ranks, ranks.number == 0
         self.failure: OSError | None = None
         self.closed = False
         self.found: deque[str] = deque()
-        self._watch = watch
+        self._watch = watch if self._writes else None
         self._over = False  # whether the thread has taken END from the queue
         self._error: BaseException | None = None
         self._folder, self._rows, self._manifest = folder, rows, manifest
@@ -64,7 +76,7 @@ class TraceWriter:
 
     def put(self, told: Sequence[Told]) -> None:
         """Queue some events; waits only for room."""
-        if self.failure is None:
+        if self.failure is None or self._ranks.size > 1:
             self._queue.put(Batch(told))
 
     def close(self, stopped: str | None) -> None:
@@ -74,7 +86,8 @@ class TraceWriter:
         self._thread.join()
         if self._error is not None:
             raise self._error
-        self._finish(stopped if self.failure is None else _reason(self.failure))
+        if self._writes:
+            self._finish(stopped if self.failure is None else _reason(self.failure))
 
     def _finish(self, stopped: str | None) -> None:
         ended = {"finished": now(), "stopped": stopped, "tables": self._parts.written}
@@ -90,32 +103,57 @@ class TraceWriter:
             self.failure = error
         except BaseException as error:  # noqa: BLE001 - `close` raises it in the main thread
             self._error = error
-        while not self._over:  # drain the queue, so that `put` does not block forever
+        while not self._over:  # drain the queue, so that neither `put` nor another rank waits forever
             self._over = self._queue.get() is END
+            self._join_ranks()
 
     def _record(self) -> None:
-        clear(self._folder, self._manifest["ranks"])
-        write_manifest(self._folder, self._manifest)
+        if self._writes:
+            clear(self._folder)
+            write_manifest(self._folder, self._manifest)
         due = next_parts(0)
         while True:
             try:
                 batch = self._queue.get(timeout=max(0.0, due - self._elapsed()))
             except queue.Empty:
-                batch = Batch(())
-            if batch is END:
-                self._over = True
+                batch = None
+            if batch is not None:
+                self._over = batch is END
+                batch.give(self._rows)
+                self._join_ranks()
+            if self._over:
                 break
-            batch.give(self._rows)
             if self._elapsed() >= due or self._rows.nbytes >= PART_BYTES:
                 self._flush()
                 self.found += self._watch(self._folder) if self._watch else ()
                 due = next_parts(self._elapsed())
         self._flush()
 
+    def _join_ranks(self) -> None:
+        # give the first rank the others' rows
+        buffers = self._rows.tables
+        if self._ranks.size > 1:
+            tables = {name: buffers[name].take() for name in OF_EVERY_RANK}
+            try:
+                each = self._ranks.exchange((self._over, tables))
+            except RankLostError:  # the model's own thread reports it
+                each = [(True, tables)]
+            if any(over for over, _ in each):
+                self._ranks = ALONE
+            for name in OF_EVERY_RANK:
+                rows = pa.concat_tables([theirs[name] for _, theirs in each])
+                order = [(key, "ascending") for key in ORDER if key in rows.column_names]
+                buffers[name].add_table(rows.sort_by(order))
+        if not self._writes or self.failure is not None:
+            for buffer in buffers.values():
+                buffer.take()
+
     def _elapsed(self) -> float:
         return time.monotonic() - self._began
 
     def _flush(self) -> None:
+        if not self._writes:
+            return
         known = {"prompts": self._rows.prompts, "graphs": self._rows.graphs, "not_replayed": self._rows.not_replayed}
         if any(self._manifest[name] != value for name, value in known.items()):
             self._manifest |= known | {"prompts": [dict(prompt) for prompt in self._rows.prompts]}

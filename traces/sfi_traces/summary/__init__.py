@@ -6,7 +6,7 @@ from typing import Any
 from sfi_traces.model.trace import Trace
 from sfi_traces.summary import supports
 from sfi_traces.summary.coverage import coverage_facts
-from sfi_traces.summary.facts import answers, rank_facts, run_facts, step_facts, trigger_tokens
+from sfi_traces.summary.facts import answers, run_facts, step_facts, trigger_tokens
 from sfi_traces.summary.freekv import corrections, query_cosine, recalls
 from sfi_traces.summary.lossless import lossless_facts
 from sfi_traces.summary.scope import Scope
@@ -15,7 +15,6 @@ from sfi_traces.summary.speed import batch_reads, break_even, latency, phases
 
 SECTIONS: dict[str, Callable[[Scope], Any]] = {  # in the document's order
     "run": run_facts,
-    "ranks": rank_facts,
     "answers": answers,
     "steps": step_facts,
     "lossless": lossless_facts,

@@ -1,4 +1,4 @@
-"""What was run, how its steps went, which tokens triggered slow steps, and how its ranks compare."""
+"""What was run, how its steps went, and which tokens triggered slow steps."""
 
 from typing import Any
 
@@ -88,41 +88,3 @@ def trigger_tokens(scope: Scope) -> list[dict[str, Any]]:
         ORDER BY count DESC, token_id
     """
     return scope.rows(query, [1 + scope.trace.manifest["config"]["trigger_delay"]])
-
-
-def rank_facts(scope: Scope) -> dict[str, Any] | None:
-    """Compare the ranks of a run; None for a single process.
-
-    `forward_us` is the median time of a rank's decoding passes, waiting for other ranks included;
-    `attention_us` is the mean time of all layers' attention in a pass.
-    """
-    trace = scope.trace
-    if trace.ranks == 1:
-        return None
-    timed = scope.rows("""
-        WITH passes AS (
-            SELECT rank, request, step, sum(elapsed_us) FILTER (name = 'forward') AS forward_us,
-                sum(elapsed_us) FILTER (name LIKE 'attention.%') AS attention_us, count(*) AS spans
-            FROM timings GROUP BY rank, request, step
-        )
-        SELECT rank, sum(spans) AS spans,
-            median(forward_us) FILTER ((request, step) NOT IN (FROM prefills)) AS forward_us,
-            avg(attention_us) FILTER ((request, step) NOT IN (FROM prefills)) AS attention_us
-        FROM passes GROUP BY rank
-    """)
-    found = {row["rank"]: row for row in timed}
-    nothing = {"spans": 0, "forward_us": None, "attention_us": None}
-    return {
-        "size": trace.ranks,
-        "missing": [rank for rank in range(trace.ranks) if rank not in trace.by_rank],
-        "each": [
-            {
-                "rank": rank,
-                "finished": one.manifest["finished"],
-                "steps": len(one.table("steps", ["step"])),
-                "selections": len(one.table("selections", ["step"])),
-                **{name: found.get(rank, nothing)[name] for name in nothing},
-            }
-            for rank, one in trace.by_rank.items()
-        ],
-    }
