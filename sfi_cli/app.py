@@ -18,7 +18,7 @@ from sfi_cli.commands.kernel_bench.command import kernel_bench
 from sfi_cli.commands.lm_eval import lm_eval
 from sfi_cli.commands.serve.command import Serve, serve
 from sfi_cli.commands.tune.command import tune
-from sfi_cli.commands.tune_heads.command import heads
+from sfi_cli.commands.tune_heads import heads
 from sfi_cli.terminal.output import Output, escape_unknown_characters, leave_interrupted, message
 from sfi_cli.terminal.torchrun import check_command, leave, one_voice, tells
 from sfi_core.errors import InputError, SfiError

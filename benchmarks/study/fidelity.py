@@ -54,8 +54,8 @@ class FidelityPart(Part):
         began = time.monotonic()
         try:
             # what is random is drawn anew in each window
-            config = one.variant.config(place.length).replace(trigger_seed=place.seed)
-            policy = one.variant.method.policy
+            config = one.method.config_for(place.length).replace(trigger_seed=place.seed)
+            policy = one.method.policy
             found = fidelity(self.model, self.tokenizer, full, config, policy=policy)
         except FAILURES as error:
             return [{"error": first_line(error)}] * len(full.windows)

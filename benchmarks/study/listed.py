@@ -1,12 +1,13 @@
 """The list of methods that a part of the study compares: `methods.toml`, which a person edits."""
 
 import tomllib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from sfi_core.errors import ConfigError, InputError
-from sfi_core.measure.evaluation.method import Method, MethodVariant, Size
+from sfi_core.measure.evaluation.method import Method, at_sizes
+from sfi_core.triggers.trigger_set import resolve_triggers
 
 METHODS = Path(__file__).parent / "methods.toml"
 FULL = "full-kv"
@@ -19,17 +20,17 @@ class Listed:
     Attributes:
         label: What tables and figures call the method.
         text: How the list writes the method, without its label; rows name the method so.
-        variant: The method at the size.
+        method: The method at the size.
     """
 
     label: str
     text: str
-    variant: MethodVariant
+    method: Method
 
     @property
     def share(self) -> float | None:
         """Share of the prompt that a fast step may read; None where the method says its budget."""
-        return None if self.variant.size is None else self.variant.size.share
+        return self.method.share
 
 
 def read_methods(table: str, tokenizer: Any, path: Path = METHODS) -> list[Listed]:
@@ -46,10 +47,10 @@ def read_methods(table: str, tokenizer: Any, path: Path = METHODS) -> list[Liste
     listed = read_table(table, path)
     for written in listed["methods"]:
         method = Method.parse(written)
-        plain = spec(written, method)
-        method = method.resolved(tokenizer)
-        sizes = [Size(share=share, recent=listed["recent"]) for share in listed["shares"]]
-        found += [Listed(method.label, plain, one) for one in method.variants(sizes)]
+        ids = resolve_triggers(tokenizer, method.config)
+        resolved = replace(method, config=method.config.replace(trigger_token_ids=ids))
+        sized = at_sizes([resolved], shares=listed["shares"], recent=listed["recent"])
+        found += [Listed(method.label, spec(written, method), one) for one in sized]
     return found
 
 

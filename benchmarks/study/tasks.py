@@ -7,7 +7,7 @@ from typing import Any
 from benchmarks.study.own_tasks import OWN
 from benchmarks.study.part import Part, Row
 from benchmarks.study.records import Key, short
-from sfi_core.measure.evaluation.runner import TaskGrid
+from sfi_core.measure.evaluation.samples import SampleRows, sample_cells
 from sfi_core.measure.evaluation.tasks import TASKS
 
 DEFAULT = ("niah-single", "facts", "places")
@@ -54,18 +54,13 @@ class TasksPart(Part):
         return [{**where, "method": one.text, "share": one.share} for one in self.methods]
 
     def make(self, item: Sample, pending: set[Key]) -> Iterator[Row]:
-        """Decode a sample under every pending method, its prompt read once (`TaskGrid.run`)."""
-        TASKS.update(OWN)  # the runner finds a task by its name
-        variants = [one.variant for one in self.methods]
-        methods = {one.method.label: one.method for one in variants}
-        sizes = {one.size.label: one.size for one in variants if one.size}
-        grid = TaskGrid(
-            methods=tuple(methods.values()), sizes=tuple(sizes.values()), tasks=(item.task,),
-            lengths=(item.length,), seeds=(item.number + (HELD_SEED if item.half == "held" else 0),),
-        )  # fmt: skip
-        row_of = dict(zip((one.key for one in variants), self.rows(item), strict=True))
-        done = {key for key in grid.keys if self.key(row_of[key[:2]]) not in pending}
-        for row in grid.run(self.model, self.tokenizer, done):
+        """Decode a sample under every pending method, its prompt read once."""
+        TASKS.update(OWN)  # a task is looked up by its name
+        row_of = dict(zip((one.method.key for one in self.methods), self.rows(item), strict=True))
+        seed = item.number + (HELD_SEED if item.half == "held" else 0)
+        cells = sample_cells([one.method for one in self.methods], [item.task], [item.length], [seed])
+        missing = [cell for cell in cells if self.key(row_of[cell.method.key]) in pending]
+        for row in SampleRows(self.model, self.tokenizer).make(missing):
             yield row_of[row["method"], row["size"]] | _measured(row)
 
 

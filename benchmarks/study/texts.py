@@ -11,7 +11,7 @@ from benchmarks.study.chat import chats
 from benchmarks.study.listings import source_files, tables, technical
 from benchmarks.study.prose import explanations, topics_prose
 from sfi_core.errors import InputError
-from sfi_core.measure.evaluation.fidelity import Window, text_ids
+from sfi_core.measure.evaluation.fidelity import Window, ids_and_prefix
 
 SOURCES: dict[str, Callable[[], list[str]]] = {
     "prose": topics_prose,
@@ -114,4 +114,4 @@ def _order(pieces: int) -> Sequence[int]:
 
 @cache
 def _ids(tokenizer: Any, kind: str, half: str) -> tuple[list[int], list[int]]:
-    return text_ids(tokenizer, text(kind, half))
+    return ids_and_prefix(tokenizer, text(kind, half))

@@ -13,8 +13,9 @@ from sfi_cli import app as cli
 from sfi_cli.commands.evaluate import request
 from sfi_core.bundled.corpus import draw
 from sfi_core.errors import ConfigError, InputError, MemoryForecastError, SfiError
-from sfi_core.measure.evaluation import runner
+from sfi_core.measure.evaluation import samples as sample_rows
 from sfi_core.measure.evaluation.method import Method
+from sfi_core.measure.evaluation.samples import SampleRows
 from sfi_core.measure.evaluation.tasks import TASKS
 from sfi_core.models import load as core_model
 from sfi_core.policies import POLICIES
@@ -80,7 +81,7 @@ def test_a_complete_folder_is_shown_again_without_the_model(whole, monkeypatch):
 
 def test_ctrl_c_keeps_what_is_there_and_resume_ends_as_if_nothing_had_been(whole, tmp_path, monkeypatch):
     folder = tmp_path / "cut"
-    run = runner.TaskGrid.run
+    run = SampleRows.make
 
     def interrupted(*args, **options):
         for count, row in enumerate(run(*args, **options)):
@@ -89,7 +90,7 @@ def test_ctrl_c_keeps_what_is_there_and_resume_ends_as_if_nothing_had_been(whole
             yield row
 
     with monkeypatch.context() as patch:
-        patch.setattr(runner.TaskGrid, "run", interrupted)
+        patch.setattr(SampleRows, "make", interrupted)
         result = call(*SMALL, *METHODS, "-o", folder)
     assert result.exit_code == 130
     assert f"interrupted; go on with: sfi eval -o {folder} --resume" in result.stderr
@@ -105,7 +106,7 @@ def test_ctrl_c_keeps_what_is_there_and_resume_ends_as_if_nothing_had_been(whole
 
 def test_what_failed_is_tried_again(whole, tmp_path, monkeypatch):
     folder = tmp_path / "failed"
-    generate = runner.generate
+    generate = sample_rows.generate
 
     def scarce(*args, policy, **options):
         if policy == "quest":
@@ -113,7 +114,7 @@ def test_what_failed_is_tried_again(whole, tmp_path, monkeypatch):
         return generate(*args, policy=policy, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(runner, "generate", scarce)
+        patch.setattr(sample_rows, "generate", scarce)
         text = call(*SMALL, *METHODS, "-o", folder).stdout
     assert "failed (2 times): quest at 20%, bundled-recall-1, 128 tokens: the run must fit" in text
     call("-o", folder, "--resume")
@@ -296,7 +297,7 @@ def test_the_plot_is_drawn_from_a_folder(whole, tmp_path):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_lossless_method_is_shown_and_in_float32_must_be_full_attention(tmp_path, monkeypatch, dtype):
     """Another token is an error once everything is written; in lower precision it is counted."""
-    decode = runner.generate
+    decode = sample_rows.generate
 
     def wrong(*args, engine, **options):
         result = decode(*args, engine=engine, **options)
@@ -304,7 +305,7 @@ def test_a_lossless_method_is_shown_and_in_float32_must_be_full_attention(tmp_pa
             result.report.requests[0].token_ids[3] += 1
         return result
 
-    monkeypatch.setattr(runner, "generate", wrong)
+    monkeypatch.setattr(sample_rows, "generate", wrong)
     folder = tmp_path / dtype
     asked = [*SMALL[:2], "--samples", "1", "--share", "0.3", *SMALL[6:], "--dtype", dtype]
     methods = ["--method", "full-kv", "--method", "exact=sfi:lossless=true"]

@@ -1,4 +1,4 @@
-"""`sfi tune heads`: from texts and traces to a head file, beside `sfi tune DIR...`."""
+"""`sfi tune heads`: from texts to a head file, beside `sfi tune DIR...`."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ from sfi_core.errors import ConfigError, TraceError
 from sfi_core.models.load import BUNDLED
 from sfi_core.policies.head_clusters import HeadClusters
 from tests.cli.test_tune import folder, invoke, refused
-from tests.traces.made import HEADS, LAYERS, make_trace
+from tests.traces.made import make_trace
 
 __all__ = ["folder"]  # a fixture
 pytest.importorskip("scipy")
@@ -40,28 +40,15 @@ def test_texts_make_a_head_file_a_document_and_a_figure(folder):
     assert Path("heads.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_trace_makes_a_head_file_without_a_model(folder):
-    make_trace(folder / "run", steps=12, requests=3)
-    result = invoke("heads", "run", "-o", "own.json", "--top-k", "8")
-    assert result.exit_code == 0, result.output
-    clusters = HeadClusters.load(Path("own.json"))
-    clusters.check(dict.fromkeys(range(LAYERS), HEADS), "any")
-    assert (clusters.model, clusters.model_digest) == ("made-up", "")
-    assert "made-up, 3 texts of run: 2 clusters a layer" in result.stdout
-    assert "2 disjoint parts of the texts" in result.stdout
-    assert "does not say which checkpoint it is of; add --model" in " ".join(result.stdout.split())
-
-
 def test_what_cannot_be_clustered_is_refused_in_one_line(folder):
-    make_trace(folder / "run", steps=3)
     Path("a.txt").write_text("words " * 50)
-    assert "the layer's 2 KV heads, got 3" in str(refused("heads", "run", "--clusters", "3"))
-    assert "got both" in str(refused("heads", "run", "-f", "a.txt"))
+    text = ("heads", "-f", "a.txt", "--top-k", "8")
+    assert "the layer's 2 KV heads, got 3" in str(refused(*text, "--clusters", "3"))
     assert "got none; add -f FILE" in str(refused("heads", "--model", "somewhere"))
-    assert "at most the 1 texts, got 2" in str(refused("heads", "run", "--parts", "2"))
+    assert "at most the 1 texts, got 2" in str(refused(*text, "--parts", "2"))
     assert not Path("heads.json").exists()
     Path("heads.json").write_text("kept")
-    assert isinstance(refused("heads", "run"), ConfigError)
+    assert isinstance(refused(*text), ConfigError)
     assert Path("heads.json").read_text() == "kept"
 
 

@@ -12,6 +12,8 @@ from pyarrow import parquet
 
 from sfi_core.errors import ConfigError, InputError, SfiError
 from sfi_core.machine.files import LOCK
+from sfi_core.measure.evaluation.grid import Cell
+from sfi_core.measure.evaluation.method import Method, at_sizes
 from sfi_core.measure.evaluation.statistics import difference_of_groups, mean_of_groups, paired_difference, wilson
 from sfi_traces.results.evaluation.files import check_new
 from sfi_traces.results.evaluation.store import ResultsFolder
@@ -179,19 +181,11 @@ def test_force_replaces_the_results_and_nothing_else(tmp_path):
     assert sorted(file.name for file in results.path.iterdir()) == [".lock", "manifest.json", "notes.txt"]
 
 
-class Seeds:
-    """A grid with a row for each of four seeds."""
-
-    table = "samples"
-    keys = tuple((seed,) for seed in range(4))
-
-    def key(self, one):
-        return (one["seed"],)
-
-
 def test_the_rows_of_a_closed_folder_are_in_the_order_of_an_uninterrupted_run(tmp_path):
     results = opened(tmp_path / "results", [row(seed=seed) for seed in (2, 0, 3)])
-    results.close(None, [Seeds()])
+    (method,) = at_sizes([Method.parse("sfi")], shares=[0.1])
+    task, length = (row()[name] for name in ("task", "length"))
+    results.close(None, [Cell(method=method, length=length, number=seed, task=task) for seed in range(4)])
     assert [one["seed"] for one in results.rows["samples"]] == [0, 2, 3]
 
 

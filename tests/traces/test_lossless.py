@@ -19,7 +19,6 @@ from sfi_traces.replay.playback import Playback
 from sfi_traces.report import render
 from sfi_traces.summary import summarize
 from sfi_traces.summary.diff import compare
-from sfi_traces.tune.head_supports import largest_top
 from sfi_traces.views.view import View
 from tests.traces.lossless import PROMPT, LosslessRun
 from tests.traces.made import STOP, make_trace
@@ -219,7 +218,7 @@ def test_show_and_diff_say_what_a_lossless_run_did(told, document, tmp_path):
 
 def test_what_needs_an_audit_refuses_a_lossless_trace_in_a_line(told, document):
     line = "must be of a plain run, recorded with --audit 1, got a lossless one"
-    for read in (Supports.load, Playback.load, lambda trace: largest_top([trace])):
+    for read in (Supports.load, Playback.load):
         with pytest.raises(TraceError, match=line):
             read(told[0])
     assert not any("--audit" in reason for reason in document["missing"])

@@ -18,7 +18,7 @@ from sfi_traces.tune.confirmation import Confirmation, stated_errors
 from sfi_traces.tune.found import Found
 from sfi_traces.tune.front import Candidate
 from sfi_traces.tune.objective import Evaluator, Limits, objectives
-from sfi_traces.tune.plot import _draw_runs
+from sfi_traces.tune.plots import _draw_runs
 from sfi_traces.tune.space import Space
 from sfi_traces.tune.trigger_sets import recorded_set
 from sfi_traces.tune.tuning import Tuning

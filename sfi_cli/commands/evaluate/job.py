@@ -14,8 +14,12 @@ from sfi_cli.parsing import read_text
 from sfi_cli.terminal.output import Output, dated_folder, leave_interrupted
 from sfi_cli.terminal.progress import Progress
 from sfi_core.errors import ConfigError, SfiError
-from sfi_core.measure.evaluation.grid import Grid
+from sfi_core.measure.evaluation.grid import TASKS, TEXT, Cell, Rows, key_of
 from sfi_core.measure.evaluation.lossless_rows import check_exact
+from sfi_core.measure.evaluation.method import Method, at_sizes
+from sfi_core.measure.evaluation.samples import SampleRows, sample_cells
+from sfi_core.measure.evaluation.windows import WindowRows, window_cells
+from sfi_traces.results.evaluation.store import ResultsFolder
 
 
 def run(
@@ -49,12 +53,11 @@ def run(
 
 def _results(
     given: Mapping[str, Any], loading: Mapping[str, Any], path: Path, output: Output, *, resume: bool
-) -> tuple[Any, bool]:
+) -> tuple[ResultsFolder, bool]:
     # the folder with all its rows, and whether Ctrl-C ended the run
     from sfi_core.engine.backends.registry import check_backend
     from sfi_core.models.load import load, resolve_device
     from sfi_traces.results.evaluation.files import check_new
-    from sfi_traces.results.evaluation.store import ResultsFolder
 
     results = None
     if resume:
@@ -68,45 +71,61 @@ def _results(
     if output.plot is not None and not asked["tasks"]:
         raise ConfigError("plot shows scores and must come with --task, got none")
     text = None if asked["fidelity"] is None else read_text(Path(asked["fidelity"]), "text")
-    parts = request.parts_of(asked, text)
+    methods = [Method.parse(written) for written in asked["methods"]]
+    cells = cells_of(asked, methods)
     facts = {
         "asked": dict(asked),
-        "methods": _plain(request.described(request.methods_of(asked))),
+        "methods": _plain(list(map(_described, methods))),
         "text": None if text is None else hashlib.sha256(text.encode()).hexdigest(),
     }
     if results is not None:
         request.check_same(facts, results.manifest, ("methods", "text"))
-        if results.manifest["finished"] and not any(_left(part, results) for part in parts):
+        if results.manifest["finished"] and not _missing(cells, results):
             results.leave()
-            results.order(parts)
+            results.order(cells)
             return results, False
     check_backend(asked["backend"], resolve_device(loading["device"]))
     loaded = load(asked["model"], revision=asked["revision"], dtype=asked["dtype"], **loading)
-    for part in parts:
-        part.check(*loaded)
+    engine = request.engine_of(asked)
+    tables: dict[str, Rows[Any]] = {TASKS: SampleRows(*loaded, engine)}
+    if text is not None:
+        tables[TEXT] = WindowRows(*loaded, engine, text=text, tokens=asked["tokens"], count=asked["windows"])
+    for table, rows in tables.items():
+        if its_cells := [cell for cell in cells if cell.table == table]:
+            rows.check(its_cells)
     facts |= _facts(loaded[0])
     if results is None:
         results = ResultsFolder.create(path, facts, force=output.force)
     else:
         request.check_same(facts, results.manifest, ("model",))
-    return results, _run(results, parts, loaded, asked, quiet=output.quiet)
+    return results, _run(results, cells, tables, asked["batch_size"], quiet=output.quiet)
+
+
+def cells_of(asked: Mapping[str, Any], methods: Sequence[Method]) -> list[Cell]:
+    """List the rows to make, of tasks, then of windows of the text; raise `ConfigError` for an invalid grid."""
+    sized = at_sizes(methods, shares=asked["shares"], budgets=asked["budgets"], recent=asked["recent"])
+    cells: list[Cell] = []
+    if asked["tasks"]:
+        seeds = range(asked["seed"], asked["seed"] + asked["samples"])
+        cells += sample_cells(sized, asked["tasks"], asked["lengths"], seeds)
+    if asked["fidelity"] is not None:
+        cells += window_cells(sized, asked["lengths"], asked["windows"], asked["tokens"])
+    return cells
 
 
 def _run(
-    results: Any, parts: Sequence[Grid], loaded: tuple[Any, Any], asked: Mapping[str, Any], *, quiet: bool
+    results: ResultsFolder, cells: Sequence[Cell], tables: Mapping[str, Rows[Any]], batch_size: int, *, quiet: bool
 ) -> bool:
     # make the missing rows; return whether Ctrl-C ended the run
-    options = {"engine": request.engine_of(asked), "batch_size": asked["batch_size"]}
     stopped: str | None = "interrupted"
     try:
         results.begin()
-        for part in parts:
-            weights = map(part.weight, _left(part, results))
-            done = {part.key(row) for row in results.rows[part.table]}
-            with EvaluationProgress(part.table, weights, quiet=quiet) as shown:
-                for row in part.run(*loaded, done, **options):
-                    results.append(part.table, row)
-                    shown.update(part.weight(part.key(row)))
+        for table, rows in tables.items():
+            missing = [cell for cell in _missing(cells, results) if cell.table == table]
+            with EvaluationProgress(table, [cell.length for cell in missing], quiet=quiet) as shown:
+                for row in rows.make(missing, batch_size):
+                    results.append(table, row)
+                    shown.update(row["length"])
         stopped = None
     except KeyboardInterrupt:
         pass
@@ -115,13 +134,29 @@ def _run(
         raise
     finally:
         try:
-            results.close(stopped, parts)
+            results.close(stopped, cells)
         finally:
             results.leave()
     return stopped is not None
 
 
-def _document(results: Any) -> dict[str, Any]:
+def _missing(cells: Sequence[Cell], results: ResultsFolder) -> list[Cell]:
+    # cells whose row is missing or failed
+    done = {key_of(row) for rows in results.rows.values() for row in rows if row["error"] is None}
+    return [cell for cell in cells if cell.key not in done]
+
+
+def _described(method: Method) -> dict[str, Any]:
+    # with all settings: a preset may change between versions
+    names = ("label", "policy", "preset")
+    return {
+        **{name: getattr(method, name) for name in names},
+        "settings": dict(method.settings),
+        "config": method.config.to_dict(),
+    }
+
+
+def _document(results: ResultsFolder) -> dict[str, Any]:
     # sum a folder's results up as the document of `--json`
     from sfi_traces.results.evaluation.summary import summarize, summarize_averages, summarize_fidelity
 
@@ -153,12 +188,6 @@ def _facts(model: Any) -> dict[str, Any]:
         "machine": describe(),
         "versions": versions(),
     }
-
-
-def _left(part: Grid, results: Any) -> list[Any]:
-    # keys of the rows that are missing or failed
-    done = {part.key(row) for row in results.rows[part.table] if row["error"] is None}
-    return [key for key in part.keys if key not in done]
 
 
 class EvaluationProgress(Progress):

@@ -34,22 +34,22 @@ def filled(given: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises `ConfigError` for shares together with budgets, or an option of fidelity without `fidelity`.
     """
-    said = {name: value for name, value in given.items() if value is not None}
-    asked = DEFAULTS | said
-    if asked["model"] is not None and "methods" not in said:
+    chosen = {name: value for name, value in given.items() if value is not None}
+    asked = DEFAULTS | chosen
+    if asked["model"] is not None and "methods" not in chosen:
         asked["methods"] = [name for name in METHODS if name not in BUNDLED_ONLY]
-    if "budgets" in said:
-        if "shares" in said:
+    if "budgets" in chosen:
+        if "shares" in chosen:
             raise ConfigError("share and budget must not come together, got both")
         asked["shares"] = None
     for name in ("tokens", "windows"):
-        if name in said and "fidelity" not in said:
+        if name in chosen and "fidelity" not in chosen:
             raise ConfigError(f"{name} must come with --fidelity, got it alone")
     if asked["tasks"] is None:
         from sfi_core.measure.evaluation.tasks import TASKS
 
-        others = [name for name, task in TASKS.items() if not task.bundled]
-        asked["tasks"] = [] if asked["fidelity"] else ["bundled-recall"] if asked["model"] is None else others
+        general = [name for name, task in TASKS.items() if not task.bundled]
+        asked["tasks"] = [] if asked["fidelity"] else ["bundled-recall"] if asked["model"] is None else general
     return asked
 
 
@@ -65,10 +65,10 @@ def resumed(given: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, An
         if name == FREE:
             continue
         # a folder of an earlier version lacks newer options
-        kept = before.get(name, DEFAULTS[name])
-        if value is not None and value != kept:
+        earlier = before.get(name, DEFAULTS[name])
+        if value is not None and value != earlier:
             option = name.removesuffix("s") if name in LISTS else name.replace("_", "-")
-            raise ConfigError(f"resume must keep the folder's {option} {_shown(kept)}, got {_shown(value)}")
+            raise ConfigError(f"resume must keep the folder's {option} {_shown(earlier)}, got {_shown(value)}")
     size = given.get(FREE)
     return DEFAULTS | dict(before) | ({} if size is None else {FREE: size})
 
@@ -83,43 +83,10 @@ def numbers(option: str, text: str | None, kind: Callable[[str], Any]) -> list[A
         return None
     noun = "whole numbers" if kind is int else "numbers"
     rule = f"{option} must be {noun} with commas between"
-    found = parsing.numbers([text], kind, rule, got=text)
-    if not found:
+    values = parsing.numbers([text], kind, rule, got=text)
+    if not values:
         raise ConfigError(f"{rule}, got {text!r}")
-    return found
-
-
-def parts_of(asked: Mapping[str, Any], text: str | None) -> list[Any]:
-    """Make the grids to run, of tasks and of windows of the text; raise `ConfigError` for an invalid one."""
-    common = {"methods": methods_of(asked), "sizes": sizes_of(asked), "lengths": tuple(asked["lengths"])}
-    parts: list[Any] = []
-    if asked["tasks"]:
-        from sfi_core.measure.evaluation.runner import TaskGrid
-
-        seeds = range(asked["seed"], asked["seed"] + asked["samples"])
-        parts.append(TaskGrid(**common, tasks=tuple(asked["tasks"]), seeds=tuple(seeds)))
-    if text is not None:
-        from sfi_core.measure.evaluation.text_grid import TextGrid
-
-        parts.append(TextGrid(**common, text=text, tokens=asked["tokens"], count=asked["windows"]))
-    return parts
-
-
-def methods_of(asked: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Parse the methods."""
-    from sfi_core.measure.evaluation.method import Method
-
-    return tuple(Method.parse(text) for text in asked["methods"])
-
-
-def sizes_of(asked: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Make the sizes from the budgets, or without budgets from the shares."""
-    from sfi_core.measure.evaluation.method import Size
-
-    recent = asked["recent"]
-    if asked["budgets"] is not None:
-        return tuple(Size(budget=budget, recent=recent) for budget in asked["budgets"])
-    return tuple(Size(share=share, recent=recent) for share in asked["shares"])
+    return values
 
 
 def engine_of(asked: Mapping[str, Any]) -> EngineOptions:
@@ -129,37 +96,28 @@ def engine_of(asked: Mapping[str, Any]) -> EngineOptions:
     return EngineOptions(**{name: asked[name] for name in names})
 
 
-def described(methods: tuple[Any, ...]) -> list[dict[str, Any]]:
-    """Describe the methods for the manifest, with all settings: a preset may change between versions."""
-    names = ("label", "policy", "preset")
-    return [
-        {name: getattr(method, name) for name in names}
-        | {"settings": dict(method.settings), "config": method.config.to_dict()}
-        for method in methods
-    ]
-
-
 def check_same(facts: Facts, manifest: Facts, names: Sequence[str]) -> None:
     """Raise `ConfigError` with the first differences if facts of these names are not those of the folder."""
     for what in names:
-        one, other = (dict(_leaves(_labeled(given[what]))) for given in (facts, manifest))
-        differ = [name for name in other | one if one.get(name) != other.get(name)]
+        now, before = (dict(_leaves(_labeled(given[what]))) for given in (facts, manifest))
+        differ = [name for name in before | now if now.get(name) != before.get(name)]
         if differ:
-            kept, found = (
-                ", ".join(f"{name} {_leaf(name, leaves)}".strip() for name in differ[:SHOWN]) for leaves in (other, one)
+            wanted, got = (
+                ", ".join(f"{name} {_leaf(name, leaves)}".strip() for name in differ[:SHOWN])
+                for leaves in (before, now)
             )
             more = f" and {len(differ) - SHOWN} more" if len(differ) > SHOWN else ""
             ours, theirs = versions().get("sfi"), manifest["versions"].get("sfi")
             since = f"; the folder is of sfi {theirs}, this is {ours}" if ours != theirs else ""
-            raise ConfigError(f"resume must keep the folder's {what} {kept}{more}, got {found}{more}{since}")
+            raise ConfigError(f"resume must keep the folder's {what} {wanted}{more}, got {got}{more}{since}")
 
 
 def _labeled(value: Any) -> Any:
     # a list of methods by their labels, with their order
     if not isinstance(value, list):
         return value
-    order = {str(number): one["label"] for number, one in enumerate(value)}
-    return order | {one["label"]: one for one in value}
+    order = {str(number): method["label"] for number, method in enumerate(value)}
+    return order | {method["label"]: method for method in value}
 
 
 def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:

@@ -105,7 +105,7 @@ def tune(
     from sfi_traces.model.trace import Trace
     from sfi_traces.tune.found import find
     from sfi_traces.tune.objective import Limits, objectives
-    from sfi_traces.tune.plot import write_plot
+    from sfi_traces.tune.plots import plot_tuning
     from sfi_traces.tune.study import check_optuna, check_path
     from sfi_traces.tune.tuning import Tuning
 
@@ -146,7 +146,7 @@ def tune(
             leave_interrupted(
                 f"interrupted; the study is kept: go on with the same options and --study {file} --resume"
             )
-        written.figure(write_plot, document)
+        written.figure(plot_tuning, document)
         written.text(found.toml())
 
 

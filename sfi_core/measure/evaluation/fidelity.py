@@ -16,6 +16,7 @@ from sfi_core.engine.audit import divergence
 from sfi_core.engine.report import RequestReport
 from sfi_core.engine.shared_prompt import SharedPrompt
 from sfi_core.errors import InputError
+from sfi_core.generation.prompts import text_ids
 from sfi_core.generation.read_prompt import read_prompt
 from sfi_core.measure.evaluation.teacher_forcing import teacher_force
 from sfi_core.settings.config import SfiConfig
@@ -62,22 +63,20 @@ def windows(
     ]
 
 
-def text_ids(tokenizer: Any, text: str) -> tuple[list[int], list[int]]:
+def ids_and_prefix(tokenizer: Any, text: str) -> tuple[list[int], list[int]]:
     """Return a text's own tokens, and the special tokens that the tokenizer puts before a text."""
-    own: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-    start = tokenizer.bos_token_id
-    first = tokenizer("a")["input_ids"][:1]
-    return own, first if start is not None and first == [start] else []
+    start, first = tokenizer.bos_token_id, text_ids(tokenizer, "a")[:1]
+    return text_ids(tokenizer, text, special=False), first if start is not None and first == [start] else []
 
 
 def sentence_positions(window: Window, ends: Collection[int]) -> list[int]:
     """Return for each step the tokens since the last one among `ends`, in the prompt or decoded."""
-    last, found = 0, []
+    last, steps_since = 0, []
     for place, token in enumerate(window.ids[:-1]):
         last = place if token in ends else last
         if place >= window.prompt_tokens - 1:
-            found.append(place - last)
-    return found
+            steps_since.append(place - last)
+    return steps_since
 
 
 @dataclass(slots=True, kw_only=True)
@@ -203,24 +202,24 @@ def fidelity(
 
     def compare(step: int, logits_BV: torch.Tensor) -> None:
         log_BV = logits_BV.log_softmax(-1)
-        for found, ids, log_V, full_V in zip(parts, given, log_BV, full.log_SBV[step], strict=True):
+        for part, ids, log_V, full_V in zip(parts, given, log_BV, full.log_SBV[step], strict=True):
             token = ids[step]
-            found.step.append(step)
-            found.kl.append(float(divergence(full_V.double(), log_V.double())))
-            found.agrees.append(bool(log_V.argmax() == full_V.argmax()))
-            found.nll.append(-float(log_V[token]))
-            found.nll_full.append(-float(full_V[token]))
+            part.step.append(step)
+            part.kl.append(float(divergence(full_V.double(), log_V.double())))
+            part.agrees.append(bool(log_V.argmax() == full_V.argmax()))
+            part.nll.append(-float(log_V[token]))
+            part.nll_full.append(-float(full_V[token]))
 
     texts = [window.ids for window in full.windows]
     how: dict[str, Any] = {"policy": policy, "engine": engine, "shared": full.shared}
     report = teacher_force(model, tokenizer, texts, prompt_tokens, compare, config, **how)
     ends = frozenset(resolve_triggers(tokenizer, config.replace(trigger_policy="boundary")))
-    for found, window, own in zip(parts, full.windows, report.requests, strict=True):
-        slow = set(own.slow_at)
-        found.slow = [step in slow for step in found.step]
-        found.in_sentence = sentence_positions(window, ends)
-        found.window = [window.start] * len(found.step)
-        found.reports = [own]
+    for part, window, request in zip(parts, full.windows, report.requests, strict=True):
+        slow = set(request.slow_at)
+        part.slow = [step in slow for step in part.step]
+        part.in_sentence = sentence_positions(window, ends)
+        part.window = [window.start] * len(part.step)
+        part.reports = [request]
     return parts
 
 

@@ -1,187 +1,156 @@
-"""What the two parts of an evaluation share: samples of tasks, windows of a text."""
+"""The grid of an evaluation: a cell for every method on every sample of a task, or window of a text, and its row."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
-from sfi_core.errors import ConfigError, InputError, MemoryForecastError, NumericsError
+from sfi_core.errors import InputError, MemoryForecastError, NumericsError
 from sfi_core.machine.text import first_line
-from sfi_core.measure.evaluation.method import Method, MethodVariant, Size
+from sfi_core.measure.evaluation.method import Method
 from sfi_core.models.rotation import most_positions
 from sfi_core.settings.engine import DEFAULTS, EngineOptions
+
+POOL = 8  # batches of samples that are searched for prompts of equal budgets
+TASKS, TEXT = "samples", "fidelity"  # the tables of rows
+# errors that fail the rows of one method and do not stop the evaluation
+FAILURES = (MemoryForecastError, NumericsError, torch.OutOfMemoryError, MemoryError)
 
 T = TypeVar("T")
 Key = tuple[Any, ...]
 Row = dict[str, Any]
-Left = Callable[[int], list[MethodVariant]]
-# errors that fail the rows of one method and do not stop the evaluation
-FAILURES = (MemoryForecastError, NumericsError, torch.OutOfMemoryError, MemoryError)
+Place = tuple[int, int, str | None]  # number, length and task of a cell
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Grid(ABC):
-    """The rows of an evaluation: every method at every size, at every place; a row's key says which.
+class Cell:
+    """A row to make: a method on a sample of a task, or on a window of a text.
 
     Attributes:
-        lengths: Tokens of the prompts.
-        table: The table of the rows.
-        place: The columns of a place, the last but one is the length.
+        task: The task's name; None for a window.
+        length: Tokens of the prompt.
+        number: The sample's seed, or the window's number.
     """
 
-    methods: tuple[Method, ...]
-    sizes: tuple[Size, ...]
-    lengths: tuple[int, ...]
-    table: ClassVar[str]
-    place: ClassVar[tuple[str, ...]]
+    method: Method
+    length: int
+    number: int
+    task: str | None = None
+
+    @property
+    def table(self) -> str:
+        """The table of the row."""
+        return TEXT if self.task is None else TASKS
+
+    @property
+    def place(self) -> Place:
+        """What the cells of all methods on the same prompt share."""
+        return self.number, self.length, self.task
+
+    @property
+    def key(self) -> Key:
+        """The values that identify the row; see `key_of`."""
+        return (*self.method.key, self.task, self.length, self.number)
+
+
+def key_of(row: Mapping[str, Any]) -> Key:
+    """Return the key of a row's cell."""
+    number = row["seed"] if "seed" in row else row["window"]
+    return row["method"], row["size"], row.get("task"), row["length"], number
+
+
+class Rows(ABC, Generic[T]):
+    """Makes the rows of cells whose prompts, of type T, are read once and decoded together under each method."""
+
+    def __init__(self, model: Any, tokenizer: Any, engine: EngineOptions = DEFAULTS) -> None:
+        """Take a decoder-only model of transformers; `engine` says how prompts are read and steps are run.
+
+        A policy that cannot offload runs without the device budget.
+        """
+        self.model, self.tokenizer, self.engine = model, tokenizer, engine
+        self.alone: Container[str] = ()  # labels of methods that decode one prompt at a time
 
     @abstractmethod
-    def places(self) -> list[Key]:
-        """List the places, in order."""
-
-    @abstractmethod
-    def check(self, model: Any, tokenizer: Any) -> None:
+    def check(self, cells: Sequence[Cell]) -> None:
         """Refuse, before anything runs, methods, lengths and tasks that cannot run."""
 
-    def run(
-        self,
-        model: Any,
-        tokenizer: Any,
-        done: Container[Key] = frozenset(),
-        *,
-        batch_size: int = 1,
-        engine: EngineOptions = DEFAULTS,
-    ) -> Iterator[Row]:
-        """Decode under every method, and yield the rows of plain values that are not done.
-
-        Args:
-            model: A decoder-only model of transformers; `check` it first.
-            tokenizer: The model's tokenizer.
-            done: Keys of rows that are not made again.
-            batch_size: The most units, samples or windows of one length, that are decoded together. A batch that
-                fails is decoded again one by one.
-            engine: How prompts are read and steps are run; a policy that cannot offload runs without the device
-                budget.
-
-        Yields:
-            Rows; one of a method that ran out of memory or gave broken logits has an `error` and no result. On Ctrl-C
-            the rows of the current batch are lost.
-        """
-        variants, places = self.resolved(tokenizer), self.places()
-
-        def left(unit: int) -> list[MethodVariant]:
-            return [one for one in variants if (*one.key, *places[unit]) not in done]
-
-        yield from self.rows(model, tokenizer, engine, batch_size, left)
+    @abstractmethod
+    def draw(self, place: Place) -> T:
+        """Return the prompt of a place, with what its score needs."""
 
     @abstractmethod
-    def rows(self, model: Any, tokenizer: Any, engine: EngineOptions, batch_size: int, left: Left) -> Iterator[Row]:
-        """Make the rows of `run`; `left` returns the variants that a unit, a place by its number, is decoded under."""
+    def read(self, prompts: Sequence[T], methods: Sequence[Method]) -> Any:
+        """Read prompts for some methods; may raise one of `FAILURES`, as `decode`."""
 
-    def resolved(self, tokenizer: Any) -> list[MethodVariant]:
-        """Return the `variants` as they run with a tokenizer."""
-        return self.variants
+    @abstractmethod
+    def decode(self, shared: Any, method: Method, prompts: Sequence[T]) -> list[Row]:
+        """Return the rows of a method, given what `read` returned."""
 
-    @property
-    def variants(self) -> list[MethodVariant]:
-        """The methods at their sizes."""
-        return [one for method in self.methods for one in method.variants(self.sizes)]
+    @abstractmethod
+    def empty(self, method: Method, prompt: T) -> Row:
+        """Return a row without results."""
 
-    @property
-    def keys(self) -> list[Key]:
-        """The keys of all rows, in order."""
-        return [(*one.key, *place) for place in self.places() for one in self.variants]
+    def alike(self, prompt: T, methods: Sequence[Method]) -> Any:
+        """Return a value that is equal for prompts of a task and length that may be decoded together."""
 
-    def key(self, row: Mapping[str, Any]) -> Key:
-        """Return a row's key."""
-        return tuple(row[name] for name in ("method", "size", *self.place))
+    def make(self, cells: Sequence[Cell], batch_size: int = 1) -> Iterator[Row]:
+        """Decode cells, and yield their rows of plain values; `check` the cells first.
 
-    def weight(self, key: Key) -> int:
-        """Return a number that a row's time grows with: its context's length."""
-        return int(key[-2])
+        Yields:
+            Rows, by place; one of a method that ran out of memory or gave broken logits has an `error` and no result.
+            At most `batch_size` prompts of a task and length are decoded together; a batch that fails is decoded again
+            one by one. On Ctrl-C the rows of the current batch are lost.
+        """
+        pools: dict[Key, dict[Place, list[Method]]] = {}
+        pool = 1 if batch_size == 1 else POOL * batch_size
+        for cell in cells:
+            places = pools.setdefault((cell.number // pool, cell.length, cell.task), {})
+            places.setdefault(cell.place, []).append(cell.method)
+        for places in pools.values():
+            for prompts, methods in self._batches(places, batch_size):
+                yield from self._together(prompts, methods)
 
-    def check_distinct(self, **more: Sequence[Any]) -> None:
-        """Raise `ConfigError` if a list of values is empty or has a value twice."""
-        named: dict[str, Sequence[Any]] = {
-            "method": [method.label for method in self.methods],
-            "size": [size.label for size in self.sizes],
-            "length": self.lengths,
-            **more,
-        }
-        for name, given in named.items():
-            if not given:
-                raise ConfigError(f"{name} must be given at least once, got none")
-            if len(set(given)) < len(given):
-                raise ConfigError(f"each {name} must differ, got {', '.join(map(str, given))}")
+    def _batches(self, places: Mapping[Place, list[Method]], size: int) -> Iterator[tuple[list[T], list[Method]]]:
+        # prompts that are alike and have the same methods; the prompts of an only batch are not compared
+        groups: list[tuple[Any, list[T], list[Method]]] = []
+        for place, methods in places.items():
+            prompt = self.draw(place)
+            alike = [method.key for method in methods], len(places) > 1 and self.alike(prompt, methods)
+            group = next((prompts for key, prompts, _ in groups if key == alike), None)
+            if group is None:
+                groups.append((alike, [prompt], methods))
+            else:
+                group.append(prompt)
+        for _, prompts, methods in groups:
+            for first in range(0, len(prompts), size):
+                yield prompts[first : first + size], methods
 
-    def positions_of(self, model: Any) -> int | None:
-        """Return the model's positions, None if unknown; raise `InputError` if a length exceeds them."""
-        limit, longest = most_positions(model.config), max(self.lengths)
-        if limit is not None and longest > limit:
-            raise InputError(f"length must be at most the model's {limit} positions, got {longest}")
-        return limit
-
-
-def grouped(units: Iterable[int], alike: Callable[[int], Any]) -> list[list[int]]:
-    """Group units of equal `alike(unit)`, which need not be hashable; in the order of their first units."""
-    found: list[tuple[Any, list[int]]] = []
-    for unit in units:
-        key = alike(unit)
-        own = next((group for other, group in found if other == key), None)
-        if own is None:
-            found.append((key, [unit]))
-        else:
-            own.append(unit)
-    return [group for _, group in found]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Together(Generic[T]):
-    """Makes the rows of units that are read once and decoded together under each method.
-
-    Methods that fail, and those in `alone`, get the units one by one.
-
-    Attributes:
-        read: Reads units for some methods.
-        decode: Returns the rows of a method, given what `read` returned; both may raise one of `FAILURES`.
-        empty: Makes a row without results.
-        alone: Labels of methods that decode one unit at a time.
-    """
-
-    read: Callable[[Sequence[T], Sequence[MethodVariant]], Any]
-    decode: Callable[[Any, MethodVariant, Sequence[T]], list[Row]]
-    empty: Callable[[MethodVariant, T], Row]
-    alone: Container[str] = ()
-
-    def rows(self, units: Sequence[T], pending: Sequence[MethodVariant]) -> Iterator[Row]:
-        """Yield the rows; a unit under a method that fails has an `error`."""
+    def _together(self, prompts: Sequence[T], methods: Sequence[Method]) -> Iterator[Row]:
         try:
-            shared = self.read(units, pending)
+            shared, problem = self.read(prompts, methods), ""
         except FAILURES as error:
             shared, problem = None, first_line(error)
         failed = []
-        for one in pending:
-            if len(units) > 1 and (shared is None or one.method.label in self.alone):
-                failed.append(one)
-                continue
-            if shared is not None:
+        for method in methods:
+            if shared is not None and (len(prompts) == 1 or method.label not in self.alone):
                 try:
-                    yield from self.decode(shared, one, units)
+                    yield from self.decode(shared, method, prompts)
                     continue
                 except FAILURES as error:
                     problem = first_line(error)
-            if len(units) > 1:
-                failed.append(one)
+            if len(prompts) > 1:
+                failed.append(method)
             else:
-                yield self.empty(one, units[0]) | {"error": problem}
-        del shared  # frees memory for the next units
-        for unit in units if failed else ():
-            yield from self.rows([unit], failed)
+                yield self.empty(method, prompts[0]) | {"error": problem}
+        del shared  # frees memory for the next prompts
+        for prompt in prompts if failed else ():
+            yield from self._together([prompt], failed)
 
-    def run(self, batches: Iterable[Iterable[int]], draw: Callable[[int], T], left: Left) -> Iterator[Row]:
-        """Yield the rows of batches of unit numbers; units of other methods `left` are decoded apart."""
-        for batch in batches:
-            for units in grouped(filter(left, batch), lambda unit: [one.key for one in left(unit)]):
-                yield from self.rows(list(map(draw, units)), left(units[0]))
+    def positions(self, cells: Sequence[Cell]) -> int | None:
+        """Return the model's positions, None if unknown; raise `InputError` if a length exceeds them."""
+        limit, longest = most_positions(self.model.config), max(cell.length for cell in cells)
+        if limit is not None and longest > limit:
+            raise InputError(f"length must be at most the model's {limit} positions, got {longest}")
+        return limit

@@ -1,4 +1,4 @@
-"""A method under evaluation: a policy, a preset, and the settings that differ from the preset."""
+"""A method under evaluation: a policy, a preset, the settings that differ from the preset, and a size."""
 
 import json
 import re
@@ -13,7 +13,6 @@ from sfi_core.hosts.transformers.stores import engine_for
 from sfi_core.policies import policy_class
 from sfi_core.settings.config import SfiConfig
 from sfi_core.settings.engine import EngineOptions
-from sfi_core.triggers.trigger_set import resolve_triggers
 
 WHOLE = "full-kv"  # full attention, to which sizes do not apply
 EVERYTHING, OWN = "all", "own"  # labels of full attention's size, and of a method's own size
@@ -28,14 +27,16 @@ KEY = re.compile(r"\s*([\w.]+)\s*=\s*")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
-    """A policy and its settings, without sizes.
+    """A policy with its settings, at a size: how much a fast step may read.
 
     Attributes:
         preset: The preset that the settings start from.
         settings: Differences from the preset, as `SfiConfig.replace` takes them, and `lossless`.
-        config: The preset with these settings.
-        sized: Whether the evaluation sets the sizes; not for full attention, nor for a method that states its budget.
+        config: The preset with these settings, without the size.
         lossless: Whether fast steps only draft, so that the tokens are full attention's.
+        share: Sink, selected and recent tokens over the tokens of the prompt. In (0, 1].
+        budget: Selected tokens of a KV head. Without `share` and `budget` the method has a size of its own.
+        recent: Tokens of the recent window; with a share, its most tokens.
     """
 
     label: str
@@ -43,12 +44,14 @@ class Method:
     preset: str
     settings: Mapping[str, Any]
     config: SfiConfig
-    sized: bool
     lossless: bool = False
+    share: float | None = None
+    budget: int | None = None
+    recent: int = RECENT
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read `[LABEL=]POLICY[@PRESET][:key=value,...]`; values are JSON or bare words.
+        """Read `[LABEL=]POLICY[@PRESET][:key=value,...]`; values are JSON or bare words. The size is its own.
 
         A preset that ends in `.toml` is a file of settings, such as `sfi tune` writes, and keeps its sizes.
         The setting `lossless=true` makes a lossless run of the policy.
@@ -66,23 +69,27 @@ class Method:
             policy_class(policy)
             settings = _settings(match["settings"] or "")
             lossless = _lossless(policy, settings)
-            config = preset_config(preset).replace(**{name: one for name, one in settings.items() if name != LOSSLESS})
+            changes = {name: value for name, value in settings.items() if name != LOSSLESS}
+            config = preset_config(preset).replace(**changes)
         except ConfigError as error:
             raise ConfigError(f"method {text}: {error}") from error
-        return cls(
-            label=match["label"] or text.strip(),
-            policy=policy,
-            preset=preset,
-            settings=settings,
-            config=config,
-            sized=policy != WHOLE and not preset.endswith(FILE) and "budget" not in settings,
-            lossless=lossless,
-        )
+        label = match["label"] or text.strip()
+        return cls(label=label, policy=policy, preset=preset, settings=settings, config=config, lossless=lossless)
 
-    def resolved(self, tokenizer: Any) -> "Method":
-        """Return the method with its triggers as token ids; raise `ConfigError` if no trigger is a token."""
-        ids = resolve_triggers(tokenizer, self.config)
-        return replace(self, config=self.config.replace(trigger_token_ids=ids))
+    @property
+    def size(self) -> str:
+        """A short name of the size for tables."""
+        return _size(self.share, self.budget) or (EVERYTHING if self.policy == WHOLE else OWN)
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """Label and size, unique in an evaluation."""
+        return self.label, self.size
+
+    @property
+    def sized(self) -> bool:
+        """Whether an evaluation sets the size; not of full attention, nor of a method that states its budget."""
+        return self.policy != WHOLE and not self.preset.endswith(FILE) and "budget" not in self.settings
 
     def engine(self, engine: EngineOptions) -> EngineOptions:
         """Return the method's engine options: without the device budget if the method cannot offload."""
@@ -90,80 +97,71 @@ class Method:
             return engine_for(self.policy, engine)
         return replace(engine, lossless=True, kv_device_budget=None)
 
-    def variants(self, sizes: Sequence["Size"]) -> list["MethodVariant"]:
-        """Combine the method with sizes; a method with its own size is one variant."""
-        return [MethodVariant(self, size) for size in (sizes if self.sized else (None,))]
-
-
-@dataclass(frozen=True, slots=True)
-class MethodVariant:
-    """A method at a size; None for the method's own size."""
-
-    method: Method
-    size: "Size | None"
-
-    @property
-    def key(self) -> tuple[str, str]:
-        """The labels of method and size, unique in a grid."""
-        if self.size is not None:
-            return self.method.label, self.size.label
-        return self.method.label, EVERYTHING if self.method.policy == WHOLE else OWN
-
-    def config(self, context: int) -> SfiConfig:
+    def config_for(self, context: int) -> SfiConfig:
         """Return the settings for a prompt of `context` tokens; raise `ConfigError` if none is selected."""
-        size, config = self.size, self.method.config
-        if size is None:
-            return config
-        recent = config.recent if "recent" in self.method.settings else size.recent
-        if size.share is None:
-            return config.replace(budget=size.budget, recent=recent)
-        return at_share(config.replace(recent=recent), context, size.share)
+        if self.share is None and self.budget is None:
+            return self.config
+        config = self.config if "recent" in self.settings else self.config.replace(recent=self.recent)
+        if self.share is None:
+            return config.replace(budget=self.budget)
+        return at_share(config, context, self.share)
 
     def columns(self, context: int) -> dict[str, Any]:
-        """Return the columns of the variant in the rows of results."""
-        method, size, config = self.method, self.size, self.config(context)
-        whole = method.policy == WHOLE
+        """Return the columns of the method in the rows of results."""
+        config, whole = self.config_for(context), self.policy == WHOLE
         return {
-            "method": method.label,
-            "policy": method.policy,
-            "preset": method.preset,
-            "settings": dict(method.settings),
-            "size": self.key[1],
-            "share": None if size is None else size.share,
+            "method": self.label,
+            "policy": self.policy,
+            "preset": self.preset,
+            "settings": dict(self.settings),
+            "size": self.size,
+            "share": self.share,
             "budget": None if whole else config.budget,
             "recent": None if whole else config.recent,
         }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Size:
-    """How much a fast step may read: a share of the context, or a number of selected tokens.
+def at_sizes(
+    methods: Sequence[Method],
+    *,
+    shares: Sequence[float] | None = None,
+    budgets: Sequence[int] | None = None,
+    recent: int = RECENT,
+) -> list[Method]:
+    """Return every method at every size, by method; a method with a size of its own comes once.
 
-    Attributes:
-        share: Sink, selected and recent tokens over the tokens of the prompt. In (0, 1].
-        budget: Selected tokens of a KV head; None with a share.
-        recent: Tokens of the recent window; with a share, its most tokens.
+    Sizes are `budgets`, or without them `shares`; see `Method`. Raise `ConfigError` for one out of range, for none, and
+    for a size or a method's label that comes twice.
     """
+    for share in shares or ():
+        if not 0 < share <= 1:
+            raise ConfigError(f"share must be in (0, 1], got {share:g}")
+    for name, values in (("budget", budgets or ()), ("recent", (recent,))):
+        if values and min(values) < 1:
+            raise ConfigError(f"{name} must be positive, got {min(values)}")
+    check_distinct("method", [method.label for method in methods])
+    pairs: list[tuple[float | None, int | None]]
+    pairs = [(share, None) for share in shares or ()] if budgets is None else [(None, budget) for budget in budgets]
+    check_distinct("size", [_size(*pair) for pair in pairs])
+    return [
+        replace(method, share=share, budget=budget, recent=recent) if method.sized else method
+        for method in methods
+        for share, budget in (pairs if method.sized else pairs[:1])
+    ]
 
-    share: float | None = None
-    budget: int | None = None
-    recent: int = RECENT
 
-    def __post_init__(self) -> None:
-        """Raise `ConfigError` unless one of share and budget is given, and in range."""
-        if (self.share is None) == (self.budget is None):
-            raise ConfigError(f"size must be a share or a budget, got {self.share} and {self.budget}")
-        if self.share is not None and not 0 < self.share <= 1:
-            raise ConfigError(f"share must be in (0, 1], got {self.share:g}")
-        for name in ("budget", "recent"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} must be positive, got {value}")
+def _size(share: float | None, budget: int | None) -> str:
+    if share is not None:
+        return f"{100 * share:g}%"
+    return "" if budget is None else f"K {budget}"
 
-    @property
-    def label(self) -> str:
-        """A short name for tables."""
-        return f"{100 * self.share:g}%" if self.share else f"K {self.budget}"
+
+def check_distinct(name: str, values: Sequence[Any]) -> None:
+    """Raise `ConfigError` if there is no value, or a value twice."""
+    if not values:
+        raise ConfigError(f"{name} must be given at least once, got none")
+    if len(set(values)) < len(values):
+        raise ConfigError(f"each {name} must differ, got {', '.join(map(str, values))}")
 
 
 def at_share(config: SfiConfig, context: int, share: float) -> SfiConfig:
@@ -200,7 +198,7 @@ def preset_config(preset: str) -> SfiConfig:
 
 def _settings(text: str) -> dict[str, Any]:
     # key=value,key=value; TABLE.NAME is a setting of a table such as `selector`
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     at = 0
     while at < len(text):
         match = KEY.match(text, at)
@@ -208,11 +206,11 @@ def _settings(text: str) -> dict[str, Any]:
             raise ConfigError(f"setting must be key=value, got {text[at:]!r}")
         value, at = _value(text, match.end())
         table, _, name = match[1].rpartition(".")
-        place = found.setdefault(table, {}) if table else found
+        place = settings.setdefault(table, {}) if table else settings
         if not isinstance(place, dict) or name in place:
             raise ConfigError(f"setting {match[1]} must be given once, got it twice")
         place[name] = value
-    return found
+    return settings
 
 
 def _value(text: str, start: int) -> tuple[Any, int]:

@@ -14,9 +14,9 @@ from sfi_core.measure.evaluation.fidelity import (
     Fidelity,
     Window,
     fidelity,
+    ids_and_prefix,
     reference,
     sentence_positions,
-    text_ids,
     windows,
 )
 from sfi_core.measure.evaluation.teacher_forcing import teacher_force
@@ -191,7 +191,7 @@ def test_a_text_that_is_too_short_is_refused_with_what_it_needs():
 
 
 def test_the_start_token_is_told_from_the_text(tiny_tokenizer):
-    own, prefix = text_ids(tiny_tokenizer, "Belora hid it. Tamvex")
+    own, prefix = ids_and_prefix(tiny_tokenizer, "Belora hid it. Tamvex")
     assert prefix == [tiny_tokenizer.bos_token_id]
     assert [*prefix, *own] == tiny_tokenizer("Belora hid it. Tamvex")["input_ids"]
 

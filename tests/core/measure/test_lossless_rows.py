@@ -6,20 +6,19 @@ import pytest
 
 from sfi_core import EngineOptions, SfiConfig
 from sfi_core.errors import ConfigError, NumericsError
+from sfi_core.measure.evaluation.grid import key_of
 from sfi_core.measure.evaluation.lossless_rows import check_exact, differences, drafting
-from sfi_core.measure.evaluation.method import Method, Size
-from sfi_core.measure.evaluation.runner import TaskGrid
-from sfi_core.measure.evaluation.text_grid import TextGrid
+from sfi_core.measure.evaluation.method import Method, at_sizes
+from sfi_core.measure.evaluation.samples import SampleRows, sample_cells
+from sfi_core.measure.evaluation.windows import window_cells
 from tests.architectures import BY_LABEL
 
 LOSSLESS = "exact=sfi:lossless=true,draft.max_tokens=4"
-SIZES = (Size(budget=24, recent=16),)
 
 
-def grid_of(*methods, seeds=(0, 1)):
-    return TaskGrid(
-        methods=tuple(map(Method.parse, methods)), sizes=SIZES, tasks=("bundled-recall-1",), lengths=(160,), seeds=seeds
-    )
+def cells_of(*methods):
+    sized = at_sizes(list(map(Method.parse, methods)), budgets=[24], recent=16)
+    return sample_cells(sized, ["bundled-recall-1"], [160], [0, 1])
 
 
 def test_lossless_is_a_setting_of_a_method_and_none_of_its_policy():
@@ -47,10 +46,10 @@ def test_a_method_that_cannot_be_lossless_is_refused(text, message):
 
 @pytest.mark.parametrize("batch_size", [1, 2])
 def test_rows_have_full_attention_s_tokens_and_counts_that_add_up(loaded, batch_size):
-    grid = grid_of("full-kv", "sfi", LOSSLESS)
-    grid.check(*loaded)
-    rows = {grid.key(row): row for row in grid.run(*loaded, batch_size=batch_size)}
-    assert rows.keys() == set(grid.keys)
+    cells, samples = cells_of("full-kv", "sfi", LOSSLESS), SampleRows(*loaded)
+    samples.check(cells)
+    rows = {key_of(row): row for row in samples.make(cells, batch_size=batch_size)}
+    assert rows.keys() == {cell.key for cell in cells}
     assert differences(rows.values()) == []
     for seed in (0, 1):
         full, plain, exact = (
@@ -68,9 +67,10 @@ def test_where_windows_slide_a_batch_decodes_its_lossless_samples_one_by_one(tin
     made = BY_LABEL["gemma-2"]
     sizes = {"vocab_size": len(tiny_tokenizer), "max_position_embeddings": 1024}
     model = replace(made, settings={**made.settings, **sizes}).build()
-    grid = grid_of("full-kv", LOSSLESS)
-    rows = list(grid.run(model, tiny_tokenizer, batch_size=2))
-    assert {grid.key(row) for row in rows} == set(grid.keys)
+    cells, samples = cells_of("full-kv", LOSSLESS), SampleRows(model, tiny_tokenizer)
+    samples.check(cells)
+    rows = list(samples.make(cells, batch_size=2))
+    assert set(map(key_of, rows)) == {cell.key for cell in cells}
     assert [row["error"] for row in rows] == [None] * 4
     assert differences(rows) == []
 
@@ -112,8 +112,7 @@ def test_the_sums_of_a_method_are_over_all_its_samples():
 
 
 def test_teacher_forcing_has_no_lossless_methods():
-    methods = (Method.parse("sfi"), Method.parse(LOSSLESS))
-    text = {"text": "", "lengths": (40,), "tokens": 4, "count": 1, "sizes": SIZES}
-    assert [one.method.label for one in TextGrid(methods=methods, **text).variants] == ["sfi"]
+    methods = at_sizes([Method.parse("sfi"), Method.parse(LOSSLESS)], budgets=[24])
+    assert [cell.method.label for cell in window_cells(methods, [40], count=1, tokens=4)] == ["sfi"]
     with pytest.raises(ConfigError, match="must have a method besides full-kv and lossless"):
-        TextGrid(methods=methods[1:], **text)
+        window_cells(methods[1:], [40], count=1, tokens=4)

@@ -3,7 +3,7 @@
 import pytest
 
 from sfi_core.errors import ConfigError
-from sfi_core.measure.evaluation.method import Method, Size, at_share
+from sfi_core.measure.evaluation.method import Method, at_share, at_sizes
 from sfi_core.settings.config import SfiConfig
 
 
@@ -37,9 +37,9 @@ def test_a_file_is_a_preset_that_keeps_its_sizes(tmp_path):
     file = tmp_path / "tuned.toml"
     file.write_text(SfiConfig().replace(t_max=8, budget=77).to_toml())
     method = Method.parse(f"tuned=sfi@{file}")
-    (variant,) = method.variants([Size(share=0.1), Size(share=0.2)])
-    assert variant.key == ("tuned", "own")
-    assert variant.config(1000) == SfiConfig().replace(t_max=8, budget=77)
+    (sized,) = at_sizes([method], shares=[0.1, 0.2])
+    assert sized.key == ("tuned", "own")
+    assert sized.config_for(1000) == SfiConfig().replace(t_max=8, budget=77)
 
 
 @pytest.mark.parametrize(
@@ -76,34 +76,43 @@ def test_a_share_is_sink_and_recent_and_selected_tokens(share, context, sizes):
 
 def test_every_method_reads_the_same_number_at_a_share():
     texts = ["sfi", "sfi@paper", "sfi@released:recent=40,sink=0", "quest", "streaming-llm"]
-    for text in texts:
-        (variant,) = Method.parse(text).variants([Size(share=0.25)])
-        config = variant.config(1024)
+    for method in at_sizes(list(map(Method.parse, texts)), shares=[0.25]):
+        config = method.config_for(1024)
         assert config.sink + config.budget + config.recent == 256
 
 
 def test_a_method_may_have_a_recent_window_of_its_own():
-    (own,) = Method.parse("sfi:recent=40").variants([Size(share=0.25)])
-    (other,) = Method.parse("sfi@paper").variants([Size(share=0.25, recent=60)])
-    assert (own.config(1024).recent, other.config(1024).recent) == (40, 60)
+    own, other = at_sizes([Method.parse("sfi:recent=40"), Method.parse("sfi@paper")], shares=[0.25], recent=60)
+    assert (own.config_for(1024).recent, other.config_for(1024).recent) == (40, 60)
 
 
 @pytest.mark.parametrize(("text", "size"), [("full-kv", "all"), ("sfi:budget=7", "own")])
 def test_what_no_share_changes_runs_once(text, size):
-    (variant,) = Method.parse(text).variants([Size(share=0.1), Size(share=0.2)])
-    assert variant.key == (text, size)
-    assert variant.config(1000) == Method.parse(text).config
+    (method,) = at_sizes([Method.parse(text)], shares=[0.1, 0.2])
+    assert method.key == (text, size)
+    assert method.config_for(1000) == Method.parse(text).config
 
 
-@pytest.mark.parametrize("sizes", [{"share": 0.0}, {"share": 1.5}, {"budget": 0}, {"share": 0.1, "recent": 0}, {}])
-def test_sizes_that_are_none_are_refused(sizes):
-    with pytest.raises(ConfigError):
-        Size(**sizes)
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"shares": [0.0]}, "share must be in (0, 1], got 0"),
+        ({"shares": [1.5]}, "share must be in (0, 1], got 1.5"),
+        ({"budgets": [0]}, "budget must be positive, got 0"),
+        ({"shares": [0.1], "recent": 0}, "recent must be positive, got 0"),
+        ({}, "size must be given at least once, got none"),
+        ({"budgets": [8, 8]}, "each size must differ, got K 8, K 8"),
+    ],
+)
+def test_sizes_that_are_none_are_refused(sizes, message):
+    with pytest.raises(ConfigError) as caught:
+        at_sizes([Method.parse("sfi")], **sizes)
+    assert str(caught.value) == message
 
 
 def test_columns_are_plain():
-    (variant,) = Method.parse("wide=sfi:span=3").variants([Size(share=0.1)])
-    assert variant.columns(1000) == {
+    (method,) = at_sizes([Method.parse("wide=sfi:span=3")], shares=[0.1])
+    assert method.columns(1000) == {
         "method": "wide", "policy": "sfi", "preset": "default", "settings": {"span": 3}, "size": "10%",
         "share": 0.1, "budget": 46, "recent": 50,
     }  # fmt: skip

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from sfi_core.bundled.corpus import HELD_OUT, draw
 from sfi_core.errors import InputError
-from sfi_core.measure.evaluation.runner import by_sentence
+from sfi_core.measure.evaluation.samples import by_sentence
 from sfi_core.measure.evaluation.tasks import TASKS, find_task
 from sfi_core.measure.evaluation.tasks.base import depths, fit
 from sfi_core.measure.evaluation.tasks.documents import WORDS

@@ -12,7 +12,7 @@ import pyarrow as pa
 from sfi_core.errors import InputError, SfiError
 from sfi_core.machine.files import FolderLock, atomic_file, write_atomically
 from sfi_core.machine.text import first_line
-from sfi_core.measure.evaluation.grid import Grid
+from sfi_core.measure.evaluation.grid import Cell, key_of
 from sfi_traces.record.folder import now, write_manifest
 from sfi_traces.results.evaluation.files import KIND, SCHEMA_VERSION, check_new, read_lines, read_manifest, write_line
 from sfi_traces.results.evaluation.summary import NAMES
@@ -92,11 +92,11 @@ class ResultsFolder:
         with _writing(self.path):
             for table, rows in self.rows.items():
                 path = _lines(self.path, table)
-                kept = [row for row in rows if row["error"] is None]
-                data = b"".join(map(write_line, kept))
+                good = [row for row in rows if row["error"] is None]
+                data = b"".join(map(write_line, good))
                 if path.exists() and path.read_bytes() != data:
                     write_atomically(path, data)
-                self.rows[table] = kept
+                self.rows[table] = good
             self.damaged = []
 
     def append(self, table: str, row: dict[str, Any]) -> None:
@@ -108,14 +108,14 @@ class ResultsFolder:
             os.fsync(file.fileno())
         self.rows[table].append(json.loads(line))  # as a resumed run will read it
 
-    def close(self, stopped: str | None = None, parts: Sequence[Grid] = ()) -> None:
+    def close(self, stopped: str | None = None, cells: Sequence[Cell] = ()) -> None:
         """Write the Parquet files, note in the manifest how the run ended, and unlock the folder.
 
-        `stopped` says why the run ended early, None if it is complete; the keys of `parts` order the rows.
+        `stopped` says why the run ended early, None if it is complete; `cells` order the rows.
         Raises `SfiError` if the folder cannot be written.
         """
         with _writing(self.path):
-            self.order(parts)
+            self.order(cells)
             self.manifest |= {"finished": None if stopped else now(), "stopped": stopped}
             for table, name in TABLES.items():
                 if rows := _flat(table, self.rows[table]):
@@ -128,11 +128,11 @@ class ResultsFolder:
         if self._lock is not None:
             self._lock.release()
 
-    def order(self, parts: Sequence[Grid]) -> None:
-        """Sort the rows, which a resumed run appends as it makes them, by the parts' keys."""
-        for part in parts:
-            found = {part.key(row): row for row in self.rows[part.table]}
-            self.rows[part.table] = [found[key] for key in part.keys if key in found]
+    def order(self, cells: Sequence[Cell]) -> None:
+        """Sort the rows, which a resumed run appends as it makes them, as their cells are."""
+        for table in {cell.table for cell in cells}:
+            rows = {key_of(row): row for row in self.rows[table]}
+            self.rows[table] = [rows[cell.key] for cell in cells if cell.table == table and cell.key in rows]
 
 
 @contextmanager

@@ -41,7 +41,7 @@ def summarize_fidelity(rows: Iterable[Row]) -> list[dict[str, Any]]:
     KL, agreement and perplexities are over all steps except each window's first, which is full attention's;
     the same by position in the sentence; ratios are averaged over windows.
     """
-    from sfi_core.measure.evaluation.text_grid import from_rows  # noqa: PLC0415 - torch, for those who need it
+    from sfi_core.measure.evaluation.windows import from_rows  # noqa: PLC0415 - torch, for those who need it
 
     summaries = []
     for group in _grouped(rows, ("length", *VARIANT)).values():

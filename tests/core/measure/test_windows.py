@@ -4,33 +4,32 @@ import pytest
 import torch
 
 from sfi_core.errors import ConfigError, InputError, NumericsError
-from sfi_core.measure.evaluation import text_grid
+from sfi_core.measure.evaluation import windows
 from sfi_core.measure.evaluation.fidelity import Fidelity, fidelity, reference
-from sfi_core.measure.evaluation.method import Method, Size
-from sfi_core.measure.evaluation.text_grid import TextGrid, from_rows
+from sfi_core.measure.evaluation.grid import key_of
+from sfi_core.measure.evaluation.method import Method, at_sizes
+from sfi_core.measure.evaluation.windows import WindowRows, from_rows, window_cells
 
 TEXT = "Belora hid a red lantern under the old bridge. Tamvex stole a blue kettle near the mill. " * 8
 
 
-def text_grid_of(*methods, **changes):
-    values = {
-        "methods": tuple(map(Method.parse, methods)), "sizes": (Size(share=0.3), Size(share=0.5)),
-        "text": TEXT, "lengths": (40, 60), "tokens": 12, "count": 2,
-    }  # fmt: skip
-    return TextGrid(**values | changes)
+def grid_of(loaded, *methods, shares=(0.3, 0.5), lengths=(40, 60), text=TEXT, tokens=12, count=2):
+    sized = at_sizes(list(map(Method.parse, methods)), shares=shares)
+    cells = window_cells(sized, lengths, count, tokens)
+    return cells, WindowRows(*loaded, text=text, tokens=tokens, count=count)
 
 
 def test_a_window_is_compared_as_on_its_own(loaded):
-    grid = text_grid_of("full-kv", "sfi", "streaming-llm")
-    grid.check(*loaded)
-    rows = list(grid.run(*loaded))
-    assert [grid.key(row) for row in rows] == grid.keys
+    cells, windows_ = grid_of(loaded, "full-kv", "sfi", "streaming-llm")
+    windows_.check(cells)
+    rows = list(windows_.make(cells))
+    assert list(map(key_of, rows)) == [cell.key for cell in cells]
     assert len(rows) == 2 * 2 * 2 * 2  # windows, lengths, methods but full attention, shares
-    assert [grid.weight(key) for key in grid.keys[::4]] == [40, 60, 40, 60]
-    for row, variant in zip(rows[:4], grid.variants, strict=True):
-        window = grid.windows(loaded[1], 40)[0]
+    assert [cell.length for cell in cells[::4]] == [40, 60, 40, 60]
+    for row, cell in zip(rows[:4], cells, strict=False):
+        window = windows_.windows(40)[0]
         full = reference(*loaded, [window])
-        (own,) = fidelity(*loaded, full, variant.config(40), policy=variant.method.policy)
+        (own,) = fidelity(*loaded, full, cell.method.config_for(40), policy=cell.method.policy)
         assert from_rows([row]) == own
     joined = from_rows(rows[::4])
     assert joined == Fidelity.join(from_rows([row]) for row in rows[::4])
@@ -38,10 +37,10 @@ def test_a_window_is_compared_as_on_its_own(loaded):
 
 @pytest.mark.parametrize("policy", ["sfi", "freekv"])
 def test_windows_that_are_decoded_together_are_those_of_one_by_one(loaded, policy):
-    grid = text_grid_of(policy, lengths=(40,), count=3)
-    alone = {grid.key(row): row for row in grid.run(*loaded)}
-    together = {grid.key(row): row for row in grid.run(*loaded, batch_size=2)}
-    assert together.keys() == alone.keys() == set(grid.keys)
+    cells, rows = grid_of(loaded, policy, lengths=(40,), count=3)
+    alone = {key_of(row): row for row in rows.make(cells)}
+    together = {key_of(row): row for row in rows.make(cells, batch_size=2)}
+    assert together.keys() == alone.keys() == {cell.key for cell in cells}
     for key, row in alone.items():
         steps, others = row["steps"], together[key]["steps"]
         for name in ("kl", "nll", "nll_full"):
@@ -54,9 +53,9 @@ def test_windows_that_are_decoded_together_are_those_of_one_by_one(loaded, polic
 
 def test_windows_that_fail_together_are_done_one_by_one(loaded, monkeypatch):
     """The reference of two windows does not fit for one length, a method's run for another."""
-    grid = text_grid_of("sfi", "streaming-llm", sizes=(Size(share=0.3),))
-    alone = {grid.key(row): row for row in grid.run(*loaded)}
-    compare, read = text_grid.fidelity, text_grid.reference
+    cells, rows = grid_of(loaded, "sfi", "streaming-llm", shares=(0.3,))
+    alone = {key_of(row): row for row in rows.make(cells)}
+    compare, read = windows.fidelity, windows.reference
 
     def scarce(model, tokenizer, full, config, *, policy, **options):
         if policy == "sfi" and len(full.windows) > 1:
@@ -68,9 +67,9 @@ def test_windows_that_fail_together_are_done_one_by_one(loaded, monkeypatch):
             raise torch.OutOfMemoryError("no memory")
         return read(model, tokenizer, windows, *given, **options)
 
-    monkeypatch.setattr(text_grid, "fidelity", scarce)
-    monkeypatch.setattr(text_grid, "reference", small)
-    found = {grid.key(row): row for row in grid.run(*loaded, batch_size=2)}
+    monkeypatch.setattr(windows, "fidelity", scarce)
+    monkeypatch.setattr(windows, "reference", small)
+    found = {key_of(row): row for row in rows.make(cells, batch_size=2)}
     assert found.keys() == alone.keys()
     for key, row in found.items():
         assert row["error"] is None
@@ -78,16 +77,16 @@ def test_windows_that_fail_together_are_done_one_by_one(loaded, monkeypatch):
 
 
 def test_a_method_that_fails_on_a_window_does_not_stop_the_others(loaded, monkeypatch):
-    compare = text_grid.fidelity
+    compare = windows.fidelity
 
     def broken(*args, policy, **options):
         if policy == "quest":
             raise NumericsError("logits must be finite")
         return compare(*args, policy=policy, **options)
 
-    monkeypatch.setattr(text_grid, "fidelity", broken)
-    grid = text_grid_of("quest", "streaming-llm", lengths=(40,), count=1)
-    rows = list(grid.run(*loaded))
+    monkeypatch.setattr(windows, "fidelity", broken)
+    cells, windows_ = grid_of(loaded, "quest", "streaming-llm", lengths=(40,), count=1)
+    rows = list(windows_.make(cells))
     assert [row["error"] for row in rows] == ["logits must be finite"] * 2 + [None] * 2
     assert {tuple(row) for row in rows} == {tuple(rows[0])}
 
@@ -102,10 +101,15 @@ def test_a_method_that_fails_on_a_window_does_not_stop_the_others(loaded, monkey
         ({"lengths": (400,)}, InputError, "text must have at least"),
         ({"lengths": (1020,), "text": TEXT * 20}, InputError,
          "fidelity of length 1020 must fit the model's 1024 positions, got 1020 prompt and 12 new tokens"),
-        ({"sizes": (Size(share=0.1),)}, ConfigError, "share must leave a selected token"),
+        ({"shares": (0.1,)}, ConfigError, "share must leave a selected token"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_compared_is_refused_at_once(loaded, changes, error, message):
     methods = changes.pop("methods", ("sfi",))
+
+    def check():
+        cells, rows = grid_of(loaded, *methods, **changes)
+        rows.check(cells)
+
     with pytest.raises(error, match=message):
-        text_grid_of(*methods, **changes).check(*loaded)
+        check()

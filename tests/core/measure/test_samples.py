@@ -7,9 +7,10 @@ import torch
 
 import sfi_core
 from sfi_core.errors import ConfigError, InputError, NumericsError
-from sfi_core.measure.evaluation import runner
-from sfi_core.measure.evaluation.method import Method, Size
-from sfi_core.measure.evaluation.runner import TaskGrid
+from sfi_core.measure.evaluation import samples
+from sfi_core.measure.evaluation.grid import key_of
+from sfi_core.measure.evaluation.method import Method, at_sizes
+from sfi_core.measure.evaluation.samples import SampleRows, sample_cells
 from sfi_core.measure.evaluation.tasks import find_task
 from sfi_core.policies import POLICIES
 
@@ -17,11 +18,9 @@ TASK, LENGTH = "bundled-recall-1", 160
 CLOCKS = ("decode_seconds", "tokens_per_second")
 
 
-def grid_of(*methods, shares=(0.2, 0.4), tasks=(TASK,), lengths=(LENGTH,), seeds=(0, 1)):
-    return TaskGrid(
-        methods=tuple(map(Method.parse, methods)), sizes=tuple(Size(share=share) for share in shares),
-        tasks=tasks, lengths=lengths, seeds=seeds,
-    )  # fmt: skip
+def cells_of(*methods, shares=(0.2, 0.4), budgets=None, tasks=(TASK,), lengths=(LENGTH,), seeds=(0, 1)):
+    sized = at_sizes(list(map(Method.parse, methods)), shares=shares, budgets=budgets, recent=16 if budgets else 128)
+    return sample_cells(sized, tasks, lengths, seeds)
 
 
 def timeless(rows):
@@ -33,13 +32,13 @@ def test_a_row_says_what_a_run_of_its_own_says(loaded, policy):
     """The prompt is shared between methods, the report's ratios go into the row as they are."""
     model, tokenizer = loaded
     method = {"full-kv": "sfi", "synckv": "synckv:synckv.heads=even"}.get(policy, policy)
-    grid = grid_of("full-kv", method, seeds=(3,))
-    rows = list(grid.run(model, tokenizer))
+    cells = cells_of("full-kv", method, seeds=(3,))
+    rows = list(SampleRows(model, tokenizer).make(cells))
     sample = find_task(TASK).sample(tokenizer, LENGTH, 3)
-    for row, variant in zip(rows, grid.variants, strict=True):
-        config = variant.config(len(sample.prompt_ids))
+    for row, cell in zip(rows, cells, strict=True):
+        config = cell.method.config_for(len(sample.prompt_ids))
         result = sfi_core.generate(
-            model, tokenizer, [sample.prompt_ids], config, policy=variant.method.policy,
+            model, tokenizer, [sample.prompt_ids], config, policy=cell.method.policy,
             max_new_tokens=sample.max_new_tokens,
         )  # fmt: skip
         report = result.report.requests[0]
@@ -52,52 +51,50 @@ def test_a_row_says_what_a_run_of_its_own_says(loaded, policy):
         assert row["expected"] == list(sample.answers)
 
 
-def test_what_is_done_is_not_done_again(loaded, monkeypatch):
-    grid = grid_of("full-kv", "streaming-llm")
-    whole = timeless(grid.run(*loaded))
+def test_a_prompt_whose_rows_are_done_is_not_read(loaded, monkeypatch):
+    cells, rows = cells_of("full-kv", "streaming-llm"), SampleRows(*loaded)
+    whole = timeless(rows.make(cells))
     read = []
-    read_prompt = runner.read_prompt
-    monkeypatch.setattr(runner, "read_prompt", lambda *a, **k: read.append(1) or read_prompt(*a, **k))
-    assert timeless(grid.run(*loaded, set(grid.keys[:4]))) == whole[4:]
+    read_prompt = samples.read_prompt
+    monkeypatch.setattr(samples, "read_prompt", lambda *a, **k: read.append(1) or read_prompt(*a, **k))
+    assert timeless(rows.make(cells[4:])) == whole[4:]
     assert len(read) == 1  # the first prompt had all its rows
-    assert list(grid.run(*loaded, set(grid.keys))) == []
+    assert list(rows.make([])) == []
 
 
-def by_key(grid, rows):
-    return {grid.key(row): row for row in timeless(rows)}
+def by_key(rows):
+    return {key_of(row): row for row in timeless(rows)}
 
 
 @pytest.mark.parametrize(
     ("sizes", "task", "length", "seeds"),
-    [
-        ((Size(budget=24, recent=16),), TASK, LENGTH, range(3)),
-        ((Size(share=0.1), Size(share=0.2)), "niah-single", 300, range(4)),
-    ],
+    [({"budgets": [24]}, TASK, LENGTH, range(3)), ({"shares": [0.1, 0.2]}, "niah-single", 300, range(4))],
 )
 def test_rows_of_a_batch_are_those_of_one_by_one(loaded, sizes, task, length, seeds, monkeypatch):
     """Prompts that differ in length take different budgets for a share, and only those alike go together."""
     methods = {"synckv": "synckv:synckv.heads=even"}
-    policies = POLICIES if sizes[0].budget else ("full-kv", "sfi")
+    policies = POLICIES if "budgets" in sizes else ("full-kv", "sfi")
     named = (methods.get(policy, policy) for policy in policies)
-    grid = grid_of(*named, tasks=(task,), lengths=(length,), seeds=tuple(seeds))
-    grid = replace(grid, sizes=sizes)
+    cells = cells_of(*named, tasks=(task,), lengths=(length,), seeds=seeds, **sizes)
     batches = []
-    decode = runner.generate
-    monkeypatch.setattr(runner, "generate", lambda m, t, p, *a, **k: batches.append(len(p)) or decode(m, t, p, *a, **k))
-    alone, together = list(grid.run(*loaded)), list(grid.run(*loaded, batch_size=3))
+    decode = samples.generate
+    monkeypatch.setattr(
+        samples, "generate", lambda m, t, p, *a, **k: batches.append(len(p)) or decode(m, t, p, *a, **k)
+    )
+    rows = SampleRows(*loaded)
+    expected, found = by_key(rows.make(cells)), by_key(rows.make(cells, batch_size=3))
     assert max(batches) == 3
-    found, expected = by_key(grid, together), by_key(grid, alone)
-    assert found.keys() == expected.keys() == set(grid.keys)
+    assert found.keys() == expected.keys() == {cell.key for cell in cells}
     for key, row in expected.items():
         assert found[key] == row
 
 
 def test_a_batch_that_fails_is_decoded_one_by_one(loaded, monkeypatch):
     """A method that needs too much memory for two prompts, and one whose logits break for one prompt."""
-    grid = replace(grid_of("full-kv", "quest", "streaming-llm", seeds=(0, 1)), sizes=(Size(budget=24, recent=16),))
-    expected = by_key(grid, grid.run(*loaded))
+    cells, rows = cells_of("full-kv", "quest", "streaming-llm", budgets=[24]), SampleRows(*loaded)
+    expected = by_key(rows.make(cells))
     broken = find_task(TASK).sample(loaded[1], LENGTH, 1).prompt_ids
-    decode = runner.generate
+    decode = samples.generate
 
     def scarce(model, tokenizer, prompts, *args, policy, **options):
         if policy == "quest" and len(prompts) > 1:
@@ -107,8 +104,8 @@ def test_a_batch_that_fails_is_decoded_one_by_one(loaded, monkeypatch):
             return replace(result, error=NumericsError("logits must be finite"))
         return result
 
-    monkeypatch.setattr(runner, "generate", scarce)
-    found = by_key(grid, grid.run(*loaded, batch_size=2))
+    monkeypatch.setattr(samples, "generate", scarce)
+    found = by_key(rows.make(cells, batch_size=2))
     assert found.keys() == expected.keys()
     for key, row in found.items():
         if key[0] == "streaming-llm" and key[-1] == 1:
@@ -118,10 +115,10 @@ def test_a_batch_that_fails_is_decoded_one_by_one(loaded, monkeypatch):
 
 
 def test_ctrl_c_ends_the_run_between_rows(loaded, monkeypatch):
-    decode = runner.generate
-    monkeypatch.setattr(runner, "generate", lambda *a, **k: replace(decode(*a, **k), interrupted=True))
+    decode = samples.generate
+    monkeypatch.setattr(samples, "generate", lambda *a, **k: replace(decode(*a, **k), interrupted=True))
     with pytest.raises(KeyboardInterrupt):
-        list(grid_of("full-kv").run(*loaded))
+        list(SampleRows(*loaded).make(cells_of("full-kv")))
 
 
 @pytest.mark.parametrize(
@@ -134,7 +131,7 @@ def test_ctrl_c_ends_the_run_between_rows(loaded, monkeypatch):
 def test_a_context_beyond_the_model_is_refused_at_once(loaded, length, message):
     """1,024 tokens fit its positions, the answer to them does not."""
     with pytest.raises(InputError, match=message):
-        grid_of("sfi", lengths=(500, length), tasks=("niah-single",)).check(*loaded)
+        SampleRows(*loaded).check(cells_of("sfi", lengths=(500, length), tasks=("niah-single",)))
 
 
 @pytest.mark.parametrize(
@@ -144,10 +141,10 @@ def test_a_context_beyond_the_model_is_refused_at_once(loaded, length, message):
         ({"methods": ()}, "method must be given at least once, got none"),
         ({"seeds": ()}, "sample must be given at least once, got none"),
         ({"lengths": (8, 8)}, "each length must differ, got 8, 8"),
-        ({"methods": tuple(map(Method.parse, ("a=sfi", "a=quest")))}, "each method must differ"),
+        ({"methods": ("a=sfi", "a=quest")}, "each method must differ"),
         ({"lengths": (0,)}, "length must be positive, got 0"),
     ],
 )
 def test_grids_that_make_no_sense_are_refused(change, message):
     with pytest.raises(ConfigError, match=message):
-        replace(grid_of("sfi"), **change)
+        cells_of(*change.pop("methods", ["sfi"]), **change)

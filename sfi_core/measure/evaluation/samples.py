@@ -1,0 +1,200 @@
+"""Decode samples of tasks: each prompt is read once, and every method decodes from the shared cache."""
+
+from collections.abc import Sequence
+from itertools import product
+from typing import Any
+
+from sfi_core.engine.report import RequestReport
+from sfi_core.engine.shared_prompt import SharedPrompt
+from sfi_core.errors import ConfigError, InputError
+from sfi_core.generation.generate import generate
+from sfi_core.generation.read_prompt import read_prompt
+from sfi_core.hosts.transformers.lossless import most_together
+from sfi_core.hosts.transformers.slow_fast import session_on
+from sfi_core.measure.evaluation.grid import Cell, Place, Row, Rows
+from sfi_core.measure.evaluation.method import Method, check_distinct
+from sfi_core.measure.evaluation.tasks import TaskSample, find_task
+from sfi_core.policies import policy_class
+from sfi_core.settings.engine import DEFAULTS, EngineOptions
+from sfi_core.triggers.trigger_set import resolve_triggers
+
+COUNTS = ("verifications", "drafted", "tested", "accepted")
+REPORTED = (
+    "finish_reason", "read_ratio", "selection_ratio", "stored_ratio", "slow_steps", "fast_steps",
+    "decode_seconds", "token_ids",
+)  # fmt: skip
+MEASURED = (
+    "score", "scores", "generated", "finish_reason", "read_ratio", "selection_ratio", "stored_ratio",
+    "slow_steps", "fast_steps", *COUNTS, "decode_seconds", "tokens_per_second", "sentence_places",
+    "sentence_scores", "text", "token_ids",
+)  # fmt: skip
+
+
+def sample_cells(
+    methods: Sequence[Method], tasks: Sequence[str], lengths: Sequence[int], seeds: Sequence[int]
+) -> list[Cell]:
+    """List every method on every sample, by seed, so that a stopped run has all tasks and lengths.
+
+    Args:
+        methods: At their sizes.
+        tasks: Names from `sfi_core.measure.evaluation.tasks.TASKS`.
+        lengths: Tokens of the prompts.
+        seeds: Each gives a sample of every task and length.
+
+    Raises:
+        ConfigError: A list is empty, or has a value twice; a task is unknown.
+    """
+    for name, values in {"length": lengths, "task": tasks, "sample": seeds}.items():
+        check_distinct(name, values)
+    if min(lengths) < 1:
+        raise ConfigError(f"length must be positive, got {min(lengths)}")
+    for task in tasks:
+        find_task(task)
+    return [
+        Cell(method=method, length=length, number=seed, task=task)
+        for seed, length, task, method in product(seeds, lengths, tasks, methods)
+    ]
+
+
+class SampleRows(Rows[TaskSample]):
+    """Makes the rows of samples; those that are decoded together have equal budgets under every method."""
+
+    def __init__(self, model: Any, tokenizer: Any, engine: EngineOptions = DEFAULTS) -> None:
+        """See `Rows`."""
+        super().__init__(model, tokenizer, engine)
+        self._trigger_ids: dict[str, tuple[int, ...]] = {}  # by label; looking them up takes a while
+
+    def check(self, cells: Sequence[Cell]) -> None:
+        """Check the cells before anything runs.
+
+        Raises:
+            InputError: A prompt and its answer exceed the model's positions.
+            ConfigError: A size selects no token, a trigger is no token, or a method cannot run losslessly with this
+                model.
+        """
+        methods = {cell.method.key: cell.method for cell in cells}.values()
+        self.alone = {method.label for method in methods if method.lossless and self._together_of(method) == 1}
+        for method in methods:
+            self._triggers(method)
+        limit = self.positions(cells)
+        seeds: dict[tuple[int, str], list[int]] = {}
+        for cell in cells:
+            assert cell.task is not None, "the cell is of a sample"
+            seeds.setdefault((cell.length, cell.task), []).append(cell.number)
+        for (length, task), numbers in seeds.items():
+            first = self._checked(limit, length, task, list(dict.fromkeys(numbers)))
+            for method in methods:
+                method.config_for(len(first.prompt_ids))
+
+    def _triggers(self, method: Method) -> tuple[int, ...]:
+        if method.label not in self._trigger_ids:
+            self._trigger_ids[method.label] = resolve_triggers(self.tokenizer, method.config)
+        return self._trigger_ids[method.label]
+
+    def _together_of(self, method: Method) -> int | None:
+        # the most samples that a lossless run decodes together; None for no limit. Triggers do not matter
+        config, engine = method.config.replace(trigger_token_ids=(0,)), method.engine(DEFAULTS)
+        with session_on(self.model, None, config, policy=method.policy, engine=engine) as session:
+            return most_together(session)
+
+    def _checked(self, limit: int | None, length: int, name: str, seeds: Sequence[int]) -> TaskSample:
+        # only the first seed, unless the length is so near the limit that a longer answer might not fit
+        task = find_task(name)
+        first = task.sample(self.tokenizer, length, seeds[0])
+        near = limit is not None and length + 2 * first.max_new_tokens > limit
+        others = (task.sample(self.tokenizer, length, seed) for seed in seeds[1:]) if near else ()
+        for sample in (first, *others):
+            prompt, new = len(sample.prompt_ids), sample.max_new_tokens
+            if limit is not None and prompt + new > limit:
+                raise InputError(
+                    f"task {name!r} of length {length} must fit the model's {limit} positions, "
+                    f"got {prompt} prompt and {new} new tokens"
+                )
+        return first
+
+    def draw(self, place: Place) -> TaskSample:
+        """Draw a sample."""
+        number, length, task = place
+        assert task is not None, "the place is of a sample"
+        return find_task(task).sample(self.tokenizer, length, number)
+
+    def alike(self, prompt: TaskSample, methods: Sequence[Method]) -> Any:
+        """Return the budgets and recent windows of a sample under each method."""
+        configs = [method.config_for(len(prompt.prompt_ids)) for method in methods]
+        return [(config.budget, config.recent) for config in configs]
+
+    def read(self, prompts: Sequence[TaskSample], methods: Sequence[Method]) -> SharedPrompt:
+        """Read the prompts, with room for the answers."""
+        configs = [policy_class(method.policy).adapt(method.config) for method in methods]
+        return read_prompt(
+            self.model,
+            self.tokenizer,
+            [sample.prompt_ids for sample in prompts],
+            capacity=max(len(sample.prompt_ids) + sample.max_new_tokens for sample in prompts),
+            window=max(config.window_prefill for config in configs),
+            engine=self.engine,
+        )
+
+    def decode(self, shared: SharedPrompt, method: Method, prompts: Sequence[TaskSample]) -> list[Row]:
+        """Decode samples by one method and score the answers."""
+        config = method.config_for(len(prompts[0].prompt_ids)).replace(trigger_token_ids=self._triggers(method))
+        result = generate(
+            self.model, self.tokenizer, [sample.prompt_ids for sample in prompts], config, policy=method.policy,
+            max_new_tokens=[sample.max_new_tokens for sample in prompts], shared=shared,
+            engine=method.engine(self.engine),
+        )  # fmt: skip
+        if result.interrupted:
+            raise KeyboardInterrupt
+        if result.error is not None:
+            raise result.error
+        speed = {"tokens_per_second": result.report.steady_tokens_per_second}  # of the whole run
+        answers = zip(prompts, result.report.requests, result.texts, strict=True)
+        return [self._row(method, *answer) | speed for answer in answers]
+
+    def empty(self, method: Method, prompt: TaskSample) -> Row:
+        """See `Rows`; the row sets the order of the columns."""
+        return {
+            **method.columns(len(prompt.prompt_ids)),
+            "task": prompt.task,
+            "length": prompt.length,
+            "seed": prompt.seed,
+            "prompt_tokens": len(prompt.prompt_ids),
+            **dict.fromkeys(MEASURED),
+            "scores": {},
+            "expected": list(prompt.answers),
+            "error": None,
+        }
+
+    def _row(self, method: Method, sample: TaskSample, report: RequestReport, text: str) -> Row:
+        scores = dict(find_task(sample.task).score(sample, report.token_ids, text, self.tokenizer))
+        places, right = by_sentence(sample, text, self.tokenizer)
+        counts = {name: getattr(report.lossless, name) for name in COUNTS} if report.lossless else {}
+        return {
+            **self.empty(method, sample),
+            **{name: getattr(report, name) for name in REPORTED},
+            "score": float(scores.pop("score")),
+            "scores": scores,
+            "generated": len(report.token_ids),
+            "sentence_places": places,
+            "sentence_scores": right,
+            "text": text,
+            **counts,
+        }
+
+
+def by_sentence(sample: TaskSample, text: str, tokenizer: Any) -> tuple[list[float] | None, list[float] | None]:
+    """Score the sentences of an answer: 1 if the text contains the sentence, ignoring white space.
+
+    A sentence may stand anywhere in the text, so that a lost or added word spoils one sentence only.
+
+    Returns:
+        For each sentence the tokens of the right answer before it, and its score; None for both if the right
+        answer does not have several sentences.
+    """
+    if len(sample.sentences) < 2:  # noqa: PLR2004 - several
+        return None, None
+    said = " ".join(text.split())
+    right = [float(" ".join(sentence.split()) in said) for sentence in sample.sentences]
+    starts = ["".join(sample.sentences[:count]) for count in range(len(sample.sentences))]
+    places = [float(len(tokenizer(start, add_special_tokens=False)["input_ids"])) if start else 0.0 for start in starts]
+    return places, right
