@@ -14,9 +14,8 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
+from sfi_kernels.code_scan.codes import BITS, DROPPED, LOWEST, SHIFTS, SLOTS
 from sfi_kernels.compiled import OPTIONS, entry
-from sfi_kernels.key_codes.layout import BITS, SHIFTS, SLOTS
-from sfi_kernels.key_codes.reference import DROPPED, LOWEST
 from sfi_kernels.step_descriptor import ALLOWED_START, ALLOWED_STOP, FAST, LENGTH, MODE, QUERIES
 
 F = np.float32
@@ -235,13 +234,6 @@ def _scan(query_GD, word_X, begin, stride, mean, query_WCD, scale, logits_GT):
                 _add_levels(level, factor[w, g], logits_GT[g, first : first + n])
 
 
-@entry
-def scan(begin, end, query_HGD, word_X, head_stride, stride, mean_HD, query_HWCD, scale, logits_HGT):
-    """Score all keys by their words; those of head h lie from `h * head_stride` of `word_X` on."""
-    for h in range(begin, end):
-        _scan(query_HGD[h], word_X, h * head_stride, stride, mean_HD[h], query_HWCD[h], scale, logits_HGT[h])
-
-
 # --- choosing
 
 
@@ -299,7 +291,7 @@ def _take(score, least, room, place, index):
 
 
 @inner
-def _told(score, index, told):
+def _diagnose(score, index, unread):
     # of probabilities: the sum of those that are not chosen, and the least chosen over the most of the others
     least = F(np.inf)
     for i in range(len(index)):
@@ -308,11 +300,11 @@ def _told(score, index, told):
     total = F(0)
     for i in range(len(score)):
         total += score[i]
-    told[0], told[1] = total, least / _largest(score)
+    unread[0], unread[1] = total, least / _largest(score)
 
 
 @inner
-def _choose(logits_GT, rest, index, unread, told):
+def _choose(logits_GT, rest, index, unread_logit, unread):
     # the likeliest of more than K keys; overwrites the logits; a tie goes to the lower position
     (G, T), K = logits_GT.shape, len(index)
     score, place = np.zeros(T, F), np.empty(T, np.int32)
@@ -322,7 +314,7 @@ def _choose(logits_GT, rest, index, unread, told):
         total[g] = _exp_row(logits_GT[g], most)
         log_sum[g] = most + F(math.log(total[g]))
         _add_row(logits_GT[g], F(1) / (total[g] * F(G)), score)
-    exact = np.empty(T if len(told) else 0, F)
+    exact = np.empty(T if len(unread) else 0, F)
     for i in range(len(exact)):
         exact[i] = score[i]
     _coarsen(score)
@@ -336,17 +328,10 @@ def _choose(logits_GT, rest, index, unread, told):
         read = F(0)
         for i in range(K):
             read += logits_GT[g, index[i]]
-        left = max(F(1) - read / total[g], F(0)) * rest
-        unread[g] = log_sum[g] + F(math.log(left)) if left > F(0) else F(-np.inf)
-    if len(told):
-        _told(exact, index, told)
-
-
-@entry
-def choose(begin, end, logits_HGT, rest, index_HK, unread_HG):
-    """Choose the likeliest of more than K keys, and overwrite the logits; a tie goes to the lower position."""
-    for h in range(begin, end):
-        _choose(logits_HGT[h], rest, index_HK[h], unread_HG[h], unread_HG[h, :0])
+        share = max(F(1) - read / total[g], F(0)) * rest
+        unread_logit[g] = log_sum[g] + F(math.log(share)) if share > F(0) else F(-np.inf)
+    if len(unread):
+        _diagnose(exact, index, unread)
 
 
 # --- attention
@@ -540,7 +525,7 @@ def _note(index, n, first, position):
 def code_scan(
     begin, end, query_BHGD, key_XD, value_XE, half_key_XD, half_value_XE, kind, N, table_BP, step_BX, mean_BHD,
     encode_BHWDC, query_BHWCD, word_BHWT, sum_BHE, summed_BH, position_BHS, length_BH, index_BHK, logit_BHG,
-    value_BHE, told_BHC, scale, rest,
+    value_BHE, unread_BHC, scale, rest,
 ):  # fmt: skip
     """Code new keys, and choose for the fast requests; `code_scan.reference` has the arguments."""
     (B, H, W, T), K = word_BHWT.shape, index_BHK.shape[2]
@@ -571,7 +556,7 @@ def code_scan(
             if n > K:
                 begin_X = (b * H + h) * W * T + first
                 _scan(query_BHGD[b, h], words, begin_X, T, mean_BHD[b, h], query_BHWCD[b, h], scale, logits)
-                _choose(logits, rest, index, logit_BHG[b, h], told_BHC[b, h])
+                _choose(logits, rest, index, logit_BHG[b, h], unread_BHC[b, h])
             for i in range(min(n, K)):
                 index[i] = first + (index[i] if n > K else i)
             _note(index, min(n, K), first, position_BHS[b, h])

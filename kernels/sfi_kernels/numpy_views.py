@@ -5,6 +5,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from sfi_kernels.compiled import why_not
+
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as `loops` numbers them
 
 NO_FLOATS, NO_HALVES = np.empty((0, 0), np.float32), np.empty((0, 0), np.uint16)
@@ -17,11 +19,10 @@ def plain(tensor: torch.Tensor) -> Any:
     return tensor.numpy()
 
 
-def flat(tensor: torch.Tensor) -> Any:
-    """Return the memory from a tensor's first number to its last as one row; the last stride must be 1."""
-    pairs = zip(tensor.shape, tensor.stride(), strict=True)
-    numbers = 1 + sum((size - 1) * stride for size, stride in pairs)
-    return tensor.as_strided((numbers,), (1,)).numpy()
+def fastest(backend: str, device: torch.device, *pages: torch.Tensor) -> str:
+    """Return "numba" in place of "torch" on a CPU where numba compiles and its loops read `pages`; else `backend`."""
+    compiles = backend == "torch" and device.type == "cpu" and not why_not()
+    return "numba" if compiles and readable(*pages) else backend
 
 
 def readable(*pages: torch.Tensor) -> bool:

@@ -7,8 +7,6 @@ from typing import Generic, ParamSpec, TypeVar, cast
 
 import torch
 
-from sfi_kernels.compiled import why_not
-
 P = ParamSpec("P")
 R = TypeVar("R")
 MODULES = {"torch": "reference", "triton": "triton", "numba": "numba"}  # by backend
@@ -34,12 +32,6 @@ class Op(Generic[P, R]):
     def on(self, backend: str) -> Callable[P, R]:
         """Return the implementation of "torch", "triton" or "numba", whatever the device."""
         return cast("Callable[P, R]", getattr(self, MODULES[backend]))
-
-    def fastest(self, backend: str, device: torch.device) -> Callable[P, R]:
-        """Return `on(backend)`; on a CPU that has numba, numba's in place of the reference."""
-        if backend == "torch" and device.type == "cpu" and not why_not():
-            return self.numba
-        return self.on(backend)
 
     @cached_property
     def triton(self) -> Callable[P, R]:

@@ -9,11 +9,10 @@ from typing import Any
 import torch
 
 from sfi_kernels.append import append
-from sfi_kernels.code_scan import BatchCodes, code_scan, code_tokens
+from sfi_kernels.code_scan import BatchCodes, CodeBasis, bits_of, code_scan, code_tokens, encode_keys
 from sfi_kernels.decode_attention import resident_programs
 from sfi_kernels.decode_attention.triton import decode_attention
 from sfi_kernels.dense_attention import dense_attention, window_logits
-from sfi_kernels.key_codes import CodeBasis, bits_of, encode_keys, scan_codes
 from sfi_kernels.launch import Launch, Target, name_of, recording
 from sfi_kernels.pack import pack
 from sfi_kernels.pseudo_token import PseudoToken
@@ -119,7 +118,7 @@ def _runs() -> Iterator[tuple[str, Callable[[], object]]]:
                 verify = partial(case.decode, slow=True, queries=queries)
                 yield f"{label}, {queries} queries", verify
             yield label, case.prompt
-            yield f"{name}, D={D}, G={G}", case.score
+            yield f"{name}, D={D}, G={G}", case.code
             if dtype == torch.bfloat16:  # what models are served in
                 apart = Case(dtype, D, E, G, 30.0 if capped else None, sinks, halves=True)
                 yield from _over_halves(label + ", halves", apart)
@@ -210,13 +209,11 @@ class Case:
                 self.length_BH, budget=S - 4, scale=1.0, rest=0.5,
             )  # fmt: skip
 
-    def score(self) -> None:
-        """Code the keys of a piece of a prompt, and score them."""
+    def code(self) -> None:
+        """Code the keys of a piece of a prompt."""
         D = self.query.shape[-1]
         projection = torch.empty(H, D, len(bits_of(D)))
-        basis = CodeBasis(torch.empty(H, D), projection, projection)
-        word_HWT = encode_keys.triton(self.key[0], basis)
-        scan_codes.triton(self.query[0, :, :, 0], word_HWT, basis, scale=1.0)
+        encode_keys.triton(self.key[0], CodeBasis(torch.empty(H, D), projection, projection))
 
     def move(self, *, heads: bool = False) -> None:
         """Append a token and a piece of a prompt, pack, and recall, the last two for some heads or all."""

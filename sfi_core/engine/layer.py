@@ -38,7 +38,7 @@ class Layer:
         self.options = run.options[index] = {**self.logit_options, "sink_HG": sink_HG}
         self.new = new
         self.in_place = run.in_place
-        self.chooses = run.chooses and not self.left_dense
+        self.chooses = run.policy.chooses and not self.left_dense
         self.dense_heads: dict[int, Sequence[int]] = {}
         self.later: list[Callable[[], None]] = []
 

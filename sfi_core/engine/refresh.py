@@ -19,7 +19,7 @@ from sfi_core.engine.run import Run
 from sfi_core.observers.events import SelectionEvent
 from sfi_core.observers.observer import wants, wants_spans
 from sfi_core.policies.base import BatchContext, Evidence, EvidencePolicy, LayerContext, Selection
-from sfi_kernels.code_scan import TOLD
+from sfi_kernels.numpy_views import fastest
 from sfi_kernels.pseudo_token import PseudoToken
 from sfi_kernels.step_descriptor import NewRows, StepDescriptor
 
@@ -112,7 +112,9 @@ def layer_context(
     interval = None
     if layer.backend == "torch" and len(rows) == 1:
         interval = states[0].sink(run.policy.config.sink), states[0].recent_start
-    codes = [run.codes(index, query_RHGWD.shape[2]).of(slice(row, row + 1)) for row in rows] if run.chooses else ()
+    codes = (
+        [run.codes(index, query_RHGWD.shape[2]).of(slice(row, row + 1)) for row in rows] if run.policy.chooses else ()
+    )
     return LayerContext(
         layer=index, backend=layer.backend, span=partial(run.observer.span, layer=index), ranks=run.ranks,
         wants_diagnostics=wants(run.observer, SelectionEvent), states=states,
@@ -123,25 +125,29 @@ def layer_context(
         keys=lambda place, start, stop: run.store.keys(index, rows[place], start, stop),
         values=lambda place, start, stop: run.store.values(index, rows[place], start, stop),
         notes=tuple(run.notes[state.request, index] for state in states), codes=tuple(codes),
+        whole_on_device=run.store.whole_on_device,
     )  # fmt: skip
 
 
 def batch_context(layer: Layer, step: StepDescriptor, query_BHG1D: torch.Tensor, *, fast: bool) -> BatchContext:
     """Make the context of a layer for all requests; `fast` as there."""
     run, segment = layer.run, layer.run.segment(layer.index)
+    position_BHS, length_BH = segment.position_BHS, segment.length_BH
+    if not layer.in_place:  # the segment has the positions of the rows that it holds
+        position_BHS, length_BH = torch.empty_like(position_BHS), torch.empty_like(length_BH)
     return BatchContext(
         backend=layer.backend, fast=fast, wants_diagnostics=wants(run.observer, SelectionEvent),
         query_BHGD=query_BHG1D[:, :, :, 0], key_PHND=layer.pages.key_PHND, value_PHNE=layer.pages.value_PHNE,
         block_table_BP=run.store.block_table_BP, descriptor=step,
-        codes=run.codes(layer.index, query_BHG1D.shape[2]), position_BHS=segment.position_BHS,
-        length_BH=segment.length_BH, scale=layer.logit_options["scale"],
+        codes=run.codes(layer.index, query_BHG1D.shape[2]), position_BHS=position_BHS,
+        length_BH=length_BH, scale=layer.logit_options["scale"],
     )  # fmt: skip
 
 
 def choose(
     layer: Layer, step: StepDescriptor, query_BHG1D: torch.Tensor, *, fast: bool
 ) -> tuple[Selection | None, PseudoToken | None]:
-    """Let the policy choose what the fast requests read in place; return the choice of all rows.
+    """Let the policy choose what the fast requests read; return the choice of all rows.
 
     Numbers of the host's are not read, so that a CUDA graph can hold the step.
     """
@@ -151,12 +157,11 @@ def choose(
     choice = layer.run.policy.choose(batch_context(layer, step, query_BHG1D, fast=fast))
     if choice is None:
         return None, None
-    told = {} if choice.told_BHC is None else dict(zip(TOLD, choice.told_BHC.unbind(-1), strict=True))
-    return Selection(choice.index_BHK, told), choice.pseudo
+    return Selection(choice.index_BHK, choice.diagnostics), choice.pseudo
 
 
 def choose_and_note(layer: Layer, step: StepDescriptor, query_BHG1D: torch.Tensor) -> PseudoToken | None:
-    """Choose as `choose`, after what the policy lacks; note the choice and tell the observer."""
+    """Choose as `choose`, after what the policy lacks; note or pack the choice, and tell the observer."""
     run, index = layer.run, layer.index
     with run.observer.span("select_before", index):
         for row in step.fast:
@@ -164,14 +169,19 @@ def choose_and_note(layer: Layer, step: StepDescriptor, query_BHG1D: torch.Tenso
                 context = layer_context(layer, (row,), query_BHG1D[row : row + 1])
                 run.policy.select_after(context)
         selection, pseudo = choose(layer, step, query_BHG1D, fast=bool(step.fast))
-    if selection is not None:
+        for row in step.fast if selection is not None and not layer.in_place else ():
+            diagnostics = {name: value[row : row + 1] for name, value in selection.diagnostics.items()}
+            apply(layer, (row,), Selection(selection.index_BHK[row : row + 1], diagnostics))
+    if selection is not None and layer.in_place:
         note_choice(layer.run, index, selection, step.fast)
     return pseudo
 
 
 def note_choice(run: Run, layer: int, selection: Selection, rows: tuple[int, ...]) -> None:
     """Note what a layer chose for the fast requests, and tell the observer."""
-    run.meter.count("triton.code_scan" if run.store.backend == "triton" else "numba.code_scan", len(rows))
+    pages = run.store.pages(layer)
+    backend = fastest(run.store.backend, run.device, pages.key_PHND, pages.value_PHNE)
+    run.meter.count(f"{backend}.code_scan", len(rows))
     heard = wants(run.observer, SelectionEvent)
     for row in rows:
         note_selection(run, layer, row, row, selection, heard=heard)

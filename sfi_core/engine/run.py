@@ -29,7 +29,6 @@ from sfi_core.state.packed_segment import PackedSegment
 from sfi_core.state.request import RequestState
 from sfi_core.state.side_stream import side_of
 from sfi_kernels.code_scan import BatchCodes
-from sfi_kernels.compiled import why_not
 
 CPU = torch.device("cpu")
 
@@ -164,7 +163,8 @@ class Run:
         self.store.grow(longest)
         self.layers.add(layer)
         decodes = self.batch_pass.decodes and not self.batch_pass.prompts
-        if decodes and self.chooses and layer not in self.policy.config.dense_layers and self.store.backend == "triton":
+        chooses = self.policy.chooses and layer not in self.policy.config.dense_layers
+        if decodes and chooses and self.store.backend == "triton" and self.store.whole_on_device:
             self.late[layer] = key_BHTD, value_BHTE
             return self.store.pages(layer)
         with self.launches(layer), self.observer.span("append", layer):
@@ -253,13 +253,6 @@ class Run:
     def in_place(self) -> bool:
         """Whether fast steps read as `reads_in_place` says; not with host memory."""
         return self.store.whole_on_device and reads_in_place(self.policy, self.store.backend)
-
-    @property
-    def chooses(self) -> bool:
-        """Whether the policy chooses for whole batches: in Triton or numba, without host memory."""
-        store = self.store
-        compiled = store.backend == "triton" or (self.device.type == "cpu" and not why_not())
-        return self.policy.chooses and compiled and store.whole_on_device
 
     def codes(self, layer: int, group: int) -> BatchCodes:
         """Return the codes of all rows' keys in a layer, with room for what the store holds.

@@ -76,6 +76,7 @@ class LayerContext(Evidence):
         values: The same for cached values.
         notes: The policy's own data on each request in this layer, kept from step to step.
         codes: The codes of each request's keys, as a batch of one, if the policy chooses for whole batches; else empty.
+        whole_on_device: Whether the pages of a `BatchContext` hold all tokens; else the recent ones only.
     """
 
     states: tuple[RequestState, ...]
@@ -85,6 +86,7 @@ class LayerContext(Evidence):
     values: Callable[[int, int, int], torch.Tensor]
     notes: tuple[Notes, ...]
     codes: tuple[BatchCodes, ...] = ()
+    whole_on_device: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,9 +148,9 @@ class Policy:
         evicts: The method drops unselected tokens for good, so that it needs less memory.
         drafts: Fast steps can be taken back, as a lossless run does with rejected tokens.
         offloads: Runs over a store with most keys and values in host memory.
-        selects_before: Whether the class has a `select_before`; so `selects_after`, `selects_next`.
+        selects_before: Whether the class has a `select_before` or `choose`; so `selects_after`, `selects_next`.
         selects: Whether it has any of the three.
-        chooses: Whether it has `choose`, which the Triton backend calls in place of `select_before`.
+        chooses: Whether it has `choose`.
         mixes_heads: Whether it has `dense_heads`.
         key_width: Numbers of a key of a head, where the host or a step has told it; 0 before.
         triggered: Whether its `plan` may ask the trigger.
@@ -165,11 +167,11 @@ class Policy:
     def __init_subclass__(cls) -> None:
         """Note which hooks the class has: those of its own and of its bases."""
         super().__init_subclass__()
-        cls.selects_before = cls.select_before is not Policy.select_before
+        cls.chooses = cls.choose is not Policy.choose
+        cls.selects_before = cls.chooses or cls.select_before is not Policy.select_before
         cls.selects_after = cls.select_after is not Policy.select_after
         cls.selects_next = cls.select_next is not Policy.select_next
         cls.selects = cls.selects_before or cls.selects_after or cls.selects_next
-        cls.chooses = cls.choose is not Policy.choose
         cls.mixes_heads = cls.dense_heads is not Policy.dense_heads
         cls.triggered = cls.plan is not Policy.plan
         cls.fills = vars(cls).get("fills", False)  # not a base's: its hooks may be others
@@ -198,7 +200,7 @@ class Policy:
         return None
 
     def choose(self, batch: BatchContext) -> Choice | None:
-        """Choose what all fast requests read in place, in launches that a CUDA graph can hold (CodeScan).
+        """Choose what all fast requests read, in launches that a CUDA graph can hold (CodeScan).
 
         Called in every pass that decodes; None where no request is fast.
         """

@@ -5,7 +5,7 @@ from functools import cache
 
 import torch
 
-from sfi_kernels.key_codes import CodeBasis, bits_of
+from sfi_kernels.code_scan import CodeBasis, bits_of
 
 # by bits: the step, in standard deviations, of the best uniform quantizer of a normal variable
 STEP = {1: 1.596, 2: 0.9957, 4: 0.3352}

@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch.utils._pytree import tree_map_only
 
-from sfi_kernels.code_scan import BatchCodes, code_scan, code_tokens
+from sfi_kernels.code_scan import BatchCodes, CodeBasis, code_scan, code_tokens, words
 from sfi_kernels.code_scan.reference import scanned
-from sfi_kernels.key_codes import CodeBasis, words
 from sfi_kernels.step_descriptor import FAST, IDLE, SLOW, NewRows, StepDescriptor, StepRequest, describe_step
 from tests.fakes import coarse, kernel_device
 
@@ -49,7 +48,7 @@ class Case:
         other.step = replace(self.step, buffer=self.step.buffer.to(device))
         return other
 
-    def run(self, backend: str, *, told: bool = False) -> tuple[Any, ...]:
+    def run(self, backend: str, *, diagnoses: bool = False) -> tuple[Any, ...]:
         """Return what the op gave and changed, on the CPU; its operands stay where they are."""
         B, H = self.query.shape[:2]
         case = self.on(kernel_device(backend))
@@ -58,7 +57,7 @@ class Case:
         length = case.table.new_zeros(B, H)
         choice = code_scan.on(backend)(
             case.query, case.key, case.value, case.table, case.step, codes, position, length,
-            budget=BUDGET, scale=SCALE, rest=REST, told=told,
+            budget=BUDGET, scale=SCALE, rest=REST, diagnoses=diagnoses,
         )  # fmt: skip
         return tree_map_only(torch.Tensor, torch.Tensor.cpu, (choice, codes, position, length))
 
@@ -103,12 +102,11 @@ def test_the_kernels_choose_what_the_reference_chooses(backend, G, D, E, dtype):
     if backend == "numba":
         pytest.importorskip("numba")
     case = Case(2, G, D, E, dtype)
-    wanted, codes, position, length = case.run("torch", told=True)
-    got, own_codes, own_position, own_length = case.run(backend, told=True)
-    if got.told_BHC is not None:
-        torch.testing.assert_close(
-            got.told_BHC[[0, 1, 4]], wanted.told_BHC[[0, 1, 4]], rtol=1e-4, atol=1e-5, equal_nan=True
-        )
+    wanted, codes, position, length = case.run("torch", diagnoses=True)
+    got, own_codes, own_position, own_length = case.run(backend, diagnoses=True)
+    for name, value_BH in got.diagnostics.items():
+        expected_BH = wanted.diagnostics[name]
+        torch.testing.assert_close(value_BH[[0, 1, 4]], expected_BH[[0, 1, 4]], rtol=1e-4, atol=1e-5, equal_nan=True)
     assert torch.equal(own_codes.recent_BHXGD, codes.recent_BHXGD)
     fast = [row for row, (mode, _) in enumerate(REQUESTS) if mode == FAST]
     assert torch.equal(own_codes.word_BHWT, codes.word_BHWT)

@@ -1,16 +1,18 @@
-"""Key codes: levels, words and estimated logits, against the formula in float64."""
+"""Key codes: levels, words and estimated logits, against the formula in float64; and the choice by them."""
 
+import math
 from itertools import accumulate
 
 import pytest
 import torch
 
-from sfi_kernels.key_codes import CodeBasis, bits_of, encode_keys, scan_codes, words
-from sfi_kernels.key_codes.layout import BITS
+from sfi_kernels.code_scan import BatchCodes, CodeBasis, bits_of, encode_keys, words
+from sfi_kernels.code_scan.codes import BITS
+from sfi_kernels.code_scan.reference import choose_likeliest, scanned
 from sfi_kernels.launch import KernelLimitError
-from tests.fakes import kernel_device
+from tests.fakes import coarse, kernel_device
 
-SCALE = 0.3
+SCALE, REST = 0.3, 0.3
 EDGE = 1e-3  # steps that a key keeps from a level's edge, much more than rounding moves it
 FIRST_BITS = list(accumulate(BITS, initial=0))[:-1]
 
@@ -67,9 +69,7 @@ def plain_logits(query: torch.Tensor, level: list[list[list[int]]], basis: CodeB
 
 
 def levels_of(code: torch.Tensor) -> torch.Tensor:
-    """Read a code's levels, [H, T, C]: those of a byte each, or the bits of words, slot by slot."""
-    if code.dtype == torch.uint8:
-        return code.long().mT
+    """Read a code's levels, [H, T, C]: the bits of words, slot by slot."""
     word = code.long() % 2**32
     fields = [word // 2**first % 2**bits for first, bits in zip(FIRST_BITS, BITS, strict=True)]
     return torch.cat(fields, 1).mT
@@ -81,10 +81,12 @@ def encode(backend: str, key: torch.Tensor, basis: CodeBasis) -> torch.Tensor:
     return encode_keys.on(backend)(key.to(device), CodeBasis(*(x.to(device) for x in basis)))
 
 
-def scan(backend: str, query: torch.Tensor, code: torch.Tensor, basis: CodeBasis, scale: float = SCALE) -> torch.Tensor:
-    device = code.device
-    basis = CodeBasis(*(x.to(device) for x in basis))
-    return scan_codes.on(backend)(query.to(device), code, basis, scale=scale).cpu()
+def scan(query_HGD: torch.Tensor, word_HWT: torch.Tensor, basis: CodeBasis, scale: float = SCALE) -> torch.Tensor:
+    (H, T), (G, D) = word_HWT.shape[::2], query_HGD.shape[1:]
+    codes = BatchCodes.empty(1, G, torch.empty(1, H, T, D), torch.empty(1, H, T, D), T)
+    codes.learn(0, basis)
+    codes.word_BHWT[0] = word_HWT
+    return scanned(query_HGD, codes, 0, scale)
 
 
 def assert_plain(backend: str, H: int, G: int, D: int, T: int, dtype=torch.float32) -> None:
@@ -92,7 +94,9 @@ def assert_plain(backend: str, H: int, G: int, D: int, T: int, dtype=torch.float
     key, query = draw_keys(basis, T, dtype), torch.randn(H, G, D).to(dtype)
     code, level = encode(backend, key, basis), plain_levels(key, basis)
     assert levels_of(code).tolist() == level
-    logits = scan(backend, query, code, basis)
+    if backend != "torch":
+        return
+    logits = scan(query, code, basis)
     assert (logits.shape, logits.dtype) == ((H, G, T), torch.float32)
     expected = plain_logits(query, level, basis)
     # float32 sums of D terms, then of C levels of at most 8 steps
@@ -130,41 +134,32 @@ def test_a_level_begins_at_its_edge_and_ends_before_the_next(backend: str):
     assert level == [of_4_bits] * 4 + [of_2_bits] * 4 + [of_1_bit] * 8
 
 
-def test_a_channel_of_more_bits_is_closer(backend: str):
+def test_a_channel_of_more_bits_is_closer():
     """Over one range of keys, the middle of a step is off by half of a step at most."""
     half = torch.tensor([2.0 ** (bits - 1) for bits in BITS])
     basis = CodeBasis(torch.zeros(1, 16), half.diag()[None], (1 / half).diag()[None])
     key = (torch.rand(1, 500, 16) * 2 - 1).contiguous()
-    estimate = scan(backend, torch.eye(16)[None], encode(backend, key, basis), basis, 1.0)
+    estimate = scan(torch.eye(16)[None], encode_keys.reference(key, basis), basis, 1.0)
     worst = (estimate[0] - key[0].T).abs().amax(1)
     for bits, error in zip(BITS, worst.tolist(), strict=True):
         assert 0.8 < error * 2**bits <= 1 + 1e-5
 
 
-def test_keys_and_codes_may_be_views(backend: str):
-    """Keys of every second page slot and codes at the front of a larger buffer."""
+def test_keys_may_be_views(backend: str):
+    """Keys of every second page slot."""
     basis = draw_basis(2, 24)
     key = draw_keys(basis, 70)
     spread = torch.full((70, 2, 3, 24), torch.nan)
     spread[:, :, 1] = key.transpose(0, 1)
     view = spread.to(kernel_device(backend))[:, :, 1].transpose(0, 1)
-    code = encode(backend, view, basis)
-    assert levels_of(code).tolist() == plain_levels(key, basis)
-    room = torch.full((2, code.shape[1], 100), 1, dtype=code.dtype, device=code.device)
-    room[..., :70] = code
-    query = torch.randn(2, 3, 24)
-    torch.testing.assert_close(scan(backend, query, room[..., :70], basis), scan(backend, query, code, basis))
+    assert levels_of(encode(backend, view, basis)).tolist() == plain_levels(key, basis)
 
 
 def test_a_basis_may_be_laid_out_channel_by_channel(backend: str):
     basis = draw_basis(2, 24)
-    turned = basis._replace(
-        encode_HDC=basis.encode_HDC.mT.contiguous().mT, query_HDC=basis.query_HDC.mT.contiguous().mT
-    )
-    key, query = draw_keys(basis, 9), torch.randn(2, 3, 24)
-    code = encode(backend, key, basis)
-    assert torch.equal(encode(backend, key, turned), code)
-    torch.testing.assert_close(scan(backend, query, code, turned), scan(backend, query, code, basis))
+    turned = basis._replace(encode_HDC=basis.encode_HDC.mT.contiguous().mT)
+    key = draw_keys(basis, 9)
+    assert torch.equal(encode(backend, key, turned), encode(backend, key, basis))
 
 
 @pytest.mark.parametrize(
@@ -180,19 +175,55 @@ def test_a_basis_that_does_not_fit_is_named(backend: str, name, change, message:
     basis = basis._replace(**{name: change(getattr(basis, name))})
     with pytest.raises(ValueError, match=message):
         encode(backend, torch.randn(2, 5, 8), basis)
-    with pytest.raises(ValueError, match=message):
-        scan(backend, torch.randn(2, 1, 8), torch.zeros(2, 1, 5, dtype=torch.int32), basis)
 
 
-def test_what_the_kernels_cannot_take_is_refused():
+def test_a_head_that_the_kernel_cannot_take_is_refused():
     pytest.importorskip("triton")
-    basis = draw_basis(2, 8)
-    with pytest.raises(ValueError, match=r"^words must be int32, got torch.uint8$"):
-        scan("triton", torch.randn(2, 1, 8), torch.zeros(2, 1, 5, dtype=torch.uint8), basis)
-    with pytest.raises(ValueError, match=r"^words must be \[H=2, W=1, T\], got \[2, 16, 5\]$"):
-        scan("triton", torch.randn(2, 1, 8), torch.zeros(2, 16, 5, dtype=torch.uint8), basis)
-    wide = draw_basis(1, 300)
     with pytest.raises(KernelLimitError, match=r"^head dimension must be at most 256 .*, got 300;"):
-        encode("triton", torch.randn(1, 2, 300), wide)
-    with pytest.raises(KernelLimitError, match=r"^head dimension must be at most 256 .*, got 300;"):
-        scan("triton", torch.randn(1, 2, 300), torch.zeros(1, 4, 5, dtype=torch.int32), wide)
+        encode("triton", torch.randn(1, 2, 300), draw_basis(1, 300))
+
+
+def assert_chosen(logits_HGT: torch.Tensor, budget: int) -> None:
+    """Compare with a sort of the 8 bits of a score, in which the lower position wins a tie."""
+    weight_HGT = logits_HGT.double().softmax(-1)
+    index_HK, unread_HG = choose_likeliest(logits_HGT, budget, rest=REST)
+    assert index_HK.dtype == torch.int32
+    score_HT = coarse(weight_HGT.mean(1))
+    for head, score_T in enumerate(score_HT):
+        best = sorted(score_T.sort(descending=True, stable=True).indices[:budget].tolist())
+        assert index_HK[head].tolist() == best
+        others = [t for t in range(len(score_T)) if t not in best]
+        expected_G = logits_HGT[head, :, others].double().logsumexp(-1) + math.log(REST)
+        # the sum of the others is 1 minus that of the chosen, in float32
+        atol_G = 1e-6 * REST * logits_HGT[head].double().exp().sum(-1)
+        off_G = (unread_HG[head].double().exp() - expected_G.exp()).abs()
+        assert (off_G <= atol_G).all()
+
+
+@pytest.mark.parametrize(("H", "G", "T", "K"), [(2, 1, 2, 1), (3, 2, 70, 69), (1, 3, 700, 37), (2, 8, 999, 400)])
+def test_the_likeliest_are_chosen_and_the_others_weighed(H: int, G: int, T: int, K: int):
+    assert_chosen(torch.randn(H, G, T) * 2, K)
+
+
+@pytest.mark.parametrize("levels", [1, 2, 5])
+def test_a_tie_goes_to_the_lower_position(levels: int):
+    level_T = torch.randint(levels, (300,)).float()
+    assert_chosen(level_T.expand(2, 3, -1).contiguous(), 100)
+
+
+def test_one_key_may_have_all_the_weight():
+    """The other weights are too small for float32, so that the lowest positions fill the budget."""
+    logits = torch.full((1, 2, 50), -300.0)
+    logits[:, :, 30] = 0.0
+    index_HK, unread_HG = choose_likeliest(logits, 4, rest=REST)
+    assert index_HK.tolist() == [[0, 1, 2, 30]]
+    assert (unread_HG == -torch.inf).all()
+
+
+def test_nothing_of_the_rest_counts_with_a_factor_of_zero():
+    assert (choose_likeliest(torch.randn(1, 2, 50), 4, rest=0.0)[1] == -torch.inf).all()
+
+
+def test_a_budget_leaves_something_to_choose():
+    with pytest.raises(ValueError, match=r"^budget must be within 1 and 9, got 10$"):
+        choose_likeliest(torch.randn(1, 2, 10), 10, rest=REST)

@@ -1,6 +1,6 @@
 """The second and the third launch: score the keys of J and count the scores, then take the best.
 
-A score has 8 bits (`key_codes.reference.coarse_score`), so that one histogram finds the threshold. Both launches
+A score has 8 bits (`reference.coarse_score`), so that one histogram finds the threshold. Both launches
 read the logits that the first launch left.
 """
 
@@ -9,11 +9,11 @@ import triton.language as tl
 
 from sfi_kernels import step_descriptor as words
 from sfi_kernels.attention_tile.triton import LN2, LOG2E, add_sum, log_sum
+from sfi_kernels.code_scan import codes
 from sfi_kernels.code_scan.sums_triton import candidates, logits_at
-from sfi_kernels.key_codes import reference
 
 FAST, SINK = tl.constexpr(words.FAST), tl.constexpr(words.SINK)
-DROPPED, LOWEST = tl.constexpr(reference.DROPPED), tl.constexpr(reference.LOWEST)
+DROPPED, LOWEST = tl.constexpr(codes.DROPPED), tl.constexpr(codes.LOWEST)
 BINS = tl.constexpr(256)
 # counts of scores at or above each one, then 0
 COLUMNS = tl.constexpr(257)

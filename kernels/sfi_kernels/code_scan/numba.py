@@ -3,13 +3,28 @@
 import torch
 
 from sfi_kernels import loops
-from sfi_kernels.code_scan.reference import KEPT, BatchCodes, Choice, append_new, check, check_codes, nothing_unread
+from sfi_kernels.code_scan.codes import KEPT, BatchCodes, Choice, CodeBasis, words
+from sfi_kernels.code_scan.reference import append_new, check, check_basis, check_codes
 from sfi_kernels.compiled import by_heads
 from sfi_kernels.numpy_views import KINDS, plain, rows_of
 from sfi_kernels.pseudo_token import PseudoToken
-from sfi_kernels.step_descriptor import FAST, LENGTH, StepDescriptor
+from sfi_kernels.step_descriptor import FAST, LENGTH, MODE, StepDescriptor
 
 NUMBER = 2e-3  # microseconds of a key and query, on a Zen 4
+MANY = 16  # keys that a matrix product codes sooner than a loop
+
+
+def encode_keys(key_HTD: torch.Tensor, basis: CodeBasis) -> torch.Tensor:
+    """See `reference.encode_keys`."""
+    check_basis(key_HTD, basis)
+    H, T, D = key_HTD.shape
+    word_HWT = torch.empty(H, words(D), T, dtype=torch.int32)
+    if T < MANY:
+        loops.encode(plain(key_HTD), plain(basis.mean_HD), plain(basis.encode_HWDC), word_HWT.numpy())
+    else:
+        step_HTC = (key_HTD.float() - basis.mean_HD[:, None]).bmm(basis.encode_HDC)
+        loops.pack_levels(plain(step_HTC), word_HWT.numpy())
+    return word_HWT
 
 
 def code_tokens(
@@ -29,32 +44,33 @@ def code_scan(
     query_BHGD: torch.Tensor, key_PHND: torch.Tensor, value_PHNE: torch.Tensor,
     block_table_BP: torch.Tensor, descriptor: StepDescriptor, codes: BatchCodes,
     position_BHS: torch.Tensor, length_BH: torch.Tensor, *, budget: int, scale: float, rest: float,
-    told: bool = False,
+    diagnoses: bool = False,
 ) -> Choice:  # fmt: skip
     """See `reference.code_scan`. Pages must be `numpy_views.readable`; weights have float32's rounding."""
     check(query_BHGD, key_PHND, value_PHNE, block_table_BP, descriptor, codes, position_BHS, length_BH)
     B, H, G, _ = query_BHGD.shape
-    for row, own in enumerate(descriptor.table_BX.tolist()):
-        if own[0] == FAST:
-            codes.recent_BHXGD[row, :, (own[LENGTH] - 1) % KEPT] = query_BHGD[row]
+    for row, numbers in enumerate(descriptor.table_BX.tolist()):
+        if numbers[MODE] == FAST:
+            codes.recent_BHXGD[row, :, (numbers[LENGTH] - 1) % KEPT] = query_BHGD[row]
     index_BHK = torch.full((B, H, budget), -1, dtype=torch.int32)
     pseudo = PseudoToken(torch.full((B, H, G), -torch.inf), torch.zeros_like(codes.sum_BHE))
-    told_BHC = nothing_unread(B, H, query_BHGD.device) if told else pseudo.logit_BHG[..., :0]
+    unread_BHC = torch.tensor([0.0, torch.nan] if diagnoses else []).repeat(B, H, 1)
     _run(
         query_BHGD, key_PHND, value_PHNE, block_table_BP, descriptor, codes, position_BHS, length_BH, index_BHK,
-        *pseudo, told_BHC, scale, rest,
+        *pseudo, unread_BHC, scale, rest,
     )  # fmt: skip
-    return Choice(index_BHK, pseudo, told_BHC if told else None)
+    diagnostics = {"unread_estimate": unread_BHC[..., 0], "score_margin": unread_BHC[..., 1]} if diagnoses else {}
+    return Choice(index_BHK, pseudo, diagnostics)
 
 
 def _run(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, table: torch.Tensor, descriptor: StepDescriptor,
     codes: BatchCodes, position: torch.Tensor, length: torch.Tensor, index: torch.Tensor, logit: torch.Tensor,
-    mean: torch.Tensor, told: torch.Tensor, scale: float, rest: float,
+    mean: torch.Tensor, unread: torch.Tensor, scale: float, rest: float,
 ) -> None:  # fmt: skip
     append_new(key, table, descriptor)
     (key_XD, half_key_XD), (value_XE, half_value_XE) = rows_of(key), rows_of(value)
-    written = *codes[:-1], position, length, index, logit, mean, told
+    written = *codes[:-1], position, length, index, logit, mean, unread
     arguments = (
         plain(query), key_XD, value_XE, half_key_XD, half_value_XE, KINDS[key.dtype], key.shape[2], table.numpy(),
         descriptor.table_BX.numpy(), *(part.numpy() for part in written), loops.F(scale), loops.F(rest),

@@ -1,13 +1,12 @@
 """Choosing keys by their codes, in PyTorch, request by request."""
 
-from typing import NamedTuple
+from functools import cache
 
 import torch
 
 from sfi_kernels.append import append
 from sfi_kernels.append.reference import check as check_append
-from sfi_kernels.key_codes.layout import BITS, SHIFTS, SLOTS, CodeBasis, words
-from sfi_kernels.key_codes.reference import choose_likeliest
+from sfi_kernels.code_scan.codes import BITS, DROPPED, KEPT, LOWEST, SHIFTS, SLOTS, BatchCodes, Choice, CodeBasis, words
 from sfi_kernels.pages import read_pages
 from sfi_kernels.pseudo_token import PseudoToken
 from sfi_kernels.shapes import check_int32, check_pages, check_shape
@@ -21,69 +20,16 @@ from sfi_kernels.step_descriptor import (
     NewRows,
     StepDescriptor,
 )
-
-KEPT = 128  # tokens whose queries are kept for learning a basis again
-TOLD = ("unread_estimate", "score_margin")  # the columns of `Choice.told_BHC`
+from sfi_kernels.top_k import top_k
 
 
-class BatchCodes(NamedTuple):
-    """The codes of a layer's cached keys and what they are made with, for every row of a batch.
+def encode_keys(key_HTD: torch.Tensor, basis: CodeBasis) -> torch.Tensor:
+    """Code the keys of one request, [H, T, D]: words of 16 channels, [H, W, T] int32.
 
-    `mean_BHD`, `encode_BHWDC` and `query_BHWCD` are the rows' `CodeBasis`, float32, by word of 16 channels.
-    `word_BHWT` are the codes, int32. `sum_BHE` is the sum of the values of J up to the position `summed_BH`,
-    int32; 0 for no sum yet. `recent_BHXGD` are the queries of the last `KEPT` tokens, in a ring by position.
+    Raises `ValueError` where shapes do not fit.
     """
-
-    mean_BHD: torch.Tensor
-    encode_BHWDC: torch.Tensor
-    query_BHWCD: torch.Tensor
-    word_BHWT: torch.Tensor
-    sum_BHE: torch.Tensor
-    summed_BH: torch.Tensor
-    recent_BHXGD: torch.Tensor
-
-    @classmethod
-    def empty(
-        cls, rows: int, group: int, key_PHND: torch.Tensor, value_PHNE: torch.Tensor, capacity: int
-    ) -> "BatchCodes":
-        """Allocate for `rows` requests of at most `capacity` tokens and `group` query heads a KV head.
-
-        No request has a basis yet.
-        """
-        (_, H, _, D), E, W = key_PHND.shape, value_PHNE.shape[3], words(key_PHND.shape[3])
-        zeros = torch.zeros(0, device=key_PHND.device).new_zeros
-        return cls(
-            zeros(rows, H, D), zeros(rows, H, W, D, SLOTS), zeros(rows, H, W, SLOTS, D),
-            zeros(rows, H, W, capacity, dtype=torch.int32), zeros(rows, H, E),
-            zeros(rows, H, dtype=torch.int32),
-            zeros(rows, H, KEPT, group, D, dtype=key_PHND.dtype),
-        )  # fmt: skip
-
-    def grown(self, capacity: int) -> "BatchCodes":
-        """Return a copy for at least `capacity` tokens of a request."""
-        more = capacity - self.word_BHWT.shape[3]
-        return self._replace(word_BHWT=torch.nn.functional.pad(self.word_BHWT, (0, more)))
-
-    def of(self, rows: slice) -> "BatchCodes":
-        """Return some rows, over the same memory."""
-        return BatchCodes(*(part[rows] for part in self))
-
-    def learn(self, row: int, basis: CodeBasis) -> None:
-        """Give a row its basis."""
-        self.mean_BHD[row] = basis.mean_HD
-        self.encode_BHWDC[row], self.query_BHWCD[row] = basis.encode_HWDC, basis.query_HWCD
-
-
-class Choice(NamedTuple):
-    """Chosen positions, `index_BHK`, int32, ascending, padded with -1, and the unread keys' pseudo token.
-
-    Undefined for requests that are not fast. `told_BHC`, where asked for, has the estimated attention on the
-    keys of J that are not read, and the score of the last key chosen over that of the first one left.
-    """
-
-    index_BHK: torch.Tensor
-    pseudo: PseudoToken
-    told_BHC: torch.Tensor | None = None
+    check_basis(key_HTD, basis)
+    return words_of(key_HTD, basis.mean_HD, basis.encode_HWDC)
 
 
 def code_tokens(
@@ -95,11 +41,11 @@ def code_tokens(
     """
     check_codes(key_PHND, block_table_BP, descriptor, codes)
     append_new(key_PHND, block_table_BP, descriptor)
-    for row, own in enumerate(descriptor.table_BX.tolist()):
-        if own[MODE] >= FAST:
-            start, stop = own[LENGTH] - own[QUERIES], own[LENGTH]
+    for row, numbers in enumerate(descriptor.table_BX.tolist()):
+        if numbers[MODE] >= FAST:
+            start, stop = numbers[LENGTH] - numbers[QUERIES], numbers[LENGTH]
             key_HTD = read_pages(key_PHND, block_table_BP[row], start, stop)[0]
-            codes.word_BHWT[row, :, :, start:stop] = encoded(key_HTD, codes, row)
+            codes.word_BHWT[row, :, :, start:stop] = words_of(key_HTD, codes.mean_BHD[row], codes.encode_BHWDC[row])
 
 
 def code_scan(
@@ -115,7 +61,7 @@ def code_scan(
     budget: int,
     scale: float,
     rest: float,
-    told: bool = False,
+    diagnoses: bool = False,
 ) -> Choice:
     """Choose the likeliest keys of J for every fast request, by their codes, as `choose_likeliest` does.
 
@@ -134,7 +80,7 @@ def code_scan(
         budget: Keys to choose by KV head.
         scale: Factor on the products.
         rest: Factor on the estimated probability of the unread keys.
-        told: Return the choice's `told_BHC`, too; Triton returns none.
+        diagnoses: Return the choice's diagnostics, too; Triton returns none.
 
     Returns:
         The choice. The pseudo token's value is the mean value of J.
@@ -145,67 +91,113 @@ def code_scan(
     index_BHK = position_BHS.new_full((B, H, budget), -1)
     logit_BHG = query_BHGD.new_full((B, H, G), -torch.inf, dtype=torch.float32)
     value_BHE = torch.zeros_like(codes.sum_BHE)
-    told_BHC = nothing_unread(B, H, query_BHGD.device) if told else None
-    for row, own in enumerate(descriptor.table_BX.tolist()):
-        if own[MODE] != FAST:
+    diagnostics = nothing_unread(B, H, query_BHGD.device) if diagnoses else {}
+    for row, numbers in enumerate(descriptor.table_BX.tolist()):
+        if numbers[MODE] != FAST:
             continue
-        codes.recent_BHXGD[row, :, (own[LENGTH] - 1) % KEPT] = query_BHGD[row]
-        first, stop = own[ALLOWED_START], own[ALLOWED_STOP]
+        codes.recent_BHXGD[row, :, (numbers[LENGTH] - 1) % KEPT] = query_BHGD[row]
+        first, stop = numbers[ALLOWED_START], numbers[ALLOWED_STOP]
         count = stop - first
         value_BHE[row] = _mean_value(value_PHNE, block_table_BP[row], codes, row, first, stop)
         chosen = torch.arange(max(count, 0), device=index_BHK.device, dtype=torch.int32).expand(H, -1)
         if count > budget:
             logits_HGT = scanned(query_BHGD[row], codes, row, scale)[..., first:stop]
             chosen, logit_BHG[row] = choose_likeliest(logits_HGT, budget, rest=rest)
-            if told_BHC is not None:
-                told_BHC[row] = told_of(logits_HGT, chosen)
+            for name, value_H in diagnosed(logits_HGT, chosen).items() if diagnoses else ():
+                diagnostics[name][row] = value_H
         K = chosen.shape[1]
         index_BHK[row, :, :K] = chosen + first
         position_BHS[row, :, :first] = torch.arange(first, dtype=torch.int32)
         position_BHS[row, :, first:] = -1
         position_BHS[row, :, first : first + K] = index_BHK[row, :, :K]
         length_BH[row] = first + K
-    return Choice(index_BHK, PseudoToken(logit_BHG, value_BHE), told_BHC)
+    return Choice(index_BHK, PseudoToken(logit_BHG, value_BHE), diagnostics)
 
 
-def told_of(logits_HGT: torch.Tensor, index_HK: torch.Tensor) -> torch.Tensor:
-    """Return what `Choice.told_BHC` has of one request, [H, 2]."""
+def choose_likeliest(logits_HGT: torch.Tensor, budget: int, *, rest: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Choose the keys of one request that are likeliest, in the mean over the query heads of a KV head.
+
+    Args:
+        logits_HGT: Logits of the candidates, float32, not NaN.
+        budget: Keys to choose by KV head, fewer than T. Those with the highest `coarse_score` are chosen; the
+            lower position wins a tie.
+        rest: Factor on the probability of the keys that are not chosen.
+
+    Returns:
+        index_HK, int32, ascending, and the log of `rest` times the summed exponentials of the other keys'
+            logits, unread_HG, float32; -inf if that is 0.
+    """
+    check_shape(logits_HGT, "logits", H=None, G=None, T=None)
+    if not 0 < budget < logits_HGT.shape[2]:
+        raise ValueError(f"budget must be within 1 and {logits_HGT.shape[2] - 1}, got {budget}")
+    H, G, _ = logits_HGT.shape
+    log_sum_HG = logits_HGT.logsumexp(-1)
+    weight_HGT = (logits_HGT - log_sum_HG[..., None]).exp()
+    index_HK = top_k.reference(coarse_score(weight_HGT.mean(1))[None], budget)[0]
+    read_HGK = weight_HGT.gather(2, index_HK.long()[:, None].expand(H, G, -1))
+    unread_HG = (1 - read_HGK.sum(-1)).clamp_min(0) * rest
+    return index_HK, log_sum_HG + unread_HG.log()
+
+
+def coarse_score(weight_HT: torch.Tensor) -> torch.Tensor:
+    """Round probabilities to 256 scores: their exponent and 3 bits of the mantissa, from 2^-32 to 1.
+
+    Two keys with one score differ by an eighth, less than what their codes leave open. One histogram finds
+    the threshold.
+    """
+    bits_HT = weight_HT.float().view(torch.int32)
+    return ((bits_HT >> DROPPED) - LOWEST).clamp_(0, 255).float()
+
+
+def diagnosed(logits_HGT: torch.Tensor, index_HK: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the diagnostics of one request's choice, [H] each; see `Choice`."""
     score_HT = logits_HGT.float().softmax(-1).mean(1)
-    left_HT = score_HT.scatter(1, index_HK.long(), 0.0)
-    margin_H = score_HT.gather(1, index_HK.long()).amin(1) / left_HT.amax(1)
-    return torch.stack([left_HT.sum(1), margin_H], 1)
+    unread_HT = score_HT.scatter(1, index_HK.long(), 0.0)
+    margin_H = score_HT.gather(1, index_HK.long()).amin(1) / unread_HT.amax(1)
+    return {"unread_estimate": unread_HT.sum(1), "score_margin": margin_H}
 
 
-def nothing_unread(B: int, H: int, device: torch.device) -> torch.Tensor:
-    """Return what `Choice.told_BHC` has where everything is read."""
-    return torch.tensor([0.0, torch.nan], device=device).repeat(B, H, 1)
+def nothing_unread(B: int, H: int, device: torch.device) -> dict[str, torch.Tensor]:
+    """Return the diagnostics where everything is read."""
+    unread_BH = torch.zeros(B, H, device=device)
+    return {"unread_estimate": unread_BH, "score_margin": torch.full_like(unread_BH, torch.nan)}
 
 
-def encoded(key_HTD: torch.Tensor, codes: BatchCodes, row: int) -> torch.Tensor:
-    """Code keys by a row's basis, word_HWT."""
-    centered_H1TD = (key_HTD.float() - codes.mean_BHD[row][:, None])[:, None]
+def words_of(key_HTD: torch.Tensor, mean_HD: torch.Tensor, encode_HWDC: torch.Tensor) -> torch.Tensor:
+    """Code keys by a request's basis, by word: [H, W, T] int32."""
+    centered_H1TD = (key_HTD.float() - mean_HD[:, None])[:, None]
     half_C, shift_C = _slots(key_HTD.device)
-    level_HWTC = (centered_H1TD @ codes.encode_BHWDC[row]).floor() + half_C
-    level_HWTC = level_HWTC.clamp_min(0).minimum(2 * half_C - 1).long()
-    word_HWT = (level_HWTC << shift_C).sum(-1)
-    return torch.where(word_HWT >= 1 << 31, word_HWT - (1 << 32), word_HWT).int()
+    level_HWTC = (centered_H1TD @ encode_HWDC).floor_().add_(half_C).clamp_min_(0).minimum(2 * half_C - 1)
+    # the slots share no bit, so that their sum is their union
+    return (level_HWTC.int() << shift_C).sum(-1, dtype=torch.int32)
 
 
 def scanned(query_HGD: torch.Tensor, codes: BatchCodes, row: int, scale: float) -> torch.Tensor:
     """Estimate the logits of all keys of a row from their codes, [H, G, T] float32."""
     query_HGD = query_HGD.float() * scale
     half_C, shift_C = _slots(query_HGD.device)
-    level_HWCT = (codes.word_BHWT[row][:, :, None].long() >> shift_C[:, None]) & (2 * half_C.long()[:, None] - 1)
-    middle_HWCT = level_HWCT.float() + (0.5 - half_C)[:, None]
+    level_HWCT = (codes.word_BHWT[row][:, :, None] >> shift_C[:, None]) & (2 * half_C.int() - 1)[:, None]
+    middle_HWCT = level_HWCT.float().add_((0.5 - half_C)[:, None])
     factor_HWGC = query_HGD[:, None] @ codes.query_BHWCD[row].mT
     logits_HGT = (factor_HWGC @ middle_HWCT).sum(1)
     return logits_HGT + query_HGD @ codes.mean_BHD[row][:, :, None]
 
 
+@cache
 def _slots(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     # 2^(bits - 1) and the first bit of a word's slots
     half_C = torch.tensor([2.0 ** (bits - 1) for bits in BITS], device=device)
-    return half_C, torch.tensor(SHIFTS, device=device)
+    return half_C, torch.tensor(SHIFTS, dtype=torch.int32, device=device)
+
+
+def check_basis(key_HTD: torch.Tensor, basis: CodeBasis) -> None:
+    """Raise `ValueError` unless keys fit the basis."""
+    check_shape(key_HTD, "keys", H=None, T=None, D=None)
+    H, _, D = key_HTD.shape
+    C = SLOTS * words(D)
+    check_shape(basis.mean_HD, "mean", H=H, D=D)
+    check_shape(basis.encode_HDC, "encode", H=H, D=D, C=C)
+    check_shape(basis.query_HDC, "query", H=H, D=D, C=C)
 
 
 def _mean_value(

@@ -10,16 +10,15 @@ import triton.language as tl
 from sfi_kernels import step_descriptor as words
 from sfi_kernels.append.triton import append_rows
 from sfi_kernels.attention_tile.triton import add_sum, log_sum, row_start, rows
-from sfi_kernels.code_scan.reference import KEPT as KEPT_TOKENS
-from sfi_kernels.key_codes import layout
-from sfi_kernels.key_codes.triton import coded, fields
+from sfi_kernels.code_scan import codes
+from sfi_kernels.code_scan.encode_triton import coded, fields
 
-BITS, SHIFTS = tl.constexpr(layout.BITS), tl.constexpr(layout.SHIFTS)
-SLOTS = tl.constexpr(layout.SLOTS)
+BITS, SHIFTS = tl.constexpr(codes.BITS), tl.constexpr(codes.SHIFTS)
+SLOTS = tl.constexpr(codes.SLOTS)
 # a float32's mantissa, and the number one; by how many bits the upper slots are moved down
 MANTISSA, ONE, LIFT = 23, tl.constexpr(0x3F800000), 9
-LOW = tuple(shift + bits < MANTISSA for shift, bits in zip(layout.SHIFTS, layout.BITS, strict=True))
-PLACES = tuple(shift + 1 if low else shift - LIFT for shift, low in zip(layout.SHIFTS, LOW, strict=True))
+LOW = tuple(shift + bits < MANTISSA for shift, bits in zip(codes.SHIFTS, codes.BITS, strict=True))
+PLACES = tuple(shift + 1 if low else shift - LIFT for shift, low in zip(codes.SHIFTS, LOW, strict=True))
 UNITS = tl.constexpr(tuple(2.0 ** (place - MANTISSA) for place in PLACES))
 LOW, PLACES, LIFT = tl.constexpr(LOW), tl.constexpr(PLACES), tl.constexpr(LIFT)
 WORDS, MODE = tl.constexpr(words.WORDS), tl.constexpr(words.MODE)
@@ -29,7 +28,7 @@ FAST, LENGTH = tl.constexpr(words.FAST), tl.constexpr(words.LENGTH)
 QUERIES = tl.constexpr(words.QUERIES)
 TOKENS = tl.constexpr(16)  # that are coded, or whose values are added, at once
 BINS = tl.constexpr(256)
-KEPT = tl.constexpr(KEPT_TOKENS)
+KEPT = tl.constexpr(codes.KEPT)
 
 
 @triton.jit

@@ -9,10 +9,12 @@ from sfi_kernels.attention_tile.shape import check_width, padded
 from sfi_kernels.code_scan.choice_triton import COLUMNS
 from sfi_kernels.code_scan.choice_triton import _code_scan_choose_kernel as choose
 from sfi_kernels.code_scan.choice_triton import _code_scan_score_kernel as score
-from sfi_kernels.code_scan.reference import BatchCodes, Choice, check, check_codes
+from sfi_kernels.code_scan.codes import SLOTS, BatchCodes, Choice, CodeBasis, words
+from sfi_kernels.code_scan.encode_triton import KEYS
+from sfi_kernels.code_scan.encode_triton import _encode_keys_kernel as encode
+from sfi_kernels.code_scan.reference import check, check_basis, check_codes
 from sfi_kernels.code_scan.sums_triton import BINS
 from sfi_kernels.code_scan.sums_triton import _code_scan_sums_kernel as sums
-from sfi_kernels.key_codes.layout import SLOTS
 from sfi_kernels.launch import launch, target
 from sfi_kernels.pages import kernel_strides
 from sfi_kernels.pseudo_token import PseudoToken
@@ -24,6 +26,23 @@ MIN_CHUNKS = 64  # one kernel for all capacities up to 64K
 RESIDENT = 4  # programs of the first launch that fit a processor
 # so that they do, a thread has 128 registers, of which 16 query heads would spill; left alone, it takes more
 REGISTERS, MORE_REGISTERS, MANY_HEADS = 128, 168, 16
+
+
+def encode_keys(key_HTD: torch.Tensor, basis: CodeBasis) -> torch.Tensor:
+    """See `reference.encode_keys`. D up to 256."""
+    check_basis(key_HTD, basis)
+    H, T, D = key_HTD.shape
+    check_width(D)
+    if key_HTD.stride(2) != 1:
+        key_HTD = key_HTD.contiguous()
+    W = words(D)
+    word_HWT = key_HTD.new_empty(H, W, T, dtype=torch.int32)
+    launch(
+        encode, (triton.cdiv(T, KEYS), H), key_HTD, basis.mean_HD.contiguous(),
+        basis.encode_HDC.contiguous(), word_HWT, T, key_HTD.stride(0), key_HTD.stride(1),
+        W=W, D=D, BLOCK_T=KEYS, BLOCK_D=padded(D), num_warps=8,
+    )  # fmt: skip
+    return word_HWT
 
 
 def code_tokens(
@@ -43,7 +62,7 @@ def code_scan(
     query_BHGD: torch.Tensor, key_PHND: torch.Tensor, value_PHNE: torch.Tensor,
     block_table_BP: torch.Tensor, descriptor: StepDescriptor, codes: BatchCodes,
     position_BHS: torch.Tensor, length_BH: torch.Tensor, *, budget: int, scale: float, rest: float,
-    told: bool = False,  # noqa: ARG001 - one signature for all backends
+    diagnoses: bool = False,  # noqa: ARG001 - one signature for all backends
 ) -> Choice:  # fmt: skip
     """See `reference.code_scan`. D and E up to 256; the pseudo token's logits are in parts, one a chunk."""
     check(query_BHGD, key_PHND, value_PHNE, block_table_BP, descriptor, codes, position_BHS, length_BH)
@@ -72,7 +91,7 @@ def code_scan(
         position_BHS, length_BH, pseudo.logit_BHG, capacity, budget, position_BHS.shape[2],
         float(rest), H=H, BLOCK_CHUNKS=max(MIN_CHUNKS, triton.next_power_of_2(chunks)), **common,
     )  # fmt: skip
-    return Choice(index_BHK, pseudo)
+    return Choice(index_BHK, pseudo, {})
 
 
 def _sum(

@@ -22,8 +22,7 @@ from sfi_core.engine.refresh import (
     select_next,
 )
 from sfi_kernels.attention_in_place import attention_in_place
-from sfi_kernels.compiled import why_not
-from sfi_kernels.numpy_views import readable
+from sfi_kernels.numpy_views import fastest
 from sfi_kernels.pseudo_token import PseudoToken
 from sfi_kernels.sparse_attention import sparse_attention
 from sfi_kernels.step_descriptor import FAST, PROMPT, sent
@@ -159,7 +158,7 @@ def _sparse(
         starts = torch.tensor([run.requests[row].read_start for row in which], dtype=torch.int32)
         start_B = sent(starts, query.device)
     pages = layer.pages.key_PHND, layer.pages.value_PHNE
-    by = "numba" if layer.in_place and not why_not() and readable(*pages) else layer.backend
+    by = fastest(layer.backend, query.device, *pages) if layer.in_place else layer.backend
     run.meter.count(f"{by}.{path}", len(which))
     run.store.ready(layer.index)
     moved = layer.moved_bytes(which, dense=False)

@@ -71,7 +71,7 @@ def note_step(run: Run, selections: dict[int, Selection], places: dict[int, int]
         step = batch_pass.dense_descriptor if left_dense else batch_pass.descriptor
         assert step is not None, "the pass has been described"
         backend.count_attention(run, step)
-    if run.chooses:
+    if run.policy.chooses:
         for layer, selection in sorted(selections.items()):
             note_choice(run, layer, selection, batch_pass.descriptor.fast)
         return

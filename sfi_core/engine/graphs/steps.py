@@ -81,7 +81,7 @@ class StepGraphs:
         self._logits_XV: torch.Tensor | None = None
         self._launches: ByLayer = ByLayer()
         self._graphs: dict[Kind, StepGraph] = {}
-        self._needed: set[Kind] | None = {Kind(chooses=run.chooses)} if patient else None
+        self._needed: set[Kind] | None = {Kind(chooses=run.policy.chooses)} if patient else None
         self._wants = wants(run.observer, SelectionEvent)
 
     def step(self, brought: Sequence[Sequence[int]]) -> torch.Tensor:

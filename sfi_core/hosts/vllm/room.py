@@ -31,7 +31,7 @@ class Room:
     """Mixed into vLLM's attention implementation: the layer's packed segment and codes, and room for key norms.
 
     `segment` is None before the weights are loaded, in layers that sfi does not serve (`manages`), and in
-    dense ones; `codes` also for a policy without them, and on a CPU, where each request has its own.
+    dense ones; `codes` also for a policy without them.
     `norm_X` is float32 room for the norms of the cached keys; None where free memory does not determine the
     cache's size, as on a CPU. `given` says whether `give_room` has run.
     """
@@ -112,7 +112,7 @@ def engine_of_process() -> WorkerEngine | None:
 
 
 def give_room(vllm_config: Any, dtype: torch.dtype) -> None:
-    """Allocate the packed segments of the layers that sfi serves, and on a GPU room for their codes and norms.
+    """Allocate the packed segments of the layers that sfi serves, their codes, and on a GPU room for norms.
 
     Raise `ConfigError` for segments that take more than `slots_memory` allows.
     """
@@ -133,7 +133,7 @@ def give_room(vllm_config: Any, dtype: torch.dtype) -> None:
     for layer in sparse:
         shape = shape_of(served[layer], dtype, device)
         served[layer].segment = PackedSegment(slots, rows, shape, packs=not reads_in_place(policy, backend))
-        if policy.chooses and backend == "triton":
+        if policy.chooses:
             served[layer].codes = codes_of(shape, slots, served[layer].num_heads, longest_of(vllm_config))
     if device.type == "cuda":
         cache = vllm_config.cache_config

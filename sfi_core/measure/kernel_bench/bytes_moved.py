@@ -4,7 +4,7 @@ Work lists, lengths, block tables and the log-sum-exp (which a slow step passes 
 """
 
 from sfi_core.measure.kernel_bench.settings import PACKED_OPS, PIECES, VERIFIED, KernelSettings
-from sfi_kernels.key_codes import SLOTS, words
+from sfi_kernels.code_scan import SLOTS, words
 
 INT32 = FLOAT32 = 4
 

@@ -10,9 +10,9 @@ from sfi_core.measure.kernel_bench import bytes_moved, gates
 from sfi_core.measure.kernel_bench.data import LayerData
 from sfi_core.measure.kernel_bench.variant import KernelVariant
 from sfi_kernels.attention_in_place import attention_in_place
-from sfi_kernels.code_scan import BatchCodes, code_scan
-from sfi_kernels.code_scan.reference import encoded, scanned
-from sfi_kernels.key_codes import CodeBasis, bits_of
+from sfi_kernels.code_scan import BatchCodes, CodeBasis, bits_of, code_scan, encode_keys
+from sfi_kernels.code_scan.reference import scanned
+from sfi_kernels.numpy_views import fastest
 from sfi_kernels.step_descriptor import FAST, NewRows
 
 TIED = 1 + 2**-3  # what a key may exceed another by with the same score
@@ -29,6 +29,7 @@ def codescan(layer: LayerData, retention: float) -> Iterator[KernelVariant]:
     """
     settings, backend, device, query = layer.settings, layer.backend, layer.device, layer.query_BHGD
     budget, selected = settings.budget(retention), layer.selected[retention]
+    implementation = fastest(backend, device, *layer.paged[:2])
     last_key, last_value = (x[:, :, -1:].clone() for x in (layer.key_BHTD, layer.value_BHTD))
     new = NewRows(last_key, last_value, layer.pages.value_PHNE, layer.pages.norm_PHN)
     plan = replace(layer.plan(mode=FAST, packed=settings.sink + budget), new=new)
@@ -36,19 +37,19 @@ def codescan(layer: LayerData, retention: float) -> Iterator[KernelVariant]:
     basis = _draw_basis(layer)
     for row, key_HTD in enumerate(layer.key_BHTD):
         codes.learn(row, basis)
-        codes.word_BHWT[row] = encoded(key_HTD, codes, row)
+        codes.word_BHWT[row] = encode_keys.reference(key_HTD, basis)
     position, length = selected.position_BHS.clone(), selected.length_BH.clone()
     nothing = [pages.new_empty(*length.shape, 0, settings.head_dim) for pages in layer.paged[:2]]
 
     def call() -> torch.Tensor:
         options: dict[str, Any] = {"scale": settings.scale}
-        choice = code_scan.fastest(backend, device)(
+        choice = code_scan.on(implementation)(
             query, *layer.paged, plan, codes, position, length, **options, budget=budget, rest=0.0
         )
         options["pseudo"] = choice.pseudo
         if backend == "torch":
             where = position, length, *layer.paged, layer.recent_start_B, layer.length_B
-            return attention_in_place.fastest(backend, device)(query, *where, **options)
+            return attention_in_place.on(implementation)(query, *where, **options)
         return layer.attended(plan, *nothing, length, pseudo=choice.pseudo, position_BHS=position)()
 
     known = codes.word_BHWT[..., -1].clone()

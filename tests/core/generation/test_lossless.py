@@ -14,7 +14,7 @@ from sfi_core.engine.lossless.drafts import Drafts
 from sfi_core.errors import ConfigError
 from sfi_core.generation.verify import verify
 from sfi_core.settings.engine import DEFAULTS, EngineOptions
-from sfi_kernels.key_codes import encode_keys
+from sfi_kernels.code_scan.reference import words_of
 from tests.architectures import COMMON, WORKS, prompts, tiny
 from tests.covering import covering, each_value
 from tests.fakes import tokens
@@ -222,7 +222,7 @@ def test_summaries_of_keys_forget_what_was_rejected(policy, runs, monkeypatch):
     if compiled:
         pytest.importorskip("numba")
     else:
-        monkeypatch.setattr("sfi_core.engine.run.why_not", lambda: "not asked for")
+        monkeypatch.setattr("sfi_kernels.numpy_views.why_not", lambda: "not asked for")
     run("qwen3", ROWS, policy=policy, draft="4", config=SMALL.replace(baseline={"page": 4}))
     (ours,) = runs
     for row, state in enumerate(ours.requests):
@@ -234,15 +234,10 @@ def test_summaries_of_keys_forget_what_was_rejected(policy, runs, monkeypatch):
                 low = key_HTD.reshape(len(key_HTD), pages, 4, -1).amin(2)
                 assert torch.equal(note["low"], low)
             else:
-                if compiled:
-                    codes = ours.batch_codes[layer].of(slice(row, row + 1))
-                    note |= {"coded": state.length, "codes": codes.word_BHWT[0], "sum": codes.sum_BHE[0]}
-                    note["summed"] = int(codes.summed_BH[0, 0])
-                coded = note["coded"]
-                assert coded <= state.length
-                key_HTD = ours.store.keys(layer, row, 0, coded)[0]
-                encode = encode_keys.fastest("torch", key_HTD.device)
-                assert torch.equal(note["codes"][..., :coded], encode(key_HTD, note["basis"]))
-                known, first = note["summed"], state.sink(SMALL.sink)
-                value_HTD = ours.store.values(layer, row, first, known)[0]
-                torch.testing.assert_close(note["sum"], value_HTD.sum(1), rtol=1e-4, atol=1e-4)
+                codes = ours.batch_codes[layer].of(slice(row, row + 1))
+                key_HTD = ours.store.keys(layer, row, 0, state.length)[0]
+                word_HWT = words_of(key_HTD, codes.mean_BHD[0], codes.encode_BHWDC[0])
+                assert torch.equal(codes.word_BHWT[0, :, :, : state.length], word_HWT)
+                summed, first = int(codes.summed_BH[0, 0]), state.sink(SMALL.sink)
+                value_HTD = ours.store.values(layer, row, first, summed)[0]
+                torch.testing.assert_close(codes.sum_BHE[0], value_HTD.sum(1), rtol=1e-4, atol=1e-4)

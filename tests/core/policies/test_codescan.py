@@ -11,8 +11,8 @@ from sfi_core.policies.built_in import codescan
 from sfi_core.policies.built_in.codescan import CodeScan
 from sfi_core.policies.code_basis import learn_basis
 from sfi_core.state.request import RequestState
-from sfi_kernels.code_scan import TOLD, told_of
-from sfi_kernels.key_codes import CodeBasis, bits_of, words
+from sfi_kernels.code_scan import CodeBasis, bits_of, words
+from sfi_kernels.code_scan.reference import diagnosed
 from tests.architectures import tiny
 from tests.fakes import RecordingObserver, coarse
 from tests.watched import LAYERS, H, Seen, Watched, best_of, prompt_of, watched
@@ -200,7 +200,7 @@ def test_fewer_dimensions_than_channels_lose_nothing_but_levels():
 def test_what_an_observer_hears_of_the_scores():
     """The estimated attention on unread keys, and the last score chosen over the first one left."""
     logits_HGT, index_HK = torch.randn(2, 3, 9), torch.tensor([[0, 4, 7], [1, 2, 3]], dtype=torch.int32)
-    told = dict(zip(TOLD, told_of(logits_HGT, index_HK).unbind(1), strict=True))
+    told = diagnosed(logits_HGT, index_HK)
     for head, chosen in enumerate(index_HK.tolist()):
         score = [sum(float(p[j]) for p in logits_HGT[head].softmax(-1)) / 3 for j in range(9)]
         left = [score[j] for j in range(9) if j not in chosen]

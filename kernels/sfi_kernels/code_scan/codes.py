@@ -1,0 +1,116 @@
+"""The codes of keys: 16 channels in each 32-bit word, more bits for the channels that matter most.
+
+A channel is a projection of the key. Its level n, 0 to 2^bits - 1, stands for (n + 0.5 - 2^(bits - 1)) steps.
+A key has W words with the same slots; slot s begins at bit `SHIFTS[s]`. The C = 16 W channels are in the
+order of their ranks: slot s of word w holds channel s * W + w.
+"""
+
+from collections.abc import Mapping
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+
+from sfi_kernels.pseudo_token import PseudoToken
+
+BITS = (4, 4, 4, 4, 2, 2, 2, 2, 1, 1, 1, 1, 1, 1, 1, 1)  # of a word's slots
+SLOTS = len(BITS)
+WIDTHS = (64, 128)  # a head wider than each has twice as many words
+SHIFTS = tuple(accumulate(BITS, initial=0))[:-1]
+KEPT = 128  # tokens whose queries are kept for learning a basis again
+# of a float32's bits: those that a score drops, and the score of 2^-32
+DROPPED = 20
+LOWEST = (127 - 32) << 3
+
+
+class CodeBasis(NamedTuple):
+    """The projections of a layer's keys and queries to channels, by KV head; float32.
+
+    `mean_HD` is subtracted from keys before they are coded. `encode_HDC` gives the keys' channels in steps of
+    the channel, `query_HDC` those of queries times the channel's step.
+    """
+
+    mean_HD: torch.Tensor
+    encode_HDC: torch.Tensor
+    query_HDC: torch.Tensor
+
+    @property
+    def encode_HWDC(self) -> torch.Tensor:
+        """The keys' projections by word."""
+        return self.encode_HDC.reshape(*self.encode_HDC.shape[:2], SLOTS, -1).permute(0, 3, 1, 2)
+
+    @property
+    def query_HWCD(self) -> torch.Tensor:
+        """The queries' projections by word and slot."""
+        return self.query_HDC.reshape(*self.query_HDC.shape[:2], SLOTS, -1).permute(0, 3, 2, 1)
+
+
+def words(D: int) -> int:
+    """Return W, the words of a key D numbers wide: 1 up to 64, 2 up to 128, 4 beyond."""
+    return 1 << sum(width < D for width in WIDTHS)
+
+
+def bits_of(D: int) -> tuple[int, ...]:
+    """Return the bits of each channel of a key D numbers wide, C of them."""
+    return tuple(bits for bits in BITS for _ in range(words(D)))
+
+
+class BatchCodes(NamedTuple):
+    """The codes of a layer's cached keys and what they are made with, for every row of a batch.
+
+    `mean_BHD`, `encode_BHWDC` and `query_BHWCD` are the rows' `CodeBasis`, float32, by word of 16 channels.
+    `word_BHWT` are the codes, int32. `sum_BHE` is the sum of the values of J up to the position `summed_BH`,
+    int32; 0 for no sum yet. `recent_BHXGD` are the queries of the last `KEPT` tokens, in a ring by position.
+    """
+
+    mean_BHD: torch.Tensor
+    encode_BHWDC: torch.Tensor
+    query_BHWCD: torch.Tensor
+    word_BHWT: torch.Tensor
+    sum_BHE: torch.Tensor
+    summed_BH: torch.Tensor
+    recent_BHXGD: torch.Tensor
+
+    @classmethod
+    def empty(
+        cls, rows: int, group: int, key_PHND: torch.Tensor, value_PHNE: torch.Tensor, capacity: int
+    ) -> "BatchCodes":
+        """Allocate for `rows` requests of at most `capacity` tokens and `group` query heads a KV head.
+
+        No request has a basis yet.
+        """
+        (_, H, _, D), E, W = key_PHND.shape, value_PHNE.shape[3], words(key_PHND.shape[3])
+        zeros = torch.zeros(0, device=key_PHND.device).new_zeros
+        return cls(
+            zeros(rows, H, D), zeros(rows, H, W, D, SLOTS), zeros(rows, H, W, SLOTS, D),
+            zeros(rows, H, W, capacity, dtype=torch.int32), zeros(rows, H, E),
+            zeros(rows, H, dtype=torch.int32),
+            zeros(rows, H, KEPT, group, D, dtype=key_PHND.dtype),
+        )  # fmt: skip
+
+    def grown(self, capacity: int) -> "BatchCodes":
+        """Return a copy for at least `capacity` tokens of a request."""
+        more = capacity - self.word_BHWT.shape[3]
+        return self._replace(word_BHWT=torch.nn.functional.pad(self.word_BHWT, (0, more)))
+
+    def of(self, rows: slice) -> "BatchCodes":
+        """Return some rows, over the same memory."""
+        return BatchCodes(*(part[rows] for part in self))
+
+    def learn(self, row: int, basis: CodeBasis) -> None:
+        """Give a row its basis."""
+        self.mean_BHD[row] = basis.mean_HD
+        self.encode_BHWDC[row], self.query_BHWCD[row] = basis.encode_HWDC, basis.query_HWCD
+
+
+class Choice(NamedTuple):
+    """Chosen positions, `index_BHK`, int32, ascending, padded with -1, and the unread keys' pseudo token.
+
+    Undefined for requests that are not fast. `diagnostics`, where asked for, are [B, H]: `unread_estimate`, the
+    estimated attention on the keys of J that are not read, and `score_margin`, the score of the last key chosen over
+    that of the best one that is not.
+    """
+
+    index_BHK: torch.Tensor
+    pseudo: PseudoToken
+    diagnostics: Mapping[str, torch.Tensor]
