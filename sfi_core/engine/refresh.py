@@ -169,11 +169,12 @@ def choose_and_note(layer: Layer, step: StepDescriptor, query_BHG1D: torch.Tenso
                 context = layer_context(layer, (row,), query_BHG1D[row : row + 1])
                 run.policy.select_after(context)
         selection, pseudo = choose(layer, step, query_BHG1D, fast=bool(step.fast))
-        for row in step.fast if selection is not None and not layer.in_place else ():
-            diagnostics = {name: value[row : row + 1] for name, value in selection.diagnostics.items()}
-            apply(layer, (row,), Selection(selection.index_BHK[row : row + 1], diagnostics))
+        if selection is not None and not layer.in_place:
+            for row in step.fast:
+                diagnostics = {name: value[row : row + 1] for name, value in selection.diagnostics.items()}
+                apply(layer, (row,), Selection(selection.index_BHK[row : row + 1], diagnostics))
     if selection is not None and layer.in_place:
-        note_choice(layer.run, index, selection, step.fast)
+        note_choice(run, index, selection, step.fast)
     return pseudo
 
 
