@@ -120,7 +120,7 @@ def test_a_step_of_codescan_that_misses_a_key_is_red(monkeypatch, fault: str):
             length -= 1
         return choice
 
-    monkeypatch.setattr(codescan_op.code_scan, "fastest", lambda *_: faulty)
+    monkeypatch.setattr(codescan_op.code_scan, "on", lambda _: faulty)
     error = one_of(LayerData(tiny(ops=("codescan",)), "torch", CPU), "codescan").error()
     assert error > 1 if fault else error <= 1
 
