@@ -157,6 +157,7 @@ def cases() -> dict[str, Callable[[], Any]]:
     sampled = {"sampling": Sampling(temperature=1.5, top_k=50), "seed": 3}
     lossless = {"engine": EngineOptions(lossless=True)}
     tiers = {"engine": EngineOptions(kv_device_budget="90%", kv_page=4)}
+    codes_too = {"engine": EngineOptions(kv_device_budget="400KB", kv_page=4)}
     runs: dict[str, dict[str, Any]] = {
         "sampled": sampled,
         "chunks": {"engine": EngineOptions(prefill_chunk=16)},
@@ -173,8 +174,9 @@ def cases() -> dict[str, Callable[[], Any]]:
         some[f"lossless {name}"] = lambda name=name: own_loop(llama(), policy=name, **lossless)
     some["lossless sampled"] = lambda: own_loop(llama(), **lossless, **sampled)
     some["lossless max batch"] = lambda: own_loop(llama(), rows=prompts(40, 31, 50, 22), max_batch=2, **lossless)
-    for name in ("sfi", "codescan", "freekv"):
+    for name in ("sfi", "freekv"):
         some[f"two tiers {name}"] = lambda name=name: own_loop(llama(), policy=name, **tiers)
+    some["two tiers codescan"] = lambda: own_loop(llama(), policy="codescan", **codes_too)
     some["hosted sampled"] = lambda: hosted(llama(), do_sample=True, temperature=1.5)
     triton = {"engine": EngineOptions(backend="triton"), "page_size": 16, "max_new_tokens": 10}
     for label in ("llama", "gemma-2", "qwen3"):
