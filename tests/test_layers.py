@@ -27,6 +27,7 @@ ROOMS = (
     {"bundled"},
     {"generation"},
     {"hosts"},
+    {"sizes"},
     {"engine"},
     {"policies"},
     {"triggers", "models"},

@@ -5,10 +5,11 @@ from typing import Self
 
 from sfi_core.engine.report import RunReport
 from sfi_core.hosts.transformers.session import Session
-from sfi_core.models.byte_model import ByteModel, fast_tokens
 from sfi_core.models.describe import describe_model
 from sfi_core.policies.built_in.codescan import choosing_tokens
 from sfi_core.settings.config import SfiConfig
+from sfi_core.sizes.policy import break_even
+from sfi_core.sizes.step import ByteModel, fast_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,35 +36,39 @@ class ByteLimit:
     def of(cls, session: Session, report: RunReport, slots: int) -> Self | None:
         """Sum a run up; None for full attention, or if nothing was decoded after the first tokens."""
         policy = session.policy
-        decoded = sum(len(one.token_ids) - 1 for one in report.requests if one.token_ids)
+        decoded = sum(len(request.token_ids) - 1 for request in report.requests if request.token_ids)
         if not (decoded and policy.selects):
             return None
-        steps = [max(0, len(one.token_ids) - 1) / decoded for one in report.requests]
+        steps = [max(0, len(request.token_ids) - 1) / decoded for request in report.requests]
         context, attended, selecting = (
             sum(share * value for share, value in zip(steps, values, strict=True))
             for values in (
-                [one.prompt_tokens + len(one.token_ids) / 2 for one in report.requests],
-                [one.mean_attended_tokens for one in report.requests],
-                [one.mean_selection_tokens for one in report.requests],
+                [request.prompt_tokens + len(request.token_ids) / 2 for request in report.requests],
+                [request.mean_attended_tokens for request in report.requests],
+                [request.mean_selection_tokens for request in report.requests],
             )
         )
-        slow = sum(max(0, one.slow_steps - 1) for one in report.requests) / decoded
+        slow = sum(max(0, request.slow_steps - 1) for request in report.requests) / decoded
         config = policy.config
         description = describe_model(session.model, session.shapes())
-        exact = any(one.lossless for one in report.requests)
-        widths = {one.key_width for one in session.shapes() if one.window is None}
+        exact = any(request.lossless for request in report.requests)
+        widths = {shape.key_width for shape in session.shapes() if shape.window is None}
         model = ByteModel.of(description, dense_layers=config.dense_layers, batch=slots)
         packed = min(context, config.sink + config.budget)
         read = float(model.mean(context, attended + selecting, packed, slow))
         dense = float(model.dense(context))
         whole = fast_tokens(config, config.budget, slow)
         unknown = selecting or policy.mixes_heads
-        break_even = model.break_even(whole, config.sink + config.budget, slow)
+
+        def mean(length: int) -> float:
+            whole_slow = model.slow(length, config.sink + config.budget)
+            return float((1 - slow) * model.fast(length, whole) + slow * whole_slow)
+
         return cls(
             bytes_per_token=read,
             full_attention_bytes_per_token=dense,
             speedup=dense / read,
-            break_even_context=None if unknown or break_even is None else int(break_even) + 1,
+            break_even_context=None if unknown else break_even(mean, lambda length: float(model.dense(length))),
             read_ratio=(attended + selecting) / context,
             codescan_read_ratio=_codescan_ratio(config, context, widths) if policy.refreshes() and not exact else None,
         )

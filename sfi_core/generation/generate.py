@@ -24,12 +24,12 @@ from sfi_core.hosts.transformers.replays import records_steps
 from sfi_core.hosts.transformers.session import Session
 from sfi_core.hosts.transformers.slow_fast import session_on
 from sfi_core.machine.memory import peak_bytes, reset_peak
-from sfi_core.models.memory_need import Forecast
 from sfi_core.observers.observer import Observer
 from sfi_core.settings.audit import AuditConfig
 from sfi_core.settings.config import SfiConfig, checked_config
 from sfi_core.settings.engine import DEFAULTS, EngineOptions
 from sfi_core.settings.sampling import Sampling
+from sfi_core.sizes.memory import Forecast
 from sfi_core.state.request import RequestState
 
 

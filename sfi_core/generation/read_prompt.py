@@ -12,9 +12,9 @@ from sfi_core.generation.prompts import Prompts, check_prompts, encode
 from sfi_core.hosts.transformers.cache import SfiLayer
 from sfi_core.hosts.transformers.decoder import Decoder
 from sfi_core.hosts.transformers.slow_fast import session_on
-from sfi_core.models.memory_need import check_fits
 from sfi_core.settings.config import SfiConfig
 from sfi_core.settings.engine import DEFAULTS, EngineOptions
+from sfi_core.sizes.memory import check_fits
 from sfi_kernels.compiled import clock
 
 

@@ -26,7 +26,7 @@ from sfi_kernels.pages import read_pages
 
 
 class PagedView(KVStore):
-    """Reads the pages of every layer by one block table; `KVCache` or vLLM (`hosts/vllm/borrowed.py`) writes them."""
+    """Reads the pages of every layer by one block table; `KVCache` or vLLM (`hosts/vllm/worker.py`) writes them."""
 
     whole_on_device = True
 

@@ -223,7 +223,7 @@ def test_ctrl_c_writes_and_shows_the_rows_so_far_and_ends_with_130(tmp_path, mon
         (("--forecast", "--text", "bundled"), 2, "forecast needs a stated --slow-rate"),
         (("--forecast", "--kv-device-budget", "20%"), 2, "engine.kv_device_budget must come without --forec"),
         (("--kv-device-budget", "20"), 2, "kv_device_budget must hold sink + recent + one page, at least "),
-        (("--forecast", "--policy", "quest"), 2, "forecast knows the policies ('full-kv',"),
+        (("--forecast", "--policy", "synckv"), 2, "synckv.heads must be a file of head clusters, got none"),
         (("--lossless",), 2, "lossless must come with --text and a checkpoint, whose acceptance"),
         (("--set", "model.pack_weights=true", "--dtype", "float32"), 4, "packed weights must be bfloat16"),
         (("--set", "engine.graphs=true"), 4, "graphs must run on a CUDA device, got cpu; drop engine.graphs"),
@@ -263,7 +263,7 @@ def test_a_forecast_runs_nothing_and_needs_no_weights(tiny, tmp_path, monkeypatc
     assert re.search(r"^  sfi +8,192 +16 .* 4,68\d +1\.86x +1\.01x +2,5\d\d$", stdout, re.MULTILINE)
     rows = json.loads(file.read_text())["rows"]
     assert [(row["context"], row["policy"]) for row in rows] == [
-        (context, policy) for context in (8192, 32768) for policy in ("sfi", "full-kv")
+        (context, policy) for context in (8192, 32768) for policy in ("sfi", "codescan", "full-kv")
     ]
     folder = str(file.parent / "tiny")
     bare = ("--forecast", "--set=forecast.bandwidth=1", "-q")

@@ -25,7 +25,7 @@ from sfi_cli.commands.generate.prompts import read_prompts, token_ids
 from sfi_cli.settings.given import given
 from sfi_cli.settings.tables import SETTINGS
 from sfi_core.errors import SfiError
-from sfi_core.hosts.vllm.request_settings import RequestSettings
+from sfi_core.hosts.vllm.settings import RequestSettings
 from sfi_core.machine.memory import peak_bytes, reset_peak, resident_bytes
 from sfi_core.models.load import load_tokenizer
 from sfi_core.policies.head_clusters import HeadClusters

@@ -19,7 +19,7 @@ from vllm.v1.attention.backend import (
     MultipleOf,
 )
 
-from sfi_core.hosts.vllm.paged_backend import PagedBackend, PagedBuilder, PagedImpl
+from sfi_core.hosts.vllm.backend import PagedBackend, PagedBuilder, PagedImpl
 
 
 @dataclass

@@ -17,7 +17,6 @@ from sfi_core.settings.engine import EngineOptions
 FORMATS = (".json", ".parquet")
 BUNDLED_TEXT, KILO = "bundled", 1024
 SLOW_RATE = "1/20"
-FORECAST_POLICIES = ("sfi", "full-kv")  # whose bytes the slow rate decides, unless others are asked for
 CPU_SECONDS = 2.0  # default time limit of a run on a CPU, where a step may take seconds
 TIERS = ("engine.kv_device_budget", "engine.kv_page")
 TRIGGERS = ("t_max", "min_gap", "triggers", "trigger_policy", "stride", "slow_start")
@@ -56,8 +55,6 @@ def run(
     if threads is not None and threads <= 0:
         raise ConfigError(f"threads must be positive, got {threads}")
     _check_forecast(settings, text, forecast=forecast)
-    if forecast and asked["policies"] is None:
-        asked["policies"] = FORECAST_POLICIES
     if threads is not None:
         torch.set_num_threads(threads)
 

@@ -117,15 +117,14 @@ def _check(name: str, settings: Given, engine: EngineOptions, subject: Subject, 
     from sfi_core.hosts.transformers.stores import check_offloads
     from sfi_core.models.load import resolve_device
     from sfi_core.policies import policy_class
-    from sfi_core.triggers.trigger import Trigger
+    from sfi_core.sizes.policy import untriggered
 
     policy = policy_class(name)
     if engine.kv_device_budget is not None:
         check_offloads(policy, name)
     if engine.lossless:
         check_drafts(policy, name)
-        made = policy(settings.config, Trigger(frozenset(), settings.config))
-        check_asked(made, name, engine, audited=audited)
+        check_asked(untriggered(name, settings.config), name, engine, audited=audited)
     check_backend(engine.backend, resolve_device(subject.loading["device"]))
 
 

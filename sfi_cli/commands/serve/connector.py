@@ -14,12 +14,11 @@ import torch
 from sfi_core.errors import ConfigError
 from sfi_core.hosts.vllm.connector import SfiConnector as PlainConnector
 from sfi_core.hosts.vllm.connector import SfiPlan
-from sfi_core.hosts.vllm.entry import Plan
+from sfi_core.hosts.vllm.events import ServerStats
 from sfi_core.hosts.vllm.names import KVConnectorRole, layer_shapes, settings_of, tokenizer_of
-from sfi_core.hosts.vllm.planner import Planner
+from sfi_core.hosts.vllm.planner import Plan, Planner
 from sfi_core.hosts.vllm.plugin import installed_version
-from sfi_core.hosts.vllm.request_settings import OWN
-from sfi_core.hosts.vllm.stats import ServerStats
+from sfi_core.hosts.vllm.settings import OWN
 from sfi_core.measure.bench.architectures import empty_model
 from sfi_core.models.describe import describe_model
 from sfi_core.models.load import BUNDLED
@@ -133,7 +132,8 @@ def begin_event(planner: Planner, plan: Plan) -> BeginStepEvent:
     """Return the event of the engine step that was planned last."""
     shape = planner.shape
     slow, fast = (
-        tuple(entry.request for entry in plan.entries if (entry.one.kind == FAST) is kind) for kind in (False, True)
+        tuple(entry.request for entry in plan.entries if (entry.request_pass.kind == FAST) is kind)
+        for kind in (False, True)
     )
     reads = any(not entry.decode for entry in plan.entries)
     return BeginStepEvent(

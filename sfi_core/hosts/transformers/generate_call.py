@@ -21,7 +21,7 @@ from sfi_core.hosts.transformers.decoder import Decoder
 from sfi_core.hosts.transformers.lossless import most_together, refuse_in_lossless, together
 from sfi_core.hosts.transformers.session import Session
 from sfi_core.machine.threads import serving
-from sfi_core.models.memory_need import check_fits
+from sfi_core.sizes.memory import check_fits
 from sfi_kernels.step_descriptor import sent
 
 # they know which row of the batch a text is

@@ -7,15 +7,15 @@ from typing import Any
 from sfi_core.engine.lossless.rule import Cost, DraftRule
 from sfi_core.engine.picking.picker import CPU_PIECE, PIECE
 from sfi_core.errors import ConfigError
-from sfi_core.models.byte_model import ByteModel
 from sfi_core.models.describe import describe_model
-from sfi_core.models.memory_need import Drafting
 from sfi_core.models.rotation import check_rotation
 from sfi_core.observers.events import LogitsEvent
 from sfi_core.observers.observer import wants
 from sfi_core.policies import POLICIES
 from sfi_core.policies.base import Policy
 from sfi_core.settings.engine import EngineOptions
+from sfi_core.sizes.memory import Drafting
+from sfi_core.sizes.step import ByteModel
 
 LEAST_WINDOW = 3  # a sliding window that still holds a token before a draft of one
 

@@ -1,6 +1,7 @@
 """A model under SFI: its forward passes, and their runs."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from threading import RLock, get_ident, local
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 
 from sfi_core.distributed.ranks import ranks_of
 from sfi_core.engine.audit import Audit, check_audit
+from sfi_core.engine.maintenance import first_together, worked_off_together
 from sfi_core.engine.prompt_queries import Watcher
 from sfi_core.engine.report import RunReport
 from sfi_core.engine.run import Run
@@ -16,6 +18,7 @@ from sfi_core.hosts.transformers import checks
 from sfi_core.hosts.transformers.cache import SfiCache, under_way
 from sfi_core.hosts.transformers.cache_name import cache_in
 from sfi_core.hosts.transformers.fusion.fuse import Fusion
+from sfi_core.hosts.transformers.lossless import drafting_of
 from sfi_core.hosts.transformers.passes import (
     audited_rows,
     begin_decode,
@@ -27,16 +30,18 @@ from sfi_core.hosts.transformers.passes import (
 )
 from sfi_core.hosts.transformers.routing import probing
 from sfi_core.hosts.transformers.shapes import StateChecks, layer_shapes
-from sfi_core.hosts.transformers.stores import TierPlan, expect
+from sfi_core.hosts.transformers.stores import TierPlan
 from sfi_core.models.tensor_parallel import check_split
 from sfi_core.observers.observer import NullObserver, Observer, as_one
-from sfi_core.policies import policy_class
+from sfi_core.policies import EvidencePolicy, policy_class
 from sfi_core.settings.audit import AuditConfig
 from sfi_core.settings.config import SfiConfig
 from sfi_core.settings.engine import PAGE_SIZE, EngineOptions
+from sfi_core.sizes import memory
 from sfi_core.state.kv_cache import KVCache
 from sfi_core.state.kv_store import KVStore
 from sfi_core.state.layer_shape import LayerShape
+from sfi_core.state.side_stream import ring_places
 from sfi_core.triggers.trigger import Trigger
 from sfi_core.triggers.trigger_set import resolve_triggers
 
@@ -106,7 +111,44 @@ class Session:
         """
         return SfiCache(self.model, capacity, prompt_length, stop_ids)
 
-    forecast = expect
+    def forecast(
+        self,
+        batch: int,
+        prompt_tokens: int,
+        capacity: int,
+        prefill_chunk: int = 0,
+        generated: int | None = None,
+        graphs: bool = False,
+    ) -> memory.Forecast:
+        """Forecast the memory of a run, with the shapes that a pass over two tokens shows.
+
+        `generated` are the most tokens that a request generates; None for what `capacity` leaves.
+        """
+        model, policy, tiers, shapes = self.model, self.policy, self.tiers, self.shapes()
+        page = self.page_size or 1
+        capacity = -(-capacity // page) * page
+        heads = model.config.get_text_config(decoder=True).num_attention_heads
+        full = [shape for shape in shapes if shape.window is None]
+        on_triton = self.backend == "triton"  # a slow step refreshes all requests at once
+        refreshed, first = batch if on_triton else 1, 1
+        if not on_triton and isinstance(policy, EvidencePolicy) and tiers is None:
+            refreshed = worked_off_together(heads * capacity, len(shapes))
+        if on_triton and all(policy.first_bytes(shape) is None for shape in full):
+            first = min(batch, first_together(heads * policy.config.window_prefill * capacity))
+        expected = memory.forecast(
+            model, shapes, policy, batch=batch, prompt_tokens=prompt_tokens, capacity=capacity,
+            prefill_chunk=prefill_chunk, backend=self.backend, tiers=tiers is not None,
+            refreshed_together=refreshed, first_together=first,
+            evidence_buffers=ring_places(model.device, overlap=self.engine.overlap), graphs=graphs,
+            drafting=drafting_of(self),
+        )  # fmt: skip
+        if tiers is None:
+            return expected
+        tiered = tiers.bytes(batch, capacity, generated or capacity - prompt_tokens)
+        host = tiered.host_bytes if model.device.type == "cpu" else 0  # both tiers in one memory
+        packed, norms = tiered.parts["packed"], tiered.parts["norms"]
+        others = tiered.device_bytes - packed - norms
+        return replace(expected, kv_bytes=host + others, packed_bytes=packed, summary_bytes=0, norm_bytes=norms)
 
     @property
     def tiers(self) -> TierPlan | None:

@@ -2,21 +2,16 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 
-from sfi_core.engine.maintenance import first_together, worked_off_together
-from sfi_core.engine.run import reads_in_place
 from sfi_core.errors import BackendError, ConfigError, MemoryForecastError
-from sfi_core.hosts.transformers.lossless import drafting_of
 from sfi_core.machine.memory import free_bytes
-from sfi_core.models import two_tier_memory as two_tier
-from sfi_core.models.memory_need import Forecast, forecast
-from sfi_core.policies import POLICIES, EvidencePolicy, Policy, policy_class
+from sfi_core.policies import POLICIES, Policy, policy_class
 from sfi_core.settings.engine import DeviceBudget, EngineOptions
+from sfi_core.sizes.two_tier import TwoTierBytes, check_device_budget, ring_pages, two_tier_bytes
 from sfi_core.state.layer_shape import LayerShape
-from sfi_core.state.side_stream import ring_places, side_of
+from sfi_core.state.side_stream import side_of
 from sfi_core.state.two_tier import TwoTierStore
 
 TILE = 16  # tokens that a page of the Triton kernels is a multiple of
@@ -47,15 +42,16 @@ class TierPlan:
             grows = generated if fast is None else min(fast, generated)
         return config.recent + grows + 1
 
-    def bytes(self, batch: int, capacity: int, generated: int, *, resident: bool = False) -> two_tier.TwoTierBytes:
-        """Add up the bytes of a run, with or without the heads that stay on the device if there is room."""
-        return two_tier.two_tier_bytes(
-            self.shapes,
-            self.policy.config,
-            longest_recent=self.longest_recent(generated),
-            resident=self.policy.resident_heads if resident else None,
-            **self._sizes(batch, capacity),
-        )
+    def bytes(self, batch: int, capacity: int, generated: int | None = None, *, resident: bool = False) -> TwoTierBytes:
+        """Add up the bytes of a run, with or without the heads that stay on the device if there is room.
+
+        With None for `generated` the recent window never grows.
+        """
+        recent = self.policy.config.recent if generated is None else self.longest_recent(generated)
+        return two_tier_bytes(
+            self.shapes, self.policy, batch=batch, capacity=capacity, page=self.page, longest_recent=recent,
+            resident=resident,
+        )  # fmt: skip
 
     def store(self, batch: int, capacity: int, generated: int, backend: str, device: torch.device) -> TwoTierStore:
         """Make the store.
@@ -67,10 +63,8 @@ class TierPlan:
             raise BackendError(
                 f"engine.kv_page must be a multiple of {TILE} tokens under the triton backend, got {self.page}"
             )
-        expected, sizes = self.bytes(batch, capacity, generated), self._sizes(batch, capacity)
-        config = self.policy.config
-        least = two_tier.two_tier_bytes(self.shapes, config, longest_recent=config.recent, **sizes)
-        two_tier.check_device_budget(self.budget, expected, least.device_bytes)
+        expected = self.bytes(batch, capacity, generated)
+        check_device_budget(self.budget, expected, self.bytes(batch, capacity).device_bytes)
         free = free_bytes(torch.device("cpu"))
         if free is not None and expected.host_bytes > free:
             raise MemoryForecastError(
@@ -80,21 +74,10 @@ class TierPlan:
         more = self.bytes(batch, capacity, generated, resident=True).device_bytes
         fits = more <= self.budget.bytes_of(expected.host_bytes)
         return TwoTierStore(
-            batch, capacity, page_size=self.page,
-            ring_pages=two_tier.ring_pages(self.longest_recent(generated), self.page), backend=backend,
-            side=side_of(device, overlap=True, role="tiers"),
+            batch, capacity, page_size=self.page, ring_pages=ring_pages(self.longest_recent(generated), self.page),
+            backend=backend, side=side_of(device, overlap=True, role="tiers"),
             resident=self.policy.resident_heads if fits else None,
         )  # fmt: skip
-
-    def _sizes(self, batch: int, capacity: int) -> dict[str, Any]:
-        policy = self.policy
-        return {
-            "batch": batch,
-            "capacity": capacity,
-            "page": self.page,
-            "selects": policy.selects,
-            "summary": policy.summary_bytes,
-        }
 
 
 def check_offloads(policy: Policy | type[Policy], name: str) -> None:
@@ -112,45 +95,3 @@ def engine_for(policy: str, engine: EngineOptions) -> EngineOptions:
     kind = policy_class(policy)
     budget = engine.kv_device_budget if kind.offloads else None
     return replace(engine, kv_device_budget=budget, lossless=engine.lossless and kind.drafts)
-
-
-def expect(
-    session: Any,
-    batch: int,
-    prompt_tokens: int,
-    capacity: int,
-    prefill_chunk: int = 0,
-    generated: int | None = None,
-    graphs: bool = False,
-) -> Forecast:
-    """Forecast the memory of a session's run, with the shapes that a pass over two tokens shows.
-
-    `generated` are the most tokens that a request generates; None for what `capacity` leaves.
-    """
-    model, policy, tiers, shapes = session.model, session.policy, session.tiers, session.shapes()
-    page = session.page_size or 1
-    capacity = -(-capacity // page) * page
-    heads = model.config.get_text_config(decoder=True).num_attention_heads
-    together = session.backend == "triton"  # a slow step refreshes all requests at once
-    joins = isinstance(policy, EvidencePolicy) and tiers is None
-    logits = heads * policy.config.window_prefill * capacity  # of a prompt's first selection
-    own = [policy.first_bytes(shape) for shape in shapes if shape.window is None]
-    first = max((each for each in own if each is not None), default=None)
-    joined = worked_off_together(heads * capacity, len(shapes)) if joins else 1
-    expected = forecast(
-        model, shapes, policy.config, selects=policy.selects, summary=policy.summary_bytes, batch=batch,
-        prompt_tokens=prompt_tokens, capacity=capacity, prefill_chunk=prefill_chunk,
-        refreshed_together=batch if together else joined,
-        first_bytes=first, first_together=min(batch, first_together(logits)) if together and first is None else 1,
-        unpacked=() if together else policy.config.dense_layers,
-        packs=tiers is not None or not reads_in_place(policy, session.backend),
-        evidence_buffers=ring_places(model.device, overlap=session.engine.overlap), graphs=graphs,
-        drafting=drafting_of(session),
-    )  # fmt: skip
-    if tiers is None:
-        return expected
-    tiered = tiers.bytes(batch, capacity, generated or capacity - prompt_tokens)
-    host = tiered.host_bytes if model.device.type == "cpu" else 0  # both tiers in one memory
-    packed, norms = tiered.parts["packed"], tiered.parts["norms"]
-    others = tiered.device_bytes - packed - norms
-    return replace(expected, kv_bytes=host + others, packed_bytes=packed, summary_bytes=0, norm_bytes=norms)

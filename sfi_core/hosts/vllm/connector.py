@@ -7,14 +7,10 @@ from sfi_core.engine.audit import Audit
 from sfi_core.engine.run import Run
 from sfi_core.errors import ConfigError
 from sfi_core.hosts.vllm import names
-from sfi_core.hosts.vllm.borrowed import BorrowedPages
-from sfi_core.hosts.vllm.entry import Plan
-from sfi_core.hosts.vllm.events import Gathered, WorkerEvents
-from sfi_core.hosts.vllm.planner import Planner
-from sfi_core.hosts.vllm.request_settings import RequestSettings
-from sfi_core.hosts.vllm.settings import check_host
-from sfi_core.hosts.vllm.stats import ServerStats, SfiMetrics
-from sfi_core.hosts.vllm.worker import WorkerEngine
+from sfi_core.hosts.vllm.events import Gathered, ServerStats, SfiMetrics, WorkerEvents
+from sfi_core.hosts.vllm.planner import Plan, Planner
+from sfi_core.hosts.vllm.settings import RequestSettings, check_host
+from sfi_core.hosts.vllm.worker import BorrowedPages, WorkerEngine
 from sfi_core.observers.observer import NullObserver, Observer
 from sfi_core.policies import policy_class
 from sfi_core.policies.base import Policy
@@ -161,8 +157,7 @@ class SfiConnector(names.KVConnectorBase_V1, names.SupportsHMA):
         key, _ = views[self.layer_names[0]]
         # a kernel may want smaller blocks than vLLM's scheduler gives
         page_size, device, longest = key.shape[2], key.device, self._vllm.model_config.max_model_len
-        backend = "torch" if device.type == "cpu" else "triton"
-        store = BorrowedPages(backend, page_size, self.slots, longest, device)
+        store = BorrowedPages(names.backend_of(device), page_size, self.slots, longest, device)
         for name, (key, value) in views.items():
             store.borrow(names.layer_index(name), key, value, impls[name].norm_X)
         audit = self.settings.audit

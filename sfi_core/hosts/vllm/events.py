@@ -1,4 +1,4 @@
-"""Events of the workers' layers, on their way to the observer on the scheduler's side."""
+"""What goes from the workers to the scheduler's side and out: events of layers, and the server's counts."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -7,7 +7,8 @@ from typing import Any, Self
 
 import torch
 
-from sfi_core.hosts.vllm.names import KVConnectorWorkerMetadata
+from sfi_core.hosts.vllm.names import KVConnectorPromMetrics, KVConnectorStats, KVConnectorWorkerMetadata
+from sfi_core.hosts.vllm.planner import TOTALS, Planner
 from sfi_core.observers.events import AuditEvent, Event, SelectionEvent
 from sfi_core.observers.observer import NullObserver
 
@@ -18,20 +19,20 @@ class Gathered(NullObserver):
     """Keeps one worker's selections and audits until the scheduler's side takes them."""
 
     def __init__(self) -> None:
-        self._told: list[LayerEvent] = []
+        self._events: list[LayerEvent] = []
 
     def on_selection(self, event: SelectionEvent) -> None:
         """Keep the event."""
-        self._told.append(event)
+        self._events.append(event)
 
     def on_audit(self, event: AuditEvent) -> None:
         """Keep the event."""
-        self._told.append(event)
+        self._events.append(event)
 
     def take(self) -> list[LayerEvent]:
         """Return the events since the last call, on the host; this waits for the device."""
-        told, self._told = self._told, []
-        return [on_host(event) for event in told]
+        events, self._events = self._events, []
+        return [on_host(event) for event in events]
 
 
 @dataclass
@@ -47,11 +48,11 @@ class WorkerEvents(KVConnectorWorkerMetadata):
 
     def joined(self) -> list[Event]:
         """Return the events with the KV heads of all ranks, in the order of the ranks."""
-        found: dict[tuple[Any, ...], list[LayerEvent]] = defaultdict(list)
+        by_layer: dict[tuple[Any, ...], list[LayerEvent]] = defaultdict(list)
         for rank in sorted(self.by_rank):
             for event in self.by_rank[rank]:
-                found[type(event), event.request, event.step, event.layer].append(event)
-        return [side_by_side(events) for events in found.values()]
+                by_layer[type(event), event.request, event.step, event.layer].append(event)
+        return [side_by_side(events) for events in by_layer.values()]
 
 
 def on_host(event: LayerEvent) -> LayerEvent:
@@ -62,7 +63,7 @@ def on_host(event: LayerEvent) -> LayerEvent:
         if isinstance(value, torch.Tensor):
             changes[field.name] = value.cpu()
     if isinstance(event, SelectionEvent):
-        changes["diagnostics"] = {name: one.cpu() for name, one in event.diagnostics.items()}
+        changes["diagnostics"] = {name: tensor.cpu() for name, tensor in event.diagnostics.items()}
     return replace(event, **changes)
 
 
@@ -79,6 +80,74 @@ def side_by_side(events: Sequence[LayerEvent]) -> LayerEvent:
     if isinstance(first, AuditEvent):
         changes["heads"] = tuple(range(len(first.heads) * len(events)))
     else:
-        each = [event.diagnostics for event in events if isinstance(event, SelectionEvent)]
-        changes["diagnostics"] = {name: torch.cat([one[name].flatten() for one in each]) for name in first.diagnostics}
+        ranks = [event.diagnostics for event in events if isinstance(event, SelectionEvent)]
+        changes["diagnostics"] = {
+            name: torch.cat([tensors[name].flatten() for tensors in ranks]) for name in first.diagnostics
+        }
     return replace(first, **changes)
+
+
+MEANINGS = {
+    "slow_steps": "Decoding steps, prompts' last included, that attended to everything.",
+    "fast_steps": "Decoding steps that attended to sink, selected and recent tokens.",
+    "dense_steps": "Those of the slow steps whose request had no slot.",
+    "requests": "Requests that have ended.",
+    "attended": "Cached tokens that decoding steps attended to, the mean over KV heads and layers.",
+    "context": "Cached tokens that full attention would have read in these steps.",
+    "selection": "What choosing read in these steps, in cached tokens' worth.",
+}
+
+
+class ServerStats(KVConnectorStats):
+    """Counts since the last report, by the names of `TOTALS`."""
+
+    def __init__(self, data: dict[str, Any] | None = None) -> None:
+        super().__init__(data=data or {})
+        self._reported: dict[str, float] = {}
+
+    def since(self, planner: Planner) -> "ServerStats":
+        """Return a planner's counts since the last call."""
+        new = {name: value - self._reported.get(name, 0) for name, value in planner.totals.items()}
+        self._reported = dict(planner.totals)
+        return ServerStats(new)
+
+    def reset(self) -> None:
+        """Forget the counts."""
+        self.data.clear()
+
+    def aggregate(self, other: KVConnectorStats) -> "ServerStats":
+        """Add another's counts."""
+        for name, value in other.data.items():
+            self.data[name] = self.data.get(name, 0) + value
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """Return the counts for vLLM's log line."""
+        counts = {f"sfi_{name}": int(self.data.get(name, 0)) for name in TOTALS[:4]}
+        context = self.data.get("context", 0)
+        attended = self.data.get("attended", 0) / context if context else 1.0
+        chosen = self.data.get("selection", 0) / context if context else 0.0
+        ratios = {"read_ratio": attended, "cache_read_ratio": attended + chosen}
+        return {**counts, **{f"sfi_{name}": round(ratio, 4) for name, ratio in ratios.items()}}
+
+    def is_empty(self) -> bool:
+        """Say whether all counts are 0."""
+        return not any(self.data.values())
+
+
+class SfiMetrics(KVConnectorPromMetrics):
+    """Counters `vllm:sfi_<name>` for Prometheus, by engine."""
+
+    def __init__(self, config: Any, types: Any, labels: list[str], values: dict[int, Any]) -> None:
+        super().__init__(config, types, labels, values)
+        self._counters = {
+            name: {engine: counter.labels(*own) for engine, own in values.items()}
+            for name in TOTALS
+            for counter in [self._counter_cls(name=f"vllm:sfi_{name}", documentation=MEANINGS[name], labelnames=labels)]
+        }
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Add counts."""
+        for name, value in transfer_stats_data.items():
+            if name in self._counters:
+                self._counters[name][engine_idx].inc(value)

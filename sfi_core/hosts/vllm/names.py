@@ -111,6 +111,11 @@ def settings_of(vllm_config: Any) -> Settings:
     return settings
 
 
+def backend_of(device: Any) -> str:
+    """Return our backend that runs on a device."""
+    return "torch" if device.type == "cpu" else "triton"
+
+
 def slot_count(vllm_config: Any, options: PluginOptions) -> int:
     """Return how many requests may be sparse at once."""
     most: int = vllm_config.scheduler_config.max_num_seqs

@@ -6,20 +6,99 @@ asynchronous scheduling a step's token may be known one step late; the plan then
 """
 
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from sfi_core.engine.ledger import OpenStep, Reads, RequestPass, enter, plan_step, step_shape
-from sfi_core.hosts.vllm.entry import NO_SLOT, Entry, Plan
-from sfi_core.hosts.vllm.request_settings import RequestSettings
-from sfi_core.hosts.vllm.tracked import Tracked
+from sfi_core.engine.report import RequestReport
+from sfi_core.hosts.vllm.settings import RequestSettings
 from sfi_core.observers.observer import NullObserver, Observer
 from sfi_core.policies.base import Policy
 from sfi_core.settings.audit import AuditConfig
 from sfi_core.settings.config import SfiConfig
 from sfi_core.state.request import RequestState
 from sfi_kernels.step_descriptor import FAST, PROMPT
+
+NO_SLOT = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One scheduled request of one engine step; `request` is its number among all that the server has seen.
+
+    `slot` is the row of its packed segments, `NO_SLOT` for a request that runs dense. `start` are the tokens
+    in the cache before the step, `block` is the block of the last new token: no other request has it, so it
+    identifies the batch's row. After a preemption the generated tokens are part of the prompt that
+    `request_pass` reads. `step` is the decoding step t; of a piece of the prompt before the last, the first step to come.
+    `opens` says whether the request gets its slot with this piece, and `generated` counts the tokens before
+    that.
+    """
+
+    request: int
+    slot: int
+    start: int
+    block: int
+    request_pass: RequestPass
+    step: int = 0
+    opens: bool = False
+    generated: int = 0
+
+    @property
+    def count(self) -> int:
+        """New tokens."""
+        return self.request_pass.count
+
+    @property
+    def decode(self) -> bool:
+        """Whether the request decodes; otherwise it reads a piece of its prompt."""
+        return self.request_pass.kind != PROMPT
+
+
+@dataclass(slots=True)
+class Plan:
+    """The plan of one step: the scheduled requests, and the slots freed since the last step."""
+
+    entries: list[Entry] = field(default_factory=list)
+    freed: list[int] = field(default_factory=list)
+
+
+# what `sfi generate --json` says of a request too
+SHARED = (
+    "prompt_tokens", "slow_steps", "fast_steps", "slow_at", "reasons",
+    "mean_attended_tokens", "mean_selection_tokens", "read_ratio", "selection_ratio", "cache_read_ratio",
+    "stored_ratio",
+)  # fmt: skip
+
+
+@dataclass(slots=True)
+class Tracked:
+    """One request from its arrival to its end.
+
+    vLLM's request is `live`; its `num_tokens` and `output_token_ids` grow as tokens become known. `slot` is
+    `NO_SLOT` while it has none; `begun` says whether its prompt has been read; `preempted` counts how often
+    it lost its blocks of the cache. `pending` are steps whose token is not known yet, each with the fields
+    that its engine step's requests share, which are filled in later.
+    """
+
+    live: Any
+    settings: RequestSettings
+    policy: Policy
+    state: RequestState
+    slot: int = NO_SLOT
+    begun: bool = False
+    blocks: list[int] = field(default_factory=list)
+    pending: deque[tuple[OpenStep, Mapping[str, Any]]] = field(default_factory=deque)
+    preempted: int = 0
+
+    def report(self) -> dict[str, Any]:
+        """Return the report in the request's answer, plain values."""
+        shared = RequestReport.of(self.state, frozenset(), evicts=self.policy.evicts)
+        counts: dict[str, Any] = {name: getattr(shared, name) for name in SHARED}
+        counts |= {"preempted": self.preempted, "dense_steps": shared.reasons.get("dense", 0)}
+        return {**counts, "error": self.settings.error} if self.settings.error else counts
+
 
 TOTALS = ("slow_steps", "fast_steps", "dense_steps", "requests", "attended", "context", "selection")
 
@@ -136,9 +215,9 @@ class Planner:
 
     def _enter(self, tracked: Tracked, count: int, *, opens: bool) -> Entry:
         state, start = tracked.state, tracked.state.length
-        one = self._pass_of(tracked, count)
-        enter(state, one, tracked.policy)
-        if one.generates:
+        request_pass = self._pass_of(tracked, count)
+        enter(state, request_pass, tracked.policy)
+        if request_pass.generates:
             tracked.begun = True
             self._step(tracked)
         return Entry(
@@ -146,8 +225,8 @@ class Planner:
             slot=tracked.slot,
             start=start,
             block=tracked.blocks[(state.length - 1) // self._block],
-            one=one,
-            step=state.step if one.generates else state.step + 1,
+            request_pass=request_pass,
+            step=state.step if request_pass.generates else state.step + 1,
             opens=opens and tracked.slot != NO_SLOT,
             generated=len(state.tokens) if opens else 0,
         )
@@ -180,7 +259,7 @@ class Planner:
 
         kinds: tuple[list[RequestState], list[RequestState]] = [], []
         for entry, tracked in zip(entries, planned, strict=True):
-            kinds[entry.one.kind == FAST].append(tracked.state)
+            kinds[entry.request_pass.kind == FAST].append(tracked.state)
         return step_shape(*kinds, None if row_bytes is None else moved)
 
     def _reads(self, tracked: Tracked) -> Reads:

@@ -10,8 +10,8 @@ from packaging.specifiers import SpecifierSet
 from sfi_core.errors import ConfigError
 from sfi_core.hosts.vllm import CONNECTOR, VERSIONS
 
-CPU_BACKEND = "sfi_core.hosts.vllm.cpu_backend.SfiCpuBackend"
-CUDA_BACKEND = "sfi_core.hosts.vllm.cuda_backend.SfiCudaBackend"
+CPU_BACKEND = "sfi_core.hosts.vllm.backend.SfiCpuBackend"
+CUDA_BACKEND = "sfi_core.hosts.vllm.backend.SfiCudaBackend"
 logger = logging.getLogger(__name__)
 
 

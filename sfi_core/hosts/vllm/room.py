@@ -1,4 +1,9 @@
-"""Memory of sfi in vLLM's attention layers, allocated while vLLM loads the model."""
+"""Memory of sfi in vLLM's attention layers, allocated while vLLM loads the model.
+
+vLLM loads the weights, lets each attention layer finish them (`process_weights_after_loading`), runs the
+model once to measure its memory, and gives the rest to its cache. A segment that is allocated in the second
+step makes the cache smaller; one that is allocated later would end in "out of memory".
+"""
 
 from typing import Any
 
@@ -9,6 +14,7 @@ from sfi_core.errors import ConfigError
 from sfi_core.hosts.vllm import CONNECTOR
 from sfi_core.hosts.vllm.connector import SfiConnector
 from sfi_core.hosts.vllm.names import (
+    backend_of,
     get_kv_transfer_group,
     has_kv_transfer_group,
     is_full,
@@ -17,10 +23,10 @@ from sfi_core.hosts.vllm.names import (
     slot_count,
 )
 from sfi_core.hosts.vllm.settings import Settings
-from sfi_core.hosts.vllm.slots_memory import check_slots, codes_of, norm_count, segment_rows
-from sfi_core.hosts.vllm.worker import WorkerEngine
+from sfi_core.hosts.vllm.worker import WorkerEngine, codes_of
 from sfi_core.machine.memory import resident_bytes, total_bytes
-from sfi_core.state.layer_shape import LayerShape
+from sfi_core.sizes.memory import packed_rows
+from sfi_core.sizes.slots import check_slots, norm_count
 from sfi_core.state.packed_segment import PackedSegment, SegmentShape
 from sfi_kernels.code_scan import BatchCodes
 
@@ -122,7 +128,7 @@ def give_room(vllm_config: Any, dtype: torch.dtype) -> None:
     served = {layer_index(n): i for n, i in rooms.items() if is_full(modules[n].get_kv_cache_spec(vllm_config))}
     settings, device = settings_of(vllm_config), torch.device(vllm_config.device_config.device)
     sparse = [layer for layer in served if layer not in settings.config.dense_layers]
-    slots, rows = slot_count(vllm_config, settings.options), rows_of(vllm_config, settings)
+    slots, longest = slot_count(vllm_config, settings.options), longest_of(vllm_config)
     for impl in rooms.values():
         impl.given = True
     if not served:
@@ -130,11 +136,12 @@ def give_room(vllm_config: Any, dtype: torch.dtype) -> None:
     shape = shape_of(next(iter(served.values())), dtype, device)
     check_room(vllm_config, settings, len(sparse), shape)
     policy, backend = settings.policy, backend_of(device)
+    rows = packed_rows(policy, longest)
     for layer in sparse:
         shape = shape_of(served[layer], dtype, device)
         served[layer].segment = PackedSegment(slots, rows, shape, packs=not reads_in_place(policy, backend))
         if policy.chooses:
-            served[layer].codes = codes_of(shape, slots, served[layer].num_heads, longest_of(vllm_config))
+            served[layer].codes = codes_of(shape, slots, served[layer].num_heads, longest)
     if device.type == "cuda":
         cache = vllm_config.cache_config
         share = int((total_bytes(device) or 0) * cache.gpu_memory_utilization)
@@ -171,40 +178,21 @@ def check_room(vllm_config: Any, settings: Settings, layers: int, shape: Segment
 
     `layers` have a segment, with rows of `shape` in this process.
     """
-    total, options = total_bytes(shape.device), settings.options
+    total, parallel = total_bytes(shape.device), vllm_config.parallel_config
     # the processes of one machine share its memory; each has a GPU of its own
-    on_cpu = shape.device.type == "cpu"
-    sharing = vllm_config.parallel_config.tensor_parallel_size if on_cpu else 1
-    limit = None if total is None else int(total * options.slots_memory) // sharing
-    slots, rows = slot_count(vllm_config, options), rows_of(vllm_config, settings)
-    policy = settings.policy
-    row_bytes = shape.row_bytes(packs=not reads_in_place(policy, backend_of(shape.device)))
-    heads = vllm_config.model_config.get_num_attention_heads(vllm_config.parallel_config)
-    layer = LayerShape(
-        heads=shape.heads,
-        key_width=shape.key_width,
-        value_width=shape.value_width,
-        itemsize=shape.dtype.itemsize,
-        query_heads=heads,
-    )
-    summary = policy.summary_bytes(layer, longest_of(vllm_config))
-    check_slots(settings.config, rows, slots, layers, row_bytes, limit, summary)
-
-
-def rows_of(vllm_config: Any, settings: Settings) -> int:
-    """Return the rows of a packed segment for the longest request, in whole blocks like the cache."""
-    return segment_rows(settings.config, longest_of(vllm_config), selects=settings.policy.selects)
+    sharing = parallel.tensor_parallel_size if shape.device.type == "cpu" else 1
+    check_slots(
+        settings.policy, shape, slots=slot_count(vllm_config, settings.options), layers=layers,
+        longest=longest_of(vllm_config), query_heads=vllm_config.model_config.get_num_attention_heads(parallel),
+        backend=backend_of(shape.device),
+        limit=None if total is None else int(total * settings.options.slots_memory) // sharing,
+    )  # fmt: skip
 
 
 def longest_of(vllm_config: Any) -> int:
     """Return the tokens of the longest request, in whole blocks."""
     block, longest = vllm_config.cache_config.block_size, vllm_config.model_config.max_model_len
     return int(-(-longest // block) * block)
-
-
-def backend_of(device: torch.device) -> str:
-    """Return the backend that runs on a device."""
-    return "torch" if device.type == "cpu" else "triton"
 
 
 def shape_of(impl: Any, dtype: torch.dtype, device: torch.device) -> SegmentShape:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from sfi_core.hosts.vllm.entry import Entry
+from sfi_core.hosts.vllm.planner import Entry
 from sfi_core.hosts.vllm.worker import MatchedPass, Row
 from sfi_kernels.step_descriptor import sent
 
@@ -54,14 +54,14 @@ class RowMatcher:
         for entry in entries:
             same[entry.start + entry.count, entry.count].append(entry)
         counts = rows.count
-        found = [
+        matched = [
             self._known(same[length, count], rows.number[place] if rows.number else None)
             for place, (length, count) in enumerate(zip(rows.length, counts, strict=False))
         ]
-        if None in found:
+        if None in matched:
             block_R, by_block = read_blocks(), {entry.block: entry for entry in entries}
-            found = [entry or by_block[block] for entry, block in zip(found, block_R, strict=True)]
-        entered = [entry for entry in found if entry is not None]
+            matched = [entry or by_block[block] for entry, block in zip(matched, block_R, strict=True)]
+        entered = [entry for entry in matched if entry is not None]
         # a request that loses its number is absent for a pass at least, so one pass is memory enough
         self._request_of = {number: entry.request for number, entry in zip(rows.number or (), entered, strict=False)}
         return [
@@ -110,26 +110,26 @@ class Part:
             output[self.tokens] = out
 
 
-def part_of(common: Any, one: MatchedPass, build: Callable[[Any], Any]) -> Part | None:
+def part_of(common: Any, entered: MatchedPass, build: Callable[[Any], Any]) -> Part | None:
     """Return the rows that vLLM's kernel computes; None for no rows, or all.
 
     Decoding rows come first, so that the part's are adjacent unless a decoding request has no slot. `common`
     is the batch's `CommonAttentionMetadata`; `build` makes vLLM's metadata from the part's.
     """
-    if not one.whole or len(one.whole) == len(one.rows):
+    if not entered.whole or len(entered.whole) == len(entered.rows):
         return None
-    rows, device = [one.rows[place][0] for place in one.whole], common.seq_lens.device
+    rows, device = [entered.rows[place][0] for place in entered.whole], common.seq_lens.device
     start = [0]
     for row in rows:
         start.append(start[-1] + row.count)
-    together = one.whole[-1] - one.whole[0] + 1 == len(one.whole)
+    together = entered.whole[-1] - entered.whole[0] + 1 == len(entered.whole)
     if together:
-        row_R: Any = slice(one.whole[0], one.whole[-1] + 1)
-        own_R: Any = row_R
+        row_R: Any = slice(entered.whole[0], entered.whole[-1] + 1)
+        host_row_R: Any = row_R
         tokens: Any = slice(rows[0].first, rows[-1].first + rows[-1].count)
     else:
-        own_R = torch.tensor(one.whole)
-        row_R = sent(own_R, device)
+        host_row_R = torch.tensor(entered.whole)
+        row_R = sent(host_row_R, device)
         places = [torch.arange(row.first, row.first + row.count) for row in rows]
         tokens = sent(torch.cat(places), device)
     start_cpu = torch.tensor(start, dtype=torch.int32)
@@ -137,7 +137,7 @@ def part_of(common: Any, one: MatchedPass, build: Callable[[Any], Any]) -> Part 
         query_start_loc=sent(start_cpu, device),
         query_start_loc_cpu=start_cpu,
         seq_lens=common.seq_lens[row_R],
-        seq_lens_cpu_upper_bound=common.seq_lens_cpu_upper_bound[own_R],
+        seq_lens_cpu_upper_bound=common.seq_lens_cpu_upper_bound[host_row_R],
         num_reqs=len(rows),
         num_actual_tokens=start[-1],
         max_query_len=max(row.count for row in rows),

@@ -22,7 +22,7 @@ from sfi_core.hosts.vllm.room import check_model
 from sfi_core.hosts.vllm.settings import Settings
 from sfi_core.models.load import check_exists
 
-# whoever gives one of them says it all
+# the flags by which a user chooses the attention; then `sfi serve` adds none
 ATTENTION_FLAGS = ("--attention-config", "--attention_config", "-ac")
 
 

@@ -1,17 +1,24 @@
-"""The plugin's settings, from vLLM's `kv_connector_extra_config`, and the vLLM settings it refuses."""
+"""The plugin's settings, those of one request, and the vLLM settings that the plugin refuses.
+
+The plugin's come from vLLM's `kv_connector_extra_config`, a request's from its `extra_args`, over HTTP `vllm_xargs`,
+with names `sfi.*`.
+"""
 
 import dataclasses
-from collections.abc import Mapping
+import hashlib
+import json
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from sfi_core.errors import ConfigError
 from sfi_core.hosts.vllm import SLOTS, ServeTable
+from sfi_core.machine.text import printable, shown
 from sfi_core.policies import Policy, policy_class
 from sfi_core.settings.audit import AuditConfig
 from sfi_core.settings.config import SfiConfig
-from sfi_core.settings.fields import setting
-from sfi_core.triggers.trigger import Trigger
+from sfi_core.settings.fields import require, setting
+from sfi_core.sizes.policy import untriggered
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +66,7 @@ class Settings:
     @property
     def policy(self) -> Policy:
         """The policy, without a trigger."""
-        return policy_class(self.options.policy)(self.config, Trigger(frozenset(), self.config))
+        return untriggered(self.options.policy, self.config)
 
     @property
     def audit(self) -> AuditConfig | None:
@@ -120,3 +127,60 @@ def _tuples(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: _tuples(one) for name, one in value.items()}
     return value
+
+
+PREFIX = "sfi."
+ENABLED = "enabled"
+# what decides when a step is slow; everything else is the same for all rows of a batch
+OWN = ("trigger_policy", "t_max", "min_gap", "trigger_delay", "slow_start", "stride", "random_rate")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RequestSettings:
+    """How one request is to be decoded.
+
+    `config` is the server's but for `OWN`; a request that is not `enabled` runs dense, and so does one whose
+    settings have an `error`.
+    """
+
+    config: SfiConfig
+    enabled: bool = True
+    error: str = ""
+
+    @classmethod
+    def of(
+        cls, extra: Mapping[str, Any] | None, config: SfiConfig, check: Callable[[SfiConfig], None]
+    ) -> "RequestSettings":
+        """Read a request's settings from its `extra_args`, over the server's `config`.
+
+        A mistake goes into `error`: a scheduler cannot refuse a request, and an exception there ends the
+        server. `check` raises ConfigError for settings that cannot run on this server.
+        """
+        try:
+            given = {str(name): value for name, value in (extra or {}).items()}
+            changes = {name.removeprefix(PREFIX): value for name, value in given.items() if name.startswith(PREFIX)}
+            enabled = changes.pop(ENABLED, True)
+            is_flag = isinstance(enabled, int) and enabled in {True, False}
+            require(is_flag, f"{PREFIX}{ENABLED} must be 0 or 1, got {shown(enabled)}")
+            check_own(changes)
+            wanted = config.replace(**changes)
+            if changes:
+                check(wanted)
+            return cls(wanted, bool(enabled))
+        except ConfigError as error:
+            return cls(config, enabled=False, error=printable(str(error)))
+        except Exception as error:  # noqa: BLE001 - it would end the server, and is one client's
+            return cls(config, enabled=False, error=f"settings must be numbers, got {type(error).__name__}")
+
+    def salt(self, policy: str) -> str:
+        """Return a name for all that the keys and values of generated tokens depend on."""
+        facts = {"policy": policy, **self.config.to_dict()} if self.enabled else {}
+        text = json.dumps(facts, sort_keys=True)
+        return "sfi-" + hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def check_own(changes: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` for settings that a request cannot have."""
+    for name in sorted(changes.keys() - set(OWN)):
+        wrong = shown(f"{PREFIX}{name}")[1:-1]
+        raise ConfigError(f"{wrong} is no setting of one request; expected one of {(ENABLED, *OWN)}")

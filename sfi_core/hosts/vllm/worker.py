@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -10,10 +10,68 @@ from sfi_core.engine.backends.registry import attend, end_prompts
 from sfi_core.engine.derived_runs import forget, open_row
 from sfi_core.engine.ledger import RequestPass
 from sfi_core.engine.run import Run
-from sfi_core.hosts.vllm.borrowed import BorrowedPages
-from sfi_core.hosts.vllm.entry import NO_SLOT, Entry, Plan
+from sfi_core.hosts.vllm.planner import NO_SLOT, Entry, Plan
+from sfi_core.state.kv_cache import PagedView
+from sfi_core.state.layer_pages import LayerPages
+from sfi_core.state.packed_segment import SegmentShape
 from sfi_core.state.request import RequestState
+from sfi_kernels.code_scan import BatchCodes
 from sfi_kernels.step_descriptor import sent
+
+
+class BorrowedPages(PagedView):
+    """Views of the blocks of vLLM's cache, with our own key norms."""
+
+    def __init__(self, backend: str, page_size: int, slots: int, capacity: int, device: torch.device) -> None:
+        """View no layer yet; `capacity` are the tokens that a request may reach."""
+        table_BP = torch.zeros(slots, -(-capacity // page_size), dtype=torch.int32, device=device)
+        super().__init__(backend, page_size, table_BP)
+
+    def borrow(
+        self, layer: int, key_PHND: torch.Tensor, value_PHNE: torch.Tensor, norm_X: torch.Tensor | None = None
+    ) -> None:
+        """View a layer's keys and values, [blocks, KV heads, tokens, width] of any strides, and add norms.
+
+        `norm_X` is float32 room for the norms; a missing or too small one is replaced.
+        """
+        shape = key_PHND.shape[:3]
+        if norm_X is None or norm_X.numel() < shape.numel():
+            norm_X = torch.empty(shape.numel(), dtype=torch.float32, device=key_PHND.device)
+        norm_PHN = norm_X[: shape.numel()].view(shape).zero_()
+        self.layers[layer] = LayerPages(key_PHND, value_PHNE, norm_PHN)
+
+    def note_norms(self, layer: int, key_XHD: torch.Tensor, place_X: torch.Tensor) -> None:
+        """Store the norms of keys that vLLM has just written.
+
+        `place_X` has block number * block size + token of each key; -1 for padding.
+        """
+        norm_PHN, N = self.layers[layer].norm_PHN, self.page_size
+        norm_XH = torch.linalg.vector_norm(key_XHD, dim=-1, dtype=torch.float32)
+        # padding goes to block 0, which vLLM gives to nobody
+        place_X = place_X[: len(key_XHD)].clamp_min(0)
+        norm_PHN[place_X // N, :, place_X % N] = norm_XH[: len(place_X)]
+
+    def grow(self, capacity: int) -> None:
+        """Raise `ValueError` beyond vLLM's `max_model_len`: the cache cannot grow."""
+        if capacity > self.capacity:
+            raise ValueError(f"cache holds {self.capacity} tokens a request, got {capacity}")
+
+    def append(self, layer: int, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse: vLLM appends."""
+        raise TypeError("vLLM writes its own cache")
+
+    def copy(self) -> NoReturn:
+        """Refuse: vLLM owns the blocks."""
+        raise TypeError("vLLM owns its own cache")
+
+
+def codes_of(shape: SegmentShape, slots: int, query_heads: int, longest: int) -> BatchCodes:
+    """Allocate a layer's codes for requests of at most `longest` tokens."""
+    key, value = (
+        torch.empty(0, shape.heads, 1, width, dtype=shape.dtype, device=shape.device)
+        for width in (shape.key_width, shape.value_width)
+    )
+    return BatchCodes.empty(slots, query_heads // shape.heads, key, value, longest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +143,7 @@ class WorkerEngine:
         for row, entry in pairs:
             assert (entry.start + entry.count, entry.count) == (row.length, row.count), (row, entry)
         self._take_tables(pairs, table_RP)
-        decoding = {e.slot: e.one for _, e in pairs if e.decode and e.slot != NO_SLOT}
+        decoding = {e.slot: e.request_pass for _, e in pairs if e.decode and e.slot != NO_SLOT}
         for _, entry in pairs:
             if not entry.decode and entry.slot != NO_SLOT:
                 self._read(entry)
@@ -104,29 +162,28 @@ class WorkerEngine:
         Queries are grouped by KV head; the outputs of `MatchedPass.whole` are already set. `options` are
         `scale`, `soft_cap` and `sink_HG` of `engine.layer.Layer`.
         """
-        one = self.entered
-        assert one is not None, "the pass has been entered"
-        if len(one.slot_R):
+        entered = self.entered
+        assert entered is not None, "the pass has been entered"
+        if len(entered.slot_R):
             query_BHGD = query_XHGD.new_zeros(self.store.batch, *query_XHGD.shape[1:])
-            query_BHGD.index_copy_(0, one.slot_R, query_XHGD.index_select(0, one.token_R))
+            query_BHGD.index_copy_(0, entered.slot_R, query_XHGD.index_select(0, entered.token_R))
             out_BHGE = attend(self.run, layer, query_BHGD.unsqueeze(3), **options)[:, :, :, 0]
-            out_XHGE.index_copy_(0, one.token_R, out_BHGE.index_select(0, one.slot_R))
-        for row, entry in one.prompts:
-            own = slice(row.first, row.first + row.count)
-            query, out = (x[own].permute(1, 2, 0, 3)[None] for x in (query_XHGD, out_XHGE))
+            out_XHGE.index_copy_(0, entered.token_R, out_BHGE.index_select(0, entered.slot_R))
+        for row, entry in entered.prompts:
+            tokens = slice(row.first, row.first + row.count)
+            query, out = (x[tokens].permute(1, 2, 0, 3)[None] for x in (query_XHGD, out_XHGE))
             end_prompts(self._reading[entry.slot], layer, query, out, **options)
 
     def leave(self) -> None:
         """Leave the pass, after vLLM's model."""
-        self.plan, done, self.entered = None, self.entered, None
-        if done is None:
+        self.plan, entered, self.entered = None, self.entered, None
+        if entered is None:
             return
-        if len(done.slot_R):
+        if len(entered.slot_R):
             self.run.end_pass()
-        for _, entry in done.prompts:
-            alone = self._reading[entry.slot]
-            alone.end_pass()
-            if entry.one.ends_prompt:
+        for _, entry in entered.prompts:
+            self._reading[entry.slot].end_pass()
+            if entry.request_pass.ends_prompt:
                 self.run.step = self._reading.pop(entry.slot).step
 
     def _read(self, entry: Entry) -> None:
@@ -139,13 +196,13 @@ class WorkerEngine:
             )
             self._reading[entry.slot] = open_row(self.run, entry.slot, state)
             self.run.left.clear()  # a server goes on for ever
-        self._reading[entry.slot].begin([entry.one])
+        self._reading[entry.slot].begin([entry.request_pass])
 
     def _take_tables(self, pairs: Sequence[tuple[Row, Entry]], table_RP: torch.Tensor) -> None:
-        own = [(place, e.slot) for place, (_, e) in enumerate(pairs) if e.slot != NO_SLOT]
-        if not own:
+        places = [(place, e.slot) for place, (_, e) in enumerate(pairs) if e.slot != NO_SLOT]
+        if not places:
             return
         longest = max(row.length for row, _ in pairs)
         used = -(-longest // self.store.page_size)
-        row_R, slot_R = sent(torch.tensor(own).T, table_RP.device)
+        row_R, slot_R = sent(torch.tensor(places).T, table_RP.device)
         self.store.block_table_BP[slot_R, :used] = table_RP[row_R, :used].int()

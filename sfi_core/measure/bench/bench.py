@@ -25,8 +25,8 @@ from sfi_core.measure.bench.samples import DecodeSample
 from sfi_core.measure.bench.settings import DecodeSettings, DecodeVariant, Point
 from sfi_core.measure.bench.theirs import run_theirs
 from sfi_core.measure.kernel_bench.timing import clock_for, copy_gb_per_s
-from sfi_core.models.byte_model import ByteModel
 from sfi_core.models.describe import ModelWeights, describe_model
+from sfi_core.sizes.step import ByteModel
 from sfi_core.state.layer_shape import LayerShape
 
 Progress = Callable[[str, int, int], None]

@@ -9,8 +9,8 @@ from sfi_core.hosts.transformers.slow_fast import session_on
 from sfi_core.machine.memory import free_bytes
 from sfi_core.measure.bench.settings import DecodeSettings, DecodeVariant, Point
 from sfi_core.measure.bench.theirs import STATIC
-from sfi_core.models.memory_need import Forecast, largest_batch
 from sfi_core.settings.config import SfiConfig
+from sfi_core.sizes.memory import Forecast, largest_batch
 from sfi_core.state.layer_shape import LayerShape
 
 # bytes for each token of the vocabulary: logits, scores and a copy of the scores, in float32

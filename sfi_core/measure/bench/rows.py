@@ -10,8 +10,8 @@ import numpy as np
 
 from sfi_core.measure.bench.samples import DRAFTING, KINDS, DecodeSample, StepRead
 from sfi_core.measure.bench.settings import BASELINES, DecodeVariant, Point
-from sfi_core.models.byte_model import ByteModel
 from sfi_core.policies import policy_class
+from sfi_core.sizes.step import ByteModel
 
 PERCENTILES = (50, 95, 99)
 

@@ -21,7 +21,7 @@ from sfi_core.distributed import ranks as ranks_module
 from sfi_core.distributed.ranks import ALONE, Ranks
 from sfi_core.errors import ConfigError, InputError, MemoryForecastError, RankLostError
 from sfi_core.models.digest import checkpoint_digest
-from sfi_core.models.memory_need import Forecast, check_fits
+from sfi_core.sizes.memory import Forecast, check_fits
 from sfi_traces import ParquetObserver, Trace
 from sfi_traces.export.perfetto import perfetto_text
 from sfi_traces.read.check import check
@@ -260,7 +260,7 @@ def test_memory_of_a_machine_is_shared_by_its_ranks(monkeypatch):
         resident_bytes=0, kv_bytes=600, norm_bytes=0, packed_bytes=0, summary_bytes=0,
         sliding_bytes=0, workspace_bytes=0
     )  # fmt: skip
-    monkeypatch.setattr("sfi_core.models.memory_need.free_bytes", lambda _: 1000)
+    monkeypatch.setattr("sfi_core.sizes.memory.free_bytes", lambda _: 1000)
     check_fits(expected, torch.device("cpu"))
     for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}.items():
         monkeypatch.setenv(name, str(value))

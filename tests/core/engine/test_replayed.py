@@ -19,8 +19,8 @@ from sfi_core.measure.bench.ours import run_ours
 from sfi_core.measure.bench.prompts import BenchRun, Prompts, stream
 from sfi_core.measure.bench.rows import point_rows
 from sfi_core.measure.bench.settings import DecodeSettings
-from sfi_core.models.byte_model import ByteModel
 from sfi_core.observers.events import SelectionEvent
+from sfi_core.sizes.step import ByteModel
 from sfi_kernels.pack import pack
 from tests.core.conftest import tiny_qwen3
 from tests.core.engine.test_graphs import CONFIG

@@ -12,8 +12,8 @@ from sfi_core.errors import ConfigError, UnsupportedModelError
 from sfi_core.generation.synthetic import SyntheticPrompt
 from sfi_core.hosts.transformers.decoder import Decoder
 from sfi_core.hosts.transformers.own_layers import states
-from sfi_core.models.byte_model import ByteModel
 from sfi_core.models.describe import describe_model
+from sfi_core.sizes.step import ByteModel
 from tests.architectures import BESIDE, BY_LABEL, RESULTS, padded, prompts, tiny
 from tests.covering import case
 from tests.fakes import RecordingObserver

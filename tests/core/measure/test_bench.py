@@ -17,7 +17,7 @@ from sfi_core.measure.bench.rows import point_rows, step_bytes
 from sfi_core.measure.bench.samples import DecodeSample, StepRead
 from sfi_core.measure.bench.settings import BASELINES, DecodeSettings, DecodeVariant, Point
 from sfi_core.measure.bench.theirs import run_theirs
-from sfi_core.models.byte_model import ByteModel
+from sfi_core.sizes.step import ByteModel
 
 pytestmark = pytest.mark.usefixtures("small_buffers")
 

@@ -14,7 +14,7 @@ from sfi_core.measure.bench.prompts import BenchRun, Prompts, stream
 from sfi_core.measure.bench.rows import point_rows
 from sfi_core.measure.bench.samples import DecodeSample, StepRead
 from sfi_core.measure.bench.settings import DecodeSettings, DecodeVariant, Point
-from sfi_core.models.byte_model import ByteModel
+from sfi_core.sizes.step import ByteModel
 from sfi_core.state.request import RequestState
 from tests.architectures import tiny
 

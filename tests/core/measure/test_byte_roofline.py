@@ -14,6 +14,9 @@ from sfi_core.measure.bench import byte_roofline
 from sfi_core.measure.bench.architectures import empty_model, random_config, random_model
 from sfi_core.measure.bench.settings import DecodeSettings
 from sfi_core.models.describe import ModelWeights
+from sfi_core.policies import POLICIES
+from sfi_core.policies.built_in.codescan import choosing_tokens
+from sfi_core.policies.page_bounds import extremes_bytes
 from tests.architectures import WORKS, tiny
 
 META, CPU = torch.device("meta"), torch.device("cpu")
@@ -57,10 +60,10 @@ def meta(name):
     return empty_model(random_config(name), META, torch.bfloat16)
 
 
-def forecast(name, context, batch, *, config=None, memory=150e9, **changes):
+def forecast(name, context, batch, *, config=None, memory=150e9, policies=("full-kv", "sfi"), **changes):
     asked = DecodeSettings(
         contexts=(context,), batches=(batch,), config=config or SfiConfig.preset("paper"),
-        policies=("full-kv", "sfi"), warm_up=4, **changes,
+        policies=policies, warm_up=4, **changes,
     )  # fmt: skip
     return byte_roofline.forecast_document(meta(name), asked, CPU, bandwidth_gb_per_s=4300, memory_bytes=memory)
 
@@ -118,6 +121,40 @@ def test_break_even_is_the_context_from_which_sfi_reads_less():
     always = forecast("qwen3-4b", 8192, 1, slow_rate=Fraction(1))["rows"][1]
     assert always["break_even_context"] is None
     assert always["roofline_speedup"] < 1
+
+
+def test_every_policy_has_a_forecast_of_what_its_own_hooks_read():
+    """Qwen3-4B at 32K, batch 4: 8 KV heads of 128 numbers in 36 layers, in tokens' worth of keys and values."""
+    length, row, config = 32768, 147_456, SfiConfig.preset("paper").replace(synckv={"heads": "even"})
+    found = {r["policy"]: r for r in forecast("qwen3-4b", length, 4, config=config, policies=tuple(POLICIES))["rows"]}
+    base, packed = found["full-kv"]["weight_bytes_per_step"], 4 + 2048
+    fast = {
+        "sfi": packed + 256,
+        "streaming-llm": packed + 256,
+        "snapkv": packed + 256,
+        "random-k": packed + 256,
+        "codescan": packed + 256 + choosing_tokens(length, 128) + 1,
+        "quest": packed + 256 + length / 16,
+        "oracle-top-k": packed + 256 + length / 2,
+        "synckv": 0.75 * (packed + 256 + 2.5) + 0.25 * length,  # two of eight heads are dense; 5 steps between two
+    }
+    for name, tokens in fast.items():
+        assert found[name]["fast_bytes_per_step"] == pytest.approx(base + 4 * row * tokens, rel=1e-6), name
+    rates = {"full-kv": 1, "sfi": 0.05, "random-k": 0.05, "synckv": 0.2}
+    assert {name: r["slow_rate"] for name, r in found.items() if r["slow_rate"]} == {"prior-only": 0.05} | rates
+    assert found["synckv"]["synchronized_roofline_speedup"] == found["synckv"]["roofline_speedup"]
+    freekv = found["freekv"]["fast_bytes_per_step"]  # its first layer is dense
+    assert freekv == pytest.approx(base + 4 * row / 36 * (35 * (packed + 256 + length / 32) + length), rel=1e-6)
+    codescan, quest = found["codescan"], found["quest"]
+    assert (codescan["slow_bytes_per_step"], found["full-kv"]["fast_bytes_per_step"]) == (None, None)
+    capacity = length + 4 + 40
+    pages = extremes_bytes(shapes_once(meta("qwen3-4b"))[0], capacity, 16)
+    assert quest["packed_bytes"] == 4 * 36 * pages  # its rows are read in place
+    assert 4 * 36 * 8 * capacity * 32 < codescan["packed_bytes"] < quest["packed_bytes"]  # codes of 2 bits a number
+    assert found["full-kv"]["packed_bytes"] == found["streaming-llm"]["packed_bytes"]
+    for context, gains in ((codescan["break_even_context"] - 1, False), (codescan["break_even_context"], True)):
+        (row_there,) = forecast("qwen3-4b", context, 4, config=config, policies=("codescan",))["rows"]
+        assert (row_there["roofline_speedup"] > 1) is gains
 
 
 @pytest.mark.parametrize("label", [works.label for works in WORKS])

@@ -66,7 +66,7 @@ def test_the_checkpoint_recalls_word_for_word(loaded, length, samples):
     assert exact_match(*loaded, length, samples=samples) > 0.5
 
 
-@pytest.mark.exhaustive  # test_memory_need.py compares with what is allocated
+@pytest.mark.exhaustive  # sizes/test_memory.py compares with what is allocated
 def test_peak_memory_is_within_a_tenth_of_the_forecast_and_does_not_grow():
     """8K tokens of context, three times in one fresh process."""
     script = """

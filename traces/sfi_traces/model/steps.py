@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from sfi_core.machine.text import printable
-from sfi_core.models.byte_model import ByteModel
+from sfi_core.sizes.step import ByteModel
 
 Ints = npt.NDArray[np.int64]
 Positions = npt.NDArray[np.int32]

@@ -15,9 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from sfi_core.errors import TraceError
-from sfi_core.models.byte_model import ByteModel
 from sfi_core.policies.built_in.codescan import choosing_tokens
 from sfi_core.settings.config import SfiConfig
+from sfi_core.sizes.step import ByteModel
 from sfi_core.state.request import RequestState
 from sfi_core.triggers.trigger import Trigger
 from sfi_traces.model.steps import Bools, Floats, Ints, Memory, Positions

@@ -4,10 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sfi_core.hosts.vllm.entry import Entry
-from sfi_core.hosts.vllm.planner import Planner, Scheduled
-from sfi_core.hosts.vllm.request_settings import RequestSettings
-from sfi_core.hosts.vllm.tracked import Tracked
+from sfi_core.hosts.vllm.planner import Entry, Planner, Scheduled, Tracked
+from sfi_core.hosts.vllm.settings import RequestSettings
 from sfi_core.observers.observer import Observer
 from sfi_core.policies.built_in.sfi import SFI
 from sfi_core.settings.config import SfiConfig

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from sfi_core.hosts.vllm.entry import NO_SLOT
+from sfi_core.hosts.vllm.planner import NO_SLOT
 from sfi_core.policies.built_in.sfi import SFI
 from sfi_core.settings.config import SfiConfig
 from sfi_traces.model.trace import Trace
@@ -97,7 +97,7 @@ def test_entries_say_where_each_token_goes():
     entries = [host.step()["a"] for _ in range(6)]
     assert [(e.start, e.count) for e in entries] == [(0, 10), (10, 10), (20, 5), (25, 1), (26, 1), (27, 1)]
     assert [e.decode for e in entries] == [False] * 3 + [True] * 3
-    assert [e.one.ends_prompt for e in entries] == [False, False, True] + [False] * 3
+    assert [e.request_pass.ends_prompt for e in entries] == [False, False, True] + [False] * 3
     assert [e.opens for e in entries] == [True] + [False] * 5
     assert [e.step for e in entries] == [0, 0, 0, 1, 2, 3]
     assert [e.block for e in entries] == [1 + (e.start + e.count - 1) // BLOCK for e in entries]
@@ -120,7 +120,7 @@ def test_a_preempted_request_goes_on_with_a_slow_step(late, dropped):
     host.preempt("a")
     entries = [host.step()["a"] for _ in range(5)]
     assert [e.decode for e in entries] == [False] * 4 + [True]
-    assert [e.one.ends_prompt for e in entries] == [False, False, False, True, False]
+    assert [e.request_pass.ends_prompt for e in entries] == [False, False, False, True, False]
     assert [e.generated for e in entries] == [at, 0, 0, 0, 0]
     assert entries[3].step == at
     report = host.run()["a"].report()
@@ -138,7 +138,12 @@ def test_a_request_preempted_within_its_prompt_begins_anew():
     host.preempt("a")
     entries = [host.step()["a"] for _ in range(5)]
     assert [e.opens for e in entries] == [True] + [False] * 4
-    assert [(e.start, e.one.ends_prompt) for e in entries[:4]] == [(0, False), (10, False), (20, False), (30, True)]
+    assert [(e.start, e.request_pass.ends_prompt) for e in entries[:4]] == [
+        (0, False),
+        (10, False),
+        (20, False),
+        (30, True),
+    ]
     assert first.slot == entries[0].slot
     report = host.run()["a"].report()
     assert report["preempted"] == 1

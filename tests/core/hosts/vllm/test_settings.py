@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from sfi_core.errors import ConfigError
-from sfi_core.hosts.vllm.request_settings import RequestSettings
-from sfi_core.hosts.vllm.settings import Settings, check_host
+from sfi_core.hosts.vllm.settings import RequestSettings, Settings, check_host
 from sfi_core.settings.config import SfiConfig
 
 

@@ -8,41 +8,49 @@ import torch
 
 from sfi_core.engine.ledger import RequestPass
 from sfi_core.errors import ConfigError
-from sfi_core.hosts.vllm.borrowed import BorrowedPages
-from sfi_core.hosts.vllm.entry import Entry
+from sfi_core.hosts.vllm.planner import Entry
 from sfi_core.hosts.vllm.rows import HostRows, RowMatcher, last_blocks, part_of
 from sfi_core.hosts.vllm.settings import Settings
-from sfi_core.hosts.vllm.slots_memory import check_slots, codes_of, norm_count, segment_rows
-from sfi_core.hosts.vllm.worker import MatchedPass, Row
+from sfi_core.hosts.vllm.worker import BorrowedPages, MatchedPass, Row, codes_of
+from sfi_core.policies import Policy
 from sfi_core.settings.config import SfiConfig
+from sfi_core.sizes.memory import packed_rows
+from sfi_core.sizes.policy import untriggered
+from sfi_core.sizes.slots import check_slots, norm_count
 from sfi_core.state.layer_shape import LayerShape
 from sfi_core.state.packed_segment import PackedSegment, SegmentShape
 
 CONFIG = SfiConfig().replace(budget=100, sink=4, recent=8)
 SHAPE = SegmentShape(heads=2, key_width=8, value_width=4, dtype=torch.float16, device=torch.device("cpu"))
 LAYERS, SLOTS, LONGEST = 3, 5, 1000
-ROWS = segment_rows(CONFIG, LONGEST, selects=True)
+SFI = untriggered("sfi", CONFIG)
+ROWS = packed_rows(SFI, LONGEST)
 NONE = torch.empty(0, dtype=torch.int64)
 
 
 def room(config: SfiConfig = CONFIG, slots: int = SLOTS) -> int:
     """Count what the segments' own tensors take."""
-    segment = PackedSegment(slots, segment_rows(config, LONGEST, selects=True), SHAPE)
+    segment = PackedSegment(slots, packed_rows(untriggered("sfi", config), LONGEST), SHAPE)
     return LAYERS * (segment.nbytes - segment.length_BH.nbytes)
 
 
+def check(policy: Policy, limit: int | None) -> None:
+    sizes: dict[str, Any] = {"slots": SLOTS, "layers": LAYERS, "longest": LONGEST, "query_heads": 6}
+    check_slots(policy, SHAPE, backend="torch", limit=limit, **sizes)
+
+
 def test_segments_fit_to_the_byte() -> None:
-    check_slots(CONFIG, ROWS, SLOTS, LAYERS, SHAPE.row_bytes(packs=True), room())
-    check_slots(CONFIG, ROWS, SLOTS, LAYERS, SHAPE.row_bytes(packs=True), None)
+    check(SFI, room())
+    check(SFI, None)
     with pytest.raises(ConfigError):
-        check_slots(CONFIG, ROWS, SLOTS, LAYERS, SHAPE.row_bytes(packs=True), room() - 1)
+        check(SFI, room() - 1)
 
 
 def test_refusal_names_what_fits() -> None:
     """The budget of the message fits, and so do its slots; one more of either does not."""
     limit = room(CONFIG.replace(budget=37)) + 10
     with pytest.raises(ConfigError) as caught:
-        check_slots(CONFIG, ROWS, SLOTS, LAYERS, SHAPE.row_bytes(packs=True), limit)
+        check(SFI, limit)
     advice = "set budget to at most 37 or slots to at most 1 or slots_memory higher"
     assert advice in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -51,14 +59,14 @@ def test_refusal_names_what_fits() -> None:
 
 
 def test_a_budget_above_the_context_takes_the_context() -> None:
-    assert segment_rows(CONFIG.replace(budget=10**9), LONGEST, selects=True) == 1004
+    assert packed_rows(untriggered("sfi", CONFIG.replace(budget=10**9)), LONGEST) == 1004
 
 
 def test_a_policy_that_selects_nothing_has_room_for_the_sink_only() -> None:
     selects = {"sfi": True, "quest": True, "full-kv": False, "streaming-llm": False}
     for name, wanted in selects.items():
         assert Settings.of({"policy": name}).policy.selects is wanted
-    assert segment_rows(CONFIG, LONGEST, selects=False) == 4
+    assert packed_rows(untriggered("full-kv", CONFIG), LONGEST) == 4
 
 
 def test_norms_lie_in_the_room_given() -> None:
@@ -200,12 +208,13 @@ def test_codescans_slots_hold_codes_and_no_rows() -> None:
     """At most the bytes that the policy states, which are those of codes in bytes, as PyTorch keeps them."""
     codes = codes_of(SHAPE, SLOTS, 6, LONGEST)
     shape = LayerShape(heads=2, key_width=8, value_width=4, itemsize=2, query_heads=6)
-    summary = Settings.of({"policy": "codescan"}).policy.summary_bytes(shape, LONGEST)
+    policy = untriggered("codescan", CONFIG)
+    summary = policy.summary_bytes(shape, LONGEST)
     assert sum(part.nbytes for part in codes) <= SLOTS * summary
     segment = PackedSegment(SLOTS, ROWS, SHAPE, packs=False)
     limit = LAYERS * (segment.position_BHS.nbytes + SLOTS * summary)
     assert segment.key_BHSD.numel() == segment.value_BHSE.numel() == 0
     positions = SHAPE.row_bytes(packs=False)
-    check_slots(CONFIG, ROWS, SLOTS, LAYERS, positions, limit, summary)
+    check(policy, limit)
     with pytest.raises(ConfigError, match="set slots to at most 4 or"):
-        check_slots(CONFIG, ROWS, SLOTS, LAYERS, positions, limit - LAYERS * SLOTS * ROWS * positions - 1, summary)
+        check(policy, limit - LAYERS * SLOTS * ROWS * positions - 1)

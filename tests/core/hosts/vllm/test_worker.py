@@ -10,9 +10,8 @@ import torch
 from sfi_core import EngineOptions, NullObserver, SfiConfig
 from sfi_core.engine.ledger import RequestPass
 from sfi_core.engine.run import Run
-from sfi_core.hosts.vllm.borrowed import BorrowedPages
-from sfi_core.hosts.vllm.entry import NO_SLOT, Entry, Plan
-from sfi_core.hosts.vllm.worker import Row, WorkerEngine
+from sfi_core.hosts.vllm.planner import NO_SLOT, Entry, Plan
+from sfi_core.hosts.vllm.worker import BorrowedPages, Row, WorkerEngine
 from sfi_core.policies import policy_class
 from sfi_core.triggers.trigger import Trigger
 from tests.fakes import kernel_device

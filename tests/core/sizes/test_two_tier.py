@@ -1,28 +1,42 @@
 """The memory of a two-tier cache, against counts head by head and token by token."""
 
-from functools import partial
 from itertools import product
 from typing import Any
 
 import pytest
 
 from sfi_core.errors import ConfigError
-from sfi_core.models.two_tier_memory import check_device_budget, ring_pages, two_tier_bytes
+from sfi_core.policies.base import Evidence, Policy, Selection
 from sfi_core.policies.page_bounds import extremes_bytes
 from sfi_core.settings.config import SfiConfig
 from sfi_core.settings.engine import DeviceBudget
+from sfi_core.sizes.two_tier import check_device_budget, ring_pages, two_tier_bytes
 from sfi_core.state.layer_shape import LayerShape
+from sfi_core.triggers.trigger import Trigger
 
 WIDE = LayerShape(heads=4, key_width=8, value_width=6, itemsize=2, query_heads=12)
 NARROW = LayerShape(heads=2, key_width=4, value_width=4, itemsize=2)
 SLIDING = LayerShape(heads=4, key_width=8, value_width=6, itemsize=2, window=5)
 LAYERS = (WIDE, SLIDING, NARROW)
 CONFIG = SfiConfig(sink=3, budget=10, recent=7)
-SIZES: dict[str, Any] = {"batch": 2, "capacity": 101, "page": 8, "longest_recent": 20, "selects": True}
+SIZES: dict[str, Any] = {"batch": 2, "capacity": 101, "page": 8, "longest_recent": 20}
 
 
-def of(layers=LAYERS, config=CONFIG, **changes):
-    return two_tier_bytes(layers, config, **{**SIZES, **changes})
+class Summing(Policy):
+    """Selects, and keeps summaries of pages of 16 tokens and some heads of layers 0 and 2."""
+
+    def select_after(self, context: Evidence) -> Selection:
+        raise NotImplementedError
+
+    def summary_bytes(self, layer: LayerShape, capacity: int) -> int:
+        return extremes_bytes(layer, capacity, page=16)
+
+    def resident_heads(self, layer: int, heads: int) -> range:
+        return range(heads if layer == 2 else 3)
+
+
+def of(layers=LAYERS, config=CONFIG, kind=Summing, **changes):
+    return two_tier_bytes(layers, kind(config, Trigger(frozenset(), config)), **{**SIZES, **changes})
 
 
 def cells(layer: LayerShape, tokens: int, heads: int | None = None) -> int:
@@ -38,9 +52,6 @@ def test_the_ring_holds_the_recent_tokens_wherever_they_begin(page: int, recent:
     assert ring_pages(recent, page) == max(touched) + 1
 
 
-SUMMARY = partial(extremes_bytes, page=16)
-
-
 def packed(layer: LayerShape, rows: int) -> int:
     """Count rows, an int32 position of each, and an int32 length a head."""
     return cells(layer, rows) + 4 * layer.heads * (rows + 1)
@@ -48,7 +59,7 @@ def packed(layer: LayerShape, rows: int) -> int:
 
 def test_the_parts_are_those_of_every_request_and_full_attention_layer():
     """101 tokens are 13 pages of 8; 20 recent ones lie in up to 4 pages, and one is written."""
-    found = of(summary=SUMMARY)
+    found = of()
     assert dict(found.parts) == {
         "ring": 2 * (cells(WIDE, 40) + cells(NARROW, 40) + 4 * 40 * (4 + 2)),
         "packed": 2 * (packed(WIDE, 13) + packed(NARROW, 13)),
@@ -64,7 +75,7 @@ def test_the_parts_are_those_of_every_request_and_full_attention_layer():
 
 
 def test_what_a_policy_does_not_need_does_not_count():
-    few = of(selects=False, summary=SUMMARY).parts
+    few = of(kind=Policy).parts
     assert few["packed"] == 2 * (packed(WIDE, 3) + packed(NARROW, 3))
     assert few["notes"] == 0
     short = of(capacity=4).parts
@@ -73,30 +84,26 @@ def test_what_a_policy_does_not_need_does_not_count():
 
 
 def test_a_layer_left_dense_has_no_packed_rows_and_no_notes():
-    found = of(config=CONFIG.replace(dense_layers=(0, 1)), summary=SUMMARY).parts
-    without = of((SLIDING, NARROW), summary=SUMMARY).parts
+    found = of(config=CONFIG.replace(dense_layers=(0, 1))).parts
+    without = of((SLIDING, NARROW)).parts
     for name in ("packed", "scratch", "notes"):
         assert found[name] == without[name]
     assert (found["ring"], found["norms"]) == (of().parts["ring"], of().parts["norms"])
 
 
 def test_resident_heads_keep_their_whole_cache_beside_what_all_heads_have():
-    found = of(resident=lambda layer, heads: range(heads if layer == 2 else 3))
+    found = of(resident=True)
     assert found.parts["resident"] == 2 * (cells(WIDE, 13 * 8, 3) + cells(NARROW, 13 * 8))
     assert {**found.parts, "resident": 0} == dict(of().parts)
     assert found.host_bytes == of().host_bytes
 
 
 def test_the_least_is_a_run_whose_recent_window_never_grows():
-    sizes = {name: value for name, value in SIZES.items() if name != "longest_recent"}
-    least = two_tier_bytes(LAYERS, CONFIG, longest_recent=CONFIG.recent, **sizes).device_bytes
-    assert least == of(longest_recent=7).device_bytes < of().device_bytes
+    assert of(longest_recent=CONFIG.recent).device_bytes < of().device_bytes
 
 
 def test_a_budget_that_is_too_small_says_what_the_run_needs():
-    sizes = {name: value for name, value in SIZES.items() if name != "longest_recent"}
-    expected = of()
-    least = two_tier_bytes(LAYERS, CONFIG, longest_recent=CONFIG.recent, **sizes).device_bytes
+    expected, least = of(), of(longest_recent=CONFIG.recent).device_bytes
     check_device_budget(DeviceBudget.parse(str(expected.device_bytes)), expected, least)
     with pytest.raises(ConfigError) as caught:
         check_device_budget(DeviceBudget.parse(str(least - 1)), expected, least)

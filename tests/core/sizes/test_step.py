@@ -2,7 +2,8 @@
 
 import pytest
 
-from sfi_core.models.byte_model import ByteModel, cycle_mean, cycle_tokens
+from sfi_core.sizes.policy import break_even
+from sfi_core.sizes.step import ByteModel, cycle_mean, cycle_tokens
 
 FAST = 4 + 2048 + 256
 
@@ -43,16 +44,21 @@ def test_sliding_windows_and_layers_left_dense_read_the_same_at_every_step():
 def test_the_break_even_is_where_both_read_the_same():
     """And the mean of a run is the mean of its steps."""
     bytes_, packed, attended, slow = model(4), 2052, FAST, 0.25
-    context = bytes_.break_even(attended, packed, slow)
+
+    def mean_of(length, rate):
+        return (1 - rate) * bytes_.fast(length, attended) + rate * bytes_.slow(length, packed)
+
+    context = break_even(lambda length: mean_of(length, slow), bytes_.dense)
     means = []
     for length in (0.9 * context, context, 1.1 * context):
         mean = bytes_.mean(length, 0.75 * attended + slow * length, packed, slow)
-        steps = 0.75 * bytes_.fast(length, attended) + 0.25 * bytes_.slow(length, packed)
-        assert mean == pytest.approx(steps)
+        assert mean == pytest.approx(mean_of(length, slow))
         means.append(mean / bytes_.dense(length))
     assert means[0] > 1 > means[2]
-    assert means[1] == pytest.approx(1)
-    assert bytes_.break_even(attended, packed, 0.99) is None
+    assert means[1] == pytest.approx(1, rel=1e-4)
+    assert mean_of(context, slow) < bytes_.dense(context)
+    assert mean_of(context - 1, slow) >= bytes_.dense(context - 1)
+    assert break_even(lambda length: mean_of(length, 0.99), bytes_.dense) is None
 
 
 @pytest.mark.parametrize(("rate", "drafted"), [(0.0, 3), (0.7, 4), (1.0, 16)])

@@ -1,8 +1,9 @@
-"""Sfi in front of a vLLM attention backend with a cache of `[blocks, KV heads, tokens, K|V]`.
+"""Sfi in front of vLLM's attention backends for CPUs and GPUs.
 
-Mixed into a backend, its builder and its implementation by `cpu_backend` and `cuda_backend`. vLLM's own
-kernels write keys and values, and attend with prompts and with requests without a slot; sfi's attend with the
-decoding rows that have one, over the same blocks. It has not run on a GPU.
+The cache is vLLM's, `[blocks, KV heads, tokens, K|V]`. vLLM's kernels write keys and values, and attend with prompts
+and with requests without a slot; sfi's attend with the decoding rows that have one, over the same blocks. On a CPU
+vLLM's platform always takes its own backend, so ours replaces that; without our connector it is vLLM's, unchanged. On
+a GPU vLLM's flags choose ours, see `attention_flags`; it has not run on one.
 """
 
 import copy
@@ -11,7 +12,24 @@ from typing import Any
 
 import torch
 from vllm.config import get_current_vllm_config
+from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
+from vllm.v1.attention.backends.cpu_attn import (
+    CPUAttentionBackend,
+    CPUAttentionBackendImpl,
+    CPUAttentionMetadataBuilder,
+)
+from vllm.v1.attention.backends.fa_utils import is_flash_attn_varlen_func_available
+from vllm.v1.attention.backends.flash_attn import (
+    FlashAttentionBackend,
+    FlashAttentionImpl,
+    FlashAttentionMetadataBuilder,
+)
+from vllm.v1.attention.backends.triton_attn import (
+    TritonAttentionBackend,
+    TritonAttentionImpl,
+    TritonAttentionMetadataBuilder,
+)
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from sfi_core.errors import ConfigError
@@ -150,12 +168,88 @@ class PagedImpl(Room):
         if engine is None or batch is None:
             whole: torch.Tensor = attend(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
             return whole
-        one = batch.enter(engine)
-        if len(one.whole) == len(one.rows):
+        entered = batch.enter(engine)
+        if len(entered.whole) == len(entered.rows):
             attend(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
         elif batch.part is not None:
-            own, out = batch.part.take(query, key, value), batch.part.room(output)
-            attend(layer, *own, kv_cache, batch.part.metadata, out, *args, **kwargs)
+            parts, out = batch.part.take(query, key, value), batch.part.room(output)
+            attend(layer, *parts, kv_cache, batch.part.metadata, out, *args, **kwargs)
             batch.part.put(out, output)
-        self.attend_rows(engine, layer, query, output, sum(row.count for row, _ in one.rows))
+        self.attend_rows(engine, layer, query, output, sum(row.count for row, _ in entered.rows))
         return output
+
+
+LAYOUTS = ("vec", "vec16")  # keys of a block lie transposed, values as they are
+
+
+class SfiCpuBuilder(PagedBuilder, CPUAttentionMetadataBuilder):
+    """Makes the metadata, and chooses a layout of the cache that torch can read."""
+
+    reorder_batch_threshold = CPUAttentionMetadataBuilder.reorder_batch_threshold
+    supports_update_block_table = CPUAttentionMetadataBuilder.supports_update_block_table
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        if self._sfi and self.isa not in LAYOUTS:
+            self.isa: str = "vec" if self.block_size % 32 == 0 else "vec16"
+            self._set_isa_to_layers(layer_names)
+
+
+class SfiCpuBackend(CPUAttentionBackend):
+    """vLLM's CPU backend with our implementation and builder."""
+
+    @staticmethod
+    def get_impl_cls() -> type["SfiCpuImpl"]:
+        """Return the implementation."""
+        return SfiCpuImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[SfiCpuBuilder]:
+        """Return the builder."""
+        return SfiCpuBuilder
+
+
+class SfiCpuImpl(PagedImpl, CPUAttentionBackendImpl):
+    """Attends; 0 and less stand for no sliding window."""
+
+    @property
+    def sees_all(self) -> bool:
+        """See `PagedImpl`."""
+        return bool(self.sliding_window <= 0)
+
+    def pages(self, layer: Any, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """View a layer's cache as keys and values, [blocks, H, tokens, D]; the keys' last stride is not 1."""
+        P, H, N, width = kv_cache.shape
+        D = width // 2
+        key, value = kv_cache.view(P, H, 2 * N, D).chunk(2, dim=2)
+        return key.view(P, H, D, N).transpose(2, 3), value
+
+
+# FlashAttention is faster and needs compute capability 8.0 and a half precision; Triton's runs on other GPUs
+_Backend: Any = TritonAttentionBackend
+_Builder: Any = TritonAttentionMetadataBuilder
+_Impl: Any = TritonAttentionImpl
+if is_flash_attn_varlen_func_available() and current_platform.has_device_capability(80):
+    _Backend, _Builder, _Impl = (FlashAttentionBackend, FlashAttentionMetadataBuilder, FlashAttentionImpl)
+
+
+class SfiCudaBuilder(PagedBuilder, _Builder):
+    """Makes the metadata."""
+
+
+class SfiCudaImpl(PagedImpl, _Impl):
+    """Attends."""
+
+
+class SfiCudaBackend(PagedBackend, _Backend):
+    """The backend that vLLM's registry has as `CUSTOM`."""
+
+    @staticmethod
+    def get_impl_cls() -> type[SfiCudaImpl]:
+        """Return the implementation."""
+        return SfiCudaImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[SfiCudaBuilder]:
+        """Return the builder."""
+        return SfiCudaBuilder

@@ -14,21 +14,15 @@ from sfi_core.machine import memory
 from sfi_core.measure.bench.architectures import empty_model, random_config
 from sfi_core.measure.bench.byte_roofline import forecast_document
 from sfi_core.measure.bench.settings import DecodeSettings
-from sfi_core.models.memory_need import (
-    CPU_SLACK,
-    GRAPH_BYTES,
-    LIBRARY_BYTES,
-    Drafting,
-    check_fits,
-    forecast,
-    step_sizes,
-)
+from sfi_core.sizes.memory import CPU_SLACK, GRAPH_BYTES, LIBRARY_BYTES, Drafting, check_fits, forecast, step_sizes
+from sfi_core.sizes.policy import untriggered
 from sfi_core.state.layer_shape import LayerShape
 from sfi_core.state.side_stream import RING_PLACES
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
 FULL = LayerShape(heads=2, key_width=8, value_width=8, itemsize=4)
 CONFIG = SfiConfig(sink=3, recent=6, budget=5, trigger_token_ids=(1,))
+SFI, FULL_KV = (untriggered(name, CONFIG) for name in ("sfi", "full-kv"))
 
 
 def test_there_is_a_graph_for_each_power_of_two_of_slow_requests():
@@ -42,17 +36,14 @@ def test_the_bytes_of_graphs_equal_hand_arithmetic(tiny_model: Any):
     """4 query heads over 2 KV heads, a vocabulary of 96, in float32; a batch of 3 has graphs 0, 1, 2, 3."""
     sizes = {"batch": 3, "prompt_tokens": 30, "capacity": 1000, "prefill_chunk": 8}
     options = {"refreshed_together": 3, "evidence_buffers": RING_PLACES}
-    whole, none = (
-        forecast(tiny_model, [FULL] * 2, CONFIG, selects=True, graphs=graphs, **sizes, **options)
-        for graphs in (True, False)
-    )
+    whole, none = (forecast(tiny_model, [FULL] * 2, SFI, graphs=graphs, **sizes, **options) for graphs in (True, False))
     selector = (RING_PLACES * 4 + 12 * 2) * 3 * 1000 * 4
     pass_over_a_token = 1408 * 3 + 768 * 3
     logits, chosen = 3 * 96 * 4, (0 + 1 + 2 + 3) * 2 * 2 * 5 * 4
     assert whole.graph_bytes == (selector + pass_over_a_token + logits + chosen + 4 * GRAPH_BYTES + LIBRARY_BYTES)
     # verifications of 2, 3 and 4 tokens beside those of one: their logits as well, and where all graphs leave them
     drafting = Drafting(tested=4, together=1, compares=False, explicit=False)
-    drafts = forecast(tiny_model, [FULL] * 2, CONFIG, selects=True, graphs=True, drafting=drafting, **sizes, **options)
+    drafts = forecast(tiny_model, [FULL] * 2, SFI, graphs=True, drafting=drafting, **sizes, **options)
     passed = 1408 * 3 * 4 + 768 * 3 + (4 + 3) * logits
     assert drafts.graph_bytes == selector + passed + 4 * (chosen + 4 * GRAPH_BYTES) + LIBRARY_BYTES
     assert none.graph_bytes == 0
@@ -61,7 +52,7 @@ def test_the_bytes_of_graphs_equal_hand_arithmetic(tiny_model: Any):
 
 
 def test_a_policy_that_selects_nothing_has_one_graph_without_a_ring(tiny_model: Any):
-    one = forecast(tiny_model, [FULL], CONFIG, selects=False, batch=3, prompt_tokens=30, capacity=1000, graphs=True)
+    one = forecast(tiny_model, [FULL], FULL_KV, batch=3, prompt_tokens=30, capacity=1000, graphs=True)
     step = 1408 * 3 + 768 * 3
     assert one.graph_bytes == step + 3 * 96 * 4 + GRAPH_BYTES + LIBRARY_BYTES
 
@@ -158,10 +149,10 @@ def test_a_second_run_of_a_process_is_planned_as_the_first(
 
 
 def test_a_refusal_says_what_graphs_would_hold(monkeypatch: pytest.MonkeyPatch, tiny_model: Any):
-    monkeypatch.setattr("sfi_core.models.memory_need.free_bytes", lambda _: 1000)
-    sizes = {"selects": False, "batch": 1, "prompt_tokens": 3, "capacity": 9}
+    monkeypatch.setattr("sfi_core.sizes.memory.free_bytes", lambda _: 1000)
+    sizes = {"batch": 1, "prompt_tokens": 3, "capacity": 9}
     for graphs, words in ((True, "0.05 GB CUDA graphs"), (False, "GB workspace)")):
-        expected = forecast(tiny_model, [FULL], CONFIG, graphs=graphs, **sizes)
+        expected = forecast(tiny_model, [FULL], FULL_KV, graphs=graphs, **sizes)
         with pytest.raises(MemoryForecastError) as caught:
             check_fits(expected, CPU)
         assert words in str(caught.value)

@@ -11,10 +11,11 @@ from torch.utils._pytree import tree_leaves
 
 import sfi_core
 from sfi_core import EngineOptions, Sampling, SfiConfig
-from sfi_core.models.memory_need import COMPARING, CPU_SLACK, PICKING, Drafting, forecast
 from sfi_core.observers.events import LogitsEvent
 from sfi_core.observers.observer import NullObserver, Observer
 from sfi_core.settings.parts import DraftConfig
+from sfi_core.sizes.memory import COMPARING, CPU_SLACK, PICKING, Drafting, forecast
+from sfi_core.sizes.policy import untriggered
 from sfi_core.state.layer_shape import LayerShape
 from tests.core.conftest import tiny_qwen3
 
@@ -88,7 +89,7 @@ def test_the_forecast_covers_what_a_lossless_run_holds(observers: list[Observer]
     assert max(request.lossless.drafted for request in result.report.requests) >= DRAFT
     plain = forecast(
         tiny_qwen3(VOCABULARY), [LayerShape(heads=2, key_width=8, value_width=8, itemsize=4)] * 2,
-        CONFIG, selects=True, batch=3, prompt_tokens=PROMPT, capacity=PROMPT + NEW,
+        untriggered("sfi", CONFIG), batch=3, prompt_tokens=PROMPT, capacity=PROMPT + NEW,
     )  # fmt: skip
     assert plain.needed_bytes < peak <= result.forecast.needed_bytes
     if sampling is not None:  # the forecast knows of no sampling: it leaves room for noise
@@ -115,7 +116,13 @@ def test_sliding_windows_are_held_twice(tiny_model: Any):
     drafting = Drafting(tested=5, together=10, compares=True, explicit=True)
     plain, lossless = (
         forecast(
-            tiny_model, [full, sliding], CONFIG, selects=True, batch=1, prompt_tokens=30, capacity=40, drafting=one
+            tiny_model,
+            [full, sliding],
+            untriggered("sfi", CONFIG),
+            batch=1,
+            prompt_tokens=30,
+            capacity=40,
+            drafting=one,
         )
         for one in (None, drafting)
     )

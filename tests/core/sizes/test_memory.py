@@ -14,9 +14,10 @@ from sfi_core.distributed.ranks import ALONE
 from sfi_core.errors import ConfigError, MemoryForecastError
 from sfi_core.generation.batch_plan import BatchPlan, plan_batch
 from sfi_core.machine import memory
-from sfi_core.models import memory_need as module
-from sfi_core.models.memory_need import CPU_SLACK, Forecast, check_fits, forecast, largest_batch
 from sfi_core.settings.config import SfiConfig
+from sfi_core.sizes import memory as module
+from sfi_core.sizes.memory import CPU_SLACK, Forecast, check_fits, forecast, largest_batch
+from sfi_core.sizes.policy import untriggered
 from sfi_core.state.layer_shape import LayerShape
 
 CPU = torch.device("cpu")
@@ -26,9 +27,11 @@ FULL = LayerShape(heads=2, key_width=8, value_width=8, itemsize=4)
 SLIDING = LayerShape(heads=2, key_width=8, value_width=8, itemsize=4, window=10)
 
 
-def expect(model: Any, layers: list[LayerShape], config: SfiConfig = CONFIG, **changes: Any):
-    sizes = {"selects": True, "batch": 3, "prompt_tokens": 30, "capacity": 40, **changes}
-    return forecast(model, layers, config, **sizes)
+def expect(
+    model: Any, layers: list[LayerShape], config: SfiConfig = CONFIG, policy: str = "sfi", **changes: Any
+) -> Forecast:
+    sizes = {"batch": 3, "prompt_tokens": 30, "capacity": 40, **changes}
+    return forecast(model, layers, untriggered(policy, config), **sizes)
 
 
 def test_the_forecast_of_a_known_model_equals_hand_arithmetic(tiny_model: Any):
@@ -52,8 +55,8 @@ def test_sliding_layers_keep_their_window_only(tiny_model: Any):
 
 def test_only_sliding_windows_have_a_mask_of_queries_and_keys(tiny_model: Any):
     """A bool for each of a piece's 3 x 8 queries and of the 18 keys of the window and the piece."""
-    full = expect(tiny_model, [FULL], prefill_chunk=8, selects=False)
-    both = expect(tiny_model, [FULL, SLIDING], prefill_chunk=8, selects=False)
+    full = expect(tiny_model, [FULL], prefill_chunk=8, policy="full-kv")
+    both = expect(tiny_model, [FULL, SLIDING], prefill_chunk=8, policy="full-kv")
     assert both.workspace_bytes - full.workspace_bytes == CPU_SLACK * 3 * 8 * 18
 
 
@@ -65,14 +68,14 @@ def test_first_selections_that_share_launches_need_their_tensors_together(tiny_m
 def test_no_more_is_packed_than_the_capacity_and_without_a_selection_the_sinks(tiny_model: Any):
     expected = expect(tiny_model, [FULL], CONFIG.replace(budget=1000))
     assert expected.packed_bytes == 128 * 3 * (3 + 40)
-    assert expect(tiny_model, [FULL], selects=False).packed_bytes == 128 * 3 * 3
+    assert expect(tiny_model, [FULL], policy="full-kv").packed_bytes == 128 * 3 * 3
 
 
 def test_the_selector_s_tensors_count_where_they_are_the_largest(tiny_model: Any):
     """4 numbers for each of 4 query heads x 16 queries and 12 for each of 2 KV heads, by position."""
     expected = expect(tiny_model, [FULL], capacity=1000, prefill_chunk=8)
     assert expected.workspace_bytes == CPU_SLACK * (4 * 4 * 16 + 12 * 2) * 1000 * 4
-    lighter = expect(tiny_model, [FULL], capacity=1000, prefill_chunk=8, selects=False)
+    lighter = expect(tiny_model, [FULL], capacity=1000, prefill_chunk=8, policy="full-kv")
     assert lighter.workspace_bytes == CPU_SLACK * (1408 * 3 * 8 + 768 * 3)
 
 

@@ -3,18 +3,16 @@
 Nothing here runs a model or allocates. The sizes are those of `TwoTierStore`, on either backend.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
 from sfi_core.errors import ConfigError
-from sfi_core.models.memory_need import FLOAT32
-from sfi_core.settings.config import SfiConfig
+from sfi_core.policies.base import Policy
 from sfi_core.settings.engine import DeviceBudget
+from sfi_core.sizes.memory import FLOAT32, INT32, packed_rows
 from sfi_core.state.host_tier import BUFFERS, block_tokens
 from sfi_core.state.layer_shape import LayerShape
-
-INT32 = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,45 +31,41 @@ class TwoTierBytes:
 
 def two_tier_bytes(
     layers: Sequence[LayerShape],
-    config: SfiConfig,
+    policy: Policy,
     *,
     batch: int,
     capacity: int,
     page: int,
     longest_recent: int,
-    selects: bool,
-    summary: Callable[[LayerShape, int], int] | None = None,
-    resident: Callable[[int, int], Sequence[int]] | None = None,
+    resident: bool = False,
 ) -> TwoTierBytes:
     """Add up the bytes of a two-tier KV cache; layers of windows or states alone are left out.
 
     Layers left dense have no packed segment and no notes. A `page` and the `longest_recent` window of a step
-    are in tokens, as is the `capacity` of a request. `selects` says whether the policy selects at all;
-    `summary` and `resident` are `Policy.summary_bytes` and `Policy.resident_heads`, None for none.
+    are in tokens, as is the `capacity` of a request. `resident` counts the heads that the policy would keep on the
+    device.
     """
     full = {index: layer for index, layer in enumerate(layers) if layer.window is None}
-    sparse = [layer for index, layer in full.items() if index not in config.dense_layers]
+    sparse = [layer for index, layer in full.items() if index not in policy.config.dense_layers]
+    keeping = {index: layer for index, layer in full.items() if layer.owner is None}
     pages = -(-capacity // page)
     ring = min(ring_pages(longest_recent, page), pages) * page
-    rows = config.sink + (min(config.budget, pages * page) if selects else 0)
-    packed = [_packed_bytes(layer, rows) for layer in sparse]
-    own = {index: layer for index, layer in full.items() if layer.owner is None}
-    kept = sum(
-        layer.row_bytes // layer.heads * len(resident(index, layer.heads)) if resident else 0
-        for index, layer in own.items()
+    packed = [_packed_bytes(layer, packed_rows(policy, pages * page)) for layer in sparse]
+    head_bytes = sum(
+        layer.row_bytes // layer.heads * len(policy.resident_heads(index, layer.heads))
+        for index, layer in keeping.items()
     )
-    noted = (_note_bytes(layer, config, capacity, summary) for layer in sparse)
-    row_bytes = [layer.row_bytes for layer in own.values()]
-    norm_bytes = FLOAT32 * sum(layer.heads for layer in own.values())
+    row_bytes = [layer.row_bytes for layer in keeping.values()]
+    norm_bytes = FLOAT32 * sum(layer.heads for layer in keeping.values())
     room = batch * pages * page
     parts = {
         "ring": batch * ring * (sum(row_bytes) + norm_bytes),
         "packed": batch * sum(packed),
         "scratch": max(packed, default=0),
         "norms": room * norm_bytes,
-        "notes": batch * sum(noted) if selects else 0,
+        "notes": batch * sum(_note_bytes(layer, policy, capacity) for layer in sparse) if policy.selects else 0,
         "stream": BUFFERS * block_tokens(pages * page, page) * max(row_bytes, default=0),
-        "resident": room * kept,
+        "resident": room * head_bytes if resident else 0,
     }
     return TwoTierBytes(sum(parts.values()), room * sum(row_bytes), MappingProxyType(parts))
 
@@ -81,13 +75,10 @@ def _packed_bytes(layer: LayerShape, rows: int) -> int:
     return rows * (layer.row_bytes + INT32 * layer.heads) + INT32 * layer.heads
 
 
-def _note_bytes(
-    layer: LayerShape, config: SfiConfig, capacity: int, summary: Callable[[LayerShape, int], int] | None
-) -> int:
+def _note_bytes(layer: LayerShape, policy: Policy, capacity: int) -> int:
     # of a request: summaries of its keys, the last query, and SyncKV's static set
-    kept = summary(layer, capacity) if summary else 0
     query = layer.query_heads * layer.key_width * layer.itemsize
-    return kept + query + INT32 * layer.heads * min(config.budget, capacity)
+    return policy.summary_bytes(layer, capacity) + query + INT32 * layer.heads * min(policy.config.budget, capacity)
 
 
 def ring_pages(longest_recent: int, page: int) -> int:

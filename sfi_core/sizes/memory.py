@@ -1,7 +1,7 @@
 """Forecast the memory of a run, before the run allocates."""
 
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -9,18 +9,24 @@ import torch
 
 from sfi_core.distributed import torchrun
 from sfi_core.distributed.ranks import ranks_of
+from sfi_core.engine.run import reads_in_place
 from sfi_core.errors import MemoryForecastError
 from sfi_core.machine.memory import free_bytes, resident_bytes
 from sfi_core.models.linear import crawls
-from sfi_core.settings.config import SfiConfig
+from sfi_core.policies.base import Policy
 from sfi_core.state.layer_shape import LayerShape
 from sfi_kernels.dense_attention.verification import GROUP
 
-FLOAT32 = 4
+FLOAT32 = INT32 = 4
 # bytes of a logit that is being picked from, at most: its float32 copy and score, with a sorted copy and its
 # indices, softmax and sums of top_p; or score, random bits twice and noise, the last three of 8 bytes each
 PICKING = 32
 COMPARING = 6 * FLOAT32  # both distributions, their logarithms, and the terms of the divergence
+CPU_SLACK = 2  # the C library keeps about as much freed memory as the largest transients took
+# Paper gap: both are the libraries' own. What CUDA keeps of a graph of 2,000 kernels with their arguments:
+# assumed. What cuBLAS keeps for the stream that steps are recorded on: 32 MiB on Hopper, 8 MiB before it.
+GRAPH_BYTES = 16 << 20
+LIBRARY_BYTES = 32 << 20
 HELD = 2  # sliding windows and states: the one after the last verified token, and the drafts' own
 
 
@@ -56,9 +62,6 @@ class Drafting:
     def kept_bytes(self, *, batch: int, vocabulary: int, itemsize: int) -> int:
         """Return the bytes of the drafted tokens' logits, kept until they are compared."""
         return batch * (self.tested - 1) * vocabulary * itemsize if self.compares else 0
-
-
-CPU_SLACK = 2  # the C library keeps about as much freed memory as the largest transients took
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,71 +103,72 @@ class Forecast:
 def forecast(
     model: Any,
     layers: Sequence[LayerShape],
-    config: SfiConfig,
+    policy: Policy,
     *,
-    selects: bool,
     batch: int,
     prompt_tokens: int,
     capacity: int,
     prefill_chunk: int = 0,
+    backend: str = "triton",
+    tiers: bool = False,
     refreshed_together: int = 1,
     first_together: int = 1,
-    unpacked: Collection[int] = (),
-    packs: bool = True,
     evidence_buffers: int = 1,
-    summary: Callable[[LayerShape, int], int] | None = None,
-    first_bytes: int | None = None,
     graphs: bool = False,
     drafting: Drafting | None = None,
 ) -> Forecast:
     """Add up the bytes of a run; for a model that is split over ranks, the bytes of this rank.
 
-    `model` gives the sizes of its activations and the device; `layers` are the shapes of all its layers, of which
-    `unpacked` have no packed segment; `packs` says whether fast steps read packed rows, not the pages themselves.
-    `selects` says whether the policy selects at all; `summary` is `Policy.summary_bytes`. The longest prompt has
-    `prompt_tokens`, of which a forward pass reads `prefill_chunk` (0 for all); a request may reach `capacity`.
+    `model` gives the sizes of its activations and the device; `layers` are the shapes of all its layers. The longest
+    prompt has `prompt_tokens`, of which a forward pass reads `prefill_chunk` (0 for all); a request may reach
+    `capacity`. The torch backend packs nothing in layers left dense; over two `tiers` every policy reads packed rows.
 
-    One slow step refreshes `refreshed_together` requests at once, all on the triton backend; `first_together`
-    first selections share their launches, and each holds `first_bytes` a position of its request (None for the
-    logits of `window_prefill` queries and what is made of them); the evidence of `evidence_buffers` layers is held
-    at once. `graphs` says whether steps are replayed as CUDA graphs, `drafting` how a lossless run drafts.
+    One slow step refreshes `refreshed_together` requests at once; `first_together` first selections share their
+    launches; the evidence of `evidence_buffers` layers is held at once. `graphs` says whether steps are replayed as
+    CUDA graphs, `drafting` how a lossless run drafts.
     """
-    vocabulary = model.config.get_text_config(decoder=True).vocab_size
+    config = policy.config
     managed = [layer for layer in layers if layer.window is None]
-    sliding = [layer for layer in layers if layer.window]
-    packing = [layer for index, layer in enumerate(layers) if index not in unpacked]
-    rows = config.sink + (min(config.budget, capacity) if selects else 0)
+    unpacked = () if backend == "triton" else config.dense_layers
+    chosen = [layer for index, layer in enumerate(layers) if index not in unpacked and layer.window is None]
+    packs = tiers or not reads_in_place(policy, backend)
     chunk = min(prefill_chunk or prompt_tokens, prompt_tokens)
-    chosen = [layer for layer in packing if layer.window is None]
-    # a prompt's selection has logits, probabilities and their powers, a slow step's its evidence
-    if first_bytes is None:
-        first_bytes = _selection_bytes(model, managed, 4 * config.window_prefill)
-    first = first_bytes * first_together * capacity
-    later = _selection_bytes(model, managed, evidence_buffers) * refreshed_together * capacity
-    first, later = (first, later) if selects else (0, 0)
+    first, later = 0, 0
+    if policy.selects:
+        first = _first_bytes(model, managed, policy) * first_together * capacity
+        later = _selection_bytes(model, managed, evidence_buffers) * refreshed_together * capacity
     verifying, kept, held, tested = 0, 0, 1, 1
     if drafting is not None:
         verifying, kept = _drafting_bytes(model, managed, drafting, batch, capacity)
         held, tested = HELD, drafting.tested
     reading = _activation_bytes(model, managed, batch, chunk)
-    reading += _mask_bytes(sliding, batch, chunk, prompt_tokens)
+    reading += _mask_bytes([layer for layer in layers if layer.window], batch, chunk, prompt_tokens)
     slack = CPU_SLACK if model.device.type == "cpu" else 1
-    own_bytes = sum(layer.kept_bytes * min(layer.window or 0, capacity) + layer.state_bytes for layer in layers)
+    states = sum(layer.kept_bytes * min(layer.window or 0, capacity) + layer.state_bytes for layer in layers)
+    step = later + _activation_bytes(model, managed, batch, tested)
     return Forecast(
         resident_bytes=resident_bytes(model.device),
         kv_bytes=sum(layer.kept_bytes for layer in managed) * batch * capacity,
         norm_bytes=sum(layer.heads for layer in managed if layer.owner is None) * FLOAT32 * batch * capacity,
-        packed_bytes=sum(layer.row_bytes for layer in chosen) * batch * rows * packs,
-        summary_bytes=batch * sum(summary(layer, capacity) for layer in managed if summary),
-        sliding_bytes=own_bytes * batch * held,
+        packed_bytes=sum(layer.row_bytes for layer in chosen) * batch * packed_rows(policy, capacity) * packs,
+        summary_bytes=batch * sum(policy.summary_bytes(layer, capacity) for layer in managed),
+        sliding_bytes=states * batch * held,
         workspace_bytes=max(reading, first, later, verifying) * slack + kept,
-        graph_bytes=graph_bytes(
-            chosen, config, selects=selects, batch=batch, capacity=capacity, vocabulary=vocabulary,
-            tested=tested, step_bytes=later + _activation_bytes(model, managed, batch, tested),
-        )
-        if graphs
-        else 0,
-    )  # fmt: skip
+        graph_bytes=step + _graph_bytes(model, chosen, policy, batch, capacity, tested) if graphs else 0,
+    )
+
+
+def packed_rows(policy: Policy, capacity: int) -> int:
+    """Return the rows of a packed segment, sink and selected tokens, of a request of at most `capacity` tokens."""
+    return policy.config.sink + (min(policy.config.budget, capacity) if policy.selects else 0)
+
+
+def _first_bytes(model: Any, layers: Sequence[LayerShape], policy: Policy) -> int:
+    # what a prompt's first selection holds at once, by position: the policy's own number, else the logits of
+    # `window_prefill` queries, their probabilities and powers
+    own = [policy.first_bytes(layer) for layer in layers]
+    stated = [size for size in own if size is not None]
+    return max(stated) if stated else _selection_bytes(model, layers, 4 * policy.config.window_prefill)
 
 
 def _activation_bytes(model: Any, layers: Sequence[LayerShape], batch: int, chunk: int) -> int:
@@ -188,8 +192,8 @@ def _drafting_bytes(
     model: Any, layers: Sequence[LayerShape], drafting: Drafting, batch: int, capacity: int
 ) -> tuple[int, int]:
     # the largest transient of a verification, and the logits that observers wait for
-    heads, vocabulary = _query_heads(model), model.config.get_text_config(decoder=True).vocab_size
-    logits = {"batch": batch, "vocabulary": vocabulary, "itemsize": model.dtype.itemsize}
+    heads = _query_heads(model)
+    logits = {"batch": batch, "vocabulary": _vocabulary(model), "itemsize": model.dtype.itemsize}
     grouped = heads // min(layer.heads for layer in layers)
     passing = drafting.pass_bytes(**logits, heads=heads, grouped=grouped, capacity=capacity)
     activations = _activation_bytes(model, layers, batch, drafting.tested)
@@ -211,6 +215,11 @@ def _selection_bytes(model: Any, layers: Sequence[LayerShape], queries: int) -> 
 def _query_heads(model: Any) -> int:
     heads: int = model.config.get_text_config(decoder=True).num_attention_heads
     return heads // ranks_of(model).size
+
+
+def _vocabulary(model: Any) -> int:
+    size: int = model.config.get_text_config(decoder=True).vocab_size
+    return size
 
 
 def largest_batch(needed: Callable[[int], int], most: int, free: float) -> int:
@@ -246,13 +255,6 @@ def check_fits(expected: Forecast, device: torch.device, way: str | None = None,
         )
 
 
-INT32 = 4
-# Paper gap: both are the libraries' own. What CUDA keeps of a graph of 2,000 kernels with their arguments:
-# assumed. What cuBLAS keeps for the stream that steps are recorded on: 32 MiB on Hopper, 8 MiB before it.
-GRAPH_BYTES = 16 << 20
-LIBRARY_BYTES = 32 << 20
-
-
 def step_sizes(batch: int, *, selects: bool) -> list[int]:
     """Return the numbers of slow requests, padding included, that a run has graphs for."""
     if not selects:
@@ -260,26 +262,14 @@ def step_sizes(batch: int, *, selects: bool) -> list[int]:
     return [0, *sorted({min(batch, 1 << power) for power in range(batch.bit_length() + 1)})]
 
 
-def graph_bytes(
-    layers: Sequence[LayerShape],
-    config: SfiConfig,
-    *,
-    selects: bool,
-    batch: int,
-    capacity: int,
-    vocabulary: int,
-    tested: int,
-    step_bytes: int,
+def _graph_bytes(
+    model: Any, layers: Sequence[LayerShape], policy: Policy, batch: int, capacity: int, tested: int
 ) -> int:
-    """Add up the bytes of a run's graphs: a shared memory pool, and each graph's own.
-
-    `layers` are those that select, `vocabulary` the numbers of a token's logits, of which a request brings
-    `tested` at most; `step_bytes` are the largest transient of a step with all requests slow, but for the
-    logits of tested tokens. Graphs run one after the other.
-    """
-    sizes = step_sizes(batch, selects=selects)
+    # what graphs hold beside the largest transient of a step: logits, chosen positions, and each graph's own;
+    # `layers` are those that select, `tested` the most tokens that a request brings
+    sizes = step_sizes(batch, selects=policy.selects)
     lengths = len(step_sizes(tested - 1, selects=tested > 1))
     # all graphs leave their logits in one place
-    logits = (2 * tested - 1) * batch * vocabulary * layers[0].itemsize
-    chosen = sum(sizes) * sum(layer.heads for layer in layers) * min(config.budget, capacity) * INT32
-    return step_bytes + logits + lengths * (chosen + len(sizes) * GRAPH_BYTES) + LIBRARY_BYTES
+    logits = (2 * tested - 1) * batch * _vocabulary(model) * layers[0].itemsize
+    chosen = sum(sizes) * sum(layer.heads for layer in layers) * min(policy.config.budget, capacity) * INT32
+    return logits + lengths * (chosen + len(sizes) * GRAPH_BYTES) + LIBRARY_BYTES

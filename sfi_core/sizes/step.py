@@ -76,7 +76,7 @@ class ByteModel:
 
     def slow(self, length: Count, packed: Count) -> Count:
         """Return the bytes of a slow step that copies `packed` sink and selected tokens for each KV head."""
-        return self.dense(length) + self._refresh(length, packed)
+        return self.dense(length) + self.refresh(length, packed)
 
     def mean(self, length: Count, attended: Count, packed: Count, slow_rate: float) -> Count:
         """Return the mean bytes of a run's steps.
@@ -86,26 +86,15 @@ class ByteModel:
         """
         layers = max(1, self.layers + self.dense_layers)
         sparse = (layers * attended - self.dense_layers * length) / max(1, self.layers)
-        return self.fast(length, sparse) + slow_rate * self._refresh(length, packed)
-
-    def break_even(self, attended: float, packed: float, slow_rate: float) -> float | None:
-        """Return the cached tokens at which SFI and full attention read as much; None for never.
-
-        With a share s of slow steps, row bytes b, score bytes r of a token, F tokens attended by a fast step
-        and P packed by a slow one, and the same weights, windows and dense layers on both sides, equal at
-
-            (1 - s) b F + s (b C + r C + 2 b P) = b C,  so  C = b ((1 - s) F + 2 s P) / ((1 - s) b - s r)
-        """
-        gain = (1 - slow_rate) * self.row_bytes - slow_rate * SCORE_BYTES * self.heads
-        spent = self.row_bytes * ((1 - slow_rate) * attended + slow_rate * COPIED * packed)
-        return spent / gain if gain > 0 else None
+        return self.fast(length, sparse) + slow_rate * self.refresh(length, packed)
 
     def mean_attended(self, length: Count, attended: Count) -> Count:
         """Return the mean over the full-attention layers, as a trace's `attended_tokens`."""
         layers = max(1, self.layers + self.dense_layers)
         return (self.layers * attended + self.dense_layers * length) / layers
 
-    def _refresh(self, length: Count, packed: Count) -> Count:
+    def refresh(self, length: Count, packed: Count) -> Count:
+        """Return what a slow step adds to its reads: scores, and `packed` sink and selected tokens copied."""
         return SCORE_BYTES * self.heads * length + COPIED * self.row_bytes * packed
 
     def _shared(self, length: Count) -> Count:
