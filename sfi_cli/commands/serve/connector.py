@@ -131,15 +131,14 @@ def check_traced(vllm_config: Any) -> None:
 def begin_event(planner: Planner, plan: Plan) -> BeginStepEvent:
     """Return the event of the engine step that was planned last."""
     shape = planner.shape
-    slow, fast = (
-        tuple(entry.request for entry in plan.entries if (entry.request_pass.kind == FAST) is kind)
-        for kind in (False, True)
-    )
+    requests: dict[bool, list[int]] = {False: [], True: []}  # by whether they are fast
+    for entry in plan.entries:
+        requests[entry.request_pass.kind == FAST].append(entry.request)
     reads = any(not entry.decode for entry in plan.entries)
     return BeginStepEvent(
         step=planner.step,
-        slow=slow,
-        fast=fast,
+        slow=tuple(requests[False]),
+        fast=tuple(requests[True]),
         reads_prompt=reads,
         cached_tokens=shape["cached_tokens"],
         moved_bytes=shape.get("moved_bytes", 0),

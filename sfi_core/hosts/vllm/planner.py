@@ -31,8 +31,8 @@ class Entry:
     `slot` is the row of its packed segments, `NO_SLOT` for a request that runs dense. `start` are the tokens
     in the cache before the step, `block` is the block of the last new token: no other request has it, so it
     identifies the batch's row. After a preemption the generated tokens are part of the prompt that
-    `request_pass` reads. `step` is the decoding step t; of a piece of the prompt before the last, the first step to come.
-    `opens` says whether the request gets its slot with this piece, and `generated` counts the tokens before
+    `request_pass` reads. `step` is the decoding step t; of a piece of the prompt before the last, the first step to
+    come. `opens` says whether the request gets its slot with this piece, and `generated` counts the tokens before
     that.
     """
 
