@@ -57,19 +57,19 @@ class HeadClusters:
 
     @classmethod
     def _of(cls, data: Any) -> Self:
-        found = _a_table(data, "the file")
-        if found.get("format") != FORMAT:
-            raise ConfigError(f"format must be {FORMAT}, got {found.get('format')!r}")
+        document = _a_table(data, "the file")
+        if document.get("format") != FORMAT:
+            raise ConfigError(f"format must be {FORMAT}, got {document.get('format')!r}")
         layers = {
-            _layer_number(name): _a_table(one, f"layer {name}")
-            for name, one in _a_table(found.get("layers"), "layers").items()
+            _layer_number(name): _a_table(layer, f"layer {name}")
+            for name, layer in _a_table(document.get("layers"), "layers").items()
         }
         return cls(
-            model_digest=_a_text(found, "digest"),
-            cluster_of={number: _heads(one, "cluster_of") for number, one in layers.items()},
-            representatives={number: _heads(one, "representatives") for number, one in layers.items()},
-            model=_a_text(found, "model"),
-            made_from=_a_table(found.get("made_from", {}), "made_from"),
+            model_digest=_a_text(document, "digest"),
+            cluster_of={number: _heads(layer, "cluster_of") for number, layer in layers.items()},
+            representatives={number: _heads(layer, "representatives") for number, layer in layers.items()},
+            model=_a_text(document, "model"),
+            made_from=_a_table(document.get("made_from", {}), "made_from"),
         )
 
     def text(self) -> str:
@@ -163,7 +163,7 @@ def _a_text(table: Mapping[str, Any], name: str) -> str:
 
 def _heads(table: Mapping[str, Any], name: str) -> tuple[int, ...]:
     value = table.get(name)
-    if not isinstance(value, list) or any(type(one) is not int for one in value):
+    if not isinstance(value, list) or any(type(head) is not int for head in value):
         _wrong(value, name, "a list of whole numbers")
     return tuple(value)
 

@@ -5,7 +5,8 @@ import json
 import pytest
 from pyarrow import parquet
 
-from sfi_traces.results import bench, kernel_bench
+from sfi_traces.results.parquet import write_bench, write_kernel_bench
+from sfi_traces.results.plots import plot_bench
 
 
 def row(policy: str, context: int, batch: int, rate: float) -> dict:
@@ -56,20 +57,23 @@ def types_of(path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("module", "name", "given", "types"),
+    ("write", "name", "given", "types"),
     [
-        (bench, "bench", "document", {"policy": "string", "batch": "int64", "ragged": "bool", "slow_rate": "double"}),
         (
-            kernel_bench, "kernel_bench", "kernels",
+            write_bench, "bench", "document",
+            {"policy": "string", "batch": "int64", "ragged": "bool", "slow_rate": "double"},
+        ),
+        (
+            write_kernel_bench, "kernel_bench", "kernels",
             {"op": "string", "form": "string", "bytes": "int64", "matches_reference": "bool",
              "speedup_over_paper_like": "double"},
         ),
     ],
     ids=["bench", "kernel_bench"],
 )  # fmt: skip
-def test_the_table_has_the_rows_with_their_types_and_the_rest(tmp_path, request, module, name, given, types):
+def test_the_table_has_the_rows_with_their_types_and_the_rest(tmp_path, request, write, name, given, types):
     document = request.getfixturevalue(given)
-    module.write_parquet(document, tmp_path / "x.tmp")
+    write(document, tmp_path / "x.tmp")
     table = parquet.read_table(tmp_path / "x.tmp")
     assert table.to_pylist() == document["rows"]
     found = types_of(tmp_path / "x.tmp")
@@ -81,7 +85,7 @@ def test_the_table_has_the_rows_with_their_types_and_the_rest(tmp_path, request,
 
 
 def test_a_column_without_a_value_keeps_its_type(tmp_path, kernels):
-    kernel_bench.write_parquet(kernels | {"rows": kernels["rows"][:1]}, tmp_path / "x.tmp")
+    write_kernel_bench(kernels | {"rows": kernels["rows"][:1]}, tmp_path / "x.tmp")
     assert types_of(tmp_path / "x.tmp")["form"] == "string"
 
 
@@ -101,7 +105,7 @@ def drawn(monkeypatch) -> list:
 
 
 def test_the_figure_has_a_panel_for_each_batch(tmp_path, document, drawn):
-    bench.write_plot(document, tmp_path / "x.tmp", kind="svg")
+    plot_bench(document, tmp_path / "x.tmp", kind="svg")
     assert (tmp_path / "x.tmp").read_bytes().startswith(b"<?xml")
     panels = drawn[0].axes
     assert [axes.get_title() for axes in panels] == ["batch 1", "batch 4"]

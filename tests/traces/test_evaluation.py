@@ -15,9 +15,8 @@ from sfi_core.machine.files import LOCK
 from sfi_core.measure.evaluation.grid import Cell
 from sfi_core.measure.evaluation.method import Method, at_sizes
 from sfi_core.measure.evaluation.statistics import difference_of_groups, mean_of_groups, paired_difference, wilson
-from sfi_traces.results.evaluation.files import check_new
-from sfi_traces.results.evaluation.store import ResultsFolder
-from sfi_traces.results.evaluation.summary import summarize, summarize_averages, summarize_fidelity
+from sfi_traces.results.store import ResultsFolder, check_new
+from sfi_traces.results.summary import summarize, summarize_averages, summarize_fidelity
 
 MANIFEST = {
     "asked": {"samples": 2}, "model": {"name": "made-up"}, "methods": [], "text": None, "device": "cpu",
@@ -308,7 +307,7 @@ def test_fidelity_is_over_all_windows_but_for_their_first_steps():
 
 @pytest.mark.skipif(find_spec("matplotlib") is None, reason="the plots extra is not installed")
 def test_a_figure_has_a_panel_for_each_task_and_length_and_all_methods(tmp_path):
-    from sfi_traces.results.evaluation.plots import write_plot  # noqa: PLC0415 - an extra
+    from sfi_traces.results.plots import plot_evaluation  # noqa: PLC0415 - an extra
 
     methods = [f"method {index}" for index in range(14)]
     rows = [
@@ -319,6 +318,6 @@ def test_a_figure_has_a_panel_for_each_task_and_length_and_all_methods(tmp_path)
     ]
     rows += [row("full-kv", size="all", length=512), failed(length=512, seed=5)]
     path = tmp_path / "plot.svg"
-    write_plot({"model": {"name": "made-up"}, "rows": summarize(rows)}, path, kind="svg")
+    plot_evaluation({"model": {"name": "made-up"}, "rows": summarize(rows)}, path, kind="svg")
     for words in (*methods, "full-kv", "recall, 512 tokens", "recall, 1,024 tokens"):
         assert f"<!-- {words} -->" in path.read_text()

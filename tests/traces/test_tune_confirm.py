@@ -14,14 +14,11 @@ from sfi_traces.model.trace import Trace
 from sfi_traces.record.parquet import ParquetObserver
 from sfi_traces.replay import Comparison, Setting, Supports, replay
 from sfi_traces.tune.confirm import Confirmer, Material, check_model
-from sfi_traces.tune.confirmation import Confirmation, stated_errors
-from sfi_traces.tune.found import Found
-from sfi_traces.tune.front import Candidate
-from sfi_traces.tune.objective import Evaluator, Limits, objectives
+from sfi_traces.tune.front import Candidate, Confirmation, stated_errors
 from sfi_traces.tune.plots import _draw_runs
-from sfi_traces.tune.space import Space
-from sfi_traces.tune.trigger_sets import recorded_set
-from sfi_traces.tune.tuning import Tuning
+from sfi_traces.tune.result import TuneResult
+from sfi_traces.tune.space import Space, recorded_set
+from sfi_traces.tune.tuning import Evaluator, Limits, Tuning, objectives
 from tests.small_example import small_example
 from tests.traces.made import make_trace
 from tests.traces.small import outcome
@@ -138,7 +135,7 @@ def test_the_stated_error_is_what_the_other_rows_show():
 
 
 @pytest.fixture
-def found(trace, recorded) -> Found:
+def found(trace, recorded) -> TuneResult:
     """A front of budgets, the middle one chosen."""
     base = Setting.recorded(trace)
     evaluate = Evaluator(recorded=recorded)
@@ -151,7 +148,7 @@ def found(trace, recorded) -> Found:
         traces=[trace], recorded=[recorded], space=space, objectives=objectives([]), limits=Limits(),
         evaluate=evaluate,
     )  # fmt: skip
-    return Found(tuning=tuning, search=None, front=front, chosen=1, rule="the knee")
+    return TuneResult(tuning=tuning, search=None, front=front, chosen=1, rule="the knee")
 
 
 def rows_for(*exact: bool | None):

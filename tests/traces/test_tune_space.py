@@ -9,11 +9,10 @@ from optuna.trial import FixedTrial
 from sfi_core.errors import ConfigError, TraceError
 from sfi_core.settings.config import SfiConfig
 from sfi_traces.replay import Setting, Supports
-from sfi_traces.tune.found import tuned_config, tuned_toml
-from sfi_traces.tune.front import RULES, Candidate, choose, spread
-from sfi_traces.tune.objective import Evaluator, Limits, objectives
-from sfi_traces.tune.space import Axis, Space
-from sfi_traces.tune.trigger_sets import NamedSet, distinct, given_sets, punctuation_sets, recorded_set
+from sfi_traces.tune.front import RULES, Candidate, choose, even_places
+from sfi_traces.tune.result import tuned_config, tuned_toml
+from sfi_traces.tune.space import Axis, NamedSet, Space, distinct, given_sets, punctuation_sets, recorded_set
+from sfi_traces.tune.tuning import Evaluator, Limits, objectives
 from tests.traces.made import STOP
 from tests.traces.small import fixed_trace, outcome
 
@@ -191,7 +190,7 @@ def test_limits_say_by_how_much_they_are_missed():
     [(10, 3, 4, [0, 4, 9]), (10, 3, 1, [1, 4, 9]), (2, 5, 1, [0, 1]), (10, 1, 7, [7]), (10, 0, 7, [])],
 )
 def test_what_is_confirmed_is_spread_over_the_front(count, wanted, included, places):
-    assert spread(count, wanted, included) == places
+    assert even_places(count, wanted, included) == places
 
 
 def test_a_tuned_file_gives_its_settings_back(tmp_path, base):

@@ -9,10 +9,9 @@ from sfi_cli.commands.tune.views import tune_text
 from sfi_cli.terminal.tables import rendered
 from sfi_core.errors import InputError, SfiError
 from sfi_traces.model.trace import Trace
-from sfi_traces.tune.found import Found, find
-from sfi_traces.tune.objective import Limits, costs, objectives
+from sfi_traces.tune.result import TuneResult, find
 from sfi_traces.tune.study import Purpose, Search
-from sfi_traces.tune.tuning import Tuning
+from sfi_traces.tune.tuning import Limits, Tuning, costs, objectives
 from tests.traces.made import CONFIG, make_trace
 from tests.traces.small import fixed_trace
 
@@ -133,7 +132,7 @@ def test_a_worker_goes_on_behind_another_s_torn_line(tmp_path):
     assert len(open_(path, resume=True).complete()) == 4
 
 
-def searched(path: Path, own: Tuning, trials: int = 40, **options) -> Found:
+def searched(path: Path, own: Tuning, trials: int = 40, **options) -> TuneResult:
     return find(own, own.open(path, **options), trials)
 
 

@@ -104,12 +104,13 @@ def _forecast(subject: Subject, settings: Any, device: Any, machine: ForecastTab
 
 
 def _write(subject: Subject, document: dict[str, Any], view: View, output: Output) -> None:
-    from sfi_traces.results.bench import write_parquet, write_plot
+    from sfi_traces.results.parquet import write_bench
+    from sfi_traces.results.plots import plot_bench
 
     document["model"]["name"] = subject.name
     output.show(document, view)
-    output.rows(document, write_parquet)
-    output.figure(write_plot, document)
+    output.rows(document, write_bench)
+    output.figure(plot_bench, document)
 
 
 def _check_text(settings: Given, slow_rate: str | None, text: str | None) -> None:

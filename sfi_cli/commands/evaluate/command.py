@@ -94,8 +94,8 @@ def evaluate(
     if list_tasks:
         from sfi_core.measure.evaluation.tasks import TASKS
 
-        for name, one in TASKS.items():
-            typer.echo(f"{name}{'  (for the bundled checkpoint)' if one.bundled else ''}")
+        for name, known in TASKS.items():
+            typer.echo(f"{name}{'  (for the bundled checkpoint)' if known.bundled else ''}")
         return
     settings = given("eval", sets=sets, options={"engine.kv_device_budget": kv_device_budget})
     asked = {

@@ -19,7 +19,7 @@ from sfi_core.measure.evaluation.lossless_rows import check_exact
 from sfi_core.measure.evaluation.method import Method, at_sizes
 from sfi_core.measure.evaluation.samples import SampleRows, sample_cells
 from sfi_core.measure.evaluation.windows import WindowRows, window_cells
-from sfi_traces.results.evaluation.store import ResultsFolder
+from sfi_traces.results.store import ResultsFolder, check_new
 
 
 def run(
@@ -42,9 +42,9 @@ def run(
         document = _document(results)
         output.show(document, evaluation_text)
         if document["rows"]:
-            from sfi_traces.results.evaluation.plots import write_plot
+            from sfi_traces.results.plots import plot_evaluation
 
-            output.figure(write_plot, document)
+            output.figure(plot_evaluation, document)
     if interrupted:
         leave_interrupted(f"interrupted; go on with: sfi eval -o {results.path} --resume")
     output.say(f"Wrote {results.path}")
@@ -57,7 +57,6 @@ def _results(
     # the folder with all its rows, and whether Ctrl-C ended the run
     from sfi_core.engine.backends.registry import check_backend
     from sfi_core.models.load import load, resolve_device
-    from sfi_traces.results.evaluation.files import check_new
 
     results = None
     if resume:
@@ -158,7 +157,7 @@ def _described(method: Method) -> dict[str, Any]:
 
 def _document(results: ResultsFolder) -> dict[str, Any]:
     # sum a folder's results up as the document of `--json`
-    from sfi_traces.results.evaluation.summary import summarize, summarize_averages, summarize_fidelity
+    from sfi_traces.results.summary import summarize, summarize_averages, summarize_fidelity
 
     manifest = results.manifest
     names = ("asked", "model", "device", "machine", "versions", "created", "finished", "stopped")

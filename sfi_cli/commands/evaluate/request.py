@@ -23,7 +23,7 @@ DEFAULTS: dict[str, Any] = {
     "model": None, "dtype": "auto", "methods": list(METHODS),
     "shares": list(SHARES), "budgets": None, "recent": RECENT, "tasks": None, "lengths": list(LENGTHS),
     "samples": SAMPLES, "seed": SEED, "fidelity": None, "tokens": TOKENS,
-    **{name.rpartition(".")[2]: one.default for name, one in settings_for("eval").items()},
+    **{name.rpartition(".")[2]: setting.default for name, setting in settings_for("eval").items()},
 }  # fmt: skip
 SHOWN = 3  # differences named in the message
 Facts = Mapping[str, Any]

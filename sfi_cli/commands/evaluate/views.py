@@ -24,20 +24,20 @@ def evaluation_text(document: dict[str, Any]) -> list[Part]:
     """Return the tables of the tasks and of the text, notes on the columns, and the failures."""
     parts: list[Part] = [_heading(document), ""]
     rows = document["rows"]
-    for place, own in _groups(rows, ("task", "length")):
-        samples = max(row["n"] + row["failed"] for row in own)
-        title = f"{place[0]}, {place[1]:,} tokens, {plural(samples, 'sample')}"
-        parts += [_scores(title, own), _costs(own)]
-        if any(row["by_place"] for row in own):
-            parts.append(_by_place(own))
-        if any(row["lossless"] for row in own):
-            parts.append(Table.of(DRAFTS, DRAFTED, [row for row in own if row["lossless"]], left=2))
+    for (task, length), group in _groups(rows, ("task", "length")):
+        samples = max(row["n"] + row["failed"] for row in group)
+        title = f"{task}, {length:,} tokens, {plural(samples, 'sample')}"
+        parts += [_scores(title, group), _costs(group)]
+        if any(row["by_place"] for row in group):
+            parts.append(_by_place(group))
+        if drafted := [row for row in group if row["lossless"]]:
+            parts.append(Table.of(DRAFTS, DRAFTED, drafted, left=2))
     if len({(row["task"], row["length"]) for row in rows}) > 1:
         means = document["averages"]
         parts += [_scores(f"mean over {means[0]['places']} tasks and lengths", means), AVERAGED]
     parts += [note.format(_methods(rows)) for note in NOTES] if rows else ()
-    for (length,), own in _groups(document["fidelity"], ("length",)):
-        parts += [_fidelity(length, own), _by_position(own)]
+    for (length,), group in _groups(document["fidelity"], ("length",)):
+        parts += [_fidelity(length, group), _by_position(group)]
     return parts + [_failure(row) for name in ("rows", "fidelity") for row in document[name] if row["failed"]]
 
 
@@ -51,10 +51,10 @@ def _heading(document: Row) -> str:
 
 
 def _groups(rows: Iterable[Row], names: Sequence[str]) -> list[tuple[tuple[Any, ...], list[Row]]]:
-    found: dict[tuple[Any, ...], list[Row]] = {}
+    groups: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
-        found.setdefault(tuple(row[name] for name in names), []).append(row)
-    return list(found.items())
+        groups.setdefault(tuple(row[name] for name in names), []).append(row)
+    return list(groups.items())
 
 
 def _scores(title: str, rows: list[Row]) -> Table:
@@ -63,8 +63,8 @@ def _scores(title: str, rows: list[Row]) -> Table:
     last = "" if len(sizes) == 1 else f" at {sizes[-1]}"
     columns = ["method", *(f"{name} at {size}" for size in sizes for name in SCORE), f"against full-kv{last}"]
     lines = [
-        [method, *(_cell(row, write) for row in own for write in SCORE.values()), _cell(own[-1], _difference)]
-        for method, own in _lines(rows, sizes)
+        [method, *(_cell(row, write) for row in line for write in SCORE.values()), _cell(line[-1], _difference)]
+        for method, line in _lines(rows, sizes)
     ]
     return Table(title, columns, lines, spare=columns[2:-2:2])
 
@@ -83,10 +83,10 @@ def _costs(rows: list[Row]) -> Table:
     lines = [
         [
             method,
-            *(_cell(row, value, name) for name in names for row in own),
-            _cell(own[-1], lambda row: number(row["tokens_per_second"], 1)),
+            *(_cell(row, value, name) for name in names for row in line),
+            _cell(line[-1], lambda row: number(row["tokens_per_second"], 1)),
         ]
-        for method, own in _lines(rows, sizes)
+        for method, line in _lines(rows, sizes)
     ]
     return Table("", ["method", *columns, "tokens/s"], lines, spare=columns[-len(sizes) :])
 
@@ -101,14 +101,14 @@ def _parts(title: str, rows: list[Row], name: str, heading: Callable[[Row], str]
     headings = {part["first"]: heading(part) for row in rows for part in row[name]}
     firsts, lines = sorted(headings), []
     for row in rows:
-        found = {part["first"]: write(part) for part in row[name]}
-        lines.append([row["method"], row["size"], *(found.get(first, "-") for first in firsts)])
+        cells = {part["first"]: write(part) for part in row[name]}
+        lines.append([row["method"], row["size"], *(cells.get(first, "-") for first in firsts)])
     return Table(title, ["method", "size", *(headings[first] for first in firsts)], lines, left=2)
 
 
 def _differing(row: Row) -> str:
-    found = row["lossless"]
-    return f"{found['differing']} of {found['compared']}" if found["compared"] else "-"
+    drafts = row["lossless"]
+    return f"{drafts['differing']} of {drafts['compared']}" if drafts["compared"] else "-"
 
 
 def _fidelity(length: int, rows: list[Row]) -> Table:
@@ -125,16 +125,16 @@ def _by_position(rows: list[Row]) -> Table:
 
 
 def _sizes(rows: Iterable[Row]) -> list[str]:
-    found = list(dict.fromkeys(row["size"] for row in rows))
-    return [size for size in found if size not in ANY_SIZE] or [found[-1]]
+    sizes = list(dict.fromkeys(row["size"] for row in rows))
+    return [size for size in sizes if size not in ANY_SIZE] or sizes[-1:]
 
 
 def _lines(rows: list[Row], sizes: list[str]) -> list[tuple[str, list[Row | None]]]:
     # a method's row for each size; a row for all sizes stands at each size
     lines = []
-    for (method,), own in _groups(rows, ("method",)):
-        by_size = {row["size"]: row for row in own}
-        always = next((row for row in own if row["size"] in ANY_SIZE), None)
+    for (method,), group in _groups(rows, ("method",)):
+        by_size = {row["size"]: row for row in group}
+        always = next((row for row in group if row["size"] in ANY_SIZE), None)
         lines.append((method, [by_size.get(size, always) for size in sizes]))
     return lines
 

@@ -102,7 +102,8 @@ def run(asked: dict[str, Any], sweep: str | None, backend: str, device: str, out
     from sfi_core.measure.kernel_bench.bench import run_bench
     from sfi_core.measure.kernel_bench.settings import CPU_SHAPE, KernelSettings, resolve_backend
     from sfi_core.models.load import resolve_device
-    from sfi_traces.results.kernel_bench import write_parquet, write_plot
+    from sfi_traces.results.parquet import write_kernel_bench
+    from sfi_traces.results.plots import plot_kernel_bench
 
     where = resolve_device(device)
     given = {name: value for name, value in asked.items() if value is not None}
@@ -132,9 +133,9 @@ def run(asked: dict[str, Any], sweep: str | None, backend: str, device: str, out
         document = result.document()
         if document["rows"]:
             output.show(document, partial(closing_text, sweep=settings.sweep))
-            output.rows(document, write_parquet)
+            output.rows(document, write_kernel_bench)
             if any(row["op"] == "fast" and row["median_us"] for row in document["rows"]):
-                output.figure(write_plot, document)
+                output.figure(plot_kernel_bench, document)
     if result.interrupted:
         leave_interrupted()
     result.check()

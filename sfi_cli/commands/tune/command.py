@@ -1,6 +1,5 @@
 """`sfi tune`: search settings on traces, confirm them with real runs, write a file for --config."""
 
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -103,11 +102,10 @@ def tune(
     """
     from sfi_cli.terminal.progress import BenchProgress
     from sfi_traces.model.trace import Trace
-    from sfi_traces.tune.found import find
-    from sfi_traces.tune.objective import Limits, objectives
     from sfi_traces.tune.plots import plot_tuning
+    from sfi_traces.tune.result import find
     from sfi_traces.tune.study import check_optuna, check_path
-    from sfi_traces.tune.tuning import Tuning
+    from sfi_traces.tune.tuning import Limits, Tuning, objectives
 
     settings = given("tune", sets=sets)
     file = study or output.with_suffix(".journal")
@@ -131,50 +129,26 @@ def tune(
                 "revision": settings.table(ModelTable).revision, "dtype": dtype, "device": device,
                 "trust_remote_code": trust_remote_code,
             }  # fmt: skip
-            own = read_texts(prompt_file, batch)
-            confirmer = load_confirmer(tuning, own, model, settings.table(EngineOptions), loading)
+            from sfi_traces.tune.confirm import load_confirmer
+
+            prompts = read_texts(prompt_file, batch)
+            confirmer = load_confirmer(tuning, prompts, model, settings.table(EngineOptions), loading)
         opened = tuning.open(file, seed=seed, resume=resume)
         with BenchProgress(quiet=quiet) as progress:
             show = partial(progress.update, "searching", total=trials)
-            found = find(tuning, opened, trials, on_trial=show)
-        if confirmer is not None and not found.interrupted:
-            found = confirmed(found, confirmer, confirm, quiet=quiet)
-        document = found.document()
-        if found.front:
+            result = find(tuning, opened, trials, on_trial=show)
+        if confirmer is not None and not result.interrupted:
+            with BenchProgress(quiet=quiet) as progress:
+                result = result.confirm(partial(confirmer, on_run=partial(progress.update, "confirming")), confirm)
+        document = result.document()
+        if result.front:
             written.show(document, tune_text)
-        if found.interrupted:
+        if result.interrupted:
             leave_interrupted(
                 f"interrupted; the study is kept: go on with the same options and --study {file} --resume"
             )
         written.figure(plot_tuning, document)
-        written.text(found.toml())
-
-
-def load_confirmer(
-    tuning: Any, texts: list[str], model: str | None, engine: EngineOptions, loading: dict[str, Any]
-) -> Any:
-    """Load the model that the traces were recorded with; return what `Found.confirm` runs settings by.
-
-    It runs `texts`, or without any the traces' own prompts, and tells its keyword `on_run` of each run.
-    `loading` has further arguments of `load`. Raises `SfiError` if the model cannot be loaded, or is another
-    one.
-    """
-    from sfi_core.engine.backends.registry import check_backend
-    from sfi_core.models.load import load, resolve_device
-    from sfi_traces.tune.confirm import Confirmer, Material, check_model
-
-    check_backend(engine.backend, resolve_device(loading["device"]))
-    loaded, tokenizer = load(model, **loading)
-    for trace in tuning.traces:
-        check_model(loaded, tokenizer, trace)
-    pairs = zip(tuning.traces, tuning.recorded, strict=True)
-    material = (
-        [Material.of_texts(texts, tokenizer)]
-        if texts
-        else [Material.of_trace(trace, recorded, tokenizer) for trace, recorded in pairs]
-    )
-    top = min(one.top for one in tuning.evaluate.recorded)
-    return partial(Confirmer(model=loaded, tokenizer=tokenizer, top=top, engine=engine), material)
+        written.text(result.toml())
 
 
 def read_texts(prompt_file: Path | None, batch: Path | None) -> list[str]:
@@ -189,15 +163,3 @@ def read_texts(prompt_file: Path | None, batch: Path | None) -> list[str]:
     if len(texts) < len(entries):
         raise InputError(f"batch {batch} must hold prompts, got messages")
     return texts
-
-
-def confirmed(found: Any, confirm: Any, count: int, *, quiet: bool) -> Any:
-    """Run `count` settings of a search's result for real; Ctrl-C leaves the result as it was."""
-    from sfi_cli.terminal.progress import BenchProgress
-
-    with BenchProgress(quiet=quiet) as progress:
-        try:
-            run = partial(confirm, on_run=partial(progress.update, "confirming"))
-            return found.confirm(run, count)
-        except KeyboardInterrupt:
-            return replace(found, interrupted=True)

@@ -25,7 +25,7 @@ def tune_text(document: Row) -> list[Part]:
 
 
 def _heading(document: Row) -> str:
-    objectives = ", ".join(f"{one['direction']} {one['name']}" for one in document["objectives"])
+    objectives = ", ".join(f"{objective['direction']} {objective['name']}" for objective in document["objectives"])
     return (
         f"{', '.join(document['traces'])}: {document['model']}, {plural(document['requests'], 'request')}, "
         f"{plural(document['steps'], 'step')}; {plural(document['trials'], 'trial')} in {document['study']}, "
@@ -42,7 +42,7 @@ def _front(document: Row) -> Table:
     more = f", {len(shown)} of {len(front)} settings shown" if len(shown) < len(front) else ""
     title = f"Pareto front as replayed, cheapest first{more} (byte model: batch {document['batch']})"
     settings = varied(rows)
-    outcome = {name: one for name, one in OUTCOME.items() if name not in LEFT_OUT}
+    outcome = {name: column for name, column in OUTCOME.items() if name not in LEFT_OUT}
     columns = {"": (str, "")} | settings | outcome
     return Table.of(title, columns, rows, left=1 + texts_of(settings), spare=("p5", "at most", "MB/token"))
 
@@ -55,8 +55,8 @@ def _shown(front: list[Row], confirmed: set[int]) -> list[int]:
 
 
 def _legend(document: Row) -> list[str]:
-    own, budget = document["recorded_budget"], document["recorded"]["budget"]
-    cut = f", but for its budget of {own:,}: the audit recorded {budget:,}" if budget < own else ""
+    whole, budget = document["recorded_budget"], document["recorded"]["budget"]
+    cut = f", but for its budget of {whole:,}: the audit recorded {budget:,}" if budget < whole else ""
     marks = f"* the trace's own setting{cut}; > chosen; x run for real."
     return [*everywhere([*document["front"], document["recorded"]]), marks]
 

@@ -95,14 +95,14 @@ class SfiLM(HFLM):  # type: ignore[misc]
 
     def get_model_info(self) -> dict[str, Any]:
         """Add policy, settings and read ratios to lm-eval's file of results."""
-        own = {
+        facts = {
             "policy": self._policy,
             "config": self._settings.to_dict(),
             "decoding_steps": self._steps,
             **{name: total / self._steps for name, total in self._sums.items() if self._steps},
         }
         info: dict[str, Any] = super().get_model_info()
-        return info | {"sfi": own}
+        return info | {"sfi": facts}
 
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
         """Generate the answers; raise `InputError` if their limit leaves no position for a prompt."""
@@ -182,8 +182,8 @@ class SfiLM(HFLM):  # type: ignore[misc]
 
 def _nested(settings: dict[str, Any]) -> dict[str, Any]:
     # `selector.alpha` as `SfiConfig.replace` takes it
-    found: dict[str, Any] = {}
+    nested: dict[str, Any] = {}
     for full, value in settings.items():
         table, _, name = full.rpartition(".")
-        (found.setdefault(table, {}) if table else found)[name] = value
-    return found
+        (nested.setdefault(table, {}) if table else nested)[name] = value
+    return nested

@@ -18,11 +18,11 @@ def differences(rows: Iterable[Row]) -> list[tuple[Row, int]]:
     Returns:
         The rows with another token, each with the index of the first that differs or only one of both gave.
     """
-    found = [row for row in rows if row.get("token_ids") is not None]
-    whole = {_sample(row): row["token_ids"] for row in found if row["policy"] == WHOLE}
+    decoded = [row for row in rows if row.get("token_ids") is not None]
+    whole = {_sample(row): row["token_ids"] for row in decoded if row["policy"] == WHOLE}
     return [
         (row, index)
-        for row in found
+        for row in decoded
         if is_lossless(row) and (expected := whole.get(_sample(row))) is not None
         for index in first_difference(row["token_ids"], expected)
     ]
@@ -30,14 +30,14 @@ def differences(rows: Iterable[Row]) -> list[tuple[Row, int]]:
 
 def check_exact(rows: Iterable[Row], dtype: str) -> None:
     """Raise `NumericsError` if a lossless method in float32 gave other tokens than full attention."""
-    found = differences(rows) if dtype == EXACT else []
-    if found:
-        one, index = found[0]
-        more = f"; {len(found)} samples in all" if len(found) > 1 else ""
+    differing = differences(rows) if dtype == EXACT else []
+    if differing:
+        row, index = differing[0]
+        more = f"; {len(differing)} samples in all" if len(differing) > 1 else ""
         raise NumericsError(
-            f"lossless method {one['method']} at {one['size']} must give full-kv's tokens in {EXACT}, "
-            f"got another at index {index} of task {one['task']}, length {one['length']}, "
-            f"seed {one['seed']}{more}"
+            f"lossless method {row['method']} at {row['size']} must give full-kv's tokens in {EXACT}, "
+            f"got another at index {index} of task {row['task']}, length {row['length']}, "
+            f"seed {row['seed']}{more}"
         )
 
 
@@ -72,7 +72,7 @@ def is_lossless(row: Row) -> bool:
 def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> list[int]:
     """Return the index of the first token that differs, in a list; [] for equal tokens."""
     pairs = enumerate(zip_longest(ours, theirs))
-    return [index for index, (one, other) in pairs if one != other][:1]
+    return [index for index, (our, their) in pairs if our != their][:1]
 
 
 def _sample(row: Row) -> tuple[Any, ...]:

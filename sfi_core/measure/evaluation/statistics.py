@@ -121,8 +121,8 @@ def difference_of_groups(groups: Sequence[Sequence[float]], *, seed: int = 0) ->
     """
     share, rng = _share(groups), np.random.default_rng(seed)
     mean, resampled = 0.0, np.zeros(RESAMPLES)
-    for found in groups:
-        values = np.asarray(found, dtype=float)
+    for group in groups:
+        values = np.asarray(group, dtype=float)
         drawn = values[rng.integers(len(values), size=(RESAMPLES, len(values)))]
         mean += share * float(values.mean())
         resampled += share * drawn.mean(1)

@@ -61,6 +61,10 @@ class Similarity:
             total_HH += overlap(index_NHK[first : first + PIECE]).sum(0)
         return cls(total_HH.cpu().numpy(), N)
 
+    def __add__(self, other: Self) -> Self:
+        """Join the steps of both."""
+        return type(self)(self.total_HH + other.total_HH, self.steps + other.steps)
+
     @property
     def mean_HH(self) -> Matrix:
         """The similarity S of every two KV heads: the mean over steps and texts (SyncKV, Eq. 2)."""
@@ -72,12 +76,14 @@ Sums = Mapping[int, Similarity]  # by layer
 
 def joined(parts: Iterable[Mapping[int, Similarity]]) -> dict[int, Similarity]:
     """Add similarities up by layer; all steps of all texts count the same."""
-    found: dict[int, Similarity] = {}
+    total: dict[int, Similarity] = {}
     for part in parts:
-        for layer, one in part.items():
-            known = found.get(layer)
-            found[layer] = one if known is None else Similarity(known.total_HH + one.total_HH, known.steps + one.steps)
-    return found
+        for layer, more in part.items():
+            known = total.get(layer)
+            total[layer] = (
+                more if known is None else Similarity(known.total_HH + more.total_HH, known.steps + more.steps)
+            )
+    return total
 
 
 def check_scipy() -> None:
@@ -116,9 +122,9 @@ def cluster(similarity_HH: Matrix, clusters: int, seed: int = 0) -> tuple[Labels
     """
     check_count(clusters, len(similarity_HH))
     row_HX = distance(similarity_HH).round(DIGITS)
-    found = _filled(_k_means(row_HX, clusters, seed), clusters).tolist()
-    order = list(dict.fromkeys(found))
-    label_H = np.array([order.index(label) for label in found])
+    labels = _filled(_k_means(row_HX, clusters, seed), clusters).tolist()
+    order = list(dict.fromkeys(labels))
+    label_H = np.array([order.index(label) for label in labels])
     return tuple(label_H.tolist()), tuple(
         _representative(row_HX, np.flatnonzero(label_H == number)) for number in range(clusters)
     )
@@ -138,20 +144,20 @@ def _k_means(row_HX: Matrix, clusters: int, seed: int) -> npt.NDArray[np.int64]:
             )
         except ClusterError:  # a cluster lost its last head: the next start draws others
             continue
-        spread = float(((row_HX - center_CX[label_H]) ** 2).sum())
-        if spread < least - NEAR:
-            best, least = label_H.astype(np.int64), spread
+        distances = float(((row_HX - center_CX[label_H]) ** 2).sum())
+        if distances < least - NEAR:
+            best, least = label_H.astype(np.int64), distances
     return best
 
 
 def _filled(label_H: npt.NDArray[np.int64], clusters: int) -> npt.NDArray[np.int64]:
     # move the last head of the largest cluster into an empty cluster
-    found = label_H.copy()
+    label_H = label_H.copy()
     for number in range(clusters):
-        if not (found == number).any():
-            largest = int(np.bincount(found).argmax())
-            found[np.flatnonzero(found == largest)[-1]] = number
-    return found
+        if not (label_H == number).any():
+            largest = int(np.bincount(label_H).argmax())
+            label_H[np.flatnonzero(label_H == largest)[-1]] = number
+    return label_H
 
 
 def _representative(row_HX: Matrix, members: npt.NDArray[np.int64]) -> int:
@@ -179,12 +185,12 @@ class LayerClusters:
     def mean(self, *, within: bool) -> float | None:
         """Return the mean similarity of two heads of one cluster, or of two clusters; None without a pair."""
         label_H = self.cluster_of
-        found = [
+        similarities = [
             float(self.similarity_HH[i, j])
             for i, j in combinations(range(len(label_H)), 2)
             if (label_H[i] == label_H[j]) == within
         ]
-        return sum(found) / len(found) if found else None
+        return sum(similarities) / len(similarities) if similarities else None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -222,17 +228,17 @@ def cluster_layers(parts: Sequence[Sums], clusters: int) -> list[LayerClusters]:
     Raise `ConfigError` if a layer has fewer KV heads than N_r (`clusters`).
     """
     whole = joined(parts)
-    for one in whole.values():
-        check_count(clusters, len(one.total_HH))
+    for similarity in whole.values():
+        check_count(clusters, len(similarity.total_HH))
     return [_layer(layer, whole[layer], parts, clusters) for layer in sorted(whole)]
 
 
 def _layer(layer: int, whole: Similarity, parts: Sequence[Sums], clusters: int) -> LayerClusters:
     cluster_of, representatives = cluster(whole.mean_HH, clusters)
-    found = [cluster(part[layer].mean_HH, clusters) for part in parts]
-    shares = [pair_agreement(one, other) for (one, _), (other, _) in combinations(found, 2)]
+    alone = [cluster(part[layer].mean_HH, clusters) for part in parts]
+    shares = [pair_agreement(labels, others) for (labels, _), (others, _) in combinations(alone, 2)]
     several = len(parts) > 1
-    same = [set(chosen) == set(representatives) for _, chosen in found]
+    same = [set(chosen) == set(representatives) for _, chosen in alone]
     return LayerClusters(
         layer=layer,
         similarity_HH=whole.mean_HH,

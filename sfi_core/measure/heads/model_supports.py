@@ -54,25 +54,25 @@ def text_supports(
     """
     queries = min(QUERIES, len(ids) - top)
     read = read_prompt(model, None, [ids], capacity=len(ids), window=queries, engine=engine)
-    for layer, kept in read.layers.items():
-        yield layer, _layer_supports(read.store, layer, kept, len(ids), top)
+    for layer, prompt in read.layers.items():
+        yield layer, _layer_supports(read.store, layer, prompt, len(ids), top)
 
 
-def _layer_supports(store: KVStore, layer: int, kept: PromptLayer, length: int, top: int) -> torch.Tensor:
-    found = []
-    query_BHGTD = kept.query_BHGTD
+def _layer_supports(store: KVStore, layer: int, prompt: PromptLayer, length: int, top: int) -> torch.Tensor:
+    supports = []
+    query_BHGTD = prompt.query_BHGTD
     W = query_BHGTD.shape[3]
     for first in range(0, W, PIECE):
         last = min(first + PIECE, W)
         seen = length - (W - last)
         logits_1HGWT = window_logits.on(store.backend)(
             query_BHGTD[:, :, :, first:last].contiguous(), store.pages(layer).key_PHND, store.block_table_BP,
-            torch.tensor([seen], dtype=torch.int32, device=query_BHGTD.device), scale=kept.options["scale"],
-            soft_cap=kept.options["soft_cap"], longest=seen,
+            torch.tensor([seen], dtype=torch.int32, device=query_BHGTD.device), scale=prompt.options["scale"],
+            soft_cap=prompt.options["soft_cap"], longest=seen,
         )  # fmt: skip
-        weight_WHT = pooled_weight(logits_1HGWT[0], kept.options["sink_HG"])
-        found.append(top_k.on(store.backend)(weight_WHT, top))
-    return torch.cat(found)
+        weight_WHT = pooled_weight(logits_1HGWT[0], prompt.options["sink_HG"])
+        supports.append(top_k.on(store.backend)(weight_WHT, top))
+    return torch.cat(supports)
 
 
 def pooled_weight(logits_HGWT: torch.Tensor, sink_HG: torch.Tensor | None = None) -> torch.Tensor:

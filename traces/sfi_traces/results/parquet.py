@@ -1,4 +1,4 @@
-"""Rows of results as a Parquet file."""
+"""Rows of results as a Parquet file: a benchmark's, a kernel benchmark's, an evaluation's."""
 
 import json
 from collections.abc import Collection, Mapping, Sequence
@@ -7,6 +7,22 @@ from typing import Any
 
 import pyarrow as pa
 from pyarrow import parquet
+
+BENCH_VERSION = KERNEL_VERSION = 1  # of the files' schemas
+
+
+def write_bench(document: dict[str, Any], path: Path) -> None:
+    """Write a decoding benchmark's rows as one table; its other entries go into the file's metadata."""
+    facts = {key: value for key, value in document.items() if key != "rows"}
+    metadata = {"schema_version": str(BENCH_VERSION), "bench": json.dumps(facts)}
+    write_rows(path, document["rows"], metadata, text=("not_replayed", "acceptance"), lists=("repeat_rates",))
+
+
+def write_kernel_bench(document: dict[str, Any], path: Path) -> None:
+    """Write a kernel benchmark's rows as one table; machine, versions and notes go into the file's metadata."""
+    facts = {key: document[key] for key in ("backend", "interrupted", "notes", "machine", "versions")}
+    metadata = {"schema_version": str(KERNEL_VERSION), "kernel_bench": json.dumps(facts)}
+    write_rows(path, document["rows"], metadata, text=("form", "failure"))
 
 
 def write_rows(
@@ -42,5 +58,5 @@ def _plain(value: Any) -> Any:
 
 
 def _type(values: list[Any]) -> Any:
-    found = pa.array(values).type
-    return pa.float64() if pa.types.is_null(found) else found
+    kind = pa.array(values).type
+    return pa.float64() if pa.types.is_null(kind) else kind

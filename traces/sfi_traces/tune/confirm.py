@@ -1,7 +1,8 @@
 """Runs tuned settings for real, and compares the predictions with the runs' own audits."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pyarrow.compute as pc
 
 from sfi_core.bundled.example import load_example
+from sfi_core.engine.backends.registry import check_backend
 from sfi_core.errors import TraceError
 from sfi_core.generation.generate import generate
 from sfi_core.generation.prompts import encode
@@ -16,6 +18,7 @@ from sfi_core.generation.read_prompt import read_prompt
 from sfi_core.hosts.transformers.slow_fast import session_on
 from sfi_core.hosts.transformers.stores import engine_for
 from sfi_core.models.describe import describe_model
+from sfi_core.models.load import load, resolve_device
 from sfi_core.settings.audit import AuditConfig
 from sfi_core.settings.config import SfiConfig
 from sfi_core.settings.engine import DEFAULTS, EngineOptions
@@ -24,7 +27,8 @@ from sfi_traces.model.trace import Trace
 from sfi_traces.record.parquet import ParquetObserver
 from sfi_traces.replay import Supports
 from sfi_traces.replay.measured import Steps, compare_steps, pooled
-from sfi_traces.tune.confirmation import Confirmation
+from sfi_traces.tune.front import Confirmation
+from sfi_traces.tune.tuning import Tuning
 
 MAX_NEW_TOKENS = 256  # for prompts that are not a trace's
 
@@ -35,10 +39,10 @@ def check_model(model: Any, tokenizer: Any, trace: Trace) -> None:
         facts = describe_model(model, session.shapes())
     for name, value in trace.manifest["model"].items():
         if facts.get(name) != value:
-            told = isinstance(value, str | int)
+            brief = isinstance(value, str | int)
             raise TraceError(
                 f"trace {trace.path} must be of the model that --model names, got "
-                + (f"{name} {value} there and {facts.get(name)} here" if told else f"other {name}")
+                + (f"{name} {value} there and {facts.get(name)} here" if brief else f"other {name}")
             )
 
 
@@ -90,7 +94,7 @@ class Material:
             rows=rows,
             sampling=trace.manifest.get("sampling") or {},
             seed=trace.manifest.get("seed") or 0,
-            max_new_tokens=max(one.steps for one in recorded),
+            max_new_tokens=max(request.steps for request in recorded),
             expected=example.answer if is_example else None,
         )
 
@@ -139,32 +143,32 @@ class Confirmer:
         """
         tallies, dense = [Tally() for _ in configs], Tally()
         total, done = len(material) * (len(configs) + 1), 0
-        for one in material:
+        for prompts in material:
             shared = read_prompt(
                 self.model,
                 self.tokenizer,
-                one.rows,
-                capacity=max(map(len, one.rows)) + one.max_new_tokens,
+                prompts.rows,
+                capacity=max(map(len, prompts.rows)) + prompts.max_new_tokens,
                 window=max(config.window_prefill for config in configs),
                 engine=self.engine,
             )
             on_run(done, total)
-            self._timed(one, configs[0], "full-kv", shared, dense)
+            self._timed(prompts, configs[0], "full-kv", shared, dense)
             for config, policy, tally in zip(configs, policies, tallies, strict=True):
                 done += 1
                 on_run(done, total)
-                self._audited(one, config, policy, shared, tally)
-                self._timed(one, config, policy, shared, tally)
+                self._audited(prompts, config, policy, shared, tally)
+                self._timed(prompts, config, policy, shared, tally)
             done += 1
         return [_confirmation(tally) for tally in tallies], _rate(dense)
 
-    def _audited(self, one: Material, config: SfiConfig, policy: str, shared: Any, tally: Tally) -> None:
+    def _audited(self, prompts: Material, config: SfiConfig, policy: str, shared: Any, tally: Tally) -> None:
         with TemporaryDirectory() as parent:
             folder = Path(parent) / "run"
             with ParquetObserver(folder, tokenizer=self.tokenizer) as observer:
-                self._run(one, config, policy, shared, [observer], AuditConfig(every=1, top=self.top))
+                self._run(prompts, config, policy, shared, [observer], AuditConfig(every=1, top=self.top))
             real = Trace.open(folder)
-            trace, recorded = one.trace, one.recorded
+            trace, recorded = prompts.trace, prompts.recorded
             if trace is None or recorded is None:
                 trace, recorded = real, Supports.load(real)
             tally.steps += compare_steps(recorded, trace, real, batch=self.batch)
@@ -172,16 +176,16 @@ class Confirmer:
         tally.divergences += logits["kl_next_token"].to_pylist()
         tally.agreements += logits["argmax_agrees"].to_pylist()
 
-    def _timed(self, one: Material, config: SfiConfig, policy: str, shared: Any, tally: Tally) -> None:
-        result = self._run(one, config, policy, shared, [], None)
+    def _timed(self, prompts: Material, config: SfiConfig, policy: str, shared: Any, tally: Tally) -> None:
+        result = self._run(prompts, config, policy, shared, [], None)
         tally.tokens += sum(max(0, len(r.token_ids) - 1) for r in result.report.requests)
         tally.seconds += result.report.decode_seconds
-        if one.expected is not None:
-            tally.exact.append(result.texts == [one.expected])
+        if prompts.expected is not None:
+            tally.exact.append(result.texts == [prompts.expected])
 
     def _run(
         self,
-        one: Material,
+        prompts: Material,
         config: SfiConfig,
         policy: str,
         shared: Any,
@@ -189,8 +193,8 @@ class Confirmer:
         audit: AuditConfig | None,
     ) -> Any:
         result = generate(
-            self.model, self.tokenizer, one.rows, config, policy=policy, observers=observers, audit=audit,
-            max_new_tokens=one.max_new_tokens, sampling=Sampling(**one.sampling), seed=one.seed,
+            self.model, self.tokenizer, prompts.rows, config, policy=policy, observers=observers, audit=audit,
+            max_new_tokens=prompts.max_new_tokens, sampling=Sampling(**prompts.sampling), seed=prompts.seed,
             shared=shared, engine=engine_for(policy, self.engine),
         )  # fmt: skip
         if result.interrupted:
@@ -198,6 +202,27 @@ class Confirmer:
         if result.error is not None:
             raise result.error
         return result
+
+
+def load_confirmer(
+    tuning: Tuning, texts: Sequence[str], model: str | None, engine: EngineOptions, loading: Mapping[str, Any]
+) -> Callable[..., tuple[list[Confirmation], float]]:
+    """Load the model that the traces were recorded with; return what `TuneResult.confirm` runs settings by.
+
+    The result runs `texts`, or without any the traces' own prompts, and calls its keyword `on_run` at each run.
+    `loading` has further arguments of `load`. Raises `SfiError` if the model cannot be loaded, or is another one.
+    """
+    check_backend(engine.backend, resolve_device(loading["device"]))
+    loaded, tokenizer = load(model, **loading)
+    for trace in tuning.traces:
+        check_model(loaded, tokenizer, trace)
+    if texts:
+        material = [Material.of_texts(texts, tokenizer)]
+    else:
+        pairs = zip(tuning.traces, tuning.recorded, strict=True)
+        material = [Material.of_trace(trace, recorded, tokenizer) for trace, recorded in pairs]
+    top = min(request.top for request in tuning.evaluate.recorded)
+    return partial(Confirmer(model=loaded, tokenizer=tokenizer, top=top, engine=engine), material)
 
 
 def _confirmation(tally: Tally) -> Confirmation:

@@ -1,21 +1,23 @@
-"""The Pareto front of a study, and which of its settings to choose."""
+"""The Pareto front of a study, which of its settings to choose, and a setting's real run beside its prediction."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 
 from sfi_core.errors import SfiError
-from sfi_traces.replay import Outcome, Setting
-from sfi_traces.tune.objective import Evaluator, Limits, Objective, costs
+from sfi_traces.replay import Comparison, Outcome, Setting
 from sfi_traces.tune.space import Space
 from sfi_traces.tune.study import Search
+from sfi_traces.tune.tuning import Evaluator, Limits, Objective, costs
 
 RULES = {
     "min-retained": "the cheapest that keeps the limits",
     "max-read": "the one that keeps most within the limit",
     "knee": "the knee: the closest to the best of every objective, each scaled to the front's range",
 }
+MEASURED = ("kl_next_token", "argmax_agreement", "decode_tokens_per_second", "exact_match")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,11 +32,11 @@ def front_of(search: Search, space: Space, evaluate: Evaluator, chosen: Mapping[
     """Return the feasible settings that no other trial beats, cheapest first, each once."""
     from optuna.trial import FixedTrial  # noqa: PLC0415 - an extra
 
-    found = {}
+    candidates = {}
     for trial in search.best():
         setting = space.setting(FixedTrial(trial.params))
-        found[setting.key] = Candidate(setting=setting, outcome=evaluate(setting))
-    return sorted(found.values(), key=lambda one: costs(one.outcome, chosen))
+        candidates[setting.key] = Candidate(setting=setting, outcome=evaluate(setting))
+    return sorted(candidates.values(), key=lambda candidate: costs(candidate.outcome, chosen))
 
 
 def no_feasible(search: Search, space: Space, evaluate: Evaluator, limits: Limits) -> SfiError:
@@ -65,8 +67,8 @@ def choose(front: Sequence[Candidate], chosen: Mapping[str, Objective], limits: 
     With a least retained mass it is the cheapest, since all settings of a feasible front retain enough. With
     only a limit of what is read it is the one that retains most; without limits the knee.
     """
-    table = np.array([costs(one.outcome, chosen) for one in front])
-    directions = [one.direction for one in chosen.values()]
+    table = np.array([costs(candidate.outcome, chosen) for candidate in front])
+    directions = [objective.direction for objective in chosen.values()]
     if limits.min_retained is not None:
         return int(table[:, directions.index("minimize")].argmin()), RULES["min-retained"]
     if limits.max_read is not None:
@@ -76,8 +78,8 @@ def choose(front: Sequence[Candidate], chosen: Mapping[str, Objective], limits: 
     return int((scaled**2).sum(1).argmin()), RULES["knee"]
 
 
-def spread(count: int, wanted: int, included: int) -> list[int]:
-    """Return `wanted` of `count` places, evenly spread and with `included` among them."""
+def even_places(count: int, wanted: int, included: int) -> list[int]:
+    """Return `wanted` of `count` places, evenly apart and with `included` among them."""
     if wanted >= count:
         return list(range(count))
     if wanted <= 1:
@@ -85,3 +87,58 @@ def spread(count: int, wanted: int, included: int) -> list[int]:
     places = np.linspace(0, count - 1, wanted).round().astype(int)
     places[np.abs(places - included).argmin()] = included
     return sorted(set(places.tolist()))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Confirmation:
+    """A setting's prediction beside its run.
+
+    Attributes:
+        comparison: Over the steps whose earlier tokens are the trace's.
+        kl_next_token: Mean KL from dense attention's next-token distribution at fast steps, nats.
+        argmax_agreement: Share of fast steps with dense attention's most probable token.
+        decode_tokens_per_second: Speed without the audit.
+        exact_match: Whether the answer is right, word for word; None if the right one is unknown.
+    """
+
+    comparison: Comparison
+    kl_next_token: float | None
+    argmax_agreement: float | None
+    decode_tokens_per_second: float
+    exact_match: bool | None
+
+    @property
+    def error(self) -> float:
+        """Predicted retained mass (lower bound) less the measured one."""
+        return self.comparison.predicted.retained_mass - self.comparison.measured.retained_mass
+
+    @property
+    def bounds(self) -> float:
+        """The width of the replay's own bounds."""
+        predicted = self.comparison.predicted
+        return predicted.retained_mass_upper - predicted.retained_mass
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        compared = self.comparison
+        return {
+            "predicted": asdict(compared.predicted),
+            "measured": asdict(compared.measured),
+            "steps": sum(request.steps for request in compared.requests),
+            "recorded_steps": sum(request.recorded_steps for request in compared.requests),
+            "same_schedule": compared.same_schedule,
+            "error": self.error,
+            **{name: getattr(self, name) for name in MEASURED},
+        }
+
+
+def stated_errors(rows: Sequence[Confirmation]) -> list[float | None]:
+    """Return the error to expect of each prediction; None for a single row.
+
+    It is the width of the replay's bounds, for positions that were not recorded, plus the largest error among
+    the *other* rows, for what a replay does not model.
+    """
+    return [
+        row.bounds + max(abs(other.error) for other in rows if other is not row) if len(rows) > 1 else None
+        for row in rows
+    ]

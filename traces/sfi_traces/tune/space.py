@@ -1,18 +1,18 @@
-"""The search space of a tuning: settings, each with values or a range."""
+"""The search space of a tuning: settings, each with values or a range, and named trigger sets."""
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from sfi_core.errors import ConfigError
 from sfi_core.settings.config import SfiConfig
 from sfi_core.settings.fields import settings_of
-from sfi_traces.replay import Setting, Supports, check_effect
+from sfi_traces.model.trace import Trace
+from sfi_traces.replay import RecordedVocabulary, Setting, Supports, check_effect
 from sfi_traces.replay.replay import check_budget
 from sfi_traces.replay.setting import SCAN, uses
-from sfi_traces.tune.trigger_sets import NamedSet
 
 POLICY, POLICIES = "trigger_policy", ("boundary", "stride", "t-max")
 SEARCHED = (  # besides the policy and the trigger sets
@@ -20,6 +20,69 @@ SEARCHED = (  # besides the policy and the trigger sets
 )  # fmt: skip
 SETTINGS = settings_of(SfiConfig)
 LOG = 8  # a range of integers with a larger ratio of its ends is searched by its logarithm
+PUNCTUATION: dict[str, tuple[str, ...]] = {
+    "sentence": (".", "?", "!"),
+    "paper": (".", "?", "!", ";", "\n"),
+    "clause": (".", "?", "!", ";", "\n", ",", ":"),
+    "line": ("\n",),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedSet:
+    """A trigger set.
+
+    Attributes:
+        token_ids: T_trig; for `strings` only the ids that the traces generated, all that a replay needs.
+        strings: Strings that a tokenizer turns into the set; None if only ids are known.
+        texts: The tokens' texts, if known.
+    """
+
+    name: str
+    token_ids: frozenset[int]
+    strings: tuple[str, ...] | None = None
+    texts: tuple[str, ...] = ()
+
+
+def recorded_set(base: Setting) -> NamedSet:
+    """Return the trace's own set."""
+    config = base.config
+    strings = config.triggers if config.trigger_token_ids is None else None
+    return NamedSet(name=base.triggers, token_ids=base.trigger_token_ids, strings=strings)
+
+
+def punctuation_sets(traces: Sequence[Trace]) -> list[NamedSet]:
+    """Build the punctuation sets from the generated tokens; none for a redacted trace."""
+    if any(trace.manifest["redacted"] for trace in traces):
+        return []
+    return given_sets(traces, PUNCTUATION)
+
+
+def given_sets(traces: Iterable[Trace], strings: Mapping[str, Sequence[str]]) -> list[NamedSet]:
+    """Build named sets by matching strings with the generated tokens; raises as `RecordedVocabulary`."""
+    vocabulary = RecordedVocabulary.of(traces)
+    return [
+        NamedSet(name=name, token_ids=vocabulary.trigger_ids(body), strings=tuple(body))
+        for name, body in strings.items()
+    ]
+
+
+def distinct(sets: Iterable[NamedSet], generated: Iterable[int]) -> list[NamedSet]:
+    """Drop sets that equal an earlier one on the generated tokens, and empty ones but for the first set.
+
+    Raises `ConfigError` if two sets have one name.
+    """
+    known = frozenset(generated)
+    by_tokens: dict[frozenset[int], NamedSet] = {}
+    names: set[str] = set()
+    for named in sets:
+        if named.name in names:
+            raise ConfigError(f"trigger-set must have a name of its own, got {named.name!r} twice")
+        names.add(named.name)
+        tokens = named.token_ids & known
+        if tokens or not by_tokens:
+            by_tokens.setdefault(tokens, named)
+    return list(by_tokens.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,13 +165,13 @@ class Space:
         axes |= {name: Axis.parse(name, text) for name, text in texts.items()}
         _check(base, recorded, axes, set(texts))
         policies = axes[POLICY].values
-        kept = {n: axis for n, axis in axes.items() if n == POLICY or any(uses(one, n) for one in policies)}
-        if all(len(axis.values) == 1 for axis in kept.values()):
+        used = {n: axis for n, axis in axes.items() if n == POLICY or any(uses(policy, n) for policy in policies)}
+        if all(len(axis.values) == 1 for axis in used.values()):
             raise ConfigError(
                 "search space must have more than one setting, got one value for every dimension; "
                 "sfi trace replay shows a single one"
             )
-        return cls(base=base, sets={one.name: one for one in sets}, axes=kept)
+        return cls(base=base, sets={named.name: named for named in sets}, axes=used)
 
     def setting(self, trial: Any) -> Setting:
         """Let an Optuna trial pick a setting: only values that its trigger policy uses."""
@@ -117,15 +180,15 @@ class Space:
             name: axis.suggest(trial) for name, axis in self.axes.items() if name != POLICY and uses(policy, name)
         }
         chosen = self.sets.get(values.pop("triggers", ""))
-        found = self.base.under(policy, **values)
-        return found if chosen is None else replace(found, trigger_token_ids=chosen.token_ids, triggers=chosen.name)
+        setting = self.base.under(policy, **values)
+        return setting if chosen is None else replace(setting, trigger_token_ids=chosen.token_ids, triggers=chosen.name)
 
     def base_values(self) -> dict[str, Any] | None:
         """Return the trial parameters of the base; None where it lies outside the space."""
         base = self.base
-        own = {"triggers": base.triggers, POLICY: base.policy}
+        outside = {"triggers": base.triggers, POLICY: base.policy}  # no fields of the config
         values = {
-            name: own[name] if name in own else getattr(base.config, name)
+            name: outside[name] if name in outside else getattr(base.config, name)
             for name in self.axes
             if name == POLICY or uses(base.policy, name)
         }
@@ -142,15 +205,15 @@ class Space:
 
     def fingerprint(self) -> str:
         """Return a hash that identifies the space."""
-        sets = {name: sorted(one.token_ids) for name, one in self.sets.items()}
-        own = {**self.base.config.to_dict(), "ids": sorted(self.base.trigger_token_ids)}
-        text = json.dumps([self.to_dict(), sets, own], sort_keys=True)
+        sets = {name: sorted(named.token_ids) for name, named in self.sets.items()}
+        base = {**self.base.config.to_dict(), "ids": sorted(self.base.trigger_token_ids)}
+        text = json.dumps([self.to_dict(), sets, base], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _defaults(base: Setting, recorded: Sequence[Supports], sets: Sequence[NamedSet]) -> dict[str, Axis]:
-    longest = max(int(one.length_N[-1]) for one in recorded)
-    top = min(one.top for one in recorded)
+    longest = max(int(supports.length_N[-1]) for supports in recorded)
+    top = min(supports.top for supports in recorded)
     most = max(1, min(top, longest // 4))
     few = max(1, min(most, longest // 64))
     recent = max(1, min(512, longest // 8))
@@ -158,16 +221,16 @@ def _defaults(base: Setting, recorded: Sequence[Supports], sets: Sequence[NamedS
         "t_max": (8, 128), "min_gap": (0, 16), "stride": (4, 64), "span": (0, 16),
         "budget": (few, most), "recent": (min(32, recent), recent),
     }  # fmt: skip
-    found = {
+    axes = {
         POLICY: Axis(POLICY, (SCAN,) if base.scans else POLICIES),
-        "triggers": Axis("triggers", tuple(one.name for one in sets)),
+        "triggers": Axis("triggers", tuple(named.name for named in sets)),
         "trigger_delay": Axis("trigger_delay", (0, 1, 2)),
         "slow_start": Axis("slow_start", (1, 2)),
     }
     for name, (first, last) in ranges.items():
         values = (first,) if first == last else (first, last)
-        found[name] = Axis(name, values, is_range=first != last)
-    return {name: found[name] for name in (POLICY, "triggers", *SEARCHED)}
+        axes[name] = Axis(name, values, is_range=first != last)
+    return {name: axes[name] for name in (POLICY, "triggers", *SEARCHED)}
 
 
 def _check(base: Setting, recorded: Sequence[Supports], axes: Mapping[str, Axis], given: set[str]) -> None:
@@ -176,5 +239,5 @@ def _check(base: Setting, recorded: Sequence[Supports], axes: Mapping[str, Axis]
         if name not in ("triggers", POLICY):
             for value in axis.values:
                 base.config.replace(**{name: value})
-    for one in recorded:
-        check_budget(one, max(axes["budget"].values))
+    for supports in recorded:
+        check_budget(supports, max(axes["budget"].values))

@@ -204,8 +204,8 @@ class Search:
             return list(self.study.best_trials)
 
     def _try(self, trial: Any, setting: Any, measure: Callable[[Any], Measured]) -> None:
-        same = (one for one in self._trials("COMPLETE") if one.params == trial.params)
-        if (known := next(same, None)) is not None:
+        equal = (earlier for earlier in self._trials("COMPLETE") if earlier.params == trial.params)
+        if (known := next(equal, None)) is not None:
             values, constraints = known.values, known.constraints
         else:
             values, constraints = measure(setting)

@@ -3,18 +3,109 @@
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Self
 
+from sfi_core.errors import ConfigError
 from sfi_traces.model.trace import Trace
-from sfi_traces.replay import Setting, Supports
+from sfi_traces.replay import Outcome, Setting, Supports, replay
 from sfi_traces.replay.measured import check_one_model
 from sfi_traces.replay.replay import replayable
-from sfi_traces.tune.objective import Evaluator, Limits, Objective
-from sfi_traces.tune.space import Space
-from sfi_traces.tune.study import Purpose, Search
-from sfi_traces.tune.trigger_sets import distinct, given_sets, punctuation_sets, recorded_set
+from sfi_traces.tune.space import Space, distinct, given_sets, punctuation_sets, recorded_set
+from sfi_traces.tune.study import Direction, Purpose, Search
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """A field of `Outcome` to minimize or maximize."""
+
+    field: str
+    direction: Direction
+
+    def of(self, outcome: Outcome) -> float:
+        """Return the number."""
+        return float(getattr(outcome, self.field))
+
+    def cost(self, outcome: Outcome) -> float:
+        """Return the number with the sign that makes less better."""
+        return self.of(outcome) if self.direction == "minimize" else -self.of(outcome)
+
+
+OBJECTIVES = {
+    "slow-rate": Objective("slow_rate", "minimize"),
+    "bytes": Objective("bytes_per_token", "minimize"),
+    "retained": Objective("retained_mass", "maximize"),
+    "retained-p5": Objective("retained_mass_p5", "maximize"),
+}
+DEFAULT = ("bytes", "retained")
+
+
+def objectives(names: Sequence[str]) -> dict[str, Objective]:
+    """Look up objectives: at least one cost, and at least one measure of retained mass.
+
+    Raises `ConfigError` for an unknown name, or if one of the two kinds is missing.
+    """
+    for name in names:
+        if name not in OBJECTIVES:
+            raise ConfigError(f"objective must be one of {tuple(OBJECTIVES)}, got {name!r}")
+    chosen = {name: OBJECTIVES[name] for name in names or DEFAULT}
+    if {objective.direction for objective in chosen.values()} != {"minimize", "maximize"}:
+        raise ConfigError(
+            "objective must name a cost (slow-rate, bytes) and what is kept (retained, retained-p5), "
+            f"got {','.join(chosen)}"
+        )
+    return chosen
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """The least mean retained mass, and the largest share of the cached tokens read; None for no limit."""
+
+    min_retained: float | None = None
+    max_read: float | None = None
+
+    def __post_init__(self) -> None:
+        """Raise `ConfigError` for a limit outside (0, 1]."""
+        for name in ("min_retained", "max_read"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value <= 1:
+                raise ConfigError(f"{name.replace('_', '-')} must be in (0, 1], got {value}")
+
+    def violations(self, outcome: Outcome) -> dict[str, float]:
+        """Return by how much each limit is exceeded; at most 0 where it is kept."""
+        excess = {}
+        if self.min_retained is not None:
+            excess["min-retained"] = self.min_retained - outcome.retained_mass
+        if self.max_read is not None:
+            excess["max-read"] = outcome.read_ratio - self.max_read
+        return excess
+
+    def kept_by(self, outcome: Outcome) -> bool:
+        """Say whether an outcome keeps all limits."""
+        return all(value <= 0 for value in self.violations(outcome).values())
+
+
+@dataclass(slots=True, kw_only=True)
+class Evaluator:
+    """Replays each setting once over every request; `batch` of them share the weights in the byte model."""
+
+    recorded: Sequence[Supports]
+    batch: int = 1
+    _known: dict[tuple[object, ...], Outcome] = field(default_factory=dict)
+
+    def __call__(self, setting: Setting) -> Outcome:
+        """Return a setting's outcome; raises `TraceError` for a budget beyond what an audit recorded."""
+        key = setting.key
+        if key not in self._known:
+            self._known[key] = replay(self.recorded, setting, batch=self.batch)
+        return self._known[key]
+
+
+def costs(outcome: Outcome, chosen: Mapping[str, Objective]) -> tuple[float, ...]:
+    """Return an outcome's objectives with the sign that makes less better."""
+    return tuple(objective.cost(outcome) for objective in chosen.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,11 +142,10 @@ class Tuning:
         for trace in traces[1:]:
             check_one_model(traces[0], trace)
         recorded = [Supports.load(trace) for trace in traces]
-        requests = [one for each in recorded for one in each]
+        requests = list(chain.from_iterable(recorded))
         base = replayable(Setting.recorded(traces[0]), requests)
-        own = recorded_set(base)
-        sets = given_sets(traces, trigger_sets) if trigger_sets else [own, *punctuation_sets(traces)]
-        generated = {token for one in requests for token in one.tokens}
+        sets = given_sets(traces, trigger_sets) if trigger_sets else [recorded_set(base), *punctuation_sets(traces)]
+        generated = {token for request in requests for token in request.tokens}
         space = Space.of(base, requests, distinct(sets, generated), axes)
         evaluate = Evaluator(recorded=requests, batch=batch)
         return cls(
@@ -76,5 +166,5 @@ class Tuning:
 
     def open(self, path: Path, *, seed: int = 0, resume: bool = False) -> Search:
         """Make the tuning's study, or go on with it; see `Search.open`."""
-        directions = [one.direction for one in self.objectives.values()]
+        directions = [objective.direction for objective in self.objectives.values()]
         return Search.open(path, self.purpose, directions, seed=seed, resume=resume)

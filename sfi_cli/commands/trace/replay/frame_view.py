@@ -44,11 +44,11 @@ def head(playback: Any, frame: Any) -> Any:
 def _text(frame: Any) -> Any:
     from rich.text import Text
 
-    text = Text(printable(frame.before))
-    return text.append(f"[{printable(frame.sentence + frame.token)}]")
+    text = Text(blanked(frame.before))
+    return text.append(f"[{blanked(frame.sentence + frame.token)}]")
 
 
-def printable(text: str) -> str:
+def blanked(text: str) -> str:
     """Replace control characters by blanks: a terminal would execute them."""
     odd = {ord(c): " " for c in set(text) if not c.isprintable() and c != "\n"}
     return text.translate(odd) if odd else text

@@ -7,7 +7,7 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from sfi_cli.commands.trace.replay.frame_view import printable
+from sfi_cli.commands.trace.replay.frame_view import blanked
 
 Ints = npt.NDArray[np.integer[Any]]
 Span = tuple[int, int]  # first character, end (exclusive)
@@ -29,7 +29,7 @@ class TextLayout:
     @classmethod
     def of(cls, tokens: Sequence[str]) -> Self:
         """Join tokens, and compute where each one begins."""
-        text = printable("".join(tokens))
+        text = blanked("".join(tokens))
         folded = text.lower() if text.isascii() else "".join(map(_lower, text))
         size = np.fromiter(map(len, tokens), np.int64, len(tokens))
         start_T = np.concatenate([[0], np.cumsum(size)])

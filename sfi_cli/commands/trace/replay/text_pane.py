@@ -16,7 +16,7 @@ from textual.scroll_view import ScrollView
 from textual.strip import Strip
 
 from sfi_cli.commands.trace.replay import frame_view
-from sfi_cli.commands.trace.replay.frame_view import printable
+from sfi_cli.commands.trace.replay.frame_view import blanked
 from sfi_cli.commands.trace.replay.text_layout import Span, TextLayout
 
 AHEAD, PAST, SENTENCE, CURRENT = range(4)  # a token's place
@@ -145,7 +145,7 @@ def passage_text(passage: Any) -> Text:
     share = "" if passage.part != "selected" else f"  in {passage.share:.0%}"
     kind = Text(f" {passage.part} ", style=f"on {BACKGROUND[PARTS[passage.part]]}")
     head = Text.assemble(kind, f" {passage.first:,}-{passage.last:,}{share}{mass}")
-    text = " ".join(printable(passage.text).split())
+    text = " ".join(blanked(passage.text).split())
     if len(text) > LONGEST:
         half = LONGEST // 2
         text = f"{text[:half]} ... {text[-half:]}"

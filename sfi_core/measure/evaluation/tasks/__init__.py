@@ -2,8 +2,13 @@
 
 from sfi_core.errors import unknown
 from sfi_core.measure.evaluation.tasks.base import DocumentTask, TaskSample
-from sfi_core.measure.evaluation.tasks.bundled import BundledRecall
-from sfi_core.measure.evaluation.tasks.documents import CommonWords, Needles, SentenceRecall, VariableTracking
+from sfi_core.measure.evaluation.tasks.documents import (
+    BundledRecall,
+    CommonWords,
+    Needles,
+    SentenceRecall,
+    VariableTracking,
+)
 
 TASKS: dict[str, DocumentTask] = {
     "niah-single": Needles("niah-single"),

@@ -84,11 +84,11 @@ def fit(name: str, tokens: Callable[[int], int], length: int, least: int = 0) ->
     while high - low > 1:
         share = (length - low_tokens) / (high_tokens - low_tokens)
         guess = min(high - 1, max(low + 1, low + int(share * (high - low))))
-        found = tokens(guess)
-        if found <= length:
-            low, low_tokens = guess, found
+        guess_tokens = tokens(guess)
+        if guess_tokens <= length:
+            low, low_tokens = guess, guess_tokens
         else:
-            high, high_tokens = guess, found
+            high, high_tokens = guess, guess_tokens
     return low
 
 
@@ -148,5 +148,5 @@ class DocumentTask:
         Here it is the share of the answers in the text, ignoring case (RULER's string_match_all).
         """
         said = text.lower()
-        found = sum(answer.lower() in said for answer in sample.answers)
-        return {"score": found / len(sample.answers)}
+        right = sum(answer.lower() in said for answer in sample.answers)
+        return {"score": right / len(sample.answers)}

@@ -1,22 +1,36 @@
-"""Tasks over documents of generated sentences: needles, variables, common words, whole sentences.
+"""Tasks over documents of generated sentences: needles, variables, common words, whole sentences, and the bundled one.
 
-The first three are after RULER (2404.06654). Score of all four: the share of the right answers in the text.
+The first three are after RULER (2404.06654). Score of the first four: the share of the right answers in the text.
 """
 
 import random
 import string
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, pairwise
 from typing import Any
 
-from sfi_core.bundled.corpus import ADJECTIVES, NAMES, OBJECTS, PLACE_ADJECTIVES, PLACES, VERBS, sentence
+from sfi_core.bundled.corpus import (
+    ADJECTIVES,
+    HELD_OUT,
+    NAMES,
+    OBJECTS,
+    PLACE_ADJECTIVES,
+    PLACES,
+    VERBS,
+    draw,
+    sentence,
+)
+from sfi_core.errors import InputError
 from sfi_core.measure.evaluation.tasks.base import DocumentTask, Question, TaskSample, depths, seeded
 
 NUMBERS = range(1_000_000, 10_000_000)  # seven digits each, so that no number is part of another
 DECOY_EVERY = 4  # sentences of the haystack for each decoy
 CHAINS, VARIABLES = 2, 5
 ASKED, RATIO = 10, 10
+ROOM = 5  # tokens beyond the right answer, to notice an answer that does not end
+SENTENCE = 11  # tokens; a document is cut by whole sentences
+LONGEST = 10_600  # tokens; the largest document has a thousand people
 NEEDLES = (
     "The text below mentions secret numbers of some people. Read it with care and keep the numbers "
     "in mind; a question about them follows the text."
@@ -101,10 +115,10 @@ class VariableTracking(DocumentTask):
         needles: list[str] = []
         places: list[float] = []
         for chain, value in enumerate(values):
-            own = names[chain * VARIABLES : (chain + 1) * VARIABLES]
-            sources = [str(value), *(f"VAR {name}" for name in own)]
-            needles += [f"VAR {name} = {sources[i]}." for i, name in enumerate(own)]
-            places += sorted(rng.random() for _ in own)
+            linked = names[chain * VARIABLES : (chain + 1) * VARIABLES]
+            sources = [str(value), *(f"VAR {name}" for name in linked)]
+            needles += [f"VAR {name} = {sources[i]}." for i, name in enumerate(linked)]
+            places += sorted(rng.random() for _ in linked)
         text = hide(needles, take(filler(rng), units), places)
         ask = f"Which {VARIABLES} variables have the value {values[0]}, directly or through others?"
         lead = f"The variables with the value {values[0]} are"
@@ -137,8 +151,7 @@ class CommonWords(DocumentTask):
         common, rare = words[:ASKED], words[ASKED:]
         times = -(-units // (ASKED * RATIO + len(rare)))  # most occurrences of a rare word
         entries = common * (RATIO * times)
-        left = units - len(entries)
-        entries += (rare * times)[:left]
+        entries += (rare * times)[: units - len(entries)]
         rng.shuffle(entries)
         listed = " ".join(f"{number}. {word}" for number, word in enumerate(entries, 1))
         ask = f"Which {ASKED} words stand most often in the list above?"
@@ -172,15 +185,65 @@ class SentenceRecall(DocumentTask):
         """Draw a text and the people asked about, anywhere in the text."""
         rng = seeded(self.name, length, seed)
         names = full_names(rng, units)
-        told = {name: sentence(rng, name, ".").strip() for name in names}
+        sentence_of = {name: sentence(rng, name, ".").strip() for name in names}
         chosen = rng.sample(names, self.asked)
-        text = paragraphs(list(told.values()))
+        text = paragraphs(list(sentence_of.values()))
         ask = f"Repeat word for word, one after the other, the sentences of the text above about {', '.join(chosen)}."
         lead = "The sentences are:"
-        answers = tuple(told[name] for name in chosen)
+        answers = tuple(sentence_of[name] for name in chosen)
         return Question(
             f"{RECALLED}\n\n{text}\n\n{ask}", lead, answers, sentences=tuple(f" {answer}" for answer in answers)
         )
+
+
+@dataclass(frozen=True, slots=True)
+class BundledRecall(DocumentTask):
+    """The bundled checkpoint's task: repeat a document's sentences about `asked` people, in the order asked.
+
+    Documents are drawn as for training, from seeds that training did not use. Score: 1 if all tokens of the answer are
+    right, including the end of the text; "token_accuracy" is the share of right tokens.
+    """
+
+    name: str = "bundled-recall"
+    bundled: bool = True
+    asked: int = 5
+
+    def sample(self, tokenizer: Any, length: int, seed: int) -> TaskSample:
+        """Draw the document of held-out seed `seed`."""
+        self.need(tokenizer)
+        if length > LONGEST:
+            raise InputError(f"length must be at most {LONGEST} for task {self.name!r}, got {length}")
+        size = length
+        while True:
+            drawn = draw(random.Random(HELD_OUT + seed), size, self.asked)  # noqa: S311
+            ids = tuple(tokenizer(drawn.prompt)["input_ids"])
+            if len(ids) <= length:
+                break
+            if size <= 0:
+                raise InputError(f"length must be at least {len(ids)} for task {self.name!r}, got {length}")
+            size -= max(len(ids) - length, SENTENCE)
+        return TaskSample(
+            task=self.name, length=length, seed=seed, prompt=drawn.prompt, prompt_ids=ids,
+            answers=(drawn.answer,), max_new_tokens=len(self._wanted(drawn.answer, tokenizer)) + ROOM,
+            sentences=_sentences(drawn.answer, drawn.names),
+        )  # fmt: skip
+
+    def score(self, sample: TaskSample, token_ids: Sequence[int], text: str, tokenizer: Any) -> dict[str, float]:
+        """Compare with the right tokens, position by position."""
+        wanted = self._wanted(sample.answers[0], tokenizer)
+        right = sum(a == b for a, b in zip(token_ids, wanted, strict=False))
+        return {"score": float(list(token_ids) == wanted), "token_accuracy": right / len(wanted)}
+
+    @staticmethod
+    def _wanted(answer: str, tokenizer: Any) -> list[int]:
+        ids: list[int] = tokenizer(answer, add_special_tokens=False)["input_ids"]
+        return ids if tokenizer.eos_token_id is None else [*ids, tokenizer.eos_token_id]
+
+
+def _sentences(answer: str, names: Sequence[str]) -> tuple[str, ...]:
+    # each begins with the name of its person, which occurs only there
+    starts = [answer.index(f" {name} ") for name in names]
+    return tuple(answer[start:end] for start, end in pairwise([*starts, len(answer)]))
 
 
 def full_names(rng: random.Random, count: int) -> list[str]:

@@ -12,10 +12,9 @@ from sfi_core.machine.versions import versions
 from sfi_core.settings.config import SfiConfig, changed_settings
 from sfi_traces.replay import SCAN, Outcome, Setting
 from sfi_traces.replay.setting import uses
-from sfi_traces.tune.confirmation import Confirmation, stated_errors
-from sfi_traces.tune.front import Candidate, choose, front_of, no_feasible, spread
+from sfi_traces.tune.front import Candidate, Confirmation, choose, even_places, front_of, no_feasible, stated_errors
+from sfi_traces.tune.space import NamedSet
 from sfi_traces.tune.study import Search
-from sfi_traces.tune.trigger_sets import NamedSet
 from sfi_traces.tune.tuning import Tuning
 
 SHOWN = ("slow_rate", "retained_mass", "retained_mass_upper", "retained_mass_p5", "read_ratio",
@@ -23,7 +22,7 @@ SHOWN = ("slow_rate", "retained_mass", "retained_mass_upper", "retained_mass_p5"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class TuneResult:
     """The result of a search.
 
     Attributes:
@@ -51,28 +50,31 @@ class Found:
     def confirm(
         self, run: Callable[[Sequence[SfiConfig], Sequence[str]], tuple[list[Confirmation], float]], count: int
     ) -> Self:
-        """Run `count` settings for real, spread over the front and including the chosen one.
+        """Run `count` settings for real, evenly over the front and including the chosen one.
 
         If the chosen one breaks a limit or gives a wrong answer, a confirmed one that does not is chosen
         instead. `run` is a `Confirmer`, which takes configs and policies: it returns the confirmations and full
-        attention's tokens per second.
+        attention's tokens per second. Ctrl-C leaves the result as it was.
         """
-        places = spread(len(self.front), count, self.chosen)
+        places = even_places(len(self.front), count, self.chosen)
         policies = [SCAN if self.front[place].setting.scans else "sfi" for place in places]
-        rows, speed = run([self.config(place) for place in places], policies)
+        try:
+            rows, speed = run([self.config(place) for place in places], policies)
+        except KeyboardInterrupt:
+            return replace(self, interrupted=True)
         confirmed = dict(zip(places, rows, strict=True))
-        held = [place for place, one in confirmed.items() if self._held(one)]
+        good = [
+            place
+            for place, ran in confirmed.items()
+            if ran.exact_match is not False and self.tuning.limits.kept_by(ran.comparison.measured)
+        ]
         chosen, rule = self.chosen, self.rule
-        if chosen not in held and held:
-            some = [self.front[place] for place in held]
-            index, rule = choose(some, self.tuning.objectives, self.tuning.limits)
-            chosen, rule = held[index], f"{rule}; of the confirmed settings that held when they ran"
-        elif not held:
+        if chosen not in good and good:
+            index, rule = choose([self.front[place] for place in good], self.tuning.objectives, self.tuning.limits)
+            chosen, rule = good[index], f"{rule}; of the confirmed settings that held when they ran"
+        elif not good:
             rule = f"{rule}; but it did not hold when it ran, nor did another that was run"
         return replace(self, chosen=chosen, rule=rule, confirmed=confirmed, full_kv_tokens_per_second=speed)
-
-    def _held(self, one: Confirmation) -> bool:
-        return one.exact_match is not False and self.tuning.limits.kept_by(one.comparison.measured)
 
     def document(self) -> dict[str, Any]:
         """Return everything as plain values, for JSON, the tables and the figure."""
@@ -82,18 +84,18 @@ class Found:
             "traces": [str(trace.path) for trace in tuning.traces],
             "model": tuning.traces[0].manifest["model"]["name"],
             "requests": len(tuning.evaluate.recorded),
-            "steps": sum(one.steps for one in tuning.evaluate.recorded),
+            "steps": sum(request.steps for request in tuning.evaluate.recorded),
             "batch": tuning.evaluate.batch,
             "space": tuning.space.to_dict(),
             "trigger_sets": [
                 {
-                    "name": one.name, "token_ids": sorted(one.token_ids),
-                    "strings": one.strings and list(one.strings), "texts": list(one.texts),
+                    "name": named.name, "token_ids": sorted(named.token_ids),
+                    "strings": named.strings and list(named.strings), "texts": list(named.texts),
                 }
-                for one in tuning.space.sets.values()
+                for named in tuning.space.sets.values()
             ],
             "objectives": [
-                {"name": name, "direction": one.direction} for name, one in tuning.objectives.items()
+                {"name": name, "direction": objective.direction} for name, objective in tuning.objectives.items()
             ],
             "limits": {"min_retained": tuning.limits.min_retained, "max_read": tuning.limits.max_read},
             "study": str(self.search.path),
@@ -103,8 +105,8 @@ class Found:
             "recorded": _row(base, tuning.evaluate(base)),
             "recorded_budget": tuning.traces[0].manifest["config"]["budget"],
             "front": [
-                {**_row(one.setting, one.outcome), "chosen": place == self.chosen}
-                for place, one in enumerate(self.front)
+                {**_row(candidate.setting, candidate.outcome), "chosen": place == self.chosen}
+                for place, candidate in enumerate(self.front)
             ],
             "rule": self.rule,
             "confirmed": self._confirmations(),
@@ -120,11 +122,11 @@ class Found:
         return [
             {
                 "place": place,
-                **one.to_dict(),
+                **ran.to_dict(),
                 "stated_error": error,
-                "within": None if error is None else abs(one.error) <= error,
+                "within": None if error is None else abs(ran.error) <= error,
             }
-            for (place, one), error in zip(confirmed.items(), stated, strict=True)
+            for (place, ran), error in zip(confirmed.items(), stated, strict=True)
         ]
 
     def toml(self) -> str:
@@ -164,7 +166,9 @@ class Found:
         )
 
 
-def find(tuning: Tuning, search: Search, trials: int, *, on_trial: Callable[[int], None] = lambda _: None) -> Found:
+def find(
+    tuning: Tuning, search: Search, trials: int, *, on_trial: Callable[[int], None] = lambda _: None
+) -> TuneResult:
     """Search until the study has so many trials; see `Search.run`. The front is empty only after Ctrl-C.
 
     Raises `SfiError` if no trial keeps the limits; the study is kept.
@@ -172,7 +176,7 @@ def find(tuning: Tuning, search: Search, trials: int, *, on_trial: Callable[[int
 
     def measure(setting: Setting) -> tuple[list[float], dict[str, float]]:
         outcome = tuning.evaluate(setting)
-        values = [one.of(outcome) for one in tuning.objectives.values()]
+        values = [objective.of(outcome) for objective in tuning.objectives.values()]
         return values, tuning.limits.violations(outcome)
 
     interrupted = search.run(tuning.space.setting, measure, trials, first=tuning.space.base_values(), on_trial=on_trial)
@@ -180,7 +184,7 @@ def find(tuning: Tuning, search: Search, trials: int, *, on_trial: Callable[[int
     if not front and not interrupted:
         raise no_feasible(search, tuning.space, tuning.evaluate, tuning.limits)
     chosen, rule = choose(front, tuning.objectives, tuning.limits) if front else (0, "")
-    return Found(tuning=tuning, search=search, front=front, chosen=chosen, rule=rule, interrupted=interrupted)
+    return TuneResult(tuning=tuning, search=search, front=front, chosen=chosen, rule=rule, interrupted=interrupted)
 
 
 def _row(setting: Setting, outcome: Outcome) -> dict[str, Any]:
@@ -214,7 +218,7 @@ def tuned_toml(config: SfiConfig, searched: Collection[str], provenance: Mapping
 
 def _tables(name: str, values: Mapping[str, Any], *, row: bool = False) -> str:
     # TOML has no null, and plain keys must come before tables
-    known = {key: value for key, value in values.items() if _told(value)}
+    known = {key: value for key, value in values.items() if _has_value(value)}
     plain = {k: v for k, v in known.items() if not isinstance(v, Mapping) and not _rows(v)}
     heading = f"[[{name}]]" if row else f"[{name}]"
     text = "".join(f"{line}\n" for line in ("", heading, *map(_line, plain.items())))
@@ -231,7 +235,7 @@ def _line(pair: tuple[str, Any]) -> str:
     return f"{pair[0]} = {json.dumps(pair[1], ensure_ascii=False)}".replace("\x7f", "\\u007f")
 
 
-def _told(value: Any) -> bool:
+def _has_value(value: Any) -> bool:
     return value not in (None, {}) and not (isinstance(value, float) and not math.isfinite(value))
 
 

@@ -26,13 +26,12 @@ def summarize(rows: Iterable[Row]) -> list[dict[str, Any]]:
     `failed`: those without a score, which no mean includes. `by_place`: share of right sentences by place in
     the answer. `lossless`: see `drafting`.
     """
-    found = _grouped(rows, (*PLACE, *VARIANT))
-    references: dict[tuple[Any, ...], list[Row]] = {}
-    for group in found.values():
+    groups = _grouped(rows, (*PLACE, *VARIANT))
+    references: dict[Place, list[Row]] = {}
+    for key, group in groups.items():
         if group[0]["policy"] == REFERENCE:
-            place = tuple(group[0][name] for name in PLACE)
-            references.setdefault(place, _scored(group))
-    return [_summary(group, references.get(key[: len(PLACE)], [])) for key, group in found.items()]
+            references.setdefault(key[: len(PLACE)], _scored(group))
+    return [_summary(group, references.get(key[: len(PLACE)], [])) for key, group in groups.items()]
 
 
 def summarize_fidelity(rows: Iterable[Row]) -> list[dict[str, Any]]:
@@ -46,8 +45,8 @@ def summarize_fidelity(rows: Iterable[Row]) -> list[dict[str, Any]]:
     summaries = []
     for group in _grouped(rows, ("length", *VARIANT)).values():
         known = [row for row in group if row["error"] is None]
-        found = from_rows(known)
-        whole = found.summary() if known else dict.fromkeys(FIDELITY)
+        fidelity = from_rows(known)
+        whole = fidelity.summary() if known else dict.fromkeys(FIDELITY)
         summaries.append(
             {
                 **{name: group[0][name] for name in ("length", *NAMES)},
@@ -57,7 +56,7 @@ def summarize_fidelity(rows: Iterable[Row]) -> list[dict[str, Any]]:
                 "error": next((row["error"] for row in group if row["error"]), None),
                 **{name: whole[name] for name in FIDELITY},
                 "read": _read(whole),
-                "by_sentence_position": found.by_sentence_position(),
+                "by_sentence_position": fidelity.by_sentence_position(),
             }
         )
     return summaries
@@ -73,11 +72,11 @@ def by_place(rows: Sequence[Row]) -> list[dict[str, Any]]:
     most = max((len(row["sentence_scores"]) for row in known), default=0)
     count = min(GROUPS, most)
     edges = [round(group * most / count) for group in range(count + 1)] if count else []
-    found = []
+    groups = []
     for first, end in pairwise(edges):
         scores = [score for row in known for score in row["sentence_scores"][first:end]]
         places = [place for row in known for place in row["sentence_places"][first : first + 1]]
-        found.append(
+        groups.append(
             {
                 "first": first + 1,
                 "last": end,
@@ -86,7 +85,7 @@ def by_place(rows: Sequence[Row]) -> list[dict[str, Any]]:
                 "n": len(scores),
             }
         )
-    return found
+    return groups
 
 
 def _read(ratios: Row) -> float | None:
@@ -96,10 +95,10 @@ def _read(ratios: Row) -> float | None:
 
 
 def _grouped(rows: Iterable[Row], names: Sequence[str]) -> dict[tuple[Any, ...], list[Row]]:
-    found: dict[tuple[Any, ...], list[Row]] = {}
+    groups: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
-        found.setdefault(tuple(row[name] for name in names), []).append(row)
-    return found
+        groups.setdefault(tuple(row[name] for name in names), []).append(row)
+    return groups
 
 
 def _summary(group: Sequence[Row], full: Sequence[Row]) -> dict[str, Any]:
@@ -150,8 +149,8 @@ def _further(scored: Sequence[Row]) -> dict[str, float]:
 
 
 def _mean(values: Iterable[float]) -> float | None:
-    found = list(values)
-    return sum(found) / len(found) if found else None
+    listed = list(values)
+    return sum(listed) / len(listed) if listed else None
 
 
 def summarize_averages(rows: Iterable[Row]) -> list[dict[str, Any]]:
@@ -160,28 +159,22 @@ def summarize_averages(rows: Iterable[Row]) -> list[dict[str, Any]]:
     `difference` is from full attention on the same samples; `places` is the number of tasks x lengths. All
     but `places` are None if a method lacks a score at one of them.
     """
-    found: dict[tuple[Any, ...], dict[Place, list[Row]]] = {}
-    names: dict[tuple[Any, ...], dict[str, Any]] = {}
-    whole: dict[Place, dict[int, float]] = {}
-    for row in rows:
-        key, place = (tuple(row[name] for name in columns) for columns in (VARIANT, PLACE))
-        names[key] = {name: row[name] for name in NAMES}
-        own = found.setdefault(key, {}).setdefault(place, [])
-        whole.setdefault(place, {})
-        if row["score"] is None:
-            continue
-        own.append(row)
-        if row["policy"] == REFERENCE:
-            whole[place].setdefault(row["seed"], row["score"])
-    return [{**names[key], **_average(own, whole)} for key, own in found.items()]
-
-
-def _average(own: Mapping[Place, Sequence[Row]], whole: Mapping[Place, Mapping[int, float]]) -> dict[str, Any]:
-    groups = [own.get(place, ()) for place in whole]
-    pairs = [
-        [row["score"] - full[row["seed"]] for row in group if row["seed"] in full]
-        for group, full in zip(groups, whole.values(), strict=True)
+    rows = list(rows)
+    full = {place: _scored(group) for place, group in _grouped(rows, PLACE).items()}
+    full = {place: [row for row in group if row["policy"] == REFERENCE] for place, group in full.items()}
+    return [
+        {**{name: group[0][name] for name in NAMES}, **_average(_grouped(_scored(group), PLACE), full)}
+        for group in _grouped(rows, VARIANT).values()
     ]
+
+
+def _average(scored: Mapping[Place, Sequence[Row]], full: Mapping[Place, Sequence[Row]]) -> dict[str, Any]:
+    # of one method and size; `full` has full attention's rows at every place
+    groups = [scored.get(place, ()) for place in full]
+    pairs = []
+    for group, references in zip(groups, full.values(), strict=True):
+        reference = {row["seed"]: row["score"] for row in reversed(references)}
+        pairs.append([row["score"] - reference[row["seed"]] for row in group if row["seed"] in reference])
     score = difference = None
     means: dict[str, float | None] = dict.fromkeys(RATIOS)
     if all(groups):
@@ -190,7 +183,7 @@ def _average(own: Mapping[Place, Sequence[Row]], whole: Mapping[Place, Mapping[i
             difference = statistics.difference_of_groups(pairs)
         means = {name: _mean(_mean(row[name] for row in group) or 0.0 for group in groups) for name in RATIOS}
     return {
-        "places": len(whole),
+        "places": len(full),
         "n": sum(map(len, groups)),
         **interval_of(score, "score"),
         **interval_of(difference, "difference"),

@@ -1,1 +1,0 @@
-"""Results of `sfi eval`: their folder, their summaries, and the figure."""

@@ -1,0 +1,211 @@
+"""Figures of results: scores of an evaluation, speeds of a benchmark, speed-ups of kernels."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from sfi_core.machine.describe import name
+from sfi_core.measure.kernel_bench.settings import TABLE_1
+from sfi_traces.figures.style import new_figure, save
+from sfi_traces.results.summary import REFERENCE
+
+EVAL_INCHES = (5.2, 4.0)  # inches
+EVAL_COLUMNS = 3  # panels of a row, at most
+# further methods reuse the colors with other markers
+METHOD_COLORS = (
+    "tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple", "tab:brown", "tab:pink", "tab:olive",
+    "tab:cyan", "goldenrod", "black", "navy", "deeppink",
+)  # fmt: skip
+MARKERS = "os^Dv<>PX*h"
+BENCH_INCHES = (5.6, 4.4)  # a panel
+POLICY_COLORS = {
+    "sfi": "tab:blue",
+    "sfi-lossless": "midnightblue",
+    "full-kv": "tab:orange",
+    "transformers-dynamic": "tab:red",
+    "transformers-static": "tab:brown",
+}
+OTHER_COLORS = ("tab:green", "tab:purple", "tab:olive", "tab:pink", "tab:gray")
+KERNEL_INCHES = (11.0, 4.6)
+SPEEDUPS = (  # column, label, color, marker
+    ("speedup_over_dense", "over our dense", "tab:blue", "o"),
+    ("speedup_over_sdpa", "over PyTorch SDPA", "tab:orange", "s"),
+    ("speedup_over_paper_like", "over paper-like dense", "tab:green", "^"),
+)
+
+
+def plot_evaluation(document: dict[str, Any], path: Path, *, kind: str) -> None:
+    """Draw a panel for each task and length, with a line for each method; `kind` is "png" or "svg"."""
+    rows = [row for row in document["rows"] if row["score"] is not None]
+    panels = list(dict.fromkeys((row["task"], row["length"]) for row in rows))
+    columns = min(EVAL_COLUMNS, max(1, len(panels)))
+    lines = -(-len(panels) // columns) or 1
+    figure = new_figure(EVAL_INCHES[0] * columns, EVAL_INCHES[1] * lines + 1.2)
+    grid = figure.subplots(lines, columns, squeeze=False, sharey=True)
+    styles = _method_styles(rows)
+    for axes, place in zip(grid.flat, panels, strict=False):
+        _draw_scores(axes, [row for row in rows if (row["task"], row["length"]) == place], styles)
+        length = "" if place[1] is None else f", {place[1]:,} tokens"
+        axes.set_title(f"{place[0]}{length}", fontsize=10)
+    for axes in grid.flat[len(panels) :]:
+        axes.set_visible(False)
+    handles = {
+        text: handle for axes in grid.flat for handle, text in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
+    if handles:
+        figure.legend(
+            handles.values(), handles.keys(), loc="outside lower center", ncols=1 + 2 * columns, fontsize=8,
+            frameon=False,
+        )  # fmt: skip
+    counts = sorted({row["n"] for row in rows}) or [0]
+    samples = f"{counts[-1]} samples" if len(counts) == 1 else f"{counts[0]} to {counts[-1]} samples"
+    figure.suptitle(f"{document['model']['name']}: score with its 95 % interval, {samples} a point", fontsize=11)
+    save(figure, path, kind=kind)
+
+
+def _method_styles(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    methods = dict.fromkeys(row["method"] for row in rows if row["policy"] != REFERENCE)
+    return {
+        method: {"color": METHOD_COLORS[index % len(METHOD_COLORS)], "marker": MARKERS[index % len(MARKERS)]}
+        for index, method in enumerate(methods)
+    }
+
+
+def _draw_scores(axes: Any, rows: Sequence[dict[str, Any]], styles: dict[str, dict[str, Any]]) -> None:
+    for row in rows:
+        if row["policy"] == REFERENCE:
+            axes.axhline(row["score"], color="0.35", linewidth=1.2, label=row["method"])
+    for method, style in styles.items():
+        line = sorted((row for row in rows if row["method"] == method), key=lambda row: row["read"])
+        if line:
+            below = [row["score"] - row["low"] for row in line]
+            above = [row["high"] - row["score"] for row in line]
+            axes.errorbar(
+                [100 * row["read"] for row in line], [row["score"] for row in line], (below, above),
+                label=method, markersize=5, linewidth=1.2, elinewidth=0.6, capsize=1.5, alpha=0.9, **style,
+            )  # fmt: skip
+    axes.set_ylim(-0.04, 1.04)
+    axes.set_xlim(left=0)
+    axes.set_xlabel("read for attention and selection, % of the context")
+    axes.set_ylabel("score")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.25, linewidth=0.6)
+
+
+def plot_bench(document: dict[str, Any], path: Path, *, kind: str) -> None:
+    """Draw tokens per second against context, a panel for each batch: measured solid, byte bound dashed.
+
+    The document, a benchmark's or a forecast's, has at least one row; `kind` is "png" or "svg".
+    """
+    rows = document["rows"]
+    batches = sorted({row["batch"] for row in rows})
+    width, height = BENCH_INCHES
+    figure = new_figure(width * len(batches), height)
+    colors = _policy_colors([row["policy"] for row in rows])
+    for axes, batch in zip(figure.subplots(1, len(batches), squeeze=False)[0], batches, strict=True):
+        _draw_speeds(axes, [row for row in rows if row["batch"] == batch], colors)
+        axes.set_title(f"batch {batch}", fontsize=10)
+    figure.suptitle(
+        f"{document['model']['name']}, {document['model']['dtype']}, {name(document['machine'])}: "
+        "measured solid, what bytes allow dashed",
+        fontsize=10,
+    )
+    save(figure, path, kind=kind)
+
+
+def _policy_colors(policies: list[str]) -> dict[str, str]:
+    others = [policy for policy in dict.fromkeys(policies) if policy not in POLICY_COLORS]
+    rest = {policy: OTHER_COLORS[i % len(OTHER_COLORS)] for i, policy in enumerate(others)}
+    return POLICY_COLORS | rest
+
+
+def _draw_speeds(axes: Any, rows: list[dict[str, Any]], colors: dict[str, str]) -> None:
+    contexts = sorted({row["context"] for row in rows})
+    for policy in dict.fromkeys(row["policy"] for row in rows):
+        line = sorted((r for r in rows if r["policy"] == policy), key=lambda row: row["context"])
+        at, color = [row["context"] for row in line], colors[policy]
+        measured = [row.get("decode_tokens_per_second") for row in line]
+        if None not in measured:
+            low, high = ([row[f"decode_tokens_per_second_{end}"] for row in line] for end in ("min", "max"))
+            axes.fill_between(at, low, high, color=color, alpha=0.15, linewidth=0)
+            axes.plot(at, measured, "-o", color=color, label=policy)
+        if not policy.startswith("transformers"):  # moves the same bytes as full-kv
+            label = f"{policy}, bytes" if None in measured else None
+            bound = [row["roofline_tokens_per_second"] for row in line]
+            axes.plot(at, bound, "--", color=color, label=label)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xticks(contexts, [f"{context / 1024:g}K" for context in contexts])
+    axes.minorticks_off()
+    axes.set_xlabel("context, tokens")
+    axes.set_ylabel("decoded tokens/s, all requests")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+
+
+def plot_kernel_bench(document: dict[str, Any], path: Path, *, kind: str) -> None:
+    """Draw the fast step's speed-up and bandwidth against retention, without ops that were not timed.
+
+    The document has at least one timed row of op fast; `kind` is "png" or "svg".
+    """
+    document = {**document, "rows": [row for row in document["rows"] if row["median_us"]]}
+    rows = [row for row in document["rows"] if row["op"] == "fast"]
+    rows.sort(key=lambda row: row["retention"])
+    figure = new_figure(*KERNEL_INCHES)
+    left, right = figure.subplots(1, 2)
+    _draw_speedups(left, rows)
+    _draw_bandwidth(right, document)
+    for axes in (left, right):
+        axes.set_xlabel("tokens read, % of the context")
+        axes.set_xscale("log")
+        ticks = _apart(sorted({100 * row["retention"] for row in rows}))
+        axes.set_xticks(ticks, [f"{tick:.3g}" for tick in ticks], rotation=60, fontsize=8)
+        axes.minorticks_off()
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)
+    shape = rows[0]
+    figure.suptitle(
+        f"{name(document['machine'])}: {document['backend']} backend, {shape['context']:,} tokens, batch "
+        f"{shape['batch']}, {shape['heads']}/{shape['kv_heads']} heads of {shape['head_dim']}, {shape['dtype']}",
+        fontsize=10,
+    )
+    save(figure, path, kind=kind)
+
+
+def _apart(ticks: list[float]) -> list[float]:
+    # labels within a tenth of the next would overlap it
+    following = [*ticks[1:], float("inf")]
+    return [tick for tick, after in zip(ticks, following, strict=True) if after > 1.1 * tick]
+
+
+def _draw_speedups(axes: Any, rows: list[dict[str, Any]]) -> None:
+    for column, label, color, marker in SPEEDUPS:
+        points = [(100 * row["retention"], row[column]) for row in rows if row[column] is not None]
+        if points:
+            axes.plot(*zip(*points, strict=True), marker=marker, color=color, label=label)
+    least, most = rows[0]["retention"], rows[-1]["retention"]
+    paper = [(100 * r, x) for r, x in TABLE_1.items() if least <= r <= most]
+    if paper:
+        label = "paper, Table 1 (B200, its own dense)"
+        axes.plot(*zip(*paper, strict=True), "--", color="gray", marker=".", label=label)
+    ideal = [(100 * row["retention"], row["ideal_speedup"]) for row in rows]
+    axes.plot(*zip(*ideal, strict=True), ":", color="black", label="bytes (context / tokens read)")
+    axes.set_yscale("log", base=2)
+    axes.yaxis.set_major_formatter("{x:g}x")
+    axes.set_ylabel("speed-up of the fast step")
+
+
+def _draw_bandwidth(axes: Any, document: dict[str, Any]) -> None:
+    for op, label, color in (("fast", "fast", "tab:blue"), ("fast.gather", "fast, gathered in place", "tab:purple")):
+        points = sorted((100 * row["retention"], row["gb_per_s"]) for row in document["rows"] if row["op"] == op)
+        if points:
+            axes.plot(*zip(*points, strict=True), marker="o", color=color, label=label)
+    for row in document["rows"]:
+        if row["op"] in ("dense", "dense.sdpa"):
+            label, style = row["op"].replace("dense.sdpa", "PyTorch SDPA"), "--"
+            color = "tab:orange" if row["op"] == "dense.sdpa" else "tab:cyan"
+            axes.axhline(row["gb_per_s"], linestyle=style, color=color, label=label)
+    copy = document["machine"]["copy_gb_per_s"]
+    axes.axhline(copy, linestyle=":", color="black", label="copy, measured")
+    axes.set_ylim(bottom=0)
+    axes.set_ylabel("GB/s of the bytes that must move")
