@@ -99,7 +99,7 @@ def steps(plan: Plan, batch: int, count: int, engine: EngineOptions, *, ahead: b
             session=session, ids_BT=prompts.ids_BT, mask_BT=prompts.mask_BT,
             capacity=settings.capacity(plan.context), shared=prompts.made_up.shared(session),
         )  # fmt: skip
-        sampler = Sampler(Sampling(), prompts.ids_BT, ahead=decoder.ahead if ahead else None)
+        sampler = Sampler(Sampling(), prompts.ids_BT, ahead=decoder.replays.ahead if ahead else None)
         yield Steps(decoder, sampler, given.token_SB), kept
 
 

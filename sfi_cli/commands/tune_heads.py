@@ -92,7 +92,7 @@ def _clustered(
 ) -> dict[str, Any]:  # fmt: skip
     # the document of `--json`; invalid settings are refused at the first text
     from sfi_cli.terminal.progress import BenchProgress
-    from sfi_core.engine.backends.registry import check_backend
+    from sfi_core.engine.attend import check_backend
     from sfi_core.measure.heads.clustering import Similarity, check_count, cluster_layers, part_count, parts_of
     from sfi_core.measure.heads.model_supports import cut_texts, text_supports
     from sfi_core.models.digest import model_digest

@@ -91,9 +91,9 @@ class Ranks:
         if self.size == 1:
             return
         ours = {name: hashlib.sha256(repr(fact).encode()).digest() for name, fact in facts.items()}
-        told = self.exchange(ours)
+        digests = self.exchange(ours)
         for name in ours:
-            if odd := [rank for rank, theirs in enumerate(told) if theirs[name] != told[0][name]]:
+            if odd := [rank for rank, theirs in enumerate(digests) if theirs[name] != digests[0][name]]:
                 raise ConfigError(f"{name} must be the same on every rank, got another on rank {odd[0]} than on 0")
 
     @contextmanager
@@ -109,12 +109,12 @@ class Ranks:
             if self.size == 1:
                 raise
             error = mine
-        told = self.exchange(error) if self.size > 1 else []
-        found = [(rank, theirs) for rank, theirs in enumerate(told) if theirs is not None]
-        if not found:
+        errors = self.exchange(error) if self.size > 1 else []
+        raised = [(rank, theirs) for rank, theirs in enumerate(errors) if theirs is not None]
+        if not raised:
             return
-        rank, first = found[0]
-        if error is not None and [str(theirs) for theirs in told] == [str(first)] * self.size:
+        rank, first = raised[0]
+        if error is not None and [str(theirs) for theirs in errors] == [str(first)] * self.size:
             raise error
         raise type(first)(f"rank {rank}: {first}") from error
 

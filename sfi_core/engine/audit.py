@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import torch
 
 from sfi_core.engine.layer import Layer
+from sfi_core.engine.prompt_queries import SeenLayer
 from sfi_core.errors import ConfigError
 from sfi_core.observers.events import AuditEvent
 from sfi_core.settings.audit import AuditConfig
@@ -21,15 +22,16 @@ class Audit:
     config: AuditConfig
     queries: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
 
-    def see(self, layer: Layer, query_BHGTD: torch.Tensor, out_BHGTE: torch.Tensor) -> None:
+    def see(self, layer: SeenLayer, query_BHGTD: torch.Tensor, out_BHGTE: torch.Tensor) -> None:
         """Audit the last query of every request that gets a token from this pass and whose step is due."""
+        assert isinstance(layer, Layer), "the engine's own"
         batch_pass, run = layer.batch_pass, layer.run
         unaudited = self.config.layers is not None and layer.index not in self.config.layers
         if unaudited or not batch_pass.generates:
             return
         with run.observer.span("audit", layer.index):
-            for row, one in enumerate(batch_pass.passes):
-                if not one.generates:
+            for row, request in enumerate(batch_pass.passes):
+                if not request.generates:
                     continue
                 query, state = query_BHGTD[row : row + 1, :, :, -1], run.requests[row]
                 if self.config.due(state.step, slow=state.slow):

@@ -107,14 +107,20 @@ class BatchPass:
     ) -> None:
         self.passes, self.start = tuple(passes), tuple(start)
         self.descriptor, self.dense_descriptor = descriptor, dense_descriptor
-        self.count = tuple(one.count for one in passes)
+        self.count = tuple(request.count for request in passes)
         self.longest = max(map(sum, zip(start, self.count, strict=True)))
         self.prompts, self.slow, self.fast = (
-            tuple(row for row, one in enumerate(passes) if one.kind == kind) for kind in (PROMPT, SLOW, FAST)
+            tuple(row for row, request in enumerate(passes) if request.kind == kind) for kind in (PROMPT, SLOW, FAST)
         )
-        self.ended = tuple(row for row, one in enumerate(passes) if one.ends_prompt)
+        self.ended = tuple(row for row, request in enumerate(passes) if request.ends_prompt)
         self.decodes = bool(self.slow or self.fast)
         self.chosen: dict[tuple[int, ...], Rows] = {}
+
+    def descriptor_of(self, *, left_dense: bool) -> StepDescriptor:
+        """Return a layer's descriptor, by whether it is one of `dense_layers`."""
+        step = self.dense_descriptor if left_dense else self.descriptor
+        assert step is not None, "the pass has been described"
+        return step
 
     @property
     def generates(self) -> bool:
@@ -125,7 +131,7 @@ class BatchPass:
 class Requests(NamedTuple):
     """The requests of a pass as a descriptor lists them; `dense` has them all slow, for `dense_layers`."""
 
-    own: list[StepRequest]
+    requests: list[StepRequest]
     dense: list[StepRequest] | None
 
 
@@ -152,7 +158,7 @@ class FreshDescriptors:
     def describe(self, known: Requests) -> tuple[StepDescriptor, StepDescriptor | None]:
         """See `Descriptors`."""
         dense = None if known.dense is None else self._describe(known.dense)
-        return self._describe(known.own), dense
+        return self._describe(known.requests), dense
 
     def _describe(self, requests: Sequence[StepRequest]) -> StepDescriptor:
         decodes = any(request.mode in (FAST, SLOW) for request in requests)
@@ -177,19 +183,19 @@ def plan(descriptor: StepDescriptor, store: KVStore, device: torch.device) -> No
 def known_requests(passes: Sequence[RequestPass], states: Sequence[RequestState], policy: Policy) -> Requests:
     """List the requests of a pass for its descriptors."""
     pairs = list(zip(passes, states, strict=True))
-    own = [_step_request(*pair, policy, dense=False) for pair in pairs]
+    requests = [_step_request(*pair, policy, dense=False) for pair in pairs]
     if not policy.config.dense_layers:
-        return Requests(own, None)
-    return Requests(own, [_step_request(*pair, policy, dense=True) for pair in pairs])
+        return Requests(requests, None)
+    return Requests(requests, [_step_request(*pair, policy, dense=True) for pair in pairs])
 
 
-def _step_request(one: RequestPass, state: RequestState, policy: Policy, *, dense: bool) -> StepRequest:
+def _step_request(request: RequestPass, state: RequestState, policy: Policy, *, dense: bool) -> StepRequest:
     sink, packed = state.sink(policy.config.sink), state.packed_tokens
     if policy.selects_before:  # the step's own selection may be larger than the last one
         packed = sink + min(policy.config.budget, max(0, state.recent_start - sink))
     mixed = policy.mixes_heads and not dense
     return StepRequest(
-        mode=SLOW if dense and one.kind == FAST else one.kind, length=state.length,
-        recent_start=state.recent_start, packed=packed, sink=sink, count=one.count, mixed=mixed,
+        mode=SLOW if dense and request.kind == FAST else request.kind, length=state.length,
+        recent_start=state.recent_start, packed=packed, sink=sink, count=request.count, mixed=mixed,
         sparse_start=state.read_start if mixed else None,
     )  # fmt: skip

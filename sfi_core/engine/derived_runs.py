@@ -18,7 +18,7 @@ def open_row(run: Run, row: int, state: RequestState) -> Run:
     run.left.append(forget(run, row))
     state.tally.queued_seconds = clock() - run.meter.born
     run.requests[row] = state
-    one, packed = slice(row, row + 1), run.layers.difference(run.policy.config.dense_layers)
+    only, packed = slice(row, row + 1), run.layers.difference(run.policy.config.dense_layers)
     alone = replace(
         run,
         store=run.store.row(row),
@@ -26,7 +26,7 @@ def open_row(run: Run, row: int, state: RequestState) -> Run:
         attend=None,
         left=[],
         segments={layer: run.segment(layer).row(row) for layer in packed},
-        batch_codes={layer: codes.of(one) for layer, codes in run.batch_codes.items()},
+        batch_codes={layer: codes.of(only) for layer, codes in run.batch_codes.items()},
         recorded=True,
         _batch_pass=None,
     )
@@ -54,7 +54,9 @@ def dense_twin(run: Run, count: int | None = None) -> Run:
     twin = Run(policy, NullObserver(), run.store, device=run.device)
     twin.requests = [replace(state, slow=True) for state in run.requests]
     twin.segments, twin.layers, twin.step = run.segments, run.layers, run.step
-    passes = [replace(one, kind=SLOW) if one.kind == FAST else one for one in run.batch_pass.passes]
-    passes = [replace(one, count=min(one.count, one.count if count is None else count)) for one in passes]
+    passes = [replace(request, kind=SLOW) if request.kind == FAST else request for request in run.batch_pass.passes]
+    passes = [
+        replace(request, count=min(request.count, request.count if count is None else count)) for request in passes
+    ]
     twin.describe(passes, run.batch_pass.start)
     return twin

@@ -1,4 +1,4 @@
-"""One layer of the forward pass under way, as backends, policies and watchers see it."""
+"""One layer of the forward pass under way, as attention, selections and watchers see it."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,6 +12,7 @@ from sfi_kernels.dense_attention import dense_attention, window_logits
 from sfi_kernels.dense_attention.reference import dense_attention_with_logits
 from sfi_kernels.dense_attention.verification import verification_attention
 from sfi_kernels.pages import read_pages
+from sfi_kernels.step_descriptor import StepDescriptor
 from sfi_kernels.streamed_attention import streamed_attention, streamed_attention_with_logits, streamed_logits
 
 
@@ -42,6 +43,11 @@ class Layer:
         self.dense_heads: dict[int, Sequence[int]] = {}
         self.later: list[Callable[[], None]] = []
 
+    @property
+    def step(self) -> StepDescriptor:
+        """The pass's descriptor for this layer; `dense_layers` have one of their own."""
+        return self.batch_pass.descriptor_of(left_dense=self.left_dense)
+
     def finish(self, query_BHGTD: torch.Tensor, out_BHGTE: torch.Tensor) -> None:
         """Call the watchers, then run the selections that wait in `later`."""
         self.run.tell(self, query_BHGTD, out_BHGTE)
@@ -65,7 +71,7 @@ class Layer:
     def dense_with_logits(self, row: int, query_1HGWD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Attend as `dense` does; also return the last query's logits, [1, H, G, 1, T]: the evidence.
 
-        W must be 1 over a store of two tiers.
+        Over a store of two tiers there must be one query: lossless runs, which have several, refuse a device budget.
         """
         store = self.run.store
         if not store.whole_on_device:
@@ -116,12 +122,12 @@ class Layer:
             size = (*query_1HG1D.shape[:4], length)
             logits = query_1HG1D.new_full(size, -torch.inf, dtype=torch.float32)
         for head in heads:
-            one, blocks = slice(head, head + 1), store.blocks(self.index, row, length, head)
-            own = {**self.logit_options, "sink_HG": None if sink_HG is None else sink_HG[one]}
+            only, blocks = slice(head, head + 1), store.blocks(self.index, row, length, head)
+            options = {**self.logit_options, "sink_HG": None if sink_HG is None else sink_HG[only]}
             if logits is None:
-                out = streamed_attention(query_1HG1D[:, one], blocks, length, **own)
+                out = streamed_attention(query_1HG1D[:, only], blocks, length, **options)
             else:
-                out, logits[:, one] = streamed_attention_with_logits(query_1HG1D[:, one], blocks, **own)
+                out, logits[:, only] = streamed_attention_with_logits(query_1HG1D[:, only], blocks, **options)
             outs.append(out)
         return torch.cat(outs, 1), logits
 
@@ -137,12 +143,12 @@ class Layer:
         size = (*query_RHGWD.shape[:4], chosen.longest)
         made = query_RHGWD.new_full(size, -torch.inf, dtype=torch.float32)
         for place, row in enumerate(rows):
-            length, one = self.run.requests[row].length, slice(place, place + 1)
+            length, only = self.run.requests[row].length, slice(place, place + 1)
             blocks = store.blocks(self.index, row, length)
-            made[one, ..., :length] = streamed_logits(query_RHGWD[one], blocks, length, **self.logit_options)
+            made[only, ..., :length] = streamed_logits(query_RHGWD[only], blocks, length, **self.logit_options)
         return made
 
     def _whole(self, row: int) -> tuple[torch.Tensor, ...]:
-        one, step = slice(row, row + 1), self.batch_pass.descriptor
-        table_1P, length_1 = self.run.store.block_table_BP[one], step.length_B[one]
+        only, step = slice(row, row + 1), self.batch_pass.descriptor
+        table_1P, length_1 = self.run.store.block_table_BP[only], step.length_B[only]
         return self.pages.key_PHND, self.pages.value_PHNE, table_1P, length_1

@@ -50,17 +50,17 @@ def plan_step(policy: Policy, states: Sequence[RequestState]) -> list[RequestPas
     ]
 
 
-def enter(state: RequestState, one: RequestPass, policy: Policy) -> None:
+def enter(state: RequestState, request: RequestPass, policy: Policy) -> None:
     """Enter a pass: count its tokens, and move the recent segment if the pass is a step."""
-    if not one.generates:
-        state.length += one.count
+    if not request.generates:
+        state.length += request.count
         return
-    if one.ends_prompt:
-        state.begin(slow=True, reason=one.reason, new_tokens=one.count)
+    if request.ends_prompt:
+        state.begin(slow=True, reason=request.reason, new_tokens=request.count)
         state.prompt_tokens = state.length - len(state.tokens)
     else:
-        slow = one.kind == SLOW
-        state.begin(slow=slow, reason=one.reason, new_tokens=one.count, steps=one.count)
+        slow = request.kind == SLOW
+        state.begin(slow=slow, reason=request.reason, new_tokens=request.count, steps=request.count)
     config = policy.config
     state.move_recent(config.sink, config.recent, sliding=config.recent_mode == "sliding")
 

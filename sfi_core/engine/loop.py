@@ -8,9 +8,8 @@ from typing import Protocol, Self
 import torch
 
 from sfi_core.engine.derived_runs import open_row
-from sfi_core.engine.lossless.drafts import Block, Drafts, Outcome
-from sfi_core.engine.lossless.rule import DraftRule
-from sfi_core.engine.picking.picker import Picker
+from sfi_core.engine.lossless import Block, DraftRule, Drafts, Outcome
+from sfi_core.engine.picking import Picker
 from sfi_core.engine.run import Run
 from sfi_core.state.request import RequestState
 
@@ -100,7 +99,7 @@ class Loop:
                 drafting.keep(drafts.blocks, given)
                 sampler.advance(given)
                 token_B = [state.tokens[-1] for state in requests]
-                yield {one.request: new for one, new in zip(requests, given, strict=True) if new}
+                yield {state.request: new for state, new in zip(requests, given, strict=True) if new}
         finally:
             drafts.drop()
 

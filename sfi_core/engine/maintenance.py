@@ -1,26 +1,28 @@
-"""Maintenance of slow steps beside the next layers: Selector, Top-K and pack on a second stream (Sec. 4.1).
+"""The schedule of slow steps' selections: Selector, Top-K and pack on a second stream (Sec. 4.1), or together.
 
-A layer writes its evidence to a place of a ring of buffers. The side stream reads a place after the main
-stream has written it; the main stream writes it again after the side stream has read it. At the end of the
+With a second stream a layer writes its evidence to a place of a ring of buffers. The side stream reads a place after
+the main stream has written it; the main stream writes it again after the side stream has read it. At the end of the
 pass the main stream waits for all jobs.
 
-Without a second stream the evidence of several layers may be collected for one call of the Selector: for
-short contexts its sixty operations cost the same for ten layers as for one.
+Without one the evidence of several layers may wait for one call of the Selector: for short contexts its sixty
+operations cost the same for ten layers as for one. It may wait because the packed segment is read at the next step
+only; `Maintenance.join` works off the rest.
 """
 
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-from sfi_core.state.side_stream import Job, SideStream, has_side_stream, stream_of
+from sfi_core.state.side_stream import Job, SideStream, has_side_stream, side_of, stream_of
 
-# float32 numbers of evidence that are worked off together: halves the Selector's time per layer
+# float32 numbers of evidence that the torch backend works off together: halves the Selector's time per layer
 ENOUGH = 1 << 19
-# float32 logits of prompts whose first selections share their launches, 0.1 GB
+# float32 logits that share launches of the triton backend, 0.1 GB: of prompts' first selections, or of layers
 TOGETHER = 1 << 25
+Item = TypeVar("Item")
 
 
 @dataclass(slots=True)
@@ -44,16 +46,21 @@ class Waiting:
 
 
 class Maintenance:
-    """The ring of buffers, the side stream that reads them, and the items that wait for each other."""
+    """The schedule: the side stream and the ring of buffers that it reads, or the items that wait for each other.
 
-    def __init__(self, side: SideStream) -> None:
-        self.side = side
+    `together` says that items wait, up to `enough` numbers.
+    """
+
+    def __init__(self, side: SideStream, *, together: bool = False, enough: int = TOGETHER) -> None:
+        self.side, self.together, self._enough = side, together, enough
         self._ring = [RingPlace() for _ in range(side.places)]
         self._next = 0
         self._waiting: dict[Hashable, Waiting] = {}
 
     def room(self, numbers: int, device: torch.device) -> torch.Tensor:
-        """Return a buffer of at least `numbers` float32 for the next job's evidence."""
+        """Return a buffer of at least `numbers` float32 for the next item's evidence."""
+        if self.together:
+            return torch.empty(numbers, dtype=torch.float32, device=device)
         place = self._ring[self._next]
         self.side.wait(self._next)
         place.job = None
@@ -61,26 +68,32 @@ class Maintenance:
             place.buffer = torch.empty(numbers, dtype=torch.float32, device=device)
         return place.buffer
 
-    def submit(self, job: Job) -> None:
-        """Run a job, which reads the last buffer of `room`, on the side stream."""
+    def submit(
+        self, item: Item, work: Callable[[list[Item]], None], *, alike: Hashable | None = None, numbers: int = 0
+    ) -> None:
+        """Work an item off on the side stream, which reads the last buffer of `room`, or with others of equal `alike`.
+
+        Items wait until they are enough, or for `join`; an `alike` of None never waits. `numbers` is the item's size.
+        The `work` of a group's first item is called with all of them, in order.
+        """
+        if self.together and alike is not None:
+            waiting = self._waiting.setdefault(alike, Waiting(work))
+            waiting.items.append(item)
+            waiting.numbers += numbers
+            if waiting.numbers >= self._enough:
+                self._work_off(alike)
+            return
+
+        def job() -> None:
+            work([item])
+
         place, self._next = self._next, (self._next + 1) % len(self._ring)
         self._ring[place].job = job
         self.side.run(place, job)
 
-    def collect(self, alike: Hashable, item: Any, numbers: int, work: Callable[[list[Any]], None]) -> None:
-        """Collect items with equal `alike`, to work them off together once they are enough, or at `join`.
-
-        `numbers` is the item's size. The `work` of a group's first item is called with all of them, in order.
-        """
-        waiting = self._waiting.setdefault(alike, Waiting(work))
-        waiting.items.append(item)
-        waiting.numbers += numbers
-        if waiting.numbers >= ENOUGH:
-            self._work_off(alike)
-
     def again(self) -> "Maintenance":
-        """Return an empty maintenance on the same stream."""
-        return Maintenance(self.side.again())
+        """Return an empty maintenance of the same schedule, with events of its own."""
+        return Maintenance(self.side.again(), together=self.together, enough=self._enough)
 
     def join(self) -> None:
         """Work off all waiting items, and let the main stream wait for all jobs."""
@@ -100,14 +113,24 @@ class Maintenance:
         waiting.work(waiting.items)
 
 
+def schedule(device: torch.device, backend: str, *, overlap: bool) -> Maintenance:
+    """Return the schedule of a run: a second stream on a CUDA device with `overlap`, else layers together.
+
+    The torch backend has no kernels to run beside others: its layers always wait for each other.
+    """
+    if backend == "torch" or not overlap:
+        return Maintenance(SideStream(), together=True, enough=ENOUGH if backend == "torch" else TOGETHER)
+    return Maintenance(side_of(device, overlap=overlap))
+
+
 def first_together(numbers: int) -> int:
     """Return how many first selections share their launches, if each has `numbers` logits."""
     return max(1, TOGETHER // numbers)
 
 
-def worked_off_together(numbers: int, layers: int) -> int:
+def worked_off_together(numbers: int, layers: int, backend: str) -> int:
     """Return how many layers' evidence is held at once, if each layer's has `numbers` logits."""
-    return min(layers, -(-ENOUGH // numbers))
+    return min(layers, -(-(ENOUGH if backend == "torch" else TOGETHER) // numbers))
 
 
 @contextmanager

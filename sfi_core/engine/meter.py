@@ -56,9 +56,9 @@ class Launches:
     def total(self) -> ByLayer:
         """Add up all launches, by name and layer."""
         total = self.counted.copy()
-        for one in self.recorded:
-            for key, count in one.launches.items():
-                total[key] += count * one.times
+        for step in self.recorded:
+            for key, count in step.launches.items():
+                total[key] += count * step.times
         return total
 
     def _ran(self, name: str, step: int) -> None:

@@ -131,7 +131,7 @@ class KernelReport:
     def of(cls, kernels: Launches) -> list[Self]:
         """Sum up the launches of every kernel, by name."""
         total = kernels.total()
-        found = {name: [key for key in total if key[0] == name] for name, _ in total}
+        keys_of = {name: [key for key in total if key[0] == name] for name, _ in total}
         return [
             cls(
                 name=name,
@@ -139,7 +139,7 @@ class KernelReport:
                 steps=kernels.steps[name],
                 layers=len({layer for _, layer in keys if layer >= 0}),
             )
-            for name, keys in sorted(found.items())
+            for name, keys in sorted(keys_of.items())
         ]
 
 
@@ -190,7 +190,7 @@ class TierReport:
 
 def _nbytes(notes: Mapping[str, Any]) -> int:
     groups = (value if isinstance(value, tuple) else (value,) for value in notes.values())
-    return sum(one.nbytes for group in groups for one in group if isinstance(one, torch.Tensor))
+    return sum(tensor.nbytes for group in groups for tensor in group if isinstance(tensor, torch.Tensor))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

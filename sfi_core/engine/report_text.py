@@ -53,11 +53,11 @@ def tier_lines(tiers: Mapping[str, Any] | None) -> list[str]:
 
 def fused_lines(fused: Mapping[str, int], left_alone: Mapping[str, int]) -> list[str]:
     """Count by class the modules that ran fused and those that did not; [] without fusion."""
-    told = []
+    lines = []
     for name, modules in (("fused", fused), ("left alone", left_alone)):
         counts = ", ".join(f"{kind} x {count}" for kind, count in modules.items())
-        told += [f"{name:<13}{counts}"] if modules else []
-    return told
+        lines += [f"{name:<13}{counts}"] if modules else []
+    return lines
 
 
 def speed_words(report: Mapping[str, Any]) -> str:
@@ -123,9 +123,9 @@ def _request_lines(request: Mapping[str, Any], prefix: str) -> list[str]:
 
 def _draft_line(lossless: Mapping[str, Any]) -> str:
     accepted, drafted, passes = (lossless[name] for name in ("accepted", "drafted", "verifications"))
-    kept = f"{accepted:,} of {drafted:,} drafted tokens kept"
+    accepted_words = f"{accepted:,} of {drafted:,} drafted tokens kept"
     a_token = f"{lossless['passes_per_token']:.2f} passes a token"
-    return f"lossless     {passes:,} verifications, {kept}, {a_token}"
+    return f"lossless     {passes:,} verifications, {accepted_words}, {a_token}"
 
 
 def _read(requests: Sequence[Mapping[str, Any]]) -> float:

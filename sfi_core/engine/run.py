@@ -14,20 +14,19 @@ import torch
 
 from sfi_core.distributed.ranks import ALONE, Ranks
 from sfi_core.engine.batch_pass import BatchPass, Descriptors, FreshDescriptors, Rows, known_requests
-from sfi_core.engine.ledger import OpenStep, Reads, RequestPass, Shape, enter, plan_step
-from sfi_core.engine.maintenance import Maintenance
+from sfi_core.engine.ledger import OpenStep, Reads, RequestPass, Shape, enter, plan_step, step_shape
+from sfi_core.engine.maintenance import Maintenance, schedule
 from sfi_core.engine.meter import WHOLE_STEP, Meter
-from sfi_core.engine.prompt_queries import PromptQueries, Watcher
-from sfi_core.engine.step_events import shape_of, tell_beginning
+from sfi_core.engine.prompt_queries import PromptQueries, SeenLayer, Watcher
+from sfi_core.observers.events import BeginStepEvent, RecallEvent, StepEvent
 from sfi_core.observers.observer import Observer
 from sfi_core.policies.base import EvidencePolicy, Notes, Policy
 from sfi_core.settings.audit import AuditConfig
 from sfi_core.settings.engine import DEFAULTS, EngineOptions
-from sfi_core.state.kv_store import KVStore
+from sfi_core.state.kv_store import KVStore, Recall
 from sfi_core.state.layer_pages import LayerPages
 from sfi_core.state.packed_segment import PackedSegment
 from sfi_core.state.request import RequestState
-from sfi_core.state.side_stream import side_of
 from sfi_kernels.code_scan import BatchCodes
 
 CPU = torch.device("cpu")
@@ -77,7 +76,7 @@ class Run:
     audit: AuditConfig | None = None
     watchers: tuple[Watcher, ...] = ()
     meter: Meter = field(default_factory=Meter)
-    attend: Callable[[Any, torch.Tensor], torch.Tensor] | None = None
+    attend: Callable[[SeenLayer, torch.Tensor], torch.Tensor] | None = None
     requests: list[RequestState] = field(init=False)
     left: list[RequestState] = field(default_factory=list)
     step: int = -1
@@ -100,7 +99,7 @@ class Run:
         self.requests = [RequestState(request=row) for row in range(self.store.batch)]
         self.prompt_queries = PromptQueries(policy.config.window_prefill)
         overlap = self.engine.overlap and isinstance(policy, EvidencePolicy)
-        self.maintenance = Maintenance(side_of(self.device, overlap=overlap))
+        self.maintenance = schedule(self.device, self.store.backend, overlap=overlap)
         self.descriptors = FreshDescriptors(self.store, self.device)
 
     @property
@@ -134,21 +133,22 @@ class Run:
 
     def begin(self, passes: Sequence[RequestPass]) -> None:
         """Enter a forward pass; `passes` says what each request does in it."""
-        # all pieces of a prompt are one step, which the last piece counts before step 0, else the first piece
-        generates = any(one.generates for one in passes)
-        reads_on = self._batch_pass is not None and not self._batch_pass.generates
-        if generates if self.step < 0 else not reads_on:
+        # All pieces of a prompt are one step. The last piece of the first prompts begins step 0. The first piece of a
+        # later prompt, which joins a batch that decodes, begins a step.
+        ends_first_prompts = self.step < 0 and any(request.generates for request in passes)
+        continues_prompt = self._batch_pass is not None and not self._batch_pass.generates
+        if ends_first_prompts or (self.step >= 0 and not continues_prompt):
             self.step += 1
         if self.recorded:  # otherwise the clock runs since an earlier piece of the prompt
             self.meter.begin()
         self.recorded, self.counting = False, None
         start = [state.length for state in self.requests]
-        for one, state in zip(passes, self.requests, strict=True):
-            enter(state, one, self.policy)
+        for request, state in zip(passes, self.requests, strict=True):
+            enter(state, request, self.policy)
         self.describe(passes, start)
         if self.descriptors.launched:
             self.meter.began = self.meter.ended  # the device has worked on this step since then
-        tell_beginning(self)
+        self._tell_beginning()
 
     def describe(self, passes: Sequence[RequestPass], start: Sequence[int]) -> None:
         """Describe the pass that the requests have entered; `start` has their cached tokens before it."""
@@ -178,8 +178,8 @@ class Run:
         self.store.layers.owners[reader] = owner
         self.layers.add(reader)
 
-    def tell(self, layer: Any, query_BHGTD: torch.Tensor, out_BHGTE: torch.Tensor) -> None:
-        """Show the watchers the queries and outputs of an `engine.layer.Layer`."""
+    def tell(self, layer: SeenLayer, query_BHGTD: torch.Tensor, out_BHGTE: torch.Tensor) -> None:
+        """Show the watchers the queries and outputs of a layer."""
         batch_pass = self.batch_pass
         if batch_pass.prompts != batch_pass.ended and self.policy.selects_after:
             self.prompt_queries.see(layer, query_BHGTD, out_BHGTE)
@@ -190,10 +190,10 @@ class Run:
         """Note each row's new token x_t, if the pass gave the row one, and tell the observer."""
         self.lap()
         self.settle_selected()
-        shape = shape_of(self)
+        shape = self.shape()
         rows = zip(self.requests, self.batch_pass.passes, token_B, strict=True)
-        for state, one, token in rows:
-            if one.generates:
+        for state, request, token in rows:
+            if request.generates:
                 self._record(state, token, shape)
         self.recorded = True
 
@@ -283,7 +283,7 @@ class Run:
         shares = 0.0
         for layer in others:
             heads = self.store.pages(layer).key_PHND.shape[1]
-            shares += len(self.policy.dense_heads(state, layer, heads)) / heads
+            shares += len(self.policy.companion.dense_heads(state, layer, heads)) / heads
         return Reads.of(state, self.policy, len(self.layers), dense, shares)
 
     def rows(self, rows: tuple[int, ...]) -> Rows:
@@ -299,6 +299,59 @@ class Run:
         if self.store.backend != "triton":
             return nullcontext()
         return self.meter.launches(self.step, layer)
+
+    def tell_recall(self, layer: int, rows: Sequence[int], recall: Recall) -> None:
+        """Count a layer's recall, and tell the observer, once the rows have arrived from the host."""
+        batch_step, observer = self.step, self.observer
+        steps = [(self.requests[row].request, self.requests[row].step) for row in rows]
+
+        def tell() -> None:
+            self.meter.count_recall(batch_step, recall)
+            for place, (request, step) in enumerate(steps):
+                event = RecallEvent(
+                    request=request, step=step, layer=layer, rows_H=recall.rows_RH[place],
+                    row_bytes=recall.row_bytes, waited_us=recall.waited * 1e6 / len(steps),
+                )  # fmt: skip
+                observer.on(event)
+
+        recall.then(tell)
+
+    def shape(self) -> Shape:
+        """Return the fields of `StepEvent` that all requests of the pass under way share.
+
+        Call before the requests finish their step. Empty if no observer wants the event.
+        """
+        return {"graphs": self.meter.replayed, **self._shape()} if StepEvent in self.observer.wants else {}
+
+    def _tell_beginning(self) -> None:
+        if BeginStepEvent not in self.observer.wants:
+            return
+        batch_pass, shape = self.batch_pass, self._shape()
+        event = BeginStepEvent(
+            step=self.step, slow=self.requests_of(sorted((*batch_pass.prompts, *batch_pass.slow))),
+            fast=self.requests_of(batch_pass.fast), reads_prompt=bool(batch_pass.prompts),
+            not_replayed=self.meter.not_replayed, cached_tokens=shape["cached_tokens"],
+            moved_bytes=shape["moved_bytes"],
+        )  # fmt: skip
+        self.observer.on(event)
+
+    def _shape(self) -> dict[str, Any]:
+        batch_pass, policy, meter = self.batch_pass, self.policy, self.meter
+        if meter.row_bytes[0] != len(self.layers):
+            sizes = {layer: self.store.pages(layer).row_bytes for layer in self.layers}
+            dense = sum(sizes[layer] for layer in self.layers.intersection(policy.config.dense_layers))
+            meter.row_bytes = len(self.layers), dense, sum(sizes.values()) - dense
+        _, always, other = meter.row_bytes
+
+        def moved(state: RequestState) -> float:
+            if policy.mixes_heads:
+                return float((always + other) * self.reads(state).attended)
+            return float(always * state.length + other * state.read(dense=state.slow))
+
+        slow, fast = (
+            [self.requests[row] for row in rows] for rows in ((*batch_pass.prompts, *batch_pass.slow), batch_pass.fast)
+        )
+        return step_shape(slow, fast, moved)
 
     def _record(self, state: RequestState, token: int, shape: Shape) -> None:
         step = OpenStep.of(state, self.audit, self.step, self.reads(state))

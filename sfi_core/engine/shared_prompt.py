@@ -13,8 +13,8 @@ import torch
 
 from sfi_core.engine.layer import Layer
 from sfi_core.engine.prompt_queries import PromptLayer
-from sfi_core.engine.refresh import end_prompt
 from sfi_core.engine.run import Run
+from sfi_core.engine.select import end_prompt
 from sfi_core.errors import ConfigError
 from sfi_core.observers.events import PromptEvent
 from sfi_core.policies.base import Policy
@@ -82,9 +82,9 @@ class SharedPrompt:
             run.observer.on(PromptEvent(requests=requests, ids_BT=self.ids_BT, count=tuple(self.count)))
         run.begin_prefill(self.count, final=True)
         with run.observer.span("prefill"):
-            for index, kept in self.layers.items():
+            for index, prompt in self.layers.items():
                 run.layers.add(index)
-                layer = Layer(run, index, **kept.options)
+                layer = Layer(run, index, **prompt.options)
                 with run.launches(index):
-                    end_prompt(layer, kept.query_BHGTD)
-                    run.tell(layer, kept.query_BHGTD, kept.query_BHGTD[..., :1])
+                    end_prompt(layer, prompt.query_BHGTD)
+                    run.tell(layer, prompt.query_BHGTD, prompt.query_BHGTD[..., :1])

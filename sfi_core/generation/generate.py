@@ -19,7 +19,6 @@ from sfi_core.generation.sampling import Draws, Sampler
 from sfi_core.generation.text_stream import text_of
 from sfi_core.hosts.transformers.decoder import Decoder
 from sfi_core.hosts.transformers.generate_call import stop_tokens
-from sfi_core.hosts.transformers.lossless import together
 from sfi_core.hosts.transformers.replays import records_steps
 from sfi_core.hosts.transformers.session import Session
 from sfi_core.hosts.transformers.slow_fast import session_on
@@ -147,7 +146,7 @@ def generate(
             }
         )  # fmt: skip
         plan = plan_batch(
-            session, rows, limits, max_batch=together(session, max_batch),
+            session, rows, limits, max_batch=session.together(max_batch),
             prefill_chunk=engine.prefill_chunk, shared=shared, graphs=records_steps(session),
         )  # fmt: skip
         if on_plan is not None:
@@ -159,10 +158,10 @@ def generate(
             on_prefill=on_prefill,
         )  # fmt: skip
         draws = Draws(sampling, 0 if seed is None else seed)
-        drawn = any(one.do_sample for one in draws.samplings)
+        drawn = any(each.do_sample for each in draws.samplings)
         if seed is None and drawn:
             draws = Draws(sampling, int(torch.randint(2**62, ())))
-        sampler = Sampler(draws, ids_BT, session.ranks, ahead=decoder.ahead)
+        sampler = Sampler(draws, ids_BT, session.ranks, ahead=decoder.replays.ahead)
         loop = Loop(decoder, rows, limits, sampler)
         error: SfiError | None = None
         interrupted = False
@@ -178,7 +177,7 @@ def generate(
         except KeyboardInterrupt:
             interrupted = True
         report = _report(session, loop, error, interrupted=interrupted)
-        texts = [text_of(tokenizer, one.token_ids) if tokenizer else "" for one in report.requests]
+        texts = [text_of(tokenizer, request.token_ids) if tokenizer else "" for request in report.requests]
         return Result(
             report=report, texts=texts, trigger_token_ids=session.trigger_token_ids, forecast=plan.forecast,
             slots=plan.slots, byte_limit=ByteLimit.of(session, report, plan.slots),

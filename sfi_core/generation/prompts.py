@@ -125,8 +125,8 @@ def check_prompts(model: Any, rows: Sequence[Sequence[int]], max_new_tokens: int
     text = model.config.get_text_config(decoder=True)
     limit = most_positions(model.config)
     tokens = max(text.vocab_size, model.get_input_embeddings().weight.shape[0])
-    most = [max_new_tokens] * len(rows) if isinstance(max_new_tokens, int) else max_new_tokens
-    for number, (row, new) in enumerate(zip(rows, most, strict=True)):
+    limits = [max_new_tokens] * len(rows) if isinstance(max_new_tokens, int) else max_new_tokens
+    for number, (row, new) in enumerate(zip(rows, limits, strict=True)):
         if limit and len(row) + new > limit:
             raise InputError(
                 f"prompt {number} and {new} new tokens must fit the model's {limit} positions, "

@@ -7,8 +7,7 @@ import torch
 from transformers.generation import logits_process
 
 from sfi_core.distributed.ranks import ALONE, Ranks
-from sfi_core.engine.picking.picker import Picker
-from sfi_core.engine.picking.tokens_so_far import TokensSoFar
+from sfi_core.engine.picking import Picker, TokensSoFar
 from sfi_core.settings.sampling import Sampling
 
 LOW = 1e-30  # logits divided by such a temperature may leave float32's range
@@ -58,7 +57,7 @@ class Draws:
 
 
 class Sampler(Picker):
-    """A picker with transformers' processors, which depend on the set of a request's tokens at most.
+    """A picker with transformers' processors: none of them depends on the order of a request's tokens.
 
     `tokens` are those so far, padded prompts included; None if no processor needs them.
     """
@@ -72,11 +71,11 @@ class Sampler(Picker):
         self._draws = draws = Draws(draws, seed) if isinstance(draws, Sampling) else draws
         for row in self.rows:
             row.noise = draws.noise(row.request)
-        penalty = any(one.repetition_penalty != 1 for one in draws.samplings)
+        penalty = any(sampling.repetition_penalty != 1 for sampling in draws.samplings)
         self.tokens = TokensSoFar(ids_BT) if penalty else None
         self._ids_BT = ids_BT
-        self._processors = {one: processors(one) for one in draws.samplings}
-        lowest = min((one.divisor for one in draws.samplings if one.do_sample), default=1.0)
+        self._processors = {sampling: processors(sampling) for sampling in draws.samplings}
+        lowest = min((sampling.divisor for sampling in draws.samplings if sampling.do_sample), default=1.0)
         if lowest < LOW:
             self.hint = f"; raise sampling.temperature, {lowest:g} leaves the range of float32"
 
@@ -107,7 +106,7 @@ class Sampler(Picker):
             scores_PV: torch.Tensor = chosen(ids_PT, logits_PV)
             return scores_PV
         scores_PV = torch.empty_like(logits_PV)
-        for one, chosen in self._processors.items():
-            at = [place for place, row in enumerate(row_P) if self._draws.of(self.rows[row].request) == one]
+        for sampling, chosen in self._processors.items():
+            at = [place for place, row in enumerate(row_P) if self._draws.of(self.rows[row].request) == sampling]
             scores_PV[at] = chosen(ids_PT if self.tokens is None else ids_PT[at], logits_PV[at])
         return scores_PV

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from sfi_core.engine.picking.noise import gumbel, noise_key
+from sfi_core.engine.picking import gumbel, noise_key
 from sfi_core.errors import ConfigError, NumericsError
 from sfi_core.generation.prompts import Prompts, check_prompts, encode
 from sfi_core.generation.sampling import Draws, processors
-from sfi_core.hosts.transformers.cache_name import CACHE_NAME
+from sfi_core.hosts.transformers.cache import CACHE_NAME
 from sfi_core.models.linear import quick_linears
 from sfi_core.models.rotation import pass_rotation
 from sfi_core.settings.sampling import Sampling
@@ -53,7 +53,7 @@ class RequestCheck:
     @property
     def first_doubtful(self) -> int | None:
         """The first index that is a near tie or differs, if there is one."""
-        return min((*self.near_ties, *(one.index for one in self.differing)), default=None)
+        return min((*self.near_ties, *(token.index for token in self.differing)), default=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +72,7 @@ class VerifyReport:
     @property
     def ok(self) -> bool:
         """Whether every token is full attention's, up to rounding."""
-        return all(one.behind_ulp <= self.bound_ulp for request in self.requests for one in request.differing)
+        return all(token.behind_ulp <= self.bound_ulp for request in self.requests for token in request.differing)
 
     @property
     def tokens(self) -> int:
@@ -94,8 +94,8 @@ class VerifyReport:
         requests = []
         for request in self.requests:
             row = asdict(request) | {"first_doubtful": request.first_doubtful}
-            for one in row["differing"]:
-                one["behind_ulp"] = None if one["behind_ulp"] == float("inf") else one["behind_ulp"]
+            for token in row["differing"]:
+                token["behind_ulp"] = None if token["behind_ulp"] == float("inf") else token["behind_ulp"]
             requests.append(row)
         names = "ok", "tokens", "near_ties", "differing", "dtype", "near_ulp", "bound_ulp"
         return {name: getattr(self, name) for name in names} | {"requests": requests}
@@ -146,7 +146,7 @@ def verify(
     if len(outputs) != len(rows):
         raise ConfigError(f"outputs must be {len(rows)}, one a prompt, got {len(outputs)}")
     draws = Draws(sampling, 0 if seed is None else seed)
-    if seed is None and any(one.do_sample for one in draws.samplings):
+    if seed is None and any(sampling.do_sample for sampling in draws.samplings):
         raise ConfigError("seed must be the run's where tokens were sampled, got None")
     if chunk < 1:
         raise ConfigError(f"chunk must be at least 1, got {chunk}")
@@ -199,18 +199,18 @@ class Judge:
     def __call__(self, request: int, prompt: list[int], output: list[int], chunk: int) -> RequestCheck:
         """Check one request."""
         ids_1T = torch.tensor([prompt + output], device=self._model.device)
-        found: list[Found] = []
+        views: list[Found] = []
         for logits_PV in forced_logits(self._model, ids_1T, len(prompt), chunk):
-            found += self._compare(len(found), ids_1T, len(prompt), logits_PV)
-        for index, one in enumerate(found):
-            if not one.fine:
+            views += self._compare(len(views), ids_1T, len(prompt), logits_PV)
+        for index, view in enumerate(views):
+            if not view.fine:
                 raise NumericsError(f"logits must be finite, got NaN or infinity at step {index} in request {request}")
         differing = [
-            Differing(index=index, token_id=token, expected_id=int(one.expected), behind_ulp=one.behind_ulp)
-            for index, (token, one) in enumerate(zip(output, found, strict=True))
-            if token != one.expected
+            Differing(index=index, token_id=token, expected_id=int(view.expected), behind_ulp=view.behind_ulp)
+            for index, (token, view) in enumerate(zip(output, views, strict=True))
+            if token != view.expected
         ]
-        near_ties = [index for index, one in enumerate(found) if one.gap_ulp < NEAR_ULP]
+        near_ties = [index for index, view in enumerate(views) if view.gap_ulp < NEAR_ULP]
         return RequestCheck(tokens=len(output), near_ties=near_ties, differing=differing)
 
     def _compare(self, index: int, ids_1T: torch.Tensor, prompt: int, logits_PV: torch.Tensor) -> list[Found]:
@@ -232,13 +232,13 @@ class Judge:
         ulp_P = self._stretch * ulp(size_P2.amax(-1), self._model.dtype).double()
         given_P1 = ids_1T[0, ends.start : ends.stop, None]
         behind_P = self._behind(scores_PV, all_PV, noise_PV, given_P1, self._bound_ulp * ulp_P)
-        told = (
+        columns = (
             noisy_PV.argmax(-1).double(),
             (best_P2[:, 0] - best_P2[:, 1]) / ulp_P,
             behind_P / ulp_P,
             logits_PV.amax(-1).isfinite().double(),
         )
-        return list(starmap(Found, zip(*torch.stack(told).tolist(), strict=True)))
+        return list(starmap(Found, zip(*torch.stack(columns).tolist(), strict=True)))
 
     @staticmethod
     def _behind(
@@ -263,14 +263,14 @@ def forced_logits(model: Any, ids_1T: torch.Tensor, prompt: int, chunk: int) -> 
     The text is `prompt` tokens and the output; a pass reads `chunk` tokens of the prompt.
     """
     first, last = prompt - 1, ids_1T.shape[1] - 1
-    known = inspect.signature(model.forward).parameters
-    one = {"logits_to_keep": 1} if "logits_to_keep" in known else {}
+    parameters = inspect.signature(model.forward).parameters
+    last_only = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
     size = max(1, PIECE // model.config.get_text_config(decoder=True).vocab_size)
     pieces = [(begin, min(begin + chunk, first)) for begin in range(0, first, chunk)]
     tested = [(begin, min(begin + size, last)) for begin in range(first, last, size)]
     past = None
     for begin, end in (*pieces, *tested) if tested else ():
-        options = {} if begin >= first else one
+        options = {} if begin >= first else last_only
         read = model(input_ids=ids_1T[:, begin:end], use_cache=True, **{CACHE_NAME: past}, **options)
         past = getattr(read, CACHE_NAME)
         if begin >= first:

@@ -65,5 +65,5 @@ def _processor() -> str:
 
 def _driver() -> str | None:
     text = DRIVER.read_text() if DRIVER.exists() else ""
-    found = re.search(r"\b\d{3}\.\d+(\.\d+)?\b", text)
-    return found.group() if found else None
+    version = re.search(r"\b\d{3}\.\d+(\.\d+)?\b", text)
+    return version.group() if version else None

@@ -12,8 +12,8 @@ STATUS, CLEAR_REFS, MEMINFO = (Path("/proc") / name for name in ("self/status", 
 def free_bytes(device: torch.device) -> int | None:
     """Return a device's free memory, including what PyTorch's allocator keeps unused; None for unknown."""
     if device.type == "cuda":
-        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int(torch.cuda.mem_get_info(device)[0]) + kept
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + cached
     return _field(MEMINFO, "MemAvailable:")
 
 

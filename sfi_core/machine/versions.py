@@ -9,10 +9,10 @@ PACKAGES = ("torch", "triton", "transformers", "tokenizers", "numpy", "numba", "
 
 def versions() -> dict[str, str | None]:
     """Return the installed versions; None for what is not installed."""
-    found: dict[str, str | None] = {"sfi": __version__, "python": platform.python_version()}
+    installed: dict[str, str | None] = {"sfi": __version__, "python": platform.python_version()}
     for package in PACKAGES:
         try:
-            found[package] = version(package)
+            installed[package] = version(package)
         except PackageNotFoundError:
-            found[package] = None
-    return found
+            installed[package] = None
+    return installed

@@ -17,8 +17,20 @@ HANDLERS: dict[type[events.Event], str] = {  # `on_begin_step` for `BeginStepEve
 }
 
 
+SPANS = "spans"  # among `Observer.wants`: the spans that happen to exist
+EVERY_SPAN = "every span"  # those inside steps too, so that no step is replayed as a CUDA graph
+Wanted = frozenset[type[events.Event] | str]
+EVERYTHING: Wanted = frozenset({*HANDLERS, SPANS, EVERY_SPAN})
+
+
 class Observer(Protocol):
-    """Receives events and brackets spans; must not change what the core computes."""
+    """Receives events and brackets spans; must not change what the core computes.
+
+    Attributes:
+        wants: The kinds of events that it uses, `SPANS` for spans and `EVERY_SPAN`. Others may come all the same.
+    """
+
+    wants: Wanted
 
     def on(self, event: events.Event) -> None:
         """Receive an event; an observer may see several runs in turn."""
@@ -30,14 +42,16 @@ class Observer(Protocol):
 class NullObserver:
     """Observes nothing, at no cost: a base for observers, which override `on_step` and the like, or `on`.
 
-    Attributes:
-        listened: Whether anybody uses what the observer passes on; if not, the observer wants nothing.
-        takes_spans: For an observer that overrides `span`. True: all spans, so steps cannot be replayed as
-            graphs. None: the spans that happen to exist. False: none.
+    What a class overrides is what it `wants`, unless it says so itself.
     """
 
-    listened = True
-    takes_spans: bool | None = True
+    wants: Wanted = frozenset()
+
+    def __init_subclass__(cls) -> None:
+        """Note what the class overrides."""
+        super().__init_subclass__()
+        if "wants" not in vars(cls):
+            cls.wants = _overridden(cls)
 
     def on(self, event: events.Event) -> None:
         """Hand the event to its own method."""
@@ -76,12 +90,19 @@ class NullObserver:
 
 
 class Observers:
-    """Several observers as one: `each` are all of them, `spanning` those that get spans."""
+    """Several observers as one, which wants what any of them wants; one that does not say wants everything.
+
+    Without `spans` it wants none. `spanning` are those that get spans.
+    """
 
     def __init__(self, observers: Sequence[Observer], *, spans: bool = True) -> None:
         self.each = tuple(observers)
+        wanted = [getattr(observer, "wants", EVERYTHING) for observer in observers]
+        self.wants: Wanted = frozenset().union(*wanted) - (set() if spans else {SPANS, EVERY_SPAN})
         # a span costs microseconds in every layer of every step: only observers that want spans pay
-        self.spanning = [one for one in observers if spans and wants_spans(one)]
+        self.spanning = [
+            observer for observer, wants in zip(observers, wanted, strict=True) if spans and SPANS in wants
+        ]
 
     def on(self, event: events.Event) -> None:
         """Forward the event to every observer."""
@@ -106,43 +127,17 @@ class Observers:
 
 def as_one(observers: Sequence[Observer]) -> Observer:
     """Return one observer for all of them."""
-    if not observers:
-        return NullObserver()
-    return observers[0] if len(observers) == 1 else Observers(observers)
+    if len(observers) == 1 and hasattr(observers[0], "wants"):
+        return observers[0]
+    return Observers(observers) if observers else NullObserver()
 
 
-def wants(observer: Observer, event: type[events.Event]) -> bool:
-    """Say whether an observer uses an event."""
-    if isinstance(observer, Observers):
-        return any(wants(one, event) for one in observer.each)
-    return _listened(observer) and any(_overrides(observer, name) for name in ("on", HANDLERS[event]))
+def _overridden(kind: type[NullObserver]) -> Wanted:
+    def overrides(method: str) -> bool:
+        return getattr(kind, method) is not getattr(NullObserver, method)
 
-
-def wants_spans(observer: Observer) -> bool:
-    """Say whether an observer uses spans."""
-    if isinstance(observer, Observers):
-        return bool(observer.spanning)
-    return _listened(observer) and _overrides(observer, "span") and _takes(observer) is not False
-
-
-def needs_spans(observer: Observer) -> bool:
-    """Say whether an observer needs the spans inside steps, which replayed steps lack."""
-    if isinstance(observer, Observers):
-        return any(needs_spans(one) for one in observer.spanning)
-    return wants_spans(observer) and _takes(observer) is True
-
-
-def _listened(observer: Observer) -> bool:
-    return getattr(observer, "listened", True)  # an observer need not be a `NullObserver`
-
-
-def _takes(observer: Observer) -> bool | None:
-    return getattr(observer, "takes_spans", True)
-
-
-def _overrides(observer: Observer, method: str) -> bool:
-    base = getattr(NullObserver, method)
-    return getattr(type(observer), method, base) is not base
+    wanted = {event for event, handler in HANDLERS.items() if overrides("on") or overrides(handler)}
+    return frozenset({*wanted, SPANS, EVERY_SPAN} if overrides("span") else wanted)
 
 
 class HeldSelections(Observers):

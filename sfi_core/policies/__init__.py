@@ -4,11 +4,12 @@ from importlib import import_module
 from importlib.metadata import EntryPoint
 
 from sfi_core.errors import ConfigError, unknown
-from sfi_core.policies.base import Evidence, EvidencePolicy, LayerContext, Policy, Selection, Triggered, best
+from sfi_core.policies.base import Companion, Evidence, EvidencePolicy, LayerContext, Policy, Selection, Triggered, best
 from sfi_core.settings.policy_names import built_in, installed, known, package_of
 
 __all__ = [
     "POLICIES",
+    "Companion",
     "Evidence",
     "EvidencePolicy",
     "LayerContext",
@@ -23,12 +24,12 @@ __all__ = [
 def _own(name: str) -> type[Policy]:
     # the class of a file in `built_in`: the only policy that the file itself defines
     module = import_module(f"{__name__}.built_in.{name.replace('-', '_')}")
-    (found,) = (
-        one
-        for one in vars(module).values()
-        if isinstance(one, type) and issubclass(one, Policy) and one.__module__ == module.__name__
+    (policy,) = (
+        kind
+        for kind in vars(module).values()
+        if isinstance(kind, type) and issubclass(kind, Policy) and kind.__module__ == module.__name__
     )
-    return found
+    return policy
 
 
 POLICIES: dict[str, type[Policy]] = {name: _own(name) for name in built_in()}
@@ -52,10 +53,10 @@ def policy_class(name: str) -> type[Policy]:
 def _imported(point: EntryPoint) -> type[Policy]:
     where = f"policy {point.name!r} of package {package_of(point)}"
     try:
-        found = point.load()
+        policy = point.load()
     except Exception as error:  # another package may raise anything at import
         reason = " ".join(str(error).split()) or "no reason given"
         raise ConfigError(f"{where} cannot be imported: {type(error).__name__}: {reason}") from error
-    if not (isinstance(found, type) and issubclass(found, Policy)):
-        raise ConfigError(f"{where} must be a subclass of sfi_core.policies.Policy, got {found!r}")
-    return found
+    if not (isinstance(policy, type) and issubclass(policy, Policy)):
+        raise ConfigError(f"{where} must be a subclass of sfi_core.policies.Policy, got {policy!r}")
+    return policy

@@ -14,7 +14,6 @@ from sfi_core.state.layer_shape import LayerShape
 from sfi_core.state.request import RequestState
 from sfi_kernels.code_scan import BatchCodes, Choice
 from sfi_kernels.constants import MASKED_SCORE
-from sfi_kernels.pseudo_token import PseudoToken
 from sfi_kernels.step_descriptor import StepDescriptor
 from sfi_kernels.top_k import top_k
 
@@ -117,13 +116,12 @@ class Selection:
 
     `index_BHK` are positions in J by KV head, int32, ascending, padded with -1. `diagnostics` are tensors for traces,
     such as the Selector's `lambda_star`. `heads_BH` are the KV heads that are selected anew, bool; the others keep
-    their memory, None is all. `pseudo`, from `select_before`, stands for all unread tokens in this step; None for none.
+    their memory, None is all.
     """
 
     index_BHK: torch.Tensor
     diagnostics: Mapping[str, torch.Tensor] = field(default_factory=dict)
     heads_BH: torch.Tensor | None = None
-    pseudo: PseudoToken | None = None
 
 
 class Rule(Protocol):
@@ -131,6 +129,43 @@ class Rule(Protocol):
 
     def reason(self, state: RequestState) -> str:
         """Return why the next step is slow, or "" if it is fast."""
+
+
+class Companion:
+    """What some policies tell the engine besides; `Policy.companion` is the policy itself if it inherits this too.
+
+    CodeScan chooses for whole batches, FreeKV selects ahead, SyncKV mixes heads.
+    """
+
+    def choose(self, batch: BatchContext) -> Choice | None:
+        """Choose what all fast requests read, in launches that a CUDA graph can hold.
+
+        Called in every pass that decodes; None where no request is fast.
+        """
+        return None
+
+    def lacks(self, state: RequestState, note: Notes) -> bool:
+        """Say whether a fast request needs another `select_after` before `choose`."""
+        return False
+
+    def select_next(self, context: LayerContext) -> Selection | None:
+        """Select for the next step, once a fast layer has attended (speculative retrieval)."""
+        return None
+
+    def dense_heads(self, state: RequestState, layer: int, heads: int) -> Sequence[int]:
+        """Return the KV heads of a layer that attend densely in a decoding step."""
+        return ()
+
+    def first_bytes(self, layer: LayerShape) -> int | None:
+        """Return the bytes a position that a prompt's first selection needs at its peak; None for the logits' alone."""
+        return None
+
+    def resident_heads(self, layer: int, heads: int) -> Sequence[int]:
+        """Return the KV heads of a layer that is not left dense to keep on the device if there is room."""
+        return ()
+
+
+NO_COMPANION = Companion()
 
 
 class Policy:
@@ -144,15 +179,15 @@ class Policy:
         trigger: Decides when a slow step is due.
         prompt_only: Call `select_after` at the end of the prompt only.
         fills: Every selection has `budget` positions, or all of J if those are fewer, so that none need be counted.
-        fixed: Settings that the method always runs with, whatever the user's are.
+        fixed: Settings that the method always runs with, whatever the user's are, or functions of the user's.
         evicts: The method drops unselected tokens for good, so that it needs less memory.
         drafts: Fast steps can be taken back, as a lossless run does with rejected tokens.
         offloads: Runs over a store with most keys and values in host memory.
-        selects_before: Whether the class has a `select_before` or `choose`; so `selects_after`, `selects_next`.
-        selects: Whether it has any of the three.
-        chooses: Whether it has `choose`.
-        mixes_heads: Whether it has `dense_heads`.
+        most_fast_steps: The most fast steps in a row, while an anchored recent segment grows; None for no limit.
         key_width: Numbers of a key of a head, where the host or a step has told it; 0 before.
+        selects_before: Whether the class has a `select_before` or chooses; so `selects_after`.
+        selects_next: Whether it has a companion's `select_next`; so `chooses` and `mixes_heads` (`dense_heads`).
+        selects: Whether it selects before, after or next.
         triggered: Whether its `plan` may ask the trigger.
     """
 
@@ -161,18 +196,20 @@ class Policy:
     evicts = False
     drafts = False
     offloads = False
+    most_fast_steps: int | None = None
     key_width = 0
     selects_before = selects_after = selects_next = selects = chooses = mixes_heads = triggered = False
 
     def __init_subclass__(cls) -> None:
         """Note which hooks the class has: those of its own and of its bases."""
         super().__init_subclass__()
-        cls.chooses = cls.choose is not Policy.choose
+        cls.selects_next, cls.chooses, cls.mixes_heads = (
+            getattr(cls, hook.__name__, hook) is not hook
+            for hook in (Companion.select_next, Companion.choose, Companion.dense_heads)
+        )
         cls.selects_before = cls.chooses or cls.select_before is not Policy.select_before
         cls.selects_after = cls.select_after is not Policy.select_after
-        cls.selects_next = cls.select_next is not Policy.select_next
         cls.selects = cls.selects_before or cls.selects_after or cls.selects_next
-        cls.mixes_heads = cls.dense_heads is not Policy.dense_heads
         cls.triggered = cls.plan is not Policy.plan
         cls.fills = vars(cls).get("fills", False)  # not a base's: its hooks may be others
 
@@ -183,64 +220,43 @@ class Policy:
 
     @classmethod
     def adapt(cls, config: SfiConfig) -> SfiConfig:
-        """Return the settings that the method runs with: by default with those that it has `fixed`."""
-        return config.replace(**cls.fixed)
-
-    def plan(self, requests: Sequence[RequestState]) -> list[str]:
-        """Return why each request is slow in the next step, t >= 1, or "" if it is fast."""
-        return [""] * len(requests)
+        """Return the settings that the method runs with: those that it has `fixed`, and the others of `config`."""
+        return config.replace(
+            **{name: value(config) if callable(value) else value for name, value in cls.fixed.items()}
+        )
 
     @classmethod
     def refreshes(cls) -> bool:
         """Say whether slow decoding steps call `select_after`, in layers outside `dense_layers`."""
         return cls.selects_after and not cls.prompt_only
 
+    @property
+    def companion(self) -> Companion:
+        """What the policy tells the engine besides its hooks."""
+        return self if isinstance(self, Companion) else NO_COMPANION
+
+    def plan(self, requests: Sequence[RequestState]) -> list[str]:
+        """Return why each request is slow in the next step, t >= 1, or "" if it is fast."""
+        return [""] * len(requests)
+
     def select_before(self, context: LayerContext) -> Selection | None:
         """Select from the current query, before a fast layer attends (Quest, FreeKV)."""
         return None
-
-    def choose(self, batch: BatchContext) -> Choice | None:
-        """Choose what all fast requests read, in launches that a CUDA graph can hold (CodeScan).
-
-        Called in every pass that decodes; None where no request is fast.
-        """
-        return None
-
-    def lacks(self, state: RequestState, note: Notes) -> bool:
-        """Say whether a fast request needs another `select_after` before `choose`."""
-        return False
 
     def select_after(self, context: LayerContext) -> Selection | None:
         """Select once a layer has attended (SFI, SnapKV, SyncKV; FreeKV's next step)."""
         return None
 
-    def select_next(self, context: LayerContext) -> Selection | None:
-        """Select for the next step, once a fast layer has attended (FreeKV's speculative retrieval)."""
-        return None
-
-    def dense_heads(self, state: RequestState, layer: int, heads: int) -> Sequence[int]:
-        """Return the KV heads of a layer that attend densely in a decoding step (SyncKV)."""
-        return ()
-
     def rewind(self, note: Notes, length: int) -> None:
         """Drop all that the notes of a request and layer hold on positions >= `length`, if it `drafts`."""
-
-    @property
-    def most_fast_steps(self) -> int | None:
-        """The most fast steps in a row, while an anchored recent segment grows; None for no limit."""
-        return None
 
     def summary_bytes(self, layer: LayerShape, capacity: int) -> int:
         """Return the bytes of a policy's key summaries, for a layer and a request of `capacity` tokens."""
         return 0
 
-    def first_bytes(self, layer: LayerShape) -> int | None:
-        """Return what a prompt's first selection holds at once, in bytes a position; None for the evidence's logits."""
-        return None
-
-    def resident_heads(self, layer: int, heads: int) -> Sequence[int]:
+    def resident(self, layer: int, heads: int) -> Sequence[int]:
         """Return the KV heads of a layer, of `heads`, to keep on the device if there is room."""
-        return range(heads) if layer in self.config.dense_layers else ()
+        return range(heads) if layer in self.config.dense_layers else self.companion.resident_heads(layer, heads)
 
     def selection_tokens(self, state: RequestState) -> float:
         """Return the reads of the selection in a fast step, in tokens (key and value) per KV head."""
@@ -270,11 +286,11 @@ class Triggered(Policy):
     drafts = True
     offloads = True
 
-    @property
-    def most_fast_steps(self) -> int | None:
+    def __init__(self, config: SfiConfig, trigger: Rule, layers: Sequence[int] = ()) -> None:
         """See `Policy`."""
+        super().__init__(config, trigger, layers)
         longest = {"stride": self.config.stride, "never": None, "always": 0}
-        return longest.get(self.config.trigger_policy, self.config.t_max)
+        self.most_fast_steps = longest.get(self.config.trigger_policy, self.config.t_max)
 
     def plan(self, requests: Sequence[RequestState]) -> list[str]:
         """Ask the trigger about every request."""

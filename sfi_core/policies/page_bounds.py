@@ -28,10 +28,10 @@ def extremes(
     Those of full pages are kept in the notes; the last page may be incomplete. `summary` may be another one.
     """
     note, length = context.notes[place], context.states[place].length
-    known = note["low"].shape[1] * page if "low" in note else 0
+    summarized = note["low"].shape[1] * page if "low" in note else 0
     full = length - length % page
-    if full > known:
-        key_HTD = context.keys(place, known, full)[0].float()
+    if full > summarized:
+        key_HTD = context.keys(place, summarized, full)[0].float()
         key_HPND = key_HTD.reshape(len(key_HTD), -1, page, key_HTD.shape[2])
         _extend(note, *summary(key_HPND))
     if full == length:

@@ -166,7 +166,7 @@ def packed_rows(policy: Policy, capacity: int) -> int:
 def _first_bytes(model: Any, layers: Sequence[LayerShape], policy: Policy) -> int:
     # what a prompt's first selection holds at once, by position: the policy's own number, else the logits of
     # `window_prefill` queries, their probabilities and powers
-    own = [policy.first_bytes(layer) for layer in layers]
+    own = [policy.companion.first_bytes(layer) for layer in layers]
     stated = [size for size in own if size is not None]
     return max(stated) if stated else _selection_bytes(model, layers, 4 * policy.config.window_prefill)
 

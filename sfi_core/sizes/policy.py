@@ -55,7 +55,7 @@ class PolicyReads:
         planned = sum(bool(policy.plan([RequestState(step=step)])[0]) for step in range(PLANNED)) / PLANNED
         fast = RequestState(step=1, slow=False)
         shares = [
-            len(policy.dense_heads(fast, index, shape.heads)) / shape.heads
+            len(policy.companion.dense_heads(fast, index, shape.heads)) / shape.heads
             for index, shape in full.items()
             if index not in policy.config.dense_layers
         ]

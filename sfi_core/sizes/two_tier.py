@@ -52,8 +52,7 @@ def two_tier_bytes(
     ring = min(ring_pages(longest_recent, page), pages) * page
     packed = [_packed_bytes(layer, packed_rows(policy, pages * page)) for layer in sparse]
     head_bytes = sum(
-        layer.row_bytes // layer.heads * len(policy.resident_heads(index, layer.heads))
-        for index, layer in keeping.items()
+        layer.row_bytes // layer.heads * len(policy.resident(index, layer.heads)) for index, layer in keeping.items()
     )
     row_bytes = [layer.row_bytes for layer in keeping.values()]
     norm_bytes = FLOAT32 * sum(layer.heads for layer in keeping.values())

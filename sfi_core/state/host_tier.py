@@ -62,10 +62,10 @@ class HostTier:
 
     def copy(self) -> "HostTier":
         """Return a copy of the tier, after all copies from the device have ended."""
-        own = self.host_PHX
-        if own.is_pinned():
+        pages = self.host_PHX
+        if pages.is_pinned():
             torch.cuda.synchronize()
-        return self.over(torch.empty_like(own, pin_memory=own.is_pinned()).copy_(own))
+        return self.over(torch.empty_like(pages, pin_memory=pages.is_pinned()).copy_(pages))
 
     def over(self, host_PHX: torch.Tensor) -> "HostTier":
         """Return a tier of the same layout over other pages."""

@@ -55,9 +55,9 @@ class PagedView(KVStore):
         self, layer: int, row: int, length: int, head: int | None = None
     ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
         """See `KVStore`: one block, a view if one page holds the request."""
-        own = slice(None) if head is None else slice(head, head + 1)
+        heads = slice(None) if head is None else slice(head, head + 1)
         pages, table_P = self.layers[layer], self.block_table_BP[row]
-        key, value = (x[:, own] for x in (pages.key_PHND, pages.value_PHNE))
+        key, value = (x[:, heads] for x in (pages.key_PHND, pages.value_PHNE))
         yield 0, read_pages(key, table_P, 0, length), read_pages(value, table_P, 0, length)
 
     def norms(self, layer: int, rows: Sequence[int], length: int) -> torch.Tensor:
@@ -76,9 +76,9 @@ class PagedView(KVStore):
 
     def row(self, row: int) -> Self:
         """See `KVStore`: a view of batch 1 over the same pages."""
-        one = copy.copy(self)
-        one.batch, one.block_table_BP = 1, self.block_table_BP[row : row + 1]
-        return one
+        store = copy.copy(self)
+        store.batch, store.block_table_BP = 1, self.block_table_BP[row : row + 1]
+        return store
 
     def _tokens(self, layer: int, row: int, start: int, stop: int, which: int) -> torch.Tensor:
         page_PHNX = self.layers[layer].tensors[which]
@@ -91,7 +91,7 @@ GROWTH = 256  # spare tokens for runs of unknown length
 class KVCache(PagedView):
     """Owns the pages of every layer, allocated at the layer's first `append`.
 
-    The numbers of a request's pages, `pages_per_request`, are consecutive until the cache grows.
+    A request has `pages_per_request` pages, which the block table lists: `grow` adds pages behind all others.
     """
 
     def __init__(self, batch: int, capacity: int, page_size: int | None = None, backend: str = "torch") -> None:
@@ -127,14 +127,14 @@ class KVCache(PagedView):
 
     def row(self, row: int) -> Self:
         """See `KVStore`: a cache of batch 1 over the same pages."""
-        one = super().row(row)
+        store = super().row(row)
         if self._one_page:
-            one.block_table_BP = self.block_table_BP[:1]  # `one.layers` have its page alone, for contiguous views
-            one.layers = self.layers.like(
+            store.block_table_BP = self.block_table_BP[:1]  # `store.layers` have its page alone, for contiguous views
+            store.layers = self.layers.like(
                 (layer, LayerPages(*(tensor[row : row + 1] for tensor in pages.tensors)))
                 for layer, pages in self.layers.items()
             )
-        return one
+        return store
 
     def grow(self, capacity: int) -> None:
         """Grow to at least `capacity` tokens per request by copying, for runs of unknown length.

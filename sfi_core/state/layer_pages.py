@@ -15,18 +15,18 @@ class LayerTable(dict[int, T]):
     `owners` has the other layer of each such layer, which has no place of its own.
     """
 
-    def __init__(self, kept: Iterable[tuple[int, T]] = (), owners: dict[int, int] | None = None) -> None:
+    def __init__(self, contents: Iterable[tuple[int, T]] = (), owners: dict[int, int] | None = None) -> None:
         """Begin with what is kept already."""
-        super().__init__(kept)
+        super().__init__(contents)
         self.owners = {} if owners is None else owners
 
     def __missing__(self, layer: int) -> T:
         """Return what the layer's owner has."""
         return self[self.owners[layer]]
 
-    def like(self, kept: Iterable[tuple[int, T]]) -> Self:
+    def like(self, contents: Iterable[tuple[int, T]]) -> Self:
         """Return a table of the same layers with other contents."""
-        return type(self)(kept, self.owners)
+        return type(self)(contents, self.owners)
 
 
 @dataclass(slots=True)
@@ -61,8 +61,8 @@ def tokens_of(page_PHNX: torch.Tensor, table_P: torch.Tensor, start: int, stop: 
 def join_blocks(blocks: Iterable[tuple[int, torch.Tensor]], rows_1HTX: torch.Tensor, start: int) -> torch.Tensor:
     """Fill a request's rows from position `start` on with blocks, each given with its first position."""
     for first, block_1HNX in blocks:
-        own = block_1HNX[:, :, max(0, start - first) :]
+        block_1HMX = block_1HNX[:, :, max(0, start - first) :]
         end = first + block_1HNX.shape[2] - start
         if end > 0:
-            rows_1HTX[:, :, end - own.shape[2] : end] = own
+            rows_1HTX[:, :, end - block_1HMX.shape[2] : end] = block_1HMX
     return rows_1HTX

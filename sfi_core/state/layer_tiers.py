@@ -87,8 +87,8 @@ class LayerTiers:
         if not set(heads) <= set(self.resident):
             return None
         place = self.resident.index(heads[0])
-        one, own = slice(row, row + 1), slice(place, place + len(heads))
-        return self.key_BRTD[one, own, :length], self.value_BRTE[one, own, :length]
+        only, places = slice(row, row + 1), slice(place, place + len(heads))
+        return self.key_BRTD[only, places, :length], self.value_BRTE[only, places, :length]
 
     def copy(self) -> "LayerTiers":
         """Return a copy of both tiers."""
@@ -105,12 +105,12 @@ class LayerTiers:
         """Return one request's part over the same memory, given the pages per request in each tier."""
         ring = slice(row * ring_pages, (row + 1) * ring_pages)
         host = slice(row * host_pages, (row + 1) * host_pages)
-        one = slice(row, row + 1)
+        only = slice(row, row + 1)
         return replace(
             self,
             ring=LayerPages(*(tensor[ring] for tensor in self.ring.tensors)),
             host=self.host.over(self.host.host_PHX[host]),
-            norm_BHT=self.norm_BHT[one],
-            key_BRTD=self.key_BRTD[one],
-            value_BRTE=self.value_BRTE[one],
+            norm_BHT=self.norm_BHT[only],
+            key_BRTD=self.key_BRTD[only],
+            value_BRTE=self.value_BRTE[only],
         )

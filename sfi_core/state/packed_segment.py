@@ -64,12 +64,12 @@ class PackedSegment:
 
     def row(self, row: int) -> "PackedSegment":
         """Empty one request's rows and return them as a segment of batch 1 over the same memory."""
-        one = copy.copy(self)
+        segment = copy.copy(self)
         for name in ("key_BHSD", "value_BHSE", "position_BHS", "length_BH"):
-            setattr(one, name, getattr(self, name)[row : row + 1])
-        one.position_BHS.fill_(-1)
-        one.length_BH.zero_()
-        return one
+            setattr(segment, name, getattr(self, name)[row : row + 1])
+        segment.position_BHS.fill_(-1)
+        segment.length_BH.zero_()
+        return segment
 
     def reserve(self, rows: int) -> None:
         """Grow to at least `rows` rows for every request, by copying."""

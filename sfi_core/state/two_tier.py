@@ -73,8 +73,8 @@ class TwoTierStore(KVStore):
     @property
     def device_bytes(self) -> int:
         """Bytes on the device, without packed segments and page summaries."""
-        own = [tensor for tiers in self.layers.values() for tensor in tiers.tensors]
-        return self._scratch.nbytes + sum(x.nbytes for x in [*own, *self.stream.buffers])
+        tensors = [tensor for tiers in self.layers.values() for tensor in tiers.tensors]
+        return self._scratch.nbytes + sum(x.nbytes for x in [*tensors, *self.stream.buffers])
 
     @property
     def host_bytes(self) -> int:
@@ -100,9 +100,9 @@ class TwoTierStore(KVStore):
         norm_BHT = torch.linalg.vector_norm(key_BHTD, dim=-1, dtype=torch.float32)
         complete = []
         for row, (begin, new) in enumerate(zip(start, count, strict=True)):
-            own = slice(key_BHTD.shape[2] - new, None)
-            key_HTD, value_HTE = key_BHTD[row, :, own], value_BHTE[row, :, own]
-            tiers.keep(row, begin, key_HTD, value_HTE, norm_BHT[row, :, own])
+            new_tokens = slice(key_BHTD.shape[2] - new, None)
+            key_HTD, value_HTE = key_BHTD[row, :, new_tokens], value_BHTE[row, :, new_tokens]
+            tiers.keep(row, begin, key_HTD, value_HTE, norm_BHT[row, :, new_tokens])
             if (begin + new) // N > begin // N:
                 first = row * self.ring_pages + begin // N % self.ring_pages
                 pages = tiers.complete(first, begin, key_HTD, value_HTE)
@@ -110,9 +110,9 @@ class TwoTierStore(KVStore):
             self._end[row] = begin + new
         room = self.ring_pages * self.page_size
         if max(count) > room:  # the ring keeps the last tokens of a long piece
-            kept = [min(new, room) for new in count]
-            begins = [b + n - k for b, n, k in zip(start, count, kept, strict=True)]
-            start_B, count_B = sent(torch.tensor([begins, kept], dtype=torch.int32), start_B.device)
+            lasts = [min(new, room) for new in count]
+            begins = [b + n - k for b, n, k in zip(start, count, lasts, strict=True)]
+            start_B, count_B = sent(torch.tensor([begins, lasts], dtype=torch.int32), start_B.device)
         append.on(self.backend)(key_BHTD, value_BHTE, start_B, count_B, *tiers.ring.tensors, self.block_table_BP)
         if complete:
             self.stream.offload(2 * layer, tiers.host, complete)
@@ -203,21 +203,21 @@ class TwoTierStore(KVStore):
         other.block_table_BP = self.block_table_BP.clone()
         other.layers = self.layers.like((layer, tiers.copy()) for layer, tiers in self.layers.items())
         other.stream = HostStream(self.side, self.stream.block, self.stream.device)
-        own = {"_end": list(self._end), "_recalling": {}, "_scratch": RecallScratch(self.side)}
-        other.__dict__.update(own)
+        parts = {"_end": list(self._end), "_recalling": {}, "_scratch": RecallScratch(self.side)}
+        other.__dict__.update(parts)
         return other
 
     def row(self, row: int) -> "TwoTierStore":
         """See `KVStore`; copies under way end first."""
         self.side.join()
-        one = copy.copy(self)
-        one.batch = 1
-        one.__dict__.update(_end=[0])
-        one.block_table_BP, one.host_table_BP = self.block_table_BP[:1], self.host_table_BP[:1]
-        one.layers = self.layers.like(
+        store = copy.copy(self)
+        store.batch = 1
+        store.__dict__.update(_end=[0])
+        store.block_table_BP, store.host_table_BP = self.block_table_BP[:1], self.host_table_BP[:1]
+        store.layers = self.layers.like(
             (layer, tiers.row(row, self.ring_pages, self.pages_per_request)) for layer, tiers in self.layers.items()
         )
-        return one
+        return store
 
     def _allocate(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> LayerTiers:
         for name in ("block_table_BP", "host_table_BP"):

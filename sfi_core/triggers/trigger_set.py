@@ -46,11 +46,11 @@ class TriggerSet:
 
     def describe(self) -> list[tuple[str, int, str]]:
         """Return a row for each trigger: its repr, its number of tokens, and examples or the reason."""
-        found = [
+        rows = [
             (repr(trigger), len(tokens), " ".join(repr(text) for _, text in tokens[:4]))
             for trigger, tokens in self.chosen.items()
         ]
-        return found + [(repr(trigger), 0, reason) for trigger, reason in self.reasons.items()]
+        return rows + [(repr(trigger), 0, reason) for trigger, reason in self.reasons.items()]
 
 
 def build_trigger_set(tokenizer: Any, triggers: Sequence[str]) -> TriggerSet:
@@ -62,16 +62,16 @@ def build_trigger_set(tokenizer: Any, triggers: Sequence[str]) -> TriggerSet:
         raise ConfigError(f"triggers must be a list of non-empty strings, got {triggers!r}")
     vocab = tokenizer.get_vocab()
     wordless = _wordless_tokens(tokenizer, vocab)
-    found = {
+    tokens_of = {
         trigger: [token for token in wordless if _ends_with(token[1], trigger)]
         if trigger.isspace() or (len(trigger) == 1 and not _has_word(trigger))
         else _exact_tokens(tokenizer, vocab, trigger)
         for trigger in triggers
     }
-    chosen = {trigger: tokens for trigger, tokens in found.items() if tokens}
-    if found and not chosen:
-        raise ConfigError(f"triggers must match a token of this tokenizer, got {[*found]}")
-    reasons = {trigger: _reason(tokenizer, trigger) for trigger in found if trigger not in chosen}
+    chosen = {trigger: tokens for trigger, tokens in tokens_of.items() if tokens}
+    if tokens_of and not chosen:
+        raise ConfigError(f"triggers must match a token of this tokenizer, got {[*tokens_of]}")
+    reasons = {trigger: _reason(tokenizer, trigger) for trigger in tokens_of if trigger not in chosen}
     ids = sorted({i for t in chosen.values() for i, _ in t})
     return TriggerSet(tuple(ids), chosen, reasons)
 
@@ -82,8 +82,8 @@ def _wordless_tokens(tokenizer: Any, vocab: Mapping[str, int]) -> Tokens:
     with suppress(NotImplementedError):  # Mistral's own tokenizer lists all of them above
         added = getattr(tokenizer, "added_tokens_decoder", {})
         special.update(i for i, token in added.items() if token.special)
-    kept = (p for p in vocab if not ASCII_WORD.search(p) or BYTE_PIECE.fullmatch(p))
-    ids = sorted({vocab[piece] for piece in kept} - special)
+    pieces = (p for p in vocab if not ASCII_WORD.search(p) or BYTE_PIECE.fullmatch(p))
+    ids = sorted({vocab[piece] for piece in pieces} - special)
     return [token for token in _decode(tokenizer, ids) if not _has_word(token[1])]
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from sfi_core.observers.events import BeginStepEvent, StepEvent
-from sfi_core.observers.observer import NOTHING, Observers, wants, wants_spans
+from sfi_core.observers.observer import NOTHING, SPANS, Observers
 from sfi_traces.record import nvtx
 from sfi_traces.record.nvtx import NvtxObserver
 from tests.traces.told import run_event, step_event
@@ -17,13 +17,12 @@ from tests.traces.told import run_event, step_event
 HERE = Path(__file__).parent
 CHILD = """
 from sfi_core.observers.events import BeginStepEvent
-from sfi_core.observers.observer import wants_spans
+from sfi_core.observers.observer import SPANS
 from sfi_traces.record.nvtx import NvtxObserver
 from tests.traces.told import run_event, step_event
 
 with NvtxObserver() as observer:
-    assert observer.listened
-    assert wants_spans(observer)
+    assert SPANS in observer.wants
     observer.on_run(run_event(3))
     for step, slow, fast in ((0, (0, 1, 2), ()), (1, (), (0, 2)), (2, (2,), (0,)), (3, (0,), ())):
         told = {"cached_tokens": 70 + step, "moved_bytes": (9 << 32) + step}
@@ -124,7 +123,7 @@ def test_nothing_is_done_where_nobody_listens():
     observer.on_step(step_event(0, 1))
     observer.on_step(step_event(1, 1))
     observer.close()
-    assert not NvtxObserver().listened
+    assert not NvtxObserver().wants
 
 
 def test_spans_are_wanted_only_where_somebody_listens(monkeypatch):
@@ -134,13 +133,13 @@ def test_spans_are_wanted_only_where_somebody_listens(monkeypatch):
     heard = NvtxObserver()
     for observer, listened in ((alone, False), (heard, True)):
         for one in (observer, Observers([observer, observer])):
-            assert wants_spans(one) is listened
-            assert wants(one, StepEvent) is listened
+            assert (SPANS in one.wants) is listened
+            assert (StepEvent in one.wants) is listened
 
 
 def test_a_machine_without_nvtx_decodes_as_well(monkeypatch):
     monkeypatch.setitem(sys.modules, "nvtx", None)
-    assert not NvtxObserver().listened
+    assert not NvtxObserver().wants
     assert NvtxObserver().span("forward") is NOTHING
 
 

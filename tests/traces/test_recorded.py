@@ -14,7 +14,7 @@ import torch
 import sfi_core
 from sfi_core import SfiConfig
 from sfi_core.bundled.example import load_example
-from sfi_core.hosts.transformers.cache_name import CACHE_NAME
+from sfi_core.hosts.transformers.cache import CACHE_NAME
 from sfi_core.models.load import load
 from sfi_core.settings.audit import AuditConfig
 from sfi_kernels.constants import EPS

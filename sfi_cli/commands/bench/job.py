@@ -41,7 +41,7 @@ def run(
     """
     import torch
 
-    from sfi_core.engine.backends.registry import check_backend
+    from sfi_core.engine.attend import check_backend
     from sfi_core.measure.bench.bench import check_engine
     from sfi_core.models.load import resolve_device
 

@@ -55,7 +55,7 @@ def _results(
     given: Mapping[str, Any], loading: Mapping[str, Any], path: Path, output: Output, *, resume: bool
 ) -> tuple[ResultsFolder, bool]:
     # the folder with all its rows, and whether Ctrl-C ended the run
-    from sfi_core.engine.backends.registry import check_backend
+    from sfi_core.engine.attend import check_backend
     from sfi_core.models.load import load, resolve_device
 
     results = None

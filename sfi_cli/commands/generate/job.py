@@ -112,7 +112,7 @@ def _answer(output: Output, prompts: Prompts, request: int, report: Any, text: s
 
 def _check(name: str, settings: Given, engine: EngineOptions, subject: Subject, *, audited: bool) -> None:
     # report mistakes in settings before a large model loads
-    from sfi_core.engine.backends.registry import check_backend
+    from sfi_core.engine.attend import check_backend
     from sfi_core.hosts.transformers.lossless import check_asked, check_drafts
     from sfi_core.hosts.transformers.stores import check_offloads
     from sfi_core.models.load import resolve_device

@@ -29,7 +29,7 @@ def recording(
     with ExitStack() as stack:
         found: list[Observer] = []
         nvtx = NvtxObserver(spans=table.spans)
-        if nvtx.listened:
+        if nvtx.wants:
             found.append(stack.enter_context(nvtx))
         if folder is None:
             yield found, None

@@ -11,6 +11,8 @@ from sfi_core.policies.base import Policy, Selection
 from sfi_core.state.kv_store import KVStore
 from sfi_kernels.step_descriptor import IDLE, StepDescriptor, StepRequest, describe_step
 
+Selections = dict[tuple[int, ...], Selection]  # by the layers that selected together
+
 
 class Kind(NamedTuple):
     """A kind of steps that one graph serves: tokens of a request, rows to refresh, whether any row chooses."""
@@ -40,7 +42,7 @@ class StepBuffers:
     dense: StepDescriptor | None
     launched: bool = False
     rows: Rows | None = None
-    selections: dict[int, Selection] = field(default_factory=dict)
+    selections: Selections = field(default_factory=dict)
     queries: dict[int, torch.Tensor] | None = None
     _written: list[StepRequest] = field(default_factory=list)
     _ahead: bool = False
@@ -77,7 +79,7 @@ class StepBuffers:
 
         A request that has stopped since the step was launched is still computed; its result is discarded.
         """
-        requests = known.own
+        requests = known.requests
         self.launched = self._ahead and all(
             new == old or new.mode == IDLE for new, old in zip(requests, self._written, strict=True)
         )
@@ -89,7 +91,7 @@ class StepBuffers:
 
     def write(self, known: Requests, *, ahead: bool = False) -> None:
         """Describe a step; `ahead` if it has not begun."""
-        self._written, self._ahead = known.own, ahead
+        self._written, self._ahead = known.requests, ahead
         self.descriptor = describe_again(self._written, self.descriptor, self.most)
         if self.dense is not None and known.dense is not None:
             self.dense = describe_again(known.dense, self.dense, self.most)
@@ -122,8 +124,8 @@ class StepBuffers:
 def describe_again(requests: Sequence[StepRequest], known: StepDescriptor, most: int) -> StepDescriptor:
     """Write a decoding step's descriptor over the buffer of `known`, without a plan.
 
-    The slow lists are padded to a power of two, or the batch; T is that of `known`. So are the drafted tokens
-    that a request brings beside its first: at most `most` tokens.
+    The lists of slow requests are padded to a power of two, or to the batch; T is that of `known`. A request's drafted
+    tokens are padded to a power of two as well; with its first token a request has at most `most`.
     """
     step = describe_step(requests, known.work_XI.shape[0], known.buffer.device, known.buffer)
     padding = bucket(len(step.slow), step.batch) - len(step.slow)

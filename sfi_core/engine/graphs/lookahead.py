@@ -22,8 +22,8 @@ def foresee(run: Run) -> tuple[Requests, list[RequestState]] | None:
     passes = plan_step(run.policy, states)
     if _audited(run, passes):
         return None
-    for state, one in zip(states, passes, strict=True):
-        enter(state, one, run.policy)
+    for state, request in zip(states, passes, strict=True):
+        enter(state, request, run.policy)
     if max(state.length for state in states) > run.store.capacity:
         return None
     return known_requests(passes, states, run.policy), states
@@ -37,9 +37,9 @@ def audits_next(run: Run) -> bool:
 def _audited(run: Run, passes: Sequence[RequestPass]) -> bool:
     audit = run.audit
     return audit is not None and any(
-        audit.due(state.step + 1, slow=one.kind == SLOW)
-        for state, one in zip(run.requests, passes, strict=True)
-        if one.generates
+        audit.due(state.step + 1, slow=request.kind == SLOW)
+        for state, request in zip(run.requests, passes, strict=True)
+        if request.generates
     )
 
 

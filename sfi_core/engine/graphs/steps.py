@@ -1,26 +1,27 @@
 """Replayed decoding steps: the device's work as a CUDA graph, the host's bookkeeping beside it."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 
+from sfi_core.engine.attend import count_attention, prepare, read
 from sfi_core.engine.audit import Audit
-from sfi_core.engine.backends.registry import prepare
-from sfi_core.engine.batch_pass import FreshDescriptors
-from sfi_core.engine.graphs.buffers import Kind, StepBuffers
-from sfi_core.engine.graphs.layer import attend_replayed, note_step
+from sfi_core.engine.batch_pass import FreshDescriptors, Rows
+from sfi_core.engine.graphs.buffers import Kind, Selections, StepBuffers
 from sfi_core.engine.graphs.lookahead import foresee
 from sfi_core.engine.graphs.recorder import Recorder, Work
 from sfi_core.engine.layer import Layer
 from sfi_core.engine.meter import WHOLE_STEP, ByLayer, Launches, Recorded
+from sfi_core.engine.prompt_queries import SeenLayer
 from sfi_core.engine.run import Run
+from sfi_core.engine.select import Handed, choose, has_candidates, joined, joins, note, note_choice, select, submit
 from sfi_core.errors import BackendError
 from sfi_core.observers.events import SelectionEvent
-from sfi_core.observers.observer import AHEAD, Observers, wants
+from sfi_core.observers.observer import AHEAD, Observers
 from sfi_core.policies.base import Selection
 from sfi_core.state.request import RequestState
 from sfi_core.state.side_stream import SideStream
@@ -38,7 +39,7 @@ class StepGraph:
     two streams. `replay` repeats the device's work; None for a step that was not recorded.
     """
 
-    selections: dict[int, Selection]
+    selections: Selections
     launches: Recorded
     side: SideStream
     replay: Work | None = None
@@ -82,7 +83,7 @@ class StepGraphs:
         self._launches: ByLayer = ByLayer()
         self._graphs: dict[Kind, StepGraph] = {}
         self._needed: set[Kind] | None = {Kind(chooses=run.policy.chooses)} if patient else None
-        self._wants = wants(run.observer, SelectionEvent)
+        self._wants = SelectionEvent in run.observer.wants
 
     def step(self, brought: Sequence[Sequence[int]]) -> torch.Tensor:
         """Decode the tokens that the requests bring, at least one each.
@@ -126,7 +127,7 @@ class StepGraphs:
 
     def _take_over(self) -> None:
         run, buffers = self._run, self._buffers
-        run.descriptors, run.attend = buffers, partial(attend_replayed, buffers)
+        run.descriptors, run.attend = buffers, partial(attend_recorded, buffers)
 
     def _hand_back(self) -> None:
         run, queries = self._run, self._buffers.queries
@@ -161,8 +162,9 @@ class StepGraphs:
     def _prepare(self, rows: Sequence[int], states: Sequence[RequestState]) -> None:
         # all of a request's layers lack something at the same step
         run, policy, layers = self._run, self._run.policy, sorted(self._run.batch_codes)
-        some = layers and any(policy.lacks(states[row], run.notes[states[row].request, layers[0]]) for row in rows)
-        for index in layers if some else ():
+        requests = [states[row] for row in rows if layers]
+        lacks = any(policy.companion.lacks(state, run.notes[state.request, layers[0]]) for state in requests)
+        for index in layers if lacks else ():
             group = run.batch_codes[index].recent_BHXGD.shape[3]
             prepare(Layer(run, index, **run.options[index]), group, rows, states)
 
@@ -238,13 +240,67 @@ class StepGraphs:
             run.meter.kernels.add(done.launches.launches, run.step)
         else:
             run.meter.kernels.add_replay(done.launches, run.step)
-        kept = {layer: _kept(one, copy=self._wants) for layer, one in done.selections.items()}
-        note_step(run, kept, self._buffers.places)
+        selections = done.selections
+        if self._wants:  # observers may look at a selection when the next step has begun
+            selections = {layers: _copied(selection) for layers, selection in selections.items()}
+        note_step(run, selections, self._buffers.places)
 
 
-def _kept(selection: Selection, *, copy: bool) -> Selection:
-    # copied for observers, which may look at the selection when the next step has begun
-    if not copy:
-        return selection
+def attend_recorded(buffers: StepBuffers, layer: SeenLayer, query_BHGTD: torch.Tensor) -> torch.Tensor:
+    """Attend as an eager decoding step does, without host data that changes by step: those are in the buffers.
+
+    `note_step` is the host half, once the step has been replayed.
+    """
+    assert isinstance(layer, Layer), "the engine's own"
+    run, rows = layer.run, buffers.rows
+    step = buffers.dense if layer.left_dense else buffers.descriptor
+    assert step is not None, "the pass has been described"
+    last_BHG1D = query_BHGTD[:, :, :, -1:]  # a fast request has no other
+    buffers.keep(layer.index, last_BHG1D[:, :, :, 0])
+    with run.launches(layer.index):
+        pseudo = None
+        if layer.chooses:
+            choice, pseudo = choose(layer, step, last_BHG1D)
+            if choice is not None:
+                buffers.selections[layer.index,] = choice
+        result = read(layer, step, query_BHGTD, pseudo=pseudo)
+    if result.logits_BHGWT is not None:
+        assert rows is not None, "the step refreshes"
+        handed = Handed(layer, result.logits_BHGWT, result.log_sum_BHGW)
+        submit(handed, partial(_select, buffers, rows), () if joins(layer, ()) else None)
+    return result.out_BHGWE
+
+
+def _select(buffers: StepBuffers, rows: Rows, handed: list[Handed]) -> None:
+    layers = [each.layer for each in handed]
+    with layers[0].run.launches(layers[0].index):
+        selection, _ = select(layers, rows, None, *joined(handed))
+    assert selection is not None, "a policy that needs only the evidence selects"
+    buffers.selections[tuple(layer.index for layer in layers)] = selection
+
+
+def note_step(run: Run, selections: Selections, places: Mapping[int, int]) -> None:
+    """Update the host's counts and states after a replayed step, and tell the observer: the host half.
+
+    The run's step has been described. `places` has the slow requests' rows in the selections, by their rows
+    in the batch.
+    """
+    batch_pass, slow = run.batch_pass, run.batch_pass.descriptor.slow
+    for layer in run.layers:
+        left_dense = layer in run.policy.config.dense_layers
+        count_attention(run, batch_pass.descriptor_of(left_dense=left_dense))
+    for layers, selection in sorted(selections.items()):
+        if run.policy.chooses:
+            note_choice(run, layers[0], selection, batch_pass.descriptor.fast)
+            continue
+        full = {row: places[row] for row in slow if has_candidates(run, row)}
+        bare = {row: 0 for row in slow if row not in full}
+        run.meter.count("triton.pack", len(layers) * len(slow))
+        run.meter.count("triton.selector", len(layers) * len(full))
+        note(run, layers, bare, Selection(selection.index_BHK[:, :, :0]))
+        note(run, layers, full, selection)
+
+
+def _copied(selection: Selection) -> Selection:
     diagnostics = {name: value.clone() for name, value in selection.diagnostics.items()}
     return replace(selection, index_BHK=selection.index_BHK.clone(), diagnostics=diagnostics)

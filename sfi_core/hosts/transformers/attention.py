@@ -11,7 +11,7 @@ import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from sfi_core.distributed.ranks import local
-from sfi_core.engine.backends.registry import attend
+from sfi_core.engine.attend import attend
 from sfi_core.errors import ConfigError, UnsupportedModelError
 from sfi_core.hosts.transformers.cache import under_way
 from sfi_kernels.partial_attention import combine, partial_attention

@@ -1,9 +1,12 @@
-"""transformers' view of a run: the `Cache` and its layers."""
+"""transformers' view of a run: the `Cache`, its layers, and the argument that holds a model's cache.
 
-from collections.abc import Iterator, Sequence
+The argument is `past_key_values`, which transformers 5.24 renamed to `cache`.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Self
 
 import torch
@@ -16,11 +19,20 @@ from transformers.cache_utils import (
     LinearAttentionAndFullAttentionLayer,
     LinearAttentionLayer,
 )
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from sfi_core.engine.run import Run
 from sfi_core.errors import UnsupportedModelError
 from sfi_core.hosts.transformers.own_layers import of_own_kind, seat_states, seat_window, taken
 from sfi_kernels.step_descriptor import sent
+
+OLD_NAME = "past_key_values"
+CACHE_NAME = "cache" if "cache" in [f.name for f in fields(CausalLMOutputWithPast)] else OLD_NAME
+
+
+def cache_in(arguments: Mapping[str, Any]) -> Any:
+    """Return the cache among a call's arguments, under either name; None if there is none."""
+    return arguments.get(CACHE_NAME, arguments.get(OLD_NAME))
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +52,10 @@ class RaggedRow:
         T, begin = max(count), 0
         place_BT: list[list[int]] = []
         place_X: list[int] = []
-        for row, own in enumerate(count):
-            place_BT.append([0] * (T - own) + list(range(begin, begin + own)))
-            place_X += range(row * T + T - own, (row + 1) * T)
-            begin += own
+        for row, tokens in enumerate(count):
+            place_BT.append([0] * (T - tokens) + list(range(begin, begin + tokens)))
+            place_X += range(row * T + T - tokens, (row + 1) * T)
+            begin += tokens
         return cls(sent(torch.tensor(place_BT), device), sent(torch.tensor(place_X), device))
 
     def spread(self, row_1HXD: torch.Tensor) -> torch.Tensor:
@@ -129,7 +141,7 @@ class SfiLayer(CacheLayerMixin):
         raise UnsupportedModelError("beam search does not run under sfi; use num_beams=1")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Refuse: a model would add layers to the cache, as a Dory does for the layers that it loops over."""
+        """Refuse: a model that copies a layer adds layers to the cache. A Dory does so where it loops over layers."""
         raise UnsupportedModelError(f"{self.model} copies layer {self.index} of its cache, which sfi does not know")
 
 
@@ -280,8 +292,8 @@ def owners(text: Any) -> dict[int, int]:
     """
     shared, kinds = getattr(text, "num_kv_shared_layers", None) or 0, getattr(text, "layer_types", None) or []
     first = len(kinds) - shared
-    own = {kind: index for index, kind in enumerate(kinds[:first])}
-    return {index: own[kinds[index]] for index in range(first, len(kinds)) if kinds[index] in own}
+    last = {kind: index for index, kind in enumerate(kinds[:first])}
+    return {index: last[kinds[index]] for index in range(first, len(kinds)) if kinds[index] in last}
 
 
 # the cache of this thread's forward pass under sfi; None for a pass that stays as it is without sfi

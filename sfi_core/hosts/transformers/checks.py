@@ -9,8 +9,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from sfi_core.errors import ConfigError, InputError, UnsupportedModelError
-from sfi_core.hosts.transformers.cache import SfiCache
-from sfi_core.hosts.transformers.cache_name import CACHE_NAME
+from sfi_core.hosts.transformers.cache import CACHE_NAME, SfiCache
 from sfi_core.models.digest import HEADS, folder_of, model_digest
 from sfi_core.policies import Policy
 from sfi_core.policies.built_in.synckv import SyncKV
@@ -90,8 +89,8 @@ def full_attention_layers(model: PreTrainedModel) -> tuple[int, ...]:
     """Return the layers that SFI acts on; raise `UnsupportedModelError` as `check_supported`."""
     check_supported(model)
     cache = SfiCache(model, None, None, frozenset())
-    own = {layer.index for layer in cache.managed}
-    return (*sorted(own), *(index for index, owner in cache.owners.items() if owner in own))
+    managed = {layer.index for layer in cache.managed}
+    return (*sorted(managed), *(index for index, owner in cache.owners.items() if owner in managed))
 
 
 def check_supported(model: PreTrainedModel) -> None:

@@ -2,29 +2,25 @@
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import torch
 
-from sfi_core.engine.graphs import recorder
-from sfi_core.engine.graphs.lookahead import audits_next
-from sfi_core.engine.graphs.steps import StepGraphs
-from sfi_core.engine.lossless.rule import DraftRule
+from sfi_core.engine.lossless import Cost, DraftRule
 from sfi_core.engine.prompt_queries import Watcher
 from sfi_core.engine.run import Run
 from sfi_core.engine.shared_prompt import SharedPrompt
 from sfi_core.hosts.transformers.block_pass import BlockPass
-from sfi_core.hosts.transformers.cache import SfiCache, SfiLayer
-from sfi_core.hosts.transformers.cache_name import CACHE_NAME
-from sfi_core.hosts.transformers.lossless import draft_rule
+from sfi_core.hosts.transformers.cache import CACHE_NAME, SfiCache, SfiLayer
+from sfi_core.hosts.transformers.lossless import most_drafted
 from sfi_core.hosts.transformers.own_layers import take_states
-from sfi_core.hosts.transformers.replays import records_steps, refusal
+from sfi_core.hosts.transformers.replays import Replays
 from sfi_core.hosts.transformers.session import Session
 from sfi_core.machine.threads import SMALL_BYTES, one_thread
-from sfi_core.models.describe import ModelWeights
+from sfi_core.models.describe import ModelWeights, describe_model
+from sfi_core.sizes.step import ByteModel
 from sfi_core.state.kv_store import KVStore
 from sfi_kernels.step_descriptor import sent
 
@@ -37,8 +33,8 @@ class Decoder:
     prompts that were read already, or made up. A request may reach `capacity` tokens, generates at most
     `generated` (None for what `capacity` leaves), and ends with one of `stop_ids`. A forward pass reads
     `chunk` prompt tokens, 0 for all; `on_prefill` is then told of those read so far and in all. `requests`
-    counts those that wait for a row too; None for those of the batch. The `watchers` look at every layer. A
-    `patient` decoder records the graph of a slow step at the second such step, not the first.
+    counts those that wait for a row too; None for those of the batch. The `watchers` look at every layer. `replays`
+    are the steps that run as CUDA graphs; `patient` as there.
     """
 
     session: Session
@@ -54,23 +50,19 @@ class Decoder:
     on_prefill: Callable[[int, int], None] | None = None
     patient: bool = True
     cache: SfiCache = field(init=False)
-    _graphs: StepGraphs | None = field(init=False, default=None)
-    _captures: bool = field(init=False)
+    replays: Replays = field(init=False)
     _small: bool = field(init=False)
-    _missed: str = field(init=False, default="")
     _options: dict[str, Any] = field(init=False)
     _ragged: bool = field(init=False)
 
     def __post_init__(self) -> None:
         """Check whether steps can be recorded, and what the model's forward pass takes."""
         session, model = self.session, self.session.model
-        self._captures = records_steps(session)
-        if recorder.can_record(model.device) and session.engine.graphs is not False:
-            self._missed = str(refusal(session) or "")
         self.cache = session.cache(self.capacity, self.ids_BT.shape[1], self.stop_ids)
         self.cache.requests, self.cache.generated = self.requests, self.generated
-        known = inspect.signature(model.forward).parameters
-        self._options = {"logits_to_keep": 1} if "logits_to_keep" in known else {}
+        self.replays = Replays(session, self.cache, self._captured_pass, patient=self.patient)
+        parameters = inspect.signature(model.forward).parameters
+        self._options = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
         self._ragged = bool((self.mask_BT == 0).any())
         self._small = reads_little(session, len(self.ids_BT), self.capacity)
 
@@ -97,43 +89,11 @@ class Decoder:
     def step(self, token_B: list[int]) -> torch.Tensor:
         """Decode one token of every request."""
         run = self.session.run
-        with self.replaying() as replays:
-            if replays:
+        with self.replays.next_step(run) as replayed:
+            if replayed:
                 run.begin_decode()
-                return self.replay([[token] for token in token_B])
+                return self.replays.replay(run, [[token] for token in token_B])
             return self._step(run, token_B)
-
-    @contextmanager
-    def replaying(self) -> Iterator[bool]:
-        """Say whether the step that the body begins and runs is replayed."""
-        run = self.run
-        if not self._captures:
-            if self._missed:
-                run.meter.not_replayed = self._missed
-                run.meter.count("graph.eager")
-            yield False
-            return
-        if self._graphs is None:
-            self._graphs = StepGraphs(
-                run, self._captured_pass, recorder.make_recorder(run.device),
-                required=bool(self.session.engine.graphs), patient=self.patient,
-            )  # fmt: skip
-        if not audits_next(run):
-            yield True
-            return
-        run.meter.count("graph.eager")
-        with self._graphs.eager_step():
-            yield False
-
-    def replay(self, brought: Sequence[Sequence[int]]) -> torch.Tensor:
-        """Replay a step that the run has begun; arguments and result are those of `StepGraphs.step`."""
-        assert self._graphs is not None, "the step is replayed"
-        logits_XV = self._graphs.step(brought)
-        self.cache.see(self.cache.seen + 1)
-        if self._graphs.given_up:
-            self._missed = self.run.meter.not_replayed = self._graphs.given_up
-            self._graphs, self._captures = None, False
-        return logits_XV
 
     def _step(self, run: Run, token_B: list[int]) -> torch.Tensor:
         # one kernel after the other, watched by all that watch
@@ -147,18 +107,18 @@ class Decoder:
             mask = place_T >= last - position_B1
         return self._forward(ids_B1, position_B1, mask)
 
-    def ahead(self, token_B: torch.Tensor) -> None:
-        """Launch the step of these tokens before the host has read them, where possible."""
-        if self._graphs is not None and self.cache.seen + 1 < self.capacity:
-            self._graphs.ahead(token_B)
-
     def draft_rule(self) -> DraftRule:
         """Return what ends a draft in a lossless run."""
-        return draft_rule(self.session)
+        session, policy = self.session, self.session.policy
+        draft = policy.config.draft
+        return DraftRule(
+            config=replace(draft, max_tokens=most_drafted(session.shapes(), draft.max_tokens)),
+            stop_ids=self.run.stop_ids, cost=_draft_cost(session), selecting=policy.selection_tokens,
+        )  # fmt: skip
 
     def drafting(self) -> BlockPass:
         """Return the passes of a lossless run."""
-        return BlockPass(self)
+        return BlockPass(self.run, self.cache, self.replays, self.planned_pass)
 
     def planned_pass(self, ids_BT: torch.Tensor, positions_BT: torch.Tensor, run: Run | None = None) -> torch.Tensor:
         """Run a pass that the engine has begun; return the logits of every token, [B, T, V].
@@ -174,12 +134,12 @@ class Decoder:
 
     def alone(self, ids_1T: torch.Tensor, mask_1T: torch.Tensor, run: Run) -> Self:
         """Return a decoder that reads one more prompt into a row with a run of its own."""
-        one = type(self)(
+        alone = type(self)(
             session=self.session, ids_BT=ids_1T, mask_BT=mask_1T, capacity=self.capacity,
             stop_ids=self.stop_ids, chunk=self.chunk,
         )  # fmt: skip
-        one.cache.attach(run)
-        return one
+        alone.cache.attach(run)
+        return alone
 
     def seat(self, row: int, other: Self) -> None:
         """Give a row to a prompt that was read alone."""
@@ -191,8 +151,8 @@ class Decoder:
         session, cache = self.session, self.cache
         if session.tiers is not None and shared.store.whole_on_device:
             count = shared.count
-            own = session.store(len(count), shared.capacity, shared.capacity - max(count))
-            shared = _on_two_tiers(shared, own)
+            store = session.store(len(count), shared.capacity, shared.capacity - max(count))
+            shared = _on_two_tiers(shared, store)
         shared.check_run(session.policy, session.backend, session.page_size)
         run = session.start(cache, *self.ids_BT.shape, watchers=self.watchers, store=shared.store_for_a_run())
         shared.begin(run)
@@ -258,6 +218,19 @@ def _on_two_tiers(shared: SharedPrompt, store: KVStore) -> SharedPrompt:
                 store.append(layer, key_BHTD, value_BHTE, begin_B, count_B, begin, count)
             begin[row], count[row] = length, 0
     return replace(shared, store=store, copied=False)
+
+
+def _draft_cost(session: Session) -> Cost:
+    # the cost of a fast step relative to a verification, by the bytes that both read
+    dense_layers, refreshes = session.policy.config.dense_layers, session.policy.refreshes()
+    description = describe_model(session.model, session.shapes())
+    model = ByteModel.of(description, dense_layers=dense_layers, batch=session.run.store.batch)
+
+    def cost(length: float, attended: float) -> float:
+        whole = model.slow(length, min(length, attended)) if refreshes else model.dense(length)
+        return min(1.0, float(model.fast(length, attended)) / float(whole))
+
+    return cost
 
 
 def reads_little(session: Session, batch: int, capacity: int) -> bool:

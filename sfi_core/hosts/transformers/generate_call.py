@@ -11,14 +11,12 @@ from transformers.generation import GenerateDecoderOnlyOutput, logits_process
 
 from sfi_core.distributed.ranks import Ranks
 from sfi_core.engine.loop import Loop, left_pad
-from sfi_core.engine.picking.picker import Picker
-from sfi_core.engine.picking.tokens_so_far import TokensSoFar
+from sfi_core.engine.picking import Picker, TokensSoFar
 from sfi_core.errors import ConfigError, InputError
-from sfi_core.hosts.transformers.cache import SfiCache, under_way
-from sfi_core.hosts.transformers.cache_name import CACHE_NAME, OLD_NAME, cache_in
+from sfi_core.hosts.transformers.cache import CACHE_NAME, OLD_NAME, SfiCache, cache_in, under_way
 from sfi_core.hosts.transformers.checks import check_cache, prompt_tokens, refuse_modes
 from sfi_core.hosts.transformers.decoder import Decoder
-from sfi_core.hosts.transformers.lossless import most_together, refuse_in_lossless, together
+from sfi_core.hosts.transformers.lossless import refuse_in_lossless
 from sfi_core.hosts.transformers.session import Session
 from sfi_core.machine.threads import serving
 from sfi_core.sizes.memory import check_fits
@@ -58,12 +56,14 @@ class OwnProcessors(Picker):
         draws, None for the best token.
         """
         super().__init__(requests, ranks, seed=seed)
-        for one in chosen:
-            if isinstance(one, logits_process.SynthIDTextWatermarkLogitsProcessor):
-                raise ConfigError(f"logits_processor must be stateless in a lossless run, got {type(one).__name__}")
+        for processor in chosen:
+            if isinstance(processor, logits_process.SynthIDTextWatermarkLogitsProcessor):
+                raise ConfigError(
+                    f"logits_processor must be stateless in a lossless run, got {type(processor).__name__}"
+                )
         self._chosen, self._ids_RT = chosen, ids_RT
         self.tokens = TokensSoFar(ids_RT[list(requests)])
-        self._by_row = any(_knows_rows(one) for one in chosen)
+        self._by_row = any(_knows_rows(processor) for processor in chosen)
 
     def alone(self, ids_1T: torch.Tensor, request: int) -> "OwnProcessors":
         """See `Picker`; the request's prompt keeps its padding."""
@@ -96,12 +96,12 @@ class OwnProcessors(Picker):
         return scores_RV[place : place + 1]
 
 
-def _knows_rows(one: logits_process.LogitsProcessor) -> bool:
-    if isinstance(one, logits_process.RepetitionPenaltyLogitsProcessor):
+def _knows_rows(processor: logits_process.LogitsProcessor) -> bool:
+    if isinstance(processor, logits_process.RepetitionPenaltyLogitsProcessor):
         # newer transformers leave out each row's own padding
-        return isinstance(one.prompt_ignore_length, torch.Tensor)
+        return isinstance(processor.prompt_ignore_length, torch.Tensor)
     # any that is not transformers' own may
-    return isinstance(one, BY_ROW) or type(one).__module__ != logits_process.__name__
+    return isinstance(processor, BY_ROW) or type(processor).__module__ != logits_process.__name__
 
 
 def generate_with(session: Session, generate: Callable[..., Any]) -> Callable[..., Any]:
@@ -156,9 +156,9 @@ def generate_with(session: Session, generate: Callable[..., Any]) -> Callable[..
 
 
 def _settings(session: Session, generation_config: Any, kwargs: dict[str, Any]) -> Any:
-    own = session.model.generation_config
-    settings = copy.deepcopy(generation_config or own)
-    settings.update(**own.to_dict(), defaults_only=True)  # as transformers does
+    defaults = session.model.generation_config
+    settings = copy.deepcopy(generation_config or defaults)
+    settings.update(**defaults.to_dict(), defaults_only=True)  # as transformers does
     settings.update(**{name: value for name, value in kwargs.items() if hasattr(settings, name)})
     return settings
 
@@ -166,7 +166,7 @@ def _settings(session: Session, generation_config: Any, kwargs: dict[str, Any]) 
 def _check_memory(session: Session, prompts: int, length: int, capacity: int, settings: Any) -> None:
     batch = prompts * (settings.num_return_sequences or 1)
     if session.engine.lossless:
-        batch = min(batch, most_together(session) or batch)
+        batch = min(batch, session.most_together or batch)
     expected = session.forecast(batch, length, capacity, settings.prefill_chunk_size or 0)
     with session.ranks.agreed():
         check_fits(expected, session.model.device, two_tier=session.tiers is not None)
@@ -202,8 +202,8 @@ def lossless_decoding(session: Session, streamer: Any) -> Callable[..., Any]:
             raise ConfigError(f"prompts must be one with a streamer in a lossless run, got {B}")
         stop_ids, limit = ending(stopping_criteria)
         count = prompt_tokens(prepared.get("attention_mask"), B, T, 0, final=True)
-        rows = [row[T - own :] for row, own in zip(input_ids.tolist(), count, strict=True)]
-        slots = min(B, together(session, None) or B)
+        rows = [row[T - tokens :] for row, tokens in zip(input_ids.tolist(), count, strict=True)]
+        slots = min(B, session.together(None) or B)
         ids_BT, mask_BT = left_pad(rows[:slots], input_ids.device)
         decoder = Decoder(
             session=session, ids_BT=ids_BT, mask_BT=mask_BT, capacity=limit, stop_ids=stop_ids,
@@ -234,14 +234,14 @@ def ending(criteria: Any) -> tuple[frozenset[int], int]:
     Raise `ConfigError` for any other criterion, and without a bound on the length.
     """
     stop: set[int] = set()
-    for one in criteria:
-        if type(one) is EosTokenCriteria:
-            stop.update(one.eos_token_id.flatten().tolist())
-        elif type(one) is not MaxLengthCriteria:
+    for criterion in criteria:
+        if type(criterion) is EosTokenCriteria:
+            stop.update(criterion.eos_token_id.flatten().tolist())
+        elif type(criterion) is not MaxLengthCriteria:
             raise ConfigError(
-                f"stopping_criteria must be a length and stop tokens in a lossless run, got {type(one).__name__}"
+                f"stopping_criteria must be a length and stop tokens in a lossless run, got {type(criterion).__name__}"
             )
-    limits = [one.max_length for one in criteria if type(one) is MaxLengthCriteria]
+    limits = [criterion.max_length for criterion in criteria if type(criterion) is MaxLengthCriteria]
     if not limits:
         raise ConfigError("max_new_tokens must be given in a lossless run, got None")
     return frozenset(stop), min(limits)

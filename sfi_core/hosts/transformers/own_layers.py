@@ -1,7 +1,7 @@
 """transformers' own cache layers beside ours: sliding windows, and states of linear attention and convolutions.
 
-A window forgets by position: a layer of one makes new tensors and never writes into those that it holds. A state
-forgets nothing by position, and transformers writes it in place; whoever wants it back takes a copy.
+A window drops tokens by their positions: its layer makes new tensors and never writes into old ones. A state has no
+positions, and transformers overwrites it in place: `taken` copies states, so that `put_back` can restore them.
 """
 
 import sys
@@ -33,8 +33,8 @@ def taken(held: Mapping[str, Any]) -> dict[str, Any]:
 
 def take_states(layer: Any, other: Any) -> None:
     """Give a layer the states of another cache layer, as copies."""
-    kept = {name: value for name, value in other.__dict__.items() if isinstance(value, dict)}
-    layer.__dict__.update(taken(kept))
+    states = {name: value for name, value in other.__dict__.items() if isinstance(value, dict)}
+    layer.__dict__.update(taken(states))
 
 
 def seat_states(layer: Any, row: int, other: Any) -> None:
@@ -47,10 +47,10 @@ def seat_states(layer: Any, row: int, other: Any) -> None:
 
 def seat_window(layer: Any, row: int, other: Any, width: int) -> None:
     """Give a row the window of a request that was read alone; the longest now has `width` tokens."""
-    kept = min(width, layer.sliding_window - 1)
+    width_kept = min(width, layer.sliding_window - 1)
     for name in ("keys", "values"):
-        large, one = (_last(getattr(held, name), kept) for held in (layer, other))
-        large[row] = one[0]
+        large, theirs = (_last(getattr(held, name), width_kept) for held in (layer, other))
+        large[row] = theirs[0]
         setattr(layer, name, large)
     layer.cumulative_length = width
 
@@ -75,9 +75,9 @@ class _LinearStates:
 
 def of_own_kind(cache: Any, model: Any) -> Any:
     """Return a cache as an instance of the one class that its model takes; only a MiniMax is particular."""
-    own = getattr(sys.modules[type(model).__module__], "MiniMaxCache", None)
-    if own is not None:
+    particular = getattr(sys.modules[type(model).__module__], "MiniMaxCache", None)
+    if particular is not None:
         kind = type(cache)
-        bases = (own,) if issubclass(own, kind) else (kind, own)
+        bases = (particular,) if issubclass(particular, kind) else (kind, particular)
         cache.__class__ = type(kind.__name__, (_LinearStates, *bases), {})
     return cache

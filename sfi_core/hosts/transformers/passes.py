@@ -3,10 +3,8 @@
 The shadow pass runs an audited step densely first, for its dense next-token distribution.
 """
 
-import time
 from collections.abc import Mapping
 from typing import Any
-from uuid import uuid4
 
 import torch
 
@@ -16,23 +14,8 @@ from sfi_core.engine.run import Run
 from sfi_core.errors import ConfigError
 from sfi_core.hosts.transformers.cache import SfiCache
 from sfi_core.hosts.transformers.checks import prompt_tokens
-from sfi_core.models.describe import describe_model
-from sfi_core.observers.events import LogitsEvent, PromptEvent, RunEvent
-
-
-def run_event(session: Any, batch: int, requests: int) -> RunEvent:
-    """Describe a run of so many rows and requests, which begins; the session knows the shapes.
-
-    Every rank must call it: all take the first rank's run id and clock.
-    """
-    run_id, began_unix_ns = session.ranks.first_ones((uuid4().hex, time.time_ns()))
-    return RunEvent(
-        batch=batch, requests=requests, policy=session.policy_name, backend=session.backend,
-        device=str(session.model.device), config=session.policy.config.to_dict(),
-        trigger_token_ids=session.trigger_token_ids, model=describe_model(session.model, session.shapes()),
-        lossless=session.engine.lossless, audit=None if session.audit is None else session.audit.to_dict(),
-        rank=session.ranks.number, ranks=session.ranks.size, run_id=run_id, began_unix_ns=began_unix_ns,
-    )  # fmt: skip
+from sfi_core.hosts.transformers.shapes import StateChecks
+from sfi_core.observers.events import LogitsEvent, PromptEvent
 
 
 def reads_prompt(cache: SfiCache, new: int) -> bool:
@@ -43,7 +26,9 @@ def reads_prompt(cache: SfiCache, new: int) -> bool:
     return cache.seen == 0 or cache.seen + new <= (cache.prompt_length or new) or new > 1
 
 
-def begin_prompt(run: Run, cache: SfiCache, ids: torch.Tensor | None, size: torch.Size, mask: Any, checks: Any) -> None:
+def begin_prompt(
+    run: Run, cache: SfiCache, ids: torch.Tensor | None, size: torch.Size, mask: Any, checks: StateChecks
+) -> None:
     """Enter a pass over a piece of the prompts, of `size` requests and padded tokens.
 
     `ids` are None for embeddings; `mask` is transformers' attention mask, None without padding; `checks` are the

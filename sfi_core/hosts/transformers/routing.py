@@ -53,7 +53,11 @@ def attention(
 def _plain_attention(module: torch.nn.Module) -> Callable[..., Any]:
     # what a module attends with where sfi is not installed; each of transformers' files has an eager function
     sources = (sys.modules[kind.__module__] for kind in type(module).__mro__)
-    eager = (own for source in sources if (own := getattr(source, "eager_attention_forward", None)) is not None)
+    eager = (
+        eager_attention
+        for source in sources
+        if (eager_attention := getattr(source, "eager_attention_forward", None)) is not None
+    )
     name = _plain.get(id(module.config), "sdpa")
     plain: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(name, next(eager, sdpa_attention_forward))
     return plain
@@ -88,8 +92,8 @@ def _route(model: PreTrainedModel) -> None:
     for identity, config in configs.items():
         if identity not in _plain:
             finalize(config, _plain.pop, identity, None)
-        if (own := attention_implementation(config)) != NAME:  # another model may share the config
-            _plain[identity] = own
+        if (implementation := attention_implementation(config)) != NAME:  # another model may share the config
+            _plain[identity] = implementation
     previous = attention_implementation(model.config)
     model.set_attn_implementation(NAME)
     if attention_implementation(model.config.get_text_config(decoder=True)) != NAME:
@@ -117,8 +121,8 @@ def mask(*args: Any, config: Any = None, **kwargs: Any) -> torch.Tensor | None:
 
     Return None for the full-attention layers of a run: a request's tokens are those in its pages, and a mask
     would take [B, 1, T, T] bytes that nobody reads. For sliding windows return `sdpa_mask`'s mask, [B, 1, T, S] bool or
-    None; so too for a mask function of the model's own that is not the causal one on this text, as where Gemma sees all
-    of an image, which `sfi_attention` refuses. Outside a run the mask is the model's own.
+    None. A mask function of the model's own may differ from the causal one, where Gemma sees all of an image for one:
+    `sfi_attention` then refuses its mask. Outside a run the mask is the model's own.
     """
     make: Callable[..., torch.Tensor | None] | None = sdpa_mask
     runs = under_way.get() is not None and not probing()

@@ -1,37 +1,40 @@
 """A model under SFI: its forward passes, and their runs."""
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from threading import RLock, get_ident, local
 from typing import Any
+from uuid import uuid4
 
 import torch
 
 from sfi_core.distributed.ranks import ranks_of
 from sfi_core.engine.audit import Audit, check_audit
 from sfi_core.engine.maintenance import first_together, worked_off_together
+from sfi_core.engine.picking import CPU_PIECE, PIECE
 from sfi_core.engine.prompt_queries import Watcher
 from sfi_core.engine.report import RunReport
 from sfi_core.engine.run import Run
 from sfi_core.errors import ConfigError
 from sfi_core.hosts.transformers import checks
-from sfi_core.hosts.transformers.cache import SfiCache, under_way
-from sfi_core.hosts.transformers.cache_name import cache_in
+from sfi_core.hosts.transformers.cache import SfiCache, cache_in, under_way
 from sfi_core.hosts.transformers.fusion.fuse import Fusion
-from sfi_core.hosts.transformers.lossless import drafting_of
+from sfi_core.hosts.transformers.lossless import most_drafted
 from sfi_core.hosts.transformers.passes import (
     audited_rows,
     begin_decode,
     begin_prompt,
     compare_shadow,
     reads_prompt,
-    run_event,
     shadow,
 )
 from sfi_core.hosts.transformers.routing import probing
-from sfi_core.hosts.transformers.shapes import StateChecks, layer_shapes
+from sfi_core.hosts.transformers.shapes import StateChecks
 from sfi_core.hosts.transformers.stores import TierPlan
+from sfi_core.models.describe import describe_model
 from sfi_core.models.tensor_parallel import check_split
+from sfi_core.observers.events import LogitsEvent, RunEvent
 from sfi_core.observers.observer import NullObserver, Observer, as_one
 from sfi_core.policies import EvidencePolicy, policy_class
 from sfi_core.settings.audit import AuditConfig
@@ -80,8 +83,7 @@ class Session:
         self.backend = "torch"
         self._run: Run | None = None
         self._here = local()
-        self.state_checks = StateChecks(self)
-        self._shapes: list[LayerShape] = []
+        self.state_checks = StateChecks(model)
 
     @property
     def report(self) -> RunReport | None:
@@ -131,16 +133,16 @@ class Session:
         full = [shape for shape in shapes if shape.window is None]
         on_triton = self.backend == "triton"  # a slow step refreshes all requests at once
         refreshed, first = batch if on_triton else 1, 1
-        if not on_triton and isinstance(policy, EvidencePolicy) and tiers is None:
-            refreshed = worked_off_together(heads * capacity, len(shapes))
-        if on_triton and all(policy.first_bytes(shape) is None for shape in full):
+        if isinstance(policy, EvidencePolicy) and tiers is None and not (on_triton and self.engine.overlap):
+            refreshed *= worked_off_together(refreshed * heads * capacity, len(shapes), self.backend)
+        if on_triton and all(policy.companion.first_bytes(shape) is None for shape in full):
             first = min(batch, first_together(heads * policy.config.window_prefill * capacity))
         expected = memory.forecast(
             model, shapes, policy, batch=batch, prompt_tokens=prompt_tokens, capacity=capacity,
             prefill_chunk=prefill_chunk, backend=self.backend, tiers=tiers is not None,
             refreshed_together=refreshed, first_together=first,
             evidence_buffers=ring_places(model.device, overlap=self.engine.overlap), graphs=graphs,
-            drafting=drafting_of(self),
+            drafting=self._drafting() if self.engine.lossless else None,
         )  # fmt: skip
         if tiers is None:
             return expected
@@ -149,6 +151,37 @@ class Session:
         packed, norms = tiered.parts["packed"], tiered.parts["norms"]
         others = tiered.device_bytes - packed - norms
         return replace(expected, kv_bytes=host + others, packed_bytes=packed, summary_bytes=0, norm_bytes=norms)
+
+    def _drafting(self) -> memory.Drafting:
+        return memory.Drafting(
+            tested=most_drafted(self.shapes(), self.policy.config.draft.max_tokens) + 1,
+            together=CPU_PIECE if self.model.device.type == "cpu" else PIECE,
+            compares=LogitsEvent in self.observer.wants,
+            explicit=self.backend == "torch",
+        )
+
+    @property
+    def most_together(self) -> int | None:
+        """The most requests that a lossless run decodes together; None for no limit.
+
+        transformers' caches of sliding windows and states can only take back tokens from all requests alike.
+        """
+        return 1 if any(shape.hosted for shape in self.shapes()) else None
+
+    def together(self, asked: int | None) -> int | None:
+        """Return the most requests to decode together: `asked`, or the model's limit in lossless runs.
+
+        Raise `ConfigError` if `asked` is more than the limit.
+        """
+        most = self.most_together if self.engine.lossless else None
+        if most is None:
+            return asked
+        if asked is not None and asked > most:
+            raise ConfigError(
+                f"max_batch must be at most {most} in a lossless run of a model with sliding windows or states, "
+                f"got {asked}"
+            )
+        return most
 
     @property
     def tiers(self) -> TierPlan | None:
@@ -167,9 +200,7 @@ class Session:
 
     def shapes(self) -> list[LayerShape]:
         """Return the layers' shapes; the first call runs a pass over two tokens."""
-        if not self._shapes:
-            self._shapes = layer_shapes(self.model)
-        return self._shapes
+        return self.state_checks.shapes()
 
     def before_forward(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Enter a step: transformers calls this before every forward pass of the model.
@@ -241,9 +272,20 @@ class Session:
             self.ranks, self.audit, (*watchers, *audit),
         )  # fmt: skip
         cache.attach(self._run)
-        if self._shapes:
-            self.observer.on(run_event(self, batch, cache.requests or batch))
+        if self.state_checks.known:
+            self.observer.on(self._run_event(batch, cache.requests or batch))
         return self._run
+
+    def _run_event(self, batch: int, requests: int) -> RunEvent:
+        # every rank makes one: all take the first rank's run id and clock
+        run_id, began_unix_ns = self.ranks.first_ones((uuid4().hex, time.time_ns()))
+        return RunEvent(
+            batch=batch, requests=requests, policy=self.policy_name, backend=self.backend,
+            device=str(self.model.device), config=self.policy.config.to_dict(),
+            trigger_token_ids=self.trigger_token_ids, model=describe_model(self.model, self.shapes()),
+            lossless=self.engine.lossless, audit=None if self.audit is None else self.audit.to_dict(),
+            rank=self.ranks.number, ranks=self.ranks.size, run_id=run_id, began_unix_ns=began_unix_ns,
+        )  # fmt: skip
 
     def store(self, batch: int, capacity: int, generated: int) -> KVStore:
         """Make the store of a run that generates so many tokens."""

@@ -8,14 +8,12 @@ import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
-from weakref import proxy
 
 import torch
 from transformers import DynamicCache
 
 from sfi_core.errors import UnsupportedModelError
-from sfi_core.hosts.transformers.cache import SfiCache
-from sfi_core.hosts.transformers.cache_name import CACHE_NAME
+from sfi_core.hosts.transformers.cache import CACHE_NAME, SfiCache
 from sfi_core.hosts.transformers.checks import check_supported
 from sfi_core.hosts.transformers.own_layers import of_own_kind, states
 from sfi_core.hosts.transformers.routing import looking, routed
@@ -131,12 +129,23 @@ def _without_experts(model: Any) -> Iterator[None]:
 
 
 class StateChecks:
-    """Refuses what would put wrong numbers into a model's states; tries each once."""
+    """The shapes of a model's layers, and what would put wrong numbers into its states, which is tried once."""
 
-    def __init__(self, session: Any) -> None:
-        # a cycle would keep a run's cache until the garbage collector comes by
-        self._session, self._model = proxy(session), session.model
+    def __init__(self, model: Any) -> None:
+        self._model = model
         self._tried: dict[str, str] = {}
+        self._shapes: list[LayerShape] = []
+
+    @property
+    def known(self) -> bool:
+        """Whether the layers' shapes are known without a pass."""
+        return bool(self._shapes)
+
+    def shapes(self) -> list[LayerShape]:
+        """Return the layers' shapes; the first call runs a pass over two tokens."""
+        if not self._shapes:
+            self._shapes = layer_shapes(self._model)
+        return self._shapes
 
     def passes(self, asked: str) -> None:
         """Raise `UnsupportedModelError` if what is `asked`, of `EQUAL`, would change a state."""
@@ -166,7 +175,7 @@ class StateChecks:
     def _mixer(self, asked: str) -> str:
         # class and layer of the first mixer whose state differs, "" for none
         if asked not in self._tried:
-            stated = any(shape.state_bytes for shape in self._session.shapes())
+            stated = any(shape.state_bytes for shape in self.shapes())
             self._tried[asked] = self._try(asked) if stated else ""
         return self._tried[asked]
 
@@ -187,6 +196,8 @@ class StateChecks:
         for index, layers in enumerate(zip(*(cache.layers for cache in caches), strict=True)):
             pairs = zip(*(states(layer) for layer in layers), strict=True)
             if any((a - b).float().norm() > far * a.float().norm() for (_, _, a), (_, _, b) in pairs):
-                named = [type(one).__name__ for one in model.modules() if getattr(one, "layer_idx", None) == index]
+                named = [
+                    type(module).__name__ for module in model.modules() if getattr(module, "layer_idx", None) == index
+                ]
                 return f"{named[-1]} of layer {index}" if named else f"layer {index}"
         return ""

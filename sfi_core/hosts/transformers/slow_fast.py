@@ -10,15 +10,16 @@ from weakref import WeakKeyDictionary
 
 from transformers import AttentionInterface
 
-from sfi_core.engine.backends.registry import check_backend, check_shapes
+from sfi_core.engine.attend import check_backend, check_shapes
 from sfi_core.errors import BackendError, ConfigError
 from sfi_core.hosts.transformers.attention import sfi_attention
 from sfi_core.hosts.transformers.fusion.fuse import fused, wants_fusion
 from sfi_core.hosts.transformers.generate_call import generate_with
-from sfi_core.hosts.transformers.lossless import check_lossless
+from sfi_core.hosts.transformers.lossless import check_asked
 from sfi_core.hosts.transformers.routing import IN_RUN, routed
 from sfi_core.hosts.transformers.session import Session
 from sfi_core.models.linear import quick_linears
+from sfi_core.models.rotation import check_rotation
 from sfi_core.observers.observer import Observer
 from sfi_core.settings.audit import AuditConfig
 from sfi_core.settings.config import SfiConfig, checked_config
@@ -71,15 +72,15 @@ def slow_fast(
     with session_on(
         model, tokenizer, config, policy=policy, observers=observers, page_size=page_size, audit=audit, engine=engine
     ) as session:
-        own = model.__dict__.get("generate")
+        replaced = model.__dict__.get("generate")
         model.generate = generate_with(session, model.generate)
         try:
             yield session
         finally:
             with session.lock:  # a call in another thread ends first
                 model.__dict__.pop("generate")
-                if own is not None:
-                    model.generate = own
+                if replaced is not None:
+                    model.generate = replaced
 
 
 @contextmanager
@@ -112,7 +113,9 @@ def session_on(
             stack.callback(hook.remove)
         stack.callback(session.close)
         if session.engine.lossless:
-            check_lossless(session)
+            check_asked(session.policy, session.policy_name, engine, audited=audit is not None)
+            check_rotation(model.config)
+            session.state_checks.passes("a lossless run")
         stack.enter_context(session.ranks.guarded())
         stack.enter_context(quick_linears(model))
         session.backend = _resolved(engine.backend, session, page_size)

@@ -76,14 +76,14 @@ class TierPlan:
         return TwoTierStore(
             batch, capacity, page_size=self.page, ring_pages=ring_pages(self.longest_recent(generated), self.page),
             backend=backend, side=side_of(device, overlap=True, role="tiers"),
-            resident=self.policy.resident_heads if fits else None,
+            resident=self.policy.resident if fits else None,
         )  # fmt: skip
 
 
 def check_offloads(policy: Policy | type[Policy], name: str) -> None:
     """Raise `ConfigError` for a policy that cannot run over two tiers; the message lists those that can."""
     if not policy.offloads:
-        able = ", ".join(sorted(known for known, kind in POLICIES.items() if kind.offloads))
+        able = ", ".join(sorted(policy_name for policy_name, kind in POLICIES.items() if kind.offloads))
         raise ConfigError(f"policy {name} cannot run under kv_device_budget; those that can: {able}")
 
 

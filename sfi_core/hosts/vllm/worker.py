@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from sfi_core.engine.backends.registry import attend, end_prompts
+from sfi_core.engine.attend import attend, end_prompts
 from sfi_core.engine.derived_runs import forget, open_row
 from sfi_core.engine.ledger import RequestPass
 from sfi_core.engine.run import Run

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from sfi_core.errors import BackendError, ConfigError, MemoryForecastError
-from sfi_core.hosts.transformers.lossless import most_together
 from sfi_core.hosts.transformers.shapes import cached_shapes
 from sfi_core.hosts.transformers.slow_fast import session_on
 from sfi_core.machine.describe import describe_measured
@@ -115,7 +114,7 @@ class Bench:
         self.machine = {**describe_measured(model.device), "copy_gb_per_s": copy}
         with session_on(model, None, replace(settings.config, trigger_policy="never")) as session:
             self._shapes = session.shapes()
-            if settings.lossless and most_together(session) == 1 < max(settings.batches):
+            if settings.lossless and session.most_together == 1 < max(settings.batches):
                 raise ConfigError(
                     "batch must be 1 in lossless runs of a model with sliding windows or states, got "
                     f"{max(settings.batches)}"

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from sfi_core.engine.lossless.rule import best_length
+from sfi_core.engine.lossless import best_length
 from sfi_core.hosts.transformers.shapes import layer_shapes
 from sfi_core.machine.describe import describe_measured
 from sfi_core.machine.memory import total_bytes

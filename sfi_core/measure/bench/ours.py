@@ -114,7 +114,7 @@ def run_ours(asked: BenchRun) -> DecodeSample:
     reset_peak(device)
     with decoder_of(asked) as decoder:
         token_SB = None if settings.real_prompts else asked.stream.token_SB
-        picker = GivenTokens(asked.prompts.ids_BT, token_SB, decoder.ahead)
+        picker = GivenTokens(asked.prompts.ids_BT, token_SB, decoder.replays.ahead)
         limit = settings.most_tokens if lossless else settings.total_steps + 1
         rate = asked.variant.acceptance
         outcome = None if rate is None else StatedAcceptance(rate, settings.seed)

@@ -9,7 +9,7 @@ import torch
 from transformers import DynamicCache, GenerationConfig, StaticCache
 
 from sfi_core.generation.synthetic import SyntheticPrompt, fill_sliding, repeated, turned
-from sfi_core.hosts.transformers.cache_name import CACHE_NAME
+from sfi_core.hosts.transformers.cache import CACHE_NAME
 from sfi_core.hosts.transformers.own_layers import of_own_kind, take_states
 from sfi_core.hosts.transformers.shapes import cached_layers, cached_shapes
 from sfi_core.machine.memory import peak_bytes, reset_peak

@@ -16,7 +16,7 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils import normalize_gen_kwargs
 from tqdm import tqdm
 
-from sfi_core.engine.backends.registry import check_backend
+from sfi_core.engine.attend import check_backend
 from sfi_core.engine.report import RunReport
 from sfi_core.engine.shared_prompt import SharedPrompt
 from sfi_core.errors import InputError

@@ -9,7 +9,6 @@ from sfi_core.engine.shared_prompt import SharedPrompt
 from sfi_core.errors import ConfigError, InputError
 from sfi_core.generation.generate import generate
 from sfi_core.generation.read_prompt import read_prompt
-from sfi_core.hosts.transformers.lossless import most_together
 from sfi_core.hosts.transformers.slow_fast import session_on
 from sfi_core.measure.evaluation.grid import Cell, Place, Row, Rows
 from sfi_core.measure.evaluation.method import Method, check_distinct
@@ -95,7 +94,7 @@ class SampleRows(Rows[TaskSample]):
         # the most samples that a lossless run decodes together; None for no limit. Triggers do not matter
         config, engine = method.config.replace(trigger_token_ids=(0,)), method.engine(DEFAULTS)
         with session_on(self.model, None, config, policy=method.policy, engine=engine) as session:
-            return most_together(session)
+            return session.most_together
 
     def _checked(self, limit: int | None, length: int, name: str, seeds: Sequence[int]) -> TaskSample:
         # only the first seed, unless the length is so near the limit that a longer answer might not fit

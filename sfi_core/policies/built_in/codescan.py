@@ -21,7 +21,7 @@ from typing import ClassVar
 
 import torch
 
-from sfi_core.policies.base import BatchContext, LayerContext, Notes, Policy
+from sfi_core.policies.base import BatchContext, Companion, LayerContext, Notes, Policy
 from sfi_core.policies.code_basis import learn_basis
 from sfi_core.state.layer_shape import LayerShape
 from sfi_core.state.request import RequestState
@@ -32,7 +32,7 @@ QUERIES = 256  # the last queries of the prompt, which the basis is learned from
 RELEARN = KEPT  # tokens of a request until it is learned again
 
 
-class CodeScan(Policy):
+class CodeScan(Companion, Policy):
     """Every step selects anew by the codes of all keys."""
 
     fills = True

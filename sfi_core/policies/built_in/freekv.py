@@ -13,14 +13,14 @@ from typing import ClassVar
 
 import torch
 
-from sfi_core.policies.base import LayerContext, Policy, Rule, Selection, stacked
+from sfi_core.policies.base import Companion, LayerContext, Policy, Rule, Selection, stacked
 from sfi_core.policies.page_bounds import best_pages, bounds, extremes, extremes_bytes
 from sfi_core.settings.config import SfiConfig
 from sfi_core.state.layer_shape import LayerShape
 from sfi_core.state.request import RequestState
 
 
-class FreeKV(Policy):
+class FreeKV(Companion, Policy):
     """Every step reads the last step's selection; heads whose query changed much select anew first."""
 
     fills = True
@@ -42,7 +42,7 @@ class FreeKV(Policy):
     def select_before(self, context: LayerContext) -> Selection:
         """Select anew for the heads whose pooled query cosine is below tau (correction)."""
         query_BHGD = context.query_BHGWD[:, :, :, -1]
-        last = [note.get("query", own) for note, own in zip(context.notes, query_BHGD, strict=True)]
+        last = [note.get("query", query) for note, query in zip(context.notes, query_BHGD, strict=True)]
         cosine_BH = pooled_cosine(query_BHGD, torch.stack(last))
         self._score(context)
         corrected = self._best(context)

@@ -3,8 +3,9 @@
 Unlike in the paper, keys keep their positions in the text in place of those in the cache.
 """
 
+from typing import ClassVar
+
 from sfi_core.policies.base import Policy
-from sfi_core.settings.config import SfiConfig
 
 
 class StreamingLLM(Policy):
@@ -15,7 +16,5 @@ class StreamingLLM(Policy):
     drafts = True
     offloads = True
 
-    @classmethod
-    def adapt(cls, config: SfiConfig) -> SfiConfig:
-        """Slide a window of `recent + budget` tokens, so that all methods read as many tokens."""
-        return config.replace(recent_mode="sliding", recent=config.recent + config.budget)
+    # a window of so many tokens, so that all methods read as many
+    fixed: ClassVar = {"recent_mode": "sliding", "recent": lambda config: config.recent + config.budget}

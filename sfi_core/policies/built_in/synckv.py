@@ -19,7 +19,7 @@ from typing import ClassVar
 import torch
 
 from sfi_core.errors import ConfigError
-from sfi_core.policies.base import LayerContext, Policy, Rule, Selection
+from sfi_core.policies.base import Companion, LayerContext, Policy, Rule, Selection
 from sfi_core.policies.head_clusters import HeadClusters
 from sfi_core.settings.config import SfiConfig
 from sfi_core.state.request import RequestState
@@ -31,7 +31,7 @@ NEIGHBORS = 4
 LAST = torch.iinfo(torch.int32).max
 
 
-class SyncKV(Policy):
+class SyncKV(Companion, Policy):
     """Every `stride` steps representatives select; the other heads read the static and the dynamic set.
 
     `clusters` are the head clusters of the file, None under `EVEN`; the dynamic set has `dynamic` positions.
@@ -47,15 +47,16 @@ class SyncKV(Policy):
         Raise `ConfigError` if no file is named, `InputError` for one that cannot be read or is damaged.
         """
         super().__init__(config, trigger, layers)
-        own = self.config.synckv
-        if own.heads is None:
+        settings = self.config.synckv
+        self.most_fast_steps = settings.stride
+        if settings.heads is None:
             raise ConfigError(
                 "synckv.heads must be a file of head clusters, got none; make one with `sfi tune heads`, or "
                 f"set synckv.heads={EVEN}"
             )
-        self.clusters = None if own.heads == EVEN else HeadClusters.load(Path(own.heads))
+        self.clusters = None if settings.heads == EVEN else HeadClusters.load(Path(settings.heads))
         # a Fraction, because 1 - 0.9 < 0.1 in floating point
-        share = 1 - Fraction(str(own.static))
+        share = 1 - Fraction(str(settings.static))
         self.dynamic = int(share * self.config.budget)  # k_dyn of Eq. 6
 
     def plan(self, requests: Sequence[RequestState]) -> list[str]:
@@ -76,14 +77,9 @@ class SyncKV(Policy):
         count = max(1, heads // NEIGHBORS)
         return tuple(-(-(head * count // heads) * heads // count) for head in range(heads))
 
-    @property
-    def most_fast_steps(self) -> int:
-        """See `Policy`."""
-        return self.config.synckv.stride
-
     def resident_heads(self, layer: int, heads: int) -> Sequence[int]:
         """Keep the representatives' keys and values on the device (Sec. 4.2)."""
-        return super().resident_heads(layer, heads) or self._representatives(layer, heads)
+        return self._representatives(layer, heads)
 
     def select_after(self, context: LayerContext) -> Selection:
         """Select the dynamic set by the representatives (SyncKV, Eq. 6); at step 0 both sets."""
@@ -110,13 +106,13 @@ class SyncKV(Policy):
             return first_RK
         nothing_RK = score_RT.new_empty(len(score_RT), 0, dtype=torch.int32)
         static_RK: torch.Tensor = note.get("static", nothing_RK).long()
-        left = K - static_RK.shape[1]
-        if left <= 0:
+        room = K - static_RK.shape[1]
+        if room <= 0:
             return static_RK.int()
         T = score_RT.shape[1]
         spare_RT = torch.nn.functional.pad(score_RT, (0, 1))  # index -1 lands in the added column
         spare_RT = spare_RT.scatter(1, static_RK.to(spare_RT.device) % (T + 1), MASKED_SCORE)
-        dynamic_RK = best(spare_RT[None, :, :T].contiguous(), left)[0]
+        dynamic_RK = best(spare_RT[None, :, :T].contiguous(), room)[0]
         return _united(static_RK.to(dynamic_RK), dynamic_RK)
 
 

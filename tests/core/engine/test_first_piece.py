@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sfi_core.engine.backends import triton as triton_backend
+from sfi_core.engine import attend
 from tests.architectures import tiny
 from tests.core.engine.test_triton_backend import PROMPTS, complete, tokens
 from tests.fakes import causal_mask, error_bound, plain_attention
@@ -15,7 +15,7 @@ B, H, G, T, D = 3, 2, 2, 20, 16
 
 @pytest.fixture
 def forced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_backend, "has_fused", lambda *_: True)
+    monkeypatch.setattr(attend, "has_fused", lambda *_: True)
 
 
 def piece(dtype: torch.dtype, count: tuple[int, ...]) -> tuple[SimpleNamespace, torch.Tensor]:
@@ -29,7 +29,7 @@ def piece(dtype: torch.dtype, count: tuple[int, ...]) -> tuple[SimpleNamespace, 
 def test_each_request_attends_causally_to_its_own_tokens(dtype: torch.dtype, count: tuple[int, ...]):
     layer, query = piece(dtype, count)
     rows = tuple(row for row in range(B) if count[row])
-    out = triton_backend.attend_to_itself(layer, rows, query)
+    out = attend.attend_to_itself(layer, rows, query)
     assert (out.shape, out.dtype) == ((B, H, G, T, D), dtype)
     for row, own in enumerate(count):
         assert (out[row, :, :, : T - own] == 0).all()
@@ -60,4 +60,4 @@ def test_a_soft_cap_is_the_kernels(forced):
 def test_a_device_without_a_fused_attention_takes_the_kernel():
     """PyTorch's plain attention would hold the logits of every pair of tokens."""
     layer, query = piece(torch.bfloat16, (T, T, T))
-    assert not triton_backend.has_fused(query, *layer.new)
+    assert not attend.has_fused(query, *layer.new)

@@ -12,10 +12,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import sfi_core
 from sfi_core import AuditConfig, EngineOptions, Sampling, SfiConfig, slow_fast
 from sfi_core.engine import loop
-from sfi_core.engine.backends.registry import prepare
+from sfi_core.engine.attend import prepare
 from sfi_core.engine.graphs import lookahead, steps
 from sfi_core.engine.graphs.buffers import bucket
-from sfi_core.engine.lossless.drafts import Drafts
+from sfi_core.engine.lossless import Drafts
 from sfi_core.engine.run import Run
 from sfi_core.errors import BackendError, ConfigError
 from sfi_core.policies import POLICIES, Evidence, EvidencePolicy, Selection, Triggered, best
@@ -27,9 +27,7 @@ from tests.core.conftest import TINY, tiny_qwen3
 from tests.fake_graph import FakeRecorder, Tape, use_tensors
 from tests.fakes import Listener, RecordingObserver
 
-pytestmark = pytest.mark.skipif(
-    torch.cuda.is_available(), reason="on CPU tensors; test_engine_on_a_gpu.py has the real thing"
-)
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on CPU tensors; test_on_a_gpu.py has the real thing")
 PROMPTS = [list(range(5, 45)), list(range(3, 28)), list(range(50, 57)), list(range(9, 50))]
 CONFIG = SfiConfig(
     slow_start=1, min_gap=0, span=0, sink=2, recent=8, budget=6, t_max=4, window_prefill=4,

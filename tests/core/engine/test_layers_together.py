@@ -6,12 +6,12 @@ import pytest
 import torch
 
 import sfi_core
-from sfi_core import SfiConfig
-from sfi_core.engine import maintenance, refresh
+from sfi_core import EngineOptions, SfiConfig
+from sfi_core.engine import maintenance, select
 from sfi_core.engine.maintenance import Maintenance
 from sfi_core.state.side_stream import SideStream
 from tests.core.conftest import tiny_qwen3
-from tests.fakes import Listener, RecordingObserver
+from tests.fakes import Listener, RecordingObserver, use_references
 
 LAYERS = 6
 PROMPTS = [list(range(5, 45)), list(range(3, 28)), list(range(50, 57))]
@@ -43,15 +43,13 @@ def complete(model, monkeypatch):
 
     def run(enough: int = maintenance.ENOUGH, observer: RecordingObserver | None = None, **options: Any):
         together: list[int] = []
-        every = refresh.refresh_all
+        every = select.refresh_handed
         monkeypatch.setattr(maintenance, "ENOUGH", enough)
-        monkeypatch.setattr(
-            refresh, "refresh_all", lambda row, handed: (together.append(len(handed)), every(row, handed))
-        )
+        monkeypatch.setattr(select, "refresh_handed", lambda *about: (together.append(len(about[-1])), every(*about)))
         seen = observer or Listener()
         options = {"config": CONFIG, "max_new_tokens": 12, "stop_token_ids": (), **options}
         result = sfi_core.generate(model, None, PROMPTS, observers=[seen], **options)
-        monkeypatch.setattr(refresh, "refresh_all", every)
+        monkeypatch.setattr(select, "refresh_handed", every)
         return seen, result.report.paths, together
 
     return run
@@ -90,14 +88,32 @@ def test_what_waits_is_worked_off_when_it_is_enough(complete):
     ],
 )
 def test_others_select_layer_by_layer(complete, policy, observer):
-    assert complete(policy=policy, observer=observer())[2] == []
+    assert set(complete(policy=policy, observer=observer())[2]) == {1}
 
 
 def test_a_step_that_breaks_off_selects_no_more():
-    held, done = Maintenance(SideStream()), []
-    held.collect("row", "first", 1, done.append)
+    held, done = Maintenance(SideStream(), together=True), []
+    held.submit("first", done.append, alike="row", numbers=1)
     held.drop()
-    held.collect("row", "second", 1, done.append)
+    held.submit("second", done.append, alike="row", numbers=1)
     assert done == []
     held.join()
     assert done == [["second"]]
+
+
+def test_both_schedules_of_the_triton_backend_choose_alike(model, monkeypatch):
+    """Each layer by itself, as beside the next layers, or all together at the step's end."""
+    use_references(monkeypatch)
+
+    def told(*, overlap: bool, enough: int) -> tuple[Any, Any]:
+        monkeypatch.setattr(maintenance, "TOGETHER", enough)
+        seen, engine = Listener(), EngineOptions(backend="triton", overlap=overlap)
+        sfi_core.generate(
+            model, None, PROMPTS, CONFIG, max_new_tokens=12, stop_token_ids=(), observers=[seen], engine=engine,
+            page_size=16,
+        )  # fmt: skip
+        return steps(seen), {at: index for at, (index, _) in chosen(seen).items()}
+
+    alone = told(overlap=True, enough=1 << 25)
+    for enough in (1, 2000, 1 << 25):
+        assert told(overlap=False, enough=enough) == alone

@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sfi_core.engine.lossless.drafts import matching, until_stop
-from sfi_core.engine.lossless.rule import DraftRule, best_length
+from sfi_core.engine.lossless import DraftRule, best_length, matching, until_stop
 from sfi_core.hosts.transformers.cache import RaggedRow
 from sfi_core.settings.parts import DraftConfig
 from sfi_core.state.request import RequestState

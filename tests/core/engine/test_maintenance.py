@@ -19,9 +19,7 @@ from tests.cuda_clocks import Device
 from tests.fakes import use_references
 from tests.schedules import AnyTime, Lazy, Watching
 
-pytestmark = pytest.mark.skipif(
-    torch.cuda.is_available(), reason="on CPU tensors; test_engine_on_a_gpu.py has the real thing"
-)
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on CPU tensors; test_on_a_gpu.py has the real thing")
 LAYERS = RING_PLACES + 2
 PROMPTS = [list(range(5, 45)), list(range(3, 28)), list(range(50, 57))]
 CONFIG = SfiConfig(
@@ -40,7 +38,9 @@ def complete(monkeypatch, model):
     """Run on the triton backend with a side of one's own; return all that the run said."""
 
     def run(side: Any, **options: Any) -> tuple[Any, ...]:
-        monkeypatch.setattr("sfi_core.engine.run.side_of", lambda *_, overlap: side if overlap else SideStream())
+        monkeypatch.setattr(
+            "sfi_core.engine.maintenance.side_of", lambda *_, overlap: side if overlap else SideStream()
+        )
         observer = Watching(side)
         options = {"config": CONFIG, "max_new_tokens": 12, "stop_token_ids": (), **options}
         result = sfi_core.generate(
@@ -115,11 +115,12 @@ def decode_two_steps(device: Device) -> None:
             slot = buffers.setdefault(id(room), len(buffers))
             device.touch(slot, write=True)
 
-            def job(slot: int = slot, layer: int = layer) -> None:
-                device.touch(slot, write=False)
-                device.touch(1000 + layer, write=True)
+            def work(items: list[tuple[int, int]]) -> None:
+                for slot, layer in items:
+                    device.touch(slot, write=False)
+                    device.touch(1000 + layer, write=True)
 
-            maintenance.submit(job)
+            maintenance.submit((slot, layer), work)
         maintenance.join()
     assert len(buffers) == RING_PLACES
 
@@ -151,11 +152,11 @@ def test_what_a_job_reads_lives_until_the_main_stream_has_waited_for_it():
     evidence = torch.zeros(3)
     alive = weakref.ref(evidence)
     maintenance.room(1, torch.device("cpu"))
-    maintenance.submit(lambda held=evidence: held)
+    maintenance.submit(evidence, len)
     del evidence
     for _ in range(RING_PLACES - 1):
         maintenance.room(1, torch.device("cpu"))
-        maintenance.submit(lambda: None)
+        maintenance.submit(None, len)
     gc.collect()
     assert alive() is not None
     maintenance.room(1, torch.device("cpu"))

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from sfi_core import SfiConfig
-from sfi_core.engine.backends.registry import attend
+from sfi_core.engine.attend import attend
 from sfi_core.engine.ledger import RequestPass
 from sfi_core.engine.run import Run
 from sfi_core.policies.built_in.sfi import SFI

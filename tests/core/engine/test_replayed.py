@@ -34,7 +34,7 @@ PROMPTS = [list(range(5, 45)), list(range(3, 28)), list(range(9, 50))]
 class Deaf(RecordingObserver):
     """Wants everything, and passes it on to nobody."""
 
-    listened = False
+    wants = frozenset()
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import torch
 
 import sfi_core
 from sfi_core import EngineOptions, SfiConfig, slow_fast
-from sfi_core.hosts.transformers.cache_name import CACHE_NAME
+from sfi_core.hosts.transformers.cache import CACHE_NAME
 from sfi_core.models.describe import describe_model
 from tests.architectures import padded, tiny
 from tests.core.conftest import tiny_qwen3

@@ -6,7 +6,7 @@ import torch
 from sfi_core import SfiConfig
 from sfi_core.engine.batch_pass import Requests
 from sfi_core.engine.graphs.buffers import StepBuffers
-from sfi_core.engine.graphs.layer import note_step
+from sfi_core.engine.graphs.steps import note_step
 from sfi_core.engine.run import Run
 from sfi_core.policies import Selection
 from sfi_core.policies.built_in.sfi import SFI
@@ -48,7 +48,7 @@ def test_every_step_is_written_to_one_buffer_with_padded_lists(buffers):
 def test_a_verification_is_as_long_as_the_next_power_of_two(buffers, drafted, queries):
     """Beside its first token, and at most as long as any."""
     own = StepRequest(mode=SLOW, length=30, recent_start=20, packed=4, sink=2, count=1 + drafted)
-    step, _ = buffers.describe(Requests([own, *requests(FAST, IDLE).own], None))
+    step, _ = buffers.describe(Requests([own, *requests(FAST, IDLE).requests], None))
     assert (step.queries, buffers.kind) == (queries, (queries, 1, False))
     assert step.append_count_B.tolist() == [1 + drafted, 1, 0]
 
@@ -86,5 +86,5 @@ def test_a_selection_is_the_request_s_own_though_one_before_it_stopped(buffers, 
     run.begin_decode()
     assert buffers.launched
     index = torch.tensor([[[5, 6]], [[7, 8]]], dtype=torch.int32)
-    note_step(run, {0: Selection(index)}, buffers.places)
+    note_step(run, {(0,): Selection(index)}, buffers.places)
     assert [(e.request, e.index_HK.tolist()) for e in observer.selections] == [(1, [[7, 8]])]

@@ -10,7 +10,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from sfi_core import Sampling, SfiConfig, generate
 from sfi_core.engine import loop
-from sfi_core.engine.lossless.drafts import Drafts
+from sfi_core.engine.lossless import Drafts
 from sfi_core.errors import ConfigError
 from sfi_core.generation.verify import verify
 from sfi_core.settings.engine import DEFAULTS, EngineOptions

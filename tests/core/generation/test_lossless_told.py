@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 
 from sfi_core.engine.layer import Layer
-from sfi_core.engine.lossless.rule import DraftRule
+from sfi_core.engine.lossless import DraftRule
 from sfi_core.generation.verify import verify
 from sfi_core.hosts.transformers import lossless
 from sfi_core.state.request import RequestState

@@ -7,7 +7,7 @@ import pytest
 import torch
 from scipy.stats import chi2
 
-from sfi_core.engine.picking.noise import gumbel, noise_key, random_bits
+from sfi_core.engine.picking import gumbel, noise_key, random_bits
 
 GOLDEN, WORD = 0x9E3779B97F4A7C15, 2**64
 
@@ -54,7 +54,7 @@ def test_noise_is_the_transform_of_52_bits():
 @pytest.mark.parametrize("number", [0, -1], ids=["least", "largest"])
 def test_the_ends_of_the_bits_give_finite_noise(monkeypatch: pytest.MonkeyPatch, number: int):
     monkeypatch.setattr(
-        "sfi_core.engine.picking.noise.random_bits", lambda key_X, size: torch.full((len(key_X), size), number)
+        "sfi_core.engine.picking.random_bits", lambda key_X, size: torch.full((len(key_X), size), number)
     )
     assert gumbel(torch.tensor([0]), 1).isfinite().all()
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from sfi_core.engine.picking import picker as picker_module
-from sfi_core.engine.picking.tokens_so_far import LEAST_ROOM, TokensSoFar
+from sfi_core.engine import picking as picker_module
+from sfi_core.engine.picking import LEAST_ROOM, TokensSoFar
 from sfi_core.errors import NumericsError
 from sfi_core.generation.sampling import Sampler
 from sfi_core.settings.sampling import Sampling

@@ -4,8 +4,7 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from sfi_core.engine.picking.picker import PAD
-from sfi_core.engine.picking.tokens_so_far import LEAST_ROOM
+from sfi_core.engine.picking import LEAST_ROOM, PAD
 from sfi_core.errors import ConfigError, NumericsError
 from sfi_core.generation.sampling import Sampler, processors
 from sfi_core.settings.sampling import Sampling

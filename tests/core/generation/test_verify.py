@@ -12,7 +12,7 @@ import sfi_core
 from sfi_core import Sampling, SfiConfig
 from sfi_core.errors import ConfigError, NumericsError
 from sfi_core.generation.verify import forced_logits, ulp, verify
-from sfi_core.hosts.transformers.cache_name import CACHE_NAME
+from sfi_core.hosts.transformers.cache import CACHE_NAME
 from tests.architectures import VOCABULARY, prompts, tiny
 
 ROWS = prompts(37, 9, 1)

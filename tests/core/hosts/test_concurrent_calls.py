@@ -12,7 +12,7 @@ import torch
 import sfi_core
 from sfi_core import slow_fast
 from sfi_core.errors import ConfigError
-from sfi_core.hosts.transformers.cache_name import CACHE_NAME
+from sfi_core.hosts.transformers.cache import CACHE_NAME
 from tests.architectures import SMALL, prompts, tiny
 
 pytestmark = pytest.mark.seam

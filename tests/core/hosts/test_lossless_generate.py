@@ -12,7 +12,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 import sfi_core
 from sfi_core import Sampling, Session, SfiConfig, slow_fast
 from sfi_core.errors import ConfigError, InputError
-from sfi_core.hosts.transformers.cache_name import CACHE_NAME
+from sfi_core.hosts.transformers.cache import CACHE_NAME
 from sfi_core.settings.parts import DraftConfig
 from tests import architectures
 from tests.architectures import VOCABULARY, padded, prompts, tiny

@@ -12,8 +12,7 @@ from benchmarks.train_bundled import build_tokenizer
 from sfi_core import EngineOptions, SfiConfig, slow_fast
 from sfi_core.errors import BackendError, ConfigError, InputError, UnsupportedModelError
 from sfi_core.hosts.transformers.attention import sfi_attention
-from sfi_core.hosts.transformers.cache import SfiCache, under_way
-from sfi_core.hosts.transformers.cache_name import CACHE_NAME, cache_in
+from sfi_core.hosts.transformers.cache import CACHE_NAME, SfiCache, cache_in, under_way
 from sfi_core.triggers.trigger_set import build_trigger_set
 from tests.architectures import SMALL, padded, prompts, tiny
 

@@ -9,7 +9,7 @@ import torch
 import sfi_core
 from sfi_core import EngineOptions, SfiConfig, read_prompt, slow_fast
 from sfi_core.errors import BackendError, ConfigError, MemoryForecastError
-from sfi_core.hosts.transformers.cache_name import CACHE_NAME
+from sfi_core.hosts.transformers.cache import CACHE_NAME
 from sfi_core.policies import POLICIES
 from tests.architectures import prompts, tiny
 

@@ -8,7 +8,7 @@ import torch
 
 from sfi_core import EngineOptions, SfiConfig
 from sfi_core.errors import ConfigError
-from sfi_core.hosts.transformers.cache_name import CACHE_NAME
+from sfi_core.hosts.transformers.cache import CACHE_NAME
 from sfi_core.measure.bench import bench, fits
 from sfi_core.measure.bench.bench import run_bench
 from sfi_core.measure.bench.ours import run_ours

@@ -6,7 +6,7 @@ from fractions import Fraction
 import pytest
 import torch
 
-from sfi_core.engine.lossless.rule import best_length
+from sfi_core.engine.lossless import best_length
 from sfi_core.measure.bench.architectures import empty_model, random_config
 from sfi_core.measure.bench.byte_roofline import Expectation, forecast_document
 from sfi_core.measure.bench.settings import DecodeSettings, Point

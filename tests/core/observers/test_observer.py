@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sfi_core.observers.events import SelectionEvent, StepEvent
-from sfi_core.observers.observer import NullObserver, Observers, wants, wants_spans
+from sfi_core.observers.observer import SPANS, NullObserver, Observers
 from tests.fakes import RecordingObserver
 
 STEP = StepEvent(
@@ -84,7 +84,7 @@ class Everything(NullObserver):
     ("observer", "wanted"), [(NullObserver(), False), (RecordingObserver(), True), (Everything(), True)]
 )
 def test_what_an_observer_overrides_is_what_it_wants(observer: NullObserver, wanted: bool):
-    assert wants(observer, SelectionEvent) is wanted
-    assert wants(Observers([NullObserver(), observer]), SelectionEvent) is wanted
+    assert (SelectionEvent in observer.wants) is wanted
+    assert (SelectionEvent in Observers([NullObserver(), observer]).wants) is wanted
     spans = isinstance(observer, RecordingObserver)
-    assert wants_spans(observer) is wants_spans(Observers([observer])) is spans
+    assert (SPANS in observer.wants) is (SPANS in Observers([observer]).wants) is spans

@@ -141,7 +141,7 @@ def test_the_runs_above_differ_between_policies(complete: Any):
 
 
 def test_the_page_on_policies_has_a_row_for_each():
-    assert set(re.findall(r"^\| `([a-z-]+)` \|", (DOCS / "policies.md").read_text(), re.MULTILINE)) >= set(POLICIES)
+    assert set(re.findall(r"^\| `([a-z0-9-]+)` \|", (DOCS / "policies.md").read_text(), re.MULTILINE)) >= set(POLICIES)
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def test_the_page_on_policies_has_a_row_for_each():
 )
 def test_the_pages_name_what_can(page: str, sentence: str, can: Any):
     (named,) = re.findall(sentence, (DOCS / f"{page}.md").read_text(), re.DOTALL)
-    assert set(re.findall(r"`([a-z-]+)`", named)) == {name for name, policy in POLICIES.items() if can(policy)}
+    assert set(re.findall(r"`([a-z0-9-]+)`", named)) == {name for name, policy in POLICIES.items() if can(policy)}
 
 
 def make(policy: str, config: SfiConfig = CONFIG) -> Policy:

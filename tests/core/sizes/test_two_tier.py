@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from sfi_core.errors import ConfigError
-from sfi_core.policies.base import Evidence, Policy, Selection
+from sfi_core.policies.base import Companion, Evidence, Policy, Selection
 from sfi_core.policies.page_bounds import extremes_bytes
 from sfi_core.settings.config import SfiConfig
 from sfi_core.settings.engine import DeviceBudget
@@ -22,7 +22,7 @@ CONFIG = SfiConfig(sink=3, budget=10, recent=7)
 SIZES: dict[str, Any] = {"batch": 2, "capacity": 101, "page": 8, "longest_recent": 20}
 
 
-class Summing(Policy):
+class Summing(Companion, Policy):
     """Selects, and keeps summaries of pages of 16 tokens and some heads of layers 0 and 2."""
 
     def select_after(self, context: Evidence) -> Selection:

@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sfi_core.observers.events import BeginStepEvent, RunEvent, StepEvent
-from sfi_core.observers.observer import NOTHING, NullObserver
+from sfi_core.observers.observer import EVERY_SPAN, NOTHING, SPANS, NullObserver
 
 DOMAIN = "sfi"
 Array = npt.NDArray[Any]
@@ -41,17 +41,17 @@ class NvtxObserver(NullObserver):
     push/pop ranges. A step's message is its kind alone, so that profilers group by it; its number is in the
     payload. A step that gives no token (drafting) ends where the next one begins.
 
-    Attributes:
-        listened: Whether a profiler is attached; without one no step has to run eagerly for its spans.
-        takes_spans: True marks spans in every step, so that none is replayed as a CUDA graph; None only in
-            steps that are not replayed; False marks none.
+    With `spans` it marks spans in every step, so that none is replayed as a CUDA graph; None marks those of steps that
+    are not replayed, False none. Without a profiler it wants nothing.
     """
 
     def __init__(self, *, spans: bool | None = None) -> None:
         """Look for a profiler."""
-        self.takes_spans = spans
         self._domain = _domain()
-        self.listened = self._domain is not None
+        if self._domain is None:
+            self.wants = frozenset()
+        elif not spans:
+            self.wants = type(self).wants - ({EVERY_SPAN} if spans is None else {SPANS, EVERY_SPAN})
         self._known: dict[str, tuple[Any, Array]] = {}
         self._run: int | None = None
         self._range: int | None = None
@@ -100,7 +100,7 @@ class NvtxObserver(NullObserver):
 
     def span(self, name: str, layer: int | None = None, moved_bytes: int = 0) -> AbstractContextManager[None]:
         """Bracket a region with a range."""
-        if self._domain is None or self.takes_spans is False:
+        if SPANS not in self.wants:
             return NOTHING
         attributes, payload = self._about(name, *PHASES.get(name, OTHER), SPAN)
         place = (self._step, -1 if layer is None else layer)

@@ -10,7 +10,7 @@ from typing import Any, Self
 from sfi_core.distributed import torchrun
 from sfi_core.distributed.ranks import Ranks
 from sfi_core.observers.events import BeginStepEvent, Event, RunEvent
-from sfi_core.observers.observer import NOTHING, NullObserver
+from sfi_core.observers.observer import EVERY_SPAN, NOTHING, SPANS, NullObserver
 from sfi_traces.record.folder import claim, describe_run
 from sfi_traces.record.rows import TraceRows
 from sfi_traces.record.timing import TimingObserver
@@ -72,7 +72,9 @@ class ParquetObserver(NullObserver):
         self._timing: TimingObserver  # the first run names the device
         self._ranks: Ranks  # and the ranks
         self._warned, self._clock, self._not_replayed = False, clock, ""
-        self.takes_spans = spans
+        self._spans = spans
+        if not spans:
+            self.wants = type(self).wants - ({EVERY_SPAN} if spans is None else {SPANS, EVERY_SPAN})
         self._due = 0.0
 
     def __enter__(self) -> Self:
@@ -144,14 +146,14 @@ class ParquetObserver(NullObserver):
 
     def span(self, name: str, layer: int | None = None, moved_bytes: int = 0) -> AbstractContextManager[None]:
         """Time a region."""
-        if self.takes_spans is False:  # with a single observer the engine asks it directly
+        if SPANS not in self.wants:  # with a single observer the engine asks it directly
             return NOTHING
         return self._timing.span(name, layer, moved_bytes)
 
     def _begin(self, event: RunEvent) -> TraceWriter:
         positions = _few(event) if self._positions is None else self._positions
         manifest = describe_run(event, self._provenance, positions=positions, redacted=self._redacted)
-        manifest |= {"spans": self.takes_spans}
+        manifest |= {"spans": self._spans}
         if self._lock is None and not event.rank:
             self._lock = claim(self._folder, force=self._force)
         self._ranks = Ranks(event.rank, event.ranks).apart()

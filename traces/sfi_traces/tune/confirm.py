@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow.compute as pc
 
 from sfi_core.bundled.example import load_example
-from sfi_core.engine.backends.registry import check_backend
+from sfi_core.engine.attend import check_backend
 from sfi_core.errors import TraceError
 from sfi_core.generation.generate import generate
 from sfi_core.generation.prompts import encode

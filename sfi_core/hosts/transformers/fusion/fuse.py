@@ -18,7 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from sfi_core.engine.report import RunReport
 from sfi_core.errors import ConfigError
-from sfi_core.hosts.transformers.cache_name import CACHE_NAME, OLD_NAME, cache_in
+from sfi_core.hosts.transformers.cache import CACHE_NAME, OLD_NAME, cache_in
 from sfi_core.hosts.transformers.fusion import known as sources
 from sfi_core.hosts.transformers.fusion.known import AttentionSource
 from sfi_core.hosts.transformers.fusion.product import Product
@@ -98,12 +98,12 @@ def attention_forward(module: Any, source: AttentionSource) -> Callable[..., Any
         attention_mask: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        known = type(self).forward.__globals__
+        names = type(self).forward.__globals__
         cache = cache_in(kwargs)
         kwargs = {k: v for k, v in kwargs.items() if k not in (CACHE_NAME, OLD_NAME)}
         lead = hidden_states.shape[:-1]
         shape = (*lead, -1, self.head_dim)
-        query, key, value = (one.view(shape) for one in project(hidden_states))
+        query, key, value = (part.view(shape) for part in project(hidden_states))
         query, key = _rotated(self, source, query, key, *position_embeddings)
         value = value.transpose(1, 2)
         if cache is not None:
@@ -112,7 +112,7 @@ def attention_forward(module: Any, source: AttentionSource) -> Callable[..., Any
             owner = self if source.window == "module" else self.config
             kwargs["sliding_window"] = getattr(owner, "sliding_window", None)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(
-            attention_implementation(self.config), known["eager_attention_forward"]
+            attention_implementation(self.config), names["eager_attention_forward"]
         )
         dropout = self.attention_dropout if self.training else 0.0
         out, weights = attend(self, query, key, value, attention_mask, dropout=dropout, scaling=self.scaling, **kwargs)
@@ -165,8 +165,8 @@ def wants_fusion(wanted: bool | None, backend: str, device: torch.device) -> boo
 def fused(model: Any) -> Iterator[Fusion]:
     """Inside, run the model's known modules with fewer kernels for this thread, and the others unchanged."""
     fusion = Fusion()
-    found = {module: forward_for(module) for module in model.modules()}
-    for module, forward in found.items():
+    forwards = {module: forward_for(module) for module in model.modules()}
+    for module, forward in forwards.items():
         name = type(module).__name__
         if forward is not None:
             fusion.modules[name] += 1
@@ -177,7 +177,7 @@ def fused(model: Any) -> Iterator[Fusion]:
         with serving():
             yield fusion
     finally:
-        for module, forward in found.items():
+        for module, forward in forwards.items():
             if forward is not None:
                 del module.forward
 
@@ -196,15 +196,15 @@ def forward_for(module: Any) -> Forward | None:
     name = type(module).__name__
     if not name.endswith(TOLD) or "forward" in vars(module):  # of another library, perhaps
         return None
-    known = sources.digest(type(module).forward)
+    source_digest = sources.digest(type(module).forward)
     if _is_rms_norm(module):
         return norm_forward
-    if known in sources.GATED_MLP and _is_silu(module.act_fn):
+    if source_digest in sources.GATED_MLP and _is_silu(module.act_fn):
         return mlp_forward(module)
-    if known in sources.DECODER_LAYER and _is_rms_norm(module.post_attention_layernorm):
+    if source_digest in sources.DECODER_LAYER and _is_rms_norm(module.post_attention_layernorm):
         return layer_forward
-    if known in sources.ATTENTION and _rotates(module):
-        return attention_forward(module, sources.ATTENTION[known])
+    if source_digest in sources.ATTENTION and _rotates(module):
+        return attention_forward(module, sources.ATTENTION[source_digest])
     return None
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from sfi_core.hosts.transformers.cache_name import CACHE_NAME, OLD_NAME
+from sfi_core.hosts.transformers.cache import CACHE_NAME, OLD_NAME
 
 UNKNOWN = ""
 RMS_NORM = {"9635bcd843f309a0"}  # LlamaRMSNorm
@@ -78,7 +78,7 @@ class _Bare(ast.NodeTransformer):
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
         """Drop the docstring, the return annotation, and decorators that change nothing."""
         node.returns = None
-        node.decorator_list = [one for one in node.decorator_list if not _changes_nothing(one)]
+        node.decorator_list = [decorator for decorator in node.decorator_list if not _changes_nothing(decorator)]
         if ast.get_docstring(node) is not None:
             node.body = node.body[1:]
         return self.generic_visit(node)
@@ -94,7 +94,7 @@ class _Bare(ast.NodeTransformer):
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         # since 5.24 a cache's `update` receives the options of attention, which ours does not use
-        node.keywords = [one for one in node.keywords if one.arg != "kwargs"]
+        node.keywords = [keyword for keyword in node.keywords if keyword.arg != "kwargs"]
         return self.generic_visit(node)
 
     def visit_keyword(self, node: ast.keyword) -> ast.AST:

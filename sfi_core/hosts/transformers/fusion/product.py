@@ -23,12 +23,12 @@ class Product:
         self._modules = modules
         self._weight_NK: torch.Tensor | None = None
         self._bias_N: torch.Tensor | None = None
-        linears = [one for one in modules if type(one) is torch.nn.Linear and "forward" not in vars(one)]
-        biases = [one.bias.detach() for one in linears if isinstance(one.bias, torch.Tensor)]
+        linears = [linear for linear in modules if type(linear) is torch.nn.Linear and "forward" not in vars(linear)]
+        biases = [linear.bias.detach() for linear in linears if isinstance(linear.bias, torch.Tensor)]
         if len(linears) < len(modules) or len(biases) not in (0, len(modules)):
             return
-        self._weight_NK = _together([one.weight for one in linears])
-        self._widths = [one.out_features for one in linears]
+        self._weight_NK = _together([linear.weight for linear in linears])
+        self._widths = [linear.out_features for linear in linears]
         if biases and self._weight_NK is not None:
             self._bias_N = torch.cat(biases)
 
@@ -42,22 +42,22 @@ class Product:
 def _together(weights: Sequence[torch.Tensor]) -> torch.Tensor | None:
     # the tensor that holds all, one after the other
     first = weights[0]
-    kinds = {(type(one), one.dtype, one.device, one.shape[1], one.is_contiguous()) for one in weights}
+    kinds = {(type(weight), weight.dtype, weight.device, weight.shape[1], weight.is_contiguous()) for weight in weights}
     if kinds != {(torch.nn.Parameter, first.dtype, first.device, first.shape[1], True)}:
         return None
     if not _adjacent(weights):
         try:
-            whole = torch.cat([one.data for one in weights])
+            whole = torch.cat([weight.data for weight in weights])
         except torch.OutOfMemoryError:
             return None
-        for one, part in zip(weights, torch.split(whole, [len(one) for one in weights]), strict=True):
-            one.data = part
+        for weight, part in zip(weights, torch.split(whole, [len(weight) for weight in weights]), strict=True):
+            weight.data = part
         if first.device.type == "cuda":
             torch.cuda.empty_cache()  # the next layer's needs the room of this one's old weights
     return first.data.as_strided((sum(map(len, weights)), first.shape[1]), (first.shape[1], 1))
 
 
 def _adjacent(weights: Sequence[torch.Tensor]) -> bool:
-    ends = [one.data_ptr() + one.nbytes for one in weights]
-    one_storage = len({one.untyped_storage().data_ptr() for one in weights}) == 1
-    return one_storage and [one.data_ptr() for one in weights[1:]] == ends[:-1]
+    ends = [weight.data_ptr() + weight.nbytes for weight in weights]
+    one_storage = len({weight.untyped_storage().data_ptr() for weight in weights}) == 1
+    return one_storage and [weight.data_ptr() for weight in weights[1:]] == ends[:-1]

@@ -1,21 +1,137 @@
-"""Picks tokens from scores: the best one, or a sample by the noise of the token's index."""
+"""Picks the next tokens from scores: the best one, or a sample by the noise of the token's index.
+
+Noise is a function of seed, request, token index and token id, without a state. Seed, request and index are hashed to a
+key. Token id v takes output v of the generator SplitMix64 seeded with the key (Steele, Lea and Flood, "Fast Splittable
+Pseudorandom Number Generators", 2014), which computes each output by itself and passes BigCrush. The integers are the
+same on every device; logarithms may differ in the last bit of a float64.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Self
 
 import torch
 
 from sfi_core.distributed.ranks import ALONE, Ranks
-from sfi_core.engine.picking.noise import gumbel, noise_key
 from sfi_core.errors import NumericsError
 from sfi_kernels.step_descriptor import sent
+
+BITS = 64
+KEPT = 52  # of the 64 bits: adding half of 2**-52 is exact and stays below 1
+
+
+def _signed(number: int) -> int:
+    return number - 2**BITS if number >> (BITS - 1) else number
+
+
+GOLDEN = _signed(0x9E3779B97F4A7C15)  # 2**64 over the golden ratio
+MIXER = ((30, _signed(0xBF58476D1CE4E5B9)), (27, _signed(0x94D049BB133111EB)), (31, 1))
+
+
+def noise_key(seed: int, request: int, index: int) -> int:
+    """Return the key of generated token `index` of a request: 64 bits, signed."""
+    name = f"{seed} {request} {index}".encode()
+    return int.from_bytes(blake2b(name, digest_size=8).digest(), "little", signed=True)
+
+
+def random_bits(key_X: torch.Tensor, size: int) -> torch.Tensor:
+    """Return 64 random bits for each key and token id: [X, size], int64, on the keys' device."""
+    counter_V = torch.arange(1, size + 1, device=key_X.device) * GOLDEN
+    bits_XV = key_X[:, None] + counter_V
+    for shift, factor in MIXER:
+        bits_XV ^= (bits_XV >> shift).bitwise_and_(2 ** (BITS - shift) - 1)
+        bits_XV *= factor
+    return bits_XV
+
+
+def gumbel(key_X: torch.Tensor, size: int) -> torch.Tensor:
+    """Return -log(-log(u)), u uniform in (0, 1), for each key and token id: [X, size], float64, finite.
+
+    The arg max of log probability plus noise is a sample by probability (Gumbel, 1954).
+    """
+    bits_XV = random_bits(key_X, size) >> (BITS - KEPT)
+    uniform_XV = bits_XV.bitwise_and_(2**KEPT - 1).double().add_(0.5).mul_(2.0**-KEPT)
+    return uniform_XV.log_().neg_().log_().neg_()
+
+
+LEAST_ROOM = 256  # tokens
+MISSING = -1
+
+
+class TokensSoFar:
+    """Token ids of every row, in a buffer that doubles when it is full.
+
+    Shorter rows repeat their first token at the end; `length_B` counts each row's own, the left padding of
+    its prompt included.
+    """
+
+    def __init__(self, ids_BT: torch.Tensor) -> None:
+        """Start with padded prompts."""
+        B, T = ids_BT.shape
+        self.length_B = [T] * B
+        self._room_BT = _with_room(ids_BT, T)
+
+    @property
+    def ids_BT(self) -> torch.Tensor:
+        """The ids; a view that the next `add` does not change."""
+        return self._room_BT[:, : max(self.length_B)]
+
+    def add(self, tokens: Sequence[Sequence[int]]) -> None:
+        """Write each row's new tokens, any number of them."""
+        written = [
+            (row, self.length_B[row] + place, token)
+            for row, new in enumerate(tokens)
+            for place, token in enumerate(new)
+        ]
+        if not written:
+            return
+        self.length_B = [length + len(new) for length, new in zip(self.length_B, tokens, strict=True)]
+        self._make_room()
+        place_3N = torch.tensor(list(zip(*written, strict=True)))
+        row_N, place_N, token_N = sent(place_3N, self._room_BT.device)
+        self._room_BT[row_N, place_N] = token_N
+
+    def before(self, row_X: Sequence[int], tail: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Return the tokens of rows, each followed by its own tail: [X, T], a view if possible.
+
+        Shorter ones repeat their row's first token at the end.
+        """
+        if list(row_X) == list(range(row_X[0], row_X[0] + len(row_X))):
+            ids_XT = self.ids_BT[row_X[0] : row_X[0] + len(row_X)]
+        else:
+            ids_XT = self.ids_BT[sent(torch.tensor(row_X), self._room_BT.device)]
+        longest = max(map(len, tail))
+        if not longest:
+            return ids_XT
+        padded = [[*tokens, *[MISSING] * (longest - len(tokens))] for tokens in tail]
+        tail_XT = sent(torch.tensor(padded), self._room_BT.device)
+        return torch.cat([ids_XT, torch.where(tail_XT == MISSING, ids_XT[:, :1], tail_XT)], 1)
+
+    def seat(self, row: int, other: "TokensSoFar") -> None:
+        """Put the tokens of a batch of one into a row."""
+        (self.length_B[row],) = other.length_B
+        self._make_room()
+        self._room_BT[row] = other.ids_BT[0, 0]
+        self._room_BT[row, : self.length_B[row]] = other.ids_BT[0]
+
+    def _make_room(self) -> None:
+        longest = max(self.length_B)
+        if longest > self._room_BT.shape[1]:
+            self._room_BT = _with_room(self._room_BT, longest)
+
+
+def _with_room(ids_BT: torch.Tensor, length: int) -> torch.Tensor:
+    room_BT = ids_BT[:, :1].repeat(1, max(2 * length, LEAST_ROOM))
+    room_BT[:, : ids_BT.shape[1]] = ids_BT
+    return room_BT
+
 
 # most logits, or ids, that are processed at once: fit for a CPU's caches; on other devices 32 MiB as float64
 CPU_PIECE, PIECE = 2**19, 2**22
 PAD = 0  # the input of a row whose request has ended or rests: read by nobody, and in every vocabulary
-TOKEN, FINE = range(2)  # rows of `told_2X`: the token, and whether its score is finite
+TOKEN, FINE = range(2)  # rows of `picked_2X`: the token, and whether its score is finite
 
 
 @dataclass(slots=True)
@@ -36,8 +152,8 @@ class Picker(ABC):
 
     A sampled token has the largest sum of processed score and Gumbel noise. The noise depends on the seed,
     the request's index and the token's index only, not on the rest of the batch or the tokens per pass.
-    `ahead` is called with a step's tokens, still on the device, before the host waits for them. `hint` ends the
-    error of scores that are not finite.
+    `ahead` is called with a step's tokens, still on the device, before the host waits for them. `hint` ends the message
+    of an error about scores that are not finite.
     """
 
     hint = ""
@@ -82,8 +198,8 @@ class Picker(ABC):
         Raise `NumericsError` if a running request's logits hold NaN or +inf, or nothing finite.
         """
         row_X, index_X = range(len(self.rows)), [row.step for row in self.rows]
-        told_2B = self._choose(logits_BV, row_X, index_X, [()] * len(self.rows))
-        token_B, fine_B = _read(told_2B, self.ahead)
+        picked_2B = self._choose(logits_BV, row_X, index_X, [()] * len(self.rows))
+        token_B, fine_B = _read(picked_2B, self.ahead)
         fine_B = [ok or done for ok, done in zip(fine_B, finished_B, strict=True)]
         self._check(row_X, index_X, fine_B)
         pairs = list(zip(token_B, finished_B, strict=True))
@@ -117,10 +233,10 @@ class Picker(ABC):
     ) -> torch.Tensor:
         # the input of `_read`, [2, X] int64, the same on all ranks
         X, V = logits_XV.shape
-        told_2X = torch.empty(2, X, dtype=torch.int64, device=logits_XV.device)
+        picked_2X = torch.empty(2, X, dtype=torch.int64, device=logits_XV.device)
         key_X = self._keys(row_X, index_X, logits_XV.device)
-        most = CPU_PIECE if logits_XV.device.type == "cpu" else PIECE
-        size = max(1, most // self.widest(V))
+        room = CPU_PIECE if logits_XV.device.type == "cpu" else PIECE
+        size = max(1, room // self.widest(V))
         for part in (slice(start, start + size) for start in range(0, X, size)):
             logits_PV = logits_XV[part].float()
             whole_P = None if self.own_scores else logits_PV.amax(-1).isfinite()
@@ -131,11 +247,11 @@ class Picker(ABC):
                     noise_PV[greedy] = 0.0
                 scores_PV = noise_PV.add_(scores_PV)
             token_P = scores_PV.argmax(-1)
-            told_2X[TOKEN, part] = token_P
+            picked_2X[TOKEN, part] = token_P
             # NaN counts as the largest, so that the largest score tells of NaN and infinity, also of a sampler's
             fine_P = scores_PV.gather(-1, token_P[:, None])[:, 0].isfinite() if whole_P is None else whole_P
-            told_2X[FINE, part] = fine_P
-        return self._ranks.settle(told_2X)
+            picked_2X[FINE, part] = fine_P
+        return self._ranks.settle(picked_2X)
 
     def _keys(self, row_X: Sequence[int], index_X: Sequence[int], device: torch.device) -> torch.Tensor | None:
         # None if no row is drawn; a row that is not drawn gets any key
@@ -151,16 +267,16 @@ class Picker(ABC):
                 raise NumericsError(f"logits must be finite, got NaN or infinity at {where}")
 
 
-def _read(told_2X: torch.Tensor, ahead: Callable[[torch.Tensor], None] | None = None) -> tuple[list[int], list[int]]:
+def _read(picked_2X: torch.Tensor, ahead: Callable[[torch.Tensor], None] | None = None) -> tuple[list[int], list[int]]:
     # the copy to the host goes before the work of `ahead`, so that the host does not wait for that
-    host, done = told_2X, None
-    if told_2X.is_cuda:
-        host = torch.empty(told_2X.shape, dtype=told_2X.dtype, pin_memory=True)
-        host.copy_(told_2X, non_blocking=True)
+    host, done = picked_2X, None
+    if picked_2X.is_cuda:
+        host = torch.empty(picked_2X.shape, dtype=picked_2X.dtype, pin_memory=True)
+        host.copy_(picked_2X, non_blocking=True)
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        done.record(torch.cuda.current_stream(told_2X.device))
+        done.record(torch.cuda.current_stream(picked_2X.device))
     if ahead is not None:
-        ahead(told_2X[TOKEN])
+        ahead(picked_2X[TOKEN])
     if done is not None:
         done.synchronize()
     token_X, fine_X = host.tolist()

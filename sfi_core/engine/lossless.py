@@ -1,4 +1,8 @@
-"""The drafts of a lossless run: begun, verified, and accepted or taken back."""
+"""Lossless decoding: fast steps draft, a slow step over the drafted tokens verifies them.
+
+`DraftRule` says when a draft is verified, and how long it may grow; `Drafts` are begun, verified, and accepted or taken
+back.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -8,12 +12,76 @@ import torch
 
 from sfi_core.engine.audit import compare_logits
 from sfi_core.engine.ledger import Reads, RequestPass, Shape, step_fields
-from sfi_core.engine.lossless.rule import DraftRule
 from sfi_core.engine.run import Run
-from sfi_core.engine.step_events import shape_of
 from sfi_core.observers.events import LogitsEvent, StepEvent, VerificationEvent
-from sfi_core.observers.observer import HeldSelections, wants
+from sfi_core.observers.observer import HeldSelections
+from sfi_core.settings.parts import DraftConfig
 from sfi_core.state.request import RequestState
+
+# the cost of a fast step as a share of a verification's, from the cached tokens and those a fast step reads
+Cost = Callable[[float, float], float]
+
+# added to a request's counts of tested and accepted drafts, so that its acceptance rate starts at 0.995
+TRIED, KEPT = 20.0, 19.9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftRule:
+    """Decides for each request whether its next pass drafts one more token or verifies.
+
+    Attributes:
+        cost: The cost of a fast step relative to a verification, in (0, 1]; None if unknown.
+        selecting: Tokens' worth that a fast step reads to select; `Policy.selection_tokens`.
+    """
+
+    config: DraftConfig
+    stop_ids: frozenset[int]
+    cost: Cost | None = None
+    selecting: Callable[[RequestState], float] = lambda _: 0.0
+
+    def reason(self, state: RequestState, room: int, planned: str) -> str:
+        """Return why a request verifies now, or "" if it drafts.
+
+        Args:
+            state: The request; its last tokens are the draft.
+            room: Tokens that it may still generate, the drafted ones included.
+            planned: The policy's reason for a slow step; "" for a fast one.
+        """
+        drafted = state.drafted
+        if not state.fresh:
+            return "rejected"
+        if planned:
+            return planned
+        if drafted + 1 >= room:  # a verification gives one token more than it tests
+            return "room"
+        if drafted and state.tokens[-1] in self.stop_ids:
+            return "stop"
+        return "limit" if drafted >= self.limit(state) else ""
+
+    def limit(self, state: RequestState) -> int:
+        """Return how many tokens a request drafts at most before a verification."""
+        most = self.config.max_tokens
+        if not self.config.adaptive or self.cost is None:
+            return most
+        tally = state.tally
+        rate = (KEPT + tally.accepted) / (TRIED + tally.tested)
+        read = state.fast_tokens + self.selecting(state)
+        return best_length(rate, self.cost(state.length, read), most)
+
+
+def best_length(rate: float, cost: float, most: int) -> int:
+    """Return the draft length, 1 to `most`, with the most tokens per cost.
+
+    k drafts, each accepted at `rate` if all before it are, give (1 - rate^(k + 1)) / (1 - rate) tokens. They
+    cost k fast steps, each `cost` of a verification, and one verification (Leviathan et al., 2023,
+    arXiv:2211.17192, Eq. 1 and Theorem 3.8).
+    """
+
+    def speed(k: int) -> float:
+        return sum(rate**i for i in range(k + 1)) / (1 + k * cost)
+
+    return max(range(1, most + 1), key=speed)
+
 
 # returns how many drafted tokens of a request a verification accepts, given the draft and the verified tokens
 Outcome = Callable[[RequestState, Sequence[int], Sequence[int]], int]
@@ -71,7 +139,7 @@ class Drafts:
 
     def __post_init__(self) -> None:
         """Hold back the run's selection events until their tokens are verified."""
-        self._compares = wants(self.run.observer, LogitsEvent)
+        self._compares = LogitsEvent in self.run.observer.wants
         self.run.observer = self._observer = HeldSelections(self.run.observer)
 
     def plan(self) -> list[Block | None]:
@@ -120,16 +188,16 @@ class Drafts:
         run, place = self.run, 0
         run.settle_selected()
         given: list[list[int]] = []
-        self._shape = {"elapsed_us": run.lap() * 1e6, **shape_of(run)}
+        self._shape = {"elapsed_us": run.lap() * 1e6, **run.shape()}
         for state, block in zip(run.requests, self.blocks, strict=True):
-            own = slice(place, place + (len(block.tokens) if block else 0))
-            place = own.stop
+            positions = slice(place, place + (len(block.tokens) if block else 0))
+            place = positions.stop
             if block is None:
                 given.append([])
             elif block.reason:
-                given.append(self._verified(state, block, token_X[own], logits_XV[own]))
+                given.append(self._verified(state, block, token_X[positions], logits_XV[positions]))
             else:
-                self._drafted(state, token_X[own.start], logits_XV[own.start])
+                self._drafted(state, token_X[positions.start], logits_XV[positions.start])
                 given.append([])
         run.recorded = True
         return given
@@ -167,8 +235,8 @@ class Drafts:
         tally.count_reads(reads.attended, 0, reads.selecting)
         fields = step_fields(state, run.step, reads)
         event = StepEvent(**fields, token_id=token, draft_token_id=token, drafted=True, **self._shape)
-        kept = logits_V.clone() if self._compares else None
-        self._steps.setdefault(state.request, []).append(Drafted(event, kept))
+        logits = logits_V.clone() if self._compares else None
+        self._steps.setdefault(state.request, []).append(Drafted(event, logits))
 
     def _verified(
         self, state: RequestState, block: Block, token_W: Sequence[int], logits_WV: torch.Tensor
@@ -207,21 +275,21 @@ class Drafts:
             request=state.request, step=state.step, batch_step=run.step, base=state.length - kept - 1,
             drafted=drafted, accepted=kept, reason=state.reason,
             evidence_position=read - 1 if selects else None,
-            attended_tokens=read + sum(one.event.attended_tokens for one in steps),
-            selection_tokens=sum(one.event.selection_tokens for one in steps),
+            attended_tokens=read + sum(step.event.attended_tokens for step in steps),
+            selection_tokens=sum(step.event.selection_tokens for step in steps),
             elapsed_us=self._shape["elapsed_us"],
         )  # fmt: skip
         run.observer.on(event)
         self._compare(state, steps[: kept + 1], logits_WV, state.step - kept)
-        for one in steps[:kept]:
-            run.observer.on(one.event)
+        for step in steps[:kept]:
+            run.observer.on(step.event)
         other = block.drafted[kept] if kept < drafted else None
         fields = step_fields(state, run.step, Reads(state.length))
         last = state.tokens[-1]
         run.observer.on(StepEvent(**fields, token_id=last, draft_token_id=other, **self._shape))
 
     def _compare(self, state: RequestState, tested: list[Drafted], logits_WV: torch.Tensor, first: int) -> None:
-        ours = [one.logits_V for one in tested if one.logits_V is not None]
+        ours = [step.logits_V for step in tested if step.logits_V is not None]
         if not ours:
             return
         compared = compare_logits(torch.stack(ours), logits_WV[: len(ours)])
@@ -231,7 +299,7 @@ class Drafts:
 
 def matching(draft: Sequence[int], token_W: Sequence[int]) -> int:
     """Return how many tokens of a draft agree with full attention's, up to the first that does not."""
-    same = (one == other for one, other in zip(draft, token_W, strict=False))
+    same = (token == other for token, other in zip(draft, token_W, strict=False))
     return sum(1 for _ in takewhile(bool, same))
 
 

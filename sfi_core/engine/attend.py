@@ -1,0 +1,255 @@
+"""Attention of a layer, and the selections before and after it.
+
+On Triton the decoding requests of a batch share each launch: `read` is the device half, which CUDA graphs capture too.
+The PyTorch backend, and tokens in host memory, go request by request (`by_request`).
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch.backends.cuda import SDPAParams, can_use_flash_attention
+from torch.nn.functional import scaled_dot_product_attention
+
+from sfi_core.engine import by_request
+from sfi_core.engine.layer import Layer
+from sfi_core.engine.run import Run
+from sfi_core.engine.select import (
+    Handed,
+    choose_and_note,
+    end_prompt,
+    hand_over,
+    layer_context,
+    select_before,
+    select_next,
+)
+from sfi_core.errors import BackendError, unknown
+from sfi_core.settings.engine import BACKENDS, PAGE_SIZE
+from sfi_core.state.layer_shape import LayerShape
+from sfi_core.state.request import RequestState
+from sfi_kernels.attention_tile.shape import check_limits
+from sfi_kernels.decode_attention import DecodeAttention, decode_attention
+from sfi_kernels.dense_attention import dense_attention
+from sfi_kernels.launch import KernelLimitError, check_device
+from sfi_kernels.pseudo_token import PseudoToken
+from sfi_kernels.step_descriptor import StepDescriptor, sent
+
+
+def attend(run: Run, index: int, query_BHGTD: torch.Tensor, **options: Any) -> torch.Tensor:
+    """Attend in a layer, on the run's backend or by `Run.attend`.
+
+    The store already holds the layer's new keys and values. Queries are grouped by KV head; a request's own
+    are the last `count` of T, a decoding request's the last. `options` are `scale`, `soft_cap`, `sink_HG` and `new` of
+    `Layer`. Return the outputs, [B, H, G, T, E]; zeros where a request has no token.
+    """
+    layer = Layer(run, index, **options)
+    if run.attend is not None:
+        return run.attend(layer, query_BHGTD)
+    if layer.backend == "triton":  # also before host memory's tokens are chosen, which must be the same
+        prepare(layer, query_BHGTD.shape[2], layer.batch_pass.fast, run.requests)
+    whole = layer.backend == "triton" and run.store.whole_on_device
+    with run.launches(index):
+        out = (_attend if whole else by_request.attend)(layer, query_BHGTD)
+        end_prompt(layer, query_BHGTD)
+        layer.finish(query_BHGTD, out)
+    return out
+
+
+def end_prompts(run: Run, index: int, query_BHGTD: torch.Tensor, out_BHGTE: torch.Tensor, **options: Any) -> None:
+    """Select and call the watchers in a layer whose prompts the host has attended itself.
+
+    For a pass that only reads prompts; the arguments are those of `attend`, and its result `out_BHGTE`.
+    """
+    layer = Layer(run, index, **options)
+    run.meter.count("host.prefill_attention", len(layer.batch_pass.prompts))
+    with run.launches(index):
+        end_prompt(layer, query_BHGTD)
+        layer.finish(query_BHGTD, out_BHGTE)
+
+
+def prepare(layer: Layer, group: int, rows: Sequence[int], states: Sequence[RequestState]) -> None:
+    """Let the policy learn what some requests lack for the step that `states` have entered.
+
+    From what was there before the step, so that a CUDA graph can hold the step, and without waiting for the
+    device. `group` are the query heads of a KV head; where no queries were kept, the last keys stand for them.
+    """
+    run, policy = layer.run, layer.run.policy
+    if not policy.chooses or layer.left_dense:
+        return
+    for row in rows:
+        if policy.companion.lacks(states[row], run.notes[states[row].request, layer.index]):
+            before = replace(states[row], length=states[row].length - 1)
+            first = max(0, before.length - policy.config.window_prefill)
+            key_1HWD = run.store.keys(layer.index, row, first, before.length)
+            query_1HGWD = key_1HWD[:, :, None].expand(-1, -1, group, -1, -1)
+            context = layer_context(layer, (row,), query_1HGWD)
+            with run.launches(layer.index):
+                policy.select_after(replace(context, states=(before,)))
+
+
+def read(
+    layer: Layer, step: StepDescriptor, query_BHGTD: torch.Tensor, *, dense_BH: torch.Tensor | None = None,
+    pseudo: PseudoToken | None = None,
+) -> DecodeAttention:  # fmt: skip
+    """Attend with the decoding requests, and write the evidence of slow ones to a buffer: the device half.
+
+    A request's tokens are the last of T: several if it verifies, and the last one's logits are the evidence.
+    `dense_BH`, int32, marks the KV heads that read everything, if the policy mixes heads. Where the policy chooses for
+    the whole batch, selected rows are read in their pages.
+    """
+    run, segment, into = layer.run, layer.run.segment(layer.index), None
+    if step.slow_rows and run.policy.refreshes() and not layer.left_dense:
+        numbers = step.slow_rows * query_BHGTD.shape[1:3].numel() * run.store.capacity
+        into = run.maintenance.room(numbers, query_BHGTD.device)
+    return decode_attention.triton(
+        query_BHGTD, segment.key_BHSD, segment.value_BHSE, segment.length_BH, layer.pages.key_PHND,
+        layer.pages.value_PHNE, run.store.block_table_BP, step, **layer.options,
+        evidence=into is not None, into=into, dense_BH=dense_BH, pseudo=pseudo,
+        position_BHS=segment.position_BHS if layer.chooses else None,
+    )  # fmt: skip
+
+
+def count_attention(run: Run, step: StepDescriptor) -> None:
+    """Count a layer's attention calls."""
+    run.meter.count("triton.dense_attention", len(step.slow))
+    run.meter.count("triton.sparse_attention", len(step.fast))
+
+
+def _attend(layer: Layer, query_BHGTD: torch.Tensor) -> torch.Tensor:
+    batch_pass = layer.batch_pass
+    if not batch_pass.prompts:
+        return _decode(layer, query_BHGTD)
+    if not batch_pass.decodes:
+        return _prefill(layer, batch_pass.prompts, slice(None), query_BHGTD)
+    # prompts and decoding in one pass, as vLLM mixes them: a launch for each prompt, one for all that decode
+    queries = layer.step.queries
+    B, H, G, T, _ = query_BHGTD.shape
+    out = query_BHGTD.new_zeros(B, H, G, T, layer.pages.value_PHNE.shape[3])
+    out[:, :, :, -queries:] = _decode(layer, query_BHGTD[:, :, :, -queries:])
+    for row in batch_pass.prompts:
+        only = slice(row, row + 1)
+        out[only] = _prefill(layer, (row,), only, query_BHGTD)
+    return out
+
+
+def _decode(layer: Layer, query_BHGTD: torch.Tensor) -> torch.Tensor:
+    run, policy, step = layer.run, layer.run.policy, layer.step
+    last_BHG1D = query_BHGTD[:, :, :, -1:]  # a fast request has no other
+    if policy.mixes_heads and not layer.left_dense:
+        return _mixed_heads(layer, step, last_BHG1D)
+    pseudo = None
+    if layer.chooses:
+        pseudo = choose_and_note(layer, step, last_BHG1D)
+    elif policy.selects_before and step.fast:
+        select_before(layer, step.fast, _of(layer, step.fast, last_BHG1D))
+    kind = "mixed" if step.fast and step.slow else "fast" if step.fast else "dense"
+    moved = layer.moved_bytes(step.slow, dense=True) + layer.moved_bytes(step.fast, dense=False)
+    with run.observer.span(f"attention.{kind}", layer.index, moved):
+        result = read(layer, step, query_BHGTD, pseudo=pseudo)
+    count_attention(run, step)
+    _hand_over(layer, step, last_BHG1D, result)
+    if policy.selects_next and step.fast:
+        query = _of(layer, step.fast, last_BHG1D)
+        layer.later.append(partial(select_next, layer, step.fast, query))
+    return result.out_BHGWE
+
+
+def _mixed_heads(layer: Layer, step: StepDescriptor, query_BHG1D: torch.Tensor) -> torch.Tensor:
+    # some KV heads read everything, the others the packed memory and the recent tokens
+    run, batch_pass = layer.run, layer.batch_pass
+    B, H = query_BHG1D.shape[:2]
+    rows = (*batch_pass.slow, *batch_pass.fast)
+    for row in rows:
+        layer.dense_heads[row] = run.policy.companion.dense_heads(run.requests[row], layer.index, H)
+    dense = [[int(h in layer.dense_heads.get(row, ())) for h in range(H)] for row in range(B)]
+    dense_BH = sent(torch.tensor(dense, dtype=torch.int32), query_BHG1D.device)
+    with run.observer.span("attention.heads", layer.index):
+        result = read(layer, step, query_BHG1D, dense_BH=dense_BH)
+    run.meter.count("triton.mixed_attention", len(rows))
+    _hand_over(layer, step, query_BHG1D, result)
+    return result.out_BHGWE
+
+
+def _hand_over(layer: Layer, step: StepDescriptor, query_BHG1D: torch.Tensor, result: DecodeAttention) -> None:
+    if result.logits_BHGWT is not None:
+        handed = Handed(layer, result.logits_BHGWT, result.log_sum_BHGW)
+        hand_over(layer, step.slow, _of(layer, step.slow, query_BHG1D), handed)
+
+
+def _of(layer: Layer, rows: tuple[int, ...], query_BHGTD: torch.Tensor) -> torch.Tensor:
+    if len(rows) == query_BHGTD.shape[0]:
+        return query_BHGTD
+    return query_BHGTD[layer.run.rows(rows).request_R.long()]
+
+
+def _prefill(layer: Layer, prompts: tuple[int, ...], rows: slice, query_BHGTD: torch.Tensor) -> torch.Tensor:
+    run, first = layer.run, is_first_piece(layer, prompts, query_BHGTD)
+    run.meter.count("sdpa.prompt" if first else "triton.prefill_attention", len(prompts))
+    with run.observer.span("attention.dense", layer.index, layer.moved_bytes(prompts, dense=True)):
+        if first:
+            return attend_to_itself(layer, prompts, query_BHGTD)[rows]
+        return dense_attention.triton(
+            query_BHGTD[rows], layer.pages.key_PHND, layer.pages.value_PHNE, run.store.block_table_BP[rows],
+            layer.batch_pass.descriptor.length_B[rows], **layer.options,
+        )  # fmt: skip
+
+
+def is_first_piece(layer: Layer, prompts: tuple[int, ...], query_BHGTD: torch.Tensor) -> bool:
+    """Say whether these rows read first pieces that PyTorch can attend: no soft cap, no learned sinks."""
+    begin = not any(layer.batch_pass.start[row] for row in prompts)
+    plain = layer.options["soft_cap"] is None and layer.options["sink_HG"] is None
+    return begin and plain and layer.new is not None and has_fused(query_BHGTD, *layer.new)
+
+
+def has_fused(query_BHGTD: torch.Tensor, key_BHTD: torch.Tensor, value_BHTE: torch.Tensor) -> bool:
+    """Say whether flash attention takes these tensors; PyTorch's others hold all T x T logits."""
+    if query_BHGTD.device.type != "cuda":
+        return False
+    operands = query_BHGTD.flatten(1, 2), key_BHTD, value_BHTE
+    return can_use_flash_attention(SDPAParams(*operands, None, 0.0, True, query_BHGTD.shape[2] > 1))
+
+
+def attend_to_itself(layer: Layer, prompts: tuple[int, ...], query_BHGTD: torch.Tensor) -> torch.Tensor:
+    """Attend causally with the first pieces in some rows; a request's tokens are the last `count` of T.
+
+    Return the outputs, [B, H, G, T, E]; zeros where a request has no token.
+    """
+    assert layer.new is not None, "the host has handed over the piece's keys"
+    key, value = layer.new
+    B, T, count = len(query_BHGTD), query_BHGTD.shape[3], layer.batch_pass.count
+    if len(prompts) == B and all(tokens == T for tokens in count):
+        return _causal(query_BHGTD, key, value, layer)
+    out = query_BHGTD.new_zeros(*query_BHGTD.shape[:4], value.shape[3])
+    for row in prompts:
+        only, new = slice(row, row + 1), slice(T - count[row], T)
+        parts = query_BHGTD[only, :, :, new], key[only, :, new], value[only, :, new]
+        out[only, :, :, new] = _causal(*parts, layer)
+    return out
+
+
+def _causal(query_BHGTD: torch.Tensor, key_BHTD: torch.Tensor, value_BHTE: torch.Tensor, layer: Layer) -> torch.Tensor:
+    out = scaled_dot_product_attention(
+        query_BHGTD.flatten(1, 2), key_BHTD, value_BHTE, is_causal=True,
+        scale=layer.logit_options["scale"], enable_gqa=query_BHGTD.shape[2] > 1,
+    )  # fmt: skip
+    return out.view(*query_BHGTD.shape[:4], -1)
+
+
+def check_backend(backend: str, device: torch.device) -> None:
+    """Refuse a backend that is unknown (`ConfigError`) or cannot run on a device (`BackendError`)."""
+    if backend not in BACKENDS:
+        raise unknown("backend", backend, BACKENDS)
+    if backend == "triton":
+        try:
+            check_device(device)
+        except KernelLimitError as error:
+            raise BackendError(str(error)) from error
+
+
+def check_shapes(shapes: Sequence[LayerShape], page_size: int | None, dtype: torch.dtype, device: torch.device) -> None:
+    """Raise `KernelLimitError` for layers that the Triton kernels cannot take."""
+    for shape in shapes:
+        if shape.window is None:
+            check_limits(shape.key_width, shape.value_width, page_size or PAGE_SIZE, dtype, device)

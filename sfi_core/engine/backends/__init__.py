@@ -1,1 +1,0 @@
-"""How a layer attends: in PyTorch, or with Triton kernels."""

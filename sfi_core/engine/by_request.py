@@ -1,0 +1,135 @@
+"""Attention of a layer in PyTorch, the reference: requests run one by one.
+
+Neighbors that decode fast share calls, without a change to their results.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import groupby
+from typing import TypeVar
+
+import torch
+
+from sfi_core.engine.layer import Layer
+from sfi_core.engine.select import Handed, choose_and_note, hand_over, select_before, select_next
+from sfi_kernels.attention_in_place import attention_in_place
+from sfi_kernels.numpy_views import fastest
+from sfi_kernels.pseudo_token import PseudoToken
+from sfi_kernels.sparse_attention import sparse_attention
+from sfi_kernels.step_descriptor import FAST, PROMPT, sent
+
+R = TypeVar("R")
+
+
+def attend(layer: Layer, query_BHGTD: torch.Tensor) -> torch.Tensor:
+    """Attend with the pass's queries; see `engine.attend.attend`."""
+    batch_pass, alike, pseudo = layer.batch_pass, list(_alike(layer)), None
+    if layer.chooses and batch_pass.decodes:
+        pseudo = choose_and_note(layer, batch_pass.descriptor, query_BHGTD[:, :, :, -1:])
+    B, H, G, T, _ = query_BHGTD.shape
+    if len(alike) == 1 and batch_pass.count == (T,) * B:
+        return _attend(layer, alike[0], query_BHGTD, pseudo)
+    out = query_BHGTD.new_zeros(B, H, G, T, layer.pages.value_PHNE.shape[3])
+    for rows in alike:
+        new = slice(T - batch_pass.count[rows.start], T)
+        out[rows, :, :, new] = _attend(layer, rows, query_BHGTD[rows, :, :, new], pseudo and pseudo.of(rows))
+    return out
+
+
+def _attend(layer: Layer, rows: slice, query: torch.Tensor, pseudo: PseudoToken | None) -> torch.Tensor:
+    kind, policy, row = layer.batch_pass.passes[rows.start].kind, layer.run.policy, rows.start
+    if kind == PROMPT:
+        out = _whole(layer, row, query, layer.dense)
+        layer.check_prompt(row, query, out)
+        return out
+    if policy.mixes_heads and not layer.left_dense:
+        return _mixed(layer, rows, query)
+    if kind == FAST and not layer.left_dense:
+        return _fast(layer, rows, query, pseudo)
+    if layer.left_dense or not policy.refreshes():
+        return _whole(layer, row, query, layer.verify)
+    # the attention also returns the evidence's logits, which saves a pass over the keys
+    out, logits = _whole(layer, row, query, layer.dense_with_logits)
+    hand_over(layer, (row,), query[:, :, :, -1:], Handed(layer, logits))
+    return out
+
+
+def _alike(layer: Layer) -> Iterator[slice]:
+    # yields single rows, and ranges of neighbors that only attend sparsely
+    policy = layer.run.policy
+    selects = (policy.selects_before or policy.selects_next) and not layer.chooses
+    shares = not (layer.left_dense or selects or policy.mixes_heads)
+    kinds = [
+        "" if not request.count else "fast" if shares and request.kind == FAST else "alone"
+        for request in layer.batch_pass.passes
+    ]
+    first = 0
+    for kind, group in groupby(kinds):
+        stop = first + len(list(group))
+        if kind == "fast":
+            yield slice(first, stop)
+        elif kind:
+            yield from (slice(row, row + 1) for row in range(first, stop))
+        first = stop
+
+
+def _whole(layer: Layer, row: int, query: torch.Tensor, attention: Callable[[int, torch.Tensor], R]) -> R:
+    run = layer.run
+    kind = "prefill" if layer.batch_pass.passes[row].kind == PROMPT else "dense"
+    run.meter.count(f"{layer.backend}.{kind}_attention")
+    with run.observer.span("attention.dense", layer.index, layer.moved_bytes((row,), dense=True)):
+        return attention(row, query)
+
+
+def _mixed(layer: Layer, rows: slice, query: torch.Tensor) -> torch.Tensor:
+    # some KV heads read everything, the others the packed memory and the recent tokens; a slow step then selects anew
+    run, row, logits = layer.run, rows.start, None
+    state = run.requests[row]
+    heads = layer.dense_heads[row] = run.policy.companion.dense_heads(state, layer.index, query.shape[1])
+    out = _sparse(layer, rows, query, "mixed_attention")
+    if heads:
+        with run.observer.span("attention.heads", layer.index):
+            dense, logits = layer.heads(row, query, heads, evidence=state.slow)
+        for place, head in enumerate(heads):
+            out[:, head] = dense[:, place]
+    if logits is not None:
+        hand_over(layer, (row,), query, Handed(layer, logits))
+    return out
+
+
+def _fast(layer: Layer, rows: slice, query: torch.Tensor, pseudo: PseudoToken | None) -> torch.Tensor:
+    policy, row = layer.run.policy, (rows.start,)
+    if policy.selects_before and not layer.chooses:
+        select_before(layer, row, query)
+    out = _sparse(layer, rows, query, pseudo=pseudo)
+    if policy.selects_next:
+        layer.later.append(partial(select_next, layer, row, query))
+    return out
+
+
+def _sparse(
+    layer: Layer, rows: slice, query: torch.Tensor, path: str = "sparse_attention", pseudo: PseudoToken | None = None
+) -> torch.Tensor:
+    run, which = layer.run, range(rows.start, rows.stop)
+    segment, step = run.segments[layer.index], layer.batch_pass.descriptor
+    start_B = step.recent_start_B[rows]
+    if run.policy.mixes_heads:
+        # a slow step still reads the last selection, and all tokens since then
+        starts = torch.tensor([run.requests[row].read_start for row in which], dtype=torch.int32)
+        start_B = sent(starts, query.device)
+    pages = layer.pages.key_PHND, layer.pages.value_PHNE
+    by = fastest(layer.backend, query.device, *pages) if layer.in_place else layer.backend
+    run.meter.count(f"{by}.{path}", len(which))
+    run.store.ready(layer.index)
+    moved = layer.moved_bytes(which, dense=False)
+    paged = (*pages, run.store.block_table_BP[rows], start_B.contiguous(), step.length_B[rows].contiguous())
+    query, length_BH = query[:, :, :, 0], segment.length_BH[rows]
+    options = {**layer.options, "pseudo": pseudo}
+    with run.observer.span("attention.fast", layer.index, moved):
+        if layer.in_place:
+            position_BHS = segment.position_BHS[rows]
+            out = attention_in_place.on(by)(query, position_BHS, length_BH, *paged, **options)
+        else:
+            packed = segment.key_BHSD[rows], segment.value_BHSE[rows], length_BH
+            out = sparse_attention.on(layer.backend)(query, *packed, *paged, **options)
+    return out[:, :, :, None]

@@ -1,1 +1,0 @@
-"""Picking the next tokens from logits."""

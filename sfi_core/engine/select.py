@@ -1,0 +1,382 @@
+"""The selected memory of a layer: evidence, choice, pack.
+
+The device half (`select`, `pack`, `choose`) has tensors and no number of the host's that changes by step: eager steps
+call it, and CUDA graphs capture it. The host half (`note`) updates requests and counts, and tells the observer; after a
+replayed step it is all that runs. Both take one layer or several, whose requests then follow each other in the batch
+dimension of evidence and selection.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cache, partial
+from itertools import takewhile
+from typing import Any, NamedTuple
+
+import torch
+
+from sfi_core.engine.batch_pass import Rows
+from sfi_core.engine.layer import Layer
+from sfi_core.engine.maintenance import first_together
+from sfi_core.engine.run import Run
+from sfi_core.observers.events import SelectionEvent
+from sfi_core.observers.observer import SPANS
+from sfi_core.policies.base import BatchContext, Evidence, EvidencePolicy, LayerContext, Selection
+from sfi_core.state.kv_store import Recall
+from sfi_kernels.numpy_views import fastest
+from sfi_kernels.pack import pack_layers
+from sfi_kernels.pseudo_token import PseudoToken
+from sfi_kernels.step_descriptor import NewRows, StepDescriptor
+
+Logits = Callable[[], torch.Tensor]
+
+
+class Handed(NamedTuple):
+    """The evidence of a layer: logits, [R, H, G, 1, T], and their log-sum-exp over J if the attention has it."""
+
+    layer: Layer
+    logits_BHGWT: torch.Tensor
+    log_sum_BHGW: torch.Tensor | None = None
+
+
+def select(
+    layers: Sequence[Layer],
+    rows: Rows,
+    query_RHGWD: torch.Tensor | None,
+    logits: Logits | None,
+    log_sum_RHGW: torch.Tensor | None = None,
+) -> tuple[Selection | None, Recall | None]:
+    """Let the policy select from the evidence of some layers, and pack its choice: the device half.
+
+    `query_RHGWD` may be None for an `EvidencePolicy`. `logits` returns the queries' logits, and `log_sum_RHGW` is their
+    log-sum-exp over J, if the attention has computed them; None where the policy asks for them.
+    """
+    policy = layers[0].run.policy
+    if isinstance(policy, EvidencePolicy) and logits is not None:
+        selection = policy.select_after(Evidence(**_evidence(layers, rows, logits, log_sum_RHGW)))
+    else:
+        assert query_RHGWD is not None, "only evidence goes without queries"
+        context = layer_context(layers[0], rows.requests, query_RHGWD, logits, log_sum_RHGW)
+        selection = policy.select_after(context)
+    return selection, None if selection is None else pack(layers, rows, selection)
+
+
+def pack(layers: Sequence[Layer], rows: Rows, selection: Selection) -> Recall | None:
+    """Pack a selection into the layers' segments, or note the positions where attention reads the rows in place.
+
+    Return what comes from the host; None if all is on the device.
+    """
+    layer, run = layers[0], layers[0].run
+    with run.observer.span("pack", layer.index):
+        if layer.in_place:
+            _note_positions(layer, rows.requests, selection)
+            return None
+        if len(layers) > 1 and layer.backend == "torch":
+            pages = [(each.pages.key_PHND, each.pages.value_PHNE, *run.segment(each.index).tensors) for each in layers]
+            pack_layers(pages, run.store.block_table_BP, rows.requests[0], selection.index_BHK, rows.sink_R)
+            return None
+        recall = None
+        for each, index_RHK in zip(layers, selection.index_BHK.chunk(len(layers)), strict=True):
+            recall = run.store.pack_into(
+                run.segment(each.index), each.index, rows.request_R, rows.sink_R, index_RHK, rows.most_sink,
+                selection.heads_BH,
+            )  # fmt: skip
+        return recall
+
+
+def _note_positions(layer: Layer, rows: tuple[int, ...], selection: Selection) -> None:
+    # as `pack` writes them; a tensor at a time, because a step does this in every layer
+    run, K = layer.run, selection.index_BHK.shape[2]
+    segment = run.segment(layer.index)
+    for place, row in enumerate(rows):
+        heads: slice | torch.Tensor = slice(None)
+        if selection.heads_BH is not None:
+            heads = selection.heads_BH[place]
+        index_HK = selection.index_BHK[place, heads]
+        sink = run.requests[row].sink(run.policy.config.sink)
+        segment.reserve(sink + K)
+        position_HS = segment.position_BHS[row]
+        if position_HS.shape[1] > sink + K:
+            position_HS[heads, sink + K :] = -1
+        sinks_S = _sinks(sink, index_HK.device)
+        position_HS[heads, : sink + K] = torch.cat([sinks_S.expand(len(index_HK), -1), index_HK], 1)
+        segment.length_BH[row, heads] = (index_HK >= 0).sum(1, dtype=torch.int32).add_(sink)
+
+
+@cache
+def _sinks(count: int, device: torch.device) -> torch.Tensor:
+    return torch.arange(count, dtype=torch.int32, device=device)
+
+
+def choose(
+    layer: Layer, step: StepDescriptor, query_BHG1D: torch.Tensor
+) -> tuple[Selection | None, PseudoToken | None]:
+    """Let the policy choose what the fast requests read; return the choice of all rows: the device half."""
+    run, segment = layer.run, layer.run.segment(layer.index)
+    late = run.late.pop(layer.index, None)
+    if late is not None:
+        step = replace(step, new=NewRows(*late, layer.pages.value_PHNE, layer.pages.norm_PHN))
+    position_BHS, length_BH = segment.position_BHS, segment.length_BH
+    if not layer.in_place:  # the segment has the positions of the rows that it holds
+        position_BHS, length_BH = torch.empty_like(position_BHS), torch.empty_like(length_BH)
+    batch = BatchContext(
+        backend=layer.backend, fast=bool(step.fast), wants_diagnostics=SelectionEvent in run.observer.wants,
+        query_BHGD=query_BHG1D[:, :, :, 0], key_PHND=layer.pages.key_PHND, value_PHNE=layer.pages.value_PHNE,
+        block_table_BP=run.store.block_table_BP, descriptor=step,
+        codes=run.codes(layer.index, query_BHG1D.shape[2]), position_BHS=position_BHS,
+        length_BH=length_BH, scale=layer.logit_options["scale"],
+    )  # fmt: skip
+    choice = run.policy.companion.choose(batch)
+    if choice is None:
+        return None, None
+    return Selection(choice.index_BHK, choice.diagnostics), choice.pseudo
+
+
+def note(run: Run, layers: Sequence[int], places: Mapping[int, int], selection: Selection, reason: str = "") -> None:
+    """Note what some layers selected for the requests in some rows, and tell the observer: the host half.
+
+    `places` has by row of the batch the request's place among those of a layer in the selection. `reason` is that of
+    `SelectionEvent`; "speculative" means a selection for the next step.
+    """
+    heard, sink = SelectionEvent in run.observer.wants, run.policy.config.sink
+    count, selected = len(selection.index_BHK) // len(layers), selection.index_BHK.shape[2]
+    for number, layer in enumerate(layers):
+        for row, place in places.items():
+            state, at = run.requests[row], number * count + place
+            state.note_packed(sink, selected, ahead=reason == "speculative")
+            if not heard:  # making an event takes ten times as long as the note
+                continue
+            event = SelectionEvent(
+                request=state.request, step=state.step, layer=layer, index_HK=selection.index_BHK[at],
+                diagnostics={name: value[at : at + 1] for name, value in selection.diagnostics.items()},
+                reason=reason, heads_H=None if selection.heads_BH is None else selection.heads_BH[at],
+            )  # fmt: skip
+            run.observer.on(event)
+
+
+def note_choice(run: Run, layer: int, selection: Selection, rows: tuple[int, ...]) -> None:
+    """Note what a layer chose for the fast requests among all rows."""
+    pages = run.store.pages(layer)
+    backend = fastest(run.store.backend, run.device, pages.key_PHND, pages.value_PHNE)
+    run.meter.count(f"{backend}.code_scan", len(rows))
+    note(run, (layer,), {row: row for row in rows}, selection)
+
+
+def refresh(
+    layers: Sequence[Layer],
+    rows: tuple[int, ...],
+    query_RHGWD: torch.Tensor,
+    logits: Logits | None = None,
+    log_sum_RHGW: torch.Tensor | None = None,
+) -> None:
+    """Select anew for some requests; the other arguments are those of `select`."""
+    run, layer = layers[0].run, layers[0]
+    places = [place for place, row in enumerate(rows) if has_candidates(run, row)]
+    if len(places) < len(rows):
+        for row in rows:
+            if not has_candidates(run, row):
+                put(layer, (row,), _nothing(query_RHGWD))
+        if not places:
+            return
+        rows, query_RHGWD = tuple(rows[place] for place in places), query_RHGWD[places]
+        logits = None if logits is None else lambda made=logits: made()[places]
+        log_sum_RHGW = None if log_sum_RHGW is None else log_sum_RHGW[places]
+    selection, recall = select(layers, run.rows(rows), query_RHGWD, logits, log_sum_RHGW)
+    run.meter.count(f"{layer.backend}.selector", len(layers) * len(rows))
+    if selection is not None:
+        _packed(layers, rows, selection, recall)
+
+
+def put(layer: Layer, rows: tuple[int, ...], selection: Selection | None, reason: str = "") -> None:
+    """Pack and note a layer's selection for some requests; None keeps the memory as it is."""
+    if selection is not None:
+        recall = pack((layer,), layer.run.rows(rows), selection)
+        _packed((layer,), rows, selection, recall, reason)
+
+
+def _packed(
+    layers: Sequence[Layer], rows: tuple[int, ...], selection: Selection, recall: Recall | None, reason: str = ""
+) -> None:
+    layer, run = layers[0], layers[0].run
+    if recall is not None:
+        run.tell_recall(layer.index, rows, recall)
+    if not layer.in_place:
+        run.meter.count(f"{layer.backend}.pack", len(layers) * len(rows))
+    places = {row: place for place, row in enumerate(rows)}
+    note(run, [each.index for each in layers], places, selection, reason)
+
+
+def has_candidates(run: Run, row: int) -> bool:
+    """Say whether a request has positions to select from, in this step or, for a policy that selects ahead, the next.
+
+    The token that leaves the recent segment then may be taken now.
+    """
+    state = run.requests[row]
+    return run.policy.selects_next or state.recent_start > state.sink(run.policy.config.sink)
+
+
+def hand_over(layer: Layer, rows: tuple[int, ...], query_RHG1D: torch.Tensor, handed: Handed) -> None:
+    """Select anew for slow requests from a layer's evidence: now, beside the next layers, or with those of others."""
+    run = layer.run
+    if run.policy.mixes_heads and not layer.left_dense:
+        layer.later.append(partial(refresh_handed, rows, query_RHG1D, [handed]))
+    else:
+        submit(handed, partial(refresh_handed, rows, query_RHG1D), rows if joins(layer, rows) else None)
+
+
+def submit(handed: Handed, work: Callable[[list[Handed]], None], rows: tuple[int, ...] | None) -> None:
+    """Give a layer's evidence to the run's maintenance; `rows` if it may wait for that of the next layers."""
+    alike = None if rows is None else (rows, *handed.logits_BHGWT.shape)
+    handed.layer.run.maintenance.submit(handed, work, alike=alike, numbers=handed.logits_BHGWT.numel())
+
+
+def refresh_handed(rows: tuple[int, ...], query_RHG1D: torch.Tensor, handed: list[Handed]) -> None:
+    """Select anew for some requests in all layers that have handed over their evidence."""
+    layers = [each.layer for each in handed]
+    with layers[0].run.launches(layers[0].index):
+        refresh(layers, rows, query_RHG1D, *joined(handed))
+
+
+def joined(handed: Sequence[Handed]) -> tuple[Logits, torch.Tensor | None]:
+    """Return the logits of several layers as one batch, and their log-sum-exps over J."""
+    if len(handed) == 1:
+        return lambda: handed[0].logits_BHGWT, handed[0].log_sum_BHGW
+    sums = [each.log_sum_BHGW for each in handed if each.log_sum_BHGW is not None]
+    return lambda: torch.cat([each.logits_BHGWT for each in handed]), torch.cat(sums) if sums else None
+
+
+def joins(layer: Layer, rows: tuple[int, ...]) -> bool:
+    """Say whether a layer's selection for slow requests may wait for those of the next layers.
+
+    It may not if the policy needs more than the evidence, if rows come from the host (the sooner the better),
+    if an observer times each layer, or if there is nothing to select from.
+    """
+    run = layer.run
+    return (
+        isinstance(run.policy, EvidencePolicy)
+        and run.store.whole_on_device
+        and run.ranks.size == 1
+        and SPANS not in run.observer.wants
+        and all(has_candidates(run, row) for row in rows)
+    )
+
+
+def select_before(layer: Layer, rows: tuple[int, ...], query_RHG1D: torch.Tensor) -> None:
+    """Let the policy select for fast requests before they attend."""
+    policy = layer.run.policy
+    with layer.run.observer.span("select_before", layer.index):
+        selection = policy.select_before(layer_context(layer, rows, query_RHG1D))
+        put(layer, rows, selection, "correction" if policy.selects_next else "")
+
+
+def select_next(layer: Layer, rows: tuple[int, ...], query_RHG1D: torch.Tensor) -> None:
+    """Let the policy select the next step's memory of fast requests, after the layer has attended."""
+    with layer.run.observer.span("select_next", layer.index):
+        selection = layer.run.policy.companion.select_next(layer_context(layer, rows, query_RHG1D))
+        put(layer, rows, selection, "speculative")
+
+
+def choose_and_note(layer: Layer, step: StepDescriptor, query_BHG1D: torch.Tensor) -> PseudoToken | None:
+    """Choose as `choose`, after what the policy lacks; note or pack the choice, and tell the observer."""
+    run, index = layer.run, layer.index
+    with run.observer.span("select_before", index):
+        for row in step.fast:
+            if run.policy.companion.lacks(run.requests[row], run.notes[run.requests[row].request, index]):
+                context = layer_context(layer, (row,), query_BHG1D[row : row + 1])
+                run.policy.select_after(context)
+        selection, pseudo = choose(layer, step, query_BHG1D)
+        if selection is not None and not layer.in_place:
+            for row in step.fast:
+                diagnostics = {name: value[row : row + 1] for name, value in selection.diagnostics.items()}
+                put(layer, (row,), Selection(selection.index_BHK[row : row + 1], diagnostics))
+    if selection is not None and layer.in_place:
+        note_choice(run, index, selection, step.fast)
+    return pseudo
+
+
+def end_prompt(layer: Layer, query_BHGTD: torch.Tensor) -> None:
+    """Make the first selection of the requests whose prompt ends with the pass.
+
+    `query_BHGTD` are the last piece's queries; the last `window_prefill` of the prompt's select.
+    """
+    run, ended = layer.run, layer.batch_pass.ended
+    if layer.left_dense or not ended:
+        return
+    last_BHGWD = run.prompt_queries.with_kept(layer, query_BHGTD)
+    if not run.policy.selects_after:
+        for row in ended:
+            put(layer, (row,), _nothing(last_BHGWD))
+        return
+    for rows, window in _together(layer, last_BHGWD.shape[1:3].numel()):
+        refresh((layer,), rows, last_BHGWD[rows[0] : rows[-1] + 1, :, :, -window:])
+
+
+def _together(layer: Layer, heads: int) -> Iterator[tuple[tuple[int, ...], int]]:
+    # yields neighbors whose first selections share their launches, and their number of queries; a prompt
+    # shorter than window or budget is alone, since its selection is smaller
+    config, waiting = layer.run.policy.config, layer.batch_pass.ended
+    least = max(config.window_prefill, config.budget)
+    while waiting:
+        lengths = [layer.run.requests[row].length for row in waiting]
+        count = 1
+        if layer.backend == "triton":
+            limit = first_together(heads * config.window_prefill * max(lengths))
+            near = zip(waiting, lengths, range(waiting[0], waiting[0] + limit), strict=False)
+            alike = takewhile(lambda neighbor: neighbor[0] == neighbor[2] and neighbor[1] >= least, near)
+            count = max(1, sum(1 for _ in alike))
+        yield waiting[:count], min(config.window_prefill, lengths[0])
+        waiting = waiting[count:]
+
+
+def _nothing(query_BHGWD: torch.Tensor) -> Selection:
+    return Selection(query_BHGWD.new_empty(1, query_BHGWD.shape[1], 0, dtype=torch.int32))
+
+
+def layer_context(
+    layer: Layer, rows: tuple[int, ...], query_RHGWD: torch.Tensor, logits: Logits | None = None,
+    log_sum_RHGW: torch.Tensor | None = None,
+) -> LayerContext:  # fmt: skip
+    """Make the context of a layer for some requests; the arguments are those of `select`."""
+    run, index = layer.run, layer.index
+    coded = rows if run.policy.chooses else ()
+    codes = [run.codes(index, query_RHGWD.shape[2]).of(slice(row, row + 1)) for row in coded]
+    states = tuple(run.requests[row] for row in rows)
+    return LayerContext(
+        **_evidence((layer,), run.rows(rows), logits or partial(layer.logits, rows, query_RHGWD), log_sum_RHGW),
+        states=states, query_BHGWD=query_RHGWD, scale=layer.logit_options["scale"],
+        keys=lambda place, start, stop: run.store.keys(index, rows[place], start, stop),
+        values=lambda place, start, stop: run.store.values(index, rows[place], start, stop),
+        notes=tuple(run.notes[state.request, index] for state in states), codes=tuple(codes),
+        whole_on_device=run.store.whole_on_device,
+    )  # fmt: skip
+
+
+def _evidence(layers: Sequence[Layer], rows: Rows, logits: Logits, log_sum_RHGW: torch.Tensor | None) -> dict[str, Any]:
+    # the fields of `Evidence`, for the requests in `rows`, of the first layer, then of the next
+    layer, run, interval = layers[0], layers[0].run, None
+    if layer.backend == "torch" and len(rows.requests) == 1:
+        state = run.requests[rows.requests[0]]
+        interval = state.sink(run.policy.config.sink), state.recent_start
+    norms, several = [_norms(each, rows) for each in layers], len(layers) > 1
+    lengths = None
+    if interval is None:
+        lengths = rows.length_R.repeat(len(layers)) if several else rows.length_R
+    return {
+        "layer": layer.index,
+        "backend": layer.backend,
+        "span": partial(run.observer.span, layer=layer.index),
+        "ranks": run.ranks,
+        "wants_diagnostics": SelectionEvent in run.observer.wants,
+        "allowed_BT": rows.allowed_RT.repeat(len(layers), 1) if several else rows.allowed_RT,
+        "interval": interval,
+        "length_B": lengths,
+        "key_norm_BHT": torch.cat(norms) if several else norms[0],
+        "logits": logits,
+        "log_sum_BHGW": log_sum_RHGW,
+    }
+
+
+def _norms(layer: Layer, rows: Rows) -> torch.Tensor:
+    store = layer.run.store
+    if rows.requests:
+        return store.norms(layer.index, rows.requests, rows.longest)
+    return store.norms_of(layer.index, rows.head_pages(layer.pages.key_PHND.shape[1]))
