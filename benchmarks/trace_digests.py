@@ -30,7 +30,7 @@ from sfi_core import AuditConfig, EngineOptions, SfiConfig, generate, load  # no
 from sfi_core.bundled.example import load_example  # noqa: E402
 from sfi_traces.model.trace import Trace  # noqa: E402
 from sfi_traces.record.parquet import ParquetObserver  # noqa: E402
-from sfi_traces.replay.playback import Playback  # noqa: E402
+from sfi_traces.views.frames import passages, playable  # noqa: E402
 from tests.traces.imports import write_npz  # noqa: E402
 from tests.traces.made import make_trace  # noqa: E402
 from tests.traces.small import redact, rewrite  # noqa: E402
@@ -125,14 +125,13 @@ def pairs(folder: Path) -> Iterator[tuple[str, Any]]:
 def _played(trace: Trace, request: int) -> Any:
     # what the player shows beside the frame: passages, and marks on the text
     try:
-        playback = Playback.load(trace, request, audited=False)
+        run = playable(trace, request, audited=False)
         names = ("part", "first", "last", "share", "mass", "text")
-        passages = [
-            [[getattr(one, name) for name in names] for one in playback.passages(step)]
-            for step in range(playback.steps)
+        shown = [
+            [[getattr(one, name) for name in names] for one in passages(run, step)] for step in range(len(run.steps))
         ]
-        marks = [marks_at(playback, step).read_T.tolist() for step in range(playback.steps)]
-        return _rounded(json.dumps([passages, marks]))
+        marks = [marks_at(run, step).read_T.tolist() for step in range(len(run.steps))]
+        return _rounded(json.dumps([shown, marks]))
     except Exception as error:  # noqa: BLE001
         return str(error)
 

@@ -12,7 +12,8 @@ from xml.etree import ElementTree as ET
 
 from sfi_cli.commands.trace.replay.player import PlayerApp
 from sfi_traces import Trace
-from sfi_traces.replay.playback import Playback
+from sfi_traces.model.request import Request
+from sfi_traces.views.frames import playable
 
 WIDTH, HEIGHT = 110, 22  # columns and lines of a frame
 CELL, LINE = 12.2, 24.4  # width of a column and height of a line in Textual's screenshots
@@ -32,18 +33,18 @@ def main() -> None:
     parser.add_argument("--steps", default="10-20", help="first and last step")
     arguments = parser.parse_args()
     first, last = map(int, arguments.steps.split("-"))
-    playback = Playback.load(Trace.open(arguments.trace))
-    film = record(playback, range(first, min(last + 1, playback.steps)))
+    run = playable(Trace.open(arguments.trace))
+    film = record(run, range(first, min(last + 1, len(run.steps))))
     arguments.output.write_text(film, encoding="utf-8")
     print(f"Wrote {arguments.output} ({len(film.encode()) / 1000:.0f} kB)")
 
 
-def record(playback: Playback, steps: range) -> str:
+def record(run: Request, steps: range) -> str:
     """Draw the steps below each other, and let the window jump from one to the next."""
     frames, looks = [], {}
-    for number, svg in enumerate(asyncio.run(screenshots(playback, steps))):
+    for number, svg in enumerate(asyncio.run(screenshots(run, steps))):
         frames.append(_frame(svg, number * HEIGHT * LINE, looks))
-    shown = [SLOW if step in playback.slow_at else FAST for step in steps]
+    shown = [SLOW if step in run.steps.slow_at else FAST for step in steps]
     begins = [sum(shown[:number]) / sum(shown) for number in range(len(shown))]
     keys = " ".join(
         f"{begin:.2%} {{ transform: translateY({-number * HEIGHT * LINE:g}px) }}" for number, begin in enumerate(begins)
@@ -72,9 +73,9 @@ text {{ font: 20px {FONTS}; white-space: pre }}
 """
 
 
-async def screenshots(playback: Playback, steps: range) -> list[str]:
+async def screenshots(run: Request, steps: range) -> list[str]:
     """Return Textual's screenshot of each step."""
-    app = PlayerApp(playback, 1 / FAST)
+    app = PlayerApp(run, 1 / FAST)
     async with app.run_test(size=(WIDTH, HEIGHT)) as pilot:
         found = []
         for step in steps:

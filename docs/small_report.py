@@ -11,8 +11,8 @@ from pathlib import Path
 from plotly.offline import get_plotlyjs
 
 from sfi_traces import Trace
+from sfi_traces.model.request import Request
 from sfi_traces.report import render
-from sfi_traces.views.view import View
 
 # a module may wait: it unpacks Plotly, then the page's own script follows
 UNPACK = """\
@@ -32,7 +32,7 @@ def main() -> None:
     parser.add_argument("output", type=Path)
     parser.add_argument("plotly", type=Path, help="a build with heat maps and lines")
     arguments = parser.parse_args()
-    page = small(render(View(Trace.open(arguments.trace))), arguments.plotly.read_bytes())
+    page = small(render(Request(Trace.open(arguments.trace))), arguments.plotly.read_bytes())
     arguments.output.write_text(page, encoding="utf-8")
     print(f"Wrote {arguments.output} ({len(page.encode()) / 1e6:.1f} MB)")
 

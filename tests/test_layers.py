@@ -21,8 +21,8 @@ MAY_IMPORT = {
     "sfi_cli": {"sfi_traces", "sfi_core", "sfi_kernels"},
 }
 FOLDER = {"sfi_kernels": "kernels/sfi_kernels", "sfi_traces": "traces/sfi_traces"}
-# the rooms of the core: each imports only from rows below its own
-ROOMS = (
+# the rooms of a package: each imports only from rows below its own
+CORE = (
     {"measure"},
     {"bundled"},
     {"generation"},
@@ -34,6 +34,15 @@ ROOMS = (
     {"distributed", "settings"},
     {"observers", "state", "machine"},
     {"errors"},
+)
+TRACES = (
+    {"tune"},
+    {"replay", "results"},
+    {"figures", "report"},
+    {"views", "summary"},
+    {"health", "export", "read", "importing"},
+    {"model", "record"},
+    {"schema", "overlap"},
 )
 NO_MODELS = {"engine", "policies", "triggers", "state"}  # they know no checkpoint and no host
 AT_ROOT = {"sfi_core": 2, "sfi_cli": 6, "sfi_traces": 4}
@@ -133,13 +142,14 @@ def test_no_files_import_each_other_in_a_circle():
         pytest.fail(f"files import each other: {' -> '.join(error.args[1])}")
 
 
-def test_rooms_of_the_core_import_only_from_rows_below():
-    row = {name: number for number, names in enumerate(ROOMS) for name in names}
+@pytest.mark.parametrize(("package", "rooms"), [("sfi_core", CORE), ("sfi_traces", TRACES)])
+def test_rooms_import_only_from_rows_below(package: str, rooms: tuple[set[str], ...]):
+    row = {name: number for number, names in enumerate(rooms) for name in names}
     for module, names in graph().items():
         for name in names:
-            if not (module.startswith("sfi_core.") and name.startswith("sfi_core")):
+            if not (module.startswith(f"{package}.") and name.startswith(package)):
                 continue
-            assert name != "sfi_core", f"{module} must not import the core's public names"
+            assert name != package, f"{module} must not import the package's public names"
             down = room(module) == room(name) or row[room(module)] < row[room(name)]
             assert down, f"{module} must not import {name}"
 

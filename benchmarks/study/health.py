@@ -17,9 +17,9 @@ from sfi_core.models.load import first_line
 from sfi_core.settings.audit import AuditConfig
 from sfi_core.settings.config import SfiConfig
 from sfi_traces.health import judge, problems
+from sfi_traces.model.request import Request
 from sfi_traces.model.trace import Trace
 from sfi_traces.record.parquet import ParquetObserver
-from sfi_traces.summary.scope import Scope
 
 SOUND = ("sfi", "codescan")
 SHARE = 4  # a fast step may read the prompt's length / 4
@@ -60,10 +60,10 @@ class HealthPart(Part):
                     )  # fmt: skip
             except FAILURES as error:
                 return {"error": first_line(error)}
-            scope = Scope.of(Trace.open(path))
-            document = judge(scope)
+            request = Request.of(Trace.open(path))
+            document = judge(request)
             found = problems(document)
-            kl = scope.row("SELECT avg(kl_next_token) AS kl FROM logits WHERE request = 1")["kl"]
+            kl = request.single("SELECT avg(kl_next_token) AS kl FROM logits WHERE request = 1")["kl"]
         return {
             "kl": short(kl or 0.0),
             "rules": sorted({one["rule"] for one in found if one["request"] == 1}),

@@ -19,9 +19,9 @@ from sfi_cli.commands.trace.replay.player import FASTEST, PlayerApp
 from sfi_cli.commands.trace.replay.text_layout import TextLayout
 from sfi_cli.commands.trace.replay.text_pane import TextPane
 from sfi_core.errors import BackendError, TraceError
+from sfi_traces.model.request import Request
 from sfi_traces.model.trace import Trace
-from sfi_traces.replay.playback import Playback
-from sfi_traces.views.view import View
+from sfi_traces.views.frames import playable
 from sfi_traces.views.words import step_words
 from tests.cli.screens import Terminal, screen
 from tests.traces.made import PROMPT, make_trace
@@ -34,7 +34,7 @@ def play(trace: Trace, check: Callable[[PlayerApp, Pilot], Awaitable[None]], siz
     """Run the player without a terminal, and a check in it."""
 
     async def run() -> None:
-        app = PlayerApp(Playback.load(trace, **options), 4)
+        app = PlayerApp(playable(trace, **options), 4)
         async with app.run_test(size=size) as pilot:
             await pilot.pause()
             await check(app, pilot)
@@ -43,7 +43,7 @@ def play(trace: Trace, check: Callable[[PlayerApp, Pilot], Awaitable[None]], siz
 
 
 def test_the_screen_of_a_step(trace):
-    most = next(one for one in step_words(View(trace), 12).passages if one.part == "selected")
+    most = next(one for one in step_words(Request(trace), 12).passages if one.part == "selected")
 
     async def check(app, pilot):
         await pilot.press("space", "right", "s", "enter", "space")
@@ -146,7 +146,7 @@ def test_a_click_goes_to_a_token_s_step_and_to_a_passage(trace):
         row = next(row for row, line in enumerate(shown) if "dog ran." in line[:55])
         await pilot.click(TextPane, offset=(shown[row].index("dog ran."), row))
         step = app.step
-        assert app.playback.texts[step] == " dog"
+        assert app.request.steps.text[step] == " dog"
         app.query_one(OptionList).scroll_home(animate=False)
         await pilot.click(OptionList, offset=(3, 0))
         assert pane.text.text[slice(*pane.found)] == " the cat sat on"
@@ -161,11 +161,11 @@ def test_the_pickers_choose_a_layer_and_a_head(trace):
     async def check(app, pilot):
         await pilot.press("l", "l", "h")
         await pilot.pause()
-        assert app.playback.chosen == [(1, 0)]
+        assert app.request.places == [(1, 0)]
         assert [app.query_one(f"#{name}", Select).value for name in ("layer", "head")] == [1, 0]
         await pilot.press("l", "H")
         await pilot.pause()
-        assert app.playback.chosen == [(0, 0), (0, 1), (1, 0), (1, 1)]
+        assert app.request.places == [(0, 0), (0, 1), (1, 0), (1, 1)]
         before = screen(app)[-3]
         await pilot.press("space", "L")
         await pilot.pause()
@@ -190,7 +190,7 @@ def test_traces_without_audit_or_text_play(tmp_path):
 
 def test_a_damaged_part_ends_it_with_the_error(tmp_path):
     folder = make_trace(tmp_path / "t", steps=12, policy="sfi")
-    opened = Playback.load(Trace.open(folder))
+    opened = playable(Trace.open(folder))
     spoil(folder / "supports" / "part-00000.parquet")
     app = PlayerApp(opened, 4)
 

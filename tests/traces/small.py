@@ -12,10 +12,11 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
+from sfi_traces.model.request import Request
 from sfi_traces.model.trace import Trace
 from sfi_traces.replay import Outcome
 from sfi_traces.schema import MANIFEST, TABLES
-from sfi_traces.summary import Scope, sections
+from sfi_traces.summary import sections
 from tests.traces.made import make_trace
 
 STEP = {
@@ -96,7 +97,7 @@ def rows(trace: Trace, name: str, **wanted: Any) -> list[dict]:
 
 def section(trace: Trace, name: str, request: int | None = None, layer: int | None = None) -> Any:
     """One section of a trace's summary, without the work of the others."""
-    return sections(Scope.of(trace, request, layer), [name])[name]
+    return sections(Request.of(trace, request, layer), [name])[name]
 
 
 def last_of_bin(number: int) -> int:

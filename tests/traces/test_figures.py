@@ -7,9 +7,9 @@ from sfi_core.errors import BackendError, TraceError
 from sfi_traces.figures import style
 from sfi_traces.figures.draw import KINDS
 from sfi_traces.figures.style import check_matplotlib, save
+from sfi_traces.model.request import Request
 from sfi_traces.model.trace import Trace
-from sfi_traces.views.figure_data import REST, lambda_over_time, retained_mass, step_phases
-from sfi_traces.views.view import View
+from sfi_traces.views.figure_data import REST, lag_lines, lambda_over_time, retained_mass, step_phases
 from tests.traces.made import TOP, WORDS, make_trace
 from tests.traces.small import rewrite
 
@@ -17,13 +17,13 @@ pytest.importorskip("matplotlib")
 
 
 @pytest.fixture
-def sfi(tmp_path) -> View:
-    return View(Trace.open(make_trace(tmp_path / "sfi", steps=40, policy="sfi")))
+def sfi(tmp_path) -> Request:
+    return Request(Trace.open(make_trace(tmp_path / "sfi", steps=40, policy="sfi")))
 
 
 @pytest.fixture
-def full(tmp_path) -> View:
-    return View(Trace.open(make_trace(tmp_path / "full", steps=30, requests=2)))
+def full(tmp_path) -> Request:
+    return Request(Trace.open(make_trace(tmp_path / "full", steps=30, requests=2)))
 
 
 def texts(figure) -> list[str]:
@@ -37,7 +37,7 @@ def labels(axis) -> list[str]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_is_written_and_says_of_which_run_it_is(tmp_path, kind):
-    view = View(Trace.open(make_trace(tmp_path / "t", steps=40, policy="freekv")))
+    view = Request(Trace.open(make_trace(tmp_path / "t", steps=40, policy="freekv")))
     figure = KINDS[kind](view)
     title, note = texts(figure)
     assert title
@@ -66,7 +66,7 @@ def test_the_heat_map_has_the_overlap_with_the_text_along_its_axes(full):
 def test_tokens_that_look_like_markup_or_that_no_font_has_are_drawn_as_they_are(full, tmp_path):
     odd = ["$\\frac$", "\n", "  ", "漢字", "\x00", "a" * 99, "_{x}$", "<b>"]
     rewrite(full.trace.path, "steps", lambda rows: [row | {"token_text": odd[row["step"] % 8]} for row in rows])
-    figure = KINDS["heatmap"](View(full.trace))
+    figure = KINDS["heatmap"](Request(full.trace))
     assert labels(figure.axes[0].xaxis)[:8] == [
         "$\\frac$", "\\n", "␣␣", "漢字", "\\x00", "a" * 13 + "…", "_{x}$", "<b>",
     ]  # fmt: skip
@@ -75,7 +75,7 @@ def test_tokens_that_look_like_markup_or_that_no_font_has_are_drawn_as_they_are(
 
 def test_the_lag_figure_has_a_line_and_a_band_for_each_kind_of_pairs(sfi):
     axes = KINDS["lag"](sfi).axes[0]
-    for line, drawn, band in zip(sfi.lags, axes.lines[:2], axes.collections, strict=True):
+    for line, drawn, band in zip(lag_lines(sfi), axes.lines[:2], axes.collections, strict=True):
         assert drawn.get_xdata().tolist() == line.lag.tolist()
         assert drawn.get_ydata().tolist() == line.mean.tolist()
         assert drawn.get_label().startswith(f"{line.name}, mean {line.overall:.3f} of ")
@@ -87,7 +87,9 @@ def test_the_lag_figure_is_scaled_to_its_data_and_draws_chance(sfi):
     axes = KINDS["lag"](sfi).axes[0]
     low, high = axes.get_ylim()
     sizes = (sfi.supports.position_NUK >= 0).sum(-1) / sfi.supports.length_N[:, None]
-    drawn = np.concatenate([[sizes.mean()], *(one for line in sfi.lags for one in (line.low, line.high, line.mean))])
+    drawn = np.concatenate(
+        [[sizes.mean()], *(one for line in lag_lines(sfi) for one in (line.low, line.high, line.mean))]
+    )
     assert low == pytest.approx(max(0, drawn.min() - 0.06 * np.ptp(drawn)))
     assert high == pytest.approx(min(1, drawn.max() + 0.06 * np.ptp(drawn)))
     assert axes.lines[-1].get_ydata() == pytest.approx([sizes.mean()] * 2)
@@ -97,7 +99,7 @@ def test_a_lambda_that_always_stands_at_its_clip_is_not_drawn(tmp_path):
     folder = make_trace(tmp_path / "run", steps=30, policy="sfi")
     rewrite(folder, "selections", lambda rows: [row | {"lambda_star": 0.02} for row in rows])
     with pytest.raises(TraceError, match=r"lambda\* at selector.lambda_clip, 0.02, in every refresh of request 0"):
-        KINDS["lambda"](View(Trace.open(folder)))
+        KINDS["lambda"](Request(Trace.open(folder)))
 
 
 @pytest.mark.parametrize("most", [60, 2])

@@ -19,10 +19,10 @@ from sfi_traces import health
 from sfi_traces.health import RULES, judge, line, problems
 from sfi_traces.health.rules import NOTE
 from sfi_traces.health.watch import Watch
+from sfi_traces.model.request import Request
 from sfi_traces.model.trace import Trace
 from sfi_traces.record.parquet import ParquetObserver
 from sfi_traces.summary.coverage import coverage_facts
-from sfi_traces.summary.scope import Scope
 from tests.traces.made import CONFIG, PROMPT, make_trace
 from tests.traces.small import assert_spread, spoil, write_trace
 from tests.traces.test_recorded import bundled
@@ -139,7 +139,7 @@ BROKEN: dict[str, tuple[Any, dict[str, Any]]] = {
 def judged(folder: Path, tables: Tables, config: dict[str, Any] | None = None) -> dict[str, Any]:
     settings = CONFIG | {"recent": 16} | (config or {})
     trace = Trace.open(write_trace(folder, tables, config=settings))
-    return judge(Scope.of(trace))
+    return judge(Request.of(trace))
 
 
 def tripped(found: dict[str, Any]) -> set[str]:
@@ -261,7 +261,7 @@ def test_an_unreadable_trace_has_no_news(tmp_path):
 
 def test_coverage_distance_and_stay_are_those_of_the_positions(tmp_path):
     tables = sound()
-    found = coverage_facts(Scope.of(Trace.open(write_trace(tmp_path / "run", tables, config=CONFIG))))
+    found = coverage_facts(Request.of(Trace.open(write_trace(tmp_path / "run", tables, config=CONFIG))))
     assert found is not None
     picked = tables["selections"]
     heads = [
@@ -273,14 +273,16 @@ def test_coverage_distance_and_stay_are_those_of_the_positions(tmp_path):
     assert found["stay"] == pytest.approx(BUDGET * len(picked) / sum(row["added"] for row in picked))
     far = [CONTEXT + row["step"] - 1 - p for row in picked for p in row["positions"]]
     assert_spread(found["distance"], far)
-    assert coverage_facts(Scope.of(Trace.open(make_trace(tmp_path / "full")))) is None
+    assert coverage_facts(Request.of(Trace.open(make_trace(tmp_path / "full")))) is None
 
 
 @pytest.mark.parametrize("reason", ["trigger", "t_max", "its-own"])
 def test_triggers_of_another_package_s_policy_are_judged_where_its_steps_ask_them(tmp_path, reason):
     """The package need not be installed where the trace is read."""
     steps = [row | {"trigger": False, "reason": reason if row["slow"] else ""} for row in sound()["steps"]]
-    found = judge(Scope.of(Trace.open(write_trace(tmp_path / "run", {"steps": steps}, policy="theirs", config=CONFIG))))
+    found = judge(
+        Request.of(Trace.open(write_trace(tmp_path / "run", {"steps": steps}, policy="theirs", config=CONFIG)))
+    )
     if reason == "its-own":
         assert not_judged(found)["trigger_never"] == "theirs has no trigger"
     else:
@@ -304,7 +306,7 @@ def run(folder: Path, **config: Any) -> set[str]:
             model, tokenizer, [ids], SfiConfig().replace(**settings), max_new_tokens=24, stop_token_ids=(),
             observers=[observer], audit=AuditConfig(every=1, top=256),
         )  # fmt: skip
-    return tripped(judge(Scope.of(Trace.open(folder))))
+    return tripped(judge(Request.of(Trace.open(folder))))
 
 
 def break_selector(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:

@@ -12,11 +12,11 @@ from pyarrow import parquet
 from sfi_core.errors import ConfigError, InputError, TraceError
 from sfi_traces.health import judge
 from sfi_traces.importing.importer import import_trace
+from sfi_traces.model.request import Request
 from sfi_traces.model.trace import Trace
 from sfi_traces.read.check import check
 from sfi_traces.replay import Supports, reuse
-from sfi_traces.summary import Scope, summarize
-from sfi_traces.views.view import View
+from sfi_traces.summary import summarize
 from sfi_traces.views.words import text_of
 from tests.traces.imports import LAYERS, PROMPT, STEPS, STOP, K, selection_arrays, write_npz
 from tests.traces.made import overlap
@@ -76,19 +76,19 @@ def test_an_imported_trace_is_sound_and_summed_up_without_masses(tmp_path):
     assert summary["audit"] is None
     assert "retained mass, output error, query cosine" in summary["missing"]
     with pytest.raises(TraceError, match="imported from a file without them"):
-        View(trace, top=2)
+        Request(trace, top=2)
 
 
 def test_an_indexer_that_chooses_the_last_positions_is_told(tmp_path):
     last = [[np.arange(PROMPT + step - K, PROMPT + step)] * LAYERS for step in range(STEPS)]
     trace = imported(write_npz(tmp_path / "a.npz", positions=np.array(last)))
-    rules = {one["rule"] for one in judge(Scope.of(trace))["findings"]}
+    rules = {one["rule"] for one in judge(Request.of(trace))["findings"]}
     assert rules == {"selection_trailing", "sink_unselected"}
-    health = judge(Scope.of(trace))
+    health = judge(Request.of(trace))
     said = [one["advice"] for one in health["findings"]] + [one["reason"] for one in health["not_judged"]]
     assert not [words for words in said if "--audit" in words or "trace.positions" in words or "sink=" in words]
     with pytest.raises(TraceError, match="import it with --tokenizer"):
-        text_of(View(trace))
+        text_of(Request(trace))
 
 
 def test_blocks_are_the_positions_that_are_cached(tmp_path):

@@ -5,11 +5,11 @@ from pyarrow import parquet
 
 from benchmarks.made_trace import Shape, write
 from sfi_core.errors import TraceError
+from sfi_traces.model.request import Request
 from sfi_traces.model.trace import Trace
 from sfi_traces.report import render
-from sfi_traces.summary import Scope, summarize
+from sfi_traces.summary import summarize
 from sfi_traces.summary.supports import selection_facts
-from sfi_traces.views.view import View
 from sfi_traces.views.words import step_words
 
 plotly = pytest.importorskip("plotly.offline")
@@ -24,7 +24,7 @@ def trace(tmp_path_factory) -> Trace:
 
 def test_the_report_grows_by_little_a_step(trace, monkeypatch):
     monkeypatch.setattr("sfi_traces.model.supports.MOST_POSITIONS", 1 << 12)
-    page = render(View(trace))
+    page = render(Request(trace))
     assert len(page) - len(plotly.get_plotlyjs()) < BYTES_A_STEP * SHAPE.steps
     assert "1 of 3 audited layers are drawn, evenly chosen." in page
 
@@ -43,16 +43,16 @@ def test_what_needs_no_position_of_a_selection_reads_none(trace, tmp_path):
                 data[begin : begin + size] = bytes(size)
         part.write_bytes(data)
     spoiled = Trace.open(copy)
-    found, expected = (selection_facts(Scope.of(one)) for one in (spoiled, trace))
+    found, expected = (selection_facts(Request.of(one)) for one in (spoiled, trace))
     assert found["lambda_star"]["mean"] == pytest.approx(expected["lambda_star"]["mean"])
-    assert len(View(spoiled).recorded.selections.step) > 0
+    assert len(Request(spoiled).selections.step) > 0
     with pytest.raises(TraceError, match="cannot be read"):
-        step_words(View(spoiled), SHAPE.steps - 1)
+        step_words(Request(spoiled), SHAPE.steps - 1)
 
 
 def test_the_positions_of_a_sample_are_read_once(trace, monkeypatch):
     """Health, coverage and the like of a long trace look at every n-th refresh, and not through DuckDB."""
-    monkeypatch.setattr("sfi_traces.summary.scope.MOST_POSITIONS", 1 << 12)
+    monkeypatch.setattr("sfi_traces.health.measured.MOST_POSITIONS", 1 << 12)
     read, rows, connect = [], Trace.rows, Trace.connect
 
     def counted(self, name, columns, where):

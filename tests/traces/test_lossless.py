@@ -11,15 +11,15 @@ from sfi_cli.commands.trace.show_views import show_text
 from sfi_cli.terminal.tables import rendered
 from sfi_core.errors import TraceError
 from sfi_traces.export.perfetto import perfetto_text
+from sfi_traces.model.request import Request
 from sfi_traces.model.supports import Supports
 from sfi_traces.model.trace import Trace
 from sfi_traces.read.check import check
 from sfi_traces.record.parquet import ParquetObserver
-from sfi_traces.replay.playback import Playback
 from sfi_traces.report import render
 from sfi_traces.summary import summarize
 from sfi_traces.summary.diff import compare
-from sfi_traces.views.view import View
+from sfi_traces.views.frames import playable
 from tests.traces.lossless import PROMPT, LosslessRun
 from tests.traces.made import STOP, make_trace
 from tests.traces.small import change_manifest, last_of_bin, rewrite, rows, section
@@ -218,7 +218,7 @@ def test_show_and_diff_say_what_a_lossless_run_did(told, document, tmp_path):
 
 def test_what_needs_an_audit_refuses_a_lossless_trace_in_a_line(told, document):
     line = "must be of a plain run, recorded with --audit 1, got a lossless one"
-    for read in (Supports.load, Playback.load):
+    for read in (Supports.load, playable):
         with pytest.raises(TraceError, match=line):
             read(told[0])
     assert not any("--audit" in reason for reason in document["missing"])
@@ -244,7 +244,7 @@ def test_a_plain_run_has_no_acceptance(tmp_path):
     from sfi_traces.report.observation_figures import acceptance  # noqa: PLC0415 - an extra
 
     with pytest.raises(TraceError, match="no drafted tokens of request 0; record it with --loss"):
-        acceptance(View(Trace.open(make_trace(tmp_path / "plain", steps=3))))
+        acceptance(Request(Trace.open(make_trace(tmp_path / "plain", steps=3))))
 
 
 def test_the_timeline_marks_verifications_on_the_track_of_their_request(told):
@@ -268,7 +268,7 @@ def test_the_timeline_marks_verifications_on_the_track_of_their_request(told):
 
 def test_the_report_has_a_panel_and_numbers(told):
     pytest.importorskip("plotly")
-    page = render(View(told[0]))
+    page = render(Request(told[0]))
     figures = json.loads(re.search(r'json" id="data">(.*?)</script>', page)[1])
     for column, bars in enumerate(figures["acceptance"]["data"]):
         assert dict(zip(bars["x"], bars["y"], strict=True)) == pytest.approx(shares_of(told[1], 0, column))

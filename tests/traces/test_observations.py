@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from sfi_core.errors import TraceError
+from sfi_traces.model.request import Request
 from sfi_traces.model.trace import Trace
 from sfi_traces.overlap import SelectedSets
-from sfi_traces.summary import Scope, summarize
-from sfi_traces.summary.freekv import corrections, query_cosine
-from sfi_traces.summary.synckv import HeadSimilarity, drift
+from sfi_traces.summary import summarize
+from sfi_traces.summary.head_maps import corrections, query_cosine
+from sfi_traces.summary.similarity import HeadSimilarity, drift
 from sfi_traces.views.figure_data import HeadMap
-from sfi_traces.views.view import View
 from tests.traces.made import HEADS, LAYERS, make_trace, overlap
 from tests.traces.small import fixed_trace, last_of_bin, rewrite, rows, section
 
@@ -73,7 +73,7 @@ def test_locality_is_the_overlap_of_every_two_steps(trace, monkeypatch, most):
 
 @pytest.mark.parametrize("most", [STEPS, 7])
 def test_heads_are_compared_within_and_between_layers_at_the_same_step(trace, monkeypatch, most):
-    monkeypatch.setattr("sfi_traces.summary.similarity.MOST_STEPS", most)
+    monkeypatch.setattr("sfi_traces.summary.similarity.MOST_COMPARED", most)
     held, steps = sets(trace), range(0, STEPS, math.ceil(STEPS / most))
     values: dict[tuple[int, int, int], list[float]] = defaultdict(list)
     for request, step, one, other in product(range(2), steps, PLACES, PLACES):
@@ -91,7 +91,7 @@ def test_heads_are_compared_within_and_between_layers_at_the_same_step(trace, mo
         assert found["matrix"][a][b] == pytest.approx(expected, abs=1e-4)
     assert found["within"] == pytest.approx(average(lambda _, a, b: a == b), abs=1e-4)
     assert found["between"] == pytest.approx(average(lambda _, a, b: a != b), abs=1e-4)
-    one = HeadSimilarity.of(View(trace, 1).supports.thinned(most))
+    one = HeadSimilarity.of([Request(trace, 1).supports.thinned(most)])
     assert one.within == pytest.approx(average(lambda r, a, b: r == 1 and a == b))
     assert one.between == pytest.approx(average(lambda r, a, b: r == 1 and a != b))
 
@@ -118,7 +118,7 @@ def test_query_cosines_are_averaged_and_those_under_tau_counted(trace):
     assert lowest["steps"] == [*range(1, STEPS)]
     expected = [mean(cosine[(r, *heads[0], step)] for r in (0, 1)) for step in range(1, STEPS)]
     assert lowest["query_cosine"] == pytest.approx(expected)
-    view = query_cosine(Scope.of(trace, 1, 1))
+    view = query_cosine(Request.of(trace, 1, 1))
     own = [v for (r, layer, _, _), v in cosine.items() if (r, layer) == (1, 1)]
     assert (view["mean"], view["n"]) == (pytest.approx(mean(own)), len(own))
     shown = HeadMap.of({(one["layer"], one["head"]): one["mean"] for one in view["heads"]})
@@ -137,14 +137,19 @@ def figures():
     [
         (drift, "drift", lambda row: row["step"], "drift needs the support of step 0"),
         (drift, "drift", lambda row: not row["step"], "drift needs an audited step after step 0"),
-        (HeadSimilarity.of, "head_similarity", lambda row: row["layer"], "or more, got layer 1 alone"),
+        (
+            lambda supports: HeadSimilarity.of([supports]),
+            "head_similarity",
+            lambda row: row["layer"],
+            "or more, got layer 1 alone",
+        ),
         ("cosines", "query_cosine", lambda row: not row["step"], "has no query cosine of request 0"),
     ],
 )
 def test_what_a_view_lacks_is_one_line(tmp_path, read, section, kept, words):
     folder = make_trace(tmp_path / "run", steps=12)
     rewrite(folder, "supports", lambda found: [*filter(kept, found)])
-    view = View(Trace.open(folder))
+    view = Request(Trace.open(folder))
     with pytest.raises(TraceError, match=words) as error:
         figures().query_cosine(view) if read == "cosines" else read(view.supports)
     assert "\n" not in str(error.value)
@@ -170,9 +175,9 @@ def test_corrections_are_a_share_of_fast_steps_layers_and_heads(trace):
     for one in found["since_slow"]:
         wanted = [k for k in could if last_of_bin(since[k[:2]]) == one["to_step"]]
         assert (one["n"], one["corrected"]) == (len(wanted), len(corrected.intersection(wanted)))
-    view = corrections(Scope.of(trace, 1, 0), 1)
-    wanted = [k for k in could if (k[0], *k[2:]) == (1, 0, 1)]
-    assert view["share"] == pytest.approx(len(corrected.intersection(wanted)) / len(wanted))
+    of_layer = corrections(Request.of(trace, 1, 0))
+    wanted = [k for k in could if (k[0], k[2]) == (1, 0)]
+    assert of_layer["share"] == pytest.approx(len(corrected.intersection(wanted)) / len(wanted))
 
 
 def test_recalls_are_summed_by_step_and_layer(trace):

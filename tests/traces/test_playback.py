@@ -8,9 +8,10 @@ from pyarrow import parquet
 
 from sfi_core.errors import TraceError
 from sfi_traces.model import rows as row_groups
+from sfi_traces.model.request import Request
 from sfi_traces.model.trace import Trace
-from sfi_traces.replay.playback import PROMPT_TAIL, Playback
-from sfi_traces.views.view import View
+from sfi_traces.views import frames
+from sfi_traces.views.frames import PROMPT_TAIL, playable
 from sfi_traces.views.words import step_words
 from tests.traces.made import PROMPT, WORDS, make_trace
 from tests.traces.small import fixed_trace, write_part, write_trace
@@ -20,8 +21,8 @@ trace = fixed_trace(policy="sfi", requests=2, seed=4)
 
 
 @pytest.fixture(scope="module")
-def playback(trace) -> Playback:
-    return Playback.load(trace, request=1)
+def run(trace) -> Request:
+    return playable(trace, request=1)
 
 
 def rows(trace: Trace, table: str, step: int, **wanted: int) -> list[dict]:
@@ -29,36 +30,36 @@ def rows(trace: Trace, table: str, step: int, **wanted: int) -> list[dict]:
     return [row for row in trace.table(table).to_pylist() if all(row[name] == value for name, value in wanted.items())]
 
 
-def test_a_frame_is_its_row(trace, playback):
-    assert playback.steps == 60
-    assert playback.slow_at == [0, 10, 20, 30, 40, 50]
+def test_a_frame_is_its_row(trace, run):
+    assert len(run.steps) == 60
+    assert run.steps.slow_at == [0, 10, 20, 30, 40, 50]
     for step in (0, 7, 10, 59):
-        frame, (row,) = playback.frame(step), rows(trace, "steps", step)
+        frame, (row,) = frames.frame(run, step), rows(trace, "steps", step)
         assert (frame.row, frame.token) == (row, row["token_text"])
 
 
-def test_text_is_split_at_the_current_sentence(trace, playback):
+def test_text_is_split_at_the_current_sentence(trace, run):
     """Step 19 generates the full stop of the sentence that began at step 10."""
     texts = [row["token_text"] for row in trace.table("steps").to_pylist() if row["request"] == 1]
-    frame = playback.frame(19)
+    frame = frames.frame(run, 19)
     assert (frame.sentence, frame.token) == ("".join(texts[10:19]), ".")
     assert frame.before.endswith(" home" + "".join(texts[:10]))
     assert frame.before.startswith(f" {WORDS[0]} {WORDS[1]}")
     assert len(frame.before.split()) == PROMPT + 9  # the full stop of x_9 is no word of its own
     assert PROMPT < PROMPT_TAIL
-    assert playback.frame(20).sentence == ""
-    assert playback.frame(20).before == frame.before + frame.sentence + frame.token
+    assert frames.frame(run, 20).sentence == ""
+    assert frames.frame(run, 20).before == frame.before + frame.sentence + frame.token
 
 
-def test_measures_are_means_over_layers_and_heads(trace, playback):
+def test_measures_are_means_over_layers_and_heads(trace, run):
     found = rows(trace, "supports", 13)
-    frame = playback.frame(13)
+    frame = frames.frame(run, 13)
     for name in ("retained_mass", "overlap_previous_step", "overlap_last_refresh"):
         assert frame.measures[name] == pytest.approx(np.mean([row[name] for row in found]))
     assert frame.lambda_star is None
     refresh = rows(trace, "selections", 20)
-    assert playback.frame(20).lambda_star == pytest.approx(np.mean([r["lambda_star"] for r in refresh]))
-    assert playback.frame(0).measures["overlap_previous_step"] is None
+    assert frames.frame(run, 20).lambda_star == pytest.approx(np.mean([r["lambda_star"] for r in refresh]))
+    assert frames.frame(run, 0).measures["overlap_previous_step"] is None
 
 
 def masses(trace: Trace, step: int, length: int) -> np.ndarray:
@@ -69,10 +70,10 @@ def masses(trace: Trace, step: int, length: int) -> np.ndarray:
     return bins
 
 
-def test_a_strip_bins_the_mass_and_marks_the_memory(trace, playback):
+def test_a_strip_bins_the_mass_and_marks_the_memory(trace, run):
     for step in (0, 11, 20):
         length = PROMPT + step
-        strip = playback.strip(step, WIDTH)
+        strip = frames.strip(run, step, WIDTH)
         now = masses(trace, step, length)
         before = masses(trace, step - 1, length) if step else now
         even = 1 / WIDTH
@@ -91,25 +92,25 @@ def test_a_strip_bins_the_mass_and_marks_the_memory(trace, playback):
 
 
 def test_steps_without_an_audit_have_an_empty_strip(tmp_path):
-    playback = Playback.load(Trace.open(make_trace(tmp_path / "t", policy="sfi", audit=4)))
-    assert [playback.frame(step).audited for step in (4, 5, 6, 7, 8)] == [True, *[False] * 3, True]
-    strip = playback.strip(5, WIDTH)
+    run = playable(Trace.open(make_trace(tmp_path / "t", policy="sfi", audit=4)))
+    assert [frames.frame(run, step).audited for step in (4, 5, 6, 7, 8)] == [True, *[False] * 3, True]
+    strip = frames.strip(run, 5, WIDTH)
     assert not strip.mass.any()
     assert not strip.removed.any()
-    assert playback.frame(5).measures["retained_mass"] is None
-    assert playback.strip(8, WIDTH).added.any()
+    assert frames.frame(run, 5).measures["retained_mass"] is None
+    assert frames.strip(run, 8, WIDTH).added.any()
 
 
-def test_the_passages_are_those_of_show(trace, playback):
+def test_the_passages_are_those_of_show(trace, run):
     """Also at a slow step, which reads everything, and not only what it then selects."""
     for step, least in ((23, 5), (20, 20)):
-        shown = step_words(View(trace, request=1), step).passages
+        shown = step_words(Request(trace, index=1), step).passages
         assert len(shown) > least
-        found = playback.passages(step, most=1000)
+        found = frames.passages(run, step, most=1000)
         key = attrgetter("first")
         assert sorted(found, key=key) == sorted(shown, key=key)
     assert {one.part for one in found} == {"all"}
-    few = playback.passages(23, most=3)
+    few = frames.passages(run, 23, most=3)
     assert [one.part for one in few] == ["sink", *["selected"] * 3, "recent"]
     assert [one.mass for one in few[1:4]] == sorted((one.mass for one in few[1:4]), reverse=True)
 
@@ -127,10 +128,8 @@ def test_the_selection_in_force_is_each_head_s_last(tmp_path):
     ]  # fmt: skip
     steps = [{"request": 0, "step": t, "slow": t in (0, 5), "context_tokens": 100 + t} for t in range(7)]
     trace = Trace.open(write_trace(tmp_path / "t", {"steps": steps, "selections": chosen}))
-    playback = Playback.load(trace, audited=False)
-    found = [
-        {place[1]: positions.tolist() for place, positions in playback.in_force(step).items()} for step in range(7)
-    ]
+    run = playable(trace, audited=False)
+    found = [{place[1]: positions.tolist() for place, positions in run.in_force(step).items()} for step in range(7)]
     assert found == [
         {}, {0: [1], 1: [2]}, {0: [1], 1: [3]}, {0: [1], 1: [3]}, {0: [4], 1: [3]}, {0: [4], 1: [3]},
         {0: [5], 1: [6]},

@@ -18,10 +18,10 @@ from sfi_core.hosts.transformers.cache import CACHE_NAME
 from sfi_core.models.load import load
 from sfi_core.settings.audit import AuditConfig
 from sfi_kernels.constants import EPS
+from sfi_traces.model.request import Request
 from sfi_traces.model.step_reads import StepReads
 from sfi_traces.model.trace import Trace
 from sfi_traces.record.parquet import ParquetObserver
-from sfi_traces.views.view import View
 from tests.architectures import SMALL, tiny
 from tests.traces.made import overlap
 
@@ -198,9 +198,9 @@ def test_the_positions_that_a_step_is_said_to_read_are_those_that_it_attended():
     """What the views derive from selections and settings is what the audit saw in the engine."""
     trace = recorded(48)[1]
     for request in (0, 1):
-        view = View(trace, request)
+        view = Request(trace, request)
         for step in {row["step"] for row in rows(48, "supports") if row["request"] == request}:
-            reads = StepReads.of(view.recorded, step, view.places)
+            reads = StepReads.of(view, step)
             for row in rows(48, "supports"):
                 if (row["request"], row["step"]) == (request, step):
                     place = row["layer"], row["head"]

@@ -13,15 +13,15 @@ import numpy as np
 import pytest
 
 from sfi_traces.importing.importer import import_trace
+from sfi_traces.model.request import Request
 from sfi_traces.model.step_reads import StepReads
 from sfi_traces.model.trace import Trace
 from sfi_traces.report import render
 from sfi_traces.report.raster_figure import pack
-from sfi_traces.summary.freekv import query_cosine
-from sfi_traces.summary.synckv import HeadSimilarity, drift
-from sfi_traces.views.figure_data import HeadMap
+from sfi_traces.summary.head_maps import query_cosine
+from sfi_traces.summary.similarity import HeadSimilarity, drift
+from sfi_traces.views.figure_data import HeadMap, lag_lines
 from sfi_traces.views.raster import rasters
-from sfi_traces.views.view import View
 from tests.traces.imports import LAYERS, STEPS, selection_arrays, write_npz
 from tests.traces.imports import PROMPT as IMPORTED
 from tests.traces.made import WORDS, make_trace
@@ -35,21 +35,21 @@ FIGURES = ["heatmap", "lag", "retained", "raster", "timeline", "lambda", "drift"
 
 
 @pytest.fixture
-def sfi(tmp_path) -> View:
-    return View(Trace.open(make_trace(tmp_path / "sfi", steps=40, policy="sfi")))
+def sfi(tmp_path) -> Request:
+    return Request(Trace.open(make_trace(tmp_path / "sfi", steps=40, policy="sfi")))
 
 
 @pytest.fixture(scope="module")
-def shown(tmp_path_factory) -> tuple[View, str]:
+def shown(tmp_path_factory) -> tuple[Request, str]:
     """A view that nothing changes, and its page."""
     folder = tmp_path_factory.mktemp("shown") / "sfi"
-    view = View(Trace.open(make_trace(folder, steps=40, policy="sfi")))
+    view = Request(Trace.open(make_trace(folder, steps=40, policy="sfi")))
     return view, render(view)
 
 
 @pytest.fixture
-def full(tmp_path) -> View:
-    return View(Trace.open(make_trace(tmp_path / "full", steps=30, requests=2)), request=1)
+def full(tmp_path) -> Request:
+    return Request(Trace.open(make_trace(tmp_path / "full", steps=30, requests=2)), index=1)
 
 
 def data(page: str) -> dict:
@@ -90,19 +90,19 @@ def test_the_figures_have_the_numbers_of_the_trace(shown):
     assert (array(heat["z"]) == np.round(100 * sfi.supports.overlap)).all()
     assert heat["x"][:2] == ["0 the", "1 cat"]
     mean = figures["lag"]["data"][2]
-    assert array(mean["y"]).tolist() == sfi.lags[0].mean.tolist()
+    assert array(mean["y"]).tolist() == lag_lines(sfi)[0].mean.tolist()
     assert array(figures["lambda"]["data"][0]["x"]).tolist() == [0, 10, 20, 30]
     drifted = figures["drift"]["data"][2]
-    assert array(drifted["y"]).tolist() == drift(sfi.supports).mean.tolist()
+    assert array(drifted["y"]).tolist() == drift(sfi.supports)[1].mean(0).tolist()
     for name in ("drift", "lag"):
         layout = figures[name]["layout"]
         (low, high), (chance,) = layout["yaxis"]["range"], layout["shapes"]
         assert chance["y0"] == pytest.approx(sfi.supports.chance)
         assert 0 <= low <= chance["y0"] <= high < 1
     alike = array(figures["head-similarity"]["data"][0]["z"])
-    assert alike.tolist() == HeadSimilarity.of(sfi.supports).matrix.tolist()
+    assert alike.tolist() == HeadSimilarity.of([sfi.supports]).matrix.tolist()
     cosine, *courses = figures["query-cosine"]["data"]
-    heads = query_cosine(sfi.scope)["heads"]
+    heads = query_cosine(sfi)["heads"]
     mean_of = {(one["layer"], one["head"]): one["mean"] for one in heads}
     assert array(cosine["z"]).tolist() == HeadMap.of(mean_of).value.T.tolist()
     assert [len(array(line["y"])) for line in courses] == [39] * 4
@@ -115,14 +115,14 @@ def words(page: str) -> dict:
 
 def test_the_page_has_what_each_refresh_selected(tmp_path):
     """As many KV heads of each layer as the trace's own rows say, though some select on their own."""
-    view = View(Trace.open(make_trace(tmp_path / "t", steps=40, policy="freekv")))
+    view = Request(Trace.open(make_trace(tmp_path / "t", steps=40, policy="freekv")))
     found = words(render(view))
     begins, layers = found["counts"]["begins"], found["layers"]
     deltas = np.frombuffer(zlib.decompress(base64.b64decode(found["counts"]["packed"])), np.uint8)
     counts = deltas.reshape(len(begins), len(layers), -1).cumsum(0, dtype=np.uint8)
     assert found["cells"][10] == f" {WORDS[0]}"
     for step in (5, 17, 39):
-        reads = StepReads.of(view.recorded, step, view.places)
+        reads = StepReads.of(view, step)
         state = np.searchsorted(begins, step, side="right") - 1
         for row, layer in enumerate(layers):
             expected = np.zeros(counts.shape[2], int)
@@ -134,7 +134,7 @@ def test_the_page_has_what_each_refresh_selected(tmp_path):
 def test_the_page_has_the_places_with_the_most_attention(sfi):
     half = [True, False] * 12
     rewrite(sfi.trace.path, "supports", lambda rows: [row | {"read": half} for row in rows])
-    found = words(render(View(sfi.trace)))["mass"]
+    found = words(render(Request(sfi.trace)))["mass"]
     lists = np.frombuffer(zlib.decompress(base64.b64decode(found["packed"])), np.uint16)
     lists = lists.reshape(len(found["steps"]), len(found["layers"]), found["list"], 3)
     whole, lost = np.zeros(260), np.zeros(260)
@@ -161,7 +161,7 @@ def test_an_imported_step_lights_the_positions_of_its_own_selection(tmp_path):
     texts = np.array([f" t{position}" for position in range(IMPORTED)])
     path = write_npz(tmp_path / "a.npz", prompt_token_texts=texts, token_texts=np.array([" x"] * STEPS))
     import_trace(path, tmp_path / "a")
-    found = words(render(View(Trace.open(tmp_path / "a"))))
+    found = words(render(Request(Trace.open(tmp_path / "a"))))
     assert found["slow"] == []
     assert found["counts"]["begins"] == list(range(STEPS))
     deltas = np.frombuffer(zlib.decompress(base64.b64decode(found["counts"]["packed"])), np.uint8)
@@ -190,7 +190,7 @@ def test_a_long_trace_is_thinned_out_and_the_page_says_so(tmp_path, monkeypatch)
     monkeypatch.setattr("sfi_traces.report.step_figures.MOST_STEPS", 50)
     monkeypatch.setattr("sfi_traces.report.raster_figure.ALL_CELLS", 4 * 60 * 40)
     monkeypatch.setattr("sfi_traces.report.text.MOST_TOKENS", 70)
-    page = render(View(Trace.open(make_trace(tmp_path / "t", steps=100))))
+    page = render(Request(Trace.open(make_trace(tmp_path / "t", steps=100))))
     assert "50 of 100 audited steps are drawn, evenly chosen." in page
     assert "A cell stands for 8 positions" in page
     assert "The last 30 tokens are left out." in page
@@ -201,7 +201,7 @@ def test_a_long_trace_is_thinned_out_and_the_page_says_so(tmp_path, monkeypatch)
 def test_text_of_the_run_is_text_on_the_page(sfi):
     rewrite(sfi.trace.path, "steps", lambda rows: [row | {"token_text": HOSTILE} for row in rows])
     rewrite(sfi.trace.path, "prompts", lambda rows: [row | {"token_text": HOSTILE} for row in rows])
-    page = render(View(sfi.trace))
+    page = render(Request(sfi.trace))
     assert "<img" not in visible(page)
     assert "&lt;/script&gt;" in visible(page)
     assert "<" not in "".join(data(page)["heatmap"]["data"][0]["x"])  # Plotly would read it as markup
@@ -211,7 +211,7 @@ def test_a_redacted_trace_shows_steps_for_tokens(full):
     hide = {"token_id": None, "token_text": None}
     rewrite(full.trace.path, "steps", lambda rows: [row | hide for row in rows])
     rewrite(full.trace.path, "prompts", lambda _: [])
-    page = render(View(full.trace))
+    page = render(Request(full.trace))
     assert data(page)["heatmap"]["data"][0]["x"] == [str(step) for step in range(30)]
     assert "<summary>Prompt" not in page
     assert "> 29 </span>" in page
@@ -223,7 +223,7 @@ def test_a_redacted_trace_shows_steps_for_tokens(full):
 def test_a_trace_of_steps_alone_makes_a_page_that_says_what_records_the_rest(tmp_path):
     folder = make_trace(tmp_path / "t", steps=3, audit=None, finished=None)
     shutil.rmtree(folder / "timings")
-    page = render(View(Trace.open(folder)))
+    page = render(Request(Trace.open(folder)))
     assert data(page) == {}
     assert "record it with --audit 1" in page
     assert "3 steps, killed" in page
@@ -250,7 +250,7 @@ def opened(browser, sfi, tmp_path):
     rewrite(sfi.trace.path, "prompts", lambda rows: [row | strange if row["position"] == 5 else row for row in rows])
     rewrite(sfi.trace.path, "steps", lambda rows: [row | strange if row["step"] == 12 else row for row in rows])
     file = tmp_path / "report.html"
-    file.write_text(render(View(sfi.trace)), encoding="utf-8")
+    file.write_text(render(Request(sfi.trace)), encoding="utf-8")
     with visited(browser, file) as page:
         yield page
 

@@ -9,37 +9,33 @@ import pytest
 from sfi_core.errors import TraceError
 from sfi_traces import overlap as overlaps
 from sfi_traces.model.request import Request
-from sfi_traces.model.supports import Supports
 from sfi_traces.model.trace import Trace
-from sfi_traces.summary import Scope, lags
-from sfi_traces.summary.lags import overlap_by_lag
 from sfi_traces.summary.supports import selection_facts
-from sfi_traces.views import captions
-from sfi_traces.views.figure_data import REST, lambda_over_time, retained_mass, step_phases
+from sfi_traces.views import captions, figure_data
+from sfi_traces.views.figure_data import REST, lag_lines, lambda_over_time, retained_mass, step_phases
 from sfi_traces.views.raster import MISSED, NOTHING, READ, SELECTED, choose_place, rasters
-from sfi_traces.views.view import View
 from tests.traces.made import CONFIG, make_trace, overlap
 from tests.traces.small import rewrite
 
 
-def rows(view: View, table: str) -> list[dict]:
+def rows(view: Request, table: str) -> list[dict]:
     """The request's rows of a table."""
-    return [row for row in view.trace.table(table).to_pylist() if row["request"] == view.request]
+    return [row for row in view.trace.table(table).to_pylist() if row["request"] == view.index]
 
 
-def supports(view: View) -> dict[tuple[int, int, int], dict]:
+def supports(view: Request) -> dict[tuple[int, int, int], dict]:
     """Rows of the supports, by layer, head and step."""
     return {(row["layer"], row["head"], row["step"]): row for row in rows(view, "supports")}
 
 
 @pytest.fixture
-def full(tmp_path) -> View:
-    return View(Trace.open(make_trace(tmp_path / "full", steps=45, requests=2)), request=1)
+def full(tmp_path) -> Request:
+    return Request(Trace.open(make_trace(tmp_path / "full", steps=45, requests=2)), index=1)
 
 
 @pytest.fixture
-def sfi(tmp_path) -> View:
-    return View(Trace.open(make_trace(tmp_path / "sfi", steps=45, policy="sfi")))
+def sfi(tmp_path) -> Request:
+    return Request(Trace.open(make_trace(tmp_path / "sfi", steps=45, policy="sfi")))
 
 
 @pytest.mark.parametrize("block", [1, 4, 64])
@@ -65,7 +61,7 @@ def test_overlap_is_the_mean_of_the_coefficients_of_all_layers_and_heads(full):
 
 def test_lags_sort_the_pairs_by_distance_and_by_whether_a_boundary_lies_between(tmp_path):
     """With steps that were not audited, so that neighbors in the matrix are not one step apart."""
-    view = View(Trace.open(make_trace(tmp_path / "t", steps=50, policy="sfi", audit=4)))
+    view = Request(Trace.open(make_trace(tmp_path / "t", steps=50, policy="sfi", audit=4)))
     sentence = {row["step"]: row["sentence"] for row in rows(view, "steps")}
     step, matrix = view.supports.step_N.tolist(), view.supports.overlap
     assert step != list(range(0, 50, 4))
@@ -75,7 +71,7 @@ def test_lags_sort_the_pairs_by_distance_and_by_whether_a_boundary_lies_between(
         for j, second in enumerate(step[i + 1 :], i + 1):
             key = (sentence[first] == sentence[second], second - first)
             pairs.setdefault(key, []).append(float(matrix[i, j]))
-    for line, same in zip(view.lags, (True, False), strict=True):
+    for line, same in zip(lag_lines(view), (True, False), strict=True):
         expected = {lag: values for (kind, lag), values in pairs.items() if kind is same}
         assert line.lag.tolist() == sorted(expected)
         for at, lag in enumerate(line.lag.tolist()):
@@ -89,11 +85,10 @@ def test_lags_sort_the_pairs_by_distance_and_by_whether_a_boundary_lies_between(
 
 
 def test_lags_of_a_long_run_are_counted_stretch_by_stretch(full, monkeypatch):
-    sentence = full.steps.sentence
-    whole = overlap_by_lag(full.supports, sentence, most=6)
+    whole = lag_lines(full, most=6)
     assert max(line.lag.max() for line in whole) == 6
-    monkeypatch.setattr(lags, "MOST_STEPS", 10)
-    for expected, line in zip(whole, overlap_by_lag(full.supports, sentence, most=6), strict=True):
+    monkeypatch.setattr(figure_data, "MOST_STEPS", 10)
+    for expected, line in zip(whole, lag_lines(full, most=6), strict=True):
         assert line.pairs.tolist() == expected.pairs.tolist()
         assert line.mean.tolist() == pytest.approx(expected.mean.tolist(), rel=1e-6)
         assert line.high.tolist() == pytest.approx(expected.high.tolist(), rel=1e-6)
@@ -117,7 +112,7 @@ def test_retained_mass_is_the_mean_over_fast_steps(sfi):
 
 
 def test_without_a_fast_step_it_is_the_mass_of_the_supports(full):
-    data = retained_mass(View(full.trace, 1, layer=1))
+    data = retained_mass(Request(full.trace, 1, layer=1))
     assert (data.map.layers, data.map.heads, data.coverage, data.steps) == ([1], [0, 1], True, 45)
     values = [sum(r["mass"]) for key, r in supports(full).items() if key[:2] == (1, 1)]
     assert data.of_place[1, 1] == pytest.approx(statistics.mean(values))
@@ -146,7 +141,7 @@ def test_the_figure_and_the_summary_count_the_same_values_at_the_clip(sfi):
         return [row | {"lambda_star": values[at % 3]} for at, row in enumerate(every)]
 
     rewrite(sfi.trace.path, "selections", near)
-    counted = selection_facts(Scope.of(sfi.trace))["clipped_share"]
+    counted = selection_facts(Request.of(sfi.trace))["clipped_share"]
     assert lambda_over_time(sfi).clipped == counted == pytest.approx(7 / 20)
 
 
@@ -239,7 +234,7 @@ def test_a_selection_that_a_fast_step_made_is_in_force_at_once_or_ahead(sfi, rea
 
 def test_what_a_killed_run_wrote_beyond_its_last_step_is_left_out(sfi):
     rewrite(sfi.trace.path, "steps", lambda found: [row for row in found if row["step"] < 25])
-    view = View(sfi.trace)
+    view = Request(sfi.trace)
     assert view.supports.step_N.tolist() == list(range(25))
     assert step_phases(view).step.tolist() == list(range(1, 25))
     assert rasters(view, [(0, 0)], most_steps=99, most_cells=99)[0].cells.shape[1] == 25
@@ -249,13 +244,14 @@ def test_what_a_killed_run_wrote_beyond_its_last_step_is_left_out(sfi):
 def test_a_step_that_lacks_a_support_somewhere_is_left_out(sfi):
     place = {"step": 7, "layer": 1, "head": 1}
     rewrite(sfi.trace.path, "supports", lambda found: [row for row in found if row | place != row])
-    assert View(sfi.trace).supports.step_N.tolist() == [*range(7), *range(8, 45)]
-    assert 7 in View(sfi.trace, layer=0).supports.step_N
+    assert Request(sfi.trace).supports.step_N.tolist() == [*range(7), *range(8, 45)]
+    assert 7 in Request(sfi.trace, layer=0).supports.step_N
 
 
 @pytest.mark.parametrize(
-    ("wanted", "option"), [({"head": 9}, "--audit 1"), ({"layer": 9}, "--audit 1 --set audit.layers=9")]
+    ("wanted", "option"), [({"head": 1}, "--audit 1"), ({"layer": 1}, "--audit 1 --set audit.layers=1")]
 )
 def test_supports_that_are_missing_name_an_option_that_exists(sfi, wanted, option):
+    rewrite(sfi.trace.path, "supports", lambda found: [row for row in found if row["layer"] == row["head"] == 0])
     with pytest.raises(TraceError, match=f"; record it with {option}$"):
-        Supports.read(Request.open(sfi.trace, 0), **wanted)
+        assert Request(sfi.trace, 0, **wanted).supports

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from sfi_core.errors import ConfigError, TraceError
+from sfi_traces.model.request import Request
 from sfi_traces.model.trace import Trace
-from sfi_traces.views.view import View
 from sfi_traces.views.words import GAP, LONG, LONGEST, Passage, step_words
 from tests.traces.made import PROMPT, WORDS, make_trace
 from tests.traces.small import redact, rewrite, rows
@@ -13,8 +13,8 @@ from tests.traces.small import redact, rewrite, rows
 SINK, RECENT = 4, 16
 
 
-def opened(folder, **options) -> View:
-    return View(Trace.open(folder), **options)
+def opened(folder, **options) -> Request:
+    return Request(Trace.open(folder), **options)
 
 
 def covered(passages: list[Passage], part: str) -> set[int]:

@@ -27,14 +27,14 @@ def check(folder: o.TraceDir, json: o.Json = False) -> None:
       sfi trace check run
     """
     from sfi_traces.health import judge
+    from sfi_traces.model.request import Request
     from sfi_traces.model.trace import Trace
     from sfi_traces.read.check import check as look
-    from sfi_traces.summary import Scope
 
     trace = Trace.open(folder)
     document = look(trace)
     judged = document["sound"] and document["recorded"]
-    document["health"] = health = judge(Scope.of(trace)) if judged else None
+    document["health"] = health = judge(Request.of(trace)) if judged else None
     Output(json=json).data(document, _text)
     if not document["sound"]:
         raise typer.Exit(UNSOUND)

@@ -41,9 +41,9 @@ def show(
     from sfi_cli.commands.trace.step_views import step_text
     from sfi_cli.terminal.output import Output
     from sfi_core.errors import ConfigError
+    from sfi_traces.model.request import Request
     from sfi_traces.model.trace import Trace
     from sfi_traces.summary import summarize
-    from sfi_traces.views.view import View
     from sfi_traces.views.words import step_words
 
     trace = Trace.open(folder)
@@ -53,5 +53,5 @@ def show(
         if step is None:
             written.data(summarize(trace, request, layer), full_text if full else show_text)
         else:
-            words = step_words(View(trace, request, layer, head), step)
+            words = step_words(Request(trace, request, layer, head), step)
             written.data(words.to_dict(), step_text)

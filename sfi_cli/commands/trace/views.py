@@ -34,15 +34,17 @@ def beside(trace: Path, name: str) -> Path:
     return place / f"{folder.name}-{name}"
 
 
-def open_view(trace: Path, request: int | None, **part: int | None) -> Any:
-    """Open a trace and choose the part to show, as `View` does; tell the user about other requests."""
+def open_view(
+    trace: Path, request: int | None, layer: int | None = None, head: int | None = None, top: int | None = None
+) -> Any:
+    """Open a trace and choose the part to show, as `Request` does; tell the user about other requests."""
+    from sfi_traces.model.request import Request
     from sfi_traces.model.trace import Trace
-    from sfi_traces.views.view import View
 
-    view = View(Trace.open(trace), request, **part)
-    if request is None and len(view.requests) > 1:
-        message(f"showing request {view.request} of {len(view.requests)}; --request chooses another")
-    return view
+    chosen = Request(Trace.open(trace), request, layer, head, top)
+    if request is None and len(chosen.requests) > 1:
+        message(f"showing request {chosen.index} of {len(chosen.requests)}; --request chooses another")
+    return chosen
 
 
 def make_folder(folder: Path) -> None:

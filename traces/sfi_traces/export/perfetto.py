@@ -12,8 +12,8 @@ from itertools import chain, islice
 from typing import Any
 
 from sfi_core.errors import TraceError
+from sfi_traces.model.request import Request
 from sfi_traces.model.trace import Trace
-from sfi_traces.summary.scope import Scope
 
 FIRST_PID = 1  # of rank 0
 PIECE = 1000  # events in one piece of text
@@ -74,20 +74,20 @@ def perfetto_text(trace: Trace, progress: Callable[[int, int], None]) -> Iterato
 
     Raises `TraceError` if no step was recorded or timed.
     """
-    scope = Scope.of(trace)
-    scope.connection.execute(PLACED_STEPS)
-    steps, flows = scope.rows(STEPS), scope.rows(FLOWS)
-    verifications = scope.rows(VERIFICATIONS)
+    request = Request.of(trace)
+    request.connection.execute(PLACED_STEPS)
+    steps, flows = request.query(STEPS), request.query(FLOWS)
+    verifications = request.query(VERIFICATIONS)
     if not steps:
         raise TraceError(f"trace {trace.path} has no timings, which a timeline is made of")
-    spans = scope.row("SELECT count(*) AS n FROM timings")["n"]
-    tracks = _tracks(scope, steps)
+    spans = request.single("SELECT count(*) AS n FROM timings")["n"]
+    tracks = _tracks(request, steps)
     events = heapq.merge(
         _step_events(steps, tracks),
         _verification_events(verifications, tracks),
         _counter_events(steps),
         _flow_events(flows, tracks),
-        _span_events(scope, tracks),
+        _span_events(request, tracks),
         key=lambda event: event["ts"],
     )
     named = _names(trace, tracks)
@@ -108,9 +108,9 @@ def _lines(events: Iterator[Event], total: int, progress: Callable[[int, int], N
         progress(done, total)
 
 
-def _tracks(scope: Scope, steps: list[Event]) -> dict[Track, Place]:
+def _tracks(request: Request, steps: list[Event]) -> dict[Track, Place]:
     tracks: list[Track] = [("request", number, 0) for number in sorted({step["request"] for step in steps})]
-    streams = scope.rows("""
+    streams = request.query("""
         SELECT coalesce(rank, 0) AS rank, stream FROM timings GROUP BY ALL ORDER BY rank, min(begin_us)
     """)
     tracks += [("stream", row["stream"], row["rank"]) for row in streams]
@@ -169,8 +169,8 @@ def _flow_events(flows: list[Event], tracks: dict[Track, Place]) -> list[Event]:
     return sorted(events, key=lambda event: event["ts"])
 
 
-def _span_events(scope: Scope, tracks: dict[Track, Place]) -> Iterator[Event]:
-    for span in scope.trace.scan(scope.connection, SPANS):
+def _span_events(request: Request, tracks: dict[Track, Place]) -> Iterator[Event]:
+    for span in request.trace.scan(request.connection, SPANS):
         args = {name: span[name] for name in ("step", "layer", "bytes") if span[name] is not None}
         place = tracks["stream", span["stream"], span["rank"]]
         yield _slice(span, span["name"], span["name"].partition(".")[0], place, args)

@@ -6,33 +6,39 @@ from typing import Any
 import numpy as np
 
 from sfi_traces.figures.style import colorbar, mark_slow, new_figure, plain, title
-from sfi_traces.summary.lags import axis_range, color_range
+from sfi_traces.model.request import Request
 from sfi_traces.views import captions
-from sfi_traces.views.figure_data import lambda_over_time, retained_mass, step_phases
+from sfi_traces.views.figure_data import (
+    axis_range,
+    color_range,
+    lag_lines,
+    lambda_over_time,
+    retained_mass,
+    step_phases,
+)
 from sfi_traces.views.labels import ACROSS, CLIP, PHASES, WITHIN, step_ticks
-from sfi_traces.views.view import View
 
 MOST_LABELS, MOST_LINES = 64, 24  # of the heat map
 MOST_BARS = 60  # of lambda*; beyond, error bars would hide each other
 MOST_NUMBERS = 400  # cells of retained mass with their number written in
 
 
-def heatmap(view: View) -> Any:
+def heatmap(request: Request) -> Any:
     """Draw the overlap of every two audited steps' supports (the paper's Figure 1A)."""
-    supports = view.supports.thinned()
+    supports = request.supports.thinned()
     overlap, count = supports.overlap, supports.steps
     figure = new_figure(9.6, 8.8)
     axes = figure.subplots()
     low, high = color_range(overlap)
     image = axes.imshow(overlap, cmap="viridis", vmin=low, vmax=high, interpolation="nearest")
-    sentence = view.steps.sentence[view.steps.rows(supports.step_N)]
+    sentence = request.steps.sentence[request.steps.rows(supports.step_N)]
     edges = np.flatnonzero(np.diff(sentence)) + 0.5
     ends = np.array([-0.5, *edges, count - 0.5])
     # lines cross the whole map; many lines only frame each sentence
     begin, end = (-0.5, count - 0.5) if len(edges) <= MOST_LINES else (ends[:-2], ends[2:])
     for lines in (axes.vlines, axes.hlines):
         lines(edges, begin, end, color="white", linewidth=1 if count <= MOST_LABELS else 0.6)
-    entries, labels = step_ticks(view.steps, supports.step_N, MOST_LABELS)
+    entries, labels = step_ticks(request.steps, supports.step_N, MOST_LABELS)
     size = 7.5 if len(entries) <= MOST_LABELS * 2 // 3 else 6.5
     axes.set_xticks(entries, labels, rotation=90, fontsize=size, parse_math=False)
     axes.set_yticks(entries, labels, fontsize=size, parse_math=False)
@@ -41,13 +47,13 @@ def heatmap(view: View) -> Any:
     extend = "max" if high < 1 else "neither"
     bar = colorbar(figure, image, axes, shrink=0.6, aspect=30, pad=0.015, extend=extend)
     bar.set_label("overlap coefficient", fontsize=9)
-    title(figure, captions.stability(view, supports), view)
+    title(figure, captions.stability(request, supports), request)
     return figure
 
 
-def lag(view: View) -> Any:
+def lag(request: Request) -> Any:
     """Draw the overlap of pairs within a sentence and across a boundary, and the number of pairs."""
-    lines = view.lags
+    lines = lag_lines(request)
     figure = new_figure(9, 5.6)
     axes, below = figure.subplots(2, 1, sharex=True, height_ratios=(4, 1))
     for line, color in zip(lines, (WITHIN, ACROSS), strict=True):
@@ -55,7 +61,7 @@ def lag(view: View) -> Any:
         axes.fill_between(line.lag, line.low, line.high, color=color, alpha=0.18, linewidth=0)
         axes.plot(line.lag, line.mean, color=color, linewidth=2, marker="o", markersize=2.5, label=label)
         below.plot(line.lag, line.pairs, color=color, linewidth=1.2)
-    chance = view.supports.chance
+    chance = request.supports.chance
     axes.axhline(chance, color=CLIP, linestyle="--", linewidth=1.2, label=f"two random supports, {chance:.3f}")
     axes.set_ylim(axis_range(np.array([chance]), *(one for line in lines for one in (line.low, line.high, line.mean))))
     axes.set_xlim(left=0)
@@ -66,13 +72,13 @@ def lag(view: View) -> Any:
     below.set_xlabel("lag: steps apart")
     plain(axes)
     plain(below)
-    title(figure, captions.lag(view), view)
+    title(figure, captions.lag(request), request)
     return figure
 
 
-def lambda_star(view: View) -> Any:
+def lambda_star(request: Request) -> Any:
     """Draw the median, the spread over layers and KV heads, and the clip."""
-    data = lambda_over_time(view)
+    data = lambda_over_time(request)
     figure = new_figure(9, 4.6)
     axes = figure.subplots()
     label = "median, 10 to 90 % of layers and KV heads"
@@ -89,13 +95,13 @@ def lambda_star(view: View) -> Any:
     axes.set_ylabel("lambda*")
     figure.legend(loc="outside lower left", ncols=3, frameon=False, fontsize=9)
     plain(axes)
-    title(figure, captions.lambda_star(data), view)
+    title(figure, captions.lambda_star(data), request)
     return figure
 
 
-def retained(view: View) -> Any:
+def retained(request: Request) -> Any:
     """Draw a cell for each layer and KV head, with its number if there are few."""
-    data = retained_mass(view)
+    data = retained_mass(request)
     shown = data.map
     rows, columns = shown.value.shape
     width, height = 2.6 + 0.62 * columns, 1.9 + 0.34 * rows
@@ -115,13 +121,13 @@ def retained(view: View) -> Any:
     axes.set_yticks(range(rows), map(str, shown.layers))
     axes.set_xlabel("KV head")
     axes.set_ylabel("layer")
-    title(figure, captions.retained(view, data), view)
+    title(figure, captions.retained(request, data), request)
     return figure
 
 
-def timeline(view: View) -> Any:
+def timeline(request: Request) -> Any:
     """Draw a bar for each step, its phases stacked."""
-    data = step_phases(view)
+    data = step_phases(request)
     figure = new_figure(11, 5.4)
     axes = figure.subplots()
     edges = np.array([*data.step, data.step[-1] + data.per_bar]) - 0.5
@@ -139,11 +145,11 @@ def timeline(view: View) -> Any:
     plain(axes)
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles[::-1], labels[::-1], loc="outside right upper", fontsize=8, frameon=False)
-    title(figure, captions.timeline(data), view)
+    title(figure, captions.timeline(data), request)
     return figure
 
 
 # each raises `TraceError` for a trace that lacks its data; the message names the option that records it
-KINDS: dict[str, Callable[[View], Any]] = {
+KINDS: dict[str, Callable[[Request], Any]] = {
     "heatmap": heatmap, "lag": lag, "lambda": lambda_star, "retained": retained, "timeline": timeline,
 }  # fmt: skip

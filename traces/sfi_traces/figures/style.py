@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sfi_core.errors import ConfigError, not_installed
+from sfi_traces.model.request import Request
 from sfi_traces.views.captions import Caption, subject
 from sfi_traces.views.labels import SLOW
-from sfi_traces.views.view import View
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -45,12 +45,12 @@ def new_figure(width: float, height: float) -> "Figure":
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def title(figure: "Figure", caption: Caption, view: View) -> None:
+def title(figure: "Figure", caption: Caption, request: Request) -> None:
     """Write the caption and the run's name above a figure."""
     from matplotlib.layout_engine import ConstrainedLayoutEngine  # noqa: PLC0415 - an extra
 
     width, height = figure.get_size_inches()
-    lines = [subject(view), *textwrap.wrap(caption.note, int(width * CHARACTERS_PER_INCH))]
+    lines = [subject(request), *textwrap.wrap(caption.note, int(width * CHARACTERS_PER_INCH))]
     left = MARGIN / width
     figure.text(left, 1 - MARGIN / height, caption.title, fontsize=12, fontweight="bold", va="top")
     figure.text(

@@ -5,12 +5,12 @@ from typing import Any
 from sfi_traces.health import run_measures, selection_measures, support_measures
 from sfi_traces.health.measured import BEGINNING, Measured, Unjudged
 from sfi_traces.health.rules import IMPORTED, PROBLEM, RECORD, RULES, Rule
-from sfi_traces.summary.scope import Scope
+from sfi_traces.model.request import Request
 
 MODULES = (run_measures, selection_measures, support_measures)
 
 
-def judge(scope: Scope, *, quick: bool = False) -> dict[str, Any]:
+def judge(request: Request, *, quick: bool = False) -> dict[str, Any]:
     """Apply every rule; with `quick`, without those that unnest lists of positions.
 
     `findings` has for each rule and request beyond its threshold the worst value with its layer and head, how
@@ -22,15 +22,15 @@ def judge(scope: Scope, *, quick: bool = False) -> dict[str, Any]:
         if quick and rule.unnests:
             continue
         try:
-            found = _enough(scope, rule)
+            found = _enough(request, rule)
         except Unjudged as why:
-            reason = IMPORTED if scope.trace.imported and str(why) in RECORD else str(why)
+            reason = IMPORTED if request.trace.imported and str(why) in RECORD else str(why)
             document["not_judged"].append({"rule": rule.name, "reason": reason})
             continue
         worst = max(found, key=lambda one: one.value)
         facts = {"value": worst.value, "threshold": rule.threshold, "places": len(found)}
         document["judged"].append({"rule": rule.name, **facts})
-        document["findings"] += _findings(rule, found, imported=bool(scope.trace.imported))
+        document["findings"] += _findings(rule, found, imported=bool(request.trace.imported))
     document["sound"] = not problems(document)
     return document
 
@@ -45,9 +45,9 @@ def line(finding: dict[str, Any]) -> str:
     return f"{finding['rule']}: {finding['message']}. To do: {finding['advice']}"
 
 
-def _enough(scope: Scope, rule: Rule) -> list[Measured]:
+def _enough(request: Request, rule: Rule) -> list[Measured]:
     (measure,) = (getattr(one, rule.name) for one in MODULES if hasattr(one, rule.name))
-    found: list[Measured] = measure(scope)
+    found: list[Measured] = measure(request)
     if not found:
         raise Unjudged(rule.needs)
     enough = [one for one in found if one.n >= rule.least]
@@ -59,8 +59,8 @@ def _enough(scope: Scope, rule: Rule) -> list[Measured]:
 
 def _findings(rule: Rule, found: list[Measured], *, imported: bool) -> list[dict[str, Any]]:
     findings = []
-    for request in sorted({one.request for one in found}):
-        own = [one for one in found if one.request == request]
+    for index in sorted({one.request for one in found}):
+        own = [one for one in found if one.request == index]
         beyond = [one for one in own if one.value >= rule.threshold]
         if not beyond or len(beyond) < rule.share * len(own):
             continue

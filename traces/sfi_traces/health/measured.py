@@ -2,9 +2,15 @@
 
 from dataclasses import dataclass
 
-from sfi_traces.summary.scope import Scope
+import pyarrow as pa
+
+from sfi_traces.model.request import Request
+from sfi_traces.schema import KEY
 
 BEGINNING = 32  # fast steps
+SAMPLED = "sampled_selections"
+MOST_POSITIONS = 1 << 22  # read at once
+AT_CLIP = 1e-6  # of selector.lambda_clip: how near lambda*, a float32, is to a clip that it stands at
 
 
 class Unjudged(Exception):  # noqa: N818 - no error: a rule that does not apply
@@ -40,10 +46,10 @@ def worse_of_beginning(value: str) -> str:
     return f"avg({value}) AS whole, greatest(avg({value}), avg({value}) FILTER (place <= {BEGINNING}))"
 
 
-def by_head(scope: Scope, value: str, source: str, samples: str = "count(*)") -> list[Measured]:
+def by_head(request: Request, value: str, source: str, samples: str = "count(*)") -> list[Measured]:
     """Measure the SQL `value` of each KV head's rows of `source`; `samples` counts those behind it."""
     return measured(
-        scope,
+        request,
         f"""
         SELECT request, layer, head, {samples} AS n, {value} AS value
         FROM {source} GROUP BY request, layer, head
@@ -51,11 +57,55 @@ def by_head(scope: Scope, value: str, source: str, samples: str = "count(*)") ->
     )
 
 
-def measured(scope: Scope, query: str) -> list[Measured]:
+def measured(request: Request, query: str) -> list[Measured]:
     """Run a query and convert its rows; a null value becomes 0."""
     return [
         Measured(
             row["request"], row.get("layer"), row.get("head"), float(row["value"] or 0), row["n"], row.get("whole")
         )
-        for row in scope.rows(query)
+        for row in request.query(query)
     ]
+
+
+def sample_selections(request: Request) -> int:
+    """Make the view `sampled_selections`, with positions, of every n-th refresh of a request; return n.
+
+    The view `sampled_refreshes` includes selections without positions.
+    """
+    size = request.single("SELECT coalesce(sum(selected), 0) AS positions FROM chosen_selections")
+    every = 1 + int(size["positions"]) // MOST_POSITIONS
+    if SAMPLED in request.shared:
+        return every
+    picked = request.query(f"""
+        SELECT request, step FROM (SELECT DISTINCT request, step FROM chosen_selections)
+        QUALIFY row_number() OVER (PARTITION BY request ORDER BY step) % {every:d} = {1 % every:d}
+    """)  # noqa: S608 - a number
+    keys = {name: [row[name] for row in picked] for name in ("request", "step")}
+    request.pick("sampled_refreshes", "selections", pa.table(keys, pa.schema(KEY)))
+    request.connection.execute("""
+        CREATE OR REPLACE TEMP VIEW sampled_selections AS
+        SELECT * FROM sampled_refreshes WHERE positions IS NOT NULL
+    """)
+    request.shared[SAMPLED] = True
+    return every
+
+
+def sample_supports(request: Request) -> None:
+    """Make the view `sampled_supports`: rows with `read` of every n-th audited fast step, with `position`."""
+    size = request.single("SELECT count(*) AS rows FROM chosen_supports WHERE read IS NOT NULL")
+    top = int((request.trace.manifest.get("audit") or {}).get("top", 1))
+    every = 1 + int(size["rows"]) * top // MOST_POSITIONS
+    request.connection.execute(f"""
+        CREATE OR REPLACE TEMP VIEW sampled_supports AS
+        SELECT * FROM chosen_supports JOIN (
+            SELECT request, step, position FROM chosen_steps WHERE audited AND NOT slow
+            QUALIFY row_number() OVER (PARTITION BY request ORDER BY step) % {every:d} = {1 % every:d}
+        ) USING (request, step)
+        WHERE read IS NOT NULL
+    """)  # noqa: S608 - a number
+
+
+def at_clip(request: Request) -> str:
+    """Write the SQL condition that a selection's lambda* is at its upper bound, `selector.lambda_clip`."""
+    clip = f"{request.trace.manifest['config']['selector']['lambda_clip']!r}::DOUBLE"
+    return f"(abs(lambda_star - {clip}) <= {AT_CLIP} * {clip})"

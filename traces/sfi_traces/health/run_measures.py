@@ -2,36 +2,36 @@
 
 from sfi_core.settings.policy_names import built_in, triggered
 from sfi_traces.health.measured import Measured, Unjudged, measured, worse_of_beginning
-from sfi_traces.summary.scope import Scope
+from sfi_traces.model.request import Request
 
 NEGLIGIBLE_KL = 0.01  # nats; below, a step's next token hardly changes
 
 
-def never_fast(scope: Scope) -> list[Measured]:
+def never_fast(request: Request) -> list[Measured]:
     """Share of slow steps from step 1 on, by request."""
-    if scope.trace.manifest["policy"] == "full-kv":
+    if request.trace.manifest["policy"] == "full-kv":
         raise Unjudged("full-kv reads everything at every step")
-    if scope.trace.imported:
+    if request.trace.imported:
         raise Unjudged("an imported trace does not say which steps were slow")
-    return measured(scope, _share("slow", "chosen_steps WHERE step > 0"))
+    return measured(request, _share("slow", "chosen_steps WHERE step > 0"))
 
 
-def trigger_never(scope: Scope) -> list[Measured]:
+def trigger_never(request: Request) -> list[Measured]:
     """Share of generated tokens that are no triggers, by request."""
-    return _trigger_share(scope, "NOT trigger")
+    return _trigger_share(request, "NOT trigger")
 
 
-def trigger_always(scope: Scope) -> list[Measured]:
+def trigger_always(request: Request) -> list[Measured]:
     """Share of generated tokens that are triggers, by request."""
-    return _trigger_share(scope, "trigger")
+    return _trigger_share(request, "trigger")
 
 
-def fast_disagrees(scope: Scope) -> list[Measured]:
+def fast_disagrees(request: Request) -> list[Measured]:
     """Share of fast steps whose most probable token differs from dense attention's, by request."""
-    if scope.trace.lossless:
+    if request.trace.lossless:
         raise Unjudged("a lossless run replaces the tokens that differ: see its acceptance")
     return measured(
-        scope,
+        request,
         f"""
         SELECT request, count(*) AS n, {worse_of_beginning("(NOT argmax_agrees)::INT")} AS value
         FROM (
@@ -42,15 +42,15 @@ def fast_disagrees(scope: Scope) -> list[Measured]:
     )
 
 
-def drift_agreement(scope: Scope) -> list[Measured]:
+def drift_agreement(request: Request) -> list[Measured]:
     """How far agreement falls over the run, by request."""
-    return _fall(scope, "SELECT request, step, argmax_agrees::INT AS value FROM chosen_logits")
+    return _fall(request, "SELECT request, step, argmax_agrees::INT AS value FROM chosen_logits")
 
 
-def drift_kl(scope: Scope) -> list[Measured]:
+def drift_kl(request: Request) -> list[Measured]:
     """How far ln KL rises over the run, by request."""
     return _fall(
-        scope,
+        request,
         f"""
         SELECT request, step, -ln(greatest(kl_next_token, {NEGLIGIBLE_KL})) AS value FROM chosen_logits
         WHERE isfinite(kl_next_token)
@@ -58,10 +58,10 @@ def drift_kl(scope: Scope) -> list[Measured]:
     )
 
 
-def drift_retained(scope: Scope) -> list[Measured]:
+def drift_retained(request: Request) -> list[Measured]:
     """How far the retained mass falls over the run, by request; the mean over layers and heads."""
     return _fall(
-        scope,
+        request,
         """
         SELECT request, step, avg(retained_mass) AS value
         FROM chosen_supports JOIN chosen_steps USING (request, step)
@@ -70,21 +70,21 @@ def drift_retained(scope: Scope) -> list[Measured]:
     )
 
 
-def _trigger_share(scope: Scope, which: str) -> list[Measured]:
-    manifest = scope.trace.manifest
-    if not _asks_triggers(scope):
+def _trigger_share(request: Request, which: str) -> list[Measured]:
+    manifest = request.trace.manifest
+    if not _asks_triggers(request):
         raise Unjudged(f"{manifest['policy']} has no trigger")
     if manifest["config"].get("trigger_policy", "boundary") != "boundary":
         raise Unjudged(f"the trigger is {manifest['config']['trigger_policy']}, not the sentence's end")
-    return measured(scope, _share(which, "chosen_steps"))
+    return measured(request, _share(which, "chosen_steps"))
 
 
-def _asks_triggers(scope: Scope) -> bool:
-    policy = scope.trace.manifest["policy"]
+def _asks_triggers(request: Request) -> bool:
+    policy = request.trace.manifest["policy"]
     if policy in built_in():
         return policy in triggered()
     # one of another package, which need not be installed here: its steps say it
-    return not {"trigger", "t_max"}.isdisjoint(scope.trace.table("steps", ["reason"])["reason"].unique().to_pylist())
+    return not {"trigger", "t_max"}.isdisjoint(request.trace.table("steps", ["reason"])["reason"].unique().to_pylist())
 
 
 def _share(which: str, source: str) -> str:
@@ -93,10 +93,10 @@ def _share(which: str, source: str) -> str:
     """  # noqa: S608 - our own words
 
 
-def _fall(scope: Scope, query: str) -> list[Measured]:
+def _fall(request: Request, query: str) -> list[Measured]:
     # mean of the first third less the last third's; 0 within three standard errors
     return measured(
-        scope,
+        request,
         f"""
         WITH parts AS (
             SELECT *, ntile(3) OVER (PARTITION BY request ORDER BY step) AS part FROM ({query})

@@ -2,11 +2,19 @@
 
 import pyarrow as pa
 
-from sfi_traces.health.measured import Measured, Unjudged, by_head, measured, worse_of_beginning
+from sfi_traces.health.measured import (
+    Measured,
+    Unjudged,
+    by_head,
+    measured,
+    sample_selections,
+    sample_supports,
+    worse_of_beginning,
+)
 from sfi_traces.health.rules import RECORD_POSITIONS
 from sfi_traces.health.selection_measures import SINKS
+from sfi_traces.model.request import Request
 from sfi_traces.schema import KEY
-from sfi_traces.summary.scope import Scope, sample_selections, sample_supports
 
 RAISE_TOP = "raise audit.top: too few recorded supports reach below a uniform share (1 / context)"
 PEAK = 0.05  # the largest probability of a support that stands out
@@ -14,32 +22,32 @@ INTERVALS = 8  # first intervals between refreshes that are measured
 STEPS, FEWEST = 16, 4  # most and least audited fast steps of an interval
 
 
-def sink_unread(scope: Scope) -> list[Measured]:
+def sink_unread(request: Request) -> list[Measured]:
     """Dense mass of the first positions that the step did not read; the mean over sampled steps."""
-    return _lost(scope, f"p < {SINKS}")
+    return _lost(request, f"p < {SINKS}")
 
 
-def look_back(scope: Scope) -> list[Measured]:
+def look_back(request: Request) -> list[Measured]:
     """Unread dense mass further back than any selected or recent token; the mean over sampled steps.
 
     A selection's four earliest positions do not count: another engine's include the sinks. A policy that
     selects nothing reaches as far as its recent tokens.
     """
-    sample_selections(scope)
+    sample_selections(request)
     unknown = "SELECT count(*) AS n FROM sampled_refreshes WHERE selected > 0 AND positions IS NULL"
-    if scope.row(unknown)["n"]:
+    if request.single(unknown)["n"]:
         raise Unjudged(RECORD_POSITIONS)
-    recent = scope.trace.manifest["config"]["recent"]
-    scope.connection.execute(f"""
+    recent = request.trace.manifest["config"]["recent"]
+    request.connection.execute(f"""
         CREATE OR REPLACE TEMP VIEW reach AS
         SELECT request, layer, head, max(position - coalesce(positions[{SINKS + 1}], positions[-1])) AS reach
         FROM sampled_selections JOIN chosen_steps USING (request, step)
         WHERE selected > 0 GROUP BY request, layer, head
     """)  # noqa: S608 - a number
-    return _lost(scope, f"p >= {SINKS} AND position - p > greatest(coalesce(reach, 0), {recent:d})")
+    return _lost(request, f"p >= {SINKS} AND position - p > greatest(coalesce(reach, 0), {recent:d})")
 
 
-def top_1_dropped(scope: Scope) -> list[Measured]:
+def top_1_dropped(request: Request) -> list[Measured]:
     """Share of query heads whose most probable position was not read, in steps where one stands out."""
     source = f"""(
         SELECT request, layer, head, top_1_read,
@@ -47,18 +55,18 @@ def top_1_dropped(scope: Scope) -> list[Measured]:
         FROM chosen_supports JOIN chosen_steps USING (request, step)
         WHERE NOT slow AND top_1_read IS NOT NULL AND list_max(mass) >= {PEAK}
     )"""  # noqa: S608 - a number
-    return by_head(scope, worse_of_beginning("1 - top_1_read"), source)
+    return by_head(request, worse_of_beginning("1 - top_1_read"), source)
 
 
-def budget_idle(scope: Scope) -> list[Measured]:
+def budget_idle(request: Request) -> list[Measured]:
     """Share of the selected positions that got a uniform share at no fast step until the next refresh.
 
     Supports whose least mass is above a uniform share do not count: they may lack positions that have one.
     """
-    if not _idle_intervals(scope):
+    if not _idle_intervals(request):
         return []
     found = measured(
-        scope,
+        request,
         f"""
         WITH whole AS (
             SELECT request, layer, head, refresh, context_tokens, positions, mass
@@ -81,14 +89,14 @@ def budget_idle(scope: Scope) -> list[Measured]:
         """,  # noqa: S608 - our own words and a number
     )
     known = "SELECT count(*) AS n FROM idle_selections WHERE positions IS NOT NULL"
-    if not found and scope.row(known)["n"]:
+    if not found and request.single(known)["n"]:
         raise Unjudged(RAISE_TOP)
     return found
 
 
-def _idle_intervals(scope: Scope) -> bool:
+def _idle_intervals(request: Request) -> bool:
     # makes views of the first intervals' audited fast steps and their rows; False if there are none
-    steps = scope.rows(f"""
+    steps = request.query(f"""
         WITH placed AS (
             SELECT request, step, slow, audited, context_tokens,
                 max(step) FILTER (slow) OVER (PARTITION BY request ORDER BY step) AS refresh
@@ -105,15 +113,15 @@ def _idle_intervals(scope: Scope) -> bool:
     """)  # noqa: S608 - our own numbers
     if not steps:
         return False
-    scope.connection.register("idle_steps", pa.Table.from_pylist(steps))
+    request.connection.register("idle_steps", pa.Table.from_pylist(steps))
     for table, at in (("supports", "step"), ("selections", "refresh")):
         keys = {"request": [row["request"] for row in steps], "step": [row[at] for row in steps]}
-        scope.pick(f"idle_{table}", table, pa.table(keys, pa.schema(KEY)))
+        request.pick(f"idle_{table}", table, pa.table(keys, pa.schema(KEY)))
     return True
 
 
-def _lost(scope: Scope, where: str) -> list[Measured]:
-    sample_supports(scope)
+def _lost(request: Request, where: str) -> list[Measured]:
+    sample_supports(request)
     reach = "LEFT JOIN reach USING (request, layer, head)" if "reach" in where else ""
     source = f"""(
         SELECT request, step, layer, head, position, unnest(positions) AS p, unnest(mass) AS m,
@@ -121,4 +129,4 @@ def _lost(scope: Scope, where: str) -> list[Measured]:
         FROM sampled_supports
     ) {reach}"""  # noqa: S608 - our own words
     value = f"sum(m) FILTER (NOT r AND {where}) / count(DISTINCT step)"
-    return by_head(scope, value, source, "count(DISTINCT step)")
+    return by_head(request, value, source, "count(DISTINCT step)")

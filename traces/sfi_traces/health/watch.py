@@ -8,8 +8,8 @@ import duckdb
 
 from sfi_core.errors import SfiError
 from sfi_traces.health import judge, line, problems
+from sfi_traces.model.request import Request
 from sfi_traces.model.trace import Trace
-from sfi_traces.summary.scope import Scope
 
 FIRST = 10.0  # seconds before a run is first judged
 SHARE = 0.02  # of the time from one judgement to the next, that a judgement may take
@@ -36,7 +36,7 @@ class Watch:
     def news(self, folder: Path) -> list[str]:
         """Return a line for each new problem; an unreadable trace has none."""
         try:
-            found = problems(judge(Scope.of(Trace.open(folder)), quick=True))
+            found = problems(judge(Request.of(Trace.open(folder)), quick=True))
         except (SfiError, OSError, duckdb.Error):
             return []
         new = [one for one in found if (one["rule"], one["request"]) not in self._told]

@@ -1,63 +1,130 @@
-"""One request of a trace; what was recorded of it is read when it is asked for."""
+"""One request of a trace: what was recorded of it, read when it is asked for, and what was in force at a step."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from functools import cached_property
-from typing import Any
+from typing import Any, Self
 
+import duckdb
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from sfi_core.errors import ConfigError, TraceError
+from sfi_traces.model.rows import Rows
 from sfi_traces.model.selections import Selections
-from sfi_traces.model.steps import Ints, Memory, Steps
-from sfi_traces.model.trace import Place, Trace, of_request, rows_of
+from sfi_traces.model.sql import connect_to_part
+from sfi_traces.model.steps import Ints, Memory, Positions, Steps
+from sfi_traces.model.supports import MOST_POSITIONS, Supports, thinning
+from sfi_traces.model.trace import Place, Trace, check_known, of_request, of_steps, rows_of
+from sfi_traces.overlap import Overlap, padded
 from sfi_traces.schema import TABLES
 
-NO_TOKEN = -1  # a redacted token that is no trigger
+PAIRS = 4096  # of lists of positions compared at once
+OF_SUPPORTS = (
+    "layer", "head", "positions", "mass", "read", "retained_mass", "overlap_previous_step", "overlap_last_refresh",
+)  # fmt: skip
 
 
 class Request:
-    """One request of a trace: its number, its rows of the table `steps` in order, and the same as arrays."""
+    """One request of a trace, or in SQL all of them; optionally one layer, and one KV head.
 
-    def __init__(self, trace: Trace, index: int, rows: pa.Table) -> None:
-        """Take the request's rows of the table `steps`, at least one."""
-        self.trace, self.index = trace, index
-        self.rows = rows.sort_by("step")
-        self.steps = Steps.of(self.rows)
+    Attributes:
+        index: The request's number.
+        requests: All requests that have a step.
+        layer: The chosen layer, `head` the KV head; None for all.
+        top: Positions of a support; None for all that were recorded.
+        places: The chosen layers and KV heads of full-attention layers.
+        shared: What several sections of a summary use and is computed once.
+    """
+
+    def __init__(
+        self,
+        trace: Trace,
+        index: int | None = None,
+        layer: int | None = None,
+        head: int | None = None,
+        top: int | None = None,
+        *,
+        every: bool = False,
+    ) -> None:
+        """Choose a request, by default the first; with `every`, none chosen means all in SQL.
+
+        Raises `ConfigError` for a request, layer, KV head or size of supports that the trace lacks, `TraceError`
+        without a step.
+        """
+        table = trace.table("steps")
+        if not len(table):
+            raise TraceError(f"trace {trace.path} has no finished step")
+        self.trace, self.layer, self.head, self.top = trace, layer, head, top
+        self.requests: list[int] = sorted(pc.unique(table["request"]).to_pylist())
+        check_known("request", [index], self.requests)
+        layers = [one for one in trace.manifest["model"]["layers"] if every or one["window"] is None]
+        check_known("layer", [layer], [one["layer"] for one in layers])
+        heads = [one["heads"] for one in layers if layer in (None, one["layer"])]
+        check_known("head", [head], range(max(heads, default=0)))
+        _check_top(trace, top)
+        self._in_sql = index if every or index is not None else self.requests[0]
+        self.index: int = self.requests[0] if index is None else index
+        self.rows = of_request(table, self.index).sort_by("step")
+        self.places: list[Place] = [
+            (one["layer"], number)
+            for one in layers
+            if one["window"] is None and layer in (None, one["layer"])
+            for number in range(one["heads"])
+            if head in (None, number)
+        ]
+        self.shared: dict[str, Any] = {}
 
     @classmethod
-    def open(cls, trace: Trace, index: int) -> "Request":
-        """Read the steps of a request that the trace has."""
-        return cls(trace, index, of_request(step_table(trace), index))
+    def of(cls, trace: Trace, index: int | None = None, layer: int | None = None) -> Self:
+        """Choose one request, or all of them in SQL; see `__init__`."""
+        return cls(trace, index, layer, every=True)
 
     @cached_property
-    def tokens(self) -> list[int]:
-        """The generated ids; in a redacted trace the first trigger's id for any trigger."""
-        ids = self.rows["token_id"]
-        if ids.null_count == 0:
-            return list(ids.to_pylist())
-        first = next(iter(self.trace.manifest["trigger_token_ids"]), NO_TOKEN)
-        return [first if trigger else NO_TOKEN for trigger in self.rows["trigger"].to_pylist()]
+    def steps(self) -> Steps:
+        """The request's steps, as arrays."""
+        return Steps.of(self.rows, self.trace.manifest)
 
     @cached_property
     def memory(self) -> Memory:
         """Sizes of the memory at each step."""
-        steps = self.steps
-        config = self.trace.manifest["config"]
-        return Memory.of(config, steps.slow, steps.context.astype(np.int64))
+        return Memory.of(self.trace.manifest["config"], self.steps.slow, self.steps.context.astype(np.int64))
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return int(self.memory.length_N[0])
+
+    @property
+    def wanted(self) -> pc.Expression:
+        """A filter for the rows of the recorded steps, of the layer and KV head."""
+        # a killed run may have written other rows of a step before the step
+        return rows_of(self.index, self.layer, self.head) & (pc.field("step") <= int(self.steps.step[-1]))
 
     @cached_property
     def compared(self) -> dict[int, dict[str, Any]]:
         """The row of the table `logits` of each step whose next token was compared with dense attention's."""
-        rows = self.trace.rows("logits", TABLES["logits"].names, self.wanted())
-        return {row["step"]: row for row in rows.to_pylist()}
+        rows = self.trace.rows("logits", TABLES["logits"].names, rows_of(self.index))
+        last = int(self.steps.step[-1])
+        return {row["step"]: row for row in rows.to_pylist() if row["step"] <= last}
 
     @cached_property
     def disagreeing(self) -> list[int]:
         """The steps where dense attention has another most probable token; lossless runs give its own."""
         steps = sorted(step for step, row in self.compared.items() if not row["argmax_agrees"])
         return [] if self.trace.lossless else steps
+
+    @cached_property
+    def prompt(self) -> list[str | None]:
+        """The prompt's tokens by position; empty, or None for a token, where the trace has no text."""
+        rows = self.trace.rows("prompts", ["position", "token_text"], rows_of(self.index)).sort_by("position")
+        return list(rows["token_text"].to_pylist())
+
+    @cached_property
+    def words(self) -> list[str]:
+        """The prompt's and the generated tokens by position; "" for one without text."""
+        prompt = [text or "" for text in self.prompt]
+        return [""] * (self.prompt_tokens - len(prompt)) + prompt + self.steps.text
 
     @property
     def segments(self) -> tuple[int, Ints | None]:
@@ -67,49 +134,121 @@ class Request:
         return self.memory.sink, self.memory.start_N
 
     @cached_property
-    def prompt(self) -> list[str | None]:
-        """The prompt's tokens by position; empty, or None for a token, where the trace has no text."""
-        wanted = rows_of(self.index)
-        rows = self.trace.rows("prompts", ["position", "token_text"], wanted).sort_by("position")
-        return list(rows["token_text"].to_pylist())
-
-    @cached_property
     def selections(self) -> Selections:
         """The selections, without their positions."""
         return Selections(self.trace, self.index, self.steps)
 
-    def places(self, layer: int | None = None, head: int | None = None) -> list[Place]:
-        """Return the layers and KV heads of full-attention layers; of one layer or KV head if given."""
-        return [
-            (one["layer"], own)
-            for one in self.trace.manifest["model"]["layers"]
-            if one["window"] is None and layer in (None, one["layer"])
-            for own in range(one["heads"])
-            if head in (None, own)
-        ]
+    def in_force(self, step: int) -> dict[Place, Positions]:
+        """Return the selected positions in force at a step in each of `places`, as far as recorded."""
+        return self.selections.by_place(self.selections.serving(step, set(self.places))) or {}
 
-    def wanted(self, layer: int | None = None, head: int | None = None) -> pc.Expression:
-        """Return a filter for the rows of the recorded steps; of one layer or KV head if given."""
-        # a killed run may have written other rows of a step before the step
-        return rows_of(self.index, layer, head) & (pc.field("step") <= int(self.steps.step[-1]))
+    @cached_property
+    def support_rows(self) -> Rows:
+        """The rows of the table `supports`, by step."""
+        return Rows(self.trace, "supports", self.index, OF_SUPPORTS)
+
+    @cached_property
+    def selection_rows(self) -> Rows:
+        """The rows of the table `selections`, by step."""
+        return Rows(self.trace, "selections", self.index, ("lambda_star",))
+
+    @cached_property
+    def supports(self) -> Supports:
+        """The supports of the layers and KV heads; raises `TraceError` where there are none.
+
+        Takes 8 bytes of memory for each position, and twice that for a moment; beyond `MOST_POSITIONS` of them every
+        n-th layer is read.
+        """
+        self.trace.require_audit()
+        layer = self.trace.rows("supports", ["layer"], self.wanted)["layer"]
+        if not len(layer):
+            raise TraceError(self._lacks_supports())
+        every = thinning(len(layer) * self.trace.manifest["audit"]["top"], MOST_POSITIONS)
+        supports = self.supports_where(pc.field("layer").isin(pc.unique(layer).sort()[::every]))
+        return supports if self.top is None else supports.strongest(self.top)
+
+    def supports_where(self, wanted: pc.Expression) -> Supports:
+        """Read the supports of the rows that a filter wants, at least one."""
+        return Supports.read(self.trace, self.index, self.steps, self.wanted & wanted)
+
+    @property
+    def k(self) -> int:
+        """Positions of a support."""
+        return self.top or int(self.trace.manifest["audit"]["top"])
+
+    @cached_property
+    def audited_layers(self) -> int:
+        """Number of the chosen layers that have supports."""
+        return len(pc.unique(self.trace.rows("supports", ["layer"], self.wanted)["layer"]))
+
+    @cached_property
+    def connection(self) -> duckdb.DuckDBPyConnection:
+        """DuckDB on the trace, with views of the chosen rows; see `connect_to_part`."""
+        return connect_to_part(self.trace, self._in_sql, self.layer)
+
+    def query(self, sql: str, parameters: list[Any] | None = None) -> list[dict[str, Any]]:
+        """Return what a query finds."""
+        return list(self.trace.scan(self.connection, sql, parameters))
+
+    def single(self, sql: str, parameters: list[Any] | None = None) -> dict[str, Any]:
+        """Return the only row that a query finds."""
+        (row,) = self.query(sql, parameters)
+        return row
+
+    def compare(self, name: str, sql: str) -> None:
+        """Make a table of a query's rows, with the `overlap` of its lists `first` and `second`.
+
+        Not in SQL: DuckDB builds a hash table for each list, and a long trace has a million pairs.
+        """
+        pieces = []
+        for batch in self.trace.batches(self.connection, sql, PAIRS):
+            first, second = (padded(batch.column(side)) for side in ("first", "second"))
+            overlap = pa.array(Overlap.of(first, second).coefficient)
+            pieces.append(batch.drop_columns(["first", "second"]).append_column("overlap", overlap))
+        self.connection.register(name, pa.Table.from_batches(pieces))
+
+    def pick(self, name: str, table: str, keys: pa.Table) -> None:
+        """Make a view of a table's chosen rows of some requests and steps; only these are read.
+
+        Not through DuckDB, which decodes the lists of every row in each scan.
+        """
+        rows = self.trace.rows(table, TABLES[table].names, of_steps(keys["step"].to_numpy()))
+        self.connection.register(f"{name}_rows", rows)
+        self.connection.register(f"{name}_keys", keys)
+        layer = "true" if self.layer is None else f"layer = {self.layer:d}"
+        self.connection.execute(f"""
+            CREATE OR REPLACE TEMP VIEW {name} AS
+            SELECT * FROM {name}_rows SEMI JOIN {name}_keys USING (request, step) WHERE {layer}
+        """)  # noqa: S608 - our own names and a number
+
+    def choose(self, layers: Collection[int] | None, heads: Collection[int] | None, among: Collection[Place]) -> None:
+        """Take some layers and KV heads of `among` as `places`, and rows of these; None for all.
+
+        Raises `ConfigError` for one that is not among them.
+        """
+        places = sorted(among)
+        for at, (name, chosen) in enumerate((("layer", layers), ("head", heads))):
+            if chosen is not None:
+                check_known(name, sorted(chosen), {place[at] for place in places})
+                places = [place for place in places if place[at] in chosen]
+        self.places = places
+        for rows in (self.support_rows, self.selection_rows):
+            rows.layers, rows.heads = ({place[at] for place in places} for at in (0, 1))
+
+    def _lacks_supports(self) -> str:
+        where = f"request {self.index}"
+        for name, value in (("layer", self.layer), ("KV head", self.head)):
+            if value is not None:
+                where += f", {name} {value}"
+        option = "--audit 1" if self.layer is None else f"--audit 1 --set audit.layers={self.layer}"
+        return f"trace {self.trace.path} has no supports of {where}; record it with {option}"
 
 
-def step_table(trace: Trace) -> pa.Table:
-    """Read the table `steps`; raises `TraceError` if it has no row."""
-    table = trace.table("steps")
-    if not len(table):
-        raise TraceError(f"trace {trace.path} has no finished step")
-    return table
-
-
-def check_known(name: str, values: Collection[int | None], known: Collection[int]) -> None:
-    """Raise `ConfigError` for a value that a trace does not have; None is no value."""
-    for value in values:
-        if value is not None and value not in known:
-            raise ConfigError(f"{name} must be one of {_ranges(known)}, got {value}")
-
-
-def _ranges(values: Collection[int]) -> Sequence[int] | str:
-    ordered = sorted(values)
-    whole = len(ordered) > 1 and ordered == list(range(ordered[0], ordered[-1] + 1))
-    return f"{ordered[0]} to {ordered[-1]}" if whole else ordered
+def _check_top(trace: Trace, top: int | None) -> None:
+    audit = trace.manifest["audit"]
+    if top is None or audit is None:
+        return
+    if not 1 <= top <= audit["top"]:
+        raise ConfigError(f"top must be in 1 to {audit['top']}, which the audit recorded, got {top}")
+    if top < audit["top"]:
+        trace.require_masses()

@@ -1,6 +1,5 @@
 """The selections of a recorded request, and which of them are in force at a step."""
 
-from bisect import bisect_right
 from collections.abc import Collection
 
 import numpy as np
@@ -47,13 +46,15 @@ class Selections:
         self._rows = Rows(trace, "selections", request, (*KEYS, "positions"))
 
     def serving(self, step: int, places: Collection[Place]) -> Ints:
-        """Return the rows in force at a step: the last of each of some layers and KV heads."""
-        found = []
-        for place in places:
-            rows = self.of_place.get(place, ())
-            if count := bisect_right(rows, step, key=self.begin.__getitem__):
-                found.append(rows[count - 1])
-        return np.sort(np.array(found, np.int64))
+        """Return the selections in force at a step: the last of each of some layers and KV heads."""
+        rows = np.array([self.in_force(place, np.array(step)) for place in places], np.int64)
+        return np.sort(rows[rows >= 0])
+
+    def in_force(self, place: Place, step: np.ndarray) -> Ints:
+        """Return for each step the selection of a layer and KV head that is in force, the last one; -1 for none."""
+        rows = self.of_place.get(place, np.empty(0, np.int64))
+        latest = np.searchsorted(self.begin[rows], step, side="right") - 1
+        return np.append(rows, -1)[latest]  # before the first one that is the last entry
 
     def by_place(self, rows: Ints) -> dict[Place, Positions] | None:
         """Read the positions of rows of different layers and KV heads; see `positions`."""

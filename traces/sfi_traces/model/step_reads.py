@@ -34,9 +34,9 @@ class StepReads:
     refreshed: list[int]
 
     @classmethod
-    def of(cls, request: Request, row: int, places: Sequence[Place]) -> Self:
-        """Find what the step in row `row` of the request's steps read."""
-        trace, memory = request.trace, request.memory
+    def of(cls, request: Request, row: int) -> Self:
+        """Find what the step in row `row` of the request's steps read in the request's `places`."""
+        trace, memory, places = request.trace, request.memory, request.places
         slow = memory.slow_N[row] and not trace.reads_own_selection
         left_dense = trace.manifest["config"]["dense_layers"]
         dense = {place for place in places if slow or place[0] in left_dense}

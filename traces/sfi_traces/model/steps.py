@@ -16,6 +16,7 @@ Ints = npt.NDArray[np.int64]
 Positions = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float32]
 Bools = npt.NDArray[np.bool_]
+NO_TOKEN = -1  # a redacted token that is no trigger
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,7 @@ class Steps:
     """A request's steps: one value of each kind for each step, in order.
 
     Attributes:
+        token: The generated id; in a redacted trace the first trigger's id for any trigger.
         text: The generated token; "" in a redacted trace.
         reason: Why the step was slow; "" for a fast step.
         attended: Tokens read per KV head; `context` are those that full attention reads.
@@ -32,6 +34,7 @@ class Steps:
     """
 
     step: np.ndarray
+    token: list[int]
     text: list[str]
     slow: np.ndarray
     reason: list[str]
@@ -44,10 +47,15 @@ class Steps:
     drafted: np.ndarray
 
     @classmethod
-    def of(cls, rows: pa.Table) -> Self:
+    def of(cls, rows: pa.Table, manifest: Mapping[str, Any]) -> Self:
         """Take the steps from rows of the table `steps`, in order."""
+        token = rows["token_id"].to_pylist()
+        if rows["token_id"].null_count:
+            first = next(iter(manifest["trigger_token_ids"]), NO_TOKEN)
+            token = [first if trigger else NO_TOKEN for trigger in rows["trigger"].to_pylist()]
         return cls(
             step=rows["step"].to_numpy(),
+            token=token,
             text=[text or "" for text in rows["token_text"].to_pylist()],
             slow=rows["slow"].to_numpy(),
             reason=[printable(reason) for reason in rows["reason"].to_pylist()],
@@ -59,6 +67,15 @@ class Steps:
             batch_step=pc.coalesce(rows["batch_step"], rows["step"]).to_numpy(),
             drafted=pc.fill_null(rows["drafted"], False).to_numpy(),
         )
+
+    @property
+    def slow_at(self) -> list[int]:
+        """The rows of the slow steps."""
+        return list(np.flatnonzero(self.slow).tolist())
+
+    def __len__(self) -> int:
+        """Return the number of steps."""
+        return len(self.step)
 
     def rows(self, step: np.ndarray) -> np.ndarray:
         """Find the rows of the steps in `step`."""

@@ -11,9 +11,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from sfi_core.errors import TraceError
-from sfi_traces.model.request import Request, check_known
-from sfi_traces.model.steps import Floats, Ints, Positions
-from sfi_traces.model.trace import Place, Trace, of_request
+from sfi_traces.model.steps import Floats, Ints, Positions, Steps
+from sfi_traces.model.trace import Place, Trace, check_known, of_request
 from sfi_traces.overlap import coefficients, padded
 
 MOST_POSITIONS = 1 << 25  # in memory at once; a quarter of a GB, and its copies
@@ -29,7 +28,7 @@ class Supports:
     Attributes:
         model: The manifest's `model`.
         top: Most positions of a support.
-        step_N: The steps, ascending; `tokens` are their generated ids, see `Request.tokens`.
+        step_N: The steps, ascending; `tokens` are their generated ids, see `Steps.token`.
         length_N: Cached tokens at each step, the query's own included.
         position_NUK: Positions, ascending, padded with -1; int32.
         mass_NUK: Their probabilities under dense attention, 0 where padded; even ones without `masses`.
@@ -70,43 +69,28 @@ class Supports:
         dense = trace.manifest["config"]["dense_layers"]
         table = table.filter(~pc.field("layer").isin(pa.array(dense, pa.int16())))
         place_U = np.unique(_places(table))
-        found = []
+        loaded = []
         for index in pc.unique(steps["request"]).sort().to_pylist():
-            own = Request(trace, index, of_request(steps, index))
-            one = cls.of(own, of_request(table, index), place_U)
-            gap = one.step_N != np.arange(one.steps)  # a step whose part was never written
-            found.append(one.at(slice(int(np.argmax(gap)))) if gap.any() else one)
-        found = [one for one in found if one.steps and len(one.layer_U)]
-        if not found:
+            of_index = Steps.of(of_request(steps, index).sort_by("step"), trace.manifest)
+            supports = cls.of(trace.manifest, index, of_index, of_request(table, index), place_U)
+            gap = supports.step_N != np.arange(supports.steps)  # a step whose part was never written
+            loaded.append(supports.at(slice(int(np.argmax(gap)))) if gap.any() else supports)
+        loaded = [supports for supports in loaded if supports.steps and len(supports.layer_U)]
+        if not loaded:
             raise TraceError(f"trace {trace.path} has no audited step of a layer that fast steps change")
-        return found
+        return loaded
 
     @classmethod
-    def read(cls, request: Request, layer: int | None = None, head: int | None = None) -> Self:
-        """Read the supports of all layers and KV heads of a request unless one is given.
-
-        Takes 8 bytes of memory for each position, and twice that for a moment; beyond `MOST_POSITIONS` of
-        them every n-th layer is read. Raises `TraceError` where there are none.
-        """
-        trace, wanted = request.trace, request.wanted(layer, head)
-        trace.require_audit()
-        found = trace.rows("supports", ["layer"], wanted)["layer"]
-        if not len(found):
-            raise TraceError(_missing(request, layer, head))
-        every = thinning(len(found) * trace.manifest["audit"]["top"], MOST_POSITIONS)
-        layers = pc.unique(found).sort()[::every]
-        return cls.where(request, wanted & pc.field("layer").isin(layers))
+    def read(cls, trace: Trace, request: int, steps: Steps, wanted: pc.Expression) -> Self:
+        """Read the supports of the rows of a request that a filter wants, at least one."""
+        return cls.of(trace.manifest, request, steps, trace.rows("supports", COLUMNS, wanted))
 
     @classmethod
-    def where(cls, request: Request, wanted: pc.Expression) -> Self:
-        """Read the supports of the rows that a filter wants, at least one."""
-        rows = request.trace.rows("supports", COLUMNS, request.wanted() & wanted)
-        return cls.of(request, rows)
-
-    @classmethod
-    def of(cls, request: Request, rows: pa.Table, place_U: Ints | None = None) -> Self:
-        """Take rows of the table `supports`; `place_U` are the layers and KV heads that a step must have."""
-        place, steps = _places(rows), request.steps
+    def of(
+        cls, manifest: dict[str, Any], request: int, steps: Steps, rows: pa.Table, place_U: Ints | None = None
+    ) -> Self:
+        """Take a request's rows of the table `supports`; `place_U` are the layers and KV heads a step must have."""
+        place = _places(rows)
         place_U = np.unique(place) if place_U is None else place_U
         step, at = np.unique(rows["step"].to_numpy(), return_inverse=True)
         # a killed run may have written the supports of a step before the step
@@ -118,11 +102,11 @@ class Supports:
         K = pc.max(pc.list_value_length(rows["positions"])).as_py() or 0
         shape = (len(row), len(place_U), K)
         return cls(
-            request=request.index,
-            model=request.trace.manifest["model"],
-            top=request.trace.manifest["audit"]["top"],
+            request=request,
+            model=manifest["model"],
+            top=manifest["audit"]["top"],
             step_N=step[whole].astype(np.int64),
-            tokens=[request.tokens[at] for at in row.tolist()],
+            tokens=[steps.token[at] for at in row.tolist()],
             length_N=steps.context[row].astype(np.int64),
             layer_U=place_U >> 16,
             head_U=place_U & 0xFFFF,
@@ -218,15 +202,6 @@ def even_shares(supports: pa.Table) -> pa.Table:
 def thinning(count: int, most: int) -> int:
     """Return n such that every n-th of `count` things makes at most `most`."""
     return max(1, -(-count // most))
-
-
-def _missing(request: Request, layer: int | None, head: int | None) -> str:
-    where = f"request {request.index}"
-    for name, value in (("layer", layer), ("KV head", head)):
-        if value is not None:
-            where += f", {name} {value}"
-    option = "--audit 1" if layer is None else f"--audit 1 --set audit.layers={layer}"
-    return f"trace {request.trace.path} has no supports of {where}; record it with {option}"
 
 
 def _chosen(table: pa.Table, **wanted: int | Collection[int] | None) -> pa.Table:

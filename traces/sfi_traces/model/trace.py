@@ -1,6 +1,6 @@
 """Reads a trace: its manifest, its tables, and SQL over them."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyarrow import dataset
 
-from sfi_core.errors import TraceError
+from sfi_core.errors import ConfigError, TraceError
 from sfi_traces.model.manifest import read_manifest
 from sfi_traces.model.parts import DAMAGED, check_part, checked, read_part
 from sfi_traces.schema import TABLES
@@ -161,6 +161,16 @@ class Trace:
     def damaged(self, part: Path) -> TraceError:
         """Return the error of a part that cannot be read."""
         return TraceError(f"trace part {part} cannot be read; `sfi trace check {self.path}` lists what is sound")
+
+
+def check_known(name: str, values: Collection[int | None], known: Collection[int]) -> None:
+    """Raise `ConfigError` for a value that a trace does not have; None is no value."""
+    ordered = sorted(known)
+    whole = len(ordered) > 1 and ordered == list(range(ordered[0], ordered[-1] + 1))
+    for value in values:
+        if value is not None and value not in known:
+            among = f"{ordered[0]} to {ordered[-1]}" if whole else ordered
+            raise ConfigError(f"{name} must be one of {among}, got {value}")
 
 
 def rows_of(request: int, layer: int | None = None, head: int | None = None) -> pc.Expression:

@@ -5,6 +5,7 @@ from typing import Any
 
 from sfi_core.errors import TraceError, not_installed
 from sfi_traces.health import judge
+from sfi_traces.model.request import Request
 from sfi_traces.report.packed_reads import what_steps_read
 from sfi_traces.report.page import page
 from sfi_traces.report.text import disagreements, generated, prompt
@@ -12,7 +13,6 @@ from sfi_traces.summary import sections
 from sfi_traces.views.captions import subject
 from sfi_traces.views.facts import SECTIONS, facts, further_facts, latency_table, run_table, trigger_table
 from sfi_traces.views.table import Table
-from sfi_traces.views.view import View
 
 SCRIPTS = ("page.js", "reading.js")
 # facts with a card of their own; health has a section
@@ -26,13 +26,13 @@ def check_report() -> None:
             raise not_installed("the report needs", name, "report")
 
 
-def render(view: View) -> str:
+def render(request: Request) -> str:
     """Return the report of a request; a figure without data says what records it."""
-    figures, missing = _figures(view)
-    summary = {"health": judge(view.scope)} | sections(view.scope, SECTIONS)
+    figures, missing = _figures(request)
+    summary = {"health": judge(request)} | sections(request, SECTIONS)
     words = None
     try:
-        words = what_steps_read(view)
+        words = what_steps_read(request)
     except TraceError as error:
         missing.append(str(error))
     found = [*facts(summary), *further_facts(summary)]
@@ -40,8 +40,8 @@ def render(view: View) -> str:
     return page(
         "page.html",
         SCRIPTS,
-        name=view.trace.path.resolve().name,
-        subject=subject(view),
+        name=request.trace.path.resolve().name,
+        subject=subject(request),
         health=summary["health"],
         cards=[one for name in CARDS for one in found if one.name == name],
         tables=[
@@ -53,14 +53,14 @@ def render(view: View) -> str:
         captions={name: figure.pop("caption") for name, figure in figures.items()},
         figures=figures,
         missing=missing,
-        text=generated(view),
-        disagreements=disagreements(view, summary["disagreements"]),
-        prompt=prompt(view),
+        text=generated(request),
+        disagreements=disagreements(request, summary["disagreements"]),
+        prompt=prompt(request),
         words=words,
     )
 
 
-def _figures(view: View) -> tuple[dict[str, dict[str, Any]], list[str]]:
+def _figures(request: Request) -> tuple[dict[str, dict[str, Any]], list[str]]:
     # what each figure's script and section need, by name; and why other figures are missing
     from sfi_traces.report import observation_figures, raster_figure, step_figures  # noqa: PLC0415
 
@@ -80,7 +80,7 @@ def _figures(view: View) -> tuple[dict[str, dict[str, Any]], list[str]]:
     figures, missing = {}, []
     for name, draw in drawers.items():
         try:
-            figures[name] = draw(view).plain()
+            figures[name] = draw(request).plain()
         except TraceError as error:
             missing.append(str(error))
     return figures, list(dict.fromkeys(missing))

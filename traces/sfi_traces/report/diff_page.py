@@ -4,12 +4,12 @@ from typing import Any
 
 from sfi_core.errors import TraceError
 from sfi_core.machine.text import printable
+from sfi_traces.model.request import Request
 from sfi_traces.report.page import page
 from sfi_traces.views.captions import subject
 from sfi_traces.views.diff_tables import numbers_table, overlap_tables, place_words
 from sfi_traces.views.facts import Fact
 from sfi_traces.views.table import Table
-from sfi_traces.views.view import View
 
 AROUND = 40  # tokens shown before the first difference, and after it
 FIGURES = ("heatmap", "retained", "timeline")
@@ -18,16 +18,16 @@ NONE = "-"
 Row = dict[str, Any]
 
 
-def render_diff(first: View, second: View, document: Row) -> str:
+def render_diff(first: Request, second: Request, document: Row) -> str:
     """Return the page of one request of two traces; `document` is the result of `compare`."""
     views = {"a": first, "b": second}
-    (row,) = (one for one in document["requests"] if one["request"] == first.request)
+    (row,) = (one for one in document["requests"] if one["request"] == first.index)
     figures, missing = _figures(views)
     return page(
         "diff.html",
         ("page.js",),
-        names={side: view.trace.path.resolve().name for side, view in views.items()},
-        subjects={side: subject(view) for side, view in views.items()},
+        names={side: request.trace.path.resolve().name for side, request in views.items()},
+        subjects={side: subject(request) for side, request in views.items()},
         cards=_cards(row, document),
         text=_text(views, row),
         names_of_figures=FIGURES,
@@ -37,16 +37,16 @@ def render_diff(first: View, second: View, document: Row) -> str:
     )
 
 
-def _figures(views: dict[str, View]) -> tuple[dict[str, Row], dict[str, str]]:
+def _figures(views: dict[str, Request]) -> tuple[dict[str, Row], dict[str, str]]:
     # by figure and side; and why some are missing
     from sfi_traces.report import step_figures  # noqa: PLC0415
 
     drawers = (step_figures.heatmap, step_figures.retained, step_figures.timeline)
     figures, missing = {}, {}
     for name, draw in zip(FIGURES, drawers, strict=True):
-        for side, view in views.items():
+        for side, request in views.items():
             try:
-                figures[f"{name}-{side}"] = draw(view).plain()
+                figures[f"{name}-{side}"] = draw(request).plain()
             except TraceError as error:
                 missing[f"{name}-{side}"] = str(error)
     return figures, missing
@@ -69,14 +69,14 @@ def _cards(row: Row, document: Row) -> list[Fact]:
     ]  # fmt: skip
 
 
-def _text(views: dict[str, View], row: Row) -> Row:
+def _text(views: dict[str, Request], row: Row) -> Row:
     first = row["first_difference"]
     if first is None:
         said = "No token differs." if row["equal_share"] is not None else "Token ids were left out."
         return {"note": said, "lines": []}
     lines = []
-    for side, view in views.items():
-        steps = view.steps
+    for side, request in views.items():
+        steps = request.steps
         at = int(steps.rows(first["step"]))
         begin = max(0, at - AROUND)
         lines.append(

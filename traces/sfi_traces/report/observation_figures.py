@@ -7,19 +7,15 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from sfi_core.errors import TraceError
+from sfi_traces.model.request import Request
 from sfi_traces.report.panel import LEGEND, MARGIN, Panel, axes, cells
 from sfi_traces.report.step_figures import draw_chance, faint
-from sfi_traces.summary.freekv import corrections as corrections_by_head
-from sfi_traces.summary.freekv import query_cosine as cosines_by_head
-from sfi_traces.summary.lags import axis_range
+from sfi_traces.summary import head_maps, similarity
 from sfi_traces.summary.lossless import lossless_facts
-from sfi_traces.summary.synckv import MOST_STEPS, HeadSimilarity
-from sfi_traces.summary.synckv import drift as attention_drift
 from sfi_traces.views.captions import Caption, layers_left_out, left_out, places, support
-from sfi_traces.views.figure_data import HeadMap
+from sfi_traces.views.figure_data import SPREAD, HeadMap, axis_range
 from sfi_traces.views.labels import CLIP, WITHIN
 from sfi_traces.views.table import span
-from sfi_traces.views.view import View
 
 HEIGHT = 420  # of the two figures beside each other
 BELOW, ROOM = 240, 80  # height of a plot below a map, and between them
@@ -30,36 +26,36 @@ DRAFTS = {  # titles of the axes
 }
 
 
-def drift(view: View) -> Panel:
+def drift(request: Request) -> Panel:
     """Draw the mean over layers and KV heads, and its band."""
-    data = attention_drift(view.supports)
-    low, high = data.band
+    step_S, overlap_US = similarity.drift(request.supports)
+    mean, (low, high) = overlap_US.mean(0), np.quantile(overlap_US, SPREAD, axis=0)
     edge = {"mode": "lines", "line": {"width": 0}, "hoverinfo": "skip", "showlegend": False}
     figure = go.Figure()
-    figure.add_scatter(x=data.step, y=low, **edge)
-    figure.add_scatter(x=data.step, y=high, fill="tonexty", fillcolor=faint(WITHIN), **edge)
+    figure.add_scatter(x=step_S, y=low, **edge)
+    figure.add_scatter(x=step_S, y=high, fill="tonexty", fillcolor=faint(WITHIN), **edge)
     figure.add_scatter(
-        x=data.step, y=data.mean, mode="lines", line={"color": WITHIN, "width": 2.5}, showlegend=False,
+        x=step_S, y=mean, mode="lines", line={"color": WITHIN, "width": 2.5}, showlegend=False,
         hovertemplate="step %{x}: %{y:.3f}<extra></extra>",
     )  # fmt: skip
-    chance = view.supports.chance
+    chance = request.supports.chance
     draw_chance(figure, chance)
     figure.update_layout(
         height=HEIGHT, margin=MARGIN,
         xaxis={"title": {"text": "decoding step"}, "rangemode": "tozero"},
-        yaxis={"title": {"text": "overlap"}, "range": axis_range(np.array([chance]), low, high, data.mean)},
+        yaxis={"title": {"text": "overlap"}, "range": axis_range(np.array([chance]), low, high, mean)},
     )  # fmt: skip
-    note = f"{support(view, view.k)}, {places(list(data.overlap))}. Two random ones overlap by {chance:.3f}."
-    if data.points > 1:
-        note += f" A point is over {data.points:,} of them; the band holds 10 to 90 %."
-    note += left_out(view, view.supports, view.supports)
+    note = f"{support(request, request.k)}, {places(request.supports.places)}. Two random ones overlap by {chance:.3f}."
+    if len(overlap_US) > 1:
+        note += f" A point is over {len(overlap_US):,} of them; the band holds 10 to 90 %."
+    note += left_out(request, request.supports, request.supports)
     name = "Attention drift: overlap with the support of step 0, the prompt's"
     return Panel(Caption(name, note), figure)
 
 
-def head_similarity(view: View) -> Panel:
+def head_similarity(request: Request) -> Panel:
     """Draw a cell for every two layers."""
-    data = HeadSimilarity.of(view.supports.thinned(MOST_STEPS))
+    data = similarity.HeadSimilarity.of([request.supports.thinned(similarity.MOST_COMPARED)])
     names = [f"layer {layer}" for layer in data.layers]
     matrix = data.matrix
     figure = go.Figure(
@@ -73,20 +69,20 @@ def head_similarity(view: View) -> Panel:
     )  # fmt: skip
     figure.update_layout({**axes(data.layers), "height": HEIGHT}, margin=MARGIN)
     note = (
-        f"{support(view, view.k)}, {data.steps:,} steps. Mean overlap of each KV head of a layer with those of another "
-        f"at the same step, and on the diagonal with the others of its own. Within a layer {data.within:.3f}, between "
-        f"layers {data.between:.3f}.{layers_left_out(view)}"
+        f"{support(request, request.k)}, {data.steps:,} steps. Mean overlap of each KV head of a layer with those of "
+        f"another at the same step, and on the diagonal with the others of its own. Within a layer {data.within:.3f}, "
+        f"between layers {data.between:.3f}.{layers_left_out(request)}"
     )
     return Panel(Caption("Similarity of heads, layer by layer", note), figure)
 
 
-def query_cosine(view: View) -> Panel:
+def query_cosine(request: Request) -> Panel:
     """Draw the map, and below it the lowest heads over time with FreeKV's thresholds."""
-    view.trace.require_audit()
-    data = cosines_by_head(view.scope, view.head)
+    request.trace.require_audit()
+    data = head_maps.query_cosine(request)
     if data is None:
         raise TraceError(
-            f"trace {view.trace.path} has no query cosine of request {view.request}: it needs an audited "
+            f"trace {request.trace.path} has no query cosine of request {request.index}: it needs an audited "
             "step after step 0; record it with --audit 1"
         )
     mean = _map(data["heads"], "mean")
@@ -109,13 +105,13 @@ def query_cosine(view: View) -> Panel:
     return Panel(Caption("Query cosine with the step before", note), figure)
 
 
-def corrections(view: View) -> Panel:
+def corrections(request: Request) -> Panel:
     """Draw the map, and below it a bar for each place in the sentence."""
-    data = corrections_by_head(view.scope, view.head)
+    data = head_maps.corrections(request)
     if data is None or not data["n"]:
         raise TraceError(
-            f"trace {view.trace.path} has no corrections of request {view.request}, recorded with policy "
-            f"{view.trace.manifest['policy']}; record it with a policy that corrects, as FreeKV does"
+            f"trace {request.trace.path} has no corrections of request {request.index}, recorded with policy "
+            f"{request.trace.manifest['policy']}; record it with a policy that corrects, as FreeKV does"
         )
     share, bars = _map(data["heads"], "share"), data["since_slow"]
     figure = _over(share, 0, max(0.01, float(np.nanmax(share.value))), "corrected")
@@ -133,15 +129,15 @@ def corrections(view: View) -> Panel:
     return Panel(Caption("Corrections of single heads (FreeKV)", note), figure)
 
 
-def acceptance(view: View) -> Panel:
+def acceptance(request: Request) -> Panel:
     """Draw a bar for each place in the sentence, and one for each depth in the draft.
 
     Raises `TraceError` for a plain run, or if no drafted token was tested.
     """
-    found = lossless_facts(view.scope)
+    found = lossless_facts(request)
     if found is None or not found["tested"]:
         raise TraceError(
-            f"trace {view.trace.path} has no drafted tokens of request {view.request}; record it with --lossless"
+            f"trace {request.trace.path} has no drafted tokens of request {request.index}; record it with --lossless"
         )
     figure = make_subplots(1, 2, shared_yaxes=True, horizontal_spacing=0.06)
     for column, (name, label) in enumerate(DRAFTS.items(), 1):

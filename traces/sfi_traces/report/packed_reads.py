@@ -11,10 +11,10 @@ import pyarrow.compute as pc
 
 from sfi_core.errors import TraceError
 from sfi_core.machine.text import printable_lines
+from sfi_traces.model.request import Request
 from sfi_traces.model.supports import thinning
 from sfi_traces.model.trace import Place, of_steps
 from sfi_traces.report.text import MOST_TOKENS
-from sfi_traces.views.view import View
 from sfi_traces.views.words import text_of
 
 MOST_CELLS = 12_000  # of the source text; beyond, a cell stands for several tokens
@@ -27,33 +27,33 @@ TOGETHER = 1 << 22  # positions read at once, about; at least those of a refresh
 Packed = dict[str, Any]
 
 
-def what_steps_read(view: View) -> Packed:
+def what_steps_read(request: Request) -> Packed:
     """Pack what the steps of a request read, as plain values.
 
     The source text in `cells`; for each refresh, layer and cell how many KV heads selected a position of it
     (`counts`); and the cells with the most mass of each audited step (`mass`). Raises `TraceError` if the
     trace has no text, or neither positions nor an audit.
     """
-    texts = text_of(view)
-    steps = view.steps
+    texts = text_of(request)
+    steps = request.steps
     shown = min(len(steps.step), MOST_TOKENS)
     prompt = len(texts) - len(steps.text)
-    dense = view.trace.manifest["config"]["dense_layers"]
-    layers = sorted({layer for layer, _ in view.places if layer not in dense})
-    selections = view.recorded.selections
+    dense = request.trace.manifest["config"]["dense_layers"]
+    layers = sorted({layer for layer, _ in request.places if layer not in dense})
+    selections = request.selections
     last = int(steps.step[shown - 1])
     begins = np.unique(selections.begin[selections.begin <= last])
     width = prompt + shown
     fitting = MOST_COUNTS // max(1, len(begins) * len(layers))
     per_cell = thinning(width, max(1, min(MOST_CELLS, fitting)))
     cells = -(-width // per_cell)
-    sink, start_N = view.recorded.segments
+    sink, start_N = request.segments
     recent = None if start_N is None else start_N[:shown].tolist()
-    counts = _counts(view, begins, layers, per_cell, cells)
-    mass = _mass(view, last, per_cell, cells)
+    counts = _counts(request, begins, layers, per_cell, cells)
+    mass = _mass(request, last, per_cell, cells)
     if counts is None and mass is None and (recent is None or len(begins)):
         raise TraceError(
-            f"trace {view.trace.path} does not say what its steps read; record it with "
+            f"trace {request.trace.path} does not say what its steps read; record it with "
             "--set trace.positions=true, or with --audit 1"
         )
     return {
@@ -61,24 +61,24 @@ def what_steps_read(view: View) -> Packed:
         "perCell": per_cell,
         "prompt": prompt,
         "first": int(steps.step[0]),
-        "slow": [] if view.trace.reads_own_selection else np.flatnonzero(steps.slow[:shown]).tolist(),
+        "slow": [] if request.trace.reads_own_selection else np.flatnonzero(steps.slow[:shown]).tolist(),
         "sink": sink,
         "recent": recent,
         "layers": layers,
-        "heads": [sum(place[0] == layer for place in view.places) for layer in layers],
+        "heads": [sum(place[0] == layer for place in request.places) for layer in layers],
         "dense": sorted(set(dense)),
         "counts": counts,
         "mass": mass,
     }
 
 
-def _counts(view: View, begins: np.ndarray, layers: list[int], per_cell: int, cells: int) -> Packed | None:
+def _counts(request: Request, begins: np.ndarray, layers: list[int], per_cell: int, cells: int) -> Packed | None:
     # [refreshes, layers, cells] uint8, as differences from the refresh before, modulo 256
     packer, now = zlib.compressobj(6), np.zeros((len(layers), cells), np.uint8)
     row_of = {layer: row for row, layer in enumerate(layers)}
     held: dict[Place, np.ndarray] = {}
     packed, kept = b"", 0
-    for chosen in _refreshed(view, begins, layers):
+    for chosen in _refreshed(request, begins, layers):
         if chosen is None:
             return None
         before = now.copy()
@@ -99,11 +99,13 @@ def _counts(view: View, begins: np.ndarray, layers: list[int], per_cell: int, ce
     return {"begins": begins[:kept].tolist(), "until": until, "packed": _base64(packed)}
 
 
-def _refreshed(view: View, begins: np.ndarray, layers: list[int]) -> Iterator[list[tuple[Place, np.ndarray]] | None]:
+def _refreshed(
+    request: Request, begins: np.ndarray, layers: list[int]
+) -> Iterator[list[tuple[Place, np.ndarray]] | None]:
     # the selections that begin at each of the steps `begins`; None if recorded without positions
-    selections = view.recorded.selections
+    selections = request.selections
     edges = np.searchsorted(selections.begin, np.append(begins, begins[-1:] + 1))
-    budget = view.trace.manifest["config"].get("budget", 1)
+    budget = request.trace.manifest["config"].get("budget", 1)
     together = max(1, TOGETHER // max(1, budget * len(selections.of_place)))
     for at in range(0, len(begins), together):
         part = edges[at : at + together + 1]
@@ -120,12 +122,12 @@ def _refreshed(view: View, begins: np.ndarray, layers: list[int]) -> Iterator[li
         yield from found.values()
 
 
-def _mass(view: View, last: int, per_cell: int, cells: int) -> Packed | None:
+def _mass(request: Request, last: int, per_cell: int, cells: int) -> Packed | None:
     # [steps, layers, LIST, 3] uint16: cell, mass and unread mass, scaled to 65,535
-    wanted = view.wanted & (pc.field("step") <= last)
-    audited = view.trace.rows("supports", ["step", "layer"], wanted)
+    wanted = request.wanted & (pc.field("step") <= last)
+    audited = request.trace.rows("supports", ["step", "layer"], wanted)
     steps = np.unique(audited["step"].to_numpy())
-    if not len(steps) or not view.trace.masses:
+    if not len(steps) or not request.trace.masses:
         return None
     own = sorted(set(pc.unique(audited["layer"]).to_pylist()))
     every = thinning(len(steps) * len(own), MOST_LISTS)
@@ -134,7 +136,7 @@ def _mass(view: View, last: int, per_cell: int, cells: int) -> Packed | None:
     columns = ["step", "layer", "positions", "mass", "read"]
     known = True
     for at in range(0, len(steps), LIST):
-        table = view.trace.rows("supports", columns, wanted & of_steps(steps[at : at + LIST]))
+        table = request.trace.rows("supports", columns, wanted & of_steps(steps[at : at + LIST]))
         known &= table["read"].null_count == 0
         for key, group in _grouped(table):
             place = int(np.searchsorted(steps, key[0])), own.index(key[1])

@@ -6,23 +6,23 @@ from math import sqrt
 import numpy as np
 import plotly.graph_objects as go
 
+from sfi_traces.model.request import Request
 from sfi_traces.report.panel import LEGEND, MARGIN, Panel
 from sfi_traces.views import captions
 from sfi_traces.views.labels import RASTER, SEGMENT, SLOW, visible
 from sfi_traces.views.raster import MISSED, READ, Raster, choose_place, meaning, rasters
-from sfi_traces.views.view import View
 
 MOST_STEPS, MOST_CELLS = 600, 400
 ALL_CELLS = 16_000_000  # of all layers and heads; 5 MB at four to a byte
 LONGEST = 60  # characters of a cell's text
 
 
-def raster(view: View) -> Panel:
+def raster(request: Request) -> Panel:
     """Draw steps to the right and positions upward; the page's script fills in the cells."""
-    places = view.supports.places
-    first, why = choose_place(view)
+    places = request.supports.places
+    first, why = choose_place(request)
     shrink = min(1.0, sqrt(ALL_CELLS / (MOST_STEPS * MOST_CELLS * len(places))))
-    found = rasters(view, places, most_steps=int(shrink * MOST_STEPS), most_cells=int(shrink * MOST_CELLS))
+    found = rasters(request, places, most_steps=int(shrink * MOST_STEPS), most_cells=int(shrink * MOST_CELLS))
     shown = found[places.index(first)]
     more = {
         "choices": [
@@ -32,11 +32,11 @@ def raster(view: View) -> Panel:
         "chosen": places.index(first),
         "shape": shown.cells.shape,
         "perCell": shown.per_cell,
-        "texts": _texts(view, shown),
+        "texts": _texts(request, shown),
         "slow": shown.slow.tolist(),
     }
     words = {kind: text for one in found for kind, text in meaning(one).items()}
-    return Panel(captions.raster(view, shown, why), _figure(shown, words), more)
+    return Panel(captions.raster(request, shown, why), _figure(shown, words), more)
 
 
 def pack(cells: np.ndarray) -> str:
@@ -85,9 +85,9 @@ def _figure(shown: Raster, words: dict[int, str]) -> go.Figure:
     return figure
 
 
-def _texts(view: View, shown: Raster) -> list[str]:
+def _texts(request: Request, shown: Raster) -> list[str]:
     # the text at each cell's positions; empty in a redacted trace
-    tokens = [text or "" for text in view.recorded.prompt] + view.steps.text
+    tokens = request.words
     if not any(tokens):
         return []
     starts = range(0, shown.cells.shape[0] * shown.per_cell, shown.per_cell)

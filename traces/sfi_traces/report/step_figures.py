@@ -6,31 +6,37 @@ import numpy as np
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
+from sfi_traces.model.request import Request
 from sfi_traces.report.panel import LEGEND, MARGIN, Panel, axes, cells
-from sfi_traces.summary.lags import axis_range, color_range
 from sfi_traces.views import captions
-from sfi_traces.views.figure_data import lambda_over_time, retained_mass, step_phases
+from sfi_traces.views.figure_data import (
+    axis_range,
+    color_range,
+    lag_lines,
+    lambda_over_time,
+    retained_mass,
+    step_phases,
+)
 from sfi_traces.views.labels import ACROSS, CLIP, PHASES, SLOW, WITHIN, visible
-from sfi_traces.views.view import View
 
 MOST_BARS = 60  # beyond, error bars would hide each other
 MOST_STEPS = 500  # of the heat map
 MOST_LINES = 24
 
 
-def retained(view: View) -> Panel:
+def retained(request: Request) -> Panel:
     """Draw a cell for each layer and KV head."""
-    data = retained_mass(view)
+    data = retained_mass(request)
     shown = data.map
     low = min(float(np.nanmin(shown.value)), 0.99)
     figure = go.Figure(cells(shown, low, 1, "mass"))
     figure.update_layout(axes(shown.heads), margin=MARGIN)
-    return Panel(captions.retained(view, data), figure)
+    return Panel(captions.retained(request, data), figure)
 
 
-def timeline(view: View) -> Panel:
+def timeline(request: Request) -> Panel:
     """Draw the phases of each step, stacked."""
-    data = step_phases(view)
+    data = step_phases(request)
     figure = go.Figure()
     # stepped areas change midway between points; one more point at each end completes the outer bars
     middle = data.step + (data.per_bar - 1) / 2
@@ -59,9 +65,9 @@ def timeline(view: View) -> Panel:
     return Panel(captions.timeline(data), figure)
 
 
-def lambda_star(view: View) -> Panel:
+def lambda_star(request: Request) -> Panel:
     """Draw the median, the spread over layers and KV heads, and the clip."""
-    data = lambda_over_time(view)
+    data = lambda_over_time(request)
     few = len(data.step) <= MOST_BARS
     figure = go.Figure()
     figure.add_scatter(
@@ -81,12 +87,12 @@ def lambda_star(view: View) -> Panel:
     return Panel(captions.lambda_star(data), figure)
 
 
-def heatmap(view: View) -> Panel:
+def heatmap(request: Request) -> Panel:
     """Draw a cell for every two audited steps, labeled by step and token."""
-    supports = view.supports.thinned(MOST_STEPS)
-    rows = view.steps.rows(supports.step_N)
+    supports = request.supports.thinned(MOST_STEPS)
+    rows = request.steps.rows(supports.step_N)
     labels = [
-        html.escape(f"{step} {visible(view.steps.text[row])}".strip(), quote=False)
+        html.escape(f"{step} {visible(request.steps.text[row])}".strip(), quote=False)
         for step, row in zip(supports.step_N, rows, strict=True)
     ]
     low, high = color_range(supports.overlap)
@@ -103,10 +109,10 @@ def heatmap(view: View) -> Panel:
         height=640,
         xaxis={**axis, "tickangle": -90},
         yaxis={**axis, "autorange": "reversed"},
-        shapes=[_boundaries(view.steps.sentence[rows])],
+        shapes=[_boundaries(request.steps.sentence[rows])],
         margin=MARGIN,
     )
-    return Panel(captions.stability(view, supports), figure)
+    return Panel(captions.stability(request, supports), figure)
 
 
 def _boundaries(sentence: np.ndarray) -> dict[str, object]:
@@ -119,10 +125,11 @@ def _boundaries(sentence: np.ndarray) -> dict[str, object]:
     return {"type": "path", "path": path or "M0,0", "line": {"color": "white", "width": 1}}
 
 
-def lag(view: View) -> Panel:
+def lag(request: Request) -> Panel:
     """Draw the overlap of pairs within a sentence and across a boundary, and the number of pairs."""
     figure = make_subplots(2, 1, shared_xaxes=True, row_heights=[0.78, 0.22], vertical_spacing=0.05)
-    for line, color in zip(view.lags, (WITHIN, ACROSS), strict=True):
+    lines = lag_lines(request)
+    for line, color in zip(lines, (WITHIN, ACROSS), strict=True):
         same = {"legendgroup": line.name, "x": line.lag}
         edge = {"mode": "lines", "line": {"width": 0}, "hoverinfo": "skip", "showlegend": False}
         figure.add_scatter(y=line.low, **edge, **same, row=1, col=1)
@@ -137,14 +144,14 @@ def lag(view: View) -> Panel:
             y=line.pairs, mode="lines", name=line.name, line={"color": color, "width": 1.5}, showlegend=False,
             hovertemplate="%{y:,} pairs<extra></extra>", **same, row=2, col=1,
         )  # fmt: skip
-    chance = view.supports.chance
+    chance = request.supports.chance
     draw_chance(figure, chance, row=1, col=1)
-    limits = axis_range(np.array([chance]), *(one for line in view.lags for one in (line.low, line.high, line.mean)))
+    limits = axis_range(np.array([chance]), *(one for line in lines for one in (line.low, line.high, line.mean)))
     figure.update_yaxes(title_text="overlap", range=limits, row=1, col=1)
     figure.update_yaxes(title_text="pairs", rangemode="tozero", nticks=3, row=2, col=1)
     figure.update_xaxes(title_text="steps apart", rangemode="tozero", row=2, col=1)
     figure.update_layout(height=360, hovermode="x", legend=LEGEND, margin=MARGIN)
-    return Panel(captions.lag(view), figure)
+    return Panel(captions.lag(request), figure)
 
 
 def draw_chance(figure: go.Figure, chance: float, **place: int) -> None:

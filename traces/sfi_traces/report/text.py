@@ -7,21 +7,21 @@ import numpy as np
 
 from sfi_core.errors import TraceError
 from sfi_core.machine.text import printable, printable_lines
+from sfi_traces.model.request import Request
 from sfi_traces.views.labels import visible
 from sfi_traces.views.table import dense_words
-from sfi_traces.views.view import View
 from sfi_traces.views.words import step_words
 
 MOST_TOKENS, MOST_STEPS, LONGEST = 10_000, 12, 90  # generated tokens; disagreements; characters of a passage
 MOST_CHARACTERS = 20_000
 
 
-def generated(view: View) -> dict[str, Any]:
+def generated(request: Request) -> dict[str, Any]:
     """Split the generated tokens into sentences, each with its first `step` and its `tokens`.
 
     `marked` says whether slow steps are marked, `left_out` how many tokens are left out.
     """
-    steps, other = view.steps, set(view.recorded.disagreeing)
+    steps, other = request.steps, set(request.disagreeing)
     worded = any(steps.text)  # an empty one is part of a character then
     sentences: list[dict[str, Any]] = []
     for row in range(min(len(steps.step), MOST_TOKENS)):
@@ -32,7 +32,7 @@ def generated(view: View) -> dict[str, Any]:
                 "text": printable(steps.text[row]) if worded else f" {steps.step[row]} ",
                 "slow": bool(steps.slow[row]),
                 "other": int(steps.step[row]) in other,
-                "about": _about(view, row),
+                "about": _about(request, row),
             }
         )
     return {
@@ -42,29 +42,29 @@ def generated(view: View) -> dict[str, Any]:
     }
 
 
-def disagreements(view: View, found: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def disagreements(request: Request, found: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """List the steps where full attention would have said another token, with what the step missed most.
 
     `found` are the summary's, the largest KL first; `left_out` counts those that are not listed.
     """
-    shown = [one for one in found if view.steps.rows(np.array(one["step"])) < MOST_TOKENS][:MOST_STEPS]
+    shown = [one for one in found if request.steps.rows(np.array(one["step"])) < MOST_TOKENS][:MOST_STEPS]
     listed = [
         {
-            "row": int(view.steps.rows(np.array(one["step"]))),
+            "row": int(request.steps.rows(np.array(one["step"]))),
             "step": one["step"],
             "token": printable(one["token_text"] or ""),
             "dense": dense_words(one),
             "kl": f"{one['kl_next_token']:.3f}",
-            "missed": _missed(view, one["step"]),
+            "missed": _missed(request, one["step"]),
         }
         for one in shown
     ]
     return {"listed": listed, "left_out": len(found) - len(shown)}
 
 
-def _missed(view: View, step: int) -> str:
+def _missed(request: Request, step: int) -> str:
     try:
-        missed = step_words(view, step).missed
+        missed = step_words(request, step).missed
     except TraceError:  # no text, or no positions of selections
         return ""
     if not missed:
@@ -73,21 +73,21 @@ def _missed(view: View, step: int) -> str:
     return f"{visible(first.text, LONGEST)} ({first.mass or 0:.1%} of the attention)"
 
 
-def _about(view: View, row: int) -> str:
-    steps = view.steps
+def _about(request: Request, row: int) -> str:
+    steps = request.steps
     kind = f"slow, {steps.reason[row]}" if steps.slow[row] else "fast"
     kind += ", drafted" if steps.drafted[row] else ""
     elapsed_us = steps.elapsed_us[row]  # an imported trace has none
     took = "" if np.isnan(elapsed_us) else f"; {elapsed_us / 1000:,.2f} ms"
-    dense = view.recorded.compared.get(int(steps.step[row]))
+    dense = request.compared.get(int(steps.step[row]))
     if dense is not None and not dense["argmax_agrees"]:
         took += f"; full attention: {dense_words(dense)}"
     return f"step {steps.step[row]}: {kind}; attended {steps.attended[row]:,.0f} of {steps.context[row]:,} tokens{took}"
 
 
-def prompt(view: View) -> dict[str, Any]:
+def prompt(request: Request) -> dict[str, Any]:
     """Return the prompt's text, without its middle if it is long."""
-    tokens = view.recorded.prompt
+    tokens = request.prompt
     text = "".join(token or "" for token in tokens)
     left_out = len(text) - MOST_CHARACTERS
     half = MOST_CHARACTERS // 2

@@ -3,17 +3,18 @@
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from sfi_traces.health import judge
+from sfi_traces.model.request import Request
 from sfi_traces.model.trace import Trace
 from sfi_traces.summary import supports
 from sfi_traces.summary.coverage import coverage_facts
 from sfi_traces.summary.facts import answers, run_facts, step_facts, trigger_tokens
-from sfi_traces.summary.freekv import corrections, query_cosine, recalls
+from sfi_traces.summary.head_maps import corrections, query_cosine, recalls
 from sfi_traces.summary.lossless import lossless_facts
-from sfi_traces.summary.scope import Scope
 from sfi_traces.summary.similarity import head_similarity, over_time
 from sfi_traces.summary.speed import batch_reads, break_even, latency, phases
 
-SECTIONS: dict[str, Callable[[Scope], Any]] = {  # in the document's order
+SECTIONS: dict[str, Callable[[Request], Any]] = {  # in the document's order
     "run": run_facts,
     "answers": answers,
     "steps": step_facts,
@@ -21,8 +22,8 @@ SECTIONS: dict[str, Callable[[Scope], Any]] = {  # in the document's order
     "triggers": trigger_tokens,
     "stability": supports.stability,
     "lags": supports.overlap_by_lag,
-    "drift": lambda scope: over_time(scope)[0],
-    "locality": lambda scope: over_time(scope)[1],
+    "drift": lambda request: over_time(request)[0],
+    "locality": lambda request: over_time(request)[1],
     "head_similarity": head_similarity,
     "query_cosine": query_cosine,
     "audit": supports.audit_facts,
@@ -60,15 +61,13 @@ def summarize(trace: Trace, request: int | None = None, layer: int | None = None
 
     Raises `ConfigError` for a request or layer that the trace lacks, `TraceError` without a step or for a damaged part.
     """
-    from sfi_traces.health import judge  # noqa: PLC0415 - it reads this package's scope
-
-    scope = Scope.of(trace, request, layer)
+    part = Request.of(trace, request, layer)
     document: dict[str, Any] = {
         "trace": str(trace.path),
         "request": request,
         "layer": layer,
-        "health": judge(scope),
-        **sections(scope, SECTIONS),
+        "health": judge(part),
+        **sections(part, SECTIONS),
     }
     document["missing"] = [
         reason.partition(" (")[0] if trace.imported else reason
@@ -80,9 +79,9 @@ def summarize(trace: Trace, request: int | None = None, layer: int | None = None
     return document
 
 
-def sections(scope: Scope, names: Iterable[str]) -> dict[str, Any]:
+def sections(request: Request, names: Iterable[str]) -> dict[str, Any]:
     """Compute some of the sections; one without data is None."""
-    return {name: SECTIONS[name](scope) for name in names}
+    return {name: SECTIONS[name](request) for name in names}
 
 
-__all__ = ["Scope", "sections", "summarize"]
+__all__ = ["sections", "summarize"]

@@ -2,19 +2,21 @@
 
 from typing import Any
 
-from sfi_traces.summary.scope import Scope, sample_selections, spread
+from sfi_traces.health.measured import sample_selections
+from sfi_traces.model.request import Request
+from sfi_traces.model.sql import distribution
 
 
-def coverage_facts(scope: Scope) -> dict[str, Any] | None:
+def coverage_facts(request: Request) -> dict[str, Any] | None:
     """Measure where selected positions lie; None without positions of selections.
 
     `selected`: share of a prompt's positions that a KV head ever selected, the mean over heads, and by layer;
     `selected_by_any`: that any head selected. `distance`: tokens from a selected position to the query.
     `stay`: refreshes that a position stays, on average. `every`: positions are taken from every n-th refresh.
     """
-    every = sample_selections(scope)
-    prompts = ", ".join(f"({one['request']:d}, {one['tokens']:d})" for one in scope.trace.manifest.get("prompts", []))
-    rows = scope.rows(f"""
+    every = sample_selections(request)
+    prompts = ", ".join(f"({one['request']:d}, {one['tokens']:d})" for one in request.trace.manifest.get("prompts", []))
+    rows = request.query(f"""
         WITH prompts (request, tokens) AS (VALUES {prompts or "(-1, 1)"}), heads AS (
             SELECT request, layer, head, tokens, count(DISTINCT p) / tokens AS share
             FROM (SELECT request, layer, head, unnest(positions) AS p FROM sampled_selections)
@@ -26,7 +28,7 @@ def coverage_facts(scope: Scope) -> dict[str, Any] | None:
     """)  # noqa: S608 - our own numbers
     if not rows[1:]:  # the first one is of all layers
         return None
-    any_head = scope.row(f"""
+    any_head = request.single(f"""
         WITH prompts (request, tokens) AS (VALUES {prompts})
         SELECT avg(share) AS share FROM (
             SELECT count(DISTINCT p) / tokens AS share
@@ -34,13 +36,13 @@ def coverage_facts(scope: Scope) -> dict[str, Any] | None:
             WHERE p < tokens GROUP BY request, tokens
         )
     """)  # noqa: S608 - our own numbers
-    distance = scope.row(f"""
-        SELECT {spread("position - p")} AS distance FROM (
+    distance = request.single(f"""
+        SELECT {distribution("position - p")} AS distance FROM (
             SELECT position, unnest(positions) AS p
             FROM sampled_selections JOIN chosen_steps USING (request, step)
         )
     """)  # noqa: S608 - our own words
-    stay = scope.row("SELECT sum(selected) / nullif(sum(added), 0) AS stay FROM chosen_selections")
+    stay = request.single("SELECT sum(selected) / nullif(sum(added), 0) AS stay FROM chosen_selections")
     return {
         "selected": rows[0]["selected"],
         "selected_by_any": any_head["share"],

@@ -6,10 +6,11 @@ from typing import Any
 
 from sfi_core.errors import TraceError
 from sfi_core.settings.config import flat_settings
+from sfi_traces.model.request import Request
+from sfi_traces.model.sql import distribution
 from sfi_traces.model.trace import Trace
 from sfi_traces.summary import sections
 from sfi_traces.summary.diff_metrics import metrics
-from sfi_traces.summary.scope import Scope, spread
 
 BEFORE = 12  # tokens shown before the first difference
 FACTS = ("policy", "preset", "seed", "backend", "device", "sfi_version")
@@ -43,13 +44,13 @@ def compare(first: Trace, second: Trace, request: int | None = None) -> Row:
     that one lacks.
     """
     _check_model(first, second)
-    scope, other = Scope.of(first, request), Scope.of(second, request)
-    _check_prompts(scope, other)
-    requests = _compare_steps(scope, other)
-    sides = [_numbers(each) for each in (scope, other)]
+    one, two = Request.of(first, request), Request.of(second, request)
+    _check_prompts(one, two)
+    requests = _compare_steps(one, two)
+    sides = [_numbers(side) for side in (one, two)]
     until = {row["request"]: row["compared_steps"] for row in requests if row["compared_steps"]}
-    cut = _match_tables(scope, other)
-    layers = _first_layers(scope, until)
+    cut = _match_tables(one, two)
+    layers = _first_layers(one, until)
     for row in requests:
         row["first_layer"] = layers.get(row["request"])
     document = {
@@ -59,8 +60,8 @@ def compare(first: Trace, second: Trace, request: int | None = None) -> Row:
         "settings": _changed(first.manifest, second.manifest),
         "requests": requests,
         "supports_cut_to": cut,
-        "supports": _overlap(scope, "supports", until),
-        "selections": _overlap(scope, "selections", until),
+        "supports": _overlap(one, "supports", until),
+        "selections": _overlap(one, "selections", until),
         "ratios": {
             name: _ratio(sides[0][name], sides[1][name])
             for name in ("slow_p50_us", "fast_p50_us", "tokens_per_second", "read_ratio", "cache_read_ratio")
@@ -80,38 +81,38 @@ def _check_model(first: Trace, second: Trace) -> None:
         raise TraceError(f"traces must be of one model, got {names[0]} and {names[1]}")
 
 
-def _check_prompts(scope: Scope, other: Scope) -> None:
-    one, two = (_prompts(each) for each in (scope, other))
+def _check_prompts(request: Request, other: Request) -> None:
+    one, two = (_prompts(side) for side in (request, other))
     if one.keys() != two.keys():
-        counts = f"{len(one)} in {scope.trace.path} and {len(two)} in {other.trace.path}"
+        counts = f"{len(one)} in {request.trace.path} and {len(two)} in {other.trace.path}"
         raise TraceError(f"traces must have the same requests, got {counts}; choose with --request")
-    for request, prompt in one.items():
+    for index, prompt in one.items():
         # None: a redacted trace has no hashes, an early killed one no prompts
-        if any(a != b for a, b in zip(prompt, two[request], strict=True) if None not in (a, b)):
-            counts = f"{prompt[0]} tokens in {scope.trace.path} and {two[request][0]} in {other.trace.path}"
-            raise TraceError(f"traces must have the same prompts, got another for request {request}: {counts}")
+        if any(a != b for a, b in zip(prompt, two[index], strict=True) if None not in (a, b)):
+            counts = f"{prompt[0]} tokens in {request.trace.path} and {two[index][0]} in {other.trace.path}"
+            raise TraceError(f"traces must have the same prompts, got another for request {index}: {counts}")
 
 
-def _prompts(scope: Scope) -> dict[int, tuple[int | None, str | None]]:
-    known = {p["request"]: (p["tokens"], p["sha256"]) for p in scope.trace.manifest.get("prompts", [])}
-    rows = scope.rows("SELECT DISTINCT request FROM chosen_steps ORDER BY request")
+def _prompts(request: Request) -> dict[int, tuple[int | None, str | None]]:
+    known = {p["request"]: (p["tokens"], p["sha256"]) for p in request.trace.manifest.get("prompts", [])}
+    rows = request.query("SELECT DISTINCT request FROM chosen_steps ORDER BY request")
     return {row["request"]: known.get(row["request"], (None, None)) for row in rows}
 
 
-def _compare_steps(scope: Scope, other: Scope) -> list[Row]:
+def _compare_steps(request: Request, other: Request) -> list[Row]:
     query = "SELECT request, step, token_id, token_text, slow FROM chosen_steps ORDER BY request, step"
     one, two = (
-        {request: list(rows) for request, rows in groupby(each.rows(query), itemgetter("request"))}
-        for each in (scope, other)
+        {index: list(rows) for index, rows in groupby(side.query(query), itemgetter("request"))}
+        for side in (request, other)
     )
-    redacted = any(each.trace.manifest.get("redacted") for each in (scope, other))
+    redacted = any(side.trace.redacted for side in (request, other))
     return [
         {
-            "request": request,
-            "steps": {"a": len(one[request]), "b": len(two[request])},
-            **(UNKNOWN if redacted else _compare_tokens(one[request], two[request])),
+            "request": index,
+            "steps": {"a": len(one[index]), "b": len(two[index])},
+            **(UNKNOWN if redacted else _compare_tokens(one[index], two[index])),
         }
-        for request in one
+        for index in one
     ]
 
 
@@ -134,16 +135,16 @@ def _compare_tokens(one: list[Row], two: list[Row]) -> Row:
     }
 
 
-def _match_tables(scope: Scope, other: Scope) -> int | None:
+def _match_tables(request: Request, other: Request) -> int | None:
     # make views of both traces' rows, `one_supports` and `two_supports`, ...; return what supports were cut to
-    traces = scope.trace, other.trace
+    traces = request.trace, other.trace
     tops = {trace.manifest["audit"]["top"] for trace in traces if trace.manifest["audit"]}
     cut = min(tops) if len(tops) > 1 and not any(trace.reads_own_selection for trace in traces) else None
     for table in ("supports", "selections"):
         positions = _strongest(cut) if cut is not None and table == "supports" else "positions"
-        scope.connection.register(f"other_{table}", other.trace.dataset(table))
+        request.connection.register(f"other_{table}", other.trace.dataset(table))
         for name, source in (("one", "chosen"), ("two", "other")):
-            scope.connection.execute(f"""
+            request.connection.execute(f"""
                 CREATE OR REPLACE TEMP VIEW {name}_{table} AS
                 SELECT * REPLACE ({positions} AS positions) FROM {source}_{table}
             """)  # noqa: S608 - our own names and a number
@@ -156,18 +157,18 @@ def _strongest(top: int) -> str:
     return f"CASE WHEN len(positions) <= {top:d} THEN positions ELSE list_sort([pair[2] for pair in {best}]) END"
 
 
-def _overlap(scope: Scope, table: str, until: dict[int, int]) -> Row | None:
+def _overlap(request: Request, table: str, until: dict[int, int]) -> Row | None:
     if not until:
         return None
-    scope.compare(
+    request.compare(
         "pairs",
         f"""
         SELECT this.layer, this.positions AS first, that.positions AS second {_both(table, until)}
             AND len(this.positions) > 0 AND len(that.positions) > 0
         """,
     )
-    rows = scope.rows(f"""
-        SELECT layer, {spread("overlap")} AS overlap FROM pairs
+    rows = request.query(f"""
+        SELECT layer, {distribution("overlap")} AS overlap FROM pairs
         GROUP BY GROUPING SETS ((), (layer)) ORDER BY layer NULLS FIRST
     """)  # noqa: S608 - our own words and numbers
     return {"overlap": rows[0]["overlap"], "layers": rows[1:]} if len(rows) > 1 else None
@@ -175,7 +176,7 @@ def _overlap(scope: Scope, table: str, until: dict[int, int]) -> Row | None:
 
 def _both(table: str, until: dict[int, int]) -> str:
     # SQL: pairs of rows, `this` and `that`, that both traces have at the compared steps
-    steps = ", ".join(f"({request:d}, {count:d})" for request, count in until.items())
+    steps = ", ".join(f"({index:d}, {count:d})" for index, count in until.items())
     return f"""
         FROM one_{table} this
         JOIN (VALUES {steps}) compared (request, steps) ON compared.request = this.request
@@ -185,11 +186,11 @@ def _both(table: str, until: dict[int, int]) -> str:
     """
 
 
-def _first_layers(scope: Scope, until: dict[int, int]) -> dict[int, Row]:
+def _first_layers(request: Request, until: dict[int, int]) -> dict[int, Row]:
     # by request, the earlier place of both tables
     found: dict[int, Row] = {}
     for table in ("supports", "selections") if until else ():
-        for row in _first_places(scope, table, until):
+        for row in _first_places(request, table, until):
             old = found.get(row["request"])
             place = (row["step"], row["layer"])
             if old is None or place < (old["step"], old["layer"]):
@@ -198,11 +199,11 @@ def _first_layers(scope: Scope, until: dict[int, int]) -> dict[int, Row]:
     return found
 
 
-def _first_places(scope: Scope, table: str, until: dict[int, int]) -> list[Row]:
+def _first_places(request: Request, table: str, until: dict[int, int]) -> list[Row]:
     moved = "coalesce(this.positions <> that.positions, false)"
     mass = f"coalesce(abs(this.retained_mass - that.retained_mass) > {SAME_MASS}, false)"
     differs = f"({moved} OR {mass})" if table == "supports" else moved
-    return scope.rows(f"""
+    return request.query(f"""
         SELECT this.request, this.step, this.layer, list(this.head ORDER BY this.head) AS heads,
             bool_or({moved}) AS positions
         {_both(table, until)} AND {differs}
@@ -211,14 +212,14 @@ def _first_places(scope: Scope, table: str, until: dict[int, int]) -> list[Row]:
     """)
 
 
-def _numbers(scope: Scope) -> Row:
-    document = sections(scope, ("steps", "audit", "selections", "latency"))
+def _numbers(request: Request) -> Row:
+    document = sections(request, ("steps", "audit", "selections", "latency"))
     steps, selections = document["steps"], document["selections"]
     kinds = {kind["kind"]: kind for kind in document["latency"]["kinds"]}
     audit = document["audit"] or {}
     return {
-        "trace": str(scope.trace.path),
-        "policy": scope.trace.manifest["policy"],
+        "trace": str(request.trace.path),
+        "policy": request.trace.manifest["policy"],
         **{key: steps[key] for key in ("steps", "slow", "slow_share", "reasons", "read_ratio", "cache_read_ratio")},
         "retained_mass": audit["retained_mass"]["mean"] if audit else None,
         "lambda_star": selections["lambda_star"]["mean"] if selections else None,

@@ -3,8 +3,8 @@
 from typing import Any
 
 from sfi_core.settings.config import changed_settings
+from sfi_traces.model.request import Request
 from sfi_traces.summary.lossless import lossless_reads
-from sfi_traces.summary.scope import Scope
 
 FROM_MANIFEST = [
     "policy", "preset", "backend", "device", "redacted", "created", "finished", "stopped", "audit",
@@ -12,15 +12,15 @@ FROM_MANIFEST = [
 ]  # fmt: skip
 
 
-def run_facts(scope: Scope) -> dict[str, Any]:
+def run_facts(request: Request) -> dict[str, Any]:
     """Describe the run from its manifest, and count its recorded steps."""
-    manifest = scope.trace.manifest
-    recorded = scope.rows("SELECT request, count(*) AS steps FROM chosen_steps GROUP BY 1 ORDER BY 1")
+    manifest = request.trace.manifest
+    recorded = request.query("SELECT request, count(*) AS steps FROM chosen_steps GROUP BY 1 ORDER BY 1")
     prompts = {prompt["request"]: prompt["tokens"] for prompt in manifest["prompts"]}
     return {
         "model": manifest["model"]["name"],
         "architecture": manifest["model"]["architecture"],
-        **{name: getattr(scope.trace, name) for name in ("lossless", "imported")},
+        **{name: getattr(request.trace, name) for name in ("lossless", "imported")},
         **{key: manifest.get(key) for key in FROM_MANIFEST},
         "settings": changed_settings(manifest["config"]),
         "requests": [
@@ -30,15 +30,15 @@ def run_facts(scope: Scope) -> dict[str, Any]:
     }
 
 
-def answers(scope: Scope) -> list[dict[str, Any]]:
+def answers(request: Request) -> list[dict[str, Any]]:
     """Join the generated tokens of each request; the text of a redacted one is None."""
-    return scope.rows("""
+    return request.query("""
         SELECT request, string_agg(token_text, '' ORDER BY step) AS text FROM chosen_steps
         GROUP BY request ORDER BY request
     """)
 
 
-def step_facts(scope: Scope) -> dict[str, Any]:
+def step_facts(request: Request) -> dict[str, Any]:
     """Count steps by reason, and what those from step 1 on read.
 
     `slow_share` is `slow` over `steps`. `read_ratio` is attended tokens over context tokens, both summed, in a lossless
@@ -46,7 +46,7 @@ def step_facts(scope: Scope) -> dict[str, Any]:
     same, None in a trace that does not tell; `cache_read_ratio` is the sum. `launched` counts the steps from 1 on that
     report whether they were replayed as CUDA graphs, `replayed` those that were.
     """
-    counts = scope.row("""
+    counts = request.single("""
         SELECT
             count(*) AS steps,
             count(*) FILTER (slow) AS slow,
@@ -63,16 +63,16 @@ def step_facts(scope: Scope) -> dict[str, Any]:
             count(*) FILTER (graphs AND step > 0) AS replayed
         FROM (SELECT *, attended_tokens + coalesce(selection_tokens, 0) AS read_tokens FROM chosen_steps)
     """)
-    reasons = scope.rows("""
+    reasons = request.query("""
         SELECT reason, count(*) AS steps FROM chosen_steps WHERE slow
         GROUP BY reason ORDER BY steps DESC, reason
     """)
-    if scope.trace.lossless:
-        counts |= lossless_reads(scope)
+    if request.trace.lossless:
+        counts |= lossless_reads(request)
     return counts | {"reasons": {row["reason"]: row["steps"] for row in reasons}}
 
 
-def trigger_tokens(scope: Scope) -> list[dict[str, Any]]:
+def trigger_tokens(request: Request) -> list[dict[str, Any]]:
     """Count the generated tokens of T_trig, and the share of them that a slow step followed.
 
     It is expected `1 + trigger_delay` steps after; tokens too near the end do not count. In a redacted trace
@@ -87,4 +87,4 @@ def trigger_tokens(scope: Scope) -> list[dict[str, Any]]:
         GROUP BY token_id, token_text
         ORDER BY count DESC, token_id
     """
-    return scope.rows(query, [1 + scope.trace.manifest["config"]["trigger_delay"]])
+    return request.query(query, [1 + request.trace.manifest["config"]["trigger_delay"]])

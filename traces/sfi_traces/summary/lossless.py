@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from sfi_traces.summary.scope import Scope
-from sfi_traces.summary.supports import FROM_LAG, TO_LAG
+from sfi_traces.model.request import Request
+from sfi_traces.model.sql import bins
 
 Row = dict[str, Any]
 # counts a drafted stop token, which becomes the verification's own, as accepted; the join drops verifications
@@ -16,7 +16,7 @@ VERIFIED = """(
 )"""
 
 
-def lossless_facts(scope: Scope) -> Row | None:
+def lossless_facts(request: Request) -> Row | None:
     """Count verifications and kept tokens: in all, by reason, by place in the sentence, by draft depth.
 
     A verification tests drafted tokens up to the first that it rejects. `acceptance` is over all drafted
@@ -25,9 +25,9 @@ def lossless_facts(scope: Scope) -> Row | None:
     first of a draft; both have bins 1, 2, 3-4, 5-8, ... `passes_per_token` counts a forward pass for each
     drafted token and each verification. None for a plain run, or without a verification.
     """
-    if not scope.trace.lossless:
+    if not request.trace.lossless:
         return None
-    counts, *reasons = scope.rows(f"""
+    counts, *reasons = request.query(f"""
         SELECT reason, count(*) AS verifications, sum(drafted)::BIGINT AS drafted,
             sum(accepted)::BIGINT AS accepted, sum(accepted) / nullif(sum(drafted), 0) AS acceptance
         FROM {VERIFIED}
@@ -36,9 +36,9 @@ def lossless_facts(scope: Scope) -> Row | None:
     del counts["reason"]
     if not counts["verifications"]:
         return None
-    _place_tested(scope)
-    tested = scope.row("SELECT count(*) AS n, avg(kept::INT) AS share FROM tested")
-    tokens = scope.row("SELECT count(*) AS n FROM chosen_steps WHERE step > 0")["n"]
+    _place_tested(request)
+    tested = request.single("SELECT count(*) AS n, avg(kept::INT) AS share FROM tested")
+    tokens = request.single("SELECT count(*) AS n FROM chosen_steps WHERE step > 0")["n"]
     passes = counts["drafted"] + counts["verifications"]
     return {
         "tokens": tokens,
@@ -47,19 +47,19 @@ def lossless_facts(scope: Scope) -> Row | None:
         "token_acceptance": tested["share"],
         "tokens_per_verification": tokens / counts["verifications"],
         "passes_per_token": passes / tokens,
-        **lossless_reads(scope),
+        **lossless_reads(request),
         "reasons": reasons,
-        "places": _by(scope, "place"),
-        "depths": _by(scope, "depth"),
+        "places": _by(request, "place"),
+        "depths": _by(request, "depth"),
     }
 
 
-def lossless_reads(scope: Scope) -> Row:
+def lossless_reads(request: Request) -> Row:
     """Measure what drafts and verifications read, for rejected tokens too; None without a verification.
 
     The ratios are over the summed contexts of the generated tokens, which full attention would have read.
     """
-    return scope.row(f"""
+    return request.single(f"""
         WITH given AS (
             SELECT count(*) AS tokens, sum(context_tokens) AS context FROM chosen_steps WHERE step > 0
         )
@@ -72,10 +72,10 @@ def lossless_reads(scope: Scope) -> Row:
     """)  # noqa: S608 - our own words
 
 
-def _place_tested(scope: Scope) -> None:
+def _place_tested(request: Request) -> None:
     # a kept token has its own step; the first rejected one has the step of the token that replaced it, which
     # is the same token if it ended the request
-    scope.connection.execute("""
+    request.connection.execute("""
         CREATE OR REPLACE TEMP VIEW tested AS
         WITH placed AS (
             SELECT *, step - min(step) OVER (PARTITION BY request, sentence) AS place FROM chosen_steps
@@ -88,11 +88,11 @@ def _place_tested(scope: Scope) -> None:
     """)
 
 
-def _by(scope: Scope, column: str) -> list[Row]:
-    return scope.rows(f"""
-        SELECT ({FROM_LAG})::INT AS from_{column}, ({TO_LAG})::INT AS to_{column},
+def _by(request: Request, column: str) -> list[Row]:
+    return request.query(f"""
+        SELECT {bins(column, column)},
             count(*) AS tested, count(*) FILTER (kept) AS accepted, avg(kept::INT) AS acceptance
-        FROM (SELECT kept, {column} AS lag FROM tested)
+        FROM tested
         GROUP BY ALL
         ORDER BY from_{column}
     """)  # noqa: S608 - our own words

@@ -3,7 +3,8 @@
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Self
 
 import numpy as np
 import pyarrow as pa
@@ -13,18 +14,41 @@ from sfi_core.errors import TraceError
 from sfi_traces.model.request import Request
 from sfi_traces.model.supports import MOST_POSITIONS, Supports, thinning
 from sfi_traces.model.trace import of_steps
-from sfi_traces.summary.scope import Scope
-from sfi_traces.summary.synckv import MOST_STEPS, Drift, HeadSimilarity, drift
+from sfi_traces.overlap import Overlap, coefficients
 
 MOST_TAKEN = 1 << 25  # positions of a request; beyond, every n-th layer is taken
 MOST_PAIRED = 512  # first steps of a request whose pairs are counted
 MOST_SHOWN = 64  # steps of a request's matrix
+MOST_COMPARED = 64  # steps of a request, evenly chosen, at which heads are compared
 DIGITS = 4
 
 Row = dict[str, Any]
+Drifts = list[tuple[np.ndarray, np.ndarray]]  # of pieces of requests; see `drift`
 
 
-def over_time(scope: Scope) -> tuple[Row | None, Row | None]:
+def drift(supports: Supports) -> tuple[np.ndarray, np.ndarray]:
+    """Compare each step's supports with step 0's by the overlap coefficient (SyncKV, Eq. 1).
+
+    Paper gap: SyncKV compares with the prefill without saying which of its queries counts; step 0 is the
+    prompt's last position, whose support is the first that decoding could have kept.
+
+    Returns the S audited steps from 1 on, [S], and the overlaps of U layers x KV heads, [U, S].
+
+    Raises `TraceError` if step 0, or every later step, has no support.
+    """
+    if not supports.steps or supports.step_N[0] != 0:
+        raise TraceError("drift needs the support of step 0, the prompt's, got none; record the trace with --audit 1")
+    if supports.steps == 1:
+        raise TraceError("drift needs an audited step after step 0, got none; record the trace with --audit 1")
+    first_1UK, later_SUK = supports.position_NUK[:1], supports.position_NUK[1:]
+    of_unit = [
+        Overlap.of(np.repeat(first_1UK[:, unit], len(later_SUK), 0), later_SUK[:, unit]).coefficient
+        for unit in range(len(supports.layer_U))
+    ]
+    return supports.step_N[1:], np.stack(of_unit)
+
+
+def over_time(request: Request) -> tuple[Row | None, Row | None]:
     """Measure attention drift (SyncKV, Fig. 2a) and temporal locality (Fig. 2b), some layers at a time.
 
     The drift has by `steps` the `mean` over requests, layers and heads and the number `n` behind it, the same
@@ -34,50 +58,101 @@ def over_time(scope: Scope) -> tuple[Row | None, Row | None]:
     request's first 512 audited steps, and in `overlap` a matrix of up to 64 of these steps, of the first
     request; None without two audited steps. A long trace has every n-th layer taken (`layers_taken`).
     """
-    if "over_time" not in scope.kept:
-        scope.kept["over_time"] = _over_time(scope)
-    found: tuple[Row | None, Row | None] = scope.kept["over_time"]
-    return found
+    if "over_time" not in request.shared:
+        request.shared["over_time"] = _over_time(request)
+    facts: tuple[Row | None, Row | None] = request.shared["over_time"]
+    return facts
 
 
-def _over_time(scope: Scope) -> tuple[Row | None, Row | None]:
-    drifts: list[Drift] = []
-    paired: dict[int, _Pairs] = {}
-    layers, taken = _layers(scope)
-    for request, supports in _by_layers(scope, taken):
-        paired.setdefault(request, _Pairs()).add(supports.at(slice(MOST_PAIRED)))
+def _over_time(request: Request) -> tuple[Row | None, Row | None]:
+    drifts: Drifts = []
+    of_layer: dict[int, Drifts] = defaultdict(list)
+    paired: dict[int, _Pairs] = defaultdict(_Pairs)
+    layers, taken = _layers(request)
+    for index, supports in _by_layers(request, taken):
+        paired[index].add(supports.at(slice(MOST_PAIRED)))
         with suppress(TraceError):  # a request without step 0, or without a step after
-            drifts.append(drift(supports))
-    said = {"layers_taken": len(taken), "layers_audited": layers}
-    found = _drift_facts(drifts), _locality_facts(paired)
-    drifted, local = (one and one | said for one in found)
-    return drifted, local
+            step_S, overlap_US = drift(supports)
+            drifts.append((step_S, overlap_US))
+            for layer in supports.layers:
+                of_layer[layer].append((step_S, overlap_US[supports.layer_U == layer]))
+    counts = {"layers_taken": len(taken), "layers_audited": layers}
+    drifted, local = _drift_facts(drifts, of_layer), _locality_facts(paired)
+    return drifted and drifted | counts, local and local | counts
 
 
-def head_similarity(scope: Scope) -> Row | None:
+@dataclass(frozen=True, slots=True)
+class HeadSimilarity:
+    """Overlap of two KV heads at the same step, the mean over `steps`.
+
+    Attributes:
+        layers: The L layers, ascending.
+        matrix: Mean over pairs of a head of the row's layer and one of the column's, [L, L]. The diagonal excludes a
+            head's overlap with itself; it is NaN where a layer has one head.
+        within: Mean over two heads of one layer; NaN where every layer has one head.
+        between: Mean over two heads of different layers.
+    """
+
+    layers: list[int]
+    matrix: np.ndarray
+    within: float
+    between: float
+    steps: int
+
+    @classmethod
+    def of(cls, requests: Iterable[Supports]) -> Self:
+        """Compare all heads at each step of some requests (SyncKV, Eq. 1), at least one.
+
+        Paper gap: SyncKV averages "from each head in a source layer to a target layer"; each head of the
+        target layer counts alike here, and not the most similar one alone.
+
+        Raises `TraceError` for a single layer.
+        """
+        total_UU: np.ndarray | float = 0.0
+        steps = 0
+        for supports in requests:
+            layers = supports.layers
+            if len(layers) < 2:  # noqa: PLR2004
+                raise TraceError(
+                    f"head similarity needs two audited layers or more, got layer {layers[0]} alone; leave "
+                    "--layer out, or record the trace with --audit 1 of all layers"
+                )
+            for index_UK in supports.position_NUK:
+                total_UU = total_UU + coefficients(index_UK).astype(np.float64)
+            steps += supports.steps
+        of_LU = np.array([supports.layer_U == layer for layer in layers], float)
+        pair_UU = 1 - np.eye(len(supports.layer_U))  # without a head and itself
+        total_LL, count_LL = of_LU @ (total_UU * pair_UU) @ of_LU.T, of_LU @ pair_UU @ of_LU.T * steps
+        same_LL = np.eye(len(layers), dtype=bool)
+        within, between = (_ratio(total_LL[chosen].sum(), count_LL[chosen].sum()) for chosen in (same_LL, ~same_LL))
+        return cls(layers, _ratio(total_LL, count_LL), float(within), float(between), steps)
+
+
+def head_similarity(request: Request) -> Row | None:
     """Measure how alike the heads of one layer and of different layers are (SyncKV, Fig. 2c).
 
     Takes up to 64 evenly chosen audited steps of each request. `previous_layer` has each layer's overlap with
     the layer before it, None for the first. None if fewer than two layers were audited.
     """
-    found: HeadSimilarity | None = None
-    for request, steps in _whole_steps(scope).items():
-        shown = steps[:: thinning(len(steps), MOST_STEPS)]
-        layers = None if scope.layer is None else [scope.layer]
-        try:
-            one = HeadSimilarity.of(_read(Request.open(scope.trace, request), layers, shown))
-        except TraceError:
-            return None
-        found = one if found is None else found + one
-    if found is None:
+    steps_of = _whole_steps(request)
+    layers = None if request.layer is None else [request.layer]
+    compared = (
+        _read(Request(request.trace, index), layers, steps[:: thinning(len(steps), MOST_COMPARED)])
+        for index, steps in steps_of.items()
+    )
+    try:
+        similarity = HeadSimilarity.of(compared) if steps_of else None
+    except TraceError:
+        return None
+    if similarity is None:
         return None
     return {
-        "steps": found.steps,
-        "layers": found.layers,
-        "matrix": _plain(found.matrix),
-        "within": _plain(found.within),
-        "between": _plain(found.between),
-        "previous_layer": _plain(np.append(np.nan, np.diagonal(found.matrix, -1))),
+        "steps": similarity.steps,
+        "layers": similarity.layers,
+        "matrix": _plain(similarity.matrix),
+        "within": _plain(similarity.within),
+        "between": _plain(similarity.between),
+        "previous_layer": _plain(np.append(np.nan, np.diagonal(similarity.matrix, -1))),
     }
 
 
@@ -100,13 +175,9 @@ class _Pairs:
         return np.asarray(self._total / self._heads)
 
 
-def _drift_facts(drifts: list[Drift]) -> Row | None:
+def _drift_facts(drifts: Drifts, of_layer: dict[int, Drifts]) -> Row | None:
     if not drifts:
         return None
-    layers: dict[int, list[Drift]] = defaultdict(list)
-    for one in drifts:
-        for layer in one.layers:
-            layers[layer].append(one.of(layer))
     steps, mean, n = _pooled(drifts)
     return {
         "steps": steps.tolist(),
@@ -117,38 +188,38 @@ def _drift_facts(drifts: list[Drift]) -> Row | None:
             for first, last, value, count in _bins(steps, mean, n)
         ],
         "layers": [
-            {"layer": layer, "steps": own.tolist(), "mean": _plain(values), "n": counts.tolist()}
-            for layer, found in sorted(layers.items())
-            for own, values, counts in [_pooled(found)]
+            {"layer": layer, "steps": steps.tolist(), "mean": _plain(mean), "n": n.tolist()}
+            for layer, pieces in sorted(of_layer.items())
+            for steps, mean, n in [_pooled(pieces)]
         ],
     }
 
 
 def _locality_facts(paired: dict[int, _Pairs]) -> Row | None:
-    paired = {request: pairs for request, pairs in paired.items() if len(pairs.step) > 1}
+    paired = {index: pairs for index, pairs in paired.items() if len(pairs.step) > 1}
     if not paired:
         return None
     upper = [(np.triu_indices(len(pairs.step), 1), pairs) for pairs in paired.values()]
     lag = np.concatenate([pairs.step[late] - pairs.step[early] for (early, late), pairs in upper])
     value = np.concatenate([pairs.mean[at] for at, pairs in upper])
-    request, first = next(iter(paired.items()))
+    index, first = next(iter(paired.items()))
     shown = slice(None, None, thinning(len(first.step), MOST_SHOWN))
     return {
         "lags": [
             {"from_lag": low, "to_lag": high, "mean": mean, "pairs": count}
             for low, high, mean, count in _bins(lag, value, np.ones(len(lag), int))
         ],
-        "request": request,
+        "request": index,
         "steps": first.step[shown].tolist(),
         "overlap": _plain(first.mean[shown, shown]),
     }
 
 
-def _pooled(drifts: list[Drift]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _pooled(drifts: Drifts) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     # the steps, the mean overlap at each, and the number of overlaps behind it
-    step = np.concatenate([one.step for one in drifts])
-    weight = np.concatenate([np.full(len(one.step), one.points) for one in drifts])
-    total = np.concatenate([one.mean * one.points for one in drifts])
+    step = np.concatenate([step_S for step_S, _ in drifts])
+    weight = np.concatenate([np.full(len(step_S), len(overlap_US)) for step_S, overlap_US in drifts])
+    total = np.concatenate([overlap_US.mean(0) * len(overlap_US) for _, overlap_US in drifts])
     steps, place = np.unique(step, return_inverse=True)
     n = np.bincount(place, weight).astype(int)
     return steps, np.bincount(place, total) / n, n
@@ -158,15 +229,14 @@ def _bins(at: np.ndarray, mean: np.ndarray, n: np.ndarray) -> Iterator[tuple[int
     # weighted means over 1, 2, 3-4, 5-8, ...: each bin ends at a power of two
     end = 2 ** np.ceil(np.log2(at)).astype(int)
     for last in np.unique(end).tolist():
-        own = end == last
-        first = last // 2 + 1
-        yield first, last, _plain(np.average(mean[own], weights=n[own])), int(n[own].sum())
+        inside = end == last
+        yield last // 2 + 1, last, _plain(np.average(mean[inside], weights=n[inside])), int(n[inside].sum())
 
 
-def _layers(scope: Scope) -> tuple[int, dict[int, int]]:
+def _layers(request: Request) -> tuple[int, dict[int, int]]:
     # the number of audited layers; and of each layer taken, its most positions in a request
-    audit = scope.trace.manifest.get("audit") or {"top": 0}
-    rows = scope.rows("""
+    audit = request.trace.manifest.get("audit") or {"top": 0}
+    rows = request.query("""
         SELECT layer, max(n) AS n FROM (
             SELECT request, layer, count(*) AS n FROM chosen_supports GROUP BY request, layer
         ) GROUP BY layer ORDER BY layer
@@ -176,32 +246,38 @@ def _layers(scope: Scope) -> tuple[int, dict[int, int]]:
     return len(rows), dict([*positions.items()][::every])
 
 
-def _by_layers(scope: Scope, layers: dict[int, int]) -> Iterator[tuple[int, Supports]]:
+def _by_layers(request: Request, layers: dict[int, int]) -> Iterator[tuple[int, Supports]]:
     # reads as many layers at once as fit into memory, since each read scans all parts
     together = max(1, MOST_POSITIONS // max(layers.values(), default=1))
-    for request, steps in _whole_steps(scope).items():
-        one = Request.open(scope.trace, request)
+    for index, steps in _whole_steps(request).items():
+        alone = Request(request.trace, index)
         for at in range(0, len(layers), together):
-            yield request, _read(one, [*layers][at : at + together], steps)
+            yield index, _read(alone, [*layers][at : at + together], steps)
 
 
-def _whole_steps(scope: Scope) -> dict[int, list[int]]:
+def _whole_steps(request: Request) -> dict[int, list[int]]:
     # by request, the audited steps that have every layer and head
-    found: dict[int, list[int]] = defaultdict(list)
-    for row in scope.rows("""
+    steps_of: dict[int, list[int]] = defaultdict(list)
+    for row in request.query("""
         SELECT request, step FROM chosen_supports SEMI JOIN chosen_steps USING (request, step)
         GROUP BY request, step QUALIFY count(*) = max(count(*)) OVER (PARTITION BY request)
         ORDER BY request, step
     """):
-        found[row["request"]].append(row["step"])
-    return dict(found)
+        steps_of[row["request"]].append(row["step"])
+    return dict(steps_of)
 
 
 def _read(request: Request, layers: Iterable[int] | None, steps: list[int]) -> Supports:
     wanted = of_steps(np.array(steps))
     if layers is not None:
         wanted &= pc.field("layer").isin(pa.array(layers, pa.int16()))
-    return Supports.where(request, wanted)
+    return request.supports_where(wanted)
+
+
+def _ratio(total: np.ndarray, count: np.ndarray) -> np.ndarray:
+    # NaN where nothing was counted
+    total, count = np.asarray(total), np.asarray(count)
+    return np.asarray(np.divide(total, count, out=np.full(total.shape, np.nan), where=count > 0))
 
 
 def _plain(values: np.ndarray | float) -> Any:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from sfi_traces.summary.scope import Scope
+from sfi_traces.model.request import Request
 
 CONTAINERS = ("prefill", "forward")
 REPLAYED = "SELECT count(*) AS n FROM chosen_steps WHERE graphs"
@@ -12,7 +12,7 @@ CHOSEN = f"(SELECT {BATCH_STEP} FROM chosen_steps LEFT JOIN batches USING (reque
 KINDS = ("prefill", "slow", "fast", "mixed")
 
 
-def latency(scope: Scope) -> dict[str, Any]:
+def latency(request: Request) -> dict[str, Any]:
     """Measure the time of the batch's steps by kind.
 
     Kind "prefill" is step 0 of a request; a step is "mixed" if it is slow for some requests of the batch and
@@ -20,7 +20,7 @@ def latency(scope: Scope) -> dict[str, Any]:
     that there are none. `tokens_per_second` is over all steps from 1 on; in a lossless run, whose rejected
     drafts have no step, over the time from the first span of decoding to the end of the last.
     """
-    rows = scope.rows(f"""
+    rows = request.query(f"""
         WITH batch_steps AS (
             SELECT any_value(elapsed_us) AS elapsed_us, bool_or(audited) AS audited, CASE
                 WHEN bool_or(step = 0) THEN 'prefill' WHEN bool_and(slow) THEN 'slow'
@@ -38,8 +38,8 @@ def latency(scope: Scope) -> dict[str, Any]:
         ORDER BY audited DESC
     """)  # noqa: S608 - our own words
     decoding = [row for row in rows if row["kind"] != "prefill"]
-    taken_us = _spanned_us(scope) if scope.trace.lossless else sum(row["total_us"] for row in decoding)
-    tokens = scope.row("SELECT count(*) AS n FROM chosen_steps WHERE step > 0")["n"]
+    taken_us = _spanned_us(request) if request.trace.lossless else sum(row["total_us"] for row in decoding)
+    tokens = request.single("SELECT count(*) AS n FROM chosen_steps WHERE step > 0")["n"]
     found = {row["kind"]: row for row in rows}  # the unaudited row, which comes last, wins
     return {
         "kinds": [found[kind] for kind in KINDS if kind in found],
@@ -48,9 +48,9 @@ def latency(scope: Scope) -> dict[str, Any]:
     }
 
 
-def batch_reads(scope: Scope) -> list[dict[str, Any]]:
+def batch_reads(request: Request) -> list[dict[str, Any]]:
     """Average what the batch's steps held and moved, by kind, from step 1 on; none for an import."""
-    return scope.rows(f"""
+    return request.query(f"""
         SELECT kind, count(*) AS n, avg(requests) AS requests, avg(cached_tokens) AS cached_tokens,
             avg(moved_bytes) AS moved_bytes
         FROM (
@@ -68,9 +68,9 @@ def batch_reads(scope: Scope) -> list[dict[str, Any]]:
     """)  # noqa: S608 - our own words
 
 
-def _spanned_us(scope: Scope) -> float:
+def _spanned_us(request: Request) -> float:
     # from the first span of decoding to the end of the last, summed over runs; 0 without spans
-    found = scope.row("""
+    found = request.single("""
         WITH decoded AS (
             SELECT batch, min(batch_step) AS prompt, max(batch_step) AS last
             FROM timed_steps SEMI JOIN chosen_steps USING (request)
@@ -86,14 +86,14 @@ def _spanned_us(scope: Scope) -> float:
     return float(found["us"])
 
 
-def phases(scope: Scope) -> dict[str, Any] | None:
+def phases(request: Request) -> dict[str, Any] | None:
     """Share out the time of the prefill and of decoding over the innermost spans.
 
     The whole is the forward passes and what is outside of them: sampling, shadow passes. "other" is what
     passes took beyond their layers' spans. Spans on another stream may overlap and count on top. `step_us` is
     the mean over the steps that have such a span.
     """
-    rows = scope.rows("""
+    rows = request.query("""
         SELECT (request, step) IN (FROM prefills) AS prefill, stream, name, layer IS NULL AS outside,
             count(*) AS spans, sum(elapsed_us) AS total_us, count(DISTINCT (request, step)) AS steps
         FROM chosen_timings
@@ -127,7 +127,7 @@ def _shares(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def break_even(scope: Scope) -> dict[str, Any]:
+def break_even(request: Request) -> dict[str, Any]:
     """Find the context length at which a token costs as much under SFI as under full attention.
 
     What both do alike (projections, feed-forward, sampling) cancels. At a context of C tokens full attention
@@ -143,15 +143,15 @@ def break_even(scope: Scope) -> dict[str, Any]:
     are not measured. A lossless run has no such length: its verifications attend with several queries, which
     says nothing of full attention's time for a token.
     """
-    costs = _costs(scope)
-    share = scope.row("SELECT avg(slow::INT) AS share FROM chosen_steps WHERE step > 0")["share"]
+    costs = _costs(request)
+    share = request.single("SELECT avg(slow::INT) AS share FROM chosen_steps WHERE step > 0")["share"]
     found = {"context_tokens": None, "slow_share": share, **costs, "reason": None}
     dense, fast = costs["dense_us_per_token"], costs["fast_us"]
     if share is None:
         return found | {"reason": "no step after step 0 was recorded"}
-    if scope.trace.lossless:
+    if request.trace.lossless:
         return found | {"reason": "a lossless run's verifications attend with several queries"}
-    if (dense is None or fast is None) and scope.row(REPLAYED)["n"]:
+    if (dense is None or fast is None) and request.single(REPLAYED)["n"]:
         return found | {"reason": "replayed steps have no phases (record with --set trace.spans=true)"}
     if dense is None or fast is None:
         kind = "slow" if dense is None else "fast"
@@ -163,7 +163,7 @@ def break_even(scope: Scope) -> dict[str, Any]:
     return found | {"context_tokens": (share * pack + (1 - share) * fast) / gain}
 
 
-def _costs(scope: Scope) -> dict[str, Any]:
+def _costs(request: Request) -> dict[str, Any]:
     # spans are a batch's: their time is divided by the sums over the batch's requests
     query = """
         WITH spans AS (
@@ -188,4 +188,4 @@ def _costs(scope: Scope) -> dict[str, Any]:
             sum(pack_us) / sum(slow) AS pack_us
         FROM spans JOIN contexts USING (batch, step)
     """
-    return scope.row(query, [scope.trace.manifest["config"]["dense_layers"]])
+    return request.single(query, [request.trace.manifest["config"]["dense_layers"]])

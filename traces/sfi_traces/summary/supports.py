@@ -2,27 +2,26 @@
 
 from typing import Any
 
-from sfi_traces.summary.scope import Scope, spread
+from sfi_traces.health.measured import at_clip
+from sfi_traces.model.request import Request
+from sfi_traces.model.sql import bins, distribution
 
 AT_CLIP = 1e-6  # of selector.lambda_clip: how near lambda*, a float32, is to a clip that it stands at
-# lags 1, 2, 3-4, 5-8, ...
-FROM_LAG = "CASE WHEN lag <= 2 THEN lag ELSE 2 ** (ceil(log2(lag)) - 1) + 1 END"
-TO_LAG = "CASE WHEN lag <= 2 THEN lag ELSE 2 ** ceil(log2(lag)) END"
 
 
-def stability(scope: Scope) -> dict[str, Any] | None:
+def stability(request: Request) -> dict[str, Any] | None:
     """Measure the overlap coefficient of consecutive supports, within sentences and across boundaries.
 
     A pair of steps is across a boundary if it generates tokens of different sentences; the later query is
     then the boundary token. `chance` is the overlap of two random supports. None without two such steps.
     """
-    rows = scope.rows(f"""
+    rows = request.query(f"""
         WITH marked AS (
             SELECT request, step,
                 sentence <> lag(sentence) OVER (PARTITION BY request ORDER BY step) AS across
             FROM chosen_steps
         )
-        SELECT layer, across, {spread("overlap_previous_step")} AS overlap
+        SELECT layer, across, {distribution("overlap_previous_step")} AS overlap
         FROM chosen_supports JOIN marked USING (request, step)
         WHERE overlap_previous_step IS NOT NULL AND across IS NOT NULL
         GROUP BY GROUPING SETS ((across), (layer, across))
@@ -39,23 +38,23 @@ def stability(scope: Scope) -> dict[str, Any] | None:
         FROM chosen_supports JOIN chosen_steps USING (request, step)
         WHERE overlap_previous_step IS NOT NULL
     """
-    overall |= scope.row(query, [scope.trace.manifest["audit"]["top"]])
+    overall |= request.single(query, [request.trace.manifest["audit"]["top"]])
     return {**overall, "layers": [{"layer": layer, **found} for layer, found in places.items()]}
 
 
-def overlap_by_lag(scope: Scope) -> dict[str, Any] | None:
+def overlap_by_lag(request: Request) -> dict[str, Any] | None:
     """Measure the overlap of a step's support with the one at the last refresh, by steps since then.
 
     A trace without fast steps, such as full-kv's, has no refreshes: there those steps count that Eq. 5 would
     make slow under its triggers and `trigger_delay`, and `refreshes` is "boundaries" in place of "recorded".
     `lags` has an entry for 1, 2, 3-4, 5-8, ...: `reuse` at steps that are no refresh, `refresh` at refreshes.
     """
-    recorded = bool(scope.row("SELECT count(*) AS n FROM chosen_steps WHERE NOT slow")["n"])
+    recorded = bool(request.single("SELECT count(*) AS n FROM chosen_steps WHERE NOT slow")["n"])
     pairs = "recorded_pairs" if recorded else "boundary_pairs"
-    (_place_recorded if recorded else _place_boundaries)(scope)
-    rows = scope.rows(f"""
-        SELECT ({FROM_LAG})::INT AS from_lag, ({TO_LAG})::INT AS to_lag, refresh,
-            {spread("overlap")} AS overlap
+    (_place_recorded if recorded else _place_boundaries)(request)
+    rows = request.query(f"""
+        SELECT {bins("lag", "lag")}, refresh,
+            {distribution("overlap")} AS overlap
         FROM {pairs} WHERE overlap IS NOT NULL AND lag IS NOT NULL
         GROUP BY ALL
         ORDER BY from_lag
@@ -70,18 +69,18 @@ def overlap_by_lag(scope: Scope) -> dict[str, Any] | None:
     return {"refreshes": "recorded" if recorded else "boundaries", "lags": [*lags.values()]}
 
 
-def _place_recorded(scope: Scope) -> None:
-    scope.connection.execute(f"""
+def _place_recorded(request: Request) -> None:
+    request.connection.execute(f"""
         CREATE OR REPLACE TEMP VIEW recorded_pairs AS {_placed("slow")}
         SELECT refresh, step - last AS lag, overlap_last_refresh AS overlap
         FROM chosen_supports JOIN placed USING (request, step)
     """)  # noqa: S608 - our own words
 
 
-def _place_boundaries(scope: Scope) -> None:
-    back = scope.trace.manifest["config"]["trigger_delay"] + 1
+def _place_boundaries(request: Request) -> None:
+    back = request.trace.manifest["config"]["trigger_delay"] + 1
     refresh = f"step = 0 OR coalesce(lag(trigger, {back:d}) OVER of_request, false)"
-    scope.compare(
+    request.compare(
         "boundary_pairs",
         f"""
         {_placed(refresh)}
@@ -109,28 +108,28 @@ def _placed(refresh: str) -> str:
     """  # noqa: S608 - our own words
 
 
-def audit_facts(scope: Scope) -> dict[str, Any] | None:
+def audit_facts(request: Request) -> dict[str, Any] | None:
     """Measure the audited steps: retained mass and output error of fast ones, query cosine of all.
 
     Slow steps retain 1 by definition and do not count. `heads` has every KV head, the lowest retained mass
     first. `retained_mass_min` is of each KV head's query head that retains least; `top_1_read` is the share
     of query heads whose most probable position was attended. None without supports.
     """
-    rows = scope.rows(f"""
+    rows = request.query(f"""
         SELECT layer,
-            {spread("CASE WHEN NOT slow THEN retained_mass END")} AS retained_mass,
-            {spread("CASE WHEN NOT slow THEN retained_mass_min END")} AS retained_mass_min,
-            {spread("CASE WHEN NOT slow THEN top_1_read END")} AS top_1_read,
-            {spread("CASE WHEN NOT slow THEN output_error END")} AS output_error,
-            {spread("query_cosine")} AS query_cosine
+            {distribution("CASE WHEN NOT slow THEN retained_mass END")} AS retained_mass,
+            {distribution("CASE WHEN NOT slow THEN retained_mass_min END")} AS retained_mass_min,
+            {distribution("CASE WHEN NOT slow THEN top_1_read END")} AS top_1_read,
+            {distribution("CASE WHEN NOT slow THEN output_error END")} AS output_error,
+            {distribution("query_cosine")} AS query_cosine
         FROM chosen_supports JOIN chosen_steps USING (request, step)
         GROUP BY GROUPING SETS ((), (layer))
         ORDER BY layer NULLS FIRST
     """)  # noqa: S608 - our own words
     if len(rows) == 1:
         return None
-    heads = scope.rows(f"""
-        SELECT layer, head, {spread("retained_mass")} AS retained_mass
+    heads = request.query(f"""
+        SELECT layer, head, {distribution("retained_mass")} AS retained_mass
         FROM chosen_supports JOIN chosen_steps USING (request, step)
         WHERE NOT slow
         GROUP BY layer, head
@@ -142,46 +141,40 @@ def audit_facts(scope: Scope) -> dict[str, Any] | None:
     return {**overall, "layers": rows[1:], "heads": heads}
 
 
-def logits_facts(scope: Scope) -> dict[str, Any] | None:
+def logits_facts(request: Request) -> dict[str, Any] | None:
     """Compare the next-token distributions of audited fast steps with dense attention's."""
-    found = scope.row(f"""
-        SELECT {spread("kl_next_token")} AS kl_next_token, avg(argmax_agrees::INT) AS argmax_agreement
+    found = request.single(f"""
+        SELECT {distribution("kl_next_token")} AS kl_next_token, avg(argmax_agrees::INT) AS argmax_agreement
         FROM chosen_logits
     """)  # noqa: S608 - our own words
     return found if found["kl_next_token"]["n"] else None
 
 
-def disagreements(scope: Scope) -> list[dict[str, Any]]:
+def disagreements(request: Request) -> list[dict[str, Any]]:
     """List the steps where dense attention has another most probable token, the largest KL first.
 
     None of a lossless run, which gives dense attention's tokens.
     """
-    if scope.trace.lossless:
+    if request.trace.lossless:
         return []
-    return scope.rows("""
+    return request.query("""
         SELECT request, step, token_text, dense_token_text, dense_probability, kl_next_token
         FROM chosen_logits JOIN chosen_steps USING (request, step)
         WHERE NOT argmax_agrees ORDER BY kl_next_token DESC, request, step
     """)
 
 
-def selection_facts(scope: Scope) -> dict[str, Any] | None:
+def selection_facts(request: Request) -> dict[str, Any] | None:
     """Measure how far selections differ from those before; lambda*, with the share at its clip; codescan's scores."""
     query = f"""
         SELECT count(*) AS rows,
-            {spread("overlap_previous")} AS overlap_previous,
-            {spread("jaccard_previous")} AS jaccard_previous,
-            {spread("lambda_star")} AS lambda_star,
-            {spread("unread_estimate")} AS unread_estimate,
-            {spread("score_margin")} AS score_margin,
-            avg({at_clip(scope)}::INT) AS clipped_share
+            {distribution("overlap_previous")} AS overlap_previous,
+            {distribution("jaccard_previous")} AS jaccard_previous,
+            {distribution("lambda_star")} AS lambda_star,
+            {distribution("unread_estimate")} AS unread_estimate,
+            {distribution("score_margin")} AS score_margin,
+            avg({at_clip(request)}::INT) AS clipped_share
         FROM chosen_selections
     """  # noqa: S608 - our own words
-    found = scope.row(query)
+    found = request.single(query)
     return found if found["rows"] else None
-
-
-def at_clip(scope: Scope) -> str:
-    """Write the SQL condition that a selection's lambda* is at its upper bound, `selector.lambda_clip`."""
-    clip = f"{scope.trace.manifest['config']['selector']['lambda_clip']!r}::DOUBLE"
-    return f"(abs(lambda_star - {clip}) <= {AT_CLIP} * {clip})"

@@ -2,12 +2,11 @@
 
 from typing import NamedTuple
 
+from sfi_traces.model.request import Request
 from sfi_traces.model.supports import Supports
 from sfi_traces.model.trace import Place
-from sfi_traces.summary.lags import MOST_LAG
-from sfi_traces.views.figure_data import Lambda, Retained, Timeline
+from sfi_traces.views.figure_data import MOST_LAG, Lambda, Retained, Timeline
 from sfi_traces.views.raster import Raster
-from sfi_traces.views.view import View
 
 
 class Caption(NamedTuple):
@@ -17,55 +16,55 @@ class Caption(NamedTuple):
     note: str
 
 
-def subject(view: View) -> str:
+def subject(request: Request) -> str:
     """Describe the run of a figure."""
-    manifest, steps = view.trace.manifest, view.steps
+    manifest, steps = request.trace.manifest, request.steps
     prompt = int(steps.context[0] - steps.step[0])
     words = [
         manifest["model"]["name"],
-        f"policy {manifest['policy']}{', lossless' if view.trace.lossless else ''}",
-        f"request {view.request}",
+        f"policy {manifest['policy']}{', lossless' if request.trace.lossless else ''}",
+        f"request {request.index}",
         f"{prompt:,} prompt tokens",
-        f"{len(steps.step):,} steps",
+        f"{len(steps):,} steps",
     ]
     if manifest["finished"] is None:
         words.append("killed")
     return ", ".join(words)
 
 
-def support(view: View, top: int) -> str:
+def support(request: Request, top: int) -> str:
     """Describe supports of `top` positions; an import may have an indexer's selections instead."""
-    imported = view.trace.imported
+    imported = request.trace.imported
     if imported and imported["kind"] == "selections":
         return f"Imported selections of up to {top} positions"
     return f"Top-{top} of dense attention"
 
 
-def stability(view: View, shown: Supports) -> Caption:
+def stability(request: Request, shown: Supports) -> Caption:
     """Caption the heat map of the steps in `shown`."""
-    whole = view.supports
-    note = f"{support(view, view.k)}, {places(whole.places)}."
-    if not any(view.steps.text):
+    whole = request.supports
+    note = f"{support(request, request.k)}, {places(whole.places)}."
+    if not any(request.steps.text):
         note += " Axes: steps."
     else:
         note += " Axes: the generated text."
     note += " Lines: sentence boundaries."
-    return Caption("Support overlap of every two steps", note + left_out(view, whole, shown))
+    return Caption("Support overlap of every two steps", note + left_out(request, whole, shown))
 
 
-def lag(view: View) -> Caption:
+def lag(request: Request) -> Caption:
     """Caption the overlap by lag."""
     note = (
-        f"{support(view, view.k)}, {places(view.supports.places)}. Pairs of audited steps up to "
+        f"{support(request, request.k)}, {places(request.supports.places)}. Pairs of audited steps up to "
         f"{MOST_LAG} steps apart; bands hold 10 to 90 % of them. Two random ones overlap by "
-        f"{view.supports.chance:.3f}.{layers_left_out(view)}"
+        f"{request.supports.chance:.3f}.{layers_left_out(request)}"
     )
     return Caption("Support overlap by lag, within a sentence and across a boundary", note)
 
 
-def raster(view: View, shown: Raster, why: str) -> Caption:
+def raster(request: Request, shown: Raster, why: str) -> Caption:
     """Caption a support raster; `why` says what is special about its layer and KV head, if anything."""
-    note = f"{support(view, shown.top)}."
+    note = f"{support(request, shown.top)}."
     if why:
         note += f" In {places([shown.place])} {why}."
     if shown.per_cell > 1:
@@ -73,7 +72,9 @@ def raster(view: View, shown: Raster, why: str) -> Caption:
             f" A cell stands for {shown.per_cell} positions; it has a color if the support is no sparser "
             "there than on average, that of most of these positions."
         )
-    return Caption(f"Support of each step in {places([shown.place])}", note + left_out(view, view.supports, shown))
+    return Caption(
+        f"Support of each step in {places([shown.place])}", note + left_out(request, request.supports, shown)
+    )
 
 
 def lambda_star(data: Lambda) -> Caption:
@@ -85,14 +86,14 @@ def lambda_star(data: Lambda) -> Caption:
     return Caption("lambda* over time", f"{note} {data.clipped:.0%} of all values stand at the clip.")
 
 
-def retained(view: View, data: Retained) -> Caption:
+def retained(request: Request, data: Retained) -> Caption:
     """Caption the retained mass, or what stands in for it."""
     mass = data.of_place
     least, most = (places([end(sorted(mass), key=mass.__getitem__)]) for end in (min, max))
     worst = f"Least in {least}; most in {most}."
     if data.coverage:
         return Caption(
-            f"Attention mass in the top-{view.k} positions",
+            f"Attention mass in the top-{request.k} positions",
             f"Mean over {data.steps:,} audited steps, all slow: they left nothing out, so there is no "
             f"retained mass. {worst}",
         )
@@ -133,20 +134,20 @@ def _many(found: list[Place]) -> str:
     return " x ".join(f"{count} {name}" for count, name in counts if count > 1)
 
 
-def left_out(view: View, whole: Supports, shown: Supports | Raster) -> str:
+def left_out(request: Request, whole: Supports, shown: Supports | Raster) -> str:
     """Say how many steps were not audited, and how many audited ones are not drawn; "" if none."""
-    said = layers_left_out(view)
-    if whole.steps < len(view.steps.step):
-        said += f" {whole.steps:,} of {len(view.steps.step):,} steps were audited."
+    said = layers_left_out(request)
+    if whole.steps < len(request.steps.step):
+        said += f" {whole.steps:,} of {len(request.steps.step):,} steps were audited."
     drawn = len(shown.step_N)
     if drawn < whole.steps:
         said += f" {drawn:,} of {whole.steps:,} audited steps are drawn, evenly chosen."
     return said
 
 
-def layers_left_out(view: View) -> str:
+def layers_left_out(request: Request) -> str:
     """Say how many audited layers are drawn if not all, because of their size; "" if all."""
-    drawn = len(view.supports.layers)
-    if drawn == view.audited_layers:
+    drawn = len(request.supports.layers)
+    if drawn == request.audited_layers:
         return ""
-    return f" {drawn:,} of {view.audited_layers:,} audited layers are drawn, evenly chosen."
+    return f" {drawn:,} of {request.audited_layers:,} audited layers are drawn, evenly chosen."

@@ -1,4 +1,4 @@
-"""Numbers of the figures of lambda*, retained mass and phases."""
+"""Numbers of the figures of overlap by lag, lambda*, retained mass and phases."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,11 +9,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from sfi_core.errors import TraceError
-from sfi_traces.model.supports import thinning
+from sfi_traces.health.measured import AT_CLIP
+from sfi_traces.model.request import Request
+from sfi_traces.model.supports import MOST_STEPS, thinning
 from sfi_traces.model.trace import Place, rows_of
-from sfi_traces.summary.lags import SPREAD
-from sfi_traces.summary.supports import AT_CLIP
-from sfi_traces.views.view import View
 
 PHASES = (  # innermost spans, in a bar's order
     "attention.fast", "attention.dense", "attention.mixed", "selector", "top_k", "pack", "append", "sample",
@@ -21,6 +20,74 @@ PHASES = (  # innermost spans, in a bar's order
 AUDIT = ("audit", "shadow")  # spans of the audit itself
 REST = "rest of the step"
 MOST_BARS = 2000
+MOST_LAG = 128
+SPREAD = (0.1, 0.9)  # quantiles of a band
+
+
+def color_range(overlap: np.ndarray) -> tuple[float, float]:
+    """Choose a color scale: tenths around all overlaps except those of a step with itself."""
+    others = overlap[~np.eye(len(overlap), dtype=bool)]
+    if not len(others):
+        return 0.0, 1.0
+    return float(np.floor(others.min() * 10) / 10), float(np.ceil(others.max() * 10) / 10)
+
+
+def axis_range(*values: np.ndarray) -> tuple[float, float]:
+    """Choose the ends of an axis of overlaps: a little beyond all values, within 0 and 1."""
+    known = np.concatenate(values)
+    low, high = float(known.min()), float(known.max())
+    room = max(0.02, 0.06 * (high - low))
+    return max(0.0, low - room), min(1.0, high + room)
+
+
+@dataclass(frozen=True, slots=True)
+class LagLine:
+    """Overlap of pairs of steps by `lag`: mean, 10 and 90 % quantiles, number of pairs."""
+
+    name: str
+    lag: np.ndarray
+    mean: np.ndarray
+    low: np.ndarray
+    high: np.ndarray
+    pairs: np.ndarray
+
+    @property
+    def overall(self) -> float:
+        """Mean overlap of all pairs; NaN where there is none."""
+        pairs = self.pairs.sum()
+        return float((self.mean * self.pairs).sum() / pairs) if pairs else float("nan")
+
+
+def lag_lines(request: Request, most: int = MOST_LAG) -> tuple[LagLine, LagLine]:
+    """Sort pairs of audited steps by lag, up to `most`: first within a sentence, then across a boundary.
+
+    A pair's overlap is the mean over layers and KV heads. Raises `TraceError` for one audited step.
+    """
+    supports = request.supports
+    if supports.steps == 1:
+        raise TraceError(f"trace {request.trace.path} has one audited step, too few for an overlap")
+    sentence = request.steps.sentence[request.steps.rows(supports.step_N)]
+    pieces = []
+    # stretches overlap by `most` steps, so that each pair lies within one
+    for begin in range(0, supports.steps, MOST_STEPS):
+        part = supports.at(slice(begin, begin + MOST_STEPS + most))
+        lag = part.step_N[None] - part.step_N[:, None]
+        wanted = (lag > 0) & (lag <= most)
+        wanted[MOST_STEPS:] = False  # their pairs come with the next stretch
+        inside = sentence[begin : begin + MOST_STEPS + most]
+        same = inside[None] == inside[:, None]
+        pieces.append((part.overlap[wanted], lag[wanted], same[wanted]))
+    value, lag, same = (np.concatenate(each) for each in zip(*pieces, strict=True))
+    return (_line("within a sentence", value[same], lag[same]), _line("across a boundary", value[~same], lag[~same]))
+
+
+def _line(name: str, value: np.ndarray, lag: np.ndarray) -> LagLine:
+    order = np.argsort(lag, kind="stable")
+    value, lag = value[order].astype(np.float64), lag[order]
+    lags, first, pairs = np.unique(lag, return_index=True, return_counts=True)
+    groups = np.split(value, first[1:]) if len(lags) else []
+    low, high = (np.array([np.quantile(group, share) for group in groups]) for share in SPREAD)
+    return LagLine(name, lags, np.array([group.mean() for group in groups]), low, high, pairs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,15 +106,15 @@ class Lambda:
     places: list[Place]
 
 
-def lambda_over_time(view: View) -> Lambda:
+def lambda_over_time(request: Request) -> Lambda:
     """Read lambda* at each refresh; raises `TraceError` if the run had no Selector, or all values are the clip."""
-    wanted = rows_of(view.request, view.layer, view.head) & pc.field("lambda_star").is_valid()
+    wanted = rows_of(request.index, request.layer, request.head) & pc.field("lambda_star").is_valid()
     columns = ["step", "layer", "head", "lambda_star"]
-    rows = view.trace.rows("selections", columns, wanted).sort_by("step")
+    rows = request.trace.rows("selections", columns, wanted).sort_by("step")
     if not len(rows):
         raise TraceError(
-            f"trace {view.trace.path} has no lambda* of request {view.request}, recorded with policy "
-            f"{view.trace.manifest['policy']}; record it with --policy sfi"
+            f"trace {request.trace.path} has no lambda* of request {request.index}, recorded with policy "
+            f"{request.trace.manifest['policy']}; record it with --policy sfi"
         )
     value = rows["lambda_star"].to_numpy().astype(np.float64)
     step, first = np.unique(rows["step"].to_numpy(), return_index=True)
@@ -55,12 +122,12 @@ def lambda_over_time(view: View) -> Lambda:
     low, median, high = (
         np.array([np.quantile(group, share) for group in groups]) for share in (SPREAD[0], 0.5, SPREAD[1])
     )
-    clip = view.trace.manifest["config"]["selector"]["lambda_clip"]
+    clip = request.trace.manifest["config"]["selector"]["lambda_clip"]
     clipped = (np.abs(value - clip) <= AT_CLIP * clip).mean()
     if clipped == 1:
         raise TraceError(
-            f"trace {view.trace.path} has lambda* at selector.lambda_clip, {clip:g}, in every refresh of request "
-            f"{view.request}, which is no course to draw"
+            f"trace {request.trace.path} has lambda* at selector.lambda_clip, {clip:g}, in every refresh of request "
+            f"{request.index}, which is no course to draw"
         )
     pairs = zip(rows["layer"].to_pylist(), rows["head"].to_pylist(), strict=True)
     return Lambda(step, median, low, high, clip, float(clipped), sorted(set(pairs)))
@@ -99,15 +166,15 @@ class Retained:
         return HeadMap.of(self.of_place)
 
 
-def retained_mass(view: View) -> Retained:
+def retained_mass(request: Request) -> Retained:
     """Average the retained mass over the audited fast steps; raises `TraceError` without audit or masses."""
-    view.trace.require_audit()
-    view.trace.require_masses()
+    request.trace.require_audit()
+    request.trace.require_masses()
     columns = ["step", "layer", "head", "retained_mass"]
-    rows = view.trace.rows("supports", columns, view.wanted)
-    rows = rows.filter(pc.is_in(rows["step"], pa.array(view.steps.step[~view.steps.slow])))
+    rows = request.trace.rows("supports", columns, request.wanted)
+    rows = rows.filter(pc.is_in(rows["step"], pa.array(request.steps.step[~request.steps.slow])))
     if not len(rows):
-        supports = view.supports
+        supports = request.supports
         held_UN = supports.mass_NUK.sum(-1).T.copy()
         found = dict(zip(supports.places, held_UN.mean(-1), strict=True))
         return Retained(found, supports.steps, coverage=True)
@@ -138,15 +205,15 @@ class Timeline:
     stepless: int
 
 
-def step_phases(view: View) -> Timeline:
+def step_phases(request: Request) -> Timeline:
     """Sum the innermost spans of each decoding step by phase.
 
     The rest of a step is its wall time less these and the audit's. Spans have the number of their run's first
     request, and the batch's steps. Raises `TraceError` if no decoding step has timings.
     """
-    steps, later = view.steps, view.steps.step >= 1
+    steps, later = request.steps, request.steps.step >= 1
     step = steps.step[later]
-    spent_us = _spans(view, steps.batch_step[later])
+    spent_us = _spans(request, steps.batch_step[later])
     phases = {name: spent_us.get(name, np.zeros(len(step))) for name in PHASES}
     audit_us = sum((spent_us.get(name, np.zeros(len(step))) for name in AUDIT), np.zeros(len(step)))
     taken = sum(phases.values()) + audit_us
@@ -154,7 +221,7 @@ def step_phases(view: View) -> Timeline:
     width = thinning(len(step), MOST_BARS)
     edges = np.arange(0, len(step), width)
     counts = np.diff([*edges, len(step)])
-    checks = view.trace.rows("verifications", ["drafted", "accepted"], rows_of(view.request))
+    checks = request.trace.rows("verifications", ["drafted", "accepted"], rows_of(request.index))
     return Timeline(
         step=step[edges],
         per_bar=width,
@@ -166,14 +233,14 @@ def step_phases(view: View) -> Timeline:
     )
 
 
-def _spans(view: View, step: np.ndarray) -> dict[str, np.ndarray]:
+def _spans(request: Request, step: np.ndarray) -> dict[str, np.ndarray]:
     # microseconds of each span name, for each of the batch's steps
-    table = view.trace.table("timings", ["request", "step", "name", "elapsed_us", "rank"])
+    table = request.trace.table("timings", ["request", "step", "name", "elapsed_us", "rank"])
     table = table.filter(pc.equal(pc.fill_null(table["rank"], 0), 0))  # ranks run in parallel: one's times
-    table = table.filter((pc.field("request") <= view.request) & (pc.field("step") >= 1))
+    table = table.filter((pc.field("request") <= request.index) & (pc.field("step") >= 1))
     table = table.filter(pc.is_in(table["step"], pa.array(step)))
     if not len(table):
-        raise TraceError(f"trace {view.trace.path} has no timings of decoding steps")
+        raise TraceError(f"trace {request.trace.path} has no timings of decoding steps")
     table = table.filter(pc.field("request") == pc.max(table["request"]))
     sums = table.group_by(["step", "name"]).aggregate([("elapsed_us", "sum")])
     found: dict[str, np.ndarray] = {}

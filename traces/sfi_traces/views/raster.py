@@ -5,12 +5,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from sfi_traces.model.request import Request
 from sfi_traces.model.selections import Selections
 from sfi_traces.model.supports import thinning
 from sfi_traces.model.trace import Place
 from sfi_traces.overlap import size
 from sfi_traces.views.figure_data import retained_mass
-from sfi_traces.views.view import View
 
 # what a cell shows
 NOTHING, SELECTED, READ, MISSED = range(4)
@@ -51,21 +51,21 @@ class Selected:
     since: np.ndarray
 
 
-def rasters(view: View, places: Sequence[Place], *, most_steps: int, most_cells: int) -> list[Raster]:
+def rasters(request: Request, places: Sequence[Place], *, most_steps: int, most_cells: int) -> list[Raster]:
     """Compute the rasters of several layers and KV heads.
 
-    If the view has no `top`, supports are cut to the run's budget, so that missed positions mean something.
+    If the request has no `top`, supports are cut to the run's budget, so that missed positions mean something.
     Beyond `most_steps` every n-th step is taken; beyond `most_cells` a cell stands for several positions.
     """
-    manifest = view.trace.manifest
-    top = view.top or min(manifest["audit"]["top"], manifest["config"]["budget"])
-    supports = view.supports.thinned(most_steps)
-    rows = view.steps.rows(supports.step_N)
-    context, slow = view.steps.context[rows], view.steps.slow[rows]
+    manifest = request.trace.manifest
+    top = request.top or min(manifest["audit"]["top"], manifest["config"]["budget"])
+    supports = request.supports.thinned(most_steps)
+    rows = request.steps.rows(supports.step_N)
+    context, slow = request.steps.context[rows], request.steps.slow[rows]
     per_cell = thinning(int(context.max()), most_cells)
-    sink, start_N = view.recorded.segments
+    sink, start_N = request.segments
     recent = None if start_N is None else start_N[rows]
-    selected = _in_force(view.recorded.selections, places, supports.step_N)
+    selected = _in_force(request.selections, places, supports.step_N)
     drawn = []
     for place in places:
         chosen = selected.get(place)
@@ -80,15 +80,15 @@ def rasters(view: View, places: Sequence[Place], *, most_steps: int, most_cells:
     return drawn
 
 
-def choose_place(view: View) -> tuple[Place, str]:
+def choose_place(request: Request) -> tuple[Place, str]:
     """Choose the layer and KV head whose fast steps retain the least mass, and give the reason in words.
 
     Without fast steps it is the one whose supports have the most mass.
     """
-    found = view.supports.places
-    if len(found) == 1 or not view.trace.masses:
+    found = request.supports.places
+    if len(found) == 1 or not request.trace.masses:
         return found[0], ""
-    data = retained_mass(view)
+    data = retained_mass(request)
     if data.coverage:
         return max(found, key=data.of_place.__getitem__), "supports hold the most mass"
     return min(found, key=data.of_place.__getitem__), "fast steps retain the least mass"
@@ -106,22 +106,18 @@ def meaning(raster: Raster) -> dict[int, str]:
 
 def _in_force(selections: Selections, places: Sequence[Place], step: np.ndarray) -> dict[Place, Selected]:
     # the selections of each place at the steps; places that selected nothing are left out
-    found = {}
-    for place in places:
-        rows = selections.of_place.get(place, np.empty(0, int))
-        since = np.searchsorted(selections.begin[rows], step, side="right")  # 0: nothing yet
-        needed, since = np.unique(since, return_inverse=True)
-        if needed[-1]:
-            found[place] = rows[needed[needed > 0] - 1], since + (needed[0] > 0)
-    chosen = [rows for rows, _ in found.values()]
-    sets = selections.positions(np.concatenate([np.empty(0, int), *chosen]))
+    in_force = {place: selections.in_force(place, step) for place in places}
+    needed = np.unique(np.concatenate([np.array([-1]), *in_force.values()]))[1:]
+    sets = selections.positions(needed)
     if sets is None:
         return {}
-    ends = np.cumsum([len(rows) for rows in chosen])
-    return {
-        place: Selected([np.empty(0, np.int32), *sets[end - len(rows) : end]], since)
-        for end, (place, (rows, since)) in zip(ends, found.items(), strict=True)
-    }
+    chosen = {}
+    for place, rows in in_force.items():
+        own, since = np.unique(np.append(rows, -1), return_inverse=True)
+        if len(own) > 1:
+            of_place = [sets[at] for at in np.searchsorted(needed, own[1:])]
+            chosen[place] = Selected([np.empty(0, np.int32), *of_place], since[:-1])
+    return chosen
 
 
 def _cells(

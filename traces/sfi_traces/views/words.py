@@ -11,14 +11,12 @@ from typing import Any
 import numpy as np
 
 from sfi_core.errors import ConfigError, TraceError
-from sfi_traces.model.rows import Rows
+from sfi_traces.model.request import Request
 from sfi_traces.model.step_reads import StepMass, StepReads
 from sfi_traces.model.trace import Place
-from sfi_traces.views.view import View
 
 GAP, LONG, LONGEST = 2, 24, 64  # see above
 ENDS = (".", "!", "?", "\n")
-AUDITED = ("layer", "head", "positions", "mass", "read")
 SINK, SELECTED, RECENT, ALL, MISSED = "sink", "selected", "recent", "all", "missed"
 
 
@@ -89,36 +87,35 @@ class StepWords:
         return found
 
 
-def text_of(view: View) -> list[str]:
+def text_of(request: Request) -> list[str]:
     """Return the text of each position, of prompt and generated tokens; raises `TraceError` without text."""
-    texts = view.recorded.prompt
-    if not texts or texts[0] is None:
-        why = "was redacted" if view.trace.redacted else "was recorded without a tokenizer"
-        if view.trace.imported:
+    if not request.prompt or request.prompt[0] is None:
+        why = "was redacted" if request.trace.redacted else "was recorded without a tokenizer"
+        if request.trace.imported:
             why = "was imported from a file without texts; import it with --tokenizer"
-        raise TraceError(f"trace {view.trace.path} has no text: it {why}")
-    return [text or "" for text in texts] + view.steps.text
+        raise TraceError(f"trace {request.trace.path} has no text: it {why}")
+    return request.words
 
 
-def step_words(view: View, step: int) -> StepWords:
+def step_words(request: Request, step: int) -> StepWords:
     """Find what a step read.
 
     Raises `ConfigError` for a step that the request lacks; `TraceError` without text, or without the positions of
     selections of a fast step.
     """
-    steps = view.steps
+    steps = request.steps
     row = int(steps.rows(np.array(step)))
     if row == len(steps.step) or steps.step[row] != step:
-        raise ConfigError(f"step must be in {steps.step[0]} to {steps.step[-1]} of request {view.request}, got {step}")
-    read = StepReads.of(view.recorded, row, view.places)
+        raise ConfigError(f"step must be in {steps.step[0]} to {steps.step[-1]} of request {request.index}, got {step}")
+    read = StepReads.of(request, row)
     if read.selected is None:
         raise TraceError(
-            f"trace {view.trace.path} has no positions of its selections; record it with --set trace.positions=true"
+            f"trace {request.trace.path} has no positions of its selections; record it with --set trace.positions=true"
         )
-    texts = text_of(view)
+    texts = text_of(request)
     mass = StepMass({})
-    if view.trace.masses:
-        mass = StepMass.of(Rows(view.trace, "supports", view.request, AUDITED).at(step), read)
+    if request.trace.masses:
+        mass = StepMass.of(request.support_rows.at(step), read)
     passages = Passages(texts, read, mass)
     return StepWords(
         step=step,
@@ -132,26 +129,26 @@ def step_words(view: View, step: int) -> StepWords:
         refreshed=read.refreshed,
         passages=_ranked(passages.read()),
         missed=_ranked(passages.missed()),
-        dense=view.recorded.compared.get(step),
-        masses=view.trace.masses,
-        notes=list(_notes(view, row, read)),
+        dense=request.compared.get(step),
+        masses=request.trace.masses,
+        notes=list(_notes(request, row, read)),
     )
 
 
-def _notes(view: View, row: int, read: StepReads) -> Iterator[str]:
-    steps = view.steps
-    said = view.trace.lossless or view.trace.reads_own_selection
+def _notes(request: Request, row: int, read: StepReads) -> Iterator[str]:
+    steps = request.steps
+    said = request.trace.lossless or request.trace.reads_own_selection
     if steps.slow[row] and steps.attended[row] < steps.context[row] and not said:
         yield "in this slow step some KV heads read only what was selected; the trace does not say which"
     if read.dense and not steps.slow[row]:
         layers = ", ".join(map(str, sorted({layer for layer, _ in read.dense})))
         yield f"layers left dense read everything: {layers}"
-    sliding = [one for one in view.trace.manifest["model"]["layers"] if one["window"] is not None]
-    if sliding and view.layer is None:
+    sliding = [one for one in request.trace.manifest["model"]["layers"] if one["window"] is not None]
+    if sliding and request.layer is None:
         yield f"{len(sliding)} layers of windows or states are left aside"
     if not read.selected and len(read.dense) < len(read.places):
         yield (
-            f"policy {view.trace.manifest['policy']} had selected nothing; a fast step read the sink and "
+            f"policy {request.trace.manifest['policy']} had selected nothing; a fast step read the sink and "
             "the recent tokens"
         )
 

@@ -20,22 +20,22 @@ def play_run(trace: Any, part: dict[str, Any], output: Output, *, step: str | No
 
     `part` has the request, layers and KV heads to show; `speed` is in steps a second.
     """
-    from sfi_traces.replay.playback import Playback
+    from sfi_traces.views.frames import playable
 
     steps = _steps(step)
     watched = steps is None and output.path is None
     watched = watched and sys.stdin.isatty() and sys.stdout.isatty()
     if watched:
         check_textual()
-    playback = Playback.load(trace, **part, audited=not watched)
-    if steps is not None and steps.start >= playback.steps:
-        raise ConfigError(f"step must be one of 0 to {playback.steps - 1}, got {step}")
+    request = playable(trace, **part, audited=not watched)
+    recorded = range(len(request.steps))
+    if steps is not None and steps.start not in recorded:
+        raise ConfigError(f"step must be one of 0 to {recorded[-1]}, got {step}")
     if watched:
-        _watch(playback, speed)
+        _watch(request, speed)
         return
-    wanted = steps or range(playback.steps)
     with output:
-        output.pieces(printable_lines(plain_frame(playback, t)) for t in wanted if t < playback.steps)
+        output.pieces(printable_lines(plain_frame(request, at)) for at in steps or recorded if at in recorded)
 
 
 def check_textual() -> None:
@@ -44,10 +44,10 @@ def check_textual() -> None:
         raise not_installed("the player (--step prints steps without it) needs", "Textual", "player")
 
 
-def _watch(playback: Any, speed: float) -> None:
+def _watch(request: Any, speed: float) -> None:
     from sfi_cli.commands.trace.replay.player import PlayerApp
 
-    app = PlayerApp(playback, speed, sys.stdout.encoding)
+    app = PlayerApp(request, speed, sys.stdout.encoding)
     app.run()
     if app.failure is not None:
         raise app.failure

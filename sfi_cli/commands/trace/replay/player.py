@@ -3,27 +3,56 @@
 import asyncio
 import signal
 from contextlib import suppress
-from typing import Any
 
 from rich.text import Text
 from textual import on
 from textual.app import App, ComposeResult
+from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical
 from textual.events import Resize
 from textual.timer import Timer
 from textual.widgets import Footer, Input, OptionList, Select, Static
 
 from sfi_cli.commands.trace.replay.frame_view import head, measures, shades, strips
-from sfi_cli.commands.trace.replay.keys import KEYS
 from sfi_cli.commands.trace.replay.text_layout import TextLayout
 from sfi_cli.commands.trace.replay.text_pane import TextPane, marks_at, passage_text, tokens_of
 from sfi_cli.terminal.output import INTERRUPTED
 from sfi_core.errors import SfiError
+from sfi_traces.model.request import Request
+from sfi_traces.views import frames
 from sfi_traces.views.words import Passage
 
 FASTEST = 64.0
 EVERY = -1  # value of a picker: all layers, all heads
 ASKED = {"go": "step", "search": "find"}
+KEYS: list[BindingType] = [
+    Binding("space,right,enter", "move(1)", "next", key_display="space"),
+    Binding("left,b,backspace", "move(-1)", "back", key_display="b"),
+    Binding("s", "next('slow_at', 1)", "slow step"),
+    Binding("S", "next('slow_at', -1)", "slow step before", show=False),
+    Binding("d", "next('disagreeing', 1)", "differs"),
+    Binding("D", "next('disagreeing', -1)", "differing step before", show=False),
+    Binding("g", "ask('go')", "go to"),
+    Binding("slash", "ask('search')", "search", key_display="/"),
+    Binding("n", "match(1)", "next"),
+    Binding("N", "match(-1)", "match before", show=False),
+    Binding("a", "play", "play"),
+    Binding("plus,equals_sign", "faster(2)", "faster", key_display="+"),
+    Binding("minus", "faster(0.5)", "slower", key_display="-"),
+    Binding("l", "pick('layer', 1)", "layer"),
+    Binding("L", "pick('layer', -1)", "layer before", show=False),
+    Binding("h", "pick('head', 1)", "head"),
+    Binding("H", "pick('head', -1)", "head before", show=False),
+    Binding("home", "go(0)", "first step", show=False),
+    Binding("end", "go(-1)", "last step", show=False),
+    Binding("up", "scroll(-1)", "up", show=False),
+    Binding("down", "scroll(1)", "down", show=False),
+    Binding("pageup", "scroll(-10)", "page up", show=False),
+    Binding("pagedown", "scroll(10)", "page down", show=False),
+    Binding("escape", "leave_field", "leave the field", show=False),
+    Binding("q,ctrl+d", "quit", "quit", key_display="q"),
+    Binding("ctrl+c", "interrupt", "interrupt", show=False, priority=True),
+]
 
 
 class PlayerApp(App[None]):
@@ -53,10 +82,11 @@ class PlayerApp(App[None]):
     """
     BINDINGS = KEYS
 
-    def __init__(self, playback: Any, speed: float, encoding: str | None = "utf-8") -> None:
+    def __init__(self, request: Request, speed: float, encoding: str | None = "utf-8") -> None:
         """Show the first step of a run; `encoding` is the terminal's."""
         super().__init__()
-        self.playback, self.speed, self._shades = playback, speed, shades(encoding)
+        self.request, self.speed, self._shades = request, speed, shades(encoding)
+        self._places = request.places
         self.step = 0
         self.failure: SfiError | None = None
         self._timer: Timer | None = None
@@ -66,18 +96,17 @@ class PlayerApp(App[None]):
 
     def compose(self) -> ComposeResult:
         """Lay the screen out."""
-        playback = self.playback
         yield Static(id="about")
         with Horizontal(id="body"):
-            layout = TextLayout.of(tokens_of(playback))
-            yield TextPane(layout, marks_at(playback, self.step), id="text")
+            layout = TextLayout.of(tokens_of(self.request))
+            yield TextPane(layout, marks_at(self.request, self.step), id="text")
             yield OptionList(id="sources")
         with Vertical(id="below"):
             yield Static(id="strips")
             yield Static(id="measures")
             with Horizontal(id="pickers"):
                 for at, name in enumerate(("layer", "head")):
-                    yield _picker(name, sorted({place[at] for place in playback.places}))
+                    yield _picker(name, sorted({place[at] for place in self._places}))
                 yield Static(id="state")
         yield Input(id="ask", compact=True)
         yield Footer(compact=True, show_command_palette=False)
@@ -97,15 +126,15 @@ class PlayerApp(App[None]):
     def show_step(self) -> None:
         """Show the step; end the player if a part of the trace cannot be read."""
         try:
-            frame = self.playback.frame(self.step)
-            marks = marks_at(self.playback, self.step)
-            self._shown = self.playback.passages(self.step)
-            rows = strips(self.playback, self.step, self.size.width, self._shades)
+            frame = frames.frame(self.request, self.step)
+            marks = marks_at(self.request, self.step)
+            self._shown = frames.passages(self.request, self.step)
+            rows = strips(self.request, self.step, self.size.width, self._shades)
         except SfiError as error:
             self.failure = error
             self.exit(return_code=error.exit_code)
             return
-        self.query_one("#about", Static).update(head(self.playback, frame))
+        self.query_one("#about", Static).update(head(self.request, frame))
         self.query_one("#strips", Static).update(Text("\n").join(rows))
         self.query_one("#measures", Static).update(measures(frame))
         sources = self.query_one(OptionList)
@@ -113,7 +142,7 @@ class PlayerApp(App[None]):
         sources.add_options([passage_text(passage) for passage in self._shown])
         pane = self.query_one(TextPane)
         pane.mark(marks)
-        pane.show_token(len(self.playback.prompt) + self.step)
+        pane.show_token(self.request.prompt_tokens + self.step)
         self.show_state()
 
     def show_state(self) -> None:
@@ -124,7 +153,7 @@ class PlayerApp(App[None]):
 
     def action_go(self, step: int) -> None:
         """Show a step; -1 is the last one."""
-        last = self.playback.steps - 1
+        last = len(self.request.steps) - 1
         self._stop()
         self.step = last if step < 0 else min(step, last)
         self.show_step()
@@ -135,10 +164,10 @@ class PlayerApp(App[None]):
 
     def action_next(self, kind: str, side: int) -> None:
         """Go to the next step of a kind, or to the previous one: slow, or unlike full attention's token."""
-        steps = self.playback.slow_at if kind == "slow_at" else self.playback.recorded.disagreeing
-        found = [t for t in steps if (t > self.step if side > 0 else t < self.step)]
-        if found:
-            self.action_go(found[0] if side > 0 else found[-1])
+        steps = self.request.steps.slow_at if kind == "slow_at" else self.request.disagreeing
+        beyond = [step for step in steps if (step > self.step if side > 0 else step < self.step)]
+        if beyond:
+            self.action_go(beyond[0] if side > 0 else beyond[-1])
         else:
             self.notify("no such step", severity="warning")
 
@@ -164,7 +193,7 @@ class PlayerApp(App[None]):
 
     def tick(self) -> None:
         """Show the next step; stop at the end."""
-        if self.step >= self.playback.steps - 1:
+        if self.step >= len(self.request.steps) - 1:
             self._stop()
             self.show_state()
             return
@@ -178,18 +207,18 @@ class PlayerApp(App[None]):
 
     def action_pick(self, name: str, side: int) -> None:
         """Choose the next layer or KV head, or the previous one; "all" is one of the choices."""
-        picker = self.query_one(f"#{name}", Select)
+        picker: Select[int] = self.query_one(f"#{name}", Select)
         at = 0 if name == "layer" else 1
-        values = [EVERY, *sorted({place[at] for place in self.playback.places})]
-        picker.value = values[(values.index(picker.value) + side) % len(values)]
+        values = [EVERY, *sorted({place[at] for place in self._places})]
+        picker.value = values[(values.index(int(picker.value)) + side) % len(values)]
 
     @on(Select.Changed)
     def picked(self) -> None:
         """Show the chosen layers and KV heads; warn if the trace has none such."""
-        layer, kv_head = (self.query_one(f"#{name}", Select).value for name in ("layer", "head"))
-        wanted = [None if value == EVERY else [value] for value in (layer, kv_head)]
+        picked = [self.query_one(f"#{name}", Select).value for name in ("layer", "head")]
+        layers, heads = (None if value == EVERY else [int(value)] for value in picked)
         try:
-            self.playback.choose(*wanted)
+            self.request.choose(layers, heads, self._places)
         except SfiError as error:
             self.notify(str(error), severity="warning")
             return
@@ -199,8 +228,8 @@ class PlayerApp(App[None]):
     @on(TextPane.Clicked)
     def clicked(self, event: TextPane.Clicked) -> None:
         """Go to the step that generated the token; do nothing for a token of the prompt."""
-        if event.token >= len(self.playback.prompt):
-            self.action_go(event.token - len(self.playback.prompt))
+        if event.token >= self.request.prompt_tokens:
+            self.action_go(event.token - self.request.prompt_tokens)
 
     @on(OptionList.OptionSelected)
     def source_chosen(self, event: OptionList.OptionSelected) -> None:
@@ -250,7 +279,7 @@ class PlayerApp(App[None]):
         if not self._words:
             return
         pane = self.query_one(TextPane)
-        first_token = len(self.playback.prompt) + self.step
+        first_token = self.request.prompt_tokens + self.step
         start = int(pane.text.start_T[first_token])
         if pane.found is not None:
             start = pane.found[0] + (1 if side > 0 else 0)
@@ -259,8 +288,8 @@ class PlayerApp(App[None]):
             self.notify(f"no {self._words!r} in the text", severity="warning")
         else:
             token = pane.text.token_at(pane.found[0])
-            if token >= len(self.playback.prompt):
-                self.action_go(token - len(self.playback.prompt))
+            if token >= self.request.prompt_tokens:
+                self.action_go(token - self.request.prompt_tokens)
             pane.show_character(pane.found[0])
         pane.refresh()
         self.show_state()

@@ -18,6 +18,9 @@ from textual.strip import Strip
 from sfi_cli.commands.trace.replay import frame_view
 from sfi_cli.commands.trace.replay.frame_view import blanked
 from sfi_cli.commands.trace.replay.text_layout import Span, TextLayout
+from sfi_traces.model.request import Request
+from sfi_traces.views.frames import sentence_begin
+from sfi_traces.views.words import Passage
 
 AHEAD, PAST, SENTENCE, CURRENT = range(4)  # a token's place
 UNREAD, SINK, SELECTED, RECENT = range(4)  # why the step reads a token
@@ -25,7 +28,7 @@ PLAIN, SLOW, OTHER = range(3)  # a token of the prompt or a fast step; a slow st
 KINDS = 16  # pairs of the first two, times the third; 3 * KINDS stands for found words
 BACKGROUND = {SINK: "#45306b", SELECTED: "#6b4f10", RECENT: "#1d4d3c"}
 PLACE = {AHEAD: "dim", PAST: "", SENTENCE: "bold", CURRENT: "bold reverse"}
-TOLD, FOUND = {SLOW: "#ff8a8a", OTHER: frame_view.OTHER}, "black on #ffd75f"
+COLOR, FOUND = {SLOW: "#ff8a8a", OTHER: frame_view.OTHER}, "black on #ffd75f"
 
 Kinds = npt.NDArray[np.int8]
 LONGEST = 240  # characters of a passage
@@ -38,7 +41,7 @@ class Marks:
 
     place_T: Kinds
     read_T: Kinds
-    told_T: Kinds
+    kind_T: Kinds
 
 
 class TextPane(ScrollView, can_focus=False):
@@ -121,7 +124,7 @@ class TextPane(ScrollView, can_focus=False):
         characters = np.arange(begin, end)
         token = np.searchsorted(self.text.start_T, characters, "right") - 1
         marks = self._marks
-        kind = marks.place_T[token] * 4 + marks.read_T[token] + KINDS * marks.told_T[token]
+        kind = marks.place_T[token] * 4 + marks.read_T[token] + KINDS * marks.kind_T[token]
         if self.found is not None:
             first, last = self.found
             kind = np.where((characters >= first) & (characters < last), 3 * KINDS, kind)
@@ -129,17 +132,17 @@ class TextPane(ScrollView, can_focus=False):
 
 
 def _style(kind: int) -> Style:
-    told, rest = divmod(kind, KINDS)
-    if told > OTHER:
+    generated, rest = divmod(kind, KINDS)
+    if generated > OTHER:
         return Style.parse(FOUND)
     place, read = divmod(rest, 4)
     style = Style.parse(PLACE[place])
-    if told:
-        style += Style(color=TOLD[told])
+    if generated:
+        style += Style(color=COLOR[generated])
     return style + Style(bgcolor=BACKGROUND[read]) if read else style
 
 
-def passage_text(passage: Any) -> Text:
+def passage_text(passage: Passage) -> Text:
     """Write a passage: its kind, its positions, the share that is read, its mass and its text."""
     mass = "" if passage.mass is None else f"  mass {passage.mass:.3f}"
     share = "" if passage.part != "selected" else f"  in {passage.share:.0%}"
@@ -152,28 +155,29 @@ def passage_text(passage: Any) -> Text:
     return head.append(f"\n{text}") if text else head
 
 
-def marks_at(playback: Any, step: int) -> Marks:
+def marks_at(request: Request, step: int) -> Marks:
     """Mark the tokens for a step; a slow step reads all, so none is marked as read."""
-    prompt = len(playback.prompt)
-    size = prompt + playback.steps
+    prompt, slow_at = request.prompt_tokens, request.steps.slow_at
+    size = prompt + len(request.steps)
     place = np.full(size, AHEAD, np.int8)
     place[: prompt + step] = PAST
-    place[prompt + playback.sentence_begin(step) : prompt + step] = SENTENCE
+    place[prompt + sentence_begin(request, step) : prompt + step] = SENTENCE
     place[prompt + step] = CURRENT
-    told = np.full(size, PLAIN, np.int8)
-    told[prompt + np.array(playback.slow_at, int)] = SLOW if len(playback.slow_at) < playback.steps else PLAIN
-    told[prompt + np.array(playback.recorded.disagreeing, int)] = OTHER
+    kind = np.full(size, PLAIN, np.int8)
+    kind[prompt + np.array(slow_at, int)] = SLOW if len(slow_at) < len(request.steps) else PLAIN
+    kind[prompt + np.array(request.disagreeing, int)] = OTHER
     read = np.full(size, UNREAD, np.int8)
-    memory = playback.memory
+    memory = request.memory
     if not memory.slow_N[step]:
         read[: memory.sink] = SINK
-        for positions in playback.in_force(step).values():
+        for positions in request.in_force(step).values():
             read[positions] = SELECTED
         read[memory.start_N[step] : memory.length_N[step]] = RECENT
-    return Marks(place_T=place, read_T=read, told_T=told)
+    return Marks(place_T=place, read_T=read, kind_T=kind)
 
 
-def tokens_of(playback: Any) -> list[str]:
+def tokens_of(request: Request) -> list[str]:
     """Return the texts of prompt and generated tokens; a redacted token is its step's number."""
-    generated = [f" {step}" if text is None else text for step, text in enumerate(playback.texts)]
-    return [*playback.prompt, *generated]
+    texts = request.rows["token_text"].to_pylist()
+    generated = [f" {step}" if text is None else text for step, text in enumerate(texts)]
+    return [*request.words[: request.prompt_tokens], *generated]
