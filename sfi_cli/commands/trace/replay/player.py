@@ -207,16 +207,19 @@ class PlayerApp(App[None]):
 
     def action_pick(self, name: str, side: int) -> None:
         """Choose the next layer or KV head, or the previous one; "all" is one of the choices."""
-        picker: Select[int] = self.query_one(f"#{name}", Select)
         at = 0 if name == "layer" else 1
         values = [EVERY, *sorted({place[at] for place in self._places})]
-        picker.value = values[(values.index(int(picker.value)) + side) % len(values)]
+        self.query_one(f"#{name}", Select).value = values[(values.index(self._picked(name)) + side) % len(values)]
+
+    def _picked(self, name: str) -> int:
+        value = self.query_one(f"#{name}", Select).value
+        return value if isinstance(value, int) else EVERY
 
     @on(Select.Changed)
     def picked(self) -> None:
         """Show the chosen layers and KV heads; warn if the trace has none such."""
-        picked = [self.query_one(f"#{name}", Select).value for name in ("layer", "head")]
-        layers, heads = (None if value == EVERY else [int(value)] for value in picked)
+        values = [self._picked(name) for name in ("layer", "head")]
+        layers, heads = (None if value == EVERY else [value] for value in values)
         try:
             self.request.choose(layers, heads, self._places)
         except SfiError as error:
