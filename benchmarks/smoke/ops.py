@@ -6,10 +6,10 @@ from typing import Any
 from benchmarks.smoke.journal import Journal
 from benchmarks.smoke.plan import Plan
 from sfi_core.measure.bench.bench import release
+from sfi_core.measure.kernel_bench.cases import groups
 from sfi_core.measure.kernel_bench.data import LayerData
 from sfi_core.measure.kernel_bench.gates import logits_error
 from sfi_core.measure.kernel_bench.settings import KernelSettings
-from sfi_core.measure.kernel_bench.variants import groups
 from sfi_kernels.dense_attention import window_logits
 
 WINDOW = 64  # a prompt's last queries

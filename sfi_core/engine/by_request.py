@@ -12,7 +12,6 @@ import torch
 
 from sfi_core.engine.layer import Layer
 from sfi_core.engine.select import Handed, choose_and_note, hand_over, select_before, select_next
-from sfi_kernels.attention_in_place import attention_in_place
 from sfi_kernels.numpy_views import fastest
 from sfi_kernels.pseudo_token import PseudoToken
 from sfi_kernels.sparse_attention import sparse_attention
@@ -123,13 +122,10 @@ def _sparse(
     run.store.ready(layer.index)
     moved = layer.moved_bytes(which, dense=False)
     paged = (*pages, run.store.block_table_BP[rows], start_B.contiguous(), step.length_B[rows].contiguous())
-    query, length_BH = query[:, :, :, 0], segment.length_BH[rows]
+    query = query[:, :, :, 0]
     options = {**layer.options, "pseudo": pseudo}
     with run.observer.span("attention.fast", layer.index, moved):
-        if layer.in_place:
-            position_BHS = segment.position_BHS[rows]
-            out = attention_in_place.on(by)(query, position_BHS, length_BH, *paged, **options)
-        else:
-            packed = segment.key_BHSD[rows], segment.value_BHSE[rows], length_BH
-            out = sparse_attention.on(layer.backend)(query, *packed, *paged, **options)
+        packed = segment.key_BHSD[rows], segment.value_BHSE[rows], segment.length_BH[rows]
+        position_BHS = segment.position_BHS[rows] if layer.in_place else None
+        out = sparse_attention.on(by)(query, *packed, *paged, **options, position_BHS=position_BHS)
     return out[:, :, :, None]

@@ -9,7 +9,7 @@ import pytest
 from pyarrow import parquet
 
 from sfi_cli.commands.kernel_bench import command
-from sfi_core.measure.kernel_bench import attention_ops, compile_check, settings, timing
+from sfi_core.measure.kernel_bench import attention_cases, compile_check, settings, timing
 from sfi_core.measure.kernel_bench.settings import KernelSettings
 from tests.cli.trace_commands import Ended, sfi
 
@@ -121,7 +121,7 @@ def test_a_wrong_op_ends_with_one_line_after_the_others_are_written(tmp_path, mo
         def reference(query, *_, **__):
             return query
 
-    monkeypatch.setattr(attention_ops, "sparse_attention", Wrong)
+    monkeypatch.setattr(attention_cases, "sparse_attention", Wrong)
     file, plot = tmp_path / "x.json", tmp_path / "x.png"
     arguments = (*SHAPE, "--retention", "0.5", "-o", str(file), "--plot", str(plot))
     code, stdout, stderr = inside(*arguments)

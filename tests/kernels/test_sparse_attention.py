@@ -6,7 +6,6 @@ from typing import ClassVar
 import pytest
 import torch
 
-from sfi_kernels.attention_in_place import attention_in_place
 from sfi_kernels.pack import pack
 from sfi_kernels.sparse_attention import sparse_attention
 from tests.fakes import error_bound, kernel_device, paged, plain_attention
@@ -61,9 +60,9 @@ class FastStep:
 
     def attend(self, rows: slice = slice(None), **options) -> torch.Tensor:
         device = kernel_device(self.backend, self.dtype, self.page_size)
-        packed = [self.index_BHS[rows]]  # in place, only the positions count
-        if self.backend != "numba":
-            packed = [part[rows] for part in self.segment()]
+        packed = [part[rows] for part in self.segment()]
+        if self.backend == "numba":  # in place, only the positions count
+            options["position_BHS"] = self.index_BHS[rows]
         operands = (
             self.query[rows],
             *packed,
@@ -75,8 +74,7 @@ class FastStep:
             self.length_B[rows],
         )
         options = {k: v.to(device) if torch.is_tensor(v) else v for k, v in options.items()}
-        op = attention_in_place if self.backend == "numba" else sparse_attention
-        attend = op.on(self.backend)
+        attend = sparse_attention.on(self.backend)
         return attend(*(t.to(device) for t in operands), scale=SCALE, **options).cpu()
 
     def assert_plain(self, **options):

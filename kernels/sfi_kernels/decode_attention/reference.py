@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 import torch
 
 from sfi_kernels import step_descriptor as step
-from sfi_kernels.attention_in_place.reference import attention_in_place
 from sfi_kernels.dense_attention.reference import dense_attention, window_logits
 from sfi_kernels.pseudo_token import PseudoToken
 from sfi_kernels.shapes import check_int32, check_pages, check_same, check_shape
@@ -94,13 +93,12 @@ def decode_attention(
                 query, *packed, *pages, start_B, length_B, dense_BH[row], sink_HG, options
             )
         elif mode == step.FAST:
-            term, times = (None if pseudo is None else pseudo.of(one), (words[one, step.START], length_B))
-            if position_BHS is None:
-                own = sparse_attention(query, *packed, *pages, *times, **options, sink_HG=sink_HG, pseudo=term)
-            else:
-                chosen = position_BHS[one], packed[2]
-                own = attention_in_place(query, *chosen, *pages, *times, **options, sink_HG=sink_HG, pseudo=term)
-            out[one, :, :, -1] = own
+            term = None if pseudo is None else pseudo.of(one)
+            positions = None if position_BHS is None else position_BHS[one]
+            out[one, :, :, -1] = sparse_attention(
+                query, *packed, *pages, words[one, step.START], length_B, **options, sink_HG=sink_HG, pseudo=term,
+                position_BHS=positions,
+            )  # fmt: skip
         elif mode == step.SLOW:
             own = query_BHGWD[one, :, :, -queries:]
             out[one, :, :, -queries:] = dense_attention(own, *pages, length_B, **options, sink_HG=sink_HG)

@@ -10,12 +10,12 @@ MAX_WIDTH = 16384  # of the kernel
 def rms_norm(hidden_XF: torch.Tensor, weight_F: torch.Tensor, eps: float) -> torch.Tensor:
     """Divide rows by their root mean square and multiply by a weight (Zhang and Sennrich, 2019).
 
-    Rows, [..., F], are contiguous; `eps` is added to the mean square. The quotient is float32, rounded to the
-    rows' dtype, which is the weight's too, before the product. Raise `ValueError` where shapes, dtypes,
-    devices or strides do not fit.
+    Rows, [..., F], are contiguous; `eps` is added to the mean square. The quotient is float32 (float64 of float64
+    rows), rounded to the rows' dtype, which is the weight's too, before the product. Raise `ValueError` where shapes,
+    dtypes, devices or strides do not fit.
     """
     check(hidden_XF, weight_F)
-    wide_XF = hidden_XF.float()
+    wide_XF = hidden_XF.to(torch.promote_types(hidden_XF.dtype, torch.float32))
     mean_X1 = wide_XF.square().mean(-1, keepdim=True)
     return weight_F * (wide_XF * torch.rsqrt(mean_X1 + eps)).to(hidden_XF.dtype)
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from sfi_kernels.pages import read_pages
+from sfi_kernels.pages import flat_rows, read_pages, row_numbers
 from sfi_kernels.partial_attention import combine, partial_attention
 from sfi_kernels.pseudo_token import PseudoToken
 
@@ -14,15 +14,21 @@ def sparse_attention(
     packed_length_BH: torch.Tensor, key_PHND: torch.Tensor, value_PHNE: torch.Tensor,
     block_table_BP: torch.Tensor, recent_start_B: torch.Tensor, length_B: torch.Tensor, *, scale: float,
     soft_cap: float | None = None, sink_HG: torch.Tensor | None = None, pseudo: PseudoToken | None = None,
+    position_BHS: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Attend to sink and selected tokens, packed, and to the recent tokens, in the pages.
+    """Attend to sink and selected tokens, packed or by position, and to the recent tokens, in the pages.
 
     Arguments as in `decode_attention`, but `recent_start_B`, the first position of the recent segment, where
-    no packed token lies, and `length_B`, cached tokens, the query's own included; both int32.
+    no packed token lies, and `length_B`, cached tokens, the query's own included; both int32. numba's loops need
+    `position_BHS`, and pages that are `numpy_views.readable`.
 
     Returns:
         out, [B, H, G, E], in the query's dtype.
     """
+    if position_BHS is not None:
+        packed_key_BHSD, packed_value_BHSE = (
+            _rows(pages, position_BHS, block_table_BP) for pages in (key_PHND, value_PHNE)
+        )
     packed = packed_length_BH.tolist()
     if len({length for row in packed for length in row}) > 1 < len(packed):
         rows = [slice(row, row + 1) for row in range(len(packed))]
@@ -64,3 +70,9 @@ def sparse_attention(
     if pseudo is not None:
         parts.append(pseudo.part())
     return combine(parts, sink_HG)[:, :, :, 0].to(query_BHGD.dtype)
+
+
+def _rows(pages_PHND: torch.Tensor, position_BHS: torch.Tensor, block_table_BP: torch.Tensor) -> torch.Tensor:
+    rows_XD, steps = flat_rows(pages_PHND)
+    row_BX = row_numbers(position_BHS, block_table_BP, pages_PHND.shape[2], steps)
+    return rows_XD[row_BX].view(*position_BHS.shape, -1)

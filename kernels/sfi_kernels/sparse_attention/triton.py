@@ -18,10 +18,7 @@ def sparse_attention(
     scale: float, soft_cap: float | None = None, sink_HG: torch.Tensor | None = None,
     pseudo: PseudoToken | None = None, position_BHS: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """See `reference.sparse_attention`. Heads of at most 256 numbers, pages of multiples of 16 tokens.
-
-    With `position_BHS`, `attention_in_place` reads rows in their pages.
-    """
+    """See `reference.sparse_attention`. Heads of at most 256 numbers, pages of multiples of 16 tokens."""
     B, H, *_ = query_BHGD.shape
     device = query_BHGD.device
     check_shape(length_B, "length", B=B)

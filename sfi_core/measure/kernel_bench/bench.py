@@ -10,13 +10,12 @@ from sfi_core.errors import BackendError, MemoryForecastError
 from sfi_core.machine.describe import describe_measured
 from sfi_core.machine.memory import free_bytes
 from sfi_core.measure.kernel_bench.bytes_moved import forecast_bytes
-from sfi_core.measure.kernel_bench.cache_ops import FETCHED_EVERY
+from sfi_core.measure.kernel_bench.cases import FETCHED_EVERY, groups
 from sfi_core.measure.kernel_bench.data import LayerData
 from sfi_core.measure.kernel_bench.result import KernelResult
 from sfi_core.measure.kernel_bench.settings import REPEATS, KernelSettings
 from sfi_core.measure.kernel_bench.timing import CpuClock, clock_for, copy_gb_per_s, floor_us, workspace_bytes
 from sfi_core.measure.kernel_bench.variant import KernelVariant, reason
-from sfi_core.measure.kernel_bench.variants import groups
 from sfi_kernels.launch import KernelLimitError, counting
 
 Progress = Callable[[str, int, int], None]

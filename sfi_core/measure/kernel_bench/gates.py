@@ -1,16 +1,19 @@
-"""Checks before timing: each op against its formula, written in higher precision without our kernels.
+"""Checks before timing: each op against its formula or its reference, in higher precision.
 
 A check returns the error as a share of what rounding allows; above 1 the op is wrong. Copies must be exact.
 """
 
+from collections.abc import Callable
+from dataclasses import asdict
 from typing import NamedTuple
 
 import torch
 
 from sfi_core.settings.parts import SelectorConfig
-from sfi_kernels.constants import EPS
+from sfi_kernels.selector import selector
 
 EXACT, WRONG = 0.0, float("inf")
+ROUNDINGS = 4  # to the dtype: a norm, its weight, a product and a sum
 
 
 class Expected(NamedTuple):
@@ -130,41 +133,38 @@ def selector_error(
     allowed_BT: torch.Tensor,
     options: SelectorConfig,
 ) -> float:
-    """Compare scores and weights with Algorithm 2.
+    """Compare scores and weights with the reference in float64.
 
     A score is a logarithm after about a dozen float32 steps, less two differences of such logarithms; each is
     off by a few roundings of numbers as large as the scores.
     """
     worst = EXACT
-    for row in range(logits.shape[0]):
-        inside = allowed_BT[row]
-        z, weight = _algorithm_2(logits[row][..., inside].double(), norm[row][:, inside], options)
+    for row in range(logits.shape[0]):  # one at a time, to keep temporary tensors small
+        one, inside = slice(row, row + 1), allowed_BT[row]
+        wide = logits[one].double(), norm[one].double(), allowed_BT[one]
+        (expected_HT,), weight_1H = selector.reference(*wide, **asdict(options))
+        z = expected_HT[:, inside]
         bound = 64 * torch.finfo(torch.float32).eps * (1 + float(z.abs().max()))
         score_error = share((result[0][row][:, inside].double() - z).abs(), bound)
         outside = result[0][row][:, ~inside]
         if outside.numel() and not float(outside.max()) < float(z.min()):
             return WRONG  # a position outside J could win
-        worst = max(worst, score_error, share((result[1][row].double() - weight).abs(), bound))
+        worst = max(worst, score_error, share((result[1][one].double() - weight_1H).abs(), bound))
     return worst
 
 
-def _algorithm_2(
-    logits_HGWJ: torch.Tensor, norm_HJ: torch.Tensor, options: SelectorConfig
-) -> tuple[torch.Tensor, torch.Tensor]:
-    # for one request, on a contiguous J
-    J = norm_HJ.shape[1]
-    mu = logits_HGWJ.softmax(-1).pow(options.alpha).mean((1, 2))  # Eqs. 6, 7
-    f = mu.pow(1 / options.alpha)
-    f = f / f.sum(-1, keepdim=True)  # Eq. 8
-    # Eq. 10 in float32, as in the kernels: 1 - u is small at the end, where u's rounding shows
-    last_1 = torch.full((1,), J - 1 + EPS, device=f.device)  # by a number, CUDA multiplies by its reciprocal
-    u = (torch.arange(J, device=f.device, dtype=torch.float32) / last_1).double()
-    place = (-options.beta * u.pow(options.power)).exp() * (1 - u + EPS).pow(options.eta)  # Eq. 11
-    r = (norm_HJ.double() + EPS).pow(-options.gamma) * place
-    r = r / r.sum(-1, keepdim=True)  # Eqs. 9, 12
-    weight = ((f * (f - r)).sum(-1) / (f - r).square().sum(-1)).clamp(0, options.lambda_clip)  # Eq. 17
-    z = (((1 - weight)[:, None] * f + weight[:, None] * r) + EPS).log()  # Eqs. 15, 19
-    edges = torch.nn.functional.pad(z, (options.radius, options.radius), value=-torch.inf)
-    z = z - options.alpha_soft * (edges.unfold(-1, 2 * options.radius + 1, 1).amax(-1) - z)  # Eqs. 20, 21
-    responsibility = (z / options.temperature).softmax(0)
-    return z + options.alpha_cross * responsibility.clamp_min(EPS).log(), weight  # Eqs. 22, 23
+def rounding_error(
+    got: torch.Tensor, expected: torch.Tensor, sizes: Callable[[torch.Tensor], torch.Tensor] = torch.abs
+) -> float:
+    """Compare with a float64 result; `sizes` gives the numbers that were rounded.
+
+    An epsilon for each rounding to the dtype, and a few of float32's for the sums of squares.
+    """
+    kind = torch.finfo(got.dtype)
+    bound = ROUNDINGS * (kind.eps + 4 * torch.finfo(torch.float32).eps)
+    return share((got.double() - expected).abs(), bound * sizes(expected) + kind.tiny)
+
+
+def pair_sizes(rotated: torch.Tensor) -> torch.Tensor:
+    """Return the lengths of the pairs, halves of a head, that a rotation keeps: no product in it is larger."""
+    return torch.hypot(*rotated.chunk(2, -1)).tile(2)

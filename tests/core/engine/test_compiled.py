@@ -16,8 +16,8 @@ import torch
 from sfi_core import AuditConfig, EngineOptions, SfiConfig, generate, load
 from sfi_core.engine.meter import Meter, steady_seconds
 from sfi_kernels import compiled
-from sfi_kernels.attention_in_place import attention_in_place
 from sfi_kernels.compiled import telling
+from sfi_kernels.sparse_attention import sparse_attention
 from tests.architectures import prompts, tiny
 from tests.fakes import RecordingObserver
 
@@ -102,9 +102,10 @@ def test_a_position_beyond_the_cache_is_refused():
     page, one = torch.zeros(1, 1, 8, 4), torch.ones(1, dtype=torch.int32)
     position = torch.tensor([[[0, 7]]], dtype=torch.int32)
     with pytest.raises(IndexError, match=r"^a packed position lies beyond the cached tokens$"):
-        attention_in_place.numba(
-            torch.zeros(1, 1, 1, 4), position, 2 * one[None], page, page, 0 * one[None], 3 * one, 5 * one, scale=1.0
-        )
+        sparse_attention.numba(
+            torch.zeros(1, 1, 1, 4), page[:, :, :0], page[:, :, :0], 2 * one[None], page, page, 0 * one[None], 3 * one,
+            5 * one, scale=1.0, position_BHS=position,
+        )  # fmt: skip
 
 
 def fresh(tmp_path: Any, script: str) -> str:

@@ -22,44 +22,27 @@ HOME = Path(sfi_kernels.__path__[0])
 DOCS = ROOT / "docs" / "evidence" / "kernels.md"
 KERNEL = re.compile(r"^def _(\w+)_kernel\(", re.MULTILINE)
 FLOOR = 150  # specializations, so that a loop that ends early does not pass
-SOME = """
-import json
-from dataclasses import asdict
-from sfi_kernels.launch import name_of
-from sfi_kernels.offline import compile_launch
-from sfi_kernels.specializations import specializations
-
-seen, kernels = set(), set()
-for label, launch in specializations(80):
-    name = name_of(launch.kernel)
-    if name not in seen or label.startswith("fp32, D=256"):
-        row = asdict(compile_launch(label, launch, 80))
-    else:
-        row = {"kernel": f"{name} [{label}]"}
-    seen.add(name)
-    kernels.add(row["kernel"])
-    print(json.dumps(row))
-for capability in (90, 100):  # whose tiles for many queries are others
-    for label, launch in specializations(capability):
-        kernel = f"{name_of(launch.kernel)} [{label}]"
-        if kernel not in kernels:
-            kernels.add(kernel)
-            print(json.dumps({"kernel": kernel}))
-"""
-THIRD = """
+# list the specializations for a capability and compile some: with a place each third from there on, with -1 the widest
+# float32 heads of the kernels with most registers; with both the first of every kernel
+COMPILE = """
 import json, sys
 from dataclasses import asdict
 from sfi_kernels.launch import name_of
 from sfi_kernels.offline import compile_launch
 from sfi_kernels.specializations import specializations
 
+WIDEST = "fp32, D=256, G=2, soft cap"
+TIGHT = {("split_attention", WIDEST + ", heads, mixed"), ("dense_attention", WIDEST), ("code_scan_sums", WIDEST)}
 place, capability = map(int, sys.argv[1:])
 seen = set()
 for number, (label, launch) in enumerate(specializations(capability)):
     name = name_of(launch.kernel)
-    if number % 3 == place or name not in seen:
-        print(json.dumps(asdict(compile_launch(label, launch, capability))), flush=True)
+    asked = number % 3 == place if place >= 0 else (name, label) in TIGHT
+    row = {"kernel": f"{name} [{label}]"}
+    if asked or (name not in seen and place > -2):
+        row = asdict(compile_launch(label, launch, capability))
     seen.add(name)
+    print(json.dumps(row), flush=True)
 """
 ROW = {
     "kernel": "pack [fp16, D=64]", "arch": "sm_80", "registers": 40, "spill_bytes": 0,
@@ -76,13 +59,20 @@ def _paths():
         yield
 
 
+def run(place: int, arch: str) -> list[dict]:
+    """Run `COMPILE` without Triton's interpreter; -2 compiles nothing."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", COMPILE, str(place), arch.removeprefix("sm_")]
+    ran = subprocess.run(command, check=True, env=environment, stdout=subprocess.PIPE, text=True)
+    return [json.loads(line) for line in ran.stdout.splitlines()]
+
+
 @pytest.fixture(scope="module")
 def listed(_paths) -> list[dict]:
-    """List every specialization; compile each kernel's first, and the widest, for the least shared memory."""
+    """List every specialization; compile each kernel's first, and three of the widest, for the least shared memory."""
     pytest.importorskip("triton")
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    ran = subprocess.run([sys.executable, "-c", SOME], check=True, env=environment, stdout=subprocess.PIPE, text=True)
-    return [json.loads(line) for line in ran.stdout.splitlines()]
+    rows = {row["kernel"]: row for arch in ("sm_100", "sm_90") for row in run(-2, arch)}
+    return [*(rows | {row["kernel"]: row for row in run(-1, "sm_80")}).values()]
 
 
 def names(rows: list[dict]) -> set[str]:
@@ -123,12 +113,7 @@ def test_every_kernel_compiles_clean_and_attention_in_16_bits_is_pipelined(liste
 def test_every_specialization_does_so_for_one_architecture_and_every_kernel_for_all(place):
     """Compile a third of them for each; `sfi kernel-bench --compile-only --arch` compiles all for all."""
     pytest.importorskip("triton")
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    ran = subprocess.run(
-        [sys.executable, "-c", THIRD, str(place), ARCHS[place].removeprefix("sm_")],
-        check=True, env=environment, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    compiled = [json.loads(line) for line in ran.stdout.splitlines()]
+    compiled = [row for row in run(place, ARCHS[place]) if "arch" in row]
     assert [row for row in compiled if not is_clean(row)] == []
     assert_every_kernel(compiled)
     assert len(compiled) >= FLOOR

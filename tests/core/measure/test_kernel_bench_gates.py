@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from sfi_core.measure.kernel_bench import attention_ops, cache_ops, codescan_op, data, fused_ops, gates, prompt_ops
+from sfi_core.measure.kernel_bench import attention_cases, cases, data, gates
 from sfi_core.measure.kernel_bench.data import SELECTOR, LayerData
 from sfi_kernels.code_scan import code_scan
 from sfi_kernels.selector import selector
@@ -120,7 +120,7 @@ def test_a_step_of_codescan_that_misses_a_key_is_red(monkeypatch, fault: str):
             length -= 1
         return choice
 
-    monkeypatch.setattr(codescan_op.code_scan, "on", lambda _: faulty)
+    monkeypatch.setattr(attention_cases.code_scan, "on", lambda _: faulty)
     error = one_of(LayerData(tiny(ops=("codescan",)), "torch", CPU), "codescan").error()
     assert error > 1 if fault else error <= 1
 
@@ -130,7 +130,7 @@ def test_a_prompt_whose_last_or_next_token_is_missed_is_red(monkeypatch, name: s
     """The keys that a query sees end with its own."""
     layer = LayerData(tiny(ops=("prompt",)), "torch", CPU)
     assert one_of(layer, name).error() <= 1
-    reference = prompt_ops.dense_attention.reference
+    reference = attention_cases.dense_attention.reference
 
     class Shorter:
         def on(self, backend):
@@ -138,7 +138,7 @@ def test_a_prompt_whose_last_or_next_token_is_missed_is_red(monkeypatch, name: s
                 query, *pages_and_length[:3], pages_and_length[3] - 1, **options
             )
 
-    monkeypatch.setattr(prompt_ops, "dense_attention", Shorter())
+    monkeypatch.setattr(attention_cases, "dense_attention", Shorter())
     assert one_of(layer, name).error() > 1
 
 
@@ -158,7 +158,7 @@ def test_a_verification_that_mixes_up_its_queries_is_red(monkeypatch, mistake: s
                 return result._replace(logits_BHGWT=reference(*mixed, **options).logits_BHGWT)
             return result._replace(out_BHGWE=result.out_BHGWE.roll(1, 3))
 
-    ours = [*attention_ops.verify(layer, 1.0)]
+    ours = [*attention_cases.verify(layer, 1.0)]
     assert [one.form for one in ours] == ["1 query", "5 queries", "8 queries", "9 queries", "17 queries"]
     assert max(one.error() for one in ours) <= 1
     monkeypatch.setattr(data, "decode_attention", Mixed())
@@ -168,9 +168,11 @@ def test_a_verification_that_mixes_up_its_queries_is_red(monkeypatch, mistake: s
 @pytest.mark.parametrize("name", ["rms_norm", "rotary", "silu_mul"])
 def test_a_fused_op_that_is_one_percent_off_is_red(monkeypatch, name: str):
     op = {"rms_norm": "add_rms_norm"}.get(name, name)
-    own = getattr(fused_ops, op).reference
+    own = getattr(cases, op).reference
 
     class Off:
+        reference = staticmethod(own)
+
         def on(self, backend):
             def off(*args):
                 out = own(*args)
@@ -182,7 +184,7 @@ def test_a_fused_op_that_is_one_percent_off_is_red(monkeypatch, name: str):
         return one_of(LayerData(tiny(ops=(name,)), "torch", CPU), name).error()
 
     assert error() <= 1
-    monkeypatch.setattr(fused_ops, op, Off())
+    monkeypatch.setattr(cases, op, Off())
     assert error() > 1
 
 
@@ -196,5 +198,5 @@ def test_a_row_that_is_never_appended_is_red(monkeypatch):
         def on(self, backend):
             return lambda *_: None
 
-    monkeypatch.setattr(cache_ops, "append", Nothing())
+    monkeypatch.setattr(cases, "append", Nothing())
     assert one_of(layer, "append").error() > 1

@@ -5,10 +5,10 @@ from itertools import chain
 
 import torch
 
+from sfi_core.measure.kernel_bench.cases import groups
 from sfi_core.measure.kernel_bench.data import LayerData
 from sfi_core.measure.kernel_bench.settings import KernelSettings
 from sfi_core.measure.kernel_bench.variant import KernelVariant
-from sfi_core.measure.kernel_bench.variants import groups
 
 TINY = {"heads": 4, "kv_heads": 2, "head_dim": 16, "context": 150, "batch": 2, "recent": 20}
 CPU = torch.device("cpu")

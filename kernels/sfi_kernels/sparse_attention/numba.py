@@ -1,4 +1,4 @@
-"""Attention in place on a CPU, compiled: each row is read once, where it lies."""
+"""Attention of a fast step on a CPU, compiled: each row is read once, where it lies in its page."""
 
 import torch
 
@@ -11,13 +11,17 @@ NUMBER = 3e-4  # microseconds of a query's number and row, on a Zen 4
 NONE = torch.empty(0, 0), torch.empty(0, 0, 0)
 
 
-def attention_in_place(
-    query_BHGD: torch.Tensor, position_BHS: torch.Tensor, length_BH: torch.Tensor,
-    key_PHND: torch.Tensor, value_PHNE: torch.Tensor, block_table_BP: torch.Tensor,
-    recent_start_B: torch.Tensor, length_B: torch.Tensor, *, scale: float,
+def sparse_attention(
+    query_BHGD: torch.Tensor, packed_key_BHSD: torch.Tensor,  # noqa: ARG001 - one signature for all backends
+    packed_value_BHSE: torch.Tensor,  # noqa: ARG001
+    packed_length_BH: torch.Tensor, key_PHND: torch.Tensor, value_PHNE: torch.Tensor,
+    block_table_BP: torch.Tensor, recent_start_B: torch.Tensor, length_B: torch.Tensor, *, scale: float,
     soft_cap: float | None = None, sink_HG: torch.Tensor | None = None, pseudo: PseudoToken | None = None,
+    position_BHS: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """See `reference.attention_in_place`. Pages must be `numpy_views.readable`; sums are of float32."""
+    """See `reference.sparse_attention`. Sums are of float32."""
+    if position_BHS is None:
+        raise ValueError("position must be given to numba, which reads no packed rows")
     if not readable(key_PHND, value_PHNE):
         raise ValueError("pages must be contiguous, on the CPU, and float32, bfloat16 or float16")
     B, H, G, _ = query_BHGD.shape
@@ -26,7 +30,7 @@ def attention_in_place(
     out_BHGE = torch.zeros(B, H, G, value_PHNE.shape[3])
     (key_XD, half_key_XD), (value_XE, half_value_XE) = map(rows_of, (key_PHND, value_PHNE))
     kind, page_size = KINDS[key_PHND.dtype], key_PHND.shape[2]
-    rows = position_BHS, length_BH, block_table_BP, recent_start_B, length_B
+    rows = position_BHS, packed_length_BH, block_table_BP, recent_start_B, length_B
     options = loops.F(scale), loops.F(soft_cap or 0), sink, *map(plain, extra)
     arguments = (
         plain(query_BHGD), key_XD, value_XE, half_key_XD, half_value_XE, kind, page_size,

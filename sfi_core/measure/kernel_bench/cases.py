@@ -1,6 +1,6 @@
-"""Variants of a slow step's selection, and of what moves rows of the cache: append, pack, recall."""
+"""The variants that the benchmark runs: a table of all ops, and those that are no attention."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -8,15 +8,24 @@ from typing import Any
 import torch
 
 from sfi_core.measure.kernel_bench import bytes_moved, gates
+from sfi_core.measure.kernel_bench.attention_cases import codescan, dense, fast, mixed_heads, prompt, verify
 from sfi_core.measure.kernel_bench.data import SELECTOR, LayerData
-from sfi_core.measure.kernel_bench.variant import KernelVariant
+from sfi_core.measure.kernel_bench.settings import PACKED_OPS
+from sfi_core.measure.kernel_bench.variant import KernelVariant, checked
 from sfi_kernels.append import append
+from sfi_kernels.op import Op
 from sfi_kernels.pack import pack
 from sfi_kernels.recall import recall
+from sfi_kernels.rms_norm import add_rms_norm
+from sfi_kernels.rotary import rotary
 from sfi_kernels.selector import selector
+from sfi_kernels.silu_mul import silu_mul
 from sfi_kernels.top_k import top_k
 
 FETCHED_EVERY = 4  # in a recall, every fourth selected row comes from the host
+EPS = 1e-6  # of the norms
+
+Make = Callable[[LayerData, Any], Iterator[KernelVariant]]
 
 
 def scored(layer: LayerData, _: None) -> Iterator[KernelVariant]:
@@ -96,3 +105,71 @@ def appended(layer: LayerData, _: None) -> Iterator[KernelVariant]:
         return max(wrong, gates.norm_error(norms, key[:, :, 0]))
 
     yield KernelVariant("append", None, call, bytes_moved.append_bytes(layer.settings), error)
+
+
+def norm(layer: LayerData, _: None) -> Iterator[KernelVariant]:
+    """Yield a residual's sum and its RMS norm; a row is as wide as all query heads."""
+    B, F = layer.settings.batch, layer.settings.heads * layer.settings.head_dim
+    operands = layer.draw(B, F), layer.draw(B, F), layer.draw(F), EPS
+    yield _fused(layer, "rms_norm", add_rms_norm, operands, 4 * B * F + F)
+
+
+def rotation(layer: LayerData, _: None) -> Iterator[KernelVariant]:
+    """Yield the norm of a token's queries and keys, and their rotation."""
+    settings = layer.settings
+    B, D = settings.batch, settings.head_dim
+    query, key = layer.draw(B, 1, settings.heads, D), layer.draw(B, 1, settings.kv_heads, D)
+    angle, weight = layer.draw(B, 1, D // 2).repeat(1, 1, 2), layer.draw(D)
+    operands = query, key, angle.cos(), angle.sin(), weight, weight, EPS
+    numbers = query.numel() + key.numel() + angle.numel() + D
+    yield _fused(layer, "rotary", rotary, operands, 2 * numbers, gates.pair_sizes)
+
+
+def gate(layer: LayerData, _: None) -> Iterator[KernelVariant]:
+    """Yield the gate of a feed-forward layer; a row is as wide as all query heads."""
+    B, F = layer.settings.batch, layer.settings.heads * layer.settings.head_dim
+    yield _fused(layer, "silu_mul", silu_mul, (layer.draw(B, F), layer.draw(B, F)), 3 * B * F)
+
+
+def _fused(
+    layer: LayerData, name: str, op: Op[..., Any], operands: tuple[Any, ...], numbers: int,
+    sizes: Callable[[torch.Tensor], torch.Tensor] = torch.abs,
+) -> KernelVariant:  # fmt: skip
+    # an op on one token of every request that moves `numbers` numbers; `sizes` are those that its sums round at
+    call = partial(op.on(layer.backend), *operands)
+
+    def error() -> float:
+        expected = op.reference(*(x.double() if isinstance(x, torch.Tensor) else x for x in operands))
+        pairs = zip(call(), expected, strict=True) if isinstance(expected, tuple) else [(call(), expected)]
+        return max(gates.rounding_error(*pair, sizes) for pair in pairs)
+
+    return KernelVariant(name, None, call, numbers * layer.settings.torch_dtype.itemsize, error)
+
+
+# by title, the ops that take turns, and what makes the variants of each for a retention
+GROUPS: dict[str, dict[str, Make]] = {
+    "Attention of a step": {"dense": dense, "fast": fast},
+    "Attention of verifications and of mixed heads": {"verify": verify, "mixed_heads": mixed_heads},
+    "Selection of a slow step": {"selector": scored, "top_k": best, "pack": packed},
+    "A step of CodeScan": {"codescan": codescan},
+    "The cache": {"append": appended, "recall": recalled},
+    "Attention of a prompt": {"prompt": prompt},
+    "The rest of a layer": {"rms_norm": norm, "rotary": rotation, "silu_mul": gate},
+}
+
+
+def groups(layer: LayerData) -> Iterator[tuple[str, Iterator[KernelVariant]]]:
+    """Yield each title with the checked variants of the settings' ops; dense attention is always among them."""
+    for title, ops in GROUPS.items():
+        asked = {op: make for op, make in ops.items() if op == "dense" or op in layer.settings.ops}
+        if asked:
+            yield title, _variants(layer, asked)
+
+
+def _variants(layer: LayerData, ops: dict[str, Make]) -> Iterator[KernelVariant]:
+    for op, make in ops.items():
+        retentions: tuple[float | None, ...] = (1.0,) if op in ("dense", "verify") else (None,)
+        if op in PACKED_OPS or op == "top_k":
+            retentions = layer.settings.retentions
+        for retention in retentions:
+            yield from checked(op, retention, make(layer, retention))
