@@ -9,11 +9,10 @@ from sfi_core.engine.run import Run
 from sfi_core.errors import NumericsError
 from sfi_core.machine.private import multiplies_natively
 from sfi_kernels.dense_attention import dense_attention, window_logits
-from sfi_kernels.dense_attention.reference import dense_attention_with_logits
-from sfi_kernels.dense_attention.verification import verification_attention
+from sfi_kernels.dense_attention.with_logits import dense_attention_with_logits
 from sfi_kernels.pages import read_pages
+from sfi_kernels.partial_attention import streamed_attention, streamed_attention_with_logits, streamed_logits
 from sfi_kernels.step_descriptor import StepDescriptor
-from sfi_kernels.streamed_attention import streamed_attention, streamed_attention_with_logits, streamed_logits
 
 
 class Layer:
@@ -77,12 +76,10 @@ class Layer:
         if not store.whole_on_device:
             blocks = store.blocks(self.index, row, self.run.requests[row].length)
             return streamed_attention_with_logits(query_1HGWD, blocks, **self.options)
-        if query_1HGWD.shape[3] == 1:
-            return dense_attention_with_logits(query_1HGWD, *self._whole(row), **self.options)
-        if query_1HGWD.dtype == torch.float32:  # its fused attention is quicker than one pass for both
+        if query_1HGWD.shape[3] > 1 and query_1HGWD.dtype == torch.float32:  # quicker than one pass for both
             return self.dense(row, query_1HGWD), self.logits((row,), query_1HGWD[:, :, :, -1:])
         native = multiplies_natively(query_1HGWD.dtype)
-        return verification_attention(query_1HGWD, *self._whole(row), **self.options, native=native)
+        return dense_attention_with_logits(query_1HGWD, *self._whole(row), **self.options, native=native)
 
     def check_prompt(self, row: int, query_1HGWD: torch.Tensor, out_1HGWE: torch.Tensor) -> None:
         """Raise `NumericsError` if a prompt's attention on a CPU is not finite although its inputs are.

@@ -4,10 +4,8 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import LlamaConfig, LlamaMLP, LlamaRMSNorm, apply_rotary_pos_emb
 
+from sfi_kernels.fused import add_rms_norm, rms_norm, rotary, silu_mul
 from sfi_kernels.launch import KernelLimitError
-from sfi_kernels.rms_norm import add_rms_norm, rms_norm
-from sfi_kernels.rotary import rotary
-from sfi_kernels.silu_mul import silu_mul
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 KERNEL_DTYPES = DTYPES[:2]  # Triton's interpreter cuts a bfloat16 off where a GPU rounds it

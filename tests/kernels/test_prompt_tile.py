@@ -11,8 +11,8 @@ pytest.importorskip("triton")
 from sfi_kernels.decode_attention.query_tile import QueryTile
 from sfi_kernels.dense_attention.triton import dense_attention
 from tests.fakes import kernel_device, paged
+from tests.kernels.test_dense_attention_with_logits import SCALE, check_output
 from tests.kernels.test_offline import without_interpreter
-from tests.kernels.test_verification_attention import SCALE, check_output
 
 H, G, D = 1, 2, 16
 # compiled where kernels are not interpreted; a line for each

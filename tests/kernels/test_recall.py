@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from sfi_kernels.launch import KernelLimitError
-from sfi_kernels.pack import pack
-from sfi_kernels.recall import recall
+from sfi_kernels.pack import pack, recall
 from tests.fakes import int32, paged
 
 H, S, N = 2, 12, 16

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sfi_kernels.dense_attention import dense_attention, window_logits
-from sfi_kernels.streamed_attention import streamed_attention, streamed_attention_with_logits, streamed_logits
+from sfi_kernels.partial_attention import streamed_attention, streamed_attention_with_logits, streamed_logits
 from tests.covering import covering
 from tests.fakes import causal_mask, error_bound, paged, plain_attention
 

@@ -8,14 +8,12 @@ import torch
 from sfi_kernels.append import append
 from sfi_kernels.decode_attention import decode_attention, resident_programs
 from sfi_kernels.dense_attention import dense_attention, window_logits
-from sfi_kernels.dense_attention.reference import dense_attention_with_logits
-from sfi_kernels.dense_attention.verification import verification_attention
+from sfi_kernels.dense_attention.with_logits import dense_attention_with_logits
 from sfi_kernels.launch import KernelLimitError
 from sfi_kernels.op import Op
-from sfi_kernels.pack import pack, pack_layers
+from sfi_kernels.pack import pack, pack_layers, recall
 from sfi_kernels.pages import read_pages
 from sfi_kernels.partial_attention import partial_attention
-from sfi_kernels.recall import recall
 from sfi_kernels.sparse_attention import sparse_attention
 from sfi_kernels.split_plan import split_plan, work_items
 from sfi_kernels.step_descriptor import FAST, SLOW, StepRequest, describe_step
@@ -97,17 +95,17 @@ def makes_logits(case: Case, key: torch.Tensor, value: torch.Tensor) -> list[tor
 
 
 def attends_with_logits(case: Case, key: torch.Tensor, value: torch.Tensor) -> list[torch.Tensor]:
-    return [*dense_attention_with_logits(case.query, key, value, case.table, case.length, scale=1)]
+    return [*dense_attention_with_logits(case.query[:, :, :, -1:], key, value, case.table, case.length, scale=1)]
 
 
 def verifies(case: Case, key: torch.Tensor, value: torch.Tensor) -> list[torch.Tensor]:
     operands = case.query, key, value, case.table, case.length
-    return [*verification_attention(*operands, scale=1.0)]
+    return [*dense_attention_with_logits(*operands, scale=1.0)]
 
 
 def verifies_natively(case: Case, key: torch.Tensor, value: torch.Tensor) -> list[torch.Tensor]:
     operands = case.query, key, value, case.table, case.length
-    return [*verification_attention(*operands, scale=1.0, native=True)]
+    return [*dense_attention_with_logits(*operands, scale=1.0, native=True)]
 
 
 def attends_sparsely(case: Case, key: torch.Tensor, value: torch.Tensor) -> list[torch.Tensor]:

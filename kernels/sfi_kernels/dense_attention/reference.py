@@ -3,7 +3,7 @@
 import torch
 
 from sfi_kernels.pages import read_pages, wide_chunks
-from sfi_kernels.partial_attention import capped, combine, finite, partial_attention
+from sfi_kernels.partial_attention import capped, streamed_attention
 from sfi_kernels.shapes import check_pages, check_shape
 
 
@@ -40,15 +40,11 @@ def dense_attention(
         W = min(query_BHGWD.shape[3], length)
         if W == 0:
             continue
-        query = query_BHGWD[row : row + 1, :, :, -W:]
-        first = length - W if W > 1 else length  # from here on, attention is causal
-        parts = []
-        for start, stop, causal in ((0, first, False), (first, length, True)):
-            if stop > start:
-                key, value = (read_pages(pages, block_table_BP[row], start, stop) for pages in (key_PHND, value_PHNE))
-                part = partial_attention(query, key, value, scale=scale, soft_cap=soft_cap, causal=causal)
-                parts.append(part)
-        out[row : row + 1, :, :, -W:] = combine(parts, sink_HG)
+        key, value = (read_pages(pages, block_table_BP[row], 0, length) for pages in (key_PHND, value_PHNE))
+        out[row : row + 1, :, :, -W:] = streamed_attention(
+            query_BHGWD[row : row + 1, :, :, -W:], [(0, key, value)], length, scale=scale, soft_cap=soft_cap,
+            sink_HG=sink_HG,
+        )  # fmt: skip
     return out
 
 
@@ -78,27 +74,6 @@ def window_logits(
     return out
 
 
-def dense_attention_with_logits(
-    query_BHGWD: torch.Tensor, key_PHND: torch.Tensor, value_PHNE: torch.Tensor,
-    block_table_BP: torch.Tensor, length_B: torch.Tensor, *, scale: float,
-    soft_cap: float | None = None, sink_HG: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Attend and return the logits, in one pass over keys and values.
-
-    PyTorch's fused attention does not return the logits: the evidence would read the keys a second time.
-
-    Returns:
-        What `dense_attention` and `window_logits` return, which have the same arguments.
-    """
-    check(query_BHGWD, key_PHND, block_table_BP, length_B, value_PHNE, sink_HG)
-    logits = window_logits(query_BHGWD, key_PHND, block_table_BP, length_B, scale=scale, soft_cap=soft_cap)
-    lengths = length_B.tolist()
-    weight = weights(logits, sink_HG, all_see=min(lengths) >= query_BHGWD.shape[3]).flatten(2, 3)
-    outs = [_weighted(weight[row], value_PHNE, block_table_BP[row], length) for row, length in enumerate(lengths)]
-    out = outs[0][None] if len(outs) == 1 else torch.stack(outs)
-    return out.view(*query_BHGWD.shape[:4], -1).to(query_BHGWD.dtype), logits
-
-
 def _row_logits(
     query_HGWD: torch.Tensor, key_PHND: torch.Tensor, table_P: torch.Tensor, length: int, soft_cap: float | None
 ) -> torch.Tensor:
@@ -113,33 +88,11 @@ def _row_logits(
     return capped(logits_HXT, soft_cap).view(H, G, W, -1)
 
 
-def _weighted(weight_HXT: torch.Tensor, value_PHNE: torch.Tensor, table_P: torch.Tensor, length: int) -> torch.Tensor:
-    # the sum of one request's values, [H, X, E]
-    parts = []
-    for span, value_CHNE in wide_chunks(value_PHNE, table_P, length):
-        weight_HXCN = weight_HXT[..., span].view(*weight_HXT.shape[:2], *value_CHNE.shape[::2])
-        parts.append(weight_HXCN.permute(2, 0, 1, 3) @ value_CHNE)
-    return torch.cat(parts).sum(0)
-
-
 def _padded(rows: list[torch.Tensor], T: int) -> torch.Tensor:
     out = rows[0].new_full((len(rows), *rows[0].shape[:3], T), -torch.inf)
     for row, logits_HGWT in enumerate(rows):
         out[row, ..., : logits_HGWT.shape[-1]] = logits_HGWT
     return out
-
-
-def weights(logits_BHGWT: torch.Tensor, sink_HG: torch.Tensor | None, *, all_see: bool) -> torch.Tensor:
-    """Return the softmax of logits, [B, H, G, W, T]; zeros for a query that sees nothing.
-
-    Logits are -inf where a query may not look. `all_see` promises that every query sees a key, which saves operations.
-    """
-    if sink_HG is None and all_see:
-        return logits_BHGWT.softmax(-1)
-    log_sum = logits_BHGWT.logsumexp(-1)
-    if sink_HG is not None:
-        log_sum = torch.logaddexp(log_sum, sink_HG.float()[None, :, :, None])
-    return (logits_BHGWT - finite(log_sum).unsqueeze(-1)).exp_()
 
 
 def check(

@@ -13,13 +13,10 @@ from sfi_core.measure.kernel_bench.data import SELECTOR, LayerData
 from sfi_core.measure.kernel_bench.settings import PACKED_OPS
 from sfi_core.measure.kernel_bench.variant import KernelVariant, checked
 from sfi_kernels.append import append
+from sfi_kernels.fused import add_rms_norm, rotary, silu_mul
 from sfi_kernels.op import Op
-from sfi_kernels.pack import pack
-from sfi_kernels.recall import recall
-from sfi_kernels.rms_norm import add_rms_norm
-from sfi_kernels.rotary import rotary
+from sfi_kernels.pack import pack, recall
 from sfi_kernels.selector import selector
-from sfi_kernels.silu_mul import silu_mul
 from sfi_kernels.top_k import top_k
 
 FETCHED_EVERY = 4  # in a recall, every fourth selected row comes from the host

@@ -7,7 +7,7 @@ import torch
 
 from sfi_core.state.packed_segment import PackedSegment
 from sfi_core.state.side_stream import SecondStream
-from sfi_kernels.recall import recall
+from sfi_kernels.pack import recall
 from tests.cuda_clocks import Device
 from tests.fakes import int32
 from tests.two_tier import B, H, Written

@@ -24,11 +24,7 @@ from sfi_core.hosts.transformers.fusion.known import AttentionSource
 from sfi_core.hosts.transformers.fusion.product import Product
 from sfi_core.machine.private import attention_implementation, has_hooks
 from sfi_core.machine.threads import served, serving
-from sfi_kernels.rms_norm import MAX_WIDTH as MAX_NORM
-from sfi_kernels.rms_norm import add_rms_norm, rms_norm
-from sfi_kernels.rotary import MAX_WIDTH as MAX_HEAD
-from sfi_kernels.rotary import rotary
-from sfi_kernels.silu_mul import silu_mul
+from sfi_kernels.fused import MAX_HEAD, MAX_ROW, add_rms_norm, rms_norm, rotary, silu_mul
 
 Forward = Callable[..., Any]
 # classes with these names are told of where they keep their own forward
@@ -216,7 +212,7 @@ def _is_rms_norm(module: Any) -> bool:
     # a weight that is split over ranks has another type
     if sources.digest(type(module).forward) not in sources.RMS_NORM or "forward" in vars(module):
         return False
-    return type(module.weight) is torch.nn.Parameter and module.weight.numel() <= MAX_NORM
+    return type(module.weight) is torch.nn.Parameter and module.weight.numel() <= MAX_ROW
 
 
 def _rotates(module: Any) -> bool:

@@ -1,14 +1,72 @@
-"""Norms and rotary positions in Triton: one launch for the queries and the keys of a layer."""
+"""What else a layer computes for a token, in Triton: norm, rotation and gate, one launch each over all rows."""
 
 import torch
 import triton
 import triton.language as tl
 
+from sfi_kernels.fused.reference import MAX_HEAD, MAX_ROW, check_gate, check_norm, check_residual, check_rotation
 from sfi_kernels.launch import KernelLimitError, launch
-from sfi_kernels.rotary.reference import MAX_WIDTH, check
 
-TILE_NUMBERS = 512  # of a program: four heads of 128
-WARPS = 2
+WARP_NUMBERS = 512  # of a norm's row, to a warp: 16 numbers to a thread
+MOST_WARPS = 16
+TILE_NUMBERS = 512  # of a program that rotates: four heads of 128
+TILE_WARPS = 2
+GATE_NUMBERS, GATE_WARPS = 1024, 4
+# below, exp(-gate) overflows float32; here SiLU is 1e-36 or less, and 0 in PyTorch
+LEAST = tl.constexpr(-88.0)
+
+
+@triton.jit
+def _rms_norm_kernel(
+    hidden_ptr, residual_ptr, weight_ptr, sum_ptr, out_ptr, eps, F: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr
+):
+    dtype = out_ptr.dtype.element_ty
+    column = tl.arange(0, BLOCK)
+    mask = column < F
+    place = tl.program_id(0).to(tl.int64) * F + column  # [BLOCK]
+    hidden = tl.load(hidden_ptr + place, mask=mask, other=0.0).to(tl.float32)
+    if ADD:
+        residual = tl.load(residual_ptr + place, mask=mask, other=0.0).to(tl.float32)
+        total = (residual + hidden).to(dtype)
+        tl.store(sum_ptr + place, total, mask=mask)
+        hidden = total.to(tl.float32)
+    weight = tl.load(weight_ptr + column, mask=mask, other=0.0).to(tl.float32)
+    mean = tl.sum(hidden * hidden, 0) / F
+    normed = (hidden * tl.rsqrt(mean + eps)).to(dtype).to(tl.float32)
+    tl.store(out_ptr + place, (weight * normed).to(dtype), mask=mask)
+
+
+def rms_norm(hidden_XF: torch.Tensor, weight_F: torch.Tensor, eps: float) -> torch.Tensor:
+    """See `reference.rms_norm`. F up to 16384."""
+    check_norm(hidden_XF, weight_F)
+    out_XF = torch.empty_like(hidden_XF)
+    _norm(hidden_XF, hidden_XF, weight_F, out_XF, out_XF, eps, add=False)
+    return out_XF
+
+
+def add_rms_norm(
+    residual_XF: torch.Tensor, hidden_XF: torch.Tensor, weight_F: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `reference.add_rms_norm`. F up to 16384."""
+    check_residual(residual_XF, hidden_XF, weight_F)
+    sum_XF, out_XF = torch.empty_like(hidden_XF), torch.empty_like(hidden_XF)
+    _norm(hidden_XF, residual_XF, weight_F, sum_XF, out_XF, eps, add=True)
+    return sum_XF, out_XF
+
+
+def _norm(
+    hidden_XF: torch.Tensor, residual_XF: torch.Tensor, weight_F: torch.Tensor,
+    sum_XF: torch.Tensor, out_XF: torch.Tensor, eps: float, *, add: bool,
+) -> None:  # fmt: skip
+    F = weight_F.shape[0]
+    if F > MAX_ROW:
+        raise KernelLimitError(f"hidden must be at most {MAX_ROW} wide for the kernel, got {F}")
+    block = triton.next_power_of_2(F)
+    launch(
+        _rms_norm_kernel, (hidden_XF.numel() // F,), hidden_XF, residual_XF, weight_F, sum_XF, out_XF, eps,
+        num_warps=min(MOST_WARPS, max(1, block // WARP_NUMBERS)),
+        F=F, BLOCK=block, ADD=add,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -76,10 +134,10 @@ def rotary(
     eps: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """See `reference.rotary`. D up to 256."""
-    distances = check(query_BTXD, key_BTHD, cos_BTD, sin_BTD, query_weight_D, key_weight_D)
+    distances = check_rotation(query_BTXD, key_BTHD, cos_BTD, sin_BTD, query_weight_D, key_weight_D)
     (B, T, X, D), H = query_BTXD.shape, key_BTHD.shape[2]
-    if D > MAX_WIDTH:
-        raise KernelLimitError(f"heads must be at most {MAX_WIDTH} wide for the kernel, got {D}")
+    if D > MAX_HEAD:
+        raise KernelLimitError(f"heads must be at most {MAX_HEAD} wide for the kernel, got {D}")
     query_out, key_out = (rows.new_empty(rows.shape) for rows in (query_BTXD, key_BTHD))
     normed = query_weight_D is not None
     weights = (query_weight_D, key_weight_D) if normed else (cos_BTD, cos_BTD)  # never read
@@ -90,6 +148,29 @@ def rotary(
         query_BTXD, key_BTHD, cos_BTD, sin_BTD, *weights, query_out, key_out, *distances,
         X, H, T, cos_BTD.stride(0) if cos_BTD.shape[0] > 1 else 0, cos_BTD.stride(1), eps,
         # in bfloat16 a product that is rounded and then added became one fma, which skips the rounding
-        num_warps=WARPS, contracts=0, D=D, BLOCK_H=block, BLOCK_D=half, NORM=normed,
+        num_warps=TILE_WARPS, contracts=0, D=D, BLOCK_H=block, BLOCK_D=half, NORM=normed,
     )  # fmt: skip
     return query_out.transpose(1, 2), key_out.transpose(1, 2)
+
+
+@triton.jit
+def _silu_mul_kernel(gate_ptr, up_ptr, out_ptr, gate_row_stride, up_row_stride, F, BLOCK: tl.constexpr):
+    dtype = out_ptr.dtype.element_ty
+    row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
+    mask = column < F
+    gate = tl.load(gate_ptr + row * gate_row_stride + column, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr + row * up_row_stride + column, mask=mask, other=0.0).to(tl.float32)
+    silu = tl.div_rn(gate, 1.0 + tl.exp(-tl.maximum(gate, LEAST))).to(dtype).to(tl.float32)
+    tl.store(out_ptr + row * F + column, (silu * up).to(dtype), mask=mask)
+
+
+def silu_mul(gate_XF: torch.Tensor, up_XF: torch.Tensor) -> torch.Tensor:
+    """See `reference.silu_mul`."""
+    distances = check_gate(gate_XF, up_XF)
+    out_XF = gate_XF.new_empty(gate_XF.shape)
+    F = gate_XF.shape[-1]
+    launch(
+        _silu_mul_kernel, (gate_XF.numel() // F, triton.cdiv(F, GATE_NUMBERS)), gate_XF, up_XF, out_XF, *distances, F,
+        num_warps=GATE_WARPS, BLOCK=GATE_NUMBERS,
+    )  # fmt: skip
+    return out_XF

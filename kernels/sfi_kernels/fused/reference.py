@@ -1,11 +1,48 @@
-"""Rotary positions in PyTorch, with every rounding of transformers' `apply_rotary_pos_emb`."""
+"""What else a layer computes for a token, in PyTorch, with every rounding of transformers' Llama modules."""
 
 import torch
 
-from sfi_kernels.rms_norm import rms_norm
 from sfi_kernels.shapes import check_pages, check_same, check_shape, row_distance
 
-MAX_WIDTH = 256  # of the kernel
+MAX_ROW, MAX_HEAD = 16384, 256  # widths of the norm's rows and of the rotation's heads that the kernels take
+
+
+def rms_norm(hidden_XF: torch.Tensor, weight_F: torch.Tensor, eps: float) -> torch.Tensor:
+    """Divide rows by their root mean square and multiply by a weight (Zhang and Sennrich, 2019).
+
+    Rows, [..., F], are contiguous; `eps` is added to the mean square. The quotient is float32 (float64 of float64
+    rows), rounded to the rows' dtype, which is the weight's too, before the product. Raise `ValueError` where shapes,
+    dtypes, devices or strides do not fit.
+    """
+    check_norm(hidden_XF, weight_F)
+    wide_XF = hidden_XF.to(torch.promote_types(hidden_XF.dtype, torch.float32))
+    mean_X1 = wide_XF.square().mean(-1, keepdim=True)
+    return weight_F * (wide_XF * torch.rsqrt(mean_X1 + eps)).to(hidden_XF.dtype)
+
+
+def add_rms_norm(
+    residual_XF: torch.Tensor, hidden_XF: torch.Tensor, weight_F: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Add rows to the residual stream; return the sum, rounded to the dtype, and that sum's `rms_norm`."""
+    check_residual(residual_XF, hidden_XF, weight_F)
+    sum_XF = residual_XF + hidden_XF
+    return sum_XF, rms_norm(sum_XF, weight_F, eps)
+
+
+def check_norm(hidden_XF: torch.Tensor, weight_F: torch.Tensor) -> None:
+    """Raise the errors of `rms_norm`."""
+    check_shape(weight_F, "weight", F=hidden_XF.shape[-1])
+    check_same(hidden_XF, "hidden", weight=weight_F, hidden=hidden_XF)
+
+
+def check_residual(residual_XF: torch.Tensor, hidden_XF: torch.Tensor, weight_F: torch.Tensor) -> None:
+    """Raise the errors of `add_rms_norm`."""
+    check_norm(hidden_XF, weight_F)
+    check_same(hidden_XF, "hidden", residual=residual_XF)
+    if residual_XF.shape != hidden_XF.shape:
+        raise ValueError(
+            f"residual must have the shape of hidden, {list(hidden_XF.shape)}, got {list(residual_XF.shape)}"
+        )
 
 
 def rotary(
@@ -37,11 +74,11 @@ def rotary(
     Raises:
         ValueError: The shapes, dtypes, devices or strides do not fit, or only one weight is given.
     """
-    check(query_BTXD, key_BTHD, cos_BTD, sin_BTD, query_weight_D, key_weight_D)
+    check_rotation(query_BTXD, key_BTHD, cos_BTD, sin_BTD, query_weight_D, key_weight_D)
     pairs = ((query_BTXD, query_weight_D), (key_BTHD, key_weight_D))
     query_BXTD, key_BHTD = (
         _rotated(
-            (rows if weight_D is None else rms_norm.reference(rows, weight_D, eps)).transpose(1, 2),
+            (rows if weight_D is None else rms_norm(rows, weight_D, eps)).transpose(1, 2),
             cos_BTD[:, None],
             sin_BTD[:, None],
         )
@@ -55,7 +92,7 @@ def _rotated(head_BHTD: torch.Tensor, cos_B1TD: torch.Tensor, sin_B1TD: torch.Te
     return head_BHTD * cos_B1TD + torch.cat((-second, first), dim=-1) * sin_B1TD
 
 
-def check(
+def check_rotation(
     query_BTXD: torch.Tensor, key_BTHD: torch.Tensor, cos_BTD: torch.Tensor, sin_BTD: torch.Tensor,
     query_weight_D: torch.Tensor | None, key_weight_D: torch.Tensor | None,
 ) -> tuple[int, int]:  # fmt: skip
@@ -83,3 +120,22 @@ def check(
     rows = {"query": query_BTXD, "key": key_BTHD}
     query_distance, key_distance = (row_distance(own, name, own.shape[2] * D) for name, own in rows.items())
     return query_distance, key_distance
+
+
+def silu_mul(gate_XF: torch.Tensor, up_XF: torch.Tensor) -> torch.Tensor:
+    """Multiply SiLU(gate) = gate / (1 + exp(-gate)) by up (Shazeer, 2020, Eq. 6).
+
+    Both are of one shape and dtype, their rows, [..., F], at one distance, or `ValueError` is raised. SiLU is float32,
+    rounded to that dtype before the product.
+    """
+    check_gate(gate_XF, up_XF)
+    return torch.nn.functional.silu(gate_XF) * up_XF
+
+
+def check_gate(gate_XF: torch.Tensor, up_XF: torch.Tensor) -> tuple[int, int]:
+    """Raise the errors of `silu_mul`; return the distances of the rows."""
+    check_pages(gate_XF, "gate", up=up_XF)
+    if up_XF.shape != gate_XF.shape:
+        raise ValueError(f"up must have the shape of gate, {list(gate_XF.shape)}, got {list(up_XF.shape)}")
+    F = gate_XF.shape[-1]
+    return row_distance(gate_XF, "gate", F), row_distance(up_XF, "up", F)
