@@ -1,5 +1,6 @@
 """The `sfi` command line: assembles the commands and turns errors into exit codes."""
 
+import re
 import signal
 import sys
 from pathlib import Path
@@ -25,6 +26,8 @@ from sfi_core.errors import InputError, SfiError
 
 OF_NO_FILE = (UnicodeEncodeError, ImportError, NameError, MemoryError)  # errors that no damaged file explains
 _interrupted = Event()  # Ctrl-C was pressed
+# the options of settings that errors of the core advise to change
+OPTIONS = {"kv_device_budget": "--kv-device-budget", "contexts": "--context", "batches": "--batch"}
 LONGEST = 255  # bytes of a file's name
 HELP = "Slow-Fast Inference: decode long contexts and see what the model reads."
 
@@ -128,8 +131,15 @@ def main() -> None:
         if debug or known is None:
             raise
         if tells():
-            message(f"error: {known}")
+            message(f"error: {in_options(str(known))}")
         leave(known)
+
+
+def in_options(text: str) -> str:
+    """Spell the settings that an error advises to change, behind its semicolon, as the command line's options."""
+    rule, semicolon, advice = text.partition("; ")
+    names = "|".join(OPTIONS)
+    return rule + semicolon + re.sub(rf"(?<![\w.])({names})(?!\w)", lambda name: OPTIONS[name[0]], advice)
 
 
 def _interrupt(number: int, frame: Any) -> None:

@@ -11,6 +11,8 @@ from sfi_core.bundled import example
 
 SENTENCES = 220  # 2,350 tokens
 
+PROMPT = "Later, Belora hid a red lantern under the old bridge.\nQuestion: What is written about Belora?\nAnswer:"
+
 
 @contextmanager
 def small_example() -> Iterator[None]:

@@ -64,11 +64,11 @@ def given(
     values: dict[str, Any] = {}
     if file is not None:
         values = _of_file(file)
-        config = config.replace(**_nested(values))
+        config = config.replace(**nested(values))
     said = _said(settings_for(command), sets, options or {})
     effective = settings_for(command).keys() - DECODING.keys()
     return Given(
-        config=config.replace(**_nested(said)),
+        config=config.replace(**nested(said)),
         values={name: value for name, value in (values | said).items() if name in effective},
         said=frozenset(said),
     )
@@ -124,10 +124,10 @@ def texts(known: Mapping[str, Setting], sets: Iterable[str] | None, options: Map
     return assigned | chosen
 
 
-def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    # the settings of `SfiConfig`, as its `replace` takes them
+def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of `SfiConfig` among values by full name, as its `replace` takes them."""
     changes: dict[str, Any] = {}
-    for full in values.keys() & DECODING.keys():
+    for full in filter(DECODING.__contains__, values):
         table, _, name = full.rpartition(".")
         (changes.setdefault(table, {}) if table else changes)[name] = values[full]
     return changes

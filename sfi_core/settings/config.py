@@ -160,10 +160,10 @@ PARTS: dict[str, Any] = {  # the nested tables, which are those of a TOML file t
 }
 
 
-def changed_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Pick the settings of `to_dict` that differ from the defaults, nested ones as `selector.name`."""
-    default = flat_settings(SfiConfig().to_dict())
-    return {name: value for name, value in flat_settings(config).items() if value != default.get(name)}
+def changed_settings(config: Mapping[str, Any], preset: str = "default") -> dict[str, Any]:
+    """Pick the settings of `to_dict` that differ from a preset's, nested ones as `selector.name`."""
+    usual = flat_settings(SfiConfig.preset(preset).to_dict())
+    return {name: value for name, value in flat_settings(config).items() if value != usual.get(name)}
 
 
 def flat_settings(config: Mapping[str, Any]) -> dict[str, Any]:

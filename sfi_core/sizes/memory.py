@@ -244,7 +244,7 @@ def check_fits(expected: Forecast, device: torch.device, way: str | None = None,
         most = "the batch or max_new_tokens"
         way = way or (most if cache > expected.workspace_bytes else "prefill_chunk")
         if device.type == "cuda" and not two_tier and cache > expected.workspace_bytes:
-            way += ", or keep most of the cache in host memory with --kv-device-budget"
+            way += ", or keep most of the cache in host memory with kv_device_budget"
         held = expected.graph_bytes
         graphs = f", {held / 1e9:.2f} GB CUDA graphs" if held else ""
         raise MemoryForecastError(

@@ -95,10 +95,10 @@ def check_device_budget(budget: DeviceBudget, expected: TwoTierBytes, least_byte
     if allowed < least_bytes:
         raise ConfigError(
             f"kv_device_budget must hold sink + recent + one page, at least {least_bytes} bytes, got "
-            f"{allowed}; raise --kv-device-budget, or lower the batch, budget or recent"
+            f"{allowed}; raise kv_device_budget, or lower the batch, budget or recent"
         )
     if allowed < expected.device_bytes:
         raise ConfigError(
             f"kv_device_budget must hold the longest recent window, {expected.device_bytes} bytes, got "
-            f"{allowed}; raise --kv-device-budget, lower t_max, or take recent_mode=sliding"
+            f"{allowed}; raise kv_device_budget, lower t_max, or take recent_mode=sliding"
         )

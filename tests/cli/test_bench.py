@@ -11,7 +11,7 @@ from sfi_cli.commands.bench import command
 from sfi_cli.commands.bench.job import SLOW_RATE
 from sfi_cli.commands.bench.views import _paying
 from sfi_cli.settings.tables import BenchTable
-from sfi_core.measure.bench import bench, fits
+from sfi_core.measure.bench import bench
 from sfi_core.measure.bench.rows import pays_from
 from sfi_core.measure.bench.settings import DecodeSettings
 from tests.cli.trace_commands import Ended, sfi
@@ -243,8 +243,8 @@ def test_mistakes_end_with_one_line(arguments, code, words):
 
 
 def test_a_point_that_does_not_fit_says_what_does(monkeypatch):
-    free = fits.free_bytes
-    monkeypatch.setattr(fits, "free_bytes", lambda device: min(free(device), 100_000_000))
+    free = bench.free_bytes
+    monkeypatch.setattr(bench, "free_bytes", lambda device: min(free(device), 100_000_000))
     code, stdout, _ = inside(*SMALL, "--batch=1,200", "--baseline=none", "-q")
     assert code == 0
     assert re.search(r"Did not fit\n(.*\n)+?  sfi +300 +200 +\d+\.\d\d +0\.10 +\d+\n", stdout)

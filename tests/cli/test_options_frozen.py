@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from sfi_cli import app as cli
 from sfi_cli.settings.tables import SETTINGS
 
-LINES = 100  # two screens of 50 lines
+LINES = 120  # two screens of 60 lines
 
 GENERATE = """
     --prompt-file --batch --max-batch --chat --max-new-tokens --compare --model --dtype --device

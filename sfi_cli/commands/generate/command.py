@@ -79,9 +79,8 @@ def generate(
 
       sfi generate -f long.txt --model Qwen/Qwen3-0.6B --trace run --audit 16
     """
-    from sfi_cli.commands.generate.answers import SUFFIX, unanswered
     from sfi_cli.commands.generate.job import run
-    from sfi_cli.commands.generate.prompts import read_prompts
+    from sfi_cli.commands.generate.prompts import SUFFIX, read_prompts, unanswered
     from sfi_cli.loading import Subject
     from sfi_cli.terminal.output import Output
 

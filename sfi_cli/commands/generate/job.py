@@ -8,8 +8,7 @@ from typing import Any
 
 import typer
 
-from sfi_cli.commands.generate.answers import answer
-from sfi_cli.commands.generate.prompts import Prompts, token_ids
+from sfi_cli.commands.generate.prompts import Prompts, answer, token_ids
 from sfi_cli.commands.generate.recording import recording
 from sfi_cli.commands.generate.views import plan_line, report_lines
 from sfi_cli.loading import Subject

@@ -1,9 +1,9 @@
-"""Prompts from an argument, a file, stdin, a JSON Lines file, or the bundled example."""
+"""Prompts from an argument, a file, stdin, a JSON Lines file, or the bundled example; the answers to a batch."""
 
 import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -16,6 +16,7 @@ from sfi_core.settings.fields import LARGEST
 from sfi_core.settings.sampling import Sampling
 
 STDIN = "-"
+SUFFIX = ".jsonl"  # of the answers to a batch, a line each, written as it ends
 Entry = str | list[dict[str, Any]]  # a text, or chat messages
 
 
@@ -178,3 +179,27 @@ def token_ids(entry: Entry, tokenizer: Any, *, chat: bool) -> list[int]:
     if not getattr(tokenizer, "chat_template", None):
         raise InputError("the model's tokenizer must have a chat template for --chat and messages")
     return text_ids(tokenizer, chat_text(tokenizer, messages), special=False)
+
+
+def unanswered(prompts: Prompts, path: Path) -> Prompts:
+    """Return the lines that a file of answers lacks, by id or else by number; a torn last answer counts as none.
+
+    Raises `InputError` for a file with other lines.
+    """
+    if not path.exists():
+        return prompts
+    answered = set()
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
+        try:
+            row = parse_json(line)
+        except ValueError:
+            row = None
+        if not (isinstance(row, dict) and {"id", "line", "text"} <= row.keys()):
+            raise InputError(f"{path}, line {number}: must be an answer of sfi generate; resume with another output")
+        answered.add(key(row["id"], row["line"]))
+    return Prompts.of_lines([line for line in prompts.lines if line.key not in answered])
+
+
+def answer(line: Line, report: Any, text: str) -> dict[str, Any]:
+    """Return the answer to a line: its id and number, the text, and what --json says of a request."""
+    return {"id": line.id, "line": line.number, "text": text, **asdict(report)}

@@ -7,12 +7,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sfi_cli.settings.given import Given
+from sfi_cli.settings.given import Given, nested
 from sfi_cli.terminal.output import message
 from sfi_core.errors import BackendError, ConfigError
 from sfi_core.hosts.vllm import VERSIONS
 from sfi_core.models.source import SHIPPED
-from sfi_core.settings.config import SfiConfig
+from sfi_core.settings.config import changed_settings
 
 if TYPE_CHECKING:
     from sfi_core.hosts.vllm.server import Server
@@ -90,7 +90,8 @@ class Service:
 
     def _settings(self) -> dict[str, Any]:
         # the plugin's settings; only those of decoding that differ from the preset, to keep vLLM's log short
-        settings = {**self.own, **self.settings.of("serve"), **changes(self.settings.config, self.own.get("preset"))}
+        changed = changed_settings(self.settings.config.to_dict(), self.own.get("preset", "default"))
+        settings = {**self.own, **self.settings.of("serve"), **nested(changed)}
         if self.trace is not None:
             settings["trace"] = str(self.trace.resolve())
             settings |= {"trace_audit": self._audit} if self._audit else {}
@@ -157,16 +158,3 @@ class Service:
             f"address  {url}/v1, counters at {url}/metrics (vllm:sfi_*)",
             f"try      curl {url}/v1/completions -H 'Content-Type: application/json' -d '{asked}'",
         ]
-
-
-def changes(config: SfiConfig, preset: str | None) -> dict[str, Any]:
-    """Return the settings that differ from a preset's, as `SfiConfig.replace` takes them."""
-    found: dict[str, Any] = {}
-    default = SfiConfig.preset(preset or "default").to_dict()
-    for name, value in config.to_dict().items():
-        if isinstance(value, dict):
-            inner = {key: one for key, one in value.items() if one != default[name][key]}
-            found |= {name: inner} if inner else {}
-        elif value != default[name]:
-            found[name] = value
-    return found

@@ -16,15 +16,15 @@ from sfi_core.machine.describe import describe_measured
 from sfi_core.machine.memory import free_bytes, give_back, resident_bytes
 from sfi_core.machine.private import attention_implementation
 from sfi_core.machine.versions import versions
-from sfi_core.measure.bench.fits import sort_out
-from sfi_core.measure.bench.ours import lossless_notes, run_ours
-from sfi_core.measure.bench.prompts import BenchRun, Prompts, stream
+from sfi_core.measure.bench import ours, theirs
+from sfi_core.measure.bench.prompts import BenchRow, Prompts, stream
 from sfi_core.measure.bench.rows import pays_from, point_rows
 from sfi_core.measure.bench.samples import DecodeSample
 from sfi_core.measure.bench.settings import DecodeSettings, DecodeVariant, Point
-from sfi_core.measure.bench.theirs import run_theirs
 from sfi_core.measure.kernel_bench.timing import clock_for, copy_gb_per_s
 from sfi_core.models.describe import ModelWeights, describe_model
+from sfi_core.settings.config import SfiConfig
+from sfi_core.sizes.memory import largest_batch
 from sfi_core.sizes.step import ByteModel
 from sfi_core.state.layer_shape import LayerShape
 
@@ -63,7 +63,7 @@ def run_bench(
         raise MemoryForecastError(
             f"the benchmark must fit {least['free_bytes'] / 1e9:.2f} GB of free memory, got at least "
             f"{least['needed_bytes'] / 1e9:.2f} GB ({least['policy']}, context {least['context']}, batch "
-            f"{least['batch']}; batch {least['largest_batch']} fits); lower --context or --batch"
+            f"{least['batch']}; batch {least['largest_batch']} fits); lower contexts or batches"
         )
     return bench
 
@@ -128,71 +128,88 @@ class Bench:
             self._measure(point, variants)
 
     def _measure(self, point: Point, variants: list[DecodeVariant]) -> None:
-        settings = self.settings
-        vocabulary = self.model.config.get_text_config(decoder=True).vocab_size
+        settings, model = self.settings, self.model
+        vocabulary = model.config.get_text_config(decoder=True).vocab_size
         tokens = stream(settings, point.batch, vocabulary)
-        release(self.model.device)
-        fitting, missed = sort_out(self.model, variants, point, settings, tokens.config)
-        self.skipped += missed
-        self._done += len(missed) * settings.repeats
+        release(model.device)
+        fitting = self._fitting(variants, point, tokens.config)
+        self._done += (len(variants) - len(fitting)) * settings.repeats
         if not fitting:
             return
-        prompts = Prompts.of(settings, point, vocabulary, self.model.device)
-        samples: dict[DecodeVariant, list[DecodeSample]] = {variant: [] for variant in fitting}
-        models = self._byte_models([*fitting], point.batch)
+        prompts = Prompts.of(settings, point, vocabulary, model.device)
+        rows = [
+            BenchRow(
+                model=model, variant=variant, point=point, settings=settings, prompts=prompts, stream=tokens,
+                bytes_read=self._byte_model(variant, point.batch), needed_bytes=needed,
+            )
+            for variant, needed in fitting.items()
+        ]  # fmt: skip
         before = len(self.rows)
-        copy = self.machine["copy_gb_per_s"]
         try:
             for repeat in range(settings.repeats):
-                for variant, needed in fitting.items():
-                    label = f"{variant.name}, {point.context:,} tokens x {point.batch}, repeat {repeat + 1}"
+                for row in rows:
+                    label = f"{row.variant.name}, {point.context:,} tokens x {point.batch}, repeat {repeat + 1}"
                     self._show(label, None)
-                    show = partial(self._show, label)
-                    asked = BenchRun(self.model, variant, point, settings, prompts, tokens, show)
-                    samples[variant].append(self._run(asked, needed))
+                    row.on_step = partial(self._show, label)
+                    row.samples.append(self._run(row))
                     self._done += 1
-                    self.told(f"{label}: {samples[variant][-1].decode_rate:,.2f} tokens/s")
+                    self.told(f"{label}: {row.samples[-1].decode_rate:,.2f} tokens/s")
         finally:
-            self.rows[before:] = point_rows(point, samples, models, copy)
+            self.rows[before:] = point_rows(rows, self.machine["copy_gb_per_s"])
 
-    def _run(self, asked: BenchRun, needed: int) -> DecodeSample:
-        model, variant, made_up = self.model, asked.variant, asked.prompts.made_up
+    def _fitting(self, variants: list[DecodeVariant], point: Point, config: SfiConfig) -> dict[DecodeVariant, int]:
+        # the bytes that each variant needs that fits into free memory, before a cache is allocated; the others are
+        # skipped. `config` has the settings that the policies run with
+        free = free_bytes(self.model.device)
+        fitting: dict[DecodeVariant, int] = {}
+        for variant in variants:
+
+            def needs(batch: int, variant: DecodeVariant = variant) -> int:
+                return self._needs(variant, replace(point, batch=batch), config)
+
+            needed = needs(point.batch)
+            if free is None or needed <= free:
+                fitting[variant] = needed
+                continue
+            largest = largest_batch(needs, point.batch - 1, free)
+            row = {"policy": variant.name, "context": point.context, "batch": point.batch}
+            self.skipped.append(row | {"needed_bytes": needed, "free_bytes": free, "largest_batch": largest})
+        return fitting
+
+    def _needs(self, variant: DecodeVariant, point: Point, config: SfiConfig) -> int:
+        if variant.policy:
+            return ours.needed_bytes(self.model, variant, point, self.settings, config)
+        return theirs.needed_bytes(self.model, variant.name, point, self.settings)
+
+    def _run(self, row: BenchRow) -> DecodeSample:
+        model, policy, made_up = self.model, row.variant.policy, row.prompts.made_up
         release(model.device)
         free = free_bytes(model.device)
-        if not variant.policy and made_up and free is not None and needed > free:
+        if not policy and made_up and free is not None and row.needed_bytes > free:
             made_up.drop()  # our next run fills the made-up cache again
             release(model.device)
         resident = resident_bytes(model.device)
-        if variant.policy:
+        if policy:
             resident -= made_up.held_bytes if made_up else 0  # the forecast counts these pages
-        sample = run_ours(asked) if variant.policy else run_theirs(asked)
-        sample.forecast_bytes = resident + needed
+        sample = ours.run_ours(row) if policy else theirs.run_theirs(row)
+        sample.forecast_bytes = resident + row.needed_bytes
         sample.prefilled = self.settings.prefill
-        sample.stopped = sample.tokens < asked.point.batch * self.settings.steps
+        sample.stopped = sample.tokens < row.point.batch * self.settings.steps
         return sample
 
     def _show(self, label: str, sample: DecodeSample | None) -> None:
         rate = f": {sample.decode_rate:,.2f} tokens/s" if sample and sample.steps else ""
         self.progress(label + rate, self._done, self._total)
 
-    def _byte_models(self, variants: list[DecodeVariant], batch: int) -> dict[str, ByteModel]:
-        weights = ModelWeights.of(self.model).read(batch)
-        dense_layers = self.settings.config.dense_layers
-        ours = ByteModel.of(
-            {**describe_model(self.model, self._shapes), "weight_bytes": weights},
-            dense_layers=dense_layers,
-            batch=batch,
-        )
-        theirs = ours
-        if any(not variant.policy for variant in variants):
-            shapes = cached_shapes(self.model)
-            description = describe_model(self.model, shapes)
-            theirs = ByteModel.of({**description, "weight_bytes": weights}, batch=batch)
-        return {variant.name: ours if variant.policy else theirs for variant in variants}
+    def _byte_model(self, variant: DecodeVariant, batch: int) -> ByteModel:
+        shapes = self._shapes if variant.policy else cached_shapes(self.model)
+        dense_layers = self.settings.config.dense_layers if variant.policy else ()
+        weights = {"weight_bytes": ModelWeights.of(self.model).read(batch)}
+        return ByteModel.of(describe_model(self.model, shapes) | weights, dense_layers=dense_layers, batch=batch)
 
     def _notes(self) -> list[str]:
         settings, device = self.settings, self.model.device.type
-        notes = lossless_notes(settings)
+        notes = ours.lossless_notes(settings)
         if settings.baselines:
             notes.append(
                 "transformers: greedy model.generate on the same model with an attention implementation of "
@@ -203,8 +220,8 @@ class Bench:
         if not settings.prefill:
             notes.append("caches are filled with random keys and values; our policies decode given tokens")
         whole = [
-            one.name for one in settings.variants()
-            if one.policy and one.engine.kv_device_budget != settings.engine.kv_device_budget
+            variant.name for variant in settings.variants()
+            if variant.policy and variant.engine.kv_device_budget != settings.engine.kv_device_budget
         ]  # fmt: skip
         if whole:
             notes.append(f"{', '.join(whole)}: all keys and values on the device, without kv_device_budget")
@@ -237,11 +254,11 @@ class Bench:
         }
 
     def _eager_notes(self) -> list[str]:
-        found: dict[str, list[str]] = {}
+        by_reason: dict[str, list[str]] = {}
         for row in self.rows:
             if row["not_replayed"]:
-                found.setdefault(row["not_replayed"], []).append(row["policy"])
+                by_reason.setdefault(row["not_replayed"], []).append(row["policy"])
         return [
             f"{', '.join(dict.fromkeys(policies))}: steps ran one kernel after the other: {reason}"
-            for reason, policies in found.items()
+            for reason, policies in by_reason.items()
         ]

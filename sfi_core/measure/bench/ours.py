@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from itertools import takewhile
+from typing import Any
 
 import torch
 
@@ -18,14 +19,16 @@ from sfi_core.engine.report import RunReport
 from sfi_core.engine.run import Run
 from sfi_core.generation.sampling import Sampler
 from sfi_core.hosts.transformers.decoder import Decoder
+from sfi_core.hosts.transformers.replays import records_steps
 from sfi_core.hosts.transformers.session import Session
 from sfi_core.hosts.transformers.slow_fast import session_on
 from sfi_core.machine.memory import peak_bytes, reset_peak
-from sfi_core.measure.bench.prompts import BenchRun
+from sfi_core.measure.bench.prompts import BenchRow
 from sfi_core.measure.bench.samples import DecodeSample, StepRead, drafting_of
-from sfi_core.measure.bench.settings import DecodeSettings
+from sfi_core.measure.bench.settings import DecodeSettings, DecodeVariant, Point
 from sfi_core.policies import policy_class
 from sfi_core.policies.base import Triggered
+from sfi_core.settings.config import SfiConfig
 from sfi_core.settings.sampling import Sampling
 from sfi_core.state.request import RequestState
 from sfi_kernels.step_descriptor import sent
@@ -67,7 +70,7 @@ class GivenTokens(Sampler):
         """See `Sampler.pick`."""
         if self._token_SB is not None:
             pairs = zip(row_X, offset_X, strict=True)
-            steps = [self.rows[row].step + offset for row, offset in pairs]
+            steps = [self.rows[place].step + offset for place, offset in pairs]
             at_2X = sent(torch.tensor([steps, list(row_X)]), logits_XV.device)
             self._raise(logits_XV, self._token_SB[at_2X[0], at_2X[1]])
         return super().pick(logits_XV, row_X, offset_X, tail)
@@ -100,7 +103,7 @@ class StatedAcceptance:
 
 
 @torch.inference_mode()
-def run_ours(asked: BenchRun) -> DecodeSample:
+def run_ours(row: BenchRow) -> DecodeSample:
     """Decode under a policy, sparsely or losslessly, as the variant says.
 
     The logits of the stream's tokens are made the largest, so they are picked; without a stated acceptance a lossless
@@ -109,19 +112,19 @@ def run_ours(asked: BenchRun) -> DecodeSample:
     Returns:
         The sample. The steps of a lossless run are passes, and a pass gives a request no token, one or several.
     """
-    settings, batch, lossless = asked.settings, asked.point.batch, asked.variant.engine.lossless
-    sample, device = DecodeSample(batch, settings.warm_up), asked.model.device
+    settings, batch, lossless = row.settings, row.point.batch, row.variant.engine.lossless
+    sample, device = DecodeSample(batch, settings.warm_up), row.model.device
     reset_peak(device)
-    with decoder_of(asked) as decoder:
-        token_SB = None if settings.real_prompts else asked.stream.token_SB
-        picker = GivenTokens(asked.prompts.ids_BT, token_SB, decoder.replays.ahead)
+    with decoder_of(row) as decoder:
+        token_SB = None if settings.real_prompts else row.stream.token_SB
+        picker = GivenTokens(row.prompts.ids_BT, token_SB, decoder.replays.ahead)
         limit = settings.most_tokens if lossless else settings.total_steps + 1
-        rate = asked.variant.acceptance
+        rate = row.variant.acceptance
         outcome = None if rate is None else StatedAcceptance(rate, settings.seed)
         loop, session = Loop(decoder, [()] * batch, [limit] * batch, picker), decoder.session
         sample.began = time.perf_counter()
         with closing(loop.decode_lossless(outcome) if lossless else loop.decode()) as passes:
-            (_measure_lossless if lossless else _measure)(sample, asked, session, passes)
+            (_measure_lossless if lossless else _measure)(sample, row, session, passes)
         sample.selecting += selecting(session.run)
         report = RunReport.of(session.run)
         sample.tiers, sample.paths, sample.not_replayed = report.kv_tiers, report.paths, report.not_replayed
@@ -129,23 +132,23 @@ def run_ours(asked: BenchRun) -> DecodeSample:
     return sample
 
 
-def _measure(sample: DecodeSample, asked: BenchRun, session: Session, passes: Iterable[NewTokens]) -> None:
-    settings, whole = asked.settings, _period(asked)
+def _measure(sample: DecodeSample, row: BenchRow, session: Session, passes: Iterable[NewTokens]) -> None:
+    settings, whole = row.settings, _period(row)
     for step, _ in enumerate(passes):
         sample.at.append(time.perf_counter())
         if step:
             sample.reads.append(step_read(session.run))
         if step == settings.warm_up:
             sample.selecting -= selecting(session.run)
-        asked.on_step(sample)
+        row.on_step(sample)
         if sample.over(settings.time_limit) and sample.steps % whole == 0:
             break
 
 
-def _measure_lossless(sample: DecodeSample, asked: BenchRun, session: Session, passes: Iterable[NewTokens]) -> None:
+def _measure_lossless(sample: DecodeSample, row: BenchRow, session: Session, passes: Iterable[NewTokens]) -> None:
     # the measurement begins and ends at a pass that verifies, so that a single request is measured in whole cycles: it
-    # begins after the warm-up, and ends once the requests have the number of tokens asked for
-    settings, began = asked.settings, None
+    # begins after the warm-up, and ends once the requests have the number of tokens row for
+    settings, began = row.settings, None
     for number, given in enumerate(passes):
         sample.at.append(time.perf_counter())
         sample.gave.append(sum(map(len, given.values())))
@@ -158,7 +161,7 @@ def _measure_lossless(sample: DecodeSample, asked: BenchRun, session: Session, p
             if number >= settings.warm_up and sample.gave[-1]:
                 began = counted
                 sample.selecting -= selecting(run)
-        asked.on_step(sample)
+        row.on_step(sample)
         if began is None or not sample.gave[-1]:
             continue
         sample.drafting = counted - began
@@ -167,25 +170,33 @@ def _measure_lossless(sample: DecodeSample, asked: BenchRun, session: Session, p
             break
 
 
+def needed_bytes(model: Any, variant: DecodeVariant, point: Point, settings: DecodeSettings, config: SfiConfig) -> int:
+    """Return the bytes that a policy's run needs besides the model, which is outside `slow_fast`."""
+    with session_on(model, None, config, policy=variant.policy, engine=variant.engine) as session:
+        prompt, chunk = (point.context, settings.engine.prefill_chunk) if settings.prefill else (1, 0)
+        capacity, graphs = settings.capacity(point.context), records_steps(session)
+        return session.forecast(point.batch, prompt, capacity, chunk, graphs=graphs).needed_bytes
+
+
 @contextmanager
-def decoder_of(asked: BenchRun) -> Iterator[Decoder]:
+def decoder_of(row: BenchRow) -> Iterator[Decoder]:
     """Put a run's model under its policy, and yield a decoder of the prompts."""
-    model, variant, settings, prompts = asked.model, asked.variant, asked.settings, asked.prompts
+    model, variant, settings, prompts = row.model, row.variant, row.settings, row.prompts
     with (
         main_stream(model.device, overlap=variant.engine.overlap),
-        session_on(model, None, asked.stream.config, policy=variant.policy, engine=variant.engine) as session,
+        session_on(model, None, row.stream.config, policy=variant.policy, engine=variant.engine) as session,
     ):
         yield Decoder(
             session=session, ids_BT=prompts.ids_BT, mask_BT=prompts.mask_BT,
-            capacity=settings.capacity(asked.point.context), chunk=settings.engine.prefill_chunk,
+            capacity=settings.capacity(row.point.context), chunk=settings.engine.prefill_chunk,
             shared=None if prompts.made_up is None else prompts.made_up.shared(session),
             patient=False,  # record graphs at once: the warm-up has every kind of step only once
         )  # fmt: skip
 
 
-def _period(asked: BenchRun) -> int:
+def _period(row: BenchRow) -> int:
     # steps between two slow steps: a run that stops within them would miss the stated slow rate
-    rate, triggered = asked.settings.slow_rate, issubclass(policy_class(asked.variant.policy), Triggered)
+    rate, triggered = row.settings.slow_rate, issubclass(policy_class(row.variant.policy), Triggered)
     return rate.denominator if triggered and rate else 1
 
 

@@ -7,7 +7,7 @@ because tokens of random weights mean nothing.
 import math
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
@@ -18,6 +18,7 @@ from sfi_core.generation.synthetic import SyntheticPrompt
 from sfi_core.measure.bench.samples import DecodeSample
 from sfi_core.measure.bench.settings import DecodeSettings, DecodeVariant, Point
 from sfi_core.settings.config import SfiConfig
+from sfi_core.sizes.step import ByteModel
 
 TRIGGER = 0  # the token id that makes a step slow under a stated rate
 
@@ -126,13 +127,17 @@ def _from_text(settings: DecodeSettings, batch: int, ids: tuple[int, ...]) -> St
     return Stream(settings.config, token_SB)
 
 
-@dataclass(frozen=True, slots=True)
-class BenchRun:
-    """One run of a variant at a point; the model is outside `slow_fast`.
+@dataclass(slots=True)
+class BenchRow:
+    """A row of the benchmark: a variant at a point, what its runs decode and need, and what they took.
 
     Attributes:
+        model: The model, outside `slow_fast`.
         stream: The tokens that our policies decode.
+        bytes_read: The bytes of the variant's steps.
+        needed_bytes: Memory that a run needs besides the model.
         on_step: Called with the sample after every step.
+        samples: One of each repeat.
     """
 
     model: Any
@@ -141,4 +146,7 @@ class BenchRun:
     settings: DecodeSettings
     prompts: Prompts
     stream: Stream
+    bytes_read: ByteModel
+    needed_bytes: int = 0
     on_step: Callable[[DecodeSample], None] = lambda _: None
+    samples: list[DecodeSample] = field(default_factory=list)

@@ -8,29 +8,21 @@ from typing import Any
 
 import numpy as np
 
+from sfi_core.measure.bench.prompts import BenchRow
 from sfi_core.measure.bench.samples import DRAFTING, KINDS, DecodeSample, StepRead
-from sfi_core.measure.bench.settings import BASELINES, DecodeVariant, Point
+from sfi_core.measure.bench.settings import BASELINES, DecodeVariant
 from sfi_core.policies import policy_class
 from sfi_core.sizes.step import ByteModel
 
 PERCENTILES = (50, 95, 99)
 
 
-def point_rows(
-    point: Point,
-    samples: Mapping[DecodeVariant, Sequence[DecodeSample]],
-    models: Mapping[str, ByteModel],
-    copy_gb_per_s: float,
-) -> list[dict[str, Any]]:
-    """Return a row for each variant with samples, and its speed-ups over full-kv and transformers.
+def point_rows(measured: Sequence[BenchRow], copy_gb_per_s: float) -> list[dict[str, Any]]:
+    """Return a document's row for each row with samples, and its speed-ups over full-kv and transformers.
 
-    `models` computes the bytes of a step, by variant; `copy_gb_per_s` is the machine's copy bandwidth.
+    `copy_gb_per_s` is the machine's copy bandwidth.
     """
-    rows = [
-        {**_row(variant, point, runs), **_bytes(variant, runs, models[variant.name], copy_gb_per_s)}
-        for variant, runs in samples.items()
-        if runs
-    ]
+    rows = [{**_row(row), **_bytes(row, copy_gb_per_s)} for row in measured if row.samples]
     rates = {row["policy"]: row["decode_tokens_per_second"] for row in rows}
     theirs = max((rates[name] for name in BASELINES if name in rates), default=None)
     full = rates.get("full-kv")
@@ -47,20 +39,21 @@ def pays_from(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
     `context` is None if it is not at the longest one, `longest_context`; [] without rows of full-kv.
     """
-    found: dict[tuple[int, str], list[tuple[int, float]]] = {}
+    speedups: dict[tuple[int, str], list[tuple[int, float]]] = {}
     for row in rows:
         if row["speedup"] is not None and row["policy"] not in ("full-kv", *BASELINES):
-            found.setdefault((row["batch"], row["policy"]), []).append((row["context"], row["speedup"]))
+            speedups.setdefault((row["batch"], row["policy"]), []).append((row["context"], row["speedup"]))
     result = []
-    for (batch, policy), measured in sorted(found.items(), key=lambda one: one[0][0]):
+    for (batch, policy), measured in sorted(speedups.items(), key=lambda item: item[0][0]):
         falling = sorted(measured, reverse=True)
-        paying = [context for context, _ in takewhile(lambda one: one[1] > 1, falling)]
+        paying = [context for context, _ in takewhile(lambda place: place[1] > 1, falling)]
         least = paying[-1] if paying else None
         result.append({"policy": policy, "batch": batch, "context": least, "longest_context": falling[0][0]})
     return result
 
 
-def _row(variant: DecodeVariant, point: Point, runs: Sequence[DecodeSample]) -> dict[str, Any]:
+def _row(row: BenchRow) -> dict[str, Any]:
+    variant, point, runs = row.variant, row.point, row.samples
     rates = [run.decode_rate for run in runs]
     prefills = [run.prefill_seconds for run in runs] if runs[0].prefilled else []
     prefill = statistics.median(prefills) if prefills else None
@@ -96,18 +89,18 @@ def _row(variant: DecodeVariant, point: Point, runs: Sequence[DecodeSample]) -> 
 
 def _drafting(variant: DecodeVariant, runs: Sequence[DecodeSample]) -> dict[str, Any]:
     # None for runs that are not lossless; acceptance is measured or stated for all runs of a row
-    found = [run.drafting for run in runs if run.drafting is not None]
-    verified, drafted, tested, accepted = (sum(one[name] for one in found) for name in DRAFTING)
+    counts = [run.drafting for run in runs if run.drafting is not None]
+    verified, drafted, tested, accepted = (sum(count[name] for count in counts) for name in DRAFTING)
     stated = variant.acceptance
     passes, tokens = sum(run.batch * run.steps for run in runs), sum(run.tokens for run in runs)
     return {
         "lossless": variant.engine.lossless,
-        "acceptance": None if not found else "measured" if stated is None else "stated",
+        "acceptance": None if not counts else "measured" if stated is None else "stated",
         "stated_acceptance": stated,
         "kept_of_tested": accepted / tested if tested else None,
         "kept_of_drafted": accepted / drafted if drafted else None,
         "accepted_per_verification": accepted / verified if verified else None,
-        "passes_per_token": passes / tokens if found and tokens else None,
+        "passes_per_token": passes / tokens if counts and tokens else None,
     }
 
 
@@ -123,32 +116,31 @@ def _paths(runs: Sequence[DecodeSample]) -> dict[str, Any]:
 def _tiers(variant: DecodeVariant, runs: Sequence[DecodeSample]) -> dict[str, Any]:
     # over all decoding steps and the warm-up; None if the whole cache lies on the device
     tiers = [run.tiers for run in runs if run.tiers is not None]
-    recalled = [one.recalled_bytes_per_step for one in tiers]
+    recalled = [tier.recalled_bytes_per_step for tier in tiers]
     return {
         "kv_device_budget": variant.engine.kv_device_budget,
-        "kv_device_bytes": max((one.device_bytes for one in tiers), default=None),
-        "kv_host_bytes": max((one.host_bytes for one in tiers), default=None),
+        "kv_device_bytes": max((tier.device_bytes for tier in tiers), default=None),
+        "kv_host_bytes": max((tier.host_bytes for tier in tiers), default=None),
         "recalled_bytes_per_step": round(statistics.fmean(recalled)) if recalled else None,
     }
 
 
 def _latencies(runs: Sequence[DecodeSample]) -> dict[str, Any]:
-    found: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    times: dict[str, list[float]] = {kind: [] for kind in KINDS}
     for run in runs:
         for read, seconds in zip(run.measured, run.step_seconds, strict=True):
-            found[read.kind].append(1e3 * seconds)
+            times[read.kind].append(1e3 * seconds)
     row: dict[str, Any] = {}
-    for kind, times_ms in found.items():
+    for kind, times_ms in times.items():
         row[f"{kind}_steps"] = len(times_ms)
         values = np.percentile(times_ms, PERCENTILES).tolist() if times_ms else [None] * 3
         row |= {f"{kind}_p{at}_ms": value for at, value in zip(PERCENTILES, values, strict=True)}
     return row
 
 
-def _bytes(
-    variant: DecodeVariant, runs: Sequence[DecodeSample], model: ByteModel, copy_gb_per_s: float
-) -> dict[str, Any]:
-    selects = bool(variant.policy) and policy_class(variant.policy).refreshes()
+def _bytes(row: BenchRow, copy_gb_per_s: float) -> dict[str, Any]:
+    policy, runs, model = row.variant.policy, row.samples, row.bytes_read
+    selects = bool(policy) and policy_class(policy).refreshes()
     reads = [read for run in runs for read in run.measured]
     # a mean over all layers, those left dense included
     selecting = sum(run.selecting for run in runs) * (model.row_bytes + model.dense_row_bytes)

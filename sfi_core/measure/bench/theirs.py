@@ -1,7 +1,7 @@
 """A run of transformers' `generate`, with its dynamic or its static cache."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,24 +13,19 @@ from sfi_core.hosts.transformers.cache import CACHE_NAME
 from sfi_core.hosts.transformers.own_layers import of_own_kind, take_states
 from sfi_core.hosts.transformers.shapes import cached_layers, cached_shapes
 from sfi_core.machine.memory import peak_bytes, reset_peak
-from sfi_core.measure.bench.prompts import BenchRun
+from sfi_core.measure.bench.prompts import BenchRow
 from sfi_core.measure.bench.samples import DecodeSample, StepRead
+from sfi_core.measure.bench.settings import DecodeSettings, Point
 
 STATIC = "transformers-static"
+LOGITS = 3 * 4  # bytes for each token of the vocabulary: logits, scores and a copy of the scores, in float32
 
 
 class StepClock:
     """A streamer that notes the time when each step's tokens arrive."""
 
-    def __init__(
-        self,
-        sample: DecodeSample,
-        contexts: Sequence[int],
-        limit: float | None,
-        on_step: Callable[[DecodeSample], None],
-    ) -> None:
-        self._sample, self._contexts, self._on_step = sample, contexts, on_step
-        self._limit = limit
+    def __init__(self, row: BenchRow, sample: DecodeSample) -> None:
+        self._row, self._sample = row, sample
         self._began = False
 
     def put(self, value: torch.Tensor) -> None:
@@ -40,31 +35,31 @@ class StepClock:
             self._began, sample.began = True, now
             return
         if sample.at:
-            sample.reads.append(StepRead.dense(self._contexts, len(sample.at)))
+            sample.reads.append(StepRead.dense(self._row.point.contexts, len(sample.at)))
         sample.at.append(now)
-        sample.shorten_warm_up(self._limit)
-        self._on_step(sample)
+        sample.shorten_warm_up(self._row.settings.time_limit)
+        self._row.on_step(sample)
 
     def end(self) -> None:
         """Nothing to finish."""
 
 
 @torch.no_grad()
-def run_theirs(asked: BenchRun) -> DecodeSample:
+def run_theirs(row: BenchRow) -> DecodeSample:
     """Decode greedily with `model.generate`, with its own attention and compilation.
 
     The variant's name is one of `BASELINES`; `stream` is not used.
     """
-    model, settings, prompts, contexts = asked.model, asked.settings, asked.prompts, asked.point.contexts
-    sample = DecodeSample(asked.point.batch, settings.warm_up)
+    model, settings, prompts = row.model, row.settings, row.prompts
+    sample = DecodeSample(row.point.batch, settings.warm_up)
     reset_peak(model.device)
-    text, static = model.config.get_text_config(decoder=True), asked.variant.name == STATIC
-    capacity = settings.capacity(asked.point.context)
+    text, static = model.config.get_text_config(decoder=True), row.variant.name == STATIC
+    capacity = settings.capacity(row.point.context)
     cache = StaticCache(config=text, max_cache_len=capacity) if static else DynamicCache(config=text)
     cache = of_own_kind(cache, model)
     if prompts.made_up is not None:
         # all but the last token, which step 0 reads, as in our runs
-        _fill(model, cache, prompts.made_up, asked.point.context - 1)
+        _fill(model, cache, prompts.made_up, row.point.context - 1)
 
     def late(ids_BT: torch.Tensor, _: Any) -> torch.Tensor:
         return torch.full((len(ids_BT),), sample.over(settings.time_limit), device=ids_BT.device)
@@ -74,12 +69,31 @@ def run_theirs(asked: BenchRun) -> DecodeSample:
             prompts.ids_BT,
             attention_mask=prompts.mask_BT,
             max_new_tokens=settings.total_steps + 1,
-            streamer=StepClock(sample, contexts, settings.time_limit, asked.on_step),
+            streamer=StepClock(row, sample),
             stopping_criteria=[late],
             **{CACHE_NAME: cache},
         )
     sample.peak_bytes = peak_bytes(model.device)
     return sample
+
+
+def needed_bytes(model: Any, name: str, point: Point, settings: DecodeSettings) -> int:
+    """Return the bytes that a run of transformers needs besides the model; `name` is one of `BASELINES`."""
+    shapes, capacity = cached_shapes(model), settings.capacity(point.context)
+    text = model.config.get_text_config(decoder=True)
+    sizes = [shape.row_bytes * min(shape.window or capacity, capacity) + shape.state_bytes for shape in shapes]
+    largest = max(sizes)
+    group = text.num_attention_heads / min(shape.heads for shape in shapes if shape.heads)
+    # a masked step repeats a layer's keys and values for all query heads; a growing cache copies a layer
+    repeats = largest * group if name == STATIC or point.ragged or settings.prefill else 0
+    grown = 0 if name == STATIC else largest
+    read = point.context if settings.prefill else 1
+    widest: int = 4 * (text.hidden_size + (getattr(text, "intermediate_size", 0) or 0))
+    activations = widest * read * model.dtype.itemsize
+    # the mask of a prompt is read x capacity; only the last token has logits
+    mask = read * capacity * model.dtype.itemsize if settings.prefill else 0
+    each = sum(sizes) + repeats + grown + activations + LOGITS * text.vocab_size + mask
+    return int(point.batch * each)
 
 
 @contextmanager

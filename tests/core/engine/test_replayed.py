@@ -16,7 +16,7 @@ from sfi_core.errors import ConfigError
 from sfi_core.hosts.transformers.replays import records_steps
 from sfi_core.measure.bench.bench import Bench
 from sfi_core.measure.bench.ours import run_ours
-from sfi_core.measure.bench.prompts import BenchRun, Prompts, stream
+from sfi_core.measure.bench.prompts import BenchRow, Prompts, stream
 from sfi_core.measure.bench.rows import point_rows
 from sfi_core.measure.bench.settings import DecodeSettings
 from sfi_core.observers.events import SelectionEvent
@@ -116,12 +116,15 @@ def test_a_benchmark_records_every_graph_before_it_measures(model, recorder):
     (point,), (variant,) = asked.points(), asked.variants()
     given, tapes = stream(asked, 3, 96), []
     prompts = Prompts.of(asked, point, 96, torch.device("cpu"))
-    sample = run_ours(BenchRun(model, variant, point, asked, prompts, given, lambda _: tapes.append(recorder.tapes)))
+    bytes_ = ByteModel(weight_bytes=1000, batch=3, row_bytes=8, heads=2, layers=1)
+    ran = BenchRow(model, variant, point, asked, prompts, given, bytes_)
+    ran.on_step = lambda _: tapes.append(recorder.tapes)
+    sample = run_ours(ran)
+    ran.samples = [sample, sample]
     assert tapes[asked.warm_up] == tapes[-1] == 3, "all fast, one slow, all slow"
     assert sample.paths["graph.replay"] == asked.total_steps
     assert "graph.eager" not in sample.paths
-    bytes_ = ByteModel(weight_bytes=1000, batch=3, row_bytes=8, heads=2, layers=1)
-    (row,) = point_rows(point, {variant: [sample, sample]}, {"sfi": bytes_}, 1.0)
+    (row,) = point_rows([ran], 1.0)
     assert row["paths"]["graph.replay"] == 2 * asked.total_steps
     assert row["not_replayed"] is None
     bench = Bench(model, asked)
@@ -137,9 +140,10 @@ def test_a_benchmark_says_why_steps_were_not_replayed(model, recorder):
     )  # fmt: skip
     (point,), (variant,) = asked.points(), asked.variants()
     prompts = Prompts.of(asked, point, 96, torch.device("cpu"))
-    sample = run_ours(BenchRun(model, variant, point, asked, prompts, stream(asked, 1, 96)))
     bytes_ = ByteModel(weight_bytes=1000, batch=1, row_bytes=8, heads=2, layers=1)
-    (row,) = point_rows(point, {variant: [sample]}, {"quest": bytes_}, 1.0)
+    ran = BenchRow(model, variant, point, asked, prompts, stream(asked, 1, 96), bytes_)
+    ran.samples = [run_ours(ran)]
+    (row,) = point_rows([ran], 1.0)
     reason = "CUDA graphs must be off with policy quest, which selects at fast steps"
     assert row["paths"]["graph.eager"] == asked.total_steps
     assert row["not_replayed"].startswith(reason)

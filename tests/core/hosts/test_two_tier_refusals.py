@@ -30,7 +30,7 @@ def complete(options: EngineOptions, config: SfiConfig = CONFIG, **others: Any) 
 
 TOO_SMALL = (
     "kv_device_budget must hold sink + recent + one page, at least 44760 bytes, got {}; raise "
-    "--kv-device-budget, or lower the batch, budget or recent"
+    "kv_device_budget, or lower the batch, budget or recent"
 )
 REFUSALS = {
     "policy": (

@@ -9,10 +9,12 @@ import torch
 from sfi_core import EngineOptions, SfiConfig
 from sfi_core.errors import ConfigError
 from sfi_core.hosts.transformers.cache import CACHE_NAME
-from sfi_core.measure.bench import bench, fits
+from sfi_core.measure.bench import bench
+from sfi_core.measure.bench import ours as our_runs
+from sfi_core.measure.bench import theirs as their_runs
 from sfi_core.measure.bench.bench import run_bench
 from sfi_core.measure.bench.ours import run_ours
-from sfi_core.measure.bench.prompts import BenchRun, Prompts, slow_steps, stream
+from sfi_core.measure.bench.prompts import BenchRow, Prompts, slow_steps, stream
 from sfi_core.measure.bench.rows import point_rows, step_bytes
 from sfi_core.measure.bench.samples import DecodeSample, StepRead
 from sfi_core.measure.bench.settings import BASELINES, DecodeSettings, DecodeVariant, Point
@@ -32,13 +34,17 @@ def settings(**changes) -> DecodeSettings:
     return DecodeSettings(**{**small, **changes})
 
 
+def byte_model(**changes):
+    return ByteModel(**{"weight_bytes": 1000, "batch": 2, "row_bytes": 8, "heads": 2, "layers": 1} | changes)
+
+
 def ours(model, asked, *, policy="sfi", engine=None, batch=2, on_step=lambda _: None):
     point = Point(asked.contexts[0], batch, asked.ragged)
     vocabulary = model.config.vocab_size
     prompts = Prompts.of(asked, point, vocabulary, model.device)
     tokens = stream(asked, batch, vocabulary)
     variant = DecodeVariant(policy, policy, engine or EngineOptions())
-    return run_ours(BenchRun(model, variant, point, asked, prompts, tokens, on_step))
+    return run_ours(BenchRow(model, variant, point, asked, prompts, tokens, byte_model(), on_step=on_step))
 
 
 # which steps are slow
@@ -91,7 +97,7 @@ def test_step_t_has_the_contexts_and_t_more_tokens(tiny_model):
     assert [read.length_B for read in sample.reads[:2]] == [(102, 77, 51), (103, 78, 52)]
     prompts = Prompts.of(asked, Point(101, 3, ragged=True), 96, tiny_model.device)
     point, tokens = Point(101, 3, ragged=True), stream(asked, 3, 96)
-    theirs = run_theirs(BenchRun(tiny_model, DecodeVariant(BASELINES[0]), point, asked, prompts, tokens))
+    theirs = run_theirs(BenchRow(tiny_model, DecodeVariant(BASELINES[0]), point, asked, prompts, tokens, byte_model()))
     assert [read.length_B for read in theirs.reads] == [read.length_B for read in sample.reads]
     assert len(theirs.at) == len(sample.at) == 1 + 4 + 5
 
@@ -111,9 +117,9 @@ def test_transformers_decodes_from_the_same_keys_as_ours(tiny_model, name, monke
 
     monkeypatch.setattr(tiny_model, "generate", generate)
     theirs, ours = DecodeVariant(name), DecodeVariant("full-kv", "full-kv")
-    run_theirs(BenchRun(tiny_model, theirs, point, asked, prompts, stream(asked, 2, 96)))
+    run_theirs(BenchRow(tiny_model, theirs, point, asked, prompts, stream(asked, 2, 96), byte_model()))
     monkeypatch.undo()
-    run_ours(BenchRun(tiny_model, ours, point, asked, prompts, stream(asked, 2, 96)))
+    run_ours(BenchRow(tiny_model, ours, point, asked, prompts, stream(asked, 2, 96), byte_model()))
     pages = prompts.made_up.store.layers
     for layer, held in enumerate(seen["cache"].layers):
         torch.testing.assert_close(held.keys[:, :, :1499], pages[layer].key_PHND[:, :, :1499])
@@ -127,7 +133,7 @@ def test_a_time_limit_ends_a_run_after_three_steps_or_a_whole_period(tiny_model)
     assert (triggered.steps, triggered.slow_rate) == (5, 0.2)
     prompts = Prompts.of(asked, Point(128, 2), 96, tiny_model.device)
     variant, tokens = DecodeVariant(BASELINES[0]), stream(asked, 2, 96)
-    theirs = run_theirs(BenchRun(tiny_model, variant, Point(128, 2), asked, prompts, tokens))
+    theirs = run_theirs(BenchRow(tiny_model, variant, Point(128, 2), asked, prompts, tokens, byte_model()))
     # transformers asks whether to stop before it hands the step's tokens over
     assert (theirs.steps, theirs.warm_up, len(theirs.at)) == (4, 1, 6)
 
@@ -146,14 +152,14 @@ def test_all_variants_take_their_turn_in_every_repeat(tiny_model, monkeypatch):
     order = []
 
     def note(original):
-        def wrapped(asked):
-            order.append(asked.variant.name)
-            return original(asked)
+        def wrapped(row):
+            order.append(row.variant.name)
+            return original(row)
 
         return wrapped
 
-    monkeypatch.setattr(bench, "run_ours", note(bench.run_ours))
-    monkeypatch.setattr(bench, "run_theirs", note(bench.run_theirs))
+    monkeypatch.setattr(our_runs, "run_ours", note(run_ours))
+    monkeypatch.setattr(their_runs, "run_theirs", note(run_theirs))
     result = run_bench(tiny_model, settings(steps=5))
     turn = ["sfi", "full-kv", *BASELINES]
     assert order == turn * 2
@@ -170,10 +176,6 @@ def sample(at, kinds, *, warm_up=1, batch=2):
     return DecodeSample(batch, warm_up, at=at, reads=reads)
 
 
-def byte_model(**changes):
-    return ByteModel(**{"weight_bytes": 1000, "batch": 2, "row_bytes": 8, "heads": 2, "layers": 1} | changes)
-
-
 def test_a_hiccup_does_not_count_in_a_run_s_speed():
     """Steps of 1 and 9 seconds among fast ones of 2, a slow one of 5; two requests."""
     run = sample([0, 1, 2, 4, 13, 18, 20], ["fast", "fast", "fast", "slow", "fast"])
@@ -188,8 +190,11 @@ def test_rows_can_be_recomputed_by_hand():
         DecodeVariant(BASELINES[0]): [sample([0, 4, 8, 12, 16], ["slow"] * 3)],
         DecodeVariant(BASELINES[1]): [sample([0, 3, 6, 9, 12], ["slow"] * 3)],
     }
-    models = {variant.name: byte_model() for variant in runs}
-    rows = {row["policy"]: row for row in point_rows(point, runs, models, copy_gb_per_s=1e-6)}
+    made = [
+        BenchRow(None, variant, point, None, None, None, byte_model(), samples=samples)
+        for variant, samples in runs.items()
+    ]
+    rows = {row["policy"]: row for row in point_rows(made, copy_gb_per_s=1e-6)}
     row = rows["sfi"]
     assert row["repeat_rates"] == [6 / 5, 6 / 3]
     assert row["decode_tokens_per_second"] == 1.6
@@ -244,11 +249,9 @@ def test_measured_bytes_are_the_byte_models(tiny_model):
 
 
 def test_what_does_not_fit_is_a_row_of_its_own_with_the_batch_that_fits(tiny_model, monkeypatch):
-    def needed(model, variant, point, *_):
-        return point.batch * (100 if variant.policy else 1000)
-
-    monkeypatch.setattr(fits, "needed_bytes", needed)
-    monkeypatch.setattr(fits, "free_bytes", lambda _: 5500)
+    monkeypatch.setattr(our_runs, "needed_bytes", lambda model, variant, point, *_: 100 * point.batch)
+    monkeypatch.setattr(their_runs, "needed_bytes", lambda model, name, point, _: 1000 * point.batch)
+    monkeypatch.setattr(bench, "free_bytes", lambda _: 5500)
     result = run_bench(tiny_model, settings(batches=(2, 8), repeats=1, steps=5))
     assert [(row["batch"], row["policy"]) for row in result.rows] == [
         *((2, name) for name in ("sfi", "full-kv", *BASELINES)),

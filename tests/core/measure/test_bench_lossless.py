@@ -10,7 +10,7 @@ from sfi_core.errors import ConfigError
 from sfi_core.measure.bench import bench as module
 from sfi_core.measure.bench.bench import run_bench
 from sfi_core.measure.bench.ours import StatedAcceptance, run_ours
-from sfi_core.measure.bench.prompts import BenchRun, Prompts, stream
+from sfi_core.measure.bench.prompts import BenchRow, Prompts, stream
 from sfi_core.measure.bench.rows import point_rows
 from sfi_core.measure.bench.samples import DecodeSample, StepRead
 from sfi_core.measure.bench.settings import DecodeSettings, DecodeVariant, Point
@@ -22,6 +22,8 @@ pytestmark = pytest.mark.usefixtures("small_buffers")
 
 SMALL = SfiConfig(budget=32, recent=16, sink=2)
 TEXT = tuple(3 + (7 * place * place) % 90 for place in range(400))
+
+MODEL = ByteModel(weight_bytes=1000, batch=2, row_bytes=8, heads=2, layers=1)
 
 
 def settings(**changes) -> DecodeSettings:
@@ -42,8 +44,8 @@ def lossless_sample(model, asked, batch=1):
     point = Point(asked.contexts[0], batch, asked.ragged)
     prompts = Prompts.of(asked, point, model.config.vocab_size, model.device)
     tokens = stream(asked, batch, model.config.vocab_size)
-    (variant,) = (one for one in asked.variants() if one.engine.lossless)
-    return prompts, run_ours(BenchRun(model, variant, point, asked, prompts, tokens))
+    (variant,) = (lossless for lossless in asked.variants() if lossless.engine.lossless)
+    return prompts, run_ours(BenchRow(model, variant, point, asked, prompts, tokens, MODEL))
 
 
 def test_chance_keeps_the_stated_share_and_depends_on_request_and_index_only():
@@ -111,8 +113,8 @@ def test_rows_count_tokens_and_not_passes():
         drafting={"verifications": 3, "drafted": 8, "tested": 7, "accepted": 5},
     )  # fmt: skip
     variant = DecodeVariant("sfi-lossless", "sfi", EngineOptions(lossless=True), 0.7)
-    model = ByteModel(weight_bytes=1000, batch=2, row_bytes=8, heads=2, layers=1)
-    (row,) = point_rows(Point(100, 2), {variant: [sample]}, {"sfi-lossless": model}, 1.0)
+    made = BenchRow(None, variant, Point(100, 2), None, None, None, MODEL, samples=[sample])
+    (row,) = point_rows([made], 1.0)
     assert row["decode_tokens_per_second"] == 8 / 5
     assert row["all_decode_tokens_per_second"] == 12 / 6
     assert (row["steps"], row["tokens_measured"]) == (3, 8)
@@ -140,6 +142,6 @@ def test_what_cannot_be_measured_is_refused(changes, message):
 
 
 def test_a_batch_over_sliding_windows_is_refused_before_anything_runs(monkeypatch):
-    monkeypatch.setattr(module, "run_ours", None)
+    monkeypatch.setattr(module.ours, "run_ours", None)
     with pytest.raises(ConfigError, match="batch must be 1 in lossless runs of a model with sliding"):
         run_bench(tiny("gemma-2"), settings())

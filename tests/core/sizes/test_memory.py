@@ -173,7 +173,7 @@ def test_a_cache_that_does_not_fit_a_gpu_can_go_to_the_host(
     for way in (None, "max_batch to 3"):
         with pytest.raises(MemoryForecastError) as caught:
             check_fits(need(kv=2000, workspace=10), torch.device(device), way, two_tier=two_tier)
-        assert ("--kv-device-budget" in str(caught.value)) is named
+        assert ("kv_device_budget" in str(caught.value)) is named
         assert (way or "lower the batch or max_new_tokens") in str(caught.value)
     with pytest.raises(MemoryForecastError, match=r"; lower prefill_chunk$"):
         check_fits(need(kv=10, workspace=2000), torch.device(device), two_tier=two_tier)

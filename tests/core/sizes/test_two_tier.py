@@ -109,7 +109,7 @@ def test_a_budget_that_is_too_small_says_what_the_run_needs():
         check_device_budget(DeviceBudget.parse(str(least - 1)), expected, least)
     assert str(caught.value) == (
         f"kv_device_budget must hold sink + recent + one page, at least {least} bytes, got {least - 1}; "
-        "raise --kv-device-budget, or lower the batch, budget or recent"
+        "raise kv_device_budget, or lower the batch, budget or recent"
     )
     with pytest.raises(ConfigError, match=rf"longest recent window, {expected.device_bytes} bytes, got"):
         check_device_budget(DeviceBudget.parse(str(least)), expected, least)
