@@ -65,7 +65,7 @@ class Group(TyperGroup):
 
     def shell_complete(self, ctx: Any, incomplete: str) -> Any:
         """Leave out names of two words: a shell would insert such a name as a single word."""
-        return [one for one in super().shell_complete(ctx, incomplete) if " " not in one.value]
+        return [item for item in super().shell_complete(ctx, incomplete) if " " not in item.value]
 
 
 app = typer.Typer(

@@ -33,8 +33,8 @@ def output(text: str, shown: str | bool = True) -> Any:
 
 def _setting(name: str, *flags: str, panel: str = METHOD, **more: Any) -> Any:
     # an option with the help and default of a setting
-    one = SETTINGS[name]
-    shown = {"help": one.brief, "show_default": written(one.default), **more}
+    declared = SETTINGS[name]
+    shown = {"help": declared.brief, "show_default": written(declared.default), **more}
     return typer.Option(*flags, rich_help_panel=panel, **shown)
 
 

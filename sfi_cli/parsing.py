@@ -42,27 +42,27 @@ def number_list(text: str | None, option: str) -> tuple[int, ...] | None:
     """Read numbers and ranges, `0,3,8-11`; raise `ConfigError` for another text."""
     if text is None:
         return None
-    found: set[int] = set()
+    numbers: set[int] = set()
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
         last = last if dash else first
         plain = all(re.fullmatch("[0-9]{1,15}", end) for end in (first, last))
         if not (plain and 0 <= int(last) - int(first) < MOST_NUMBERS):
             raise ConfigError(f"{option} must be numbers and ranges like 0,3,8-11, got {text[:LONGEST]}")
-        found |= set(range(int(first), int(last) + 1))
-    return tuple(sorted(found))
+        numbers |= set(range(int(first), int(last) + 1))
+    return tuple(sorted(numbers))
 
 
 def named_strings(texts: Iterable[str] | None) -> dict[str, list[str]]:
     """Read trigger sets, `NAME=A B C` or only `A B C`; raise `ConfigError` if two have one name."""
-    found: dict[str, list[str]] = {}
+    sets: dict[str, list[str]] = {}
     for text in texts or ():
         named = NAMED.fullmatch(text)
         name, body = named.groups() if named else (text, text)
-        if name in found:
+        if name in sets:
             raise ConfigError(f"trigger-set must have a name of its own, got {name!r} twice")
-        found[name] = unescaped(word for word in body.split(" ") if word)
-    return found
+        sets[name] = unescaped(word for word in body.split(" ") if word)
+    return sets
 
 
 def unescaped(triggers: Iterable[str]) -> list[str]:

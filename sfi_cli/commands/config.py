@@ -97,20 +97,20 @@ def _rows(prefix: str, preset: str | None) -> list[dict[str, Any]]:
     # the settings whose names begin with `prefix`, in plain values
     config = SfiConfig() if preset is None else SfiConfig.preset(preset)
     values = config.to_dict()
-    found = []
-    for name, one in SETTINGS.items():
+    rows = []
+    for name, declared in SETTINGS.items():
         table, _, field = name.rpartition(".")
         if name.startswith(prefix) or (prefix == TOP and not table):
-            own = values.get(table, {}) if table else values
+            table_values = values.get(table, {}) if table else values
             row = {
-                "name": name, "type": one.type, "default": one.default, "range": one.range,
-                "choices": list(one.choices), "meaning": one.meaning,
+                "name": name, "type": declared.type, "default": declared.default, "range": declared.range,
+                "choices": list(declared.choices), "meaning": declared.meaning,
                 "commands": places(name),
             }  # fmt: skip
-            found.append(row | ({"value": own.get(field, one.default)} if preset else {}))
-    if not found:
+            rows.append(row | ({"value": table_values.get(field, declared.default)} if preset else {}))
+    if not rows:
         raise ConfigError(f"prefix must begin a setting's name, got {prefix!r}")
-    return found
+    return rows
 
 
 def _overview(document: Row) -> list[Part]:
@@ -120,7 +120,9 @@ def _overview(document: Row) -> list[Part]:
         table, _, name = row["name"].rpartition(".")
         names.setdefault(table or TOP, []).append(name)
     more = "sfi config list TABLE shows one with defaults and meanings, sfi config show NAME a setting"
-    return [Table("", (), [*((table, " ".join(own)) for table, own in names.items()), ("", ""), ("more", more)])]
+    return [
+        Table("", (), [*((table, " ".join(members)) for table, members in names.items()), ("", ""), ("more", more)])
+    ]
 
 
 def _table(document: Row) -> list[Part]:

@@ -79,25 +79,25 @@ def effective_settings(preset: str | None, file: Path | None, sets: Iterable[str
 
     Raise as `given`.
     """
-    found = {name: (one.default, "default") for name, one in SETTINGS.items()}
+    values = {name: (declared.default, "default") for name, declared in SETTINGS.items()}
     if preset is not None:
-        values = flat_settings(SfiConfig.preset(preset).to_dict())
-        found |= {name: (values[name], f"preset {preset}") for name in flat_settings(PRESETS[preset])}
+        preset_values = flat_settings(SfiConfig.preset(preset).to_dict())
+        values |= {name: (preset_values[name], f"preset {preset}") for name in flat_settings(PRESETS[preset])}
     if file is not None:
-        found |= {name: (value, "--config") for name, value in _of_file(file).items()}
-    return found | {name: (value, "--set") for name, value in _said(SETTINGS, sets, {}).items()}
+        values |= {name: (value, "--config") for name, value in _of_file(file).items()}
+    return values | {name: (value, "--set") for name, value in _said(SETTINGS, sets, {}).items()}
 
 
 def _of_file(path: Path) -> dict[str, Any]:
     # checked values by full name
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for name, value in read_toml(path).items():
         if isinstance(value, dict):
-            found |= {f"{name}.{inner}": one for inner, one in value.items()}
+            values |= {f"{name}.{inner}": inner_value for inner, inner_value in value.items()}
         else:
-            found[name] = value
+            values[name] = value
     try:
-        return {name: lookup(name, SETTINGS).checked(value) for name, value in found.items()}
+        return {name: lookup(name, SETTINGS).checked(value) for name, value in values.items()}
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
 

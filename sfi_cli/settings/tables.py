@@ -71,7 +71,7 @@ TABLES: dict[str, type] = {
 }
 DECODING = settings_of(SfiConfig)
 SETTINGS: dict[str, Setting] = DECODING | {
-    name: one for table, cls in TABLES.items() for name, one in settings_of(cls, table).items()
+    name: declared for table, cls in TABLES.items() for name, declared in settings_of(cls, table).items()
 }
 SEARCHED = (  # the dimensions of `sfi tune`, besides the triggers
     "t_max", "trigger_delay", "min_gap", "slow_start", "stride", "budget", "recent", "span",
@@ -106,10 +106,12 @@ DIMENSIONS = {name: SETTINGS[name] for name in ("trigger_policy", *SEARCHED)}
 def settings_for(command: str) -> dict[str, Setting]:
     """List the settings that have an effect on a command."""
     accepted = COMMANDS[command]
-    return {name: one for name, one in SETTINGS.items() if name in accepted or name.partition(".")[0] in accepted}
+    return {
+        name: declared for name, declared in SETTINGS.items() if name in accepted or name.partition(".")[0] in accepted
+    }
 
 
 def places(name: str) -> list[str]:
     """List the commands on which a setting has an effect."""
-    found = [command for command in COMMANDS if name in settings_for(command)]
-    return [*found, "tune --search"] if name in DIMENSIONS else found
+    commands = [command for command in COMMANDS if name in settings_for(command)]
+    return [*commands, "tune --search"] if name in DIMENSIONS else commands

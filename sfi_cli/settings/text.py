@@ -32,8 +32,8 @@ def lookup(name: str, known: Mapping[str, Setting]) -> Setting:
     if name in known:
         return known[name]
     last = name.rpartition(".")[2]
-    alike = [one for one in known if one.rpartition(".")[2] == last]
-    alike += [one for one in get_close_matches(name, known, cutoff=0.75) if one not in alike]
+    alike = [other for other in known if other.rpartition(".")[2] == last]
+    alike += [other for other in get_close_matches(name, known, cutoff=0.75) if other not in alike]
     hint = f"did you mean {' or '.join(alike[:3])}?" if alike else "sfi config list has all"
     raise ConfigError(f"unknown setting {shown(name)}; {hint}")
 
@@ -50,10 +50,10 @@ def value_of(setting: Setting, text: str) -> Any:
     if setting.kind is str and not setting.is_list and not text.startswith(('"', "'")):
         return setting.checked(text)
     try:
-        found = tomllib.loads(f"value = {text}")
+        document = tomllib.loads(f"value = {text}")
     except (ValueError, RecursionError):  # also thousands of digits, or of brackets
-        found = {}
-    return setting.checked(found["value"] if found.keys() == {"value"} else text)
+        document = {}
+    return setting.checked(document["value"] if document.keys() == {"value"} else text)
 
 
 def written(value: Any) -> str:
@@ -76,7 +76,7 @@ def names(known: Mapping[str, Setting]) -> Callable[[str], list[tuple[str, str]]
     """Return the function that completes the name of one of these settings."""
 
     def complete(incomplete: str) -> list[tuple[str, str]]:
-        return [(name, one.brief) for name, one in known.items() if name.startswith(incomplete)]
+        return [(name, declared.brief) for name, declared in known.items() if name.startswith(incomplete)]
 
     return complete
 
@@ -85,10 +85,10 @@ def completions(incomplete: str, known: Mapping[str, Setting]) -> list[tuple[str
     """Complete a name, or after `=` the value of a setting with choices; each with its meaning."""
     name, equals, _ = incomplete.partition("=")
     if not equals:
-        found = [(f"{full}=", one.brief) for full, one in known.items()]
+        offers = [(f"{full}=", declared.brief) for full, declared in known.items()]
     else:
-        found = [(f"{name}={value}", "") for value in _values(known.get(name))]
-    return [(text, meaning) for text, meaning in found if text.startswith(incomplete)]
+        offers = [(f"{name}={value}", "") for value in _values(known.get(name))]
+    return [(text, meaning) for text, meaning in offers if text.startswith(incomplete)]
 
 
 def _values(setting: Setting | None) -> tuple[str, ...]:

@@ -47,38 +47,38 @@ def _pairs(rows: Iterable[Sequence[str]], width: int | None, margin: str = "") -
         yield from wrapped(f"{margin}{name:<{wide}}  {value}", width, margin + " " * (wide + 2))
 
 
-def _table(one: Table, width: int | None) -> Iterator[str]:
-    cells = [*zip(one.head, *one.rows, strict=True)]
-    sizes, heads = [_size(column) for column in cells], [[name] for name in one.head]
-    kept, spare = [*range(len(cells))], [one.head.index(name) for name in one.spare]
+def _table(table: Table, width: int | None) -> Iterator[str]:
+    cells = [*zip(table.head, *table.rows, strict=True)]
+    sizes, heads = [_size(column) for column in cells], [[name] for name in table.head]
+    shown, spare = [*range(len(cells))], [table.head.index(name) for name in table.spare]
     left_out = []
     if width is not None and _wide(sizes) > width:  # headings on several lines, then fewer columns
         for at, column in enumerate(cells):
             sizes[at] = max(_size(column[1:]), *(len(word) for word in [*column[0].split(), ""]))
             heads[at] = textwrap.wrap(column[0], max(1, sizes[at])) or [""]
-        while _wide([sizes[at] for at in kept]) > width and spare:
+        while _wide([sizes[at] for at in shown]) > width and spare:
             left_out.append(spare.pop(0))
-            kept.remove(left_out[-1])
-        texts = [at for at in kept if at < one.left]
-        while (over := _wide([sizes[at] for at in kept]) - width) > 0 and texts:  # then shorter texts
+            shown.remove(left_out[-1])
+        texts = [at for at in shown if at < table.left]
+        while (over := _wide([sizes[at] for at in shown]) - width) > 0 and texts:  # then shorter texts
             longest = max(texts, key=sizes.__getitem__)
             texts.remove(longest)
             sizes[longest] = max(min(sizes[longest], LEAST), sizes[longest] - over)
         if over > 0:
-            for row in one.rows:
-                yield from ["", *_pairs(zip(one.head, row, strict=True), width, " " * MARGIN)]
+            for row in table.rows:
+                yield from ["", *_pairs(zip(table.head, row, strict=True), width, " " * MARGIN)]
             return
-    high = max(len(heads[at]) for at in kept)
-    rows = [[[*[""] * (high - len(heads[at])), *heads[at]][line] for at in kept] for line in range(high)]
-    rows += [[row[at] for at in kept] for row in one.rows]
+    high = max(len(heads[at]) for at in shown)
+    rows = [[[*[""] * (high - len(heads[at])), *heads[at]][line] for at in shown] for line in range(high)]
+    rows += [[row[at] for at in shown] for row in table.rows]
     yield ""
     for number, row in enumerate(rows):
-        padded = (_padded(cell, sizes[at], left=at < one.left) for at, cell in zip(kept, row, strict=True))
+        padded = (_padded(cell, sizes[at], left=at < table.left) for at, cell in zip(shown, row, strict=True))
         yield " " * MARGIN + (" " * GAP).join(padded)
         if number == high - 1:
-            yield " " + "─" * (_wide([sizes[at] for at in kept]) - MARGIN)
+            yield " " + "─" * (_wide([sizes[at] for at in shown]) - MARGIN)
     if left_out:
-        names = ", ".join(one.head[at] for at in sorted(left_out))
+        names = ", ".join(table.head[at] for at in sorted(left_out))
         yield from wrapped(f"{' ' * MARGIN}--wide also shows: {names}", width)
     yield ""
 

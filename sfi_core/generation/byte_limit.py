@@ -22,7 +22,7 @@ class ByteLimit:
     than full attention; None if there are none, or if the policy selects on fast steps or mixes heads.
     `read_ratio` is the share of the cached tokens that was read, choosing included; `codescan_read_ratio` what
     codescan would read with the same budget, None for a lossless run and for a policy without refreshes. On two models
-    codescan is 10 times closer to full attention at equal reads (docs/evidence.md).
+    codescan is thirteen times closer to full attention at equal reads (docs/evidence.md).
     """
 
     bytes_per_token: float

@@ -45,11 +45,11 @@ def checks() -> list[Check]:
 def _policies() -> Iterator[Check]:
     for point in installed():
         try:
-            found = policy_class(point.name)
+            kind = policy_class(point.name)
         except SfiError as error:
             yield Check(f"policy {point.name}", False, str(error))
         else:
-            where = f"{found.__module__}.{found.__qualname__} of package {package_of(point)}"
+            where = f"{kind.__module__}.{kind.__qualname__} of package {package_of(point)}"
             yield Check(f"policy {point.name}", True, where)
 
 
@@ -105,10 +105,10 @@ def _numba() -> Check:
         return Check("numba", None if missing == "not installed" else False, f"{missing}; {slower}")
     from sfi_kernels import loops  # noqa: PLC0415 - needs numba
 
-    kept = loops.attend.stats.cache_path
+    folder = loops.attend.stats.cache_path
     detail = "no folder for code can be written, so every run compiles"
-    if kept:
-        detail = f"code is kept in {kept}"
+    if folder:
+        detail = f"code is kept in {folder}"
     return Check("numba", True, f"compiles codescan's and quest's steps; {detail}")
 
 

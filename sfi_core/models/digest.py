@@ -44,8 +44,8 @@ def source_digest(source: Source, revision: str | None = None) -> str:
     """Return a folder's or GGUF file's digest, or a hub id's commit; "" where the file is not here."""
     folder = Path(source.place)
     if source.gguf is None:
-        found = checkpoint_digest(folder) if folder.is_dir() else commit_of(source.place, revision)
-        return found or ""
+        digest = checkpoint_digest(folder) if folder.is_dir() else commit_of(source.place, revision)
+        return digest or ""
     digests = []
     for name in part_names(source.gguf):
         path: Any = folder / name

@@ -63,8 +63,8 @@ def set_tokens(config: Any, metadata: Mapping[str, Any]) -> None:
     """Give a config the special tokens of its file; transformers takes all as they are, and `eos` alone as an end."""
     if "tokenizer.ggml.tokens" not in metadata:
         return
-    found, stops = special_ids(metadata, ROLES.values()), stop_ids(metadata)
-    config.bos_token_id, config.pad_token_id = found.get("bos"), found.get("padding")
+    special, stops = special_ids(metadata, ROLES.values()), stop_ids(metadata)
+    config.bos_token_id, config.pad_token_id = special.get("bos"), special.get("padding")
     config.eos_token_id = stops if len(stops) > 1 else stops[0] if stops else None
 
 
@@ -76,12 +76,12 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> PreTrainedTokenizerFast:
         if name.startswith("tokenizer.ggml.")
     }
     _check_lists(facts)
-    found = special_ids(metadata, ROLES.values())
-    special = {f"{role}_token": facts["tokens"][found[name]] for role, name in ROLES.items() if name in found}
-    backend: Any = _backend(facts, special.get("bos_token"))
+    ids = special_ids(metadata, ROLES.values())
+    tokens = {f"{role}_token": facts["tokens"][ids[name]] for role, name in ROLES.items() if name in ids}
+    backend: Any = _backend(facts, tokens.get("bos_token"))
     backend.__deepcopy__ = lambda _: backend  # transformers would copy it, which takes as long as building it
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, chat_template=metadata.get("tokenizer.chat_template"), padding_side="left", **special
+        tokenizer_object=backend, chat_template=metadata.get("tokenizer.chat_template"), padding_side="left", **tokens
     )
     del backend.__deepcopy__
     return tokenizer
@@ -158,14 +158,14 @@ def _sentencepiece(facts: Mapping[str, Any]) -> Tokenizer:
 def _merges(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
     # the file has each token's score and no merges: two tokens merge by the score of what they form
     tokens, number = facts["tokens"], _numbers(facts).get
-    found = [
+    merges = [
         (-score, left, right)
         for token, score, type_ in zip(tokens, facts["scores"], facts["token_type"], strict=True)
         if type_ == NORMAL
         for cut in range(1, len(token))
         if (left := number(token[:cut])) is not None and (right := number(token[cut:])) is not None
     ]
-    return [(tokens[left], tokens[right]) for _, left, right in sorted(found)]
+    return [(tokens[left], tokens[right]) for _, left, right in sorted(merges)]
 
 
 def _numbers(facts: Mapping[str, Any]) -> dict[str, int]:

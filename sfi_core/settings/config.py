@@ -154,9 +154,9 @@ def checked_config(config: SfiConfig | None) -> SfiConfig:
 
 
 PARTS: dict[str, Any] = {  # the nested tables, which are those of a TOML file too
-    one.name: one.default_factory
-    for one in dataclasses.fields(SfiConfig)
-    if one.default_factory is not dataclasses.MISSING
+    setting_field.name: setting_field.default_factory
+    for setting_field in dataclasses.fields(SfiConfig)
+    if setting_field.default_factory is not dataclasses.MISSING
 }
 
 
@@ -171,7 +171,7 @@ def flat_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for name, value in config.items():
         if isinstance(value, dict):
-            flat |= {f"{name}.{inner}": one for inner, one in flat_settings(value).items()}
+            flat |= {f"{name}.{inner}": inner_value for inner, inner_value in flat_settings(value).items()}
         else:
             flat[name] = list(value) if isinstance(value, tuple) else value
     return flat

@@ -136,14 +136,14 @@ def setting(
 
 def settings_of(cls: type, table: str = "") -> dict[str, Setting]:
     """Map full names to the settings of a dataclass and of its nested tables."""
-    found: dict[str, Setting] = {}
+    settings: dict[str, Setting] = {}
     for name, declared in _declared(cls).items():
         full = f"{table}.{name}" if table else name
         if isinstance(declared, Setting):
-            found[full] = dataclasses.replace(declared, name=full)
+            settings[full] = dataclasses.replace(declared, name=full)
         else:
-            found |= settings_of(declared, full)
-    return found
+            settings |= settings_of(declared, full)
+    return settings
 
 
 def check(config: object) -> None:

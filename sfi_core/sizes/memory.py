@@ -137,10 +137,10 @@ def forecast(
     if policy.selects:
         first = _first_bytes(model, managed, policy) * first_together * capacity
         later = _selection_bytes(model, managed, evidence_buffers) * refreshed_together * capacity
-    verifying, kept, held, tested = 0, 0, 1, 1
+    verifying, logits, copies, tested = 0, 0, 1, 1
     if drafting is not None:
-        verifying, kept = _drafting_bytes(model, managed, drafting, batch, capacity)
-        held, tested = HELD, drafting.tested
+        verifying, logits = _drafting_bytes(model, managed, drafting, batch, capacity)
+        copies, tested = HELD, drafting.tested
     reading = _activation_bytes(model, managed, batch, chunk)
     reading += _mask_bytes([layer for layer in layers if layer.window], batch, chunk, prompt_tokens)
     slack = CPU_SLACK if model.device.type == "cpu" else 1
@@ -152,8 +152,8 @@ def forecast(
         norm_bytes=sum(layer.heads for layer in managed if layer.owner is None) * FLOAT32 * batch * capacity,
         packed_bytes=sum(layer.row_bytes for layer in chosen) * batch * packed_rows(policy, capacity) * packs,
         summary_bytes=batch * sum(policy.summary_bytes(layer, capacity) for layer in managed),
-        sliding_bytes=states * batch * held,
-        workspace_bytes=max(reading, first, later, verifying) * slack + kept,
+        sliding_bytes=states * batch * copies,
+        workspace_bytes=max(reading, first, later, verifying) * slack + logits,
         graph_bytes=step + _graph_bytes(model, chosen, policy, batch, capacity, tested) if graphs else 0,
     )
 
@@ -166,8 +166,8 @@ def packed_rows(policy: Policy, capacity: int) -> int:
 def _first_bytes(model: Any, layers: Sequence[LayerShape], policy: Policy) -> int:
     # what a prompt's first selection holds at once, by position: the policy's own number, else the logits of
     # `window_prefill` queries, their probabilities and powers
-    own = [policy.companion.first_bytes(layer) for layer in layers]
-    stated = [size for size in own if size is not None]
+    sizes = [policy.companion.first_bytes(layer) for layer in layers]
+    stated = [size for size in sizes if size is not None]
     return max(stated) if stated else _selection_bytes(model, layers, 4 * policy.config.window_prefill)
 
 

@@ -159,8 +159,8 @@ def names(values: list[str] | None, *, nothing: str | None = None) -> tuple[str,
     """Read comma lists of policies or baselines; None for the default, () for the word `nothing`."""
     if not values:
         return None
-    found = tuple(words(values))
-    return () if found == (nothing,) else found
+    listed = tuple(words(values))
+    return () if listed == (nothing,) else listed
 
 
 def counts(name: str, values: list[str] | None) -> tuple[int, ...] | None:

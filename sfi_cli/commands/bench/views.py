@@ -25,19 +25,19 @@ def bench_text(document: dict[str, Any]) -> list[Part]:
     return [*noted(tables, document["notes"]), *_paying(document["pays_from"])]
 
 
-def _paying(found: list[dict[str, Any]]) -> list[str]:
+def _paying(rows: list[dict[str, Any]]) -> list[str]:
     # a line for each batch: from which context on our policies are faster than full-kv
-    batches = dict.fromkeys(one["batch"] for one in found)
+    batches = dict.fromkeys(row["batch"] for row in rows)
     lines = []
     for batch in batches:
-        words = [
-            f"{one['policy']} does not pay up to {one['longest_context']:,} tokens here"
-            if one["context"] is None
-            else f"{one['policy']} pays from {one['context']:,} tokens on here"
-            for one in found
-            if one["batch"] == batch
+        texts = [
+            f"{row['policy']} does not pay up to {row['longest_context']:,} tokens here"
+            if row["context"] is None
+            else f"{row['policy']} pays from {row['context']:,} tokens on here"
+            for row in rows
+            if row["batch"] == batch
         ]
-        lines.append((f"batch {batch}: " if len(batches) > 1 else "") + "; ".join(words))
+        lines.append((f"batch {batch}: " if len(batches) > 1 else "") + "; ".join(texts))
     return lines
 
 

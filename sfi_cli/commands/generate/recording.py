@@ -27,18 +27,18 @@ def recording(
     from sfi_traces.record.parquet import ParquetObserver
 
     with ExitStack() as stack:
-        found: list[Observer] = []
+        observers: list[Observer] = []
         nvtx = NvtxObserver(spans=table.spans)
         if nvtx.wants:
-            found.append(stack.enter_context(nvtx))
+            observers.append(stack.enter_context(nvtx))
         if folder is None:
-            yield found, None
+            yield observers, None
             return
         parquet = ParquetObserver(
             folder, positions=table.positions, redact_text=table.redact_text, spans=table.spans,
             force=output.force, warn=output.say, watch=(watch := Watch()), **options,
         )  # fmt: skip
-        yield [*found, stack.enter_context(parquet)], parquet
+        yield [*observers, stack.enter_context(parquet)], parquet
     if (
         parquet.failure is None and folder.exists() and not output.quiet
     ):  # absent if the run ended before its first step

@@ -65,21 +65,21 @@ def _short_lines(document: dict[str, Any]) -> list[str]:
     # whether no request had a token that a fast step would not read
     config, requests = document["config"], document["requests"]
     room = config["sink"] + config["recent"] + config["budget"]
-    longest = max((one["prompt_tokens"] + len(one["token_ids"]) for one in requests), default=room + 1)
+    longest = max((request["prompt_tokens"] + len(request["token_ids"]) for request in requests), default=room + 1)
     if document["policy"] == "full-kv" or longest > room:
         return []
     return [f"note         up to {room:,} tokens (sink, recent and budget) every step reads all: nothing to gain here"]
 
 
-def _verified_line(found: dict[str, Any]) -> str:
-    if "error" in found:
-        return f"verified     nothing: {found['error']}"
-    tokens, differing, ties = (found[name] for name in ("tokens", "differing", "near_ties"))
-    rounding = " (by rounding alone)" if differing and found["ok"] else ""
+def _verified_line(result: dict[str, Any]) -> str:
+    if "error" in result:
+        return f"verified     nothing: {result['error']}"
+    tokens, differing, ties = (result[name] for name in ("tokens", "differing", "near_ties"))
+    rounding = " (by rounding alone)" if differing and result["ok"] else ""
     doubtful = [
-        f"{one['first_doubtful']} in request {request}"
-        for request, one in enumerate(found["requests"])
-        if one["first_doubtful"] is not None
+        f"{row['first_doubtful']} in request {request}"
+        for request, row in enumerate(result["requests"])
+        if row["first_doubtful"] is not None
     ]
     first = f"; first doubtful token {', '.join(doubtful)}" if doubtful else ""
     same = f"{tokens - differing:,} of {tokens:,} tokens are full attention's{rounding}"
@@ -88,7 +88,7 @@ def _verified_line(found: dict[str, Any]) -> str:
 
 def _speed_lines(document: dict[str, Any]) -> list[str]:
     rows = [(document["policy"] + ", lossless" * document["is_lossless"], document)]
-    rows += [(one["policy"], one) for name in OTHERS if (one := document.get(name)) is not None]
+    rows += [(other["policy"], other) for name in OTHERS if (other := document.get(name)) is not None]
     width = max(12, *(len(name) for name, _ in rows))
     lines = [
         f"{name:<{width}} {speed_words(data)}, peak memory {data['peak_memory_bytes'] / 1e6:,.0f} MB"
@@ -122,25 +122,25 @@ def _compared(rows: list[tuple[str, dict[str, Any]]], full: dict[str, Any]) -> l
 def _parting(name: str, data: dict[str, Any], full: dict[str, Any]) -> list[str]:
     # where a run's tokens first differ from full attention's, with the text around
     pairs = enumerate(zip(data["requests"], full["requests"], strict=True))
-    found = [(at, *pair) for at, pair in pairs if pair[0]["token_ids"] != pair[1]["token_ids"]]
-    if not found:
+    parted = [(at, *pair) for at, pair in pairs if pair[0]["token_ids"] != pair[1]["token_ids"]]
+    if not parted:
         return []
-    at, ours, theirs = found[0]
+    at, ours, theirs = parted[0]
     step, shared = (_shared(ours[name], theirs[name]) for name in ("token_ids", "text"))
     before = ours["text"][:shared]
     requests = len(data["requests"])
-    where = "" if requests == 1 else f" ({len(found)} of {requests} requests part, request {at} first)"
+    where = "" if requests == 1 else f" ({len(parted)} of {requests} requests part, request {at} first)"
     width = max(len(name), len(full["policy"]))
     lines = [f"they part    at step {step} of {len(ours['token_ids'])}, after {before[-AROUND:]!r}{where}"]
     return lines + [
-        f"             {who:<{width}} {one['text'][shared:][:AROUND]!r}"
-        for who, one in ((name, ours), (full["policy"], theirs))
+        f"             {who:<{width}} {request['text'][shared:][:AROUND]!r}"
+        for who, request in ((name, ours), (full["policy"], theirs))
     ]
 
 
-def _shared(one: Sequence[Any], other: Sequence[Any]) -> int:
+def _shared(first: Sequence[Any], second: Sequence[Any]) -> int:
     # how many of the first items are the same
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
 
 
 def _tokens(data: dict[str, Any]) -> list[list[int]]:

@@ -19,13 +19,13 @@ class Serve(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> Any:
         """Read the options; raise `ConfigError` for a flag of vLLM's before --."""
-        known = [word for one in self.get_params(ctx) for word in (*one.opts, *one.secondary_opts)]
+        known = [word for parameter in self.get_params(ctx) for word in (*parameter.opts, *parameter.secondary_opts)]
         for word in args[: args.index("--")] if "--" in args else args:
             name = word.partition("=")[0]
             if name.startswith("--") and name not in known and not ctx.resilient_parsing:
                 from sfi_core.errors import ConfigError
 
-                near = "".join(f"; did you mean {one}?" for one in get_close_matches(name, known, 1, 0.8))
+                near = "".join(f"; did you mean {option}?" for option in get_close_matches(name, known, 1, 0.8))
                 raise ConfigError(f"sfi serve has no option {name}; if it is vLLM's, put it after --{near}")
         return super().parse_args(ctx, args)
 
@@ -75,5 +75,5 @@ def serve(
         sets=sets,
         options={"budget": budget, "recent": recent, "triggers": trigger, "t_max": t_max, "audit.every": audit},
     )
-    own = {"policy": policy, "slots": slots, **({} if preset is None else {"preset": preset})}
-    Service(settings, own, model, f"{host}:{port}", trace, flags or []).run()
+    plugin = {"policy": policy, "slots": slots, **({} if preset is None else {"preset": preset})}
+    Service(settings, plugin, model, f"{host}:{port}", trace, flags or []).run()

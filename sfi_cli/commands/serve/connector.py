@@ -45,7 +45,7 @@ class SfiConnector(PlainConnector):
         super().__init__(vllm_config, role, kv_cache_config)
         if self._recorder is not None:
             shapes = layer_shapes(kv_cache_config, vllm_config)
-            self.planner.row_bytes = sum(one.row_bytes for one in shapes if one.window is None)
+            self.planner.row_bytes = sum(shape.row_bytes for shape in shapes if shape.window is None)
             self._recorder.on(self._run_event(shapes))
 
     def make_observer(self, role: Any) -> Observer:
@@ -68,14 +68,16 @@ class SfiConnector(PlainConnector):
         tracked = self.planner.tracked.get(request.request_id)
         if self._recorder is None or tracked is None or request.prompt_token_ids is None:
             return
-        ids, own = list(request.prompt_token_ids), tracked.settings.config
+        ids, config = list(request.prompt_token_ids), tracked.settings.config
         self._recorder.on(
             PromptEvent(
                 requests=(tracked.state.request,),
                 ids_BT=torch.tensor([ids], dtype=torch.int64),
                 count=(len(ids),),
                 settings={
-                    name: value for name in OWN if (value := getattr(own, name)) != getattr(self.settings.config, name)
+                    name: value
+                    for name in OWN
+                    if (value := getattr(config, name)) != getattr(self.settings.config, name)
                 },
             )
         )

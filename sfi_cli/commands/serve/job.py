@@ -71,10 +71,10 @@ class Service:
         from sfi_core.models.load import BUNDLED
 
         words = ["--model", self.model or str(BUNDLED)]
-        own = {"--served-model-name": "bundled", "--dtype": "float32"} if self.model is None else {}
+        defaults = {"--served-model-name": "bundled", "--dtype": "float32"} if self.model is None else {}
         if self.trace is not None:  # otherwise vLLM kills the process that writes it
-            own["--shutdown-timeout"] = str(CLOSING)
-        words += [word for name in own.keys() - self._names() for word in (name, own[name])]
+            defaults["--shutdown-timeout"] = str(CLOSING)
+        words += [word for name in defaults.keys() - self._names() for word in (name, defaults[name])]
         revision = self.settings.of("model").get("revision")
         if revision is not None:
             words += ["--revision", revision]
@@ -138,8 +138,8 @@ class Service:
         several = f"{config.trigger_policy}, {len(server.trigger_ids)} tokens"
         trace = "none"
         if self.trace is not None:
-            kept = "text redacted" if self.settings.of("trace").get("redact_text") else "keeps every prompt and answer"
-            trace = f"{self.trace}, {f'audit every {self._audit}' if self._audit else 'no audit'}, {kept}"
+            text = "text redacted" if self.settings.of("trace").get("redact_text") else "keeps every prompt and answer"
+            trace = f"{self.trace}, {f'audit every {self._audit}' if self._audit else 'no audit'}, {text}"
         reads = f"budget {config.budget:,} a KV head, recent {config.recent:,}, sink {config.sink}"
         if self.own["policy"] == "full-kv":
             reads = "every token at every step"

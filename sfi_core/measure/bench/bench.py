@@ -38,11 +38,11 @@ def run_bench(
     model: Any,
     settings: DecodeSettings,
     progress: Progress = lambda *_: None,
-    told: Callable[[str], None] = lambda _: None,
+    on_run: Callable[[str], None] = lambda _: None,
 ) -> "Bench":
     """Measure every point; after Ctrl-C, return the rows measured until then.
 
-    `progress` gets the phase, the runs done and the number of runs; `told` a line for each run. The model is
+    `progress` gets the phase, the runs done and the number of runs; `on_run` a line for each run. The model is
     outside `slow_fast`.
 
     Raises:
@@ -53,7 +53,7 @@ def run_bench(
         NumericsError: The model's logits are not finite.
     """
     check_engine(settings, model.device)
-    bench = Bench(model, settings, progress, told)
+    bench = Bench(model, settings, progress, on_run)
     try:
         bench.run()
     except KeyboardInterrupt:
@@ -94,9 +94,9 @@ class Bench:
         model: Any,
         settings: DecodeSettings,
         progress: Progress = lambda *_: None,
-        told: Callable[[str], None] = lambda _: None,
+        on_run: Callable[[str], None] = lambda _: None,
     ) -> None:
-        self.model, self.settings, self.progress, self.told = model, settings, progress, told
+        self.model, self.settings, self.progress, self.on_run = model, settings, progress, on_run
         self.about: dict[str, Any] = {}
         self.machine: dict[str, Any] = {}
         self.rows: list[dict[str, Any]] = []
@@ -153,7 +153,7 @@ class Bench:
                     row.on_step = partial(self._show, label)
                     row.samples.append(self._run(row))
                     self._done += 1
-                    self.told(f"{label}: {row.samples[-1].decode_rate:,.2f} tokens/s")
+                    self.on_run(f"{label}: {row.samples[-1].decode_rate:,.2f} tokens/s")
         finally:
             self.rows[before:] = point_rows(rows, self.machine["copy_gb_per_s"])
 
@@ -232,7 +232,7 @@ class Bench:
 
     def document(self) -> dict[str, Any]:
         """Return the document of `--json`."""
-        asked = self.settings
+        settings = self.settings
         return {
             "rows": self.rows,
             "pays_from": pays_from(self.rows),
@@ -241,12 +241,12 @@ class Bench:
             "notes": [*self.notes, *self._eager_notes()],
             "model": self.about,
             "settings": {
-                **{name: getattr(asked, name) for name in ("steps", "warm_up", "repeats")},
-                "time_limit_seconds": asked.time_limit,
-                "slow_rate": None if asked.slow_rate is None else str(asked.slow_rate),
-                **{name: getattr(asked, name) for name in SHOWN},
-                **{name: getattr(asked.engine, name) for name in ENGINE},
-                "config": asked.config.to_dict(),
+                **{name: getattr(settings, name) for name in ("steps", "warm_up", "repeats")},
+                "time_limit_seconds": settings.time_limit,
+                "slow_rate": None if settings.slow_rate is None else str(settings.slow_rate),
+                **{name: getattr(settings, name) for name in SHOWN},
+                **{name: getattr(settings.engine, name) for name in ENGINE},
+                "config": settings.config.to_dict(),
             },
             "date": datetime.now(UTC).date().isoformat(),
             "machine": self.machine,

@@ -95,8 +95,8 @@ class StatedAcceptance:
     def __call__(self, state: RequestState, draft: Sequence[int], _: Sequence[int]) -> int:
         """Return how many tokens of a request's draft are kept; `state.step` follows the draft."""
         first = state.step - len(draft)
-        kept = (self._keeps(state.request, first + place) for place in range(len(draft)))
-        return sum(takewhile(bool, kept))
+        accepted = (self._keeps(state.request, first + place) for place in range(len(draft)))
+        return sum(takewhile(bool, accepted))
 
     def _keeps(self, request: int, index: int) -> bool:
         return random.Random(f"{self.seed} {request} {index}").random() < self.rate  # noqa: S311 - no secret

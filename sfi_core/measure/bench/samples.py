@@ -49,7 +49,7 @@ def drafting_of(tallies: Iterable[Tally]) -> Counter[str]:
 
     `tested` tokens are those before which all tokens of their draft were kept, `accepted` those kept.
     """
-    return sum((Counter({name: getattr(one, name) for name in DRAFTING}) for one in tallies), Counter())
+    return sum((Counter({name: getattr(tally, name) for name in DRAFTING}) for tally in tallies), Counter())
 
 
 @dataclass(slots=True)

@@ -174,7 +174,7 @@ class DecodeSettings:
             DecodeVariant(policy, policy, engine_for(policy, self.engine)) for policy in dict.fromkeys(self.policies)
         ]
         if self.lossless:
-            ours = [each for one in ours for each in (one, *self._lossless(one))]
+            ours = [variant for plain in ours for variant in (plain, *self._lossless(plain))]
         return ours + [DecodeVariant(name) for name in dict.fromkeys(self.baselines)]
 
     def _lossless(self, plain: DecodeVariant) -> list[DecodeVariant]:

@@ -99,12 +99,12 @@ def needed_bytes(model: Any, name: str, point: Point, settings: DecodeSettings) 
 @contextmanager
 def _plain_settings(model: Any) -> Iterator[None]:
     """Replace the checkpoint's generation settings by greedy decoding without stop tokens."""
-    own = model.generation_config
+    settings = model.generation_config
     model.generation_config = GenerationConfig(do_sample=False, pad_token_id=0, eos_token_id=None)
     try:
         yield
     finally:
-        model.generation_config = own
+        model.generation_config = settings
 
 
 def _fill(model: Any, cache: Any, made_up: SyntheticPrompt, context: int) -> None:
