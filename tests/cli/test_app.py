@@ -89,9 +89,7 @@ def test_ctrl_c_while_loading_is_one_line(monkeypatch, capsys, stage):
 
 def test_advice_of_the_core_is_spelled_as_options():
     """The rule keeps the setting's name; a setting of a table keeps its own."""
-    text = (
-        "kv_device_budget must hold 9 bytes, got 8; raise kv_device_budget, lower engine.kv_page, contexts or batches"
-    )
+    text = "kv_device_budget must hold 9, got 8; raise kv_device_budget, lower engine.kv_page, contexts or batches"
     assert cli.in_options(text) == (
         "kv_device_budget must hold 9, got 8; raise --kv-device-budget, lower engine.kv_page, --context or --batch"
     )
