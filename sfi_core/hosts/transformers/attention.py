@@ -51,7 +51,7 @@ def sfi_attention(
         )
     ragged = cache.ragged if cache is not None and managed is not None else None
     if ragged is not None:
-        query, key, value = map(ragged.spread, (query, key, value))
+        query, key, value = map(ragged.padded, (query, key, value))
     B, heads, T, D = query.shape
     H = key.shape[1]
     scale = D**-0.5 if scaling is None else scaling

@@ -58,7 +58,7 @@ class RaggedRow:
             begin += tokens
         return cls(sent(torch.tensor(place_BT), device), sent(torch.tensor(place_X), device))
 
-    def spread(self, row_1HXD: torch.Tensor) -> torch.Tensor:
+    def padded(self, row_1HXD: torch.Tensor) -> torch.Tensor:
         """Return a row of queries, keys or values as a padded batch, [B, H, T, D]."""
         B, T = self.place_BT.shape
         flat_HYD = row_1HXD[0].index_select(1, self.place_BT.flatten())

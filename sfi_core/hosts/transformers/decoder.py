@@ -1,10 +1,9 @@
 """A transformers model under a session, as `engine.loop` drives it: one batch of prompts."""
 
 import copy
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from typing import Self
 
 import torch
 
@@ -13,13 +12,12 @@ from sfi_core.engine.prompt_queries import Watcher
 from sfi_core.engine.run import Run
 from sfi_core.engine.shared_prompt import SharedPrompt
 from sfi_core.hosts.transformers.block_pass import BlockPass
-from sfi_core.hosts.transformers.cache import CACHE_NAME, SfiCache, SfiLayer
+from sfi_core.hosts.transformers.cache import SfiCache, SfiLayer
 from sfi_core.hosts.transformers.lossless import most_drafted
 from sfi_core.hosts.transformers.own_layers import take_states
-from sfi_core.hosts.transformers.replays import Replays
+from sfi_core.hosts.transformers.replays import ModelPass, Replays
 from sfi_core.hosts.transformers.session import Session
-from sfi_core.machine.threads import SMALL_BYTES, one_thread
-from sfi_core.models.describe import ModelWeights, describe_model
+from sfi_core.models.describe import describe_model
 from sfi_core.sizes.step import ByteModel
 from sfi_core.state.kv_store import KVStore
 from sfi_kernels.step_descriptor import sent
@@ -51,20 +49,17 @@ class Decoder:
     patient: bool = True
     cache: SfiCache = field(init=False)
     replays: Replays = field(init=False)
-    _small: bool = field(init=False)
-    _options: dict[str, Any] = field(init=False)
+    _model: ModelPass = field(init=False)
     _ragged: bool = field(init=False)
 
     def __post_init__(self) -> None:
         """Check whether steps can be recorded, and what the model's forward pass takes."""
-        session, model = self.session, self.session.model
+        session = self.session
         self.cache = session.cache(self.capacity, self.ids_BT.shape[1], self.stop_ids)
         self.cache.requests, self.cache.generated = self.requests, self.generated
-        self.replays = Replays(session, self.cache, self._captured_pass, patient=self.patient)
-        parameters = inspect.signature(model.forward).parameters
-        self._options = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
+        self._model = ModelPass(session, self.cache, len(self.ids_BT))
+        self.replays = Replays(session, self.cache, self._model, patient=self.patient)
         self._ragged = bool((self.mask_BT == 0).any())
-        self._small = reads_little(session, len(self.ids_BT), self.capacity)
 
     @property
     def run(self) -> Run:
@@ -128,7 +123,7 @@ class Decoder:
         run = run or self.session.run
         self.cache.attach(run)
         with run.observer.span("forward"), run.launches(), self.cache.planning():
-            logits = self._logits(ids_BT, positions_BT, None, last=False)
+            logits = self._model(ids_BT, positions_BT, None, last=False)
         run.maintenance.join()
         return logits
 
@@ -166,16 +161,6 @@ class Decoder:
         cache.detach()
         return shared.logits_BV
 
-    def _captured_pass(self, token_BW: torch.Tensor, position_BW: torch.Tensor) -> torch.Tensor:
-        # a step that the engine has planned; `update` counts its tokens each time that it is recorded
-        seen = self.cache.seen
-        self.cache.attach(self.session.run)
-        try:
-            with self.cache.planning():
-                return self._logits(token_BW, position_BW, None, last=token_BW.shape[1] == 1)
-        finally:
-            self.cache.see(seen)
-
     def _read(self, start: int, stop: int) -> torch.Tensor:
         ids_BT, mask = self.ids_BT[:, start:stop], None
         if self._ragged:
@@ -186,20 +171,7 @@ class Decoder:
         return self._forward(ids_BT, positions, mask)
 
     def _forward(self, ids_BT: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        return self._logits(ids_BT, positions, mask, last=True)[:, -1]
-
-    def _logits(
-        self, ids_BT: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor | None, *, last: bool
-    ) -> torch.Tensor:
-        # of the last token alone, where the model can leave the others out, or of all
-        decodes = not last or ids_BT.shape[1] == 1
-        with one_thread(wanted=self._small and decodes):
-            output = self.session.model(
-                input_ids=ids_BT, attention_mask=mask, position_ids=positions, use_cache=True,
-                **{CACHE_NAME: self.cache}, **self._options if last else {},
-            )  # fmt: skip
-        logits: torch.Tensor = output.logits
-        return logits
+        return self._model(ids_BT, positions, mask, last=True)[:, -1]
 
 
 def _on_two_tiers(shared: SharedPrompt, store: KVStore) -> SharedPrompt:
@@ -231,10 +203,3 @@ def _draft_cost(session: Session) -> Cost:
         return min(1.0, float(model.fast(length, attended)) / float(whole))
 
     return cost
-
-
-def reads_little(session: Session, batch: int, capacity: int) -> bool:
-    """Say whether a decoding step on the CPU reads too few bytes to gain by threads."""
-    rows = batch * capacity * sum(shape.row_bytes for shape in session.shapes())
-    weights = ModelWeights.of(session.model).read(batch)
-    return session.model.device.type == "cpu" and weights + rows < SMALL_BYTES

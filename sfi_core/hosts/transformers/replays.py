@@ -1,5 +1,6 @@
 """Which decoding steps of a run are replayed as CUDA graphs, and why others are not: decided here for every loop."""
 
+import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -7,25 +8,69 @@ import torch
 
 from sfi_core.engine.graphs import recorder
 from sfi_core.engine.graphs.lookahead import audits_next
-from sfi_core.engine.graphs.steps import ForwardPass, StepGraphs
+from sfi_core.engine.graphs.steps import StepGraphs
 from sfi_core.engine.run import Run
 from sfi_core.errors import BackendError, ConfigError, SfiError
-from sfi_core.hosts.transformers.cache import SfiCache
+from sfi_core.hosts.transformers.cache import CACHE_NAME, SfiCache
 from sfi_core.hosts.transformers.session import Session
+from sfi_core.machine.threads import SMALL_BYTES, one_thread
+from sfi_core.models.describe import ModelWeights
 from sfi_core.observers.observer import EVERY_SPAN
 from sfi_core.policies.base import EvidencePolicy
+
+
+class ModelPass:
+    """The passes of a session's model over the cache of a run of `batch` rows."""
+
+    def __init__(self, session: Session, cache: SfiCache, batch: int) -> None:
+        self._session, self._cache = session, cache
+        parameters = inspect.signature(session.model.forward).parameters
+        self._options = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
+        self._small = cache.capacity is not None and reads_little(session, batch, cache.capacity)
+
+    def __call__(
+        self, ids_BT: torch.Tensor, positions_BT: torch.Tensor, mask: torch.Tensor | None, *, last: bool
+    ) -> torch.Tensor:
+        """Return the logits, [B, T, V]: of the `last` token alone, where the model can leave the others out, or of all.
+
+        `mask` is transformers' attention mask; None without padding.
+        """
+        decodes = not last or ids_BT.shape[1] == 1
+        with one_thread(wanted=self._small and decodes):
+            output = self._session.model(
+                input_ids=ids_BT, attention_mask=mask, position_ids=positions_BT, use_cache=True,
+                **{CACHE_NAME: self._cache}, **self._options if last else {},
+            )  # fmt: skip
+        logits: torch.Tensor = output.logits
+        return logits
+
+    def planned(self, token_BW: torch.Tensor, position_BW: torch.Tensor) -> torch.Tensor:
+        """Run a step that the engine has planned, as `ForwardPass`: the cache counts no token."""
+        seen = self._cache.seen  # `update` counts the tokens each time that the step is recorded
+        self._cache.attach(self._session.run)
+        try:
+            with self._cache.planning():
+                return self(token_BW, position_BW, None, last=token_BW.shape[1] == 1)
+        finally:
+            self._cache.see(seen)
+
+
+def reads_little(session: Session, batch: int, capacity: int) -> bool:
+    """Say whether a decoding step on the CPU reads too few bytes to gain by threads."""
+    rows = batch * capacity * sum(shape.row_bytes for shape in session.shapes())
+    weights = ModelWeights.of(session.model).read(batch)
+    return session.model.device.type == "cpu" and weights + rows < SMALL_BYTES
 
 
 class Replays:
     """The replayed steps of the run over a cache; they are recorded from the run's first decoding step on.
 
-    `forward` runs the model over the cache. A `patient` one records the graph of a slow step at the second such step,
-    not the first.
+    A `patient` one records the graph of a slow step at the second such step, not the first.
     """
 
-    def __init__(self, session: Session, cache: SfiCache, forward: ForwardPass, *, patient: bool) -> None:
+    def __init__(self, session: Session, cache: SfiCache, model: ModelPass, *, patient: bool) -> None:
         """Decide whether steps are recorded; raises what `records_steps` raises."""
-        self._session, self._cache, self._forward, self._patient = session, cache, forward, patient
+        self._session, self._cache, self._model, self._patient = session, cache, model, patient
         self._captures = records_steps(session)
         wanted = recorder.can_record(session.model.device) and session.engine.graphs is not False
         self._missed = str(refusal(session) or "") if wanted else ""
@@ -43,7 +88,7 @@ class Replays:
         if self._graphs is None:
             made = recorder.make_recorder(run.device)
             required = bool(self._session.engine.graphs)
-            self._graphs = StepGraphs(run, self._forward, made, required=required, patient=self._patient)
+            self._graphs = StepGraphs(run, self._model.planned, made, required=required, patient=self._patient)
         if not audits_next(run):
             yield True
             return

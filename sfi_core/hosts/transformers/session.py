@@ -89,7 +89,7 @@ class Session:
     def report(self) -> RunReport | None:
         """Counts, reasons, ratios and paths of this thread's last run, in a thread without one of the last run."""
         run = self._last
-        return None if run is None else self.fusion.told(RunReport.of(run))
+        return None if run is None else self.fusion.added_to(RunReport.of(run))
 
     @property
     def run(self) -> Run:

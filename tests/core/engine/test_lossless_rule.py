@@ -77,7 +77,7 @@ def test_what_is_kept_ends_at_the_first_other_token_and_at_a_stop_token():
 def test_a_ragged_row_spreads_every_token_to_its_request_and_back():
     row = RaggedRow.of([2, 0, 1, 3], torch.device("cpu"))
     token_X = torch.arange(1.0, 7.0)
-    batch_BHTD = row.spread(token_X.view(1, 1, 6, 1).expand(1, 2, 6, 3))
+    batch_BHTD = row.padded(token_X.view(1, 1, 6, 1).expand(1, 2, 6, 3))
     assert batch_BHTD.shape == (4, 2, 3, 3)
     assert batch_BHTD[0, 1, 1:, 2].tolist() == [1, 2]
     assert batch_BHTD[2, 0, 2:, 0].tolist() == [3]

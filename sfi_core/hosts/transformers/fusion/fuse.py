@@ -27,8 +27,8 @@ from sfi_core.machine.threads import served, serving
 from sfi_kernels.fused import MAX_HEAD, MAX_ROW, add_rms_norm, rms_norm, rotary, silu_mul
 
 Forward = Callable[..., Any]
-# classes with these names are told of where they keep their own forward
-TOLD = ("Norm", "MLP", "Attention", "DecoderLayer")
+# the report counts classes with these names that keep their own forward
+REPORTED = ("Norm", "MLP", "Attention", "DecoderLayer")
 
 
 def takes(*tensors: torch.Tensor, rows: Sequence[torch.Tensor] = ()) -> bool:
@@ -145,7 +145,7 @@ class Fusion:
     modules: Counter[str] = field(default_factory=Counter)
     left_alone: Counter[str] = field(default_factory=Counter)
 
-    def told(self, report: RunReport) -> RunReport:
+    def added_to(self, report: RunReport) -> RunReport:
         """Return a run's report with the fused modules added."""
         return replace(report, fused=dict(self.modules), left_alone=dict(self.left_alone))
 
@@ -167,7 +167,7 @@ def fused(model: Any) -> Iterator[Fusion]:
         if forward is not None:
             fusion.modules[name] += 1
             module.forward = MethodType(_served_only(forward), module)
-        elif name.endswith(TOLD):
+        elif name.endswith(REPORTED):
             fusion.left_alone[name] += 1
     try:
         with serving():
@@ -190,7 +190,7 @@ def _served_only(forward: Forward) -> Forward:
 def forward_for(module: Any) -> Forward | None:
     """Return the forward that replaces a module's own; None to leave the module alone."""
     name = type(module).__name__
-    if not name.endswith(TOLD) or "forward" in vars(module):  # of another library, perhaps
+    if not name.endswith(REPORTED) or "forward" in vars(module):  # of another library, perhaps
         return None
     source_digest = sources.digest(type(module).forward)
     if _is_rms_norm(module):
