@@ -85,13 +85,7 @@ def _results(
             return results, False
     check_backend(asked["backend"], resolve_device(loading["device"]))
     loaded = load(asked["model"], revision=asked["revision"], dtype=asked["dtype"], **loading)
-    engine = request.engine_of(asked)
-    tables: dict[str, Rows[Any]] = {TASKS: SampleRows(*loaded, engine)}
-    if text is not None:
-        tables[TEXT] = WindowRows(*loaded, engine, text=text, tokens=asked["tokens"], count=asked["windows"])
-    for table, rows in tables.items():
-        if its_cells := [cell for cell in cells if cell.table == table]:
-            rows.check(its_cells)
+    tables = _tables(asked, cells, text, loaded)
     facts |= _facts(loaded[0])
     if results is None:
         results = ResultsFolder.create(path, facts, force=output.force)
@@ -110,6 +104,20 @@ def cells_of(asked: Mapping[str, Any], methods: Sequence[Method]) -> list[Cell]:
     if asked["fidelity"] is not None:
         cells += window_cells(sized, asked["lengths"], asked["windows"], asked["tokens"])
     return cells
+
+
+def _tables(
+    asked: Mapping[str, Any], cells: Sequence[Cell], text: str | None, loaded: tuple[Any, Any]
+) -> dict[str, Rows[Any]]:
+    # what makes the rows of each table, once its cells are checked
+    engine, tables = request.engine_of(asked), dict[str, Rows[Any]]()
+    if asked["tasks"]:
+        tables[TASKS] = SampleRows(*loaded, engine)
+    if text is not None:
+        tables[TEXT] = WindowRows(*loaded, engine, text=text, tokens=asked["tokens"], count=asked["windows"])
+    for table, rows in tables.items():
+        rows.check([cell for cell in cells if cell.table == table])
+    return tables
 
 
 def _run(

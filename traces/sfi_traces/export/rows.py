@@ -46,7 +46,7 @@ def csv_text(columns: Sequence[str], batches: Iterable[Rows]) -> Iterator[str]:
 def jsonl_text(columns: Sequence[str], batches: Iterable[Rows]) -> Iterator[str]:
     """Write one JSON object a line."""
     for rows in batches:
-        yield "".join(f"{one}\n" for one in _objects(columns, rows))
+        yield "".join(f"{line}\n" for line in _objects(columns, rows))
 
 
 def json_text(columns: Sequence[str], batches: Iterable[Rows]) -> Iterator[str]:
@@ -54,8 +54,8 @@ def json_text(columns: Sequence[str], batches: Iterable[Rows]) -> Iterator[str]:
     yield f'{{"columns": {write_json(list(columns))}, "rows": ['
     between = "\n"
     for rows in batches:
-        for one in _objects(columns, rows):
-            yield between + one
+        for line in _objects(columns, rows):
+            yield between + line
             between = ",\n"
     yield "\n]}\n"
 

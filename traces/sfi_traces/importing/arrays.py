@@ -102,18 +102,23 @@ class Arrays:
 def open_arrays(path: Path) -> Iterator[Arrays]:
     """Open a .npz or .pt file, running no code from it; its arrays can be read within the block.
 
-    Raises `InputError` if the file cannot be read.
+    Raises `InputError` if the file cannot be read, has another version, or ends in something else.
     """
-    if path.suffix == ".pt":
-        with readable(path):
-            arrays = _pt(path)
-        yield arrays
-        return
+    if path.suffix not in FORMATS:
+        advice = "; docs/import.md makes arrays of its rows" if path.suffix == ".parquet" else ""
+        raise InputError(f"import {path} must end in one of {FORMATS}, got {path.suffix or 'nothing'}{advice}")
+    if path.exists() and not path.is_file():
+        raise InputError(f"import {path} must be a regular file, got another")
     with ExitStack() as stack:
         with readable(path):
-            _check_claims(path)
-            file = stack.enter_context(np.load(path, allow_pickle=False))
-        yield Arrays(path, tuple(file.files), file.__getitem__)
+            if path.suffix == ".pt":
+                arrays = _pt(path)
+            else:
+                _check_claims(path)
+                file = stack.enter_context(np.load(path, allow_pickle=False))
+                arrays = Arrays(path, tuple(file.files), file.__getitem__)
+        arrays.check_version()
+        yield arrays
 
 
 @contextmanager

@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from sfi_core.errors import InputError, SfiError
+from sfi_core.errors import SfiError
 from sfi_core.machine.files import KEPT
 from sfi_core.observers.events import RunEvent
 from sfi_core.settings.audit import AuditConfig
 from sfi_core.settings.config import SfiConfig
 from sfi_core.triggers.trigger_set import build_trigger_set
-from sfi_traces.importing.arrays import FORMATS, VERSION, Header, ImportedStep, open_arrays
+from sfi_traces.importing.arrays import VERSION, Header, ImportedStep, open_arrays
 from sfi_traces.importing.attention import AttentionArrays, has_attention
 from sfi_traces.importing.selections import SelectionArrays
 from sfi_traces.overlap import SelectedSets
@@ -31,24 +31,6 @@ REASON = "imported"  # of every step, since all are slow
 PART_BYTES = 64 << 20
 Progress = Callable[[int, int], None]  # steps read, of how many
 Source = SelectionArrays | AttentionArrays
-
-
-@contextmanager
-def open_source(path: Path, *, top: int | None = None, kv_heads: int | None = None) -> Iterator[Source]:
-    """Open a file to import; its steps can be read within the block. `top` and `kv_heads` as in `import_trace`.
-
-    Raises `InputError` if the file cannot be read or contradicts docs/import.md, `ConfigError` for an option that does
-    not fit the file.
-    """
-    if path.suffix not in FORMATS:
-        advice = "; docs/import.md makes arrays of its rows" if path.suffix == ".parquet" else ""
-        raise InputError(f"import {path} must end in one of {FORMATS}, got {path.suffix or 'nothing'}{advice}")
-    if path.exists() and not path.is_file():
-        raise InputError(f"import {path} must be a regular file, got another")
-    with open_arrays(path) as arrays:
-        arrays.check_version()
-        kind = AttentionArrays if has_attention(arrays.names) else SelectionArrays
-        yield kind(arrays, top, kv_heads)
 
 
 def import_trace(
@@ -81,7 +63,8 @@ def import_trace(
         ConfigError: The folder may not be overwritten, or an option does not fit the file.
         SfiError: The trace cannot be written.
     """
-    with open_source(path, top=top, kv_heads=kv_heads) as source:
+    with open_arrays(path) as arrays:
+        source = (AttentionArrays if has_attention(arrays.names) else SelectionArrays)(arrays, top, kv_heads)
         trigger_ids = source.header.tokens.triggers
         if trigger_ids is None:
             known = tokenizer is not None
