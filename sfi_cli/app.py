@@ -1,8 +1,14 @@
-"""The `sfi` command line: assembles the commands and turns errors into exit codes."""
+"""The `sfi` command line: assembles the commands and turns errors into exit codes.
 
+Under torchrun only the first of a command's processes writes to stdout and stderr.
+"""
+
+import os
 import re
 import signal
 import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from threading import Event
 from typing import Annotated, Any
@@ -21,8 +27,8 @@ from sfi_cli.commands.serve.command import Serve, serve
 from sfi_cli.commands.tune.command import tune
 from sfi_cli.commands.tune_heads import heads
 from sfi_cli.terminal.output import Output, escape_unknown_characters, leave_interrupted, message
-from sfi_cli.terminal.torchrun import check_command, leave, one_voice, tells
-from sfi_core.errors import InputError, SfiError
+from sfi_core.distributed import torchrun
+from sfi_core.errors import ConfigError, InputError, RankLostError, SfiError
 
 OF_NO_FILE = (UnicodeEncodeError, ImportError, NameError, MemoryError)  # errors that no damaged file explains
 _interrupted = Event()  # Ctrl-C was pressed
@@ -30,6 +36,7 @@ _interrupted = Event()  # Ctrl-C was pressed
 OPTIONS = {"kv_device_budget": "--kv-device-budget", "contexts": "--context", "batches": "--batch"}
 LONGEST = 255  # bytes of a file's name
 HELP = "Slow-Fast Inference: decode long contexts and see what the model reads."
+SHARED = (["generate"], ["trace", "record"])
 
 
 class Group(TyperGroup):
@@ -158,3 +165,40 @@ def _in_one_line(error: Exception) -> SfiError | None:
         return None
     # what these commands read may be a stranger's
     return InputError(f"{read[0]} is damaged, or sfi is: {type(error).__name__}, {error}; --debug shows where")
+
+
+def check_command(words: Sequence[str]) -> None:
+    """Raise `ConfigError` for a command that several processes cannot share."""
+    if torchrun.size() > 1 and not any(list(words[: len(names)]) == names for names in SHARED):
+        known = " and ".join(f"sfi {' '.join(names)}" for names in SHARED)
+        raise ConfigError(f"under torchrun the command must be {known}, got sfi {' '.join(words[:2])}")
+
+
+@contextmanager
+def one_voice() -> Iterator[None]:
+    """Redirect stdout and stderr of all processes but the first to nowhere."""
+    if torchrun.size() > 1:  # before PyTorch is imported: its warnings would come from each rank
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    with ExitStack() as stack:
+        if not torchrun.first():
+            nowhere = stack.enter_context(Path(os.devnull).open("w", encoding="utf-8"))
+            stack.enter_context(redirect_stdout(nowhere))
+            stack.enter_context(redirect_stderr(nowhere))
+        yield
+
+
+def tells() -> bool:
+    """Say whether this process prints an error: all processes may have met the same error."""
+    if torchrun.size() == 1:
+        return True
+    from sfi_core.distributed.ranks import tells_errors
+
+    return tells_errors()
+
+
+def leave(error: SfiError) -> None:
+    """End the process with the error's code; if a rank is lost, without closing the process group."""
+    if isinstance(error, RankLostError):
+        sys.stderr.flush()
+        os._exit(error.exit_code)
+    sys.exit(error.exit_code)

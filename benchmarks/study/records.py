@@ -13,7 +13,7 @@ from typing import Any
 from sfi_core.errors import InputError
 from sfi_core.machine.describe import describe
 from sfi_core.machine.versions import versions
-from sfi_core.models.digest import model_digest
+from sfi_core.models.source import model_digest
 
 RESULTS = Path(__file__).parents[1] / "results" / "evidence"
 Key = tuple[Any, ...]

@@ -95,8 +95,8 @@ def _clustered(
     from sfi_core.engine.attend import check_backend
     from sfi_core.measure.heads.clustering import Similarity, check_count, cluster_layers, part_count, parts_of
     from sfi_core.measure.heads.model_supports import cut_texts, text_supports
-    from sfi_core.models.digest import model_digest
     from sfi_core.models.load import load, resolve_device
+    from sfi_core.models.source import model_digest
 
     check_backend(engine.backend, resolve_device(loading["device"]))
     prompts = [read_prompts(None, file, None) for file in (files or (None,))]

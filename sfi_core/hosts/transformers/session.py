@@ -33,7 +33,7 @@ from sfi_core.hosts.transformers.routing import probing
 from sfi_core.hosts.transformers.shapes import StateChecks
 from sfi_core.hosts.transformers.stores import TierPlan
 from sfi_core.models.describe import describe_model
-from sfi_core.models.tensor_parallel import check_split
+from sfi_core.models.load import check_split
 from sfi_core.observers.events import LogitsEvent, RunEvent
 from sfi_core.observers.observer import NullObserver, Observer, as_one
 from sfi_core.policies import EvidencePolicy, policy_class

@@ -14,13 +14,13 @@ import pytest
 import torch
 import typer
 
+from sfi_cli.app import check_command, one_voice
 from sfi_cli.terminal.output import Output, message
-from sfi_cli.terminal.torchrun import check_command, one_voice
 from sfi_core import AuditConfig, EngineOptions, generate, load
 from sfi_core.distributed import ranks as ranks_module
 from sfi_core.distributed.ranks import ALONE, Ranks
 from sfi_core.errors import ConfigError, InputError, MemoryForecastError, RankLostError
-from sfi_core.models.digest import checkpoint_digest
+from sfi_core.models.source import checkpoint_digest
 from sfi_core.sizes.memory import Forecast, check_fits
 from sfi_traces import ParquetObserver, Trace
 from sfi_traces.export.perfetto import perfetto_text

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import transformers
 
-from sfi_core.models.digest import checkpoint_digest, model_digest, source_digest
 from sfi_core.models.load import BUNDLED, load
-from sfi_core.models.source import Source, find_source
+from sfi_core.models.source import Source, checkpoint_digest, find_source, model_digest, source_digest
 from tests.core.conftest import tiny_qwen3
 
 

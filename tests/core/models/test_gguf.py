@@ -19,10 +19,9 @@ from sfi_core import SfiConfig, generate
 from sfi_core.errors import BackendError, InputError, UnsupportedModelError
 from sfi_core.measure.bench.architectures import model_config
 from sfi_core.models import source
-from sfi_core.models.digest import source_digest
 from sfi_core.models.gguf_file import Header, read_once
 from sfi_core.models.load import load, load_tokenizer
-from sfi_core.models.source import find_source
+from sfi_core.models.source import find_source, source_digest
 from tests.core.conftest import TINY
 from tests.core.models.test_load import FakeRanks, refusal
 

@@ -16,8 +16,8 @@ from sfi_core.distributed.ranks import Ranks
 from sfi_core.errors import BackendError, ConfigError, InputError, SfiError, UnsupportedModelError
 from sfi_core.generation.prompts import chat_text, text_ids
 from sfi_core.machine.text import first_line
-from sfi_core.models.digest import checkpoint_digest, commit_of
 from sfi_core.models.load import load, load_tokenizer, resolve_device, resolve_dtype
+from sfi_core.models.source import checkpoint_digest, commit_of
 from tests.core.conftest import tiny_qwen3
 
 pytestmark = pytest.mark.seam

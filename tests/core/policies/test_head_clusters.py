@@ -5,8 +5,8 @@ import json
 import pytest
 
 from sfi_core.errors import ConfigError, InputError
-from sfi_core.models.digest import model_digest
 from sfi_core.models.load import BUNDLED, load
+from sfi_core.models.source import model_digest
 from sfi_core.policies.head_clusters import HeadClusters
 
 CLUSTERS = HeadClusters(
