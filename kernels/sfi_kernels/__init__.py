@@ -12,6 +12,7 @@ E  width of a value               X  work items, or a flattened dimension
 P  pages of the KV cache          N  tokens per page (`page_size` as a number)
 F  features of a token, as an MLP or a norm has them
 
-Sizes are the bare letters. Everything here is a pure function of tensors: no model, no schedule,
-no state, and no import of Triton until an op's kernel is called.
+Sizes are the bare letters. Ops work on tensors and know no model and no schedule. `append`, `pack`, `recall`,
+`code_tokens` and `code_scan` write to their operands; the others only return. No import of Triton comes before an
+op's kernel is called.
 """

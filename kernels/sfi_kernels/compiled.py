@@ -85,14 +85,14 @@ def by_heads(run: Callable[[int, int], None], heads: int, microseconds: float) -
     if parts < 2:  # noqa: PLR2004 - no other thread
         run(0, heads)
         return
-    own, *others = pairwise(heads * part // parts for part in range(parts + 1))
+    first, *others = pairwise(heads * part // parts for part in range(parts + 1))
     running = [_pool().submit(copy_context().run, partial(run, *part)) for part in others]
     try:
-        run(*own)
+        run(*first)
     finally:
         wait(running)
-    for one in running:
-        one.result()
+    for job in running:
+        job.result()
 
 
 @cache
@@ -129,7 +129,7 @@ def _optional(base: type[Any]) -> type[Any]:
 
 def _listener(base: type[Any]) -> Any:
     # numba compiles in one thread at a time; what a function calls is compiled within it
-    told: list[bool] = []
+    announced: list[bool] = []
     depth = 0
 
     def on_start(*_: Any) -> None:
@@ -138,8 +138,8 @@ def _listener(base: type[Any]) -> Any:
         if depth == 1:
             _Pause.value = time.perf_counter(), compiling_seconds()
         heard = _heard.get()
-        if heard is not None and not told:
-            told.append(True)
+        if heard is not None and not announced:
+            announced.append(True)
             heard()
 
     def on_end(*_: Any) -> None:

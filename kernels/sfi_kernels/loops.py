@@ -370,12 +370,13 @@ def _bend(x, cap):
 
 
 @inner
-def _add_rows(value, row, p, y):
-    a, b, c, d = value[row[0]], value[row[1]], value[row[2]], value[row[3]]
-    e, f, g, h = value[row[4]], value[row[5]], value[row[6]], value[row[7]]
-    for i in range(len(y)):
-        y[i] += (p[0] * a[i] + p[1] * b[i] + p[2] * c[i] + p[3] * d[i]) + (
-            p[4] * e[i] + p[5] * f[i] + p[6] * g[i] + p[7] * h[i]
+def _add_rows(value, row, weight, out):
+    # eight weighted rows in one pass over `out`
+    v0, v1, v2, v3 = value[row[0]], value[row[1]], value[row[2]], value[row[3]]
+    v4, v5, v6, v7 = value[row[4]], value[row[5]], value[row[6]], value[row[7]]
+    for i in range(len(out)):
+        out[i] += (weight[0] * v0[i] + weight[1] * v1[i] + weight[2] * v2[i] + weight[3] * v3[i]) + (
+            weight[4] * v4[i] + weight[5] * v5[i] + weight[6] * v6[i] + weight[7] * v7[i]
         )
 
 

@@ -66,8 +66,8 @@ def _resources(cubin: bytes) -> tuple[int, int]:
         file.flush()
         command = [str(tool), "--dump-resource-usage", file.name]
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout  # noqa: S603
-    found = dict(re.findall(r"\b(REG|STACK|LOCAL):(\d+)", text))
-    return int(found["REG"]), int(found["STACK"]) + int(found["LOCAL"])
+    resources = dict(re.findall(r"\b(REG|STACK|LOCAL):(\d+)", text))
+    return int(resources["REG"]), int(resources["STACK"]) + int(resources["LOCAL"])
 
 
 def _buffers(ttgir: str) -> int:
@@ -81,10 +81,14 @@ def main() -> None:
     archs, part = sys.argv[1:]
     place, parts = map(int, part.split("/"))
     capabilities = [int(arch.removeprefix("sm_")) for arch in archs.split(",")]
-    launches = [(*one, each) for each in capabilities for one in list(specializations(each))[place::parts]]
+    launches = [
+        (*launch, capability)
+        for capability in capabilities
+        for launch in list(specializations(capability))[place::parts]
+    ]
     print(len(launches), flush=True)  # noqa: T201
-    for one in launches:
-        print(json.dumps(asdict(compile_launch(*one))), flush=True)  # noqa: T201
+    for launch in launches:
+        print(json.dumps(asdict(compile_launch(*launch))), flush=True)  # noqa: T201
 
 
 if __name__ == "__main__":

@@ -45,5 +45,5 @@ class Op(Generic[P, R]):
 
     def _imported(self, module: str) -> Callable[P, R]:
         package = self.reference.__module__.rpartition(".")[0]
-        found = getattr(import_module(f"{package}.{module}"), self.reference.__name__)
-        return cast("Callable[P, R]", found)
+        function = getattr(import_module(f"{package}.{module}"), self.reference.__name__)
+        return cast("Callable[P, R]", function)

@@ -31,8 +31,8 @@ def read_pages(pages_PHN: torch.Tensor, block_table_P: torch.Tensor, start: int,
     joined = pages_PHN.new_empty(1, pages_PHN.shape[1], stop - start, *pages_PHN.shape[3:])
     for place, page in enumerate(block_table_P[first : last + 1].tolist(), first):
         low, high = max(start, place * page_size), min(stop, (place + 1) * page_size)
-        own = pages_PHN[page, :, low - place * page_size : high - place * page_size]
-        joined[0, :, low - start : high - start] = own
+        part = pages_PHN[page, :, low - place * page_size : high - place * page_size]
+        joined[0, :, low - start : high - start] = part
     return joined
 
 
@@ -57,22 +57,22 @@ def wide_chunks(
         spans.append((whole, whole + 1, rest))
     buffer = None
     for first, stop, used in spans:
-        own = pages[first:stop]
-        neighbors = own == list(range(own[0], own[0] + len(own)))
+        chunk = pages[first:stop]
+        neighbors = chunk == list(range(chunk[0], chunk[0] + len(chunk)))
         for low in range(0, max(1, used), tokens):  # an empty piece of no tokens
             high = min(low + tokens, used)
             span = slice(first * N + low, (stop - 1) * N + high)
             rows_PHnD = pages_PHND[:, :, low:high]
             if neighbors and as_it_lies:
-                yield span, rows_PHnD[own[0] : own[-1] + 1]
+                yield span, rows_PHnD[chunk[0] : chunk[-1] + 1]
                 continue
             if buffer is None:
                 buffer = _buffer_like(pages_PHND, min(most, max(1, whole)), min(tokens, N, length))
-            wide = buffer[: len(own), :, : high - low]
+            wide = buffer[: len(chunk), :, : high - low]
             if neighbors:
-                wide.copy_(rows_PHnD[own[0] : own[-1] + 1])
+                wide.copy_(rows_PHnD[chunk[0] : chunk[-1] + 1])
             else:
-                for place, page in enumerate(own):
+                for place, page in enumerate(chunk):
                     wide[place].copy_(rows_PHnD[page])
             yield span, wide
 

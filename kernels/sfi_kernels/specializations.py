@@ -199,10 +199,10 @@ class Case:
         step = describe_step([StepRequest(mode=FAST, **numbers)] * 2, 0, self.query.device)
         norm = torch.empty(2 * PAGES, H, PAGE)
         new = NewRows(self.key[:2, :, :1], self.value[:2, :, :1], self.value, norm)
-        for one in (step, replace(step, new=new)):
-            code_tokens.triton(self.key, self.table, one, codes)
+        for described in (step, replace(step, new=new)):
+            code_tokens.triton(self.key, self.table, described, codes)
             code_scan.triton(
-                self.query[:, :, :, 0], self.key, self.value, self.table, one, codes, self.position,
+                self.query[:, :, :, 0], self.key, self.value, self.table, described, codes, self.position,
                 self.length_BH, budget=S - 4, scale=1.0, rest=0.5,
             )  # fmt: skip
 

@@ -1,9 +1,9 @@
-"""Eqs. 6-8, and our `spread`."""
+"""Eqs. 6-8, and our `pool_neighbors`."""
 
 import pytest
 import torch
 
-from sfi_kernels.selector import attention_probability, evidence, power_mean, spread
+from sfi_kernels.selector import attention_probability, evidence, pool_neighbors, power_mean
 
 B, H, G, W, T = 2, 3, 2, 4, 50
 INF = float("inf")
@@ -59,26 +59,26 @@ def test_evidence_sums_to_one_even_when_every_query_looks_elsewhere(alpha):
 def test_a_hit_brings_its_neighbors_within_the_span():
     logits = torch.zeros(1, 1, 1, 1, 7)
     logits[..., 3] = 5.0
-    spread_out = spread(logits, torch.ones(1, 7, dtype=torch.bool), 2)
+    spread_out = pool_neighbors(logits, torch.ones(1, 7, dtype=torch.bool), 2)
     assert spread_out.flatten().tolist() == [0, 5, 5, 5, 5, 5, 0]
 
 
 def test_positions_outside_the_allowed_set_neither_give_nor_receive():
     logits = torch.tensor([9.0, 0.0, 1.0, 0.0, -3.0]).view(1, 1, 1, 1, 5)
     allowed_BT = torch.tensor([[False, True, True, True, False]])
-    assert spread(logits, allowed_BT, 1).flatten().tolist() == [9, 1, 1, 1, -3]
+    assert pool_neighbors(logits, allowed_BT, 1).flatten().tolist() == [9, 1, 1, 1, -3]
 
 
 def test_span_of_zero_returns_the_input_itself(allowed):
     logits = torch.randn(B, H, G, W, T)
-    assert spread(logits, allowed, 0) is logits
+    assert pool_neighbors(logits, allowed, 0) is logits
 
 
 def test_spread_keeps_what_no_query_sees_masked(allowed):
     logits = torch.full((B, H, G, W, T), -INF, dtype=torch.float16)
-    assert torch.equal(spread(logits, allowed, 3), logits)
+    assert torch.equal(pool_neighbors(logits, allowed, 3), logits)
 
 
 def test_a_negative_span_is_refused(allowed):
     with pytest.raises(ValueError, match=r"^span must be at least 0, got -1$"):
-        spread(torch.zeros(B, H, G, W, T), allowed, -1)
+        pool_neighbors(torch.zeros(B, H, G, W, T), allowed, -1)

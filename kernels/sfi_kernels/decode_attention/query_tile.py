@@ -1,4 +1,4 @@
-"""The launches of the split kernel in a pass, and their tiles.
+"""The tiles of the attention kernels by head dimension, dtype and architecture, and the split kernel's launches.
 
 With one query a request, a pass is one launch: `EACH`. Otherwise it is two, since one query has too few rows
 for a large tile: `LAST` for requests with one query, the last of W; `SEVERAL` for requests that verify a
@@ -7,7 +7,9 @@ draft. A program whose request belongs to the other launch returns at once.
 
 from dataclasses import dataclass
 
-from sfi_kernels.attention_tile.shape import LARGE_SHARED, SMALLEST, TileShape, padded
+import torch
+
+from sfi_kernels.attention_tile.shape import LARGE_SHARED, SMALL_SHARED, SMALLEST, WIDEST, TileShape, padded
 from sfi_kernels.launch import Target
 
 # of a thread, without spills; left alone, the compiler spills for more programs. Two split programs of 128 threads fit
@@ -56,12 +58,12 @@ def parts_of_pass(group: int, queries: int, tile: TileShape, target: Target, *, 
     """
     # float32 products run in registers, which need more threads
     registers, warps = (REGISTERS, 8) if full else (HALF_REGISTERS, 4)
-    one = QueryTile(padded(group), warps, tile.tokens, tile.stages, registers)
+    single = QueryTile(padded(group), warps, tile.tokens, tile.stages, registers)
     if queries == 1:
-        return [PartOfPass(EACH, one)]
+        return [PartOfPass(EACH, single)]
     rows = group * queries
     several = several_queries_tile(rows, tile, target, full=full)
-    return [PartOfPass(LAST, one), PartOfPass(SEVERAL, several, -(-rows // several.rows))]
+    return [PartOfPass(LAST, single), PartOfPass(SEVERAL, several, -(-rows // several.rows))]
 
 
 def several_queries_tile(queries: int, tile: TileShape, target: Target, *, full: bool) -> QueryTile:
@@ -84,3 +86,35 @@ def several_queries_tile(queries: int, tile: TileShape, target: Target, *, full:
     tokens = tile.tokens if whole else min(FEW, tile.tokens)
     deeper = tokens < tile.tokens and (rows == MANY or large)
     return QueryTile(rows, warps, tokens, tile.stages + deeper)
+
+
+def prompt_tile(query_BHGWD: torch.Tensor, tile: TileShape, target: Target) -> QueryTile:
+    """Choose the tile for a piece of a prompt; `tile` is the largest that the pages allow."""
+    _, _, G, W, D = query_BHGWD.shape
+    width, stages = max(tile.key_width, tile.value_width), _stages(target)
+    if query_BHGWD.dtype == torch.float32:
+        most = min(32, FLOAT32_NUMBERS // padded(D))
+        return QueryTile(min(most, padded(G * W)), 8, tile.tokens, stages)
+    if width <= NARROW:
+        most, tokens = 64, tile.tokens
+    elif target.capability in LARGE_SHARED:  # the tensor cores read queries from shared memory
+        most, tokens = 128, tile.tokens
+    else:  # registers hold them
+        most, tokens = 32 if width == WIDEST else 128, min(32, tile.tokens)
+    rows = min(most, padded(G * W))
+    return QueryTile(rows, 8 if rows == 128 else 4, tokens, stages)  # noqa: PLR2004
+
+
+def window_tile(query_BHGWD: torch.Tensor, tile: TileShape, target: Target) -> QueryTile:
+    """Choose the tile for the logits of a window's queries."""
+    _, _, G, W, D = query_BHGWD.shape
+    float32 = query_BHGWD.dtype == torch.float32
+    most = min(32, FLOAT32_NUMBERS // padded(D)) if float32 else 64
+    rows = min(most, padded(G * W))
+    return QueryTile(rows, 8 if float32 else 4, tile.tokens, _stages(target))
+
+
+def _stages(target: Target) -> int:
+    # page numbers are fetched ahead of the keys: 5 stages hold three tiles of keys, 3 hold two, of which the
+    # one in use is in registers on sm_80
+    return 3 if target.capability in SMALL_SHARED else 5

@@ -83,25 +83,25 @@ def decode_attention(
     options: dict[str, Any] = {"scale": scale, "soft_cap": soft_cap}
     out = query_BHGWD.new_zeros(*query_BHGWD.shape[:4], value_PHNE.shape[3])
     for row, (mode, mixed, queries) in enumerate(words[:, [step.MODE, step.MIXED, step.QUERIES]].tolist()):
-        one = slice(row, row + 1)
-        query, pages = query_BHGWD[one, :, :, -1], (key_PHND, value_PHNE, block_table_BP[one])
-        length_B = words[one, step.LENGTH]
-        packed = packed_key_BHSD[one], packed_value_BHSE[one], packed_length_BH[one]
+        request = slice(row, row + 1)
+        query, pages = query_BHGWD[request, :, :, -1], (key_PHND, value_PHNE, block_table_BP[request])
+        length_B = words[request, step.LENGTH]
+        packed = packed_key_BHSD[request], packed_value_BHSE[request], packed_length_BH[request]
         if mixed and dense_BH is not None:
-            start_B = words[one, step.MIXED] - 1
-            out[one, :, :, -1] = _mixed_heads(
+            start_B = words[request, step.MIXED] - 1
+            out[request, :, :, -1] = _mixed_heads(
                 query, *packed, *pages, start_B, length_B, dense_BH[row], sink_HG, options
             )
         elif mode == step.FAST:
-            term = None if pseudo is None else pseudo.of(one)
-            positions = None if position_BHS is None else position_BHS[one]
-            out[one, :, :, -1] = sparse_attention(
-                query, *packed, *pages, words[one, step.START], length_B, **options, sink_HG=sink_HG, pseudo=term,
+            term = None if pseudo is None else pseudo.of(request)
+            positions = None if position_BHS is None else position_BHS[request]
+            out[request, :, :, -1] = sparse_attention(
+                query, *packed, *pages, words[request, step.START], length_B, **options, sink_HG=sink_HG, pseudo=term,
                 position_BHS=positions,
             )  # fmt: skip
         elif mode == step.SLOW:
-            own = query_BHGWD[one, :, :, -queries:]
-            out[one, :, :, -queries:] = dense_attention(own, *pages, length_B, **options, sink_HG=sink_HG)
+            several = query_BHGWD[request, :, :, -queries:]
+            out[request, :, :, -queries:] = dense_attention(several, *pages, length_B, **options, sink_HG=sink_HG)
     if not evidence or not descriptor.slow:
         return DecodeAttention(out)
     logits, log_sum = _evidence(query_BHGWD, key_PHND, block_table_BP, descriptor, dense_BH, options)
@@ -140,12 +140,12 @@ def _mixed_heads(
     packed_length_BH = packed_length_BH * (dense_H == 0)
     outs = []
     for head, dense in enumerate(dense_H.tolist()):
-        own = slice(head, head + 1)
+        chosen = slice(head, head + 1)
         out = sparse_attention(
-            query_BHGD[:, own], packed_key_BHSD[:, own], packed_value_BHSE[:, own],
-            packed_length_BH[:, own], key_PHND[:, own], value_PHNE[:, own], block_table_BP,
+            query_BHGD[:, chosen], packed_key_BHSD[:, chosen], packed_value_BHSE[:, chosen],
+            packed_length_BH[:, chosen], key_PHND[:, chosen], value_PHNE[:, chosen], block_table_BP,
             torch.zeros_like(recent_start_B) if dense else recent_start_B, length_B,
-            **options, sink_HG=None if sink_HG is None else sink_HG[own],
+            **options, sink_HG=None if sink_HG is None else sink_HG[chosen],
         )  # fmt: skip
         outs.append(out)
     return torch.cat(outs, 1)

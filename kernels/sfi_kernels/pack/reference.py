@@ -157,17 +157,17 @@ def recall(
     S, sinks = key_BHSD.shape[2], sink_R.tolist()
     for row, request in enumerate(request_R.tolist()):
         for head in range(index_RHK.shape[1] if request >= 0 else 0):
-            own = tuple(part[request, head] for part in old)
+            known = tuple(part[request, head] for part in old)
             target = tuple(part[row, head] for part in into)
             if heads_RH is not None and not heads_RH[row, head]:
-                for part, copy in zip(own, target, strict=True):
+                for part, copy in zip(known, target, strict=True):
                     copy.copy_(part)
                 continue
             index_K = index_RHK[row, head]
             sink_X = torch.arange(min(sinks[row], S), device=index_K.device, dtype=torch.int32)
             wanted_X = torch.cat([sink_X, index_K[index_K >= 0]])[:S]
             pages = key_PHND[:, head], value_PHNE[:, head]
-            fetched = _recall_head(pages, block_table_BP[request], wanted_X, own, target)
+            fetched = _recall_head(pages, block_table_BP[request], wanted_X, known, target)
             fetched_RH[row, head] = fetched
 
 

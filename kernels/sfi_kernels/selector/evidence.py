@@ -5,7 +5,7 @@ import torch
 from sfi_kernels.selector.numerics import check_not_negative, masked, neighborhood_peak, widened
 
 
-def spread(logits_BHGWT: torch.Tensor, allowed_BT: torch.Tensor | None, span: int) -> torch.Tensor:
+def pool_neighbors(logits_BHGWT: torch.Tensor, allowed_BT: torch.Tensor | None, span: int) -> torch.Tensor:
     """Give each allowed position the best logit nearby, so that a hit brings its neighbors.
 
     An extension of ours, not in the paper. Pooling logits pools each query's evidence, up to its

@@ -6,10 +6,17 @@ import torch
 from torch.nn.functional import pad
 
 from sfi_kernels.constants import MASKED_SCORE
-from sfi_kernels.selector.evidence import attention_probability, evidence, power_mean, spread
-from sfi_kernels.selector.fusion import fuse, stable_weight
+from sfi_kernels.selector.evidence import attention_probability, evidence, pool_neighbors, power_mean
 from sfi_kernels.selector.numerics import check_not_negative
-from sfi_kernels.selector.prior import factor_everywhere, key_norm_factor, normalized_position, position_factor, prior
+from sfi_kernels.selector.prior import (
+    factor_everywhere,
+    fuse,
+    key_norm_factor,
+    normalized_position,
+    position_factor,
+    prior,
+    stable_weight,
+)
 from sfi_kernels.selector.refinement import exclude_across_heads, log_score, soft_nms
 from sfi_kernels.shapes import check_shape
 
@@ -54,7 +61,7 @@ def selector(
         radius: Half-width of its neighborhood, in tokens.
         alpha_cross: Strength of the exclusivity across KV heads (Eq. 23).
         temperature: The paper's T (Eq. 22). Above 0.
-        span: Neighbors a hit brings along; see `spread`. 0 is the paper.
+        span: Neighbors a hit brings along; see `pool_neighbors`. 0 is the paper.
         log_sum_BHGW: Log-sum-exp over J of each query's logits, if attention left it: float32, -inf where a
             query sees nothing of J. Ignored with a span, whose pooled logits have another sum.
         diagnostics: Receives `evidence_norm2`, `evidence_dot_prior`, `prior_norm2` (|f|^2, f.r, |r|^2) and
@@ -77,7 +84,7 @@ def selector(
     if interval is not None:
         logits_BHGWT, key_norm_BHT = (x[..., slice(*interval)] for x in (logits_BHGWT, key_norm_BHT))
         allowed_BT = None
-    pooled_BHGWT = spread(logits_BHGWT, allowed_BT, span)
+    pooled_BHGWT = pool_neighbors(logits_BHGWT, allowed_BT, span)
     p_BHGWT = attention_probability(pooled_BHGWT, allowed_BT, None if span else log_sum_BHGW)
     f_BHT = evidence(power_mean(p_BHGWT, alpha), alpha)
 

@@ -123,13 +123,13 @@ def run(asked: dict[str, Any], sweep: str | None, backend: str, device: str, out
         output.say(f"benchmarking the {backend} backend on {where.type}")
         with BenchProgress(quiet=output.quiet) as progress:
 
-            def told(title: str, rows: list[dict[str, Any]]) -> None:
+            def show_group(title: str, rows: list[dict[str, Any]]) -> None:
                 progress.clear()  # the bar would be drawn over what is written
                 if not output.json:
                     output.show({"rows": rows}, partial(group_text, title=title))
                     output.stream("\n")
 
-            result = run_bench(settings, backend, where, progress.update, told)
+            result = run_bench(settings, backend, where, progress.update, show_group)
         document = result.document()
         if document["rows"]:
             output.show(document, partial(closing_text, sweep=settings.sweep))

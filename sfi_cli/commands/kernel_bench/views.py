@@ -9,9 +9,11 @@ from sfi_traces.views.table import Columns, Row, Table, number, percent, ratio, 
 def group_text(document: dict[str, Any], *, title: str) -> list[Part]:
     """Return the rows of a group, in the columns that say something of them."""
     rows = document["rows"]
-    told = {name: cell for name, cell in MEASURED.items() if any(written(cell, row) not in ("", "-") for row in rows)}
-    spare = [name for name in ("x paper-like", "p90", "p10", "TFLOP/s", "of copy") if name in told]
-    return [Table.of(title, told, rows, spare=spare)]
+    columns = {
+        name: cell for name, cell in MEASURED.items() if any(written(cell, row) not in ("", "-") for row in rows)
+    }
+    spare = [name for name in ("x paper-like", "p90", "p10", "TFLOP/s", "of copy") if name in columns]
+    return [Table.of(title, columns, rows, spare=spare)]
 
 
 def closing_text(document: dict[str, Any], *, sweep: bool) -> list[Part]:
@@ -23,7 +25,7 @@ def closing_text(document: dict[str, Any], *, sweep: bool) -> list[Part]:
         fast = [row for row in document["rows"] if row["op"] == "fast" and row["failure"] is None]
         title = "Speed-up of the fast step, beside the paper's Table 1"
         tables.append(Table.of(title, SWEPT, fast, left=0, spare=("bytes", "ours, x paper-like")))
-    return noted(tables, [*document["notes"], *(f"failed: {one}" for one in document["failures"])])
+    return noted(tables, [*document["notes"], *(f"failed: {failure}" for failure in document["failures"])])
 
 
 def compiled_text(compiled: list[dict[str, Any]]) -> list[Part]:

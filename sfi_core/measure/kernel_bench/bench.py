@@ -19,7 +19,7 @@ from sfi_core.measure.kernel_bench.variant import KernelVariant, reason
 from sfi_kernels.launch import KernelLimitError, counting
 
 Progress = Callable[[str, int, int], None]
-Told = Callable[[str, list[dict[str, Any]]], None]
+OnGroup = Callable[[str, list[dict[str, Any]]], None]
 
 
 def run_bench(
@@ -27,11 +27,11 @@ def run_bench(
     backend: str,
     device: torch.device,
     progress: Progress = lambda *_: None,
-    told: Told = lambda *_: None,
+    on_group: OnGroup = lambda *_: None,
 ) -> KernelResult:
     """Check every variant, then time it; the variants of a group take turns.
 
-    `progress` gets the phase, the calls done and the number of calls; `told` each group's title and rows as soon
+    `progress` gets the phase, the calls done and the number of calls; `on_group` each group's title and rows as soon
     as they are there, after Ctrl-C those that are. A variant that fails is noted and not timed; see
     `KernelResult.check`.
 
@@ -42,7 +42,7 @@ def run_bench(
     _check_fits(settings, backend, device)
     result = KernelResult(settings, backend)
     try:
-        _run(result, device, progress, told)
+        _run(result, device, progress, on_group)
     except KeyboardInterrupt:
         result.interrupted = True
     except KernelLimitError as error:
@@ -50,7 +50,7 @@ def run_bench(
     return result
 
 
-def _run(result: KernelResult, device: torch.device, progress: Progress, told: Told) -> None:
+def _run(result: KernelResult, device: torch.device, progress: Progress, on_group: OnGroup) -> None:
     clock = clock_for(device, result.backend)
     progress("measuring the copy bandwidth", 0, 1)
     result.machine |= describe_measured(device)
@@ -67,7 +67,7 @@ def _run(result: KernelResult, device: torch.device, progress: Progress, told: T
             _time(result, title, result.variants[before:], clock, repeats, progress)
         finally:
             if rows := result.rows(result.variants[before:]):
-                told(title, rows)
+                on_group(title, rows)
         if result.stopped is not None:
             break
     result.notes += layer.notes
@@ -78,22 +78,22 @@ def _time(
 ) -> None:
     calls: list[Callable[[], Any]] = []
     timed: list[KernelVariant] = []
-    for one in group:
-        if one.failure is not None:
+    for variant in group:
+        if variant.failure is not None:
             continue
-        progress(f"warming up {one.label}", len(timed), len(group))
-        with one.noting():
+        progress(f"warming up {variant.label}", len(timed), len(group))
+        with variant.failing():
             if result.backend == "triton":
                 with counting(launched := Counter[str]()):
-                    one.call()
-                one.launches = launched.total() or None
-            calls.append(clock.prepare(one.call))
-            timed.append(one)
+                    variant.call()
+                variant.launches = launched.total() or None
+            calls.append(clock.prepare(variant.call))
+            timed.append(variant)
     for repeat in range(repeats):
         progress(f"timing {title.lower()}", repeat, repeats)
         try:
-            for one, time_us in zip(timed, clock.time(calls), strict=True):
-                one.times_us.append(time_us)
+            for variant, time_us in zip(timed, clock.time(calls), strict=True):
+                variant.times_us.append(time_us)
         except RuntimeError as error:  # CUDA does not tell which call failed
             result.stopped = reason(error)
             return

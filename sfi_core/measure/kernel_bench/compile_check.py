@@ -49,7 +49,7 @@ def compile_kernels(archs: Sequence[str] = ARCHS, on_kernel: OnKernel | None = N
     parts = os.cpu_count() or 1
     totals: list[int] = []
 
-    def told(row: dict[str, Any]) -> None:
+    def noted(row: dict[str, Any]) -> None:
         if on_kernel:
             on_kernel(row, sum(totals) if len(totals) == parts else 0)
 
@@ -57,7 +57,7 @@ def compile_kernels(archs: Sequence[str] = ARCHS, on_kernel: OnKernel | None = N
         processes: list[subprocess.Popen[str]] = []
         try:
             processes += (pipes.enter_context(_started(archs, f"{part}/{parts}")) for part in range(parts))
-            jobs = [pool.submit(_rows, process, archs, pool, totals, told) for process in processes]
+            jobs = [pool.submit(_rows, process, archs, pool, totals, noted) for process in processes]
             rows = [row for job in jobs for row in job.result()]
         finally:
             for process in processes:
@@ -76,18 +76,18 @@ def _started(archs: Sequence[str], part: str) -> subprocess.Popen[str]:
 
 def _rows(
     process: subprocess.Popen[str], archs: Sequence[str], pool: ThreadPoolExecutor, totals: list[int],
-    told: Callable[[dict[str, Any]], None],
+    noted: Callable[[dict[str, Any]], None],
 ) -> list[dict[str, Any]]:  # fmt: skip
     assert process.stdout is not None and process.stderr is not None, "both are pipes"  # noqa: PT018
     rows = []
     errors = pool.submit(process.stderr.read)
     for line in process.stdout:
-        found = json.loads(line)
-        if isinstance(found, int):
-            totals.append(found)
+        number_or_row = json.loads(line)
+        if isinstance(number_or_row, int):
+            totals.append(number_or_row)
         else:
-            rows.append(found)
-            told(found)
+            rows.append(number_or_row)
+            noted(number_or_row)
     lines = errors.result().strip().splitlines() or ["no message"]
     if process.wait():
         raise BackendError(f"Triton kernels do not compile for {', '.join(archs)}: {lines[-1]}")

@@ -140,8 +140,8 @@ def selector_error(
     """
     worst = EXACT
     for row in range(logits.shape[0]):  # one at a time, to keep temporary tensors small
-        one, inside = slice(row, row + 1), allowed_BT[row]
-        wide = logits[one].double(), norm[one].double(), allowed_BT[one]
+        request, inside = slice(row, row + 1), allowed_BT[row]
+        wide = logits[request].double(), norm[request].double(), allowed_BT[request]
         (expected_HT,), weight_1H = selector.reference(*wide, **asdict(options))
         z = expected_HT[:, inside]
         bound = 64 * torch.finfo(torch.float32).eps * (1 + float(z.abs().max()))
@@ -149,7 +149,7 @@ def selector_error(
         outside = result[0][row][:, ~inside]
         if outside.numel() and not float(outside.max()) < float(z.min()):
             return WRONG  # a position outside J could win
-        worst = max(worst, score_error, share((result[1][one].double() - weight_1H).abs(), bound))
+        worst = max(worst, score_error, share((result[1][request].double() - weight_1H).abs(), bound))
     return worst
 
 

@@ -49,7 +49,7 @@ class KernelResult:
     @property
     def failures(self) -> list[str]:
         """The variants that were not timed, and why; and why the timing stopped."""
-        failed = [f"{one.label} ({one.failure})" for one in self.variants if one.failure]
+        failed = [f"{variant.label} ({variant.failure})" for variant in self.variants if variant.failure]
         return failed + ([] if self.stopped is None else [f"timing ({self.stopped})"])
 
     def check(self) -> None:
@@ -76,50 +76,51 @@ class KernelResult:
 
         `shown` are the variants to return, by default all.
         """
-        timed = [one for one in reversed(self.variants) if one.times_us]
-        timed.sort(key=lambda one: statistics.median(one.times_us), reverse=True)
-        best = {one.row: one for one in timed}
-        medians = {(one.name, one.retention): one.median_us for one in best.values()}
+        timed = [variant for variant in reversed(self.variants) if variant.times_us]
+        timed.sort(key=lambda variant: statistics.median(variant.times_us), reverse=True)
+        best = {variant.row: variant for variant in timed}
+        medians = {(variant.name, variant.retention): variant.median_us for variant in best.values()}
         asked = self.variants if shown is None else shown
-        failed = [one for one in asked if one.failure and not one.times_us]
-        return [self._row(one, medians) for one in [*(one for one in asked if best.get(one.row) is one), *failed]]
+        failed = [variant for variant in asked if variant.failure and not variant.times_us]
+        fastest = [variant for variant in asked if best.get(variant.row) is variant]
+        return [self._row(variant, medians) for variant in [*fastest, *failed]]
 
-    def _row(self, one: KernelVariant, medians: Medians) -> dict[str, Any]:
-        retention, times, median = one.retention, one.times_us, one.median_us
-        gb_per_s = _ratio(one.bytes, median, 1e3)
-        attended = self.settings.attended(retention or 1.0) if one.name.startswith("fast") else None
+    def _row(self, variant: KernelVariant, medians: Medians) -> dict[str, Any]:
+        retention, times, median = variant.retention, variant.times_us, variant.median_us
+        gb_per_s = _ratio(variant.bytes, median, 1e3)
+        attended = self.settings.attended(retention or 1.0) if variant.name.startswith("fast") else None
         return {
-            "op": one.name,
+            "op": variant.name,
             "backend": self.backend,
             "retention": retention,
             **self.settings.shown(),
-            **one.shape,
-            "form": one.form,
+            **variant.shape,
+            "form": variant.form,
             "median_us": median,
             "p10_us": percentile(times, 10) if times else None,
             "p90_us": percentile(times, 90) if times else None,
             "repeats": len(times),
-            "launches": one.launches,
-            "bytes": one.bytes,
+            "launches": variant.launches,
+            "bytes": variant.bytes,
             "gb_per_s": gb_per_s,
             "bandwidth_share": _ratio(gb_per_s, self.machine["copy_gb_per_s"]),
-            **_speed_ups(one, median, medians),
-            "tflop_per_s": _ratio(one.flops, median, 1e6),
+            **_speed_ups(variant, median, medians),
+            "tflop_per_s": _ratio(variant.flops, median, 1e6),
             "attended_tokens": attended,
             "ideal_speedup": self.settings.context / attended if attended else None,
-            "gather_us": medians.get(("fast.gather", retention)) if one.name == "fast" else None,
+            "gather_us": medians.get(("fast.gather", retention)) if variant.name == "fast" else None,
             # JSON has no infinity
-            "error_share": one.error_share if math.isfinite(one.error_share or 0) else None,
-            "matches_reference": one.error_share is not None and one.error_share <= 1,
-            "failure": one.failure,
+            "error_share": variant.error_share if math.isfinite(variant.error_share or 0) else None,
+            "matches_reference": variant.error_share is not None and variant.error_share <= 1,
+            "failure": variant.failure,
         }
 
 
-def _speed_ups(one: KernelVariant, median: float | None, medians: Medians) -> dict[str, float | None]:
-    if one.flops is None:
+def _speed_ups(variant: KernelVariant, median: float | None, medians: Medians) -> dict[str, float | None]:
+    if variant.flops is None:
         return {name: _ratio(medians.get((op, 1.0)), median) for name, op in SPEEDUPS.items()}
     # a prompt's piece is compared with its own rival, not with a decoding step
-    own = medians.get((f"{one.name.removesuffix('.sdpa')}.sdpa", None))
+    own = medians.get((f"{variant.name.removesuffix('.sdpa')}.sdpa", None))
     return dict.fromkeys(SPEEDUPS) | {"speedup_over_sdpa": _ratio(own, median)}
 
 

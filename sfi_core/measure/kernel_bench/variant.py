@@ -58,13 +58,13 @@ class KernelVariant:
 
     def check(self) -> None:
         """Compare the result; an exception but `KernelLimitError` becomes the failure."""
-        with self.noting():
+        with self.failing():
             self.error_share = self.error()
             if not self.error_share <= 1:
                 self.failure = f"{self.error_share:.3g} times the error that rounding allows"
 
     @contextmanager
-    def noting(self) -> Iterator[None]:
+    def failing(self) -> Iterator[None]:
         """Take an exception as the failure; a `KernelLimitError` is raised, as no variant would run."""
         try:
             yield
@@ -83,9 +83,9 @@ def reason(error: BaseException) -> str:
 def checked(name: str, retention: float | None, variants: Iterable[KernelVariant]) -> Iterator[KernelVariant]:
     """Yield variants after their checks; if making one raises, the last is one of that name that failed."""
     unmade = KernelVariant(name, retention, lambda: None, 0, lambda: 0.0)
-    with unmade.noting():
-        for one in variants:
-            one.check()
-            yield one
+    with unmade.failing():
+        for variant in variants:
+            variant.check()
+            yield variant
     if unmade.failure:
         yield unmade

@@ -158,7 +158,7 @@ def test_the_variants_of_a_group_take_turns_and_their_rows_come_before_the_next_
     told = []
     ops = ("fast", "dense", "verify", "append", "top_k")
     result = run_bench(
-        tiny(ops=ops, repeats=3), "torch", CPU, told=lambda title, rows: told.append((title, rows, [*clock.order]))
+        tiny(ops=ops, repeats=3), "torch", CPU, on_group=lambda title, rows: told.append((title, rows, [*clock.order]))
     )
     assert [title for title, *_ in told] == [
         "Attention of a step", "Attention of verifications and of mixed heads", "Selection of a slow step", "The cache",
