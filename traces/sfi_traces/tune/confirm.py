@@ -11,6 +11,7 @@ import pyarrow.compute as pc
 
 from sfi_core.bundled.example import load_example
 from sfi_core.engine.attend import check_backend
+from sfi_core.engine.shared_prompt import SharedPrompt
 from sfi_core.errors import TraceError
 from sfi_core.generation.generate import generate
 from sfi_core.generation.prompts import encode
@@ -162,7 +163,7 @@ class Confirmer:
             done += 1
         return [_confirmation(tally) for tally in tallies], _rate(dense)
 
-    def _audited(self, prompts: Material, config: SfiConfig, policy: str, shared: Any, tally: Tally) -> None:
+    def _audited(self, prompts: Material, config: SfiConfig, policy: str, shared: SharedPrompt, tally: Tally) -> None:
         with TemporaryDirectory() as parent:
             folder = Path(parent) / "run"
             with ParquetObserver(folder, tokenizer=self.tokenizer) as observer:
@@ -176,7 +177,7 @@ class Confirmer:
         tally.divergences += logits["kl_next_token"].to_pylist()
         tally.agreements += logits["argmax_agrees"].to_pylist()
 
-    def _timed(self, prompts: Material, config: SfiConfig, policy: str, shared: Any, tally: Tally) -> None:
+    def _timed(self, prompts: Material, config: SfiConfig, policy: str, shared: SharedPrompt, tally: Tally) -> None:
         result = self._run(prompts, config, policy, shared, [], None)
         tally.tokens += sum(max(0, len(r.token_ids) - 1) for r in result.report.requests)
         tally.seconds += result.report.decode_seconds
@@ -188,7 +189,7 @@ class Confirmer:
         prompts: Material,
         config: SfiConfig,
         policy: str,
-        shared: Any,
+        shared: SharedPrompt,
         observers: list[Any],
         audit: AuditConfig | None,
     ) -> Any:
