@@ -75,7 +75,7 @@ def diff(
 
 
 def _page(first: Path, second: Path, request: int | None, document: dict[str, Any]) -> str:
-    from sfi_traces.report.diff_page import render_diff
+    from sfi_traces.report import render_diff
 
     requests = document["requests"]
     shown = requests[0]["request"] if request is None else request

@@ -19,6 +19,7 @@ from sfi_traces.schema import TABLES
 FETCHED = 10_000  # rows in memory at once
 
 Place = tuple[int, int]  # layer, KV head
+Row = dict[str, Any]  # of a table, a query or a document, by name
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,15 +2,12 @@
 
 from collections import defaultdict
 from collections.abc import Iterator
-from typing import Any
 
 from sfi_core.settings.config import SfiConfig
-from sfi_traces.model.trace import Trace
+from sfi_traces.model.trace import Row, Trace
 
 COLUMNS = ["request", "step", "token_id", "slow", "reason", "context_tokens", "batch_step", "drafted", "draft_token_id"]
 REJECTED = "rejected"  # the reason of a verification right after one that rejected a token
-
-Row = dict[str, Any]
 
 
 def broken_sums(trace: Trace) -> Iterator[str]:

@@ -1,22 +1,42 @@
-"""One request of a trace as one HTML file with figures, summary and text; it loads nothing."""
+"""A request of a trace, or of two traces beside each other, as one HTML file that loads nothing."""
 
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from sfi_core.errors import TraceError, not_installed
+from sfi_core.machine.text import printable
 from sfi_traces.health import judge
 from sfi_traces.model.request import Request
+from sfi_traces.model.trace import Row
 from sfi_traces.report.packed_reads import what_steps_read
-from sfi_traces.report.page import page
 from sfi_traces.report.text import disagreements, generated, prompt
 from sfi_traces.summary import sections
 from sfi_traces.views.captions import subject
-from sfi_traces.views.facts import SECTIONS, facts, further_facts, latency_table, run_table, trigger_table
+from sfi_traces.views.diff_tables import numbers_table, overlap_tables, place_words
+from sfi_traces.views.facts import SECTIONS, Fact, facts, further_facts, latency_table, run_table, trigger_table
 from sfi_traces.views.table import Table
 
-SCRIPTS = ("page.js", "reading.js")
+HERE = Path(__file__).parent
+FIGURES = {  # name: module and function that draws it
+    "heatmap": ("step_figures", "heatmap"),
+    "lag": ("step_figures", "lag"),
+    "retained": ("step_figures", "retained"),
+    "drift": ("observation_figures", "drift"),
+    "head-similarity": ("observation_figures", "head_similarity"),
+    "query-cosine": ("observation_figures", "query_cosine"),
+    "corrections": ("observation_figures", "corrections"),
+    "acceptance": ("observation_figures", "acceptance"),
+    "raster": ("raster_figure", "raster"),
+    "timeline": ("step_figures", "timeline"),
+    "lambda": ("step_figures", "lambda_star"),
+}
+BESIDE = ("heatmap", "retained", "timeline")  # figures of two traces
 # facts with a card of their own; health has a section
 CARDS = ("full attention's token", "drafts kept", "retained mass", "cache read", "tokens/s")
+AROUND = 40  # tokens shown before the first difference, and after it
+NONE = "-"
 
 
 def check_report() -> None:
@@ -28,22 +48,28 @@ def check_report() -> None:
 
 def render(request: Request) -> str:
     """Return the report of a request; a figure without data says what records it."""
-    figures, missing = _figures(request)
+    figures, missing = {}, []
+    for name, figure in _drawn(request, FIGURES):
+        if isinstance(figure, str):
+            missing.append(figure)
+        else:
+            figures[name] = figure
     summary = {"health": judge(request)} | sections(request, SECTIONS)
     words = None
     try:
         words = what_steps_read(request)
     except TraceError as error:
         missing.append(str(error))
-    found = [*facts(summary), *further_facts(summary)]
-    others = [(one.name, f"{one.value}, {one.note}") for one in found if one.name not in (*CARDS, "health")]
-    return page(
+    known = [*facts(summary), *further_facts(summary)]
+    others = [(fact.name, f"{fact.value}, {fact.note}") for fact in known if fact.name not in (*CARDS, "health")]
+    return _page(
         "page.html",
-        SCRIPTS,
+        ("page.js", "reading.js"),
+        command="report",
         name=request.trace.path.resolve().name,
-        subject=subject(request),
+        subjects=[subject(request)],
         health=summary["health"],
-        cards=[one for name in CARDS for one in found if one.name == name],
+        cards=[fact for name in CARDS for fact in known if fact.name == name],
         tables=[
             Table("Other numbers", (), others),
             run_table(summary["run"]),
@@ -52,7 +78,7 @@ def render(request: Request) -> str:
         ],
         captions={name: figure.pop("caption") for name, figure in figures.items()},
         figures=figures,
-        missing=missing,
+        missing=list(dict.fromkeys(missing)),
         text=generated(request),
         disagreements=disagreements(request, summary["disagreements"]),
         prompt=prompt(request),
@@ -60,27 +86,99 @@ def render(request: Request) -> str:
     )
 
 
-def _figures(request: Request) -> tuple[dict[str, dict[str, Any]], list[str]]:
-    # what each figure's script and section need, by name; and why other figures are missing
-    from sfi_traces.report import observation_figures, raster_figure, step_figures  # noqa: PLC0415
+def render_diff(first: Request, second: Request, document: Row) -> str:
+    """Return the page of one request of two traces; `document` is the result of `compare`."""
+    requests = {"a": first, "b": second}
+    (row,) = (row for row in document["requests"] if row["request"] == first.index)
+    drawn = {f"{name}-{side}": figure for side, request in requests.items() for name, figure in _drawn(request, BESIDE)}
+    names = [request.trace.path.resolve().name for request in requests.values()]
+    settings = [(name, str(pair["a"]), str(pair["b"])) for name, pair in document["settings"].items()]
+    changed = Table("Settings that differ", ("", "A", "B"), settings)
+    return _page(
+        "diff.html",
+        ("page.js",),
+        command="diff",
+        name=" and ".join(names),
+        subjects=[
+            f"{side}: {name}, {subject(request)}"
+            for side, name, request in zip("AB", names, requests.values(), strict=True)
+        ],
+        cards=_cards(row, document),
+        text=_text(requests, row),
+        names_of_figures=BESIDE,
+        figures={name: figure for name, figure in drawn.items() if not isinstance(figure, str)},
+        missing={name: why for name, why in drawn.items() if isinstance(why, str)},
+        tables=[numbers_table(document), *overlap_tables(document), changed],
+    )
 
-    drawers = {
-        "heatmap": step_figures.heatmap,
-        "lag": step_figures.lag,
-        "retained": step_figures.retained,
-        "drift": observation_figures.drift,
-        "head-similarity": observation_figures.head_similarity,
-        "query-cosine": observation_figures.query_cosine,
-        "corrections": observation_figures.corrections,
-        "acceptance": observation_figures.acceptance,
-        "raster": raster_figure.raster,
-        "timeline": step_figures.timeline,
-        "lambda": step_figures.lambda_star,
-    }
-    figures, missing = {}, []
-    for name, draw in drawers.items():
+
+def _drawn(request: Request, names: Iterable[str]) -> Iterator[tuple[str, Row | str]]:
+    # what each figure's script and section need, by name; or why the figure is missing
+    from sfi_traces.report import observation_figures, raster_figure, step_figures  # noqa: PLC0415 - Plotly is an extra
+
+    modules = {
+        "observation_figures": observation_figures, "raster_figure": raster_figure, "step_figures": step_figures
+    }  # fmt: skip
+    for name in names:
+        module, function = FIGURES[name]
         try:
-            figures[name] = draw(request).plain()
+            yield name, getattr(modules[module], function)(request).plain()
         except TraceError as error:
-            missing.append(str(error))
-    return figures, list(dict.fromkeys(missing))
+            yield name, str(error)
+
+
+def _cards(row: Row, document: Row) -> list[Fact]:
+    at, layer = row["first_difference"], row["first_layer"]
+    supports, speed = document["supports"], document["ratios"]["tokens_per_second"]
+    known = row["equal_share"] is not None
+    return [
+        Fact("First other token", f"step {at['step']:,}" if at else "none" if known else NONE,
+             f"{row['compared_steps']:,} steps compared" if known else "token ids were left out"),
+        Fact("First other layer", f"layer {layer['layer']}" if layer else NONE,
+             place_words(layer) if layer else "no support or selection of both differs"),
+        Fact("Equal tokens", f"{row['equal_share']:.1%}" if known else NONE,
+             f"of {min(row['steps'].values()):,} that both have"),
+        Fact("Overlap of supports", f"{supports['overlap']['mean']:.3f}" if supports else NONE,
+             "mean at equal steps" if supports else "record both with --audit N"),
+        Fact("Speed", f"{speed:.2f}x" if speed else NONE, "tokens a second, B over A"),
+    ]  # fmt: skip
+
+
+def _text(requests: Mapping[str, Request], row: Row) -> Row:
+    first = row["first_difference"]
+    if first is None:
+        said = "No token differs." if row["equal_share"] is not None else "Token ids were left out."
+        return {"note": said, "lines": []}
+    lines = []
+    for side, request in requests.items():
+        steps = request.steps
+        at = int(steps.rows(first["step"]))
+        begin = max(0, at - AROUND)
+        lines.append(
+            {
+                "side": side.upper(),
+                "step": int(steps.step[begin]),
+                "before": printable("".join(steps.text[begin:at])),
+                "token": printable(steps.text[at]) or f"id {first[side]['token_id']}",
+                "after": printable("".join(steps.text[at + 1 : at + 1 + AROUND])),
+                "about": f"step {first['step']}: {'slow' if steps.slow[at] else 'fast'}, "
+                f"token {first[side]['token_id']}",
+            }
+        )
+    return {"note": f"At step {first['step']:,}, marked.", "lines": lines}
+
+
+def _page(template: str, scripts: Sequence[str], **values: Any) -> str:
+    # fills a template of this folder: style, scripts and Plotly are in the page
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined  # noqa: PLC0415 - an extra
+    from plotly.offline import get_plotlyjs  # noqa: PLC0415 - an extra
+
+    environment = Environment(
+        loader=FileSystemLoader(HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    return environment.get_template(template).render(
+        **values,
+        style=(HERE / "page.css").read_text(encoding="utf-8"),
+        script="\n".join((HERE / name).read_text(encoding="utf-8") for name in scripts),
+        plotly=get_plotlyjs(),
+    )

@@ -2,13 +2,12 @@
 
 from itertools import groupby
 from operator import itemgetter
-from typing import Any
 
 from sfi_core.errors import TraceError
 from sfi_core.settings.config import flat_settings
 from sfi_traces.model.request import Request
 from sfi_traces.model.sql import distribution
-from sfi_traces.model.trace import Trace
+from sfi_traces.model.trace import Row, Trace
 from sfi_traces.summary import sections
 from sfi_traces.summary.diff_metrics import metrics
 
@@ -19,8 +18,6 @@ LAYER = ("layer", "heads", "key_width", "value_width", "window")
 COMPARED = ("equal_share", "first_difference", "compared_steps", "slow_only_a", "slow_only_b")
 UNKNOWN = dict.fromkeys(COMPARED)  # for a redacted trace
 SAME_MASS = 1e-4  # tolerance of retained masses, for float32 sums on two machines
-
-Row = dict[str, Any]
 
 
 def compare(first: Trace, second: Trace, request: int | None = None) -> Row:

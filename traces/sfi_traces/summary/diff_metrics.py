@@ -3,11 +3,12 @@
 import math
 import operator
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
 from sfi_core.errors import ConfigError, TraceError, unknown
+from sfi_traces.model.trace import Row
 
 METRICS = {  # name: meaning, what records it
     "equal_share": ("share of equal tokens, of the request with the least", "both with token ids"),
@@ -35,8 +36,6 @@ OPERATORS: dict[str, Callable[[float, float], bool]] = {
     "!=": operator.ne,
 }  # fmt: skip
 LIMIT = re.compile(r"\s*([a-z0-9_]+)\s*(<=|>=|==|!=|<|>)\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?)\s*")
-
-Row = Mapping[str, Any]
 
 
 def metrics(document: Row) -> dict[str, float | None]:

@@ -1,14 +1,11 @@
 """What was observed of each layer and KV head: how far queries turn, which heads select anew; and recalls by layer."""
 
-from typing import Any
-
 from sfi_traces.model.request import Request
 from sfi_traces.model.sql import bins
+from sfi_traces.model.trace import Row
 
 THRESHOLDS = (0.8, 0.9)  # tau in FreeKV's experiments: long inputs, and long outputs
 LOWEST = 4  # heads whose course over the steps is returned
-
-Row = dict[str, Any]
 
 
 def by_head(request: Request, values: str, source: str) -> Row:

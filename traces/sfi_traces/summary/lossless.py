@@ -1,11 +1,9 @@
 """What a lossless run drafted, how much its verifications kept, and what it read."""
 
-from typing import Any
-
 from sfi_traces.model.request import Request
 from sfi_traces.model.sql import bins
+from sfi_traces.model.trace import Row
 
-Row = dict[str, Any]
 # counts a drafted stop token, which becomes the verification's own, as accepted; the join drops verifications
 # whose steps a killed run had not yet written
 VERIFIED = """(

@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 from sfi_core.errors import TraceError
 from sfi_traces.model.request import Request
 from sfi_traces.model.supports import MOST_POSITIONS, Supports, thinning
-from sfi_traces.model.trace import of_steps
+from sfi_traces.model.trace import Row, of_steps
 from sfi_traces.overlap import Overlap, coefficients
 
 MOST_TAKEN = 1 << 25  # positions of a request; beyond, every n-th layer is taken
@@ -22,7 +22,6 @@ MOST_SHOWN = 64  # steps of a request's matrix
 MOST_COMPARED = 64  # steps of a request, evenly chosen, at which heads are compared
 DIGITS = 4
 
-Row = dict[str, Any]
 Drifts = list[tuple[np.ndarray, np.ndarray]]  # of pieces of requests; see `drift`
 
 
