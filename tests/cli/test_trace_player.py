@@ -16,8 +16,7 @@ from textual.widgets import Input, OptionList, Select
 
 from sfi_cli.commands.trace.replay import play as playing
 from sfi_cli.commands.trace.replay.player import FASTEST, PlayerApp
-from sfi_cli.commands.trace.replay.text_layout import TextLayout
-from sfi_cli.commands.trace.replay.text_pane import TextPane
+from sfi_cli.commands.trace.replay.text_pane import TextLayout, TextPane
 from sfi_core.errors import BackendError, TraceError
 from sfi_traces.model.request import Request
 from sfi_traces.model.trace import Trace

@@ -22,7 +22,7 @@ from sfi_traces.health.watch import Watch
 from sfi_traces.model.request import Request
 from sfi_traces.model.trace import Trace
 from sfi_traces.record.parquet import ParquetObserver
-from sfi_traces.summary.coverage import coverage_facts
+from sfi_traces.summary.facts import coverage_facts
 from tests.traces.made import CONFIG, PROMPT, make_trace
 from tests.traces.small import assert_spread, spoil, write_trace
 from tests.traces.test_recorded import bundled

@@ -19,7 +19,6 @@ from sfi_core.models.load import load
 from sfi_core.settings.audit import AuditConfig
 from sfi_kernels.constants import EPS
 from sfi_traces.model.request import Request
-from sfi_traces.model.step_reads import StepReads
 from sfi_traces.model.trace import Trace
 from sfi_traces.record.parquet import ParquetObserver
 from tests.architectures import SMALL, tiny
@@ -200,7 +199,7 @@ def test_the_positions_that_a_step_is_said_to_read_are_those_that_it_attended():
     for request in (0, 1):
         view = Request(trace, request)
         for step in {row["step"] for row in rows(48, "supports") if row["request"] == request}:
-            reads = StepReads.of(view, step)
+            reads = view.reads(step)
             for row in rows(48, "supports"):
                 if (row["request"], row["step"]) == (request, step):
                     place = row["layer"], row["head"]

@@ -14,7 +14,6 @@ import pytest
 
 from sfi_traces.importing.importer import import_trace
 from sfi_traces.model.request import Request
-from sfi_traces.model.step_reads import StepReads
 from sfi_traces.model.trace import Trace
 from sfi_traces.report import render
 from sfi_traces.report.raster_figure import pack
@@ -122,7 +121,7 @@ def test_the_page_has_what_each_refresh_selected(tmp_path):
     counts = deltas.reshape(len(begins), len(layers), -1).cumsum(0, dtype=np.uint8)
     assert found["cells"][10] == f" {WORDS[0]}"
     for step in (5, 17, 39):
-        reads = StepReads.of(view, step)
+        reads = view.reads(step)
         state = np.searchsorted(begins, step, side="right") - 1
         for row, layer in enumerate(layers):
             expected = np.zeros(counts.shape[2], int)

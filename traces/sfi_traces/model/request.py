@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 
 from sfi_core.errors import ConfigError, TraceError
 from sfi_traces.model.rows import Rows
-from sfi_traces.model.selections import Selections
+from sfi_traces.model.selections import Selections, StepReads
 from sfi_traces.model.sql import connect_to_part
 from sfi_traces.model.steps import Ints, Memory, Positions, Steps
 from sfi_traces.model.supports import MOST_POSITIONS, Supports, thinning
@@ -141,6 +141,21 @@ class Request:
     def in_force(self, step: int) -> dict[Place, Positions]:
         """Return the selected positions in force at a step in each of `places`, as far as recorded."""
         return self.selections.by_place(self.selections.serving(step, set(self.places))) or {}
+
+    def reads(self, row: int) -> StepReads:
+        """Find what the step in row `row` of `steps` read in each of `places`."""
+        slow = self.memory.slow_N[row] and not self.trace.reads_own_selection
+        left_dense = self.trace.manifest["config"]["dense_layers"]
+        dense = {place for place in self.places if slow or place[0] in left_dense}
+        context, (sink, start_N) = int(self.memory.length_N[row]), self.segments
+        recent = context if start_N is None else int(start_N[row])
+        selected: dict[Place, Positions] | None = {}
+        refreshed: list[int] = []
+        if sparse := set(self.places) - dense:
+            serving = self.selections.serving(int(self.steps.step[row]), sparse)
+            selected = self.selections.by_place(serving)
+            refreshed = sorted(set(self.selections.step[serving].tolist()))
+        return StepReads(self.places, dense, sink, recent, context, selected, refreshed)
 
     @cached_property
     def support_rows(self) -> Rows:

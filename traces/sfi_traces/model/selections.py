@@ -1,13 +1,16 @@
-"""The selections of a recorded request, and which of them are in force at a step."""
+"""The selections of a recorded request, which of them are in force at a step, and what a step read."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from sfi_traces.model.rows import Rows
-from sfi_traces.model.steps import Ints, Positions, Steps
+from sfi_traces.model.steps import Bools, Ints, Positions, Steps
 from sfi_traces.model.trace import Place, Trace, rows_of
 from sfi_traces.schema import AHEAD
 
@@ -83,3 +86,63 @@ def _keys(rows: pa.Table) -> Ints:
     step, layer, head = (rows[name].to_numpy().astype(np.int64) for name in KEYS[:3])
     ahead = pc.fill_null(pc.equal(rows["reason"], AHEAD), False).to_numpy()
     return np.asarray(step << 33 | layer << 17 | head << 1 | ahead)
+
+
+@dataclass(frozen=True, slots=True)
+class StepReads:
+    """The positions that a step read, by layer and KV head.
+
+    Attributes:
+        places: The layers and KV heads that are looked at; `dense` are those that read everything.
+        sink: Sink tokens that the others read; `recent` is the first of the recent tokens that they read.
+        context: Cached tokens.
+        selected: Positions selected for the others; None where the trace was recorded without.
+        refreshed: Steps that selected them.
+    """
+
+    places: Sequence[Place]
+    dense: set[Place]
+    sink: int
+    recent: int
+    context: int
+    selected: dict[Place, Positions] | None
+    refreshed: list[int]
+
+    def of_place(self, place: Place, position: Positions) -> Bools:
+        """Say for each position whether a layer and KV head read it."""
+        if place in self.dense:
+            return np.ones(len(position), bool)
+        kept: Bools = (position < self.sink) | (position >= self.recent)
+        return kept | np.isin(position, (self.selected or {}).get(place, ()))
+
+
+@dataclass(frozen=True, slots=True)
+class StepMass:
+    """Where a step's dense attention lay: by place the positions, their mass, and whether it read them."""
+
+    found: dict[Place, tuple[Positions, npt.NDArray[np.float32], Bools]]
+
+    @classmethod
+    def of(cls, rows: pa.Table, reads: StepReads) -> Self:
+        """Take a step's rows of the table `supports`; those of other layers and heads are left out."""
+        found, places = {}, set(reads.places)
+        for row in rows.sort_by([("layer", "ascending"), ("head", "ascending")]).to_pylist():
+            place = row["layer"], row["head"]
+            if place in places:
+                position = np.array(row["positions"], int)
+                seen = row["read"]  # an import has none
+                read = reads.of_place(place, position) if seen is None else np.array(seen, bool)
+                mass: Any = np.zeros(len(position)) if row["mass"] is None else np.array(row["mass"], float)
+                found[place] = position, mass, read
+        return cls(found)
+
+    def weight(self, context: int, *, read: bool) -> npt.NDArray[np.float64]:
+        """Return each position's mean mass over the places that read it, or over those that did not."""
+        weight = np.zeros(context)
+        for position, mass, seen in self.found.values():
+            weight[position[seen == read]] += mass[seen == read] / len(self.found)
+        return weight
+
+    def marks(self, *, read: bool) -> dict[Place, Positions]:
+        """Return the positions that each place read, or did not read."""
+        return {place: position[seen == read] for place, (position, _, seen) in self.found.items()}

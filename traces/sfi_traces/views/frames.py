@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 
 from sfi_core.errors import TraceError
 from sfi_traces.model.request import Request
-from sfi_traces.model.step_reads import StepMass, StepReads
+from sfi_traces.model.selections import StepMass
 from sfi_traces.model.steps import Bools
 from sfi_traces.model.supports import even_shares
 from sfi_traces.model.trace import Trace
@@ -146,7 +146,7 @@ def passages(request: Request, step: int, most: int = 40) -> list[Passage]:
 
     The others are sorted by mass, or without an audit by share, greatest first.
     """
-    reads = StepReads.of(request, step)
+    reads = request.reads(step)
     mass = StepMass.of(even_shares(request.support_rows.at(step)), reads)
     ranked = sorted(Passages(request.words, reads, mass).read(), key=_by_weight)
     sink, recent = ([passage for passage in ranked if passage.part == part] for part in (SINK, RECENT))

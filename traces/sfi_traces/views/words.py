@@ -12,7 +12,7 @@ import numpy as np
 
 from sfi_core.errors import ConfigError, TraceError
 from sfi_traces.model.request import Request
-from sfi_traces.model.step_reads import StepMass, StepReads
+from sfi_traces.model.selections import StepMass, StepReads
 from sfi_traces.model.trace import Place
 
 GAP, LONG, LONGEST = 2, 24, 64  # see above
@@ -107,7 +107,7 @@ def step_words(request: Request, step: int) -> StepWords:
     row = int(steps.rows(np.array(step)))
     if row == len(steps.step) or steps.step[row] != step:
         raise ConfigError(f"step must be in {steps.step[0]} to {steps.step[-1]} of request {request.index}, got {step}")
-    read = StepReads.of(request, row)
+    read = request.reads(row)
     if read.selected is None:
         raise TraceError(
             f"trace {request.trace.path} has no positions of its selections; record it with --set trace.positions=true"

@@ -14,8 +14,7 @@ from textual.timer import Timer
 from textual.widgets import Footer, Input, OptionList, Select, Static
 
 from sfi_cli.commands.trace.replay.frame_view import head, measures, shades, strips
-from sfi_cli.commands.trace.replay.text_layout import TextLayout
-from sfi_cli.commands.trace.replay.text_pane import TextPane, marks_at, passage_text, tokens_of
+from sfi_cli.commands.trace.replay.text_pane import TextLayout, TextPane, marks_at, passage_text, tokens_of
 from sfi_cli.terminal.output import INTERRUPTED
 from sfi_core.errors import SfiError
 from sfi_traces.model.request import Request
