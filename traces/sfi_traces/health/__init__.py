@@ -2,12 +2,9 @@
 
 from typing import Any
 
-from sfi_traces.health import run_measures, selection_measures, support_measures
-from sfi_traces.health.measured import BEGINNING, Measured, Unjudged
-from sfi_traces.health.rules import IMPORTED, PROBLEM, RECORD, RULES, Rule
+from sfi_traces.health.measured import BEGINNING, IMPORTED, RECORD, Measured, Unjudged
+from sfi_traces.health.rules import PROBLEM, RULES, Rule
 from sfi_traces.model.request import Request
-
-MODULES = (run_measures, selection_measures, support_measures)
 
 
 def judge(request: Request, *, quick: bool = False) -> dict[str, Any]:
@@ -46,8 +43,7 @@ def line(finding: dict[str, Any]) -> str:
 
 
 def _enough(request: Request, rule: Rule) -> list[Measured]:
-    (measure,) = (getattr(one, rule.name) for one in MODULES if hasattr(one, rule.name))
-    found: list[Measured] = measure(request)
+    found = rule.measure(request)
     if not found:
         raise Unjudged(rule.needs)
     enough = [one for one in found if one.n >= rule.least]

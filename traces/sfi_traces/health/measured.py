@@ -1,5 +1,6 @@
 """Values that health rules measure."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pyarrow as pa
@@ -10,7 +11,17 @@ from sfi_traces.schema import KEY
 BEGINNING = 32  # fast steps
 SAMPLED = "sampled_selections"
 MOST_POSITIONS = 1 << 22  # read at once
+RECORD_AUDIT = "record a sparse policy with --audit N"
+RECORD_POSITIONS = "record a policy that selects with --set trace.positions=true"
+RECORD_BOTH = "record a policy that selects with --audit 1 and trace.positions=true"
+RECORD_SELECTOR = "only a policy with the Selector, such as sfi, has its evidence"
+# replaces these for an imported trace
+IMPORTED = "the imported file does not hold what this rule looks at"
+RECORD = (RECORD_AUDIT, RECORD_POSITIONS, RECORD_BOTH, RECORD_SELECTOR)
 AT_CLIP = 1e-6  # of selector.lambda_clip: how near lambda*, a float32, is to a clip that it stands at
+
+
+Measure = Callable[[Request], "list[Measured]"]
 
 
 class Unjudged(Exception):  # noqa: N818 - no error: a rule that does not apply
@@ -65,6 +76,11 @@ def measured(request: Request, query: str) -> list[Measured]:
         )
         for row in request.query(query)
     ]
+
+
+def of_heads(value: str, source: str, samples: str = "count(*)") -> Measure:
+    """Make the measure of the SQL `value` of each KV head's rows of `source`; `samples` counts those behind it."""
+    return lambda request: by_head(request, value, source, samples)
 
 
 def sample_selections(request: Request) -> int:

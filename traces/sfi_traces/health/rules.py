@@ -6,15 +6,13 @@ quest, whose answers are wrong: all but `paper` end by repeating a word.
 """
 
 from dataclasses import dataclass
+from functools import partial
+
+from sfi_traces.health import measures, support_measures
+from sfi_traces.health.measured import RECORD_AUDIT, RECORD_BOTH, RECORD_POSITIONS, RECORD_SELECTOR, Measure, of_heads
 
 PROBLEM, NOTE = "problem", "note"
-RECORD_AUDIT = "record a sparse policy with --audit N"
-RECORD_POSITIONS = "record a policy that selects with --set trace.positions=true"
-RECORD_BOTH = "record a policy that selects with --audit 1 and trace.positions=true"
-RECORD_SELECTOR = "only a policy with the Selector, such as sfi, has its evidence"
-# replaces these for an imported trace
-IMPORTED = "the imported file does not hold what this rule looks at"
-RECORD = (RECORD_AUDIT, RECORD_POSITIONS, RECORD_BOTH, RECORD_SELECTOR)
+NEGLIGIBLE_KL = 0.01  # nats; below, a step's next token hardly changes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +20,7 @@ class Rule:
     """One thing that may be wrong with a run's selections.
 
     Attributes:
+        measure: Returns the values of a request, or of all.
         severity: "problem" (the run loses what it needs) or "note" (may be right, but worth knowing).
         threshold: Values of at least this are beyond the rule; `reason` says why.
         least: `samples` (refreshes, steps, tokens) that a value needs to be judged.
@@ -33,6 +32,7 @@ class Rule:
     """
 
     name: str
+    measure: Measure
     severity: str
     threshold: float
     reason: str
@@ -49,34 +49,45 @@ class Rule:
 
 RULES = (
     Rule(
-        name="never_fast", severity=PROBLEM, threshold=1.0, least=32, needs="the table steps is empty",
+        name="never_fast", measure=measures.never_fast,
+        severity=PROBLEM, threshold=1.0, least=32, needs="the table steps is empty",
         reason="32 steps in a row that are all slow are no accident: t_max alone allows a fast one after each",
         means="{value} of the steps were slow: the sparse path never ran",
         advice="look at the reasons of slow steps in `sfi trace show`, and at the trigger settings",
     ),
     Rule(
-        name="trigger_never", severity=PROBLEM, threshold=1.0, least=200, needs="the table steps is empty",
+        name="trigger_never", measure=partial(measures.trigger_share, "NOT trigger"),
+        severity=PROBLEM, threshold=1.0, least=200, needs="the table steps is empty",
         samples="tokens",
         reason="200 tokens of prose or code hold several sentence ends or line breaks; the example has one in 10",
         means="{value} of the generated tokens are outside T_trig: no sentence ever ended, t_max alone refreshes",
         advice="`sfi doctor --model ...` lists the tokens that end a sentence; set triggers or trigger_token_ids",
     ),
     Rule(
-        name="trigger_always", severity=PROBLEM, threshold=0.5, least=32, needs="the table steps is empty",
+        name="trigger_always", measure=partial(measures.trigger_share, "trigger"),
+        severity=PROBLEM, threshold=0.5, least=32, needs="the table steps is empty",
         samples="tokens",
         reason="at one slow step in two, refreshes cost more than the fast steps save; the example has 10 %",
         means="{value} of the generated tokens are in T_trig",
         advice="choose fewer triggers (`sfi tune` compares sets), or raise min_gap",
     ),
     Rule(
-        name="evidence_broken", severity=PROBLEM, threshold=0.01, needs=RECORD_SELECTOR, samples="refreshes",
+        name="evidence_broken", measure=partial(
+            measures.of_selector,
+            "avg((evidence_norm2 IS NULL OR NOT isfinite(evidence_norm2) OR evidence_norm2 <= 0 "
+            "OR lambda_star IS NULL OR NOT isfinite(lambda_star))::INT)",  # NaN is recorded as null
+            "coalesce(chosen_selections.reason, '') = ''",
+        ),
+        severity=PROBLEM, threshold=0.01, needs=RECORD_SELECTOR, samples="refreshes",
         reason="the evidence is a distribution: its squared norm is finite and above 0 at every refresh, so that a "
         "single head that breaks this often is a bug; 1 % leaves a refresh with nothing to select from aside",
         means="{value} of the refreshes have evidence or lambda* that is zero, infinite or no number",
         advice="look for infinities in the attention logits (dtype, masks); report it with the trace",
     ),
     Rule(
-        name="evidence_flat", severity=PROBLEM, threshold=0.98, least=2, share=0.5, needs=RECORD_SELECTOR,
+        name="evidence_flat",
+        measure=partial(measures.of_selector, "avg(exp(evidence_entropy) / {allowed})", "{allowed} > 2 * selected"),
+        severity=PROBLEM, threshold=0.98, least=2, share=0.5, needs=RECORD_SELECTOR,
         samples="refreshes",
         reason="exp(evidence_entropy) is how many positions the evidence is spread over; measured at most "
         ".70 of those allowed, in a last layer that attends to everything; equal scores give 1",
@@ -84,7 +95,8 @@ RULES = (
         advice="the Selector is given nothing to choose by: check the queries and logits that it gets, alpha",
     ),
     Rule(
-        name="prior_outweighs", severity=PROBLEM, threshold=0.5, least=2, share=0.5, needs=RECORD_SELECTOR,
+        name="prior_outweighs", measure=partial(measures.of_selector, "avg(lambda_star)", "isfinite(lambda_star)"),
+        severity=PROBLEM, threshold=0.5, least=2, share=0.5, needs=RECORD_SELECTOR,
         samples="refreshes", percent=False,
         reason="lambda* is the prior's weight and 1 - lambda* the evidence's; from .5 on position and key "
         "norm count for more than attention; presets clip at .02 to .35",
@@ -92,7 +104,8 @@ RULES = (
         advice="lower selector.lambda_clip",
     ),
     Rule(
-        name="lambda_clipped", severity=NOTE, threshold=0.95, least=2, share=0.5, needs=RECORD_SELECTOR,
+        name="lambda_clipped", measure=measures.lambda_clipped,
+        severity=NOTE, threshold=0.95, least=2, share=0.5, needs=RECORD_SELECTOR,
         samples="refreshes",
         reason="a note, for the clip is what the presets rest on: measured 100 % in runs whose answers are "
         "right as in those whose are wrong. Eq. 17 gives .89 to 1.0 before the clip (evidence is "
@@ -103,7 +116,9 @@ RULES = (
         "the clip gives the prior just that weight; only a clip above Eq. 17's own value lets lambda* vary",
     ),
     Rule(
-        name="unread_estimated", severity=NOTE, threshold=0.7, least=8, share=0.5,
+        name="unread_estimated",
+        measure=of_heads("avg(unread_estimate)", "chosen_selections WHERE isfinite(unread_estimate)"),
+        severity=NOTE, threshold=0.7, least=8, share=0.5,
         needs="only codescan estimates what it leaves unread", samples="selections",
         reason="codescan on the example: with a budget of 256 (right) a head leaves .02 to .66 unread, none "
         ".7; with 32 and 8 (wrong) four and six of eight heads leave .7 or more. A note, for heads that "
@@ -112,7 +127,8 @@ RULES = (
         advice="raise budget",
     ),
     Rule(
-        name="selection_trailing", severity=PROBLEM, threshold=0.95, share=0.5, needs=RECORD_POSITIONS,
+        name="selection_trailing", measure=measures.selection_trailing,
+        severity=PROBLEM, threshold=0.95, share=0.5, needs=RECORD_POSITIONS,
         unnests=True,
         reason="a selection that is the last positions before the recent window is a longer window; measured .00 to "
         ".03 (default) and .19 to .26 (paper). Half of the heads, for a single head may well be local",
@@ -120,14 +136,16 @@ RULES = (
         advice="check that the scores reach the Top-K in order; a longer recent window gives the same for less",
     ),
     Rule(
-        name="selection_same", severity=PROBLEM, threshold=0.9, needs=RECORD_POSITIONS,
+        name="selection_same", measure=measures.selection_same,
+        severity=PROBLEM, threshold=0.9, needs=RECORD_POSITIONS,
         reason="heads score by their own queries and keys; hundreds of equal positions do not happen by chance",
         means="all KV heads of a layer selected the same positions in {value} of its refreshes",
         advice="check that scores are taken by head (a broadcast dimension, scores of zero); if heads shall "
         "share a selection, this says so",
     ),
     Rule(
-        name="selection_frozen", severity=PROBLEM, threshold=1.0, least=3, share=0.5,
+        name="selection_frozen", measure=measures.selection_frozen,
+        severity=PROBLEM, threshold=1.0, least=3, share=0.5,
         needs="it takes four refreshes or more", samples="refreshes after the first",
         reason="measured .54 to .98 of a selection is new at a refresh; three refreshes without one new "
         "position while the text goes on are a selection that was not made anew",
@@ -135,7 +153,8 @@ RULES = (
         advice="check that refreshes score with the new query, and that their result is used",
     ),
     Rule(
-        name="sink_unread", severity=PROBLEM, threshold=0.05, least=4, share=0.1, needs=RECORD_AUDIT,
+        name="sink_unread", measure=support_measures.sink_unread,
+        severity=PROBLEM, threshold=0.05, least=4, share=0.1, needs=RECORD_AUDIT,
         unnests=True,
         reason="a model with sinks gives its first tokens a large share of the mass in most heads, and "
         "fails where they are evicted (StreamingLLM); .05 is far above what four of 1,000 tokens get by "
@@ -144,7 +163,8 @@ RULES = (
         advice="set sink=4 or more",
     ),
     Rule(
-        name="sink_unselected", severity=NOTE, threshold=1.0, needs=RECORD_POSITIONS, unnests=True,
+        name="sink_unselected", measure=measures.sink_unselected,
+        severity=NOTE, threshold=1.0, needs=RECORD_POSITIONS, unnests=True,
         reason="a note, for models differ: one with learned sink logits (GPT-OSS) gives its first tokens "
         "nothing. Judged only where the policy does not read them by itself (sink=0)",
         means="{value} of the selections hold none of the first 4 positions, and nothing else reads them",
@@ -153,7 +173,8 @@ RULES = (
         "attention (docs/import.md) whether they carry any",
     ),
     Rule(
-        name="top_1_dropped", severity=PROBLEM, threshold=0.2, least=8, share=0.1, needs=RECORD_AUDIT,
+        name="top_1_dropped", measure=support_measures.top_1_dropped,
+        severity=PROBLEM, threshold=0.2, least=8, share=0.1, needs=RECORD_AUDIT,
         reason="only steps whose largest probability is .05 or more count: in a diffuse head (measured in "
         "the last layer) the first of thousands of equals says nothing, and a run that drops it may have the "
         "right answer. A fifth of such steps, or of the first 32, whichever is more: measured .06 in the run "
@@ -163,7 +184,8 @@ RULES = (
         advice="raise budget, or refresh more often (t_max, triggers); retained mass alone does not show this",
     ),
     Rule(
-        name="look_back", severity=PROBLEM, threshold=0.05, least=8, share=0.25, needs=RECORD_AUDIT,
+        name="look_back", measure=support_measures.look_back,
+        severity=PROBLEM, threshold=0.05, least=8, share=0.25, needs=RECORD_AUDIT,
         unnests=True,
         reason="the mass of everything that lies further back than any selected token; what a selection of "
         "the whole context loses there is nothing, and 5 % in a quarter of the heads is more than the "
@@ -172,7 +194,8 @@ RULES = (
         advice="select from the whole context (a window alone cannot answer), or raise budget",
     ),
     Rule(
-        name="budget_idle", severity=NOTE, threshold=0.8, share=0.5,
+        name="budget_idle", measure=support_measures.budget_idle,
+        severity=NOTE, threshold=0.8, share=0.5,
         needs=RECORD_BOTH, unnests=True,
         reason="a note: it costs time, not answers. A position counts as attended if dense attention gives "
         "it at least a uniform share (1 / context) at any audited fast step until the next refresh",
@@ -180,7 +203,8 @@ RULES = (
         advice="a smaller budget may do: see `sfi trace replay --budget`",
     ),
     Rule(
-        name="fast_disagrees", severity=PROBLEM, threshold=0.1, least=30, needs=RECORD_AUDIT,
+        name="fast_disagrees", measure=measures.fast_disagrees,
+        severity=PROBLEM, threshold=0.1, least=30, needs=RECORD_AUDIT,
         reason="the last thing to see, and the plainest. Of all fast steps or of the first 32, whichever is "
         "more: a run that has gone wrong repeats a word, and dense attention then repeats it too. Measured 0 "
         "in the run with the right answer, .13 to .34 in four with a wrong one (.06 with scores of zero). Of "
@@ -189,21 +213,34 @@ RULES = (
         advice="see what the other rules say of the selection; raise budget, lower t_max, or use --lossless",
     ),
     Rule(
-        name="drift_agreement", severity=PROBLEM, threshold=0.15, least=30, needs=RECORD_AUDIT,
+        name="drift_agreement",
+        measure=partial(measures.fall, "SELECT request, step, argmax_agrees::INT AS value FROM chosen_logits"),
+        severity=PROBLEM, threshold=0.15, least=30, needs=RECORD_AUDIT,
         reason="first against last third of the fast steps; counted only beyond 3 standard errors, so that "
         "15 points are no accident",
         means="agreement with dense attention's token falls by {value} from the run's first third to its last",
         advice="errors add up in the cache: refresh more often, set dense_layers, or use --lossless",
     ),
     Rule(
-        name="drift_kl", severity=PROBLEM, threshold=1.4, least=30, needs=RECORD_AUDIT, percent=False,
+        name="drift_kl", measure=partial(
+            measures.fall,
+            f"SELECT request, step, -ln(greatest(kl_next_token, {NEGLIGIBLE_KL})) AS value FROM chosen_logits "  # noqa: S608
+            "WHERE isfinite(kl_next_token)",
+        ),
+        severity=PROBLEM, threshold=1.4, least=30, needs=RECORD_AUDIT, percent=False,
         reason="mean of ln KL, first against last third, beyond 3 standard errors; 1.4 is four times the "
         "KL. A last third below .01 nats does not count",
         means="the logarithm of the KL to dense attention's next token rises by {value}",
         advice="errors add up in the cache: refresh more often, set dense_layers, or use --lossless",
     ),
     Rule(
-        name="drift_retained", severity=NOTE, threshold=0.1, least=30, needs=RECORD_AUDIT,
+        name="drift_retained", measure=partial(
+            measures.fall,
+            "SELECT request, step, avg(retained_mass) AS value "
+            "FROM chosen_supports JOIN chosen_steps USING (request, step) "
+            "WHERE NOT slow AND isfinite(retained_mass) GROUP BY ALL",
+        ),
+        severity=NOTE, threshold=0.1, least=30, needs=RECORD_AUDIT,
         reason="first against last third, beyond 3 standard errors; a note, for texts differ along their "
         "way, and what counts is the agreement",
         means="the retained mass falls by {value} from the run's first third to its last",

@@ -3,6 +3,7 @@
 import pyarrow as pa
 
 from sfi_traces.health.measured import (
+    RECORD_POSITIONS,
     Measured,
     Unjudged,
     by_head,
@@ -11,8 +12,7 @@ from sfi_traces.health.measured import (
     sample_supports,
     worse_of_beginning,
 )
-from sfi_traces.health.rules import RECORD_POSITIONS
-from sfi_traces.health.selection_measures import SINKS
+from sfi_traces.health.measures import SINKS
 from sfi_traces.model.request import Request
 from sfi_traces.schema import KEY
 

@@ -1,0 +1,161 @@
+"""What health rules measure of a run's steps, triggers and drift, and of the table `selections`."""
+
+from sfi_core.settings.policy_names import built_in, triggered
+from sfi_traces.health.measured import (
+    Measured,
+    Unjudged,
+    at_clip,
+    by_head,
+    measured,
+    sample_selections,
+    worse_of_beginning,
+)
+from sfi_traces.model.request import Request
+
+SINKS = 4  # first positions; StreamingLLM's number
+OF_STEP = "chosen_selections JOIN chosen_steps USING (request, step)"
+
+
+def never_fast(request: Request) -> list[Measured]:
+    """Share of slow steps from step 1 on, by request."""
+    if request.trace.manifest["policy"] == "full-kv":
+        raise Unjudged("full-kv reads everything at every step")
+    if request.trace.imported:
+        raise Unjudged("an imported trace does not say which steps were slow")
+    return measured(request, _share("slow", "chosen_steps WHERE step > 0"))
+
+
+def fast_disagrees(request: Request) -> list[Measured]:
+    """Share of fast steps whose most probable token differs from dense attention's, by request."""
+    if request.trace.lossless:
+        raise Unjudged("a lossless run replaces the tokens that differ: see its acceptance")
+    return measured(
+        request,
+        f"""
+        SELECT request, count(*) AS n, {worse_of_beginning("(NOT argmax_agrees)::INT")} AS value
+        FROM (
+            SELECT *, row_number() OVER (PARTITION BY request ORDER BY step) AS place FROM chosen_logits
+        )
+        GROUP BY request
+        """,  # noqa: S608 - our own words
+    )
+
+
+def trigger_share(which: str, request: Request) -> list[Measured]:
+    """Share of generated tokens that are triggers, or no triggers, by request."""
+    manifest = request.trace.manifest
+    if not _asks_triggers(request):
+        raise Unjudged(f"{manifest['policy']} has no trigger")
+    if manifest["config"].get("trigger_policy", "boundary") != "boundary":
+        raise Unjudged(f"the trigger is {manifest['config']['trigger_policy']}, not the sentence's end")
+    return measured(request, _share(which, "chosen_steps"))
+
+
+def _asks_triggers(request: Request) -> bool:
+    policy = request.trace.manifest["policy"]
+    if policy in built_in():
+        return policy in triggered()
+    # one of another package, which need not be installed here: its steps say it
+    return not {"trigger", "t_max"}.isdisjoint(request.trace.table("steps", ["reason"])["reason"].unique().to_pylist())
+
+
+def _share(which: str, source: str) -> str:
+    return f"""
+        SELECT request, avg(({which})::INT) AS value, count(*) AS n FROM {source} GROUP BY request
+    """  # noqa: S608 - our own words
+
+
+def fall(query: str, request: Request) -> list[Measured]:
+    """How far a value by `request` and `step` falls over the run, by request.
+
+    The mean of the first third less the last third's; 0 within three standard errors.
+    """
+    return measured(
+        request,
+        f"""
+        WITH parts AS (
+            SELECT *, ntile(3) OVER (PARTITION BY request ORDER BY step) AS part FROM ({query})
+        ), fallen AS (
+            SELECT request, count(*) AS n,
+                avg(value) FILTER (part = 1) - avg(value) FILTER (part = 3) AS fall,
+                sqrt(var_samp(value) FILTER (part = 1) / count(*) FILTER (part = 1)
+                    + var_samp(value) FILTER (part = 3) / count(*) FILTER (part = 3)) AS error
+            FROM parts GROUP BY request
+        )
+        SELECT request, n, CASE WHEN fall > 3 * coalesce(error, 0) THEN fall ELSE 0.0 END AS value FROM fallen
+        """,  # noqa: S608 - our own words
+    )
+
+
+def lambda_clipped(request: Request) -> list[Measured]:
+    """Share of refreshes where lambda* equals its clip."""
+    _require_selector(request)
+    value = f"avg({at_clip(request)}::INT)"
+    return by_head(request, value, "chosen_selections WHERE lambda_star IS NOT NULL")
+
+
+def selection_trailing(request: Request) -> list[Measured]:
+    """Share of the selected positions among as many last ones before the recent window."""
+    sample_selections(request)
+    recent = request.trace.manifest["config"]["recent"]
+    source = f"""(
+        SELECT * EXCLUDE (positions), unnest(positions) AS p FROM sampled_selections
+        JOIN chosen_steps USING (request, step)
+        WHERE {_allowed(request)} > 2 * selected AND selected > 0
+    )"""  # noqa: S608 - our own words and numbers
+    value = f"avg((p >= context_tokens - {recent:d} - selected)::INT)"
+    return by_head(request, value, source, "count(DISTINCT step)")
+
+
+def selection_same(request: Request) -> list[Measured]:
+    """Share of a layer's refreshes at which two or more KV heads all selected the same positions."""
+    sample_selections(request)
+    return measured(
+        request,
+        f"""
+        SELECT request, layer, count(*) AS n, avg((different = 1)::INT) AS value
+        FROM (
+            SELECT request, step, layer, count(DISTINCT hash(positions)) AS different
+            FROM sampled_selections JOIN chosen_steps USING (request, step)
+            WHERE {_allowed(request)} > 2 * selected AND selected > 0
+            GROUP BY request, step, layer HAVING count(*) > 1
+        )
+        GROUP BY request, layer
+        """,  # noqa: S608 - our own words and numbers
+    )
+
+
+def selection_frozen(request: Request) -> list[Measured]:
+    """Share of the refreshes after the first that changed no position."""
+    where = f"jaccard_previous IS NOT NULL AND selected > 0 AND {_allowed(request)} > 2 * selected"
+    return by_head(request, "avg((added = 0 AND removed = 0)::INT)", f"{OF_STEP} WHERE {where}")
+
+
+def sink_unselected(request: Request) -> list[Measured]:
+    """Share of selections without any of the first positions, where nothing else reads these."""
+    if request.trace.manifest["config"]["sink"]:
+        raise Unjudged("the policy reads the first tokens by itself (sink)")
+    sample_selections(request)
+    value = f"avg((positions[1] >= {SINKS})::INT)"
+    return by_head(request, value, "sampled_selections WHERE selected > 0")
+
+
+def of_selector(value: str, where: str, request: Request) -> list[Measured]:
+    """Measure the SQL `value` of each KV head's selections by a Selector, `{allowed}` being what it may choose from."""
+    value, where = (text.format(allowed=_allowed(request)) for text in (value, where))
+    _require_selector(request)
+    return by_head(request, value, f"{OF_STEP} WHERE selected > 0 AND ({where})")
+
+
+def _require_selector(request: Request) -> None:
+    # sfi always has a Selector; another package's policy may have one
+    policy = request.trace.manifest["policy"]
+    found = request.single("SELECT count(evidence_norm2) + count(lambda_star) AS n FROM chosen_selections")
+    if policy != "sfi" and not found["n"]:
+        raise Unjudged(f"{policy} has no Selector")
+
+
+def _allowed(request: Request) -> str:
+    # SQL: how many positions the Selector may choose from, about
+    config = request.trace.manifest["config"]
+    return f"greatest(context_tokens - {config['sink']:d} - {config['recent']:d}, 0)"
