@@ -5,12 +5,16 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from sfi_cli import options as o
 from sfi_cli.commands.trace.views import beside
 from sfi_cli.terminal.output import Output, message
 from sfi_core.errors import ConfigError, SfiError, unknown
+
+if TYPE_CHECKING:  # Arrow takes time
+    from sfi_cli.terminal.progress import BenchProgress
+    from sfi_traces.model.trace import Trace
 
 TIMELINE = "perfetto"  # of the whole trace, in one file
 FORMATS = (TIMELINE, "csv", "jsonl")
@@ -61,7 +65,7 @@ def export(
             raise ConfigError(f"{form} of all tables must have a folder; add -o FOLDER or --table NAME")
         paths = {name: output / f"{name}.{form}" for name in TABLES}
     trace = Trace.open(folder)
-    if len(paths) > 1:
+    if output is not None and len(paths) > 1:
         _make(output)
     with BenchProgress(quiet=quiet) as progress, ExitStack() as stack:
         # open all files first, so that a file that exists stops the export before anything is written
@@ -72,7 +76,7 @@ def export(
         message(f"Wrote {path}")
 
 
-def _pieces(trace: Any, table: str | None, form: str, progress: Any) -> Iterator[str]:
+def _pieces(trace: "Trace", table: str | None, form: str, progress: "BenchProgress") -> Iterator[str]:
     from sfi_traces.export.perfetto import perfetto_text
     from sfi_traces.export.rows import table_text
 
@@ -80,7 +84,7 @@ def _pieces(trace: Any, table: str | None, form: str, progress: Any) -> Iterator
     return perfetto_text(trace, show) if table is None else table_text(trace, table, form, show)
 
 
-def _make(folder: Any) -> None:
+def _make(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except FileExistsError as error:

@@ -3,13 +3,16 @@
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from sfi_cli import options as o
 from sfi_cli.commands.trace.views import beside, make_folder, open_view
 from sfi_cli.parsing import words
 from sfi_cli.terminal.output import Output, message
 from sfi_core.errors import ConfigError, TraceError, unknown
+
+if TYPE_CHECKING:  # numpy and Arrow take time
+    from sfi_traces.model.request import Request
 
 _what = partial(o.option, "What to draw")
 
@@ -54,10 +57,10 @@ def plot(
     check_matplotlib("figures")
     asked = tuple(dict.fromkeys(words(kind)))
     paths = _paths(trace, asked or tuple(KINDS), form, output)
-    view = open_view(trace, request, layer=layer, head=head, top=top)
+    chosen = open_view(trace, request, layer, head, top)
     with ExitStack() as stack:
         files = {name: stack.enter_context(Output(plot=path, force=force)) for name, path in paths.items()}
-        _draw(view, files, asked=bool(asked))
+        _draw(chosen, files, asked=bool(asked))
 
 
 def _paths(trace: Path, kinds: tuple[str, ...], form: str | None, output: Path | None) -> dict[str, Path]:
@@ -83,14 +86,14 @@ def _paths(trace: Path, kinds: tuple[str, ...], form: str | None, output: Path |
     return {kinds[0]: output}
 
 
-def _draw(view: Any, files: dict[str, Output], *, asked: bool) -> None:
+def _draw(request: "Request", files: dict[str, Output], *, asked: bool) -> None:
     from sfi_traces.figures.draw import KINDS
     from sfi_traces.figures.style import save
 
     lacking = []
     for kind, file in files.items():
         try:
-            figure = KINDS[kind](view)
+            figure = KINDS[kind](request)
         except TraceError as error:
             if asked:
                 raise

@@ -3,10 +3,13 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from sfi_cli.terminal.output import Output, message
 from sfi_core.errors import SfiError
+
+if TYPE_CHECKING:  # numpy and Arrow take time
+    from sfi_traces.model.request import Request
 
 
 @contextmanager
@@ -36,7 +39,7 @@ def beside(trace: Path, name: str) -> Path:
 
 def open_view(
     trace: Path, request: int | None, layer: int | None = None, head: int | None = None, top: int | None = None
-) -> Any:
+) -> "Request":
     """Open a trace and choose the part to show, as `Request` does; tell the user about other requests."""
     from sfi_traces.model.request import Request
     from sfi_traces.model.trace import Trace

@@ -9,14 +9,31 @@ from sfi_cli.parsing import named_strings, numbers, unescaped, words
 from sfi_cli.settings.tables import SETTINGS
 from sfi_cli.terminal.progress import BenchProgress
 from sfi_core.errors import ConfigError
+from sfi_traces.model.trace import Row, Trace
+from sfi_traces.replay import (
+    RULES,
+    SCAN,
+    RecordedVocabulary,
+    Setting,
+    Supports,
+    chance,
+    check_effect,
+    compare,
+    grid,
+    largest_budget,
+    pareto,
+    replay,
+    replayable,
+    reuse,
+    schedule,
+)
 
 Note = Callable[[str], None]
-Row = dict[str, Any]
 
 
 def replay_settings(
-    trace: Any, texts: Mapping[str, str], triggers: list[str] | None, trigger_sets: list[str] | None, note: Note
-) -> list[Any]:
+    trace: Trace, texts: Mapping[str, str], triggers: list[str] | None, trigger_sets: list[str] | None, note: Note
+) -> list[Setting]:
     """Combine values by setting, with commas between, as the user wrote them, into the settings to replay.
 
     `trigger_token_ids` among them belong to the set of `triggers`; `trigger_sets` are others, `NAME=A B C`
@@ -25,8 +42,6 @@ def replay_settings(
     Raises `ConfigError` for an invalid value or an option without effect, `TraceError` for triggers of a redacted
     trace.
     """
-    from sfi_traces.replay import Setting, check_effect, grid
-
     base = Setting.recorded(trace)
     axes = {name: _values(name, text) for name, text in texts.items()}
     policies = axes.pop("trigger_policy", [base.policy])
@@ -40,27 +55,25 @@ def intervals(text: str | None, default: Sequence[int]) -> Sequence[int]:
     """Read the values of `--refresh-every`, each once; raises `ConfigError` for one below 1."""
     if text is None:
         return default
-    found = numbers([text], int, "refresh-every must be whole numbers")
-    if not found or min(found) < 1:
+    steps = numbers([text], int, "refresh-every must be whole numbers")
+    if not steps or min(steps) < 1:
         raise ConfigError(f"refresh-every must be at least 1, got {text!r}")
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(steps))
 
 
 def _sets(
-    trace: Any, triggers: list[str], ids: list[int], named: dict[str, list[str]], note: Note
+    trace: Trace, triggers: list[str], ids: list[int], named: dict[str, list[str]], note: Note
 ) -> dict[str, frozenset[int]]:
     if not (named or triggers or ids):
         return {}
-    from sfi_traces.replay import RecordedVocabulary
-
     vocabulary = RecordedVocabulary.of([trace])
     sets = {}
     if triggers or ids:
         name = " ".join([*triggers, *map(str, ids)])
         sets[name] = frozenset(ids) | vocabulary.trigger_ids(unescaped(triggers))
     sets |= {name: vocabulary.trigger_ids(body) for name, body in named.items()}
-    for name, found in sets.items():
-        if not found:
+    for name, token_ids in sets.items():
+        if not token_ids:
             note(f"note: no generated token matches the triggers {name!r}")
     return sets
 
@@ -69,17 +82,17 @@ def _values(name: str, text: str) -> list[Any]:
     # ints, floats or names, each once
     kind = SETTINGS[name].kind
     rule = f"{name} must be {'numbers' if kind is float else 'whole numbers'}"
-    found: list[Any] = words([text]) if kind is str else numbers([text], kind, rule)
-    if not found:
+    values: list[Any] = words([text]) if kind is str else numbers([text], kind, rule)
+    if not values:
         raise ConfigError(f"{name} must have a value, got {text!r}")
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(values))
 
 
 def replay_document(
-    trace: Any,
+    trace: Trace,
     against: Path | None,
     part: Row,
-    settings: Sequence[Any],
+    settings: Sequence[Setting],
     *,
     batch: int,
     quiet: bool,
@@ -91,21 +104,20 @@ def replay_document(
     cut, `budget_cut_from`. `part` has the request, layers and KV heads, `batch` is of the byte model. A replayed
     setting of a run of policy sfi that is its own is compared with what the run measured.
     """
-    from sfi_traces.model.trace import Trace
-    from sfi_traces.replay import SCAN, Setting, Supports, compare, pareto, replay, replayable
-
     real = trace if against is None else Trace.open(against)
     recorded = Supports.load(trace, **part)
     own = Setting.recorded(trace)
     beyond = _beyond(settings, recorded)
     if own_budget:
-        settings = [replayable(one, recorded) for one in settings]
+        settings = [replayable(setting, recorded) for setting in settings]
     else:  # with none left, a replay says what to record
-        settings = [one for one in settings if one.config.budget not in beyond] or settings
-    outcomes, interrupted = _each("settings", settings, lambda one: replay(recorded, one, batch=batch), quiet=quiet)
-    found = list(zip(settings, outcomes, strict=False))
-    found.sort(key=lambda pair: (-pair[1].speedup, -pair[1].retained_mass))
-    front = pareto([outcome for _, outcome in found])
+        settings = [setting for setting in settings if setting.config.budget not in beyond] or settings
+    outcomes, interrupted = _each(
+        "settings", settings, lambda setting: replay(recorded, setting, batch=batch), quiet=quiet
+    )
+    replayed = list(zip(settings, outcomes, strict=False))
+    replayed.sort(key=lambda pair: (-pair[1].speedup, -pair[1].retained_mass))
+    front = pareto([outcome for _, outcome in replayed])
     rows = [
         {
             **setting.to_dict(),
@@ -114,7 +126,7 @@ def replay_document(
             "pareto": best,
             "recorded": setting.key == own.key,
         }
-        for (setting, outcome), best in zip(found, front, strict=True)
+        for (setting, outcome), best in zip(replayed, front, strict=True)
     ]
     ran = trace.manifest["policy"] in ("sfi", SCAN) and any(row["recorded"] for row in rows)
     validation = None
@@ -133,31 +145,27 @@ def replay_document(
     }
 
 
-def _beyond(settings: Sequence[Any], recorded: Sequence[Any]) -> list[int]:
+def _beyond(settings: Sequence[Setting], recorded: Sequence[Supports]) -> list[int]:
     # the budgets that the audit's supports are too small for
-    from sfi_traces.replay import largest_budget
-
     most = largest_budget(recorded)
-    return sorted({one.config.budget for one in settings if most is not None and one.config.budget > most})
+    return sorted({setting.config.budget for setting in settings if most is not None and setting.config.budget > most})
 
 
-def reuse_document(trace: Any, part: Row, every: Sequence[int], settings: Sequence[Any], *, quiet: bool) -> Row:
+def reuse_document(trace: Trace, part: Row, every: Sequence[int], settings: Sequence[Setting], *, quiet: bool) -> Row:
     """Reuse recorded selections for `every` so many steps, then by the schedules of settings."""
-    from sfi_traces.replay import RULES, Setting, Supports, chance, reuse, schedule
-
     config = Setting.recorded(trace).config.replace(trigger_policy="stride", slow_start=1)
-    schedules: list[tuple[int | None, Any]] = [
+    schedules: list[tuple[int | None, Setting]] = [
         (count, Setting(config=config.replace(stride=count), trigger_token_ids=frozenset())) for count in every
     ]
     schedules += [(None, setting) for setting in settings]
     recorded = Supports.load(trace, **part)
 
-    def row(pair: tuple[int | None, Any]) -> Row:
+    def row(pair: tuple[int | None, Setting]) -> Row:
         count, setting = pair
-        found = reuse(recorded, [schedule(one, setting) for one in recorded])
+        reused = reuse(recorded, [schedule(supports, setting) for supports in recorded])
         values = setting.to_dict()
         when = {name: values[name] for name in ("policy", *RULES[setting.policy])}
-        return {"every": count, **when, **asdict(found)}
+        return {"every": count, **when, **asdict(reused)}
 
     rows, interrupted = _each("schedules", schedules, row, quiet=quiet)
     return {
@@ -169,14 +177,15 @@ def reuse_document(trace: Any, part: Row, every: Sequence[int], settings: Sequen
     }
 
 
-def _described(trace: Any, recorded: Sequence[Any]) -> Row:
+def _described(trace: Trace, recorded: Sequence[Supports]) -> Row:
     return {
         "trace": str(trace.path),
         "model": trace.manifest["model"]["name"],
         "policy": trace.manifest["policy"],
         "audit_top": recorded[0].top,
         "requests": [
-            {"request": one.request, "prompt_tokens": one.prompt_tokens, "steps": one.steps} for one in recorded
+            {"request": supports.request, "prompt_tokens": supports.prompt_tokens, "steps": supports.steps}
+            for supports in recorded
         ],
         "layers": recorded[0].layers,
         "heads": len(recorded[0].layer_U),
@@ -185,12 +194,12 @@ def _described(trace: Any, recorded: Sequence[Any]) -> Row:
 
 def _each(what: str, settings: Sequence[Any], measure: Callable[[Any], Any], *, quiet: bool) -> tuple[list[Any], bool]:
     # what is measured of each setting, and whether Ctrl-C left settings out
-    found: list[Any] = []
+    measured: list[Any] = []
     try:
         with BenchProgress(quiet=quiet) as progress:
-            for one in settings:
-                progress.update(f"replaying {what}", len(found), len(settings))
-                found.append(measure(one))
+            for setting in settings:
+                progress.update(f"replaying {what}", len(measured), len(settings))
+                measured.append(measure(setting))
     except KeyboardInterrupt:
-        return found, True
-    return found, False
+        return measured, True
+    return measured, False

@@ -3,7 +3,7 @@
 import re
 import sys
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -12,10 +12,14 @@ from sfi_cli.terminal.output import INTERRUPTED, Output, leave_interrupted
 from sfi_core.errors import ConfigError, not_installed
 from sfi_core.machine.text import printable_lines
 
+if TYPE_CHECKING:  # numpy and Arrow take time
+    from sfi_traces.model.request import Request
+    from sfi_traces.model.trace import Trace
+
 RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 
 
-def play_run(trace: Any, part: dict[str, Any], output: Output, *, step: str | None, speed: float) -> None:
+def play_run(trace: "Trace", part: dict[str, Any], output: Output, *, step: str | None, speed: float) -> None:
     """Play a run on a terminal; print the steps if `step`, `12` or `12-20`, is given or there is no terminal.
 
     `part` has the request, layers and KV heads to show; `speed` is in steps a second.
@@ -44,7 +48,7 @@ def check_textual() -> None:
         raise not_installed("the player (--step prints steps without it) needs", "Textual", "player")
 
 
-def _watch(request: Any, speed: float) -> None:
+def _watch(request: "Request", speed: float) -> None:
     from sfi_cli.commands.trace.replay.player import PlayerApp
 
     app = PlayerApp(request, speed, sys.stdout.encoding)
