@@ -5,8 +5,8 @@ import shutil
 
 import pytest
 
+from sfi_cli.commands.trace.replay import documents as engine
 from sfi_core.errors import ConfigError
-from sfi_traces import replay as engine
 from tests.cli.trace_commands import ways
 from tests.traces.made import CONFIG, make_trace
 from tests.traces.small import change_manifest, fixed_folder

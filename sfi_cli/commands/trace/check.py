@@ -44,8 +44,8 @@ def check(folder: o.TraceDir, json: o.Json = False) -> None:
 
 def _text(document: Row) -> list[Part]:
     lines = [
-        f"request {one['request']}: {plural(one['steps'], 'step')}, the last is {one['last_step']:,}"
-        for one in document["recorded"][:MOST_REQUESTS]
+        f"request {row['request']}: {plural(row['steps'], 'step')}, the last is {row['last_step']:,}"
+        for row in document["recorded"][:MOST_REQUESTS]
     ]
     more = len(document["recorded"]) - len(lines)
     lines += [f"and {more:,} more requests"] if more else []
@@ -53,31 +53,31 @@ def _text(document: Row) -> list[Part]:
         lines.append("every step's slowness, sentence and trigger were compared with the token ids")
     lines += [f"note: {line}" for line in document["notes"]]
     lines += [f"problem: {line}" for line in document["problems"]]
-    found = document["health"]
-    if found is not None:
+    health = document["health"]
+    if health is not None:
         reasons: dict[str, list[str]] = {}
-        for one in found["not_judged"]:
-            reasons.setdefault(one["reason"], []).append(one["rule"])
+        for row in health["not_judged"]:
+            reasons.setdefault(row["reason"], []).append(row["rule"])
         lines += [f"not judged: {', '.join(rules)} ({reason})" for reason, rules in reasons.items()]
-        lines.append(health_lines(found).rstrip())
+        lines.append(health_lines(health).rstrip())
     state = "sound" if document["sound"] else "not sound"
-    lines.append(state if found is None or found["sound"] else f"{state}, but not healthy")
+    lines.append(state if health is None or health["sound"] else f"{state}, but not healthy")
     return [Table.of(document["trace"], TABLES, document["tables"]), *lines]
 
 
-def finding_lines(found: Row, severity: str) -> list[str]:
+def finding_lines(health: Row, severity: str) -> list[str]:
     """Write a line for each finding of selection health that is a "problem" or a "note"."""
     from sfi_traces.health import line
 
-    return [f"health {severity}: {line(one)}" for one in found["findings"] if one["severity"] == severity]
+    return [f"health {severity}: {line(row)}" for row in health["findings"] if row["severity"] == severity]
 
 
-def health_lines(found: Row) -> str:
+def health_lines(health: Row) -> str:
     """Write a line for each finding, problems first, and the number of rules judged."""
-    worse = finding_lines(found, "problem")
-    judged = f"health: {plural(len(worse), 'problem')} by {plural(len(found['judged']), 'rule')}"
-    left = f"; {len(found['not_judged'])} not judged" if found["not_judged"] else ""
-    return "\n".join([*worse, *finding_lines(found, "note"), judged + left]) + "\n"
+    worse = finding_lines(health, "problem")
+    judged = f"health: {plural(len(worse), 'problem')} by {plural(len(health['judged']), 'rule')}"
+    left = f"; {len(health['not_judged'])} not judged" if health["not_judged"] else ""
+    return "\n".join([*worse, *finding_lines(health, "note"), judged + left]) + "\n"
 
 
 TABLES: Columns = {
@@ -85,5 +85,5 @@ TABLES: Columns = {
     "parts": (count, "parts"),
     "rows": (count, "rows"),
     "rows told": (count, "expected_rows"),
-    "damaged or missing": lambda one: count(len(one["damaged"]) + len(one["absent"])),
+    "damaged or missing": lambda row: count(len(row["damaged"]) + len(row["absent"])),
 }

@@ -36,19 +36,19 @@ def full_text(document: Row) -> list[Part]:
     sections: tuple[tuple[str, Callable[[Any], Part]], ...] = (
         ("health", health_lines),
         ("lossless", _lossless),
-        ("lossless", lambda found: Table.of("Verifications by why the draft ended", REASONS, found["reasons"])),
-        ("lossless", lambda found: Table.of(PLACES, {"place": _bin("place")} | TESTED, found["places"])),
-        ("lossless", lambda found: Table.of(DEPTHS, {"depth": _bin("depth")} | TESTED, found["depths"])),
+        ("lossless", lambda section: Table.of("Verifications by why the draft ended", REASONS, section["reasons"])),
+        ("lossless", lambda section: Table.of(PLACES, {"place": _bin("place")} | TESTED, section["places"])),
+        ("lossless", lambda section: Table.of(DEPTHS, {"depth": _bin("depth")} | TESTED, section["depths"])),
         ("triggers", trigger_table),
         ("stability", _stability),
         ("lags", _lags),
-        ("drift", lambda found: Table.of(f"{DRIFT_TITLE}{_taken(found)}", DRIFT, found["bins"])),
-        ("locality", lambda found: Table.of(f"{LOCALITY_TITLE}{_taken(found)}", LOCALITY, found["lags"])),
+        ("drift", lambda section: Table.of(f"{DRIFT_TITLE}{_taken(section)}", DRIFT, section["bins"])),
+        ("locality", lambda section: Table.of(f"{LOCALITY_TITLE}{_taken(section)}", LOCALITY, section["lags"])),
         ("head_similarity", _head_similarity),
         ("query_cosine", _query_cosine),
         ("query_cosine", _lowest_heads),
-        ("audit", lambda found: Table.of(AUDIT_TITLE, AUDIT, _layers(found), spare=AUDIT_SPARE)),
-        ("logits", lambda found: compared.format(_compared(found))),
+        ("audit", lambda section: Table.of(AUDIT_TITLE, AUDIT, _layers(section), spare=AUDIT_SPARE)),
+        ("logits", lambda section: compared.format(_compared(section))),
         ("disagreements", partial(Table.of, DISAGREEMENT_TITLE, DISAGREEMENT, left=3)),
         ("selections", _selections),
         ("coverage", _coverage),
@@ -62,7 +62,7 @@ def full_text(document: Row) -> list[Part]:
     timed = document["latency"]["kinds"]
     parts = [view(document[name]) for name, view in sections if document[name] and (timed or name not in OF_TIMES)]
     head = [*run_rows(document)]
-    head += [(one.name, f"{one.value}, {one.note}") for one in facts(document) if one.name != "health"]
+    head += [(row.name, f"{row.value}, {row.note}") for row in facts(document) if row.name != "health"]
     return [Table("", (), head), "", *parts, *_missing(document["missing"])]
 
 
@@ -75,9 +75,9 @@ def _missing(lines: list[str]) -> list[str]:
     return [f"not recorded: {line}" for line in lines]
 
 
-def _layers(found: Row) -> list[Row]:
+def _layers(section: Row) -> list[Row]:
     # the values of all layers, and of each
-    return [{"layer": "all", **found}, *found["layers"]]
+    return [{"layer": "all", **section}, *section["layers"]]
 
 
 def _spread(values: Row | None, digits: int = 3) -> list[str]:
@@ -88,92 +88,96 @@ def _spread(values: Row | None, digits: int = 3) -> list[str]:
 
 def _bin(name: str) -> Any:
     # a column of bins of integers
-    return lambda one: span(one[f"from_{name}"], one[f"to_{name}"])
+    return lambda row: span(row[f"from_{name}"], row[f"to_{name}"])
 
 
 def _of(name: str, part: str, write: Callable[[Any], str] = number) -> Callable[[Row], str]:
     # a column of a distribution's numbers
-    return lambda one: write(one[name][part])
+    return lambda row: write(row[name][part])
 
 
-def _lossless(found: Row) -> str:
-    each, passes = (number(found[name], 2) for name in ("tokens_per_verification", "passes_per_token"))
-    kept = f"{count(found['accepted'])} of {count(found['drafted'])} drafted tokens"
+def _lossless(section: Row) -> str:
+    each, passes = (number(section[name], 2) for name in ("tokens_per_verification", "passes_per_token"))
+    kept = f"{count(section['accepted'])} of {count(section['drafted'])} drafted tokens"
     return (
-        f"lossless: {plural(found['verifications'], 'verification')} gave {count(found['tokens'])} tokens, "
-        f"{each} each, in {passes} passes a token; kept {kept} ({percent(found['acceptance'])}), "
-        f"{percent(found['token_acceptance'])} of the {count(found['tested'])} tested\n"
+        f"lossless: {plural(section['verifications'], 'verification')} gave {count(section['tokens'])} tokens, "
+        f"{each} each, in {passes} passes a token; kept {kept} ({percent(section['acceptance'])}), "
+        f"{percent(section['token_acceptance'])} of the {count(section['tested'])} tested\n"
     )
 
 
-def _stability(found: Row) -> Table:
+def _stability(section: Row) -> Table:
     rows = [
-        (str(one["layer"]), kind, *_spread(one[name]))
-        for one in _layers(found)
+        (str(row["layer"]), kind, *_spread(row[name]))
+        for row in _layers(section)
         for kind, name in (("within a sentence", "within"), ("across a boundary", "across"))
     ]
-    title = f"Overlap coefficient of consecutive supports (of two random ones {number(found['chance'])})"
+    title = f"Overlap coefficient of consecutive supports (of two random ones {number(section['chance'])})"
     return Table(title, ("layer", "steps", *SPREAD, "n"), rows, left=2)
 
 
-def _lags(found: Row) -> Table:
+def _lags(section: Row) -> Table:
     rows = []
-    for lag in found["lags"]:
+    for lag in section["lags"]:
         mean, _, *others = _spread(lag["reuse"])
         refresh = _spread(lag["refresh"])
         rows.append((_bin("lag")(lag), mean, *others, refresh[0], refresh[-1]))
-    since = "last refresh" if found["refreshes"] == "recorded" else "last step that Eq. 5 makes slow"
+    since = "last refresh" if section["refreshes"] == "recorded" else "last step that Eq. 5 makes slow"
     title = f"Overlap with the support at the {since}, by steps since then"
     return Table(title, ("lag", "mean", *SPREAD[2:], "n", "at refreshes", "n"), rows)
 
 
-def _taken(found: Row) -> str:
-    taken, audited = found["layers_taken"], found["layers_audited"]
+def _taken(section: Row) -> str:
+    taken, audited = section["layers_taken"], section["layers_audited"]
     return "" if taken == audited else f" ({taken:,} of {audited:,} audited layers, evenly chosen)"
 
 
-def _head_similarity(found: Row) -> Part:
-    layers = found["layers"]
-    before = [value for value in found["previous_layer"] if value is not None]
+def _head_similarity(section: Row) -> Part:
+    layers = section["layers"]
+    before = [value for value in section["previous_layer"] if value is not None]
     title = (
-        f"Similarity of heads at the same step: {number(found['within'])} within a layer, "
-        f"{number(found['between'])} between layers ({found['steps']:,} steps), "
+        f"Similarity of heads at the same step: {number(section['within'])} within a layer, "
+        f"{number(section['between'])} between layers ({section['steps']:,} steps), "
         f"{number(sum(before) / len(before) if before else None)} with the layer before"
     )
     if len(layers) > MOST_LAYERS:
         return f"{title}; --json has the {len(layers)} layers\n"
-    rows = [(str(one), *(number(value, 2) for value in row)) for one, row in zip(layers, found["matrix"], strict=True)]
+    rows = [
+        (str(layer), *(number(value, 2) for value in values))
+        for layer, values in zip(layers, section["matrix"], strict=True)
+    ]
     return Table(title, ("layer", *map(str, layers)), rows)
 
 
-def _query_cosine(found: Row) -> Table:
+def _query_cosine(section: Row) -> Table:
     rows = [
         (
-            str(one["layer"]),
-            *(number(one[name]) for name in ("mean", "min")),
-            *map(percent, one["below"]),
-            count(one["n"]),
+            str(row["layer"]),
+            *(number(row[name]) for name in ("mean", "min")),
+            *map(percent, row["below"]),
+            count(row["n"]),
         )
-        for one in _layers(found)
+        for row in _layers(section)
     ]
     title = "Query cosine with the step before; FreeKV corrects where it is under tau"
-    return Table(title, ("layer", "mean", "min", *(f"under {tau:g}" for tau in found["thresholds"]), "n"), rows)
+    return Table(title, ("layer", "mean", "min", *(f"under {tau:g}" for tau in section["thresholds"]), "n"), rows)
 
 
-def _lowest_heads(found: Row) -> str:
-    heads = (f"layer {one['layer']} head {one['head']} {number(one['mean'])}" for one in found["heads"][:LOWEST_HEADS])
+def _lowest_heads(section: Row) -> str:
+    lowest = section["heads"][:LOWEST_HEADS]
+    heads = (f"layer {row['layer']} head {row['head']} {number(row['mean'])}" for row in lowest)
     return f"lowest query cosine in {', '.join(heads)}\n"
 
 
-def _compared(found: Row) -> str:
-    kl = found["kl_next_token"]
+def _compared(section: Row) -> str:
+    kl = section["kl_next_token"]
     return (
         f"KL {number(kl['mean'], 4)} nats on average, p95 {number(kl['p95'], 4)}, at most {number(kl['max'], 4)}; "
-        f"same most probable token in {percent(found['argmax_agreement'])} of {count(kl['n'])}"
+        f"same most probable token in {percent(section['argmax_agreement'])} of {count(kl['n'])}"
     )
 
 
-def _selections(found: Row) -> Table:
+def _selections(section: Row) -> Table:
     names = {
         "overlap_previous": "overlap with the one before",
         "jaccard_previous": "Jaccard index with it",
@@ -182,54 +186,54 @@ def _selections(found: Row) -> Table:
         "score_margin": "last score chosen over first left",
     }
     rows = [
-        (title, *_spread(found[name], 4 if name == "lambda_star" else 3))
+        (title, *_spread(section[name], 4 if name == "lambda_star" else 3))
         for name, title in names.items()
-        if found[name]["n"]
+        if section[name]["n"]
     ]
-    clipped = found["clipped_share"]
+    clipped = section["clipped_share"]
     title = "Selections" + ("" if clipped is None else f"; lambda* is clipped in {percent(clipped)} of them")
     return Table(title, ("", *SPREAD, "n"), rows)
 
 
-def _coverage(found: Row) -> str:
-    sampled = f", positions of every {found['every']}th refresh" if found["every"] > 1 else ""
-    p5, p50, p95, most = (number(found["distance"][name], 0) for name in ("p5", "p50", "p95", "max"))
+def _coverage(section: Row) -> str:
+    sampled = f", positions of every {section['every']}th refresh" if section["every"] > 1 else ""
+    p5, p50, p95, most = (number(section["distance"][name], 0) for name in ("p5", "p50", "p95", "max"))
     return (
-        f"selected: {percent(found['selected'])} of the prompt's positions by a KV head, "
-        f"{percent(found['selected_by_any'])} by any; {p50} tokens behind the query (5 to 95 %: {p5} to {p95}, at most "
-        f"{most}); a position stays for {number(found['stay'], 1)} refreshes{sampled}\n"
+        f"selected: {percent(section['selected'])} of the prompt's positions by a KV head, "
+        f"{percent(section['selected_by_any'])} by any; {p50} tokens behind the query (5 to 95 %: {p5} to {p95}, "
+        f"at most {most}); a position stays for {number(section['stay'], 1)} refreshes{sampled}\n"
     )
 
 
-def _corrections(found: Row) -> Table:
-    places = [("all", found), *((f"layer {one['layer']}", one) for one in found["layers"])]
-    places += [(f"{_bin('step')(one)} after a slow step", one) for one in found["since_slow"]]
-    rows = [(place, percent(one["share"]), count(one["corrected"]), count(one["n"])) for place, one in places]
-    cosine = number(found["query_cosine"])
+def _corrections(section: Row) -> Table:
+    places = [("all", section), *((f"layer {row['layer']}", row) for row in section["layers"])]
+    places += [(f"{_bin('step')(row)} after a slow step", row) for row in section["since_slow"]]
+    rows = [(place, percent(row["share"]), count(row["corrected"]), count(row["n"])) for place, row in places]
+    cosine = number(section["query_cosine"])
     title = f"Corrections of fast steps x layers x KV heads; their query cosine is {cosine} on average"
     return Table(title, ("", "corrected", "corrections", "n"), rows)
 
 
-def _recalls(found: Row) -> str:
+def _recalls(section: Row) -> str:
     return (
-        f"recalled from the host: {number(found['step_bytes'], 0)} bytes a step ({count(found['rows'])} rows "
-        f"in {count(found['steps'])} steps), waited {duration(found['step_waited_us'])} a step\n"
+        f"recalled from the host: {number(section['step_bytes'], 0)} bytes a step ({count(section['rows'])} rows "
+        f"in {count(section['steps'])} steps), waited {duration(section['step_waited_us'])} a step\n"
     )
 
 
-def _phases(found: Row) -> Table:
-    rows = [{"part": part, **one} for part, spans in found.items() for one in spans]
+def _phases(section: Row) -> Table:
+    rows = [{"part": part, **row} for part, spans in section.items() for row in spans]
     return Table.of("Time by phase", PHASES, rows, left=2, spare=("spans",))
 
 
-def _break_even(found: Row) -> str:
-    if found["context_tokens"] is None:
-        return f"break-even context length: unknown, {found['reason']}"
+def _break_even(section: Row) -> str:
+    if section["context_tokens"] is None:
+        return f"break-even context length: unknown, {section['reason']}"
     return (
-        f"break-even context length: {found['context_tokens']:,.0f} tokens (dense attention "
-        f"{number(found['dense_us_per_token'], 4)} us per cached token, fast {duration(found['fast_us'])} a "
-        f"step, refresh {number(found['select_us_per_token'] or 0.0, 4)} us per cached token and "
-        f"{duration(found['pack_us'] or 0.0)}, {percent(found['slow_share'])} slow)"
+        f"break-even context length: {section['context_tokens']:,.0f} tokens (dense attention "
+        f"{number(section['dense_us_per_token'], 4)} us per cached token, fast {duration(section['fast_us'])} a "
+        f"step, refresh {number(section['select_us_per_token'] or 0.0, 4)} us per cached token and "
+        f"{duration(section['pack_us'] or 0.0)}, {percent(section['slow_share'])} slow)"
     )
 
 
@@ -262,8 +266,8 @@ AUDIT: Columns = {
 AUDIT_SPARE = ("cosine's p5", "error's p95", "p5")
 DISAGREEMENT_TITLE = "Steps where full attention would have said another token"
 DISAGREEMENT: Columns = {
-    "step": lambda one: f"{one['step']}" + (f" of request {one['request']}" if one["request"] else ""),
-    "gave": lambda one: "(left out)" if one["token_text"] is None else quoted(one["token_text"]),
+    "step": lambda row: f"{row['step']}" + (f" of request {row['request']}" if row["request"] else ""),
+    "gave": lambda row: "(left out)" if row["token_text"] is None else quoted(row["token_text"]),
     "full attention": dense_words,
     "KL": (number, "kl_next_token"),
 }
@@ -273,11 +277,11 @@ READS: Columns = {
     "n": (count, "n"),
     "requests": (partial(number, digits=1), "requests"),
     "cached tokens": (partial(number, digits=0), "cached_tokens"),
-    "K and V read": lambda one: f"{number(one['moved_bytes'] / 1e6, 2)} MB",
+    "K and V read": lambda row: f"{number(row['moved_bytes'] / 1e6, 2)} MB",
 }
 PHASES: Columns = {
     "": (str, "part"),
-    "phase": lambda one: one["name"] + ("" if one["stream"] == "main" else f" ({one['stream']})"),
+    "phase": lambda row: row["name"] + ("" if row["stream"] == "main" else f" ({row['stream']})"),
     "share": (percent, "share"),
     "total": (duration, "total_us"),
     "per step with it": (duration, "step_us"),

@@ -12,57 +12,57 @@ LONGEST, LONGEST_HEADS = 90, 36  # characters
 MOST_REFRESHES = 6
 
 
-def step_text(found: Row) -> list[Part]:
+def step_text(step: Row) -> list[Part]:
     """Return facts of the step, the passages that it read, and the passages that it missed."""
-    parts: list[Part] = [Table("", (), [*_lines(found)]), ""]
-    parts += [f"note: {note}" for note in found["notes"]]
+    parts: list[Part] = [Table("", (), [*_lines(step)]), ""]
+    parts += [f"note: {note}" for note in step["notes"]]
     title = "Passages that it read"
-    if any(one["part"] == "all" for one in found["passages"]):
+    if any(passage["part"] == "all" for passage in step["passages"]):
         title = "Passages it looked at most, of all that it read"
-    parts.append(_passages(title, found, found["passages"]))
-    if found["missed"]:
+    parts.append(_passages(title, step, step["passages"]))
+    if step["missed"]:
         title = "Passages that dense attention looked at, and the step did not read"
-        parts.append(_passages(title, found, found["missed"]))
-    elif not found["masses"]:
+        parts.append(_passages(title, step, step["missed"]))
+    elif not step["masses"]:
         parts.append("not recorded: mass, for the imported file has none")
-    elif not found["audited"]:
+    elif not step["audited"]:
         parts.append("not recorded: mass, and what the step should have read (audit the step: --audit N)")
     return parts
 
 
-def _lines(found: Row) -> Iterator[tuple[str, str]]:
-    kind = f"slow, {found['reason']}" if found["slow"] else "fast"
-    yield "step", f"{found['step']}: {kind}, gave {printable(found['token'])!r}"
-    if dense := found["dense"]:
+def _lines(step: Row) -> Iterator[tuple[str, str]]:
+    kind = f"slow, {step['reason']}" if step["slow"] else "fast"
+    yield "step", f"{step['step']}: {kind}, gave {printable(step['token'])!r}"
+    if dense := step["dense"]:
         same = "the same token" if dense["argmax_agrees"] else dense_words(dense)
         yield "full attention", f"{same}, KL {number(dense['kl_next_token'], 4)}"
-    yield ("read", f"{number(found['attended'], 0)} of {count(found['context'])} tokens a KV head, on average")
-    refreshed = found["refreshed"]
+    yield ("read", f"{number(step['attended'], 0)} of {count(step['context'])} tokens a KV head, on average")
+    refreshed = step["refreshed"]
     if refreshed:
         shown = ", ".join(map(str, refreshed[-MOST_REFRESHES:]))
         more = f", and {len(refreshed) - MOST_REFRESHES:,} earlier ones" * (len(refreshed) > MOST_REFRESHES)
         yield "selected at", f"step {shown}{more}"
-    looked = _heads(found["places"])
-    audited = _heads(found["audited"])
-    audit = f", {audited or 'none'} of them audited at this step" * found["masses"]
+    looked = _heads(step["places"])
+    audited = _heads(step["audited"])
+    audit = f", {audited or 'none'} of them audited at this step" * step["masses"]
     yield "of", plural(looked, "KV head") + audit
 
 
-def _passages(title: str, found: Row, passages: Sequence[Row]) -> Table:
+def _passages(title: str, step: Row, passages: Sequence[Row]) -> Table:
     if (more := len(passages) - MOST_ROWS) > 0:
         title += f"; the first {MOST_ROWS}, and {more:,} more in --json"
-    if found["audited"]:
-        held = sum(one["mass"] or 0.0 for one in passages)
+    if step["audited"]:
+        held = sum(passage["mass"] or 0.0 for passage in passages)
         title += f"; all hold {held:.1%} of the attention"
     return Table.of(title, PASSAGES, passages[:MOST_ROWS], left=4, spare=("layer: heads", "tokens"))
 
 
 def _heads(places: Sequence[Row]) -> int:
-    return sum(len(one["heads"]) for one in places)
+    return sum(len(place["heads"]) for place in places)
 
 
 def _where(places: Sequence[Row]) -> str:
-    text = "; ".join(f"{one['layer']}: {' '.join(map(str, one['heads']))}" for one in places)
+    text = "; ".join(f"{place['layer']}: {' '.join(map(str, place['heads']))}" for place in places)
     return text if len(text) <= LONGEST_HEADS else f"{text[: LONGEST_HEADS - 1]}…"
 
 
@@ -75,7 +75,7 @@ def _shortened(text: str) -> str:
 
 
 PASSAGES: Columns = {
-    "positions": lambda one: f"{one['first']}-{one['last']}",
+    "positions": lambda passage: f"{passage['first']}-{passage['last']}",
     "part": (str, "part"),
     "text": (_shortened, "text"),
     "layer: heads": (_where, "places"),

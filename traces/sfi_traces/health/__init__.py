@@ -19,22 +19,22 @@ def judge(request: Request, *, quick: bool = False) -> dict[str, Any]:
         if quick and rule.unnests:
             continue
         try:
-            found = _enough(request, rule)
+            values = _enough(request, rule)
         except Unjudged as why:
             reason = IMPORTED if request.trace.imported and str(why) in RECORD else str(why)
             document["not_judged"].append({"rule": rule.name, "reason": reason})
             continue
-        worst = max(found, key=lambda one: one.value)
-        facts = {"value": worst.value, "threshold": rule.threshold, "places": len(found)}
+        worst = max(values, key=lambda value: value.value)
+        facts = {"value": worst.value, "threshold": rule.threshold, "places": len(values)}
         document["judged"].append({"rule": rule.name, **facts})
-        document["findings"] += _findings(rule, found, imported=bool(request.trace.imported))
+        document["findings"] += _findings(rule, values, imported=bool(request.trace.imported))
     document["sound"] = not problems(document)
     return document
 
 
 def problems(document: dict[str, Any]) -> list[dict[str, Any]]:
     """Pick the findings of severity "problem" from what `judge` returned."""
-    return [one for one in document["findings"] if one["severity"] == PROBLEM]
+    return [finding for finding in document["findings"] if finding["severity"] == PROBLEM]
 
 
 def line(finding: dict[str, Any]) -> str:
@@ -43,24 +43,24 @@ def line(finding: dict[str, Any]) -> str:
 
 
 def _enough(request: Request, rule: Rule) -> list[Measured]:
-    found = rule.measure(request)
-    if not found:
+    values = rule.measure(request)
+    if not values:
         raise Unjudged(rule.needs)
-    enough = [one for one in found if one.n >= rule.least]
+    enough = [value for value in values if value.n >= rule.least]
     if not enough:
-        most = max(one.n for one in found)
+        most = max(value.n for value in values)
         raise Unjudged(f"it takes {rule.least} {rule.samples}, got {most}")
     return enough
 
 
-def _findings(rule: Rule, found: list[Measured], *, imported: bool) -> list[dict[str, Any]]:
+def _findings(rule: Rule, values: list[Measured], *, imported: bool) -> list[dict[str, Any]]:
     findings = []
-    for index in sorted({one.request for one in found}):
-        own = [one for one in found if one.request == index]
-        beyond = [one for one in own if one.value >= rule.threshold]
-        if not beyond or len(beyond) < rule.share * len(own):
+    for index in sorted({value.request for value in values}):
+        of_request = [value for value in values if value.request == index]
+        beyond = [value for value in of_request if value.value >= rule.threshold]
+        if not beyond or len(beyond) < rule.share * len(of_request):
             continue
-        worst = max(beyond, key=lambda one: one.value)
+        worst = max(beyond, key=lambda value: value.value)
         findings.append(
             {
                 "rule": rule.name,
@@ -68,8 +68,8 @@ def _findings(rule: Rule, found: list[Measured], *, imported: bool) -> list[dict
                 **{name: getattr(worst, name) for name in ("request", "layer", "head", "value")},
                 "threshold": rule.threshold,
                 "beyond": len(beyond),
-                "places": len(own),
-                "message": _message(rule, worst, len(beyond), len(own)),
+                "places": len(of_request),
+                "message": _message(rule, worst, len(beyond), len(of_request)),
                 "advice": (imported and rule.advice_imported) or rule.advice,
             }
         )

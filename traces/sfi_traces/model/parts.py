@@ -39,12 +39,12 @@ def open_part(part: Path) -> parquet.FileMetaData:
     """Return a part's metadata; raises one of `DAMAGED` where it cannot be read or claims too much."""
     if not part.is_file():
         raise OSError("it must be a regular file")
-    found = parquet.read_metadata(part)
-    for group in map(found.row_group, range(found.num_row_groups)):
-        claimed = max((group.column(at).num_values for at in range(found.num_columns)), default=0)
+    metadata = parquet.read_metadata(part)
+    for group in map(metadata.row_group, range(metadata.num_row_groups)):
+        claimed = max((group.column(at).num_values for at in range(metadata.num_columns)), default=0)
         if max(claimed, group.num_rows) > MOST_VALUES:
             raise ValueError(f"it must have at most {MOST_VALUES:,} values in a row group, got {claimed:,}")
-    return found
+    return metadata
 
 
 def check_part(part: Path, table: str) -> None:
@@ -52,23 +52,23 @@ def check_part(part: Path, table: str) -> None:
 
     A part without them, as another writer may leave it, or with other types is read, but for its lists.
     """
-    found, schema = open_part(part), TABLES[table]
-    own = found.schema.to_arrow_schema()
-    told = [
+    metadata, schema = open_part(part), TABLES[table]
+    written = metadata.schema.to_arrow_schema()
+    chunks = [
         (column.path_in_schema.partition(".")[0], column.statistics)
-        for group in map(found.row_group, range(found.num_row_groups))
-        for column in map(group.column, range(found.num_columns))
+        for group in map(metadata.row_group, range(metadata.num_row_groups))
+        for column in map(group.column, range(metadata.num_columns))
     ]
     plain = [name for name in schema.names if not pa.types.is_list(schema.field(name).type)]
-    if any(name not in own.names or own.field(name).type != schema.field(name).type for name in plain) or any(
-        name in plain and (one is None or not one.has_null_count) for name, one in told
+    if any(name not in written.names or written.field(name).type != schema.field(name).type for name in plain) or any(
+        name in plain and (statistics is None or not statistics.has_null_count) for name, statistics in chunks
     ):
         read_part(part, table, plain)
-    for name, one in told:
-        if name in plain and one is not None:
-            _check_nulls(table, name, one.null_count)
-        if one is not None and one.has_min_max and isinstance(one.min, int):
-            _check_range(table, name, one.min, one.max)
+    for name, statistics in chunks:
+        if name in plain and statistics is not None:
+            _check_nulls(table, name, statistics.null_count)
+        if statistics is not None and statistics.has_min_max and isinstance(statistics.min, int):
+            _check_range(table, name, statistics.min, statistics.max)
 
 
 def checked(rows: pa.Table, table: str) -> pa.Table:

@@ -30,7 +30,7 @@ def check(trace: Trace) -> dict[str, Any]:
     recorded: list[dict[str, int]] = []
     unchecked: str | None = "the table steps cannot be read"
     faulty = ("damaged", "missing", "wrong", "faults")
-    readable = {one["table"]: not any(one[kind] for kind in faulty) for one in tables}
+    readable = {table["table"]: not any(table[kind] for kind in faulty) for table in tables}
     if readable["steps"]:
         recorded = _recorded(trace)
         gaps = [
@@ -60,43 +60,43 @@ def check(trace: Trace) -> dict[str, Any]:
 def _check_table(trace: Trace, name: str) -> dict[str, Any]:
     parts = trace.parts(name)
     expected = trace.manifest.get("tables", {}).get(name) if trace.manifest["finished"] else None
-    found: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "table": name, "parts": len(parts), "rows": 0, "expected_rows": expected,
         "damaged": [], "absent": [], "missing": [], "wrong": [], "extra": [], "faults": [],
     }  # fmt: skip
     for part in parts:
         try:
-            _check_part(part, TABLES[name], found)
-            if not found["missing"] and not found["wrong"]:
+            _check_part(part, TABLES[name], facts)
+            if not facts["missing"] and not facts["wrong"]:
                 read_part(part, name)
         except DAMAGED as error:
             if type(error) is ValueError:
-                found["faults"].append(f"{name}/{part.name} is damaged: {error}")
+                facts["faults"].append(f"{name}/{part.name} is damaged: {error}")
             else:
-                found["damaged"].append(f"{name}/{part.name}")
+                facts["damaged"].append(f"{name}/{part.name}")
     present = {part.name for part in parts}
-    lacking = (one for number in count() if (one := PART.format(number=number)) not in present)
-    absent = takewhile(lambda one: one < max(present, default=""), lacking)
-    found["absent"] = [f"{name}/{one}" for one in islice(absent, MOST)]
-    return found
+    lacking = (file for number in count() if (file := PART.format(number=number)) not in present)
+    absent = takewhile(lambda file: file < max(present, default=""), lacking)
+    facts["absent"] = [f"{name}/{file}" for file in islice(absent, MOST)]
+    return facts
 
 
-def _check_part(part: Path, schema: pa.Schema, found: dict[str, Any]) -> None:
+def _check_part(part: Path, schema: pa.Schema, facts: dict[str, Any]) -> None:
     open_part(part)
     with parquet.ParquetFile(part, page_checksum_verification=True) as file:
-        own = file.schema_arrow
-        found["rows"] += sum(len(batch) for batch in file.iter_batches(ROWS))
+        written = file.schema_arrow
+        facts["rows"] += sum(len(batch) for batch in file.iter_batches(ROWS))
     differ = {
-        "missing": [name for name in schema.names if name not in own.names],
+        "missing": [name for name in schema.names if name not in written.names],
         "wrong": [
-            f"{field.name} ({own.field(field.name).type}, not {field.type})"
+            f"{field.name} ({written.field(field.name).type}, not {field.type})"
             for field in schema
-            if field.name in own.names and own.field(field.name).type != field.type
+            if field.name in written.names and written.field(field.name).type != field.type
         ],
-        "extra": [name for name in own.names if name not in schema.names],
+        "extra": [name for name in written.names if name not in schema.names],
     }
     for kind, names in differ.items():
-        found[kind] += [name for name in names if name not in found[kind]]
+        facts[kind] += [name for name in names if name not in facts[kind]]
 
 
 def _table_problems(table: dict[str, Any]) -> Iterator[str]:
@@ -131,8 +131,8 @@ def _check_steps(trace: Trace, *, whole: bool) -> tuple[list[str], str | None]:
         return [], f"steps not checked against their tokens: {error}"
 
 
-def _first_lines(found: Iterator[str]) -> list[str]:
-    lines = list(found)
+def _first_lines(broken: Iterator[str]) -> list[str]:
+    lines = list(broken)
     more = [f"{len(lines) - MOST:,} more steps break a rule"] if len(lines) > MOST else []
     return lines[:MOST] + more
 

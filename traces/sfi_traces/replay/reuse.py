@@ -97,18 +97,18 @@ class ReusedSteps:
 
 def reuse(recorded: Sequence[Supports], schedules: Sequence[Sequence[str]]) -> Reuse:
     """Replay over several requests why their steps select anew, "" where they reuse; see `schedule`."""
-    found = [ReusedSteps.of(*pair) for pair in zip(recorded, schedules, strict=True)]
-    runs, steps = sum(one.slow for one in found), sum(len(one.recall_NU) for one in found)
-    layers: list[dict[str, Any]] = [{"layer": layer, **_means(found, layer)} for layer in recorded[0].layers]
-    reusing = [one for one in layers if one["recall"] is not None]
-    recall = known(one.recall_NU for one in found)
+    requests = [ReusedSteps.of(*pair) for pair in zip(recorded, schedules, strict=True)]
+    runs, steps = sum(request.slow for request in requests), sum(len(request.recall_NU) for request in requests)
+    layers: list[dict[str, Any]] = [{"layer": layer, **_means(requests, layer)} for layer in recorded[0].layers]
+    reusing = [row for row in layers if row["recall"] is not None]
+    recall = known(request.recall_NU for request in requests)
     return Reuse(
         runs=runs,
         reused_steps=steps - runs,
-        saved=(steps - runs) / max(1, steps - len(found)),
+        saved=(steps - runs) / max(1, steps - len(requests)),
         recall_p5=float(np.percentile(recall, LOW)) if len(recall) else None,
-        **_means(found),
-        worst=least("recall", [(one, one.recall_NU) for one in found]),
+        **_means(requests),
+        worst=least("recall", [(request, request.recall_NU) for request in requests]),
         worst_layer=min(reusing, key=itemgetter("recall"))["layer"] if reusing else None,
         layers=layers,
     )
@@ -116,14 +116,17 @@ def reuse(recorded: Sequence[Supports], schedules: Sequence[Sequence[str]]) -> R
 
 def chance(recorded: Sequence[Supports]) -> float:
     """Return a random selection's recall: the mean share of the context that a selection has."""
-    shares = [((one.position_NUK >= 0).sum(-1) / one.length_N[:, None])[1:].ravel() for one in recorded]
+    shares = [((request.position_NUK >= 0).sum(-1) / request.length_N[:, None])[1:].ravel() for request in recorded]
     return mean(np.concatenate(shares)) or 0.0
 
 
-def _means(found: Sequence[ReusedSteps], layer: int | None = None) -> dict[str, float | None]:
+def _means(requests: Sequence[ReusedSteps], layer: int | None = None) -> dict[str, float | None]:
     # of all layers, or of one
     means = {}
     for word, name in MEANS.items():
-        values = [getattr(one, name)[:, slice(None) if layer is None else one.layer_U == layer] for one in found]
+        values = [
+            getattr(request, name)[:, slice(None) if layer is None else request.layer_U == layer]
+            for request in requests
+        ]
         means[word] = mean(known(values))
     return means

@@ -78,13 +78,12 @@ class StepWords:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values; layers and KV heads as `{"layer": 0, "heads": [0, 1]}`."""
-        found = asdict(self) | {"audited": _by_layer(self.audited), "places": _by_layer(self.places)}
+        document = asdict(self) | {"audited": _by_layer(self.audited), "places": _by_layer(self.places)}
         for name in ("passages", "missed"):
-            own = getattr(self, name)
-            for document, one in zip(found[name], own, strict=True):
-                document |= {"places": _by_layer(one.places), "heads": len(one.places)}
-                del document["share"]
-        return found
+            for row, passage in zip(document[name], getattr(self, name), strict=True):
+                row |= {"places": _by_layer(passage.places), "heads": len(passage.places)}
+                del row["share"]
+        return document
 
 
 def text_of(request: Request) -> list[str]:
@@ -143,7 +142,7 @@ def _notes(request: Request, row: int, read: StepReads) -> Iterator[str]:
     if read.dense and not steps.slow[row]:
         layers = ", ".join(map(str, sorted({layer for layer, _ in read.dense})))
         yield f"layers left dense read everything: {layers}"
-    sliding = [one for one in request.trace.manifest["model"]["layers"] if one["window"] is not None]
+    sliding = [layer for layer in request.trace.manifest["model"]["layers"] if layer["window"] is not None]
     if sliding and request.layer is None:
         yield f"{len(sliding)} layers of windows or states are left aside"
     if not read.selected and len(read.dense) < len(read.places):
@@ -169,9 +168,9 @@ class Passages:
             if not mass.found:
                 return [self._whole(ALL, 0, self._context, None)]
             return self._cut(ALL, mass.marks(read=True), weight, 0, self._context)
-        found = self._cut(SELECTED, reads.selected or {}, weight, reads.sink, reads.recent)
+        passages = self._cut(SELECTED, reads.selected or {}, weight, reads.sink, reads.recent)
         ends = ((SINK, 0, reads.sink), (RECENT, reads.recent, self._context))
-        return found + [self._whole(*end, weight) for end in ends if end[2] > end[1]]
+        return passages + [self._whole(*end, weight) for end in ends if end[2] > end[1]]
 
     def missed(self) -> list[Passage]:
         """Return what dense attention attended to and the step did not read."""
@@ -194,9 +193,9 @@ class Passages:
         places: list[list[Place]] = [[] for _ in edges]
         triples = np.zeros(len(edges), int)
         for place, position in marks.items():
-            own = which[position][marked[position]]
-            triples += np.bincount(own, minlength=len(edges))
-            for number in np.unique(own).tolist():
+            numbers = which[position][marked[position]]
+            triples += np.bincount(numbers, minlength=len(edges))
+            for number in np.unique(numbers).tolist():
                 places[number].append(place)
         return [
             Passage(
@@ -221,11 +220,11 @@ def _by_layer(places: Sequence[Place]) -> list[dict[str, Any]]:
     heads: dict[int, list[int]] = {}
     for layer, head in sorted(places):
         heads.setdefault(layer, []).append(head)
-    return [{"layer": layer, "heads": own} for layer, own in heads.items()]
+    return [{"layer": layer, "heads": of_layer} for layer, of_layer in heads.items()]
 
 
-def _ranked(found: list[Passage]) -> list[Passage]:
-    return sorted(found, key=lambda one: (-(one.mass or 0.0), -len(one.places), one.first))
+def _ranked(passages: list[Passage]) -> list[Passage]:
+    return sorted(passages, key=lambda passage: (-(passage.mass or 0.0), -len(passage.places), passage.first))
 
 
 def passage_edges(at: Iterable[int], texts: Sequence[str]) -> list[tuple[int, int]]:
@@ -233,16 +232,16 @@ def passage_edges(at: Iterable[int], texts: Sequence[str]) -> list[tuple[int, in
 
     `at` are the marked positions, ascending; `texts` has the text of each position of the context.
     """
-    found: list[tuple[int, int]] = []
+    passages: list[tuple[int, int]] = []
     first = last = -1
     for position in at:
         if last < 0:
             first = position
         elif position - last > GAP + 1 or _is_long(last - first + 1, "".join(texts[last : last + 1])):
-            found.append((first, last))
+            passages.append((first, last))
             first = position
         last = position
-    return found if last < 0 else [*found, (first, last)]
+    return passages if last < 0 else [*passages, (first, last)]
 
 
 def _is_long(tokens: int, text: str) -> bool:
