@@ -16,9 +16,8 @@ from sfi_core.policies import POLICIES, Triggered
 from sfi_core.settings.audit import AuditConfig
 from sfi_core.settings.policy_names import triggered
 from sfi_traces import health
-from sfi_traces.health import RULES, judge, line, problems
+from sfi_traces.health import RULES, Watch, judge, line, problems
 from sfi_traces.health.rules import NOTE
-from sfi_traces.health.watch import Watch
 from sfi_traces.model.request import Request
 from sfi_traces.model.trace import Trace
 from sfi_traces.record.parquet import ParquetObserver

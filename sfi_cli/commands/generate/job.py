@@ -117,7 +117,7 @@ def recording(
 
     `options` go to `ParquetObserver`. Yields the observers, and that of the trace.
     """
-    from sfi_traces.health.watch import Watch
+    from sfi_traces.health import Watch
     from sfi_traces.record.nvtx import NvtxObserver
     from sfi_traces.record.parquet import ParquetObserver
 

@@ -1,10 +1,20 @@
-"""Selection health: rules that find silently wrong selections in a trace."""
+"""Selection health: rules that find silently wrong selections in a trace, also while its run goes on."""
 
+import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import duckdb
+
+from sfi_core.errors import SfiError
 from sfi_traces.health.measured import BEGINNING, IMPORTED, RECORD, Measured, Unjudged
 from sfi_traces.health.rules import PROBLEM, RULES, Rule
 from sfi_traces.model.request import Request
+from sfi_traces.model.trace import Trace
+
+FIRST = 10.0  # seconds before a run is first judged
+SHARE = 0.02  # of the time from one judgement to the next, that a judgement may take
 
 
 def judge(request: Request, *, quick: bool = False) -> dict[str, Any]:
@@ -89,4 +99,33 @@ def _message(rule: Rule, worst: Measured, beyond: int, places: int) -> str:
     return f"{rule.means.format(value=value, of=of)} ({where})"
 
 
-__all__ = ["RULES", "judge", "line", "problems"]
+class Watch:
+    """Finds a trace's problems by the quick rules, and gives each rule and request once."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """Start with the run; `clock` gives seconds."""
+        self._clock = clock
+        self._due = clock() + FIRST
+        self._known: set[tuple[str, int]] = set()
+
+    def __call__(self, folder: Path) -> list[str]:
+        """Return a line for each new problem of the trace so far; none until it is due again."""
+        began = self._clock()
+        if began < self._due:
+            return []
+        lines = self.news(folder)
+        self._due = began + (self._clock() - began) / SHARE
+        return lines
+
+    def news(self, folder: Path) -> list[str]:
+        """Return a line for each new problem; an unreadable trace has none."""
+        try:
+            findings = problems(judge(Request.of(Trace.open(folder)), quick=True))
+        except (SfiError, OSError, duckdb.Error):
+            return []
+        new = [finding for finding in findings if (finding["rule"], finding["request"]) not in self._known]
+        self._known.update((finding["rule"], finding["request"]) for finding in new)
+        return [line(finding) for finding in new]
+
+
+__all__ = ["RULES", "Watch", "judge", "line", "problems"]
