@@ -87,10 +87,10 @@ def query_cosine(request: Request) -> Panel:
         )
     mean = _map(data["heads"], "mean")
     figure = _over(mean, float(np.nanmin(mean.value)), 1, "cosine")
-    for one in data["lowest"]:
+    for row in data["lowest"]:
         figure.add_scatter(
-            x=np.array(one["steps"]), y=np.round(one["query_cosine"], 4), mode="lines",
-            name=f"layer {one['layer']}, KV head {one['head']}", line={"width": 1.5}, row=2, col=1,
+            x=np.array(row["steps"]), y=np.round(row["query_cosine"], 4), mode="lines",
+            name=f"layer {row['layer']}, KV head {row['head']}", line={"width": 1.5}, row=2, col=1,
         )  # fmt: skip
     for tau in data["thresholds"]:
         line = {"dash": "dash", "color": CLIP}
@@ -116,7 +116,7 @@ def corrections(request: Request) -> Panel:
     share, bars = _map(data["heads"], "share"), data["since_slow"]
     figure = _over(share, 0, max(0.01, float(np.nanmax(share.value))), "corrected")
     figure.add_bar(
-        x=[span(one["from_step"], one["to_step"]) for one in bars], y=[one["share"] for one in bars],
+        x=[span(row["from_step"], row["to_step"]) for row in bars], y=[row["share"] for row in bars],
         marker={"color": WITHIN},
         hovertemplate="%{x} steps: %{y:.1%}<extra></extra>", showlegend=False, row=2, col=1,
     )  # fmt: skip
@@ -134,14 +134,14 @@ def acceptance(request: Request) -> Panel:
 
     Raises `TraceError` for a plain run, or if no drafted token was tested.
     """
-    found = lossless_facts(request)
-    if found is None or not found["tested"]:
+    facts = lossless_facts(request)
+    if facts is None or not facts["tested"]:
         raise TraceError(
             f"trace {request.trace.path} has no drafted tokens of request {request.index}; record it with --lossless"
         )
     figure = make_subplots(1, 2, shared_yaxes=True, horizontal_spacing=0.06)
     for column, (name, label) in enumerate(DRAFTS.items(), 1):
-        bars = found[f"{name}s"]
+        bars = facts[f"{name}s"]
         figure.add_bar(
             x=[span(bar[f"from_{name}"], bar[f"to_{name}"]) for bar in bars],
             y=[bar["acceptance"] for bar in bars], customdata=[bar["tested"] for bar in bars],
@@ -152,24 +152,24 @@ def acceptance(request: Request) -> Panel:
     figure.update_yaxes(range=[0, 1.02], tickformat=".0%", row=1, col=1)
     figure.update_layout(height=340, margin=MARGIN)
     note = (
-        f"{found['verifications']:,} verifications tested {found['tested']:,} drafted tokens and kept "
-        f"{found['token_acceptance']:.1%} of them; each gave {found['tokens_per_verification']:.2f} tokens "
+        f"{facts['verifications']:,} verifications tested {facts['tested']:,} drafted tokens and kept "
+        f"{facts['token_acceptance']:.1%} of them; each gave {facts['tokens_per_verification']:.2f} tokens "
         "on average. A token is tested if all before it in its draft were kept."
     )
     return Panel(Caption("Drafted tokens that full attention kept", note), figure)
 
 
 def _map(heads: list[dict[str, Any]], name: str) -> HeadMap:
-    return HeadMap.of({(one["layer"], one["head"]): one[name] for one in heads})
+    return HeadMap.of({(row["layer"], row["head"]): row[name] for row in heads})
 
 
-def _over(found: HeadMap, low: float, high: float, word: str) -> go.Figure:
+def _over(head_map: HeadMap, low: float, high: float, word: str) -> go.Figure:
     # the map, and empty axes below it
-    layout = axes(found.heads)
+    layout = axes(head_map.heads)
     height = layout["height"] + BELOW
     share = layout["height"] / height
     figure = make_subplots(2, 1, row_heights=[share, 1 - share], vertical_spacing=ROOM / height)
-    figure.add_trace(cells(found, low, high, word), row=1, col=1)
+    figure.add_trace(cells(head_map, low, high, word), row=1, col=1)
     figure.update_traces(colorbar={"y": 1, "yanchor": "top", "len": share - ROOM / height})
     for name in ("xaxis", "yaxis"):
         figure.update_layout({name: layout[name]})

@@ -40,9 +40,9 @@ def latency(request: Request) -> dict[str, Any]:
     decoding = [row for row in rows if row["kind"] != "prefill"]
     taken_us = _spanned_us(request) if request.trace.lossless else sum(row["total_us"] for row in decoding)
     tokens = request.single("SELECT count(*) AS n FROM chosen_steps WHERE step > 0")["n"]
-    found = {row["kind"]: row for row in rows}  # the unaudited row, which comes last, wins
+    of_kind = {row["kind"]: row for row in rows}  # the unaudited row, which comes last, wins
     return {
-        "kinds": [found[kind] for kind in KINDS if kind in found],
+        "kinds": [of_kind[kind] for kind in KINDS if kind in of_kind],
         "tokens_per_second": tokens / (taken_us / 1e6) if taken_us else None,
         "audited": any(row["audited"] for row in decoding),
     }
@@ -70,7 +70,7 @@ def batch_reads(request: Request) -> list[dict[str, Any]]:
 
 def _spanned_us(request: Request) -> float:
     # from the first span of decoding to the end of the last, summed over runs; 0 without spans
-    found = request.single("""
+    spanned = request.single("""
         WITH decoded AS (
             SELECT batch, min(batch_step) AS prompt, max(batch_step) AS last
             FROM timed_steps SEMI JOIN chosen_steps USING (request)
@@ -83,7 +83,7 @@ def _spanned_us(request: Request) -> float:
         )
         SELECT coalesce(sum(us), 0) AS us FROM spanned
     """)
-    return float(found["us"])
+    return float(spanned["us"])
 
 
 def phases(request: Request) -> dict[str, Any] | None:
@@ -145,22 +145,22 @@ def break_even(request: Request) -> dict[str, Any]:
     """
     costs = _costs(request)
     share = request.single("SELECT avg(slow::INT) AS share FROM chosen_steps WHERE step > 0")["share"]
-    found = {"context_tokens": None, "slow_share": share, **costs, "reason": None}
+    facts = {"context_tokens": None, "slow_share": share, **costs, "reason": None}
     dense, fast = costs["dense_us_per_token"], costs["fast_us"]
     if share is None:
-        return found | {"reason": "no step after step 0 was recorded"}
+        return facts | {"reason": "no step after step 0 was recorded"}
     if request.trace.lossless:
-        return found | {"reason": "a lossless run's verifications attend with several queries"}
+        return facts | {"reason": "a lossless run's verifications attend with several queries"}
     if (dense is None or fast is None) and request.single(REPLAYED)["n"]:
-        return found | {"reason": "replayed steps have no phases (record with --set trace.spans=true)"}
+        return facts | {"reason": "replayed steps have no phases (record with --set trace.spans=true)"}
     if dense is None or fast is None:
         kind = "slow" if dense is None else "fast"
-        return found | {"reason": f"no {kind} step after step 0 was timed"}
+        return facts | {"reason": f"no {kind} step after step 0 was timed"}
     select, pack = costs["select_us_per_token"] or 0.0, costs["pack_us"] or 0.0
     gain = (1 - share) * dense - share * select
     if gain <= 0:
-        return found | {"reason": "refreshes cost more than fast steps save, at any context length"}
-    return found | {"context_tokens": (share * pack + (1 - share) * fast) / gain}
+        return facts | {"reason": "refreshes cost more than fast steps save, at any context length"}
+    return facts | {"context_tokens": (share * pack + (1 - share) * fast) / gain}
 
 
 def _costs(request: Request) -> dict[str, Any]:

@@ -39,7 +39,7 @@ def stability(request: Request) -> dict[str, Any] | None:
         WHERE overlap_previous_step IS NOT NULL
     """
     overall |= request.single(query, [request.trace.manifest["audit"]["top"]])
-    return {**overall, "layers": [{"layer": layer, **found} for layer, found in places.items()]}
+    return {**overall, "layers": [{"layer": layer, **overlaps} for layer, overlaps in places.items()]}
 
 
 def overlap_by_lag(request: Request) -> dict[str, Any] | None:
@@ -143,11 +143,11 @@ def audit_facts(request: Request) -> dict[str, Any] | None:
 
 def logits_facts(request: Request) -> dict[str, Any] | None:
     """Compare the next-token distributions of audited fast steps with dense attention's."""
-    found = request.single(f"""
+    facts = request.single(f"""
         SELECT {distribution("kl_next_token")} AS kl_next_token, avg(argmax_agrees::INT) AS argmax_agreement
         FROM chosen_logits
     """)  # noqa: S608 - our own words
-    return found if found["kl_next_token"]["n"] else None
+    return facts if facts["kl_next_token"]["n"] else None
 
 
 def disagreements(request: Request) -> list[dict[str, Any]]:
@@ -176,5 +176,5 @@ def selection_facts(request: Request) -> dict[str, Any] | None:
             avg({at_clip(request)}::INT) AS clipped_share
         FROM chosen_selections
     """  # noqa: S608 - our own words
-    found = request.single(query)
-    return found if found["rows"] else None
+    facts = request.single(query)
+    return facts if facts["rows"] else None

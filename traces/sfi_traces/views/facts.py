@@ -49,9 +49,9 @@ def facts(document: Row) -> Iterator[Fact]:
         )
         note = f"of dense attention, in fast steps; least {', '.join(worst)}"
         yield Fact("retained mass", number(audit["retained_mass"]["mean"]), note)
-    found = document["health"]
-    judged = f"by {plural(len(found['judged']), 'rule')}; {len(found['not_judged'])} not judged"
-    yield Fact("health", plural(len(problems(found)), "problem"), judged)
+    health = document["health"]
+    judged = f"by {plural(len(health['judged']), 'rule')}; {len(health['not_judged'])} not judged"
+    yield Fact("health", plural(len(problems(health)), "problem"), judged)
     latency = document["latency"]
     kinds = {kind["kind"]: duration(kind["p50_us"]) for kind in latency["kinds"]}
     if medians := ", ".join(f"{name} {kinds[name]}" for name in ("fast", "mixed", "slow") if name in kinds):
@@ -86,27 +86,27 @@ def further_facts(document: Row) -> Iterator[Fact]:
             f"retains least keeps {number(audit['retained_mass_min']['mean'])}"
         )
         yield Fact("top-1 hit", percent(audit["top_1_read"]["mean"]), note)
-    if found := document["coverage"]:
+    if section := document["coverage"]:
         note = (
-            f"of the prompt was ever selected by a KV head, {percent(found['selected_by_any'])} by any; half "
-            f"of it lies {number(found['distance']['p50'], 0)} tokens back or more; a position stays "
-            f"for {number(found['stay'], 1)} refreshes"
+            f"of the prompt was ever selected by a KV head, {percent(section['selected_by_any'])} by any; half "
+            f"of it lies {number(section['distance']['p50'], 0)} tokens back or more; a position stays "
+            f"for {number(section['stay'], 1)} refreshes"
         )
-        yield Fact("coverage", percent(found["selected"]), note)
+        yield Fact("coverage", percent(section["selected"]), note)
     if selections and selections["lambda_star"]["n"]:
         note = f"on average; {percent(selections['clipped_share'], 0)} of the values stand at the clip"
         yield Fact("lambda*", number(selections["lambda_star"]["mean"], 4), note)
-    if (found := document["corrections"]) and found["n"]:
-        yield Fact("corrections", percent(found["share"]), f"of {found['n']:,} fast steps x layers x KV heads")
-    if found := document["recalls"]:
-        note = f"of K and V a step, from the host; {duration(found['step_waited_us'])} waited"
-        yield Fact("recalled", f"{number(found['step_bytes'], 0)} bytes", note)
+    if (section := document["corrections"]) and section["n"]:
+        yield Fact("corrections", percent(section["share"]), f"of {section['n']:,} fast steps x layers x KV heads")
+    if section := document["recalls"]:
+        note = f"of K and V a step, from the host; {duration(section['step_waited_us'])} waited"
+        yield Fact("recalled", f"{number(section['step_bytes'], 0)} bytes", note)
 
 
-def disagreement(one: Row) -> str:
+def disagreement(row: Row) -> str:
     """Say what a step gave, and what full attention would have said."""
-    gave = "" if one["token_text"] is None else f"{quoted(one['token_text'])}, "
-    return f"{gave}full attention {dense_words(one)}"
+    gave = "" if row["token_text"] is None else f"{quoted(row['token_text'])}, "
+    return f"{gave}full attention {dense_words(row)}"
 
 
 def run_table(run: Row) -> Table:
@@ -115,7 +115,7 @@ def run_table(run: Row) -> Table:
     where = "" if run["imported"] else f", {run['backend']} on {run['device']}"
     changed = ", ".join(f"{name} {_setting(value)}" for name, value in run["settings"].items())
     finished = run["finished"] or "no: the run was killed, or goes on"
-    found = {
+    lines = {
         "model": f"{run['model']} ({run['architecture']}){where}",
         "policy": f"{run['policy']}{way}, preset {run['preset'] or 'default'}",
         "settings": changed or "the defaults",
@@ -123,13 +123,13 @@ def run_table(run: Row) -> Table:
         "begun": run["created"],
         "finished": finished + (f", stopped early: {run['stopped']}" if run["stopped"] else ""),
     }
-    return Table("Run", (), [(name, str(value)) for name, value in found.items() if value])
+    return Table("Run", (), [(name, str(value)) for name, value in lines.items() if value])
 
 
-def latency_table(found: Row) -> Table:
+def latency_table(latency: Row) -> Table:
     """Show the time of each kind of step."""
-    title = "Time of a step" + ", the audit's work included" * found["audited"]
-    return Table.of(title, LATENCY, found["kinds"])
+    title = "Time of a step" + ", the audit's work included" * latency["audited"]
+    return Table.of(title, LATENCY, latency["kinds"])
 
 
 def trigger_table(triggers: list[Row]) -> Table:
@@ -154,14 +154,14 @@ def _setting(value: object) -> str:
     return " ".join(map(repr, value)) if isinstance(value, list) else str(value)
 
 
-def _token(one: Row) -> str:
-    if one["token_text"] is not None:
-        return quoted(one["token_text"])
-    return "(left out)" if one["token_id"] is None else "-"
+def _token(row: Row) -> str:
+    if row["token_text"] is not None:
+        return quoted(row["token_text"])
+    return "(left out)" if row["token_id"] is None else "-"
 
 
 LATENCY: Columns = {
-    "step": lambda one: one["kind"] + (" (audited)" if one["audited"] else ""),
+    "step": lambda row: row["kind"] + (" (audited)" if row["audited"] else ""),
     "n": (count, "n"),
     **{name: (duration, f"{name}_us") for name in ("mean", "p50", "p95", "p99")},
 }
