@@ -25,7 +25,8 @@ class Watcher(Protocol):
         """Look at the pass's queries and outputs of a layer."""
 
     def forget(self, request: int) -> None:
-        """Drop the data of a request that has left."""
+        """Drop the data of a request that has left; by default there are none by request."""
+        del request
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,7 @@ class PromptLayer:
 
 
 @dataclass(slots=True)
-class PromptQueries:
+class PromptQueries(Watcher):
     """Keeps the last `window` queries of each prompt, by layer; None keeps all.
 
     Every run has one for its first selection; `read_prompt` adds another as a `Watcher`.
@@ -57,9 +58,6 @@ class PromptQueries:
         if known is not None:
             query = _joined(known.query_BHGTD, query, layer.batch_pass.count)
         return query if self.window is None else query[:, :, :, -self.window :]
-
-    def forget(self, request: int) -> None:
-        """Do nothing: queries are not kept by request."""
 
 
 def _joined(old_BHGTD: torch.Tensor, new_BHGTD: torch.Tensor, count: Sequence[int]) -> torch.Tensor:

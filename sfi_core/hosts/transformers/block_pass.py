@@ -9,7 +9,7 @@ import torch
 from sfi_core.engine.derived_runs import dense_twin
 from sfi_core.engine.lossless import Block, Drafts
 from sfi_core.engine.picking import PAD
-from sfi_core.engine.prompt_queries import SeenLayer
+from sfi_core.engine.prompt_queries import SeenLayer, Watcher
 from sfi_core.engine.run import Run
 from sfi_core.hosts.transformers.cache import RaggedRow, SfiCache
 from sfi_core.hosts.transformers.own_layers import states
@@ -18,7 +18,7 @@ from sfi_kernels.step_descriptor import sent
 
 
 @dataclass(slots=True)
-class LastOutputs:
+class LastOutputs(Watcher):
     """A watcher that keeps what each layer's attention gave in the last decoding pass, [B, H, G, T, E]."""
 
     layers: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -27,9 +27,6 @@ class LastOutputs:
         """Keep a pass's outputs."""
         if not layer.batch_pass.prompts:
             self.layers[layer.index] = out_BHGTE
-
-    def forget(self, request: int) -> None:
-        """Do nothing: the next pass overwrites all."""
 
     def attend(self, layer: SeenLayer, query_BHGTD: torch.Tensor) -> torch.Tensor:
         """Return a layer's outputs of the last decoding pass for its first tokens."""
