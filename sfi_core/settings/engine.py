@@ -61,8 +61,8 @@ class EngineOptions:
 
     overlap: bool = setting(
         True,
-        "Run a layer's Selector and pack on a second CUDA stream, beside the next layers (Sec. 4.1). A CPU "
-        "always runs them in order.",
+        "Run a layer's Selector and pack on a second CUDA stream, beside the next layers (Sec. 4.1). Else a "
+        "slow step selects for all layers in one call at its end, as a CPU always does.",
     )
     graphs: bool | None = setting(
         None, "Replay whole decoding steps as CUDA graphs; none does so where the run's options allow it."
