@@ -1,6 +1,6 @@
 """Selections that are broken in one known way each: whether the rules of selection health see them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -122,13 +122,14 @@ BROKEN: dict[str, type[Policy]] = {
 
 
 def packed(note: Callable[..., None]) -> Callable[..., None]:
-    """Wrap `packing.note_selection`, which follows every packing, for `OtherValues`."""
+    """Wrap `select.note`, which follows every packing, for `OtherValues`."""
 
-    def wrapped(run: Any, layer: int, row: int, *rest: Any, **more: Any) -> None:
-        note(run, layer, row, *rest, **more)
-        before = max((one for one in run.segments if one < layer), default=None)
-        if isinstance(run.policy, OtherValues) and before is not None:
-            run.segments[layer].value_BHSE[row] = run.segments[before].value_BHSE[row]
+    def wrapped(run: Any, layers: Sequence[int], places: Mapping[int, int], *rest: Any) -> None:
+        note(run, layers, places, *rest)
+        for layer in layers if isinstance(run.policy, OtherValues) else ():
+            before = max((index for index in run.segments if index < layer), default=layer)
+            for row in places:
+                run.segments[layer].value_BHSE[row] = run.segments[before].value_BHSE[row]
 
     return wrapped
 

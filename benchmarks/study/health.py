@@ -11,7 +11,7 @@ from benchmarks.study.markdown import table
 from benchmarks.study.part import FAILURES, Part, Row
 from benchmarks.study.records import Key, short
 from benchmarks.study.texts import Place, window
-from sfi_core.engine import packing
+from sfi_core.engine import select
 from sfi_core.generation.generate import generate
 from sfi_core.models.load import first_line
 from sfi_core.settings.audit import AuditConfig
@@ -48,11 +48,11 @@ class HealthPart(Part):
         codes = "code" in name
         recent, sink = (16 if codes else 128), 4
         config = SfiConfig(budget=len(prompts[0]) // SHARE - recent - sink, recent=recent)
-        noted = "note_selection", packed(packing.note_selection)
+        noted = packed(select.note)
         with TemporaryDirectory() as folder:
             path = Path(folder) / "run"
             try:
-                with ParquetObserver(path, positions=True) as observer, patch.object(packing, *noted):
+                with ParquetObserver(path, positions=True) as observer, patch.object(select, "note", noted):
                     generate(
                         self.model, self.tokenizer, prompts, config, policy=name,
                         max_new_tokens=self.options.tokens, stop_token_ids=(), observers=[observer],

@@ -8,7 +8,9 @@ from transformers import CONFIG_MAPPING
 from sfi_core.errors import NumericsError
 from sfi_core.generation import verify as verify_module
 from sfi_core.models.load import load_tokenizer
-from tests.cli.test_generate import PROMPT, batch_file, inside
+from tests.cli.test_generate_prompts import batch_file
+from tests.cli.trace_commands import sfi as inside
+from tests.small_example import PROMPT
 
 TEXT = PROMPT * 20
 SETTINGS = ("--budget", "16", "--recent", "16", "--dtype", "float32")

@@ -23,7 +23,7 @@ def trace(tmp_path_factory) -> Trace:
 
 
 def test_the_report_grows_by_little_a_step(trace, monkeypatch):
-    monkeypatch.setattr("sfi_traces.model.supports.MOST_POSITIONS", 1 << 12)
+    monkeypatch.setattr("sfi_traces.model.request.MOST_POSITIONS", 1 << 12)
     page = render(Request(trace))
     assert len(page) - len(plotly.get_plotlyjs()) < BYTES_A_STEP * SHAPE.steps
     assert "1 of 3 audited layers are drawn, evenly chosen." in page

@@ -8,7 +8,7 @@ import pytest
 from sfi_core.engine.layer import Layer
 from sfi_core.engine.lossless import DraftRule
 from sfi_core.generation.verify import verify
-from sfi_core.hosts.transformers import lossless
+from sfi_core.hosts.transformers import decoder
 from sfi_core.state.request import RequestState
 from tests.architectures import tiny
 from tests.core.generation.test_lossless import ROWS, SAMPLINGS, STEPS, full, run, tokens
@@ -105,7 +105,7 @@ def test_a_drafting_step_costs_what_choosing_reads_and_a_verification_what_it_re
         rules[policy] = DraftRule(**given)
         return rules[policy]
 
-    monkeypatch.setattr(lossless, "DraftRule", rule_of)
+    monkeypatch.setattr(decoder, "DraftRule", rule_of)
     for policy in ("sfi", "quest", "codescan"):
         run("qwen3", ROWS, policy=policy, max_new_tokens=2)
     state = RequestState(length=400, recent_start=394, prompt_tokens=100)

@@ -22,7 +22,7 @@ class Masks(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         made = func(*args, **(kwargs or {}))
-        if isinstance(made, torch.Tensor) and made.dtype == torch.bool and made.dim() == 4:
+        if isinstance(made, torch.Tensor) and made.dtype == torch.bool and made.dim() == 4 and made.shape[1] == 1:
             self.sizes |= {tuple(made.shape)} if made.shape[2] > 1 < made.shape[3] else set()
         return made
 

@@ -10,7 +10,7 @@ from sfi_core.machine import threads
 @pytest.mark.parametrize(("small", "steps"), [(1 << 26, {1}), (1, {2})])
 def test_decoding_steps_of_a_small_model_take_one_thread(monkeypatch, small, steps):
     """The prompt takes all, and the number is the process' own again afterwards, also after an error."""
-    monkeypatch.setattr("sfi_core.hosts.transformers.decoder.SMALL_BYTES", small)
+    monkeypatch.setattr("sfi_core.hosts.transformers.replays.SMALL_BYTES", small)
     before = torch.get_num_threads()
     model, tokenizer = load()
     seen = {True: set(), False: set()}

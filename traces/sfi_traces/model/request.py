@@ -58,19 +58,19 @@ class Request:
         self.trace, self.layer, self.head, self.top = trace, layer, head, top
         self.requests: list[int] = sorted(pc.unique(table["request"]).to_pylist())
         check_known("request", [index], self.requests)
-        layers = [one for one in trace.manifest["model"]["layers"] if every or one["window"] is None]
-        check_known("layer", [layer], [one["layer"] for one in layers])
-        heads = [one["heads"] for one in layers if layer in (None, one["layer"])]
+        layers = [entry for entry in trace.manifest["model"]["layers"] if every or entry["window"] is None]
+        check_known("layer", [layer], [entry["layer"] for entry in layers])
+        heads = [entry["heads"] for entry in layers if layer in (None, entry["layer"])]
         check_known("head", [head], range(max(heads, default=0)))
         _check_top(trace, top)
         self._in_sql = index if every or index is not None else self.requests[0]
         self.index: int = self.requests[0] if index is None else index
         self.rows = of_request(table, self.index).sort_by("step")
         self.places: list[Place] = [
-            (one["layer"], number)
-            for one in layers
-            if one["window"] is None and layer in (None, one["layer"])
-            for number in range(one["heads"])
+            (entry["layer"], number)
+            for entry in layers
+            if entry["window"] is None and layer in (None, entry["layer"])
+            for number in range(entry["heads"])
             if head in (None, number)
         ]
         self.shared: dict[str, Any] = {}

@@ -65,17 +65,17 @@ class Rows:
 
     def last(self, step: int) -> int | None:
         """Return the last step up to `step` with a row of the chosen layers and heads."""
-        found: int | None = None
-        for group in sorted(self._groups, key=lambda one: min(one.step[1], step), reverse=True):
+        latest: int | None = None
+        for group in sorted(self._groups, key=lambda group: min(group.step[1], step), reverse=True):
             if group.step[0] > step:
                 continue
-            if found is not None and min(group.step[1], step) <= found:
+            if latest is not None and min(group.step[1], step) <= latest:
                 break
             keys = self._keys(group)
             steps = keys["step"][self._chosen(keys) & (keys["step"] <= step)]
             if len(steps):
-                found = max(int(steps.max()), -1 if found is None else found)
-        return found
+                latest = max(int(steps.max()), -1 if latest is None else latest)
+        return latest
 
     def at(self, steps: int | Ints) -> pa.Table:
         """Return the rows of one or several steps, of the chosen layers and heads; maybe none."""
@@ -128,6 +128,6 @@ def _row_groups(trace: Trace, part: Path) -> list[RowGroup]:
 
 
 def _range(column: Any) -> Range:
-    found = column.statistics  # another writer may leave them out
-    known = found is not None and found.has_min_max and isinstance(found.min, int)
-    return (found.min, found.max) if known else (-np.inf, np.inf)
+    bounds = column.statistics  # another writer may leave them out
+    known = bounds is not None and bounds.has_min_max and isinstance(bounds.min, int)
+    return (bounds.min, bounds.max) if known else (-np.inf, np.inf)

@@ -45,7 +45,7 @@ class Selections:
         by_place = np.argsort(place, kind="stable")
         first = np.flatnonzero(np.diff(place[by_place], prepend=-1))
         pieces = zip(place[by_place[first]].tolist(), np.split(by_place, first[1:]), strict=False)
-        self.of_place: dict[Place, Ints] = {(at >> 16, at & 0xFFFF): own for at, own in pieces}
+        self.of_place: dict[Place, Ints] = {(at >> 16, at & 0xFFFF): rows for at, rows in pieces}
         self._rows = Rows(trace, "selections", request, (*KEYS, "positions"))
 
     def serving(self, step: int, places: Collection[Place]) -> Ints:
@@ -61,9 +61,9 @@ class Selections:
 
     def by_place(self, rows: Ints) -> dict[Place, Positions] | None:
         """Read the positions of rows of different layers and KV heads; see `positions`."""
-        found = self.positions(rows)
+        positions = self.positions(rows)
         keys = zip(self.layer[rows].tolist(), self.head[rows].tolist(), strict=True)
-        return None if found is None else dict(zip(keys, found, strict=True))
+        return None if positions is None else dict(zip(keys, positions, strict=True))
 
     def positions(self, rows: Ints) -> list[Positions] | None:
         """Read the positions of some rows, ascending in each; None where the trace was recorded without."""
@@ -77,8 +77,8 @@ class Selections:
         keys = _keys(table)
         order = np.argsort(keys, kind="stable")
         at = order[np.searchsorted(keys[order], self._key[rows], side="right") - 1]
-        found = (values[ends[row] : ends[row + 1]] for row in at.tolist())
-        return [positions[positions >= 0] for positions in found]
+        lists = (values[ends[row] : ends[row + 1]] for row in at.tolist())
+        return [positions[positions >= 0] for positions in lists]
 
 
 def _keys(rows: pa.Table) -> Ints:

@@ -71,12 +71,12 @@ def compare_steps(recorded: Sequence[Supports], trace: Trace, real: Trace, *, ba
     kept = real.table("supports", SUPPORTS)
     compared = []
     for supports in recorded:
-        own = of_request(steps, supports.request).sort_by("step")
-        common = _common(supports, own)
+        measured = of_request(steps, supports.request).sort_by("step")
+        common = _common(supports, measured)
         dense = setting.config.dense_layers
         sparse = [place for place in supports.places if place[0] not in dense]
         like = supports.at(slice(common)).of_places(sparse)
-        measurement = _measured(like, setting, own, kept, batch)
+        measurement = _measured(like, setting, measured, kept, batch)
         prediction = replay_request(like, setting, batch=batch)
         unknown_NU = np.isnan(measurement.lower_NU)
         known: dict[str, Any] = {
@@ -84,7 +84,7 @@ def compare_steps(recorded: Sequence[Supports], trace: Trace, real: Trace, *, ba
             for name in ("lower_NU", "upper_NU", "overlap_NU")
         }
         request = Compared(
-            request=supports.request, steps=common, recorded_steps=supports.steps, measured_steps=own.num_rows
+            request=supports.request, steps=common, recorded_steps=supports.steps, measured_steps=measured.num_rows
         )
         pair = replace(prediction, **known), measurement
         if real.manifest["audit"]["top"] != supports.top:
@@ -98,13 +98,13 @@ def pooled(compared: Sequence[Steps]) -> Comparison:
     predictions, measurements, requests = zip(*compared, strict=True)
     pairs = list(zip(predictions, measurements, strict=True))
     differences = np.concatenate(
-        [(one.lower_NU - other.lower_NU)[~(one.slow_N | other.slow_N)].ravel() for one, other in pairs]
+        [(replayed.lower_NU - other.lower_NU)[~(replayed.slow_N | other.slow_N)].ravel() for replayed, other in pairs]
     )
     known = differences[~np.isnan(differences)]
     return Comparison(
         predicted=Outcome.of(predictions),
         measured=Outcome.of(measurements),
-        same_schedule=all(one.reasons == other.reasons for one, other in pairs),
+        same_schedule=all(replayed.reasons == other.reasons for replayed, other in pairs),
         mean_difference=float(known.mean()) if len(known) else None,
         mean_distance=float(np.abs(known).mean()) if len(known) else None,
         requests=list(requests),
@@ -118,7 +118,7 @@ def _check_pair(recorded: Sequence[Supports], trace: Trace, real: Trace) -> None
     if real.path == trace.path:
         return
     check_one_model(trace, real)
-    prompts = [{prompt["request"]: prompt["sha256"] for prompt in one.manifest["prompts"]} for one in (trace, real)]
+    prompts = [{prompt["request"]: prompt["sha256"] for prompt in side.manifest["prompts"]} for side in (trace, real)]
     for supports in recorded:
         first, second = (shas.get(supports.request) for shas in prompts)
         if first != second:
@@ -126,9 +126,9 @@ def _check_pair(recorded: Sequence[Supports], trace: Trace, real: Trace) -> None
                 f"traces must be of the same prompts, got different ones for request {supports.request} "
                 f"in {trace.path} and {real.path}"
             )
-    for one in (trace, real):
-        if one.manifest["redacted"]:
-            raise TraceError(f"trace {one.path} is redacted; it can be compared with itself only")
+    for side in (trace, real):
+        if side.manifest["redacted"]:
+            raise TraceError(f"trace {side.path} is redacted; it can be compared with itself only")
 
 
 def check_one_model(trace: Trace, other: Trace) -> None:
@@ -150,8 +150,8 @@ def _measured(like: Supports, setting: Setting, steps: pa.Table, kept: pa.Table,
     reasons = steps["reason"].to_pylist()
     slow_N = np.array([bool(reason) for reason in reasons])
     memory = Memory.of(setting.config.to_dict(), slow_N, like.length_N, scans=setting.scans)
-    own = of_request(kept, like.request)
-    kept_NU, overlap_NU = (_column(own, like, name) for name in ("retained_mass", "overlap_last_refresh"))
+    rows = of_request(kept, like.request)
+    kept_NU, overlap_NU = (_column(rows, like, name) for name in ("retained_mass", "overlap_last_refresh"))
     attended_N = steps["attended_tokens"].to_numpy()
     if setting.scans:
         overlap_NU = np.full_like(overlap_NU, np.nan)  # nothing is reused
@@ -164,6 +164,6 @@ def _column(rows: pa.Table, like: Supports, name: str) -> Floats:
     out_NU = np.full((like.steps, len(like.layer_U)), np.nan, np.float32)
     values = rows[name].to_numpy()
     for unit, pair in enumerate(zip(like.layer_U, like.head_U, strict=True)):
-        own = (layer == pair[0]) & (head == pair[1]) & (step < like.steps)
-        out_NU[step[own], unit] = values[own]
+        at = (layer == pair[0]) & (head == pair[1]) & (step < like.steps)
+        out_NU[step[at], unit] = values[at]
     return out_NU

@@ -86,14 +86,14 @@ class Outcome:
     @classmethod
     def of(cls, requests: Sequence[StepMetrics]) -> Self:
         """Sum up requests, every decoding step with the same weight."""
-        reasons = Counter(reason for one in requests for reason in one.reasons if reason)
-        slow, steps = reasons.total(), sum(len(one.reasons) for one in requests)
+        reasons = Counter(reason for request in requests for reason in request.reasons if reason)
+        slow, steps = reasons.total(), sum(len(request.reasons) for request in requests)
         decoded = steps - len(requests)
         lower, upper, overlap = (
-            known(one.fast_NU(name) for one in requests) for name in ("lower_NU", "upper_NU", "overlap_NU")
+            known(request.fast_NU(name) for request in requests) for name in ("lower_NU", "upper_NU", "overlap_NU")
         )
         read, context, bytes_, dense = (
-            sum(float(getattr(one, name)[1:].sum()) for one in requests)
+            sum(float(getattr(request, name)[1:].sum()) for request in requests)
             for name in ("attended_N", "length_N", "bytes_N", "dense_bytes_N")
         )
         each = max(1, decoded)
@@ -105,7 +105,7 @@ class Outcome:
             retained_mass=1.0 if (kept := mean(lower)) is None else kept,
             retained_mass_upper=1.0 if (most := mean(upper)) is None else most,
             retained_mass_p5=float(np.percentile(lower, LOW)) if len(lower) else 1.0,
-            worst=least("retained_mass", [(one, one.fast_NU("lower_NU")) for one in requests]),
+            worst=least("retained_mass", [(request, request.fast_NU("lower_NU")) for request in requests]),
             overlap_at_reuse=mean(overlap),
             attended_tokens=read / each,
             read_ratio=read / context if context else 1.0,
@@ -117,7 +117,7 @@ class Outcome:
 
 def pareto(outcomes: Sequence[Outcome]) -> list[bool]:
     """Mark the outcomes that no other beats in speed-up and retained mass."""
-    points = [(one.speedup, one.retained_mass) for one in outcomes]
+    points = [(outcome.speedup, outcome.retained_mass) for outcome in outcomes]
     best, front = -1.0, set()
     for speedup, kept in sorted(points, reverse=True):
         if kept > best:
@@ -128,18 +128,18 @@ def pareto(outcomes: Sequence[Outcome]) -> list[bool]:
 
 def least(name: str, values: Iterable[tuple[Any, Floats]]) -> dict[str, Any] | None:
     """Find the least of all requests' values, [N, U], as `name`, with its place; None if all are NaN."""
-    found = []
-    for one, value_NU in values:
+    places = []
+    for request, value_NU in values:
         if not np.isnan(value_NU).all():
             step, unit = np.unravel_index(int(np.nanargmin(value_NU)), value_NU.shape)
-            place = {"step": int(step), "layer": int(one.layer_U[unit]), "head": int(one.head_U[unit])}
-            found.append({name: float(value_NU[step, unit]), "request": one.request, **place})
-    return min(found, key=lambda place: place[name], default=None)
+            place = {"step": int(step), "layer": int(request.layer_U[unit]), "head": int(request.head_U[unit])}
+            places.append({name: float(value_NU[step, unit]), "request": request.request, **place})
+    return min(places, key=lambda place: place[name], default=None)
 
 
 def known(values: Iterable[Floats]) -> Floats:
     """Join values that are not NaN."""
-    pooled = np.concatenate([one.ravel() for one in values])
+    pooled = np.concatenate([value.ravel() for value in values])
     return np.asarray(pooled[~np.isnan(pooled)])
 
 

@@ -111,15 +111,15 @@ def _refreshed(
         part = edges[at : at + together + 1]
         rows = np.arange(part[0], part[-1])
         rows = rows[np.isin(selections.layer[rows], layers)]
-        found: dict[int, list[tuple[Place, np.ndarray]]] = {int(begin): [] for begin in begins[at : at + together]}
+        refreshes: dict[int, list[tuple[Place, np.ndarray]]] = {int(begin): [] for begin in begins[at : at + together]}
         positions = selections.positions(rows)
         if positions is None:
             yield None
             return
         for row, position in zip(rows, positions, strict=True):
             place = int(selections.layer[row]), int(selections.head[row])
-            found[int(selections.begin[row])].append((place, position))
-        yield from found.values()
+            refreshes[int(selections.begin[row])].append((place, position))
+        yield from refreshes.values()
 
 
 def _mass(request: Request, last: int, per_cell: int, cells: int) -> Packed | None:
@@ -129,20 +129,20 @@ def _mass(request: Request, last: int, per_cell: int, cells: int) -> Packed | No
     steps = np.unique(audited["step"].to_numpy())
     if not len(steps) or not request.trace.masses:
         return None
-    own = sorted(set(pc.unique(audited["layer"]).to_pylist()))
-    every = thinning(len(steps) * len(own), MOST_LISTS)
+    layers = sorted(set(pc.unique(audited["layer"]).to_pylist()))
+    every = thinning(len(steps) * len(layers), MOST_LISTS)
     steps = steps[::every]
-    lists = np.zeros((len(steps), len(own), LIST, 3), np.uint16)
+    lists = np.zeros((len(steps), len(layers), LIST, 3), np.uint16)
     columns = ["step", "layer", "positions", "mass", "read"]
     known = True
     for at in range(0, len(steps), LIST):
         table = request.trace.rows("supports", columns, wanted & of_steps(steps[at : at + LIST]))
         known &= table["read"].null_count == 0
         for key, group in _grouped(table):
-            place = int(np.searchsorted(steps, key[0])), own.index(key[1])
+            place = int(np.searchsorted(steps, key[0])), layers.index(key[1])
             lists[place] = _strongest(*group, per_cell, cells)
     return {
-        "steps": steps.tolist(), "every": every, "layers": own, "list": LIST, "known": bool(known),
+        "steps": steps.tolist(), "every": every, "layers": layers, "list": LIST, "known": bool(known),
         "packed": _base64(zlib.compress(lists.tobytes(), 6)),
     }  # fmt: skip
 
@@ -162,8 +162,8 @@ def _grouped(table: pa.Table) -> Iterator[tuple[tuple[int, int], Group]]:
     step, layer = table["step"].to_numpy().astype(np.int64), table["layer"].to_numpy()
     edges = np.flatnonzero(np.diff(step << 16 | layer, prepend=-1))
     for low, high in zip(edges, [*edges[1:], len(table)], strict=True):
-        own = slice(ends[low], ends[high])
-        yield (int(step[low]), int(layer[low])), (position[own], mass[own], missed[own], high - low)
+        rows = slice(ends[low], ends[high])
+        yield (int(step[low]), int(layer[low])), (position[rows], mass[rows], missed[rows], high - low)
 
 
 def _strongest(
@@ -174,10 +174,10 @@ def _strongest(
     whole = np.bincount(cell[inside], mass[inside], minlength=cells) / heads
     lost = np.bincount(cell[inside], (mass * missed)[inside], minlength=cells) / heads
     top = np.argsort(-whole, kind="stable")[:LIST]
-    found = np.zeros((LIST, 3), np.uint16)
+    numbers = np.zeros((LIST, 3), np.uint16)
     for column, value in enumerate((top, whole[top] * 65_535, lost[top] * 65_535)):
-        found[: len(top), column] = np.round(value)
-    return found
+        numbers[: len(top), column] = np.round(value)
+    return numbers
 
 
 def _base64(packed: bytes) -> str:

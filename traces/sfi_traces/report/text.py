@@ -42,24 +42,24 @@ def generated(request: Request) -> dict[str, Any]:
     }
 
 
-def disagreements(request: Request, found: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def disagreements(request: Request, steps: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """List the steps where full attention would have said another token, with what the step missed most.
 
-    `found` are the summary's, the largest KL first; `left_out` counts those that are not listed.
+    `steps` are the summary's, the largest KL first; `left_out` counts those that are not listed.
     """
-    shown = [one for one in found if request.steps.rows(np.array(one["step"])) < MOST_TOKENS][:MOST_STEPS]
+    shown = [step for step in steps if request.steps.rows(np.array(step["step"])) < MOST_TOKENS][:MOST_STEPS]
     listed = [
         {
-            "row": int(request.steps.rows(np.array(one["step"]))),
-            "step": one["step"],
-            "token": printable(one["token_text"] or ""),
-            "dense": dense_words(one),
-            "kl": f"{one['kl_next_token']:.3f}",
-            "missed": _missed(request, one["step"]),
+            "row": int(request.steps.rows(np.array(step["step"]))),
+            "step": step["step"],
+            "token": printable(step["token_text"] or ""),
+            "dense": dense_words(step),
+            "kl": f"{step['kl_next_token']:.3f}",
+            "missed": _missed(request, step["step"]),
         }
-        for one in shown
+        for step in shown
     ]
-    return {"listed": listed, "left_out": len(found) - len(shown)}
+    return {"listed": listed, "left_out": len(steps) - len(shown)}
 
 
 def _missed(request: Request, step: int) -> str:

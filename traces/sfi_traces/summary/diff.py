@@ -41,13 +41,13 @@ def compare(first: Trace, second: Trace, request: int | None = None) -> Row:
     that one lacks.
     """
     _check_model(first, second)
-    one, two = Request.of(first, request), Request.of(second, request)
-    _check_prompts(one, two)
-    requests = _compare_steps(one, two)
-    sides = [_numbers(side) for side in (one, two)]
+    a, b = Request.of(first, request), Request.of(second, request)
+    _check_prompts(a, b)
+    requests = _compare_steps(a, b)
+    sides = [_numbers(side) for side in (a, b)]
     until = {row["request"]: row["compared_steps"] for row in requests if row["compared_steps"]}
-    cut = _match_tables(one, two)
-    layers = _first_layers(one, until)
+    cut = _match_tables(a, b)
+    layers = _first_layers(a, until)
     for row in requests:
         row["first_layer"] = layers.get(row["request"])
     document = {
@@ -57,8 +57,8 @@ def compare(first: Trace, second: Trace, request: int | None = None) -> Row:
         "settings": _changed(first.manifest, second.manifest),
         "requests": requests,
         "supports_cut_to": cut,
-        "supports": _overlap(one, "supports", until),
-        "selections": _overlap(one, "selections", until),
+        "supports": _overlap(a, "supports", until),
+        "selections": _overlap(a, "selections", until),
         "ratios": {
             name: _ratio(sides[0][name], sides[1][name])
             for name in ("slow_p50_us", "fast_p50_us", "tokens_per_second", "read_ratio", "cache_read_ratio")
@@ -68,25 +68,25 @@ def compare(first: Trace, second: Trace, request: int | None = None) -> Row:
 
 
 def _check_model(first: Trace, second: Trace) -> None:
-    one, two = (
+    shapes = [
         [trace.manifest["model"].get(key) for key in MODEL]
         + [[layer[key] for key in LAYER] for layer in trace.manifest["model"]["layers"]]
         for trace in (first, second)
-    )
-    if one != two:
+    ]
+    if shapes[0] != shapes[1]:
         names = [f"{trace.manifest['model']['name']} in {trace.path}" for trace in (first, second)]
         raise TraceError(f"traces must be of one model, got {names[0]} and {names[1]}")
 
 
 def _check_prompts(request: Request, other: Request) -> None:
-    one, two = (_prompts(side) for side in (request, other))
-    if one.keys() != two.keys():
-        counts = f"{len(one)} in {request.trace.path} and {len(two)} in {other.trace.path}"
+    prompts, others = (_prompts(side) for side in (request, other))
+    if prompts.keys() != others.keys():
+        counts = f"{len(prompts)} in {request.trace.path} and {len(others)} in {other.trace.path}"
         raise TraceError(f"traces must have the same requests, got {counts}; choose with --request")
-    for index, prompt in one.items():
+    for index, prompt in prompts.items():
         # None: a redacted trace has no hashes, an early killed one no prompts
-        if any(a != b for a, b in zip(prompt, two[index], strict=True) if None not in (a, b)):
-            counts = f"{prompt[0]} tokens in {request.trace.path} and {two[index][0]} in {other.trace.path}"
+        if any(a != b for a, b in zip(prompt, others[index], strict=True) if None not in (a, b)):
+            counts = f"{prompt[0]} tokens in {request.trace.path} and {others[index][0]} in {other.trace.path}"
             raise TraceError(f"traces must have the same prompts, got another for request {index}: {counts}")
 
 
@@ -98,7 +98,7 @@ def _prompts(request: Request) -> dict[int, tuple[int | None, str | None]]:
 
 def _compare_steps(request: Request, other: Request) -> list[Row]:
     query = "SELECT request, step, token_id, token_text, slow FROM chosen_steps ORDER BY request, step"
-    one, two = (
+    steps, others = (
         {index: list(rows) for index, rows in groupby(side.query(query), itemgetter("request"))}
         for side in (request, other)
     )
@@ -106,23 +106,23 @@ def _compare_steps(request: Request, other: Request) -> list[Row]:
     return [
         {
             "request": index,
-            "steps": {"a": len(one[index]), "b": len(two[index])},
-            **(UNKNOWN if redacted else _compare_tokens(one[index], two[index])),
+            "steps": {"a": len(steps[index]), "b": len(others[index])},
+            **(UNKNOWN if redacted else _compare_tokens(steps[index], others[index])),
         }
-        for index in one
+        for index in steps
     ]
 
 
-def _compare_tokens(one: list[Row], two: list[Row]) -> Row:
-    equal = [a["token_id"] == b["token_id"] for a, b in zip(one, two, strict=False)]
+def _compare_tokens(steps: list[Row], others: list[Row]) -> Row:
+    equal = [a["token_id"] == b["token_id"] for a, b in zip(steps, others, strict=False)]
     at = equal.index(False) if False in equal else None
     compared = len(equal) if at is None else at + 1
-    slow = [{row["step"] for row in rows[:compared] if row["slow"]} for rows in (one, two)]
+    slow = [{row["step"] for row in rows[:compared] if row["slow"]} for rows in (steps, others)]
     difference = None
     if at is not None:
-        token = [{key: row[at][key] for key in ("token_id", "token_text")} for row in (one, two)]
-        before = "".join(row["token_text"] or "" for row in one[max(0, at - BEFORE) : at])
-        difference = {"step": one[at]["step"], "before": before, "a": token[0], "b": token[1]}
+        token = [{key: row[at][key] for key in ("token_id", "token_text")} for row in (steps, others)]
+        before = "".join(row["token_text"] or "" for row in steps[max(0, at - BEFORE) : at])
+        difference = {"step": steps[at]["step"], "before": before, "a": token[0], "b": token[1]}
     return {
         "equal_share": sum(equal) / len(equal),
         "first_difference": difference,
@@ -226,17 +226,17 @@ def _numbers(request: Request) -> Row:
     }
 
 
-def _ratio(one: float | None, two: float | None) -> float | None:
-    return None if one is None or two is None or not one else two / one
+def _ratio(a: float | None, b: float | None) -> float | None:
+    return None if a is None or b is None or not a else b / a
 
 
 def _changed(first: Row, second: Row) -> Row:
-    one, two = (
+    a, b = (
         {name: manifest.get(name) for name in FACTS}
         | {"lossless": bool(manifest.get("lossless"))}
         | {"dtype": manifest["model"].get("dtype")}
         | flat_settings(manifest["config"])
-        | ({"audit.top": manifest["audit"]["top"]} if all(one.get("audit") for one in (first, second)) else {})
+        | ({"audit.top": manifest["audit"]["top"]} if all(side.get("audit") for side in (first, second)) else {})
         for manifest in (first, second)
     )
-    return {name: {"a": one.get(name), "b": two.get(name)} for name in one | two if one.get(name) != two.get(name)}
+    return {name: {"a": a.get(name), "b": b.get(name)} for name in a | b if a.get(name) != b.get(name)}

@@ -142,10 +142,10 @@ class HeadMap:
     value: np.ndarray
 
     @classmethod
-    def of(cls, found: Mapping[Place, float]) -> Self:
+    def of(cls, values: Mapping[Place, float]) -> Self:
         """Take the number of each layer and KV head."""
-        layers, heads = (sorted({place[axis] for place in found}) for axis in (0, 1))
-        value = [[found.get((layer, head), np.nan) for head in heads] for layer in layers]
+        layers, heads = (sorted({place[axis] for place in values}) for axis in (0, 1))
+        value = [[values.get((layer, head), np.nan) for head in heads] for layer in layers]
         return cls(layers, heads, np.array(value))
 
 
@@ -176,11 +176,11 @@ def retained_mass(request: Request) -> Retained:
     if not len(rows):
         supports = request.supports
         held_UN = supports.mass_NUK.sum(-1).T.copy()
-        found = dict(zip(supports.places, held_UN.mean(-1), strict=True))
-        return Retained(found, supports.steps, coverage=True)
+        mass = dict(zip(supports.places, held_UN.mean(-1), strict=True))
+        return Retained(mass, supports.steps, coverage=True)
     means = rows.group_by(["layer", "head"]).aggregate([("retained_mass", "mean")])
-    found = {(r["layer"], r["head"]): r["retained_mass_mean"] for r in means.to_pylist()}
-    return Retained(found, len(pc.unique(rows["step"])), coverage=False)
+    mass = {(row["layer"], row["head"]): row["retained_mass_mean"] for row in means.to_pylist()}
+    return Retained(mass, len(pc.unique(rows["step"])), coverage=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,8 +243,8 @@ def _spans(request: Request, step: np.ndarray) -> dict[str, np.ndarray]:
         raise TraceError(f"trace {request.trace.path} has no timings of decoding steps")
     table = table.filter(pc.field("request") == pc.max(table["request"]))
     sums = table.group_by(["step", "name"]).aggregate([("elapsed_us", "sum")])
-    found: dict[str, np.ndarray] = {}
+    phases: dict[str, np.ndarray] = {}
     for row in sums.to_pylist():
-        spent_us = found.setdefault(row["name"], np.zeros(len(step)))
+        spent_us = phases.setdefault(row["name"], np.zeros(len(step)))
         spent_us[np.searchsorted(step, row["step"])] = row["elapsed_us_sum"]
-    return found
+    return phases

@@ -87,7 +87,7 @@ def texts_of(settings: Columns) -> int:
 def everywhere(rows: Sequence[Row]) -> list[str]:
     """Return a line with the settings that all rows have in common; [] without any."""
     values = {name: _values(rows, name) for name in SETTINGS}
-    same = [f"{SETTINGS[name]} {one[0]}" for name, one in values.items() if len(one) == 1]
+    same = [f"{SETTINGS[name]} {given[0]}" for name, given in values.items() if len(given) == 1]
     return [f"Everywhere: {', '.join(same)}."] if same else []
 
 
@@ -104,10 +104,10 @@ def _validation_table(document: Row) -> Table:
 
 def _validation_notes(document: Row) -> list[str]:
     lines, validation = [], document["validation"]
-    for one in validation["requests"]:
-        least = min(one["recorded_steps"], one["measured_steps"])
-        text = f"request {one['request']}: {one['steps']} of {least} steps compared"
-        lines.append(text + (", up to the first other token" if one["steps"] < least else ""))
+    for request in validation["requests"]:
+        least = min(request["recorded_steps"], request["measured_steps"])
+        text = f"request {request['request']}: {request['steps']} of {least} steps compared"
+        lines.append(text + (", up to the first other token" if request["steps"] < least else ""))
     schedule = "the same slow steps" if validation["same_schedule"] else "OTHER SLOW STEPS"
     text = f"{schedule} predicted and measured"
     if validation["mean_difference"] is not None:
@@ -171,7 +171,7 @@ def reuse_text(document: Row) -> list[Part]:
 
 def _worst_layer(row: Row) -> str:
     layer = row["worst_layer"]
-    of_layer = {one["layer"]: one["recall"] for one in row["layers"]}
+    of_layer = {layer["layer"]: layer["recall"] for layer in row["layers"]}
     return "-" if layer is None else f"{number(of_layer[layer])} ({layer})"
 
 
@@ -179,10 +179,10 @@ def _layers_table(document: Row) -> Table:
     # a row for each layer, a column for each schedule
     rows = [row for row in document["rows"] if row["reused_steps"]]
     recall = {
-        layer: [next(one["recall"] for one in row["layers"] if one["layer"] == layer) for row in rows]
+        layer: [next(each["recall"] for each in row["layers"] if each["layer"] == layer) for row in rows]
         for layer in document["layers"]
     }
-    worst = sorted(recall, key=lambda layer: [1.0 if one is None else one for one in recall[layer]])
+    worst = sorted(recall, key=lambda layer: [1.0 if share is None else share for share in recall[layer]])
     shown = sorted(worst[:MOST_LAYERS])
     title = "Recall by layer" + (f", the {len(shown)} lowest of {len(recall)}" if len(shown) < len(recall) else "")
     cells = [[str(layer), *map(number, recall[layer])] for layer in shown]
