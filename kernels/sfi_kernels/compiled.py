@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar, copy_context
 from functools import cache, partial
 from itertools import pairwise
+from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
@@ -75,8 +76,17 @@ def entry(function: Callable[..., None]) -> Any:
     compiled = numba.njit(**OPTIONS)(function)
     with suppress(RuntimeError):  # no folder can be written
         # `cache=True` sets numba's own, which ends the run where the folder is full, locked or damaged
-        compiled._cache = _optional(FunctionCache)(function)  # noqa: SLF001
+        kept = _optional(FunctionCache)(function)
+        kept._cache_file._source_stamp = _source_stamp()  # noqa: SLF001 - numba's own sees the function's file alone
+        compiled._cache = kept  # noqa: SLF001
     return compiled
+
+
+@cache
+def _source_stamp() -> tuple[float, int]:
+    # of all that a function may call, and of the constants that its code holds
+    files = [path.stat() for path in Path(__file__).parent.rglob("*.py")]
+    return max(file.st_mtime for file in files), sum(file.st_size for file in files)
 
 
 def by_heads(run: Callable[[int, int], None], heads: int, microseconds: float) -> None:

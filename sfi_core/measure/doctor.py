@@ -103,9 +103,9 @@ def _numba() -> Check:
     if missing:  # PyTorch does the same; only a numba that is there but does not work is a fault
         slower = "codescan and quest run in PyTorch, slower"
         return Check("numba", None if missing == "not installed" else False, f"{missing}; {slower}")
-    from sfi_kernels import loops  # noqa: PLC0415 - needs numba
+    from sfi_kernels.loops import attention  # noqa: PLC0415 - needs numba
 
-    folder = loops.attend.stats.cache_path
+    folder = attention.attend.stats.cache_path
     detail = "no folder for code can be written, so every run compiles"
     if folder:
         detail = f"code is kept in {folder}"

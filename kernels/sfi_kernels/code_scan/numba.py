@@ -2,10 +2,11 @@
 
 import torch
 
-from sfi_kernels import loops
 from sfi_kernels.code_scan.codes import KEPT, BatchCodes, Choice, CodeBasis, words
 from sfi_kernels.code_scan.reference import append_new, check, check_basis, check_codes
 from sfi_kernels.compiled import by_heads
+from sfi_kernels.loops import codes as loops
+from sfi_kernels.loops.vectors import F
 from sfi_kernels.numpy_views import KINDS, plain, rows_of
 from sfi_kernels.pseudo_token import PseudoToken
 from sfi_kernels.step_descriptor import FAST, LENGTH, MODE, StepDescriptor
@@ -73,7 +74,7 @@ def _run(
     written = *codes[:-1], position, length, index, logit, mean, unread
     arguments = (
         plain(query), key_XD, value_XE, half_key_XD, half_value_XE, KINDS[key.dtype], key.shape[2], table.numpy(),
-        descriptor.table_BX.numpy(), *(part.numpy() for part in written), loops.F(scale), loops.F(rest),
+        descriptor.table_BX.numpy(), *(part.numpy() for part in written), F(scale), F(rest),
     )  # fmt: skip
     work = NUMBER * codes.word_BHWT.numel() * query.shape[2]
     by_heads(lambda begin, end: loops.code_scan(begin, end, *arguments), query.shape[1], work)

@@ -2,8 +2,9 @@
 
 import torch
 
-from sfi_kernels import loops
 from sfi_kernels.compiled import by_heads
+from sfi_kernels.loops import attention
+from sfi_kernels.loops.vectors import F
 from sfi_kernels.numpy_views import KINDS, plain, readable, rows_of
 from sfi_kernels.pseudo_token import PseudoToken
 
@@ -31,11 +32,11 @@ def sparse_attention(
     (key_XD, half_key_XD), (value_XE, half_value_XE) = map(rows_of, (key_PHND, value_PHNE))
     kind, page_size = KINDS[key_PHND.dtype], key_PHND.shape[2]
     rows = position_BHS, packed_length_BH, block_table_BP, recent_start_B, length_B
-    options = loops.F(scale), loops.F(soft_cap or 0), sink, *map(plain, extra)
+    options = F(scale), F(soft_cap or 0), sink, *map(plain, extra)
     arguments = (
         plain(query_BHGD), key_XD, value_XE, half_key_XD, half_value_XE, kind, page_size,
         *(part.numpy() for part in rows), *options, out_BHGE.numpy(),
     )  # fmt: skip
     work = NUMBER * query_BHGD.numel() * position_BHS.shape[2]  # and recent tokens, which are fewer
-    by_heads(lambda begin, end: loops.attend(begin, end, *arguments), H, work)
+    by_heads(lambda begin, end: attention.attend(begin, end, *arguments), H, work)
     return out_BHGE.to(query_BHGD.dtype)

@@ -24,7 +24,7 @@ from tests.fakes import RecordingObserver
 pytest.importorskip("numba")
 from numba.core import event
 
-from sfi_kernels import loops
+from sfi_kernels.loops import attention
 
 CONFIG = SfiConfig(sink=2, recent=6, budget=9, window_prefill=8, trigger_policy="never")
 ROWS = prompts(70, 9, 33)
@@ -122,11 +122,11 @@ import sys, torch
 assert "numba" not in sys.modules
 print(why_not() or "usable", end=" ")
 if not why_not():
-    from sfi_kernels import loops
+    from sfi_kernels.loops.attention import attend
     from sfi_kernels.row_product import row_product
     with telling(lambda: print("compiling", end=" ")):
         row = row_product(torch.tensor([1.0, 0]), torch.tensor([[1.0, 2], [3, 4]]))
-    print(*map(int, row.tolist()), "kept" if loops.attend.stats.cache_path else "not kept")
+    print(*map(int, row.tolist()), "kept" if attend.stats.cache_path else "not kept")
 """
 
 
@@ -228,13 +228,13 @@ def test_heads_shared_by_threads_give_the_same(monkeypatch):
     monkeypatch.setattr(compiled, "WORTH", 1e-9)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     used: set[str] = set()
-    attend = loops.attend
+    attend = attention.attend
 
     def noted(*arguments: Any) -> None:
         used.add(current_thread().name)
         attend(*arguments)
 
-    monkeypatch.setattr(loops, "attend", noted)
+    monkeypatch.setattr(attention, "attend", noted)
     shared = decode(model, ROWS, "codescan")
     assert len(used) > 1
     for mine, theirs in zip(shared[0].requests, alone[0].requests, strict=True):
