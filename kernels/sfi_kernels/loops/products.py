@@ -1,11 +1,288 @@
-"""Rows times weight matrices."""
+"""Rows times weight matrices, of float32 to 16 bits, or of a GGUF file's blocks as 8-bit numbers with their scales.
+
+A matrix of blocks has one layout whatever the file's format: 8-bit numbers, a float32 scale for 32 or 16 of them, and
+where the format has one a float32 minimum for 32. The rows that it multiplies are rounded to 16 bits with a scale for
+32 numbers: as quick as 8 bits, because a product of an 8-bit and a 16-bit number is one instruction either way, and
+the results are float32's.
+
+A matrix is handed over as a row of addresses and sizes, so that one compiled loop serves all matrices of a model; the
+caller keeps its tensors.
+"""
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import carray, types
+from numba.core import cgutils
+from numba.extending import intrinsic
 
 from sfi_kernels.compiled import entry
-from sfi_kernels.loops.vectors import dot
+from sfi_kernels.loops.vectors import FLOAT32, F, bits_of, dot, inner, largest, real
+from sfi_kernels.matrix import BIAS, BLOCK, FINE, IN, KIND, MINIMA, NUMBERS, OUT, SCALES
+
+AHEAD = 2048  # bytes of a matrix that are fetched before their turn
+LEVELS = F(32767)
+
+I8, I16, I32, I64, F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
+
+
+def _vector(kind: Any, count: int) -> Any:
+    return ir.VectorType(kind, count)
+
+
+def _address(kind: Any) -> Any:
+    @intrinsic
+    def at(context: Any, address: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            return builder.inttoptr(args[0], context.get_value_type(types.CPointer(kind)))
+
+        return types.CPointer(kind)(types.int64), generate
+
+    return at
+
+
+at_int8, at_int32, at_uint16 = _address(types.int8), _address(types.int32), _address(types.uint16)
+at_float32 = _address(types.float32)
+
+
+class Code:
+    """What the generators below share: pointers, vectors and sums in LLVM's language."""
+
+    def __init__(self, context: Any, builder: Any, signature: Any, args: Any) -> None:
+        self.context, self.builder, self.signature, self.args = context, builder, signature, args
+
+    def pointer(self, number: int, kind: Any) -> Any:
+        """Return the pointer of an array among the arguments."""
+        array = self.context.make_array(self.signature.args[number])(self.context, self.builder, self.args[number])
+        return self.builder.bitcast(array.data, kind.as_pointer())
+
+    def load(self, pointer: Any, at: Any, kind: Any, align: int) -> Any:
+        """Load a value of a kind from element `at` of a pointer."""
+        place = self.builder.bitcast(self.builder.gep(pointer, [at]), kind.as_pointer())
+        return self.builder.load(place, align=align)
+
+    def pick(self, vector: Any, places: list[int]) -> Any:
+        """Return some numbers of a vector."""
+        mask = ir.Constant(_vector(I32, len(places)), places)
+        return self.builder.shuffle_vector(vector, ir.Constant(vector.type, ir.Undefined), mask)
+
+    def spread(self, number: Any, count: int) -> Any:
+        """Return a vector of one number."""
+        vector = ir.Constant(_vector(number.type, count), ir.Undefined)
+        return self.pick(self.builder.insert_element(vector, number, ir.Constant(I32, 0)), [0] * count)
+
+    def fetch(self, pointer: Any, at: Any, ahead: int) -> None:
+        """Fetch the cache line of an element that lies `ahead` bytes behind another."""
+        byte, kind = I8.as_pointer(), ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I32, I32, I32])
+        fetch = self.builder.module.declare_intrinsic("llvm.prefetch", [byte], kind)
+        place = self.builder.bitcast(self.builder.gep(pointer, [at]), byte)
+        place = self.builder.gep(place, [ir.Constant(I64, ahead)])
+        self.builder.call(fetch, [place, *(ir.Constant(I32, number) for number in (0, 3, 1))])
+
+    def wide(self, pointer: Any, at: Any, kind: int, count: int) -> Any:
+        """Load numbers of float32 or 16 bits as float32."""
+        builder = self.builder
+        if kind == FLOAT32:
+            return self.load(pointer, at, _vector(F32, count), 4)
+        halves = self.load(pointer, at, _vector(I16, count), 2)
+        if kind == 1:
+            wide = builder.shl(
+                builder.zext(halves, _vector(I32, count)), ir.Constant(_vector(I32, count), [16] * count)
+            )
+            return builder.bitcast(wide, _vector(F32, count))
+        return builder.fpext(builder.bitcast(halves, _vector(ir.HalfType(), count)), _vector(F32, count))
+
+    def sums(self, count: int, width: int) -> list[Any]:
+        """Return places for vectors of sums, zeros."""
+        zero = ir.Constant(_vector(F32, width), [0.0] * width)
+        return [cgutils.alloca_once_value(self.builder, zero) for _ in range(count)]
+
+    def add(self, place: Any, product: tuple[Any, Any]) -> None:
+        """Add a product of two vectors to a sum."""
+        builder = self.builder
+        product = builder.fmul(*product, flags=["fast"])
+        builder.store(builder.fadd(builder.load(place), product, flags=["fast"]), place)
+
+    def total(self, vector: Any) -> Any:
+        """Return the sum of a vector's numbers."""
+        width = vector.type.count
+        while width > 1:
+            width //= 2
+            low, high = self.pick(vector, list(range(width))), self.pick(vector, list(range(width, 2 * width)))
+            vector = self.builder.fadd(low, high, flags=["fast"])
+        return self.builder.extract_element(vector, ir.Constant(I32, 0))
+
+
+def _block_dot(per_block: int) -> Any:
+    @intrinsic
+    def block_dot(context: Any, numbers: Any, scales: Any, row: Any, row_scales: Any, output: Any, width: Any) -> Any:
+        """Return the product of a matrix' row `output` and a rounded row, `per_block` scales for 32 numbers."""
+
+        def generate(*given: Any) -> Any:
+            code, b = Code(*given), given[1]
+            number_p, scale_p, row_p, row_scale_p = (
+                code.pointer(place, kind) for place, kind in enumerate((I8, F32, I16, F32))
+            )
+            output, width = given[3][4:]
+            blocks = b.udiv(width, ir.Constant(I64, BLOCK))
+            first, first_scale = b.mul(output, width), b.mul(output, b.mul(blocks, ir.Constant(I64, per_block)))
+            sums = code.sums(per_block, 8)
+            with cgutils.for_range(b, blocks, intp=I64) as loop:
+                at = b.mul(loop.index, ir.Constant(I64, BLOCK))
+                code.fetch(number_p, b.add(first, at), AHEAD)
+                pairs = []
+                for half in (0, 16):
+                    here = b.add(at, ir.Constant(I64, half))
+                    weight = b.sext(code.load(number_p, b.add(first, here), _vector(I8, 16), 1), _vector(I32, 16))
+                    number = b.sext(code.load(row_p, here, _vector(I16, 16), 2), _vector(I32, 16))
+                    product = b.mul(weight, number)  # x86 multiplies and adds neighbors in one instruction
+                    pairs.append(b.add(*(code.pick(product, list(range(odd, 16, 2))) for odd in (0, 1))))
+                row_scale = code.load(row_scale_p, loop.index, F32, 4)
+                for place, pair in enumerate(pairs if per_block > 1 else [b.add(*pairs)]):
+                    number = b.add(b.mul(loop.index, ir.Constant(I64, per_block)), ir.Constant(I64, place))
+                    scale = b.fmul(code.load(scale_p, b.add(first_scale, number), F32, 4), row_scale)
+                    code.add(sums[place], (b.sitofp(pair, _vector(F32, 8)), code.spread(scale, 8)))
+            whole = b.load(sums[0])
+            for more in sums[1:]:
+                whole = b.fadd(whole, b.load(more))
+            return code.total(whole)
+
+        return types.float32(numbers, scales, row, row_scales, types.int64, types.int64), generate
+
+    return block_dot
+
+
+def _float_dot(kind: int) -> Any:
+    size = 4 if kind == FLOAT32 else 2
+
+    @intrinsic
+    def float_dot(context: Any, numbers: Any, row: Any, output: Any, width: Any) -> Any:
+        """Return the product of a matrix' row `output` and a row, both of `width` numbers: a multiple of 32."""
+
+        def generate(*given: Any) -> Any:
+            code, b = Code(*given), given[1]
+            number_p, row_p = code.pointer(0, F32 if kind == FLOAT32 else I16), code.pointer(1, F32)
+            output, width = given[3][2:]
+            (total,), first = code.sums(1, BLOCK), b.mul(output, width)
+            with cgutils.for_range(b, b.udiv(width, ir.Constant(I64, BLOCK)), intp=I64) as loop:
+                at = b.mul(loop.index, ir.Constant(I64, BLOCK))
+                for line in range(0, BLOCK * size, 64):
+                    code.fetch(number_p, b.add(first, at), AHEAD + line)
+                code.add(total, (code.wide(number_p, b.add(first, at), kind, BLOCK), code.wide(row_p, at, 0, BLOCK)))
+            return code.total(b.load(total))
+
+        return types.float32(numbers, row, types.int64, types.int64), generate
+
+    return float_dot
+
+
+dot_of_32, dot_of_16 = _block_dot(1), _block_dot(2)
+float_dot, bfloat16_dot, float16_dot = (_float_dot(kind) for kind in range(3))
+
+
+@inner
+def _size(x):
+    # the largest number, without its sign
+    most = np.int32(0)
+    for i in range(len(x)):
+        most = max(most, np.int32(bits_of(x[i]) & np.int32(0x7FFFFFFF)))
+    return real(most)
+
+
+@inner
+def _round_block(x, factor, q):
+    total = np.int32(0)
+    for i in range(len(x)):
+        level = np.int16(np.int32(np.floor(x[i] * factor + F(0.5))))
+        q[i] = level
+        total += np.int32(level)
+    return total
+
+
+@inner
+def round_row(x, q, scale, total):
+    # to 16 bits, with a scale for 32 numbers; `total` receives the sums of 32
+    for block in range(len(scale)):
+        part = x[BLOCK * block : BLOCK * block + BLOCK]
+        most = _size(part)
+        scale[block] = most / LEVELS
+        count = _round_block(part, LEVELS / most if most > F(0) else F(0), q[BLOCK * block : BLOCK * block + BLOCK])
+        total[block] = F(count) * scale[block]
+
+
+@inner
+def multiply(matrix, begin, end, x_RI, q_RI, scale_RB, total_RB, out_RO):
+    # outputs `begin` to `end` - 1 of some rows; those of 16 bits count for a matrix of blocks, else the floats
+    O, width, kind = matrix[OUT], matrix[IN], matrix[KIND]
+    R = len(x_RI)
+    if kind >= BLOCK:
+        per_block = 2 if kind == FINE else 1
+        numbers = carray(at_int8(matrix[NUMBERS]), (O, width))
+        scales = carray(at_float32(matrix[SCALES]), (O, width // BLOCK * per_block))
+        for o in range(begin, end):
+            for r in range(R):
+                if per_block == 1:
+                    out_RO[r, o] = dot_of_32(numbers, scales, q_RI[r], scale_RB[r], np.int64(o), width)
+                else:
+                    out_RO[r, o] = dot_of_16(numbers, scales, q_RI[r], scale_RB[r], np.int64(o), width)
+        if matrix[MINIMA] != 0:
+            minima = carray(at_float32(matrix[MINIMA]), (O, width // BLOCK))
+            for o in range(begin, end):
+                for r in range(R):
+                    out_RO[r, o] += dot(minima[o], total_RB[r])
+    else:
+        floats = carray(at_float32(matrix[NUMBERS]), (O, width))
+        halves = carray(at_uint16(matrix[NUMBERS]), (O, width))
+        for o in range(begin, end):
+            for r in range(R):
+                if kind == FLOAT32:
+                    out_RO[r, o] = float_dot(floats, x_RI[r], np.int64(o), width)
+                elif kind == 1:
+                    out_RO[r, o] = bfloat16_dot(halves, x_RI[r], np.int64(o), width)
+                else:
+                    out_RO[r, o] = float16_dot(halves, x_RI[r], np.int64(o), width)
+    if matrix[BIAS] != 0:
+        bias = carray(at_float32(matrix[BIAS]), (O,))
+        for r in range(R):
+            for o in range(begin, end):
+                out_RO[r, o] += bias[o]
 
 
 @entry
-def row_product(begin, end, weight_OI, row, out):
-    """Multiply rows `begin` to `end` - 1 of a matrix by a vector."""
+def linear(begin, end, matrix, x_RI, out_RO):
+    """Multiply some outputs of a matrix by rows, float32."""
+    R, width = x_RI.shape
+    rounds = matrix[KIND] >= BLOCK
+    q_RI = np.empty((R, width if rounds else 0), np.int16)
+    scale_RB, total_RB = np.empty((R, len(q_RI[0]) // BLOCK), F), np.empty((R, len(q_RI[0]) // BLOCK), F)
+    if rounds:
+        for r in range(R):
+            round_row(x_RI[r], q_RI[r], scale_RB[r], total_RB[r])
+    multiply(matrix, begin, end, x_RI, q_RI, scale_RB, total_RB, out_RO)
+
+
+@entry
+def widen_matrix(begin, end, matrix, out_OI):
+    """Write rows `begin` to `end` - 1 of a matrix of blocks as float32."""
+    O, width = matrix[OUT], matrix[IN]
+    fine = matrix[KIND] == FINE
+    group = 16 if fine else BLOCK
+    numbers = carray(at_int8(matrix[NUMBERS]), (O, width))
+    scales = carray(at_float32(matrix[SCALES]), (O, width // group))
+    minima = carray(at_float32(matrix[MINIMA]), (O, width // BLOCK))
     for o in range(begin, end):
-        out[o] = dot(weight_OI[o], row)
+        for g in range(width // group):
+            minimum = minima[o, g] if matrix[MINIMA] != 0 else F(0)
+            _widen_block(
+                numbers[o, g * group : g * group + group],
+                scales[o, g],
+                minimum,
+                out_OI[o - begin, g * group : g * group + group],
+            )
+
+
+@inner
+def _widen_block(numbers, scale, minimum, to):
+    for i in range(len(numbers)):
+        to[i] = F(numbers[i]) * scale + minimum
