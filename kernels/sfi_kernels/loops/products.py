@@ -18,7 +18,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from sfi_kernels.compiled import entry
-from sfi_kernels.loops.vectors import FLOAT32, F, bits_of, dot, inner, largest, real
+from sfi_kernels.loops.vectors import BFLOAT16, FLOAT32, F, bits_of, dot, inner, real
 from sfi_kernels.matrix import BIAS, BLOCK, FINE, IN, KIND, MINIMA, NUMBERS, OUT, SCALES
 
 AHEAD = 2048  # bytes of a matrix that are fetched before their turn
@@ -212,39 +212,49 @@ def round_row(x, q, scale, total):
 
 
 @inner
+def _multiply_blocks(matrix, begin, end, q_RI, scale_RB, total_RB, out_RO):
+    count, width = matrix[OUT], matrix[IN]
+    per_block = 2 if matrix[KIND] == FINE else 1
+    numbers = carray(at_int8(matrix[NUMBERS]), (count, width))
+    scales = carray(at_float32(matrix[SCALES]), (count, width // BLOCK * per_block))
+    for o in range(begin, end):
+        for r in range(len(q_RI)):
+            if per_block == 1:
+                out_RO[r, o] = dot_of_32(numbers, scales, q_RI[r], scale_RB[r], np.int64(o), width)
+            else:
+                out_RO[r, o] = dot_of_16(numbers, scales, q_RI[r], scale_RB[r], np.int64(o), width)
+    if matrix[MINIMA] != 0:
+        minima = carray(at_float32(matrix[MINIMA]), (count, width // BLOCK))
+        for o in range(begin, end):
+            for r in range(len(q_RI)):
+                out_RO[r, o] += dot(minima[o], total_RB[r])
+
+
+@inner
+def _multiply_floats(matrix, begin, end, x_RI, out_RO):
+    count, width, kind = matrix[OUT], matrix[IN], matrix[KIND]
+    floats = carray(at_float32(matrix[NUMBERS]), (count, width))
+    halves = carray(at_uint16(matrix[NUMBERS]), (count, width))
+    for o in range(begin, end):
+        for r in range(len(x_RI)):
+            if kind == FLOAT32:
+                out_RO[r, o] = float_dot(floats, x_RI[r], np.int64(o), width)
+            elif kind == BFLOAT16:
+                out_RO[r, o] = bfloat16_dot(halves, x_RI[r], np.int64(o), width)
+            else:
+                out_RO[r, o] = float16_dot(halves, x_RI[r], np.int64(o), width)
+
+
+@inner
 def multiply(matrix, begin, end, x_RI, q_RI, scale_RB, total_RB, out_RO):
     # outputs `begin` to `end` - 1 of some rows; those of 16 bits count for a matrix of blocks, else the floats
-    O, width, kind = matrix[OUT], matrix[IN], matrix[KIND]
-    R = len(x_RI)
-    if kind >= BLOCK:
-        per_block = 2 if kind == FINE else 1
-        numbers = carray(at_int8(matrix[NUMBERS]), (O, width))
-        scales = carray(at_float32(matrix[SCALES]), (O, width // BLOCK * per_block))
-        for o in range(begin, end):
-            for r in range(R):
-                if per_block == 1:
-                    out_RO[r, o] = dot_of_32(numbers, scales, q_RI[r], scale_RB[r], np.int64(o), width)
-                else:
-                    out_RO[r, o] = dot_of_16(numbers, scales, q_RI[r], scale_RB[r], np.int64(o), width)
-        if matrix[MINIMA] != 0:
-            minima = carray(at_float32(matrix[MINIMA]), (O, width // BLOCK))
-            for o in range(begin, end):
-                for r in range(R):
-                    out_RO[r, o] += dot(minima[o], total_RB[r])
+    if matrix[KIND] >= BLOCK:
+        _multiply_blocks(matrix, begin, end, q_RI, scale_RB, total_RB, out_RO)
     else:
-        floats = carray(at_float32(matrix[NUMBERS]), (O, width))
-        halves = carray(at_uint16(matrix[NUMBERS]), (O, width))
-        for o in range(begin, end):
-            for r in range(R):
-                if kind == FLOAT32:
-                    out_RO[r, o] = float_dot(floats, x_RI[r], np.int64(o), width)
-                elif kind == 1:
-                    out_RO[r, o] = bfloat16_dot(halves, x_RI[r], np.int64(o), width)
-                else:
-                    out_RO[r, o] = float16_dot(halves, x_RI[r], np.int64(o), width)
+        _multiply_floats(matrix, begin, end, x_RI, out_RO)
     if matrix[BIAS] != 0:
-        bias = carray(at_float32(matrix[BIAS]), (O,))
-        for r in range(R):
+        bias = carray(at_float32(matrix[BIAS]), (matrix[OUT],))
+        for r in range(len(out_RO)):
             for o in range(begin, end):
                 out_RO[r, o] += bias[o]
 
@@ -265,12 +275,12 @@ def linear(begin, end, matrix, x_RI, out_RO):
 @entry
 def widen_matrix(begin, end, matrix, out_OI):
     """Write rows `begin` to `end` - 1 of a matrix of blocks as float32."""
-    O, width = matrix[OUT], matrix[IN]
+    count, width = matrix[OUT], matrix[IN]
     fine = matrix[KIND] == FINE
     group = 16 if fine else BLOCK
-    numbers = carray(at_int8(matrix[NUMBERS]), (O, width))
-    scales = carray(at_float32(matrix[SCALES]), (O, width // group))
-    minima = carray(at_float32(matrix[MINIMA]), (O, width // BLOCK))
+    numbers = carray(at_int8(matrix[NUMBERS]), (count, width))
+    scales = carray(at_float32(matrix[SCALES]), (count, width // group))
+    minima = carray(at_float32(matrix[MINIMA]), (count, width // BLOCK))
     for o in range(begin, end):
         for g in range(width // group):
             minimum = minima[o, g] if matrix[MINIMA] != 0 else F(0)
@@ -286,3 +296,10 @@ def widen_matrix(begin, end, matrix, out_OI):
 def _widen_block(numbers, scale, minimum, to):
     for i in range(len(numbers)):
         to[i] = F(numbers[i]) * scale + minimum
+
+
+@entry
+def row_product(begin, end, weight_OI, row, out):
+    """Multiply rows `begin` to `end` - 1 of a matrix by a vector."""
+    for o in range(begin, end):
+        out[o] = dot(weight_OI[o], row)
