@@ -137,6 +137,23 @@ def test_a_learned_sink_takes_part_in_the_one_softmax():
     FastStep(packed=[[[], []]] * 3).assert_plain(sink_HG=sink_HG)
 
 
+@pytest.mark.parametrize(("number", "weighs"), [(-torch.inf, False), (torch.nan, True)])
+def test_a_logit_of_minus_infinity_weighs_nothing_and_nan_spoils_the_output(backend: str, number: float, weighs):
+    if backend == "triton":
+        pytest.skip("rounds the maximum of a tile otherwise")
+    step = FastStep(lengths=[70] * 3, starts=[0] * 3, packed=[[[], []]] * 3, page_size=128)
+    step.query = step.query.abs()
+    plain = step.attend()
+    step.key_PHND[step.table_BP[0, 0], 0, :65] = number
+    spoiled = step.attend()
+    assert spoiled[0, 0].isnan().all() == weighs
+    if not weighs:
+        one = slice(0, 1)
+        step.start_B[0] = 65
+        torch.testing.assert_close(spoiled[one, :1], step.attend(one)[:, :1])
+    assert torch.equal(spoiled[1:], plain[1:])
+
+
 @pytest.mark.parametrize(
     ("dtype", "packed"), [(torch.float32, PACKED), (torch.float16, [[[0, 1, 3, 4], [0, 1, 2, 4]]] * 3)]
 )

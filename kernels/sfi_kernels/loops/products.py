@@ -18,17 +18,12 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from sfi_kernels.compiled import entry
+from sfi_kernels.loops.llvm import F32, I8, I16, I32, I64, Code, vector
 from sfi_kernels.loops.vectors import BFLOAT16, FLOAT32, F, bits_of, dot, inner, real
 from sfi_kernels.matrix import BIAS, BLOCK, FINE, IN, KIND, MINIMA, NUMBERS, OUT, SCALES
 
 AHEAD = 2048  # bytes of a matrix that are fetched before their turn
 LEVELS = F(32767)
-
-I8, I16, I32, I64, F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
-
-
-def _vector(kind: Any, count: int) -> Any:
-    return ir.VectorType(kind, count)
 
 
 def _address(kind: Any) -> Any:
@@ -44,74 +39,6 @@ def _address(kind: Any) -> Any:
 
 at_int8, at_int32, at_uint16 = _address(types.int8), _address(types.int32), _address(types.uint16)
 at_float32 = _address(types.float32)
-
-
-class Code:
-    """What the generators below share: pointers, vectors and sums in LLVM's language."""
-
-    def __init__(self, context: Any, builder: Any, signature: Any, args: Any) -> None:
-        self.context, self.builder, self.signature, self.args = context, builder, signature, args
-
-    def pointer(self, number: int, kind: Any) -> Any:
-        """Return the pointer of an array among the arguments."""
-        array = self.context.make_array(self.signature.args[number])(self.context, self.builder, self.args[number])
-        return self.builder.bitcast(array.data, kind.as_pointer())
-
-    def load(self, pointer: Any, at: Any, kind: Any, align: int) -> Any:
-        """Load a value of a kind from element `at` of a pointer."""
-        place = self.builder.bitcast(self.builder.gep(pointer, [at]), kind.as_pointer())
-        return self.builder.load(place, align=align)
-
-    def pick(self, vector: Any, places: list[int]) -> Any:
-        """Return some numbers of a vector."""
-        mask = ir.Constant(_vector(I32, len(places)), places)
-        return self.builder.shuffle_vector(vector, ir.Constant(vector.type, ir.Undefined), mask)
-
-    def spread(self, number: Any, count: int) -> Any:
-        """Return a vector of one number."""
-        vector = ir.Constant(_vector(number.type, count), ir.Undefined)
-        return self.pick(self.builder.insert_element(vector, number, ir.Constant(I32, 0)), [0] * count)
-
-    def fetch(self, pointer: Any, at: Any, ahead: int) -> None:
-        """Fetch the cache line of an element that lies `ahead` bytes behind another."""
-        byte, kind = I8.as_pointer(), ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I32, I32, I32])
-        fetch = self.builder.module.declare_intrinsic("llvm.prefetch", [byte], kind)
-        place = self.builder.bitcast(self.builder.gep(pointer, [at]), byte)
-        place = self.builder.gep(place, [ir.Constant(I64, ahead)])
-        self.builder.call(fetch, [place, *(ir.Constant(I32, number) for number in (0, 3, 1))])
-
-    def wide(self, pointer: Any, at: Any, kind: int, count: int) -> Any:
-        """Load numbers of float32 or 16 bits as float32."""
-        builder = self.builder
-        if kind == FLOAT32:
-            return self.load(pointer, at, _vector(F32, count), 4)
-        halves = self.load(pointer, at, _vector(I16, count), 2)
-        if kind == 1:
-            wide = builder.shl(
-                builder.zext(halves, _vector(I32, count)), ir.Constant(_vector(I32, count), [16] * count)
-            )
-            return builder.bitcast(wide, _vector(F32, count))
-        return builder.fpext(builder.bitcast(halves, _vector(ir.HalfType(), count)), _vector(F32, count))
-
-    def sums(self, count: int, width: int) -> list[Any]:
-        """Return places for vectors of sums, zeros."""
-        zero = ir.Constant(_vector(F32, width), [0.0] * width)
-        return [cgutils.alloca_once_value(self.builder, zero) for _ in range(count)]
-
-    def add(self, place: Any, product: tuple[Any, Any]) -> None:
-        """Add a product of two vectors to a sum."""
-        builder = self.builder
-        product = builder.fmul(*product, flags=["fast"])
-        builder.store(builder.fadd(builder.load(place), product, flags=["fast"]), place)
-
-    def total(self, vector: Any) -> Any:
-        """Return the sum of a vector's numbers."""
-        width = vector.type.count
-        while width > 1:
-            width //= 2
-            low, high = self.pick(vector, list(range(width))), self.pick(vector, list(range(width, 2 * width)))
-            vector = self.builder.fadd(low, high, flags=["fast"])
-        return self.builder.extract_element(vector, ir.Constant(I32, 0))
 
 
 def _block_dot(per_block: int) -> Any:
@@ -134,15 +61,15 @@ def _block_dot(per_block: int) -> Any:
                 pairs = []
                 for half in (0, 16):
                     here = b.add(at, ir.Constant(I64, half))
-                    weight = b.sext(code.load(number_p, b.add(first, here), _vector(I8, 16), 1), _vector(I32, 16))
-                    number = b.sext(code.load(row_p, here, _vector(I16, 16), 2), _vector(I32, 16))
+                    weight = b.sext(code.load(number_p, b.add(first, here), vector(I8, 16), 1), vector(I32, 16))
+                    number = b.sext(code.load(row_p, here, vector(I16, 16), 2), vector(I32, 16))
                     product = b.mul(weight, number)  # x86 multiplies and adds neighbors in one instruction
                     pairs.append(b.add(*(code.pick(product, list(range(odd, 16, 2))) for odd in (0, 1))))
                 row_scale = code.load(row_scale_p, loop.index, F32, 4)
                 for place, pair in enumerate(pairs if per_block > 1 else [b.add(*pairs)]):
                     number = b.add(b.mul(loop.index, ir.Constant(I64, per_block)), ir.Constant(I64, place))
                     scale = b.fmul(code.load(scale_p, b.add(first_scale, number), F32, 4), row_scale)
-                    code.add(sums[place], (b.sitofp(pair, _vector(F32, 8)), code.spread(scale, 8)))
+                    code.add(sums[place], (b.sitofp(pair, vector(F32, 8)), code.spread(scale, 8)))
             whole = b.load(sums[0])
             for more in sums[1:]:
                 whole = b.fadd(whole, b.load(more))

@@ -63,14 +63,15 @@ def real(context: Any, bits: Any) -> Any:
 @inner
 def exp(x):
     # of x <= 0, to a unit in the last place or two (Cephes); 0 below the normal numbers
-    n = np.floor(max(x, F(-100)) * F(1.44269504) + F(0.5))
-    r = max(x, F(-100)) - n * F(0.693359375) + n * F(2.12194440e-4)
+    least = F(-100) if x < F(-100) else x  # noqa: FURB136 - NaN stays NaN
+    n = np.floor(least * F(1.44269504) + F(0.5))
+    r = least - n * F(0.693359375) + n * F(2.12194440e-4)
     p = F(1.9875691500e-4)
     for c in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
         p = p * r + F(c)
     power = np.int32(np.int32(n) + np.int32(127)) << np.int32(23)
     y = (p * r * r + r + F(1)) * real(power)
-    return y if x > F(-87) else F(0)
+    return F(0) if x <= F(-87) else y
 
 
 @inner

@@ -99,11 +99,11 @@ def test_lossless_drafts_are_full_attentions_tokens(monkeypatch):
 
 
 def test_a_position_beyond_the_cache_is_refused():
-    page, one = torch.zeros(1, 1, 8, 4), torch.ones(1, dtype=torch.int32)
+    page, one = torch.zeros(1, 1, 8, 8), torch.ones(1, dtype=torch.int32)
     position = torch.tensor([[[0, 7]]], dtype=torch.int32)
     with pytest.raises(IndexError, match=r"^a packed position lies beyond the cached tokens$"):
         sparse_attention.numba(
-            torch.zeros(1, 1, 1, 4), page[:, :, :0], page[:, :, :0], 2 * one[None], page, page, 0 * one[None], 3 * one,
+            torch.zeros(1, 1, 1, 8), page[:, :, :0], page[:, :, :0], 2 * one[None], page, page, 0 * one[None], 3 * one,
             5 * one, scale=1.0, position_BHS=position,
         )  # fmt: skip
 
