@@ -33,8 +33,7 @@ from sfi_core.bundled.example import load_example
 from sfi_core.machine.describe import describe
 from sfi_core.machine.versions import versions
 from sfi_core.models.load import load, quiet, resolve_device
-from sfi_core.settings.audit import AuditConfig
-from sfi_core.settings.engine import EngineOptions
+from sfi_core.settings.engine import AuditConfig, EngineOptions
 from sfi_traces.record.parquet import ParquetObserver
 
 OFF = "off"

@@ -4,15 +4,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from sfi_core.machine.versions import __version__
-from sfi_core.settings.audit import AuditConfig
 from sfi_core.settings.config import SfiConfig
-from sfi_core.settings.engine import EngineOptions
+from sfi_core.settings.engine import AuditConfig, EngineOptions
 from sfi_core.settings.parts import SelectorConfig
 from sfi_core.settings.sampling import Sampling
 
 if TYPE_CHECKING:
-    from sfi_core.generation.generate import Result, generate
-    from sfi_core.generation.read_prompt import read_prompt
+    from sfi_core.generation.generate import Result, generate, read_prompt
     from sfi_core.hosts.transformers.session import Session
     from sfi_core.hosts.transformers.slow_fast import slow_fast
     from sfi_core.models.linear import pack_weights
@@ -30,7 +28,7 @@ _LAZY = {
     "generate": "generation.generate",
     "load": "models.load",
     "pack_weights": "models.linear",
-    "read_prompt": "generation.read_prompt",
+    "read_prompt": "generation.generate",
     "Session": "hosts.transformers.session",
     "slow_fast": "hosts.transformers.slow_fast",
 }

@@ -14,8 +14,8 @@ from benchmarks.study.texts import Place, window
 from sfi_core.engine import select
 from sfi_core.generation.generate import generate
 from sfi_core.models.load import first_line
-from sfi_core.settings.audit import AuditConfig
 from sfi_core.settings.config import SfiConfig
+from sfi_core.settings.engine import AuditConfig
 from sfi_traces.health import judge, problems
 from sfi_traces.model.request import Request
 from sfi_traces.model.trace import Trace

@@ -7,7 +7,7 @@ from typing import Any
 
 from sfi_core.errors import ConfigError, InputError
 from sfi_core.measure.evaluation.method import Method, at_sizes
-from sfi_core.triggers.trigger_set import resolve_triggers
+from sfi_core.triggers.trigger import resolve_triggers
 
 METHODS = Path(__file__).parent / "methods.toml"
 FULL = "full-kv"

@@ -7,8 +7,8 @@ lead of an answer ends some tokens before what is asked for.
 from dataclasses import dataclass
 
 from sfi_core.bundled.corpus import NAMES, PLACES
-from sfi_core.measure.evaluation.tasks.base import DocumentTask, Question, depths, seeded
-from sfi_core.measure.evaluation.tasks.documents import filler, hide, take
+from sfi_core.measure.evaluation.questions import DocumentTask, Question, depths, seeded
+from sfi_core.measure.evaluation.tasks import filler, hide, take
 
 SUBJECTS = (
     "the telephone number of the doctor",

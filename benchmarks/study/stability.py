@@ -17,7 +17,7 @@ from sfi_core.generation.generate import generate
 from sfi_core.measure.evaluation.fidelity import Window, sentence_positions
 from sfi_core.measure.evaluation.teacher_forcing import teacher_force
 from sfi_core.settings.config import SfiConfig
-from sfi_core.triggers.trigger_set import resolve_triggers
+from sfi_core.triggers.trigger import resolve_triggers
 
 MODES = ("forced", "free")  # decoded: the text, or what the model itself says, greedily
 SIZES = (64, 256)  # positions of a support

@@ -10,7 +10,7 @@ import torch
 
 from sfi_core.observers.events import AuditEvent
 from sfi_core.observers.observer import NullObserver
-from sfi_core.settings.audit import AuditConfig
+from sfi_core.settings.engine import AuditConfig
 
 SINK, RECENT = 4, 128  # tokens of the prompt that are no candidates: SFI reads them anyway
 

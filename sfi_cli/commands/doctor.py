@@ -24,7 +24,7 @@ def doctor(model: o.Model = None, json: o.Json = False) -> None:
     from sfi_core.measure.doctor import checks
     from sfi_core.models.load import load_tokenizer
     from sfi_core.settings.config import SfiConfig
-    from sfi_core.triggers.trigger_set import build_trigger_set
+    from sfi_core.triggers.trigger import build_trigger_set
 
     triggers = build_trigger_set(load_tokenizer(model), SfiConfig().triggers)
     document: dict[str, Any] = {

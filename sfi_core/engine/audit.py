@@ -9,7 +9,7 @@ from sfi_core.engine.layer import Layer
 from sfi_core.engine.prompt_queries import SeenLayer
 from sfi_core.errors import ConfigError
 from sfi_core.observers.events import AuditEvent
-from sfi_core.settings.audit import AuditConfig
+from sfi_core.settings.engine import AuditConfig
 from sfi_core.state.layer_shape import LayerShape
 from sfi_core.state.request import RequestState
 from sfi_kernels.top_k import top_k

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, Self
 
 from sfi_core.observers.events import StepEvent
 from sfi_core.policies.base import Policy
-from sfi_core.settings.audit import AuditConfig
+from sfi_core.settings.engine import AuditConfig
 from sfi_core.state.request import RequestState
 from sfi_kernels.step_descriptor import FAST, IDLE, PROMPT, SLOW
 

@@ -21,8 +21,7 @@ from sfi_core.engine.prompt_queries import PromptQueries, SeenLayer, Watcher
 from sfi_core.observers.events import BeginStepEvent, RecallEvent, StepEvent
 from sfi_core.observers.observer import Observer
 from sfi_core.policies.base import EvidencePolicy, Notes, Policy
-from sfi_core.settings.audit import AuditConfig
-from sfi_core.settings.engine import DEFAULTS, EngineOptions
+from sfi_core.settings.engine import DEFAULTS, AuditConfig, EngineOptions
 from sfi_core.state.kv_store import KVStore, Recall
 from sfi_core.state.layer_pages import LayerPages
 from sfi_core.state.packed_segment import PackedSegment

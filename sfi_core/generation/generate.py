@@ -1,4 +1,4 @@
-"""`sfi_core.generate(...)`: completes prompts with a transformers model and slow-fast decoding."""
+"""`generate(...)` completes prompts with slow-fast decoding; `read_prompt(...)` reads them once, for many runs."""
 
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -9,14 +9,15 @@ import torch
 
 from sfi_core.engine.loop import Loop, NewTokens, left_pad
 from sfi_core.engine.maintenance import main_stream
+from sfi_core.engine.prompt_queries import PromptQueries
 from sfi_core.engine.report import RequestReport, RunReport
 from sfi_core.engine.shared_prompt import SharedPrompt
 from sfi_core.errors import ConfigError, NumericsError, SfiError
 from sfi_core.generation.batch_plan import BatchPlan, plan_batch
 from sfi_core.generation.byte_limit import ByteLimit
-from sfi_core.generation.prompts import Prompts, check_prompts, encode, token_limits
+from sfi_core.generation.prompts import Prompts, check_prompts, encode, text_of, token_limits
 from sfi_core.generation.sampling import Draws, Sampler
-from sfi_core.generation.text_stream import text_of
+from sfi_core.hosts.transformers.cache import SfiLayer
 from sfi_core.hosts.transformers.decoder import Decoder
 from sfi_core.hosts.transformers.generate_call import stop_tokens
 from sfi_core.hosts.transformers.replays import records_steps
@@ -24,12 +25,54 @@ from sfi_core.hosts.transformers.session import Session
 from sfi_core.hosts.transformers.slow_fast import session_on
 from sfi_core.machine.memory import peak_bytes, reset_peak
 from sfi_core.observers.observer import Observer
-from sfi_core.settings.audit import AuditConfig
 from sfi_core.settings.config import SfiConfig, checked_config
-from sfi_core.settings.engine import DEFAULTS, EngineOptions
+from sfi_core.settings.engine import DEFAULTS, AuditConfig, EngineOptions
 from sfi_core.settings.sampling import Sampling
-from sfi_core.sizes.memory import Forecast
+from sfi_core.sizes.memory import Forecast, check_fits
 from sfi_core.state.request import RequestState
+from sfi_kernels.compiled import clock
+
+
+@torch.no_grad()
+def read_prompt(
+    model: Any,
+    tokenizer: Any,
+    prompts: Prompts,
+    *,
+    capacity: int,
+    window: int | None = None,
+    engine: EngineOptions = DEFAULTS,
+    page_size: int | None = None,
+    on_prefill: Callable[[int, int], None] | None = None,
+) -> SharedPrompt:
+    """Read prompts densely, for `generate(..., shared=...)` to decode from under any policy.
+
+    Arguments and errors are those of `generate`; all keys and values stay on the device. `capacity` are the
+    tokens that a request of a run may reach, its prompt included. `window` says how many of each prompt's
+    last queries to keep; None keeps all. `engine` and `page_size` must be those of the runs.
+    """
+    rows = encode(tokenizer, prompts)
+    check_prompts(model, rows, capacity - max(map(len, rows), default=0))
+    ids_BT, mask_BT = left_pad(rows, model.device)
+    B, T = ids_BT.shape
+    keeper = PromptQueries(window)
+    config = SfiConfig(trigger_policy="never")
+    plain, chunk = EngineOptions(backend=engine.backend), engine.prefill_chunk
+    with session_on(model, tokenizer, config, policy="full-kv", engine=plain, page_size=page_size) as session:
+        check_fits(session.forecast(B, T, capacity, chunk), model.device)
+        decoder = Decoder(
+            session=session, ids_BT=ids_BT, mask_BT=mask_BT, capacity=capacity, chunk=chunk, watchers=(keeper,),
+            on_prefill=on_prefill,
+        )  # fmt: skip
+        began = clock()
+        logits_BV = decoder.prefill()
+        seconds = clock() - began
+        others = enumerate(decoder.cache.layers)
+        return SharedPrompt(
+            count=mask_BT.sum(1).tolist(), capacity=capacity, store=session.run.store, layers=keeper.layers,
+            others={index: layer for index, layer in others if type(layer) is not SfiLayer},
+            logits_BV=logits_BV, ids_BT=ids_BT, window=window, seconds=seconds,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,6 +23,13 @@ from sfi_kernels.compiled import why_not
 PROMPTS = ((3, 64), (70, 64), (300, 128), (1100, 64))  # lengths, and widths of a head
 ROUNDINGS = 16  # of numbers up to 4: queries, keys, values and weights are rounded
 TIMEOUT = 120  # seconds; the first Triton compilation takes a few
+TRITON = """
+import torch
+from sfi_kernels.fused import silu_mul
+row = torch.arange(64.0, device="cuda" if torch.cuda.is_available() else "cpu")[None]
+out = silu_mul.triton(row, row)
+assert torch.allclose(out, silu_mul.reference(row, row)), f"a Triton kernel gave {out[0, :4].tolist()}"
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +121,7 @@ def _numba() -> Check:
 
 def _triton() -> Check:
     mode = {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-m", "sfi_kernels.triton_check"]
+    command = [sys.executable, "-c", TRITON]  # in its own process, which chooses the interpreter once
     try:
         done = subprocess.run(  # noqa: S603 - our own module
             command, env={**os.environ, **mode}, capture_output=True, text=True, timeout=TIMEOUT, check=False

@@ -1,10 +1,137 @@
-"""The trigger: decides which steps are slow, by Eq. 5 and T_max or by one of the other rules."""
+r"""The trigger: decides which steps are slow, by Eq. 5 and T_max or by one of the other rules; and its tokens.
+
+T_trig of Eq. 5 are the token ids of a tokenizer that end a sentence, found once, before decoding. Any tokenizer
+will do (byte-level BPE, SentencePiece, WordPiece, Unigram): only the decoded text of a token counts. A trigger
+string selects tokens by one of three rules:
+
+* A punctuation mark: the text ends with the mark or its CJK form, ignoring closing quotes, brackets,
+  emphasis and whitespace. `.` selects `...`, `."`, `.\n`, `?.`; `!` selects `?!` but not `!=`.
+* Whitespace: the string is in the whitespace at the end of the text. `\n` selects ` \n`, `\n\n`,
+  `\n  `, and also `)\n` and `:\n`, which other tokenizers write as two tokens.
+* Anything else: the text is the string, with or without a space before it: `</think>`, `###`, `Mr.`.
+
+Tokens with a letter or digit (`3.`, `Mr.`), special tokens and tokens that hold part of a character
+follow the third rule only. The dot of `3.14` is a trigger if the tokenizer has it as a separate token:
+that costs a slow step, not quality. Paper gap: which merged tokens count.
+"""
 
 import random
+import re
+import string
+import unicodedata
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
+from sfi_core.errors import ConfigError
 from sfi_core.settings.config import SfiConfig
 from sfi_core.state.request import RequestState
+
+# marks of other scripts and the one-character ellipsis are triggers of their own
+CJK_FORMS = {".": "。．｡", "?": "？", "!": "！", ";": "；"}  # noqa: RUF001
+TRAILING = string.whitespace + "\u00a0\u3000\"')]}*`’‘”“›‹»«」』）］｝〕〉》】｣"  # noqa: RUF001
+ASCII_WORD = re.compile(r"[A-Za-z0-9]")
+BYTE_PIECE = re.compile(r"<0x[0-9A-F]{2}>")  # SentencePiece's fallback: `<0x0A>` is a newline
+Tokens = Sequence[tuple[int, str]]
+
+
+@dataclass(frozen=True, slots=True)
+class TriggerSet:
+    """T_trig, `token_ids` in ascending order, and the trigger that each of its ids comes from.
+
+    By trigger, `chosen` has the ids, ascending, and decoded texts; `reasons` why a trigger has no token.
+    """
+
+    token_ids: tuple[int, ...]
+    chosen: Mapping[str, Tokens]
+    reasons: Mapping[str, str]
+
+    def describe(self) -> list[tuple[str, int, str]]:
+        """Return a row for each trigger: its repr, its number of tokens, and examples or the reason."""
+        rows = [
+            (repr(trigger), len(tokens), " ".join(repr(text) for _, text in tokens[:4]))
+            for trigger, tokens in self.chosen.items()
+        ]
+        return rows + [(repr(trigger), 0, reason) for trigger, reason in self.reasons.items()]
+
+
+def build_trigger_set(tokenizer: Any, triggers: Sequence[str]) -> TriggerSet:
+    """Find the tokens of each trigger, by this module's rules; no triggers give an empty set.
+
+    Raise `ConfigError` for an empty trigger, or if none of the triggers has a token.
+    """
+    if "" in triggers:  # also True for a bare string in place of a list
+        raise ConfigError(f"triggers must be a list of non-empty strings, got {triggers!r}")
+    vocab = tokenizer.get_vocab()
+    wordless = _wordless_tokens(tokenizer, vocab)
+    tokens_of = {
+        trigger: [token for token in wordless if _ends_with(token[1], trigger)]
+        if trigger.isspace() or (len(trigger) == 1 and not _has_word(trigger))
+        else _exact_tokens(tokenizer, vocab, trigger)
+        for trigger in triggers
+    }
+    chosen = {trigger: tokens for trigger, tokens in tokens_of.items() if tokens}
+    if tokens_of and not chosen:
+        raise ConfigError(f"triggers must match a token of this tokenizer, got {[*tokens_of]}")
+    reasons = {trigger: _reason(tokenizer, trigger) for trigger in tokens_of if trigger not in chosen}
+    ids = sorted({i for t in chosen.values() for i, _ in t})
+    return TriggerSet(tuple(ids), chosen, reasons)
+
+
+def _wordless_tokens(tokenizer: Any, vocab: Mapping[str, int]) -> Tokens:
+    """List the tokens without letters and digits; for speed, pieces with ASCII ones are not decoded."""
+    special = set(tokenizer.all_special_ids)
+    with suppress(NotImplementedError):  # Mistral's own tokenizer lists all of them above
+        added = getattr(tokenizer, "added_tokens_decoder", {})
+        special.update(i for i, token in added.items() if token.special)
+    pieces = (p for p in vocab if not ASCII_WORD.search(p) or BYTE_PIECE.fullmatch(p))
+    ids = sorted({vocab[piece] for piece in pieces} - special)
+    return [token for token in _decode(tokenizer, ids) if not _has_word(token[1])]
+
+
+def _exact_tokens(tokenizer: Any, vocab: Mapping[str, int], trigger: str) -> Tokens:
+    """List the tokens whose text is the trigger, with or without a space before it."""
+    ids = {vocab[trigger]} if trigger in vocab else set()
+    for text in (trigger, f" {trigger}"):
+        ids.update(tokenizer.encode(text, add_special_tokens=False))
+    return [t for t in _decode(tokenizer, sorted(ids)) if t[1].removeprefix(" ") == trigger]
+
+
+def _reason(tokenizer: Any, trigger: str) -> str:
+    tokens = _decode(tokenizer, tokenizer.encode(trigger, add_special_tokens=False))
+    return f"no single token; written as {' '.join(repr(t[1]) for t in tokens) or 'nothing'}"
+
+
+def _decode(tokenizer: Any, ids: Sequence[int]) -> Tokens:
+    texts = tokenizer.batch_decode([[i] for i in ids]) if ids else []  # transformers: [] gives [""]
+    return list(zip(ids, texts, strict=True))
+
+
+def _has_word(text: str) -> bool:
+    """Say whether a text has a letter, mark, digit, or part of a character, which may be one of these."""
+    return any(char == "\ufffd" or unicodedata.category(char)[0] in "LMN" for char in text)
+
+
+def _ends_with(text: str, trigger: str) -> bool:
+    if trigger.isspace():
+        return trigger in text[len(text.rstrip()) :]
+    closed = TRAILING.replace(trigger, "")
+    return text.rstrip(closed).endswith((trigger, *CJK_FORMS.get(trigger, "")))
+
+
+def resolve_triggers(tokenizer: Any, config: SfiConfig, *, needed: bool = True) -> tuple[int, ...]:
+    """Return T_trig as token ids, ascending; () without a tokenizer if they are not `needed`.
+
+    Raise `ConfigError` for trigger strings without a tokenizer, or if none of them has a token.
+    """
+    if config.trigger_token_ids is not None:
+        return tuple(sorted(config.trigger_token_ids))
+    if config.trigger_policy != "boundary" or (tokenizer is None and not needed):
+        return ()
+    if tokenizer is None:
+        raise ConfigError("triggers need a tokenizer, got none; pass one or set trigger_token_ids")
+    return build_trigger_set(tokenizer, config.triggers).token_ids
 
 
 @dataclass(frozen=True, slots=True)

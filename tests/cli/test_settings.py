@@ -13,9 +13,8 @@ from sfi_cli.settings.given import given
 from sfi_cli.settings.tables import COMMANDS, DECODING, SEARCHED, SETTINGS, TABLES, TraceTable, settings_for
 from sfi_cli.settings.text import completions, value_of, written
 from sfi_core.errors import ConfigError, InputError, SfiError
-from sfi_core.settings.audit import AuditConfig
 from sfi_core.settings.config import PRESETS, SfiConfig
-from sfi_core.settings.engine import EngineOptions
+from sfi_core.settings.engine import AuditConfig, EngineOptions
 from sfi_core.settings.sampling import Sampling
 from sfi_traces.tune import space
 

@@ -19,7 +19,7 @@ from sfi_cli.terminal import output, progress
 from sfi_cli.terminal.progress import BenchProgress, ProgressObserver
 from sfi_cli.terminal.tables import rendered
 from sfi_core import SfiConfig
-from sfi_core.generation.text_stream import TextStream
+from sfi_core.generation.prompts import TextStream
 from sfi_traces.views.table import Table
 from tests.cli.screens import drawn, on_a_terminal
 from tests.cli.trace_commands import sfi, trace

@@ -12,8 +12,7 @@ import torch
 
 import sfi_core
 from sfi_core import SfiConfig
-from sfi_core.settings.audit import AuditConfig
-from sfi_core.settings.engine import EngineOptions
+from sfi_core.settings.engine import AuditConfig, EngineOptions
 from sfi_traces.export.perfetto import perfetto_text
 from sfi_traces.model.trace import Trace
 from sfi_traces.read.check import check

@@ -13,7 +13,7 @@ import sfi_core
 from sfi_core import SfiConfig
 from sfi_core.bundled.example import load_example
 from sfi_core.policies import POLICIES, Triggered
-from sfi_core.settings.audit import AuditConfig
+from sfi_core.settings.engine import AuditConfig
 from sfi_core.settings.policy_names import triggered
 from sfi_traces import health
 from sfi_traces.health import RULES, Watch, judge, line, problems

@@ -12,7 +12,7 @@ import torch
 import sfi_core
 from sfi_core import SfiConfig
 from sfi_core.errors import ConfigError, InputError
-from sfi_core.settings.audit import AuditConfig
+from sfi_core.settings.engine import AuditConfig
 from sfi_traces.importing import arrays
 from sfi_traces.importing.importer import import_trace
 from sfi_traces.model.trace import Trace

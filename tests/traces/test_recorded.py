@@ -16,7 +16,7 @@ from sfi_core import SfiConfig
 from sfi_core.bundled.example import load_example
 from sfi_core.hosts.transformers.cache import CACHE_NAME
 from sfi_core.models.load import load
-from sfi_core.settings.audit import AuditConfig
+from sfi_core.settings.engine import AuditConfig
 from sfi_kernels.constants import EPS
 from sfi_traces.model.request import Request
 from sfi_traces.model.trace import Trace

@@ -11,8 +11,8 @@ from sfi_core.bundled.example import load_example
 from sfi_core.errors import TraceError
 from sfi_core.models.load import load
 from sfi_core.policies.built_in.codescan import choosing_tokens
-from sfi_core.settings.audit import AuditConfig
 from sfi_core.settings.config import SfiConfig
+from sfi_core.settings.engine import AuditConfig
 from sfi_traces.model.steps import Memory
 from sfi_traces.model.trace import Trace
 from sfi_traces.record.parquet import ParquetObserver

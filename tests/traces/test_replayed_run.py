@@ -8,8 +8,7 @@ import torch
 
 import sfi_core
 from sfi_core import SfiConfig
-from sfi_core.settings.audit import AuditConfig
-from sfi_core.settings.engine import EngineOptions
+from sfi_core.settings.engine import AuditConfig, EngineOptions
 from sfi_core.sizes.step import ByteModel
 from sfi_traces.model.trace import Trace
 from sfi_traces.record.parquet import ParquetObserver

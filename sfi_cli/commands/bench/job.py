@@ -184,7 +184,7 @@ def _rate(value: str) -> Fraction:
 
 
 def _of_text(source: str, text: str, config: Any, model: Any, tokenizer: Any) -> dict[str, Any]:
-    from sfi_core.triggers.trigger_set import resolve_triggers
+    from sfi_core.triggers.trigger import resolve_triggers
 
     # random weights have no tokenizer: take the bundled tokenizer's ids modulo the model's vocabulary
     vocabulary = model.config.get_text_config(decoder=True).vocab_size

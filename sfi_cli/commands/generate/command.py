@@ -8,8 +8,7 @@ import typer
 from sfi_cli import options as o
 from sfi_cli.settings.given import Given, given
 from sfi_core.errors import ConfigError
-from sfi_core.settings.audit import AuditConfig
-from sfi_core.settings.engine import EngineOptions
+from sfi_core.settings.engine import AuditConfig, EngineOptions
 from sfi_core.settings.policy_names import default_policy
 
 MAX_NEW_TOKENS = 256

@@ -18,8 +18,7 @@ from sfi_cli.terminal.output import INTERRUPTED, Output, message
 from sfi_cli.terminal.progress import BenchProgress, DecodeProgress, PrefillProgress, ProgressObserver
 from sfi_core.distributed import torchrun
 from sfi_core.errors import NumericsError, SfiError
-from sfi_core.settings.audit import AuditConfig
-from sfi_core.settings.engine import EngineOptions
+from sfi_core.settings.engine import AuditConfig, EngineOptions
 from sfi_core.settings.policy_names import default_policy
 from sfi_core.settings.sampling import Sampling
 
@@ -180,7 +179,7 @@ def _decode(
     **options: Any,
 ) -> Any:
     from sfi_core.generation.generate import generate
-    from sfi_core.generation.text_stream import TextStream
+    from sfi_core.generation.prompts import TextStream
     from sfi_core.hosts.transformers.stores import engine_for
 
     shown = TextStream(tokenizer)

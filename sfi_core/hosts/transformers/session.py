@@ -37,16 +37,14 @@ from sfi_core.models.load import check_split
 from sfi_core.observers.events import LogitsEvent, RunEvent
 from sfi_core.observers.observer import NullObserver, Observer, as_one
 from sfi_core.policies import EvidencePolicy, policy_class
-from sfi_core.settings.audit import AuditConfig
 from sfi_core.settings.config import SfiConfig
-from sfi_core.settings.engine import PAGE_SIZE, EngineOptions
+from sfi_core.settings.engine import PAGE_SIZE, AuditConfig, EngineOptions
 from sfi_core.sizes import memory
 from sfi_core.state.kv_cache import KVCache
 from sfi_core.state.kv_store import KVStore
 from sfi_core.state.layer_shape import LayerShape
 from sfi_core.state.side_stream import ring_places
-from sfi_core.triggers.trigger import Trigger
-from sfi_core.triggers.trigger_set import resolve_triggers
+from sfi_core.triggers.trigger import Trigger, resolve_triggers
 
 UNKNOWN_CAPACITY = 1024
 

@@ -21,9 +21,8 @@ from sfi_core.hosts.transformers.session import Session
 from sfi_core.models.linear import quick_linears
 from sfi_core.models.rotation import check_rotation
 from sfi_core.observers.observer import Observer
-from sfi_core.settings.audit import AuditConfig
 from sfi_core.settings.config import SfiConfig, checked_config
-from sfi_core.settings.engine import DEFAULTS, EngineOptions
+from sfi_core.settings.engine import DEFAULTS, AuditConfig, EngineOptions
 from sfi_core.settings.policy_names import default_policy
 from sfi_kernels.launch import KernelLimitError
 

@@ -27,7 +27,7 @@ from sfi_core.hosts.vllm.settings import PluginOptions, Settings, check_host
 from sfi_core.models.load import load_tokenizer
 from sfi_core.policies import policy_class
 from sfi_core.state.layer_shape import LayerShape
-from sfi_core.triggers.trigger_set import resolve_triggers
+from sfi_core.triggers.trigger import resolve_triggers
 
 __all__ = [
     "AttentionBackendEnum", "KVConnectorBase_V1", "KVConnectorFactory", "KVConnectorMetadata",

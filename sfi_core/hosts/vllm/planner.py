@@ -16,8 +16,8 @@ from sfi_core.engine.report import RequestReport
 from sfi_core.hosts.vllm.settings import RequestSettings
 from sfi_core.observers.observer import NullObserver, Observer
 from sfi_core.policies.base import Policy
-from sfi_core.settings.audit import AuditConfig
 from sfi_core.settings.config import SfiConfig
+from sfi_core.settings.engine import AuditConfig
 from sfi_core.state.request import RequestState
 from sfi_kernels.step_descriptor import FAST, PROMPT
 

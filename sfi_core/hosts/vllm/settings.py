@@ -15,8 +15,8 @@ from sfi_core.errors import ConfigError
 from sfi_core.hosts.vllm import SLOTS, ServeTable
 from sfi_core.machine.text import printable, shown
 from sfi_core.policies import Policy, policy_class
-from sfi_core.settings.audit import AuditConfig
 from sfi_core.settings.config import SfiConfig
+from sfi_core.settings.engine import AuditConfig
 from sfi_core.settings.fields import require, setting
 from sfi_core.sizes.policy import untriggered
 

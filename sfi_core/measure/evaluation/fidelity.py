@@ -16,12 +16,12 @@ from sfi_core.engine.audit import divergence
 from sfi_core.engine.report import RequestReport
 from sfi_core.engine.shared_prompt import SharedPrompt
 from sfi_core.errors import InputError
+from sfi_core.generation.generate import read_prompt
 from sfi_core.generation.prompts import text_ids
-from sfi_core.generation.read_prompt import read_prompt
 from sfi_core.measure.evaluation.teacher_forcing import teacher_force
 from sfi_core.settings.config import SfiConfig
 from sfi_core.settings.engine import DEFAULTS, EngineOptions
-from sfi_core.triggers.trigger_set import resolve_triggers
+from sfi_core.triggers.trigger import resolve_triggers
 
 FULL = "full-kv"
 EDGES = (0, 1, 2, 4, 8, 16, 32)  # where groups of positions in a sentence begin

@@ -20,7 +20,7 @@ from sfi_core.engine.attend import check_backend
 from sfi_core.engine.report import RunReport
 from sfi_core.engine.shared_prompt import SharedPrompt
 from sfi_core.errors import InputError
-from sfi_core.generation.read_prompt import read_prompt
+from sfi_core.generation.generate import read_prompt
 from sfi_core.hosts.transformers.slow_fast import slow_fast
 from sfi_core.measure.evaluation.method import preset_config
 from sfi_core.measure.evaluation.teacher_forcing import teacher_force
@@ -28,7 +28,7 @@ from sfi_core.models.load import load, resolve_device
 from sfi_core.models.rotation import most_positions
 from sfi_core.policies import policy_class
 from sfi_core.settings.engine import EngineOptions
-from sfi_core.triggers.trigger_set import resolve_triggers
+from sfi_core.triggers.trigger import resolve_triggers
 
 BUNDLED = "bundled"  # name of the bundled checkpoint
 # arguments passed to HFLM, lm-eval's model of transformers

@@ -7,15 +7,15 @@ from typing import Any
 from sfi_core.engine.report import RequestReport
 from sfi_core.engine.shared_prompt import SharedPrompt
 from sfi_core.errors import ConfigError, InputError
-from sfi_core.generation.generate import generate
-from sfi_core.generation.read_prompt import read_prompt
+from sfi_core.generation.generate import generate, read_prompt
 from sfi_core.hosts.transformers.slow_fast import session_on
 from sfi_core.measure.evaluation.grid import Cell, Place, Row, Rows
 from sfi_core.measure.evaluation.method import Method, check_distinct
-from sfi_core.measure.evaluation.tasks import TaskSample, find_task
+from sfi_core.measure.evaluation.questions import TaskSample
+from sfi_core.measure.evaluation.tasks import find_task
 from sfi_core.policies import policy_class
 from sfi_core.settings.engine import DEFAULTS, EngineOptions
-from sfi_core.triggers.trigger_set import resolve_triggers
+from sfi_core.triggers.trigger import resolve_triggers
 
 COUNTS = ("verifications", "drafted", "tested", "accepted")
 REPORTED = (

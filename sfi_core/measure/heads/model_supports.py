@@ -7,8 +7,8 @@ import torch
 
 from sfi_core.engine.prompt_queries import PromptLayer
 from sfi_core.errors import InputError
+from sfi_core.generation.generate import read_prompt
 from sfi_core.generation.prompts import encode
-from sfi_core.generation.read_prompt import read_prompt
 from sfi_core.settings.engine import DEFAULTS, EngineOptions
 from sfi_core.state.kv_store import KVStore
 from sfi_kernels.dense_attention import window_logits

@@ -9,11 +9,11 @@ import torch
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
-from sfi_core.measure.kernel_bench import bytes_moved, gates
+from sfi_core.measure.kernel_bench import gates
 from sfi_core.measure.kernel_bench.data import LayerData
+from sfi_core.measure.kernel_bench.result import KernelVariant, reason
 from sfi_core.measure.kernel_bench.rivals import Call, rivals
 from sfi_core.measure.kernel_bench.settings import VERIFIED
-from sfi_core.measure.kernel_bench.variant import KernelVariant, reason
 from sfi_kernels.code_scan import BatchCodes, CodeBasis, bits_of, code_scan, encode_keys
 from sfi_kernels.code_scan.reference import scanned
 from sfi_kernels.dense_attention import dense_attention
@@ -34,7 +34,7 @@ COVERED = 2.5  # a channel's levels cover so many standard deviations on either 
 def dense(layer: LayerData, _: float) -> Iterator[KernelVariant]:
     """Yield attention to every token, and its rivals if it or `fast` was asked for."""
     settings, expected = layer.settings, layer.textbook()
-    moved = bytes_moved.attention_bytes(settings, settings.context)
+    moved = settings.attention_bytes(settings.context)
 
     def variant(name: str, call: Callable[[], Any], form: str | None = None, *, rival: bool = False) -> KernelVariant:
         return KernelVariant(name, 1.0, call, moved, lambda: expected.error(call(), rival=rival), form)
@@ -58,7 +58,7 @@ def fast(layer: LayerData, retention: float) -> Iterator[KernelVariant]:
     expected, tokens = layer.textbook(layer.packed_index(selected, recent=True)), settings.attended(retention)
 
     def variant(name: str, call: Callable[[], Any], gathered: int = 0) -> KernelVariant:
-        moved = bytes_moved.attention_bytes(settings, tokens, gathered=gathered)
+        moved = settings.attention_bytes(tokens, gathered=gathered)
         return KernelVariant(name, retention, call, moved, lambda: expected.error(call()))
 
     if layer.backend == "torch":
@@ -80,7 +80,7 @@ def mixed_heads(layer: LayerData, retention: float) -> Iterator[KernelVariant]:
     call = layer.attended(plan, *selected.packed, dense_BH=dense_BH)
     sparse = layer.textbook(layer.packed_index(selected, recent=True))
     expected = layer.textbook().where(dense_BH[..., None, None] != 0, sparse)
-    moved = bytes_moved.attention_bytes(settings, settings.attended(retention), dense=int(dense_BH[0].sum()))
+    moved = settings.attention_bytes(settings.attended(retention), dense=int(dense_BH[0].sum()))
     yield KernelVariant("mixed_heads", retention, call, moved, lambda: expected.error(call()))
 
 
@@ -108,7 +108,7 @@ def _slow_step(layer: LayerData, name: str, query_BHGWD: torch.Tensor, form: str
         places = {0, W // 2, W - 1}
         return max(wrong, layer.causal_error(result.out_BHGWE, query_BHGWD, places, settings.context))
 
-    moved = bytes_moved.attention_bytes(settings, settings.context, evidence=True, queries=W)
+    moved = settings.attention_bytes(settings.context, evidence=True, queries=W)
     return KernelVariant(name, 1.0, call, moved, error, form)
 
 
@@ -141,8 +141,8 @@ def _piece(
     def error() -> float:
         return layer.causal_error(call(), query_1HGWD, checked_queries(W), tokens, rival=rival)
 
-    form, flops = f"{W:,} queries over {tokens:,} tokens", bytes_moved.prompt_flops(layer.settings, W, tokens)
-    moved, shape = bytes_moved.prompt_bytes(layer.settings, W, tokens), {"context": tokens, "batch": 1}
+    form, flops = f"{W:,} queries over {tokens:,} tokens", layer.settings.prompt_flops(W, tokens)
+    moved, shape = layer.settings.prompt_bytes(W, tokens), {"context": tokens, "batch": 1}
     return KernelVariant(name, None, call, moved, error, form, flops, shape)
 
 
@@ -206,7 +206,7 @@ def codescan(layer: LayerData, retention: float) -> Iterator[KernelVariant]:
         read = layer.packed_index(selected._replace(index_BHK=index), recent=True)
         return layer.textbook(read).error(out_BHGD)
 
-    moved = bytes_moved.codescan_bytes(settings, settings.attended(retention))
+    moved = settings.codescan_bytes(settings.attended(retention))
     yield KernelVariant("codescan", retention, call, moved, error)
 
 

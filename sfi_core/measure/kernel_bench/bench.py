@@ -9,13 +9,11 @@ import torch
 from sfi_core.errors import BackendError, MemoryForecastError
 from sfi_core.machine.describe import describe_measured
 from sfi_core.machine.memory import free_bytes
-from sfi_core.measure.kernel_bench.bytes_moved import forecast_bytes
 from sfi_core.measure.kernel_bench.cases import FETCHED_EVERY, groups
 from sfi_core.measure.kernel_bench.data import LayerData
-from sfi_core.measure.kernel_bench.result import KernelResult
+from sfi_core.measure.kernel_bench.result import KernelResult, KernelVariant, reason
 from sfi_core.measure.kernel_bench.settings import REPEATS, KernelSettings
 from sfi_core.measure.kernel_bench.timing import CpuClock, clock_for, copy_gb_per_s, floor_us, workspace_bytes
-from sfi_core.measure.kernel_bench.variant import KernelVariant, reason
 from sfi_kernels.launch import KernelLimitError, counting
 
 Progress = Callable[[str, int, int], None]
@@ -116,7 +114,7 @@ def _notes(result: KernelResult, device: torch.device) -> list[str]:
 
 
 def _check_fits(settings: KernelSettings, backend: str, device: torch.device) -> None:
-    needed = forecast_bytes(settings, backend) + workspace_bytes(device)
+    needed = settings.forecast_bytes(backend) + workspace_bytes(device)
     free = free_bytes(device)
     if free is not None and needed > free:
         raise MemoryForecastError(

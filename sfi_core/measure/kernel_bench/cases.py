@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from sfi_core.measure.kernel_bench import bytes_moved, gates
+from sfi_core.measure.kernel_bench import gates
 from sfi_core.measure.kernel_bench.attention_cases import codescan, dense, fast, mixed_heads, prompt, verify
 from sfi_core.measure.kernel_bench.data import SELECTOR, LayerData
+from sfi_core.measure.kernel_bench.result import KernelVariant, checked
 from sfi_core.measure.kernel_bench.settings import PACKED_OPS
-from sfi_core.measure.kernel_bench.variant import KernelVariant, checked
 from sfi_kernels.append import append
 from sfi_kernels.fused import add_rms_norm, rotary, silu_mul
 from sfi_kernels.op import Op
@@ -31,7 +31,7 @@ def scored(layer: LayerData, _: None) -> Iterator[KernelVariant]:
     log_sum = logits.masked_fill(~inside[:, None, None, None], -torch.inf).logsumexp(-1)
     inputs = logits, layer.norm_BHT, inside
     call = partial(selector.on(layer.backend), *inputs, log_sum_BHGW=log_sum, **asdict(SELECTOR))
-    moved = bytes_moved.selector_bytes(layer.settings)
+    moved = layer.settings.selector_bytes()
     yield KernelVariant("selector", None, call, moved, lambda: gates.selector_error(call(), *inputs, SELECTOR))
 
 
@@ -39,7 +39,7 @@ def best(layer: LayerData, retention: float) -> Iterator[KernelVariant]:
     """Yield Top-K of the scores."""
     K, score = layer.settings.budget(retention), layer.score_BHT
     call = partial(top_k.on(layer.backend), score, K)
-    moved = bytes_moved.top_k_bytes(layer.settings, K)
+    moved = layer.settings.top_k_bytes(K)
     yield KernelVariant("top_k", retention, call, moved, lambda: gates.top_k_error(score, call()))
 
 
@@ -53,7 +53,7 @@ def packed(layer: LayerData, retention: float) -> Iterator[KernelVariant]:
         call()
         return gates.pack_error(into.segment, layer.key_BHTD, layer.value_BHTD, index)
 
-    yield KernelVariant("pack", retention, call, bytes_moved.pack_bytes(layer.settings, index.shape[2]), error)
+    yield KernelVariant("pack", retention, call, layer.settings.pack_bytes(index.shape[2]), error)
 
 
 def recalled(layer: LayerData, retention: float) -> Iterator[KernelVariant]:
@@ -80,7 +80,7 @@ def recalled(layer: LayerData, retention: float) -> Iterator[KernelVariant]:
         wrong = gates.pack_error(into.segment, layer.key_BHTD, layer.value_BHTD, index)
         return max(wrong, gates.same(fetched, torch.full_like(fetched, missing)))
 
-    moved = bytes_moved.recall_bytes(layer.settings, index.shape[2], index.shape[2] - missing)
+    moved = layer.settings.recall_bytes(index.shape[2], index.shape[2] - missing)
     yield KernelVariant("recall", retention, call, moved, error)
 
 
@@ -101,7 +101,7 @@ def appended(layer: LayerData, _: None) -> Iterator[KernelVariant]:
         wrong = max(gates.same(keys, key[:, :, 0]), gates.same(values, value[:, :, 0]))
         return max(wrong, gates.norm_error(norms, key[:, :, 0]))
 
-    yield KernelVariant("append", None, call, bytes_moved.append_bytes(layer.settings), error)
+    yield KernelVariant("append", None, call, layer.settings.append_bytes(), error)
 
 
 def norm(layer: LayerData, _: None) -> Iterator[KernelVariant]:

@@ -9,7 +9,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from sfi_core.machine.private import operators
 from sfi_core.measure.kernel_bench.data import LayerData
-from sfi_core.measure.kernel_bench.variant import reason
+from sfi_core.measure.kernel_bench.result import reason
 
 FLASHINFER_WORKSPACE = 256 << 20  # bytes
 SDPA, SOFTMAX = "_scaled_dot_product_", {"_softmax", "_safe_softmax"}

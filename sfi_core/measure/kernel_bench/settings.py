@@ -1,4 +1,8 @@
-"""The settings of the kernel benchmark: ops and shape."""
+"""The settings of the kernel benchmark: ops and shape, and the least bytes that an op moves.
+
+Every input is read once, every output written once; work lists, lengths, block tables and the log-sum-exp (which a
+slow step passes to the Selector) are left out.
+"""
 
 from dataclasses import dataclass
 
@@ -6,6 +10,7 @@ import torch
 
 from sfi_core.errors import BackendError, ConfigError, unknown
 from sfi_core.settings.engine import BACKENDS
+from sfi_kernels.code_scan import SLOTS, words
 
 OPS = (
     "fast", "dense", "verify", "mixed_heads", "selector", "top_k", "pack", "recall", "append",
@@ -20,6 +25,7 @@ TABLE_1 = {
     0.016: 10.67, 0.063: 9.56, 0.125: 7.15, 0.25: 3.96, 0.375: 2.75, 0.5: 2.10, 0.75: 1.43, 0.984: 1.10, 1.0: 1.00,
 }  # fmt: skip
 REPEATS = {"cpu": 5, "cuda": 100}
+INT32 = FLOAT32 = 4
 CPU_SHAPE: dict[str, object] = {"context": 4096, "batch": 1}  # in place of the defaults, which take minutes there
 PIECES = {"cpu": 256, "cuda": 2048}  # queries of a prompt's piece, by device
 
@@ -121,6 +127,97 @@ class KernelSettings:
         dtype = str(self.torch_dtype).removeprefix("torch.")
         sizes = {name: getattr(self, name) for name in ("heads", "kv_heads", "head_dim")}
         return {"context": self.context, "batch": self.batch, "dtype": dtype, **sizes}
+
+    def attention_bytes(
+        self, tokens: int, *, evidence: bool = False, gathered: int = 0, queries: int = 1, dense: int = 0
+    ) -> int:
+        """Return the bytes of attention over `tokens` tokens of every request, over all in `dense` KV heads.
+
+        `evidence` counts the logits of one query, `gathered` the positions of rows that are read in place.
+        """
+        rows = self.batch * self.heads
+        ends = 2 * rows * queries * self.head_dim * self.torch_dtype.itemsize
+        logits = rows * self.context * FLOAT32 if evidence else 0
+        more = (self.context - tokens) * self._row_bytes * dense // self.kv_heads
+        return tokens * self._row_bytes + ends + logits + self._pairs * gathered * INT32 + more
+
+    def selector_bytes(self) -> int:
+        """Return the bytes of the Selector's scores from one query per head."""
+        positions = self.batch * self.context
+        return positions * (self.heads + 2 * self.kv_heads) * FLOAT32 + positions
+
+    def top_k_bytes(self, budget: int) -> int:
+        """Return the bytes of Top-K."""
+        return self._pairs * (self.context * FLOAT32 + budget * INT32)
+
+    def pack_bytes(self, rows: int) -> int:
+        """Return the bytes of packing `rows` rows of every request, including sinks."""
+        return 2 * rows * self._row_bytes + self._pairs * rows * INT32
+
+    def recall_bytes(self, rows: int, reused: int) -> int:
+        """Return the bytes of recalling `rows` rows, including sinks; `reused` of them are on the device."""
+        return self.pack_bytes(rows) + self._pairs * (rows - self.sink + reused) * INT32
+
+    def append_bytes(self) -> int:
+        """Return the bytes of appending one token to every request."""
+        return 2 * self._row_bytes + self._pairs * FLOAT32
+
+    def codescan_bytes(self, tokens: int) -> int:
+        """Return the bytes of appending, of choosing by words of code, and of attention over `tokens` tokens.
+
+        Each request reads two bases, of keys and of queries: a mean, and the projection of keys or queries.
+        """
+        numbers = words(self.head_dim)
+        basis = self.head_dim * (SLOTS * numbers + 1) * FLOAT32
+        codes = self._pairs * (self.context * numbers * INT32 + 2 * basis)
+        return self.append_bytes() + codes + self.attention_bytes(tokens)
+
+    def prompt_bytes(self, queries: int, tokens: int) -> int:
+        """Return the bytes of one request's last `queries` of `tokens` tokens."""
+        numbers = 2 * queries * self.heads * self.head_dim
+        return tokens * self._row_bytes // self.batch + numbers * self.torch_dtype.itemsize
+
+    def prompt_flops(self, queries: int, tokens: int) -> int:
+        """Return the multiplications and additions of the same queries; masked pairs do not count."""
+        pairs = queries * tokens - queries * (queries - 1) // 2
+        return 4 * self.heads * self.head_dim * pairs
+
+    @property
+    def _pairs(self) -> int:
+        # of a request and a KV head
+        return self.batch * self.kv_heads
+
+    @property
+    def _row_bytes(self) -> int:
+        # a key and a value in every request and KV head
+        return self._pairs * 2 * self.head_dim * self.torch_dtype.itemsize
+
+    def forecast_bytes(self, backend: str) -> int:
+        """Return the memory that the inputs and their checks need."""
+        ops, item = set(self.ops), self.torch_dtype.itemsize
+        history = self.context * self._row_bytes
+        total = history * (2 if backend == "triton" else 1)  # contiguous for SDPA, for Triton also in pages
+        packed = sum(self.budget(r) + self.sink for r in self.retentions) * self._row_bytes
+        if PACKED_OPS & ops:
+            total += packed
+        if "pack" in ops:
+            total += packed
+        if "recall" in ops:  # the old and the new segment, and the host's pages, which a CUDA device does not hold
+            total += 2 * packed + (history if backend == "torch" else 0)
+        if {"selector", "top_k"} & ops:
+            # the reference's temporary tensors: four of the logits' size, a dozen of the scores'
+            total += self.batch * self.context * FLOAT32 * (5 * self.heads + 12 * self.kv_heads)
+        if "codescan" in ops:  # codes; the levels of one request three times, in 64 bits
+            numbers = self._pairs * self.context * words(self.head_dim)
+            total += numbers * INT32 + numbers // self.batch * SLOTS * 3 * 8
+        if "prompt" in ops:  # a piece's queries and outputs, and a rival's own keys and values
+            total += 3 * max(PIECES.values()) * self.heads * self.head_dim * item + history // self.batch
+        if "verify" in ops:  # queries and outputs of all passes, and one's partial results
+            numbers = 2 * self.batch * self.heads * self.head_dim
+            total += numbers * (sum(VERIFIED) * item + max(VERIFIED) * FLOAT32)
+        # the check of one request at a time: keys and values in twice their precision, logits and weights
+        request = self.context * (3 * self.kv_heads * self.head_dim + 4 * self.heads)
+        return total + 2 * item * request
 
 
 def resolve_backend(name: str, device: torch.device) -> str:

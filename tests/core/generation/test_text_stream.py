@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.models.byt5 import ByT5Tokenizer
 
 from benchmarks.train_bundled import build_tokenizer
-from sfi_core.generation.text_stream import TextStream
+from sfi_core.generation.prompts import TextStream
 
 CODE = "def f(x):\n    if x:\n        return '数'\n\n    return  x\n"
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]

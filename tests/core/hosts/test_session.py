@@ -13,7 +13,7 @@ from sfi_core import EngineOptions, SfiConfig, slow_fast
 from sfi_core.errors import BackendError, ConfigError, InputError, UnsupportedModelError
 from sfi_core.hosts.transformers.attention import sfi_attention
 from sfi_core.hosts.transformers.cache import CACHE_NAME, SfiCache, cache_in, under_way
-from sfi_core.triggers.trigger_set import build_trigger_set
+from sfi_core.triggers.trigger import build_trigger_set
 from tests.architectures import SMALL, padded, prompts, tiny
 
 pytestmark = pytest.mark.seam

@@ -4,12 +4,11 @@ import pytest
 import torch
 
 from sfi_core.errors import BackendError, ConfigError, MemoryForecastError
-from sfi_core.measure.kernel_bench import bench, bytes_moved, variant
+from sfi_core.measure.kernel_bench import bench
 from sfi_core.measure.kernel_bench.bench import run_bench
 from sfi_core.measure.kernel_bench.data import LayerData
-from sfi_core.measure.kernel_bench.result import WrongResultError
+from sfi_core.measure.kernel_bench.result import KernelVariant, WrongResultError
 from sfi_core.measure.kernel_bench.settings import KernelSettings, resolve_backend
-from sfi_core.measure.kernel_bench.variant import KernelVariant
 from tests.core.measure.tiny_kernels import CPU, built, tiny
 
 pytestmark = pytest.mark.usefixtures("small_buffers")
@@ -89,27 +88,27 @@ def test_bytes_by_op():
     """By hand: B 2, H 2, G 2, D 16, float32, T 150."""
     settings = tiny()
     kv_row = 2 * 2 * 2 * 16 * 4
-    assert bytes_moved.attention_bytes(settings, 10, gathered=7) == (10 * kv_row + 2 * 2 * 4 * 16 * 4 + 2 * 2 * 7 * 4)
-    whole = bytes_moved.attention_bytes(settings, 150)
-    assert bytes_moved.attention_bytes(settings, 150, evidence=True) == whole + 2 * 2 * 2 * 150 * 4
+    assert settings.attention_bytes(10, gathered=7) == (10 * kv_row + 2 * 2 * 4 * 16 * 4 + 2 * 2 * 7 * 4)
+    whole = settings.attention_bytes(150)
+    assert settings.attention_bytes(150, evidence=True) == whole + 2 * 2 * 2 * 150 * 4
     ends = 2 * 2 * 4 * 16 * 4
-    assert bytes_moved.attention_bytes(settings, 150, queries=5) == whole + 4 * ends
-    assert bytes_moved.selector_bytes(settings) == 2 * 150 * (4 * 4 + 2 * 4 + 2 * 4 + 1)
-    assert bytes_moved.top_k_bytes(settings, 9) == 2 * 2 * (150 + 9) * 4
-    assert bytes_moved.pack_bytes(settings, 13) == 2 * 13 * kv_row + 2 * 2 * 13 * 4
-    assert bytes_moved.append_bytes(settings) == 2 * kv_row + 2 * 2 * 4
+    assert settings.attention_bytes(150, queries=5) == whole + 4 * ends
+    assert settings.selector_bytes() == 2 * 150 * (4 * 4 + 2 * 4 + 2 * 4 + 1)
+    assert settings.top_k_bytes(9) == 2 * 2 * (150 + 9) * 4
+    assert settings.pack_bytes(13) == 2 * 13 * kv_row + 2 * 2 * 13 * 4
+    assert settings.append_bytes() == 2 * kv_row + 2 * 2 * 4
     queries, one = 2 * 75 * 4 * 16 * 4, kv_row // 2  # of a request
-    assert bytes_moved.prompt_bytes(settings, 75, 150) == 150 * one + queries
+    assert settings.prompt_bytes(75, 150) == 150 * one + queries
     pairs = sum(1 for w in range(75) for t in range(150) if t <= 75 + w)
-    assert bytes_moved.prompt_flops(settings, 75, 150) == pairs * 4 * 2 * 2 * 16
-    sparse = bytes_moved.attention_bytes(settings, 10)
-    assert bytes_moved.attention_bytes(settings, 10, dense=1) == sparse + 140 * kv_row // 2
+    assert settings.prompt_flops(75, 150) == pairs * 4 * 2 * 2 * 16
+    sparse = settings.attention_bytes(10)
+    assert settings.attention_bytes(10, dense=1) == sparse + 140 * kv_row // 2
     basis = 2 * 2 * 16 * 17 * 4
-    chosen = bytes_moved.append_bytes(settings) + 2 * 2 * 150 * 4 + 2 * basis
-    assert bytes_moved.codescan_bytes(settings, 10) == chosen + sparse
+    chosen = settings.append_bytes() + 2 * 2 * 150 * 4 + 2 * basis
+    assert settings.codescan_bytes(10) == chosen + sparse
     # 13 rows, 4 of them sinks and 5 on the device: 9 wanted positions, 5 old ones
-    packed = bytes_moved.pack_bytes(settings, 13)
-    assert bytes_moved.recall_bytes(settings, 13, 5) == packed + 2 * 2 * (9 + 5) * 4
+    packed = settings.pack_bytes(13)
+    assert settings.recall_bytes(13, 5) == packed + 2 * 2 * (9 + 5) * 4
 
 
 def test_a_run_that_does_not_fit_is_refused_before_anything_is_made(monkeypatch):
@@ -202,7 +201,7 @@ def test_variants_that_raise_or_are_wrong_are_named_and_the_others_are_timed(clo
         yield fake("infinite", lambda: float("inf"))
         yield broken()
 
-    monkeypatch.setattr(bench, "groups", lambda _: [("All", variant.checked("unmade", 0.5, made()))])
+    monkeypatch.setattr(bench, "groups", lambda _: [("All", result.checked("unmade", 0.5, made()))])
     result = run_bench(tiny(repeats=3), "torch", CPU)
     rows = {row["op"]: row for row in result.document()["rows"]}
     assert {op: (row["repeats"], row["error_share"], row["failure"]) for op, row in rows.items()} == {

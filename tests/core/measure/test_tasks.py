@@ -10,10 +10,9 @@ from transformers import PreTrainedTokenizerFast
 
 from sfi_core.bundled.corpus import HELD_OUT, draw
 from sfi_core.errors import InputError
+from sfi_core.measure.evaluation.questions import depths, fit
 from sfi_core.measure.evaluation.samples import by_sentence
-from sfi_core.measure.evaluation.tasks import TASKS, find_task
-from sfi_core.measure.evaluation.tasks.base import depths, fit
-from sfi_core.measure.evaluation.tasks.documents import WORDS
+from sfi_core.measure.evaluation.tasks import TASKS, WORDS, find_task
 from sfi_core.models.load import load_tokenizer
 
 RULER = [name for name, task in TASKS.items() if not task.bundled]

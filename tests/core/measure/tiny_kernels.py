@@ -7,8 +7,8 @@ import torch
 
 from sfi_core.measure.kernel_bench.cases import groups
 from sfi_core.measure.kernel_bench.data import LayerData
+from sfi_core.measure.kernel_bench.result import KernelVariant
 from sfi_core.measure.kernel_bench.settings import KernelSettings
-from sfi_core.measure.kernel_bench.variant import KernelVariant
 
 TINY = {"heads": 4, "kv_heads": 2, "head_dim": 16, "context": 150, "batch": 2, "recent": 20}
 CPU = torch.device("cpu")

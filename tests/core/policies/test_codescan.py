@@ -8,8 +8,7 @@ import torch
 
 from sfi_core import EngineOptions, SfiConfig, generate
 from sfi_core.policies.built_in import codescan
-from sfi_core.policies.built_in.codescan import CodeScan
-from sfi_core.policies.code_basis import learn_basis
+from sfi_core.policies.built_in.codescan import CodeScan, learn_basis
 from sfi_core.state.request import RequestState
 from sfi_kernels.code_scan import CodeBasis, bits_of, words
 from sfi_kernels.code_scan.reference import diagnosed

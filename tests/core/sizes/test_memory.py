@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import sfi_core
-import sfi_core.generation.read_prompt
+import sfi_core.generation.generate
 from sfi_core.distributed.ranks import ALONE
 from sfi_core.errors import ConfigError, MemoryForecastError
 from sfi_core.generation.batch_plan import BatchPlan, plan_batch
@@ -268,7 +268,7 @@ def test_prompts_that_do_not_fit_together_are_decoded_a_few_at_a_time(free: Any,
 
 
 def test_prompts_that_were_read_together_stay_together(tiny_model: Any):
-    shared = sfi_core.generation.read_prompt.read_prompt(tiny_model, None, [[1, 2], [3]], capacity=9)
+    shared = sfi_core.generation.generate.read_prompt(tiny_model, None, [[1, 2], [3]], capacity=9)
     with pytest.raises(ConfigError, match=r"must be at least the 2 prompts of shared, got 1$"):
         sfi_core.generate(tiny_model, None, [[1, 2], [3]], CONFIG, max_new_tokens=4, shared=shared, max_batch=1)
 

@@ -6,7 +6,7 @@ from transformers import PreTrainedTokenizerFast
 
 from benchmarks.train_bundled import build_tokenizer
 from sfi_core.errors import ConfigError
-from sfi_core.triggers.trigger_set import build_trigger_set
+from sfi_core.triggers.trigger import build_trigger_set
 
 PAPER = (".", "?", "!", ";", "\n")
 # each is one token of the byte-level tokenizer below

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from sfi_core.errors import ConfigError, InputError
-from sfi_core.settings.audit import AuditConfig
+from sfi_core.settings.engine import AuditConfig
 from sfi_traces.importing.arrays import COMMON, Arrays, Header, ImportedStep, Tokens
 from sfi_traces.importing.selections import ROUNDING, strongest
 from sfi_traces.overlap import Array, Floats

@@ -13,9 +13,9 @@ import numpy as np
 from sfi_core.errors import SfiError
 from sfi_core.machine.files import KEPT
 from sfi_core.observers.events import RunEvent
-from sfi_core.settings.audit import AuditConfig
 from sfi_core.settings.config import SfiConfig
-from sfi_core.triggers.trigger_set import build_trigger_set
+from sfi_core.settings.engine import AuditConfig
+from sfi_core.triggers.trigger import build_trigger_set
 from sfi_traces.importing.arrays import VERSION, Header, ImportedStep, open_arrays
 from sfi_traces.importing.attention import AttentionArrays, has_attention
 from sfi_traces.importing.selections import SelectionArrays

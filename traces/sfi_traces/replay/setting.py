@@ -9,7 +9,7 @@ from typing import Any, Self
 from sfi_core.errors import ConfigError, TraceError, unknown
 from sfi_core.policies.built_in.codescan import CodeScan
 from sfi_core.settings.config import TRIGGER_POLICIES, SfiConfig
-from sfi_core.triggers.trigger_set import build_trigger_set
+from sfi_core.triggers.trigger import build_trigger_set
 from sfi_traces.model.trace import Trace
 
 # the settings that each trigger policy uses; varying others would only repeat a row

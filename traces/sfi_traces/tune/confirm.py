@@ -13,16 +13,14 @@ from sfi_core.bundled.example import load_example
 from sfi_core.engine.attend import check_backend
 from sfi_core.engine.shared_prompt import SharedPrompt
 from sfi_core.errors import TraceError
-from sfi_core.generation.generate import generate
+from sfi_core.generation.generate import generate, read_prompt
 from sfi_core.generation.prompts import encode
-from sfi_core.generation.read_prompt import read_prompt
 from sfi_core.hosts.transformers.slow_fast import session_on
 from sfi_core.hosts.transformers.stores import engine_for
 from sfi_core.models.describe import describe_model
 from sfi_core.models.load import load, resolve_device
-from sfi_core.settings.audit import AuditConfig
 from sfi_core.settings.config import SfiConfig
-from sfi_core.settings.engine import DEFAULTS, EngineOptions
+from sfi_core.settings.engine import DEFAULTS, AuditConfig, EngineOptions
 from sfi_core.settings.sampling import Sampling
 from sfi_traces.model.trace import Trace
 from sfi_traces.record.parquet import ParquetObserver

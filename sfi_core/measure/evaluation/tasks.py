@@ -1,4 +1,4 @@
-"""Tasks over documents of generated sentences: needles, variables, common words, whole sentences, and the bundled one.
+"""The built-in tasks: generated documents with needles, variables, common words, whole sentences, and the bundled one.
 
 The first three are after RULER (2404.06654). Score of the first four: the share of the right answers in the text.
 """
@@ -21,8 +21,8 @@ from sfi_core.bundled.corpus import (
     draw,
     sentence,
 )
-from sfi_core.errors import InputError
-from sfi_core.measure.evaluation.tasks.base import DocumentTask, Question, TaskSample, depths, seeded
+from sfi_core.errors import InputError, unknown
+from sfi_core.measure.evaluation.questions import DocumentTask, Question, TaskSample, depths, seeded
 
 NUMBERS = range(1_000_000, 10_000_000)  # seven digits each, so that no number is part of another
 DECOY_EVERY = 4  # sentences of the haystack for each decoy
@@ -277,3 +277,24 @@ def hide(needles: Sequence[str], sentences: Sequence[str], depths: Sequence[floa
 def take(sentences: Iterator[str], count: int) -> list[str]:
     """Return the first `count` sentences."""
     return list(islice(sentences, count))
+
+
+TASKS: dict[str, DocumentTask] = {
+    "niah-single": Needles("niah-single"),
+    "niah-multi-key": Needles("niah-multi-key", decoys=True),
+    "niah-multi-value": Needles("niah-multi-value", values=4),
+    "niah-multi-query": Needles("niah-multi-query", keys=4),
+    "variable-tracking": VariableTracking(),
+    "common-words": CommonWords(),
+    "sentence-recall": SentenceRecall(),
+    "bundled-recall": BundledRecall(),
+    "bundled-recall-1": BundledRecall("bundled-recall-1", asked=1),
+    "bundled-recall-30": BundledRecall("bundled-recall-30", asked=30),
+}
+
+
+def find_task(name: str) -> DocumentTask:
+    """Look a task up; raise `ConfigError` for another name."""
+    if name not in TASKS:
+        raise unknown("task", name, TASKS)
+    return TASKS[name]
