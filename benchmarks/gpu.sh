@@ -118,7 +118,7 @@ parts() {
     tests/core/measure/test_kernel_bench.py tests/core/measure/test_kernel_bench_gates.py
   part tests-engine 3 120 -x "${pytest[@]}" "${workers[@]}" "${few_engine[@]}" \
     tests/core/engine/test_on_a_gpu.py tests/core/engine/test_triton_backend.py tests/traces/test_timing.py \
-    tests/core/generation/test_noise.py tests/core/generation/test_pick.py
+    tests/core/generation/test_pick.py tests/core/generation/test_pick.py
   part generate 3 50 "$more" "${ours[@]}" generate "${into[@]}" $dry
   part sanitizer 3 60 "" bash -c "$(declare -p pytest); sanitize"
   part decode-more 3 60 "$more" "${ours[@]}" decode-more "${into[@]}" $dry

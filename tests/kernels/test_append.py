@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from sfi_kernels.append import append
-from sfi_kernels.launch import KernelLimitError
 
 H, D, E = 2, 8, 6
 
@@ -154,11 +153,3 @@ def test_tensors_that_do_not_fit_are_named(run):
     cache.norm_PHN = cache.norm_PHN.double()
     with pytest.raises(ValueError, match=r"^norm must be contiguous float32, got torch.float64"):
         cache.append(run, key, value, [0, 0], [3, 3])
-
-
-def test_rows_too_wide_for_the_kernel_are_refused():
-    pytest.importorskip("triton")
-    cache = Cache(1, 4, 4, D=257)
-    key, value = new_tokens(1, 1, [1], D=257)
-    with pytest.raises(KernelLimitError, match=r"^key and value must be at most 256 wide"):
-        cache.append(append.triton, key, value, [0], [1])

@@ -134,9 +134,3 @@ def test_the_interpreter_refuses_bfloat16_in_any_argument(kernel):
     with pytest.raises(KernelLimitError, match=message):
         launch(kernel, (1,), *operands)
     assert not kernel.calls
-
-
-def test_a_gpu_takes_every_dtype_whatever_the_environment(monkeypatch):
-    check_device(torch.device("cuda"), torch.bfloat16)
-    monkeypatch.delenv("TRITON_INTERPRET")
-    check_device(torch.device("cuda"), torch.float16, torch.bfloat16)

@@ -16,7 +16,6 @@ ROOT = Path(__file__).parents[2]
 pytest.importorskip("triton")
 
 from sfi_kernels.launch import Launch  # noqa: E402 - needs Triton
-from sfi_kernels.offline import SHARED_LIMIT, _buffers  # noqa: E402
 from sfi_kernels.specializations import signature  # noqa: E402
 
 DIVISIBLE = [["tt.divisibility", 16]]
@@ -139,11 +138,6 @@ def test_too_much_shared_memory_is_over_the_limit_of_the_architecture(compiled):
     assert not on_90["over_limit"]
 
 
-def test_a_program_may_have_what_the_programming_guide_says():
-    kilobytes = {capability: limit / 1024 for capability, limit in SHARED_LIMIT.items()}
-    assert kilobytes == {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
-
-
 def test_one_specialization_is_compiled_and_printed(told):
     """The split plan, which comes first."""
     number, *rows = told["printed"]
@@ -152,16 +146,6 @@ def test_one_specialization_is_compiled_and_printed(told):
     assert [row["arch"] for row in rows] == ["sm_80", "sm_90"]
     keys = "arch async_buffers kernel over_limit registers shared_bytes spill_bytes"
     assert sorted(rows[0]) == keys.split()
-
-
-def test_buffers_are_read_from_the_allocations_of_the_pipeline():
-    lines = (
-        "%1 = ttg.local_alloc : () -> !ttg.memdesc<3x64x128xf16, #shared, #smem, mutable>",
-        "%2 = ttg.local_alloc : () -> !ttg.memdesc<2x64x128xf16, #shared, #smem, mutable>",
-        "%3 = ttg.local_alloc %q : (tensor<64x128xf16>) -> !ttg.memdesc<64x128xf16, #shared, #smem>",
-    )
-    assert _buffers("\n".join(lines)) == 3
-    assert _buffers(lines[2]) == 0
 
 
 def kernel_of(*parameters: str) -> SimpleNamespace:
@@ -216,29 +200,6 @@ def test_specializations_have_names_of_their_own_and_none_is_compiled_twice(foun
     """A table has a row for each."""
     for key in ("{kernel} [{label}]", "{kernel} {all} {options}"):
         assert Counter(key.format(**one) for one in found).most_common(1)[0][1] == 1
-
-
-def test_every_pass_of_the_selection_has_its_own_specialization(found):
-    passes = [one["constants"] for one in found if one["kernel"] == "top_k_count"]
-    assert passes == [{"PASS": step} for step in range(4)]
-
-
-@pytest.mark.parametrize("name", ["split_attention", "dense_attention"])
-def test_attention_comes_in_every_dtype_head_dimension_and_kind(found, name: str):
-    made = [one for one in found if one["kernel"] == name]
-    dtypes = {one["types"][0] for one in made}
-    assert dtypes == {"*fp32", "*fp16", "*bf16"}
-    for dtype in dtypes:
-        constants = [one["constants"] for one in made if one["types"][0] == dtype]
-        sizes = {(one["D"], one["E"]) for one in constants}
-        every = {(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)}
-        others = {"*bf16": every, "*fp16": {(64, 64), (192, 128)}, "*fp32": every - {(96, 96), (192, 128)}}
-        assert sizes == others[dtype]
-        assert {one["SINKS"] for one in constants} == {False, True}
-        assert {one["CAPPED"] for one in constants} == ({False} if dtype == "*fp16" else {False, True})
-    if name == "split_attention":
-        for switch in ("SLOW", "HEADS", "PSEUDO"):
-            assert {one["constants"][switch] for one in made} == {False, True}
 
 
 @pytest.mark.parametrize(("capability", "stages"), [(80, 3), (90, 4)])

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from sfi_kernels.launch import KernelLimitError
 from sfi_kernels.pack import pack, recall
 from tests.fakes import int32, paged
 
@@ -186,10 +185,3 @@ def test_tensors_that_do_not_fit_are_named(run):
         tiers.recall(run, [0, 1], index, [2, 2], heads_RH=int32([[1, 1]]))
     with pytest.raises(ValueError, match=r"^index must have at most S=12 positions, got 13$"):
         tiers.recall(run, [0, 1], selection(NEW, 13), [2, 2])
-
-
-def test_rows_too_wide_for_the_kernel_are_refused():
-    pytest.importorskip("triton")
-    tiers = Tiers([20], D=257)
-    with pytest.raises(KernelLimitError, match=r"^key and value must be at most 256 wide"):
-        tiers.recall(recall.triton, [0], selection([[[5], [6]]], 2), [0])

@@ -119,11 +119,6 @@ def test_heads_and_groups_of_any_size(backend: str, G: int, D: int, E: int, W: i
     step.assert_plain()
 
 
-@pytest.mark.parametrize("page_size", [16, 128])
-def test_a_page_holds_one_tile_or_several(backend: str, page_size: int):
-    Verification(backend, [150, 65], [SLOW, FAST], page_size=page_size, counts=[9, 1], W=9).assert_plain()
-
-
 @pytest.mark.parametrize("places", [2, 8, 64])
 def test_the_plan_does_not_change_the_result(backend: str, places: int):
     """One split a request, a few, and many; among them one that only the last queries see.
@@ -134,10 +129,6 @@ def test_the_plan_does_not_change_the_result(backend: str, places: int):
     splits = step.descriptor().table_BX[:, SPLITS].tolist()
     assert (max(splits) == 1) == (places == 2)
     step.assert_plain(sink_HG=torch.tensor([[2.0, -1.0], [0.0, 4.0]]))
-
-
-def test_a_soft_cap_bends_every_logit(backend: str):
-    Verification(backend, [130, 65], [SLOW, FAST], counts=[5, 1], W=5).assert_plain(soft_cap=0.5)
 
 
 def test_the_last_query_hands_out_its_logits(backend: str):

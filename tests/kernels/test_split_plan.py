@@ -171,33 +171,12 @@ def test_no_other_size_that_is_tried_costs_less(plans):
         assert min(costs[size] for size in chosen) == min(costs.values())
 
 
-def test_one_long_request_fills_the_processors():
-    step = Batch((request(SLOW, 32_768),), heads=8, programs=264).planned()
-    programs = 8 * int(step.table_BX[0, SPLITS])
-    assert 0.8 * 264 < programs <= 264
-    alone = Batch((request(SLOW, 300_000),), heads=1, programs=400).planned()
-    assert alone.table_BX[0, SPLITS] > 32
-
-
 def test_one_fast_request_is_split_as_finely_as_an_item_may_be():
     """37 units of 8 KV heads leave processors idle, and joining 19 parts takes no longer than joining 13."""
     step = Batch((request(FAST, 8192, packed=2052, recent=256),), heads=8, programs=264).planned()
     (items,) = items_of(step)
     assert len(items) == 19
     assert max(item[2] for item in items) == MIN_UNITS
-
-
-def test_short_requests_are_not_split():
-    step = Batch((request(FAST, 100, packed=20, recent=50),) * 64).planned()
-    assert step.table_BX[:, SPLITS].tolist() == [1] * 64
-    assert step.table_BX[:, FIRST].tolist() == list(range(64))
-
-
-def test_a_fast_request_counts_its_packed_units_and_the_page_its_recent_segment_begins_in():
-    """65 packed tokens are two units; tokens 63 to 128 lie in three."""
-    one = StepRequest(mode=FAST, length=129, recent_start=63, packed=65, sink=4)
-    (items,) = items_of(Batch((one,), programs=1).planned())
-    assert sum(item[2] for item in items) == 5
 
 
 def test_no_other_word_is_touched():

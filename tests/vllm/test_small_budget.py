@@ -42,3 +42,11 @@ def test_a_prompt_that_is_cached_gives_the_same_tokens(llm: LLM):
     first, second = (ask(llm, [prompt], max_tokens=60)[0] for _ in range(2))
     assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 672)
     assert_same([first, second], reference([prompt], 60, SELECTS) * 2)
+
+
+@pytest.mark.parametrize("policy", ["codescan", "quest", "streaming-llm", "full-kv", "snapkv"])
+def test_other_policies_give_the_same_as_generate(policy: str):
+    prompts = [example_ids()[i * 40 : i * 40 + n] for i, n in enumerate([700, 33, 300, 64, 450])]
+    with engine({**SELECTS, "policy": policy}, **SMALL_BATCH) as llm:
+        assert_same(ask(llm, prompts), reference(prompts, 40, SELECTS, policy=policy))
+        assert_nothing_is_left(llm)

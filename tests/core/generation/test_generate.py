@@ -12,7 +12,7 @@ from sfi_core import EngineOptions, NullObserver, Sampling, generate, slow_fast
 from sfi_core.errors import ConfigError, InputError, NumericsError
 from sfi_core.generation.verify import verify
 from sfi_kernels.dense_attention import dense_attention
-from tests.architectures import SMALL, padded, prompts, tiny
+from tests.architectures import SMALL, prompts, tiny
 from tests.fakes import RecordingObserver, break_logits, tokens
 
 pytestmark = pytest.mark.seam
@@ -83,12 +83,6 @@ def test_each_completion_is_told_once_as_it_ends(model, expected):
 @pytest.mark.parametrize("form", [int, torch.tensor, lambda stop: torch.tensor([stop])])
 def test_stop_token_may_be_a_number_or_a_tensor(model, expected, stop, form):
     assert tokens(run(model, stop_token_ids=form(stop))) == [until(row, stop) for row in expected]
-
-
-def test_finished_request_has_no_token_to_show(model, expected, stop):
-    shown = []
-    run(model, stop_token_ids=[stop], on_token=shown.append)
-    assert [row[1] for row in shown] == [*expected[1][:4], *[None] * (STEPS - 4)]
 
 
 def test_stop_tokens_of_the_model_are_the_default(model, expected, stop, monkeypatch):
@@ -306,14 +300,6 @@ def test_repetition_penalty_of_a_row_does_not_see_its_padding(model):
         together = run(model, **penalty)
         alone = [tokens(run(model, [row], **penalty))[0] for row in ROWS]
     assert tokens(together) == alone
-
-
-def test_repetition_penalty_equals_transformers(model):
-    plain, rows = run(model), ROWS[:1]
-    output = model.generate(**padded(rows), max_new_tokens=STEPS, do_sample=False, repetition_penalty=1.5)
-    full = run(model, rows, policy="full-kv", sampling=Sampling(repetition_penalty=1.5))
-    assert tokens(full) == output[:, 37:].tolist()
-    assert tokens(full)[0] != tokens(plain)[0]
 
 
 def test_completions_come_as_text_too():

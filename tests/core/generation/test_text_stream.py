@@ -101,19 +101,3 @@ def test_a_long_line_takes_a_few_decoded_tokens_for_each_token():
     ids = tokenizer.convert_tokens_to_ids(["▁", "a", "<0xC3>", "<0xA9>"]) * 250
     assert "".join(pushed(TextStream(tokenizer), ids)) == (" aé" * 250)[1:]
     assert len(ids) < Counting.decoded < 10 * len(ids)
-
-
-def test_a_tokenizer_written_in_python_decodes_a_few_tokens_at_a_time():
-    tokenizer = ByT5Tokenizer()
-    stream, longest = TextStream(tokenizer), 0
-    decode = tokenizer.decode
-
-    def counted(ids: list[int], **options: Any) -> str:
-        nonlocal longest
-        longest = max(longest, len(ids))
-        text: str = decode(ids, **options)
-        return text
-
-    tokenizer.decode = counted
-    assert "".join(pushed(stream, encode(tokenizer, "a long line of text " * 20))) != ""
-    assert longest == 2

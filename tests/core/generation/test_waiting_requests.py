@@ -2,7 +2,6 @@
 
 from collections import Counter
 from functools import cache
-from itertools import permutations
 
 import pytest
 
@@ -64,13 +63,6 @@ def test_it_does_under_every_kind_of_policy_and_trigger(way):
     expected = alone("gemma-2", way)
     assert reports("gemma-2", max_batch=2, engine=pieces(10), **WAYS[way]) == expected
     assert reports("gemma-2", max_batch=3, page_size=16, **WAYS[way]) == expected
-
-
-@pytest.mark.parametrize("order", list(permutations(range(4)))[5::12])
-def test_the_order_of_the_prompts_changes_only_the_order_of_the_results(order):
-    expected = alone("gpt-oss", "sfi")
-    found = reports("gpt-oss", [ROWS[i] for i in order], [LIMITS[i] for i in order], max_batch=2)
-    assert found == [expected[i] for i in order]
 
 
 def test_the_slow_steps_of_those_requests_differ():

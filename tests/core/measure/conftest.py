@@ -1,5 +1,7 @@
 """What the tests of measuring share: small buffers for clocks, and a model with its tokenizer."""
 
+from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -7,6 +9,10 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from sfi_core.measure.kernel_bench import timing
+from sfi_core.measure.kernel_bench.cases import groups
+from sfi_core.measure.kernel_bench.data import LayerData
+from sfi_core.measure.kernel_bench.result import KernelVariant
+from sfi_core.measure.kernel_bench.settings import KernelSettings
 from tests.core.conftest import TINY
 
 
@@ -21,3 +27,20 @@ def loaded(tiny_tokenizer: Any) -> tuple[Any, Any]:
     torch.manual_seed(1)
     config = Qwen3Config(vocab_size=len(tiny_tokenizer), initializer_range=0.3, **TINY)
     return Qwen3ForCausalLM(config).eval(), tiny_tokenizer
+
+
+SHAPE = {"heads": 4, "kv_heads": 2, "head_dim": 16, "context": 150, "batch": 2, "recent": 20}
+CPU = torch.device("cpu")
+
+
+def tiny(**changes) -> KernelSettings:
+    return KernelSettings(**{**SHAPE, "dtype": "float32", "retentions": (0.5,), **changes})
+
+
+def built(layer: LayerData) -> Iterator[KernelVariant]:
+    """Yield the variants of all groups."""
+    return chain.from_iterable(variants for _, variants in groups(layer))
+
+
+def one_of(layer: LayerData, name: str) -> KernelVariant:
+    return next(one for one in built(layer) if one.name == name)

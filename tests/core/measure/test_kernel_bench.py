@@ -7,9 +7,9 @@ from sfi_core.errors import BackendError, ConfigError, MemoryForecastError
 from sfi_core.measure.kernel_bench import bench
 from sfi_core.measure.kernel_bench.bench import run_bench
 from sfi_core.measure.kernel_bench.data import LayerData
-from sfi_core.measure.kernel_bench.result import KernelVariant, WrongResultError
+from sfi_core.measure.kernel_bench.result import KernelVariant, WrongResultError, checked
 from sfi_core.measure.kernel_bench.settings import KernelSettings, resolve_backend
-from tests.core.measure.tiny_kernels import CPU, built, tiny
+from tests.core.measure.conftest import CPU, built, tiny
 
 pytestmark = pytest.mark.usefixtures("small_buffers")
 
@@ -201,7 +201,7 @@ def test_variants_that_raise_or_are_wrong_are_named_and_the_others_are_timed(clo
         yield fake("infinite", lambda: float("inf"))
         yield broken()
 
-    monkeypatch.setattr(bench, "groups", lambda _: [("All", result.checked("unmade", 0.5, made()))])
+    monkeypatch.setattr(bench, "groups", lambda _: [("All", checked("unmade", 0.5, made()))])
     result = run_bench(tiny(repeats=3), "torch", CPU)
     rows = {row["op"]: row for row in result.document()["rows"]}
     assert {op: (row["repeats"], row["error_share"], row["failure"]) for op, row in rows.items()} == {
@@ -272,12 +272,3 @@ def test_every_kernel_variant_runs_and_equals_its_formula(kernel_device):
         "rms_norm", "rotary", "silu_mul",
     }  # fmt: skip
     assert max(errors.values()) <= 1, errors
-
-
-@pytest.mark.filterwarnings(INTERPRETER_WARNING)
-def test_gathering_in_place_does_not_read_the_packed_rows(kernel_device):
-    layer = LayerData(tiny(ops=("fast",)), "triton", torch.device(kernel_device))
-    fast = {one.name: one for one in built(layer)}
-    for tensor in layer.selected[0.5].segment[:2]:
-        tensor.fill_(torch.nan)
-    assert fast["fast.gather"].error() <= 1 < fast["fast"].error()

@@ -11,7 +11,7 @@ from sfi_core.measure.kernel_bench.data import SELECTOR, LayerData
 from sfi_kernels.code_scan import code_scan
 from sfi_kernels.selector import selector
 from sfi_kernels.top_k import top_k
-from tests.core.measure.tiny_kernels import CPU, one_of, tiny
+from tests.core.measure.conftest import CPU, one_of, tiny
 
 
 @pytest.mark.parametrize(("dtype", "missing"), [("float32", "last"), ("float16", "sink"), ("bfloat16", "selected")])

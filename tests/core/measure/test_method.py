@@ -74,13 +74,6 @@ def test_a_share_is_sink_and_recent_and_selected_tokens(share, context, sizes):
     assert sum(sizes) == int(share * context)
 
 
-def test_every_method_reads_the_same_number_at_a_share():
-    texts = ["sfi", "sfi@paper", "sfi@released:recent=40,sink=0", "quest", "streaming-llm"]
-    for method in at_sizes(list(map(Method.parse, texts)), shares=[0.25]):
-        config = method.config_for(1024)
-        assert config.sink + config.budget + config.recent == 256
-
-
 def test_a_method_may_have_a_recent_window_of_its_own():
     own, other = at_sizes([Method.parse("sfi:recent=40"), Method.parse("sfi@paper")], shares=[0.25], recent=60)
     assert (own.config_for(1024).recent, other.config_for(1024).recent) == (40, 60)

@@ -113,17 +113,6 @@ def test_the_ends_of_groups_are_movers():
     assert found.high == pytest.approx(0.75 + 0.5 * math.hypot(one.high - 1, other.high - 0.5))
 
 
-def test_the_interval_of_groups_covers_the_mean_chance():
-    """Groups of 20 and 8 samples: at least 92 of 100 times for an interval of 95."""
-    rng, chances, hits = np.random.default_rng(1), (0.95, 0.6), 0
-    for _ in range(300):
-        groups = zip((20, 8), chances, strict=True)
-        drawn = [(rng.random(n) < chance).astype(float).tolist() for n, chance in groups]
-        found = mean_of_groups(drawn)
-        hits += found.low <= sum(chances) / 2 <= found.high
-    assert hits >= 276
-
-
 def test_a_difference_is_resampled_within_its_groups():
     """Differences that are equal within each group leave nothing to chance."""
     found = difference_of_groups([[1.0] * 5, [-1.0] * 4])

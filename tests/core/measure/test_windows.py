@@ -1,10 +1,8 @@
 """The grid of text windows."""
 
 import pytest
-import torch
 
-from sfi_core.errors import ConfigError, InputError, NumericsError
-from sfi_core.measure.evaluation import windows
+from sfi_core.errors import ConfigError, InputError
 from sfi_core.measure.evaluation.fidelity import Fidelity, fidelity, reference
 from sfi_core.measure.evaluation.grid import key_of
 from sfi_core.measure.evaluation.method import Method, at_sizes
@@ -49,46 +47,6 @@ def test_windows_that_are_decoded_together_are_those_of_one_by_one(loaded, polic
             assert others[name] == steps[name]
         for name in ("read_ratio", "slow_at", "stored_ratio", "token_ids"):
             assert together[key]["report"][name] == row["report"][name]
-
-
-def test_windows_that_fail_together_are_done_one_by_one(loaded, monkeypatch):
-    """The reference of two windows does not fit for one length, a method's run for another."""
-    cells, rows = grid_of(loaded, "sfi", "streaming-llm", shares=(0.3,))
-    alone = {key_of(row): row for row in rows.make(cells)}
-    compare, read = windows.fidelity, windows.reference
-
-    def scarce(model, tokenizer, full, config, *, policy, **options):
-        if policy == "sfi" and len(full.windows) > 1:
-            raise torch.OutOfMemoryError("no memory")
-        return compare(model, tokenizer, full, config, policy=policy, **options)
-
-    def small(model, tokenizer, windows, *given, **options):
-        if windows[0].prompt_tokens == 60 and len(windows) > 1:
-            raise torch.OutOfMemoryError("no memory")
-        return read(model, tokenizer, windows, *given, **options)
-
-    monkeypatch.setattr(windows, "fidelity", scarce)
-    monkeypatch.setattr(windows, "reference", small)
-    found = {key_of(row): row for row in rows.make(cells, batch_size=2)}
-    assert found.keys() == alone.keys()
-    for key, row in found.items():
-        assert row["error"] is None
-        assert row["steps"]["kl"] == pytest.approx(alone[key]["steps"]["kl"], abs=1e-4)
-
-
-def test_a_method_that_fails_on_a_window_does_not_stop_the_others(loaded, monkeypatch):
-    compare = windows.fidelity
-
-    def broken(*args, policy, **options):
-        if policy == "quest":
-            raise NumericsError("logits must be finite")
-        return compare(*args, policy=policy, **options)
-
-    monkeypatch.setattr(windows, "fidelity", broken)
-    cells, windows_ = grid_of(loaded, "quest", "streaming-llm", lengths=(40,), count=1)
-    rows = list(windows_.make(cells))
-    assert [row["error"] for row in rows] == ["logits must be finite"] * 2 + [None] * 2
-    assert {tuple(row) for row in rows} == {tuple(rows[0])}
 
 
 @pytest.mark.parametrize(

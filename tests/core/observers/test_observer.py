@@ -1,7 +1,5 @@
 """Observers: several act as one, and none costs nothing."""
 
-from contextlib import contextmanager
-
 import pytest
 import torch
 
@@ -39,23 +37,6 @@ def test_spans_close_when_the_region_fails():
     with pytest.raises(KeyError), Observers([first, second]).span("sample"):
         raise KeyError
     assert (first.open, second.open) == (0, 0)
-
-
-def test_spans_close_in_reverse_order():
-    """NVTX ranges nest."""
-    order = []
-
-    class Ordered(RecordingObserver):
-        @contextmanager
-        def span(self, name, layer=None, moved_bytes=0):
-            order.append(("open", self))
-            yield
-            order.append(("close", self))
-
-    first, second = Ordered(), Ordered()
-    with Observers([first, second]).span("pack"):
-        pass
-    assert order == [("open", first), ("open", second), ("close", second), ("close", first)]
 
 
 def test_an_observer_of_one_thing_inherits_the_rest():

@@ -8,8 +8,7 @@ import torch
 
 from sfi_core import EngineOptions, SfiConfig, generate
 from sfi_core.policies.built_in import codescan
-from sfi_core.policies.built_in.codescan import CodeScan, learn_basis
-from sfi_core.state.request import RequestState
+from sfi_core.policies.built_in.codescan import learn_basis
 from sfi_kernels.code_scan import CodeBasis, bits_of, words
 from sfi_kernels.code_scan.reference import diagnosed
 from tests.architectures import tiny
@@ -147,17 +146,6 @@ def test_what_choosing_reads_is_a_word_a_token_and_the_projections():
     choosing = sum(tokens / D + 16 + tokens / 256 + 1 for tokens in context)
     assert report.selection_ratio == pytest.approx(choosing / sum(context))
     assert run()[0].report.requests[2].selection_ratio == 0
-
-
-def test_wider_heads_have_as_much_to_read_and_hold(monkeypatch):
-    """A word of 64 numbers, two of 128: the same share of a token, but twice the channels to project to."""
-    policy, tokens = CodeScan(CONFIG, None), {}
-    state = RequestState(length=6400, recent_start=6395)
-    for D in (64, 128):
-        monkeypatch.setattr(policy, "key_width", D)
-        tokens[D] = policy.selection_tokens(state)
-    assert tokens[64] == 6400 / 64 + 16 + 6400 / 256 + 1
-    assert tokens[128] == 6400 / 64 + 32 + 6400 / 256 + 1
 
 
 @pytest.mark.parametrize("D", [40, 72])

@@ -85,18 +85,6 @@ def test_a_run_spends_the_budget_on_whole_pages_within_j():
     assert cuts == {0, 1}
 
 
-def indices(observer: RecordingObserver) -> list[Any]:
-    return [event.index_HK.tolist() for event in observer.selections]
-
-
-def test_pages_read_as_many_tokens_as_tokens_do():
-    """Under a trigger that does not look at tokens, step for step."""
-    runs = [complete(page_size=one, trigger_policy="stride") for one in (PAGE, 1)]
-    pages, tokens = ([event.attended_tokens for event in one.steps] for _, one in runs)
-    assert pages == tokens
-    assert indices(runs[0][1]) != indices(runs[1][1])
-
-
 @pytest.mark.parametrize("page_size", [5, 64])
 def test_a_budget_of_all_candidates_is_full_attention(page_size: int):
     """Token for token, with anchored recents; a page of 64 holds a whole prompt."""

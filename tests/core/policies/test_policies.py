@@ -115,16 +115,6 @@ def test_selected_positions_are_candidates_ascending_and_unique(complete: Any, p
 
 
 @pytest.mark.parametrize(("policy", "mode"), RUNS)
-def test_a_policy_repeats_itself(complete: Any, tiny_model: Any, policy: str, mode: str):
-    report, _ = complete(policy, mode)
-    again = sfi_core.generate(
-        tiny_model, None, PROMPTS, CONFIG.replace(recent_mode=mode), policy=policy, max_new_tokens=NEW,
-        stop_token_ids=(),
-    )  # fmt: skip
-    assert [r.token_ids for r in again.report.requests] == [r.token_ids for r in report.requests]
-
-
-@pytest.mark.parametrize(("policy", "mode"), RUNS)
 def test_a_row_of_a_ragged_batch_equals_the_row_alone(complete: Any, policy: str, mode: str):
     """A request does not notice the other requests of its batch."""
     together, _ = complete(policy, mode)
@@ -269,14 +259,6 @@ def test_oracle_top_k_picks_the_positions_with_most_attention():
     probability = within.softmax(-1).mean(dim=(2, 3))
     best = probability.topk(BUDGET).indices.sort(-1).values + SINK
     assert torch.equal(index.long(), best)
-
-
-def test_oracle_top_k_prefers_what_all_query_heads_read_to_what_one_does():
-    share = torch.full((1, 2, 2, 1, 40), 1e-4)
-    share[..., 20] = 0.4
-    share[:, :, 0, :, 10] = share[:, :, 1, :, 11] = 0.6
-    one = make("oracle-top-k", CONFIG.replace(budget=1))
-    assert one.select_before(context(share.log(), 40)).index_BHK.tolist() == [[[20], [20]]]
 
 
 def test_oracle_top_k_selects_anew_at_every_step(complete: Any):

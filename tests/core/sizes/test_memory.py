@@ -1,8 +1,10 @@
 """The forecast of a run's memory: hand arithmetic, and what is really allocated."""
 
 import copy
+import resource
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -302,7 +304,9 @@ def test_a_peak_that_cannot_be_reset_is_the_process_s(monkeypatch: pytest.Monkey
     assert memory.peak_bytes(CPU) >= memory.resident_bytes(CPU)
 
 
-def test_a_system_without_proc_still_knows_its_peak(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    monkeypatch.setattr(memory, "STATUS", tmp_path / "absent")
-    assert memory.peak_bytes(CPU) > 2**20
-    assert memory.resident_bytes(CPU) > 2**20
+@pytest.mark.parametrize(("platform", "unit"), [("linux", 1024), ("darwin", 1)])
+def test_peak_without_proc_is_in_the_unit_of_the_system(monkeypatch, tmp_path, platform, unit):
+    monkeypatch.setattr(memory, "STATUS", tmp_path / "none")
+    monkeypatch.setattr("sys.platform", platform)
+    monkeypatch.setattr(resource, "getrusage", lambda who: SimpleNamespace(ru_maxrss=4321))
+    assert memory.peak_bytes(torch.device("cpu")) == 4321 * unit

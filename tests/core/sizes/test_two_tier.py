@@ -98,10 +98,6 @@ def test_resident_heads_keep_their_whole_cache_beside_what_all_heads_have():
     assert found.host_bytes == of().host_bytes
 
 
-def test_the_least_is_a_run_whose_recent_window_never_grows():
-    assert of(longest_recent=CONFIG.recent).device_bytes < of().device_bytes
-
-
 def test_a_budget_that_is_too_small_says_what_the_run_needs():
     expected, least = of(), of(longest_recent=CONFIG.recent).device_bytes
     check_device_budget(DeviceBudget.parse(str(expected.device_bytes)), expected, least)

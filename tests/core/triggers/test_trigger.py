@@ -99,18 +99,6 @@ def test_each_policy_asks_its_own_question(policy: str, expected: dict[int, str]
     assert slow_steps(tokens, trigger_policy=policy, t_max=3, stride=5) == expected
 
 
-@pytest.mark.parametrize("stride", [1, 4])
-def test_a_stride_is_the_distance_between_slow_steps(stride: int):
-    slow = slow_steps(text(12), trigger_policy="stride", stride=stride)
-    assert list(slow) == list(range(stride, 13, stride))
-
-
-def test_a_trigger_set_of_every_token_makes_every_step_slow():
-    trigger = Trigger(frozenset(range(10)), PAPER.replace(trigger_delay=0))
-    state = RequestState(tokens=[3], step=0, steps_since_slow=0)
-    assert trigger.reason(state) == "trigger"
-
-
 @pytest.mark.parametrize("trigger_policy", ["boundary", "t-max", "stride", "never"])
 def test_the_first_steps_are_slow_under_every_policy_if_asked(trigger_policy: str):
     settings = {"slow_start": 3, "trigger_policy": trigger_policy}

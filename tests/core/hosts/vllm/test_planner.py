@@ -70,14 +70,6 @@ def test_what_choosing_reads_counts_for_each_answer_and_the_server(monkeypatch):
     assert told["cache_read_ratio"] == told["read_ratio"] + told["selection_ratio"] > told["read_ratio"]
 
 
-def test_without_a_delay_the_boundary_token_itself_is_looked_at():
-    config = SfiConfig().replace(**SMALL, trigger_delay=0)
-    script = draw_tokens(1, 60)
-    host = FakeScheduler(config)
-    host.add("a", 12, script)
-    assert host.run()["a"].report()["slow_at"] == expected(script, config)
-
-
 def test_slow_steps_are_those_of_a_replay_of_the_recorded_tokens(tmp_path: Path):
     trace = Trace.open(made.make_trace(tmp_path / "trace", steps=80))
     supports = Supports.load(trace)[0]

@@ -1,11 +1,13 @@
 """The settings of the plugin and of a request, without vLLM: what is taken, and what is refused."""
 
+import logging
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from sfi_core.errors import ConfigError
+from sfi_core.hosts.vllm import VERSIONS, plugin
 from sfi_core.hosts.vllm.settings import RequestSettings, Settings, check_host
 from sfi_core.settings.config import SfiConfig
 
@@ -49,14 +51,8 @@ def test_settings_of_the_plugin_and_of_a_run_stand_side_by_side():
     ("given", "part"),
     [
         ({"buget": 5}, "buget"),
-        ({"budget": "5"}, "budget"),
-        ({"budget": 0}, "budget"),
         ({"slots": 0}, "slots"),
-        ({"slots": 2.5}, "slots"),
-        ({"selector": {"gama": 1}}, "gama"),
-        ({"policy": "fastest"}, "fastest"),
         ({"preset": "mine"}, "mine"),
-        ({"trigger_policy": "cosine"}, "cosine"),
         ({"policy": "synckv"}, "scheduler can plan, got synckv"),
         ({"policy": "freekv"}, "scheduler can plan, got freekv"),
         ({"trace_audit": 4}, "trace_audit"),
@@ -162,3 +158,25 @@ def test_settings_are_salted_apart_unless_they_come_to_the_same():
     assert len(set(kinds)) == 4
     assert salt({"sfi.enabled": False, "sfi.t_max": 5}) == salt({"sfi.enabled": 0})
     assert salt({"sfi.budget": 1}) == salt({"sfi.enabled": 0})  # refused, and dense
+
+
+@pytest.mark.parametrize("found", ["0.31.9", "0.34.0", "unknown"])
+def test_another_version_is_refused_in_one_line(found: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(plugin, "installed_version", lambda: found)
+    with pytest.raises(ConfigError, match=rf"^vLLM must be {VERSIONS} for sfi, got {found}$"):
+        plugin.check_version()
+
+
+@pytest.mark.parametrize("found", ["0.32.0", "0.33.1", "0.32.0+cpu"])
+def test_versions_of_the_range_are_taken(found: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(plugin, "installed_version", lambda: found)
+    plugin.check_version()
+
+
+def test_the_plugin_stays_out_of_another_version(monkeypatch, caplog):
+    """It imports nothing of vLLM then: a name that it needs may be missing there."""
+    monkeypatch.setattr(plugin, "installed_version", lambda: "0.28.0")
+    monkeypatch.setattr(plugin, "import_module", lambda _: pytest.fail("imported"))
+    with caplog.at_level(logging.WARNING):
+        plugin.register()
+    assert [r.getMessage() for r in caplog.records] == [f"sfi stays out: vLLM must be {VERSIONS} for sfi, got 0.28.0"]

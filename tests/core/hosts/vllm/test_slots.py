@@ -10,7 +10,6 @@ from sfi_core.engine.ledger import RequestPass
 from sfi_core.errors import ConfigError
 from sfi_core.hosts.vllm.planner import Entry
 from sfi_core.hosts.vllm.rows import HostRows, RowMatcher, last_blocks, part_of
-from sfi_core.hosts.vllm.settings import Settings
 from sfi_core.hosts.vllm.worker import BorrowedPages, MatchedPass, Row, codes_of
 from sfi_core.policies import Policy
 from sfi_core.settings.config import SfiConfig
@@ -56,17 +55,6 @@ def test_refusal_names_what_fits() -> None:
     assert "\n" not in str(caught.value)
     assert room(slots=1) <= limit < room(slots=2)
     assert limit < room(CONFIG.replace(budget=38))
-
-
-def test_a_budget_above_the_context_takes_the_context() -> None:
-    assert packed_rows(untriggered("sfi", CONFIG.replace(budget=10**9)), LONGEST) == 1004
-
-
-def test_a_policy_that_selects_nothing_has_room_for_the_sink_only() -> None:
-    selects = {"sfi": True, "quest": True, "full-kv": False, "streaming-llm": False}
-    for name, wanted in selects.items():
-        assert Settings.of({"policy": name}).policy.selects is wanted
-    assert packed_rows(untriggered("full-kv", CONFIG), LONGEST) == 4
 
 
 def test_norms_lie_in_the_room_given() -> None:
