@@ -87,7 +87,7 @@ def work() -> None:
 
 def measure(asked: argparse.Namespace) -> dict[str, Any]:
     """Let the methods take turns at each context."""
-    from sfi_core.machine.describe import describe  # noqa: PLC0415 - not in llama.cpp's environment
+    from sfi_core.machine.memory import describe  # noqa: PLC0415 - not in llama.cpp's environment
     from sfi_core.machine.versions import versions  # noqa: PLC0415
     from sfi_core.models.load import load_tokenizer  # noqa: PLC0415
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from sfi_core.machine.describe import describe
+from sfi_core.machine.memory import describe
 from sfi_core.measure.bench.architectures import random_config, random_model
 from sfi_core.settings.config import SfiConfig
 

@@ -30,7 +30,7 @@ import torch
 
 import sfi_core
 from sfi_core.bundled.example import load_example
-from sfi_core.machine.describe import describe
+from sfi_core.machine.memory import describe
 from sfi_core.machine.versions import versions
 from sfi_core.models.load import load, quiet, resolve_device
 from sfi_core.settings.engine import AuditConfig, EngineOptions

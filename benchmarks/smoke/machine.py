@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.smoke.journal import Journal
 from benchmarks.smoke.plan import Plan
-from sfi_core.machine.describe import describe_measured
+from sfi_core.machine.memory import describe_measured
 from sfi_core.machine.versions import versions
 from sfi_core.measure.kernel_bench.timing import clock_for, copy_gb_per_s, floor_us
 

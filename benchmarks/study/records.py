@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from sfi_core.errors import InputError
-from sfi_core.machine.describe import describe
+from sfi_core.machine.memory import describe
 from sfi_core.machine.versions import versions
 from sfi_core.models.source import model_digest
 

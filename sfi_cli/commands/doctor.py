@@ -19,7 +19,7 @@ def doctor(model: o.Model = None, json: o.Json = False) -> None:
     from dataclasses import asdict
 
     from sfi_cli.terminal.output import Output
-    from sfi_core.machine.describe import describe
+    from sfi_core.machine.memory import describe
     from sfi_core.machine.versions import versions
     from sfi_core.measure.doctor import checks
     from sfi_core.models.load import load_tokenizer

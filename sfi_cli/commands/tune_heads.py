@@ -63,7 +63,7 @@ def heads(
 
       sfi tune heads -f a.txt -f b.txt --model my-model --parts 2 --plot heads.png
     """
-    from sfi_core.measure.heads.clustering import check_scipy
+    from sfi_core.measure.clustering import check_scipy
     from sfi_traces.tune.plots import plot_heads
 
     check_scipy()
@@ -93,8 +93,8 @@ def _clustered(
     # the document of `--json`; invalid settings are refused at the first text
     from sfi_cli.terminal.progress import BenchProgress
     from sfi_core.engine.attend import check_backend
-    from sfi_core.measure.heads.clustering import Similarity, check_count, cluster_layers, part_count, parts_of
-    from sfi_core.measure.heads.model_supports import cut_texts, text_supports
+    from sfi_core.measure.clustering import Similarity, check_count, cluster_layers, part_count, parts_of
+    from sfi_core.measure.model_supports import cut_texts, text_supports
     from sfi_core.models.load import load, resolve_device
     from sfi_core.models.source import model_digest
 

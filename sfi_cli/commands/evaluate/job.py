@@ -185,7 +185,7 @@ def _plain(value: Any) -> Any:
 
 
 def _facts(model: Any) -> dict[str, Any]:
-    from sfi_core.machine.describe import describe
+    from sfi_core.machine.memory import describe
     from sfi_core.machine.versions import versions
     from sfi_core.models.describe import describe_model
 

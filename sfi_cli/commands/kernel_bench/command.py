@@ -149,7 +149,7 @@ def compile_all(architectures: list[str], output: Output) -> None:
     Raises `typer.Exit` with 1 if a kernel spills registers or does not fit.
     """
     from sfi_cli.terminal.progress import BenchProgress
-    from sfi_core.machine.describe import describe_measured
+    from sfi_core.machine.memory import describe_measured
     from sfi_core.machine.versions import versions
     from sfi_core.measure.kernel_bench.compile_check import ARCHS, compile_kernels, default_arch, is_clean, markdown
 

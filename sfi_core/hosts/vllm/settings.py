@@ -54,7 +54,7 @@ class Settings:
         Raise `ConfigError` for an unknown key, a value that does not fit, or a policy that a server cannot
         plan.
         """
-        values = {name: _tuples(value) for name, value in extra.items()}
+        values = dict(extra)
         own = {f.name for f in dataclasses.fields(PluginOptions)}
         options = PluginOptions(**{name: values.pop(name) for name in own & values.keys()})
         config = SfiConfig.preset(options.preset).replace(**values)
@@ -119,14 +119,6 @@ def check_host(vllm_config: Any, config: SfiConfig) -> None:
             "trigger_delay must be at least 1 with async_scheduling, which plans a step before the last "
             "token is known, got 0; set async_scheduling=false or trigger_delay=1"
         )
-
-
-def _tuples(value: Any) -> Any:
-    if isinstance(value, list):
-        return tuple(value)
-    if isinstance(value, Mapping):
-        return {name: _tuples(one) for name, one in value.items()}
-    return value
 
 
 PREFIX = "sfi."

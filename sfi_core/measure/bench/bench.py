@@ -12,8 +12,7 @@ import torch
 from sfi_core.errors import BackendError, ConfigError, MemoryForecastError
 from sfi_core.hosts.transformers.shapes import cached_shapes
 from sfi_core.hosts.transformers.slow_fast import session_on
-from sfi_core.machine.describe import describe_measured
-from sfi_core.machine.memory import free_bytes, give_back, resident_bytes
+from sfi_core.machine.memory import describe_measured, free_bytes, give_back, resident_bytes
 from sfi_core.machine.private import attention_implementation
 from sfi_core.machine.versions import versions
 from sfi_core.measure.bench import ours, theirs

@@ -8,8 +8,7 @@ import torch
 
 from sfi_core.engine.lossless import best_length
 from sfi_core.hosts.transformers.shapes import layer_shapes
-from sfi_core.machine.describe import describe_measured
-from sfi_core.machine.memory import total_bytes
+from sfi_core.machine.memory import describe_measured, total_bytes
 from sfi_core.machine.versions import versions
 from sfi_core.measure.bench.settings import LOSSLESS, DecodeSettings, Point
 from sfi_core.measure.kernel_bench.timing import clock_for, copy_gb_per_s

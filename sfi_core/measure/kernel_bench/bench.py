@@ -7,8 +7,7 @@ from typing import Any
 import torch
 
 from sfi_core.errors import BackendError, MemoryForecastError
-from sfi_core.machine.describe import describe_measured
-from sfi_core.machine.memory import free_bytes
+from sfi_core.machine.memory import describe_measured, free_bytes
 from sfi_core.measure.kernel_bench.cases import FETCHED_EVERY, groups
 from sfi_core.measure.kernel_bench.data import LayerData
 from sfi_core.measure.kernel_bench.result import KernelResult, KernelVariant, reason

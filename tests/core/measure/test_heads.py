@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from sfi_core.errors import BackendError, ConfigError
-from sfi_core.measure.heads import clustering, model_supports
-from sfi_core.measure.heads.clustering import (
+from sfi_core.measure import clustering, model_supports
+from sfi_core.measure.clustering import (
     Similarity,
     cluster,
     cluster_layers,

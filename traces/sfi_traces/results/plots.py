@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sfi_core.machine.describe import name
+from sfi_core.machine.memory import name
 from sfi_core.measure.kernel_bench.settings import TABLE_1
 from sfi_traces.figures.style import new_figure, save
 from sfi_traces.results.summary import REFERENCE

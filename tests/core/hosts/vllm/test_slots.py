@@ -14,8 +14,7 @@ from sfi_core.hosts.vllm.worker import BorrowedPages, MatchedPass, Row, codes_of
 from sfi_core.policies import Policy
 from sfi_core.settings.config import SfiConfig
 from sfi_core.sizes.memory import packed_rows
-from sfi_core.sizes.policy import untriggered
-from sfi_core.sizes.slots import check_slots, norm_count
+from sfi_core.sizes.policy import check_slots, norm_count, untriggered
 from sfi_core.state.layer_shape import LayerShape
 from sfi_core.state.packed_segment import PackedSegment, SegmentShape
 

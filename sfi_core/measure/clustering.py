@@ -79,10 +79,7 @@ def joined(parts: Iterable[Mapping[int, Similarity]]) -> dict[int, Similarity]:
     total: dict[int, Similarity] = {}
     for part in parts:
         for layer, more in part.items():
-            known = total.get(layer)
-            total[layer] = (
-                more if known is None else Similarity(known.total_HH + more.total_HH, known.steps + more.steps)
-            )
+            total[layer] = total[layer] + more if layer in total else more
     return total
 
 
