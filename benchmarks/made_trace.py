@@ -9,8 +9,7 @@ import numpy as np
 import pyarrow as pa
 
 from sfi_core.settings.config import SfiConfig
-from sfi_traces.record.folder import file_metadata, now, write_manifest
-from sfi_traces.record.part_files import PartFiles
+from sfi_traces.record.folder import PartFiles, file_metadata, now, write_manifest
 from sfi_traces.schema import SCHEMA_VERSION, TABLES
 
 RUN = 8  # neighboring positions of a selection

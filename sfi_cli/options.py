@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
+from sfi_cli.settings.given import completer, written
 from sfi_cli.settings.tables import SETTINGS, settings_for
-from sfi_cli.settings.text import completer, written
 from sfi_core.settings.config import PRESETS, SfiConfig
 from sfi_core.settings.policy_names import built_in, known
 

@@ -11,7 +11,7 @@ from benchmarks.study.front import PLACES
 from benchmarks.study.measured import KL, Measured, name_of, reads_column
 from benchmarks.study.observed import Row, column, windows
 from benchmarks.study.sentences import LAGS
-from sfi_traces.figures.style import DPI, check_matplotlib, new_figure
+from sfi_traces.figures import DPI, check_matplotlib, new_figure
 
 SHADE = 0.15  # opacity of an interval
 COLORS = 10  # of the cycle; one more is black

@@ -7,9 +7,8 @@ from typing import Annotated, Any
 import typer
 
 from sfi_cli import options as o
-from sfi_cli.settings.given import effective_settings
+from sfi_cli.settings.given import effective_settings, lookup, names, written
 from sfi_cli.settings.tables import SETTINGS, places
-from sfi_cli.settings.text import lookup, names, written
 from sfi_cli.terminal.tables import Part
 from sfi_core.errors import ConfigError
 from sfi_core.settings.config import SfiConfig, toml_lines

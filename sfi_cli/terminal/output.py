@@ -99,7 +99,7 @@ class Output:
         written.
         """
         if self.plot is not None:
-            from sfi_traces.figures.style import check_plot
+            from sfi_traces.figures import check_plot
 
             check_plot(self.plot)
         for path in filter(None, (self.path, self.plot)):

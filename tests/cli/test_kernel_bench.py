@@ -8,7 +8,7 @@ from types import ModuleType
 import pytest
 from pyarrow import parquet
 
-from sfi_cli.commands.kernel_bench import command
+from sfi_cli.commands import kernel_bench as command
 from sfi_core.measure.kernel_bench import attention_cases, compile_check, settings, timing
 from sfi_core.measure.kernel_bench.settings import KernelSettings
 from tests.cli.trace_commands import Ended, sfi

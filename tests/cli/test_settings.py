@@ -9,9 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from sfi_cli import app as cli
-from sfi_cli.settings.given import given
+from sfi_cli.settings.given import completions, given, value_of, written
 from sfi_cli.settings.tables import COMMANDS, DECODING, SEARCHED, SETTINGS, TABLES, TraceTable, settings_for
-from sfi_cli.settings.text import completions, value_of, written
 from sfi_core.errors import ConfigError, InputError, SfiError
 from sfi_core.settings.config import PRESETS, SfiConfig
 from sfi_core.settings.engine import AuditConfig, EngineOptions

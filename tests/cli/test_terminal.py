@@ -10,11 +10,10 @@ from rich.cells import cell_len
 
 import sfi_core
 from sfi_cli.commands.bench.views import bench_text
-from sfi_cli.commands.kernel_bench.views import group_text
+from sfi_cli.commands.kernel_bench import group_text
 from sfi_cli.commands.trace.full_views import full_text
 from sfi_cli.commands.trace.replay.views import replay_text
-from sfi_cli.commands.trace.show_views import show_text
-from sfi_cli.commands.trace.step_views import step_text
+from sfi_cli.commands.trace.show_views import show_text, step_text
 from sfi_cli.terminal import output, progress
 from sfi_cli.terminal.progress import BenchProgress, ProgressObserver
 from sfi_cli.terminal.tables import rendered

@@ -14,7 +14,7 @@ import pytest
 from textual.pilot import Pilot
 from textual.widgets import Input, OptionList, Select
 
-from sfi_cli.commands.trace.replay import play as playing
+from sfi_cli.commands.trace.replay import command as playing
 from sfi_cli.commands.trace.replay.player import FASTEST, PlayerApp
 from sfi_cli.commands.trace.replay.text_pane import TextLayout, TextPane
 from sfi_core.errors import BackendError, TraceError

@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 
 from sfi_core.errors import BackendError, TraceError
-from sfi_traces.figures import style
-from sfi_traces.figures.draw import KINDS
-from sfi_traces.figures.style import check_matplotlib, save
+from sfi_traces import figures as style
+from sfi_traces.figures import KINDS, check_matplotlib, save
 from sfi_traces.model.request import Request
 from sfi_traces.model.trace import Trace
 from sfi_traces.views.figure_data import REST, lag_lines, lambda_over_time, retained_mass, step_phases
@@ -104,7 +103,7 @@ def test_a_lambda_that_always_stands_at_its_clip_is_not_drawn(tmp_path):
 
 @pytest.mark.parametrize("most", [60, 2])
 def test_the_lambda_figure_has_each_refresh_and_the_clip(sfi, monkeypatch, most):
-    monkeypatch.setattr("sfi_traces.figures.draw.MOST_BARS", most)
+    monkeypatch.setattr("sfi_traces.figures.MOST_BARS", most)
     axes = KINDS["lambda"](sfi).axes[0]
     drawn = [line.get_ydata() for line in axes.lines]
     assert lambda_over_time(sfi).median.tolist() in [list(data) for data in drawn]

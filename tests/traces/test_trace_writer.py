@@ -12,9 +12,8 @@ from sfi_core.observers.events import BeginStepEvent, SelectionEvent
 from sfi_traces.model.trace import Trace
 from sfi_traces.record import parquet
 from sfi_traces.record import writer as trace_writer
-from sfi_traces.record.folder import describe_run
+from sfi_traces.record.folder import PartFiles, describe_run
 from sfi_traces.record.parquet import ParquetObserver
-from sfi_traces.record.part_files import PartFiles
 from sfi_traces.record.rows import TraceRows
 from sfi_traces.record.writer import TraceWriter, next_parts
 from tests.traces.told import run_event, step_event, wait_for

@@ -9,7 +9,7 @@ from sfi_core.bundled.example import load_example
 from sfi_core.errors import TraceError
 from sfi_core.models.load import load
 from sfi_core.settings.engine import AuditConfig
-from sfi_traces.figures.style import new_figure
+from sfi_traces.figures import new_figure
 from sfi_traces.model.trace import Trace
 from sfi_traces.record.parquet import ParquetObserver
 from sfi_traces.replay import Comparison, Setting, Supports, replay

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from sfi_cli.commands.tune.views import tune_text
+from sfi_cli.commands.tune import tune_text
 from sfi_cli.terminal.tables import rendered
 from sfi_core.errors import InputError, SfiError
 from sfi_traces.model.trace import Trace

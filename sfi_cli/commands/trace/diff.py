@@ -8,12 +8,11 @@ from typing import Annotated, Any
 import typer
 
 from sfi_cli import options as o
-from sfi_cli.commands.trace.views import open_view
+from sfi_cli.commands.trace.report import open_view
 from sfi_cli.terminal.output import Output, message
 from sfi_cli.terminal.tables import Part
 from sfi_core.errors import ConfigError
-from sfi_traces.views.diff_tables import numbers_table, overlap_tables, place_words
-from sfi_traces.views.table import Row, Table, percent, quoted
+from sfi_traces.views.table import Row, Table, numbers_table, overlap_tables, percent, place_words, quoted
 
 MOST_STEPS = 16
 

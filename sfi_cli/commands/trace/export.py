@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from sfi_cli import options as o
-from sfi_cli.commands.trace.views import beside
+from sfi_cli.commands.trace.report import beside
 from sfi_cli.terminal.output import Output, message
 from sfi_core.errors import ConfigError, SfiError, unknown
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from sfi_cli import options as o
-from sfi_cli.commands.trace.views import beside, make_folder, open_view
+from sfi_cli.commands.trace.report import beside, make_folder, open_view
 from sfi_cli.parsing import words
 from sfi_cli.terminal.output import Output, message
 from sfi_core.errors import ConfigError, TraceError, unknown
@@ -51,8 +51,7 @@ def plot(
 
       sfi trace plot run --kind lag,retained --layer 3 --head 1
     """
-    from sfi_traces.figures.draw import KINDS
-    from sfi_traces.figures.style import check_matplotlib
+    from sfi_traces.figures import KINDS, check_matplotlib
 
     check_matplotlib("figures")
     asked = tuple(dict.fromkeys(words(kind)))
@@ -64,8 +63,7 @@ def plot(
 
 
 def _paths(trace: Path, kinds: tuple[str, ...], form: str | None, output: Path | None) -> dict[str, Path]:
-    from sfi_traces.figures.draw import KINDS
-    from sfi_traces.figures.style import FORMATS
+    from sfi_traces.figures import FORMATS, KINDS
 
     for kind in kinds:
         if kind not in KINDS:
@@ -87,8 +85,7 @@ def _paths(trace: Path, kinds: tuple[str, ...], form: str | None, output: Path |
 
 
 def _draw(request: "Request", files: dict[str, Output], *, asked: bool) -> None:
-    from sfi_traces.figures.draw import KINDS
-    from sfi_traces.figures.style import save
+    from sfi_traces.figures import KINDS, save
 
     lacking = []
     for kind, file in files.items():

@@ -6,7 +6,7 @@ from typing import Annotated, Any, get_type_hints
 
 from sfi_cli import options as o
 from sfi_cli.commands.generate.command import generate
-from sfi_cli.commands.trace.views import report_after
+from sfi_cli.commands.trace.report import report_after
 from sfi_cli.terminal.output import dated_folder
 
 # options of `sfi generate` that `record` sets itself

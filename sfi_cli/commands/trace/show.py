@@ -37,8 +37,7 @@ def show(
       sfi trace show run --step 40 --layer 3 --head 1
     """
     from sfi_cli.commands.trace.full_views import full_text
-    from sfi_cli.commands.trace.show_views import show_text
-    from sfi_cli.commands.trace.step_views import step_text
+    from sfi_cli.commands.trace.show_views import show_text, step_text
     from sfi_cli.terminal.output import Output
     from sfi_core.errors import ConfigError
     from sfi_traces.model.request import Request

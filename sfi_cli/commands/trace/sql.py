@@ -38,9 +38,8 @@ def sql(
 
       sfi trace sql run "FROM supports SELECT avg(retained_mass) GROUP BY layer" --format csv -o mass.csv
     """
-    from sfi_traces.export.rows import csv_text, json_text
+    from sfi_traces.export.rows import Query, csv_text, json_text
     from sfi_traces.model.trace import Trace
-    from sfi_traces.read.query import Query
 
     form = "json" if json else form
     if form not in FORMATS:

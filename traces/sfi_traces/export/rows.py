@@ -1,4 +1,4 @@
-"""Writes rows as CSV or JSON."""
+"""Writes the rows of a table or of an SQL query as CSV or JSON."""
 
 import csv
 import io
@@ -7,8 +7,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from decimal import Decimal
 from typing import Any
 
+import duckdb
+
+from sfi_core.errors import ConfigError
 from sfi_core.machine.text import write_json
-from sfi_traces.model.parts import DAMAGED
+from sfi_traces.model.files import DAMAGED
 from sfi_traces.model.trace import Trace
 from sfi_traces.schema import TABLES
 
@@ -91,3 +94,35 @@ def _csv_lines(rows: Iterable[Sequence[Any]]) -> str:
     file = io.StringIO()
     csv.writer(file, lineterminator="\n").writerows(rows)
     return file.getvalue()
+
+
+class Query:
+    """A query and its rows; it reads the tables of one trace and no file."""
+
+    def __init__(self, trace: Trace, sql: str) -> None:
+        """Run the query; raises `ConfigError` in DuckDB's words if it refuses."""
+        self._connection = trace.connect()
+        try:
+            if not self._connection.extract_statements(sql):
+                raise ConfigError("query must be a statement of SQL, got an empty one")
+            self._connection.execute(sql)
+        except duckdb.Error as error:
+            raise _refused(error) from error
+        self.columns: list[str] = [column[0] for column in self._connection.description or ()]
+
+    def batches(self) -> Iterator[list[tuple[Any, ...]]]:
+        """Yield the rows, some at a time; raises `ConfigError` if the query fails on the way."""
+        while self.columns:
+            try:
+                rows = self._connection.fetchmany(ROWS)
+            except duckdb.Error as error:
+                raise _refused(error) from error
+            if not rows:
+                return
+            yield rows
+
+
+def _refused(error: duckdb.Error) -> ConfigError:
+    # after the first empty line DuckDB repeats the query
+    words = str(error).split("\n\n")[0].split()
+    return ConfigError(f"query fails: {' '.join(words)}")

@@ -8,7 +8,7 @@ quest, whose answers are wrong: all but `paper` end by repeating a word.
 from dataclasses import dataclass
 from functools import partial
 
-from sfi_traces.health import measures, support_measures
+from sfi_traces.health import measures
 from sfi_traces.health.measured import RECORD_AUDIT, RECORD_BOTH, RECORD_POSITIONS, RECORD_SELECTOR, Measure, of_heads
 
 PROBLEM, NOTE = "problem", "note"
@@ -153,7 +153,7 @@ RULES = (
         advice="check that refreshes score with the new query, and that their result is used",
     ),
     Rule(
-        name="sink_unread", measure=support_measures.sink_unread,
+        name="sink_unread", measure=measures.sink_unread,
         severity=PROBLEM, threshold=0.05, least=4, share=0.1, needs=RECORD_AUDIT,
         unnests=True,
         reason="a model with sinks gives its first tokens a large share of the mass in most heads, and "
@@ -173,7 +173,7 @@ RULES = (
         "attention (docs/import.md) whether they carry any",
     ),
     Rule(
-        name="top_1_dropped", measure=support_measures.top_1_dropped,
+        name="top_1_dropped", measure=measures.top_1_dropped,
         severity=PROBLEM, threshold=0.2, least=8, share=0.1, needs=RECORD_AUDIT,
         reason="only steps whose largest probability is .05 or more count: in a diffuse head (measured in "
         "the last layer) the first of thousands of equals says nothing, and a run that drops it may have the "
@@ -184,7 +184,7 @@ RULES = (
         advice="raise budget, or refresh more often (t_max, triggers); retained mass alone does not show this",
     ),
     Rule(
-        name="look_back", measure=support_measures.look_back,
+        name="look_back", measure=measures.look_back,
         severity=PROBLEM, threshold=0.05, least=8, share=0.25, needs=RECORD_AUDIT,
         unnests=True,
         reason="the mass of everything that lies further back than any selected token; what a selection of "
@@ -194,7 +194,7 @@ RULES = (
         advice="select from the whole context (a window alone cannot answer), or raise budget",
     ),
     Rule(
-        name="budget_idle", measure=support_measures.budget_idle,
+        name="budget_idle", measure=measures.budget_idle,
         severity=NOTE, threshold=0.8, share=0.5,
         needs=RECORD_BOTH, unnests=True,
         reason="a note: it costs time, not answers. A position counts as attended if dense attention gives "

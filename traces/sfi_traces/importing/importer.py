@@ -20,9 +20,18 @@ from sfi_traces.importing.arrays import VERSION, Header, ImportedStep, open_arra
 from sfi_traces.importing.attention import AttentionArrays, has_attention
 from sfi_traces.importing.selections import SelectionArrays
 from sfi_traces.overlap import SelectedSets
-from sfi_traces.record.folder import claim, clear, describe_run, file_metadata, now, write_manifest
-from sfi_traces.record.part_files import Lists, PartFiles, TableBuffer
-from sfi_traces.record.token_text import TokenText
+from sfi_traces.record.folder import (
+    Lists,
+    PartFiles,
+    TableBuffer,
+    claim,
+    clear,
+    describe_run,
+    file_metadata,
+    now,
+    write_manifest,
+)
+from sfi_traces.record.rows import TokenText
 from sfi_traces.schema import TABLES
 
 POLICY = "imported"

@@ -12,10 +12,9 @@ import pyarrow.compute as pc
 from sfi_core.errors import ConfigError, TraceError
 from sfi_traces.model.rows import Rows
 from sfi_traces.model.selections import Selections, StepReads
-from sfi_traces.model.sql import connect_to_part
 from sfi_traces.model.steps import Ints, Memory, Positions, Steps
 from sfi_traces.model.supports import MOST_POSITIONS, Supports, thinning
-from sfi_traces.model.trace import Place, Trace, check_known, of_request, of_steps, rows_of
+from sfi_traces.model.trace import Place, Trace, check_known, connect_to_part, of_request, of_steps, rows_of
 from sfi_traces.overlap import Overlap, padded
 from sfi_traces.schema import TABLES
 

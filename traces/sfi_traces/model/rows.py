@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pyarrow as pa
 from pyarrow import parquet
 
-from sfi_traces.model.parts import DAMAGED, checked, open_part
+from sfi_traces.model.files import DAMAGED, checked, open_part
 from sfi_traces.model.trace import Place, Trace
 from sfi_traces.overlap import Ints
 from sfi_traces.schema import TABLES

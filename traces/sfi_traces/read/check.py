@@ -9,10 +9,9 @@ import pyarrow as pa
 from pyarrow import parquet
 
 from sfi_core.errors import ConfigError
-from sfi_traces.model.parts import DAMAGED, open_part, read_part
+from sfi_traces.model.files import DAMAGED, open_part, read_part
 from sfi_traces.model.trace import Trace
-from sfi_traces.read.lossless_rules import broken_sums
-from sfi_traces.read.step_rules import broken_rules
+from sfi_traces.read.rules import broken_rules, broken_sums
 from sfi_traces.schema import PART, TABLES
 
 MOST = 10  # lines about steps that are shown

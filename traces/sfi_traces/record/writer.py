@@ -18,8 +18,7 @@ from sfi_core.distributed.ranks import ALONE, Ranks
 from sfi_core.errors import RankLostError
 from sfi_core.observers.events import Event
 from sfi_core.observers.observer import HANDLERS
-from sfi_traces.record.folder import clear, file_metadata, now, write_manifest
-from sfi_traces.record.part_files import PartFiles
+from sfi_traces.record.folder import PartFiles, clear, file_metadata, now, write_manifest
 from sfi_traces.record.rows import TraceRows
 
 QUEUE_BYTES = 256 << 20

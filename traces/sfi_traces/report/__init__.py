@@ -14,9 +14,8 @@ from sfi_traces.report.packed_reads import what_steps_read
 from sfi_traces.report.text import disagreements, generated, prompt
 from sfi_traces.summary import sections
 from sfi_traces.views.captions import subject
-from sfi_traces.views.diff_tables import numbers_table, overlap_tables, place_words
 from sfi_traces.views.facts import SECTIONS, Fact, facts, further_facts, latency_table, run_table, trigger_table
-from sfi_traces.views.table import Table
+from sfi_traces.views.table import Table, numbers_table, overlap_tables, place_words
 
 HERE = Path(__file__).parent
 FIGURES = {  # name: module and function that draws it

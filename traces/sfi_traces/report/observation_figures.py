@@ -8,13 +8,11 @@ from plotly.subplots import make_subplots
 
 from sfi_core.errors import TraceError
 from sfi_traces.model.request import Request
-from sfi_traces.report.panel import LEGEND, MARGIN, Panel, axes, cells
-from sfi_traces.report.step_figures import draw_chance, faint
+from sfi_traces.report.step_figures import LEGEND, MARGIN, Panel, axes, cells, draw_chance, faint
 from sfi_traces.summary import head_maps, similarity
-from sfi_traces.summary.lossless import lossless_facts
-from sfi_traces.views.captions import Caption, layers_left_out, left_out, places, support
+from sfi_traces.summary.facts import lossless_facts
+from sfi_traces.views.captions import CLIP, WITHIN, Caption, layers_left_out, left_out, places, support
 from sfi_traces.views.figure_data import SPREAD, HeadMap, axis_range
-from sfi_traces.views.labels import CLIP, WITHIN
 from sfi_traces.views.table import span
 
 HEIGHT = 420  # of the two figures beside each other

@@ -7,9 +7,9 @@ import numpy as np
 import plotly.graph_objects as go
 
 from sfi_traces.model.request import Request
-from sfi_traces.report.panel import LEGEND, MARGIN, Panel
+from sfi_traces.report.step_figures import LEGEND, MARGIN, Panel
 from sfi_traces.views import captions
-from sfi_traces.views.labels import RASTER, SEGMENT, SLOW, visible
+from sfi_traces.views.captions import RASTER, SEGMENT, SLOW, visible
 from sfi_traces.views.raster import MISSED, READ, Raster, choose_place, meaning, rasters
 
 MOST_STEPS, MOST_CELLS = 600, 400

@@ -8,7 +8,7 @@ import numpy as np
 from sfi_core.errors import TraceError
 from sfi_core.machine.text import printable, printable_lines
 from sfi_traces.model.request import Request
-from sfi_traces.views.labels import visible
+from sfi_traces.views.captions import visible
 from sfi_traces.views.table import dense_words
 from sfi_traces.views.words import step_words
 

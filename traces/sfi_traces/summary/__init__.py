@@ -7,9 +7,8 @@ from sfi_traces.health import judge
 from sfi_traces.model.request import Request
 from sfi_traces.model.trace import Trace
 from sfi_traces.summary import supports
-from sfi_traces.summary.facts import answers, coverage_facts, run_facts, step_facts, trigger_tokens
+from sfi_traces.summary.facts import answers, coverage_facts, lossless_facts, run_facts, step_facts, trigger_tokens
 from sfi_traces.summary.head_maps import corrections, query_cosine, recalls
-from sfi_traces.summary.lossless import lossless_facts
 from sfi_traces.summary.similarity import head_similarity, over_time
 from sfi_traces.summary.speed import batch_reads, break_even, latency, phases
 

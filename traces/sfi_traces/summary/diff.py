@@ -6,8 +6,7 @@ from operator import itemgetter
 from sfi_core.errors import TraceError
 from sfi_core.settings.config import flat_settings
 from sfi_traces.model.request import Request
-from sfi_traces.model.sql import distribution
-from sfi_traces.model.trace import Row, Trace
+from sfi_traces.model.trace import Row, Trace, distribution
 from sfi_traces.summary import sections
 from sfi_traces.summary.diff_metrics import metrics
 

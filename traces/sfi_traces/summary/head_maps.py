@@ -1,8 +1,7 @@
 """What was observed of each layer and KV head: how far queries turn, which heads select anew; and recalls by layer."""
 
 from sfi_traces.model.request import Request
-from sfi_traces.model.sql import bins
-from sfi_traces.model.trace import Row
+from sfi_traces.model.trace import Row, bins
 
 THRESHOLDS = (0.8, 0.9)  # tau in FreeKV's experiments: long inputs, and long outputs
 LOWEST = 4  # heads whose course over the steps is returned

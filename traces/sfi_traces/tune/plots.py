@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from sfi_traces.figures.style import MUTED, colorbar, new_figure, plain, save
+from sfi_traces.figures import MUTED, colorbar, new_figure, plain, save
 from sfi_traces.tune.tuning import OBJECTIVES
 
 ALL, FRONT, CHOSEN, MEASURED, WRONG, OTHER = "#9aa5b1", "tab:blue", "tab:red", "tab:orange", "tab:red", "tab:purple"

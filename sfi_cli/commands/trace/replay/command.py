@@ -1,20 +1,28 @@
 """`sfi trace replay`: replay a recorded run under other settings, or watch it step by step."""
 
+import re
+import sys
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from sfi_cli import options as o
-from sfi_cli.commands.trace.replay.play import play_run
+from sfi_cli.commands.trace.replay.frame_view import plain_frame
 from sfi_cli.commands.trace.replay.views import replay_text, reuse_text
 from sfi_cli.parsing import number_list
 from sfi_cli.settings.given import texts
 from sfi_cli.settings.tables import SETTINGS, settings_for
-from sfi_cli.terminal.output import Output, View, leave_interrupted
-from sfi_core.errors import ConfigError
+from sfi_cli.terminal.output import INTERRUPTED, Output, View, leave_interrupted
+from sfi_core.errors import ConfigError, not_installed
+from sfi_core.machine.text import printable_lines
 from sfi_core.settings.config import TRIGGER_POLICIES
+
+if TYPE_CHECKING:  # numpy and Arrow take time
+    from sfi_traces.model.request import Request
+    from sfi_traces.model.trace import Trace
 
 SLOW, MEMORY, PLAY = "When a step is slow", "What a fast step reads", "Playing the run"
 Values = str | None  # one or more with commas between; None is the trace's own
@@ -127,11 +135,11 @@ def replay(
 
 
 def _write(document: dict[str, Any], output: Output, view: View) -> None:
-    from sfi_traces.replay.plot import write_plot
+    from sfi_traces.results.plots import plot_replay
 
     output.data(document, view)
     if document["rows"]:
-        output.figure(write_plot, document)
+        output.figure(plot_replay, document)
 
 
 def _check_unplayed(speed: float | None, step: str | None) -> None:
@@ -155,3 +163,61 @@ def _check_reuse(axes: dict[str, str], against: Path | None, plot: Path | None, 
             raise ConfigError(
                 f"{name} must come without --refresh-every and an imported trace: selections are reused as they are"
             )
+
+
+RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+
+
+def play_run(trace: "Trace", part: dict[str, Any], output: Output, *, step: str | None, speed: float) -> None:
+    """Play a run on a terminal; print the steps if `step`, `12` or `12-20`, is given or there is no terminal.
+
+    `part` has the request, layers and KV heads to show; `speed` is in steps a second.
+    """
+    from sfi_traces.views.frames import playable
+
+    steps = _steps(step)
+    watched = steps is None and output.path is None
+    watched = watched and sys.stdin.isatty() and sys.stdout.isatty()
+    if watched:
+        check_textual()
+    request = playable(trace, **part, audited=not watched)
+    recorded = range(len(request.steps))
+    if steps is not None and steps.start not in recorded:
+        raise ConfigError(f"step must be one of 0 to {recorded[-1]}, got {step}")
+    if watched:
+        _watch(request, speed)
+        return
+    with output:
+        output.pieces(printable_lines(plain_frame(request, at)) for at in steps or recorded if at in recorded)
+
+
+def check_textual() -> None:
+    """Raise `BackendError` if Textual is not installed."""
+    if find_spec("textual") is None:
+        raise not_installed("the player (--step prints steps without it) needs", "Textual", "player")
+
+
+def _watch(request: "Request", speed: float) -> None:
+    from sfi_cli.commands.trace.replay.player import PlayerApp
+
+    app = PlayerApp(request, speed, sys.stdout.encoding)
+    app.run()
+    if app.failure is not None:
+        raise app.failure
+    if app.return_code == INTERRUPTED:
+        leave_interrupted()
+    if app.return_code:
+        raise typer.Exit(app.return_code)
+
+
+def _steps(text: str | None) -> range | None:
+    if text is None:
+        return None
+    match = RANGE.fullmatch(text)
+    if match is None:
+        raise ConfigError(f"step must be a number or a range like 12-20, got {text}")
+    first = int(match[1])
+    last = int(match[2] or first)
+    if last < first:
+        raise ConfigError(f"step must be an ascending range, got {text}")
+    return range(first, last + 1)

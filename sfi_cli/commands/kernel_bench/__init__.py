@@ -1,1 +1,0 @@
-"""`sfi kernel-bench`."""
