@@ -16,7 +16,6 @@ from sfi_cli.settings.given import Given, given, nested
 from sfi_cli.terminal.output import message
 from sfi_core.errors import BackendError, ConfigError
 from sfi_core.hosts.vllm import SLOTS, VERSIONS
-from sfi_core.models.source import SHIPPED
 from sfi_core.settings.config import changed_settings
 
 if TYPE_CHECKING:
@@ -35,8 +34,6 @@ class Serve(TyperCommand):
         for word in args[: args.index("--")] if "--" in args else args:
             name = word.partition("=")[0]
             if name.startswith("--") and name not in known and not ctx.resilient_parsing:
-                from sfi_core.errors import ConfigError
-
                 near = "".join(f"; did you mean {option}?" for option in get_close_matches(name, known, 1, 0.8))
                 raise ConfigError(f"sfi serve has no option {name}; if it is vLLM's, put it after --{near}")
         return super().parse_args(ctx, args)
@@ -183,6 +180,8 @@ class Service:
 
     def _check(self) -> None:
         # all checks that do not need to import vLLM
+        from sfi_core.models.source import SHIPPED
+
         for name in sorted(self.settings.said & {"audit.every", "trace.redact_text"}):
             if self.trace is None:
                 shown = OPTIONS.get(name, name)
