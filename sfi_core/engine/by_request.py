@@ -73,9 +73,9 @@ def _alike(layer: Layer) -> Iterator[slice]:
 
 
 def _whole(layer: Layer, row: int, query: torch.Tensor, attention: Callable[[int, torch.Tensor], R]) -> R:
-    run = layer.run
-    kind = "prefill" if layer.batch_pass.passes[row].kind == PROMPT else "dense"
-    run.meter.count(f"{layer.backend}.{kind}_attention")
+    run, prompt = layer.run, layer.batch_pass.passes[row].kind == PROMPT
+    path = f"{layer.backend}.prefill_attention" if prompt else f"{layer.decodes_by(query)}.dense_attention"
+    run.meter.count(path)
     with run.observer.span("attention.dense", layer.index, layer.moved_bytes((row,), dense=True)):
         return attention(row, query)
 
@@ -117,7 +117,8 @@ def _sparse(
         starts = torch.tensor([run.requests[row].read_start for row in which], dtype=torch.int32)
         start_B = sent(starts, query.device)
     pages = layer.pages.key_PHND, layer.pages.value_PHNE
-    by = fastest(layer.backend, query.device, *pages) if layer.in_place else layer.backend
+    packed = segment.key_BHSD[rows], segment.value_BHSE[rows], segment.length_BH[rows]
+    by = fastest(layer.backend, query.device, *pages, *([] if layer.in_place else packed[:2]))
     run.meter.count(f"{by}.{path}", len(which))
     run.store.ready(layer.index)
     moved = layer.moved_bytes(which, dense=False)
@@ -125,7 +126,6 @@ def _sparse(
     query = query[:, :, :, 0]
     options = {**layer.options, "pseudo": pseudo}
     with run.observer.span("attention.fast", layer.index, moved):
-        packed = segment.key_BHSD[rows], segment.value_BHSE[rows], segment.length_BH[rows]
         position_BHS = segment.position_BHS[rows] if layer.in_place else None
         out = sparse_attention.on(by)(query, *packed, *paged, **options, position_BHS=position_BHS)
     return out[:, :, :, None]

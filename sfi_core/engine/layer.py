@@ -9,10 +9,13 @@ from sfi_core.engine.run import Run
 from sfi_core.errors import NumericsError
 from sfi_core.machine.private import multiplies_natively
 from sfi_kernels.dense_attention import dense_attention, window_logits
-from sfi_kernels.dense_attention.with_logits import dense_attention_with_logits
+from sfi_kernels.dense_attention.with_logits import with_logits
+from sfi_kernels.numpy_views import fastest
 from sfi_kernels.pages import read_pages
 from sfi_kernels.partial_attention import streamed_attention, streamed_attention_with_logits, streamed_logits
 from sfi_kernels.step_descriptor import StepDescriptor
+
+FEW = 8  # queries of a request that compiled loops take sooner than matrix products
 
 
 class Layer:
@@ -67,19 +70,29 @@ class Layer:
         out: torch.Tensor = dense_attention.on(self.backend)(query_1HGWD, *self._whole(row), **self.options)
         return out
 
+    def decodes_by(self, query_1HGWD: torch.Tensor) -> str:
+        """Return the backend of dense attention with a decoding request's queries: numba's loops take a few."""
+        few = query_1HGWD.shape[3] <= FEW and self.run.store.whole_on_device
+        return (
+            fastest(self.backend, query_1HGWD.device, self.pages.key_PHND, self.pages.value_PHNE)
+            if few
+            else self.backend
+        )
+
     def dense_with_logits(self, row: int, query_1HGWD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Attend as `dense` does; also return the last query's logits, [1, H, G, 1, T]: the evidence.
 
         Over a store of two tiers there must be one query: lossless runs, which have several, refuse a device budget.
         """
-        store = self.run.store
+        store, by = self.run.store, self.decodes_by(query_1HGWD)
         if not store.whole_on_device:
             blocks = store.blocks(self.index, row, self.run.requests[row].length)
             return streamed_attention_with_logits(query_1HGWD, blocks, **self.options)
-        if query_1HGWD.shape[3] > 1 and query_1HGWD.dtype == torch.float32:  # quicker than one pass for both
+        # quicker than one pass for both
+        if by != "numba" and query_1HGWD.shape[3] > 1 and query_1HGWD.dtype == torch.float32:
             return self.dense(row, query_1HGWD), self.logits((row,), query_1HGWD[:, :, :, -1:])
         native = multiplies_natively(query_1HGWD.dtype)
-        return dense_attention_with_logits(query_1HGWD, *self._whole(row), **self.options, native=native)
+        return with_logits.on(by)(query_1HGWD, *self._whole(row), **self.options, native=native)
 
     def check_prompt(self, row: int, query_1HGWD: torch.Tensor, out_1HGWE: torch.Tensor) -> None:
         """Raise `NumericsError` if a prompt's attention on a CPU is not finite although its inputs are.
@@ -100,7 +113,9 @@ class Layer:
             )
 
     def verify(self, row: int, query_1HGWD: torch.Tensor) -> torch.Tensor:
-        """Attend as `dense` does, with the few queries of a verification."""
+        """Attend as `dense` does, with the one query of a decoding request, or the few of a verification."""
+        if self.decodes_by(query_1HGWD) == "numba":
+            return dense_attention.numba(query_1HGWD, *self._whole(row), **self.options)
         if query_1HGWD.shape[3] == 1 or query_1HGWD.dtype == torch.float32 or not self.run.store.whole_on_device:
             return self.dense(row, query_1HGWD)
         return self.dense_with_logits(row, query_1HGWD)[0]

@@ -32,7 +32,8 @@ class History:
         device = kernel_device(self.backend, self.query.dtype, self.key_PHND.shape[2])
         operands = (self.query[rows], *cached, self.table_BP[rows], self.length_B[rows])
         options = {k: v.to(device) if torch.is_tensor(v) else v for k, v in options.items()}
-        return op.on(self.backend)(*(t.to(device) for t in operands), scale=SCALE, **options).cpu()
+        backend = "torch" if self.backend == "numba" and op is window_logits else self.backend
+        return op.on(backend)(*(t.to(device) for t in operands), scale=SCALE, **options).cpu()
 
     def attend(self, rows: slice = slice(None), **options) -> torch.Tensor:
         return self.run(dense_attention, rows, self.key_PHND, self.value_PHNE, **options)
@@ -55,8 +56,10 @@ class History:
             )
 
 
-@pytest.fixture(params=["torch", "triton"], autouse=True)
+@pytest.fixture(params=["torch", "triton", "numba"], autouse=True)
 def backend(request: pytest.FixtureRequest) -> str:
+    if request.param == "numba":
+        pytest.importorskip("numba")
     History.backend = request.param
     return request.param
 

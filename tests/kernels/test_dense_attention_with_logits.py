@@ -7,7 +7,6 @@ import torch
 
 from sfi_kernels import pages
 from sfi_kernels.dense_attention import with_logits
-from sfi_kernels.dense_attention.with_logits import dense_attention_with_logits
 from tests.covering import covering
 from tests.fakes import causal_mask, error_bound, paged, plain_attention
 
@@ -26,15 +25,23 @@ def small(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize(
-    ("page_size", "W", "options", "dtype", "native", "group"),
+    ("backend", "page_size", "W", "options", "dtype", "native", "group"),
     covering(
-        [16, 128], [1, 2, 5, 12, 17], OPTIONS, [torch.float32, torch.float16, torch.bfloat16], [False, True], GROUPS
+        ["numba", "torch"],
+        [16, 128],
+        [1, 2, 5, 12, 17],
+        OPTIONS,
+        [torch.float32, torch.float16, torch.bfloat16],
+        [False, True],
+        GROUPS,
     ),
 )
 def test_queries_attend_causally_and_the_last_hands_out_its_logits(
-    monkeypatch: pytest.MonkeyPatch, page_size: int, W: int, options: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch, backend: str, page_size: int, W: int, options: dict[str, Any],
     dtype: torch.dtype, native: bool, group: int,
 ):  # fmt: skip
+    if backend == "numba":
+        pytest.importorskip("numba")
     monkeypatch.setattr(with_logits, "GROUP", group)
     query = torch.randn(len(LENGTHS), H, G, W, D).to(dtype)
     keys = [torch.randn(H, T, D).to(dtype) for T in LENGTHS]
@@ -42,7 +49,7 @@ def test_queries_attend_causally_and_the_last_hands_out_its_logits(
     (key_PHND, table_BP), (value_PHNE, _) = paged(keys, page_size), paged(values, page_size)
     length_B = torch.tensor(LENGTHS, dtype=torch.int32)
     operands = query, key_PHND, value_PHNE, table_BP, length_B
-    out, logits = dense_attention_with_logits(*operands, scale=SCALE, native=native, **options)
+    out, logits = with_logits.with_logits.on(backend)(*operands, scale=SCALE, native=native, **options)
     assert out.dtype == dtype
     assert logits.shape == (len(LENGTHS), H, G, 1, max(LENGTHS))
     for row, (key, value) in enumerate(zip(keys, values, strict=True)):

@@ -59,9 +59,10 @@ class FastStep:
         return key, value
 
     def attend(self, rows: slice = slice(None), **options) -> torch.Tensor:
-        device = kernel_device(self.backend, self.dtype, self.page_size)
+        device = kernel_device(self.backend.partition(" ")[0], self.dtype, self.page_size)
         packed = [part[rows] for part in self.segment()]
-        if self.backend == "numba":  # in place, only the positions count
+        backend, in_place, _ = self.backend.partition(" in place")
+        if in_place:  # only the positions count
             options["position_BHS"] = self.index_BHS[rows]
         operands = (
             self.query[rows],
@@ -74,7 +75,7 @@ class FastStep:
             self.length_B[rows],
         )
         options = {k: v.to(device) if torch.is_tensor(v) else v for k, v in options.items()}
-        attend = sparse_attention.on(self.backend)
+        attend = sparse_attention.on(backend)
         return attend(*(t.to(device) for t in operands), scale=SCALE, **options).cpu()
 
     def assert_plain(self, **options):
@@ -90,9 +91,9 @@ class FastStep:
             torch.testing.assert_close(out[row : row + 1].double(), expected[:, :, :, 0], rtol=0, atol=atol)
 
 
-@pytest.fixture(params=["torch", "triton", "numba"], autouse=True)
+@pytest.fixture(params=["torch", "triton", "numba", "numba in place"], autouse=True)
 def backend(request: pytest.FixtureRequest) -> str:
-    if request.param == "numba":
+    if request.param.startswith("numba"):
         pytest.importorskip("numba")
     FastStep.backend = request.param
     return request.param

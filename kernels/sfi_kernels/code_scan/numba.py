@@ -7,7 +7,7 @@ from sfi_kernels.code_scan.reference import append_new, check, check_basis, chec
 from sfi_kernels.compiled import by_heads
 from sfi_kernels.loops import codes as loops
 from sfi_kernels.loops.vectors import F
-from sfi_kernels.numpy_views import KINDS, plain, rows_of
+from sfi_kernels.numpy_views import KINDS, pages_of, plain
 from sfi_kernels.pseudo_token import PseudoToken
 from sfi_kernels.step_descriptor import FAST, LENGTH, MODE, StepDescriptor
 
@@ -70,10 +70,9 @@ def _run(
     mean: torch.Tensor, unread: torch.Tensor, scale: float, rest: float,
 ) -> None:  # fmt: skip
     append_new(key, table, descriptor)
-    (key_XD, half_key_XD), (value_XE, half_value_XE) = rows_of(key), rows_of(value)
     written = *codes[:-1], position, length, index, logit, mean, unread
     arguments = (
-        plain(query), key_XD, value_XE, half_key_XD, half_value_XE, KINDS[key.dtype], key.shape[2], table.numpy(),
+        plain(query), *pages_of(key, value), KINDS[key.dtype], key.shape[2], table.numpy(),
         descriptor.table_BX.numpy(), *(part.numpy() for part in written), F(scale), F(rest),
     )  # fmt: skip
     work = NUMBER * codes.word_BHWT.numel() * query.shape[2]

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import torch
 
 from sfi_kernels.dense_attention.reference import check, window_logits
+from sfi_kernels.op import Op
 from sfi_kernels.pages import read_pages, wide_chunks
 from sfi_kernels.partial_attention import capped, finite
 
@@ -51,6 +52,9 @@ def dense_attention_with_logits(
             product = _native_product if native else _wide_product
             out[row, heads, :, W - count :] = product(weight_HGWT, value_HTE[heads]).to(out.dtype)
     return out, evidence_BHG1T
+
+
+with_logits = Op(dense_attention_with_logits)
 
 
 def _one_query(

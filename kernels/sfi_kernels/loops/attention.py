@@ -122,38 +122,81 @@ def rows_of_positions(position, start, stop, table, H, h, N, row):
     return n
 
 
+@inner
+def _read_causal(kind, pages, row, n, query_QD, W, cap, room_QT, most_Q, total_Q, out_QE, logits_GT):
+    # queries of W tokens in turn: all read what the first one sees, then each up to its own token
+    key, value, half_key, half_value = pages
+    G, shared = len(query_QD) // max(W, 1), n - max(W - 1, 0)
+    read_rows(
+        kind, key, value, half_key, half_value, row, shared, query_QD, cap, room_QT, most_Q, total_Q, out_QE, logits_GT
+    )
+    for w in range(1, W):
+        first, stop = w * G, w * G + G
+        logits = logits_GT[:, shared:] if w == W - 1 else logits_GT[:0, 0:]
+        read_rows(
+            kind, key, value, half_key, half_value, row[shared:], w, query_QD[first:stop], cap, room_QT,
+            most_Q[first:stop], total_Q[first:stop], out_QE[first:stop], logits,
+        )  # fmt: skip
+
+
 @entry
 def attend(
-    begin, end, query_BHGD, key_XD, value_XE, half_key_XD, half_value_XE, kind, N, position_BHS, length_BH, table_BP,
-    start_B, stop_B, scale, cap, sink_HG, pseudo_logit_BHG, pseudo_value_BHE, out_BHGE,
+    begin, end, query_BHWGD, pages, segment, kind, N, S, position_BHS, length_BH, table_BP, start_B, stop_B, scale,
+    cap, sink_HG, pseudo_logit_BHG, pseudo_value_BHE, out_BHWGE, logits_BHGT,
 ):  # fmt: skip
-    """Attend to rows of pages: float32 pages, or if `kind` says so those of 16 bits.
+    """Attend to packed rows and a range of recent tokens with the last W tokens' queries, causally.
 
-    No cap is 0, no sink and no pseudo token an empty array.
+    `pages` and `segment` are rows of keys and values, float32, then those of 16 bits: `kind` says which count. Packed
+    are positions in the pages, or if `S` is not 0 rows of a segment of S rows a head. No cap is 0, no sink and no
+    pseudo token an empty array; logits of the last token's queries are written where there is room.
     """
-    B, H, G, D = query_BHGD.shape
-    longest = 0
+    B, H, W, G, D = query_BHWGD.shape
+    Q, longest = W * G, 0
     for b in range(B):
-        longest = max(longest, position_BHS.shape[2] + stop_B[b] - start_B[b])
-    query, room, row = np.empty((G, D), F), np.empty((G, TILE), F), np.empty(longest, np.int64)
-    most, total, logits = np.empty(G, F), np.empty(G, F), np.empty((0, 0), F)
+        longest = max(longest, S + position_BHS.shape[2] + stop_B[b] - start_B[b])
+    query, room, row = np.empty((Q, D), F), np.empty((Q, TILE), F), np.empty(longest, np.int64)
+    most, total, nothing = np.empty(Q, F), np.empty(Q, F), np.empty(0, F)
+    key, value, half_key, half_value = segment
     for b in range(B):
         for h in range(begin, end):
-            for g in range(G):
-                for d in range(D):
-                    query[g, d] = query_BHGD[b, h, g, d] * scale
-            position = position_BHS[b, h, : length_BH[b, h]]
-            n = rows_of_positions(position, start_B[b], stop_B[b], table_BP[b], H, h, N, row)
-            out = out_BHGE[b, h]
+            tokens = min(W, stop_B[b]) if W > 1 else 1  # the others are padding
+            first = (W - tokens) * G
+            for w in range(W):
+                for g in range(G):
+                    for d in range(D):
+                        query[w * G + g, d] = query_BHWGD[b, h, w, g, d] * scale
+            out = out_BHWGE[b, h].reshape(Q, out_BHWGE.shape[4])
+            logits = logits_BHGT[b, h, :, 0:] if len(logits_BHGT) else room[:0, 0:]
             start_head(most, total, out)
-            read_rows(
-                kind, key_XD, value_XE, half_key_XD, half_value_XE, row, n, query, cap, room, most, total, out, logits
+            packed = length_BH[b, h]
+            if S > 0:
+                for i in range(packed):
+                    row[i] = (b * H + h) * S + i
+                read_rows(
+                    kind,
+                    key,
+                    value,
+                    half_key,
+                    half_value,
+                    row,
+                    packed,
+                    query,
+                    cap,
+                    room,
+                    most,
+                    total,
+                    out,
+                    room[:0, 0:],
+                )
+                packed = 0
+            position = position_BHS[b, h, :packed]
+            n = rows_of_positions(position, start_B[b], stop_B[b], table_BP[b], H, h, N, row)
+            _read_causal(
+                kind, pages, row, n, query[first:], tokens, cap, room, most[first:], total[first:], out[first:], logits
             )
-            end_head(
-                sink_HG[h] if len(sink_HG) else most[:0],
-                pseudo_logit_BHG[b, h] if len(pseudo_logit_BHG) else most[:0],
-                pseudo_value_BHE[b, h] if len(pseudo_logit_BHG) else most[:0],
-                most,
-                total,
-                out,
-            )
+            sink = sink_HG[h] if len(sink_HG) else nothing
+            pseudo_logit = pseudo_logit_BHG[b, h] if len(pseudo_logit_BHG) else nothing
+            pseudo_value = pseudo_value_BHE[b, h] if len(pseudo_logit_BHG) else nothing
+            for start in range(first, Q, G):
+                own = slice(start, start + G)
+                end_head(sink, pseudo_logit, pseudo_value, most[own], total[own], out[own])

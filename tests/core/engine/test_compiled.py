@@ -50,8 +50,10 @@ def both(monkeypatch: pytest.MonkeyPatch, *run: Any, **options: Any) -> list[Any
 
 def assert_same(compiled: Any, plain: Any) -> None:
     (own, seen), (other, also) = compiled, plain
-    assert own.paths["numba.sparse_attention"] == other.paths["torch.sparse_attention"]
-    assert "torch.pack" not in own.paths
+    for path in ("sparse_attention", "dense_attention"):
+        assert own.paths.get(f"numba.{path}") == other.paths.get(f"torch.{path}")
+    assert own.paths["numba.sparse_attention"]
+    assert own.paths.get("torch.pack") == other.paths.get("torch.pack")
     assert not any(path.startswith("numba") for path in other.paths)
     for mine, theirs in zip(own.requests, other.requests, strict=True):
         assert mine.token_ids == theirs.token_ids
@@ -72,6 +74,7 @@ def assert_same(compiled: Any, plain: Any) -> None:
     ("label", "policy", "options"),
     [
         ("qwen3", "codescan", {"page_size": 16}),
+        ("llama", "sfi", {"config": CONFIG.replace(trigger_policy="stride", stride=4)}),  # packed, and evidence
         ("gemma-2", "codescan", {}),  # a soft cap
         ("gpt-oss", "quest", {}),  # learned sinks
         pytest.param("gpt-oss", "codescan", {"max_batch": 2}, marks=pytest.mark.exhaustive),
@@ -90,10 +93,12 @@ def test_the_bundled_model_gives_the_same_tokens(monkeypatch):
     assert_same(*both(monkeypatch, model, rows, "codescan", config=config))
 
 
-def test_lossless_drafts_are_full_attentions_tokens(monkeypatch):
-    (compiled, _), (plain, _) = both(monkeypatch, tiny("qwen3"), ROWS, "codescan", engine=LOSSLESS)
+@pytest.mark.parametrize("policy", ["codescan", "sfi"])
+def test_lossless_drafts_are_full_attentions_tokens(monkeypatch, policy: str):
+    (compiled, _), (plain, _) = both(monkeypatch, tiny("qwen3"), ROWS, policy, engine=LOSSLESS)
     full, _ = decode(tiny("qwen3"), ROWS, "full-kv")
     assert compiled.paths["numba.sparse_attention"]
+    assert compiled.paths["numba.dense_attention"]
     for mine, theirs, wanted in zip(compiled.requests, plain.requests, full.requests, strict=True):
         assert mine.token_ids == theirs.token_ids == wanted.token_ids
 

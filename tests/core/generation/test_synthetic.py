@@ -34,7 +34,7 @@ def test_decoding_goes_on_from_a_synthetic_cache(tiny_model):
     _, report = decode(tiny_model, SyntheticPrompt([200], 210))
     request = report.requests[0]
     assert request.slow_at == [0, 3, 6]
-    assert report.paths["torch.sparse_attention"] == 4 * 2
+    assert [count for path, count in report.paths.items() if path.endswith(".sparse_attention")] == [4 * 2]
     assert 0.1 < request.read_ratio < 0.5
 
 

@@ -71,7 +71,7 @@ def test_anchored_budget_over_all_positions_gives_full_attentions_tokens(label, 
     assert tokens == reference(label, batch) == [r.token_ids for r in report.requests]
     assert [r.prompt_tokens for r in report.requests] == [len(row) for row in rows]
     assert all(r.slow_steps > 1 and r.fast_steps > 0 for r in report.requests)
-    assert report.paths["torch.sparse_attention"] > 0
+    assert any(path.endswith(".sparse_attention") for path in report.paths)
 
 
 @pytest.mark.parametrize(("label", "rule"), each_value(WORKING, EVERY_STEP))
@@ -79,7 +79,7 @@ def test_slow_step_every_time_gives_full_attentions_tokens(label, rule):
     policy, config = EVERY_STEP[rule]
     tokens, report = under_sfi(label, prompts(*LENGTHS[3]), config, policy=policy)
     assert tokens == reference(label, 3)
-    assert "torch.sparse_attention" not in report.paths
+    assert not any(path.endswith(".sparse_attention") for path in report.paths)
     assert [(r.fast_steps, r.read_ratio) for r in report.requests] == [(0, 1)] * 3
 
 
