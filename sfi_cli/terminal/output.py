@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import UTC, datetime
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn, Self, TextIO
+from typing import Any, NoReturn, Self, TextIO
 
 import typer
 
@@ -182,8 +182,11 @@ class Output:
         packed = self.path.suffix == ".gz"
 
         def write(path: Path) -> None:
-            with path.open("wb") as file, _text_file(file, packed=packed) as text:
-                text.writelines(pieces)
+            with path.open("wb") as file:
+                # without a name and a time, so that equal texts make equal files
+                content = gzip.GzipFile("", "wb", 6, file, mtime=0) if packed else file
+                with TextIOWrapper(content, encoding="utf-8") as text:
+                    text.writelines(pieces)
 
         self._save(self.path, write, files)
 
@@ -249,8 +252,3 @@ def _is_stream(path: Path) -> bool:
 
 def _json(data: Document) -> str:
     return write_json(data, indent=2) + "\n"
-
-
-def _text_file(file: BinaryIO, *, packed: bool) -> TextIO:
-    # without a name and a time, so that equal texts make equal files
-    return TextIOWrapper(gzip.GzipFile("", "wb", 6, file, mtime=0) if packed else file, encoding="utf-8")

@@ -93,7 +93,7 @@ def test_a_strip_bins_the_mass_and_marks_the_memory(trace, run):
 
 def test_steps_without_an_audit_have_an_empty_strip(tmp_path):
     run = playable(Trace.open(make_trace(tmp_path / "t", policy="sfi", audit=4)))
-    assert [frames.frame(run, step).audited for step in (4, 5, 6, 7, 8)] == [True, *[False] * 3, True]
+    assert [frames.is_audited(run, step) for step in (4, 5, 6, 7, 8)] == [True, *[False] * 3, True]
     strip = frames.strip(run, 5, WIDTH)
     assert not strip.mass.any()
     assert not strip.removed.any()

@@ -153,16 +153,15 @@ def _line(text: str, where: str, number: int, place: int) -> Line:
     )  # fmt: skip
 
 
-def _is_chat(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(message, dict) for message in value)
-
-
 def _is_whole(value: Any, least: int) -> bool:
     return type(value) is int and least <= value <= LARGEST
 
 
 # keys of a line: its prompt, and what else it may say
-SOURCES: dict[str, Callable[[Any], bool]] = {"prompt": lambda value: isinstance(value, str), "messages": _is_chat}
+SOURCES: dict[str, Callable[[Any], bool]] = {
+    "prompt": lambda value: isinstance(value, str),
+    "messages": lambda value: isinstance(value, list) and all(isinstance(message, dict) for message in value),
+}
 KEYS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "id": ("a text or a number", lambda value: type(value) in (str, int)),
     "seed": ("a whole number", lambda value: _is_whole(value, -LARGEST)),

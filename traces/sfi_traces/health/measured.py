@@ -78,11 +78,6 @@ def measured(request: Request, query: str) -> list[Measured]:
     ]
 
 
-def of_heads(value: str, source: str, samples: str = "count(*)") -> Measure:
-    """Make the measure of the SQL `value` of each KV head's rows of `source`; `samples` counts those behind it."""
-    return lambda request: by_head(request, value, source, samples)
-
-
 def sample_selections(request: Request) -> int:
     """Make the view `sampled_selections`, with positions, of every n-th refresh of a request; return n.
 

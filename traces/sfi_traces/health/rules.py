@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from sfi_traces.health import measures
-from sfi_traces.health.measured import RECORD_AUDIT, RECORD_BOTH, RECORD_POSITIONS, RECORD_SELECTOR, Measure, of_heads
+from sfi_traces.health.measured import RECORD_AUDIT, RECORD_BOTH, RECORD_POSITIONS, RECORD_SELECTOR, Measure, by_head
 
 PROBLEM, NOTE = "problem", "note"
 NEGLIGIBLE_KL = 0.01  # nats; below, a step's next token hardly changes
@@ -117,7 +117,9 @@ RULES = (
     ),
     Rule(
         name="unread_estimated",
-        measure=of_heads("avg(unread_estimate)", "chosen_selections WHERE isfinite(unread_estimate)"),
+        measure=lambda request: by_head(
+            request, "avg(unread_estimate)", "chosen_selections WHERE isfinite(unread_estimate)"
+        ),
         severity=NOTE, threshold=0.7, least=8, share=0.5,
         needs="only codescan estimates what it leaves unread", samples="selections",
         reason="codescan on the example: with a budget of 256 (right) a head leaves .02 to .66 unread, none "

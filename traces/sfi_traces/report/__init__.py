@@ -1,6 +1,6 @@
 """A request of a trace, or of two traces beside each other, as one HTML file that loads nothing."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,19 +18,6 @@ from sfi_traces.views.facts import SECTIONS, Fact, facts, further_facts, latency
 from sfi_traces.views.table import Table, numbers_table, overlap_tables, place_words
 
 HERE = Path(__file__).parent
-FIGURES = {  # name: module and function that draws it
-    "heatmap": ("step_figures", "heatmap"),
-    "lag": ("step_figures", "lag"),
-    "retained": ("step_figures", "retained"),
-    "drift": ("observation_figures", "drift"),
-    "head-similarity": ("observation_figures", "head_similarity"),
-    "query-cosine": ("observation_figures", "query_cosine"),
-    "corrections": ("observation_figures", "corrections"),
-    "acceptance": ("observation_figures", "acceptance"),
-    "raster": ("raster_figure", "raster"),
-    "timeline": ("step_figures", "timeline"),
-    "lambda": ("step_figures", "lambda_star"),
-}
 BESIDE = ("heatmap", "retained", "timeline")  # figures of two traces
 # facts with a card of their own; health has a section
 CARDS = ("full attention's token", "drafts kept", "retained mass", "cache read", "tokens/s")
@@ -48,7 +35,7 @@ def check_report() -> None:
 def render(request: Request) -> str:
     """Return the report of a request; a figure without data says what records it."""
     figures, missing = {}, []
-    for name, figure in _drawn(request, FIGURES):
+    for name, figure in _drawn(request):
         if isinstance(figure, str):
             missing.append(figure)
         else:
@@ -111,17 +98,26 @@ def render_diff(first: Request, second: Request, document: Row) -> str:
     )
 
 
-def _drawn(request: Request, names: Iterable[str]) -> Iterator[tuple[str, Row | str]]:
-    # what each figure's script and section need, by name; or why the figure is missing
+def _drawn(request: Request, names: Sequence[str] = ()) -> Iterator[tuple[str, Row | str]]:
+    # what each figure's script and section need, by name, of all figures or some; or why the figure is missing
     from sfi_traces.report import observation_figures, raster_figure, step_figures  # noqa: PLC0415 - Plotly is an extra
 
-    modules = {
-        "observation_figures": observation_figures, "raster_figure": raster_figure, "step_figures": step_figures
-    }  # fmt: skip
-    for name in names:
-        module, function = FIGURES[name]
+    figures = {
+        "heatmap": step_figures.heatmap,
+        "lag": step_figures.lag,
+        "retained": step_figures.retained,
+        "drift": observation_figures.drift,
+        "head-similarity": observation_figures.head_similarity,
+        "query-cosine": observation_figures.query_cosine,
+        "corrections": observation_figures.corrections,
+        "acceptance": observation_figures.acceptance,
+        "raster": raster_figure.raster,
+        "timeline": step_figures.timeline,
+        "lambda": step_figures.lambda_star,
+    }
+    for name in names or figures:
         try:
-            yield name, getattr(modules[module], function)(request).plain()
+            yield name, figures[name](request).plain()
         except TraceError as error:
             yield name, str(error)
 

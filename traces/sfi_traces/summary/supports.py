@@ -6,8 +6,6 @@ from sfi_traces.health.measured import at_clip
 from sfi_traces.model.request import Request
 from sfi_traces.model.trace import bins, distribution
 
-AT_CLIP = 1e-6  # of selector.lambda_clip: how near lambda*, a float32, is to a clip that it stands at
-
 
 def stability(request: Request) -> dict[str, Any] | None:
     """Measure the overlap coefficient of consecutive supports, within sentences and across boundaries.

@@ -48,7 +48,6 @@ class Frame:
         before: Text before the current sentence, from the end of the prompt on.
         sentence: The current sentence before this step's token.
         row: The step's row of the table `steps`.
-        audited: Whether the step has a strip.
         measures: Retained mass and overlaps by column name, means over the request's `places`; None where not recorded.
         lambda_star: Mean lambda* of a refresh; None without a Selector.
         dense: The row of `logits`, if dense attention has another most probable token.
@@ -58,7 +57,6 @@ class Frame:
     sentence: str
     token: str
     row: dict[str, Any]
-    audited: bool
     measures: dict[str, float | None]
     lambda_star: float | None
     dense: dict[str, Any] | None
@@ -102,7 +100,6 @@ def frame(request: Request, step: int) -> Frame:
         sentence="".join(texts[first:step]),
         token=texts[step],
         row=row,
-        audited=is_audited(request, step),
         measures=_means(request.support_rows.at(step), MEASURES),
         lambda_star=_means(request.selection_rows.at(step), ["lambda_star"])["lambda_star"],
         dense=request.compared[step] if step in request.disagreeing else None,
@@ -146,9 +143,14 @@ def passages(request: Request, step: int, most: int = 40) -> list[Passage]:
 
     The others are sorted by mass, or without an audit by share, greatest first.
     """
+
+    def weight(passage: Passage) -> tuple[float, int]:
+        tokens = passage.last + 1 - passage.first
+        return -(passage.share * tokens if passage.mass is None else passage.mass), passage.first
+
     reads = request.reads(step)
     mass = StepMass.of(even_shares(request.support_rows.at(step)), reads)
-    ranked = sorted(Passages(request.words, reads, mass).read(), key=_by_weight)
+    ranked = sorted(Passages(request.words, reads, mass).read(), key=weight)
     sink, recent = ([passage for passage in ranked if passage.part == part] for part in (SINK, RECENT))
     return [*sink, *[passage for passage in ranked if passage.part in (SELECTED, ALL)][:most], *recent]
 
@@ -159,11 +161,6 @@ def _mass(request: Request, step: int, width: int, length: int) -> Numbers:
     bins = position.astype(np.int64) * width // length
     share = mass.astype(np.float64) / len(request.places)
     return np.asarray(np.bincount(bins, share, minlength=width), np.float64)
-
-
-def _by_weight(passage: Passage) -> tuple[float, int]:
-    tokens = passage.last + 1 - passage.first
-    return -(passage.share * tokens if passage.mass is None else passage.mass), passage.first
 
 
 def _means(rows: pa.Table, names: Sequence[str]) -> dict[str, float | None]:

@@ -14,6 +14,8 @@ from sfi_traces.views.figure_data import retained_mass
 
 # what a cell shows
 NOTHING, SELECTED, READ, MISSED = range(4)
+# a layer and KV head's sets, an empty one first, and the index of each step's
+Chosen = tuple[list[np.ndarray], np.ndarray]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,14 +43,6 @@ class Raster:
     sink: int
     recent: np.ndarray | None
     known: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Selected:
-    """The sets of a layer and KV head, an empty one first; `since` has the index of each step's."""
-
-    sets: list[np.ndarray]
-    since: np.ndarray
 
 
 def rasters(request: Request, places: Sequence[Place], *, most_steps: int, most_cells: int) -> list[Raster]:
@@ -104,8 +98,8 @@ def meaning(raster: Raster) -> dict[int, str]:
     return {kind: text for kind, text in words.items() if (raster.cells == kind).any()}
 
 
-def _in_force(selections: Selections, places: Sequence[Place], step: np.ndarray) -> dict[Place, Selected]:
-    # the selections of each place at the steps; places that selected nothing are left out
+def _in_force(selections: Selections, places: Sequence[Place], step: np.ndarray) -> dict[Place, Chosen]:
+    # places that selected nothing are left out
     in_force = {place: selections.in_force(place, step) for place in places}
     needed = np.unique(np.concatenate([np.array([-1]), *in_force.values()]))[1:]
     sets = selections.positions(needed)
@@ -116,13 +110,13 @@ def _in_force(selections: Selections, places: Sequence[Place], step: np.ndarray)
         own, since = np.unique(np.append(rows, -1), return_inverse=True)
         if len(own) > 1:
             of_place = [sets[at] for at in np.searchsorted(needed, own[1:])]
-            chosen[place] = Selected([np.empty(0, np.int32), *of_place], since[:-1])
+            chosen[place] = ([np.empty(0, np.int32), *of_place], since[:-1])
     return chosen
 
 
 def _cells(
     index_NK: np.ndarray,
-    chosen: Selected | None,
+    chosen: Chosen | None,
     context: np.ndarray,
     slow: np.ndarray,
     sink: int,
@@ -137,8 +131,9 @@ def _cells(
     read = np.ones(len(position), bool)
     if chosen is not None and recent is not None:
         read = slow[row] | (position < sink) | (position >= recent[row])
-        read |= _is_in(position, chosen.since[row], chosen.sets, int(context.max()))
-        taken = [chosen.sets[at] for at in chosen.since]
+        sets, since = chosen
+        read |= _is_in(position, since[row], sets, int(context.max()))
+        taken = [sets[at] for at in since]
         sizes = np.array([len(one) for one in taken])
         counts = _count(np.repeat(np.arange(steps), sizes), np.concatenate(taken), steps, high, per_cell)
         selected = _dense(counts, sizes, context, per_cell)

@@ -34,7 +34,9 @@ def replay_text(document: dict[str, Any]) -> list[Part]:
     parts: list[Part] = [heading(document)]
     if rows := document["rows"]:
         settings = varied(rows)
-        columns = {"": _mark} | settings | OUTCOME
+        columns = (
+            {"": lambda row: ("*" if row["recorded"] else " ") + ("+" if row["pareto"] else "")} | settings | OUTCOME
+        )
         title = _title("Replayed settings", document)
         parts += [Table.of(title, columns, rows, left=1 + texts_of(settings), spare=SPARE), *everywhere(rows)]
         parts += [KEPT, "+ no other row is faster and keeps as much."]
@@ -89,10 +91,6 @@ def everywhere(rows: Sequence[Row]) -> list[str]:
     values = {name: _values(rows, name) for name in SETTINGS}
     same = [f"{SETTINGS[name]} {given[0]}" for name, given in values.items() if len(given) == 1]
     return [f"Everywhere: {', '.join(same)}."] if same else []
-
-
-def _mark(row: Row) -> str:
-    return ("*" if row["recorded"] else " ") + ("+" if row["pareto"] else "")
 
 
 def _validation_table(document: Row) -> Table:
