@@ -17,7 +17,6 @@ from sfi_traces.export.perfetto import perfetto_text
 from sfi_traces.model.trace import Trace
 from sfi_traces.read.check import check
 from sfi_traces.record.parquet import ParquetObserver
-from sfi_traces.summary.diff import compare
 from tests.core.conftest import tiny_qwen3
 from tests.traces.small import section
 
@@ -56,11 +55,6 @@ def continuous() -> Trace:
     return record([*range(6)], max_batch=2, engine=EngineOptions(prefill_chunk=16))
 
 
-@cache
-def together() -> Trace:
-    return record([*range(6)])
-
-
 def rows(trace: Trace, table: str, request: int) -> list[dict[str, Any]]:
     found = [row for row in trace.table(table).to_pylist() if row["request"] == request]
     return [{key: row[key] for key in row if key not in ITS_OWN} for row in found]
@@ -83,14 +77,6 @@ def test_it_is_sound():
     assert (document["sound"], document["problems"], document["notes"]) == (True, [], [])
     assert document["steps_checked"]
     assert [row["steps"] for row in document["recorded"]] == LIMITS
-
-
-def test_it_differs_from_the_run_of_all_together_in_no_token():
-    found = compare(continuous(), together())
-    assert [row["equal_share"] for row in found["requests"]] == [1] * 6
-    assert found["selections"]["overlap"]["min"] == 1
-    alone = compare(continuous(), together(), 4)
-    assert alone["requests"][0]["steps"] == {"a": 6, "b": 6}
 
 
 def test_every_request_has_a_step_of_the_batch_for_each_of_its_own():

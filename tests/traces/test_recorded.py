@@ -2,7 +2,6 @@
 
 import math
 from functools import cache
-from itertools import pairwise
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -22,7 +21,6 @@ from sfi_traces.model.request import Request
 from sfi_traces.model.trace import Trace
 from sfi_traces.record.parquet import ParquetObserver
 from tests.architectures import SMALL, tiny
-from tests.traces.made import overlap
 
 NEW = 40
 # room for everything: the run sees what the plain model sees; no clip: lambda* is Eq. 17's own value
@@ -137,42 +135,6 @@ def test_lambda_star_is_that_of_the_models_own_attention_weights():
                 assert math.isclose(row["lambda_star"], min(max(expected, 0), 1), abs_tol=1e-4)
                 seen += 1
     assert seen == sum(len(r.slow_at) for r in result.report.requests) * 4 * 2
-
-
-def test_selection_overlaps_are_those_of_the_position_lists():
-    found = 0
-    for request in range(2):
-        for layer in range(4):
-            for head in range(2):
-                key = {"request": request, "layer": layer, "head": head}
-                chosen = [r for r in rows(48, "selections") if key.items() <= r.items()]
-                assert chosen[0]["overlap_previous"] is None
-                for before, after in pairwise(chosen):
-                    old, new = {*before["positions"]}, {*after["positions"]}
-                    assert after["overlap_previous"] == pytest.approx(overlap([*old], [*new]))
-                    assert after["jaccard_previous"] == pytest.approx(len(old & new) / len(old | new))
-                    assert (after["added"], after["removed"]) == (len(new - old), len(old - new))
-                    found += 1
-    assert found > 40
-
-
-def test_support_overlaps_are_those_of_the_position_lists():
-    steps = {(row["request"], row["step"]): row for row in rows(48, "steps")}
-    supports = {(r["request"], r["step"], r["layer"], r["head"]): r for r in rows(48, "supports")}
-    for (request, step, layer, head), row in supports.items():
-        before = supports.get((request, step - 1, layer, head))
-        if before is None:
-            assert row["overlap_previous_step"] is None
-        else:
-            expected = overlap(before["positions"], row["positions"])
-            assert row["overlap_previous_step"] == pytest.approx(expected)
-        slow = [s for s in range(step) if steps[request, s]["slow"]]
-        if not slow:
-            assert row["overlap_last_refresh"] is None
-        else:
-            last = supports[request, slow[-1], layer, head]
-            expected = overlap(last["positions"], row["positions"])
-            assert row["overlap_last_refresh"] == pytest.approx(expected)
 
 
 def test_every_table_has_what_the_run_had():

@@ -14,7 +14,7 @@ from sfi_traces.summary.supports import selection_facts
 from sfi_traces.views import captions, figure_data
 from sfi_traces.views.figure_data import REST, lag_lines, lambda_over_time, retained_mass, step_phases
 from sfi_traces.views.raster import MISSED, NOTHING, READ, SELECTED, choose_place, rasters
-from tests.traces.made import CONFIG, make_trace, overlap
+from tests.traces.made import CONFIG, make_trace
 from tests.traces.small import rewrite
 
 
@@ -47,16 +47,6 @@ def test_intersections_equal_those_of_python_sets(monkeypatch, block):
     expected = [[len({*one} & {*other}) for other in sets] for one in sets]
     assert overlaps.intersections(overlaps.padded(pa.array(sets))).tolist() == expected
     assert overlaps.intersections(np.full((2, 1), -1)).tolist() == [[0, 0], [0, 0]]
-
-
-def test_overlap_is_the_mean_of_the_coefficients_of_all_layers_and_heads(full):
-    found = supports(full)
-    places = sorted({key[:2] for key in found})
-    assert len(places) == 4
-    for first, second in ((0, 1), (3, 30), (44, 12), (7, 7)):
-        pairs = [[found[(*place, step)]["positions"] for step in (first, second)] for place in places]
-        expected = statistics.mean(overlap(*pair) for pair in pairs)
-        assert full.supports.overlap[first, second] == pytest.approx(expected, rel=1e-6)
 
 
 def test_lags_sort_the_pairs_by_distance_and_by_whether_a_boundary_lies_between(tmp_path):

@@ -22,7 +22,6 @@ from tests.traces.small import (
 )
 
 sparse = fixed_trace(steps=50, requests=2, policy="sfi", sentence=9)
-dense = fixed_trace(steps=40, requests=2, sentence=7)
 
 
 def test_steps_by_reason_and_what_they_read(sparse):
@@ -179,19 +178,17 @@ def positions_by_place(trace: Trace) -> dict[tuple[int, int, int], dict[int, lis
     return found
 
 
-@pytest.mark.parametrize("name", ["sparse", "dense"])
-def test_overlap_within_sentences_and_across_boundaries(name, request):
+def test_overlap_within_sentences_and_across_boundaries(sparse):
     """Recomputed from the positions: a pair is across if its steps are of different sentences."""
-    trace = request.getfixturevalue(name)
-    steps = steps_by_key(trace)
+    steps = steps_by_key(sparse)
     pairs: dict[tuple, list[float]] = defaultdict(list)
-    for (number, layer, _), lists in positions_by_place(trace).items():
+    for (number, layer, _), lists in positions_by_place(sparse).items():
         for step in range(1, len(lists)):
             across = steps[number, step]["sentence"] != steps[number, step - 1]["sentence"]
             value = overlap(lists[step - 1], lists[step])
             pairs[layer, across].append(value)
             pairs["all", across].append(value)
-    found = section(trace, "stability")
+    found = section(sparse, "stability")
     assert_spread(found["within"], pairs["all", False])
     assert_spread(found["across"], pairs["all", True])
     held = [TOP / steps[key]["context_tokens"] for key in steps if key[1]]
