@@ -181,7 +181,8 @@ def refresh(
         logits = None if logits is None else lambda made=logits: made()[places]
         log_sum_RHGW = None if log_sum_RHGW is None else log_sum_RHGW[places]
     selection, recall = select(layers, run.rows(rows), query_RHGWD, logits, log_sum_RHGW)
-    run.meter.count(f"{layer.backend}.selector", len(layers) * len(rows))
+    by = layer.backend if selection is None or selection.by is None else selection.by
+    run.meter.count(f"{by}.selector", len(layers) * len(rows))
     if selection is not None:
         _packed(layers, rows, selection, recall)
 

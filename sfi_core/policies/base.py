@@ -116,12 +116,13 @@ class Selection:
 
     `index_BHK` are positions in J by KV head, int32, ascending, padded with -1. `diagnostics` are tensors for traces,
     such as the Selector's `lambda_star`. `heads_BH` are the KV heads that are selected anew, bool; the others keep
-    their memory, None is all.
+    their memory, None is all. `by` is the backend that chose, None the run's.
     """
 
     index_BHK: torch.Tensor
     diagnostics: Mapping[str, torch.Tensor] = field(default_factory=dict)
     heads_BH: torch.Tensor | None = None
+    by: str | None = None
 
 
 class Rule(Protocol):

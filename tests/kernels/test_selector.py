@@ -103,6 +103,31 @@ def test_selector_equals_the_paper_in_slow_loops(allowed, changes):
         torch.testing.assert_close(weight[b], torch.tensor(weights), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"span": 2}, {"alpha": 0.2, "gamma": 4.0, "radius": 40}, {"alpha": 1.0, "lambda_clip": 1.0, "temperature": 0.1},
+        {"alpha_cross": 0.0, "radius": 0},
+    ],
+)  # fmt: skip
+def test_compiled_loops_score_an_interval_as_float64_does(changes):
+    """Beside a query that sees nothing, one that sees a part, and a key of norm 0; with all diagnostics."""
+    pytest.importorskip("numba")
+    logits, norm, told, wanted = 3 * torch.randn(B, H, G, W, T), 5 * torch.rand(B, H, T), {}, {}
+    logits[0, 0, 0, 0], logits[:, :, :, 1, 30:], norm[0, 0, 10] = -INF, -INF, 0
+    constants = DEFAULTS | {"interval": (4, 45)} | changes
+    score, weight = selector.numba(logits, norm, None, diagnostics=told, **constants)
+    expected, weights = selector.reference(logits.double(), norm.double(), None, diagnostics=wanted, **constants)
+    torch.testing.assert_close(score[..., 4:45].double(), expected[..., 4:45], rtol=1e-5, atol=1e-5)
+    assert (score[..., :4] == MASKED_SCORE).all()
+    assert (score[..., 45:] == MASKED_SCORE).all()
+    torch.testing.assert_close(weight.double(), weights, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(told, wanted, rtol=1e-5, atol=1e-5)
+    sums = logits[..., 4:45].logsumexp(-1)
+    again, _ = selector.numba(logits, norm, None, log_sum_BHGW=sums, **constants)
+    torch.testing.assert_close(again, score)
+
+
 def test_nothing_outside_the_allowed_set_can_win(allowed):
     """Eq. 24 ranks positions of J only."""
     score, weight = run(allowed)

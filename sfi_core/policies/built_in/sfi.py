@@ -7,6 +7,7 @@ import torch
 
 from sfi_core.policies.base import Evidence, EvidencePolicy, Rule, Selection, Triggered
 from sfi_core.settings.config import SfiConfig
+from sfi_kernels.numpy_views import fastest
 from sfi_kernels.selector import pool_by_page, selector
 from sfi_kernels.top_k import top_k
 
@@ -24,8 +25,10 @@ class SFI(EvidencePolicy, Triggered):
     def select_after(self, context: Evidence) -> Selection:
         """Run the Selector and take the positions with the highest scores (Algorithm 2)."""
         diagnostics: dict[str, torch.Tensor] = {}
+        alone = context.interval is not None and context.ranks.size == 1
+        by = fastest(context.backend, context.allowed_BT.device) if alone else context.backend
         with context.span("selector"):
-            score, diagnostics["lambda_star"] = selector.on(context.backend)(
+            score, diagnostics["lambda_star"] = selector.on(by)(
                 context.logits(),
                 context.key_norm_BHT,
                 context.allowed_BT,
@@ -40,7 +43,7 @@ class SFI(EvidencePolicy, Triggered):
                 score = self.pooled(score)
         with context.span("top_k"):
             index = top_k.on(context.backend)(score, self.config.budget)
-        return Selection(index, diagnostics)
+        return Selection(index, diagnostics, by=by)
 
     def pooled(self, score_BHT: torch.Tensor) -> torch.Tensor:
         """Score whole pages, for a `page_size` above 1; docs/evidence/granularity.md compares other ways."""

@@ -35,7 +35,7 @@ def decode(model: Any, rows: Any, policy: str, **options: Any) -> tuple[Any, Rec
     seen = RecordingObserver()
     options = {"config": CONFIG, "max_new_tokens": 24, "stop_token_ids": (), **options}
     result = generate(
-        model, None, rows, options.pop("config"), policy=policy, observers=[seen],
+        model, options.pop("tokenizer", None), rows, options.pop("config"), policy=policy, observers=[seen],
         audit=None if "engine" in options else AuditConfig(every=5), **options,
     )  # fmt: skip
     return result.report, seen
@@ -85,12 +85,13 @@ def test_a_ragged_batch_decodes_and_tells_the_same(monkeypatch, label: str, poli
     assert_same(*both(monkeypatch, tiny(label), ROWS, policy, **options))
 
 
-def test_the_bundled_model_gives_the_same_tokens(monkeypatch):
+@pytest.mark.parametrize(("policy", "rule"), [("codescan", "never"), ("sfi", "boundary")])
+def test_the_bundled_model_gives_the_same_tokens(monkeypatch, policy: str, rule: str):
     model, tokenizer = load()
     text = "Belora hid a red lantern. Tavo keeps a green kite. " * 30
     rows = [tokenizer(text)["input_ids"]]
-    config = CONFIG.replace(sink=4, recent=16, budget=64)
-    assert_same(*both(monkeypatch, model, rows, "codescan", config=config))
+    config = CONFIG.replace(sink=4, recent=16, budget=64, trigger_policy=rule, triggers=(".",))
+    assert_same(*both(monkeypatch, model, rows, policy, config=config, tokenizer=tokenizer))
 
 
 @pytest.mark.parametrize("policy", ["codescan", "sfi"])
