@@ -3,11 +3,10 @@
 The device budget is a share of the full KV cache, or a size in bytes.
 """
 
-import dataclasses
 import re
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Any, Self
+from typing import Self
 
 from sfi_core.errors import ConfigError
 from sfi_core.settings.fields import Table, check, setting
@@ -129,7 +128,3 @@ class AuditConfig(Table):
     def due(self, step: int, *, slow: bool) -> bool:
         """Say whether a request's step is audited."""
         return slow or step % self.every == 0
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the settings as plain values for JSON."""
-        return dataclasses.asdict(self)
