@@ -3,7 +3,7 @@
 `tests/test_private_names.py` lists them with those of the kernels, and fails when one is gone.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import Lock
 from typing import Any
@@ -57,20 +57,10 @@ def without_onednn() -> Iterator[None]:
                 torch._C._set_mkldnn_enabled(enabled)
 
 
-def operators(call: Callable[[], object]) -> list[str]:
-    """Run a call and return the names of the ATen operators that it ran, in order.
+class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Lists the names of the ATen operators that run inside, such as `nonzero`, in order.
 
     The public profiler names them too, but Kineto writes lines to stderr.
-    """
-    seen = Operators()
-    with seen:
-        call()
-    return seen.names
-
-
-class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Lists the names of the operators that run inside, such as `nonzero`.
-
     `last` is the full name of the last one to begin, such as `aten::nonzero`; "" at first.
     """
 

@@ -21,7 +21,6 @@ DIVISIBLE = [["tt.divisibility", 16]]
 SCRIPTS = {}  # all run in one process, from a file, since Triton reads a kernel's source
 SCRIPTS["compiled"] = """
 import json, sys
-from dataclasses import asdict
 import torch, triton
 import triton.language as tl
 from sfi_kernels.launch import Launch
@@ -40,7 +39,7 @@ def _product_kernel(left_ptr, right_ptr, out_ptr, SIZE: tl.constexpr):
 half, full = torch.empty(4, dtype=torch.float16), torch.empty(4)
 def report(label, kernel, arguments, options, capability, SIZE):
     launch = Launch(kernel, arguments, {"SIZE": SIZE}, options)
-    print(json.dumps(asdict(compile_launch(label, launch, capability))))
+    print(json.dumps(compile_launch(label, launch, capability)))
 
 product = (half, half, full)
 report("small", _product_kernel, product, {"num_warps": 4, "num_stages": 3}, 80, 64)
