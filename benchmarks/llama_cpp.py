@@ -4,7 +4,7 @@
     python benchmarks/llama_cpp.py MODEL.gguf TEXT --python ENV/bin/python --output benchmarks/results/NAME.json
 
 The prompt is the first tokens of TEXT; every run, a process of its own, really reads it. llama.cpp computes with the
-file's quantized weights; sfi turns them into bfloat16, packed (`model.pack_weights`). On a CPU.
+file's quantized weights, and so does sfi. On a CPU.
 """
 
 import argparse
@@ -56,11 +56,10 @@ def by_sfi(asked: dict[str, Any]) -> dict[str, Any]:
     """Decode with `sfi_core.generate`."""
     import torch  # noqa: PLC0415 - not in llama.cpp's environment
 
-    from sfi_core import SfiConfig, generate, load, pack_weights  # noqa: PLC0415
+    from sfi_core import SfiConfig, generate, load  # noqa: PLC0415
 
     torch.set_num_threads(asked["threads"])
-    model, tokenizer = load(asked["model"], dtype="bfloat16", device="cpu")
-    pack_weights(model)
+    model, tokenizer = load(asked["model"], device="cpu")
     recent = asked.get("recent", 128)
     config = SfiConfig(budget=asked["context"] // SHARE - recent - SINK, recent=recent)
     at = [time.perf_counter()]

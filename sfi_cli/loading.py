@@ -1,13 +1,11 @@
-"""The model of a command: `--model`, `--random-weights`, `model.pack_weights`."""
+"""The model of a command: `--model`, `--random-weights`, `model.weights`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from sfi_cli.settings.given import Given
 from sfi_cli.settings.tables import ModelTable
-from sfi_cli.terminal.progress import BenchProgress
 from sfi_core.errors import ConfigError
 
 
@@ -24,7 +22,6 @@ class Subject:
 
     model: str | None
     loading: dict[str, Any]
-    pack_weights: bool
     random_weights: str | None = None
     seed: int = 0
 
@@ -32,8 +29,11 @@ class Subject:
     def of(cls, settings: Given, model: str | None, dtype: str, device: str, trust: bool, **more: Any) -> "Subject":
         """Take the options of a command; `trust` allows code from the checkpoint."""
         table = settings.table(ModelTable)
-        loading = {"revision": table.revision, "dtype": dtype, "device": device, "trust_remote_code": trust}
-        return cls(model=model, loading=loading, pack_weights=table.pack_weights, **more)
+        loading = {
+            "revision": table.revision, "dtype": dtype, "device": device, "trust_remote_code": trust,
+            "weights": table.weights,
+        }  # fmt: skip
+        return cls(model=model, loading=loading, **more)
 
     @property
     def name(self) -> str:
@@ -43,24 +43,18 @@ class Subject:
     def check(self) -> None:
         """Check the options before a large model loads.
 
-        Raises `ConfigError` for both a checkpoint and random weights, `BackendError` if the weights cannot be packed.
+        Raises `ConfigError` for both a checkpoint and random weights, else as `check_weights`.
         """
         if self.model is not None and self.random_weights is not None:
             raise ConfigError(f"random_weights must come without --model, got {self.random_weights} and {self.model}")
-        if not self.pack_weights:
-            return
-        import torch
+        from sfi_core.models.load import check_weights, resolve_device, resolve_dtype
 
-        from sfi_core.models.linear import check_packing
-        from sfi_core.models.load import resolve_device, resolve_dtype
-
-        dtype = resolve_dtype(self.loading["dtype"])
-        # "auto" is known only when the model is loaded
-        known = dtype if isinstance(dtype, torch.dtype) else torch.bfloat16
-        check_packing(resolve_device(self.loading["device"]), known)
+        check_weights(
+            self.loading["weights"], resolve_device(self.loading["device"]), resolve_dtype(self.loading["dtype"])
+        )
 
     def loaded(self, *, quiet: bool, check: Callable[[Any], None] | None = None) -> tuple[Any, Any]:
-        """Return the model, packed if asked for, and its tokenizer; for random weights the bundled one.
+        """Return the model and its tokenizer; for random weights the bundled one.
 
         Args:
             quiet: Show no progress.
@@ -72,15 +66,13 @@ class Subject:
             model, tokenizer = load(self.model, **self.loading, check=check)
         else:
             from sfi_core.measure.bench.architectures import random_config, random_model
+            from sfi_core.models.block_linear import round_weights
 
             config, device = (random_config(self.random_weights), resolve_device(self.loading["device"]))
             model = random_model(config, device, self._dtype(), self.seed)
+            if self.loading["weights"] == "int8":
+                round_weights(model.float())
             tokenizer = load_tokenizer()
-        if self.pack_weights:
-            from sfi_core.models.linear import pack_weights
-
-            with BenchProgress(quiet=quiet) as progress:
-                pack_weights(model, partial(progress.update, "packing the weights"))
         return model, tokenizer
 
     def unloaded(self) -> Any:

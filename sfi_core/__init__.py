@@ -5,20 +5,20 @@ from typing import TYPE_CHECKING, Any
 
 from sfi_core.machine.versions import __version__
 from sfi_core.settings.config import SfiConfig
-from sfi_core.settings.engine import AuditConfig, EngineOptions, Sampling
+from sfi_core.settings.engine import AuditConfig, EngineOptions
 from sfi_core.settings.parts import SelectorConfig
+from sfi_core.settings.sampling import Sampling
 
 if TYPE_CHECKING:
     from sfi_core.generation.generate import Result, generate, read_prompt
     from sfi_core.hosts.transformers.session import Session
     from sfi_core.hosts.transformers.slow_fast import slow_fast
-    from sfi_core.models.linear import pack_weights
     from sfi_core.models.load import load
     from sfi_core.observers.observer import NullObserver
 
 __all__ = [
     "AuditConfig", "EngineOptions", "NullObserver", "Result", "Sampling", "SelectorConfig", "Session",
-    "SfiConfig", "__version__", "generate", "load", "pack_weights", "read_prompt", "slow_fast",
+    "SfiConfig", "__version__", "generate", "load", "read_prompt", "slow_fast",
 ]  # fmt: skip
 # imported on first use: these modules import torch or transformers, which would slow `sfi --help` down
 _LAZY = {
@@ -26,7 +26,6 @@ _LAZY = {
     "Result": "generation.generate",
     "generate": "generation.generate",
     "load": "models.load",
-    "pack_weights": "models.linear",
     "read_prompt": "generation.generate",
     "Session": "hosts.transformers.session",
     "slow_fast": "hosts.transformers.slow_fast",

@@ -14,19 +14,15 @@ from transformers import PreTrainedConfig
 from tests.test_layers import MAY_IMPORT, ROOT, sources
 
 PRIVATE = "sfi_core/machine/private.py"
-TORCH_C = vars(torch)["_C"]
 COMPILED = import_module("numba").njit(lambda: None) if find_spec("numba") else None
 # what has a name, and the one file that uses it, which says why no public name does
 LISTED: dict[str, tuple[Any, str]] = {
-    "_C": (torch, PRIVATE),
     "_attn_implementation": (PreTrainedConfig, PRIVATE),
     "_forward_hooks": (torch.nn.Module(), PRIVATE),
     "_forward_pre_hooks": (torch.nn.Module(), PRIVATE),
-    "_get_mkldnn_enabled": (TORCH_C, PRIVATE),
     "_is_mkldnn_bf16_supported": (torch.ops.mkldnn, PRIVATE),
     "_is_mkldnn_fp16_supported": (torch.ops.mkldnn, PRIVATE),
     "_python_dispatch": (torch.utils, PRIVATE),
-    "_set_mkldnn_enabled": (TORCH_C, PRIVATE),
     # sfi_kernels cannot import sfi_core
     "_cache": (COMPILED, "kernels/sfi_kernels/compiled.py"),
     "_scaled_dot_product_flash_attention_for_cpu": (torch.ops.aten, "kernels/sfi_kernels/partial_attention.py"),

@@ -4,8 +4,9 @@ from dataclasses import dataclass
 
 from sfi_core.hosts.vllm import ServeTable
 from sfi_core.settings.config import SfiConfig
-from sfi_core.settings.engine import AuditConfig, EngineOptions, Sampling
+from sfi_core.settings.engine import WEIGHTS, AuditConfig, EngineOptions
 from sfi_core.settings.fields import Setting, Table, setting, settings_of
+from sfi_core.settings.sampling import Sampling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,8 +27,11 @@ class ModelTable(Table):
     """Which weights, and how they lie in memory."""
 
     revision: str | None = setting(None, "Branch, tag or commit on the hub.")
-    pack_weights: bool = setting(
-        False, "Lay bfloat16 or float16 weights out for decoding on a CPU without such arithmetic."
+    weights: str = setting(
+        "auto",
+        "auto: the checkpoint's dtype, on a CPU a GGUF file's blocks; floats: of a GGUF file unpacked; int8: matrices "
+        "rounded to 8 bits, with a scale for 32 numbers, on a CPU.",
+        choices=WEIGHTS,
     )
 
 

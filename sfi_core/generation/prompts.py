@@ -10,8 +10,6 @@ from sfi_core.machine.text import first_line, shown
 from sfi_core.models.rotation import most_positions
 
 PROBE = "probe"  # a text that shows what a chat template makes of it
-REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-BYTE = re.compile("<0x[0-9A-F]{2}>")  # a token of SentencePiece's byte fallback
 Prompts = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]]  # one or several, as text or token ids
 
 
@@ -127,7 +125,7 @@ def check_prompts(model: Any, rows: Sequence[Sequence[int]], max_new_tokens: int
     """Raise `InputError` for a prompt that exceeds the model's positions, or a token that exceeds its vocabulary."""
     text = model.config.get_text_config(decoder=True)
     limit = most_positions(model.config)
-    tokens = max(text.vocab_size, model.get_input_embeddings().weight.shape[0])
+    tokens = max(text.vocab_size, model.get_input_embeddings().num_embeddings)
     limits = [max_new_tokens] * len(rows) if isinstance(max_new_tokens, int) else max_new_tokens
     for number, (row, new) in enumerate(zip(rows, limits, strict=True)):
         if limit and len(row) + new > limit:
@@ -138,6 +136,10 @@ def check_prompts(model: Any, rows: Sequence[Sequence[int]], max_new_tokens: int
         if row and not 0 <= min(row) <= max(row) < tokens:
             wrong = next(token for token in row if not 0 <= token < tokens)
             raise InputError(f"prompt {number} must have tokens below the model's {tokens:,}, got {wrong:,}")
+
+
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+BYTE = re.compile("<0x[0-9A-F]{2}>")  # a token of SentencePiece's byte fallback
 
 
 def text_of(tokenizer: Any, ids: Sequence[int]) -> str:

@@ -3,9 +3,7 @@
 `tests/test_private_names.py` lists them with those of the kernels, and fails when one is gone.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from threading import Lock
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -38,29 +36,20 @@ def multiplies_natively(dtype: torch.dtype) -> bool:
     return dtype not in supported or bool(supported[dtype]())
 
 
-_switching = Lock()
-_without: list[bool] = []  # whether oneDNN was on, for each `without_onednn` that is entered
+def operators(call: Callable[[], object]) -> list[str]:
+    """Run a call and return the names of the ATen operators that it ran, in order.
 
-
-@contextmanager
-def without_onednn() -> Iterator[None]:
-    """Let PyTorch multiply without oneDNN inside; the public switch takes ten times as long, and warns."""
-    with _switching:
-        _without.append(torch._C._get_mkldnn_enabled())
-        torch._C._set_mkldnn_enabled(False)
-    try:
-        yield
-    finally:
-        with _switching:  # the switch is the process's: the last of several threads puts back what the first found
-            enabled = _without.pop()
-            if not _without:
-                torch._C._set_mkldnn_enabled(enabled)
+    The public profiler names them too, but Kineto writes lines to stderr.
+    """
+    seen = Operators()
+    with seen:
+        call()
+    return seen.names
 
 
 class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Lists the names of the ATen operators that run inside, such as `nonzero`, in order.
+    """Lists the names of the operators that run inside, such as `nonzero`.
 
-    The public profiler names them too, but Kineto writes lines to stderr.
     `last` is the full name of the last one to begin, such as `aten::nonzero`; "" at first.
     """
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from sfi_core.distributed.ranks import local, ranks_of
-from sfi_core.models.linear import PackedLinear
+from sfi_core.models.block_linear import BlockLayer
 from sfi_core.models.load import BUNDLED
 from sfi_core.models.rotation import most_positions
 from sfi_core.state.layer_shape import LayerShape
@@ -31,18 +31,19 @@ class ModelWeights:
     def of(cls, model: Any) -> Self:
         """Take the numbers from a model of transformers, on any device, the meta device included."""
         config = model.config.get_text_config(decoder=True)
-        embedding = model.get_input_embeddings().weight
-        head = model.get_output_embeddings()
-        packed = {
-            f"{name}.weight": module.packed_bytes
-            for name, module in model.named_modules()
-            if isinstance(module, PackedLinear)
-        }
-        tied = head is not None and not isinstance(head, PackedLinear) and head.weight is embedding
-        embedding_bytes = local(embedding).numel() * embedding.itemsize
-        weights = packed | {  # shared parameters come once
+        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+        modules = model.named_modules()
+        packed = {name: module.blocks for name, module in modules if isinstance(module, BlockLayer)}
+        distinct = {id(blocks): name for name, blocks in packed.items()}  # shared weights count once
+        weights = {f"{name}.weight": packed[name].nbytes for name in distinct.values()} | {
             name: local(weight).numel() * weight.itemsize for name, weight in model.named_parameters()
         }
+        if isinstance(embedding, BlockLayer):
+            embedding_bytes = embedding.blocks.nbytes
+            tied = isinstance(head, BlockLayer) and head.blocks is embedding.blocks
+        else:
+            embedding_bytes = local(embedding.weight).numel() * embedding.weight.itemsize
+            tied = head is not None and not isinstance(head, BlockLayer) and head.weight is embedding.weight
         experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
         return cls(
             total_bytes=sum(weights.values()),

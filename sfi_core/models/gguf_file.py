@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, replace
 from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
 from io import StringIO
 from math import prod
@@ -196,20 +197,36 @@ def read_once() -> Iterator[None]:
     import gguf  # noqa: PLC0415 - of an extra
 
     with _reading:  # another thread's load waits: it would put back what it finds here
-        quick = {
-            "GGUFReader": read_header, "dequantize": _dequantizer(gguf),
-            "get_tensor_name_map": cache(gguf.get_tensor_name_map),
-        }  # fmt: skip
-        slow = {name: getattr(gguf, name) for name in quick}
+        quick = [
+            (gguf, "GGUFReader", read_header), (gguf, "dequantize", _dequantizer(gguf)),
+            (gguf, "get_tensor_name_map", cache(gguf.get_tensor_name_map)),
+        ]  # fmt: skip
+        if hasattr(transformers, "GgufConfig"):  # since 5.17, with a reader of its own
+            readers = [
+                import_module(f"transformers.{name}") for name in ("integrations.gguf", "quantizers.quantizer_gguf")
+            ]
+            quick += [(reader, "read_gguf_metadata", _counted) for reader in readers]
+        slow = [(module, name, getattr(module, name)) for module, name, _ in quick]
         try:
-            for name, function in quick.items():
-                setattr(gguf, name, function)
+            for module, name, function in quick:
+                setattr(module, name, function)
             with redirect_stderr(StringIO()):
                 yield
         finally:
             read_header.cache_clear()
-            for name, function in slow.items():
-                setattr(gguf, name, function)
+            for module, name, function in slow:
+                setattr(module, name, function)
+
+
+def _counted(path: str, texts: tuple[str, ...] = ()) -> tuple[dict[str, Any], list[str]]:
+    # metadata and names of tensors as transformers' own reader gives them: of lists of texts often their lengths
+    header = read_header(path)
+    lists = {
+        name: len(value)
+        for name, value in header.metadata.items()
+        if name not in texts and isinstance(value, list) and value and isinstance(value[0], str)
+    }
+    return {**header.metadata, **lists}, [tensor.name for tensor in header.tensors]
 
 
 def _dequantizer(gguf: Any) -> Callable[[np.ndarray, Any], Any]:

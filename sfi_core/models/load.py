@@ -1,7 +1,7 @@
 """Loading a checkpoint and its tokenizer, on one device or split by heads with transformers' tensor parallelism."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,12 @@ from sfi_core.distributed import torchrun
 from sfi_core.distributed.ranks import join, mesh
 from sfi_core.errors import BackendError, ConfigError, InputError, SfiError, UnsupportedModelError, unknown
 from sfi_core.machine.text import first_line, shown
+from sfi_core.models.block_linear import round_weights, why_no_blocks
+from sfi_core.models.gguf_blocks import GgufBlocks
 from sfi_core.models.gguf_file import DTYPE, check_positions, read_metadata
 from sfi_core.models.gguf_tokenizer import build_tokenizer, set_tokens
 from sfi_core.models.source import Source, find_source, source_digest
+from sfi_core.settings.engine import WEIGHTS
 
 BUNDLED = Path(__file__).parents[1] / "bundled" / "checkpoint"
 # the most that a config may say: a model of more would take minutes and gigabytes before it is refused
@@ -38,6 +41,7 @@ def load(
     dtype: str = "auto",
     device: str = "auto",
     trust_remote_code: bool = False,
+    weights: str = "auto",
     check: Callable[[Any], None] | None = None,
 ) -> tuple[Any, Any]:
     """Load a decoder-only model and its tokenizer; under torchrun, split by heads over all ranks.
@@ -48,6 +52,8 @@ def load(
         dtype: "auto" (the checkpoint's), "bfloat16", "float16" or "float32".
         device: "auto" (CUDA if there is one), "cpu", "cuda", "cuda:1", ...
         trust_remote_code: Run code that comes with the checkpoint.
+        weights: "auto" (a GGUF file's matrices stay its blocks on a CPU, in float32), "floats" (they are unpacked), or
+            "int8": on a CPU all matrices are rounded to 8 bits, with a scale for 32 numbers.
         check: May refuse the checkpoint's config before its weights are read.
 
     Returns:
@@ -62,6 +68,9 @@ def load(
     """
     quiet()
     where, kind = resolve_device(device), resolve_dtype(dtype)
+    check_weights(weights, where, kind)
+    if weights == "int8":
+        kind = DTYPE
     common: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     together = join()
     with together.agreed():
@@ -84,17 +93,25 @@ def load(
             split["device_mesh"] = mesh(where)
         with together.agreed(), readable(f"model {source.name}"):
             tokenizer = _tokenizer(source, **common)  # before the weights, which take longer
-            loaded, info = transformers.AutoModelForCausalLM.from_pretrained(
-                source.place,
-                config=config,
-                dtype=kind,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,  # refused below, with the weight's name
-                **source.weights,
-                **common,
-                **split,
-            )
+            blocks = GgufBlocks()
+            why = "asked for floats" if weights == "floats" else "not float32 on a CPU"
+            if kind in ("auto", DTYPE) and where.type == "cpu" and weights == "auto":
+                why = why_no_blocks()
+            with nullcontext() if source.gguf is None or why else blocks.taken():
+                loaded, info = transformers.AutoModelForCausalLM.from_pretrained(
+                    source.place,
+                    config=config,
+                    dtype=kind,
+                    output_loading_info=True,
+                    ignore_mismatched_sizes=True,  # refused below, with the weight's name
+                    **source.weights,
+                    **common,
+                    **split,
+                )
             _check_complete(source.name, info)
+            blocks.into(loaded, why)
+            if weights == "int8":
+                round_weights(loaded)
     loaded.config.name_or_path = source.name  # transformers has the folder of a GGUF file
     loaded.sfi_origin = (source, revision)  # for `model_digest`
     return loaded.to(where).eval(), tokenizer
@@ -206,6 +223,21 @@ def resolve_dtype(name: str) -> torch.dtype | str:
     if name != "auto" and name not in DTYPES:
         raise unknown("dtype", name, ("auto", *DTYPES))
     return DTYPES.get(name, "auto")
+
+
+def check_weights(weights: str, device: torch.device, dtype: torch.dtype | str) -> None:
+    """Raise `ConfigError` for unknown weights, `BackendError` for int8 but in float32 on one CPU's compiled loops."""
+    if weights not in WEIGHTS:
+        raise unknown("weights", weights, WEIGHTS)
+    if weights != "int8":
+        return
+    if device.type != "cpu" or dtype not in ("auto", DTYPE):
+        got = f"{str(dtype).removeprefix('torch.')} on {device.type}"
+        raise BackendError(f"weights=int8 must be in float32 on a CPU, got {got}")
+    if torchrun.size() > 1:
+        raise BackendError(f"weights=int8 cannot be split over ranks, got {torchrun.size()}")
+    if why := why_no_blocks():
+        raise BackendError(f"weights=int8 must have compiled loops, got {why}")
 
 
 def resolve_device(name: str) -> torch.device:

@@ -225,7 +225,7 @@ def test_ctrl_c_writes_and_shows_the_rows_so_far_and_ends_with_130(tmp_path, mon
         (("--kv-device-budget", "20"), 2, "kv_device_budget must hold sink + recent + one page, at least "),
         (("--forecast", "--policy", "synckv"), 2, "synckv.heads must be a file of head clusters, got none"),
         (("--lossless",), 2, "lossless must come with --text and a checkpoint, whose acceptance"),
-        (("--set", "model.pack_weights=true", "--dtype", "float32"), 4, "packed weights must be bfloat16"),
+        (("--set", "model.weights=int8", "--dtype", "bfloat16"), 4, "weights=int8 must be in float32 on a CPU"),
         (("--set", "engine.graphs=true"), 4, "graphs must run on a CUDA device, got cpu; drop engine.graphs"),
         (("--device", "cuda:99"), 4, "device cuda:99 is not on this machine"),
         (("--threads", "0"), 2, "threads must be positive, got 0"),

@@ -8,14 +8,12 @@ from itertools import count
 from pathlib import Path
 
 import pytest
-import torch
 
 from sfi_cli.app import main
 from sfi_cli.commands.generate.views import report_lines
 from sfi_core import generate
 from sfi_core.engine.report_text import fused_lines
 from sfi_core.errors import ConfigError
-from sfi_core.models.linear import ENGINES
 from sfi_core.models.load import BUNDLED, load
 from sfi_core.settings.config import SfiConfig
 from tests.cli.trace_commands import sfi as inside
@@ -104,11 +102,10 @@ def test_a_text_of_one_s_own_is_told_that_the_bundled_model_is_a_toy():
     assert "toy model: it only recalls sentences; for your own text try --model smollm2" in stderr
 
 
-@pytest.mark.skipif(torch.backends.quantized.engine not in ENGINES, reason="no FBGEMM on this machine")
-def test_packed_weights_answer_too():
-    packed = ("--dtype=bfloat16", "--device=cpu", "--set=model.pack_weights=true")
+def test_int8_weights_answer_too():
+    pytest.importorskip("numba")
     with small_example():
-        code, stdout, _ = inside("generate", *packed, "--no-compare", "--json")
+        code, stdout, _ = inside("generate", "--device=cpu", "--set=model.weights=int8", "--no-compare", "--json")
     assert code == 0
     assert json.loads(stdout)["exact_match"]
 

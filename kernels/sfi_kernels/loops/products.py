@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import carray, types
+from numba import carray, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
@@ -24,6 +24,8 @@ from sfi_kernels.matrix import BIAS, BLOCK, FINE, IN, KIND, MINIMA, NUMBERS, OUT
 
 AHEAD = 2048  # bytes of a matrix that are fetched before their turn
 LEVELS = F(32767)
+
+exact = njit(error_model="numpy", nogil=True)  # a product and a sum are rounded each, as numpy does it
 
 
 def _address(kind: Any) -> Any:
@@ -199,34 +201,23 @@ def linear(begin, end, matrix, x_RI, out_RO):
     multiply(matrix, begin, end, x_RI, q_RI, scale_RB, total_RB, out_RO)
 
 
+@exact
+def _widen_block(number, scale, minimum, to):
+    for i in range(len(number)):
+        to[i] = F(number[i]) * scale + minimum
+
+
 @entry
-def widen_matrix(begin, end, matrix, out_OI):
-    """Write rows `begin` to `end` - 1 of a matrix of blocks as float32."""
+def widen_rows(begin, end, row_N, matrix, out_NI):
+    """Write rows of a matrix of blocks, of which some `row_N` has the numbers, as float32; bit by bit as gguf does."""
     count, width = matrix[OUT], matrix[IN]
-    fine = matrix[KIND] == FINE
-    group = 16 if fine else BLOCK
+    group = 16 if matrix[KIND] == FINE else BLOCK
     numbers = carray(at_int8(matrix[NUMBERS]), (count, width))
     scales = carray(at_float32(matrix[SCALES]), (count, width // group))
     minima = carray(at_float32(matrix[MINIMA]), (count, width // BLOCK))
-    for o in range(begin, end):
+    for n in range(begin, end):
+        o = row_N[n]
         for g in range(width // group):
-            minimum = minima[o, g] if matrix[MINIMA] != 0 else F(0)
-            _widen_block(
-                numbers[o, g * group : g * group + group],
-                scales[o, g],
-                minimum,
-                out_OI[o - begin, g * group : g * group + group],
-            )
-
-
-@inner
-def _widen_block(numbers, scale, minimum, to):
-    for i in range(len(numbers)):
-        to[i] = F(numbers[i]) * scale + minimum
-
-
-@entry
-def row_product(begin, end, weight_OI, row, out):
-    """Multiply rows `begin` to `end` - 1 of a matrix by a vector."""
-    for o in range(begin, end):
-        out[o] = dot(weight_OI[o], row)
+            part = slice(g * group, g * group + group)
+            minimum = minima[o, g] if matrix[MINIMA] != 0 else F(-0.0)  # adding it changes no bit
+            _widen_block(numbers[o, part], scales[o, g], minimum, out_NI[n, part])

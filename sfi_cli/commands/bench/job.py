@@ -85,7 +85,7 @@ def _measure(subject: Subject, made: Callable[[Loaded], Any], output: Output) ->
     with BenchProgress(quiet=output.quiet) as progress:
         result = run_bench(loaded[0], settings, progress.update, output.say)
     document = result.document()
-    document["model"]["packed_weights"] = subject.pack_weights
+    document["model"]["weights"] = subject.loading["weights"]
     if document["rows"]:
         _write(subject, document, bench_text, output)
     if result.interrupted:

@@ -51,8 +51,8 @@ def write(model: Any, tiny_tokenizer: Any) -> Callable[..., Path]:
     def written(path: Path, *, edit: Edit | None = None, **changed: Any) -> Path:
         facts = {"architecture": "llama", "pre": "smollm", "kind": "gpt2", "drop": "none", "tensors": 0, **changed}
         writer = gguf.GGUFWriter(path, facts["architecture"], split_max_tensors=facts["tensors"])
-        _write_config(writer, model.config)
-        _write_tokenizer(writer, tiny_tokenizer, facts["kind"], facts["pre"])
+        write_config(writer, model.config)
+        write_tokenizer(writer, tiny_tokenizer, facts["kind"], facts["pre"])
         for name, tensor in _tensors(model).items():
             if facts["drop"] not in name:
                 writer.add_tensor(name, tensor.numpy())
@@ -67,7 +67,7 @@ def write(model: Any, tiny_tokenizer: Any) -> Callable[..., Path]:
     return written
 
 
-def _write_config(writer: gguf.GGUFWriter, config: Any) -> None:
+def write_config(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
@@ -80,7 +80,7 @@ def _write_config(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_vocab_size(config.vocab_size)
 
 
-def _write_tokenizer(writer: gguf.GGUFWriter, tokenizer: Any, kind: str, pre: str) -> None:
+def write_tokenizer(writer: gguf.GGUFWriter, tokenizer: Any, kind: str, pre: str) -> None:
     tokens = sorted(tokenizer.get_vocab(), key=tokenizer.get_vocab().get)
     special = set(tokenizer.all_special_tokens)
     writer.add_tokenizer_model(kind)

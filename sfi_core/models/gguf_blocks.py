@@ -1,0 +1,145 @@
+"""Matrices of a GGUF file that a model on a CPU keeps as blocks: which they are, and layers that multiply by them.
+
+transformers loads all else of the file, and of these matrices sees one number that stands for all.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+import torch
+
+from sfi_core.machine.text import first_line
+from sfi_core.models.block_linear import BlockEmbedding, BlockLinear, Weights
+from sfi_core.models.blocks import BYTES, Blocks
+from sfi_core.models.gguf_file import PLAIN, Header, Tensor, read_header
+
+
+class GgufBlocks:
+    """Blocks of the matrices of a file, to be put into a model that transformers makes while they are `taken`."""
+
+    def __init__(self) -> None:
+        self.weights = Weights()
+        self._blocks: dict[str, Blocks] = {}
+
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        """Keep matrices of blocks from transformers' loader inside; with `gguf_file.read_once` around it."""
+        from transformers import modeling_gguf_pytorch_utils as loader  # noqa: PLC0415 - looks for gguf
+
+        plain = loader.load_gguf_checkpoint
+
+        def load(path: str, return_tensors: bool = False, model_to_load: Any = None, **more: Any) -> Any:
+            if not return_tensors:
+                return plain(path, **more)
+            header = _without_texts(read_header(path))
+            processor = loader.TENSOR_PROCESSORS.get(header.metadata["general.architecture"], loader.TensorProcessor)
+            with _reading(header):
+                made = processor(config=plain(path)["config"])
+            names = loader.get_gguf_hf_weights_map(model_to_load, made)
+            rest = [t for t in header.tensors if not self._take(t, names.get(t.name), model_to_load, made.process)]
+            with _reading(replace(header, tensors=rest)):
+                parsed = plain(path, return_tensors=True, model_to_load=model_to_load, **more)
+            for name, blocks in self._blocks.items():
+                parsed["tensors"][name] = torch.zeros(()).expand(blocks.shape)
+            return parsed
+
+        loader.load_gguf_checkpoint = load
+        try:
+            yield
+        finally:
+            loader.load_gguf_checkpoint = plain
+
+    def _take(self, tensor: Tensor, name: str | None, model: Any, process: Callable[..., Any]) -> bool:
+        # whether the loader is to leave a tensor out
+        kind = tensor.tensor_type.name
+        if name is None or kind in PLAIN:
+            return False
+        layer = model.get_submodule(name.removesuffix(".weight"))
+        why = "" if kind in BYTES else f"{kind} has no compiled product"
+        if type(layer) is not torch.nn.Linear and not isinstance(layer, torch.nn.Embedding):
+            why = f"no linear layer, {type(layer).__name__}"
+        try:
+            self._blocks[name] = _checked(tensor, process, why)
+        except Exception as error:  # noqa: BLE001 - of a processor that takes no rows alone, too
+            self.weights.floats[name] = first_line(error)
+            return False
+        self.weights.blocks[kind] = self.weights.blocks.get(kind, 0) + 1
+        return True
+
+    def into(self, model: Any, why: str) -> None:
+        """Put the blocks into a model that transformers has loaded, and note `model.sfi_weights`."""
+        blocks_of = {id(model.get_parameter(name)): blocks for name, blocks in self._blocks.items()}
+        for name, module in list(model.named_modules()):
+            blocks = blocks_of.get(id(getattr(module, "weight", None)))  # an output matrix may be the embedding's
+            if blocks is not None:
+                model.set_submodule(name, _layer(module, blocks))
+        if why or not (self._blocks or self.weights.floats):
+            self.weights.floats[""] = why or "transformers unpacks the matrices of this architecture"
+        model.sfi_weights = self.weights
+
+
+def _checked(tensor: Tensor, process: Callable[..., Any], why: str) -> Blocks:
+    # the blocks with rows in transformers' order; raise `ValueError` for `why`, or where it changes more than that
+    if why:
+        raise ValueError(why)
+
+    def processed(weight: np.ndarray) -> Any:
+        result = process(weights=weight, name=tensor.name, tensor_key_mapping={}, parsed_parameters={"tensors": {}})
+        if result.name != tensor.name or result.weights.shape != weight.shape:
+            raise ValueError("transformers changes its shape")
+        return result.weights
+
+    import gguf  # noqa: PLC0415 - of an extra
+
+    count = len(tensor.data)
+    order = processed(np.arange(count)[:, None])[:, 0]
+    if not np.array_equal(np.sort(order), np.arange(count)):
+        raise ValueError("transformers changes its numbers")
+    same = np.array_equal(order, np.arange(count))
+    blocks = Blocks.unpacked(tensor.data, tensor.tensor_type, None if same else order)
+    places = _sample(count)
+    rows = np.zeros(blocks.shape, np.float32)  # the others are not even touched
+    rows[order[places]] = gguf.dequantize(tensor.data[order[places]], tensor.tensor_type)
+    if not np.array_equal(processed(rows)[places], blocks.floats(torch.from_numpy(places)).numpy()):
+        raise ValueError("its blocks are not the numbers that transformers loads")
+    return blocks
+
+
+def _sample(count: int) -> np.ndarray:
+    # rows that are compared: some next to each other, since touching a row of a new matrix clears 2 MB
+    pairs = ((place, place + 1) for place in (0, count // 3, count // 2, count - 2))
+    return np.unique(np.clip(np.array(list(pairs), np.int64), 0, count - 1))
+
+
+def _layer(module: Any, blocks: Blocks) -> torch.nn.Module:
+    # in place of one whose weights stand for the blocks
+    if not isinstance(module, torch.nn.Embedding):
+        return BlockLinear(blocks, module.bias)
+    layer = BlockEmbedding(blocks, getattr(module, "embed_scale", None))
+    places = torch.from_numpy(_sample(blocks.shape[0]))
+    rows = np.zeros(blocks.shape, np.float32)
+    rows[places] = blocks.floats(places).numpy()
+    module.weight = torch.nn.Parameter(torch.from_numpy(rows), requires_grad=False)
+    if torch.equal(module(places), layer(places)):
+        return layer
+    module.weight = torch.nn.Parameter(blocks.floats(), requires_grad=False)  # its forward pass is of another kind
+    return module
+
+
+def _without_texts(header: Header) -> Header:
+    # transformers parses every token of the vocabulary, at each look at the file; the config is made already
+    return replace(header, fields={name: f for name, f in header.fields.items() if name != "tokenizer.ggml.tokens"})
+
+
+@contextmanager
+def _reading(header: Header) -> Iterator[None]:
+    gguf: Any = import_module("gguf")  # of an extra
+    reader, gguf.GGUFReader = gguf.GGUFReader, lambda _: header
+    try:
+        yield
+    finally:
+        gguf.GGUFReader = reader
