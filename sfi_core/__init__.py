@@ -5,9 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 from sfi_core.machine.versions import __version__
 from sfi_core.settings.config import SfiConfig
-from sfi_core.settings.engine import AuditConfig, EngineOptions
+from sfi_core.settings.engine import AuditConfig, EngineOptions, Sampling
 from sfi_core.settings.parts import SelectorConfig
-from sfi_core.settings.sampling import Sampling
 
 if TYPE_CHECKING:
     from sfi_core.generation.generate import Result, generate, read_prompt

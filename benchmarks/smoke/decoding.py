@@ -26,8 +26,7 @@ from sfi_core.measure.bench.prompts import Prompts, stream
 from sfi_core.measure.bench.settings import DecodeSettings, Point
 from sfi_core.measure.kernel_bench.timing import clock_for, percentile
 from sfi_core.settings.config import SfiConfig
-from sfi_core.settings.engine import EngineOptions
-from sfi_core.settings.sampling import Sampling
+from sfi_core.settings.engine import EngineOptions, Sampling
 
 RATE = Fraction(1, 20)
 

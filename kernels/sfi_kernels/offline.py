@@ -8,8 +8,8 @@ import re
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
@@ -23,40 +23,29 @@ WARP = 32
 SHARED_LIMIT = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 
 
-@dataclass(frozen=True, slots=True)
-class Compiled:
-    """A compiled kernel: registers and spilled bytes of a thread, shared bytes of a program.
+def compile_launch(label: str, launch: Launch, capability: int) -> dict[str, Any]:
+    """Compile a recorded launch for a compute capability times ten; `label` goes into the kernel's name.
 
-    `async_buffers` counts the tiles of the largest operand that asynchronous copies fill; 0 without a
-    pipeline. `over_limit` says whether the architecture has less shared memory.
+    Returns:
+        `kernel`, `arch`, `registers` and `spill_bytes` of a thread, `shared_bytes` of a program; `async_buffers`, the
+        tiles of the largest operand that asynchronous copies fill, 0 without a pipeline; and `over_limit`, whether
+        the architecture has less shared memory.
     """
-
-    kernel: str
-    arch: str
-    registers: int
-    spill_bytes: int
-    shared_bytes: int
-    async_buffers: int
-    over_limit: bool
-
-
-def compile_launch(label: str, launch: Launch, capability: int) -> Compiled:
-    """Compile a recorded launch for a compute capability times ten; `label` goes into the kernel's name."""
     types, constants, attributes = signature(launch)
     source = ASTSource(fn=launch.kernel, signature=types, constexprs=constants, attrs=attributes)
     gpu = GPUTarget("cuda", capability, WARP)
     built = triton.compile(source, target=gpu, options=launch.options)
     registers, spills = _resources(built.asm["cubin"])
     shared = int(built.metadata.shared)
-    return Compiled(
-        kernel=f"{name_of(launch.kernel)} [{label}]",
-        arch=f"sm_{capability}",
-        registers=registers,
-        spill_bytes=spills,
-        shared_bytes=shared,
-        async_buffers=_buffers(built.asm["ttgir"]),
-        over_limit=shared > SHARED_LIMIT[capability],
-    )
+    return {
+        "kernel": f"{name_of(launch.kernel)} [{label}]",
+        "arch": f"sm_{capability}",
+        "registers": registers,
+        "spill_bytes": spills,
+        "shared_bytes": shared,
+        "async_buffers": _buffers(built.asm["ttgir"]),
+        "over_limit": shared > SHARED_LIMIT[capability],
+    }
 
 
 def _resources(cubin: bytes) -> tuple[int, int]:
@@ -88,7 +77,7 @@ def main() -> None:
     ]
     print(len(launches), flush=True)  # noqa: T201
     for launch in launches:
-        print(json.dumps(asdict(compile_launch(*launch))), flush=True)  # noqa: T201
+        print(json.dumps(compile_launch(*launch)), flush=True)  # noqa: T201
 
 
 if __name__ == "__main__":

@@ -4,9 +4,8 @@ from dataclasses import dataclass
 
 from sfi_core.hosts.vllm import ServeTable
 from sfi_core.settings.config import SfiConfig
-from sfi_core.settings.engine import WEIGHTS, AuditConfig, EngineOptions
+from sfi_core.settings.engine import WEIGHTS, AuditConfig, EngineOptions, Sampling
 from sfi_core.settings.fields import Setting, Table, setting, settings_of
-from sfi_core.settings.sampling import Sampling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -82,10 +82,6 @@ class Ranks:
             state = torch.cuda.get_rng_state(device).to(device)
             torch.cuda.set_rng_state(self.gather(state)[0].cpu(), device)
 
-    def first_ones(self, fact: T) -> T:
-        """Return the first rank's `fact`, on every rank."""
-        return self.exchange(fact)[0]
-
     def check_same(self, facts: dict[str, Any]) -> None:
         """Raise `ConfigError` on every rank if a fact differs between them; facts are compared by `repr`."""
         if self.size == 1:

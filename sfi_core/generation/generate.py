@@ -26,8 +26,7 @@ from sfi_core.hosts.transformers.slow_fast import session_on
 from sfi_core.machine.memory import peak_bytes, reset_peak
 from sfi_core.observers.observer import Observer
 from sfi_core.settings.config import SfiConfig, checked_config
-from sfi_core.settings.engine import DEFAULTS, AuditConfig, EngineOptions
-from sfi_core.settings.sampling import Sampling
+from sfi_core.settings.engine import DEFAULTS, AuditConfig, EngineOptions, Sampling
 from sfi_core.sizes.memory import Forecast, check_fits
 from sfi_core.state.request import RequestState
 from sfi_kernels.compiled import clock

@@ -10,6 +10,8 @@ from sfi_core.machine.text import first_line, shown
 from sfi_core.models.rotation import most_positions
 
 PROBE = "probe"  # a text that shows what a chat template makes of it
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+BYTE = re.compile("<0x[0-9A-F]{2}>")  # a token of SentencePiece's byte fallback
 Prompts = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]]  # one or several, as text or token ids
 
 
@@ -136,10 +138,6 @@ def check_prompts(model: Any, rows: Sequence[Sequence[int]], max_new_tokens: int
         if row and not 0 <= min(row) <= max(row) < tokens:
             wrong = next(token for token in row if not 0 <= token < tokens)
             raise InputError(f"prompt {number} must have tokens below the model's {tokens:,}, got {wrong:,}")
-
-
-REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-BYTE = re.compile("<0x[0-9A-F]{2}>")  # a token of SentencePiece's byte fallback
 
 
 def text_of(tokenizer: Any, ids: Sequence[int]) -> str:

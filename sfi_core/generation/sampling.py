@@ -8,7 +8,7 @@ from transformers.generation import logits_process
 
 from sfi_core.distributed.ranks import ALONE, Ranks
 from sfi_core.engine.picking import Picker, TokensSoFar
-from sfi_core.settings.sampling import Sampling
+from sfi_core.settings.engine import Sampling
 
 LOW = 1e-30  # logits divided by such a temperature may leave float32's range
 

@@ -16,7 +16,7 @@ from sfi_core.generation.sampling import Draws, processors
 from sfi_core.hosts.transformers.cache import CACHE_NAME
 from sfi_core.models.linear import quick_linears
 from sfi_core.models.rotation import pass_rotation
-from sfi_core.settings.sampling import Sampling
+from sfi_core.settings.engine import Sampling
 
 NEAR_ULP = 4.0
 PIECE = 2**21  # most logits compared at once, 16 MiB as float64

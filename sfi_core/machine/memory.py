@@ -12,6 +12,8 @@ import torch
 from sfi_core.machine.versions import versions
 
 STATUS, CLEAR_REFS, MEMINFO = (Path("/proc") / name for name in ("self/status", "self/clear_refs", "meminfo"))
+CPUINFO = Path("/proc/cpuinfo")
+DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def free_bytes(device: torch.device) -> int | None:
@@ -75,10 +77,6 @@ def _field(path: Path, name: str) -> int | None:
 def _max_rss() -> int:
     # in bytes on macOS, in KiB elsewhere
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
-CPUINFO = Path("/proc/cpuinfo")
-DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def describe() -> dict[str, Any]:

@@ -3,7 +3,8 @@
 `tests/test_private_names.py` lists them with those of the kernels, and fails when one is gone.
 """
 
-from collections.abc import Callable
+class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Lists the names of the ATen operators that run inside, such as `nonzero`, in order.
 from typing import Any
 
 import torch
@@ -36,20 +37,10 @@ def multiplies_natively(dtype: torch.dtype) -> bool:
     return dtype not in supported or bool(supported[dtype]())
 
 
-def operators(call: Callable[[], object]) -> list[str]:
-    """Run a call and return the names of the ATen operators that it ran, in order.
+class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Lists the names of the ATen operators that run inside, such as `nonzero`, in order.
 
     The public profiler names them too, but Kineto writes lines to stderr.
-    """
-    seen = Operators()
-    with seen:
-        call()
-    return seen.names
-
-
-class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Lists the names of the operators that run inside, such as `nonzero`.
-
     `last` is the full name of the last one to begin, such as `aten::nonzero`; "" at first.
     """
 

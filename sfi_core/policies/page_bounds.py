@@ -33,7 +33,8 @@ def extremes(
     if full > summarized:
         key_HTD = context.keys(place, summarized, full)[0].float()
         key_HPND = key_HTD.reshape(len(key_HTD), -1, page, key_HTD.shape[2])
-        _extend(note, *summary(key_HPND))
+        for name, new_HPD in zip(("low", "high"), summary(key_HPND), strict=True):
+            note[name] = torch.cat([note[name], new_HPD], 1) if name in note else new_HPD
     if full == length:
         return note["low"], note["high"]
     rest_HND = context.keys(place, full, length)[0].float()
@@ -94,8 +95,3 @@ def best_pages(score_HP: torch.Tensor, page: int, allowed: tuple[int, int], budg
     position_X = torch.repeat_interleave(shift_X, taken_X, output_size=H * K)
     position_X += torch.arange(H * K, device=score_HP.device)
     return position_X.view(H, K).int()
-
-
-def _extend(note: Notes, low_HPD: torch.Tensor, high_HPD: torch.Tensor) -> None:
-    for name, new_HPD in (("low", low_HPD), ("high", high_HPD)):
-        note[name] = torch.cat([note[name], new_HPD], 1) if name in note else new_HPD

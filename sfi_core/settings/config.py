@@ -123,10 +123,6 @@ class SfiConfig(Table):
                 changes[name] = dataclasses.replace(getattr(self, name), **part)
         return dataclasses.replace(self, **changes)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the settings as plain values for JSON."""
-        return dataclasses.asdict(self)
-
     def to_toml(self) -> str:
         """Return every setting as a TOML text, for `--config`."""
         values = self.to_dict()

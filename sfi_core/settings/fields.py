@@ -119,6 +119,11 @@ class Table:
         """Check the values; raises `ConfigError`."""
         check(self)
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return the settings as plain values for JSON."""
+        values: dict[str, Any] = dataclasses.asdict(self)  # type: ignore[call-overload]
+        return values
+
 
 def setting(
     default: Any,

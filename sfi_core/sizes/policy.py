@@ -18,6 +18,7 @@ from sfi_core.triggers.trigger import Trigger
 
 PLANNED = 2520  # steps of a plan whose slow ones are counted: any stride up to 10 divides them
 LONGEST = 1 << 40  # tokens up to which a break-even is looked for
+GB = 1e9
 
 
 def untriggered(name: str, config: SfiConfig, layers: Sequence[int] = ()) -> Policy:
@@ -108,9 +109,6 @@ class PolicyReads:
     def break_even(self, model: ByteModel) -> int | None:
         """Return the cached tokens from which on the policy reads less than full attention; None for never."""
         return break_even(lambda context: self.mean(model, context), lambda context: float(model.dense(context)))
-
-
-GB = 1e9
 
 
 def check_slots(

@@ -13,8 +13,7 @@ from sfi_cli.settings.given import completions, given, value_of, written
 from sfi_cli.settings.tables import COMMANDS, DECODING, SEARCHED, SETTINGS, TABLES, TraceTable, settings_for
 from sfi_core.errors import ConfigError, InputError, SfiError
 from sfi_core.settings.config import PRESETS, SfiConfig
-from sfi_core.settings.engine import AuditConfig, EngineOptions
-from sfi_core.settings.sampling import Sampling
+from sfi_core.settings.engine import AuditConfig, EngineOptions, Sampling
 from sfi_traces.tune import space
 
 

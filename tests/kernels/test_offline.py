@@ -1,11 +1,10 @@
-"""Compiling recorded launches without a GPU: what is made of them, which there are, which roundings are kept."""
+"""Compiling recorded launches without a GPU: what is made of them, which roundings are kept."""
 
 import json
 import os
 import re
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,7 +21,6 @@ DIVISIBLE = [["tt.divisibility", 16]]
 SCRIPTS = {}  # all run in one process, from a file, since Triton reads a kernel's source
 SCRIPTS["compiled"] = """
 import json, sys
-from dataclasses import asdict
 import torch, triton
 import triton.language as tl
 from sfi_kernels.launch import Launch
@@ -41,7 +39,7 @@ def _product_kernel(left_ptr, right_ptr, out_ptr, SIZE: tl.constexpr):
 half, full = torch.empty(4, dtype=torch.float16), torch.empty(4)
 def report(label, kernel, arguments, options, capability, SIZE):
     launch = Launch(kernel, arguments, {"SIZE": SIZE}, options)
-    print(json.dumps(asdict(compile_launch(label, launch, capability))))
+    print(json.dumps(compile_launch(label, launch, capability)))
 
 product = (half, half, full)
 report("small", _product_kernel, product, {"num_warps": 4, "num_stages": 3}, 80, 64)
@@ -53,22 +51,11 @@ report("one stage", _product_kernel, product, {"num_warps": 4, "num_stages": 1},
 few = {"num_warps": 4, "num_stages": 1, "maxnreg": 32}
 report("spills", _product_kernel, product, few, 80, 64)
 """
-SCRIPTS["listed"] = """
-from sfi_kernels.launch import name_of
-from sfi_kernels.specializations import signature, specializations
-for capability in (80, 90):
-    for label, launch in specializations(capability):
-        print(json.dumps({
-            "capability": capability, "kernel": name_of(launch.kernel), "label": label,
-            "types": list(signature(launch)[0].values()), "constants": launch.constants,
-            "options": launch.options, "all": str(signature(launch)),
-        }))
-"""
 SCRIPTS["ptx"] = """
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from sfi_kernels.launch import recording, Target
-from sfi_kernels.specializations import _gate, _norm, _add_and_norm, _rotate
+from sfi_kernels.specializations import _gate, _norm, _add_and_norm, _rotate, signature
 
 runs = {
     "rotary": lambda: _rotate(torch.bfloat16, 128, normed=False),
@@ -184,32 +171,6 @@ def test_a_number_or_address_that_16_does_not_divide_is_specialized_apart():
     assert [divides("x", value) for value in (16, 24, 0)] == [True, False, True]
     assert not divides("*x", 16)
     assert [divides("x", base[first:]) for first in (0, 1, 3, 4)] == [True, False, False, True]
-
-
-@pytest.fixture
-def listed(told) -> list[dict]:
-    return told["listed"]
-
-
-@pytest.fixture
-def found(listed) -> list[dict]:
-    return [one for one in listed if one["capability"] == 90]
-
-
-def test_specializations_have_names_of_their_own_and_none_is_compiled_twice(found):
-    """A table has a row for each."""
-    for key in ("{kernel} [{label}]", "{kernel} {all} {options}"):
-        assert Counter(key.format(**one) for one in found).most_common(1)[0][1] == 1
-
-
-@pytest.mark.parametrize(("capability", "stages"), [(80, 3), (90, 4)])
-def test_the_architecture_decides_how_deep_the_pipeline_is(listed, capability: int, stages: int):
-    depths = {
-        one["options"]["num_stages"]
-        for one in listed
-        if one["kernel"] == "split_attention" and one["capability"] == capability
-    }
-    assert depths == {stages, stages + 1}  # one more where several queries halve the tile
 
 
 @pytest.fixture

@@ -37,8 +37,8 @@ for capability in (80, 90):
         made = compile_launch("", launch, capability)
         print(json.dumps({
             "capability": capability, "D": D, "rows": launch.constants["BLOCK_M"],
-            "tokens": launch.constants["BLOCK_N"], "spills": made.spill_bytes,
-            "buffers": made.async_buffers, "stages": launch.options["num_stages"],
+            "tokens": launch.constants["BLOCK_N"], "spills": made["spill_bytes"],
+            "buffers": made["async_buffers"], "stages": launch.options["num_stages"],
             "text": [line for line in built.asm["ttgir"].splitlines() if "nvidia_mma<" in line],
         }))
 """

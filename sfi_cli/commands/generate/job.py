@@ -18,9 +18,8 @@ from sfi_cli.terminal.output import INTERRUPTED, Output, message
 from sfi_cli.terminal.progress import BenchProgress, DecodeProgress, PrefillProgress, ProgressObserver
 from sfi_core.distributed import torchrun
 from sfi_core.errors import NumericsError, SfiError
-from sfi_core.settings.engine import AuditConfig, EngineOptions
+from sfi_core.settings.engine import AuditConfig, EngineOptions, Sampling
 from sfi_core.settings.policy_names import default_policy
-from sfi_core.settings.sampling import Sampling
 
 if TYPE_CHECKING:
     from sfi_core.observers.observer import Observer

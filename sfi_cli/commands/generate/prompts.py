@@ -12,8 +12,8 @@ from sfi_core.errors import ConfigError, InputError, unknown
 from sfi_core.generation.prompts import chat_text, text_ids
 from sfi_core.machine.text import parse_json
 from sfi_core.settings.config import SfiConfig
+from sfi_core.settings.engine import Sampling
 from sfi_core.settings.fields import LARGEST
-from sfi_core.settings.sampling import Sampling
 
 STDIN = "-"
 SUFFIX = ".jsonl"  # of the answers to a batch, a line each, written as it ends

@@ -276,7 +276,7 @@ class Session:
 
     def _run_event(self, batch: int, requests: int) -> RunEvent:
         # every rank makes one: all take the first rank's run id and clock
-        run_id, began_unix_ns = self.ranks.first_ones((uuid4().hex, time.time_ns()))
+        run_id, began_unix_ns = self.ranks.exchange((uuid4().hex, time.time_ns()))[0]
         return RunEvent(
             batch=batch, requests=requests, policy=self.policy_name, backend=self.backend,
             device=str(self.model.device), config=self.policy.config.to_dict(),

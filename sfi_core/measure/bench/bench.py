@@ -164,7 +164,10 @@ class Bench:
         for variant in variants:
 
             def needs(batch: int, variant: DecodeVariant = variant) -> int:
-                return self._needs(variant, replace(point, batch=batch), config)
+                sized = replace(point, batch=batch)
+                if variant.policy:
+                    return ours.needed_bytes(self.model, variant, sized, self.settings, config)
+                return theirs.needed_bytes(self.model, variant.name, sized, self.settings)
 
             needed = needs(point.batch)
             if free is None or needed <= free:
@@ -174,11 +177,6 @@ class Bench:
             row = {"policy": variant.name, "context": point.context, "batch": point.batch}
             self.skipped.append(row | {"needed_bytes": needed, "free_bytes": free, "largest_batch": largest})
         return fitting
-
-    def _needs(self, variant: DecodeVariant, point: Point, config: SfiConfig) -> int:
-        if variant.policy:
-            return ours.needed_bytes(self.model, variant, point, self.settings, config)
-        return theirs.needed_bytes(self.model, variant.name, point, self.settings)
 
     def _run(self, row: BenchRow) -> DecodeSample:
         model, policy, made_up = self.model, row.variant.policy, row.prompts.made_up

@@ -29,7 +29,7 @@ from sfi_core.measure.bench.settings import DecodeSettings, DecodeVariant, Point
 from sfi_core.policies import policy_class
 from sfi_core.policies.base import Triggered
 from sfi_core.settings.config import SfiConfig
-from sfi_core.settings.sampling import Sampling
+from sfi_core.settings.engine import Sampling
 from sfi_core.state.request import RequestState
 from sfi_kernels.step_descriptor import sent
 

@@ -35,11 +35,13 @@ class Window:
         start: The index of the window's first token in the text.
         prompt_tokens: Tokens that are read as a prompt.
         ids: The window's tokens, after the prefix that every window starts with.
+        number: Its place among the windows of a text.
     """
 
     start: int
     prompt_tokens: int
     ids: tuple[int, ...]
+    number: int = 0
 
 
 def windows(
@@ -59,7 +61,8 @@ def windows(
         )
     starts = [round(index * spare / max(1, count - 1)) for index in range(count)]
     return [
-        Window(start=start, prompt_tokens=prompt_tokens, ids=(*prefix, *ids[start : start + size])) for start in starts
+        Window(start=start, prompt_tokens=prompt_tokens, ids=(*prefix, *ids[start : start + size]), number=number)
+        for number, start in enumerate(starts)
     ]
 
 

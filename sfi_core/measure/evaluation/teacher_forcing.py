@@ -16,8 +16,7 @@ from sfi_core.hosts.transformers.replays import records_steps
 from sfi_core.hosts.transformers.slow_fast import session_on
 from sfi_core.observers.observer import Observer
 from sfi_core.settings.config import SfiConfig
-from sfi_core.settings.engine import DEFAULTS, AuditConfig, EngineOptions
-from sfi_core.settings.sampling import Sampling
+from sfi_core.settings.engine import DEFAULTS, AuditConfig, EngineOptions, Sampling
 from sfi_core.sizes.memory import check_fits
 
 OnLogits = Callable[[int, torch.Tensor], None]

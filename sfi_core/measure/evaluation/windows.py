@@ -22,8 +22,6 @@ from sfi_core.measure.evaluation.grid import Cell, Place, Row, Rows
 from sfi_core.measure.evaluation.method import WHOLE, Method, check_distinct
 from sfi_core.settings.engine import DEFAULTS, EngineOptions
 
-Placed = tuple[int, Window]  # a window of a length, with its number
-
 
 def window_cells(methods: Sequence[Method], lengths: Sequence[int], count: int, tokens: int) -> list[Cell]:
     """List every method on `count` windows of each length, the first window of all lengths first.
@@ -45,7 +43,7 @@ def window_cells(methods: Sequence[Method], lengths: Sequence[int], count: int, 
     return [Cell(method=method, length=length, number=number) for number, length, method in grid]
 
 
-class WindowRows(Rows[Placed]):
+class WindowRows(Rows[Window]):
     """Makes the rows of windows: a continuation is decoded with its own tokens; an entry of `steps` a step."""
 
     def __init__(
@@ -79,31 +77,30 @@ class WindowRows(Rows[Placed]):
         for cell in cells:
             cell.method.config_for(cell.length)
 
-    def draw(self, place: Place) -> Placed:
+    def draw(self, place: Place) -> Window:
         """Return a window."""
         number, length, _ = place
-        return number, self.windows(length)[number]
+        return self.windows(length)[number]
 
-    def read(self, prompts: Sequence[Placed], methods: Sequence[Method]) -> Reference:
+    def read(self, prompts: Sequence[Window], methods: Sequence[Method]) -> Reference:
         """Decode the windows under full attention."""
-        return reference(self.model, self.tokenizer, [window for _, window in prompts], engine=self.engine)
+        return reference(self.model, self.tokenizer, prompts, engine=self.engine)
 
-    def decode(self, shared: Reference, method: Method, prompts: Sequence[Placed]) -> list[Row]:
+    def decode(self, shared: Reference, method: Method, prompts: Sequence[Window]) -> list[Row]:
         """Decode the windows by one method, and compare."""
         parts = fidelity(
-            self.model, self.tokenizer, shared, method.config_for(prompts[0][1].prompt_tokens),
+            self.model, self.tokenizer, shared, method.config_for(prompts[0].prompt_tokens),
             policy=method.policy, engine=engine_for(method.policy, self.engine),
         )  # fmt: skip
         return [self.empty(method, prompt) | to_row(part) for prompt, part in zip(prompts, parts, strict=True)]
 
-    def empty(self, method: Method, prompt: Placed) -> Row:
+    def empty(self, method: Method, prompt: Window) -> Row:
         """See `Rows`."""
-        number, window = prompt
         return {
-            **method.columns(window.prompt_tokens),
-            "length": window.prompt_tokens,
+            **method.columns(prompt.prompt_tokens),
+            "length": prompt.prompt_tokens,
             "tokens": self._tokens,
-            "window": number,
+            "window": prompt.number,
             "steps": None,
             "report": None,
             "error": None,

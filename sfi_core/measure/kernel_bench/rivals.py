@@ -7,7 +7,7 @@ from importlib.util import find_spec
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from sfi_core.machine.private import operators
+from sfi_core.machine.private import Operators
 from sfi_core.measure.kernel_bench.data import LayerData
 from sfi_core.measure.kernel_bench.result import reason
 
@@ -43,11 +43,12 @@ def rivals(layer: LayerData) -> Iterator[tuple[str, str | None, Call]]:
 def sdpa_backend(call: Call) -> str | None:
     """Run a call, and return the backend of its `scaled_dot_product_attention`; None if unknown."""
     try:
-        ran = operators(call)
+        with Operators() as seen:
+            call()
     except RuntimeError:
         return None  # the check of the variant reports the error
-    took = {name.removeprefix(SDPA) for name in ran if name.startswith(SDPA)}
-    if not took and SOFTMAX & set(ran):  # the math backend is not one operator
+    took = {name.removeprefix(SDPA) for name in seen.names if name.startswith(SDPA)}
+    if not took and SOFTMAX & set(seen.names):  # the math backend is not one operator
         return "attention_math"
     return ", ".join(sorted(took)) or None
 

@@ -11,7 +11,7 @@ from sfi_core.engine import picking as picker_module
 from sfi_core.engine.picking import LEAST_ROOM, TokensSoFar, gumbel, noise_key, random_bits
 from sfi_core.errors import NumericsError
 from sfi_core.generation.sampling import Sampler
-from sfi_core.settings.sampling import Sampling
+from sfi_core.settings.engine import Sampling
 
 B, V, T, STEPS = 3, 50, 6, 7
 RUNNING = [False] * B

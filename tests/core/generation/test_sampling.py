@@ -7,7 +7,7 @@ from transformers import GenerationConfig
 from sfi_core.engine.picking import LEAST_ROOM, PAD
 from sfi_core.errors import ConfigError, NumericsError
 from sfi_core.generation.sampling import Sampler, processors
-from sfi_core.settings.sampling import Sampling
+from sfi_core.settings.engine import Sampling
 
 B, V, T = 3, 50, 6
 RUNNING = [False] * B

@@ -26,7 +26,6 @@ FLOOR = 150  # specializations, so that a loop that ends early does not pass
 # float32 heads of the kernels with most registers; with both the first of every kernel
 COMPILE = """
 import json, sys
-from dataclasses import asdict
 from sfi_kernels.launch import name_of
 from sfi_kernels.offline import compile_launch
 from sfi_kernels.specializations import specializations
@@ -40,7 +39,7 @@ for number, (label, launch) in enumerate(specializations(capability)):
     asked = number % 3 == place if place >= 0 else (name, label) in TIGHT
     row = {"kernel": f"{name} [{label}]"}
     if asked or (name not in seen and place > -2):
-        row = asdict(compile_launch(label, launch, capability))
+        row = compile_launch(label, launch, capability)
     seen.add(name)
     print(json.dumps(row), flush=True)
 """

@@ -20,8 +20,7 @@ from sfi_core.hosts.transformers.stores import engine_for
 from sfi_core.models.describe import describe_model
 from sfi_core.models.load import load, resolve_device
 from sfi_core.settings.config import SfiConfig
-from sfi_core.settings.engine import DEFAULTS, AuditConfig, EngineOptions
-from sfi_core.settings.sampling import Sampling
+from sfi_core.settings.engine import DEFAULTS, AuditConfig, EngineOptions, Sampling
 from sfi_traces.model.trace import Trace
 from sfi_traces.record.parquet import ParquetObserver
 from sfi_traces.replay import Supports
