@@ -3,8 +3,6 @@
 `tests/test_private_names.py` lists them with those of the kernels, and fails when one is gone.
 """
 
-class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Lists the names of the ATen operators that run inside, such as `nonzero`, in order.
 from typing import Any
 
 import torch
