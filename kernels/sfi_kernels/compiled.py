@@ -96,7 +96,7 @@ def by_heads(run: Callable[[int, int], None], heads: int, microseconds: float) -
         run(0, heads)
         return
     first, *others = pairwise(heads * part // parts for part in range(parts + 1))
-    running = [_pool().submit(copy_context().run, partial(run, *part)) for part in others]
+    running = [pool().submit(copy_context().run, partial(run, *part)) for part in others]
     try:
         run(*first)
     finally:
@@ -106,7 +106,7 @@ def by_heads(run: Callable[[int, int], None], heads: int, microseconds: float) -
 
 
 @cache
-def _pool() -> ThreadPoolExecutor:
+def pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(thread_name_prefix="sfi")
 
 

@@ -47,8 +47,7 @@ def attend(run: Run, index: int, query_BHGTD: torch.Tensor, **options: Any) -> t
     layer = Layer(run, index, **options)
     if run.attend is not None:
         return run.attend(layer, query_BHGTD)
-    if layer.backend == "triton":  # also before host memory's tokens are chosen, which must be the same
-        prepare(layer, query_BHGTD.shape[2], layer.batch_pass.fast, run.requests)
+    prepare(layer, query_BHGTD.shape[2], layer.batch_pass.fast, run.requests)
     whole = layer.backend == "triton" and run.store.whole_on_device
     with run.launches(index):
         out = (_attend if whole else by_request.attend)(layer, query_BHGTD)

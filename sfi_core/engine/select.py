@@ -277,13 +277,9 @@ def select_next(layer: Layer, rows: tuple[int, ...], query_RHG1D: torch.Tensor) 
 
 
 def choose_and_note(layer: Layer, step: StepDescriptor, query_BHG1D: torch.Tensor) -> PseudoToken | None:
-    """Choose as `choose`, after what the policy lacks; note or pack the choice, and tell the observer."""
+    """Choose as `choose`; note or pack the choice, and tell the observer."""
     run, index = layer.run, layer.index
     with run.observer.span("select_before", index):
-        for row in step.fast:
-            if run.policy.companion.lacks(run.requests[row], run.notes[run.requests[row].request, index]):
-                context = layer_context(layer, (row,), query_BHG1D[row : row + 1])
-                run.policy.select_after(context)
         selection, pseudo = choose(layer, step, query_BHG1D)
         if selection is not None and not layer.in_place:
             for row in step.fast:

@@ -40,7 +40,7 @@ def _address(kind: Any) -> Any:
 
 
 at_int8, at_int32, at_uint16 = _address(types.int8), _address(types.int32), _address(types.uint16)
-at_float32 = _address(types.float32)
+at_float32, at_int16, at_int64 = _address(types.float32), _address(types.int16), _address(types.int64)
 
 
 def _block_dot(per_block: int) -> Any:

@@ -58,7 +58,7 @@ class BlockPass:
         blocks = drafts.plan()
         brought = [() if block is None else block.tokens for block in blocks]
         logits_XV: torch.Tensor
-        with self._replays.next_step(self._run) as replayed:
+        with self._replays.next_step(self._run, sum(map(len, brought))) as replayed:
             drafts.begin()
             start = self._run.batch_pass.start
             if replayed:

@@ -84,7 +84,7 @@ class Decoder:
     def step(self, token_B: list[int]) -> torch.Tensor:
         """Decode one token of every request."""
         run = self.session.run
-        with self.replays.next_step(run) as replayed:
+        with self.replays.next_step(run, sum(not state.finished for state in run.requests)) as replayed:
             if replayed:
                 run.begin_decode()
                 return self.replays.replay(run, [[token] for token in token_B])

@@ -1,4 +1,7 @@
-"""Which decoding steps of a run are replayed as CUDA graphs, and why others are not: decided here for every loop."""
+"""Which decoding steps of a run are not the model's modules one by one, and why: decided here for every loop.
+
+On a GPU steps are replayed as CUDA graphs, on a CPU each is one compiled call.
+"""
 
 import inspect
 from collections.abc import Iterator, Sequence
@@ -6,6 +9,7 @@ from contextlib import contextmanager
 
 import torch
 
+from sfi_core.engine.compiled_steps import CompiledSteps, StepModel
 from sfi_core.engine.graphs import recorder
 from sfi_core.engine.graphs.lookahead import audits_next
 from sfi_core.engine.graphs.steps import StepGraphs
@@ -13,10 +17,14 @@ from sfi_core.engine.run import Run
 from sfi_core.errors import BackendError, ConfigError, SfiError
 from sfi_core.hosts.transformers.cache import CACHE_NAME, SfiCache
 from sfi_core.hosts.transformers.session import Session
+from sfi_core.hosts.transformers.step_model import UnknownError, step_model
 from sfi_core.machine.threads import SMALL_BYTES, one_thread
 from sfi_core.models.describe import ModelWeights
 from sfi_core.observers.observer import EVERY_SPAN
 from sfi_core.policies.base import EvidencePolicy
+from sfi_kernels.compiled import why_not
+
+MOST_TOKENS = 16  # of a compiled step; a matrix product is quicker for more
 
 
 class ModelPass:
@@ -43,6 +51,11 @@ class ModelPass:
             )  # fmt: skip
         logits: torch.Tensor = output.logits
         return logits
+
+    @property
+    def threads(self) -> int:
+        """How many threads a decoding step is worth."""
+        return 1 if self._small else torch.get_num_threads()
 
     def planned(self, token_BW: torch.Tensor, position_BW: torch.Tensor) -> torch.Tensor:
         """Run a step that the engine has planned, as `ForwardPass`: the cache counts no token."""
@@ -71,46 +84,84 @@ class Replays:
     def __init__(self, session: Session, cache: SfiCache, model: ModelPass, *, patient: bool) -> None:
         """Decide whether steps are recorded; raises what `records_steps` raises."""
         self._session, self._cache, self._model, self._patient = session, cache, model, patient
-        self._captures = records_steps(session)
+        self._steps: StepGraphs | CompiledSteps | None = None
+        self._missed = ""
+        if session.model.device.type == "cpu" and session.backend == "torch":
+            self._tables, self._missed = compiles_steps(session)
+            self._captures = self._tables is not None
+            return
+        self._tables, self._captures = None, records_steps(session)
         wanted = recorder.can_record(session.model.device) and session.engine.graphs is not False
         self._missed = str(refusal(session) or "") if wanted else ""
-        self._graphs: StepGraphs | None = None
 
     @contextmanager
-    def next_step(self, run: Run) -> Iterator[bool]:
-        """Say whether the step that the body begins and runs is replayed."""
+    def next_step(self, run: Run, tokens: int) -> Iterator[bool]:
+        """Say whether the step of so many tokens that the body begins and runs is replayed."""
+        if self._tables is not None and tokens > MOST_TOKENS:
+            run.meter.count("graph.eager")
+            yield False
+            return
         if not self._captures:
             if self._missed:
                 run.meter.not_replayed = self._missed
                 run.meter.count("graph.eager")
             yield False
             return
-        if self._graphs is None:
-            made = recorder.make_recorder(run.device)
-            required = bool(self._session.engine.graphs)
-            self._graphs = StepGraphs(run, self._model.planned, made, required=required, patient=self._patient)
+        steps = self._steps = self._steps or self._begin(run)
         if not audits_next(run):
             yield True
             return
         run.meter.count("graph.eager")
-        with self._graphs.eager_step():
+        with steps.eager_step():
             yield False
+
+    def _begin(self, run: Run) -> StepGraphs | CompiledSteps:
+        if self._tables is not None:
+            return CompiledSteps(run, self._tables, self._model.threads)
+        made = recorder.make_recorder(run.device)
+        required = bool(self._session.engine.graphs)
+        return StepGraphs(run, self._model.planned, made, required=required, patient=self._patient)
 
     def replay(self, run: Run, brought: Sequence[Sequence[int]]) -> torch.Tensor:
         """Replay a step that the run has begun; arguments and result are those of `StepGraphs.step`."""
-        assert self._graphs is not None, "the step is replayed"
-        logits_XV = self._graphs.step(brought)
+        assert self._steps is not None, "the step is replayed"
+        logits_XV = self._steps.step(brought)
         self._cache.see(self._cache.seen + 1)
-        if self._graphs.given_up:
-            self._missed = run.meter.not_replayed = self._graphs.given_up
-            self._graphs, self._captures = None, False
+        if self._steps.given_up:
+            self._missed = run.meter.not_replayed = self._steps.given_up
+            self._steps, self._captures = None, False
         return logits_XV
 
     def ahead(self, token_B: torch.Tensor) -> None:
         """Launch the step of these tokens before the host has read them, where possible."""
         capacity = self._cache.capacity
-        if self._graphs is not None and (capacity is None or self._cache.seen + 1 < capacity):
-            self._graphs.ahead(token_B)
+        if self._steps is not None and (capacity is None or self._cache.seen + 1 < capacity):
+            self._steps.ahead(token_B)
+
+
+def compiles_steps(session: Session) -> tuple[StepModel | None, str]:
+    """Return the tables of a session's compiled steps on a CPU, or None and why steps are not compiled.
+
+    Raise `BackendError` if graphs are asked for: a CPU has none.
+    """
+    if session.engine.graphs:
+        raise BackendError("CUDA graphs need a CUDA device, got cpu; use --set engine.graphs=false")
+    if session.engine.graphs is False or why_not():
+        return None, ""
+    policy = session.policy
+    otherwise = (policy.selects_before or policy.selects_after) and not isinstance(policy, EvidencePolicy)
+    reasons = {
+        **common_reasons(session),
+        f"policy {session.policy_name}, which selects with more than the evidence": otherwise and not policy.chooses,
+        "a model of another dtype than float32": session.model.dtype != torch.float32,
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            return None, reason
+    try:
+        return step_model(session.model), ""
+    except UnknownError as error:
+        return None, str(error)
 
 
 def records_steps(session: Session) -> bool:
@@ -141,14 +192,22 @@ def refusal(session: Session) -> SfiError | None:
         f"policy {session.policy_name}, which selects with more than the evidence": (
             policy.selects_after and not policy.chooses and not isinstance(policy, EvidencePolicy)
         ),
-        "tensor parallelism, whose ranks call each other": session.ranks.size > 1,
-        "an audit of every step": session.audit is not None and session.audit.every == 1,
-        "layers of sliding windows, whose cache moves": any(shape.window for shape in session.shapes()),
-        "layers with a state, which recording a step would advance": any(s.state_bytes for s in session.shapes()),
-        "kv_device_budget, whose pages come and go": session.engine.kv_device_budget is not None,
-        "spans inside the step, as trace.spans=true records": EVERY_SPAN in session.observer.wants,
+        **common_reasons(session),
     }
     for reason, holds in reasons.items():
         if holds:
             return ConfigError(f"CUDA graphs must be off with {reason}; use --set engine.graphs=false")
     return None
+
+
+def common_reasons(session: Session) -> dict[str, bool]:
+    """Return what neither a graph nor a compiled step can do, and whether a session asks for it."""
+    shapes = session.shapes()
+    return {
+        "tensor parallelism, whose ranks call each other": session.ranks.size > 1,
+        "an audit of every step": session.audit is not None and session.audit.every == 1,
+        "layers of sliding windows, whose cache moves": any(shape.window for shape in shapes),
+        "layers with a state, which recording a step would advance": any(shape.state_bytes for shape in shapes),
+        "kv_device_budget, whose pages come and go": session.engine.kv_device_budget is not None,
+        "spans inside the step, as trace.spans=true records": EVERY_SPAN in session.observer.wants,
+    }

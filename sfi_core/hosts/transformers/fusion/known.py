@@ -17,6 +17,15 @@ UNKNOWN = ""
 RMS_NORM = {"9635bcd843f309a0"}  # LlamaRMSNorm
 GATED_MLP = {"7d2027d4464e3e71", "0d7b11835db6b508"}  # LlamaMLP, Qwen2MLP
 DECODER_LAYER = {"1a8125909341e389", "d4699009e63a2518"}  # LlamaDecoderLayer, MixtralDecoderLayer
+# what a compiled step knows besides: Gemma's norm and layer; the forwards around the layers
+GEMMA_NORM = {"2dad5f5760750e09"}
+GEMMA_LAYER = {"eb03c623c021985a"}  # Gemma2DecoderLayer
+GEMMA_ATTENTION = {"348368a8632bbe94": False, "5c514af68ddf0777": True}  # Gemma2Attention, Gemma3Attention; normed?
+MODEL = {
+    "607fef072d27711e", "7082cc645fa7709b", "3e106c8cfc95b78a", "0a3474e701f9cd62", "920e2eb3800bfa8e",
+    "128b85c21ad2ae7c",
+}  # fmt: skip - LlamaModel, Qwen2Model, MistralModel, GemmaModel, Gemma2Model, Gemma3TextModel
+CAUSAL_LM = {"f27668f33910885d", "ab8731295151cdf2"}  # LlamaForCausalLM, Gemma2ForCausalLM
 # LlamaAttention calls the first, which calls the second
 ROTARY = {"apply_rotary_pos_emb": "4a8f8b85ee37bd3f", "rotate_half": "7b6c9b425ca04287"}
 

@@ -1,0 +1,115 @@
+"""The tables that a compiled decoding step reads: places of addresses, sizes and settings in rows of int64.
+
+One row is the step's, one each layer's; `loops.step` has the loops, whoever fills the tables keeps the tensors.
+"""
+
+from enum import IntEnum, auto
+
+from sfi_kernels.matrix import SIZE
+
+QUERY, KEY, VALUE, OUTPUT, GATE, UP, DOWN = range(7)  # a layer's matrices
+
+
+class _Places(IntEnum):
+    @staticmethod
+    def _generate_next_value_(name: str, start: int, count: int, last: list[int]) -> int:
+        return count
+
+
+class Step(_Places):
+    """Words of the step's row. Addresses of float32 numbers, if not said otherwise."""
+
+    TOKENS = auto()  # sizes: X, all requests' new tokens
+    REQUESTS = auto()
+    HIDDEN = auto()
+    HEADS = auto()  # of keys
+    GROUP = auto()  # query heads of a KV head
+    WIDTH = auto()  # of a head
+    INNER = auto()
+    PAGE = auto()  # tokens of a page
+    TABLE = auto()  # pages of a request
+    KIND = auto()  # of the pages' numbers, as `numpy_views.KINDS` has them
+    LONGEST = auto()  # the most tokens of a request
+    QUERIES = auto()  # the most new tokens of a request
+    LAYERS = auto()
+    GELU = auto()  # 1 if the gate is the tanh form of GELU, 0 if it is SiLU
+    CHOOSES = auto()  # 1 if the policy chooses by codes
+    IN_PLACE = auto()  # 1 if fast requests read selected rows in their pages
+    BUDGET = auto()
+    WORDS = auto()  # of a key's code
+    SLOW = auto()  # requests that attend to everything
+    DIAGNOSES = auto()  # 1 to write what a choice tells observers
+    SYNC = auto()  # addresses: int64, arrivals at barriers, from `TICKETS` on tickets
+    HIDDEN_XI = auto()  # hidden states, which a call takes up and leaves
+    COS = auto()  # [rotations, X, D]
+    SIN = auto()
+    STEP_BX = auto()  # int32, the descriptor's table
+    BLOCK_BP = auto()  # int32, the block table
+    MADE_XO = auto()  # queries, keys and values
+    OUT_XO = auto()  # the attention's output, of heads in parts with their sums beside it
+    BACK_XI = auto()  # the output projection's, then the MLP's result
+    GATE_XM = auto()
+    UP_XM = auto()
+    ROUND_XM = auto()  # int16, the gated row rounded for the last projection
+    SCALE_XB = auto()
+    TOTAL_XB = auto()
+    PART_IQD = auto()  # parts of dense attention
+    MOST_IQ = auto()
+    SUM_IQ = auto()
+    LAST_BHGD = auto()  # each request's last queries
+    LOGIT_BHG = auto()  # the pseudo token of a choice
+    MEAN_BHE = auto()
+    LAST_NORM = auto()
+    LOGITS_XV = auto()
+    HEAD = auto()  # the output matrix, as a matrix' row
+
+
+STEP_WORDS = Step.HEAD + SIZE
+TICKETS = 16  # in SYNC: far enough from the arrivals
+
+
+class Layer(_Places):
+    """Words of a layer's row. Addresses of float32 numbers, if not said otherwise; 0 for none."""
+
+    NORM = auto()  # before attention
+    AFTER = auto()  # after attention
+    MLP_NORM = auto()
+    MLP_AFTER = auto()
+    QUERY_NORM = auto()
+    KEY_NORM = auto()
+    ROTATION = auto()  # which of the rotations
+    LEFT_DENSE = auto()
+    KEYS = auto()  # pages, of the kind of the step
+    VALUES = auto()
+    NORMS = auto()
+    PACKED_KEYS = auto()  # the packed segment, of the kind of the step
+    PACKED_VALUES = auto()
+    POSITIONS = auto()  # int32
+    LENGTHS = auto()  # int32
+    ROWS = auto()  # of the segment
+    CODE_MEAN = auto()  # the fields of `BatchCodes`
+    CODE_ENCODE = auto()
+    CODE_QUERY = auto()
+    CODE_WORD = auto()  # int32
+    CODE_SUM = auto()
+    CODE_SUMMED = auto()  # int32
+    CODE_RECENT = auto()
+    CODED = auto()  # tokens that the codes have room for
+    CHOICE = auto()  # int32, positions chosen, [B, H, K]
+    UNREAD = auto()  # diagnostics of a choice, [B, H, 2]
+    EVIDENCE = auto()  # logits of the slow requests' last queries, [R, H, G, LONGEST]
+    QUERIES = auto()  # where to leave each request's last queries, for the audit
+    MATRICES = auto()  # rows of matrices
+
+
+LAYER_WORDS = Layer.MATRICES + 7 * SIZE
+
+
+class Real(_Places):
+    """Settings in float32."""
+
+    EPS = auto()
+    HEAD_EPS = auto()
+    SCALE = auto()  # of logits
+    CAP = auto()  # their soft cap, 0 for none
+    REST = auto()  # `codescan.rest`

@@ -1,0 +1,255 @@
+"""Decoding steps on a CPU as one compiled call a thread, in place of the model's modules and the engine's layers.
+
+The host half, planning, selections and counts, stays the engine's own; `loops.step` is the device half.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import wait
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from sfi_core.engine.attend import prepare
+from sfi_core.engine.audit import Audit
+from sfi_core.engine.layer import Layer
+from sfi_core.engine.run import Run
+from sfi_core.engine.select import Handed, hand_over, note
+from sfi_core.observers.events import SelectionEvent
+from sfi_core.policies.base import Selection
+from sfi_kernels.compiled import pool
+from sfi_kernels.matrix import BLOCK, OUT
+from sfi_kernels.numpy_views import KINDS
+from sfi_kernels.step_tables import LAYER_WORDS, STEP_WORDS, TICKETS, Real, Step
+from sfi_kernels.step_tables import Layer as Word
+
+EVIDENCE = 1 << 24  # logits of slow requests that one call leaves, unless one layer has more
+STAGES = 6  # of a layer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepModel:
+    """A model as compiled steps read it.
+
+    `layer_LX` has the matrices and norms of `step_tables.Layer`, `step_X` those of `Step`, with the sizes; `real_X` the
+    settings of `Real`. `embed` returns hidden states, [X, I] float32, of token ids; `turn` the cosines and sines of
+    positions, [rotations, X, D] each; `finish` turns the output matrix' results into logits. `holds` keeps the tensors.
+    """
+
+    layer_LX: Any
+    step_X: Any
+    real_X: Any
+    embed: Callable[[torch.Tensor], torch.Tensor]
+    turn: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+    finish: Callable[[torch.Tensor], torch.Tensor]
+    holds: Any
+
+
+class CompiledSteps:
+    """The decoding steps of one run; `threads` share each."""
+
+    given_up = ""
+
+    def __init__(self, run: Run, model: StepModel, threads: int) -> None:
+        """Take over a run's decoding steps, after its prompts."""
+        self._run, self._model, self._threads = run, model, threads
+        self._step_X, self._layer_LX, self._real_X = model.step_X.copy(), model.layer_LX.copy(), model.real_X.copy()
+        self._real_X[Real.REST] = run.policy.config.codescan.rest
+        self._layers = range(len(self._layer_LX))
+        self._sparse = [layer for layer in self._layers if layer not in run.policy.config.dense_layers]
+        self._layer_LX[list(run.policy.config.dense_layers), Word.LEFT_DENSE] = 1
+        self._buffers: dict[str, torch.Tensor] = {}
+        self._known: list[Any] = []  # tensors whose addresses the tables have
+        self._keeps = False  # whether the last step left its queries for an audit
+
+    def step(self, brought: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Decode the tokens that the requests bring; see `StepGraphs.step`."""
+        run, count = self._run, self._run.batch_pass.count
+        tokens = [list(row[len(row) - new :]) for row, new in zip(brought, count, strict=True)]
+        with run.observer.span("forward"):
+            self._prepare()
+            logits_XV = self._forward(tokens)
+        self._keeps = run.audit is not None
+        run.maintenance.join()
+        W = max(map(len, brought))
+        if all(len(row) == W for row in tokens):
+            return logits_XV
+        padded = logits_XV.new_zeros(len(brought), W, logits_XV.shape[1])
+        for row, part in enumerate(logits_XV.split([len(row) for row in tokens])):
+            padded[row, W - len(part) :] = part
+        return padded.flatten(0, 1)
+
+    def ahead(self, token_B: torch.Tensor) -> None:
+        """Do nothing: a CPU has no time of its own."""
+
+    @contextmanager
+    def eager_step(self) -> Iterator[None]:
+        """Run the step in the body module by module: an audited one."""
+        for watcher in self._run.watchers:
+            if self._keeps and isinstance(watcher, Audit):
+                queries = self._buffers["queries"]
+                watcher.take_queries(self._run.requests, dict(zip(self._layers, queries, strict=True)))
+        self._keeps = False
+        yield
+
+    def _prepare(self) -> None:
+        # let the policy learn what its requests lack, and look where the layers' tensors are
+        run, group = self._run, int(self._step_X[Step.GROUP])
+        run.store.grow(run.batch_pass.longest)
+        run.layers.update(self._layers)
+        if run.policy.chooses:
+            for index in self._sparse:
+                run.codes(index, group)
+            for index in self._sparse if run.batch_pass.fast else ():
+                prepare(Layer(run, index, **run.options[index]), group, run.batch_pass.fast, run.requests)
+        tensors = [run.store.pages(index).key_PHND for index in self._layers]
+        if run.policy.selects or run.batch_pass.fast:
+            tensors += [run.segment(index).position_BHS for index in self._sparse]
+        tensors += [run.batch_codes[index].word_BHWT for index in self._sparse if run.policy.chooses]
+        if len(tensors) != len(self._known) or any(a is not b for a, b in zip(tensors, self._known, strict=True)):
+            self._known = tensors
+            self._locate()
+
+    def _locate(self) -> None:
+        run, table_LX = self._run, self._layer_LX
+        for index in self._layers:
+            pages = run.store.pages(index)
+            table_LX[index, [Word.KEYS, Word.VALUES, Word.NORMS]] = [x.data_ptr() for x in pages.tensors]
+            if index not in run.segments or index not in self._sparse:
+                continue
+            segment = run.segment(index)
+            where = [Word.PACKED_KEYS, Word.PACKED_VALUES, Word.POSITIONS, Word.LENGTHS]
+            table_LX[index, where] = [x.data_ptr() for x in segment.tensors]
+            table_LX[index, Word.ROWS] = segment.position_BHS.shape[2]
+            if run.policy.chooses:
+                codes = run.batch_codes[index]
+                table_LX[index, Word.CODE_MEAN : Word.CODE_RECENT + 1] = [x.data_ptr() for x in codes]
+                table_LX[index, Word.CODED] = codes.word_BHWT.shape[3]
+        if run.policy.chooses and self._sparse:
+            codes = run.batch_codes[self._sparse[0]]
+            self._step_X[Step.WORDS] = codes.word_BHWT.shape[2]
+            self._step_X[Step.BUDGET] = min(run.policy.config.budget, codes.word_BHWT.shape[3])
+
+    def _forward(self, tokens: Sequence[Sequence[int]]) -> torch.Tensor:
+        run, step, model = self._run, self._step_X, self._model
+        start, ids = run.batch_pass.start, torch.tensor([token for row in tokens for token in row])
+        places = [first + place for first, row in zip(start, tokens, strict=True) for place in range(len(row))]
+        turns = model.turn(torch.tensor(places))
+        held = [model.embed(ids).clone(), *turns, run.store.block_table_BP, run.batch_pass.descriptor.table_BX]
+        held = [tensor.contiguous() for tensor in held]
+        where = [Step.HIDDEN_XI, Step.COS, Step.SIN, Step.BLOCK_BP, Step.STEP_BX]
+        step[where] = [tensor.data_ptr() for tensor in held]
+        self._make_room(len(ids), max(map(len, tokens)))
+        policy, slow = run.policy, run.batch_pass.slow
+        step[Step.IN_PLACE], step[Step.CHOOSES] = run.in_place, policy.chooses
+        step[Step.SLOW], step[Step.DIAGNOSES] = len(slow), SelectionEvent in run.observer.wants
+        last = len(self._layers) * STAGES + 1
+        if not (slow and policy.refreshes()):
+            self._layer_LX[:, Word.EVIDENCE] = 0
+            self._call(0, last)
+        else:
+            self._with_evidence(last)
+        if policy.chooses and run.batch_pass.fast:
+            self._note_choices()
+        self._count()
+        return model.finish(self._buffers["logits"][: len(ids)])
+
+    def _with_evidence(self, last: int) -> None:
+        # some layers at a time, whose slow requests' logits the policy then selects by
+        run, step, slow = self._run, self._step_X, self._run.batch_pass.slow
+        size = len(slow), int(step[Step.HEADS]), int(step[Step.GROUP]), run.batch_pass.longest
+        together = max(1, EVIDENCE // int(np.prod(size)))
+        for first in range(0, len(self._layers), together):
+            layers = self._layers[first : first + together]
+            logits_LRHGT = torch.empty(len(layers), *size)
+            self._layer_LX[layers.start : layers.stop, Word.EVIDENCE] = [part.data_ptr() for part in logits_LRHGT]
+            ends = layers.stop == len(self._layers)
+            self._call(first * STAGES, last if ends else layers.stop * STAGES)
+            for index, logits_RHGT in zip(layers, logits_LRHGT, strict=True):
+                if index in self._sparse:
+                    self._hand_over(index, logits_RHGT)
+
+    def _hand_over(self, index: int, logits_RHGT: torch.Tensor) -> None:
+        run = self._run
+        layer = Layer(run, index, **run.options[index])
+        for place, row in enumerate(run.batch_pass.slow):
+            length = run.requests[row].length
+            logits_1HG1T = logits_RHGT[place, None, :, :, None, :length]
+            query_1HG1D = self._buffers["last"][row, None, :, :, None]  # their shape alone counts
+            hand_over(layer, (row,), query_1HG1D, Handed(layer, logits_1HG1T))
+
+    def _note_choices(self) -> None:
+        run, heard = self._run, bool(self._step_X[Step.DIAGNOSES])
+        rows = {row: row for row in run.batch_pass.fast}
+        for index in self._sparse:
+            choice_BHK, unread_BHC = self._buffers["choice"][index], self._buffers["unread"][index]
+            diagnostics = {}
+            if heard:
+                choice_BHK, (estimate_BH, margin_BH) = choice_BHK.clone(), unread_BHC.clone().unbind(-1)
+                diagnostics = {"unread_estimate": estimate_BH, "score_margin": margin_BH}
+            note(run, (index,), rows, Selection(choice_BHK, diagnostics))
+
+    def _count(self) -> None:
+        run, layers = self._run, len(self._layers)
+        slow, fast = len(run.batch_pass.slow), len(run.batch_pass.fast)
+        dense = layers - len(self._sparse)
+        run.meter.count("numba.dense_attention", slow * layers + fast * dense)
+        run.meter.count("numba.sparse_attention", fast * len(self._sparse))
+        run.meter.count("numba.code_scan", fast * len(self._sparse) * run.policy.chooses)
+        run.meter.count("step.compiled")
+
+    def _make_room(self, X: int, most: int) -> None:
+        # buffers for X tokens, `most` of a request; kept from step to step
+        run, step = self._run, self._step_X
+        B, longest = run.store.batch, run.batch_pass.longest
+        step[[Step.TOKENS, Step.REQUESTS, Step.QUERIES, Step.LONGEST]] = X, B, most, longest
+        pages = run.store.pages(0).key_PHND
+        step[Step.PAGE], step[Step.TABLE] = pages.shape[2], run.store.block_table_BP.shape[1]
+        step[Step.KIND] = KINDS[pages.dtype]
+        sizes = (Step.HIDDEN, Step.HEADS, Step.GROUP, Step.WIDTH, Step.INNER)
+        hidden, H, G, D, M = (int(step[size]) for size in sizes)
+        items, K = B * H * 2 * self._threads, int(step[Step.BUDGET]) if run.policy.chooses else 0
+        L, kept = len(self._layers), run.audit is not None
+        shapes: dict[str, tuple[Any, tuple[int, ...], torch.dtype]] = {
+            "sync": (Step.SYNC, (TICKETS + L * STAGES + 1,), torch.int64),
+            "made": (Step.MADE_XO, (X, (H * G + 2 * H) * D), torch.float32),
+            "out": (Step.OUT_XO, (X, H * G * D), torch.float32),
+            "back": (Step.BACK_XI, (X, hidden), torch.float32),
+            "gate": (Step.GATE_XM, (X, M), torch.float32),
+            "up": (Step.UP_XM, (X, M), torch.float32),
+            "round": (Step.ROUND_XM, (X, M), torch.int16),
+            "scale": (Step.SCALE_XB, (X, M // BLOCK), torch.float32),
+            "total": (Step.TOTAL_XB, (X, M // BLOCK), torch.float32),
+            "part": (Step.PART_IQD, (items * most * G, D), torch.float32),
+            "most": (Step.MOST_IQ, (items * most * G,), torch.float32),
+            "sum": (Step.SUM_IQ, (items * most * G,), torch.float32),
+            "last": (Step.LAST_BHGD, (B, H, G, D), torch.float32),
+            "logit": (Step.LOGIT_BHG, (B, H, G), torch.float32),
+            "mean": (Step.MEAN_BHE, (B, H, D), torch.float32),
+            "logits": (Step.LOGITS_XV, (X, int(step[Step.HEAD + OUT])), torch.float32),
+            "choice": (None, (L, B, H, K), torch.int32),
+            "unread": (None, (L, B, H, 2), torch.float32),
+            "queries": (None, (L, B, H, G, D) if kept else (0,), torch.float32),
+        }
+        for name, (word, shape, dtype) in shapes.items():
+            if name not in self._buffers or self._buffers[name].shape != shape:
+                self._buffers[name] = torch.zeros(shape, dtype=dtype)
+                if word is not None:
+                    step[word] = self._buffers[name].data_ptr()
+        for name, word in (("choice", Word.CHOICE), ("unread", Word.UNREAD), *[("queries", Word.QUERIES)] * kept):
+            self._layer_LX[:, word] = [part.data_ptr() for part in self._buffers[name]]
+
+    def _call(self, first: int, last: int) -> None:
+        from sfi_kernels.loops.step import run_stages  # noqa: PLC0415 - brings numba
+
+        self._buffers["sync"].zero_()
+        arguments = self._threads, first, last, self._step_X, self._layer_LX, self._real_X
+        others = [pool().submit(run_stages, share, *arguments) for share in range(1, self._threads)]
+        try:
+            run_stages(0, *arguments)
+        finally:
+            wait(others)
+        for other in others:
+            other.result()
