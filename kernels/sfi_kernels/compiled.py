@@ -75,11 +75,43 @@ def entry(function: Callable[..., None]) -> Any:
 
     compiled = numba.njit(**OPTIONS)(function)
     with suppress(RuntimeError):  # no folder can be written
-        # `cache=True` sets numba's own, which ends the run where the folder is full, locked or damaged
-        kept = _optional(FunctionCache)(function)
-        kept._cache_file._source_stamp = _source_stamp()  # noqa: SLF001 - numba's own sees the function's file alone
-        compiled._cache = kept  # noqa: SLF001
+        compiled._cache = _kept(FunctionCache, function)  # noqa: SLF001
     return compiled
+
+
+def by_address(function: Callable[[int], None]) -> Any:
+    """Compile a function when its `address` is first asked for; `loops.calls.call` calls it there.
+
+    It takes the address of its arguments, int64 numbers. numba compiles all that a function calls into it, again for
+    each that calls it; not so what it calls by address.
+    """
+    from numba.core import event, types  # noqa: PLC0415
+    from numba.core.caching import FunctionCache  # noqa: PLC0415
+    from numba.core.ccallback import CFunc  # noqa: PLC0415
+
+    class Callee(CFunc):  # type: ignore[misc]
+        @property
+        def address(self) -> int:
+            if self._wrapper_address is None:
+                self.compile()
+            return int(self._wrapper_address)
+
+        def _compile_uncached(self) -> Any:
+            with event.trigger_event("numba:compile", data={}):
+                return super()._compile_uncached()
+
+    callee = Callee(function, ((types.int64,), types.void), {}, {**OPTIONS})
+    with suppress(RuntimeError):
+        callee._cache = _kept(FunctionCache, function)  # noqa: SLF001
+    return callee
+
+
+def _kept(base: type[Any], function: Callable[..., None]) -> Any:
+    # `cache=True` sets numba's own, which ends the run where the folder is full, locked or damaged, and which sees
+    # changes of the function's own file alone
+    kept = _optional(base)(function)
+    kept._cache_file._source_stamp = _source_stamp()  # noqa: SLF001
+    return kept
 
 
 @cache
@@ -107,6 +139,7 @@ def by_heads(run: Callable[[int, int], None], heads: int, microseconds: float) -
 
 @cache
 def pool() -> ThreadPoolExecutor:
+    """Return the threads that compiled loops share work with."""
     return ThreadPoolExecutor(thread_name_prefix="sfi")
 
 

@@ -39,6 +39,9 @@ class Step(_Places):
     WORDS = auto()  # of a key's code
     SLOW = auto()  # requests that attend to everything
     DIAGNOSES = auto()  # 1 to write what a choice tells observers
+    PRODUCT = auto()  # addresses of `loops.calls`: a product, attention to rows, a choice by codes
+    READ = auto()
+    CHOOSE = auto()
     SYNC = auto()  # addresses: int64, arrivals at barriers, from `TICKETS` on tickets
     HIDDEN_XI = auto()  # hidden states, which a call takes up and leaves
     COS = auto()  # [rotations, X, D]

@@ -21,20 +21,36 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from sfi_kernels.code_scan.codes import KEPT, SLOTS
-from sfi_kernels.compiled import entry
-from sfi_kernels.loops.attention import end_head, read_rows, start_head
+from sfi_kernels.compiled import by_address, entry
+from sfi_kernels.loops import calls
+from sfi_kernels.loops.attention import end_head, start_head
+from sfi_kernels.loops.calls import call
 from sfi_kernels.loops.codes import code_scan
-from sfi_kernels.loops.products import at_float32, at_int16, at_int32, at_int64, at_uint16, multiply, round_row
+from sfi_kernels.loops.products import at_float32, at_int16, at_int32, at_int64, at_uint16, round_row
 from sfi_kernels.loops.rows import TILE
-from sfi_kernels.loops.vectors import FLOAT32, F, add_row, dot, exp, inner
+from sfi_kernels.loops.vectors import BFLOAT16, FLOAT32, F, add_row, bits_of, dot, exp, inner
 from sfi_kernels.matrix import BLOCK, KIND, OUT, SIZE
 from sfi_kernels.step_descriptor import ALLOWED_STOP, FAST, LENGTH, MODE, QUERIES, SLOW, WORDS, EVIDENCE
-from sfi_kernels.step_tables import DOWN, GATE, OUTPUT, QUERY, TICKETS, VALUE, Layer, Real, Step
+from sfi_kernels.step_tables import (
+    DOWN,
+    GATE,
+    LAYER_WORDS,
+    OUTPUT,
+    QUERY,
+    STEP_WORDS,
+    TICKETS,
+    UP,
+    VALUE,
+    Layer,
+    Real,
+    Step,
+)
 
 PATIENCE = 2000  # looks at a barrier until a thread lets others run
 PIECES = 8  # of a product, for each thread
 PART = 512  # tokens of a part of dense attention, at least
 STAGES = 6
+REALS = len(Real)
 
 
 # --- threads
@@ -147,11 +163,27 @@ def _gelu(gate, up):
         gate[i] = F(0.5) * gate[i] * (F(1) + (tanh if y >= F(0) else -tanh)) * up[i]
 
 
+@intrinsic
+def float16_of(context: Any, x: Any) -> Any:
+    """Return the bits of a float32 as float16, rounded to the nearest."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(builder.fptrunc(args[0], ir.HalfType()), ir.IntType(16))
+
+    return types.uint16(types.float32), generate
+
+
+@inner
+def bfloat16_of(x):
+    bits = np.uint32(bits_of(x))
+    return np.uint16((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
+
+
 @inner
 def _narrow(kind, x, to):
-    # to 16 bits, rounded to the nearest
+    # to bfloat16, or float16, rounded to the nearest
     for i in range(len(x)):
-        to[i] = bfloat16_of(x[i]) if kind == 1 else float16_of(x[i])
+        to[i] = bfloat16_of(x[i]) if kind == BFLOAT16 else float16_of(x[i])
 
 
 # --- stages
@@ -199,9 +231,20 @@ def _piece(outputs, threads):
 
 
 @inner
-def _project(step, layer, first, last, outputs, threads, sync, ticket, rows, out_XO):
-    # matrices whose outputs follow each other
+def _multiply(step, matrix, begin, end, rows, out_RO, offset, arguments):
+    # write outputs of a matrix from `offset` of the results on
     x_XI, q_XI, scale_XB, total_XB = rows
+    a = arguments
+    a[calls.MATRIX], a[calls.BEGIN], a[calls.END], a[calls.ROWS] = matrix.ctypes.data, begin, end, len(x_XI)
+    a[calls.FLOATS], a[calls.ROUNDED] = x_XI.ctypes.data, q_XI.ctypes.data
+    a[calls.SCALES], a[calls.TOTALS] = scale_XB.ctypes.data, total_XB.ctypes.data
+    a[calls.RESULT], a[calls.RESULT_WIDTH] = out_RO.ctypes.data + 4 * offset, out_RO.shape[1]
+    call(step[Step.PRODUCT], a.ctypes.data)
+
+
+@inner
+def _project(step, matrices, outputs, threads, sync, ticket, rows, out_XO, arguments):
+    # matrices whose outputs follow each other
     piece, turn = _piece(outputs, threads), np.int64(0)
     while True:
         begin = piece * _take(sync, ticket, threads, turn)
@@ -209,13 +252,17 @@ def _project(step, layer, first, last, outputs, threads, sync, ticket, rows, out
         if begin >= outputs:
             break
         end, offset = min(begin + piece, outputs), np.int64(0)
-        for number in range(first, last + 1):
-            at = Layer.MATRICES + number * SIZE
-            matrix = layer[at : at + SIZE]
+        for at in range(0, len(matrices), SIZE):
+            matrix = matrices[at : at + SIZE]
             low, high = max(begin - offset, 0), min(end - offset, matrix[OUT])
             if low < high:
-                multiply(matrix, low, high, x_XI, q_XI, scale_XB, total_XB, out_XO[:, offset : offset + matrix[OUT]])
+                _multiply(step, matrix, low, high, rows, out_XO, offset, arguments)
             offset += matrix[OUT]
+
+
+@inner
+def _matrices(layer, first, last):
+    return layer[Layer.MATRICES + first * SIZE : Layer.MATRICES + (last + 1) * SIZE]
 
 
 @inner
@@ -283,15 +330,21 @@ def _put(kind, x, rows, half_rows, to):
         _narrow(kind, x, half_rows[to])
 
 
-@inner
-def _choose(step, layer, real, h):
-    # keep the fast requests' queries, code the new keys of a KV head, and choose
+@by_address
+def choose(arguments):
+    """Keep the fast requests' queries, code the new keys of a KV head, and choose."""
+    a = carray(at_int64(arguments), (4,))
+    step, layer = carray(at_int64(a[0]), (STEP_WORDS,)), carray(at_int64(a[1]), (LAYER_WORDS,))
+    real, h = carray(at_float32(a[2]), (REALS,)), a[3]
     H, G, D, N = step[Step.HEADS], step[Step.GROUP], step[Step.WIDTH], step[Step.PAGE]
     step_BX, B, W, T, S = _requests(step), step[Step.REQUESTS], step[Step.WORDS], layer[Layer.CODED], layer[Layer.ROWS]
     K, kind = step[Step.BUDGET], step[Step.KIND]
     key_YD, value_YD, half_key_YD, half_value_YD = _pages(step, layer, Layer.KEYS, Layer.VALUES)
     last_BHGD = carray(at_float32(step[Step.LAST_BHGD]), (B, H, G, D))
-    float_ring, half_ring = _floats(layer[Layer.CODE_RECENT], 1 << 40, D), carray(at_uint16(layer[Layer.CODE_RECENT]), (1 << 40, D))
+    float_ring, half_ring = (
+        _floats(layer[Layer.CODE_RECENT], 1 << 40, D),
+        carray(at_uint16(layer[Layer.CODE_RECENT]), (1 << 40, D)),
+    )
     logit_BHG = carray(at_float32(step[Step.LOGIT_BHG]), (B, H, G))
     mean_BHE = carray(at_float32(step[Step.MEAN_BHE]), (B, H, D))
     index_BHK = carray(at_int32(layer[Layer.CHOICE]), (B, H, K))
@@ -342,10 +395,23 @@ def _attend(step, layer, real, threads, sync, ticket, scratch):
 
 
 @inner
+def _read(step, layer, keys, cap, row_T, count, first, queries, evidence, column, scratch):
+    # rows of pages or of the packed segment, by queries from `first` on; the last ones' logits are the evidence
+    query_QD, room_QT, most_Q, total_Q, out_QD, _, a = scratch
+    a[calls.KEYS], a[calls.VALUES] = layer[keys], layer[keys + 1]
+    a[calls.NUMBERS], a[calls.COUNT], a[calls.QUERIES] = row_T.ctypes.data, count, queries
+    a[calls.QUERY], a[calls.WIDTH], a[calls.CAP] = query_QD[first:].ctypes.data, step[Step.WIDTH], bits_of(cap)
+    a[calls.ROOM], a[calls.MOST] = room_QT.ctypes.data, most_Q[first:].ctypes.data
+    a[calls.TOTAL], a[calls.OUT] = total_Q[first:].ctypes.data, out_QD[first:].ctypes.data
+    a[calls.LOGITS], a[calls.LOGITS_WIDTH] = evidence + 4 * column, step[Step.LONGEST]
+    a[calls.WRITTEN] = step[Step.GROUP] if evidence != 0 else 0
+    call(step[Step.READ], a.ctypes.data)
+
+
+@inner
 def _attend_head(step, layer, real, b, h, first, part, parts, item, dense, scratch):
-    query_QD, room_QT, most_Q, total_Q, out_QD, row_T, no_logits = scratch
-    H, G, D, kind = step[Step.HEADS], step[Step.GROUP], step[Step.WIDTH], step[Step.KIND]
-    step_BX, cap = _requests(step), real[Real.CAP]
+    query_QD, room_QT, most_Q, total_Q, out_QD, row_T, arguments = scratch
+    H, G, D, step_BX, cap = step[Step.HEADS], step[Step.GROUP], step[Step.WIDTH], _requests(step), real[Real.CAP]
     W, length = step_BX[b, QUERIES], step_BX[b, LENGTH]
     made_XO = _floats(step[Step.MADE_XO], step[Step.TOKENS], (H * G + 2 * H) * D)
     for w in range(W):
@@ -354,52 +420,36 @@ def _attend_head(step, layer, real, b, h, first, part, parts, item, dense, scrat
             for d in range(D):
                 query_QD[w * G + g, d] = made_XO[first + w, at + d] * real[Real.SCALE]
     Q = W * G
-    query, room, most, total, out = query_QD[:Q], room_QT[:Q], most_Q[:Q], total_Q[:Q], out_QD[:Q]
+    most, total, out = most_Q[:Q], total_Q[:Q], out_QD[:Q]
     start_head(most, total, out)
-    key_YD, value_YD, half_key_YD, half_value_YD = _pages(step, layer, Layer.KEYS, Layer.VALUES)
     block_P, N = _blocks(step)[b], step[Step.PAGE]
     if dense:
         seen = length - W + 1  # by all queries
         begin, end = seen * part // parts, seen * (part + 1) // parts
-        evidence = no_logits
+        evidence = 0
         if layer[Layer.EVIDENCE] != 0 and layer[Layer.LEFT_DENSE] == 0:
-            at = 4 * (step_BX[b, EVIDENCE] * H + h) * G * step[Step.LONGEST]
-            evidence = _floats(layer[Layer.EVIDENCE] + at, G, step[Step.LONGEST])[:, :]
+            evidence = layer[Layer.EVIDENCE] + 4 * (step_BX[b, EVIDENCE] * H + h) * G * step[Step.LONGEST]
         for t in range(begin, end):
             row_T[t - begin] = _page_row(block_P, H, h, N, t)
-        read_rows(
-            kind, key_YD, value_YD, half_key_YD, half_value_YD, row_T, end - begin, query, cap, room, most, total,
-            out, evidence[:, begin:end],
-        )  # fmt: skip
+        _read(step, layer, Layer.KEYS, cap, row_T, end - begin, 0, Q, evidence, begin, scratch)
         for w in range(1, W if part == parts - 1 else 0):  # what only later queries see
-            row_T[0], since = _page_row(block_P, H, h, N, seen - 1 + w), w * G
-            read_rows(
-                kind, key_YD, value_YD, half_key_YD, half_value_YD, row_T, 1, query[since:], cap, room[since:],
-                most[since:], total[since:], out[since:], evidence[:, seen - 1 + w : seen + w],
-            )  # fmt: skip
+            row_T[0] = _page_row(block_P, H, h, N, seen - 1 + w)
+            _read(step, layer, Layer.KEYS, cap, row_T, 1, w * G, Q - w * G, evidence, seen - 1 + w, scratch)
     else:
-        start, count = step_BX[b, ALLOWED_STOP], np.int64(0)
-        chosen = carray(at_int32(layer[Layer.LENGTHS]), (step[Step.REQUESTS], H))[b, h]
-        S = layer[Layer.ROWS]
+        start, count, S = step_BX[b, ALLOWED_STOP], np.int64(0), layer[Layer.ROWS]
+        chosen = np.int64(carray(at_int32(layer[Layer.LENGTHS]), (step[Step.REQUESTS], H))[b, h])
         if step[Step.IN_PLACE]:
             position_S = carray(at_int32(layer[Layer.POSITIONS]), (step[Step.REQUESTS], H, S))[b, h]
             for i in range(chosen):
                 row_T[i] = _page_row(block_P, H, h, N, position_S[i])
-            count = np.int64(chosen)
+            count = chosen
         else:
-            key, value, half_key, half_value = _pages(step, layer, Layer.PACKED_KEYS, Layer.PACKED_VALUES)
             for i in range(chosen):
                 row_T[i] = (b * H + h) * S + i
-            read_rows(
-                kind, key, value, half_key, half_value, row_T, chosen, query, cap, room, most, total, out,
-                no_logits[:, :0],
-            )  # fmt: skip
+            _read(step, layer, Layer.PACKED_KEYS, cap, row_T, chosen, 0, Q, 0, 0, scratch)
         for t in range(start, length):
             row_T[count + t - start] = _page_row(block_P, H, h, N, t)
-        read_rows(
-            kind, key_YD, value_YD, half_key_YD, half_value_YD, row_T, count + length - start, query, cap, room, most,
-            total, out, no_logits[:, :0],
-        )  # fmt: skip
+        _read(step, layer, Layer.KEYS, cap, row_T, count + length - start, 0, Q, 0, 0, scratch)
     if parts > 1:
         rows = item * step[Step.QUERIES] * G
         part_QD = _floats(step[Step.PART_IQD] + 4 * rows * D, Q, D)
@@ -458,15 +508,13 @@ def _join(step, row, stride, parts, D, out_D):
 
 
 @inner
-def _gate(step, layer, threads, sync, ticket, rows):
+def _gate(step, layer, threads, sync, ticket, rows, arguments):
     # both projections of the gated MLP, and the gate; rounded for a last matrix of blocks
-    x_XI, q_XI, scale_XB, total_XB = rows
     M, X = step[Step.INNER], step[Step.TOKENS]
     gate_XM, up_XM = _floats(step[Step.GATE_XM], X, M), _floats(step[Step.UP_XM], X, M)
     round_XM = carray(at_int16(step[Step.ROUND_XM]), (X, M))
     scale, total = _floats(step[Step.SCALE_XB], X, M // BLOCK), _floats(step[Step.TOTAL_XB], X, M // BLOCK)
-    at = Layer.MATRICES + GATE * SIZE
-    gate, up = layer[at : at + SIZE], layer[at + SIZE : at + 2 * SIZE]
+    gate, up = _matrices(layer, GATE, GATE), _matrices(layer, UP, UP)
     rounds = layer[Layer.MATRICES + DOWN * SIZE + KIND] >= BLOCK
     piece, turn = _piece(M, threads), np.int64(0)
     while True:
@@ -475,8 +523,8 @@ def _gate(step, layer, threads, sync, ticket, rows):
         if begin >= M:
             break
         end = min(begin + piece, M)
-        multiply(gate, begin, end, x_XI, q_XI, scale_XB, total_XB, gate_XM)
-        multiply(up, begin, end, x_XI, q_XI, scale_XB, total_XB, up_XM)
+        _multiply(step, gate, begin, end, rows, gate_XM, 0, arguments)
+        _multiply(step, up, begin, end, rows, up_XM, 0, arguments)
         for x in range(X):
             if step[Step.GELU]:
                 _gelu(gate_XM[x, begin:end], up_XM[x, begin:end])
@@ -493,7 +541,7 @@ def _scratch(step):
     Q, D = step[Step.QUERIES] * step[Step.GROUP], step[Step.WIDTH]
     query_QD, room_QT, out_QD = np.empty((Q, D), F), np.empty((Q, TILE), F), np.empty((Q, D), F)
     row_T = np.empty(step[Step.LONGEST] + TILE, np.int64)
-    return query_QD, room_QT, np.empty(Q, F), np.empty(Q, F), out_QD, row_T, np.empty((0, 0), F)[:, :]
+    return query_QD, room_QT, np.empty(Q, F), np.empty(Q, F), out_QD, row_T, np.empty(calls.SIZES, np.int64)
 
 
 @entry
@@ -509,6 +557,7 @@ def run_stages(share, threads, first, last, step, layer_LX, real):
     widest = max(I, outputs)
     room = np.empty(X * widest, np.int16), np.empty(X * widest // BLOCK, F), np.empty(X * widest // BLOCK, F)
     scratch, met = _scratch(step), np.int64(0)
+    arguments = scratch[6]
     rows = normed_XI, *_rounded(room, X, I)
     out_rows = out_XO, *_rounded(room, X, outputs)
     down_rows = (
@@ -524,17 +573,30 @@ def run_stages(share, threads, first, last, step, layer_LX, real):
             norm = layer[Layer.NORM] if number < L * STAGES else step[Step.LAST_NORM]
             _norm_rows(x_XI, norm, real[Real.EPS], rows)
             if number < L * STAGES:
-                _project(step, layer, QUERY, VALUE, outputs + 2 * H * D, threads, sync, ticket, rows, made_XO)
+                _project(
+                    step,
+                    _matrices(layer, QUERY, VALUE),
+                    outputs + 2 * H * D,
+                    threads,
+                    sync,
+                    ticket,
+                    rows,
+                    made_XO,
+                    arguments,
+                )
             else:
                 head = step[Step.HEAD : Step.HEAD + SIZE]
-                _project(step, _alone(head), 0, 0, head[OUT], threads, sync, ticket, rows, _floats(step[Step.LOGITS_XV], X, head[OUT]))
+                logits_XV = _floats(step[Step.LOGITS_XV], X, head[OUT])
+                _project(step, head, head[OUT], threads, sync, ticket, rows, logits_XV, arguments)
         elif stage == 1:
             turn = np.int64(0)
             h = _take(sync, ticket, threads, turn)
             while h < H:
                 _store(step, layer, real, h)
                 if step[Step.CHOOSES] and layer[Layer.LEFT_DENSE] == 0:
-                    _choose(step, layer, real, h)
+                    arguments[0], arguments[1] = step.ctypes.data, layer.ctypes.data
+                    arguments[2], arguments[3] = real.ctypes.data, h
+                    call(step[Step.CHOOSE], arguments.ctypes.data)
                 turn += 1
                 h = _take(sync, ticket, threads, turn)
         elif stage == 2:
@@ -542,13 +604,13 @@ def run_stages(share, threads, first, last, step, layer_LX, real):
         elif stage == 3:
             _join_parts(step, layer, threads, out_XO)
             _round(out_XO, out_rows[1], out_rows[2], out_rows[3])
-            _project(step, layer, OUTPUT, OUTPUT, I, threads, sync, ticket, out_rows, back_XI)
+            _project(step, _matrices(layer, OUTPUT, OUTPUT), I, threads, sync, ticket, out_rows, back_XI, arguments)
         elif stage == 4:
             _add_back(x_XI, back_XI, layer[Layer.AFTER], real[Real.EPS], row)
             _norm_rows(x_XI, layer[Layer.MLP_NORM], real[Real.EPS], rows)
-            _gate(step, layer, threads, sync, ticket, rows)
+            _gate(step, layer, threads, sync, ticket, rows, arguments)
         else:
-            _project(step, layer, DOWN, DOWN, I, threads, sync, ticket, down_rows, back_XI)
+            _project(step, _matrices(layer, DOWN, DOWN), I, threads, sync, ticket, down_rows, back_XI, arguments)
         met = _meet(sync, threads, met)
     if share == 0:
         _copy(x_XI.reshape(X * I), shared_XI.reshape(X * I))
@@ -570,12 +632,3 @@ def _norm_rows(x_XI, norm, eps, rows):
     for x in range(len(x_XI)):
         _norm(x_XI[x], _vector(norm, x_XI.shape[1]), eps, normed_XI[x])
     _round(normed_XI, q_XI, scale_XB, total_XB)
-
-
-@inner
-def _alone(matrix):
-    # a layer's row that has a single matrix
-    row = np.empty(Layer.MATRICES + SIZE, np.int64)
-    for i in range(SIZE):
-        row[Layer.MATRICES + i] = matrix[i]
-    return row

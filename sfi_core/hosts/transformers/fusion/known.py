@@ -22,7 +22,11 @@ GEMMA_NORM = {"2dad5f5760750e09"}
 GEMMA_LAYER = {"eb03c623c021985a"}  # Gemma2DecoderLayer
 GEMMA_ATTENTION = {"348368a8632bbe94": False, "5c514af68ddf0777": True}  # Gemma2Attention, Gemma3Attention; normed?
 MODEL = {
-    "607fef072d27711e", "7082cc645fa7709b", "3e106c8cfc95b78a", "0a3474e701f9cd62", "920e2eb3800bfa8e",
+    "607fef072d27711e",
+    "7082cc645fa7709b",
+    "3e106c8cfc95b78a",
+    "0a3474e701f9cd62",
+    "920e2eb3800bfa8e",
     "128b85c21ad2ae7c",
 }  # fmt: skip - LlamaModel, Qwen2Model, MistralModel, GemmaModel, Gemma2Model, Gemma3TextModel
 CAUSAL_LM = {"f27668f33910885d", "ab8731295151cdf2"}  # LlamaForCausalLM, Gemma2ForCausalLM
