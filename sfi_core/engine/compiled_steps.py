@@ -22,7 +22,7 @@ from sfi_core.policies.base import Selection
 from sfi_kernels.compiled import pool
 from sfi_kernels.matrix import BLOCK, OUT
 from sfi_kernels.numpy_views import KINDS
-from sfi_kernels.step_tables import LAYER_WORDS, STEP_WORDS, TICKETS, Real, Step
+from sfi_kernels.step_tables import TICKETS, Real, Step
 from sfi_kernels.step_tables import Layer as Word
 
 EVIDENCE = 1 << 24  # logits of slow requests that one call leaves, unless one layer has more
@@ -100,6 +100,7 @@ class CompiledSteps:
         run.store.grow(run.batch_pass.longest)
         run.layers.update(self._layers)
         if run.policy.chooses:
+            run.policy.key_width = int(self._step_X[Step.WIDTH])
             for index in self._sparse:
                 run.codes(index, group)
             for index in self._sparse if run.batch_pass.fast else ():

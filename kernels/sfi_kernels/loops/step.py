@@ -348,8 +348,11 @@ def choose(arguments):
     logit_BHG = carray(at_float32(step[Step.LOGIT_BHG]), (B, H, G))
     mean_BHE = carray(at_float32(step[Step.MEAN_BHE]), (B, H, D))
     index_BHK = carray(at_int32(layer[Layer.CHOICE]), (B, H, K))
+    unread_BHC = carray(at_float32(layer[Layer.UNREAD]), (B, H, 2 if step[Step.DIAGNOSES] else 0))
     for b in range(B):
         logit_BHG[b, h], mean_BHE[b, h], index_BHK[b, h] = F(-np.inf), F(0), -1
+        if step[Step.DIAGNOSES]:
+            unread_BHC[b, h, 0], unread_BHC[b, h, 1] = F(0), F(np.nan)
         if step_BX[b, MODE] == FAST:
             place = ((b * H + h) * KEPT + (step_BX[b, LENGTH] - 1) % KEPT) * G
             for g in range(G):
@@ -362,8 +365,7 @@ def choose(arguments):
         carray(at_int32(layer[Layer.CODE_WORD]), (B, H, W, T)),
         carray(at_float32(layer[Layer.CODE_SUM]), (B, H, D)), carray(at_int32(layer[Layer.CODE_SUMMED]), (B, H)),
         carray(at_int32(layer[Layer.POSITIONS]), (B, H, S)), carray(at_int32(layer[Layer.LENGTHS]), (B, H)),
-        index_BHK, logit_BHG, mean_BHE,
-        carray(at_float32(layer[Layer.UNREAD]), (B, H, 2 if step[Step.DIAGNOSES] else 0)),
+        index_BHK, logit_BHG, mean_BHE, unread_BHC,
         real[Real.SCALE], real[Real.REST],
     )  # fmt: skip
 

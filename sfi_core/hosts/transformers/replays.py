@@ -85,9 +85,10 @@ class Replays:
         """Decide whether steps are recorded; raises what `records_steps` raises."""
         self._session, self._cache, self._model, self._patient = session, cache, model, patient
         self._steps: StepGraphs | CompiledSteps | None = None
-        self._missed = ""
+        self._missed, self._eager = "", "graph.eager"
         if session.model.device.type == "cpu" and session.backend == "torch":
             self._tables, self._missed = compiles_steps(session)
+            self._eager = "step.eager"
             self._captures = self._tables is not None
             return
         self._tables, self._captures = None, records_steps(session)
@@ -98,20 +99,20 @@ class Replays:
     def next_step(self, run: Run, tokens: int) -> Iterator[bool]:
         """Say whether the step of so many tokens that the body begins and runs is replayed."""
         if self._tables is not None and tokens > MOST_TOKENS:
-            run.meter.count("graph.eager")
+            run.meter.count(self._eager)
             yield False
             return
         if not self._captures:
             if self._missed:
                 run.meter.not_replayed = self._missed
-                run.meter.count("graph.eager")
+                run.meter.count(self._eager)
             yield False
             return
         steps = self._steps = self._steps or self._begin(run)
         if not audits_next(run):
             yield True
             return
-        run.meter.count("graph.eager")
+        run.meter.count(self._eager)
         with steps.eager_step():
             yield False
 

@@ -1,5 +1,6 @@
 """The tables of a transformers model for compiled steps: where all its modules are known by their source."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -38,7 +39,7 @@ def step_model(model: Any) -> StepModel:
     rows = [_layer_row(layer, holds) for layer in layers]
     attention, mlp = layers[0].self_attn, layers[0].mlp
     kinds = getattr(model.config, "layer_types", None) or ["full_attention"] * len(layers)
-    by_kind = "layer_type" in base.rotary_emb.forward.__code__.co_varnames
+    by_kind = "layer_type" in inspect.signature(base.rotary_emb.forward).parameters
     turned = sorted(set(kinds)) if by_kind else [""]
     layer_LX, step_X, real_X = np.stack(rows), np.zeros(STEP_WORDS, np.int64), np.zeros(len(Real), np.float32)
     layer_LX[:, Layer.ROTATION] = [turned.index(kind if by_kind else "") for kind in kinds]

@@ -1,0 +1,101 @@
+"""Compiled steps on a CPU give the tokens, events and counts of the model's modules one by one."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from sfi_core import AuditConfig, EngineOptions, SfiConfig, generate
+from sfi_core.hosts.transformers import replays
+from tests.architectures import SMALL, prompts, tiny
+from tests.fakes import Listener
+
+pytest.importorskip("numba")
+
+ROWS = prompts(70, 9, 33)
+CHOOSING = SfiConfig(sink=2, recent=6, budget=9, window_prefill=8, trigger_policy="never")
+
+
+def decode(model: Any, policy: str, rows: Any = ROWS, **options: Any) -> tuple[Any, Listener]:
+    seen = Listener()
+    engine = EngineOptions(lossless=options.pop("lossless", False), graphs=options.pop("graphs", None))
+    options = {"max_new_tokens": 24, "stop_token_ids": (), **options}
+    config = CHOOSING if policy == "codescan" else SMALL
+    result = generate(model, None, rows, config, policy=policy, observers=[seen], engine=engine, **options)
+    return result.report, seen
+
+
+def assert_same(label: str, policy: str, **options: Any) -> Any:
+    model = tiny(label)
+    (ours, seen), (plain, also) = decode(model, policy, **options), decode(model, policy, graphs=False, **options)
+    assert "step.compiled" not in plain.paths
+    assert ours.paths["step.compiled"], ours.not_replayed
+    for mine, theirs in zip(ours.requests, plain.requests, strict=True):
+        assert mine.token_ids == theirs.token_ids
+        assert mine.cache_read_ratio == theirs.cache_read_ratio
+        assert mine.slow_at == theirs.slow_at
+    for name in ("selections", "audits", "steps"):
+        assert len(getattr(seen, name)) == len(getattr(also, name))
+    for mine, theirs in zip(seen.selections, also.selections, strict=True):
+        assert (mine.request, mine.step, mine.layer) == (theirs.request, theirs.step, theirs.layer)
+        assert positions(mine) == positions(theirs)
+        assert mine.diagnostics.keys() == theirs.diagnostics.keys()
+        for key, value in mine.diagnostics.items():
+            torch.testing.assert_close(value, theirs.diagnostics[key], rtol=1e-3, atol=1e-4, equal_nan=True)
+    return ours, seen
+
+
+def positions(event: Any) -> list[list[int]]:
+    return [[place for place in head if place >= 0] for head in event.index_HK.tolist()]
+
+
+@pytest.mark.parametrize("policy", ["full-kv", "sfi", "codescan", "snapkv", "streaming-llm"])
+@pytest.mark.parametrize("label", ["qwen2", "qwen3"])  # biases; norms of heads
+def test_a_ragged_batch(label: str, policy: str):
+    ours, _ = assert_same(label, policy)
+    assert ours.paths.get("step.eager", 0) == 0
+
+
+@pytest.mark.parametrize("policy", ["sfi", "codescan"])
+@pytest.mark.parametrize(
+    "options",
+    [{"lossless": True}, {"page_size": 16}, {"max_batch": 2}, {"lossless": True, "max_batch": 2}],
+    ids=["lossless", "pages", "joining", "joining lossless"],
+)
+def test_other_batches(policy: str, options: dict[str, Any]):
+    assert_same("llama", policy, **options)
+
+
+@pytest.mark.parametrize("policy", ["full-kv", "sfi", "codescan"])
+def test_two_threads_share_a_step(monkeypatch: pytest.MonkeyPatch, policy: str):
+    monkeypatch.setattr(replays, "reads_little", lambda *_: False)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr("sfi_kernels.loops.step.PART", 8)
+    assert_same("llama", policy)
+
+
+def test_a_layer_that_is_left_dense():
+    assert_same("llama", "sfi", rows=ROWS[:1])
+
+
+def test_audited_steps_run_module_by_module():
+    ours, seen = assert_same("qwen3", "sfi", audit=AuditConfig(every=5))
+    assert ours.paths["step.eager"]
+    drift = [event.query_cosine_H for event in seen.audits if event.step > 1]
+    assert drift
+    assert all(cosine_H.isfinite().all() for cosine_H in drift)
+
+
+def test_a_model_that_is_not_known_says_so():
+    report, _ = decode(tiny("olmo-2"), "sfi")
+    assert report.not_replayed == "Olmo2DecoderLayer, which compiled steps do not know"
+    assert "step.compiled" not in report.paths
+
+
+def test_a_hooked_module_runs_its_hook():
+    model, seen = tiny("llama"), []
+    handle = model.model.layers[1].mlp.register_forward_hook(lambda *_: seen.append(1))
+    report, _ = decode(model, "full-kv", rows=ROWS[:1])
+    handle.remove()
+    assert len(seen) >= len(report.requests[0].token_ids)
+    assert "LlamaMLP" in report.not_replayed
