@@ -89,18 +89,18 @@ def by_address(function: Callable[[int], None]) -> Any:
     from numba.core.caching import FunctionCache  # noqa: PLC0415
     from numba.core.ccallback import CFunc  # noqa: PLC0415
 
-    class Callee(CFunc):  # type: ignore[misc]
+    class Callee(CFunc):
         @property
-        def address(self) -> int:
+        def address(self: Any) -> int:
             if self._wrapper_address is None:
                 self.compile()
             return int(self._wrapper_address)
 
-        def _compile_uncached(self) -> Any:
+        def _compile_uncached(self: Any) -> Any:
             with event.trigger_event("numba:compile", data={}):
-                return super()._compile_uncached()
+                return vars(CFunc)["_compile_uncached"](self)
 
-    callee = Callee(function, ((types.int64,), types.void), {}, {**OPTIONS})
+    callee: Any = Callee(function, ((types.int64,), types.void), {}, {**OPTIONS})
     with suppress(RuntimeError):
         callee._cache = _kept(FunctionCache, function)  # noqa: SLF001
     return callee

@@ -12,8 +12,22 @@ QUERY, KEY, VALUE, OUTPUT, GATE, UP, DOWN = range(7)  # a layer's matrices
 
 class _Places(IntEnum):
     @staticmethod
-    def _generate_next_value_(name: str, start: int, count: int, last: list[int]) -> int:
+    def _generate_next_value_(_name: str, _start: int, count: int, _last: list[int]) -> int:
         return count
+
+
+class Stage(_Places):
+    """A layer's stages; a last one after those of all layers is the output matrix."""
+
+    PROJECT = auto()
+    STORE = auto()
+    ATTEND = auto()
+    OUTPUT = auto()
+    GATE = auto()
+    DOWN = auto()
+
+
+STAGES = len(Stage)
 
 
 class Step(_Places):

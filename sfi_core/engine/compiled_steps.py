@@ -22,11 +22,10 @@ from sfi_core.policies.base import Selection
 from sfi_kernels.compiled import pool
 from sfi_kernels.matrix import BLOCK, OUT
 from sfi_kernels.numpy_views import KINDS
-from sfi_kernels.step_tables import TICKETS, Real, Step
+from sfi_kernels.step_tables import STAGES, TICKETS, Real, Step
 from sfi_kernels.step_tables import Layer as Word
 
 EVIDENCE = 1 << 24  # logits of slow requests that one call leaves, unless one layer has more
-STAGES = 6  # of a layer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +76,7 @@ class CompiledSteps:
         if all(len(row) == W for row in tokens):
             return logits_XV
         padded = logits_XV.new_zeros(len(brought), W, logits_XV.shape[1])
-        for row, part in enumerate(logits_XV.split([len(row) for row in tokens])):
+        for row, part in enumerate(torch.split(logits_XV, [len(row) for row in tokens])):
             padded[row, W - len(part) :] = part
         return padded.flatten(0, 1)
 
@@ -244,7 +243,8 @@ class CompiledSteps:
 
     def _call(self, first: int, last: int) -> None:
         from sfi_kernels.loops import calls  # noqa: PLC0415 - brings numba
-        from sfi_kernels.loops.step import choose, run_stages  # noqa: PLC0415
+        from sfi_kernels.loops.step import run_stages  # noqa: PLC0415
+        from sfi_kernels.loops.step_heads import choose  # noqa: PLC0415
 
         step = self._step_X
         if not step[Step.PRODUCT]:

@@ -114,7 +114,7 @@ def _norm(module: Any, holds: list[Any]) -> int:
     gemma = sources.digest(type(module).forward) in sources.GEMMA_NORM
     weight = (1.0 + module.weight.detach().float() if gemma else module.weight.detach().float()).contiguous()
     holds.append(weight)
-    return weight.data_ptr()
+    return int(weight.data_ptr())
 
 
 def _eps(norm: Any) -> float:

@@ -70,7 +70,7 @@ def test_other_batches(policy: str, options: dict[str, Any]):
 def test_two_threads_share_a_step(monkeypatch: pytest.MonkeyPatch, policy: str):
     monkeypatch.setattr(replays, "reads_little", lambda *_: False)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    monkeypatch.setattr("sfi_kernels.loops.step.PART", 8)
+    monkeypatch.setattr("sfi_kernels.loops.step_attention.PART", 8)
     assert_same("llama", policy)
 
 
