@@ -211,6 +211,7 @@ class RunReport:
         kv_tiers: The bytes under a device budget; None without one.
         not_replayed: Why a device that has CUDA graphs ran decoding steps without them, unless the user asked
             for that; empty otherwise.
+        not_compiled: Why a CPU ran decoding steps module by module, where numba compiles and the user did not ask for it.
         fused: Number of the model's modules that ran as our fused kernels, by class.
         settings: Those that the policy ran with and that differ from the defaults.
         left_alone: Number of norms, MLPs, attentions and decoder layers that were not fused, by class.
@@ -225,6 +226,7 @@ class RunReport:
     kernels: list[KernelReport]
     kv_tiers: TierReport | None = None
     not_replayed: str = ""
+    not_compiled: str = ""
     fused: dict[str, int] = field(default_factory=dict)
     left_alone: dict[str, int] = field(default_factory=dict)
     recording_seconds: float = 0.0
@@ -249,6 +251,7 @@ class RunReport:
             kernels=KernelReport.of(meter.kernels),
             kv_tiers=TierReport.of(run),
             not_replayed=meter.not_replayed,
+            not_compiled=meter.not_compiled,
             recording_seconds=meter.recording_seconds,
             compiling_seconds=meter.compiling_seconds,
             steady_tokens_per_second=decoded / steady if steady else 0.0,

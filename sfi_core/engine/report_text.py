@@ -16,7 +16,7 @@ def run_lines(report: Mapping[str, Any]) -> list[str]:
         *fused_lines(report["fused"], report["left_alone"]),
         f"run          {speed_words(report)}",
         *compiled_lines(report["compiling_seconds"]),
-        *launch_lines(report["paths"], report["not_replayed"]),
+        *launch_lines(report),
     ]
 
 
@@ -76,14 +76,16 @@ def compiled_lines(seconds: float) -> list[str]:
     return [f"compiled     {seconds:.1f} s for this processor, once; in no time above"] if seconds > COMPILED else []
 
 
-def launch_lines(paths: Mapping[str, int], not_replayed: str) -> list[str]:
-    """Count the steps replayed as CUDA graphs; say why steps were not that should have been."""
-    replayed, eager = (paths.get(f"graph.{how}", 0) for how in ("replay", "eager"))
+def launch_lines(report: Mapping[str, Any]) -> list[str]:
+    """Count the steps replayed as CUDA graphs; say why steps were not, or were not compiled, that should have been."""
+    replayed, eager = (report["paths"].get(f"graph.{how}", 0) for how in ("replay", "eager"))
     lines = (
         [f"steps        {replayed:,} replayed as CUDA graphs, {eager:,} one kernel after the other"] if replayed else []
     )
-    if not_replayed:
-        lines.append(f"warning      steps ran one kernel after the other: {not_replayed}")
+    if report["not_replayed"]:
+        lines.append(f"warning      steps ran one kernel after the other: {report['not_replayed']}")
+    if report["not_compiled"]:
+        lines.append(f"steps        module by module: {report['not_compiled']}")
     return lines
 
 

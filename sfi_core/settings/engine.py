@@ -69,7 +69,8 @@ class EngineOptions:
         "slow step selects for all layers in one call at its end, as a CPU always does.",
     )
     graphs: bool | None = setting(
-        None, "Replay whole decoding steps as CUDA graphs; none does so where the run's options allow it."
+        None,
+        "Replay whole decoding steps as CUDA graphs, on a CPU each as one compiled call; none does so where it can.",
     )
     lossless: bool = setting(
         False, "Generate full attention's own tokens: fast steps draft, slow steps verify what they drafted."

@@ -267,7 +267,7 @@ def test_a_run_whose_steps_were_not_replayed_ends_with_a_warning():
     document = {
         "model": "m", "preset": "default", "config": SfiConfig().to_dict(),
         "requests": [], "kv_tiers": None, "policy": "quest", "prefill_seconds": 1.0, "decode_seconds": 2.0,
-        "decode_tokens_per_second": 3.0, "peak_memory_bytes": 4, "advice": None, "not_replayed": "",
+        "decode_tokens_per_second": 3.0, "peak_memory_bytes": 4, "advice": None, "not_replayed": "", "not_compiled": "",
         "is_lossless": False, "recording_seconds": 0.1, "compiling_seconds": 0.0, "steady_tokens_per_second": 3.0,
         "fused": {}, "left_alone": {}, "paths": {"triton.pack": 2},
     }  # fmt: skip

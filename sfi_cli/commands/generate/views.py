@@ -48,7 +48,7 @@ def report_lines(document: dict[str, Any]) -> list[str]:
     lines += tier_lines(document["kv_tiers"])
     lines += fused_lines(document["fused"], document["left_alone"])
     lines += _speed_lines(document)
-    return lines + launch_lines(document["paths"], document["not_replayed"])
+    return lines + launch_lines(document)
 
 
 def _verdict(document: dict[str, Any]) -> str:

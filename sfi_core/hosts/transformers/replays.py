@@ -20,7 +20,7 @@ from sfi_core.hosts.transformers.session import Session
 from sfi_core.hosts.transformers.step_model import UnknownError, step_model
 from sfi_core.machine.threads import SMALL_BYTES, one_thread
 from sfi_core.models.describe import ModelWeights
-from sfi_core.observers.observer import EVERY_SPAN
+from sfi_core.observers.observer import EVERY_SPAN, SPANS
 from sfi_core.policies.base import EvidencePolicy
 from sfi_kernels.compiled import why_not
 
@@ -104,8 +104,11 @@ class Replays:
             return
         if not self._captures:
             if self._missed:
-                run.meter.not_replayed = self._missed
                 run.meter.count(self._eager)
+                if self._eager == "step.eager":
+                    run.meter.not_compiled = self._missed
+                else:
+                    run.meter.not_replayed = self._missed
             yield False
             return
         steps = self._steps = self._steps or self._begin(run)
@@ -147,7 +150,7 @@ def compiles_steps(session: Session) -> tuple[StepModel | None, str]:
     """
     if session.engine.graphs:
         raise BackendError("CUDA graphs need a CUDA device, got cpu; use --set engine.graphs=false")
-    if session.engine.graphs is False or why_not():
+    if session.engine.graphs is False or why_not() or SPANS in session.observer.wants:
         return None, ""
     policy = session.policy
     otherwise = (policy.selects_before or policy.selects_after) and not isinstance(policy, EvidencePolicy)

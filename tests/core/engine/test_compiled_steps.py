@@ -29,7 +29,7 @@ def assert_same(label: str, policy: str, **options: Any) -> Any:
     model = tiny(label)
     (ours, seen), (plain, also) = decode(model, policy, **options), decode(model, policy, graphs=False, **options)
     assert "step.compiled" not in plain.paths
-    assert ours.paths["step.compiled"], ours.not_replayed
+    assert ours.paths["step.compiled"], ours.not_compiled
     for mine, theirs in zip(ours.requests, plain.requests, strict=True):
         assert mine.token_ids == theirs.token_ids
         assert mine.cache_read_ratio == theirs.cache_read_ratio
@@ -88,7 +88,7 @@ def test_audited_steps_run_module_by_module():
 
 def test_a_model_that_is_not_known_says_so():
     report, _ = decode(tiny("olmo-2"), "sfi")
-    assert report.not_replayed == "Olmo2DecoderLayer, which compiled steps do not know"
+    assert report.not_compiled == "Olmo2DecoderLayer, which compiled steps do not know"
     assert "step.compiled" not in report.paths
 
 
@@ -98,4 +98,4 @@ def test_a_hooked_module_runs_its_hook():
     report, _ = decode(model, "full-kv", rows=ROWS[:1])
     handle.remove()
     assert len(seen) >= len(report.requests[0].token_ids)
-    assert "LlamaMLP" in report.not_replayed
+    assert "LlamaMLP" in report.not_compiled
