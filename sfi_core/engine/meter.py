@@ -83,7 +83,8 @@ class Meter:
     """The counters and the clock of one run; times are of `sfi_kernels.compiled.clock`.
 
     Calls of attention and maintenance are counted in `paths`, requests x layers x steps, and launches of
-    Triton kernels in `kernels`, by layer or under `WHOLE_STEP`. `not_replayed` and `not_compiled` are those of `RunReport`;
+    Triton kernels in `kernels`, by layer or under `WHOLE_STEP`. `not_replayed` and `not_compiled` are those of
+    `RunReport`;
     `replayed` says whether the step under way was replayed as a CUDA graph. `row_bytes` are the number of
     layers counted, and a token's bytes of keys and values: in those layers that are always dense, and in the
     others. `recalled` counts rows from the host by the bytes of a row, int64, on the device.

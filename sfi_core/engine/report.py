@@ -211,7 +211,7 @@ class RunReport:
         kv_tiers: The bytes under a device budget; None without one.
         not_replayed: Why a device that has CUDA graphs ran decoding steps without them, unless the user asked
             for that; empty otherwise.
-        not_compiled: Why a CPU ran decoding steps module by module, where numba compiles and the user did not ask for it.
+        not_compiled: Why a CPU with numba ran decoding steps module by module, unless the user asked for that.
         fused: Number of the model's modules that ran as our fused kernels, by class.
         settings: Those that the policy ran with and that differ from the defaults.
         left_alone: Number of norms, MLPs, attentions and decoder layers that were not fused, by class.
