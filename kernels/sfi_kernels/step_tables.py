@@ -99,6 +99,9 @@ class Layer(_Places):
     KEYS = auto()  # pages, of the kind of the step
     VALUES = auto()
     NORMS = auto()
+    WINDOW = auto()  # tokens of a sliding window, whose rows lie in a buffer instead of pages; 0 for none
+    WINDOW_ROOM = auto()  # rows of the buffer for a head
+    WINDOW_START = auto()  # position of its first row
     PACKED_KEYS = auto()  # the packed segment, of the kind of the step
     PACKED_VALUES = auto()
     POSITIONS = auto()  # int32

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -46,19 +46,33 @@ class StepModel:
     holds: Any
 
 
+class Windows(Protocol):
+    """The sliding windows of the host's layers."""
+
+    layers: list[int]
+
+    def locate(self, table_LX: Any, length: int) -> None:
+        """Write where the layers' rows are for a step that appends the last of `length` tokens."""
+
+    def leave(self) -> None:
+        """Let the host's modules go on with the windows."""
+
+
 class CompiledSteps:
     """The decoding steps of one run; `threads` share each."""
 
     given_up = ""
 
-    def __init__(self, run: Run, model: StepModel, threads: int) -> None:
+    def __init__(self, run: Run, model: StepModel, threads: int, windows: Windows) -> None:
         """Take over a run's decoding steps, after its prompts."""
+        self._windows = windows
         self._run, self._model, self._threads = run, model, threads
         self._step_X, self._layer_LX, self._real_X = model.step_X.copy(), model.layer_LX.copy(), model.real_X.copy()
         self._real_X[Real.REST] = run.policy.config.codescan.rest
-        self._layers = range(len(self._layer_LX))
+        self._layers = [layer for layer in range(len(self._layer_LX)) if layer not in windows.layers]
         self._sparse = [layer for layer in self._layers if layer not in run.policy.config.dense_layers]
-        self._layer_LX[list(run.policy.config.dense_layers), Word.LEFT_DENSE] = 1
+        self._layer_LX[:, Word.LEFT_DENSE] = 1
+        self._layer_LX[self._sparse, Word.LEFT_DENSE] = 0
         self._buffers: dict[str, torch.Tensor] = {}
         self._known: list[Any] = []  # tensors whose addresses the tables have
         self._keeps = False  # whether the last step left its queries for an audit
@@ -89,8 +103,9 @@ class CompiledSteps:
         for watcher in self._run.watchers:
             if self._keeps and isinstance(watcher, Audit):
                 queries = self._buffers["queries"]
-                watcher.take_queries(self._run.requests, dict(zip(self._layers, queries, strict=True)))
+                watcher.take_queries(self._run.requests, {layer: queries[layer] for layer in self._layers})
         self._keeps = False
+        self._windows.leave()
         yield
 
     def _prepare(self) -> None:
@@ -145,8 +160,9 @@ class CompiledSteps:
         policy, slow = run.policy, run.batch_pass.slow
         step[Step.IN_PLACE], step[Step.CHOOSES] = run.in_place, policy.chooses
         step[Step.SLOW], step[Step.DIAGNOSES] = len(slow), SelectionEvent in run.observer.wants
-        last = len(self._layers) * STAGES + 1
-        if not (slow and policy.refreshes()):
+        last = len(self._layer_LX) * STAGES + 1
+        self._windows.locate(self._layer_LX, run.batch_pass.longest)
+        if not (slow and policy.refreshes() and self._sparse):
             self._layer_LX[:, Word.EVIDENCE] = 0
             self._call(0, last)
         else:
@@ -161,15 +177,16 @@ class CompiledSteps:
         run, step, slow = self._run, self._step_X, self._run.batch_pass.slow
         size = len(slow), int(step[Step.HEADS]), int(step[Step.GROUP]), run.batch_pass.longest
         together = max(1, EVIDENCE // int(np.prod(size)))
-        for first in range(0, len(self._layers), together):
-            layers = self._layers[first : first + together]
+        begin = 0
+        for first in range(0, len(self._sparse), together):
+            layers = self._sparse[first : first + together]
             logits_LRHGT = torch.empty(len(layers), *size)
-            self._layer_LX[layers.start : layers.stop, Word.EVIDENCE] = [part.data_ptr() for part in logits_LRHGT]
-            ends = layers.stop == len(self._layers)
-            self._call(first * STAGES, last if ends else layers.stop * STAGES)
+            self._layer_LX[layers, Word.EVIDENCE] = [part.data_ptr() for part in logits_LRHGT]
+            end = last if layers[-1] == self._sparse[-1] else (layers[-1] + 1) * STAGES
+            self._call(begin, end)
+            begin = end
             for index, logits_RHGT in zip(layers, logits_LRHGT, strict=True):
-                if index in self._sparse:
-                    self._hand_over(index, logits_RHGT)
+                self._hand_over(index, logits_RHGT)
 
     def _hand_over(self, index: int, logits_RHGT: torch.Tensor) -> None:
         run = self._run
@@ -205,13 +222,13 @@ class CompiledSteps:
         run, step = self._run, self._step_X
         B, longest = run.store.batch, run.batch_pass.longest
         step[[Step.TOKENS, Step.REQUESTS, Step.QUERIES, Step.LONGEST]] = X, B, most, longest
-        pages = run.store.pages(0).key_PHND
+        pages = run.store.pages(self._layers[0]).key_PHND
         step[Step.PAGE], step[Step.TABLE] = pages.shape[2], run.store.block_table_BP.shape[1]
         step[Step.KIND] = KINDS[pages.dtype]
         sizes = (Step.HIDDEN, Step.HEADS, Step.GROUP, Step.WIDTH, Step.INNER)
         hidden, H, G, D, M = (int(step[size]) for size in sizes)
         items, K = B * H * 2 * self._threads, int(step[Step.BUDGET]) if run.policy.chooses else 0
-        L, kept = len(self._layers), run.audit is not None
+        L, kept = len(self._layer_LX), run.audit is not None
         shapes: dict[str, tuple[Any, tuple[int, ...], torch.dtype]] = {
             "sync": (Step.SYNC, (TICKETS + L * STAGES + 1,), torch.int64),
             "made": (Step.MADE_XO, (X, (H * G + 2 * H) * D), torch.float32),

@@ -8,7 +8,7 @@ from sfi_kernels.loops.attention import end_head, start_head
 from sfi_kernels.loops.calls import call
 from sfi_kernels.loops.products import at_int32
 from sfi_kernels.loops.rows import TILE
-from sfi_kernels.loops.step_views import blocks, copy, floats, page_row, requests, vector
+from sfi_kernels.loops.step_views import blocks, copy, floats, page_row, requests, row_of, vector
 from sfi_kernels.loops.threads import take
 from sfi_kernels.loops.vectors import F, add_row, bits_of, exp, inner
 from sfi_kernels.step_descriptor import ALLOWED_STOP, EVIDENCE, LENGTH, MODE, QUERIES, SLOW
@@ -56,17 +56,19 @@ def attend(step, layer, real, work, scratch):
 @inner
 def _read_all(step, layer, cap, b, h, part, parts, Q, scratch):
     # a part of all tokens that the queries of a request see, causally; its last one's logits are the evidence
-    H, G, N, step_BX, row_T = step[Step.HEADS], step[Step.GROUP], step[Step.PAGE], requests(step), scratch[5]
-    W, block_P = step_BX[b, QUERIES], blocks(step)[b]
+    H, G, step_BX, row_T = step[Step.HEADS], step[Step.GROUP], requests(step), scratch[5]
+    W = step_BX[b, QUERIES]
     seen = step_BX[b, LENGTH] - W + 1  # by all queries
-    begin, end, evidence = seen * part // parts, seen * (part + 1) // parts, np.int64(0)
+    low = max(seen - layer[Layer.WINDOW], 0) if layer[Layer.WINDOW] else np.int64(0)
+    begin, end = low + (seen - low) * part // parts, low + (seen - low) * (part + 1) // parts
+    evidence = np.int64(0)
     if layer[Layer.EVIDENCE] != 0 and layer[Layer.LEFT_DENSE] == 0:
         evidence = layer[Layer.EVIDENCE] + 4 * (step_BX[b, EVIDENCE] * H + h) * G * step[Step.LONGEST]
     for t in range(begin, end):
-        row_T[t - begin] = page_row(block_P, H, h, N, t)
+        row_T[t - begin] = row_of(step, layer, b, h, t)
     _read(step, layer, Layer.KEYS, cap, row_T, end - begin, 0, Q, evidence, begin, scratch)
     for w in range(1, W if part == parts - 1 else 0):  # what only later queries see
-        row_T[0] = page_row(block_P, H, h, N, seen - 1 + w)
+        row_T[0] = row_of(step, layer, b, h, seen - 1 + w)
         _read(step, layer, Layer.KEYS, cap, row_T, 1, w * G, Q - w * G, evidence, seen - 1 + w, scratch)
 
 

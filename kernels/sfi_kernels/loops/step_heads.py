@@ -7,7 +7,7 @@ from sfi_kernels.code_scan.codes import KEPT, SLOTS
 from sfi_kernels.compiled import by_address
 from sfi_kernels.loops.codes import code_scan
 from sfi_kernels.loops.products import at_float32, at_int32, at_int64, at_uint16
-from sfi_kernels.loops.step_views import blocks, copy, floats, page_row, pages, put, requests, rms_norm, vector
+from sfi_kernels.loops.step_views import blocks, copy, floats, pages, put, requests, rms_norm, row_of, vector
 from sfi_kernels.loops.vectors import F, dot, inner
 from sfi_kernels.step_descriptor import FAST, LENGTH, MODE, QUERIES
 from sfi_kernels.step_tables import LAYER_WORDS, STEP_WORDS, Layer, Real, Step
@@ -27,8 +27,8 @@ def _rotate(x, cos, sin):
 @inner
 def store(step, layer, real, h):
     # norm and rotate a KV head's queries and keys, append its keys and values, and choose
-    H, G, D, N, X = step[Step.HEADS], step[Step.GROUP], step[Step.WIDTH], step[Step.PAGE], step[Step.TOKENS]
-    kind, step_BX, block_BP = step[Step.KIND], requests(step), blocks(step)
+    H, G, D, X = step[Step.HEADS], step[Step.GROUP], step[Step.WIDTH], step[Step.TOKENS]
+    kind, step_BX = step[Step.KIND], requests(step)
     key_YD, value_YD, half_key_YD, half_value_YD = pages(step, layer, Layer.KEYS, Layer.VALUES)
     turns = 4 * layer[Layer.ROTATION] * X * D
     cos_XD, sin_XD = floats(step[Step.COS] + turns, X, D), floats(step[Step.SIN] + turns, X, D)
@@ -48,7 +48,7 @@ def store(step, layer, real, h):
                     copy(head, last_BHGD[b, h, j])  # the last token's stays
             key = made_XO[x, (H * G + h) * D : (H * G + h + 1) * D]
             value = made_XO[x, (H * G + H + h) * D : (H * G + H + h + 1) * D]
-            to = page_row(block_BP[b], H, h, N, step_BX[b, LENGTH] - step_BX[b, QUERIES] + w)
+            to = row_of(step, layer, b, h, step_BX[b, LENGTH] - step_BX[b, QUERIES] + w)
             norm_Y[to] = np.sqrt(dot(key, key))
             put(kind, key, key_YD, half_key_YD, to)
             put(kind, value, value_YD, half_value_YD, to)

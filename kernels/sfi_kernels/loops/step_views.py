@@ -10,7 +10,7 @@ from numba.extending import intrinsic
 from sfi_kernels.loops.products import at_float32, at_int32, at_uint16
 from sfi_kernels.loops.vectors import BFLOAT16, FLOAT32, F, bits_of, inner
 from sfi_kernels.step_descriptor import WORDS
-from sfi_kernels.step_tables import Step
+from sfi_kernels.step_tables import Layer, Step
 
 
 @inner
@@ -41,6 +41,14 @@ def pages(step, layer, keys, values):
         carray(at_float32(layer[keys]), (rows, D)), carray(at_float32(layer[values]), (rows, D)),
         carray(at_uint16(layer[keys]), (rows, D)), carray(at_uint16(layer[values]), (rows, D)),
     )  # fmt: skip
+
+
+@inner
+def row_of(step, layer, b, h, place):
+    # the number of a token's row among the keys of a layer; a window has one request
+    if layer[Layer.WINDOW]:
+        return h * layer[Layer.WINDOW_ROOM] + place - layer[Layer.WINDOW_START]
+    return page_row(blocks(step)[b], step[Step.HEADS], h, step[Step.PAGE], np.int64(place))
 
 
 @inner

@@ -18,6 +18,7 @@ from sfi_core.errors import BackendError, ConfigError, SfiError
 from sfi_core.hosts.transformers.cache import CACHE_NAME, SfiCache
 from sfi_core.hosts.transformers.session import Session
 from sfi_core.hosts.transformers.step_model import UnknownError, step_model
+from sfi_core.hosts.transformers.windows import Windows
 from sfi_core.machine.threads import SMALL_BYTES, one_thread
 from sfi_core.models.describe import ModelWeights
 from sfi_core.observers.observer import EVERY_SPAN, SPANS
@@ -31,7 +32,7 @@ class ModelPass:
     """The passes of a session's model over the cache of a run of `batch` rows."""
 
     def __init__(self, session: Session, cache: SfiCache, batch: int) -> None:
-        self._session, self._cache = session, cache
+        self._session, self._cache, self.batch = session, cache, batch
         parameters = inspect.signature(session.model.forward).parameters
         self._options = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
         self._small = cache.capacity is not None and reads_little(session, batch, cache.capacity)
@@ -87,7 +88,7 @@ class Replays:
         self._steps: StepGraphs | CompiledSteps | None = None
         self._missed, self._eager = "", "graph.eager"
         if session.model.device.type == "cpu" and session.backend == "torch":
-            self._tables, self._missed = compiles_steps(session)
+            self._tables, self._missed = compiles_steps(session, model.batch)
             self._eager = "step.eager"
             self._captures = self._tables is not None
             return
@@ -121,7 +122,7 @@ class Replays:
 
     def _begin(self, run: Run) -> StepGraphs | CompiledSteps:
         if self._tables is not None:
-            return CompiledSteps(run, self._tables, self._model.threads)
+            return CompiledSteps(run, self._tables, self._model.threads, Windows(self._cache))
         made = recorder.make_recorder(run.device)
         required = bool(self._session.engine.graphs)
         return StepGraphs(run, self._model.planned, made, required=required, patient=self._patient)
@@ -143,7 +144,7 @@ class Replays:
             self._steps.ahead(token_B)
 
 
-def compiles_steps(session: Session) -> tuple[StepModel | None, str]:
+def compiles_steps(session: Session, batch: int) -> tuple[StepModel | None, str]:
     """Return the tables of a session's compiled steps on a CPU, or None and why steps are not compiled.
 
     Raise `BackendError` if graphs are asked for: a CPU has none.
@@ -152,10 +153,11 @@ def compiles_steps(session: Session) -> tuple[StepModel | None, str]:
         raise BackendError("CUDA graphs need a CUDA device, got cpu; use --set engine.graphs=false")
     if session.engine.graphs is False or why_not() or SPANS in session.observer.wants:
         return None, ""
-    policy = session.policy
+    policy, windows = session.policy, any(shape.window for shape in session.shapes())
     otherwise = (policy.selects_before or policy.selects_after) and not isinstance(policy, EvidencePolicy)
     reasons = {
         **common_reasons(session),
+        "sliding windows in a lossless run or of several requests": windows and (batch > 1 or session.engine.lossless),
         f"policy {session.policy_name}, which selects with more than the evidence": otherwise and not policy.chooses,
         "a model of another dtype than float32": session.model.dtype != torch.float32,
     }
@@ -196,6 +198,7 @@ def refusal(session: Session) -> SfiError | None:
         f"policy {session.policy_name}, which selects with more than the evidence": (
             policy.selects_after and not policy.chooses and not isinstance(policy, EvidencePolicy)
         ),
+        "layers of sliding windows, whose cache moves": any(shape.window for shape in session.shapes()),
         **common_reasons(session),
     }
     for reason, holds in reasons.items():
@@ -210,7 +213,6 @@ def common_reasons(session: Session) -> dict[str, bool]:
     return {
         "tensor parallelism, whose ranks call each other": session.ranks.size > 1,
         "an audit of every step": session.audit is not None and session.audit.every == 1,
-        "layers of sliding windows, whose cache moves": any(shape.window for shape in shapes),
         "layers with a state, which recording a step would advance": any(shape.state_bytes for shape in shapes),
         "kv_device_budget, whose pages come and go": session.engine.kv_device_budget is not None,
         "spans inside the step, as trace.spans=true records": EVERY_SPAN in session.observer.wants,
