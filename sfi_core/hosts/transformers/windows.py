@@ -23,18 +23,14 @@ class _Window:
 
 
 class Windows:
-    """The sliding-window layers of a cache."""
+    """The sliding-window layers of a cache; `layers` are their numbers."""
 
     def __init__(self, cache: SfiCache) -> None:
         """Find the layers; nothing is copied yet."""
         self._layers = {n: layer for n, layer in enumerate(cache.layers) if getattr(layer, "is_sliding", False)}
+        self.layers = list(self._layers)
         self._windows: dict[int, _Window] = {}
         self._length = 0
-
-    @property
-    def layers(self) -> list[int]:
-        """The layers' numbers."""
-        return list(self._layers)
 
     def locate(self, table_LX: Any, length: int) -> None:
         """Write where the layers' rows are for a step that appends the last of `length` tokens."""

@@ -67,6 +67,20 @@ def test_other_batches(policy: str, options: dict[str, Any]):
 
 
 @pytest.mark.parametrize("policy", ["full-kv", "sfi", "codescan"])
+@pytest.mark.parametrize(
+    ("policy", "options"),
+    [("sfi", {}), ("codescan", {"rows": prompts(70, 30), "max_batch": 1}), ("sfi", {"audit": AuditConfig(every=5)})],
+    ids=["sfi", "one after the other", "audited"],
+)
+def test_sliding_windows_of_one_request(policy: str, options: dict[str, Any]):
+    assert_same("gemma-3", policy, **{"rows": ROWS[:1], **options})
+
+
+def test_a_window_that_moves_in_its_buffer(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("sfi_core.hosts.transformers.windows.SPARE", 3)
+    assert_same("gemma-2", "full-kv", rows=ROWS[:1])  # and soft caps
+
+
 def test_two_threads_share_a_step(monkeypatch: pytest.MonkeyPatch, policy: str):
     monkeypatch.setattr(replays, "reads_little", lambda *_: False)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
@@ -74,8 +88,12 @@ def test_two_threads_share_a_step(monkeypatch: pytest.MonkeyPatch, policy: str):
     assert_same("llama", policy)
 
 
-def test_a_layer_that_is_left_dense():
-    assert_same("llama", "sfi", rows=ROWS[:1])
+@pytest.mark.parametrize("policy", ["sfi", "codescan"])
+def test_a_layer_that_is_left_dense(monkeypatch: pytest.MonkeyPatch, policy: str):
+    dense = {name: globals()[name].replace(dense_layers=(0,)) for name in ("SMALL", "CHOOSING")}
+    for name, config in dense.items():
+        monkeypatch.setitem(globals(), name, config)
+    assert_same("llama", policy, rows=ROWS[:2])
 
 
 def test_audited_steps_run_module_by_module():
