@@ -66,7 +66,6 @@ def test_other_batches(policy: str, options: dict[str, Any]):
     assert_same("llama", policy, **options)
 
 
-@pytest.mark.parametrize("policy", ["full-kv", "sfi", "codescan"])
 @pytest.mark.parametrize(
     ("policy", "options"),
     [("sfi", {}), ("codescan", {"rows": prompts(70, 30), "max_batch": 1}), ("sfi", {"audit": AuditConfig(every=5)})],
@@ -81,6 +80,7 @@ def test_a_window_that_moves_in_its_buffer(monkeypatch: pytest.MonkeyPatch):
     assert_same("gemma-2", "full-kv", rows=ROWS[:1])  # and soft caps
 
 
+@pytest.mark.parametrize("policy", ["full-kv", "sfi", "codescan"])
 def test_two_threads_share_a_step(monkeypatch: pytest.MonkeyPatch, policy: str):
     monkeypatch.setattr(replays, "reads_little", lambda *_: False)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
