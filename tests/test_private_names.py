@@ -15,6 +15,7 @@ from tests.test_layers import MAY_IMPORT, ROOT, sources
 
 PRIVATE = "sfi_core/machine/private.py"
 COMPILED = import_module("numba").njit(lambda: None) if find_spec("numba") else None
+CACHED = import_module("numba.core.caching").FunctionCache(sources) if find_spec("numba") else None
 # what has a name, and the one file that uses it, which says why no public name does
 LISTED: dict[str, tuple[Any, str]] = {
     "_attn_implementation": (PreTrainedConfig, PRIVATE),
@@ -25,6 +26,7 @@ LISTED: dict[str, tuple[Any, str]] = {
     "_python_dispatch": (torch.utils, PRIVATE),
     # sfi_kernels cannot import sfi_core
     "_cache": (COMPILED, "kernels/sfi_kernels/compiled.py"),
+    "_cache_file": (CACHED, "kernels/sfi_kernels/compiled.py"),
     "_scaled_dot_product_flash_attention_for_cpu": (torch.ops.aten, "kernels/sfi_kernels/partial_attention.py"),
 }
 DOCUMENTED = {"_exit", "_replace"}  # os._exit, and that of named tuples
