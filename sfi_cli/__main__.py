@@ -1,8 +1,11 @@
 """Entry of the command line, which imports nothing before it can answer Ctrl-C."""
 
+import os
 import sys
 
 INTERRUPTED = 130
+# OpenMP's threads sleep once a matrix product is done, and leave the cores to compiled loops; read when torch loads
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 def main() -> None:

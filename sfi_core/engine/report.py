@@ -212,6 +212,7 @@ class RunReport:
         not_replayed: Why a device that has CUDA graphs ran decoding steps without them, unless the user asked
             for that; empty otherwise.
         not_compiled: Why a CPU with numba ran decoding steps module by module, unless the user asked for that.
+        not_blocks: Why matrices of a GGUF file are unpacked, by name, and under "" why all are.
         fused: Number of the model's modules that ran as our fused kernels, by class.
         settings: Those that the policy ran with and that differ from the defaults.
         left_alone: Number of norms, MLPs, attentions and decoder layers that were not fused, by class.
@@ -227,6 +228,7 @@ class RunReport:
     kv_tiers: TierReport | None = None
     not_replayed: str = ""
     not_compiled: str = ""
+    not_blocks: dict[str, str] = field(default_factory=dict)
     fused: dict[str, int] = field(default_factory=dict)
     left_alone: dict[str, int] = field(default_factory=dict)
     recording_seconds: float = 0.0

@@ -17,6 +17,7 @@ def run_lines(report: Mapping[str, Any]) -> list[str]:
         f"run          {speed_words(report)}",
         *compiled_lines(report["compiling_seconds"]),
         *launch_lines(report),
+        *weight_lines(report["not_blocks"]),
     ]
 
 
@@ -87,6 +88,15 @@ def launch_lines(report: Mapping[str, Any]) -> list[str]:
     if report["not_compiled"]:
         lines.append(f"steps        module by module: {report['not_compiled']}")
     return lines
+
+
+def weight_lines(not_blocks: Mapping[str, str]) -> list[str]:
+    """Say why matrices of a GGUF file are unpacked; [] if none is."""
+    if not not_blocks:
+        return []
+    name, why = next(iter(not_blocks.items()))
+    more = f", and {len(not_blocks) - 1} more" * (len(not_blocks) > 1)
+    return [f"weights      {name or 'all matrices'} unpacked: {why}{more}"]
 
 
 def read_words(cache_read: float | None, attended: float | None, chosen: float | None) -> str:

@@ -1,7 +1,7 @@
 """Weight matrices on a CPU, where PyTorch's own product is slow; other ways give the same sums in float32.
 
-- For a few rows, as in a decoding step, a matrix is read as it lies, in loops that numba compiles: float32 at twice
-    the speed of PyTorch's product, 16 bits where the CPU has no arithmetic for them, and for a single row anyway.
+- For a few rows, as in a decoding step, a matrix is read as it lies, in loops that numba compiles: float32,
+    16 bits where the CPU has no arithmetic for them, and for a single row anyway.
 - For many rows, as in a prompt, on a CPU without arithmetic of a 16-bit dtype, any x86 without AVX-512, pieces of the
     matrix become float32.
 

@@ -267,7 +267,8 @@ def test_a_run_whose_steps_were_not_replayed_ends_with_a_warning():
     document = {
         "model": "m", "preset": "default", "config": SfiConfig().to_dict(),
         "requests": [], "kv_tiers": None, "policy": "quest", "prefill_seconds": 1.0, "decode_seconds": 2.0,
-        "decode_tokens_per_second": 3.0, "peak_memory_bytes": 4, "advice": None, "not_replayed": "", "not_compiled": "",
+        "decode_tokens_per_second": 3.0, "peak_memory_bytes": 4, "advice": None, "not_replayed": "",
+        "not_compiled": "", "not_blocks": {},
         "is_lossless": False, "recording_seconds": 0.1, "compiling_seconds": 0.0, "steady_tokens_per_second": 3.0,
         "fused": {}, "left_alone": {}, "paths": {"triton.pack": 2},
     }  # fmt: skip
@@ -277,6 +278,8 @@ def test_a_run_whose_steps_were_not_replayed_ends_with_a_warning():
     assert replayed == [*lines, told]
     warned = report_lines({**document, "not_replayed": "the model waits"})
     assert warned == [*lines, "warning      steps ran one kernel after the other: the model waits"]
+    unpacked = report_lines({**document, "not_compiled": "a reason", "not_blocks": {"a": "b", "c": "d"}})
+    assert unpacked[-2:] == ["steps        module by module: a reason", "weights      a unpacked: b, and 1 more"]
     full = {**document, "policy": "full-kv", "steady_tokens_per_second": 1.0, "recording_seconds": 0.0}
     compared = report_lines({**document, "recording_seconds": 1.5, "comparison": full})
     assert "quest        prefill 1.00 s, decode 2.00 s (1.50 s of it to record CUDA graphs, once), 3.0" in str(compared)

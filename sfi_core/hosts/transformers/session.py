@@ -87,7 +87,11 @@ class Session:
     def report(self) -> RunReport | None:
         """Counts, reasons, ratios and paths of this thread's last run, in a thread without one of the last run."""
         run = self._last
-        return None if run is None else self.fusion.added_to(RunReport.of(run))
+        if run is None:
+            return None
+        weights = getattr(self.model, "sfi_weights", None)
+        report = self.fusion.added_to(RunReport.of(run))
+        return report if weights is None else replace(report, not_blocks=dict(weights.floats))
 
     @property
     def run(self) -> Run:
