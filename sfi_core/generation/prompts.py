@@ -127,7 +127,8 @@ def check_prompts(model: Any, rows: Sequence[Sequence[int]], max_new_tokens: int
     """Raise `InputError` for a prompt that exceeds the model's positions, or a token that exceeds its vocabulary."""
     text = model.config.get_text_config(decoder=True)
     limit = most_positions(model.config)
-    tokens = max(text.vocab_size, model.get_input_embeddings().num_embeddings)
+    embedding = model.get_input_embeddings()
+    tokens = max(text.vocab_size, getattr(embedding, "num_embeddings", None) or len(embedding.weight))
     limits = [max_new_tokens] * len(rows) if isinstance(max_new_tokens, int) else max_new_tokens
     for number, (row, new) in enumerate(zip(rows, limits, strict=True)):
         if limit and len(row) + new > limit:

@@ -23,7 +23,7 @@ from sfi_core.machine.threads import SMALL_BYTES, one_thread
 from sfi_core.models.describe import ModelWeights
 from sfi_core.observers.observer import EVERY_SPAN, SPANS
 from sfi_core.policies.base import EvidencePolicy
-from sfi_kernels.compiled import why_not
+from sfi_kernels.numpy_views import fastest
 
 MOST_TOKENS = 16  # of a compiled step; a matrix product is quicker for more
 
@@ -149,9 +149,10 @@ def compiles_steps(session: Session, batch: int) -> tuple[StepModel | None, str]
 
     Raise `BackendError` if graphs are asked for: a CPU has none.
     """
+    by = fastest(session.backend, session.model.device)
     if session.engine.graphs:
         raise BackendError("CUDA graphs need a CUDA device, got cpu; use --set engine.graphs=false")
-    if session.engine.graphs is False or why_not() or SPANS in session.observer.wants:
+    if session.engine.graphs is False or by != "numba" or SPANS in session.observer.wants:
         return None, ""
     policy, windows = session.policy, any(shape.window for shape in session.shapes())
     otherwise = (policy.selects_before or policy.selects_after) and not isinstance(policy, EvidencePolicy)

@@ -31,9 +31,9 @@ class UnknownError(Exception):
 def step_model(model: Any) -> StepModel:
     """Return the tables of a float32 model on a CPU; raise `UnknownError` for a module that is not known."""
     holds: list[Any] = []
-    base, head = model.model, model.get_output_embeddings()
     if sources.digest(type(model).forward) not in sources.CAUSAL_LM:  # it has hooks of ours
         raise UnknownError(f"{type(model).__name__}, which compiled steps do not know")
+    base, head = model.model, model.get_output_embeddings()
     _check(base, sources.MODEL)
     layers = list(base.layers[: model.config.num_hidden_layers])
     rows = [_layer_row(layer, holds) for layer in layers]

@@ -101,7 +101,8 @@ def test_own_loop_gives_the_tokens_and_slow_steps_of_transformers_generate(label
     (ids, ours), (expected, theirs) = own_loop(label, rows, SMALL), under_sfi(label, rows, SMALL)
     assert ids == expected
     assert ours.requests == theirs.requests
-    assert ours.paths == theirs.paths
+    # transformers' loop compiles no steps
+    assert {path: n for path, n in ours.paths.items() if not path.startswith("step.")} == theirs.paths
 
 
 @pytest.mark.parametrize(("label", "chunk"), each_value(HANDFUL, [5, 12, 16, 64]))
