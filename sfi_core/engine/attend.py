@@ -78,8 +78,8 @@ def prepare(layer: Layer, group: int, rows: Sequence[int], states: Sequence[Requ
     if not policy.chooses or layer.left_dense:
         return
     for row in rows:
-        if policy.companion.lacks(states[row], run.notes[states[row].request, layer.index]):
-            before = replace(states[row], length=states[row].length - 1)
+        before = replace(states[row], length=states[row].length - 1)
+        if policy.companion.lacks(before, run.notes[before.request, layer.index]):
             first = max(0, before.length - policy.config.window_prefill)
             key_1HWD = run.store.keys(layer.index, row, first, before.length)
             query_1HGWD = key_1HWD[:, :, None].expand(-1, -1, group, -1, -1)

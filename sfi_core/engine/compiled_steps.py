@@ -33,7 +33,7 @@ class StepModel:
     """A model as compiled steps read it.
 
     `layer_LX` has the matrices and norms of `step_tables.Layer`, `step_X` those of `Step`, with the sizes; `real_X` the
-    settings of `Real`. `embed` returns hidden states, [1, X, I] float32, of token ids; `turn` the cosines and sines of
+    settings of `Real`. `embed` returns hidden states, [1, X, I] float32, of token ids; `turn` cosines and sines of
     positions, [rotations, X, D] each; `finish` turns the output matrix' results into logits. `holds` keeps the tensors.
     """
 
@@ -78,7 +78,7 @@ class CompiledSteps:
         self._keeps = False  # whether the last step left its queries for an audit
 
     def step(self, brought: Sequence[Sequence[int]]) -> torch.Tensor:
-        """Decode the tokens that the requests bring, at least one each; return the logits, [B * W, V], the last of W."""
+        """Decode the tokens that the requests bring, one each at least; return logits, [B * W, V], the last of W."""
         run, count = self._run, self._run.batch_pass.count
         tokens = [list(row[len(row) - new :]) for row, new in zip(brought, count, strict=True)]
         with run.observer.span("forward"):

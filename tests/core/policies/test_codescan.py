@@ -66,7 +66,7 @@ def fast_steps(relearn: int = 128) -> Any:
     for (request, _), seen in run(relearn)[0].seen.items():
         bases = bases_of(seen, relearn)
         for one in seen[1:]:
-            known = [basis for basis, tokens, _ in bases if tokens <= one.tokens]
+            known = [basis for basis, tokens, _ in bases if tokens < one.tokens]
             yield request, one, known[-1:]
 
 
@@ -117,7 +117,7 @@ def test_the_basis_is_the_prompts_own():
         if LENGTHS[request] > SINK + RECENT:
             assert found == [LENGTHS[request]]
         elif LENGTHS[request] + NEW - 1 > SINK + RECENT + BUDGET:  # when a step first has to choose
-            assert found == [SINK + RECENT + BUDGET + 1]
+            assert found == [SINK + RECENT + BUDGET]  # from what was there before it
         else:
             assert found == []
     assert {layer for _, layer in watch.seen} == {*LAYERS}
@@ -132,9 +132,9 @@ def test_the_basis_is_learned_again_from_the_last_queries():
         G = prompt.shape[1] // LENGTHS[0]
         assert [tokens for _, tokens, _ in bases] == list(range(LENGTHS[0], LENGTHS[0] + NEW - 1, 3))
         for _, tokens, query_HND in bases[1:]:
-            steps = [one.query_HGD for one in seen[1:] if one.tokens < tokens]
+            steps = [one.query_HGD for one in seen[1:] if one.tokens <= tokens]
             expected = torch.cat([prompt, *steps], 1)
-            assert expected.shape[1] == (tokens - 1) * G
+            assert expected.shape[1] == tokens * G
             own_HDD, expected_HDD = (part.mT @ part for part in (query_HND, expected))
             torch.testing.assert_close(own_HDD, expected_HDD)
 
