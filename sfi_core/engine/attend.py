@@ -78,7 +78,7 @@ def prepare(layer: Layer, group: int, rows: Sequence[int], states: Sequence[Requ
     if not policy.chooses or layer.left_dense:
         return
     for row in rows:
-        before = replace(states[row], length=states[row].length - 1)
+        before = before_step(states[row])
         if policy.companion.lacks(before, run.notes[before.request, layer.index]):
             first = max(0, before.length - policy.config.window_prefill)
             key_1HWD = run.store.keys(layer.index, row, first, before.length)
@@ -86,6 +86,17 @@ def prepare(layer: Layer, group: int, rows: Sequence[int], states: Sequence[Requ
             context = layer_context(layer, (row,), query_1HGWD)
             with run.launches(layer.index):
                 policy.select_after(replace(context, states=(before,)))
+
+
+def lacking(run: Run, layer: int, rows: Sequence[int], states: Sequence[RequestState]) -> bool:
+    """Say whether `prepare` has to learn anything in a layer: all of a request's layers lack it at the same step."""
+    before = [before_step(states[row]) for row in rows]
+    return any(run.policy.companion.lacks(state, run.notes[state.request, layer]) for state in before)
+
+
+def before_step(state: RequestState) -> RequestState:
+    """Return a request without the token of the step that it has entered."""
+    return replace(state, length=state.length - 1)
 
 
 def read(

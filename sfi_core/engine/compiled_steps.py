@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from sfi_core.engine.attend import prepare
+from sfi_core.engine.attend import lacking, prepare
 from sfi_core.engine.audit import Audit
 from sfi_core.engine.layer import Layer
 from sfi_core.engine.run import Run
@@ -117,7 +117,8 @@ class CompiledSteps:
             run.policy.key_width = int(self._step_X[Step.WIDTH])
             for index in self._sparse:
                 run.codes(index, group)
-            for index in self._sparse if run.batch_pass.fast else ():
+            lacks = self._sparse and lacking(run, self._sparse[0], run.batch_pass.fast, run.requests)
+            for index in self._sparse if lacks else ():
                 prepare(Layer(run, index, **run.options[index]), group, run.batch_pass.fast, run.requests)
         tensors = [run.store.pages(index).key_PHND for index in self._layers]
         if run.policy.selects or run.batch_pass.fast:

@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from sfi_core.engine.attend import count_attention, prepare, read
+from sfi_core.engine.attend import count_attention, lacking, prepare, read
 from sfi_core.engine.audit import Audit
 from sfi_core.engine.batch_pass import FreshDescriptors, Rows
 from sfi_core.engine.graphs.buffers import Kind, Selections, StepBuffers
@@ -160,11 +160,8 @@ class StepGraphs:
             graph.repeat()
 
     def _prepare(self, rows: Sequence[int], states: Sequence[RequestState]) -> None:
-        # all of a request's layers lack something at the same step
-        run, policy, layers = self._run, self._run.policy, sorted(self._run.batch_codes)
-        requests = [states[row] for row in rows if layers]
-        lacks = any(policy.companion.lacks(state, run.notes[state.request, layers[0]]) for state in requests)
-        for index in layers if lacks else ():
+        run, layers = self._run, sorted(self._run.batch_codes)
+        for index in layers if layers and lacking(run, layers[0], rows, states) else ():
             group = run.batch_codes[index].recent_BHXGD.shape[3]
             prepare(Layer(run, index, **run.options[index]), group, rows, states)
 
