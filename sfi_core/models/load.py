@@ -95,7 +95,7 @@ def load(
             tokenizer = _tokenizer(source, **common)  # before the weights, which take longer
             blocks = GgufBlocks()
             why = "asked for floats" if weights == "floats" else "not float32 on a CPU"
-            if kind in ("auto", DTYPE) and where.type == "cpu" and weights == "auto":
+            if source.gguf is not None and kind in ("auto", DTYPE) and where.type == "cpu" and weights == "auto":
                 why = why_no_blocks()
             with nullcontext() if source.gguf is None or why else blocks.taken():
                 loaded, info = transformers.AutoModelForCausalLM.from_pretrained(
@@ -109,7 +109,8 @@ def load(
                     **split,
                 )
             _check_complete(source.name, info)
-            blocks.into(loaded, why)
+            if source.gguf is not None:
+                blocks.into(loaded, why)
             if weights == "int8":
                 round_weights(loaded)
     loaded.config.name_or_path = source.name  # transformers has the folder of a GGUF file

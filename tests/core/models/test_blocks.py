@@ -239,3 +239,9 @@ def test_unpacked_weights_can_be_asked_for(write: Callable[..., Path]):
     assert model.sfi_weights.floats == {"": "asked for floats"}
     with pytest.raises(ConfigError, match=r"^unknown weights 'int4'; did you mean 'int8'"):
         load(device="cpu", weights="int4")
+
+
+def test_a_folder_s_matrices_are_no_blocks_and_nothing_says_so():
+    model, _ = load()
+    report = generate(model, None, [[1, 2, 3]], SfiConfig(), max_new_tokens=2).report
+    assert report.not_blocks == {}
