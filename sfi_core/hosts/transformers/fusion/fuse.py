@@ -94,7 +94,7 @@ def attention_forward(module: Any, source: AttentionSource) -> Callable[..., Any
         attention_mask: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        names = type(self).forward.__globals__
+        names = sources.names_of(type(self).forward)
         cache = cache_in(kwargs)
         kwargs = {k: v for k, v in kwargs.items() if k not in (CACHE_NAME, OLD_NAME)}
         lead = hidden_states.shape[:-1]
@@ -130,7 +130,7 @@ def _rotated(
         return rotary.triton(query, key, cos, sin, query_weight, key_weight, eps)
     if norms:
         query, key = self.q_norm(query), self.k_norm(key)
-    apply = type(self).forward.__globals__["apply_rotary_pos_emb"]
+    apply = sources.names_of(type(self).forward)["apply_rotary_pos_emb"]
     rotated: tuple[torch.Tensor, torch.Tensor] = apply(query.transpose(1, 2), key.transpose(1, 2), cos, sin)
     return rotated
 

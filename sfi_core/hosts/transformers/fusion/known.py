@@ -27,9 +27,10 @@ MODEL = {
     "3e106c8cfc95b78a",
     "0a3474e701f9cd62",
     "920e2eb3800bfa8e",
-    "128b85c21ad2ae7c",
-}  # fmt: skip - LlamaModel, Qwen2Model, MistralModel, GemmaModel, Gemma2Model, Gemma3TextModel
-CAUSAL_LM = {"f27668f33910885d", "ab8731295151cdf2"}  # LlamaForCausalLM, Gemma2ForCausalLM
+    "128b85c21ad2ae7c", "56b28df85a051424", "cb811bc071217306", "206bbfc1edd9891a",
+}  # fmt: skip - of Llama, Qwen2, Mistral, Gemma, Gemma2, Gemma3Text; of Qwen2, Gemma2, Gemma3Text since 5.24
+# LlamaForCausalLM, Gemma2ForCausalLM; both since 5.24
+CAUSAL_LM = {"f27668f33910885d", "ab8731295151cdf2", "34392993e49d4fef", "6e998f1561b70e9e"}
 # LlamaAttention calls the first, which calls the second
 ROTARY = {"apply_rotary_pos_emb": "4a8f8b85ee37bd3f", "rotate_half": "7b6c9b425ca04287"}
 
@@ -74,8 +75,13 @@ def digest(function: Callable[..., Any]) -> str:
 
 def rotates_halves(forward: Callable[..., Any]) -> bool:
     """Say whether the `apply_rotary_pos_emb` that a forward calls is the one that `rotary` replaces."""
-    names = getattr(forward, "__globals__", {})
+    names = names_of(forward)
     return all(digest(_unwrapped(names.get(name))) == known for name, known in ROTARY.items())
+
+
+def names_of(function: Callable[..., Any]) -> dict[str, Any]:
+    """Return the names of the module that a function was written in, which decorators of other modules hide."""
+    return getattr(inspect.unwrap(function), "__globals__", {})
 
 
 def _unwrapped(function: Any) -> Any:
