@@ -243,5 +243,5 @@ def test_unpacked_weights_can_be_asked_for(write: Callable[..., Path]):
 
 def test_a_folder_s_matrices_are_no_blocks_and_nothing_says_so():
     model, _ = load()
-    report = generate(model, None, [[1, 2, 3]], SfiConfig(), policy="full-kv", max_new_tokens=2).report
+    report = generate(model, None, [[1, 2, 3]], SfiConfig(trigger_policy="never"), max_new_tokens=2).report
     assert report.not_blocks == {}
