@@ -3,6 +3,7 @@
 numba is an extra (`cpu`). Nothing imports it before an op asks `why_not`.
 """
 
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -24,6 +25,7 @@ OPTIONS: dict[str, Any] = {"fastmath": MATH, "error_model": "numpy", "nogil": Tr
 # what reading a file of compiled code raises that another user locked, or that was cut off
 UNREADABLE = (OSError, EOFError, UnpicklingError)
 
+CORES = os.cpu_count() or 1
 WORTH = 100  # microseconds of work that another thread pays for
 
 _heard: ContextVar[Callable[[], None] | None] = ContextVar("heard", default=None)
@@ -140,7 +142,7 @@ def by_heads(run: Callable[[int, int], None], heads: int, microseconds: float) -
 @cache
 def pool() -> ThreadPoolExecutor:
     """Return the threads that compiled loops share work with."""
-    return ThreadPoolExecutor(thread_name_prefix="sfi")
+    return ThreadPoolExecutor(CORES, thread_name_prefix="sfi")
 
 
 @contextmanager

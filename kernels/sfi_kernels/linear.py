@@ -7,11 +7,9 @@ from torch.nn.functional import linear
 
 from sfi_kernels.compiled import by_heads
 from sfi_kernels.loops import products
-from sfi_kernels.matrix import BLOCK, IN, KIND, OUT
+from sfi_kernels.matrix import BLOCK, FEW, IN, KIND, OUT, PIECE
 from sfi_kernels.numpy_views import plain
 
-FEW = 8  # rows up to which the loops are quicker than a widened matrix
-PIECE = 512  # rows of the matrix that are widened at once: they stay in cache
 MICROSECONDS = {0: 2.3e-4, 1: 1.2e-4, 2: 1.2e-4, BLOCK: 6e-5}  # of a weight by kind, on a Zen 3
 
 

@@ -7,6 +7,8 @@ import torch
 
 NUMBERS, SCALES, MINIMA, OUT, IN, KIND, BIAS = range(7)  # places; an address of 0 is none
 SIZE = 7
+FEW = 8  # rows up to which a matrix is read as it lies, in compiled loops
+PIECE = 512  # rows of the matrix that are widened at once for more: they stay in cache
 BLOCK = 32  # numbers of a block, which have one scale; as a kind, blocks of it
 FINE = 33  # the kind of blocks with two scales; kinds below 3 are those of `numpy_views.KINDS`
 

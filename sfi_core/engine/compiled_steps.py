@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
 from contextlib import contextmanager
 from dataclasses import dataclass
+from threading import Lock
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,12 +20,14 @@ from sfi_core.engine.run import Run
 from sfi_core.engine.select import Handed, hand_over, note
 from sfi_core.observers.events import SelectionEvent
 from sfi_core.policies.base import Selection
-from sfi_kernels.compiled import pool
+from sfi_kernels.compiled import CORES, pool
 from sfi_kernels.matrix import BLOCK, OUT
 from sfi_kernels.numpy_views import KINDS
 from sfi_kernels.step_tables import STAGES, TICKETS, Real, Step
 from sfi_kernels.step_tables import Layer as Word
 
+_turn = Lock()  # threads of a step wait for each other: two runs must not share the pool, which has a thread a core
+PART = 512  # tokens of a part of dense attention, at least
 EVIDENCE = 1 << 24  # logits of slow requests that one call leaves, unless one layer has more
 
 
@@ -66,14 +69,16 @@ class CompiledSteps:
     def __init__(self, run: Run, model: StepModel, threads: int, windows: Windows) -> None:
         """Take over a run's decoding steps, after its prompts."""
         self._windows = windows
-        self._run, self._model, self._threads = run, model, threads
+        self._run, self._model, self._threads = run, model, min(threads, CORES)
         self._step_X, self._layer_LX, self._real_X = model.step_X.copy(), model.layer_LX.copy(), model.real_X.copy()
+        self._step_X[Step.PART] = PART
         self._real_X[Real.REST] = run.policy.config.codescan.rest
         self._layers = [layer for layer in range(len(self._layer_LX)) if layer not in windows.layers]
         self._sparse = [layer for layer in self._layers if layer not in run.policy.config.dense_layers]
         self._layer_LX[:, Word.LEFT_DENSE] = 1
         self._layer_LX[self._sparse, Word.LEFT_DENSE] = 0
         self._buffers: dict[str, torch.Tensor] = {}
+        self._room: tuple[int, ...] = ()  # what decides the buffers' sizes
         self._known: list[Any] = []  # tensors whose addresses the tables have
         self._keeps = False  # whether the last step left its queries for an audit
 
@@ -160,7 +165,7 @@ class CompiledSteps:
         self._make_room(len(ids), max(map(len, tokens)))
         policy, slow = run.policy, run.batch_pass.slow
         step[Step.IN_PLACE], step[Step.CHOOSES] = run.in_place, policy.chooses
-        step[Step.SLOW], step[Step.DIAGNOSES] = len(slow), SelectionEvent in run.observer.wants
+        step[Step.DIAGNOSES] = SelectionEvent in run.observer.wants
         last = len(self._layer_LX) * STAGES + 1
         self._windows.locate(self._layer_LX, run.batch_pass.longest)
         if not (slow and policy.refreshes() and self._sparse):
@@ -226,6 +231,9 @@ class CompiledSteps:
         pages = run.store.pages(self._layers[0]).key_PHND
         step[Step.PAGE], step[Step.TABLE] = pages.shape[2], run.store.block_table_BP.shape[1]
         step[Step.KIND] = KINDS[pages.dtype]
+        if (X, most, int(step[Step.BUDGET])) == self._room:
+            return
+        self._room = X, most, int(step[Step.BUDGET])
         sizes = (Step.HIDDEN, Step.HEADS, Step.GROUP, Step.WIDTH, Step.INNER)
         hidden, H, G, D, M = (int(step[size]) for size in sizes)
         items, K = B * H * 2 * self._threads, int(step[Step.BUDGET]) if run.policy.chooses else 0
@@ -273,10 +281,11 @@ class CompiledSteps:
             step[Step.CHOOSE] = choose.address
         self._buffers["sync"].zero_()
         arguments = self._threads, first, last, self._step_X, self._layer_LX, self._real_X
-        others = [pool().submit(run_stages, share, *arguments) for share in range(1, self._threads)]
-        try:
-            run_stages(0, *arguments)
-        finally:
-            wait(others)
+        with _turn:
+            others = [pool().submit(run_stages, share, *arguments) for share in range(1, self._threads)]
+            try:
+                run_stages(0, *arguments)
+            finally:
+                wait(others)
         for other in others:
             other.result()

@@ -20,12 +20,10 @@ from sfi_core.distributed.ranks import ranks_of
 from sfi_core.machine.private import multiplies_natively
 from sfi_core.machine.threads import served, serving
 from sfi_kernels.compiled import why_not
-from sfi_kernels.matrix import BLOCK, row_of
+from sfi_kernels.matrix import BLOCK, FEW, PIECE, row_of
 from sfi_kernels.numpy_views import KINDS
 
 LARGE = 1 << 16  # weights from which on a compiled product pays
-FEW = 8  # rows up to which it does
-PIECE = 512  # rows of the matrix that are widened at once: they stay in cache
 
 
 class RowLinear(torch.nn.Linear):

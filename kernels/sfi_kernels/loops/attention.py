@@ -173,21 +173,9 @@ def attend(
                 for i in range(packed):
                     row[i] = (b * H + h) * S + i
                 read_rows(
-                    kind,
-                    key,
-                    value,
-                    half_key,
-                    half_value,
-                    row,
-                    packed,
-                    query,
-                    cap,
-                    room,
-                    most,
-                    total,
-                    out,
+                    kind, key, value, half_key, half_value, row, packed, query, cap, room, most, total, out,
                     room[:0, 0:],
-                )
+                )  # fmt: skip
                 packed = 0
             position = position_BHS[b, h, :packed]
             n = rows_of_positions(position, start_B[b], stop_B[b], table_BP[b], H, h, N, row)

@@ -50,9 +50,8 @@ def product(arguments):
 
 # --- attention to rows
 
-KEYS, VALUES, NUMBERS, COUNT, QUERIES, QUERY, WIDTH, CAP, ROOM, MOST, TOTAL, OUT, LOGITS, WRITTEN, LOGITS_WIDTH = range(
-    15
-)
+KEYS, VALUES, NUMBERS, COUNT, QUERIES, QUERY, WIDTH, CAP = range(8)
+ROOM, MOST, TOTAL, OUT, LOGITS, WRITTEN, LOGITS_WIDTH = range(8, 15)
 
 
 @inner

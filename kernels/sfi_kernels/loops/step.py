@@ -156,12 +156,8 @@ def run_stages(share, threads, first, last, step, layer_LX, real):
     sync = carray(at_int64(step[Step.SYNC]), (TICKETS + last - first,))
     shared_XI, back_XI = floats(step[Step.HIDDEN_XI], X, width), floats(step[Step.BACK_XI], X, width)
     made_XO = floats(step[Step.MADE_XO], X, outputs + 2 * H * D)
-    x_XI, normed_XI, out_XO, row = (
-        np.empty((X, width), F),
-        np.empty((X, width), F),
-        np.empty((X, outputs), F),
-        np.empty(width, F),
-    )
+    x_XI, normed_XI = np.empty((X, width), F), np.empty((X, width), F)
+    out_XO, row = np.empty((X, outputs), F), np.empty(width, F)
     copy(shared_XI.reshape(X * width), x_XI.reshape(X * width))
     widest = max(width, outputs)
     room = np.empty(X * widest, np.int16), np.empty(X * widest // BLOCK, F), np.empty(X * widest // BLOCK, F)

@@ -14,8 +14,6 @@ from sfi_kernels.loops.vectors import F, add_row, bits_of, exp, inner
 from sfi_kernels.step_descriptor import ALLOWED_STOP, EVIDENCE, LENGTH, MODE, QUERIES, SLOW
 from sfi_kernels.step_tables import Layer, Real, Step
 
-PART = 512  # tokens of a part of dense attention, at least
-
 
 @inner
 def make_scratch(step):
@@ -29,7 +27,7 @@ def make_scratch(step):
 @inner
 def _parts(step, dense, length, threads):
     # of a request's heads: several of those that read everything, so that all threads have work
-    return max(1, min(2 * threads, length // PART)) if dense and threads > 1 else 1
+    return max(1, min(2 * threads, length // step[Step.PART])) if dense and threads > 1 else 1
 
 
 @inner

@@ -1,11 +1,14 @@
 """Compiled steps on a CPU give the tokens, events and counts of the model's modules one by one."""
 
+import copy
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 
 from sfi_core import AuditConfig, EngineOptions, SfiConfig, generate
+from sfi_core.engine import compiled_steps
 from sfi_core.hosts.transformers import replays
 from tests.architectures import SMALL, prompts, tiny
 from tests.fakes import Listener
@@ -81,11 +84,28 @@ def test_a_window_that_moves_in_its_buffer(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize("policy", ["full-kv", "sfi", "codescan"])
-def test_two_threads_share_a_step(monkeypatch: pytest.MonkeyPatch, policy: str):
+def test_threads_share_a_step(monkeypatch: pytest.MonkeyPatch, policy: str):
+    """As many as there are cores; more would wait at a barrier for threads that the pool has not."""
     monkeypatch.setattr(replays, "reads_little", lambda *_: False)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    monkeypatch.setattr("sfi_kernels.loops.step_attention.PART", 8)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 500)
+    monkeypatch.setattr(compiled_steps, "PART", 8)
     assert_same("llama", policy)
+    assert_same("llama", policy, lossless=policy != "full-kv")
+
+
+def test_two_runs_at_once_do_not_wait_for_each_other_s_threads(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(replays, "reads_little", lambda *_: False)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 500)
+    wanted = [request.token_ids for request in decode(tiny("llama"), "full-kv")[0].requests]
+    models = [tiny("llama"), copy.deepcopy(tiny("llama"))]
+    with ThreadPoolExecutor(2) as threads:
+        reports = [job.result(60) for job in [threads.submit(decode, model, "full-kv") for model in models]]
+    assert all([request.token_ids for request in report.requests] == wanted for report, _ in reports)
+
+
+def test_evidence_of_a_layer_at_a_time(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(compiled_steps, "EVIDENCE", 1)
+    assert_same("llama", "sfi")
 
 
 @pytest.mark.parametrize("policy", ["sfi", "codescan"])
