@@ -111,9 +111,9 @@ def by_address(function: Callable[[int], None]) -> Any:
 def _kept(base: type[Any], function: Callable[..., None]) -> Any:
     # `cache=True` sets numba's own, which ends the run where the folder is full, locked or damaged, and which sees
     # changes of the function's own file alone
-    kept = _optional(base)(function)
-    kept._cache_file._source_stamp = _source_stamp()  # noqa: SLF001
-    return kept
+    files = _optional(base)(function)
+    files._cache_file._source_stamp = _source_stamp()  # noqa: SLF001
+    return files
 
 
 @cache

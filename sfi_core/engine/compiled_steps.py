@@ -237,7 +237,7 @@ class CompiledSteps:
         sizes = (Step.HIDDEN, Step.HEADS, Step.GROUP, Step.WIDTH, Step.INNER)
         hidden, H, G, D, M = (int(step[size]) for size in sizes)
         items, K = B * H * 2 * self._threads, int(step[Step.BUDGET]) if run.policy.chooses else 0
-        L, kept = len(self._layer_LX), run.audit is not None
+        L, audited = len(self._layer_LX), run.audit is not None
         shapes: dict[str, tuple[Any, tuple[int, ...], torch.dtype]] = {
             "sync": (Step.SYNC, (TICKETS + L * STAGES + 1,), torch.int64),
             "made": (Step.MADE_XO, (X, (H * G + 2 * H) * D), torch.float32),
@@ -257,14 +257,14 @@ class CompiledSteps:
             "logits": (Step.LOGITS_XV, (X, int(step[Step.HEAD + OUT])), torch.float32),
             "choice": (None, (L, B, H, K), torch.int32),
             "unread": (None, (L, B, H, 2), torch.float32),
-            "queries": (None, (L, B, H, G, D) if kept else (0,), torch.float32),
+            "queries": (None, (L, B, H, G, D) if audited else (0,), torch.float32),
         }
         for name, (word, shape, dtype) in shapes.items():
             if name not in self._buffers or self._buffers[name].shape != shape:
                 self._buffers[name] = torch.zeros(shape, dtype=dtype)
                 if word is not None:
                     step[word] = self._buffers[name].data_ptr()
-        for name, word in (("choice", Word.CHOICE), ("unread", Word.UNREAD), *[("queries", Word.QUERIES)] * kept):
+        for name, word in (("choice", Word.CHOICE), ("unread", Word.UNREAD), *[("queries", Word.QUERIES)] * audited):
             self._layer_LX[:, word] = [part.data_ptr() for part in self._buffers[name]]
 
     def _call(self, first: int, last: int) -> None:

@@ -186,5 +186,5 @@ def attend(
             pseudo_logit = pseudo_logit_BHG[b, h] if len(pseudo_logit_BHG) else nothing
             pseudo_value = pseudo_value_BHE[b, h] if len(pseudo_logit_BHG) else nothing
             for start in range(first, Q, G):
-                own = slice(start, start + G)
-                end_head(sink, pseudo_logit, pseudo_value, most[own], total[own], out[own])
+                group = slice(start, start + G)
+                end_head(sink, pseudo_logit, pseudo_value, most[group], total[group], out[group])
