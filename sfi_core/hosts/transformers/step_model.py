@@ -64,8 +64,10 @@ def step_model(model: Any) -> StepModel:
 
     with torch.no_grad():
         cos, _ = turn(torch.zeros(1, dtype=torch.long))
-    if cos.shape[-1] != D or any(size % words.BLOCK for size in (model.config.hidden_size, mlp.gate_proj.out_features)):
-        raise UnknownError("heads that turn in part, or rows of no multiple of 32")
+    if cos.shape[-1] != D or D % 8:
+        raise UnknownError(f"heads of {D} numbers, of which {cos.shape[-1]} turn: not all, or no multiple of 8")
+    if any(size % words.BLOCK for size in (model.config.hidden_size, mlp.gate_proj.out_features)):
+        raise UnknownError("rows of no multiple of 32 numbers")
     return StepModel(
         layer_LX=layer_LX, step_X=step_X, real_X=real_X, embed=model.get_input_embeddings(), turn=turn,
         finish=_final_cap(model.config), holds=holds,

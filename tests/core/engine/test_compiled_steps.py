@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from sfi_core import AuditConfig, EngineOptions, SfiConfig, generate
 from sfi_core.engine import compiled_steps
@@ -129,6 +130,17 @@ def test_a_model_that_is_not_known_says_so(label: str, module: str):
     report, _ = decode(tiny(label), "sfi")
     assert report.not_compiled == f"{module}, which compiled steps do not know"
     assert "step.compiled" not in report.paths
+
+
+@pytest.mark.parametrize(("width", "compiles"), [(8, True), (20, False), (24, True)])
+def test_heads_of_any_width_give_the_same(width: int, compiles: bool):
+    sizes = {"head_dim": width, "num_attention_heads": 16, "num_key_value_heads": 8, "initializer_range": 0.3}
+    config = LlamaConfig(hidden_size=64, intermediate_size=96, num_hidden_layers=2, vocab_size=300, **sizes)
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config).eval()
+    (ours, _), (plain, _) = (decode(model, "sfi", graphs=graphs) for graphs in (None, False))
+    assert bool(ours.paths.get("step.compiled")) == compiles
+    assert [request.token_ids for request in ours.requests] == [request.token_ids for request in plain.requests]
 
 
 def test_a_hooked_module_runs_its_hook():
