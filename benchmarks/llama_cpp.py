@@ -9,6 +9,7 @@ file's quantized weights, and so does sfi. On a CPU.
 
 import argparse
 import json
+import os
 import resource
 import statistics
 import subprocess
@@ -28,6 +29,7 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 SHARE = 10  # a fast step reads the prompt's length / 10
 SINK = 4
+SHORT, WARM = 1024, 24  # tokens of the short run: its prompt's, and its own
 
 
 def by_llama_cpp(asked: dict[str, Any]) -> dict[str, Any]:
@@ -37,7 +39,7 @@ def by_llama_cpp(asked: dict[str, Any]) -> dict[str, Any]:
     params = xllamacpp.CommonParams()
     params.model.path = asked["model"]
     params.n_ctx, params.n_parallel = asked["context"] + asked["tokens"] + 8, 1
-    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = asked["threads"]
+    params.cpuparams.n_threads, params.cpuparams_batch.n_threads = asked["threads"], asked["prompt_threads"]
     params.cache_type_k = params.cache_type_v = getattr(xllamacpp.ggml_type, f"GGML_TYPE_{asked['cache']}")
     request = {
         "prompt": asked["prompt"], "n_predict": asked["tokens"], "temperature": 0, "ignore_eos": True,
@@ -53,20 +55,27 @@ def by_llama_cpp(asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def by_sfi(asked: dict[str, Any]) -> dict[str, Any]:
-    """Decode with `sfi_core.generate`."""
+    """Decode with `sfi_core.generate`, after a short run that compiles what the measured one needs."""
     import torch  # noqa: PLC0415 - not in llama.cpp's environment
 
     from sfi_core import SfiConfig, generate, load  # noqa: PLC0415
 
-    torch.set_num_threads(asked["threads"])
     model, tokenizer = load(asked["model"], device="cpu")
     recent = asked.get("recent", 128)
     config = SfiConfig(budget=asked["context"] // SHARE - recent - SINK, recent=recent)
-    at = [time.perf_counter()]
-    result = generate(
-        model, tokenizer, [asked["prompt"]], config, policy=asked["policy"], max_new_tokens=asked["tokens"],
-        stop_token_ids=(), on_token=lambda _: at.append(time.perf_counter()),
-    )  # fmt: skip
+    at: list[float] = []
+
+    def on_token(_: Any) -> None:
+        torch.set_num_threads(asked["threads"])  # the prompt has been read
+        at.append(time.perf_counter())
+
+    for prompt, tokens in ((asked["prompt"][:SHORT], WARM), (asked["prompt"], asked["tokens"])):
+        torch.set_num_threads(asked["prompt_threads"])
+        at[:] = [time.perf_counter()]
+        result = generate(
+            model, tokenizer, [prompt], config, policy=asked["policy"], max_new_tokens=tokens, stop_token_ids=(),
+            on_token=on_token,
+        )  # fmt: skip
     report = result.report.requests[0]
     return {
         "prompt_tokens": report.prompt_tokens,
@@ -97,20 +106,24 @@ def measure(asked: argparse.Namespace) -> dict[str, Any]:
             sys.exit(f"error: text must have {context} tokens, got {len(ids)}")
         request = {
             "model": asked.model, "threads": asked.threads, "tokens": asked.tokens, "context": context,
-            "prompt": ids[:context],
+            "prompt_threads": asked.prompt_threads or asked.threads, "prompt": ids[:context],
         }  # fmt: skip
         for repeat in range(asked.repeats):
-            for name, own in METHODS.items():
+            for name in asked.methods:
+                own = METHODS[name]
                 python = asked.python if "cache" in own else sys.executable
-                done = subprocess.run(  # noqa: S603 - our own script
-                    [python, __file__, "--work"], input=json.dumps(request | own), stdout=subprocess.PIPE,
-                    stderr=subprocess.DEVNULL if "cache" in own else None, text=True, check=True,
-                )  # fmt: skip
+                asking: dict[str, Any] = {
+                    "input": json.dumps(request | own), "text": True, "stdout": subprocess.PIPE,
+                    "env": os.environ | {"OMP_WAIT_POLICY": "passive"},  # as `sfi` sets it
+                }  # fmt: skip
+                if "cache" in own:
+                    asking["stderr"] = subprocess.DEVNULL
+                done = subprocess.run([python, __file__, "--work"], check=True, **asking)  # noqa: S603 - our own script
                 found = json.loads(done.stdout.splitlines()[-1])
                 rows.append({"method": name, "context": context, "repeat": repeat, **found})
                 print(f"{context} {name}: {found['decode_tokens_per_second']:.1f} tokens/s", file=sys.stderr)
     for context in asked.contexts:
-        for name in METHODS:
+        for name in asked.methods:
             some = [row for row in rows if (row["context"], row["method"]) == (context, name)]
             decode, prompt = (
                 statistics.median(row[key] for row in some)
@@ -119,7 +132,7 @@ def measure(asked: argparse.Namespace) -> dict[str, Any]:
             print(f"| {context:,} | {name} | {decode:.1f} | {prompt:.0f} |", file=sys.stderr)
     return {
         "date": datetime.now(UTC).date().isoformat(), "model": Path(asked.model).name, "rows": rows,
-        "settings": {"threads": asked.threads, "tokens": asked.tokens, "share": 1 / SHARE},
+        "settings": {key: request[key] for key in ("threads", "prompt_threads", "tokens")} | {"share": 1 / SHARE},
         "machine": describe(), "versions": versions(),
     }  # fmt: skip
 
@@ -134,6 +147,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--prompt-threads", type=int, help="of reading the prompt; the same unless given")
+    parser.add_argument("--methods", nargs="*", choices=METHODS, default=list(METHODS), metavar="METHOD")
     parser.add_argument("--output", type=Path)
     asked = parser.parse_args()
     text = json.dumps(measure(asked), indent=1) + "\n"

@@ -87,10 +87,10 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "generate": GENERATING,
     "trace record": GENERATING,
     "bench": (
-        *DECODING, "engine.overlap", "engine.graphs", "engine.backend", "engine.prefill_chunk", *TIERS,
-        "model", "bench", "forecast",
+        *DECODING, "engine.overlap", "engine.graphs", "engine.backend", "engine.kv_dtype", "engine.prefill_chunk",
+        *TIERS, "model", "bench", "forecast",
     ),
-    "eval": ("engine.backend", "engine.prefill_chunk", *TIERS, "model.revision", "eval"),
+    "eval": ("engine.backend", "engine.kv_dtype", "engine.prefill_chunk", *TIERS, "model.revision", "eval"),
     "tune": ("engine.backend", "engine.prefill_chunk", *TIERS, "model.revision"),
     "tune heads": ("engine.backend", "engine.prefill_chunk", "model.revision"),
     "trace replay": ("trigger_policy", *REPLAYED),

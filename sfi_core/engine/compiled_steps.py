@@ -13,17 +13,18 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from sfi_core.engine.attend import lacking, prepare
+from sfi_core.engine.attend import attend, lacking, prepare
 from sfi_core.engine.audit import Audit
 from sfi_core.engine.layer import Layer
 from sfi_core.engine.run import Run
 from sfi_core.engine.select import Handed, hand_over, note
+from sfi_core.machine.threads import one_thread
 from sfi_core.observers.events import SelectionEvent
-from sfi_core.policies.base import Selection
+from sfi_core.policies.base import EvidencePolicy, Selection
 from sfi_kernels.compiled import CORES, pool
 from sfi_kernels.matrix import BLOCK, OUT
 from sfi_kernels.numpy_views import KINDS
-from sfi_kernels.step_tables import STAGES, TICKETS, Real, Step
+from sfi_kernels.step_tables import STAGES, TICKETS, Real, Stage, Step
 from sfi_kernels.step_tables import Layer as Word
 
 _turn = Lock()  # threads of a step wait for each other: two runs must not share the pool, which has a thread a core
@@ -62,7 +63,10 @@ class Windows(Protocol):
 
 
 class CompiledSteps:
-    """The decoding steps of one run; `threads` share each."""
+    """The decoding steps of one run; `threads` share each.
+
+    Where the policy selects by more than the evidence, the engine attends, between two calls a layer.
+    """
 
     given_up = ""
 
@@ -71,7 +75,9 @@ class CompiledSteps:
         self._windows = windows
         self._run, self._model, self._threads = run, model, min(threads, CORES)
         self._step_X, self._layer_LX, self._real_X = model.step_X.copy(), model.layer_LX.copy(), model.real_X.copy()
-        self._step_X[Step.PART] = PART
+        policy = run.policy
+        self._attends = not (policy.selects and not policy.chooses and not isinstance(policy, EvidencePolicy))
+        self._step_X[Step.PART] = PART if self._attends else np.iinfo(np.int64).max
         self._real_X[Real.REST] = run.policy.config.codescan.rest
         self._layers = [layer for layer in range(len(self._layer_LX)) if layer not in windows.layers]
         self._sparse = [layer for layer in self._layers if layer not in run.policy.config.dense_layers]
@@ -89,7 +95,7 @@ class CompiledSteps:
         with run.observer.span("forward"):
             self._prepare()
             logits_XV = self._forward(tokens)
-        self._keeps = run.audit is not None
+        self._keeps = run.audit is not None and self._attends  # else it has seen them
         run.maintenance.join()
         W = max(map(len, brought))
         if all(len(row) == W for row in tokens):
@@ -126,7 +132,7 @@ class CompiledSteps:
             for index in self._sparse if lacks else ():
                 prepare(Layer(run, index, **run.options[index]), group, run.batch_pass.fast, run.requests)
         tensors = [run.store.pages(index).key_PHND for index in self._layers]
-        if run.policy.selects or run.batch_pass.fast:
+        if self._attends and (run.policy.selects or run.batch_pass.fast):
             tensors += [run.segment(index).position_BHS for index in self._sparse]
         tensors += [run.batch_codes[index].word_BHWT for index in self._sparse if run.policy.chooses]
         if len(tensors) != len(self._known) or any(a is not b for a, b in zip(tensors, self._known, strict=True)):
@@ -158,7 +164,7 @@ class CompiledSteps:
         start, ids = run.batch_pass.start, torch.tensor([token for row in tokens for token in row])
         places = [first + place for first, row in zip(start, tokens, strict=True) for place in range(len(row))]
         turns = model.turn(torch.tensor(places))
-        held = [model.embed(ids[None])[0].clone(), *turns, run.store.block_table_BP, run.batch_pass.descriptor.table_BX]
+        held = [model.embed(ids[None])[0].float(), *turns, run.store.block_table_BP, run.batch_pass.descriptor.table_BX]
         held = [tensor.contiguous() for tensor in held]
         where = [Step.HIDDEN_XI, Step.COS, Step.SIN, Step.BLOCK_BP, Step.STEP_BX]
         step[where] = [tensor.data_ptr() for tensor in held]
@@ -168,7 +174,9 @@ class CompiledSteps:
         step[Step.DIAGNOSES] = SelectionEvent in run.observer.wants
         last = len(self._layer_LX) * STAGES + 1
         self._windows.locate(self._layer_LX, run.batch_pass.longest)
-        if not (slow and policy.refreshes() and self._sparse):
+        if not self._attends:
+            self._between_calls(last)
+        elif not (slow and policy.refreshes() and self._sparse):
             self._layer_LX[:, Word.EVIDENCE] = 0
             self._call(0, last)
         else:
@@ -176,7 +184,8 @@ class CompiledSteps:
         if policy.chooses and run.batch_pass.fast:
             self._note_choices()
         self._count()
-        return model.finish(self._buffers["logits"].clone())  # the next step overwrites them
+        with one_thread(wanted=True):
+            return model.finish(self._buffers["logits"].clone())  # the next step overwrites them
 
     def _with_evidence(self, last: int) -> None:
         # some layers at a time, whose slow requests' logits the policy then selects by
@@ -193,6 +202,22 @@ class CompiledSteps:
             begin = end
             for index, logits_RHGT in zip(layers, logits_LRHGT, strict=True):
                 self._hand_over(index, logits_RHGT)
+
+    def _between_calls(self, last: int) -> None:
+        # a layer's first stages, the engine's attention, and the layer's other stages with the next one's first
+        run, begin, count = self._run, 0, self._run.batch_pass.count
+        H, G, D = (int(self._step_X[size]) for size in (Step.HEADS, Step.GROUP, Step.WIDTH))
+        T = max(count)
+        place_X2 = [(row, T - new + place) for row, new in enumerate(count) for place in range(new)]
+        row_X, place_X = torch.tensor(place_X2).unbind(1)
+        for index in self._layers:
+            self._call(begin, index * STAGES + Stage.ATTEND)
+            begin = index * STAGES + Stage.OUTPUT
+            query_BTHGD = torch.zeros(len(count), T, H, G, D)
+            query_BTHGD[row_X, place_X] = self._buffers["made"][:, : H * G * D].view(-1, H, G, D)
+            out_BHGTE = attend(run, index, query_BTHGD.permute(0, 2, 3, 1, 4), **run.options[index])
+            self._buffers["out"].copy_(out_BHGTE.permute(0, 3, 1, 2, 4)[row_X, place_X].flatten(1))
+        self._call(begin, last)
 
     def _hand_over(self, index: int, logits_RHGT: torch.Tensor) -> None:
         run = self._run
@@ -216,12 +241,14 @@ class CompiledSteps:
 
     def _count(self) -> None:
         run, layers = self._run, len(self._layers)
+        run.meter.count("step.compiled")
+        if not self._attends:  # the engine counts
+            return
         slow, fast = len(run.batch_pass.slow), len(run.batch_pass.fast)
         dense = layers - len(self._sparse)
         run.meter.count("numba.dense_attention", slow * layers + fast * dense)
         run.meter.count("numba.sparse_attention", fast * len(self._sparse))
         run.meter.count("numba.code_scan", fast * len(self._sparse) * run.policy.chooses)
-        run.meter.count("step.compiled")
 
     def _make_room(self, X: int, most: int) -> None:
         # buffers for X tokens, `most` of a request; kept from step to step

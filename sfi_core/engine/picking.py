@@ -16,6 +16,7 @@ import torch
 
 from sfi_core.distributed.ranks import ALONE, Ranks
 from sfi_core.errors import NumericsError
+from sfi_core.machine.threads import one_thread
 from sfi_kernels.step_descriptor import sent
 
 BITS = 64
@@ -198,7 +199,9 @@ class Picker(ABC):
         Raise `NumericsError` if a running request's logits hold NaN or +inf, or nothing finite.
         """
         row_X, index_X = range(len(self.rows)), [row.step for row in self.rows]
-        picked_2B = self._choose(logits_BV, row_X, index_X, [()] * len(self.rows))
+        with one_thread(wanted=logits_BV.device.type == "cpu" and logits_BV.numel() < CPU_PIECE):
+            # else OpenMP's threads spin into the next step
+            picked_2B = self._choose(logits_BV, row_X, index_X, [()] * len(self.rows))
         token_B, fine_B = _read(picked_2B, self.ahead)
         fine_B = [ok or done for ok, done in zip(fine_B, finished_B, strict=True)]
         self._check(row_X, index_X, fine_B)

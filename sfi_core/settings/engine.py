@@ -18,6 +18,7 @@ UNITS = {
     for binary in ("", "i")
 }
 BACKENDS = ("auto", "torch", "triton")
+KV_DTYPES = ("auto", "float16", "bfloat16")
 WEIGHTS = ("auto", "floats", "int8")  # how the matrices of a model lie; see `load`
 PAGE_SIZE = 64  # tokens of a page under the triton backend: one tile
 
@@ -86,6 +87,11 @@ class EngineOptions:
         "such as 20%, or a size such as 2GiB. None keeps everything on the device.",
     )
     kv_page: int = setting(32, "Under a device budget: tokens of a page, which goes to host memory whole.", least=1)
+    kv_dtype: str = setting(
+        "auto",
+        "On a CPU, the numbers of the KV cache: the model's, or those of 16 bits, which halve a float32 cache.",
+        choices=KV_DTYPES,
+    )
     backend: str = setting(
         "auto",
         "What computes attention: the Triton kernels or PyTorch. auto takes triton on a CUDA device.",

@@ -91,12 +91,16 @@ GROWTH = 256  # spare tokens for runs of unknown length
 class KVCache(PagedView):
     """Owns the pages of every layer, allocated at the layer's first `append`.
 
-    A request has `pages_per_request` pages, which the block table lists: `grow` adds pages behind all others.
+    A request has `pages_per_request` pages, which the block table lists: `grow` adds pages behind all others. Keys and
+    values are rounded to `dtype`; None keeps theirs.
     """
 
-    def __init__(self, batch: int, capacity: int, page_size: int | None = None, backend: str = "torch") -> None:
+    def __init__(
+        self, batch: int, capacity: int, page_size: int | None = None, backend: str = "torch", *,
+        dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
         """Plan for `capacity` tokens in each of `batch` requests; without a `page_size`, in one page each."""
-        self._one_page = page_size is None
+        self._one_page, self._dtype = page_size is None, dtype
         page_size = page_size or capacity
         self.pages_per_request = -(-capacity // page_size)
         count = batch * self.pages_per_request
@@ -111,6 +115,8 @@ class KVCache(PagedView):
         longest = max(map(sum, zip(start, count, strict=True)))
         if longest > self.capacity:
             raise ValueError(f"cache holds {self.capacity} tokens a request, got {longest}")
+        if self._dtype is not None:
+            key_BHTD, value_BHTE = key_BHTD.to(self._dtype), value_BHTE.to(self._dtype)
         if layer not in self.layers:
             self.layers[layer] = self._allocate(key_BHTD, value_BHTE)
         pages = self.layers[layer]

@@ -92,7 +92,7 @@ def numbers(option: str, text: str | None, kind: Callable[[str], Any]) -> list[A
 def engine_of(asked: Mapping[str, Any]) -> EngineOptions:
     """Make the engine's options; raise `ConfigError` for an invalid device budget."""
     asked = DEFAULTS | dict(asked)
-    names = ("backend", "prefill_chunk", "kv_device_budget", "kv_page")
+    names = ("backend", "kv_dtype", "prefill_chunk", "kv_device_budget", "kv_page")
     return EngineOptions(**{name: asked[name] for name in names})
 
 

@@ -23,7 +23,7 @@ from sfi_core.machine.threads import SMALL_BYTES, one_thread
 from sfi_core.models.describe import ModelWeights
 from sfi_core.observers.observer import EVERY_SPAN, SPANS
 from sfi_core.policies.base import EvidencePolicy
-from sfi_kernels.numpy_views import fastest
+from sfi_kernels.numpy_views import KINDS, fastest
 
 MOST_TOKENS = 16  # of a compiled step; a matrix product is quicker for more
 
@@ -154,13 +154,12 @@ def compiles_steps(session: Session, batch: int) -> tuple[StepModel | None, str]
         raise BackendError("CUDA graphs need a CUDA device, got cpu; use --set engine.graphs=false")
     if session.engine.graphs is False or by != "numba" or SPANS in session.observer.wants:
         return None, ""
-    policy, windows = session.policy, any(shape.window for shape in session.shapes())
-    otherwise = (policy.selects_before or policy.selects_after) and not isinstance(policy, EvidencePolicy)
+    windows = any(shape.window for shape in session.shapes())
     reasons = {
         **common_reasons(session),
         "sliding windows in a lossless run or of several requests": windows and (batch > 1 or session.engine.lossless),
-        f"policy {session.policy_name}, which selects with more than the evidence": otherwise and not policy.chooses,
-        "a model of another dtype than float32": session.model.dtype != torch.float32,
+        "sliding windows beside a cache of kv_dtype": windows and session.kv_dtype is not None,
+        f"a model of {session.model.dtype}": session.model.dtype not in KINDS,
     }
     for reason, holds in reasons.items():
         if holds:

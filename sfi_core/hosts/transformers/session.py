@@ -33,7 +33,7 @@ from sfi_core.hosts.transformers.routing import probing
 from sfi_core.hosts.transformers.shapes import StateChecks
 from sfi_core.hosts.transformers.stores import TierPlan
 from sfi_core.models.describe import describe_model
-from sfi_core.models.load import check_split
+from sfi_core.models.load import DTYPES, check_split
 from sfi_core.observers.events import LogitsEvent, RunEvent
 from sfi_core.observers.observer import NullObserver, Observer, as_one
 from sfi_core.policies import EvidencePolicy, policy_class
@@ -202,7 +202,16 @@ class Session:
 
     def shapes(self) -> list[LayerShape]:
         """Return the layers' shapes; the first call runs a pass over two tokens."""
-        return self.state_checks.shapes()
+        shapes, kept = self.state_checks.shapes(), self.kv_dtype
+        if kept is None:
+            return shapes
+        return [replace(shape, itemsize=kept.itemsize) if shape.window is None else shape for shape in shapes]
+
+    @property
+    def kv_dtype(self) -> torch.dtype | None:
+        """The numbers of the cache; None for the model's."""
+        asked = self.engine.kv_dtype
+        return None if asked == "auto" else DTYPES[asked]
 
     def before_forward(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Enter a step: transformers calls this before every forward pass of the model.
@@ -292,7 +301,7 @@ class Session:
     def store(self, batch: int, capacity: int, generated: int) -> KVStore:
         """Make the store of a run that generates so many tokens."""
         if self.tiers is None:
-            return KVCache(batch, capacity, self.page_size, self.backend)
+            return KVCache(batch, capacity, self.page_size, self.backend, dtype=self.kv_dtype)
         return self.tiers.store(batch, capacity, generated, self.backend, self.model.device)
 
     def close(self) -> None:
@@ -315,6 +324,9 @@ class Session:
             checks.check_heads(self.policy, self.shapes(), self.model, self.ranks.size)
         if self.tiers is not None and self.ranks.size > 1:
             raise ConfigError("kv_device_budget must be off under tensor parallelism")
+        if self.kv_dtype is not None and (self.backend == "triton" or self.tiers is not None):
+            where = "the triton backend" if self.tiers is None else "kv_device_budget"
+            raise ConfigError(f"kv_dtype must be auto under {where}, got {self.engine.kv_dtype}")
         if self.audit is not None:
             check_audit(self.audit, self.shapes())
         if type(self.observer) is not NullObserver or self.ranks.size > 1:  # every rank, or none

@@ -12,6 +12,7 @@ from sfi_core.engine.compiled_steps import StepModel
 from sfi_core.hosts.transformers.fusion import known as sources
 from sfi_core.machine.private import has_hooks
 from sfi_kernels import matrix as words
+from sfi_kernels.numpy_views import KINDS
 from sfi_kernels.step_tables import LAYER_WORDS, STEP_WORDS, Layer, Real, Step
 
 NORMS = {  # by the words of a layer's row: Llama's layer, then Gemma 2's
@@ -29,7 +30,7 @@ class UnknownError(Exception):
 
 
 def step_model(model: Any) -> StepModel:
-    """Return the tables of a float32 model on a CPU; raise `UnknownError` for a module that is not known."""
+    """Return a model's tables for a CPU; raise `UnknownError` for a module that is not known."""
     holds: list[Any] = []
     if sources.digest(type(model).forward) not in sources.CAUSAL_LM:  # it has hooks of ours
         raise UnknownError(f"{type(model).__name__}, which compiled steps do not know")
@@ -124,17 +125,17 @@ def _eps(norm: Any) -> float:
 
 
 def _matrix(module: Any, holds: list[Any]) -> Any:
-    # a matrix of blocks has its row; a plain one is float32
+    # a matrix of blocks has its row; a plain one lies as PyTorch has it
     if not isinstance(module, torch.nn.Linear) or has_hooks(module):
         raise UnknownError(f"{type(module).__name__}, a matrix that compiled steps do not know")
     if hasattr(module, "matrix"):
         holds.append(module)
         return module.matrix
     weight = module.weight.detach()
-    if weight.dtype != torch.float32 or not weight.is_contiguous() or weight.shape[1] % words.BLOCK:
+    if weight.dtype not in KINDS or not weight.is_contiguous() or weight.shape[1] % words.BLOCK:
         raise UnknownError(f"a matrix of {str(weight.dtype).removeprefix('torch.')} numbers, {tuple(weight.shape)}")
-    row = np.zeros(words.SIZE, np.int64)
-    row[[words.NUMBERS, words.OUT, words.IN, words.KIND]] = weight.data_ptr(), *weight.shape, 0
-    row[words.BIAS] = 0 if module.bias is None else module.bias.detach().data_ptr()
-    holds.extend([weight, module.bias])
+    bias = None if module.bias is None else module.bias.detach().float()
+    holds.extend([weight, bias])
+    row = words.row_of(KINDS[weight.dtype], weight)
+    row[words.BIAS] = 0 if bias is None else bias.data_ptr()
     return row

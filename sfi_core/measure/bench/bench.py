@@ -30,7 +30,7 @@ from sfi_core.state.layer_shape import LayerShape
 Progress = Callable[[str, int, int], None]
 # settings in the document
 SHOWN = ("ragged", "lossless", "acceptance", "prefill", "seed")
-ENGINE = ("backend", "overlap", "graphs", "kv_device_budget", "kv_page")
+ENGINE = ("backend", "overlap", "graphs", "kv_dtype", "kv_device_budget", "kv_page")
 
 
 def run_bench(

@@ -11,6 +11,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from sfi_core import AuditConfig, EngineOptions, SfiConfig, generate
 from sfi_core.engine import compiled_steps
 from sfi_core.hosts.transformers import replays
+from sfi_core.measure.evaluation.teacher_forcing import teacher_force
+from sfi_core.settings.parts import SyncKVConfig
 from tests.architectures import SMALL, prompts, tiny
 from tests.fakes import Listener
 
@@ -25,6 +27,8 @@ def decode(model: Any, policy: str, rows: Any = ROWS, **options: Any) -> tuple[A
     engine = EngineOptions(lossless=options.pop("lossless", False), graphs=options.pop("graphs", None))
     options = {"max_new_tokens": 24, "stop_token_ids": (), **options}
     config = CHOOSING if policy == "codescan" else SMALL
+    if policy == "synckv":
+        config = config.replace(synckv=SyncKVConfig(heads="even"))
     result = generate(model, None, rows, config, policy=policy, observers=[seen], engine=engine, **options)
     return result.report, seen
 
@@ -53,14 +57,17 @@ def positions(event: Any) -> list[list[int]]:
     return [[place for place in head if place >= 0] for head in event.index_HK.tolist()]
 
 
-@pytest.mark.parametrize("policy", ["full-kv", "sfi", "codescan", "snapkv", "streaming-llm"])
+OF_THE_ENGINE = ["quest", "freekv", "synckv", "oracle-top-k", "random-k"]  # whose attention is between two calls
+
+
+@pytest.mark.parametrize("policy", ["full-kv", "sfi", "codescan", "snapkv", "streaming-llm", *OF_THE_ENGINE])
 @pytest.mark.parametrize("label", ["qwen2", "qwen3"])  # biases; norms of heads
 def test_a_ragged_batch(label: str, policy: str):
     ours, _ = assert_same(label, policy)
     assert ours.paths.get("step.eager", 0) == 0
 
 
-@pytest.mark.parametrize("policy", ["sfi", "codescan"])
+@pytest.mark.parametrize("policy", ["sfi", "codescan", "quest"])
 @pytest.mark.parametrize(
     "options",
     [{"lossless": True}, {"page_size": 16}, {"max_batch": 2}, {"lossless": True, "max_batch": 2}],
@@ -72,8 +79,13 @@ def test_other_batches(policy: str, options: dict[str, Any]):
 
 @pytest.mark.parametrize(
     ("policy", "options"),
-    [("sfi", {}), ("codescan", {"rows": prompts(70, 30), "max_batch": 1}), ("sfi", {"audit": AuditConfig(every=5)})],
-    ids=["sfi", "one after the other", "audited"],
+    [
+        ("sfi", {}),
+        ("codescan", {"rows": prompts(70, 30), "max_batch": 1}),
+        ("quest", {}),
+        ("sfi", {"audit": AuditConfig(every=5)}),
+    ],
+    ids=["sfi", "one after the other", "quest", "audited"],
 )
 def test_sliding_windows_of_one_request(policy: str, options: dict[str, Any]):
     assert_same("gemma-3", policy, **{"rows": ROWS[:1], **options})
@@ -117,12 +129,47 @@ def test_a_layer_that_is_left_dense(monkeypatch: pytest.MonkeyPatch, policy: str
     assert_same("llama", policy, rows=ROWS[:2])
 
 
-def test_audited_steps_run_module_by_module():
-    ours, seen = assert_same("qwen3", "sfi", audit=AuditConfig(every=5))
+@pytest.mark.parametrize("policy", ["sfi", "quest"])
+def test_audited_steps_run_module_by_module(policy: str):
+    ours, seen = assert_same("qwen3", policy, audit=AuditConfig(every=5))
     assert ours.paths["step.eager"]
     drift = [event.query_cosine_H for event in seen.audits if event.step > 1]
     assert drift
     assert all(cosine_H.isfinite().all() for cosine_H in drift)
+
+
+def logits_of(model: Any, policy: str, **options: Any) -> torch.Tensor:
+    steps: list[torch.Tensor] = []
+    engine = EngineOptions(**options)
+    ids = prompts(60)[0]
+    report = teacher_force(
+        model, None, [ids], 40, lambda step, logits: steps.append(logits.clone()) if step else None, SMALL,
+        policy=policy, engine=engine,
+    )  # fmt: skip
+    assert ("step.compiled" in report.paths) == (engine.graphs is None), report.not_compiled
+    return torch.cat(steps)
+
+
+@pytest.mark.parametrize("policy", ["full-kv", "quest"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_model_of_16_bits_is_as_close_to_its_weights_in_float32(dtype: torch.dtype, policy: str):
+    model = copy.deepcopy(tiny("qwen2")).to(dtype)
+    compiled, eager = logits_of(model, policy), logits_of(model, policy, graphs=False)
+    exact = logits_of(copy.deepcopy(model).float(), policy, graphs=False)
+    assert (compiled - exact).abs().mean() <= (eager - exact).abs().mean()
+
+
+@pytest.mark.parametrize("policy", ["full-kv", "sfi", "quest"])  # codescan chooses others among near ties
+@pytest.mark.parametrize("kv_dtype", ["float16", "bfloat16"])
+def test_a_cache_of_16_bits_beside_a_model_of_float32(kv_dtype: str, policy: str):
+    model, step = tiny("qwen3"), torch.finfo(getattr(torch, kv_dtype)).eps
+    compiled, eager, exact = (
+        logits_of(model, policy, **options)
+        for options in ({"kv_dtype": kv_dtype}, {"kv_dtype": kv_dtype, "graphs": False}, {"graphs": False})
+    )  # fmt: skip
+    assert not torch.equal(compiled, exact)
+    for logits in (compiled, eager):
+        torch.testing.assert_close(logits, exact, rtol=0, atol=4 * step * float(exact.abs().max()))
 
 
 @pytest.mark.parametrize(("label", "module"), [("olmo-2", "Olmo2DecoderLayer"), ("gpt-2", "GPT2LMHeadModel")])
