@@ -31,7 +31,7 @@ WRITABLE = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")  # gguf does not write the o
 EAGER = EngineOptions(graphs=False)
 
 
-def logits_of(model: Any, ids: list[int], prompt: int, engine: EngineOptions) -> list[torch.Tensor]:
+def logits_of(model: Any, tokenizer: Any, ids: list[int], prompt: int, engine: EngineOptions) -> list[torch.Tensor]:
     """Return the logits of each decoding step, [1, V]."""
     steps: list[torch.Tensor] = []
 
@@ -39,7 +39,7 @@ def logits_of(model: Any, ids: list[int], prompt: int, engine: EngineOptions) ->
         if step:
             steps.append(logits_1V.clone())
 
-    teacher_force(model, None, [ids], prompt, on_logits, policy="full-kv", engine=engine)
+    teacher_force(model, tokenizer, [ids], prompt, on_logits, policy="full-kv", engine=engine)
     return steps
 
 
@@ -66,14 +66,16 @@ def in_blocks(model: Any, kind: str) -> tuple[Any, Any]:
     return packed, plain
 
 
-def same_tokens(plain: Any, blocks: Any, ids: list[int], tokens: int) -> dict[str, int]:
+def same_tokens(tokenizer: Any, plain: Any, blocks: Any, ids: list[int], tokens: int) -> dict[str, int]:
     """Return by policy how many greedy tokens the two models share from the first one on."""
     same = {}
     for policy in POLICIES:
         recent = 16 if policy == "codescan" else 128
         config = SfiConfig(budget=max(8, len(ids) // 10 - recent - 4), recent=recent)
         answers = [
-            generate(model, None, [ids], config, policy=policy, max_new_tokens=tokens, stop_token_ids=(), engine=engine)
+            generate(
+                model, tokenizer, [ids], config, policy=policy, max_new_tokens=tokens, stop_token_ids=(), engine=engine
+            )
             for model, engine in ((plain, EAGER), (blocks, EngineOptions()))
         ]
         eager, compiled = (answer.report.requests[0].token_ids for answer in answers)
@@ -92,19 +94,19 @@ def measure(asked: argparse.Namespace) -> list[dict[str, Any]]:
         blocks, tokenizer = load(path, device="cpu")
         plain, _ = load(path, device="cpu", weights="floats")
         ids = tokenizer(asked.text.read_text(encoding="utf-8"))["input_ids"][: asked.prompt + asked.steps + 1]
-        expected = logits_of(plain, ids, asked.prompt, EAGER)
+        expected = logits_of(plain, tokenizer, ids, asked.prompt, EAGER)
         compared = {"blocks": (blocks, expected)}
         compared["int8"] = load(path, device="cpu", weights="int8")[0], expected
         for kind in WRITABLE if path == asked.models[0] else ():
             model, twin = in_blocks(plain, kind)
-            compared[kind] = model, logits_of(twin, ids, asked.prompt, EAGER)
+            compared[kind] = model, logits_of(twin, tokenizer, ids, asked.prompt, EAGER)
         for name, (model, wanted) in compared.items():
-            row = distance(wanted, logits_of(model, ids, asked.prompt, EngineOptions()))
+            row = distance(wanted, logits_of(model, tokenizer, ids, asked.prompt, EngineOptions()))
             rows.append({"model": Path(path).name, "weights": name, **row})
             print(rows[-1], file=sys.stderr)
         rows[-len(compared)] |= {
             "types": blocks.sfi_weights.blocks,
-            "same_tokens": same_tokens(plain, blocks, ids[: asked.prompt], asked.tokens),
+            "same_tokens": same_tokens(tokenizer, plain, blocks, ids[: asked.prompt], asked.tokens),
         }
     return rows
 
