@@ -17,6 +17,8 @@ from sfi_core.models.block_linear import BlockEmbedding, BlockLinear, Weights
 from sfi_core.models.blocks import BYTES, Blocks
 from sfi_core.models.gguf_file import PLAIN, Header, Tensor, read_header
 
+COMPARED = 8  # columns by which a processor is seen to change nothing but the order of rows
+
 
 class GgufBlocks:
     """Blocks of the matrices of a file, to be put into a model that transformers makes while they are `taken`."""
@@ -96,16 +98,18 @@ def _checked(tensor: Tensor, process: Callable[..., Any], why: str) -> Blocks:
     import gguf  # noqa: PLC0415 - of an extra
 
     count = len(tensor.data)
-    order = processed(np.arange(count)[:, None])[:, 0]
-    if not np.array_equal(np.sort(order), np.arange(count)):
+    number_OI = np.arange(count * COMPARED, dtype=np.float64).reshape(count, -1)
+    processed_OI = processed(number_OI.copy())
+    order = (processed_OI[:, 0] // COMPARED).astype(np.int64)
+    whole = np.array_equal(np.sort(order), np.arange(count))
+    if not (whole and np.array_equal(processed_OI, number_OI[order])):
         raise ValueError("transformers changes its numbers")
     same = np.array_equal(order, np.arange(count))
     blocks = Blocks.unpacked(tensor.data, tensor.tensor_type, None if same else order)
     places = _sample(count)
-    rows = np.zeros(blocks.shape, np.float32)  # the others are not even touched
-    rows[order[places]] = gguf.dequantize(tensor.data[order[places]], tensor.tensor_type)
-    if not np.array_equal(processed(rows)[places], blocks.floats(torch.from_numpy(places)).numpy()):
-        raise ValueError("its blocks are not the numbers that transformers loads")
+    rows = gguf.dequantize(tensor.data[order[places]], tensor.tensor_type)
+    if not np.array_equal(rows, blocks.floats(torch.from_numpy(places)).numpy()):
+        raise ValueError("its blocks are not the numbers that gguf unpacks")
     return blocks
 
 
