@@ -174,3 +174,12 @@ def test_every_part_runs_and_is_reported(study, tmp_path):
     assert pages["granularity-240.md"].count("| pages | ") == 2, "at each share, and at equal reads"
     assert "| bundled-recall-1 | 400 | sfi | 20 % | 100 (21 to 100) |" in pages["tasks.md"]
     assert len(list(Path(tmp_path / "docs").glob("*.png"))) == 5
+
+
+def test_a_table_that_shares_some_methods_with_another_has_no_page(study, tmp_path):
+    """`report` would write it over the page of the half that has all of the methods."""
+    path = tmp_path / "methods.toml"
+    path.write_text(METHODS.replace('["sfi", "best=', '["all=sfi:budget=400", "streaming-llm", "sfi", "best='))
+    study("fidelity", *WINDOW, "--windows", "1")
+    study("report", "--docs", str(tmp_path / "docs"))
+    assert [path.name for path in (tmp_path / "docs").glob("*.md")] == ["front-240.md"]
