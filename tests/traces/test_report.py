@@ -271,7 +271,7 @@ def visited(browser, file: Path):
 
 def test_the_example_in_the_docs_works_in_a_browser(browser):
     with visited(browser, DOCS / "report.html") as page:
-        _every_figure_is_drawn(page)
+        _every_figure_is_drawn(page, [name for name in FIGURES if name != "lambda"])  # at its clip: not drawn
 
 
 def test_a_report_with_a_packed_plotly_works_in_a_browser(browser, sfi, tmp_path):
@@ -302,13 +302,13 @@ def test_the_page_works_in_a_browser(opened):
         _every_figure_is_drawn(page)
 
 
-def _every_figure_is_drawn(page) -> None:
-    for name in FIGURES:
+def _every_figure_is_drawn(page, figures=FIGURES) -> None:
+    for name in figures:
         box = page.locator(f"#{name} .main-svg").first.bounding_box()
         assert box["width"] > 250, name
         assert box["height"] >= 200, name
     traces = "name => document.querySelectorAll(`#${name} :is(.trace, .hm, .scatterlayer path)`).length"
-    assert all(page.evaluate(traces, name) for name in FIGURES)
+    assert all(page.evaluate(traces, name) for name in figures)
     buttons = page.locator(".modebar-btn").evaluate_all("all => all.map(b => b.dataset.title)")
     assert "Download plot as a PNG" in buttons
     assert not [title for title in buttons if "hare" in title or "loud" in title]
