@@ -4,10 +4,10 @@ The argument is `past_key_values`, which transformers 5.24 renamed to `cache`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, fields
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import torch
 from transformers import PreTrainedModel
@@ -166,6 +166,19 @@ def _ours(index: int, layer: Any, model: str) -> Any:
     return layer
 
 
+class StepsOfACache(Protocol):
+    """The replayed steps of a run under a loop that is not sfi's (`replays.Replays`)."""
+
+    def next_step(self, run: Run, tokens: int) -> AbstractContextManager[bool]:
+        """Say whether the step of so many tokens that the body runs is replayed."""
+
+    def replay(self, run: Run, brought: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Replay a step that the run has begun; return logits, [B, V]."""
+
+    def eager_pass(self) -> AbstractContextManager[None]:
+        """Run the pass in the body module by module."""
+
+
 class SfiCache(Cache):
     """transformers' view of a run: `SfiLayer` for full attention, its own layers for windows and states.
 
@@ -196,6 +209,7 @@ class SfiCache(Cache):
         self.span = ExitStack()
         self.planned = self.shadowed = False
         self.dense_BV: torch.Tensor | None = None
+        self.replays: StepsOfACache | None = None
 
     @property
     def managed(self) -> list[SfiLayer]:

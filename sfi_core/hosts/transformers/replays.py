@@ -5,7 +5,7 @@ On a GPU steps are replayed as CUDA graphs, on a CPU each is one compiled call.
 
 import inspect
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
@@ -136,6 +136,10 @@ class Replays:
             self._missed = run.meter.not_replayed = self._steps.given_up
             self._steps, self._captures = None, False
         return logits_XV
+
+    def eager_pass(self) -> AbstractContextManager[None]:
+        """Run the pass in the body module by module, as a loop of the user's asks for."""
+        return nullcontext() if self._steps is None else self._steps.eager_step()
 
     def ahead(self, token_B: torch.Tensor) -> None:
         """Launch the step of these tokens before the host has read them, where possible."""

@@ -13,6 +13,7 @@ from transformers import AttentionInterface
 from sfi_core.engine.attend import check_backend, check_shapes
 from sfi_core.errors import BackendError, ConfigError
 from sfi_core.hosts.transformers.attention import sfi_attention
+from sfi_core.hosts.transformers.forward_call import forward_with
 from sfi_core.hosts.transformers.fusion.fuse import fused, wants_fusion
 from sfi_core.hosts.transformers.generate_call import generate_with
 from sfi_core.hosts.transformers.lossless import check_asked
@@ -71,15 +72,17 @@ def slow_fast(
     with session_on(
         model, tokenizer, config, policy=policy, observers=observers, page_size=page_size, audit=audit, engine=engine
     ) as session:
-        replaced = model.__dict__.get("generate")
+        replaced = {name: model.__dict__.get(name) for name in ("generate", "forward")}
         model.generate = generate_with(session, model.generate)
+        model.forward = forward_with(session, model.forward)
         try:
             yield session
         finally:
             with session.lock:  # a call in another thread ends first
-                model.__dict__.pop("generate")
-                if replaced is not None:
-                    model.generate = replaced
+                for name, before in replaced.items():
+                    model.__dict__.pop(name)
+                    if before is not None:
+                        setattr(model, name, before)
 
 
 @contextmanager

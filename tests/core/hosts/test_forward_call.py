@@ -1,0 +1,115 @@
+"""Decoding steps of `model.generate` and of other loops are compiled on a CPU, and give what eager steps give."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import StoppingCriteria, StoppingCriteriaList
+
+from sfi_core import EngineOptions, slow_fast
+from sfi_core.hosts.transformers.generate_call import left_pad
+from tests.architectures import SMALL, prompts, tiny
+
+pytest.importorskip("numba")
+IDS, MASK = left_pad(prompts(60, 21), torch.device("cpu"))
+EAGER = EngineOptions(graphs=False)
+
+
+class EndsAt(StoppingCriteria):
+    """Ends all rows at a length."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **_: Any) -> torch.Tensor:
+        del scores
+        return torch.full((len(input_ids),), input_ids.shape[1] >= self.length)
+
+
+class Heard:
+    """A streamer that keeps what it hears."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.tokens += value.flatten().tolist()
+
+    def end(self) -> None:
+        self.tokens.append(-1)
+
+
+def answers(label: str, engine: EngineOptions | None, calls: list[dict[str, Any]], **options: Any) -> tuple[Any, Any]:
+    model, outputs = tiny(label), []
+    with slow_fast(model, None, SMALL, engine=engine, **options) as run:
+        for call in calls:
+            torch.manual_seed(5)
+            given = {"input_ids": IDS, "attention_mask": MASK, "max_new_tokens": 24, "do_sample": False, **call}
+            outputs.append(model.generate(**given))
+    return outputs, run.report
+
+
+@pytest.mark.parametrize("policy", ["full-kv", "sfi", "codescan", "quest"])
+@pytest.mark.parametrize("label", ["qwen3", "llama"])
+def test_generate_gives_an_eager_step_s_tokens(label: str, policy: str):
+    plain = tiny(label).generate(input_ids=IDS, attention_mask=MASK, max_new_tokens=24, do_sample=False)
+    calls: list[dict[str, Any]] = [
+        {}, {"do_sample": True}, {"eos_token_id": int(plain[0, IDS.shape[1] + 4])},  # a row that ends first
+        {"stopping_criteria": StoppingCriteriaList([EndsAt(IDS.shape[1] + 7)])}, {"repetition_penalty": 1.3},
+    ]  # fmt: skip
+    (mine, report), (theirs, eager) = (answers(label, engine, calls, policy=policy) for engine in (None, EAGER))
+    assert report.paths["step.compiled"]
+    assert "step.compiled" not in eager.paths
+    assert all(torch.equal(ours, other) for ours, other in zip(mine, theirs, strict=True))
+    for ours, other in zip(report.requests, eager.requests, strict=True):
+        assert (ours.token_ids, ours.slow_at) == (other.token_ids, other.slow_at)
+        assert ours.cache_read_ratio == other.cache_read_ratio
+    if policy == "full-kv":
+        assert torch.equal(mine[0], plain)
+
+
+def test_a_streamer_hears_the_same():
+    heard = [Heard(), Heard()]
+    for streamer, engine in zip(heard, (None, EAGER), strict=True):
+        answers("llama", engine, [{"input_ids": IDS[:1], "attention_mask": MASK[:1], "streamer": streamer}])
+    assert heard[0].tokens == heard[1].tokens
+    assert heard[0].tokens[-1] == -1
+
+
+@pytest.mark.parametrize("label", ["llama", "gemma-3"])  # full attention; windows in buffers of compiled steps
+def test_a_loop_of_one_s_own_may_ask_for_more_than_logits(label: str):
+    texts = []
+    for engine in (None, EAGER):
+        model, ids = tiny(label), IDS[:1]
+        with slow_fast(model, None, SMALL, policy="full-kv", engine=engine) as run, torch.no_grad():
+            run.shapes()
+            cache, tokens = run.cache(), []
+            for step in range(20):
+                output = model(input_ids=ids, past_key_values=cache, output_hidden_states=step % 5 == 3)
+                ids = output.logits[:, -1:].argmax(-1)
+                tokens.append(int(ids))
+                assert (output.hidden_states is not None) == (step % 5 == 3)
+            assert ("step.compiled" in run.report.paths) == (engine is None)
+        texts.append(tokens)
+    assert texts[0] == texts[1]
+
+
+def test_positions_that_are_not_the_cache_s_go_to_the_model():
+    model = tiny("llama")
+    logits = []
+    for engine in (None, EAGER):
+        with slow_fast(model, None, SMALL, policy="full-kv", engine=engine) as run, torch.no_grad():
+            run.shapes()
+            cache = run.cache()
+            model(input_ids=IDS[:1], past_key_values=cache)
+            position = torch.tensor([[IDS.shape[1] + 9]])
+            logits.append(model(input_ids=IDS[:1, :1], past_key_values=cache, position_ids=position).logits)
+            assert "step.compiled" not in run.report.paths
+    assert torch.equal(*logits)
+
+
+def test_the_model_is_as_it_was_afterwards():
+    model = tiny("llama")
+    with slow_fast(model, None, SMALL):
+        assert {"generate", "forward"} <= model.__dict__.keys()
+    assert not {"generate", "forward"} & model.__dict__.keys()
