@@ -9,6 +9,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from sfi_core.hosts.transformers.cache import CACHE_NAME, SfiCache, under_way
 from sfi_core.hosts.transformers.replays import ModelPass, Replays
+from sfi_core.hosts.transformers.routing import probing
 from sfi_core.hosts.transformers.session import Session
 
 # what a loop hands over that a compiled step has in other ways; anything else goes to the model
@@ -24,7 +25,7 @@ def forward_with(session: Session, forward: Callable[..., Any]) -> Callable[...,
     @wraps(forward)
     def forward_with_sfi(*args: Any, **kwargs: Any) -> Any:
         cache = under_way.get()
-        if cache is None or cache.planned or not _may_compile(session):
+        if probing() or cache is None or cache.planned or not _may_compile(session):
             return forward(*args, **kwargs)
         if not _is_plain(cache, args, kwargs):
             with nullcontext() if cache.replays is None else cache.replays.eager_pass():
