@@ -44,9 +44,9 @@ def attend(run: Run, index: int, query_BHGTD: torch.Tensor, **options: Any) -> t
     are the last `count` of T, a decoding request's the last. `options` are `scale`, `soft_cap`, `sink_HG` and `new` of
     `Layer`. Return the outputs, [B, H, G, T, E]; zeros where a request has no token.
     """
-    kept = run.store.pages(index).key_PHND.dtype
-    if kept != query_BHGTD.dtype:
-        return attend(run, index, query_BHGTD.to(kept), **options).to(query_BHGTD.dtype)
+    dtype = run.store.pages(index).key_PHND.dtype
+    if dtype != query_BHGTD.dtype:  # under `kv_dtype`
+        return attend(run, index, query_BHGTD.to(dtype), **options).to(query_BHGTD.dtype)
     layer = Layer(run, index, **options)
     if run.attend is not None:
         return run.attend(layer, query_BHGTD)

@@ -7,7 +7,8 @@ from typing import Any
 
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from sfi_core.hosts.transformers.cache import CACHE_NAME, SfiCache, under_way
+from sfi_core.engine.run import Run
+from sfi_core.hosts.transformers.cache import CACHE_NAME, under_way
 from sfi_core.hosts.transformers.replays import ModelPass, Replays
 from sfi_core.hosts.transformers.routing import probing
 from sfi_core.hosts.transformers.session import Session
@@ -25,12 +26,13 @@ def forward_with(session: Session, forward: Callable[..., Any]) -> Callable[...,
     @wraps(forward)
     def forward_with_sfi(*args: Any, **kwargs: Any) -> Any:
         cache = under_way.get()
-        if probing() or cache is None or cache.planned or not _may_compile(session):
+        run = None if cache is None or cache.planned else cache.run
+        if probing() or cache is None or run is None or not _may_compile(session):
             return forward(*args, **kwargs)
-        if not _is_plain(cache, args, kwargs):
+        if not _is_plain(run, cache.seen, args, kwargs):
             with nullcontext() if cache.replays is None else cache.replays.eager_pass():
                 return forward(*args, **kwargs)
-        run, ids_B1 = session.run, kwargs["input_ids"]
+        ids_B1 = kwargs["input_ids"]
         if cache.replays is None:
             cache.replays = Replays(session, cache, ModelPass(session, cache, len(ids_B1)), patient=True)
         tokens = sum(not state.finished for state in run.requests)
@@ -49,16 +51,15 @@ def _may_compile(session: Session) -> bool:
     return on_cpu and session.audit is None and session.state_checks.known
 
 
-def _is_plain(cache: SfiCache, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    # whether the pass is a decoding step of token ids at the requests' own positions
-    run = cache.run
+def _is_plain(run: Run, seen: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    # whether the pass is a decoding step of token ids at the requests' own positions, after `seen` padded tokens
     given = {name for name, value in kwargs.items() if value is not None and value is not False}
-    if args or run is None or run.batch_pass.prompts or "input_ids" not in given or given - HANDLED:
+    if args or run.batch_pass.prompts or "input_ids" not in given or given - HANDLED:
         return False
     if kwargs.get("return_dict") is False:
         return False
     positions, batch_pass = kwargs.get("position_ids"), run.batch_pass
-    asked = [cache.seen] * len(batch_pass.start)
+    asked = [seen] * len(batch_pass.start)
     if positions is not None:
         asked = positions.expand(len(asked), -1)[:, -1].tolist() if positions.dim() == 2 else []  # noqa: PLR2004
     rows = zip(asked, batch_pass.start, batch_pass.count, strict=False)

@@ -94,6 +94,21 @@ def test_a_loop_of_one_s_own_may_ask_for_more_than_logits(label: str):
     assert texts[0] == texts[1]
 
 
+def test_two_caches_in_turns_have_their_own_runs():
+    texts = []
+    for engine in (None, EAGER):
+        model, tokens = tiny("llama"), []
+        with slow_fast(model, None, SMALL, engine=engine) as run, torch.no_grad():
+            run.shapes()
+            caches, ids = [run.cache(), run.cache()], [IDS[:1], IDS[:1].flip(1)]
+            for step in range(16):
+                row = step % 2
+                ids[row] = model(input_ids=ids[row], past_key_values=caches[row]).logits[:, -1:].argmax(-1)
+                tokens.append(int(ids[row]))
+        texts.append(tokens)
+    assert texts[0] == texts[1]
+
+
 def test_positions_that_are_not_the_cache_s_go_to_the_model():
     model = tiny("llama")
     logits = []
