@@ -99,16 +99,14 @@ def test_a_window_that_moves_in_its_buffer(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize("policy", ["full-kv", "sfi", "codescan"])
 def test_threads_share_a_step(monkeypatch: pytest.MonkeyPatch, policy: str):
     """As many as there are cores; more would wait at a barrier for threads that the pool has not."""
-    monkeypatch.setattr(replays, "reads_little", lambda *_: False)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 500)
+    monkeypatch.setattr(replays.ModelPass, "threads", 500)
     monkeypatch.setattr(compiled_steps, "PART", 8)
     assert_same("llama", policy)
     assert_same("llama", policy, lossless=policy != "full-kv")
 
 
 def test_two_runs_at_once_do_not_wait_for_each_other_s_threads(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(replays, "reads_little", lambda *_: False)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 500)
+    monkeypatch.setattr(replays.ModelPass, "threads", 500)
     wanted = [request.token_ids for request in decode(tiny("llama"), "full-kv")[0].requests]
     models = [tiny("llama"), copy.deepcopy(tiny("llama"))]
     with ThreadPoolExecutor(2) as threads:
