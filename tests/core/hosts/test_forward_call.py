@@ -7,6 +7,7 @@ import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 from sfi_core import EngineOptions, slow_fast
+from sfi_core.hosts.transformers.cache import CACHE_NAME
 from sfi_core.hosts.transformers.generate_call import left_pad
 from tests.architectures import SMALL, prompts, tiny
 
@@ -85,7 +86,7 @@ def test_a_loop_of_one_s_own_may_ask_for_more_than_logits(label: str):
             run.shapes()
             cache, tokens = run.cache(), []
             for step in range(20):
-                output = model(input_ids=ids, past_key_values=cache, output_hidden_states=step % 5 == 3)
+                output = model(input_ids=ids, output_hidden_states=step % 5 == 3, **{CACHE_NAME: cache})
                 ids = output.logits[:, -1:].argmax(-1)
                 tokens.append(int(ids))
                 assert (output.hidden_states is not None) == (step % 5 == 3)
@@ -103,7 +104,7 @@ def test_two_caches_in_turns_have_their_own_runs():
             caches, ids = [run.cache(), run.cache()], [IDS[:1], IDS[:1].flip(1)]
             for step in range(16):
                 row = step % 2
-                ids[row] = model(input_ids=ids[row], past_key_values=caches[row]).logits[:, -1:].argmax(-1)
+                ids[row] = model(input_ids=ids[row], **{CACHE_NAME: caches[row]}).logits[:, -1:].argmax(-1)
                 tokens.append(int(ids[row]))
         texts.append(tokens)
     assert texts[0] == texts[1]
@@ -116,9 +117,9 @@ def test_positions_that_are_not_the_cache_s_go_to_the_model():
         with slow_fast(model, None, SMALL, policy="full-kv", engine=engine) as run, torch.no_grad():
             run.shapes()
             cache = run.cache()
-            model(input_ids=IDS[:1], past_key_values=cache)
+            model(input_ids=IDS[:1], **{CACHE_NAME: cache})
             position = torch.tensor([[IDS.shape[1] + 9]])
-            logits.append(model(input_ids=IDS[:1, :1], past_key_values=cache, position_ids=position).logits)
+            logits.append(model(input_ids=IDS[:1, :1], position_ids=position, **{CACHE_NAME: cache}).logits)
             assert "step.compiled" not in run.report.paths
     assert torch.equal(*logits)
 
