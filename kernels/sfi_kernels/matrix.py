@@ -9,14 +9,16 @@ NUMBERS, SCALES, MINIMA, OUT, IN, KIND, BIAS = range(7)  # places; an address of
 SIZE = 7
 FEW = 8  # rows up to which a matrix is read as it lies, in compiled loops
 PIECE = 512  # rows of the matrix that are widened at once for more: they stay in cache
-BLOCK = 32  # numbers of a block, which have one scale; as a kind, blocks of it
-FINE = 33  # the kind of blocks with two scales; kinds below 3 are those of `numpy_views.KINDS`
+BLOCK = 32  # numbers of a block, which have one scale; as a kind, blocks of 8-bit numbers
+FINE, FOUR, FIVE = 33, 34, 35  # kinds: with two scales, of 4 and 5 bits; those below 3 are of `numpy_views.KINDS`
+FIELDS = {FOUR: 4, FIVE: 3}  # numbers in a word of 16 bits
+TILE = 8  # rows of a matrix of 4 or 5 bits whose words lie together
 
 
-def row_of(kind: int, number_OI: torch.Tensor, *parts: torch.Tensor | None) -> Any:
-    """Return the row of a contiguous matrix on the CPU, without bias; `parts` are scales and minima."""
+def row_of(kind: int, shape: tuple[int, ...], *parts: torch.Tensor | None) -> Any:
+    """Return the row of a contiguous matrix [O, I] on the CPU, without bias; `parts` are numbers, scales and minima."""
     row = np.zeros(SIZE, np.int64)
-    row[OUT], row[IN], row[KIND] = *number_OI.shape, kind
-    for place, part in enumerate((number_OI, *parts)):
+    row[OUT], row[IN], row[KIND] = *shape, kind
+    for place, part in enumerate(parts):
         row[place] = 0 if part is None else part.data_ptr()
     return row

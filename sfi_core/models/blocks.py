@@ -1,7 +1,7 @@
-"""Weight matrices as 8-bit numbers with a scale for 32 or 16 of them: those of a GGUF file, or made of float weights.
+"""Weight matrices as numbers of few bits with a scale for 32 or 16 of them: those of a GGUF file, or of float weights.
 
-All kinds of blocks of a file have one layout, whose products are compiled loops (`sfi_kernels.loops.products`), and
-whose numbers, widened, are bit by bit those that gguf unpacks.
+A file's kinds of blocks have one of four layouts, whose products are compiled loops (`sfi_kernels.loops.products`),
+and whose numbers, widened, are bit by bit those that gguf unpacks.
 """
 
 from typing import Any, Self
@@ -10,30 +10,33 @@ import numpy as np
 import torch
 
 from sfi_kernels.compiled import by_heads
-from sfi_kernels.matrix import BLOCK, FINE, row_of
+from sfi_kernels.matrix import BLOCK, FIELDS, FINE, FIVE, FOUR, TILE, row_of
 
 BYTES = {  # of a block
    "Q4_0": 18, "Q4_1": 20, "Q5_0": 22, "Q5_1": 24, "Q8_0": 34, "Q4_K": 144, "Q5_K": 176, "Q6_K": 210,
 }  # fmt: skip
 LARGE = 256  # numbers of a block of the K types
+KINDS = {"Q4_0": FOUR, "Q4_1": FOUR, "Q4_K": FOUR, "Q5_0": FIVE, "Q5_1": FIVE, "Q5_K": FIVE, "Q6_K": FINE}
 NUMBER = 5e-4  # microseconds to unpack one
 
 
 class Blocks:
-    """A matrix [O, I] of int8 `number_OI`, float32 `scale_OB`, and `minimum_OB` of 32 numbers where there are some.
+    """A matrix [O, I]: numbers, float32 scales, and minima of 32 numbers where there are some.
 
-    A weight is number * scale + minimum. `row` has the addresses, as `sfi_kernels.matrix` lays them out.
+    A weight is number * scale + minimum. `kind` says how they lie (`sfi_kernels.loops.products`); `row` has their
+    addresses, as `sfi_kernels.matrix` lays them out.
     """
 
-    def __init__(self, number_OI: torch.Tensor, scale_OB: torch.Tensor, minimum_OB: torch.Tensor | None = None) -> None:
-        self.number_OI, self.scale_OB, self.minimum_OB = number_OI, scale_OB, minimum_OB
-        self.shape = number_OI.shape
-        kind = FINE if scale_OB.shape[1] * BLOCK > number_OI.shape[1] else BLOCK
-        self.row = row_of(kind, number_OI, scale_OB, minimum_OB)
+    def __init__(
+        self, shape: tuple[int, ...], kind: int, numbers: torch.Tensor, scales: torch.Tensor,
+        minima: torch.Tensor | None = None,
+    ) -> None:  # fmt: skip
+        self.shape, self.kind, self.row = shape, kind, row_of(kind, shape, numbers, scales, minima)
+        self.numbers, self.scales, self.minima = numbers, scales, minima
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Let copies have addresses of their own."""
-        return Blocks, (self.number_OI, self.scale_OB, self.minimum_OB)
+        return Blocks, (self.shape, self.kind, self.numbers, self.scales, self.minima)
 
     def floats(self, index_N: torch.Tensor | None = None) -> torch.Tensor:
         """Return some rows as float32, [N, I], or all; raise `IndexError` for a row that is not there."""
@@ -47,23 +50,28 @@ class Blocks:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        parts = (self.number_OI, self.scale_OB, self.minimum_OB)
+        parts = (self.numbers, self.scales, self.minima)
         return sum(part.nbytes for part in parts if part is not None)
 
     @classmethod
     def unpacked(cls, packed: np.ndarray, kind: Any, order: np.ndarray | None = None) -> Self:
         """Take the rows [O, bytes] of a GGUF file, of a type in `BYTES`; `order` puts them elsewhere."""
-        from sfi_kernels.loops.unpacking import unpack_numbers  # noqa: PLC0415 - brings numba
+        from sfi_kernels.loops.unpacking import pack_numbers, unpack_numbers  # noqa: PLC0415 - brings numba
 
         block_OBX = (packed if order is None else packed[order]).reshape(len(packed), -1, BYTES[kind.name])
-        width = block_OBX.shape[1] * (LARGE if kind.name[-1] == "K" else BLOCK)
-        number_OI = np.empty((len(packed), width), np.int8)
-        by_heads(
-            lambda begin, end: unpack_numbers(begin, end, int(kind), block_OBX, number_OI), len(packed),
-            NUMBER * number_OI.size,
-        )  # fmt: skip
-        factors = [part.reshape(len(packed), -1) for part in _FACTORS[kind.name](block_OBX)]
-        return cls(*(torch.from_numpy(np.ascontiguousarray(part)) for part in (number_OI, *factors)))
+        count, width = len(packed), block_OBX.shape[1] * (LARGE if kind.name[-1] == "K" else BLOCK)
+        factors = [part.reshape(count, -1) for part in _FACTORS[kind.name](block_OBX)]
+        layout, work = KINDS.get(kind.name, BLOCK), NUMBER * count * width
+        if layout in FIELDS:
+            tiles, fields = -(-count // TILE), FIELDS[layout]
+            numbers = np.zeros((tiles, -(-width // (BLOCK * fields)), BLOCK // 2, 2 * TILE), np.uint16)
+            by_heads(lambda *part: pack_numbers(*part, int(kind), fields, block_OBX, numbers), tiles, work)
+            factors = [_tiled(part) for part in factors]
+        else:
+            numbers = np.empty((count, width), np.int8)
+            by_heads(lambda *part: unpack_numbers(*part, int(kind), block_OBX, numbers), count, work)
+        parts = (numbers.view(np.int16 if layout in FIELDS else np.int8), *map(np.ascontiguousarray, factors))
+        return cls((count, width), layout, *map(torch.from_numpy, parts))
 
     @classmethod
     def rounded(cls, weight_OI: torch.Tensor) -> Self:
@@ -71,7 +79,13 @@ class Blocks:
         weight_OBX = weight_OI.detach().float().view(len(weight_OI), -1, BLOCK)
         scale_OB = weight_OBX.abs().amax(-1) / 127
         number_OBX = (weight_OBX / scale_OB.clamp(min=torch.finfo(torch.float32).tiny)[..., None]).round()
-        return cls(number_OBX.to(torch.int8).view(weight_OI.shape), scale_OB)
+        return cls(weight_OI.shape, BLOCK, number_OBX.to(torch.int8).view(weight_OI.shape), scale_OB)
+
+
+def _tiled(factor_OB: np.ndarray) -> np.ndarray:
+    # of `TILE` rows together, [T, B, TILE]; those of rows that are not there are 0
+    more = -len(factor_OB) % TILE
+    return np.pad(factor_OB, ((0, more), (0, 0))).reshape(-1, TILE, factor_OB.shape[1]).swapaxes(1, 2)
 
 
 def _real(block_OBX: np.ndarray, at: int) -> np.ndarray:

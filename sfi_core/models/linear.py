@@ -44,7 +44,7 @@ class RowLinear(torch.nn.Linear):
         from sfi_kernels.linear import multiply_few  # noqa: PLC0415 - brings numba
 
         weight = self.weight.detach()
-        out = multiply_few(row_of(KINDS[weight.dtype], weight), rows.reshape(-1, self.in_features))
+        out = multiply_few(row_of(KINDS[weight.dtype], weight.shape, weight), rows.reshape(-1, self.in_features))
         if self.bias is not None:
             out += self.bias.detach()
         return out.to(rows.dtype).view(*rows.shape[:-1], self.out_features)

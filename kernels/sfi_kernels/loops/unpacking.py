@@ -7,7 +7,7 @@ import numpy as np
 
 from sfi_kernels.compiled import entry
 from sfi_kernels.loops.vectors import inner
-from sfi_kernels.matrix import BLOCK
+from sfi_kernels.matrix import BLOCK, TILE
 
 GROUPS = 8  # of 32 numbers in a block of 256
 
@@ -61,29 +61,61 @@ def _word(block, at):
     return word
 
 
+@inner
+def _unpack_row(kind, block_BX, number_I):
+    for b in range(len(block_BX)):
+        block = block_BX[b]
+        if kind >= 12:  # noqa: PLR2004 - the K kinds
+            to = number_I[256 * b : 256 * b + 256]
+            if kind == 12:  # noqa: PLR2004 - Q4_K
+                _large(block, 16, 32, 16, 8, 0, 0, to)
+            elif kind == 13:  # noqa: PLR2004 - Q5_K
+                _large(block, 48, 32, 16, 8, 1, 0, to)
+            else:  # Q6_K
+                _large(block, 0, 64, 128, 4, 3, 32, to)
+            continue
+        to = number_I[BLOCK * b : BLOCK * b + BLOCK]
+        if kind == 8:  # noqa: PLR2004 - Q8_0
+            _copy(block[2:], to)
+        elif kind == 2:  # noqa: PLR2004 - Q4_0
+            _halves(block[2:], np.uint32(0), 8, to)
+        elif kind == 3:  # noqa: PLR2004 - Q4_1
+            _halves(block[4:], np.uint32(0), 0, to)
+        elif kind == 6:  # noqa: PLR2004 - Q5_0
+            _halves(block[6:], _word(block, 2), 16, to)
+        else:  # Q5_1
+            _halves(block[8:], _word(block, 4), 0, to)
+
+
 @entry
 def unpack_numbers(begin, end, kind, block_OBX, number_OI):
-    """Write the numbers of rows `begin` to `end` - 1; `kind` is the type's number in a GGUF file."""
+    """Write the numbers of rows `begin` to `end` - 1, int8; `kind` is the type's number in a GGUF file."""
     for o in range(begin, end):
-        for b in range(block_OBX.shape[1]):
-            block = block_OBX[o, b]
-            if kind >= 12:  # noqa: PLR2004 - the K kinds
-                to = number_OI[o, 256 * b : 256 * b + 256]
-                if kind == 12:  # noqa: PLR2004 - Q4_K
-                    _large(block, 16, 32, 16, 8, 0, 0, to)
-                elif kind == 13:  # noqa: PLR2004 - Q5_K
-                    _large(block, 48, 32, 16, 8, 1, 0, to)
-                else:  # Q6_K
-                    _large(block, 0, 64, 128, 4, 3, 32, to)
-                continue
-            to = number_OI[o, BLOCK * b : BLOCK * b + BLOCK]
-            if kind == 8:  # noqa: PLR2004 - Q8_0
-                _copy(block[2:], to)
-            elif kind == 2:  # noqa: PLR2004 - Q4_0
-                _halves(block[2:], np.uint32(0), 8, to)
-            elif kind == 3:  # noqa: PLR2004 - Q4_1
-                _halves(block[4:], np.uint32(0), 0, to)
-            elif kind == 6:  # noqa: PLR2004 - Q5_0
-                _halves(block[6:], _word(block, 2), 16, to)
-            else:  # Q5_1
-                _halves(block[8:], _word(block, 4), 0, to)
+        _unpack_row(kind, block_OBX[o], number_OI[o])
+
+
+@inner
+def _pack_pairs(number_8I, first, shift, middle, word_P16):
+    # add a field of all words of a group: numbers `first` to `first` + 31 of eight rows
+    for pair in range(BLOCK // 2):
+        for row in range(TILE):
+            for odd in range(2):
+                number = np.uint16(np.int16(number_8I[row, first + 2 * pair + odd]) + middle)
+                word_P16[pair, 2 * row + odd] |= number << shift
+
+
+@entry
+def pack_numbers(begin, end, kind, fields, block_OBX, word_TGP):
+    """Add the numbers of tiles `begin` to `end` - 1 as fields to words [T, groups, 16, 2 * `TILE`], zeros.
+
+    Numbers without a minimum are counted from the lowest one on.
+    """
+    middle = np.int16(8 if kind == 2 else 16 if kind == 6 else 0)  # noqa: PLR2004 - Q4_0, Q5_0
+    count, blocks = len(block_OBX), block_OBX.shape[1] * (GROUPS if kind >= 12 else 1)  # noqa: PLR2004 - the K kinds
+    number_8I = np.zeros((TILE, blocks * BLOCK), np.int8)
+    for tile in range(begin, end):
+        for row in range(min(TILE, count - tile * TILE)):
+            _unpack_row(kind, block_OBX[tile * TILE + row], number_8I[row])
+        for b in range(blocks):
+            shift = np.uint16(16 // fields * (b % fields))
+            _pack_pairs(number_8I, b * BLOCK, shift, middle, word_TGP[tile, b // fields])

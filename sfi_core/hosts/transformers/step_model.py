@@ -136,6 +136,6 @@ def _matrix(module: Any, holds: list[Any]) -> Any:
         raise UnknownError(f"a matrix of {str(weight.dtype).removeprefix('torch.')} numbers, {tuple(weight.shape)}")
     bias = None if module.bias is None else module.bias.detach().float()
     holds.extend([weight, bias])
-    row = words.row_of(KINDS[weight.dtype], weight)
+    row = words.row_of(KINDS[weight.dtype], weight.shape, weight)
     row[words.BIAS] = 0 if bias is None else bias.data_ptr()
     return row

@@ -133,7 +133,7 @@ if not why_not():
     from sfi_kernels.matrix import row_of
     with telling(lambda: print("compiling", end=" ")):
         weight = torch.arange(64.0).view(2, 32)
-        row = multiply_few(row_of(0, weight), torch.eye(32)[1:2]).view(-1)
+        row = multiply_few(row_of(0, weight.shape, weight), torch.eye(32)[1:2]).view(-1)
     print(*map(int, row.tolist()), "kept" if attend.stats.cache_path else "not kept")
 """
 
