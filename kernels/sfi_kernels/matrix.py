@@ -11,8 +11,8 @@ FEW = 8  # rows up to which a matrix is read as it lies, in compiled loops
 PIECE = 512  # rows of the matrix that are widened at once for more: they stay in cache
 BLOCK = 32  # numbers of a block, which have one scale; as a kind, blocks of 8-bit numbers
 FINE, FOUR, FIVE = 33, 34, 35  # kinds: with two scales, of 4 and 5 bits; those below 3 are of `numpy_views.KINDS`
-FIELDS = {FOUR: 4, FIVE: 3}  # numbers in a word of 16 bits
-TILE = 8  # rows of a matrix of 4 or 5 bits whose words lie together
+LAYOUTS = {BLOCK: (1, 1), FINE: (1, 2), FOUR: (4, 1), FIVE: (3, 1)}  # numbers in a word, scales of a block
+TILE = 8  # rows of a matrix whose numbers lie together
 
 
 def row_of(kind: int, shape: tuple[int, ...], *parts: torch.Tensor | None) -> Any:

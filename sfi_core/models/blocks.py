@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from sfi_kernels.compiled import by_heads
-from sfi_kernels.matrix import BLOCK, FIELDS, FINE, FIVE, FOUR, TILE, row_of
+from sfi_kernels.matrix import BLOCK, FINE, FIVE, FOUR, LAYOUTS, TILE, row_of
 
 BYTES = {  # of a block
    "Q4_0": 18, "Q4_1": 20, "Q5_0": 22, "Q5_1": 24, "Q8_0": 34, "Q4_K": 144, "Q5_K": 176, "Q6_K": 210,
@@ -56,22 +56,20 @@ class Blocks:
     @classmethod
     def unpacked(cls, packed: np.ndarray, kind: Any, order: np.ndarray | None = None) -> Self:
         """Take the rows [O, bytes] of a GGUF file, of a type in `BYTES`; `order` puts them elsewhere."""
-        from sfi_kernels.loops.unpacking import pack_numbers, unpack_numbers  # noqa: PLC0415 - brings numba
+        from sfi_kernels.loops.unpacking import pack_numbers  # noqa: PLC0415 - brings numba
 
         block_OBX = (packed if order is None else packed[order]).reshape(len(packed), -1, BYTES[kind.name])
         count, width = len(packed), block_OBX.shape[1] * (LARGE if kind.name[-1] == "K" else BLOCK)
-        factors = [part.reshape(count, -1) for part in _FACTORS[kind.name](block_OBX)]
-        layout, work = KINDS.get(kind.name, BLOCK), NUMBER * count * width
-        if layout in FIELDS:
-            tiles, fields = -(-count // TILE), FIELDS[layout]
-            numbers = np.zeros((tiles, -(-width // (BLOCK * fields)), BLOCK // 2, 2 * TILE), np.uint16)
-            by_heads(lambda *part: pack_numbers(*part, int(kind), fields, block_OBX, numbers), tiles, work)
-            factors = [_tiled(part) for part in factors]
-        else:
-            numbers = np.empty((count, width), np.int8)
-            by_heads(lambda *part: unpack_numbers(*part, int(kind), block_OBX, numbers), count, work)
-        parts = (numbers.view(np.int16 if layout in FIELDS else np.int8), *map(np.ascontiguousarray, factors))
-        return cls((count, width), layout, *map(torch.from_numpy, parts))
+        layout = KINDS.get(kind.name, BLOCK)
+        fields, _ = LAYOUTS[layout]
+        lines = -(-count // TILE), -(-width // (BLOCK * fields)), BLOCK // 2, 2 * TILE
+        numbers = np.zeros(lines, np.int8 if fields == 1 else np.int16)
+        by_heads(
+            lambda begin, end: pack_numbers(begin, end, int(kind), fields, block_OBX, numbers),
+            len(numbers), NUMBER * count * width,
+        )  # fmt: skip
+        factors = (_tiled(part.reshape(count, -1)) for part in _FACTORS[kind.name](block_OBX))
+        return cls((count, width), layout, *map(torch.from_numpy, (numbers, *factors)))
 
     @classmethod
     def rounded(cls, weight_OI: torch.Tensor) -> Self:
@@ -79,13 +77,16 @@ class Blocks:
         weight_OBX = weight_OI.detach().float().view(len(weight_OI), -1, BLOCK)
         scale_OB = weight_OBX.abs().amax(-1) / 127
         number_OBX = (weight_OBX / scale_OB.clamp(min=torch.finfo(torch.float32).tiny)[..., None]).round()
-        return cls(weight_OI.shape, BLOCK, number_OBX.to(torch.int8).view(weight_OI.shape), scale_OB)
+        number_OPX = number_OBX.to(torch.int8).view(len(weight_OI), -1, 2)
+        parts = (torch.from_numpy(_tiled(part.numpy())) for part in (number_OPX, scale_OB))
+        return cls(weight_OI.shape, BLOCK, *parts)
 
 
-def _tiled(factor_OB: np.ndarray) -> np.ndarray:
-    # of `TILE` rows together, [T, B, TILE]; those of rows that are not there are 0
-    more = -len(factor_OB) % TILE
-    return np.pad(factor_OB, ((0, more), (0, 0))).reshape(-1, TILE, factor_OB.shape[1]).swapaxes(1, 2)
+def _tiled(part_OX: np.ndarray) -> np.ndarray:
+    # the same of `TILE` rows next to each other, [T, X, TILE, ...]; those of rows that are not there are 0
+    more = np.zeros((-len(part_OX) % TILE, *part_OX.shape[1:]), part_OX.dtype)
+    tiles = np.concatenate((part_OX, more)).reshape(-1, TILE, *part_OX.shape[1:])
+    return np.ascontiguousarray(tiles.swapaxes(1, 2))
 
 
 def _real(block_OBX: np.ndarray, at: int) -> np.ndarray:

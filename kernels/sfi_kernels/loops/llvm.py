@@ -78,8 +78,13 @@ class Code:
 
     def sums(self, count: int, width: int) -> list[Any]:
         """Return places for vectors of sums, zeros."""
-        zero = ir.Constant(vector(F32, width), [0.0] * width)
-        return [cgutils.alloca_once_value(self.builder, zero) for _ in range(count)]
+        return [self.place(ir.Constant(vector(F32, width), [0.0] * width)) for _ in range(count)]
+
+    def place(self, value: Any) -> Any:
+        """Return a place for a value, which it has wherever the code comes by here."""
+        place = cgutils.alloca_once(self.builder, value.type)
+        self.builder.store(value, place)
+        return place
 
     def add(self, place: Any, product: tuple[Any, Any]) -> None:
         """Add a product of two vectors to a sum."""

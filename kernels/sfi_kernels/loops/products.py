@@ -1,11 +1,11 @@
-"""Rows times weight matrices, of float32 to 16 bits, or of a GGUF file's blocks as 8-bit numbers with their scales.
+"""Rows times weight matrices, of float32 to 16 bits, or of a GGUF file's blocks as numbers of few bits and scales.
 
-A block is 32 numbers with a float32 scale, or one for each 16, and where the format has one a float32 minimum. Numbers
-of 8 bits lie in the order of the matrix. Of 4 and 5 bits, a word of 16 bits holds one of each of four or three
-blocks; a line has two words each of eight rows of the matrix, so that sums of eight results need no adding up, and the
-scales of eight rows lie together. The rows that a matrix multiplies are rounded to 16 bits with a scale for 32
-numbers: as quick as 8 bits, because a product of an 8-bit and a 16-bit number is one instruction either way, and the
-results are float32's.
+A block is 32 numbers with a float32 scale, or one for each 16, and where the format has one a float32 minimum. Eight
+rows of a matrix are a tile: a line has two numbers each of its rows, so that a vector of sums is of eight results, and
+the scales of eight rows lie together. Numbers of 8 bits are bytes; of 4 and 5 bits a word of 16 bits holds one of each
+of four or three blocks. The rows that a matrix multiplies are rounded to 16 bits with a scale for 32 numbers: as quick
+as 8 bits, because a product of an 8-bit and a 16-bit number is one instruction either way, and the results are
+float32's.
 
 A matrix is handed over as a row of addresses and sizes, so that one compiled loop serves all matrices of a model; the
 caller keeps its tensors.
@@ -16,13 +16,12 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import carray, njit, types
-from numba.core import cgutils
 from numba.extending import intrinsic
 
 from sfi_kernels.compiled import entry
-from sfi_kernels.loops.llvm import F32, I8, I16, I32, I64, Code, vector
+from sfi_kernels.loops.llvm import F32, I8, I16, I32, Code, vector
 from sfi_kernels.loops.vectors import BFLOAT16, FLOAT32, F, bits_of, inner, real
-from sfi_kernels.matrix import BIAS, BLOCK, FIELDS, FINE, FIVE, FOUR, IN, KIND, MINIMA, NUMBERS, OUT, SCALES, TILE
+from sfi_kernels.matrix import BIAS, BLOCK, FINE, FIVE, FOUR, IN, KIND, LAYOUTS, MINIMA, NUMBERS, OUT, SCALES, TILE
 
 AHEAD = 2048  # bytes of a matrix that are fetched before their turn
 LEVELS = F(32767)
@@ -45,129 +44,162 @@ at_int8, at_int32, at_uint16 = _address(types.int8), _address(types.int32), _add
 at_float32, at_int16, at_int64 = _address(types.float32), _address(types.int16), _address(types.int64)
 
 
-def _pairs(code: Code, weight: Any, row: Any) -> Any:
-    # sums of two products each of 16 numbers and 16 of a row, int32; x86 has one instruction for it
-    b, wide = code.builder, vector(I32, 16)
-    product = b.mul(b.sext(weight, wide), b.sext(row, wide))
-    return b.add(*(code.pick(product, list(range(odd, 16, 2))) for odd in (0, 1)))
+LINE = vector(I16, 2 * TILE)
+TALL = vector(F32, TILE)
+PAIRS = BLOCK // 2  # lines of a block
 
 
-def _block_dot(per_block: int) -> Any:
+class _Tile:
+    """Code that reads a tile of a kind: where its blocks lie, and their numbers."""
+
+    def __init__(self, code: Code, kind: int, numbers: Any, tile: Any, width: Any) -> None:
+        self.code, (self.fields, self.parts) = code, LAYOUTS[kind]
+        b = code.builder
+        self.bits, self.unit = 16 // self.fields, I8 if self.fields == 1 else I16
+        self.number_p = b.inttoptr(numbers, self.unit.as_pointer())
+        self.blocks = b.udiv(width, code.count(BLOCK))
+        self.groups = b.udiv(b.add(self.blocks, code.count(self.fields - 1)), code.count(self.fields))
+        self.first_group, self.first_block = b.mul(tile, self.groups), b.mul(tile, self.blocks)
+
+    def line(self, group: Any, pair: Any) -> Any:
+        """Load a line of words, int16, and fetch a later one."""
+        code, b = self.code, self.code.builder
+        line = b.add(b.mul(b.add(self.first_group, group), code.count(PAIRS)), pair)
+        at = b.mul(line, code.count(2 * TILE))
+        code.fetch(self.number_p, at, AHEAD)
+        return b.sext(code.load(self.number_p, at, vector(self.unit, 2 * TILE), 1), LINE)
+
+    def factor(self, pointer: Any, block: Any, part: int) -> Any:
+        """Load the scales or minima of a block's eight rows."""
+        code, b = self.code, self.code.builder
+        place = b.add(b.mul(b.add(self.first_block, block), code.count(self.parts)), code.count(part))
+        return code.load(pointer, b.mul(place, code.count(TILE)), TALL, 4)
+
+
+def _field(code: Code, word: Any, field: int, fields: int) -> Any:
+    # numbers of a field; the second one's where they lie, as whose sums stay below 2 ** 31
+    b, bits = code.builder, 16 // fields
+    if fields == 1:
+        return word
+    if field > 1:
+        word = b.lshr(word, ir.Constant(LINE, [bits * field] * 2 * TILE))
+    mask = (1 << bits) - 1 << (bits if field == 1 else 0)
+    return word if field == fields - 1 else b.and_(word, ir.Constant(LINE, [mask] * 2 * TILE))
+
+
+def _pairs(code: Code, number: Any, row: Any) -> Any:
+    # sums of two products each, int32; x86 has one instruction for it
+    b, wide = code.builder, vector(I32, 2 * TILE)
+    product = b.mul(b.sext(number, wide), b.sext(row, wide))
+    return b.add(*(code.pick(product, list(range(odd, 2 * TILE, 2))) for odd in (0, 1)))
+
+
+def _tile_product(kind: int) -> Any:
+    fields, parts = LAYOUTS[kind]
+    zero = ir.Constant(vector(I32, TILE), [0] * TILE)
+
     @intrinsic
-    def block_dot(
-        context: Any, numbers: Any, scales: Any, rows: Any, row_scales: Any, row: Any, output: Any, width: Any
-    ) -> Any:
-        """Return the product of a matrix' row `output` and a rounded row, `per_block` scales for 32 numbers."""
-
-        def generate(*given: Any) -> Any:
-            code, b = Code(*given), given[1]
-            number_p, scale_p, row_p, row_scale_p = (
-                code.pointer(place, kind) for place, kind in enumerate((I8, F32, I16, F32))
-            )
-            row, output, width = given[3][4:]
-            blocks = b.udiv(width, code.count(BLOCK))
-            row_p, row_scale_p = b.gep(row_p, [b.mul(row, width)]), b.gep(row_scale_p, [b.mul(row, blocks)])
-            first, first_scale = b.mul(output, width), b.mul(output, b.mul(blocks, code.count(per_block)))
-            sums = code.sums(per_block, 8)
-            with code.loop(blocks) as loop:
-                at = b.mul(loop.index, code.count(BLOCK))
-                code.fetch(number_p, b.add(first, at), AHEAD)
-                pairs = []
-                for half in (0, 16):
-                    here = b.add(at, code.count(half))
-                    weight = code.load(number_p, b.add(first, here), vector(I8, 16), 1)
-                    pairs.append(_pairs(code, weight, code.load(row_p, here, vector(I16, 16), 2)))
-                row_scale = code.load(row_scale_p, loop.index, F32, 4)
-                for place, pair in enumerate(pairs if per_block > 1 else [b.add(*pairs)]):
-                    number = b.add(b.mul(loop.index, code.count(per_block)), code.count(place))
-                    scale = b.fmul(code.load(scale_p, b.add(first_scale, number), F32, 4), row_scale)
-                    code.add(sums[place], (b.sitofp(pair, vector(F32, 8)), code.spread(scale, 8)))
-            whole = b.load(sums[0])
-            for more in sums[1:]:
-                whole = b.fadd(whole, b.load(more))
-            return code.total(whole)
-
-        arguments = (numbers, scales, rows, row_scales, types.int64, types.int64, types.int64)
-        return types.float32(*arguments), generate
-
-    return block_dot
-
-
-def _tile_dot(fields: int) -> Any:
-    bits = 16 // fields
-    most = (1 << bits) - 1
-    tall = vector(F32, TILE)
-
-    @intrinsic
-    def tile_dot(
-        context: Any, words: Any, scales: Any, minima: Any, rows: Any, row_scales: Any, totals: Any, unit: Any,
-        row: Any, tile: Any, width: Any, room: Any,
+    def tile_product(
+        context: Any, numbers: Any, scales: Any, minima: Any, unit: Any, tile: Any, width: Any, row: Any,
+        row_scales: Any, totals: Any, out: Any,
     ) -> Any:  # fmt: skip
-        """Write the products of `TILE` rows of a matrix and a rounded row to `room`; minima are `minima` * `unit`."""
+        """Write the products of a tile's rows and a rounded row, by addresses; those at `minima` count `unit` times."""
 
         def generate(*given: Any) -> Any:
             code, b = Code(*given), given[1]
-            word_p, scale_p, minimum_p, row_p, row_scale_p, total_p = (
-                code.pointer(place, kind) for place, kind in enumerate((I16, F32, F32, I16, F32, F32))
+            numbers, scales, minima, unit, tile, width, row, row_scales, totals, out = given[3]
+            rows = _Tile(code, kind, numbers, tile, width)
+            scale_p, minimum_p, row_scale_p, total_p = (
+                b.inttoptr(address, F32.as_pointer()) for address in (scales, minima, row_scales, totals)
             )
-            unit, row, tile, width = given[3][6:10]
-            blocks = b.udiv(width, code.count(BLOCK))
-            whole = b.udiv(blocks, code.count(fields))
-            row_p, row_scale_p, total_p = (
-                b.gep(pointer, [b.mul(row, size)])
-                for pointer, size in ((row_p, width), (row_scale_p, blocks), (total_p, blocks))
-            )
-            groups = b.udiv(b.add(blocks, code.count(fields - 1)), code.count(fields))
-            first, first_block = b.mul(tile, groups), b.mul(tile, blocks)
-            (sums, lows), zero = code.sums(2, TILE), ir.Constant(vector(I32, TILE), [0] * TILE)
+            row_p = b.inttoptr(row, I16.as_pointer())
+            sums, lows = code.sums(2, TILE)
 
-            def number(word: Any, field: int) -> Any:
-                # sums of the second field stay below 2 ** 31 where it lies; others are shifted
-                if field > 1:
-                    word = b.lshr(word, ir.Constant(word.type, [bits * field] * 16))
-                mask = most << bits if field == 1 else most
-                return word if field == fields - 1 else b.and_(word, ir.Constant(word.type, [mask] * 16))
-
-            def add(group: Any, chosen: range) -> None:
-                pairs = {field: cgutils.alloca_once_value(b, zero) for field in chosen}
-                for place in pairs.values():
-                    b.store(zero, place)
-                first_word = b.mul(b.add(first, group), code.count(BLOCK * TILE))
-                first_number = b.mul(group, code.count(BLOCK * fields))
-                with code.loop(code.count(BLOCK // 2)) as pair:
-                    at = b.add(first_word, b.mul(pair.index, code.count(2 * TILE)))
-                    code.fetch(word_p, at, AHEAD)
-                    word = code.load(word_p, at, vector(I16, 2 * TILE), 2)
-                    for field, place in pairs.items():
-                        here = b.add(b.add(first_number, code.count(BLOCK * field)), b.mul(pair.index, code.count(2)))
-                        two = code.spread(code.load(row_p, here, I32, 2), TILE)
-                        product = _pairs(code, number(word, field), b.bitcast(two, vector(I16, 2 * TILE)))
+            def add(group: Any, count: int, part: int) -> None:
+                products = [code.place(zero) for _ in range(count)]
+                first = b.mul(group, code.count(fields))
+                with code.loop(code.count(PAIRS // parts * (part + 1)), PAIRS // parts * part) as pair:
+                    word = rows.line(group, pair.index)
+                    for field, place in enumerate(products):
+                        block = b.add(first, code.count(field))
+                        here = b.add(b.mul(block, code.count(BLOCK)), b.mul(pair.index, code.count(2)))
+                        two = b.bitcast(code.spread(code.load(row_p, here, I32, 2), TILE), LINE)
+                        product = _pairs(code, _field(code, word, field, fields), two)
                         b.store(b.add(b.load(place), product), place)
-                for field, place in pairs.items():
-                    block = b.add(b.mul(group, code.count(fields)), code.count(field))
-                    here = b.mul(b.add(first_block, block), code.count(TILE))
-                    factor = b.fmul(
-                        code.load(row_scale_p, block, F32, 4), ir.Constant(F32, 0.5**bits if field == 1 else 1.0)
-                    )
-                    scale = b.fmul(code.load(scale_p, here, tall, 4), code.spread(factor, TILE))
-                    code.add(sums, (b.sitofp(b.load(place), tall), scale))
-                    total = code.spread(code.load(total_p, block, F32, 4), TILE)
-                    code.add(lows, (code.load(minimum_p, here, tall, 4), total))
+                for field, place in enumerate(products):
+                    block = b.add(first, code.count(field))
+                    lies = ir.Constant(F32, 0.5 ** (16 // fields) if field == 1 else 1.0)
+                    factor = code.spread(b.fmul(code.load(row_scale_p, block, F32, 4), lies), TILE)
+                    scale = b.fmul(rows.factor(scale_p, block, part), factor)
+                    code.add(sums, (b.sitofp(b.load(place), TALL), scale))
+                    if fields > 1:
+                        total = code.spread(code.load(total_p, block, F32, 4), TILE)
+                        code.add(lows, (rows.factor(minimum_p, block, part), total))
 
+            whole = b.udiv(rows.blocks, code.count(fields))
             with code.loop(whole) as loop:
-                add(loop.index, range(fields))
-            rest = b.sub(blocks, b.mul(whole, code.count(fields)))
+                for part in range(parts):
+                    add(loop.index, fields, part)
+            rest = b.sub(rows.blocks, b.mul(whole, code.count(fields)))
             for count in range(1, fields):
                 with b.if_then(b.icmp_signed("==", rest, code.count(count))):
-                    add(whole, range(count))
+                    add(whole, count, 0)
             code.add(sums, (b.load(lows), code.spread(unit, TILE)))
-            b.store(b.load(sums), b.bitcast(code.pointer(10, F32), tall.as_pointer()), align=4)
+            b.store(b.load(sums), b.inttoptr(out, TALL.as_pointer()), align=4)
             return code.context.get_dummy_value()
 
-        arguments = (words, scales, minima, rows, row_scales, totals, types.float32)
-        return types.void(*arguments, types.int64, types.int64, types.int64, room), generate
+        i64 = types.int64
+        return types.void(i64, i64, i64, types.float32, i64, i64, i64, i64, i64, i64), generate
 
-    return tile_dot
+    return tile_product
+
+
+def _tile_widening(kind: int) -> Any:
+    fields, parts = LAYOUTS[kind]
+    wide, floats = vector(I32, 2 * TILE), vector(F32, 2 * TILE)
+
+    @intrinsic
+    def widen_tile(
+        context: Any, numbers: Any, scales: Any, minima: Any, middle: Any, tile: Any, width: Any, out: Any
+    ) -> Any:
+        """Write a tile's rows as float32, [`TILE`, I], to an address; 0 for `minima` is none, `middle` is taken off."""
+
+        def generate(*given: Any) -> Any:
+            code, b = Code(*given), given[1]
+            numbers, scales, minima, middle, tile, width, out = given[3]
+            rows, twice = _Tile(code, kind, numbers, tile, width), [n // 2 for n in range(2 * TILE)]
+            scale_p, out_p = (b.inttoptr(address, F32.as_pointer()) for address in (scales, out))
+            some = b.icmp_signed("!=", minima, code.count(0))
+            minimum_p = b.inttoptr(b.select(some, minima, scales), F32.as_pointer())
+            nothing = ir.Constant(TALL, [-0.0] * TILE)  # adding it changes no bit
+
+            def write(block: Any, part: int) -> None:
+                group, field = b.udiv(block, code.count(fields)), b.urem(block, code.count(fields))
+                scale = code.pick(rows.factor(scale_p, block, part), twice)
+                minimum = code.pick(b.select(some, rows.factor(minimum_p, block, part), nothing), twice)
+                shift = code.spread(b.trunc(b.mul(field, code.count(16 // fields)), I16), 2 * TILE)
+                with code.loop(code.count(PAIRS // parts * (part + 1)), PAIRS // parts * part) as pair:
+                    number = rows.line(group, pair.index)
+                    if fields > 1:
+                        mask = ir.Constant(LINE, [(1 << 16 // fields) - 1] * 2 * TILE)
+                        number = b.and_(b.lshr(number, shift), mask)
+                    number = b.sub(b.sext(number, wide), code.spread(middle, 2 * TILE))
+                    number = b.fadd(b.fmul(b.sitofp(number, floats), scale), minimum)
+                    at = b.add(b.mul(block, code.count(BLOCK)), b.mul(pair.index, code.count(2)))
+                    for row in range(TILE):
+                        place = b.gep(out_p, [b.add(b.mul(width, code.count(row)), at)])
+                        two = code.pick(number, [2 * row, 2 * row + 1])
+                        b.store(two, b.bitcast(place, two.type.as_pointer()), align=4)
+
+            with code.loop(rows.blocks) as loop:
+                for part in range(parts):
+                    write(loop.index, part)
+            return code.context.get_dummy_value()
+
+        i64 = types.int64
+        return types.void(i64, i64, i64, types.int32, i64, i64, i64), generate
+
+    return widen_tile
 
 
 def _float_dot(kind: int) -> Any:
@@ -183,8 +215,8 @@ def _float_dot(kind: int) -> Any:
             row, output, width = given[3][2:]
             row_p = b.gep(row_p, [b.mul(row, width)])
             (total,), first = code.sums(1, BLOCK), b.mul(output, width)
-            with cgutils.for_range(b, b.udiv(width, ir.Constant(I64, BLOCK)), intp=I64) as loop:
-                at = b.mul(loop.index, ir.Constant(I64, BLOCK))
+            with code.loop(b.udiv(width, code.count(BLOCK))) as loop:
+                at = b.mul(loop.index, code.count(BLOCK))
                 for line in range(0, BLOCK * size, 64):
                     code.fetch(number_p, b.add(first, at), AHEAD + line)
                 code.add(total, (code.wide(number_p, b.add(first, at), kind, BLOCK), code.wide(row_p, at, 0, BLOCK)))
@@ -195,8 +227,8 @@ def _float_dot(kind: int) -> Any:
     return float_dot
 
 
-dot_of_32, dot_of_16 = _block_dot(1), _block_dot(2)
-tile_of_4_bits, tile_of_5_bits = _tile_dot(FIELDS[FOUR]), _tile_dot(FIELDS[FIVE])
+multiply_8, multiply_fine, multiply_4, multiply_5 = (_tile_product(kind) for kind in (BLOCK, FINE, FOUR, FIVE))
+widen_8, widen_fine, widen_4, widen_5 = (_tile_widening(kind) for kind in (BLOCK, FINE, FOUR, FIVE))
 float_dot, bfloat16_dot, float16_dot = (_float_dot(kind) for kind in range(3))
 
 
@@ -231,35 +263,33 @@ def round_row(x, q, scale, total):
 
 
 @inner
-def _multiply_blocks(matrix, begin, end, q_RI, scale_RB, out_RO):
-    count, width, kind = matrix[OUT], matrix[IN], matrix[KIND]
-    numbers = carray(at_int8(matrix[NUMBERS]), (count, width))
-    scales = carray(at_float32(matrix[SCALES]), (count, width // BLOCK * (2 if kind == FINE else 1)))
-    for o in range(begin, end):
-        for r in range(len(q_RI)):
-            if kind == BLOCK:
-                out_RO[r, o] = dot_of_32(numbers, scales, q_RI, scale_RB, r, np.int64(o), width)
-            else:
-                out_RO[r, o] = dot_of_16(numbers, scales, q_RI, scale_RB, r, np.int64(o), width)
+def _middle(matrix):
+    # what is taken off numbers around zero, which lie as from 0 on
+    return np.int32(8 if matrix[KIND] == FOUR else 16 if matrix[KIND] == FIVE else 0) * (matrix[MINIMA] == 0)
 
 
 @inner
 def _multiply_tiles(matrix, begin, end, q_RI, scale_RB, total_RB, out_RO):
     width, kind = matrix[IN], matrix[KIND]
-    words = carray(at_uint16(matrix[NUMBERS]), (1,))
-    scales = carray(at_float32(matrix[SCALES]), (1,))
-    minima, unit = scales, F(-8 if kind == FOUR else -16)  # numbers around zero are stored from 0 on
-    if matrix[MINIMA] != 0:
-        minima, unit = carray(at_float32(matrix[MINIMA]), (1,)), F(1)
+    numbers, scales, minima, unit = matrix[NUMBERS], matrix[SCALES], matrix[MINIMA], F(1)
+    if minima == 0:
+        minima, unit = scales, F(-_middle(matrix))
     room = np.empty(TILE, F)
+    to = np.int64(room.ctypes.data)
     for tile in range(begin // TILE, (end + TILE - 1) // TILE):
-        first, last = max(begin, tile * TILE), min(end, tile * TILE + TILE)
         for r in range(len(q_RI)):
-            if kind == FOUR:
-                tile_of_4_bits(words, scales, minima, q_RI, scale_RB, total_RB, unit, r, np.int64(tile), width, room)
+            row = np.int64(q_RI.ctypes.data + 2 * r * width)
+            scale = np.int64(scale_RB.ctypes.data + 4 * r * scale_RB.shape[1])
+            total = np.int64(total_RB.ctypes.data + 4 * r * total_RB.shape[1])
+            if kind == BLOCK:
+                multiply_8(numbers, scales, minima, unit, tile, width, row, scale, total, to)
+            elif kind == FINE:
+                multiply_fine(numbers, scales, minima, unit, tile, width, row, scale, total, to)
+            elif kind == FOUR:
+                multiply_4(numbers, scales, minima, unit, tile, width, row, scale, total, to)
             else:
-                tile_of_5_bits(words, scales, minima, q_RI, scale_RB, total_RB, unit, r, np.int64(tile), width, room)
-            for o in range(first, last):
+                multiply_5(numbers, scales, minima, unit, tile, width, row, scale, total, to)
+            for o in range(max(begin, tile * TILE), min(end, tile * TILE + TILE)):
                 out_RO[r, o] = room[o - tile * TILE]
 
 
@@ -281,10 +311,8 @@ def _multiply_floats(matrix, begin, end, x_RI, out_RO):
 @inner
 def multiply(matrix, begin, end, x_RI, q_RI, scale_RB, total_RB, out_RO):
     # outputs `begin` to `end` - 1 of some rows; those of 16 bits count for a matrix of blocks, else the floats
-    if matrix[KIND] >= FOUR:
+    if matrix[KIND] >= BLOCK:
         _multiply_tiles(matrix, begin, end, q_RI, scale_RB, total_RB, out_RO)
-    elif matrix[KIND] >= BLOCK:
-        _multiply_blocks(matrix, begin, end, q_RI, scale_RB, out_RO)
     else:
         _multiply_floats(matrix, begin, end, x_RI, out_RO)
     if matrix[BIAS] != 0:
@@ -308,48 +336,30 @@ def linear(begin, end, matrix, x_RI, out_RO):
 
 
 @exact
-def _widen_block(number, scale, to):
-    for i in range(len(number)):
-        to[i] = F(number[i]) * scale
-
-
-@exact
-def _widen_field(word, bits, shift, middle, scale, minimum, to):
-    # `word` has two numbers of each row of a tile in turn, from those of this row on
-    for i in range(len(to)):
-        number = np.int32(word[i // 2 * 2 * TILE + i % 2] >> shift) & ((np.int32(1) << bits) - np.int32(1))
-        to[i] = F(number - middle) * scale + minimum
-
-
-@inner
-def _widen_tiled(matrix, o, to):
+def _widen(matrix, tile, to):
+    numbers, scales, minima, middle = matrix[NUMBERS], matrix[SCALES], matrix[MINIMA], _middle(matrix)
     width, kind = matrix[IN], matrix[KIND]
-    blocks, fields = width // BLOCK, 4 if kind == FOUR else 3
-    tile, lane, groups = o // TILE, o % TILE, (blocks + fields - 1) // fields
-    words = carray(at_uint16(matrix[NUMBERS]), ((tile + 1) * groups * BLOCK * TILE,))
-    scales = carray(at_float32(matrix[SCALES]), (tile + 1, blocks, TILE))
-    minima = carray(at_float32(matrix[MINIMA]), (tile + 1, blocks, TILE))
-    middle, bits = np.int32(0 if matrix[MINIMA] != 0 else 8 if kind == FOUR else 16), np.int32(16 // fields)
-    for block in range(blocks):
-        first = (tile * groups + block // fields) * BLOCK * TILE + 2 * lane
-        minimum = minima[tile, block, lane] if matrix[MINIMA] != 0 else F(-0.0)  # adding it changes no bit
-        shift = np.uint16(bits * (block % fields))
-        part = to[block * BLOCK : block * BLOCK + BLOCK]
-        _widen_field(words[first:], bits, shift, middle, scales[tile, block, lane], minimum, part)
+    if kind == BLOCK:
+        widen_8(numbers, scales, minima, middle, tile, width, to)
+    elif kind == FINE:
+        widen_fine(numbers, scales, minima, middle, tile, width, to)
+    elif kind == FOUR:
+        widen_4(numbers, scales, minima, middle, tile, width, to)
+    else:
+        widen_5(numbers, scales, minima, middle, tile, width, to)
 
 
 @entry
 def widen_rows(begin, end, row_N, matrix, out_NI):
     """Write rows of a matrix of blocks, of which some `row_N` has the numbers, as float32; bit by bit as gguf does."""
-    count, width = matrix[OUT], matrix[IN]
-    group = 16 if matrix[KIND] == FINE else BLOCK
-    numbers = carray(at_int8(matrix[NUMBERS]), (count, width))
-    scales = carray(at_float32(matrix[SCALES]), (count, width // group))
-    for n in range(begin, end):
-        o = row_N[n]
-        if matrix[KIND] >= FOUR:
-            _widen_tiled(matrix, o, out_NI[n])
-            continue
-        for g in range(width // group):
-            part = slice(g * group, g * group + group)
-            _widen_block(numbers[o, part], scales[o, g], out_NI[n, part])
+    room_8I = np.empty((TILE, matrix[IN]), F)
+    n = begin
+    while n < end:
+        tile, last = row_N[n] // TILE, n + TILE - 1
+        whole = row_N[n] % TILE == 0 and last < end
+        for more in range(1, TILE if whole else 0):
+            whole = whole and row_N[n + more] == row_N[n] + more
+        _widen(matrix, tile, np.int64(out_NI[n:].ctypes.data if whole else room_8I.ctypes.data))
+        if not whole:
+            out_NI[n] = room_8I[row_N[n] % TILE]
+        n += TILE if whole else 1

@@ -87,28 +87,21 @@ def _unpack_row(kind, block_BX, number_I):
             _halves(block[8:], _word(block, 4), 0, to)
 
 
-@entry
-def unpack_numbers(begin, end, kind, block_OBX, number_OI):
-    """Write the numbers of rows `begin` to `end` - 1, int8; `kind` is the type's number in a GGUF file."""
-    for o in range(begin, end):
-        _unpack_row(kind, block_OBX[o], number_OI[o])
-
-
 @inner
 def _pack_pairs(number_8I, first, shift, middle, word_P16):
-    # add a field of all words of a group: numbers `first` to `first` + 31 of eight rows
+    # add a block of eight rows to lines, from number `first` on
     for pair in range(BLOCK // 2):
         for row in range(TILE):
             for odd in range(2):
-                number = np.uint16(np.int16(number_8I[row, first + 2 * pair + odd]) + middle)
+                number = np.int16(np.int16(number_8I[row, first + 2 * pair + odd]) + middle)
                 word_P16[pair, 2 * row + odd] |= number << shift
 
 
 @entry
 def pack_numbers(begin, end, kind, fields, block_OBX, word_TGP):
-    """Add the numbers of tiles `begin` to `end` - 1 as fields to words [T, groups, 16, 2 * `TILE`], zeros.
+    """Add the numbers of tiles `begin` to `end` - 1 to lines [T, groups, 16, 2 * `TILE`], zeros of int8 or int16.
 
-    Numbers without a minimum are counted from the lowest one on.
+    `kind` is the type's number in a GGUF file; of several fields, numbers without a minimum count from the lowest on.
     """
     middle = np.int16(8 if kind == 2 else 16 if kind == 6 else 0)  # noqa: PLR2004 - Q4_0, Q5_0
     count, blocks = len(block_OBX), block_OBX.shape[1] * (GROUPS if kind >= 12 else 1)  # noqa: PLR2004 - the K kinds
@@ -117,5 +110,5 @@ def pack_numbers(begin, end, kind, fields, block_OBX, word_TGP):
         for row in range(min(TILE, count - tile * TILE)):
             _unpack_row(kind, block_OBX[tile * TILE + row], number_8I[row])
         for b in range(blocks):
-            shift = np.uint16(16 // fields * (b % fields))
+            shift = np.int16(16 // fields * (b % fields))
             _pack_pairs(number_8I, b * BLOCK, shift, middle, word_TGP[tile, b // fields])

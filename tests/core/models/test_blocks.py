@@ -54,7 +54,7 @@ def packed_rows(kind: str, count: int, width: int) -> np.ndarray:
 
 @pytest.mark.parametrize("kind", BYTES)
 def test_blocks_have_gguf_s_numbers_and_float32_s_products(kind: str):
-    count, width = 600, 2 * LARGE if kind[-1] == "K" else 11 * BLOCK  # no whole words of blocks
+    count, width = 603, 2 * LARGE if kind[-1] == "K" else 11 * BLOCK  # no whole words of blocks
     packed, order = packed_rows(kind, count, width), np.random.default_rng(1).permutation(count)
     quantization = gguf.GGMLQuantizationType[kind]
     blocks, expected = Blocks.unpacked(packed, quantization, order), gguf.dequantize(packed, quantization)[order]
@@ -72,7 +72,7 @@ def test_rounded_numbers_are_half_a_level_away_at_most():
     weight[3, 32:64] = 0
     blocks = Blocks.rounded(weight)
     error = (blocks.floats() - weight).abs().view(40, 3, 32)
-    assert (error <= 0.5001 * blocks.scales[..., None]).all()
+    assert (error <= 0.5001 * weight.view(40, 3, 32).abs().amax(-1, keepdim=True) / 127).all()
     assert blocks.nbytes == 40 * 96 * 9 // 8
 
 
