@@ -10,33 +10,32 @@ import numpy as np
 import torch
 
 from sfi_kernels.compiled import by_heads
-from sfi_kernels.matrix import BLOCK, FINE, FIVE, FOUR, LAYOUTS, TILE, row_of
+from sfi_kernels.matrix import BLOCK, FIVE, FIVE_K, FOUR, FOUR_K, LAYOUTS, SIX_K, TILE, row_of
 
 BYTES = {  # of a block
    "Q4_0": 18, "Q4_1": 20, "Q5_0": 22, "Q5_1": 24, "Q8_0": 34, "Q4_K": 144, "Q5_K": 176, "Q6_K": 210,
 }  # fmt: skip
 LARGE = 256  # numbers of a block of the K types
-KINDS = {"Q4_0": FOUR, "Q4_1": FOUR, "Q4_K": FOUR, "Q5_0": FIVE, "Q5_1": FIVE, "Q5_K": FIVE, "Q6_K": FINE}
+KINDS = {
+    "Q4_0": FOUR, "Q4_1": FOUR, "Q5_0": FIVE, "Q5_1": FIVE, "Q8_0": BLOCK,
+    "Q4_K": FOUR_K, "Q5_K": FIVE_K, "Q6_K": SIX_K,
+}  # fmt: skip
 NUMBER = 5e-4  # microseconds to unpack one
 
 
 class Blocks:
-    """A matrix [O, I]: numbers, float32 scales, and minima of 32 numbers where there are some.
+    """A matrix [O, I]: its numbers, their scales, and their minima where there are some.
 
-    A weight is number * scale + minimum. `kind` says how they lie (`sfi_kernels.loops.products`); `row` has their
-    addresses, as `sfi_kernels.matrix` lays them out.
+    A weight is number * scale + minimum. `kind` says how they lie (`sfi_kernels.loops.products`), and `row` has their
+    addresses, as `sfi_kernels.matrix` lays them out: numbers, scales, fine scales, minima, fine minima.
     """
 
-    def __init__(
-        self, shape: tuple[int, ...], kind: int, numbers: torch.Tensor, scales: torch.Tensor,
-        minima: torch.Tensor | None = None,
-    ) -> None:  # fmt: skip
-        self.shape, self.kind, self.row = shape, kind, row_of(kind, shape, numbers, scales, minima)
-        self.numbers, self.scales, self.minima = numbers, scales, minima
+    def __init__(self, shape: tuple[int, ...], kind: int, *parts: torch.Tensor | None) -> None:
+        self.shape, self.kind, self.parts, self.row = shape, kind, parts, row_of(kind, shape, *parts)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Let copies have addresses of their own."""
-        return Blocks, (self.shape, self.kind, self.numbers, self.scales, self.minima)
+        return Blocks, (self.shape, self.kind, *self.parts)
 
     def floats(self, index_N: torch.Tensor | None = None) -> torch.Tensor:
         """Return some rows as float32, [N, I], or all; raise `IndexError` for a row that is not there."""
@@ -50,8 +49,7 @@ class Blocks:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        parts = (self.numbers, self.scales, self.minima)
-        return sum(part.nbytes for part in parts if part is not None)
+        return sum(part.nbytes for part in self.parts if part is not None)
 
     @classmethod
     def unpacked(cls, packed: np.ndarray, kind: Any, order: np.ndarray | None = None) -> Self:
@@ -60,58 +58,59 @@ class Blocks:
 
         block_OBX = (packed if order is None else packed[order]).reshape(len(packed), -1, BYTES[kind.name])
         count, width = len(packed), block_OBX.shape[1] * (LARGE if kind.name[-1] == "K" else BLOCK)
-        layout = KINDS.get(kind.name, BLOCK)
-        fields, _ = LAYOUTS[layout]
+        layout = KINDS[kind.name]
+        fields = LAYOUTS[layout][0]
         lines = -(-count // TILE), -(-width // (BLOCK * fields)), BLOCK // 2, 2 * TILE
         numbers = np.zeros(lines, np.int8 if fields == 1 else np.int16)
         by_heads(
             lambda begin, end: pack_numbers(begin, end, int(kind), fields, block_OBX, numbers),
             len(numbers), NUMBER * count * width,
         )  # fmt: skip
-        factors = (_tiled(part.reshape(count, -1)) for part in _FACTORS[kind.name](block_OBX))
-        return cls((count, width), layout, *map(torch.from_numpy, (numbers, *factors)))
+        factors = (part if part is None else _tiled(part.reshape(count, -1)) for part in _FACTORS[kind.name](block_OBX))
+        return cls((count, width), layout, torch.from_numpy(numbers), *factors)
 
     @classmethod
     def rounded(cls, weight_OI: torch.Tensor) -> Self:
         """Round a matrix of floats to 8 bits, with a scale for 32 numbers."""
         weight_OBX = weight_OI.detach().float().view(len(weight_OI), -1, BLOCK)
-        scale_OB = weight_OBX.abs().amax(-1) / 127
-        number_OBX = (weight_OBX / scale_OB.clamp(min=torch.finfo(torch.float32).tiny)[..., None]).round()
-        number_OPX = number_OBX.to(torch.int8).view(len(weight_OI), -1, 2)
-        parts = (torch.from_numpy(_tiled(part.numpy())) for part in (number_OPX, scale_OB))
-        return cls(weight_OI.shape, BLOCK, *parts)
+        scale_OB = (weight_OBX.abs().amax(-1) / 127).half()
+        number_OBX = (
+            weight_OBX / scale_OB.float().clamp(min=torch.finfo(torch.float16).smallest_normal)[..., None]
+        ).round()
+        number_OPX = number_OBX.clamp(-127, 127).to(torch.int8).view(len(weight_OI), -1, 2)
+        return cls(weight_OI.shape, BLOCK, _tiled(number_OPX.numpy()), _tiled(scale_OB.numpy()))
 
 
-def _tiled(part_OX: np.ndarray) -> np.ndarray:
+def _tiled(part_OX: np.ndarray) -> torch.Tensor:
     # the same of `TILE` rows next to each other, [T, X, TILE, ...]; those of rows that are not there are 0
     more = np.zeros((-len(part_OX) % TILE, *part_OX.shape[1:]), part_OX.dtype)
     tiles = np.concatenate((part_OX, more)).reshape(-1, TILE, *part_OX.shape[1:])
-    return np.ascontiguousarray(tiles.swapaxes(1, 2))
+    return torch.from_numpy(np.ascontiguousarray(tiles.swapaxes(1, 2)))
 
 
-def _real(block_OBX: np.ndarray, at: int) -> np.ndarray:
-    # a float16 number of each block, as float32
-    return block_OBX[..., at : at + 2].copy().view(np.float16).astype(np.float32)
+def _halves(block_OBX: np.ndarray, at: int) -> np.ndarray:
+    # a float16 number of each block
+    return block_OBX[..., at : at + 2].copy().view(np.float16)
 
 
-def _scale(block_OBX: np.ndarray) -> list[np.ndarray]:
-    return [_real(block_OBX, 0)]
+def _scale(block_OBX: np.ndarray) -> list[np.ndarray | None]:
+    return [_halves(block_OBX, 0)]
 
 
-def _scale_and_minimum(block_OBX: np.ndarray) -> list[np.ndarray]:
-    return [_real(block_OBX, 0), _real(block_OBX, 2)]
+def _scale_and_minimum(block_OBX: np.ndarray) -> list[np.ndarray | None]:
+    return [_halves(block_OBX, 0), None, _halves(block_OBX, 2)]
 
 
-def _eight_scales_and_minima(block_OBX: np.ndarray) -> list[np.ndarray]:
+def _eight_scales_and_minima(block_OBX: np.ndarray) -> list[np.ndarray | None]:
     # of 6 bits: four of each in bytes 4 to 11, of the others four bits in bytes 12 to 15 and two above the first four's
     scale, minimum, both = (block_OBX[..., at : at + 4] for at in (4, 8, 12))
     scales = np.concatenate((scale & 63, both & 15 | scale >> 2 & 48), -1)
     minima = np.concatenate((minimum & 63, both >> 4 | minimum >> 2 & 48), -1)
-    return [_real(block_OBX, 0) * scales.astype(np.float32), -(_real(block_OBX, 2) * minima.astype(np.float32))]
+    return [_halves(block_OBX, 0), scales.view(np.int8), -_halves(block_OBX, 2), minima.view(np.int8)]
 
 
-def _sixteen_scales(block_OBX: np.ndarray) -> list[np.ndarray]:
-    return [_real(block_OBX, 208) * block_OBX[..., 192:208].view(np.int8).astype(np.float32)]
+def _sixteen_scales(block_OBX: np.ndarray) -> list[np.ndarray | None]:
+    return [_halves(block_OBX, 208), block_OBX[..., 192:208].view(np.int8)]
 
 
 _FACTORS = {

@@ -1,11 +1,11 @@
 """Rows times weight matrices, of float32 to 16 bits, or of a GGUF file's blocks as numbers of few bits and scales.
 
-A block is 32 numbers with a float32 scale, or one for each 16, and where the format has one a float32 minimum. Eight
-rows of a matrix are a tile: a line has two numbers each of its rows, so that a vector of sums is of eight results, and
-the scales of eight rows lie together. Numbers of 8 bits are bytes; of 4 and 5 bits a word of 16 bits holds one of each
-of four or three blocks. The rows that a matrix multiplies are rounded to 16 bits with a scale for 32 numbers: as quick
-as 8 bits, because a product of an 8-bit and a 16-bit number is one instruction either way, and the results are
-float32's.
+A block is 32 numbers with a float16 scale, and where the format has one a float16 minimum. Of the K kinds eight blocks
+have them, times an int8 number of each block, or of 16 of its numbers. Eight rows of a matrix are a tile: a line has
+two numbers each of its rows, so that a vector of sums is of eight results, and the scales of eight rows lie together.
+Numbers of 8 bits are bytes; of 4 and 5 bits a word of 16 bits holds one of each of four or three blocks. The rows that
+a matrix multiplies are rounded to 16 bits with a scale for 32 numbers: as quick as 8 bits, because a product of an
+8-bit and a 16-bit number is one instruction either way, and the results are float32's.
 
 A matrix is handed over as a row of addresses and sizes, so that one compiled loop serves all matrices of a model; the
 caller keeps its tensors.
@@ -19,9 +19,24 @@ from numba import carray, njit, types
 from numba.extending import intrinsic
 
 from sfi_kernels.compiled import entry
-from sfi_kernels.loops.llvm import F32, I8, I16, I32, Code, vector
-from sfi_kernels.loops.vectors import BFLOAT16, FLOAT32, F, bits_of, inner, real
-from sfi_kernels.matrix import BIAS, BLOCK, FINE, FIVE, FOUR, IN, KIND, LAYOUTS, MINIMA, NUMBERS, OUT, SCALES, TILE
+from sfi_kernels.loops.llvm import F32, I8, I16, I32, I64, Code, vector
+from sfi_kernels.loops.vectors import BFLOAT16, FLOAT16, FLOAT32, F, bits_of, inner, real
+from sfi_kernels.matrix import (
+    BIAS,
+    BLOCK,
+    FINE_MINIMA,
+    FIVE,
+    FIVE_K,
+    FOUR,
+    FOUR_K,
+    IN,
+    KIND,
+    LAYOUTS,
+    MIDDLES,
+    NUMBERS,
+    OUT,
+    TILE,
+)
 
 AHEAD = 2048  # bytes of a matrix that are fetched before their turn
 LEVELS = F(32767)
@@ -47,14 +62,18 @@ at_float32, at_int16, at_int64 = _address(types.float32), _address(types.int16),
 LINE = vector(I16, 2 * TILE)
 TALL = vector(F32, TILE)
 PAIRS = BLOCK // 2  # lines of a block
+GROUP = 8  # blocks of the K kinds that share a scale
 
 
 class _Tile:
     """Code that reads a tile of a kind: where its blocks lie, and their numbers."""
 
-    def __init__(self, code: Code, kind: int, numbers: Any, tile: Any, width: Any) -> None:
-        self.code, (self.fields, self.parts) = code, LAYOUTS[kind]
+    def __init__(self, code: Code, kind: int, matrix: Any, tile: Any, width: Any) -> None:
+        self.code, (self.fields, self.parts, self.fine) = code, LAYOUTS[kind]
         b = code.builder
+        matrix_p = b.inttoptr(matrix, I64.as_pointer())
+        numbers, *factors = (code.load(matrix_p, code.count(place), I64, 8) for place in range(FINE_MINIMA + 1))
+        self.scales, self.minima = factors[:2], factors[2:]
         self.bits, self.unit = 16 // self.fields, I8 if self.fields == 1 else I16
         self.number_p = b.inttoptr(numbers, self.unit.as_pointer())
         self.blocks = b.udiv(width, code.count(BLOCK))
@@ -69,11 +88,19 @@ class _Tile:
         code.fetch(self.number_p, at, AHEAD)
         return b.sext(code.load(self.number_p, at, vector(self.unit, 2 * TILE), 1), LINE)
 
-    def factor(self, pointer: Any, block: Any, part: int) -> Any:
+    def factor(self, addresses: list[Any], block: Any, part: int) -> Any:
         """Load the scales or minima of a block's eight rows."""
         code, b = self.code, self.code.builder
         place = b.add(b.mul(b.add(self.first_block, block), code.count(self.parts)), code.count(part))
-        return code.load(pointer, b.mul(place, code.count(TILE)), TALL, 4)
+        at = b.udiv(b.add(self.first_block, block), code.count(GROUP)) if self.fine else place
+        coarse, fine = (
+            b.inttoptr(address, kind.as_pointer()) for address, kind in zip(addresses, (I16, I8), strict=True)
+        )
+        factor = code.wide(coarse, b.mul(at, code.count(TILE)), FLOAT16, TILE)
+        if not self.fine:
+            return factor
+        number = code.load(fine, b.mul(place, code.count(TILE)), vector(I8, TILE), 1)
+        return b.fmul(factor, b.sitofp(b.sext(number, vector(I32, TILE)), TALL))
 
 
 def _field(code: Code, word: Any, field: int, fields: int) -> Any:
@@ -95,23 +122,23 @@ def _pairs(code: Code, number: Any, row: Any) -> Any:
 
 
 def _tile_product(kind: int) -> Any:
-    fields, parts = LAYOUTS[kind]
+    fields, parts, _ = LAYOUTS[kind]
     zero = ir.Constant(vector(I32, TILE), [0] * TILE)
 
     @intrinsic
     def tile_product(
-        context: Any, numbers: Any, scales: Any, minima: Any, unit: Any, tile: Any, width: Any, row: Any,
-        row_scales: Any, totals: Any, out: Any,
-    ) -> Any:  # fmt: skip
-        """Write the products of a tile's rows and a rounded row, by addresses; those at `minima` count `unit` times."""
+        context: Any, matrix: Any, tile: Any, width: Any, row: Any, row_scales: Any, totals: Any, out: Any
+    ) -> Any:
+        """Write the products of a tile's rows and a rounded row, by addresses."""
 
         def generate(*given: Any) -> Any:
             code, b = Code(*given), given[1]
-            numbers, scales, minima, unit, tile, width, row, row_scales, totals, out = given[3]
-            rows = _Tile(code, kind, numbers, tile, width)
-            scale_p, minimum_p, row_scale_p, total_p = (
-                b.inttoptr(address, F32.as_pointer()) for address in (scales, minima, row_scales, totals)
-            )
+            matrix, tile, width, row, row_scales, totals, out = given[3]
+            rows = _Tile(code, kind, matrix, tile, width)
+            some = b.icmp_signed("!=", rows.minima[0], code.count(0))
+            lowest = [b.select(some, *pair) for pair in zip(rows.minima, rows.scales, strict=True)]
+            unit = b.select(some, ir.Constant(F32, 1.0), ir.Constant(F32, -float(MIDDLES[kind])))
+            row_scale_p, total_p = (b.inttoptr(address, F32.as_pointer()) for address in (row_scales, totals))
             row_p = b.inttoptr(row, I16.as_pointer())
             sums, lows = code.sums(2, TILE)
 
@@ -130,11 +157,11 @@ def _tile_product(kind: int) -> Any:
                     block = b.add(first, code.count(field))
                     lies = ir.Constant(F32, 0.5 ** (16 // fields) if field == 1 else 1.0)
                     factor = code.spread(b.fmul(code.load(row_scale_p, block, F32, 4), lies), TILE)
-                    scale = b.fmul(rows.factor(scale_p, block, part), factor)
-                    code.add(sums, (b.sitofp(b.load(place), TALL), scale))
+                    scale = rows.factor(rows.scales, block, part)
+                    code.add(sums, (b.sitofp(b.load(place), TALL), b.fmul(scale, factor)))
                     if fields > 1:
                         total = code.spread(code.load(total_p, block, F32, 4), TILE)
-                        code.add(lows, (rows.factor(minimum_p, block, part), total))
+                        code.add(lows, (rows.factor(lowest, block, part), total))
 
             whole = b.udiv(rows.blocks, code.count(fields))
             with code.loop(whole) as loop:
@@ -148,35 +175,33 @@ def _tile_product(kind: int) -> Any:
             b.store(b.load(sums), b.inttoptr(out, TALL.as_pointer()), align=4)
             return code.context.get_dummy_value()
 
-        i64 = types.int64
-        return types.void(i64, i64, i64, types.float32, i64, i64, i64, i64, i64, i64), generate
+        return types.void(*[types.int64] * 7), generate
 
     return tile_product
 
 
 def _tile_widening(kind: int) -> Any:
-    fields, parts = LAYOUTS[kind]
+    fields, parts, _ = LAYOUTS[kind]
     wide, floats = vector(I32, 2 * TILE), vector(F32, 2 * TILE)
 
     @intrinsic
-    def widen_tile(
-        context: Any, numbers: Any, scales: Any, minima: Any, middle: Any, tile: Any, width: Any, out: Any
-    ) -> Any:
-        """Write a tile's rows as float32, [`TILE`, I], to an address; 0 for `minima` is none, `middle` is taken off."""
+    def widen_tile(context: Any, matrix: Any, tile: Any, width: Any, out: Any) -> Any:
+        """Write a tile's rows as float32, [`TILE`, I], to an address."""
 
         def generate(*given: Any) -> Any:
             code, b = Code(*given), given[1]
-            numbers, scales, minima, middle, tile, width, out = given[3]
-            rows, twice = _Tile(code, kind, numbers, tile, width), [n // 2 for n in range(2 * TILE)]
-            scale_p, out_p = (b.inttoptr(address, F32.as_pointer()) for address in (scales, out))
-            some = b.icmp_signed("!=", minima, code.count(0))
-            minimum_p = b.inttoptr(b.select(some, minima, scales), F32.as_pointer())
+            matrix, tile, width, out = given[3]
+            rows, twice = _Tile(code, kind, matrix, tile, width), [n // 2 for n in range(2 * TILE)]
+            out_p = b.inttoptr(out, F32.as_pointer())
+            some = b.icmp_signed("!=", rows.minima[0], code.count(0))
+            lowest = [b.select(some, *pair) for pair in zip(rows.minima, rows.scales, strict=True)]
+            middle = b.select(some, ir.Constant(I32, 0), ir.Constant(I32, MIDDLES[kind]))
             nothing = ir.Constant(TALL, [-0.0] * TILE)  # adding it changes no bit
 
             def write(block: Any, part: int) -> None:
                 group, field = b.udiv(block, code.count(fields)), b.urem(block, code.count(fields))
-                scale = code.pick(rows.factor(scale_p, block, part), twice)
-                minimum = code.pick(b.select(some, rows.factor(minimum_p, block, part), nothing), twice)
+                scale = code.pick(rows.factor(rows.scales, block, part), twice)
+                minimum = code.pick(b.select(some, rows.factor(lowest, block, part), nothing), twice)
                 shift = code.spread(b.trunc(b.mul(field, code.count(16 // fields)), I16), 2 * TILE)
                 with code.loop(code.count(PAIRS // parts * (part + 1)), PAIRS // parts * part) as pair:
                     number = rows.line(group, pair.index)
@@ -196,8 +221,7 @@ def _tile_widening(kind: int) -> Any:
                     write(loop.index, part)
             return code.context.get_dummy_value()
 
-        i64 = types.int64
-        return types.void(i64, i64, i64, types.int32, i64, i64, i64), generate
+        return types.void(*[types.int64] * 4), generate
 
     return widen_tile
 
@@ -227,8 +251,8 @@ def _float_dot(kind: int) -> Any:
     return float_dot
 
 
-multiply_8, multiply_fine, multiply_4, multiply_5 = (_tile_product(kind) for kind in (BLOCK, FINE, FOUR, FIVE))
-widen_8, widen_fine, widen_4, widen_5 = (_tile_widening(kind) for kind in (BLOCK, FINE, FOUR, FIVE))
+multiply_8, multiply_4, multiply_5, multiply_4_k, multiply_5_k, multiply_6_k = map(_tile_product, LAYOUTS)
+widen_8, widen_4, widen_5, widen_4_k, widen_5_k, widen_6_k = map(_tile_widening, LAYOUTS)
 float_dot, bfloat16_dot, float16_dot = (_float_dot(kind) for kind in range(3))
 
 
@@ -263,17 +287,24 @@ def round_row(x, q, scale, total):
 
 
 @inner
-def _middle(matrix):
-    # what is taken off numbers around zero, which lie as from 0 on
-    return np.int32(8 if matrix[KIND] == FOUR else 16 if matrix[KIND] == FIVE else 0) * (matrix[MINIMA] == 0)
+def _multiply_tile(kind, matrix, tile, width, row, scale, total, to):
+    if kind == BLOCK:
+        multiply_8(matrix, tile, width, row, scale, total, to)
+    elif kind == FOUR:
+        multiply_4(matrix, tile, width, row, scale, total, to)
+    elif kind == FIVE:
+        multiply_5(matrix, tile, width, row, scale, total, to)
+    elif kind == FOUR_K:
+        multiply_4_k(matrix, tile, width, row, scale, total, to)
+    elif kind == FIVE_K:
+        multiply_5_k(matrix, tile, width, row, scale, total, to)
+    else:
+        multiply_6_k(matrix, tile, width, row, scale, total, to)
 
 
 @inner
-def _multiply_tiles(matrix, begin, end, q_RI, scale_RB, total_RB, out_RO):
-    width, kind = matrix[IN], matrix[KIND]
-    numbers, scales, minima, unit = matrix[NUMBERS], matrix[SCALES], matrix[MINIMA], F(1)
-    if minima == 0:
-        minima, unit = scales, F(-_middle(matrix))
+def _multiply_blocks(matrix, begin, end, q_RI, scale_RB, total_RB, out_RO):
+    width, address = matrix[IN], np.int64(matrix.ctypes.data)
     room = np.empty(TILE, F)
     to = np.int64(room.ctypes.data)
     for tile in range(begin // TILE, (end + TILE - 1) // TILE):
@@ -281,14 +312,7 @@ def _multiply_tiles(matrix, begin, end, q_RI, scale_RB, total_RB, out_RO):
             row = np.int64(q_RI.ctypes.data + 2 * r * width)
             scale = np.int64(scale_RB.ctypes.data + 4 * r * scale_RB.shape[1])
             total = np.int64(total_RB.ctypes.data + 4 * r * total_RB.shape[1])
-            if kind == BLOCK:
-                multiply_8(numbers, scales, minima, unit, tile, width, row, scale, total, to)
-            elif kind == FINE:
-                multiply_fine(numbers, scales, minima, unit, tile, width, row, scale, total, to)
-            elif kind == FOUR:
-                multiply_4(numbers, scales, minima, unit, tile, width, row, scale, total, to)
-            else:
-                multiply_5(numbers, scales, minima, unit, tile, width, row, scale, total, to)
+            _multiply_tile(matrix[KIND], address, tile, width, row, scale, total, to)
             for o in range(max(begin, tile * TILE), min(end, tile * TILE + TILE)):
                 out_RO[r, o] = room[o - tile * TILE]
 
@@ -312,7 +336,7 @@ def _multiply_floats(matrix, begin, end, x_RI, out_RO):
 def multiply(matrix, begin, end, x_RI, q_RI, scale_RB, total_RB, out_RO):
     # outputs `begin` to `end` - 1 of some rows; those of 16 bits count for a matrix of blocks, else the floats
     if matrix[KIND] >= BLOCK:
-        _multiply_tiles(matrix, begin, end, q_RI, scale_RB, total_RB, out_RO)
+        _multiply_blocks(matrix, begin, end, q_RI, scale_RB, total_RB, out_RO)
     else:
         _multiply_floats(matrix, begin, end, x_RI, out_RO)
     if matrix[BIAS] != 0:
@@ -336,17 +360,20 @@ def linear(begin, end, matrix, x_RI, out_RO):
 
 
 @exact
-def _widen(matrix, tile, to):
-    numbers, scales, minima, middle = matrix[NUMBERS], matrix[SCALES], matrix[MINIMA], _middle(matrix)
-    width, kind = matrix[IN], matrix[KIND]
+def _widen_tile(matrix, tile, to):
+    width, kind, address = matrix[IN], matrix[KIND], np.int64(matrix.ctypes.data)
     if kind == BLOCK:
-        widen_8(numbers, scales, minima, middle, tile, width, to)
-    elif kind == FINE:
-        widen_fine(numbers, scales, minima, middle, tile, width, to)
+        widen_8(address, tile, width, to)
     elif kind == FOUR:
-        widen_4(numbers, scales, minima, middle, tile, width, to)
+        widen_4(address, tile, width, to)
+    elif kind == FIVE:
+        widen_5(address, tile, width, to)
+    elif kind == FOUR_K:
+        widen_4_k(address, tile, width, to)
+    elif kind == FIVE_K:
+        widen_5_k(address, tile, width, to)
     else:
-        widen_5(numbers, scales, minima, middle, tile, width, to)
+        widen_6_k(address, tile, width, to)
 
 
 @entry
@@ -359,7 +386,7 @@ def widen_rows(begin, end, row_N, matrix, out_NI):
         whole = row_N[n] % TILE == 0 and last < end
         for more in range(1, TILE if whole else 0):
             whole = whole and row_N[n + more] == row_N[n] + more
-        _widen(matrix, tile, np.int64(out_NI[n:].ctypes.data if whole else room_8I.ctypes.data))
+        _widen_tile(matrix, tile, np.int64(out_NI[n:].ctypes.data if whole else room_8I.ctypes.data))
         if not whole:
             out_NI[n] = room_8I[row_N[n] % TILE]
         n += TILE if whole else 1
