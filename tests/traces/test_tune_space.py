@@ -116,17 +116,6 @@ def test_the_trace_s_own_setting_is_a_first_trial_where_it_may_be_tried(base, re
     assert space(base, recorded, recent="8").base_values() is None
 
 
-def test_spaces_have_fingerprints_of_their_own(base, recorded):
-    prints = [
-        space(base, recorded).fingerprint(),
-        space(base, recorded, t_max="8,16").fingerprint(),
-        space(base, recorded, t_max="8:16").fingerprint(),
-        space(base, recorded, [NamedSet(name="recorded", token_ids=frozenset({1}))]).fingerprint(),
-    ]
-    assert len(set(prints)) == 4
-    assert prints[0] == space(base, recorded).fingerprint()
-
-
 def test_trigger_sets_that_no_token_tells_apart_are_one(trace, base):
     """Of punctuation, only full stops were generated."""
     found = distinct([recorded_set(base), *punctuation_sets([trace])], {STOP, 1, 2})

@@ -45,7 +45,7 @@ def no_feasible(search: Search, space: Space, evaluate: Evaluator, limits: Limit
 
     trials = search.complete()
     if not trials:
-        return SfiError(f"no trial was finished; go on with --study {search.path} --resume")
+        return SfiError("no trial was made")
     closest = min(trials, key=lambda t: sum(max(0.0, v) for v in t.constraints.values()))
     outcome = evaluate(space.setting(FixedTrial(closest.params)))
     wanted, got = [], []
@@ -55,10 +55,7 @@ def no_feasible(search: Search, space: Space, evaluate: Evaluator, limits: Limit
     if limits.max_read is not None:
         wanted.append(f"read at most {limits.max_read:g}")
         got.append(f"reads {outcome.read_ratio:.4g}")
-    return SfiError(
-        f"a trial must {' and '.join(wanted)}, got none in {len(trials)}: the closest "
-        f"{' and '.join(got)}; the study is kept in {search.path}"
-    )
+    return SfiError(f"a trial must {' and '.join(wanted)}, got none in {len(trials)}: the closest {' and '.join(got)}")
 
 
 def choose(front: Sequence[Candidate], chosen: Mapping[str, Objective], limits: Limits) -> tuple[int, str]:
@@ -112,12 +109,6 @@ class Confirmation:
         """Predicted retained mass (lower bound) less the measured one."""
         return self.comparison.predicted.retained_mass - self.comparison.measured.retained_mass
 
-    @property
-    def bounds(self) -> float:
-        """The width of the replay's own bounds."""
-        predicted = self.comparison.predicted
-        return predicted.retained_mass_upper - predicted.retained_mass
-
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
         compared = self.comparison
@@ -130,15 +121,3 @@ class Confirmation:
             "error": self.error,
             **{name: getattr(self, name) for name in MEASURED},
         }
-
-
-def stated_errors(rows: Sequence[Confirmation]) -> list[float | None]:
-    """Return the error to expect of each prediction; None for a single row.
-
-    It is the width of the replay's bounds, for positions that were not recorded, plus the largest error among
-    the *other* rows, for what a replay does not model.
-    """
-    return [
-        row.bounds + max(abs(other.error) for other in rows if other is not row) if len(rows) > 1 else None
-        for row in rows
-    ]

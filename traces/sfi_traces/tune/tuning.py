@@ -1,11 +1,8 @@
 """A tuning: traces, the search space, objectives and limits."""
 
-import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from pathlib import Path
 from typing import Self
 
 from sfi_core.errors import ConfigError
@@ -14,7 +11,7 @@ from sfi_traces.replay import Outcome, Setting, Supports, replay
 from sfi_traces.replay.measured import check_one_model
 from sfi_traces.replay.replay import replayable
 from sfi_traces.tune.space import Space, distinct, given_sets, punctuation_sets, recorded_set
-from sfi_traces.tune.study import Direction, Purpose, Search
+from sfi_traces.tune.study import Direction
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,17 +86,16 @@ class Limits:
 
 @dataclass(slots=True, kw_only=True)
 class Evaluator:
-    """Replays each setting once over every request; `batch` of them share the weights in the byte model."""
+    """Replays each setting once over every request."""
 
     recorded: Sequence[Supports]
-    batch: int = 1
     _known: dict[tuple[object, ...], Outcome] = field(default_factory=dict)
 
     def __call__(self, setting: Setting) -> Outcome:
         """Return a setting's outcome; raises `TraceError` for a budget beyond what an audit recorded."""
         key = setting.key
         if key not in self._known:
-            self._known[key] = replay(self.recorded, setting, batch=self.batch)
+            self._known[key] = replay(self.recorded, setting)
         return self._known[key]
 
 
@@ -128,13 +124,12 @@ class Tuning:
         trigger_sets: Mapping[str, Sequence[str]],
         objectives: Mapping[str, Objective],
         limits: Limits,
-        batch: int = 1,
     ) -> Self:
         """Read traces, and lay out the search space.
 
         The traces, at least one, are audited at every step and of one model; the first gives what is not
         searched. `axes` has values or ranges by setting, `trigger_sets` trigger strings by name in place of
-        the default sets; `batch` requests share the weights in the byte model.
+        the default sets.
 
         Raises `TraceError` for a trace without an audit or tokens, of another model, or a budget beyond the audit's;
         `ConfigError` for a setting out of range, or if there is nothing to choose.
@@ -147,24 +142,8 @@ class Tuning:
         sets = given_sets(traces, trigger_sets) if trigger_sets else [recorded_set(base), *punctuation_sets(traces)]
         generated = {token for request in requests for token in request.tokens}
         space = Space.of(base, requests, distinct(sets, generated), axes)
-        evaluate = Evaluator(recorded=requests, batch=batch)
+        evaluate = Evaluator(recorded=requests)
         return cls(
             traces=traces, recorded=recorded, space=space, objectives=objectives, limits=limits,
             evaluate=evaluate,
         )  # fmt: skip
-
-    @property
-    def purpose(self) -> Purpose:
-        """The purpose of the tuning's study."""
-        manifests = sorted(json.dumps(trace.manifest, sort_keys=True) for trace in self.traces)
-        limits = [self.limits.min_retained, self.limits.max_read]
-        return Purpose(
-            traces=hashlib.sha256("".join(manifests).encode()).hexdigest()[:16],
-            space=f"{self.space.fingerprint()}-{self.evaluate.batch}",
-            objectives="-".join([*self.objectives, *map(str, limits)]),
-        )
-
-    def open(self, path: Path, *, seed: int = 0, resume: bool = False) -> Search:
-        """Make the tuning's study, or go on with it; see `Search.open`."""
-        directions = [objective.direction for objective in self.objectives.values()]
-        return Search.open(path, self.purpose, directions, seed=seed, resume=resume)
