@@ -8,7 +8,7 @@ import typer
 
 from sfi_cli import options as o
 from sfi_cli.commands.trace.replay.views import OUTCOME, everywhere, texts_of, varied
-from sfi_cli.parsing import named_strings, words
+from sfi_cli.parsing import named_strings
 from sfi_cli.settings.given import completer, given, texts
 from sfi_cli.settings.tables import DIMENSIONS, SETTINGS, TRIALS, ModelTable
 from sfi_cli.terminal.output import Output, leave_interrupted
@@ -56,9 +56,6 @@ def tune(
             autocompletion=completer(DIMENSIONS),
         ),
     ] = None,
-    objective: Annotated[
-        o.Words, _search("slow-rate, bytes, retained, retained-p5; comma list or repeated.", shown="bytes,retained")
-    ] = None,
     min_retained: Annotated[float | None, _search("Least mean retained mass, as replayed.")] = None,
     max_read: Annotated[float | None, _search("Largest share of the cached tokens read.")] = None,
     trials: Annotated[int, _search("Settings to try.", min=1)] = TRIALS,
@@ -95,7 +92,7 @@ def tune(
     from sfi_traces.tune.plots import plot_tuning
     from sfi_traces.tune.result import find
     from sfi_traces.tune.study import check_optuna
-    from sfi_traces.tune.tuning import Limits, Tuning, objectives
+    from sfi_traces.tune.tuning import Limits, Tuning
 
     settings = given("tune", sets=sets)
     check_optuna()
@@ -106,7 +103,6 @@ def tune(
             [Trace.open(path) for path in traces],
             axes=axes,
             trigger_sets=trigger_sets,
-            objectives=objectives(words(objective)),
             limits=Limits(min_retained=min_retained, max_read=max_read),
         )
         confirmer = None
@@ -152,11 +148,10 @@ def tune_text(document: Row) -> list[Part]:
 
 
 def _heading(document: Row) -> str:
-    objectives = ", ".join(f"{objective['direction']} {objective['name']}" for objective in document["objectives"])
     return (
         f"{', '.join(document['traces'])}: {document['model']}, {plural(document['requests'], 'request')}, "
         f"{plural(document['steps'], 'step')}; {plural(document['trials'], 'trial')}, "
-        f"{document['distinct_trials']:,} of them different; {objectives}"
+        f"{document['distinct_trials']:,} of them different"
     )
 
 

@@ -18,7 +18,7 @@ from sfi_traces.tune.front import Candidate, Confirmation
 from sfi_traces.tune.plots import _draw_runs
 from sfi_traces.tune.result import TuneResult
 from sfi_traces.tune.space import Space, recorded_set
-from sfi_traces.tune.tuning import Evaluator, Limits, Tuning, objectives
+from sfi_traces.tune.tuning import Evaluator, Limits, Tuning
 from tests.small_example import small_example
 from tests.traces.made import make_trace
 from tests.traces.small import outcome
@@ -125,7 +125,7 @@ def found(trace, recorded) -> TuneResult:
         setting = replace(base, config=base.config.replace(budget=budget))
         front.append(Candidate(setting=setting, outcome=evaluate(setting)))
     tuning = Tuning(
-        traces=[trace], recorded=[recorded], space=space, objectives=objectives([]), limits=Limits(),
+        traces=[trace], recorded=[recorded], space=space, limits=Limits(),
         evaluate=evaluate,
     )  # fmt: skip
     return TuneResult(tuning=tuning, search=None, front=front, chosen=1, rule="the knee")
@@ -169,7 +169,7 @@ def test_a_run_that_gave_another_answer_is_drawn_where_it_was_predicted():
         {"place": place, "exact_match": match, "steps": steps, "recorded_steps": 50, "measured": measured}
         for place, match, steps in runs
     ]
-    _draw_runs(axes, {"front": front, "confirmed": confirmed}, "bytes", "retained")
+    _draw_runs(axes, {"front": front, "confirmed": confirmed})
     drawn = {one.get_label(): one.get_offsets().tolist() for one in axes.collections}
     assert drawn == {
         "WRONG answer when it ran": [[1.0, 0.1]], "measured": [[2.5, 0.25]], "other tokens when it ran": [[3.0, 0.3]],

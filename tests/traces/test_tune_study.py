@@ -8,16 +8,15 @@ from sfi_core.errors import SfiError
 from sfi_traces.model.trace import Trace
 from sfi_traces.tune.result import find
 from sfi_traces.tune.study import Search
-from sfi_traces.tune.tuning import Limits, Tuning, costs, objectives
+from sfi_traces.tune.tuning import Limits, Tuning, costs
 from tests.traces.made import CONFIG, make_trace
 from tests.traces.small import fixed_trace
 
-DIRECTIONS = ("minimize", "maximize")
 trace = fixed_trace(requests=2, seed=3)
 
 
-def tuning(*traces: Trace, limits: Limits | None = None, names=(), **axes) -> Tuning:
-    return Tuning.of(traces, axes=axes, trigger_sets={}, objectives=objectives(list(names)), limits=limits or Limits())
+def tuning(*traces: Trace, limits: Limits | None = None, **axes) -> Tuning:
+    return Tuning.of(traces, axes=axes, trigger_sets={}, limits=limits or Limits())
 
 
 def suggest(trial) -> tuple[int, int]:
@@ -29,7 +28,7 @@ def measure(setting) -> tuple[list[float], dict[str, float]]:
 
 
 def test_a_study_has_the_trials_that_were_asked_for():
-    search = Search.of(DIRECTIONS)
+    search = Search.of()
     told: list[int] = []
     assert not search.run(suggest, measure, 12, first={"x": 5, "y": 2}, on_trial=told.append)
     assert told == list(range(1, 13))
@@ -39,7 +38,7 @@ def test_a_study_has_the_trials_that_were_asked_for():
 
 
 def test_ctrl_c_leaves_the_trials_before_it():
-    search = Search.of(DIRECTIONS)
+    search = Search.of()
 
     def interrupted(setting):
         if len(search.complete()) == 2:
@@ -55,7 +54,7 @@ def test_nothing_tried_beats_the_front(trace):
     found = find(own, 40)
     data = found.document()
     assert len(data["points"]) == data["trials"] == 40
-    front = [costs(one.outcome, own.objectives) for one in found.front]
+    front = [costs(one.outcome) for one in found.front]
     assert front == sorted(front)
     tried = [(bytes_, -kept) for bytes_, kept in data["points"]]
     for cost, kept in front:

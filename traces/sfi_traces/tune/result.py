@@ -15,7 +15,7 @@ from sfi_traces.replay.setting import uses
 from sfi_traces.tune.front import Candidate, Confirmation, choose, even_places, front_of, no_feasible
 from sfi_traces.tune.space import NamedSet
 from sfi_traces.tune.study import Search
-from sfi_traces.tune.tuning import Tuning
+from sfi_traces.tune.tuning import Tuning, costs
 
 SHOWN = ("slow_rate", "retained_mass", "retained_mass_upper", "retained_mass_p5", "read_ratio",
          "bytes_per_token", "speedup")  # fmt: skip
@@ -70,7 +70,7 @@ class TuneResult:
         ]
         chosen, rule = self.chosen, self.rule
         if chosen not in good and good:
-            index, rule = choose([self.front[place] for place in good], self.tuning.objectives, self.tuning.limits)
+            index, rule = choose([self.front[place] for place in good], self.tuning.limits)
             chosen, rule = good[index], f"{rule}; of the confirmed settings that held when they ran"
         elif not good:
             rule = f"{rule}; but it did not hold when it ran, nor did another that was run"
@@ -93,13 +93,10 @@ class TuneResult:
                 }
                 for named in tuning.space.sets.values()
             ],
-            "objectives": [
-                {"name": name, "direction": objective.direction} for name, objective in tuning.objectives.items()
-            ],
             "limits": {"min_retained": tuning.limits.min_retained, "max_read": tuning.limits.max_read},
             "trials": len(trials),
             "distinct_trials": len({json.dumps(t.params, sort_keys=True) for t in trials}),
-            "points": [list(trial.values) for trial in trials],
+            "points": [[bytes_, -mass] for bytes_, mass in (trial.values for trial in trials)],
             "recorded": _row(base, tuning.evaluate(base)),
             "recorded_budget": tuning.traces[0].manifest["config"]["budget"],
             "front": [
@@ -137,7 +134,6 @@ class TuneResult:
                 "trigger_texts": list(named.texts) if named and named.texts else None,
                 "trials": document["trials"],
                 "sampler": type(self.search.study.sampler).__name__,
-                "objectives": list(self.tuning.objectives),
                 "rule": self.rule,
                 "limits": {k: v for k, v in document["limits"].items() if v is not None},
                 "versions": {**versions(), "optuna": version("optuna")},
@@ -156,18 +152,17 @@ def find(tuning: Tuning, trials: int, *, seed: int = 0, on_trial: Callable[[int]
 
     Raises `SfiError` if no trial keeps the limits.
     """
-    search = Search.of([objective.direction for objective in tuning.objectives.values()], seed)
+    search = Search.of(seed)
 
-    def measure(setting: Setting) -> tuple[list[float], dict[str, float]]:
+    def measure(setting: Setting) -> tuple[tuple[float, float], dict[str, float]]:
         outcome = tuning.evaluate(setting)
-        values = [objective.of(outcome) for objective in tuning.objectives.values()]
-        return values, tuning.limits.violations(outcome)
+        return costs(outcome), tuning.limits.violations(outcome)
 
     interrupted = search.run(tuning.space.setting, measure, trials, first=tuning.space.base_values(), on_trial=on_trial)
-    front = front_of(search, tuning.space, tuning.evaluate, tuning.objectives)
+    front = front_of(search, tuning.space, tuning.evaluate)
     if not front and not interrupted:
         raise no_feasible(search, tuning.space, tuning.evaluate, tuning.limits)
-    chosen, rule = choose(front, tuning.objectives, tuning.limits) if front else (0, "")
+    chosen, rule = choose(front, tuning.limits) if front else (0, "")
     return TuneResult(tuning=tuning, search=search, front=front, chosen=chosen, rule=rule, interrupted=interrupted)
 
 

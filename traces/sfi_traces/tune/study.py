@@ -6,11 +6,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 from sfi_core.errors import not_installed
 
-Direction = Literal["minimize", "maximize"]
 Measured = tuple[Sequence[float], Mapping[str, float]]  # values; constraints, kept if at most 0
 
 
@@ -38,13 +37,13 @@ class Search:
     study: Any
 
     @classmethod
-    def of(cls, directions: Sequence[Direction], seed: int = 0) -> Self:
-        """Make a study without trials; the same seed tries the same settings."""
+    def of(cls, seed: int = 0) -> Self:
+        """Make a study without trials, of two numbers to make small; the same seed tries the same settings."""
         import optuna  # noqa: PLC0415 - an extra
 
         with _silent():
             sampler = optuna.samplers.TPESampler(seed=seed)
-            return cls(optuna.create_study(directions=list(directions), sampler=sampler))
+            return cls(optuna.create_study(directions=["minimize", "minimize"], sampler=sampler))
 
     def run(
         self,

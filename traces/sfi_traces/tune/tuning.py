@@ -1,4 +1,4 @@
-"""A tuning: traces, the search space, objectives and limits."""
+"""A tuning: traces, the search space and limits."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,49 +11,6 @@ from sfi_traces.replay import Outcome, Setting, Supports, replay
 from sfi_traces.replay.measured import check_one_model
 from sfi_traces.replay.replay import replayable
 from sfi_traces.tune.space import Space, distinct, given_sets, punctuation_sets, recorded_set
-from sfi_traces.tune.study import Direction
-
-
-@dataclass(frozen=True, slots=True)
-class Objective:
-    """A field of `Outcome` to minimize or maximize."""
-
-    field: str
-    direction: Direction
-
-    def of(self, outcome: Outcome) -> float:
-        """Return the number."""
-        return float(getattr(outcome, self.field))
-
-    def cost(self, outcome: Outcome) -> float:
-        """Return the number with the sign that makes less better."""
-        return self.of(outcome) if self.direction == "minimize" else -self.of(outcome)
-
-
-OBJECTIVES = {
-    "slow-rate": Objective("slow_rate", "minimize"),
-    "bytes": Objective("bytes_per_token", "minimize"),
-    "retained": Objective("retained_mass", "maximize"),
-    "retained-p5": Objective("retained_mass_p5", "maximize"),
-}
-DEFAULT = ("bytes", "retained")
-
-
-def objectives(names: Sequence[str]) -> dict[str, Objective]:
-    """Look up objectives: at least one cost, and at least one measure of retained mass.
-
-    Raises `ConfigError` for an unknown name, or if one of the two kinds is missing.
-    """
-    for name in names:
-        if name not in OBJECTIVES:
-            raise ConfigError(f"objective must be one of {tuple(OBJECTIVES)}, got {name!r}")
-    chosen = {name: OBJECTIVES[name] for name in names or DEFAULT}
-    if {objective.direction for objective in chosen.values()} != {"minimize", "maximize"}:
-        raise ConfigError(
-            "objective must name a cost (slow-rate, bytes) and what is kept (retained, retained-p5), "
-            f"got {','.join(chosen)}"
-        )
-    return chosen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,9 +56,9 @@ class Evaluator:
         return self._known[key]
 
 
-def costs(outcome: Outcome, chosen: Mapping[str, Objective]) -> tuple[float, ...]:
-    """Return an outcome's objectives with the sign that makes less better."""
-    return tuple(objective.cost(outcome) for objective in chosen.values())
+def costs(outcome: Outcome) -> tuple[float, float]:
+    """Return what a tuning makes small: the bytes of a token, and the retained mass with its sign turned."""
+    return outcome.bytes_per_token, -outcome.retained_mass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +68,6 @@ class Tuning:
     traces: Sequence[Trace]
     recorded: Sequence[Sequence[Supports]]
     space: Space
-    objectives: Mapping[str, Objective]
     limits: Limits
     evaluate: Evaluator
 
@@ -122,7 +78,6 @@ class Tuning:
         *,
         axes: Mapping[str, str | None],
         trigger_sets: Mapping[str, Sequence[str]],
-        objectives: Mapping[str, Objective],
         limits: Limits,
     ) -> Self:
         """Read traces, and lay out the search space.
@@ -143,7 +98,4 @@ class Tuning:
         generated = {token for request in requests for token in request.tokens}
         space = Space.of(base, requests, distinct(sets, generated), axes)
         evaluate = Evaluator(recorded=requests)
-        return cls(
-            traces=traces, recorded=recorded, space=space, objectives=objectives, limits=limits,
-            evaluate=evaluate,
-        )  # fmt: skip
+        return cls(traces=traces, recorded=recorded, space=space, limits=limits, evaluate=evaluate)
