@@ -46,7 +46,7 @@ MANIFEST = json.loads((BASE / "manifest.json").read_text())
 COMMANDS: dict[str, Callable[[Path, Path], list[Any]]] = {
     "check": lambda run, out: ["trace", "check", run],
     "diff": lambda run, out: ["trace", "diff", BASE, run, "--json"],
-    "export csv": lambda run, out: ["trace", "export", run, "--format", "csv", "--table", "supports", "-o", out, "-q"],
+    "export csv": lambda run, out: ["trace", "export", run, "--format", "csv", "-o", out, "-q"],
     "export perfetto": lambda run, out: ["trace", "export", run, "--format", "perfetto", "-o", out, "-q"],
     "heads": lambda run, out: ["tune", "heads", run, "-o", out, "-q"],
     "play": lambda run, out: ["trace", "replay", run, "--play", "--step", "0-3"],

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+import torch
 from pyarrow import parquet
 
 from sfi_core.errors import ConfigError, InputError, TraceError
@@ -16,16 +17,15 @@ from sfi_traces.model.trace import Trace
 from sfi_traces.read.check import check
 from sfi_traces.replay import Supports, reuse
 from sfi_traces.summary import summarize
-from sfi_traces.views.figure_data import retained_mass
 from sfi_traces.views.words import text_of
 from tests.traces.imports import LAYERS, PROMPT, STEPS, STOP, K, selection_arrays, write_npz
 from tests.traces.made import overlap
 from tests.traces.small import rows
 
 
-def imported(path: Path, *, force: bool = False) -> Trace:
+def imported(path: Path, *, top: int | None = None, force: bool = False) -> Trace:
     folder = path.with_suffix(".trace")
-    import_trace(path, folder, force=force)
+    import_trace(path, folder, top=top, force=force)
     return Trace.open(folder)
 
 
@@ -76,14 +76,14 @@ def test_an_imported_trace_is_sound_and_summed_up_without_masses(tmp_path):
     assert summary["audit"] is None
     assert "retained mass, output error, query cosine" in summary["missing"]
     with pytest.raises(TraceError, match="imported from a file without them"):
-        retained_mass(Request(trace))
+        Request(trace, top=2)
 
 
 def test_an_indexer_that_chooses_the_last_positions_is_told(tmp_path):
     last = [[np.arange(PROMPT + step - K, PROMPT + step)] * LAYERS for step in range(STEPS)]
     trace = imported(write_npz(tmp_path / "a.npz", positions=np.array(last)))
     rules = {one["rule"] for one in judge(Request.of(trace))["findings"]}
-    assert rules == {"selection_trailing"}
+    assert rules == {"selection_trailing", "sink_unselected"}
     health = judge(Request.of(trace))
     said = [one["advice"] for one in health["findings"]] + [one["reason"] for one in health["not_judged"]]
     assert not [words for words in said if "--audit" in words or "trace.positions" in words or "sink=" in words]
@@ -102,16 +102,22 @@ def test_blocks_are_the_positions_that_are_cached(tmp_path):
     assert found[9, 1] == [4, 5, 6, 7, 20, 21, 22, 23]
 
 
-def test_masses_are_kept(tmp_path):
+def test_masses_are_kept_and_give_the_best_positions(tmp_path):
     arrays = selection_arrays()
     mass = np.full(arrays["positions"].shape, 0.1)
     mass[..., 2] = 0.3
     path = write_npz(tmp_path / "a.npz", mass=mass)
-    row = rows(imported(path), "supports")[-1]
-    strongest = row["positions"][row["mass"].index(max(row["mass"]))]
-    assert strongest == arrays["positions"][-1, -1, 2]
-    assert sorted(row["mass"]) == pytest.approx([0.1] * (K - 1) + [0.3])
-    assert row["retained_mass"] == pytest.approx(0.1 * (K - 1) + 0.3)
+    row = rows(imported(path, top=1), "supports")[-1]
+    assert row["positions"] == [arrays["positions"][-1, -1, 2]]
+    assert row["mass"] == pytest.approx([0.3])
+    assert row["retained_mass"] == pytest.approx(0.3)
+
+
+def test_tensors_are_the_same_trace(tmp_path):
+    arrays = selection_arrays()
+    tensors = {name: torch.as_tensor(np.asarray(value)) for name, value in arrays.items()}
+    torch.save(tensors, tmp_path / "a.pt")
+    assert_supports_are(imported(tmp_path / "a.pt"), sets_of(arrays))
 
 
 def changed(at: tuple[int, ...], value: int) -> np.ndarray:
@@ -131,7 +137,7 @@ TWICE = changed((3, 1, 0), selection_arrays()["positions"][3, 1, 5])
         ({"positions": TWICE}, r"positions\[3, 1\].*must be different ones, got \d+ twice"),
         ({"positions": changed((3, 1, 0), 1)[:, 0]}, "3 or 4 dimensions, got shape"),
         ({"positions": np.zeros((STEPS, LAYERS, K))}, "must be whole numbers, got float64"),
-        ({"positions": None}, "must have positions or blocks, got neither"),
+        ({"positions": None}, "must have positions, blocks or attention.PASS.LAYER, got neither"),
         ({"block_size": 4}, "block_size .* must come with blocks"),
         ({"token_ids": np.arange(5)}, "token_ids .* must be 12, one for each step, got 5"),
         ({"token_ids": None}, "must have token_ids, got none"),
@@ -158,19 +164,27 @@ def test_a_file_that_is_wrong_is_refused_in_a_line_and_leaves_nothing(tmp_path, 
     assert [one.name for one in tmp_path.iterdir()] == ["a.npz"]
 
 
-def test_what_is_no_such_file_is_refused(tmp_path):
-    path = tmp_path / "a.npz"
+@pytest.mark.parametrize("attentions", [None, 5, (None, None), ((None,), (None,)), [torch.ones(2), None]])
+def test_attention_that_no_eager_model_returned_says_which_does(tmp_path, attentions):
+    torch.save({"sfi_import_version": 1, "attentions": attentions}, tmp_path / "a.pt")
+    with pytest.raises(InputError, match='attn_implementation="eager"'):
+        imported(tmp_path / "a.pt")
+
+
+@pytest.mark.parametrize("suffix", [".npz", ".pt"])
+def test_what_is_no_such_file_is_refused(tmp_path, suffix):
+    path = tmp_path / f"a{suffix}"
     with pytest.raises(InputError, match="must be a file, got none"):
         imported(path)
     path.write_bytes(b"not a file of any kind" * 9)
-    with pytest.raises(InputError, match=r"cannot be read as \.npz"):
+    with pytest.raises(InputError, match=f"cannot be read as {suffix}"):
         imported(path)
 
 
 def test_code_in_a_file_is_not_run(tmp_path):
-    path = write_npz(tmp_path / "a.npz", positions=np.array(Path("x"), object))
-    with pytest.raises(InputError, match=r"cannot be read as \.npz"):
-        imported(path)
+    torch.save({"sfi_import_version": 1, "positions": Path("x")}, tmp_path / "a.pt")
+    with pytest.raises(InputError, match=r"cannot be read as \.pt"):
+        imported(tmp_path / "a.pt")
 
 
 def test_a_trace_is_overwritten_with_force_alone_and_by_a_whole_one(tmp_path):
@@ -233,7 +247,7 @@ def test_the_page_s_lines_make_arrays_of_rows(tmp_path, monkeypatch):
         for (step, layer), positions in reversed(sets.items())
     ]
     parquet.write_table(pa.Table.from_pylist(table), "rows.parquet")
-    with pytest.raises(InputError, match=r"must end in \.npz, got \.parquet; docs/import\.md makes arrays"):
+    with pytest.raises(InputError, match=r"must end in one of .*, got \.parquet; docs/import\.md makes arrays"):
         imported(tmp_path / "rows.parquet")
     run_block(2)
     trace = imported(tmp_path / "indexer.npz")

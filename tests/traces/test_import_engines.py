@@ -11,7 +11,9 @@ import torch
 
 import sfi_core
 from sfi_core import SfiConfig
+from sfi_core.errors import ConfigError, InputError
 from sfi_core.settings.engine import AuditConfig
+from sfi_traces.importing import arrays
 from sfi_traces.importing.importer import import_trace
 from sfi_traces.model.trace import Trace
 from sfi_traces.read.check import check
@@ -79,6 +81,20 @@ def test_minimax_s_blocks_are_imported_head_by_head(tmp_path):
 
 
 @cache
+def attended() -> tuple[Any, list[Any], list[int]]:
+    """Tokens and attention of a plain run of transformers, and the prompt."""
+    model = tiny("llama")
+    model.set_attn_implementation("eager")
+    (prompt,) = prompts(PROMPT)
+    out = model.generate(
+        torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False, output_attentions=True,
+        return_dict_in_generate=True,
+    )  # fmt: skip
+    model.set_attn_implementation("sdpa")
+    return out.sequences[0], out.attentions, prompt
+
+
+@cache
 def audited(folder: Path) -> Trace:
     """The same run as sfi records it, with full attention and an audit."""
     config = SfiConfig(trigger_token_ids=(5, 50))
@@ -90,32 +106,100 @@ def audited(folder: Path) -> Trace:
     return Trace.open(folder)
 
 
-def save(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make a file by the lines of docs/import.md, with fewer positions and this model's KV heads."""
-    page = (Path(__file__).parents[2] / "docs" / "import.md").read_text()
-    lines = page.split("## Attention of transformers")[1].split("```python\n")[1].split("```")[0]
-    lines = lines.replace("1024", str(TOP)).replace("=64", f"={NEW}, do_sample=False").replace("(8, -1)", "(2, -1)")
-    model = tiny("llama")
-    model.set_attn_implementation("eager")
-    monkeypatch.chdir(path.parent)
-    exec(lines, {"model": model, "ids": torch.tensor(prompts(PROMPT))})  # noqa: S102 - the page's own example
-    model.set_attn_implementation("sdpa")
-    Path("attention.npz").rename(path)
+def save(path: Path, **changes: Any) -> Path:
+    sequence, attentions, _ = attended()
+    document = {
+        "sfi_import_version": 1,
+        "attentions": attentions,
+        "token_ids": sequence[PROMPT:],
+        "prompt_token_ids": sequence[:PROMPT],
+        "trigger_token_ids": torch.tensor([5, 50]),
+        "kv_heads": 2,
+    } | changes
+    kept = {name: value for name, value in document.items() if value is not None}
+    if path.suffix == ".pt":
+        torch.save(kept, path)
+        return path
+    for number, layers in enumerate(kept.pop("attentions")):
+        kept |= {f"attention.{number}.{layer}": one for layer, one in enumerate(layers)}
+    np.savez(path, **kept)
+    return path
 
 
-def test_attention_of_transformers_is_what_our_audit_records(tmp_path, monkeypatch):
-    save(tmp_path / "a.npz", monkeypatch)
-    import_trace(tmp_path / "a.npz", tmp_path / "a")
+@pytest.mark.parametrize("suffix", [".pt", ".npz"])
+def test_attention_of_transformers_is_what_our_audit_records(tmp_path, suffix):
+    path = save(tmp_path / f"a{suffix}")
+    import_trace(path, tmp_path / "a", top=TOP)
     trace, ours = Trace.open(tmp_path / "a"), audited(tmp_path / "ours")
     for name in ("prompts", "steps", "supports"):
         found, expected = rows(trace, name), rows(ours, name)
         assert len(found) == len(expected) > 0
         for one, other in zip(found, expected, strict=True):
-            for column in ("step", "layer", "head", "token_id", "context_tokens", "positions", "position", "slow",
-                           "audited"):  # fmt: skip
+            for column in ("step", "layer", "head", "token_id", "context_tokens", "sentence", "positions",
+                           "position", "attended_tokens", "trigger", "slow", "audited"):  # fmt: skip
                 assert one.get(column) == other.get(column), column
-            for column in ("mass", "overlap_previous_step", "overlap_last_refresh"):
+            for column in ("mass", "retained_mass", "overlap_previous_step", "overlap_last_refresh"):
                 assert one.get(column) == pytest.approx(other.get(column), abs=1e-5), column
     assert trace.manifest["prompts"] == ours.manifest["prompts"]
     assert check(trace)["problems"] == []
-    assert summarize(trace)["drift"] == summarize(ours)["drift"]
+    summaries = [summarize(one) for one in (trace, ours)]
+    assert summaries[0]["lags"] == summaries[1]["lags"]
+    assert summaries[0]["drift"] == summaries[1]["drift"]
+    assert not rows(trace, "selections")
+
+
+def test_one_forward_pass_over_all_tokens_gives_the_same_supports(tmp_path):
+    """Its last query has generated nothing, and those before the prompt's last one are left out."""
+    sequence, _, _ = attended()
+    model = tiny("llama")
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        attentions = model(sequence[None], output_attentions=True).attentions
+    model.set_attn_implementation("sdpa")
+    import_trace(save(tmp_path / "a.pt", attentions=attentions), tmp_path / "a", top=TOP)
+    import_trace(save(tmp_path / "b.pt"), tmp_path / "b", top=TOP)
+    one, other = (rows(Trace.open(tmp_path / name), "supports") for name in ("a", "b"))
+    assert [row["positions"] for row in one] == [row["positions"] for row in other]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"token_ids": torch.arange(NEW + 1)}, f"must reach the {NEW + 1} steps of token_ids, got {NEW}"),
+        ({"token_ids": torch.arange(NEW - 1)}, f"must end with the {NEW - 1} steps of token_ids"),
+        ({"attentions": None}, "must have step 3, the query at position 42, got pass 3 at 43"),
+        ({"kv_heads": 3}, "kv-heads must divide the 4 query heads, got 3"),
+        ({"positions": torch.zeros(1)}, "unknown array 'positions'"),
+    ],
+)
+def test_attention_that_disagrees_with_its_tokens_is_refused(tmp_path, changes, words):
+    if "attentions" in changes:  # a pass is missing
+        _, passes, _ = attended()
+        changes = {"attentions": passes[:3] + passes[4:]}
+    with pytest.raises((InputError, ConfigError), match=words):
+        import_trace(save(tmp_path / "a.pt", **changes), tmp_path / "a")
+    assert not (tmp_path / "a").exists()
+
+
+def test_of_the_prompt_s_attention_one_query_is_converted(tmp_path, monkeypatch):
+    read, whole = [], arrays.plain
+
+    def counted(value):
+        if isinstance(value, torch.Tensor) and value.ndim == 4:
+            read.append(value.shape[2])
+        return whole(value)
+
+    monkeypatch.setattr(arrays, "plain", counted)
+    import_trace(save(tmp_path / "a.pt"), tmp_path / "a")
+    assert attended()[1][0][0].shape[2] > 1
+    assert set(read) == {1}
+
+
+def test_attention_of_another_shape_or_no_probabilities_is_refused(tmp_path):
+    _, attentions, _ = attended()
+    cut = tuple((first, second[..., 1:]) for first, second in attentions)
+    with pytest.raises(InputError, match=r"attention.0.1 .* leave out layers with a sliding window"):
+        import_trace(save(tmp_path / "a.pt", attentions=cut), tmp_path / "a")
+    doubled = tuple((first, 2 * second) for first, second in attentions)
+    with pytest.raises(InputError, match=r"attention.0.1 .* KV head 0 .* got a sum of 2"):
+        import_trace(save(tmp_path / "b.pt", attentions=doubled), tmp_path / "a")

@@ -11,8 +11,22 @@ from sfi_traces.views.table import plural
 
 
 def import_(
-    file: Annotated[Path, typer.Argument(help="A .npz file.", metavar="FILE")],
+    file: Annotated[Path, typer.Argument(help=".npz or .pt.", metavar="FILE")],
     output: Annotated[o.File, o.output("Folder of the trace.", shown="sfi-trace-DATE-TIME")] = None,
+    top: Annotated[
+        o.Number,
+        typer.Option(
+            min=1, help="Only the most probable positions of each row.", show_default="all; of attention, 1024"
+        ),
+    ] = None,
+    kv_heads: Annotated[
+        o.Number,
+        typer.Option(
+            min=1,
+            help="KV heads that the query heads of attention are averaged for.",
+            show_default="the file's, or one for each query head",
+        ),
+    ] = None,
     tokenizer: Annotated[
         str | None, typer.Option(help="Hub id or folder: the tokens' text, and which of them end a sentence.")
     ] = None,
@@ -21,17 +35,17 @@ def import_(
     json: o.Json = False,
     quiet: o.Quiet = False,
 ) -> None:
-    r"""Make a trace of another program's selections at each step.
+    r"""Make a trace of another program's selections at each step, or of transformers' attention.
 
     docs/import.md describes the file: positions or blocks of an indexer (DeepSeek's, MiniMax's) by step,
-    layer and head. show, plot, report, sql, diff, check and replay read a trace.
+    layer and head; or attention probabilities. show, plot, report, sql, diff, check and replay read a trace.
     How rarely would the indexer have to run? sfi trace replay DIR --refresh-every 1,2,4,8,16
 
     For example:
 
       sfi trace import indexer.npz -o run --tokenizer deepseek-ai/DeepSeek-V3.2-Exp
 
-      sfi trace import attention.npz -o run
+      sfi trace import attention.pt -o run --kv-heads 8 --top 256
     """
     from sfi_cli.parsing import unescaped
     from sfi_cli.terminal.progress import BenchProgress
@@ -47,6 +61,8 @@ def import_(
         manifest = import_trace(
             file,
             folder,
+            top=top,
+            kv_heads=kv_heads,
             tokenizer=None if tokenizer is None else load_tokenizer(tokenizer),
             triggers=unescaped(triggers) if triggers else SfiConfig().triggers,
             force=force,

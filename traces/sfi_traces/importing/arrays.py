@@ -5,14 +5,16 @@ head, K positions of a selection, B blocks of a selection, P tokens of the promp
 """
 
 import math
+import pickle
 import zipfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
+import torch
 from numpy.lib import format  # noqa: A004 - numpy's name
 
 from sfi_core.errors import InputError
@@ -24,7 +26,8 @@ VERSION = 1
 VERSION_NAME = "sfi_import_version"
 UNPACKED, RATIO = 64 << 20, 100  # bytes that a file may unpack to, and so many times its own
 LARGEST = 2**31 - 1  # greatest token id of a trace
-SUFFIX = ".npz"
+FORMATS = (".npz", ".pt")
+ATTENTIONS = "attentions"  # transformers' nested tuples, in a .pt file
 # arrays of every file
 COMMON = (
     VERSION_NAME, "token_ids", "prompt_token_ids", "prompt_tokens", "token_texts", "prompt_token_texts",
@@ -36,26 +39,25 @@ Place = tuple[int, int]  # layer, head
 
 @dataclass(frozen=True, slots=True)
 class Arrays:
-    """The arrays of a file."""
+    """The arrays of a file: their names, in its order, and what reads one, as numpy's or PyTorch's."""
 
     path: Path
-    file: Any
+    names: tuple[str, ...]
+    read: Callable[[str], Any]
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The names of the arrays, in the file's order."""
-        return tuple(self.file.files)
-
-    def array(self, name: str, kinds: str, dimensions: tuple[int, ...]) -> Array:
-        """Return an array.
+    def array(
+        self, name: str, kinds: str, dimensions: tuple[int, ...], part: Callable[[Any], Any] = lambda whole: whole
+    ) -> Array:
+        """Return an array, floating-point tensors as float32.
 
         `kinds` are the allowed kinds of numpy dtypes, such as "iu"; `dimensions` the allowed numbers of
-        dimensions. Raises `InputError` for another or a missing array.
+        dimensions; `part` cuts out what is wanted, before the conversion. Raises `InputError` for another or
+        a missing array.
         """
         if name not in self.names:
             raise InputError(f"import {self.path} must have {name}, got none")
         with readable(self.path):
-            value = np.asarray(self.file[name])
+            value = np.asarray(plain(part(self.read(name))))
         if value.dtype.kind not in kinds:
             wanted = {"i": "whole numbers", "f": "numbers", "U": "strings"}[kinds[0]]
             raise InputError(f"{name} of {self.path} must be {wanted}, got {value.dtype}")
@@ -81,7 +83,7 @@ class Arrays:
         if VERSION_NAME not in self.names:
             raise InputError(f"import {self.path} must have {VERSION_NAME} {VERSION}, got none")
         with readable(self.path):
-            array = np.asarray(self.file[VERSION_NAME])
+            array = np.asarray(plain(self.read(VERSION_NAME)))
         version = str(array.item() if array.size == 1 else array.ravel().tolist())
         if version != str(VERSION):
             raise InputError(
@@ -98,21 +100,23 @@ class Arrays:
 
 @contextmanager
 def open_arrays(path: Path) -> Iterator[Arrays]:
-    """Open a .npz file, running no code from it; its arrays can be read within the block.
+    """Open a .npz or .pt file, running no code from it; its arrays can be read within the block.
 
     Raises `InputError` if the file cannot be read, has another version, or ends in something else.
     """
-    if path.suffix != SUFFIX:
-        raise InputError(
-            f"import {path} must end in {SUFFIX}, got {path.suffix or 'nothing'}; docs/import.md makes arrays of others"
-        )
+    if path.suffix not in FORMATS:
+        advice = "; docs/import.md makes arrays of its rows" if path.suffix == ".parquet" else ""
+        raise InputError(f"import {path} must end in one of {FORMATS}, got {path.suffix or 'nothing'}{advice}")
     if path.exists() and not path.is_file():
         raise InputError(f"import {path} must be a regular file, got another")
-    with readable(path):
-        _check_claims(path)
-        file = np.load(path, allow_pickle=False)
-    with file:
-        arrays = Arrays(path, file)
+    with ExitStack() as stack:
+        with readable(path):
+            if path.suffix == ".pt":
+                arrays = _pt(path)
+            else:
+                _check_claims(path)
+                file = stack.enter_context(np.load(path, allow_pickle=False))
+                arrays = Arrays(path, tuple(file.files), file.__getitem__)
         arrays.check_version()
         yield arrays
 
@@ -125,8 +129,8 @@ def readable(path: Path) -> Iterator[None]:
         yield
     except FileNotFoundError as error:
         raise InputError(f"import {path} must be a file, got none") from error
-    except (*damaged, zipfile.BadZipFile) as error:
-        raise InputError(f"import {path} cannot be read as {SUFFIX}: {first_line(error)}") from error
+    except (*damaged, zipfile.BadZipFile, pickle.UnpicklingError) as error:
+        raise InputError(f"import {path} cannot be read as {path.suffix}: {first_line(error)}") from error
 
 
 def _check_claims(path: Path) -> None:
@@ -141,6 +145,41 @@ def _check_claims(path: Path) -> None:
                 shape, _, kind = read[format.read_magic(member)](member)
                 if math.prod(shape) * max(1, kind.itemsize) > entry.file_size:
                     raise ValueError(f"{entry.filename} must hold the numbers of its shape, {shown(shape)}")
+
+
+def _pt(path: Path) -> Arrays:
+    document = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    if not isinstance(document, Mapping):
+        raise ValueError(f"it must be a dict, got {type(document).__name__}")  # noqa: TRY004 - as above
+    values = {str(name): value for name, value in document.items() if name != ATTENTIONS}
+    for name, value in values.items():
+        if isinstance(value, torch.Tensor) and value.nbytes > value.untyped_storage().nbytes():
+            raise ValueError(f"{name} must hold the numbers of its shape, {shown(list(value.shape))}")
+    for number, layers in enumerate(_passes(path, document.get(ATTENTIONS, ()))):
+        values |= {f"attention.{number}.{layer}": tensor for layer, tensor in enumerate(layers)}
+    return Arrays(path, tuple(values), values.__getitem__)
+
+
+def _passes(path: Path, attentions: Any) -> Any:
+    # `generate` returns a tuple of passes, each a tuple of layers; a forward pass returns its layers
+    passes = (attentions,) if _are(attentions, torch.Tensor) and len(attentions) else attentions
+    if not _are(passes, list | tuple) or not all(_are(layers, torch.Tensor) for layers in passes):
+        raise InputError(  # attention other than "eager" returns None for each layer
+            f'attentions of {path} must be tuples of tensors, as a model with attn_implementation="eager" '
+            "returns them, got something else"
+        )
+    return passes
+
+
+def _are(values: Any, kind: Any) -> bool:
+    return isinstance(values, list | tuple) and all(isinstance(value, kind) for value in values)
+
+
+def plain(value: Any) -> Any:
+    """Return a tensor as a numpy array, floats as float32; return anything else unchanged."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return (value.float() if value.is_floating_point() else value).numpy()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -210,15 +249,17 @@ class Header:
     """What is known of a file before its steps are read.
 
     Attributes:
+        kind: "selections" or "attention".
         place_U: The layers and heads, ascending.
-        heads: Heads of a layer.
+        query_heads: Query heads of a layer; for selections, the heads.
         masses: Whether the positions have their probability under dense attention.
         block_size: Positions of a block; None for positions.
     """
 
+    kind: str
     tokens: Tokens
     place_U: list[Place]
-    heads: int
+    query_heads: int
     masses: bool
     block_size: int | None
 

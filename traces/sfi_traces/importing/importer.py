@@ -1,4 +1,4 @@
-"""Turns a file of selections into a trace; null stands for what the file does not say."""
+"""Turns a file of selections or attention into a trace; null stands for what the file does not say."""
 
 import hashlib
 import shutil
@@ -17,6 +17,7 @@ from sfi_core.settings.config import SfiConfig
 from sfi_core.settings.engine import AuditConfig
 from sfi_core.triggers.trigger import build_trigger_set
 from sfi_traces.importing.arrays import VERSION, Header, ImportedStep, open_arrays
+from sfi_traces.importing.attention import AttentionArrays, has_attention
 from sfi_traces.importing.selections import SelectionArrays
 from sfi_traces.overlap import SelectedSets
 from sfi_traces.record.folder import (
@@ -38,12 +39,15 @@ UNNAMED = "unnamed"  # one name, so that sfi trace diff compares files without a
 REASON = "imported"  # of every step, since all are slow
 PART_BYTES = 64 << 20
 Progress = Callable[[int, int], None]  # steps read, of how many
+Source = SelectionArrays | AttentionArrays
 
 
 def import_trace(
     path: Path,
     folder: Path,
     *,
+    top: int | None = None,
+    kv_heads: int | None = None,
     tokenizer: Any = None,
     triggers: Sequence[str] = SfiConfig().triggers,
     force: bool = False,
@@ -54,6 +58,10 @@ def import_trace(
     Args:
         path: The file; docs/import.md describes its contents.
         folder: Where the trace goes.
+        top: Keep so many positions of each selection, the most probable; None keeps all of a selection, and
+            1,024 of an attention tensor.
+        kv_heads: KV heads, for each of which an attention tensor's query heads are averaged; None takes the file's
+            number, or else each query head by itself.
         tokenizer: Gives the tokens' text and T_trig where the file has none.
         triggers: Trigger strings, for the tokenizer.
         force: Whether to overwrite a trace.
@@ -65,7 +73,7 @@ def import_trace(
         SfiError: The trace cannot be written.
     """
     with open_arrays(path) as arrays:
-        source = SelectionArrays(arrays)
+        source = (AttentionArrays if has_attention(arrays.names) else SelectionArrays)(arrays, top, kv_heads)
         trigger_ids = source.header.tokens.triggers
         if trigger_ids is None:
             known = tokenizer is not None
@@ -100,9 +108,7 @@ def _new_trace(folder: Path, *, force: bool) -> Iterator[Path]:
                 folder.rmdir()
 
 
-def _write(
-    source: SelectionArrays, folder: Path, manifest: dict[str, Any], text: TokenText | None, progress: Progress
-) -> None:
+def _write(source: Source, folder: Path, manifest: dict[str, Any], text: TokenText | None, progress: Progress) -> None:
     parts = PartFiles(folder, file_metadata(manifest))
     tables = _TraceTables(parts, source.header, frozenset(manifest["trigger_token_ids"]), text)
     tables.prompt()
@@ -132,10 +138,8 @@ def _describe(path: Path, header: Header, triggers: tuple[int, ...], tokenizer: 
         model=_model(header, tokenizer),
         audit=AuditConfig().to_dict(),
     )
-    imported = {
-        "file": path.name, "version": VERSION, "kind": "selections", "masses": header.masses,
-        "block_size": header.block_size,
-    }  # fmt: skip
+    of_header = {name: getattr(header, name) for name in ("kind", "masses", "block_size")}
+    imported = {"file": path.name, "version": VERSION, **of_header}
     described = describe_run(event, {"imported": imported}, positions=True, redacted=False)
     ids = None if tokens.prompt_ids is None else tokens.prompt_ids.astype("<i4").tobytes()
     sha256 = None if ids is None else hashlib.sha256(ids).hexdigest()
@@ -153,7 +157,7 @@ def _model(header: Header, tokenizer: Any) -> dict[str, Any]:
         "name": header.tokens.model or UNNAMED,
         "architecture": POLICY,
         "layers": [{"layer": layer, "heads": count, **unknown} for layer, count in heads.items()],
-        "query_heads": header.heads,
+        "query_heads": header.query_heads,
         **dict.fromkeys(("model_type", "dtype", "weight_bytes", "embedding_bytes", "max_positions")),
         "vocabulary": None if tokenizer is None else len(tokenizer),
     }
@@ -204,8 +208,9 @@ class _TraceTables:
             "overlap_last_refresh": change["overlap_previous"],  # every step refreshed
         }
         self._add("supports", len(known_UK), supports)
-        selections = {**key, **change, "positions": positions, "reason": ""}
-        self._add("selections", len(known_UK), selections)
+        if self._header.kind == "selections":
+            selections = {**key, **change, "positions": positions, "reason": ""}
+            self._add("selections", len(known_UK), selections)
         self.top = max(self.top, int(change["selected"].max()))
         if sum(table.nbytes for table in self._tables.values()) >= PART_BYTES:
             self.flush()

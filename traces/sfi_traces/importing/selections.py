@@ -4,11 +4,11 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from sfi_core.errors import InputError
+from sfi_core.errors import ConfigError, InputError
 from sfi_traces.importing.arrays import COMMON, Arrays, Header, ImportedStep, Tokens
 from sfi_traces.overlap import Array, Floats, Ints
 
-NAMES = ("positions", "blocks", "block_size", "layers", "mass")
+NAMES = ("positions", "blocks", "block_size", "layers", "mass", "scores")
 WITH_HEADS = ("steps", "layers", "heads", "positions")
 LAYERS = 2**15  # most layers of a trace
 PADDING = -1  # fills up the positions or blocks of shorter selections
@@ -22,14 +22,23 @@ Where = Callable[[int], str]  # names the row of a layer and head, by its index
 class SelectionArrays:
     """The steps of a file with one array of selections; `header` is what is known before they are read."""
 
-    def __init__(self, arrays: Arrays) -> None:
-        """Read the arrays; raises `InputError` for one that is missing or whose shape contradicts the others."""
+    def __init__(self, arrays: Arrays, top: int | None, kv_heads: int | None) -> None:
+        """Read the arrays; `top` and `kv_heads` as in `import_trace`.
+
+        Raises `InputError` for an array that is missing or whose shape contradicts the others, `ConfigError` for an
+        option that does not fit the file.
+        """
         arrays.check_names(arrays.names, (*COMMON, *NAMES))
-        self._path = arrays.path
+        if kv_heads is not None:
+            raise ConfigError("kv-heads is for attention tensors, got selections")
+        self._path, self._top = arrays.path, top
         self._name = _one_of(arrays, "positions", "blocks")
         self._block_size = self._checked_block_size(arrays)
         self._index = arrays.array(self._name, "iu", (3, 4))
-        self._mass = self._beside(arrays, "mass")
+        self._mass, self._scores = (self._beside(arrays, name) for name in ("mass", "scores"))
+        if top is not None and self._mass is None and self._scores is None:
+            got = "neither" if self._block_size is None else "blocks"
+            raise ConfigError(f"top needs positions with mass or scores, got {got}")
         if 0 in self._index.shape:
             raise InputError(
                 f"{self._name} of {self._path} must have steps, layers and positions, got shape "
@@ -41,9 +50,10 @@ class SelectionArrays:
             raise InputError(f"token_ids of {arrays.path} must be {steps:,}, one for each step, got {tokens:,}")
         heads = self._heads or 1
         self.header = Header(
+            kind="selections",
             tokens=self._tokens,
             place_U=[(layer, head) for layer in self._layers(arrays) for head in range(heads)],
-            heads=heads,
+            query_heads=heads,
             masses=self._mass is not None,
             block_size=self._block_size,
         )
@@ -51,23 +61,31 @@ class SelectionArrays:
     def steps(self) -> Iterator[ImportedStep]:
         """Yield the steps; raises `InputError`, which names the faulty row."""
         for step in range(len(self._index)):
-            index_UK, mass_UK = (
+            index_UK, mass_UK, score_UK = (
                 None if array is None else np.asarray(array[step]).reshape(-1, array.shape[-1])
-                for array in (self._index, self._mass)
+                for array in (self._index, self._mass, self._scores)
             )
             assert index_UK is not None, "the file has positions or blocks"
-            yield self._step(step, index_UK, mass_UK)
+            yield self._step(step, index_UK, mass_UK, score_UK)
 
-    def _step(self, step: int, index_UK: Ints, mass_UK: Floats | None) -> ImportedStep:
-        # sorts positions or blocks, given in any order and padded with -1
+    def _step(self, step: int, index_UK: Ints, mass_UK: Floats | None, score_UK: Floats | None) -> ImportedStep:
+        # sorts positions or blocks, given in any order and padded with -1; keeps the best `top` if that is given
         length, where = self._tokens.prompt_tokens + step, self._where(step)
         if self._block_size is not None:
             block_UB, _ = _sorted_positions(index_UK, -(-length // self._block_size), where, "block")
             index_UK = _positions_of_blocks(block_UB, self._block_size, length)
         else:
             index_UK, order_UK = _sorted_positions(index_UK, length, where)
-            if mass_UK is not None:
-                mass_UK = _checked_mass(np.take_along_axis(mass_UK, order_UK, -1), index_UK, where)
+            mass_UK, score_UK = (
+                None if given is None else np.take_along_axis(given, order_UK, -1) for given in (mass_UK, score_UK)
+            )
+        if mass_UK is not None:
+            mass_UK = _checked_mass(mass_UK, index_UK, where)
+        ranks_UK = score_UK if mass_UK is None else mass_UK
+        if self._top is not None and ranks_UK is not None:
+            best_UK = strongest(ranks_UK, index_UK, self._top)
+            index_UK = np.take_along_axis(index_UK, best_UK, -1)
+            mass_UK = None if mass_UK is None else np.take_along_axis(mass_UK, best_UK, -1)
         return ImportedStep(
             index_UK=index_UK,
             mass_UK=mass_UK,
@@ -124,7 +142,7 @@ def _one_of(arrays: Arrays, first: str, second: str) -> str:
     names = [name for name in (first, second) if name in arrays.names]
     if len(names) != 1:
         got = " and ".join(names) or "neither"
-        raise InputError(f"import {arrays.path} must have {first} or {second}, got {got}")
+        raise InputError(f"import {arrays.path} must have {first}, {second} or attention.PASS.LAYER, got {got}")
     return names[0]
 
 
@@ -182,3 +200,10 @@ def _positions_of_blocks(block_UB: Ints, block_size: int, length: int) -> Ints:
     known_UBS = (block_UB[:, :, None] >= 0) & (position_UBS < length)
     # padding stays last: blocks ascend, and only the last block may be cut short
     return np.where(known_UBS, position_UBS, PADDING).reshape(len(block_UB), -1).astype(np.int32)
+
+
+def strongest(score_UK: Floats, index_UK: Ints, top: int) -> Ints:
+    """Return the indices of each row's `top` best positions, ascending; the first of equal ones."""
+    score_UK = np.where(index_UK >= 0, score_UK, -np.inf)
+    best_UK = np.argsort(-score_UK, axis=-1, kind="stable")[:, :top]
+    return np.sort(best_UK, axis=-1)
