@@ -7,7 +7,7 @@ import re
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import UTC, datetime
 from io import TextIOWrapper
 from pathlib import Path
@@ -168,10 +168,11 @@ class Output:
         else:
             self.pieces([text])
 
-    def pieces(self, pieces: Iterable[str]) -> None:
+    def pieces(self, pieces: Iterable[str], files: ExitStack | None = None) -> None:
         """Write pieces of a trace to stdout one by one, or to the file; a .gz file is compressed.
 
-        They come from a file: a terminal gets what prints of them, all else the data itself.
+        They come from a file: a terminal gets what prints of them, all else the data itself. With `files` all of a
+        command's files get their names together, when it closes.
         """
         if self.path is None:
             for piece in pieces:
@@ -187,7 +188,7 @@ class Output:
                 with TextIOWrapper(content, encoding="utf-8") as text:
                     text.writelines(pieces)
 
-        self._save(self.path, write)
+        self._save(self.path, write, files)
 
     def begin_lines(self) -> None:
         """Make the file empty for `line`; with `append` only a torn last line is cut off."""
@@ -216,10 +217,15 @@ class Output:
             kind = self.plot.suffix.removeprefix(".")
             self._save(self.plot, lambda path: draw(what, path, kind=kind))
 
-    def _save(self, path: Path, write: Callable[[Path], None]) -> None:
-        with _written(path), nullcontext(path) if _is_stream(path) else atomic_file(path) as file:
-            write(file)
-        self.say(f"Wrote {path}")
+    def _save(self, path: Path, write: Callable[[Path], None], files: ExitStack | None = None) -> None:
+        with ExitStack() as alone:
+            open_files = alone if files is None else files
+            open_files.enter_context(_written(path))
+            file = open_files.enter_context(nullcontext(path) if _is_stream(path) else atomic_file(path))
+            with _written(path):
+                write(file)
+        if files is None:
+            self.say(f"Wrote {path}")
 
     def say(self, text: str, indent: int = 0) -> None:
         """Print a line for a person on stderr, unless `quiet`; on a terminal not within a line of the stream.

@@ -9,11 +9,34 @@ import pytest
 from sfi_cli.commands.trace import sql
 from sfi_core.errors import TraceError
 from sfi_traces.export import perfetto
+from sfi_traces.schema import TABLES
 from tests.cli.trace_commands import trace
 from tests.traces.small import fixed_folder
 
 recorded = fixed_folder(steps=30, policy="sfi")
 QUERY = "SELECT reason, count(*) AS n, avg(read_ratio) AS read FROM steps GROUP BY 1 ORDER BY 1"
+
+
+def test_export_writes_a_file_for_each_table(recorded, tmp_path):
+    folder = tmp_path / "deep" / "tables"
+    ended = trace("export", recorded, "--format", "csv", "-o", folder)
+    assert ended.code == 0
+    assert sorted(path.name for path in folder.iterdir()) == sorted(f"{name}.csv" for name in TABLES)
+    assert ended.stderr == "".join(f"Wrote {folder / name}.csv\n" for name in TABLES)
+    assert len((folder / "steps.csv").read_text().splitlines()) == 31
+    again = trace("export", recorded, "--format", "csv", "-o", folder)
+    line = f"error: output {folder / 'prompts.csv'} exists; add --force to overwrite it\n"
+    assert (again.code, again.stderr) == (2, line)
+    (folder / "steps.csv").write_text("old")
+    assert trace("export", recorded, "--format", "csv", "-o", folder, "--force").code == 0
+    assert len((folder / "steps.csv").read_text().splitlines()) == 31
+    assert len(list(folder.iterdir())) == len(TABLES)
+
+
+def test_an_export_that_is_refused_leaves_nothing(recorded, tmp_path):
+    (tmp_path / "timings.jsonl").write_text("mine")
+    assert trace("export", recorded, "--format", "jsonl", "-o", tmp_path).code == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["timings.jsonl"]
 
 
 def test_one_table_goes_to_stdout_or_a_file(recorded, tmp_path):
@@ -29,7 +52,7 @@ def test_the_timeline_is_one_json_document(recorded, tmp_path):
     path = tmp_path / "timeline.json"
     assert trace("export", recorded, "--format", "perfetto", "-o", path).stderr == f"Wrote {path}\n"
     events = json.loads(path.read_text())["traceEvents"]
-    assert {event["ph"] for event in events} == set("XCM")
+    assert {event["ph"] for event in events} == set("XCMsf")
     assert trace("export", recorded, "--format", "perfetto").stdout == path.read_text()
 
 
@@ -61,9 +84,9 @@ def test_a_compressed_export_that_fails_leaves_the_old_file_and_no_other(recorde
     ("arguments", "line"),
     [
         ("xlsx", "unknown format 'xlsx'; expected one of ('perfetto', 'csv', 'jsonl')"),
-        ("csv", "table must come with --format csv or jsonl, and only there, got none"),
+        ("csv", "csv of all tables must have a folder; add -o FOLDER or --table NAME"),
         ("csv --table step", "unknown table 'step'; did you mean 'steps'? expected one of ('prompts', "),
-        ("perfetto --table steps", "table must come with --format csv or jsonl, and only there, got steps"),
+        ("perfetto --table steps", "table must come with --format csv or jsonl"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(recorded, arguments, line):

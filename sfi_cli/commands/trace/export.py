@@ -1,12 +1,20 @@
 """`sfi trace export`: a trace for other programs."""
 
 import sys
-from typing import Annotated
+from collections.abc import Iterator
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 from sfi_cli import options as o
 from sfi_cli.commands.trace.report import beside
-from sfi_cli.terminal.output import Output
-from sfi_core.errors import ConfigError, unknown
+from sfi_cli.terminal.output import Output, message
+from sfi_core.errors import ConfigError, SfiError, unknown
+
+if TYPE_CHECKING:  # Arrow takes time
+    from sfi_cli.terminal.progress import BenchProgress
+    from sfi_traces.model.trace import Trace
 
 TIMELINE = "perfetto"  # of the whole trace, in one file
 FORMATS = (TIMELINE, "csv", "jsonl")
@@ -15,7 +23,7 @@ FORMATS = (TIMELINE, "csv", "jsonl")
 def export(
     folder: o.TraceDir,
     form: Annotated[str, o.option(o.OUTPUT, "perfetto, csv or jsonl.", "--format")],
-    table: Annotated[str | None, o.option(o.OUTPUT, "The table, of csv and jsonl.", shown="none")] = None,
+    table: Annotated[str | None, o.option(o.OUTPUT, "Only this table, of csv and jsonl.", shown="all")] = None,
     output: Annotated[
         o.File,
         o.output(
@@ -26,37 +34,60 @@ def export(
     force: o.Force = False,
     quiet: o.Quiet = False,
 ) -> None:
-    """Write a trace as a timeline for ui.perfetto.dev, or a table as CSV or JSON lines.
+    """Write a trace as a timeline for ui.perfetto.dev, or as CSV or JSON lines.
 
-    A list is written as JSON. A file that ends in .gz is compressed; ui.perfetto.dev opens such a file.
+    Without --table, each table is a file in a folder; a list is written as JSON. A file that ends in .gz is
+    compressed; ui.perfetto.dev opens such a file.
 
     For example:
 
       sfi trace export run --format perfetto
 
-      sfi trace export run --format csv --table steps -o steps.csv
+      sfi trace export run --format csv -o tables
+
+      sfi trace export run --format jsonl --table steps
     """
     from sfi_cli.terminal.progress import BenchProgress
-    from sfi_traces.export.perfetto import perfetto_text
-    from sfi_traces.export.rows import Query, csv_text, jsonl_text
     from sfi_traces.model.trace import Trace
     from sfi_traces.schema import TABLES
 
     if form not in FORMATS:
         raise unknown("format", form, FORMATS)
-    if (table is None) != (form == TIMELINE):
-        raise ConfigError(f"table must come with --format csv or jsonl, and only there, got {table or 'none'}")
+    if table is not None and form == TIMELINE:
+        raise ConfigError(f"table must come with --format csv or jsonl, got {form}")
     if table is not None and table not in TABLES:
         raise unknown("table", table, TABLES)
     if form == TIMELINE and output is None and sys.stdout.isatty():
         output = beside(folder, "timeline.json.gz")
+    paths: dict[str | None, Path | None] = {table: output}
+    if table is None and form != TIMELINE:
+        if output is None:
+            raise ConfigError(f"{form} of all tables must have a folder; add -o FOLDER or --table NAME")
+        paths = {name: output / f"{name}.{form}" for name in TABLES}
     trace = Trace.open(folder)
-    with BenchProgress(quiet=quiet) as progress, Output(output, force=force, quiet=quiet) as file:
-        if table is None:
-            file.pieces(perfetto_text(trace, lambda *done: progress.update("exporting the timeline", *done)))
-        else:
-            try:
-                rows = Query(trace, f"FROM {table}")
-                file.pieces((csv_text if form == "csv" else jsonl_text)(rows.columns, rows.batches()))
-            except ConfigError as error:  # the query is ours
-                raise trace.unreadable() from error
+    if output is not None and len(paths) > 1:
+        _make(output)
+    with BenchProgress(quiet=quiet) as progress, ExitStack() as stack:
+        # open all files first, so that a file that exists stops the export before anything is written
+        files = {name: stack.enter_context(Output(path, force=force)) for name, path in paths.items()}
+        for name, file in files.items():
+            file.pieces(_pieces(trace, name, form, progress), stack)
+    for path in filter(None, paths.values()):
+        message(f"Wrote {path}")
+
+
+def _pieces(trace: "Trace", table: str | None, form: str, progress: "BenchProgress") -> Iterator[str]:
+    from sfi_traces.export.perfetto import perfetto_text
+    from sfi_traces.export.rows import table_text
+
+    show = partial(progress.update, f"exporting {table or 'the timeline'}")
+    return perfetto_text(trace, show) if table is None else table_text(trace, table, form, show)
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except FileExistsError as error:
+        raise ConfigError(f"output {folder} must be a folder for all tables, got a file") from error
+    except OSError as error:
+        raise SfiError(f"output {folder} cannot be written: {error.strerror}") from error

@@ -1,9 +1,9 @@
-"""Writes the rows of an SQL query as CSV or JSON."""
+"""Writes the rows of a table or of an SQL query as CSV or JSON."""
 
 import csv
 import io
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from decimal import Decimal
 from typing import Any
 
@@ -11,11 +11,32 @@ import duckdb
 
 from sfi_core.errors import ConfigError
 from sfi_core.machine.text import write_json
+from sfi_traces.model.files import DAMAGED
 from sfi_traces.model.trace import Trace
+from sfi_traces.schema import TABLES
 
 ROWS = 1000  # in memory at once
 
 Rows = Sequence[Sequence[Any]]
+
+
+def table_text(trace: Trace, name: str, form: str, progress: Callable[[int, int], None]) -> Iterator[str]:
+    """Write a table as "csv" or "jsonl", piece by piece; `progress` is told the rows so far, and in all."""
+    write = csv_text if form == "csv" else jsonl_text
+    return write(TABLES[name].names, _table_rows(trace, name, progress))
+
+
+def _table_rows(trace: Trace, name: str, progress: Callable[[int, int], None]) -> Iterator[Rows]:
+    columns, done = TABLES[name].names, 0
+    data = trace.dataset(name)
+    total = data.count_rows() if trace.has(name) else 0
+    try:
+        for batch in data.to_batches(batch_size=ROWS, fragment_readahead=1) if total else ():
+            yield list(zip(*(batch[column].to_pylist() for column in columns), strict=True))
+            done += len(batch)
+            progress(done, total)
+    except DAMAGED as error:
+        raise trace.unreadable() from error
 
 
 def csv_text(columns: Sequence[str], batches: Iterable[Rows]) -> Iterator[str]:
