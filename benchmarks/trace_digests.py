@@ -25,7 +25,6 @@ from typer.testing import CliRunner  # noqa: E402
 
 from benchmarks.compared import add_options, compared  # noqa: E402
 from sfi_cli.app import app  # noqa: E402
-from sfi_cli.commands.trace.replay.text_pane import marks_at  # noqa: E402
 from sfi_core import AuditConfig, EngineOptions, SfiConfig, generate, load  # noqa: E402
 from sfi_core.bundled.example import load_example  # noqa: E402
 from sfi_traces.model.trace import Trace  # noqa: E402
@@ -107,9 +106,8 @@ def outputs(path: Path) -> Iterator[tuple[str, Any]]:
         frames = ("--request", request, "--play", "--step", f"0-{steps - 1}")
         yield f"play {request}", _said("replay", path, *frames)
         yield f"player {request}", _played(trace, request)
-    yield "report top", _drawn("report", path, "--top", 8, "page.html")
     for kind in ("heatmap", "lag", "lambda", "retained", "timeline"):
-        yield kind, _drawn("plot", path, "--kind", kind, f"{kind}.png")
+        yield kind, _drawn("plot", path, "--kind", kind, f"{path.name}-{kind}.png")
 
 
 def pairs(folder: Path) -> Iterator[tuple[str, Any]]:
@@ -119,19 +117,17 @@ def pairs(folder: Path) -> Iterator[tuple[str, Any]]:
         both = (folder / one, folder / two, "--request", 0)
         yield f"diff {one} {two}", _said("diff", *both, "--json")
         yield f"against {one} {two}", _said("replay", both[0], "--against", *both[1:], "--json")
-        yield f"page {one} {two}", _drawn("diff", *both, "page.html", option="--report")
 
 
 def _played(trace: Trace, request: int) -> Any:
-    # what the player shows beside the frame: passages, and marks on the text
+    # what the player shows beside the frame: passages
     try:
         run = playable(trace, request, audited=False)
         names = ("part", "first", "last", "share", "mass", "text")
         shown = [
             [[getattr(one, name) for name in names] for one in passages(run, step)] for step in range(len(run.steps))
         ]
-        marks = [marks_at(run, step).read_T.tolist() for step in range(len(run.steps))]
-        return _rounded(json.dumps([shown, marks]))
+        return _rounded(json.dumps(shown))
     except Exception as error:  # noqa: BLE001
         return str(error)
 
@@ -146,10 +142,10 @@ def _said(*arguments: object) -> Any:
         return ended.output
 
 
-def _drawn(*arguments: object, option: str = "--output") -> Any:
+def _drawn(command: str, *arguments: object) -> Any:
     with TemporaryDirectory() as folder:
         file = Path(folder, str(arguments[-1]))
-        said = _said(*arguments[:-1], option, file)
+        said = _said(command, *arguments[:-1], "--output", folder if command == "plot" else file)
         return hashlib.sha256(file.read_bytes()).hexdigest() if file.exists() else said
 
 

@@ -16,7 +16,7 @@ from sfi_core.generation.generate import generate
 from sfi_core.models.load import first_line
 from sfi_core.settings.config import SfiConfig
 from sfi_core.settings.engine import AuditConfig
-from sfi_traces.health import judge, problems
+from sfi_traces.health import judge
 from sfi_traces.model.request import Request
 from sfi_traces.model.trace import Trace
 from sfi_traces.record.parquet import ParquetObserver
@@ -62,7 +62,7 @@ class HealthPart(Part):
                 return {"error": first_line(error)}
             request = Request.of(Trace.open(path))
             document = judge(request)
-            found = problems(document)
+            found = document["findings"]
             kl = request.single("SELECT avg(kl_next_token) AS kl FROM logits WHERE request = 1")["kl"]
         return {
             "kl": short(kl or 0.0),

@@ -7,14 +7,12 @@ from typing import Annotated, Any
 import typer
 
 from sfi_cli import options as o
-from sfi_cli.commands.generate.prompts import read_prompts
 from sfi_cli.commands.trace.replay.views import OUTCOME, everywhere, texts_of, varied
-from sfi_cli.parsing import named_strings, words
+from sfi_cli.parsing import named_strings
 from sfi_cli.settings.given import completer, given, texts
 from sfi_cli.settings.tables import DIMENSIONS, SETTINGS, TRIALS, ModelTable
 from sfi_cli.terminal.output import Output, leave_interrupted
 from sfi_cli.terminal.tables import Part
-from sfi_core.errors import ConfigError, InputError
 from sfi_core.settings.engine import EngineOptions
 from sfi_traces.views.table import Columns, Row, Table, number, percent, plural
 
@@ -58,25 +56,13 @@ def tune(
             autocompletion=completer(DIMENSIONS),
         ),
     ] = None,
-    objective: Annotated[
-        o.Words, _search("slow-rate, bytes, retained, retained-p5; comma list or repeated.", shown="bytes,retained")
-    ] = None,
     min_retained: Annotated[float | None, _search("Least mean retained mass, as replayed.")] = None,
     max_read: Annotated[float | None, _search("Largest share of the cached tokens read.")] = None,
-    trials: Annotated[int, _search("Trials of the study in all, by every process on it.", min=1)] = TRIALS,
+    trials: Annotated[int, _search("Settings to try.", min=1)] = TRIALS,
     seed: Annotated[int, _search("Seed of the sampler.", min=0, max=2**32 - 1)] = 0,
-    study: Annotated[
-        o.File,
-        _search(
-            "File of the study, which processes may share: Optuna's .journal.", shown="the output's name, .journal"
-        ),
-    ] = None,
-    resume: Annotated[bool, _search("Go on with the study if it is there.", "--resume")] = False,
     confirm: Annotated[
         int, _confirm("Run so many settings of the front for real, the chosen one among them.", min=0)
     ] = 0,
-    prompt_file: Annotated[o.File, _confirm("Run them on this prompt.", shown="the traces' own prompts")] = None,
-    batch: Annotated[o.File, _confirm('Run them on JSON Lines: {"prompt": ...} a line.')] = None,
     model: o.Model = None,
     dtype: o.Dtype = "auto",
     device: o.Device = "auto",
@@ -105,15 +91,11 @@ def tune(
     from sfi_traces.model.trace import Trace
     from sfi_traces.tune.plots import plot_tuning
     from sfi_traces.tune.result import find
-    from sfi_traces.tune.study import check_optuna, check_path
-    from sfi_traces.tune.tuning import Limits, Tuning, objectives
+    from sfi_traces.tune.study import check_optuna
+    from sfi_traces.tune.tuning import Limits, Tuning
 
     settings = given("tune", sets=sets)
-    file = study or output.with_suffix(".journal")
     check_optuna()
-    check_path(file, resume=resume)
-    if (prompt_file or batch) and not confirm:
-        raise ConfigError("prompt-file and batch must come with --confirm, got none")
     options = {"trigger_policy": trigger_policy, "t_max": t_max, "budget": budget}
     axes, trigger_sets = texts(DIMENSIONS, search, options), named_strings(trigger_set)
     with Output(output, plot=plot, force=force, json=json, quiet=quiet, wide=wide) as written:
@@ -121,7 +103,6 @@ def tune(
             [Trace.open(path) for path in traces],
             axes=axes,
             trigger_sets=trigger_sets,
-            objectives=objectives(words(objective)),
             limits=Limits(min_retained=min_retained, max_read=max_read),
         )
         confirmer = None
@@ -132,38 +113,20 @@ def tune(
             }  # fmt: skip
             from sfi_traces.tune.confirm import load_confirmer
 
-            prompts = read_texts(prompt_file, batch)
-            confirmer = load_confirmer(tuning, prompts, model, settings.table(EngineOptions), loading)
-        opened = tuning.open(file, seed=seed, resume=resume)
+            confirmer = load_confirmer(tuning, model, settings.table(EngineOptions), loading)
         with BenchProgress(quiet=quiet) as progress:
             show = partial(progress.update, "searching", total=trials)
-            result = find(tuning, opened, trials, on_trial=show)
+            result = find(tuning, trials, seed=seed, on_trial=show)
         if confirmer is not None and not result.interrupted:
             with BenchProgress(quiet=quiet) as progress:
                 result = result.confirm(partial(confirmer, on_run=partial(progress.update, "confirming")), confirm)
         document = result.document()
         if result.front:
             written.show(document, tune_text)
-        if result.interrupted:
-            leave_interrupted(
-                f"interrupted; the study is kept: go on with the same options and --study {file} --resume"
-            )
-        written.figure(plot_tuning, document)
-        written.text(result.toml())
-
-
-def read_texts(prompt_file: Path | None, batch: Path | None) -> list[str]:
-    """Read the prompts that the options name; none without such an option.
-
-    Raises `InputError` for a file without prompts, or with messages.
-    """
-    if prompt_file is None and batch is None:
-        return []
-    entries = read_prompts(None, prompt_file, batch).entries
-    texts = [entry for entry in entries if isinstance(entry, str)]
-    if len(texts) < len(entries):
-        raise InputError(f"batch {batch} must hold prompts, got messages")
-    return texts
+            written.figure(plot_tuning, document)
+            written.text(result.toml())
+    if result.interrupted:
+        leave_interrupted()
 
 
 ROWS = 16  # of the front
@@ -177,7 +140,7 @@ def tune_text(document: Row) -> list[Part]:
     parts += _legend(document)
     if document["confirmed"]:
         title = "Run for real: retained mass of fast steps, predicted (at least) and measured, over compared steps"
-        spare = ("may be off by", "steps", "kept, predicted", "slow")
+        spare = ("steps", "kept, predicted", "slow")
         parts += ["", Table.of(title, CONFIRMED, document["confirmed"], spare=spare), *_confirmed_notes(document)]
     place = next(i for i, row in enumerate(document["front"], 1) if row["chosen"])
     run = f" Run it with --policy {document['policy']}." if document["policy"] != "sfi" else ""
@@ -185,11 +148,10 @@ def tune_text(document: Row) -> list[Part]:
 
 
 def _heading(document: Row) -> str:
-    objectives = ", ".join(f"{objective['direction']} {objective['name']}" for objective in document["objectives"])
     return (
         f"{', '.join(document['traces'])}: {document['model']}, {plural(document['requests'], 'request')}, "
-        f"{plural(document['steps'], 'step')}; {plural(document['trials'], 'trial')} in {document['study']}, "
-        f"{document['distinct_trials']:,} of them different; {objectives}"
+        f"{plural(document['steps'], 'step')}; {plural(document['trials'], 'trial')}, "
+        f"{document['distinct_trials']:,} of them different"
     )
 
 
@@ -200,7 +162,7 @@ def _front(document: Row) -> Table:
     rows = [{"": f"{at + 1}{' >' * front[at]['chosen']}{' x' * (at in confirmed)}", **front[at]} for at in shown]
     rows.append({"": "*", **document["recorded"]})
     more = f", {len(shown)} of {len(front)} settings shown" if len(shown) < len(front) else ""
-    title = f"Pareto front as replayed, cheapest first{more} (byte model: batch {document['batch']})"
+    title = f"Pareto front as replayed, cheapest first{more} (byte model: batch 1)"
     settings = varied(rows)
     outcome = {name: column for name, column in OUTCOME.items() if name not in LEFT_OUT}
     columns = {"": (str, "")} | settings | outcome
@@ -226,12 +188,9 @@ def _confirmed_notes(document: Row) -> list[str]:
     mean = sum(abs(row["error"]) for row in rows) / len(rows)
     lines = [
         f"off by: predicted less measured, its size on average {mean:.3f}.",
-        "may be off by: the width of the replay's bounds and the largest error of the other rows.",
         "steps: compared ones, up to the first token that differs from the trace's.",
         f"Full attention: {document['full_kv_tokens_per_second']:,.1f} tokens/s.",
     ]
-    if any(row["within"] is False for row in rows):
-        lines.append("! further off than stated.")
     chosen = [row for row in rows if document["front"][row["place"]]["chosen"]]
     if any(row["steps"] < row["recorded_steps"] for row in chosen):
         lines.append("The chosen setting writes other tokens than the trace: read them before you use it.")
@@ -242,9 +201,8 @@ CONFIRMED: Columns = {
     "": lambda row: str(row["place"] + 1),
     "slow": lambda row: percent(row["measured"]["slow_rate"]),
     "kept, predicted": lambda row: number(row["predicted"]["retained_mass"]),
-    "may be off by": (number, "stated_error"),
     "measured": lambda row: number(row["measured"]["retained_mass"]),
-    "off by": lambda row: f"{row['error']:+.3f}" + ("" if row["within"] in (True, None) else " !"),
+    "off by": lambda row: f"{row['error']:+.3f}",
     "steps": lambda row: f"{row['steps']} of {row['recorded_steps']}",
     "KL": (partial(number, digits=4), "kl_next_token"),
     "argmax": (percent, "argmax_agreement"),

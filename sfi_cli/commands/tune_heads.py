@@ -49,7 +49,6 @@ def heads(
     trust_remote_code: o.TrustRemoteCode = False,
     sets: Annotated[o.Words, o.sets("tune heads", o.MODEL)] = None,
     output: Annotated[Path, o.output("Head file.")] = OUTPUT,
-    plot: Annotated[o.File, o.option(o.OUTPUT, "Draw the similarity of heads to a .png or .svg.")] = None,
     force: o.Force = False,
     json: o.Json = False,
     quiet: o.Quiet = False,
@@ -61,10 +60,9 @@ def heads(
 
     For example:
 
-      sfi tune heads -f a.txt -f b.txt --model my-model --parts 2 --plot heads.png
+      sfi tune heads -f a.txt -f b.txt --model my-model --parts 2
     """
     from sfi_core.measure.clustering import check_scipy
-    from sfi_traces.tune.plots import plot_heads
 
     check_scipy()
     if not prompt_file and model is not None:
@@ -76,13 +74,12 @@ def heads(
         "device": device,
         "trust_remote_code": trust_remote_code,
     }
-    with Output(output, plot=plot, force=force, json=json, quiet=quiet) as written:
+    with Output(output, force=force, json=json, quiet=quiet) as written:
         document = _clustered(
             prompt_file or [], model, loading, settings.table(EngineOptions),
             length=length, top=top_k, clusters=clusters, parts=parts, quiet=quiet,
         )  # fmt: skip
         written.show(document, heads_text)
-        written.figure(plot_heads, document)
         written.text(_head_file(document))
 
 

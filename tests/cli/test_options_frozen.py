@@ -40,35 +40,35 @@ OPTIONS = {
         --backend --device --compile-only --arch --plot --output --force --wide --json --quiet
     """,
     "tune": """
-        --trigger-policy --trigger-set --t-max --budget --search --objective --min-retained --max-read
-        --trials --seed --study --resume --confirm --prompt-file --batch --model --dtype --device
+        --trigger-policy --trigger-set --t-max --budget --search --min-retained --max-read
+        --trials --seed --confirm --model --dtype --device
         --trust-remote-code --set --output --plot --force --wide --json --quiet
     """,
     "tune heads": """
         --prompt-file --length --parts --clusters --top-k --model --dtype --device --trust-remote-code --set
-        --output --plot --force --json --quiet
+        --output --force --json --quiet
     """,
     "lm-eval": "",
     "doctor": "--model --json",
     "config list": "--preset --json",
     "config show": "--preset --config --set --json",
     "trace check": "--json",
-    "trace diff": "--request --fail-if --report --json --output --force",
+    "trace diff": "--request --fail-if --json --output --force",
     "trace export": "--format --table --output --force --quiet",
     "trace import": """
-        --output --top --kv-heads --tokenizer --trigger --force --json --quiet
+        --output --tokenizer --trigger --force --json --quiet
     """,
-    "trace plot": "--kind --request --layer --head --top --format --output --force",
+    "trace plot": "--kind --request --layer --head --format --output --force",
     "trace record": GENERATE.replace("--trace", "--report")
     .replace("--compare", "")
     .replace("--verify", "")
     .replace("--resume", ""),
     "trace replay": """
         --trigger-policy --trigger --trigger-set --t-max --refresh-every --budget --set --request --layers
-        --heads --batch --against --play --step --speed --plot --output --force --wide --json
+        --heads --batch --against --play --step --speed --output --force --wide --json
         --quiet
     """,
-    "trace report": "--request --top --output --force",
+    "trace report": "--request --output --force",
     "trace show": "--request --layer --step --head --full --wide --json --output --force",
     "trace sql": "--format --json --output --force",
 }

@@ -1,7 +1,6 @@
 """`sfi trace diff` from the outside."""
 
 import json
-import re
 
 import pytest
 
@@ -72,53 +71,3 @@ def test_limits_that_hold_end_with_one_and_say_which(recorded, other):
     ended = trace("diff", recorded, other, "--fail-if", "selection_overlap<1")
     assert (ended.code, ended.stdout) == (3, "")
     assert "needs selection_overlap, which the traces do not have; record both" in ended.stderr
-
-
-def test_the_report_and_the_data_are_two_files(recorded, tmp_path):
-    file, same = tmp_path / "x.html", tmp_path / "." / "y" / ".." / "x.html"
-    ended = trace("diff", recorded, recorded, "--report", file, "--output", same, "--force")
-    assert ended.code == 2
-    assert ended.stderr == f"error: report and output must be two files, got {file} for both\n"
-    assert not file.exists()
-
-
-def test_the_report_has_both_sides_of_a_request(recorded, other, tmp_path):
-    pytest.importorskip("plotly")
-    pytest.importorskip("jinja2")
-    part_ways(other, "</script><b>")
-    file = tmp_path / "diff.html"
-    ended = trace("diff", recorded, other, "--report", file)
-    assert (ended.code, ended.stderr) == (0, f"Wrote {file}\n")
-    page = file.read_text(encoding="utf-8")
-    figures = json.loads(re.search(r'id="data">(.*?)</script>', page)[1])
-    assert {"heatmap-a", "heatmap-b", "retained-a", "timeline-a", "timeline-b"} <= set(figures)
-    shown = re.sub(r"<script.*?</script>", "", page, flags=re.DOTALL)
-    for words in (
-        "<h1>run and other</h1>", "step 5</p>", "&lt;/script&gt;&lt;b&gt;</span>", "layer 0</p>",
-        '<th scope="row">budget</th><td>20</td><td>30</td>',
-    ):  # fmt: skip
-        assert words in shown, words
-    assert trace("diff", recorded, other, "--report", file).code == 2  # exists
-
-
-def test_the_report_works_in_a_browser(browser, recorded, other, tmp_path):
-    from tests.traces.test_report import FOLLOWED, until, visited  # noqa: PLC0415 - needs the extra
-
-    hostile = "</script><script>document.title='x'</script><img src=x onerror=\"document.title='x'\">"
-    part_ways(other, hostile)
-    file = tmp_path / "diff.html"
-    trace("diff", recorded, other, "--report", file)
-    with visited(browser, file) as page:
-        assert page.title() == "run and other: sfi trace diff"
-        assert hostile in page.locator("#text").text_content()
-        for name in ("heatmap", "retained", "timeline"):
-            one, two = (page.locator(f"#{name}-{side} .main-svg").first.bounding_box() for side in "ab")
-            assert min(one["width"], two["width"]) > 250, name
-            assert (one["y"], one["x"] < two["x"]) == (two["y"], True), name
-        page.set_viewport_size({"width": 480, "height": 900})
-        until(page, FOLLOWED)
-        assert page.evaluate("document.documentElement.scrollWidth") <= 480
-        color = "getComputedStyle(document.body).backgroundColor"
-        light = page.evaluate(color)
-        page.locator("#theme").click()
-        assert page.evaluate(color) != light

@@ -1,7 +1,6 @@
-"""The player of `sfi trace replay --play`: screens as text, keys, the mouse, and a terminal of its own.
+"""The player of `sfi trace replay --play`: screens as text, keys, and a terminal of its own.
 
-Screens are compared as plain text, of the player's own widgets: colors, ids and the glyphs of Textual's
-pickers and footer change with its releases.
+Screens are compared as plain text: colors, ids and the glyphs of the footer change with Textual's releases.
 """
 
 import asyncio
@@ -10,20 +9,20 @@ import signal
 import termios
 from collections.abc import Awaitable, Callable
 
+import numpy as np
 import pytest
 from textual.pilot import Pilot
-from textual.widgets import Input, OptionList, Select
+from textual.widgets import Input
 
 from sfi_cli.commands.trace.replay import command as playing
-from sfi_cli.commands.trace.replay.player import FASTEST, PlayerApp
-from sfi_cli.commands.trace.replay.text_pane import TextLayout, TextPane
+from sfi_cli.commands.trace.replay.player import BACKGROUND, FASTEST, PlayerApp, text_around
 from sfi_core.errors import BackendError, TraceError
 from sfi_traces.model.request import Request
 from sfi_traces.model.trace import Trace
 from sfi_traces.views.frames import playable
 from sfi_traces.views.words import step_words
 from tests.cli.screens import Terminal, screen
-from tests.traces.made import PROMPT, make_trace
+from tests.traces.made import make_trace
 from tests.traces.small import fixed_trace, redact, spoil
 
 trace = fixed_trace(policy="sfi")
@@ -55,10 +54,28 @@ def test_the_screen_of_a_step(trace):
         assert most.text.strip().startswith(lines[3])
         assert shown[18][:9] == "support  "
         assert shown[21].startswith("retained mass 0.805  overlap 0.917 with the last step")
-        assert shown[22].startswith("all layers")
         assert shown[22].endswith("4/s")
 
     play(trace, check)
+
+
+def test_the_text_around_a_step_is_marked_by_why_the_step_reads_it(trace):
+    request = playable(trace)
+    text = text_around(request, 12, 10_000, 50)
+    assert text.plain == "".join(request.words)
+    marked: dict[str, str] = {}
+    for span in text.spans:
+        background = span.style.bgcolor and span.style.bgcolor.name
+        marked[background] = marked.get(background, "") + text.plain[span.start : span.end]
+    memory = request.memory
+    selected = set(np.concatenate([*request.in_force(12).values()]).tolist())
+    recent = range(memory.start_N[12], memory.length_N[12])
+    for part, positions in (("sink", {*range(4)} - selected), ("selected", selected - {*recent}), ("recent", recent)):
+        assert marked[BACKGROUND[part]] == "".join(request.words[at] for at in sorted(positions))
+    assert [span.style.reverse for span in text.spans].count(True) == 1
+    assert text_around(request, 12, 40, 50).plain in text.plain
+    slow = text_around(request, 10, 10_000, 50)  # reads everything
+    assert all(span.style.bgcolor is None for span in slow.spans)
 
 
 def test_keys_move_through_the_run(trace):
@@ -119,60 +136,6 @@ def test_it_plays_to_the_end_at_its_speed(trace):
     play(trace, check)
 
 
-def test_a_search_goes_from_match_to_match_and_around(trace):
-    """Of the made-up text "dog" is in every ten words, of the prompt and of what was generated."""
-
-    async def check(app, pilot):
-        await pilot.press("slash", *"DOG", "enter")
-        assert app.step == 7
-        await pilot.press("n")
-        assert app.step == 17
-        await pilot.press("N", "N")
-        pane = app.query_one(TextPane)
-        assert app.step == 7  # the match before is in the prompt, and has no step
-        assert pane.text.token_at(pane.found[0]) == PROMPT - 3
-        await pilot.press("slash", *"zebra", "enter")
-        assert pane.found is None
-        assert app.step == 7
-
-    play(trace, check)
-
-
-def test_a_click_goes_to_a_token_s_step_and_to_a_passage(trace):
-    async def check(app, pilot):
-        pane = app.query_one(TextPane)
-        shown = screen(app)[1:]
-        row = next(row for row, line in enumerate(shown) if "dog ran." in line[:55])
-        await pilot.click(TextPane, offset=(shown[row].index("dog ran."), row))
-        step = app.step
-        assert app.request.steps.text[step] == " dog"
-        app.query_one(OptionList).scroll_home(animate=False)
-        await pilot.click(OptionList, offset=(3, 0))
-        assert pane.text.text[slice(*pane.found)] == " the cat sat on"
-        assert pane.scroll_offset.y == 0
-        await pilot.click(TextPane, offset=(10, 0))  # a token of the prompt
-        assert app.step == step
-
-    play(trace, check)
-
-
-def test_the_pickers_choose_a_layer_and_a_head(trace):
-    async def check(app, pilot):
-        await pilot.press("l", "l", "h")
-        await pilot.pause()
-        assert app.request.places == [(1, 0)]
-        assert [app.query_one(f"#{name}", Select).value for name in ("layer", "head")] == [1, 0]
-        await pilot.press("l", "H")
-        await pilot.pause()
-        assert app.request.places == [(0, 0), (0, 1), (1, 0), (1, 1)]
-        before = screen(app)[-3]
-        await pilot.press("space", "L")
-        await pilot.pause()
-        assert screen(app)[-3] != before
-
-    play(trace, check)
-
-
 def test_traces_without_audit_or_text_play(tmp_path):
     async def check(app, pilot):
         await pilot.press("space")
@@ -200,20 +163,6 @@ def test_a_damaged_part_ends_it_with_the_error(tmp_path):
     asyncio.run(run())
     assert isinstance(app.failure, TraceError)
     assert app.return_code == 3
-
-
-def test_a_layout_breaks_lines_by_columns_and_finds_characters():
-    layout = TextLayout.of(["ab", " cde", "\n", "", "你好吗", "x" * 7, "\x1b[2J"])
-    lines = [layout.text[begin:end] for begin, end in zip(*layout.wrapped(5), strict=True)]
-    assert lines == ["ab ", "cde", "你好", "吗xxx", "xxxx ", "[2J"]
-    begin = layout.text.index("你")
-    assert layout.character_at((begin, begin + 3), 3) == begin + 1
-    assert layout.character_at((begin, begin + 3), 6) is None
-    assert [layout.token_at(at) for at in (0, 2, 6, begin)] == [0, 1, 2, 4]
-    assert layout.find("CDE", 0) == (3, 6)
-    assert layout.find("ab", 3) == (0, 2)
-    assert layout.find("x", 2, backwards=True) == (begin + 9, begin + 10)
-    assert layout.find("absent", 0) is None
 
 
 def test_without_textual_a_line_says_how_to_install_it(monkeypatch):

@@ -35,32 +35,20 @@ def test_kinds_go_to_a_folder_in_the_format_asked_for(trace, tmp_path):
     plot(trace, kind=["lag", "lambda", "lag"], form="svg", output=tmp_path / "new" / "figures")
     names = sorted(path.name for path in (tmp_path / "new" / "figures").iterdir())
     assert names == ["run-lag.svg", "run-lambda.svg"]
-
-
-def test_one_kind_goes_to_a_file_whose_name_is_its_format(trace, tmp_path):
-    plot(trace, kind=["lag"], output=tmp_path / "x.svg")
-    assert (tmp_path / "x.svg").read_text().startswith("<?xml")
-    plot(trace, kind=["lambda"], output=tmp_path / "x.svg", force=True)
-    assert "Weight of the prior" in (tmp_path / "x.svg").read_text()
+    assert "Weight of the prior" in (tmp_path / "new" / "figures" / "run-lambda.svg").read_text()
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"kind": ["heat"]}, r"unknown kind 'heat'; did you mean 'heatmap'\? expected one of \('heatmap', 'lag', "),
-        ({"form": "pdf"}, r"format must be one of \('png', 'svg'\), got pdf"),
-        ({"output": "x.png"}, "output must be a folder for 5 figures, got .*x.png"),
-        ({"kind": ["lag"], "output": "x.pdf"}, r"output must end in one of \('png', 'svg'\), got x.pdf"),
-        ({"kind": ["lag"], "output": "x.png", "form": "svg"}, r"must end in one of \('svg',\), got x.png"),
+        ({"form": "pdf"}, r"unknown format 'pdf'; expected one of \('png', 'svg'\)"),
         ({"request": 1}, r"request must be one of \[0\], got 1"),
         ({"layer": 5}, "layer must be one of 0 to 1, got 5"),
         ({"head": 2}, "head must be one of 0 to 1, got 2"),
-        ({"top": 99}, "top must be in 1 to 24, which the audit recorded, got 99"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_written(trace, tmp_path, options, message):
-    if "output" in options:
-        options = options | {"output": tmp_path / options["output"]}
     with pytest.raises(ConfigError, match=message):
         plot(trace, **options)
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
@@ -85,5 +73,5 @@ def test_the_report_overwrites_only_when_told(trace, tmp_path):
     with pytest.raises(ConfigError, match="exists; add --force"):
         report(trace, output=page)
     assert page.read_text() == "mine"
-    report(trace, request=0, top=5, output=page, force=True)
-    assert "Top-5 of dense attention" in page.read_text(encoding="utf-8")
+    report(trace, request=0, output=page, force=True)
+    assert "Top-24 of dense attention" in page.read_text(encoding="utf-8")

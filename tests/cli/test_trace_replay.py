@@ -121,7 +121,6 @@ def test_a_prediction_beside_another_run(full, real):
         (["--step", "3"], ConfigError, "step must come with --play, got 3"),
         (["--speed", "4"], ConfigError, "speed must come with --play, got 4"),
         (["--against", "x", "--t-max", "3"], ConfigError, "must come without others"),
-        (["--plot", "x.pdf"], ConfigError, "plot must end in one of"),
         (["--play", "--step", "x"], ConfigError, "a range like 12-20, got x"),
         (["--play", "--step", "60"], ConfigError, "step must be one of 0 to 59, got 60"),
         (["--play", "--budget", "3"], ConfigError, "must come without other settings"),
@@ -131,15 +130,6 @@ def test_bad_options_are_refused(full, arguments, kind, message):
     error = refused(full, *arguments)
     assert isinstance(error, kind)
     assert message in str(error)
-
-
-def test_the_figure_is_drawn(full, tmp_path):
-    path = tmp_path / "replay.svg"
-    result = invoke(full, "--budget", "5,20", "--plot", str(path))
-    assert (result.exit_code, f"Wrote {path}" in result.stderr) == (0, True)
-    assert path.read_bytes().startswith(b"<?xml")
-    assert "output" in str(refused(full, "--plot", str(path)))  # exists
-    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_the_data_may_go_to_a_file(full, tmp_path):

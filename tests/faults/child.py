@@ -36,7 +36,7 @@ WRITERS: dict[str, list[str]] = {
     "trace show": ["trace", "show", "RUN", "--json", "-o", "OUT.json"],
     "trace sql": ["trace", "sql", "RUN", "FROM steps", "--format", "json", "-o", "OUT.json"],
     "tune": ["tune", "RUN", "--trials", "8", "-o", "OUT.toml", "--plot", "OUT.png"],
-    "tune heads": ["tune", "heads", "--top-k", "8", "-o", "OUT.json", "--plot", "OUT.png"],
+    "tune heads": ["tune", "heads", "--top-k", "8", "-o", "OUT.json"],
 }  # fmt: skip
 
 

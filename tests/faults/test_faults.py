@@ -114,7 +114,7 @@ def test_the_table_has_every_command_that_writes():
     def named(command: Any, name: str):
         for word, one in getattr(command, "commands", {}).items():
             yield from named(one, f"{name} {word}".strip())
-        if any({"--output", "--trace", "--plot", "--study"} & set(one.opts) for one in command.params):
+        if any({"--output", "--trace", "--plot"} & set(one.opts) for one in command.params):
             yield name
 
     assert set(named(get_command(app), "")) - {"serve"} == WRITERS.keys()
@@ -171,12 +171,8 @@ def test_a_killed_run_can_be_read_and_tried_again(forks, inputs, tmp_path, comma
     place.mkdir()
     run(forks, inputs, place, command, kill_after=SECONDS[command] * (0.1 + random.Random(seed).random()))
     sound(command, place, killed=True)
-    if command == "tune" and (place / "out.journal").exists():
-        again = ("--resume", "--force")
-    elif command == "eval" and (place / "out" / "manifest.json").exists():
-        again = ("--resume",)
-    else:
-        again = ("--force",)
+    going_on = command == "eval" and (place / "out" / "manifest.json").exists()
+    again = ("--resume",) if going_on else ("--force",)
     ended = run(forks, inputs, place, command, options=again)
     assert ended["codes"] == [0], ended["stderr"]
     sound(command, place, killed=True)

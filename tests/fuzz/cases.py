@@ -4,7 +4,6 @@ import faulthandler
 import json
 import math
 import os
-import pickle
 import shutil
 import signal
 import struct
@@ -33,7 +32,6 @@ from sfi_core.settings.config import SfiConfig
 from sfi_traces.results.store import ResultsFolder
 from sfi_traces.results.summary import summarize
 from sfi_traces.schema import TABLES
-from sfi_traces.tune.study import careful, open_storage
 from tests.cli.trace_commands import sfi
 from tests.core.hosts.vllm.scheduling import FakeScheduler
 from tests.traces.imports import selection_arrays
@@ -83,7 +81,6 @@ HEADS = {
         "1": {"cluster_of": [0, 1], "representatives": [0, 1]},
     },
 }  # fmt: skip
-STUDY = {"op_code": 0, "worker_id": "a", "study_name": "s", "directions": [1, 2]}
 CONFIG_TEXT = json.dumps(SfiConfig().to_dict())
 ARRAYS = selection_arrays()
 
@@ -271,13 +268,13 @@ def _row(schema: pa.Schema) -> dict[str, Any]:
 
 def _lines(recipe: dict[str, Any], work: Path) -> None:
     name = recipe["file"]
-    document = {"heads": HEADS, "study": STUDY, **LINES}[name]
+    document = {"heads": HEADS, **LINES}[name]
     data = dumped(edited(document, recipe.get("edits", []))) + b"\n"
     results = work / "results"
     results.mkdir()
     (results / "manifest.json").write_bytes(dumped(LINES["manifest"]))
     file = {"samples": results / "samples.jsonl", "manifest": results / "manifest.json"}.get(
-        name, work / f"{name}.journal"
+        name, work / f"{name}.json"
     )
     file.write_bytes(data)
     spoiled(file, [one for one in recipe.get("spoils", []) if one[1] not in ("fifo", "link")])  # the user names it
@@ -286,9 +283,6 @@ def _lines(recipe: dict[str, Any], work: Path) -> None:
             token_ids(entry, _tokenizer(), chat=False)
     elif name == "heads":
         HeadClusters.load(file)
-    elif name == "study":
-        with careful(file):
-            open_storage(file)
     else:
         folder = ResultsFolder.resume(results)
         try:
@@ -334,7 +328,7 @@ def _toml(drawn: Any) -> str:
 
 
 def _import(recipe: dict[str, Any], work: Path) -> None:
-    file = work / f"import{recipe['suffix']}"
+    file = work / "import.npz"
     for name, shape in _arrays(recipe, file):
         _claim(file, name, shape)
     spoiled(file, recipe.get("spoils", []))
@@ -359,25 +353,8 @@ def _arrays(recipe: dict[str, Any], file: Path) -> list[tuple[str, list[int]]]:
         except (ValueError, TypeError, LookupError, OverflowError, MemoryError):
             continue
     small = {name: one for name, one in arrays.items() if np.asarray(one).nbytes <= 1 << 24}
-    if file.suffix == ".npz":
-        np.savez(file, **{name: one for name, one in small.items() if "/" not in name})
-        return claims
-    with_tensors = {name: _tensor(one) for name, one in arrays.items()}
-    try:
-        torch.save(with_tensors, file)
-    except (pickle.PicklingError, RuntimeError, TypeError):
-        torch.save({}, file)
-    return []
-
-
-def _tensor(array: Any) -> Any:
-    try:
-        base = np.asarray(array)
-        if base.nbytes > 1 << 24:  # one number, which a stride of 0 makes many
-            return torch.zeros(1, dtype=torch.int64).expand(base.shape)
-        return torch.from_numpy(np.ascontiguousarray(base))
-    except (TypeError, ValueError, RuntimeError):
-        return array if isinstance(array, int | str) else str(array)
+    np.savez(file, **{name: one for name, one in small.items() if "/" not in name})
+    return claims
 
 
 def _claim(file: Path, name: str, shape: list[int]) -> None:

@@ -1,5 +1,5 @@
 /* What NVTX loads in a profiler's place: writes every call of a domain as a line of a file. The types are those
-   of nvToolsExt.h, nvtxTypes.h and nvToolsExtPayload.h, cut to what is read. */
+   of nvToolsExt.h and nvtxTypes.h, cut to what is read. */
 
 #include <stddef.h>
 #include <stdint.h>
@@ -20,29 +20,19 @@ struct attributes {
   int32_t color_type;
   uint32_t color;
   int32_t payload_type, payloads;
-  const struct payload *payload;
+  const void *payload;
   int32_t message_type;
   const char *message;
 };
 
-struct payload {
-  uint64_t schema;
-  size_t size;
-  const int32_t *values;
-};
-
-enum { CALLBACKS = 1, CORE2 = 5, EXTENDED = (int32_t)0xDFBD0009 };
-enum { START = 2, END = 3, PUSH = 4, POP = 5, CATEGORY = 8, STRING = 10, DOMAIN = 12 };
+enum { CALLBACKS = 1, CORE2 = 5 };
+enum { START = 2, END = 3, PUSH = 4, POP = 5, STRING = 10, DOMAIN = 12 };
 
 static FILE *out;
 static uint64_t ranges;
 
 static void write_range(const char *call, const char *domain, const struct attributes *range) {
-  fprintf(out, "%s|%s|%s|%u|%08x|", call, domain, range->message, range->category, range->color);
-  if (range->payload_type == EXTENDED)
-    for (size_t i = 0; i < range->payload->size / sizeof(int32_t); i++)
-      fprintf(out, "%d ", range->payload->values[i]);
-  fputc('\n', out);
+  fprintf(out, "%s|%s|%s|%08x\n", call, domain, range->message, range->color);
   fflush(out);
 }
 
@@ -67,11 +57,6 @@ static int pop(const char *domain) {
   return 0;
 }
 
-static void category(const char *domain, uint32_t number, const char *name) {
-  fprintf(out, "category|%s|%u|%s\n", domain, number, name);
-  fflush(out);
-}
-
 static const char *keep_string(const char *domain, const char *text) { return strdup(text); }
 
 static const char *keep_domain(const char *name) { return strdup(name); }
@@ -86,7 +71,6 @@ int InitializeInjectionNvtx2(const void *(*export_table)(uint32_t)) {
   *table[END] = (function)end;
   *table[PUSH] = (function)push;
   *table[POP] = (function)pop;
-  *table[CATEGORY] = (function)category;
   *table[STRING] = (function)keep_string;
   *table[DOMAIN] = (function)keep_domain;
   return 1;

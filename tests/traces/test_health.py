@@ -16,14 +16,12 @@ from sfi_core.policies import POLICIES, Triggered
 from sfi_core.settings.engine import AuditConfig
 from sfi_core.settings.policy_names import triggered
 from sfi_traces import health
-from sfi_traces.health import RULES, Watch, judge, line, problems
-from sfi_traces.health.rules import NOTE
+from sfi_traces.health import RULES, Watch, judge, line
 from sfi_traces.model.request import Request
 from sfi_traces.model.trace import Trace
 from sfi_traces.record.parquet import ParquetObserver
-from sfi_traces.summary.facts import coverage_facts
-from tests.traces.made import CONFIG, PROMPT, make_trace
-from tests.traces.small import assert_spread, spoil, write_trace
+from tests.traces.made import CONFIG
+from tests.traces.small import spoil, write_trace
 from tests.traces.test_recorded import bundled
 
 STEPS, CONTEXT, EVERY, BUDGET = 240, 2000, 10, 20
@@ -118,20 +116,15 @@ BROKEN: dict[str, tuple[Any, dict[str, Any]]] = {
     "evidence_broken": (each("selections", evidence_norm2=0.0, lambda_star=None), {}),
     "evidence_flat": (each("selections", evidence_entropy=math.log(CONTEXT - 20 + 100)), {}),
     "prior_outweighs": (each("selections", lambda_star=0.7), {}),
-    "lambda_clipped": (each("selections", lambda_star=0.02), {}),
-    "unread_estimated": (each("selections", unread_estimate=0.8), {}),
     "selection_trailing": (each("selections", positions=end), {}),
     "selection_same": (each("selections", positions=lambda row: [*range(40, 59), 60 + row["step"]]), {}),
     "selection_frozen": (each("selections", added=0, removed=0), {}),
     "sink_unread": (unread(0, 0.3), {}),
-    "sink_unselected": (each("selections"), {"sink": 0}),
     "top_1_dropped": (each("supports", top_1_read=0.5), {}),
     "look_back": (unread(5, 0.3), {}),
-    "budget_idle": (each("supports", mass=lambda row: [1e-5] * 20 + [0.2] * 4), {}),
     "fast_disagrees": (each("logits", argmax_agrees=lambda row: row["step"] % 3 != 0), {}),
     "drift_agreement": (each("logits", argmax_agrees=lambda row: not late(row) or row["step"] % 2 == 0), {}),
     "drift_kl": (each("logits", kl_next_token=lambda row: 0.5 if late(row) else 0.01), {}),
-    "drift_retained": (each("supports", retained_mass=lambda row: 0.5 if late(row) else 0.9), {}),
 }
 
 
@@ -145,12 +138,10 @@ def tripped(found: dict[str, Any]) -> set[str]:
     return {one["rule"] for one in found["findings"]}
 
 
-def test_a_sound_trace_trips_no_rule_and_all_but_two_are_judged(tmp_path):
+def test_a_sound_trace_trips_no_rule_and_all_are_judged(tmp_path):
     found = judged(tmp_path / "run", sound())
-    assert (found["findings"], found["sound"]) == ([], True)
-    left = {one["rule"] for one in found["not_judged"]}
-    assert left == {"sink_unselected", "unread_estimated"}  # its policy, sfi, reads the sinks by itself
-    assert {one["rule"] for one in found["judged"]} | left == set(BY_NAME)
+    assert (found["findings"], found["not_judged"], found["sound"]) == ([], [], True)
+    assert {one["rule"] for one in found["judged"]} == set(BY_NAME)
 
 
 @pytest.mark.parametrize("name", [rule.name for rule in RULES])
@@ -162,8 +153,7 @@ def test_each_rule_is_tripped_by_its_trace(name, tmp_path, monkeypatch):
     found = judged(tmp_path / "run", tables, config)
     (finding,) = [one for one in found["findings"] if one["rule"] == name]
     assert finding["value"] >= finding["threshold"] == BY_NAME[name].threshold
-    assert finding["severity"] == BY_NAME[name].severity
-    assert found["sound"] == (not problems(found))
+    assert not found["sound"]
     assert line(finding).startswith(f"{name}: ")
     assert "{" not in line(finding)
 
@@ -231,14 +221,6 @@ def test_how_far_back_a_selection_reached_is_not_judged_without_its_positions(tm
     assert "look_back" in tripped(judged(tmp_path / "none", tables))
 
 
-def test_supports_cut_above_a_uniform_share_say_of_no_position_that_it_is_idle(tmp_path):
-    tables = sound()
-    each("supports", positions=lambda row: row["positions"][-4:], mass=[0.2] * 4, read=[True] * 4)(tables)
-    found = judged(tmp_path / "run", tables)
-    assert "budget_idle" not in tripped(found)
-    assert "audit.top" in not_judged(found)["budget_idle"]
-
-
 def test_a_watch_tells_a_problem_once_and_takes_a_small_share_of_the_time(tmp_path):
     tables = sound()
     each("selections", added=0, removed=0, lambda_star=0.02)(tables)
@@ -246,7 +228,7 @@ def test_a_watch_tells_a_problem_once_and_takes_a_small_share_of_the_time(tmp_pa
     clock = iter([0, 9.9, 10, 10.5, 34.9, 35, 36])  # it is read before and after a judgement, which takes 0.5 s
     watch = Watch(lambda: next(clock))
     assert watch(folder) == []
-    (said,) = watch(folder)  # a note is none
+    (said,) = watch(folder)
     assert said.startswith("selection_frozen: 100 % of the refreshes")
     assert watch(folder) == watch(folder) == []  # it is not due, and there is nothing new
     assert next(clock, None) is None
@@ -256,23 +238,6 @@ def test_an_unreadable_trace_has_no_news(tmp_path):
     folder = write_trace(tmp_path / "run", sound())
     spoil(folder / "steps" / "part-00000.parquet")
     assert Watch().news(folder) == Watch().news(tmp_path / "none") == []
-
-
-def test_coverage_distance_and_stay_are_those_of_the_positions(tmp_path):
-    tables = sound()
-    found = coverage_facts(Request.of(Trace.open(write_trace(tmp_path / "run", tables, config=CONFIG))))
-    assert found is not None
-    picked = tables["selections"]
-    heads = [
-        {p for row in picked if (row["layer"], row["head"]) == place for p in row["positions"] if p < PROMPT}
-        for place in [(0, 0), (0, 1), (1, 0), (1, 1)]
-    ]
-    assert found["selected"] == pytest.approx(sum(map(len, heads)) / 4 / PROMPT)
-    assert found["selected_by_any"] == pytest.approx(len(set().union(*heads)) / PROMPT)
-    assert found["stay"] == pytest.approx(BUDGET * len(picked) / sum(row["added"] for row in picked))
-    far = [CONTEXT + row["step"] - 1 - p for row in picked for p in row["positions"]]
-    assert_spread(found["distance"], far)
-    assert coverage_facts(Request.of(Trace.open(make_trace(tmp_path / "full")))) is None
 
 
 @pytest.mark.parametrize("reason", ["trigger", "t_max", "its-own"])
@@ -352,4 +317,3 @@ def test_a_broken_selector_is_told(change, names, monkeypatch, tmp_path):
     break_selector(monkeypatch, change)
     found = run(tmp_path / "run")
     assert names <= found
-    assert not names & {name for name in found if BY_NAME[name].severity == NOTE}

@@ -32,37 +32,29 @@ with NvtxObserver() as observer:
         for request in (*slow, *fast):
             observer.on_step(step_event(request, step))
 """
-# category, color and payload end a line; 64 bits are two numbers, the lower one first
 HEARD = """\
-category|sfi|1|run
-start|sfi|run sfi|1|ff8d99ae|3
-category|sfi|2|prefill steps
-start|sfi|prefill step|2|ff3a7ca5|0 3 0 70 0 9
-category|sfi|3|forward
-push|sfi|forward|3|ff3a7ca5|0 -1
-category|sfi|4|attention
-push|sfi|attention.mixed|4|ffedae49|0 1
+start|sfi|run sfi|ff8d99ae
+start|sfi|prefill step|ff3a7ca5
+push|sfi|forward|ff3a7ca5
+push|sfi|attention.mixed|ffedae49
 pop|sfi
 pop|sfi
 end|sfi|2
-category|sfi|5|fast steps
-start|sfi|fast step|5|ff2e9e5b|1 0 2 71 1 9
-push|sfi|forward|3|ff3a7ca5|1 -1
-push|sfi|attention.mixed|4|ffedae49|1 1
+start|sfi|fast step|ff2e9e5b
+push|sfi|forward|ff3a7ca5
+push|sfi|attention.mixed|ffedae49
 pop|sfi
 pop|sfi
 end|sfi|3
-category|sfi|6|mixed steps
-start|sfi|mixed step|6|ffedae49|2 1 1 72 2 9
-push|sfi|forward|3|ff3a7ca5|2 -1
-push|sfi|attention.mixed|4|ffedae49|2 1
+start|sfi|mixed step|ffedae49
+push|sfi|forward|ff3a7ca5
+push|sfi|attention.mixed|ffedae49
 pop|sfi
 pop|sfi
 end|sfi|4
-category|sfi|7|slow steps
-start|sfi|slow step|7|ffd1495b|3 1 0 73 3 9
-push|sfi|forward|3|ff3a7ca5|3 -1
-push|sfi|attention.mixed|4|ffedae49|3 1
+start|sfi|slow step|ffd1495b
+push|sfi|forward|ff3a7ca5
+push|sfi|attention.mixed|ffedae49
 pop|sfi
 pop|sfi
 end|sfi|5
@@ -76,7 +68,7 @@ class Listener:
     def __init__(self) -> None:
         self.open: list[str] = []
 
-    def get_event_attributes(self, message, color, category, payload):
+    def get_event_attributes(self, message, color):
         return type("Attributes", (), {"message": message})()
 
     def start_range(self, attributes):

@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from itertools import combinations, product
+from itertools import product
 from statistics import mean
 
 import numpy as np
@@ -28,47 +28,6 @@ def sets(trace: Trace) -> dict[tuple[int, int, int, int], list[int]]:
     """Supports by request, layer, head and step."""
     names = ("request", "layer", "head", "step")
     return {tuple(r[n] for n in names): r["positions"] for r in rows(trace, "supports")}
-
-
-@pytest.mark.parametrize("most", [1, 1 << 25], ids=["a layer at a time", "all layers at once"])
-def test_drift_is_the_overlap_with_the_prompts_support(trace, monkeypatch, most):
-    monkeypatch.setattr("sfi_traces.summary.similarity.MOST_POSITIONS", most)
-    held = sets(trace)
-    values = {
-        (request, place, step): overlap(held[(request, *place, 0)], held[(request, *place, step)])
-        for request, place, step in product(range(2), PLACES, range(1, STEPS))
-    }
-    found = section(trace, "drift")
-    assert found["steps"] == [*range(1, STEPS)]
-    assert found["n"] == [2 * len(PLACES)] * (STEPS - 1)
-    for at, step in enumerate(found["steps"]):
-        here = [value for key, value in values.items() if key[2] == step]
-        assert found["mean"][at] == pytest.approx(mean(here), abs=1e-4)
-        for layer in range(LAYERS):
-            own = [v for key, v in values.items() if key[2] == step and key[1][0] == layer]
-            assert found["layers"][layer]["mean"][at] == pytest.approx(mean(own), abs=1e-4)
-    for one in found["bins"]:
-        own = [value for key, value in values.items() if last_of_bin(key[2]) == one["to_step"]]
-        assert (one["mean"], one["n"]) == (pytest.approx(mean(own), abs=1e-4), len(own))
-    assert sum(one["n"] for one in found["bins"]) == len(values)
-
-
-@pytest.mark.parametrize("most", [1, 1 << 25], ids=["a layer at a time", "all layers at once"])
-def test_locality_is_the_overlap_of_every_two_steps(trace, monkeypatch, most):
-    monkeypatch.setattr("sfi_traces.summary.similarity.MOST_POSITIONS", most)
-    held = sets(trace)
-    pairs: dict[tuple[int, int, int], float] = {}
-    for request, (one, other) in product(range(2), combinations(range(STEPS), 2)):
-        both = [(held[(request, *p, one)], held[(request, *p, other)]) for p in PLACES]
-        pairs[request, one, other] = mean(overlap(*pair) for pair in both)
-    found = section(trace, "locality")
-    for lag in found["lags"]:
-        own = [v for (_, one, other), v in pairs.items() if last_of_bin(other - one) == lag["to_lag"]]
-        assert (lag["mean"], lag["pairs"]) == (pytest.approx(mean(own), abs=1e-4), len(own))
-    assert sum(lag["pairs"] for lag in found["lags"]) == len(pairs)
-    assert (found["request"], found["steps"]) == (0, [*range(STEPS)])
-    for one, other in ((0, 1), (3, 30), (12, 39)):
-        assert found["overlap"][one][other] == pytest.approx(pairs[0, one, other], abs=1e-4)
 
 
 @pytest.mark.parametrize("most", [STEPS, 7])

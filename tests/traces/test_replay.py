@@ -160,8 +160,7 @@ def test_a_step_of_codescan_reads_the_best_of_its_own_support(trace, recorded):
     choosing = choosing_tokens(PROMPT + 5, MODEL["layers"][0]["key_width"]) + 1  # the pseudo token's value
     assert found.attended_N[5] == pytest.approx(4 + 6 + 16 + choosing)
     assert np.isnan(found.overlap_NU).all()
-    whole = [one.strongest(TOP) for one in recorded]
-    wide = replay_request(replace(whole[1], top=500), setting().under("codescan", budget=200))
+    wide = replay_request(replace(recorded[1], top=500), setting().under("codescan", budget=200))
     assert wide.attended_N[5] == PROMPT + 5
 
 

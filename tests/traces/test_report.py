@@ -16,11 +16,9 @@ from sfi_traces.importing.importer import import_trace
 from sfi_traces.model.request import Request
 from sfi_traces.model.trace import Trace
 from sfi_traces.report import render
-from sfi_traces.report.raster_figure import pack
 from sfi_traces.summary.head_maps import query_cosine
 from sfi_traces.summary.similarity import HeadSimilarity, drift
 from sfi_traces.views.figure_data import HeadMap, lag_lines
-from sfi_traces.views.raster import rasters
 from tests.traces.imports import LAYERS, STEPS, selection_arrays, write_npz
 from tests.traces.imports import PROMPT as IMPORTED
 from tests.traces.made import WORDS, make_trace
@@ -30,7 +28,7 @@ pytest.importorskip("jinja2")
 get_plotlyjs = pytest.importorskip("plotly.offline").get_plotlyjs
 DOCS = Path(__file__).parent.parent.parent / "docs"
 HOSTILE = "</script><script>document.title='x'</script><img src=x onerror=\"document.title='x'\"><b>"
-FIGURES = ["heatmap", "lag", "retained", "raster", "timeline", "lambda", "drift", "head-similarity", "query-cosine"]
+FIGURES = ["heatmap", "lag", "retained", "timeline", "lambda", "drift", "head-similarity", "query-cosine"]
 
 
 @pytest.fixture
@@ -171,30 +169,12 @@ def test_an_imported_step_lights_the_positions_of_its_own_selection(tmp_path):
             assert np.flatnonzero(counts[step, layer]).tolist() == expected
 
 
-def test_the_raster_has_the_cells_of_every_layer_and_head(shown):
-    sfi, page = shown
-    figure = data(page)["raster"]
-    places = [(choice["layer"], choice["head"]) for choice in figure["choices"]]
-    assert places == [(0, 0), (0, 1), (1, 0), (1, 1)]
-    for raster, choice in zip(rasters(sfi, places, most_steps=600, most_cells=400), figure["choices"], strict=True):
-        packed = np.frombuffer(base64.b64decode(choice["cells"]), np.uint8)
-        cells = (packed[:, None] >> np.array([0, 2, 4, 6])) & 3
-        high, wide = figure["shape"]
-        assert (cells.ravel()[: high * wide].reshape(high, wide) == raster.cells).all()
-    assert figure["texts"][:2] == WORDS[:2]
-    assert pack(np.array([[1, 2, 3]], np.uint8)) == base64.b64encode(bytes([0b111001])).decode()
-
-
 def test_a_long_trace_is_thinned_out_and_the_page_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr("sfi_traces.report.step_figures.MOST_STEPS", 50)
-    monkeypatch.setattr("sfi_traces.report.raster_figure.ALL_CELLS", 4 * 60 * 40)
     monkeypatch.setattr("sfi_traces.report.text.MOST_TOKENS", 70)
     page = render(Request(Trace.open(make_trace(tmp_path / "t", steps=100))))
     assert "50 of 100 audited steps are drawn, evenly chosen." in page
-    assert "A cell stands for 8 positions" in page
     assert "The last 30 tokens are left out." in page
-    figure = data(page)["raster"]
-    assert figure["shape"] == [38, 50]
 
 
 def test_text_of_the_run_is_text_on_the_page(sfi):
@@ -214,7 +194,6 @@ def test_a_redacted_trace_shows_steps_for_tokens(full):
     assert data(page)["heatmap"]["data"][0]["x"] == [str(step) for step in range(30)]
     assert "<summary>Prompt" not in page
     assert "> 29 </span>" in page
-    assert data(page)["raster"]["texts"] == []
     assert words(page) is None
     assert "has no text: it was recorded without a tokenizer" in page
 
@@ -289,7 +268,6 @@ def test_the_page_works_in_a_browser(opened):
     _every_figure_is_drawn(page)
     _text_stays_text(page)
     _the_page_is_in_the_order_of_an_engineer_s_questions(page)
-    _another_head_has_other_cells(page)
     _a_step_unlike_full_attention_leads_to_what_it_missed(page)
     _a_token_lights_up_what_its_step_read(page)
     _a_pointer_shows_what_it_is_over(page)
@@ -312,10 +290,8 @@ def _every_figure_is_drawn(page, figures=FIGURES) -> None:
     buttons = page.locator(".modebar-btn").evaluate_all("all => all.map(b => b.dataset.title)")
     assert "Download plot as a PNG" in buttons
     assert not [title for title in buttons if "hare" in title or "loud" in title]
-    images = page.evaluate(
-        "[...document.querySelectorAll('#heatmap image, #raster image')].map(i => i.href.baseVal.length)"
-    )
-    assert len(images) == 2
+    images = page.evaluate("[...document.querySelectorAll('#heatmap image')].map(i => i.href.baseVal.length)")
+    assert len(images) == 1
     assert min(images) > 200
 
 
@@ -369,21 +345,6 @@ def _text_stays_text(page) -> None:
     assert page.locator("#text .slow").count() == 4
 
 
-def _another_head_has_other_cells(page) -> None:
-    image = "document.querySelector('#raster image').href.baseVal"
-    before, title = page.evaluate(image), page.locator(".raster h2").text_content()
-    layer, head = page.locator("#layer").input_value(), page.locator("#head").input_value()
-    other = str(1 - int(head))
-    page.select_option("#head", other)
-    until(page, f"{image} !== {json.dumps(before)}")
-    changed = page.locator(".raster h2").text_content()
-    assert changed == f"Support of each step in layer {layer}, KV head {other}" != title
-    page.select_option("#head", "1")  # not the first, to which a list falls back
-    page.select_option("#layer", str(1 - int(layer)))
-    assert page.locator("#head").input_value() == "1"
-    assert f"layer {1 - int(layer)}, KV head 1" in page.locator(".raster h2").text_content()
-
-
 def _a_token_lights_up_what_its_step_read(page) -> None:
     """Click, keys, layer, dark and light: the trace's step 17 read what step 10 selected."""
     until(page, "document.getElementById('source').dataset.ready === 'true'")
@@ -420,12 +381,6 @@ def _a_token_lights_up_what_its_step_read(page) -> None:
 
 
 def _a_pointer_shows_what_it_is_over(page) -> None:
-    page.locator("#raster").scroll_into_view_if_needed()
-    page.locator("#raster .nsewdrag").hover(position={"x": 300, "y": 200})
-    until(page, "document.getElementById('cell').textContent.startsWith('step ')")
-    assert re.fullmatch(
-        r"step \d+(, slow)?; position \d+: “.*”(; in the support.*|; selected.*)?", page.locator("#cell").text_content()
-    )
     page.locator("#text li span").nth(10).hover()
     tip = page.locator("#tip").text_content()
     assert tip.startswith("step 10: slow, trigger; attended 210 of 210 tokens; ")

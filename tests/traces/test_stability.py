@@ -13,8 +13,7 @@ from sfi_traces.model.trace import Trace
 from sfi_traces.summary.supports import selection_facts
 from sfi_traces.views import captions, figure_data
 from sfi_traces.views.figure_data import REST, lag_lines, lambda_over_time, retained_mass, step_phases
-from sfi_traces.views.raster import MISSED, NOTHING, READ, SELECTED, choose_place, rasters
-from tests.traces.made import CONFIG, make_trace
+from tests.traces.made import make_trace
 from tests.traces.small import rewrite
 
 
@@ -98,7 +97,6 @@ def test_retained_mass_is_the_mean_over_fast_steps(sfi):
             assert data.of_place[layer, head] == pytest.approx(means[layer, head])
     least, most = (f"layer {p[0]}, KV head {p[1]}" for p in (min(means, key=means.get), max(means, key=means.get)))
     assert captions.retained(sfi, data).note.endswith(f"Least in {least}; most in {most}.")
-    assert choose_place(sfi)[0] == min(means, key=means.get)
 
 
 def test_without_a_fast_step_it_is_the_mass_of_the_supports(full):
@@ -161,51 +159,6 @@ def test_the_audits_time_is_in_no_phase(sfi):
     assert data.phases[REST].tolist() == pytest.approx(before.phases[REST].tolist())
 
 
-@pytest.mark.parametrize(("place", "most_cells"), [((0, 1), 1000), ((1, 0), 8)])
-def test_a_rasters_cells_say_what_the_step_read_of_its_support(sfi, place, most_cells):
-    """Selected before a slow step: still in force there; sink and recent tokens are always read."""
-    raster = rasters(sfi, [place], most_steps=1000, most_cells=most_cells)[0]
-    width = raster.per_cell
-    assert (width, raster.top) == ((1, 20) if most_cells == 1000 else (31, 20))
-    steps = {row["step"]: row for row in rows(sfi, "steps")}
-    refreshes = {row["step"]: set(row["positions"]) for row in rows(sfi, "selections")
-                 if (row["layer"], row["head"]) == place}  # fmt: skip
-    start, seen = 0, set()
-    for column, step in enumerate(raster.step_N.tolist()):
-        context, slow = steps[step]["context_tokens"], steps[step]["slow"]
-        start = context - CONFIG["recent"] if slow else start
-        selected = next((refreshes[at] for at in sorted(refreshes, reverse=True) if at < step), set())
-        row = supports(sfi)[(*place, step)]
-        by_mass = sorted(zip(row["mass"], row["positions"], strict=True), key=lambda p: -p[0])
-        support = {position for _, position in by_mass[: CONFIG["budget"]]}
-        read = set(range(context)) if slow else {0, 1, 2, 3} | set(range(start, context)) | selected
-        for cell in range(raster.cells.shape[0]):
-            held = set(range(cell * width, (cell + 1) * width))
-            hits, misses = len(held & support & read), len(held & support - read)
-            dense = {
-                name: len(held & each) >= max(1, len(each) * width / context)
-                for name, each in (("support", support), ("selected", selected))
-            }
-            kind = SELECTED if dense["selected"] else NOTHING
-            if dense["support"]:
-                kind = MISSED if misses > hits else READ
-            assert raster.cells[cell, column] == kind
-            seen.add(kind)
-        assert raster.recent[column] == start
-    assert seen == {NOTHING, SELECTED, READ, MISSED}
-    assert raster.known
-
-
-def test_a_raster_without_recorded_selections_shows_supports_only(sfi, full):
-    rewrite(sfi.trace.path, "selections", lambda found: [row | {"positions": None} for row in found])
-    for view in (sfi, full):
-        raster = rasters(view, [(0, 1)], most_steps=1000, most_cells=1000)[0]
-        assert not raster.known
-        assert set(np.unique(raster.cells)) == {NOTHING, READ}
-        assert (raster.cells == READ).sum(0).tolist() == [20] * 45
-    assert raster.recent is None  # full attention has no segments
-
-
 @pytest.mark.parametrize(("reason", "step"), [("", 13), ("speculative", 14)])
 def test_a_selection_that_a_fast_step_made_is_in_force_at_once_or_ahead(sfi, reason, step):
     """As oracle-top-k selects, before it attends, or FreeKV for the next step."""
@@ -216,10 +169,9 @@ def test_a_selection_that_a_fast_step_made_is_in_force_at_once_or_ahead(sfi, rea
 
     rewrite(sfi.trace.path, "selections", each)
     place = tuple(rows(sfi, "selections")[0][name] for name in ("layer", "head"))
-    cells = rasters(sfi, [place], most_steps=1000, most_cells=1000)[0].cells
-    strongest = sfi.supports.of_places([place]).strongest(20)
-    assert not np.isin([40, 41], strongest.position_NUK[12:15]).any()
-    assert (cells[40, step - 1], cells[40, step]) == (NOTHING, SELECTED)
+    before, after = (Request(sfi.trace).in_force(at) for at in (step - 1, step))
+    assert place not in before
+    assert after[place].tolist() == [40, 41]
 
 
 def test_what_a_killed_run_wrote_beyond_its_last_step_is_left_out(sfi):
@@ -227,7 +179,6 @@ def test_what_a_killed_run_wrote_beyond_its_last_step_is_left_out(sfi):
     view = Request(sfi.trace)
     assert view.supports.step_N.tolist() == list(range(25))
     assert step_phases(view).step.tolist() == list(range(1, 25))
-    assert rasters(view, [(0, 0)], most_steps=99, most_cells=99)[0].cells.shape[1] == 25
     assert retained_mass(view).steps == 22
 
 

@@ -9,17 +9,8 @@ import pytest
 from sfi_core.errors import TraceError
 from sfi_traces.model.trace import Trace
 from sfi_traces.summary import summarize
-from tests.traces.made import CONFIG, LAYERS, STOP, TOP, make_trace, overlap
-from tests.traces.small import (
-    assert_spread,
-    change_manifest,
-    fixed_trace,
-    last_of_bin,
-    redact,
-    rows,
-    section,
-    write_trace,
-)
+from tests.traces.made import CONFIG, LAYERS, TOP, make_trace, overlap
+from tests.traces.small import assert_spread, change_manifest, fixed_trace, redact, rows, section, write_trace
 
 sparse = fixed_trace(steps=50, requests=2, policy="sfi", sentence=9)
 
@@ -108,7 +99,7 @@ def test_a_redacted_trace_has_the_same_numbers(tmp_path, sparse):
     found, whole = summarize(Trace.open(redact(folder))), summarize(sparse)
     count = sum(one["count"] for one in whole["triggers"])
     assert found["triggers"] == [{"token_id": None, "token_text": None, "count": count, "slow_after": 1.0}]
-    for name in ("stability", "lags", "audit", "logits", "selections", "steps"):
+    for name in ("stability", "audit", "logits", "selections", "steps"):
         assert rounded(found[name]) == rounded(whole[name])
 
 
@@ -116,8 +107,7 @@ def test_what_was_not_recorded_is_named_with_the_option_that_records_it(tmp_path
     trace = Trace.open(make_trace(tmp_path / "run", steps=20, audit=None))
     found = summarize(trace)
     empty = (
-        "stability", "lags", "drift", "locality", "head_similarity", "query_cosine", "audit", "logits",
-        "selections",
+        "stability", "drift", "head_similarity", "query_cosine", "audit", "logits", "selections",
     )  # fmt: skip
     assert [found[name] for name in empty] == [None] * len(empty)
     assert found["corrections"] is found["recalls"] is None  # few policies have them: no line
@@ -131,7 +121,6 @@ def test_an_audit_of_some_steps_only_has_pairs_where_both_were_audited(tmp_path)
     """Here no writer noted overlaps of consecutive steps; a real one does after a slow step."""
     found = summarize(Trace.open(make_trace(tmp_path / "run", steps=40, audit=4, policy="sfi")))
     assert found["stability"] is None
-    assert found["lags"] is not None
     assert found["missing"] == ["overlap of consecutive supports (record with --audit 1)"]
 
 
@@ -144,7 +133,6 @@ def test_a_killed_trace_is_summed_up_as_far_as_it_goes(tmp_path):
     assert document["run"]["finished"] is None
     assert document["run"]["requests"] == [{"request": 0, "prompt_tokens": None, "steps": 30}]
     assert (document["phases"], document["logits"]) == (None, None)
-    assert document["break_even"]["context_tokens"] is None
     assert document["latency"]["kinds"]
 
 
@@ -197,46 +185,6 @@ def test_overlap_within_sentences_and_across_boundaries(sparse):
     for one in found["layers"]:
         assert_spread(one["within"], pairs[one["layer"], False])
         assert_spread(one["across"], pairs[one["layer"], True])
-
-
-def assert_lags(found: dict, trace: Trace, refreshes: dict[int, set[int]]) -> None:
-    expected: dict[tuple[int, str], list[float]] = defaultdict(list)
-    for (number, _, _), lists in positions_by_place(trace).items():
-        for step in range(1, len(lists)):
-            last = max(at for at in refreshes[number] if at < step)
-            kind = "refresh" if step in refreshes[number] else "reuse"
-            expected[last_of_bin(step - last), kind].append(overlap(lists[last], lists[step]))
-    seen = set()
-    for lag in found["lags"]:
-        assert lag["from_lag"] == lag["to_lag"] // 2 + 1
-        for kind in ("reuse", "refresh"):
-            if lag[kind] is not None:
-                seen.add((lag["to_lag"], kind))
-                assert_spread(lag[kind], expected[lag["to_lag"], kind])
-    assert seen == set(expected)
-
-
-def test_overlap_by_lag_since_the_last_slow_step(sparse):
-    slow = defaultdict(set)
-    for (number, step), row in steps_by_key(sparse).items():
-        if row["slow"]:
-            slow[number].add(step)
-    found = section(sparse, "lags")
-    assert found["refreshes"] == "recorded"
-    assert_lags(found, sparse, slow)
-
-
-@pytest.mark.parametrize("delay", [0, 2])
-def test_without_fast_steps_the_lag_counts_from_where_eq_5_would_refresh(tmp_path, delay):
-    config = CONFIG | {"trigger_delay": delay}
-    trace = Trace.open(make_trace(tmp_path / "run", steps=40, requests=2, sentence=7, config=config))
-    due = defaultdict(lambda: {0})
-    for (number, step), row in steps_by_key(trace).items():
-        if row["token_id"] == STOP:
-            due[number].add(step + 1 + delay)
-    found = section(trace, "lags")
-    assert found["refreshes"] == "boundaries"
-    assert_lags(found, trace, due)
 
 
 def test_retained_mass_counts_fast_steps_only_and_the_worst_head_comes_first(sparse):

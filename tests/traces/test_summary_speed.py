@@ -1,11 +1,11 @@
-"""Latency, phases and break-even context length, against numbers worked out by hand."""
+"""Latency and phases, against numbers worked out by hand."""
 
 import numpy as np
 import pytest
 
 from sfi_traces.model.trace import Trace
 from sfi_traces.summary import summarize
-from tests.traces.made import CONFIG, make_trace
+from tests.traces.made import make_trace
 from tests.traces.small import section, write_trace
 
 
@@ -112,77 +112,10 @@ def test_phases_share_out_the_time_and_name_the_rest(tmp_path):
     assert sum(share for name, share in shares.items() if name != "pack") == pytest.approx(1)
 
 
-SLOW = {"attention.dense": 400.0, "selector": 60.0, "top_k": 20.0, "pack": 30.0}
-
-
-def timed(tmp_path, *, steps: int = 10, layers: int = 2, spans=SLOW, **manifest):
-    """A request whose steps 0 and 5 are slow, at 1,000 tokens and more; spans are of each layer."""
-    rows, timings = [], []
-    for number in range(steps):
-        slow = number % 5 == 0
-        rows.append(step(0, number, slow, 1.0, context_tokens=1000 + number))
-        for layer in range(layers):
-            of_step = spans if slow else {"attention.fast": 40.0, "select_before": 10.0}
-            timings += [span(number, name, elapsed, layer) for name, elapsed in of_step.items()]
-    return write_trace(tmp_path / "run", {"steps": rows, "timings": timings}, **manifest)
-
-
-def test_break_even_is_where_both_take_as_long(tmp_path):
-    found = section(Trace.open(timed(tmp_path)), "break_even")
-    assert found["slow_share"] == pytest.approx(1 / 9)
-    assert found["dense_us_per_token"] == pytest.approx(800 / 1005)
-    assert found["select_us_per_token"] == pytest.approx(160 / 1005)
-    assert (found["pack_us"], found["fast_us"]) == (60.0, 100.0)
-    context, share = found["context_tokens"], found["slow_share"]
-    full = found["dense_us_per_token"] * context
-    slow = full + found["select_us_per_token"] * context + found["pack_us"]
-    assert share * slow + (1 - share) * found["fast_us"] == pytest.approx(full)
-    assert context == pytest.approx(860 * 1005 / 6240)
-
-
-def test_layers_left_dense_do_not_count_in_break_even(tmp_path):
-    whole = section(Trace.open(timed(tmp_path / "a", layers=1)), "break_even")
-    left = timed(tmp_path / "b", layers=2, config=CONFIG | {"dense_layers": [1]})
-    assert section(Trace.open(left), "break_even") == whole
-
-
-def test_break_even_of_a_batch_is_per_request(tmp_path):
-    """Two requests of one batch, whose spans carry the first one; a step in one kernel is left out."""
-    rows = [
-        step(5 + r, n, n in (0, 2) or (n, r) == (3, 1), 10.0 + n, context_tokens=1000)
-        for r in range(2)
-        for n in range(5)
-    ]
-    timings = [
-        span(2, "attention.dense", 1200.0, request=5), span(2, "selector", 200.0, request=5),
-        span(2, "pack", 70.0, request=5), span(3, "attention.mixed", 999.0, request=5),
-        span(3, "selector", 999.0, request=5),
-        span(1, "attention.fast", 80.0, request=5), span(4, "attention.fast", 120.0, request=5),
-    ]  # fmt: skip
-    trace = Trace.open(write_trace(tmp_path / "run", {"steps": rows, "timings": timings}))
-    for request in (None, 5, 6):
-        found = section(trace, "break_even", request)
-        assert found["dense_us_per_token"] == pytest.approx(1200 / 2000)
-        assert found["fast_us"] == pytest.approx(200 / 4)
-        assert found["select_us_per_token"] == pytest.approx(200 / 2000)
-        assert found["pack_us"] == pytest.approx(70 / 2)
-    assert found["slow_share"] == pytest.approx(2 / 4)
-    assert len(section(trace, "phases", 6) or []) == 0  # no forward pass was timed
-
-
-def test_break_even_says_why_it_is_unknown(tmp_path):
-    dense = section(Trace.open(make_trace(tmp_path / "dense", steps=20)), "break_even")
-    assert (dense["context_tokens"], dense["reason"]) == (None, "no fast step after step 0 was timed")
-    early = section(Trace.open(timed(tmp_path / "early", steps=5)), "break_even")
-    assert (early["context_tokens"], early["reason"]) == (None, "no slow step after step 0 was timed")
-    costly = timed(tmp_path / "costly", spans=SLOW | {"selector": 4000.0})
-    found = section(Trace.open(costly), "break_even")
-    assert found["context_tokens"] is None
-    assert found["reason"] == "refreshes cost more than fast steps save, at any context length"
+def test_a_request_that_ended_with_its_prompt_has_no_speed(tmp_path):
     rows = [step(5, n, not n, 1.0) for n in range(3)] + [step(6, 0, True, 1.0)]
     timings = [span(n, "attention.fast", 5.0, request=5) for n in range(3)]
     ended = write_trace(tmp_path / "ended", {"steps": rows, "timings": timings})
     found = summarize(Trace.open(ended), request=6)
-    assert found["break_even"]["reason"] == "no step after step 0 was recorded"
     assert found["steps"]["read_ratio"] is None
     assert found["latency"]["tokens_per_second"] is None

@@ -14,11 +14,11 @@ from sfi_traces.model.trace import Trace
 from sfi_traces.record.parquet import ParquetObserver
 from sfi_traces.replay import Comparison, Setting, Supports, replay
 from sfi_traces.tune.confirm import Confirmer, Material, check_model
-from sfi_traces.tune.front import Candidate, Confirmation, stated_errors
+from sfi_traces.tune.front import Candidate, Confirmation
 from sfi_traces.tune.plots import _draw_runs
 from sfi_traces.tune.result import TuneResult
 from sfi_traces.tune.space import Space, recorded_set
-from sfi_traces.tune.tuning import Evaluator, Limits, Tuning, objectives
+from sfi_traces.tune.tuning import Evaluator, Limits, Tuning
 from tests.small_example import small_example
 from tests.traces.made import make_trace
 from tests.traces.small import outcome
@@ -61,11 +61,11 @@ def confirmed(loaded, trace, recorded):
     return rows, speed, told
 
 
-def test_the_error_of_a_prediction_is_within_the_stated_one(confirmed):
+def test_a_prediction_is_close_to_what_the_run_measures(confirmed):
     rows, speed, told = confirmed
-    for row, stated in list(zip(rows, stated_errors(rows), strict=True))[:2]:
+    for row in rows[:2]:
         assert row.comparison.requests[0].steps == 50
-        assert abs(row.error) <= stated < 0.05
+        assert abs(row.error) < 0.05
         assert row.comparison.same_schedule
     assert told == [(0, 4), (1, 4), (2, 4), (3, 4)]
     assert speed > 0
@@ -93,19 +93,6 @@ def test_right_and_wrong_answers_are_told_apart(confirmed):
     assert rows[2].argmax_agreement < 1
 
 
-def test_prompts_of_the_user_s_own_are_predicted_from_the_run_s_audit(loaded, trace):
-    model, tokenizer = loaded
-    material = replace(Material.of_texts(["Tonight a. b.", "The quick"], tokenizer), max_new_tokens=8)
-    rows, _ = Confirmer(model=model, tokenizer=tokenizer)(
-        [material], [Setting.recorded(trace).config.replace(budget=8, recent=2, trigger_policy="never")], ["sfi"]
-    )
-    (row,) = rows
-    assert len(row.comparison.requests) == 2
-    assert all(one.steps == one.recorded_steps for one in row.comparison.requests)
-    assert row.exact_match is None
-    assert row.comparison.measured.fast_steps > 0
-
-
 def test_a_model_that_the_trace_is_not_of_is_refused(loaded, tmp_path, trace):
     check_model(*loaded, trace)
     other = Trace.open(make_trace(tmp_path / "t"))
@@ -127,13 +114,6 @@ def row_of(predicted: float, upper: float, measured: float, *, exact: bool | Non
     )
 
 
-def test_the_stated_error_is_what_the_other_rows_show():
-    rows = [row_of(0.5, 0.51, 0.48), row_of(0.6, 0.63, 0.61), row_of(0.7, 0.7, 0.705)]
-    assert stated_errors(rows) == pytest.approx([0.01 + 0.01, 0.03 + 0.02, 0.0 + 0.02])
-    assert stated_errors(rows[:1]) == [None]
-    assert stated_errors([]) == []
-
-
 @pytest.fixture
 def found(trace, recorded) -> TuneResult:
     """A front of budgets, the middle one chosen."""
@@ -145,7 +125,7 @@ def found(trace, recorded) -> TuneResult:
         setting = replace(base, config=base.config.replace(budget=budget))
         front.append(Candidate(setting=setting, outcome=evaluate(setting)))
     tuning = Tuning(
-        traces=[trace], recorded=[recorded], space=space, objectives=objectives([]), limits=Limits(),
+        traces=[trace], recorded=[recorded], space=space, limits=Limits(),
         evaluate=evaluate,
     )  # fmt: skip
     return TuneResult(tuning=tuning, search=None, front=front, chosen=1, rule="the knee")
@@ -189,7 +169,7 @@ def test_a_run_that_gave_another_answer_is_drawn_where_it_was_predicted():
         {"place": place, "exact_match": match, "steps": steps, "recorded_steps": 50, "measured": measured}
         for place, match, steps in runs
     ]
-    _draw_runs(axes, {"front": front, "confirmed": confirmed}, "bytes", "retained")
+    _draw_runs(axes, {"front": front, "confirmed": confirmed})
     drawn = {one.get_label(): one.get_offsets().tolist() for one in axes.collections}
     assert drawn == {
         "WRONG answer when it ran": [[1.0, 0.1]], "measured": [[2.5, 0.25]], "other tokens when it ran": [[3.0, 0.3]],

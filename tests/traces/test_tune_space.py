@@ -12,7 +12,7 @@ from sfi_traces.replay import Setting, Supports
 from sfi_traces.tune.front import RULES, Candidate, choose, even_places
 from sfi_traces.tune.result import tuned_config, tuned_toml
 from sfi_traces.tune.space import Axis, NamedSet, Space, distinct, given_sets, punctuation_sets, recorded_set
-from sfi_traces.tune.tuning import Evaluator, Limits, objectives
+from sfi_traces.tune.tuning import Evaluator, Limits
 from tests.traces.made import STOP
 from tests.traces.small import fixed_trace, outcome
 
@@ -116,17 +116,6 @@ def test_the_trace_s_own_setting_is_a_first_trial_where_it_may_be_tried(base, re
     assert space(base, recorded, recent="8").base_values() is None
 
 
-def test_spaces_have_fingerprints_of_their_own(base, recorded):
-    prints = [
-        space(base, recorded).fingerprint(),
-        space(base, recorded, t_max="8,16").fingerprint(),
-        space(base, recorded, t_max="8:16").fingerprint(),
-        space(base, recorded, [NamedSet(name="recorded", token_ids=frozenset({1}))]).fingerprint(),
-    ]
-    assert len(set(prints)) == 4
-    assert prints[0] == space(base, recorded).fingerprint()
-
-
 def test_trigger_sets_that_no_token_tells_apart_are_one(trace, base):
     """Of punctuation, only full stops were generated."""
     found = distinct([recorded_set(base), *punctuation_sets([trace])], {STOP, 1, 2})
@@ -135,18 +124,6 @@ def test_trigger_sets_that_no_token_tells_apart_are_one(trace, base):
     assert [one.name for one in distinct([recorded_set(base), *words], range(91))] == ["recorded", "words"]
     with pytest.raises(ConfigError, match="name of its own, got 'recorded' twice"):
         distinct([recorded_set(base)] * 2, {STOP})
-
-
-def test_objectives_are_looked_up():
-    assert list(objectives([])) == ["bytes", "retained"]
-    assert list(objectives(["slow-rate", "retained-p5", "retained"])) == ["slow-rate", "retained-p5", "retained"]
-    for wrong, message in (
-        (["speed"], "objective must be one of"),
-        (["bytes"], "must name a cost"),
-        (["retained", "retained-p5"], "must name a cost"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            objectives(wrong)
 
 
 def test_an_outcome_is_replayed_once(base, recorded, monkeypatch):
@@ -168,12 +145,11 @@ def candidates(*points) -> list[Candidate]:
 
 def test_the_choice_follows_its_rule():
     front = candidates((1, 0.1), (2, 0.7), (5, 0.8), (9, 0.9))
-    both = objectives([])
-    assert choose(front, both, Limits()) == (1, RULES["knee"])
-    assert choose(front, both, Limits(min_retained=0.05)) == (0, RULES["min-retained"])
-    assert choose(front, both, Limits(max_read=0.9)) == (3, RULES["max-read"])
-    assert choose(front, both, Limits(min_retained=0.05, max_read=0.9))[0] == 0
-    assert choose(front[2:3], both, Limits())[0] == 0
+    assert choose(front, Limits()) == (1, RULES["knee"])
+    assert choose(front, Limits(min_retained=0.05)) == (0, RULES["min-retained"])
+    assert choose(front, Limits(max_read=0.9)) == (3, RULES["max-read"])
+    assert choose(front, Limits(min_retained=0.05, max_read=0.9))[0] == 0
+    assert choose(front[2:3], Limits())[0] == 0
 
 
 def test_limits_say_by_how_much_they_are_missed():

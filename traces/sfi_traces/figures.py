@@ -11,8 +11,9 @@ import numpy as np
 
 from sfi_core.errors import ConfigError, not_installed
 from sfi_traces.model.request import Request
+from sfi_traces.model.supports import thinning
 from sfi_traces.views import captions
-from sfi_traces.views.captions import ACROSS, CLIP, PHASES, SLOW, WITHIN, Caption, step_ticks, subject
+from sfi_traces.views.captions import ACROSS, CLIP, PHASES, SLOW, WITHIN, Caption, subject, visible
 from sfi_traces.views.figure_data import (
     axis_range,
     color_range,
@@ -121,10 +122,11 @@ def heatmap(request: Request) -> Any:
     begin, end = (-0.5, count - 0.5) if len(edges) <= MOST_LINES else (ends[:-2], ends[2:])
     for lines in (axes.vlines, axes.hlines):
         lines(edges, begin, end, color="white", linewidth=1 if count <= MOST_LABELS else 0.6)
-    entries, labels = step_ticks(request.steps, supports.step_N, MOST_LABELS)
-    size = 7.5 if len(entries) <= MOST_LABELS * 2 // 3 else 6.5
-    axes.set_xticks(entries, labels, rotation=90, fontsize=size, parse_math=False)
-    axes.set_yticks(entries, labels, fontsize=size, parse_math=False)
+    entries = range(0, count, thinning(count, MOST_LABELS))
+    rows = request.steps.rows(supports.step_N)[entries]
+    labels = [visible(request.steps.text[row]) or str(request.steps.step[row]) for row in rows]
+    axes.set_xticks(entries, labels, rotation=90, fontsize=7, parse_math=False)
+    axes.set_yticks(entries, labels, fontsize=7, parse_math=False)
     axes.tick_params(length=2, pad=1.5)
     axes.spines[:].set_visible(False)
     extend = "max" if high < 1 else "neither"

@@ -14,13 +14,12 @@ MOST_REQUESTS = 8
 def check(folder: o.TraceDir, json: o.Json = False) -> None:
     """Read every part of a trace, and check that its slow steps follow from its tokens.
 
-    In a lossless run, verifications must also agree with each other and with the steps. The trace of a run
-    that was killed is sound if it can be read. Exits with 3 if a part is damaged, a column is missing or a
-    step breaks a rule.
+    The trace of a run that was killed is sound if it can be read. Exits with 3 if a part is damaged, a column is
+    missing or a step breaks a rule.
 
     A sound trace is then judged by the rules of selection health (docs/traces.md): evicted sinks, a selection
     that is a window or never changes, scores that are all equal, dropped top positions, drift and more. Exits
-    with 1 if a rule finds a problem; notes do not change the exit code.
+    with 1 if a rule finds a problem.
 
     For example:
 
@@ -65,19 +64,19 @@ def _text(document: Row) -> list[Part]:
     return [Table.of(document["trace"], TABLES, document["tables"]), *lines]
 
 
-def finding_lines(health: Row, severity: str) -> list[str]:
-    """Write a line for each finding of selection health that is a "problem" or a "note"."""
+def finding_lines(health: Row) -> list[str]:
+    """Write a line for each problem that selection health found."""
     from sfi_traces.health import line
 
-    return [f"health {severity}: {line(row)}" for row in health["findings"] if row["severity"] == severity]
+    return [f"health problem: {line(row)}" for row in health["findings"]]
 
 
 def health_lines(health: Row) -> str:
-    """Write a line for each finding, problems first, and the number of rules judged."""
-    worse = finding_lines(health, "problem")
+    """Write a line for each problem, and the number of rules judged."""
+    worse = finding_lines(health)
     judged = f"health: {plural(len(worse), 'problem')} by {plural(len(health['judged']), 'rule')}"
     left = f"; {len(health['not_judged'])} not judged" if health["not_judged"] else ""
-    return "\n".join([*worse, *finding_lines(health, "note"), judged + left]) + "\n"
+    return "\n".join([*worse, judged + left]) + "\n"
 
 
 TABLES: Columns = {

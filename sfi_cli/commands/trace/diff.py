@@ -1,17 +1,14 @@
 """`sfi trace diff`: compare two traces."""
 
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from sfi_cli import options as o
-from sfi_cli.commands.trace.report import open_view
 from sfi_cli.terminal.output import Output, message
 from sfi_cli.terminal.tables import Part
-from sfi_core.errors import ConfigError
 from sfi_traces.views.table import Row, Table, numbers_table, overlap_tables, percent, place_words, quoted
 
 MOST_STEPS = 16
@@ -29,7 +26,6 @@ def diff(
             "Repeat for more; docs/traces.md has the names.",
         ),
     ] = None,
-    report: Annotated[o.File, o.option(o.OUTPUT, "Write both beside each other as one HTML file.")] = None,
     json: o.Json = False,
     output: o.OutputPath = None,
     force: o.Force = False,
@@ -42,46 +38,22 @@ def diff(
 
       sfi trace diff run other --request 0 --json
 
-      sfi trace diff run other --report diff.html
-
       sfi trace diff released candidate --fail-if 'equal_share<1' --fail-if 'speed<0.8'
     """
     from sfi_traces.model.trace import Trace
     from sfi_traces.summary.diff import compare
     from sfi_traces.summary.diff_metrics import Limit
 
-    if report and output and report.resolve() == output.resolve():
-        raise ConfigError(f"report and output must be two files, got {report} for both")
     limits = [Limit.parse(text) for text in fail_if or ()]
     traces = Trace.open(first), Trace.open(second)
-    with ExitStack() as stack:
-        written = stack.enter_context(Output(output, json=json, force=force))
-        page = None
-        if report is not None:
-            from sfi_traces.report import check_report
-
-            check_report()
-            page = stack.enter_context(Output(report, force=force))
+    with Output(output, json=json, force=force) as written:
         document = compare(*traces, request)
         met = [(limit, limit.value_of(document)) for limit in limits if limit.meets(document)]
         written.data(document, diff_text)
-        if page is not None:
-            page.text(_page(first, second, request, document))
     for limit, value in met:
         message(f"failed: {limit.text}, {limit.name} is {value:.6g}")
     if met:
         raise typer.Exit(1)
-
-
-def _page(first: Path, second: Path, request: int | None, document: dict[str, Any]) -> str:
-    from sfi_traces.report import render_diff
-
-    requests = document["requests"]
-    shown = requests[0]["request"] if request is None else request
-    if len(requests) > 1:
-        message(f"the report shows request {shown} of {len(requests)}; --request chooses another")
-    top = document["supports_cut_to"]
-    return render_diff(open_view(first, shown, top=top), open_view(second, shown, top=top), document)
 
 
 def diff_text(document: Row) -> list[Part]:

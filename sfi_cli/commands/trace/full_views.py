@@ -22,7 +22,6 @@ from sfi_traces.views.table import (
     span,
 )
 
-OF_TIMES = ("latency", "break_even")  # sections left out for a trace without times
 MOST_LAYERS = 12  # of a matrix; --json has all
 LOWEST_HEADS = 5
 SPREAD = ("mean", "sd", "p5", "p50", "p95")
@@ -41,9 +40,7 @@ def full_text(document: Row) -> list[Part]:
         ("lossless", lambda section: Table.of(DEPTHS, {"depth": _bin("depth")} | TESTED, section["depths"])),
         ("triggers", trigger_table),
         ("stability", _stability),
-        ("lags", _lags),
         ("drift", lambda section: Table.of(f"{DRIFT_TITLE}{_taken(section)}", DRIFT, section["bins"])),
-        ("locality", lambda section: Table.of(f"{LOCALITY_TITLE}{_taken(section)}", LOCALITY, section["lags"])),
         ("head_similarity", _head_similarity),
         ("query_cosine", _query_cosine),
         ("query_cosine", _lowest_heads),
@@ -51,16 +48,13 @@ def full_text(document: Row) -> list[Part]:
         ("logits", lambda section: compared.format(_compared(section))),
         ("disagreements", partial(Table.of, DISAGREEMENT_TITLE, DISAGREEMENT, left=3)),
         ("selections", _selections),
-        ("coverage", _coverage),
         ("corrections", _corrections),
         ("recalls", _recalls),
         ("latency", latency_table),
-        ("reads", partial(Table.of, READS_TITLE, READS)),
         ("phases", _phases),
-        ("break_even", _break_even),
     )
     timed = document["latency"]["kinds"]
-    parts = [view(document[name]) for name, view in sections if document[name] and (timed or name not in OF_TIMES)]
+    parts = [view(document[name]) for name, view in sections if document[name] and (timed or name != "latency")]
     head = [*run_rows(document)]
     head += [(row.name, f"{row.value}, {row.note}") for row in facts(document) if row.name != "health"]
     return [Table("", (), head), "", *parts, *_missing(document["missing"])]
@@ -114,17 +108,6 @@ def _stability(section: Row) -> Table:
     ]
     title = f"Overlap coefficient of consecutive supports (of two random ones {number(section['chance'])})"
     return Table(title, ("layer", "steps", *SPREAD, "n"), rows, left=2)
-
-
-def _lags(section: Row) -> Table:
-    rows = []
-    for lag in section["lags"]:
-        mean, _, *others = _spread(lag["reuse"])
-        refresh = _spread(lag["refresh"])
-        rows.append((_bin("lag")(lag), mean, *others, refresh[0], refresh[-1]))
-    since = "last refresh" if section["refreshes"] == "recorded" else "last step that Eq. 5 makes slow"
-    title = f"Overlap with the support at the {since}, by steps since then"
-    return Table(title, ("lag", "mean", *SPREAD[2:], "n", "at refreshes", "n"), rows)
 
 
 def _taken(section: Row) -> str:
@@ -195,16 +178,6 @@ def _selections(section: Row) -> Table:
     return Table(title, ("", *SPREAD, "n"), rows)
 
 
-def _coverage(section: Row) -> str:
-    sampled = f", positions of every {section['every']}th refresh" if section["every"] > 1 else ""
-    p5, p50, p95, most = (number(section["distance"][name], 0) for name in ("p5", "p50", "p95", "max"))
-    return (
-        f"selected: {percent(section['selected'])} of the prompt's positions by a KV head, "
-        f"{percent(section['selected_by_any'])} by any; {p50} tokens behind the query (5 to 95 %: {p5} to {p95}, "
-        f"at most {most}); a position stays for {number(section['stay'], 1)} refreshes{sampled}\n"
-    )
-
-
 def _corrections(section: Row) -> Table:
     places = [("all", section), *((f"layer {row['layer']}", row) for row in section["layers"])]
     places += [(f"{_bin('step')(row)} after a slow step", row) for row in section["since_slow"]]
@@ -226,17 +199,6 @@ def _phases(section: Row) -> Table:
     return Table.of("Time by phase", PHASES, rows, left=2, spare=("spans",))
 
 
-def _break_even(section: Row) -> str:
-    if section["context_tokens"] is None:
-        return f"break-even context length: unknown, {section['reason']}"
-    return (
-        f"break-even context length: {section['context_tokens']:,.0f} tokens (dense attention "
-        f"{number(section['dense_us_per_token'], 4)} us per cached token, fast {duration(section['fast_us'])} a "
-        f"step, refresh {number(section['select_us_per_token'] or 0.0, 4)} us per cached token and "
-        f"{duration(section['pack_us'] or 0.0)}, {percent(section['slow_share'])} slow)"
-    )
-
-
 REASONS: Columns = {
     "reason": (str, "reason"),
     "verifications": (count, "verifications"),
@@ -247,8 +209,6 @@ REASONS: Columns = {
 TESTED: Columns = {"kept": (count, "accepted"), "of tested": (count, "tested"), "share": (percent, "acceptance")}
 DRIFT_TITLE = "Attention drift: overlap with the support of step 0"
 DRIFT: Columns = {"step": _bin("step"), "mean": (number, "mean"), "n": (count, "n")}
-LOCALITY_TITLE = "Temporal locality: overlap of every two audited steps"
-LOCALITY: Columns = {"steps apart": _bin("lag"), "mean": (number, "mean"), "pairs": (count, "pairs")}
 AUDIT_TITLE = "Audited steps: mass that fast ones retained and their error, query cosine of all"
 AUDIT: Columns = {
     "layer": (str, "layer"),
@@ -270,14 +230,6 @@ DISAGREEMENT: Columns = {
     "gave": lambda row: "(left out)" if row["token_text"] is None else quoted(row["token_text"]),
     "full attention": dense_words,
     "KL": (number, "kl_next_token"),
-}
-READS_TITLE = "What a step of the batch holds and reads, in the mean"
-READS: Columns = {
-    "step": (str, "kind"),
-    "n": (count, "n"),
-    "requests": (partial(number, digits=1), "requests"),
-    "cached tokens": (partial(number, digits=0), "cached_tokens"),
-    "K and V read": lambda row: f"{number(row['moved_bytes'] / 1e6, 2)} MB",
 }
 PHASES: Columns = {
     "": (str, "part"),

@@ -2,14 +2,13 @@
 
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from sfi_cli import options as o
 from sfi_cli.commands.trace.report import beside, make_folder, open_view
 from sfi_cli.parsing import words
 from sfi_cli.terminal.output import Output, message
-from sfi_core.errors import ConfigError, TraceError, unknown
+from sfi_core.errors import TraceError, unknown
 
 if TYPE_CHECKING:  # numpy and Arrow take time
     from sfi_traces.model.request import Request
@@ -28,13 +27,8 @@ def plot(
     request: Annotated[o.Number, _what("The request.", shown="the first")] = None,
     layer: Annotated[o.Number, _what("Only this layer; not of the timeline.", shown="the mean over all")] = None,
     head: Annotated[o.Number, _what("Only this KV head; not of the timeline.", shown="the mean over all")] = None,
-    top: Annotated[
-        o.Number, _what("Only the most probable positions of each support.", shown="all that the audit recorded")
-    ] = None,
-    form: Annotated[str | None, o.option(o.OUTPUT, "png or svg.", "--format", shown="png")] = None,
-    output: Annotated[
-        o.File, o.output("A folder, or for one figure a .png or .svg.", shown="files DIR-KIND.png beside the trace")
-    ] = None,
+    form: Annotated[str, o.option(o.OUTPUT, "png or svg.", "--format")] = "png",
+    output: Annotated[o.File, o.output("A folder for DIR-KIND.png.", shown="beside the trace")] = None,
     force: o.Force = False,
 ) -> None:
     """Draw the figures of a paper or a README: overlap of supports, lambda*, retained mass, time.
@@ -47,41 +41,28 @@ def plot(
 
       sfi trace plot run -o figures
 
-      sfi trace plot run --kind heatmap --top 64 -o overlap.svg
+      sfi trace plot run --kind heatmap --format svg
 
       sfi trace plot run --kind lag,retained --layer 3 --head 1
     """
-    from sfi_traces.figures import KINDS, check_matplotlib
+    from sfi_traces.figures import FORMATS, KINDS, check_matplotlib
 
     check_matplotlib("figures")
-    asked = tuple(dict.fromkeys(words(kind)))
-    paths = _paths(trace, asked or tuple(KINDS), form, output)
-    chosen = open_view(trace, request, layer, head, top)
+    asked = words(kind)
+    for name, value, known in (*(("kind", each, KINDS) for each in asked), ("format", form, FORMATS)):
+        if value not in known:
+            raise unknown(name, value, known)
+    chosen = open_view(trace, request, layer, head)
+    if output is not None:
+        make_folder(output)
+    folder = trace.resolve()
+    paths = {
+        name: beside(trace, f"{name}.{form}") if output is None else output / f"{folder.name}-{name}.{form}"
+        for name in asked or KINDS
+    }
     with ExitStack() as stack:
         files = {name: stack.enter_context(Output(plot=path, force=force)) for name, path in paths.items()}
         _draw(chosen, files, asked=bool(asked))
-
-
-def _paths(trace: Path, kinds: tuple[str, ...], form: str | None, output: Path | None) -> dict[str, Path]:
-    from sfi_traces.figures import FORMATS, KINDS
-
-    for kind in kinds:
-        if kind not in KINDS:
-            raise unknown("kind", kind, KINDS)
-    if form not in (None, *FORMATS):
-        raise ConfigError(f"format must be one of {FORMATS}, got {form}")
-    if output is None:
-        return {kind: beside(trace, f"{kind}.{form or 'png'}") for kind in kinds}
-    if not output.suffix or output.is_dir():
-        make_folder(output)
-        name = trace.resolve().name
-        return {kind: output / f"{name}-{kind}.{form or 'png'}" for kind in kinds}
-    if len(kinds) > 1:
-        raise ConfigError(f"output must be a folder for {len(kinds)} figures, got {output}")
-    wanted = FORMATS if form is None else (form,)
-    if output.suffix.removeprefix(".") not in wanted:
-        raise ConfigError(f"output must end in one of {wanted}, got {output.name}")
-    return {kinds[0]: output}
 
 
 def _draw(request: "Request", files: dict[str, Output], *, asked: bool) -> None:

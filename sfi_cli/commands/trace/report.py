@@ -18,13 +18,6 @@ if TYPE_CHECKING:  # numpy and Arrow take time
 def report(
     trace: o.TraceDir,
     request: Annotated[o.Number, typer.Option(help="The request.", show_default="the first")] = None,
-    top: Annotated[
-        o.Number,
-        typer.Option(
-            help="Only the most probable positions of each support.",
-            show_default="all that the audit recorded; in the raster, the budget",
-        ),
-    ] = None,
     output: Annotated[o.File, o.output("The HTML file.", shown="DIR-report.html beside the trace")] = None,
     force: o.Force = False,
 ) -> None:
@@ -41,7 +34,7 @@ def report(
     from sfi_traces.report import check_report, render
 
     check_report()
-    view = open_view(trace, request, top=top)
+    view = open_view(trace, request)
     with Output(output or beside(trace, "report.html"), force=force) as file:
         file.text(render(view))
 
@@ -71,14 +64,12 @@ def beside(trace: Path, name: str) -> Path:
     return place / f"{folder.name}-{name}"
 
 
-def open_view(
-    trace: Path, request: int | None, layer: int | None = None, head: int | None = None, top: int | None = None
-) -> "Request":
+def open_view(trace: Path, request: int | None, layer: int | None = None, head: int | None = None) -> "Request":
     """Open a trace and choose the part to show, as `Request` does; tell the user about other requests."""
     from sfi_traces.model.request import Request
     from sfi_traces.model.trace import Trace
 
-    chosen = Request(Trace.open(trace), request, layer, head, top)
+    chosen = Request(Trace.open(trace), request, layer, head)
     if request is None and len(chosen.requests) > 1:
         message(f"showing request {chosen.index} of {len(chosen.requests)}; --request chooses another")
     return chosen

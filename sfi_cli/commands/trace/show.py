@@ -21,9 +21,9 @@ def show(
 ) -> None:
     """Sum a trace up: what ran, its answer, where full attention would have said something else, health, speed.
 
-    --full adds tables: triggers, overlap of supports, retained mass by layer, lambda*, latency, break-even;
-    attention drift, temporal locality and the similarity of heads (SyncKV); the query cosine (FreeKV);
-    corrections and recalls; a lossless run's verifications.
+    --full adds tables: triggers, overlap of supports, retained mass by layer, lambda*, latency; attention
+    drift and the similarity of heads (SyncKV); the query cosine (FreeKV); corrections and recalls; a lossless
+    run's verifications.
 
     --step shows the passages that a decoding step read, by layer and KV head. If the step was audited, it
     also shows their share of dense attention, and the passages that the step should have read.

@@ -22,7 +22,7 @@ def show_text(document: Row) -> list[Part]:
         if row.name == "full attention's token":
             rows += [("", line) for line in _disagreements(document["disagreements"])]
         if row.name == "health":
-            rows += [("", line) for line in finding_lines(document["health"], "problem")]
+            rows += [("", line) for line in finding_lines(document["health"])]
     more = f"sfi trace show {document['trace']} --full has every table, --step N what a step read"
     return [Table("", (), [*rows, ("more", f"{more}; sfi trace report draws it")])]
 

@@ -9,7 +9,7 @@ import duckdb
 
 from sfi_core.errors import SfiError
 from sfi_traces.health.measured import BEGINNING, IMPORTED, RECORD, Measured, Unjudged
-from sfi_traces.health.rules import PROBLEM, RULES, Rule
+from sfi_traces.health.rules import RULES, Rule
 from sfi_traces.model.request import Request
 from sfi_traces.model.trace import Trace
 
@@ -22,7 +22,7 @@ def judge(request: Request, *, quick: bool = False) -> dict[str, Any]:
 
     `findings` has for each rule and request beyond its threshold the worst value with its layer and head, how
     many of the `places` (KV heads, layers or requests) are `beyond`, a message and advice; `judged` the worst
-    value of each rule; `not_judged` what would record a rule's data; `sound` whether there is no problem.
+    value of each rule; `not_judged` what would record a rule's data; `sound` whether there is no finding.
     """
     document: dict[str, Any] = {"findings": [], "judged": [], "not_judged": []}
     for rule in RULES:
@@ -37,14 +37,9 @@ def judge(request: Request, *, quick: bool = False) -> dict[str, Any]:
         worst = max(values, key=lambda value: value.value)
         facts = {"value": worst.value, "threshold": rule.threshold, "places": len(values)}
         document["judged"].append({"rule": rule.name, **facts})
-        document["findings"] += _findings(rule, values, imported=bool(request.trace.imported))
-    document["sound"] = not problems(document)
+        document["findings"] += _findings(rule, values)
+    document["sound"] = not document["findings"]
     return document
-
-
-def problems(document: dict[str, Any]) -> list[dict[str, Any]]:
-    """Pick the findings of severity "problem" from what `judge` returned."""
-    return [finding for finding in document["findings"] if finding["severity"] == PROBLEM]
 
 
 def line(finding: dict[str, Any]) -> str:
@@ -63,7 +58,7 @@ def _enough(request: Request, rule: Rule) -> list[Measured]:
     return enough
 
 
-def _findings(rule: Rule, values: list[Measured], *, imported: bool) -> list[dict[str, Any]]:
+def _findings(rule: Rule, values: list[Measured]) -> list[dict[str, Any]]:
     findings = []
     for index in sorted({value.request for value in values}):
         of_request = [value for value in values if value.request == index]
@@ -74,13 +69,12 @@ def _findings(rule: Rule, values: list[Measured], *, imported: bool) -> list[dic
         findings.append(
             {
                 "rule": rule.name,
-                "severity": rule.severity,
                 **{name: getattr(worst, name) for name in ("request", "layer", "head", "value")},
                 "threshold": rule.threshold,
                 "beyond": len(beyond),
                 "places": len(of_request),
                 "message": _message(rule, worst, len(beyond), len(of_request)),
-                "advice": (imported and rule.advice_imported) or rule.advice,
+                "advice": rule.advice,
             }
         )
     return findings
@@ -120,7 +114,7 @@ class Watch:
     def news(self, folder: Path) -> list[str]:
         """Return a line for each new problem; an unreadable trace has none."""
         try:
-            findings = problems(judge(Request.of(Trace.open(folder)), quick=True))
+            findings = judge(Request.of(Trace.open(folder)), quick=True)["findings"]
         except (SfiError, OSError, duckdb.Error):
             return []
         new = [finding for finding in findings if (finding["rule"], finding["request"]) not in self._known]
@@ -128,4 +122,4 @@ class Watch:
         return [line(finding) for finding in new]
 
 
-__all__ = ["RULES", "Watch", "judge", "line", "problems"]
+__all__ = ["RULES", "Watch", "judge", "line"]

@@ -13,11 +13,10 @@ SAMPLED = "sampled_selections"
 MOST_POSITIONS = 1 << 22  # read at once
 RECORD_AUDIT = "record a sparse policy with --audit N"
 RECORD_POSITIONS = "record a policy that selects with --set trace.positions=true"
-RECORD_BOTH = "record a policy that selects with --audit 1 and trace.positions=true"
 RECORD_SELECTOR = "only a policy with the Selector, such as sfi, has its evidence"
 # replaces these for an imported trace
 IMPORTED = "the imported file does not hold what this rule looks at"
-RECORD = (RECORD_AUDIT, RECORD_POSITIONS, RECORD_BOTH, RECORD_SELECTOR)
+RECORD = (RECORD_AUDIT, RECORD_POSITIONS, RECORD_SELECTOR)
 AT_CLIP = 1e-6  # of selector.lambda_clip: how near lambda*, a float32, is to a clip that it stands at
 
 

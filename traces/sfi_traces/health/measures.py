@@ -1,13 +1,10 @@
 """What health rules measure of a run's steps, triggers and drift, of its selections and supports."""
 
-import pyarrow as pa
-
 from sfi_core.settings.policy_names import built_in, triggered
 from sfi_traces.health.measured import (
     RECORD_POSITIONS,
     Measured,
     Unjudged,
-    at_clip,
     by_head,
     measured,
     sample_selections,
@@ -15,7 +12,6 @@ from sfi_traces.health.measured import (
     worse_of_beginning,
 )
 from sfi_traces.model.request import Request
-from sfi_traces.schema import KEY
 
 SINKS = 4  # first positions; StreamingLLM's number
 OF_STEP = "chosen_selections JOIN chosen_steps USING (request, step)"
@@ -92,13 +88,6 @@ def fall(query: str, request: Request) -> list[Measured]:
     )
 
 
-def lambda_clipped(request: Request) -> list[Measured]:
-    """Share of refreshes where lambda* equals its clip."""
-    _require_selector(request)
-    value = f"avg({at_clip(request)}::INT)"
-    return by_head(request, value, "chosen_selections WHERE lambda_star IS NOT NULL")
-
-
 def selection_trailing(request: Request) -> list[Measured]:
     """Share of the selected positions among as many last ones before the recent window."""
     sample_selections(request)
@@ -136,15 +125,6 @@ def selection_frozen(request: Request) -> list[Measured]:
     return by_head(request, "avg((added = 0 AND removed = 0)::INT)", f"{OF_STEP} WHERE {where}")
 
 
-def sink_unselected(request: Request) -> list[Measured]:
-    """Share of selections without any of the first positions, where nothing else reads these."""
-    if request.trace.manifest["config"]["sink"]:
-        raise Unjudged("the policy reads the first tokens by itself (sink)")
-    sample_selections(request)
-    value = f"avg((positions[1] >= {SINKS})::INT)"
-    return by_head(request, value, "sampled_selections WHERE selected > 0")
-
-
 def of_selector(value: str, where: str, request: Request) -> list[Measured]:
     """Measure the SQL `value` of each KV head's selections by a Selector, `{allowed}` being what it may choose from."""
     value, where = (text.format(allowed=_allowed(request)) for text in (value, where))
@@ -166,10 +146,7 @@ def _allowed(request: Request) -> str:
     return f"greatest(context_tokens - {config['sink']:d} - {config['recent']:d}, 0)"
 
 
-RAISE_TOP = "raise audit.top: too few recorded supports reach below a uniform share (1 / context)"
 PEAK = 0.05  # the largest probability of a support that stands out
-INTERVALS = 8  # first intervals between refreshes that are measured
-STEPS, FEWEST = 16, 4  # most and least audited fast steps of an interval
 
 
 def sink_unread(request: Request) -> list[Measured]:
@@ -206,68 +183,6 @@ def top_1_dropped(request: Request) -> list[Measured]:
         WHERE NOT slow AND top_1_read IS NOT NULL AND list_max(mass) >= {PEAK}
     )"""  # noqa: S608 - a number
     return by_head(request, worse_of_beginning("1 - top_1_read"), source)
-
-
-def budget_idle(request: Request) -> list[Measured]:
-    """Share of the selected positions that got a uniform share at no fast step until the next refresh.
-
-    Supports whose least mass is above a uniform share do not count: they may lack positions that have one.
-    """
-    if not _idle_intervals(request):
-        return []
-    found = measured(
-        request,
-        f"""
-        WITH whole AS (
-            SELECT request, layer, head, refresh, context_tokens, positions, mass
-            FROM idle_supports JOIN idle_steps USING (request, step)
-            WHERE list_min(mass) * context_tokens < 1 OR len(positions) >= context_tokens
-        ), intervals AS (
-            SELECT request, layer, head, refresh FROM whole GROUP BY ALL HAVING count(*) >= {FEWEST}
-        ), used AS (
-            SELECT DISTINCT request, layer, head, refresh, p FROM (
-                SELECT * EXCLUDE (positions, mass), unnest(positions) AS p, unnest(mass) AS m FROM whole
-            ) WHERE m * context_tokens >= 1
-        ), chosen AS (
-            SELECT request, layer, head, step AS refresh, unnest(positions) AS p FROM idle_selections
-            WHERE coalesce(reason, '') = '' AND positions IS NOT NULL
-        )
-        SELECT request, layer, head, avg((used.request IS NULL)::INT) AS value, count(DISTINCT refresh) AS n
-        FROM (SELECT * FROM chosen SEMI JOIN intervals USING (request, layer, head, refresh))
-            LEFT JOIN used USING (request, layer, head, refresh, p)
-        GROUP BY request, layer, head
-        """,  # noqa: S608 - our own words and a number
-    )
-    known = "SELECT count(*) AS n FROM idle_selections WHERE positions IS NOT NULL"
-    if not found and request.single(known)["n"]:
-        raise Unjudged(RAISE_TOP)
-    return found
-
-
-def _idle_intervals(request: Request) -> bool:
-    # makes views of the first intervals' audited fast steps and their rows; False if there are none
-    steps = request.query(f"""
-        WITH placed AS (
-            SELECT request, step, slow, audited, context_tokens,
-                max(step) FILTER (slow) OVER (PARTITION BY request ORDER BY step) AS refresh
-            FROM chosen_steps
-        ), usable AS (
-            SELECT request, refresh, step, context_tokens FROM placed
-            WHERE NOT slow AND audited AND refresh IS NOT NULL
-            QUALIFY row_number() OVER (PARTITION BY request, refresh ORDER BY step) <= {STEPS}
-        ), intervals AS (
-            SELECT request, refresh FROM usable GROUP BY request, refresh HAVING count(*) >= {FEWEST}
-            QUALIFY row_number() OVER (PARTITION BY request ORDER BY refresh) <= {INTERVALS}
-        )
-        SELECT request, refresh, step, context_tokens FROM usable SEMI JOIN intervals USING (request, refresh)
-    """)  # noqa: S608 - our own numbers
-    if not steps:
-        return False
-    request.connection.register("idle_steps", pa.Table.from_pylist(steps))
-    for table, at in (("supports", "step"), ("selections", "refresh")):
-        keys = {"request": [row["request"] for row in steps], "step": [row[at] for row in steps]}
-        request.pick(f"idle_{table}", table, pa.table(keys, pa.schema(KEY)))
-    return True
 
 
 def _lost(request: Request, where: str) -> list[Measured]:

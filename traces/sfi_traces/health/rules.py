@@ -9,38 +9,33 @@ from dataclasses import dataclass
 from functools import partial
 
 from sfi_traces.health import measures
-from sfi_traces.health.measured import RECORD_AUDIT, RECORD_BOTH, RECORD_POSITIONS, RECORD_SELECTOR, Measure, by_head
+from sfi_traces.health.measured import RECORD_AUDIT, RECORD_POSITIONS, RECORD_SELECTOR, Measure
 
-PROBLEM, NOTE = "problem", "note"
 NEGLIGIBLE_KL = 0.01  # nats; below, a step's next token hardly changes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """One thing that may be wrong with a run's selections.
+    """One thing that may be wrong with a run's selections, so that it loses what it needs.
 
     Attributes:
         measure: Returns the values of a request, or of all.
-        severity: "problem" (the run loses what it needs) or "note" (may be right, but worth knowing).
         threshold: Values of at least this are beyond the rule; `reason` says why.
         least: `samples` (refreshes, steps, tokens) that a value needs to be judged.
         share: Share of a request's KV heads that must be beyond the threshold.
         means: The finding in words, with `{value}`, a percentage where `percent`, perhaps of `{of}` samples.
-        advice_imported: The advice where another engine selected; "" for the same.
         needs: How to record what the rule needs.
         unnests: Whether the rule unnests lists of positions, which takes longer.
     """
 
     name: str
     measure: Measure
-    severity: str
     threshold: float
     reason: str
     least: int = 1
     share: float = 0.0
     means: str
     advice: str
-    advice_imported: str = ""
     needs: str
     samples: str = "steps"
     percent: bool = True
@@ -50,14 +45,14 @@ class Rule:
 RULES = (
     Rule(
         name="never_fast", measure=measures.never_fast,
-        severity=PROBLEM, threshold=1.0, least=32, needs="the table steps is empty",
+        threshold=1.0, least=32, needs="the table steps is empty",
         reason="32 steps in a row that are all slow are no accident: t_max alone allows a fast one after each",
         means="{value} of the steps were slow: the sparse path never ran",
         advice="look at the reasons of slow steps in `sfi trace show`, and at the trigger settings",
     ),
     Rule(
         name="trigger_never", measure=partial(measures.trigger_share, "NOT trigger"),
-        severity=PROBLEM, threshold=1.0, least=200, needs="the table steps is empty",
+        threshold=1.0, least=200, needs="the table steps is empty",
         samples="tokens",
         reason="200 tokens of prose or code hold several sentence ends or line breaks; the example has one in 10",
         means="{value} of the generated tokens are outside T_trig: no sentence ever ended, t_max alone refreshes",
@@ -65,7 +60,7 @@ RULES = (
     ),
     Rule(
         name="trigger_always", measure=partial(measures.trigger_share, "trigger"),
-        severity=PROBLEM, threshold=0.5, least=32, needs="the table steps is empty",
+        threshold=0.5, least=32, needs="the table steps is empty",
         samples="tokens",
         reason="at one slow step in two, refreshes cost more than the fast steps save; the example has 10 %",
         means="{value} of the generated tokens are in T_trig",
@@ -78,7 +73,7 @@ RULES = (
             "OR lambda_star IS NULL OR NOT isfinite(lambda_star))::INT)",  # NaN is recorded as null
             "coalesce(chosen_selections.reason, '') = ''",
         ),
-        severity=PROBLEM, threshold=0.01, needs=RECORD_SELECTOR, samples="refreshes",
+        threshold=0.01, needs=RECORD_SELECTOR, samples="refreshes",
         reason="the evidence is a distribution: its squared norm is finite and above 0 at every refresh, so that a "
         "single head that breaks this often is a bug; 1 % leaves a refresh with nothing to select from aside",
         means="{value} of the refreshes have evidence or lambda* that is zero, infinite or no number",
@@ -87,7 +82,7 @@ RULES = (
     Rule(
         name="evidence_flat",
         measure=partial(measures.of_selector, "avg(exp(evidence_entropy) / {allowed})", "{allowed} > 2 * selected"),
-        severity=PROBLEM, threshold=0.98, least=2, share=0.5, needs=RECORD_SELECTOR,
+        threshold=0.98, least=2, share=0.5, needs=RECORD_SELECTOR,
         samples="refreshes",
         reason="exp(evidence_entropy) is how many positions the evidence is spread over; measured at most "
         ".70 of those allowed, in a last layer that attends to everything; equal scores give 1",
@@ -96,7 +91,7 @@ RULES = (
     ),
     Rule(
         name="prior_outweighs", measure=partial(measures.of_selector, "avg(lambda_star)", "isfinite(lambda_star)"),
-        severity=PROBLEM, threshold=0.5, least=2, share=0.5, needs=RECORD_SELECTOR,
+        threshold=0.5, least=2, share=0.5, needs=RECORD_SELECTOR,
         samples="refreshes", percent=False,
         reason="lambda* is the prior's weight and 1 - lambda* the evidence's; from .5 on position and key "
         "norm count for more than attention; presets clip at .02 to .35",
@@ -104,33 +99,8 @@ RULES = (
         advice="lower selector.lambda_clip",
     ),
     Rule(
-        name="lambda_clipped", measure=measures.lambda_clipped,
-        severity=NOTE, threshold=0.95, least=2, share=0.5, needs=RECORD_SELECTOR,
-        samples="refreshes",
-        reason="a note, for the clip is what the presets rest on: measured 100 % in runs whose answers are "
-        "right as in those whose are wrong. Eq. 17 gives .89 to 1.0 before the clip (evidence is "
-        "concentrated, the prior is not), against a clip of .02",
-        means="lambda* stands at its clip in {value} of the refreshes: the weight of the prior (position and "
-        "key norm) is the constant selector.lambda_clip",
-        advice="nothing, if the clip is meant as the weight; it is small, so the evidence decides. Raising "
-        "the clip gives the prior just that weight; only a clip above Eq. 17's own value lets lambda* vary",
-    ),
-    Rule(
-        name="unread_estimated",
-        measure=lambda request: by_head(
-            request, "avg(unread_estimate)", "chosen_selections WHERE isfinite(unread_estimate)"
-        ),
-        severity=NOTE, threshold=0.7, least=8, share=0.5,
-        needs="only codescan estimates what it leaves unread", samples="selections",
-        reason="codescan on the example: with a budget of 256 (right) a head leaves .02 to .66 unread, none "
-        ".7; with 32 and 8 (wrong) four and six of eight heads leave .7 or more. A note, for heads that "
-        "attend to everything need not be read",
-        means="the policy's own scores put {value} of the attention on keys that it did not read",
-        advice="raise budget",
-    ),
-    Rule(
         name="selection_trailing", measure=measures.selection_trailing,
-        severity=PROBLEM, threshold=0.95, share=0.5, needs=RECORD_POSITIONS,
+        threshold=0.95, share=0.5, needs=RECORD_POSITIONS,
         unnests=True,
         reason="a selection that is the last positions before the recent window is a longer window; measured .00 to "
         ".03 (default) and .19 to .26 (paper). Half of the heads, for a single head may well be local",
@@ -139,7 +109,7 @@ RULES = (
     ),
     Rule(
         name="selection_same", measure=measures.selection_same,
-        severity=PROBLEM, threshold=0.9, needs=RECORD_POSITIONS,
+        threshold=0.9, needs=RECORD_POSITIONS,
         reason="heads score by their own queries and keys; hundreds of equal positions do not happen by chance",
         means="all KV heads of a layer selected the same positions in {value} of its refreshes",
         advice="check that scores are taken by head (a broadcast dimension, scores of zero); if heads shall "
@@ -147,7 +117,7 @@ RULES = (
     ),
     Rule(
         name="selection_frozen", measure=measures.selection_frozen,
-        severity=PROBLEM, threshold=1.0, least=3, share=0.5,
+        threshold=1.0, least=3, share=0.5,
         needs="it takes four refreshes or more", samples="refreshes after the first",
         reason="measured .54 to .98 of a selection is new at a refresh; three refreshes without one new "
         "position while the text goes on are a selection that was not made anew",
@@ -156,7 +126,7 @@ RULES = (
     ),
     Rule(
         name="sink_unread", measure=measures.sink_unread,
-        severity=PROBLEM, threshold=0.05, least=4, share=0.1, needs=RECORD_AUDIT,
+        threshold=0.05, least=4, share=0.1, needs=RECORD_AUDIT,
         unnests=True,
         reason="a model with sinks gives its first tokens a large share of the mass in most heads, and "
         "fails where they are evicted (StreamingLLM); .05 is far above what four of 1,000 tokens get by "
@@ -165,18 +135,8 @@ RULES = (
         advice="set sink=4 or more",
     ),
     Rule(
-        name="sink_unselected", measure=measures.sink_unselected,
-        severity=NOTE, threshold=1.0, needs=RECORD_POSITIONS, unnests=True,
-        reason="a note, for models differ: one with learned sink logits (GPT-OSS) gives its first tokens "
-        "nothing. Judged only where the policy does not read them by itself (sink=0)",
-        means="{value} of the selections hold none of the first 4 positions, and nothing else reads them",
-        advice="set sink=4; or see with --audit N whether these positions carry mass",
-        advice_imported="let the engine that selected keep the first 4 tokens; or see with masses of dense "
-        "attention (docs/import.md) whether they carry any",
-    ),
-    Rule(
         name="top_1_dropped", measure=measures.top_1_dropped,
-        severity=PROBLEM, threshold=0.2, least=8, share=0.1, needs=RECORD_AUDIT,
+        threshold=0.2, least=8, share=0.1, needs=RECORD_AUDIT,
         reason="only steps whose largest probability is .05 or more count: in a diffuse head (measured in "
         "the last layer) the first of thousands of equals says nothing, and a run that drops it may have the "
         "right answer. A fifth of such steps, or of the first 32, whichever is more: measured .06 in the run "
@@ -187,7 +147,7 @@ RULES = (
     ),
     Rule(
         name="look_back", measure=measures.look_back,
-        severity=PROBLEM, threshold=0.05, least=8, share=0.25, needs=RECORD_AUDIT,
+        threshold=0.05, least=8, share=0.25, needs=RECORD_AUDIT,
         unnests=True,
         reason="the mass of everything that lies further back than any selected token; what a selection of "
         "the whole context loses there is nothing, and 5 % in a quarter of the heads is more than the "
@@ -196,17 +156,8 @@ RULES = (
         advice="select from the whole context (a window alone cannot answer), or raise budget",
     ),
     Rule(
-        name="budget_idle", measure=measures.budget_idle,
-        severity=NOTE, threshold=0.8, share=0.5,
-        needs=RECORD_BOTH, unnests=True,
-        reason="a note: it costs time, not answers. A position counts as attended if dense attention gives "
-        "it at least a uniform share (1 / context) at any audited fast step until the next refresh",
-        means="{value} of the selected positions never carried a uniform share of the mass",
-        advice="a smaller budget may do: see `sfi trace replay --budget`",
-    ),
-    Rule(
         name="fast_disagrees", measure=measures.fast_disagrees,
-        severity=PROBLEM, threshold=0.1, least=30, needs=RECORD_AUDIT,
+        threshold=0.1, least=30, needs=RECORD_AUDIT,
         reason="the last thing to see, and the plainest. Of all fast steps or of the first 32, whichever is "
         "more: a run that has gone wrong repeats a word, and dense attention then repeats it too. Measured 0 "
         "in the run with the right answer, .13 to .34 in four with a wrong one (.06 with scores of zero). Of "
@@ -217,7 +168,7 @@ RULES = (
     Rule(
         name="drift_agreement",
         measure=partial(measures.fall, "SELECT request, step, argmax_agrees::INT AS value FROM chosen_logits"),
-        severity=PROBLEM, threshold=0.15, least=30, needs=RECORD_AUDIT,
+        threshold=0.15, least=30, needs=RECORD_AUDIT,
         reason="first against last third of the fast steps; counted only beyond 3 standard errors, so that "
         "15 points are no accident",
         means="agreement with dense attention's token falls by {value} from the run's first third to its last",
@@ -229,23 +180,10 @@ RULES = (
             f"SELECT request, step, -ln(greatest(kl_next_token, {NEGLIGIBLE_KL})) AS value FROM chosen_logits "  # noqa: S608
             "WHERE isfinite(kl_next_token)",
         ),
-        severity=PROBLEM, threshold=1.4, least=30, needs=RECORD_AUDIT, percent=False,
+        threshold=1.4, least=30, needs=RECORD_AUDIT, percent=False,
         reason="mean of ln KL, first against last third, beyond 3 standard errors; 1.4 is four times the "
         "KL. A last third below .01 nats does not count",
         means="the logarithm of the KL to dense attention's next token rises by {value}",
         advice="errors add up in the cache: refresh more often, set dense_layers, or use --lossless",
-    ),
-    Rule(
-        name="drift_retained", measure=partial(
-            measures.fall,
-            "SELECT request, step, avg(retained_mass) AS value "
-            "FROM chosen_supports JOIN chosen_steps USING (request, step) "
-            "WHERE NOT slow AND isfinite(retained_mass) GROUP BY ALL",
-        ),
-        severity=NOTE, threshold=0.1, least=30, needs=RECORD_AUDIT,
-        reason="first against last third, beyond 3 standard errors; a note, for texts differ along their "
-        "way, and what counts is the agreement",
-        means="the retained mass falls by {value} from the run's first third to its last",
-        advice="a budget of fixed size holds less of a growing context; see whether agreement falls too",
     ),
 )  # fmt: skip

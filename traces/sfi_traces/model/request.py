@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from sfi_core.errors import ConfigError, TraceError
+from sfi_core.errors import TraceError
 from sfi_traces.model.rows import Rows
 from sfi_traces.model.selections import Selections, StepReads
 from sfi_traces.model.steps import Ints, Memory, Positions, Steps
@@ -31,7 +31,6 @@ class Request:
         index: The request's number.
         requests: All requests that have a step.
         layer: The chosen layer, `head` the KV head; None for all.
-        top: Positions of a support; None for all that were recorded.
         places: The chosen layers and KV heads of full-attention layers.
         shared: What several sections of a summary use and is computed once.
     """
@@ -42,26 +41,23 @@ class Request:
         index: int | None = None,
         layer: int | None = None,
         head: int | None = None,
-        top: int | None = None,
         *,
         every: bool = False,
     ) -> None:
         """Choose a request, by default the first; with `every`, none chosen means all in SQL.
 
-        Raises `ConfigError` for a request, layer, KV head or size of supports that the trace lacks, `TraceError`
-        without a step.
+        Raises `ConfigError` for a request, layer or KV head that the trace lacks, `TraceError` without a step.
         """
         table = trace.table("steps")
         if not len(table):
             raise TraceError(f"trace {trace.path} has no finished step")
-        self.trace, self.layer, self.head, self.top = trace, layer, head, top
+        self.trace, self.layer, self.head = trace, layer, head
         self.requests: list[int] = sorted(pc.unique(table["request"]).to_pylist())
         check_known("request", [index], self.requests)
         layers = [entry for entry in trace.manifest["model"]["layers"] if every or entry["window"] is None]
         check_known("layer", [layer], [entry["layer"] for entry in layers])
         heads = [entry["heads"] for entry in layers if layer in (None, entry["layer"])]
         check_known("head", [head], range(max(heads, default=0)))
-        _check_top(trace, top)
         self._in_sql = index if every or index is not None else self.requests[0]
         self.index: int = self.requests[0] if index is None else index
         self.rows = of_request(table, self.index).sort_by("step")
@@ -178,8 +174,7 @@ class Request:
         if not len(layer):
             raise TraceError(self._lacks_supports())
         every = thinning(len(layer) * self.trace.manifest["audit"]["top"], MOST_POSITIONS)
-        supports = self.supports_where(pc.field("layer").isin(pc.unique(layer).sort()[::every]))
-        return supports if self.top is None else supports.strongest(self.top)
+        return self.supports_where(pc.field("layer").isin(pc.unique(layer).sort()[::every]))
 
     def supports_where(self, wanted: pc.Expression) -> Supports:
         """Read the supports of the rows that a filter wants, at least one."""
@@ -188,7 +183,7 @@ class Request:
     @property
     def k(self) -> int:
         """Positions of a support."""
-        return self.top or int(self.trace.manifest["audit"]["top"])
+        return int(self.trace.manifest["audit"]["top"])
 
     @cached_property
     def audited_layers(self) -> int:
@@ -256,13 +251,3 @@ class Request:
                 where += f", {name} {value}"
         option = "--audit 1" if self.layer is None else f"--audit 1 --set audit.layers={self.layer}"
         return f"trace {self.trace.path} has no supports of {where}; record it with {option}"
-
-
-def _check_top(trace: Trace, top: int | None) -> None:
-    audit = trace.manifest["audit"]
-    if top is None or audit is None:
-        return
-    if not 1 <= top <= audit["top"]:
-        raise ConfigError(f"top must be in 1 to {audit['top']}, which the audit recorded, got {top}")
-    if top < audit["top"]:
-        trace.require_masses()

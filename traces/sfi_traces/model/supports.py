@@ -154,21 +154,6 @@ class Supports:
             mass_NUK=self.mass_NUK[:, kept_U],
         )
 
-    def strongest(self, top: int) -> Self:
-        """Keep the `top` most probable positions of each support; the first of equal ones."""
-        N, U, K = self.position_NUK.shape
-        if top >= K:
-            return self
-        position_NUK = np.empty((N, U, top), np.int32)
-        mass_NUK = np.empty((N, U, top), np.float32)
-        for unit in range(U):  # one by one, for the memory's sake
-            position_NK, mass_NK = self.position_NUK[:, unit], self.mass_NUK[:, unit]
-            order_NK = np.argsort(np.where(position_NK < 0, np.inf, -mass_NK), kind="stable")
-            kept_NK = np.sort(order_NK[:, :top])
-            position_NUK[:, unit] = np.take_along_axis(position_NK, kept_NK, -1)
-            mass_NUK[:, unit] = np.take_along_axis(mass_NK, kept_NK, -1)
-        return replace(self, position_NUK=position_NUK, mass_NUK=mass_NUK)
-
     def thinned(self, most: int = MOST_STEPS) -> Self:
         """Keep every n-th step, so that at most `most` are left."""
         return self.at(slice(None, None, thinning(self.steps, most)))

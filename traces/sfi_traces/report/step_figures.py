@@ -2,7 +2,7 @@
 
 import html
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -29,20 +29,16 @@ MOST_NUMBERS = 8  # columns of a map with their number written in
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """A figure with its caption.
-
-    The page sets its colors of text, paper and grid; `more` are further plain values for the page's script.
-    """
+    """A figure with its caption; the page sets its colors of text, paper and grid."""
 
     caption: Caption
     figure: go.Figure
-    more: dict[str, Any] = field(default_factory=dict)
 
     def plain(self) -> dict[str, Any]:
         """Return what the page's script and section need."""
         plot = json.loads(self.figure.to_json())  # arrays as base64, which Plotly reads
         plot["layout"].pop("template", None)
-        return {"caption": self.caption, **plot, **self.more}
+        return {"caption": self.caption, **plot}
 
 
 def cells(found: HeadMap, low: float, high: float, word: str) -> go.Heatmap:

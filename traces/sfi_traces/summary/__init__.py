@@ -7,10 +7,10 @@ from sfi_traces.health import judge
 from sfi_traces.model.request import Request
 from sfi_traces.model.trace import Trace
 from sfi_traces.summary import supports
-from sfi_traces.summary.facts import answers, coverage_facts, lossless_facts, run_facts, step_facts, trigger_tokens
+from sfi_traces.summary.facts import answers, lossless_facts, run_facts, step_facts, trigger_tokens
 from sfi_traces.summary.head_maps import corrections, query_cosine, recalls
-from sfi_traces.summary.similarity import head_similarity, over_time
-from sfi_traces.summary.speed import batch_reads, break_even, latency, phases
+from sfi_traces.summary.similarity import drift_facts, head_similarity
+from sfi_traces.summary.speed import latency, phases
 
 SECTIONS: dict[str, Callable[[Request], Any]] = {  # in the document's order
     "run": run_facts,
@@ -19,9 +19,7 @@ SECTIONS: dict[str, Callable[[Request], Any]] = {  # in the document's order
     "lossless": lossless_facts,
     "triggers": trigger_tokens,
     "stability": supports.stability,
-    "lags": supports.overlap_by_lag,
-    "drift": lambda request: over_time(request)[0],
-    "locality": lambda request: over_time(request)[1],
+    "drift": drift_facts,
     "head_similarity": head_similarity,
     "query_cosine": query_cosine,
     "audit": supports.audit_facts,
@@ -29,24 +27,19 @@ SECTIONS: dict[str, Callable[[Request], Any]] = {  # in the document's order
     "disagreements": supports.disagreements,
     "selections": supports.selection_facts,
     "phases": phases,
-    "coverage": coverage_facts,
     "corrections": corrections,
     "recalls": recalls,
     "latency": latency,
-    "break_even": break_even,
-    "reads": batch_reads,
 }
 MISSING = {  # sections that a trace may lack, and what records them
     "stability": "overlap of consecutive supports (record with --audit 1)",
-    "lags": "overlap by lag since the refresh (record with --audit N)",
     "drift": "overlap with the prompt's support (record with --audit N, step 0 and a later one)",
-    "locality": "overlap of every two steps (record with --audit N, two steps or more)",
     "head_similarity": "similarity of heads within and between layers (record two layers with --audit N)",
     "query_cosine": "query cosine by layer and head (record with --audit N, a step after step 0)",
     "audit": "retained mass, output error, query cosine (record with --audit N)",
     "logits": "next-token KL and argmax agreement (record a sparse policy with --audit N)",
     "selections": "lambda* and overlap of selections (record a policy that selects, such as --policy sfi)",
-    "phases": "time by phase and break-even (the table timings is empty)",
+    "phases": "time by phase (the table timings is empty)",
 }
 SPANS = "phases inside replayed steps (record with --set trace.spans=true, which gives up CUDA graphs)"
 OF_ALL_RUNS = ("selections", "phases")  # the only ones missed in a lossless run, which has no audit

@@ -1,11 +1,10 @@
-"""What was run, how its steps went, what triggered, drafted and verified, and where selected positions lie."""
+"""What was run, how its steps went, what triggered, drafted and verified."""
 
 from typing import Any
 
 from sfi_core.settings.config import changed_settings
-from sfi_traces.health.measured import sample_selections
 from sfi_traces.model.request import Request
-from sfi_traces.model.trace import Row, bins, distribution
+from sfi_traces.model.trace import Row, bins
 
 FROM_MANIFEST = [
     "policy", "preset", "backend", "device", "redacted", "created", "finished", "stopped", "audit",
@@ -89,52 +88,6 @@ def trigger_tokens(request: Request) -> list[dict[str, Any]]:
         ORDER BY count DESC, token_id
     """
     return request.query(query, [1 + request.trace.manifest["config"]["trigger_delay"]])
-
-
-def coverage_facts(request: Request) -> dict[str, Any] | None:
-    """Measure where selected positions lie; None without positions of selections.
-
-    `selected`: share of a prompt's positions that a KV head ever selected, the mean over heads, and by layer;
-    `selected_by_any`: that any head selected. `distance`: tokens from a selected position to the query.
-    `stay`: refreshes that a position stays, on average. `every`: positions are taken from every n-th refresh.
-    """
-    every = sample_selections(request)
-    prompts = ", ".join(f"({one['request']:d}, {one['tokens']:d})" for one in request.trace.manifest.get("prompts", []))
-    rows = request.query(f"""
-        WITH prompts (request, tokens) AS (VALUES {prompts or "(-1, 1)"}), heads AS (
-            SELECT request, layer, head, tokens, count(DISTINCT p) / tokens AS share
-            FROM (SELECT request, layer, head, unnest(positions) AS p FROM sampled_selections)
-                JOIN prompts USING (request)
-            WHERE p < tokens GROUP BY request, layer, head, tokens
-        )
-        SELECT layer, avg(share) AS selected FROM heads GROUP BY GROUPING SETS ((), (layer))
-        ORDER BY layer NULLS FIRST
-    """)  # noqa: S608 - our own numbers
-    if not rows[1:]:  # the first one is of all layers
-        return None
-    any_head = request.single(f"""
-        WITH prompts (request, tokens) AS (VALUES {prompts})
-        SELECT avg(share) AS share FROM (
-            SELECT count(DISTINCT p) / tokens AS share
-            FROM (SELECT request, unnest(positions) AS p FROM sampled_selections) JOIN prompts USING (request)
-            WHERE p < tokens GROUP BY request, tokens
-        )
-    """)  # noqa: S608 - our own numbers
-    distance = request.single(f"""
-        SELECT {distribution("position - p")} AS distance FROM (
-            SELECT position, unnest(positions) AS p
-            FROM sampled_selections JOIN chosen_steps USING (request, step)
-        )
-    """)  # noqa: S608 - our own words
-    stay = request.single("SELECT sum(selected) / nullif(sum(added), 0) AS stay FROM chosen_selections")
-    return {
-        "selected": rows[0]["selected"],
-        "selected_by_any": any_head["share"],
-        "layers": rows[1:],
-        **distance,
-        **stay,
-        "every": every,
-    }
 
 
 # counts a drafted stop token, which becomes the verification's own, as accepted; the join drops verifications

@@ -1,4 +1,4 @@
-"""How supports drift, how long they last and how alike heads are, as SyncKV observed (Fig. 2)."""
+"""How supports drift, and how alike heads are, as SyncKV observed (Fig. 2)."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -17,8 +17,6 @@ from sfi_traces.model.trace import Row, of_steps
 from sfi_traces.overlap import Overlap, coefficients
 
 MOST_TAKEN = 1 << 25  # positions of a request; beyond, every n-th layer is taken
-MOST_PAIRED = 512  # first steps of a request whose pairs are counted
-MOST_SHOWN = 64  # steps of a request's matrix
 MOST_COMPARED = 64  # steps of a request, evenly chosen, at which heads are compared
 DIGITS = 4
 
@@ -47,37 +45,32 @@ def drift(supports: Supports) -> tuple[np.ndarray, np.ndarray]:
     return supports.step_N[1:], np.stack(of_unit)
 
 
-def over_time(request: Request) -> tuple[Row | None, Row | None]:
-    """Measure attention drift (SyncKV, Fig. 2a) and temporal locality (Fig. 2b), some layers at a time.
+def drift_facts(request: Request) -> Row | None:
+    """Measure attention drift (SyncKV, Fig. 2a), some layers at a time.
 
-    The drift has by `steps` the `mean` over requests, layers and heads and the number `n` behind it, the same
-    by layer, and `bins` of steps 1, 2, 3-4, 5-8, ...; None unless step 0 and a later one have supports.
-
-    The locality has in `lags` the mean over pairs of steps that are 1, 2, 3-4, 5-8, ... apart, among each
-    request's first 512 audited steps, and in `overlap` a matrix of up to 64 of these steps, of the first
-    request; None without two audited steps. A long trace has every n-th layer taken (`layers_taken`).
+    Has by `steps` the `mean` over requests, layers and heads and the number `n` behind it, and `bins` of steps 1, 2,
+    3-4, 5-8, ... A long trace has every n-th layer taken (`layers_taken`). None unless step 0 and a later one have
+    supports.
     """
-    if "over_time" not in request.shared:
-        request.shared["over_time"] = _over_time(request)
-    facts: tuple[Row | None, Row | None] = request.shared["over_time"]
-    return facts
-
-
-def _over_time(request: Request) -> tuple[Row | None, Row | None]:
     drifts: Drifts = []
-    of_layer: dict[int, Drifts] = defaultdict(list)
-    paired: dict[int, _Pairs] = defaultdict(_Pairs)
     layers, taken = _layers(request)
-    for index, supports in _by_layers(request, taken):
-        paired[index].add(supports.at(slice(MOST_PAIRED)))
+    for supports in _by_layers(request, taken):
         with suppress(TraceError):  # a request without step 0, or without a step after
-            step_S, overlap_US = drift(supports)
-            drifts.append((step_S, overlap_US))
-            for layer in supports.layers:
-                of_layer[layer].append((step_S, overlap_US[supports.layer_U == layer]))
-    counts = {"layers_taken": len(taken), "layers_audited": layers}
-    drifted, local = _drift_facts(drifts, of_layer), _locality_facts(paired)
-    return drifted and drifted | counts, local and local | counts
+            drifts.append(drift(supports))
+    if not drifts:
+        return None
+    steps, mean, n = _pooled(drifts)
+    return {
+        "steps": steps.tolist(),
+        "mean": _plain(mean),
+        "n": n.tolist(),
+        "bins": [
+            {"from_step": first, "to_step": last, "mean": value, "n": count}
+            for first, last, value, count in _bins(steps, mean, n)
+        ],
+        "layers_taken": len(taken),
+        "layers_audited": layers,
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,65 +148,6 @@ def head_similarity(request: Request) -> Row | None:
     }
 
 
-class _Pairs:
-    # overlaps of every two steps of a request, summed over layers and heads
-
-    def __init__(self) -> None:
-        self.step = np.empty(0, int)
-        self._heads = 0
-        self._total: np.ndarray | float = 0.0
-
-    def add(self, supports: Supports) -> None:
-        self.step = supports.step_N
-        heads = len(supports.places)
-        self._heads += heads
-        self._total = self._total + supports.overlap.astype(np.float64) * heads
-
-    @property
-    def mean(self) -> np.ndarray:
-        return np.asarray(self._total / self._heads)
-
-
-def _drift_facts(drifts: Drifts, of_layer: dict[int, Drifts]) -> Row | None:
-    if not drifts:
-        return None
-    steps, mean, n = _pooled(drifts)
-    return {
-        "steps": steps.tolist(),
-        "mean": _plain(mean),
-        "n": n.tolist(),
-        "bins": [
-            {"from_step": first, "to_step": last, "mean": value, "n": count}
-            for first, last, value, count in _bins(steps, mean, n)
-        ],
-        "layers": [
-            {"layer": layer, "steps": steps.tolist(), "mean": _plain(mean), "n": n.tolist()}
-            for layer, pieces in sorted(of_layer.items())
-            for steps, mean, n in [_pooled(pieces)]
-        ],
-    }
-
-
-def _locality_facts(paired: dict[int, _Pairs]) -> Row | None:
-    paired = {index: pairs for index, pairs in paired.items() if len(pairs.step) > 1}
-    if not paired:
-        return None
-    upper = [(np.triu_indices(len(pairs.step), 1), pairs) for pairs in paired.values()]
-    lag = np.concatenate([pairs.step[late] - pairs.step[early] for (early, late), pairs in upper])
-    value = np.concatenate([pairs.mean[at] for at, pairs in upper])
-    index, first = next(iter(paired.items()))
-    shown = slice(None, None, thinning(len(first.step), MOST_SHOWN))
-    return {
-        "lags": [
-            {"from_lag": low, "to_lag": high, "mean": mean, "pairs": count}
-            for low, high, mean, count in _bins(lag, value, np.ones(len(lag), int))
-        ],
-        "request": index,
-        "steps": first.step[shown].tolist(),
-        "overlap": _plain(first.mean[shown, shown]),
-    }
-
-
 def _pooled(drifts: Drifts) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     # the steps, the mean overlap at each, and the number of overlaps behind it
     step = np.concatenate([step_S for step_S, _ in drifts])
@@ -245,13 +179,13 @@ def _layers(request: Request) -> tuple[int, dict[int, int]]:
     return len(rows), dict([*positions.items()][::every])
 
 
-def _by_layers(request: Request, layers: dict[int, int]) -> Iterator[tuple[int, Supports]]:
+def _by_layers(request: Request, layers: dict[int, int]) -> Iterator[Supports]:
     # reads as many layers at once as fit into memory, since each read scans all parts
     together = max(1, MOST_POSITIONS // max(layers.values(), default=1))
     for index, steps in _whole_steps(request).items():
         alone = Request(request.trace, index)
         for at in range(0, len(layers), together):
-            yield index, _read(alone, [*layers][at : at + together], steps)
+            yield _read(alone, [*layers][at : at + together], steps)
 
 
 def _whole_steps(request: Request) -> dict[int, list[int]]:

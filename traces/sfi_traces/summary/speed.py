@@ -1,11 +1,10 @@
-"""Where the time went: latency of steps, phases, and the context length from which SFI pays off."""
+"""Where the time went: latency of steps, and phases."""
 
 from typing import Any
 
 from sfi_traces.model.request import Request
 
 CONTAINERS = ("prefill", "forward")
-REPLAYED = "SELECT count(*) AS n FROM chosen_steps WHERE graphs"
 # what the requests of one step of a batch have in common; runs of one trace may be as long to the microsecond
 BATCH_STEP = "(coalesce(batch, -1), coalesce(batch_step, step), elapsed_us)"
 CHOSEN = f"(SELECT {BATCH_STEP} FROM chosen_steps LEFT JOIN batches USING (request))"  # noqa: S608 - our own words
@@ -46,26 +45,6 @@ def latency(request: Request) -> dict[str, Any]:
         "tokens_per_second": tokens / (taken_us / 1e6) if taken_us else None,
         "audited": any(row["audited"] for row in decoding),
     }
-
-
-def batch_reads(request: Request) -> list[dict[str, Any]]:
-    """Average what the batch's steps held and moved, by kind, from step 1 on; none for an import."""
-    return request.query(f"""
-        SELECT kind, count(*) AS n, avg(requests) AS requests, avg(cached_tokens) AS cached_tokens,
-            avg(moved_bytes) AS moved_bytes
-        FROM (
-            SELECT
-                CASE WHEN min(fast_requests) = 0 THEN 'slow' WHEN min(slow_requests) = 0 THEN 'fast'
-                    ELSE 'mixed' END AS kind,
-                min(slow_requests + fast_requests) AS requests, min(cached_tokens) AS cached_tokens,
-                min(moved_bytes) AS moved_bytes
-            FROM steps LEFT JOIN batches USING (request)
-            WHERE step > 0 AND moved_bytes IS NOT NULL AND {BATCH_STEP} IN {CHOSEN}
-            GROUP BY {BATCH_STEP}
-        )
-        GROUP BY kind
-        ORDER BY kind = 'mixed', kind DESC
-    """)  # noqa: S608 - our own words
 
 
 def _spanned_us(request: Request) -> float:
@@ -125,67 +104,3 @@ def _shares(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         }
         for row in (*leaves, other)
     ]
-
-
-def break_even(request: Request) -> dict[str, Any]:
-    """Find the context length at which a token costs as much under SFI as under full attention.
-
-    What both do alike (projections, feed-forward, sampling) cancels. At a context of C tokens full attention
-    takes b C a token. SFI takes F on a fast step; on a slow one, a share s of the steps from 1 on, it takes
-    b C and refreshes for r C + P. Equal at
-
-        s (b C + r C + P) + (1 - s) F = b C,  so  C = (s P + (1 - s) F) / ((1 - s) b - s r)
-
-    with b the time of `attention.dense` per cached token, F that of `attention.fast` (and `select_before`)
-    per fast step, r that of `selector` and `top_k` per cached token and P that of `pack` per refresh, all of
-    one request's step, summed over the layers that are not left dense. b and r are ratios of sums: within a
-    run the context varies too little to separate constant costs. Steps that are slow and fast in one kernel
-    are not measured. A lossless run has no such length: its verifications attend with several queries, which
-    says nothing of full attention's time for a token.
-    """
-    costs = _costs(request)
-    share = request.single("SELECT avg(slow::INT) AS share FROM chosen_steps WHERE step > 0")["share"]
-    facts = {"context_tokens": None, "slow_share": share, **costs, "reason": None}
-    dense, fast = costs["dense_us_per_token"], costs["fast_us"]
-    if share is None:
-        return facts | {"reason": "no step after step 0 was recorded"}
-    if request.trace.lossless:
-        return facts | {"reason": "a lossless run's verifications attend with several queries"}
-    if (dense is None or fast is None) and request.single(REPLAYED)["n"]:
-        return facts | {"reason": "replayed steps have no phases (record with --set trace.spans=true)"}
-    if dense is None or fast is None:
-        kind = "slow" if dense is None else "fast"
-        return facts | {"reason": f"no {kind} step after step 0 was timed"}
-    select, pack = costs["select_us_per_token"] or 0.0, costs["pack_us"] or 0.0
-    gain = (1 - share) * dense - share * select
-    if gain <= 0:
-        return facts | {"reason": "refreshes cost more than fast steps save, at any context length"}
-    return facts | {"context_tokens": (share * pack + (1 - share) * fast) / gain}
-
-
-def _costs(request: Request) -> dict[str, Any]:
-    # spans are a batch's: their time is divided by the sums over the batch's requests
-    query = """
-        WITH spans AS (
-            SELECT request AS batch, step,
-                sum(elapsed_us) FILTER (name = 'attention.dense') AS dense_us,
-                sum(elapsed_us) FILTER (name IN ('attention.fast', 'select_before')) AS fast_us,
-                sum(elapsed_us) FILTER (name IN ('selector', 'top_k')) AS select_us,
-                sum(elapsed_us) FILTER (name = 'pack') AS pack_us
-            FROM chosen_timings
-            WHERE step > 0 AND layer IS NOT NULL AND NOT list_contains(?::INT[], layer)
-            GROUP BY request, step
-            HAVING NOT bool_or(name = 'attention.mixed')
-        ), contexts AS (
-            SELECT batch, batch_step AS step, count(*) FILTER (slow) AS slow,
-                count(*) FILTER (NOT slow) AS fast, sum(context_tokens) FILTER (slow) AS context
-            FROM timed_steps WHERE step > 0
-            GROUP BY batch, batch_step
-        )
-        SELECT sum(dense_us) / sum(context) AS dense_us_per_token,
-            sum(fast_us) / sum(fast) AS fast_us,
-            sum(select_us) / sum(context) AS select_us_per_token,
-            sum(pack_us) / sum(slow) AS pack_us
-        FROM spans JOIN contexts USING (batch, step)
-    """
-    return request.single(query, [request.trace.manifest["config"]["dense_layers"]])

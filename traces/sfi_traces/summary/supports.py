@@ -4,7 +4,7 @@ from typing import Any
 
 from sfi_traces.health.measured import at_clip
 from sfi_traces.model.request import Request
-from sfi_traces.model.trace import bins, distribution
+from sfi_traces.model.trace import distribution
 
 
 def stability(request: Request) -> dict[str, Any] | None:
@@ -38,72 +38,6 @@ def stability(request: Request) -> dict[str, Any] | None:
     """
     overall |= request.single(query, [request.trace.manifest["audit"]["top"]])
     return {**overall, "layers": [{"layer": layer, **overlaps} for layer, overlaps in places.items()]}
-
-
-def overlap_by_lag(request: Request) -> dict[str, Any] | None:
-    """Measure the overlap of a step's support with the one at the last refresh, by steps since then.
-
-    A trace without fast steps, such as full-kv's, has no refreshes: there those steps count that Eq. 5 would
-    make slow under its triggers and `trigger_delay`, and `refreshes` is "boundaries" in place of "recorded".
-    `lags` has an entry for 1, 2, 3-4, 5-8, ...: `reuse` at steps that are no refresh, `refresh` at refreshes.
-    """
-    recorded = bool(request.single("SELECT count(*) AS n FROM chosen_steps WHERE NOT slow")["n"])
-    pairs = "recorded_pairs" if recorded else "boundary_pairs"
-    (_place_recorded if recorded else _place_boundaries)(request)
-    rows = request.query(f"""
-        SELECT {bins("lag", "lag")}, refresh,
-            {distribution("overlap")} AS overlap
-        FROM {pairs} WHERE overlap IS NOT NULL AND lag IS NOT NULL
-        GROUP BY ALL
-        ORDER BY from_lag
-    """)  # noqa: S608 - our own words
-    if not rows:
-        return None
-    lags: dict[int, dict[str, Any]] = {}
-    for row in rows:
-        edges = {name: row[name] for name in ("from_lag", "to_lag")}
-        entry = lags.setdefault(row["from_lag"], edges | {"reuse": None, "refresh": None})
-        entry["refresh" if row["refresh"] else "reuse"] = row["overlap"]
-    return {"refreshes": "recorded" if recorded else "boundaries", "lags": [*lags.values()]}
-
-
-def _place_recorded(request: Request) -> None:
-    request.connection.execute(f"""
-        CREATE OR REPLACE TEMP VIEW recorded_pairs AS {_placed("slow")}
-        SELECT refresh, step - last AS lag, overlap_last_refresh AS overlap
-        FROM chosen_supports JOIN placed USING (request, step)
-    """)  # noqa: S608 - our own words
-
-
-def _place_boundaries(request: Request) -> None:
-    back = request.trace.manifest["config"]["trigger_delay"] + 1
-    refresh = f"step = 0 OR coalesce(lag(trigger, {back:d}) OVER of_request, false)"
-    request.compare(
-        "boundary_pairs",
-        f"""
-        {_placed(refresh)}
-        SELECT refresh, this.step - last AS lag, this.positions AS first, that.positions AS second
-        FROM chosen_supports this JOIN placed USING (request, step)
-        JOIN (
-            FROM chosen_supports SEMI JOIN (FROM marked WHERE refresh) USING (request, step)
-        ) that ON that.step = last
-            AND (that.request, that.layer, that.head) = (this.request, this.layer, this.head)
-        """,  # noqa: S608 - our own words
-    )
-
-
-def _placed(refresh: str) -> str:
-    return f"""
-        WITH marked AS (
-            SELECT request, step, {refresh} AS refresh FROM chosen_steps
-            WINDOW of_request AS (PARTITION BY request ORDER BY step)
-        ), placed AS (
-            SELECT *, max(step) FILTER (refresh) OVER (
-                PARTITION BY request ORDER BY step ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING
-            ) AS last
-            FROM marked
-        )
-    """  # noqa: S608 - our own words
 
 
 def audit_facts(request: Request) -> dict[str, Any] | None:

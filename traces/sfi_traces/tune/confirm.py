@@ -14,7 +14,6 @@ from sfi_core.engine.attend import check_backend
 from sfi_core.engine.shared_prompt import SharedPrompt
 from sfi_core.errors import TraceError
 from sfi_core.generation.generate import generate, read_prompt
-from sfi_core.generation.prompts import encode
 from sfi_core.hosts.transformers.slow_fast import session_on
 from sfi_core.hosts.transformers.stores import engine_for
 from sfi_core.models.describe import describe_model
@@ -27,8 +26,6 @@ from sfi_traces.replay import Supports
 from sfi_traces.replay.measured import Steps, compare_steps, pooled
 from sfi_traces.tune.front import Confirmation
 from sfi_traces.tune.tuning import Tuning
-
-MAX_NEW_TOKENS = 256  # for prompts that are not a trace's
 
 
 def check_model(model: Any, tokenizer: Any, trace: Trace) -> None:
@@ -50,7 +47,7 @@ def prompt_rows(trace: Trace) -> list[list[int]]:
         [("request", "ascending"), ("position", "ascending")]
     )
     if not len(table) or table["token_id"].null_count:
-        raise TraceError(f"trace {trace.path} has no prompts to run again; give --prompt-file or --batch")
+        raise TraceError(f"trace {trace.path} has no prompts to run again")
     return [
         table.filter(pc.field("request") == request)["token_id"].to_pylist()
         for request in pc.unique(table["request"]).to_pylist()
@@ -59,26 +56,21 @@ def prompt_rows(trace: Trace) -> list[list[int]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Material:
-    """Prompts to run settings on.
+    """A trace's prompts, to run settings on.
 
     Attributes:
-        trace: The trace to predict from, with its supports; None predicts from each run's own audit.
+        recorded: The supports to predict from.
         rows: Token ids of each request.
         expected: The right answer of the only request; None if unknown.
     """
 
-    trace: Trace | None
-    recorded: Sequence[Supports] | None
+    trace: Trace
+    recorded: Sequence[Supports]
     rows: list[list[int]]
-    sampling: dict[str, Any] = field(default_factory=dict)
-    seed: int = 0
-    max_new_tokens: int = MAX_NEW_TOKENS
-    expected: str | None = None
-
-    @classmethod
-    def of_texts(cls, texts: Sequence[str], tokenizer: Any) -> "Material":
-        """Take prompts of the user's, to be decoded greedily."""
-        return cls(trace=None, recorded=None, rows=encode(tokenizer, texts))
+    sampling: dict[str, Any]
+    seed: int
+    max_new_tokens: int
+    expected: str | None
 
     @classmethod
     def of_trace(cls, trace: Trace, recorded: Sequence[Supports], tokenizer: Any) -> "Material":
@@ -114,14 +106,12 @@ class Confirmer:
     """Runs settings for real.
 
     Attributes:
-        batch: Requests that share the weights, in the byte model.
         top: Positions of an audited support.
         engine: How prompts are read and steps are run; full attention runs without its device budget.
     """
 
     model: Any
     tokenizer: Any
-    batch: int = 1
     top: int = AuditConfig().top
     engine: EngineOptions = DEFAULTS
 
@@ -166,10 +156,7 @@ class Confirmer:
             with ParquetObserver(folder, tokenizer=self.tokenizer) as observer:
                 self._run(prompts, config, policy, shared, [observer], AuditConfig(every=1, top=self.top))
             real = Trace.open(folder)
-            trace, recorded = prompts.trace, prompts.recorded
-            if trace is None or recorded is None:
-                trace, recorded = real, Supports.load(real)
-            tally.steps += compare_steps(recorded, trace, real, batch=self.batch)
+            tally.steps += compare_steps(prompts.recorded, prompts.trace, real)
             logits = real.table("logits", ["kl_next_token", "argmax_agrees"])
         tally.divergences += logits["kl_next_token"].to_pylist()
         tally.agreements += logits["argmax_agrees"].to_pylist()
@@ -203,22 +190,19 @@ class Confirmer:
 
 
 def load_confirmer(
-    tuning: Tuning, texts: Sequence[str], model: str | None, engine: EngineOptions, loading: Mapping[str, Any]
+    tuning: Tuning, model: str | None, engine: EngineOptions, loading: Mapping[str, Any]
 ) -> Callable[..., tuple[list[Confirmation], float]]:
     """Load the model that the traces were recorded with; return what `TuneResult.confirm` runs settings by.
 
-    The result runs `texts`, or without any the traces' own prompts, and calls its keyword `on_run` at each run.
-    `loading` has further arguments of `load`. Raises `SfiError` if the model cannot be loaded, or is another one.
+    The result calls its keyword `on_run` at each run; `loading` has further arguments of `load`. Raises `SfiError` if
+    the model cannot be loaded, or is another one.
     """
     check_backend(engine.backend, resolve_device(loading["device"]))
     loaded, tokenizer = load(model, **loading)
     for trace in tuning.traces:
         check_model(loaded, tokenizer, trace)
-    if texts:
-        material = [Material.of_texts(texts, tokenizer)]
-    else:
-        pairs = zip(tuning.traces, tuning.recorded, strict=True)
-        material = [Material.of_trace(trace, recorded, tokenizer) for trace, recorded in pairs]
+    pairs = zip(tuning.traces, tuning.recorded, strict=True)
+    material = [Material.of_trace(trace, recorded, tokenizer) for trace, recorded in pairs]
     top = min(request.top for request in tuning.evaluate.recorded)
     return partial(Confirmer(model=loaded, tokenizer=tokenizer, top=top, engine=engine), material)
 

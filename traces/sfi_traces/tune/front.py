@@ -1,6 +1,6 @@
 """The Pareto front of a study, which of its settings to choose, and a setting's real run beside its prediction."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -10,12 +10,12 @@ from sfi_core.errors import SfiError
 from sfi_traces.replay import Comparison, Outcome, Setting
 from sfi_traces.tune.space import Space
 from sfi_traces.tune.study import Search
-from sfi_traces.tune.tuning import Evaluator, Limits, Objective, costs
+from sfi_traces.tune.tuning import Evaluator, Limits, costs
 
 RULES = {
     "min-retained": "the cheapest that keeps the limits",
     "max-read": "the one that keeps most within the limit",
-    "knee": "the knee: the closest to the best of every objective, each scaled to the front's range",
+    "knee": "the knee: the closest to the fewest bytes and the most mass, each scaled to the front's range",
 }
 MEASURED = ("kl_next_token", "argmax_agreement", "decode_tokens_per_second", "exact_match")
 
@@ -28,7 +28,7 @@ class Candidate:
     outcome: Outcome
 
 
-def front_of(search: Search, space: Space, evaluate: Evaluator, chosen: Mapping[str, Objective]) -> list[Candidate]:
+def front_of(search: Search, space: Space, evaluate: Evaluator) -> list[Candidate]:
     """Return the feasible settings that no other trial beats, cheapest first, each once."""
     from optuna.trial import FixedTrial  # noqa: PLC0415 - an extra
 
@@ -36,7 +36,7 @@ def front_of(search: Search, space: Space, evaluate: Evaluator, chosen: Mapping[
     for trial in search.best():
         setting = space.setting(FixedTrial(trial.params))
         candidates[setting.key] = Candidate(setting=setting, outcome=evaluate(setting))
-    return sorted(candidates.values(), key=lambda candidate: costs(candidate.outcome, chosen))
+    return sorted(candidates.values(), key=lambda candidate: costs(candidate.outcome))
 
 
 def no_feasible(search: Search, space: Space, evaluate: Evaluator, limits: Limits) -> SfiError:
@@ -45,7 +45,7 @@ def no_feasible(search: Search, space: Space, evaluate: Evaluator, limits: Limit
 
     trials = search.complete()
     if not trials:
-        return SfiError(f"no trial was finished; go on with --study {search.path} --resume")
+        return SfiError("no trial was made")
     closest = min(trials, key=lambda t: sum(max(0.0, v) for v in t.constraints.values()))
     outcome = evaluate(space.setting(FixedTrial(closest.params)))
     wanted, got = [], []
@@ -55,24 +55,20 @@ def no_feasible(search: Search, space: Space, evaluate: Evaluator, limits: Limit
     if limits.max_read is not None:
         wanted.append(f"read at most {limits.max_read:g}")
         got.append(f"reads {outcome.read_ratio:.4g}")
-    return SfiError(
-        f"a trial must {' and '.join(wanted)}, got none in {len(trials)}: the closest "
-        f"{' and '.join(got)}; the study is kept in {search.path}"
-    )
+    return SfiError(f"a trial must {' and '.join(wanted)}, got none in {len(trials)}: the closest {' and '.join(got)}")
 
 
-def choose(front: Sequence[Candidate], chosen: Mapping[str, Objective], limits: Limits) -> tuple[int, str]:
+def choose(front: Sequence[Candidate], limits: Limits) -> tuple[int, str]:
     """Choose a setting of the front; return its place and the rule.
 
     With a least retained mass it is the cheapest, since all settings of a feasible front retain enough. With
     only a limit of what is read it is the one that retains most; without limits the knee.
     """
-    table = np.array([costs(candidate.outcome, chosen) for candidate in front])
-    directions = [objective.direction for objective in chosen.values()]
+    table = np.array([costs(candidate.outcome) for candidate in front])
     if limits.min_retained is not None:
-        return int(table[:, directions.index("minimize")].argmin()), RULES["min-retained"]
+        return int(table[:, 0].argmin()), RULES["min-retained"]
     if limits.max_read is not None:
-        return int(table[:, directions.index("maximize")].argmin()), RULES["max-read"]
+        return int(table[:, 1].argmin()), RULES["max-read"]
     low, high = table.min(0), table.max(0)
     scaled = (table - low) / np.where(high > low, high - low, 1)
     return int((scaled**2).sum(1).argmin()), RULES["knee"]
@@ -112,12 +108,6 @@ class Confirmation:
         """Predicted retained mass (lower bound) less the measured one."""
         return self.comparison.predicted.retained_mass - self.comparison.measured.retained_mass
 
-    @property
-    def bounds(self) -> float:
-        """The width of the replay's own bounds."""
-        predicted = self.comparison.predicted
-        return predicted.retained_mass_upper - predicted.retained_mass
-
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
         compared = self.comparison
@@ -130,15 +120,3 @@ class Confirmation:
             "error": self.error,
             **{name: getattr(self, name) for name in MEASURED},
         }
-
-
-def stated_errors(rows: Sequence[Confirmation]) -> list[float | None]:
-    """Return the error to expect of each prediction; None for a single row.
-
-    It is the width of the replay's bounds, for positions that were not recorded, plus the largest error among
-    the *other* rows, for what a replay does not model.
-    """
-    return [
-        row.bounds + max(abs(other.error) for other in rows if other is not row) if len(rows) > 1 else None
-        for row in rows
-    ]

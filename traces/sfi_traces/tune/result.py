@@ -12,10 +12,10 @@ from sfi_core.machine.versions import versions
 from sfi_core.settings.config import SfiConfig, changed_settings
 from sfi_traces.replay import SCAN, Outcome, Setting
 from sfi_traces.replay.setting import uses
-from sfi_traces.tune.front import Candidate, Confirmation, choose, even_places, front_of, no_feasible, stated_errors
+from sfi_traces.tune.front import Candidate, Confirmation, choose, even_places, front_of, no_feasible
 from sfi_traces.tune.space import NamedSet
 from sfi_traces.tune.study import Search
-from sfi_traces.tune.tuning import Tuning
+from sfi_traces.tune.tuning import Tuning, costs
 
 SHOWN = ("slow_rate", "retained_mass", "retained_mass_upper", "retained_mass_p5", "read_ratio",
          "bytes_per_token", "speedup")  # fmt: skip
@@ -70,7 +70,7 @@ class TuneResult:
         ]
         chosen, rule = self.chosen, self.rule
         if chosen not in good and good:
-            index, rule = choose([self.front[place] for place in good], self.tuning.objectives, self.tuning.limits)
+            index, rule = choose([self.front[place] for place in good], self.tuning.limits)
             chosen, rule = good[index], f"{rule}; of the confirmed settings that held when they ran"
         elif not good:
             rule = f"{rule}; but it did not hold when it ran, nor did another that was run"
@@ -85,7 +85,6 @@ class TuneResult:
             "model": tuning.traces[0].manifest["model"]["name"],
             "requests": len(tuning.evaluate.recorded),
             "steps": sum(request.steps for request in tuning.evaluate.recorded),
-            "batch": tuning.evaluate.batch,
             "space": tuning.space.to_dict(),
             "trigger_sets": [
                 {
@@ -94,14 +93,10 @@ class TuneResult:
                 }
                 for named in tuning.space.sets.values()
             ],
-            "objectives": [
-                {"name": name, "direction": objective.direction} for name, objective in tuning.objectives.items()
-            ],
             "limits": {"min_retained": tuning.limits.min_retained, "max_read": tuning.limits.max_read},
-            "study": str(self.search.path),
             "trials": len(trials),
             "distinct_trials": len({json.dumps(t.params, sort_keys=True) for t in trials}),
-            "points": [list(trial.values) for trial in trials],
+            "points": [[bytes_, -mass] for bytes_, mass in (trial.values for trial in trials)],
             "recorded": _row(base, tuning.evaluate(base)),
             "recorded_budget": tuning.traces[0].manifest["config"]["budget"],
             "front": [
@@ -109,25 +104,12 @@ class TuneResult:
                 for place, candidate in enumerate(self.front)
             ],
             "rule": self.rule,
-            "confirmed": self._confirmations(),
+            "confirmed": [{"place": place, **ran.to_dict()} for place, ran in (self.confirmed or {}).items()],
             "full_kv_tokens_per_second": self.full_kv_tokens_per_second,
             "policy": SCAN if self.front and self.front[self.chosen].setting.scans else "sfi",
             "config": self.config(self.chosen).to_dict() if self.front else None,
             "interrupted": self.interrupted,
         }  # fmt: skip
-
-    def _confirmations(self) -> list[dict[str, Any]]:
-        confirmed = self.confirmed or {}
-        stated = stated_errors(list(confirmed.values()))
-        return [
-            {
-                "place": place,
-                **ran.to_dict(),
-                "stated_error": error,
-                "within": None if error is None else abs(ran.error) <= error,
-            }
-            for (place, ran), error in zip(confirmed.items(), stated, strict=True)
-        ]
 
     def toml(self) -> str:
         """Return the chosen settings and their provenance, for `--config`."""
@@ -152,7 +134,6 @@ class TuneResult:
                 "trigger_texts": list(named.texts) if named and named.texts else None,
                 "trials": document["trials"],
                 "sampler": type(self.search.study.sampler).__name__,
-                "objectives": list(self.tuning.objectives),
                 "rule": self.rule,
                 "limits": {k: v for k, v in document["limits"].items() if v is not None},
                 "versions": {**versions(), "optuna": version("optuna")},
@@ -166,24 +147,22 @@ class TuneResult:
         )
 
 
-def find(
-    tuning: Tuning, search: Search, trials: int, *, on_trial: Callable[[int], None] = lambda _: None
-) -> TuneResult:
-    """Search until the study has so many trials; see `Search.run`. The front is empty only after Ctrl-C.
+def find(tuning: Tuning, trials: int, *, seed: int = 0, on_trial: Callable[[int], None] = lambda _: None) -> TuneResult:
+    """Search with so many trials; `on_trial` is told how many are done. The front is empty only after Ctrl-C.
 
-    Raises `SfiError` if no trial keeps the limits; the study is kept.
+    Raises `SfiError` if no trial keeps the limits.
     """
+    search = Search.of(seed)
 
-    def measure(setting: Setting) -> tuple[list[float], dict[str, float]]:
+    def measure(setting: Setting) -> tuple[tuple[float, float], dict[str, float]]:
         outcome = tuning.evaluate(setting)
-        values = [objective.of(outcome) for objective in tuning.objectives.values()]
-        return values, tuning.limits.violations(outcome)
+        return costs(outcome), tuning.limits.violations(outcome)
 
     interrupted = search.run(tuning.space.setting, measure, trials, first=tuning.space.base_values(), on_trial=on_trial)
-    front = front_of(search, tuning.space, tuning.evaluate, tuning.objectives)
+    front = front_of(search, tuning.space, tuning.evaluate)
     if not front and not interrupted:
         raise no_feasible(search, tuning.space, tuning.evaluate, tuning.limits)
-    chosen, rule = choose(front, tuning.objectives, tuning.limits) if front else (0, "")
+    chosen, rule = choose(front, tuning.limits) if front else (0, "")
     return TuneResult(tuning=tuning, search=search, front=front, chosen=chosen, rule=rule, interrupted=interrupted)
 
 
@@ -213,31 +192,19 @@ def tuned_toml(config: SfiConfig, searched: Collection[str], provenance: Mapping
             table = line.strip("[]") + "."
         name = table + line.partition(" = ")[0]
         lines.append(line if "=" not in line or name in live else f"# {line}")
-    return "".join(f"{line}\n" for line in lines) + _tables("provenance", provenance)
+    lines += ["", "[provenance]"]
+    lines += [f"{key} = {_toml(value)}" for key, value in provenance.items() if _has_value(value)]
+    return "".join(f"{line}\n" for line in lines)
 
 
-def _tables(name: str, values: Mapping[str, Any], *, row: bool = False) -> str:
-    # TOML has no null, and plain keys must come before tables
-    known = {key: value for key, value in values.items() if _has_value(value)}
-    plain = {k: v for k, v in known.items() if not isinstance(v, Mapping) and not _rows(v)}
-    heading = f"[[{name}]]" if row else f"[{name}]"
-    text = "".join(f"{line}\n" for line in ("", heading, *map(_line, plain.items())))
-    for key, value in known.items():
-        if isinstance(value, Mapping):
-            text += _tables(f"{name}.{key}", value)
-        elif _rows(value):
-            text += "".join(_tables(f"{name}.{key}", each, row=True) for each in value)
-    return text
-
-
-def _line(pair: tuple[str, Any]) -> str:
-    # JSON's strings, numbers, booleans and arrays are valid TOML, except for a bare DEL
-    return f"{pair[0]} = {json.dumps(pair[1], ensure_ascii=False)}".replace("\x7f", "\\u007f")
+def _toml(value: Any) -> str:
+    # TOML has no null; JSON's strings, numbers and booleans are valid TOML, except for a bare DEL
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key} = {_toml(own)}' for key, own in value.items() if _has_value(own))}}}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_toml, value))}]"
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _has_value(value: Any) -> bool:
     return value not in (None, {}) and not (isinstance(value, float) and not math.isfinite(value))
-
-
-def _rows(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and isinstance(value[0], Mapping)

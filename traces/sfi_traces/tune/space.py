@@ -1,7 +1,5 @@
 """The search space of a tuning: settings, each with values or a range, and named trigger sets."""
 
-import hashlib
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
@@ -202,13 +200,6 @@ class Space:
             name: f"{axis.values[0]}:{axis.values[1]}" if axis.is_range else list(axis.values)
             for name, axis in self.axes.items()
         }
-
-    def fingerprint(self) -> str:
-        """Return a hash that identifies the space."""
-        sets = {name: sorted(named.token_ids) for name, named in self.sets.items()}
-        base = {**self.base.config.to_dict(), "ids": sorted(self.base.trigger_token_ids)}
-        text = json.dumps([self.to_dict(), sets, base], sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _defaults(base: Setting, recorded: Sequence[Supports], sets: Sequence[NamedSet]) -> dict[str, Axis]:

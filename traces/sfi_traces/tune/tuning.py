@@ -1,11 +1,8 @@
-"""A tuning: traces, the search space, objectives and limits."""
+"""A tuning: traces, the search space and limits."""
 
-import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from pathlib import Path
 from typing import Self
 
 from sfi_core.errors import ConfigError
@@ -14,49 +11,6 @@ from sfi_traces.replay import Outcome, Setting, Supports, replay
 from sfi_traces.replay.measured import check_one_model
 from sfi_traces.replay.replay import replayable
 from sfi_traces.tune.space import Space, distinct, given_sets, punctuation_sets, recorded_set
-from sfi_traces.tune.study import Direction, Purpose, Search
-
-
-@dataclass(frozen=True, slots=True)
-class Objective:
-    """A field of `Outcome` to minimize or maximize."""
-
-    field: str
-    direction: Direction
-
-    def of(self, outcome: Outcome) -> float:
-        """Return the number."""
-        return float(getattr(outcome, self.field))
-
-    def cost(self, outcome: Outcome) -> float:
-        """Return the number with the sign that makes less better."""
-        return self.of(outcome) if self.direction == "minimize" else -self.of(outcome)
-
-
-OBJECTIVES = {
-    "slow-rate": Objective("slow_rate", "minimize"),
-    "bytes": Objective("bytes_per_token", "minimize"),
-    "retained": Objective("retained_mass", "maximize"),
-    "retained-p5": Objective("retained_mass_p5", "maximize"),
-}
-DEFAULT = ("bytes", "retained")
-
-
-def objectives(names: Sequence[str]) -> dict[str, Objective]:
-    """Look up objectives: at least one cost, and at least one measure of retained mass.
-
-    Raises `ConfigError` for an unknown name, or if one of the two kinds is missing.
-    """
-    for name in names:
-        if name not in OBJECTIVES:
-            raise ConfigError(f"objective must be one of {tuple(OBJECTIVES)}, got {name!r}")
-    chosen = {name: OBJECTIVES[name] for name in names or DEFAULT}
-    if {objective.direction for objective in chosen.values()} != {"minimize", "maximize"}:
-        raise ConfigError(
-            "objective must name a cost (slow-rate, bytes) and what is kept (retained, retained-p5), "
-            f"got {','.join(chosen)}"
-        )
-    return chosen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,23 +43,22 @@ class Limits:
 
 @dataclass(slots=True, kw_only=True)
 class Evaluator:
-    """Replays each setting once over every request; `batch` of them share the weights in the byte model."""
+    """Replays each setting once over every request."""
 
     recorded: Sequence[Supports]
-    batch: int = 1
     _known: dict[tuple[object, ...], Outcome] = field(default_factory=dict)
 
     def __call__(self, setting: Setting) -> Outcome:
         """Return a setting's outcome; raises `TraceError` for a budget beyond what an audit recorded."""
         key = setting.key
         if key not in self._known:
-            self._known[key] = replay(self.recorded, setting, batch=self.batch)
+            self._known[key] = replay(self.recorded, setting)
         return self._known[key]
 
 
-def costs(outcome: Outcome, chosen: Mapping[str, Objective]) -> tuple[float, ...]:
-    """Return an outcome's objectives with the sign that makes less better."""
-    return tuple(objective.cost(outcome) for objective in chosen.values())
+def costs(outcome: Outcome) -> tuple[float, float]:
+    """Return what a tuning makes small: the bytes of a token, and the retained mass with its sign turned."""
+    return outcome.bytes_per_token, -outcome.retained_mass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +68,6 @@ class Tuning:
     traces: Sequence[Trace]
     recorded: Sequence[Sequence[Supports]]
     space: Space
-    objectives: Mapping[str, Objective]
     limits: Limits
     evaluate: Evaluator
 
@@ -126,15 +78,13 @@ class Tuning:
         *,
         axes: Mapping[str, str | None],
         trigger_sets: Mapping[str, Sequence[str]],
-        objectives: Mapping[str, Objective],
         limits: Limits,
-        batch: int = 1,
     ) -> Self:
         """Read traces, and lay out the search space.
 
         The traces, at least one, are audited at every step and of one model; the first gives what is not
         searched. `axes` has values or ranges by setting, `trigger_sets` trigger strings by name in place of
-        the default sets; `batch` requests share the weights in the byte model.
+        the default sets.
 
         Raises `TraceError` for a trace without an audit or tokens, of another model, or a budget beyond the audit's;
         `ConfigError` for a setting out of range, or if there is nothing to choose.
@@ -147,24 +97,5 @@ class Tuning:
         sets = given_sets(traces, trigger_sets) if trigger_sets else [recorded_set(base), *punctuation_sets(traces)]
         generated = {token for request in requests for token in request.tokens}
         space = Space.of(base, requests, distinct(sets, generated), axes)
-        evaluate = Evaluator(recorded=requests, batch=batch)
-        return cls(
-            traces=traces, recorded=recorded, space=space, objectives=objectives, limits=limits,
-            evaluate=evaluate,
-        )  # fmt: skip
-
-    @property
-    def purpose(self) -> Purpose:
-        """The purpose of the tuning's study."""
-        manifests = sorted(json.dumps(trace.manifest, sort_keys=True) for trace in self.traces)
-        limits = [self.limits.min_retained, self.limits.max_read]
-        return Purpose(
-            traces=hashlib.sha256("".join(manifests).encode()).hexdigest()[:16],
-            space=f"{self.space.fingerprint()}-{self.evaluate.batch}",
-            objectives="-".join([*self.objectives, *map(str, limits)]),
-        )
-
-    def open(self, path: Path, *, seed: int = 0, resume: bool = False) -> Search:
-        """Make the tuning's study, or go on with it; see `Search.open`."""
-        directions = [objective.direction for objective in self.objectives.values()]
-        return Search.open(path, self.purpose, directions, seed=seed, resume=resume)
+        evaluate = Evaluator(recorded=requests)
+        return cls(traces=traces, recorded=recorded, space=space, limits=limits, evaluate=evaluate)

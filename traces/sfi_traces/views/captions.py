@@ -1,17 +1,12 @@
 """Titles, notes, colors and token labels of the figures, shared by `sfi trace plot` and `sfi trace report`."""
 
-import itertools
-from typing import Final, NamedTuple
-
-import numpy as np
+from typing import NamedTuple
 
 from sfi_core.machine.text import printable
 from sfi_traces.model.request import Request
-from sfi_traces.model.steps import Steps
 from sfi_traces.model.supports import Supports
 from sfi_traces.model.trace import Place
 from sfi_traces.views.figure_data import MOST_LAG, REST, Lambda, Retained, Timeline
-from sfi_traces.views.raster import MISSED, READ, SELECTED, Raster
 
 
 class Caption(NamedTuple):
@@ -65,21 +60,6 @@ def lag(request: Request) -> Caption:
         f"{request.supports.chance:.3f}.{layers_left_out(request)}"
     )
     return Caption("Support overlap by lag, within a sentence and across a boundary", note)
-
-
-def raster(request: Request, shown: Raster, why: str) -> Caption:
-    """Caption a support raster; `why` says what is special about its layer and KV head, if anything."""
-    note = f"{support(request, shown.top)}."
-    if why:
-        note += f" In {places([shown.place])} {why}."
-    if shown.per_cell > 1:
-        note += (
-            f" A cell stands for {shown.per_cell} positions; it has a color if the support is no sparser "
-            "there than on average, that of most of these positions."
-        )
-    return Caption(
-        f"Support of each step in {places([shown.place])}", note + left_out(request, request.supports, shown)
-    )
 
 
 def lambda_star(data: Lambda) -> Caption:
@@ -139,7 +119,7 @@ def _many(found: list[Place]) -> str:
     return " x ".join(f"{count} {name}" for count, name in counts if count > 1)
 
 
-def left_out(request: Request, whole: Supports, shown: Supports | Raster) -> str:
+def left_out(request: Request, whole: Supports, shown: Supports) -> str:
     """Say how many steps were not audited, and how many audited ones are not drawn; "" if none."""
     said = layers_left_out(request)
     if whole.steps < len(request.steps.step):
@@ -159,10 +139,8 @@ def layers_left_out(request: Request) -> str:
 
 
 LONGEST = 14  # characters of a label
-SIDES: Final = ("left", "right")
 # colors visible on white and on black
-SLOW, WITHIN, ACROSS, CLIP, SEGMENT = "#d1495b", "#2f7fc1", "#e08a2e", "#8a94a0", "#3aa17e"
-RASTER = {SELECTED: "#e8b878", READ: "#2f7fc1", MISSED: "#d1495b"}
+SLOW, WITHIN, ACROSS, CLIP = "#d1495b", "#2f7fc1", "#e08a2e", "#8a94a0"
 PHASES = {
     "attention.fast": "#2f7fc1",
     "attention.dense": "#d1495b",
@@ -181,39 +159,3 @@ def visible(text: str, longest: int = LONGEST) -> str:
     shown = printable(text)
     shown = shown.strip() or "␣" * len(shown)
     return shown if len(shown) <= longest else shown[: longest - 1] + "…"
-
-
-def step_ticks(steps: Steps, step: np.ndarray, most: int) -> tuple[list[int], list[str]]:
-    """Choose labels for an axis with an entry for each step in `step`; return entries and labels.
-
-    Up to `most` entries are all labeled with their step's token. More are labeled at beginnings of sentences,
-    with the first words, as far apart as `most` labels would be. A redacted trace has step numbers.
-    """
-    rows = steps.rows(step)
-    if len(step) <= most:
-        return list(range(len(step))), [visible(steps.text[row]) or str(steps.step[row]) for row in rows]
-    if not any(steps.text):
-        return number_ticks(step, most)
-    room = len(step) / most
-    sentence = steps.sentence[rows]
-    kept: list[int] = []
-    for entry in np.flatnonzero(np.diff(sentence, prepend=sentence[0] - 1)):
-        if not kept or entry - kept[-1] >= room:
-            kept.append(int(entry))
-    return kept, [_sentence(steps, rows[entry]) for entry in kept]
-
-
-def number_ticks(step: np.ndarray, most: int) -> tuple[list[int], list[str]]:
-    """Choose up to about `most` entries at or after round step numbers; return entries and labels."""
-    units = (digit * 10**zeros for zeros in itertools.count() for digit in (1, 2, 5))
-    unit = next(unit for unit in units if (step[-1] - step[0]) / unit <= most)
-    round_steps = np.arange(-(-step[0] // unit) * unit, step[-1] + 1, unit)
-    entries = np.unique(np.searchsorted(step, round_steps)).tolist()
-    return entries, [str(step[entry]) for entry in entries]
-
-
-def _sentence(steps: Steps, row: int) -> str:
-    # the sentence's first words, also if the axis lacks its first step
-    begin, end = (np.searchsorted(steps.sentence, steps.sentence[row], side) for side in SIDES)
-    words = visible("".join(steps.text[begin : min(end, begin + LONGEST)]), LONGEST + 6)
-    return f"{steps.step[row]}  {words}".strip()

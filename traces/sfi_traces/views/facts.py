@@ -5,13 +5,9 @@ from functools import partial
 from typing import NamedTuple
 
 from sfi_core.engine.report_text import read_words
-from sfi_traces.health import problems
 from sfi_traces.views.table import Columns, Row, Table, count, dense_words, duration, number, percent, plural, quoted
 
-SECTIONS = (  # of the summary, without those that have figures in the report
-    "run", "steps", "lossless", "triggers", "stability", "audit", "logits", "disagreements", "selections",
-    "coverage", "corrections", "recalls", "latency",
-)  # fmt: skip
+SECTIONS = ("run", "steps", "lossless", "triggers", "audit", "logits", "disagreements", "latency")  # of the summary
 MOST_TRIGGERS, WORST_HEADS = 12, 3
 
 
@@ -51,7 +47,7 @@ def facts(document: Row) -> Iterator[Fact]:
         yield Fact("retained mass", number(audit["retained_mass"]["mean"]), note)
     health = document["health"]
     judged = f"by {plural(len(health['judged']), 'rule')}; {len(health['not_judged'])} not judged"
-    yield Fact("health", plural(len(problems(health)), "problem"), judged)
+    yield Fact("health", plural(len(health["findings"]), "problem"), judged)
     latency = document["latency"]
     kinds = {kind["kind"]: duration(kind["p50_us"]) for kind in latency["kinds"]}
     if medians := ", ".join(f"{name} {kinds[name]}" for name in ("fast", "mixed", "slow") if name in kinds):
@@ -71,36 +67,6 @@ def _cache_read(steps: Row, *, lossless: bool) -> tuple[str, str]:
     )
     note = f"{number(tokens, 0)} tokens a {'token given' if lossless else 'step'}" + (f" ({parts})" if parts else "")
     return share, f"{note}; fast steps {percent(steps['fast_cache_read_ratio'])}"
-
-
-def further_facts(document: Row) -> Iterator[Fact]:
-    """Yield what was observed besides."""
-    stability, audit, selections = (document[name] for name in ("stability", "audit", "selections"))
-    if stability:
-        within, across = (stability[name] and stability[name]["mean"] for name in ("within", "across"))
-        note = "of consecutive steps, within a sentence | across a boundary"
-        yield Fact("support overlap", f"{number(within, 2)} | {number(across, 2)}", note)
-    if audit and audit["top_1_read"]["n"]:
-        note = (
-            "of query heads: fast steps read their most probable position; a KV head's query head that "
-            f"retains least keeps {number(audit['retained_mass_min']['mean'])}"
-        )
-        yield Fact("top-1 hit", percent(audit["top_1_read"]["mean"]), note)
-    if section := document["coverage"]:
-        note = (
-            f"of the prompt was ever selected by a KV head, {percent(section['selected_by_any'])} by any; half "
-            f"of it lies {number(section['distance']['p50'], 0)} tokens back or more; a position stays "
-            f"for {number(section['stay'], 1)} refreshes"
-        )
-        yield Fact("coverage", percent(section["selected"]), note)
-    if selections and selections["lambda_star"]["n"]:
-        note = f"on average; {percent(selections['clipped_share'], 0)} of the values stand at the clip"
-        yield Fact("lambda*", number(selections["lambda_star"]["mean"], 4), note)
-    if (section := document["corrections"]) and section["n"]:
-        yield Fact("corrections", percent(section["share"]), f"of {section['n']:,} fast steps x layers x KV heads")
-    if section := document["recalls"]:
-        note = f"of K and V a step, from the host; {duration(section['step_waited_us'])} waited"
-        yield Fact("recalled", f"{number(section['step_bytes'], 0)} bytes", note)
 
 
 def disagreement(row: Row) -> str:

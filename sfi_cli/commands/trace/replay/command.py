@@ -15,7 +15,7 @@ from sfi_cli.commands.trace.replay.views import replay_text, reuse_text
 from sfi_cli.parsing import number_list
 from sfi_cli.settings.given import texts
 from sfi_cli.settings.tables import SETTINGS, settings_for
-from sfi_cli.terminal.output import INTERRUPTED, Output, View, leave_interrupted
+from sfi_cli.terminal.output import INTERRUPTED, Output, leave_interrupted
 from sfi_core.errors import ConfigError, not_installed
 from sfi_core.machine.text import printable_lines
 from sfi_core.settings.config import TRIGGER_POLICIES
@@ -68,9 +68,6 @@ def replay(
     play: Annotated[bool, _play("Step through the run.", "--play")] = False,
     step: Annotated[str | None, _play("Print these steps, 12 or 12-20, instead of waiting for keys.")] = None,
     speed: Annotated[float | None, _play("Steps a second of autoplay.", shown=str(SPEED), min=0.1)] = None,
-    plot: Annotated[
-        o.File, o.option(o.OUTPUT, "Draw retained mass against slow rate and speed-up to a .png or .svg.")
-    ] = None,
     output: o.OutputPath = None,
     force: o.Force = False,
     wide: o.Wide = False,
@@ -85,7 +82,7 @@ def replay(
 
     For example:
 
-      sfi trace replay dense --t-max 16,32,64 --budget 128,256,512 --plot replay.png
+      sfi trace replay dense --t-max 16,32,64 --budget 128,256,512
 
       sfi trace replay dense --trigger-set marks=". ? !" --trigger-set lines="\n" --json
 
@@ -105,9 +102,9 @@ def replay(
     )
     others = bool(axes or triggers or trigger_set)
     part = {"request": request, "layers": number_list(layers, "layers"), "heads": number_list(heads, "heads")}
-    written = Output(output, plot=plot, force=force, json=json, quiet=quiet, wide=wide)
+    written = Output(output, force=force, json=json, quiet=quiet, wide=wide)
     if play:
-        if others or json or any((refresh_every, against, plot)):
+        if others or json or any((refresh_every, against)):
             raise ConfigError("play shows the run as it was and must come without other settings")
         play_run(Trace.open(trace), part, written, step=step, speed=speed or SPEED)
         return
@@ -115,9 +112,9 @@ def replay(
     opened = Trace.open(trace)
     reuses = refresh_every is not None or opened.imported is not None
     if reuses:
-        _check_reuse(axes, against, plot, batch)
-    elif against is not None and (others or plot is not None):
-        raise ConfigError("against replays the other trace's setting and must come without others, or a plot")
+        _check_reuse(axes, against, batch)
+    elif against is not None and others:
+        raise ConfigError("against replays the other trace's setting and must come without others")
     with written:
         found: list[Any] = []
         if others or not (reuses or against):
@@ -129,17 +126,9 @@ def replay(
             document = replay_document(
                 opened, against, part, found, batch=batch, quiet=quiet, own_budget="budget" not in axes
             )
-        _write(document, written, reuse_text if reuses else replay_text)
+        written.data(document, reuse_text if reuses else replay_text)
     if document["interrupted"]:
         leave_interrupted()
-
-
-def _write(document: dict[str, Any], output: Output, view: View) -> None:
-    from sfi_traces.results.plots import plot_replay
-
-    output.data(document, view)
-    if document["rows"]:
-        output.figure(plot_replay, document)
 
 
 def _check_unplayed(speed: float | None, step: str | None) -> None:
@@ -149,13 +138,12 @@ def _check_unplayed(speed: float | None, step: str | None) -> None:
         raise ConfigError(f"step must come with --play, got {step}")
 
 
-def _check_reuse(axes: dict[str, str], against: Path | None, plot: Path | None, batch: int) -> None:
+def _check_reuse(axes: dict[str, str], against: Path | None, batch: int) -> None:
     # selections are reused as they are: neither memory nor bytes are modelled
     from sfi_traces.replay.setting import MEMORY
 
-    for name, value in (("against", against), ("plot", plot)):
-        if value is not None:
-            raise ConfigError(f"{name} needs a recorded run's memory and bytes, got {value}")
+    if against is not None:
+        raise ConfigError(f"against needs a recorded run's memory and bytes, got {against}")
     if batch != 1:
         raise ConfigError(f"batch must come without --refresh-every and an imported trace, got {batch}")
     for name in MEMORY:
