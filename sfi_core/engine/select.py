@@ -231,7 +231,7 @@ def submit(handed: Handed, work: Callable[[list[Handed]], None], rows: tuple[int
 def refresh_handed(rows: tuple[int, ...], query_RHG1D: torch.Tensor, handed: list[Handed]) -> None:
     """Select anew for some requests in all layers that have handed over their evidence."""
     layers = [each.layer for each in handed]
-    with layers[0].run.launches(layers[0].index):
+    with layers[0].run.launches():
         refresh(layers, rows, query_RHG1D, *joined(handed))
 
 
