@@ -15,7 +15,7 @@ LINES = 120  # two screens of 60 lines
 GENERATE = """
     --prompt-file --batch --max-batch --chat --max-new-tokens --compare --model --dtype --device
     --kv-device-budget --trust-remote-code --policy --preset --config --set --budget --recent --trigger
-    --t-max --lossless --draft-max --verify --temperature --top-p --seed --trace --audit --json --quiet
+    --t-max --lossless --draft-max --temperature --top-p --seed --trace --audit --json --quiet
     --output --force --resume
 """
 OPTIONS = {
@@ -59,10 +59,7 @@ OPTIONS = {
         --output --top --kv-heads --tokenizer --trigger --force --json --quiet
     """,
     "trace plot": "--kind --request --layer --head --top --format --output --force",
-    "trace record": GENERATE.replace("--trace", "--report")
-    .replace("--compare", "")
-    .replace("--verify", "")
-    .replace("--resume", ""),
+    "trace record": GENERATE.replace("--trace", "--report").replace("--compare", "").replace("--resume", ""),
     "trace replay": """
         --trigger-policy --trigger --trigger-set --t-max --refresh-every --budget --set --request --layers
         --heads --batch --against --play --step --speed --plot --output --force --wide --json
