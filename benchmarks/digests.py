@@ -79,7 +79,7 @@ def summary(report: Any, seen: Listener) -> dict[str, str]:
         "ratios": digest([[r.mean_attended_tokens, r.read_ratio, r.selection_ratio, r.stored_ratio] for r in requests]),
         "selections": digest(seen.selections),
         "paths": digest(sorted(report.paths.items())),
-        "kernels": digest([[k.name, k.launches, k.steps, k.layers] for k in report.kernels]),
+        "kernels": digest([[k.name, k.launches] for k in report.kernels]),
         "told": digest(seen.told),
     }
 

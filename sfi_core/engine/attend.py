@@ -52,7 +52,7 @@ def attend(run: Run, index: int, query_BHGTD: torch.Tensor, **options: Any) -> t
         return run.attend(layer, query_BHGTD)
     prepare(layer, query_BHGTD.shape[2], layer.batch_pass.fast, run.requests)
     whole = layer.backend == "triton" and run.store.whole_on_device
-    with run.launches(index):
+    with run.launches():
         out = (_attend if whole else by_request.attend)(layer, query_BHGTD)
         end_prompt(layer, query_BHGTD)
         layer.finish(query_BHGTD, out)
@@ -66,7 +66,7 @@ def end_prompts(run: Run, index: int, query_BHGTD: torch.Tensor, out_BHGTE: torc
     """
     layer = Layer(run, index, **options)
     run.meter.count("host.prefill_attention", len(layer.batch_pass.prompts))
-    with run.launches(index):
+    with run.launches():
         end_prompt(layer, query_BHGTD)
         layer.finish(query_BHGTD, out_BHGTE)
 
@@ -87,7 +87,7 @@ def prepare(layer: Layer, group: int, rows: Sequence[int], states: Sequence[Requ
             key_1HWD = run.store.keys(layer.index, row, first, before.length)
             query_1HGWD = key_1HWD[:, :, None].expand(-1, -1, group, -1, -1)
             context = layer_context(layer, (row,), query_1HGWD)
-            with run.launches(layer.index):
+            with run.launches():
                 policy.select_after(replace(context, states=(before,)))
 
 

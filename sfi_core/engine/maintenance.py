@@ -20,7 +20,7 @@ from sfi_core.state.side_stream import Job, SideStream, has_side_stream, side_of
 
 # float32 numbers of evidence that the torch backend works off together: halves the Selector's time per layer
 ENOUGH = 1 << 19
-# float32 logits that share launches of the triton backend, 0.1 GB: of prompts' first selections, or of layers
+# float32 logits of layers that share launches of the triton backend, 0.1 GB
 TOGETHER = 1 << 25
 Item = TypeVar("Item")
 
@@ -121,11 +121,6 @@ def schedule(device: torch.device, backend: str, *, overlap: bool) -> Maintenanc
     if backend == "torch" or not overlap:
         return Maintenance(SideStream(), together=True, enough=ENOUGH if backend == "torch" else TOGETHER)
     return Maintenance(side_of(device, overlap=overlap))
-
-
-def first_together(numbers: int) -> int:
-    """Return how many first selections share their launches, if each has `numbers` logits."""
-    return max(1, TOGETHER // numbers)
 
 
 def worked_off_together(numbers: int, layers: int, backend: str) -> int:

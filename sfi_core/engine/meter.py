@@ -2,69 +2,13 @@
 
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from sfi_core.state.kv_store import Recall
 from sfi_kernels.compiled import clock, compiling_seconds
-from sfi_kernels.launch import counting
-
-ByLayer = Counter[tuple[str, int]]  # by a kernel's name and the layer
-
-
-@dataclass(slots=True)
-class Recorded:
-    """The launches of one replay of a recorded step, and how many `times` it was replayed."""
-
-    launches: ByLayer
-    names: frozenset[str] = field(init=False)
-    times: int = 0
-
-    def __post_init__(self) -> None:
-        """List the kernels' names once."""
-        self.names = frozenset(name for name, _ in self.launches)
-
-
-@dataclass(slots=True)
-class Launches:
-    """The launches of a run, whose steps come in order.
-
-    `counted` has those outside replays, by name and layer; `recorded` are the recorded steps. `steps` counts
-    by kernel the steps in which it ran.
-    """
-
-    counted: ByLayer = field(default_factory=Counter)
-    recorded: list[Recorded] = field(default_factory=list)
-    steps: Counter[str] = field(default_factory=Counter)
-    _last: dict[str, int] = field(default_factory=dict)
-
-    def add(self, launches: ByLayer, step: int) -> None:
-        """Count launches of a step."""
-        self.counted.update(launches)
-        for name, _ in launches:
-            self._ran(name, step)
-
-    def add_replay(self, recorded: Recorded, step: int) -> None:
-        """Count a replay of one of the `recorded` steps."""
-        recorded.times += 1
-        for name in recorded.names:
-            self._ran(name, step)
-
-    def total(self) -> ByLayer:
-        """Add up all launches, by name and layer."""
-        total = self.counted.copy()
-        for step in self.recorded:
-            for key, count in step.launches.items():
-                total[key] += count * step.times
-        return total
-
-    def _ran(self, name: str, step: int) -> None:
-        if self._last.get(name) != step:
-            self._last[name] = step
-            self.steps[name] += 1
 
 
 def steady_seconds(laps: Mapping[tuple[int, ...], Sequence[float]]) -> float:
@@ -75,19 +19,15 @@ def steady_seconds(laps: Mapping[tuple[int, ...], Sequence[float]]) -> float:
     return sum(len(seconds) * statistics.median(seconds) for seconds in laps.values())
 
 
-WHOLE_STEP = -1  # in place of a layer, for work that a step does once for all layers
-
-
 @dataclass(slots=True)
 class Meter:
     """The counters and the clock of one run; times are of `sfi_kernels.compiled.clock`.
 
-    Calls of attention and maintenance are counted in `paths`, requests x layers x steps, and launches of
-    Triton kernels in `kernels`, by layer or under `WHOLE_STEP`. `not_replayed` and `not_compiled` are those of
-    `RunReport`;
-    `replayed` says whether the step under way was replayed as a CUDA graph. `row_bytes` are the number of
-    layers counted, and a token's bytes of keys and values: in those layers that are always dense, and in the
-    others. `recalled` counts rows from the host by the bytes of a row, int64, on the device.
+    Calls of attention and maintenance are counted in `paths`, requests x layers x steps, and launches of Triton kernels
+    in `kernels`. `not_replayed` and `not_compiled` are those of `RunReport`; `replayed` says whether the step under way
+    was replayed as a CUDA graph. `row_bytes` are the number of layers counted, and a token's bytes of keys and values:
+    in those layers that are always dense, and in the others. `recalled` counts rows from the host by the bytes of a
+    row, int64, on the device.
 
     The seconds are those of reading prompts (step 0 of every request), of the other steps, of the part of these that
     recorded CUDA graphs, and of waiting on the host for recalled rows. `laps` has those of the steps without recording,
@@ -96,7 +36,7 @@ class Meter:
     """
 
     paths: Counter[str] = field(default_factory=Counter)
-    kernels: Launches = field(default_factory=Launches)
+    kernels: Counter[str] = field(default_factory=Counter)
     not_replayed: str = ""
     not_compiled: str = ""
     replayed: bool = False
@@ -128,14 +68,6 @@ class Meter:
     def recalled_bytes(self) -> int:
         """Recalled bytes; waits for the device."""
         return sum(size * int(rows) for size, rows in self.recalled.items())
-
-    @contextmanager
-    def launches(self, step: int, layer: int) -> Iterator[None]:
-        """Count the Triton kernels launched inside under a step and a layer."""
-        launched: Counter[str] = Counter()
-        with counting(launched):
-            yield
-        self.kernels.add(Counter({(name, layer): n for name, n in launched.items()}), step)
 
     def begin(self) -> None:
         """Start the clock of a step."""

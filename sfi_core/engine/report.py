@@ -6,7 +6,7 @@ from typing import Any, Self
 
 import torch
 
-from sfi_core.engine.meter import Launches, steady_seconds
+from sfi_core.engine.meter import steady_seconds
 from sfi_core.engine.report_text import run_lines
 from sfi_core.engine.run import Run
 from sfi_core.settings.config import changed_settings
@@ -113,34 +113,12 @@ class RequestReport:
         )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class KernelReport:
-    """The launches of one Triton kernel.
-
-    Attributes:
-        steps: Number of decoding steps in which it ran, step 0 included.
-        layers: Number of layers in which it ran; 0 if a step runs it once for all layers.
-    """
+    """The launches of one Triton kernel."""
 
     name: str
     launches: int
-    steps: int
-    layers: int
-
-    @classmethod
-    def of(cls, kernels: Launches) -> list[Self]:
-        """Sum up the launches of every kernel, by name."""
-        total = kernels.total()
-        keys_of = {name: [key for key in total if key[0] == name] for name, _ in total}
-        return [
-            cls(
-                name=name,
-                launches=sum(total[key] for key in keys),
-                steps=kernels.steps[name],
-                layers=len({layer for _, layer in keys if layer >= 0}),
-            )
-            for name, keys in sorted(keys_of.items())
-        ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -250,7 +228,7 @@ class RunReport:
             decode_seconds=meter.decode_seconds,
             decode_tokens_per_second=decoded / meter.decode_seconds if meter.decode_seconds else 0.0,
             paths={name: count for name, count in meter.paths.items() if count},
-            kernels=KernelReport.of(meter.kernels),
+            kernels=[KernelReport(name, count) for name, count in sorted(meter.kernels.items())],
             kv_tiers=TierReport.of(run),
             not_replayed=meter.not_replayed,
             not_compiled=meter.not_compiled,

@@ -16,7 +16,7 @@ from sfi_core.distributed.ranks import ALONE, Ranks
 from sfi_core.engine.batch_pass import BatchPass, Descriptors, FreshDescriptors, Rows, known_requests
 from sfi_core.engine.ledger import OpenStep, Reads, RequestPass, Shape, enter, plan_step, step_shape
 from sfi_core.engine.maintenance import Maintenance, schedule
-from sfi_core.engine.meter import WHOLE_STEP, Meter
+from sfi_core.engine.meter import Meter
 from sfi_core.engine.prompt_queries import PromptQueries, SeenLayer, Watcher
 from sfi_core.observers.events import BeginStepEvent, RecallEvent, StepEvent
 from sfi_core.observers.observer import Observer
@@ -27,6 +27,7 @@ from sfi_core.state.layer_pages import LayerPages
 from sfi_core.state.packed_segment import PackedSegment
 from sfi_core.state.request import RequestState
 from sfi_kernels.code_scan import BatchCodes
+from sfi_kernels.launch import counting
 
 CPU = torch.device("cpu")
 
@@ -151,7 +152,7 @@ class Run:
 
     def describe(self, passes: Sequence[RequestPass], start: Sequence[int]) -> None:
         """Describe the pass that the requests have entered; `start` has their cached tokens before it."""
-        with self.launches(WHOLE_STEP):
+        with self.launches():
             known = known_requests(passes, self.requests, self.policy)
             described = self.descriptors.describe(known)
         self._batch_pass = BatchPass(passes, start, *described)
@@ -166,7 +167,7 @@ class Run:
         if decodes and chooses and self.store.backend == "triton" and self.store.whole_on_device:
             self.late[layer] = key_BHTD, value_BHTE
             return self.store.pages(layer)
-        with self.launches(layer), self.observer.span("append", layer):
+        with self.launches(), self.observer.span("append", layer):
             return self.store.append(
                 layer, key_BHTD, value_BHTE, step.append_start_B, step.append_count_B, self.batch_pass.start,
                 self.batch_pass.count,
@@ -293,11 +294,9 @@ class Run:
             chosen[rows] = Rows.of(rows, self.requests, self.policy.config.sink, step, table)
         return chosen[rows]
 
-    def launches(self, layer: int = WHOLE_STEP) -> AbstractContextManager[None]:
-        """Count the Triton kernels launched inside, for this step and a layer or the whole step."""
-        if self.store.backend != "triton":
-            return nullcontext()
-        return self.meter.launches(self.step, layer)
+    def launches(self) -> AbstractContextManager[None]:
+        """Count the Triton kernels launched inside."""
+        return counting(self.meter.kernels) if self.store.backend == "triton" else nullcontext()
 
     def tell_recall(self, layer: int, rows: Sequence[int], recall: Recall) -> None:
         """Count a layer's recall, and tell the observer, once the rows have arrived from the host."""

@@ -6,17 +6,15 @@ replayed step it is all that runs. Both take one layer or several, whose request
 dimension of evidence and selection.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
-from itertools import takewhile
 from typing import Any, NamedTuple
 
 import torch
 
 from sfi_core.engine.batch_pass import Rows
 from sfi_core.engine.layer import Layer
-from sfi_core.engine.maintenance import first_together
 from sfi_core.engine.run import Run
 from sfi_core.observers.events import SelectionEvent
 from sfi_core.observers.observer import SPANS
@@ -233,7 +231,7 @@ def submit(handed: Handed, work: Callable[[list[Handed]], None], rows: tuple[int
 def refresh_handed(rows: tuple[int, ...], query_RHG1D: torch.Tensor, handed: list[Handed]) -> None:
     """Select anew for some requests in all layers that have handed over their evidence."""
     layers = [each.layer for each in handed]
-    with layers[0].run.launches(layers[0].index):
+    with layers[0].run.launches():
         refresh(layers, rows, query_RHG1D, *joined(handed))
 
 
@@ -303,25 +301,9 @@ def end_prompt(layer: Layer, query_BHGTD: torch.Tensor) -> None:
         for row in ended:
             put(layer, (row,), _nothing(last_BHGWD))
         return
-    for rows, window in _together(layer, last_BHGWD.shape[1:3].numel()):
-        refresh((layer,), rows, last_BHGWD[rows[0] : rows[-1] + 1, :, :, -window:])
-
-
-def _together(layer: Layer, heads: int) -> Iterator[tuple[tuple[int, ...], int]]:
-    # yields neighbors whose first selections share their launches, and their number of queries; a prompt
-    # shorter than window or budget is alone, since its selection is smaller
-    config, waiting = layer.run.policy.config, layer.batch_pass.ended
-    least = max(config.window_prefill, config.budget)
-    while waiting:
-        lengths = [layer.run.requests[row].length for row in waiting]
-        count = 1
-        if layer.backend == "triton":
-            limit = first_together(heads * config.window_prefill * max(lengths))
-            near = zip(waiting, lengths, range(waiting[0], waiting[0] + limit), strict=False)
-            alike = takewhile(lambda neighbor: neighbor[0] == neighbor[2] and neighbor[1] >= least, near)
-            count = max(1, sum(1 for _ in alike))
-        yield waiting[:count], min(config.window_prefill, lengths[0])
-        waiting = waiting[count:]
+    for row in ended:
+        window = min(run.policy.config.window_prefill, run.requests[row].length)
+        refresh((layer,), (row,), last_BHGWD[row : row + 1, :, :, -window:])
 
 
 def _nothing(query_BHGWD: torch.Tensor) -> Selection:

@@ -85,6 +85,6 @@ class SharedPrompt:
             for index, prompt in self.layers.items():
                 run.layers.add(index)
                 layer = Layer(run, index, **prompt.options)
-                with run.launches(index):
+                with run.launches():
                     end_prompt(layer, prompt.query_BHGTD)
                     run.tell(layer, prompt.query_BHGTD, prompt.query_BHGTD[..., :1])

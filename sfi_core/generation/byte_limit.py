@@ -16,17 +16,15 @@ from sfi_core.sizes.step import ByteModel, fast_tokens
 class ByteLimit:
     """The bytes read per decoded token, and the largest possible speedup.
 
-    `bytes_per_token` must be read: keys, values, scores, and the weights, which the requests decoded together
-    share. `speedup` is full attention's over them: an upper bound if memory bandwidth is the bottleneck. From
-    `break_even_context` cached tokens on a run with these settings and this share of slow steps reads less
-    than full attention; None if there are none, or if the policy selects on fast steps or mixes heads.
-    `read_ratio` is the share of the cached tokens that was read, choosing included; `codescan_read_ratio` what
-    codescan would read with the same budget, None for a lossless run and for a policy without refreshes. On two models
-    codescan is thirteen times closer to full attention at equal reads (docs/evidence.md).
+    Read are keys, values, scores, and the weights, which the requests decoded together share. `speedup` is full
+    attention's bytes over them: an upper bound if memory bandwidth is the bottleneck. From `break_even_context` cached
+    tokens on a run with these settings and this share of slow steps reads less than full attention; None if there are
+    none, or if the policy selects on fast steps or mixes heads. `read_ratio` is the share of the cached tokens that was
+    read, choosing included; `codescan_read_ratio` what codescan would read with the same budget, None for a lossless
+    run and for a policy without refreshes. On two models codescan is thirteen times closer to full attention at equal
+    reads (docs/evidence.md).
     """
 
-    bytes_per_token: float
-    full_attention_bytes_per_token: float
     speedup: float
     break_even_context: int | None
     read_ratio: float
@@ -59,8 +57,6 @@ class ByteLimit:
         dense = float(model.dense(context))
         unknown = selecting or policy.mixes_heads
         return cls(
-            bytes_per_token=read,
-            full_attention_bytes_per_token=dense,
             speedup=dense / read,
             break_even_context=None if unknown else PolicyReads(policy, slow, slow, 0.0).break_even(model),
             read_ratio=(attended + selecting) / context,

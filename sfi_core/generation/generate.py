@@ -88,7 +88,7 @@ class Result:
         peak_memory_bytes: Peak memory of the process (CPU) or of the allocator (GPU) during the run.
         error: The error that stopped the run early; None for none.
         interrupted: Whether Ctrl-C stopped the run.
-        seed: The seed of the sampling, for `verify`; None for greedy decoding.
+        seed: The seed of the sampling, with which another run draws the same tokens; None for greedy decoding.
     """
 
     report: RunReport

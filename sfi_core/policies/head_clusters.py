@@ -1,18 +1,34 @@
 """Clusters of KV heads that attend alike, each with a representative (SyncKV, Sec. 4.1), and their file."""
 
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn, Self
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from sfi_core.errors import ConfigError, InputError, SfiError
 from sfi_core.machine.files import write_atomically
-from sfi_core.machine.text import parse_json, shown
+from sfi_core.machine.text import printable
 
 FORMAT = 1
 SHOWN = 12  # characters of a digest in a message
+
+
+class _Layer(BaseModel):
+    model_config = ConfigDict(strict=True)
+    cluster_of: tuple[int, ...]
+    representatives: tuple[int, ...]
+
+
+class _File(BaseModel):
+    model_config = ConfigDict(strict=True)
+    format: Literal[1]
+    digest: str
+    model: str
+    layers: dict[Annotated[int, Field(ge=0)], _Layer]
+    made_from: dict[str, Any] = {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,49 +61,31 @@ class HeadClusters:
     def load(cls, path: Path) -> Self:
         """Read a head file; raises `InputError` if it cannot be read, is damaged or of another format."""
         try:
-            data = parse_json(path.read_bytes())
+            file = _File.model_validate_json(path.read_bytes())
+            return cls(
+                model_digest=file.digest,
+                cluster_of={number: layer.cluster_of for number, layer in file.layers.items()},
+                representatives={number: layer.representatives for number, layer in file.layers.items()},
+                model=file.model,
+                made_from=file.made_from,
+            )
         except OSError as error:
             raise InputError(f"head file {path} cannot be read: {error.strerror}") from error
-        except ValueError as error:
-            raise InputError(f"head file {path} is damaged: no JSON, {error}") from error
-        try:
-            return cls._of(data)
-        except SfiError as error:
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            where = ".".join(map(str, first["loc"])) or "the file"
+            raise InputError(f"head file {path} is damaged: {printable(where)}: {printable(first['msg'])}") from error
+        except ConfigError as error:
             raise InputError(f"head file {path} is damaged: {error}") from error
 
-    @classmethod
-    def _of(cls, data: Any) -> Self:
-        document = _a_table(data, "the file")
-        if document.get("format") != FORMAT:
-            raise ConfigError(f"format must be {FORMAT}, got {document.get('format')!r}")
-        layers = {
-            _layer_number(name): _a_table(layer, f"layer {name}")
-            for name, layer in _a_table(document.get("layers"), "layers").items()
-        }
-        return cls(
-            model_digest=_a_text(document, "digest"),
-            cluster_of={number: _heads(layer, "cluster_of") for number, layer in layers.items()},
-            representatives={number: _heads(layer, "representatives") for number, layer in layers.items()},
-            model=_a_text(document, "model"),
-            made_from=_a_table(document.get("made_from", {}), "made_from"),
-        )
-
     def text(self) -> str:
-        """Return the file's text: JSON with a line for each list of heads."""
-        layers = ",\n".join(
-            f'    "{layer}": {{\n'
-            f'      "cluster_of": {json.dumps(self.cluster_of[layer])},\n'
-            f'      "representatives": {json.dumps(self.representatives[layer])}\n'
-            "    }"
-            for layer in sorted(self.cluster_of)
-        )
-        return (
-            f'{{\n  "format": {FORMAT},\n'
-            f'  "model": {json.dumps(self.model, ensure_ascii=False)},\n'
-            f'  "digest": {json.dumps(self.model_digest)},\n'
-            f'  "layers": {{\n{layers}\n  }},\n'
-            f'  "made_from": {json.dumps(dict(self.made_from), ensure_ascii=False)}\n}}\n'
-        )
+        """Return the file's text."""
+        layers = {
+            layer: {"cluster_of": clusters, "representatives": self.representatives[layer]}
+            for layer, clusters in sorted(self.cluster_of.items())
+        }
+        document = {"format": FORMAT, "model": self.model, "digest": self.model_digest, "layers": layers}
+        return json.dumps({**document, "made_from": dict(self.made_from)}, indent=1, ensure_ascii=False) + "\n"
 
     def save(self, path: Path) -> None:
         """Write the file; on an error the old file stays, and `SfiError` is raised."""
@@ -127,13 +125,6 @@ class HeadClusters:
 
 
 def _check_layer(layer: int, cluster_of: tuple[int, ...], representatives: tuple[int, ...]) -> None:
-    if layer < 0:
-        raise ConfigError(f"layers must be at least 0, got {layer}")
-    if len(representatives) > len(cluster_of):
-        raise ConfigError(
-            f"representatives must be at most the layer's {len(cluster_of)} KV heads, "
-            f"got {len(representatives)} in layer {layer}"
-        )
     if set(cluster_of) != set(range(len(representatives))):
         raise ConfigError(
             f"cluster_of of layer {layer} must use each number from 0 to {len(representatives) - 1}, "
@@ -144,29 +135,3 @@ def _check_layer(layer: int, cluster_of: tuple[int, ...], representatives: tuple
             raise ConfigError(
                 f"representatives of layer {layer} must be in their own clusters, got head {head} for cluster {cluster}"
             )
-
-
-def _layer_number(name: str) -> int:
-    if not re.fullmatch(r"0|[1-9][0-9]{0,8}", name):
-        raise ConfigError(f"layers must be whole numbers, got {shown(name)}")
-    return int(name)
-
-
-def _a_table(value: Any, what: str) -> dict[str, Any]:
-    return value if isinstance(value, dict) else _wrong(value, what, "a JSON object")
-
-
-def _a_text(table: Mapping[str, Any], name: str) -> str:
-    value = table.get(name)
-    return value if isinstance(value, str) else _wrong(value, name, "a text")
-
-
-def _heads(table: Mapping[str, Any], name: str) -> tuple[int, ...]:
-    value = table.get(name)
-    if not isinstance(value, list) or any(type(head) is not int for head in value):
-        _wrong(value, name, "a list of whole numbers")
-    return tuple(value)
-
-
-def _wrong(value: Any, what: str, expected: str) -> NoReturn:
-    raise ConfigError(f"{what} must be {expected}, got {value!r:.60}")

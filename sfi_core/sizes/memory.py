@@ -112,7 +112,6 @@ def forecast(
     backend: str = "triton",
     tiers: bool = False,
     refreshed_together: int = 1,
-    first_together: int = 1,
     evidence_buffers: int = 1,
     graphs: bool = False,
     drafting: Drafting | None = None,
@@ -123,9 +122,8 @@ def forecast(
     prompt has `prompt_tokens`, of which a forward pass reads `prefill_chunk` (0 for all); a request may reach
     `capacity`. The torch backend packs nothing in layers left dense; over two `tiers` every policy reads packed rows.
 
-    One slow step refreshes `refreshed_together` requests at once; `first_together` first selections share their
-    launches; the evidence of `evidence_buffers` layers is held at once. `graphs` says whether steps are replayed as
-    CUDA graphs, `drafting` how a lossless run drafts.
+    One slow step refreshes `refreshed_together` requests at once; the evidence of `evidence_buffers` layers is held at
+    once. `graphs` says whether steps are replayed as CUDA graphs, `drafting` how a lossless run drafts.
     """
     config = policy.config
     managed = [layer for layer in layers if layer.window is None]
@@ -135,7 +133,7 @@ def forecast(
     chunk = min(prefill_chunk or prompt_tokens, prompt_tokens)
     first, later = 0, 0
     if policy.selects:
-        first = _first_bytes(model, managed, policy) * first_together * capacity
+        first = _first_bytes(model, managed, policy) * capacity
         later = _selection_bytes(model, managed, evidence_buffers) * refreshed_together * capacity
     verifying, logits, copies, tested = 0, 0, 1, 1
     if drafting is not None:

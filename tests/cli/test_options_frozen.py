@@ -15,7 +15,7 @@ LINES = 120  # two screens of 60 lines
 GENERATE = """
     --prompt-file --batch --max-batch --chat --max-new-tokens --compare --model --dtype --device
     --kv-device-budget --trust-remote-code --policy --preset --config --set --budget --recent --trigger
-    --t-max --lossless --draft-max --verify --temperature --top-p --seed --trace --audit --json --quiet
+    --t-max --lossless --draft-max --temperature --top-p --seed --trace --audit --json --quiet
     --output --force --resume
 """
 OPTIONS = {
@@ -56,13 +56,10 @@ OPTIONS = {
     "trace diff": "--request --fail-if --json --output --force",
     "trace export": "--format --table --output --force --quiet",
     "trace import": """
-        --output --tokenizer --trigger --force --json --quiet
+        --output --top --kv-heads --tokenizer --trigger --force --json --quiet
     """,
     "trace plot": "--kind --request --layer --head --format --output --force",
-    "trace record": GENERATE.replace("--trace", "--report")
-    .replace("--compare", "")
-    .replace("--verify", "")
-    .replace("--resume", ""),
+    "trace record": GENERATE.replace("--trace", "--report").replace("--compare", "").replace("--resume", ""),
     "trace replay": """
         --trigger-policy --trigger --trigger-set --t-max --refresh-every --budget --set --request --layers
         --heads --batch --against --play --step --speed --output --force --wide --json

@@ -42,7 +42,7 @@ RECORD = "sfi trace record -o run --audit 1"
 # page, command, and how the block begins that it prints; "" for what prepares others
 PRINTED = [
     ("README.md", "sfi generate", "answer "),
-    ("docs/lossless.md", "sfi generate --lossless --verify", "cache read"),
+    ("docs/lossless.md", "sfi generate --lossless --compare", "cache read"),
     ("README.md", RECORD, ""),
     ("README.md", "sfi trace show run", "slow steps"),
     ("docs/traces.md", "sfi trace show run --full", "slow steps"),

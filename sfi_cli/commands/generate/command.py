@@ -49,7 +49,6 @@ def generate(
     t_max: o.TMax = None,
     lossless: o.Lossless = False,
     draft_max: o.DraftMax = None,
-    verify: Annotated[bool, o.option(o.METHOD, "Check a lossless output, token for token.", "--verify")] = False,
     temperature: o.Temperature = None,
     top_p: o.TopP = None,
     seed: o.Seed = 0,
@@ -101,7 +100,7 @@ def generate(
     drafting = [name for name in sorted(settings.said) if name.startswith("draft.")]
     if draft_max is not None:
         drafting = ["--draft-max"]
-    for name in (*drafting, *["--verify"] * verify):
+    for name in drafting:
         if not settings.table(EngineOptions).lossless:
             raise ConfigError(f"{name} must come with --lossless, got it alone")
     audits = _audit(settings, trace)
@@ -117,7 +116,7 @@ def generate(
             written, prompts, Subject.of(settings, model, dtype, device, trust_remote_code), settings,
             policy=policy, preset=named, chat=chat,
             compare=example and policy != "full-kv" if compare is None else compare,
-            beside=example and plain, verify=verify, trace=trace, audit=audits,
+            beside=example and plain, trace=trace, audit=audits,
             sampling=settings.of("sampling"), seed=seed, max_new_tokens=max_new_tokens,
             max_batch=max_batch, by_line=by_line,
         )  # fmt: skip

@@ -17,7 +17,7 @@ from sfi_cli.settings.tables import TraceTable
 from sfi_cli.terminal.output import INTERRUPTED, Output, message
 from sfi_cli.terminal.progress import BenchProgress, DecodeProgress, PrefillProgress, ProgressObserver
 from sfi_core.distributed import torchrun
-from sfi_core.errors import NumericsError, SfiError
+from sfi_core.errors import SfiError
 from sfi_core.settings.engine import AuditConfig, EngineOptions, Sampling
 from sfi_core.settings.policy_names import default_policy
 
@@ -39,7 +39,6 @@ def run(
     chat: bool,
     compare: bool,
     beside: bool,
-    verify: bool,
     trace: Path | None,
     audit: AuditConfig | None,
     sampling: dict[str, Any],
@@ -95,14 +94,12 @@ def run(
             drafting = default_policy(lossless=True)
             other = decode(drafting, replace(engine, lossless=True))
             document["lossless"] = {"policy": f"{drafting}, lossless", **_measured(other)}
-        if verify:
-            document["verification"] = _verified(model, rows, result, **options)
     _write(output, document, result.texts, shown=shows or by_line)
     if by_line:
         ended = sum(request.finish_reason in ENDED for request in result.report.requests)
         more = "" if ended == len(rows) else f" of {len(rows):,}; the same command with --resume goes on"
         output.say(f"Wrote {output.path}, {ended:,} answers{more}")
-    _fail(result, document)
+    _fail(result)
     if recorder is not None and recorder.failure is not None:
         raise SfiError(f"trace {trace} must be whole, got {recorder.failure.strerror} before the run's end")
 
@@ -212,16 +209,6 @@ def _decode(
             stream.end_line()
 
 
-def _verified(model: Any, prompts: list[list[int]], result: Any, **options: Any) -> dict[str, Any]:
-    from sfi_core.generation.verify import verify
-
-    outputs = [request.token_ids for request in result.report.requests]
-    try:
-        return verify(model, prompts, outputs, **options).to_dict()
-    except NumericsError as error:  # the generated text is shown all the same
-        return {"ok": False, "error": str(error)}
-
-
 def _document(
     result: Any, subject: Subject, prompts: Prompts, engine: EngineOptions, device: str, **about: Any
 ) -> dict[str, Any]:
@@ -272,14 +259,9 @@ def _write(output: Output, document: dict[str, Any], texts: list[str], *, shown:
         output.say(line, indent=13)
 
 
-def _fail(result: Any, document: dict[str, Any]) -> None:
+def _fail(result: Any) -> None:
     # raise only after the text and the report are written
     if result.error is not None:
         raise result.error
-    verification = document.get("verification", {"ok": True})
-    if "error" in verification:
-        raise NumericsError(f"output cannot be verified: {verification['error']}")
-    if not verification["ok"]:
-        raise NumericsError("output must be full attention's, got other tokens; see the report")
     if result.interrupted:
         raise typer.Exit(INTERRUPTED)

@@ -44,8 +44,6 @@ def report_lines(document: dict[str, Any]) -> list[str]:
     lines.append(settings_line(changed_settings(document["config"]), document["preset"]))
     lines += request_lines(document["requests"])
     lines += _short_lines(document)
-    if "verification" in document:
-        lines.append(_verified_line(document["verification"]))
     lines += tier_lines(document["kv_tiers"])
     lines += fused_lines(document["fused"], document["left_alone"])
     lines += _speed_lines(document)
@@ -70,21 +68,6 @@ def _short_lines(document: dict[str, Any]) -> list[str]:
     if document["policy"] == "full-kv" or longest > room:
         return []
     return [f"note         up to {room:,} tokens (sink, recent and budget) every step reads all: nothing to gain here"]
-
-
-def _verified_line(result: dict[str, Any]) -> str:
-    if "error" in result:
-        return f"verified     nothing: {result['error']}"
-    tokens, differing, ties = (result[name] for name in ("tokens", "differing", "near_ties"))
-    rounding = " (by rounding alone)" if differing and result["ok"] else ""
-    doubtful = [
-        f"{row['first_doubtful']} in request {request}"
-        for request, row in enumerate(result["requests"])
-        if row["first_doubtful"] is not None
-    ]
-    first = f"; first doubtful token {', '.join(doubtful)}" if doubtful else ""
-    same = f"{tokens - differing:,} of {tokens:,} tokens are full attention's{rounding}"
-    return f"verified     {same}, {ties:,} near ties{first}"
 
 
 def _speed_lines(document: dict[str, Any]) -> list[str]:

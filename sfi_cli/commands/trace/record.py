@@ -10,7 +10,7 @@ from sfi_cli.commands.trace.report import report_after
 from sfi_cli.terminal.output import dated_folder
 
 # options of `sfi generate` that `record` sets itself
-ELSEWHERE = ("trace", "output", "resume", "compare", "verify")
+ELSEWHERE = ("trace", "output", "resume", "compare")
 Folder = Annotated[o.File, o.option(o.TRACE, "Folder of the trace.", "--output", "-o", shown="sfi-trace-DATE-TIME")]
 Report = Annotated[
     bool, o.option(o.TRACE, "Write DIR-report.html beside the trace, as sfi trace report does.", "--report")
@@ -36,7 +36,7 @@ def record(*, output: Folder = None, report: Report = False, **options: Any) -> 
     folder = output or dated_folder("sfi-trace")
     force, quiet = options["force"], options["quiet"]
     with report_after(folder, force=force, quiet=quiet) if report else nullcontext():
-        generate(**options, trace=folder, output=None, compare=False, verify=False)
+        generate(**options, trace=folder, output=None, compare=False)
 
 
 def _take_options_of_generate() -> None:

@@ -1,6 +1,7 @@
 """Replayed decoding steps: the device's work as a CUDA graph, the host's bookkeeping beside it."""
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -15,7 +16,6 @@ from sfi_core.engine.graphs.buffers import Kind, Selections, StepBuffers
 from sfi_core.engine.graphs.lookahead import foresee
 from sfi_core.engine.graphs.recorder import Recorder, Work
 from sfi_core.engine.layer import Layer
-from sfi_core.engine.meter import WHOLE_STEP, ByLayer, Launches, Recorded
 from sfi_core.engine.prompt_queries import SeenLayer
 from sfi_core.engine.run import Run
 from sfi_core.engine.select import Handed, choose, has_candidates, joined, joins, note, note_choice, select, submit
@@ -40,7 +40,7 @@ class StepGraph:
     """
 
     selections: Selections
-    launches: Recorded
+    launches: Counter[str]
     side: SideStream
     replay: Work | None = None
 
@@ -80,7 +80,6 @@ class StepGraphs:
         self._take_over()
         self._token_X = torch.zeros(run.store.batch * most, dtype=torch.long, device=run.device)
         self._logits_XV: torch.Tensor | None = None
-        self._launches: ByLayer = ByLayer()
         self._graphs: dict[Kind, StepGraph] = {}
         self._needed: set[Kind] | None = {Kind(chooses=run.policy.chooses)} if patient else None
         self._wants = SelectionEvent in run.observer.wants
@@ -188,9 +187,7 @@ class StepGraphs:
     def _recorded(self) -> StepGraph:
         with self._apart():
             replay = self._recorder(self._work)
-            graph = replace(self._left(), replay=replay)
-        self._run.meter.kernels.recorded.append(graph.launches)
-        return graph
+            return replace(self._left(), replay=replay)
 
     def _unrecorded(self) -> StepGraph:
         with self._apart():
@@ -211,32 +208,27 @@ class StepGraphs:
             run.meter.recording_seconds += time.perf_counter() - began
 
     def _left(self) -> StepGraph:
-        selections, side = self._buffers.selections, self._run.maintenance.side
-        return StepGraph(selections, Recorded(self._launches), side)
+        return StepGraph(self._buffers.selections, self._run.meter.kernels, self._run.maintenance.side)
 
     def _work(self) -> None:
         # the device's part of a step that the host has described
         run, buffers = self._run, self._buffers
-        run.meter.kernels, run.maintenance = Launches(), run.maintenance.again()
-        with run.launches(WHOLE_STEP):
+        run.meter.kernels, run.maintenance = Counter(), run.maintenance.again()
+        with run.launches():
             buffers.begin()
         token_BW, step = self._token_BW, buffers.descriptor
         place_W = torch.arange(-step.queries, 0, device=run.device)
         position_BW = (step.length_B[:, None] + place_W).clamp_min(0)
-        with run.launches(WHOLE_STEP):
+        with run.launches():
             logits_XV = self._forward(token_BW, position_BW).flatten(0, 1)
         if self._logits_XV is None:  # not inside a capture: a recorder first runs the work unrecorded
             self._logits_XV = logits_XV.new_empty(len(self._token_X), logits_XV.shape[1])
         self._logits_XV[: len(logits_XV)].copy_(logits_XV)
         run.maintenance.join()
-        self._launches = run.meter.kernels.total()
 
     def _note(self, done: StepGraph) -> None:
         run = self._run
-        if done.replay is None:
-            run.meter.kernels.add(done.launches.launches, run.step)
-        else:
-            run.meter.kernels.add_replay(done.launches, run.step)
+        run.meter.kernels.update(done.launches)
         selections = done.selections
         if self._wants:  # observers may look at a selection when the next step has begun
             selections = {layers: _copied(selection) for layers, selection in selections.items()}
@@ -254,7 +246,7 @@ def attend_recorded(buffers: StepBuffers, layer: SeenLayer, query_BHGTD: torch.T
     assert step is not None, "the pass has been described"
     last_BHG1D = query_BHGTD[:, :, :, -1:]  # a fast request has no other
     buffers.keep(layer.index, last_BHG1D[:, :, :, 0])
-    with run.launches(layer.index):
+    with run.launches():
         pseudo = None
         if layer.chooses:
             choice, pseudo = choose(layer, step, last_BHG1D)
@@ -270,7 +262,7 @@ def attend_recorded(buffers: StepBuffers, layer: SeenLayer, query_BHGTD: torch.T
 
 def _select(buffers: StepBuffers, rows: Rows, handed: list[Handed]) -> None:
     layers = [each.layer for each in handed]
-    with layers[0].run.launches(layers[0].index):
+    with layers[0].run.launches():
         selection, _ = select(layers, rows, None, *joined(handed))
     assert selection is not None, "a policy that needs only the evidence selects"
     buffers.selections[tuple(layer.index for layer in layers)] = selection

@@ -11,7 +11,7 @@ import torch
 
 from sfi_core.distributed.ranks import ranks_of
 from sfi_core.engine.audit import Audit, check_audit
-from sfi_core.engine.maintenance import first_together, worked_off_together
+from sfi_core.engine.maintenance import worked_off_together
 from sfi_core.engine.picking import CPU_PIECE, PIECE
 from sfi_core.engine.prompt_queries import Watcher
 from sfi_core.engine.report import RunReport
@@ -132,17 +132,14 @@ class Session:
         page = self.page_size or 1
         capacity = -(-capacity // page) * page
         heads = model.config.get_text_config(decoder=True).num_attention_heads
-        full = [shape for shape in shapes if shape.window is None]
         on_triton = self.backend == "triton"  # a slow step refreshes all requests at once
-        refreshed, first = batch if on_triton else 1, 1
+        refreshed = batch if on_triton else 1
         if isinstance(policy, EvidencePolicy) and tiers is None and not (on_triton and self.engine.overlap):
             refreshed *= worked_off_together(refreshed * heads * capacity, len(shapes), self.backend)
-        if on_triton and all(policy.companion.first_bytes(shape) is None for shape in full):
-            first = min(batch, first_together(heads * policy.config.window_prefill * capacity))
         expected = memory.forecast(
             model, shapes, policy, batch=batch, prompt_tokens=prompt_tokens, capacity=capacity,
             prefill_chunk=prefill_chunk, backend=self.backend, tiers=tiers is not None,
-            refreshed_together=refreshed, first_together=first,
+            refreshed_together=refreshed,
             evidence_buffers=ring_places(model.device, overlap=self.engine.overlap), graphs=graphs,
             drafting=self._drafting() if self.engine.lossless else None,
         )  # fmt: skip

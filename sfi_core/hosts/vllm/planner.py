@@ -248,7 +248,8 @@ class Planner:
         elif state.slow:
             state.note_packed(config.sink, 0)
         audit = None if tracked.slot == NO_SLOT else self._audit
-        step = OpenStep.of(state, audit, self.step, self._reads(tracked))
+        reads = Reads.of(state, policy, self._layers, self._dense_layers)
+        step = OpenStep.of(state, audit, self.step, reads)
         tracked.pending.append((step, self.shape))
 
     def _shape_of(self, entries: Sequence[Entry], planned: Sequence[Tracked]) -> dict[str, Any]:
@@ -261,9 +262,6 @@ class Planner:
         for entry, tracked in zip(entries, planned, strict=True):
             kinds[entry.request_pass.kind == FAST].append(tracked.state)
         return step_shape(*kinds, None if row_bytes is None else moved)
-
-    def _reads(self, tracked: Tracked) -> Reads:
-        return Reads.of(tracked.state, tracked.policy, self._layers, self._dense_layers)
 
     def _note(self, tracked: Tracked, elapsed: float) -> None:
         # the tokens that have become known, each with the step that made it

@@ -1,5 +1,6 @@
 """The whole decoder on the Triton kernels, in the interpreter without a GPU, beside the references."""
 
+from collections import Counter
 from functools import cache
 from typing import Any
 
@@ -126,23 +127,23 @@ def test_transformers_own_loop_runs_on_the_kernels():
 @pytest.mark.parametrize("rows", [1, 3])
 def test_a_step_of_codescan_launches_five_kernels_a_layer(rows: int):
     """Whatever the batch: three that choose, of which the first appends, the attention and its join."""
-    report = complete("triton", PROMPTS[:rows], policy="codescan", max_new_tokens=3).report
+    prompt, whole = (
+        Counter({one.name: one.launches for one in result.report.kernels})
+        for result in (complete("triton", PROMPTS[:rows], policy="codescan", max_new_tokens=n) for n in (1, 3))
+    )
     steps, layers = 2, 2
     fused = "rms_norm", "rotary", "silu_mul"  # the model's own, on a GPU
-    launches = {one.name: one.launches for one in report.kernels if one.steps > 1 and one.name not in fused}
+    launches = {name: count for name, count in (whole - prompt).items() if name not in fused}
     a_step = ("code_scan_sums", "code_scan_score", "code_scan_choose", "split_attention", "join_splits")
     assert launches == dict.fromkeys(a_step, steps * layers) | {"split_plan": steps}
 
 
-def test_the_report_counts_kernels_by_step_and_layer():
+def test_the_report_counts_launches():
     result, _ = recorded("triton")
-    kernels = {kernel.name: kernel for kernel in result.report.kernels}
-    attention, plan = kernels["split_attention"], kernels["split_plan"]
-    assert (attention.launches, attention.steps, attention.layers) == (2 * (NEW - 1), NEW - 1, 2)
-    assert (plan.launches, plan.steps, plan.layers) == (NEW - 1, NEW - 1, 0)
-    assert kernels["append"].launches == 2 * NEW
-    slow = {step for request in result.report.requests for step in request.slow_at}
-    assert kernels["pack"].steps == len(slow)
+    launches = {kernel.name: kernel.launches for kernel in result.report.kernels}
+    assert launches["split_attention"] == 2 * (NEW - 1)
+    assert launches["split_plan"] == NEW - 1
+    assert launches["append"] == 2 * NEW
     assert recorded("torch")[0].report.kernels == []
 
 

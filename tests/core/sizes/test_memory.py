@@ -62,11 +62,6 @@ def test_only_sliding_windows_have_a_mask_of_queries_and_keys(tiny_model: Any):
     assert both.workspace_bytes - full.workspace_bytes == CPU_SLACK * 3 * 8 * 18
 
 
-def test_first_selections_that_share_launches_need_their_tensors_together(tiny_model: Any):
-    alone, four = (expect(tiny_model, [FULL], capacity=1000, prefill_chunk=8, first_together=count) for count in (1, 4))
-    assert four.workspace_bytes == 4 * alone.workspace_bytes
-
-
 def test_no_more_is_packed_than_the_capacity_and_without_a_selection_the_sinks(tiny_model: Any):
     expected = expect(tiny_model, [FULL], CONFIG.replace(budget=1000))
     assert expected.packed_bytes == 128 * 3 * (3 + 40)
