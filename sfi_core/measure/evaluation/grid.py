@@ -1,7 +1,7 @@
 """The grid of an evaluation: a cell for every method on every sample of a task, or window of a text, and its row."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -70,7 +70,6 @@ class Rows(ABC, Generic[T]):
         A policy that cannot offload runs without the device budget.
         """
         self.model, self.tokenizer, self.engine = model, tokenizer, engine
-        self.alone: Container[str] = ()  # labels of methods that decode one prompt at a time
 
     @abstractmethod
     def check(self, cells: Sequence[Cell]) -> None:
@@ -134,7 +133,7 @@ class Rows(ABC, Generic[T]):
             shared, problem = None, first_line(error)
         failed = []
         for method in methods:
-            if shared is not None and (len(prompts) == 1 or method.label not in self.alone):
+            if shared is not None:
                 try:
                     yield from self.decode(shared, method, prompts)
                     continue

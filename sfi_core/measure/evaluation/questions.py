@@ -20,7 +20,6 @@ class TaskSample:
         prompt: The text, including the chat template.
         answers: The strings that the task's score looks for.
         max_new_tokens: Tokens that a full answer needs, with room to spare.
-        sentences: The sentences of the right answer, which is their concatenation; () if it has none.
     """
 
     task: str
@@ -30,7 +29,6 @@ class TaskSample:
     prompt_ids: tuple[int, ...]
     answers: tuple[str, ...]
     max_new_tokens: int
-    sentences: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +38,6 @@ class Question:
     text: str
     lead: str
     answers: tuple[str, ...]
-    sentences: tuple[str, ...] = ()
 
 
 def seeded(name: str, length: int, seed: int) -> random.Random:
@@ -134,7 +131,6 @@ class DocumentTask:
             prompt_ids=ids,
             answers=chosen.answers,
             max_new_tokens=2 * len(expected) + 16,  # room for words between the answers
-            sentences=chosen.sentences,
         )
 
     def need(self, tokenizer: Any) -> None:

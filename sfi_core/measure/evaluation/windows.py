@@ -26,15 +26,13 @@ from sfi_core.settings.engine import DEFAULTS, EngineOptions
 def window_cells(methods: Sequence[Method], lengths: Sequence[int], count: int, tokens: int) -> list[Cell]:
     """List every method on `count` windows of each length, the first window of all lengths first.
 
-    Full attention and lossless methods have no cells: they would equal the reference. Raise `ConfigError` if no
-    other method is given, for no window, for less than 2 decoded `tokens`, and for lengths that are none or come twice.
+    Full attention, the reference, has no cells. Raise `ConfigError` if no other method is given, for no window, for
+    less than 2 decoded `tokens`, and for lengths that are none or come twice.
     """
     check_distinct("length", lengths)
-    compared = [method for method in methods if method.policy != WHOLE and not method.lossless]
+    compared = [method for method in methods if method.policy != WHOLE]
     if not compared:
-        raise ConfigError(
-            f"fidelity must have a method besides {WHOLE} and lossless ones, which are full attention, got none"
-        )
+        raise ConfigError(f"fidelity must have a method besides {WHOLE}, got none")
     # the first token is the same under every method: the prompt is read densely
     for name, value, least in (("tokens", tokens, 2), ("windows", count, 1)):
         if value < least:
