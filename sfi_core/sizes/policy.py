@@ -88,13 +88,10 @@ class PolicyReads:
         state = RequestState(prompt_tokens=context, length=context, recent_start=recent, step=1, slow=False)
         return self.policy.selection_tokens(state)
 
-    def steps(self, model: ByteModel, context: int, rate: float | None = None) -> tuple[float, float]:
-        """Return the bytes of a request's fast and slow step with `context` cached tokens.
-
-        An anchored recent window is longer at a lower `rate` of slow steps; None is the policy's own.
-        """
+    def steps(self, model: ByteModel, context: int) -> tuple[float, float]:
+        """Return the bytes of a request's fast and slow step with `context` cached tokens."""
         config, policy = self.policy.config, self.policy
-        read = min(context, fast_tokens(config, self.packed - config.sink, self.rate if rate is None else rate))
+        read = min(context, fast_tokens(config, self.packed - config.sink, self.rate))
         mixed = read + self.dense_share * (context - read)
         slow = model.fast(context, mixed if policy.mixes_heads else context)
         if policy.refreshes():

@@ -10,11 +10,11 @@ from sfi_cli.parsing import numbers, read_text, words
 from sfi_cli.settings.given import Given
 from sfi_cli.settings.tables import ForecastTable
 from sfi_cli.terminal.output import Output, View, leave_interrupted
-from sfi_cli.terminal.progress import BenchProgress
+from sfi_cli.terminal.progress import Progress
 from sfi_core.errors import ConfigError, InputError
 from sfi_core.settings.engine import EngineOptions
 
-FORMATS = (".json", ".parquet")
+FORMATS = (".json",)
 BUNDLED_TEXT, KILO = "bundled", 1024
 SLOW_RATE = "1/20"
 CPU_SECONDS = 2.0  # default time limit of a run on a CPU, where a step may take seconds
@@ -47,14 +47,9 @@ def run(
 
     subject.check()
     _check_text(settings, slow_rate, text)
-    if asked["lossless"] and asked["acceptance"] is None and (text is None or subject.random_weights):
-        raise ConfigError(
-            "lossless must come with --text and a checkpoint, whose acceptance is measured, or with "
-            "--acceptance, which states one"
-        )
     if threads is not None and threads <= 0:
         raise ConfigError(f"threads must be positive, got {threads}")
-    _check_forecast(settings, text, forecast=forecast)
+    _check_forecast(settings, text, asked["acceptance"], forecast=forecast)
     if threads is not None:
         torch.set_num_threads(threads)
 
@@ -82,7 +77,7 @@ def _measure(subject: Subject, made: Callable[[Loaded], Any], output: Output) ->
     output.say(f"loading {subject.name}")
     loaded = subject.loaded(quiet=output.quiet)
     settings = made(loaded)
-    with BenchProgress(quiet=output.quiet) as progress:
+    with Progress(quiet=output.quiet) as progress:
         result = run_bench(loaded[0], settings, progress.update, output.say)
     document = result.document()
     document["model"]["weights"] = subject.loading["weights"]
@@ -104,12 +99,11 @@ def _forecast(subject: Subject, settings: Any, device: Any, machine: ForecastTab
 
 
 def _write(subject: Subject, document: dict[str, Any], view: View, output: Output) -> None:
-    from sfi_traces.results.parquet import write_bench
     from sfi_traces.results.plots import plot_bench
 
     document["model"]["name"] = subject.name
     output.show(document, view)
-    output.rows(document, write_bench)
+    output.file(document)
     output.figure(plot_bench, document)
 
 
@@ -123,7 +117,7 @@ def _check_text(settings: Given, slow_rate: str | None, text: str | None) -> Non
             raise ConfigError(f"{name} must come with --text; without one --slow-rate decides")
 
 
-def _check_forecast(settings: Given, text: str | None, *, forecast: bool) -> None:
+def _check_forecast(settings: Given, text: str | None, acceptance: float | None, *, forecast: bool) -> None:
     if not forecast:
         for name in sorted(settings.said):
             if name.startswith("forecast."):
@@ -134,6 +128,8 @@ def _check_forecast(settings: Given, text: str | None, *, forecast: bool) -> Non
             raise ConfigError(f"{name} must come without --forecast")
     if text is not None:
         raise ConfigError("forecast needs a stated --slow-rate, got --text")
+    if acceptance is not None:
+        raise ConfigError("acceptance must come without --forecast")
 
 
 def _settings(
@@ -145,8 +141,6 @@ def _settings(
     given = {name: value for name, value in asked.items() if value is not None}
     given |= {"config": settings.config, "engine": settings.table(EngineOptions)}
     given |= settings.of("bench")
-    if given["lossless"] and given.get("acceptance") is None:
-        given["prefill"] = True  # acceptance is measured on real prompts, which must be prefilled
     if text is None:
         return DecodeSettings(**given, slow_rate=_rate(slow_rate or SLOW_RATE))
     read = load_example().prompt if text == BUNDLED_TEXT else read_text(Path(text), "text")

@@ -1,7 +1,4 @@
-"""Runs of our policies, sparse or lossless, decoded as by `sfi_core.generate`.
-
-A sparse run decodes given tokens. A lossless run has measured or stated acceptance.
-"""
+"""Runs of our policies, sparse or lossless with a stated acceptance, of given tokens, as by `sfi_core.generate`."""
 
 import random
 import time
@@ -33,12 +30,6 @@ from sfi_core.settings.engine import Sampling
 from sfi_core.state.request import RequestState
 from sfi_kernels.step_descriptor import sent
 
-STATED = (
-    "lossless rows: acceptance is stated, {:g} for each tested token, and does not depend on the drafts; "
-    "the tokens mean nothing"
-)
-MEASURED = "lossless rows: acceptance is measured on the text's prompts; our runs generate their own tokens"
-
 
 class GivenTokens(Sampler):
     """Picks given tokens, in drafts and verifications too, by making their logits the largest.
@@ -49,30 +40,25 @@ class GivenTokens(Sampler):
     def __init__(
         self,
         ids_BT: torch.Tensor,
-        token_SB: Sequence[Sequence[int]] | None,
+        token_SB: Sequence[Sequence[int]],
         ahead: Callable[[torch.Tensor], None] | None = None,
     ) -> None:
-        """Take the prompts, and the tokens by step and request; None picks the model's own."""
+        """Take the prompts, and the tokens by step and request."""
         super().__init__(Sampling(), ids_BT, ahead=ahead)
-        self._token_SB = None
-        if token_SB is not None:
-            self._token_SB = torch.tensor(token_SB, device=ids_BT.device)
+        self._token_SB = torch.tensor(token_SB, device=ids_BT.device)
 
     def __call__(self, logits_BV: torch.Tensor, finished_B: list[bool]) -> list[int]:
         """Pick the next token of every request; all have the same number of tokens before it."""
-        if self._token_SB is not None:
-            self._raise(logits_BV, self._token_SB[self.rows[0].step])
+        self._raise(logits_BV, self._token_SB[self.rows[0].step])
         return super().__call__(logits_BV, finished_B)
 
     def pick(
         self, logits_XV: torch.Tensor, row_X: Sequence[int], offset_X: Sequence[int], tail: Sequence[Sequence[int]]
     ) -> list[int]:
         """See `Sampler.pick`."""
-        if self._token_SB is not None:
-            pairs = zip(row_X, offset_X, strict=True)
-            steps = [self.rows[place].step + offset for place, offset in pairs]
-            at_2X = sent(torch.tensor([steps, list(row_X)]), logits_XV.device)
-            self._raise(logits_XV, self._token_SB[at_2X[0], at_2X[1]])
+        steps = [self.rows[place].step + offset for place, offset in zip(row_X, offset_X, strict=True)]
+        at_2X = sent(torch.tensor([steps, list(row_X)]), logits_XV.device)
+        self._raise(logits_XV, self._token_SB[at_2X[0], at_2X[1]])
         return super().pick(logits_XV, row_X, offset_X, tail)
 
     @staticmethod
@@ -104,20 +90,16 @@ class StatedAcceptance:
 
 @torch.inference_mode()
 def run_ours(row: BenchRow) -> DecodeSample:
-    """Decode under a policy, sparsely or losslessly, as the variant says.
+    """Decode the stream's tokens under a policy, sparsely or losslessly, as the variant says.
 
-    The logits of the stream's tokens are made the largest, so they are picked; without a stated acceptance a lossless
-    benchmark's model generates its own tokens. With one, chance decides which drafts are kept.
-
-    Returns:
-        The sample. The steps of a lossless run are passes, and a pass gives a request no token, one or several.
+    In a lossless run chance decides which drafts are kept; its steps are passes, and a pass gives a request no token,
+    one or several.
     """
     settings, batch, lossless = row.settings, row.point.batch, row.variant.engine.lossless
     sample, device = DecodeSample(batch, settings.warm_up), row.model.device
     reset_peak(device)
     with decoder_of(row) as decoder:
-        token_SB = None if settings.real_prompts else row.stream.token_SB
-        picker = GivenTokens(row.prompts.ids_BT, token_SB, decoder.replays.ahead)
+        picker = GivenTokens(row.prompts.ids_BT, row.stream.token_SB, decoder.replays.ahead)
         limit = settings.most_tokens if lossless else settings.total_steps + 1
         rate = row.variant.acceptance
         outcome = None if rate is None else StatedAcceptance(rate, settings.seed)
@@ -214,10 +196,3 @@ def step_read(run: Run) -> StepRead:
 def selecting(run: Run) -> float:
     """Return how much a run has read to choose, in tokens per KV head, the mean over layers."""
     return sum(state.tally.selecting for state in run.requests)
-
-
-def lossless_notes(settings: DecodeSettings) -> list[str]:
-    """Say whether the acceptance of lossless rows is measured or stated; [] without such rows."""
-    if not settings.lossless:
-        return []
-    return [MEASURED if settings.acceptance is None else STATED.format(settings.acceptance)]

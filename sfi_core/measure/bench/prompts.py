@@ -6,14 +6,13 @@ because tokens of random weights mean nothing.
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
 import torch
 
-from sfi_core.errors import ConfigError
 from sfi_core.generation.synthetic import SyntheticPrompt
 from sfi_core.measure.bench.samples import DecodeSample
 from sfi_core.measure.bench.settings import DecodeSettings, DecodeVariant, Point
@@ -39,12 +38,10 @@ class Prompts:
 
     @classmethod
     def of(cls, settings: DecodeSettings, point: Point, vocabulary: int, device: torch.device) -> "Prompts":
-        """Make the prompts of a point; raise `ConfigError` if the text is shorter than a prompt."""
+        """Make the prompts of a point."""
         generator = torch.Generator(device).manual_seed(settings.seed)
         shape = (point.batch, point.context)
         ids_BT = torch.randint(1, vocabulary, shape, generator=generator, device=device)
-        if settings.real_prompts:
-            ids_BT = torch.tensor(_windows(settings.text_ids or (), point), device=device)
         lengths_B = torch.tensor(point.contexts, device=device)
         place_T = torch.arange(point.context, device=device)
         mask_BT = (place_T >= point.context - lengths_B[:, None]).long()
@@ -53,17 +50,6 @@ class Prompts:
             capacity = settings.capacity(point.context)
             made_up = SyntheticPrompt(point.contexts, capacity, seed=settings.seed)
         return cls(ids_BT, mask_BT, made_up)
-
-
-def _windows(text_ids: Sequence[int], point: Point) -> list[list[int]]:
-    # a window for each request, evenly apart; the first one ends at the end of the text
-    room = len(text_ids) - point.context
-    if room < 0:
-        raise ConfigError(
-            f"text must have at least a prompt's {point.context:,} tokens, got {len(text_ids):,}; lower the context"
-        )
-    starts = [room - row * room // max(1, point.batch - 1) for row in range(point.batch)]
-    return [list(text_ids[start : start + point.context]) for start in starts]
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,17 +88,13 @@ def _row(row: BenchRow) -> dict[str, Any]:
 
 
 def _drafting(variant: DecodeVariant, runs: Sequence[DecodeSample]) -> dict[str, Any]:
-    # None for runs that are not lossless; acceptance is measured or stated for all runs of a row
+    # None for runs that are not lossless
     counts = [run.drafting for run in runs if run.drafting is not None]
-    verified, drafted, tested, accepted = (sum(count[name] for count in counts) for name in DRAFTING)
-    stated = variant.acceptance
+    verified, accepted = (sum(count[name] for count in counts) for name in DRAFTING)
     passes, tokens = sum(run.batch * run.steps for run in runs), sum(run.tokens for run in runs)
     return {
         "lossless": variant.engine.lossless,
-        "acceptance": None if not counts else "measured" if stated is None else "stated",
-        "stated_acceptance": stated,
-        "kept_of_tested": accepted / tested if tested else None,
-        "kept_of_drafted": accepted / drafted if drafted else None,
+        "stated_acceptance": variant.acceptance,
         "accepted_per_verification": accepted / verified if verified else None,
         "passes_per_token": passes / tokens if counts and tokens else None,
     }

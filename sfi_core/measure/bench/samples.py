@@ -13,7 +13,7 @@ from sfi_core.state.request import Tally
 
 FAST, MIXED, SLOW = "fast", "mixed", "slow"
 KINDS = (FAST, MIXED, SLOW)
-DRAFTING = ("verifications", "drafted", "tested", "accepted")
+DRAFTING = ("verifications", "accepted")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +45,7 @@ class StepRead:
 
 
 def drafting_of(tallies: Iterable[Tally]) -> Counter[str]:
-    """Add up the counts of a lossless run's requests: dense passes after the prompt's, and drafted tokens.
-
-    `tested` tokens are those before which all tokens of their draft were kept, `accepted` those kept.
-    """
+    """Add up the counts of a lossless run's requests: dense passes after the prompt's, and tokens kept of drafts."""
     return sum((Counter({name: getattr(tally, name) for name in DRAFTING}) for tally in tallies), Counter())
 
 

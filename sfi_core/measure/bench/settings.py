@@ -21,7 +21,7 @@ class DecodeVariant:
 
     Attributes:
         policy: Our policy; "" for a baseline.
-        acceptance: In a lossless run, the stated chance that a tested token is kept; None verifies tokens.
+        acceptance: In a lossless run, the stated chance that a tested token is kept.
     """
 
     name: str
@@ -64,9 +64,8 @@ class DecodeSettings:
         slow_rate: Share of steps at which a request is slow; None if `text_ids` decide.
         text_ids: Tokens that decide the slow steps under the config; None with a stated rate.
         ragged: See `Point`.
-        lossless: Whether policies that can draft are measured in lossless runs too.
-        acceptance: In lossless runs, the stated chance that a tested token is kept, in [0, 1]. None measures
-            it: prompts are then read from the text, and our runs generate their own tokens.
+        acceptance: The stated chance that a tested token is kept, in [0, 1], in lossless runs of the policies that can
+            draft; None for no such runs.
         prefill: Whether prompts are read instead of made up.
     """
 
@@ -81,7 +80,6 @@ class DecodeSettings:
     slow_rate: Fraction | None = Fraction(1, 20)
     text_ids: tuple[int, ...] | None = None
     ragged: bool = False
-    lossless: bool = False
     acceptance: float | None = None
     prefill: bool = False
     seed: int = 0
@@ -126,23 +124,17 @@ class DecodeSettings:
             )
 
     def _check_lossless(self) -> None:
-        if not self.lossless:
-            if self.acceptance is not None:
-                raise ConfigError("acceptance must come with lossless, got it alone")
+        if self.acceptance is None:
             return
-        if self.acceptance is not None and not 0 <= self.acceptance <= 1:
+        if not 0 <= self.acceptance <= 1:
             raise ConfigError(f"acceptance must be in [0, 1], got {self.acceptance:g}")
-        if self.real_prompts and (self.text_ids is None or not self.prefill):
-            raise ConfigError(
-                "lossless must come with a text whose prompts are read, or with a stated acceptance, got neither"
-            )
         if not any(policy_class(policy).drafts for policy in self.policies):
             check_drafts(policy_class(self.policies[0]), self.policies[0])
 
     @property
-    def real_prompts(self) -> bool:
-        """Whether runs read the text's prompts and generate their own tokens."""
-        return self.lossless and self.acceptance is None
+    def lossless(self) -> bool:
+        """Whether policies that can draft are measured in lossless runs too."""
+        return self.acceptance is not None
 
     @property
     def total_steps(self) -> int:
