@@ -100,8 +100,6 @@ SPEEDUPS = {
     "speedup_over_dense": "dense",
     "speedup_over_sdpa": "dense.sdpa",
     "speedup_over_paper_like": "dense.paper_like",
-    "speedup_over_flashinfer": "dense.flashinfer",
-    "speedup_over_flash_attn": "dense.flash_attn",
 }
 Medians = dict[tuple[str, float | None], float | None]
 
