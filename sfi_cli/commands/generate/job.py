@@ -15,7 +15,7 @@ from sfi_cli.loading import Subject
 from sfi_cli.settings.given import Given
 from sfi_cli.settings.tables import TraceTable
 from sfi_cli.terminal.output import INTERRUPTED, Output, message
-from sfi_cli.terminal.progress import BenchProgress, DecodeProgress, PrefillProgress, ProgressObserver
+from sfi_cli.terminal.progress import PrefillProgress, Progress, ProgressObserver
 from sfi_core.distributed import torchrun
 from sfi_core.errors import NumericsError, SfiError
 from sfi_core.settings.engine import AuditConfig, EngineOptions, Sampling
@@ -55,7 +55,7 @@ def run(
     """
     engine = settings.table(EngineOptions)
     options: dict[str, Any] = {"sampling": prompts.sampling(Sampling(**sampling)), "seed": prompts.seeds(seed)}
-    with BenchProgress(quiet=output.quiet) as progress:
+    with Progress(quiet=output.quiet) as progress:
         progress.update(f"loading {subject.name}", 0, 0)
         from sfi_core.models.rotation import check_rotation, pass_rotation
 
@@ -196,13 +196,13 @@ def _decode(
     try:
         with (
             PrefillProgress(quiet=quiet, label=policy) as reading,
-            DecodeProgress(quiet=quiet or stream is not None) as decoding,
+            Progress(quiet=quiet or stream is not None) as decoding,
         ):
             result = generate(
                 model, tokenizer, prompts, config, policy=policy, engine=engine_for(policy, engine),
                 max_new_tokens=max_new_tokens,
                 observers=[*observers, ProgressObserver(decoding, max(max_new_tokens))],
-                on_plan=on_plan, on_token=on_token, on_prefill=reading.update, **options,
+                on_plan=on_plan, on_token=on_token, on_prefill=reading.read, **options,
             )  # fmt: skip
             if stream is not None:
                 stream.stream(shown.end())

@@ -51,7 +51,7 @@ def serve(
     policy: o.Policy = "sfi",
     preset: o.Preset = None,
     config: o.Config = None,
-    sets: Annotated[o.Words, o.sets("serve")] = None,
+    sets: Annotated[o.Words, o.sets()] = None,
     budget: o.Budget = None,
     recent: o.Recent = None,
     trigger: o.Triggers = None,
