@@ -70,26 +70,6 @@ class Progress:
             self._bar = None
 
 
-class PrefillProgress(Progress):
-    """Shows how many prompt tokens were read; removed when decoding starts."""
-
-    def __init__(self, *, quiet: bool, label: str) -> None:
-        super().__init__(quiet=quiet)
-        self._phase = f"{label}: reading the prompt"
-
-    def __enter__(self) -> Self:
-        """Show that the prompt is being read, before its first piece is."""
-        self.update(self._phase, 0, 0)
-        return super().__enter__()
-
-    def read(self, read: int, total: int) -> None:
-        """Show that `read` of `total` prompt tokens were read."""
-        if read >= total:
-            self.clear()
-        else:
-            self.update(self._phase, read, total)
-
-
 class ProgressObserver(NullObserver):
     """Shows the step of the batch; if requests wait, how many are done, running and waiting."""
 

@@ -87,7 +87,7 @@ def _results(
         results = ResultsFolder.create(path, facts, force=output.force)
     else:
         request.check_same(facts, results.manifest, ("model",))
-    return results, _run(results, cells, tables, asked["batch_size"], quiet=output.quiet)
+    return results, _run(results, cells, tables, quiet=output.quiet)
 
 
 def cells_of(asked: Mapping[str, Any], methods: Sequence[Method]) -> list[Cell]:
@@ -116,9 +116,7 @@ def _tables(
     return tables
 
 
-def _run(
-    results: ResultsFolder, cells: Sequence[Cell], tables: Mapping[str, Rows[Any]], batch_size: int, *, quiet: bool
-) -> bool:
+def _run(results: ResultsFolder, cells: Sequence[Cell], tables: Mapping[str, Rows[Any]], *, quiet: bool) -> bool:
     # make the missing rows; return whether Ctrl-C ended the run
     stopped: str | None = "interrupted"
     try:
@@ -126,7 +124,7 @@ def _run(
         for table, rows in tables.items():
             missing = [cell for cell in _missing(cells, results) if cell.table == table]
             with Progress(quiet=quiet) as progress:
-                for done, row in enumerate(rows.make(missing, batch_size), 1):
+                for done, row in enumerate(rows.make(missing), 1):
                     results.append(table, row)
                     progress.update(table, done, len(missing))
         stopped = None

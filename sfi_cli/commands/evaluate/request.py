@@ -17,7 +17,6 @@ BUNDLED_ONLY = ("synckv",)  # needs a head file, which few other models have
 SHARES, LENGTHS, SAMPLES, SEED, RECENT = (0.05, 0.1, 0.15, 0.25), (1024, 4096), 20, 0, 128
 TOKENS = 128
 LISTS = ("methods", "shares", "budgets", "tasks", "lengths")
-FREE = "batch_size"  # has no effect on a row: a resumed run may change it
 DEFAULTS: dict[str, Any] = {
     "model": None, "dtype": "auto", "methods": list(METHODS),
     "shares": list(SHARES), "budgets": None, "recent": RECENT, "tasks": None, "lengths": list(LENGTHS),
@@ -60,15 +59,12 @@ def resumed(given: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, An
         if name not in DEFAULTS:
             raise ConfigError(f"results folder must be of options that this sfi knows, got {name} {before[name]}")
     for name, value in given.items():
-        if name == FREE:
-            continue
         # a folder of an earlier version lacks newer options
         earlier = before.get(name, DEFAULTS[name])
         if value is not None and value != earlier:
             option = name.removesuffix("s") if name in LISTS else name.replace("_", "-")
             raise ConfigError(f"resume must keep the folder's {option} {_shown(earlier)}, got {_shown(value)}")
-    size = given.get(FREE)
-    return DEFAULTS | dict(before) | ({} if size is None else {FREE: size})
+    return DEFAULTS | dict(before)
 
 
 def _shown(value: Any) -> str:

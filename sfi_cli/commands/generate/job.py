@@ -15,7 +15,7 @@ from sfi_cli.loading import Subject
 from sfi_cli.settings.given import Given
 from sfi_cli.settings.tables import TraceTable
 from sfi_cli.terminal.output import INTERRUPTED, Output, message
-from sfi_cli.terminal.progress import PrefillProgress, Progress, ProgressObserver
+from sfi_cli.terminal.progress import Progress, ProgressObserver
 from sfi_core.distributed import torchrun
 from sfi_core.errors import NumericsError, SfiError
 from sfi_core.settings.engine import AuditConfig, EngineOptions, Sampling
@@ -194,15 +194,19 @@ def _decode(
             message(f"{policy}: {plan_line(plan)}")
 
     try:
-        with (
-            PrefillProgress(quiet=quiet, label=policy) as reading,
-            Progress(quiet=quiet or stream is not None) as decoding,
-        ):
+        with Progress(quiet=quiet) as progress:
+
+            def on_prefill(read: int, total: int) -> None:
+                progress.update(f"{policy}: reading the prompt", read, total)
+                if read >= total:
+                    progress.clear()
+
+            on_prefill(0, 1)  # before the first piece is read
+            bar = [ProgressObserver(progress, max(max_new_tokens))] if stream is None else []
             result = generate(
                 model, tokenizer, prompts, config, policy=policy, engine=engine_for(policy, engine),
-                max_new_tokens=max_new_tokens,
-                observers=[*observers, ProgressObserver(decoding, max(max_new_tokens))],
-                on_plan=on_plan, on_token=on_token, on_prefill=reading.read, **options,
+                max_new_tokens=max_new_tokens, observers=[*observers, *bar],
+                on_plan=on_plan, on_token=on_token, on_prefill=on_prefill, **options,
             )  # fmt: skip
             if stream is not None:
                 stream.stream(shown.end())

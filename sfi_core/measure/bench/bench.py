@@ -33,7 +33,7 @@ STATED = (
     "the tokens mean nothing"
 )
 # settings in the document
-SHOWN = ("ragged", "acceptance", "prefill", "seed")
+SHOWN = ("ragged", "acceptance", "seed")
 ENGINE = ("backend", "overlap", "graphs", "kv_dtype", "kv_device_budget", "kv_page")
 
 
@@ -186,15 +186,14 @@ class Bench:
         model, policy, made_up = self.model, row.variant.policy, row.prompts.made_up
         release(model.device)
         free = free_bytes(model.device)
-        if not policy and made_up and free is not None and row.needed_bytes > free:
+        if not policy and free is not None and row.needed_bytes > free:
             made_up.drop()  # our next run fills the made-up cache again
             release(model.device)
         resident = resident_bytes(model.device)
         if policy:
-            resident -= made_up.held_bytes if made_up else 0  # the forecast counts these pages
+            resident -= made_up.held_bytes  # the forecast counts these pages
         sample = ours.run_ours(row) if policy else theirs.run_theirs(row)
         sample.forecast_bytes = resident + row.needed_bytes
-        sample.prefilled = self.settings.prefill
         sample.stopped = sample.tokens < row.point.batch * self.settings.steps
         return sample
 
@@ -218,8 +217,7 @@ class Bench:
             )
         if device == "cuda" and "transformers-static" in settings.baselines:
             notes.append("transformers compiles the forward pass with its static cache by itself")
-        if not settings.prefill:
-            notes.append("caches are filled with random keys and values; our policies decode given tokens")
+        notes.append("caches are filled with random keys and values; our policies decode given tokens")
         whole = [
             variant.name for variant in settings.variants()
             if variant.policy and variant.engine.kv_device_budget != settings.engine.kv_device_budget

@@ -104,7 +104,6 @@ def run_ours(row: BenchRow) -> DecodeSample:
         rate = row.variant.acceptance
         outcome = None if rate is None else StatedAcceptance(rate, settings.seed)
         loop, session = Loop(decoder, [()] * batch, [limit] * batch, picker), decoder.session
-        sample.began = time.perf_counter()
         with closing(loop.decode_lossless(outcome) if lossless else loop.decode()) as passes:
             (_measure_lossless if lossless else _measure)(sample, row, session, passes)
         sample.selecting += selecting(session.run)
@@ -155,9 +154,8 @@ def _measure_lossless(sample: DecodeSample, row: BenchRow, session: Session, pas
 def needed_bytes(model: Any, variant: DecodeVariant, point: Point, settings: DecodeSettings, config: SfiConfig) -> int:
     """Return the bytes that a policy's run needs besides the model, which is outside `slow_fast`."""
     with session_on(model, None, config, policy=variant.policy, engine=variant.engine) as session:
-        prompt, chunk = (point.context, settings.engine.prefill_chunk) if settings.prefill else (1, 0)
         capacity, graphs = settings.capacity(point.context), records_steps(session)
-        return session.forecast(point.batch, prompt, capacity, chunk, graphs=graphs).needed_bytes
+        return session.forecast(point.batch, 1, capacity, 0, graphs=graphs).needed_bytes
 
 
 @contextmanager
@@ -171,7 +169,7 @@ def decoder_of(row: BenchRow) -> Iterator[Decoder]:
         yield Decoder(
             session=session, ids_BT=prompts.ids_BT, mask_BT=prompts.mask_BT,
             capacity=settings.capacity(row.point.context), chunk=settings.engine.prefill_chunk,
-            shared=None if prompts.made_up is None else prompts.made_up.shared(session),
+            shared=prompts.made_up.shared(session),
             patient=False,  # record graphs at once: the warm-up has every kind of step only once
         )  # fmt: skip
 

@@ -1,7 +1,7 @@
 """What a benchmark decodes: a point's prompts, and the tokens after them.
 
-Prompts are a random cache made once for all runs, or tokens that each run reads. The tokens after them are given,
-because tokens of random weights mean nothing.
+Prompts are a random cache made once for all runs. The tokens after them are given, because tokens of random weights
+mean nothing.
 """
 
 import math
@@ -27,14 +27,14 @@ class Prompts:
     """The prompts of a point.
 
     Attributes:
-        ids_BT: Left-padded tokens; a run reads them if `settings.prefill`.
+        ids_BT: Left-padded tokens, of which a run reads the last one.
         mask_BT: 1 for a token of the prompt, 0 for padding.
-        made_up: The random cache in place of a prefill; None if the prompts are read.
+        made_up: The random cache in place of a prefill.
     """
 
     ids_BT: torch.Tensor
     mask_BT: torch.Tensor
-    made_up: SyntheticPrompt | None
+    made_up: SyntheticPrompt
 
     @classmethod
     def of(cls, settings: DecodeSettings, point: Point, vocabulary: int, device: torch.device) -> "Prompts":
@@ -45,10 +45,7 @@ class Prompts:
         lengths_B = torch.tensor(point.contexts, device=device)
         place_T = torch.arange(point.context, device=device)
         mask_BT = (place_T >= point.context - lengths_B[:, None]).long()
-        made_up = None
-        if not settings.prefill:
-            capacity = settings.capacity(point.context)
-            made_up = SyntheticPrompt(point.contexts, capacity, seed=settings.seed)
+        made_up = SyntheticPrompt(point.contexts, settings.capacity(point.context), seed=settings.seed)
         return cls(ids_BT, mask_BT, made_up)
 
 

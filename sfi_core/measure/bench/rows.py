@@ -55,9 +55,6 @@ def pays_from(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def _row(row: BenchRow) -> dict[str, Any]:
     variant, point, runs = row.variant, row.point, row.samples
     rates = [run.decode_rate for run in runs]
-    prefills = [run.prefill_seconds for run in runs] if runs[0].prefilled else []
-    prefill = statistics.median(prefills) if prefills else None
-    tokens = sum(point.contexts)
     return {
         "policy": variant.name,
         "context": point.context,
@@ -70,8 +67,6 @@ def _row(row: BenchRow) -> dict[str, Any]:
         "decode_tokens_per_second_max": max(rates),
         "repeat_rates": rates,
         "all_decode_tokens_per_second": statistics.median(run.all_decode_rate for run in runs),
-        "prefill_seconds": prefill,
-        "prefill_tokens_per_second": None if prefill is None else tokens / prefill,
         "repeats": len(runs),
         "steps": min(run.steps for run in runs),
         "warm_up": min(run.warm_up for run in runs),

@@ -55,13 +55,11 @@ class DecodeSample:
 
     Attributes:
         warm_up: Decoding steps that are not measured.
-        began: Time when the prefill began, in seconds.
-        at: Times when the tokens of step 0, 1, ... arrived; step 0 is the prefill.
-        gave: Tokens that each pass of a lossless run gave to all requests, the prefill first; else empty.
+        at: Times when the tokens of step 0, 1, ... arrived; step 0 is the prompt's last token.
+        gave: Tokens that each pass of a lossless run gave to all requests, the first token first; else empty.
         drafting: `drafting_of` the measured passes of a lossless run; None for another run.
         reads: What each step from step 1 on read.
         selecting: What the policy read to choose in the measured steps, in tokens per KV head, the mean over layers.
-        prefilled: Whether the prompts were read, not made up.
         stopped: Whether the time limit ended the run.
         tiers: Where keys and values lay under a device budget; None without one.
         paths: Calls by path (`graph.replay`, ...), with warm-up and prompt; empty for transformers.
@@ -70,7 +68,6 @@ class DecodeSample:
 
     batch: int
     warm_up: int
-    began: float = 0.0
     at: list[float] = field(default_factory=list)
     gave: list[int] = field(default_factory=list)
     drafting: Mapping[str, int] | None = None
@@ -78,7 +75,6 @@ class DecodeSample:
     selecting: float = 0.0
     peak_bytes: int = 0
     forecast_bytes: int = 0
-    prefilled: bool = False
     stopped: bool = False
     tiers: TierReport | None = None
     paths: dict[str, int] = field(default_factory=dict)
@@ -115,14 +111,9 @@ class DecodeSample:
 
     @property
     def all_decode_rate(self) -> float:
-        """Tokens per second after the prefill, including warm-up and graph capture."""
+        """Tokens per second after the first, including warm-up and graph capture."""
         tokens = sum(self.gave[1:]) if self.gave else self.batch * (len(self.at) - 1)
         return tokens / (self.at[-1] - self.at[0])
-
-    @property
-    def prefill_seconds(self) -> float:
-        """Seconds until the first token."""
-        return self.at[0] - self.began
 
     @property
     def slow_rate(self) -> float:

@@ -66,7 +66,6 @@ class DecodeSettings:
         ragged: See `Point`.
         acceptance: The stated chance that a tested token is kept, in [0, 1], in lossless runs of the policies that can
             draft; None for no such runs.
-        prefill: Whether prompts are read instead of made up.
     """
 
     policies: tuple[str, ...] = ("sfi", "codescan", "full-kv")
@@ -81,7 +80,6 @@ class DecodeSettings:
     text_ids: tuple[int, ...] | None = None
     ragged: bool = False
     acceptance: float | None = None
-    prefill: bool = False
     seed: int = 0
     config: SfiConfig = field(default_factory=SfiConfig)
     engine: EngineOptions = field(default_factory=EngineOptions)

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
-from sfi_core.engine.report import RequestReport
 from sfi_core.engine.shared_prompt import SharedPrompt
 from sfi_core.errors import ConfigError, InputError
 from sfi_core.generation.generate import generate, read_prompt
@@ -54,7 +53,7 @@ def sample_cells(
 
 
 class SampleRows(Rows[TaskSample]):
-    """Makes the rows of samples; those that are decoded together have equal budgets under every method."""
+    """Makes the rows of samples."""
 
     def __init__(self, model: Any, tokenizer: Any, engine: EngineOptions = DEFAULTS) -> None:
         """See `Rows`."""
@@ -107,38 +106,37 @@ class SampleRows(Rows[TaskSample]):
         assert task is not None, "the place is of a sample"
         return find_task(task).sample(self.tokenizer, length, number)
 
-    def alike(self, prompt: TaskSample, methods: Sequence[Method]) -> Any:
-        """Return the budgets and recent windows of a sample under each method."""
-        configs = [method.config_for(len(prompt.prompt_ids)) for method in methods]
-        return [(config.budget, config.recent) for config in configs]
-
-    def read(self, prompts: Sequence[TaskSample], methods: Sequence[Method]) -> SharedPrompt:
-        """Read the prompts, with room for the answers."""
+    def read(self, prompt: TaskSample, methods: Sequence[Method]) -> SharedPrompt:
+        """Read the prompt, with room for the answer."""
         configs = [policy_class(method.policy).adapt(method.config) for method in methods]
         return read_prompt(
-            self.model,
-            self.tokenizer,
-            [sample.prompt_ids for sample in prompts],
-            capacity=max(len(sample.prompt_ids) + sample.max_new_tokens for sample in prompts),
-            window=max(config.window_prefill for config in configs),
-            engine=self.engine,
-        )
+            self.model, self.tokenizer, [prompt.prompt_ids],
+            capacity=len(prompt.prompt_ids) + prompt.max_new_tokens,
+            window=max(config.window_prefill for config in configs), engine=self.engine,
+        )  # fmt: skip
 
-    def decode(self, shared: SharedPrompt, method: Method, prompts: Sequence[TaskSample]) -> list[Row]:
-        """Decode samples by one method and score the answers."""
-        config = method.config_for(len(prompts[0].prompt_ids)).replace(trigger_token_ids=self._triggers(method))
+    def decode(self, shared: SharedPrompt, method: Method, prompt: TaskSample) -> Row:
+        """Decode a sample by one method and score the answer."""
+        config = method.config_for(len(prompt.prompt_ids)).replace(trigger_token_ids=self._triggers(method))
         result = generate(
-            self.model, self.tokenizer, [sample.prompt_ids for sample in prompts], config, policy=method.policy,
-            max_new_tokens=[sample.max_new_tokens for sample in prompts], shared=shared,
-            engine=engine_for(method.policy, self.engine),
+            self.model, self.tokenizer, [prompt.prompt_ids], config, policy=method.policy,
+            max_new_tokens=prompt.max_new_tokens, shared=shared, engine=engine_for(method.policy, self.engine),
         )  # fmt: skip
         if result.interrupted:
             raise KeyboardInterrupt
         if result.error is not None:
             raise result.error
-        speed = {"tokens_per_second": result.report.steady_tokens_per_second}  # of the whole run
-        answers = zip(prompts, result.report.requests, result.texts, strict=True)
-        return [self._row(method, *answer) | speed for answer in answers]
+        (report,), (text,) = result.report.requests, result.texts
+        scores = dict(find_task(prompt.task).score(prompt, report.token_ids, text, self.tokenizer))
+        return {
+            **self.empty(method, prompt),
+            **{name: getattr(report, name) for name in REPORTED},
+            "score": float(scores.pop("score")),
+            "scores": scores,
+            "generated": len(report.token_ids),
+            "text": text,
+            "tokens_per_second": result.report.steady_tokens_per_second,
+        }
 
     def empty(self, method: Method, prompt: TaskSample) -> Row:
         """See `Rows`; the row sets the order of the columns."""
@@ -152,15 +150,4 @@ class SampleRows(Rows[TaskSample]):
             "scores": {},
             "expected": list(prompt.answers),
             "error": None,
-        }
-
-    def _row(self, method: Method, sample: TaskSample, report: RequestReport, text: str) -> Row:
-        scores = dict(find_task(sample.task).score(sample, report.token_ids, text, self.tokenizer))
-        return {
-            **self.empty(method, sample),
-            **{name: getattr(report, name) for name in REPORTED},
-            "score": float(scores.pop("score")),
-            "scores": scores,
-            "generated": len(report.token_ids),
-            "text": text,
         }

@@ -80,17 +80,19 @@ class WindowRows(Rows[Window]):
         number, length, _ = place
         return self.windows(length)[number]
 
-    def read(self, prompts: Sequence[Window], methods: Sequence[Method]) -> Reference:
-        """Decode the windows under full attention."""
-        return reference(self.model, self.tokenizer, prompts, engine=self.engine)
+    def read(self, prompt: Window, methods: Sequence[Method]) -> Reference:
+        """Decode the window under full attention."""
+        return reference(self.model, self.tokenizer, [prompt], engine=self.engine)
 
-    def decode(self, shared: Reference, method: Method, prompts: Sequence[Window]) -> list[Row]:
-        """Decode the windows by one method, and compare."""
-        parts = fidelity(
-            self.model, self.tokenizer, shared, method.config_for(prompts[0].prompt_tokens),
+    def decode(self, shared: Reference, method: Method, prompt: Window) -> Row:
+        """Decode the window by one method, and compare."""
+        (part,) = fidelity(
+            self.model, self.tokenizer, shared, method.config_for(prompt.prompt_tokens),
             policy=method.policy, engine=engine_for(method.policy, self.engine),
         )  # fmt: skip
-        return [self.empty(method, prompt) | to_row(part) for prompt, part in zip(prompts, parts, strict=True)]
+        values = asdict(part)
+        (report,) = values.pop("reports")
+        return self.empty(method, prompt) | {"steps": values, "report": report}
 
     def empty(self, method: Method, prompt: Window) -> Row:
         """See `Rows`."""
@@ -105,15 +107,8 @@ class WindowRows(Rows[Window]):
         }
 
 
-def to_row(part: Fidelity) -> dict[str, Any]:
-    """Return a window's steps and report in plain values."""
-    values = asdict(part)
-    (report,) = values.pop("reports")
-    return {"steps": values, "report": report}
-
-
 def from_rows(rows: Sequence[Mapping[str, Any]]) -> Fidelity:
-    """Join the steps of the windows of some rows; the inverse of `to_row`."""
+    """Join the steps of the windows of some rows."""
     known = {field.name for field in fields(RequestReport) if field.init}
     return Fidelity.join(
         Fidelity(**row["steps"], reports=[RequestReport(**{k: v for k, v in row["report"].items() if k in known})])

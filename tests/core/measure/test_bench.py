@@ -105,7 +105,7 @@ def test_step_t_has_the_contexts_and_t_more_tokens(tiny_model):
 @pytest.mark.parametrize("name", BASELINES)
 def test_transformers_decodes_from_the_same_keys_as_ours(tiny_model, name, monkeypatch):
     """Its caches are filled with what ours holds, so that full attention gives the same tokens."""
-    asked = settings(contexts=(1500,), steps=6, prefill=False)
+    asked = settings(contexts=(1500,), steps=6)
     point = Point(1500, 2)
     prompts = Prompts.of(asked, point, 96, tiny_model.device)
     seen = {}
@@ -136,16 +136,6 @@ def test_a_time_limit_ends_a_run_after_three_steps_or_a_whole_period(tiny_model)
     theirs = run_theirs(BenchRow(tiny_model, variant, Point(128, 2), asked, prompts, tokens, byte_model()))
     # transformers asks whether to stop before it hands the step's tokens over
     assert (theirs.steps, theirs.warm_up, len(theirs.at)) == (4, 1, 6)
-
-
-def test_a_prefill_is_read_where_it_is_asked_for(tiny_model):
-    rows = run_bench(tiny_model, settings(prefill=True, engine=EngineOptions(prefill_chunk=50), repeats=1)).rows
-    assert [row["policy"] for row in rows] == ["sfi", "full-kv", *BASELINES]
-    for row in rows:
-        assert row["prefill_seconds"] > 0
-        assert row["prefill_tokens_per_second"] == pytest.approx(256 / row["prefill_seconds"])
-    made_up = run_bench(tiny_model, settings(repeats=1, baselines=())).rows
-    assert {row["prefill_seconds"] for row in made_up} == {None}
 
 
 def test_all_variants_take_their_turn_in_every_repeat(tiny_model, monkeypatch):
