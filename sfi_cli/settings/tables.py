@@ -80,12 +80,18 @@ REPLAYED = (
 )  # fmt: skip
 GENERATING = (*DECODING, "engine", "audit", "trace", "sampling", "model")
 TIERS = ("engine.kv_device_budget", "engine.kv_page")
+# which steps are slow, which `sfi bench` states
+TRIGGERING = (
+    "t_max", "min_gap", "triggers", "trigger_token_ids", "trigger_policy", "stride", "random_rate", "trigger_seed",
+    "slow_start",
+)  # fmt: skip
 # by command: the tables and settings that have an effect on it
 COMMANDS: dict[str, tuple[str, ...]] = {
     "generate": GENERATING,
     "trace record": GENERATING,
     "bench": (
-        *DECODING, "engine.overlap", "engine.graphs", "engine.backend", "engine.kv_dtype",
+        *(name for name in DECODING if name not in TRIGGERING),
+        "engine.overlap", "engine.graphs", "engine.backend", "engine.kv_dtype",
         *TIERS, "model", "bench", "forecast",
     ),
     "eval": ("engine.backend", "engine.kv_dtype", "engine.prefill_chunk", *TIERS, "model.revision", "eval"),

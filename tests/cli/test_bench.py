@@ -88,21 +88,16 @@ def test_the_last_line_says_from_which_context_on_a_policy_pays():
     assert pays_from([{**row, "speedup": None} for row in rows]) == []
 
 
-def test_random_weights_need_a_config_only_and_a_text_can_decide(tiny, tmp_path):
-    text = tmp_path / "text.txt"
-    text.write_text("Belora hid a red lantern. Tamrin sold a kettle! " * 9)
+def test_random_weights_need_a_config_only(tiny):
     arguments = (
-        "--random-weights", tiny, "--context", "200", "--steps", "30", "--repeats", "1", "--budget", "32",
-        "--set", "recent=16", "--baseline", "none", "--batch", "2", "--json", "--set", "t_max=7",
+        "--random-weights", tiny, "--context", "200", "--steps", "10", "--repeats", "1", "--budget", "32",
+        "--set", "recent=16", "--baseline", "none", "--batch", "2", "--json",
     )  # fmt: skip
-    code, stdout, _ = inside(*arguments, "--text", str(text))
+    code, stdout, _ = inside(*arguments)
     document = json.loads(stdout)
     assert code == 0
     assert document["model"]["dtype"] == "bfloat16"
-    assert document["settings"]["slow_rate"] is None
-    rows = {row["policy"]: row for row in document["rows"]}
-    assert 1 / 8 <= rows["sfi"]["slow_rate"] < 1
-    assert inside(*arguments, "--text", "bundled")[0] == 0
+    assert document["settings"]["slow_rate"] == "1/20"
 
 
 TIERED = (
@@ -199,14 +194,11 @@ def test_ctrl_c_writes_and_shows_the_rows_so_far_and_ends_with_130(tmp_path, mon
     [
         (("--context", "x"), 2, "contexts must be whole numbers such as 8192 or 8K, got 'x'"),
         (("--slow-rate", "often"), 2, "slow_rate must be a share such as 1/20 or 0.05, got 'often'"),
-        (("--slow-rate", "1/5", "--text", "bundled"), 2, "slow_rate must come without --text"),
-        (("--set", "t_max=9"), 2, "t_max must come with --text; without one --slow-rate decides"),
-        (("--text", "missing.txt"), 3, "text missing.txt cannot be read: No such file"),
+        (("--set", "t_max=9"), 2, "t_max has no effect here, only on sfi generate, "),
         (("--random-weights", "qwen9"), 3, "random weights must be one of ('qwen3-0.6b',"),
         (("--random-weights", "qwen3-4b", "--model", "x"), 2, "random_weights must come without --model"),
         (("--set", "forecast.bandwidth=10"), 2, "forecast.bandwidth must come with --forecast"),
         (("--forecast", "--set", "forecast.memory=0"), 2, "forecast.memory must be positive, got 0.0"),
-        (("--forecast", "--text", "bundled"), 2, "forecast needs a stated --slow-rate"),
         (("--forecast", "--kv-device-budget", "20%"), 2, "engine.kv_device_budget must come without --forec"),
         (("--kv-device-budget", "20"), 2, "kv_device_budget must hold sink + recent + one page, at least "),
         (("--forecast", "--policy", "synckv"), 2, "synckv.heads must be a file of head clusters, got none"),

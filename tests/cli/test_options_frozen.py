@@ -30,7 +30,7 @@ OPTIONS = {
         --output --resume --plot --force --wide --json --quiet
     """,
     "bench": """
-        --policy --context --batch --baseline --steps --repeats --time-limit --slow-rate --text --ragged
+        --policy --context --batch --baseline --steps --repeats --time-limit --slow-rate --ragged
         --acceptance --seed --threads --forecast --model --random-weights --dtype --device
         --kv-device-budget --trust-remote-code --preset --config --set --budget --plot --output --force --wide
         --json --quiet

@@ -40,9 +40,6 @@ def bench(
     slow_rate: Annotated[
         str | None, _measure("slow_rate", "Share of steps at which a request is slow: 1/20 or 0.05.")
     ] = None,
-    text: Annotated[
-        str | None, _measure("text", "Let this text's tokens decide the slow steps: a file, or bundled.")
-    ] = None,
     ragged: Annotated[
         bool, _more("Let contexts of a batch fall evenly from the context to half of it.", "--ragged")
     ] = False,
@@ -109,5 +106,5 @@ def bench(
             "seed": seed,
         },
         Output(output, plot=plot, json=json, quiet=quiet, force=force, wide=wide),
-        slow_rate=slow_rate, text=text, threads=threads, forecast=forecast,
+        slow_rate=slow_rate, threads=threads, forecast=forecast,
     )  # fmt: skip

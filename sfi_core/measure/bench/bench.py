@@ -242,7 +242,7 @@ class Bench:
             "settings": {
                 **{name: getattr(settings, name) for name in ("steps", "warm_up", "repeats")},
                 "time_limit_seconds": settings.time_limit,
-                "slow_rate": None if settings.slow_rate is None else str(settings.slow_rate),
+                "slow_rate": str(settings.slow_rate),
                 **{name: getattr(settings, name) for name in SHOWN},
                 **{name: getattr(settings.engine, name) for name in ENGINE},
                 "config": settings.config.to_dict(),

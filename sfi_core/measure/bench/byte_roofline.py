@@ -66,7 +66,6 @@ class Expectation:
     """Computes rows for a model on the meta device, under the settings of a benchmark."""
 
     def __init__(self, model: Any, settings: DecodeSettings, device: torch.device) -> None:
-        assert settings.slow_rate is not None, "a forecast has a stated rate"
         self.model, self.settings, self.device = model, settings, device
         self.shapes: Sequence[LayerShape] = layer_shapes(model)
         self.weights = ModelWeights.of(model)

@@ -62,14 +62,6 @@ class Stream:
     token_SB: list[list[int]]
 
 
-def stream(settings: DecodeSettings, batch: int, vocabulary: int) -> Stream:
-    """Make the tokens of `batch` requests from the settings' text or slow rate."""
-    if settings.text_ids is not None:
-        return _from_text(settings, batch, settings.text_ids)
-    assert settings.slow_rate is not None, "the settings have one of the two"
-    return _at_rate(settings, batch, settings.slow_rate, vocabulary)
-
-
 def slow_steps(rate: Fraction, row: int, batch: int, first: int, last: int) -> list[int]:
     """Return the slow steps of a request in `range(first, last)`; 0 is the first measured step.
 
@@ -84,7 +76,9 @@ def slow_steps(rate: Fraction, row: int, batch: int, first: int, last: int) -> l
     ]
 
 
-def _at_rate(settings: DecodeSettings, batch: int, rate: Fraction, vocabulary: int) -> Stream:
+def stream(settings: DecodeSettings, batch: int, vocabulary: int) -> Stream:
+    """Make the tokens of `batch` requests, slow at the settings' rate."""
+    rate = settings.slow_rate
     delay, most, warm_up = settings.config.trigger_delay, settings.most_tokens, settings.warm_up
     config = settings.config.replace(
         trigger_policy="boundary", trigger_token_ids=(TRIGGER,), slow_start=1, min_gap=0, t_max=most
@@ -101,13 +95,6 @@ def _at_rate(settings: DecodeSettings, batch: int, rate: Fraction, vocabulary: i
             tokens[step - 1 - delay] = TRIGGER
         rows.append(tokens)
     return Stream(config, [list(step) for step in zip(*rows, strict=True)])
-
-
-def _from_text(settings: DecodeSettings, batch: int, ids: tuple[int, ...]) -> Stream:
-    starts = [row * len(ids) // batch for row in range(batch)]
-    steps = range(settings.most_tokens)
-    token_SB = [[ids[(start + step) % len(ids)] for start in starts] for step in steps]
-    return Stream(settings.config, token_SB)
 
 
 @dataclass(slots=True)

@@ -61,8 +61,7 @@ class DecodeSettings:
         baselines: Names from `BASELINES`.
         steps: Decoding steps measured in each run, after those of the warm-up.
         time_limit: Seconds after which a run stops, once it measured `LEAST_STEPS`; None for no limit.
-        slow_rate: Share of steps at which a request is slow; None if `text_ids` decide.
-        text_ids: Tokens that decide the slow steps under the config; None with a stated rate.
+        slow_rate: Share of steps at which a request is slow.
         ragged: See `Point`.
         acceptance: The stated chance that a tested token is kept, in [0, 1], in lossless runs of the policies that can
             draft; None for no such runs.
@@ -76,8 +75,7 @@ class DecodeSettings:
     warm_up: int = 4
     repeats: int = 3
     time_limit: float | None = None
-    slow_rate: Fraction | None = Fraction(1, 20)
-    text_ids: tuple[int, ...] | None = None
+    slow_rate: Fraction = Fraction(1, 20)
     ragged: bool = False
     acceptance: float | None = None
     seed: int = 0
@@ -99,7 +97,12 @@ class DecodeSettings:
                 raise ConfigError(f"{name} must be at least {least}, got {value}")
         if self.time_limit is not None and self.time_limit <= 0:
             raise ConfigError(f"time_limit must be positive, got {self.time_limit}")
-        self._check_triggers()
+        if not 0 <= self.slow_rate <= 1:
+            raise ConfigError(f"slow_rate must be in [0, 1], got {float(self.slow_rate):g}")
+        if self.warm_up < self.config.trigger_delay:
+            raise ConfigError(
+                f"warm_up must be at least trigger_delay ({self.config.trigger_delay}), got {self.warm_up}"
+            )
         self._check_lossless()
 
     def _check_names(self) -> None:
@@ -110,16 +113,6 @@ class DecodeSettings:
                 raise unknown("baseline", baseline, BASELINES)
         if not self.policies and not self.baselines:
             raise ConfigError("policy must name at least one, got none")
-
-    def _check_triggers(self) -> None:
-        if (self.slow_rate is None) == (self.text_ids is None):
-            raise ConfigError("either slow_rate or text_ids must be given, got both or neither")
-        if self.slow_rate is not None and not 0 <= self.slow_rate <= 1:
-            raise ConfigError(f"slow_rate must be in [0, 1], got {float(self.slow_rate):g}")
-        if self.slow_rate is not None and self.warm_up < self.config.trigger_delay:
-            raise ConfigError(
-                f"warm_up must be at least trigger_delay ({self.config.trigger_delay}), got {self.warm_up}"
-            )
 
     def _check_lossless(self) -> None:
         if self.acceptance is None:

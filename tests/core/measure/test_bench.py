@@ -76,18 +76,6 @@ def test_the_forced_tokens_make_exactly_the_stated_steps_slow(tiny_model, delay)
     assert warm == [*["fast"] * delay, "slow", "mixed", "fast", "fast"][:4]
 
 
-def test_the_tokens_of_a_text_decide_under_the_config(tiny_model):
-    text = tuple([7] * 5 + [9] + [7] * 6)
-    config = SMALL.replace(trigger_token_ids=(9,), trigger_delay=0, slow_start=1, t_max=100)
-    asked = settings(slow_rate=None, text_ids=text, config=config, steps=8, warm_up=0)
-    sample = ours(tiny_model, asked)
-    # request 1 begins in the middle of the text, where the trigger's successors are
-    assert [read.slow_B for read in sample.measured] == [(t == 6, t - 1 + 6 == 12 + 5) for t in range(1, 9)]
-    tokens = stream(asked, 2, 96).token_SB
-    assert [step[0] for step in tokens] == list(text[:9])
-    assert [step[1] for step in tokens] == [*text[6:], *text[:3]]
-
-
 # runs
 
 
