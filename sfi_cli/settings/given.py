@@ -20,17 +20,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Given:
-    """The settings of a command.
+    """The settings of a command."""
 
-    Attributes:
-        config: The settings of decoding.
-        values: The given settings of the other tables, by full name.
-        said: Names of the settings given by `--set` or an option.
-    """
-
-    config: SfiConfig
-    values: Mapping[str, Any]
-    said: frozenset[str]
+    config: SfiConfig  # the settings of decoding
+    values: Mapping[str, Any]  # the given settings of the other tables, by full name
+    said: frozenset[str]  # names of the settings given by `--set` or an option
 
     def of(self, name: str) -> dict[str, Any]:
         """Return the given settings of a table."""

@@ -34,18 +34,12 @@ def break_even(sparse: Callable[[int], float], dense: Callable[[int], float]) ->
 
 @dataclass(frozen=True, slots=True)
 class PolicyReads:
-    """The reads of a policy whose steps are slow at a rate: stated, or what the policy plans.
-
-    Attributes:
-        stated: The rate if the trigger decides, else None.
-        rate: The share of slow steps.
-        dense_share: The share of KV heads that attend to everything in fast steps too.
-    """
+    """The reads of a policy whose steps are slow at a rate: stated, or what the policy plans."""
 
     policy: Policy
-    stated: float | None
-    rate: float
-    dense_share: float
+    stated: float | None  # the rate if the trigger decides, else None
+    rate: float  # the share of slow steps
+    dense_share: float  # the share of KV heads that attend to everything in fast steps too
 
     @classmethod
     def of(cls, name: str, config: SfiConfig, shapes: Sequence[LayerShape], rate: float) -> Self:

@@ -68,15 +68,10 @@ class GivenTokens(Sampler):
 
 @dataclass(frozen=True, slots=True)
 class StatedAcceptance:
-    """Keeps drafted tokens by chance: the `outcome` of a lossless run with stated acceptance.
+    """Keeps drafted tokens by chance: the `outcome` of a lossless run with stated acceptance."""
 
-    Attributes:
-        rate: The chance that a token is kept if all before it are, in [0, 1].
-        seed: The outcome of a token depends on this seed, its request and its index, not on the batch.
-    """
-
-    rate: float
-    seed: int
+    rate: float  # the chance that a token is kept if all before it are, in [0, 1]
+    seed: int  # the outcome of a token depends on this seed, its request and its index, not on the batch
 
     def __call__(self, state: RequestState, draft: Sequence[int], _: Sequence[int]) -> int:
         """Return how many tokens of a request's draft are kept; `state.step` follows the draft."""

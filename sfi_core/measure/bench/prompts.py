@@ -24,17 +24,11 @@ TRIGGER = 0  # the token id that makes a step slow under a stated rate
 
 @dataclass(slots=True)
 class Prompts:
-    """The prompts of a point.
+    """The prompts of a point."""
 
-    Attributes:
-        ids_BT: Left-padded tokens, of which a run reads the last one.
-        mask_BT: 1 for a token of the prompt, 0 for padding.
-        made_up: The random cache in place of a prefill.
-    """
-
-    ids_BT: torch.Tensor
-    mask_BT: torch.Tensor
-    made_up: SyntheticPrompt
+    ids_BT: torch.Tensor  # left-padded tokens, of which a run reads the last one
+    mask_BT: torch.Tensor  # 1 for a token of the prompt, 0 for padding
+    made_up: SyntheticPrompt  # the random cache in place of a prefill
 
     @classmethod
     def of(cls, settings: DecodeSettings, point: Point, vocabulary: int, device: torch.device) -> "Prompts":
@@ -51,15 +45,10 @@ class Prompts:
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """The tokens of a batch.
+    """The tokens of a batch."""
 
-    Attributes:
-        config: The settings under which these tokens decide the slow steps.
-        token_SB: Token x_t of each request by step, from step 0 to the last.
-    """
-
-    config: SfiConfig
-    token_SB: list[list[int]]
+    config: SfiConfig  # the settings under which these tokens decide the slow steps
+    token_SB: list[list[int]]  # token x_t of each request by step, from step 0 to the last
 
 
 def slow_steps(rate: Fraction, row: int, batch: int, first: int, last: int) -> list[int]:
@@ -99,24 +88,15 @@ def stream(settings: DecodeSettings, batch: int, vocabulary: int) -> Stream:
 
 @dataclass(slots=True)
 class BenchRow:
-    """A row of the benchmark: a variant at a point, what its runs decode and need, and what they took.
+    """A row of the benchmark: a variant at a point, what its runs decode and need, and what they took."""
 
-    Attributes:
-        model: The model, outside `slow_fast`.
-        stream: The tokens that our policies decode.
-        bytes_read: The bytes of the variant's steps.
-        needed_bytes: Memory that a run needs besides the model.
-        on_step: Called with the sample after every step.
-        samples: One of each repeat.
-    """
-
-    model: Any
+    model: Any  # the model, outside `slow_fast`
     variant: DecodeVariant
     point: Point
     settings: DecodeSettings
     prompts: Prompts
-    stream: Stream
-    bytes_read: ByteModel
-    needed_bytes: int = 0
-    on_step: Callable[[DecodeSample], None] = lambda _: None
-    samples: list[DecodeSample] = field(default_factory=list)
+    stream: Stream  # the tokens that our policies decode
+    bytes_read: ByteModel  # the bytes of the variant's steps
+    needed_bytes: int = 0  # memory that a run needs besides the model
+    on_step: Callable[[DecodeSample], None] = lambda _: None  # called with the sample after every step
+    samples: list[DecodeSample] = field(default_factory=list)  # one of each repeat

@@ -17,31 +17,21 @@ LEAST_STEPS = 3  # a run measures at least so many, whatever its time limit
 
 @dataclass(frozen=True, slots=True)
 class DecodeVariant:
-    """One way to decode.
-
-    Attributes:
-        policy: Our policy; "" for a baseline.
-        acceptance: In a lossless run, the stated chance that a tested token is kept.
-    """
+    """One way to decode."""
 
     name: str
-    policy: str = ""
+    policy: str = ""  # our policy; "" for a baseline
     engine: EngineOptions = field(default_factory=EngineOptions)
-    acceptance: float | None = None
+    acceptance: float | None = None  # in a lossless run, the stated chance that a tested token is kept
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A context length and a batch.
+    """A context length and a batch."""
 
-    Attributes:
-        context: Cached tokens of a request; in a ragged batch, of the longest request.
-        ragged: Whether contexts fall evenly from `context` to half of it.
-    """
-
-    context: int
+    context: int  # cached tokens of a request; in a ragged batch, of the longest request
     batch: int
-    ragged: bool = False
+    ragged: bool = False  # whether contexts fall evenly from `context` to half of it
 
     @property
     def contexts(self) -> list[int]:
@@ -54,29 +44,21 @@ class Point:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeSettings:
-    """One run of the benchmark.
+    """One run of the benchmark."""
 
-    Attributes:
-        policies: Names from `sfi_core.policies.POLICIES`.
-        baselines: Names from `BASELINES`.
-        steps: Decoding steps measured in each run, after those of the warm-up.
-        time_limit: Seconds after which a run stops, once it measured `LEAST_STEPS`; None for no limit.
-        slow_rate: Share of steps at which a request is slow.
-        ragged: See `Point`.
-        acceptance: The stated chance that a tested token is kept, in [0, 1], in lossless runs of the policies that can
-            draft; None for no such runs.
-    """
-
-    policies: tuple[str, ...] = ("sfi", "codescan", "full-kv")
+    policies: tuple[str, ...] = ("sfi", "codescan", "full-kv")  # names from `sfi_core.policies.POLICIES`
     contexts: tuple[int, ...] = (4096, 16384, 32768)
     batches: tuple[int, ...] = (1,)
-    baselines: tuple[str, ...] = BASELINES
-    steps: int = 40
+    baselines: tuple[str, ...] = BASELINES  # names from `BASELINES`
+    steps: int = 40  # decoding steps measured in each run, after those of the warm-up
     warm_up: int = 4
     repeats: int = 3
+    # seconds after which a run stops, once it measured `LEAST_STEPS`; None for no limit
     time_limit: float | None = None
-    slow_rate: Fraction = Fraction(1, 20)
-    ragged: bool = False
+    slow_rate: Fraction = Fraction(1, 20)  # share of steps at which a request is slow
+    ragged: bool = False  # see `Point`
+    # the stated chance that a tested token is kept, in [0, 1], in lossless runs of the policies that can draft;
+    # None for no such runs
     acceptance: float | None = None
     seed: int = 0
     config: SfiConfig = field(default_factory=SfiConfig)

@@ -26,18 +26,12 @@ Place = tuple[int, int, str | None]  # number, length and task of a cell
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """A row to make: a method on a sample of a task, or on a window of a text.
-
-    Attributes:
-        task: The task's name; None for a window.
-        length: Tokens of the prompt.
-        number: The sample's seed, or the window's number.
-    """
+    """A row to make: a method on a sample of a task, or on a window of a text."""
 
     method: Method
-    length: int
-    number: int
-    task: str | None = None
+    length: int  # tokens of the prompt
+    number: int  # the sample's seed, or the window's number
+    task: str | None = None  # the task's name; None for a window
 
     @property
     def table(self) -> str:

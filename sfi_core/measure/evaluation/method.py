@@ -23,25 +23,17 @@ KEY = re.compile(r"\s*([\w.]+)\s*=\s*")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
-    """A policy with its settings, at a size: how much a fast step may read.
-
-    Attributes:
-        preset: The preset that the settings start from.
-        settings: Differences from the preset, as `SfiConfig.replace` takes them.
-        config: The preset with these settings, without the size.
-        share: Sink, selected and recent tokens over the tokens of the prompt. In (0, 1].
-        budget: Selected tokens of a KV head. Without `share` and `budget` the method has a size of its own.
-        recent: Tokens of the recent window; with a share, its most tokens.
-    """
+    """A policy with its settings, at a size: how much a fast step may read."""
 
     label: str
     policy: str
-    preset: str
-    settings: Mapping[str, Any]
-    config: SfiConfig
-    share: float | None = None
+    preset: str  # the preset that the settings start from
+    settings: Mapping[str, Any]  # differences from the preset, as `SfiConfig.replace` takes them
+    config: SfiConfig  # the preset with these settings, without the size
+    share: float | None = None  # sink, selected and recent tokens over the tokens of the prompt. In (0, 1]
+    # selected tokens of a KV head. Without `share` and `budget` the method has a size of its own
     budget: int | None = None
-    recent: int = RECENT
+    recent: int = RECENT  # tokens of the recent window; with a share, its most tokens
 
     @classmethod
     def parse(cls, text: str) -> Self:

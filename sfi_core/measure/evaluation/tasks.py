@@ -54,16 +54,11 @@ WORDS = tuple(word for word in _ALL if sum(word in other for other in _ALL) == 1
 
 @dataclass(frozen=True, slots=True)
 class Needles(DocumentTask):
-    """Numbers to find in a haystack, told in sentences such as ``The secret number of Belora Tamvex is 1234567.``.
-
-    Attributes:
-        values: Numbers told of each of these people, one a sentence.
-        decoys: Whether the haystack tells numbers of many other people.
-    """
+    """Numbers to find in a haystack, told in sentences such as ``The secret number of Belora Tamvex is 1234567.``."""
 
     keys: int = 1
-    values: int = 1
-    decoys: bool = False
+    values: int = 1  # numbers told of each of these people, one a sentence
+    decoys: bool = False  # whether the haystack tells numbers of many other people
 
     def question(self, length: int, seed: int, units: int) -> Question:
         """Draw a haystack with its needles at the seed's `depths`."""

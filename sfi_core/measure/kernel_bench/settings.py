@@ -32,30 +32,20 @@ PIECES = {"cpu": 256, "cuda": 2048}  # queries of a prompt's piece, by device
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelSettings:
-    """One run of the benchmark; the default shape is a layer of Qwen3-4B under the paper's Table 1.
-
-    Attributes:
-        retentions: Shares of the context that the fast step reads, each in (0, 1].
-        sweep: Whether the retentions are those of Table 1.
-        context: Cached tokens of a request.
-        batch: Requests.
-        dtype: A name in `DTYPES`.
-        recent: Tokens of the recent segment.
-        repeats: Timed calls of each variant; None for `REPEATS`.
-    """
+    """One run of the benchmark; the default shape is a layer of Qwen3-4B under the paper's Table 1."""
 
     ops: tuple[str, ...] = OPS
-    retentions: tuple[float, ...] = (0.125,)
-    sweep: bool = False
+    retentions: tuple[float, ...] = (0.125,)  # shares of the context that the fast step reads, each in (0, 1]
+    sweep: bool = False  # whether the retentions are those of Table 1
     heads: int = 32
     kv_heads: int = 8
     head_dim: int = 128
-    context: int = 16384
+    context: int = 16384  # cached tokens of a request
     batch: int = 16
-    dtype: str = "auto"
+    dtype: str = "auto"  # a name in `DTYPES`
     sink: int = 4
-    recent: int = 256
-    repeats: int | None = None
+    recent: int = 256  # tokens of the recent segment
+    repeats: int | None = None  # timed calls of each variant; None for `REPEATS`
     seed: int = 0
 
     def __post_init__(self) -> None:
