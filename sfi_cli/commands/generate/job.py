@@ -197,8 +197,9 @@ def _decode(
         with Progress(quiet=quiet) as progress:
 
             def on_prefill(read: int, total: int) -> None:
-                progress.update(f"{policy}: reading the prompt", read, total)
-                if read >= total:
+                if read < total:
+                    progress.update(f"{policy}: reading the prompt", read, total)
+                else:
                     progress.clear()
 
             on_prefill(0, 1)  # before the first piece is read

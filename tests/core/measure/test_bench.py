@@ -252,7 +252,6 @@ def test_what_does_not_fit_is_a_row_of_its_own_with_the_batch_that_fits(tiny_mod
         ({"warm_up": 0}, r"warm_up must be at least trigger_delay \(1\), got 0"),
         ({"time_limit": 0.0}, "time_limit must be positive"),
         ({"slow_rate": Fraction(3, 2)}, r"slow_rate must be in \[0, 1\], got 1.5"),
-        ({"slow_rate": None}, "either slow_rate or text_ids"),
         ({"contexts": (0,)}, "contexts must be positive"),
         ({"contexts": (1,)}, "contexts must be at least 2"),
         ({"batches": ()}, "batches must be positive"),
