@@ -68,6 +68,19 @@ class Subject:
             tokenizer = load_tokenizer()
         return model, tokenizer
 
+    def unloaded(self) -> Any:
+        """Return the model without weights, on the meta device."""
+        import torch
+
+        from sfi_core.measure.bench.architectures import empty_model, model_config, random_config
+
+        meta = torch.device("meta")
+        if self.random_weights is not None:
+            return empty_model(random_config(self.random_weights), meta, self._dtype())
+        config = model_config(self.model)
+        asked = self._dtype() if self.loading["dtype"] != "auto" else config.dtype
+        return empty_model(config, meta, asked or torch.bfloat16)
+
     def _dtype(self) -> Any:
         import torch
 

@@ -42,6 +42,14 @@ class BenchTable(Table):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ForecastTable(Table):
+    """The machine of `sfi bench --forecast`."""
+
+    bandwidth: float | None = setting(None, "GB/s of the memory; none measures this machine's.", above=0)
+    memory: float | None = setting(None, "GB of memory; none takes this machine's.", above=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EvalTable(Table):
     """Details of `sfi eval`."""
 
@@ -56,6 +64,7 @@ TABLES: dict[str, type] = {
     "sampling": Sampling,
     "model": ModelTable,
     "bench": BenchTable,
+    "forecast": ForecastTable,
     "eval": EvalTable,
     "serve": ServeTable,
 }
@@ -83,7 +92,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "bench": (
         *(name for name in DECODING if name not in TRIGGERING),
         "engine.overlap", "engine.graphs", "engine.backend", "engine.kv_dtype",
-        *TIERS, "model", "bench",
+        *TIERS, "model", "bench", "forecast",
     ),
     "eval": ("engine.backend", "engine.kv_dtype", "engine.prefill_chunk", *TIERS, "model.revision", "eval"),
     "tune": ("engine.backend", "engine.prefill_chunk", *TIERS, "model.revision"),

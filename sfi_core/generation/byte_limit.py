@@ -8,7 +8,7 @@ from sfi_core.hosts.transformers.session import Session
 from sfi_core.models.describe import describe_model
 from sfi_core.policies.built_in.codescan import choosing_tokens
 from sfi_core.settings.config import SfiConfig
-from sfi_core.sizes.policy import break_even_context
+from sfi_core.sizes.policy import PolicyReads
 from sfi_core.sizes.step import ByteModel, fast_tokens
 
 
@@ -62,7 +62,7 @@ class ByteLimit:
             bytes_per_token=read,
             full_attention_bytes_per_token=dense,
             speedup=dense / read,
-            break_even_context=None if unknown else break_even_context(policy, slow, model),
+            break_even_context=None if unknown else PolicyReads(policy, slow, slow, 0.0).break_even(model),
             read_ratio=(attended + selecting) / context,
             codescan_read_ratio=_codescan_ratio(config, context, widths) if policy.refreshes() and not exact else None,
         )

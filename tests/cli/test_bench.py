@@ -197,7 +197,12 @@ def test_ctrl_c_writes_and_shows_the_rows_so_far_and_ends_with_130(tmp_path, mon
         (("--set", "t_max=9"), 2, "t_max has no effect here, only on sfi generate, "),
         (("--random-weights", "qwen9"), 3, "random weights must be one of ('qwen3-0.6b',"),
         (("--random-weights", "qwen3-4b", "--model", "x"), 2, "random_weights must come without --model"),
+        (("--set", "forecast.bandwidth=10"), 2, "forecast.bandwidth must come with --forecast"),
+        (("--forecast", "--set", "forecast.memory=0"), 2, "forecast.memory must be positive, got 0.0"),
+        (("--forecast", "--kv-device-budget", "20%"), 2, "engine.kv_device_budget must come without --forec"),
         (("--kv-device-budget", "20"), 2, "kv_device_budget must hold sink + recent + one page, at least "),
+        (("--forecast", "--policy", "synckv"), 2, "synckv.heads must be a file of head clusters, got none"),
+        (("--forecast", "--acceptance", "0.9"), 2, "acceptance must come without --forecast"),
         (("--set", "model.weights=int8", "--dtype", "bfloat16"), 4, "weights=int8 must be in float32 on a CPU"),
         (("--set", "engine.graphs=true"), 4, "graphs must run on a CUDA device, got cpu; drop engine.graphs"),
         (("--device", "cuda:99"), 4, "device cuda:99 is not on this machine"),
@@ -224,3 +229,23 @@ def test_a_point_that_does_not_fit_says_what_does(monkeypatch):
     code, _, stderr = inside("--context", "100000", "--batch", "8", "--device", "cpu")
     assert code == 4
     assert re.search(r"the benchmark must fit 0\.10 GB of free memory, got at least .*batch \d+ fits", stderr)
+
+
+def test_a_forecast_runs_nothing_and_needs_no_weights(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr("sfi_core.measure.bench.bench.run_bench", None)
+    file = tmp_path / "x.json"
+    machine = ("--set=forecast.bandwidth=4300", "--set=forecast.memory=149")
+    asked = ("--context=8K,32K", "--random-weights=qwen3-4b", "--batch=16", "--preset=paper")
+    code, stdout, _ = inside("--forecast", *machine, *asked, "-o", str(file))
+    assert code == 0
+    assert re.search(r"^  sfi +8,192 +16 .* 4,68\d +1\.86x +2,5\d\d$", stdout, re.MULTILINE)
+    rows = json.loads(file.read_text())["rows"]
+    assert [(row["context"], row["policy"]) for row in rows] == [
+        (context, policy) for context in (8192, 32768) for policy in ("sfi", "codescan", "full-kv")
+    ]
+    folder = str(file.parent / "tiny")
+    bare = ("--forecast", "--set=forecast.bandwidth=1", "-q")
+    code, stdout, _ = inside(*bare, "--model", folder, "--json")
+    assert code == 0
+    assert json.loads(stdout)["model"]["architecture"] == "Qwen3ForCausalLM"
+    assert inside(*bare)[0] == 0

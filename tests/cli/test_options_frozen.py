@@ -31,7 +31,7 @@ OPTIONS = {
     """,
     "bench": """
         --policy --context --batch --baseline --steps --repeats --time-limit --slow-rate --ragged
-        --acceptance --seed --threads --model --random-weights --dtype --device
+        --acceptance --seed --threads --forecast --model --random-weights --dtype --device
         --kv-device-budget --trust-remote-code --preset --config --set --budget --plot --output --force --wide
         --json --quiet
     """,

@@ -1,11 +1,11 @@
-"""`sfi bench`: tokens per second of decoding."""
+"""`sfi bench`: tokens per second of decoding, or what to expect of them."""
 
 from functools import partial
 from typing import Annotated, Any
 
 from sfi_cli import options as o
 
-MEASURE = "Measurement"
+MEASURE, FORECAST = "Measurement", "Forecast"
 # copies of the defaults of DecodeSettings, which imports torch; a test compares the two
 SHOWN = {
     "policies": "sfi,codescan,full-kv",
@@ -17,6 +17,7 @@ SHOWN = {
     "slow_rate": "1/20",
 }
 _more = partial(o.option, MEASURE)
+_forecast = partial(o.option, FORECAST)
 _out = partial(o.option, o.OUTPUT)
 _model = partial(o.option, o.MODEL)
 
@@ -47,6 +48,9 @@ def bench(
     ] = None,
     seed: Annotated[int, _more("Seed of weights, keys, values and tokens.")] = 0,
     threads: Annotated[o.Number, _more("CPU threads.", shown="PyTorch's own")] = None,
+    forecast: Annotated[
+        bool, _forecast("Say what to expect, without weights and without running.", "--forecast")
+    ] = False,
     model: o.Model = None,
     random_weights: Annotated[
         str | None,
@@ -78,6 +82,8 @@ def bench(
       sfi bench --random-weights qwen3-0.6b --context 4K,32K --batch 1,4 --plot t.png
 
       sfi bench --context 8K --batch 8 --ragged --acceptance 0.95
+
+      sfi bench --random-weights qwen3-4b --forecast --set forecast.bandwidth=4300
     """
     from sfi_cli.commands.bench.job import counts, names, run
     from sfi_cli.loading import Subject
@@ -100,5 +106,5 @@ def bench(
             "seed": seed,
         },
         Output(output, plot=plot, json=json, quiet=quiet, force=force, wide=wide),
-        slow_rate=slow_rate, threads=threads,
+        slow_rate=slow_rate, threads=threads, forecast=forecast,
     )  # fmt: skip

@@ -41,6 +41,16 @@ def _paying(rows: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
+def forecast_text(document: dict[str, Any]) -> list[Part]:
+    """Return the forecast's rows and notes."""
+    machine, rows = document["machine"], document["rows"]
+    title = (
+        f"{_about(document)}: bytes at {machine['bandwidth_gb_per_s']:,.1f} GB/s, "
+        f"{machine['memory_bytes'] / 1e9:,.1f} GB of memory"
+    )
+    return noted([Table.of(title, POINT | FORECAST, rows, spare=SPARE_OF_FORECAST)], document["notes"])
+
+
 def _about(document: dict[str, Any]) -> str:
     return f"{document['model']['name']}, {document['model']['dtype']}"
 
@@ -94,3 +104,16 @@ SKIPPED: Columns = {
     "free GB": (_gb, "free_bytes"),
     "batch that fits": lambda row: str(row["largest_batch"] or "none"),
 }
+FORECAST: Columns = {
+    "needs GB": (_gb, "memory_bytes"),
+    "KV GB": (_gb, "kv_bytes"),
+    "fits": lambda row: "yes" if row["fits"] else "no",
+    "largest batch": lambda row: str(row["largest_batch"] or "none"),
+    "fast GB": (_short_gb, "fast_bytes_per_step"),
+    "slow GB": (_short_gb, "slow_bytes_per_step"),
+    "mean GB": (_short_gb, "bytes_per_step"),
+    "tokens/s at most": (_rate, "roofline_tokens_per_second"),
+    "x full-kv": (ratio, "roofline_speedup"),
+    "break-even": (count, "break_even_context"),
+}
+SPARE_OF_FORECAST = ("slow GB", "fast GB", "KV GB", "break-even", "mean GB")

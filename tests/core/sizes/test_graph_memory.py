@@ -1,15 +1,19 @@
 """What CUDA graphs hold, by hand; and free memory as PyTorch's allocator knows it."""
 
+from fractions import Fraction
 from typing import Any
 
 import pytest
 import torch
 
 import sfi_core
-from sfi_core import SfiConfig
+from sfi_core import EngineOptions, SfiConfig
 from sfi_core.errors import MemoryForecastError
 from sfi_core.generation import batch_plan
 from sfi_core.machine import memory
+from sfi_core.measure.bench.architectures import empty_model, random_config
+from sfi_core.measure.bench.byte_roofline import forecast_document
+from sfi_core.measure.bench.settings import DecodeSettings
 from sfi_core.sizes.memory import CPU_SLACK, GRAPH_BYTES, LIBRARY_BYTES, Drafting, check_fits, forecast, step_sizes
 from sfi_core.sizes.policy import untriggered
 from sfi_core.state.layer_shape import LayerShape
@@ -51,6 +55,35 @@ def test_a_policy_that_selects_nothing_has_one_graph_without_a_ring(tiny_model: 
     one = forecast(tiny_model, [FULL], FULL_KV, batch=3, prompt_tokens=30, capacity=1000, graphs=True)
     step = 1408 * 3 + 768 * 3
     assert one.graph_bytes == step + 3 * 96 * 4 + GRAPH_BYTES + LIBRARY_BYTES
+
+
+@pytest.mark.parametrize(
+    ("engine", "places", "graphs"),
+    [
+        (EngineOptions(), RING_PLACES, True),
+        (EngineOptions(overlap=False), 1, True),
+        (EngineOptions(graphs=False), RING_PLACES, False),
+    ],
+)
+def test_a_bench_s_forecast_counts_the_evidence_ring_and_the_graphs(
+    monkeypatch: pytest.MonkeyPatch, engine: EngineOptions, places: int, graphs: bool
+):
+    """4 x rows x H x G x capacity x 4 bytes; Qwen3-4B has 8 KV heads, 32 query heads, 151,936 tokens."""
+    monkeypatch.setattr("sfi_core.measure.bench.byte_roofline.describe_measured", lambda _: {})
+    model = empty_model(random_config("qwen3-4b"), torch.device("meta"), torch.bfloat16)
+    asked = DecodeSettings(
+        policies=("sfi",), contexts=(16384,), batches=(16,), slow_rate=Fraction(1, 20), engine=engine
+    )
+    document = forecast_document(model, asked, CUDA, bandwidth_gb_per_s=1, memory_bytes=1e12)
+    capacity = asked.capacity(16384)
+    selector = (places * 32 + 12 * 8) * 16 * capacity * 4
+    logits = 2 * 151936 * 4 * 16
+    widest = (3 * 2560 + 4 * 9728) * 2
+    kept = 16 * 151936 * 2 + (0 + 1 + 2 + 4 + 8 + 16) * 36 * 8 * 2048 * 4
+    held = selector + widest * 16 + logits + kept + 6 * GRAPH_BYTES + LIBRARY_BYTES
+    # a prompt selects by 16 queries
+    workspace = max(selector, (4 * 32 * 16 + 12 * 8) * capacity * 4)
+    assert document["rows"][0]["workspace_bytes"] == workspace + (held if graphs else 0)
 
 
 class Allocator:

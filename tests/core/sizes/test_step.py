@@ -9,7 +9,7 @@ FAST = 4 + 2048 + 256
 
 
 def model(batch: int) -> ByteModel:
-    """Qwen3-4B; test_architectures.py has the sizes of others."""
+    """Qwen3-4B; test_byte_roofline.py has the notes' whole table."""
     layer = {"heads": 8, "key_width": 128, "value_width": 128, "itemsize": 2, "window": None}
     layers = [{"layer": i, **layer} for i in range(36)]
     return ByteModel.of({"weight_bytes": 8.045e9, "layers": layers}, batch=batch)
