@@ -86,7 +86,7 @@ class Parts:
 
     def lossless(self) -> list[Command]:
         """Decode losslessly beside sfi and full-kv at a stated acceptance."""
-        stated = "--lossless", "--acceptance", "0.95"
+        stated = "--acceptance", "0.95"
         points = {"lossless-0.6b": ("qwen3-0.6b", "8K,128K"), "lossless-4b": ("qwen3-4b", "32K")}
         return [
             self._bench(name, model, *stated, context=context, batch="1") for name, (model, context) in points.items()

@@ -11,19 +11,12 @@ from sfi_core.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """The model of a command.
+    """The model of a command."""
 
-    Attributes:
-        model: Hub id, folder, GGUF file or alias; None is the bundled checkpoint.
-        loading: Other arguments of `load`.
-        random_weights: A config file or a known architecture, instead of a checkpoint; None for none.
-        seed: Seed of random weights.
-    """
-
-    model: str | None
-    loading: dict[str, Any]
-    random_weights: str | None = None
-    seed: int = 0
+    model: str | None  # hub id, folder, GGUF file or alias; None is the bundled checkpoint
+    loading: dict[str, Any]  # other arguments of `load`
+    random_weights: str | None = None  # a config file or a known architecture, instead of a checkpoint; None for none
+    seed: int = 0  # seed of random weights
 
     @classmethod
     def of(cls, settings: Given, model: str | None, dtype: str, device: str, trust: bool, **more: Any) -> "Subject":

@@ -1,16 +1,15 @@
 """Options that several commands share, each declared once. Settings give their help and defaults."""
 
-from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from sfi_cli.settings.given import completer, written
-from sfi_cli.settings.tables import SETTINGS, settings_for
+from sfi_cli.settings.given import written
+from sfi_cli.settings.tables import SETTINGS
 from sfi_core.settings.config import PRESETS, SfiConfig
-from sfi_core.settings.policy_names import built_in, known
+from sfi_core.settings.policy_names import built_in
 
 # types of options
 Words = list[str] | None
@@ -38,17 +37,10 @@ def _setting(name: str, *flags: str, panel: str = METHOD, **more: Any) -> Any:
     return typer.Option(*flags, rich_help_panel=panel, **shown)
 
 
-def _one_of(names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
-    # completion of a name in a shell
-    return lambda incomplete: [name for name in names() if name.startswith(incomplete)]
-
-
-def sets(command: str | None = None, panel: str = METHOD, **more: Any) -> Any:
-    """Declare `--set` of a command; None is one that takes all settings."""
-    help_text = "A setting of sfi config list; may repeat."
-    shown = {"metavar": "NAME=VALUE", "help": help_text, **more}
-    complete = completer(SETTINGS if command is None else settings_for(command))
-    return typer.Option("--set", autocompletion=complete, rich_help_panel=panel, **shown)
+def sets(panel: str = METHOD, **more: Any) -> Any:
+    """Declare `--set`."""
+    shown = {"metavar": "NAME=VALUE", "help": "A setting of sfi config list; may repeat.", **more}
+    return typer.Option("--set", rich_help_panel=panel, **shown)
 
 
 Model = Annotated[
@@ -73,12 +65,10 @@ KvDeviceBudget = Annotated[
         help="Most of the KV cache on the device: 20%, 2GiB.", show_default="all",
     ),
 ]  # fmt: skip
-_policy = partial(option, METHOD, f"{', '.join(built_in())}, or a package's own.", autocompletion=_one_of(known))
+_policy = partial(option, METHOD, f"{', '.join(built_in())}, or a package's own.")
 Policy = Annotated[str, _policy()]
 PolicyOrDefault = Annotated[str | None, _policy(shown="sfi; codescan for the drafts of --lossless")]
-Preset = Annotated[
-    str | None, option(METHOD, f"{', '.join(PRESETS)}.", shown="default", autocompletion=_one_of(lambda: PRESETS))
-]
+Preset = Annotated[str | None, option(METHOD, f"{', '.join(PRESETS)}.", shown="default")]
 Config = Annotated[File, option(METHOD, "TOML file; --set and options override it.", "--config")]
 Budget = Annotated[Number, _setting("budget")]
 Recent = Annotated[Number, _setting("recent")]

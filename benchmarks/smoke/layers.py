@@ -11,8 +11,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from benchmarks.smoke.journal import Journal
 from benchmarks.smoke.plan import Plan
 from sfi_core.measure.bench.bench import release
+from sfi_core.measure.kernel_bench.attention_cases import sdpa_backend
 from sfi_core.measure.kernel_bench.data import LayerData
-from sfi_core.measure.kernel_bench.rivals import sdpa_backend
 from sfi_core.measure.kernel_bench.settings import KernelSettings
 from sfi_core.measure.kernel_bench.timing import clock_for
 from sfi_kernels.decode_attention.query_tile import QueryTile

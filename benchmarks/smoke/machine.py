@@ -12,7 +12,7 @@ from sfi_core.machine.versions import versions
 from sfi_core.measure.kernel_bench.timing import clock_for, copy_gb_per_s, floor_us
 
 QUERY = "name,driver_version,memory.used,memory.total,clocks.sm,clocks.mem,temperature.gpu,mig.mode.current"
-OPTIONAL = ("duckdb", "nvtx", "flash_attn", "flashinfer", "xdist")
+OPTIONAL = ("duckdb", "nvtx", "xdist")
 
 
 def look(journal: Journal, plan: Plan) -> None:

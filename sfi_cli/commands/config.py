@@ -7,25 +7,22 @@ from typing import Annotated, Any
 import typer
 
 from sfi_cli import options as o
-from sfi_cli.settings.given import effective_settings, lookup, names, written
+from sfi_cli.settings.given import effective_settings, lookup, written
 from sfi_cli.settings.tables import SETTINGS, places
 from sfi_cli.terminal.tables import Part
 from sfi_core.errors import ConfigError
-from sfi_core.settings.config import SfiConfig, toml_lines
+from sfi_core.settings.config import toml_lines
 from sfi_traces.views.table import Columns, Row, Table
 
 TOP = "decoding"  # stands for the settings outside of tables
 app = typer.Typer(help="Show the settings of --set and --config.", no_args_is_help=True)
 
 
-Prefix = Annotated[
-    str,
-    typer.Argument(help="A table, or the beginning of names: decoding, selector, t_.", autocompletion=names(SETTINGS)),
-]
-
-
 @app.command("list")
-def list_settings(prefix: Prefix = "", preset: o.Preset = None, json: o.Json = False) -> None:
+def list_settings(
+    prefix: Annotated[str, typer.Argument(help="A table, or the beginning of names: decoding, selector, t_.")] = "",
+    json: o.Json = False,
+) -> None:
     r"""List the settings that --set NAME=VALUE and a TOML file of --config take.
 
     The name of a setting in a table is TABLE.NAME; in a file it stands below [TABLE].
@@ -34,23 +31,19 @@ def list_settings(prefix: Prefix = "", preset: o.Preset = None, json: o.Json = F
 
       sfi config list
 
-      sfi config list selector --preset released
+      sfi config list selector
 
       sfi generate --set selector.alpha=0.7 --set 'triggers=[".", "\n"]' --set engine.overlap=false
     """
     from sfi_cli.terminal.output import Output
 
-    document = {"preset": preset, "settings": _rows(prefix, preset)}
-    Output(json=json).data(document, _table if prefix or preset else _overview)
+    Output(json=json).data({"settings": _rows(prefix)}, _table if prefix else _overview)
 
 
 @app.command("show")
 def show_setting(
     name: Annotated[
-        str | None,
-        typer.Argument(
-            help="The setting: t_max, selector.alpha.", autocompletion=names(SETTINGS), show_default="all of them"
-        ),
+        str | None, typer.Argument(help="The setting: t_max, selector.alpha.", show_default="all of them")
     ] = None,
     preset: o.Preset = None,
     config: o.Config = None,
@@ -77,7 +70,7 @@ def show_setting(
     if name is None:
         output.text(_toml(values))
         return
-    (row,) = (row for row in _rows("", None) if row["name"] == lookup(name, SETTINGS).name)
+    (row,) = (row for row in _rows("") if row["name"] == lookup(name, SETTINGS).name)
     value, origin = values[row["name"]]
     output.data(row | {"value": value, "origin": origin}, _facts)
 
@@ -92,21 +85,16 @@ def _toml(values: Mapping[str, tuple[Any, str]]) -> str:
     return "\n".join(texts)
 
 
-def _rows(prefix: str, preset: str | None) -> list[dict[str, Any]]:
+def _rows(prefix: str) -> list[dict[str, Any]]:
     # the settings whose names begin with `prefix`, in plain values
-    config = SfiConfig() if preset is None else SfiConfig.preset(preset)
-    values = config.to_dict()
-    rows = []
-    for name, declared in SETTINGS.items():
-        table, _, field = name.rpartition(".")
-        if name.startswith(prefix) or (prefix == TOP and not table):
-            table_values = values.get(table, {}) if table else values
-            row = {
-                "name": name, "type": declared.type, "default": declared.default, "range": declared.range,
-                "choices": list(declared.choices), "meaning": declared.meaning,
-                "commands": places(name),
-            }  # fmt: skip
-            rows.append(row | ({"value": table_values.get(field, declared.default)} if preset else {}))
+    rows = [
+        {
+            "name": name, "type": declared.type, "default": declared.default, "range": declared.range,
+            "choices": list(declared.choices), "meaning": declared.meaning, "commands": places(name),
+        }
+        for name, declared in SETTINGS.items()
+        if name.startswith(prefix) or (prefix == TOP and "." not in name)
+    ]  # fmt: skip
     if not rows:
         raise ConfigError(f"prefix must begin a setting's name, got {prefix!r}")
     return rows
@@ -125,8 +113,13 @@ def _overview(document: Row) -> list[Part]:
 
 
 def _table(document: Row) -> list[Part]:
-    columns: Columns = {"setting": (str, "name"), document["preset"] or "default": _value, "range": _limits}
-    return [Table.of("", columns | {"meaning": (str, "meaning")}, document["settings"], left=4, spare=("range",))]
+    columns: Columns = {
+        "setting": (str, "name"),
+        "default": (written, "default"),
+        "range": _limits,
+        "meaning": (str, "meaning"),
+    }
+    return [Table.of("", columns, document["settings"], left=4, spare=("range",))]
 
 
 def _facts(row: Row) -> list[Part]:
@@ -134,17 +127,13 @@ def _facts(row: Row) -> list[Part]:
     facts = {
         row["name"]: row["meaning"],
         "default": written(row["default"]),
-        **({} if row["origin"] == "default" else {row["origin"]: _value(row)}),
+        **({} if row["origin"] == "default" else {row["origin"]: written(row["value"])}),
         "value": ", ".join(filter(None, [row["type"], row["range"]])),
         "on a line": f"--set {row['name']}=VALUE",
         "in a file": f"[{table}] {name} = VALUE" if table else f"{name} = VALUE",
         "acts on": ", ".join(f"sfi {command}" for command in row["commands"]),
     }
     return [Table("", (), [*facts.items()])]
-
-
-def _value(row: Row) -> str:
-    return written(row.get("value", row["default"]))
 
 
 def _limits(row: Row) -> str:

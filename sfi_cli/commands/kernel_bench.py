@@ -1,6 +1,7 @@
 """`sfi kernel-bench`: check every kernel, then time it; the tables of its document."""
 
 from functools import partial
+from itertools import count
 from typing import Annotated, Any
 
 import typer
@@ -26,7 +27,7 @@ SHOWN = {
 _measure = partial(o.option, MEASURE)
 _compile = partial(o.option, COMPILE)
 _out = partial(o.option, o.OUTPUT)
-FORMATS, COMPILED_FORMATS = (".json", ".parquet"), (".json", ".md")
+FORMATS = (".json",)
 
 
 def _shape(name: str, text: str) -> Any:
@@ -57,13 +58,13 @@ def kernel_bench(
     ] = False,
     arch: Annotated[o.Words, _compile("Targets; comma list or repeated.", shown=THIS)] = None,
     plot: Annotated[o.File, _out("Draw speed-up and GB/s to a .png or .svg.")] = None,
-    output: Annotated[o.File, o.output("Write the data there too: .parquet, .json; with --compile-only .md.")] = None,
+    output: Annotated[o.File, o.output("Write the data there too, as .json.")] = None,
     force: o.Force = False,
     wide: o.Wide = False,
     json: o.Json = False,
     quiet: o.Quiet = False,
 ) -> None:
-    """Check each kernel against its formula, then time it beside PyTorch's SDPA and other rivals.
+    """Check each kernel against its formula, then time it beside PyTorch's SDPA.
 
     Without a GPU the PyTorch backend is timed. An op that fails its check is named and not timed.
 
@@ -99,11 +100,10 @@ def run(asked: dict[str, Any], sweep: str | None, backend: str, device: str, out
 
     `asked` are the fields of `KernelSettings`, None for a field's default.
     """
-    from sfi_cli.terminal.progress import BenchProgress
+    from sfi_cli.terminal.progress import Progress
     from sfi_core.measure.kernel_bench.bench import run_bench
     from sfi_core.measure.kernel_bench.settings import CPU_SHAPE, KernelSettings, resolve_backend
     from sfi_core.models.load import resolve_device
-    from sfi_traces.results.parquet import write_kernel_bench
     from sfi_traces.results.plots import plot_kernel_bench
 
     where = resolve_device(device)
@@ -122,7 +122,7 @@ def run(asked: dict[str, Any], sweep: str | None, backend: str, device: str, out
     output.check_format(FORMATS)
     with output:
         output.say(f"benchmarking the {backend} backend on {where.type}")
-        with BenchProgress(quiet=output.quiet) as progress:
+        with Progress(quiet=output.quiet) as progress:
 
             def show_group(title: str, rows: list[dict[str, Any]]) -> None:
                 progress.clear()  # the bar would be drawn over what is written
@@ -134,7 +134,7 @@ def run(asked: dict[str, Any], sweep: str | None, backend: str, device: str, out
         document = result.document()
         if document["rows"]:
             output.show(document, partial(closing_text, sweep=settings.sweep))
-            output.rows(document, write_kernel_bench)
+            output.file(document)
             if any(row["op"] == "fast" and row["median_us"] for row in document["rows"]):
                 output.figure(plot_kernel_bench, document)
     if result.interrupted:
@@ -143,33 +143,35 @@ def run(asked: dict[str, Any], sweep: str | None, backend: str, device: str, out
 
 
 def compile_all(architectures: list[str], output: Output) -> None:
-    """Compile every kernel, and show registers, spills and shared memory; an output .md is a page.
+    """Compile every kernel, and show registers, spills and shared memory.
 
     Without architectures it is this machine's, as `default_arch` says.
 
     Raises `typer.Exit` with 1 if a kernel spills registers or does not fit.
     """
-    from sfi_cli.terminal.progress import BenchProgress
+    from sfi_cli.terminal.progress import Progress
     from sfi_core.machine.memory import describe_measured
     from sfi_core.machine.versions import versions
-    from sfi_core.measure.kernel_bench.compile_check import ARCHS, compile_kernels, default_arch, is_clean, markdown
+    from sfi_core.measure.kernel_bench.compile_check import ARCHS, compile_kernels, default_arch, is_clean
 
     architectures = architectures or [default_arch()]
     for name in architectures:
         if name not in ARCHS:
             raise unknown("arch", name, ARCHS)
-    output.check_format(COMPILED_FORMATS)
+    output.check_format(FORMATS)
     with output:
         output.say(f"compiling every kernel for {', '.join(architectures)}; no GPU is needed")
-        with BenchProgress(quiet=output.quiet) as progress:
-            compiled = compile_kernels(architectures, progress.compiled)
+        with Progress(quiet=output.quiet) as progress:
+            numbers = count(1)
+
+            def show(row: dict[str, Any], total: int) -> None:
+                progress.update(f"compiling, {row['kernel']} on {row['arch']}", next(numbers), total)
+
+            compiled = compile_kernels(architectures, show)
         about = {"machine": describe_measured(), "versions": versions()}
         document = {"rows": [], "compiled": compiled, **about}
         output.show(document, lambda _: compiled_text(compiled))
-        if output.path is not None and output.path.suffix == ".md":
-            output.text(markdown(compiled))
-        elif output.path is not None:
-            output.document(document)
+        output.file(document)
         bad = [f"{row['kernel']} on {row['arch']}" for row in compiled if not is_clean(row)]
         if bad:
             message(f"error: kernels must neither spill nor exceed a limit, got {', '.join(bad)}")

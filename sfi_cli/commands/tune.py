@@ -9,7 +9,7 @@ import typer
 from sfi_cli import options as o
 from sfi_cli.commands.trace.replay.views import OUTCOME, everywhere, texts_of, varied
 from sfi_cli.parsing import named_strings
-from sfi_cli.settings.given import completer, given, texts
+from sfi_cli.settings.given import given, texts
 from sfi_cli.settings.tables import DIMENSIONS, SETTINGS, TRIALS, ModelTable
 from sfi_cli.terminal.output import Output, leave_interrupted
 from sfi_cli.terminal.tables import Part
@@ -48,13 +48,7 @@ def tune(
     t_max: Annotated[Values, _axis("t_max", "8:128")] = None,
     budget: Annotated[Values, _axis("budget", "1/64 to 1/4 of the context")] = None,
     search: Annotated[
-        o.Words,
-        o.option(
-            SPACE,
-            "Another dimension, repeat for more: span=0:16 or span=0,4,8.",
-            metavar="NAME=VALUES",
-            autocompletion=completer(DIMENSIONS),
-        ),
+        o.Words, o.option(SPACE, "Another dimension, repeat for more: span=0:16 or span=0,4,8.", metavar="NAME=VALUES")
     ] = None,
     min_retained: Annotated[float | None, _search("Least mean retained mass, as replayed.")] = None,
     max_read: Annotated[float | None, _search("Largest share of the cached tokens read.")] = None,
@@ -67,7 +61,7 @@ def tune(
     dtype: o.Dtype = "auto",
     device: o.Device = "auto",
     trust_remote_code: o.TrustRemoteCode = False,
-    sets: Annotated[o.Words, o.sets("tune", SEARCH)] = None,
+    sets: Annotated[o.Words, o.sets(SEARCH)] = None,
     output: Annotated[Path, o.output("Settings for --config.")] = OUTPUT,
     plot: Annotated[o.File, o.option(o.OUTPUT, "Draw trials, front and what was measured to a .png or .svg.")] = None,
     force: o.Force = False,
@@ -87,7 +81,7 @@ def tune(
 
       sfi tune code chat --trigger-set lines="\n" --search span=0:16 --trials 500
     """
-    from sfi_cli.terminal.progress import BenchProgress
+    from sfi_cli.terminal.progress import Progress
     from sfi_traces.model.trace import Trace
     from sfi_traces.tune.plots import plot_tuning
     from sfi_traces.tune.result import find
@@ -114,11 +108,11 @@ def tune(
             from sfi_traces.tune.confirm import load_confirmer
 
             confirmer = load_confirmer(tuning, model, settings.table(EngineOptions), loading)
-        with BenchProgress(quiet=quiet) as progress:
+        with Progress(quiet=quiet) as progress:
             show = partial(progress.update, "searching", total=trials)
             result = find(tuning, trials, seed=seed, on_trial=show)
         if confirmer is not None and not result.interrupted:
-            with BenchProgress(quiet=quiet) as progress:
+            with Progress(quiet=quiet) as progress:
                 result = result.confirm(partial(confirmer, on_run=partial(progress.update, "confirming")), confirm)
         document = result.document()
         if result.front:

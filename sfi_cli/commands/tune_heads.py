@@ -47,7 +47,7 @@ def heads(
     dtype: o.Dtype = "auto",
     device: o.Device = "auto",
     trust_remote_code: o.TrustRemoteCode = False,
-    sets: Annotated[o.Words, o.sets("tune heads", o.MODEL)] = None,
+    sets: Annotated[o.Words, o.sets(o.MODEL)] = None,
     output: Annotated[Path, o.output("Head file.")] = OUTPUT,
     force: o.Force = False,
     json: o.Json = False,
@@ -88,7 +88,7 @@ def _clustered(
     *, length: int, top: int, clusters: int, parts: int | None, quiet: bool,
 ) -> dict[str, Any]:  # fmt: skip
     # the document of `--json`; invalid settings are refused at the first text
-    from sfi_cli.terminal.progress import BenchProgress
+    from sfi_cli.terminal.progress import Progress
     from sfi_core.engine.attend import check_backend
     from sfi_core.measure.clustering import Similarity, check_count, cluster_layers, part_count, parts_of
     from sfi_core.measure.model_supports import cut_texts, text_supports
@@ -101,7 +101,7 @@ def _clustered(
     texts = cut_texts(tokenizer, [str(prompt.entries[0]) for prompt in prompts], length, top)
     part_count(len(texts), parts)
     similarities: list[dict[int, Similarity]] = []
-    with BenchProgress(quiet=quiet) as progress:
+    with Progress(quiet=quiet) as progress:
         for number, text in enumerate(texts):
             progress.update("comparing heads, text", number, len(texts))
             layers = {layer: Similarity.of(index) for layer, index in text_supports(loaded, text, top, engine)}

@@ -2,7 +2,7 @@
 
 import json
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -20,17 +20,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Given:
-    """The settings of a command.
+    """The settings of a command."""
 
-    Attributes:
-        config: The settings of decoding.
-        values: The given settings of the other tables, by full name.
-        said: Names of the settings given by `--set` or an option.
-    """
-
-    config: SfiConfig
-    values: Mapping[str, Any]
-    said: frozenset[str]
+    config: SfiConfig  # the settings of decoding
+    values: Mapping[str, Any]  # the given settings of the other tables, by full name
+    said: frozenset[str]  # names of the settings given by `--set` or an option
 
     def of(self, name: str) -> dict[str, Any]:
         """Return the given settings of a table."""
@@ -189,34 +183,3 @@ def written(value: Any) -> str:
     if isinstance(value, tuple) and value and all(type(item) is int for item in value):
         return ",".join(map(str, value))
     return json.dumps(value, ensure_ascii=False)
-
-
-def completer(known: Mapping[str, Setting]) -> Callable[[str], list[tuple[str, str]]]:
-    """Return the function that completes `NAME=VALUE` of these settings."""
-    return lambda incomplete: completions(incomplete, known)
-
-
-def names(known: Mapping[str, Setting]) -> Callable[[str], list[tuple[str, str]]]:
-    """Return the function that completes the name of one of these settings."""
-
-    def complete(incomplete: str) -> list[tuple[str, str]]:
-        return [(name, declared.brief) for name, declared in known.items() if name.startswith(incomplete)]
-
-    return complete
-
-
-def completions(incomplete: str, known: Mapping[str, Setting]) -> list[tuple[str, str]]:
-    """Complete a name, or after `=` the value of a setting with choices; each with its meaning."""
-    name, equals, _ = incomplete.partition("=")
-    if not equals:
-        offers = [(f"{full}=", declared.brief) for full, declared in known.items()]
-    else:
-        offers = [(f"{name}={value}", "") for value in _values(known.get(name))]
-    return [(text, meaning) for text, meaning in offers if text.startswith(incomplete)]
-
-
-def _values(setting: Setting | None) -> tuple[str, ...]:
-    if setting is None:
-        return ()
-    values = ("true", "false") if setting.kind is bool else setting.choices
-    return (*values, NONE) if setting.optional else values

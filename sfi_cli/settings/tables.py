@@ -39,7 +39,6 @@ class BenchTable(Table):
     """How `sfi bench` measures."""
 
     warm_up: int = setting(4, "Decoding steps before those that are measured.", least=0)
-    prefill: bool = setting(False, "Read prompts for real, instead of filling the cache with random keys.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +54,6 @@ class EvalTable(Table):
     """Details of `sfi eval`."""
 
     windows: int = setting(4, "Places of the text of --fidelity, evenly apart.", least=1)
-    batch_size: int = setting(1, "Prompts of a task and length, or windows of a text, decoded together.", least=1)
 
 
 TRIALS = 200  # of `sfi tune`, unless --trials says otherwise
@@ -82,12 +80,18 @@ REPLAYED = (
 )  # fmt: skip
 GENERATING = (*DECODING, "engine", "audit", "trace", "sampling", "model")
 TIERS = ("engine.kv_device_budget", "engine.kv_page")
+# which steps are slow, which `sfi bench` states
+TRIGGERING = (
+    "t_max", "min_gap", "triggers", "trigger_token_ids", "trigger_policy", "stride", "random_rate", "trigger_seed",
+    "slow_start",
+)  # fmt: skip
 # by command: the tables and settings that have an effect on it
 COMMANDS: dict[str, tuple[str, ...]] = {
     "generate": GENERATING,
     "trace record": GENERATING,
     "bench": (
-        *DECODING, "engine.overlap", "engine.graphs", "engine.backend", "engine.kv_dtype", "engine.prefill_chunk",
+        *(name for name in DECODING if name not in TRIGGERING),
+        "engine.overlap", "engine.graphs", "engine.backend", "engine.kv_dtype",
         *TIERS, "model", "bench", "forecast",
     ),
     "eval": ("engine.backend", "engine.kv_dtype", "engine.prefill_chunk", *TIERS, "model.revision", "eval"),

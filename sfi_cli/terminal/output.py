@@ -204,11 +204,9 @@ class Output:
             with _written(self.path), self.path.open("ab") as file:
                 file.write(f"{write_json(document)}\n".encode())
 
-    def rows(self, document: Document, write_parquet: Callable[[Document, Path], None]) -> None:
-        """Write the document to the file, if there is one; to a .parquet file only the rows."""
-        if self.path is not None and self.path.suffix == ".parquet":
-            self._save(self.path, lambda path: write_parquet(document, path))
-        elif self.path is not None:
+    def file(self, document: Document) -> None:
+        """Write one JSON document to the file, if there is one."""
+        if self.path is not None:
             self.document(document)
 
     def figure(self, draw: Callable[..., None], what: Any) -> None:

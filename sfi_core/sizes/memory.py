@@ -66,28 +66,17 @@ class Drafting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """Bytes that a run needs.
+    """Bytes that a run needs."""
 
-    Attributes:
-        resident_bytes: Bytes in use before the run, weights included.
-        kv_bytes: Pages of the KV cache.
-        norm_bytes: Key norms.
-        packed_bytes: Packed segments.
-        summary_bytes: The policy's summaries of keys, such as page summaries or codes.
-        sliding_bytes: transformers' own cache: sliding windows and states.
-        workspace_bytes: The largest transient: the prompt's activations, or the Selector's tensors with the
-            evidence that waits for it.
-        graph_bytes: Held by CUDA graphs, a step's transients included, also while prompts are read.
-    """
-
-    resident_bytes: int
-    kv_bytes: int
+    resident_bytes: int  # bytes in use before the run, weights included
+    kv_bytes: int  # pages of the KV cache
     norm_bytes: int
-    packed_bytes: int
-    summary_bytes: int
-    sliding_bytes: int
+    packed_bytes: int  # packed segments
+    summary_bytes: int  # the policy's summaries of keys, such as page summaries or codes
+    sliding_bytes: int  # transformers' own cache: sliding windows and states
+    # the largest transient: the prompt's activations, or the Selector's tensors and the evidence that waits for it
     workspace_bytes: int
-    graph_bytes: int = 0
+    graph_bytes: int = 0  # held by CUDA graphs, a step's transients included, also while prompts are read
 
     @property
     def needed_bytes(self) -> int:

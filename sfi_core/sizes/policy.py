@@ -34,18 +34,12 @@ def break_even(sparse: Callable[[int], float], dense: Callable[[int], float]) ->
 
 @dataclass(frozen=True, slots=True)
 class PolicyReads:
-    """The reads of a policy whose steps are slow at a rate: stated, or what the policy plans.
-
-    Attributes:
-        stated: The rate if the trigger decides, else None.
-        rate: The share of slow steps.
-        dense_share: The share of KV heads that attend to everything in fast steps too.
-    """
+    """The reads of a policy whose steps are slow at a rate: stated, or what the policy plans."""
 
     policy: Policy
-    stated: float | None
-    rate: float
-    dense_share: float
+    stated: float | None  # the rate if the trigger decides, else None
+    rate: float  # the share of slow steps
+    dense_share: float  # the share of KV heads that attend to everything in fast steps too
 
     @classmethod
     def of(cls, name: str, config: SfiConfig, shapes: Sequence[LayerShape], rate: float) -> Self:
@@ -88,13 +82,10 @@ class PolicyReads:
         state = RequestState(prompt_tokens=context, length=context, recent_start=recent, step=1, slow=False)
         return self.policy.selection_tokens(state)
 
-    def steps(self, model: ByteModel, context: int, rate: float | None = None) -> tuple[float, float]:
-        """Return the bytes of a request's fast and slow step with `context` cached tokens.
-
-        An anchored recent window is longer at a lower `rate` of slow steps; None is the policy's own.
-        """
+    def steps(self, model: ByteModel, context: int) -> tuple[float, float]:
+        """Return the bytes of a request's fast and slow step with `context` cached tokens."""
         config, policy = self.policy.config, self.policy
-        read = min(context, fast_tokens(config, self.packed - config.sink, self.rate if rate is None else rate))
+        read = min(context, fast_tokens(config, self.packed - config.sink, self.rate))
         mixed = read + self.dense_share * (context - read)
         slow = model.fast(context, mixed if policy.mixes_heads else context)
         if policy.refreshes():

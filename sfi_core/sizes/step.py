@@ -112,24 +112,6 @@ def fast_tokens(config: SfiConfig, selected: int, slow_rate: float) -> float:
     return config.sink + selected + config.recent + grown
 
 
-def cycle_tokens(rate: float, drafted: int) -> float:
-    """Return the mean tokens that the verification of a draft gives (Leviathan et al., 2023, Eq. 1).
-
-    `rate` is the chance that a drafted token is kept if all before it are; `drafted` the draft's tokens.
-    """
-    return sum(rate**place for place in range(drafted + 1))
-
-
-def cycle_mean(fast: Count, slow: Count, *, drafted: float, tokens: float, again: float = 0.0) -> Count:
-    """Return the mean bytes of a token of a lossless run: a cycle is some fast steps and a slow one.
-
-    A cycle has `drafted` fast steps and gives `tokens`, see `cycle_tokens`; after a share `again` of the
-    cycles a slow step of the corrected token makes the selection. A verification counts as one slow step; its
-    further queries are left out. Any cost that adds up over steps, such as seconds, may stand for the bytes.
-    """
-    return (drafted * fast + (1 + again) * slow) / (tokens + again)
-
-
 def _row_bytes(layer: Mapping[str, Any]) -> int:
     width: int = layer["key_width"] + layer["value_width"]
     return int(layer["heads"] * width * layer["itemsize"])

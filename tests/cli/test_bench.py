@@ -5,7 +5,6 @@ import re
 from dataclasses import asdict
 
 import pytest
-from pyarrow import parquet
 
 from sfi_cli.commands.bench import command
 from sfi_cli.commands.bench.job import SLOW_RATE
@@ -89,21 +88,16 @@ def test_the_last_line_says_from_which_context_on_a_policy_pays():
     assert pays_from([{**row, "speedup": None} for row in rows]) == []
 
 
-def test_random_weights_need_a_config_only_and_a_text_can_decide(tiny, tmp_path):
-    text = tmp_path / "text.txt"
-    text.write_text("Belora hid a red lantern. Tamrin sold a kettle! " * 9)
+def test_random_weights_need_a_config_only(tiny):
     arguments = (
-        "--random-weights", tiny, "--context", "200", "--steps", "30", "--repeats", "1", "--budget", "32",
-        "--set", "recent=16", "--baseline", "none", "--batch", "2", "--json", "--set", "t_max=7",
+        "--random-weights", tiny, "--context", "200", "--steps", "10", "--repeats", "1", "--budget", "32",
+        "--set", "recent=16", "--baseline", "none", "--batch", "2", "--json",
     )  # fmt: skip
-    code, stdout, _ = inside(*arguments, "--text", str(text))
+    code, stdout, _ = inside(*arguments)
     document = json.loads(stdout)
     assert code == 0
     assert document["model"]["dtype"] == "bfloat16"
-    assert document["settings"]["slow_rate"] is None
-    rows = {row["policy"]: row for row in document["rows"]}
-    assert 1 / 8 <= rows["sfi"]["slow_rate"] < 1
-    assert inside(*arguments, "--text", "bundled")[0] == 0
+    assert document["settings"]["slow_rate"] == "1/20"
 
 
 TIERED = (
@@ -130,23 +124,13 @@ def test_policies_run_under_a_device_budget_beside_full_attention_without_one(ti
     assert any(one.startswith("full-kv: all keys and values on") for one in document["notes"])
 
 
-def test_lossless_rows_say_whether_acceptance_is_stated_or_measured(tmp_path):
-    file = tmp_path / "rows.parquet"
-    common = ("--lossless", "--policy=sfi,full-kv", "--baseline=none", "-q", "--device=cpu", "--repeats=1", "--steps=8")
+def test_lossless_rows_have_a_stated_acceptance():
+    common = ("--policy=sfi,full-kv", "--baseline=none", "-q", "--device=cpu", "--repeats=1", "--steps=8")
     sizes = ("--context=300", "--budget=64", "--set=recent=32")
-    code, stdout, _ = inside(*common, *sizes, "--acceptance=0.9", "--batch=2", "-o", str(file))
+    code, stdout, _ = inside(*common, *sizes, "--acceptance=0.9", "--batch=2")
     assert code == 0
-    assert re.search(r"^  sfi-lossless +300 +2 +stated 90\.0% ", stdout, re.MULTILINE)
+    assert re.search(r"^  sfi-lossless +300 +2 +90\.0% ", stdout, re.MULTILINE)
     assert "* lossless rows: acceptance is stated, 0.9 for each tested token" in stdout
-    table = parquet.read_table(file)
-    assert table["acceptance"].to_pylist() == [None, "stated", None]
-    assert table["stated_acceptance"].to_pylist() == [None, 0.9, None]
-    code, stdout, _ = inside(*common, *sizes, "--text", "bundled", "--json")
-    document = json.loads(stdout)
-    assert code == 0
-    found = {row["policy"]: row["acceptance"] for row in document["rows"]}
-    assert found == {"sfi": None, "sfi-lossless": "measured", "full-kv": None}
-    assert document["settings"]["prefill"]
 
 
 def test_lists_come_by_comma_or_repeated_and_in_thousands(tiny):
@@ -164,22 +148,19 @@ def test_lists_come_by_comma_or_repeated_and_in_thousands(tiny):
     assert rows[-1]["slow_rate"] == 0
 
 
-def test_parquet_json_and_figure_are_written_and_not_overwritten(tmp_path):
+def test_json_and_figure_are_written_and_not_overwritten(tmp_path):
     pytest.importorskip("matplotlib")
-    table, plot, file = (tmp_path / name for name in ("x.parquet", "x.png", "x.json"))
-    arguments = (*SMALL, "--baseline", "none", "-o", str(table), "--plot", str(plot))
-    table.write_text("mine")
-    line = f"error: output {table} exists; add --force to overwrite it\n"
-    assert (inside(*arguments)[::2], table.read_text()) == ((2, line), "mine")
-    code, _, stderr = inside(*arguments, "--force")
+    plot, file = (tmp_path / name for name in ("x.png", "x.json"))
+    arguments = (*SMALL, "--baseline", "none", "--json", "-o", str(file), "--plot", str(plot))
+    file.write_text("mine")
+    line = f"error: output {file} exists; add --force to overwrite it\n"
+    assert (inside(*arguments)[::2], file.read_text()) == ((2, line), "mine")
+    code, stdout, stderr = inside(*arguments, "--force")
     assert code == 0
-    assert f"Wrote {table}\nWrote {plot}\n" in stderr
-    assert [row["policy"] for row in parquet.read_table(table).to_pylist()] == ["sfi", "full-kv"]
-    assert plot.read_bytes().startswith(b"\x89PNG")
-    _, stdout, stderr = inside(*SMALL, "--baseline", "none", "--json", "-q", "-o", str(file))
+    assert f"Wrote {file}\nWrote {plot}\n" in stderr
     assert json.loads(file.read_text()) == json.loads(stdout)
-    assert stderr == ""
-    assert sorted(tmp_path.iterdir()) == [file, table, plot]
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    assert sorted(tmp_path.iterdir()) == [file, plot]
 
 
 def test_ctrl_c_writes_and_shows_the_rows_so_far_and_ends_with_130(tmp_path, monkeypatch):
@@ -213,23 +194,20 @@ def test_ctrl_c_writes_and_shows_the_rows_so_far_and_ends_with_130(tmp_path, mon
     [
         (("--context", "x"), 2, "contexts must be whole numbers such as 8192 or 8K, got 'x'"),
         (("--slow-rate", "often"), 2, "slow_rate must be a share such as 1/20 or 0.05, got 'often'"),
-        (("--slow-rate", "1/5", "--text", "bundled"), 2, "slow_rate must come without --text"),
-        (("--set", "t_max=9"), 2, "t_max must come with --text; without one --slow-rate decides"),
-        (("--text", "missing.txt"), 3, "text missing.txt cannot be read: No such file"),
+        (("--set", "t_max=9"), 2, "t_max has no effect here, only on sfi generate, "),
         (("--random-weights", "qwen9"), 3, "random weights must be one of ('qwen3-0.6b',"),
         (("--random-weights", "qwen3-4b", "--model", "x"), 2, "random_weights must come without --model"),
         (("--set", "forecast.bandwidth=10"), 2, "forecast.bandwidth must come with --forecast"),
         (("--forecast", "--set", "forecast.memory=0"), 2, "forecast.memory must be positive, got 0.0"),
-        (("--forecast", "--text", "bundled"), 2, "forecast needs a stated --slow-rate"),
         (("--forecast", "--kv-device-budget", "20%"), 2, "engine.kv_device_budget must come without --forec"),
         (("--kv-device-budget", "20"), 2, "kv_device_budget must hold sink + recent + one page, at least "),
         (("--forecast", "--policy", "synckv"), 2, "synckv.heads must be a file of head clusters, got none"),
-        (("--lossless",), 2, "lossless must come with --text and a checkpoint, whose acceptance"),
+        (("--forecast", "--acceptance", "0.9"), 2, "acceptance must come without --forecast"),
         (("--set", "model.weights=int8", "--dtype", "bfloat16"), 4, "weights=int8 must be in float32 on a CPU"),
         (("--set", "engine.graphs=true"), 4, "graphs must run on a CUDA device, got cpu; drop engine.graphs"),
         (("--device", "cuda:99"), 4, "device cuda:99 is not on this machine"),
         (("--threads", "0"), 2, "threads must be positive, got 0"),
-        (("-o", "x.csv"), 2, "output must end in one of ('.json', '.parquet'), got x.csv"),
+        (("-o", "x.csv"), 2, "output must end in one of ('.json',), got x.csv"),
         (("--plot", "x.pdf"), 2, "plot must end in one of ('.png', '.svg'), got x.pdf"),
     ],
 )
@@ -260,7 +238,7 @@ def test_a_forecast_runs_nothing_and_needs_no_weights(tiny, tmp_path, monkeypatc
     asked = ("--context=8K,32K", "--random-weights=qwen3-4b", "--batch=16", "--preset=paper")
     code, stdout, _ = inside("--forecast", *machine, *asked, "-o", str(file))
     assert code == 0
-    assert re.search(r"^  sfi +8,192 +16 .* 4,68\d +1\.86x +1\.01x +2,5\d\d$", stdout, re.MULTILINE)
+    assert re.search(r"^  sfi +8,192 +16 .* 4,68\d +1\.86x +2,5\d\d$", stdout, re.MULTILINE)
     rows = json.loads(file.read_text())["rows"]
     assert [(row["context"], row["policy"]) for row in rows] == [
         (context, policy) for context in (8192, 32768) for policy in ("sfi", "codescan", "full-kv")

@@ -30,8 +30,8 @@ OPTIONS = {
         --output --resume --plot --force --wide --json --quiet
     """,
     "bench": """
-        --policy --context --batch --baseline --steps --repeats --time-limit --slow-rate --text --ragged
-        --lossless --acceptance --seed --threads --forecast --model --random-weights --dtype --device
+        --policy --context --batch --baseline --steps --repeats --time-limit --slow-rate --ragged
+        --acceptance --seed --threads --forecast --model --random-weights --dtype --device
         --kv-device-budget --trust-remote-code --preset --config --set --budget --plot --output --force --wide
         --json --quiet
     """,
@@ -50,7 +50,7 @@ OPTIONS = {
     """,
     "lm-eval": "",
     "doctor": "--model --json",
-    "config list": "--preset --json",
+    "config list": "--json",
     "config show": "--preset --config --set --json",
     "trace check": "--json",
     "trace diff": "--request --fail-if --json --output --force",

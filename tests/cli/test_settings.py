@@ -1,4 +1,4 @@
-"""`--set`, `--config`, completion and `sfi config list`."""
+"""`--set`, `--config`, and `sfi config list`."""
 
 import json
 from dataclasses import fields, is_dataclass
@@ -9,10 +9,10 @@ import pytest
 from typer.testing import CliRunner
 
 from sfi_cli import app as cli
-from sfi_cli.settings.given import completions, given, value_of, written
-from sfi_cli.settings.tables import COMMANDS, DECODING, SEARCHED, SETTINGS, TABLES, TraceTable, settings_for
+from sfi_cli.settings.given import given, value_of, written
+from sfi_cli.settings.tables import COMMANDS, SEARCHED, SETTINGS, TABLES, TraceTable, settings_for
 from sfi_core.errors import ConfigError, InputError, SfiError
-from sfi_core.settings.config import PRESETS, SfiConfig
+from sfi_core.settings.config import SfiConfig
 from sfi_core.settings.engine import AuditConfig, EngineOptions, Sampling
 from sfi_traces.tune import space
 
@@ -185,37 +185,6 @@ def test_a_wrong_table_names_file_and_setting(content: str, words: str, tmp_path
         given("generate", file=file)
 
 
-@pytest.mark.parametrize(
-    ("incomplete", "found"),
-    [
-        ("recent", ["recent=", "recent_mode="]),
-        ("recent_mode=", ["recent_mode=anchored", "recent_mode=sliding"]),
-        ("recent_mode=s", ["recent_mode=sliding"]),
-        ("engine.graphs=", ["engine.graphs=true", "engine.graphs=false", "engine.graphs=none"]),
-        ("t_max=", []),
-        ("bench.", []),
-    ],
-)
-def test_a_shell_completes_names_and_choices(incomplete: str, found: list[str]):
-    assert [text for text, _ in completions(incomplete, settings_for("generate"))] == found
-
-
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        ("sfi tune dense --search trigger_d", "trigger_delay=\t"),
-        ("sfi bench --span 4 --set bench.w", "bench.warm_up=\t"),
-        ("sfi config list selector.r", "selector.radius\t"),
-        ("sfi bench --preset freekv-long-g", "freekv-long-generation"),
-    ],
-)
-def test_completion_reaches_the_shell(line: str, words: str):
-    asked = {"_SFI_COMPLETE": "complete_fish", "_TYPER_COMPLETE_FISH_ACTION": "get-args"}
-    asked |= {"_TYPER_COMPLETE_ARGS": line}
-    result = CliRunner().invoke(cli.app, [], env=asked, prog_name="sfi")
-    assert result.stdout.startswith(words)
-
-
 def test_the_list_has_every_field_with_its_default_and_meaning():
     result = CliRunner().invoke(cli.app, ["config", "list", "--json"])
     rows = {row["name"]: row for row in json.loads(result.stdout)["settings"]}
@@ -235,25 +204,13 @@ def test_the_list_has_every_field_with_its_default_and_meaning():
         assert row["commands"], row
 
 
-@pytest.mark.parametrize("preset", PRESETS)
-def test_the_list_shows_a_preset_s_values(preset: str):
-    result = CliRunner().invoke(cli.app, ["config", "list", "--preset", preset, "--json"])
-    rows = {row["name"]: row["value"] for row in json.loads(result.stdout)["settings"]}
-    config = given("generate", sets=[f"{n}={written(_tuple(rows[n]))}" for n in DECODING]).config
-    assert config == SfiConfig.preset(preset)
-
-
-def _tuple(value: object) -> object:
-    return tuple(value) if isinstance(value, list) else value
-
-
 def test_the_list_is_a_table_of_what_begins_so():
     result = CliRunner().invoke(cli.app, ["config", "list", "selector"], env={"COLUMNS": "120"})
     lines = [line.split()[0] for line in result.stdout.splitlines() if "selector." in line]
     assert lines == [name for name in SETTINGS if name.startswith("selector.")]
     assert "float, in (0, 1]" in result.stdout
     assert message("config", "list", "x") == "prefix must begin a setting's name, got 'x'"
-    assert message("config", "list", "--preset", "x").startswith("unknown preset 'x'")
+    assert message("config", "show", "--preset", "x").startswith("unknown preset 'x'")
 
 
 def test_the_command_line_s_copies_are_the_tuner_s():

@@ -15,7 +15,7 @@ from sfi_cli.commands.trace.full_views import full_text
 from sfi_cli.commands.trace.replay.views import replay_text
 from sfi_cli.commands.trace.show_views import show_text, step_text
 from sfi_cli.terminal import output, progress
-from sfi_cli.terminal.progress import BenchProgress, ProgressObserver
+from sfi_cli.terminal.progress import Progress, ProgressObserver
 from sfi_cli.terminal.tables import rendered
 from sfi_core import SfiConfig
 from sfi_core.generation.prompts import TextStream
@@ -65,7 +65,7 @@ def test_an_interrupted_stream_ends_its_line_before_a_message(monkeypatch, tmp_p
 def test_a_reader_of_a_pipe_gets_a_line_at_most_every_ten_seconds(monkeypatch, capsys):
     seconds = iter(range(0, 1000, 3))
     monkeypatch.setattr(progress.time, "monotonic", lambda: next(seconds))
-    with BenchProgress(quiet=False) as shown:
+    with Progress(quiet=False) as shown:
         for done in range(12):  # 36 seconds, and more for each line's own look at the clock
             shown.update("measuring", done, 12)
     assert 2 <= capsys.readouterr().err.count("measuring") <= 4
@@ -211,14 +211,10 @@ class Shown:
     """Keeps what it is told to show."""
 
     def __init__(self) -> None:
-        self.steps: list[tuple[int, int]] = []
-        self.counts: list[tuple[int, int, int]] = []
+        self.counts: list[tuple[str, int, int]] = []
 
-    def update(self, done: int, total: int) -> None:
-        self.steps.append((done, total))
-
-    def requests(self, done: int, running: int, waiting: int) -> None:
-        self.counts.append((done, running, waiting))
+    def update(self, phase: str, done: int, total: int) -> None:
+        self.counts.append((phase, done, total))
 
 
 def shown(limits: list[int], **options: Any) -> Shown:
@@ -233,5 +229,7 @@ def shown(limits: list[int], **options: Any) -> Shown:
 def test_a_file_shows_how_many_are_done_running_and_waiting():
     """Of five, two at a time: 1 ends first, 2 with its first token, then 0 and 3 together."""
     progress = shown([4, 2, 1, 3, 2], max_batch=2)
-    assert progress.steps == []
-    assert progress.counts == [(0, 2, 3), (2, 2, 1), (2, 2, 1), (4, 1, 0)]
+    assert progress.counts == [
+        ("requests: 2 running, 3 waiting", 0, 5), ("requests: 2 running, 1 waiting", 2, 5),
+        ("requests: 2 running, 1 waiting", 2, 5), ("requests: 1 running, 0 waiting", 4, 5),
+    ]  # fmt: skip

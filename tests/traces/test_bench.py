@@ -1,11 +1,7 @@
-"""The Parquet tables and figures of both benchmarks."""
-
-import json
+"""The figures of both benchmarks."""
 
 import pytest
-from pyarrow import parquet
 
-from sfi_traces.results.parquet import write_bench, write_kernel_bench
 from sfi_traces.results.plots import plot_bench
 
 
@@ -50,43 +46,6 @@ def kernels(document) -> dict:
     rows = [kernel_row("dense", 1.0, 100.0), kernel_row("dense.sdpa", 1.0, 90.0, "group as rows"), *fast]
     more = {"compiled": [], "backend": "torch", "interrupted": False, "versions": {"torch": "2"}}
     return document | more | {"rows": rows}
-
-
-def types_of(path) -> dict[str, str]:
-    return {field.name: str(field.type) for field in parquet.read_schema(path)}
-
-
-@pytest.mark.parametrize(
-    ("write", "name", "given", "types"),
-    [
-        (
-            write_bench, "bench", "document",
-            {"policy": "string", "batch": "int64", "ragged": "bool", "slow_rate": "double"},
-        ),
-        (
-            write_kernel_bench, "kernel_bench", "kernels",
-            {"op": "string", "form": "string", "bytes": "int64", "matches_reference": "bool",
-             "speedup_over_paper_like": "double"},
-        ),
-    ],
-    ids=["bench", "kernel_bench"],
-)  # fmt: skip
-def test_the_table_has_the_rows_with_their_types_and_the_rest(tmp_path, request, write, name, given, types):
-    document = request.getfixturevalue(given)
-    write(document, tmp_path / "x.tmp")
-    table = parquet.read_table(tmp_path / "x.tmp")
-    assert table.to_pylist() == document["rows"]
-    found = types_of(tmp_path / "x.tmp")
-    assert types.items() <= found.items()
-    assert name == "kernel_bench" or found["repeat_rates"].startswith("list<")
-    facts = json.loads(table.schema.metadata[name.encode()])
-    assert (facts["machine"]["copy_gb_per_s"], facts["notes"], "rows" in facts) == (9.0, ["a note"], False)
-    assert table.schema.metadata[b"schema_version"] == b"1"
-
-
-def test_a_column_without_a_value_keeps_its_type(tmp_path, kernels):
-    write_kernel_bench(kernels | {"rows": kernels["rows"][:1]}, tmp_path / "x.tmp")
-    assert types_of(tmp_path / "x.tmp")["form"] == "string"
 
 
 @pytest.fixture

@@ -14,9 +14,9 @@ from sfi_core.errors import ConfigError, InputError, SfiError
 from sfi_core.machine.files import LOCK
 from sfi_core.measure.evaluation.grid import Cell
 from sfi_core.measure.evaluation.method import Method, at_sizes
-from sfi_core.measure.evaluation.statistics import difference_of_groups, mean_of_groups, paired_difference, wilson
+from sfi_core.measure.evaluation.statistics import paired_difference, wilson
 from sfi_traces.results.store import ResultsFolder, check_new
-from sfi_traces.results.summary import summarize, summarize_averages, summarize_fidelity
+from sfi_traces.results.summary import summarize, summarize_fidelity
 
 MANIFEST = {
     "asked": {"samples": 2}, "model": {"name": "made-up"}, "methods": [], "text": None, "device": "cpu",
@@ -237,7 +237,6 @@ def test_a_summary_is_the_mean_of_its_samples():
     assert (sparse["difference"], sparse["difference_low"], sparse["difference_high"]) == (
         difference.mean, difference.low, difference.high,
     )  # fmt: skip
-    assert sparse["interval_method"] == difference.method
     assert sparse["read_ratio"] == pytest.approx(0.1)
     assert sparse["read"] == pytest.approx(0.1 + 0.0625)
     assert sparse["slow_rate"] == 0.25
@@ -247,7 +246,6 @@ def test_a_summary_is_the_mean_of_its_samples():
 def test_failures_are_counted_and_in_no_mean():
     (one,) = summarize([row(score=0.5), failed(seed=1), failed(seed=2)])
     assert (one["n"], one["failed"], one["error"], one["score"]) == (1, 2, "no memory", 0.5)
-    assert one["interval_method"] is None  # no full attention to set it beside
     (nothing,) = summarize([failed()])
     assert (nothing["n"], nothing["score"], nothing["low"], nothing["read"]) == (0, None, None, None)
 
@@ -256,40 +254,6 @@ def test_a_difference_is_over_the_samples_that_both_have():
     rows = [row("full-kv", size="all", seed=1, score=0.25), row(seed=0, score=0.0), row(seed=1, score=1.0)]
     assert [one["difference"] for one in summarize(rows)] == [0.0, 0.75]
     assert [one["difference"] for one in summarize(rows[1:])] == [None]
-
-
-def test_sentences_are_averaged_by_their_place():
-    """Ten sentences make eight groups; a sample without sentences does not count."""
-    places = [11.0 * number for number in range(10)]
-    first = row(sentence_scores=[1.0] * 6 + [0.0] * 4, sentence_places=places)
-    second = row(seed=1, sentence_scores=[1.0] * 10, sentence_places=[place + 2 * (place > 0) for place in places])
-    (found,) = summarize([first, second, row(seed=2)])
-    groups = [(part["first"], part["last"]) for part in found["by_place"]]
-    assert groups == [(1, 1), (2, 2), (3, 4), (5, 5), (6, 6), (7, 8), (9, 9), (10, 10)]
-    assert [part["score"] for part in found["by_place"]] == [1.0] * 5 + [0.5] * 3
-    assert [part["place"] for part in found["by_place"][:3]] == [0.0, 12.0, 23.0]
-    assert [part["n"] for part in found["by_place"]] == [2, 2, 4, 2, 2, 4, 2, 2]
-    assert summarize([row()])[0]["by_place"] == []
-
-
-def test_an_average_is_over_tasks_and_lengths():
-    samples = {("recall", 512): [1.0, 0.0], ("recall", 1024): [0.0], ("other", 512): [1.0, 1.0, 0.5]}
-    rows = [
-        row(method, size=size, task=task, length=length, seed=seed, score=score * factor)
-        for (task, length), scores in samples.items()
-        for seed, score in enumerate(scores)
-        for method, size, factor in (("full-kv", "all", 1.0), ("sfi", "10%", 0.5))
-    ]
-    full, sparse = summarize_averages(rows)
-    expected = mean_of_groups([*samples.values()])
-    assert (full["score"], full["low"], full["high"]) == (expected.mean, expected.low, expected.high)
-    assert full["score"] == pytest.approx((0.5 + 0.0 + 2.5 / 3) / 3)
-    assert (full["places"], full["n"]) == (3, 6)
-    difference = difference_of_groups([[-0.5 * x for x in scores] for scores in samples.values()])
-    assert (sparse["difference"], sparse["difference_low"], sparse["difference_high"]) == (
-        pytest.approx(difference.mean), pytest.approx(difference.low), pytest.approx(difference.high),
-    )  # fmt: skip
-    assert sparse["read"] == pytest.approx(0.125 + 0.0625)
 
 
 def test_fidelity_is_over_all_windows_but_for_their_first_steps():

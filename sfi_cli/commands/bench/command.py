@@ -40,14 +40,12 @@ def bench(
     slow_rate: Annotated[
         str | None, _measure("slow_rate", "Share of steps at which a request is slow: 1/20 or 0.05.")
     ] = None,
-    text: Annotated[
-        str | None, _measure("text", "Let this text's tokens decide the slow steps: a file, or bundled.")
-    ] = None,
     ragged: Annotated[
         bool, _more("Let contexts of a batch fall evenly from the context to half of it.", "--ragged")
     ] = False,
-    lossless: Annotated[bool, _more("Measure lossless runs too.", "--lossless")] = False,
-    acceptance: Annotated[float | None, _measure("acceptance", "State what share of drafts is kept.")] = None,
+    acceptance: Annotated[
+        float | None, _measure("acceptance", "Measure lossless runs too, which keep this share of their drafts.")
+    ] = None,
     seed: Annotated[int, _more("Seed of weights, keys, values and tokens.")] = 0,
     threads: Annotated[o.Number, _more("CPU threads.", shown="PyTorch's own")] = None,
     forecast: Annotated[
@@ -64,10 +62,10 @@ def bench(
     trust_remote_code: o.TrustRemoteCode = False,
     preset: o.Preset = None,
     config: o.Config = None,
-    sets: Annotated[o.Words, o.sets("bench")] = None,
+    sets: Annotated[o.Words, o.sets()] = None,
     budget: o.Budget = None,
     plot: Annotated[o.File, _out("Draw throughput to a .png or .svg.")] = None,
-    output: Annotated[o.File, o.output("Write the data there too: .json or .parquet.")] = None,
+    output: Annotated[o.File, o.output("Write the data there too, as .json.")] = None,
     force: o.Force = False,
     wide: o.Wide = False,
     json: o.Json = False,
@@ -83,7 +81,7 @@ def bench(
 
       sfi bench --random-weights qwen3-0.6b --context 4K,32K --batch 1,4 --plot t.png
 
-      sfi bench --context 8K --batch 8 --ragged --lossless --acceptance 0.95
+      sfi bench --context 8K --batch 8 --ragged --acceptance 0.95
 
       sfi bench --random-weights qwen3-4b --forecast --set forecast.bandwidth=4300
     """
@@ -104,9 +102,9 @@ def bench(
         {
             "policies": names(policy), "contexts": counts("contexts", context),
             "batches": counts("batches", batch), "baselines": names(baseline, nothing="none"), "steps": steps,
-            "repeats": repeats, "time_limit": time_limit, "ragged": ragged, "lossless": lossless,
-            "acceptance": acceptance, "seed": seed,
+            "repeats": repeats, "time_limit": time_limit, "ragged": ragged, "acceptance": acceptance,
+            "seed": seed,
         },
         Output(output, plot=plot, json=json, quiet=quiet, force=force, wide=wide),
-        slow_rate=slow_rate, text=text, threads=threads, forecast=forecast,
+        slow_rate=slow_rate, threads=threads, forecast=forecast,
     )  # fmt: skip

@@ -1,26 +1,22 @@
 """`sfi bench` after its options are read."""
 
-from collections.abc import Callable
 from fractions import Fraction
-from pathlib import Path
 from typing import Any
 
 from sfi_cli.loading import Subject
-from sfi_cli.parsing import numbers, read_text, words
+from sfi_cli.parsing import numbers, words
 from sfi_cli.settings.given import Given
 from sfi_cli.settings.tables import ForecastTable
 from sfi_cli.terminal.output import Output, View, leave_interrupted
-from sfi_cli.terminal.progress import BenchProgress
-from sfi_core.errors import ConfigError, InputError
+from sfi_cli.terminal.progress import Progress
+from sfi_core.errors import ConfigError
 from sfi_core.settings.engine import EngineOptions
 
-FORMATS = (".json", ".parquet")
-BUNDLED_TEXT, KILO = "bundled", 1024
+FORMATS = (".json",)
+KILO = 1024
 SLOW_RATE = "1/20"
 CPU_SECONDS = 2.0  # default time limit of a run on a CPU, where a step may take seconds
 TIERS = ("engine.kv_device_budget", "engine.kv_page")
-TRIGGERS = ("t_max", "min_gap", "triggers", "trigger_policy", "stride", "slow_start")
-Loaded = tuple[Any, Any]  # a model and its tokenizer
 
 
 def run(
@@ -30,14 +26,12 @@ def run(
     output: Output,
     *,
     slow_rate: str | None,
-    text: str | None,
     threads: int | None,
     forecast: bool,
 ) -> None:
     """Load the model, measure or forecast, write and show the result.
 
-    `asked` has fields of `DecodeSettings`, None for a default. `text` is a file or bundled; its tokens decide
-    the slow steps in place of `slow_rate`.
+    `asked` has fields of `DecodeSettings`, None for a default.
     """
     import torch
 
@@ -46,44 +40,34 @@ def run(
     from sfi_core.models.load import resolve_device
 
     subject.check()
-    _check_text(settings, slow_rate, text)
-    if asked["lossless"] and asked["acceptance"] is None and (text is None or subject.random_weights):
-        raise ConfigError(
-            "lossless must come with --text and a checkpoint, whose acceptance is measured, or with "
-            "--acceptance, which states one"
-        )
     if threads is not None and threads <= 0:
         raise ConfigError(f"threads must be positive, got {threads}")
-    _check_forecast(settings, text, forecast=forecast)
+    _check_forecast(settings, asked["acceptance"], forecast=forecast)
     if threads is not None:
         torch.set_num_threads(threads)
-
-    def made(loaded: Loaded | None) -> Any:
-        return _settings(settings, asked, slow_rate, text, loaded)
 
     device = resolve_device(subject.loading["device"])
     if device.type == "cpu" and asked["time_limit"] is None:
         asked["time_limit"] = CPU_SECONDS
-    early = made(None)
-    check_backend(early.engine.backend, device)  # report mistakes before a large model loads
-    check_engine(early, device)
+    checked = _settings(settings, asked, slow_rate)
+    check_backend(checked.engine.backend, device)  # report mistakes before a large model loads
+    check_engine(checked, device)
     output.check_format(FORMATS)
     with output:
         if forecast:
-            _forecast(subject, early, device, settings.table(ForecastTable), output)
+            _forecast(subject, checked, device, settings.table(ForecastTable), output)
         else:
-            _measure(subject, made, output)
+            _measure(subject, checked, output)
 
 
-def _measure(subject: Subject, made: Callable[[Loaded], Any], output: Output) -> None:
+def _measure(subject: Subject, settings: Any, output: Output) -> None:
     from sfi_cli.commands.bench.views import bench_text
     from sfi_core.measure.bench.bench import run_bench
 
     output.say(f"loading {subject.name}")
-    loaded = subject.loaded(quiet=output.quiet)
-    settings = made(loaded)
-    with BenchProgress(quiet=output.quiet) as progress:
-        result = run_bench(loaded[0], settings, progress.update, output.say)
+    model, _ = subject.loaded(quiet=output.quiet)
+    with Progress(quiet=output.quiet) as progress:
+        result = run_bench(model, settings, progress.update, output.say)
     document = result.document()
     document["model"]["weights"] = subject.loading["weights"]
     if document["rows"]:
@@ -104,26 +88,15 @@ def _forecast(subject: Subject, settings: Any, device: Any, machine: ForecastTab
 
 
 def _write(subject: Subject, document: dict[str, Any], view: View, output: Output) -> None:
-    from sfi_traces.results.parquet import write_bench
     from sfi_traces.results.plots import plot_bench
 
     document["model"]["name"] = subject.name
     output.show(document, view)
-    output.rows(document, write_bench)
+    output.file(document)
     output.figure(plot_bench, document)
 
 
-def _check_text(settings: Given, slow_rate: str | None, text: str | None) -> None:
-    if text is not None:
-        if slow_rate is not None:
-            raise ConfigError("slow_rate must come without --text, whose tokens decide")
-        return
-    for name in TRIGGERS:
-        if name in settings.said:
-            raise ConfigError(f"{name} must come with --text; without one --slow-rate decides")
-
-
-def _check_forecast(settings: Given, text: str | None, *, forecast: bool) -> None:
+def _check_forecast(settings: Given, acceptance: float | None, *, forecast: bool) -> None:
     if not forecast:
         for name in sorted(settings.said):
             if name.startswith("forecast."):
@@ -132,27 +105,16 @@ def _check_forecast(settings: Given, text: str | None, *, forecast: bool) -> Non
     for name in TIERS:
         if name in settings.said:
             raise ConfigError(f"{name} must come without --forecast")
-    if text is not None:
-        raise ConfigError("forecast needs a stated --slow-rate, got --text")
+    if acceptance is not None:
+        raise ConfigError("acceptance must come without --forecast")
 
 
-def _settings(
-    settings: Given, asked: dict[str, Any], slow_rate: str | None, text: str | None, loaded: Loaded | None
-) -> Any:
-    from sfi_core.bundled.example import load_example
+def _settings(settings: Given, asked: dict[str, Any], slow_rate: str | None) -> Any:
     from sfi_core.measure.bench.settings import DecodeSettings
 
     given = {name: value for name, value in asked.items() if value is not None}
     given |= {"config": settings.config, "engine": settings.table(EngineOptions)}
-    given |= settings.of("bench")
-    if given["lossless"] and given.get("acceptance") is None:
-        given["prefill"] = True  # acceptance is measured on real prompts, which must be prefilled
-    if text is None:
-        return DecodeSettings(**given, slow_rate=_rate(slow_rate or SLOW_RATE))
-    read = load_example().prompt if text == BUNDLED_TEXT else read_text(Path(text), "text")
-    if loaded is None:
-        return DecodeSettings(**given, slow_rate=None, text_ids=(0,))
-    return DecodeSettings(**given | _of_text(text, read, given["config"], *loaded), slow_rate=None)
+    return DecodeSettings(**given, **settings.of("bench"), slow_rate=_rate(slow_rate or SLOW_RATE))
 
 
 def names(values: list[str] | None, *, nothing: str | None = None) -> tuple[str, ...] | None:
@@ -181,18 +143,3 @@ def _rate(value: str) -> Fraction:
         return Fraction(value)
     except (ValueError, ZeroDivisionError) as error:
         raise ConfigError(f"slow_rate must be a share such as 1/20 or 0.05, got {value!r}") from error
-
-
-def _of_text(source: str, text: str, config: Any, model: Any, tokenizer: Any) -> dict[str, Any]:
-    from sfi_core.triggers.trigger import resolve_triggers
-
-    # random weights have no tokenizer: take the bundled tokenizer's ids modulo the model's vocabulary
-    vocabulary = model.config.get_text_config(decoder=True).vocab_size
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    if not ids:
-        raise InputError(f"text {source} must have at least one token, got none")
-    triggers = sorted({token % vocabulary for token in resolve_triggers(tokenizer, config)})
-    return {
-        "text_ids": tuple(token % vocabulary for token in ids),
-        "config": config.replace(trigger_token_ids=tuple(triggers)),
-    }

@@ -48,10 +48,7 @@ def forecast_text(document: dict[str, Any]) -> list[Part]:
         f"{_about(document)}: bytes at {machine['bandwidth_gb_per_s']:,.1f} GB/s, "
         f"{machine['memory_bytes'] / 1e9:,.1f} GB of memory"
     )
-    tables = [Table.of(title, POINT | FORECAST, rows, spare=SPARE_OF_FORECAST)]
-    if lossless := [row for row in rows if row.get("lossless")]:
-        tables.append(Table.of("Lossless runs", POINT | CYCLES, lossless))
-    return noted(tables, document["notes"])
+    return noted([Table.of(title, POINT | FORECAST, rows, spare=SPARE_OF_FORECAST)], document["notes"])
 
 
 def _about(document: dict[str, Any]) -> str:
@@ -64,11 +61,6 @@ def _rate(value: float) -> str:
 
 def _scaled(value: float | None, size: float, form: str) -> str:
     return "-" if value is None else format(value / size, form)
-
-
-def _acceptance(row: Row) -> str:
-    stated = row["stated_acceptance"]
-    return "measured" if stated is None else f"stated {percent(stated)}"
 
 
 def _range(row: Row) -> str:
@@ -103,9 +95,7 @@ TIERS: Columns = {
     "recalled MB a step": (_mb, "recalled_bytes_per_step"),
 }
 DRAFTING: Columns = {
-    "acceptance": _acceptance,
-    "kept of tested": (percent, "kept_of_tested"),
-    "kept of drafted": (percent, "kept_of_drafted"),
+    "stated acceptance": (percent, "stated_acceptance"),
     "accepted a verification": (_two, "accepted_per_verification"),
     "passes a token": (_two, "passes_per_token"),
 }
@@ -124,13 +114,6 @@ FORECAST: Columns = {
     "mean GB": (_short_gb, "bytes_per_step"),
     "tokens/s at most": (_rate, "roofline_tokens_per_second"),
     "x full-kv": (ratio, "roofline_speedup"),
-    "synchronized": (ratio, "synchronized_roofline_speedup"),
     "break-even": (count, "break_even_context"),
 }
-SPARE_OF_FORECAST = ("synchronized", "slow GB", "fast GB", "KV GB", "break-even", "mean GB")
-CYCLES: Columns = {
-    "acceptance": _acceptance,
-    "drafts a verification": (str, "drafts"),
-    "tokens a verification": (_two, "tokens_per_verification"),
-    "passes a token": (_two, "passes_per_token"),
-}
+SPARE_OF_FORECAST = ("slow GB", "fast GB", "KV GB", "break-even", "mean GB")

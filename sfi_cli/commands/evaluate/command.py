@@ -57,7 +57,7 @@ def evaluate(
     device: o.Device = "auto",
     kv_device_budget: o.KvDeviceBudget = None,
     trust_remote_code: o.TrustRemoteCode = False,
-    sets: Annotated[o.Words, o.sets("eval", o.MODEL)] = None,
+    sets: Annotated[o.Words, o.sets(o.MODEL)] = None,
     output: Annotated[o.File, o.output("Folder of the results.", shown="sfi-eval-DATE-TIME")] = None,
     resume: Annotated[bool, _out("Go on with the folder.", "--resume")] = False,
     plot: Annotated[o.File, _out("Draw score against read to a .png or .svg.")] = None,
@@ -79,8 +79,6 @@ def evaluate(
       sfi eval -o results --resume --plot results.png
 
       sfi eval --method full-kv --method sfi --method wide=sfi:span=10,slow_start=2 --share 0.1
-
-      sfi eval --method full-kv --method exact=sfi:lossless=true --share 0.1
 
       sfi eval --model Qwen/Qwen3-0.6B --task niah-single,variable-tracking --length 8192 --json
 

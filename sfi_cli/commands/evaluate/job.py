@@ -2,9 +2,7 @@
 
 import hashlib
 import json
-import time
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,6 @@ from sfi_cli.terminal.output import Output, dated_folder, leave_interrupted
 from sfi_cli.terminal.progress import Progress
 from sfi_core.errors import ConfigError, SfiError
 from sfi_core.measure.evaluation.grid import TASKS, TEXT, Cell, Rows, key_of
-from sfi_core.measure.evaluation.lossless_rows import check_exact
 from sfi_core.measure.evaluation.method import Method, at_sizes
 from sfi_core.measure.evaluation.samples import SampleRows, sample_cells
 from sfi_core.measure.evaluation.windows import WindowRows, window_cells
@@ -48,7 +45,6 @@ def run(
     if interrupted:
         leave_interrupted(f"interrupted; go on with: sfi eval -o {results.path} --resume")
     output.say(f"Wrote {results.path}")
-    check_exact(results.rows["samples"], results.manifest["model"]["dtype"])
 
 
 def _results(
@@ -91,7 +87,7 @@ def _results(
         results = ResultsFolder.create(path, facts, force=output.force)
     else:
         request.check_same(facts, results.manifest, ("model",))
-    return results, _run(results, cells, tables, asked["batch_size"], quiet=output.quiet)
+    return results, _run(results, cells, tables, quiet=output.quiet)
 
 
 def cells_of(asked: Mapping[str, Any], methods: Sequence[Method]) -> list[Cell]:
@@ -120,19 +116,17 @@ def _tables(
     return tables
 
 
-def _run(
-    results: ResultsFolder, cells: Sequence[Cell], tables: Mapping[str, Rows[Any]], batch_size: int, *, quiet: bool
-) -> bool:
+def _run(results: ResultsFolder, cells: Sequence[Cell], tables: Mapping[str, Rows[Any]], *, quiet: bool) -> bool:
     # make the missing rows; return whether Ctrl-C ended the run
     stopped: str | None = "interrupted"
     try:
         results.begin()
         for table, rows in tables.items():
             missing = [cell for cell in _missing(cells, results) if cell.table == table]
-            with EvaluationProgress(table, [cell.length for cell in missing], quiet=quiet) as shown:
-                for row in rows.make(missing, batch_size):
+            with Progress(quiet=quiet) as progress:
+                for done, row in enumerate(rows.make(missing), 1):
                     results.append(table, row)
-                    shown.update(row["length"])
+                    progress.update(table, done, len(missing))
         stopped = None
     except KeyboardInterrupt:
         pass
@@ -165,7 +159,7 @@ def _described(method: Method) -> dict[str, Any]:
 
 def _document(results: ResultsFolder) -> dict[str, Any]:
     # sum a folder's results up as the document of `--json`
-    from sfi_traces.results.summary import summarize, summarize_averages, summarize_fidelity
+    from sfi_traces.results.summary import summarize, summarize_fidelity
 
     manifest = results.manifest
     names = ("asked", "model", "device", "machine", "versions", "created", "finished", "stopped")
@@ -173,7 +167,6 @@ def _document(results: ResultsFolder) -> dict[str, Any]:
         "results": str(results.path),
         **{name: manifest[name] for name in names},
         "rows": summarize(results.rows["samples"]),
-        "averages": summarize_averages(results.rows["samples"]),
         "fidelity": summarize_fidelity(results.rows["fidelity"]),
         "samples": str(results.path / "samples.jsonl"),
     }
@@ -195,40 +188,3 @@ def _facts(model: Any) -> dict[str, Any]:
         "machine": describe(),
         "versions": versions(),
     }
-
-
-class EvaluationProgress(Progress):
-    """Shows how many results are done, and about how long the others will take."""
-
-    def __init__(self, what: str, weights: Iterable[int], *, quiet: bool) -> None:
-        """Begin with no result done; `weights` has one of each result, such as its context's length."""
-        super().__init__(quiet=quiet)
-        self._what, self._left, self._done = what, Counter(weights), 0
-        self._total = self._left.total()
-        self._took: defaultdict[int, list[float]] = defaultdict(list)
-        self._since = time.monotonic()
-
-    def update(self, weight: int) -> None:
-        """Show that one more result, of this weight, is done."""
-        now = time.monotonic()
-        self._took[weight].append(now - self._since)
-        self._since = now
-        self._left[weight] -= 1
-        self._done += 1
-        left = clock(self.seconds_left)
-        line = f"{self._what}: {self._done:,} of {self._total:,}, about {left} left"
-        self._show(line, self._done, self._total, line)
-
-    @property
-    def seconds_left(self) -> float:
-        """Estimate of the time left: each result takes as long as the mean of its weight so far."""
-        means = {weight: sum(took) / len(took) for weight, took in self._took.items()}
-        share = sum(means.values()) / sum(means)
-        return sum(left * means.get(weight, share * weight) for weight, left in self._left.items())
-
-
-def clock(seconds: float) -> str:
-    """Write seconds as minutes and seconds, or from an hour on as hours and minutes."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s"

@@ -1,7 +1,6 @@
 """The options of `sfi eval` as plain values, which a results folder keeps and a resumed run compares."""
 
-import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from sfi_cli import parsing
@@ -18,14 +17,12 @@ BUNDLED_ONLY = ("synckv",)  # needs a head file, which few other models have
 SHARES, LENGTHS, SAMPLES, SEED, RECENT = (0.05, 0.1, 0.15, 0.25), (1024, 4096), 20, 0, 128
 TOKENS = 128
 LISTS = ("methods", "shares", "budgets", "tasks", "lengths")
-FREE = "batch_size"  # has no effect on a row: a resumed run may change it
 DEFAULTS: dict[str, Any] = {
     "model": None, "dtype": "auto", "methods": list(METHODS),
     "shares": list(SHARES), "budgets": None, "recent": RECENT, "tasks": None, "lengths": list(LENGTHS),
     "samples": SAMPLES, "seed": SEED, "fidelity": None, "tokens": TOKENS,
     **{name.rpartition(".")[2]: setting.default for name, setting in settings_for("eval").items()},
 }  # fmt: skip
-SHOWN = 3  # differences named in the message
 Facts = Mapping[str, Any]
 
 
@@ -62,15 +59,12 @@ def resumed(given: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, An
         if name not in DEFAULTS:
             raise ConfigError(f"results folder must be of options that this sfi knows, got {name} {before[name]}")
     for name, value in given.items():
-        if name == FREE:
-            continue
         # a folder of an earlier version lacks newer options
         earlier = before.get(name, DEFAULTS[name])
         if value is not None and value != earlier:
             option = name.removesuffix("s") if name in LISTS else name.replace("_", "-")
             raise ConfigError(f"resume must keep the folder's {option} {_shown(earlier)}, got {_shown(value)}")
-    size = given.get(FREE)
-    return DEFAULTS | dict(before) | ({} if size is None else {FREE: size})
+    return DEFAULTS | dict(before)
 
 
 def _shown(value: Any) -> str:
@@ -97,37 +91,9 @@ def engine_of(asked: Mapping[str, Any]) -> EngineOptions:
 
 
 def check_same(facts: Facts, manifest: Facts, names: Sequence[str]) -> None:
-    """Raise `ConfigError` with the first differences if facts of these names are not those of the folder."""
-    for what in names:
-        now, before = (dict(_leaves(_labeled(given[what]))) for given in (facts, manifest))
-        differ = [name for name in before | now if now.get(name) != before.get(name)]
-        if differ:
-            wanted, got = (
-                ", ".join(f"{name} {_leaf(name, leaves)}".strip() for name in differ[:SHOWN])
-                for leaves in (before, now)
-            )
-            more = f" and {len(differ) - SHOWN} more" if len(differ) > SHOWN else ""
+    """Raise `ConfigError` if facts of these names are not those of the folder."""
+    for name in names:
+        if facts[name] != manifest[name]:
             ours, theirs = versions().get("sfi"), manifest["versions"].get("sfi")
             since = f"; the folder is of sfi {theirs}, this is {ours}" if ours != theirs else ""
-            raise ConfigError(f"resume must keep the folder's {what} {wanted}{more}, got {got}{more}{since}")
-
-
-def _labeled(value: Any) -> Any:
-    # a list of methods by their labels, with their order
-    if not isinstance(value, list):
-        return value
-    order = {str(number): method["label"] for number, method in enumerate(value)}
-    return order | {method["label"]: method for method in value}
-
-
-def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    # each plain value by its path
-    if isinstance(value, Mapping) and value:
-        for name, inner in value.items():
-            yield from _leaves(inner, f"{path}.{name}" if path else name)
-    else:
-        yield path, value
-
-
-def _leaf(name: str, facts: Facts) -> str:
-    return json.dumps(facts[name]) if name in facts else "absent"
+            raise ConfigError(f"resume must keep the {name} in the folder's manifest.json, got another{since}")

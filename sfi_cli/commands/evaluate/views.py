@@ -10,14 +10,9 @@ from sfi_traces.views.table import Columns, Row, Table, number, percent, plural
 # sizes of rows that hold at all sizes: full attention, methods with own sizes
 ANY_SIZE = ("all", "own")
 NOTES = (
-    "score: mean and 95 % Wilson interval; against full-kv: paired difference, 95 % bootstrap interval{}.",
+    "score: mean and 95 % Wilson interval; against full-kv: paired difference, 95 % bootstrap interval.",
     "read: what attention and selection read over the context, with slow steps; stored: what has to be kept.",
 )
-AVERAGED = (
-    "mean over tasks and lengths: 95 % interval from the Wilson intervals of its parts (MOVER); against "
-    "full-kv: stratified bootstrap."
-)
-POSITIONS = "steps since the token that ended a sentence"
 
 
 def evaluation_text(document: dict[str, Any]) -> list[Part]:
@@ -28,14 +23,7 @@ def evaluation_text(document: dict[str, Any]) -> list[Part]:
         samples = max(row["n"] + row["failed"] for row in group)
         title = f"{task}, {length:,} tokens, {plural(samples, 'sample')}"
         parts += [_scores(title, group), _costs(group)]
-        if any(row["by_place"] for row in group):
-            parts.append(_by_place(group))
-        if drafted := [row for row in group if row["lossless"]]:
-            parts.append(Table.of(DRAFTS, DRAFTED, drafted, left=2))
-    if len({(row["task"], row["length"]) for row in rows}) > 1:
-        means = document["averages"]
-        parts += [_scores(f"mean over {means[0]['places']} tasks and lengths", means), AVERAGED]
-    parts += [note.format(_methods(rows)) for note in NOTES] if rows else ()
+    parts += NOTES if rows else ()
     for (length,), group in _groups(document["fidelity"], ("length",)):
         parts += [_fidelity(length, group), _by_position(group)]
     return parts + [_failure(row) for name in ("rows", "fidelity") for row in document[name] if row["failed"]]
@@ -91,26 +79,6 @@ def _costs(rows: list[Row]) -> Table:
     return Table("", ["method", *columns, "tokens/s"], lines, spare=columns[-len(sizes) :])
 
 
-def _by_place(rows: list[Row]) -> Table:
-    title = "right sentences by their place in the answer, from token ... on"
-    return _parts(title, rows, "by_place", lambda part: f"{part['place']:,.0f}", lambda part: percent(part["score"]))
-
-
-def _parts(title: str, rows: list[Row], name: str, heading: Callable[[Row], str], write: Callable[[Row], str]) -> Table:
-    # a row's parts side by side, in the order of their beginnings
-    headings = {part["first"]: heading(part) for row in rows for part in row[name]}
-    firsts, lines = sorted(headings), []
-    for row in rows:
-        cells = {part["first"]: write(part) for part in row[name]}
-        lines.append([row["method"], row["size"], *(cells.get(first, "-") for first in firsts)])
-    return Table(title, ["method", "size", *(headings[first] for first in firsts)], lines, left=2)
-
-
-def _differing(row: Row) -> str:
-    drafts = row["lossless"]
-    return f"{drafts['differing']} of {drafts['compared']}" if drafts["compared"] else "-"
-
-
 def _fidelity(length: int, rows: list[Row]) -> Table:
     windows = f"{plural(rows[0]['windows'], 'window')} of {rows[0]['tokens']:,} tokens"
     title = f"fidelity to full attention, {length:,} prompt tokens, {windows}"
@@ -118,10 +86,13 @@ def _fidelity(length: int, rows: list[Row]) -> Table:
 
 
 def _by_position(rows: list[Row]) -> Table:
-    title, name = f"KL (agreement) by {POSITIONS}", "by_sentence_position"
-    return _parts(
-        title, rows, name, lambda part: part["position"], lambda part: f"{part['kl']:.4f} ({part['agreement']:.1%})"
-    )
+    positions = {part["first"]: part["position"] for row in rows for part in row["by_sentence_position"]}
+    lines = []
+    for row in rows:
+        cells = {part["first"]: f"{part['kl']:.4f} ({part['agreement']:.1%})" for part in row["by_sentence_position"]}
+        lines.append([row["method"], row["size"], *(cells.get(first, "-") for first in sorted(positions))])
+    head = ["method", "size", *(positions[first] for first in sorted(positions))]
+    return Table("KL (agreement) by steps since the token that ended a sentence", head, lines, left=2)
 
 
 def _sizes(rows: Iterable[Row]) -> list[str]:
@@ -149,13 +120,6 @@ def _difference(row: Row) -> str:
     return f"{row['difference']:+.2f} ({row['difference_low']:+.2f} to {row['difference_high']:+.2f})"
 
 
-def _methods(rows: list[Row]) -> str:
-    # name the interval methods; an interval without width would be the same by any method
-    wide = [row for row in rows if row["difference_low"] != row["difference_high"]]
-    names = sorted({row["interval_method"] for row in wide})
-    return f" ({', '.join(names)})" if names else ""
-
-
 def _failure(row: Row) -> str:
     where = row.get("task", "fidelity")
     length = f", {row['length']:,} tokens" if "length" in row else ""
@@ -164,16 +128,6 @@ def _failure(row: Row) -> str:
 
 
 SCORE = {"score": lambda row: number(row["score"], 2), "95 %": lambda row: f"{row['low']:.2f}-{row['high']:.2f}"}
-DRAFTS = "lossless: full attention's own tokens, drafted by the method's fast steps"
-DRAFTED: Columns = {
-    "method": (str, "method"),
-    "size": (str, "size"),
-    "read": (percent, "read"),
-    "accepted a verification": lambda row: number(row["lossless"]["accepted_per_verification"], 2),
-    "kept of drafted": lambda row: percent(row["lossless"]["kept_share"]),
-    "passes a token": lambda row: number(row["lossless"]["passes_per_token"], 2),
-    "other tokens than full-kv": _differing,
-}
 FIDELITY: Columns = {
     "method": (str, "method"),
     "size": (str, "size"),

@@ -42,7 +42,7 @@ def generate(
     policy: o.PolicyOrDefault = None,
     preset: o.Preset = None,
     config: o.Config = None,
-    sets: Annotated[o.Words, o.sets("generate")] = None,
+    sets: Annotated[o.Words, o.sets()] = None,
     budget: o.Budget = None,
     recent: o.Recent = None,
     trigger: o.Triggers = None,

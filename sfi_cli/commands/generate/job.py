@@ -15,7 +15,7 @@ from sfi_cli.loading import Subject
 from sfi_cli.settings.given import Given
 from sfi_cli.settings.tables import TraceTable
 from sfi_cli.terminal.output import INTERRUPTED, Output, message
-from sfi_cli.terminal.progress import BenchProgress, DecodeProgress, PrefillProgress, ProgressObserver
+from sfi_cli.terminal.progress import Progress, ProgressObserver
 from sfi_core.distributed import torchrun
 from sfi_core.errors import SfiError
 from sfi_core.settings.engine import AuditConfig, EngineOptions, Sampling
@@ -54,7 +54,7 @@ def run(
     """
     engine = settings.table(EngineOptions)
     options: dict[str, Any] = {"sampling": prompts.sampling(Sampling(**sampling)), "seed": prompts.seeds(seed)}
-    with BenchProgress(quiet=output.quiet) as progress:
+    with Progress(quiet=output.quiet) as progress:
         progress.update(f"loading {subject.name}", 0, 0)
         from sfi_core.models.rotation import check_rotation, pass_rotation
 
@@ -191,15 +191,20 @@ def _decode(
             message(f"{policy}: {plan_line(plan)}")
 
     try:
-        with (
-            PrefillProgress(quiet=quiet, label=policy) as reading,
-            DecodeProgress(quiet=quiet or stream is not None) as decoding,
-        ):
+        with Progress(quiet=quiet) as progress:
+
+            def on_prefill(read: int, total: int) -> None:
+                if read < total:
+                    progress.update(f"{policy}: reading the prompt", read, total)
+                else:
+                    progress.clear()
+
+            on_prefill(0, 1)  # before the first piece is read
+            bar = [ProgressObserver(progress, max(max_new_tokens))] if stream is None else []
             result = generate(
                 model, tokenizer, prompts, config, policy=policy, engine=engine_for(policy, engine),
-                max_new_tokens=max_new_tokens,
-                observers=[*observers, ProgressObserver(decoding, max(max_new_tokens))],
-                on_plan=on_plan, on_token=on_token, on_prefill=reading.update, **options,
+                max_new_tokens=max_new_tokens, observers=[*observers, *bar],
+                on_plan=on_plan, on_token=on_token, on_prefill=on_prefill, **options,
             )  # fmt: skip
             if stream is not None:
                 stream.stream(shown.end())

@@ -27,15 +27,10 @@ def key(name: str | int | None, number: int) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """A line of a JSON Lines file; what it does not say is None.
+    """A line of a JSON Lines file; what it does not say is None."""
 
-    Attributes:
-        number: Of the line in the file, from 1 on.
-        place: Of the prompt among the file's, from 0 on.
-    """
-
-    number: int
-    place: int
+    number: int  # of the line in the file, from 1 on
+    place: int  # of the prompt among the file's, from 0 on
     entry: Entry
     id: str | int | None = None
     seed: int | None = None
@@ -50,18 +45,12 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """The prompts of a command.
-
-    Attributes:
-        config: The settings to start from: the example's own, else the defaults.
-        expected: The right answer, for the bundled example.
-        lines: The lines of a JSON Lines file, one an entry; empty without one.
-    """
+    """The prompts of a command."""
 
     entries: list[Entry]
-    config: SfiConfig
-    expected: str | None = None
-    lines: tuple[Line, ...] = ()
+    config: SfiConfig  # the settings to start from: the example's own, else the defaults
+    expected: str | None = None  # the right answer, for the bundled example
+    lines: tuple[Line, ...] = ()  # the lines of a JSON Lines file, one an entry; empty without one
 
     @classmethod
     def of_lines(cls, lines: Sequence[Line]) -> Self:

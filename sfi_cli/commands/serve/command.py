@@ -51,7 +51,7 @@ def serve(
     policy: o.Policy = "sfi",
     preset: o.Preset = None,
     config: o.Config = None,
-    sets: Annotated[o.Words, o.sets("serve")] = None,
+    sets: Annotated[o.Words, o.sets()] = None,
     budget: o.Budget = None,
     recent: o.Recent = None,
     trigger: o.Triggers = None,
@@ -100,23 +100,14 @@ CLOSING = 30  # seconds after Ctrl-C to end requests and finish the trace
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """A server that is to run.
+    """A server that is to run."""
 
-    Attributes:
-        settings: The settings that the user gave.
-        own: The plugin's policy, slots and preset; no preset is the default one.
-        model: Hub id or folder; None is the bundled checkpoint.
-        address: Host and port.
-        trace: Folder of the trace; None for no trace.
-        flags: vLLM's own.
-    """
-
-    settings: Given
-    own: dict[str, Any]
-    model: str | None
-    address: str
-    trace: Path | None
-    flags: Sequence[str]
+    settings: Given  # the settings that the user gave
+    own: dict[str, Any]  # the plugin's policy, slots and preset; no preset is the default one
+    model: str | None  # hub id or folder; None is the bundled checkpoint
+    address: str  # host and port
+    trace: Path | None  # folder of the trace; None for no trace
+    flags: Sequence[str]  # vLLM's own
 
     def run(self) -> None:
         """Check the options, print what is served, and serve until Ctrl-C."""

@@ -13,7 +13,7 @@ from sfi_cli.terminal.output import Output, message
 from sfi_core.errors import ConfigError, SfiError, unknown
 
 if TYPE_CHECKING:  # Arrow takes time
-    from sfi_cli.terminal.progress import BenchProgress
+    from sfi_cli.terminal.progress import Progress
     from sfi_traces.model.trace import Trace
 
 TIMELINE = "perfetto"  # of the whole trace, in one file
@@ -47,7 +47,7 @@ def export(
 
       sfi trace export run --format jsonl --table steps
     """
-    from sfi_cli.terminal.progress import BenchProgress
+    from sfi_cli.terminal.progress import Progress
     from sfi_traces.model.trace import Trace
     from sfi_traces.schema import TABLES
 
@@ -67,7 +67,7 @@ def export(
     trace = Trace.open(folder)
     if output is not None and len(paths) > 1:
         _make(output)
-    with BenchProgress(quiet=quiet) as progress, ExitStack() as stack:
+    with Progress(quiet=quiet) as progress, ExitStack() as stack:
         # open all files first, so that a file that exists stops the export before anything is written
         files = {name: stack.enter_context(Output(path, force=force)) for name, path in paths.items()}
         for name, file in files.items():
@@ -76,7 +76,7 @@ def export(
         message(f"Wrote {path}")
 
 
-def _pieces(trace: "Trace", table: str | None, form: str, progress: "BenchProgress") -> Iterator[str]:
+def _pieces(trace: "Trace", table: str | None, form: str, progress: "Progress") -> Iterator[str]:
     from sfi_traces.export.perfetto import perfetto_text
     from sfi_traces.export.rows import table_text
 

@@ -48,7 +48,7 @@ def import_(
       sfi trace import attention.pt -o run --kv-heads 8 --top 256
     """
     from sfi_cli.parsing import unescaped
-    from sfi_cli.terminal.progress import BenchProgress
+    from sfi_cli.terminal.progress import Progress
     from sfi_core.errors import ConfigError
     from sfi_core.models.load import load_tokenizer
     from sfi_core.settings.config import SfiConfig
@@ -57,7 +57,7 @@ def import_(
     if triggers and tokenizer is None:
         raise ConfigError("trigger must come with --tokenizer, got none")
     folder = output or dated_folder("sfi-trace")
-    with BenchProgress(quiet=quiet) as progress:
+    with Progress(quiet=quiet) as progress:
         manifest = import_trace(
             file,
             folder,

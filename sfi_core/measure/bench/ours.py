@@ -1,7 +1,4 @@
-"""Runs of our policies, sparse or lossless, decoded as by `sfi_core.generate`.
-
-A sparse run decodes given tokens. A lossless run has measured or stated acceptance.
-"""
+"""Runs of our policies, sparse or lossless with a stated acceptance, of given tokens, as by `sfi_core.generate`."""
 
 import random
 import time
@@ -33,12 +30,6 @@ from sfi_core.settings.engine import Sampling
 from sfi_core.state.request import RequestState
 from sfi_kernels.step_descriptor import sent
 
-STATED = (
-    "lossless rows: acceptance is stated, {:g} for each tested token, and does not depend on the drafts; "
-    "the tokens mean nothing"
-)
-MEASURED = "lossless rows: acceptance is measured on the text's prompts; our runs generate their own tokens"
-
 
 class GivenTokens(Sampler):
     """Picks given tokens, in drafts and verifications too, by making their logits the largest.
@@ -49,30 +40,25 @@ class GivenTokens(Sampler):
     def __init__(
         self,
         ids_BT: torch.Tensor,
-        token_SB: Sequence[Sequence[int]] | None,
+        token_SB: Sequence[Sequence[int]],
         ahead: Callable[[torch.Tensor], None] | None = None,
     ) -> None:
-        """Take the prompts, and the tokens by step and request; None picks the model's own."""
+        """Take the prompts, and the tokens by step and request."""
         super().__init__(Sampling(), ids_BT, ahead=ahead)
-        self._token_SB = None
-        if token_SB is not None:
-            self._token_SB = torch.tensor(token_SB, device=ids_BT.device)
+        self._token_SB = torch.tensor(token_SB, device=ids_BT.device)
 
     def __call__(self, logits_BV: torch.Tensor, finished_B: list[bool]) -> list[int]:
         """Pick the next token of every request; all have the same number of tokens before it."""
-        if self._token_SB is not None:
-            self._raise(logits_BV, self._token_SB[self.rows[0].step])
+        self._raise(logits_BV, self._token_SB[self.rows[0].step])
         return super().__call__(logits_BV, finished_B)
 
     def pick(
         self, logits_XV: torch.Tensor, row_X: Sequence[int], offset_X: Sequence[int], tail: Sequence[Sequence[int]]
     ) -> list[int]:
         """See `Sampler.pick`."""
-        if self._token_SB is not None:
-            pairs = zip(row_X, offset_X, strict=True)
-            steps = [self.rows[place].step + offset for place, offset in pairs]
-            at_2X = sent(torch.tensor([steps, list(row_X)]), logits_XV.device)
-            self._raise(logits_XV, self._token_SB[at_2X[0], at_2X[1]])
+        steps = [self.rows[place].step + offset for place, offset in zip(row_X, offset_X, strict=True)]
+        at_2X = sent(torch.tensor([steps, list(row_X)]), logits_XV.device)
+        self._raise(logits_XV, self._token_SB[at_2X[0], at_2X[1]])
         return super().pick(logits_XV, row_X, offset_X, tail)
 
     @staticmethod
@@ -82,15 +68,10 @@ class GivenTokens(Sampler):
 
 @dataclass(frozen=True, slots=True)
 class StatedAcceptance:
-    """Keeps drafted tokens by chance: the `outcome` of a lossless run with stated acceptance.
+    """Keeps drafted tokens by chance: the `outcome` of a lossless run with stated acceptance."""
 
-    Attributes:
-        rate: The chance that a token is kept if all before it are, in [0, 1].
-        seed: The outcome of a token depends on this seed, its request and its index, not on the batch.
-    """
-
-    rate: float
-    seed: int
+    rate: float  # the chance that a token is kept if all before it are, in [0, 1]
+    seed: int  # the outcome of a token depends on this seed, its request and its index, not on the batch
 
     def __call__(self, state: RequestState, draft: Sequence[int], _: Sequence[int]) -> int:
         """Return how many tokens of a request's draft are kept; `state.step` follows the draft."""
@@ -104,25 +85,20 @@ class StatedAcceptance:
 
 @torch.inference_mode()
 def run_ours(row: BenchRow) -> DecodeSample:
-    """Decode under a policy, sparsely or losslessly, as the variant says.
+    """Decode the stream's tokens under a policy, sparsely or losslessly, as the variant says.
 
-    The logits of the stream's tokens are made the largest, so they are picked; without a stated acceptance a lossless
-    benchmark's model generates its own tokens. With one, chance decides which drafts are kept.
-
-    Returns:
-        The sample. The steps of a lossless run are passes, and a pass gives a request no token, one or several.
+    In a lossless run chance decides which drafts are kept; its steps are passes, and a pass gives a request no token,
+    one or several.
     """
     settings, batch, lossless = row.settings, row.point.batch, row.variant.engine.lossless
     sample, device = DecodeSample(batch, settings.warm_up), row.model.device
     reset_peak(device)
     with decoder_of(row) as decoder:
-        token_SB = None if settings.real_prompts else row.stream.token_SB
-        picker = GivenTokens(row.prompts.ids_BT, token_SB, decoder.replays.ahead)
+        picker = GivenTokens(row.prompts.ids_BT, row.stream.token_SB, decoder.replays.ahead)
         limit = settings.most_tokens if lossless else settings.total_steps + 1
         rate = row.variant.acceptance
         outcome = None if rate is None else StatedAcceptance(rate, settings.seed)
         loop, session = Loop(decoder, [()] * batch, [limit] * batch, picker), decoder.session
-        sample.began = time.perf_counter()
         with closing(loop.decode_lossless(outcome) if lossless else loop.decode()) as passes:
             (_measure_lossless if lossless else _measure)(sample, row, session, passes)
         sample.selecting += selecting(session.run)
@@ -173,9 +149,8 @@ def _measure_lossless(sample: DecodeSample, row: BenchRow, session: Session, pas
 def needed_bytes(model: Any, variant: DecodeVariant, point: Point, settings: DecodeSettings, config: SfiConfig) -> int:
     """Return the bytes that a policy's run needs besides the model, which is outside `slow_fast`."""
     with session_on(model, None, config, policy=variant.policy, engine=variant.engine) as session:
-        prompt, chunk = (point.context, settings.engine.prefill_chunk) if settings.prefill else (1, 0)
         capacity, graphs = settings.capacity(point.context), records_steps(session)
-        return session.forecast(point.batch, prompt, capacity, chunk, graphs=graphs).needed_bytes
+        return session.forecast(point.batch, 1, capacity, 0, graphs=graphs).needed_bytes
 
 
 @contextmanager
@@ -189,7 +164,7 @@ def decoder_of(row: BenchRow) -> Iterator[Decoder]:
         yield Decoder(
             session=session, ids_BT=prompts.ids_BT, mask_BT=prompts.mask_BT,
             capacity=settings.capacity(row.point.context), chunk=settings.engine.prefill_chunk,
-            shared=None if prompts.made_up is None else prompts.made_up.shared(session),
+            shared=prompts.made_up.shared(session),
             patient=False,  # record graphs at once: the warm-up has every kind of step only once
         )  # fmt: skip
 
@@ -214,10 +189,3 @@ def step_read(run: Run) -> StepRead:
 def selecting(run: Run) -> float:
     """Return how much a run has read to choose, in tokens per KV head, the mean over layers."""
     return sum(state.tally.selecting for state in run.requests)
-
-
-def lossless_notes(settings: DecodeSettings) -> list[str]:
-    """Say whether the acceptance of lossless rows is measured or stated; [] without such rows."""
-    if not settings.lossless:
-        return []
-    return [MEASURED if settings.acceptance is None else STATED.format(settings.acceptance)]

@@ -1,19 +1,18 @@
 """What a benchmark decodes: a point's prompts, and the tokens after them.
 
-Prompts are a random cache made once for all runs, or tokens that each run reads. The tokens after them are given,
-because tokens of random weights mean nothing.
+Prompts are a random cache made once for all runs. The tokens after them are given, because tokens of random weights
+mean nothing.
 """
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
 import torch
 
-from sfi_core.errors import ConfigError
 from sfi_core.generation.synthetic import SyntheticPrompt
 from sfi_core.measure.bench.samples import DecodeSample
 from sfi_core.measure.bench.settings import DecodeSettings, DecodeVariant, Point
@@ -25,66 +24,31 @@ TRIGGER = 0  # the token id that makes a step slow under a stated rate
 
 @dataclass(slots=True)
 class Prompts:
-    """The prompts of a point.
+    """The prompts of a point."""
 
-    Attributes:
-        ids_BT: Left-padded tokens; a run reads them if `settings.prefill`.
-        mask_BT: 1 for a token of the prompt, 0 for padding.
-        made_up: The random cache in place of a prefill; None if the prompts are read.
-    """
-
-    ids_BT: torch.Tensor
-    mask_BT: torch.Tensor
-    made_up: SyntheticPrompt | None
+    ids_BT: torch.Tensor  # left-padded tokens, of which a run reads the last one
+    mask_BT: torch.Tensor  # 1 for a token of the prompt, 0 for padding
+    made_up: SyntheticPrompt  # the random cache in place of a prefill
 
     @classmethod
     def of(cls, settings: DecodeSettings, point: Point, vocabulary: int, device: torch.device) -> "Prompts":
-        """Make the prompts of a point; raise `ConfigError` if the text is shorter than a prompt."""
+        """Make the prompts of a point."""
         generator = torch.Generator(device).manual_seed(settings.seed)
         shape = (point.batch, point.context)
         ids_BT = torch.randint(1, vocabulary, shape, generator=generator, device=device)
-        if settings.real_prompts:
-            ids_BT = torch.tensor(_windows(settings.text_ids or (), point), device=device)
         lengths_B = torch.tensor(point.contexts, device=device)
         place_T = torch.arange(point.context, device=device)
         mask_BT = (place_T >= point.context - lengths_B[:, None]).long()
-        made_up = None
-        if not settings.prefill:
-            capacity = settings.capacity(point.context)
-            made_up = SyntheticPrompt(point.contexts, capacity, seed=settings.seed)
+        made_up = SyntheticPrompt(point.contexts, settings.capacity(point.context), seed=settings.seed)
         return cls(ids_BT, mask_BT, made_up)
-
-
-def _windows(text_ids: Sequence[int], point: Point) -> list[list[int]]:
-    # a window for each request, evenly apart; the first one ends at the end of the text
-    room = len(text_ids) - point.context
-    if room < 0:
-        raise ConfigError(
-            f"text must have at least a prompt's {point.context:,} tokens, got {len(text_ids):,}; lower the context"
-        )
-    starts = [room - row * room // max(1, point.batch - 1) for row in range(point.batch)]
-    return [list(text_ids[start : start + point.context]) for start in starts]
 
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """The tokens of a batch.
+    """The tokens of a batch."""
 
-    Attributes:
-        config: The settings under which these tokens decide the slow steps.
-        token_SB: Token x_t of each request by step, from step 0 to the last.
-    """
-
-    config: SfiConfig
-    token_SB: list[list[int]]
-
-
-def stream(settings: DecodeSettings, batch: int, vocabulary: int) -> Stream:
-    """Make the tokens of `batch` requests from the settings' text or slow rate."""
-    if settings.text_ids is not None:
-        return _from_text(settings, batch, settings.text_ids)
-    assert settings.slow_rate is not None, "the settings have one of the two"
-    return _at_rate(settings, batch, settings.slow_rate, vocabulary)
+    config: SfiConfig  # the settings under which these tokens decide the slow steps
+    token_SB: list[list[int]]  # token x_t of each request by step, from step 0 to the last
 
 
 def slow_steps(rate: Fraction, row: int, batch: int, first: int, last: int) -> list[int]:
@@ -101,7 +65,9 @@ def slow_steps(rate: Fraction, row: int, batch: int, first: int, last: int) -> l
     ]
 
 
-def _at_rate(settings: DecodeSettings, batch: int, rate: Fraction, vocabulary: int) -> Stream:
+def stream(settings: DecodeSettings, batch: int, vocabulary: int) -> Stream:
+    """Make the tokens of `batch` requests, slow at the settings' rate."""
+    rate = settings.slow_rate
     delay, most, warm_up = settings.config.trigger_delay, settings.most_tokens, settings.warm_up
     config = settings.config.replace(
         trigger_policy="boundary", trigger_token_ids=(TRIGGER,), slow_start=1, min_gap=0, t_max=most
@@ -120,33 +86,17 @@ def _at_rate(settings: DecodeSettings, batch: int, rate: Fraction, vocabulary: i
     return Stream(config, [list(step) for step in zip(*rows, strict=True)])
 
 
-def _from_text(settings: DecodeSettings, batch: int, ids: tuple[int, ...]) -> Stream:
-    starts = [row * len(ids) // batch for row in range(batch)]
-    steps = range(settings.most_tokens)
-    token_SB = [[ids[(start + step) % len(ids)] for start in starts] for step in steps]
-    return Stream(settings.config, token_SB)
-
-
 @dataclass(slots=True)
 class BenchRow:
-    """A row of the benchmark: a variant at a point, what its runs decode and need, and what they took.
+    """A row of the benchmark: a variant at a point, what its runs decode and need, and what they took."""
 
-    Attributes:
-        model: The model, outside `slow_fast`.
-        stream: The tokens that our policies decode.
-        bytes_read: The bytes of the variant's steps.
-        needed_bytes: Memory that a run needs besides the model.
-        on_step: Called with the sample after every step.
-        samples: One of each repeat.
-    """
-
-    model: Any
+    model: Any  # the model, outside `slow_fast`
     variant: DecodeVariant
     point: Point
     settings: DecodeSettings
     prompts: Prompts
-    stream: Stream
-    bytes_read: ByteModel
-    needed_bytes: int = 0
-    on_step: Callable[[DecodeSample], None] = lambda _: None
-    samples: list[DecodeSample] = field(default_factory=list)
+    stream: Stream  # the tokens that our policies decode
+    bytes_read: ByteModel  # the bytes of the variant's steps
+    needed_bytes: int = 0  # memory that a run needs besides the model
+    on_step: Callable[[DecodeSample], None] = lambda _: None  # called with the sample after every step
+    samples: list[DecodeSample] = field(default_factory=list)  # one of each repeat

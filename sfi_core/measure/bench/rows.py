@@ -55,9 +55,6 @@ def pays_from(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def _row(row: BenchRow) -> dict[str, Any]:
     variant, point, runs = row.variant, row.point, row.samples
     rates = [run.decode_rate for run in runs]
-    prefills = [run.prefill_seconds for run in runs] if runs[0].prefilled else []
-    prefill = statistics.median(prefills) if prefills else None
-    tokens = sum(point.contexts)
     return {
         "policy": variant.name,
         "context": point.context,
@@ -70,8 +67,6 @@ def _row(row: BenchRow) -> dict[str, Any]:
         "decode_tokens_per_second_max": max(rates),
         "repeat_rates": rates,
         "all_decode_tokens_per_second": statistics.median(run.all_decode_rate for run in runs),
-        "prefill_seconds": prefill,
-        "prefill_tokens_per_second": None if prefill is None else tokens / prefill,
         "repeats": len(runs),
         "steps": min(run.steps for run in runs),
         "warm_up": min(run.warm_up for run in runs),
@@ -88,17 +83,13 @@ def _row(row: BenchRow) -> dict[str, Any]:
 
 
 def _drafting(variant: DecodeVariant, runs: Sequence[DecodeSample]) -> dict[str, Any]:
-    # None for runs that are not lossless; acceptance is measured or stated for all runs of a row
+    # None for runs that are not lossless
     counts = [run.drafting for run in runs if run.drafting is not None]
-    verified, drafted, tested, accepted = (sum(count[name] for count in counts) for name in DRAFTING)
-    stated = variant.acceptance
+    verified, accepted = (sum(count[name] for count in counts) for name in DRAFTING)
     passes, tokens = sum(run.batch * run.steps for run in runs), sum(run.tokens for run in runs)
     return {
         "lossless": variant.engine.lossless,
-        "acceptance": None if not counts else "measured" if stated is None else "stated",
-        "stated_acceptance": stated,
-        "kept_of_tested": accepted / tested if tested else None,
-        "kept_of_drafted": accepted / drafted if drafted else None,
+        "stated_acceptance": variant.acceptance,
         "accepted_per_verification": accepted / verified if verified else None,
         "passes_per_token": passes / tokens if counts and tokens else None,
     }

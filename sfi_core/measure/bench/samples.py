@@ -13,24 +13,17 @@ from sfi_core.state.request import Tally
 
 FAST, MIXED, SLOW = "fast", "mixed", "slow"
 KINDS = (FAST, MIXED, SLOW)
-DRAFTING = ("verifications", "drafted", "tested", "accepted")
+DRAFTING = ("verifications", "accepted")
 
 
 @dataclass(frozen=True, slots=True)
 class StepRead:
-    """What a decoding step read.
+    """What a decoding step read."""
 
-    Attributes:
-        slow_B: Whether each request was slow.
-        length_B: Cached tokens of each request.
-        read_B: Tokens that a fast step of each request reads for each KV head.
-        packed_B: Sink and selected tokens of each request.
-    """
-
-    slow_B: tuple[bool, ...]
-    length_B: tuple[int, ...]
-    read_B: tuple[float, ...]
-    packed_B: tuple[int, ...]
+    slow_B: tuple[bool, ...]  # whether each request was slow
+    length_B: tuple[int, ...]  # cached tokens of each request
+    read_B: tuple[float, ...]  # tokens that a fast step of each request reads for each KV head
+    packed_B: tuple[int, ...]  # sink and selected tokens of each request
 
     @classmethod
     def dense(cls, contexts: Sequence[int], step: int) -> "StepRead":
@@ -45,47 +38,32 @@ class StepRead:
 
 
 def drafting_of(tallies: Iterable[Tally]) -> Counter[str]:
-    """Add up the counts of a lossless run's requests: dense passes after the prompt's, and drafted tokens.
-
-    `tested` tokens are those before which all tokens of their draft were kept, `accepted` those kept.
-    """
+    """Add up the counts of a lossless run's requests: dense passes after the prompt's, and tokens kept of drafts."""
     return sum((Counter({name: getattr(tally, name) for name in DRAFTING}) for tally in tallies), Counter())
 
 
 @dataclass(slots=True)
 class DecodeSample:
-    """One run, and the times at which the tokens of its steps arrived.
-
-    Attributes:
-        warm_up: Decoding steps that are not measured.
-        began: Time when the prefill began, in seconds.
-        at: Times when the tokens of step 0, 1, ... arrived; step 0 is the prefill.
-        gave: Tokens that each pass of a lossless run gave to all requests, the prefill first; else empty.
-        drafting: `drafting_of` the measured passes of a lossless run; None for another run.
-        reads: What each step from step 1 on read.
-        selecting: What the policy read to choose in the measured steps, in tokens per KV head, the mean over layers.
-        prefilled: Whether the prompts were read, not made up.
-        stopped: Whether the time limit ended the run.
-        tiers: Where keys and values lay under a device budget; None without one.
-        paths: Calls by path (`graph.replay`, ...), with warm-up and prompt; empty for transformers.
-        not_replayed: Why steps were not replayed as graphs although graphs are on; "" if all were.
-    """
+    """One run, and the times at which the tokens of its steps arrived."""
 
     batch: int
-    warm_up: int
-    began: float = 0.0
+    warm_up: int  # decoding steps that are not measured
+    # times when the tokens of step 0, 1, ... arrived; step 0 is the prompt's last token
     at: list[float] = field(default_factory=list)
+    # tokens that each pass of a lossless run gave to all requests, the first token first; else empty
     gave: list[int] = field(default_factory=list)
+    # `drafting_of` the measured passes of a lossless run; None for another run
     drafting: Mapping[str, int] | None = None
-    reads: list[StepRead] = field(default_factory=list)
+    reads: list[StepRead] = field(default_factory=list)  # what each step from step 1 on read
+    # what the policy read to choose in the measured steps, in tokens per KV head, the mean over layers
     selecting: float = 0.0
     peak_bytes: int = 0
     forecast_bytes: int = 0
-    prefilled: bool = False
-    stopped: bool = False
-    tiers: TierReport | None = None
+    stopped: bool = False  # whether the time limit ended the run
+    tiers: TierReport | None = None  # where keys and values lay under a device budget; None without one
+    # calls by path (`graph.replay`, ...), with warm-up and prompt; empty for transformers
     paths: dict[str, int] = field(default_factory=dict)
-    not_replayed: str = ""
+    not_replayed: str = ""  # why steps were not replayed as graphs although graphs are on; "" if all were
 
     @property
     def steps(self) -> int:
@@ -118,14 +96,9 @@ class DecodeSample:
 
     @property
     def all_decode_rate(self) -> float:
-        """Tokens per second after the prefill, including warm-up and graph capture."""
+        """Tokens per second after the first, including warm-up and graph capture."""
         tokens = sum(self.gave[1:]) if self.gave else self.batch * (len(self.at) - 1)
         return tokens / (self.at[-1] - self.at[0])
-
-    @property
-    def prefill_seconds(self) -> float:
-        """Seconds until the first token."""
-        return self.at[0] - self.began
 
     @property
     def slow_rate(self) -> float:

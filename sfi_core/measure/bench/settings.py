@@ -17,31 +17,21 @@ LEAST_STEPS = 3  # a run measures at least so many, whatever its time limit
 
 @dataclass(frozen=True, slots=True)
 class DecodeVariant:
-    """One way to decode.
-
-    Attributes:
-        policy: Our policy; "" for a baseline.
-        acceptance: In a lossless run, the stated chance that a tested token is kept; None verifies tokens.
-    """
+    """One way to decode."""
 
     name: str
-    policy: str = ""
+    policy: str = ""  # our policy; "" for a baseline
     engine: EngineOptions = field(default_factory=EngineOptions)
-    acceptance: float | None = None
+    acceptance: float | None = None  # in a lossless run, the stated chance that a tested token is kept
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A context length and a batch.
+    """A context length and a batch."""
 
-    Attributes:
-        context: Cached tokens of a request; in a ragged batch, of the longest request.
-        ragged: Whether contexts fall evenly from `context` to half of it.
-    """
-
-    context: int
+    context: int  # cached tokens of a request; in a ragged batch, of the longest request
     batch: int
-    ragged: bool = False
+    ragged: bool = False  # whether contexts fall evenly from `context` to half of it
 
     @property
     def contexts(self) -> list[int]:
@@ -54,36 +44,22 @@ class Point:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeSettings:
-    """One run of the benchmark.
+    """One run of the benchmark."""
 
-    Attributes:
-        policies: Names from `sfi_core.policies.POLICIES`.
-        baselines: Names from `BASELINES`.
-        steps: Decoding steps measured in each run, after those of the warm-up.
-        time_limit: Seconds after which a run stops, once it measured `LEAST_STEPS`; None for no limit.
-        slow_rate: Share of steps at which a request is slow; None if `text_ids` decide.
-        text_ids: Tokens that decide the slow steps under the config; None with a stated rate.
-        ragged: See `Point`.
-        lossless: Whether policies that can draft are measured in lossless runs too.
-        acceptance: In lossless runs, the stated chance that a tested token is kept, in [0, 1]. None measures
-            it: prompts are then read from the text, and our runs generate their own tokens.
-        prefill: Whether prompts are read instead of made up.
-    """
-
-    policies: tuple[str, ...] = ("sfi", "codescan", "full-kv")
+    policies: tuple[str, ...] = ("sfi", "codescan", "full-kv")  # names from `sfi_core.policies.POLICIES`
     contexts: tuple[int, ...] = (4096, 16384, 32768)
     batches: tuple[int, ...] = (1,)
-    baselines: tuple[str, ...] = BASELINES
-    steps: int = 40
+    baselines: tuple[str, ...] = BASELINES  # names from `BASELINES`
+    steps: int = 40  # decoding steps measured in each run, after those of the warm-up
     warm_up: int = 4
     repeats: int = 3
+    # seconds after which a run stops, once it measured `LEAST_STEPS`; None for no limit
     time_limit: float | None = None
-    slow_rate: Fraction | None = Fraction(1, 20)
-    text_ids: tuple[int, ...] | None = None
-    ragged: bool = False
-    lossless: bool = False
+    slow_rate: Fraction = Fraction(1, 20)  # share of steps at which a request is slow
+    ragged: bool = False  # see `Point`
+    # the stated chance that a tested token is kept, in [0, 1], in lossless runs of the policies that can draft;
+    # None for no such runs
     acceptance: float | None = None
-    prefill: bool = False
     seed: int = 0
     config: SfiConfig = field(default_factory=SfiConfig)
     engine: EngineOptions = field(default_factory=EngineOptions)
@@ -103,7 +79,12 @@ class DecodeSettings:
                 raise ConfigError(f"{name} must be at least {least}, got {value}")
         if self.time_limit is not None and self.time_limit <= 0:
             raise ConfigError(f"time_limit must be positive, got {self.time_limit}")
-        self._check_triggers()
+        if not 0 <= self.slow_rate <= 1:
+            raise ConfigError(f"slow_rate must be in [0, 1], got {float(self.slow_rate):g}")
+        if self.warm_up < self.config.trigger_delay:
+            raise ConfigError(
+                f"warm_up must be at least trigger_delay ({self.config.trigger_delay}), got {self.warm_up}"
+            )
         self._check_lossless()
 
     def _check_names(self) -> None:
@@ -115,34 +96,18 @@ class DecodeSettings:
         if not self.policies and not self.baselines:
             raise ConfigError("policy must name at least one, got none")
 
-    def _check_triggers(self) -> None:
-        if (self.slow_rate is None) == (self.text_ids is None):
-            raise ConfigError("either slow_rate or text_ids must be given, got both or neither")
-        if self.slow_rate is not None and not 0 <= self.slow_rate <= 1:
-            raise ConfigError(f"slow_rate must be in [0, 1], got {float(self.slow_rate):g}")
-        if self.slow_rate is not None and self.warm_up < self.config.trigger_delay:
-            raise ConfigError(
-                f"warm_up must be at least trigger_delay ({self.config.trigger_delay}), got {self.warm_up}"
-            )
-
     def _check_lossless(self) -> None:
-        if not self.lossless:
-            if self.acceptance is not None:
-                raise ConfigError("acceptance must come with lossless, got it alone")
+        if self.acceptance is None:
             return
-        if self.acceptance is not None and not 0 <= self.acceptance <= 1:
+        if not 0 <= self.acceptance <= 1:
             raise ConfigError(f"acceptance must be in [0, 1], got {self.acceptance:g}")
-        if self.real_prompts and (self.text_ids is None or not self.prefill):
-            raise ConfigError(
-                "lossless must come with a text whose prompts are read, or with a stated acceptance, got neither"
-            )
         if not any(policy_class(policy).drafts for policy in self.policies):
             check_drafts(policy_class(self.policies[0]), self.policies[0])
 
     @property
-    def real_prompts(self) -> bool:
-        """Whether runs read the text's prompts and generate their own tokens."""
-        return self.lossless and self.acceptance is None
+    def lossless(self) -> bool:
+        """Whether policies that can draft are measured in lossless runs too."""
+        return self.acceptance is not None
 
     @property
     def total_steps(self) -> int:

@@ -29,10 +29,10 @@ class StepClock:
         self._began = False
 
     def put(self, value: torch.Tensor) -> None:
-        """Note the time; the first call has the prompt, when the prefill begins."""
+        """Note the time; the first call has the prompt."""
         now, sample = time.perf_counter(), self._sample
         if not self._began:
-            self._began, sample.began = True, now
+            self._began = True
             return
         if sample.at:
             sample.reads.append(StepRead.dense(self._row.point.contexts, len(sample.at)))
@@ -57,9 +57,8 @@ def run_theirs(row: BenchRow) -> DecodeSample:
     capacity = settings.capacity(row.point.context)
     cache = StaticCache(config=text, max_cache_len=capacity) if static else DynamicCache(config=text)
     cache = of_own_kind(cache, model)
-    if prompts.made_up is not None:
-        # all but the last token, which step 0 reads, as in our runs
-        _fill(model, cache, prompts.made_up, row.point.context - 1)
+    # all but the last token, which step 0 reads, as in our runs
+    _fill(model, cache, prompts.made_up, row.point.context - 1)
 
     def late(ids_BT: torch.Tensor, _: Any) -> torch.Tensor:
         return torch.full((len(ids_BT),), sample.over(settings.time_limit), device=ids_BT.device)
@@ -85,14 +84,10 @@ def needed_bytes(model: Any, name: str, point: Point, settings: DecodeSettings) 
     largest = max(sizes)
     group = text.num_attention_heads / min(shape.heads for shape in shapes if shape.heads)
     # a masked step repeats a layer's keys and values for all query heads; a growing cache copies a layer
-    repeats = largest * group if name == STATIC or point.ragged or settings.prefill else 0
+    repeats = largest * group if name == STATIC or point.ragged else 0
     grown = 0 if name == STATIC else largest
-    read = point.context if settings.prefill else 1
     widest: int = 4 * (text.hidden_size + (getattr(text, "intermediate_size", 0) or 0))
-    activations = widest * read * model.dtype.itemsize
-    # the mask of a prompt is read x capacity; only the last token has logits
-    mask = read * capacity * model.dtype.itemsize if settings.prefill else 0
-    each = sum(sizes) + repeats + grown + activations + LOGITS * text.vocab_size + mask
+    each = sum(sizes) + repeats + grown + widest * model.dtype.itemsize + LOGITS * text.vocab_size
     return int(point.batch * each)
 
 

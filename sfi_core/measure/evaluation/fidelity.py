@@ -29,19 +29,12 @@ EDGES = (0, 1, 2, 4, 8, 16, 32)  # where groups of positions in a sentence begin
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """A piece of a text.
+    """A piece of a text."""
 
-    Attributes:
-        start: The index of the window's first token in the text.
-        prompt_tokens: Tokens that are read as a prompt.
-        ids: The window's tokens, after the prefix that every window starts with.
-        number: Its place among the windows of a text.
-    """
-
-    start: int
-    prompt_tokens: int
-    ids: tuple[int, ...]
-    number: int = 0
+    start: int  # the index of the window's first token in the text
+    prompt_tokens: int  # tokens that are read as a prompt
+    ids: tuple[int, ...]  # the window's tokens, after the prefix that every window starts with
+    number: int = 0  # its place among the windows of a text
 
 
 def windows(
@@ -84,29 +77,21 @@ def sentence_positions(window: Window, ends: Collection[int]) -> list[int]:
 
 @dataclass(slots=True, kw_only=True)
 class Fidelity:
-    """Measures of the steps of some windows; lists with an entry per step.
+    """Measures of the steps of some windows; lists with an entry per step."""
 
-    Attributes:
-        window: The window's start.
-        step: Decoding step; 0 is the prompt's last position, the same under every policy.
-        in_sentence: Steps since the last step whose input token ended a sentence. 0 is that step itself,
-            which Eq. 5 makes slow. Before the first such step, the steps since the window's start.
-        slow: Whether the step was slow.
-        kl: KL(full attention || policy) of the next token, nats.
-        agrees: Whether the same token is most likely under both.
-        nll: Negative log-likelihood of the text's token under the policy, nats.
-        nll_full: Negative log-likelihood of the text's token under full attention, nats.
-        reports: The policy's report of each window; an entry per window.
-    """
-
-    window: list[int] = field(default_factory=list)
+    window: list[int] = field(default_factory=list)  # the window's start
+    # decoding step; 0 is the prompt's last position, the same under every policy
     step: list[int] = field(default_factory=list)
+    # steps since the last step whose input token ended a sentence. 0 is that step itself, which Eq. 5 makes slow.
+    # Before the first such step, the steps since the window's start
     in_sentence: list[int] = field(default_factory=list)
-    slow: list[bool] = field(default_factory=list)
-    kl: list[float] = field(default_factory=list)
-    agrees: list[bool] = field(default_factory=list)
-    nll: list[float] = field(default_factory=list)
+    slow: list[bool] = field(default_factory=list)  # whether the step was slow
+    kl: list[float] = field(default_factory=list)  # KL(full attention || policy) of the next token, nats
+    agrees: list[bool] = field(default_factory=list)  # whether the same token is most likely under both
+    nll: list[float] = field(default_factory=list)  # negative log-likelihood of the text's token under the policy, nats
+    # negative log-likelihood of the text's token under full attention, nats
     nll_full: list[float] = field(default_factory=list)
+    # the policy's report of each window; an entry per window
     reports: list[RequestReport] = field(default_factory=list)
 
     @classmethod
@@ -159,16 +144,11 @@ class Fidelity:
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """Full attention's predictions for windows of one length.
-
-    Attributes:
-        log_SBV: Next-token log-probabilities, [S, B, V] float32.
-        shared: The prompts, read once for all policies.
-    """
+    """Full attention's predictions for windows of one length."""
 
     windows: Sequence[Window]
-    log_SBV: torch.Tensor
-    shared: SharedPrompt
+    log_SBV: torch.Tensor  # next-token log-probabilities, [S, B, V] float32
+    shared: SharedPrompt  # the prompts, read once for all policies
 
 
 def reference(model: Any, tokenizer: Any, windows: Sequence[Window], engine: EngineOptions = DEFAULTS) -> Reference:

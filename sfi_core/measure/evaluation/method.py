@@ -8,17 +8,13 @@ from pathlib import Path
 from typing import Any, Self
 
 from sfi_core.errors import ConfigError
-from sfi_core.hosts.transformers.lossless import check_drafts
-from sfi_core.hosts.transformers.stores import engine_for
 from sfi_core.policies import policy_class
 from sfi_core.settings.config import SfiConfig
-from sfi_core.settings.engine import EngineOptions
 
 WHOLE = "full-kv"  # full attention, to which sizes do not apply
 EVERYTHING, OWN = "all", "own"  # labels of full attention's size, and of a method's own size
 RECENT = 128  # default tokens of the recent window
 FILE = ".toml"  # ending of a preset that is a file of settings
-LOSSLESS = "lossless"  # a setting of the method, not of `SfiConfig`
 WRITTEN = re.compile(
     r"(?:(?P<label>[^=:]+)=)?(?P<policy>[^@:=]+)(?:@(?P<preset>[^:=]+))?(?::(?P<settings>.+))?", re.DOTALL
 )
@@ -27,38 +23,26 @@ KEY = re.compile(r"\s*([\w.]+)\s*=\s*")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
-    """A policy with its settings, at a size: how much a fast step may read.
-
-    Attributes:
-        preset: The preset that the settings start from.
-        settings: Differences from the preset, as `SfiConfig.replace` takes them, and `lossless`.
-        config: The preset with these settings, without the size.
-        lossless: Whether fast steps only draft, so that the tokens are full attention's.
-        share: Sink, selected and recent tokens over the tokens of the prompt. In (0, 1].
-        budget: Selected tokens of a KV head. Without `share` and `budget` the method has a size of its own.
-        recent: Tokens of the recent window; with a share, its most tokens.
-    """
+    """A policy with its settings, at a size: how much a fast step may read."""
 
     label: str
     policy: str
-    preset: str
-    settings: Mapping[str, Any]
-    config: SfiConfig
-    lossless: bool = False
-    share: float | None = None
+    preset: str  # the preset that the settings start from
+    settings: Mapping[str, Any]  # differences from the preset, as `SfiConfig.replace` takes them
+    config: SfiConfig  # the preset with these settings, without the size
+    share: float | None = None  # sink, selected and recent tokens over the tokens of the prompt. In (0, 1]
+    # selected tokens of a KV head. Without `share` and `budget` the method has a size of its own
     budget: int | None = None
-    recent: int = RECENT
+    recent: int = RECENT  # tokens of the recent window; with a share, its most tokens
 
     @classmethod
     def parse(cls, text: str) -> Self:
         """Read `[LABEL=]POLICY[@PRESET][:key=value,...]`; values are JSON or bare words. The size is its own.
 
         A preset that ends in `.toml` is a file of settings, such as `sfi tune` writes, and keeps its sizes.
-        The setting `lossless=true` makes a lossless run of the policy.
 
         Raises:
-            ConfigError: `text` has another form; a policy, preset or setting does not exist; or a policy
-                cannot draft for a lossless run.
+            ConfigError: `text` has another form, or a policy, preset or setting does not exist.
             InputError: The preset's file cannot be read.
         """
         match = WRITTEN.fullmatch(text.strip())
@@ -68,13 +52,11 @@ class Method:
         try:
             policy_class(policy)
             settings = _settings(match["settings"] or "")
-            lossless = _lossless(policy, settings)
-            changes = {name: value for name, value in settings.items() if name != LOSSLESS}
-            config = preset_config(preset).replace(**changes)
+            config = preset_config(preset).replace(**settings)
         except ConfigError as error:
             raise ConfigError(f"method {text}: {error}") from error
         label = match["label"] or text.strip()
-        return cls(label=label, policy=policy, preset=preset, settings=settings, config=config, lossless=lossless)
+        return cls(label=label, policy=policy, preset=preset, settings=settings, config=config)
 
     @property
     def size(self) -> str:
@@ -90,12 +72,6 @@ class Method:
     def sized(self) -> bool:
         """Whether an evaluation sets the size; not of full attention, nor of a method that states its budget."""
         return self.policy != WHOLE and not self.preset.endswith(FILE) and "budget" not in self.settings
-
-    def engine(self, engine: EngineOptions) -> EngineOptions:
-        """Return the method's engine options: without the device budget if the method cannot offload."""
-        if not self.lossless:
-            return engine_for(self.policy, engine)
-        return replace(engine, lossless=True, kv_device_budget=None)
 
     def config_for(self, context: int) -> SfiConfig:
         """Return the settings for a prompt of `context` tokens; raise `ConfigError` if none is selected."""
@@ -178,15 +154,6 @@ def at_share(config: SfiConfig, context: int, share: float) -> SfiConfig:
             f"share must leave a selected token beside a sink of {config.sink}, got {share:g} of {context} tokens"
         )
     return config.replace(budget=budget, recent=recent)
-
-
-def _lossless(policy: str, settings: Mapping[str, Any]) -> bool:
-    wanted = settings.get(LOSSLESS, False)
-    if not isinstance(wanted, bool):
-        raise ConfigError(f"{LOSSLESS} must be true or false, got {wanted!r}")
-    if wanted:
-        check_drafts(policy_class(policy), policy)
-    return wanted
 
 
 def preset_config(preset: str) -> SfiConfig:

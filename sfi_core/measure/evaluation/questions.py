@@ -13,24 +13,15 @@ PROBE = 32  # units of the first guess, which shows how many tokens a unit has
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskSample:
-    """One prompt of a task.
-
-    Attributes:
-        length: Prompt tokens asked for, an upper bound of `prompt_ids`.
-        prompt: The text, including the chat template.
-        answers: The strings that the task's score looks for.
-        max_new_tokens: Tokens that a full answer needs, with room to spare.
-        sentences: The sentences of the right answer, which is their concatenation; () if it has none.
-    """
+    """One prompt of a task."""
 
     task: str
-    length: int
+    length: int  # prompt tokens asked for, an upper bound of `prompt_ids`
     seed: int
-    prompt: str
+    prompt: str  # the text, including the chat template
     prompt_ids: tuple[int, ...]
-    answers: tuple[str, ...]
-    max_new_tokens: int
-    sentences: tuple[str, ...] = ()
+    answers: tuple[str, ...]  # the strings that the task's score looks for
+    max_new_tokens: int  # tokens that a full answer needs, with room to spare
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +31,6 @@ class Question:
     text: str
     lead: str
     answers: tuple[str, ...]
-    sentences: tuple[str, ...] = ()
 
 
 def seeded(name: str, length: int, seed: int) -> random.Random:
@@ -94,15 +84,10 @@ def fit(name: str, tokens: Callable[[int], int], length: int, least: int = 0) ->
 
 @dataclass(frozen=True, slots=True)
 class DocumentTask:
-    """A task of `sfi eval`: a question over a document of as many units as a prompt's length allows.
+    """A task of `sfi eval`: a question over a document of as many units as a prompt's length allows."""
 
-    Attributes:
-        name: The name on the command line.
-        bundled: Whether the task is made for the bundled checkpoint only.
-    """
-
-    name: str
-    bundled: bool = False
+    name: str  # the name on the command line
+    bundled: bool = False  # whether the task is made for the bundled checkpoint only
 
     @property
     def least(self) -> int:
@@ -134,7 +119,6 @@ class DocumentTask:
             prompt_ids=ids,
             answers=chosen.answers,
             max_new_tokens=2 * len(expected) + 16,  # room for words between the answers
-            sentences=chosen.sentences,
         )
 
     def need(self, tokenizer: Any) -> None:

@@ -4,11 +4,10 @@ from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
-from sfi_core.engine.report import RequestReport
 from sfi_core.engine.shared_prompt import SharedPrompt
 from sfi_core.errors import ConfigError, InputError
 from sfi_core.generation.generate import generate, read_prompt
-from sfi_core.hosts.transformers.slow_fast import session_on
+from sfi_core.hosts.transformers.stores import engine_for
 from sfi_core.measure.evaluation.grid import Cell, Place, Row, Rows
 from sfi_core.measure.evaluation.method import Method, check_distinct
 from sfi_core.measure.evaluation.questions import TaskSample
@@ -17,15 +16,13 @@ from sfi_core.policies import policy_class
 from sfi_core.settings.engine import DEFAULTS, EngineOptions
 from sfi_core.triggers.trigger import resolve_triggers
 
-COUNTS = ("verifications", "drafted", "tested", "accepted")
 REPORTED = (
     "finish_reason", "read_ratio", "selection_ratio", "stored_ratio", "slow_steps", "fast_steps",
     "decode_seconds", "token_ids",
 )  # fmt: skip
 MEASURED = (
     "score", "scores", "generated", "finish_reason", "read_ratio", "selection_ratio", "stored_ratio",
-    "slow_steps", "fast_steps", *COUNTS, "decode_seconds", "tokens_per_second", "sentence_places",
-    "sentence_scores", "text", "token_ids",
+    "slow_steps", "fast_steps", "decode_seconds", "tokens_per_second", "text", "token_ids",
 )  # fmt: skip
 
 
@@ -56,7 +53,7 @@ def sample_cells(
 
 
 class SampleRows(Rows[TaskSample]):
-    """Makes the rows of samples; those that are decoded together have equal budgets under every method."""
+    """Makes the rows of samples."""
 
     def __init__(self, model: Any, tokenizer: Any, engine: EngineOptions = DEFAULTS) -> None:
         """See `Rows`."""
@@ -68,11 +65,9 @@ class SampleRows(Rows[TaskSample]):
 
         Raises:
             InputError: A prompt and its answer exceed the model's positions.
-            ConfigError: A size selects no token, a trigger is no token, or a method cannot run losslessly with this
-                model.
+            ConfigError: A size selects no token, or a trigger is no token.
         """
         methods = {cell.method.key: cell.method for cell in cells}.values()
-        self.alone = {method.label for method in methods if method.lossless and self._together_of(method) == 1}
         for method in methods:
             self._triggers(method)
         limit = self.positions(cells)
@@ -89,12 +84,6 @@ class SampleRows(Rows[TaskSample]):
         if method.label not in self._trigger_ids:
             self._trigger_ids[method.label] = resolve_triggers(self.tokenizer, method.config)
         return self._trigger_ids[method.label]
-
-    def _together_of(self, method: Method) -> int | None:
-        # the most samples that a lossless run decodes together; None for no limit. Triggers do not matter
-        config, engine = method.config.replace(trigger_token_ids=(0,)), method.engine(DEFAULTS)
-        with session_on(self.model, None, config, policy=method.policy, engine=engine) as session:
-            return session.most_together
 
     def _checked(self, limit: int | None, length: int, name: str, seeds: Sequence[int]) -> TaskSample:
         # only the first seed, unless the length is so near the limit that a longer answer might not fit
@@ -117,38 +106,37 @@ class SampleRows(Rows[TaskSample]):
         assert task is not None, "the place is of a sample"
         return find_task(task).sample(self.tokenizer, length, number)
 
-    def alike(self, prompt: TaskSample, methods: Sequence[Method]) -> Any:
-        """Return the budgets and recent windows of a sample under each method."""
-        configs = [method.config_for(len(prompt.prompt_ids)) for method in methods]
-        return [(config.budget, config.recent) for config in configs]
-
-    def read(self, prompts: Sequence[TaskSample], methods: Sequence[Method]) -> SharedPrompt:
-        """Read the prompts, with room for the answers."""
+    def read(self, prompt: TaskSample, methods: Sequence[Method]) -> SharedPrompt:
+        """Read the prompt, with room for the answer."""
         configs = [policy_class(method.policy).adapt(method.config) for method in methods]
         return read_prompt(
-            self.model,
-            self.tokenizer,
-            [sample.prompt_ids for sample in prompts],
-            capacity=max(len(sample.prompt_ids) + sample.max_new_tokens for sample in prompts),
-            window=max(config.window_prefill for config in configs),
-            engine=self.engine,
-        )
+            self.model, self.tokenizer, [prompt.prompt_ids],
+            capacity=len(prompt.prompt_ids) + prompt.max_new_tokens,
+            window=max(config.window_prefill for config in configs), engine=self.engine,
+        )  # fmt: skip
 
-    def decode(self, shared: SharedPrompt, method: Method, prompts: Sequence[TaskSample]) -> list[Row]:
-        """Decode samples by one method and score the answers."""
-        config = method.config_for(len(prompts[0].prompt_ids)).replace(trigger_token_ids=self._triggers(method))
+    def decode(self, shared: SharedPrompt, method: Method, prompt: TaskSample) -> Row:
+        """Decode a sample by one method and score the answer."""
+        config = method.config_for(len(prompt.prompt_ids)).replace(trigger_token_ids=self._triggers(method))
         result = generate(
-            self.model, self.tokenizer, [sample.prompt_ids for sample in prompts], config, policy=method.policy,
-            max_new_tokens=[sample.max_new_tokens for sample in prompts], shared=shared,
-            engine=method.engine(self.engine),
+            self.model, self.tokenizer, [prompt.prompt_ids], config, policy=method.policy,
+            max_new_tokens=prompt.max_new_tokens, shared=shared, engine=engine_for(method.policy, self.engine),
         )  # fmt: skip
         if result.interrupted:
             raise KeyboardInterrupt
         if result.error is not None:
             raise result.error
-        speed = {"tokens_per_second": result.report.steady_tokens_per_second}  # of the whole run
-        answers = zip(prompts, result.report.requests, result.texts, strict=True)
-        return [self._row(method, *answer) | speed for answer in answers]
+        (report,), (text,) = result.report.requests, result.texts
+        scores = dict(find_task(prompt.task).score(prompt, report.token_ids, text, self.tokenizer))
+        return {
+            **self.empty(method, prompt),
+            **{name: getattr(report, name) for name in REPORTED},
+            "score": float(scores.pop("score")),
+            "scores": scores,
+            "generated": len(report.token_ids),
+            "text": text,
+            "tokens_per_second": result.report.steady_tokens_per_second,
+        }
 
     def empty(self, method: Method, prompt: TaskSample) -> Row:
         """See `Rows`; the row sets the order of the columns."""
@@ -163,37 +151,3 @@ class SampleRows(Rows[TaskSample]):
             "expected": list(prompt.answers),
             "error": None,
         }
-
-    def _row(self, method: Method, sample: TaskSample, report: RequestReport, text: str) -> Row:
-        scores = dict(find_task(sample.task).score(sample, report.token_ids, text, self.tokenizer))
-        places, right = by_sentence(sample, text, self.tokenizer)
-        counts = {name: getattr(report.lossless, name) for name in COUNTS} if report.lossless else {}
-        return {
-            **self.empty(method, sample),
-            **{name: getattr(report, name) for name in REPORTED},
-            "score": float(scores.pop("score")),
-            "scores": scores,
-            "generated": len(report.token_ids),
-            "sentence_places": places,
-            "sentence_scores": right,
-            "text": text,
-            **counts,
-        }
-
-
-def by_sentence(sample: TaskSample, text: str, tokenizer: Any) -> tuple[list[float] | None, list[float] | None]:
-    """Score the sentences of an answer: 1 if the text contains the sentence, ignoring white space.
-
-    A sentence may stand anywhere in the text, so that a lost or added word spoils one sentence only.
-
-    Returns:
-        For each sentence the tokens of the right answer before it, and its score; None for both if the right
-        answer does not have several sentences.
-    """
-    if len(sample.sentences) < 2:  # noqa: PLR2004 - several
-        return None, None
-    said = " ".join(text.split())
-    right = [float(" ".join(sentence.split()) in said) for sentence in sample.sentences]
-    starts = ["".join(sample.sentences[:count]) for count in range(len(sample.sentences))]
-    places = [float(len(tokenizer(start, add_special_tokens=False)["input_ids"])) if start else 0.0 for start in starts]
-    return places, right

@@ -7,7 +7,7 @@ import random
 import string
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice, pairwise
+from itertools import islice
 from typing import Any
 
 from sfi_core.bundled.corpus import (
@@ -54,16 +54,11 @@ WORDS = tuple(word for word in _ALL if sum(word in other for other in _ALL) == 1
 
 @dataclass(frozen=True, slots=True)
 class Needles(DocumentTask):
-    """Numbers to find in a haystack, told in sentences such as ``The secret number of Belora Tamvex is 1234567.``.
-
-    Attributes:
-        values: Numbers told of each of these people, one a sentence.
-        decoys: Whether the haystack tells numbers of many other people.
-    """
+    """Numbers to find in a haystack, told in sentences such as ``The secret number of Belora Tamvex is 1234567.``."""
 
     keys: int = 1
-    values: int = 1
-    decoys: bool = False
+    values: int = 1  # numbers told of each of these people, one a sentence
+    decoys: bool = False  # whether the haystack tells numbers of many other people
 
     def question(self, length: int, seed: int, units: int) -> Question:
         """Draw a haystack with its needles at the seed's `depths`."""
@@ -191,9 +186,7 @@ class SentenceRecall(DocumentTask):
         ask = f"Repeat word for word, one after the other, the sentences of the text above about {', '.join(chosen)}."
         lead = "The sentences are:"
         answers = tuple(sentence_of[name] for name in chosen)
-        return Question(
-            f"{RECALLED}\n\n{text}\n\n{ask}", lead, answers, sentences=tuple(f" {answer}" for answer in answers)
-        )
+        return Question(f"{RECALLED}\n\n{text}\n\n{ask}", lead, answers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +218,6 @@ class BundledRecall(DocumentTask):
         return TaskSample(
             task=self.name, length=length, seed=seed, prompt=drawn.prompt, prompt_ids=ids,
             answers=(drawn.answer,), max_new_tokens=len(self._wanted(drawn.answer, tokenizer)) + ROOM,
-            sentences=_sentences(drawn.answer, drawn.names),
         )  # fmt: skip
 
     def score(self, sample: TaskSample, token_ids: Sequence[int], text: str, tokenizer: Any) -> dict[str, float]:
@@ -238,12 +230,6 @@ class BundledRecall(DocumentTask):
     def _wanted(answer: str, tokenizer: Any) -> list[int]:
         ids: list[int] = tokenizer(answer, add_special_tokens=False)["input_ids"]
         return ids if tokenizer.eos_token_id is None else [*ids, tokenizer.eos_token_id]
-
-
-def _sentences(answer: str, names: Sequence[str]) -> tuple[str, ...]:
-    # each begins with the name of its person, which occurs only there
-    starts = [answer.index(f" {name} ") for name in names]
-    return tuple(answer[start:end] for start, end in pairwise([*starts, len(answer)]))
 
 
 def full_names(rng: random.Random, count: int) -> list[str]:

@@ -26,15 +26,13 @@ from sfi_core.settings.engine import DEFAULTS, EngineOptions
 def window_cells(methods: Sequence[Method], lengths: Sequence[int], count: int, tokens: int) -> list[Cell]:
     """List every method on `count` windows of each length, the first window of all lengths first.
 
-    Full attention and lossless methods have no cells: they would equal the reference. Raise `ConfigError` if no
-    other method is given, for no window, for less than 2 decoded `tokens`, and for lengths that are none or come twice.
+    Full attention, the reference, has no cells. Raise `ConfigError` if no other method is given, for no window, for
+    less than 2 decoded `tokens`, and for lengths that are none or come twice.
     """
     check_distinct("length", lengths)
-    compared = [method for method in methods if method.policy != WHOLE and not method.lossless]
+    compared = [method for method in methods if method.policy != WHOLE]
     if not compared:
-        raise ConfigError(
-            f"fidelity must have a method besides {WHOLE} and lossless ones, which are full attention, got none"
-        )
+        raise ConfigError(f"fidelity must have a method besides {WHOLE}, got none")
     # the first token is the same under every method: the prompt is read densely
     for name, value, least in (("tokens", tokens, 2), ("windows", count, 1)):
         if value < least:
@@ -82,17 +80,19 @@ class WindowRows(Rows[Window]):
         number, length, _ = place
         return self.windows(length)[number]
 
-    def read(self, prompts: Sequence[Window], methods: Sequence[Method]) -> Reference:
-        """Decode the windows under full attention."""
-        return reference(self.model, self.tokenizer, prompts, engine=self.engine)
+    def read(self, prompt: Window, methods: Sequence[Method]) -> Reference:
+        """Decode the window under full attention."""
+        return reference(self.model, self.tokenizer, [prompt], engine=self.engine)
 
-    def decode(self, shared: Reference, method: Method, prompts: Sequence[Window]) -> list[Row]:
-        """Decode the windows by one method, and compare."""
-        parts = fidelity(
-            self.model, self.tokenizer, shared, method.config_for(prompts[0].prompt_tokens),
+    def decode(self, shared: Reference, method: Method, prompt: Window) -> Row:
+        """Decode the window by one method, and compare."""
+        (part,) = fidelity(
+            self.model, self.tokenizer, shared, method.config_for(prompt.prompt_tokens),
             policy=method.policy, engine=engine_for(method.policy, self.engine),
         )  # fmt: skip
-        return [self.empty(method, prompt) | to_row(part) for prompt, part in zip(prompts, parts, strict=True)]
+        values = asdict(part)
+        (report,) = values.pop("reports")
+        return self.empty(method, prompt) | {"steps": values, "report": report}
 
     def empty(self, method: Method, prompt: Window) -> Row:
         """See `Rows`."""
@@ -107,15 +107,8 @@ class WindowRows(Rows[Window]):
         }
 
 
-def to_row(part: Fidelity) -> dict[str, Any]:
-    """Return a window's steps and report in plain values."""
-    values = asdict(part)
-    (report,) = values.pop("reports")
-    return {"steps": values, "report": report}
-
-
 def from_rows(rows: Sequence[Mapping[str, Any]]) -> Fidelity:
-    """Join the steps of the windows of some rows; the inverse of `to_row`."""
+    """Join the steps of the windows of some rows."""
     known = {field.name for field in fields(RequestReport) if field.init}
     return Fidelity.join(
         Fidelity(**row["steps"], reports=[RequestReport(**{k: v for k, v in row["report"].items() if k in known})])

@@ -1,4 +1,4 @@
-"""Variants of attention: of a step beside its rivals, of a step of CodeScan, and of a prompt's pieces beside SDPA."""
+"""Variants of attention: of a step and of a prompt's pieces, beside PyTorch's SDPA, and of a step of CodeScan."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -9,10 +9,10 @@ import torch
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
+from sfi_core.machine.private import Operators
 from sfi_core.measure.kernel_bench import gates
 from sfi_core.measure.kernel_bench.data import LayerData
 from sfi_core.measure.kernel_bench.result import KernelVariant, reason
-from sfi_core.measure.kernel_bench.rivals import Call, rivals
 from sfi_core.measure.kernel_bench.settings import VERIFIED
 from sfi_kernels.code_scan import BatchCodes, CodeBasis, bits_of, code_scan, encode_keys
 from sfi_kernels.code_scan.reference import scanned
@@ -21,6 +21,8 @@ from sfi_kernels.numpy_views import fastest
 from sfi_kernels.sparse_attention import sparse_attention
 from sfi_kernels.step_descriptor import FAST, SLOW, NewRows
 
+Call = Callable[[], torch.Tensor]
+SDPA, SOFTMAX = "_scaled_dot_product_", {"_softmax", "_safe_softmax"}
 PAPER_TILE = 16  # tokens of a tile of `dense.paper_like`
 DENSE_EVERY = 8  # of mixed heads, every eighth KV head reads all tokens
 CHECKED = 16  # queries of a prompt's piece that the check computes
@@ -32,7 +34,7 @@ COVERED = 2.5  # a channel's levels cover so many standard deviations on either 
 
 
 def dense(layer: LayerData, _: float) -> Iterator[KernelVariant]:
-    """Yield attention to every token, and its rivals if it or `fast` was asked for."""
+    """Yield attention to every token, and PyTorch's SDPA if it or `fast` was asked for."""
     settings, expected = layer.settings, layer.textbook()
     moved = settings.attention_bytes(settings.context)
 
@@ -48,8 +50,32 @@ def dense(layer: LayerData, _: float) -> Iterator[KernelVariant]:
         one_split = layer.plan(mode=SLOW, packed=0, programs=settings.kv_heads)
         yield variant("dense.paper_like", layer.attended(one_split, block_n=PAPER_TILE))
     if {"fast", "dense"} & set(settings.ops):
-        for name, form, call in rivals(layer):
-            yield variant(name, call, form, rival=True)
+        for form, call in _sdpa(layer).items():
+            yield variant("dense.sdpa", call, form, rival=True)
+            layer.notes.append(f"dense.sdpa ({form}) ran as {sdpa_backend(call) or 'an unknown backend'}")
+
+
+def _sdpa(layer: LayerData) -> dict[str, Call]:
+    # on contiguous keys and values, with `enable_gqa` and with the group's query heads as rows; the faster one counts
+    query, heads = layer.query_BHGD, layer.query_BHGD.flatten(1, 2)[:, :, None]
+    rows, scale = (layer.key_BHTD, layer.value_BHTD), layer.settings.scale
+    return {
+        "enable_gqa": lambda: scaled_dot_product_attention(heads, *rows, scale=scale, enable_gqa=True).view_as(query),
+        "group as rows": lambda: scaled_dot_product_attention(query, *rows, scale=scale),
+    }
+
+
+def sdpa_backend(call: Call) -> str | None:
+    """Run a call, and return the backend of its `scaled_dot_product_attention`; None if unknown."""
+    try:
+        with Operators() as seen:
+            call()
+    except RuntimeError:
+        return None  # the check of the variant reports the error
+    took = {name.removeprefix(SDPA) for name in seen.names if name.startswith(SDPA)}
+    if not took and SOFTMAX & set(seen.names):  # the math backend is not one operator
+        return "attention_math"
+    return ", ".join(sorted(took)) or None
 
 
 def fast(layer: LayerData, retention: float) -> Iterator[KernelVariant]:

@@ -36,7 +36,7 @@ def run_bench(
         MemoryForecastError: The inputs and their checks do not fit into memory.
         BackendError: A kernel does not take this shape.
     """
-    _check_fits(settings, backend, device)
+    _check_fits(settings, device)
     result = KernelResult(settings, backend)
     try:
         _run(result, device, progress, on_group)
@@ -112,8 +112,8 @@ def _notes(result: KernelResult, device: torch.device) -> list[str]:
     return notes
 
 
-def _check_fits(settings: KernelSettings, backend: str, device: torch.device) -> None:
-    needed = settings.forecast_bytes(backend) + workspace_bytes(device)
+def _check_fits(settings: KernelSettings, device: torch.device) -> None:
+    needed = settings.forecast_bytes() + workspace_bytes(device)
     free = free_bytes(device)
     if free is not None and needed > free:
         raise MemoryForecastError(

@@ -13,11 +13,9 @@ from typing import Any
 import torch
 
 from sfi_core.errors import BackendError, ConfigError
-from sfi_core.machine.versions import versions
 
 OnKernel = Callable[[dict[str, Any], int], None]
 ARCHS = ("sm_80", "sm_90", "sm_100")
-LIMITS = "163 KB of shared memory for a program on sm_80, 227 KB on sm_90 and sm_100"
 
 
 def default_arch() -> str:
@@ -97,34 +95,3 @@ def _rows(
 def is_clean(row: dict[str, Any]) -> bool:
     """Say whether a kernel neither spills registers nor exceeds the shared memory."""
     return not row["spill_bytes"] and not row["over_limit"]
-
-
-def markdown(rows: Sequence[dict[str, Any]]) -> str:
-    """Write the page docs/evidence/kernels.md."""
-    archs = list(dict.fromkeys(row["arch"] for row in rows))
-    cells = {(row["kernel"], row["arch"]): row for row in rows}
-    lines = [
-        "# What the compiler makes of the kernels",
-        "",
-        "Registers of a thread / shared memory of a program / tiles in flight by asynchronous copies, for",
-        f"every specialization, compiled without a GPU by Triton {versions()['triton']}. Written by",
-        f"`sfi kernel-bench --compile-only --arch {','.join(archs)} --output docs/evidence/kernels.md`;",
-        "a test compiles the same and fails on a spill or above",
-        f"{LIMITS}.",
-        "[kernels.md](../kernels.md#compile-them-without-a-gpu) explains the marks.",
-        "",
-        "| kernel | " + " | ".join(archs) + " |",
-        "|---|" + "---|" * len(archs),
-    ]
-    for kernel in dict.fromkeys(row["kernel"] for row in rows):
-        found = [_cell(cells.get((kernel, arch))) for arch in archs]
-        lines.append(f"| `{kernel}` | " + " | ".join(found) + " |")
-    return "\n".join(lines) + "\n"
-
-
-def _cell(row: dict[str, Any] | None) -> str:
-    if row is None:
-        return "-"
-    text = f"{row['registers']} / {row['shared_bytes'] / 1024:.1f} KB / {row['async_buffers']}"
-    spills = f", **spills {row['spill_bytes']} B**" if row["spill_bytes"] else ""
-    return text + spills + (", **over the limit**" if row["over_limit"] else "")

@@ -17,17 +17,11 @@ ROUNDINGS = 4  # to the dtype: a norm, its weight, a product and a sum
 
 
 class Expected(NamedTuple):
-    """The output of an attention, and bounds of the rounding error.
+    """The output of an attention, and bounds of the rounding error."""
 
-    Attributes:
-        out_BHGD: The output, in a higher precision.
-        bound_BHGD: The bound for products and softmax in float32, and weights in the inputs' precision.
-        loose_BHGD: The bound if the logits are rounded to the inputs' precision too, as some rivals do.
-    """
-
-    out_BHGD: torch.Tensor
-    bound_BHGD: torch.Tensor
-    loose_BHGD: torch.Tensor
+    out_BHGD: torch.Tensor  # the output, in a higher precision
+    bound_BHGD: torch.Tensor  # the bound for products and softmax in float32, and weights in the inputs' precision
+    loose_BHGD: torch.Tensor  # the bound if the logits are rounded to the inputs' precision too, as some rivals do
 
     def error(self, out_BHGD: torch.Tensor, *, rival: bool = False) -> float:
         """Return the largest error as a share of its bound; NaN counts as infinite."""

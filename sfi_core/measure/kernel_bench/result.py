@@ -16,33 +16,19 @@ from sfi_kernels.launch import KernelLimitError
 
 @dataclass(slots=True, eq=False)
 class KernelVariant:
-    """An op or rival that is checked and timed, and what came of that.
+    """An op or rival that is checked and timed, and what came of that."""
 
-    Attributes:
-        name: The op of the row.
-        retention: The share of the context that the op works on; None if it does not depend on one.
-        call: Runs the op.
-        bytes: The bytes that the op must move.
-        error: Runs the op, and returns its error; above 1 the result is wrong.
-        form: The form of the call, if there are several.
-        flops: Multiplications and additions; None if bytes decide the time.
-        shape: Values that replace the settings' shape in the row.
-        error_share: The error, a share of what rounding allows; None if the variant did not run.
-        failure: Why the variant is not timed; None if it is.
-        launches: Kernels that a call launches; None where Triton launches none.
-    """
-
-    name: str
-    retention: float | None
-    call: Callable[[], Any]
-    bytes: int
-    error: Callable[[], float]
-    form: str | None = None
-    flops: int | None = None
-    shape: Mapping[str, int] = field(default_factory=dict)
-    error_share: float | None = None
-    failure: str | None = None
-    launches: int | None = None
+    name: str  # the op of the row
+    retention: float | None  # the share of the context that the op works on; None if it does not depend on one
+    call: Callable[[], Any]  # runs the op
+    bytes: int  # the bytes that the op must move
+    error: Callable[[], float]  # runs the op, and returns its error; above 1 the result is wrong
+    form: str | None = None  # the form of the call, if there are several
+    flops: int | None = None  # multiplications and additions; None if bytes decide the time
+    shape: Mapping[str, int] = field(default_factory=dict)  # values that replace the settings' shape in the row
+    error_share: float | None = None  # the error, a share of what rounding allows; None if the variant did not run
+    failure: str | None = None  # why the variant is not timed; None if it is
+    launches: int | None = None  # kernels that a call launches; None where Triton launches none
     times_us: list[float] = field(default_factory=list)
 
     @property
@@ -100,8 +86,6 @@ SPEEDUPS = {
     "speedup_over_dense": "dense",
     "speedup_over_sdpa": "dense.sdpa",
     "speedup_over_paper_like": "dense.paper_like",
-    "speedup_over_flashinfer": "dense.flashinfer",
-    "speedup_over_flash_attn": "dense.flash_attn",
 }
 Medians = dict[tuple[str, float | None], float | None]
 
@@ -112,23 +96,16 @@ class WrongResultError(NumericsError):
 
 @dataclass(slots=True)
 class KernelResult:
-    """The variants so far.
-
-    Attributes:
-        backend: "torch" or "triton".
-        machine: The machine, its copy bandwidth and the time that the clock adds to a call.
-        notes: Remarks that the rows need.
-        stopped: The error that ended the timing early; None without an error.
-        interrupted: Whether Ctrl-C ended the run early.
-    """
+    """The variants so far."""
 
     settings: KernelSettings
-    backend: str
+    backend: str  # "torch" or "triton"
     variants: list[KernelVariant] = field(default_factory=list)
+    # the machine, its copy bandwidth and the time that the clock adds to a call
     machine: dict[str, Any] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-    stopped: str | None = None
-    interrupted: bool = False
+    notes: list[str] = field(default_factory=list)  # remarks that the rows need
+    stopped: str | None = None  # the error that ended the timing early; None without an error
+    interrupted: bool = False  # whether Ctrl-C ended the run early
 
     @property
     def failures(self) -> list[str]:

@@ -32,30 +32,20 @@ PIECES = {"cpu": 256, "cuda": 2048}  # queries of a prompt's piece, by device
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelSettings:
-    """One run of the benchmark; the default shape is a layer of Qwen3-4B under the paper's Table 1.
-
-    Attributes:
-        retentions: Shares of the context that the fast step reads, each in (0, 1].
-        sweep: Whether the retentions are those of Table 1.
-        context: Cached tokens of a request.
-        batch: Requests.
-        dtype: A name in `DTYPES`.
-        recent: Tokens of the recent segment.
-        repeats: Timed calls of each variant; None for `REPEATS`.
-    """
+    """One run of the benchmark; the default shape is a layer of Qwen3-4B under the paper's Table 1."""
 
     ops: tuple[str, ...] = OPS
-    retentions: tuple[float, ...] = (0.125,)
-    sweep: bool = False
+    retentions: tuple[float, ...] = (0.125,)  # shares of the context that the fast step reads, each in (0, 1]
+    sweep: bool = False  # whether the retentions are those of Table 1
     heads: int = 32
     kv_heads: int = 8
     head_dim: int = 128
-    context: int = 16384
+    context: int = 16384  # cached tokens of a request
     batch: int = 16
-    dtype: str = "auto"
+    dtype: str = "auto"  # a name in `DTYPES`
     sink: int = 4
-    recent: int = 256
-    repeats: int | None = None
+    recent: int = 256  # tokens of the recent segment
+    repeats: int | None = None  # timed calls of each variant; None for `REPEATS`
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -192,32 +182,17 @@ class KernelSettings:
         # a key and a value in every request and KV head
         return self._pairs * 2 * self.head_dim * self.torch_dtype.itemsize
 
-    def forecast_bytes(self, backend: str) -> int:
-        """Return the memory that the inputs and their checks need."""
-        ops, item = set(self.ops), self.torch_dtype.itemsize
-        history = self.context * self._row_bytes
-        total = history * (2 if backend == "triton" else 1)  # contiguous for SDPA, for Triton also in pages
-        packed = sum(self.budget(r) + self.sink for r in self.retentions) * self._row_bytes
-        if PACKED_OPS & ops:
-            total += packed
-        if "pack" in ops:
-            total += packed
-        if "recall" in ops:  # the old and the new segment, and the host's pages, which a CUDA device does not hold
-            total += 2 * packed + (history if backend == "torch" else 0)
-        if {"selector", "top_k"} & ops:
+    def forecast_bytes(self) -> int:
+        """Return about the memory that the inputs and their checks need, at most."""
+        history, request = self.context * self._row_bytes, self.context * self.heads * self.head_dim
+        packed = sum(self.budget(retention) + self.sink for retention in self.retentions) * self._row_bytes
+        # contiguous, in pages, and what a recall keeps on the host; segments of fast steps, packs and recalls
+        total = 3 * history + 4 * packed
+        if {"selector", "top_k"} & set(self.ops):
             # the reference's temporary tensors: four of the logits' size, a dozen of the scores'
             total += self.batch * self.context * FLOAT32 * (5 * self.heads + 12 * self.kv_heads)
-        if "codescan" in ops:  # codes; the levels of one request three times, in 64 bits
-            numbers = self._pairs * self.context * words(self.head_dim)
-            total += numbers * INT32 + numbers // self.batch * SLOTS * 3 * 8
-        if "prompt" in ops:  # a piece's queries and outputs, and a rival's own keys and values
-            total += 3 * max(PIECES.values()) * self.heads * self.head_dim * item + history // self.batch
-        if "verify" in ops:  # queries and outputs of all passes, and one's partial results
-            numbers = 2 * self.batch * self.heads * self.head_dim
-            total += numbers * (sum(VERIFIED) * item + max(VERIFIED) * FLOAT32)
-        # the check of one request at a time: keys and values in twice their precision, logits and weights
-        request = self.context * (3 * self.kv_heads * self.head_dim + 4 * self.heads)
-        return total + 2 * item * request
+        # the check of one request at a time in float64, and of a prompt's and verifications' queries
+        return total + 8 * request + 64 * max(PIECES.values()) * self.heads * self.head_dim
 
 
 def resolve_backend(name: str, device: torch.device) -> str:

@@ -76,18 +76,6 @@ def test_the_forced_tokens_make_exactly_the_stated_steps_slow(tiny_model, delay)
     assert warm == [*["fast"] * delay, "slow", "mixed", "fast", "fast"][:4]
 
 
-def test_the_tokens_of_a_text_decide_under_the_config(tiny_model):
-    text = tuple([7] * 5 + [9] + [7] * 6)
-    config = SMALL.replace(trigger_token_ids=(9,), trigger_delay=0, slow_start=1, t_max=100)
-    asked = settings(slow_rate=None, text_ids=text, config=config, steps=8, warm_up=0)
-    sample = ours(tiny_model, asked)
-    # request 1 begins in the middle of the text, where the trigger's successors are
-    assert [read.slow_B for read in sample.measured] == [(t == 6, t - 1 + 6 == 12 + 5) for t in range(1, 9)]
-    tokens = stream(asked, 2, 96).token_SB
-    assert [step[0] for step in tokens] == list(text[:9])
-    assert [step[1] for step in tokens] == [*text[6:], *text[:3]]
-
-
 # runs
 
 
@@ -105,7 +93,7 @@ def test_step_t_has_the_contexts_and_t_more_tokens(tiny_model):
 @pytest.mark.parametrize("name", BASELINES)
 def test_transformers_decodes_from_the_same_keys_as_ours(tiny_model, name, monkeypatch):
     """Its caches are filled with what ours holds, so that full attention gives the same tokens."""
-    asked = settings(contexts=(1500,), steps=6, prefill=False)
+    asked = settings(contexts=(1500,), steps=6)
     point = Point(1500, 2)
     prompts = Prompts.of(asked, point, 96, tiny_model.device)
     seen = {}
@@ -136,16 +124,6 @@ def test_a_time_limit_ends_a_run_after_three_steps_or_a_whole_period(tiny_model)
     theirs = run_theirs(BenchRow(tiny_model, variant, Point(128, 2), asked, prompts, tokens, byte_model()))
     # transformers asks whether to stop before it hands the step's tokens over
     assert (theirs.steps, theirs.warm_up, len(theirs.at)) == (4, 1, 6)
-
-
-def test_a_prefill_is_read_where_it_is_asked_for(tiny_model):
-    rows = run_bench(tiny_model, settings(prefill=True, engine=EngineOptions(prefill_chunk=50), repeats=1)).rows
-    assert [row["policy"] for row in rows] == ["sfi", "full-kv", *BASELINES]
-    for row in rows:
-        assert row["prefill_seconds"] > 0
-        assert row["prefill_tokens_per_second"] == pytest.approx(256 / row["prefill_seconds"])
-    made_up = run_bench(tiny_model, settings(repeats=1, baselines=())).rows
-    assert {row["prefill_seconds"] for row in made_up} == {None}
 
 
 def test_all_variants_take_their_turn_in_every_repeat(tiny_model, monkeypatch):
@@ -274,7 +252,6 @@ def test_what_does_not_fit_is_a_row_of_its_own_with_the_batch_that_fits(tiny_mod
         ({"warm_up": 0}, r"warm_up must be at least trigger_delay \(1\), got 0"),
         ({"time_limit": 0.0}, "time_limit must be positive"),
         ({"slow_rate": Fraction(3, 2)}, r"slow_rate must be in \[0, 1\], got 1.5"),
-        ({"slow_rate": None}, "either slow_rate or text_ids"),
         ({"contexts": (0,)}, "contexts must be positive"),
         ({"contexts": (1,)}, "contexts must be at least 2"),
         ({"batches": ()}, "batches must be positive"),

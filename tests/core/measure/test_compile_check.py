@@ -9,13 +9,15 @@ import sys
 import threading
 import time
 from pathlib import Path
+from runpy import run_path
+from types import SimpleNamespace
 
 import pytest
 
 import sfi_kernels
 from sfi_core.errors import BackendError, ConfigError
 from sfi_core.measure.kernel_bench import compile_check
-from sfi_core.measure.kernel_bench.compile_check import ARCHS, compile_kernels, default_arch, is_clean, markdown
+from sfi_core.measure.kernel_bench.compile_check import ARCHS, compile_kernels, default_arch, is_clean
 
 ROOT = Path(__file__).parents[3]
 HOME = Path(sfi_kernels.__path__[0])
@@ -235,9 +237,9 @@ def test_the_table_has_a_row_for_each_kernel_and_a_column_for_each_architecture(
         ROW | {"arch": "sm_90", "registers": 255, "spill_bytes": 16, "shared_bytes": 1536},
         ROW | {"kernel": "append [D=8]", "arch": "sm_90", "async_buffers": 3, "over_limit": True},
     ]
-    text = markdown(rows)
+    text = SimpleNamespace(**run_path(str(ROOT / "docs" / "make_kernels_page.py"))).page(rows, "3.9.0")
     assert text.startswith("# What the compiler makes of the kernels\n")
-    assert "--compile-only --arch sm_80,sm_90 --output docs/evidence/kernels.md" in text
+    assert "--compile-only --arch sm_80,sm_90 --json" in text
     assert text.endswith("\n")
     assert text.splitlines()[-4:] == [
         "| kernel | sm_80 | sm_90 |",

@@ -62,42 +62,15 @@ def test_a_prompt_whose_rows_are_done_is_not_read(loaded, monkeypatch):
     assert list(rows.make([])) == []
 
 
-def by_key(rows):
-    return {key_of(row): row for row in timeless(rows)}
-
-
-@pytest.mark.parametrize(
-    ("sizes", "task", "length", "seeds"),
-    [({"budgets": [24]}, TASK, LENGTH, range(3)), ({"shares": [0.1, 0.2]}, "niah-single", 300, range(4))],
-)
-def test_rows_of_a_batch_are_those_of_one_by_one(loaded, sizes, task, length, seeds, monkeypatch):
-    """Prompts that differ in length take different budgets for a share, and only those alike go together."""
-    methods = {"synckv": "synckv:synckv.heads=even"}
-    policies = POLICIES if "budgets" in sizes else ("full-kv", "sfi")
-    named = (methods.get(policy, policy) for policy in policies)
-    cells = cells_of(*named, tasks=(task,), lengths=(length,), seeds=seeds, **sizes)
-    batches = []
-    decode = samples.generate
-    monkeypatch.setattr(
-        samples, "generate", lambda m, t, p, *a, **k: batches.append(len(p)) or decode(m, t, p, *a, **k)
-    )
-    rows = SampleRows(*loaded)
-    expected, found = by_key(rows.make(cells)), by_key(rows.make(cells, batch_size=3))
-    assert max(batches) == 3
-    assert found.keys() == expected.keys() == {cell.key for cell in cells}
-    for key, row in expected.items():
-        assert found[key] == row
-
-
-def test_a_batch_that_fails_is_decoded_one_by_one(loaded, monkeypatch):
-    """A method that needs too much memory for two prompts, and one whose logits break for one prompt."""
+def test_what_fails_leaves_the_other_rows(loaded, monkeypatch):
+    """A method that needs too much memory, and one whose logits break for one prompt."""
     cells, rows = cells_of("full-kv", "quest", "streaming-llm", budgets=[24]), SampleRows(*loaded)
-    expected = by_key(rows.make(cells))
+    expected = {key_of(row): row for row in timeless(rows.make(cells))}
     broken = find_task(TASK).sample(loaded[1], LENGTH, 1).prompt_ids
     decode = samples.generate
 
     def scarce(model, tokenizer, prompts, *args, policy, **options):
-        if policy == "quest" and len(prompts) > 1:
+        if policy == "quest":
             raise torch.OutOfMemoryError("no memory")
         result = decode(model, tokenizer, prompts, *args, policy=policy, **options)
         if policy == "streaming-llm" and broken in prompts:
@@ -105,10 +78,12 @@ def test_a_batch_that_fails_is_decoded_one_by_one(loaded, monkeypatch):
         return result
 
     monkeypatch.setattr(samples, "generate", scarce)
-    found = by_key(rows.make(cells, batch_size=2))
+    found = {key_of(row): row for row in timeless(rows.make(cells))}
     assert found.keys() == expected.keys()
     for key, row in found.items():
-        if key[0] == "streaming-llm" and key[-1] == 1:
+        if key[0] == "quest":
+            assert (row["error"], row["score"]) == ("no memory", None)
+        elif key[0] == "streaming-llm" and key[-1] == 1:
             assert (row["error"], row["score"]) == ("logits must be finite", None)
         else:
             assert row == expected[key]

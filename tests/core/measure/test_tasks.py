@@ -11,7 +11,6 @@ from transformers import PreTrainedTokenizerFast
 from sfi_core.bundled.corpus import HELD_OUT, draw
 from sfi_core.errors import InputError
 from sfi_core.measure.evaluation.questions import depths, fit
-from sfi_core.measure.evaluation.samples import by_sentence
 from sfi_core.measure.evaluation.tasks import TASKS, WORDS, find_task
 from sfi_core.models.load import load_tokenizer
 
@@ -180,23 +179,3 @@ def test_a_length_too_short_for_the_task_is_refused_with_the_shortest(tokenizer,
 def test_a_task_without_a_tokenizer_is_refused(name):
     with pytest.raises(InputError, match="must have a tokenizer, got none"):
         find_task(name).sample(None, 1024, 0)
-
-
-@pytest.mark.parametrize("name", ["bundled-recall-30", "sentence-recall"])
-def test_an_answer_is_scored_sentence_by_sentence_with_its_places(tokenizer, name):
-    sample = find_task(name).sample(tokenizer, 2048, 1)
-    right = "".join(sample.sentences)
-    if name != "sentence-recall":
-        assert right == sample.answers[0]
-    places, scores = by_sentence(sample, right, tokenizer)
-    assert scores == [1.0] * len(sample.sentences)
-    ids = tokenizer(right, add_special_tokens=False)["input_ids"]
-    for sentence, start in zip(sample.sentences, places, strict=True):
-        own = tokenizer(sentence, add_special_tokens=False)["input_ids"]
-        assert ids[int(start) : int(start) + len(own)] == own
-    # a wrong word in the second sentence, and all that follows shifted, spoils that sentence alone
-    wrong = sample.sentences[1].replace(" the ", " the the ", 1)
-    said = "".join([sample.sentences[0], wrong, *sample.sentences[2:]])
-    assert by_sentence(sample, said, tokenizer)[1] == [1.0, 0.0, *scores[2:]]
-    cut = "".join(sample.sentences[:4])[:-3]
-    assert by_sentence(sample, cut, tokenizer)[1] == [1.0] * 3 + [0.0] * (len(scores) - 3)

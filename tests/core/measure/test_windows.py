@@ -33,22 +33,6 @@ def test_a_window_is_compared_as_on_its_own(loaded):
     assert joined == Fidelity.join(from_rows([row]) for row in rows[::4])
 
 
-@pytest.mark.parametrize("policy", ["sfi", "freekv"])
-def test_windows_that_are_decoded_together_are_those_of_one_by_one(loaded, policy):
-    cells, rows = grid_of(loaded, policy, lengths=(40,), count=3)
-    alone = {key_of(row): row for row in rows.make(cells)}
-    together = {key_of(row): row for row in rows.make(cells, batch_size=2)}
-    assert together.keys() == alone.keys() == {cell.key for cell in cells}
-    for key, row in alone.items():
-        steps, others = row["steps"], together[key]["steps"]
-        for name in ("kl", "nll", "nll_full"):
-            assert others[name] == pytest.approx(steps[name], abs=1e-4)
-        for name in ("step", "slow", "in_sentence", "window"):
-            assert others[name] == steps[name]
-        for name in ("read_ratio", "slow_at", "stored_ratio", "token_ids"):
-            assert together[key]["report"][name] == row["report"][name]
-
-
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [

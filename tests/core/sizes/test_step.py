@@ -3,7 +3,7 @@
 import pytest
 
 from sfi_core.sizes.policy import break_even
-from sfi_core.sizes.step import ByteModel, cycle_mean, cycle_tokens
+from sfi_core.sizes.step import ByteModel
 
 FAST = 4 + 2048 + 256
 
@@ -59,17 +59,3 @@ def test_the_break_even_is_where_both_read_the_same():
     assert mean_of(context, slow) < bytes_.dense(context)
     assert mean_of(context - 1, slow) >= bytes_.dense(context - 1)
     assert break_even(lambda length: mean_of(length, 0.99), bytes_.dense) is None
-
-
-@pytest.mark.parametrize(("rate", "drafted"), [(0.0, 3), (0.7, 4), (1.0, 16)])
-def test_a_cycle_is_the_mean_over_every_place_of_the_first_rejection(rate, drafted):
-    """Outcome by outcome: the chance of each, its tokens, and the slow step of a corrected token."""
-    ends = [(rate**kept * (1 - rate), kept + 1, 1) for kept in range(drafted)]
-    ends.append((rate**drafted, drafted + 1, 0))
-    assert sum(chance for chance, _, _ in ends) == pytest.approx(1)
-    tokens = sum(chance * given for chance, given, _ in ends)
-    again = sum(chance * rejected for chance, _, rejected in ends)
-    spent = sum(chance * (drafted * 3 + 10 + rejected * 10) for chance, _, rejected in ends)
-    assert cycle_tokens(rate, drafted) == pytest.approx(tokens)
-    mean = cycle_mean(3, 10, drafted=drafted, tokens=tokens, again=again)
-    assert mean == pytest.approx(spent / (tokens + again))

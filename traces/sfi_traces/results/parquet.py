@@ -1,4 +1,4 @@
-"""Rows of results as a Parquet file: a benchmark's, a kernel benchmark's, an evaluation's."""
+"""Rows of an evaluation's results as a Parquet file."""
 
 import json
 from collections.abc import Collection, Mapping, Sequence
@@ -7,22 +7,6 @@ from typing import Any
 
 import pyarrow as pa
 from pyarrow import parquet
-
-BENCH_VERSION = KERNEL_VERSION = 1  # of the files' schemas
-
-
-def write_bench(document: dict[str, Any], path: Path) -> None:
-    """Write a decoding benchmark's rows as one table; its other entries go into the file's metadata."""
-    facts = {key: value for key, value in document.items() if key != "rows"}
-    metadata = {"schema_version": str(BENCH_VERSION), "bench": json.dumps(facts)}
-    write_rows(path, document["rows"], metadata, text=("not_replayed", "acceptance"), lists=("repeat_rates",))
-
-
-def write_kernel_bench(document: dict[str, Any], path: Path) -> None:
-    """Write a kernel benchmark's rows as one table; machine, versions and notes go into the file's metadata."""
-    facts = {key: document[key] for key in ("backend", "interrupted", "notes", "machine", "versions")}
-    metadata = {"schema_version": str(KERNEL_VERSION), "kernel_bench": json.dumps(facts)}
-    write_rows(path, document["rows"], metadata, text=("form", "failure"))
 
 
 def write_rows(

@@ -50,9 +50,8 @@ TABLES = {"samples": "results", "fidelity": "fidelity"}  # table: its Parquet fi
 TEXT = ("method", "policy", "preset", "size", "task", "text", "finish_reason", "error")
 INTEGERS = (
     "budget", "recent", "length", "seed", "prompt_tokens", "generated", "slow_steps", "fast_steps",
-    "verifications", "drafted", "tested", "accepted",
 )  # fmt: skip
-LISTS, IDS = ("sentence_places", "sentence_scores"), ("token_ids",)
+IDS = ("token_ids",)
 
 
 class ResultsFolder:
@@ -195,7 +194,7 @@ def _write_table(path: Path, rows: Rows, table: str, manifest: Mapping[str, Any]
     facts = {"table": table, "manifest": json.dumps(manifest, ensure_ascii=False)}
     try:
         with atomic_file(path) as temporary:
-            write_rows(temporary, rows, facts, text=TEXT, integers=INTEGERS, lists=LISTS, ids=IDS)
+            write_rows(temporary, rows, facts, text=TEXT, integers=INTEGERS, ids=IDS)
     except (pa.ArrowException, ValueError, TypeError, OverflowError) as error:
         raise InputError(f"results {path.parent} have a row of other types: {first_line(error)}") from error
 

@@ -1,11 +1,9 @@
-"""Summarizes the rows of an evaluation: for each task, length, method and size, and over tasks and lengths."""
+"""Summarizes the rows of an evaluation: for each task, length, method and size."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise
 from typing import Any
 
 from sfi_core.measure.evaluation import statistics
-from sfi_core.measure.evaluation.lossless_rows import drafting
 
 REFERENCE = "full-kv"
 PLACE = ("task", "length")
@@ -13,7 +11,6 @@ VARIANT = ("method", "size")
 NAMES = ("method", "policy", "preset", "settings", "size", "share")
 RATIOS = ("read_ratio", "selection_ratio", "stored_ratio")
 FIDELITY = ("steps", "slow_rate", "kl", "kl_p95", "agreement", "perplexity", "perplexity_full", *RATIOS)
-GROUPS = 8  # of neighboring sentences, at most
 Row = Mapping[str, Any]
 Place = tuple[Any, ...]  # a task and a length
 
@@ -23,8 +20,7 @@ def summarize(rows: Iterable[Row]) -> list[dict[str, Any]]:
 
     `score`, `low` and `high`: the mean and its Wilson interval. `difference`: paired, from full attention on
     the same samples, None without it. `read`: share read by attention and selection. `n`: scored samples;
-    `failed`: those without a score, which no mean includes. `by_place`: share of right sentences by place in
-    the answer. `lossless`: see `drafting`.
+    `failed`: those without a score, which no mean includes.
     """
     groups = _grouped(rows, (*PLACE, *VARIANT))
     references: dict[Place, list[Row]] = {}
@@ -62,32 +58,6 @@ def summarize_fidelity(rows: Iterable[Row]) -> list[dict[str, Any]]:
     return summaries
 
 
-def by_place(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Average the scores of sentences at the same place of an answer; samples without sentences are skipped.
-
-    A row for each group of neighboring sentences has the numbers of its `first` and `last` one, from 1 on,
-    the first one's mean `place` in tokens, the mean `score`, and `n` sentences over all samples.
-    """
-    known = [row for row in rows if row.get("sentence_scores")]
-    most = max((len(row["sentence_scores"]) for row in known), default=0)
-    count = min(GROUPS, most)
-    edges = [round(group * most / count) for group in range(count + 1)] if count else []
-    groups = []
-    for first, end in pairwise(edges):
-        scores = [score for row in known for score in row["sentence_scores"][first:end]]
-        places = [place for row in known for place in row["sentence_places"][first : first + 1]]
-        groups.append(
-            {
-                "first": first + 1,
-                "last": end,
-                "place": sum(places) / len(places),
-                "score": sum(scores) / len(scores),
-                "n": len(scores),
-            }
-        )
-    return groups
-
-
 def _read(ratios: Row) -> float | None:
     if ratios["read_ratio"] is None:
         return None
@@ -116,10 +86,7 @@ def _summary(group: Sequence[Row], full: Sequence[Row]) -> dict[str, Any]:
         "error": next((row["error"] for row in group if row["error"]), None),
         **interval_of(score, "score"),
         **interval_of(difference, "difference"),
-        "interval_method": difference and difference.method,
         "scores": _further(scored),
-        "by_place": by_place(scored),
-        "lossless": drafting(scored, full),
         **means,
         "read": _read(means),
         "slow_rate": sum(row["slow_steps"] for row in scored) / steps if steps else None,
@@ -151,43 +118,3 @@ def _further(scored: Sequence[Row]) -> dict[str, float]:
 def _mean(values: Iterable[float]) -> float | None:
     listed = list(values)
     return sum(listed) / len(listed) if listed else None
-
-
-def summarize_averages(rows: Iterable[Row]) -> list[dict[str, Any]]:
-    """Average the scores of each method and size over tasks and lengths, each with the same weight.
-
-    `difference` is from full attention on the same samples; `places` is the number of tasks x lengths. All
-    but `places` are None if a method lacks a score at one of them.
-    """
-    rows = list(rows)
-    full = {place: _scored(group) for place, group in _grouped(rows, PLACE).items()}
-    full = {place: [row for row in group if row["policy"] == REFERENCE] for place, group in full.items()}
-    return [
-        {**{name: group[0][name] for name in NAMES}, **_average(_grouped(_scored(group), PLACE), full)}
-        for group in _grouped(rows, VARIANT).values()
-    ]
-
-
-def _average(scored: Mapping[Place, Sequence[Row]], full: Mapping[Place, Sequence[Row]]) -> dict[str, Any]:
-    # of one method and size; `full` has full attention's rows at every place
-    groups = [scored.get(place, ()) for place in full]
-    pairs = []
-    for group, references in zip(groups, full.values(), strict=True):
-        reference = {row["seed"]: row["score"] for row in reversed(references)}
-        pairs.append([row["score"] - reference[row["seed"]] for row in group if row["seed"] in reference])
-    score = difference = None
-    means: dict[str, float | None] = dict.fromkeys(RATIOS)
-    if all(groups):
-        score = statistics.mean_of_groups([[row["score"] for row in group] for group in groups])
-        if all(pairs):
-            difference = statistics.difference_of_groups(pairs)
-        means = {name: _mean(_mean(row[name] for row in group) or 0.0 for group in groups) for name in RATIOS}
-    return {
-        "places": len(full),
-        "n": sum(map(len, groups)),
-        **interval_of(score, "score"),
-        **interval_of(difference, "difference"),
-        "interval_method": difference and difference.method,
-        "read": _read(means),
-        "stored_ratio": means["stored_ratio"],
-    }

@@ -7,7 +7,7 @@ from typing import Any
 
 from sfi_cli.parsing import named_strings, numbers, unescaped, words
 from sfi_cli.settings.tables import SETTINGS
-from sfi_cli.terminal.progress import BenchProgress
+from sfi_cli.terminal.progress import Progress
 from sfi_core.errors import ConfigError
 from sfi_traces.model.trace import Row, Trace
 from sfi_traces.replay import (
@@ -196,7 +196,7 @@ def _each(what: str, settings: Sequence[Any], measure: Callable[[Any], Any], *, 
     # what is measured of each setting, and whether Ctrl-C left settings out
     measured: list[Any] = []
     try:
-        with BenchProgress(quiet=quiet) as progress:
+        with Progress(quiet=quiet) as progress:
             for setting in settings:
                 progress.update(f"replaying {what}", len(measured), len(settings))
                 measured.append(measure(setting))
