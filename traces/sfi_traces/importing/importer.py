@@ -31,7 +31,7 @@ from sfi_traces.record.folder import (
     now,
     write_manifest,
 )
-from sfi_traces.record.rows import TokenText
+from sfi_traces.record.token_text import TokenText
 from sfi_traces.schema import TABLES
 
 POLICY = "imported"
