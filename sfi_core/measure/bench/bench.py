@@ -255,9 +255,7 @@ class Bench:
     def _eager_notes(self) -> list[str]:
         by_reason: dict[str, list[str]] = {}
         for row in self.rows:
-            if row["not_replayed"]:
-                by_reason.setdefault(row["not_replayed"], []).append(row["policy"])
-        return [
-            f"{', '.join(dict.fromkeys(policies))}: steps ran one kernel after the other: {reason}"
-            for reason, policies in by_reason.items()
-        ]
+            for name, how in (("not_replayed", "one kernel after the other"), ("not_compiled", "module by module")):
+                if row[name]:
+                    by_reason.setdefault(f"steps ran {how}: {row[name]}", []).append(row["policy"])
+        return [f"{', '.join(dict.fromkeys(policies))}: {reason}" for reason, policies in by_reason.items()]

@@ -103,7 +103,8 @@ def run_ours(row: BenchRow) -> DecodeSample:
             (_measure_lossless if lossless else _measure)(sample, row, session, passes)
         sample.selecting += selecting(session.run)
         report = RunReport.of(session.run)
-        sample.tiers, sample.paths, sample.not_replayed = report.kv_tiers, report.paths, report.not_replayed
+        sample.tiers, sample.paths = report.kv_tiers, report.paths
+        sample.not_replayed, sample.not_compiled = report.not_replayed, report.not_compiled
     sample.peak_bytes = peak_bytes(device)
     return sample
 

@@ -100,8 +100,8 @@ def _paths(runs: Sequence[DecodeSample]) -> dict[str, Any]:
     paths: Counter[str] = Counter()
     for run in runs:
         paths.update(run.paths)
-    reason = next((run.not_replayed for run in runs if run.not_replayed), None)
-    return {"paths": dict(paths), "not_replayed": reason}
+    reasons = {name: [getattr(run, name) for run in runs] for name in ("not_replayed", "not_compiled")}
+    return {"paths": dict(paths), **{name: next(filter(None, why), None) for name, why in reasons.items()}}
 
 
 def _tiers(variant: DecodeVariant, runs: Sequence[DecodeSample]) -> dict[str, Any]:

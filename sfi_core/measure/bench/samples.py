@@ -63,7 +63,9 @@ class DecodeSample:
     tiers: TierReport | None = None  # where keys and values lay under a device budget; None without one
     # calls by path (`graph.replay`, ...), with warm-up and prompt; empty for transformers
     paths: dict[str, int] = field(default_factory=dict)
-    not_replayed: str = ""  # why steps were not replayed as graphs although graphs are on; "" if all were
+    # why steps were not replayed as graphs, and not compiled, although those are on; "" if all were
+    not_replayed: str = ""
+    not_compiled: str = ""
 
     @property
     def steps(self) -> int:
