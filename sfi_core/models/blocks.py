@@ -1,6 +1,6 @@
 """Weight matrices as numbers of few bits with a scale for 32 or 16 of them: those of a GGUF file, or of float weights.
 
-A file's kinds of blocks have one of four layouts, whose products are compiled loops (`sfi_kernels.loops.products`),
+A file's kinds of blocks have one of six layouts, whose products are compiled loops (`sfi_kernels.loops.tiles`),
 and whose numbers, widened, are bit by bit those that gguf unpacks.
 """
 
@@ -26,7 +26,7 @@ NUMBER = 5e-4  # microseconds to unpack one
 class Blocks:
     """A matrix [O, I]: its numbers, their scales, and their minima where there are some.
 
-    A weight is number * scale + minimum. `kind` says how they lie (`sfi_kernels.loops.products`), and `row` has their
+    A weight is number * scale + minimum. `kind` says how they lie (`sfi_kernels.loops.tiles`), and `row` has their
     addresses, as `sfi_kernels.matrix` lays them out: numbers, scales, fine scales, minima, fine minima.
     """
 
