@@ -31,7 +31,7 @@ WRITERS: dict[str, list[str]] = {
     "trace import": ["trace", "import", "IN.npz", "-o", "OUT"],
     "trace plot": ["trace", "plot", "RUN", "-o", "OUT"],
     "trace record": ["trace", "record", TEXT, *SMALL, "--audit", "4", "-o", "OUT"],
-    "trace replay": ["trace", "replay", "RUN", "--budget", "4,8", "--json", "-o", "OUT.json", "--plot", "OUT.png"],
+    "trace replay": ["trace", "replay", "RUN", "--budget", "4,8", "--json", "-o", "OUT.json"],
     "trace report": ["trace", "report", "RUN", "-o", "OUT.html"],
     "trace show": ["trace", "show", "RUN", "--json", "-o", "OUT.json"],
     "trace sql": ["trace", "sql", "RUN", "FROM steps", "--format", "json", "-o", "OUT.json"],

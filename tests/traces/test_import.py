@@ -75,15 +75,13 @@ def test_an_imported_trace_is_sound_and_summed_up_without_masses(tmp_path):
     assert summary["stability"]["within"]["n"] == LAYERS * (STEPS - 2)
     assert summary["audit"] is None
     assert "retained mass, output error, query cosine" in summary["missing"]
-    with pytest.raises(TraceError, match="imported from a file without them"):
-        Request(trace, top=2)
 
 
 def test_an_indexer_that_chooses_the_last_positions_is_told(tmp_path):
     last = [[np.arange(PROMPT + step - K, PROMPT + step)] * LAYERS for step in range(STEPS)]
     trace = imported(write_npz(tmp_path / "a.npz", positions=np.array(last)))
     rules = {one["rule"] for one in judge(Request.of(trace))["findings"]}
-    assert rules == {"selection_trailing", "sink_unselected"}
+    assert rules == {"selection_trailing"}
     health = judge(Request.of(trace))
     said = [one["advice"] for one in health["findings"]] + [one["reason"] for one in health["not_judged"]]
     assert not [words for words in said if "--audit" in words or "trace.positions" in words or "sink=" in words]
