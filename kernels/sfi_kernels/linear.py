@@ -7,7 +7,7 @@ from torch.nn.functional import linear
 
 from sfi_kernels.compiled import by_heads
 from sfi_kernels.loops import products
-from sfi_kernels.matrix import BLOCK, FEW, IN, KIND, OUT, PIECE
+from sfi_kernels.matrix import BLOCK, FEW_OF_BLOCKS, IN, KIND, OUT, PIECE
 from sfi_kernels.numpy_views import plain
 
 MICROSECONDS = {0: 2.3e-4, 1: 1.2e-4, 2: 1.2e-4, BLOCK: 6e-5}  # of a weight by kind, on a Zen 3
@@ -16,10 +16,10 @@ MICROSECONDS = {0: 2.3e-4, 1: 1.2e-4, 2: 1.2e-4, BLOCK: 6e-5}  # of a weight by 
 def multiply(matrix: Any, x_RI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
     """Return rows times a matrix of blocks, [R, O] float32; `matrix` is its row (`sfi_kernels.matrix`), with the bias.
 
-    Up to `FEW` rows are multiplied by the numbers as they lie, else by pieces of the matrix that become float32 one
-    after the other.
+    Up to `FEW_OF_BLOCKS` rows are multiplied by the numbers as they lie, else by pieces of the matrix that become
+    float32 one after the other.
     """
-    if len(x_RI) <= FEW:
+    if len(x_RI) <= FEW_OF_BLOCKS:
         return multiply_few(matrix, x_RI)
     count, x_RI = int(matrix[OUT]), x_RI.detach()
     out_RO = x_RI.new_empty(len(x_RI), count)

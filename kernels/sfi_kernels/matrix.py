@@ -8,6 +8,7 @@ import torch
 NUMBERS, SCALES, FINE_SCALES, MINIMA, FINE_MINIMA, OUT, IN, KIND, BIAS = range(9)  # places; an address of 0 is none
 SIZE = 9
 FEW = 8  # rows up to which a matrix is read as it lies, in compiled loops
+FEW_OF_BLOCKS = 32  # the same of a matrix of blocks, which would have to become floats first
 PIECE = 512  # rows of the matrix that are widened at once for more: they stay in cache
 BLOCK = 32  # numbers of a block; as a kind, blocks of 8-bit numbers
 FOUR, FIVE, FOUR_K, FIVE_K, SIX_K = range(33, 38)  # kinds of blocks; those below 3 are of `numpy_views.KINDS`
