@@ -25,14 +25,16 @@ GROUP = 8  # blocks of the K kinds that share a scale
 
 
 class _Tile:
-    """Code that reads a tile of a kind: where its blocks lie, and their numbers."""
+    """Code that reads a tile of a kind: where its blocks lie, and their numbers; `lowest` are scales without minima."""
 
     def __init__(self, code: Code, kind: int, matrix: Any, tile: Any, width: Any) -> None:
         self.code, (self.fields, self.parts, self.fine) = code, LAYOUTS[kind]
         b = code.builder
         matrix_p = b.inttoptr(matrix, I64.as_pointer())
         numbers, *factors = (code.load(matrix_p, code.count(place), I64, 8) for place in range(FINE_MINIMA + 1))
-        self.scales, self.minima = factors[:2], factors[2:]
+        self.scales, minima = factors[:2], factors[2:]
+        self.has_minima = b.icmp_signed("!=", minima[0], code.count(0))
+        self.lowest = [b.select(self.has_minima, *pair) for pair in zip(minima, self.scales, strict=True)]
         self.unit = I8 if self.fields == 1 else I16
         self.number_p = b.inttoptr(numbers, self.unit.as_pointer())
         self.blocks = b.udiv(width, code.count(BLOCK))
@@ -94,9 +96,7 @@ def _product(kind: int) -> Any:
             code, b = Code(*given), given[1]
             matrix, tile, width, row, row_scales, totals, out = given[3]
             rows = _Tile(code, kind, matrix, tile, width)
-            some = b.icmp_signed("!=", rows.minima[0], code.count(0))
-            lowest = [b.select(some, *pair) for pair in zip(rows.minima, rows.scales, strict=True)]
-            unit = b.select(some, ir.Constant(F32, 1.0), ir.Constant(F32, -float(MIDDLES[kind])))
+            unit = b.select(rows.has_minima, ir.Constant(F32, 1.0), ir.Constant(F32, -float(MIDDLES[kind])))
             row_scale_p, total_p = (b.inttoptr(address, F32.as_pointer()) for address in (row_scales, totals))
             row_p = b.inttoptr(row, I16.as_pointer())
             sums, lows = code.sums(2, TILE)
@@ -120,7 +120,7 @@ def _product(kind: int) -> Any:
                     code.add(sums, (b.sitofp(b.load(place), TALL), b.fmul(scale, factor)))
                     if fields > 1:
                         total = code.spread(code.load(total_p, block, F32, 4), TILE)
-                        code.add(lows, (rows.factor(lowest, block, part), total))
+                        code.add(lows, (rows.factor(rows.lowest, block, part), total))
 
             whole = b.udiv(rows.blocks, code.count(fields))
             with code.loop(whole) as loop:
@@ -152,15 +152,13 @@ def _widening(kind: int) -> Any:
             matrix, tile, width, out = given[3]
             rows, twice = _Tile(code, kind, matrix, tile, width), [n // 2 for n in range(2 * TILE)]
             out_p = b.inttoptr(out, F32.as_pointer())
-            some = b.icmp_signed("!=", rows.minima[0], code.count(0))
-            lowest = [b.select(some, *pair) for pair in zip(rows.minima, rows.scales, strict=True)]
-            middle = b.select(some, ir.Constant(I32, 0), ir.Constant(I32, MIDDLES[kind]))
+            middle = b.select(rows.has_minima, ir.Constant(I32, 0), ir.Constant(I32, MIDDLES[kind]))
             nothing = ir.Constant(TALL, [-0.0] * TILE)  # adding it changes no bit
 
             def write(block: Any, part: int) -> None:
                 group, field = b.udiv(block, code.count(fields)), b.urem(block, code.count(fields))
                 scale = code.pick(rows.factor(rows.scales, block, part), twice)
-                minimum = code.pick(b.select(some, rows.factor(lowest, block, part), nothing), twice)
+                minimum = code.pick(b.select(rows.has_minima, rows.factor(rows.lowest, block, part), nothing), twice)
                 shift = code.spread(b.trunc(b.mul(field, code.count(16 // fields)), I16), 2 * TILE)
                 with code.loop(code.count(PAIRS // parts * (part + 1)), PAIRS // parts * part) as pair:
                     number = rows.line(group, pair.index)
