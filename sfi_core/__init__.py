@@ -9,6 +9,7 @@ from sfi_core.settings.engine import AuditConfig, EngineOptions, Sampling
 from sfi_core.settings.parts import SelectorConfig
 
 if TYPE_CHECKING:
+    from sfi_core.engine.prompt_cache import PromptCache
     from sfi_core.generation.generate import Result, generate, read_prompt
     from sfi_core.hosts.transformers.session import Session
     from sfi_core.hosts.transformers.slow_fast import slow_fast
@@ -16,12 +17,13 @@ if TYPE_CHECKING:
     from sfi_core.observers.observer import NullObserver
 
 __all__ = [
-    "AuditConfig", "EngineOptions", "NullObserver", "Result", "Sampling", "SelectorConfig", "Session",
+    "AuditConfig", "EngineOptions", "NullObserver", "PromptCache", "Result", "Sampling", "SelectorConfig", "Session",
     "SfiConfig", "__version__", "generate", "load", "read_prompt", "slow_fast",
 ]  # fmt: skip
 # imported on first use: these modules import torch or transformers, which would slow `sfi --help` down
 _LAZY = {
     "NullObserver": "observers.observer",
+    "PromptCache": "engine.prompt_cache",
     "Result": "generation.generate",
     "generate": "generation.generate",
     "load": "models.load",

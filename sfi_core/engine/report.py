@@ -67,6 +67,7 @@ class RequestReport:
         stored_ratio: Share of the tokens that the method needs to keep: `read_ratio` if it evicts the rest, else 1. Our
             cache keeps all tokens under every method.
         lossless: The drafts of a lossless run; None otherwise.
+        cached_prompt_tokens: Tokens of the prompt that came from a `PromptCache`.
         queued_seconds: Wall time from the run's beginning until the prompt began to be read.
         prefill_seconds: From then to the first token.
         decode_seconds: From the first token to the last, prompts of other requests read meanwhile included.
@@ -86,6 +87,7 @@ class RequestReport:
     mean_selection_tokens: float = 0.0  # so in reports that older versions have kept
     cache_read_ratio: float = field(init=False)
     lossless: LosslessReport | None = None
+    cached_prompt_tokens: int = 0
     # times do not count when two reports are compared
     queued_seconds: float = field(default=0.0, compare=False)
     prefill_seconds: float = field(default=0.0, compare=False)
@@ -108,6 +110,7 @@ class RequestReport:
             slow_at=list(tally.slow_at), reasons=dict(tally.reasons), lossless=LosslessReport.of(state),
             mean_attended_tokens=tally.attended / decoded, mean_selection_tokens=tally.selecting / decoded,
             read_ratio=read, selection_ratio=chosen, stored_ratio=read if evicts else 1.0,
+            cached_prompt_tokens=tally.known,
             queued_seconds=tally.queued_seconds,
             prefill_seconds=tally.prefill_seconds, decode_seconds=tally.decode_seconds,
         )  # fmt: skip

@@ -116,7 +116,8 @@ def _request_lines(request: Mapping[str, Any], prefix: str) -> list[str]:
     more = " ..." if slow > 16 else ""  # noqa: PLR2004
     # the mean of the steps' contexts, which grow
     context = request["mean_attended_tokens"] / (request["read_ratio"] or 1)
-    counts = f"{request['prompt_tokens']:,} prompt, {len(request['token_ids']):,} generated"
+    cached = f" ({known:,} from the prompt cache)" if (known := request["cached_prompt_tokens"]) else ""
+    counts = f"{request['prompt_tokens']:,} prompt{cached}, {len(request['token_ids']):,} generated"
     each = "step" if request["lossless"] is None else "token given"
     tokens = request["mean_attended_tokens"] + request["mean_selection_tokens"]
     share = read_words(*(request[f"{name}_ratio"] for name in ("cache_read", "read", "selection")))

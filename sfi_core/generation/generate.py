@@ -9,6 +9,7 @@ import torch
 
 from sfi_core.engine.loop import Loop, NewTokens, left_pad
 from sfi_core.engine.maintenance import main_stream
+from sfi_core.engine.prompt_cache import PromptCache
 from sfi_core.engine.prompt_queries import PromptQueries
 from sfi_core.engine.report import RequestReport, RunReport
 from sfi_core.engine.shared_prompt import SharedPrompt
@@ -119,6 +120,7 @@ def generate(
     page_size: int | None = None,
     audit: AuditConfig | None = None,
     shared: SharedPrompt | None = None,
+    cache: PromptCache | None = None,
     engine: EngineOptions | None = None,
     on_plan: Callable[[BatchPlan], None] | None = None,
     on_token: Callable[[list[int | None]], None] | None = None,
@@ -146,6 +148,8 @@ def generate(
         page_size: Tokens of a cache page; None is one page per request under torch, 64 tokens under triton.
         audit: What to compare with dense attention, for the observers; the tokens stay the same.
         shared: The same prompts, already read by `read_prompt`.
+        cache: A prompt that was read: these prompts go on behind what they share with it. A run of one prompt leaves
+            that prompt there.
         engine: How prompts are read and steps are run; None is `EngineOptions()`.
         on_plan: Called before the run with the batch and its memory forecast.
         on_token: Called with the new tokens of each step, by prompt: None for a prompt without one, which has ended,
@@ -157,7 +161,8 @@ def generate(
         The result. After a Ctrl-C or non-finite logits it has the tokens generated so far.
 
     Raises:
-        ConfigError: A setting is out of range, or `shared` is of other prompts or of less capacity.
+        ConfigError: A setting is out of range, `shared` is of other prompts or of less capacity, or `cache` of another
+            model.
         InputError: A prompt is empty or longer than the model's positions.
         UnsupportedModelError: The architecture cannot run under SFI.
         MemoryForecastError: The run would not fit into memory.
@@ -170,8 +175,7 @@ def generate(
     check_prompts(model, rows, limits)
     stop = frozenset(stop_tokens(model.generation_config.eos_token_id if stop_token_ids is None else stop_token_ids))
     if shared is not None:
-        capacity = max(len(row) + new for row, new in zip(rows, limits, strict=True))
-        shared.check(*left_pad(rows, model.device), capacity)
+        _check_shared(shared, cache, rows, limits, model.device)
     reset_peak(model.device)
     how: dict[str, Any] = {"policy": policy, "observers": observers, "page_size": page_size, "audit": audit}
     with (
@@ -197,7 +201,7 @@ def generate(
         decoder = Decoder(
             session=session, ids_BT=ids_BT, mask_BT=mask_BT, capacity=plan.capacity, stop_ids=stop,
             chunk=engine.prefill_chunk, requests=len(rows), generated=max(limits), shared=shared,
-            on_prefill=on_prefill,
+            on_prefill=on_prefill, known=cache,
         )  # fmt: skip
         draws = Draws(sampling, 0 if seed is None else seed)
         drawn = any(each.do_sample for each in draws.samplings)
@@ -226,6 +230,14 @@ def generate(
             peak_memory_bytes=peak_bytes(model.device), error=error, interrupted=interrupted,
             seed=draws.seed if drawn else None,
         )  # fmt: skip
+
+
+def _check_shared(
+    shared: SharedPrompt, cache: PromptCache | None, rows: list[list[int]], limits: list[int], device: torch.device
+) -> None:
+    if cache is not None:
+        raise ConfigError("cache must be None with shared, got both")
+    shared.check(*left_pad(rows, device), max(len(row) + new for row, new in zip(rows, limits, strict=True)))
 
 
 def _check_one_each(prompts: int, **values: Any) -> None:

@@ -11,6 +11,7 @@ class Tally:
     Attributes:
         attended: Tokens read by the decoding steps from step 1 on, per KV head and full-attention layer.
         selecting: What choosing read in these steps, in tokens' worth, likewise.
+        known: Prompt tokens that came from a `PromptCache`.
         context: Tokens that full attention would have read in these steps.
         last_token_at: When the last token came, by `sfi_kernels.compiled.clock`.
     """
@@ -20,6 +21,7 @@ class Tally:
     attended: float = 0.0
     selecting: float = 0.0
     context: int = 0
+    known: int = 0
     verifications: int = 0
     drafted: int = 0
     tested: int = 0

@@ -8,11 +8,13 @@ from typing import Self
 import torch
 
 from sfi_core.engine.lossless import Cost, DraftRule
+from sfi_core.engine.prompt_cache import PromptCache
 from sfi_core.engine.prompt_queries import Watcher
 from sfi_core.engine.run import Run
 from sfi_core.engine.shared_prompt import SharedPrompt
 from sfi_core.hosts.transformers.block_pass import BlockPass
 from sfi_core.hosts.transformers.cache import SfiCache, SfiLayer
+from sfi_core.hosts.transformers.known_prompt import KnownPrompt
 from sfi_core.hosts.transformers.lossless import most_drafted
 from sfi_core.hosts.transformers.own_layers import take_states
 from sfi_core.hosts.transformers.replays import ModelPass, Replays
@@ -31,8 +33,9 @@ class Decoder:
     prompts that were read already, or made up. A request may reach `capacity` tokens, generates at most
     `generated` (None for what `capacity` leaves), and ends with one of `stop_ids`. A forward pass reads
     `chunk` prompt tokens, 0 for all; `on_prefill` is then told of those read so far and in all. `requests`
-    counts those that wait for a row too; None for those of the batch. The `watchers` look at every layer. `replays`
-    are the steps that run as CUDA graphs; `patient` as there.
+    counts those that wait for a row too; None for those of the batch. The `watchers` look at every layer. Prompts go
+    on behind what they share with the prompt of `known`; the run's one prompt is then left there. `replays` are the
+    steps that run as CUDA graphs; `patient` as there.
     """
 
     session: Session
@@ -45,6 +48,7 @@ class Decoder:
     generated: int | None = None
     shared: SharedPrompt | None = None
     watchers: tuple[Watcher, ...] = ()
+    known: PromptCache | None = None
     on_prefill: Callable[[int, int], None] | None = None
     patient: bool = True
     cache: SfiCache = field(init=False)
@@ -73,13 +77,24 @@ class Decoder:
         B, T = self.ids_BT.shape
         if self.cache.run is None:
             self.session.start(self.cache, B, T, watchers=self.watchers)
-        logits = torch.empty(0)
-        for start in range(0, T, self.chunk or T):
-            stop = min(T, start + (self.chunk or T))
-            logits = self._read(start, stop)
+        logits, known, size = torch.empty(0), self._known(), self.chunk or T
+        start = 0 if known is None else known.begin(self.ids_BT)
+        stops = [*range(start + size, T, size), T]
+        for stop in stops if known is None else known.stops(stops):
+            logits, start = self._read(start, stop), stop
+            if known is not None:
+                known.see(stop)
             if self.on_prefill is not None:
                 self.on_prefill(stop, T)
+        if known is not None:
+            known.leave()
         return logits
+
+    def _known(self) -> KnownPrompt | None:
+        if self.known is None:
+            return None
+        prompts = [ids[mask != 0].tolist() for ids, mask in zip(self.ids_BT, self.mask_BT, strict=True)]
+        return KnownPrompt(self.known, self.session, self.cache, prompts, leaves=self.requests == 1)
 
     def step(self, token_B: list[int]) -> torch.Tensor:
         """Decode one token of every request."""
@@ -131,7 +146,7 @@ class Decoder:
         """Return a decoder that reads one more prompt into a row with a run of its own."""
         alone = type(self)(
             session=self.session, ids_BT=ids_1T, mask_BT=mask_1T, capacity=self.capacity,
-            stop_ids=self.stop_ids, chunk=self.chunk,
+            stop_ids=self.stop_ids, chunk=self.chunk, requests=self.requests, known=self.known,
         )  # fmt: skip
         alone.cache.attach(run)
         return alone

@@ -5,12 +5,13 @@ positions, and transformers overwrites it in place: `taken` copies states, so th
 """
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 STATES = ("conv_states", "recurrent_states")
+WINDOW = ("keys", "values", "cumulative_length", "is_initialized")
 
 
 def states(layer: Any) -> Iterator[tuple[str, int, torch.Tensor]]:
@@ -35,6 +36,37 @@ def take_states(layer: Any, other: Any) -> None:
     """Give a layer the states of another cache layer, as copies."""
     states = {name: value for name, value in other.__dict__.items() if isinstance(value, dict)}
     layer.__dict__.update(taken(states))
+
+
+def held(layers: Iterable[Any]) -> dict[str, Any]:
+    """Return what windows and states of cache layers hold: tensors and numbers by layer, name and state, for `hold`."""
+    parts: dict[str, Any] = {}
+    for index, layer in enumerate(layers):
+        for name, value in taken(layer.__dict__).items():
+            if isinstance(value, dict):
+                parts |= {f"{index}.{name}.{number}": part for number, part in value.items() if part is not None}
+            elif name in WINDOW and value is not None:
+                parts[f"{index}.{name}"] = value
+    return parts
+
+
+def hold(layers: Sequence[Any], parts: Mapping[str, Any], device: torch.device) -> None:
+    """Let the windows and states of fresh cache layers hold a copy of what `held` returned, on a device.
+
+    Raise KeyError, IndexError or ValueError for parts that the layers do not have.
+    """
+    for name, part in parts.items():
+        index, what, *number = name.split(".")
+        layer = layers[int(index)]
+        value = part.to(device, copy=True) if isinstance(part, torch.Tensor) else part
+        if isinstance(part, torch.Tensor):
+            layer.dtype, layer.device = part.dtype, device
+        if number:
+            layer.__dict__[what][int(number[0])] = value
+        elif what in WINDOW:
+            setattr(layer, what, value)
+        else:
+            raise KeyError(what)
 
 
 def seat_states(layer: Any, row: int, other: Any) -> None:

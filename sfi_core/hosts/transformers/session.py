@@ -13,6 +13,7 @@ from sfi_core.distributed.ranks import ranks_of
 from sfi_core.engine.audit import Audit, check_audit
 from sfi_core.engine.maintenance import worked_off_together
 from sfi_core.engine.picking import CPU_PIECE, PIECE
+from sfi_core.engine.prompt_cache import UNKNOWN
 from sfi_core.engine.prompt_queries import Watcher
 from sfi_core.engine.report import RunReport
 from sfi_core.engine.run import Run
@@ -34,6 +35,7 @@ from sfi_core.hosts.transformers.shapes import StateChecks
 from sfi_core.hosts.transformers.stores import TierPlan
 from sfi_core.models.describe import describe_model
 from sfi_core.models.load import DTYPES, check_split
+from sfi_core.models.source import model_digest
 from sfi_core.observers.events import LogitsEvent, RunEvent
 from sfi_core.observers.observer import NullObserver, Observer, as_one
 from sfi_core.policies import EvidencePolicy, policy_class
@@ -203,6 +205,14 @@ class Session:
         if kept is None:
             return shapes
         return [replace(shape, itemsize=kept.itemsize) if shape.window is None else shape for shape in shapes]
+
+    @property
+    def model_key(self) -> str:
+        """What keys and values of a prompt belong to: the checkpoint, or this model alone, with the numbers' types."""
+        model, weights = self.model, getattr(self.model, "sfi_weights", None)
+        kinds = "" if weights is None else "+".join(sorted(weights.blocks))
+        digest = model_digest(model) or model.__dict__.setdefault("sfi_key", f"{UNKNOWN} {uuid4().hex}")
+        return " ".join(filter(None, (digest, str(self.kv_dtype or model.dtype), kinds)))
 
     @property
     def kv_dtype(self) -> torch.dtype | None:
