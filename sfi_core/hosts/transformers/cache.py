@@ -3,7 +3,7 @@
 The argument is `past_key_values`, which transformers 5.24 renamed to `cache`.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, fields
@@ -21,6 +21,7 @@ from transformers.cache_utils import (
 )
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from sfi_core.engine.prompt_cache import PromptCache
 from sfi_core.engine.run import Run
 from sfi_core.errors import UnsupportedModelError
 from sfi_core.hosts.transformers.own_layers import of_own_kind, seat_states, seat_window, taken
@@ -166,6 +167,11 @@ def _ours(index: int, layer: Any, model: str) -> Any:
     return layer
 
 
+def _fresh_layers(model: PreTrainedModel) -> list[Any]:
+    layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
+    return [_ours(index, layer, type(model).__name__) for index, layer in enumerate(layers)]
+
+
 class StepsOfACache(Protocol):
     """The replayed steps of a run under a loop that is not sfi's (`replays.Replays`)."""
 
@@ -186,7 +192,8 @@ class SfiCache(Cache):
     padded tokens of the prompts, when known: a piece that ends before them is not step 0. `stop_ids` end a
     request. `requests` counts those that wait for a row too, None for those of the batch; `generated` are the
     most tokens that one generates, None for what `capacity` leaves. The `run` is made at the first forward
-    pass.
+    pass. `known` is the prompt of the last call of `model.generate`, for the next one; `on_prompt_end` is called with
+    the padded tokens so far when a prompt has been read.
 
     Of the pass under way: `ragged` is its layout, where one row holds several requests' tokens; `span` its observers'
     spans; `planned` says that the engine has planned it, so that it begins no step; `shadowed` that it is an audited
@@ -197,8 +204,7 @@ class SfiCache(Cache):
         self, model: PreTrainedModel, capacity: int | None, prompt_length: int | None, stop_ids: frozenset[int]
     ) -> None:
         text, self.name = model.config.get_text_config(decoder=True), type(model).__name__
-        base = enumerate(DynamicCache(config=text).layers)
-        super().__init__(layers=[_ours(index, layer, self.name) for index, layer in base])
+        super().__init__(layers=_fresh_layers(model))
         of_own_kind(self, model)
         self.owners = owners(text)
         self.capacity, self.prompt_length, self.stop_ids = capacity, prompt_length, stop_ids
@@ -210,6 +216,13 @@ class SfiCache(Cache):
         self.planned = self.shadowed = False
         self.dense_BV: torch.Tensor | None = None
         self.replays: StepsOfACache | None = None
+        self.known: PromptCache | None = None
+        self.on_prompt_end: Callable[[int], None] | None = None
+
+    def renew(self, model: PreTrainedModel, capacity: int | None) -> None:
+        """Begin anew, with room for `capacity` tokens a request or, if that is more, for as many as before."""
+        self.layers, self.run, self.replays = _fresh_layers(model), None, None
+        self.capacity = max(self.capacity or 0, capacity or 0) or None
 
     @property
     def managed(self) -> list[SfiLayer]:

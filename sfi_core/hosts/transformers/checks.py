@@ -63,15 +63,11 @@ def prompt_tokens(mask: Any, batch: int, new: int, seen: int, *, final: bool) ->
     return counts
 
 
-def check_cache(cache: Any, *, fresh: bool = False) -> None:
-    """Raise `ConfigError` for a cache that is not sfi's, or that has tokens although it must be `fresh`."""
-    if cache is None:
-        return
-    if not isinstance(cache, SfiCache):
+def check_cache(cache: Any) -> None:
+    """Raise `ConfigError` for a cache that is not sfi's."""
+    if cache is not None and not isinstance(cache, SfiCache):
         way = "leave it out, or take run.cache() inside slow_fast(...) as run"
         raise ConfigError(f"{CACHE_NAME} must be an sfi cache, got {type(cache).__name__}; {way}")
-    if fresh and cache.seen:
-        raise ConfigError(f"{CACHE_NAME} must be fresh, got one with {cache.seen} tokens; each call reads its prompt")
 
 
 def refuse_modes(settings: Any, kwargs: Mapping[str, Any]) -> None:

@@ -60,7 +60,7 @@ class Decoder:
         """Check whether steps can be recorded, and what the model's forward pass takes."""
         session = self.session
         self.cache = session.cache(self.capacity, self.ids_BT.shape[1], self.stop_ids)
-        self.cache.requests, self.cache.generated = self.requests, self.generated
+        self.cache.requests, self.cache.generated, self.cache.known = self.requests, self.generated, self.known
         self._model = ModelPass(session, self.cache, len(self.ids_BT))
         self.replays = Replays(session, self.cache, self._model, patient=self.patient)
         self._ragged = bool((self.mask_BT == 0).any())

@@ -12,10 +12,12 @@ from transformers.generation import GenerateDecoderOnlyOutput, logits_process
 from sfi_core.distributed.ranks import Ranks
 from sfi_core.engine.loop import Loop, left_pad
 from sfi_core.engine.picking import Picker, TokensSoFar
+from sfi_core.engine.prompt_cache import PromptCache
 from sfi_core.errors import ConfigError, InputError
 from sfi_core.hosts.transformers.cache import CACHE_NAME, OLD_NAME, SfiCache, cache_in, under_way
 from sfi_core.hosts.transformers.checks import check_cache, prompt_tokens, refuse_modes
 from sfi_core.hosts.transformers.decoder import Decoder
+from sfi_core.hosts.transformers.known_prompt import KnownPrompt
 from sfi_core.hosts.transformers.lossless import refuse_in_lossless
 from sfi_core.hosts.transformers.session import Session
 from sfi_core.machine.threads import serving
@@ -121,38 +123,50 @@ def generate_with(session: Session, generate: Callable[..., Any]) -> Callable[..
     def _generate(inputs: torch.Tensor | None, generation_config: Any, **kwargs: Any) -> Any:
         settings = _settings(session, generation_config, kwargs)
         refuse_modes(settings, kwargs)
-        prompt = inputs
-        if inputs is None:
-            prompt = kwargs.get("input_ids", kwargs.get("inputs_embeds"))
-        if prompt is not None and 0 in prompt.shape[:2]:
-            shape = " x ".join(map(str, prompt.shape[:2]))
-            raise InputError(f"prompts must have at least one token each, got a batch of {shape}")
-        if prompt is not None:  # now: transformers may work with the mask before the first pass
-            prompt_tokens(kwargs.get("attention_mask"), prompt.shape[0], prompt.shape[1], 0, final=True)
+        prompt, count = _prompt(inputs, kwargs)
         length, new = 0 if prompt is None else prompt.shape[1], settings.max_new_tokens
         capacity = length + new if new else settings.max_length
         cache = cache_in(kwargs)
         if session.engine.lossless:
             refuse_in_lossless(settings, kwargs)
-        check_cache(cache, fresh=True)
-        if cache is None and prompt is not None and capacity:
+        check_cache(cache)
+        if (cache is None or cache.seen) and prompt is not None and capacity:
             _check_memory(session, prompt.shape[0], length, capacity, settings)
         if session.ranks.size > 1:
             ids = None if prompt is None else prompt.tolist()
             session.ranks.check_same({"prompts": ids, "config": session.config, "settings": settings})
             session.ranks.share_seed(session.model.device)
+        kwargs.pop(OLD_NAME, None)
+        kwargs.pop(CACHE_NAME, None)
         if session.engine.lossless:
-            decoding = lossless_decoding(session, kwargs.get("streamer"))
+            known = PromptCache() if cache is None or cache.known is None else cache.known
+            if cache is not None:
+                cache.known = known
+            decoding = lossless_decoding(session, kwargs.get("streamer"), known)
             options = {"generation_config": generation_config, "custom_generate": decoding}
             return generate(inputs, **{**kwargs, **options})
-        kwargs.pop(OLD_NAME, None)
-        kwargs[CACHE_NAME] = _prepared(session, cache, capacity, length, settings)
+        kwargs[CACHE_NAME] = cache = _prepared(session, cache, capacity, length, settings)
+        known = _known(session, cache, prompt, count, settings)
         output = generate(inputs, generation_config=generation_config, **kwargs)
+        if known is not None:
+            known.leave()
         sequences = output if isinstance(output, torch.Tensor) else output.sequences
         session.run.record(session.ranks.same_tokens(sequences[:, -1]))
         return output
 
     return generate_with_sfi
+
+
+def _prompt(inputs: torch.Tensor | None, kwargs: dict[str, Any]) -> tuple[torch.Tensor | None, list[int]]:
+    # the token ids or embeddings of the prompts, and the tokens of each; checked now: transformers may work with the
+    # mask before the first pass
+    prompt = kwargs.get("input_ids", kwargs.get("inputs_embeds")) if inputs is None else inputs
+    if prompt is None:
+        return None, []
+    if 0 in prompt.shape[:2]:
+        shape = " x ".join(map(str, prompt.shape[:2]))
+        raise InputError(f"prompts must have at least one token each, got a batch of {shape}")
+    return prompt, prompt_tokens(kwargs.get("attention_mask"), prompt.shape[0], prompt.shape[1], 0, final=True)
 
 
 def _settings(session: Session, generation_config: Any, kwargs: dict[str, Any]) -> Any:
@@ -178,15 +192,36 @@ def _prepared(session: Session, cache: SfiCache | None, capacity: int | None, le
     return cache
 
 
+def _known(
+    session: Session, cache: SfiCache, prompt: torch.Tensor | None, count: Sequence[int], settings: Any
+) -> KnownPrompt | None:
+    # a used cache begins anew, and one prompt of token ids behind what it shares with the cache's last one
+    used = cache.seen > 0
+    if used:
+        cache.renew(session.model, sum(count[:1]) + (settings.max_new_tokens or 0))
+    several = len(count) != 1 or (settings.num_return_sequences or 1) > 1 or session.ranks.size > 1
+    if prompt is None or several or prompt.is_floating_point():
+        return None
+    cache.known = cache.known or PromptCache()
+    row = prompt[0, prompt.shape[1] - count[0] :].tolist()
+    known = KnownPrompt(cache.known, session, cache, [row], leaves=True)
+    cache.on_prompt_end = known.see
+    if used:
+        session.start(cache, 1, prompt.shape[1])
+        known.begin(prompt)
+    return known
+
+
 def stop_tokens(eos: Any) -> tuple[int, ...]:
     """Return stop tokens that are given as none, one, several or a tensor."""
     return () if eos is None else tuple(torch.as_tensor(eos).flatten().tolist())
 
 
-def lossless_decoding(session: Session, streamer: Any) -> Callable[..., Any]:
+def lossless_decoding(session: Session, streamer: Any, known: PromptCache) -> Callable[..., Any]:
     """Return the function that transformers calls in place of its own decoding loop.
 
-    `streamer` receives the tokens, one by one; transformers has sent the prompt. None for no streamer.
+    `streamer` receives the tokens, one by one; transformers has sent the prompt. None for no streamer. One prompt goes
+    on behind what it shares with `known`, and is then there.
     """
 
     def decode(
@@ -208,6 +243,7 @@ def lossless_decoding(session: Session, streamer: Any) -> Callable[..., Any]:
         decoder = Decoder(
             session=session, ids_BT=ids_BT, mask_BT=mask_BT, capacity=limit, stop_ids=stop_ids,
             chunk=generation_config.prefill_chunk_size or 0, requests=B, generated=limit - T,
+            known=None if session.ranks.size > 1 else known,
         )  # fmt: skip
         seed = int(torch.randint(2**62, ())) if generation_config.do_sample else None
         picker = OwnProcessors(logits_processor, input_ids, range(slots), session.ranks, seed)

@@ -25,7 +25,7 @@ class KnownPrompt:
     def __init__(
         self, known: PromptCache, session: Session, cache: SfiCache, prompts: Sequence[Sequence[int]], *, leaves: bool
     ) -> None:
-        """Raise `ConfigError` for a cache of another model or on several ranks, `InputError` for one of other layers."""
+        """Raise `ConfigError` for a cache of another model or on several ranks, `InputError` for other layers."""
         if session.ranks.size > 1:
             raise ConfigError("a prompt cache must be of one process, got several ranks")
         if known.tokens and known.model != session.model_key:

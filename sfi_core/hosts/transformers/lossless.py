@@ -23,8 +23,6 @@ REFUSED = {
     "stopping_criteria": "a stopping criterion of one's own",
     "inputs_embeds": "a prompt of embeddings",
     "position_ids": "position_ids of one's own",
-    "cache": "a cache of one's own",
-    "past_key_values": "a cache of one's own",
     "remove_invalid_values": "replacing broken logits",
 }
 

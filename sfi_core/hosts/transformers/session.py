@@ -270,6 +270,8 @@ class Session:
             if run is None:
                 return
             run.maintenance.join()
+            if cache.on_prompt_end is not None and run.batch_pass.ended:
+                cache.on_prompt_end(cache.seen)
             compare_shadow(run, cache, output.logits[:, -1])
 
     def start(
