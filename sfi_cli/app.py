@@ -18,6 +18,7 @@ from typer.core import TyperGroup
 
 from sfi_cli.commands import config, trace
 from sfi_cli.commands.bench.command import bench
+from sfi_cli.commands.chat import chat
 from sfi_cli.commands.doctor import doctor
 from sfi_cli.commands.evaluate.command import evaluate, lm_eval
 from sfi_cli.commands.generate.command import generate
@@ -82,6 +83,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(generate)
+app.command()(chat)
 app.command(cls=Serve)(serve)
 app.command("eval")(evaluate)
 app.command(

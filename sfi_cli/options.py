@@ -58,6 +58,9 @@ Dtype = Annotated[str, option(MODEL, "auto, bfloat16, float16 or float32.")]
 Device = Annotated[str, option(MODEL, "auto, cpu, cuda, cuda:1, ...")]
 # not a setting: a config file must not switch it on
 TrustRemoteCode = Annotated[bool, option(MODEL, "Run code from the checkpoint.", "--trust-remote-code")]
+PromptCache = Annotated[
+    File, option(MODEL, "Keep the prompt in this folder; go on behind what it has of it.", "--prompt-cache")
+]
 KvDeviceBudget = Annotated[
     str | None,
     _setting(

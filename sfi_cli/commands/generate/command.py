@@ -52,6 +52,7 @@ def generate(
     temperature: o.Temperature = None,
     top_p: o.TopP = None,
     seed: o.Seed = 0,
+    prompt_cache: o.PromptCache = None,
     trace: Annotated[o.File, o.option(o.TRACE, "Record a trace into this folder.")] = None,
     audit: o.Audit = None,
     json: o.Json = False,
@@ -74,6 +75,8 @@ def generate(
       sfi generate -f long.txt --model Qwen/Qwen3-0.6B --chat --lossless
 
       sfi generate --batch prompts.jsonl --max-batch 8 -o answers.jsonl
+
+      sfi generate -f long.txt --model Qwen/Qwen3-0.6B --prompt-cache long
 
       sfi generate -f long.txt --model Qwen/Qwen3-0.6B --trace run --audit 16
     """
@@ -118,7 +121,7 @@ def generate(
             compare=example and policy != "full-kv" if compare is None else compare,
             beside=example and plain, trace=trace, audit=audits,
             sampling=settings.of("sampling"), seed=seed, max_new_tokens=max_new_tokens,
-            max_batch=max_batch, by_line=by_line,
+            max_batch=max_batch, by_line=by_line, prompt_cache=prompt_cache,
         )  # fmt: skip
 
 

@@ -46,6 +46,7 @@ def run(
     max_new_tokens: int,
     max_batch: int | None,
     by_line: bool,
+    prompt_cache: Path | None,
 ) -> None:
     """Load the model, decode, write the text or the document, and report.
 
@@ -54,6 +55,12 @@ def run(
     """
     engine = settings.table(EngineOptions)
     options: dict[str, Any] = {"sampling": prompts.sampling(Sampling(**sampling)), "seed": prompts.seeds(seed)}
+    folder = None
+    if prompt_cache is not None:
+        from sfi_cli.commands.prompt_folder import PromptFolder
+
+        folder = PromptFolder(prompt_cache, output.say)
+        options["cache"] = folder.cache
     with Progress(quiet=output.quiet) as progress:
         progress.update(f"loading {subject.name}", 0, 0)
         from sfi_core.models.rotation import check_rotation, pass_rotation
@@ -64,8 +71,8 @@ def run(
     rows = [token_ids(entry, tokenizer, chat=chat) for entry in prompts.entries]
     limits = prompts.limits(max_new_tokens)
     shows = output.path is None and not output.json and len(rows) == 1
-    decode: Callable[..., Any] = partial(
-        _decode, model, tokenizer, rows, settings.config,
+    run_once: Callable[..., Any] = partial(
+        decode, model, tokenizer, rows, settings.config,
         quiet=output.quiet, max_new_tokens=limits, max_batch=max_batch, **options,
     )  # fmt: skip
     provenance = {
@@ -80,19 +87,21 @@ def run(
         if by_line:
             output.begin_lines()
         on_end = partial(_answer, output, prompts) if by_line else None
-        result = decode(policy, engine, stream=stream, observers=watch, audit=audit, on_end=on_end)
+        result = run_once(policy, engine, stream=stream, observers=watch, audit=audit, on_end=on_end)
         if recorder is not None and (result.interrupted or result.error is not None):
             recorder.close("interrupted" if result.interrupted else str(result.error))
+    if folder is not None:
+        folder.keep()
     document = _document(
         result, subject, prompts, engine, str(model.device), policy=policy, preset=preset,
         config=settings.config.to_dict(),
     )  # fmt: skip
     if not result.interrupted and result.error is None:
         if compare:
-            document["comparison"] = {"policy": "full-kv", **_measured(decode("full-kv", engine))}
+            document["comparison"] = {"policy": "full-kv", **_measured(run_once("full-kv", engine))}
         if beside and not pass_rotation(model.config):
             drafting = default_policy(lossless=True)
-            other = decode(drafting, replace(engine, lossless=True))
+            other = run_once(drafting, replace(engine, lossless=True))
             document["lossless"] = {"policy": f"{drafting}, lossless", **_measured(other)}
     _write(output, document, result.texts, shown=shows or by_line)
     if by_line:
@@ -160,7 +169,7 @@ def _check(name: str, settings: Given, engine: EngineOptions, subject: Subject, 
     check_backend(engine.backend, resolve_device(subject.loading["device"]))
 
 
-def _decode(
+def decode(
     model: Any,
     tokenizer: Any,
     prompts: list[list[int]],
@@ -174,6 +183,7 @@ def _decode(
     observers: Any = (),
     **options: Any,
 ) -> Any:
+    """Complete prompts by `sfi_core.generate`, with progress; one prompt's text goes to `stream` as it comes."""
     from sfi_core.generation.generate import generate
     from sfi_core.generation.prompts import TextStream
     from sfi_core.hosts.transformers.stores import engine_for

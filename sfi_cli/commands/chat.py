@@ -1,0 +1,270 @@
+"""`sfi chat`: a document is read once, and each question goes on behind it."""
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from sfi_cli import options as o
+from sfi_cli.settings.given import Given, given
+from sfi_cli.settings.tables import TraceTable
+from sfi_cli.terminal.output import Output
+from sfi_core.errors import ConfigError, SfiError
+from sfi_core.machine.files import read_file, write_atomically
+from sfi_core.machine.text import parse_json, write_json
+from sfi_core.settings.engine import EngineOptions, Sampling
+from sfi_core.settings.policy_names import default_policy
+
+if TYPE_CHECKING:
+    from sfi_cli.commands.prompt_folder import PromptFolder
+
+MESSAGES = "messages.json"  # of the conversation, beside the prompt
+HISTORY = "chat_history"
+MOST_LINES = 1000  # of the history
+HELP = "/report  /policy NAME  /lossless  /trace DIR  /new  /quit; a line that ends in \\ goes on"
+
+
+def chat(
+    file: Annotated[o.File, typer.Option("--file", "-f", help="A document to talk about.")] = None,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", help="Most tokens of an answer.")] = 512,
+    model: o.Model = None,
+    dtype: o.Dtype = "auto",
+    device: o.Device = "auto",
+    kv_device_budget: o.KvDeviceBudget = None,
+    trust_remote_code: o.TrustRemoteCode = False,
+    prompt_cache: o.PromptCache = None,
+    policy: o.PolicyOrDefault = None,
+    preset: o.Preset = None,
+    config: o.Config = None,
+    sets: Annotated[o.Words, o.sets()] = None,
+    budget: o.Budget = None,
+    recent: o.Recent = None,
+    lossless: o.Lossless = False,
+    temperature: o.Temperature = None,
+    top_p: o.TopP = None,
+    seed: o.Seed = 0,
+    quiet: o.Quiet = False,
+) -> None:
+    """Talk with a model, about a document that is read once.
+
+    Each question is read behind the document and the answers before it, so
+    that the next answer begins soon. Ctrl-C stops an answer, Ctrl-D ends the
+    chat. Within: /report, /policy NAME, /lossless, /trace DIR, /new, /quit.
+
+    For example:
+
+      sfi chat --model smollm2
+
+      sfi chat -f report.txt --model Qwen/Qwen3-0.6B --policy codescan
+
+      sfi chat -f report.txt --model Qwen/Qwen3-0.6B --prompt-cache report
+    """
+    from sfi_cli.loading import Subject
+    from sfi_cli.parsing import read_text
+    from sfi_cli.terminal.progress import Progress
+
+    if model is None:
+        raise ConfigError("--model must be one that chats, got the bundled one; for example --model smollm2")
+    settings = given(
+        "chat", preset=preset, file=config, sets=sets,
+        options={
+            "budget": budget, "recent": recent, "sampling.temperature": temperature, "sampling.top_p": top_p,
+            "engine.kv_device_budget": kv_device_budget, "engine.lossless": lossless or None,
+        },
+    )  # fmt: skip
+    document = "" if file is None else read_text(file, "document")
+    output, subject = Output(quiet=quiet), Subject.of(settings, model, dtype, device, trust_remote_code)
+    with Progress(quiet=quiet) as progress:
+        progress.update(f"loading {subject.name}", 0, 0)
+        from sfi_cli.commands.prompt_folder import PromptFolder
+
+        folder = PromptFolder(prompt_cache, output.say)
+        subject.check()
+        loaded, tokenizer = subject.loaded(quiet=True)
+    conversation = Chat(
+        loaded, tokenizer, settings, document, folder, output, policy=policy, limit=max_new_tokens, seed=seed,
+        engine=settings.table(EngineOptions),
+    )  # fmt: skip
+    with history():
+        conversation.begin()
+        while (line := question()) is not None:
+            conversation.take(line)
+
+
+@dataclass
+class Chat:
+    """A conversation: the messages so far, and what the last answer's run left."""
+
+    model: Any
+    tokenizer: Any
+    settings: Given
+    document: str
+    folder: "PromptFolder"
+    output: Output
+    policy: str | None
+    limit: int
+    seed: int
+    engine: EngineOptions
+    messages: list[dict[str, str]] = field(default_factory=list)
+    result: Any = None
+    trace: Path | None = None  # of the next answer
+
+    def begin(self) -> None:
+        """Go on with the folder's conversation, if it is about this document, and read the document otherwise."""
+        saved = read_messages(self.folder.path(MESSAGES), self.output.say)
+        if saved and saved[0]["content"].startswith(self.document):
+            self.messages = saved
+            self.output.say(f"going on after {len(saved) // 2} answers; /new begins anew")
+        elif self.document:
+            # what the template makes of the document, whatever the question
+            first, other = (self._ids([{"role": "user", "content": f"{self.document}\n\n{text}"}]) for text in "A1")
+            shared = next(place for place, pair in enumerate(zip(first, other, strict=False)) if len(set(pair)) > 1)
+            with self._errors():
+                self._run(first[:shared], policy="full-kv", limit=1)
+                self.folder.keep()
+        self.output.say(HELP)
+
+    def take(self, line: str) -> None:
+        """Answer a question, or do what a line that begins with a slash says."""
+        word, _, rest = line.strip().partition(" ")
+        orders: dict[str, Callable[[str], None]] = {
+            "/report": self._report, "/policy": self._choose, "/lossless": self._toggle, "/trace": self._trace,
+            "/new": self._begin_anew, "/quit": _quit,
+        }  # fmt: skip
+        with self._errors():
+            if word in orders:
+                orders[word](rest.strip())
+            elif word.startswith("/"):
+                self.output.say(HELP)
+            elif line.strip():
+                self.answer(line)
+
+    def answer(self, text: str) -> None:
+        """Stream the answer to a question; one that is stopped before its first word leaves no trace."""
+        content = f"{self.document}\n\n{text}" if self.document and not self.messages else text
+        messages = [*self.messages, {"role": "user", "content": content}]
+        try:
+            self.result = self._run(self._ids(messages), policy=self.policy, limit=self.limit, stream=self.output)
+        except KeyboardInterrupt:
+            self.output.say("stopped")
+            return
+        (request,), (words,) = self.result.report.requests, self.result.texts
+        if not request.token_ids:
+            return
+        self.messages = [*messages, {"role": "assistant", "content": words}]
+        self.folder.keep()
+        if (path := self.folder.path(MESSAGES)) is not None:
+            write_atomically(path, write_json(self.messages).encode())
+        known = f"{request.cached_prompt_tokens:,} of {request.prompt_tokens:,} tokens known"
+        rate = self.result.report.steady_tokens_per_second
+        speed = f"{rate:,.1f} tokens/s, cache read {request.cache_read_ratio:.1%}" if rate else "no step decoded"
+        self.output.say(f"[first token after {request.prefill_seconds:.2f} s, {known}; {speed}]")
+
+    def _ids(self, messages: list[dict[str, str]]) -> list[int]:
+        from sfi_cli.commands.generate.prompts import token_ids
+
+        return token_ids(messages, self.tokenizer, chat=True)
+
+    def _run(self, ids: list[int], *, policy: str | None, limit: int, stream: Output | None = None) -> Any:
+        from sfi_cli.commands.generate.job import decode, recording
+
+        policy = policy or default_policy(lossless=self.engine.lossless)
+        engine = replace(self.engine, lossless=False) if policy == "full-kv" else self.engine
+        trace, self.trace = (self.trace, None) if stream is not None else (None, self.trace)
+        with recording(trace, self.settings.table(TraceTable), self.output, tokenizer=self.tokenizer) as (watch, _):
+            return decode(
+                self.model, self.tokenizer, [ids], self.settings.config, policy, engine, quiet=self.output.quiet,
+                max_new_tokens=[limit], stream=stream, observers=watch, cache=self.folder.cache, seed=self.seed,
+                sampling=Sampling(**self.settings.of("sampling")),
+            )  # fmt: skip
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except (SfiError, OSError) as error:
+            self.output.say(f"error: {error}")
+
+    def _report(self, _: str) -> None:
+        if self.result is not None:
+            self.output.say(str(self.result.report))
+
+    def _choose(self, name: str) -> None:
+        from sfi_core.policies import policy_class
+
+        policy_class(name)
+        self.policy = name
+
+    def _toggle(self, _: str) -> None:
+        self.engine = replace(self.engine, lossless=not self.engine.lossless)
+        self.output.say(f"lossless {'on' if self.engine.lossless else 'off'}")
+
+    def _trace(self, folder: str) -> None:
+        if not folder:
+            raise ConfigError("/trace must name a folder, got none")
+        self.trace = Path(folder)
+        self.output.say(f"the next answer is recorded in {folder}")
+
+    def _begin_anew(self, _: str) -> None:
+        self.messages = []
+
+
+def _quit(_: str) -> None:
+    raise typer.Exit
+
+
+def question() -> str | None:
+    """Read a question, of several lines where each but the last ends in a backslash; None at the input's end."""
+    asks = sys.stdin.isatty()
+    try:
+        line = input("> " if asks else "")
+        while line.endswith("\\"):
+            line = f"{line[:-1]}\n{input('. ' if asks else '')}"
+    except EOFError:
+        return None
+    except KeyboardInterrupt:
+        return ""
+    return line
+
+
+@contextmanager
+def history() -> Iterator[None]:
+    """Let the arrow keys bring earlier questions back, those of earlier chats too, on a terminal."""
+    try:
+        import readline
+    except ImportError:  # Windows
+        yield
+        return
+    folder = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "sfi"
+    readline.set_history_length(MOST_LINES)
+    with suppress(OSError):
+        readline.read_history_file(folder / HISTORY)
+    try:
+        yield
+    finally:
+        if sys.stdin.isatty():
+            with suppress(OSError):
+                folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+                readline.write_history_file(folder / HISTORY)
+
+
+def read_messages(path: Path | None, say: Callable[[str], None]) -> list[dict[str, str]]:
+    """Read a conversation: questions and answers in turns; [] where there is none, a damaged one is said."""
+    if path is None or not path.exists():
+        return []
+    try:
+        saved = parse_json(read_file(path))
+        texts = [(row["role"], row["content"]) for row in saved]
+    except (OSError, ValueError, TypeError, KeyError):
+        texts = [("", "")]
+    roles = ["user", "assistant"] * (len(texts) // 2)
+    if [role for role, _ in texts] != roles or not all(isinstance(text, str) for _, text in texts):
+        say(f"{path} must be questions and answers in turns, got something else; a new conversation begins")
+        return []
+    return [{"role": role, "content": text} for role, text in texts]
