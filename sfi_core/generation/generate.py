@@ -75,6 +75,9 @@ def read_prompt(
         )  # fmt: skip
 
 
+BEGINNING = 512  # tokens that several prompts must share to have them read once
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
     """The result of a run.
@@ -177,6 +180,7 @@ def generate(
     if shared is not None:
         _check_shared(shared, cache, rows, limits, model.device)
     reset_peak(model.device)
+    cache, seconds = _beginning(model, rows, cache, engine, page_size, shared, on_prefill)
     how: dict[str, Any] = {"policy": policy, "observers": observers, "page_size": page_size, "audit": audit}
     with (
         torch.inference_mode(),
@@ -223,6 +227,7 @@ def generate(
         except KeyboardInterrupt:
             interrupted = True
         report = _report(session, loop, error, interrupted=interrupted)
+        report = replace(report, prefill_seconds=report.prefill_seconds + seconds)
         texts = [text_of(tokenizer, request.token_ids) if tokenizer else "" for request in report.requests]
         return Result(
             report=report, texts=texts, trigger_token_ids=session.trigger_token_ids, forecast=plan.forecast,
@@ -230,6 +235,38 @@ def generate(
             peak_memory_bytes=peak_bytes(model.device), error=error, interrupted=interrupted,
             seed=draws.seed if drawn else None,
         )  # fmt: skip
+
+
+def _beginning(
+    model: Any,
+    rows: list[list[int]],
+    cache: PromptCache | None,
+    engine: EngineOptions,
+    page_size: int | None,
+    shared: SharedPrompt | None,
+    on_prefill: Callable[[int, int], None] | None,
+) -> tuple[PromptCache | None, float]:
+    # what several prompts begin with is read once, before their run; returned with the seconds that it took
+    known, first = cache or PromptCache(), PromptCache(rows[0])
+    length = min(map(first.agreed, rows))
+    if len(rows) == 1 or shared is not None or length < max(BEGINNING, known.agreed(rows[0]) + BEGINNING):
+        return cache, 0.0
+    plain = replace(engine, lossless=False, graphs=None, kv_device_budget=None)
+    config, began = SfiConfig(trigger_policy="never"), clock()
+    ids_1T, mask_1T = left_pad([rows[0][:length]], model.device)
+    with (
+        torch.inference_mode(),
+        session_on(model, None, config, policy="full-kv", engine=plain, page_size=page_size) as session,
+    ):
+        if session.ranks.size > 1:
+            return cache, 0.0
+        check_fits(session.forecast(1, length, length, engine.prefill_chunk), model.device)
+        beginning = PromptCache(known.tokens, known.layers, known.others, known.model)
+        Decoder(
+            session=session, ids_BT=ids_1T, mask_BT=mask_1T, capacity=length, chunk=engine.prefill_chunk, requests=1,
+            known=beginning, on_prefill=on_prefill,
+        ).prefill()  # fmt: skip
+    return beginning, clock() - began
 
 
 def _check_shared(

@@ -271,14 +271,6 @@ def test_cache_of_an_ended_session_is_refused(model):
         model(input_ids=torch.ones(1, 1).long(), **{CACHE_NAME: cache})
 
 
-def test_cache_with_tokens_is_refused_by_generate(model):
-    with slow_fast(model, None, SMALL) as session:
-        cache = session.cache()
-        complete(model, **{CACHE_NAME: cache})
-        with pytest.raises(ConfigError, match="must be fresh, got one with 46 tokens"):
-            complete(model, **{CACHE_NAME: cache})
-
-
 def test_streamer_gets_the_tokens_of_a_run_without_one(model):
     with slow_fast(model, None, SMALL):
         plain = complete(model, ROWS[:1])
