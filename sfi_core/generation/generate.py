@@ -258,7 +258,8 @@ def _beginning(
         torch.inference_mode(),
         session_on(model, None, config, policy="full-kv", engine=plain, page_size=page_size) as session,
     ):
-        if session.ranks.size > 1:
+        padded = len(set(map(len, rows))) > 1 and any(shape.hosted for shape in session.shapes())
+        if session.ranks.size > 1 or padded:  # `PromptCache.column` serves no padded windows and states
             return cache, 0.0
         check_fits(session.forecast(1, length, length, engine.prefill_chunk), model.device)
         beginning = PromptCache(known.tokens, known.layers, known.others, known.model)

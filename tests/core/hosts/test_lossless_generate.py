@@ -176,7 +176,8 @@ REFUSED = {
     "remove_invalid_values": ({"remove_invalid_values": True},
         "replacing broken logits does not run in a lossless run, got remove_invalid_values"),
     CACHE_NAME: ({CACHE_NAME: DynamicCache()},
-        f"{CACHE_NAME} must be an sfi cache, got DynamicCache; leave it out, or take run.cache() inside slow_fast(...) as run"),
+        f"{CACHE_NAME} must be an sfi cache, got DynamicCache; leave it out, or take run.cache() inside "
+        "slow_fast(...) as run"),
     "streamer": ({"streamer": Streamer()},
         "prompts must be one with a streamer in a lossless run, got 3"),
     "num_beams": ({"num_beams": 2}, "beam search does not run under sfi, got num_beams=2"),

@@ -104,6 +104,17 @@ def test_prompts_of_a_batch_share_a_beginning(model: Any, most: int | None):
     assert [request.cached_prompt_tokens for request in requests][2 if most == 1 else 4 :] in ([60, 0], [])
 
 
+@pytest.mark.parametrize("label", ["qwen3", "gpt-oss", "qwen3-next"])
+@pytest.mark.parametrize("most", [None, 1])
+def test_what_prompts_begin_with_is_read_once(label: str, most: int | None, monkeypatch: pytest.MonkeyPatch):
+    rows = [[*DOCUMENT, *QUESTION], [*DOCUMENT, *OTHER[:20]]]
+    expected = [tokens(complete(tiny(label), row))[0] for row in rows]
+    monkeypatch.setattr(sfi_core.generation.generate, "BEGINNING", 40)
+    requests = complete(tiny(label), *rows, max_batch=most)
+    assert tokens(requests) == expected
+    assert [request.cached_prompt_tokens for request in requests] == [60, 60]
+
+
 def test_the_observers_see_the_whole_prompt(model: Any):
     cache, seen = PromptCache(), RecordingObserver()
     complete(model, DOCUMENT, cache=cache)
