@@ -24,6 +24,7 @@ STEPS = 20
 SMALL = architectures.SMALL.replace(draft=DraftConfig(max_tokens=4))
 ROWS = prompts(37, 9, 24)
 LOSSLESS = sfi_core.EngineOptions(lossless=True)
+LEAVE = "leave it out, or take run.cache() inside slow_fast(...) as run"
 
 
 def complete(model: Any, rows: Any = ROWS, **options: Any) -> Any:
@@ -176,8 +177,7 @@ REFUSED = {
     "remove_invalid_values": ({"remove_invalid_values": True},
         "replacing broken logits does not run in a lossless run, got remove_invalid_values"),
     CACHE_NAME: ({CACHE_NAME: DynamicCache()},
-        f"{CACHE_NAME} must be an sfi cache, got DynamicCache; leave it out, or take run.cache() inside "
-        "slow_fast(...) as run"),
+        f"{CACHE_NAME} must be an sfi cache, got DynamicCache; {LEAVE}"),
     "streamer": ({"streamer": Streamer()},
         "prompts must be one with a streamer in a lossless run, got 3"),
     "num_beams": ({"num_beams": 2}, "beam search does not run under sfi, got num_beams=2"),

@@ -11,6 +11,7 @@ from sfi_core import EngineOptions, PromptCache, slow_fast
 from sfi_core.engine import prompt_cache
 from sfi_core.engine.prompt_cache import FILE
 from sfi_core.errors import ConfigError, InputError, UnsupportedModelError
+from sfi_core.generation import generate as generation
 from sfi_core.hosts.transformers import known_prompt
 from sfi_core.hosts.transformers.cache import CACHE_NAME
 from sfi_core.policies import POLICIES
@@ -109,7 +110,7 @@ def test_prompts_of_a_batch_share_a_beginning(model: Any, most: int | None):
 def test_what_prompts_begin_with_is_read_once(label: str, most: int | None, monkeypatch: pytest.MonkeyPatch):
     rows = [[*DOCUMENT, *QUESTION], [*DOCUMENT, *OTHER[:20]]]
     expected = [tokens(complete(tiny(label), row))[0] for row in rows]
-    monkeypatch.setattr(sfi_core.generation.generate, "BEGINNING", 40)
+    monkeypatch.setattr(generation, "BEGINNING", 40)
     requests = complete(tiny(label), *rows, max_batch=most)
     assert tokens(requests) == expected
     assert [request.cached_prompt_tokens for request in requests] == [60, 60]
