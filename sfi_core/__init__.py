@@ -11,6 +11,7 @@ from sfi_core.settings.parts import SelectorConfig
 if TYPE_CHECKING:
     from sfi_core.engine.prompt_cache import PromptCache
     from sfi_core.generation.generate import Result, generate, read_prompt
+    from sfi_core.hosts.transformers.custom_generate import custom_generate
     from sfi_core.hosts.transformers.session import Session
     from sfi_core.hosts.transformers.slow_fast import slow_fast
     from sfi_core.models.load import load
@@ -18,10 +19,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AuditConfig", "EngineOptions", "NullObserver", "PromptCache", "Result", "Sampling", "SelectorConfig", "Session",
-    "SfiConfig", "__version__", "generate", "load", "read_prompt", "slow_fast",
+    "SfiConfig", "__version__", "custom_generate", "generate", "load", "read_prompt", "slow_fast",
 ]  # fmt: skip
 # imported on first use: these modules import torch or transformers, which would slow `sfi --help` down
 _LAZY = {
+    "custom_generate": "hosts.transformers.custom_generate",
     "NullObserver": "observers.observer",
     "PromptCache": "engine.prompt_cache",
     "Result": "generation.generate",

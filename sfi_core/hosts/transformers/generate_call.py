@@ -145,8 +145,8 @@ def generate_with(session: Session, generate: Callable[..., Any]) -> Callable[..
             decoding = lossless_decoding(session, kwargs.get("streamer"), known)
             options = {"generation_config": generation_config, "custom_generate": decoding}
             return generate(inputs, **{**kwargs, **options})
-        kwargs[CACHE_NAME] = cache = _prepared(session, cache, capacity, length, settings)
-        known = _known(session, cache, prompt, count, settings)
+        kwargs[CACHE_NAME] = cache = prepared_cache(session, cache, capacity, length, settings)
+        known = going_on(session, cache, prompt, count, settings)
         output = generate(inputs, generation_config=generation_config, **kwargs)
         if known is not None:
             known.leave()
@@ -186,16 +186,19 @@ def _check_memory(session: Session, prompts: int, length: int, capacity: int, se
         check_fits(expected, session.model.device, two_tier=session.tiers is not None)
 
 
-def _prepared(session: Session, cache: SfiCache | None, capacity: int | None, length: int, settings: Any) -> SfiCache:
+def prepared_cache(
+    session: Session, cache: SfiCache | None, capacity: int | None, length: int, settings: Any
+) -> SfiCache:
+    """Return a cache, or a new one, for a prompt of `length` padded tokens."""
     cache = session.cache(capacity) if cache is None else cache
     cache.prompt_length, cache.stop_ids = length or None, frozenset(stop_tokens(settings.eos_token_id))
     return cache
 
 
-def _known(
+def going_on(
     session: Session, cache: SfiCache, prompt: torch.Tensor | None, count: Sequence[int], settings: Any
 ) -> KnownPrompt | None:
-    # a used cache begins anew, and one prompt of token ids behind what it shares with the cache's last one
+    """Let a used cache begin anew, and one prompt of token ids behind what it shares with the cache's last one."""
     used = cache.seen > 0
     if used:
         cache.renew(session.model, sum(count[:1]) + (settings.max_new_tokens or 0))

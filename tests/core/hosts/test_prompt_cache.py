@@ -246,3 +246,14 @@ class TestGenerate:
             expected, cache = self.ask(model, DOCUMENT), session.cache()
             model(input_ids=torch.tensor([QUESTION]), **{CACHE_NAME: cache})
             assert self.ask(model, DOCUMENT, **{CACHE_NAME: cache}) == expected
+
+    @pytest.mark.parametrize("lossless", [False, True])
+    def test_custom_generate_needs_no_session(self, model: Any, lossless: bool):
+        engine = EngineOptions(lossless=lossless)
+        options = {"custom_generate": sfi_core.custom_generate, "config": CONFIG, "engine": engine, "budget": 7}
+        rows = [DOCUMENT, QUESTION]
+        with slow_fast(model, None, CONFIG.replace(budget=7), engine=engine):
+            expected = self.ask(model, *rows)
+        assert self.ask(model, *rows, **options) == expected
+        with pytest.raises(ConfigError, match="policy must be one of"):
+            self.ask(model, *rows, **options, policy="none")
