@@ -28,14 +28,10 @@ def custom_generate(
     streamer: Any = None,
     **prepared: Any,
 ) -> Any:
-    """Decode with SFI in a plain call of `model.generate`, which gives all arguments up to `generation_config`.
+    """Decode with SFI in a plain call of `model.generate`, which gives what stands before the star.
 
-    Args:
-        tokenizer: Turns trigger strings into token ids.
-        policy: A name from `sfi_core.policies.POLICIES`; None is `default_policy`.
-        budget: Overrides that of `config`.
-        config: The settings; None is the `default` preset.
-        engine: How steps are run; `lossless` gives full attention's own tokens.
+    `tokenizer`, `config`, `policy` and `engine` are those of `slow_fast`; `budget` overrides the config's. A cache of
+    sfi in `prepared`, the model's other arguments, goes on as in `slow_fast`.
 
     Raises what `slow_fast` raises, and `ConfigError` for a generation mode that SFI does not run.
     """
