@@ -59,7 +59,7 @@ def test_policies_lossless_runs_traces_and_mistakes(model: Path, tmp_path: Path)
     stdout, stderr = talk(model, text="\n".join(orders))
     assert len(stdout.splitlines()) == len(KNOWN.findall(stderr)) == 4
     assert "lossless on" in stderr
-    assert "error: policy must be one of" in stderr
+    assert "error: unknown policy 'none'" in stderr
     assert "error: /trace must name a folder, got none" in stderr
     assert sfi("trace", "check", trace)[0] == 0
 

@@ -67,7 +67,7 @@ class KnownPrompt:
             for index, pair in known.layers.items():
                 run.append(index, *(_rows(part, count, ids_BT.device) for part in pair))
         try:
-            hold(self._cache.layers, known.others.get(column, {}), ids_BT.device)
+            hold(self._cache.layers, known.others.get(column, {}), len(count), ids_BT.device)
         except (KeyError, IndexError, ValueError) as error:
             raise InputError("a prompt cache must have the model's windows and states, got others") from error
         for layer in self._cache.managed:

@@ -50,16 +50,17 @@ def held(layers: Iterable[Any]) -> dict[str, Any]:
     return parts
 
 
-def hold(layers: Sequence[Any], parts: Mapping[str, Any], device: torch.device) -> None:
-    """Let the windows and states of fresh cache layers hold a copy of what `held` returned, on a device.
+def hold(layers: Sequence[Any], parts: Mapping[str, Any], batch: int, device: torch.device) -> None:
+    """Let the windows and states of fresh cache layers hold copies of one request's, as `held` returned them.
 
     Raise KeyError, IndexError or ValueError for parts that the layers do not have.
     """
     for name, part in parts.items():
         index, what, *number = name.split(".")
         layer = layers[int(index)]
-        value = part.to(device, copy=True) if isinstance(part, torch.Tensor) else part
+        value = part
         if isinstance(part, torch.Tensor):
+            value = part.to(device).repeat(batch, *[1] * (part.dim() - 1))
             layer.dtype, layer.device = part.dtype, device
         if number:
             layer.__dict__[what][int(number[0])] = value
