@@ -88,6 +88,7 @@ TRIGGERING = (
 # by command: the tables and settings that have an effect on it
 COMMANDS: dict[str, tuple[str, ...]] = {
     "generate": GENERATING,
+    "chat": (*DECODING, "engine", "trace", "sampling", "model"),
     "trace record": GENERATING,
     "bench": (
         *(name for name in DECODING if name not in TRIGGERING),
