@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from sfi_kernels.decode_attention.query_tile import QueryTile
+from sfi_kernels.attention_tile import QueryTile
 from sfi_kernels.dense_attention.triton import dense_attention
 from tests.fakes import kernel_device, paged
 from tests.kernels.test_dense_attention_with_logits import SCALE, check_output

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 import triton
 
-from sfi_kernels.attention_tile.shape import check_width, padded
+from sfi_kernels.attention_tile import check_width, padded
 from sfi_kernels.code_scan.choice_triton import COLUMNS
 from sfi_kernels.code_scan.choice_triton import _code_scan_choose_kernel as choose
 from sfi_kernels.code_scan.choice_triton import _code_scan_score_kernel as score

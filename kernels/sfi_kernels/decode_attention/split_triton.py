@@ -7,13 +7,14 @@ everything before a recent segment that begins inside a unit: the last item read
 
 Page numbers stay in registers: loading one inside the loop would leave the pipeline a single buffer.
 
-Which queries the rows of a tile are depends on the kind of the launch (`query_tile`). Every function has one `return`:
+Which queries the rows of a tile are depends on the kind of the launch (`attention_tile`). Every function has one `return`:
 Triton compiles what follows a `return` in a branch too, and wants one type.
 """
 
 import triton
 import triton.language as tl
 
+from sfi_kernels import attention_tile as kinds
 from sfi_kernels import step_descriptor as words
 from sfi_kernels.attention_tile.triton import (
     add_sum,
@@ -25,7 +26,6 @@ from sfi_kernels.attention_tile.triton import (
     rows,
     scaled_logits,
 )
-from sfi_kernels.decode_attention import query_tile as kinds
 
 EACH, LAST, SEVERAL = (tl.constexpr(kind) for kind in (kinds.EACH, kinds.LAST, kinds.SEVERAL))
 QUERIES = tl.constexpr(words.QUERIES)

@@ -4,9 +4,8 @@ import math
 
 import torch
 
-from sfi_kernels.attention_tile.shape import padded, tile_shape
+from sfi_kernels.attention_tile import REGISTERS, SEVERAL, padded, parts_of_pass, tile_shape
 from sfi_kernels.decode_attention.join_triton import _join_splits_kernel as join_splits
-from sfi_kernels.decode_attention.query_tile import REGISTERS, SEVERAL, parts_of_pass
 from sfi_kernels.decode_attention.reference import DecodeAttention, check
 from sfi_kernels.decode_attention.split_triton import _split_attention_kernel as split_attention
 from sfi_kernels.launch import launch, target

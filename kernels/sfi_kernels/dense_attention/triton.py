@@ -8,9 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
-from sfi_kernels.attention_tile.shape import tile_shape
+from sfi_kernels.attention_tile import QueryTile, prompt_tile, tile_shape, window_tile
 from sfi_kernels.attention_tile.triton import LOG2E, add_sink, add_tile, finish, row_start, rows, scaled_logits
-from sfi_kernels.decode_attention.query_tile import QueryTile, prompt_tile, window_tile
 from sfi_kernels.dense_attention.reference import check
 from sfi_kernels.launch import launch, target
 from sfi_kernels.pages import kernel_strides
