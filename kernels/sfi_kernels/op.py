@@ -9,14 +9,14 @@ import torch
 
 P = ParamSpec("P")
 R = TypeVar("R")
-MODULES = {"torch": "reference", "triton": "triton", "numba": "numba"}  # by backend
+IMPLEMENTATIONS = {"torch": "reference", "triton": "triton", "numba": "numba"}  # by backend
 
 
 class Op(Generic[P, R]):
     """Runs the Triton kernel where a tensor is on CUDA, the reference otherwise.
 
     `op.reference(...)`, `op.triton(...)` and `op.numba(...)` name an implementation; none falls back. They
-    have one name, in the modules `reference`, `triton` and `numba` of one package.
+    have one name, in the modules `reference` and `triton` of the op's package and in `numba_ops`.
     """
 
     def __init__(self, reference: Callable[P, R]) -> None:
@@ -31,19 +31,17 @@ class Op(Generic[P, R]):
 
     def on(self, backend: str) -> Callable[P, R]:
         """Return the implementation of "torch", "triton" or "numba", whatever the device."""
-        return cast("Callable[P, R]", getattr(self, MODULES[backend]))
+        return cast("Callable[P, R]", getattr(self, IMPLEMENTATIONS[backend]))
 
     @cached_property
     def triton(self) -> Callable[P, R]:
         """The kernel, imported on first use, so that references run where Triton is missing."""
-        return self._imported("triton")
+        return self._imported(f"{self.reference.__module__.rpartition('.')[0]}.triton")
 
     @cached_property
     def numba(self) -> Callable[P, R]:
         """The function over numba's loops, imported on first use."""
-        return self._imported("numba")
+        return self._imported("sfi_kernels.numba_ops")
 
     def _imported(self, module: str) -> Callable[P, R]:
-        package = self.reference.__module__.rpartition(".")[0]
-        function = getattr(import_module(f"{package}.{module}"), self.reference.__name__)
-        return cast("Callable[P, R]", function)
+        return cast("Callable[P, R]", getattr(import_module(module), self.reference.__name__))

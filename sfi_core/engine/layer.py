@@ -7,9 +7,7 @@ import torch
 
 from sfi_core.engine.run import Run
 from sfi_core.errors import NumericsError
-from sfi_core.machine.private import multiplies_natively
-from sfi_kernels.dense_attention import dense_attention, window_logits
-from sfi_kernels.dense_attention.with_logits import with_logits
+from sfi_kernels.dense_attention import dense_attention, dense_attention_with_logits, window_logits
 from sfi_kernels.numpy_views import fastest
 from sfi_kernels.pages import read_pages
 from sfi_kernels.partial_attention import streamed_attention, streamed_attention_with_logits, streamed_logits
@@ -91,8 +89,7 @@ class Layer:
         # quicker than one pass for both
         if by != "numba" and query_1HGWD.shape[3] > 1 and query_1HGWD.dtype == torch.float32:
             return self.dense(row, query_1HGWD), self.logits((row,), query_1HGWD[:, :, :, -1:])
-        native = multiplies_natively(query_1HGWD.dtype)
-        return with_logits.on(by)(query_1HGWD, *self._whole(row), **self.options, native=native)
+        return dense_attention_with_logits.on(by)(query_1HGWD, *self._whole(row), **self.options)
 
     def check_prompt(self, row: int, query_1HGWD: torch.Tensor, out_1HGWE: torch.Tensor) -> None:
         """Raise `NumericsError` if a prompt's attention on a CPU is not finite although its inputs are.

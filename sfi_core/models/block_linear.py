@@ -64,7 +64,7 @@ class BlockLinear(BlockLayer, torch.nn.Linear):  # type: ignore[override]
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - the base's name
         """Return `input` @ weight.T + bias, [..., O]."""
-        from sfi_kernels.linear import multiply  # noqa: PLC0415 - brings numba
+        from sfi_kernels.numba_ops import multiply  # noqa: PLC0415 - brings numba
 
         return multiply(self.matrix, input.reshape(-1, self.in_features), self.bias).view(
             *input.shape[:-1], self.out_features

@@ -39,7 +39,7 @@ class Blocks:
 
     def floats(self, index_N: torch.Tensor | None = None) -> torch.Tensor:
         """Return some rows as float32, [N, I], or all; raise `IndexError` for a row that is not there."""
-        from sfi_kernels.linear import widen  # noqa: PLC0415 - brings numba
+        from sfi_kernels.numba_ops import widen  # noqa: PLC0415 - brings numba
 
         index_N = torch.arange(self.shape[0]) if index_N is None else index_N
         if len(index_N) and not 0 <= int(index_N.min()) <= int(index_N.max()) < self.shape[0]:

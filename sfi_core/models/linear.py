@@ -41,7 +41,7 @@ class RowLinear(torch.nn.Linear):
         return self._many(input) if slow and rows >= FEW else super().forward(input)
 
     def _few(self, rows: torch.Tensor) -> torch.Tensor:
-        from sfi_kernels.linear import multiply_few  # noqa: PLC0415 - brings numba
+        from sfi_kernels.numba_ops import multiply_few  # noqa: PLC0415 - brings numba
 
         weight = self.weight.detach()
         out = multiply_few(row_of(KINDS[weight.dtype], weight.shape, weight), rows.reshape(-1, self.in_features))

@@ -15,7 +15,6 @@ from sfi_core.machine.memory import free_bytes, resident_bytes
 from sfi_core.models.linear import crawls
 from sfi_core.policies.base import Policy
 from sfi_core.state.layer_shape import LayerShape
-from sfi_kernels.dense_attention.with_logits import GROUP
 
 FLOAT32 = INT32 = 4
 # bytes of a logit that is being picked from, at most: its float32 copy and score, with a sorted copy and its
@@ -44,19 +43,17 @@ class Drafting:
     compares: bool
     explicit: bool
 
-    def pass_bytes(self, *, batch: int, vocabulary: int, itemsize: int, heads: int, grouped: int, capacity: int) -> int:
+    def pass_bytes(self, *, batch: int, vocabulary: int, itemsize: int, grouped: int, capacity: int) -> int:
         """Add up what a verification of all requests holds, the model's activations left out.
 
-        `vocabulary` numbers of `itemsize` bytes are a token's logits; `heads` are all query heads, `grouped`
-        those of a KV head; `capacity` are the tokens that a request may reach.
+        `vocabulary` numbers of `itemsize` bytes are a token's logits; `grouped` are the query heads of a KV head,
+        whose logits are held at once; `capacity` are the tokens that a request may reach.
         """
         numbers = batch * self.tested * vocabulary
         picking = min(numbers, max(self.together, vocabulary)) * PICKING
         comparing = self.tested * vocabulary * COMPARING if self.compares else 0
-        all_logits = heads * self.tested * capacity
-        held = min(all_logits, max(GROUP, grouped * self.tested * capacity))
         # logits, weights, and these once more
-        attention = 3 * FLOAT32 * held if self.explicit else 0
+        attention = 3 * FLOAT32 * grouped * self.tested * capacity if self.explicit else 0
         return max(numbers * itemsize + max(picking, comparing), attention)
 
     def kept_bytes(self, *, batch: int, vocabulary: int, itemsize: int) -> int:
@@ -179,10 +176,9 @@ def _drafting_bytes(
     model: Any, layers: Sequence[LayerShape], drafting: Drafting, batch: int, capacity: int
 ) -> tuple[int, int]:
     # the largest transient of a verification, and the logits that observers wait for
-    heads = _query_heads(model)
     logits = {"batch": batch, "vocabulary": _vocabulary(model), "itemsize": model.dtype.itemsize}
-    grouped = heads // min(layer.heads for layer in layers)
-    passing = drafting.pass_bytes(**logits, heads=heads, grouped=grouped, capacity=capacity)
+    grouped = _query_heads(model) // min(layer.heads for layer in layers)
+    passing = drafting.pass_bytes(**logits, grouped=grouped, capacity=capacity)
     activations = _activation_bytes(model, layers, batch, drafting.tested)
     return activations + passing, drafting.kept_bytes(**logits)
 

@@ -7,8 +7,8 @@ everything before a recent segment that begins inside a unit: the last item read
 
 Page numbers stay in registers: loading one inside the loop would leave the pipeline a single buffer.
 
-Which queries the rows of a tile are depends on the kind of the launch (`attention_tile`). Every function has one `return`:
-Triton compiles what follows a `return` in a branch too, and wants one type.
+Which queries the rows of a tile are depends on the kind of the launch (`attention_tile`). Every function has one
+`return`: Triton compiles what follows a `return` in a branch too, and wants one type.
 """
 
 import triton

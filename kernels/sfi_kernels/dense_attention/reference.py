@@ -3,7 +3,7 @@
 import torch
 
 from sfi_kernels.pages import read_pages, wide_chunks
-from sfi_kernels.partial_attention import capped, streamed_attention
+from sfi_kernels.partial_attention import capped, finite, streamed_attention
 from sfi_kernels.shapes import check_pages, check_shape
 
 
@@ -46,6 +46,53 @@ def dense_attention(
             sink_HG=sink_HG,
         )  # fmt: skip
     return out
+
+
+def dense_attention_with_logits(
+    query_BHGWD: torch.Tensor, key_PHND: torch.Tensor, value_PHNE: torch.Tensor, block_table_BP: torch.Tensor,
+    length_B: torch.Tensor, *, scale: float, soft_cap: float | None = None, sink_HG: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Attend as `dense_attention` does, in float32, and return the last query's logits, in one pass over the keys.
+
+    PyTorch's fused attention does not return the logits: the evidence would read the keys a second time.
+
+    Returns:
+        out, and l, [B, H, G, 1, T] float32 with T the longest length, -inf beyond a request's own.
+    """
+    check(query_BHGWD, key_PHND, block_table_BP, length_B, value_PHNE, sink_HG)
+    H, W = query_BHGWD.shape[1], query_BHGWD.shape[3]
+    if min(H, W) > 1:  # head by head: the logits of all queries are large
+        parts = [
+            dense_attention_with_logits(
+                query_BHGWD[:, head], key_PHND[:, head], value_PHNE[:, head], block_table_BP, length_B, scale=scale,
+                soft_cap=soft_cap, sink_HG=None if sink_HG is None else sink_HG[head],
+            )
+            for head in (slice(h, h + 1) for h in range(H))
+        ]  # fmt: skip
+        outs, logits = zip(*parts, strict=True)
+        return torch.cat(outs, 1), torch.cat(logits, 1)
+    logits_BHGWT = window_logits(query_BHGWD, key_PHND, block_table_BP, length_B, scale=scale, soft_cap=soft_cap)
+    if sink_HG is None:
+        weight_BHGWT = logits_BHGWT.softmax(-1)
+    else:
+        log_sum = torch.logaddexp(logits_BHGWT.logsumexp(-1), sink_HG.float()[None, :, :, None])
+        weight_BHGWT = (logits_BHGWT - finite(log_sum).unsqueeze(-1)).exp_()
+    outs = []
+    for row, length in enumerate(length_B.tolist()):
+        out_HXE = _weighted(weight_BHGWT[row].flatten(1, 2), value_PHNE, block_table_BP[row], length)
+        outs.append(out_HXE.view(*query_BHGWD.shape[1:4], -1))
+        outs[row][:, :, : max(0, W - length)] = 0  # padding, which sees nothing
+    out = outs[0][None] if len(outs) == 1 else torch.stack(outs)
+    return out.to(query_BHGWD.dtype), logits_BHGWT[:, :, :, -1:]
+
+
+def _weighted(weight_HXT: torch.Tensor, value_PHNE: torch.Tensor, table_P: torch.Tensor, length: int) -> torch.Tensor:
+    # the sum of one request's values, [H, X, E]
+    parts = []
+    for span, value_CHNE in wide_chunks(value_PHNE, table_P, length):
+        weight_HXCN = weight_HXT[..., span].view(*weight_HXT.shape[:2], *value_CHNE.shape[::2])
+        parts.append(weight_HXCN.permute(2, 0, 1, 3) @ value_CHNE)
+    return torch.cat(parts).sum(0)
 
 
 def window_logits(

@@ -129,7 +129,7 @@ assert "numba" not in sys.modules
 print(why_not() or "usable", end=" ")
 if not why_not():
     from sfi_kernels.loops.attention import attend
-    from sfi_kernels.linear import multiply_few
+    from sfi_kernels.numba_ops import multiply_few
     from sfi_kernels.matrix import row_of
     with telling(lambda: print("compiling", end=" ")):
         weight = torch.arange(64.0).view(2, 32)
