@@ -1,21 +1,99 @@
-"""Split-KV decoding attention in Triton: one launch for fast and slow requests, then a join."""
+"""Split-KV decoding attention in Triton: one launch for fast and slow requests, then a join.
+
+A program of the join merges the splits of one query by log-sum-exp. It loads a tile of splits at once: thirty
+splits wait for memory as often as two.
+"""
 
 import math
 
 import torch
+import triton
+import triton.language as tl
 
+from sfi_kernels import step_descriptor as words
 from sfi_kernels.attention_tile import REGISTERS, SEVERAL, padded, parts_of_pass, tile_shape
-from sfi_kernels.decode_attention.join_triton import _join_splits_kernel as join_splits
-from sfi_kernels.decode_attention.reference import DecodeAttention, check
+from sfi_kernels.attention_tile.triton import LOG2E, add_sum, add_terms, finish, log_sum
+from sfi_kernels.decode_attention.reference import DecodeAttention, check, resident_programs
+from sfi_kernels.decode_attention.split_triton import QUERIES
 from sfi_kernels.decode_attention.split_triton import _split_attention_kernel as split_attention
 from sfi_kernels.launch import launch, target
 from sfi_kernels.pages import kernel_strides
 from sfi_kernels.pseudo_token import PseudoToken
+from sfi_kernels.shapes import check_int32, check_shape
+from sfi_kernels.split_plan import work_items
 from sfi_kernels.split_plan.reference import MAX_SPLITS
-from sfi_kernels.step_descriptor import StepDescriptor
+from sfi_kernels.split_plan.triton import split_plan
+from sfi_kernels.step_descriptor import FAST, StepDescriptor, uniform_step
 
 PAGE_IDS = 256  # page numbers a program holds at once
 JOINED = MAX_SPLITS  # partial results that a program of the join holds at once: all of a request's
+WORDS, EVIDENCE = tl.constexpr(words.WORDS), tl.constexpr(words.EVIDENCE)
+FIRST, SPLITS = tl.constexpr(words.FIRST), tl.constexpr(words.SPLITS)
+
+
+@triton.jit
+def _join_sums(sums_ptr, head_row, stride, splits, TILE: tl.constexpr):
+    """Return the log-sum-exp over J of one query head, [1]."""
+    peak = tl.full([1], float("-inf"), tl.float32)
+    total = tl.zeros([1], tl.float32)
+    for begin in range(0, splits, TILE):
+        split = begin + tl.arange(0, TILE)
+        own_row = head_row + split * stride
+        part = tl.load(sums_ptr + own_row, mask=split < splits, other=float("-inf"))
+        peak, total = add_sum(peak, total, part[None, :])
+    return log_sum(peak, total)
+
+
+@triton.jit(do_not_specialize=["W", "pseudo_parts"])
+def _join_splits_kernel(
+    table_ptr, sink_ptr, pseudo_logit_ptr, pseudo_value_ptr, out_ptr, part_ptr, lse_ptr, sums_ptr,
+    log_sum_ptr, W, pseudo_parts, H: tl.constexpr, G: tl.constexpr, E: tl.constexpr,
+    BLOCK_E: tl.constexpr, TILE: tl.constexpr, SINKS: tl.constexpr, PSEUDO: tl.constexpr,
+    SLOW: tl.constexpr, SEVERAL: tl.constexpr,
+):  # fmt: skip
+    request, h = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    row, place_GW = table_ptr + request * WORDS, tl.program_id(2)
+    hands_out, size_GW, g = True, G, place_GW + tl.arange(0, 1)
+    if SEVERAL:
+        queries, w = tl.load(row + QUERIES), place_GW % W
+        if w < W - queries:  # padding, whose output is zero already
+            return
+        hands_out = w == W - 1
+        size_GW, g = G * W, g // W
+    first, splits = tl.load(row + FIRST).to(tl.int64), tl.load(row + SPLITS)
+    stride, head_row = H * size_GW, (first * H + h) * size_GW + place_GW
+    if SLOW:
+        evidence = tl.load(row + EVIDENCE).to(tl.int64)
+        if (evidence >= 0) & hands_out:
+            sum_J = _join_sums(sums_ptr, head_row, stride, splits, TILE)
+            tl.store(log_sum_ptr + (evidence * H + h) * G + g, sum_J)
+    if splits == 1:  # the split kernel has written the output
+        return
+    e = tl.arange(0, BLOCK_E)
+    peak = tl.full([1], float("-inf"), tl.float32)
+    total = tl.zeros([1], tl.float32)
+    out = tl.zeros([1, BLOCK_E], tl.float32)
+    for begin in range(0, splits, TILE):
+        split = begin + tl.arange(0, TILE)
+        own_row = head_row + split * stride
+        lse = tl.load(lse_ptr + own_row, mask=split < splits, other=float("-inf"))
+        mask = (split < splits)[:, None] & (e[None, :] < E)
+        part = tl.load(part_ptr + own_row[:, None] * E + e[None, :], mask=mask, other=0.0)
+        new_peak = tl.maximum(peak, tl.max(lse, 0))
+        base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+        weight = tl.exp2((lse[None, :] - base[:, None]) * LOG2E)  # [1, TILE]
+        decay = tl.exp2((peak - base) * LOG2E)
+        total = total * decay + tl.sum(weight, 1)
+        shares = tl.sum(part * tl.trans(weight), 0)
+        out = out * decay[:, None] + shares[None, :]
+        peak = new_peak
+    out, lse = finish(peak, total, out)
+    pair = request * H + h
+    out = add_terms(
+        out, lse, sink_ptr, pseudo_logit_ptr, pseudo_value_ptr, pseudo_parts, pair, h, g, G, E, BLOCK_E, SINKS, PSEUDO
+    )
+    where = (pair * size_GW + place_GW) * E + e[None, :]
+    tl.store(out_ptr + where, out.to(out_ptr.dtype.element_ty), mask=e[None, :] < E)
 
 
 def decode_attention(
@@ -82,7 +160,7 @@ def decode_attention(
             num_warps=own.warps, num_stages=own.stages, max_registers=own.registers,
         )  # fmt: skip
     launch(
-        join_splits, (B, H, G * W), table, sink, *pseudo_operands, out_BHGWE, part, lse, sums,
+        _join_splits_kernel, (B, H, G * W), table, sink, *pseudo_operands, out_BHGWE, part, lse, sums,
         log_sum, W, pseudo_parts, PSEUDO=pseudo is not None, SEVERAL=W > 1, **common,
         TILE=JOINED, max_registers=REGISTERS,
     )  # fmt: skip
@@ -97,3 +175,27 @@ def _evidence_room(
     shape = (descriptor.slow_rows, H, G, 1, descriptor.longest)
     logits = lse.new_empty(shape) if into is None else into[: math.prod(shape)].view(shape)
     return logits, lse.new_empty(shape[:4])
+
+
+def sparse_attention(
+    query_BHGD: torch.Tensor, packed_key_BHSD: torch.Tensor, packed_value_BHSE: torch.Tensor,
+    packed_length_BH: torch.Tensor, key_PHND: torch.Tensor, value_PHNE: torch.Tensor,
+    block_table_BP: torch.Tensor, recent_start_B: torch.Tensor, length_B: torch.Tensor, *,
+    scale: float, soft_cap: float | None = None, sink_HG: torch.Tensor | None = None,
+    pseudo: PseudoToken | None = None, position_BHS: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """See `reference.sparse_attention`. Heads of at most 256 numbers, pages of multiples of 16 tokens."""
+    B, H, *_ = query_BHGD.shape
+    device = query_BHGD.device
+    check_shape(length_B, "length", B=B)
+    check_shape(recent_start_B, "recent_start", B=B)
+    check_int32(device, length=length_B, recent_start=recent_start_B)
+    items = work_items(B, H, resident_programs(device))
+    most = (packed_key_BHSD if position_BHS is None else position_BHS).shape[2]
+    step = uniform_step(FAST, length_B, recent_start_B, most, items)
+    split_plan(step, H, resident_programs(device))
+    return decode_attention(
+        query_BHGD[:, :, :, None], packed_key_BHSD, packed_value_BHSE, packed_length_BH, key_PHND,
+        value_PHNE, block_table_BP, step, scale=scale, soft_cap=soft_cap, sink_HG=sink_HG, pseudo=pseudo,
+        position_BHS=position_BHS,
+    ).out_BHGWE[:, :, :, 0]  # fmt: skip

@@ -17,7 +17,7 @@ from sfi_core import AuditConfig, EngineOptions, SfiConfig, generate, load
 from sfi_core.engine.meter import Meter, steady_seconds
 from sfi_kernels import compiled
 from sfi_kernels.compiled import telling
-from sfi_kernels.sparse_attention import sparse_attention
+from sfi_kernels.decode_attention import sparse_attention
 from tests.architectures import prompts, tiny
 from tests.fakes import RecordingObserver
 
