@@ -20,7 +20,7 @@ from sfi_kernels.loops import codes as code_loops
 from sfi_kernels.loops.vectors import F
 from sfi_kernels.matrix import BLOCK, FEW_OF_BLOCKS, IN, KIND, OUT, PIECE
 from sfi_kernels.numpy_views import KINDS, NO_PAGES, check_readable, pages_of, plain
-from sfi_kernels.pseudo_token import PseudoToken
+from sfi_kernels.partial_attention import PseudoToken
 from sfi_kernels.selector import reference as selecting
 from sfi_kernels.selector.prior import factor_everywhere
 from sfi_kernels.step_descriptor import FAST, LENGTH, MODE, StepDescriptor

@@ -16,7 +16,7 @@ from sfi_kernels.dense_attention import dense_attention, window_logits
 from sfi_kernels.fused import add_rms_norm, rms_norm, rotary, silu_mul
 from sfi_kernels.launch import Launch, Target, name_of, recording
 from sfi_kernels.pack import pack, recall
-from sfi_kernels.pseudo_token import PseudoToken
+from sfi_kernels.partial_attention import PseudoToken
 from sfi_kernels.selector import selector
 from sfi_kernels.split_plan import split_plan, work_items
 from sfi_kernels.step_descriptor import FAST, SLOW, NewRows, StepRequest, describe_step

@@ -33,7 +33,7 @@ from sfi_kernels.attention_tile import check_limits
 from sfi_kernels.decode_attention import DecodeAttention, decode_attention
 from sfi_kernels.dense_attention import dense_attention
 from sfi_kernels.launch import KernelLimitError, check_device
-from sfi_kernels.pseudo_token import PseudoToken
+from sfi_kernels.partial_attention import PseudoToken
 from sfi_kernels.step_descriptor import StepDescriptor, sent
 
 

@@ -22,7 +22,7 @@ from sfi_core.policies.base import BatchContext, Evidence, EvidencePolicy, Layer
 from sfi_core.state.kv_store import Recall
 from sfi_kernels.numpy_views import fastest
 from sfi_kernels.pack import pack_layers
-from sfi_kernels.pseudo_token import PseudoToken
+from sfi_kernels.partial_attention import PseudoToken
 from sfi_kernels.step_descriptor import NewRows, StepDescriptor
 
 Logits = Callable[[], torch.Tensor]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sfi_kernels.decode_attention import decode_attention, sparse_attention
-from sfi_kernels.pseudo_token import PseudoToken
+from sfi_kernels.partial_attention import PseudoToken
 from sfi_kernels.step_descriptor import FAST, IDLE, SLOW, SPLITS
 from tests.fakes import error_bound
 from tests.kernels.test_decode_attention import SCALE, H, Step

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from sfi_kernels.pseudo_token import PseudoToken
+from sfi_kernels.partial_attention import PseudoToken
 
 BITS = (4, 4, 4, 4, 2, 2, 2, 2, 1, 1, 1, 1, 1, 1, 1, 1)  # of a word's slots
 SLOTS = len(BITS)

@@ -17,7 +17,7 @@ from sfi_kernels.code_scan.sums_triton import BINS
 from sfi_kernels.code_scan.sums_triton import _code_scan_sums_kernel as sums
 from sfi_kernels.launch import launch, target
 from sfi_kernels.pages import kernel_strides
-from sfi_kernels.pseudo_token import PseudoToken
+from sfi_kernels.partial_attention import PseudoToken
 from sfi_kernels.step_descriptor import StepDescriptor
 
 LOGITS = 4096  # of a program: keys times query heads

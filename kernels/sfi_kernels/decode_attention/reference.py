@@ -8,8 +8,7 @@ from sfi_kernels import step_descriptor as step
 from sfi_kernels.dense_attention.reference import dense_attention, window_logits
 from sfi_kernels.launch import target
 from sfi_kernels.pages import flat_rows, read_pages, row_numbers
-from sfi_kernels.partial_attention import combine, partial_attention
-from sfi_kernels.pseudo_token import PseudoToken
+from sfi_kernels.partial_attention import PseudoToken, combine, partial_attention
 from sfi_kernels.shapes import check_int32, check_pages, check_same, check_shape
 from sfi_kernels.step_descriptor import StepDescriptor
 

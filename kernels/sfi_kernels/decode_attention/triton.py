@@ -18,7 +18,7 @@ from sfi_kernels.decode_attention.split_triton import QUERIES
 from sfi_kernels.decode_attention.split_triton import _split_attention_kernel as split_attention
 from sfi_kernels.launch import launch, target
 from sfi_kernels.pages import kernel_strides
-from sfi_kernels.pseudo_token import PseudoToken
+from sfi_kernels.partial_attention import PseudoToken
 from sfi_kernels.shapes import check_int32, check_shape
 from sfi_kernels.split_plan import work_items
 from sfi_kernels.split_plan.reference import MAX_SPLITS
