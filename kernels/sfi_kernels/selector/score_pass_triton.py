@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 
 from sfi_kernels.constants import EPS, MASKED_SCORE
-from sfi_kernels.selector import chunks_triton as q
-from sfi_kernels.selector.chunks_triton import finite, load_chunks, merge_peak
+from sfi_kernels.selector import logit_pass_triton as q
+from sfi_kernels.selector.logit_pass_triton import finite, load_chunks, merge_peak
 
 EPSILON, LOG_EPSILON = tl.constexpr(EPS), tl.constexpr(math.log(EPS))
 MASKED = tl.constexpr(MASKED_SCORE)

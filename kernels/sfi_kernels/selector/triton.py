@@ -11,7 +11,7 @@ import torch
 import triton
 
 from sfi_kernels.launch import KernelLimitError, launch
-from sfi_kernels.selector import chunks_triton as q
+from sfi_kernels.selector import logit_pass_triton as q
 from sfi_kernels.selector.logit_pass_triton import _selector_log_sum_kernel, _selector_mean_kernel, _selector_row_kernel
 from sfi_kernels.selector.reference import check, check_interval, check_settings, everywhere
 from sfi_kernels.selector.refinement import exclude_across_heads
