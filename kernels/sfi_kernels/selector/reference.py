@@ -6,14 +6,17 @@ import torch
 from torch.nn.functional import pad
 
 from sfi_kernels.constants import MASKED_SCORE
-from sfi_kernels.selector.evidence import attention_probability, evidence, pool_neighbors, power_mean
-from sfi_kernels.selector.numerics import check_not_negative
-from sfi_kernels.selector.prior import (
+from sfi_kernels.selector.fusion import (
+    attention_probability,
+    check_not_negative,
+    evidence,
     factor_everywhere,
     fuse,
     key_norm_factor,
     normalized_position,
+    pool_neighbors,
     position_factor,
+    power_mean,
     prior,
     stable_weight,
 )

@@ -7,7 +7,7 @@ import torch
 from torch.nn.functional import pad
 
 from sfi_kernels.constants import EPS, MASKED_SCORE
-from sfi_kernels.selector.numerics import check_not_negative, masked, neighborhood_peak, widened
+from sfi_kernels.selector.fusion import check_not_negative, masked, neighborhood_peak, widened
 from sfi_kernels.shapes import check_shape
 
 

@@ -1,0 +1,242 @@
+"""Evidence, Eqs. 6-8, cache-aware prior on allowed positions, Eqs. 9-12, and their reverse-KL fusion, Eqs. 15, 17, 18.
+
+Eqs. 13, 14 and 16 are the derivation; `tests/kernels/test_fusion.py` checks them.
+"""
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from sfi_kernels.constants import EPS
+
+
+def check_not_negative(value: int, name: str) -> None:
+    """Raise `ValueError` if a count is below 0."""
+    if value < 0:
+        raise ValueError(f"{name} must be at least 0, got {value}")
+
+
+def widened(tensor: torch.Tensor) -> torch.Tensor:
+    """Convert half precision to float32; float32 and float64 stay as they are."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def masked(tensor: torch.Tensor, allowed: torch.Tensor | None, value: float) -> torch.Tensor:
+    """Put `value` where the broadcast `allowed` is False; None allows everything."""
+    return tensor if allowed is None else tensor.masked_fill(~allowed, value)
+
+
+def distribution(weight_BHT: torch.Tensor, power: float = 1.0) -> torch.Tensor:
+    """Scale powers of nonnegative weights to sum to 1 over T; a row of zeros stays 0.
+
+    Dividing by the peak first keeps rows of very small or large weights exact, and their powers from underflow; an
+    epsilon in the denominator would not.
+    """
+    peak_BH1 = weight_BHT.amax(-1, keepdim=True)
+    relative_BHT = (weight_BHT / peak_BH1.masked_fill(peak_BH1 == 0, 1.0)).pow(power)
+    return relative_BHT / relative_BHT.sum(-1, keepdim=True).clamp_min(1.0)
+
+
+def neighborhood_peak(tensor: torch.Tensor, radius: int) -> torch.Tensor:
+    """Take the maximum over `radius` positions on each side, along the last dimension."""
+    padded = torch.nn.functional.pad(tensor, (radius, radius), value=-torch.inf)
+    if by_numpy(tensor):
+        return torch.from_numpy(window_peak(padded.detach().numpy(), 2 * radius + 1, np.maximum))
+    peak: torch.Tensor = window_peak(padded, 2 * radius + 1, torch.maximum)
+    return peak
+
+
+def by_numpy(tensor: torch.Tensor) -> bool:
+    """Say whether numpy takes maxima: three times as fast as PyTorch for rows of some thousand numbers."""
+    return tensor.device.type == "cpu" and tensor.dtype != torch.bfloat16
+
+
+def window_peak(values: Any, window: int, maximum: Callable[[Any, Any], Any]) -> Any:
+    """Take the maximum of every `window` neighbors along the last dimension of an array or tensor."""
+    # windows that double, each the maximum of two: pooling takes as many comparisons as a window is wide
+    reached = 1
+    while reached < window:
+        step = min(reached, window - reached)
+        values = maximum(values[..., :-step], values[..., step:])
+        reached += step
+    return values
+
+
+# --- evidence
+
+
+def pool_neighbors(logits_BHGWT: torch.Tensor, allowed_BT: torch.Tensor | None, span: int) -> torch.Tensor:
+    """Give each allowed position the best logit nearby, so that a hit brings its neighbors.
+
+    An extension of ours, not in the paper. Pooling logits pools each query's evidence, up to its
+    normalization, since the softmax is monotone.
+
+    Args:
+        logits_BHGWT: Scaled attention logits. Any float; -inf where a query may not look.
+        allowed_BT: The candidate set J; positions outside keep their logits and give none. None: all allowed.
+        span: Positions pooled on each side. 0 returns the input unchanged.
+
+    Returns:
+        The pooled logits, [B, H, G, W, T], in the input's dtype.
+
+    Raises:
+        ValueError: `span` is negative.
+    """
+    check_not_negative(span, "span")
+    if span == 0:
+        return logits_BHGWT
+    inside = None if allowed_BT is None else allowed_BT[:, None, None, None, :]
+    given_BHGWT = masked(logits_BHGWT, inside, -torch.inf)
+    pooled_BHGWT = neighborhood_peak(given_BHGWT.flatten(0, 2), span).view_as(logits_BHGWT)
+    return pooled_BHGWT if inside is None else torch.where(inside, pooled_BHGWT, logits_BHGWT)
+
+
+def attention_probability(
+    logits_BHGWT: torch.Tensor, allowed_BT: torch.Tensor | None, log_sum_BHGW: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Turn each query's logits into a distribution on the allowed set (Eq. 6).
+
+    Args:
+        logits_BHGWT: Scaled attention logits of the window's queries. Any float; -inf where a
+            query may not look, never NaN or +inf.
+        allowed_BT: The candidate set J; True where a position may be selected. None: everywhere.
+        log_sum_BHGW: Log-sum-exp of each query's logits over J, where it is known already.
+
+    Returns:
+        p, [B, H, G, W, T] in float32, of float64 logits in float64; 0 outside J, and each row sums to 1.
+        A query that sees nothing of J has a row of zeros, and so adds nothing to the evidence.
+    """
+    inside = None if allowed_BT is None else allowed_BT[:, None, None, None, :]
+    inside_BHGWT = masked(widened(logits_BHGWT), inside, -torch.inf)
+    p_BHGWT = inside_BHGWT.softmax(-1) if log_sum_BHGW is None else (inside_BHGWT - log_sum_BHGW[..., None]).exp()
+    return p_BHGWT.nan_to_num(0.0)  # NaN where a query sees nothing
+
+
+def power_mean(probability_BHGWT: torch.Tensor, alpha: float) -> torch.Tensor:
+    """Average the window in the alpha-power domain (Eq. 7).
+
+    Paper gap: Eq. 7 is per KV head and does not say how its G query heads share it. As in the released code,
+    the mean is over G heads and W queries alike.
+
+    Args:
+        probability_BHGWT: p.
+        alpha: The power, in (0, 1].
+
+    Returns:
+        mu, [B, H, T]; not normalized.
+    """
+    return widened(probability_BHGWT).pow(alpha).mean(dim=(2, 3))
+
+
+def evidence(mean_BHT: torch.Tensor, alpha: float) -> torch.Tensor:
+    """Map the power mean back and normalize it (Eq. 8).
+
+    Returns:
+        f, [B, H, T]; each row sums to 1. With one query per KV head it is Eq. 6's p; a row without any evidence is 0.
+    """
+    return distribution(widened(mean_BHT), 1.0 / alpha)
+
+
+# --- prior and fusion
+
+
+def key_norm_factor(key_norm_BHT: torch.Tensor, gamma: float) -> torch.Tensor:
+    """Penalize unusually long keys (Eq. 9).
+
+    `gamma` >= 0 is the strength of the penalty. Paper gap: not given.
+
+    Returns:
+        pi_kn, [B, H, T] in float32, of float64 norms in float64; unnormalized, and finite even for a key of norm 0.
+    """
+    factor_BHT = (widened(key_norm_BHT) + EPS).pow(-gamma)
+    return factor_BHT.clamp_max(torch.finfo(torch.float32).max)
+
+
+def normalized_position(allowed_BT: torch.Tensor) -> torch.Tensor:
+    """Place the allowed positions on [0, 1], oldest first (Eq. 10).
+
+    Returns:
+        u, [B, T] float32; 0 for a single allowed position, meaningless but in [0, 1] outside J.
+    """
+    T = allowed_BT.shape[-1]
+    position_T = torch.arange(T, device=allowed_BT.device, dtype=torch.float32)
+    # T and -1 keep u finite for a request that allows nothing
+    first_B1 = position_T.masked_fill(~allowed_BT, T).amin(-1, keepdim=True)
+    last_B1 = position_T.masked_fill(~allowed_BT, -1.0).amax(-1, keepdim=True)
+    return ((position_T - first_B1) / (last_B1 - first_B1 + EPS)).clamp(0.0, 1.0)
+
+
+def position_factor(position_BT: torch.Tensor, beta: float, power: float, eta: float) -> torch.Tensor:
+    """Discount recency globally and brake at the tail (Eq. 11).
+
+    Args:
+        position_BT: u, in [0, 1].
+        beta: Strength of the global decay. At least 0. Paper gap: not given.
+        power: Curvature p of the decay. At least 1. Paper gap: not given.
+        eta: Strength of the tail brake. At least 0. Paper gap: not given.
+
+    Returns:
+        pi_pos, [B, T]; unnormalized, in [0, 1].
+    """
+    position_BT = widened(position_BT)
+    decay_BT = torch.exp(-beta * position_BT.pow(power))
+    return decay_BT * (1.0 - position_BT + EPS).pow(eta)
+
+
+@lru_cache(maxsize=4)
+def factor_everywhere(T: int, device: torch.device, *settings: float) -> torch.Tensor:
+    """Return `position_factor` where all T positions are allowed, [1, T], cached; do not write to it.
+
+    All layers of a step share the factor; at 4K tokens it takes a fifth of the Selector's time on a CPU.
+    `settings` are `position_factor`'s, from `beta` on.
+    """
+    allowed_1T = torch.ones(1, T, dtype=torch.bool, device=device)
+    return position_factor(normalized_position(allowed_1T), *settings)
+
+
+def prior(
+    key_norm_factor_BHT: torch.Tensor, position_factor_BT: torch.Tensor, allowed_BT: torch.Tensor | None
+) -> torch.Tensor:
+    """Multiply the two factors and normalize on the allowed set, None for everything (Eq. 12).
+
+    Returns:
+        r, [B, H, T]; 0 outside J whatever the factors hold there, and each row sums to 1. A
+        request that allows nothing has rows of zeros.
+    """
+    weight_BHT = widened(key_norm_factor_BHT) * widened(position_factor_BT)[:, None]
+    return distribution(masked(weight_BHT, None if allowed_BT is None else allowed_BT[:, None], 0.0))
+
+
+def fuse(evidence_BHT: torch.Tensor, prior_BHT: torch.Tensor, weight_BH: torch.Tensor) -> torch.Tensor:
+    """Mix evidence f and prior r, the minimizer of the reverse-KL objective (Eq. 15).
+
+    The rows of f and r sum to 1, on the same support; `weight_BH` is the prior's weight lambda, in [0, 1].
+
+    Returns:
+        s, [B, H, T]; each row sums to 1.
+    """
+    evidence_BHT = widened(evidence_BHT)
+    weight_BH1 = weight_BH.to(evidence_BHT.dtype).unsqueeze(-1)
+    return torch.lerp(evidence_BHT, prior_BHT.to(evidence_BHT.dtype), weight_BH1)
+
+
+def stable_weight(evidence_BHT: torch.Tensor, prior_BHT: torch.Tensor, lambda_clip: float) -> torch.Tensor:
+    """Find the prior's weight that makes the fused ranking most stable (Eqs. 17-18).
+
+    The rows of evidence f and prior r sum to 1, on the same support.
+
+    Returns:
+        lambda*, [B, H], in [0, lambda_clip]; 0 where evidence and prior are equal up to rounding.
+    """
+    evidence_BHT = widened(evidence_BHT)
+    difference_BHT = evidence_BHT - prior_BHT
+    # |f|^2 - 2 f.r + |r|^2 written as |f - r|^2, which cannot cancel to a negative number
+    distance_BH = difference_BHT.square().sum(-1)
+    gain_BH = (evidence_BHT * difference_BHT).sum(-1)
+    # closer than the rounding of f and r, the quotient would be noise
+    rounding_BH = (8 * torch.finfo(evidence_BHT.dtype).eps) ** 2 * evidence_BHT.square().sum(-1)
+    weight_BH = torch.where(distance_BH > rounding_BH, gain_BH / distance_BH, 0.0)
+    return weight_BH.clamp(0.0, lambda_clip)
