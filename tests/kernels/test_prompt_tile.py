@@ -22,8 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 import triton
 from sfi_kernels.launch import Target, recording
-from sfi_kernels.offline import compile_launch
-from sfi_kernels.specializations import Case, signature
+from sfi_kernels.offline import Case, compile_launch, signature
 
 for capability in (80, 90):
     for D in (64, 128, 256):
