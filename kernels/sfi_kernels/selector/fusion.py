@@ -1,6 +1,7 @@
 """Evidence, Eqs. 6-8, cache-aware prior on allowed positions, Eqs. 9-12, and their reverse-KL fusion, Eqs. 15, 17, 18.
 
-Eqs. 13, 14 and 16 are the derivation; `tests/kernels/test_fusion.py` checks them.
+Eqs. 13, 14 and 16 are the derivation; `tests/kernels/test_fusion.py` checks them. `allowed_BT` is the candidate set J,
+None for every position. Half precision is computed in float32.
 """
 
 from collections.abc import Callable
@@ -44,8 +45,8 @@ def neighborhood_peak(tensor: torch.Tensor, radius: int) -> torch.Tensor:
     """Take the maximum over `radius` positions on each side, along the last dimension."""
     padded = torch.nn.functional.pad(tensor, (radius, radius), value=-torch.inf)
     if by_numpy(tensor):
-        return torch.from_numpy(window_peak(padded.detach().numpy(), 2 * radius + 1, np.maximum))
-    peak: torch.Tensor = window_peak(padded, 2 * radius + 1, torch.maximum)
+        return torch.from_numpy(_window_peak(padded.detach().numpy(), 2 * radius + 1, np.maximum))
+    peak: torch.Tensor = _window_peak(padded, 2 * radius + 1, torch.maximum)
     return peak
 
 
@@ -54,8 +55,7 @@ def by_numpy(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu" and tensor.dtype != torch.bfloat16
 
 
-def window_peak(values: Any, window: int, maximum: Callable[[Any, Any], Any]) -> Any:
-    """Take the maximum of every `window` neighbors along the last dimension of an array or tensor."""
+def _window_peak(values: Any, window: int, maximum: Callable[[Any, Any], Any]) -> Any:
     # windows that double, each the maximum of two: pooling takes as many comparisons as a window is wide
     reached = 1
     while reached < window:
@@ -69,21 +69,11 @@ def window_peak(values: Any, window: int, maximum: Callable[[Any, Any], Any]) ->
 
 
 def pool_neighbors(logits_BHGWT: torch.Tensor, allowed_BT: torch.Tensor | None, span: int) -> torch.Tensor:
-    """Give each allowed position the best logit nearby, so that a hit brings its neighbors.
+    """Give each allowed position the best logit of `span` positions on each side, so that a hit brings its neighbors.
 
-    An extension of ours, not in the paper. Pooling logits pools each query's evidence, up to its
-    normalization, since the softmax is monotone.
-
-    Args:
-        logits_BHGWT: Scaled attention logits. Any float; -inf where a query may not look.
-        allowed_BT: The candidate set J; positions outside keep their logits and give none. None: all allowed.
-        span: Positions pooled on each side. 0 returns the input unchanged.
-
-    Returns:
-        The pooled logits, [B, H, G, W, T], in the input's dtype.
-
-    Raises:
-        ValueError: `span` is negative.
+    An extension of ours, not in the paper. Pooling logits pools each query's evidence, up to its normalization, since
+    the softmax is monotone. Positions outside J keep their logits and give none; a `span` of 0 changes nothing, a
+    negative one raises `ValueError`.
     """
     check_not_negative(span, "span")
     if span == 0:
@@ -99,15 +89,12 @@ def attention_probability(
 ) -> torch.Tensor:
     """Turn each query's logits into a distribution on the allowed set (Eq. 6).
 
-    Args:
-        logits_BHGWT: Scaled attention logits of the window's queries. Any float; -inf where a
-            query may not look, never NaN or +inf.
-        allowed_BT: The candidate set J; True where a position may be selected. None: everywhere.
-        log_sum_BHGW: Log-sum-exp of each query's logits over J, where it is known already.
+    The scaled logits are -inf where a query may not look, never NaN or +inf; `log_sum_BHGW` is their log-sum-exp over
+    J, where it is known already.
 
     Returns:
-        p, [B, H, G, W, T] in float32, of float64 logits in float64; 0 outside J, and each row sums to 1.
-        A query that sees nothing of J has a row of zeros, and so adds nothing to the evidence.
+        p, [B, H, G, W, T]; 0 outside J, and each row sums to 1. A query that sees nothing of J has a row of zeros,
+        and so adds nothing to the evidence.
     """
     inside = None if allowed_BT is None else allowed_BT[:, None, None, None, :]
     inside_BHGWT = masked(widened(logits_BHGWT), inside, -torch.inf)
@@ -116,17 +103,10 @@ def attention_probability(
 
 
 def power_mean(probability_BHGWT: torch.Tensor, alpha: float) -> torch.Tensor:
-    """Average the window in the alpha-power domain (Eq. 7).
+    """Average the window in the domain of powers `alpha`, in (0, 1]; mu, [B, H, T], not normalized (Eq. 7).
 
     Paper gap: Eq. 7 is per KV head and does not say how its G query heads share it. As in the released code,
     the mean is over G heads and W queries alike.
-
-    Args:
-        probability_BHGWT: p.
-        alpha: The power, in (0, 1].
-
-    Returns:
-        mu, [B, H, T]; not normalized.
     """
     return widened(probability_BHGWT).pow(alpha).mean(dim=(2, 3))
 
@@ -144,12 +124,9 @@ def evidence(mean_BHT: torch.Tensor, alpha: float) -> torch.Tensor:
 
 
 def key_norm_factor(key_norm_BHT: torch.Tensor, gamma: float) -> torch.Tensor:
-    """Penalize unusually long keys (Eq. 9).
+    """Penalize unusually long keys; pi_kn, [B, H, T], not normalized, finite even for a key of norm 0 (Eq. 9).
 
     `gamma` >= 0 is the strength of the penalty. Paper gap: not given.
-
-    Returns:
-        pi_kn, [B, H, T] in float32, of float64 norms in float64; unnormalized, and finite even for a key of norm 0.
     """
     factor_BHT = (widened(key_norm_BHT) + EPS).pow(-gamma)
     return factor_BHT.clamp_max(torch.finfo(torch.float32).max)
@@ -170,16 +147,11 @@ def normalized_position(allowed_BT: torch.Tensor) -> torch.Tensor:
 
 
 def position_factor(position_BT: torch.Tensor, beta: float, power: float, eta: float) -> torch.Tensor:
-    """Discount recency globally and brake at the tail (Eq. 11).
+    """Discount recency globally and brake at the tail; pi_pos, [B, T], not normalized, in [0, 1] (Eq. 11).
 
-    Args:
-        position_BT: u, in [0, 1].
-        beta: Strength of the global decay. At least 0. Paper gap: not given.
-        power: Curvature p of the decay. At least 1. Paper gap: not given.
-        eta: Strength of the tail brake. At least 0. Paper gap: not given.
-
-    Returns:
-        pi_pos, [B, T]; unnormalized, in [0, 1].
+    `beta` >= 0 is the strength of the decay. Paper gap: not given.
+    `power` >= 1 is its curvature p. Paper gap: not given.
+    `eta` >= 0 is the strength of the brake. Paper gap: not given.
     """
     position_BT = widened(position_BT)
     decay_BT = torch.exp(-beta * position_BT.pow(power))
@@ -200,23 +172,19 @@ def factor_everywhere(T: int, device: torch.device, *settings: float) -> torch.T
 def prior(
     key_norm_factor_BHT: torch.Tensor, position_factor_BT: torch.Tensor, allowed_BT: torch.Tensor | None
 ) -> torch.Tensor:
-    """Multiply the two factors and normalize on the allowed set, None for everything (Eq. 12).
+    """Multiply the two factors and normalize on the allowed set (Eq. 12).
 
     Returns:
-        r, [B, H, T]; 0 outside J whatever the factors hold there, and each row sums to 1. A
-        request that allows nothing has rows of zeros.
+        r, [B, H, T]; each row sums to 1, 0 outside J whatever the factors hold there, and where nothing is allowed.
     """
     weight_BHT = widened(key_norm_factor_BHT) * widened(position_factor_BT)[:, None]
     return distribution(masked(weight_BHT, None if allowed_BT is None else allowed_BT[:, None], 0.0))
 
 
 def fuse(evidence_BHT: torch.Tensor, prior_BHT: torch.Tensor, weight_BH: torch.Tensor) -> torch.Tensor:
-    """Mix evidence f and prior r, the minimizer of the reverse-KL objective (Eq. 15).
+    """Mix evidence f and prior r, the minimizer of the reverse-KL objective; s, [B, H, T] (Eq. 15).
 
-    The rows of f and r sum to 1, on the same support; `weight_BH` is the prior's weight lambda, in [0, 1].
-
-    Returns:
-        s, [B, H, T]; each row sums to 1.
+    The rows of f, r and s sum to 1, on the same support; `weight_BH` is the prior's weight lambda, in [0, 1].
     """
     evidence_BHT = widened(evidence_BHT)
     weight_BH1 = weight_BH.to(evidence_BHT.dtype).unsqueeze(-1)

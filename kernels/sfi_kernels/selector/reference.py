@@ -54,7 +54,7 @@ def selector(
             query may not look, never NaN or +inf.
         key_norm_BHT: Euclidean norms of the cached keys. Any float; ignored outside J.
         allowed_BT: The candidate set J, bool; None allows every position, at less cost.
-        alpha: Power of the window's mean (Eq. 7), in (0, 1].
+        alpha: Power of the window's mean (Eq. 7).
         gamma: Penalty on long keys (Eq. 9).
         beta: Global decay of the position factor (Eq. 11).
         power: Curvature p of that decay.
@@ -63,7 +63,7 @@ def selector(
         alpha_soft: Strength of soft-NMS (Eq. 21).
         radius: Half-width of its neighborhood, in tokens.
         alpha_cross: Strength of the exclusivity across KV heads (Eq. 23).
-        temperature: The paper's T (Eq. 22). Above 0.
+        temperature: The paper's T (Eq. 22).
         span: Neighbors a hit brings along; see `pool_neighbors`. 0 is the paper.
         log_sum_BHGW: Log-sum-exp over J of each query's logits, if attention left it: float32, -inf where a
             query sees nothing of J. Ignored with a span, whose pooled logits have another sum.
@@ -92,16 +92,17 @@ def selector(
     f_BHT = evidence(power_mean(p_BHGWT, alpha), alpha)
 
     if allowed_BT is None:
-        shape_T = (logits_BHGWT.shape[-1], logits_BHGWT.device)
-        pi_pos_BT = factor_everywhere(*shape_T, beta, power, eta)
+        pi_pos_BT = factor_everywhere(logits_BHGWT.shape[-1], logits_BHGWT.device, beta, power, eta)
     else:
-        u_BT = normalized_position(allowed_BT)
-        pi_pos_BT = position_factor(u_BT, beta, power, eta)
+        pi_pos_BT = position_factor(normalized_position(allowed_BT), beta, power, eta)
     r_BHT = prior(key_norm_factor(key_norm_BHT, gamma), pi_pos_BT, allowed_BT)
 
     lambda_BH = stable_weight(f_BHT, r_BHT, lambda_clip)
     if diagnostics is not None:
-        diagnostics.update(_diagnose(f_BHT, r_BHT))
+        diagnostics["evidence_norm2"] = f_BHT.square().sum(-1).float()
+        diagnostics["evidence_dot_prior"] = (f_BHT * r_BHT).sum(-1).float()
+        diagnostics["prior_norm2"] = r_BHT.square().sum(-1).float()
+        diagnostics["evidence_entropy"] = -torch.xlogy(f_BHT, f_BHT).sum(-1).float()
     z_BHT = log_score(fuse(f_BHT, r_BHT, lambda_BH), allowed_BT)
     z_nms_BHT = soft_nms(z_BHT, alpha_soft, radius)
     z_adj_BHT = exclude_across_heads(z_nms_BHT, alpha_cross, temperature, gather)
@@ -119,33 +120,21 @@ def everywhere(logits_BHGWT: torch.Tensor, interval: tuple[int, int] | None = No
     return allowed_BT
 
 
-def _diagnose(f_BHT: torch.Tensor, r_BHT: torch.Tensor) -> dict[str, torch.Tensor]:
-    return {
-        "evidence_norm2": f_BHT.square().sum(-1).float(),
-        "evidence_dot_prior": (f_BHT * r_BHT).sum(-1).float(),
-        "prior_norm2": r_BHT.square().sum(-1).float(),
-        "evidence_entropy": -torch.xlogy(f_BHT, f_BHT).sum(-1).float(),
-    }
-
-
 def check(
-    logits_BHGWT: torch.Tensor,
-    key_norm_BHT: torch.Tensor,
-    allowed_BT: torch.Tensor | None,
-    log_sum_BHGW: torch.Tensor | None,
+    logits_BHGWT: torch.Tensor, norm_BHT: torch.Tensor, allowed_BT: torch.Tensor | None, log_sum: torch.Tensor | None
 ) -> None:
     """Raise `ValueError` unless the tensors are the Selector's."""
     check_shape(logits_BHGWT, "logits", B=None, H=None, G=None, W=None, T=None)
     B, H, G, W, T = logits_BHGWT.shape
-    check_shape(key_norm_BHT, "key_norm", B=B, H=H, T=T)
+    check_shape(norm_BHT, "key_norm", B=B, H=H, T=T)
     if allowed_BT is not None:
         check_shape(allowed_BT, "allowed", B=B, T=T)
         if allowed_BT.dtype != torch.bool:
             raise ValueError(f"allowed must be bool, got {allowed_BT.dtype}")
-    if log_sum_BHGW is not None:
-        check_shape(log_sum_BHGW, "log_sum", B=B, H=H, G=G, W=W)
-        if log_sum_BHGW.dtype != torch.float32:
-            raise ValueError(f"log_sum must be float32, got {log_sum_BHGW.dtype}")
+    if log_sum is not None:
+        check_shape(log_sum, "log_sum", B=B, H=H, G=G, W=W)
+        if log_sum.dtype != torch.float32:
+            raise ValueError(f"log_sum must be float32, got {log_sum.dtype}")
 
 
 def check_interval(interval: tuple[int, int] | None, T: int) -> None:

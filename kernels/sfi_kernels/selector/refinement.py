@@ -20,11 +20,8 @@ def log_score(score_BHT: torch.Tensor, allowed_BT: torch.Tensor | None) -> torch
 def soft_nms(score_BHT: torch.Tensor, alpha_soft: float, radius: int) -> torch.Tensor:
     """Lower each score by its gap to the best score nearby (Eqs. 20-21).
 
-    `alpha_soft` >= 0 is the strength of the decay; `radius` is the half-width of the neighborhood N(j), in
-    tokens. Paper gap: the radius is not given. Raise `ValueError` if it is negative.
-
-    Returns:
-        z_nms, [B, H, T]; `MASKED_SCORE` or lower outside J, where the scores z are `MASKED_SCORE`.
+    `alpha_soft` >= 0 is the strength of the decay; `radius` is the half-width of the neighborhood N(j), in tokens.
+    Paper gap: the radius is not given. z_nms is `MASKED_SCORE` or lower outside J, where the scores are `MASKED_SCORE`.
     """
     check_not_negative(radius, "radius")
     score_BHT = widened(score_BHT)
@@ -37,16 +34,11 @@ def exclude_across_heads(
     temperature: float,
     gather: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """Make KV heads compete for a position (Eqs. 22-23).
+    """Make KV heads compete for a position; z_adj, [B, H, T] (Eqs. 22-23).
 
-    Args:
-        score_BHT: z_nms, finite.
-        alpha_cross: Strength of the exclusivity. At least 0; 0 returns the scores as they are.
-        temperature: The paper's T; lower is sharper. Above 0. Paper gap: not given.
-        gather: Stacks the tensors of all processes that share the layer's heads; None where one has them all.
-
-    Returns:
-        z_adj, [B, H, T]. A single KV head keeps its scores.
+    A single KV head keeps its scores, which are finite. `alpha_cross` >= 0 is the strength of the exclusivity, 0 none;
+    `temperature` > 0 the paper's T, lower is sharper. Paper gap: not given. `gather` stacks the tensors of all
+    processes that share the layer's heads; None where one has them all.
     """
     score_BHT = widened(score_BHT)
     if alpha_cross == 0:
@@ -55,43 +47,26 @@ def exclude_across_heads(
         # softmax ignores the shift; without it a low temperature takes MASKED_SCORE to -inf
         lead_BHT = score_BHT - score_BHT.amax(1, keepdim=True)
         log_share_BHT = torch.log_softmax(lead_BHT / temperature, dim=1)
-    else:
-        log_share_BHT = _share_of_all_heads(score_BHT, temperature, gather).log()
+    else:  # the softmax over heads that lie elsewhere too, from each process' maximum and sum
+        best_BT = score_BHT.amax(1)
+        sum_BT = ((score_BHT - best_BT[:, None]) / temperature).exp().sum(1)
+        best_RBT, sum_RBT = gather(torch.stack([best_BT, sum_BT])).unbind(1)
+        best_BT = best_RBT.amax(0)
+        total_BT = (sum_RBT * ((best_RBT - best_BT) / temperature).exp()).sum(0)
+        log_share_BHT = (((score_BHT - best_BT[:, None]) / temperature).exp() / total_BT[:, None]).log()
     return score_BHT + alpha_cross * log_share_BHT.clamp_min(math.log(EPS))
-
-
-def _share_of_all_heads(
-    score_BHT: torch.Tensor, temperature: float, gather: Callable[[torch.Tensor], torch.Tensor]
-) -> torch.Tensor:
-    # the softmax over heads that lie elsewhere too, from each process' maximum and sum
-    best_BT = score_BHT.amax(1)
-    sum_BT = ((score_BHT - best_BT[:, None]) / temperature).exp().sum(1)
-    best_RBT, sum_RBT = gather(torch.stack([best_BT, sum_BT])).unbind(1)
-    best_BT = best_RBT.amax(0)
-    total_BT = (sum_RBT * ((best_RBT - best_BT) / temperature).exp()).sum(0)
-    return ((score_BHT - best_BT[:, None]) / temperature).exp() / total_BT[:, None]
 
 
 def pool_by_page(score_BHT: torch.Tensor, page_size: int) -> torch.Tensor:
     """Give every position of J the score of its page: the logarithm of the mean of its tokens' scores.
 
-    Pages begin at position 0, as the blocks of a paged cache do. `top_k` of the result takes whole pages, the
-    one with the higher score first, the lower page at a tie; of a page at an edge of J only the positions in
-    J, and of the last page the first ones, as many as the budget has left. It takes as many positions as
-    without pages. The host never waits for a device.
+    Pages begin at position 0, as the blocks of a paged cache do; `page_size` need not divide T. `top_k` of the result
+    takes whole pages, the one with the higher score first, the lower page at a tie; of a page at an edge of J only the
+    positions in J, and of the last page the first ones, as many as the budget has left. Scores, z_adj, are at or below
+    `MASKED_SCORE / 2` outside J. The host never waits for a device.
 
     Paper gap: the paper selects single tokens. The mean was chosen over the best score and the mean log score
     (docs/evidence/granularity.md).
-
-    Args:
-        score_BHT: Refined log scores z_adj, at or below `MASKED_SCORE / 2` outside J. Any float.
-        page_size: Tokens of a page. At least 1, which changes nothing; need not divide T.
-
-    Returns:
-        [B, H, T], `MASKED_SCORE` outside J.
-
-    Raises:
-        ValueError: `page_size` is not positive, or the scores are not of rank 3.
     """
     check_shape(score_BHT, "score", B=None, H=None, T=None)
     if page_size < 1:
