@@ -22,7 +22,7 @@ from sfi_kernels.matrix import BLOCK, FEW_OF_BLOCKS, IN, KIND, OUT, PIECE
 from sfi_kernels.numpy_views import KINDS, NO_PAGES, check_readable, pages_of, plain
 from sfi_kernels.partial_attention import PseudoToken
 from sfi_kernels.selector import reference as selecting
-from sfi_kernels.selector.fusion import factor_everywhere
+from sfi_kernels.selector.formulas import factor_everywhere
 from sfi_kernels.step_descriptor import FAST, LENGTH, MODE, StepDescriptor
 
 # microseconds: of a query's number and row in attention, of a key and query, of a logit, of a weight by kind

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sfi_kernels.selector.fusion import fuse, stable_weight
+from sfi_kernels.selector.formulas import fuse, stable_weight
 
 B, H, T = 2, 3, 41
 

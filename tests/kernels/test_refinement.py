@@ -5,7 +5,7 @@ import torch
 
 from sfi_kernels.constants import EPS, MASKED_SCORE
 from sfi_kernels.selector import exclude_across_heads, log_score, soft_nms
-from sfi_kernels.selector.fusion import neighborhood_peak
+from sfi_kernels.selector.formulas import neighborhood_peak
 
 B, H, T = 2, 3, 50
 

@@ -2,19 +2,22 @@
 
 from sfi_kernels.op import Op
 from sfi_kernels.selector import reference
-from sfi_kernels.selector.fusion import (
+from sfi_kernels.selector.formulas import (
     attention_probability,
     evidence,
+    exclude_across_heads,
     fuse,
     key_norm_factor,
+    log_score,
     normalized_position,
+    pool_by_page,
     pool_neighbors,
     position_factor,
     power_mean,
     prior,
+    soft_nms,
     stable_weight,
 )
-from sfi_kernels.selector.refinement import exclude_across_heads, log_score, pool_by_page, soft_nms
 
 selector = Op(reference.selector)
 

@@ -6,21 +6,7 @@ import torch
 from torch.nn.functional import pad
 
 from sfi_kernels.constants import MASKED_SCORE
-from sfi_kernels.selector.fusion import (
-    attention_probability,
-    check_not_negative,
-    evidence,
-    factor_everywhere,
-    fuse,
-    key_norm_factor,
-    normalized_position,
-    pool_neighbors,
-    position_factor,
-    power_mean,
-    prior,
-    stable_weight,
-)
-from sfi_kernels.selector.refinement import exclude_across_heads, log_score, soft_nms
+from sfi_kernels.selector import formulas
 from sfi_kernels.shapes import check_shape
 
 
@@ -87,25 +73,25 @@ def selector(
     if interval is not None:
         logits_BHGWT, key_norm_BHT = (x[..., slice(*interval)] for x in (logits_BHGWT, key_norm_BHT))
         allowed_BT = None
-    pooled_BHGWT = pool_neighbors(logits_BHGWT, allowed_BT, span)
-    p_BHGWT = attention_probability(pooled_BHGWT, allowed_BT, None if span else log_sum_BHGW)
-    f_BHT = evidence(power_mean(p_BHGWT, alpha), alpha)
+    pooled_BHGWT = formulas.pool_neighbors(logits_BHGWT, allowed_BT, span)
+    p_BHGWT = formulas.attention_probability(pooled_BHGWT, allowed_BT, None if span else log_sum_BHGW)
+    f_BHT = formulas.evidence(formulas.power_mean(p_BHGWT, alpha), alpha)
 
     if allowed_BT is None:
-        pi_pos_BT = factor_everywhere(logits_BHGWT.shape[-1], logits_BHGWT.device, beta, power, eta)
+        pi_pos_BT = formulas.factor_everywhere(logits_BHGWT.shape[-1], logits_BHGWT.device, beta, power, eta)
     else:
-        pi_pos_BT = position_factor(normalized_position(allowed_BT), beta, power, eta)
-    r_BHT = prior(key_norm_factor(key_norm_BHT, gamma), pi_pos_BT, allowed_BT)
+        pi_pos_BT = formulas.position_factor(formulas.normalized_position(allowed_BT), beta, power, eta)
+    r_BHT = formulas.prior(formulas.key_norm_factor(key_norm_BHT, gamma), pi_pos_BT, allowed_BT)
 
-    lambda_BH = stable_weight(f_BHT, r_BHT, lambda_clip)
+    lambda_BH = formulas.stable_weight(f_BHT, r_BHT, lambda_clip)
     if diagnostics is not None:
         diagnostics["evidence_norm2"] = f_BHT.square().sum(-1).float()
         diagnostics["evidence_dot_prior"] = (f_BHT * r_BHT).sum(-1).float()
         diagnostics["prior_norm2"] = r_BHT.square().sum(-1).float()
         diagnostics["evidence_entropy"] = -torch.xlogy(f_BHT, f_BHT).sum(-1).float()
-    z_BHT = log_score(fuse(f_BHT, r_BHT, lambda_BH), allowed_BT)
-    z_nms_BHT = soft_nms(z_BHT, alpha_soft, radius)
-    z_adj_BHT = exclude_across_heads(z_nms_BHT, alpha_cross, temperature, gather)
+    z_BHT = formulas.log_score(formulas.fuse(f_BHT, r_BHT, lambda_BH), allowed_BT)
+    z_nms_BHT = formulas.soft_nms(z_BHT, alpha_soft, radius)
+    z_adj_BHT = formulas.exclude_across_heads(z_nms_BHT, alpha_cross, temperature, gather)
     if interval is not None:
         z_adj_BHT = pad(z_adj_BHT, (interval[0], T - interval[1]), value=MASKED_SCORE)
     return z_adj_BHT, lambda_BH
@@ -151,5 +137,5 @@ def check_settings(alpha: float, lambda_clip: float, temperature: float, span: i
         raise ValueError(f"lambda_clip must be in [0, 1], got {lambda_clip}")
     if temperature <= 0:
         raise ValueError(f"temperature must be positive, got {temperature}")
-    check_not_negative(span, "span")
-    check_not_negative(radius, "radius")
+    formulas.check_not_negative(span, "span")
+    formulas.check_not_negative(radius, "radius")

@@ -16,7 +16,7 @@ from sfi_kernels.selector.logit_pass_triton import finite, load_chunks, merge_pe
 EPSILON, LOG_EPSILON = tl.constexpr(EPS), tl.constexpr(math.log(EPS))
 MASKED = tl.constexpr(MASKED_SCORE)
 LOG2E, LN2 = tl.constexpr(math.log2(math.e)), tl.constexpr(math.log(2))
-# of float32: the largest number's logarithm, the smallest normal one, and `fusion.stable_weight`'s rounding
+# of float32: the largest number's logarithm, the smallest normal one, and `stable_weight`'s rounding
 LOG2_LARGEST, SMALLEST = tl.constexpr(128.0), tl.constexpr(2.0**-126)
 ROUNDING = tl.constexpr((8 * 2.0**-23) ** 2)
 

@@ -12,9 +12,9 @@ import triton
 
 from sfi_kernels.launch import KernelLimitError, launch
 from sfi_kernels.selector import logit_pass_triton as q
+from sfi_kernels.selector.formulas import exclude_across_heads
 from sfi_kernels.selector.logit_pass_triton import _selector_log_sum_kernel, _selector_mean_kernel, _selector_row_kernel
 from sfi_kernels.selector.reference import check, check_interval, check_settings, everywhere
-from sfi_kernels.selector.refinement import exclude_across_heads
 from sfi_kernels.selector.score_pass_triton import (
     _selector_refine_kernel,
     _selector_score_kernel,
