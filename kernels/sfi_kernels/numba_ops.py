@@ -187,10 +187,10 @@ def selector(
     gather: Callable[[torch.Tensor], torch.Tensor] | None = None, interval: tuple[int, int] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """See `reference.selector`. J must be an interval, of float32 logits and norms, and the heads all of them."""
-    selecting.check(logits_BHGWT, key_norm_BHT, allowed_BT, log_sum_BHGW)
-    selecting.check_settings(alpha, lambda_clip, temperature, span, radius)
+    selecting.check(
+        logits_BHGWT, key_norm_BHT, allowed_BT, log_sum_BHGW, interval, alpha, lambda_clip, temperature, span, radius
+    )
     B, H, G, W, T = logits_BHGWT.shape
-    selecting.check_interval(interval, T)
     if gather is not None or (interval is None and allowed_BT is not None):
         raise ValueError("interval must be given to numba, and no gather")
     first, stop = interval or (0, T)

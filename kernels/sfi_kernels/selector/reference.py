@@ -66,10 +66,8 @@ def selector(
     Raises:
         ValueError: A shape does not fit, `allowed_BT` is not bool, or an argument is out of range.
     """
-    check(logits_BHGWT, key_norm_BHT, allowed_BT, log_sum_BHGW)
-    check_settings(alpha, lambda_clip, temperature, span, radius)
+    check(logits_BHGWT, key_norm_BHT, allowed_BT, log_sum_BHGW, interval, alpha, lambda_clip, temperature, span, radius)
     T = logits_BHGWT.shape[-1]
-    check_interval(interval, T)
     if interval is not None:
         logits_BHGWT, key_norm_BHT = (x[..., slice(*interval)] for x in (logits_BHGWT, key_norm_BHT))
         allowed_BT = None
@@ -107,9 +105,10 @@ def everywhere(logits_BHGWT: torch.Tensor, interval: tuple[int, int] | None = No
 
 
 def check(
-    logits_BHGWT: torch.Tensor, norm_BHT: torch.Tensor, allowed_BT: torch.Tensor | None, log_sum: torch.Tensor | None
-) -> None:
-    """Raise `ValueError` unless the tensors are the Selector's."""
+    logits_BHGWT: torch.Tensor, norm_BHT: torch.Tensor, allowed_BT: torch.Tensor | None, log_sum: torch.Tensor | None,
+    interval: tuple[int, int] | None, alpha: float, lambda_clip: float, temperature: float, span: int, radius: int,
+) -> None:  # fmt: skip
+    """Raise `ValueError` on what does not fit, or would give wrong or non-finite scores without a word."""
     check_shape(logits_BHGWT, "logits", B=None, H=None, G=None, W=None, T=None)
     B, H, G, W, T = logits_BHGWT.shape
     check_shape(norm_BHT, "key_norm", B=B, H=H, T=T)
@@ -121,16 +120,8 @@ def check(
         check_shape(log_sum, "log_sum", B=B, H=H, G=G, W=W)
         if log_sum.dtype != torch.float32:
             raise ValueError(f"log_sum must be float32, got {log_sum.dtype}")
-
-
-def check_interval(interval: tuple[int, int] | None, T: int) -> None:
-    """Raise `ValueError` unless `interval` is None or holds a position before T."""
     if interval is not None and not 0 <= interval[0] < interval[1] <= T:
         raise ValueError(f"interval must hold positions in [0, {T}), got {interval}")
-
-
-def check_settings(alpha: float, lambda_clip: float, temperature: float, span: int, radius: int) -> None:
-    """Raise `ValueError` on what would give wrong or non-finite scores without a word."""
     if not 0 < alpha <= 1:
         raise ValueError(f"alpha must be in (0, 1], got {alpha}")
     if not 0 <= lambda_clip <= 1:

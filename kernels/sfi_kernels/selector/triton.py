@@ -14,7 +14,7 @@ from sfi_kernels.launch import KernelLimitError, launch
 from sfi_kernels.selector import logit_pass_triton as q
 from sfi_kernels.selector.formulas import exclude_across_heads
 from sfi_kernels.selector.logit_pass_triton import _selector_log_sum_kernel, _selector_mean_kernel, _selector_row_kernel
-from sfi_kernels.selector.reference import check, check_interval, check_settings, everywhere
+from sfi_kernels.selector.reference import check, everywhere
 from sfi_kernels.selector.score_pass_triton import (
     _selector_refine_kernel,
     _selector_score_kernel,
@@ -39,11 +39,11 @@ def selector(
     gather: Callable[[torch.Tensor], torch.Tensor] | None = None, interval: tuple[int, int] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """See `reference.selector`. T is contiguous in every tensor, and none is float64."""
-    check_interval(interval, logits_BHGWT.shape[-1])
+    check(logits_BHGWT, key_norm_BHT, allowed_BT, log_sum_BHGW, interval, alpha, lambda_clip, temperature, span, radius)
     if allowed_BT is None or interval is not None:
         allowed_BT = everywhere(logits_BHGWT, interval)
-    B, H, G, W, T = _check(logits_BHGWT, key_norm_BHT, allowed_BT, log_sum_BHGW)
-    check_settings(alpha, lambda_clip, temperature, span, radius)
+    _check_layout(logits_BHGWT, key_norm_BHT, allowed_BT, log_sum_BHGW)
+    B, H, G, W, T = logits_BHGWT.shape
     rows, chunks = B * H, triton.cdiv(T, BLOCK)
     empty = partial(torch.empty, dtype=torch.float32, device=logits_BHGWT.device)
     z_BHT = empty(B, H, T)
@@ -94,10 +94,9 @@ def selector(
     return z_adj_BHT, merged[q.WEIGHT.value]
 
 
-def _check(
+def _check_layout(
     logits_BHGWT: torch.Tensor, key_norm_BHT: torch.Tensor, allowed_BT: torch.Tensor, log_sum_BHGW: torch.Tensor | None
-) -> torch.Size:
-    check(logits_BHGWT, key_norm_BHT, allowed_BT, log_sum_BHGW)
+) -> None:
     named = {"logits": logits_BHGWT, "key_norm": key_norm_BHT, "allowed": allowed_BT}
     for name, tensor in named.items():
         if tensor.device != logits_BHGWT.device:
@@ -113,4 +112,3 @@ def _check(
             raise ValueError(f"log_sum must be on {logits_BHGWT.device}, got {log_sum_BHGW.device}")
         if not log_sum_BHGW.is_contiguous():
             raise ValueError(f"log_sum must be contiguous, got strides {log_sum_BHGW.stride()}")
-    return logits_BHGWT.shape
