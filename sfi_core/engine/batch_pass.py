@@ -10,8 +10,7 @@ from sfi_core.engine.ledger import RequestPass
 from sfi_core.policies.base import Policy
 from sfi_core.state.kv_store import KVStore
 from sfi_core.state.request import RequestState
-from sfi_kernels.decode_attention import resident_programs
-from sfi_kernels.split_plan import split_plan, work_items
+from sfi_kernels.decode_attention import resident_programs, split_plan, work_items
 from sfi_kernels.step_descriptor import FAST, PROMPT, SLOW, StepDescriptor, StepRequest, describe_step, sent
 
 

@@ -1,4 +1,4 @@
-"""A decoding step's attention in PyTorch."""
+"""A decoding step's attention in PyTorch, and its split plan (after FlashAttention-3's and FlashInfer's schedulers)."""
 
 from typing import Any, NamedTuple
 
@@ -11,6 +11,15 @@ from sfi_kernels.pages import flat_rows, read_pages, row_numbers
 from sfi_kernels.partial_attention import PseudoToken, combine, partial_attention
 from sfi_kernels.shapes import check_int32, check_pages, check_same, check_shape
 from sfi_kernels.step_descriptor import StepDescriptor
+
+MIN_UNITS, MAX_SPLITS = 2, 64
+# In units: what a wave costs beyond its own. Reckoned, not measured: a unit of bfloat16 keys and values,
+# of 128 numbers each, is 32 KB, 2 us at a program's share of 4.3 TB/s, two programs on each of 132
+# processors. A wave takes about 4 us more, for its last stores and for the work item, the request's
+# words, the page numbers and the first tile, which wait for each other. Joining costs nothing that
+# decides: a program loads all parts of a query head at once, half a KB a split, 1/64 of a unit.
+OVERHEAD = 2
+CANDIDATES = 8  # sizes of work items that are tried
 
 
 class DecodeAttention(NamedTuple):
@@ -25,6 +34,56 @@ class DecodeAttention(NamedTuple):
     out_BHGWE: torch.Tensor
     logits_BHGWT: torch.Tensor | None = None
     log_sum_BHGW: torch.Tensor | None = None
+
+
+def work_items(batch: int, heads: int, programs: int) -> int:
+    """Return the most work items a plan can have, however long the requests are."""
+    return batch + -(-programs // heads)
+
+
+def split_plan(descriptor: StepDescriptor, heads: int, programs: int) -> None:
+    """Split every request's units into work items of about one size, in place.
+
+    Slow requests come first, so that long work does not start last. Among a few sizes from the least that
+    fills the processors, the one with the lowest cost in waves of work wins. Each of the KV `heads` runs
+    every work item; `programs` run at once on the device. The work list and the words FIRST and SPLITS are
+    written. Raise `ValueError` for a descriptor with less room than `work_items` asks for.
+    """
+    check_room(descriptor, heads, programs)
+    table, work = descriptor.table_BX, descriptor.work_XI
+    words = table.long()
+    packed = (words[:, step.PACKED] + step.UNIT - 1) // step.UNIT
+    pages = (words[:, step.LENGTH] + step.UNIT - 1) // step.UNIT - words[:, step.START] // step.UNIT
+    units = torch.where(words[:, step.MODE] < step.FAST, 0, packed + pages)
+    total, most = int(units.sum()), int(units.max())
+    least = max(MIN_UNITS, -(-11 * heads * total // (10 * programs)), -(-most // MAX_SPLITS))
+    costs = []
+    for extra in range(CANDIDATES):
+        size = least + least * extra // CANDIDATES
+        splits = (units + size - 1) // size
+        waves = -(-int(splits.sum()) * heads // programs)
+        costs.append((waves * (size + OVERHEAD), size))
+    size = min(costs)[1]
+    splits = (units + size - 1) // size
+    slow = words[:, step.MODE] == step.SLOW
+    first = torch.where(
+        slow, (splits * slow).cumsum(0) - splits, (splits * slow).sum() + (splits * ~slow).cumsum(0) - splits
+    )
+    table[:, step.FIRST], table[:, step.SPLITS] = first.int(), splits.int()
+    work[:] = torch.tensor([-1, 0, 0, 0], dtype=torch.int32, device=work.device)
+    for row in range(descriptor.batch):
+        share = -(-int(units[row]) // max(1, int(splits[row])))
+        for split in range(int(splits[row])):
+            begin = split * share
+            item = [row, begin, min(share, int(units[row]) - begin), 0]
+            work[int(first[row]) + split] = torch.tensor(item, dtype=torch.int32)
+
+
+def check_room(descriptor: StepDescriptor, heads: int, programs: int) -> None:
+    """Raise `ValueError` if a plan could overflow the descriptor."""
+    have, need = descriptor.work_XI.shape[0], work_items(descriptor.batch, heads, programs)
+    if have < need:
+        raise ValueError(f"descriptor must have room for {need} work items, got {have}")
 
 
 def resident_programs(device: torch.device) -> int:

@@ -13,22 +13,72 @@ import triton.language as tl
 from sfi_kernels import step_descriptor as words
 from sfi_kernels.attention_tile import REGISTERS, SEVERAL, padded, parts_of_pass, tile_shape
 from sfi_kernels.attention_tile.triton import LOG2E, add_sum, add_terms, finish, log_sum
-from sfi_kernels.decode_attention.reference import DecodeAttention, check, resident_programs
+from sfi_kernels.decode_attention import reference
+from sfi_kernels.decode_attention.reference import DecodeAttention, check, check_room, resident_programs, work_items
 from sfi_kernels.decode_attention.split_triton import QUERIES
 from sfi_kernels.decode_attention.split_triton import _split_attention_kernel as split_attention
 from sfi_kernels.launch import launch, target
 from sfi_kernels.pages import kernel_strides
 from sfi_kernels.partial_attention import PseudoToken
 from sfi_kernels.shapes import check_int32, check_shape
-from sfi_kernels.split_plan import work_items
-from sfi_kernels.split_plan.reference import MAX_SPLITS
-from sfi_kernels.split_plan.triton import split_plan
-from sfi_kernels.step_descriptor import FAST, StepDescriptor, uniform_step
+from sfi_kernels.step_descriptor import StepDescriptor, uniform_step
 
 PAGE_IDS = 256  # page numbers a program holds at once
-JOINED = MAX_SPLITS  # partial results that a program of the join holds at once: all of a request's
-WORDS, EVIDENCE = tl.constexpr(words.WORDS), tl.constexpr(words.EVIDENCE)
-FIRST, SPLITS = tl.constexpr(words.FIRST), tl.constexpr(words.SPLITS)
+JOINED = reference.MAX_SPLITS  # partial results that a program of the join holds at once: all of a request's
+WORDS, EVIDENCE, UNIT = (tl.constexpr(word) for word in (words.WORDS, words.EVIDENCE, words.UNIT))
+MODE, LENGTH, START = (tl.constexpr(word) for word in (words.MODE, words.LENGTH, words.START))
+PACKED, FIRST, SPLITS = (tl.constexpr(word) for word in (words.PACKED, words.FIRST, words.SPLITS))
+IDLE, FAST, SLOW = (tl.constexpr(mode) for mode in (words.IDLE, words.FAST, words.SLOW))
+MIN_UNITS, MAX_SPLITS = tl.constexpr(reference.MIN_UNITS), tl.constexpr(reference.MAX_SPLITS)
+OVERHEAD, CANDIDATES = tl.constexpr(reference.OVERHEAD), tl.constexpr(reference.CANDIDATES)
+
+
+@triton.jit(do_not_specialize=["B", "items", "heads", "programs"])
+def _split_plan_kernel(table_ptr, work_ptr, B, items, heads, programs, BLOCK_B: tl.constexpr, BLOCK_X: tl.constexpr):
+    request = tl.arange(0, BLOCK_B)
+    exists = request < B
+    row = table_ptr + request * WORDS
+    mode = tl.load(row + MODE, mask=exists, other=IDLE)
+    length = tl.load(row + LENGTH, mask=exists, other=0)
+    start = tl.load(row + START, mask=exists, other=0)
+    packed = tl.load(row + PACKED, mask=exists, other=0)
+    units = tl.cdiv(packed, UNIT) + tl.cdiv(length, UNIT) - start // UNIT
+    units = tl.where(mode < FAST, 0, units)
+
+    total = tl.sum(units)
+    least = tl.maximum(MIN_UNITS, tl.cdiv(11 * heads * total, 10 * programs))
+    least = tl.maximum(least, tl.cdiv(tl.max(units), MAX_SPLITS))
+    size, cheapest = least, 2147483647
+    for extra in tl.static_range(CANDIDATES):
+        candidate = least + least * extra // CANDIDATES
+        splits = tl.cdiv(units, candidate)
+        waves = tl.cdiv(tl.sum(splits) * heads, programs)
+        cost = waves * (candidate + OVERHEAD)
+        size = tl.where(cost < cheapest, candidate, size)
+        cheapest = tl.minimum(cost, cheapest)
+
+    splits = tl.cdiv(units, size)
+    slow = tl.where(mode == SLOW, splits, 0)
+    fast = splits - slow
+    first = tl.where(mode == SLOW, tl.cumsum(slow) - slow, tl.sum(slow) + tl.cumsum(fast) - fast)
+    tl.store(row + FIRST, first, mask=exists)
+    tl.store(row + SPLITS, splits, mask=exists)
+
+    share = tl.cdiv(units, tl.maximum(splits, 1))
+    for split in range(tl.max(splits)):
+        item = work_ptr + (first + split) * 4
+        own = exists & (split < splits)
+        tl.store(item, request, mask=own)
+        tl.store(item + 1, split * share, mask=own)
+        tl.store(item + 2, tl.minimum(share, units - split * share), mask=own)
+        tl.store(item + 3, 0, mask=own)
+    used = tl.sum(splits)
+    for begin in range(0, items, BLOCK_X):
+        spare = begin + tl.arange(0, BLOCK_X)
+        own = (spare >= used) & (spare < items)
+        tl.store(work_ptr + spare * 4, -1, mask=own)
+        for word in tl.static_range(1, 4):
+            tl.store(work_ptr + spare * 4 + word, 0, mask=own)
 
 
 @triton.jit
@@ -192,10 +242,20 @@ def sparse_attention(
     check_int32(device, length=length_B, recent_start=recent_start_B)
     items = work_items(B, H, resident_programs(device))
     most = (packed_key_BHSD if position_BHS is None else position_BHS).shape[2]
-    step = uniform_step(FAST, length_B, recent_start_B, most, items)
+    step = uniform_step(words.FAST, length_B, recent_start_B, most, items)
     split_plan(step, H, resident_programs(device))
     return decode_attention(
         query_BHGD[:, :, :, None], packed_key_BHSD, packed_value_BHSE, packed_length_BH, key_PHND,
         value_PHNE, block_table_BP, step, scale=scale, soft_cap=soft_cap, sink_HG=sink_HG, pseudo=pseudo,
         position_BHS=position_BHS,
     ).out_BHGWE[:, :, :, 0]  # fmt: skip
+
+
+def split_plan(descriptor: StepDescriptor, heads: int, programs: int) -> None:
+    """See `reference.split_plan`: one program, so that the host does not wait for the lengths."""
+    check_room(descriptor, heads, programs)
+    B, items = descriptor.batch, descriptor.work_XI.shape[0]
+    launch(
+        _split_plan_kernel, (1,), descriptor.table_BX, descriptor.work_XI, B, items, heads, programs,
+        BLOCK_B=triton.next_power_of_2(B), BLOCK_X=128,
+    )  # fmt: skip

@@ -12,11 +12,10 @@ from sfi_core.measure.kernel_bench.settings import KernelSettings
 from sfi_core.settings.engine import PAGE_SIZE
 from sfi_core.settings.parts import SelectorConfig
 from sfi_core.state.layer_pages import LayerPages
-from sfi_kernels.decode_attention import DecodeAttention, decode_attention, resident_programs
+from sfi_kernels.decode_attention import DecodeAttention, decode_attention, resident_programs, split_plan, work_items
 from sfi_kernels.dense_attention import window_logits
 from sfi_kernels.pack import pack
 from sfi_kernels.selector import selector
-from sfi_kernels.split_plan import split_plan, work_items
 from sfi_kernels.step_descriptor import StepDescriptor, StepRequest, describe_step
 
 # standard deviation of the logits: attention rests on some thirty tokens of 16K, so that a missing token
