@@ -39,13 +39,10 @@ def read_pages(pages_PHN: torch.Tensor, block_table_P: torch.Tensor, start: int,
 def wide_chunks(
     pages_PHND: torch.Tensor, block_table_P: torch.Tensor, length: int
 ) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Read a request's first `length` positions in float32, chunk by chunk.
+    """Read a request's first `length` positions in float32, chunk by chunk, by a block table on the host.
 
-    `pages_PHND` may have any strides; the chunks keep their memory order. `block_table_P` is on the host.
-
-    Yields:
-        The positions as a slice, and C pages of n tokens that hold them, [C, H, n, D]: a view where pages are
-        float32 and adjacent, else one buffer that each chunk overwrites.
+    Yields the positions as a slice, and C pages of n tokens that hold them, [C, H, n, D], whose memory is in the order
+    of `pages_PHND`: a view where pages are float32 and adjacent, else one buffer that each chunk overwrites.
     """
     _, H, N, D = pages_PHND.shape
     as_it_lies = pages_PHND.dtype == torch.float32
@@ -66,8 +63,12 @@ def wide_chunks(
             if neighbors and as_it_lies:
                 yield span, rows_PHnD[chunk[0] : chunk[-1] + 1]
                 continue
-            if buffer is None:
-                buffer = _buffer_like(pages_PHND, min(most, max(1, whole)), min(tokens, N, length))
+            if buffer is None:  # keys may lie [D, tokens]
+                size, wide_tokens = min(most, max(1, whole)), min(tokens, N, length)
+                if pages_PHND.stride(3) == 1:
+                    buffer = pages_PHND.new_empty(size, H, wide_tokens, D, dtype=torch.float32)
+                else:
+                    buffer = pages_PHND.new_empty(size, H, D, wide_tokens, dtype=torch.float32).mT
             wide = buffer[: len(chunk), :, : high - low]
             if neighbors:
                 wide.copy_(rows_PHnD[chunk[0] : chunk[-1] + 1])
@@ -75,14 +76,6 @@ def wide_chunks(
                 for place, page in enumerate(chunk):
                     wide[place].copy_(rows_PHnD[page])
             yield span, wide
-
-
-def _buffer_like(pages_PHND: torch.Tensor, pages: int, tokens: int) -> torch.Tensor:
-    # [pages, H, tokens, D] float32, whose memory is in the order of the pages': keys may lie [D, tokens]
-    _, H, _, D = pages_PHND.shape
-    if pages_PHND.stride(3) == 1:
-        return pages_PHND.new_empty(pages, H, tokens, D, dtype=torch.float32)
-    return pages_PHND.new_empty(pages, H, D, tokens, dtype=torch.float32).mT
 
 
 def flat_rows(pages_PHND: torch.Tensor) -> tuple[torch.Tensor, Steps]:
@@ -99,10 +92,9 @@ def flat_rows(pages_PHND: torch.Tensor) -> tuple[torch.Tensor, Steps]:
 
 
 def row_numbers(position_RHS: torch.Tensor, table_RP: torch.Tensor, N: int, steps: Steps) -> torch.Tensor:
-    """Return the rows of `flat_rows` that hold the positions of R requests, [R, H * S].
+    """Return the rows of `flat_rows`, whose `steps` these are, that hold R requests' positions, [R, H * S].
 
-    A negative position counts as 0. `table_RP` are page numbers, `N` the tokens of a page, `steps` those of
-    `flat_rows`.
+    A negative position counts as 0; `N` are the tokens of a page.
     """
     R, H, S = position_RHS.shape
     token = position_RHS.clamp_min(0).long()

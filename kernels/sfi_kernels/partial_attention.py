@@ -28,12 +28,11 @@ class PseudoToken(NamedTuple):
     logit_BHG: torch.Tensor
     value_BHE: torch.Tensor
 
-    def part(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def part(self) -> Part:
         """Return output and log-sum-exp, as `partial_attention` returns a segment's."""
         B, H, G = self.logit_BHG.shape[:3]
-        value_BHG1E = self.value_BHE[:, :, None, None].expand(B, H, G, 1, -1)
         logit_BHGX = self.logit_BHG.reshape(B, H, G, -1)
-        return value_BHG1E, logit_BHGX.logsumexp(-1, keepdim=True)
+        return self.value_BHE[:, :, None, None].expand(B, H, G, 1, -1), logit_BHGX.logsumexp(-1, keepdim=True)
 
     def of(self, rows: slice) -> "PseudoToken":
         """Return the pseudo tokens of some requests."""
@@ -59,26 +58,15 @@ def partial_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend to one segment of keys.
 
-    Args:
-        query_BHGWD: Queries, grouped by KV head.
-        key_BHTD: The segment's keys.
-        value_BHTE: Its values; E may differ from D.
-        scale: Factor on the products.
-        soft_cap: c of c * tanh(logit / c); None for none.
-        causal: Query w sees keys 0 to w only; then W = T, and `visible_BHGWT` is None.
-        visible_BHGWT: Which keys a query sees, broadcastable; None for all.
+    `soft_cap` is c of c * tanh(logit / c). If `causal`, query w sees keys 0 to w only, W = T, and `visible_BHGWT` is
+    None; otherwise this says which keys a query sees, broadcastable, None for all.
 
     Returns:
         out, [B, H, G, W, E] float32, and the log-sum-exp of the logits, [B, H, G, W] float32; zeros and -inf
             for a query without keys.
     """
-    fused = (
-        query_BHGWD.device.type == "cpu"
-        and soft_cap is None
-        and visible_BHGWT is None
-        and key_BHTD.shape[-1] == value_BHTE.shape[-1]
-    )
-    if fused:
+    plain = soft_cap is None and visible_BHGWT is None and key_BHTD.shape[-1] == value_BHTE.shape[-1]
+    if plain and query_BHGWD.device.type == "cpu":
         return _fused(query_BHGWD, key_BHTD, value_BHTE, scale, causal)
     if causal:
         W = query_BHGWD.shape[3]
@@ -87,12 +75,9 @@ def partial_attention(
 
 
 def combine(parts: list[Part], sink_HG: torch.Tensor | None = None) -> torch.Tensor:
-    """Join the segments of one softmax; `parts` are `partial_attention`'s results for disjoint segments.
+    """Join `partial_attention`'s results for disjoint segments to one softmax, [B, H, G, W, E] float32.
 
     `sink_HG` are learned logits that take part in the softmax without a value (gpt-oss).
-
-    Returns:
-        out, [B, H, G, W, E] float32; zeros for a query without keys.
     """
     if len(parts) == 1 and sink_HG is None:
         return parts[0][0]
@@ -109,9 +94,7 @@ def combine(parts: list[Part], sink_HG: torch.Tensor | None = None) -> torch.Ten
     return sum((w * part[0] for w, part in zip(weight, parts, strict=True)), torch.zeros(()))
 
 
-def _fused(
-    query_BHGWD: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, causal: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _fused(query_BHGWD: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, causal: bool) -> Part:
     # PyTorch's CPU flash attention itself: `scaled_dot_product_attention` drops the log-sum-exp. Without a
     # word it gives something else for a last stride that is not 1, as keys have that lie [D, T] in memory.
     query_BHGWD, key, value = (
@@ -165,11 +148,8 @@ def streamed_attention(
 ) -> torch.Tensor:  # fmt: skip
     """Attend causally to every position; the W queries are the last of the request's `length` tokens.
 
-    `blocks` hold the keys and values of positions 0 to `length` - 1, in order, without gaps. Other arguments
-    as in `dense_attention`.
-
-    Returns:
-        out, [1, H, G, W, E], in the query's dtype.
+    `blocks` hold the keys and values of positions 0 to `length` - 1, in order, without gaps. Other arguments and the
+    result are as in `dense_attention`.
     """
     W, joined = query_1HGWD.shape[3], None
     for seen, causal, key, value in _pieces(blocks, length - W, W):
@@ -184,11 +164,7 @@ def streamed_attention_with_logits(
     query_1HG1D: torch.Tensor, blocks: Iterable[Block], *, scale: float,
     soft_cap: float | None = None, sink_HG: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Attend as `streamed_attention` does with one query, and return the logits.
-
-    Returns:
-        out, [1, H, G, 1, E], and the logits, [1, H, G, 1, T] float32.
-    """
+    """Attend as `streamed_attention` does with one query, and return the logits too, [1, H, G, 1, T] float32."""
     parts, logits = [], []
     for _, key, value in blocks:
         block_logits = _logits(query_1HG1D, key, scale, soft_cap)

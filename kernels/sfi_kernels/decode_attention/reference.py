@@ -23,12 +23,11 @@ CANDIDATES = 8  # sizes of work items that are tried
 
 
 class DecodeAttention(NamedTuple):
-    """The result of a step's attention.
+    """The result of a step's attention, in the query's dtype; zeros for padding and for an idle request.
 
-    `out_BHGWE` has the query's dtype; zeros for padding and for an idle request. `logits_BHGWT` are those of the slow
-    requests in order, one query each (W = 1), T the longest's length, float32: -inf where that query may not look and
-    for the sparse heads of a mixed request, undefined beyond a request's own length. `log_sum_BHGW` is their
-    log-sum-exp over the candidate set J; -inf where J is empty, and for sparse heads. Both are None without evidence.
+    `logits_BHGWT` are those of the slow requests in order, one query each (W = 1), T the longest's length, float32:
+    -inf where that query may not look and for the sparse heads of a mixed request, undefined beyond a request's own
+    length; `log_sum_BHGW` is their log-sum-exp over J, -inf of nothing. Both are None without evidence.
     """
 
     out_BHGWE: torch.Tensor
@@ -42,12 +41,11 @@ def work_items(batch: int, heads: int, programs: int) -> int:
 
 
 def split_plan(descriptor: StepDescriptor, heads: int, programs: int) -> None:
-    """Split every request's units into work items of about one size, in place.
+    """Split every request's units into work items of about one size: the work list and the words FIRST and SPLITS.
 
-    Slow requests come first, so that long work does not start last. Among a few sizes from the least that
-    fills the processors, the one with the lowest cost in waves of work wins. Each of the KV `heads` runs
-    every work item; `programs` run at once on the device. The work list and the words FIRST and SPLITS are
-    written. Raise `ValueError` for a descriptor with less room than `work_items` asks for.
+    Slow requests come first, so that long work does not start last. Among a few sizes from the least that fills the
+    processors, the one with the lowest cost in waves of work wins. Each of the KV `heads` runs every work item;
+    `programs` run at once on the device. Raise `ValueError` for a descriptor with less room than `work_items` asks for.
     """
     check_room(descriptor, heads, programs)
     table, work = descriptor.table_BX, descriptor.work_XI
@@ -113,7 +111,7 @@ def decode_attention(
     """Attend with the last tokens of every request: fast ones sparsely, slow ones to their whole history.
 
     A slow request that verifies a draft has several queries, its last tokens; each sees the tokens up to its
-    own. Any other decoding request has one.
+    own. Any other decoding request has one. Raise `ValueError` where shapes, dtypes, layouts or devices do not fit.
 
     Args:
         query_BHGWD: Queries, grouped by KV head. A request's own are the last of W, as many as the descriptor says; the
@@ -131,16 +129,11 @@ def decode_attention(
         evidence: Whether to return the logits (Eq. 4) of the last query of each slow request, and their log-sum-exp
             over J. Paper gap: a step of the paper has one query.
         into: A flat float32 buffer for the logits; None makes one.
-        dense_BH: For mixed requests, 1 for a KV head that reads its whole history, 0 for one that reads its packed
-            segment and the recent pages, int32. None for a step without mixed requests.
-        pseudo: A term of the fast requests' softmax that stands for the unread keys, -inf for every other request; None
-            for a step without pseudo tokens. Not together with mixed requests.
-        position_BHS: Positions of the packed rows, int32, to read these rows in their pages; the packed keys and values
-            are not read then and may have no row. None reads the packed ones. Not together with mixed requests.
-
-    Raises:
-        ValueError: A tensor's shape, dtype, layout or device does not fit, or `dense_BH` does not fit the descriptor's
-            mixed requests, or comes with `pseudo`.
+        dense_BH: 1 for a KV head of a mixed request that reads its whole history, 0 for one that reads its packed
+            segment and the recent pages, int32; None for a step without mixed requests.
+        pseudo: A term of the fast requests' softmax that stands for the unread keys, -inf for every other request.
+        position_BHS: Positions of the packed rows, int32, to read these in their pages; the packed keys and values
+            may have no row then. Neither this nor `pseudo` comes with mixed requests.
     """
     check(query_BHGWD, packed_key_BHSD, packed_value_BHSE, packed_length_BH, key_PHND, value_PHNE,
           block_table_BP, descriptor, sink_HG, dense_BH, pseudo)  # fmt: skip
@@ -225,34 +218,26 @@ def sparse_attention(
 ) -> torch.Tensor:  # fmt: skip
     """Attend to sink and selected tokens, packed or by position, and to the recent tokens, in the pages.
 
-    Arguments as in `decode_attention`, but `recent_start_B`, the first position of the recent segment, where
-    no packed token lies, and `length_B`, cached tokens, the query's own included; both int32. numba's loops need
-    `position_BHS`, and pages that are `numpy_views.readable`.
-
-    Returns:
-        out, [B, H, G, E], in the query's dtype.
+    Arguments as in `decode_attention`, but `recent_start_B`, the first position of the recent segment, where no packed
+    token lies, and `length_B`, cached tokens, the query's own included; both int32. The output is [B, H, G, E].
     """
     if position_BHS is not None:
         packed_key_BHSD, packed_value_BHSE = (
             _rows(pages, position_BHS, block_table_BP) for pages in (key_PHND, value_PHNE)
         )
     packed = packed_length_BH.tolist()
-    if len({length for row in packed for length in row}) > 1 < len(packed):
-        rows = [slice(row, row + 1) for row in range(len(packed))]
-        return torch.cat(
-            [
-                sparse_attention(
-                    query_BHGD[row], packed_key_BHSD[row], packed_value_BHSE[row],
-                    packed_length_BH[row], key_PHND, value_PHNE, block_table_BP[row],
-                    recent_start_B[row], length_B[row],
-                    scale=scale, soft_cap=soft_cap, sink_HG=sink_HG,
-                    pseudo=None if pseudo is None else pseudo.of(row),
-                )
-                for row in rows
-            ]
-        )  # fmt: skip
-    query_BHG1D = query_BHGD[:, :, :, None]
     options: dict[str, Any] = {"scale": scale, "soft_cap": soft_cap}
+    if len({length for row in packed for length in row}) > 1 < len(packed):
+        rows = [
+            sparse_attention(
+                query_BHGD[row], packed_key_BHSD[row], packed_value_BHSE[row], packed_length_BH[row], key_PHND,
+                value_PHNE, block_table_BP[row], recent_start_B[row], length_B[row], **options, sink_HG=sink_HG,
+                pseudo=None if pseudo is None else pseudo.of(row),
+            )
+            for row in (slice(b, b + 1) for b in range(len(packed)))
+        ]  # fmt: skip
+        return torch.cat(rows)
+    query_BHG1D = query_BHGD[:, :, :, None]
     parts = []
     if most := max(packed[0]):
         key, value = packed_key_BHSD[:, :, :most], packed_value_BHSE[:, :, :most]

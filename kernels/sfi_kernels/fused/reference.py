@@ -1,4 +1,7 @@
-"""What else a layer computes for a token, in PyTorch, with every rounding of transformers' Llama modules."""
+"""What else a layer computes for a token, in PyTorch, with every rounding of transformers' Llama modules.
+
+`ValueError` is raised where shapes, dtypes, devices or strides do not fit.
+"""
 
 import torch
 
@@ -11,8 +14,7 @@ def rms_norm(hidden_XF: torch.Tensor, weight_F: torch.Tensor, eps: float) -> tor
     """Divide rows by their root mean square and multiply by a weight (Zhang and Sennrich, 2019).
 
     Rows, [..., F], are contiguous; `eps` is added to the mean square. The quotient is float32 (float64 of float64
-    rows), rounded to the rows' dtype, which is the weight's too, before the product. Raise `ValueError` where shapes,
-    dtypes, devices or strides do not fit.
+    rows), rounded to the rows' dtype, which is the weight's too, before the product.
     """
     check_norm(hidden_XF, weight_F)
     wide_XF = hidden_XF.to(torch.promote_types(hidden_XF.dtype, torch.float32))
@@ -70,26 +72,14 @@ def rotary(
 
     Returns:
         Queries [B, X, T, D] and keys [B, H, T, D], both as views of tensors with T before the heads.
-
-    Raises:
-        ValueError: The shapes, dtypes, devices or strides do not fit, or only one weight is given.
     """
     check_rotation(query_BTXD, key_BTHD, cos_BTD, sin_BTD, query_weight_D, key_weight_D)
-    pairs = ((query_BTXD, query_weight_D), (key_BTHD, key_weight_D))
-    query_BXTD, key_BHTD = (
-        _rotated(
-            (rows if weight_D is None else rms_norm(rows, weight_D, eps)).transpose(1, 2),
-            cos_BTD[:, None],
-            sin_BTD[:, None],
-        )
-        for rows, weight_D in pairs
-    )
-    return query_BXTD, key_BHTD
-
-
-def _rotated(head_BHTD: torch.Tensor, cos_B1TD: torch.Tensor, sin_B1TD: torch.Tensor) -> torch.Tensor:
-    first, second = head_BHTD.chunk(2, dim=-1)
-    return head_BHTD * cos_B1TD + torch.cat((-second, first), dim=-1) * sin_B1TD
+    turned = []
+    for rows, weight_D in ((query_BTXD, query_weight_D), (key_BTHD, key_weight_D)):
+        head_BHTD = (rows if weight_D is None else rms_norm(rows, weight_D, eps)).transpose(1, 2)
+        first, second = head_BHTD.chunk(2, dim=-1)
+        turned.append(head_BHTD * cos_BTD[:, None] + torch.cat((-second, first), dim=-1) * sin_BTD[:, None])
+    return turned[0], turned[1]
 
 
 def check_rotation(
@@ -117,16 +107,15 @@ def check_rotation(
         check_shape(query_weight_D, "query_weight", D=D)
         check_shape(key_weight_D, "key_weight", D=D)
         check_same(query_BTXD, "query", query_weight=query_weight_D, key_weight=key_weight_D)
-    rows = {"query": query_BTXD, "key": key_BTHD}
-    query_distance, key_distance = (row_distance(own, name, own.shape[2] * D) for name, own in rows.items())
-    return query_distance, key_distance
+    X, H = query_BTXD.shape[2], key_BTHD.shape[2]
+    return row_distance(query_BTXD, "query", X * D), row_distance(key_BTHD, "key", H * D)
 
 
 def silu_mul(gate_XF: torch.Tensor, up_XF: torch.Tensor) -> torch.Tensor:
     """Multiply SiLU(gate) = gate / (1 + exp(-gate)) by up (Shazeer, 2020, Eq. 6).
 
-    Both are of one shape and dtype, their rows, [..., F], at one distance, or `ValueError` is raised. SiLU is float32,
-    rounded to that dtype before the product.
+    Both are of one shape and dtype, their rows, [..., F], at one distance. SiLU is float32, rounded to that dtype
+    before the product.
     """
     check_gate(gate_XF, up_XF)
     return torch.nn.functional.silu(gate_XF) * up_XF
