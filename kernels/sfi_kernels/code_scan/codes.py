@@ -75,10 +75,7 @@ class BatchCodes(NamedTuple):
     def empty(
         cls, rows: int, group: int, key_PHND: torch.Tensor, value_PHNE: torch.Tensor, capacity: int
     ) -> "BatchCodes":
-        """Allocate for `rows` requests of at most `capacity` tokens and `group` query heads a KV head.
-
-        No request has a basis yet.
-        """
+        """Allocate for `rows` requests without basis of at most `capacity` tokens, `group` query heads a KV head."""
         (_, H, _, D), E, W = key_PHND.shape, value_PHNE.shape[3], words(key_PHND.shape[3])
         zeros = torch.zeros(0, device=key_PHND.device).new_zeros
         return cls(

@@ -65,8 +65,9 @@ def code_scan(
 ) -> Choice:
     """Choose the likeliest keys of J for every fast request, by their codes, as `choose_likeliest` does.
 
-    Where J has no more than `budget` keys, all are chosen. The new keys are coded, too (`code_tokens`),
-    the values that have left the recent window are added to the sums, and the queries are kept.
+    Where J has no more than `budget` keys, all are chosen. The new keys are coded, too (`code_tokens`), the values that
+    have left the recent window are added to the sums, and the queries are kept: `codes` are changed in place. The
+    pseudo token's value is the mean value of J.
 
     Args:
         query_BHGD: Queries of the step, one a request.
@@ -74,16 +75,13 @@ def code_scan(
         value_PHNE: Pages of values.
         block_table_BP: Page numbers of each request, int32.
         descriptor: Modes, lengths and candidate sets.
-        codes: Codes and sums, changed in place.
+        codes: Codes and sums.
         position_BHS: Written for fast requests: their sinks, the chosen positions, then -1; int32.
         length_BH: Written for fast requests: how many positions there are, int32.
         budget: Keys to choose by KV head.
         scale: Factor on the products.
         rest: Factor on the estimated probability of the unread keys.
         diagnoses: Return the choice's diagnostics, too; Triton returns none.
-
-    Returns:
-        The choice. The pseudo token's value is the mean value of J.
     """
     check(query_BHGD, key_PHND, value_PHNE, block_table_BP, descriptor, codes, position_BHS, length_BH)
     code_tokens(key_PHND, block_table_BP, descriptor, codes)
@@ -117,11 +115,8 @@ def code_scan(
 def choose_likeliest(logits_HGT: torch.Tensor, budget: int, *, rest: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose the keys of one request that are likeliest, in the mean over the query heads of a KV head.
 
-    Args:
-        logits_HGT: Logits of the candidates, float32, not NaN.
-        budget: Keys to choose by KV head, fewer than T. Those with the highest `coarse_score` are chosen; the
-            lower position wins a tie.
-        rest: Factor on the probability of the keys that are not chosen.
+    Of the candidates, with logits in float32, not NaN, the `budget` with the highest `coarse_score` are chosen, fewer
+    than T; the lower position wins a tie.
 
     Returns:
         index_HK, int32, ascending, and the log of `rest` times the summed exponentials of the other keys'

@@ -29,6 +29,8 @@ def pack(
 ) -> None:
     """Rewrite the packed segments of R requests, in place: the sinks, then the selected tokens.
 
+    Raise `ValueError` where shapes, dtypes or devices do not fit, or a tensor but the pages is not contiguous.
+
     Args:
         key_PHND: Pages of keys.
         value_PHNE: Pages of values.
@@ -41,18 +43,10 @@ def pack(
         position_BHS: The packed rows' positions, int32, padded with -1.
         length_BH: Rows that count, int32.
         heads_RH: 0 for a KV head that keeps its rows, positions and length, int32; None packs every head.
-
-    Raises:
-        ValueError: The shapes, dtypes or devices do not fit, or a tensor but the pages is not contiguous.
     """
-    check(
-        key_PHND, value_PHNE, block_table_BP, request_R, index_RHK, sink_R,
-        key_BHSD, value_BHSE, position_BHS, length_BH,
-    )  # fmt: skip
-    refreshed_RH = index_RHK.new_ones(index_RHK.shape[:2])
-    if heads_RH is not None:
-        check_heads(heads_RH, index_RHK)
-        refreshed_RH = heads_RH
+    segment = key_BHSD, value_BHSE, position_BHS, length_BH
+    check(key_PHND, value_PHNE, block_table_BP, request_R, index_RHK, sink_R, segment, heads_RH)
+    refreshed_RH = index_RHK.new_ones(index_RHK.shape[:2]) if heads_RH is None else heads_RH
     real_R = request_R >= 0
     if not real_R.all():
         request_R, index_RHK, sink_R = request_R[real_R], index_RHK[real_R], sink_R[real_R]
@@ -132,9 +126,8 @@ def recall(
     A row comes from the old segment if its position is there, else from the host pages. The caller copies the
     scratch to the segment afterwards.
 
-    FreeKV (Sec. 4.2) and SyncKV (Eq. 7) copy pages from the host to the device. Here the kernel on the device
-    reads the rows over the link itself (zero copy), so that the host never waits for the indices. FreeKV
-    converts the layout on recall, since its device pages are token-major; ours are head-major.
+    FreeKV (Sec. 4.2) and SyncKV (Eq. 7) copy pages from the host to the device. Here the kernel on the device reads the
+    rows over the link itself (zero copy), so that the host never waits for the indices.
 
     Paper gap: SyncKV does not say whether rows that stay selected are fetched again. FreeKV keeps a cache of
     selected pages on the device. We reuse single rows, from the packed segment alone.
@@ -144,15 +137,10 @@ def recall(
     two views. The positions to recall and those of the old segment ascend. The results go to the `into` tensors, which
     have R rows in place of B, and `fetched_RH`, int32, gets how many rows came from the host, 0 for a row without a
     request. A head whose `heads_RH` is 0 gets a copy of its old rows, positions and length.
-
-    Raises:
-        ValueError: A tensor's shape, dtype, device or layout does not fit.
     """
     old = key_BHSD, value_BHSE, position_BHS, length_BH
     into = into_key_RHSD, into_value_RHSE, into_position_RHS, into_length_RH
-    check_recall(key_PHND, value_PHNE, block_table_BP, request_R, index_RHK, sink_R, old, into, fetched_RH)
-    if heads_RH is not None:
-        check_heads(heads_RH, index_RHK)
+    check_recall(key_PHND, value_PHNE, block_table_BP, request_R, index_RHK, sink_R, old, into, fetched_RH, heads_RH)
     fetched_RH.zero_()
     S, sinks = key_BHSD.shape[2], sink_R.tolist()
     for row, request in enumerate(request_R.tolist()):
@@ -192,31 +180,24 @@ def _recall_head(
     return len(token)
 
 
-def check_heads(heads_RH: torch.Tensor, index_RHK: torch.Tensor) -> None:
-    """Raise the errors of `heads_RH`."""
-    check_shape(heads_RH, "heads", R=index_RHK.shape[0], H=index_RHK.shape[1])
-    check_int32(index_RHK.device, heads=heads_RH)
-
-
 def check(
-    key_PHND: torch.Tensor, value_PHNE: torch.Tensor, block_table_BP: torch.Tensor,
-    request_R: torch.Tensor, index_RHK: torch.Tensor, sink_R: torch.Tensor, key_BHSD: torch.Tensor,
-    value_BHSE: torch.Tensor, position_BHS: torch.Tensor, length_BH: torch.Tensor,
+    key_PHND: torch.Tensor, value_PHNE: torch.Tensor, block_table_BP: torch.Tensor, request_R: torch.Tensor,
+    index_RHK: torch.Tensor, sink_R: torch.Tensor, segment: tuple[torch.Tensor, ...], heads_RH: torch.Tensor | None,
 ) -> None:  # fmt: skip
-    """Raise the errors of `pack`."""
-    segment = key_BHSD, value_BHSE, position_BHS, length_BH
-    _check_rows(key_PHND, value_PHNE, block_table_BP, request_R, index_RHK, sink_R, segment)
-    check_pages(key_BHSD, "key", key_pages=key_PHND)
-    check_pages(value_BHSE, "value", value_pages=value_PHNE)
+    """Raise the errors of `pack`; a segment are keys, values, positions and lengths."""
+    _check_rows(key_PHND, value_PHNE, block_table_BP, request_R, index_RHK, sink_R, segment, heads_RH)
+    check_pages(segment[0], "key", key_pages=key_PHND)
+    check_pages(segment[1], "value", value_pages=value_PHNE)
 
 
 def check_recall(
     key_PHND: torch.Tensor, value_PHNE: torch.Tensor, block_table_BP: torch.Tensor,
     request_R: torch.Tensor, index_RHK: torch.Tensor, sink_R: torch.Tensor,
     old: tuple[torch.Tensor, ...], into: tuple[torch.Tensor, ...], fetched_RH: torch.Tensor,
+    heads_RH: torch.Tensor | None,
 ) -> None:  # fmt: skip
-    """Raise the errors of `recall`; `old` and `into` are keys, values, positions and lengths."""
-    _check_rows(key_PHND, value_PHNE, block_table_BP, request_R, index_RHK, sink_R, old)
+    """Raise the errors of `recall`; `old` and `into` are segments as in `check`."""
+    _check_rows(key_PHND, value_PHNE, block_table_BP, request_R, index_RHK, sink_R, old, heads_RH)
     (_, H, S, D), E, R = old[0].shape, old[1].shape[3], len(request_R)
     key, value, position, length = into
     check_shape(fetched_RH, "fetched", R=R, H=H)
@@ -237,6 +218,7 @@ def check_recall(
 def _check_rows(
     key_PHND: torch.Tensor, value_PHNE: torch.Tensor, block_table_BP: torch.Tensor,
     request_R: torch.Tensor, index_RHK: torch.Tensor, sink_R: torch.Tensor, segment: tuple[torch.Tensor, ...],
+    heads_RH: torch.Tensor | None,
 ) -> None:  # fmt: skip
     # a packed segment, and the rows of pages that go there
     key_BHSD, value_BHSE, position_BHS, length_BH = segment
@@ -260,3 +242,6 @@ def _check_rows(
     )  # fmt: skip
     if index_RHK.shape[2] > S:
         raise ValueError(f"index must have at most S={S} positions, got {index_RHK.shape[2]}")
+    if heads_RH is not None:
+        check_shape(heads_RH, "heads", R=len(request_R), H=H)
+        check_int32(key_BHSD.device, heads=heads_RH)

@@ -9,7 +9,7 @@ import triton.language as tl
 
 from sfi_kernels.attention_tile.triton import row_start
 from sfi_kernels.launch import launch
-from sfi_kernels.pack.reference import check, check_heads, check_recall
+from sfi_kernels.pack.reference import check, check_recall
 from sfi_kernels.pages import row_constants
 
 BLOCK_S = 64
@@ -81,21 +81,16 @@ def pack(
     heads_RH: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
     """See `reference.pack`. D and E up to 256."""
-    tensors = (
-        key_PHND, value_PHNE, block_table_BP, request_R, index_RHK, sink_R,
-        key_BHSD, value_BHSE, position_BHS, length_BH,
-    )  # fmt: skip
-    check(*tensors)
-    if heads_RH is not None:
-        check_heads(heads_RH, index_RHK)
+    pages, segment = (key_PHND, value_PHNE, block_table_BP), (key_BHSD, value_BHSE, position_BHS, length_BH)
+    check(*pages, request_R, index_RHK, sink_R, segment, heads_RH)
     (R, H, K), (S, N) = index_RHK.shape, (key_BHSD.shape[2], key_PHND.shape[2])
     constants = row_constants(key_PHND, value_PHNE)
     row_bytes = max(constants["D"], constants["E"]) * key_BHSD.element_size()
     # an empty segment still has a length to write
     grid = (R, H, max(1, triton.cdiv(S, BLOCK_S)))
     launch(
-        _pack_kernel, grid, *tensors, length_BH if heads_RH is None else heads_RH,
-        H, K, S, N, block_table_BP.shape[1],
+        _pack_kernel, grid, *pages, request_R, index_RHK, sink_R, *segment,
+        length_BH if heads_RH is None else heads_RH, H, K, S, N, block_table_BP.shape[1],
         num_warps=8 if row_bytes > WIDE_BYTES else 4,
         BLOCK_S=BLOCK_S, HEADS=heads_RH is not None, **constants,
     )  # fmt: skip
@@ -192,9 +187,7 @@ def recall(
     """See `reference.recall`. D and E up to 256; host pages must not change until the kernel has run."""
     old = key_BHSD, value_BHSE, position_BHS, length_BH
     into = into_key_RHSD, into_value_RHSE, into_position_RHS, into_length_RH
-    check_recall(key_PHND, value_PHNE, block_table_BP, request_R, index_RHK, sink_R, old, into, fetched_RH)
-    if heads_RH is not None:
-        check_heads(heads_RH, index_RHK)
+    check_recall(key_PHND, value_PHNE, block_table_BP, request_R, index_RHK, sink_R, old, into, fetched_RH, heads_RH)
     (R, H, K), (S, N) = index_RHK.shape, (key_BHSD.shape[2], key_PHND.shape[2])
     constants = row_constants(key_PHND, value_PHNE)
     row_bytes = max(constants["D"], constants["E"]) * key_BHSD.element_size()
