@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from sfi_kernels.shapes import check_shape
+from sfi_kernels.shapes import check_shapes
 
 BLOCK_ELEMENTS = 1 << 24  # logits held at once by the explicit path
 
@@ -41,9 +41,8 @@ class PseudoToken(NamedTuple):
     def check(self, query_BHGD: torch.Tensor, width: int) -> None:
         """Raise `ValueError` unless the pseudo tokens fit the queries and the values' width."""
         B, H, G, _ = query_BHGD.shape
-        parts = dict.fromkeys("X"[: self.logit_BHG.dim() - 3])
-        check_shape(self.logit_BHG, "pseudo logit", B=B, H=H, G=G, **parts)
-        check_shape(self.value_BHE, "pseudo value", B=B, H=H, E=width)
+        parts = "X"[: self.logit_BHG.dim() - 3]
+        check_shapes(f"pseudo logit BHG{parts}, pseudo value BHE", *self, B=B, H=H, G=G, E=width)
 
 
 def partial_attention(

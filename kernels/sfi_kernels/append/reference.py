@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import torch
 
-from sfi_kernels.shapes import check_int32, check_pages, check_shape
+from sfi_kernels.shapes import check_int32, check_pages, check_shapes
 
 
 def append(
@@ -55,22 +55,11 @@ def _pieces(start: int, count: int, page_size: int) -> Iterator[tuple[int, int, 
         done += size
 
 
-def check(
-    key_BHTD: torch.Tensor, value_BHTE: torch.Tensor, start_B: torch.Tensor, count_B: torch.Tensor,
-    key_PHND: torch.Tensor, value_PHNE: torch.Tensor, norm_PHN: torch.Tensor,
-    block_table_BP: torch.Tensor,
-) -> None:  # fmt: skip
-    """Raise the errors of `append`."""
-    check_shape(key_BHTD, "key", B=None, H=None, T=None, D=None)
-    B, H, T, D = key_BHTD.shape
-    check_shape(value_BHTE, "value", B=B, H=H, T=T, E=None)
-    check_shape(start_B, "start", B=B)
-    check_shape(count_B, "count", B=B)
-    check_shape(key_PHND, "key_pages", P=None, H=H, N=None, D=D)
-    P, _, N, _ = key_PHND.shape
-    check_shape(value_PHNE, "value_pages", P=P, H=H, N=N, E=value_BHTE.shape[3])
-    check_shape(norm_PHN, "norm", P=P, H=H, N=N)
-    check_shape(block_table_BP, "block_table", B=B, P=None)
+def check(*operands: torch.Tensor) -> None:
+    """Raise the errors of `append`, given its arguments."""
+    key_BHTD, value_BHTE, start_B, count_B, key_PHND, value_PHNE, norm_PHN, block_table_BP = operands
+    names = "key BHTD, value BHTE, start B, count B, key_pages PHND, value_pages PHNE, norm PHN, block_table Bp"
+    check_shapes(names, *operands)
     check_pages(key_BHTD, "key", key_pages=key_PHND)
     check_pages(value_BHTE, "value", value_pages=value_PHNE)
     check_int32(key_BHTD.device, start=start_B, count=count_B, block_table=block_table_BP)

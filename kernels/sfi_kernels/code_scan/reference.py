@@ -9,7 +9,7 @@ from sfi_kernels.append.reference import check as check_append
 from sfi_kernels.code_scan.codes import BITS, DROPPED, KEPT, LOWEST, SHIFTS, SLOTS, BatchCodes, Choice, CodeBasis, words
 from sfi_kernels.pages import read_pages
 from sfi_kernels.partial_attention import PseudoToken
-from sfi_kernels.shapes import check_int32, check_pages, check_shape
+from sfi_kernels.shapes import check_int32, check_pages, check_shapes
 from sfi_kernels.step_descriptor import (
     ALLOWED_START,
     ALLOWED_STOP,
@@ -122,7 +122,7 @@ def choose_likeliest(logits_HGT: torch.Tensor, budget: int, *, rest: float) -> t
         index_HK, int32, ascending, and the log of `rest` times the summed exponentials of the other keys'
             logits, unread_HG, float32; -inf if that is 0.
     """
-    check_shape(logits_HGT, "logits", H=None, G=None, T=None)
+    check_shapes("logits HGT", logits_HGT)
     if not 0 < budget < logits_HGT.shape[2]:
         raise ValueError(f"budget must be within 1 and {logits_HGT.shape[2] - 1}, got {budget}")
     H, G, _ = logits_HGT.shape
@@ -187,12 +187,8 @@ def _slots(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
 
 def check_basis(key_HTD: torch.Tensor, basis: CodeBasis) -> None:
     """Raise `ValueError` unless keys fit the basis."""
-    check_shape(key_HTD, "keys", H=None, T=None, D=None)
-    H, _, D = key_HTD.shape
-    C = SLOTS * words(D)
-    check_shape(basis.mean_HD, "mean", H=H, D=D)
-    check_shape(basis.encode_HDC, "encode", H=H, D=D, C=C)
-    check_shape(basis.query_HDC, "query", H=H, D=D, C=C)
+    C = SLOTS * words(key_HTD.shape[-1])
+    check_shapes("keys HTD, mean HD, encode HDC, query HDC", key_HTD, *basis, C=C)
 
 
 def _mean_value(
@@ -214,14 +210,8 @@ def check_codes(
     key_PHND: torch.Tensor, block_table_BP: torch.Tensor, descriptor: StepDescriptor, codes: BatchCodes
 ) -> None:
     """Raise the errors of `code_tokens`."""
-    check_shape(key_PHND, "key", P=None, H=None, N=None, D=None)
-    (_, H, _, D), B = key_PHND.shape, descriptor.batch
-    check_shape(codes.word_BHWT, "words", B=B, H=H, W=None, T=None)
-    W = codes.word_BHWT.shape[2]
-    check_shape(codes.mean_BHD, "mean", B=B, H=H, D=D)
-    check_shape(codes.encode_BHWDC, "encode", B=B, H=H, W=W, D=D, C=SLOTS)
-    check_shape(codes.query_BHWCD, "query_basis", B=B, H=H, W=W, C=SLOTS, D=D)
-    check_shape(block_table_BP, "block_table", B=B, P=None)
+    names = "key PHND, words BHWT, mean BHD, encode BHWDC, query_basis BHWCD, block_table Bp"
+    check_shapes(names, key_PHND, codes.word_BHWT, *codes[:3], block_table_BP, B=descriptor.batch, C=SLOTS)
     numbers = {"words": codes.word_BHWT, "summed": codes.summed_BH, "block_table": block_table_BP}
     check_int32(key_PHND.device, **numbers)
     if descriptor.new is not None:
@@ -248,12 +238,7 @@ def check(
 ) -> None:  # fmt: skip
     """Raise the errors of `code_scan`."""
     check_codes(key, table, descriptor, codes)
-    (_, H, N, D), B = key.shape, descriptor.batch
-    check_shape(query, "query", B=B, H=H, G=None, D=D)
-    check_shape(value, "value", P=key.shape[0], H=H, N=N, E=None)
-    check_shape(codes.sum_BHE, "sum", B=B, H=H, E=value.shape[3])
-    check_shape(codes.summed_BH, "summed", B=B, H=H)
-    check_shape(position, "position", B=B, H=H, S=None)
-    check_shape(length, "length", B=B, H=H)
+    names, sums = "key PHND, query BHGD, value PHNE, sum BHE, summed BH, position BHS, length BH", codes[4:6]
+    check_shapes(names, key, query, value, *sums, position, length, B=descriptor.batch)
     check_pages(query, "query", key=key, value=value)
     check_int32(query.device, position=position, length=length)

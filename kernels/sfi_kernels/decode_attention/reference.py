@@ -9,7 +9,7 @@ from sfi_kernels.dense_attention.reference import dense_attention, window_logits
 from sfi_kernels.launch import target
 from sfi_kernels.pages import flat_rows, read_pages, row_numbers
 from sfi_kernels.partial_attention import PseudoToken, combine, partial_attention
-from sfi_kernels.shapes import check_int32, check_pages, check_same, check_shape
+from sfi_kernels.shapes import check_int32, check_pages, check_same, check_shapes
 from sfi_kernels.step_descriptor import StepDescriptor
 
 MIN_UNITS, MAX_SPLITS = 2, 64
@@ -277,38 +277,30 @@ def check(
     pseudo: PseudoToken | None = None, position: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
     """Raise the errors of `decode_attention`."""
-    check_shape(query, "query", B=descriptor.batch, H=None, G=None, W=None, D=None)
-    B, H, G, W, D = query.shape
+    names = "query BHGWD, key PHND, value PHNE, packed_key BHSD, packed_value BHSE, packed_length BH, block_table Bp"
+    packed = packed_key, packed_value, packed_length
+    check_shapes(names, query, key, value, *packed, block_table, B=descriptor.batch)
+    B, H, G, W, _ = query.shape
     if descriptor.queries > W:
         raise ValueError(f"query must have W >= {descriptor.queries}, got {list(query.shape)}")
-    check_shape(key, "key", P=None, H=H, N=None, D=D)
-    check_shape(value, "value", P=key.shape[0], H=H, N=key.shape[2], E=None)
-    check_shape(packed_key, "packed_key", B=B, H=H, S=None, D=D)
-    check_shape(packed_value, "packed_value", B=B, H=H, S=packed_key.shape[2], E=value.shape[3])
-    check_shape(packed_length, "packed_length", B=B, H=H)
-    check_shape(block_table, "block_table", B=B, P=None)
     if sink is not None:
-        check_shape(sink, "sink", H=H, G=G)
+        check_shapes("sink HG", sink, H=H, G=G)
     if pseudo is not None:
         pseudo.check(query[:, :, :, 0], value.shape[3])
     check_same(query, "query", packed_key=packed_key, packed_value=packed_value)
     check_pages(query, "query", key=key, value=value)
     numbers = {"packed_length": packed_length, "block_table": block_table}
     check_int32(query.device, **numbers, descriptor=descriptor.buffer)
-    _check_dense(dense, descriptor, query)
-    if position is not None:
-        check_shape(position, "position", B=B, H=H, S=None)
-        check_int32(query.device, position=position)
-    for name, other in (("pseudo", pseudo), ("position", position)):
-        if other is not None and dense is not None:
-            raise ValueError(f"{name} must be None in a step with mixed requests, got both")
-
-
-def _check_dense(dense: torch.Tensor | None, descriptor: StepDescriptor, query: torch.Tensor) -> None:
     if dense is not None:
-        check_shape(dense, "dense", B=query.shape[0], H=query.shape[1])
+        check_shapes("dense BH", dense, B=B, H=H)
         check_int32(query.device, dense=dense)
     if descriptor.mixed is not None and bool(descriptor.mixed) != (dense is not None):
         rule = "must be given for" if dense is None else "must be None without"
         got = f"rows {descriptor.mixed}" if dense is None else f"a tensor of {list(dense.shape)}"
         raise ValueError(f"dense {rule} mixed requests, got {got}")
+    if position is not None:
+        check_shapes("position BHS", position, B=B, H=H)
+        check_int32(query.device, position=position)
+    for name, other in (("pseudo", pseudo), ("position", position)):
+        if other is not None and dense is not None:
+            raise ValueError(f"{name} must be None in a step with mixed requests, got both")

@@ -20,7 +20,7 @@ from sfi_kernels.decode_attention.split_triton import _split_attention_kernel as
 from sfi_kernels.launch import launch, target
 from sfi_kernels.pages import kernel_strides
 from sfi_kernels.partial_attention import PseudoToken
-from sfi_kernels.shapes import check_int32, check_shape
+from sfi_kernels.shapes import check_int32, check_shapes
 from sfi_kernels.step_descriptor import StepDescriptor, uniform_step
 
 PAGE_IDS = 256  # page numbers a program holds at once
@@ -237,8 +237,7 @@ def sparse_attention(
     """See `reference.sparse_attention`. Heads of at most 256 numbers, pages of multiples of 16 tokens."""
     B, H, *_ = query_BHGD.shape
     device = query_BHGD.device
-    check_shape(length_B, "length", B=B)
-    check_shape(recent_start_B, "recent_start", B=B)
+    check_shapes("length B, recent_start B", length_B, recent_start_B, B=B)
     check_int32(device, length=length_B, recent_start=recent_start_B)
     items = work_items(B, H, resident_programs(device))
     most = (packed_key_BHSD if position_BHS is None else position_BHS).shape[2]

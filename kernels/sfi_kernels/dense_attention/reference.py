@@ -4,7 +4,7 @@ import torch
 
 from sfi_kernels.pages import read_pages, wide_chunks
 from sfi_kernels.partial_attention import capped, finite, streamed_attention
-from sfi_kernels.shapes import check_pages, check_shape
+from sfi_kernels.shapes import check_pages, check_shapes
 
 
 def dense_attention(
@@ -147,14 +147,10 @@ def check(
     value: torch.Tensor | None = None, sink: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
     """Raise `ValueError` unless the operands fit together."""
-    check_shape(query, "query", B=None, H=None, G=None, W=None, D=None)
-    B, H, G, _, D = query.shape
-    check_shape(key, "key", P=None, H=H, N=None, D=D)
-    check_shape(block_table, "block_table", B=B, P=None)
-    check_shape(length, "length", B=B)
+    check_shapes("query BHGWD, key PHND, block_table Bp, length B", query, key, block_table, length)
     check_pages(query, "query", key=key)
     if value is not None:
-        check_shape(value, "value", P=key.shape[0], H=H, N=key.shape[2], E=None)
+        check_shapes("key PHND, value PHNE", key, value)
         check_pages(query, "query", value=value)
     if sink is not None:
-        check_shape(sink, "sink", H=H, G=G)
+        check_shapes("sink HG", sink, H=query.shape[1], G=query.shape[2])

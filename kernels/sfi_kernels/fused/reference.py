@@ -5,7 +5,7 @@
 
 import torch
 
-from sfi_kernels.shapes import check_pages, check_same, check_shape, row_distance
+from sfi_kernels.shapes import check_pages, check_same, check_shapes, row_distance
 
 MAX_ROW, MAX_HEAD = 16384, 256  # widths of the norm's rows and of the rotation's heads that the kernels take
 
@@ -33,7 +33,7 @@ def add_rms_norm(
 
 def check_norm(hidden_XF: torch.Tensor, weight_F: torch.Tensor) -> None:
     """Raise the errors of `rms_norm`."""
-    check_shape(weight_F, "weight", F=hidden_XF.shape[-1])
+    check_shapes("weight F", weight_F, F=hidden_XF.shape[-1])
     check_same(hidden_XF, "hidden", weight=weight_F, hidden=hidden_XF)
 
 
@@ -87,14 +87,13 @@ def check_rotation(
     query_weight_D: torch.Tensor | None, key_weight_D: torch.Tensor | None,
 ) -> tuple[int, int]:  # fmt: skip
     """Raise the errors of `rotary`; return the distances of the queries' and keys' tokens."""
-    check_shape(query_BTXD, "query", B=None, T=None, X=None, D=None)
-    B, T, _, D = query_BTXD.shape
-    check_shape(key_BTHD, "key", B=B, T=T, H=None, D=D)
+    check_shapes("query BTXD, key BTHD", query_BTXD, key_BTHD)
+    B, T, X, D = query_BTXD.shape
     check_pages(query_BTXD, "query", key=key_BTHD)
     if D % 2:
         raise ValueError(f"query must have an even last size, got {D}")
     for name, angle_BTD in (("cos", cos_BTD), ("sin", sin_BTD)):
-        check_shape(angle_BTD, name, B=B if cos_BTD.shape[0] > 1 else 1, T=T, D=D)
+        check_shapes(f"{name} BTD", angle_BTD, B=B if cos_BTD.shape[0] > 1 else 1, T=T, D=D)
         if angle_BTD.dtype != query_BTXD.dtype or angle_BTD.device != query_BTXD.device:
             raise ValueError(
                 f"{name} must have the dtype and device of query, got {angle_BTD.dtype} on {angle_BTD.device}"
@@ -104,11 +103,9 @@ def check_rotation(
     if (query_weight_D is None) != (key_weight_D is None):
         raise ValueError("query_weight and key_weight must be given together, got one")
     if query_weight_D is not None and key_weight_D is not None:
-        check_shape(query_weight_D, "query_weight", D=D)
-        check_shape(key_weight_D, "key_weight", D=D)
+        check_shapes("query_weight D, key_weight D", query_weight_D, key_weight_D, D=D)
         check_same(query_BTXD, "query", query_weight=query_weight_D, key_weight=key_weight_D)
-    X, H = query_BTXD.shape[2], key_BTHD.shape[2]
-    return row_distance(query_BTXD, "query", X * D), row_distance(key_BTHD, "key", H * D)
+    return row_distance(query_BTXD, "query", X * D), row_distance(key_BTHD, "key", key_BTHD.shape[2] * D)
 
 
 def silu_mul(gate_XF: torch.Tensor, up_XF: torch.Tensor) -> torch.Tensor:

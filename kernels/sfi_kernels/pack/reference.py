@@ -7,7 +7,7 @@ import torch
 from torch.nn.functional import pad
 
 from sfi_kernels.pages import flat_rows, row_numbers
-from sfi_kernels.shapes import check_int32, check_pages, check_same, check_shape
+from sfi_kernels.shapes import check_int32, check_pages, check_same, check_shapes
 
 # of a layer: key_PHND, value_PHNE, key_BHSD, value_BHSE, position_BHS, length_BH
 Segment = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -82,7 +82,7 @@ def pack_layers(
     """
     key_PHND, _, key_BHSD, *_ = layers[0]
     H, S, N = key_PHND.shape[1], key_BHSD.shape[2], key_PHND.shape[2]
-    check_shape(index_LHK, "index", L=len(layers), H=H, K=None)
+    check_shapes("index LHK", index_LHK, L=len(layers), H=H)
     check_int32(key_PHND.device, index=index_LHK, sink=sink_1)
     if index_LHK.shape[2] > S:
         raise ValueError(f"index must have at most S={S} positions, got {index_LHK.shape[2]}")
@@ -198,13 +198,9 @@ def check_recall(
 ) -> None:  # fmt: skip
     """Raise the errors of `recall`; `old` and `into` are segments as in `check`."""
     _check_rows(key_PHND, value_PHNE, block_table_BP, request_R, index_RHK, sink_R, old, heads_RH)
-    (_, H, S, D), E, R = old[0].shape, old[1].shape[3], len(request_R)
     key, value, position, length = into
-    check_shape(fetched_RH, "fetched", R=R, H=H)
-    check_shape(key, "into_key", R=R, H=H, S=S, D=D)
-    check_shape(value, "into_value", R=R, H=H, S=S, E=E)
-    check_shape(position, "into_position", R=R, H=H, S=S)
-    check_shape(length, "into_length", R=R, H=H)
+    names = "key BHSD, value BHSE, request R, into_key RHSD, into_value RHSE, into_position RHS, into_length RH"
+    check_shapes(names + ", fetched RH", *old[:2], request_R, *into, fetched_RH)
     check_same(old[0], "key", into_key=key)
     check_same(old[1], "value", into_value=value)
     check_int32(old[0].device, into_position=position, into_length=length, fetched=fetched_RH)
@@ -222,18 +218,12 @@ def _check_rows(
 ) -> None:  # fmt: skip
     # a packed segment, and the rows of pages that go there
     key_BHSD, value_BHSE, position_BHS, length_BH = segment
-    check_shape(key_PHND, "key_pages", P=None, H=None, N=None, D=None)
-    P, H, N, D = key_PHND.shape
-    check_shape(key_BHSD, "key", B=None, H=H, S=None, D=D)
-    B, _, S, _ = key_BHSD.shape
-    check_shape(value_PHNE, "value_pages", P=P, H=H, N=N, E=None)
-    check_shape(value_BHSE, "value", B=B, H=H, S=S, E=value_PHNE.shape[3])
-    check_shape(block_table_BP, "block_table", B=B, P=None)
-    check_shape(request_R, "request", R=None)
-    check_shape(index_RHK, "index", R=len(request_R), H=H, K=None)
-    check_shape(sink_R, "sink", R=len(request_R))
-    check_shape(position_BHS, "position", B=B, H=H, S=S)
-    check_shape(length_BH, "length", B=B, H=H)
+    check_shapes("key_pages PHND, value_pages PHNE", key_PHND, value_PHNE)
+    (_, H, _, D), E, S = key_PHND.shape, value_PHNE.shape[3], key_BHSD.shape[2]
+    check_shapes(
+        "key BHSD, value BHSE, position BHS, length BH, block_table Bp", *segment, block_table_BP, H=H, D=D, E=E
+    )
+    check_shapes("request R, index RHK, sink R", request_R, index_RHK, sink_R, H=H)
     check_same(key_BHSD, "key", key=key_BHSD)
     check_same(value_BHSE, "value", value=value_BHSE)
     check_int32(
@@ -243,5 +233,5 @@ def _check_rows(
     if index_RHK.shape[2] > S:
         raise ValueError(f"index must have at most S={S} positions, got {index_RHK.shape[2]}")
     if heads_RH is not None:
-        check_shape(heads_RH, "heads", R=len(request_R), H=H)
+        check_shapes("heads RH", heads_RH, R=len(request_R), H=H)
         check_int32(key_BHSD.device, heads=heads_RH)

@@ -14,7 +14,7 @@ import torch
 from torch.nn.functional import pad
 
 from sfi_kernels.constants import EPS, MASKED_SCORE
-from sfi_kernels.shapes import check_shape
+from sfi_kernels.shapes import check_shapes
 
 
 def check_not_negative(value: int, name: str) -> None:
@@ -273,7 +273,7 @@ def pool_by_page(score_BHT: torch.Tensor, page_size: int) -> torch.Tensor:
     Paper gap: the paper selects single tokens. The mean was chosen over the best score and the mean log score
     (docs/evidence/granularity.md).
     """
-    check_shape(score_BHT, "score", B=None, H=None, T=None)
+    check_shapes("score BHT", score_BHT)
     if page_size < 1:
         raise ValueError(f"page_size must be positive, got {page_size}")
     B, H, T = score_BHT.shape

@@ -7,7 +7,7 @@ from torch.nn.functional import pad
 
 from sfi_kernels.constants import MASKED_SCORE
 from sfi_kernels.selector import formulas
-from sfi_kernels.shapes import check_shape
+from sfi_kernels.shapes import check_shapes
 
 
 def selector(
@@ -109,15 +109,14 @@ def check(
     interval: tuple[int, int] | None, alpha: float, lambda_clip: float, temperature: float, span: int, radius: int,
 ) -> None:  # fmt: skip
     """Raise `ValueError` on what does not fit, or would give wrong or non-finite scores without a word."""
-    check_shape(logits_BHGWT, "logits", B=None, H=None, G=None, W=None, T=None)
+    check_shapes("logits BHGWT, key_norm BHT", logits_BHGWT, norm_BHT)
     B, H, G, W, T = logits_BHGWT.shape
-    check_shape(norm_BHT, "key_norm", B=B, H=H, T=T)
     if allowed_BT is not None:
-        check_shape(allowed_BT, "allowed", B=B, T=T)
+        check_shapes("allowed BT", allowed_BT, B=B, T=T)
         if allowed_BT.dtype != torch.bool:
             raise ValueError(f"allowed must be bool, got {allowed_BT.dtype}")
     if log_sum is not None:
-        check_shape(log_sum, "log_sum", B=B, H=H, G=G, W=W)
+        check_shapes("log_sum BHGW", log_sum, B=B, H=H, G=G, W=W)
         if log_sum.dtype != torch.float32:
             raise ValueError(f"log_sum must be float32, got {log_sum.dtype}")
     if interval is not None and not 0 <= interval[0] < interval[1] <= T:

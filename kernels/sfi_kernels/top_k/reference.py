@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from sfi_kernels.constants import MASKED_SCORE
-from sfi_kernels.shapes import check_shape
+from sfi_kernels.shapes import check_shapes
 
 
 def top_k(score_BHT: torch.Tensor, budget: int) -> torch.Tensor:
@@ -73,4 +73,4 @@ def check(score_BHT: torch.Tensor, budget: int) -> None:
     """Raise the errors of `top_k`."""
     if budget <= 0:
         raise ValueError(f"budget must be positive, got {budget}")
-    check_shape(score_BHT, "score", B=None, H=None, T=None)
+    check_shapes("score BHT", score_BHT)
