@@ -219,10 +219,9 @@ def _check_rows(
     # a packed segment, and the rows of pages that go there
     key_BHSD, value_BHSE, position_BHS, length_BH = segment
     check_shapes("key_pages PHND, value_pages PHNE", key_PHND, value_PHNE)
-    (_, H, _, D), E, S = key_PHND.shape, value_PHNE.shape[3], key_BHSD.shape[2]
-    check_shapes(
-        "key BHSD, value BHSE, position BHS, length BH, block_table Bp", *segment, block_table_BP, H=H, D=D, E=E
-    )
+    (_, H, _, D), E = key_PHND.shape, value_PHNE.shape[3]
+    names = "key BHSD, value BHSE, position BHS, length BH, block_table Bp"
+    check_shapes(names, *segment, block_table_BP, H=H, D=D, E=E)
     check_shapes("request R, index RHK, sink R", request_R, index_RHK, sink_R, H=H)
     check_same(key_BHSD, "key", key=key_BHSD)
     check_same(value_BHSE, "value", value=value_BHSE)
@@ -230,8 +229,8 @@ def _check_rows(
         key_BHSD.device, block_table=block_table_BP, request=request_R, index=index_RHK,
         sink=sink_R, position=position_BHS, length=length_BH,
     )  # fmt: skip
-    if index_RHK.shape[2] > S:
-        raise ValueError(f"index must have at most S={S} positions, got {index_RHK.shape[2]}")
+    if index_RHK.shape[2] > key_BHSD.shape[2]:
+        raise ValueError(f"index must have at most S={key_BHSD.shape[2]} positions, got {index_RHK.shape[2]}")
     if heads_RH is not None:
         check_shapes("heads RH", heads_RH, R=len(request_R), H=H)
         check_int32(key_BHSD.device, heads=heads_RH)
