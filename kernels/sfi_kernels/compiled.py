@@ -73,12 +73,8 @@ def unusable() -> str:
 def entry(function: Callable[..., None]) -> Any:
     """Compile a function at its first call, and keep its code on disk where that can be written and read."""
     import numba  # noqa: PLC0415
-    from numba.core.caching import FunctionCache  # noqa: PLC0415
 
-    compiled = numba.njit(**OPTIONS)(function)
-    with suppress(RuntimeError):  # no folder can be written
-        compiled._cache = _kept(FunctionCache, function)  # noqa: SLF001
-    return compiled
+    return _kept(numba.njit(**OPTIONS)(function), function)
 
 
 def by_address(function: Callable[[int], None]) -> Any:
@@ -88,7 +84,6 @@ def by_address(function: Callable[[int], None]) -> Any:
     each that calls it; not so what it calls by address.
     """
     from numba.core import event, types  # noqa: PLC0415
-    from numba.core.caching import FunctionCache  # noqa: PLC0415
     from numba.core.ccallback import CFunc  # noqa: PLC0415
 
     class Callee(CFunc):
@@ -102,18 +97,32 @@ def by_address(function: Callable[[int], None]) -> Any:
             with event.trigger_event("numba:compile", data={}):
                 return vars(CFunc)["_compile_uncached"](self)
 
-    callee: Any = Callee(function, ((types.int64,), types.void), {}, {**OPTIONS})
-    with suppress(RuntimeError):
-        callee._cache = _kept(FunctionCache, function)  # noqa: SLF001
-    return callee
+    return _kept(Callee(function, ((types.int64,), types.void), {}, {**OPTIONS}), function)
 
 
-def _kept(base: type[Any], function: Callable[..., None]) -> Any:
-    # `cache=True` sets numba's own, which ends the run where the folder is full, locked or damaged, and which sees
-    # changes of the function's own file alone
-    files = _optional(base)(function)
-    files._cache_file._source_stamp = _source_stamp()  # noqa: SLF001
-    return files
+def _kept(compiled: Any, function: Callable[..., None]) -> Any:
+    # keep code on disk. `cache=True` sets numba's own files, which end the run where the folder is full, locked or
+    # damaged, and which see changes of the function's own file alone
+    from numba.core.caching import FunctionCache  # noqa: PLC0415
+
+    class Files(FunctionCache):
+        def load_overload(self, *names: Any) -> Any:
+            try:
+                return super().load_overload(*names)
+            except UNREADABLE:
+                return None
+
+        def save_overload(self, *code: Any) -> None:
+            try:
+                super().save_overload(*code)
+            except UNREADABLE:
+                with suppress(OSError):
+                    self.flush()  # its index may name a file of older code
+
+    with suppress(RuntimeError):  # no folder can be written
+        compiled._cache = Files(function)  # noqa: SLF001
+        compiled._cache._cache_file._source_stamp = _source_stamp()  # noqa: SLF001
+    return compiled
 
 
 @cache
@@ -153,23 +162,6 @@ def telling(heard: Callable[[], None]) -> Iterator[None]:
         yield
     finally:
         _heard.reset(token)
-
-
-def _optional(base: type[Any]) -> type[Any]:
-    def load(cache: Any, *names: Any) -> Any:
-        try:
-            return base.load_overload(cache, *names)
-        except UNREADABLE:
-            return None
-
-    def save(cache: Any, *code: Any) -> None:
-        try:
-            base.save_overload(cache, *code)
-        except UNREADABLE:
-            with suppress(OSError):
-                cache.flush()  # its index may name a file of older code
-
-    return type(base.__name__, (base,), {"load_overload": load, "save_overload": save})
 
 
 def _listener(base: type[Any]) -> Any:

@@ -90,9 +90,8 @@ def padded(size: int) -> int:
 class QueryTile:
     """What a program of an attention kernel holds and reads at once.
 
-    `rows` are queries times query heads, 16 to 128; each of the `warps` takes 16 rows or columns of its own.
-    The keys of a tile, `tokens`, lie in one page. `stages` is the depth of the software pipeline, `registers`
-    the most of a thread.
+    `rows` are queries times query heads, 16 to 128; each of the `warps` takes 16 rows or columns of its own. The keys
+    of a tile, `tokens`, lie in one page. `stages` is the depth of the software pipeline.
     """
 
     rows: int
@@ -104,10 +103,7 @@ class QueryTile:
 
 @dataclass(frozen=True, slots=True)
 class PartOfPass:
-    """A launch of the split kernel: EACH, LAST or SEVERAL, with its tile.
-
-    `tiles` counts the tiles that a request's queries need; each tile reads the keys and values.
-    """
+    """A launch of the split kernel, EACH, LAST or SEVERAL: its tile, and how many of these a request's queries need."""
 
     kind: int
     tile: QueryTile
@@ -115,18 +111,14 @@ class PartOfPass:
 
 
 def parts_of_pass(group: int, queries: int, tile: TileShape, target: Target, *, full: bool) -> list[PartOfPass]:
-    """Choose the launches of a pass with W = `queries`, for `group` query heads per KV head.
-
-    `tile` is the largest that the pages allow; `full` says whether numbers have 32 bits.
-    """
+    """Choose the launches of a pass with W = `queries`, in tiles that the pages allow; `full` are numbers of 32 bits."""
     # float32 products run in registers, which need more threads
     registers, warps = (REGISTERS, 8) if full else (HALF_REGISTERS, 4)
     single = QueryTile(padded(group), warps, tile.tokens, tile.stages, registers)
     if queries == 1:
         return [PartOfPass(EACH, single)]
-    rows = group * queries
-    several = several_queries_tile(rows, tile, target, full=full)
-    return [PartOfPass(LAST, single), PartOfPass(SEVERAL, several, -(-rows // several.rows))]
+    several = several_queries_tile(group * queries, tile, target, full=full)
+    return [PartOfPass(LAST, single), PartOfPass(SEVERAL, several, -(-group * queries // several.rows))]
 
 
 def several_queries_tile(queries: int, tile: TileShape, target: Target, *, full: bool) -> QueryTile:
@@ -152,7 +144,7 @@ def several_queries_tile(queries: int, tile: TileShape, target: Target, *, full:
 
 
 def prompt_tile(query_BHGWD: torch.Tensor, tile: TileShape, target: Target) -> QueryTile:
-    """Choose the tile for a piece of a prompt; `tile` is the largest that the pages allow."""
+    """Choose the tile for a piece of a prompt."""
     _, _, G, W, D = query_BHGWD.shape
     width, stages = max(tile.key_width, tile.value_width), _stages(target)
     if query_BHGWD.dtype == torch.float32:

@@ -63,25 +63,13 @@ def code_scan(
     rest: float,
     diagnoses: bool = False,
 ) -> Choice:
-    """Choose the likeliest keys of J for every fast request, by their codes, as `choose_likeliest` does.
+    """Choose the `budget` likeliest keys of J for every fast request, by their codes, as `choose_likeliest` does.
 
-    Where J has no more than `budget` keys, all are chosen. The new keys are coded, too (`code_tokens`), the values that
-    have left the recent window are added to the sums, and the queries are kept: `codes` are changed in place. The
-    pseudo token's value is the mean value of J.
-
-    Args:
-        query_BHGD: Queries of the step, one a request.
-        key_PHND: Pages of keys; the new keys are there, or in the descriptor.
-        value_PHNE: Pages of values.
-        block_table_BP: Page numbers of each request, int32.
-        descriptor: Modes, lengths and candidate sets.
-        codes: Codes and sums.
-        position_BHS: Written for fast requests: their sinks, the chosen positions, then -1; int32.
-        length_BH: Written for fast requests: how many positions there are, int32.
-        budget: Keys to choose by KV head.
-        scale: Factor on the products.
-        rest: Factor on the estimated probability of the unread keys.
-        diagnoses: Return the choice's diagnostics, too; Triton returns none.
+    Where J has no more keys, all are chosen. The new keys, in the pages or in the descriptor, are coded, too
+    (`code_tokens`), the values that have left the recent window are added to the sums, and the queries are kept:
+    `codes` are changed in place. For fast requests `position_BHS` is written, their sinks, the chosen positions, then
+    -1, and `length_BH`, how many there are. `rest` is the factor on the estimated probability of the unread keys, whose
+    pseudo token has the mean value of J. `diagnoses` asks for the choice's diagnostics; Triton returns none.
     """
     check(query_BHGD, key_PHND, value_PHNE, block_table_BP, descriptor, codes, position_BHS, length_BH)
     code_tokens(key_PHND, block_table_BP, descriptor, codes)

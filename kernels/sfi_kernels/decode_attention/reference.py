@@ -110,30 +110,17 @@ def decode_attention(
 ) -> DecodeAttention:
     """Attend with the last tokens of every request: fast ones sparsely, slow ones to their whole history.
 
-    A slow request that verifies a draft has several queries, its last tokens; each sees the tokens up to its
-    own. Any other decoding request has one. Raise `ValueError` where shapes, dtypes, layouts or devices do not fit.
+    A slow request that verifies a draft has several queries, its last tokens; each sees the tokens up to its own. Any
+    other decoding request has one. A request's own are the last of W; the others are padding and may hold anything.
+    Row s of a packed segment counts where s < `packed_length_BH`.
 
-    Args:
-        query_BHGWD: Queries, grouped by KV head. A request's own are the last of W, as many as the descriptor says; the
-            others are padding and may hold anything.
-        packed_key_BHSD: Keys of the packed segments; row s counts where s < packed_length.
-        packed_value_BHSE: Their values; E may differ from D.
-        packed_length_BH: Tokens of the packed segment by KV head, int32.
-        key_PHND: Pages of keys.
-        value_PHNE: Pages of values.
-        block_table_BP: Page numbers of each request, int32.
-        descriptor: Modes, lengths, numbers of queries and the split plan.
-        scale: Factor on the products.
-        soft_cap: Soft cap of the logits; None for none.
-        sink_HG: Learned sink logits; None for none.
-        evidence: Whether to return the logits (Eq. 4) of the last query of each slow request, and their log-sum-exp
-            over J. Paper gap: a step of the paper has one query.
-        into: A flat float32 buffer for the logits; None makes one.
-        dense_BH: 1 for a KV head of a mixed request that reads its whole history, 0 for one that reads its packed
-            segment and the recent pages, int32; None for a step without mixed requests.
-        pseudo: A term of the fast requests' softmax that stands for the unread keys, -inf for every other request.
-        position_BHS: Positions of the packed rows, int32, to read these in their pages; the packed keys and values
-            may have no row then. Neither this nor `pseudo` comes with mixed requests.
+    With `evidence` the result has the logits (Eq. 4) of the last query of each slow request, `into` a flat float32
+    buffer or a new one, and their log-sum-exp over J. Paper gap: a step of the paper has one query.
+
+    In a step with mixed requests `dense_BH`, int32, is 1 for their KV heads that read the whole history, 0 for those
+    that read the packed segment and the recent pages. In another step `pseudo` is a term of the fast requests' softmax
+    that stands for the unread keys, -inf for every other request, and `position_BHS` are positions of the packed rows,
+    to read these in their pages: the packed keys and values may have no row then.
     """
     check(query_BHGWD, packed_key_BHSD, packed_value_BHSE, packed_length_BH, key_PHND, value_PHNE,
           block_table_BP, descriptor, sink_HG, dense_BH, pseudo)  # fmt: skip

@@ -20,19 +20,8 @@ def dense_attention(
 ) -> torch.Tensor:
     """Attend causally to every cached position; the W queries are the request's last W tokens.
 
-    Args:
-        query_BHGWD: Queries, grouped by KV head. A request shorter than W has its own in the last places; the
-            others are padding.
-        key_PHND: Pages of keys.
-        value_PHNE: Pages of values; E may differ from D.
-        block_table_BP: Page numbers of each request, int32.
-        length_B: Cached tokens of each request, the queries' own included, int32.
-        scale: Factor on the products.
-        soft_cap: Soft cap of the logits; None for none.
-        sink_HG: Learned sink logits; None for none.
-
-    Returns:
-        out, [B, H, G, W, E], in the query's dtype; zeros for padding.
+    A request shorter than W has its queries in the last places; the others are padding, whose output is zeros. The
+    output, [B, H, G, W, E], has the query's dtype.
     """
     check(query_BHGWD, key_PHND, block_table_BP, length_B, value_PHNE, sink_HG)
     out = query_BHGWD.new_zeros(*query_BHGWD.shape[:4], value_PHNE.shape[3])
@@ -99,13 +88,10 @@ def window_logits(
     query_BHGWD: torch.Tensor, key_PHND: torch.Tensor, block_table_BP: torch.Tensor, length_B: torch.Tensor, *,
     scale: float, soft_cap: float | None = None, longest: int | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Return the attention logits of a request's last W queries (Eq. 4).
+    """Return the attention logits of a request's last W queries, -inf where they may not look (Eq. 4).
 
-    Arguments are those of `dense_attention`, and `longest`, the largest length; None reads `length_B`, which
-    waits for the device.
-
-    Returns:
-        l, [B, H, G, W, T] float32 with T the longest length; -inf where a query may not look.
+    l is [B, H, G, W, T] float32 with T the longest length. Arguments are those of `dense_attention`, and `longest`,
+    the largest length; None reads `length_B`, which waits for the device.
     """
     check(query_BHGWD, key_PHND, block_table_BP, length_B)
     lengths = length_B.tolist()
@@ -114,7 +100,12 @@ def window_logits(
         _row_logits(query_BHGWD[row].float() * scale, key_PHND, block_table_BP[row], length, soft_cap)
         for row, length in enumerate(lengths)
     ]
-    out = rows[0][None] if len(rows) == 1 and lengths[0] == T else _padded(rows, T)
+    if len(rows) == 1 and lengths[0] == T:
+        out = rows[0][None]
+    else:
+        out = rows[0].new_full((len(rows), *rows[0].shape[:3], T), -torch.inf)
+        for row, logits_HGWT in enumerate(rows):
+            out[row, ..., : logits_HGWT.shape[-1]] = logits_HGWT
     for row, length in enumerate(lengths):
         for w in range(W - 1):  # the last query sees everything
             out[row, :, :, w, max(0, length - W + w + 1) :] = -torch.inf
@@ -133,13 +124,6 @@ def _row_logits(
         own_HXCN = own_CHXN.permute(1, 2, 0, 3)
         logits_HXT[..., span].view(own_HXCN.shape).copy_(own_HXCN)
     return capped(logits_HXT, soft_cap).view(H, G, W, -1)
-
-
-def _padded(rows: list[torch.Tensor], T: int) -> torch.Tensor:
-    out = rows[0].new_full((len(rows), *rows[0].shape[:3], T), -torch.inf)
-    for row, logits_HGWT in enumerate(rows):
-        out[row, ..., : logits_HGWT.shape[-1]] = logits_HGWT
-    return out
 
 
 def check(

@@ -61,14 +61,8 @@ def rotary(
     A head's first half is paired with its second, as in transformers; the paper pairs neighbors. Both
     products and their sum are rounded to the dtype.
 
-    Args:
-        query_BTXD: Queries as projected, the tokens at one distance. X are all query heads; D is even.
-        key_BTHD: Keys, likewise.
-        cos_BTD: Cosines of the positions' angles, of the same dtype; B may be 1. The last stride is 1.
-        sin_BTD: Sines, with the cosines' strides.
-        query_weight_D: Weight of the queries' norm; None for no norm.
-        key_weight_D: Weight of the keys' norm; both or neither.
-        eps: Of the norms.
+    Queries and keys are as projected, the tokens at one distance; X are all query heads, D is even. Cosines and sines
+    of the positions' angles have the same dtype and equal strides, the last 1; B may be 1. Both weights come, or none.
 
     Returns:
         Queries [B, X, T, D] and keys [B, H, T, D], both as views of tensors with T before the heads.

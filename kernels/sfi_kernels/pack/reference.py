@@ -29,20 +29,11 @@ def pack(
 ) -> None:
     """Rewrite the packed segments of R requests, in place: the sinks, then the selected tokens.
 
-    Raise `ValueError` where shapes, dtypes or devices do not fit, or a tensor but the pages is not contiguous.
-
-    Args:
-        key_PHND: Pages of keys.
-        value_PHNE: Pages of values.
-        block_table_BP: Page numbers of each request, int32.
-        request_R: The requests to pack, int32, each once; -1 for a row without a request.
-        index_RHK: Positions to pack behind the sinks, int32, padded with -1 at the end.
-        sink_R: Sink tokens, positions 0 to `sink - 1`, int32. At most S - K; further sinks are cut off.
-        key_BHSD: Packed keys; rows beyond a request's length are undefined.
-        value_BHSE: Packed values, likewise.
-        position_BHS: The packed rows' positions, int32, padded with -1.
-        length_BH: Rows that count, int32.
-        heads_RH: 0 for a KV head that keeps its rows, positions and length, int32; None packs every head.
+    `request_R` are the requests, each once; -1 for a row without a request. `index_RHK` are the positions to pack
+    behind the sinks, padded with -1 at the end; sinks are positions 0 to `sink_R` - 1, of which at most S - K fit, and
+    further ones are cut off. Packed keys and values beyond a request's length are undefined, their positions are padded
+    with -1, and `length_BH` counts the rows. A KV head whose `heads_RH` is 0 keeps its rows, positions and length; None
+    packs every head. All tensors but the pages are contiguous.
     """
     segment = key_BHSD, value_BHSE, position_BHS, length_BH
     check(key_PHND, value_PHNE, block_table_BP, request_R, index_RHK, sink_R, segment, heads_RH)

@@ -33,38 +33,21 @@ def selector(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Score the allowed positions of every KV head (Algorithm 2, lines 2-14).
 
-    Every request has its own J, which may be empty; nothing here waits for the device.
+    Every request has its own J, which may be empty; nothing here waits for the device. Logits, of the window's queries,
+    are scaled, -inf where a query may not look, never NaN or +inf; the norms of the cached keys are ignored outside J.
+    J is `allowed_BT`, bool, None for every position, at less cost, or the same `interval`, first position and one past
+    the last, in every request. `alpha` is for Eq. 7, `gamma` for Eq. 9, `beta`, `power` and `eta` for Eq. 11,
+    `lambda_clip` for Eq. 18, `alpha_soft` and `radius` for Eqs. 20-21, `alpha_cross` and `temperature` for Eqs. 22-23;
+    `span` are the neighbors that a hit brings along (`pool_neighbors`), 0 in the paper.
 
-    Args:
-        logits_BHGWT: Scaled attention logits of the window's queries. Any float; -inf where a
-            query may not look, never NaN or +inf.
-        key_norm_BHT: Euclidean norms of the cached keys. Any float; ignored outside J.
-        allowed_BT: The candidate set J, bool; None allows every position, at less cost.
-        alpha: Power of the window's mean (Eq. 7).
-        gamma: Penalty on long keys (Eq. 9).
-        beta: Global decay of the position factor (Eq. 11).
-        power: Curvature p of that decay.
-        eta: Tail brake of the position factor.
-        lambda_clip: The largest weight of the prior (Eq. 18), in [0, 1].
-        alpha_soft: Strength of soft-NMS (Eq. 21).
-        radius: Half-width of its neighborhood, in tokens.
-        alpha_cross: Strength of the exclusivity across KV heads (Eq. 23).
-        temperature: The paper's T (Eq. 22).
-        span: Neighbors a hit brings along; see `pool_neighbors`. 0 is the paper.
-        log_sum_BHGW: Log-sum-exp over J of each query's logits, if attention left it: float32, -inf where a
-            query sees nothing of J. Ignored with a span, whose pooled logits have another sum.
-        diagnostics: Receives `evidence_norm2`, `evidence_dot_prior`, `prior_norm2` (|f|^2, f.r, |r|^2) and
-            `evidence_entropy` (of f, in nats), each [B, H] float32.
-        gather: Where processes share the layer's KV heads: see `exclude_across_heads`, which calls it once.
-        interval: First position of J and one past its last, where J is the same interval in every request:
-            `allowed_BT` is then not read, and no masks are made.
+    `log_sum_BHGW` is the log-sum-exp over J of each query's logits, if attention left it: float32, -inf where a query
+    sees nothing of J; ignored with a span, whose pooled logits have another sum. `diagnostics` receives
+    `evidence_norm2`, `evidence_dot_prior`, `prior_norm2` (|f|^2, f.r, |r|^2) and `evidence_entropy` (of f, in nats),
+    each [B, H] float32. Where processes share the layer's KV heads, `exclude_across_heads` calls `gather` once.
 
     Returns:
         z_adj, [B, H, T] float32, finite, `MASKED_SCORE` or lower outside J; and lambda*, [B, H]. Of float64
         logits and norms both are float64, though Eqs. 10 and 11 are always in float32.
-
-    Raises:
-        ValueError: A shape does not fit, `allowed_BT` is not bool, or an argument is out of range.
     """
     check(logits_BHGWT, key_norm_BHT, allowed_BT, log_sum_BHGW, interval, alpha, lambda_clip, temperature, span, radius)
     T = logits_BHGWT.shape[-1]

@@ -8,21 +8,14 @@ from sfi_kernels.shapes import check_shapes
 
 
 def top_k(score_BHT: torch.Tensor, budget: int) -> torch.Tensor:
-    """Select the best positions of every KV head; the lower position wins a tie (Eq. 24).
+    """Select the `budget` best positions of every KV head; the lower position wins a tie (Eq. 24).
 
-    The result depends on the scores alone and is the same on every device; `torch.topk` breaks ties as it
-    likes. The host never waits for a device.
-
-    Args:
-        score_BHT: Refined log scores, not NaN. Any float; a position at or below `MASKED_SCORE / 2` is outside J and
-            never selected.
-        budget: Positions to select per KV head, in tokens.
+    The result depends on the scores alone and is the same on every device; `torch.topk` breaks ties as it likes. Scores
+    are not NaN; a position at or below `MASKED_SCORE / 2` is outside J and never selected. The host never waits for a
+    device.
 
     Returns:
         index, [B, H, K] int32 with K = min(budget, T): ascending positions, then -1 where fewer than K are allowed.
-
-    Raises:
-        ValueError: `budget` is not positive, or the scores are not of rank 3.
     """
     check(score_BHT, budget)
     K = min(budget, score_BHT.shape[2])
