@@ -18,10 +18,9 @@ from triton.runtime.interpreter import GridExecutor
 
 from sfi_core.engine.graphs import recorder
 from sfi_core.errors import BackendError
-from sfi_kernels.append import append
 from sfi_kernels.decode_attention import DecodeAttention, decode_attention, split_plan
 from sfi_kernels.dense_attention import dense_attention, window_logits
-from sfi_kernels.pack import pack
+from sfi_kernels.pack import append, pack
 from sfi_kernels.pack.reference import packed_positions
 from sfi_kernels.selector import formulas, selector
 from sfi_kernels.step_descriptor import FAST, IDLE, LENGTH, MODE, PACKED, QUERIES, START

@@ -21,11 +21,10 @@ from sfi_core.observers.events import (
 from sfi_core.observers.observer import NullObserver
 from sfi_core.policies.base import LayerContext
 from sfi_core.state.request import RequestState
-from sfi_kernels.append import append
 from sfi_kernels.code_scan import code_scan, code_tokens
 from sfi_kernels.decode_attention import DecodeAttention, decode_attention, sparse_attention, split_plan
 from sfi_kernels.dense_attention import dense_attention, window_logits
-from sfi_kernels.pack import pack, recall
+from sfi_kernels.pack import append, pack, recall
 from sfi_kernels.selector import selector
 from sfi_kernels.top_k import top_k
 

@@ -20,14 +20,13 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from sfi_kernels.append import append
 from sfi_kernels.code_scan import BatchCodes, CodeBasis, bits_of, code_scan, code_tokens, encode_keys
 from sfi_kernels.decode_attention import resident_programs, split_plan, work_items
 from sfi_kernels.decode_attention.triton import decode_attention
 from sfi_kernels.dense_attention import dense_attention, window_logits
 from sfi_kernels.fused import add_rms_norm, rms_norm, rotary, silu_mul
 from sfi_kernels.launch import Launch, Target, name_of, recording
-from sfi_kernels.pack import pack, recall
+from sfi_kernels.pack import append, pack, recall
 from sfi_kernels.partial_attention import PseudoToken
 from sfi_kernels.selector import selector
 from sfi_kernels.step_descriptor import FAST, SLOW, NewRows, StepRequest, describe_step

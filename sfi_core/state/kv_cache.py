@@ -20,8 +20,7 @@ import torch
 from sfi_core.state.kv_store import KVStore
 from sfi_core.state.layer_pages import LayerPages, LayerTable, tokens_of
 from sfi_core.state.packed_segment import PackedSegment
-from sfi_kernels.append import append
-from sfi_kernels.pack import pack
+from sfi_kernels.pack import append, pack
 from sfi_kernels.pages import read_pages
 
 

@@ -23,8 +23,7 @@ from sfi_core.state.layer_pages import LayerPages, LayerTable, join_blocks, toke
 from sfi_core.state.layer_tiers import LayerTiers
 from sfi_core.state.packed_segment import PackedSegment
 from sfi_core.state.side_stream import Job, SideStream
-from sfi_kernels.append import append
-from sfi_kernels.pack import recall
+from sfi_kernels.pack import append, recall
 from sfi_kernels.step_descriptor import sent
 
 

@@ -5,12 +5,11 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from sfi_kernels.append import append
 from sfi_kernels.decode_attention import decode_attention, resident_programs, sparse_attention, split_plan, work_items
 from sfi_kernels.dense_attention import dense_attention, dense_attention_with_logits, window_logits
 from sfi_kernels.launch import KernelLimitError
 from sfi_kernels.op import Op
-from sfi_kernels.pack import pack, pack_layers, recall
+from sfi_kernels.pack import append, pack, pack_layers, recall
 from sfi_kernels.pages import read_pages
 from sfi_kernels.partial_attention import partial_attention
 from sfi_kernels.step_descriptor import FAST, SLOW, StepRequest, describe_step

@@ -111,7 +111,7 @@ class PartOfPass:
 
 
 def parts_of_pass(group: int, queries: int, tile: TileShape, target: Target, *, full: bool) -> list[PartOfPass]:
-    """Choose the launches of a pass with W = `queries`, in tiles that the pages allow; `full` are numbers of 32 bits."""
+    """Choose the launches of a pass with W = `queries`, in tiles that pages allow; `full` are numbers of 32 bits."""
     # float32 products run in registers, which need more threads
     registers, warps = (REGISTERS, 8) if full else (HALF_REGISTERS, 4)
     single = QueryTile(padded(group), warps, tile.tokens, tile.stages, registers)

@@ -4,9 +4,9 @@ from functools import cache
 
 import torch
 
-from sfi_kernels.append import append
-from sfi_kernels.append.reference import check as check_append
 from sfi_kernels.code_scan.codes import BITS, DROPPED, KEPT, LOWEST, SHIFTS, SLOTS, BatchCodes, Choice, CodeBasis, words
+from sfi_kernels.pack import append
+from sfi_kernels.pack.reference import check_append
 from sfi_kernels.pages import read_pages
 from sfi_kernels.partial_attention import PseudoToken
 from sfi_kernels.shapes import check_int32, check_pages, check_shapes

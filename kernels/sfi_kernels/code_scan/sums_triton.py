@@ -10,9 +10,9 @@ import triton
 import triton.language as tl
 
 from sfi_kernels import step_descriptor as words
-from sfi_kernels.append.triton import append_rows
 from sfi_kernels.attention_tile.triton import add_sum, log_sum, row_start, rows
 from sfi_kernels.code_scan import codes
+from sfi_kernels.pack.triton import append_rows
 
 BITS, SHIFTS = tl.constexpr(codes.BITS), tl.constexpr(codes.SHIFTS)
 SLOTS = tl.constexpr(codes.SLOTS)

@@ -12,10 +12,9 @@ from sfi_core.measure.kernel_bench.attention_cases import codescan, dense, fast,
 from sfi_core.measure.kernel_bench.data import SELECTOR, LayerData
 from sfi_core.measure.kernel_bench.result import KernelVariant, checked
 from sfi_core.measure.kernel_bench.settings import PACKED_OPS
-from sfi_kernels.append import append
 from sfi_kernels.fused import add_rms_norm, rotary, silu_mul
 from sfi_kernels.op import Op
-from sfi_kernels.pack import pack, recall
+from sfi_kernels.pack import append, pack, recall
 from sfi_kernels.selector import selector
 from sfi_kernels.top_k import top_k
 
