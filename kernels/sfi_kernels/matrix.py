@@ -11,7 +11,7 @@ FEW = 8  # rows up to which a matrix is read as it lies, in compiled loops
 FEW_OF_BLOCKS = 32  # the same of a matrix of blocks, which would have to become floats first
 PIECE = 512  # rows of the matrix that are widened at once for more: they stay in cache
 BLOCK = 32  # numbers of a block; as a kind, blocks of 8-bit numbers
-FOUR, FIVE, FOUR_K, FIVE_K, SIX_K = range(33, 38)  # kinds of blocks; those below 3 are of `numpy_views.KINDS`
+FOUR, FIVE, FOUR_K, FIVE_K, SIX_K = range(33, 38)  # kinds of blocks; those below 3 are of `compiled.KINDS`
 LAYOUTS = {  # numbers in a word, scales of a block, and whether those are int8 times one of eight blocks
     BLOCK: (1, 1, False), FOUR: (4, 1, False), FIVE: (3, 1, False),
     FOUR_K: (4, 1, True), FIVE_K: (3, 1, True), SIX_K: (1, 2, True),

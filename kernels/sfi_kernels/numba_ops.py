@@ -1,6 +1,6 @@
 """Ops on a CPU, compiled: what checks the operands, and calls numba's `loops` over them.
 
-Pages must be `numpy_views.readable`; sums are of float32.
+Pages must be `compiled.readable`; sums are of float32.
 """
 
 from collections.abc import Callable
@@ -12,14 +12,13 @@ from torch.nn.functional import linear
 
 from sfi_kernels.code_scan import reference as scanning
 from sfi_kernels.code_scan.codes import KEPT, BatchCodes, Choice, CodeBasis, words
-from sfi_kernels.compiled import by_heads
+from sfi_kernels.compiled import KINDS, NO_PAGES, by_heads, check_readable, pages_of, plain
 from sfi_kernels.constants import MASKED_SCORE
 from sfi_kernels.dense_attention import reference as dense
 from sfi_kernels.loops import attention, products, selection
 from sfi_kernels.loops import codes as code_loops
 from sfi_kernels.loops.vectors import F
 from sfi_kernels.matrix import BLOCK, FEW_OF_BLOCKS, IN, KIND, OUT, PIECE
-from sfi_kernels.numpy_views import KINDS, NO_PAGES, check_readable, pages_of, plain
 from sfi_kernels.partial_attention import PseudoToken
 from sfi_kernels.selector import reference as selecting
 from sfi_kernels.selector.formulas import factor_everywhere

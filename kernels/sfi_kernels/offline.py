@@ -82,36 +82,26 @@ def compile_launch(label: str, launch: Launch, capability: int) -> dict[str, Any
     """
     types, constants, attributes = signature(launch)
     source = ASTSource(fn=launch.kernel, signature=types, constexprs=constants, attrs=attributes)
-    gpu = GPUTarget("cuda", capability, WARP)
-    built = triton.compile(source, target=gpu, options=launch.options)
-    registers, spills = _resources(built.asm["cubin"])
+    built = triton.compile(source, target=GPUTarget("cuda", capability, WARP), options=launch.options)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(built.asm["cubin"])
+        file.flush()
+        tool = next(Path(triton.__file__).parent.rglob("cuobjdump"))
+        command = [str(tool), "--dump-resource-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout  # noqa: S603
+    resources = dict(re.findall(r"\b(REG|STACK|LOCAL):(\d+)", text))
+    # a pipelined operand is one allocation with the number of buffers as its first size
+    buffers = re.findall(r"ttg\.local_alloc : \(\) -> !ttg\.memdesc<(\d+)x\d+x\d+x", built.asm["ttgir"])
     shared = int(built.metadata.shared)
     return {
         "kernel": f"{name_of(launch.kernel)} [{label}]",
         "arch": f"sm_{capability}",
-        "registers": registers,
-        "spill_bytes": spills,
+        "registers": int(resources["REG"]),
+        "spill_bytes": int(resources["STACK"]) + int(resources["LOCAL"]),
         "shared_bytes": shared,
-        "async_buffers": _buffers(built.asm["ttgir"]),
+        "async_buffers": max(map(int, buffers), default=0),
         "over_limit": shared > SHARED_LIMIT[capability],
     }
-
-
-def _resources(cubin: bytes) -> tuple[int, int]:
-    tool = next(Path(triton.__file__).parent.rglob("cuobjdump"))
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [str(tool), "--dump-resource-usage", file.name]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout  # noqa: S603
-    resources = dict(re.findall(r"\b(REG|STACK|LOCAL):(\d+)", text))
-    return int(resources["REG"]), int(resources["STACK"]) + int(resources["LOCAL"])
-
-
-def _buffers(ttgir: str) -> int:
-    # a pipelined operand is one allocation with the number of buffers as its first size
-    sizes = re.findall(r"ttg\.local_alloc : \(\) -> !ttg\.memdesc<(\d+)x\d+x\d+x", ttgir)
-    return max(map(int, sizes), default=0)
 
 
 def specializations(capability: int) -> Iterator[tuple[str, Launch]]:

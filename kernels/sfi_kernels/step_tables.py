@@ -42,7 +42,7 @@ class Step(_Places):
     INNER = auto()
     PAGE = auto()  # tokens of a page
     TABLE = auto()  # pages of a request
-    KIND = auto()  # of the pages' numbers, as `numpy_views.KINDS` has them
+    KIND = auto()  # of the pages' numbers, as `compiled.KINDS` has them
     LONGEST = auto()  # the most tokens of a request
     QUERIES = auto()  # the most new tokens of a request
     LAYERS = auto()

@@ -12,8 +12,8 @@ import torch
 
 from sfi_core.engine.layer import Layer
 from sfi_core.engine.select import Handed, choose_and_note, hand_over, select_before, select_next
+from sfi_kernels.compiled import fastest
 from sfi_kernels.decode_attention import sparse_attention
-from sfi_kernels.numpy_views import fastest
 from sfi_kernels.partial_attention import PseudoToken
 from sfi_kernels.step_descriptor import FAST, PROMPT, sent
 

@@ -21,9 +21,8 @@ from sfi_core.engine.select import Handed, hand_over, note
 from sfi_core.machine.threads import one_thread
 from sfi_core.observers.events import SelectionEvent
 from sfi_core.policies.base import EvidencePolicy, Selection
-from sfi_kernels.compiled import CORES, pool
+from sfi_kernels.compiled import CORES, KINDS, pool
 from sfi_kernels.matrix import BLOCK, OUT
-from sfi_kernels.numpy_views import KINDS
 from sfi_kernels.step_tables import STAGES, TICKETS, Real, Stage, Step
 from sfi_kernels.step_tables import Layer as Word
 

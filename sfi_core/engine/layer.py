@@ -7,8 +7,8 @@ import torch
 
 from sfi_core.engine.run import Run
 from sfi_core.errors import NumericsError
+from sfi_kernels.compiled import fastest
 from sfi_kernels.dense_attention import dense_attention, dense_attention_with_logits, window_logits
-from sfi_kernels.numpy_views import fastest
 from sfi_kernels.pages import read_pages
 from sfi_kernels.partial_attention import streamed_attention, streamed_attention_with_logits, streamed_logits
 from sfi_kernels.step_descriptor import StepDescriptor

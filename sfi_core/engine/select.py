@@ -20,7 +20,7 @@ from sfi_core.observers.events import SelectionEvent
 from sfi_core.observers.observer import SPANS
 from sfi_core.policies.base import BatchContext, Evidence, EvidencePolicy, LayerContext, Selection
 from sfi_core.state.kv_store import Recall
-from sfi_kernels.numpy_views import fastest
+from sfi_kernels.compiled import fastest
 from sfi_kernels.pack import pack_layers
 from sfi_kernels.partial_attention import PseudoToken
 from sfi_kernels.step_descriptor import NewRows, StepDescriptor

@@ -23,7 +23,7 @@ from sfi_core.machine.threads import SMALL_BYTES, one_thread
 from sfi_core.models.describe import ModelWeights
 from sfi_core.observers.observer import EVERY_SPAN, SPANS
 from sfi_core.policies.base import EvidencePolicy
-from sfi_kernels.numpy_views import KINDS, fastest
+from sfi_kernels.compiled import KINDS, fastest
 
 MOST_TOKENS = 16  # of a compiled step; a matrix product is quicker for more
 

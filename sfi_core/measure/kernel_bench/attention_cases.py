@@ -16,9 +16,9 @@ from sfi_core.measure.kernel_bench.result import KernelVariant, reason
 from sfi_core.measure.kernel_bench.settings import VERIFIED
 from sfi_kernels.code_scan import BatchCodes, CodeBasis, bits_of, code_scan, encode_keys
 from sfi_kernels.code_scan.reference import scanned
+from sfi_kernels.compiled import fastest
 from sfi_kernels.decode_attention import sparse_attention
 from sfi_kernels.dense_attention import dense_attention
-from sfi_kernels.numpy_views import fastest
 from sfi_kernels.step_descriptor import FAST, SLOW, NewRows
 
 Call = Callable[[], torch.Tensor]

@@ -27,7 +27,7 @@ from sfi_core.policies.base import BatchContext, Companion, LayerContext, Notes,
 from sfi_core.state.layer_shape import LayerShape
 from sfi_core.state.request import RequestState
 from sfi_kernels.code_scan import KEPT, SLOTS, Choice, CodeBasis, bits_of, code_scan, code_tokens, encode_keys, words
-from sfi_kernels.numpy_views import fastest
+from sfi_kernels.compiled import fastest
 
 QUERIES = 256  # the last queries of the prompt, which the basis is learned from
 RELEARN = KEPT  # tokens of a request until it is learned again

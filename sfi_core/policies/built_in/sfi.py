@@ -7,7 +7,7 @@ import torch
 
 from sfi_core.policies.base import Evidence, EvidencePolicy, Rule, Selection, Triggered
 from sfi_core.settings.config import SfiConfig
-from sfi_kernels.numpy_views import fastest
+from sfi_kernels.compiled import fastest
 from sfi_kernels.selector import pool_by_page, selector
 from sfi_kernels.top_k import top_k
 

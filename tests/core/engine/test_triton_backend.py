@@ -52,7 +52,7 @@ def recorded(backend: str) -> tuple[Any, RecordingObserver]:
 @pytest.mark.parametrize(("policy", "more"), [*((one, {}) for one in KINDS_OF_POLICY), ("codescan", {"max_batch": 1})])
 def test_every_policy_gives_the_tokens_of_the_references(policy: str, more: Any, monkeypatch: pytest.MonkeyPatch):
     """A ragged batch whose requests are slow at different steps, or wait; the prompt comes in pieces."""
-    monkeypatch.setattr("sfi_kernels.numpy_views.why_not", lambda: "not asked for")
+    monkeypatch.setattr("sfi_kernels.compiled.why_not", lambda: "not asked for")
     options = {"policy": policy, "prefill_chunk": 40, **more}
     prompts = PROMPTS[::2]
     torch_run, triton_run = (complete(name, prompts, **options) for name in ("torch", "triton"))

@@ -219,7 +219,7 @@ def test_summaries_of_keys_forget_what_was_rejected(policy, runs, monkeypatch):
     if compiled:
         pytest.importorskip("numba")
     else:
-        monkeypatch.setattr("sfi_kernels.numpy_views.why_not", lambda: "not asked for")
+        monkeypatch.setattr("sfi_kernels.compiled.why_not", lambda: "not asked for")
     run("qwen3", ROWS, policy=policy, draft="4", config=SMALL.replace(baseline={"page": 4}))
     (ours,) = runs
     for row, state in enumerate(ours.requests):
