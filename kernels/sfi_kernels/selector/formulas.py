@@ -1,7 +1,7 @@
 """The Selector's formulas: evidence, Eqs. 6-8, prior, Eqs. 9-12, reverse-KL fusion, Eqs. 15-18, refinement, Eqs. 19-23.
 
-Eqs. 13, 14 and 16 are the derivation; `tests/kernels/test_fusion.py` checks them. `allowed_BT` is the candidate set J,
-None for every position. Half precision is computed in float32.
+Eqs. 13, 14 and 16 are the derivation; `tests/kernels/test_formulas.py` checks them. `allowed_BT` is the candidate set
+J, None for every position. Half precision is computed in float32.
 """
 
 import math
