@@ -18,11 +18,11 @@ from sfi_kernels.dense_attention import reference as dense
 from sfi_kernels.loops import attention, products, selection
 from sfi_kernels.loops import codes as code_loops
 from sfi_kernels.loops.vectors import F
-from sfi_kernels.matrix import BLOCK, FEW_OF_BLOCKS, IN, KIND, OUT, PIECE
 from sfi_kernels.partial_attention import PseudoToken
 from sfi_kernels.selector import reference as selecting
 from sfi_kernels.selector.formulas import factor_everywhere
 from sfi_kernels.step_descriptor import FAST, LENGTH, MODE, StepDescriptor
+from sfi_kernels.tables import BLOCK, FEW_OF_BLOCKS, IN, KIND, OUT, PIECE
 
 # microseconds: of a query's number and row in attention, of a key and query, of a logit, of a weight by kind
 ATTENDED, SCANNED, SELECTED = 3e-4, 2e-3, 5e-3
@@ -212,7 +212,7 @@ def selector(
 
 
 def multiply(matrix: Any, x_RI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
-    """Return rows times a matrix of blocks, [R, O] float32; `matrix` is its row (`sfi_kernels.matrix`), with the bias.
+    """Return rows times a matrix of blocks, [R, O] float32; `matrix` is its row (`sfi_kernels.tables`), with the bias.
 
     Up to `FEW_OF_BLOCKS` rows are multiplied by the numbers as they lie, else by pieces of the matrix that become
     float32 one after the other.

@@ -211,19 +211,3 @@ def sent(tensor: torch.Tensor, device: torch.device, into: torch.Tensor | None =
     if device.type == "cuda":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True) if into is None else into.copy_(tensor, True)
-
-
-def uniform_step(
-    mode: int, length_B: torch.Tensor, start_B: torch.Tensor, packed: int, work_items: int
-) -> StepDescriptor:
-    """Write a descriptor of one mode, one query a request and no evidence, from device tensors.
-
-    `mode` is FAST or SLOW, `start_B` the first token read from the pages, `packed` the most tokens of a packed segment.
-    """
-    B = length_B.shape[0]
-    buffer = length_B.new_zeros(LISTS * list_room(B) + WORDS * B + 4 * work_items)
-    descriptor = StepDescriptor(buffer, B, (), (), 0)
-    table = descriptor.table_BX
-    table[:, MODE], table[:, PACKED], table[:, EVIDENCE] = mode, packed, -1
-    table[:, LENGTH], table[:, START], table[:, QUERIES] = length_B, start_B, 1
-    return descriptor

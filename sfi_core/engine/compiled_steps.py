@@ -22,9 +22,8 @@ from sfi_core.machine.threads import one_thread
 from sfi_core.observers.events import SelectionEvent
 from sfi_core.policies.base import EvidencePolicy, Selection
 from sfi_kernels.compiled import CORES, KINDS, pool
-from sfi_kernels.matrix import BLOCK, OUT
-from sfi_kernels.step_tables import STAGES, TICKETS, Real, Stage, Step
-from sfi_kernels.step_tables import Layer as Word
+from sfi_kernels.tables import BLOCK, OUT, STAGES, TICKETS, Real, Stage, Step
+from sfi_kernels.tables import Layer as Word
 
 _turn = Lock()  # threads of a step wait for each other: two runs must not share the pool, which has a thread a core
 PART = 512  # tokens of a part of dense attention, at least
@@ -35,7 +34,7 @@ EVIDENCE = 1 << 24  # logits of slow requests that one call leaves, unless one l
 class StepModel:
     """A model as compiled steps read it.
 
-    `layer_LX` has the matrices and norms of `step_tables.Layer`, `step_X` those of `Step`, with the sizes; `real_X` the
+    `layer_LX` has the matrices and norms of `tables.Layer`, `step_X` those of `Step`, with the sizes; `real_X` the
     settings of `Real`. `embed` returns hidden states, [1, X, I] float32, of token ids; `turn` cosines and sines of
     positions, [rotations, X, D] each; `finish` turns the output matrix' results into logits. `holds` keeps the tensors.
     """

@@ -10,7 +10,7 @@ from sfi_core.errors import BackendError
 from sfi_core.machine.text import first_line
 from sfi_core.models.blocks import Blocks
 from sfi_kernels.compiled import why_not
-from sfi_kernels.matrix import BIAS, BLOCK
+from sfi_kernels.tables import BIAS, BLOCK
 
 
 @dataclass(slots=True)
@@ -57,7 +57,7 @@ class BlockLinear(BlockLayer, torch.nn.Linear):  # type: ignore[override]
 
     @property
     def matrix(self) -> Any:
-        """The matrix with its bias as `sfi_kernels.matrix` lays it out; this layer keeps the tensors."""
+        """The matrix with its bias as `sfi_kernels.tables` lays it out; this layer keeps the tensors."""
         row = self.blocks.row.copy()
         row[BIAS] = 0 if self.bias is None else self.bias.data_ptr()
         return row

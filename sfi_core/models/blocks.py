@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from sfi_kernels.compiled import by_heads
-from sfi_kernels.matrix import BLOCK, FIVE, FIVE_K, FOUR, FOUR_K, LAYOUTS, SIX_K, TILE, row_of
+from sfi_kernels.tables import BLOCK, FIVE, FIVE_K, FOUR, FOUR_K, LAYOUTS, SIX_K, TILE, row_of
 
 BYTES = {  # of a block
    "Q4_0": 18, "Q4_1": 20, "Q5_0": 22, "Q5_1": 24, "Q8_0": 34, "Q4_K": 144, "Q5_K": 176, "Q6_K": 210,
@@ -27,7 +27,7 @@ class Blocks:
     """A matrix [O, I]: its numbers, their scales, and their minima where there are some.
 
     A weight is number * scale + minimum. `kind` says how they lie (`sfi_kernels.loops.tiles`), and `row` has their
-    addresses, as `sfi_kernels.matrix` lays them out: numbers, scales, fine scales, minima, fine minima.
+    addresses, as `sfi_kernels.tables` lays them out: numbers, scales, fine scales, minima, fine minima.
     """
 
     def __init__(self, shape: tuple[int, ...], kind: int, *parts: torch.Tensor | None) -> None:

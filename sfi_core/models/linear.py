@@ -20,7 +20,7 @@ from sfi_core.distributed.ranks import ranks_of
 from sfi_core.machine.private import multiplies_natively
 from sfi_core.machine.threads import served, serving
 from sfi_kernels.compiled import KINDS, why_not
-from sfi_kernels.matrix import BLOCK, FEW, PIECE, row_of
+from sfi_kernels.tables import BLOCK, FEW, PIECE, row_of
 
 LARGE = 1 << 16  # weights from which on a compiled product pays
 

@@ -21,7 +21,7 @@ from sfi_kernels.launch import launch, target
 from sfi_kernels.pages import kernel_strides
 from sfi_kernels.partial_attention import PseudoToken
 from sfi_kernels.shapes import check_int32, check_shapes
-from sfi_kernels.step_descriptor import StepDescriptor, uniform_step
+from sfi_kernels.step_descriptor import StepDescriptor
 
 PAGE_IDS = 256  # page numbers a program holds at once
 JOINED = reference.MAX_SPLITS  # partial results that a program of the join holds at once: all of a request's
@@ -166,9 +166,7 @@ def decode_attention(
     page_size, E = key_PHND.shape[2], value_PHNE.shape[3]
     chip, items = target(query_BHGWD.device), descriptor.work_XI.shape[0]
     tile = tile_shape(key_PHND, value_PHNE, page_size, chip)
-    key_strides, value_strides = (
-        kernel_strides(pages, name) for pages, name in ((key_PHND, "key"), (value_PHNE, "value"))
-    )
+    strides = {"KEY_STRIDES": kernel_strides(key_PHND, "key"), "VALUE_STRIDES": kernel_strides(value_PHNE, "value")}
     query_BHGWD, keeps = query_BHGWD.contiguous(), evidence and descriptor.slow_rows > 0
 
     # no program writes the padding of a pass with several queries
@@ -178,8 +176,9 @@ def decode_attention(
     lse = query_BHGWD.new_empty(items, H, G, W, dtype=torch.float32)
     sums = logits = log_sum = lse
     if keeps:
-        sums = torch.empty_like(lse)
-        logits, log_sum = _evidence_room(lse, descriptor, into)
+        shape = (descriptor.slow_rows, H, G, 1, descriptor.longest)
+        logits = lse.new_empty(shape) if into is None else into[: math.prod(shape)].view(shape)
+        sums, log_sum = torch.empty_like(lse), lse.new_empty(shape[:4])
         if dense_BH is not None:
             logits.fill_(-torch.inf)  # the kernel leaves those of a mixed request's sparse heads
 
@@ -200,8 +199,7 @@ def decode_attention(
             key_PHND, value_PHNE, block_table_BP, table, descriptor.work_XI, sink,
             *pseudo_operands, out_BHGWE, part, lse, logits, sums, scale, soft_cap or 1.0, S,
             block_table_BP.shape[1], descriptor.longest, W, pseudo_parts,
-            KEY_STRIDES=key_strides, VALUE_STRIDES=value_strides,
-            D=D, PAGE=page_size, BLOCK_M=own.rows, BLOCK_J=padded(G),
+            **strides, D=D, PAGE=page_size, BLOCK_M=own.rows, BLOCK_J=padded(G),
             BLOCK_N=block_n or own.tokens, BLOCK_D=tile.key_width, IDS=PAGE_IDS,
             CAPPED=soft_cap is not None, KIND=part_of_pass.kind,
             # what a request with several queries does not have
@@ -217,16 +215,6 @@ def decode_attention(
     return DecodeAttention(out_BHGWE, logits if keeps else None, log_sum if keeps else None)
 
 
-def _evidence_room(
-    lse: torch.Tensor, descriptor: StepDescriptor, into: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    # for the slow requests' logits, and their log-sum-exp over J
-    _, H, G, _ = lse.shape
-    shape = (descriptor.slow_rows, H, G, 1, descriptor.longest)
-    logits = lse.new_empty(shape) if into is None else into[: math.prod(shape)].view(shape)
-    return logits, lse.new_empty(shape[:4])
-
-
 def sparse_attention(
     query_BHGD: torch.Tensor, packed_key_BHSD: torch.Tensor, packed_value_BHSE: torch.Tensor,
     packed_length_BH: torch.Tensor, key_PHND: torch.Tensor, value_PHNE: torch.Tensor,
@@ -239,10 +227,14 @@ def sparse_attention(
     device = query_BHGD.device
     check_shapes("length B, recent_start B", length_B, recent_start_B, B=B)
     check_int32(device, length=length_B, recent_start=recent_start_B)
-    items = work_items(B, H, resident_programs(device))
-    most = (packed_key_BHSD if position_BHS is None else position_BHS).shape[2]
-    step = uniform_step(words.FAST, length_B, recent_start_B, most, items)
-    split_plan(step, H, resident_programs(device))
+    programs = resident_programs(device)
+    numbers = words.LISTS * words.list_room(B) + words.WORDS * B + 4 * work_items(B, H, programs)
+    step = StepDescriptor(length_B.new_zeros(numbers), B, (), (), 0)
+    table = step.table_BX
+    table[:, words.MODE], table[:, words.EVIDENCE], table[:, words.QUERIES] = words.FAST, -1, 1
+    table[:, words.PACKED] = (packed_key_BHSD if position_BHS is None else position_BHS).shape[2]
+    table[:, words.LENGTH], table[:, words.START] = length_B, recent_start_B
+    split_plan(step, H, programs)
     return decode_attention(
         query_BHGD[:, :, :, None], packed_key_BHSD, packed_value_BHSE, packed_length_BH, key_PHND,
         value_PHNE, block_table_BP, step, scale=scale, soft_cap=soft_cap, sink_HG=sink_HG, pseudo=pseudo,

@@ -12,7 +12,7 @@ from sfi_kernels.loops.attention import read_rows
 from sfi_kernels.loops.products import at_float32, at_int16, at_int64, at_uint16, multiply
 from sfi_kernels.loops.rows import TILE
 from sfi_kernels.loops.vectors import BFLOAT16, FLOAT16, FLOAT32, inner, real
-from sfi_kernels.matrix import BLOCK, IN, SIZE
+from sfi_kernels.tables import BLOCK, IN, SIZE
 
 SIZES = 16  # most arguments
 

@@ -16,7 +16,7 @@ from numba.extending import intrinsic
 from sfi_kernels.compiled import entry
 from sfi_kernels.loops.tiles import AHEAD, multiply_tile, widen_tile
 from sfi_kernels.loops.vectors import BFLOAT16, F32, FLOAT32, I16, Code, F, bits_of, inner, real
-from sfi_kernels.matrix import BIAS, BLOCK, IN, KIND, NUMBERS, OUT, TILE
+from sfi_kernels.tables import BIAS, BLOCK, IN, KIND, NUMBERS, OUT, TILE
 
 LEVELS = F(32767)
 

@@ -21,8 +21,24 @@ from sfi_kernels.loops.products import at_int16, at_int64, round_row
 from sfi_kernels.loops.step_heads import attend, join_parts, make_scratch, store
 from sfi_kernels.loops.vectors import F, add_row, exp, inner
 from sfi_kernels.loops.views import copy, floats, meet, rms_norm, take, vector
-from sfi_kernels.matrix import BLOCK, KIND, OUT, SIZE
-from sfi_kernels.step_tables import DOWN, GATE, OUTPUT, QUERY, STAGES, TICKETS, UP, VALUE, Layer, Real, Stage, Step
+from sfi_kernels.tables import (
+    BLOCK,
+    DOWN,
+    GATE,
+    KIND,
+    OUT,
+    OUTPUT,
+    QUERY,
+    SIZE,
+    STAGES,
+    TICKETS,
+    UP,
+    VALUE,
+    Layer,
+    Real,
+    Stage,
+    Step,
+)
 
 PIECES = 8  # of a product, for each thread
 

@@ -14,7 +14,7 @@ from sfi_kernels.loops.rows import TILE
 from sfi_kernels.loops.vectors import F, add_row, bits_of, dot, exp, inner
 from sfi_kernels.loops.views import blocks, copy, floats, page_row, pages, put, requests, rms_norm, row_of, take, vector
 from sfi_kernels.step_descriptor import ALLOWED_STOP, EVIDENCE, FAST, LENGTH, MODE, QUERIES, SLOW
-from sfi_kernels.step_tables import LAYER_WORDS, STEP_WORDS, Layer, Real, Step
+from sfi_kernels.tables import LAYER_WORDS, STEP_WORDS, Layer, Real, Step
 
 REALS = len(Real)
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from sfi_kernels.compiled import entry
 from sfi_kernels.loops.vectors import inner
-from sfi_kernels.matrix import BLOCK, TILE
+from sfi_kernels.tables import BLOCK, TILE
 
 GROUPS = 8  # of 32 numbers in a block of 256
 

@@ -12,7 +12,7 @@ from numba.extending import intrinsic
 from sfi_kernels.loops.products import at_float32, at_int32, at_uint16
 from sfi_kernels.loops.vectors import BFLOAT16, FLOAT32, F, bits_of, inner
 from sfi_kernels.step_descriptor import WORDS
-from sfi_kernels.step_tables import Layer, Step
+from sfi_kernels.tables import Layer, Step
 
 PATIENCE = 2000  # looks at a barrier until a thread lets others run
 

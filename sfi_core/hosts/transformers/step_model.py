@@ -11,9 +11,9 @@ from transformers.activations import GELUTanh, SiLUActivation
 from sfi_core.engine.compiled_steps import StepModel
 from sfi_core.hosts.transformers.fusion import known as sources
 from sfi_core.machine.private import has_hooks
-from sfi_kernels import matrix as words
+from sfi_kernels import tables as words
 from sfi_kernels.compiled import KINDS
-from sfi_kernels.step_tables import LAYER_WORDS, STEP_WORDS, Layer, Real, Step
+from sfi_kernels.tables import LAYER_WORDS, STEP_WORDS, Layer, Real, Step
 
 NORMS = {  # by the words of a layer's row: Llama's layer, then Gemma 2's
     "llama": {Layer.NORM: "input_layernorm", Layer.MLP_NORM: "post_attention_layernorm"},

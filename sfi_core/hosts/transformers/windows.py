@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from sfi_core.hosts.transformers.cache import SfiCache
-from sfi_kernels.step_tables import Layer
+from sfi_kernels.tables import Layer
 
 SPARE = 512  # tokens that are appended until the window moves to the front
 

@@ -130,7 +130,7 @@ print(why_not() or "usable", end=" ")
 if not why_not():
     from sfi_kernels.loops.attention import attend
     from sfi_kernels.numba_ops import multiply_few
-    from sfi_kernels.matrix import row_of
+    from sfi_kernels.tables import row_of
     with telling(lambda: print("compiling", end=" ")):
         weight = torch.arange(64.0).view(2, 32)
         row = multiply_few(row_of(0, weight.shape, weight), torch.eye(32)[1:2]).view(-1)

@@ -24,7 +24,7 @@ from sfi_core.models.block_linear import BlockEmbedding, BlockLinear
 from sfi_core.models.blocks import BYTES, LARGE, Blocks
 from sfi_core.models.describe import ModelWeights
 from sfi_core.models.load import load
-from sfi_kernels.matrix import BLOCK
+from sfi_kernels.tables import BLOCK
 from tests.core.conftest import TINY
 
 pytest.importorskip("numba")

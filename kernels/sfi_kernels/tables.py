@@ -1,13 +1,39 @@
-"""The tables that a compiled decoding step reads: places of addresses, sizes and settings in rows of int64.
+"""What compiled loops are handed: weight matrices, and the tables of a decoding step, as rows of int64.
 
-One row is the step's, one each layer's; `loops.step` has the loops, whoever fills the tables keeps the tensors.
+A row has addresses, sizes and settings at places that have names here; who fills it keeps the tensors. A step has one
+row, and one for each layer (`loops.step`).
 """
 
 from enum import IntEnum, auto
+from typing import Any
 
-from sfi_kernels.matrix import SIZE
+import numpy as np
+import torch
 
+# places of a matrix' row; an address of 0 is none
+NUMBERS, SCALES, FINE_SCALES, MINIMA, FINE_MINIMA, OUT, IN, KIND, BIAS = range(9)
+SIZE = 9
+FEW = 8  # rows up to which a matrix is read as it lies, in compiled loops
+FEW_OF_BLOCKS = 32  # the same of a matrix of blocks, which would have to become floats first
+PIECE = 512  # rows of the matrix that are widened at once for more: they stay in cache
+BLOCK = 32  # numbers of a block; as a kind, blocks of 8-bit numbers
+FOUR, FIVE, FOUR_K, FIVE_K, SIX_K = range(33, 38)  # kinds of blocks; those below 3 are of `compiled.KINDS`
+LAYOUTS = {  # numbers in a word, scales of a block, and whether those are int8 times one of eight blocks
+    BLOCK: (1, 1, False), FOUR: (4, 1, False), FIVE: (3, 1, False),
+    FOUR_K: (4, 1, True), FIVE_K: (3, 1, True), SIX_K: (1, 2, True),
+}  # fmt: skip
+MIDDLES = {BLOCK: 0, FOUR: 8, FIVE: 16, FOUR_K: 0, FIVE_K: 0, SIX_K: 0}  # taken off numbers that have no minimum
+TILE = 8  # rows of a matrix whose numbers lie together
 QUERY, KEY, VALUE, OUTPUT, GATE, UP, DOWN = range(7)  # a layer's matrices
+
+
+def row_of(kind: int, shape: tuple[int, ...], *parts: torch.Tensor | None) -> Any:
+    """Return the row of a contiguous matrix [O, I] on the CPU, without bias; `parts` come in the places' order."""
+    row = np.zeros(SIZE, np.int64)
+    row[OUT], row[IN], row[KIND] = *shape, kind
+    for place, part in enumerate(parts):
+        row[place] = 0 if part is None else part.data_ptr()
+    return row
 
 
 class _Places(IntEnum):
