@@ -195,9 +195,6 @@ def _listener(base: type[Any]) -> Any:
     return type("Listener", (base,), {"on_start": on_start, "on_end": on_end})()
 
 
-# --- what the functions take
-
-
 def plain(tensor: torch.Tensor) -> Any:
     """Return a tensor as a contiguous float32 array, without a copy where it lies so."""
     if tensor.dtype is not torch.float32 or tensor.requires_grad or not tensor.is_contiguous():

@@ -27,11 +27,7 @@ from sfi_kernels.tables import BLOCK, FEW_OF_BLOCKS, IN, KIND, OUT, PIECE
 # microseconds: of a query's number and row in attention, of a key and query, of a logit, of a weight by kind
 ATTENDED, SCANNED, SELECTED = 3e-4, 2e-3, 5e-3
 MULTIPLIED = {0: 2.3e-4, 1: 1.2e-4, 2: 1.2e-4, BLOCK: 6e-5}
-MANY = 16  # keys that a matrix product codes sooner than a loop
 NOTES = "evidence_norm2", "evidence_dot_prior", "prior_norm2", "evidence_entropy"
-
-
-# --- attention
 
 
 def sparse_attention(
@@ -108,19 +104,13 @@ def _attend(
     return out_BHWGE.to(query_BHWGD.dtype)
 
 
-# --- codescan
-
-
 def encode_keys(key_HTD: torch.Tensor, basis: CodeBasis) -> torch.Tensor:
     """See `reference.encode_keys`."""
     scanning.check_basis(key_HTD, basis)
     H, T, D = key_HTD.shape
     word_HWT = torch.empty(H, words(D), T, dtype=torch.int32)
-    if T < MANY:
-        code_loops.encode(plain(key_HTD), plain(basis.mean_HD), plain(basis.encode_HWDC), word_HWT.numpy())
-    else:
-        step_HTC = (key_HTD.float() - basis.mean_HD[:, None]).bmm(basis.encode_HDC)
-        code_loops.pack_levels(plain(step_HTC), word_HWT.numpy())
+    step_HTC = (key_HTD.float() - basis.mean_HD[:, None]).bmm(basis.encode_HDC)
+    code_loops.pack_levels(plain(step_HTC), word_HWT.numpy())
     return word_HWT
 
 
@@ -175,9 +165,6 @@ def _scan(
     by_heads(lambda begin, end: code_loops.code_scan(begin, end, *arguments), query.shape[1], work)
 
 
-# --- the Selector
-
-
 def selector(
     logits_BHGWT: torch.Tensor, key_norm_BHT: torch.Tensor, allowed_BT: torch.Tensor | None, *, alpha: float,
     gamma: float, beta: float, power: float, eta: float, lambda_clip: float, alpha_soft: float, radius: int,
@@ -206,9 +193,6 @@ def selector(
     if diagnostics is not None:
         diagnostics.update(zip(NOTES, note_BHX.unbind(-1), strict=True))
     return score_BHT, lambda_BH
-
-
-# --- products of weight matrices
 
 
 def multiply(matrix: Any, x_RI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:

@@ -95,9 +95,6 @@ def test_spread_keeps_what_no_query_sees_masked(allowed):
     assert torch.equal(pool_neighbors(logits, allowed, 3), logits)
 
 
-# --- prior
-
-
 def test_longer_keys_have_a_lower_factor():
     """Eq. 9."""
     factor = key_norm_factor(torch.tensor([[[1.0, 4.0, 9.0]]]), gamma=0.5)
@@ -148,9 +145,6 @@ def test_the_scale_of_the_factors_does_not_matter(allowed, scale):
     factor, place = torch.rand(B, H, T), torch.rand(B, T)
     expected = prior(factor, place, allowed)
     torch.testing.assert_close(prior(factor * scale, place, allowed), expected)
-
-
-# --- fusion
 
 
 def distribution(seed: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
@@ -232,9 +226,6 @@ def test_half_precision_is_fused_in_float32(dtype: torch.dtype):
     expected = stable_weight(f.float(), r.float(), 1.0)
     torch.testing.assert_close(weight_BH, expected)
     torch.testing.assert_close(fuse(f, r, weight_BH), fuse(f.float(), r.float(), expected), rtol=0, atol=0)
-
-
-# --- refinement
 
 
 def test_log_score_is_the_log_inside_and_masked_outside():

@@ -180,8 +180,6 @@ def test_a_learned_sink_takes_weight_but_has_no_value(pieces: int):
     torch.testing.assert_close(combine(parts, sink_HG).double(), expected, rtol=0, atol=atol)
 
 
-# --- blocks
-
 # one block; blocks of one token; a border inside the window of the last queries, and several
 BLOCKS = [[70], [1] * 12, [60, 10], [59, 3, 3, 5], [3, 64, 1, 2]]
 OPTIONS: list[dict[str, Any]] = [{}, {"soft_cap": 0.5}, {"sink_HG": torch.tensor([[2.0, -1.0], [0.0, 4.0]])}]

@@ -102,9 +102,6 @@ def choose(arguments):
     )  # fmt: skip
 
 
-# --- attention
-
-
 @inner
 def make_scratch(step):
     # of attention, for one thread

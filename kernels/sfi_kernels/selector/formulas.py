@@ -68,9 +68,6 @@ def _window_peak(values: Any, window: int, maximum: Callable[[Any, Any], Any]) -
     return values
 
 
-# --- evidence
-
-
 def pool_neighbors(logits_BHGWT: torch.Tensor, allowed_BT: torch.Tensor | None, span: int) -> torch.Tensor:
     """Give each allowed position the best logit of `span` positions on each side, so that a hit brings its neighbors.
 
@@ -121,9 +118,6 @@ def evidence(mean_BHT: torch.Tensor, alpha: float) -> torch.Tensor:
         f, [B, H, T]; each row sums to 1. With one query per KV head it is Eq. 6's p; a row without any evidence is 0.
     """
     return distribution(widened(mean_BHT), 1.0 / alpha)
-
-
-# --- prior and fusion
 
 
 def key_norm_factor(key_norm_BHT: torch.Tensor, gamma: float) -> torch.Tensor:
@@ -211,9 +205,6 @@ def stable_weight(evidence_BHT: torch.Tensor, prior_BHT: torch.Tensor, lambda_cl
     rounding_BH = (8 * torch.finfo(evidence_BHT.dtype).eps) ** 2 * evidence_BHT.square().sum(-1)
     weight_BH = torch.where(distance_BH > rounding_BH, gain_BH / distance_BH, 0.0)
     return weight_BH.clamp(0.0, lambda_clip)
-
-
-# --- refinement
 
 
 def log_score(score_BHT: torch.Tensor, allowed_BT: torch.Tensor | None) -> torch.Tensor:

@@ -97,8 +97,7 @@ def selector(
 def _check_layout(
     logits_BHGWT: torch.Tensor, key_norm_BHT: torch.Tensor, allowed_BT: torch.Tensor, log_sum_BHGW: torch.Tensor | None
 ) -> None:
-    named = {"logits": logits_BHGWT, "key_norm": key_norm_BHT, "allowed": allowed_BT}
-    for name, tensor in named.items():
+    for name, tensor in (("logits", logits_BHGWT), ("key_norm", key_norm_BHT), ("allowed", allowed_BT)):
         if tensor.device != logits_BHGWT.device:
             raise ValueError(f"{name} must be on {logits_BHGWT.device}, got {tensor.device}")
         if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
