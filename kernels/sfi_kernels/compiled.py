@@ -28,9 +28,7 @@ UNREADABLE = (OSError, EOFError, UnpicklingError)
 
 CORES = os.cpu_count() or 1
 WORTH = 100  # microseconds of work that another thread pays for
-
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as `loops` numbers them
-
 NO_FLOATS, NO_HALVES = np.empty((0, 0), np.float32), np.empty((0, 0), np.uint16)
 NO_PAGES = NO_FLOATS, NO_FLOATS, NO_HALVES, NO_HALVES
 
@@ -172,17 +170,16 @@ def telling(heard: Callable[[], None]) -> Iterator[None]:
 
 def _listener(base: type[Any]) -> Any:
     # numba compiles in one thread at a time; what a function calls is compiled within it
-    announced: list[bool] = []
-    depth = 0
+    announced, depth = False, 0
 
     def on_start(*_: Any) -> None:
-        nonlocal depth
+        nonlocal announced, depth
         depth += 1
         if depth == 1:
             _Pause.value = time.perf_counter(), compiling_seconds()
         heard = _heard.get()
         if heard is not None and not announced:
-            announced.append(True)
+            announced = True
             heard()
 
     def on_end(*_: Any) -> None:
