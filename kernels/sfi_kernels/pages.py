@@ -39,43 +39,18 @@ def read_pages(pages_PHN: torch.Tensor, block_table_P: torch.Tensor, start: int,
 def wide_chunks(
     pages_PHND: torch.Tensor, block_table_P: torch.Tensor, length: int
 ) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Read a request's first `length` positions in float32, chunk by chunk, by a block table on the host.
+    """Read a request's first `length` positions in float32, chunk by chunk: each as a slice, and its rows, [H, n, D].
 
-    Yields the positions as a slice, and C pages of n tokens that hold them, [C, H, n, D], whose memory is in the order
-    of `pages_PHND`: a view where pages are float32 and adjacent, else one buffer that each chunk overwrites.
+    A chunk lies in one page, and is a view of it where pages are float32. A request without positions has an empty one.
     """
     _, H, N, D = pages_PHND.shape
-    as_it_lies = pages_PHND.dtype == torch.float32
-    tokens = max(N if as_it_lies else 1, WIDE // (H * D))
-    whole, rest = divmod(length, N)
-    most, pages = max(1, tokens // N), block_table_P[: whole + 1].tolist()
-    spans = [(first, min(first + most, whole), N) for first in range(0, whole, most)]
-    if rest or not spans:
-        spans.append((whole, whole + 1, rest))
-    buffer = None
-    for first, stop, used in spans:
-        chunk = pages[first:stop]
-        neighbors = chunk == list(range(chunk[0], chunk[0] + len(chunk)))
-        for low in range(0, max(1, used), tokens):  # an empty piece of no tokens
-            high = min(low + tokens, used)
-            span = slice(first * N + low, (stop - 1) * N + high)
-            rows_PHnD = pages_PHND[:, :, low:high]
-            if neighbors and as_it_lies:
-                yield span, rows_PHnD[chunk[0] : chunk[-1] + 1]
-                continue
-            if buffer is None:  # keys may lie [D, tokens]
-                size, wide_tokens = min(most, max(1, whole)), min(tokens, N, length)
-                if pages_PHND.stride(3) == 1:
-                    buffer = pages_PHND.new_empty(size, H, wide_tokens, D, dtype=torch.float32)
-                else:
-                    buffer = pages_PHND.new_empty(size, H, D, wide_tokens, dtype=torch.float32).mT
-            wide = buffer[: len(chunk), :, : high - low]
-            if neighbors:
-                wide.copy_(rows_PHnD[chunk[0] : chunk[-1] + 1])
-            else:
-                for place, page in enumerate(chunk):
-                    wide[place].copy_(rows_PHnD[page])
-            yield span, wide
+    most = N if pages_PHND.dtype == torch.float32 else max(1, WIDE // (H * D))
+    pages, start = block_table_P[: max(0, length - 1) // N + 1].tolist(), 0
+    while start < max(1, length):
+        slot, offset = divmod(start, N)
+        count = min(length - start, most, N - offset)
+        yield slice(start, start + count), pages_PHND[pages[slot], :, offset : offset + count].float()
+        start += max(1, count)
 
 
 def flat_rows(pages_PHND: torch.Tensor) -> tuple[torch.Tensor, Steps]:

@@ -68,20 +68,12 @@ def dense_attention_with_logits(
         weight_BHGWT = (logits_BHGWT - finite(log_sum).unsqueeze(-1)).exp_()
     outs = []
     for row, length in enumerate(length_B.tolist()):
-        out_HXE = _weighted(weight_BHGWT[row].flatten(1, 2), value_PHNE, block_table_BP[row], length)
+        weight_HXT, chunks = weight_BHGWT[row].flatten(1, 2), wide_chunks(value_PHNE, block_table_BP[row], length)
+        out_HXE = torch.stack([weight_HXT[..., span] @ value_HNE for span, value_HNE in chunks]).sum(0)
         outs.append(out_HXE.view(*query_BHGWD.shape[1:4], -1))
         outs[row][:, :, : max(0, W - length)] = 0  # padding, which sees nothing
     out = outs[0][None] if len(outs) == 1 else torch.stack(outs)
     return out.to(query_BHGWD.dtype), logits_BHGWT[:, :, :, -1:]
-
-
-def _weighted(weight_HXT: torch.Tensor, value_PHNE: torch.Tensor, table_P: torch.Tensor, length: int) -> torch.Tensor:
-    # the sum of one request's values, [H, X, E]
-    parts = []
-    for span, value_CHNE in wide_chunks(value_PHNE, table_P, length):
-        weight_HXCN = weight_HXT[..., span].view(*weight_HXT.shape[:2], *value_CHNE.shape[::2])
-        parts.append(weight_HXCN.permute(2, 0, 1, 3) @ value_CHNE)
-    return torch.cat(parts).sum(0)
 
 
 def window_logits(
@@ -94,36 +86,18 @@ def window_logits(
     the largest length; None reads `length_B`, which waits for the device.
     """
     check(query_BHGWD, key_PHND, block_table_BP, length_B)
-    lengths = length_B.tolist()
-    W, T = query_BHGWD.shape[3], longest or max(lengths)
-    rows = [
-        _row_logits(query_BHGWD[row].float() * scale, key_PHND, block_table_BP[row], length, soft_cap)
-        for row, length in enumerate(lengths)
-    ]
-    if len(rows) == 1 and lengths[0] == T:
-        out = rows[0][None]
-    else:
-        out = rows[0].new_full((len(rows), *rows[0].shape[:3], T), -torch.inf)
-        for row, logits_HGWT in enumerate(rows):
-            out[row, ..., : logits_HGWT.shape[-1]] = logits_HGWT
+    lengths, (B, H, G, W, D) = length_B.tolist(), query_BHGWD.shape
+    T = longest or max(lengths)
+    out_BHGWT = query_BHGWD.new_empty(B, H, G, W, T, dtype=torch.float32)
     for row, length in enumerate(lengths):
+        query_HXD = (query_BHGWD[row].float() * scale).reshape(H, G * W, D)
+        logits_HXT = out_BHGWT[row].view(H, G * W, T)
+        for span, key_HND in wide_chunks(key_PHND, block_table_BP[row], length):
+            logits_HXT[..., span] = capped(query_HXD @ key_HND.mT, soft_cap)
+        logits_HXT[..., length:] = -torch.inf
         for w in range(W - 1):  # the last query sees everything
-            out[row, :, :, w, max(0, length - W + w + 1) :] = -torch.inf
-    return out
-
-
-def _row_logits(
-    query_HGWD: torch.Tensor, key_PHND: torch.Tensor, table_P: torch.Tensor, length: int, soft_cap: float | None
-) -> torch.Tensor:
-    # [H, G, W, length] of one request
-    H, G, W, D = query_HGWD.shape
-    query_HXD = query_HGWD.reshape(H, G * W, D)
-    logits_HXT = query_HXD.new_empty(H, G * W, length)
-    for span, key_CHND in wide_chunks(key_PHND, table_P, length):
-        own_CHXN = query_HXD @ key_CHND.mT
-        own_HXCN = own_CHXN.permute(1, 2, 0, 3)
-        logits_HXT[..., span].view(own_HXCN.shape).copy_(own_HXCN)
-    return capped(logits_HXT, soft_cap).view(H, G, W, -1)
+            out_BHGWT[row, :, :, w, max(0, length - W + w + 1) :] = -torch.inf
+    return out_BHGWT
 
 
 def check(
