@@ -79,7 +79,7 @@ class Step(_Places):
     BUDGET = auto()
     WORDS = auto()  # of a key's code
     DIAGNOSES = auto()  # 1 to write what a choice tells observers
-    PRODUCT = auto()  # addresses of `loops.calls`: a product, attention to rows, a choice by codes
+    PRODUCT = auto()  # addresses of `loops.views`: a product, attention to rows, a choice by codes
     READ = auto()
     CHOOSE = auto()
     SYNC = auto()  # addresses: int64, arrivals at barriers, from `TICKETS` on tickets

@@ -293,14 +293,14 @@ class CompiledSteps:
             self._layer_LX[:, word] = [part.data_ptr() for part in self._buffers[name]]
 
     def _call(self, first: int, last: int) -> None:
-        from sfi_kernels.loops import calls  # noqa: PLC0415 - brings numba
+        from sfi_kernels.loops import views  # noqa: PLC0415 - brings numba
         from sfi_kernels.loops.step import run_stages  # noqa: PLC0415
         from sfi_kernels.loops.step_heads import choose  # noqa: PLC0415
 
         step = self._step_X
         if not step[Step.PRODUCT]:
-            step[Step.PRODUCT] = calls.product.address
-            reads = calls.read_float32, calls.read_bfloat16, calls.read_float16
+            step[Step.PRODUCT] = views.product.address
+            reads = views.read_float32, views.read_bfloat16, views.read_float16
             step[Step.READ] = reads[step[Step.KIND]].address
         if step[Step.CHOOSES] and not step[Step.CHOOSE]:
             step[Step.CHOOSE] = choose.address

@@ -54,7 +54,7 @@ class Blocks:
     @classmethod
     def unpacked(cls, packed: np.ndarray, kind: Any, order: np.ndarray | None = None) -> Self:
         """Take the rows [O, bytes] of a GGUF file, of a type in `BYTES`; `order` puts them elsewhere."""
-        from sfi_kernels.loops.unpacking import pack_numbers  # noqa: PLC0415 - brings numba
+        from sfi_kernels.loops.products import pack_numbers  # noqa: PLC0415 - brings numba
 
         block_OBX = (packed if order is None else packed[order]).reshape(len(packed), -1, BYTES[kind.name])
         count, width = len(packed), block_OBX.shape[1] * (LARGE if kind.name[-1] == "K" else BLOCK)

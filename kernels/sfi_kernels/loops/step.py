@@ -15,8 +15,7 @@ import numpy as np
 from numba import carray
 
 from sfi_kernels.compiled import entry
-from sfi_kernels.loops import calls
-from sfi_kernels.loops.calls import call
+from sfi_kernels.loops import views
 from sfi_kernels.loops.products import at_int16, at_int64, round_row
 from sfi_kernels.loops.step_heads import attend, join_parts, make_scratch, store
 from sfi_kernels.loops.vectors import F, add_row, exp, inner
@@ -70,11 +69,11 @@ def _multiply(step, matrix, begin, end, rows, out_RO, offset, arguments):
     # write outputs of a matrix from `offset` of the results on
     x_XI, q_XI, scale_XB, total_XB = rows
     a = arguments
-    a[calls.MATRIX], a[calls.BEGIN], a[calls.END], a[calls.ROWS] = matrix.ctypes.data, begin, end, len(x_XI)
-    a[calls.FLOATS], a[calls.ROUNDED] = x_XI.ctypes.data, q_XI.ctypes.data
-    a[calls.SCALES], a[calls.TOTALS] = scale_XB.ctypes.data, total_XB.ctypes.data
-    a[calls.RESULT], a[calls.RESULT_WIDTH] = out_RO.ctypes.data + 4 * offset, out_RO.shape[1]
-    call(step[Step.PRODUCT], a.ctypes.data)
+    a[views.MATRIX], a[views.BEGIN], a[views.END], a[views.ROWS] = matrix.ctypes.data, begin, end, len(x_XI)
+    a[views.FLOATS], a[views.ROUNDED] = x_XI.ctypes.data, q_XI.ctypes.data
+    a[views.SCALES], a[views.TOTALS] = scale_XB.ctypes.data, total_XB.ctypes.data
+    a[views.RESULT], a[views.RESULT_WIDTH] = out_RO.ctypes.data + 4 * offset, out_RO.shape[1]
+    views.call(step[Step.PRODUCT], a.ctypes.data)
 
 
 @inner
@@ -128,7 +127,7 @@ def _store_heads(step, layer, real, work):
         if step[Step.CHOOSES] and layer[Layer.LEFT_DENSE] == 0:
             arguments[0], arguments[1] = step.ctypes.data, layer.ctypes.data
             arguments[2], arguments[3] = real.ctypes.data, h
-            call(step[Step.CHOOSE], arguments.ctypes.data)
+            views.call(step[Step.CHOOSE], arguments.ctypes.data)
         turn += 1
         h = take(sync, ticket, threads, turn)
 

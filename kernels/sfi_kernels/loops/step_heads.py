@@ -5,9 +5,8 @@ from numba import carray
 
 from sfi_kernels.code_scan.codes import KEPT, SLOTS
 from sfi_kernels.compiled import by_address
-from sfi_kernels.loops import calls
+from sfi_kernels.loops import views
 from sfi_kernels.loops.attention import end_head, start_head
-from sfi_kernels.loops.calls import call
 from sfi_kernels.loops.codes import code_scan
 from sfi_kernels.loops.products import at_float32, at_int32, at_int64, at_uint16
 from sfi_kernels.loops.rows import TILE
@@ -108,7 +107,7 @@ def make_scratch(step):
     Q, D = step[Step.QUERIES] * step[Step.GROUP], step[Step.WIDTH]
     query_QD, room_QT, out_QD = np.empty((Q, D), F), np.empty((Q, TILE), F), np.empty((Q, D), F)
     row_T = np.empty(step[Step.LONGEST] + TILE, np.int64)
-    return query_QD, room_QT, np.empty(Q, F), np.empty(Q, F), out_QD, row_T, np.empty(calls.SIZES, np.int64)
+    return query_QD, room_QT, np.empty(Q, F), np.empty(Q, F), out_QD, row_T, np.empty(views.SIZES, np.int64)
 
 
 @inner
@@ -218,14 +217,14 @@ def _attend_head(step, layer, real, b, h, first, part, parts, item, dense, scrat
 def _read(step, layer, keys, cap, row_T, count, first, queries, evidence, column, scratch):
     # rows of pages or of the packed segment, by queries from `first` on; the last ones' logits are the evidence
     query_QD, room_QT, most_Q, total_Q, out_QD, _, a = scratch
-    a[calls.KEYS], a[calls.VALUES] = layer[keys], layer[keys + 1]
-    a[calls.NUMBERS], a[calls.COUNT], a[calls.QUERIES] = row_T.ctypes.data, count, queries
-    a[calls.QUERY], a[calls.WIDTH], a[calls.CAP] = query_QD[first:].ctypes.data, step[Step.WIDTH], bits_of(cap)
-    a[calls.ROOM], a[calls.MOST] = room_QT.ctypes.data, most_Q[first:].ctypes.data
-    a[calls.TOTAL], a[calls.OUT] = total_Q[first:].ctypes.data, out_QD[first:].ctypes.data
-    a[calls.LOGITS], a[calls.LOGITS_WIDTH] = evidence + 4 * column, step[Step.LONGEST]
-    a[calls.WRITTEN] = step[Step.GROUP] if evidence != 0 else 0
-    call(step[Step.READ], a.ctypes.data)
+    a[views.KEYS], a[views.VALUES] = layer[keys], layer[keys + 1]
+    a[views.NUMBERS], a[views.COUNT], a[views.QUERIES] = row_T.ctypes.data, count, queries
+    a[views.QUERY], a[views.WIDTH], a[views.CAP] = query_QD[first:].ctypes.data, step[Step.WIDTH], bits_of(cap)
+    a[views.ROOM], a[views.MOST] = room_QT.ctypes.data, most_Q[first:].ctypes.data
+    a[views.TOTAL], a[views.OUT] = total_Q[first:].ctypes.data, out_QD[first:].ctypes.data
+    a[views.LOGITS], a[views.LOGITS_WIDTH] = evidence + 4 * column, step[Step.LONGEST]
+    a[views.WRITTEN] = step[Step.GROUP] if evidence != 0 else 0
+    views.call(step[Step.READ], a.ctypes.data)
 
 
 @inner
