@@ -58,18 +58,15 @@ HEADS = (
 COVERED = {"bf16": HEADS, "fp16": HEADS[::5], "fp32": HEADS[::2]}
 # queries of a request that verifies a draft: with 4 query heads they fill 32, 64 and most of 128 rows
 VERIFIED = (8, 16, 17)
-# widths that are normed: a head, a small model, the widest that the kernel takes
-WIDTHS = (128, 2560, 16384)
+WIDTHS = (128, 2560, 16384)  # that are normed: a head, a small model, the widest that the kernel takes
 H, PAGE, PAGES, S, T, W = 8, 64, 4, 68, 200, 512
 SELECTOR: Any = {
     "alpha": 0.5, "gamma": 0.5, "beta": 0.5, "power": 1.8, "eta": 0.4, "lambda_clip": 0.02,
     "alpha_soft": 0.5, "radius": 16, "alpha_cross": 0.35, "temperature": 2.0,
 }  # fmt: skip
-# KV heads, query heads of each, queries of the window, span
-SELECTIONS = ((1, 1, 1, 0), (8, 4, 1, 0), (8, 4, 16, 0), (8, 4, 16, 10))
+SELECTIONS = ((1, 1, 1, 0), (8, 4, 1, 0), (8, 4, 16, 0), (8, 4, 16, 10))  # KV heads, group, window, span
 NUMBERS: Any = {"length": T, "recent_start": 100, "packed": S, "sink": 4}  # of a request
-# processors of the architectures' large chips; plans depend on them, compiled code does not
-PROCESSORS = 132
+PROCESSORS = 132  # of the architectures' large chips; plans depend on them, compiled code does not
 
 
 def compile_launch(label: str, launch: Launch, capability: int) -> dict[str, Any]:

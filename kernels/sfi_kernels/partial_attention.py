@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from sfi_kernels.shapes import check_shapes
+from sfi_kernels.op import check_shapes
 
 BLOCK_ELEMENTS = 1 << 24  # logits held at once by the explicit path
 

@@ -8,15 +8,11 @@
 
 Lists, table and work begin at multiples of 16 bytes, so that a kernel is compiled once for all batch sizes.
 
-A decoding request reads its packed segment, then its pages from START on. A slow one has no packed tokens and
-starts at 0, so that attention ignores the mode. A unit is 64 tokens of either. A request that reads its
-prompt has no work here: the prompt's own kernel attends for it.
-
-In a mixed request some KV heads read everything and others read sparsely. START and PACKED describe the heads
-that read everything, so that the plan has work for them; a sparse head reads its own packed rows, then the
-pages from the position in MIXED on.
-
-A slow request that verifies a draft decodes several new tokens; each sees the tokens up to its own.
+A decoding request reads its packed segment, then its pages from START on. A slow one has no packed tokens and starts at
+0, so that attention ignores the mode. A unit is 64 tokens of either. A request that reads its prompt has no work here:
+the prompt's own kernel attends for it. In a mixed request some KV heads read everything and others read sparsely. START
+and PACKED describe the heads that read everything, so that the plan has work for them; a sparse head reads its own
+packed rows, then the pages from the position in MIXED on.
 """
 
 from collections.abc import Sequence

@@ -18,9 +18,7 @@ SLOTS = len(BITS)
 WIDTHS = (64, 128)  # a head wider than each has twice as many words
 SHIFTS = tuple(accumulate(BITS, initial=0))[:-1]
 KEPT = 128  # tokens whose queries are kept for learning a basis again
-# of a float32's bits: those that a score drops, and the score of 2^-32
-DROPPED = 20
-LOWEST = (127 - 32) << 3
+DROPPED, LOWEST = 20, (127 - 32) << 3  # of a float32's bits: those that a score drops, and the score of 2^-32
 
 
 class CodeBasis(NamedTuple):

@@ -5,11 +5,11 @@ from functools import cache
 import torch
 
 from sfi_kernels.code_scan.codes import BITS, DROPPED, KEPT, LOWEST, SHIFTS, SLOTS, BatchCodes, Choice, CodeBasis, words
+from sfi_kernels.op import check_int32, check_pages, check_shapes
 from sfi_kernels.pack import append
 from sfi_kernels.pack.reference import check_append
 from sfi_kernels.pages import read_pages
 from sfi_kernels.partial_attention import PseudoToken
-from sfi_kernels.shapes import check_int32, check_pages, check_shapes
 from sfi_kernels.step_descriptor import (
     ALLOWED_START,
     ALLOWED_STOP,
@@ -77,7 +77,10 @@ def code_scan(
     index_BHK = position_BHS.new_full((B, H, budget), -1)
     logit_BHG = query_BHGD.new_full((B, H, G), -torch.inf, dtype=torch.float32)
     value_BHE = torch.zeros_like(codes.sum_BHE)
-    diagnostics = nothing_unread(B, H, query_BHGD.device) if diagnoses else {}
+    diagnostics: dict[str, torch.Tensor] = {}
+    if diagnoses:  # where everything is read
+        unread_BH = torch.zeros(B, H, device=query_BHGD.device)
+        diagnostics = {"unread_estimate": unread_BH, "score_margin": torch.full_like(unread_BH, torch.nan)}
     for row, numbers in enumerate(descriptor.table_BX.tolist()):
         if numbers[MODE] != FAST:
             continue
@@ -138,12 +141,6 @@ def diagnosed(logits_HGT: torch.Tensor, index_HK: torch.Tensor) -> dict[str, tor
     unread_HT = score_HT.scatter(1, index_HK.long(), 0.0)
     margin_H = score_HT.gather(1, index_HK.long()).amin(1) / unread_HT.amax(1)
     return {"unread_estimate": unread_HT.sum(1), "score_margin": margin_H}
-
-
-def nothing_unread(B: int, H: int, device: torch.device) -> dict[str, torch.Tensor]:
-    """Return the diagnostics where everything is read."""
-    unread_BH = torch.zeros(B, H, device=device)
-    return {"unread_estimate": unread_BH, "score_margin": torch.full_like(unread_BH, torch.nan)}
 
 
 def words_of(key_HTD: torch.Tensor, mean_HD: torch.Tensor, encode_HWDC: torch.Tensor) -> torch.Tensor:

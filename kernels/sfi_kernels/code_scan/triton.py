@@ -30,8 +30,7 @@ RESIDENT = 4  # programs of the first launch that fit a processor
 # so that they do, a thread has 128 registers, of which 16 query heads would spill; left alone, it takes more
 REGISTERS, MORE_REGISTERS, MANY_HEADS = 128, 168, 16
 DROPPED, LOWEST = tl.constexpr(coding.DROPPED), tl.constexpr(coding.LOWEST)
-# counts of scores at or above each one, then 0
-COLUMNS = tl.constexpr(257)
+COLUMNS = tl.constexpr(257)  # counts of scores at or above each one, then 0
 JOINED = tl.constexpr(64)  # chunks whose sums are joined at a time
 
 

@@ -7,9 +7,9 @@ import torch
 from sfi_kernels import step_descriptor as step
 from sfi_kernels.dense_attention.reference import dense_attention, window_logits
 from sfi_kernels.launch import target
+from sfi_kernels.op import check_int32, check_pages, check_same, check_shapes
 from sfi_kernels.pages import flat_rows, read_pages, row_numbers
 from sfi_kernels.partial_attention import PseudoToken, combine, partial_attention
-from sfi_kernels.shapes import check_int32, check_pages, check_same, check_shapes
 from sfi_kernels.step_descriptor import StepDescriptor
 
 MIN_UNITS, MAX_SPLITS = 2, 64

@@ -18,9 +18,9 @@ from sfi_kernels.decode_attention.reference import DecodeAttention, check, check
 from sfi_kernels.decode_attention.split_triton import QUERIES
 from sfi_kernels.decode_attention.split_triton import _split_attention_kernel as split_attention
 from sfi_kernels.launch import launch, target
+from sfi_kernels.op import check_int32, check_shapes
 from sfi_kernels.pages import kernel_strides
 from sfi_kernels.partial_attention import PseudoToken
-from sfi_kernels.shapes import check_int32, check_shapes
 from sfi_kernels.step_descriptor import StepDescriptor
 
 PAGE_IDS = 256  # page numbers a program holds at once

@@ -2,9 +2,9 @@
 
 import torch
 
+from sfi_kernels.op import check_pages, check_shapes
 from sfi_kernels.pages import read_pages, wide_chunks
 from sfi_kernels.partial_attention import capped, finite, streamed_attention
-from sfi_kernels.shapes import check_pages, check_shapes
 
 
 def dense_attention(

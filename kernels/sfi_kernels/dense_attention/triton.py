@@ -12,8 +12,8 @@ from sfi_kernels.attention_tile import QueryTile, prompt_tile, tile_shape
 from sfi_kernels.attention_tile.triton import LOG2E, add_sink, add_tile, finish, row_start, rows, scaled_logits
 from sfi_kernels.dense_attention.reference import check
 from sfi_kernels.launch import launch, target
+from sfi_kernels.op import check_int32
 from sfi_kernels.pages import kernel_strides
-from sfi_kernels.shapes import check_int32
 
 CHUNK = 512  # keys of a program that writes logits
 

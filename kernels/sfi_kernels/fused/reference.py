@@ -5,7 +5,7 @@
 
 import torch
 
-from sfi_kernels.shapes import check_pages, check_same, check_shapes, row_distance
+from sfi_kernels.op import check_pages, check_same, check_shapes, row_distance
 
 MAX_ROW, MAX_HEAD = 16384, 256  # widths of the norm's rows and of the rotation's heads that the kernels take
 

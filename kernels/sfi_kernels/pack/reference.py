@@ -6,8 +6,8 @@ from functools import cache, partial
 import torch
 from torch.nn.functional import pad
 
+from sfi_kernels.op import check_int32, check_pages, check_same, check_shapes
 from sfi_kernels.pages import flat_rows, row_numbers
-from sfi_kernels.shapes import check_int32, check_pages, check_same, check_shapes
 
 # of a layer: key_PHND, value_PHNE, key_BHSD, value_BHSE, position_BHS, length_BH
 Segment = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]

@@ -13,8 +13,7 @@ from sfi_kernels.pack.reference import check, check_append, check_recall
 from sfi_kernels.pages import row_constants
 
 BLOCK_S, BLOCK_T = 64, 32
-# wider rows are copied by twice the warps, to keep a tile in registers
-WIDE_BYTES = 256
+WIDE_BYTES = 256  # wider rows are copied by twice the warps, to keep a tile in registers
 # of a thread of a recall: left alone, the compiler spills narrow rows for more programs
 NARROW_BYTES, NARROW_REGISTERS = 128, 80
 

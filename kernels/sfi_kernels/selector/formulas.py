@@ -14,7 +14,7 @@ import torch
 from torch.nn.functional import pad
 
 from sfi_kernels.constants import EPS, MASKED_SCORE
-from sfi_kernels.shapes import check_shapes
+from sfi_kernels.op import check_shapes
 
 
 def check_not_negative(value: int, name: str) -> None:

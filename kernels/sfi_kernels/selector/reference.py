@@ -6,8 +6,8 @@ import torch
 from torch.nn.functional import pad
 
 from sfi_kernels.constants import MASKED_SCORE
+from sfi_kernels.op import check_shapes
 from sfi_kernels.selector import formulas
-from sfi_kernels.shapes import check_shapes
 
 
 def selector(

@@ -22,12 +22,9 @@ from sfi_kernels.selector.score_pass_triton import (
     _selector_weigh_kernel,
 )
 
-# positions of a program, whatever T is: how they are grouped decides the last bits of the sums
-BLOCK = 512
-# chunks of a row that are merged at a time, by a thread each
-CHUNKS = 128
-# elements of a refinement tile, all KV heads of some positions
-TILE, MIN_POSITIONS = 1024, 32
+BLOCK = 512  # positions of a program, whatever T is: how they are grouped decides the last bits of the sums
+CHUNKS = 128  # of a row that are merged at a time, by a thread each
+TILE, MIN_POSITIONS = 1024, 32  # elements of a refinement tile, all KV heads of some positions
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from sfi_kernels.constants import MASKED_SCORE
-from sfi_kernels.shapes import check_shapes
+from sfi_kernels.op import check_shapes
 
 
 def top_k(score_BHT: torch.Tensor, budget: int) -> torch.Tensor:
