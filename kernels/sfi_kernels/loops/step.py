@@ -14,30 +14,14 @@ fewer. What all need, a norm or the sum of two rows, each thread computes for it
 import numpy as np
 from numba import carray
 
+from sfi_kernels import tables
 from sfi_kernels.compiled import entry
 from sfi_kernels.loops import views
 from sfi_kernels.loops.products import at_int16, at_int64, round_row
 from sfi_kernels.loops.step_heads import attend, join_parts, make_scratch, store
 from sfi_kernels.loops.vectors import F, add_row, exp, inner
 from sfi_kernels.loops.views import copy, floats, meet, rms_norm, take, vector
-from sfi_kernels.tables import (
-    BLOCK,
-    DOWN,
-    GATE,
-    KIND,
-    OUT,
-    OUTPUT,
-    QUERY,
-    SIZE,
-    STAGES,
-    TICKETS,
-    UP,
-    VALUE,
-    Layer,
-    Real,
-    Stage,
-    Step,
-)
+from sfi_kernels.tables import BLOCK, KIND, OUT, SIZE, STAGES, TICKETS, Layer, Real, Stage, Step
 
 PIECES = 8  # of a product, for each thread
 
@@ -140,8 +124,8 @@ def _gate(step, layer, work, rows):
     gate_XM, up_XM = floats(step[Step.GATE_XM], X, M), floats(step[Step.UP_XM], X, M)
     round_XM = carray(at_int16(step[Step.ROUND_XM]), (X, M))
     scale, total = floats(step[Step.SCALE_XB], X, M // BLOCK), floats(step[Step.TOTAL_XB], X, M // BLOCK)
-    gate, up = _matrices(layer, GATE, GATE), _matrices(layer, UP, UP)
-    rounds = layer[Layer.MATRICES + DOWN * SIZE + KIND] >= BLOCK
+    gate, up = _matrices(layer, tables.GATE, tables.GATE), _matrices(layer, tables.UP, tables.UP)
+    rounds = layer[Layer.MATRICES + tables.DOWN * SIZE + KIND] >= BLOCK
     piece, turn = _piece(M, threads), np.int64(0)
     while True:
         begin = piece * take(sync, ticket, threads, turn)
@@ -192,7 +176,7 @@ def run_stages(share, threads, first, last, step, layer_LX, real):
             norm = layer[Layer.NORM] if number < L * STAGES else step[Step.LAST_NORM]
             _norm_rows(x_XI, norm, real[Real.EPS], rows)
             if number < L * STAGES:
-                _project(step, _matrices(layer, QUERY, VALUE), outputs + 2 * H * D, work, rows, made_XO)
+                _project(step, _matrices(layer, tables.QUERY, tables.VALUE), outputs + 2 * H * D, work, rows, made_XO)
             else:
                 head = step[Step.HEAD : Step.HEAD + SIZE]
                 logits_XV = floats(step[Step.LOGITS_XV], X, head[OUT])
@@ -204,13 +188,13 @@ def run_stages(share, threads, first, last, step, layer_LX, real):
         elif stage == Stage.OUTPUT:
             join_parts(step, layer, threads, out_XO)
             _round(out_XO, out_rows[1], out_rows[2], out_rows[3])
-            _project(step, _matrices(layer, OUTPUT, OUTPUT), width, work, out_rows, back_XI)
+            _project(step, _matrices(layer, tables.OUTPUT, tables.OUTPUT), width, work, out_rows, back_XI)
         elif stage == Stage.GATE:
             _add_back(x_XI, back_XI, layer[Layer.AFTER], real[Real.EPS], row)
             _norm_rows(x_XI, layer[Layer.MLP_NORM], real[Real.EPS], rows)
             _gate(step, layer, work, rows)
         else:
-            _project(step, _matrices(layer, DOWN, DOWN), width, work, down_rows, back_XI)
+            _project(step, _matrices(layer, tables.DOWN, tables.DOWN), width, work, down_rows, back_XI)
         met = meet(sync, threads, met)
     if share == 0:
         copy(x_XI.reshape(X * width), shared_XI.reshape(X * width))
