@@ -4,30 +4,19 @@ from functools import cache
 
 import torch
 
+from sfi_kernels import step_descriptor as step
 from sfi_kernels.code_scan.codes import BITS, DROPPED, KEPT, LOWEST, SHIFTS, SLOTS, BatchCodes, Choice, CodeBasis, words
 from sfi_kernels.op import check_int32, check_pages, check_shapes
 from sfi_kernels.pack import append
 from sfi_kernels.pack.reference import check_append
 from sfi_kernels.pages import read_pages
 from sfi_kernels.partial_attention import PseudoToken
-from sfi_kernels.step_descriptor import (
-    ALLOWED_START,
-    ALLOWED_STOP,
-    FAST,
-    LENGTH,
-    MODE,
-    QUERIES,
-    NewRows,
-    StepDescriptor,
-)
+from sfi_kernels.step_descriptor import NewRows, StepDescriptor
 from sfi_kernels.top_k import top_k
 
 
 def encode_keys(key_HTD: torch.Tensor, basis: CodeBasis) -> torch.Tensor:
-    """Code the keys of one request, [H, T, D]: words of 16 channels, [H, W, T] int32.
-
-    Raises `ValueError` where shapes do not fit.
-    """
+    """Code the keys of one request, [H, T, D]: words of 16 channels, [H, W, T] int32."""
     check_basis(key_HTD, basis)
     return words_of(key_HTD, basis.mean_HD, basis.encode_HWDC)
 
@@ -42,8 +31,8 @@ def code_tokens(
     check_codes(key_PHND, block_table_BP, descriptor, codes)
     append_new(key_PHND, block_table_BP, descriptor)
     for row, numbers in enumerate(descriptor.table_BX.tolist()):
-        if numbers[MODE] >= FAST:
-            start, stop = numbers[LENGTH] - numbers[QUERIES], numbers[LENGTH]
+        if numbers[step.MODE] >= step.FAST:
+            start, stop = numbers[step.LENGTH] - numbers[step.QUERIES], numbers[step.LENGTH]
             key_HTD = read_pages(key_PHND, block_table_BP[row], start, stop)[0]
             codes.word_BHWT[row, :, :, start:stop] = words_of(key_HTD, codes.mean_BHD[row], codes.encode_BHWDC[row])
 
@@ -82,10 +71,10 @@ def code_scan(
         unread_BH = torch.zeros(B, H, device=query_BHGD.device)
         diagnostics = {"unread_estimate": unread_BH, "score_margin": torch.full_like(unread_BH, torch.nan)}
     for row, numbers in enumerate(descriptor.table_BX.tolist()):
-        if numbers[MODE] != FAST:
+        if numbers[step.MODE] != step.FAST:
             continue
-        codes.recent_BHXGD[row, :, (numbers[LENGTH] - 1) % KEPT] = query_BHGD[row]
-        first, stop = numbers[ALLOWED_START], numbers[ALLOWED_STOP]
+        codes.recent_BHXGD[row, :, (numbers[step.LENGTH] - 1) % KEPT] = query_BHGD[row]
+        first, stop = numbers[step.ALLOWED_START], numbers[step.ALLOWED_STOP]
         count = stop - first
         value_BHE[row] = _mean_value(value_PHNE, block_table_BP[row], codes, row, first, stop)
         chosen = torch.arange(max(count, 0), device=index_BHK.device, dtype=torch.int32).expand(H, -1)
