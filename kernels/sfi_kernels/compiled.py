@@ -84,8 +84,7 @@ def entry(function: Callable[..., None]) -> Any:
 def by_address(function: Callable[[int], None]) -> Any:
     """Compile a function when its `address` is first asked for; `loops.views.call` calls it there.
 
-    It takes the address of its arguments, int64 numbers. numba compiles all that a function calls into it, again for
-    each that calls it; not so what it calls by address.
+    It takes the address of its arguments, int64. What a function calls otherwise, numba compiles anew for each caller.
     """
     from numba.core import event, types  # noqa: PLC0415
     from numba.core.ccallback import CFunc  # noqa: PLC0415

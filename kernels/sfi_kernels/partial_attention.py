@@ -58,11 +58,8 @@ def partial_attention(
     """Attend to one segment of keys.
 
     `soft_cap` is c of c * tanh(logit / c). If `causal`, query w sees keys 0 to w only, W = T, and `visible_BHGWT` is
-    None; otherwise this says which keys a query sees, broadcastable, None for all.
-
-    Returns:
-        out, [B, H, G, W, E] float32, and the log-sum-exp of the logits, [B, H, G, W] float32; zeros and -inf
-            for a query without keys.
+    None; otherwise this says which keys a query sees, broadcastable, None for all. Return out, [B, H, G, W, E] float32,
+    and the log-sum-exp of the logits, [B, H, G, W] float32; zeros and -inf for a query without keys.
     """
     plain = soft_cap is None and visible_BHGWT is None and key_BHTD.shape[-1] == value_BHTE.shape[-1]
     if plain and query_BHGWD.device.type == "cpu":

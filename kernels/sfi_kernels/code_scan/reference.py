@@ -96,11 +96,8 @@ def choose_likeliest(logits_HGT: torch.Tensor, budget: int, *, rest: float) -> t
     """Choose the keys of one request that are likeliest, in the mean over the query heads of a KV head.
 
     Of the candidates, with logits in float32, not NaN, the `budget` with the highest `coarse_score` are chosen, fewer
-    than T; the lower position wins a tie.
-
-    Returns:
-        index_HK, int32, ascending, and the log of `rest` times the summed exponentials of the other keys'
-            logits, unread_HG, float32; -inf if that is 0.
+    than T; the lower position wins a tie. Return index_HK, int32, ascending, and the log of `rest` times the summed
+    exponentials of the other keys' logits, unread_HG, float32; -inf if that is 0.
     """
     check_shapes("logits HGT", logits_HGT)
     if not 0 < budget < logits_HGT.shape[2]:
@@ -117,8 +114,7 @@ def choose_likeliest(logits_HGT: torch.Tensor, budget: int, *, rest: float) -> t
 def coarse_score(weight_HT: torch.Tensor) -> torch.Tensor:
     """Round probabilities to 256 scores: their exponent and 3 bits of the mantissa, from 2^-32 to 1.
 
-    Two keys with one score differ by an eighth, less than what their codes leave open. One histogram finds
-    the threshold.
+    Two keys with one score differ by an eighth, less than what their codes leave open. A histogram finds the threshold.
     """
     bits_HT = weight_HT.float().view(torch.int32)
     return ((bits_HT >> DROPPED) - LOWEST).clamp_(0, 255).float()

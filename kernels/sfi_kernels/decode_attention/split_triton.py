@@ -63,10 +63,7 @@ def is_idle(queries, row_tile, W, G: tl.constexpr, BLOCK_M: tl.constexpr, KIND: 
 
 @triton.jit
 def query_rows(row_tile, W, queries, G: tl.constexpr, BLOCK_M: tl.constexpr, KIND: tl.constexpr):
-    """Return the rows' query heads, places in [G, W], whether they are queries, and places in W.
-
-    The G query heads of a query are adjacent, so that a tile holds neighboring queries.
-    """
+    """Return the rows' query heads, which are adjacent, places in [G, W], whether they are queries, places in W."""
     row = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
     g, w, place, own = row, row, row, row < G
     if KIND == SEVERAL:

@@ -43,10 +43,8 @@ def dense_attention_with_logits(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Attend as `dense_attention` does, in float32, and return the last query's logits, in one pass over the keys.
 
-    PyTorch's fused attention does not return the logits: the evidence would read the keys a second time.
-
-    Returns:
-        out, and l, [B, H, G, 1, T] float32 with T the longest length, -inf beyond a request's own.
+    PyTorch's fused attention does not return the logits, [B, H, G, 1, T] float32 with T the longest length, -inf beyond
+    a request's own: the evidence would read the keys a second time.
     """
     check(query_BHGWD, key_PHND, block_table_BP, length_B, value_PHNE, sink_HG)
     H, W = query_BHGWD.shape[1], query_BHGWD.shape[3]

@@ -63,9 +63,7 @@ def rotary(
 
     Queries and keys are as projected, the tokens at one distance; X are all query heads, D is even. Cosines and sines
     of the positions' angles have the same dtype and equal strides, the last 1; B may be 1. Both weights come, or none.
-
-    Returns:
-        Queries [B, X, T, D] and keys [B, H, T, D], both as views of tensors with T before the heads.
+    Return queries [B, X, T, D] and keys [B, H, T, D], both as views of tensors with T before the heads.
     """
     check_rotation(query_BTXD, key_BTHD, cos_BTD, sin_BTD, query_weight_D, key_weight_D)
     turned = []

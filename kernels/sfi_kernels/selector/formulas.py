@@ -92,9 +92,8 @@ def attention_probability(
     The scaled logits are -inf where a query may not look, never NaN or +inf; `log_sum_BHGW` is their log-sum-exp over
     J, where it is known already.
 
-    Returns:
-        p, [B, H, G, W, T]; 0 outside J, and each row sums to 1. A query that sees nothing of J has a row of zeros,
-        and so adds nothing to the evidence.
+    p, [B, H, G, W, T], is 0 outside J, and each row sums to 1. A query that sees nothing of J has a row of zeros, and
+    so adds nothing to the evidence.
     """
     inside = None if allowed_BT is None else allowed_BT[:, None, None, None, :]
     inside_BHGWT = masked(widened(logits_BHGWT), inside, -torch.inf)
@@ -114,8 +113,7 @@ def power_mean(probability_BHGWT: torch.Tensor, alpha: float) -> torch.Tensor:
 def evidence(mean_BHT: torch.Tensor, alpha: float) -> torch.Tensor:
     """Map the power mean back and normalize it (Eq. 8).
 
-    Returns:
-        f, [B, H, T]; each row sums to 1. With one query per KV head it is Eq. 6's p; a row without any evidence is 0.
+    Each row of f, [B, H, T], sums to 1. With one query per KV head it is Eq. 6's p; a row without any evidence is 0.
     """
     return distribution(widened(mean_BHT), 1.0 / alpha)
 
@@ -132,8 +130,7 @@ def key_norm_factor(key_norm_BHT: torch.Tensor, gamma: float) -> torch.Tensor:
 def normalized_position(allowed_BT: torch.Tensor) -> torch.Tensor:
     """Place the allowed positions on [0, 1], oldest first (Eq. 10).
 
-    Returns:
-        u, [B, T] float32; 0 for a single allowed position, meaningless but in [0, 1] outside J.
+    u, [B, T] float32, is 0 for a single allowed position, meaningless but in [0, 1] outside J.
     """
     T = allowed_BT.shape[-1]
     position_T = torch.arange(T, device=allowed_BT.device, dtype=torch.float32)
@@ -171,8 +168,7 @@ def prior(
 ) -> torch.Tensor:
     """Multiply the two factors and normalize on the allowed set (Eq. 12).
 
-    Returns:
-        r, [B, H, T]; each row sums to 1, 0 outside J whatever the factors hold there, and where nothing is allowed.
+    Each row of r, [B, H, T], sums to 1, 0 outside J whatever the factors hold there, and where nothing is allowed.
     """
     weight_BHT = widened(key_norm_factor_BHT) * widened(position_factor_BT)[:, None]
     return distribution(masked(weight_BHT, None if allowed_BT is None else allowed_BT[:, None], 0.0))
@@ -191,10 +187,8 @@ def fuse(evidence_BHT: torch.Tensor, prior_BHT: torch.Tensor, weight_BH: torch.T
 def stable_weight(evidence_BHT: torch.Tensor, prior_BHT: torch.Tensor, lambda_clip: float) -> torch.Tensor:
     """Find the prior's weight that makes the fused ranking most stable (Eqs. 17-18).
 
-    The rows of evidence f and prior r sum to 1, on the same support.
-
-    Returns:
-        lambda*, [B, H], in [0, lambda_clip]; 0 where evidence and prior are equal up to rounding.
+    The rows of evidence f and prior r sum to 1, on the same support. lambda*, [B, H], is in [0, lambda_clip], 0 where
+    both are equal up to rounding.
     """
     evidence_BHT = widened(evidence_BHT)
     difference_BHT = evidence_BHT - prior_BHT

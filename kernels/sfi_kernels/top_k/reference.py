@@ -11,11 +11,8 @@ def top_k(score_BHT: torch.Tensor, budget: int) -> torch.Tensor:
     """Select the `budget` best positions of every KV head; the lower position wins a tie (Eq. 24).
 
     The result depends on the scores alone and is the same on every device; `torch.topk` breaks ties as it likes. Scores
-    are not NaN; a position at or below `MASKED_SCORE / 2` is outside J and never selected. The host never waits for a
-    device.
-
-    Returns:
-        index, [B, H, K] int32 with K = min(budget, T): ascending positions, then -1 where fewer than K are allowed.
+    are not NaN; a position at or below `MASKED_SCORE / 2` is outside J and never selected. The index, [B, H, K] int32
+    with K = min(budget, T), has ascending positions, then -1 where fewer than K are allowed. The host never waits.
     """
     check(score_BHT, budget)
     K = min(budget, score_BHT.shape[2])
