@@ -5,6 +5,7 @@ splits wait for memory as often as two.
 """
 
 import math
+from typing import Any
 
 import torch
 import triton
@@ -166,7 +167,9 @@ def decode_attention(
     page_size, E = key_PHND.shape[2], value_PHNE.shape[3]
     chip, items = target(query_BHGWD.device), descriptor.work_XI.shape[0]
     tile = tile_shape(key_PHND, value_PHNE, page_size, chip)
-    strides = {"KEY_STRIDES": kernel_strides(key_PHND, "key"), "VALUE_STRIDES": kernel_strides(value_PHNE, "value")}
+    strides: dict[str, Any] = {
+        "KEY_STRIDES": kernel_strides(key_PHND, "key"), "VALUE_STRIDES": kernel_strides(value_PHNE, "value")
+    }  # fmt: skip
     query_BHGWD, keeps = query_BHGWD.contiguous(), evidence and descriptor.slow_rows > 0
 
     # no program writes the padding of a pass with several queries
