@@ -5,7 +5,6 @@ splits wait for memory as often as two.
 """
 
 import math
-from typing import Any
 
 import torch
 import triton
@@ -167,9 +166,6 @@ def decode_attention(
     page_size, E = key_PHND.shape[2], value_PHNE.shape[3]
     chip, items = target(query_BHGWD.device), descriptor.work_XI.shape[0]
     tile = tile_shape(key_PHND, value_PHNE, page_size, chip)
-    strides: dict[str, Any] = {
-        "KEY_STRIDES": kernel_strides(key_PHND, "key"), "VALUE_STRIDES": kernel_strides(value_PHNE, "value")
-    }  # fmt: skip
     query_BHGWD, keeps = query_BHGWD.contiguous(), evidence and descriptor.slow_rows > 0
 
     # no program writes the padding of a pass with several queries
@@ -202,9 +198,9 @@ def decode_attention(
             key_PHND, value_PHNE, block_table_BP, table, descriptor.work_XI, sink,
             *pseudo_operands, out_BHGWE, part, lse, logits, sums, scale, soft_cap or 1.0, S,
             block_table_BP.shape[1], descriptor.longest, W, pseudo_parts,
-            **strides, D=D, PAGE=page_size, BLOCK_M=own.rows, BLOCK_J=padded(G),
-            BLOCK_N=block_n or own.tokens, BLOCK_D=tile.key_width, IDS=PAGE_IDS,
-            CAPPED=soft_cap is not None, KIND=part_of_pass.kind,
+            KEY_STRIDES=kernel_strides(key_PHND, "key"), VALUE_STRIDES=kernel_strides(value_PHNE, "value"),
+            D=D, PAGE=page_size, BLOCK_M=own.rows, BLOCK_J=padded(G), BLOCK_N=block_n or own.tokens,
+            BLOCK_D=tile.key_width, IDS=PAGE_IDS, CAPPED=soft_cap is not None, KIND=part_of_pass.kind,
             # what a request with several queries does not have
             GATHER=one and position_BHS is not None, HEADS=one and dense_BH is not None,
             PSEUDO=one and pseudo is not None, **common,
