@@ -189,7 +189,7 @@ def decode_attention(
         pseudo_operands = tuple(part.float().contiguous() for part in pseudo)
     common = {"H": H, "G": G, "E": E, "BLOCK_E": tile.value_width, "SINKS": sink_HG is not None, "SLOW": keeps}
     for part_of_pass in parts_of_pass(G, W, tile, chip, full=key_PHND.dtype == torch.float32):
-        own, one = part_of_pass.tile, part_of_pass.kind != SEVERAL
+        queries, single = part_of_pass.tile, part_of_pass.kind != SEVERAL
         launch(
             split_attention, (items * part_of_pass.tiles, H),
             query_BHGWD, packed_key_BHSD, packed_value_BHSE, packed_length_BH,
@@ -199,12 +199,12 @@ def decode_attention(
             *pseudo_operands, out_BHGWE, part, lse, logits, sums, scale, soft_cap or 1.0, S,
             block_table_BP.shape[1], descriptor.longest, W, pseudo_parts,
             KEY_STRIDES=kernel_strides(key_PHND, "key"), VALUE_STRIDES=kernel_strides(value_PHNE, "value"),
-            D=D, PAGE=page_size, BLOCK_M=own.rows, BLOCK_J=padded(G), BLOCK_N=block_n or own.tokens,
+            D=D, PAGE=page_size, BLOCK_M=queries.rows, BLOCK_J=padded(G), BLOCK_N=block_n or queries.tokens,
             BLOCK_D=tile.key_width, IDS=PAGE_IDS, CAPPED=soft_cap is not None, KIND=part_of_pass.kind,
             # what a request with several queries does not have
-            GATHER=one and position_BHS is not None, HEADS=one and dense_BH is not None,
-            PSEUDO=one and pseudo is not None, **common,
-            num_warps=own.warps, num_stages=own.stages, max_registers=own.registers,
+            GATHER=single and position_BHS is not None, HEADS=single and dense_BH is not None,
+            PSEUDO=single and pseudo is not None, **common,
+            num_warps=queries.warps, num_stages=queries.stages, max_registers=queries.registers,
         )  # fmt: skip
     launch(
         _join_splits_kernel, (B, H, G * W), table, sink, *pseudo_operands, out_BHGWE, part, lse, sums,

@@ -92,9 +92,9 @@ def pack(
     request = request_R.long()
     position_RHS = packed_positions(index_RHK, sink_R, S)
     length_RH = (position_RHS >= 0).sum(2, dtype=torch.int32)
-    is_own_RH = refreshed_RH != 0
-    position_BHS[request] = torch.where(is_own_RH[..., None], position_RHS, position_BHS[request])
-    length_BH[request] = torch.where(is_own_RH, length_RH, length_BH[request])
+    packs_RH = refreshed_RH != 0
+    position_BHS[request] = torch.where(packs_RH[..., None], position_RHS, position_BHS[request])
+    length_BH[request] = torch.where(packs_RH, length_RH, length_BH[request])
 
     # computed once for all pages of the same steps
     table_RP = block_table_BP[request]
@@ -102,11 +102,11 @@ def pack(
     for pages, packed in ((key_PHND, key_BHSD), (value_PHNE, value_BHSE)):
         rows, steps = flat_rows(pages)
         row_RX = numbers(steps)
-        for row_X, place, is_own_H in zip(row_RX, request_R.tolist(), is_own_RH, strict=True):
+        for row_X, place, packs_H in zip(row_RX, request_R.tolist(), packs_RH, strict=True):
             if heads_RH is None:
                 _copy(rows, row_X, packed[place])
             else:
-                packed[place].detach()[is_own_H] = rows[row_X.view(H, S)[is_own_H]]
+                packed[place].detach()[packs_H] = rows[row_X.view(H, S)[packs_H]]
 
 
 def pack_layers(
