@@ -108,7 +108,7 @@ def _kept(compiled: Any, function: Callable[..., None]) -> Any:
     # damaged, and which see changes of the function's own file alone
     from numba.core.caching import FunctionCache  # noqa: PLC0415
 
-    class Files(FunctionCache):
+    class Files(FunctionCache):  # type: ignore[misc]
         def load_overload(self, *names: Any) -> Any:
             try:
                 return super().load_overload(*names)

@@ -56,8 +56,7 @@ def dense_attention_with_logits(
             )
             for head in (slice(h, h + 1) for h in range(H))
         ]  # fmt: skip
-        outs, logits = zip(*parts, strict=True)
-        return torch.cat(outs, 1), torch.cat(logits, 1)
+        return torch.cat([out for out, _ in parts], 1), torch.cat([logits for _, logits in parts], 1)
     logits_BHGWT = window_logits(query_BHGWD, key_PHND, block_table_BP, length_B, scale=scale, soft_cap=soft_cap)
     if sink_HG is None:
         weight_BHGWT = logits_BHGWT.softmax(-1)
