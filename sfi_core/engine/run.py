@@ -23,8 +23,7 @@ from sfi_core.observers.observer import Observer
 from sfi_core.policies.base import EvidencePolicy, Notes, Policy
 from sfi_core.settings.engine import DEFAULTS, AuditConfig, EngineOptions
 from sfi_core.state.kv_store import KVStore, Recall
-from sfi_core.state.layer_pages import LayerPages
-from sfi_core.state.packed_segment import PackedSegment
+from sfi_core.state.layer_pages import LayerPages, PackedSegment
 from sfi_core.state.request import RequestState
 from sfi_kernels.code_scan import BatchCodes
 from sfi_kernels.launch import counting

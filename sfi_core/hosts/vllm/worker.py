@@ -12,8 +12,7 @@ from sfi_core.engine.ledger import RequestPass
 from sfi_core.engine.run import Run
 from sfi_core.hosts.vllm.planner import NO_SLOT, Entry, Plan
 from sfi_core.state.kv_cache import PagedView
-from sfi_core.state.layer_pages import LayerPages
-from sfi_core.state.packed_segment import SegmentShape
+from sfi_core.state.layer_pages import LayerPages, SegmentShape
 from sfi_core.state.request import RequestState
 from sfi_kernels.code_scan import BatchCodes
 from sfi_kernels.step_descriptor import sent

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from sfi_core.state.kv_cache import KVCache
-from sfi_core.state.packed_segment import PackedSegment
+from sfi_core.state.layer_pages import PackedSegment
 from tests.fakes import int32
 from tests.schedules import Lazy
 from tests.two_tier import CAPACITY, SIDES, B, D, E, H, Written
