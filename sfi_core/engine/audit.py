@@ -1,17 +1,21 @@
-"""The audit compares a step's sparse attention with dense attention; it does not change the run."""
+"""The audit compares a step's sparse attention with dense attention; it does not change the run. The dense twin."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from sfi_core.engine.layer import Layer
 from sfi_core.engine.prompt_queries import SeenLayer
+from sfi_core.engine.run import Run
 from sfi_core.errors import ConfigError
 from sfi_core.observers.events import AuditEvent
+from sfi_core.observers.observer import NullObserver
+from sfi_core.policies.base import Policy
 from sfi_core.settings.engine import AuditConfig
 from sfi_core.state.layer_shape import LayerShape
 from sfi_core.state.request import RequestState
+from sfi_kernels.step_descriptor import FAST, SLOW
 from sfi_kernels.top_k import top_k
 
 
@@ -113,6 +117,27 @@ def _error(layer: Layer, row: int, query_1HGD: torch.Tensor, out_HGE: torch.Tens
     difference_HX = out_HGE.float().flatten(1) - dense_HX
     error_H: torch.Tensor = difference_HX.norm(dim=1) / dense_HX.norm(dim=1)
     return error_H
+
+
+def dense_twin(run: Run, count: int | None = None) -> Run:
+    """Return a run over the same store in which every request is slow, for the pass under way.
+
+    It writes only what the pass overwrites. With a `count` every request brings only its first `count` tokens.
+    """
+    policy = Policy(run.policy.config, run.policy.trigger)
+    twin = Run(policy, NullObserver(), run.store, device=run.device)
+    twin.requests = [replace(state, slow=True) for state in run.requests]
+    twin.segments, twin.layers, twin.step = run.segments, run.layers, run.step
+    passes = [
+        replace(
+            request,
+            kind=SLOW if request.kind == FAST else request.kind,
+            count=request.count if count is None else min(request.count, count),
+        )
+        for request in run.batch_pass.passes
+    ]
+    twin.describe(passes, run.batch_pass.start)
+    return twin
 
 
 def divergence(log_p_RV: torch.Tensor, log_q_RV: torch.Tensor) -> torch.Tensor:

@@ -2,16 +2,16 @@
 
 from collections import deque
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol, Self
 
 import torch
 
-from sfi_core.engine.derived_runs import open_row
 from sfi_core.engine.lossless import Block, DraftRule, Drafts, Outcome
 from sfi_core.engine.picking import Picker
 from sfi_core.engine.run import Run
 from sfi_core.state.request import RequestState
+from sfi_kernels.compiled import clock
 
 NewTokens = dict[int, list[int]]  # by request; a request without a new token is missing
 
@@ -140,6 +140,40 @@ class Loop:
         self.host.seat(row, host)
         self.sampler.seat(row, sampler)
         return token
+
+
+def open_row(run: Run, row: int, state: RequestState) -> Run:
+    """Give the row of an ended request to another one.
+
+    Return a run of the new request alone, over the row's memory, to read its prompt.
+    """
+    run.left.append(forget(run, row))
+    state.tally.queued_seconds = clock() - run.meter.born
+    run.requests[row] = state
+    only, packed = slice(row, row + 1), run.layers.difference(run.policy.config.dense_layers)
+    alone = replace(
+        run,
+        store=run.store.row(row),
+        engine=replace(run.engine, overlap=False, graphs=False),  # one prompt: no step to replay
+        attend=None,
+        left=[],
+        segments={layer: run.segment(layer).row(row) for layer in packed},
+        batch_codes={layer: codes.of(only) for layer, codes in run.batch_codes.items()},
+        recorded=True,
+        _batch_pass=None,
+    )
+    alone.requests = [state]
+    return alone
+
+
+def forget(run: Run, row: int) -> RequestState:
+    """Drop the notes of policy and watchers on a row's request; return the request's state."""
+    ended = run.requests[row]
+    for key in [key for key in run.notes if key[0] == ended.request]:
+        del run.notes[key]
+    for watcher in run.watchers:
+        watcher.forget(ended.request)
+    return ended
 
 
 def left_pad(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

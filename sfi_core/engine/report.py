@@ -6,7 +6,7 @@ from typing import Any, Self
 
 import torch
 
-from sfi_core.engine.meter import steady_seconds
+from sfi_core.engine.ledger import steady_seconds
 from sfi_core.engine.report_text import run_lines
 from sfi_core.engine.run import Run
 from sfi_core.settings.config import changed_settings

@@ -14,9 +14,18 @@ import torch
 
 from sfi_core.distributed.ranks import ALONE, Ranks
 from sfi_core.engine.batch_pass import BatchPass, Descriptors, FreshDescriptors, Rows, known_requests
-from sfi_core.engine.ledger import OpenStep, Reads, RequestPass, Shape, enter, plan_step, step_shape
+from sfi_core.engine.ledger import (
+    Meter,
+    Reads,
+    RequestPass,
+    Shape,
+    close_step,
+    enter,
+    plan_step,
+    step_fields,
+    step_shape,
+)
 from sfi_core.engine.maintenance import Maintenance, schedule
-from sfi_core.engine.meter import Meter
 from sfi_core.engine.prompt_queries import PromptQueries, SeenLayer, Watcher
 from sfi_core.observers.events import BeginStepEvent, RecallEvent, StepEvent
 from sfi_core.observers.observer import Observer
@@ -351,8 +360,8 @@ class Run:
         return step_shape(slow, fast, moved)
 
     def _record(self, state: RequestState, token: int, shape: Shape) -> None:
-        step = OpenStep.of(state, self.audit, self.step, self.reads(state))
-        event = step.close(state, token, elapsed_us=self.meter.lasted * 1e6, **shape)
+        fields = step_fields(state, self.step, self.reads(state), self.audit)
+        event = close_step(fields, state, token, elapsed_us=self.meter.lasted * 1e6, **shape)
         state.tally.time_step(state.step, self.meter.began, self.meter.ended)
         state.finished = token in self.stop_ids
         self.observer.on(event)

@@ -14,8 +14,7 @@ _made = threading.local()
 def stream_of(device: torch.device, role: str, priority: int = 0) -> torch.cuda.Stream:
     """Return the stream of a role on a CUDA device, one per thread; a lower `priority` goes first.
 
-    Runs share it: PyTorch's allocator reuses freed memory on the same stream only, and cuBLAS keeps a workspace for
-    each.
+    Runs share it: PyTorch's allocator reuses freed memory on the same stream only, and cuBLAS keeps a workspace each.
     """
     streams: dict[tuple[str, str], torch.cuda.Stream] = _made.__dict__.setdefault("streams", {})
     key = (str(device), role)

@@ -1,4 +1,4 @@
-"""The buffers at fixed addresses that a run's CUDA graphs read and write."""
+"""The buffers at fixed addresses that a run's CUDA graphs read and write; and which step they will describe next."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -6,10 +6,13 @@ from typing import NamedTuple, Self
 
 import torch
 
-from sfi_core.engine.batch_pass import Requests, Rows, plan, work_room
+from sfi_core.engine.batch_pass import Requests, Rows, known_requests, plan, work_room
+from sfi_core.engine.ledger import RequestPass, enter, plan_step
+from sfi_core.engine.run import Run
 from sfi_core.policies.base import Policy, Selection
 from sfi_core.state.kv_store import KVStore
-from sfi_kernels.step_descriptor import IDLE, StepDescriptor, StepRequest, describe_step
+from sfi_core.state.request import RequestState
+from sfi_kernels.step_descriptor import IDLE, SLOW, StepDescriptor, StepRequest, describe_step
 
 Selections = dict[tuple[int, ...], Selection]  # by the layers that selected together
 
@@ -142,3 +145,42 @@ def _narrowed(step: StepDescriptor, requests: list[StepRequest]) -> StepDescript
     # leave out the requests that have stopped since the step was described
     slow, fast = (tuple(row for row in rows if requests[row].mode != IDLE) for rows in (step.slow, step.fast))
     return replace(step, slow=slow, fast=fast)
+
+
+def foresee(run: Run) -> tuple[Requests, list[RequestState]] | None:
+    """Foresee the next step, assuming that no request stops and none joins.
+
+    Return the argument of `StepBuffers.write` and the requests' states; None if the step depends on its
+    tokens, is audited, or would not fit the store.
+    """
+    if tokens_decide(run):
+        return None
+    states = [replace(state) for state in run.requests]
+    passes = plan_step(run.policy, states)
+    if _audited(run, passes):
+        return None
+    for state, request in zip(states, passes, strict=True):
+        enter(state, request, run.policy)
+    if max(state.length for state in states) > run.store.capacity:
+        return None
+    return known_requests(passes, states, run.policy), states
+
+
+def audits_next(run: Run) -> bool:
+    """Say whether the next step is audited for any request: such a step is not replayed."""
+    return run.audit is not None and _audited(run, plan_step(run.policy, run.requests))
+
+
+def _audited(run: Run, passes: Sequence[RequestPass]) -> bool:
+    audit = run.audit
+    return audit is not None and any(
+        audit.due(state.step + 1, slow=request.kind == SLOW)
+        for state, request in zip(run.requests, passes, strict=True)
+        if request.generates
+    )
+
+
+def tokens_decide(run: Run) -> bool:
+    """Say whether a step's input tokens decide if it is slow."""
+    config = run.policy.config
+    return config.trigger_policy == "boundary" and config.trigger_delay == 0

@@ -12,8 +12,7 @@ import torch
 from sfi_core.engine.attend import count_attention, lacking, prepare, read
 from sfi_core.engine.audit import Audit
 from sfi_core.engine.batch_pass import FreshDescriptors, Rows
-from sfi_core.engine.graphs.buffers import Kind, Selections, StepBuffers
-from sfi_core.engine.graphs.lookahead import foresee
+from sfi_core.engine.graphs.buffers import Kind, Selections, StepBuffers, foresee
 from sfi_core.engine.graphs.recorder import Recorder, Work
 from sfi_core.engine.layer import Layer
 from sfi_core.engine.prompt_queries import SeenLayer

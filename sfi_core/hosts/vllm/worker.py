@@ -7,8 +7,8 @@ from typing import Any, NoReturn
 import torch
 
 from sfi_core.engine.attend import attend, end_prompts
-from sfi_core.engine.derived_runs import forget, open_row
 from sfi_core.engine.ledger import RequestPass
+from sfi_core.engine.loop import forget, open_row
 from sfi_core.engine.run import Run
 from sfi_core.hosts.vllm.planner import NO_SLOT, Entry, Plan
 from sfi_core.state.kv_cache import PagedView

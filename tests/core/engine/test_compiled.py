@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from sfi_core import AuditConfig, EngineOptions, SfiConfig, generate, load
-from sfi_core.engine.meter import Meter, steady_seconds
+from sfi_core.engine.ledger import Meter, steady_seconds
 from sfi_kernels import compiled
 from sfi_kernels.compiled import telling
 from sfi_kernels.sparse_attention import sparse_attention

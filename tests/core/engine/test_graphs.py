@@ -13,7 +13,7 @@ import sfi_core
 from sfi_core import AuditConfig, EngineOptions, Sampling, SfiConfig, slow_fast
 from sfi_core.engine import loop
 from sfi_core.engine.attend import prepare
-from sfi_core.engine.graphs import lookahead, steps
+from sfi_core.engine.graphs import buffers, steps
 from sfi_core.engine.graphs.buffers import bucket
 from sfi_core.engine.lossless import Drafts
 from sfi_core.engine.run import Run
@@ -243,7 +243,7 @@ def test_without_a_delay_the_tokens_decide(complete):
 
 def test_a_step_that_turns_out_otherwise_is_done_again(complete, recorder, monkeypatch):
     """As if nobody had looked whether the tokens decide: what was launched as fast turns out to be slow."""
-    monkeypatch.setattr(lookahead, "tokens_decide", lambda _: False)
+    monkeypatch.setattr(buffers, "tokens_decide", lambda _: False)
     config = CONFIG.replace(trigger_token_ids=tuple(range(0, 96, 7)))
     options = {"config": config, "prompts": PROMPTS[1:], "max_new_tokens": 10}
     eager, graphed = complete(False, **options), complete(True, **options)
