@@ -42,15 +42,15 @@ class RequestPass:
         return cls(PROMPT, count, "first", ends) if count else cls()
 
     @classmethod
-    def decode(cls, *, slow: bool, reason: str, count: int = 1) -> Self:
-        """Decode one token, or verify: attend densely with `count` tokens, causally."""
-        return cls(SLOW if slow else FAST, count, reason)
+    def decode(cls, reason: str, count: int = 1) -> Self:
+        """Decode one token, densely for a reason, or verify: attend densely with `count` tokens, causally."""
+        return cls(SLOW if reason else FAST, count, reason)
 
 
 def plan_step(policy: Policy, states: Sequence[RequestState]) -> list[RequestPass]:
     """Ask the policy what each request does in the next step."""
     return [
-        RequestPass() if state.finished else RequestPass.decode(slow=bool(reason), reason=reason)
+        RequestPass() if state.finished else RequestPass.decode(reason)
         for state, reason in zip(states, policy.plan(states), strict=True)
     ]
 
@@ -64,8 +64,8 @@ def enter(state: RequestState, request: RequestPass, policy: Policy) -> None:
         state.begin(slow=True, reason=request.reason, new_tokens=request.count)
         state.prompt_tokens = state.length - len(state.tokens)
     else:
-        slow = request.kind == SLOW
-        state.begin(slow=slow, reason=request.reason, new_tokens=request.count, steps=request.count)
+        slow, count = request.kind == SLOW, request.count
+        state.begin(slow=slow, reason=request.reason, new_tokens=count, steps=count)
     config = policy.config
     state.move_recent(config.sink, config.recent, sliding=config.recent_mode == "sliding")
 

@@ -237,7 +237,7 @@ class Planner:
             reason = "resumed" if state.tokens else "first"
             return RequestPass(PROMPT, count, reason, state.length + count == tracked.live.num_tokens)
         if tracked.slot == NO_SLOT:
-            return RequestPass.decode(slow=True, reason="dense")
+            return RequestPass.decode("dense")
         return plan_step(tracked.policy, [state])[0]
 
     def _step(self, tracked: Tracked) -> None:

@@ -94,7 +94,7 @@ class Runner:
 
 
 def entry(request: int, start: int, count: int = 1) -> Entry:
-    piece, step = RequestPass.prompt(count, ends=False), RequestPass.decode(slow=True, reason="")
+    piece, step = RequestPass.prompt(count, ends=False), RequestPass.decode("trigger")
     one = step if count == 1 else piece
     return Entry(request, request, start, 100 + request, one)
 
