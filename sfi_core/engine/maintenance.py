@@ -1,17 +1,16 @@
 """The schedule of slow steps' selections: Selector, Top-K and pack on a second stream (Sec. 4.1), or together.
 
-With a second stream a layer writes its evidence to a place of a ring of buffers. The side stream reads a place after
-the main stream has written it; the main stream writes it again after the side stream has read it. At the end of the
-pass the main stream waits for all jobs.
+With a second stream a layer writes its evidence to a place of a ring of buffers, which the side stream then reads, and
+which the main stream writes again only after that. At the end of the pass the main stream waits for all jobs.
 
 Without one the evidence of several layers may wait for one call of the Selector: for short contexts its sixty
-operations cost the same for ten layers as for one. It may wait because the packed segment is read at the next step
-only; `Maintenance.join` works off the rest.
+operations cost the same for ten layers as for one. The packed segment is read at the next step only.
 """
 
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -27,13 +26,10 @@ Item = TypeVar("Item")
 
 @dataclass(slots=True)
 class RingPlace:
-    """A place of the ring: a buffer of float32 evidence, which grows on demand, and the job that reads it.
-
-    The job is kept because PyTorch's allocator would reuse tensors that only another stream still reads.
-    """
+    """A place of the ring: a buffer of float32 evidence, which grows on demand, and the job that reads it."""
 
     buffer: torch.Tensor | None = None
-    job: Job | None = None
+    job: Job | None = None  # kept: PyTorch's allocator would reuse tensors that only another stream still reads
 
 
 @dataclass(slots=True)
@@ -46,10 +42,7 @@ class Waiting:
 
 
 class Maintenance:
-    """The schedule: the side stream and the ring of buffers that it reads, or the items that wait for each other.
-
-    `together` says that items wait, up to `enough` numbers.
-    """
+    """The side stream and the ring of buffers that it reads, or `together` items that wait, up to `enough` numbers."""
 
     def __init__(self, side: SideStream, *, together: bool = False, enough: int = TOGETHER) -> None:
         self.side, self.together, self._enough = side, together, enough
@@ -73,8 +66,8 @@ class Maintenance:
     ) -> None:
         """Work an item off on the side stream, which reads the last buffer of `room`, or with others of equal `alike`.
 
-        Items wait until they are enough, or for `join`; an `alike` of None never waits. `numbers` is the item's size.
-        The `work` of a group's first item is called with all of them, in order.
+        Those wait until their `numbers` are enough, or for `join`, unless `alike` is None. The `work` of the first of a
+        group is called with all of them, in order.
         """
         if self.together and alike is not None:
             waiting = self._waiting.setdefault(alike, Waiting(work))
@@ -83,12 +76,8 @@ class Maintenance:
             if waiting.numbers >= self._enough:
                 self._work_off(alike)
             return
-
-        def job() -> None:
-            work([item])
-
         place, self._next = self._next, (self._next + 1) % len(self._ring)
-        self._ring[place].job = job
+        job = self._ring[place].job = partial(work, [item])
         self.side.run(place, job)
 
     def again(self) -> "Maintenance":
@@ -114,10 +103,7 @@ class Maintenance:
 
 
 def schedule(device: torch.device, backend: str, *, overlap: bool) -> Maintenance:
-    """Return the schedule of a run: a second stream on a CUDA device with `overlap`, else layers together.
-
-    The torch backend has no kernels to run beside others: its layers always wait for each other.
-    """
+    """Return a run's schedule: a second stream on a CUDA device with `overlap`; else, and on torch, layers together."""
     if backend == "torch" or not overlap:
         return Maintenance(SideStream(), together=True, enough=ENOUGH if backend == "torch" else TOGETHER)
     return Maintenance(side_of(device, overlap=overlap))
@@ -130,10 +116,7 @@ def worked_off_together(numbers: int, layers: int, backend: str) -> int:
 
 @contextmanager
 def main_stream(device: torch.device, *, overlap: bool) -> Iterator[None]:
-    """Run the body on a stream of higher priority than the side stream.
-
-    The default stream has the lowest priority, so that the side stream could not give way to it.
-    """
+    """Run the body on a stream of higher priority than the side stream; the default stream has the lowest."""
     if not has_side_stream(device, overlap=overlap):
         yield
         return

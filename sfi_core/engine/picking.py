@@ -1,9 +1,9 @@
 """Picks the next tokens from scores: the best one, or a sample by the noise of the token's index.
 
-Noise is a function of seed, request, token index and token id, without a state. Seed, request and index are hashed to a
-key. Token id v takes output v of the generator SplitMix64 seeded with the key (Steele, Lea and Flood, "Fast Splittable
-Pseudorandom Number Generators", 2014), which computes each output by itself and passes BigCrush. The integers are the
-same on every device; logarithms may differ in the last bit of a float64.
+Noise is a function of seed, request, token index and token id, without a state. The first three are hashed to a key.
+Token id v takes output v of the generator SplitMix64 seeded with the key (Steele, Lea and Flood, "Fast Splittable
+Pseudorandom Number Generators", 2014). The integers are the same on every device; logarithms may differ in the last bit
+of a float64.
 """
 
 from abc import ABC, abstractmethod
@@ -64,12 +64,10 @@ MISSING = -1
 class TokensSoFar:
     """Token ids of every row, in a buffer that doubles when it is full.
 
-    Shorter rows repeat their first token at the end; `length_B` counts each row's own, the left padding of
-    its prompt included.
+    Shorter rows repeat their first token at the end; `length_B` counts the others, left padding of a prompt included.
     """
 
     def __init__(self, ids_BT: torch.Tensor) -> None:
-        """Start with padded prompts."""
         B, T = ids_BT.shape
         self.length_B = [T] * B
         self._room_BT = _with_room(ids_BT, T)
@@ -95,12 +93,10 @@ class TokensSoFar:
         self._room_BT[row_N, place_N] = token_N
 
     def before(self, row_X: Sequence[int], tail: Sequence[Sequence[int]]) -> torch.Tensor:
-        """Return the tokens of rows, each followed by its own tail: [X, T], a view if possible.
-
-        Shorter ones repeat their row's first token at the end.
-        """
-        if list(row_X) == list(range(row_X[0], row_X[0] + len(row_X))):
-            ids_XT = self.ids_BT[row_X[0] : row_X[0] + len(row_X)]
+        """Return the tokens of rows, each followed by its own tail, padded likewise: [X, T], a view if possible."""
+        first, stop = row_X[0], row_X[0] + len(row_X)
+        if list(row_X) == list(range(first, stop)):
+            ids_XT = self.ids_BT[first:stop]
         else:
             ids_XT = self.ids_BT[sent(torch.tensor(row_X), self._room_BT.device)]
         longest = max(map(len, tail))
@@ -137,27 +133,21 @@ TOKEN, FINE = range(2)  # rows of `picked_2X`: the token, and whether its score 
 
 @dataclass(slots=True)
 class Row:
-    """One request of a picker.
-
-    `step` is the index of its next token among those that it generates. `noise` are the seed and the request that
-    name the noise of its draws; None takes the best token.
-    """
+    """One request of a picker."""
 
     request: int
-    noise: tuple[int, int] | None
-    step: int = 0
+    noise: tuple[int, int] | None  # the seed and the request that name that of its draws; None takes the best token
+    step: int = 0  # the index of its next token among those that it generates
 
 
 class Picker(ABC):
     """Turns logits into tokens; `rows` has the request of each row.
 
-    A sampled token has the largest sum of processed score and Gumbel noise. The noise depends on the seed,
-    the request's index and the token's index only, not on the rest of the batch or the tokens per pass.
-    `ahead` is called with a step's tokens, still on the device, before the host waits for them. `hint` ends the message
-    of an error about scores that are not finite.
+    A sampled token has the largest sum of processed score and Gumbel noise, which does not depend on the rest of the
+    batch or the tokens per pass. `ahead` is called with a step's tokens, still on the device, before the host waits.
     """
 
-    hint = ""
+    hint = ""  # ends the message of an error about scores that are not finite
     own_scores = True  # False: transformers' processors make them, and may make NaN on purpose
 
     def __init__(
@@ -212,13 +202,10 @@ class Picker(ABC):
     def pick(
         self, logits_XV: torch.Tensor, row_X: Sequence[int], offset_X: Sequence[int], tail: Sequence[Sequence[int]]
     ) -> list[int]:
-        """Pick tokens for X positions of a pass without noting them or calling `ahead`.
+        """Pick tokens for X positions of a pass without noting them or calling `ahead`; they are those of steps.
 
-        With the same row, index, context and logits the token is that of a step.
-        `offset_X` is the distance from the row's next token to the position's, 0 for the next token itself;
-        `tail` has, for each position, the tokens before it that follow the row's noted tokens.
-
-        Raise `NumericsError` if a position's logits hold NaN or +inf, or nothing finite.
+        `offset_X` is the distance from the row's next token to the position's; `tail` has, for each position, the
+        tokens before it that follow the row's noted tokens. Raise `NumericsError` likewise.
         """
         index_X = [self.rows[row].step + offset for row, offset in zip(row_X, offset_X, strict=True)]
         token_X, fine_X = _read(self._choose(logits_XV, row_X, index_X, tail))
