@@ -53,10 +53,7 @@ class CudaRecorder:
 
 @contextmanager
 def refuse_waiting() -> Iterator[None]:
-    """Refuse operations in the body that wait for the device: a graph cannot hold them.
-
-    Raise `BackendError` for one; the message names it and the module that calls it.
-    """
+    """Raise `BackendError` for operations in the body that wait for the device: a graph cannot hold them."""
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the warning that the mode is a prototype
@@ -98,10 +95,9 @@ def can_record(device: torch.device) -> bool:
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Collect garbage now, and none inside.
+    """Collect garbage now, and none inside: freeing a CUDA graph makes the capture of another fail.
 
-    Freeing a CUDA graph during the capture of another makes the capture fail, and the collector frees graphs
-    in circles of references: torch.cuda.graph has not collected first since 2.9.
+    torch.cuda.graph has not collected first since 2.9.
     """
     gc.collect()
     enabled = gc.isenabled()
