@@ -1,9 +1,8 @@
 """The selected memory of a layer: evidence, choice, pack.
 
-The device half (`select`, `pack`, `choose`) has tensors and no number of the host's that changes by step: eager steps
-call it, and CUDA graphs capture it. The host half (`note`) updates requests and counts, and tells the observer; after a
-replayed step it is all that runs. Both take one layer or several, whose requests then follow each other in the batch
-dimension of evidence and selection.
+The device half (`select`, `pack`, `choose`) has tensors and no number of the host's that changes by step: CUDA graphs
+capture it. The host half (`note`) updates requests and counts, and tells the observer. Both take one layer or several,
+whose requests then follow each other in the batch dimension of evidence and selection.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -45,8 +44,8 @@ def select(
 ) -> tuple[Selection | None, Recall | None]:
     """Let the policy select from the evidence of some layers, and pack its choice: the device half.
 
-    `query_RHGWD` may be None for an `EvidencePolicy`. `logits` returns the queries' logits, and `log_sum_RHGW` is their
-    log-sum-exp over J, if the attention has computed them; None where the policy asks for them.
+    An `EvidencePolicy` needs no `query_RHGWD`. `logits` returns the queries' logits, and `log_sum_RHGW` is their
+    log-sum-exp over J, if the attention has computed them.
     """
     policy = layers[0].run.policy
     if isinstance(policy, EvidencePolicy) and logits is not None:
@@ -59,10 +58,7 @@ def select(
 
 
 def pack(layers: Sequence[Layer], rows: Rows, selection: Selection) -> Recall | None:
-    """Pack a selection into the layers' segments, or note the positions where attention reads the rows in place.
-
-    Return what comes from the host; None if all is on the device.
-    """
+    """Pack a selection into the layers' segments, or its positions where attention reads in place; return a recall."""
     layer, run = layers[0], layers[0].run
     with run.observer.span("pack", layer.index):
         if layer.in_place:
@@ -86,9 +82,7 @@ def _note_positions(layer: Layer, rows: tuple[int, ...], selection: Selection) -
     run, K = layer.run, selection.index_BHK.shape[2]
     segment = run.segment(layer.index)
     for place, row in enumerate(rows):
-        heads: slice | torch.Tensor = slice(None)
-        if selection.heads_BH is not None:
-            heads = selection.heads_BH[place]
+        heads = slice(None) if selection.heads_BH is None else selection.heads_BH[place]
         index_HK = selection.index_BHK[place, heads]
         sink = run.requests[row].sink(run.policy.config.sink)
         segment.reserve(sink + K)
@@ -170,8 +164,8 @@ def refresh(
     run, layer = layers[0].run, layers[0]
     places = [place for place, row in enumerate(rows) if has_candidates(run, row)]
     if len(places) < len(rows):
-        for row in rows:
-            if not has_candidates(run, row):
+        for place, row in enumerate(rows):
+            if place not in places:
                 put(layer, (row,), _nothing(query_RHGWD))
         if not places:
             return
@@ -205,10 +199,7 @@ def _packed(
 
 
 def has_candidates(run: Run, row: int) -> bool:
-    """Say whether a request has positions to select from, in this step or, for a policy that selects ahead, the next.
-
-    The token that leaves the recent segment then may be taken now.
-    """
+    """Say whether a request has positions to select from, in this step or, where the policy selects ahead, the next."""
     state = run.requests[row]
     return run.policy.selects_next or state.recent_start > state.sink(run.policy.config.sink)
 
@@ -246,8 +237,8 @@ def joined(handed: Sequence[Handed]) -> tuple[Logits, torch.Tensor | None]:
 def joins(layer: Layer, rows: tuple[int, ...]) -> bool:
     """Say whether a layer's selection for slow requests may wait for those of the next layers.
 
-    It may not if the policy needs more than the evidence, if rows come from the host (the sooner the better),
-    if an observer times each layer, or if there is nothing to select from.
+    Not if the policy needs more than the evidence, rows come from the host, an observer times each layer, or there is
+    nothing to select from.
     """
     run = layer.run
     return (
@@ -297,13 +288,12 @@ def end_prompt(layer: Layer, query_BHGTD: torch.Tensor) -> None:
     if layer.left_dense or not ended:
         return
     last_BHGWD = run.prompt_queries.with_kept(layer, query_BHGTD)
-    if not run.policy.selects_after:
-        for row in ended:
-            put(layer, (row,), _nothing(last_BHGWD))
-        return
     for row in ended:
-        window = min(run.policy.config.window_prefill, run.requests[row].length)
-        refresh((layer,), (row,), last_BHGWD[row : row + 1, :, :, -window:])
+        if run.policy.selects_after:
+            window = min(run.policy.config.window_prefill, run.requests[row].length)
+            refresh((layer,), (row,), last_BHGWD[row : row + 1, :, :, -window:])
+        else:
+            put(layer, (row,), _nothing(last_BHGWD))
 
 
 def _nothing(query_BHGWD: torch.Tensor) -> Selection:
