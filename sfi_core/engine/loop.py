@@ -56,11 +56,10 @@ class Host(Protocol):
 
 @dataclass(slots=True)
 class Loop:
-    """Decodes prompts, more than the batch has rows if need be.
+    """Decodes prompts, more than the batch has rows if need be; `limits` are the most new tokens of each.
 
-    The first prompts are read together. When a request ends, the next prompt is read into its row, alone and
-    whole, while the others wait; then all go on together. `limits` are the most new tokens of each prompt,
-    `waiting` the requests that have not begun.
+    The first prompts are read together. When a request ends, the next of those `waiting` is read into its row, alone
+    and whole, while the others wait; then all go on together.
     """
 
     host: Host
@@ -83,9 +82,8 @@ class Loop:
     def decode_lossless(self, outcome: Outcome | None = None) -> Generator[NewTokens]:
         """Yield the new tokens of each pass: none where a request drafts, one or more where it verifies.
 
-        The tokens are full attention's: a drafted token counts once a dense pass over the draft has picked
-        the same one, with the same random numbers. For benchmarks, `outcome` decides how much of a draft is
-        kept; None compares the picks.
+        The tokens are full attention's: a drafted token counts once a dense pass over the draft has picked the same
+        one, with the same random numbers. `outcome` is that of `Drafts`.
         """
         token_B = yield from self._first()
         host, sampler = self.host, self.sampler
@@ -121,8 +119,8 @@ class Loop:
         return token_B
 
     def _admit(self, token_B: list[int]) -> Generator[NewTokens, None, list[int]]:
-        # begin waiting requests in free rows; return all rows' tokens, [] once all requests have ended. A
-        # request that ends with its first token gives its row to the next
+        # begin waiting requests in free rows, also in that of one that ends with its first token; return all rows'
+        # tokens, [] once all requests have ended
         run, token_B = self.host.run, list(token_B)
         for row in range(len(token_B)):
             while self.waiting and run.requests[row].finished:
@@ -143,10 +141,7 @@ class Loop:
 
 
 def open_row(run: Run, row: int, state: RequestState) -> Run:
-    """Give the row of an ended request to another one.
-
-    Return a run of the new request alone, over the row's memory, to read its prompt.
-    """
+    """Give the row of an ended request to another; return a run of that alone, over the memory."""
     run.left.append(forget(run, row))
     state.tally.queued_seconds = clock() - run.meter.born
     run.requests[row] = state
@@ -177,10 +172,7 @@ def forget(run: Run, row: int) -> RequestState:
 
 
 def left_pad(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pad on the left; return ids and mask, [B, T].
-
-    Padding repeats a row's first token, so that a repetition penalty sees no token that the row lacks.
-    """
+    """Pad on the left with a row's first token, which no repetition penalty minds; return ids and mask, [B, T]."""
     width = max(map(len, rows))
     ids = torch.tensor([[row[0]] * (width - len(row)) + list(row) for row in rows], device=device)
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=device)
