@@ -250,7 +250,7 @@ def attend_recorded(buffers: StepBuffers, layer: SeenLayer, query_BHGTD: torch.T
 def _select(buffers: StepBuffers, rows: Rows, handed: list[Handed]) -> None:
     layers = [each.layer for each in handed]
     with layers[0].run.launches():
-        selection, _ = select(layers, rows, None, *joined(handed))
+        selection, _ = select(layers, rows, None, joined(handed))
     assert selection is not None, "a policy that needs only the evidence selects"
     buffers.selections[tuple(layer.index for layer in layers)] = selection
 
