@@ -57,10 +57,7 @@ def unknown(what: str, name: str, known: Iterable[str]) -> ConfigError:
 
 
 def not_installed(what: str, package: str, extra: str) -> BackendError:
-    """Return the error of a missing package, with the command that installs our extra that brings it.
-
-    `what` ends with its verb: "the report needs".
-    """
+    """Return the error of what ("the report needs") lacks a package, and the command that installs our extra for it."""
     clone = Path(__file__).parents[1]  # sfi is on no package index
     place, where = (clone, "") if (clone / "pyproject.toml").is_file() else (".", ", in a clone of sfi")
     return BackendError(f"{what} {package}, which is not installed; pip install -e '{place}[{extra}]'{where}")

@@ -59,10 +59,7 @@ def attend(run: Run, index: int, query_BHGTD: torch.Tensor, **options: Any) -> t
 
 
 def end_prompts(run: Run, index: int, query_BHGTD: torch.Tensor, out_BHGTE: torch.Tensor, **options: Any) -> None:
-    """Select and call the watchers in a layer of a pass that only reads prompts, which the host has attended itself.
-
-    The arguments are those of `attend`, and its result `out_BHGTE`.
-    """
+    """Do what `attend` does once it has attended, in a pass that only reads prompts, for a host that has done that."""
     layer = Layer(run, index, **options)
     run.meter.count("host.prefill_attention", len(layer.batch_pass.prompts))
     with run.launches():

@@ -109,10 +109,7 @@ def _error(layer: Layer, row: int, query_1HGD: torch.Tensor, out_HGE: torch.Tens
 
 
 def dense_twin(run: Run, count: int | None = None) -> Run:
-    """Return a run over the same store in which every request is slow, for the pass under way.
-
-    It writes only what the pass overwrites. With a `count` every request brings only its first `count` tokens.
-    """
+    """Return a run over the same store in which all are slow, for the pass under way, of at most `count` tokens."""
     policy = Policy(run.policy.config, run.policy.trigger)
     twin = Run(policy, NullObserver(), run.store, device=run.device)
     twin.requests = [replace(state, slow=True) for state in run.requests]

@@ -1,7 +1,4 @@
-"""Attention of a layer in PyTorch, the reference: requests run one by one.
-
-Neighbors that decode fast share calls, without a change to their results.
-"""
+"""Attention of a layer in PyTorch, the reference: requests run one by one; neighbors that decode fast share calls."""
 
 from collections.abc import Callable, Iterator
 from functools import partial

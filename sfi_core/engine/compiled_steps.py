@@ -1,7 +1,4 @@
-"""Decoding steps on a CPU as one compiled call a thread, in place of the model's modules and the engine's layers.
-
-The host half, planning, selections and counts, stays the engine's own; `loops.step` is the device half.
-"""
+"""Decoding steps on a CPU as one compiled call a thread, in place of the model's modules and the engine's layers."""
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
@@ -63,7 +60,7 @@ class Windows(Protocol):
 
 
 class CompiledSteps:
-    """The decoding steps of one run; `threads` share each.
+    """The decoding steps of one run, after its prompts; `threads` share each.
 
     Where the policy selects by more than the evidence, the engine attends, between two calls a layer.
     """
@@ -71,7 +68,6 @@ class CompiledSteps:
     given_up = ""
 
     def __init__(self, run: Run, model: StepModel, threads: int, windows: Windows) -> None:
-        """Take over a run's decoding steps, after its prompts."""
         self._windows = windows
         self._run, self._model, self._threads = run, model, min(threads, CORES)
         self._step_X, self._layer_LX, self._real_X = model.step_X.copy(), model.layer_LX.copy(), model.real_X.copy()

@@ -71,10 +71,7 @@ def enter(state: RequestState, request: RequestPass, policy: Policy) -> None:
 
 
 class Reads(NamedTuple):
-    """What attention reads in a step of a request, and choosing, whose sum is `cache read`.
-
-    In tokens' worth of keys and values per KV head, the mean over layers.
-    """
+    """What attention and choosing read in a step, in tokens' worth of keys and values per KV head and layer."""
 
     attended: float
     selecting: float = 0.0
@@ -83,10 +80,7 @@ class Reads(NamedTuple):
     def of(
         cls, state: RequestState, policy: Policy, layers: int, dense_layers: int, mixed: float | None = None
     ) -> Self:
-        """Count the step under way; the arguments are those of `RequestState.attended`.
-
-        A slow step reads everything already, so that its selection adds no read.
-        """
+        """Count the step under way, as `RequestState.attended`; the selection of a slow step adds no read."""
         chosen = 0.0 if state.slow else policy.selection_tokens(state) * (layers - dense_layers) / max(1, layers)
         return cls(state.attended(layers, dense_layers, mixed), chosen)
 
@@ -122,10 +116,7 @@ def close_step(fields: Mapping[str, Any], state: RequestState, token: int, **mor
 def step_shape(
     slow: Sequence[RequestState], fast: Sequence[RequestState], moved: Callable[[RequestState], float] | None
 ) -> dict[str, Any]:
-    """Return what the requests of a batch's step share, before they close it.
-
-    `slow` read everything, prompts included. `moved` returns the bytes that attention reads for a request, if known.
-    """
+    """Return what the requests of a batch's step share; `moved` are the bytes read for a request, if known."""
     states = (*slow, *fast)
     shape: dict[str, Any] = {
         "slow_requests": len(slow),

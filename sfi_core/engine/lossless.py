@@ -1,8 +1,4 @@
-"""Lossless decoding: fast steps draft, a slow step over the drafted tokens verifies them.
-
-`DraftRule` says when a draft is verified, and how long it may grow; `Drafts` are begun, verified, and accepted or taken
-back.
-"""
+"""Lossless decoding: fast steps draft, a slow step over the drafted tokens verifies them."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -125,10 +121,7 @@ class Drafts:
         self.run.observer = self._observer = HeldSelections(self.run.observer)
 
     def plan(self) -> list[Block | None]:
-        """Decide about the next pass: each request drafts one more token, verifies its draft, or is idle.
-
-        A verification starts at the last verified token and overwrites the draft's keys and values.
-        """
+        """Decide about the next pass; a verification overwrites the keys and values of the draft that it takes back."""
         run = self.run
         rows = zip(run.requests, run.policy.plan(run.requests), strict=True)
         self.blocks = [None if state.finished else self._block(state, planned) for state, planned in rows]

@@ -56,13 +56,10 @@ class RequestReport:
         mean_selection_tokens: What choosing read, likewise, in tokens' worth: a page bound counts as a token, a key as
             half of one. The selection of a slow step adds no read.
         read_ratio: Share of the cached tokens that attention read, over the same steps; 1 if nothing was decoded.
-        selection_ratio: What choosing read, over the cached tokens.
-        cache_read_ratio: The sum of both, which is told as `cache read`.
-        stored_ratio: Share of the tokens that the method needs to keep: `read_ratio` if it evicts the rest, else 1. Our
-            cache keeps all tokens under every method.
-        queued_seconds: Wall time from the run's beginning until the prompt began to be read.
-        prefill_seconds: From then to the first token.
-        decode_seconds: From the first token to the last, prompts of other requests read meanwhile included.
+        selection_ratio: What choosing read likewise; `cache_read_ratio`, told as `cache read`, is the sum of both.
+        stored_ratio: Share of the tokens that the method needs to keep: `read_ratio` if it evicts the rest, else 1.
+        queued_seconds: Wall time from the run's beginning until the prompt began to be read; `prefill_seconds` from
+            then to the first token, `decode_seconds` to the last, prompts of other requests read meanwhile included.
     """
 
     prompt_tokens: int
@@ -170,8 +167,7 @@ class RunReport:
         prefill_seconds: Wall time of reading prompts, up to their first tokens.
         decode_seconds: Wall time of the steps from 1 on, without prompts. No time here includes `compiling_seconds`.
         decode_tokens_per_second: Tokens of all requests in those steps, over that time.
-        steady_tokens_per_second: The same if every step took the median of those with as many slow and fast requests,
-            without recording: code that runs for the first time, and a hiccup, do not count.
+        steady_tokens_per_second: The same if every step took the median of those with as many slow and fast requests.
         recording_seconds: The part of `decode_seconds` that recorded CUDA graphs and compiled their kernels, once.
         compiling_seconds: Time that numba compiled for this processor, once a machine.
         paths: Attention and maintenance calls by code path, counted per request, layer and step.
@@ -179,9 +175,8 @@ class RunReport:
         not_replayed: Why a device with CUDA graphs ran steps without them, unless the user asked for that; else empty.
         not_compiled: Why a CPU with numba ran decoding steps module by module, unless the user asked for that.
         not_blocks: Why matrices of a GGUF file are unpacked, by name, and under "" why all are.
-        fused: Number of the model's modules that ran as our fused kernels, by class.
+        fused: Number of the model's modules that ran as our fused kernels, by class; `left_alone` of the others.
         settings: Those of the policy that differ from the defaults.
-        left_alone: Number of norms, MLPs, attentions and decoder layers that were not fused, by class.
     """
 
     backend: str

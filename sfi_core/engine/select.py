@@ -227,17 +227,13 @@ def joined(handed: Sequence[Handed]) -> Seen:
 
 
 def joins(layer: Layer, rows: tuple[int, ...]) -> bool:
-    """Say whether a layer's selection for slow requests may wait for those of the next layers.
-
-    Not if the policy needs more than the evidence, rows come from the host, an observer times each layer, or there is
-    nothing to select from.
-    """
+    """Say whether a layer's selection for slow requests may wait for those of the next layers."""
     run = layer.run
     return (
         isinstance(run.policy, EvidencePolicy)
         and run.store.whole_on_device
         and run.ranks.size == 1
-        and SPANS not in run.observer.wants
+        and SPANS not in run.observer.wants  # which time each layer
         and all(has_candidates(run, row) for row in rows)
     )
 
@@ -272,10 +268,7 @@ def choose_and_note(layer: Layer, step: StepDescriptor, query_BHG1D: torch.Tenso
 
 
 def end_prompt(layer: Layer, query_BHGTD: torch.Tensor) -> None:
-    """Make the first selection of the requests whose prompt ends with the pass.
-
-    `query_BHGTD` are the last piece's queries; the last `window_prefill` of the prompt's select.
-    """
+    """Make the first selection of the prompts that end with the pass, by the last `window_prefill` queries."""
     run, ended = layer.run, layer.batch_pass.ended
     if layer.left_dense or not ended:
         return

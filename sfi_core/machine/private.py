@@ -1,7 +1,4 @@
-"""Private names of other packages that sfi_core uses, each for lack of a public one.
-
-`tests/test_private_names.py` lists them with those of the kernels, and fails when one is gone.
-"""
+"""Private names of other packages, each for lack of a public one; `tests/test_private_names.py` checks them."""
 
 from typing import Any
 

@@ -83,26 +83,18 @@ class BeginStepEvent:
 class StepEvent:
     """One finished decoding step of one request.
 
-    Attributes:
-        step: 0 is the prefill's last position.
-        position: That of the query token.
-        token_id: The token this step generated, x_t.
-        slow: Whether the step ran dense attention, g_t.
-        reason: Why it was slow: "first", "trigger", "t_max", ...; empty for a fast step.
-        steps_since_slow: Fast steps since the last slow step.
-        attended_tokens: Tokens that attention read per KV head, the mean over the full-attention layers.
-        selection_tokens: What choosing read, in tokens' worth, the same mean; `cache read` is the sum of both.
-        context_tokens: Tokens that full attention reads.
-        elapsed_us: Wall time of the batch's step; an audited step's includes the audit.
-        drafted: Lossless runs: whether a fast step, `step`, drafted the token and verification kept it. Other tokens
-            have the step of their verification.
-        draft_token_id: Lossless runs: the token drafted here, kept or not; None without a draft.
-        graphs: Whether the step was replayed as a CUDA graph; None for unknown.
-        slow_requests: Requests of the batch's step that read everything, prompts included.
-        fast_requests: The other requests of the batch's step.
-        cached_tokens: Cached tokens of all of them, the step's own included.
-        moved_bytes: Bytes of K and V that attention read for all of them in the full-attention layers, once a
-            request. With tensor parallelism, those of the rank's heads.
+    Step 0 is the prefill's last position. The step generated `token_id`, x_t, from a query at `position`. It was `slow`
+    (g_t: dense attention) for a `reason`: "first", "trigger", "t_max", ..., "" for none; `steps_since_slow` counts the
+    fast steps since. Per KV head, the mean over the full-attention layers, attention read `attended_tokens` of the
+    `context_tokens` that full attention reads, and choosing `selection_tokens`' worth; `cache read` is the sum of both.
+    An audited step's time has the audit in it.
+
+    In a lossless run `drafted` says whether a fast step, `step`, drafted the token and verification kept it; other
+    tokens have the step of their verification. `draft_token_id` is the token drafted here, kept or not, if any.
+
+    Of the batch's step: its wall time `elapsed_us`; whether it was replayed as a CUDA graph (`graphs`); its requests,
+    those that read everything, prompts included, and the others; their `cached_tokens`, the step's own included; and
+    the bytes of K and V that attention read for them in the rank's full-attention layers, once a request.
     """
 
     request: int
@@ -131,19 +123,12 @@ class StepEvent:
 class VerificationEvent:
     """A forward pass of a lossless run has verified a request's draft; its steps' events follow.
 
-    Attributes:
-        step: That of the last token of the pass: the step whose row is slow.
-        base: Verified tokens in the cache before the pass, the prompt's included.
-        drafted: Drafted tokens that were tested.
-        accepted: Drafted tokens that were kept; the token after them is full attention's own.
-        reason: Why the draft ended: a `StepEvent.reason`, "limit" (`draft.max_tokens`, or fewer where
-            `draft.adaptive`), "stop" (a drafted stop token), "room" (no more tokens may be
-            generated) or "rejected" (the step after a rejection).
-        evidence_position: Position of the query whose logits selected; None without a selection, or where a
-            rejected token took it along.
-        attended_tokens: Tokens that attention read per KV head in the drafting steps and the verification;
-            `selection_tokens` is what choosing read in them, in tokens' worth.
-        elapsed_us: Wall time of the pass.
+    `step` is that of the pass's last token, whose row is slow. The cache held `base` verified tokens. Of the `drafted`
+    tokens `accepted` were kept; the token after them is full attention's own. The draft's end has a `reason`: that of a
+    `StepEvent`, "limit" (`draft.max_tokens`, or fewer if `draft.adaptive`), "stop" (a drafted stop token), "room" (no
+    more tokens may be generated) or "rejected" (the step after a rejection). The query at `evidence_position` selected;
+    None without a selection, or where a rejected token took it along. Tokens read are those of the drafting steps and
+    the verification, `elapsed_us` is the pass's.
     """
 
     request: int
@@ -163,13 +148,10 @@ class VerificationEvent:
 class SelectionEvent:
     """The selected memory of one request and layer was refreshed.
 
-    Attributes:
-        index_HK: Selected positions by KV head, int32, padded with -1.
-        diagnostics: The policy's tensors, such as `lambda_star`.
-        reason: "" for a refresh at a slow step; "correction" where a KV head's query moved (FreeKV, fine-grained
-            correction); "speculative" for a selection that serves the next step (FreeKV, speculative retrieval).
-        heads_H: KV heads that selected, bool [H]; None for all. Other rows of `index_HK` and of the diagnostics do not
-            count.
+    `index_HK` are selected positions by KV head, int32, padded with -1, `diagnostics` the policy's tensors, such as
+    `lambda_star`. The `reason` is "" at a slow step, "correction" where a KV head's query moved (FreeKV, fine-grained
+    correction) and "speculative" for the next step's selection (FreeKV, speculative retrieval). Only `heads_H`, bool,
+    selected and count; None for all.
     """
 
     request: int
@@ -207,10 +189,8 @@ class AuditEvent:
         index_HK: Positions of the K highest probabilities, int32, ascending, padded with -1.
         mass_HK: Their probabilities, float32; 0 where padded.
         retained_H: Probability of the positions that the step attended; 1 for a slow step.
-        query_cosine_H: Cosine of the query with the previous step's, averaged over the query heads (FreeKV, C_i); NaN
-            without a previous step.
-        output_error_H: Norm of the difference between the step's attention output and dense attention's, over the norm
-            of the latter.
+        query_cosine_H: Cosine of the query with the last step's, the query heads' mean (FreeKV, C_i); NaN for none.
+        output_error_H: Norm of the attention output minus dense attention's, over the latter's norm.
         read_HK: Whether the step attended to each of `index_HK`, bool.
         top_1_read_H: Share of the query heads whose most probable position the step attended, float32.
         retained_min_H: `retained_H` of the query head that retained least. Observers that skip the last three get None.

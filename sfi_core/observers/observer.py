@@ -22,13 +22,9 @@ EVERYTHING: Wanted = frozenset({*HANDLERS, SPANS, EVERY_SPAN})
 
 
 class Observer(Protocol):
-    """Receives events and brackets spans; must not change what the core computes.
+    """Receives events and brackets spans; must not change what the core computes."""
 
-    Attributes:
-        wants: The kinds of events that it uses, `SPANS` for spans and `EVERY_SPAN`. Others may come all the same.
-    """
-
-    wants: Wanted
+    wants: Wanted  # the kinds of events that it uses, `SPANS` for spans and `EVERY_SPAN`; others may come all the same
 
     def on(self, event: events.Event) -> None:
         """Receive an event; an observer may see several runs in turn."""

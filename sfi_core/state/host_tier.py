@@ -77,10 +77,7 @@ class HostTier:
 
 @dataclass(slots=True)
 class LayerTiers:
-    """One layer's two tiers: a `ring` of pages with the recent tokens, and all complete pages on the `host`.
-
-    The device has the norms of all keys, float32, and keys and values of `resident` KV heads, which never leave, too.
-    """
+    """One layer's ring of recent pages, norms and KV heads that never leave the device, and all complete host pages."""
 
     ring: LayerPages
     host: HostTier
@@ -172,10 +169,7 @@ class HostStream:
         self._leaving: dict[int, Sequence[tuple[int, torch.Tensor]]] = {}
 
     def offload(self, place: int, host: HostTier, complete: Sequence[tuple[int, torch.Tensor]]) -> None:
-        """Copy pages to a layer's host tier, and keep them until the next offload of `place`.
-
-        `complete` has a first host page and the pages from there on, in the host's layout.
-        """
+        """Copy pages in the host's layout, each after its first host page, and keep them until the next of `place`."""
 
         def job() -> None:
             for first, pages in complete:

@@ -61,10 +61,7 @@ class KVStore(Protocol):
         start: Sequence[int],
         count: Sequence[int],
     ) -> LayerPages:
-        """Write each request's new tokens, the last `count` of T, from position `start` on.
-
-        `start_B` and `count_B`, int32, are the same on the device.
-        """
+        """Write each request's new tokens, the last `count` of T, from `start` on; `start_B` and `count_B` say the same."""
 
     def pages(self, layer: int) -> LayerPages:
         """Return a layer's pages."""
@@ -72,10 +69,7 @@ class KVStore(Protocol):
     def blocks(
         self, layer: int, row: int, length: int, head: int | None = None
     ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-        """Read the first `length` tokens of a row block by block, of one KV head or all.
-
-        Yield a block's first position, its keys [1, H, N, D] and values [1, H, N, E]; overwritten later.
-        """
+        """Read `length` tokens of a row in blocks: first position, keys [1, H, N, D], values [1, H, N, E], not kept."""
 
     def keys(self, layer: int, row: int, start: int, stop: int) -> torch.Tensor:
         """Return a request's keys of positions `start` to `stop` - 1, [1, H, T, D], without a sync."""
@@ -92,10 +86,7 @@ class KVStore(Protocol):
         """Return key norms, [len(rows), H, length] float32; undefined beyond a request's tokens."""
 
     def norms_of(self, layer: int, page_RHP: torch.Tensor) -> torch.Tensor:
-        """Return the key norms of requests likewise, up to the capacity, by their pages, in one copy.
-
-        `page_RHP` are each request's page numbers times H, plus the KV head, int32.
-        """
+        """Return the key norms of requests up to the capacity by their page numbers times H, plus the KV head."""
 
     def pack_into(
         self,

@@ -58,10 +58,11 @@ class Tally:
 class RequestState:
     """The state of one request; `step`, `slow`, `reason` and `steps_since_slow` are those of `StepEvent`.
 
+    The `prompt_tokens`, without padding, are known once the prompt has been read. `length` are the tokens in the cache,
+    those of the pass under way included. In a lossless run the last `drafted` of the generated `tokens` are unverified,
+    and the selection is not `fresh` after a rejected token.
+
     Attributes:
-        request: Index of the request in the run.
-        prompt_tokens: Tokens of the prompt without padding; known once it has been read.
-        length: Tokens in the cache, those of the pass under way included.
         recent_start: First position of the recent segment.
         read_start: First recent position that a sparse KV head reads in this step: `recent_start`, except on
             an anchored slow step, which still reads the last selection and all tokens since.
@@ -70,10 +71,6 @@ class RequestState:
             positions than the budget.
         sparse_tokens: Tokens that a sparse KV head reads on a slow step.
         next_packed: `packed_tokens` from the next step on, if its selection was made ahead; else None.
-        tokens: Generated ids x_0, x_1, ...
-        drafted: How many of the last tokens are unverified drafts of a lossless run.
-        fresh: False in a lossless run after a rejected token, which makes the selection stale.
-        finished: Whether the request has ended, with a stop token or at its limit.
     """
 
     request: int = 0

@@ -95,11 +95,8 @@ def can_record(device: torch.device) -> bool:
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Collect garbage now, and none inside: freeing a CUDA graph makes the capture of another fail.
-
-    torch.cuda.graph has not collected first since 2.9.
-    """
-    gc.collect()
+    """Collect garbage now, and none inside: freeing a CUDA graph makes the capture of another fail."""
+    gc.collect()  # torch.cuda.graph has not since 2.9
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -32,14 +32,11 @@ ForwardPass = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class StepGraph:
-    """A step that was recorded, so that `replay` repeats the device's work, or that ran kernel by kernel.
-
-    `selections` are its buffers by layer. `side` holds the events that order the graph's two streams.
-    """
+    """A step that was recorded, so that `replay` repeats the device's work, or that ran kernel by kernel."""
 
     selections: Selections
     launches: Counter[str]
-    side: SideStream
+    side: SideStream  # holds the events that order the graph's two streams
     replay: Work | None = None
 
     def repeat(self) -> None:
@@ -256,10 +253,7 @@ def _select(buffers: StepBuffers, rows: Rows, handed: list[Handed]) -> None:
 
 
 def note_step(run: Run, selections: Selections, places: Mapping[int, int]) -> None:
-    """Update the host's counts and states after a replayed step, and tell the observer: the host half.
-
-    `places` has the slow requests' rows in the selections, by their rows in the batch.
-    """
+    """Update counts and states after a replayed step, and tell the observer; `places` has slow rows' in selections."""
     batch_pass, slow = run.batch_pass, run.batch_pass.descriptor.slow
     for layer in run.layers:
         left_dense = layer in run.policy.config.dense_layers
