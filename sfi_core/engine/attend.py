@@ -184,7 +184,10 @@ def _of(layer: Layer, rows: tuple[int, ...], query_BHGTD: torch.Tensor) -> torch
 
 
 def _prefill(layer: Layer, prompts: tuple[int, ...], rows: slice, query_BHGTD: torch.Tensor) -> torch.Tensor:
-    run, first = layer.run, is_first_piece(layer, prompts, query_BHGTD)
+    # first pieces that PyTorch can attend: no soft cap, no learned sinks
+    run, begin = layer.run, not any(layer.batch_pass.start[row] for row in prompts)
+    plain = layer.options["soft_cap"] is None and layer.options["sink_HG"] is None
+    first = begin and plain and layer.new is not None and has_fused(query_BHGTD, *layer.new)
     run.meter.count("sdpa.prompt" if first else "triton.prefill_attention", len(prompts))
     with run.observer.span("attention.dense", layer.index, layer.moved_bytes(prompts, dense=True)):
         if first:
@@ -193,13 +196,6 @@ def _prefill(layer: Layer, prompts: tuple[int, ...], rows: slice, query_BHGTD: t
             query_BHGTD[rows], layer.pages.key_PHND, layer.pages.value_PHNE, run.store.block_table_BP[rows],
             layer.batch_pass.descriptor.length_B[rows], **layer.options,
         )  # fmt: skip
-
-
-def is_first_piece(layer: Layer, prompts: tuple[int, ...], query_BHGTD: torch.Tensor) -> bool:
-    """Say whether these rows read first pieces that PyTorch can attend: no soft cap, no learned sinks."""
-    begin = not any(layer.batch_pass.start[row] for row in prompts)
-    plain = layer.options["soft_cap"] is None and layer.options["sink_HG"] is None
-    return begin and plain and layer.new is not None and has_fused(query_BHGTD, *layer.new)
 
 
 def has_fused(query_BHGTD: torch.Tensor, key_BHTD: torch.Tensor, value_BHTE: torch.Tensor) -> bool:

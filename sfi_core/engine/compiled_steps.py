@@ -183,7 +183,7 @@ class CompiledSteps:
 
     def _with_evidence(self, last: int) -> None:
         # some layers at a time, whose slow requests' logits the policy then selects by
-        step, batch_pass, begin = self._step_X, self._run.batch_pass, 0
+        run, step, batch_pass, begin = self._run, self._step_X, self._run.batch_pass, 0
         size = len(batch_pass.slow), int(step[Step.HEADS]), int(step[Step.GROUP]), batch_pass.longest
         together = max(1, EVIDENCE // int(np.prod(size)))
         for first in range(0, len(self._sparse), together):
@@ -194,7 +194,11 @@ class CompiledSteps:
             self._call(begin, end)
             begin = end
             for index, logits_RHGT in zip(layers, logits_LRHGT, strict=True):
-                self._hand_over(index, logits_RHGT)
+                layer = Layer(run, index, **run.options[index])
+                for row, logits_HGT in zip(batch_pass.slow, logits_RHGT, strict=True):
+                    logits_1HG1T = logits_HGT[None, :, :, None, : run.requests[row].length]
+                    query_1HG1D = self._buffers["last"][row, None, :, :, None]  # their shape alone counts
+                    hand_over(layer, (row,), query_1HG1D, Handed(layer, logits_1HG1T))
 
     def _between_calls(self, last: int) -> None:
         # a layer's first stages, the engine's attention, and the layer's other stages with the next one's first
@@ -211,15 +215,6 @@ class CompiledSteps:
             out_BHGTE = attend(run, index, query_BTHGD.permute(0, 2, 3, 1, 4), **run.options[index])
             self._buffers["out"].copy_(out_BHGTE.permute(0, 3, 1, 2, 4)[row_X, place_X].flatten(1))
         self._call(begin, last)
-
-    def _hand_over(self, index: int, logits_RHGT: torch.Tensor) -> None:
-        run = self._run
-        layer = Layer(run, index, **run.options[index])
-        for place, row in enumerate(run.batch_pass.slow):
-            length = run.requests[row].length
-            logits_1HG1T = logits_RHGT[place, None, :, :, None, :length]
-            query_1HG1D = self._buffers["last"][row, None, :, :, None]  # their shape alone counts
-            hand_over(layer, (row,), query_1HG1D, Handed(layer, logits_1HG1T))
 
     def _note_choices(self) -> None:
         run, heard = self._run, bool(self._step_X[Step.DIAGNOSES])

@@ -183,8 +183,10 @@ class Drafts:
 
     def _take_back(self, state: RequestState) -> None:
         state.take_back(state.drafted)
-        if state.drafted > self.run.policy.config.recent:
-            self.run.forget_sums(self.run.requests.index(state), state.length)
+        if state.drafted > self.run.policy.config.recent:  # sums of values begin anew where they include what is gone
+            row = self.run.requests.index(state)
+            for codes in self.run.batch_codes.values():
+                codes.summed_BH[row].masked_fill_(codes.summed_BH[row] > state.length, 0)
         state.drafted = 0
         for (request, _), note in self.run.notes.items():
             if request == state.request:

@@ -263,11 +263,6 @@ class Run:
         self.batch_codes[layer] = codes
         return codes
 
-    def forget_sums(self, row: int, length: int) -> None:
-        """Let the codes' sums of values begin anew where they include a token that is taken back."""
-        for codes in self.batch_codes.values():
-            codes.summed_BH[row].masked_fill_(codes.summed_BH[row] > length, 0)
-
     def reads(self, state: RequestState) -> Reads:
         """Count what a request's step reads."""
         others = self.layers.difference(self.policy.config.dense_layers)

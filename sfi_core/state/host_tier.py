@@ -34,16 +34,6 @@ class HostTier:
         self.page_size, self.width, self.value_width = page_size, D, E
 
     @property
-    def key_PHND(self) -> torch.Tensor:
-        """A view of the keys."""
-        return self.split(self.host_PHX)[0]
-
-    @property
-    def value_PHNE(self) -> torch.Tensor:
-        """A view of the values."""
-        return self.split(self.host_PHX)[1]
-
-    @property
     def row_bytes(self) -> int:
         """Bytes of one token's key and value in one head."""
         return (self.width + self.value_width) * self.host_PHX.itemsize
@@ -111,11 +101,6 @@ class LayerTiers:
             value_HTE = torch.cat([old_value, value_HTE], 1)
         whole = key_HTD.shape[1] // N * N
         return self.host.joined(key_HTD[:, :whole], value_HTE[:, :whole])
-
-    def unfinished(self, ring_page: int) -> torch.Tensor:
-        """Return an incomplete ring page in the host's layout."""
-        key_HND, value_HNE = (pages[ring_page] for pages in self.ring.tensors[:2])
-        return self.host.joined(key_HND, value_HNE)
 
     def kept(self, row: int, length: int, head: int | None) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Return a request's keys and values of one head, or all, if these heads are resident."""

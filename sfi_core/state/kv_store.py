@@ -61,7 +61,7 @@ class KVStore(Protocol):
         start: Sequence[int],
         count: Sequence[int],
     ) -> LayerPages:
-        """Write each request's new tokens, the last `count` of T, from `start` on; `start_B` and `count_B` say the same."""
+        """Write each request's new tokens, the last `count` of T, from `start` on, like `start_B` and `count_B`."""
 
     def pages(self, layer: int) -> LayerPages:
         """Return a layer's pages."""

@@ -178,7 +178,7 @@ class TwoTierStore(KVStore):
         heads = None if heads_RH is None else heads_RH.int()
 
         def job() -> None:
-            pages = tiers.host.key_PHND, tiers.host.value_PHNE, self.host_table_BP
+            pages = *tiers.host.split(tiers.host.host_PHX), self.host_table_BP
             refreshed = request_R, index_RHK, sink_R
             recall.on(self.backend)(*pages, *refreshed, *old, *into, fetched_RH, heads_RH=heads)
             request = request_R.long()
@@ -240,7 +240,7 @@ class TwoTierStore(KVStore):
         for row, end in enumerate(self._end):
             page = end // N
             if page * N < min(most_sink, end):
-                at = row * self.ring_pages + page % self.ring_pages
-                unfinished.append((row * self.pages_per_request + page, tiers.unfinished(at)))
+                key_HND, value_HNE, _ = (x[row * self.ring_pages + page % self.ring_pages] for x in tiers.ring.tensors)
+                unfinished.append((row * self.pages_per_request + page, tiers.host.joined(key_HND, value_HNE)))
         if unfinished:
             self.stream.offload(2 * layer, tiers.host, unfinished)
