@@ -140,16 +140,13 @@ class Drafts:
 
     def positions(self) -> tuple[list[int], list[int], list[tuple[int, ...]]]:
         """Return the row of every token to pick, how many drafted tokens precede it, and which."""
-        row_X, offset_X, tail_X = [], [], []
-        for row, block in enumerate(self.blocks):
-            if block is None:
-                continue
-            counts = range(len(block.drafted) + 1) if block.reason else [len(block.drafted)]
-            for count in counts:
-                row_X.append(row)
-                offset_X.append(count)
-                tail_X.append(block.drafted[:count])
-        return row_X, offset_X, tail_X
+        tails = [
+            (row, block.drafted[:count])
+            for row, block in enumerate(self.blocks)
+            if block is not None
+            for count in range(0 if block.reason else len(block.drafted), len(block.drafted) + 1)
+        ]
+        return [row for row, _ in tails], [len(tail) for _, tail in tails], [tail for _, tail in tails]
 
     def record(self, token_X: Sequence[int], logits_XV: torch.Tensor) -> list[list[int]]:
         """Note the tokens picked at every position of the pass; return those that each row's verification gives."""
@@ -182,7 +179,9 @@ class Drafts:
         return Block((state.tokens[verified - 1], *draft) if reason else (state.tokens[-1],), draft, reason)
 
     def _take_back(self, state: RequestState) -> None:
-        state.take_back(state.drafted)
+        state.step -= state.drafted
+        state.length -= state.drafted
+        del state.tokens[len(state.tokens) - state.drafted :]
         if state.drafted > self.run.policy.config.recent:  # sums of values begin anew where they include what is gone
             row = self.run.requests.index(state)
             for codes in self.run.batch_codes.values():

@@ -192,9 +192,8 @@ class Picker(ABC):
         with one_thread(wanted=logits_BV.device.type == "cpu" and logits_BV.numel() < CPU_PIECE):
             # else OpenMP's threads spin into the next step
             picked_2B = self._choose(logits_BV, row_X, index_X, [()] * len(self.rows))
-        token_B, fine_B = _read(picked_2B, self.ahead)
-        fine_B = [ok or done for ok, done in zip(fine_B, finished_B, strict=True)]
-        self._check(row_X, index_X, fine_B)
+        running_B = [None if done else index for index, done in zip(index_X, finished_B, strict=True)]
+        token_B = self._read(picked_2B, row_X, running_B, self.ahead)
         pairs = list(zip(token_B, finished_B, strict=True))
         self.advance([[] if done else [token] for token, done in pairs])
         return [PAD if done else token for token, done in pairs]
@@ -208,9 +207,7 @@ class Picker(ABC):
         tokens before it that follow the row's noted tokens. Raise `NumericsError` likewise.
         """
         index_X = [self.rows[row].step + offset for row, offset in zip(row_X, offset_X, strict=True)]
-        token_X, fine_X = _read(self._choose(logits_XV, row_X, index_X, tail))
-        self._check(row_X, index_X, fine_X)
-        return token_X
+        return self._read(self._choose(logits_XV, row_X, index_X, tail), row_X, index_X)
 
     def advance(self, tokens: Sequence[Sequence[int]]) -> None:
         """Note each row's new tokens, any number of them."""
@@ -224,7 +221,10 @@ class Picker(ABC):
         # the input of `_read`, [2, X] int64, the same on all ranks
         X, V = logits_XV.shape
         picked_2X = torch.empty(2, X, dtype=torch.int64, device=logits_XV.device)
-        key_X = self._keys(row_X, index_X, logits_XV.device)
+        key_X = None  # if no row is drawn; a row that is not drawn gets any key
+        if any(self.rows[row].noise for row in row_X):
+            keys = [noise_key(*(self.rows[row].noise or (0, 0)), at) for row, at in zip(row_X, index_X, strict=True)]
+            key_X = sent(torch.tensor(keys), logits_XV.device)
         room = CPU_PIECE if logits_XV.device.type == "cpu" else PIECE
         size = max(1, room // self.widest(V))
         for part in (slice(start, start + size) for start in range(0, X, size)):
@@ -243,31 +243,28 @@ class Picker(ABC):
             picked_2X[FINE, part] = fine_P
         return self._ranks.settle(picked_2X)
 
-    def _keys(self, row_X: Sequence[int], index_X: Sequence[int], device: torch.device) -> torch.Tensor | None:
-        # None if no row is drawn; a row that is not drawn gets any key
-        if not any(self.rows[row].noise for row in row_X):
-            return None
-        keys = [noise_key(*(self.rows[row].noise or (0, 0)), at) for row, at in zip(row_X, index_X, strict=True)]
-        return sent(torch.tensor(keys), device)
-
-    def _check(self, row_X: Sequence[int], index_X: Sequence[int], fine_X: Sequence[int]) -> None:
+    def _read(
+        self,
+        picked_2X: torch.Tensor,
+        row_X: Sequence[int],
+        index_X: Sequence[int | None],
+        ahead: Callable[[torch.Tensor], None] | None = None,
+    ) -> list[int]:
+        # the tokens; without an index a row's score need not be finite. The copy to the host goes before the work of
+        # `ahead`, so that the host does not wait for that
+        host, done = picked_2X, None
+        if picked_2X.is_cuda:
+            host = torch.empty(picked_2X.shape, dtype=picked_2X.dtype, pin_memory=True)
+            host.copy_(picked_2X, non_blocking=True)
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            done.record(torch.cuda.current_stream(picked_2X.device))
+        if ahead is not None:
+            ahead(picked_2X[TOKEN])
+        if done is not None:
+            done.synchronize()
+        token_X, fine_X = host.tolist()
         for row, index, fine in zip(row_X, index_X, fine_X, strict=True):
-            if not fine:
+            if index is not None and not fine:
                 where = f"step {index} in request {self.rows[row].request}{self.hint}"
                 raise NumericsError(f"logits must be finite, got NaN or infinity at {where}")
-
-
-def _read(picked_2X: torch.Tensor, ahead: Callable[[torch.Tensor], None] | None = None) -> tuple[list[int], list[int]]:
-    # the copy to the host goes before the work of `ahead`, so that the host does not wait for that
-    host, done = picked_2X, None
-    if picked_2X.is_cuda:
-        host = torch.empty(picked_2X.shape, dtype=picked_2X.dtype, pin_memory=True)
-        host.copy_(picked_2X, non_blocking=True)
-        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        done.record(torch.cuda.current_stream(picked_2X.device))
-    if ahead is not None:
-        ahead(picked_2X[TOKEN])
-    if done is not None:
-        done.synchronize()
-    token_X, fine_X = host.tolist()
-    return token_X, fine_X
+        return list(token_X)

@@ -146,7 +146,15 @@ class Run:
         self.describe(passes, start)
         if self.descriptors.launched:
             self.meter.began = self.meter.ended  # the device has worked on this step since then
-        self._tell_beginning()
+        if BeginStepEvent in self.observer.wants:
+            batch_pass, shape = self.batch_pass, self._shape()
+            event = BeginStepEvent(
+                step=self.step, slow=self.requests_of(sorted((*batch_pass.prompts, *batch_pass.slow))),
+                fast=self.requests_of(batch_pass.fast), reads_prompt=bool(batch_pass.prompts),
+                not_replayed=self.meter.not_replayed, cached_tokens=shape["cached_tokens"],
+                moved_bytes=shape["moved_bytes"],
+            )  # fmt: skip
+            self.observer.on(event)
 
     def describe(self, passes: Sequence[RequestPass], start: Sequence[int]) -> None:
         """Describe the pass that the requests have entered; `start` has their cached tokens before it."""
@@ -306,18 +314,6 @@ class Run:
     def shape(self) -> Shape:
         """Return the fields of `StepEvent` that the pass's requests share, before they end their step, if wanted."""
         return {"graphs": self.meter.replayed, **self._shape()} if StepEvent in self.observer.wants else {}
-
-    def _tell_beginning(self) -> None:
-        if BeginStepEvent not in self.observer.wants:
-            return
-        batch_pass, shape = self.batch_pass, self._shape()
-        event = BeginStepEvent(
-            step=self.step, slow=self.requests_of(sorted((*batch_pass.prompts, *batch_pass.slow))),
-            fast=self.requests_of(batch_pass.fast), reads_prompt=bool(batch_pass.prompts),
-            not_replayed=self.meter.not_replayed, cached_tokens=shape["cached_tokens"],
-            moved_bytes=shape["moved_bytes"],
-        )  # fmt: skip
-        self.observer.on(event)
 
     def _shape(self) -> dict[str, Any]:
         batch_pass, policy, meter = self.batch_pass, self.policy, self.meter

@@ -114,12 +114,6 @@ class RequestState:
         if self.next_packed is not None:
             self.packed_tokens, self.next_packed = self.next_packed, None
 
-    def take_back(self, tokens: int) -> None:
-        """Remove the last `tokens` tokens, drafts, and their steps."""
-        self.step -= tokens
-        self.length -= tokens
-        del self.tokens[len(self.tokens) - tokens :]
-
     def finish_step(self, token_id: int) -> None:
         """Note the token x_t of the step, and count the step if it is slow."""
         self.tokens.append(token_id)
