@@ -26,7 +26,7 @@ class Maintenance:
 
     def __init__(self, side: SideStream, *, together: bool = False, enough: int = TOGETHER) -> None:
         self.side, self.together, self._enough = side, together, enough
-        # by place of the ring, evidence, and the job that reads it: kept, as PyTorch's allocator would reuse its tensors
+        # by place of the ring: evidence, and the job that reads it, or PyTorch's allocator would reuse its tensors
         self._buffers: list[torch.Tensor | None] = [None] * side.places
         self._jobs: list[Job | None] = [None] * side.places
         self._next = 0

@@ -154,9 +154,7 @@ def _nbytes(notes: Mapping[str, Any]) -> int:
     return sum(tensor.nbytes for group in groups for tensor in group if isinstance(tensor, torch.Tensor))
 
 
-METERED = (
-    "prefill_seconds", "decode_seconds", "recording_seconds", "compiling_seconds", "not_replayed", "not_compiled",
-)  # fmt: skip
+METER = ("prefill_seconds", "decode_seconds", "recording_seconds", "compiling_seconds", "not_replayed", "not_compiled")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,7 +199,6 @@ class RunReport:
     def of(cls, run: Run) -> Self:
         """Sum a run up."""
         meter, stop_ids, evicts = run.meter, run.stop_ids, run.policy.evicts
-        metered = {name: getattr(meter, name) for name in METERED}
         requests = [RequestReport.of(state, stop_ids, evicts=evicts) for state in run.states]
         decoded = sum(max(0, len(request.token_ids) - 1) for request in requests)
         steady = steady_seconds(meter.laps)
@@ -214,7 +211,7 @@ class RunReport:
             kv_tiers=TierReport.of(run),
             steady_tokens_per_second=decoded / steady if steady else 0.0,
             settings=changed_settings(run.policy.config.to_dict()),
-            **metered,
+            **{name: getattr(meter, name) for name in METER},
         )
 
     def to_dict(self) -> dict[str, Any]:
