@@ -25,7 +25,7 @@ from sfi_kernels.pack import pack
 from tests.architectures import tiny
 from tests.core.conftest import TINY, tiny_qwen3
 from tests.fake_graph import FakeRecorder, Tape, use_tensors
-from tests.fakes import Listener, RecordingObserver
+from tests.fakes import Listener, RecordingObserver, positions
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on CPU tensors; test_on_a_gpu.py has the real thing")
 PROMPTS = [list(range(5, 45)), list(range(3, 28)), list(range(50, 57)), list(range(9, 50))]
@@ -75,10 +75,7 @@ def complete(monkeypatch, models, recorder):
 
 def told(observer: Listener) -> tuple[Any, ...]:
     """Return what the observer heard, without the padding of positions, diagnostics and times."""
-    chosen = {
-        (e.step, e.layer, e.request): [[p for p in head if p >= 0] for head in e.index_HK.tolist()]
-        for e in observer.selections
-    }
+    chosen = {(e.step, e.layer, e.request): positions(e.index_HK) for e in observer.selections}
     steps = [
         (e.step, e.request, e.position, e.token_id, e.reason, e.attended_tokens, e.context_tokens)
         for e in observer.steps

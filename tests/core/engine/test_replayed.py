@@ -104,6 +104,13 @@ def test_spans_that_nobody_hears_keep_no_step_from_being_replayed(complete):
     assert complete(True, Deaf(), max_new_tokens=4).paths["graph.replay"] > 0
 
 
+def bench_row(model: Any, asked: DecodeSettings) -> BenchRow:
+    (point,), (variant,), (batch,) = asked.points(), asked.variants(), asked.batches
+    prompts = Prompts.of(asked, point, 96, torch.device("cpu"))
+    bytes_ = ByteModel(weight_bytes=1000, batch=batch, row_bytes=8, heads=2, layers=1)
+    return BenchRow(model, variant, point, asked, prompts, stream(asked, batch, 96), bytes_)
+
+
 def test_a_benchmark_records_every_graph_before_it_measures(model, recorder):
     """Its warm-up meets every kind of step once."""
     asked = DecodeSettings(
@@ -111,11 +118,7 @@ def test_a_benchmark_records_every_graph_before_it_measures(model, recorder):
         slow_rate=Fraction(1, 3), engine=EngineOptions(backend="triton"),
         config=CONFIG.replace(trigger_delay=1),
     )  # fmt: skip
-    (point,), (variant,) = asked.points(), asked.variants()
-    given, tapes = stream(asked, 3, 96), []
-    prompts = Prompts.of(asked, point, 96, torch.device("cpu"))
-    bytes_ = ByteModel(weight_bytes=1000, batch=3, row_bytes=8, heads=2, layers=1)
-    ran = BenchRow(model, variant, point, asked, prompts, given, bytes_)
+    ran, tapes = bench_row(model, asked), []
     ran.on_step = lambda _: tapes.append(recorder.tapes)
     sample = run_ours(ran)
     ran.samples = [sample, sample]
@@ -136,10 +139,7 @@ def test_a_benchmark_says_why_steps_were_not_replayed(model, recorder):
         policies=("quest",), contexts=(40,), batches=(1,), baselines=(), steps=3, warm_up=1,
         engine=EngineOptions(backend="triton"), config=CONFIG.replace(trigger_delay=1),
     )  # fmt: skip
-    (point,), (variant,) = asked.points(), asked.variants()
-    prompts = Prompts.of(asked, point, 96, torch.device("cpu"))
-    bytes_ = ByteModel(weight_bytes=1000, batch=1, row_bytes=8, heads=2, layers=1)
-    ran = BenchRow(model, variant, point, asked, prompts, stream(asked, 1, 96), bytes_)
+    ran = bench_row(model, asked)
     ran.samples = [run_ours(ran)]
     (row,) = point_rows([ran], 1.0)
     reason = "CUDA graphs must be off with policy quest, which selects at fast steps"

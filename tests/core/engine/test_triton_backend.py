@@ -14,7 +14,7 @@ from sfi_core.settings.parts import DraftConfig, FreeKVConfig, SyncKVConfig
 from tests.architectures import BY_LABEL, prompts, tiny
 from tests.core.conftest import tiny_qwen3
 from tests.covering import case
-from tests.fakes import RecordingObserver, tokens, use_references
+from tests.fakes import RecordingObserver, positions, tokens, use_references
 
 VOCAB, NEW = 96, 4
 PROMPTS = [torch.randint(0, VOCAB, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (70, 30, 7)]
@@ -156,11 +156,6 @@ def test_slow_and_fast_requests_share_each_launch():
     spans = recorded("triton")[1].spans
     assert ("attention.mixed", 0) in spans
     assert ("attention.mixed", 1) in spans
-
-
-def positions(index_HK: torch.Tensor) -> list[list[int]]:
-    """Return each head's; a batch pads them to its longest request's number."""
-    return [[position for position in head if position >= 0] for head in index_HK.tolist()]
 
 
 def test_tokens_and_selections_are_those_of_the_references_with_their_diagnostics():

@@ -39,10 +39,7 @@ def text(length: int, *stops: int) -> list[int]:
 def test_step_after_a_boundary_token_is_slow():
     """Eq. 5: g_t = 1 if x_{t-1} is in T_trig."""
     assert slow_steps(text(10, 3, 6)) == {4: "trigger", 7: "trigger"}
-
-
-def test_the_first_generated_token_counts():
-    assert slow_steps(text(5, 0)) == {1: "trigger"}
+    assert slow_steps(text(5, 0)) == {1: "trigger"}, "the first generated token counts"
 
 
 @pytest.mark.parametrize("delay", [0, 1, 2])
@@ -67,10 +64,6 @@ def test_t_max_is_the_largest_number_of_consecutive_fast_steps(t_max: int):
     assert set(slow.values()) == {"t_max"}
 
 
-def test_a_trigger_is_named_when_both_are_due():
-    assert slow_steps(text(6, 4), t_max=4) == {5: "trigger"}
-
-
 @pytest.mark.parametrize(
     ("gap", "expected"), [(0, [3, 4, 6, 9]), (1, [3, 4, 6, 9]), (2, [3, 6, 9]), (4, [4, 9]), (5, [6]), (10, [])]
 )
@@ -80,7 +73,8 @@ def test_a_trigger_too_soon_after_a_slow_step_is_dropped(gap: int, expected: lis
     assert list(slow_steps(text(16, *stops), min_gap=gap)) == expected
 
 
-def test_min_gap_does_not_hold_t_max_back():
+def test_min_gap_does_not_hold_t_max_back_and_a_trigger_is_named_when_both_are_due():
+    assert slow_steps(text(6, 4), t_max=4) == {5: "trigger"}
     assert slow_steps(text(9), t_max=2, min_gap=8) == {3: "t_max", 6: "t_max", 9: "t_max"}
 
 
