@@ -88,10 +88,7 @@ class Layer:
         return with_logits.on(by)(query_1HGWD, *self._whole(row), **self.options, native=native)
 
     def check_prompt(self, row: int, query_1HGWD: torch.Tensor, out_1HGWE: torch.Tensor) -> None:
-        """Raise `NumericsError` if a prompt's attention on a CPU is not finite although its inputs are.
-
-        Builds of PyTorch have given NaN for bfloat16 on some processors; the logits tell of it too, but not why.
-        """
+        """Raise `NumericsError` if a prompt's attention on a CPU is not finite although its inputs are (bfloat16)."""
         if out_1HGWE.device.type != "cpu" or bool(out_1HGWE.isfinite().all()) or not self.run.store.whole_on_device:
             return
         key_PHND, value_PHNE, (table_P,), _ = self._whole(row)

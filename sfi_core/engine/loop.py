@@ -80,11 +80,7 @@ class Loop:
             token_B = yield from self._give(run, self.sampler, self.host.step(token_B))
 
     def decode_lossless(self, outcome: Outcome | None = None) -> Generator[NewTokens]:
-        """Yield the new tokens of each pass: none where a request drafts, one or more where it verifies.
-
-        The tokens are full attention's: a drafted token counts once a dense pass over the draft has picked the same
-        one, with the same random numbers. `outcome` is that of `Drafts`.
-        """
+        """Yield full attention's tokens of each pass: none where a request drafts, one or more where it verifies."""
         token_B = yield from self._first()
         host, sampler = self.host, self.sampler
         drafts = Drafts(host.run, host.draft_rule(), self.limits, outcome)

@@ -1,8 +1,4 @@
-"""One run of the slow-fast decoder over a batch: the KV store, the requests' states, and each step.
-
-The host, any library that runs the model, announces each forward pass, hands over every layer's keys, values and
-queries, and reports the sampled tokens.
-"""
+"""One run of the slow-fast decoder over a batch: the KV store, the requests' states, and each step, for any host."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -210,10 +206,7 @@ class Run:
         return self.meter.lap(kind, prefill=not self.batch_pass.decodes)
 
     def count_selected(self) -> None:
-        """Begin to count the rows that fast requests read of what their selections packed, unless the policy `fills`.
-
-        The host does not wait here, but looks once it has the step's tokens.
-        """
+        """Begin to count the packed rows that fast requests read, unless the policy `fills`, without waiting."""
         sparse = self.layers.difference(self.policy.config.dense_layers)
         lengths = [self.segments[layer].length_BH for layer in sorted(sparse.intersection(self.segments))]
         if self.policy.fills or not (self.batch_pass.fast and lengths):

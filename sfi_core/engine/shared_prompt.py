@@ -1,8 +1,4 @@
-"""A prompt that is read once, by `read_prompt`, and decoded under many settings: its keys, values and queries.
-
-A run that begins with the shared prompt makes its own first selection and tells its observers the same events as a run
-that read the prompt. Benchmarks fill such a prompt with random numbers.
-"""
+"""A prompt that is read once, by `read_prompt`, and decoded under many settings: its keys, values and queries."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -66,7 +62,7 @@ class SharedPrompt:
         return self.store.copy() if self.copied else self.store
 
     def begin(self, run: Run) -> None:
-        """Start a run over `store_for_a_run` at the end of the prompts."""
+        """Start a run over `store_for_a_run` at the prompts' end: a first selection of its own, events."""
         run.meter.prefill_seconds = self.seconds
         for state in run.requests:
             state.tally.prefill_seconds = self.seconds

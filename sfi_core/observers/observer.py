@@ -34,10 +34,7 @@ class Observer(Protocol):
 
 
 class NullObserver:
-    """Observes nothing, at no cost: a base for observers, which have methods of `HANDLERS`, `on` or `span`.
-
-    What a class has is what it `wants`, unless it says so itself.
-    """
+    """Observes nothing: a base for observers, who want what they define: methods of `HANDLERS`, `on` or `span`."""
 
     wants: Wanted = frozenset()
 

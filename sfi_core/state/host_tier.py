@@ -90,10 +90,7 @@ class LayerTiers:
             self.value_BRTE[row, place, new] = value_HTE[head]
 
     def complete(self, ring_page: int, start: int, key_HTD: torch.Tensor, value_HTE: torch.Tensor) -> torch.Tensor:
-        """Return the pages that new tokens, from position `start` on, complete, in the host's layout.
-
-        They are not in the ring yet; `ring_page` has the tokens of the same page before them.
-        """
+        """Return the pages that tokens from `start` on complete, in the host's layout; `ring_page` has those before."""
         N = self.host.page_size
         if before := start % N:
             old_key, old_value = (x[ring_page, :, :before] for x in self.ring.tensors[:2])

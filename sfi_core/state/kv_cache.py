@@ -83,16 +83,13 @@ GROWTH = 256  # spare tokens for runs of unknown length
 
 
 class KVCache(PagedView):
-    """Owns the pages of every layer, allocated at the layer's first `append`; `grow` adds pages behind all others.
-
-    Keys and values are rounded to `dtype`; None keeps theirs.
-    """
+    """Owns the pages of every layer, allocated at the layer's first `append`; `grow` adds pages behind all others."""
 
     def __init__(
         self, batch: int, capacity: int, page_size: int | None = None, backend: str = "torch", *,
         dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
-        """Plan for `capacity` tokens in each of `batch` requests; without a `page_size`, in one page each."""
+        """Plan for `capacity` tokens in each of `batch` requests, each in one page or in pages of a size, of a `dtype`."""
         self._one_page, self._dtype = page_size is None, dtype
         page_size = page_size or capacity
         self.pages_per_request = -(-capacity // page_size)

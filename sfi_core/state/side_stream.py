@@ -1,7 +1,4 @@
-"""Work beside the main stream: a job starts after all that the main stream had been given before the job.
-
-Jobs run in order; the main stream waits for one only by `wait` and `join`.
-"""
+"""Work beside the main stream: jobs, in order, each after all that the main stream had been given before it."""
 
 import threading
 from collections.abc import Callable
@@ -12,10 +9,8 @@ _made = threading.local()
 
 
 def stream_of(device: torch.device, role: str, priority: int = 0) -> torch.cuda.Stream:
-    """Return the stream of a role on a CUDA device, one per thread; a lower `priority` goes first.
-
-    Runs share it: PyTorch's allocator reuses freed memory on the same stream only, and cuBLAS keeps a workspace each.
-    """
+    """Return the stream of a role on a CUDA device, one per thread; a lower `priority` goes first."""
+    # runs share it: PyTorch's allocator reuses freed memory on one stream only, and cuBLAS keeps a workspace for each
     streams: dict[tuple[str, str], torch.cuda.Stream] = _made.__dict__.setdefault("streams", {})
     key = (str(device), role)
     if key not in streams:

@@ -57,10 +57,9 @@ class StepGraphs:
     def __init__(
         self, run: Run, forward: ForwardPass, recorder: Recorder, *, required: bool, patient: bool = True
     ) -> None:
-        """Take over a run's decoding steps, after its prefill.
+        """Take over a run's decoding steps, after its prefill; if `required`, a model must not wait for the device.
 
-        If `required`, a model that waits for the device is an error. If `patient`, a kind of steps other than the plain
-        fast one is recorded only when it comes for the second time: recording takes as long as three steps.
+        If `patient`, only plain fast steps are recorded at the first of a kind: recording takes as long as three steps.
         """
         self._run, self._forward, self._recorder, self._required = run, forward, recorder, required
         self.given_up = ""
