@@ -89,7 +89,7 @@ class KVCache(PagedView):
         self, batch: int, capacity: int, page_size: int | None = None, backend: str = "torch", *,
         dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
-        """Plan for `capacity` tokens in each of `batch` requests, each in one page or in pages of a size, of a `dtype`."""
+        """Plan for `capacity` tokens in each of `batch` requests, each in one page, or in pages of `page_size`."""
         self._one_page, self._dtype = page_size is None, dtype
         page_size = page_size or capacity
         self.pages_per_request = -(-capacity // page_size)
