@@ -69,7 +69,6 @@ def test_an_audit_leaves_the_seed_alone():
 
 @pytest.mark.parametrize("label", ["gemma-2", "gpt-oss", "deepseek-v3", "gpt-2"])
 def test_sliding_windows_sinks_and_latents_are_as_they_were(label):
-    """What the shadow pass does to transformers' own sliding-window layers is taken back."""
     settings = {"model": tiny(label), "rows": prompts(40, 17)}
     observer = RecordingObserver()
     watched = complete(**settings, observers=[observer], audit=AUDIT)
@@ -266,7 +265,6 @@ def test_the_divergence_of_two_coins():
 
 
 def test_no_divergence_is_negative():
-    """Distributions that differ by roundings: the terms of their divergence cancel."""
     dense_RV = 3 * torch.randn(256, 96)
     ours_RV = dense_RV + 1e-6 * torch.randn(256, 96)
     found = compare_logits(ours_RV, dense_RV)

@@ -94,7 +94,6 @@ def test_a_window_that_moves_in_its_buffer(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.parametrize("policy", ["full-kv", "sfi", "codescan"])
 def test_threads_share_a_step(monkeypatch: pytest.MonkeyPatch, policy: str):
-    """As many as there are cores; more would wait at a barrier for threads that the pool has not."""
     monkeypatch.setattr(replays.ModelPass, "threads", 500)
     monkeypatch.setattr(compiled_steps, "PART", 8)
     assert_same("llama", policy)

@@ -84,7 +84,6 @@ def test_twice_as_many_steps_leave_as_many_counts(complete, monkeypatch):
 
 @pytest.mark.parametrize("graphs", [True, False])
 def test_selections_that_nobody_hears_make_no_events(complete, monkeypatch, graphs):
-    """And the run packs what it packs where somebody hears them."""
 
     def told(*observers: Any) -> list[Any]:
         requests = complete(graphs, *observers).requests
@@ -112,7 +111,6 @@ def bench_row(model: Any, asked: DecodeSettings) -> BenchRow:
 
 
 def test_a_benchmark_records_every_graph_before_it_measures(model, recorder):
-    """Its warm-up meets every kind of step once."""
     asked = DecodeSettings(
         policies=("sfi",), contexts=(40,), batches=(3,), baselines=(), steps=9, warm_up=4,
         slow_rate=Fraction(1, 3), engine=EngineOptions(backend="triton"),
@@ -134,7 +132,6 @@ def test_a_benchmark_records_every_graph_before_it_measures(model, recorder):
 
 
 def test_a_benchmark_says_why_steps_were_not_replayed(model, recorder):
-    """Where graphs were expected: the row has the reason, and the document a note."""
     asked = DecodeSettings(
         policies=("quest",), contexts=(40,), batches=(1,), baselines=(), steps=3, warm_up=1,
         engine=EngineOptions(backend="triton"), config=CONFIG.replace(trigger_delay=1),

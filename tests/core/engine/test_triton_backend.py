@@ -82,14 +82,12 @@ def test_every_policy_gives_the_tokens_of_the_references(policy: str, more: Any,
     ids=str,
 )
 def test_every_setting_gives_the_tokens_of_the_references(change: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
-    """Each kernel has tests of its own with all settings; here the references stand in for them."""
     use_references(monkeypatch)  # which read numbers on the host: no graphs
     options = {"prompts": PROMPTS[1:], "config": CONFIG.replace(**change), "graphs": False}
     assert tokens(complete("triton", **options)) == tokens(complete("torch", **options))
 
 
 def test_with_room_for_everything_it_is_full_attention(monkeypatch: pytest.MonkeyPatch):
-    """A budget of all positions selects every one of them."""
     use_references(monkeypatch)
     config, prompts = CONFIG.replace(budget=200), PROMPTS[1:2]
     full = complete("torch", prompts, policy="full-kv")
@@ -152,7 +150,6 @@ def test_the_report_counts_launches():
 
 
 def test_slow_and_fast_requests_share_each_launch():
-    """One attention launch a layer and step, as counted above, however the batch mixes."""
     spans = recorded("triton")[1].spans
     assert ("attention.mixed", 0) in spans
     assert ("attention.mixed", 1) in spans
@@ -203,7 +200,6 @@ def test_a_page_that_holds_no_whole_tiles_is_refused():
     ids=["ragged", "alone", "codescan", "snapkv"],
 )
 def test_both_backends_draft_and_verify_alike(rows: list[list[int]], policy: str, monkeypatch):
-    """What a verification selects shows in the next drafts, and how many of them are kept."""
     if DEVICE == "cpu":
         use_references(monkeypatch)
     # more drafts than recent tokens: taken back values were in the sums of codescan

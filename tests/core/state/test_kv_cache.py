@@ -23,7 +23,6 @@ def filled(capacity: int, page_size: int | None = None, dtype: Any = torch.float
 
 @pytest.mark.parametrize(("page_size", "dtype"), each_value([None, 1, 5, 16, 64], DTYPES))
 def test_tokens_are_found_again_across_page_borders(page_size: int | None, dtype: torch.dtype):
-    """Position j is the j-th token of the request's own prompt: left padding is dropped."""
     written = filled(40, page_size, dtype)
     for count in ((17, 17, 17), (1, 1, 1), (15, 0, 7), (7, 20, 1)):
         written.append(*count)
@@ -55,7 +54,6 @@ def test_nothing_is_written_beyond_a_request_s_tokens():
 
 @pytest.mark.parametrize(("capacity", "page_size", "room"), [(10, None, 10), (10, 4, 12)])
 def test_one_token_too_many_is_refused(capacity: int, page_size: int | None, room: int):
-    """Several pages round the room up to whole pages."""
     written = filled(capacity, page_size)
     written.append(room, 1, 1)
     written.assert_found()
@@ -121,7 +119,6 @@ def test_norms_of_one_page_are_a_view():
 
 
 def test_one_page_per_request_is_a_contiguous_tensor():
-    """PyTorch's SDPA reads the page without a copy."""
     written = filled(20)
     written.append(6, 6, 6)
     pages = written.store.layers[0]

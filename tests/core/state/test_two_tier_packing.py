@@ -73,7 +73,6 @@ def test_heads_that_are_not_packed_keep_their_rows(side: str):
 
 @pytest.mark.parametrize("side", SIDES)
 def test_rows_that_come_late_are_the_last_selection(side: str):
-    """Two selections before anybody waits, and tokens that come in between."""
     packing = Packing(SIDES[side](), 41, 12, 33)
     packing.pack([0], [2], [[[5, 9], [6, 7]]])
     packing.written.append(3, 3, 3, into=[packing.cache])

@@ -49,7 +49,6 @@ def test_a_delay_puts_the_slow_step_off_by_that_many_steps(delay: int):
 
 @pytest.mark.parametrize("delay", [0, 1, 2])
 def test_tokens_of_the_prompt_never_trigger(delay: int):
-    """Only x_0, x_1, ... are asked, however far the delay looks back."""
     assert slow_steps(text(6), trigger_delay=delay) == {}
     state = RequestState(prompt_tokens=10, length=10, step=0)
     trigger = Trigger(frozenset({STOP}), PAPER.replace(trigger_delay=delay))
@@ -58,7 +57,6 @@ def test_tokens_of_the_prompt_never_trigger(delay: int):
 
 @pytest.mark.parametrize("t_max", [0, 1, 2, 5])
 def test_t_max_is_the_largest_number_of_consecutive_fast_steps(t_max: int):
-    """After t_max fast steps the next is slow; 0 makes every step slow."""
     slow = slow_steps(text(30), t_max=t_max)
     assert list(slow) == list(range(t_max + 1, 31, t_max + 1))
     assert set(slow.values()) == {"t_max"}
