@@ -339,12 +339,6 @@ def test_what_cannot_be_replayed_is_refused_with_the_reason(complete, recorder, 
     assert recorder.tapes == 0
 
 
-def test_a_sliding_window_cannot_be_replayed(recorder):
-    engine = EngineOptions(backend="triton", graphs=True)
-    with pytest.raises(ConfigError, match="must be off with layers of sliding windows"):
-        sfi_core.generate(tiny("gemma-2"), None, PROMPTS[2:3], CONFIG, engine=engine)
-
-
 def test_graphs_on_a_cpu_are_refused(models):
     options = {"max_new_tokens": 2, "stop_token_ids": ()}
     with pytest.raises(BackendError, match=r"^CUDA graphs need a CUDA device, got cpu; use --set engine.graphs=false$"):
@@ -353,16 +347,13 @@ def test_graphs_on_a_cpu_are_refused(models):
     assert not any(name.startswith("graph") for name in report.paths)
 
 
-def test_graphs_need_the_triton_backend(models, recorder):
+def test_windows_another_backend_and_another_loop_than_ours_cannot_replay(models, recorder):
+    engine, model = EngineOptions(backend="triton", graphs=True), models["qwen3"]
+    with pytest.raises(ConfigError, match="must be off with layers of sliding windows"):
+        sfi_core.generate(tiny("gemma-2"), None, PROMPTS[2:3], CONFIG, engine=engine)
     with pytest.raises(BackendError, match=r"^CUDA graphs need the triton backend, got torch"):
-        sfi_core.generate(models["qwen3"], None, PROMPTS[2:3], CONFIG, engine=EngineOptions(graphs=True))
-
-
-def test_another_loop_than_ours_cannot_replay(models, recorder):
-    ids = torch.tensor(PROMPTS[2:3])
-    engine = EngineOptions(backend="triton", graphs=True)
-    with (
-        slow_fast(models["qwen3"], None, CONFIG, engine=engine),
-        pytest.raises(ConfigError, match=r"must be off in model.generate"),
-    ):
-        models["qwen3"].generate(ids, max_new_tokens=3, do_sample=False, eos_token_id=-1, pad_token_id=0)
+        sfi_core.generate(model, None, PROMPTS[2:3], CONFIG, engine=EngineOptions(graphs=True))
+    said = pytest.raises(ConfigError, match=r"must be off in model.generate")
+    with slow_fast(model, None, CONFIG, engine=engine), said:
+        ids = torch.tensor(PROMPTS[2:3])
+        model.generate(ids, max_new_tokens=3, do_sample=False, eos_token_id=-1, pad_token_id=0)
