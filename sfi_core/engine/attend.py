@@ -27,7 +27,7 @@ from sfi_core.engine.select import (
 )
 from sfi_core.errors import BackendError, unknown
 from sfi_core.settings.engine import BACKENDS, PAGE_SIZE
-from sfi_core.state.layer_shape import LayerShape
+from sfi_core.state.layer_pages import LayerShape
 from sfi_core.state.request import RequestState
 from sfi_kernels.attention_tile.shape import check_limits
 from sfi_kernels.decode_attention import DecodeAttention, decode_attention

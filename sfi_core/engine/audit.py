@@ -13,7 +13,7 @@ from sfi_core.observers.events import AuditEvent
 from sfi_core.observers.observer import NullObserver
 from sfi_core.policies.base import Policy
 from sfi_core.settings.engine import AuditConfig
-from sfi_core.state.layer_shape import LayerShape
+from sfi_core.state.layer_pages import LayerShape
 from sfi_core.state.request import RequestState
 from sfi_kernels.step_descriptor import FAST, SLOW
 from sfi_kernels.top_k import top_k
