@@ -109,8 +109,8 @@ class KVCache(PagedView):
             key_BHTD, value_BHTE = key_BHTD.to(self._dtype), value_BHTE.to(self._dtype)
         if layer not in self.layers:
             self.block_table_BP = self.block_table_BP.to(key_BHTD.device)
-            count = self.batch * self.pages_per_request
-            self.layers[layer] = LayerPages.empty(key_BHTD, value_BHTE, count, self.page_size)
+            allocated = self.batch * self.pages_per_request
+            self.layers[layer] = LayerPages.empty(key_BHTD, value_BHTE, allocated, self.page_size)
         pages = self.layers[layer]
         append.on(self.backend)(key_BHTD, value_BHTE, start_B, count_B, *pages.tensors, self.block_table_BP)
         return pages
