@@ -38,6 +38,11 @@ def int32(values: Any) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
+def positions(index_HK: torch.Tensor) -> list[list[int]]:
+    """Return each head's; a batch pads them to its longest request's number."""
+    return [[position for position in head if position >= 0] for head in index_HK.tolist()]
+
+
 def break_logits(model: Any, when: Callable[[], bool], row: Any = slice(None)) -> Any:
     """Make the logits NaN for as long as `when()` holds; returns the hook, which is a context."""
 

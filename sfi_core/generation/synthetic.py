@@ -11,7 +11,7 @@ from sfi_core.hosts.transformers.own_layers import take_states
 from sfi_core.hosts.transformers.session import Session
 from sfi_core.hosts.transformers.shapes import cached_layers
 from sfi_core.state.kv_store import KVStore
-from sfi_core.state.layer_shape import LayerShape
+from sfi_core.state.layer_pages import LayerShape
 from sfi_core.state.two_tier import TwoTierStore
 
 BLOCK = 1024  # random tokens; a longer context repeats them, turned

@@ -8,7 +8,7 @@ from sfi_core.distributed.ranks import local, ranks_of
 from sfi_core.models.block_linear import BlockLayer
 from sfi_core.models.load import BUNDLED
 from sfi_core.models.rotation import most_positions
-from sfi_core.state.layer_shape import LayerShape
+from sfi_core.state.layer_pages import LayerShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

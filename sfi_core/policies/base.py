@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 
 from sfi_core.distributed.ranks import ALONE, Ranks
 from sfi_core.settings.config import SfiConfig
-from sfi_core.state.layer_shape import LayerShape
+from sfi_core.state.layer_pages import LayerShape
 from sfi_core.state.request import RequestState
 from sfi_kernels.code_scan import BatchCodes, Choice
 from sfi_kernels.constants import MASKED_SCORE

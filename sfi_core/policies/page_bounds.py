@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 
 from sfi_core.policies.base import LayerContext, Notes
-from sfi_core.state.layer_shape import LayerShape
+from sfi_core.state.layer_pages import LayerShape
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 

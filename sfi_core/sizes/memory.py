@@ -14,7 +14,7 @@ from sfi_core.errors import MemoryForecastError
 from sfi_core.machine.memory import free_bytes, resident_bytes
 from sfi_core.models.linear import crawls
 from sfi_core.policies.base import Policy
-from sfi_core.state.layer_shape import LayerShape
+from sfi_core.state.layer_pages import LayerShape
 
 FLOAT32 = INT32 = 4
 # bytes of a logit that is being picked from, at most: its float32 copy and score, with a sorted copy and its

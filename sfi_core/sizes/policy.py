@@ -11,8 +11,7 @@ from sfi_core.policies import Policy, Triggered, policy_class
 from sfi_core.settings.config import SfiConfig
 from sfi_core.sizes.memory import FLOAT32, packed_rows
 from sfi_core.sizes.step import ByteModel, fast_tokens
-from sfi_core.state.layer_shape import LayerShape
-from sfi_core.state.packed_segment import SegmentShape
+from sfi_core.state.layer_pages import LayerShape, SegmentShape
 from sfi_core.state.request import RequestState
 from sfi_core.triggers.trigger import Trigger
 

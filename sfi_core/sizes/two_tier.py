@@ -12,7 +12,7 @@ from sfi_core.policies.base import Policy
 from sfi_core.settings.engine import DeviceBudget
 from sfi_core.sizes.memory import FLOAT32, INT32, packed_rows
 from sfi_core.state.host_tier import BUFFERS, block_tokens
-from sfi_core.state.layer_shape import LayerShape
+from sfi_core.state.layer_pages import LayerShape
 
 
 @dataclass(frozen=True, slots=True)

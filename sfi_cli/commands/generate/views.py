@@ -12,7 +12,6 @@ from sfi_core.engine.report_text import (
     settings_line,
     speed_words,
     tier_lines,
-    weight_lines,
 )
 from sfi_core.settings.config import changed_settings
 
@@ -47,7 +46,7 @@ def report_lines(document: dict[str, Any]) -> list[str]:
     lines += tier_lines(document["kv_tiers"])
     lines += fused_lines(document["fused"], document["left_alone"])
     lines += _speed_lines(document)
-    return lines + launch_lines(document) + weight_lines(document["not_blocks"])
+    return lines + launch_lines(document)
 
 
 def _verdict(document: dict[str, Any]) -> str:

@@ -14,7 +14,7 @@ from sfi_core.models.source import HEADS, folder_of, model_digest
 from sfi_core.policies import Policy
 from sfi_core.policies.built_in.synckv import SyncKV
 from sfi_core.settings.config import SfiConfig
-from sfi_core.state.layer_shape import LayerShape
+from sfi_core.state.layer_pages import LayerShape
 
 # by setting: what it asks for, and the values that ask for nothing
 REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {

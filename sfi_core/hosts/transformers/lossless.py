@@ -7,7 +7,7 @@ from sfi_core.errors import ConfigError
 from sfi_core.policies import POLICIES
 from sfi_core.policies.base import Policy
 from sfi_core.settings.engine import EngineOptions
-from sfi_core.state.layer_shape import LayerShape
+from sfi_core.state.layer_pages import LayerShape
 
 LEAST_WINDOW = 3  # a sliding window that still holds a token before a draft of one
 

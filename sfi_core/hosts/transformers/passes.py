@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from sfi_core.engine.audit import compare_logits
-from sfi_core.engine.derived_runs import dense_twin
+from sfi_core.engine.audit import compare_logits, dense_twin
 from sfi_core.engine.run import Run
 from sfi_core.errors import ConfigError
 from sfi_core.hosts.transformers.cache import SfiCache

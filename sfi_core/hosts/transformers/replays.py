@@ -11,7 +11,7 @@ import torch
 
 from sfi_core.engine.compiled_steps import CompiledSteps, StepModel
 from sfi_core.engine.graphs import recorder
-from sfi_core.engine.graphs.lookahead import audits_next
+from sfi_core.engine.graphs.buffers import audits_next
 from sfi_core.engine.graphs.steps import StepGraphs
 from sfi_core.engine.run import Run
 from sfi_core.errors import BackendError, ConfigError, SfiError

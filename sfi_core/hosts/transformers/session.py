@@ -42,7 +42,7 @@ from sfi_core.settings.engine import PAGE_SIZE, AuditConfig, EngineOptions
 from sfi_core.sizes import memory
 from sfi_core.state.kv_cache import KVCache
 from sfi_core.state.kv_store import KVStore
-from sfi_core.state.layer_shape import LayerShape
+from sfi_core.state.layer_pages import LayerShape
 from sfi_core.state.side_stream import ring_places
 from sfi_core.triggers.trigger import Trigger, resolve_triggers
 

@@ -17,7 +17,7 @@ from sfi_core.hosts.transformers.cache import CACHE_NAME, SfiCache
 from sfi_core.hosts.transformers.checks import check_supported
 from sfi_core.hosts.transformers.own_layers import of_own_kind, states
 from sfi_core.hosts.transformers.routing import looking, routed
-from sfi_core.state.layer_shape import LayerShape
+from sfi_core.state.layer_pages import LayerShape
 
 Arrived = tuple[torch.Tensor, torch.Tensor, int]  # keys, values, and the number of query heads
 # passes of so many tokens each that must leave the same states

@@ -26,7 +26,7 @@ from sfi_core.hosts.vllm.planner import Scheduled
 from sfi_core.hosts.vllm.settings import PluginOptions, Settings, check_host
 from sfi_core.models.load import load_tokenizer
 from sfi_core.policies import policy_class
-from sfi_core.state.layer_shape import LayerShape
+from sfi_core.state.layer_pages import LayerShape
 from sfi_core.triggers.trigger import resolve_triggers
 
 __all__ = [

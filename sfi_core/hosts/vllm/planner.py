@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sfi_core.engine.ledger import OpenStep, Reads, RequestPass, enter, plan_step, step_shape
+from sfi_core.engine.ledger import Reads, RequestPass, close_step, enter, plan_step, step_fields, step_shape
 from sfi_core.engine.report import RequestReport
 from sfi_core.hosts.vllm.settings import RequestSettings
 from sfi_core.observers.observer import NullObserver, Observer
@@ -89,7 +89,7 @@ class Tracked:
     slot: int = NO_SLOT
     begun: bool = False
     blocks: list[int] = field(default_factory=list)
-    pending: deque[tuple[OpenStep, Mapping[str, Any]]] = field(default_factory=deque)
+    pending: deque[tuple[Mapping[str, Any], Mapping[str, Any]]] = field(default_factory=deque)
     preempted: int = 0
 
     def report(self) -> dict[str, Any]:
@@ -237,7 +237,7 @@ class Planner:
             reason = "resumed" if state.tokens else "first"
             return RequestPass(PROMPT, count, reason, state.length + count == tracked.live.num_tokens)
         if tracked.slot == NO_SLOT:
-            return RequestPass.decode(slow=True, reason="dense")
+            return RequestPass.decode("dense")
         return plan_step(tracked.policy, [state])[0]
 
     def _step(self, tracked: Tracked) -> None:
@@ -249,8 +249,7 @@ class Planner:
             state.note_packed(config.sink, 0)
         audit = None if tracked.slot == NO_SLOT else self._audit
         reads = Reads.of(state, policy, self._layers, self._dense_layers)
-        step = OpenStep.of(state, audit, self.step, reads)
-        tracked.pending.append((step, self.shape))
+        tracked.pending.append((step_fields(state, self.step, reads, audit), self.shape))
 
     def _shape_of(self, entries: Sequence[Entry], planned: Sequence[Tracked]) -> dict[str, Any]:
         row_bytes = self.row_bytes
@@ -270,8 +269,8 @@ class Planner:
             if not tracked.pending:
                 state.tokens.append(token)
                 continue
-            step, shape = tracked.pending.popleft()
-            event = step.close(state, token, elapsed_us=elapsed * 1e6, **shape)
+            fields, shape = tracked.pending.popleft()
+            event = close_step(fields, state, token, elapsed_us=elapsed * 1e6, **shape)
             if event.step > 0:
                 self.totals["attended"] += event.attended_tokens
                 self.totals["context"] += event.context_tokens

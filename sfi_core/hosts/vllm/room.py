@@ -27,7 +27,7 @@ from sfi_core.hosts.vllm.worker import WorkerEngine, codes_of
 from sfi_core.machine.memory import resident_bytes, total_bytes
 from sfi_core.sizes.memory import packed_rows
 from sfi_core.sizes.policy import check_slots, norm_count
-from sfi_core.state.packed_segment import PackedSegment, SegmentShape
+from sfi_core.state.layer_pages import PackedSegment, SegmentShape
 from sfi_kernels.code_scan import BatchCodes
 
 FULL = {"full_attention", "attention", "hybrid"}  # transformers' names; hybrid layers have a state beside it

@@ -7,13 +7,12 @@ from typing import Any, NoReturn
 import torch
 
 from sfi_core.engine.attend import attend, end_prompts
-from sfi_core.engine.derived_runs import forget, open_row
 from sfi_core.engine.ledger import RequestPass
+from sfi_core.engine.loop import forget, open_row
 from sfi_core.engine.run import Run
 from sfi_core.hosts.vllm.planner import NO_SLOT, Entry, Plan
 from sfi_core.state.kv_cache import PagedView
-from sfi_core.state.layer_pages import LayerPages
-from sfi_core.state.packed_segment import SegmentShape
+from sfi_core.state.layer_pages import LayerPages, SegmentShape
 from sfi_core.state.request import RequestState
 from sfi_kernels.code_scan import BatchCodes
 from sfi_kernels.step_descriptor import sent

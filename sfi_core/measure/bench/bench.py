@@ -25,7 +25,7 @@ from sfi_core.models.describe import ModelWeights, describe_model
 from sfi_core.settings.config import SfiConfig
 from sfi_core.sizes.memory import largest_batch
 from sfi_core.sizes.step import ByteModel
-from sfi_core.state.layer_shape import LayerShape
+from sfi_core.state.layer_pages import LayerShape
 
 Progress = Callable[[str, int, int], None]
 STATED = (

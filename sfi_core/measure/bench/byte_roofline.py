@@ -15,7 +15,7 @@ from sfi_core.models.describe import ModelWeights, describe_model
 from sfi_core.sizes.memory import CPU_SLACK, forecast, largest_batch
 from sfi_core.sizes.policy import PolicyReads
 from sfi_core.sizes.step import ByteModel
-from sfi_core.state.layer_shape import LayerShape
+from sfi_core.state.layer_pages import LayerShape
 from sfi_core.state.side_stream import ring_places
 
 MOST_REQUESTS = 1 << 16

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from sfi_core.engine.meter import steady_seconds
+from sfi_core.engine.ledger import steady_seconds
 from sfi_core.engine.report import TierReport
 from sfi_core.measure.bench.settings import LEAST_STEPS
 from sfi_core.state.request import Tally

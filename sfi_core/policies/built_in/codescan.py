@@ -24,7 +24,7 @@ from typing import ClassVar
 import torch
 
 from sfi_core.policies.base import BatchContext, Companion, LayerContext, Notes, Policy
-from sfi_core.state.layer_shape import LayerShape
+from sfi_core.state.layer_pages import LayerShape
 from sfi_core.state.request import RequestState
 from sfi_kernels.code_scan import KEPT, SLOTS, Choice, CodeBasis, bits_of, code_scan, code_tokens, encode_keys, words
 from sfi_kernels.compiled import fastest

@@ -16,7 +16,7 @@ import torch
 from sfi_core.policies.base import Companion, LayerContext, Policy, Rule, Selection, stacked
 from sfi_core.policies.page_bounds import best_pages, bounds, extremes, extremes_bytes
 from sfi_core.settings.config import SfiConfig
-from sfi_core.state.layer_shape import LayerShape
+from sfi_core.state.layer_pages import LayerShape
 from sfi_core.state.request import RequestState
 
 

@@ -21,7 +21,7 @@ from sfi_core.policies.page_bounds import (
     likely_logits,
     moments_of,
 )
-from sfi_core.state.layer_shape import LayerShape
+from sfi_core.state.layer_pages import LayerShape
 from sfi_core.state.request import RequestState
 
 # by `baseline.score`: what is kept of a page, and its score

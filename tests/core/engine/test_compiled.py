@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from sfi_core import AuditConfig, EngineOptions, SfiConfig, generate, load
-from sfi_core.engine.meter import Meter, steady_seconds
+from sfi_core.engine.ledger import Meter, steady_seconds
 from sfi_kernels import compiled
 from sfi_kernels.compiled import telling
 from sfi_kernels.decode_attention import sparse_attention
 from tests.architectures import prompts, tiny
-from tests.fakes import RecordingObserver
+from tests.fakes import RecordingObserver, positions
 
 pytest.importorskip("numba")
 from numba.core import event
@@ -62,8 +62,7 @@ def assert_same(compiled: Any, plain: Any) -> None:
     assert seen.spans == also.spans
     assert len(seen.selections) == len(also.selections) > 0
     for mine, theirs in zip(seen.selections, also.selections, strict=True):
-        chosen, others = ([[j for j in head if j >= 0] for head in one.index_HK.tolist()] for one in (mine, theirs))
-        assert chosen == others
+        assert positions(mine.index_HK) == positions(theirs.index_HK)
     assert len(seen.audits) == len(also.audits) > 0
     for mine, theirs in zip(seen.audits, also.audits, strict=True):
         for name in ("retained_H", "output_error_H", "read_HK"):
@@ -248,5 +247,4 @@ def test_heads_shared_by_threads_give_the_same(monkeypatch):
     for mine, theirs in zip(shared[0].requests, alone[0].requests, strict=True):
         assert mine.token_ids == theirs.token_ids
     for mine, theirs in zip(shared[1].selections, alone[1].selections, strict=True):
-        chosen, others = ([[j for j in head if j >= 0] for head in one.index_HK.tolist()] for one in (mine, theirs))
-        assert chosen == others
+        assert positions(mine.index_HK) == positions(theirs.index_HK)

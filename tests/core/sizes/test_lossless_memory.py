@@ -16,7 +16,7 @@ from sfi_core.observers.observer import NullObserver, Observer
 from sfi_core.settings.parts import DraftConfig
 from sfi_core.sizes.memory import COMPARING, CPU_SLACK, PICKING, Drafting, forecast
 from sfi_core.sizes.policy import untriggered
-from sfi_core.state.layer_shape import LayerShape
+from sfi_core.state.layer_pages import LayerShape
 from tests.core.conftest import tiny_qwen3
 
 VOCABULARY = 40_000

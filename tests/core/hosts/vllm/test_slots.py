@@ -15,8 +15,7 @@ from sfi_core.policies import Policy
 from sfi_core.settings.config import SfiConfig
 from sfi_core.sizes.memory import packed_rows
 from sfi_core.sizes.policy import check_slots, norm_count, untriggered
-from sfi_core.state.layer_shape import LayerShape
-from sfi_core.state.packed_segment import PackedSegment, SegmentShape
+from sfi_core.state.layer_pages import LayerShape, PackedSegment, SegmentShape
 
 CONFIG = SfiConfig().replace(budget=100, sink=4, recent=8)
 SHAPE = SegmentShape(heads=2, key_width=8, value_width=4, dtype=torch.float16, device=torch.device("cpu"))
@@ -94,7 +93,7 @@ class Runner:
 
 
 def entry(request: int, start: int, count: int = 1) -> Entry:
-    piece, step = RequestPass.prompt(count, ends=False), RequestPass.decode(slow=True, reason="")
+    piece, step = RequestPass.prompt(count, ends=False), RequestPass.decode("trigger")
     one = step if count == 1 else piece
     return Entry(request, request, start, 100 + request, one)
 

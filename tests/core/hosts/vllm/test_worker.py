@@ -40,7 +40,7 @@ class Request:
         return Entry(self.number, self.slot, start, block, one, step, **options)
 
 
-FAST_STEP, SLOW_STEP = (RequestPass.decode(slow=slow, reason="trigger" if slow else "") for slow in (False, True))
+FAST_STEP, SLOW_STEP = (RequestPass.decode(reason) for reason in ("", "trigger"))
 
 
 def prompt(count: int, *, ends: bool = True) -> RequestPass:
