@@ -1,7 +1,6 @@
 """The forward passes of a lossless run: a request brings one token, or several to verify."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,24 +16,8 @@ from sfi_core.hosts.transformers.replays import Replays
 from sfi_kernels.step_descriptor import sent
 
 
-@dataclass(slots=True)
-class LastOutputs(Watcher):
-    """A watcher that keeps what each layer's attention gave in the last decoding pass, [B, H, G, T, E]."""
-
-    layers: dict[int, torch.Tensor] = field(default_factory=dict)
-
-    def see(self, layer: SeenLayer, query_BHGTD: torch.Tensor, out_BHGTE: torch.Tensor) -> None:
-        """Keep a pass's outputs."""
-        if not layer.batch_pass.prompts:
-            self.layers[layer.index] = out_BHGTE
-
-    def attend(self, layer: SeenLayer, query_BHGTD: torch.Tensor) -> torch.Tensor:
-        """Return a layer's outputs of the last decoding pass for its first tokens."""
-        return self.layers[layer.index][:, :, :, : query_BHGTD.shape[3]]
-
-
-class BlockPass:
-    """Runs the passes of a run over a cache, from the end of the prefill; `forward` is `Decoder.planned_pass`.
+class BlockPass(Watcher):
+    """Runs the passes of a run over a cache, from the end of the prefill.
 
     Where requests bring different numbers of tokens, the model sees one row of all, [1, X]. Our layers tell
     the requests apart; layers with a sliding window or with states cannot, and run one request at a time.
@@ -44,13 +27,13 @@ class BlockPass:
     outputs of the verification, so that the pass reads weights and states, and no cache.
     """
 
-    def __init__(self, run: Run, cache: SfiCache, replays: Replays, forward: Callable[..., torch.Tensor]) -> None:
-        self._run, self._cache, self._replays, self._forward = run, cache, replays, forward
-        layers = cache.layers
-        self._windows = [layer for layer in layers if getattr(layer, "is_sliding", False)]
-        self._stated, self._outputs = any(any(states(layer)) for layer in layers), LastOutputs()
+    def __init__(self, run: Run, cache: SfiCache, replays: Replays) -> None:
+        self._run, self._cache, self._replays = run, cache, replays
+        self._windows = [layer for layer in cache.layers if getattr(layer, "is_sliding", False)]
+        self._stated = any(any(states(layer)) for layer in cache.layers)
+        self._out_BHGTE: dict[int, torch.Tensor] = {}  # by layer, of the last decoding pass
         if self._stated:
-            run.watchers = (*run.watchers, self._outputs)
+            run.watchers = (*run.watchers, self)
         self._verified, self._request = self._marked(), -1
 
     def __call__(self, drafts: Drafts) -> torch.Tensor:
@@ -75,20 +58,31 @@ class BlockPass:
 
     def _read(self, start: Sequence[int], brought: Sequence[tuple[int, ...]]) -> torch.Tensor:
         # the logits of all tokens, and of the pad token where requests that bring one go beside resting ones
-        cache, device = self._cache, self._run.device
-        alone = max(map(len, brought)) == 1
+        cache, alone = self._cache, max(map(len, brought)) == 1
         cache.ragged = None
         if len(brought) > 1 and not alone:
-            cache.ragged = RaggedRow.of([len(tokens) for tokens in brought], device)
+            cache.ragged = RaggedRow.of([len(tokens) for tokens in brought], self._run.device)
         rows = [tokens or ((PAD,) if alone else ()) for tokens in brought]
         ids = [token for tokens in rows for token in tokens]
         positions = [first + place for first, tokens in zip(start, rows, strict=True) for place in range(len(tokens))]
-        pair = sent(torch.tensor([ids, positions]), device)
-        shape = (len(rows), 1) if alone else (1, len(ids))
         cache.see(max(start))
-        logits: torch.Tensor = self._forward(pair[0].view(shape), pair[1].view(shape))
+        logits_XV = self.planned_pass(self._run, ids, positions, len(rows) if alone else 1)
         cache.ragged = None
-        return logits.flatten(0, 1)
+        return logits_XV
+
+    def planned_pass(self, run: Run, ids: Sequence[int], positions: Sequence[int], rows: int = 1) -> torch.Tensor:
+        """Run a pass that the engine has begun for a run or its twin; return the logits of all tokens, [X, V]."""
+        pair = sent(torch.tensor([list(ids), list(positions)]), run.device).view(2, rows, -1)
+        self._cache.attach(run)
+        with run.observer.span("forward"), run.launches(), self._cache.planning():
+            logits_BTV = self._replays.model(pair[0], pair[1], None, last=False)
+        run.maintenance.join()
+        return logits_BTV.flatten(0, 1)
+
+    def see(self, layer: SeenLayer, query_BHGTD: torch.Tensor, out_BHGTE: torch.Tensor) -> None:
+        """Keep a decoding pass's outputs."""
+        if not layer.batch_pass.prompts:
+            self._out_BHGTE[layer.index] = out_BHGTE
 
     def keep(self, blocks: Sequence[Block | None], given: Sequence[Sequence[int]]) -> None:
         """Remove the rejected tokens from windows and states; our own layers overwrite theirs."""
@@ -105,15 +99,13 @@ class BlockPass:
         self._verified = self._marked()
 
     def _read_again(self, tokens: Sequence[int]) -> None:
-        run, cache = self._run, self._cache
-        twin = dense_twin(run, len(tokens))
-        twin.attend = self._outputs.attend
+        twin = dense_twin(self._run, len(tokens))
+        twin.attend = lambda layer, _: self._out_BHGTE[layer.index][:, :, :, : len(tokens)]
         assert self._verified is not None, "it was marked"
-        cache.put_back(self._verified)
-        (start,) = run.batch_pass.start
-        cache.see(start)
-        pair = sent(torch.tensor([list(tokens), [start + place for place in range(len(tokens))]]), run.device)
-        self._forward(pair[0][None], pair[1][None], twin)
+        self._cache.put_back(self._verified)
+        (start,) = self._run.batch_pass.start
+        self._cache.see(start)
+        self.planned_pass(twin, tokens, range(start, start + len(tokens)))
 
     def _go_back(self, block: Block | None) -> None:
         # to where the verified tokens end, before they are followed by the block again

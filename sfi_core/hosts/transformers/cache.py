@@ -39,8 +39,8 @@ def cache_in(arguments: Mapping[str, Any]) -> Any:
 class RaggedRow:
     """The mapping between a row of X tokens and the padded batch [B, T] of an attention layer.
 
-    `place_BT` are the places in the row of each request's tokens, the last of T, 0 for padding; `place_X`
-    those of the row's tokens in the flattened batch.
+    `place_BT`: where in the row each request's tokens are, the last of T, 0 for padding; `place_X`: where in the
+    flattened batch the row's tokens are.
     """
 
     place_BT: torch.Tensor
@@ -103,15 +103,8 @@ class SfiLayer(CacheLayerMixin):
         self.pending = True
         return key_states, value_states
 
-    def resume(self, seen: int) -> None:
-        """Begin with `seen` padded tokens that the run's pages hold already."""
-        self.seen, self.is_initialized = seen, True
-
     def store(self, key_BHTD: torch.Tensor, value_BHTE: torch.Tensor, index: int) -> Run:
-        """Store the attention's keys and values in the run's pages, once `update` has seen them.
-
-        `index` is the layer that attends; another one than this reads what this one has stored.
-        """
+        """Store the attention's keys and values in the run's pages; if another layer attends, lend it ours."""
         assert self.run is not None, "`update` has seen it"
         if index != self.index:
             self.run.lend(self.index, index)
@@ -157,15 +150,6 @@ class SfiStateLayer(SfiLayer, LinearAttentionLayer):
         (SfiLayer if args else LinearAttentionLayer).lazy_initialization(self, *args, **kwargs)
 
 
-def _ours(index: int, layer: Any, model: str) -> Any:
-    # full attention gets a layer of ours; windows, states and layers without a cache stay as they are
-    if type(layer) is DynamicLayer:
-        return SfiLayer(index, model)
-    if type(layer) is LinearAttentionAndFullAttentionLayer:
-        return SfiStateLayer(index, model, layer.number_of_states)
-    return layer
-
-
 class StepsOfACache(Protocol):
     """The replayed steps of a run under a loop that is not sfi's (`replays.Replays`)."""
 
@@ -185,8 +169,8 @@ class SfiCache(Cache):
     The pages are allocated once for `capacity` tokens a request, when that is known; `prompt_length` are the
     padded tokens of the prompts, when known: a piece that ends before them is not step 0. `stop_ids` end a
     request. `requests` counts those that wait for a row too, None for those of the batch; `generated` are the
-    most tokens that one generates, None for what `capacity` leaves. The `run` is made at the first forward
-    pass.
+    most tokens that one generates, None for what `capacity` leaves. The `run` is made at the first forward pass.
+    `owners` are the layers that read another layer's keys, with that layer.
 
     Of the pass under way: `ragged` is its layout, where one row holds several requests' tokens; `span` its observers'
     spans; `planned` says that the engine has planned it, so that it begins no step; `shadowed` that it is an audited
@@ -194,11 +178,20 @@ class SfiCache(Cache):
     """
 
     def __init__(
-        self, model: PreTrainedModel, capacity: int | None, prompt_length: int | None, stop_ids: frozenset[int]
+        self,
+        model: PreTrainedModel,
+        capacity: int | None = None,
+        prompt_length: int | None = None,
+        stop_ids: frozenset[int] = frozenset(),
     ) -> None:
         text, self.name = model.config.get_text_config(decoder=True), type(model).__name__
-        base = enumerate(DynamicCache(config=text).layers)
-        super().__init__(layers=[_ours(index, layer, self.name) for index, layer in base])
+        layers = list(DynamicCache(config=text).layers)
+        for index, layer in enumerate(layers):  # windows, states and layers without a cache stay as they are
+            if type(layer) is DynamicLayer:
+                layers[index] = SfiLayer(index, self.name)
+            elif type(layer) is LinearAttentionAndFullAttentionLayer:
+                layers[index] = SfiStateLayer(index, self.name, layer.number_of_states)
+        super().__init__(layers=layers)
         of_own_kind(self, model)
         self.owners = owners(text)
         self.capacity, self.prompt_length, self.stop_ids = capacity, prompt_length, stop_ids
@@ -220,8 +213,7 @@ class SfiCache(Cache):
         """Return the number of the full-attention layer that a module computes, and the layer with its keys.
 
         None for transformers' own layers. A module that several layers share (Zamba, HRM) has no number, or one
-        of theirs: its layer has just been updated. Raise `UnsupportedModelError` for a layer whose keys are
-        nowhere, or that attends to them twice.
+        of theirs: its layer has just been updated. Raise `UnsupportedModelError` for keys nowhere or read twice.
         """
         index = -1 if module.layer_idx is None else module.layer_idx
         owner = self.owners.get(index, index)
@@ -300,10 +292,7 @@ class SfiCache(Cache):
 
 
 def owners(text: Any) -> dict[int, int]:
-    """Return the layers of a text config that read another layer's keys, with that layer (Gemma 3n, Gemma 4).
-
-    It is the last of the same kind that has keys of its own.
-    """
+    """Return the layers of a text config that read the keys of the last of their kind with its own (Gemma 3n and 4)."""
     shared, kinds = getattr(text, "num_kv_shared_layers", None) or 0, getattr(text, "layer_types", None) or []
     first = len(kinds) - shared
     last = {kind: index for index, kind in enumerate(kinds[:first])}

@@ -33,6 +33,21 @@ REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "output_attentions": ("reading attention weights", (None, False)),
 }
 
+NOT_LOSSLESS = {
+    "output_scores": "reading scores",
+    "output_logits": "reading logits",
+    "output_hidden_states": "reading hidden states",
+    "stop_strings": "stop_strings",
+    "token_healing": "token healing",
+    "max_time": "max_time",
+    "stopping_criteria": "a stopping criterion of one's own",
+    "inputs_embeds": "a prompt of embeddings",
+    "position_ids": "position_ids of one's own",
+    "cache": "a cache of one's own",
+    "past_key_values": "a cache of one's own",
+    "remove_invalid_values": "replacing broken logits",
+}
+
 # caches of layers that sfi knows, by name, since not every release has all of them
 KNOWN = {
     "DynamicLayer", "DynamicSlidingWindowLayer", "LinearAttentionLayer", "LinearAttentionAndFullAttentionLayer",
@@ -85,10 +100,18 @@ def refuse_modes(settings: Any, kwargs: Mapping[str, Any]) -> None:
         raise ConfigError("use_cache must be true under sfi, got False")
 
 
+def refuse_in_lossless(settings: Any, kwargs: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` for arguments of `model.generate` that run under sfi, but not losslessly."""
+    for name, what in NOT_LOSSLESS.items():
+        value = kwargs.get(name, getattr(settings, name, None))
+        if not (value is None or value is False or value == []):
+            raise ConfigError(f"{what} does not run in a lossless run, got {name}")
+
+
 def full_attention_layers(model: PreTrainedModel) -> tuple[int, ...]:
     """Return the layers that SFI acts on; raise `UnsupportedModelError` as `check_supported`."""
     check_supported(model)
-    cache = SfiCache(model, None, None, frozenset())
+    cache = SfiCache(model)
     managed = {layer.index for layer in cache.managed}
     return (*sorted(managed), *(index for index, owner in cache.owners.items() if owner in managed))
 

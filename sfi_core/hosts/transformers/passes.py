@@ -1,4 +1,4 @@
-"""How a run begins, and its forward passes: a piece of the prompts, a decoding step, and an audited step's shadow.
+"""The forward passes of a run: a piece of the prompts, a decoding step, and an audited step's shadow.
 
 The shadow pass runs an audited step densely first, for its dense next-token distribution.
 """
@@ -19,21 +19,14 @@ from sfi_core.observers.events import LogitsEvent, PromptEvent
 
 
 def reads_prompt(cache: SfiCache, new: int) -> bool:
-    """Say whether a pass over `new` padded tokens reads prompts.
-
-    transformers does not say so: one token after the prompt's end is a decoding step.
-    """
+    """Say whether a pass over `new` padded tokens reads prompts: a token after the prompt's end is a decoding step."""
     return cache.seen == 0 or cache.seen + new <= (cache.prompt_length or new) or new > 1
 
 
 def begin_prompt(
     run: Run, cache: SfiCache, ids: torch.Tensor | None, size: torch.Size, mask: Any, checks: StateChecks
 ) -> None:
-    """Enter a pass over a piece of the prompts, of `size` requests and padded tokens.
-
-    `ids` are None for embeddings; `mask` is transformers' attention mask, None without padding; `checks` are the
-    session's `StateChecks`.
-    """
+    """Enter a pass over a piece of the prompts, of `size` requests and padded tokens; `ids` are None for embeddings."""
     batch, new = size
     final = cache.seen + new >= (cache.prompt_length or new)
     count = prompt_tokens(mask, batch, new, cache.seen, final=final)

@@ -17,19 +17,10 @@ from sfi_core.engine.prompt_queries import Watcher
 from sfi_core.engine.report import RunReport
 from sfi_core.engine.run import Run
 from sfi_core.errors import ConfigError
-from sfi_core.hosts.transformers import checks
+from sfi_core.hosts.transformers import checks, passes
+from sfi_core.hosts.transformers.attention import probing
 from sfi_core.hosts.transformers.cache import SfiCache, cache_in, under_way
-from sfi_core.hosts.transformers.fusion.fuse import Fusion
-from sfi_core.hosts.transformers.lossless import most_drafted
-from sfi_core.hosts.transformers.passes import (
-    audited_rows,
-    begin_decode,
-    begin_prompt,
-    compare_shadow,
-    reads_prompt,
-    shadow,
-)
-from sfi_core.hosts.transformers.routing import probing
+from sfi_core.hosts.transformers.fusion import Fusion
 from sfi_core.hosts.transformers.shapes import StateChecks
 from sfi_core.hosts.transformers.stores import TierPlan
 from sfi_core.models.describe import describe_model
@@ -47,6 +38,7 @@ from sfi_core.state.side_stream import ring_places
 from sfi_core.triggers.trigger import Trigger, resolve_triggers
 
 UNKNOWN_CAPACITY = 1024
+LEAST_WINDOW = 3  # a sliding window that still holds a token before a draft of one
 
 
 class Session:
@@ -86,23 +78,20 @@ class Session:
     @property
     def report(self) -> RunReport | None:
         """Counts, reasons, ratios and paths of this thread's last run, in a thread without one of the last run."""
-        run = self._last
+        run = getattr(self._here, "run", self._run)
         if run is None:
             return None
-        weights = getattr(self.model, "sfi_weights", None)
-        report = self.fusion.added_to(RunReport.of(run))
-        return report if weights is None else replace(report, not_blocks=dict(weights.floats))
+        weights, fusion = getattr(self.model, "sfi_weights", None), self.fusion
+        return replace(
+            RunReport.of(run), fused=dict(fusion.modules), left_alone=dict(fusion.left_alone),
+            not_blocks={} if weights is None else dict(weights.floats),
+        )  # fmt: skip
 
     @property
     def run(self) -> Run:
         """The state of the run that `report` is of."""
-        run = self._last
-        assert run is not None, "a run has begun"
-        return run
-
-    @property
-    def _last(self) -> Run | None:
         run: Run | None = getattr(self._here, "run", self._run)
+        assert run is not None, "a run has begun"
         return run
 
     def cache(
@@ -136,12 +125,17 @@ class Session:
         refreshed = batch if on_triton else 1
         if isinstance(policy, EvidencePolicy) and tiers is None and not (on_triton and self.engine.overlap):
             refreshed *= worked_off_together(refreshed * heads * capacity, len(shapes), self.backend)
+        drafting = memory.Drafting(
+            tested=most_drafted(shapes, policy.config.draft.max_tokens) + 1,
+            together=CPU_PIECE if model.device.type == "cpu" else PIECE,
+            compares=LogitsEvent in self.observer.wants, explicit=not on_triton,
+        )  # fmt: skip
         expected = memory.forecast(
             model, shapes, policy, batch=batch, prompt_tokens=prompt_tokens, capacity=capacity,
             prefill_chunk=prefill_chunk, backend=self.backend, tiers=tiers is not None,
             refreshed_together=refreshed,
             evidence_buffers=ring_places(model.device, overlap=self.engine.overlap), graphs=graphs,
-            drafting=self._drafting() if self.engine.lossless else None,
+            drafting=drafting if self.engine.lossless else None,
         )  # fmt: skip
         if tiers is None:
             return expected
@@ -150,14 +144,6 @@ class Session:
         packed, norms = tiered.parts["packed"], tiered.parts["norms"]
         others = tiered.device_bytes - packed - norms
         return replace(expected, kv_bytes=host + others, packed_bytes=packed, summary_bytes=0, norm_bytes=norms)
-
-    def _drafting(self) -> memory.Drafting:
-        return memory.Drafting(
-            tested=most_drafted(self.shapes(), self.policy.config.draft.max_tokens) + 1,
-            together=CPU_PIECE if self.model.device.type == "cpu" else PIECE,
-            compares=LogitsEvent in self.observer.wants,
-            explicit=self.backend == "torch",
-        )
 
     @property
     def most_together(self) -> int | None:
@@ -230,17 +216,17 @@ class Session:
         batch, new = tokens.shape[:2]
         run = cache.run or self.start(cache, batch, new)
         cache.attach(run)
-        name = "prefill" if reads_prompt(cache, new) else "forward"
+        name = "prefill" if passes.reads_prompt(cache, new) else "forward"
         if name == "prefill":
-            begin_prompt(run, cache, ids, tokens.shape[:2], kwargs.get("attention_mask"), self.state_checks)
+            passes.begin_prompt(run, cache, ids, tokens.shape[:2], kwargs.get("attention_mask"), self.state_checks)
             keep = kwargs.get("logits_to_keep")
             if cache.owners and isinstance(keep, int) and keep:
                 # with a number, layers that read another one's keys would get the last tokens' queries only
                 kwargs["logits_to_keep"] = torch.arange(-keep, 0, device=tokens.device)
         else:
-            begin_decode(run, ids)
-            if audited_rows(run):
-                shadow(model, cache, args, kwargs)
+            passes.begin_decode(run, ids)
+            if passes.audited_rows(run):
+                passes.shadow(model, cache, args, kwargs)
                 under_way.set(cache)
         self._open.add(cache)
         cache.span.enter_context(run.observer.span(name))
@@ -253,14 +239,12 @@ class Session:
             return
         under_way.set(None)
         cache.detach()
-        if not (cache.shadowed or cache.planned):
+        if cache.run is not None and not (cache.shadowed or cache.planned):
             self._open.discard(cache)
             cache.span.close()
             run = cache.run
-            if run is None:
-                return
             run.maintenance.join()
-            compare_shadow(run, cache, output.logits[:, -1])
+            passes.compare_shadow(run, cache, output.logits[:, -1])
 
     def start(
         self, cache: SfiCache, batch: int, new: int, *, store: KVStore | None = None, watchers: tuple[Watcher, ...] = ()
@@ -281,19 +265,17 @@ class Session:
         )  # fmt: skip
         cache.attach(self._run)
         if self.state_checks.known:
-            self.observer.on(self._run_event(batch, cache.requests or batch))
+            # every rank makes an event: all take the first rank's run id and clock
+            run_id, began_unix_ns = self.ranks.exchange((uuid4().hex, time.time_ns()))[0]
+            event = RunEvent(
+                batch=batch, requests=cache.requests or batch, policy=self.policy_name, backend=self.backend,
+                device=str(self.model.device), config=self.policy.config.to_dict(),
+                trigger_token_ids=self.trigger_token_ids, model=describe_model(self.model, self.shapes()),
+                lossless=self.engine.lossless, audit=None if self.audit is None else self.audit.to_dict(),
+                rank=self.ranks.number, ranks=self.ranks.size, run_id=run_id, began_unix_ns=began_unix_ns,
+            )  # fmt: skip
+            self.observer.on(event)
         return self._run
-
-    def _run_event(self, batch: int, requests: int) -> RunEvent:
-        # every rank makes one: all take the first rank's run id and clock
-        run_id, began_unix_ns = self.ranks.exchange((uuid4().hex, time.time_ns()))[0]
-        return RunEvent(
-            batch=batch, requests=requests, policy=self.policy_name, backend=self.backend,
-            device=str(self.model.device), config=self.policy.config.to_dict(),
-            trigger_token_ids=self.trigger_token_ids, model=describe_model(self.model, self.shapes()),
-            lossless=self.engine.lossless, audit=None if self.audit is None else self.audit.to_dict(),
-            rank=self.ranks.number, ranks=self.ranks.size, run_id=run_id, began_unix_ns=began_unix_ns,
-        )  # fmt: skip
 
     def store(self, batch: int, capacity: int, generated: int) -> KVStore:
         """Make the store of a run that generates so many tokens."""
@@ -328,3 +310,8 @@ class Session:
             check_audit(self.audit, self.shapes())
         if type(self.observer) is not NullObserver or self.ranks.size > 1:  # every rank, or none
             self.shapes()  # now: it takes a forward pass, which cannot be made within another
+
+
+def most_drafted(shapes: Sequence[LayerShape], asked: int) -> int:
+    """Return the most tokens of a draft: a sliding window must hold them and the token before."""
+    return max(1, min([asked, *(shape.window - LEAST_WINDOW + 1 for shape in shapes if shape.window)]))

@@ -13,10 +13,9 @@ import torch
 from transformers import DynamicCache
 
 from sfi_core.errors import UnsupportedModelError
+from sfi_core.hosts.transformers.attention import looking, routed
 from sfi_core.hosts.transformers.cache import CACHE_NAME, SfiCache
-from sfi_core.hosts.transformers.checks import check_supported
 from sfi_core.hosts.transformers.own_layers import of_own_kind, states
-from sfi_core.hosts.transformers.routing import looking, routed
 from sfi_core.state.layer_shape import LayerShape
 
 Arrived = tuple[torch.Tensor, torch.Tensor, int]  # keys, values, and the number of query heads
@@ -31,7 +30,7 @@ def layer_shapes(model: Any) -> list[LayerShape]:
     Latents are expanded by then. A model on the meta device computes nothing. Raise `UnsupportedModelError`
     where SFI cannot act, or where without weights the pass depends on data.
     """
-    cache = SfiCache(model, None, None, frozenset())
+    cache = SfiCache(model)
     arrived, reads = probe(model, cache), cache.owners
     if missed := [layer.index for layer in cache.managed if layer.index not in arrived]:
         raise UnsupportedModelError(
@@ -66,7 +65,6 @@ def probe(model: Any, cache: Any, *passes: tuple[torch.Tensor, torch.Tensor | No
     A pass has tokens, and the mask of all tokens so far; without any, one pass reads two tokens. `cache` is ours or
     transformers'; of the latter nothing is looked at.
     """
-    check_supported(model)
     arrived: dict[int, Arrived] = {}
     no_run: Any = object()  # no layer gets that far
 
@@ -190,7 +188,7 @@ class StateChecks:
             ways = [[(ids_1T[:, 6:], None)], [(ids_1T, mask_1T)]]
         else:
             ways = [[(part, None) for part in torch.split(ids_1T, list(sizes), 1)] for sizes in EQUAL[asked]]
-        caches = [SfiCache(model, None, None, frozenset()) for _ in ways]
+        caches = [SfiCache(model) for _ in ways]
         for cache, passes in zip(caches, ways, strict=True):
             probe(model, cache, *passes)
         for index, layers in enumerate(zip(*(cache.layers for cache in caches), strict=True)):

@@ -9,7 +9,7 @@ import torch
 from transformers.activations import GELUTanh, SiLUActivation
 
 from sfi_core.engine.compiled_steps import StepModel
-from sfi_core.hosts.transformers.fusion import known as sources
+from sfi_core.hosts.transformers import known as sources
 from sfi_core.machine.private import has_hooks
 from sfi_kernels import matrix as words
 from sfi_kernels.numpy_views import KINDS

@@ -1,4 +1,4 @@
-"""The two-tier KV store of a run under a device budget."""
+"""The two-tier KV store of a run under a device budget, and what a policy can run under."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,6 +15,7 @@ from sfi_core.state.side_stream import side_of
 from sfi_core.state.two_tier import TwoTierStore
 
 TILE = 16  # tokens that a page of the Triton kernels is a multiple of
+ABILITIES = {"offloads": "run under kv_device_budget", "drafts": "draft for a lossless run"}
 
 
 class TierPlan:
@@ -27,7 +28,7 @@ class TierPlan:
     def __init__(self, budget: str, policy: Policy, name: str, shapes: Sequence[LayerShape], page: int) -> None:
         self.budget = DeviceBudget.parse(budget)
         self.policy, self.shapes, self.page = policy, shapes, page
-        check_offloads(policy, name)
+        check_able(policy, name, "offloads")
         if policy.config.recent < page:
             raise ConfigError(
                 f"recent must be at least a page of {page} tokens under kv_device_budget, got "
@@ -80,11 +81,20 @@ class TierPlan:
         )  # fmt: skip
 
 
-def check_offloads(policy: Policy | type[Policy], name: str) -> None:
-    """Raise `ConfigError` for a policy that cannot run over two tiers; the message lists those that can."""
-    if not policy.offloads:
-        able = ", ".join(sorted(policy_name for policy_name, kind in POLICIES.items() if kind.offloads))
-        raise ConfigError(f"policy {name} cannot run under kv_device_budget; those that can: {able}")
+def check_able(policy: Policy | type[Policy], name: str, ability: str) -> None:
+    """Raise `ConfigError` for a policy without one of `ABILITIES`; the message lists the policies that have it."""
+    if not getattr(policy, ability):
+        able = ", ".join(sorted(other for other, kind in POLICIES.items() if getattr(kind, ability)))
+        raise ConfigError(f"policy {name} cannot {ABILITIES[ability]}; those that can: {able}")
+
+
+def check_lossless(policy: Policy | type[Policy], name: str, engine: EngineOptions, *, audited: bool) -> None:
+    """Raise `ConfigError` for what a lossless run cannot have, whatever the model."""
+    check_able(policy, name, "drafts")
+    if engine.kv_device_budget is not None:
+        raise ConfigError("lossless must be off with kv_device_budget, whose host pages cannot be taken back")
+    if audited:
+        raise ConfigError("lossless must be off with an audit: a lossless run compares every drafted token itself")
 
 
 def engine_for(policy: str, engine: EngineOptions) -> EngineOptions:

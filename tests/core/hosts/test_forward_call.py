@@ -7,8 +7,8 @@ import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 from sfi_core import EngineOptions, slow_fast
+from sfi_core.engine.loop import left_pad
 from sfi_core.hosts.transformers.cache import CACHE_NAME
-from sfi_core.hosts.transformers.generate_call import left_pad
 from tests.architectures import SMALL, prompts, tiny
 
 pytest.importorskip("numba")

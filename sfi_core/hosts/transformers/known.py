@@ -21,17 +21,10 @@ DECODER_LAYER = {"1a8125909341e389", "d4699009e63a2518"}  # LlamaDecoderLayer, M
 GEMMA_NORM = {"2dad5f5760750e09"}
 GEMMA_LAYER = {"eb03c623c021985a"}  # Gemma2DecoderLayer
 GEMMA_ATTENTION = {"348368a8632bbe94": False, "5c514af68ddf0777": True}  # Gemma2Attention, Gemma3Attention; normed?
-MODEL = {
-    "607fef072d27711e",
-    "7082cc645fa7709b",
-    "3e106c8cfc95b78a",
-    "0a3474e701f9cd62",
-    "920e2eb3800bfa8e",
-    "128b85c21ad2ae7c",
-    "56b28df85a051424",
-    "cb811bc071217306",
-    "206bbfc1edd9891a",
-}  # fmt: skip - of Llama, Qwen2, Mistral, Gemma, Gemma2, Gemma3Text; of Qwen2, Gemma2, Gemma3Text since 5.24
+MODEL = {  # of Llama, Qwen2, Mistral, Gemma, Gemma2, Gemma3Text; of Qwen2, Gemma2, Gemma3Text since 5.24
+    "607fef072d27711e", "7082cc645fa7709b", "3e106c8cfc95b78a", "0a3474e701f9cd62", "920e2eb3800bfa8e",
+    "128b85c21ad2ae7c", "56b28df85a051424", "cb811bc071217306", "206bbfc1edd9891a",
+}  # fmt: skip
 # LlamaForCausalLM, Gemma2ForCausalLM; both since 5.24
 CAUSAL_LM = {"f27668f33910885d", "ab8731295151cdf2", "34392993e49d4fef", "6e998f1561b70e9e"}
 # LlamaAttention calls the first, which calls the second
