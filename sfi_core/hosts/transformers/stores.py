@@ -21,8 +21,8 @@ ABILITIES = {"offloads": "run under kv_device_budget", "drafts": "draft for a lo
 class TierPlan:
     """The division of keys and values between host and device, under a device budget.
 
-    Raise `ConfigError` if the budget is no share or size, the policy reads the whole cache on the device, or
-    the recent window is shorter than a page.
+    Raise `ConfigError` for a budget that is no share or size, a policy that reads the whole cache on the device, or a
+    recent window shorter than a page.
     """
 
     def __init__(self, budget: str, policy: Policy, name: str, shapes: Sequence[LayerShape], page: int) -> None:
@@ -44,9 +44,9 @@ class TierPlan:
         return config.recent + grows + 1
 
     def bytes(self, batch: int, capacity: int, generated: int | None = None, *, resident: bool = False) -> TwoTierBytes:
-        """Add up the bytes of a run, with or without the heads that stay on the device if there is room.
+        """Add up the bytes of a run, whose recent window never grows if `generated` is None.
 
-        With None for `generated` the recent window never grows.
+        `resident` says whether the heads that stay on the device if there is room are there.
         """
         recent = self.policy.config.recent if generated is None else self.longest_recent(generated)
         return two_tier_bytes(
