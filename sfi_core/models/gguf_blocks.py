@@ -13,9 +13,9 @@ import numpy as np
 import torch
 
 from sfi_core.machine.text import first_line
-from sfi_core.models.block_linear import BlockEmbedding, BlockLinear, Weights
 from sfi_core.models.blocks import BYTES, Blocks
 from sfi_core.models.gguf_file import PLAIN, Header, Tensor, read_header
+from sfi_core.models.linear import BlockEmbedding, BlockLinear, Weights
 
 COMPARED = 8  # columns by which a processor is seen to change nothing but the order of rows
 

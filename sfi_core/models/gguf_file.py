@@ -12,7 +12,6 @@ from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import import_module
-from importlib.util import find_spec
 from io import StringIO
 from math import prod
 from pathlib import Path
@@ -24,10 +23,7 @@ import torch
 import transformers
 from transformers.utils import cached_file
 
-from sfi_core.errors import not_installed
-
 DTYPE = torch.float32  # what "auto" makes of quantized weights
-PACKAGES = ("gguf", "accelerate")  # transformers asks for both
 PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")  # how llama.cpp names the parts of a split file
 _reading = RLock()
 PIECE = 1 << 17  # numbers that are unpacked at once: they stay in a processor's cache
@@ -92,7 +88,7 @@ class Header:
                 raise ValueError(f"its GGUF version must be one of {VERSIONS}, got {version}")
             metadata = {}
             for _ in range(fields_count):
-                name = reader.text()
+                (name,) = reader.texts(1)
                 if name in metadata:
                     raise ValueError(f"it has {name[:80]!r} twice")
                 metadata[name] = reader.value(reader.number("I"))
@@ -113,13 +109,13 @@ class _Reader:
     def __init__(self, data: mmap.mmap) -> None:
         self.data, self.at = data, len(MAGIC)
 
-    def number(self, kind: str) -> Any:
-        (value,) = struct.unpack_from(f"<{kind}", self.data, self.at)
-        self.at += struct.calcsize(kind)
-        return value
+    def numbers(self, kind: str, count: int = 1) -> tuple[Any, ...]:
+        values = struct.unpack_from(f"<{count}{kind}", self.data, self.at)
+        self.at += struct.calcsize(f"<{count}{kind}")
+        return values
 
-    def text(self) -> str:
-        return self.texts(1)[0]
+    def number(self, kind: str) -> Any:
+        return self.numbers(kind)[0]
 
     def texts(self, count: int) -> list[str]:
         data, at, most = self.data, self.at, len(self.data)
@@ -134,28 +130,18 @@ class _Reader:
         return texts
 
     def value(self, kind: int) -> Any:
-        if kind == TEXT:
-            return self.text()
-        if kind in NUMBERS:
-            return self.number(NUMBERS[kind])
-        if kind != LIST:
-            raise ValueError(f"its metadata has a value of an unknown type, {kind}")
-        kind, count = self.number("I"), self.number("Q")
-        if kind == TEXT:
-            return self.texts(count)
-        if kind not in NUMBERS:
-            raise ValueError(f"its metadata has a list of an unknown type, {kind}")
-        width = struct.calcsize(NUMBERS[kind])
-        if count > (len(self.data) - self.at) // width:
-            raise struct.error
-        values = struct.unpack_from(f"<{count}{NUMBERS[kind]}", self.data, self.at)
-        self.at += count * width
-        return list(values)
+        what, count = "value", 1
+        if is_list := kind == LIST:
+            what, kind, count = "list", self.number("I"), self.number("Q")
+        if kind != TEXT and kind not in NUMBERS:
+            raise ValueError(f"its metadata has a {what} of an unknown type, {kind}")
+        values = self.texts(count) if kind == TEXT else list(self.numbers(NUMBERS[kind], count))
+        return values if is_list else values[0]
 
     def tensors(self, count: int, alignment: Any) -> list[Tensor]:
         places = {}
         for _ in range(count):
-            name, rank = self.text(), self.number("I")
+            name, rank = self.texts(1)[0], self.number("I")
             if name in places:
                 raise ValueError(f"it has the tensor {name[:80]!r} twice")
             sizes = [self.number("Q") for _ in range(min(rank, DIMENSIONS))][::-1]
@@ -178,13 +164,6 @@ class _Reader:
         if begin + prod(shape) * dtype.itemsize > len(self.data):
             raise ValueError(f"it is cut off: tensor {name[:80]} ends after the file")
         return Tensor(name, kind, np.frombuffer(self.data, dtype, prod(shape), begin).reshape(shape))
-
-
-def check_packages() -> None:
-    """Raise `BackendError` where a package that reads GGUF files is missing."""
-    for package in PACKAGES:
-        if find_spec(package) is None:
-            raise not_installed("GGUF files need", package, "gguf")
 
 
 @contextmanager

@@ -13,10 +13,10 @@ from sfi_core.distributed import torchrun
 from sfi_core.distributed.ranks import join, mesh
 from sfi_core.errors import BackendError, ConfigError, InputError, SfiError, UnsupportedModelError, unknown
 from sfi_core.machine.text import first_line, shown
-from sfi_core.models.block_linear import round_weights, why_no_blocks
 from sfi_core.models.gguf_blocks import GgufBlocks
 from sfi_core.models.gguf_file import DTYPE, check_positions, read_metadata
 from sfi_core.models.gguf_tokenizer import build_tokenizer, set_tokens
+from sfi_core.models.linear import round_weights, why_no_blocks
 from sfi_core.models.source import Source, find_source, source_digest
 from sfi_core.settings.engine import WEIGHTS
 

@@ -188,10 +188,7 @@ def _rotated(
 
 @dataclass(frozen=True, slots=True)
 class Fusion:
-    """The modules that run with our forward, and those left alone, counted by class.
-
-    `left_alone` counts norms, MLPs, attentions and decoder layers only.
-    """
+    """The modules that run with our forward, and the norms, MLPs, attentions and layers left alone, by class."""
 
     modules: Counter[str] = field(default_factory=Counter)
     left_alone: Counter[str] = field(default_factory=Counter)
@@ -242,17 +239,14 @@ def forward_for(module: Any) -> Forward | None:
     source_digest = sources.digest(type(module).forward)
     if _is_rms_norm(module):
         return norm_forward
-    if source_digest in sources.GATED_MLP and _is_silu(module.act_fn):
-        return mlp_forward(module)
+    if source_digest in sources.GATED_MLP:
+        silu = type(module.act_fn) in (SiLUActivation, torch.nn.SiLU) and "forward" not in vars(module.act_fn)
+        return mlp_forward(module) if silu else None
     if source_digest in sources.DECODER_LAYER and _is_rms_norm(module.post_attention_layernorm):
         return layer_forward
     if source_digest in sources.ATTENTION and _rotates(module):
         return attention_forward(module, sources.ATTENTION[source_digest])
     return None
-
-
-def _is_silu(module: Any) -> bool:
-    return type(module) in (SiLUActivation, torch.nn.SiLU) and "forward" not in vars(module)
 
 
 def _is_rms_norm(module: Any) -> bool:
