@@ -37,7 +37,10 @@ class GgufBlocks:
         def load(path: str, return_tensors: bool = False, model_to_load: Any = None, **more: Any) -> Any:
             if not return_tensors:
                 return plain(path, **more)
-            header = _without_texts(read_header(path))
+            header = read_header(path)
+            # transformers parses every token of the vocabulary, at each look at the file; the config is made already
+            fields = {name: field for name, field in header.fields.items() if name != "tokenizer.ggml.tokens"}
+            header = replace(header, fields=fields)
             processor = loader.TENSOR_PROCESSORS.get(header.metadata["general.architecture"], loader.TensorProcessor)
             with _reading(header):
                 made = processor(config=plain(path)["config"])
@@ -132,11 +135,6 @@ def _layer(module: Any, blocks: Blocks) -> torch.nn.Module:
         return layer
     module.weight = torch.nn.Parameter(blocks.floats(), requires_grad=False)  # its forward pass is of another kind
     return module
-
-
-def _without_texts(header: Header) -> Header:
-    # transformers parses every token of the vocabulary, at each look at the file; the config is made already
-    return replace(header, fields={name: f for name, f in header.fields.items() if name != "tokenizer.ggml.tokens"})
 
 
 @contextmanager

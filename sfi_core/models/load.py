@@ -44,7 +44,7 @@ def load(
     weights: str = "auto",
     check: Callable[[Any], None] | None = None,
 ) -> tuple[Any, Any]:
-    """Load a decoder-only model and its tokenizer; under torchrun, split by heads over all ranks.
+    """Load a decoder-only model, in evaluation mode, and its tokenizer; under torchrun, split by heads over all ranks.
 
     Args:
         model: Hub id, folder, GGUF file or alias (see `find_source`); None is the bundled checkpoint.
@@ -55,9 +55,6 @@ def load(
         weights: "auto" (a GGUF file's matrices stay its blocks on a CPU, in float32), "floats" (they are unpacked), or
             "int8": on a CPU all matrices are rounded to 8 bits, with a scale for 32 numbers.
         check: May refuse the checkpoint's config before its weights are read.
-
-    Returns:
-        The model in evaluation mode, and the tokenizer.
 
     Raises:
         InputError: The checkpoint is missing, incomplete or damaged.
@@ -274,8 +271,13 @@ def parallel_options(config: Any, size: int, *, trust_remote_code: bool) -> dict
         return {}
     text = config.get_text_config(decoder=True)
     check_split(config, text.base_model_tp_plan or {}, size)
-    whole = text.vocab_size % size
-    plan = _plan_with_whole_head(config, trust_remote_code=trust_remote_code) if whole else "auto"
+    plan: Any = "auto"
+    if text.vocab_size % size:  # transformers refuses to split such a vocabulary: the head stays whole
+        with torch.device("meta"):
+            twin = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        heads = twin.get_output_embeddings(), twin.get_input_embeddings()  # where tied, they split as one
+        whole = {name for name, module in twin.named_modules() if module in heads}
+        plan = {module: style for module, style in twin.tp_plan.items() if module not in whole}
     return {"distributed_config": DistributedConfig(tp_plan=plan, tp_size=size)}
 
 
@@ -295,13 +297,3 @@ def check_split(config: Any, plan: dict[str, str], size: int) -> None:
     for field, heads in text.to_dict().items():
         if field.endswith("heads") and isinstance(heads, int) and heads % size:
             raise UnsupportedModelError(f"{field} must be a multiple of the {size} ranks, got {heads}")
-
-
-def _plan_with_whole_head(config: Any, *, trust_remote_code: bool) -> dict[str, str]:
-    # the vocabulary does not split evenly, and transformers refuses to split it otherwise
-    with torch.device("meta"):
-        twin = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    # where tied, they split as one
-    heads = twin.get_output_embeddings(), twin.get_input_embeddings()
-    whole = {name for name, module in twin.named_modules() if module in heads}
-    return {module: style for module, style in twin.tp_plan.items() if module not in whole}

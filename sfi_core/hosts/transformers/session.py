@@ -81,11 +81,9 @@ class Session:
         run = getattr(self._here, "run", self._run)
         if run is None:
             return None
-        weights, fusion = getattr(self.model, "sfi_weights", None), self.fusion
-        return replace(
-            RunReport.of(run), fused=dict(fusion.modules), left_alone=dict(fusion.left_alone),
-            not_blocks={} if weights is None else dict(weights.floats),
-        )  # fmt: skip
+        weights = getattr(self.model, "sfi_weights", None)
+        report = replace(RunReport.of(run), fused=dict(self.fusion.modules), left_alone=dict(self.fusion.left_alone))
+        return report if weights is None else replace(report, not_blocks=dict(weights.floats))
 
     @property
     def run(self) -> Run:
@@ -128,8 +126,9 @@ class Session:
         drafting = memory.Drafting(
             tested=most_drafted(shapes, policy.config.draft.max_tokens) + 1,
             together=CPU_PIECE if model.device.type == "cpu" else PIECE,
-            compares=LogitsEvent in self.observer.wants, explicit=not on_triton,
-        )  # fmt: skip
+            compares=LogitsEvent in self.observer.wants,
+            explicit=not on_triton,
+        )
         expected = memory.forecast(
             model, shapes, policy, batch=batch, prompt_tokens=prompt_tokens, capacity=capacity,
             prefill_chunk=prefill_chunk, backend=self.backend, tiers=tiers is not None,
