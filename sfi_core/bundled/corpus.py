@@ -58,10 +58,7 @@ SENTENCE_TOKENS = 10.6  # mean, with its share of paragraph openers
 
 @dataclass(frozen=True, slots=True)
 class Recall:
-    """A document with a request, which ends with ``Answer:``, and the answer that must follow.
-
-    The answer starts with a space; the end-of-text token comes after it. `names` are the people asked about.
-    """
+    """A document with a request that ends with ``Answer:``, the answer after it with its space, and the people asked about."""
 
     prompt: str
     answer: str
@@ -79,10 +76,7 @@ def sentence(rng: random.Random, name: str, ending: str) -> str:
 
 
 def recall(rng: random.Random, sentences: int, asked: int, *, adjacent: bool = False) -> Recall:
-    """Make a document of `sentences` people, at most `len(NAMES)`, and ask for `asked` of them.
-
-    `adjacent` asks for neighbors in the document's order, otherwise for anybody in any order.
-    """
+    """Make a document of `sentences` people, and ask for `asked` of them: neighbors if `adjacent`, else anybody."""
     names = rng.sample(NAMES, sentences)
     told: dict[str, str] = {}
     pieces: list[str] = []

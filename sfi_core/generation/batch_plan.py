@@ -16,11 +16,10 @@ SHARE = 0.9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchPlan:
-    """The batch of a run over `requests` prompts.
+    """The batch of a run over `requests` prompts, `slots` of them at a time, with at most `capacity` tokens a request.
 
-    `slots` requests are decoded together; each other one waits until a request has ended. A request may reach
-    `capacity` tokens. `free_bytes` is the free memory before the run, None if unknown; `tiers` are the bytes
-    of the cache on the device and in host memory, None without a device budget.
+    `free_bytes` is the free memory before the run, None if unknown; `tiers` are the bytes of the cache on device and
+    host, None without a device budget.
     """
 
     requests: int
@@ -43,11 +42,9 @@ def plan_batch(
 ) -> BatchPlan:
     """Decide how many prompts are decoded together: `max_batch`, or as many as fit.
 
-    `limits` are the most new tokens of each prompt; `shared` are the prompts after their dense pass, which
-    are all decoded together; `graphs` says whether steps will be replayed as CUDA graphs, which take memory.
-
-    Raise `ConfigError` if `max_batch` is not positive, or less than the shared prompts, and
-    `MemoryForecastError` if one request, or `max_batch`, does not fit; the message says how many do.
+    `limits` are the most new tokens of each prompt; `shared` are the prompts after their dense pass, all decoded
+    together; `graphs` says whether steps will be replayed as CUDA graphs, which take memory. Raise `ConfigError` for a
+    `max_batch` that is not positive or less than the shared prompts, and `MemoryForecastError` if it does not fit.
     """
     total, device = len(prompts), session.model.device
     if max_batch is not None and max_batch < 1:

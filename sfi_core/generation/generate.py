@@ -46,9 +46,9 @@ def read_prompt(
 ) -> SharedPrompt:
     """Read prompts densely, for `generate(..., shared=...)` to decode from under any policy.
 
-    Arguments and errors are those of `generate`; all keys and values stay on the device. `capacity` are the
-    tokens that a request of a run may reach, its prompt included. `window` says how many of each prompt's
-    last queries to keep; None keeps all. `engine` and `page_size` must be those of the runs.
+    Arguments and errors are those of `generate`; all keys and values stay on the device. A request of a run may reach
+    `capacity` tokens, its prompt included. `window` of each prompt's last queries are kept; None keeps all. `engine`
+    and `page_size` must be those of the runs.
     """
     rows = encode(tokenizer, prompts)
     check_prompts(model, rows, capacity - max(map(len, rows), default=0))

@@ -18,8 +18,7 @@ Prompts = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]]  # one o
 def encode(tokenizer: Any, prompts: Prompts) -> list[list[int]]:
     """Turn prompts into token ids; a text, or a list of token ids, is one prompt.
 
-    Raise `InputError` for no prompt, one without a token, or what is neither text nor token ids, and `ConfigError` if
-    a text needs a tokenizer.
+    Raise `InputError` for no prompt, an empty one, or what is neither, `ConfigError` for a text without a tokenizer.
     """
     if isinstance(prompts, str):
         prompts = [prompts]
@@ -72,10 +71,9 @@ def text_ids(tokenizer: Any, text: str, *, special: bool = True) -> list[int]:
 
 
 def chat_text(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> str:
-    """Fill the chat template, which writes the special tokens itself.
+    """Fill the chat template, which writes the special tokens itself; raise `InputError` where that fails.
 
-    A message's content may be a text, null, such as beside a tool call, or a list of text parts. Raises `InputError`
-    for another content, and for a template that is broken.
+    A message's content may be a text, null, such as beside a tool call, or a list of text parts.
     """
     texts = [_with_text(message, number) for number, message in enumerate(messages)]
     if texts != list(messages) and _takes_parts(tokenizer):
@@ -150,8 +148,7 @@ def text_of(tokenizer: Any, ids: Sequence[int]) -> str:
 class TextStream:
     """The text of one request, which adds up to `text_of` all its tokens; a split character comes with its last token.
 
-    A token's text depends on the tokens before it, such as whether a space is stripped. So each text is
-    decoded with the tokens of the text before it, and that one's part is cut off.
+    A token's text depends on those before it: each text is decoded with the tokens of the text before, which is cut off.
     """
 
     def __init__(self, tokenizer: Any) -> None:

@@ -21,9 +21,8 @@ EXTENDED = (None, "default", "llama3", "longrope")  # kinds whose factor leaves 
 class ModelWeights:
     """The bytes of a model's weights, by use; of a split model, this rank's part.
 
-    Shared weights count once in `total_bytes`. `unread_bytes` is the input embedding, or 0 where it is the
-    output matrix too, which a step reads. `routed_bytes` are the experts of mixtures, all layers together; of
-    a layer's `experts`, 0 without a mixture, a token goes through `active` ones.
+    Shared weights count once in `total_bytes`. `unread_bytes` is the input embedding, or 0 where a step reads it as the
+    output matrix. `routed_bytes` are the experts of all layers; of a layer's `experts`, a token goes through `active`.
     """
 
     total_bytes: int
@@ -61,8 +60,7 @@ class ModelWeights:
     def read(self, batch: int = 1) -> int:
         """Return the bytes that a step reads to decode one token of each of `batch` requests.
 
-        Of E experts with k active ones, B tokens read E (1 - (1 - k/E)^B) distinct experts, the expected
-        number where every token goes to k experts at random.
+        Of E experts with k active ones, B tokens at random read E (1 - (1 - k/E)^B) distinct ones on average.
         """
         share = 1.0
         if self.experts and self.active:

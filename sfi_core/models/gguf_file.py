@@ -245,8 +245,7 @@ def part_names(file: str) -> list[str]:
 def read_header(path: str) -> Header:
     """Read a file's head, with the tensors of all parts if it is split.
 
-    Raise `OSError` for a missing file, `ValueError` for one that is damaged, not GGUF, or not the first of all its
-    parts.
+    Raise `OSError` for a missing file, `ValueError` for one that is damaged, not GGUF, or not the first of its parts.
     """
     file = Path(path)
     parts, header = part_names(file.name), Header.read(file)
@@ -265,10 +264,7 @@ def read_header(path: str) -> Header:
 
 
 def read_metadata(place: str, file: str, revision: str | None) -> dict[str, Any]:
-    """Return a file's metadata, under `tensors` the names of its tensors; of a split file, fetch all parts.
-
-    Raise as `read_header` does.
-    """
+    """Return a file's metadata, under `tensors` their names; fetch all parts of it. Errors are `read_header`'s."""
     first = cached_file(place, file, revision=revision)
     if not Path(place).is_dir():
         for name in part_names(file):

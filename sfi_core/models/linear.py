@@ -34,8 +34,7 @@ LARGE = 1 << 16  # weights from which on a compiled product pays
 class Weights:
     """How a loaded model keeps its weights, in `model.sfi_weights`: for reports.
 
-    `blocks` counts its matrices of blocks by their type in the file; `floats` has why others are none, by name, and
-    under "" why none is.
+    `blocks` counts its matrices of blocks by type; `floats` has by name why others are none, under "" why none is.
     """
 
     blocks: dict[str, int] = field(default_factory=dict)
@@ -107,10 +106,7 @@ class BlockEmbedding(BlockLayer, torch.nn.Embedding):  # type: ignore[override]
 
 
 def round_weights(model: Any) -> None:
-    """Round the matrices of a float32 model's `Linear` layers on a CPU to 8 bits, in place and for good.
-
-    Layers whose width is no multiple of 32 stay as they are, and so does the embedding.
-    """
+    """Round a float32 model's `Linear` matrices on a CPU to 8 bits, in place; widths of no multiple of 32 stay."""
     for name, module in list(model.named_modules()):
         if type(module) is torch.nn.Linear and module.in_features % BLOCK == 0:
             model.set_submodule(name, BlockLinear(Blocks.rounded(module.weight), module.bias))

@@ -117,10 +117,7 @@ def load(
 
 @contextmanager
 def readable(what: str, verb: str = "loaded") -> Iterator[None]:
-    """Turn what transformers and its readers raise for a checkpoint, which may be a stranger's, into an error of ours.
-
-    Raise `BackendError` for a missing package, else `InputError`.
-    """
+    """Turn what a checkpoint's readers raise into `BackendError` for a missing package, else `InputError`."""
     try:
         yield
     except SfiError:
@@ -170,10 +167,7 @@ def _check_complete(source: str, info: dict[str, Any]) -> None:
 
 
 def load_tokenizer(model: str | None = None, revision: str | None = None, **options: Any) -> Any:
-    """Load a model's tokenizer alone; `options` are transformers' own.
-
-    Raise `InputError` for a missing or damaged tokenizer, `BackendError` for a missing package.
-    """
+    """Load a model's tokenizer alone; `options` are transformers' own, errors those of `load`."""
     quiet()
     source = find_source(str(BUNDLED if model is None else model))
     _check_place(source)
@@ -239,11 +233,7 @@ def check_weights(weights: str, device: torch.device, dtype: torch.dtype | str) 
 
 
 def resolve_device(name: str) -> torch.device:
-    """Turn a device's name into the device; under torchrun, into each rank's own.
-
-    Raise `ConfigError` for an unknown kind of device, or one device for several ranks, and `BackendError` for
-    a device that this machine lacks.
-    """
+    """Turn a device's name into the device; under torchrun into a rank's own. Raise `ConfigError` or `BackendError`."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if torchrun.size() > 1 and name.startswith("cuda"):
@@ -263,10 +253,7 @@ def resolve_device(name: str) -> torch.device:
 
 
 def parallel_options(config: Any, size: int, *, trust_remote_code: bool) -> dict[str, Any]:
-    """Return `from_pretrained`'s arguments, besides a device mesh, for a model split over `size` ranks.
-
-    Raise `UnsupportedModelError` if the model's heads cannot be split.
-    """
+    """Return `from_pretrained`'s arguments to split a model, but for the device mesh; raise `UnsupportedModelError`."""
     if size == 1:
         return {}
     text = config.get_text_config(decoder=True)

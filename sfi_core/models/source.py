@@ -56,8 +56,7 @@ class Source:
 def find_source(model: str) -> Source:
     """Find an alias, `file.gguf`, `folder:file.gguf`, `hub/id:file.gguf`; all else is a folder or a hub id.
 
-    An alias wins over a folder of that name; `./smollm2` is the folder. Raise `InputError` for a missing GGUF
-    file, and `BackendError` for a missing package that ships or reads the file.
+    An alias wins over a folder of that name. Raise `InputError` for a missing file, `BackendError` for a package.
     """
     if model not in SHIPPED and not model.endswith(".gguf"):
         near = get_close_matches(model, SHIPPED, 1, 0.75)
@@ -94,8 +93,7 @@ def _shipped_file(alias: str) -> Path:
 def model_digest(model: Any) -> str:
     """Return a loaded model's digest, which others of its architecture do not share; "" for unknown.
 
-    `load` notes the checkpoint's source on the model; for a model that transformers loaded itself, the folder
-    in its config counts. Random weights and a hub id without its revision have no digest.
+    It is that of the source that `load` noted, or of the folder in the config; random weights have none.
     """
     origin = getattr(model, "sfi_origin", None)
     if origin is not None:

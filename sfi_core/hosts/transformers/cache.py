@@ -91,10 +91,7 @@ class SfiLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the new keys, which `sfi_attention` stores when they arrive there.
-
-        Multi-head latent attention passes latents here, and expands them afterwards.
-        """
+        """Return the new keys, maybe latents, which `sfi_attention` stores when they arrive there, expanded."""
         if self.run is None:
             raise UnsupportedModelError("an sfi cache works inside slow_fast(...) only")
         if not self.is_initialized:
@@ -277,10 +274,7 @@ class SfiCache(Cache):
             layer.__dict__.update(taken(values))
 
     def detach(self) -> None:
-        """Take the run from the layers, which then refuse keys until the next pass.
-
-        Raise `UnsupportedModelError` if keys of the last pass did not reach `sfi_attention`, or the cache.
-        """
+        """Take the run from the layers; raise `UnsupportedModelError` for keys that missed the attention or the cache."""
         for layer in self.managed:
             layer.run = None
         if missed := [layer.index for layer in self.managed if layer.pending]:

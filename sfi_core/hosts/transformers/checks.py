@@ -58,8 +58,7 @@ KNOWN = {
 def prompt_tokens(mask: Any, batch: int, new: int, seen: int, *, final: bool) -> list[int]:
     """Count each request's own tokens among the `new` ones of a padded batch.
 
-    Raise `ConfigError` for a mask that is not two-dimensional, does not fit the batch, or pads elsewhere than on the
-    left, and `InputError` for a prompt of padding only.
+    Raise `ConfigError` for a mask that is not [batch, tokens], padded on the left, `InputError` for an empty prompt.
     """
     if mask is None:
         return [new] * batch

@@ -91,9 +91,8 @@ def _is_plain(run: Run, seen: int, kwargs: dict[str, Any]) -> bool:
 class OwnProcessors(Picker):
     """A picker with transformers' processors, which see each position's row as in `model.generate`.
 
-    A row's tokens are the padded prompt and what follows, so that processors that count tokens count right. A
-    processor must be a function of tokens and scores: it is called for drafted tokens too. `tokens` has each
-    row's so far.
+    `tokens` has each row's so far with the padding of its prompt, so that processors that count tokens count right. A
+    processor must be a function of tokens and scores: it is called for drafted tokens too.
     """
 
     own_scores = False
@@ -217,10 +216,7 @@ def stop_tokens(eos: Any) -> tuple[int, ...]:
 
 
 def lossless_decoding(session: Session, streamer: Any) -> Callable[..., Any]:
-    """Return the function that transformers calls in place of its own decoding loop.
-
-    `streamer` receives the tokens, one by one; transformers has sent the prompt. None for no streamer.
-    """
+    """Return the loop that transformers calls in place of its own; `streamer` receives the tokens, one by one."""
 
     def decode(
         model: Any, input_ids: torch.Tensor, logits_processor: Any, stopping_criteria: Any,
@@ -264,10 +260,7 @@ def lossless_decoding(session: Session, streamer: Any) -> Callable[..., Any]:
 
 
 def ending(criteria: Any) -> tuple[frozenset[int], int]:
-    """Return the stop tokens and the most tokens of a text, padding included.
-
-    Raise `ConfigError` for any other criterion, and without a bound on the length.
-    """
+    """Return the stop tokens and the most tokens of a text, with padding; raise `ConfigError` for other criteria."""
     stop: set[int] = set()
     limits = []
     for criterion in criteria:

@@ -35,8 +35,7 @@ ROTARY = {"apply_rotary_pos_emb": "4a8f8b85ee37bd3f", "rotate_half": "7b6c9b425c
 class AttentionSource:
     """The differences between the known attentions.
 
-    `norms` says whether queries and keys are normed before the rotation, `window` where the sliding window
-    comes from: the module, its config, or nowhere.
+    `norms`: are queries and keys normed before the rotation? `window`: which has one, the module, its config, or ""?
     """
 
     norms: bool
@@ -54,10 +53,7 @@ ATTENTION = {
 
 @cache
 def digest(function: Callable[..., Any]) -> str:
-    """Return sixteen hexadecimal digits of a function's source, or `UNKNOWN` where there is none.
-
-    Annotations, comments and the docstring do not count.
-    """
+    """Return 16 hexadecimal digits of a function's code, or `UNKNOWN`; annotations, comments, docstrings do not count."""
     try:
         source = textwrap.dedent(inspect.getsource(function))
         node = ast.parse(source).body[0]

@@ -1,7 +1,4 @@
-"""The forward passes of a run: a piece of the prompts, a decoding step, and an audited step's shadow.
-
-The shadow pass runs an audited step densely first, for its dense next-token distribution.
-"""
+"""The forward passes of a run: a piece of the prompts, a decoding step, and the dense shadow of an audited step."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -49,10 +46,7 @@ def begin_decode(run: Run, ids: torch.Tensor) -> None:
 
 
 def shadow(model: Any, cache: SfiCache, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Run an audited step of the model densely, then undo its changes to the cache; the step finds nothing changed.
-
-    The keys of the step's own token stay: the step overwrites them.
-    """
+    """Run an audited step densely, then undo its changes to the cache but the token's own keys, which the step rewrites."""
     run = cache.run
     assert run is not None, "a run has begun"
     held = cache.taken()

@@ -43,10 +43,7 @@ class ModelPass:
     def __call__(
         self, ids_BT: torch.Tensor, positions_BT: torch.Tensor, mask: torch.Tensor | None, *, last: bool
     ) -> torch.Tensor:
-        """Return the logits, [B, T, V]: of the `last` token alone, where the model can leave the others out, or of all.
-
-        `mask` is transformers' attention mask; None without padding.
-        """
+        """Return the logits, [B, T, V], of the `last` token alone, if the model can; `mask` is None without padding."""
         with one_thread(wanted=self._small and (not last or ids_BT.shape[1] == 1)):
             output = self._session.model(
                 input_ids=ids_BT, attention_mask=mask, position_ids=positions_BT, use_cache=True,

@@ -111,10 +111,7 @@ class Session:
         generated: int | None = None,
         graphs: bool = False,
     ) -> memory.Forecast:
-        """Forecast the memory of a run, with the shapes that a pass over two tokens shows.
-
-        `generated` are the most tokens that a request generates; None for what `capacity` leaves.
-        """
+        """Forecast the memory of a run; a request generates `generated` tokens, None for what `capacity` leaves."""
         model, policy, tiers, shapes = self.model, self.policy, self.tiers, self.shapes()
         page = self.page_size or 1
         capacity = -(-capacity // page) * page
@@ -146,17 +143,11 @@ class Session:
 
     @property
     def most_together(self) -> int | None:
-        """The most requests that a lossless run decodes together; None for no limit.
-
-        transformers' caches of sliding windows and states can only take back tokens from all requests alike.
-        """
+        """The most requests together in a lossless run, None for any: windows and states cannot go back one by one."""
         return 1 if any(shape.hosted for shape in self.shapes()) else None
 
     def together(self, asked: int | None) -> int | None:
-        """Return the most requests to decode together: `asked`, or the model's limit in lossless runs.
-
-        Raise `ConfigError` if `asked` is more than the limit.
-        """
+        """Return `asked`, or the most requests of a lossless run together; raise `ConfigError` if `asked` is more."""
         most = self.most_together if self.engine.lossless else None
         if most is None:
             return asked
@@ -250,8 +241,7 @@ class Session:
     ) -> Run:
         """Make the run of a cache that has none.
 
-        `new` are the padded tokens of the first pass; `store` holds keys and values, None makes one;
-        `watchers` look at every layer, before the audit.
+        `new` are the padded tokens of the first pass; `watchers` look at every layer, before the audit.
         """
         if store is None:
             capacity = cache.capacity or max(new, cache.prompt_length or 0) + UNKNOWN_CAPACITY
@@ -294,10 +284,7 @@ class Session:
                 torch.cuda.synchronize(self._run.device)
 
     def observe(self) -> None:
-        """Prepare for the observers and the audit, if there are any.
-
-        Raise `ConfigError` for layers or heads that the model lacks, and for settings that ranks rule out.
-        """
+        """Prepare for the observers and the audit; raise `ConfigError` for what model, ranks or backend rule out."""
         if self.policy.mixes_heads:
             checks.check_heads(self.policy, self.shapes(), self.model, self.ranks.size)
         if self.tiers is not None and self.ranks.size > 1:

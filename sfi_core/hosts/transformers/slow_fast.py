@@ -92,10 +92,7 @@ def session_on(
     audit: AuditConfig | None = None,
     engine: EngineOptions | None = None,
 ) -> Iterator[Session]:
-    """Put a model under a session for sfi's own loop; arguments and errors are those of `slow_fast`.
-
-    `model.generate`, and all calls of other threads, stay as they are without sfi.
-    """
+    """Put a model under a session for sfi's own loop; `model.generate` and other threads' calls stay as without sfi."""
     engine = engine or DEFAULTS
     check_backend(engine.backend, model.device)
     policy = policy or default_policy(lossless=engine.lossless)

@@ -55,11 +55,7 @@ class TierPlan:
         )  # fmt: skip
 
     def store(self, batch: int, capacity: int, generated: int, backend: str, device: torch.device) -> TwoTierStore:
-        """Make the store.
-
-        Raise `ConfigError` for a budget that is too small, `BackendError` for a page that is no multiple of a
-        tile under Triton, and `MemoryForecastError` if the host's memory is too small.
-        """
+        """Make the store; raise an `SfiError` for too small a budget or memory, or a page of no whole tiles."""
         if backend == "triton" and self.page % TILE:
             raise BackendError(
                 f"engine.kv_page must be a multiple of {TILE} tokens under the triton backend, got {self.page}"
@@ -98,10 +94,7 @@ def check_lossless(policy: Policy | type[Policy], name: str, engine: EngineOptio
 
 
 def engine_for(policy: str, engine: EngineOptions) -> EngineOptions:
-    """Return the options for a policy in a comparison, without those that it cannot run under.
-
-    Full attention then has its cache on the device: that is what a method in two tiers has to beat.
-    """
+    """Return a policy's options in a comparison: without those that it cannot run under, as a rival to beat has."""
     kind = policy_class(policy)
     budget = engine.kv_device_budget if kind.offloads else None
     return replace(engine, kv_device_budget=budget, lossless=engine.lossless and kind.drafts)
