@@ -58,7 +58,7 @@ SENTENCE_TOKENS = 10.6  # mean, with its share of paragraph openers
 
 @dataclass(frozen=True, slots=True)
 class Recall:
-    """A document with a request that ends with ``Answer:``, the answer after it with its space, and the people asked about."""
+    """A document with a request, the answer after its ``Answer:``, space included, and the people asked about."""
 
     prompt: str
     answer: str

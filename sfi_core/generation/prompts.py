@@ -148,7 +148,7 @@ def text_of(tokenizer: Any, ids: Sequence[int]) -> str:
 class TextStream:
     """The text of one request, which adds up to `text_of` all its tokens; a split character comes with its last token.
 
-    A token's text depends on those before it: each text is decoded with the tokens of the text before, which is cut off.
+    A token's text depends on those before it: each text is decoded with the tokens of the last text, which is cut off.
     """
 
     def __init__(self, tokenizer: Any) -> None:

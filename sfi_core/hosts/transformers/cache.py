@@ -274,7 +274,7 @@ class SfiCache(Cache):
             layer.__dict__.update(taken(values))
 
     def detach(self) -> None:
-        """Take the run from the layers; raise `UnsupportedModelError` for keys that missed the attention or the cache."""
+        """Take the run from the layers; raise `UnsupportedModelError` for keys that missed attention or cache."""
         for layer in self.managed:
             layer.run = None
         if missed := [layer.index for layer in self.managed if layer.pending]:

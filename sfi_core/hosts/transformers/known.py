@@ -53,7 +53,7 @@ ATTENTION = {
 
 @cache
 def digest(function: Callable[..., Any]) -> str:
-    """Return 16 hexadecimal digits of a function's code, or `UNKNOWN`; annotations, comments, docstrings do not count."""
+    """Return 16 hexadecimal digits of a function's code, or `UNKNOWN`; hints, comments and docstrings do not count."""
     try:
         source = textwrap.dedent(inspect.getsource(function))
         node = ast.parse(source).body[0]

@@ -46,7 +46,7 @@ def begin_decode(run: Run, ids: torch.Tensor) -> None:
 
 
 def shadow(model: Any, cache: SfiCache, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Run an audited step densely, then undo its changes to the cache but the token's own keys, which the step rewrites."""
+    """Run an audited step densely, then undo its changes to the cache, but for keys that the step rewrites."""
     run = cache.run
     assert run is not None, "a run has begun"
     held = cache.taken()
