@@ -199,10 +199,10 @@ def generate(
             chunk=engine.prefill_chunk, requests=len(rows), generated=max(limits), shared=shared,
             on_prefill=on_prefill,
         )  # fmt: skip
-        draws = Draws(sampling, 0 if seed is None else seed)
-        drawn = any(each.do_sample for each in draws.samplings)
-        if seed is None and drawn:
-            draws = Draws(sampling, int(torch.randint(2**62, ())))
+        drawn = any(each.do_sample for each in Draws(sampling).samplings)
+        if seed is None:
+            seed = int(torch.randint(2**62, ())) if drawn else 0
+        draws = Draws(sampling, seed)
         sampler = Sampler(draws, ids_BT, session.ranks, ahead=decoder.replays.ahead)
         loop = Loop(decoder, rows, limits, sampler)
         error: SfiError | None = None

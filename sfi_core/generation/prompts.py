@@ -20,8 +20,7 @@ def encode(tokenizer: Any, prompts: Prompts) -> list[list[int]]:
 
     Raise `InputError` for no prompt, an empty one, or what is neither, `ConfigError` for a text without a tokenizer.
     """
-    if isinstance(prompts, str):
-        prompts = [prompts]
+    prompts = [prompts] if isinstance(prompts, str) else prompts
     if isinstance(prompts, Mapping):
         raise _neither("prompts", prompts)
     rows = [_listed(prompt) for prompt in _listed(prompts)]
