@@ -16,37 +16,18 @@ from sfi_core.policies.built_in.synckv import SyncKV
 from sfi_core.settings.config import SfiConfig
 from sfi_core.state.layer_shape import LayerShape
 
-# by setting: what it asks for, and the values that ask for nothing
-REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
-    "num_beams": ("beam search", (None, 1)),
-    "constraints": ("constrained beam search", (None,)),
-    "force_words_ids": ("constrained beam search", (None,)),
-    "assistant_model": ("assisted decoding", (None,)),
-    "assistant_early_exit": ("assisted decoding", (None,)),
-    "use_mtp": ("multi-token prediction", (None, False)),
-    "prompt_lookup_num_tokens": ("prompt-lookup decoding", (None,)),
-    "penalty_alpha": ("contrastive search", (None, 0)),
-    "dola_layers": ("DoLa decoding", (None,)),
-    "guidance_scale": ("classifier-free guidance", (None, 1)),
-    "cache_implementation": ("another cache", (None, "hybrid")),  # transformers drops "hybrid" too
-    "custom_generate": ("a custom generate", (None,)),
-    "output_attentions": ("reading attention weights", (None, False)),
-}
-
-NOT_LOSSLESS = {
-    "output_scores": "reading scores",
-    "output_logits": "reading logits",
-    "output_hidden_states": "reading hidden states",
-    "stop_strings": "stop_strings",
-    "token_healing": "token healing",
-    "max_time": "max_time",
-    "stopping_criteria": "a stopping criterion of one's own",
-    "inputs_embeds": "a prompt of embeddings",
-    "position_ids": "position_ids of one's own",
-    "cache": "a cache of one's own",
-    "past_key_values": "a cache of one's own",
-    "remove_invalid_values": "replacing broken logits",
-}
+# arguments and settings of `model.generate`: other ways to decode, and what a lossless run has not
+REFUSED = (
+    "num_beams", "constraints", "force_words_ids", "assistant_model", "assistant_early_exit", "use_mtp",
+    "prompt_lookup_num_tokens", "penalty_alpha", "dola_layers", "guidance_scale", "cache_implementation",
+    "custom_generate", "output_attentions",
+)  # fmt: skip
+NOT_LOSSLESS = (
+    "output_scores", "output_logits", "output_hidden_states", "stop_strings", "token_healing", "max_time",
+    "stopping_criteria", "inputs_embeds", "position_ids", "cache", "past_key_values", "remove_invalid_values",
+)  # fmt: skip
+# values that ask for nothing; transformers drops "hybrid" too
+HARMLESS = {"num_beams": 1, "penalty_alpha": 0, "guidance_scale": 1, "cache_implementation": "hybrid"}
 
 # caches of layers that sfi knows, by name, since not every release has all of them
 KNOWN = {
@@ -88,23 +69,16 @@ def check_cache(cache: Any, *, fresh: bool = False) -> None:
         raise ConfigError(f"{CACHE_NAME} must be fresh, got one with {cache.seen} tokens; each call reads its prompt")
 
 
-def refuse_modes(settings: Any, kwargs: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` for a generation mode that SFI does not run."""
-    for name, (what, harmless) in REFUSED.items():
+def refuse_modes(settings: Any, kwargs: Mapping[str, Any], *, lossless: bool) -> None:
+    """Raise `ConfigError` for arguments of `model.generate` that do not run under sfi, or not losslessly."""
+    for name in REFUSED + (NOT_LOSSLESS if lossless else ()):
         value = kwargs.get(name, getattr(settings, name, None))
-        if not any(value is ok or value == ok for ok in harmless):
-            shown = type(value).__name__ if hasattr(value, "forward") else repr(value)
-            raise ConfigError(f"{what} does not run under sfi, got {name}={shown}")
+        if not (value is None or value is False or value == [] or value == HARMLESS.get(name)):
+            where = "under sfi" if name in REFUSED else "in a lossless run"
+            shown = repr(value) if isinstance(value, int | float | str) else type(value).__name__
+            raise ConfigError(f"{name} must be left out {where}, got {shown}")
     if settings.use_cache is False:
         raise ConfigError("use_cache must be true under sfi, got False")
-
-
-def refuse_in_lossless(settings: Any, kwargs: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` for arguments of `model.generate` that run under sfi, but not losslessly."""
-    for name, what in NOT_LOSSLESS.items():
-        value = kwargs.get(name, getattr(settings, name, None))
-        if not (value is None or value is False or value == []):
-            raise ConfigError(f"{what} does not run in a lossless run, got {name}")
 
 
 def full_attention_layers(model: PreTrainedModel) -> tuple[int, ...]:

@@ -24,7 +24,7 @@ from sfi_core.engine.run import Run
 from sfi_core.errors import ConfigError, InputError
 from sfi_core.hosts.transformers.attention import probing
 from sfi_core.hosts.transformers.cache import CACHE_NAME, OLD_NAME, cache_in, under_way
-from sfi_core.hosts.transformers.checks import check_cache, prompt_tokens, refuse_in_lossless, refuse_modes
+from sfi_core.hosts.transformers.checks import check_cache, prompt_tokens, refuse_modes
 from sfi_core.hosts.transformers.decoder import Decoder
 from sfi_core.hosts.transformers.replays import Replays
 from sfi_core.hosts.transformers.session import Session
@@ -131,19 +131,15 @@ class OwnProcessors(Picker):
 
     def scores(self, logits_PV: torch.Tensor, row_P: Sequence[int], tail: Sequence[Sequence[int]]) -> torch.Tensor:
         """See `Picker`."""
-        if not self._chosen:
-            return logits_PV
-        pairs = zip(row_P, tail, strict=True)
-        return torch.cat([self._score(logits_PV[p : p + 1], row, after) for p, (row, after) in enumerate(pairs)])
-
-    def _score(self, logits_1V: torch.Tensor, row: int, tail: Sequence[int]) -> torch.Tensor:
-        ids_1T = self.tokens.ids_BT[row : row + 1, : self.tokens.length_B[row]]
-        if tail:
-            ids_1T = torch.cat([ids_1T, sent(torch.tensor([list(tail)]), ids_1T.device)], 1)
-        places, place = (len(self._ids_RT), self.rows[row].request) if self._by_row else (1, 0)
-        # copies: a processor may write into what it gets
-        scores_RV: torch.Tensor = self._chosen(ids_1T.repeat(places, 1), logits_1V.repeat(places, 1))
-        return scores_RV[place : place + 1]
+        scores = []
+        for logits_V, row, after in zip(logits_PV if self._chosen else (), row_P, tail, strict=False):
+            ids_T = self.tokens.ids_BT[row, : self.tokens.length_B[row]]
+            if after:
+                ids_T = torch.cat([ids_T, sent(torch.tensor(list(after)), ids_T.device)])
+            count, place = (len(self._ids_RT), self.rows[row].request) if self._by_row else (1, 0)
+            # copies: a processor may write into what it gets
+            scores.append(self._chosen(ids_T.repeat(count, 1), logits_V.repeat(count, 1))[place])
+        return torch.stack(scores) if scores else logits_PV
 
 
 def _knows_rows(processor: logits_process.LogitsProcessor) -> bool:
@@ -174,10 +170,11 @@ def _generate(session: Session, generate: Callable[..., Any], kwargs: dict[str, 
     settings = copy.deepcopy(kwargs.get("generation_config") or defaults)
     settings.update(**defaults.to_dict(), defaults_only=True)  # as transformers does
     settings.update(**{name: value for name, value in kwargs.items() if hasattr(settings, name)})
-    refuse_modes(settings, kwargs)
+    lossless = session.engine.lossless
+    refuse_modes(settings, kwargs, lossless=lossless)
     given = (kwargs.get(name) for name in ("inputs", "input_ids", "inputs_embeds"))
     prompt = next((tokens for tokens in given if tokens is not None), None)
-    length, new, lossless = 0, settings.max_new_tokens, session.engine.lossless
+    length, new = 0, settings.max_new_tokens
     if prompt is not None:
         if 0 in prompt.shape[:2]:
             shape = " x ".join(map(str, prompt.shape[:2]))
@@ -186,8 +183,6 @@ def _generate(session: Session, generate: Callable[..., Any], kwargs: dict[str, 
         # now: transformers may work with the mask before the first pass
         prompt_tokens(kwargs.get("attention_mask"), len(prompt), length, 0, final=True)
     capacity, cache = length + new if new else settings.max_length, cache_in(kwargs)
-    if lossless:
-        refuse_in_lossless(settings, kwargs)
     check_cache(cache, fresh=True)
     if cache is None and prompt is not None and capacity:
         batch = len(prompt) * (settings.num_return_sequences or 1)

@@ -69,16 +69,16 @@ class Only(LogitsProcessor):
 
 LEAVE = "leave it out, or take run.cache() inside slow_fast(...) as run"
 MODES = {
-    "num_beams": (2, "beam search does not run under sfi, got num_beams=2"),
-    "assistant_model": (torch.nn.Identity(), "assisted decoding does not run under sfi, got assistant_model=Identity"),
-    "prompt_lookup_num_tokens": (1, "prompt-lookup decoding does not run under sfi, got prompt_lookup_num_tokens=1"),
-    "penalty_alpha": (1.0, "contrastive search does not run under sfi, got penalty_alpha=1.0"),
-    "dola_layers": ("low", "DoLa decoding does not run under sfi, got dola_layers='low'"),
-    "guidance_scale": (1.5, "classifier-free guidance does not run under sfi, got guidance_scale=1.5"),
-    "cache_implementation": ("static", "another cache does not run under sfi, got cache_implementation='static'"),
-    "custom_generate": ("user/repo", "a custom generate does not run under sfi, got custom_generate='user/repo'"),
+    "num_beams": (2, "num_beams must be left out under sfi, got 2"),
+    "assistant_model": (torch.nn.Identity(), "assistant_model must be left out under sfi, got Identity"),
+    "prompt_lookup_num_tokens": (1, "prompt_lookup_num_tokens must be left out under sfi, got 1"),
+    "penalty_alpha": (1.0, "penalty_alpha must be left out under sfi, got 1.0"),
+    "dola_layers": ("low", "dola_layers must be left out under sfi, got 'low'"),
+    "guidance_scale": (1.5, "guidance_scale must be left out under sfi, got 1.5"),
+    "cache_implementation": ("static", "cache_implementation must be left out under sfi, got 'static'"),
+    "custom_generate": ("user/repo", "custom_generate must be left out under sfi, got 'user/repo'"),
     "use_cache": (False, "use_cache must be true under sfi, got False"),
-    "output_attentions": (True, "reading attention weights does not run under sfi, got output_attentions=True"),
+    "output_attentions": (True, "output_attentions must be left out under sfi, got True"),
     CACHE_NAME: (DynamicCache(), f"{CACHE_NAME} must be an sfi cache, got DynamicCache; {LEAVE}"),
 }
 
@@ -93,7 +93,7 @@ def test_generation_mode_is_refused_in_one_line(model, name):
 
 def test_mode_in_the_models_own_generation_config_is_refused(model, monkeypatch):
     monkeypatch.setattr(model.generation_config, "num_beams", 2)
-    with slow_fast(model, None, SMALL), pytest.raises(ConfigError, match="got num_beams=2"):
+    with slow_fast(model, None, SMALL), pytest.raises(ConfigError, match="num_beams must be left out"):
         complete(model)
 
 
