@@ -16,7 +16,7 @@ from sfi_core.errors import ConfigError, NumericsError, SfiError
 from sfi_core.generation.batch_plan import BatchPlan, plan_batch
 from sfi_core.generation.byte_limit import ByteLimit
 from sfi_core.generation.prompts import Prompts, check_prompts, encode, text_of, token_limits
-from sfi_core.generation.sampling import Draws, Sampler
+from sfi_core.generation.sampling import Sampler
 from sfi_core.hosts.transformers.cache import SfiLayer
 from sfi_core.hosts.transformers.decoder import Decoder
 from sfi_core.hosts.transformers.generate_call import stop_tokens
@@ -199,11 +199,10 @@ def generate(
             chunk=engine.prefill_chunk, requests=len(rows), generated=max(limits), shared=shared,
             on_prefill=on_prefill,
         )  # fmt: skip
-        drawn = any(each.do_sample for each in Draws(sampling).samplings)
+        drawn = any(each.do_sample for each in ([sampling] if isinstance(sampling, Sampling) else sampling))
         if seed is None:
             seed = int(torch.randint(2**62, ())) if drawn else 0
-        draws = Draws(sampling, seed)
-        sampler = Sampler(draws, ids_BT, session.ranks, ahead=decoder.replays.ahead)
+        sampler = Sampler(sampling, ids_BT, session.ranks, seed=seed, ahead=decoder.replays.ahead)
         loop = Loop(decoder, rows, limits, sampler)
         error: SfiError | None = None
         interrupted = False
@@ -224,7 +223,7 @@ def generate(
             report=report, texts=texts, trigger_token_ids=session.trigger_token_ids, forecast=plan.forecast,
             slots=plan.slots, byte_limit=ByteLimit.of(session, report, plan.slots),
             peak_memory_bytes=peak_bytes(model.device), error=error, interrupted=interrupted,
-            seed=draws.seed if drawn else None,
+            seed=seed if drawn else None,
         )  # fmt: skip
 
 

@@ -49,14 +49,10 @@ class RaggedRow:
     @classmethod
     def of(cls, count: Sequence[int], device: torch.device) -> Self:
         """Lay out `count` tokens of each request."""
-        T, begin = max(count), 0
-        place_BT: list[list[int]] = []
-        place_X: list[int] = []
-        for row, tokens in enumerate(count):
-            place_BT.append([0] * (T - tokens) + list(range(begin, begin + tokens)))
-            place_X += range(row * T + T - tokens, (row + 1) * T)
-            begin += tokens
-        return cls(sent(torch.tensor(place_BT), device), sent(torch.tensor(place_X), device))
+        T = max(count)
+        present_BT = torch.arange(T) >= T - torch.tensor(count)[:, None]
+        place_BT = (present_BT.flatten().cumsum(0) - 1).view_as(present_BT) * present_BT
+        return cls(sent(place_BT, device), sent(present_BT.flatten().nonzero()[:, 0], device))
 
     def padded(self, row_1HXD: torch.Tensor) -> torch.Tensor:
         """Return a row of queries, keys or values as a padded batch, [B, H, T, D]."""
