@@ -78,17 +78,11 @@ def read_prompt(
 class Result:
     """The result of a run.
 
-    Attributes:
-        report: Token ids and statistics of each request, in the order of the prompts.
-        texts: The completions; empty strings without a tokenizer.
-        trigger_token_ids: T_trig.
-        forecast: The memory that the run was expected to need.
-        slots: How many requests were decoded together.
-        byte_limit: The bytes read, compared with full attention; None under full attention.
-        peak_memory_bytes: Peak memory of the process (CPU) or of the allocator (GPU) during the run.
-        error: The error that stopped the run early; None for none.
-        interrupted: Whether Ctrl-C stopped the run.
-        seed: The seed of the sampling, with which another run draws the same tokens; None for greedy decoding.
+    `report` has token ids and statistics of each request, in the order of the prompts, `texts` the completions, empty
+    without a tokenizer. `slots` requests were decoded together. `forecast` is the memory that the run was expected to
+    need, `peak_memory_bytes` the peak of the process (CPU) or of the allocator (GPU), `byte_limit` the bytes read
+    compared with full attention, None under it. `error` stopped the run early; Ctrl-C did if `interrupted`. With `seed`
+    another run draws the same tokens; None for greedy decoding.
     """
 
     report: RunReport
@@ -125,7 +119,7 @@ def generate(
     on_prefill: Callable[[int, int], None] | None = None,
     on_end: Callable[[int, RequestReport, str], None] | None = None,
 ) -> Result:
-    """Complete prompts with slow-fast decoding.
+    """Complete prompts with slow-fast decoding; after a Ctrl-C or non-finite logits with the tokens so far.
 
     If memory or `max_batch` does not allow all prompts at once, the rest waits: when a request ends, the next
     prompt is read in its place.
@@ -152,9 +146,6 @@ def generate(
             waits or, in a lossless run, drafts.
         on_prefill: Called while the first prompts are read, with their tokens read so far and in all.
         on_end: Called when a prompt's completion has ended, with the prompt's index, its report and the text.
-
-    Returns:
-        The result. After a Ctrl-C or non-finite logits it has the tokens generated so far.
 
     Raises:
         ConfigError: A setting is out of range, or `shared` is of other prompts or of less capacity.

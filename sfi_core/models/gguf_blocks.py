@@ -6,7 +6,6 @@ transformers loads all else of the file, and of these matrices sees one number t
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ import torch
 
 from sfi_core.machine.text import first_line
 from sfi_core.models.blocks import BYTES, Blocks
-from sfi_core.models.gguf_file import PLAIN, Header, Tensor, read_header
+from sfi_core.models.gguf_file import PLAIN, Tensor, read_header, replaced
 from sfi_core.models.linear import BlockEmbedding, BlockLinear, Weights
 
 COMPARED = 8  # columns by which a processor is seen to change nothing but the order of rows
@@ -30,6 +29,7 @@ class GgufBlocks:
     @contextmanager
     def taken(self) -> Iterator[None]:
         """Keep matrices of blocks from transformers' loader inside; with `gguf_file.read_once` around it."""
+        import gguf  # noqa: PLC0415 - of an extra
         from transformers import modeling_gguf_pytorch_utils as loader  # noqa: PLC0415 - looks for gguf
 
         plain = loader.load_gguf_checkpoint
@@ -42,21 +42,19 @@ class GgufBlocks:
             fields = {name: field for name, field in header.fields.items() if name != "tokenizer.ggml.tokens"}
             header = replace(header, fields=fields)
             processor = loader.TENSOR_PROCESSORS.get(header.metadata["general.architecture"], loader.TensorProcessor)
-            with _reading(header):
+            with replaced(gguf, {"GGUFReader": lambda _: header}):
                 made = processor(config=plain(path)["config"])
             names = loader.get_gguf_hf_weights_map(model_to_load, made)
             rest = [t for t in header.tensors if not self._take(t, names.get(t.name), model_to_load, made.process)]
-            with _reading(replace(header, tensors=rest)):
+            header = replace(header, tensors=rest)
+            with replaced(gguf, {"GGUFReader": lambda _: header}):
                 parsed = plain(path, return_tensors=True, model_to_load=model_to_load, **more)
             for name, blocks in self._blocks.items():
                 parsed["tensors"][name] = torch.zeros(()).expand(blocks.shape)
             return parsed
 
-        loader.load_gguf_checkpoint = load
-        try:
+        with replaced(loader, {"load_gguf_checkpoint": load}):
             yield
-        finally:
-            loader.load_gguf_checkpoint = plain
 
     def _take(self, tensor: Tensor, name: str | None, model: Any, process: Callable[..., Any]) -> bool:
         # whether the loader is to leave a tensor out
@@ -135,13 +133,3 @@ def _layer(module: Any, blocks: Blocks) -> torch.nn.Module:
         return layer
     module.weight = torch.nn.Parameter(blocks.floats(), requires_grad=False)  # its forward pass is of another kind
     return module
-
-
-@contextmanager
-def _reading(header: Header) -> Iterator[None]:
-    gguf: Any = import_module("gguf")  # of an extra
-    reader, gguf.GGUFReader = gguf.GGUFReader, lambda _: header
-    try:
-        yield
-    finally:
-        gguf.GGUFReader = reader

@@ -8,7 +8,7 @@ import mmap
 import re
 import struct
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, redirect_stderr
+from contextlib import ExitStack, contextmanager, redirect_stderr
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import import_module
@@ -175,26 +175,30 @@ def read_once() -> Iterator[None]:
     """
     import gguf  # noqa: PLC0415 - of an extra
 
-    with _reading:  # another thread's load waits: it would put back what it finds here
-        quick = [
-            (gguf, "GGUFReader", read_header), (gguf, "dequantize", _dequantizer(gguf)),
-            (gguf, "get_tensor_name_map", cache(gguf.get_tensor_name_map)),
-        ]  # fmt: skip
+    with _reading, ExitStack() as stack:  # another thread's load waits: it would put back what it finds here
+        names = cache(gguf.get_tensor_name_map)
+        quick = {"GGUFReader": read_header, "dequantize": _dequantizer(gguf), "get_tensor_name_map": names}
+        stack.enter_context(replaced(gguf, quick))
+        stack.callback(read_header.cache_clear)
+        stack.enter_context(redirect_stderr(StringIO()))
         if hasattr(transformers, "GgufConfig"):  # since 5.17, with a reader of its own
-            readers = [
-                import_module(f"transformers.{name}") for name in ("integrations.gguf", "quantizers.quantizer_gguf")
-            ]
-            quick += [(reader, "read_gguf_metadata", _counted) for reader in readers]
-        slow = [(module, name, getattr(module, name)) for module, name, _ in quick]
-        try:
-            for module, name, function in quick:
-                setattr(module, name, function)
-            with redirect_stderr(StringIO()):
-                yield
-        finally:
-            read_header.cache_clear()
-            for module, name, function in slow:
-                setattr(module, name, function)
+            for name in ("integrations.gguf", "quantizers.quantizer_gguf"):
+                reader = import_module(f"transformers.{name}")
+                stack.enter_context(replaced(reader, {"read_gguf_metadata": _counted}))
+        yield
+
+
+@contextmanager
+def replaced(module: Any, values: Mapping[str, Any]) -> Iterator[None]:
+    """Inside, let names of a module have other values."""
+    before = {name: getattr(module, name) for name in values}
+    try:
+        for name, value in values.items():
+            setattr(module, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(module, name, value)
 
 
 def _counted(path: str, texts: tuple[str, ...] = ()) -> tuple[dict[str, Any], list[str]]:

@@ -59,8 +59,7 @@ def slow_fast(
         The session; its `report` describes the last run. The model is restored on exit.
 
     Raises:
-        ConfigError: Unknown policy or backend, trigger strings without a tokenizer, a nested use in one thread, or
-            what a lossless run cannot have.
+        ConfigError: A setting is unknown or out of range, or use in one thread is nested.
         BackendError: The backend cannot run the model here.
         UnsupportedModelError: The architecture cannot run under SFI.
     """
