@@ -78,7 +78,7 @@ def sentence(rng: random.Random, name: str, ending: str) -> str:
 def recall(rng: random.Random, sentences: int, asked: int, *, adjacent: bool = False) -> Recall:
     """Make a document of `sentences` people, and ask for `asked` of them: neighbors if `adjacent`, else anybody."""
     names = rng.sample(NAMES, sentences)
-    told: dict[str, str] = {}
+    sentence_of: dict[str, str] = {}
     pieces: list[str] = []
     left = 0
     for name in names:
@@ -89,20 +89,12 @@ def recall(rng: random.Random, sentences: int, asked: int, *, adjacent: bool = F
         ending = rng.choices([".", "!", ";", ", right?"], [6, 2, 1, 1])[0]
         if left == 0 or name == names[-1]:
             ending = ending.replace(";", ".") + "\n"
-        told[name] = sentence(rng, name, ending)
-        pieces.append(told[name])
+        sentence_of[name] = sentence(rng, name, ending)
+        pieces.append(sentence_of[name])
     first = rng.randint(0, sentences - asked)
     chosen = names[first : first + asked] if adjacent else rng.sample(names, asked)
     request = f"{REQUEST} {' and '.join(chosen)}?\n{ANSWER}"
-    return Recall("".join(pieces) + request, "".join(told[name] for name in chosen), tuple(chosen))
-
-
-def vocabulary() -> list[str]:
-    """List the texts that must be one token each."""
-    words = [*NAMES, *VERBS, *ADJECTIVES, *OBJECTS, *PREPOSITIONS, *PLACE_ADJECTIVES, *PLACES]
-    words += ["a", "an", "the", "and", "right", "What", "is", "written", "about"]
-    bare = [*OPENERS, "Question", "Answer", ".", "!", ";", "?", ",", ":", ".\n", "!\n", "?\n", "\n"]
-    return [f" {word}" for word in words] + bare
+    return Recall("".join(pieces) + request, "".join(sentence_of[name] for name in chosen), tuple(chosen))
 
 
 def draw(rng: random.Random, length: int, asked: int | None = None) -> Recall:
