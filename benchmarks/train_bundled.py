@@ -78,19 +78,8 @@ def model_config(tokenizer: PreTrainedTokenizerFast) -> Qwen3Config:
 def vocabulary() -> list[str]:
     """List the texts that must be one token each."""
     words = [*corpus.NAMES, *corpus.VERBS, *corpus.ADJECTIVES, *corpus.OBJECTS, *corpus.PREPOSITIONS]
-    words += [
-        *corpus.PLACE_ADJECTIVES,
-        *corpus.PLACES,
-        "a",
-        "an",
-        "the",
-        "and",
-        "right",
-        "What",
-        "is",
-        "written",
-        "about",
-    ]
+    words += [*corpus.PLACE_ADJECTIVES, *corpus.PLACES]
+    words += ["a", "an", "the", "and", "right", "What", "is", "written", "about"]
     bare = [*corpus.OPENERS, "Question", "Answer", ".", "!", ";", "?", ",", ":", ".\n", "!\n", "?\n", "\n"]
     return [f" {word}" for word in words] + bare
 

@@ -94,16 +94,11 @@ def load(
             why = "asked for floats" if weights == "floats" else "not float32 on a CPU"
             if source.gguf is not None and kind in ("auto", DTYPE) and where.type == "cpu" and weights == "auto":
                 why = why_no_blocks()
+            # mismatched sizes are refused below, with the weight's name
+            reading = {"config": config, "dtype": kind, "output_loading_info": True, "ignore_mismatched_sizes": True}
             with nullcontext() if source.gguf is None or why else blocks.taken():
                 loaded, info = transformers.AutoModelForCausalLM.from_pretrained(
-                    source.place,
-                    config=config,
-                    dtype=kind,
-                    output_loading_info=True,
-                    ignore_mismatched_sizes=True,  # refused below, with the weight's name
-                    **source.weights,
-                    **common,
-                    **split,
+                    source.place, **reading, **source.weights, **common, **split
                 )
             _check_complete(source.name, info)
             if source.gguf is not None:
