@@ -55,34 +55,25 @@ def plan_batch(
     longest = max(map(len, prompts))
     capacity = max(len(prompt) + new for prompt, new in zip(prompts, limits, strict=True))
     capacity = capacity if shared is None else shared.capacity
-    sizes = (longest, capacity, prefill_chunk)
     give_back(device)
     free, tiers = free_bytes(device), session.tiers
 
     def expect(batch: int) -> Forecast:
-        return session.forecast(batch, *sizes, max(limits), graphs=graphs)
+        return session.forecast(batch, longest, capacity, prefill_chunk, max(limits), graphs=graphs)
 
     def fitting(share: float) -> int:
-        if free is None:
-            return wanted
-        return largest_batch(lambda batch: expect(batch).needed_bytes, wanted, share * free)
+        most = wanted if free is None else largest_batch(lambda n: expect(n).needed_bytes, wanted, share * free)
+        return session.ranks.least(most)
 
-    fits = session.ranks.least(fitting(1.0))
-    slots = wanted
+    fits, slots = fitting(1.0), wanted
     if shared is None and not fits:
         slots = 1  # `check_fits` below then reports on one request
     elif shared is None and max_batch is None and fits < wanted:
-        slots = max(1, session.ranks.least(fitting(SHARE)))
+        slots = max(1, fitting(SHARE))
     expected = expect(slots)
     with session.ranks.agreed():
         if slots > fits:
             way = f"max_batch to {fits}" if max_batch and fits else None
             check_fits(expected, device, way, two_tier=tiers is not None)
-    return BatchPlan(
-        requests=total,
-        slots=slots,
-        capacity=capacity,
-        forecast=expected,
-        free_bytes=free,
-        tiers=None if tiers is None else tiers.bytes(slots, capacity, capacity - longest),
-    )
+    tiered = None if tiers is None else tiers.bytes(slots, capacity, capacity - longest)
+    return BatchPlan(requests=total, slots=slots, capacity=capacity, forecast=expected, free_bytes=free, tiers=tiered)

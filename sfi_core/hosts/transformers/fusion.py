@@ -110,20 +110,9 @@ def mlp_forward(module: Any) -> Callable[..., Any]:
     return forward
 
 
-def layer_forward(
-    self: Any,
-    hidden_states: torch.Tensor,
-    attention_mask: torch.Tensor | None = None,
-    position_ids: torch.Tensor | None = None,
-    **kwargs: Any,
-) -> torch.Tensor:
+def layer_forward(self: Any, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
     """Run a layer as `LlamaDecoderLayer` does; the first sum and the second norm are one kernel."""
-    attended, _ = self.self_attn(
-        hidden_states=self.input_layernorm(hidden_states),
-        attention_mask=attention_mask,
-        position_ids=position_ids,
-        **kwargs,
-    )
+    attended, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
     norm = self.post_attention_layernorm
     if takes(hidden_states, attended, norm.weight) and not has_hooks(norm):
         residual, normed = add_rms_norm.triton(hidden_states, attended, norm.weight, norm.variance_epsilon)
