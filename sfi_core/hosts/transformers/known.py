@@ -3,6 +3,7 @@
 import ast
 import hashlib
 import inspect
+import re
 import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -89,7 +90,9 @@ class _Bare(ast.NodeTransformer):
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
         """Drop the docstring, the return annotation, and decorators that change nothing."""
         node.returns = None
-        node.decorator_list = [decorator for decorator in node.decorator_list if not _changes_nothing(decorator)]
+        # those of the hub note a name, until `kernelize` gives the module a forward of its own; others rename
+        names = [name for name in node.decorator_list if not re.search("kernel|deprecate_kwarg", ast.unparse(name))]
+        node.decorator_list = names
         if ast.get_docstring(node) is not None:
             node.body = node.body[1:]
         return self.generic_visit(node)
@@ -120,8 +123,3 @@ class _Bare(ast.NodeTransformer):
 
 def _old_name(name: str) -> str:
     return OLD_NAME if name == CACHE_NAME else name
-
-
-def _changes_nothing(decorator: ast.expr) -> bool:
-    # those of the hub note a name, until `kernelize` gives the module a forward of its own; others rename
-    return any(word in ast.unparse(decorator) for word in ("kernel", "deprecate_kwarg"))
