@@ -74,8 +74,8 @@ class BlockPass(Watcher):
         """Run a pass that the engine has begun for a run or its twin; return the logits of all tokens, [X, V]."""
         pair = sent(torch.tensor([list(ids), list(positions)]), run.device).view(2, rows, -1)
         self._cache.attach(run)
-        with run.observer.span("forward"), run.launches(), self._cache.planning():
-            logits_BTV = self._replays.model(pair[0], pair[1], None, last=False)
+        with run.observer.span("forward"), run.launches():
+            logits_BTV = self._replays.model(pair[0], pair[1], last=False, planned=True)
         run.maintenance.join()
         return logits_BTV.flatten(0, 1)
 

@@ -3,8 +3,8 @@
 The argument is `past_key_values`, which transformers 5.24 renamed to `cache`.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from contextvars import ContextVar
 from dataclasses import dataclass, fields
 from typing import Any, Protocol, Self
@@ -69,8 +69,6 @@ class RaggedRow:
 class SfiLayer(CacheLayerMixin):
     """A full-attention layer of the cache; the run's pages hold the keys."""
 
-    is_compileable = False
-    is_croppable = False
     is_sliding = False
 
     def __init__(self, index: int, model: str = "") -> None:
@@ -233,15 +231,6 @@ class SfiCache(Cache):
         """Count `seen` padded tokens in every managed layer."""
         for layer in self.managed:
             layer.seen = seen
-
-    @contextmanager
-    def planning(self) -> Iterator[None]:
-        """Inside, the engine has planned the forward passes over this cache."""
-        self.planned = True
-        try:
-            yield
-        finally:
-            self.planned = False
 
     def attach(self, run: Run) -> Self:
         """Give the layers their run for a forward pass."""

@@ -41,14 +41,22 @@ class ModelPass:
             self._small = ModelWeights.of(session.model).read(batch) + rows < SMALL_BYTES
 
     def __call__(
-        self, ids_BT: torch.Tensor, positions_BT: torch.Tensor, mask: torch.Tensor | None, *, last: bool
-    ) -> torch.Tensor:
-        """Return the logits, [B, T, V], of the `last` token alone, if the model can; `mask` is None without padding."""
-        with one_thread(wanted=self._small and (not last or ids_BT.shape[1] == 1)):
-            output = self._session.model(
-                input_ids=ids_BT, attention_mask=mask, position_ids=positions_BT, use_cache=True,
-                **{CACHE_NAME: self._cache}, **self._options if last else {},
-            )  # fmt: skip
+        self, ids_BT: torch.Tensor, positions_BT: torch.Tensor, mask: torch.Tensor | None = None, *, last: bool,
+        planned: bool = False,
+    ) -> torch.Tensor:  # fmt: skip
+        """Return the logits, [B, T, V], of the `last` token alone, if the model can; `mask` is None without padding.
+
+        If the pass is `planned`, the engine has begun its step.
+        """
+        self._cache.planned = planned
+        try:
+            with one_thread(wanted=self._small and (not last or ids_BT.shape[1] == 1)):
+                output = self._session.model(
+                    input_ids=ids_BT, attention_mask=mask, position_ids=positions_BT, use_cache=True,
+                    **{CACHE_NAME: self._cache}, **self._options if last else {},
+                )  # fmt: skip
+        finally:
+            self._cache.planned = False
         logits: torch.Tensor = output.logits
         return logits
 
@@ -62,8 +70,7 @@ class ModelPass:
         seen = self._cache.seen  # `update` counts the tokens each time that the step is recorded
         self._cache.attach(self._session.run)
         try:
-            with self._cache.planning():
-                return self(token_BW, position_BW, None, last=token_BW.shape[1] == 1)
+            return self(token_BW, position_BW, last=token_BW.shape[1] == 1, planned=True)
         finally:
             self._cache.see(seen)
 
