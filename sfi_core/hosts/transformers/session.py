@@ -10,14 +10,15 @@ from uuid import uuid4
 import torch
 
 from sfi_core.distributed.ranks import ranks_of
-from sfi_core.engine.audit import Audit, check_audit
+from sfi_core.engine.audit import Audit, check_audit, compare_logits
+from sfi_core.engine.derived_runs import dense_twin
 from sfi_core.engine.maintenance import worked_off_together
 from sfi_core.engine.picking import CPU_PIECE, PIECE
 from sfi_core.engine.prompt_queries import Watcher
 from sfi_core.engine.report import RunReport
 from sfi_core.engine.run import Run
 from sfi_core.errors import ConfigError
-from sfi_core.hosts.transformers import checks, passes
+from sfi_core.hosts.transformers import checks
 from sfi_core.hosts.transformers.attention import probing
 from sfi_core.hosts.transformers.cache import SfiCache, cache_in, under_way
 from sfi_core.hosts.transformers.fusion import Fusion
@@ -25,7 +26,7 @@ from sfi_core.hosts.transformers.shapes import StateChecks
 from sfi_core.hosts.transformers.stores import TierPlan
 from sfi_core.models.describe import describe_model
 from sfi_core.models.load import DTYPES, check_split
-from sfi_core.observers.events import LogitsEvent, RunEvent
+from sfi_core.observers.events import LogitsEvent, PromptEvent, RunEvent
 from sfi_core.observers.observer import NullObserver, Observer, as_one
 from sfi_core.policies import EvidencePolicy, policy_class
 from sfi_core.settings.config import SfiConfig
@@ -203,24 +204,45 @@ class Session:
             return
         ids: Any = kwargs.get("input_ids", args[0] if args else None)
         tokens = ids if ids is not None else kwargs["inputs_embeds"]
-        batch, new = tokens.shape[:2]
-        run = cache.run or self.start(cache, batch, new)
+        new = tokens.shape[1]
+        run = cache.run or self.start(cache, len(tokens), new)
         cache.attach(run)
-        name = "prefill" if passes.reads_prompt(cache, new) else "forward"
-        if name == "prefill":
-            passes.begin_prompt(run, cache, ids, tokens.shape[:2], kwargs.get("attention_mask"), self.state_checks)
-            keep = kwargs.get("logits_to_keep")
-            if cache.owners and isinstance(keep, int) and keep:
-                # with a number, layers that read another one's keys would get the last tokens' queries only
-                kwargs["logits_to_keep"] = torch.arange(-keep, 0, device=tokens.device)
-        else:
-            passes.begin_decode(run, ids)
-            if passes.audited_rows(run):
-                passes.shadow(model, cache, args, kwargs)
+        # transformers does not say so: one token after the prompt's end is a decoding step
+        decodes = cache.seen > 0 and new == 1 and cache.seen + 1 > (cache.prompt_length or 1)
+        if decodes:
+            self._begin_decode(run, ids)
+            if audited_rows(run):
+                shadow(model, run, cache, args, kwargs)
                 under_way.set(cache)
+        else:
+            self._begin_prompt(run, cache, ids, tokens, kwargs)
         self._open.add(cache)
-        cache.span.enter_context(run.observer.span(name))
+        cache.span.enter_context(run.observer.span("forward" if decodes else "prefill"))
         cache.span.enter_context(run.launches())
+
+    def _begin_prompt(self, run: Run, cache: SfiCache, ids: Any, tokens: torch.Tensor, kwargs: dict[str, Any]) -> None:
+        # a piece of the prompts, of token `ids` or of embeddings alone
+        batch, new = tokens.shape[:2]
+        final = cache.seen + new >= (cache.prompt_length or new)
+        count = checks.prompt_tokens(kwargs.get("attention_mask"), batch, new, cache.seen, final=final)
+        self.state_checks.padding(count)
+        if cache.seen and new > 1:
+            self.state_checks.passes("a prompt in pieces")
+        if ids is not None:
+            requests = run.requests_of(range(batch))
+            run.observer.on(PromptEvent(requests=requests, ids_BT=ids, count=tuple(count)))
+        run.begin_prefill(count, final=final)
+        keep = kwargs.get("logits_to_keep")
+        if cache.owners and isinstance(keep, int) and keep:
+            # with a number, layers that read another one's keys would get the last tokens' queries only
+            kwargs["logits_to_keep"] = torch.arange(-keep, 0, device=tokens.device)
+
+    def _begin_decode(self, run: Run, ids: torch.Tensor) -> None:
+        if not run.recorded:  # transformers' loop does not tell; ours has told already
+            run.record(run.ranks.same_tokens(ids[:, -1]))
+        if run.engine.graphs:
+            raise ConfigError("CUDA graphs must be off in model.generate and loops of one's own; sfi's loop has them")
+        run.begin_decode()
 
     def after_forward(self, model: Any, args: tuple[Any, ...], output: Any) -> None:
         """Leave a step: transformers calls this after every forward pass of the model."""
@@ -234,7 +256,9 @@ class Session:
             cache.span.close()
             run = cache.run
             run.maintenance.join()
-            passes.compare_shadow(run, cache, output.logits[:, -1])
+            if cache.dense_BV is not None:
+                compare_shadow(run, output.logits[:, -1], cache.dense_BV)
+                cache.dense_BV = None
 
     def start(
         self, cache: SfiCache, batch: int, new: int, *, store: KVStore | None = None, watchers: tuple[Watcher, ...] = ()
@@ -296,6 +320,39 @@ class Session:
             check_audit(self.audit, self.shapes())
         if type(self.observer) is not NullObserver or self.ranks.size > 1:  # every rank, or none
             self.shapes()  # now: it takes a forward pass, which cannot be made within another
+
+
+def shadow(model: Any, run: Run, cache: SfiCache, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Run an audited step densely, then undo its changes to the cache, but for keys that the step rewrites."""
+    held, cache.shadowed = cache.taken(), True
+    cache.attach(dense_twin(run))
+    try:
+        with run.observer.span("shadow"):
+            cache.dense_BV = model(*args, **kwargs).logits[:, -1]
+    finally:
+        cache.shadowed = False
+        cache.put_back(held)
+        cache.attach(run)
+
+
+def compare_shadow(run: Run, logits_BV: torch.Tensor, dense_BV: torch.Tensor) -> None:
+    """Tell the observer how far the step's distributions are from its shadow's."""
+    rows = audited_rows(run)
+    chosen = torch.tensor(rows, device=logits_BV.device)
+    compared = compare_logits(logits_BV[chosen], dense_BV[chosen])
+    steps = tuple(run.requests[row].step for row in rows)
+    run.observer.on(LogitsEvent(requests=run.requests_of(rows), steps=steps, **compared))
+
+
+def audited_rows(run: Run) -> tuple[int, ...]:
+    """Return the rows of the audited requests whose step reads sparsely."""
+    audit, states = run.audit, run.requests
+    if audit is None:
+        return ()
+    sparse = run.batch_pass.fast
+    if run.policy.mixes_heads:  # some heads of a slow step read sparsely
+        sparse = tuple(sorted((*sparse, *run.batch_pass.slow)))
+    return tuple(row for row in sparse if audit.due(states[row].step, slow=states[row].slow))
 
 
 def most_drafted(shapes: Sequence[LayerShape], asked: int) -> int:
