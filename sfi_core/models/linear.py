@@ -129,30 +129,25 @@ class RowLinear(torch.nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - the base's name
         """Return `input` @ weight.T + bias, [..., O], in the input's dtype."""
-        slow = crawls(self.weight.dtype)
-        rows = input.numel() // self.in_features
+        slow, rows = crawls(self.weight.dtype), input.numel() // self.in_features
         few = FEW if slow or self.weight.dtype == torch.float32 else 1
         if not rows or not served.get():
             return super().forward(input)
         if rows <= few and compiles(self):
-            return self._few(input)
-        return self._many(input) if slow and rows >= FEW else super().forward(input)
+            from sfi_kernels.linear import multiply_few  # noqa: PLC0415 - brings numba
 
-    def _few(self, rows: torch.Tensor) -> torch.Tensor:
-        from sfi_kernels.linear import multiply_few  # noqa: PLC0415 - brings numba
-
-        weight = self.weight.detach()
-        out = multiply_few(row_of(KINDS[weight.dtype], weight.shape, weight), rows.reshape(-1, self.in_features))
-        if self.bias is not None:
-            out += self.bias.detach()
-        return out.to(rows.dtype).view(*rows.shape[:-1], self.out_features)
-
-    def _many(self, rows: torch.Tensor) -> torch.Tensor:
-        wide, outs = rows.float(), []
+            weight = self.weight.detach()
+            out = multiply_few(row_of(KINDS[weight.dtype], weight.shape, weight), input.reshape(-1, self.in_features))
+            if self.bias is not None:
+                out += self.bias.detach()
+            return out.to(input.dtype).view(*input.shape[:-1], self.out_features)
+        if not slow or rows < FEW:
+            return super().forward(input)
+        wide, outs = input.float(), []
         for start in range(0, self.out_features, PIECE):
             piece = slice(start, start + PIECE)
             bias = None if self.bias is None else self.bias[piece].float()
-            outs.append(linear(wide, self.weight[piece].float(), bias).to(rows.dtype))
+            outs.append(linear(wide, self.weight[piece].float(), bias).to(input.dtype))
         return outs[0] if len(outs) == 1 else torch.cat(outs, -1)
 
 
