@@ -41,9 +41,7 @@ def _encoded(tokenizer: Any, prompt: Any, number: int) -> list[int]:
         if tokenizer is None:
             raise ConfigError("text prompts need a tokenizer, got none; pass token ids")
         ids = text_ids(tokenizer, prompt)
-    elif isinstance(prompt, Mapping):
-        raise _neither(f"prompt {number}", prompt)
-    else:
+    else:  # a mapping's keys are none
         try:
             ids = list(map(index, prompt))
         except TypeError as error:
