@@ -31,7 +31,7 @@ pytest.importorskip("numba")
 pytest.importorskip("gguf")
 import gguf
 
-from tests.core.models.test_gguf import TEXT, write_config, write_tokenizer
+from tests.core.models.test_gguf import TEXT, finish, write_config, write_tokenizer
 
 MODELS = {
     "llama": (LlamaConfig, LlamaForCausalLM, gguf.MODEL_ARCH.LLAMA),
@@ -125,10 +125,7 @@ def write(tmp_path: Path, tiny_tokenizer: Any) -> Callable[..., Path]:
             else:
                 packed = gguf.quantize(numbers, kind_of)
                 writer.add_tensor(f"{of_name.get_name(stem)}.{end}", packed, raw_dtype=kind_of)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
+        finish(writer)
         return tmp_path / "x.gguf"
 
     return written
