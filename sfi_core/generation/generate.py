@@ -15,7 +15,7 @@ from sfi_core.engine.shared_prompt import SharedPrompt
 from sfi_core.errors import ConfigError, NumericsError, SfiError
 from sfi_core.generation.batch_plan import BatchPlan, plan_batch
 from sfi_core.generation.byte_limit import ByteLimit
-from sfi_core.generation.prompts import Prompts, check_prompts, encode, text_of, token_limits
+from sfi_core.generation.prompts import Prompts, check_prompts, encode, text_of
 from sfi_core.generation.sampling import Sampler
 from sfi_core.hosts.transformers.cache import SfiLayer
 from sfi_core.hosts.transformers.decoder import Decoder
@@ -156,8 +156,10 @@ def generate(
     config, sampling = checked_config(config), sampling or Sampling()
     engine = engine or DEFAULTS
     rows = encode(tokenizer, prompts)
-    limits = token_limits(max_new_tokens, len(rows))
-    _check_one_each(len(rows), sampling=sampling, seed=seed)
+    _check_one_each(len(rows), max_new_tokens=max_new_tokens, sampling=sampling, seed=seed)
+    limits = [max_new_tokens] * len(rows) if isinstance(max_new_tokens, int) else list(max_new_tokens)
+    if min(limits) < 1:
+        raise ConfigError(f"max_new_tokens must be positive, got {min(limits)}")
     check_prompts(model, rows, limits)
     stop = frozenset(stop_tokens(model.generation_config.eos_token_id if stop_token_ids is None else stop_token_ids))
     if shared is not None:

@@ -108,16 +108,6 @@ def _filled(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> str:
         raise InputError(f"the model's chat template cannot be filled: {first_line(error)}") from error
 
 
-def token_limits(max_new_tokens: int | Sequence[int], prompts: int) -> list[int]:
-    """Return the most new tokens of each prompt; raises `ConfigError` unless each has a positive one."""
-    limits = [max_new_tokens] * prompts if isinstance(max_new_tokens, int) else list(max_new_tokens)
-    if len(limits) != prompts:
-        raise ConfigError(f"max_new_tokens must be one number or {prompts}, one a prompt, got {len(limits)}")
-    if limits and min(limits) < 1:
-        raise ConfigError(f"max_new_tokens must be positive, got {min(limits)}")
-    return limits
-
-
 def check_prompts(model: Any, rows: Sequence[Sequence[int]], max_new_tokens: int | Sequence[int]) -> None:
     """Raise `InputError` for a prompt that exceeds the model's positions, or a token that exceeds its vocabulary."""
     text = model.config.get_text_config(decoder=True)
