@@ -51,9 +51,8 @@ def slow_fast(
         page_size: Tokens of a cache page; None is one page a request under torch, 64 tokens under triton.
         audit: What to compare with dense attention, for the observers; the tokens stay the same.
         engine: How steps are run; None is `EngineOptions()`. With `lossless`, greedy decoding gives what
-            `model.generate` gives without sfi. Sampling gives the tokens of `sfi_core.generate` under full-kv with the
-            same processors and seed, not those of transformers, which draws other random numbers; the seed is one
-            number a call from torch's generator. A loop of one's own around `model(...)` stays sparse.
+            `model.generate` gives without sfi, and sampling what `sfi_core.generate` gives under full-kv with the same
+            processors and seed, a number from torch's generator. A loop of one's own around `model(...)` stays sparse.
 
     Yields:
         The session; its `report` describes the last run. The model is restored on exit.
