@@ -87,20 +87,16 @@ class GgufBlocks:
 
 def _checked(tensor: Tensor, process: Callable[..., Any], why: str) -> Blocks:
     # the blocks with rows in transformers' order; raise `ValueError` for `why`, or where it changes more than that
-    if why:
-        raise ValueError(why)
-
-    def processed(weight: np.ndarray) -> Any:
-        result = process(weights=weight, name=tensor.name, tensor_key_mapping={}, parsed_parameters={"tensors": {}})
-        if result.name != tensor.name or result.weights.shape != weight.shape:
-            raise ValueError("transformers changes its shape")
-        return result.weights
-
     import gguf  # noqa: PLC0415 - of an extra
 
-    count = len(tensor.data)
+    if why:
+        raise ValueError(why)
+    count, name = len(tensor.data), tensor.name
     number_OI = np.arange(count * COMPARED, dtype=np.float64).reshape(count, -1)
-    processed_OI = processed(number_OI.copy())
+    result = process(weights=number_OI.copy(), name=name, tensor_key_mapping={}, parsed_parameters={"tensors": {}})
+    processed_OI = result.weights
+    if result.name != name or processed_OI.shape != number_OI.shape:
+        raise ValueError("transformers changes its shape")
     order = (processed_OI[:, 0] // COMPARED).astype(np.int64)
     whole = np.array_equal(np.sort(order), np.arange(count))
     if not (whole and np.array_equal(processed_OI, number_OI[order])):

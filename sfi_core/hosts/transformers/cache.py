@@ -120,10 +120,6 @@ class SfiLayer(CacheLayerMixin):
         """Refuse: a run has one prompt."""
         raise UnsupportedModelError("an sfi cache cannot be reset; make a new one")
 
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Refuse: beam search would move a request's state."""
-        raise UnsupportedModelError("beam search does not run under sfi; use num_beams=1")
-
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Refuse: a model that copies a layer adds layers to the cache. A Dory does so where it loops over layers."""
         raise UnsupportedModelError(f"{self.model} copies layer {self.index} of its cache, which sfi does not know")
