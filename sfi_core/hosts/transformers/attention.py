@@ -17,14 +17,9 @@ from typing import Any
 from weakref import WeakKeyDictionary, finalize
 
 import torch
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel, masking_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import (
-    ALL_MASK_ATTENTION_FUNCTIONS,
-    AttentionMaskInterface,
-    causal_mask_function,
-    sdpa_mask,
-)
+from transformers.masking_utils import causal_mask_function, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from sfi_core.distributed.ranks import local
@@ -74,7 +69,7 @@ def routed(model: PreTrainedModel) -> Iterator[None]:
 def _route(model: PreTrainedModel) -> None:
     AttentionInterface.register(NAME, attention)
     # without a mask function sliding windows would ignore padding silently
-    AttentionMaskInterface.register(NAME, mask)
+    masking_utils.AttentionMaskInterface.register(NAME, mask)
     configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
     for identity, config in configs.items():
         if identity not in _plain:
@@ -131,7 +126,7 @@ def mask(*args: Any, config: Any = None, **kwargs: Any) -> torch.Tensor | None:
     make: Callable[..., torch.Tensor | None] | None = sdpa_mask
     runs = under_way.get() is not None and not probing()
     if not (runs or probing()):
-        make = ALL_MASK_ATTENTION_FUNCTIONS.get(_plain.get(id(config), "sdpa"))
+        make = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS.get(_plain.get(id(config), "sdpa"))
     if make is None or (runs and kwargs.get("mask_function", causal_mask_function) is causal_mask_function):
         return None
     made = make(*args, config=config, **kwargs)

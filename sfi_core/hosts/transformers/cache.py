@@ -10,15 +10,8 @@ from dataclasses import dataclass, fields
 from typing import Any, Protocol, Self
 
 import torch
-from transformers import PreTrainedModel
-from transformers.cache_utils import (
-    Cache,
-    CacheLayerMixin,
-    DynamicCache,
-    DynamicLayer,
-    LinearAttentionAndFullAttentionLayer,
-    LinearAttentionLayer,
-)
+from transformers import DynamicCache, PreTrainedModel, cache_utils
+from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from sfi_core.engine.run import Run
@@ -150,7 +143,7 @@ class StepsOfACache(Protocol):
         """Run the pass in the body module by module."""
 
 
-class SfiCache(Cache):
+class SfiCache(cache_utils.Cache):
     """transformers' view of a run: `SfiLayer` for full attention, its own layers for windows and states.
 
     The pages are allocated once for `capacity` tokens a request, when that is known; `prompt_length` are the
@@ -174,9 +167,9 @@ class SfiCache(Cache):
         text, self.name = model.config.get_text_config(decoder=True), type(model).__name__
         layers = list(DynamicCache(config=text).layers)
         for index, layer in enumerate(layers):  # windows, states and layers without a cache stay as they are
-            if type(layer) is DynamicLayer:
+            if type(layer) is cache_utils.DynamicLayer:
                 layers[index] = SfiLayer(index, self.name)
-            elif type(layer) is LinearAttentionAndFullAttentionLayer:
+            elif type(layer) is cache_utils.LinearAttentionAndFullAttentionLayer:
                 layers[index] = SfiStateLayer(index, self.name, layer.number_of_states)
         super().__init__(layers=layers)
         of_own_kind(self, model)
