@@ -140,19 +140,19 @@ class TextStream:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._told: list[int] = []  # the tokens of the last text
+        self._shown: list[int] = []  # the tokens of the last text
         self._waiting: list[int] = []
         self._held = ""  # the text that waits
 
     def push(self, token_id: int) -> str:
         """Return the text that a token adds; it may come with a later token, or at the `end`."""
         self._waiting.append(token_id)
-        before, text = (text_of(self._tokenizer, ids) for ids in (self._told, [*self._told, *self._waiting]))
+        before, text = (text_of(self._tokenizer, ids) for ids in (self._shown, [*self._shown, *self._waiting]))
         held, self._held = self._held, text[len(before) :]
         # a byte may be part of a character, or make the bytes before it none; a special token changes neither
         if self._held == held or text.endswith(REPLACEMENT) or self._is_byte(token_id):
             return ""
-        self._told, self._waiting = self._waiting, []
+        self._shown, self._waiting = self._waiting, []
         return self.end()
 
     def end(self) -> str:

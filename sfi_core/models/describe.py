@@ -134,8 +134,8 @@ def most_positions(config: Any) -> int | None:
 
 def _ropes(text: Any) -> Iterator[dict[str, Any]]:
     # the parameters of the model, or by kind of layer
-    said = getattr(text, "rope_parameters", None) or {}
-    return (rope for rope in (said, *said.values()) if isinstance(rope, dict))
+    parameters = getattr(text, "rope_parameters", None) or {}
+    return (rope for rope in (parameters, *parameters.values()) if isinstance(rope, dict))
 
 
 def check_rotation(config: Any) -> None:

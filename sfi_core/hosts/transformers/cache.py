@@ -230,12 +230,12 @@ class SfiCache(cache_utils.Cache):
 
     def seat(self, row: int, other: Self, width: int) -> None:
         """Give a row to a request that was read alone; the longest now has `width` tokens."""
-        for ours, theirs in zip(self.layers, other.layers, strict=True):
-            seat_states(ours, row, theirs)
-            if isinstance(ours, SfiLayer):
-                ours.seen = width
-            elif getattr(ours, "is_sliding", False):
-                seat_window(ours, row, theirs, width)
+        for layer, alone in zip(self.layers, other.layers, strict=True):
+            seat_states(layer, row, alone)
+            if isinstance(layer, SfiLayer):
+                layer.seen = width
+            elif getattr(layer, "is_sliding", False):
+                seat_window(layer, row, alone, width)
         self.prompt_length = width  # so that what comes next is no piece of a prompt
 
     def taken(self) -> list[dict[str, Any]]:

@@ -176,10 +176,10 @@ class Session:
 
     def shapes(self) -> list[LayerShape]:
         """Return the layers' shapes; the first call runs a pass over two tokens."""
-        shapes, kept = self.state_checks.shapes(), self.kv_dtype
-        if kept is None:
+        shapes, dtype = self.state_checks.shapes(), self.kv_dtype
+        if dtype is None:
             return shapes
-        return [replace(shape, itemsize=kept.itemsize) if shape.window is None else shape for shape in shapes]
+        return [replace(shape, itemsize=dtype.itemsize) if shape.window is None else shape for shape in shapes]
 
     @property
     def kv_dtype(self) -> torch.dtype | None:

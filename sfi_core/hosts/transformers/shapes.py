@@ -80,14 +80,14 @@ def probe(model: Any, cache: Any, *passes: tuple[torch.Tensor, torch.Tensor | No
         return value.new_zeros(B, T, heads, value.shape[3]), None
 
     passes = passes or ((torch.zeros(1, 2, dtype=torch.long, device=model.device), None),)
-    weightless, ours = model.device.type == "meta", isinstance(cache, SfiCache)
+    weightless, is_ours = model.device.type == "meta", isinstance(cache, SfiCache)
     try:
         with routed(model), looking(look), _without_experts(model) if weightless else nullcontext():
             for ids_BT, mask in passes:
-                if ours:
+                if is_ours:
                     cache.attach(no_run)
                 model(input_ids=ids_BT, attention_mask=mask, use_cache=True, **{CACHE_NAME: cache})
-                if ours:
+                if is_ours:
                     cache.detach()
     except (RuntimeError, NotImplementedError) as error:
         if not weightless:
