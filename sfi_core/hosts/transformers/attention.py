@@ -181,9 +181,8 @@ def sfi_attention(
         run = layer.store(key, value, index)
         out = attend(run, index, query_BHGTD, scale=scale, new=(key, value), soft_cap=soft_cap, sink_HG=sink_HG)
     else:  # PyTorch's SDPA knows neither soft caps nor learned sinks, and transformers drops them without a word
-        causal, visible = attention_mask is None and T > 1, None
-        if attention_mask is not None:
-            visible = attention_mask[:, :, None]
+        causal = attention_mask is None and T > 1
+        visible = None if attention_mask is None else attention_mask[:, :, None]
         part = partial_attention(
             query_BHGTD, key, value, scale=scale, soft_cap=soft_cap, causal=causal, visible_BHGWT=visible
         )

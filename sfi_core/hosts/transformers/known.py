@@ -21,7 +21,6 @@ DECODER_LAYER = {"1a8125909341e389", "d4699009e63a2518"}  # LlamaDecoderLayer, M
 # what a compiled step knows besides: Gemma's norm and layer; the forwards around the layers
 GEMMA_NORM = {"2dad5f5760750e09"}
 GEMMA_LAYER = {"eb03c623c021985a"}  # Gemma2DecoderLayer
-GEMMA_ATTENTION = {"348368a8632bbe94": False, "5c514af68ddf0777": True}  # Gemma2Attention, Gemma3Attention; normed?
 MODEL = {  # of Llama, Qwen2, Mistral, Gemma, Gemma2, Gemma3Text; of Qwen2, Gemma2, Gemma3Text since 5.24
     "607fef072d27711e", "7082cc645fa7709b", "3e106c8cfc95b78a", "0a3474e701f9cd62", "920e2eb3800bfa8e",
     "128b85c21ad2ae7c", "56b28df85a051424", "cb811bc071217306", "206bbfc1edd9891a",
@@ -49,6 +48,10 @@ ATTENTION = {
     "9fd52adda2db73b6": AttentionSource(norms=False, window="config"),  # MistralAttention
     "0a88802c2838d189": AttentionSource(norms=True, window="module"),  # Qwen3Attention
     "2d8e9493a5546bd7": AttentionSource(norms=True, window=""),  # Qwen3VLTextAttention
+}
+GEMMA_ATTENTION = {
+    "348368a8632bbe94": AttentionSource(norms=False, window="module"),  # Gemma2Attention
+    "5c514af68ddf0777": AttentionSource(norms=True, window="module"),  # Gemma3Attention
 }
 
 

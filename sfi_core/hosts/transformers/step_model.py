@@ -85,15 +85,15 @@ def _layer_row(layer: Any, holds: list[Any]) -> Any:
     attention, row = layer.self_attn, np.zeros(LAYER_WORDS, np.int64)
     gemma = _check(layer, sources.DECODER_LAYER | sources.GEMMA_LAYER) in sources.GEMMA_LAYER
     _check(layer.mlp, sources.GATED_MLP)
-    digest = _check(attention, sources.ATTENTION.keys() | sources.GEMMA_ATTENTION)
+    attentions = sources.ATTENTION | sources.GEMMA_ATTENTION
+    digest = _check(attention, attentions)
     if not sources.rotates_halves(type(attention).forward):
         raise UnknownError(f"{type(attention).__name__}, whose rotation compiled steps do not know")
     if type(layer.mlp.act_fn) not in GATES:
         raise UnknownError(f"{type(layer.mlp.act_fn).__name__}, a gate that compiled steps do not know")
     for word, name in NORMS["gemma" if gemma else "llama"].items():
         row[word] = _norm(getattr(layer, name), holds)
-    known = sources.ATTENTION.get(digest)
-    if sources.GEMMA_ATTENTION[digest] if known is None else known.norms:
+    if attentions[digest].norms:
         row[Layer.QUERY_NORM], row[Layer.KEY_NORM] = _norm(attention.q_norm, holds), _norm(attention.k_norm, holds)
     projections = attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj
     matrices = *projections, layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj
