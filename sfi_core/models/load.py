@@ -82,8 +82,7 @@ def load(
             config = _decoder_config(source, common)
             digest = source_digest(source, revision) if together.size > 1 else None
             split = parallel_options(config, together.size, trust_remote_code=trust_remote_code)
-        if check is not None:
-            with together.agreed():
+            if check is not None:
                 check(config)
         together.check_same({"model": digest, "dtype": dtype, "device": where.type})
         if split:
