@@ -59,7 +59,7 @@ class Subject:
             model, tokenizer = load(self.model, **self.loading, check=check)
         else:
             from sfi_core.measure.bench.architectures import random_config, random_model
-            from sfi_core.models.block_linear import round_weights
+            from sfi_core.models.linear import round_weights
 
             config, device = (random_config(self.random_weights), resolve_device(self.loading["device"]))
             model = random_model(config, device, self._dtype(), self.seed)

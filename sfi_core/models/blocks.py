@@ -66,8 +66,9 @@ class Blocks:
             lambda begin, end: pack_numbers(begin, end, int(kind), fields, block_OBX, numbers),
             len(numbers), NUMBER * count * width,
         )  # fmt: skip
-        factors = (part if part is None else _tiled(part.reshape(count, -1)) for part in _FACTORS[kind.name](block_OBX))
-        return cls((count, width), layout, torch.from_numpy(numbers), *factors)
+        factors = _factors(kind.name, block_OBX)
+        tiled = (part if part is None else _tiled(part.reshape(count, -1)) for part in factors)
+        return cls((count, width), layout, torch.from_numpy(numbers), *tiled)
 
     @classmethod
     def rounded(cls, weight_OI: torch.Tensor) -> Self:
@@ -93,27 +94,14 @@ def _halves(block_OBX: np.ndarray, at: int) -> np.ndarray:
     return block_OBX[..., at : at + 2].copy().view(np.float16)
 
 
-def _scale(block_OBX: np.ndarray) -> list[np.ndarray | None]:
-    return [_halves(block_OBX, 0)]
-
-
-def _scale_and_minimum(block_OBX: np.ndarray) -> list[np.ndarray | None]:
-    return [_halves(block_OBX, 0), None, _halves(block_OBX, 2)]
-
-
-def _eight_scales_and_minima(block_OBX: np.ndarray) -> list[np.ndarray | None]:
+def _factors(kind: str, block_OBX: np.ndarray) -> list[np.ndarray | None]:
+    # scales, fine scales, minima, fine minima, as far as the kind has them
+    if kind == "Q6_K":
+        return [_halves(block_OBX, 208), block_OBX[..., 192:208].view(np.int8)]
+    if kind not in ("Q4_K", "Q5_K"):
+        return [_halves(block_OBX, 0), *([None, _halves(block_OBX, 2)] if kind[-1] == "1" else [])]
     # of 6 bits: four of each in bytes 4 to 11, of the others four bits in bytes 12 to 15 and two above the first four's
     scale, minimum, both = (block_OBX[..., at : at + 4] for at in (4, 8, 12))
     scales = np.concatenate((scale & 63, both & 15 | scale >> 2 & 48), -1)
     minima = np.concatenate((minimum & 63, both >> 4 | minimum >> 2 & 48), -1)
     return [_halves(block_OBX, 0), scales.view(np.int8), -_halves(block_OBX, 2), minima.view(np.int8)]
-
-
-def _sixteen_scales(block_OBX: np.ndarray) -> list[np.ndarray | None]:
-    return [_halves(block_OBX, 208), block_OBX[..., 192:208].view(np.int8)]
-
-
-_FACTORS = {
-    "Q4_0": _scale, "Q5_0": _scale, "Q8_0": _scale, "Q4_1": _scale_and_minimum, "Q5_1": _scale_and_minimum,
-    "Q4_K": _eight_scales_and_minima, "Q5_K": _eight_scales_and_minima, "Q6_K": _sixteen_scales,
-}  # fmt: skip

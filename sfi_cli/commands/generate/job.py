@@ -56,9 +56,9 @@ def run(
     options: dict[str, Any] = {"sampling": prompts.sampling(Sampling(**sampling)), "seed": prompts.seeds(seed)}
     with Progress(quiet=output.quiet) as progress:
         progress.update(f"loading {subject.name}", 0, 0)
-        from sfi_core.models.rotation import check_rotation, pass_rotation
+        from sfi_core.models.describe import check_rotation, pass_rotation
 
-        _check(policy, settings, engine, subject, audited=audit is not None)
+        _check(policy, engine, subject, audited=audit is not None)
         subject.check()
         model, tokenizer = subject.loaded(quiet=True, check=check_rotation if engine.lossless else None)
     rows = [token_ids(entry, tokenizer, chat=chat) for entry in prompts.entries]
@@ -142,21 +142,18 @@ def _answer(output: Output, prompts: Prompts, request: int, report: Any, text: s
     output.line(answer(prompts.lines[request], report, text))
 
 
-def _check(name: str, settings: Given, engine: EngineOptions, subject: Subject, *, audited: bool) -> None:
+def _check(name: str, engine: EngineOptions, subject: Subject, *, audited: bool) -> None:
     # report mistakes in settings before a large model loads
     from sfi_core.engine.attend import check_backend
-    from sfi_core.hosts.transformers.lossless import check_asked, check_drafts
-    from sfi_core.hosts.transformers.stores import check_offloads
+    from sfi_core.hosts.transformers.stores import check_able, check_lossless
     from sfi_core.models.load import resolve_device
     from sfi_core.policies import policy_class
-    from sfi_core.sizes.policy import untriggered
 
     policy = policy_class(name)
     if engine.kv_device_budget is not None:
-        check_offloads(policy, name)
+        check_able(policy, name, "offloads")
     if engine.lossless:
-        check_drafts(policy, name)
-        check_asked(untriggered(name, settings.config), name, engine, audited=audited)
+        check_lossless(policy, name, engine, audited=audited)
     check_backend(engine.backend, resolve_device(subject.loading["device"]))
 
 

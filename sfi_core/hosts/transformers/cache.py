@@ -3,22 +3,15 @@
 The argument is `past_key_values`, which transformers 5.24 renamed to `cache`.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from contextvars import ContextVar
 from dataclasses import dataclass, fields
 from typing import Any, Protocol, Self
 
 import torch
-from transformers import PreTrainedModel
-from transformers.cache_utils import (
-    Cache,
-    CacheLayerMixin,
-    DynamicCache,
-    DynamicLayer,
-    LinearAttentionAndFullAttentionLayer,
-    LinearAttentionLayer,
-)
+from transformers import DynamicCache, PreTrainedModel, cache_utils
+from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from sfi_core.engine.run import Run
@@ -39,8 +32,8 @@ def cache_in(arguments: Mapping[str, Any]) -> Any:
 class RaggedRow:
     """The mapping between a row of X tokens and the padded batch [B, T] of an attention layer.
 
-    `place_BT` are the places in the row of each request's tokens, the last of T, 0 for padding; `place_X`
-    those of the row's tokens in the flattened batch.
+    `place_BT`: where in the row each request's tokens are, the last of T, 0 for padding; `place_X`: where in the
+    flattened batch the row's tokens are.
     """
 
     place_BT: torch.Tensor
@@ -49,14 +42,10 @@ class RaggedRow:
     @classmethod
     def of(cls, count: Sequence[int], device: torch.device) -> Self:
         """Lay out `count` tokens of each request."""
-        T, begin = max(count), 0
-        place_BT: list[list[int]] = []
-        place_X: list[int] = []
-        for row, tokens in enumerate(count):
-            place_BT.append([0] * (T - tokens) + list(range(begin, begin + tokens)))
-            place_X += range(row * T + T - tokens, (row + 1) * T)
-            begin += tokens
-        return cls(sent(torch.tensor(place_BT), device), sent(torch.tensor(place_X), device))
+        T = max(count)
+        present_BT = torch.arange(T) >= T - torch.tensor(count)[:, None]
+        place_BT = (present_BT.flatten().cumsum(0) - 1).view_as(present_BT) * present_BT
+        return cls(sent(place_BT, device), sent(present_BT.flatten().nonzero()[:, 0], device))
 
     def padded(self, row_1HXD: torch.Tensor) -> torch.Tensor:
         """Return a row of queries, keys or values as a padded batch, [B, H, T, D]."""
@@ -73,8 +62,6 @@ class RaggedRow:
 class SfiLayer(CacheLayerMixin):
     """A full-attention layer of the cache; the run's pages hold the keys."""
 
-    is_compileable = False
-    is_croppable = False
     is_sliding = False
 
     def __init__(self, index: int, model: str = "") -> None:
@@ -91,10 +78,7 @@ class SfiLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the new keys, which `sfi_attention` stores when they arrive there.
-
-        Multi-head latent attention passes latents here, and expands them afterwards.
-        """
+        """Return the new keys, maybe latents, which `sfi_attention` stores when they arrive there, expanded."""
         if self.run is None:
             raise UnsupportedModelError("an sfi cache works inside slow_fast(...) only")
         if not self.is_initialized:
@@ -103,15 +87,8 @@ class SfiLayer(CacheLayerMixin):
         self.pending = True
         return key_states, value_states
 
-    def resume(self, seen: int) -> None:
-        """Begin with `seen` padded tokens that the run's pages hold already."""
-        self.seen, self.is_initialized = seen, True
-
     def store(self, key_BHTD: torch.Tensor, value_BHTE: torch.Tensor, index: int) -> Run:
-        """Store the attention's keys and values in the run's pages, once `update` has seen them.
-
-        `index` is the layer that attends; another one than this reads what this one has stored.
-        """
+        """Store the attention's keys and values in the run's pages; if another layer attends, lend it ours."""
         assert self.run is not None, "`update` has seen it"
         if index != self.index:
             self.run.lend(self.index, index)
@@ -136,10 +113,6 @@ class SfiLayer(CacheLayerMixin):
         """Refuse: a run has one prompt."""
         raise UnsupportedModelError("an sfi cache cannot be reset; make a new one")
 
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Refuse: beam search would move a request's state."""
-        raise UnsupportedModelError("beam search does not run under sfi; use num_beams=1")
-
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Refuse: a model that copies a layer adds layers to the cache. A Dory does so where it loops over layers."""
         raise UnsupportedModelError(f"{self.model} copies layer {self.index} of its cache, which sfi does not know")
@@ -157,15 +130,6 @@ class SfiStateLayer(SfiLayer, LinearAttentionLayer):
         (SfiLayer if args else LinearAttentionLayer).lazy_initialization(self, *args, **kwargs)
 
 
-def _ours(index: int, layer: Any, model: str) -> Any:
-    # full attention gets a layer of ours; windows, states and layers without a cache stay as they are
-    if type(layer) is DynamicLayer:
-        return SfiLayer(index, model)
-    if type(layer) is LinearAttentionAndFullAttentionLayer:
-        return SfiStateLayer(index, model, layer.number_of_states)
-    return layer
-
-
 class StepsOfACache(Protocol):
     """The replayed steps of a run under a loop that is not sfi's (`replays.Replays`)."""
 
@@ -179,14 +143,14 @@ class StepsOfACache(Protocol):
         """Run the pass in the body module by module."""
 
 
-class SfiCache(Cache):
+class SfiCache(cache_utils.Cache):
     """transformers' view of a run: `SfiLayer` for full attention, its own layers for windows and states.
 
     The pages are allocated once for `capacity` tokens a request, when that is known; `prompt_length` are the
     padded tokens of the prompts, when known: a piece that ends before them is not step 0. `stop_ids` end a
     request. `requests` counts those that wait for a row too, None for those of the batch; `generated` are the
-    most tokens that one generates, None for what `capacity` leaves. The `run` is made at the first forward
-    pass.
+    most tokens that one generates, None for what `capacity` leaves. The `run` is made at the first forward pass.
+    `owners` are the layers that read another layer's keys, with that layer.
 
     Of the pass under way: `ragged` is its layout, where one row holds several requests' tokens; `span` its observers'
     spans; `planned` says that the engine has planned it, so that it begins no step; `shadowed` that it is an audited
@@ -194,11 +158,20 @@ class SfiCache(Cache):
     """
 
     def __init__(
-        self, model: PreTrainedModel, capacity: int | None, prompt_length: int | None, stop_ids: frozenset[int]
+        self,
+        model: PreTrainedModel,
+        capacity: int | None = None,
+        prompt_length: int | None = None,
+        stop_ids: frozenset[int] = frozenset(),
     ) -> None:
         text, self.name = model.config.get_text_config(decoder=True), type(model).__name__
-        base = enumerate(DynamicCache(config=text).layers)
-        super().__init__(layers=[_ours(index, layer, self.name) for index, layer in base])
+        layers = list(DynamicCache(config=text).layers)
+        for index, layer in enumerate(layers):  # windows, states and layers without a cache stay as they are
+            if type(layer) is cache_utils.DynamicLayer:
+                layers[index] = SfiLayer(index, self.name)
+            elif type(layer) is cache_utils.LinearAttentionAndFullAttentionLayer:
+                layers[index] = SfiStateLayer(index, self.name, layer.number_of_states)
+        super().__init__(layers=layers)
         of_own_kind(self, model)
         self.owners = owners(text)
         self.capacity, self.prompt_length, self.stop_ids = capacity, prompt_length, stop_ids
@@ -220,8 +193,7 @@ class SfiCache(Cache):
         """Return the number of the full-attention layer that a module computes, and the layer with its keys.
 
         None for transformers' own layers. A module that several layers share (Zamba, HRM) has no number, or one
-        of theirs: its layer has just been updated. Raise `UnsupportedModelError` for a layer whose keys are
-        nowhere, or that attends to them twice.
+        of theirs: its layer has just been updated. Raise `UnsupportedModelError` for keys nowhere or read twice.
         """
         index = -1 if module.layer_idx is None else module.layer_idx
         owner = self.owners.get(index, index)
@@ -249,15 +221,6 @@ class SfiCache(Cache):
         for layer in self.managed:
             layer.seen = seen
 
-    @contextmanager
-    def planning(self) -> Iterator[None]:
-        """Inside, the engine has planned the forward passes over this cache."""
-        self.planned = True
-        try:
-            yield
-        finally:
-            self.planned = False
-
     def attach(self, run: Run) -> Self:
         """Give the layers their run for a forward pass."""
         self.run = run
@@ -267,12 +230,12 @@ class SfiCache(Cache):
 
     def seat(self, row: int, other: Self, width: int) -> None:
         """Give a row to a request that was read alone; the longest now has `width` tokens."""
-        for ours, theirs in zip(self.layers, other.layers, strict=True):
-            seat_states(ours, row, theirs)
-            if isinstance(ours, SfiLayer):
-                ours.seen = width
-            elif getattr(ours, "is_sliding", False):
-                seat_window(ours, row, theirs, width)
+        for layer, alone in zip(self.layers, other.layers, strict=True):
+            seat_states(layer, row, alone)
+            if isinstance(layer, SfiLayer):
+                layer.seen = width
+            elif getattr(layer, "is_sliding", False):
+                seat_window(layer, row, alone, width)
         self.prompt_length = width  # so that what comes next is no piece of a prompt
 
     def taken(self) -> list[dict[str, Any]]:
@@ -285,10 +248,7 @@ class SfiCache(Cache):
             layer.__dict__.update(taken(values))
 
     def detach(self) -> None:
-        """Take the run from the layers, which then refuse keys until the next pass.
-
-        Raise `UnsupportedModelError` if keys of the last pass did not reach `sfi_attention`, or the cache.
-        """
+        """Take the run from the layers; raise `UnsupportedModelError` for keys that missed attention or cache."""
         for layer in self.managed:
             layer.run = None
         if missed := [layer.index for layer in self.managed if layer.pending]:
@@ -300,10 +260,7 @@ class SfiCache(Cache):
 
 
 def owners(text: Any) -> dict[int, int]:
-    """Return the layers of a text config that read another layer's keys, with that layer (Gemma 3n, Gemma 4).
-
-    It is the last of the same kind that has keys of its own.
-    """
+    """Return the layers of a text config that read the keys of the last of their kind with its own (Gemma 3n and 4)."""
     shared, kinds = getattr(text, "num_kv_shared_layers", None) or 0, getattr(text, "layer_types", None) or []
     first = len(kinds) - shared
     last = {kind: index for index, kind in enumerate(kinds[:first])}

@@ -4,8 +4,7 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
 from sfi_core.errors import ConfigError, unknown
-from sfi_core.hosts.transformers.lossless import check_drafts
-from sfi_core.hosts.transformers.stores import engine_for
+from sfi_core.hosts.transformers.stores import check_able, engine_for
 from sfi_core.policies import policy_class
 from sfi_core.settings.config import SfiConfig
 from sfi_core.settings.engine import EngineOptions
@@ -102,7 +101,7 @@ class DecodeSettings:
         if not 0 <= self.acceptance <= 1:
             raise ConfigError(f"acceptance must be in [0, 1], got {self.acceptance:g}")
         if not any(policy_class(policy).drafts for policy in self.policies):
-            check_drafts(policy_class(self.policies[0]), self.policies[0])
+            check_able(policy_class(self.policies[0]), self.policies[0], "drafts")
 
     @property
     def lossless(self) -> bool:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from sfi_core.bundled.corpus import (
+from sfi_core.bundled.example import (
     ADJECTIVES,
     HELD_OUT,
     NAMES,

@@ -3,6 +3,7 @@
 import ast
 import hashlib
 import inspect
+import re
 import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,18 +21,10 @@ DECODER_LAYER = {"1a8125909341e389", "d4699009e63a2518"}  # LlamaDecoderLayer, M
 # what a compiled step knows besides: Gemma's norm and layer; the forwards around the layers
 GEMMA_NORM = {"2dad5f5760750e09"}
 GEMMA_LAYER = {"eb03c623c021985a"}  # Gemma2DecoderLayer
-GEMMA_ATTENTION = {"348368a8632bbe94": False, "5c514af68ddf0777": True}  # Gemma2Attention, Gemma3Attention; normed?
-MODEL = {
-    "607fef072d27711e",
-    "7082cc645fa7709b",
-    "3e106c8cfc95b78a",
-    "0a3474e701f9cd62",
-    "920e2eb3800bfa8e",
-    "128b85c21ad2ae7c",
-    "56b28df85a051424",
-    "cb811bc071217306",
-    "206bbfc1edd9891a",
-}  # fmt: skip - of Llama, Qwen2, Mistral, Gemma, Gemma2, Gemma3Text; of Qwen2, Gemma2, Gemma3Text since 5.24
+MODEL = {  # of Llama, Qwen2, Mistral, Gemma, Gemma2, Gemma3Text; of Qwen2, Gemma2, Gemma3Text since 5.24
+    "607fef072d27711e", "7082cc645fa7709b", "3e106c8cfc95b78a", "0a3474e701f9cd62", "920e2eb3800bfa8e",
+    "128b85c21ad2ae7c", "56b28df85a051424", "cb811bc071217306", "206bbfc1edd9891a",
+}  # fmt: skip
 # LlamaForCausalLM, Gemma2ForCausalLM; both since 5.24
 CAUSAL_LM = {"f27668f33910885d", "ab8731295151cdf2", "34392993e49d4fef", "6e998f1561b70e9e"}
 # LlamaAttention calls the first, which calls the second
@@ -42,8 +35,7 @@ ROTARY = {"apply_rotary_pos_emb": "4a8f8b85ee37bd3f", "rotate_half": "7b6c9b425c
 class AttentionSource:
     """The differences between the known attentions.
 
-    `norms` says whether queries and keys are normed before the rotation, `window` where the sliding window
-    comes from: the module, its config, or nowhere.
+    `norms`: are queries and keys normed before the rotation? `window`: which has one, the module, its config, or ""?
     """
 
     norms: bool
@@ -57,14 +49,15 @@ ATTENTION = {
     "0a88802c2838d189": AttentionSource(norms=True, window="module"),  # Qwen3Attention
     "2d8e9493a5546bd7": AttentionSource(norms=True, window=""),  # Qwen3VLTextAttention
 }
+GEMMA_ATTENTION = {
+    "348368a8632bbe94": AttentionSource(norms=False, window="module"),  # Gemma2Attention
+    "5c514af68ddf0777": AttentionSource(norms=True, window="module"),  # Gemma3Attention
+}
 
 
 @cache
 def digest(function: Callable[..., Any]) -> str:
-    """Return sixteen hexadecimal digits of a function's source, or `UNKNOWN` where there is none.
-
-    Annotations, comments and the docstring do not count.
-    """
+    """Return 16 hexadecimal digits of a function's code, or `UNKNOWN`; hints, comments and docstrings do not count."""
     try:
         source = textwrap.dedent(inspect.getsource(function))
         node = ast.parse(source).body[0]
@@ -100,7 +93,9 @@ class _Bare(ast.NodeTransformer):
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
         """Drop the docstring, the return annotation, and decorators that change nothing."""
         node.returns = None
-        node.decorator_list = [decorator for decorator in node.decorator_list if not _changes_nothing(decorator)]
+        # those of the hub note a name, until `kernelize` gives the module a forward of its own; others rename
+        names = [name for name in node.decorator_list if not re.search("kernel|deprecate_kwarg", ast.unparse(name))]
+        node.decorator_list = names
         if ast.get_docstring(node) is not None:
             node.body = node.body[1:]
         return self.generic_visit(node)
@@ -131,8 +126,3 @@ class _Bare(ast.NodeTransformer):
 
 def _old_name(name: str) -> str:
     return OLD_NAME if name == CACHE_NAME else name
-
-
-def _changes_nothing(decorator: ast.expr) -> bool:
-    # those of the hub note a name, until `kernelize` gives the module a forward of its own; others rename
-    return any(word in ast.unparse(decorator) for word in ("kernel", "deprecate_kwarg"))

@@ -7,21 +7,20 @@ the replaced modules where these have hooks, where gradients are on, or where th
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import wraps
 from types import MethodType
 from typing import Any
 
 import torch
+from torch.nn.functional import linear
 from transformers.activations import SiLUActivation
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from sfi_core.engine.report import RunReport
 from sfi_core.errors import ConfigError
+from sfi_core.hosts.transformers import known as sources
 from sfi_core.hosts.transformers.cache import CACHE_NAME, OLD_NAME, cache_in
-from sfi_core.hosts.transformers.fusion import known as sources
-from sfi_core.hosts.transformers.fusion.known import AttentionSource
-from sfi_core.hosts.transformers.fusion.product import Product
+from sfi_core.hosts.transformers.known import AttentionSource
 from sfi_core.machine.private import attention_implementation, has_hooks
 from sfi_core.machine.threads import served, serving
 from sfi_kernels.fused import MAX_HEAD, MAX_ROW, add_rms_norm, rms_norm, rotary, silu_mul
@@ -29,6 +28,58 @@ from sfi_kernels.fused import MAX_HEAD, MAX_ROW, add_rms_norm, rms_norm, rotary,
 Forward = Callable[..., Any]
 # the report counts classes with these names that keep their own forward
 REPORTED = ("Norm", "MLP", "Attention", "DecoderLayer")
+
+
+class Product:
+    """Linear modules that project the same rows, [..., K], to N numbers each, as one product.
+
+    With few tokens a product takes as long as its weights take to read, and a GPU reads one large matrix faster than
+    several small ones. So their weights, [N, K], are moved behind each other, for good: each is then a view of one
+    tensor, with its numbers unchanged. They stay apart where they are not all plain, or memory for the move is lacking.
+    """
+
+    def __init__(self, *modules: torch.nn.Module) -> None:
+        self._modules = modules
+        self._weight_NK: torch.Tensor | None = None
+        self._bias_N: torch.Tensor | None = None
+        linears = [linear for linear in modules if type(linear) is torch.nn.Linear and "forward" not in vars(linear)]
+        biases = [linear.bias.detach() for linear in linears if isinstance(linear.bias, torch.Tensor)]
+        if len(linears) < len(modules) or len(biases) not in (0, len(modules)):
+            return
+        self._weight_NK = _together([linear.weight for linear in linears])
+        self._widths = [linear.out_features for linear in linears]
+        if biases and self._weight_NK is not None:
+            self._bias_N = torch.cat(biases)
+
+    def __call__(self, rows: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Project rows, [..., K]; return each module's own, [..., N], maybe as views of one tensor."""
+        if self._weight_NK is None or torch.is_grad_enabled() or any(map(has_hooks, self._modules)):
+            return [module(rows) for module in self._modules]
+        return torch.split(linear(rows, self._weight_NK, self._bias_N), self._widths, -1)
+
+
+def _together(weights: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    # the tensor that holds all, one after the other
+    first = weights[0]
+    kinds = {(type(weight), weight.dtype, weight.device, weight.shape[1], weight.is_contiguous()) for weight in weights}
+    if kinds != {(torch.nn.Parameter, first.dtype, first.device, first.shape[1], True)}:
+        return None
+    if not _adjacent(weights):
+        try:
+            whole = torch.cat([weight.data for weight in weights])
+        except torch.OutOfMemoryError:
+            return None
+        for weight, part in zip(weights, torch.split(whole, [len(weight) for weight in weights]), strict=True):
+            weight.data = part
+        if first.device.type == "cuda":
+            torch.cuda.empty_cache()  # the next layer's needs the room of this one's old weights
+    return first.data.as_strided((sum(map(len, weights)), first.shape[1]), (first.shape[1], 1))
+
+
+def _adjacent(weights: Sequence[torch.Tensor]) -> bool:
+    ends = [weight.data_ptr() + weight.nbytes for weight in weights]
+    one_storage = len({weight.untyped_storage().data_ptr() for weight in weights}) == 1
+    return one_storage and [weight.data_ptr() for weight in weights[1:]] == ends[:-1]
 
 
 def takes(*tensors: torch.Tensor, rows: Sequence[torch.Tensor] = ()) -> bool:
@@ -59,20 +110,9 @@ def mlp_forward(module: Any) -> Callable[..., Any]:
     return forward
 
 
-def layer_forward(
-    self: Any,
-    hidden_states: torch.Tensor,
-    attention_mask: torch.Tensor | None = None,
-    position_ids: torch.Tensor | None = None,
-    **kwargs: Any,
-) -> torch.Tensor:
+def layer_forward(self: Any, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
     """Run a layer as `LlamaDecoderLayer` does; the first sum and the second norm are one kernel."""
-    attended, _ = self.self_attn(
-        hidden_states=self.input_layernorm(hidden_states),
-        attention_mask=attention_mask,
-        position_ids=position_ids,
-        **kwargs,
-    )
+    attended, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
     norm = self.post_attention_layernorm
     if takes(hidden_states, attended, norm.weight) and not has_hooks(norm):
         residual, normed = add_rms_norm.triton(hidden_states, attended, norm.weight, norm.variance_epsilon)
@@ -137,17 +177,10 @@ def _rotated(
 
 @dataclass(frozen=True, slots=True)
 class Fusion:
-    """The modules that run with our forward, and those left alone, counted by class.
-
-    `left_alone` counts norms, MLPs, attentions and decoder layers only.
-    """
+    """The modules that run with our forward, and the norms, MLPs, attentions and layers left alone, by class."""
 
     modules: Counter[str] = field(default_factory=Counter)
     left_alone: Counter[str] = field(default_factory=Counter)
-
-    def added_to(self, report: RunReport) -> RunReport:
-        """Return a run's report with the fused modules added."""
-        return replace(report, fused=dict(self.modules), left_alone=dict(self.left_alone))
 
 
 def wants_fusion(wanted: bool | None, backend: str, device: torch.device) -> bool:
@@ -195,17 +228,14 @@ def forward_for(module: Any) -> Forward | None:
     source_digest = sources.digest(type(module).forward)
     if _is_rms_norm(module):
         return norm_forward
-    if source_digest in sources.GATED_MLP and _is_silu(module.act_fn):
-        return mlp_forward(module)
+    if source_digest in sources.GATED_MLP:
+        silu = type(module.act_fn) in (SiLUActivation, torch.nn.SiLU) and "forward" not in vars(module.act_fn)
+        return mlp_forward(module) if silu else None
     if source_digest in sources.DECODER_LAYER and _is_rms_norm(module.post_attention_layernorm):
         return layer_forward
     if source_digest in sources.ATTENTION and _rotates(module):
         return attention_forward(module, sources.ATTENTION[source_digest])
     return None
-
-
-def _is_silu(module: Any) -> bool:
-    return type(module) in (SiLUActivation, torch.nn.SiLU) and "forward" not in vars(module)
 
 
 def _is_rms_norm(module: Any) -> bool:
