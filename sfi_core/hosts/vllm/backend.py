@@ -33,51 +33,58 @@ from vllm.v1.attention.backends.triton_attn import (
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from sfi_core.errors import ConfigError
-from sfi_core.hosts.vllm.room import Room, is_configured
-from sfi_core.hosts.vllm.rows import HostRows, Part, RowMatcher, last_blocks, part_of
-from sfi_core.hosts.vllm.worker import MatchedPass, WorkerEngine
+from sfi_core.hosts.vllm.names import layer_index
+from sfi_core.hosts.vllm.room import engine_of_process, give_room, is_configured
+from sfi_core.hosts.vllm.worker import MatchedPass, RowMatcher, WorkerEngine, last_blocks, part_of
+from sfi_core.state.packed_segment import PackedSegment
+from sfi_kernels.code_scan import BatchCodes
+
+Mixin: Any = object  # beside vLLM's own class, whose attributes it uses
 
 
 @dataclass(slots=True)
 class Batch:
     """Shared by all layers of a pass, beside vLLM's metadata, of which `common` was the input.
 
-    `entered` is the pass, once a layer has entered it; `part` are the rows that vLLM's kernel computes, None
-    for all rows or none, as `entered` tells.
+    `entered` is the pass, once a layer has entered it; `part` is `part_of` it.
     """
 
     common: Any
     builder: Any
     entered: MatchedPass | None = None
-    part: Part | None = None
+    part: tuple[Any, slice | torch.Tensor] | None = None
 
     def enter(self, engine: WorkerEngine) -> MatchedPass:
-        """Enter the pass with the first layer, and return it for the others."""
+        """Enter the pass with the first layer, and return it for the others.
+
+        The metadata has each row's first query and cached tokens on the host (the latter exact without speculative
+        decoding); rows of no tokens pad the batch at the end.
+        """
         if self.entered is None:
             common, table_RP = self.common, self.common.block_table_tensor
-            rows = HostRows(
-                common.query_start_loc_cpu.tolist(),
-                common.seq_lens_cpu_upper_bound.tolist(),
-                None if common.req_idx is None else common.req_idx.tolist(),
-            )
-            plan = engine.plan
-            assert plan is not None, "the scheduler has planned the pass"
+            assert engine.plan is not None, "the scheduler has planned the pass"
+            entries = engine.plan.entries
+            starts = common.query_start_loc_cpu.tolist()[: len(entries) + 1]
+            lengths = common.seq_lens_cpu_upper_bound[: len(entries)].tolist()
             matched = self.builder.matcher.match(
-                rows, plan.entries, lambda: last_blocks(table_RP, rows, engine.store.page_size, engine.split)
+                [(length, end - start) for length, start, end in zip(lengths, starts, starts[1:], strict=False)],
+                None if common.req_idx is None else common.req_idx.tolist(),
+                entries,
+                lambda: last_blocks(table_RP, lengths, engine.store.page_size, engine.split),
             )
-            self.entered = engine.enter(matched, table_RP)
+            self.entered = engine.enter([*zip(starts, matched, strict=False)], table_RP)
             self.part = part_of(common, self.entered, self.builder.build_part)
         return self.entered
 
 
-class PagedBuilder:
+class PagedBuilder(Mixin):
     """Builds vLLM's metadata, and keeps its input."""
 
     reorder_batch_threshold = 1  # decoding rows first, so that vLLM's part lies together
     supports_update_block_table = False  # the metadata of another group is not ours
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device)  # type: ignore[call-arg]
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._sfi = is_configured(vllm_config)
         self.matcher = RowMatcher()
 
@@ -86,23 +93,21 @@ class PagedBuilder:
         """Keep attention out of CUDA graphs where sfi is on: Python decides whether a step is slow."""
         if is_configured(vllm_config):
             return AttentionCGSupport.NEVER
-        return super().get_cudagraph_support(vllm_config, kv_cache_spec)  # type: ignore[misc]
+        return super().get_cudagraph_support(vllm_config, kv_cache_spec)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False, **options: Any) -> Any:
         """Build vLLM's metadata without a schedule: the rows of vLLM's kernel are not known yet."""
-        made: Any = super().build(  # type: ignore[misc]
-            common_prefix_len, common_attn_metadata, fast_build or self._sfi, **options
-        )
+        made = super().build(common_prefix_len, common_attn_metadata, fast_build or self._sfi, **options)
         if self._sfi:
             made.sfi = Batch(copy.copy(common_attn_metadata), self)
         return made
 
     def build_part(self, common: Any) -> Any:
         """Build vLLM's metadata for a part of the batch."""
-        return super().build(0, common, True)  # type: ignore[misc]
+        return super().build(0, common, True)
 
 
-class PagedBackend:
+class PagedBackend(Mixin):
     """A vLLM backend without the features that sfi lacks; vLLM names missing ones at start."""
 
     supported_kv_cache_dtypes = ("auto", "float16", "bfloat16")
@@ -131,18 +136,42 @@ class PagedBackend:
     supports_batch_invariance = _no  # other pieces of a prompt may change the last bits
 
 
-class PagedImpl(Room):
-    """Attends with sfi in planned passes of full-attention layers, and as vLLM does elsewhere."""
+class PagedImpl(Mixin):
+    """Attends with sfi in planned passes of the full-attention layers that it `manages`, and as vLLM does elsewhere.
 
-    attn_type: Any
-    sliding_window: Any
+    `segment` is the layer's packed segment, None before the weights are loaded, in layers that sfi does not serve, and
+    in dense ones; `codes` also for a policy without them. `norm_X` is float32 room for the norms of the cached keys;
+    None where free memory does not determine the cache's size, as on a CPU. `given` says whether `give_room` has run.
+    """
+
+    segment: PackedSegment | None = None
+    codes: BatchCodes | None = None
+    norm_X: torch.Tensor | None = None
+    given = False
     supports_dcp = False
     supports_pcp = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Raise `ConfigError` for ALiBi, and for keys shared between layers, where sfi manages the layer."""
         super().__init__(*args, **kwargs)
-        decodes = self.attn_type == AttentionType.DECODER
-        self.serve(get_current_vllm_config(), whole=decodes and self.sees_all)
+        self.vllm_config = get_current_vllm_config()
+        whole = self.attn_type == AttentionType.DECODER and self.sees_all
+        self.manages = whole and is_configured(self.vllm_config)
+        if self.manages and self.alibi_slopes is not None:
+            raise ConfigError("sfi does not run in vLLM with ALiBi; leave the connector out")
+        if self.manages and self.kv_sharing_target_layer_name is not None:
+            raise ConfigError("sfi does not run in vLLM with layers that share keys and values")
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """Give all layers their room, with the first layer; weights may be loaded more than once."""
+        super().process_weights_after_loading(act_dtype)
+        if self.manages and not self.given:
+            give_room(self.vllm_config, act_dtype)
+
+    def engine_of(self, layer: Any) -> WorkerEngine | None:
+        """Return the engine that serves the layer, if any."""
+        engine = engine_of_process() if self.manages else None
+        return None if engine is None or layer_index(layer.layer_name) not in engine.store.layers else engine
 
     @property
     def sees_all(self) -> bool:
@@ -157,25 +186,44 @@ class PagedImpl(Room):
             raise ConfigError(f"a row of vLLM's cache must be a key and a value of {D} numbers, got {width}")
         return kv_cache[..., :D], kv_cache[..., D:]
 
+    def do_kv_cache_update(
+        self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
+    ) -> None:
+        """Let vLLM write keys and values, then store the keys' norms."""
+        super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
+        engine = self.engine_of(layer)
+        if engine is not None:
+            engine.store.note_norms(layer_index(layer.layer_name), key, slot_mapping)
+
     def forward(
         self, layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
         kv_cache: torch.Tensor, attn_metadata: Any, output: torch.Tensor, *args: Any, **kwargs: Any,
     ) -> torch.Tensor:  # fmt: skip
         """Attend with the batch's queries, [tokens, heads, D]."""
-        engine = self.engine_of(layer, planned=True)
+        engine, attend = self.engine_of(layer), super().forward
         batch: Batch | None = getattr(attn_metadata, "sfi", None)
-        attend = super().forward  # type: ignore[misc]
-        if engine is None or batch is None:
+        if engine is None or engine.plan is None or batch is None:
             whole: torch.Tensor = attend(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
             return whole
         entered = batch.enter(engine)
         if len(entered.whole) == len(entered.rows):
             attend(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
         elif batch.part is not None:
-            parts, out = batch.part.take(query, key, value), batch.part.room(output)
-            attend(layer, *parts, kv_cache, batch.part.metadata, out, *args, **kwargs)
-            batch.part.put(out, output)
-        self.attend_rows(engine, layer, query, output, sum(row.count for row, _ in entered.rows))
+            metadata, tokens = batch.part
+            together = isinstance(tokens, slice)
+            out = output[tokens] if together else output.new_empty(len(tokens), *output.shape[1:])
+            attend(layer, query[tokens], key[tokens], value[tokens], kv_cache, metadata, out, *args, **kwargs)
+            if not together:
+                output[tokens] = out
+        H, count = self.num_kv_heads, sum(entry.count for _, entry in entered.rows)
+        engine.attend(
+            layer_index(layer.layer_name),
+            query[:count].view(count, H, -1, self.head_size),
+            output[:count].view(count, H, -1, output.shape[-1]),
+            scale=self.scale,
+            soft_cap=self.logits_soft_cap or None,
+            sink_HG=None if self.sinks is None else self.sinks.view(H, -1),
+        )
         return output
 
 

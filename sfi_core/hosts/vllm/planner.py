@@ -51,6 +51,11 @@ class Entry:
         return self.request_pass.count
 
     @property
+    def length(self) -> int:
+        """Tokens in the cache after the step."""
+        return self.start + self.count
+
+    @property
     def decode(self) -> bool:
         """Whether the request decodes; otherwise it reads a piece of its prompt."""
         return self.request_pass.kind != PROMPT

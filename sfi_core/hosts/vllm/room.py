@@ -28,81 +28,8 @@ from sfi_core.machine.memory import resident_bytes, total_bytes
 from sfi_core.sizes.memory import packed_rows
 from sfi_core.sizes.policy import check_slots, norm_count
 from sfi_core.state.packed_segment import PackedSegment, SegmentShape
-from sfi_kernels.code_scan import BatchCodes
 
 FULL = {"full_attention", "attention", "hybrid"}  # transformers' names; hybrid layers have a state beside it
-
-
-class Room:
-    """Mixed into vLLM's attention implementation: the layer's packed segment and codes, and room for key norms.
-
-    `segment` is None before the weights are loaded, in layers that sfi does not serve (`manages`), and in
-    dense ones; `codes` also for a policy without them.
-    `norm_X` is float32 room for the norms of the cached keys; None where free memory does not determine the
-    cache's size, as on a CPU. `given` says whether `give_room` has run.
-    """
-
-    segment: PackedSegment | None = None
-    codes: BatchCodes | None = None
-    norm_X: torch.Tensor | None = None
-    manages = False
-    given = False
-    vllm_config: Any = None
-    alibi_slopes: Any
-    kv_sharing_target_layer_name: str | None
-    head_size: int
-    num_heads: int
-    num_kv_heads: int
-    scale: float
-    logits_soft_cap: float
-    sinks: torch.Tensor | None
-
-    def serve(self, vllm_config: Any, *, whole: bool) -> None:
-        """Manage the layer if sfi is configured and the layer attends to a decoder's `whole` cache.
-
-        Raise `ConfigError` for ALiBi, and for keys shared between layers.
-        """
-        self.vllm_config, self.manages = vllm_config, whole and is_configured(vllm_config)
-        if self.manages and self.alibi_slopes is not None:
-            raise ConfigError("sfi does not run in vLLM with ALiBi; leave the connector out")
-        if self.manages and self.kv_sharing_target_layer_name is not None:
-            raise ConfigError("sfi does not run in vLLM with layers that share keys and values")
-
-    def engine_of(self, layer: Any, *, planned: bool) -> WorkerEngine | None:
-        """Return the engine that serves the layer, within a planned pass only if `planned`; else None."""
-        engine = engine_of_process() if self.manages else None
-        if engine is None or layer_index(layer.layer_name) not in engine.store.layers:
-            return None
-        return engine if engine.plan is not None or not planned else None
-
-    def do_kv_cache_update(
-        self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
-    ) -> None:
-        """Let vLLM write keys and values, then store the keys' norms."""
-        super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)  # type: ignore[misc]
-        engine = self.engine_of(layer, planned=False)
-        if engine is not None:
-            engine.store.note_norms(layer_index(layer.layer_name), key, slot_mapping)
-
-    def attend_rows(
-        self, engine: WorkerEngine, layer: Any, query: torch.Tensor, output: torch.Tensor, count: int
-    ) -> None:
-        """Attend with the decoding rows of the batch's `count` tokens, [tokens, heads, D]."""
-        H, D = self.num_kv_heads, self.head_size
-        engine.attend(
-            layer_index(layer.layer_name),
-            query[:count].view(count, H, -1, D),
-            output[:count].view(count, H, -1, output.shape[-1]),
-            scale=self.scale,
-            soft_cap=self.logits_soft_cap or None,
-            sink_HG=None if self.sinks is None else self.sinks.view(H, -1),
-        )
-
-    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Give all layers their room, with the first layer; weights may be loaded more than once."""
-        super().process_weights_after_loading(act_dtype)  # type: ignore[misc]
-        if self.manages and not self.given:
-            give_room(self.vllm_config, act_dtype)
 
 
 def is_configured(vllm_config: Any) -> bool:
@@ -124,7 +51,7 @@ def give_room(vllm_config: Any, dtype: torch.dtype) -> None:
     """
     modules = vllm_config.compilation_config.static_forward_context
     impls = {name: getattr(module, "impl", None) for name, module in modules.items()}
-    rooms = {name: impl for name, impl in impls.items() if isinstance(impl, Room) and impl.manages}
+    rooms = {name: impl for name, impl in impls.items() if getattr(impl, "manages", False)}
     served = {layer_index(n): i for n, i in rooms.items() if is_full(modules[n].get_kv_cache_spec(vllm_config))}
     settings, device = settings_of(vllm_config), torch.device(vllm_config.device_config.device)
     sparse = [layer for layer in served if layer not in settings.config.dense_layers]
