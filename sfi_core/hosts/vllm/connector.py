@@ -38,8 +38,7 @@ class SfiConnector(names.KVConnectorBase_V1, names.SupportsHMA):
         self._vllm = vllm_config
         self.group, self.layer_names = names.full_group(kv_cache_config.kv_cache_groups)
         spec = kv_cache_config.kv_cache_groups[self.group].kv_cache_spec
-        self.block: int = spec.block_size
-        self.key_width: int = spec.head_size
+        self.block, self.key_width = int(spec.block_size), int(spec.head_size)
         self.layers = sorted(names.layer_index(name) for name in self.layer_names)
         self.trigger_ids = names.trigger_ids(vllm_config, self.settings)
         self.observer = self.make_observer(role)
@@ -88,10 +87,10 @@ class SfiConnector(names.KVConnectorBase_V1, names.SupportsHMA):
 
     def on_new_request(self, request: Any) -> None:
         """Register a request that has arrived."""
-        own = RequestSettings.of(request.sampling_params.extra_args, self.settings.config, self._check)
-        self.planner.see(request, own)
+        settings = RequestSettings.of(request.sampling_params.extra_args, self.settings.config, self._check)
+        self.planner.see(request, settings)
         # keys and values of generated tokens depend on the settings: other settings share no prefix
-        salt = own.salt(self.settings.options.policy)
+        salt = settings.salt(self.settings.options.policy)
         request.cache_salt = f"{request.cache_salt} {salt}" if request.cache_salt else salt
         request.block_hashes.clear()
         request.update_block_hashes()
@@ -121,9 +120,9 @@ class SfiConnector(names.KVConnectorBase_V1, names.SupportsHMA):
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Pass the workers' events to the observer."""
-        told = connector_output.kv_connector_worker_meta
-        if isinstance(told, WorkerEvents):
-            for event in told.joined():
+        gathered = connector_output.kv_connector_worker_meta
+        if isinstance(gathered, WorkerEvents):
+            for event in gathered.joined():
                 self.observer.on(event)
 
     def get_kv_connector_stats(self) -> ServerStats | None:
@@ -186,8 +185,8 @@ class SfiConnector(names.KVConnectorBase_V1, names.SupportsHMA):
         """Send the events of this worker's layers in the pass, if there is a trace."""
         if not isinstance(self.observer, Gathered) or self.engine is None:
             return None
-        told = self.observer.take()
-        return WorkerEvents({self.engine.run.ranks.number: told}) if told else None
+        events = self.observer.take()
+        return WorkerEvents({self.engine.run.ranks.number: events}) if events else None
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         """Take the plan of the next forward pass."""

@@ -21,13 +21,11 @@ class Gathered(NullObserver):
     def __init__(self) -> None:
         self._events: list[LayerEvent] = []
 
-    def on_selection(self, event: SelectionEvent) -> None:
+    def on_selection(self, event: LayerEvent) -> None:
         """Keep the event."""
         self._events.append(event)
 
-    def on_audit(self, event: AuditEvent) -> None:
-        """Keep the event."""
-        self._events.append(event)
+    on_audit = on_selection
 
     def take(self) -> list[LayerEvent]:
         """Return the events since the last call, on the host; this waits for the device."""
@@ -87,17 +85,6 @@ def side_by_side(events: Sequence[LayerEvent]) -> LayerEvent:
     return replace(first, **changes)
 
 
-MEANINGS = {
-    "slow_steps": "Decoding steps, prompts' last included, that attended to everything.",
-    "fast_steps": "Decoding steps that attended to sink, selected and recent tokens.",
-    "dense_steps": "Those of the slow steps whose request had no slot.",
-    "requests": "Requests that have ended.",
-    "attended": "Cached tokens that decoding steps attended to, the mean over KV heads and layers.",
-    "context": "Cached tokens that full attention would have read in these steps.",
-    "selection": "What choosing read in these steps, in cached tokens' worth.",
-}
-
-
 class ServerStats(KVConnectorStats):
     """Counts since the last report, by the names of `TOTALS`."""
 
@@ -123,12 +110,10 @@ class ServerStats(KVConnectorStats):
 
     def reduce(self) -> dict[str, int | float]:
         """Return the counts for vLLM's log line."""
-        counts = {f"sfi_{name}": int(self.data.get(name, 0)) for name in TOTALS[:4]}
-        context = self.data.get("context", 0)
-        attended = self.data.get("attended", 0) / context if context else 1.0
-        chosen = self.data.get("selection", 0) / context if context else 0.0
-        ratios = {"read_ratio": attended, "cache_read_ratio": attended + chosen}
-        return {**counts, **{f"sfi_{name}": round(ratio, 4) for name, ratio in ratios.items()}}
+        attended, context, chosen = (self.data.get(name, 0) for name in ("attended", "context", "selection"))
+        attended, chosen = (attended / context, chosen / context) if context else (1.0, 0.0)
+        counts = {f"sfi_{name}": int(self.data.get(name, 0)) for name in [*TOTALS][:4]}
+        return counts | {"sfi_read_ratio": round(attended, 4), "sfi_cache_read_ratio": round(attended + chosen, 4)}
 
     def is_empty(self) -> bool:
         """Say whether all counts are 0."""
@@ -140,11 +125,10 @@ class SfiMetrics(KVConnectorPromMetrics):
 
     def __init__(self, config: Any, types: Any, labels: list[str], values: dict[int, Any]) -> None:
         super().__init__(config, types, labels, values)
-        self._counters = {
-            name: {engine: counter.labels(*own) for engine, own in values.items()}
-            for name in TOTALS
-            for counter in [self._counter_cls(name=f"vllm:sfi_{name}", documentation=MEANINGS[name], labelnames=labels)]
-        }
+        self._counters = {}
+        for name, meaning in TOTALS.items():
+            counter = self._counter_cls(name=f"vllm:sfi_{name}", documentation=meaning, labelnames=labels)
+            self._counters[name] = {engine: counter.labels(*label) for engine, label in values.items()}
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Add counts."""

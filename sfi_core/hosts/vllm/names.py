@@ -43,9 +43,7 @@ OTHERS = (MambaSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
 def tensor_parallel_ranks() -> Ranks:
     """Return the processes that share this worker's model."""
     group = get_tp_group()
-    if group.world_size == 1:
-        return ALONE
-    return Ranks(group.rank_in_group, group.world_size, group.device_group)
+    return ALONE if group.world_size == 1 else Ranks(group.rank_in_group, group.world_size, group.device_group)
 
 
 def layer_index(name: str) -> int:
@@ -57,8 +55,7 @@ def layer_shapes(cache: Any, config: Any) -> list[LayerShape]:
     """Return each layer's shape, over all tensor-parallel processes; one without a cache has no heads and no states."""
     ranks, count = config.parallel_config.tensor_parallel_size, config.model_config.get_total_num_hidden_layers()
     none = LayerShape(heads=0, key_width=0, value_width=0, itemsize=config.model_config.dtype.itemsize, window=0)
-    found = [none] * count
-    states = [0] * count
+    shapes, states = [none] * count, [0] * count
     for group in cache.kv_cache_groups:
         for name in group.layer_names:
             # vLLM numbers the state beside attention in a layer from `count` on
@@ -66,15 +63,14 @@ def layer_shapes(cache: Any, config: Any) -> list[LayerShape]:
             if isinstance(spec, MambaSpec):
                 states[layer] += spec.state_content_size_bytes * ranks
                 continue
-            window = getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None)
-            found[layer] = LayerShape(
+            shapes[layer] = LayerShape(
                 heads=spec.num_kv_heads * ranks,
                 key_width=spec.head_size,
                 value_width=getattr(spec, "head_size_v", None) or spec.head_size,
                 itemsize=spec.dtype.itemsize,
-                window=window,
+                window=getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None),
             )
-    return [replace(shape, state_bytes=held) for shape, held in zip(found, states, strict=True)]
+    return [replace(shape, state_bytes=size) for shape, size in zip(shapes, states, strict=True)]
 
 
 def is_full(spec: Any) -> bool:
@@ -118,8 +114,7 @@ def backend_of(device: Any) -> str:
 
 def slot_count(vllm_config: Any, options: PluginOptions) -> int:
     """Return how many requests may be sparse at once."""
-    most: int = vllm_config.scheduler_config.max_num_seqs
-    return min(options.slots, most)
+    return min(options.slots, int(vllm_config.scheduler_config.max_num_seqs))
 
 
 def impl_of(module: Any) -> Any:
@@ -146,8 +141,7 @@ def scheduled_of(output: Any, group: int) -> Scheduled:
             opened[name] = (blocks[group], cached.num_computed_tokens[place])
         elif blocks is not None:
             grown[name] = blocks[group]
-    lost = tuple(output.preempted_req_ids or ())
-    return Scheduled(output.num_scheduled_tokens, opened, grown, lost)
+    return Scheduled(output.num_scheduled_tokens, opened, grown, tuple(output.preempted_req_ids or ()))
 
 
 def tokenizer_of(vllm_config: Any) -> Any:

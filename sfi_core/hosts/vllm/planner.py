@@ -65,8 +65,8 @@ class Entry:
 class Plan:
     """The plan of one step: the scheduled requests, and the slots freed since the last step."""
 
-    entries: list[Entry] = field(default_factory=list)
-    freed: list[int] = field(default_factory=list)
+    entries: list[Entry]
+    freed: list[int]
 
 
 # what `sfi generate --json` says of a request too
@@ -105,7 +105,15 @@ class Tracked:
         return {**counts, "error": self.settings.error} if self.settings.error else counts
 
 
-TOTALS = ("slow_steps", "fast_steps", "dense_steps", "requests", "attended", "context", "selection")
+TOTALS = {  # the server's counters, and what `/metrics` says of them
+    "slow_steps": "Decoding steps, prompts' last included, that attended to everything.",
+    "fast_steps": "Decoding steps that attended to sink, selected and recent tokens.",
+    "dense_steps": "Those of the slow steps whose request had no slot.",
+    "requests": "Requests that have ended.",
+    "attended": "Cached tokens that decoding steps attended to, the mean over KV heads and layers.",
+    "context": "Cached tokens that full attention would have read in these steps.",
+    "selection": "What choosing read in these steps, in cached tokens' worth.",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,10 +154,9 @@ class Planner:
         At most `slots` requests are sparse at once; `block` are the tokens of a cache block, `layers` the
         full-attention layers; `audit` says which steps the workers audit.
         """
-        self._make_policy, self._block = make_policy, block
-        self._layers, self._observer = layers, observer or NullObserver()
-        self._dense_layers = 0
-        self._audit = audit
+        self._make_policy, self._block, self._audit = make_policy, block, audit
+        self._layers, self._dense_layers = layers, 0
+        self._observer = observer or NullObserver()
         self.tracked: dict[str, Tracked] = {}
         self.free = list(range(slots))[::-1]
         self.totals: dict[str, float] = dict.fromkeys(TOTALS, 0)
@@ -181,16 +188,20 @@ class Planner:
             if name in self.tracked:
                 self.tracked[name].blocks += blocks
         entries, self.shape = [], {}
+        kinds: tuple[list[RequestState], list[RequestState]] = [], []
         for name, count in scheduled.count.items():
-            if name in self.tracked:
+            if (tracked := self.tracked.get(name)) is not None:
                 opened = scheduled.opened.get(name)
                 if opened is not None:
-                    self._open(self.tracked[name], *opened)
-                entries.append(self._enter(self.tracked[name], count, opens=opened is not None))
-        planned = [self.tracked[name] for name in scheduled.count if name in self.tracked]
-        self.shape |= self._shape_of(entries, planned)
+                    self._open(tracked, *opened)
+                entries.append(self._enter(tracked, count, opens=opened is not None))
+                kinds[entries[-1].request_pass.kind == FAST].append(tracked.state)
+        self.shape |= step_shape(*kinds, None if self.row_bytes is None else self._moved_bytes)
         freed, self._freed = self._freed, []
         return Plan(entries, freed)
+
+    def _moved_bytes(self, state: RequestState) -> float:
+        return (self.row_bytes or 0) * state.attended(self._layers, self._dense_layers)
 
     def finish(self, name: str) -> Tracked | None:
         """Forget a request that has ended or was aborted; return its record, if any."""
@@ -220,7 +231,13 @@ class Planner:
 
     def _enter(self, tracked: Tracked, count: int, *, opens: bool) -> Entry:
         state, start = tracked.state, tracked.state.length
-        request_pass = self._pass_of(tracked, count)
+        if not tracked.begun:
+            reason, ends = "resumed" if state.tokens else "first", start + count == tracked.live.num_tokens
+            request_pass = RequestPass(PROMPT, count, reason, ends)
+        elif tracked.slot == NO_SLOT:
+            request_pass = RequestPass.decode(slow=True, reason="dense")
+        else:
+            (request_pass,) = plan_step(tracked.policy, [state])
         enter(state, request_pass, tracked.policy)
         if request_pass.generates:
             tracked.begun = True
@@ -236,15 +253,6 @@ class Planner:
             generated=len(state.tokens) if opens else 0,
         )
 
-    def _pass_of(self, tracked: Tracked, count: int) -> RequestPass:
-        state = tracked.state
-        if not tracked.begun:
-            reason = "resumed" if state.tokens else "first"
-            return RequestPass(PROMPT, count, reason, state.length + count == tracked.live.num_tokens)
-        if tracked.slot == NO_SLOT:
-            return RequestPass.decode(slow=True, reason="dense")
-        return plan_step(tracked.policy, [state])[0]
-
     def _step(self, tracked: Tracked) -> None:
         # what the workers will have packed by the end of the step is known here
         state, policy, config = tracked.state, tracked.policy, tracked.policy.config
@@ -254,19 +262,7 @@ class Planner:
             state.note_packed(config.sink, 0)
         audit = None if tracked.slot == NO_SLOT else self._audit
         reads = Reads.of(state, policy, self._layers, self._dense_layers)
-        step = OpenStep.of(state, audit, self.step, reads)
-        tracked.pending.append((step, self.shape))
-
-    def _shape_of(self, entries: Sequence[Entry], planned: Sequence[Tracked]) -> dict[str, Any]:
-        row_bytes = self.row_bytes
-
-        def moved(state: RequestState) -> float:
-            return (row_bytes or 0) * state.attended(self._layers, self._dense_layers)
-
-        kinds: tuple[list[RequestState], list[RequestState]] = [], []
-        for entry, tracked in zip(entries, planned, strict=True):
-            kinds[entry.request_pass.kind == FAST].append(tracked.state)
-        return step_shape(*kinds, None if row_bytes is None else moved)
+        tracked.pending.append((OpenStep.of(state, audit, self.step, reads), self.shape))
 
     def _note(self, tracked: Tracked, elapsed: float) -> None:
         # the tokens that have become known, each with the step that made it
