@@ -15,8 +15,7 @@ from sfi_core.errors import ConfigError
 from sfi_core.hosts.vllm.connector import SfiConnector as PlainConnector
 from sfi_core.hosts.vllm.connector import SfiPlan
 from sfi_core.hosts.vllm.events import ServerStats
-from sfi_core.hosts.vllm.names import KVConnectorRole, layer_shapes, settings_of, tokenizer_of
-from sfi_core.hosts.vllm.planner import Plan, Planner
+from sfi_core.hosts.vllm.names import KVConnectorRole, backend_of, layer_shapes, settings_of, tokenizer_of
 from sfi_core.hosts.vllm.plugin import installed_version
 from sfi_core.hosts.vllm.settings import OWN
 from sfi_core.measure.bench.architectures import empty_model
@@ -68,25 +67,27 @@ class SfiConnector(PlainConnector):
         tracked = self.planner.tracked.get(request.request_id)
         if self._recorder is None or tracked is None or request.prompt_token_ids is None:
             return
-        ids, config = list(request.prompt_token_ids), tracked.settings.config
-        self._recorder.on(
-            PromptEvent(
-                requests=(tracked.state.request,),
-                ids_BT=torch.tensor([ids], dtype=torch.int64),
-                count=(len(ids),),
-                settings={
-                    name: value
-                    for name in OWN
-                    if (value := getattr(config, name)) != getattr(self.settings.config, name)
-                },
-            )
-        )
+        ids_BT = torch.tensor([list(request.prompt_token_ids)], dtype=torch.int64)
+        config, usual = tracked.settings.config, self.settings.config
+        changed = {name: getattr(config, name) for name in OWN if getattr(config, name) != getattr(usual, name)}
+        requests, count = (tracked.state.request,), (ids_BT.shape[1],)
+        self._recorder.on(PromptEvent(requests=requests, ids_BT=ids_BT, count=count, settings=changed))
 
     def build_connector_meta(self, scheduler_output: Any) -> SfiPlan:
         """Plan an engine step, and record that it begins."""
         made = super().build_connector_meta(scheduler_output)
-        if self._recorder is not None and made.plan.entries:
-            self._recorder.on(begin_event(self.planner, made.plan))
+        entries, shape = made.plan.entries, self.planner.shape
+        if self._recorder is not None and entries:
+            self._recorder.on(
+                BeginStepEvent(
+                    step=self.planner.step,
+                    slow=tuple(entry.request for entry in entries if entry.request_pass.kind != FAST),
+                    fast=tuple(entry.request for entry in entries if entry.request_pass.kind == FAST),
+                    reads_prompt=any(not entry.decode for entry in entries),
+                    cached_tokens=shape["cached_tokens"],
+                    moved_bytes=shape.get("moved_bytes", 0),
+                )
+            )
             span = self._recorder.span("engine step")
             span.__enter__()
             self._steps.append(span)
@@ -107,13 +108,13 @@ class SfiConnector(PlainConnector):
     def _run_event(self, shapes: Any) -> RunEvent:
         model, audit = self._vllm.model_config, self.settings.audit
         described = describe_model(empty_model(model.hf_config, torch.device("meta"), model.dtype), shapes)
-        device = self._vllm.device_config.device_type
+        device = torch.device(self._vllm.device_config.device_type)
         return RunEvent(
             batch=0,  # requests come later
             requests=0,
             policy=self.settings.options.policy,
-            backend="torch" if device == "cpu" else "triton",
-            device=device,
+            backend=backend_of(device),
+            device=device.type,
             config=self.settings.config.to_dict(),
             trigger_token_ids=tuple(sorted(self.trigger_ids)),
             model={**described, "name": "bundled" if model.model == str(BUNDLED) else model.model},
@@ -128,20 +129,3 @@ def check_traced(vllm_config: Any) -> None:
     kind = vllm_config.model_config.quantization
     if kind is not None:
         raise ConfigError(f"trace must be of weights that are not quantized, got quantization={kind}")
-
-
-def begin_event(planner: Planner, plan: Plan) -> BeginStepEvent:
-    """Return the event of the engine step that was planned last."""
-    shape = planner.shape
-    requests: dict[bool, list[int]] = {False: [], True: []}  # by whether they are fast
-    for entry in plan.entries:
-        requests[entry.request_pass.kind == FAST].append(entry.request)
-    reads = any(not entry.decode for entry in plan.entries)
-    return BeginStepEvent(
-        step=planner.step,
-        slow=tuple(requests[False]),
-        fast=tuple(requests[True]),
-        reads_prompt=reads,
-        cached_tokens=shape["cached_tokens"],
-        moved_bytes=shape.get("moved_bytes", 0),
-    )

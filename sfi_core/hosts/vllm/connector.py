@@ -18,8 +18,6 @@ from sfi_core.settings.config import SfiConfig
 from sfi_core.settings.engine import EngineOptions
 from sfi_core.triggers.trigger import Trigger
 
-REPORT = "sfi"  # the key of an answer's `kv_transfer_params`
-
 
 @dataclass
 class SfiPlan(names.KVConnectorMetadata):
@@ -41,23 +39,15 @@ class SfiConnector(names.KVConnectorBase_V1, names.SupportsHMA):
         self.block, self.key_width = int(spec.block_size), int(spec.head_size)
         self.layers = sorted(names.layer_index(name) for name in self.layer_names)
         self.trigger_ids = names.trigger_ids(vllm_config, self.settings)
+        self.slots = names.slot_count(vllm_config, self.settings.options)  # requests that may be sparse at once
         self.observer = self.make_observer(role)
         if role == names.KVConnectorRole.SCHEDULER:
             self.planner = Planner(
-                self.make_policy,
-                slots=self.slots,
-                block=self.block,
-                layers=len(self.layers),
-                observer=self.observer,
-                audit=self.settings.audit,
-            )
+                self.make_policy, slots=self.slots, block=self.block, layers=len(self.layers),
+                observer=self.observer, audit=self.settings.audit,
+            )  # fmt: skip
             self.stats = ServerStats()
         self.engine: WorkerEngine | None = None
-
-    @property
-    def slots(self) -> int:
-        """Requests that may be sparse at once."""
-        return names.slot_count(self._vllm, self.settings.options)
 
     def make_policy(self, config: SfiConfig) -> Policy:
         """Make the policy for a request's settings."""
@@ -102,21 +92,14 @@ class SfiConnector(names.KVConnectorBase_V1, names.SupportsHMA):
         if asks and not self.trigger_ids:
             raise ConfigError("sfi.trigger_policy must not be boundary on a server without triggers")
 
-    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Do nothing: `build_connector_meta` gets the allocations."""
-
     def build_connector_meta(self, scheduler_output: Any) -> SfiPlan:
         """Plan an engine step."""
         return SfiPlan(self.planner.plan(names.scheduled_of(scheduler_output, self.group)))
 
-    def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
-        """Add a report on the request to its answer."""
-        ended = self.planner.finish(request.request_id)
-        return False, None if ended is None else {REPORT: ended.report()}
-
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
-        """See `request_finished`."""
-        return self.request_finished(request, block_ids)
+        """Add a report on the request to its answer's `kv_transfer_params`."""
+        ended = self.planner.finish(request.request_id)
+        return False, None if ended is None else {"sfi": ended.report()}
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Pass the workers' events to the observer."""
@@ -199,11 +182,7 @@ class SfiConnector(names.KVConnectorBase_V1, names.SupportsHMA):
         if self.engine is not None:
             self.engine.leave()
 
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Load nothing."""
+    def start_load_kv(self, *args: Any, **kwargs: Any) -> None:
+        """Move nothing; of the scheduler's allocations `build_connector_meta` is told."""
 
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        """Load nothing."""
-
-    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        """Save nothing."""
+    wait_for_layer_load = save_kv_layer = update_state_after_alloc = start_load_kv
