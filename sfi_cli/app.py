@@ -22,7 +22,7 @@ from sfi_cli.commands.doctor import doctor
 from sfi_cli.commands.evaluate.command import evaluate, lm_eval
 from sfi_cli.commands.generate.command import generate
 from sfi_cli.commands.kernel_bench import kernel_bench
-from sfi_cli.commands.serve.command import Serve, serve
+from sfi_cli.commands.serve import Serve, serve
 from sfi_cli.commands.tune import tune
 from sfi_cli.commands.tune_heads import heads
 from sfi_cli.terminal.output import Output, escape_unknown_characters, leave_interrupted, message

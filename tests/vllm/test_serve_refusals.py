@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from sfi_cli.commands.serve.command import Service
+from sfi_cli.commands.serve import Service
 from sfi_cli.settings.given import given
 from sfi_core.errors import SfiError
 from sfi_core.hosts.vllm.server import Server

@@ -12,7 +12,7 @@ from sfi_traces.model.trace import Trace
 from sfi_traces.read.check import check
 from tests.vllm.engines import SELECTS, SMALL_BATCH, ask, engine, example_ids, told
 
-CONNECTOR = "sfi_cli.commands.serve.connector"
+CONNECTOR = "sfi_cli.commands.serve_connector"
 
 
 def traced(extra: dict, **options):

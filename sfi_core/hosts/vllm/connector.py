@@ -66,7 +66,7 @@ class SfiConnector(names.KVConnectorBase_V1, names.SupportsHMA):
         if role == names.KVConnectorRole.WORKER:
             return Gathered()
         raise ConfigError(
-            "trace must come with kv_connector_module_path=sfi_cli.commands.serve.connector, as sfi serve sets it"
+            "trace must come with kv_connector_module_path=sfi_cli.commands.serve_connector, as sfi serve sets it"
         )
 
     # the scheduler's side
