@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from sfi_core import EngineOptions, SfiConfig, generate
-from sfi_core.settings.parts import DraftConfig
+from sfi_core.settings.config import DraftConfig
 from tests.architectures import prompts, tiny
 from tests.fakes import use_references
 

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from sfi_core.errors import ConfigError, InputError
-from sfi_core.settings.config import PRESETS, SfiConfig
+from sfi_core.settings.config import PRESETS, SelectorConfig, SfiConfig
 from sfi_core.settings.engine import DeviceBudget
-from sfi_core.settings.parts import SelectorConfig
 
 # what the paper leaves open is the released code's value in every preset
 OPEN = {"alpha": 0.5, "gamma": 0.5, "power": 1.8, "eta": 0.4, "radius": 16, "temperature": 2.0}

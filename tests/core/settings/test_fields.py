@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import pytest
 
 from sfi_core.errors import ConfigError
-from sfi_core.settings.fields import check, setting, settings_of
+from sfi_core.settings.fields import Table, setting, settings_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,16 +15,13 @@ class Inner:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Made:
+class Made(Table):
     count: int = setting(3, "How many.", least=1)
     rate: float = setting(1.0, "How fast; 0 is not", above=0)
     mode: str = setting("on", "Which.", choices=("on", "off"))
     ids: tuple[int, ...] | None = setting(None, "Some.", least=0)
     free: int = setting(0, "Anything.")
     inner: Inner = Inner()
-
-    def __post_init__(self) -> None:
-        check(self)
 
 
 @pytest.mark.parametrize(
