@@ -4,8 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from sfi_cli.settings.given import Given
-from sfi_cli.settings.tables import ModelTable
+from sfi_cli.settings import Given, ModelTable
 from sfi_core.errors import ConfigError
 
 

@@ -6,8 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from sfi_cli.settings.given import written
-from sfi_cli.settings.tables import SETTINGS
+from sfi_cli.settings import SETTINGS, written
 from sfi_core.settings.config import PRESETS, SfiConfig
 from sfi_core.settings.policy_names import built_in
 

@@ -7,8 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from sfi_cli import options as o
-from sfi_cli.settings.given import effective_settings, lookup, written
-from sfi_cli.settings.tables import SETTINGS, places
+from sfi_cli.settings import SETTINGS, effective_settings, lookup, places, written
 from sfi_cli.terminal.tables import Part
 from sfi_core.errors import ConfigError
 from sfi_core.settings.config import toml_lines

@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperCommand
 
 from sfi_cli import options as o
-from sfi_cli.settings.given import Given, given, nested
+from sfi_cli.settings import Given, given, nested
 from sfi_cli.terminal.output import message
 from sfi_core.errors import BackendError, ConfigError
 from sfi_core.hosts.vllm import SLOTS, VERSIONS

@@ -6,8 +6,7 @@ from typing import Annotated, Any
 
 from sfi_cli import options as o
 from sfi_cli.commands.generate.prompts import read_prompts
-from sfi_cli.settings.given import given
-from sfi_cli.settings.tables import ModelTable
+from sfi_cli.settings import ModelTable, given
 from sfi_cli.terminal.output import Output
 from sfi_cli.terminal.tables import Part
 from sfi_core import __version__

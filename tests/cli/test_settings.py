@@ -9,8 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from sfi_cli import app as cli
-from sfi_cli.settings.given import given, value_of, written
-from sfi_cli.settings.tables import COMMANDS, SEARCHED, SETTINGS, TABLES, TraceTable, settings_for
+from sfi_cli.settings import COMMANDS, SEARCHED, SETTINGS, TABLES, TraceTable, given, settings_for, value_of, written
 from sfi_core.errors import ConfigError, InputError, SfiError
 from sfi_core.settings.config import SfiConfig
 from sfi_core.settings.engine import AuditConfig, EngineOptions, Sampling

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from sfi_cli.commands.serve import Service
-from sfi_cli.settings.given import given
+from sfi_cli.settings import given
 from sfi_core.errors import SfiError
 from sfi_core.hosts.vllm.server import Server
 from sfi_core.settings.config import SfiConfig

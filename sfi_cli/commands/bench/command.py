@@ -87,7 +87,7 @@ def bench(
     """
     from sfi_cli.commands.bench.job import counts, names, run
     from sfi_cli.loading import Subject
-    from sfi_cli.settings.given import given
+    from sfi_cli.settings import given
     from sfi_cli.terminal.output import Output
 
     settings = given(

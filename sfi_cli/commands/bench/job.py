@@ -5,8 +5,7 @@ from typing import Any
 
 from sfi_cli.loading import Subject
 from sfi_cli.parsing import numbers, words
-from sfi_cli.settings.given import Given
-from sfi_cli.settings.tables import ForecastTable
+from sfi_cli.settings import ForecastTable, Given
 from sfi_cli.terminal.output import Output, View, leave_interrupted
 from sfi_cli.terminal.progress import Progress
 from sfi_core.errors import ConfigError

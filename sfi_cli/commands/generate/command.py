@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from sfi_cli import options as o
-from sfi_cli.settings.given import Given, given
+from sfi_cli.settings import Given, given
 from sfi_core.errors import ConfigError
 from sfi_core.settings.engine import AuditConfig, EngineOptions
 from sfi_core.settings.policy_names import default_policy

@@ -13,8 +13,7 @@ from sfi_cli import options as o
 from sfi_cli.commands.trace.replay.frame_view import plain_frame
 from sfi_cli.commands.trace.replay.views import replay_text, reuse_text
 from sfi_cli.parsing import number_list
-from sfi_cli.settings.given import texts
-from sfi_cli.settings.tables import SETTINGS, settings_for
+from sfi_cli.settings import SETTINGS, settings_for, texts
 from sfi_cli.terminal.output import INTERRUPTED, Output, leave_interrupted
 from sfi_core.errors import ConfigError, not_installed
 from sfi_core.machine.text import printable_lines
