@@ -26,7 +26,7 @@ from sfi_cli.commands.serve import Serve, serve
 from sfi_cli.commands.tune import tune
 from sfi_cli.commands.tune_heads import heads
 from sfi_cli.terminal.output import Output, escape_unknown_characters, leave_interrupted, message
-from sfi_core.distributed import torchrun
+from sfi_core import distributed as torchrun
 from sfi_core.errors import ConfigError, InputError, RankLostError, SfiError
 
 OF_NO_FILE = (UnicodeEncodeError, ImportError, NameError, MemoryError)  # errors that no damaged file explains

@@ -16,7 +16,7 @@ from typing import Any, NoReturn, Self, TextIO
 import typer
 
 from sfi_cli.terminal.tables import Part, rendered, wrapped
-from sfi_core.distributed import torchrun
+from sfi_core import distributed as torchrun
 from sfi_core.errors import ConfigError, SfiError
 from sfi_core.machine.files import atomic_file, new_file
 from sfi_core.machine.text import printable_lines, write_json

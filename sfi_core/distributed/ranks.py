@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
 
-from sfi_core.distributed import torchrun
+from sfi_core import distributed as torchrun
 from sfi_core.errors import ConfigError, RankLostError, SfiError
 
 TIMEOUT, DEFAULT_TIMEOUT = "SFI_TIMEOUT", 300.0
@@ -47,10 +47,6 @@ class Ranks:
         parts = [torch.empty_like(tensor) for _ in range(self.size)]
         dist.all_gather(parts, tensor.contiguous(), group=self.group)
         return torch.stack(parts)
-
-    def least(self, number: int) -> int:
-        """Return the smallest of the ranks' numbers."""
-        return min(self.exchange(number))
 
     def settle(self, told_RX: torch.Tensor) -> torch.Tensor:
         """Return the first rank's rows, except row 1: 1 where every rank is fine; one collective.
@@ -102,10 +98,8 @@ class Ranks:
         try:
             yield
         except SfiError as mine:
-            if self.size == 1:
-                raise
             error = mine
-        errors = self.exchange(error) if self.size > 1 else []
+        errors = self.exchange(error)
         raised = [(rank, theirs) for rank, theirs in enumerate(errors) if theirs is not None]
         if not raised:
             return

@@ -70,12 +70,12 @@ def plan_batch(
             return wanted
         return largest_batch(lambda batch: expect(batch).needed_bytes, wanted, share * free)
 
-    fits = session.ranks.least(fitting(1.0))
+    fits = min(session.ranks.exchange(fitting(1.0)))
     slots = wanted
     if shared is None and not fits:
         slots = 1  # `check_fits` below then reports on one request
     elif shared is None and max_batch is None and fits < wanted:
-        slots = max(1, session.ranks.least(fitting(SHARE)))
+        slots = max(1, min(session.ranks.exchange(fitting(SHARE))))
     expected = expect(slots)
     with session.ranks.agreed():
         if slots > fits:

@@ -15,7 +15,7 @@ from sfi_cli.loading import Subject
 from sfi_cli.settings import Given, TraceTable
 from sfi_cli.terminal.output import INTERRUPTED, Output, message
 from sfi_cli.terminal.progress import Progress, ProgressObserver
-from sfi_core.distributed import torchrun
+from sfi_core import distributed as torchrun
 from sfi_core.errors import SfiError
 from sfi_core.settings.engine import AuditConfig, EngineOptions, Sampling
 from sfi_core.settings.policy_names import default_policy
