@@ -125,14 +125,17 @@ def _clustered(
 
 
 def _head_file(document: dict[str, Any]) -> str:
-    from sfi_core.policies.head_clusters import HeadClusters
+    from sfi_core.policies.head_clusters import HeadClusters, LayerClusters
 
-    layers = document["layers"]
     return HeadClusters(
-        model_digest=document["digest"],
+        digest=document["digest"],
         model=document["model"],
-        cluster_of={layer["layer"]: tuple(layer["cluster_of"]) for layer in layers},
-        representatives={layer["layer"]: tuple(layer["representatives"]) for layer in layers},
+        layers={
+            layer["layer"]: LayerClusters(
+                cluster_of=tuple(layer["cluster_of"]), representatives=tuple(layer["representatives"])
+            )
+            for layer in document["layers"]
+        },
         made_from={name: value for name, value in document.items() if name not in ("model", "digest", "layers")},
     ).text()
 

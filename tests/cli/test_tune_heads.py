@@ -25,8 +25,8 @@ def test_texts_make_a_head_file_and_a_document(folder):
     assert result.exit_code == 0, result.output
     document = json.loads(result.stdout)
     clusters = HeadClusters.load(Path("heads.json"))
-    assert clusters.model_digest == HeadClusters.load(BUNDLED / "heads.json").model_digest
-    sizes = {layer: len(own) for layer, own in clusters.representatives.items()}
+    assert clusters.digest == HeadClusters.load(BUNDLED / "heads.json").digest
+    sizes = {number: len(layer.representatives) for number, layer in clusters.layers.items()}
     assert sizes == dict.fromkeys(range(4), 1)
     assert document["texts"] * 40 == document["tokens"]
     assert document["steps"] == document["texts"] * (40 - 8)

@@ -9,18 +9,15 @@ import pytest
 from sfi_core import SfiConfig, slow_fast
 from sfi_core.errors import ConfigError
 from sfi_core.models.load import BUNDLED, load
-from sfi_core.policies.head_clusters import HeadClusters
+from sfi_core.policies.head_clusters import HeadClusters, LayerClusters
 from tests.core.conftest import tiny_qwen3
 
 IDS = SfiConfig(trigger_token_ids=(1,))
 
 
 def clusters(digest: str = "", layers: int = 2, heads: int = 2) -> HeadClusters:
-    return HeadClusters(
-        model_digest=digest,
-        cluster_of=dict.fromkeys(range(layers), (0,) * heads),
-        representatives=dict.fromkeys(range(layers), (0,)),
-    )
+    layer = LayerClusters(cluster_of=(0,) * heads, representatives=(0,))
+    return HeadClusters(digest=digest, layers=dict.fromkeys(range(layers), layer))
 
 
 def use(path: Path, model: Any) -> Any:
@@ -37,13 +34,13 @@ def use(path: Path, model: Any) -> Any:
     ],
 )
 def test_a_file_of_another_model_is_refused(tmp_path: Path, made: HeadClusters, message: str):
-    made.save(path := tmp_path / "heads.json")
+    (path := tmp_path / "heads.json").write_text(made.text())
     with pytest.raises(ConfigError, match=message):
         use(path, tiny_qwen3())
 
 
 def test_a_file_of_another_checkpoint_is_refused(tmp_path: Path):
-    clusters("another", layers=4).save(path := tmp_path / "heads.json")
+    (path := tmp_path / "heads.json").write_text(clusters("another", layers=4).text())
     with pytest.raises(ConfigError, match=r"must be of the checkpoint that runs, .*, got another"):
         use(path, load(device="cpu")[0])
 
