@@ -252,10 +252,3 @@ def test_all_effective_settings_are_toml_with_their_origin(tmp_path: Path):
     rows = json.loads(CliRunner().invoke(cli.app, ["config", "show", *asked, "--json"]).stdout)["settings"]
     assert [row["name"] for row in rows] == [*SETTINGS]
     assert {"name": "budget", "value": 16, "origin": "--set"} in rows
-
-
-def test_a_setting_is_shown_with_its_choices_once_and_its_value():
-    shown = CliRunner().invoke(cli.app, ["config", "show", "recent_mode", "--preset", "paper"]).stdout
-    lines = [" ".join(line.split()) for line in shown.splitlines()]
-    assert "value str, anchored, sliding" in lines
-    assert "preset paper sliding" in lines
