@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch.nn.functional import pad
@@ -12,6 +12,7 @@ from sfi_core.distributed.ranks import ALONE, Ranks
 from sfi_core.settings.config import SfiConfig
 from sfi_core.state.layer_shape import LayerShape
 from sfi_core.state.request import RequestState
+from sfi_core.triggers.trigger import Trigger
 from sfi_kernels.code_scan import BatchCodes, Choice
 from sfi_kernels.constants import MASKED_SCORE
 from sfi_kernels.step_descriptor import StepDescriptor
@@ -125,13 +126,6 @@ class Selection:
     by: str | None = None
 
 
-class Rule(Protocol):
-    """Decides when a slow step is due; `triggers.trigger.Trigger` is the one of a run."""
-
-    def reason(self, state: RequestState) -> str:
-        """Return why the next step is slow, or "" if it is fast."""
-
-
 class Companion:
     """What some policies tell the engine besides; `Policy.companion` is the policy itself if it inherits this too.
 
@@ -139,10 +133,7 @@ class Companion:
     """
 
     def choose(self, batch: BatchContext) -> Choice | None:
-        """Choose what all fast requests read, in launches that a CUDA graph can hold.
-
-        Called in every pass that decodes; None where no request is fast.
-        """
+        """Choose in a decoding pass what all fast requests read, in launches that a CUDA graph can hold, if any is."""
         return None
 
     def lacks(self, state: RequestState, note: Notes) -> bool:
@@ -160,10 +151,6 @@ class Companion:
     def first_bytes(self, layer: LayerShape) -> int | None:
         """Return the bytes a position that a prompt's first selection needs at its peak; None for the logits' alone."""
         return None
-
-    def resident_heads(self, layer: int, heads: int) -> Sequence[int]:
-        """Return the KV heads of a layer that is not left dense to keep on the device if there is room."""
-        return ()
 
 
 NO_COMPANION = Companion()
@@ -214,7 +201,7 @@ class Policy:
         cls.triggered = cls.plan is not Policy.plan
         cls.fills = vars(cls).get("fills", False)  # not a base's: its hooks may be others
 
-    def __init__(self, config: SfiConfig, trigger: Rule, layers: Sequence[int] = ()) -> None:
+    def __init__(self, config: SfiConfig, trigger: Trigger, layers: Sequence[int] = ()) -> None:
         """Take the settings; `layers` are the model's full-attention layers."""
         self.config = self.adapt(config)
         self.trigger = trigger
@@ -256,8 +243,8 @@ class Policy:
         return 0
 
     def resident(self, layer: int, heads: int) -> Sequence[int]:
-        """Return the KV heads of a layer, of `heads`, to keep on the device if there is room."""
-        return range(heads) if layer in self.config.dense_layers else self.companion.resident_heads(layer, heads)
+        """Return the KV heads of a layer, of `heads`, to keep on the device if there is room: all of a dense layer."""
+        return range(heads) if layer in self.config.dense_layers else ()
 
     def selection_tokens(self, state: RequestState) -> float:
         """Return the reads of the selection in a fast step, in tokens (key and value) per KV head."""
@@ -271,7 +258,7 @@ class EvidencePolicy(Policy):
     """
 
     def select_after(self, context: Evidence) -> Selection | None:
-        """See `Policy.select_after`."""
+        """See `Policy`."""
         return None
 
 
@@ -287,7 +274,7 @@ class Triggered(Policy):
     drafts = True
     offloads = True
 
-    def __init__(self, config: SfiConfig, trigger: Rule, layers: Sequence[int] = ()) -> None:
+    def __init__(self, config: SfiConfig, trigger: Trigger, layers: Sequence[int] = ()) -> None:
         """See `Policy`."""
         super().__init__(config, trigger, layers)
         longest = {"stride": self.config.stride, "never": None, "always": 0}

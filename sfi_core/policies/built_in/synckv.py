@@ -19,10 +19,11 @@ from typing import ClassVar
 import torch
 
 from sfi_core.errors import ConfigError
-from sfi_core.policies.base import Companion, LayerContext, Policy, Rule, Selection
+from sfi_core.policies.base import Companion, LayerContext, Policy, Selection
 from sfi_core.policies.head_clusters import HeadClusters
 from sfi_core.settings.config import SfiConfig
 from sfi_core.state.request import RequestState
+from sfi_core.triggers.trigger import Trigger
 from sfi_kernels.constants import MASKED_SCORE
 from sfi_kernels.top_k import top_k
 
@@ -41,7 +42,7 @@ class SyncKV(Companion, Policy):
     offloads = True
     fixed: ClassVar = {"recent_mode": "anchored", "window_prefill": 1}  # Eq. 3: the last query
 
-    def __init__(self, config: SfiConfig, trigger: Rule, layers: Sequence[int] = ()) -> None:
+    def __init__(self, config: SfiConfig, trigger: Trigger, layers: Sequence[int] = ()) -> None:
         """See `Policy`; reads the file of head clusters.
 
         Raise `ConfigError` if no file is named, `InputError` for one that cannot be read or is damaged.
@@ -77,9 +78,9 @@ class SyncKV(Companion, Policy):
         count = max(1, heads // NEIGHBORS)
         return tuple(-(-(head * count // heads) * heads // count) for head in range(heads))
 
-    def resident_heads(self, layer: int, heads: int) -> Sequence[int]:
-        """Keep the representatives' keys and values on the device (Sec. 4.2)."""
-        return self._representatives(layer, heads)
+    def resident(self, layer: int, heads: int) -> Sequence[int]:
+        """Keep the representatives' keys and values on the device too (Sec. 4.2)."""
+        return super().resident(layer, heads) or self._representatives(layer, heads)
 
     def select_after(self, context: LayerContext) -> Selection:
         """Select the dynamic set by the representatives (SyncKV, Eq. 6); at step 0 both sets."""
