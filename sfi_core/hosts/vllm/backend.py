@@ -107,7 +107,24 @@ class PagedBuilder(Mixin):
         return super().build(0, common, True)
 
 
-class PagedBackend(Mixin):
+class SfiBackend(Mixin):
+    """A vLLM backend with an implementation and a builder of ours."""
+
+    impl: Any
+    builder: Any
+
+    @classmethod
+    def get_impl_cls(cls) -> Any:
+        """Return the implementation."""
+        return cls.impl
+
+    @classmethod
+    def get_builder_cls(cls) -> Any:
+        """Return the builder."""
+        return cls.builder
+
+
+class PagedBackend(SfiBackend):
     """A vLLM backend without the features that sfi lacks; vLLM names missing ones at start."""
 
     supported_kv_cache_dtypes = ("auto", "float16", "bfloat16")
@@ -154,9 +171,9 @@ class PagedImpl(Mixin):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Raise `ConfigError` for ALiBi, and for keys shared between layers, where sfi manages the layer."""
         super().__init__(*args, **kwargs)
-        self.vllm_config = get_current_vllm_config()
-        whole = self.attn_type == AttentionType.DECODER and self.sees_all
-        self.manages = whole and is_configured(self.vllm_config)
+        self.vllm_config, window = get_current_vllm_config(), self.sliding_window  # on a CPU vLLM has it as a number
+        whole = window == (-1, -1) if isinstance(window, tuple) else window <= 0
+        self.manages = whole and self.attn_type == AttentionType.DECODER and is_configured(self.vllm_config)
         if self.manages and self.alibi_slopes is not None:
             raise ConfigError("sfi does not run in vLLM with ALiBi; leave the connector out")
         if self.manages and self.kv_sharing_target_layer_name is not None:
@@ -172,11 +189,6 @@ class PagedImpl(Mixin):
         """Return the engine that serves the layer, if any."""
         engine = engine_of_process() if self.manages else None
         return None if engine is None or layer_index(layer.layer_name) not in engine.store.layers else engine
-
-    @property
-    def sees_all(self) -> bool:
-        """Whether the layer has no sliding window."""
-        return bool(self.sliding_window == (-1, -1))
 
     def pages(self, layer: Any, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """View a layer's cache, [blocks, H, tokens, K|V], as keys and values: halves of each row."""
@@ -243,27 +255,8 @@ class SfiCpuBuilder(PagedBuilder, CPUAttentionMetadataBuilder):
             self._set_isa_to_layers(layer_names)
 
 
-class SfiCpuBackend(CPUAttentionBackend):
-    """vLLM's CPU backend with our implementation and builder."""
-
-    @staticmethod
-    def get_impl_cls() -> type["SfiCpuImpl"]:
-        """Return the implementation."""
-        return SfiCpuImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[SfiCpuBuilder]:
-        """Return the builder."""
-        return SfiCpuBuilder
-
-
 class SfiCpuImpl(PagedImpl, CPUAttentionBackendImpl):
-    """Attends; 0 and less stand for no sliding window."""
-
-    @property
-    def sees_all(self) -> bool:
-        """See `PagedImpl`."""
-        return bool(self.sliding_window <= 0)
+    """Attends over the CPU's layout."""
 
     def pages(self, layer: Any, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """View a layer's cache as keys and values, [blocks, H, tokens, D]; the keys' last stride is not 1."""
@@ -273,12 +266,17 @@ class SfiCpuImpl(PagedImpl, CPUAttentionBackendImpl):
         return key.view(P, H, D, N).transpose(2, 3), value
 
 
+class SfiCpuBackend(SfiBackend, CPUAttentionBackend):
+    """vLLM's CPU backend with sfi."""
+
+    impl, builder = SfiCpuImpl, SfiCpuBuilder
+
+
 # FlashAttention is faster and needs compute capability 8.0 and a half precision; Triton's runs on other GPUs
-_Backend: Any = TritonAttentionBackend
-_Builder: Any = TritonAttentionMetadataBuilder
-_Impl: Any = TritonAttentionImpl
+_Parts: Any = (TritonAttentionBackend, TritonAttentionMetadataBuilder, TritonAttentionImpl)
 if is_flash_attn_varlen_func_available() and current_platform.has_device_capability(80):
-    _Backend, _Builder, _Impl = (FlashAttentionBackend, FlashAttentionMetadataBuilder, FlashAttentionImpl)
+    _Parts = (FlashAttentionBackend, FlashAttentionMetadataBuilder, FlashAttentionImpl)
+_Backend, _Builder, _Impl = _Parts
 
 
 class SfiCudaBuilder(PagedBuilder, _Builder):
@@ -292,12 +290,4 @@ class SfiCudaImpl(PagedImpl, _Impl):
 class SfiCudaBackend(PagedBackend, _Backend):
     """The backend that vLLM's registry has as `CUSTOM`."""
 
-    @staticmethod
-    def get_impl_cls() -> type[SfiCudaImpl]:
-        """Return the implementation."""
-        return SfiCudaImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[SfiCudaBuilder]:
-        """Return the builder."""
-        return SfiCudaBuilder
+    impl, builder = SfiCudaImpl, SfiCudaBuilder

@@ -40,10 +40,12 @@ class Server:
         """Read vLLM's flags; raise `ConfigError`, in one line, unless all settings fit."""
         cli_env_setup()
         load_general_plugins()
-        own = any(word.startswith(ATTENTION_FLAGS) for word in words)
-        more = attention_flags() if current_platform.is_cuda() and not own else []
+        chosen = any(word.startswith(ATTENTION_FLAGS) for word in words)
+        more = attention_flags() if current_platform.is_cuda() and not chosen else []
         try:
-            args = make_arg_parser(Flags()).parse_args([*words, *more])
+            parser = make_arg_parser(FlexibleArgumentParser(prog="sfi serve --"))
+            parser.error = refuse
+            args = parser.parse_args([*words, *more])
             configure_logging_from_args(args)
             check_flags(args)
             validate_parsed_serve_args(args)
@@ -86,15 +88,9 @@ def check_flags(args: Any) -> None:
             check_exists(f"folder of {name}", place)
 
 
-class Flags(FlexibleArgumentParser):
-    """vLLM's flags; a wrong one is a `ConfigError`."""
-
-    def __init__(self) -> None:
-        super().__init__(prog="sfi serve --")
-
-    def error(self, message: str) -> NoReturn:
-        """Raise `ConfigError`."""
-        raise ConfigError(f"vLLM's flags: {message}")
+def refuse(message: str) -> NoReturn:
+    """Raise `ConfigError` for a wrong flag of vLLM's."""
+    raise ConfigError(f"vLLM's flags: {message}")
 
 
 def one_line(error: Exception) -> str:
