@@ -33,8 +33,7 @@ class Evidence:
         logits: Computes the window's attention logits, [B, H, G, W, T] (Eq. 4). In `select_before` the
             window is the current query. Clone what is to be kept: the next step overwrites them.
         log_sum_BHGW: Their log-sum-exp over J, if the attention has computed it.
-        interval: J as its first position and one past its last, for one request of the torch backend, which
-            needs no masks then; None otherwise.
+        interval: J's first position and one past its last, for one request of the torch backend, without masks.
         length_B: Each request's tokens, int32, where logits behind them are undefined; None otherwise.
         span: Opens a span of the selection, for observers.
         wants_diagnostics: Whether an observer wants the selection's diagnostics.
@@ -91,10 +90,9 @@ class LayerContext(Evidence):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchContext:
-    """One layer of a decoding pass: all rows of the batch, no number of the host's.
+    """One layer of a decoding pass: all rows of the batch, no number of the host's; the operands of `code_scan`.
 
-    `backend` and `wants_diagnostics` as in `Evidence`; `fast` says whether any request decodes fast; the rest
-    are the operands of `code_scan`.
+    `backend` and `wants_diagnostics` as in `Evidence`; `fast` says whether any request decodes fast.
     """
 
     backend: str
@@ -173,10 +171,8 @@ class Policy:
         offloads: Runs over a store with most keys and values in host memory.
         most_fast_steps: The most fast steps in a row, while an anchored recent segment grows; None for no limit.
         key_width: Numbers of a key of a head, where the host or a step has told it; 0 before.
-        selects_before: Whether the class has a `select_before` or chooses; so `selects_after`.
-        selects_next: Whether it has a companion's `select_next`; so `chooses` and `mixes_heads` (`dense_heads`).
-        selects: Whether it selects before, after or next.
-        triggered: Whether its `plan` may ask the trigger.
+        selects_before: Whether the class has a `select_before` or chooses; so `selects_after`, `selects_next`,
+            `chooses`, `mixes_heads` (`dense_heads`), `triggered` (`plan`), and `selects` for any selection.
     """
 
     prompt_only = fills = False
@@ -252,10 +248,7 @@ class Policy:
 
 
 class EvidencePolicy(Policy):
-    """A policy whose `select_after` needs only the `Evidence` of a layer.
-
-    Its selection can run beside the next layers, and inside a CUDA graph.
-    """
+    """A policy whose `select_after` needs only `Evidence`: it can run beside the next layers, and in a CUDA graph."""
 
     def select_after(self, context: Evidence) -> Selection | None:
         """See `Policy`."""

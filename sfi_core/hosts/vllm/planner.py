@@ -28,12 +28,10 @@ NO_SLOT = -1
 class Entry:
     """One scheduled request of one engine step; `request` is its number among all that the server has seen.
 
-    `slot` is the row of its packed segments, `NO_SLOT` for a request that runs dense. `start` are the tokens
-    in the cache before the step, `block` is the block of the last new token: no other request has it, so it
-    identifies the batch's row. After a preemption the generated tokens are part of the prompt that
-    `request_pass` reads. `step` is the decoding step t; of a piece of the prompt before the last, the first step to
-    come. `opens` says whether the request gets its slot with this piece, and `generated` counts the tokens before
-    that.
+    `slot` is the row of its packed segments, `NO_SLOT` for a request that runs dense. `start` are the tokens in the
+    cache before the step, `block` is that of the last new token, which no other request has. After a preemption
+    `request_pass` reads the generated tokens too. `step` is the decoding step t, within the prompt the first one to
+    come. `opens` says whether the request gets its slot with this piece, after `generated` tokens.
     """
 
     request: int
@@ -81,10 +79,9 @@ SHARED = (
 class Tracked:
     """One request from its arrival to its end.
 
-    vLLM's request is `live`; its `num_tokens` and `output_token_ids` grow as tokens become known. `slot` is
-    `NO_SLOT` while it has none; `begun` says whether its prompt has been read; `preempted` counts how often
-    it lost its blocks of the cache. `pending` are steps whose token is not known yet, each with the fields
-    that its engine step's requests share, which are filled in later.
+    vLLM's request is `live`; its `num_tokens` and `output_token_ids` grow as tokens become known. `begun` says whether
+    its prompt has been read; `preempted` counts how often it lost its blocks. `pending` are steps whose token is not
+    known yet, each with the fields that its engine step's requests share, which are filled in later.
     """
 
     live: Any
@@ -120,8 +117,8 @@ TOTALS = {  # the server's counters, and what `/metrics` says of them
 class Scheduled:
     """vLLM's schedule of one engine step: new tokens by request, and what changes in the cache.
 
-    `opened` has the requests that begin or begin again, with their blocks and the tokens already in the
-    cache; `blocks` the new blocks of the others. `preempted` requests have lost their blocks.
+    `opened` requests begin, again after a preemption, with their blocks and the tokens already in the cache; `blocks`
+    are the others' new ones.
     """
 
     count: Mapping[str, int]
@@ -133,10 +130,9 @@ class Scheduled:
 class Planner:
     """Tracks every request from its arrival to its end.
 
-    `tracked` has the requests by name, `free` the slots that no request has, `totals` counts over all
-    requests, which only grow. `step` is the engine's, from 0 on; `shape` are the fields of `StepEvent` that
-    all requests of the last planned step share. `row_bytes` are those of a token's keys and values in all
-    full-attention layers; None leaves bytes out of events.
+    `free` are the slots that no request has, `totals` counts over all requests. `step` is the engine's, from 0 on;
+    `shape` are the fields of `StepEvent` that all requests of the last planned step share. `row_bytes` are those of a
+    token in all full-attention layers; None leaves bytes out of events.
     """
 
     def __init__(

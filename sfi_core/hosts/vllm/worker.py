@@ -32,10 +32,7 @@ class BorrowedPages(PagedView):
     def borrow(
         self, layer: int, key_PHND: torch.Tensor, value_PHNE: torch.Tensor, norm_X: torch.Tensor | None = None
     ) -> None:
-        """View a layer's keys and values, [blocks, KV heads, tokens, width] of any strides, and add norms.
-
-        `norm_X` is float32 room for the norms; a missing or too small one is replaced.
-        """
+        """View a layer's keys and values, of any strides; add norms, in the float32 room `norm_X` if that is enough."""
         shape = key_PHND.shape[:3]
         if norm_X is None or norm_X.numel() < shape.numel():
             norm_X = torch.empty(shape.numel(), dtype=torch.float32, device=key_PHND.device)
@@ -43,10 +40,7 @@ class BorrowedPages(PagedView):
         self.layers[layer] = LayerPages(key_PHND, value_PHNE, norm_PHN)
 
     def note_norms(self, layer: int, key_XHD: torch.Tensor, place_X: torch.Tensor) -> None:
-        """Store the norms of keys that vLLM has just written.
-
-        `place_X` has block number * block size + token of each key; -1 for padding.
-        """
+        """Store the norms of keys that vLLM has just written, at block * block size + token; -1 for padding."""
         norm_PHN, N = self.layers[layer].norm_PHN, self.page_size
         norm_XH = torch.linalg.vector_norm(key_XHD, dim=-1, dtype=torch.float32)
         # padding goes to block 0, which vLLM gives to nobody
@@ -58,13 +52,11 @@ class BorrowedPages(PagedView):
         if capacity > self.capacity:
             raise ValueError(f"cache holds {self.capacity} tokens a request, got {capacity}")
 
-    def append(self, layer: int, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuse: vLLM appends."""
+    def append(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse: vLLM appends, and owns the blocks."""
         raise TypeError("vLLM writes its own cache")
 
-    def copy(self) -> NoReturn:
-        """Refuse: vLLM owns the blocks."""
-        raise TypeError("vLLM owns its own cache")
+    copy = append
 
 
 def codes_of(shape: SegmentShape, slots: int, query_heads: int, longest: int) -> BatchCodes:
@@ -97,11 +89,10 @@ class MatchedPass:
 
 
 class WorkerEngine:
-    """The engine of one worker process.
+    """The engine of one worker process over vLLM's cache, `store`.
 
-    `run` has all decoding rows; a prompt under way has a run of its own over its slot. `store` is vLLM's
-    cache. `plan` is the scheduler's of the forward pass under way, None in dummy passes; `entered` the pass,
-    once a layer has entered it.
+    `run` has all decoding rows; a prompt under way has a run of its own over its slot. `plan` is the scheduler's of the
+    forward pass under way, None in dummy passes; `entered` the pass, once a layer has entered it.
     """
 
     def __init__(self, run: Run, store: BorrowedPages, split: int = 1) -> None:
@@ -173,12 +164,8 @@ class WorkerEngine:
 
     def _read(self, entry: Entry) -> None:
         if entry.opens:
-            state = RequestState(
-                request=entry.request,
-                length=entry.start,
-                step=entry.step - 1,
-                tokens=[-1] * entry.generated,  # only how many there are counts here
-            )
+            tokens = [-1] * entry.generated  # only how many there are counts here
+            state = RequestState(request=entry.request, length=entry.start, step=entry.step - 1, tokens=tokens)
             self._reading[entry.slot] = open_row(self.run, entry.slot, state)
             self.run.left.clear()  # a server goes on for ever
         self._reading[entry.slot].begin([entry.request_pass])
