@@ -20,12 +20,8 @@ class Subject:
     @classmethod
     def of(cls, settings: Given, model: str | None, dtype: str, device: str, trust: bool, **more: Any) -> "Subject":
         """Take the options of a command; `trust` allows code from the checkpoint."""
-        table = settings.table(ModelTable)
-        loading = {
-            "revision": table.revision, "dtype": dtype, "device": device, "trust_remote_code": trust,
-            "weights": table.weights,
-        }  # fmt: skip
-        return cls(model=model, loading=loading, **more)
+        table = settings.table(ModelTable).to_dict()
+        return cls(model=model, loading={**table, "dtype": dtype, "device": device, "trust_remote_code": trust}, **more)
 
     @property
     def name(self) -> str:
@@ -33,39 +29,31 @@ class Subject:
         return self.random_weights or self.model or "bundled"
 
     def check(self) -> None:
-        """Check the options before a large model loads.
-
-        Raises `ConfigError` for both a checkpoint and random weights, else as `check_weights`.
-        """
+        """Raise `ConfigError` for both a checkpoint and random weights, else as `check_weights`."""
         if self.model is not None and self.random_weights is not None:
             raise ConfigError(f"random_weights must come without --model, got {self.random_weights} and {self.model}")
         from sfi_core.models.load import check_weights, resolve_device, resolve_dtype
 
-        check_weights(
-            self.loading["weights"], resolve_device(self.loading["device"]), resolve_dtype(self.loading["dtype"])
-        )
+        device, dtype = resolve_device(self.loading["device"]), resolve_dtype(self.loading["dtype"])
+        check_weights(self.loading["weights"], device, dtype)
 
-    def loaded(self, *, quiet: bool, check: Callable[[Any], None] | None = None) -> tuple[Any, Any]:
-        """Return the model and its tokenizer; for random weights the bundled one.
+    def loaded(self, check: Callable[[Any], None] | None = None) -> tuple[Any, Any]:
+        """Return the model and its tokenizer, for random weights the bundled one.
 
-        Args:
-            quiet: Show no progress.
-            check: Called with a checkpoint's config before its weights are read; may refuse it.
+        `check` is called with a checkpoint's config before its weights are read, and may refuse it.
         """
         from sfi_core.models.load import load, load_tokenizer, resolve_device
 
         if self.random_weights is None:
-            model, tokenizer = load(self.model, **self.loading, check=check)
-        else:
-            from sfi_core.measure.bench.architectures import random_config, random_model
-            from sfi_core.models.block_linear import round_weights
+            return load(self.model, **self.loading, check=check)
+        from sfi_core.measure.bench.architectures import random_config, random_model
+        from sfi_core.models.block_linear import round_weights
 
-            config, device = (random_config(self.random_weights), resolve_device(self.loading["device"]))
-            model = random_model(config, device, self._dtype(), self.seed)
-            if self.loading["weights"] == "int8":
-                round_weights(model.float())
-            tokenizer = load_tokenizer()
-        return model, tokenizer
+        device = resolve_device(self.loading["device"])
+        model = random_model(random_config(self.random_weights), device, self._dtype(), self.seed)
+        if self.loading["weights"] == "int8":
+            round_weights(model.float())
+        return model, load_tokenizer()
 
     def unloaded(self) -> Any:
         """Return the model without weights, on the meta device."""

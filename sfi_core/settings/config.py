@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from sfi_core.errors import ConfigError, InputError, unknown
+from sfi_core.errors import ConfigError, InputError, SfiError, unknown
 from sfi_core.machine.files import read_text
 from sfi_core.settings.fields import Table, setting
 
@@ -202,12 +202,7 @@ class SfiConfig(Table):
 
         Raise `ConfigError` for a text that is no TOML, and as `replace`.
         """
-        try:
-            changes = tomllib.loads(text)
-        except (ValueError, RecursionError) as error:  # also thousands of digits, or of brackets
-            raise ConfigError(f"config text is not valid TOML: {error}") from error
-        changes.pop("provenance", None)
-        return cls().replace(**changes)
+        return cls().replace(**_parsed(text, "config text", ConfigError))
 
     def replace(self, /, **changes: Any) -> Self:
         """Copy with other values; a table such as `selector` takes a mapping of the fields to change.
@@ -263,7 +258,7 @@ def flat_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for name, value in config.items():
         if isinstance(value, dict):
-            flat |= {f"{name}.{inner}": inner_value for inner, inner_value in flat_settings(value).items()}
+            flat |= {f"{name}.{inner}": item for inner, item in flat_settings(value).items()}
         else:
             flat[name] = list(value) if isinstance(value, tuple) else value
     return flat
@@ -275,12 +270,18 @@ def read_toml(path: Path) -> dict[str, Any]:
     Raise `InputError` for a file that cannot be read or is no TOML.
     """
     try:
-        values = tomllib.loads(read_text(path))
+        text = read_text(path)
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise InputError(f"config {path} cannot be read: {reason}") from error
+    return _parsed(text, f"config {path}", InputError)
+
+
+def _parsed(text: str, what: str, kind: type[SfiError]) -> dict[str, Any]:
+    try:
+        values = tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # also thousands of digits, or of brackets
-        raise InputError(f"config {path} is not valid TOML: {error}") from error
+        raise kind(f"{what} is not valid TOML: {error}") from error
     values.pop("provenance", None)
     return values
 

@@ -59,7 +59,7 @@ def run(
 
         _check(policy, settings, engine, subject, audited=audit is not None)
         subject.check()
-        model, tokenizer = subject.loaded(quiet=True, check=check_rotation if engine.lossless else None)
+        model, tokenizer = subject.loaded(check_rotation if engine.lossless else None)
     rows = [token_ids(entry, tokenizer, chat=chat) for entry in prompts.entries]
     limits = prompts.limits(max_new_tokens)
     shows = output.path is None and not output.json and len(rows) == 1
