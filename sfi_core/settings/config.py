@@ -27,9 +27,7 @@ TRIGGER_POLICIES = ("boundary", "t-max", "stride", "random", "never", "always")
 class SelectorConfig(Table):
     """Hyperparameters of the Selector (Algorithm 2)."""
 
-    alpha: float = setting(
-        0.5, "Exponent of the window's power mean, Eq. 7. Paper gap: the released code's.", above=0, most=1
-    )
+    alpha: float = setting(0.5, "Exponent of the power mean, Eq. 7. Paper gap: the released code's.", above=0, most=1)
     gamma: float = setting(0.5, "Strength of the key-norm penalty, Eq. 9. Paper gap: the released code's.", least=0)
     beta: float = setting(
         -math.log(0.6) / 0.9, "Strength of the global recency decay, Eq. 11. Paper gap: the released code's.", least=0
@@ -38,9 +36,7 @@ class SelectorConfig(Table):
     eta: float = setting(0.4, "Strength of the tail brake, Eq. 11. Paper gap: the released code's.", least=0)
     lambda_clip: float = setting(0.02, "Upper bound of the prior's weight, Eq. 17.", least=0, most=1)
     alpha_soft: float = setting(0.5, "Soft-NMS strength, Eq. 21.", least=0)
-    radius: int = setting(
-        16, "Half-width of the neighborhood N(j), in tokens. Paper gap: the released code's.", least=0, most=WIDEST
-    )
+    radius: int = setting(16, "Half-width of N(j), in tokens. Paper gap: the released code's.", least=0, most=WIDEST)
     alpha_cross: float = setting(0.35, "Cross-head exclusivity strength, Eq. 23.", least=0)
     temperature: float = setting(2.0, "Temperature T of Eq. 22. Paper gap: the released code's.", above=0)
 
@@ -163,7 +159,7 @@ class SfiConfig(Table):
         least=1,
     )
     span: int = setting(
-        10, "Evidence is max-pooled over this many positions on each side; 0 is the paper.", least=0, most=WIDEST
+        10, "Evidence is max-pooled over so many positions each side; 0 is the paper.", least=0, most=WIDEST
     )
     trigger_policy: str = setting(
         "boundary",
@@ -174,12 +170,8 @@ class SfiConfig(Table):
     stride: int = setting(16, "Steps from one slow step to the next under stride.", least=1)
     random_rate: float = setting(0.05, "Probability of a step to be slow under random.", least=0, most=1)
     trigger_seed: int = setting(0, "Seed of the trigger random and of the policy random-k.")
-    triggers: tuple[str, ...] = setting(
-        (".", "?", "!", ";", "\n"), "Strings that end a sentence. The tokenizer turns them into token ids."
-    )
-    trigger_token_ids: tuple[int, ...] | None = setting(
-        None, "Token ids that end a sentence, in place of triggers.", least=0
-    )
+    triggers: tuple[str, ...] = setting((".", "?", "!", ";", "\n"), "Strings that end a sentence, made into token ids.")
+    trigger_token_ids: tuple[int, ...] | None = setting(None, "Ids that end a sentence, in place of triggers.", least=0)
     window_prefill: int = setting(16, "How many of the prompt's last queries make the first selection, W.", least=1)
     dense_layers: tuple[int, ...] = setting((), "Layers that always attend densely.", least=0)
     selector: SelectorConfig = field(default_factory=SelectorConfig)

@@ -64,7 +64,7 @@ class EngineOptions(Table):
         "Replay whole decoding steps as CUDA graphs, on a CPU each as one compiled call; none does so where it can.",
     )
     lossless: bool = setting(
-        False, "Generate full attention's own tokens: fast steps draft, slow steps verify what they drafted."
+        False, "Full attention's own tokens: fast steps draft, slow steps verify what they drafted."
     )
     fused: bool | None = setting(
         None,
@@ -119,9 +119,7 @@ class AuditConfig(Table):
         above=0,
     )
     top: int = setting(1024, "Positions of an audited support, K: those with the most attention.", above=0)
-    layers: tuple[int, ...] | None = setting(
-        None, "Audit only these layers; none audits all that sfi manages.", least=0
-    )
+    layers: tuple[int, ...] | None = setting(None, "Audit only these layers; none audits all.", least=0)
 
     def due(self, step: int, *, slow: bool) -> bool:
         """Say whether a request's step is audited."""

@@ -28,15 +28,10 @@ class PluginOptions(ServeTable):
     policy: str = setting("sfi", "The decoding policy.")
     preset: str = setting("default", "The preset that the settings start from.")
     slots: int = setting(
-        SLOTS,
-        "Requests that may be sparse at once; each has memory of its own. Requests beyond them run "
-        "dense and are only slower.",
-        least=1,
+        SLOTS, "Requests that may be sparse at once, each with its own memory; others run dense.", least=1
     )
     trace: str | None = setting(None, "Folder of a trace; none records nothing.")
-    trace_audit: int = setting(
-        0, "Compare every N-th step with dense attention; 0 for no audit. Needs a trace.", least=0
-    )
+    trace_audit: int = setting(0, "Compare every N-th step with dense attention; 0 for none. Needs a trace.", least=0)
     trace_redact_text: bool = setting(False, "Keep token ids and text out of the trace.")
 
 
