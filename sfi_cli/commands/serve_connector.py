@@ -12,10 +12,9 @@ from typing import Any
 import torch
 
 from sfi_core.errors import ConfigError
+from sfi_core.hosts.vllm.connector import ServerStats, SfiPlan
 from sfi_core.hosts.vllm.connector import SfiConnector as PlainConnector
-from sfi_core.hosts.vllm.connector import SfiPlan
-from sfi_core.hosts.vllm.events import ServerStats
-from sfi_core.hosts.vllm.names import KVConnectorRole, backend_of, layer_shapes, settings_of, tokenizer_of
+from sfi_core.hosts.vllm.names import backend_of, layer_shapes, settings_of, tokenizer_of
 from sfi_core.hosts.vllm.plugin import installed_version
 from sfi_core.hosts.vllm.settings import OWN
 from sfi_core.measure.bench.architectures import empty_model
@@ -47,11 +46,11 @@ class SfiConnector(PlainConnector):
             self.planner.row_bytes = sum(shape.row_bytes for shape in shapes if shape.window is None)
             self._recorder.on(self._run_event(shapes))
 
-    def make_observer(self, role: Any) -> Observer:
+    def make_observer(self) -> Observer:
         """Return the trace's writer on the scheduler's side; a worker gathers its events for it."""
         options = self.settings.options
-        if options.trace is None or role == KVConnectorRole.WORKER:
-            return super().make_observer(role)
+        if options.trace is None or not self.schedules:
+            return super().make_observer()
         self._recorder = ParquetObserver(
             Path(options.trace),
             tokenizer=tokenizer_of(self._vllm),

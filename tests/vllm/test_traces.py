@@ -6,7 +6,7 @@ from typer.testing import CliRunner
 
 from sfi_cli.app import app
 from sfi_core.errors import ConfigError
-from sfi_core.hosts.vllm.events import WorkerEvents
+from sfi_core.hosts.vllm.connector import WorkerEvents
 from sfi_core.observers.events import AuditEvent, SelectionEvent
 from sfi_traces.model.trace import Trace
 from sfi_traces.read.check import check

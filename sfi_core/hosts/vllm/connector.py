@@ -1,16 +1,28 @@
-"""A KV connector that moves no KV: it sends the plan from vLLM's scheduler to its workers."""
+"""A KV connector that moves no KV: it sends the plan from vLLM's scheduler to its workers, and their events back."""
 
-from dataclasses import dataclass
-from typing import Any
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Self
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 from sfi_core.engine.audit import Audit
 from sfi_core.engine.run import Run
 from sfi_core.errors import ConfigError
 from sfi_core.hosts.vllm import names
-from sfi_core.hosts.vllm.events import Gathered, ServerStats, SfiMetrics, WorkerEvents
-from sfi_core.hosts.vllm.planner import Plan, Planner
+from sfi_core.hosts.vllm.planner import TOTALS, Plan, Planner
 from sfi_core.hosts.vllm.settings import RequestSettings, check_host
 from sfi_core.hosts.vllm.worker import BorrowedPages, WorkerEngine
+from sfi_core.observers.events import AuditEvent, Event, SelectionEvent
 from sfi_core.observers.observer import NullObserver, Observer
 from sfi_core.policies import policy_class
 from sfi_core.policies.base import Policy
@@ -18,15 +30,139 @@ from sfi_core.settings.config import SfiConfig
 from sfi_core.settings.engine import EngineOptions
 from sfi_core.triggers.trigger import Trigger
 
+LayerEvent = SelectionEvent | AuditEvent
+
+
+class Gathered(NullObserver):
+    """Keeps one worker's selections and audits until the scheduler's side takes them."""
+
+    def __init__(self) -> None:
+        self._events: list[LayerEvent] = []
+
+    def on_selection(self, event: LayerEvent) -> None:
+        """Keep the event."""
+        self._events.append(event)
+
+    on_audit = on_selection
+
+    def take(self) -> list[LayerEvent]:
+        """Return the events since the last call, on the host; this waits for the device."""
+        events, self._events = self._events, []
+        return [on_host(event) for event in events]
+
 
 @dataclass
-class SfiPlan(names.KVConnectorMetadata):
+class WorkerEvents(KVConnectorWorkerMetadata):
+    """The events of one engine step by tensor-parallel rank, all on the host."""
+
+    by_rank: dict[int, list[LayerEvent]]
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> Self:
+        """Add another worker's events."""
+        self.by_rank |= other.by_rank
+        return self
+
+    def joined(self) -> list[Event]:
+        """Return the events with the KV heads of all ranks, in the order of the ranks."""
+        by_layer: dict[tuple[Any, ...], list[LayerEvent]] = defaultdict(list)
+        for rank in sorted(self.by_rank):
+            for event in self.by_rank[rank]:
+                by_layer[type(event), event.request, event.step, event.layer].append(event)
+        return [side_by_side(events) for events in by_layer.values()]
+
+
+def on_host(event: LayerEvent) -> LayerEvent:
+    """Copy an event's tensors to the host."""
+    changes: dict[str, Any] = {}
+    for field in fields(event):
+        value = getattr(event, field.name)
+        if isinstance(value, torch.Tensor):
+            changes[field.name] = value.cpu()
+    if isinstance(event, SelectionEvent):
+        changes["diagnostics"] = {name: tensor.cpu() for name, tensor in event.diagnostics.items()}
+    return replace(event, **changes)
+
+
+def side_by_side(events: Sequence[LayerEvent]) -> LayerEvent:
+    """Join the ranks' events of one request, step and layer: concatenate their KV heads."""
+    first = events[0]
+    if len(events) == 1:
+        return first
+    changes: dict[str, Any] = {}
+    for field in fields(first):
+        values = [getattr(event, field.name) for event in events]
+        if isinstance(values[0], torch.Tensor):
+            changes[field.name] = torch.cat(values)
+    if isinstance(first, AuditEvent):
+        changes["heads"] = tuple(range(len(first.heads) * len(events)))
+    else:
+        ranks = [event.diagnostics for event in events if isinstance(event, SelectionEvent)]
+        changes["diagnostics"] = {
+            name: torch.cat([tensors[name].flatten() for tensors in ranks]) for name in first.diagnostics
+        }
+    return replace(first, **changes)
+
+
+class ServerStats(KVConnectorStats):
+    """Counts since the last report, by the names of `TOTALS`."""
+
+    def __init__(self, data: dict[str, Any] | None = None) -> None:
+        super().__init__(data=data or {})
+        self._reported: dict[str, float] = {}
+
+    def since(self, planner: Planner) -> "ServerStats":
+        """Return a planner's counts since the last call."""
+        new = {name: value - self._reported.get(name, 0) for name, value in planner.totals.items()}
+        self._reported = dict(planner.totals)
+        return ServerStats(new)
+
+    def reset(self) -> None:
+        """Forget the counts."""
+        self.data.clear()
+
+    def aggregate(self, other: KVConnectorStats) -> "ServerStats":
+        """Add another's counts."""
+        for name, value in other.data.items():
+            self.data[name] = self.data.get(name, 0) + value
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """Return the counts for vLLM's log line."""
+        attended, context, chosen = (self.data.get(name, 0) for name in ("attended", "context", "selection"))
+        attended, chosen = (attended / context, chosen / context) if context else (1.0, 0.0)
+        counts = {f"sfi_{name}": int(self.data.get(name, 0)) for name in [*TOTALS][:4]}
+        return counts | {"sfi_read_ratio": round(attended, 4), "sfi_cache_read_ratio": round(attended + chosen, 4)}
+
+    def is_empty(self) -> bool:
+        """Say whether all counts are 0."""
+        return not any(self.data.values())
+
+
+class SfiMetrics(KVConnectorPromMetrics):
+    """Counters `vllm:sfi_<name>` for Prometheus, by engine."""
+
+    def __init__(self, config: Any, types: Any, labels: list[str], values: dict[int, Any]) -> None:
+        super().__init__(config, types, labels, values)
+        self._counters = {}
+        for name, meaning in TOTALS.items():
+            counter = self._counter_cls(name=f"vllm:sfi_{name}", documentation=meaning, labelnames=labels)
+            self._counters[name] = {engine: counter.labels(*label) for engine, label in values.items()}
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Add counts."""
+        for name, value in transfer_stats_data.items():
+            if name in self._counters:
+                self._counters[name][engine_idx].inc(value)
+
+
+@dataclass
+class SfiPlan(KVConnectorMetadata):
     """The plan of one engine step, for the workers."""
 
     plan: Plan
 
 
-class SfiConnector(names.KVConnectorBase_V1, names.SupportsHMA):
+class SfiConnector(KVConnectorBase_V1, SupportsHMA):
     """Plans on the scheduler's side; on the worker's side, hands the plan to the attention."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
@@ -40,8 +176,9 @@ class SfiConnector(names.KVConnectorBase_V1, names.SupportsHMA):
         self.layers = sorted(names.layer_index(name) for name in self.layer_names)
         self.trigger_ids = names.trigger_ids(vllm_config, self.settings)
         self.slots = names.slot_count(vllm_config, self.settings.options)  # requests that may be sparse at once
-        self.observer = self.make_observer(role)
-        if role == names.KVConnectorRole.SCHEDULER:
+        self.schedules = role == KVConnectorRole.SCHEDULER
+        self.observer = self.make_observer()
+        if self.schedules:
             self.planner = Planner(
                 self.make_policy, slots=self.slots, block=self.block, layers=len(self.layers),
                 observer=self.observer, audit=self.settings.audit,
@@ -56,14 +193,14 @@ class SfiConnector(names.KVConnectorBase_V1, names.SupportsHMA):
         policy.key_width = self.key_width  # the scheduler's side sees no key
         return policy
 
-    def make_observer(self, role: Any) -> Observer:
+    def make_observer(self) -> Observer:
         """Return the observer of the side; a worker gathers its events for the scheduler's side.
 
         Raise `ConfigError` for a trace, which only the command line's connector records.
         """
         if self.settings.options.trace is None:
             return NullObserver()
-        if role == names.KVConnectorRole.WORKER:
+        if not self.schedules:
             return Gathered()
         raise ConfigError(
             "trace must come with kv_connector_module_path=sfi_cli.commands.serve_connector, as sfi serve sets it"
@@ -110,7 +247,7 @@ class SfiConnector(names.KVConnectorBase_V1, names.SupportsHMA):
 
     def get_kv_connector_stats(self) -> ServerStats | None:
         """Return the counts since the last call, on the scheduler's side."""
-        return self.stats.since(self.planner) if self.role == names.KVConnectorRole.SCHEDULER else None
+        return self.stats.since(self.planner) if self.schedules else None
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ServerStats:
@@ -164,7 +301,7 @@ class SfiConnector(names.KVConnectorBase_V1, names.SupportsHMA):
                 run.segment(layer)
         self.engine = WorkerEngine(run, store, self.block // page_size)
 
-    def build_connector_worker_meta(self) -> names.KVConnectorWorkerMetadata | None:
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """Send the events of this worker's layers in the pass, if there is a trace."""
         if not isinstance(self.observer, Gathered) or self.engine is None:
             return None

@@ -23,14 +23,15 @@ def register(module: str = "sfi_core.hosts.vllm.connector") -> None:
         logger.warning("sfi stays out: %s", error)
         return
     try:  # not before: another version may lack the names
-        vllm = import_module("sfi_core.hosts.vllm.names")
+        factory = import_module("vllm.distributed.kv_transfer.kv_connector.factory")
+        registry = import_module("vllm.v1.attention.backends.registry")
     except ImportError as error:
         logger.warning("sfi stays out: vLLM %s lacks a name: %s", installed_version(), error)
         return
-    vllm.register_backend(vllm.AttentionBackendEnum.CPU_ATTN, CPU_BACKEND)
-    vllm.register_backend(vllm.AttentionBackendEnum.CUSTOM, CUDA_BACKEND)
+    registry.register_backend(registry.AttentionBackendEnum.CPU_ATTN, CPU_BACKEND)
+    registry.register_backend(registry.AttentionBackendEnum.CUSTOM, CUDA_BACKEND)
     with suppress(ValueError):  # registered before
-        vllm.KVConnectorFactory.register_connector(CONNECTOR, module, CONNECTOR)
+        factory.KVConnectorFactory.register_connector(CONNECTOR, module, CONNECTOR)
 
 
 def installed_version() -> str:

@@ -17,8 +17,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from sfi_core.errors import ConfigError, InputError, SfiError
 from sfi_core.hosts.vllm import attention_flags
-from sfi_core.hosts.vllm.names import settings_of, trigger_ids
-from sfi_core.hosts.vllm.room import check_model
+from sfi_core.hosts.vllm.names import check_model, settings_of, trigger_ids
 from sfi_core.hosts.vllm.settings import Settings
 from sfi_core.models.load import check_exists
 
