@@ -99,7 +99,6 @@ app.command()(doctor)
 
 @app.callback(invoke_without_command=True)
 def root(
-    context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Print the version and stop.")] = False,
     debug: Annotated[  # noqa: ARG001 - `main` takes it out of the arguments
         bool, typer.Option("--debug", help="Show the traceback of an error; stands anywhere.")
@@ -111,8 +110,6 @@ def root(
 
         Output().stream(f"sfi {__version__}\n")
         raise typer.Exit
-    if context.invoked_subcommand is None:
-        typer.echo(context.get_help())
 
 
 def main() -> None:
@@ -138,7 +135,10 @@ def main() -> None:
             raise
         if tells():
             message(f"error: {in_options(str(known))}")
-        leave(known)
+        if isinstance(known, RankLostError):  # closing the process group would wait
+            sys.stderr.flush()
+            os._exit(known.exit_code)
+        sys.exit(known.exit_code)
 
 
 def in_options(text: str) -> str:
@@ -193,11 +193,3 @@ def tells() -> bool:
     from sfi_core.distributed.ranks import tells_errors
 
     return tells_errors()
-
-
-def leave(error: SfiError) -> None:
-    """End the process with the error's code; if a rank is lost, without closing the process group."""
-    if isinstance(error, RankLostError):
-        sys.stderr.flush()
-        os._exit(error.exit_code)
-    sys.exit(error.exit_code)

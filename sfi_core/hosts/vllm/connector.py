@@ -48,7 +48,7 @@ class Gathered(NullObserver):
     def take(self) -> list[LayerEvent]:
         """Return the events since the last call, on the host; this waits for the device."""
         events, self._events = self._events, []
-        return [on_host(event) for event in events]
+        return [side_by_side([event]) for event in events]
 
 
 @dataclass
@@ -65,40 +65,25 @@ class WorkerEvents(KVConnectorWorkerMetadata):
     def joined(self) -> list[Event]:
         """Return the events with the KV heads of all ranks, in the order of the ranks."""
         by_layer: dict[tuple[Any, ...], list[LayerEvent]] = defaultdict(list)
-        for rank in sorted(self.by_rank):
-            for event in self.by_rank[rank]:
+        for _, events in sorted(self.by_rank.items()):
+            for event in events:
                 by_layer[type(event), event.request, event.step, event.layer].append(event)
         return [side_by_side(events) for events in by_layer.values()]
 
 
-def on_host(event: LayerEvent) -> LayerEvent:
-    """Copy an event's tensors to the host."""
-    changes: dict[str, Any] = {}
-    for field in fields(event):
-        value = getattr(event, field.name)
-        if isinstance(value, torch.Tensor):
-            changes[field.name] = value.cpu()
-    if isinstance(event, SelectionEvent):
-        changes["diagnostics"] = {name: tensor.cpu() for name, tensor in event.diagnostics.items()}
-    return replace(event, **changes)
-
-
 def side_by_side(events: Sequence[LayerEvent]) -> LayerEvent:
-    """Join the ranks' events of one request, step and layer: concatenate their KV heads."""
-    first = events[0]
-    if len(events) == 1:
-        return first
-    changes: dict[str, Any] = {}
+    """Copy the ranks' events of one request, step and layer to the host, as one with the KV heads of all."""
+    first, changes = events[0], dict[str, Any]()
     for field in fields(first):
         values = [getattr(event, field.name) for event in events]
         if isinstance(values[0], torch.Tensor):
-            changes[field.name] = torch.cat(values)
+            changes[field.name] = torch.cat(values).cpu()
     if isinstance(first, AuditEvent):
         changes["heads"] = tuple(range(len(first.heads) * len(events)))
     else:
         ranks = [event.diagnostics for event in events if isinstance(event, SelectionEvent)]
         changes["diagnostics"] = {
-            name: torch.cat([tensors[name].flatten() for tensors in ranks]) for name in first.diagnostics
+            name: torch.cat([tensors[name].flatten() for tensors in ranks]).cpu() for name in first.diagnostics
         }
     return replace(first, **changes)
 
