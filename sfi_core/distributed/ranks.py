@@ -1,8 +1,7 @@
 """Processes that run one model together, one a device, and their messages.
 
-Code that must agree, or needs other ranks' heads, takes a `Ranks`. `ALONE`, of a model in one process, gives
-back its arguments. Every rank must make the same calls in the same order, so whatever decides about a call
-must be equal on every rank.
+Code that must agree, or needs other ranks' heads, takes a `Ranks`; `ALONE`, of one process, gives back its arguments.
+Every rank must make the same calls in the same order, so what decides about a call must be equal on every rank.
 """
 
 import hashlib
@@ -31,9 +30,9 @@ GLOO = "gloo/transport"  # its errors have no type of their own
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """The processes that run one model, seen from the one with this `number`.
+    """The processes that run one model, seen from rank `number`, which holds the KV heads from `number * H` on.
 
-    Rank r of `size` holds the KV heads from `r * H` on. A `group` of None is the default process group.
+    A `group` of None is the default process group.
     """
 
     number: int = 0
@@ -48,20 +47,20 @@ class Ranks:
         dist.all_gather(parts, tensor.contiguous(), group=self.group)
         return torch.stack(parts)
 
-    def settle(self, told_RX: torch.Tensor) -> torch.Tensor:
+    def settle(self, bits_RX: torch.Tensor) -> torch.Tensor:
         """Return the first rank's rows, except row 1: 1 where every rank is fine; one collective.
 
-        `told_RX` are integers, or other numbers' bits; row 1 is 1 where this rank is fine, else 0.
+        `bits_RX` are integers, or other numbers' bits; row 1 is 1 where this rank is fine, else 0.
         """
         if self.size == 1:
-            return told_RX
+            return bits_RX
         if self.number:
-            fine_X = told_RX[1].clone()
-            told_RX = torch.zeros_like(told_RX)
-            told_RX[1] = fine_X
-        dist.all_reduce(told_RX, group=self.group)
-        told_RX[1] = told_RX[1] == self.size
-        return told_RX
+            fine_X = bits_RX[1].clone()
+            bits_RX = torch.zeros_like(bits_RX)
+            bits_RX[1] = fine_X
+        dist.all_reduce(bits_RX, group=self.group)
+        bits_RX[1] = bits_RX[1] == self.size
+        return bits_RX
 
     def same_tokens(self, token_B: torch.Tensor) -> list[int]:
         """Return a step's tokens, which other code sampled on every rank; raise `SfiError` if they differ."""
@@ -156,10 +155,7 @@ def timeout() -> float:
 
 
 def join() -> Ranks:
-    """Meet the other processes of torchrun, once; raise `RankLostError` if one does not come.
-
-    The ranks are for what happens before the model runs: they wait as long as loading may take.
-    """
+    """Meet the other processes of torchrun, once, as long as loading takes; raise `RankLostError` if one is lost."""
     if torchrun.size() == 1:
         return ALONE
     timeout()  # a mistake in it shows now

@@ -19,10 +19,9 @@ LARGEST = 2**53  # of whole numbers: exact as float64 too
 class Setting:
     """A setting, as its field declares it.
 
-    `name` is the full one, such as `selector.alpha`; a table's own errors name the field alone. `kind` is
-    bool, int, float or str; for a list, the type of its items. `optional` allows None. The first sentence of
-    `meaning`, the help text, can stand alone. `least` and `most` are allowed themselves, `above` is not.
-    `choices` are empty for a setting without a fixed list.
+    `name` is the full one, such as `selector.alpha`; a table's own errors name the field alone. `kind` is bool, int,
+    float or str; for a list, the type of its items. The first sentence of `meaning`, the help text, can stand alone.
+    `least` and `most` are allowed themselves, `above` is not.
     """
 
     name: str
