@@ -125,7 +125,7 @@ def _clustered(
 
 
 def _head_file(document: dict[str, Any]) -> str:
-    from sfi_core.policies.head_clusters import HeadClusters, LayerClusters
+    from sfi_core.policies.built_in.synckv import HeadClusters, LayerClusters
 
     return HeadClusters(
         digest=document["digest"],

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from sfi_cli import app as cli
 from sfi_core.errors import ConfigError, TraceError
 from sfi_core.models.load import BUNDLED
-from sfi_core.policies.head_clusters import HeadClusters
+from sfi_core.policies.built_in.synckv import HeadClusters
 from tests.cli.test_tune import folder, invoke, refused
 from tests.traces.made import make_trace
 

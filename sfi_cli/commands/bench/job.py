@@ -3,7 +3,7 @@
 from fractions import Fraction
 from typing import Any
 
-from sfi_cli.loading import Subject
+from sfi_cli.options import Subject
 from sfi_cli.parsing import numbers, words
 from sfi_cli.settings import ForecastTable, Given
 from sfi_cli.terminal.output import Output, View, leave_interrupted

@@ -11,7 +11,7 @@ import typer
 
 from sfi_cli.commands.generate.prompts import Prompts, answer, token_ids
 from sfi_cli.commands.generate.views import plan_line, report_lines
-from sfi_cli.loading import Subject
+from sfi_cli.options import Subject
 from sfi_cli.settings import Given, TraceTable
 from sfi_cli.terminal.output import INTERRUPTED, Output, message
 from sfi_cli.terminal.progress import Progress, ProgressObserver

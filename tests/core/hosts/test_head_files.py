@@ -9,7 +9,7 @@ import pytest
 from sfi_core import SfiConfig, slow_fast
 from sfi_core.errors import ConfigError
 from sfi_core.models.load import BUNDLED, load
-from sfi_core.policies.head_clusters import HeadClusters, LayerClusters
+from sfi_core.policies.built_in.synckv import HeadClusters, LayerClusters
 from tests.core.conftest import tiny_qwen3
 
 IDS = SfiConfig(trigger_token_ids=(1,))

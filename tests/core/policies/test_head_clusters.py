@@ -7,7 +7,7 @@ import pytest
 from sfi_core.errors import ConfigError, InputError
 from sfi_core.models.load import BUNDLED, load
 from sfi_core.models.source import model_digest
-from sfi_core.policies.head_clusters import HeadClusters, LayerClusters
+from sfi_core.policies.built_in.synckv import HeadClusters, LayerClusters
 
 LAYERS = {
     0: LayerClusters(cluster_of=(0, 1, 0, 1), representatives=(2, 1)),

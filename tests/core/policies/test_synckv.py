@@ -11,8 +11,7 @@ import torch
 
 from sfi_core.engine.batch_pass import allowed_positions
 from sfi_core.errors import ConfigError
-from sfi_core.policies.built_in.synckv import SyncKV
-from sfi_core.policies.head_clusters import HeadClusters, LayerClusters
+from sfi_core.policies.built_in.synckv import HeadClusters, LayerClusters, SyncKV
 from sfi_core.settings.config import SfiConfig
 from sfi_core.state.request import RequestState
 from sfi_core.triggers.trigger import Trigger
