@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from importlib import import_module
 from pathlib import Path
 from threading import Event
 from typing import Annotated, Any
@@ -133,7 +134,8 @@ def main() -> None:
         known = _in_one_line(error)
         if debug or known is None:
             raise
-        if tells():
+        # all processes may have met the same error
+        if torchrun.size() == 1 or import_module("sfi_core.distributed.ranks").tells_errors():
             message(f"error: {in_options(str(known))}")
         if isinstance(known, RankLostError):  # closing the process group would wait
             sys.stderr.flush()
@@ -184,12 +186,3 @@ def one_voice() -> Iterator[None]:
             stack.enter_context(redirect_stdout(nowhere))
             stack.enter_context(redirect_stderr(nowhere))
         yield
-
-
-def tells() -> bool:
-    """Say whether this process prints an error: all processes may have met the same error."""
-    if torchrun.size() == 1:
-        return True
-    from sfi_core.distributed.ranks import tells_errors
-
-    return tells_errors()
