@@ -14,22 +14,8 @@ import torch
 from vllm.config import get_current_vllm_config
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
-from vllm.v1.attention.backends.cpu_attn import (
-    CPUAttentionBackend,
-    CPUAttentionBackendImpl,
-    CPUAttentionMetadataBuilder,
-)
+from vllm.v1.attention.backends import cpu_attn, flash_attn, triton_attn
 from vllm.v1.attention.backends.fa_utils import is_flash_attn_varlen_func_available
-from vllm.v1.attention.backends.flash_attn import (
-    FlashAttentionBackend,
-    FlashAttentionImpl,
-    FlashAttentionMetadataBuilder,
-)
-from vllm.v1.attention.backends.triton_attn import (
-    TritonAttentionBackend,
-    TritonAttentionImpl,
-    TritonAttentionMetadataBuilder,
-)
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from sfi_core.errors import ConfigError
@@ -241,11 +227,11 @@ class PagedImpl(Mixin):
 LAYOUTS = ("vec", "vec16")  # keys of a block lie transposed, values as they are
 
 
-class SfiCpuBuilder(PagedBuilder, CPUAttentionMetadataBuilder):
+class SfiCpuBuilder(PagedBuilder, cpu_attn.CPUAttentionMetadataBuilder):
     """Makes the metadata, and chooses a layout of the cache that torch can read."""
 
-    reorder_batch_threshold = CPUAttentionMetadataBuilder.reorder_batch_threshold
-    supports_update_block_table = CPUAttentionMetadataBuilder.supports_update_block_table
+    reorder_batch_threshold = cpu_attn.CPUAttentionMetadataBuilder.reorder_batch_threshold
+    supports_update_block_table = cpu_attn.CPUAttentionMetadataBuilder.supports_update_block_table
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
@@ -254,7 +240,7 @@ class SfiCpuBuilder(PagedBuilder, CPUAttentionMetadataBuilder):
             self._set_isa_to_layers(layer_names)
 
 
-class SfiCpuImpl(PagedImpl, CPUAttentionBackendImpl):
+class SfiCpuImpl(PagedImpl, cpu_attn.CPUAttentionBackendImpl):
     """Attends over the CPU's layout."""
 
     def pages(self, layer: Any, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -265,16 +251,20 @@ class SfiCpuImpl(PagedImpl, CPUAttentionBackendImpl):
         return key.view(P, H, D, N).transpose(2, 3), value
 
 
-class SfiCpuBackend(SfiBackend, CPUAttentionBackend):
+class SfiCpuBackend(SfiBackend, cpu_attn.CPUAttentionBackend):
     """vLLM's CPU backend with sfi."""
 
     impl, builder = SfiCpuImpl, SfiCpuBuilder
 
 
 # FlashAttention is faster and needs compute capability 8.0 and a half precision; Triton's runs on other GPUs
-_Parts: Any = (TritonAttentionBackend, TritonAttentionMetadataBuilder, TritonAttentionImpl)
+_Parts: Any = (
+    triton_attn.TritonAttentionBackend,
+    triton_attn.TritonAttentionMetadataBuilder,
+    triton_attn.TritonAttentionImpl,
+)
 if is_flash_attn_varlen_func_available() and current_platform.has_device_capability(80):
-    _Parts = (FlashAttentionBackend, FlashAttentionMetadataBuilder, FlashAttentionImpl)
+    _Parts = (flash_attn.FlashAttentionBackend, flash_attn.FlashAttentionMetadataBuilder, flash_attn.FlashAttentionImpl)
 _Backend, _Builder, _Impl = _Parts
 
 

@@ -6,14 +6,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
 import torch
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
-    KVConnectorMetadata,
-    KVConnectorRole,
-    KVConnectorWorkerMetadata,
-    SupportsHMA,
-)
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.distributed.kv_transfer.kv_connector.v1 import base, metrics
 
 from sfi_core.engine.audit import Audit
 from sfi_core.engine.run import Run
@@ -52,12 +45,12 @@ class Gathered(NullObserver):
 
 
 @dataclass
-class WorkerEvents(KVConnectorWorkerMetadata):
+class WorkerEvents(base.KVConnectorWorkerMetadata):
     """The events of one engine step by tensor-parallel rank, all on the host."""
 
     by_rank: dict[int, list[LayerEvent]]
 
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> Self:
+    def aggregate(self, other: base.KVConnectorWorkerMetadata) -> Self:
         """Add another worker's events."""
         self.by_rank |= other.by_rank
         return self
@@ -88,7 +81,7 @@ def side_by_side(events: Sequence[LayerEvent]) -> LayerEvent:
     return replace(first, **changes)
 
 
-class ServerStats(KVConnectorStats):
+class ServerStats(metrics.KVConnectorStats):
     """Counts since the last report, by the names of `TOTALS`."""
 
     def __init__(self, data: dict[str, Any] | None = None) -> None:
@@ -105,7 +98,7 @@ class ServerStats(KVConnectorStats):
         """Forget the counts."""
         self.data.clear()
 
-    def aggregate(self, other: KVConnectorStats) -> "ServerStats":
+    def aggregate(self, other: metrics.KVConnectorStats) -> "ServerStats":
         """Add another's counts."""
         for name, value in other.data.items():
             self.data[name] = self.data.get(name, 0) + value
@@ -123,7 +116,7 @@ class ServerStats(KVConnectorStats):
         return not any(self.data.values())
 
 
-class SfiMetrics(KVConnectorPromMetrics):
+class SfiMetrics(metrics.KVConnectorPromMetrics):
     """Counters `vllm:sfi_<name>` for Prometheus, by engine."""
 
     def __init__(self, config: Any, types: Any, labels: list[str], values: dict[int, Any]) -> None:
@@ -141,13 +134,13 @@ class SfiMetrics(KVConnectorPromMetrics):
 
 
 @dataclass
-class SfiPlan(KVConnectorMetadata):
+class SfiPlan(base.KVConnectorMetadata):
     """The plan of one engine step, for the workers."""
 
     plan: Plan
 
 
-class SfiConnector(KVConnectorBase_V1, SupportsHMA):
+class SfiConnector(base.KVConnectorBase_V1, base.SupportsHMA):
     """Plans on the scheduler's side; on the worker's side, hands the plan to the attention."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
@@ -161,13 +154,17 @@ class SfiConnector(KVConnectorBase_V1, SupportsHMA):
         self.layers = sorted(names.layer_index(name) for name in self.layer_names)
         self.trigger_ids = names.trigger_ids(vllm_config, self.settings)
         self.slots = names.slot_count(vllm_config, self.settings.options)  # requests that may be sparse at once
-        self.schedules = role == KVConnectorRole.SCHEDULER
+        self.schedules = role == base.KVConnectorRole.SCHEDULER
         self.observer = self.make_observer()
         if self.schedules:
             self.planner = Planner(
-                self.make_policy, slots=self.slots, block=self.block, layers=len(self.layers),
-                observer=self.observer, audit=self.settings.audit,
-            )  # fmt: skip
+                self.make_policy,
+                slots=self.slots,
+                block=self.block,
+                layers=len(self.layers),
+                observer=self.observer,
+                audit=self.settings.audit,
+            )
             self.stats = ServerStats()
         self.engine: WorkerEngine | None = None
 
@@ -286,7 +283,7 @@ class SfiConnector(KVConnectorBase_V1, SupportsHMA):
                 run.segment(layer)
         self.engine = WorkerEngine(run, store, self.block // page_size)
 
-    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+    def build_connector_worker_meta(self) -> base.KVConnectorWorkerMetadata | None:
         """Send the events of this worker's layers in the pass, if there is a trace."""
         if not isinstance(self.observer, Gathered) or self.engine is None:
             return None
