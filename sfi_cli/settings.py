@@ -168,11 +168,9 @@ def given(
 ) -> Given:
     """Collect the settings of a command.
 
-    The config file overrides the preset (None: `base`); `--set` and options, None where not given, override
-    both. A file may hold tables of other commands: they are checked, and have no effect.
-
-    Raises `ConfigError` for a setting that is unknown, invalid, or given by `--set` and by its option; `InputError` for
-    a file that cannot be read, or is no TOML.
+    The config file overrides the preset (None: `base`); `--set` and options, None where not given, override both. A
+    file's tables of other commands are checked, and have no effect. Raises `ConfigError` for a setting that is unknown,
+    invalid, or given by `--set` and by its option; `InputError` for a file that cannot be read, or is no TOML.
     """
     config = base or SfiConfig()
     if preset is not None:
@@ -191,10 +189,7 @@ def given(
 
 
 def effective_settings(preset: str | None, file: Path | None, sets: Iterable[str] | None) -> dict[str, tuple[Any, str]]:
-    """Return the value of every setting of every command, and what gives it: default, a preset, --config or --set.
-
-    Raise as `given`.
-    """
+    """Return every setting's value, and what gives it: default, a preset, --config or --set; raise as `given`."""
     values = {name: (declared.default, "default") for name, declared in SETTINGS.items()}
     if preset is not None:
         preset_values = flat_settings(SfiConfig.preset(preset).to_dict())
@@ -269,10 +264,7 @@ def lookup(name: str, known: Mapping[str, Setting]) -> Setting:
 
 
 def value_of(declared: Setting, text: str) -> Any:
-    """Read a value: a bare word, `none`, numbers like `0,3,8-11`, or a TOML value.
-
-    Raises `ConfigError` for a value of another type than the setting's, or out of range.
-    """
+    """Read a value: a bare word, `none`, numbers like `0,3,8-11`, or TOML; raise `ConfigError` for a wrong one."""
     if declared.optional and text == NONE:
         return None
     if declared.is_list and declared.kind is int and not text.startswith("["):

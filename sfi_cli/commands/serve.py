@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from sfi_core.hosts.vllm.server import Server
 
 SERVER = "Server"
-PORT = 8000
 
 
 class Serve(TyperCommand):
@@ -58,7 +57,7 @@ def serve(
     t_max: o.TMax = None,
     slots: Annotated[int, o.option(o.METHOD, "Requests that may be sparse at once; others run dense.")] = SLOTS,
     host: Annotated[str, o.option(SERVER, "Address; 0.0.0.0 is every one.")] = "127.0.0.1",
-    port: Annotated[int, o.option(SERVER, "Port.")] = PORT,
+    port: Annotated[int, o.option(SERVER, "Port.")] = 8000,
     trace: Annotated[o.File, o.option(o.TRACE, "Record a trace into this new folder.")] = None,
     audit: o.Audit = None,
 ) -> None:

@@ -8,7 +8,7 @@ import hashlib
 import math
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
@@ -22,7 +22,7 @@ from torch.distributed.rendezvous import rendezvous
 from sfi_core import distributed as torchrun
 from sfi_core.errors import ConfigError, RankLostError, SfiError
 
-TIMEOUT, DEFAULT_TIMEOUT = "SFI_TIMEOUT", 300.0
+TIMEOUT = "SFI_TIMEOUT"
 LOADING = timedelta(minutes=30)  # ranks may read a large checkpoint at very different speeds
 T = TypeVar("T")
 GLOO = "gloo/transport"  # its errors have no type of their own
@@ -144,11 +144,9 @@ ALONE = Ranks()
 
 def timeout() -> float:
     """Return the seconds to wait for a rank; raise `ConfigError` if SFI_TIMEOUT is not a positive number."""
-    text = os.environ.get(TIMEOUT, str(DEFAULT_TIMEOUT))
-    try:
+    text, seconds = os.environ.get(TIMEOUT, "300"), math.nan
+    with suppress(ValueError):
         seconds = float(text)
-    except ValueError:
-        seconds = math.nan
     if not 0 < seconds < math.inf:
         raise ConfigError(f"{TIMEOUT} must be a positive number of seconds, got {text}")
     return seconds

@@ -18,8 +18,6 @@ from sfi_core.machine.files import read_text
 from sfi_core.settings.fields import Table, setting
 
 WIDEST = 1 << 16  # tokens of a page or a window: beyond, memory runs out before a model does
-PAGE_SCORES = ("bounds", "deviation")
-RECENT_MODES = ("anchored", "sliding")
 TRIGGER_POLICIES = ("boundary", "t-max", "stride", "random", "never", "always")
 
 
@@ -50,7 +48,7 @@ class BaselineConfig(Table):
         "bounds",
         "A page's score under quest: the paper's bound of its logits, or, in a variant of ours, their mean plus "
         "their deviation.",
-        choices=PAGE_SCORES,
+        choices=("bounds", "deviation"),
     )
 
 
@@ -127,7 +125,7 @@ class SfiConfig(Table):
         "How the recent window moves. anchored keeps its start from one slow step to the next, so that every "
         "token is read or could have been selected; sliding is the paper's. Paper gap: with sliding, a token "
         "that leaves the window between two slow steps is neither.",
-        choices=RECENT_MODES,
+        choices=("anchored", "sliding"),
     )
     budget: int = setting(2048, "Selected tokens per KV head, the paper's K.", above=0)
     page_size: int = setting(

@@ -15,7 +15,6 @@ UNITS = {
     for binary in ("", "i")
 }
 BACKENDS = ("auto", "torch", "triton")
-KV_DTYPES = ("auto", "float16", "bfloat16")
 WEIGHTS = ("auto", "floats", "int8")  # how the matrices of a model lie; see `load`
 PAGE_SIZE = 64  # tokens of a page under the triton backend: one tile
 
@@ -80,7 +79,7 @@ class EngineOptions(Table):
     kv_dtype: str = setting(
         "auto",
         "On a CPU, the numbers of the KV cache: the model's, or those of 16 bits, which halve a float32 cache.",
-        choices=KV_DTYPES,
+        choices=("auto", "float16", "bfloat16"),
     )
     backend: str = setting(
         "auto",

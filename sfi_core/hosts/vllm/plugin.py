@@ -10,8 +10,6 @@ from packaging.specifiers import SpecifierSet
 from sfi_core.errors import ConfigError
 from sfi_core.hosts.vllm import CONNECTOR, VERSIONS
 
-CPU_BACKEND = "sfi_core.hosts.vllm.backend.SfiCpuBackend"
-CUDA_BACKEND = "sfi_core.hosts.vllm.backend.SfiCudaBackend"
 logger = logging.getLogger(__name__)
 
 
@@ -28,8 +26,8 @@ def register(module: str = "sfi_core.hosts.vllm.connector") -> None:
     except ImportError as error:
         logger.warning("sfi stays out: vLLM %s lacks a name: %s", installed_version(), error)
         return
-    registry.register_backend(registry.AttentionBackendEnum.CPU_ATTN, CPU_BACKEND)
-    registry.register_backend(registry.AttentionBackendEnum.CUSTOM, CUDA_BACKEND)
+    for kind, backend in (("CPU_ATTN", "SfiCpuBackend"), ("CUSTOM", "SfiCudaBackend")):
+        registry.register_backend(registry.AttentionBackendEnum[kind], f"sfi_core.hosts.vllm.backend.{backend}")
     with suppress(ValueError):  # registered before
         factory.KVConnectorFactory.register_connector(CONNECTOR, module, CONNECTOR)
 

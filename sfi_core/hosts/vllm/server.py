@@ -21,9 +21,6 @@ from sfi_core.hosts.vllm.names import check_model, settings_of, trigger_ids
 from sfi_core.hosts.vllm.settings import Settings
 from sfi_core.models.load import check_exists
 
-# the flags by which a user chooses the attention; then `sfi serve` adds none
-ATTENTION_FLAGS = ("--attention-config", "--attention_config", "-ac")
-
 
 @dataclass(frozen=True, slots=True)
 class Server:
@@ -39,7 +36,7 @@ class Server:
         """Read vLLM's flags; raise `ConfigError`, in one line, unless all settings fit."""
         cli_env_setup()
         load_general_plugins()
-        chosen = any(word.startswith(ATTENTION_FLAGS) for word in words)
+        chosen = any(word.startswith(("--attention-config", "--attention_config", "-ac")) for word in words)
         more = attention_flags() if current_platform.is_cuda() and not chosen else []
         try:
             parser = make_arg_parser(FlexibleArgumentParser(prog="sfi serve --"))
