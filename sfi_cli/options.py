@@ -35,41 +35,31 @@ def output(text: str, shown: str | bool = True) -> Any:
     return option(OUTPUT, text, "--output", "-o", shown=shown)
 
 
-def _setting(name: str, *flags: str, panel: str = METHOD, **more: Any) -> Any:
+def model(text: str) -> Any:
+    """Declare --model of one command."""
+    return option(MODEL, text, "--model", "-m", shown="the bundled checkpoint", envvar="SFI_MODEL")
+
+
+def _setting(name: str, *flags: str, panel: str = METHOD) -> Any:
     # an option with the help and default of a setting
-    declared = SETTINGS[name]
-    shown = {"help": declared.brief, "show_default": written(declared.default), **more}
-    return typer.Option(*flags, rich_help_panel=panel, **shown)
+    return option(panel, SETTINGS[name].brief, *flags, shown=written(SETTINGS[name].default))
 
 
-def sets(panel: str = METHOD, **more: Any) -> Any:
+def sets(
+    panel: str = METHOD, text: str = "A setting of sfi config list; may repeat.", metavar: str = "NAME=VALUE"
+) -> Any:
     """Declare `--set`."""
-    shown = {"metavar": "NAME=VALUE", "help": "A setting of sfi config list; may repeat.", **more}
-    return typer.Option("--set", rich_help_panel=panel, **shown)
+    return option(panel, text, "--set", metavar=metavar)
 
 
-Model = Annotated[
-    str | None,
-    option(
-        MODEL,
-        "Hub id, folder, GGUF file, or smollm2.",
-        "--model",
-        "-m",
-        shown="the bundled checkpoint",
-        envvar="SFI_MODEL",
-    ),
-]
+Model = Annotated[str | None, model("Hub id, folder, GGUF file, or smollm2.")]
 Dtype = Annotated[str, option(MODEL, "auto, bfloat16, float16 or float32.")]
 Device = Annotated[str, option(MODEL, "auto, cpu, cuda, cuda:1, ...")]
 # not a setting: a config file must not switch it on
 TrustRemoteCode = Annotated[bool, option(MODEL, "Run code from the checkpoint.", "--trust-remote-code")]
 KvDeviceBudget = Annotated[
-    str | None,
-    _setting(
-        "engine.kv_device_budget", "--kv-device-budget", panel=MODEL,
-        help="Most of the KV cache on the device: 20%, 2GiB.", show_default="all",
-    ),
-]  # fmt: skip
+    str | None, option(MODEL, "Most of the KV cache on the device: 20%, 2GiB.", "--kv-device-budget", shown="all")
+]
 _policy = partial(option, METHOD, f"{', '.join(built_in())}, or a package's own.")
 Policy = Annotated[str, _policy()]
 PolicyOrDefault = Annotated[str | None, _policy(shown="sfi; codescan for the drafts of --lossless")]
@@ -93,7 +83,7 @@ Wide = Annotated[bool, option(OUTPUT, "All columns, on any terminal.", "--wide")
 Force = Annotated[bool, option(OUTPUT, "Overwrite the output.", "--force")]
 TraceDir = Annotated[Path, typer.Argument(help="Folder of the trace.", metavar="DIR")]
 RequestIndex = Annotated[Number, typer.Option("--request", help="Only this request.")]
-Audit = Annotated[Number, _setting("audit.every", "--audit", panel=TRACE, show_default="off")]
+Audit = Annotated[Number, option(TRACE, SETTINGS["audit.every"].brief, "--audit", shown="off")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

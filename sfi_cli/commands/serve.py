@@ -43,10 +43,7 @@ def serve(
         o.Words,
         typer.Argument(metavar="-- FLAGS", help="vLLM's own flags, such as --max-model-len 32768.", show_default=False),
     ] = None,
-    model: Annotated[
-        str | None,
-        o.option(o.MODEL, "Hub id or folder.", "--model", "-m", shown="the bundled checkpoint", envvar="SFI_MODEL"),
-    ] = None,
+    model: Annotated[str | None, o.model("Hub id or folder.")] = None,
     policy: o.Policy = "sfi",
     preset: o.Preset = None,
     config: o.Config = None,
