@@ -1,7 +1,7 @@
 """A budget that selects: tokens, slow steps and reads are those of `sfi_core.generate` over transformers.
 
 Also what a request may meet on a server: settings of its own, prefix caches that keep them apart, an abort at any
-stage, and preemption while its prompt is read. Tests with an engine of their own come last: a process has one connector.
+stage, and preemption within its prompt. Tests with an engine of their own come last: a process has one connector.
 """
 
 from collections.abc import Iterator

@@ -1,6 +1,6 @@
 """Inside vLLM, in plain numbers: what slots take, which row is which entry, and vLLM's part of a batch."""
 
-from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -123,40 +123,20 @@ def test_last_blocks() -> None:
     assert last_blocks(table_RP, [16, 33], 16, 3) == [1, 3], "of pages, three a block"
 
 
-@dataclass
-class Common:
-    """The fields of vLLM's `CommonAttentionMetadata` that a part changes."""
-
-    query_start_loc: torch.Tensor
-    query_start_loc_cpu: torch.Tensor
-    seq_lens: torch.Tensor
-    seq_lens_cpu_upper_bound: torch.Tensor
-    num_reqs: int
-    num_actual_tokens: int
-    max_query_len: int
-    max_seq_len: int
-    block_table_tensor: torch.Tensor
-    slot_mapping: torch.Tensor
-    positions: Any = 0
-    is_prefilling: Any = 0
-    req_idx: Any = 0
-    logits_indices_padded: Any = 0
-    mm_req_doc_ranges: Any = 0
-    rswa_prefix_lens: Any = 0
-    _num_computed_tokens_cache: Any = 0
-    _token_to_req_indices_cache: Any = 0
+class Common(SimpleNamespace):
+    """The fields of vLLM's `CommonAttentionMetadata` that a part reads."""
 
     def replace(self, **changes: Any) -> "Common":
-        return replace(self, **changes)
+        return Common(**vars(self) | changes)
 
 
 @pytest.mark.parametrize(("whole", "together"), [((1, 2), True), ((0, 2), False)])
 def test_part_is_a_batch_of_its_own(whole: tuple[int, ...], together: bool) -> None:
     """Its rows are the batch's, whether they lie together or not."""
-    starts, lengths = torch.tensor([0, 1, 4, 9, 9]).int(), torch.tensor([20, 33, 5, 0]).int()
+    lengths = torch.tensor([20, 33, 5, 0]).int()
     rows = [(0, entry(0, 19)), (1, entry(1, 30, 3)), (4, entry(2, 0, 5))]
     table, slot = torch.arange(12).view(4, 3), torch.arange(100, 109)
-    common = Common(starts, starts, lengths, lengths, 4, 9, 5, 33, table, slot)
+    common = Common(seq_lens=lengths, seq_lens_cpu_upper_bound=lengths, block_table_tensor=table, slot_mapping=slot)
     part = part_of(common, MatchedPass(rows, whole, NONE, NONE), lambda made: made)
     assert part is not None
     (made, tokens), chosen = part, [rows[place] for place in whole]
