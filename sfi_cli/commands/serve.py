@@ -113,10 +113,6 @@ class Service:
             raise BackendError(f"sfi serve needs vLLM {VERSIONS} that can be imported, got: {error}") from error
 
         server = Server.of(self.words())
-        if self.trace is not None:
-            from sfi_cli.commands.serve_connector import check_traced
-
-            check_traced(server.vllm)
         for line in self._lines(server):
             message(line)
         server.run()

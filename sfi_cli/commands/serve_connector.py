@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 
-from sfi_core.errors import ConfigError
 from sfi_core.hosts.vllm.connector import ServerStats, SfiPlan
 from sfi_core.hosts.vllm.connector import SfiConnector as PlainConnector
-from sfi_core.hosts.vllm.names import backend_of, layer_shapes, settings_of, tokenizer_of
+from sfi_core.hosts.vllm.names import backend_of, layer_shapes, tokenizer_of
 from sfi_core.hosts.vllm.plugin import installed_version
 from sfi_core.hosts.vllm.settings import OWN
 from sfi_core.measure.bench.architectures import empty_model
@@ -38,8 +37,6 @@ class SfiConnector(PlainConnector):
         self._recorder: ParquetObserver | None = None
         # spans of the steps that the workers run now
         self._steps: deque[AbstractContextManager[None]] = deque()
-        if settings_of(vllm_config).options.trace is not None:
-            check_traced(vllm_config)  # before a folder is made
         super().__init__(vllm_config, role, kv_cache_config)
         if self._recorder is not None:
             shapes = layer_shapes(kv_cache_config, vllm_config)
@@ -119,12 +116,3 @@ class SfiConnector(PlainConnector):
             model={**described, "name": "bundled" if model.model == str(BUNDLED) else model.model},
             audit=None if audit is None else audit.to_dict(),
         )
-
-
-def check_traced(vllm_config: Any) -> None:
-    """Raise `ConfigError` for a server that a trace cannot describe: data parallel, or quantized."""
-    if vllm_config.parallel_config.data_parallel_size > 1:
-        raise ConfigError("trace must be of one engine, got data_parallel_size above 1")
-    kind = vllm_config.model_config.quantization
-    if kind is not None:
-        raise ConfigError(f"trace must be of weights that are not quantized, got quantization={kind}")

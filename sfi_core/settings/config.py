@@ -224,9 +224,8 @@ def checked_config(config: SfiConfig | None) -> SfiConfig:
     if config is None:
         return SfiConfig()
     if not isinstance(config, SfiConfig):
-        kind = type(config).__name__
-        hint = "SfiConfig().replace(**config) takes a dict's settings" if isinstance(config, Mapping) else "or None"
-        raise ConfigError(f"config must be an SfiConfig, got a {kind}; {hint}")
+        hint = "SfiConfig().replace(**config) takes a dict's settings"
+        raise ConfigError(f"config must be an SfiConfig or None, got a {type(config).__name__}; {hint}")
     return config
 
 

@@ -95,6 +95,11 @@ def settings_of(vllm_config: Any) -> Settings:
     """Read the plugin's settings; raise `ConfigError` where these or vLLM's own do not fit."""
     settings = Settings.of(vllm_config.kv_transfer_config.kv_connector_extra_config)
     check_host(vllm_config, settings.config)
+    if settings.options.trace is not None:
+        if vllm_config.parallel_config.data_parallel_size > 1:
+            raise ConfigError("trace must be of one engine, got data_parallel_size above 1")
+        if (kind := vllm_config.model_config.quantization) is not None:
+            raise ConfigError(f"trace must be of weights that are not quantized, got quantization={kind}")
     return settings
 
 
