@@ -84,16 +84,6 @@ def side_by_side(events: Sequence[LayerEvent]) -> LayerEvent:
 class ServerStats(metrics.KVConnectorStats):
     """Counts since the last report, by the names of `TOTALS`."""
 
-    def __init__(self, data: dict[str, Any] | None = None) -> None:
-        super().__init__(data=data or {})
-        self._reported: dict[str, float] = {}
-
-    def since(self, planner: Planner) -> "ServerStats":
-        """Return a planner's counts since the last call."""
-        new = {name: value - self._reported.get(name, 0) for name, value in planner.totals.items()}
-        self._reported = dict(planner.totals)
-        return ServerStats(new)
-
     def reset(self) -> None:
         """Forget the counts."""
         self.data.clear()
@@ -165,7 +155,6 @@ class SfiConnector(base.KVConnectorBase_V1, base.SupportsHMA):
                 observer=self.observer,
                 audit=self.settings.audit,
             )
-            self.stats = ServerStats()
         self.engine: WorkerEngine | None = None
 
     def make_policy(self, config: SfiConfig) -> Policy:
@@ -229,7 +218,10 @@ class SfiConnector(base.KVConnectorBase_V1, base.SupportsHMA):
 
     def get_kv_connector_stats(self) -> ServerStats | None:
         """Return the counts since the last call, on the scheduler's side."""
-        return self.stats.since(self.planner) if self.schedules else None
+        if not self.schedules:
+            return None
+        counts, self.planner.totals = self.planner.totals, dict.fromkeys(TOTALS, 0.0)
+        return ServerStats(data=counts)
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ServerStats:

@@ -130,9 +130,9 @@ class Scheduled:
 class Planner:
     """Tracks every request from its arrival to its end.
 
-    `free` are the slots that no request has, `totals` counts over all requests. `step` is the engine's, from 0 on;
-    `shape` are the fields of `StepEvent` that all requests of the last planned step share. `row_bytes` are those of a
-    token in all full-attention layers; None leaves bytes out of events.
+    `free` are the slots that no request has, `totals` counts since the server's last report. `step` is the engine's,
+    from 0 on; `shape` are the fields of `StepEvent` that all requests of the last planned step share. `row_bytes` are
+    those of a token in all full-attention layers; None leaves bytes out of events.
     """
 
     def __init__(
