@@ -175,11 +175,8 @@ class Policy:
             `chooses`, `mixes_heads` (`dense_heads`), `triggered` (`plan`), and `selects` for any selection.
     """
 
-    prompt_only = fills = False
+    prompt_only = fills = evicts = drafts = offloads = False
     fixed: ClassVar[Mapping[str, Any]] = {}
-    evicts = False
-    drafts = False
-    offloads = False
     most_fast_steps: int | None = None
     key_width = 0
     selects_before = selects_after = selects_next = selects = chooses = mixes_heads = triggered = False
@@ -205,9 +202,8 @@ class Policy:
     @classmethod
     def adapt(cls, config: SfiConfig) -> SfiConfig:
         """Return the settings that the method runs with: those that it has `fixed`, and the others of `config`."""
-        return config.replace(
-            **{name: value(config) if callable(value) else value for name, value in cls.fixed.items()}
-        )
+        changes = {name: value(config) if callable(value) else value for name, value in cls.fixed.items()}
+        return config.replace(**changes)
 
     @classmethod
     def refreshes(cls) -> bool:
@@ -264,8 +260,7 @@ def best(context: Evidence, score_BHT: torch.Tensor, budget: int) -> Selection:
 class Triggered(Policy):
     """Base of the policies whose slow steps the trigger decides."""
 
-    drafts = True
-    offloads = True
+    drafts = offloads = True
 
     def __init__(self, config: SfiConfig, trigger: Trigger, layers: Sequence[int] = ()) -> None:
         """See `Policy`."""

@@ -33,10 +33,8 @@ RELEARN = KEPT  # tokens of a request until it is learned again
 class CodeScan(Companion, Policy):
     """Every step selects anew by the codes of all keys."""
 
-    fills = True
+    fills = drafts = offloads = True
     prompt_only = True  # a lossless run keeps the prompt's basis too
-    drafts = True
-    offloads = True
     fixed: ClassVar = {"recent_mode": "sliding", "window_prefill": QUERIES}  # every step selects
 
     def select_after(self, context: LayerContext) -> None:

@@ -24,8 +24,7 @@ from sfi_core.triggers.trigger import Trigger
 class FreeKV(Companion, Policy):
     """Every step reads the last step's selection; heads whose query changed much select anew first."""
 
-    fills = True
-    offloads = True
+    fills = offloads = True
     fixed: ClassVar = {"recent_mode": "sliding", "window_prefill": 1}  # the prompt's last query selects first
 
     def __init__(self, config: SfiConfig, trigger: Trigger, layers: Sequence[int] = ()) -> None:

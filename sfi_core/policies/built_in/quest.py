@@ -22,10 +22,8 @@ SCORES = {"bounds": (pages.extremes_of, pages.bounds), "deviation": (pages.momen
 class Quest(Policy):
     """Every step selects anew by the element-wise extremes of each page's keys."""
 
-    fills = True
-    drafts = True
+    fills = drafts = offloads = True
     fixed: ClassVar = {"recent_mode": "sliding"}  # since every step selects
-    offloads = True
 
     def select_before(self, context: LayerContext) -> Selection:
         """Take the tokens of the pages with the highest scores."""

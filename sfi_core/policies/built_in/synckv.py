@@ -120,8 +120,7 @@ class SyncKV(Companion, Policy):
     `clusters` are the head clusters of the file, None under `EVEN`; the dynamic set has `dynamic` positions.
     """
 
-    fills = True
-    offloads = True
+    fills = offloads = True
     fixed: ClassVar = {"recent_mode": "anchored", "window_prefill": 1}  # Eq. 3: the last query
 
     def __init__(self, config: SfiConfig, trigger: Trigger, layers: Sequence[int] = ()) -> None:
