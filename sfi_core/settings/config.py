@@ -229,11 +229,8 @@ def checked_config(config: SfiConfig | None) -> SfiConfig:
     return config
 
 
-PARTS: dict[str, Any] = {  # the nested tables, which are those of a TOML file too
-    setting_field.name: setting_field.default_factory
-    for setting_field in dataclasses.fields(SfiConfig)
-    if setting_field.default_factory is not dataclasses.MISSING
-}
+# the nested tables, which are those of a TOML file too
+PARTS = [part.name for part in dataclasses.fields(SfiConfig) if part.default_factory is not dataclasses.MISSING]
 
 
 def changed_settings(config: Mapping[str, Any], preset: str = "default") -> dict[str, Any]:
