@@ -60,9 +60,11 @@ def show_settings(
         return
     texts = []  # a table's lines together; those outside of tables come first
     for table, members in groupby(values, lambda name: name.rpartition(".")[0]):
-        rows = {name.rpartition(".")[2]: values[name] for name in members}
-        lines = toml_lines({n: value for n, (value, _) in rows.items()}, {n: origin for n, (_, origin) in rows.items()})
-        texts.append(f"[{table}]\n{lines}" if table else lines)
+        text = f"[{table}]\n" if table else ""
+        for full in members:
+            (value, origin), name = values[full], full.rpartition(".")[2]
+            text += f"{toml_lines({name: value}).strip() or f'# {name} = none'}  # {origin}\n"
+        texts.append(text)
     output.text("\n".join(texts))
 
 

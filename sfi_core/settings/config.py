@@ -272,16 +272,11 @@ def _parsed(text: str, what: str, kind: type[SfiError]) -> dict[str, Any]:
     return values
 
 
-def toml_lines(values: Mapping[str, Any], notes: Mapping[str, str] | None = None) -> str:
-    """Write values as lines of TOML, each with its note; None, which TOML lacks, as a comment or not at all."""
+def toml_lines(values: Mapping[str, Any]) -> str:
+    """Write values as lines of TOML, without None, which TOML lacks."""
     # JSON's strings, numbers, booleans and arrays are TOML, except for escaped surrogates and a bare DEL
-    texts = {
-        n: json.dumps(v, ensure_ascii=False).replace("\x7f", "\\u007f") for n, v in values.items() if v is not None
-    }
-    if notes is None:
-        return "".join(f"{name} = {text}\n" for name, text in texts.items())
-    lines = [f"{n} = {texts[n]}" if n in texts else f"# {n} = none" for n in values]
-    return "".join(f"{line}  # {notes[name]}\n" for name, line in zip(values, lines, strict=True))
+    lines = [f"{n} = {json.dumps(v, ensure_ascii=False)}\n" for n, v in values.items() if v is not None]
+    return "".join(lines).replace("\x7f", "\\u007f")
 
 
 PRESETS: dict[str, dict[str, Any]] = {
