@@ -186,8 +186,8 @@ class Planner:
         entries, self.shape = [], {}
         kinds: tuple[list[RequestState], list[RequestState]] = [], []
         for name, count in scheduled.count.items():
-            if (tracked := self.tracked.get(name)) is not None:
-                opened = scheduled.opened.get(name)
+            if name in self.tracked:
+                tracked, opened = self.tracked[name], scheduled.opened.get(name)
                 if opened is not None:
                     self._open(tracked, *opened)
                 entries.append(self._enter(tracked, count, opens=opened is not None))
