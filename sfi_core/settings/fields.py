@@ -69,8 +69,8 @@ class Setting:
         if self.is_list:
             fits = isinstance(value, list | tuple) and all(type(v) is self.kind for v in value)
             require(fits, f"{self.name} must be a list of {wanted}, got {shown(value)}")
-            inside = all(self._has(item) for item in value)
-            require(inside, f"{self.name} must be {self._rule(*value)} each, got {shown(list(value))}")
+            for broken in filter(None, map(self._broken, value)):
+                raise ConfigError(f"{self.name} must be {broken} each, got {shown(list(value))}")
             return tuple(value)
         if self.kind is float and type(value) is int and abs(value) <= sys.float_info.max:
             value = float(value)
@@ -78,28 +78,24 @@ class Setting:
         if self.choices:
             expected = f"expected one of {self.choices}"
             require(value in self.choices, f"unknown {self.name} {shown(value)}; {expected}")
-        require(self._has(value), f"{self.name} must be {self._rule(value)}, got {shown(value)}")
+        broken = self._broken(value)
+        require(not broken, f"{self.name} must be {broken}, got {shown(value)}")
         return value
 
-    def _rule(self, *values: Any) -> str:
-        # the rule that values break, in words
-        if self.kind is int and any(abs(value) > LARGEST for value in values):
+    def _broken(self, value: Any) -> str:
+        # the rule that a value breaks, in words; "" for none
+        if not isinstance(value, int | float):
+            return ""
+        if isinstance(value, int) and abs(value) > LARGEST:
             return f"at most {LARGEST:,}"
-        if self.kind is int and self.least is not None and any(value < self.least for value in values):
+        enough = (self.least is None or value >= self.least) and (self.above is None or value > self.above)
+        if math.isfinite(value) and enough and (self.most is None or value <= self.most):
+            return ""
+        if self.kind is int and self.least is not None and value < self.least:
             return f"at least {self.least}"
-        if self.kind is float and self.most is None and not all(map(math.isfinite, values)):
+        if self.most is None and not math.isfinite(value):
             return f"{self.range} and finite" if self.range else "finite"
         return self.range
-
-    def _has(self, value: Any) -> bool:
-        if not isinstance(value, int | float):
-            return True
-        return (
-            (abs(value) <= LARGEST if isinstance(value, int) else math.isfinite(value))
-            and (self.least is None or value >= self.least)
-            and (self.above is None or value > self.above)
-            and (self.most is None or value <= self.most)
-        )
 
 
 class Table:
