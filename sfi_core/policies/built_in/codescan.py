@@ -86,8 +86,11 @@ class CodeScan(Companion, Policy):
             state, codes, again = context.states[place], context.codes[place], "learned" in note
             query_HWGD = context.query_BHGWD[place].transpose(1, 2)
             recent_HXGD = codes.recent_BHXGD[0]
-            if not again:
-                recent_HXGD.copy_(_ring(query_HWGD, state.length))
+            if not again:  # the prompt's last queries, by position modulo `KEPT`; zeros count for nothing
+                recent_HXGD.zero_()
+                W = query_HWGD.shape[1]
+                for at in range(max(0, W - KEPT), W):
+                    recent_HXGD[:, (state.length - W + at) % KEPT] = query_HWGD[:, at]
             key_HTD = context.keys(place, 0, state.length)[0]
             queries = recent_HXGD if again else query_HWGD
             first = state.sink(self.config.sink)
@@ -107,19 +110,10 @@ class CodeScan(Companion, Policy):
 def choosing_tokens(length: float, width: int) -> float:
     """Count what choosing among `length` tokens reads, in tokens, but for the pseudo token's value.
 
-    That is each token's words, as many as a head is wide for a 16-bit token, the projections of query and new key, and
-    all keys where the basis is learned again.
+    That is each token's words (one of 16-bit keys and values is as many as a head is wide), the projections of query
+    and new key, and all keys where the basis is learned again.
     """
     return words(width) * (length / width + SLOTS) + length / 2 / RELEARN
-
-
-def _ring(query_HWGD: torch.Tensor, length: int) -> torch.Tensor:
-    # the last queries of a prompt of `length` tokens, by position modulo `KEPT`; zeros count for nothing
-    H, W, G, D = query_HWGD.shape
-    ring_HXGD = query_HWGD.new_zeros(H, KEPT, G, D)
-    for place in range(max(0, W - KEPT), W):
-        ring_HXGD[:, (length - W + place) % KEPT] = query_HWGD[:, place]
-    return ring_HXGD
 
 
 # by bits: the step, in standard deviations, of the best uniform quantizer of a normal variable
