@@ -9,8 +9,7 @@ import typer
 from sfi_cli import options as o
 from sfi_cli.commands.trace.replay.views import OUTCOME, everywhere, texts_of, varied
 from sfi_cli.parsing import named_strings
-from sfi_cli.settings.given import given, texts
-from sfi_cli.settings.tables import DIMENSIONS, SETTINGS, TRIALS, ModelTable
+from sfi_cli.settings import DIMENSIONS, SETTINGS, TRIALS, ModelTable, given, texts
 from sfi_cli.terminal.output import Output, leave_interrupted
 from sfi_cli.terminal.tables import Part
 from sfi_core.settings.engine import EngineOptions

@@ -6,8 +6,7 @@ from typing import Annotated, Any
 
 from sfi_cli import options as o
 from sfi_cli.commands.generate.prompts import read_prompts
-from sfi_cli.settings.given import given
-from sfi_cli.settings.tables import ModelTable
+from sfi_cli.settings import ModelTable, given
 from sfi_cli.terminal.output import Output
 from sfi_cli.terminal.tables import Part
 from sfi_core import __version__
@@ -126,14 +125,17 @@ def _clustered(
 
 
 def _head_file(document: dict[str, Any]) -> str:
-    from sfi_core.policies.head_clusters import HeadClusters
+    from sfi_core.policies.built_in.synckv import HeadClusters, LayerClusters
 
-    layers = document["layers"]
     return HeadClusters(
-        model_digest=document["digest"],
+        digest=document["digest"],
         model=document["model"],
-        cluster_of={layer["layer"]: tuple(layer["cluster_of"]) for layer in layers},
-        representatives={layer["layer"]: tuple(layer["representatives"]) for layer in layers},
+        layers={
+            layer["layer"]: LayerClusters(
+                cluster_of=tuple(layer["cluster_of"]), representatives=tuple(layer["representatives"])
+            )
+            for layer in document["layers"]
+        },
         made_from={name: value for name, value in document.items() if name not in ("model", "digest", "layers")},
     ).text()
 

@@ -11,7 +11,7 @@ from sfi_core.engine.ledger import Reads, RequestPass, Shape, step_fields
 from sfi_core.engine.run import Run
 from sfi_core.observers.events import LogitsEvent, StepEvent, VerificationEvent
 from sfi_core.observers.observer import HeldSelections
-from sfi_core.settings.parts import DraftConfig
+from sfi_core.settings.config import DraftConfig
 from sfi_core.state.request import RequestState
 
 # the cost of a fast step as a share of a verification's, from the cached tokens and those a fast step reads

@@ -63,7 +63,7 @@ def plan_batch(
 
     def fitting(share: float) -> int:
         most = wanted if free is None else largest_batch(lambda n: expect(n).needed_bytes, wanted, share * free)
-        return session.ranks.least(most)
+        return min(session.ranks.exchange(most))
 
     fits, slots = fitting(1.0), wanted
     if shared is None and not fits:

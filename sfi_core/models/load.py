@@ -9,7 +9,7 @@ import torch
 import transformers
 from transformers.distributed import DistributedConfig
 
-from sfi_core.distributed import torchrun
+from sfi_core import distributed as torchrun
 from sfi_core.distributed.ranks import join, mesh
 from sfi_core.errors import BackendError, ConfigError, InputError, SfiError, UnsupportedModelError, unknown
 from sfi_core.machine.text import first_line, shown

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from sfi_core.distributed import torchrun
+from sfi_core import distributed as torchrun
 from sfi_core.distributed.ranks import ranks_of
 from sfi_core.engine.run import reads_in_place
 from sfi_core.errors import MemoryForecastError

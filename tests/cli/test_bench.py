@@ -9,7 +9,7 @@ import pytest
 from sfi_cli.commands.bench import command
 from sfi_cli.commands.bench.job import SLOW_RATE
 from sfi_cli.commands.bench.views import _paying
-from sfi_cli.settings.tables import BenchTable
+from sfi_cli.settings import BenchTable
 from sfi_core.measure.bench import bench, theirs
 from sfi_core.measure.bench.rows import pays_from
 from sfi_core.measure.bench.settings import DecodeSettings

@@ -13,7 +13,7 @@ import pytest
 import typer
 
 from sfi_cli import app as cli
-from sfi_cli.settings.tables import COMMANDS, DIMENSIONS, SETTINGS, settings_for
+from sfi_cli.settings import COMMANDS, DIMENSIONS, SETTINGS, settings_for
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md"))]

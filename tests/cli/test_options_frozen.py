@@ -8,7 +8,7 @@ import typer
 from typer.testing import CliRunner
 
 from sfi_cli import app as cli
-from sfi_cli.settings.tables import SETTINGS
+from sfi_cli.settings import SETTINGS
 
 LINES = 120  # two screens of 60 lines
 

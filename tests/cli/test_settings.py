@@ -9,8 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from sfi_cli import app as cli
-from sfi_cli.settings.given import given, value_of, written
-from sfi_cli.settings.tables import COMMANDS, SEARCHED, SETTINGS, TABLES, TraceTable, settings_for
+from sfi_cli.settings import COMMANDS, SEARCHED, SETTINGS, TABLES, TraceTable, given, settings_for, value_of, written
 from sfi_core.errors import ConfigError, InputError, SfiError
 from sfi_core.settings.config import SfiConfig
 from sfi_core.settings.engine import AuditConfig, EngineOptions, Sampling
@@ -253,10 +252,3 @@ def test_all_effective_settings_are_toml_with_their_origin(tmp_path: Path):
     rows = json.loads(CliRunner().invoke(cli.app, ["config", "show", *asked, "--json"]).stdout)["settings"]
     assert [row["name"] for row in rows] == [*SETTINGS]
     assert {"name": "budget", "value": 16, "origin": "--set"} in rows
-
-
-def test_a_setting_is_shown_with_its_choices_once_and_its_value():
-    shown = CliRunner().invoke(cli.app, ["config", "show", "recent_mode", "--preset", "paper"]).stdout
-    lines = [" ".join(line.split()) for line in shown.splitlines()]
-    assert "value str, anchored, sliding" in lines
-    assert "preset paper sliding" in lines

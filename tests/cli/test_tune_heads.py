@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from sfi_cli import app as cli
 from sfi_core.errors import ConfigError, TraceError
 from sfi_core.models.load import BUNDLED
-from sfi_core.policies.head_clusters import HeadClusters
+from sfi_core.policies.built_in.synckv import HeadClusters
 from tests.cli.test_tune import folder, invoke, refused
 from tests.traces.made import make_trace
 
@@ -25,8 +25,8 @@ def test_texts_make_a_head_file_and_a_document(folder):
     assert result.exit_code == 0, result.output
     document = json.loads(result.stdout)
     clusters = HeadClusters.load(Path("heads.json"))
-    assert clusters.model_digest == HeadClusters.load(BUNDLED / "heads.json").model_digest
-    sizes = {layer: len(own) for layer, own in clusters.representatives.items()}
+    assert clusters.digest == HeadClusters.load(BUNDLED / "heads.json").digest
+    sizes = {number: len(layer.representatives) for number, layer in clusters.layers.items()}
     assert sizes == dict.fromkeys(range(4), 1)
     assert document["texts"] * 40 == document["tokens"]
     assert document["steps"] == document["texts"] * (40 - 8)

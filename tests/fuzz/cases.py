@@ -21,13 +21,12 @@ import torch
 from pyarrow import parquet
 
 from sfi_cli.commands.generate.prompts import read_prompts, token_ids
-from sfi_cli.settings.given import given
-from sfi_cli.settings.tables import SETTINGS
+from sfi_cli.settings import SETTINGS, given
 from sfi_core.errors import SfiError
 from sfi_core.hosts.vllm.settings import RequestSettings
 from sfi_core.machine.memory import peak_bytes, reset_peak, resident_bytes
 from sfi_core.models.load import load_tokenizer
-from sfi_core.policies.head_clusters import HeadClusters
+from sfi_core.policies.built_in.synckv import HeadClusters
 from sfi_core.settings.config import SfiConfig
 from sfi_traces.results.store import ResultsFolder
 from sfi_traces.results.summary import summarize

@@ -14,7 +14,7 @@ from sfi_core import SfiConfig
 from sfi_core.bundled.example import load_example
 from sfi_core.policies import POLICIES, Triggered
 from sfi_core.settings.engine import AuditConfig
-from sfi_core.settings.policy_names import triggered
+from sfi_core.settings.policy_names import TRIGGERED
 from sfi_traces import health
 from sfi_traces.health import RULES, Watch, judge, line
 from sfi_traces.model.request import Request
@@ -254,7 +254,7 @@ def test_triggers_of_another_package_s_policy_are_judged_where_its_steps_ask_the
 
 
 def test_the_triggered_policies_are_those_of_the_core():
-    assert {name for name, policy in POLICIES.items() if issubclass(policy, Triggered)} == set(triggered())
+    assert {name for name, policy in POLICIES.items() if issubclass(policy, Triggered)} == set(TRIGGERED)
 
 
 # --- runs of the bundled checkpoint

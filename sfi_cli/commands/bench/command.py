@@ -86,8 +86,7 @@ def bench(
       sfi bench --random-weights qwen3-4b --forecast --set forecast.bandwidth=4300
     """
     from sfi_cli.commands.bench.job import counts, names, run
-    from sfi_cli.loading import Subject
-    from sfi_cli.settings.given import given
+    from sfi_cli.settings import given
     from sfi_cli.terminal.output import Output
 
     settings = given(
@@ -95,7 +94,7 @@ def bench(
         options={"budget": budget, "engine.kv_device_budget": kv_device_budget},
     )  # fmt: skip
     run(
-        Subject.of(
+        o.Subject.of(
             settings, model, dtype, device, trust_remote_code, random_weights=random_weights, seed=seed
         ),
         settings,

@@ -3,10 +3,9 @@
 from fractions import Fraction
 from typing import Any
 
-from sfi_cli.loading import Subject
+from sfi_cli.options import Subject
 from sfi_cli.parsing import numbers, words
-from sfi_cli.settings.given import Given
-from sfi_cli.settings.tables import ForecastTable
+from sfi_cli.settings import ForecastTable, Given
 from sfi_cli.terminal.output import Output, View, leave_interrupted
 from sfi_cli.terminal.progress import Progress
 from sfi_core.errors import ConfigError
@@ -65,7 +64,7 @@ def _measure(subject: Subject, settings: Any, output: Output) -> None:
     from sfi_core.measure.bench.bench import run_bench
 
     output.say(f"loading {subject.name}")
-    model, _ = subject.loaded(quiet=output.quiet)
+    model, _ = subject.loaded()
     with Progress(quiet=output.quiet) as progress:
         result = run_bench(model, settings, progress.update, output.say)
     document = result.document()

@@ -86,7 +86,7 @@ def evaluate(
     """
     from sfi_cli.commands.evaluate.job import run
     from sfi_cli.parsing import words
-    from sfi_cli.settings.given import given
+    from sfi_cli.settings import given
     from sfi_cli.terminal.output import Output
 
     if list_tasks:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from sfi_cli import parsing
-from sfi_cli.settings.tables import settings_for
+from sfi_cli.settings import settings_for
 from sfi_core.errors import ConfigError
 from sfi_core.machine.versions import versions
 from sfi_core.settings.engine import EngineOptions

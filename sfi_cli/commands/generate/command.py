@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from sfi_cli import options as o
-from sfi_cli.settings.given import Given, given
+from sfi_cli.settings import Given, given
 from sfi_core.errors import ConfigError
 from sfi_core.settings.engine import AuditConfig, EngineOptions
 from sfi_core.settings.policy_names import default_policy
@@ -79,7 +79,6 @@ def generate(
     """
     from sfi_cli.commands.generate.job import run
     from sfi_cli.commands.generate.prompts import SUFFIX, read_prompts, unanswered
-    from sfi_cli.loading import Subject
     from sfi_cli.terminal.output import Output
 
     prompts = read_prompts(prompt, prompt_file, batch)
@@ -113,7 +112,7 @@ def generate(
             written.say(f"{output} has an answer to each line")
             return
         run(
-            written, prompts, Subject.of(settings, model, dtype, device, trust_remote_code), settings,
+            written, prompts, o.Subject.of(settings, model, dtype, device, trust_remote_code), settings,
             policy=policy, preset=named, chat=chat,
             compare=example and policy != "full-kv" if compare is None else compare,
             beside=example and plain, trace=trace, audit=audits,

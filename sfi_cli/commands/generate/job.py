@@ -11,12 +11,11 @@ import typer
 
 from sfi_cli.commands.generate.prompts import Prompts, answer, token_ids
 from sfi_cli.commands.generate.views import plan_line, report_lines
-from sfi_cli.loading import Subject
-from sfi_cli.settings.given import Given
-from sfi_cli.settings.tables import TraceTable
+from sfi_cli.options import Subject
+from sfi_cli.settings import Given, TraceTable
 from sfi_cli.terminal.output import INTERRUPTED, Output, message
 from sfi_cli.terminal.progress import Progress, ProgressObserver
-from sfi_core.distributed import torchrun
+from sfi_core import distributed as torchrun
 from sfi_core.errors import SfiError
 from sfi_core.settings.engine import AuditConfig, EngineOptions, Sampling
 from sfi_core.settings.policy_names import default_policy
@@ -60,7 +59,7 @@ def run(
 
         _check(policy, engine, subject, audited=audit is not None)
         subject.check()
-        model, tokenizer = subject.loaded(quiet=True, check=check_rotation if engine.lossless else None)
+        model, tokenizer = subject.loaded(check_rotation if engine.lossless else None)
     rows = [token_ids(entry, tokenizer, chat=chat) for entry in prompts.entries]
     limits = prompts.limits(max_new_tokens)
     shows = output.path is None and not output.json and len(rows) == 1

@@ -9,8 +9,8 @@ import torch
 
 from sfi_core.measure.kernel_bench import gates
 from sfi_core.measure.kernel_bench.settings import KernelSettings
+from sfi_core.settings.config import SelectorConfig
 from sfi_core.settings.engine import PAGE_SIZE
-from sfi_core.settings.parts import SelectorConfig
 from sfi_core.state.layer_pages import LayerPages
 from sfi_kernels.decode_attention import DecodeAttention, decode_attention, resident_programs, split_plan, work_items
 from sfi_kernels.dense_attention import window_logits

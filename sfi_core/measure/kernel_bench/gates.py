@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from sfi_core.settings.parts import SelectorConfig
+from sfi_core.settings.config import SelectorConfig
 from sfi_kernels.selector import selector
 
 EXACT, WRONG = 0.0, float("inf")

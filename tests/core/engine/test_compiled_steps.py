@@ -12,7 +12,7 @@ from sfi_core import AuditConfig, EngineOptions, SfiConfig, generate
 from sfi_core.engine import compiled_steps
 from sfi_core.hosts.transformers import replays
 from sfi_core.measure.evaluation.teacher_forcing import teacher_force
-from sfi_core.settings.parts import SyncKVConfig
+from sfi_core.settings.config import SyncKVConfig
 from tests.architectures import SMALL, prompts, tiny
 from tests.fakes import Listener, positions
 

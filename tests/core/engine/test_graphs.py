@@ -20,7 +20,7 @@ from sfi_core.engine.run import Run
 from sfi_core.errors import BackendError, ConfigError
 from sfi_core.policies import POLICIES, Evidence, EvidencePolicy, Selection, Triggered, best
 from sfi_core.policies.built_in import codescan
-from sfi_core.settings.parts import DraftConfig
+from sfi_core.settings.config import DraftConfig
 from sfi_kernels.pack import pack
 from tests.architectures import tiny
 from tests.core.conftest import TINY, tiny_qwen3

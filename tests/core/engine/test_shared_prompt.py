@@ -9,7 +9,7 @@ import sfi_core
 from sfi_core import AuditConfig, EngineOptions, SfiConfig, read_prompt
 from sfi_core.errors import ConfigError
 from sfi_core.policies import POLICIES
-from sfi_core.settings.parts import SyncKVConfig
+from sfi_core.settings.config import SyncKVConfig
 from tests.architectures import tiny
 from tests.fakes import RecordingObserver
 

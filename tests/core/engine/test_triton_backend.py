@@ -10,7 +10,7 @@ import torch
 import sfi_core
 from sfi_core import EngineOptions, SfiConfig, slow_fast
 from sfi_core.errors import BackendError
-from sfi_core.settings.parts import DraftConfig, FreeKVConfig, SyncKVConfig
+from sfi_core.settings.config import DraftConfig, FreeKVConfig, SyncKVConfig
 from tests.architectures import BY_LABEL, prompts, tiny
 from tests.core.conftest import tiny_qwen3
 from tests.covering import case

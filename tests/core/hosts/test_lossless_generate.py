@@ -13,7 +13,7 @@ import sfi_core
 from sfi_core import Sampling, Session, SfiConfig, slow_fast
 from sfi_core.errors import ConfigError, InputError
 from sfi_core.hosts.transformers.cache import CACHE_NAME
-from sfi_core.settings.parts import DraftConfig
+from sfi_core.settings.config import DraftConfig
 from tests import architectures
 from tests.architectures import VOCABULARY, padded, prompts, tiny
 from tests.core.hosts.test_session import Numbers

@@ -13,7 +13,7 @@ import sfi_core
 from sfi_core import EngineOptions, Sampling, SfiConfig
 from sfi_core.observers.events import LogitsEvent
 from sfi_core.observers.observer import NullObserver, Observer
-from sfi_core.settings.parts import DraftConfig
+from sfi_core.settings.config import DraftConfig
 from sfi_core.sizes.memory import COMPARING, CPU_SLACK, PICKING, Drafting, forecast
 from sfi_core.sizes.policy import untriggered
 from sfi_core.state.layer_pages import LayerShape

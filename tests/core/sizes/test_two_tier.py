@@ -31,8 +31,8 @@ class Summing(Companion, Policy):
     def summary_bytes(self, layer: LayerShape, capacity: int) -> int:
         return extremes_bytes(layer, capacity, page=16)
 
-    def resident_heads(self, layer: int, heads: int) -> range:
-        return range(heads if layer == 2 else 3)
+    def resident(self, layer: int, heads: int) -> range:
+        return super().resident(layer, heads) or range(heads if layer == 2 else 3)
 
 
 def of(layers=LAYERS, config=CONFIG, kind=Summing, **changes):

@@ -1,6 +1,6 @@
 """What health rules measure of a run's steps, triggers and drift, of its selections and supports."""
 
-from sfi_core.settings.policy_names import built_in, triggered
+from sfi_core.settings.policy_names import TRIGGERED, built_in
 from sfi_traces.health.measured import (
     RECORD_POSITIONS,
     Measured,
@@ -55,7 +55,7 @@ def trigger_share(which: str, request: Request) -> list[Measured]:
 def _asks_triggers(request: Request) -> bool:
     policy = request.trace.manifest["policy"]
     if policy in built_in():
-        return policy in triggered()
+        return policy in TRIGGERED
     # one of another package, which need not be installed here: its steps say it
     return not {"trigger", "t_max"}.isdisjoint(request.trace.table("steps", ["reason"])["reason"].unique().to_pylist())
 

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any, Self
 
-from sfi_core.distributed import torchrun
+from sfi_core import distributed as torchrun
 from sfi_core.distributed.ranks import Ranks
 from sfi_core.observers.events import BeginStepEvent, Event, RunEvent
 from sfi_core.observers.observer import EVERY_SPAN, NOTHING, SPANS, NullObserver

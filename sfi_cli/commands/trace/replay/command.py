@@ -13,8 +13,7 @@ from sfi_cli import options as o
 from sfi_cli.commands.trace.replay.frame_view import plain_frame
 from sfi_cli.commands.trace.replay.views import replay_text, reuse_text
 from sfi_cli.parsing import number_list
-from sfi_cli.settings.given import texts
-from sfi_cli.settings.tables import SETTINGS, settings_for
+from sfi_cli.settings import SETTINGS, settings_for, texts
 from sfi_cli.terminal.output import INTERRUPTED, Output, leave_interrupted
 from sfi_core.errors import ConfigError, not_installed
 from sfi_core.machine.text import printable_lines
@@ -56,7 +55,7 @@ def replay(
         _slow("Reuse each recorded selection for so many steps: 1,2,4,8,16.", shown="off; for an imported trace these"),
     ] = None,
     budget: Annotated[Values, _grid("budget", MEMORY)] = None,
-    sets: Annotated[o.Words, o.sets(MEMORY, metavar="NAME=VALUES", help=SETS)] = None,
+    sets: Annotated[o.Words, o.sets(MEMORY, SETS, "NAME=VALUES")] = None,
     request: o.RequestIndex = None,
     layers: Annotated[str | None, _part("layers", "0,3,8-11")] = None,
     heads: Annotated[str | None, _part("KV heads", "0,2-3")] = None,

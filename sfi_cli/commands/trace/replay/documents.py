@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from sfi_cli.parsing import named_strings, numbers, unescaped, words
-from sfi_cli.settings.tables import SETTINGS
+from sfi_cli.settings import SETTINGS
 from sfi_cli.terminal.progress import Progress
 from sfi_core.errors import ConfigError
 from sfi_traces.model.trace import Row, Trace

@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperCommand
 
 from sfi_cli import options as o
-from sfi_cli.settings.given import Given, given, nested
+from sfi_cli.settings import Given, given, nested
 from sfi_cli.terminal.output import message
 from sfi_core.errors import BackendError, ConfigError
 from sfi_core.hosts.vllm import SLOTS, VERSIONS
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from sfi_core.hosts.vllm.server import Server
 
 SERVER = "Server"
-PORT = 8000
 
 
 class Serve(TyperCommand):
@@ -44,10 +43,7 @@ def serve(
         o.Words,
         typer.Argument(metavar="-- FLAGS", help="vLLM's own flags, such as --max-model-len 32768.", show_default=False),
     ] = None,
-    model: Annotated[
-        str | None,
-        o.option(o.MODEL, "Hub id or folder.", "--model", "-m", shown="the bundled checkpoint", envvar="SFI_MODEL"),
-    ] = None,
+    model: Annotated[str | None, o.model("Hub id or folder.")] = None,
     policy: o.Policy = "sfi",
     preset: o.Preset = None,
     config: o.Config = None,
@@ -58,7 +54,7 @@ def serve(
     t_max: o.TMax = None,
     slots: Annotated[int, o.option(o.METHOD, "Requests that may be sparse at once; others run dense.")] = SLOTS,
     host: Annotated[str, o.option(SERVER, "Address; 0.0.0.0 is every one.")] = "127.0.0.1",
-    port: Annotated[int, o.option(SERVER, "Port.")] = PORT,
+    port: Annotated[int, o.option(SERVER, "Port.")] = 8000,
     trace: Annotated[o.File, o.option(o.TRACE, "Record a trace into this new folder.")] = None,
     audit: o.Audit = None,
 ) -> None:
@@ -75,7 +71,7 @@ def serve(
 
       sfi serve --model Qwen/Qwen3-0.6B --budget 1024 --slots 32 --trace run --audit 16
     """
-    from sfi_cli.commands.serve.command import Service
+    from sfi_cli.commands.serve import Service
 
     settings = given(
         "serve",
@@ -90,12 +86,11 @@ def serve(
 
 # flags that sfi serve sets
 TAKEN = ("--kv-transfer-config", "--model", "--host", "--port", "--revision")
-OPTIONS = {"audit.every": "--audit"}  # the option of a setting
+OF_TRACES = {"audit.every": "--audit", "trace.redact_text": "trace.redact_text"}  # how a user spells settings
 # the bundled model recalls sentences
 RECALL = (
     "Later, Belora hid a red lantern under the old bridge.\nQuestion: What is written about Belora?\nAnswer: Belora"
 )
-CLOSING = 30  # seconds after Ctrl-C to end requests and finish the trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,10 +113,6 @@ class Service:
             raise BackendError(f"sfi serve needs vLLM {VERSIONS} that can be imported, got: {error}") from error
 
         server = Server.of(self.words())
-        if self.trace is not None:
-            from sfi_cli.commands.serve.connector import check_traced
-
-            check_traced(server.vllm)
         for line in self._lines(server):
             message(line)
         server.run()
@@ -135,36 +126,26 @@ class Service:
         words = ["--model", self.model or str(BUNDLED)]
         defaults = {"--served-model-name": "bundled", "--dtype": "float32"} if self.model is None else {}
         if self.trace is not None:  # otherwise vLLM kills the process that writes it
-            defaults["--shutdown-timeout"] = str(CLOSING)
+            defaults["--shutdown-timeout"] = "30"  # seconds after Ctrl-C to end requests and finish the trace
         words += [word for name in defaults.keys() - self._names() for word in (name, defaults[name])]
-        revision = self.settings.of("model").get("revision")
-        if revision is not None:
+        if (revision := self.settings.values.get("model.revision")) is not None:
             words += ["--revision", revision]
+        # only those settings of decoding that differ from the preset, to keep vLLM's log short
+        changed = changed_settings(self.settings.config.to_dict(), self.own.get("preset", "default"))
+        extra = {**self.own, **self.settings.of("serve"), **nested(changed)}
+        if self.trace is not None:
+            every, redacted = (self.settings.values.get(name) for name in OF_TRACES)
+            extra["trace"] = str(self.trace.resolve())
+            extra |= ({"trace_audit": every} if every else {}) | ({"trace_redact_text": True} if redacted else {})
         transfer = {
             "kv_connector": "SfiConnector",
             "kv_role": "kv_both",
-            "kv_connector_module_path": "sfi_cli.commands.serve.connector",
-            "kv_connector_extra_config": self._settings(),
+            "kv_connector_module_path": "sfi_cli.commands.serve_connector",
+            "kv_connector_extra_config": extra,
         }
         host, _, port = self.address.rpartition(":")
-        address = ["--host", host, "--port", port]
-        return [*words, *address, *self.flags, "--kv-transfer-config", json.dumps(transfer)]
-
-    def _settings(self) -> dict[str, Any]:
-        # the plugin's settings; only those of decoding that differ from the preset, to keep vLLM's log short
-        changed = changed_settings(self.settings.config.to_dict(), self.own.get("preset", "default"))
-        settings = {**self.own, **self.settings.of("serve"), **nested(changed)}
-        if self.trace is not None:
-            settings["trace"] = str(self.trace.resolve())
-            settings |= {"trace_audit": self._audit} if self._audit else {}
-            redacted = self.settings.of("trace").get("redact_text")
-            settings |= {"trace_redact_text": True} if redacted else {}
-        return settings
-
-    @property
-    def _audit(self) -> int | None:
-        every: int | None = self.settings.of("audit").get("every")
-        return every
+        words += ["--host", host, "--port", port]
+        return [*words, *self.flags, "--kv-transfer-config", json.dumps(transfer)]
 
     def _names(self) -> set[str]:
         return {flag.partition("=")[0].replace("_", "-") for flag in self.flags}
@@ -173,10 +154,9 @@ class Service:
         # all checks that do not need to import vLLM
         from sfi_core.models.source import SHIPPED
 
-        for name in sorted(self.settings.said & {"audit.every", "trace.redact_text"}):
-            if self.trace is None:
-                shown = OPTIONS.get(name, name)
-                raise ConfigError(f"{shown} needs a trace to write to; add --trace DIR")
+        for name, spelled in OF_TRACES.items():
+            if self.trace is None and name in self.settings.said:
+                raise ConfigError(f"{spelled} needs a trace to write to; add --trace DIR")
         if self.trace is not None and self.trace.exists():
             raise ConfigError(f"trace folder {self.trace} exists; name another one")
         for name in self._names().intersection(TAKEN):
@@ -196,23 +176,22 @@ class Service:
 
     def _lines(self, server: "Server") -> list[str]:
         config, limit = server.settings.config, server.vllm.scheduler_config.max_num_seqs
-        name = server.args.served_model_name
-        served = name[0] if name else server.args.model
+        served = (server.args.served_model_name or [server.args.model])[0]
         dtype = str(server.vllm.model_config.dtype).removeprefix("torch.")
         several = f"{config.trigger_policy}, {len(server.trigger_ids)} tokens"
         trace = "none"
         if self.trace is not None:
-            text = "text redacted" if self.settings.of("trace").get("redact_text") else "keeps every prompt and answer"
-            trace = f"{self.trace}, {f'audit every {self._audit}' if self._audit else 'no audit'}, {text}"
+            every, redacted = (self.settings.values.get(name) for name in OF_TRACES)
+            text = "text redacted" if redacted else "keeps every prompt and answer"
+            trace = f"{self.trace}, {f'audit every {every}' if every else 'no audit'}, {text}"
         reads = f"budget {config.budget:,} a KV head, recent {config.recent:,}, sink {config.sink}"
         if self.own["policy"] == "full-kv":
             reads = "every token at every step"
         url = f"http://{self.address}"
-        prompt = RECALL if self.model is None else "Once upon a time"
-        asked = json.dumps({"model": served, "prompt": prompt, "max_tokens": 12, "temperature": 0})
-        length = f"up to {server.vllm.model_config.max_model_len:,} tokens"
+        prompt, length = "Once upon a time", f"up to {server.vllm.model_config.max_model_len:,} tokens"
         if self.model is None:
-            length += "; no chat template: chat requests fail, completions do not"
+            prompt, length = RECALL, f"{length}; no chat template: chat requests fail, completions do not"
+        asked = json.dumps({"model": served, "prompt": prompt, "max_tokens": 12, "temperature": 0})
         return [
             f"model    {served}, {dtype}, {length}",
             f"policy   {self.own['policy']}: {reads}",

@@ -11,12 +11,9 @@ from typing import Any
 
 import torch
 
-from sfi_core.errors import ConfigError
+from sfi_core.hosts.vllm.connector import ServerStats, SfiPlan
 from sfi_core.hosts.vllm.connector import SfiConnector as PlainConnector
-from sfi_core.hosts.vllm.connector import SfiPlan
-from sfi_core.hosts.vllm.events import ServerStats
-from sfi_core.hosts.vllm.names import KVConnectorRole, layer_shapes, settings_of, tokenizer_of
-from sfi_core.hosts.vllm.planner import Plan, Planner
+from sfi_core.hosts.vllm.names import backend_of, layer_shapes, tokenizer_of
 from sfi_core.hosts.vllm.plugin import installed_version
 from sfi_core.hosts.vllm.settings import OWN
 from sfi_core.measure.bench.architectures import empty_model
@@ -40,19 +37,17 @@ class SfiConnector(PlainConnector):
         self._recorder: ParquetObserver | None = None
         # spans of the steps that the workers run now
         self._steps: deque[AbstractContextManager[None]] = deque()
-        if settings_of(vllm_config).options.trace is not None:
-            check_traced(vllm_config)  # before a folder is made
         super().__init__(vllm_config, role, kv_cache_config)
         if self._recorder is not None:
             shapes = layer_shapes(kv_cache_config, vllm_config)
             self.planner.row_bytes = sum(shape.row_bytes for shape in shapes if shape.window is None)
             self._recorder.on(self._run_event(shapes))
 
-    def make_observer(self, role: Any) -> Observer:
+    def make_observer(self) -> Observer:
         """Return the trace's writer on the scheduler's side; a worker gathers its events for it."""
         options = self.settings.options
-        if options.trace is None or role == KVConnectorRole.WORKER:
-            return super().make_observer(role)
+        if options.trace is None or not self.schedules:
+            return super().make_observer()
         self._recorder = ParquetObserver(
             Path(options.trace),
             tokenizer=tokenizer_of(self._vllm),
@@ -68,25 +63,27 @@ class SfiConnector(PlainConnector):
         tracked = self.planner.tracked.get(request.request_id)
         if self._recorder is None or tracked is None or request.prompt_token_ids is None:
             return
-        ids, config = list(request.prompt_token_ids), tracked.settings.config
-        self._recorder.on(
-            PromptEvent(
-                requests=(tracked.state.request,),
-                ids_BT=torch.tensor([ids], dtype=torch.int64),
-                count=(len(ids),),
-                settings={
-                    name: value
-                    for name in OWN
-                    if (value := getattr(config, name)) != getattr(self.settings.config, name)
-                },
-            )
-        )
+        ids_BT = torch.tensor([list(request.prompt_token_ids)], dtype=torch.int64)
+        config, usual = tracked.settings.config, self.settings.config
+        changed = {name: getattr(config, name) for name in OWN if getattr(config, name) != getattr(usual, name)}
+        requests, count = (tracked.state.request,), (ids_BT.shape[1],)
+        self._recorder.on(PromptEvent(requests=requests, ids_BT=ids_BT, count=count, settings=changed))
 
     def build_connector_meta(self, scheduler_output: Any) -> SfiPlan:
         """Plan an engine step, and record that it begins."""
         made = super().build_connector_meta(scheduler_output)
-        if self._recorder is not None and made.plan.entries:
-            self._recorder.on(begin_event(self.planner, made.plan))
+        entries, shape = made.plan.entries, self.planner.shape
+        if self._recorder is not None and entries:
+            self._recorder.on(
+                BeginStepEvent(
+                    step=self.planner.step,
+                    slow=tuple(entry.request for entry in entries if entry.request_pass.kind != FAST),
+                    fast=tuple(entry.request for entry in entries if entry.request_pass.kind == FAST),
+                    reads_prompt=any(not entry.decode for entry in entries),
+                    cached_tokens=shape["cached_tokens"],
+                    moved_bytes=shape.get("moved_bytes", 0),
+                )
+            )
             span = self._recorder.span("engine step")
             span.__enter__()
             self._steps.append(span)
@@ -107,41 +104,15 @@ class SfiConnector(PlainConnector):
     def _run_event(self, shapes: Any) -> RunEvent:
         model, audit = self._vllm.model_config, self.settings.audit
         described = describe_model(empty_model(model.hf_config, torch.device("meta"), model.dtype), shapes)
-        device = self._vllm.device_config.device_type
+        device = torch.device(self._vllm.device_config.device_type)
         return RunEvent(
             batch=0,  # requests come later
             requests=0,
             policy=self.settings.options.policy,
-            backend="torch" if device == "cpu" else "triton",
-            device=device,
+            backend=backend_of(device),
+            device=device.type,
             config=self.settings.config.to_dict(),
             trigger_token_ids=tuple(sorted(self.trigger_ids)),
             model={**described, "name": "bundled" if model.model == str(BUNDLED) else model.model},
             audit=None if audit is None else audit.to_dict(),
         )
-
-
-def check_traced(vllm_config: Any) -> None:
-    """Raise `ConfigError` for a server that a trace cannot describe: data parallel, or quantized."""
-    if vllm_config.parallel_config.data_parallel_size > 1:
-        raise ConfigError("trace must be of one engine, got data_parallel_size above 1")
-    kind = vllm_config.model_config.quantization
-    if kind is not None:
-        raise ConfigError(f"trace must be of weights that are not quantized, got quantization={kind}")
-
-
-def begin_event(planner: Planner, plan: Plan) -> BeginStepEvent:
-    """Return the event of the engine step that was planned last."""
-    shape = planner.shape
-    requests: dict[bool, list[int]] = {False: [], True: []}  # by whether they are fast
-    for entry in plan.entries:
-        requests[entry.request_pass.kind == FAST].append(entry.request)
-    reads = any(not entry.decode for entry in plan.entries)
-    return BeginStepEvent(
-        step=planner.step,
-        slow=tuple(requests[False]),
-        fast=tuple(requests[True]),
-        reads_prompt=reads,
-        cached_tokens=shape["cached_tokens"],
-        moved_bytes=shape.get("moved_bytes", 0),
-    )
