@@ -2,7 +2,7 @@
 
 import gc
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any
@@ -16,13 +16,11 @@ from sfi_core.machine.memory import describe_measured, free_bytes, give_back, re
 from sfi_core.machine.private import attention_implementation
 from sfi_core.machine.versions import versions
 from sfi_core.measure.bench import ours, theirs
-from sfi_core.measure.bench.prompts import BenchRow, Prompts, stream
 from sfi_core.measure.bench.rows import pays_from, point_rows
-from sfi_core.measure.bench.samples import DecodeSample
+from sfi_core.measure.bench.runs import BenchRow, DecodeSample, Prompts
 from sfi_core.measure.bench.settings import DecodeSettings, DecodeVariant, Point
 from sfi_core.measure.kernel_bench.timing import clock_for, copy_gb_per_s
 from sfi_core.models.describe import ModelWeights, describe_model
-from sfi_core.settings.config import SfiConfig
 from sfi_core.sizes.memory import largest_batch
 from sfi_core.sizes.step import ByteModel
 from sfi_core.state.layer_shape import LayerShape
@@ -83,31 +81,23 @@ def release(device: torch.device) -> None:
     give_back(device)
 
 
+@dataclass(slots=True)
 class Bench:
-    """A benchmark, and its measurements so far: rows of measured and of skipped variants and points.
+    """A benchmark, and its measurements so far: rows of measured and of skipped variants and points."""
 
-    Attributes:
-        about: The description of the model.
-        notes: Remarks that the rows need.
-        interrupted: Whether Ctrl-C ended the run early.
-    """
-
-    def __init__(
-        self,
-        model: Any,
-        settings: DecodeSettings,
-        progress: Progress = lambda *_: None,
-        on_run: Callable[[str], None] = lambda _: None,
-    ) -> None:
-        self.model, self.settings, self.progress, self.on_run = model, settings, progress, on_run
-        self.about: dict[str, Any] = {}
-        self.machine: dict[str, Any] = {}
-        self.rows: list[dict[str, Any]] = []
-        self.skipped: list[dict[str, Any]] = []
-        self.notes: list[str] = []
-        self.interrupted = False
-        self._shapes: list[LayerShape] = []
-        self._done, self._total = 0, 0
+    model: Any
+    settings: DecodeSettings
+    progress: Progress = lambda *_: None
+    on_run: Callable[[str], None] = lambda _: None
+    about: dict[str, Any] = field(default_factory=dict)  # the description of the model
+    machine: dict[str, Any] = field(default_factory=dict)
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    skipped: list[dict[str, Any]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # remarks that the rows need
+    interrupted: bool = False  # whether Ctrl-C ended the run early
+    _shapes: list[LayerShape] = field(default_factory=list)
+    _done: int = 0
+    _total: int = 0
 
     def run(self) -> None:
         """Measure the machine, then every point."""
@@ -133,20 +123,16 @@ class Bench:
     def _measure(self, point: Point, variants: list[DecodeVariant]) -> None:
         settings, model = self.settings, self.model
         vocabulary = model.config.get_text_config(decoder=True).vocab_size
-        tokens = stream(settings, point.batch, vocabulary)
         release(model.device)
-        fitting = self._fitting(variants, point, tokens.config)
+        fitting = self._fitting(variants, point)
         self._done += (len(variants) - len(fitting)) * settings.repeats
         if not fitting:
             return
         prompts = Prompts.of(settings, point, vocabulary, model.device)
         rows = [
-            BenchRow(
-                model=model, variant=variant, point=point, settings=settings, prompts=prompts, stream=tokens,
-                bytes_read=self._byte_model(variant, point.batch), needed_bytes=needed,
-            )
+            BenchRow(model, variant, point, settings, prompts, self._byte_model(variant, point.batch), needed)
             for variant, needed in fitting.items()
-        ]  # fmt: skip
+        ]
         before = len(self.rows)
         try:
             for repeat in range(settings.repeats):
@@ -160,27 +146,25 @@ class Bench:
         finally:
             self.rows[before:] = point_rows(rows, self.machine["copy_gb_per_s"])
 
-    def _fitting(self, variants: list[DecodeVariant], point: Point, config: SfiConfig) -> dict[DecodeVariant, int]:
-        # the bytes that each variant needs that fits into free memory, before a cache is allocated; the others are
-        # skipped. `config` has the settings that the policies run with
+    def _fitting(self, variants: list[DecodeVariant], point: Point) -> dict[DecodeVariant, int]:
+        # the bytes that each variant needs that fits into free memory, before a cache is allocated; others are skipped
         free = free_bytes(self.model.device)
         fitting: dict[DecodeVariant, int] = {}
         for variant in variants:
-
-            def needs(batch: int, variant: DecodeVariant = variant) -> int:
-                sized = replace(point, batch=batch)
-                if variant.policy:
-                    return ours.needed_bytes(self.model, variant, sized, self.settings, config)
-                return theirs.needed_bytes(self.model, variant.name, sized, self.settings)
-
-            needed = needs(point.batch)
+            needed = self._needed(variant, point, point.batch)
             if free is None or needed <= free:
                 fitting[variant] = needed
                 continue
-            largest = largest_batch(needs, point.batch - 1, free)
+            largest = largest_batch(partial(self._needed, variant, point), point.batch - 1, free)
             row = {"policy": variant.name, "context": point.context, "batch": point.batch}
             self.skipped.append(row | {"needed_bytes": needed, "free_bytes": free, "largest_batch": largest})
         return fitting
+
+    def _needed(self, variant: DecodeVariant, point: Point, batch: int) -> int:
+        sized = replace(point, batch=batch)
+        if variant.policy:
+            return ours.needed_bytes(self.model, variant, sized, self.settings)
+        return theirs.needed_bytes(self.model, variant.name, sized, self.settings)
 
     def _run(self, row: BenchRow) -> DecodeSample:
         model, policy, made_up = self.model, row.variant.policy, row.prompts.made_up

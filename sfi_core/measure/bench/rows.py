@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from sfi_core.measure.bench.prompts import BenchRow
-from sfi_core.measure.bench.samples import DRAFTING, KINDS, DecodeSample, StepRead
+from sfi_core.measure.bench.runs import KINDS, BenchRow, DecodeSample, StepRead
 from sfi_core.measure.bench.settings import BASELINES, DecodeVariant
 from sfi_core.policies import policy_class
 from sfi_core.sizes.step import ByteModel
@@ -85,7 +84,7 @@ def _row(row: BenchRow) -> dict[str, Any]:
 def _drafting(variant: DecodeVariant, runs: Sequence[DecodeSample]) -> dict[str, Any]:
     # None for runs that are not lossless
     counts = [run.drafting for run in runs if run.drafting is not None]
-    verified, accepted = (sum(count[name] for count in counts) for name in DRAFTING)
+    verified, accepted = (sum(count[name] for count in counts) for name in ("verifications", "accepted"))
     passes, tokens = sum(run.batch * run.steps for run in runs), sum(run.tokens for run in runs)
     return {
         "lossless": variant.engine.lossless,

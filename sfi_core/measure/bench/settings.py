@@ -11,8 +11,8 @@ from sfi_core.settings.config import SfiConfig
 from sfi_core.settings.engine import EngineOptions
 
 BASELINES = ("transformers-dynamic", "transformers-static")
-LOSSLESS = "{}-lossless"
 LEAST_STEPS = 3  # a run measures at least so many, whatever its time limit
+TRIGGER = 0  # the token id that makes a step slow under a stated rate
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +121,13 @@ class DecodeSettings:
             return self.total_steps + 1
         return 2 * (self.total_steps + self.config.draft.max_tokens + 1)
 
+    @property
+    def run_config(self) -> SfiConfig:
+        """The settings of our policies, under which the given tokens decide the slow steps."""
+        return self.config.replace(
+            trigger_policy="boundary", trigger_token_ids=(TRIGGER,), slow_start=1, min_gap=0, t_max=self.most_tokens
+        )
+
     def capacity(self, context: int) -> int:
         """Return the most cached tokens of a request; the last token is not cached."""
         return context + self.most_tokens - 1
@@ -135,17 +142,10 @@ class DecodeSettings:
 
     def variants(self) -> list[DecodeVariant]:
         """Return the variants; a policy that cannot offload runs without the device budget."""
-        ours = [
-            DecodeVariant(policy, policy, engine_for(policy, self.engine)) for policy in dict.fromkeys(self.policies)
-        ]
-        if self.lossless:
-            ours = [variant for plain in ours for variant in (plain, *self._lossless(plain))]
-        return ours + [DecodeVariant(name) for name in dict.fromkeys(self.baselines)]
-
-    def _lossless(self, plain: DecodeVariant) -> list[DecodeVariant]:
-        # the lossless run of a policy that can draft
-        if not policy_class(plain.policy).drafts:
-            return []
-        engine = replace(self.engine, lossless=True, kv_device_budget=None)
-        name = LOSSLESS.format(plain.policy)
-        return [DecodeVariant(name, plain.policy, engine, self.acceptance)]
+        lossless = replace(self.engine, lossless=True, kv_device_budget=None)
+        variants = []
+        for policy in dict.fromkeys(self.policies):
+            variants.append(DecodeVariant(policy, policy, engine_for(policy, self.engine)))
+            if self.lossless and policy_class(policy).drafts:
+                variants.append(DecodeVariant(f"{policy}-lossless", policy, lossless, self.acceptance))
+        return variants + [DecodeVariant(name) for name in dict.fromkeys(self.baselines)]

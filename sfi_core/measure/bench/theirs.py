@@ -13,8 +13,7 @@ from sfi_core.hosts.transformers.cache import CACHE_NAME
 from sfi_core.hosts.transformers.own_layers import of_own_kind, take_states
 from sfi_core.hosts.transformers.shapes import cached_layers, cached_shapes
 from sfi_core.machine.memory import peak_bytes, reset_peak
-from sfi_core.measure.bench.prompts import BenchRow
-from sfi_core.measure.bench.samples import DecodeSample, StepRead
+from sfi_core.measure.bench.runs import BenchRow, DecodeSample, StepRead
 from sfi_core.measure.bench.settings import DecodeSettings, Point
 
 STATIC = "transformers-static"
@@ -46,10 +45,7 @@ class StepClock:
 
 @torch.no_grad()
 def run_theirs(row: BenchRow) -> DecodeSample:
-    """Decode greedily with `model.generate`, with its own attention and compilation.
-
-    The variant's name is one of `BASELINES`; `stream` is not used.
-    """
+    """Decode greedily with `model.generate`, with its own attention and compilation."""
     model, settings, prompts = row.model, row.settings, row.prompts
     sample = DecodeSample(row.point.batch, settings.warm_up)
     reset_peak(model.device)

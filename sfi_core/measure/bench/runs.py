@@ -1,19 +1,28 @@
-"""The time and memory of one run of one variant."""
+"""A row of the benchmark: what its runs decode, and what they took.
 
+Prompts are a random cache made once for all runs. The tokens after them are given, because tokens of random weights
+mean nothing.
+"""
+
+import math
+import random
 import statistics
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from itertools import pairwise
+from typing import Any
+
+import torch
 
 from sfi_core.engine.meter import steady_seconds
 from sfi_core.engine.report import TierReport
-from sfi_core.measure.bench.settings import LEAST_STEPS
-from sfi_core.state.request import Tally
+from sfi_core.generation.synthetic import SyntheticPrompt
+from sfi_core.measure.bench.settings import LEAST_STEPS, TRIGGER, DecodeSettings, DecodeVariant, Point
+from sfi_core.sizes.step import ByteModel
 
-FAST, MIXED, SLOW = "fast", "mixed", "slow"
-KINDS = (FAST, MIXED, SLOW)
-DRAFTING = ("verifications", "accepted")
+KINDS = FAST, MIXED, SLOW = "fast", "mixed", "slow"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +46,6 @@ class StepRead:
         return SLOW if all(self.slow_B) else MIXED if any(self.slow_B) else FAST
 
 
-def drafting_of(tallies: Iterable[Tally]) -> Counter[str]:
-    """Add up the counts of a lossless run's requests: dense passes after the prompt's, and tokens kept of drafts."""
-    return sum((Counter({name: getattr(tally, name) for name in DRAFTING}) for tally in tallies), Counter())
-
-
 @dataclass(slots=True)
 class DecodeSample:
     """One run, and the times at which the tokens of its steps arrived."""
@@ -52,7 +56,7 @@ class DecodeSample:
     at: list[float] = field(default_factory=list)
     # tokens that each pass of a lossless run gave to all requests, the first token first; else empty
     gave: list[int] = field(default_factory=list)
-    # `drafting_of` the measured passes of a lossless run; None for another run
+    # of the measured passes of a lossless run: `verifications`, and tokens `accepted` of drafts; None for another run
     drafting: Mapping[str, int] | None = None
     reads: list[StepRead] = field(default_factory=list)  # what each step from step 1 on read
     # what the policy read to choose in the measured steps, in tokens per KV head, the mean over layers
@@ -118,3 +122,65 @@ class DecodeSample:
         if limit is None or self.steps < LEAST_STEPS:
             return False
         return self.at[-1] - self.at[self.warm_up] > limit
+
+
+@dataclass(slots=True)
+class Prompts:
+    """What the runs at a point decode: prompts, and the tokens after them."""
+
+    ids_BT: torch.Tensor  # left-padded tokens, of which a run reads the last one
+    mask_BT: torch.Tensor  # 1 for a token of the prompt, 0 for padding
+    made_up: SyntheticPrompt  # the random cache in place of a prefill
+    token_SB: list[list[int]]  # token x_t of each request by step, from step 0 to the last
+
+    @classmethod
+    def of(cls, settings: DecodeSettings, point: Point, vocabulary: int, device: torch.device) -> "Prompts":
+        """Make the prompts of a point, slow at the settings' rate."""
+        generator = torch.Generator(device).manual_seed(settings.seed)
+        shape = (point.batch, point.context)
+        ids_BT = torch.randint(1, vocabulary, shape, generator=generator, device=device)
+        lengths_B = torch.tensor(point.contexts, device=device)
+        place_T = torch.arange(point.context, device=device)
+        mask_BT = (place_T >= point.context - lengths_B[:, None]).long()
+        made_up = SyntheticPrompt(point.contexts, settings.capacity(point.context), seed=settings.seed)
+        token_BS = [_tokens(settings, request, point.batch, vocabulary) for request in range(point.batch)]
+        return cls(ids_BT, mask_BT, made_up, [list(step) for step in zip(*token_BS, strict=True)])
+
+
+def _tokens(settings: DecodeSettings, request: int, batch: int, vocabulary: int) -> list[int]:
+    rate, delay, warm_up = settings.slow_rate, settings.config.trigger_delay, settings.warm_up
+    rng = random.Random(f"{settings.seed} {request}")  # noqa: S311 - no secret
+    tokens = [rng.randrange(TRIGGER + 1, vocabulary) for _ in range(settings.most_tokens)]
+    slow = [1 + warm_up + step for step in slow_steps(rate, request, batch, settings.most_tokens - 1 - warm_up)]
+    if rate > 0:  # the warm-up has every kind of step: all slow, one slow, all fast
+        slow += [1 + delay, *([2 + delay] if request == 0 else [])][: max(0, warm_up - delay)]
+    for step in slow:
+        tokens[step - 1 - delay] = TRIGGER
+    return tokens
+
+
+def slow_steps(rate: Fraction, request: int, batch: int, count: int) -> list[int]:
+    """Return the slow steps of a request among the first `count` measured steps.
+
+    Slow steps are evenly apart, and staggered over the requests: at a rate of 1/n, request r is slow at step
+    r n / batch and at every n-th step from there.
+    """
+    if rate == 0:
+        return []
+    offset = math.floor(request / (rate * batch))
+    return [step for step in range(count) if math.ceil((step - offset + 1) * rate) > math.ceil((step - offset) * rate)]
+
+
+@dataclass(slots=True)
+class BenchRow:
+    """A row of the benchmark: a variant at a point, what its runs decode and need, and what they took."""
+
+    model: Any  # the model, outside `slow_fast`
+    variant: DecodeVariant
+    point: Point
+    settings: DecodeSettings
+    prompts: Prompts
+    bytes_read: ByteModel  # the bytes of the variant's steps
+    needed_bytes: int = 0  # memory that a run needs besides the model
+    on_step: Callable[[DecodeSample], None] = lambda _: None  # called with the sample after every step
+    samples: list[DecodeSample] = field(default_factory=list)  # one of each repeat
