@@ -26,13 +26,16 @@ DEFAULTS: dict[str, Any] = {  # of the options, as a results folder keeps them
 }  # fmt: skip
 _how = partial(o.option, HOW)
 _what = partial(o.option, WHAT)
-_text = partial(o.option, TEXT)
 _out = partial(o.option, o.OUTPUT)
 
 
 def shown(value: Any) -> str:
     """Write an option's value as on the command line."""
     return ",".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _defaulted(panel: str, name: str, text: str) -> Any:
+    return o.option(panel, text, shown=shown(DEFAULTS[name]))
 
 
 def _numbers(option: str, text: str | None, kind: Callable[[str], Any]) -> list[Any] | None:
@@ -56,12 +59,11 @@ def evaluate(
         ),
     ] = None,
     share: Annotated[
-        str | None,
-        _how("Sink, selected and recent tokens over the context; comma list.", shown=shown(DEFAULTS["shares"])),
+        str | None, _defaulted(HOW, "shares", "Sink, selected and recent tokens over the context; comma list.")
     ] = None,
     budget: Annotated[str | None, _how("Selected tokens per KV head instead of shares; comma list.")] = None,
     recent: Annotated[
-        o.Number, _how("Tokens of the recent window; at most half of a share.", shown=shown(DEFAULTS["recent"]))
+        o.Number, _defaulted(HOW, "recent", "Tokens of the recent window; at most half of a share.")
     ] = None,
     task: Annotated[
         o.Words,
@@ -71,16 +73,15 @@ def evaluate(
         ),
     ] = None,
     list_tasks: Annotated[bool, _what("Print the tasks and stop.", "--list-tasks")] = False,
-    length: Annotated[str | None, _what("Tokens of the prompts; comma list.", shown=shown(DEFAULTS["lengths"]))] = None,
-    samples: Annotated[o.Number, _what("Prompts of each task and length.", shown=shown(DEFAULTS["samples"]))] = None,
-    seed: Annotated[
-        o.Number, _what("Seed of the first prompt; the others follow.", shown=shown(DEFAULTS["seed"]))
-    ] = None,
+    length: Annotated[str | None, _defaulted(WHAT, "lengths", "Tokens of the prompts; comma list.")] = None,
+    samples: Annotated[o.Number, _defaulted(WHAT, "samples", "Prompts of each task and length.")] = None,
+    seed: Annotated[o.Number, _defaulted(WHAT, "seed", "Seed of the first prompt; the others follow.")] = None,
     fidelity: Annotated[
-        o.File, _text("Text to decode with its own tokens: KL, agreement and perplexity beside full attention's.")
+        o.File,
+        o.option(TEXT, "Text to decode with its own tokens: KL, agreement and perplexity beside full attention's."),
     ] = None,
     tokens: Annotated[
-        o.Number, _text("Tokens decoded after each prompt of --length tokens.", shown=shown(DEFAULTS["tokens"]))
+        o.Number, _defaulted(TEXT, "tokens", "Tokens decoded after each prompt of --length tokens.")
     ] = None,
     model: o.Model = None,
     dtype: o.Dtype = "auto",

@@ -14,11 +14,10 @@ from sfi_cli.terminal.progress import Progress
 from sfi_core.errors import ConfigError, SfiError
 from sfi_core.machine.memory import describe
 from sfi_core.machine.versions import versions
-from sfi_core.measure.evaluation.grid import TASKS, TEXT, Cell, Rows, key_of
-from sfi_core.measure.evaluation.method import Method, at_sizes
+from sfi_core.measure.evaluation.fidelity import WindowRows, window_cells
+from sfi_core.measure.evaluation.grid import TASKS, TEXT, Cell, Method, Rows, at_sizes, key_of
 from sfi_core.measure.evaluation.samples import SampleRows, sample_cells
 from sfi_core.measure.evaluation.tasks import TASKS as LISTED
-from sfi_core.measure.evaluation.windows import WindowRows, window_cells
 from sfi_core.models.describe import describe_model
 from sfi_core.settings.engine import EngineOptions
 from sfi_traces.results.store import ResultsFolder, check_new

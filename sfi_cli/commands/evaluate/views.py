@@ -25,7 +25,9 @@ def evaluation_text(document: dict[str, Any]) -> list[Part]:
         parts += [_scores(title, group), _costs(group)]
     parts += NOTES if rows else ()
     for (length,), group in _groups(document["fidelity"], ("length",)):
-        parts += [_fidelity(length, group), _by_position(group)]
+        windows = f"{plural(group[0]['windows'], 'window')} of {group[0]['tokens']:,} tokens"
+        title = f"fidelity to full attention, {length:,} prompt tokens, {windows}"
+        parts.append(Table.of(title, FIDELITY, group, left=2, spare=("stored", "slow", "full-kv's")))
     return parts + [_failure(row) for name in ("rows", "fidelity") for row in document[name] if row["failed"]]
 
 
@@ -77,22 +79,6 @@ def _costs(rows: list[Row]) -> Table:
         for method, line in _lines(rows, sizes)
     ]
     return Table("", ["method", *columns, "tokens/s"], lines, spare=columns[-len(sizes) :])
-
-
-def _fidelity(length: int, rows: list[Row]) -> Table:
-    windows = f"{plural(rows[0]['windows'], 'window')} of {rows[0]['tokens']:,} tokens"
-    title = f"fidelity to full attention, {length:,} prompt tokens, {windows}"
-    return Table.of(title, FIDELITY, rows, left=2, spare=("stored", "slow", "full-kv's"))
-
-
-def _by_position(rows: list[Row]) -> Table:
-    positions = {part["first"]: part["position"] for row in rows for part in row["by_sentence_position"]}
-    lines = []
-    for row in rows:
-        cells = {part["first"]: f"{part['kl']:.4f} ({part['agreement']:.1%})" for part in row["by_sentence_position"]}
-        lines.append([row["method"], row["size"], *(cells.get(first, "-") for first in sorted(positions))])
-    head = ["method", "size", *(positions[first] for first in sorted(positions))]
-    return Table("KL (agreement) by steps since the token that ended a sentence", head, lines, left=2)
 
 
 def _sizes(rows: Iterable[Row]) -> list[str]:

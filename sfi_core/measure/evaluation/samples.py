@@ -8,8 +8,7 @@ from sfi_core.engine.shared_prompt import SharedPrompt
 from sfi_core.errors import ConfigError, InputError
 from sfi_core.generation.generate import generate, read_prompt
 from sfi_core.hosts.transformers.stores import engine_for
-from sfi_core.measure.evaluation.grid import Cell, Place, Row, Rows
-from sfi_core.measure.evaluation.method import Method, check_distinct
+from sfi_core.measure.evaluation.grid import Cell, Method, Place, Row, Rows, check_distinct
 from sfi_core.measure.evaluation.questions import TaskSample
 from sfi_core.measure.evaluation.tasks import find_task
 from sfi_core.policies import policy_class
@@ -29,16 +28,10 @@ MEASURED = (
 def sample_cells(
     methods: Sequence[Method], tasks: Sequence[str], lengths: Sequence[int], seeds: Sequence[int]
 ) -> list[Cell]:
-    """List every method on every sample, by seed, so that a stopped run has all tasks and lengths.
+    """List every method at its size on every sample, by seed, so that a stopped run has all tasks and lengths.
 
-    Args:
-        methods: At their sizes.
-        tasks: Names from `sfi_core.measure.evaluation.tasks.TASKS`.
-        lengths: Tokens of the prompts.
-        seeds: Each gives a sample of every task and length.
-
-    Raises:
-        ConfigError: A list is empty, or has a value twice; a task is unknown.
+    `tasks` are names from `tasks.TASKS`; each seed gives a sample of every task and length. Raise `ConfigError` for a
+    list that is empty or has a value twice, and for an unknown task.
     """
     for name, values in {"length": lengths, "task": tasks, "sample": seeds}.items():
         check_distinct(name, values)
@@ -61,12 +54,7 @@ class SampleRows(Rows[TaskSample]):
         self._trigger_ids: dict[str, tuple[int, ...]] = {}  # by label; looking them up takes a while
 
     def check(self, cells: Sequence[Cell]) -> None:
-        """Check the cells before anything runs.
-
-        Raises:
-            InputError: A prompt and its answer exceed the model's positions.
-            ConfigError: A size selects no token, or a trigger is no token.
-        """
+        """See `Rows`."""
         methods = {cell.method.key: cell.method for cell in cells}.values()
         for method in methods:
             self._triggers(method)
@@ -129,7 +117,6 @@ class SampleRows(Rows[TaskSample]):
         (report,), (text,) = result.report.requests, result.texts
         scores = dict(find_task(prompt.task).score(prompt, report.token_ids, text, self.tokenizer))
         return {
-            **self.empty(method, prompt),
             **{name: getattr(report, name) for name in REPORTED},
             "score": float(scores.pop("score")),
             "scores": scores,

@@ -16,8 +16,8 @@ from sfi_core.errors import ConfigError
 from sfi_core.hosts.transformers.replays import records_steps
 from sfi_core.measure.bench.bench import Bench
 from sfi_core.measure.bench.ours import run_ours
-from sfi_core.measure.bench.prompts import BenchRow, Prompts, stream
 from sfi_core.measure.bench.rows import point_rows
+from sfi_core.measure.bench.runs import BenchRow, Prompts
 from sfi_core.measure.bench.settings import DecodeSettings
 from sfi_core.observers.events import SelectionEvent
 from sfi_core.sizes.step import ByteModel
@@ -112,10 +112,10 @@ def test_a_benchmark_records_every_graph_before_it_measures(model, recorder):
         config=CONFIG.replace(trigger_delay=1),
     )  # fmt: skip
     (point,), (variant,) = asked.points(), asked.variants()
-    given, tapes = stream(asked, 3, 96), []
+    tapes = []
     prompts = Prompts.of(asked, point, 96, torch.device("cpu"))
     bytes_ = ByteModel(weight_bytes=1000, batch=3, row_bytes=8, heads=2, layers=1)
-    ran = BenchRow(model, variant, point, asked, prompts, given, bytes_)
+    ran = BenchRow(model, variant, point, asked, prompts, bytes_)
     ran.on_step = lambda _: tapes.append(recorder.tapes)
     sample = run_ours(ran)
     ran.samples = [sample, sample]
@@ -139,7 +139,7 @@ def test_a_benchmark_says_why_steps_were_not_replayed(model, recorder):
     (point,), (variant,) = asked.points(), asked.variants()
     prompts = Prompts.of(asked, point, 96, torch.device("cpu"))
     bytes_ = ByteModel(weight_bytes=1000, batch=1, row_bytes=8, heads=2, layers=1)
-    ran = BenchRow(model, variant, point, asked, prompts, stream(asked, 1, 96), bytes_)
+    ran = BenchRow(model, variant, point, asked, prompts, bytes_)
     ran.samples = [run_ours(ran)]
     (row,) = point_rows([ran], 1.0)
     reason = "CUDA graphs must be off with policy quest, which selects at fast steps"

@@ -14,9 +14,8 @@ from sfi_core.measure.bench import ours as our_runs
 from sfi_core.measure.bench import theirs as their_runs
 from sfi_core.measure.bench.bench import run_bench
 from sfi_core.measure.bench.ours import run_ours
-from sfi_core.measure.bench.prompts import BenchRow, Prompts, slow_steps, stream
 from sfi_core.measure.bench.rows import point_rows, step_bytes
-from sfi_core.measure.bench.samples import DecodeSample, StepRead
+from sfi_core.measure.bench.runs import BenchRow, DecodeSample, Prompts, StepRead, slow_steps
 from sfi_core.measure.bench.settings import BASELINES, DecodeSettings, DecodeVariant, Point
 from sfi_core.measure.bench.theirs import run_theirs
 from sfi_core.sizes.step import ByteModel
@@ -40,11 +39,9 @@ def byte_model(**changes):
 
 def ours(model, asked, *, policy="sfi", engine=None, batch=2, on_step=lambda _: None):
     point = Point(asked.contexts[0], batch, asked.ragged)
-    vocabulary = model.config.vocab_size
-    prompts = Prompts.of(asked, point, vocabulary, model.device)
-    tokens = stream(asked, batch, vocabulary)
+    prompts = Prompts.of(asked, point, model.config.vocab_size, model.device)
     variant = DecodeVariant(policy, policy, engine or EngineOptions())
-    return run_ours(BenchRow(model, variant, point, asked, prompts, tokens, byte_model(), on_step=on_step))
+    return run_ours(BenchRow(model, variant, point, asked, prompts, byte_model(), on_step=on_step))
 
 
 # which steps are slow
@@ -62,7 +59,7 @@ def ours(model, asked, *, policy="sfi", engine=None, batch=2, on_step=lambda _: 
     ],
 )
 def test_slow_steps_are_evenly_apart_and_staggered(rate, row, batch, expected):
-    assert slow_steps(rate, row, batch, 0, 15) == expected
+    assert slow_steps(rate, row, batch, 15) == expected
 
 
 @pytest.mark.parametrize("delay", [0, 1, 2])
@@ -83,9 +80,9 @@ def test_step_t_has_the_contexts_and_t_more_tokens(tiny_model):
     asked = settings(contexts=(101,), ragged=True, steps=5)
     sample = ours(tiny_model, asked, batch=3)
     assert [read.length_B for read in sample.reads[:2]] == [(102, 77, 51), (103, 78, 52)]
-    prompts = Prompts.of(asked, Point(101, 3, ragged=True), 96, tiny_model.device)
-    point, tokens = Point(101, 3, ragged=True), stream(asked, 3, 96)
-    theirs = run_theirs(BenchRow(tiny_model, DecodeVariant(BASELINES[0]), point, asked, prompts, tokens, byte_model()))
+    point = Point(101, 3, ragged=True)
+    prompts = Prompts.of(asked, point, 96, tiny_model.device)
+    theirs = run_theirs(BenchRow(tiny_model, DecodeVariant(BASELINES[0]), point, asked, prompts, byte_model()))
     assert [read.length_B for read in theirs.reads] == [read.length_B for read in sample.reads]
     assert len(theirs.at) == len(sample.at) == 1 + 4 + 5
 
@@ -105,9 +102,9 @@ def test_transformers_decodes_from_the_same_keys_as_ours(tiny_model, name, monke
 
     monkeypatch.setattr(tiny_model, "generate", generate)
     theirs, ours = DecodeVariant(name), DecodeVariant("full-kv", "full-kv")
-    run_theirs(BenchRow(tiny_model, theirs, point, asked, prompts, stream(asked, 2, 96), byte_model()))
+    run_theirs(BenchRow(tiny_model, theirs, point, asked, prompts, byte_model()))
     monkeypatch.undo()
-    run_ours(BenchRow(tiny_model, ours, point, asked, prompts, stream(asked, 2, 96), byte_model()))
+    run_ours(BenchRow(tiny_model, ours, point, asked, prompts, byte_model()))
     pages = prompts.made_up.store.layers
     for layer, held in enumerate(seen["cache"].layers):
         torch.testing.assert_close(held.keys[:, :, :1499], pages[layer].key_PHND[:, :, :1499])
@@ -120,8 +117,8 @@ def test_a_time_limit_ends_a_run_after_three_steps_or_a_whole_period(tiny_model)
     triggered = ours(tiny_model, asked)
     assert (triggered.steps, triggered.slow_rate) == (5, 0.2)
     prompts = Prompts.of(asked, Point(128, 2), 96, tiny_model.device)
-    variant, tokens = DecodeVariant(BASELINES[0]), stream(asked, 2, 96)
-    theirs = run_theirs(BenchRow(tiny_model, variant, Point(128, 2), asked, prompts, tokens, byte_model()))
+    variant = DecodeVariant(BASELINES[0])
+    theirs = run_theirs(BenchRow(tiny_model, variant, Point(128, 2), asked, prompts, byte_model()))
     # transformers asks whether to stop before it hands the step's tokens over
     assert (theirs.steps, theirs.warm_up, len(theirs.at)) == (4, 1, 6)
 
@@ -169,8 +166,7 @@ def test_rows_can_be_recomputed_by_hand():
         DecodeVariant(BASELINES[1]): [sample([0, 3, 6, 9, 12], ["slow"] * 3)],
     }
     made = [
-        BenchRow(None, variant, point, None, None, None, byte_model(), samples=samples)
-        for variant, samples in runs.items()
+        BenchRow(None, variant, point, None, None, byte_model(), samples=samples) for variant, samples in runs.items()
     ]
     rows = {row["policy"]: row for row in point_rows(made, copy_gb_per_s=1e-6)}
     row = rows["sfi"]

@@ -10,9 +10,8 @@ from sfi_core.errors import ConfigError
 from sfi_core.measure.bench import bench as module
 from sfi_core.measure.bench.bench import run_bench
 from sfi_core.measure.bench.ours import StatedAcceptance, run_ours
-from sfi_core.measure.bench.prompts import BenchRow, Prompts, stream
 from sfi_core.measure.bench.rows import point_rows
-from sfi_core.measure.bench.samples import DecodeSample, StepRead
+from sfi_core.measure.bench.runs import BenchRow, DecodeSample, Prompts, StepRead
 from sfi_core.measure.bench.settings import DecodeSettings, DecodeVariant, Point
 from sfi_core.sizes.step import ByteModel
 from sfi_core.state.request import RequestState
@@ -36,9 +35,8 @@ def settings(**changes) -> DecodeSettings:
 def lossless_sample(model, asked, batch=1):
     point = Point(asked.contexts[0], batch, asked.ragged)
     prompts = Prompts.of(asked, point, model.config.vocab_size, model.device)
-    tokens = stream(asked, batch, model.config.vocab_size)
     (variant,) = (lossless for lossless in asked.variants() if lossless.engine.lossless)
-    return run_ours(BenchRow(model, variant, point, asked, prompts, tokens, MODEL))
+    return run_ours(BenchRow(model, variant, point, asked, prompts, MODEL))
 
 
 def test_chance_keeps_the_stated_share_and_depends_on_request_and_index_only():
@@ -82,7 +80,7 @@ def test_rows_count_tokens_and_not_passes():
         drafting={"verifications": 3, "accepted": 5},
     )  # fmt: skip
     variant = DecodeVariant("sfi-lossless", "sfi", EngineOptions(lossless=True), 0.7)
-    made = BenchRow(None, variant, Point(100, 2), None, None, None, MODEL, samples=[sample])
+    made = BenchRow(None, variant, Point(100, 2), None, None, MODEL, samples=[sample])
     (row,) = point_rows([made], 1.0)
     assert row["decode_tokens_per_second"] == 8 / 5
     assert row["all_decode_tokens_per_second"] == 12 / 6

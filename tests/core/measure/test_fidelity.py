@@ -5,22 +5,12 @@ import math
 
 import pytest
 import torch
-from transformers import AutoTokenizer
 
 from sfi_core import SfiConfig, read_prompt
 from sfi_core.engine.report import RequestReport
 from sfi_core.errors import ConfigError, InputError, NumericsError
-from sfi_core.measure.evaluation.fidelity import (
-    Fidelity,
-    Window,
-    fidelity,
-    ids_and_prefix,
-    reference,
-    sentence_positions,
-    windows,
-)
+from sfi_core.measure.evaluation.fidelity import Fidelity, Window, fidelity, ids_and_prefix, reference, windows
 from sfi_core.measure.evaluation.teacher_forcing import teacher_force
-from sfi_core.models.load import BUNDLED
 
 PROMPT, NEW = 40, 25
 DOT = 5  # ends a sentence
@@ -125,14 +115,6 @@ def test_divergence_and_likelihood_are_those_of_the_logits(tiny_model, window, f
     assert found.window == [11] * NEW
 
 
-def test_positions_count_from_the_step_that_reads_a_boundary(window):
-    """Eq. 5 makes that step slow: its input token ended a sentence."""
-    positions = sentence_positions(window, {DOT})
-    first = PROMPT - 1 - 30  # since the prompt's last boundary
-    assert positions == [*range(first, first + 5), *range(9), *range(11)]
-    assert sentence_positions(window, ()) == list(range(PROMPT - 1, PROMPT + NEW - 1))
-
-
 def report_of(read_ratio):
     zeros = ("slow_steps", "fast_steps", "mean_attended_tokens", "selection_ratio")
     rest = {"prompt_tokens": 1, "token_ids": [], "finish_reason": "length", "slow_at": []}
@@ -142,7 +124,7 @@ def report_of(read_ratio):
 
 def made(read_ratio=0.5, kl=(9.0, 1.0, 3.0, 5.0)):
     return Fidelity(
-        window=[0] * 4, step=[0, 1, 2, 3], in_sentence=[40, 0, 2, 3], slow=[True, True, False, False], kl=list(kl),
+        window=[0] * 4, step=[0, 1, 2, 3], slow=[True, True, False, False], kl=list(kl),
         agrees=[True, True, False, True], nll=[9.0, 1.0, 2.0, 3.0], nll_full=[9.0, 1.0, 1.0, 1.0],
         reports=[report_of(read_ratio)],
     )  # fmt: skip
@@ -165,15 +147,6 @@ def test_a_summary_leaves_out_step_0_which_no_policy_touches():
     }
 
 
-def test_steps_are_grouped_by_their_place_in_the_sentence():
-    rows = made().by_sentence_position()
-    assert [(row["position"], row["steps"], row["kl"]) for row in rows] == [("0", 1, 1.0), ("2-3", 2, 4.0)]
-    assert [row["slow_rate"] for row in rows] == [1.0, 0.0]
-    late = made()
-    late.in_sentence = [0, 31, 32, 500]
-    assert [row["position"] for row in late.by_sentence_position()] == ["16-31", "32+"]
-
-
 def test_windows_are_spread_over_the_whole_text():
     found = windows(range(100), 10, 5, 4)
     assert [window.start for window in found] == [0, 28, 57, 85]
@@ -194,15 +167,3 @@ def test_the_start_token_is_told_from_the_text(tiny_tokenizer):
     own, prefix = ids_and_prefix(tiny_tokenizer, "Belora hid it. Tamvex")
     assert prefix == [tiny_tokenizer.bos_token_id]
     assert [*prefix, *own] == tiny_tokenizer("Belora hid it. Tamvex")["input_ids"]
-
-
-def test_sentences_end_at_the_settings_triggers_whatever_the_policy_does(tiny_model):
-    """The tokenizer's dots, though a stride ignores them."""
-    tokenizer = AutoTokenizer.from_pretrained(BUNDLED)
-    dot = tokenizer(".", add_special_tokens=False)["input_ids"][0]
-    assert dot < 96
-    ids = [dot + 1, dot + 2] * 10 + [dot, dot + 1, dot + 2, dot, dot + 1]
-    full = reference(tiny_model, tokenizer, [Window(start=0, prompt_tokens=20, ids=tuple(ids))])
-    config = SMALL.replace(trigger_token_ids=None, trigger_policy="stride", stride=2)
-    (found,) = fidelity(tiny_model, tokenizer, full, config)
-    assert found.in_sentence == [19, 0, 1, 2, 0]

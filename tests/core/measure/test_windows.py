@@ -3,10 +3,8 @@
 import pytest
 
 from sfi_core.errors import ConfigError, InputError
-from sfi_core.measure.evaluation.fidelity import Fidelity, fidelity, reference
-from sfi_core.measure.evaluation.grid import key_of
-from sfi_core.measure.evaluation.method import Method, at_sizes
-from sfi_core.measure.evaluation.windows import WindowRows, from_rows, window_cells
+from sfi_core.measure.evaluation.fidelity import Fidelity, WindowRows, fidelity, from_rows, reference, window_cells
+from sfi_core.measure.evaluation.grid import Method, at_sizes, key_of
 
 TEXT = "Belora hid a red lantern under the old bridge. Tamvex stole a blue kettle near the mill. " * 8
 

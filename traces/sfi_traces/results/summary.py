@@ -33,16 +33,15 @@ def summarize(rows: Iterable[Row]) -> list[dict[str, Any]]:
 def summarize_fidelity(rows: Iterable[Row]) -> list[dict[str, Any]]:
     """Summarize the windows of each length, method and size.
 
-    KL, agreement and perplexities are over all steps except each window's first, which is full attention's;
-    the same by position in the sentence; ratios are averaged over windows.
+    KL, agreement and perplexities are over all steps except each window's first, which is full attention's; ratios are
+    averaged over windows.
     """
-    from sfi_core.measure.evaluation.windows import from_rows  # noqa: PLC0415 - torch, for those who need it
+    from sfi_core.measure.evaluation.fidelity import from_rows  # noqa: PLC0415 - torch, for those who need it
 
     summaries = []
     for group in _grouped(rows, ("length", *VARIANT)).values():
         known = [row for row in group if row["error"] is None]
-        fidelity = from_rows(known)
-        whole = fidelity.summary() if known else dict.fromkeys(FIDELITY)
+        whole = from_rows(known).summary() if known else dict.fromkeys(FIDELITY)
         summaries.append(
             {
                 **{name: group[0][name] for name in ("length", *NAMES)},
@@ -52,7 +51,6 @@ def summarize_fidelity(rows: Iterable[Row]) -> list[dict[str, Any]]:
                 "error": next((row["error"] for row in group if row["error"]), None),
                 **{name: whole[name] for name in FIDELITY},
                 "read": _read(whole),
-                "by_sentence_position": fidelity.by_sentence_position(),
             }
         )
     return summaries
