@@ -90,25 +90,27 @@ def _clustered(
     # the document of `--json`; invalid settings are refused at the first text
     from sfi_cli.terminal.progress import Progress
     from sfi_core.engine.attend import check_backend
-    from sfi_core.measure.clustering import Similarity, check_count, cluster_layers, part_count, parts_of
-    from sfi_core.measure.model_supports import cut_texts, text_supports
+    from sfi_core.measure import clustering
     from sfi_core.models.load import load, resolve_device
     from sfi_core.models.source import model_digest
 
     check_backend(engine.backend, resolve_device(loading["device"]))
     prompts = [read_prompts(None, file, None) for file in (files or (None,))]
     loaded, tokenizer = load(model, **loading)
-    texts = cut_texts(tokenizer, [str(prompt.entries[0]) for prompt in prompts], length, top)
-    part_count(len(texts), parts)
-    similarities: list[dict[int, Similarity]] = []
+    texts = clustering.cut_texts(tokenizer, [str(prompt.entries[0]) for prompt in prompts], length, top)
+    clustering.part_count(len(texts), parts)
+    similarities: list[dict[int, clustering.Similarity]] = []
     with Progress(quiet=quiet) as progress:
         for number, text in enumerate(texts):
             progress.update("comparing heads, text", number, len(texts))
-            layers = {layer: Similarity.of(index) for layer, index in text_supports(loaded, text, top, engine)}
+            layers = {
+                layer: clustering.Similarity.of(index)
+                for layer, index in clustering.text_supports(loaded, text, top, engine)
+            }
             for similarity in layers.values():
-                check_count(clusters, len(similarity.total_HH))
+                clustering.check_count(clusters, len(similarity.total_HH))
             similarities.append(layers)
-    groups = parts_of(similarities, parts)
+    groups = clustering.parts_of(similarities, parts)
     return {
         "model": model or "bundled",
         "digest": model_digest(loaded),
@@ -121,7 +123,7 @@ def _clustered(
         "top_k": top,
         "pooled": "max",
         "sfi": __version__,
-        "layers": [layer.to_dict() for layer in cluster_layers(groups, clusters)],
+        "layers": [layer.to_dict() for layer in clustering.cluster_layers(groups, clusters)],
     }
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sfi_core.errors import BackendError, ConfigError
-from sfi_core.measure import clustering, model_supports
+from sfi_core.measure import clustering
 from sfi_core.measure.clustering import (
     Similarity,
     cluster,
@@ -180,12 +180,12 @@ def test_a_text_s_sets_are_the_heaviest_positions_of_its_last_queries():
     model, top = tiny_qwen3(), 6
     ids = torch.randint(0, 96, (150,)).tolist()
     expected = eager_weights(model, ids)
-    found = dict(model_supports.text_supports(model, ids, top))
+    found = dict(clustering.text_supports(model, ids, top))
     assert list(found) == [0, 1]
     for layer, index_NHK in found.items():
-        assert index_NHK.shape == (model_supports.QUERIES, 2, top)
-        for n, h in product(range(model_supports.QUERIES), range(2)):
-            query = len(ids) - model_supports.QUERIES + n
+        assert index_NHK.shape == (clustering.QUERIES, 2, top)
+        for n, h in product(range(clustering.QUERIES), range(2)):
+            query = len(ids) - clustering.QUERIES + n
             weight = expected[layer][h, query, : query + 1].tolist()
             chosen = index_NHK[n, h].tolist()
             rest = [weight[place] for place in range(query + 1) if place not in chosen]
@@ -198,4 +198,4 @@ def test_a_learned_sink_takes_its_share_before_heads_are_pooled():
     sink = torch.randn(2, 3)
     joint = torch.cat([logits, sink[:, :, None, None].expand(2, 3, 4, 1)], -1).softmax(-1)
     expected = joint[..., :-1].amax(1).transpose(0, 1)
-    torch.testing.assert_close(model_supports.pooled_weight(logits, sink).exp(), expected)
+    torch.testing.assert_close(clustering.pooled_weight(logits, sink).exp(), expected)
