@@ -95,7 +95,7 @@ class Expectation:
             ),
             "weight_bytes_per_step": self.weights.read(batch),
             "fast_bytes_per_step": round(fast) if reads.has_fast else None,
-            "slow_bytes_per_step": round(slow) if reads.has_slow else None,
+            "slow_bytes_per_step": round(slow) if reads.stated or rate > 0 else None,
             "bytes_per_step": round(mean),
             "roofline_tokens_per_second": bandwidth_gb_per_s * 1e9 * batch / mean,
             "roofline_speedup": dense / mean,

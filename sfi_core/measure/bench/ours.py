@@ -102,9 +102,7 @@ def run_ours(row: BenchRow) -> DecodeSample:
         with closing(loop.decode_lossless(outcome) if lossless else loop.decode()) as passes:
             (_measure_lossless if lossless else _measure)(sample, row, session, passes)
         sample.selecting += _selecting(session.run)
-        report = RunReport.of(session.run)
-        sample.tiers, sample.paths = report.kv_tiers, report.paths
-        sample.not_replayed, sample.not_compiled = report.not_replayed, report.not_compiled
+        sample.report = RunReport.of(session.run)
     sample.peak_bytes = peak_bytes(device)
     return sample
 

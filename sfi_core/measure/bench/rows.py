@@ -95,17 +95,17 @@ def _drafting(variant: DecodeVariant, runs: Sequence[DecodeSample]) -> dict[str,
 
 
 def _paths(runs: Sequence[DecodeSample]) -> dict[str, Any]:
-    # over all runs and their warm-up: `graph.replay` and `graph.eager` count how steps were launched
-    paths: Counter[str] = Counter()
-    for run in runs:
-        paths.update(run.paths)
-    reasons = {name: [getattr(run, name) for run in runs] for name in ("not_replayed", "not_compiled")}
+    # over all runs and their warm-up: `graph.replay` and `graph.eager` count how steps were launched; why steps were not
+    # replayed as graphs, and not compiled, although those are on
+    reports = [run.report for run in runs if run.report is not None]
+    reasons = {name: [getattr(report, name) for report in reports] for name in ("not_replayed", "not_compiled")}
+    paths = sum((Counter(report.paths) for report in reports), Counter())
     return {"paths": dict(paths), **{name: next(filter(None, why), None) for name, why in reasons.items()}}
 
 
 def _tiers(variant: DecodeVariant, runs: Sequence[DecodeSample]) -> dict[str, Any]:
     # over all decoding steps and the warm-up; None if the whole cache lies on the device
-    tiers = [run.tiers for run in runs if run.tiers is not None]
+    tiers = [run.report.kv_tiers for run in runs if run.report is not None and run.report.kv_tiers is not None]
     recalled = [tier.recalled_bytes_per_step for tier in tiers]
     return {
         "kv_device_budget": variant.engine.kv_device_budget,

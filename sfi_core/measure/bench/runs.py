@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from sfi_core.engine.meter import steady_seconds
-from sfi_core.engine.report import TierReport
+from sfi_core.engine.report import RunReport
 from sfi_core.generation.synthetic import SyntheticPrompt
 from sfi_core.measure.bench.settings import LEAST_STEPS, TRIGGER, DecodeSettings, DecodeVariant, Point
 from sfi_core.sizes.step import ByteModel
@@ -64,12 +64,7 @@ class DecodeSample:
     peak_bytes: int = 0
     forecast_bytes: int = 0
     stopped: bool = False  # whether the time limit ended the run
-    tiers: TierReport | None = None  # where keys and values lay under a device budget; None without one
-    # calls by path (`graph.replay`, ...), with warm-up and prompt; empty for transformers
-    paths: dict[str, int] = field(default_factory=dict)
-    # why steps were not replayed as graphs, and not compiled, although those are on; "" if all were
-    not_replayed: str = ""
-    not_compiled: str = ""
+    report: RunReport | None = None  # with warm-up and prompt; None for transformers
 
     @property
     def steps(self) -> int:

@@ -123,9 +123,7 @@ def textbook(
 ) -> Expected:
     """Attend to the positions `index_BHS`, or to all: softmax of q.k times v.
 
-    The precision is float64 for float32 inputs, and float32 for shorter inputs, which round far more.
-
-    Bounds: a float32 product of D terms is off by D + 2 roundings of the sum of its terms' sizes. A softmax
+    Computed in float64 for float32 inputs, else in float32. Bounds: a float32 product of D terms is off by D + 2 roundings of the sum of its terms' sizes. A softmax
     weight is off by twice the error of its logits, by a few roundings of its own, and by a rounding to the
     inputs' precision (at least to a multiple of the smallest number) before it multiplies its value. A running sum
     of S weights, and one of their products with the values, is off by half a rounding a term: at 16K tokens that is
@@ -185,8 +183,8 @@ def selector_error(
 ) -> float:
     """Compare scores and weights with the reference in float64.
 
-    A score is a logarithm after about a dozen float32 steps, less two differences of such logarithms; each is
-    off by a few roundings of numbers as large as the scores.
+    A score is a logarithm after about a dozen float32 steps, less two differences of such logarithms; each is off by a
+    few roundings of numbers as large as the scores.
     """
     worst = EXACT
     for row in range(logits.shape[0]):  # one at a time, to keep temporary tensors small
@@ -206,10 +204,8 @@ def selector_error(
 def rounding_error(
     got: torch.Tensor, expected: torch.Tensor, sizes: Callable[[torch.Tensor], torch.Tensor] = torch.abs
 ) -> float:
-    """Compare with a float64 result; `sizes` gives the numbers that were rounded.
-
-    An epsilon for each rounding to the dtype, and a few of float32's for the sums of squares.
-    """
+    """Compare with a float64 result; `sizes` gives the numbers that were rounded."""
+    # an epsilon for each rounding to the dtype, and a few of float32's for the sums of squares
     kind = torch.finfo(got.dtype)
     bound = ROUNDINGS * (kind.eps + 4 * torch.finfo(torch.float32).eps)
     return share((got.double() - expected).abs(), bound * sizes(expected) + kind.tiny)

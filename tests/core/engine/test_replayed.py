@@ -120,8 +120,8 @@ def test_a_benchmark_records_every_graph_before_it_measures(model, recorder):
     sample = run_ours(ran)
     ran.samples = [sample, sample]
     assert tapes[asked.warm_up] == tapes[-1] == 3, "all fast, one slow, all slow"
-    assert sample.paths["graph.replay"] == asked.total_steps
-    assert "graph.eager" not in sample.paths
+    assert sample.report.paths["graph.replay"] == asked.total_steps
+    assert "graph.eager" not in sample.report.paths
     (row,) = point_rows([ran], 1.0)
     assert row["paths"]["graph.replay"] == 2 * asked.total_steps
     assert row["not_replayed"] is None
