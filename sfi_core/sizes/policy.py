@@ -152,9 +152,9 @@ class TwoTierBytes:
     """Bytes of a two-tier KV cache."""
 
     host_bytes: int  # every layer's keys and values, rounded up to pages
-    # on the device, by purpose: `ring`, pages of the recent tokens; `packed`, sink and selected rows; `scratch`, for one
-    # request's recalled rows; `norms` of the keys; `notes` of the policy, above all summaries of pages; `stream`, buffers
-    # of dense reads; `resident`, heads that stay on the device
+    # on the device, by purpose: `ring`, pages of the recent tokens; `packed`, sink and selected rows; `scratch`, for
+    # one request's recalled rows; `norms` of the keys; `notes` of the policy, above all summaries of pages; `stream`,
+    # buffers of dense reads; `resident`, heads that stay on the device
     parts: Mapping[str, int]
 
     @property

@@ -95,11 +95,11 @@ def _drafting(variant: DecodeVariant, runs: Sequence[DecodeSample]) -> dict[str,
 
 
 def _paths(runs: Sequence[DecodeSample]) -> dict[str, Any]:
-    # over all runs and their warm-up: `graph.replay` and `graph.eager` count how steps were launched; why steps were not
-    # replayed as graphs, and not compiled, although those are on
+    # over all runs and their warm-up: `graph.replay` and `graph.eager` count how steps were launched; and why they were
+    # not replayed as graphs, or not compiled, although those are on
     reports = [run.report for run in runs if run.report is not None]
     reasons = {name: [getattr(report, name) for report in reports] for name in ("not_replayed", "not_compiled")}
-    paths = sum((Counter(report.paths) for report in reports), Counter())
+    paths = sum((Counter(report.paths) for report in reports), Counter[str]())
     return {"paths": dict(paths), **{name: next(filter(None, why), None) for name, why in reasons.items()}}
 
 
