@@ -33,12 +33,8 @@ def run(
 ) -> None:
     """Make the rows that the folder lacks, and show all rows.
 
-    Args:
-        given: Values of the options; None for an option that was not given.
-        loading: Arguments of `load` that a results folder does not keep.
-        folder: Folder of the results; None makes a new folder named after the time.
-        output: Where the document goes; its `force` also allows to replace results.
-        resume: Whether to complete the results in the folder.
+    `given` are values of the options, None for one that was not given; `loading` arguments of `load` that a results
+    folder does not keep. Without a `folder` a new one is named after the time. `output.force` allows to replace results.
     """
     if resume and folder is None:
         raise ConfigError("resume must come with --output DIR, got none")

@@ -70,9 +70,7 @@ def random_config(source: str) -> Any:
 def model_config(source: str | None) -> Any:
     """Read the config of a model without loading the model; None is the bundled model.
 
-    Raises:
-        InputError: The model has no config, or the config is damaged.
-        BackendError: The config needs a package that is not installed.
+    Raise `InputError` for a config that is missing or damaged, `BackendError` if it needs a package that is missing.
     """
     quiet()
     path = str(BUNDLED if source is None else source)

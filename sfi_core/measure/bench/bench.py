@@ -44,14 +44,8 @@ def run_bench(
     """Measure every point; after Ctrl-C, return the rows measured until then.
 
     `progress` gets the phase, the runs done and the number of runs; `on_run` a line for each run. The model is
-    outside `slow_fast`.
-
-    Raises:
-        MemoryForecastError: No variant fits into memory at any point.
-        BackendError: The backend or the engine's switches cannot run here.
-        UnsupportedModelError: The architecture cannot run under SFI.
-        ConfigError: A lossless run cannot decode such a batch.
-        NumericsError: The model's logits are not finite.
+    outside `slow_fast`. Raise `MemoryForecastError` if no variant fits at any point, `ConfigError` if a lossless run
+    cannot decode such a batch, and `SfiError` as `slow_fast`.
     """
     check_engine(settings, model.device)
     bench = Bench(model, settings, progress, on_run)

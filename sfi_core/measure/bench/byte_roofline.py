@@ -32,16 +32,9 @@ def forecast_document(
 ) -> dict[str, Any]:
     """Compute memory, bytes and the largest speed for every policy and point.
 
-    Args:
-        model: A model on the meta device; see `empty_model`.
-        settings: The settings of the benchmark, with a stated slow rate.
-        device: The device to forecast for.
-        bandwidth_gb_per_s: Bandwidth; None measures the device's copy bandwidth.
-        memory_bytes: Memory; None is the device's.
-
-    Raises:
-        ConfigError: A policy lacks a setting, such as synckv's file of heads.
-        UnsupportedModelError: The shapes of the model's layers are unknown without weights.
+    `model` is on the meta device (`empty_model`), `device` the one to forecast for. Without a bandwidth its copy
+    bandwidth is measured. Raise `ConfigError` if a policy lacks a setting, such as synckv's file of heads, and
+    `UnsupportedModelError` if the shapes of the model's layers are unknown without weights.
     """
     expected = Expectation(model, settings, device)
     if bandwidth_gb_per_s is None:

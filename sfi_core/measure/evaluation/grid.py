@@ -55,11 +55,8 @@ class Method:
     def parse(cls, text: str) -> Self:
         """Read `[LABEL=]POLICY[@PRESET][:key=value,...]`; values are JSON or bare words. The size is its own.
 
-        A preset that ends in `.toml` is a file of settings, such as `sfi tune` writes, and keeps its sizes.
-
-        Raises:
-            ConfigError: `text` has another form, or a policy, preset or setting does not exist.
-            InputError: The preset's file cannot be read.
+        A preset that ends in `.toml` is a file of settings, such as `sfi tune` writes, and keeps its sizes. Raise
+        `ConfigError` for another form, policy, preset or setting, `InputError` for a file that cannot be read.
         """
         match = WRITTEN.fullmatch(text.strip())
         if match is None:

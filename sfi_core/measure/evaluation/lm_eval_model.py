@@ -52,11 +52,7 @@ class SfiLM(HFLM):  # type: ignore[misc]
         """Load the model; the arguments are those of `--model_args`.
 
         `settings` are settings of `SfiConfig`, such as `selector.alpha`, and the arguments `THEIRS`. `preset`
-        may be a TOML file.
-
-        Raises:
-            ConfigError: A setting is unknown or out of range.
-            SfiError: As `load`.
+        may be a TOML file. Raise `ConfigError` for a setting that is unknown or out of range, and as `load`.
         """
         theirs = {name: settings.pop(name) for name in THEIRS if name in settings}
         policy_class(policy)

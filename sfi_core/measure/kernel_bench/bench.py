@@ -154,11 +154,8 @@ def run_bench(
 
     `progress` gets the phase, the calls done and the number of calls; `on_group` each group's title and rows as soon
     as they are there, after Ctrl-C those that are. A variant that fails is noted and not timed; see
-    `KernelResult.check`.
-
-    Raises:
-        MemoryForecastError: The inputs and their checks do not fit into memory.
-        BackendError: A kernel does not take this shape.
+    `KernelResult.check`. Raise `MemoryForecastError` if the inputs and their checks do not fit, `BackendError` if a
+    kernel does not take this shape.
     """
     needed, free = settings.forecast_bytes() + workspace_bytes(device), free_bytes(device)
     if free is not None and needed > free:

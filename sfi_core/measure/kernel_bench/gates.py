@@ -126,8 +126,8 @@ def textbook(
     Computed in float64 for float32 inputs, else in float32. Bounds: a float32 product of D terms is off by D + 2
     roundings of the sum of its terms' sizes. A softmax weight is off by twice the error of its logits, by a few
     roundings of its own, and by a rounding to the inputs' precision (at least to a multiple of the smallest number)
-    before it multiplies its value. A running sum of S weights, and one of their products with the values, is off by half
-    a rounding a term: at 16K tokens that is more than all else in float32, and nothing beside a shorter precision.
+    before it multiplies its value. A running sum of S weights, and one of their products with the values, is off by
+    half a rounding a term: at 16K tokens that is more than all else in float32, and nothing beside a shorter precision.
     """
     own, single = torch.finfo(query_BHGD.dtype), torch.finfo(torch.float32).eps
     wide = torch.float64 if query_BHGD.dtype == torch.float32 else torch.float32
