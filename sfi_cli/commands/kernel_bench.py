@@ -161,9 +161,9 @@ def compile_all(architectures: list[str], output: Output) -> None:
                 progress.update(f"compiling, {row['kernel']} on {row['arch']}", next(numbers), total)
 
             compiled = compile_kernels(architectures, show)
-        about = {"machine": describe_measured(), "versions": versions()}
-        document = {"rows": [], "compiled": compiled, **about}
-        output.show(document, lambda _: compiled_text(compiled))
+        document = {"rows": [], "compiled": compiled, "machine": describe_measured(), "versions": versions()}
+        table = Table.of("Compiled kernels", COMPILED, compiled, left=2, spare=("async buffers",))
+        output.show(document, lambda _: [table])
         output.file(document)
         bad = [f"{row['kernel']} on {row['arch']}" for row in compiled if not is_clean(row)]
         if bad:
@@ -192,11 +192,6 @@ def closing_text(document: dict[str, Any], *, sweep: bool) -> list[Part]:
         title = "Speed-up of the fast step, beside the paper's Table 1"
         tables.append(Table.of(title, SWEPT, fast, left=0, spare=("bytes", "ours, x paper-like")))
     return noted(tables, [*document["notes"], *(f"failed: {failure}" for failure in document["failures"])])
-
-
-def compiled_text(compiled: list[dict[str, Any]]) -> list[Part]:
-    """Return registers, spills and shared memory of every compiled kernel."""
-    return [Table.of("Compiled kernels", COMPILED, compiled, left=2, spare=("async buffers",))]
 
 
 def _read(share: float | None) -> str:

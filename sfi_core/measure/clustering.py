@@ -4,10 +4,12 @@ The sets are those of the last queries of a text. K-Means clusters the rows of a
 represents each cluster (SyncKV, B.1). The clusters are made over all texts, and over disjoint parts of the texts.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from importlib.util import find_spec
 from itertools import combinations
+from operator import add
 from typing import Any, Self
 
 import numpy as np
@@ -142,13 +144,9 @@ class Similarity:
 Sums = Mapping[int, Similarity]  # by layer
 
 
-def joined(parts: Iterable[Mapping[int, Similarity]]) -> dict[int, Similarity]:
-    """Add similarities up by layer; all steps of all texts count the same."""
-    total: dict[int, Similarity] = {}
-    for part in parts:
-        for layer, more in part.items():
-            total[layer] = total[layer] + more if layer in total else more
-    return total
+def joined(parts: Sequence[Sums]) -> dict[int, Similarity]:
+    """Add the similarities of the same layers up; all steps of all texts count the same."""
+    return {layer: reduce(add, (part[layer] for part in parts)) for layer in parts[0]}
 
 
 def check_scipy() -> None:
@@ -278,26 +276,23 @@ def cluster_layers(parts: Sequence[Sums], clusters: int) -> list[LayerClusters]:
 
     Raise `ConfigError` if a layer has fewer KV heads than N_r (`clusters`).
     """
-    whole = joined(parts)
-    for similarity in whole.values():
-        check_count(clusters, len(similarity.total_HH))
-    return [_layer(layer, whole[layer], parts, clusters) for layer in sorted(whole)]
-
-
-def _layer(layer: int, whole: Similarity, parts: Sequence[Sums], clusters: int) -> LayerClusters:
-    cluster_of, representatives = cluster(whole.mean_HH, clusters)
-    alone = [cluster(part[layer].mean_HH, clusters) for part in parts]
-    shares = [pair_agreement(labels, others) for (labels, _), (others, _) in combinations(alone, 2)]
-    several = len(parts) > 1
-    same = [set(chosen) == set(representatives) for _, chosen in alone]
-    return LayerClusters(
-        layer=layer,
-        similarity_HH=whole.mean_HH,
-        cluster_of=cluster_of,
-        representatives=representatives,
-        agreement=(sum(shares) / len(shares), min(shares)) if several else None,
-        same_representatives=sum(same) / len(same) if several else None,
-    )
+    layers = []
+    for layer, whole in sorted(joined(parts).items()):
+        cluster_of, representatives = cluster(whole.mean_HH, clusters)
+        alone = [cluster(part[layer].mean_HH, clusters) for part in parts]
+        shares = [pair_agreement(labels, others) for (labels, _), (others, _) in combinations(alone, 2)]
+        same = [set(chosen) == set(representatives) for _, chosen in alone]
+        layers.append(
+            LayerClusters(
+                layer=layer,
+                similarity_HH=whole.mean_HH,
+                cluster_of=cluster_of,
+                representatives=representatives,
+                agreement=(sum(shares) / len(shares), min(shares)) if shares else None,
+                same_representatives=sum(same) / len(same) if shares else None,
+            )
+        )
+    return layers
 
 
 def pair_agreement(first: Sequence[int], second: Sequence[int]) -> float:

@@ -259,7 +259,6 @@ class WindowRows(Rows[Window]):
             "window": prompt.number,
             "steps": None,
             "report": None,
-            "error": None,
         }
 
 

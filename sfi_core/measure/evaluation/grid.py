@@ -34,7 +34,7 @@ FAILURES = (MemoryForecastError, NumericsError, torch.OutOfMemoryError, MemoryEr
 T = TypeVar("T")
 Key = tuple[Any, ...]
 Row = dict[str, Any]
-Place = tuple[int, int, str | None]  # number, length and task of a cell
+Place = tuple[int, int, str]  # number, length and task of a cell
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,12 +210,12 @@ class Cell:
     method: Method
     length: int  # tokens of the prompt
     number: int  # the sample's seed, or the window's number
-    task: str | None = None  # the task's name; None for a window
+    task: str = ""  # the task's name; "" for a window
 
     @property
     def table(self) -> str:
         """The table of the row."""
-        return TEXT if self.task is None else TASKS
+        return TASKS if self.task else TEXT
 
     @property
     def place(self) -> Place:
@@ -231,7 +231,7 @@ class Cell:
 def key_of(row: Mapping[str, Any]) -> Key:
     """Return the key of a row's cell."""
     number = row["seed"] if "seed" in row else row["window"]
-    return row["method"], row["size"], row.get("task"), row["length"], number
+    return row["method"], row["size"], row.get("task", ""), row["length"], number
 
 
 class Rows(ABC, Generic[T]):
@@ -266,7 +266,7 @@ class Rows(ABC, Generic[T]):
 
     @abstractmethod
     def empty(self, method: Method, prompt: T) -> Row:
-        """Return a row without results."""
+        """Return a row without results and error."""
 
     def make(self, cells: Sequence[Cell]) -> Iterator[Row]:
         """Decode cells, and yield their rows of plain values; `check` the cells first.
