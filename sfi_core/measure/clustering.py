@@ -1,7 +1,7 @@
 """Similarity of a layer's KV heads, the overlap of their top-k sets (SyncKV, Section 4.1), and clusters of alike heads.
 
 The sets are those of the last queries of a text. K-Means clusters the rows of a layer's distance matrix; a head
-represents each cluster (SyncKV, B.1). The clusters are made over all texts, and over disjoint parts of the texts.
+represents each cluster (SyncKV, B.1).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,7 +31,6 @@ PIECE = 16  # queries, or steps, computed at once; each takes a float for each h
 STARTS, ROUNDS = 32, 100  # seeded starts of K-Means, and its most iterations
 DIGITS, NEAR = 9, 1e-8  # of a distance: smaller differences may come from the order of a sum
 Labels = tuple[int, ...]
-PARTS = 2  # default number of parts
 
 
 def cut_texts(tokenizer: Any, texts: Sequence[str], length: int, top: int) -> list[list[int]]:
@@ -230,10 +229,6 @@ class LayerClusters:
     similarity_HH: Matrix  # S of every two heads, over all texts
     cluster_of: Labels
     representatives: Labels
-    # mean and least share of head pairs on which two parts agree, and share of the parts that choose these
-    # representatives; None with one part
-    agreement: tuple[float, float] | None
-    same_representatives: float | None
 
     def mean(self, *, within: bool) -> float | None:
         """Return the mean similarity of two heads of one cluster, or of two clusters; None without a pair."""
@@ -243,68 +238,27 @@ class LayerClusters:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
-        mean, least = self.agreement or (None, None)
         return {
             "layer": self.layer,
             "cluster_of": list(self.cluster_of),
             "representatives": list(self.representatives),
             "similarity_within": self.mean(within=True),
             "similarity_between": self.mean(within=False),
-            "agreement": mean,
-            "agreement_least": least,
-            "same_representatives": self.same_representatives,
             "similarity": self.similarity_HH.tolist(),
         }
 
 
-def part_count(texts: int, parts: int | None) -> int:
-    """Return the number of parts, by default 2 at most; raise `ConfigError` for more than texts."""
-    count = min(PARTS, texts) if parts is None else parts
-    if count > texts:
-        raise ConfigError(f"parts must be at most the {texts} texts, got {count}")
-    return count
-
-
-def parts_of(texts: Sequence[Sums], parts: int | None) -> list[dict[int, Similarity]]:
-    """Deal texts of the same layers out to disjoint parts (`part_count`); join each part's similarities."""
-    count = part_count(len(texts), parts)
-    return [joined(texts[first::count]) for first in range(count)]
-
-
-def cluster_layers(parts: Sequence[Sums], clusters: int) -> list[LayerClusters]:
-    """Cluster the KV heads of every layer, over all parts and over each part (SyncKV, 4.1 and B.1).
+def cluster_layers(texts: Sequence[Sums], clusters: int) -> list[LayerClusters]:
+    """Cluster the KV heads of every layer over texts of the same layers (SyncKV, 4.1 and B.1).
 
     Raise `ConfigError` if a layer has fewer KV heads than N_r (`clusters`).
     """
     layers = []
-    for layer, whole in sorted(joined(parts).items()):
+    for layer, whole in sorted(joined(texts).items()):
         cluster_of, representatives = cluster(whole.mean_HH, clusters)
-        alone = [cluster(part[layer].mean_HH, clusters) for part in parts]
-        shares = [pair_agreement(labels, others) for (labels, _), (others, _) in combinations(alone, 2)]
-        same = [set(chosen) == set(representatives) for _, chosen in alone]
         layers.append(
             LayerClusters(
-                layer=layer,
-                similarity_HH=whole.mean_HH,
-                cluster_of=cluster_of,
-                representatives=representatives,
-                agreement=(sum(shares) / len(shares), min(shares)) if shares else None,
-                same_representatives=sum(same) / len(same) if shares else None,
+                layer=layer, similarity_HH=whole.mean_HH, cluster_of=cluster_of, representatives=representatives
             )
         )
     return layers
-
-
-def pair_agreement(first: Sequence[int], second: Sequence[int]) -> float:
-    """Return the share of head pairs on which two clusterings agree: both join or both separate (Rand index).
-
-    The numbers of the clusters do not matter. Without a pair (one head) the share is 1.
-
-    Paper gap: the paper reports no measure ("the vast majority of heads remained consistent"). The plain
-    share is not adjusted for chance: two clusters of eight heads agree on about half of the pairs by chance.
-    """
-    pairs = list(combinations(range(len(first)), 2))
-    if not pairs:
-        return 1.0
-    same = [(first[i] == first[j]) == (second[i] == second[j]) for i, j in pairs]
-    return sum(same) / len(pairs)

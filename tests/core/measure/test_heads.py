@@ -9,16 +9,7 @@ import torch
 
 from sfi_core.errors import BackendError, ConfigError
 from sfi_core.measure import clustering
-from sfi_core.measure.clustering import (
-    Similarity,
-    cluster,
-    cluster_layers,
-    distance,
-    joined,
-    overlap,
-    pair_agreement,
-    parts_of,
-)
+from sfi_core.measure.clustering import Similarity, cluster, cluster_layers, distance, joined, overlap
 from tests.core.conftest import tiny_qwen3
 
 pytest.importorskip("scipy")
@@ -132,31 +123,6 @@ def test_without_scipy_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setattr(clustering, "find_spec", lambda name: None)
     with pytest.raises(BackendError, match=r"pip install .*\[tune\]"):
         clustering.check_scipy()
-
-
-def test_agreement_is_the_share_of_pairs_and_does_not_look_at_numbers():
-    """Pairs of four heads: 01 02 03 12 13 23."""
-    assert pair_agreement((0, 0, 1, 1), (1, 1, 0, 0)) == 1
-    assert pair_agreement((0, 0, 1, 1), (0, 1, 1, 1)) == 3 / 6  # 02, 03 and 23
-    assert pair_agreement((0,), (0,)) == 1
-
-
-def test_parts_are_disjoint_and_each_is_clustered_alone():
-    texts = [{0: Similarity.of(as_index(random_sets(seed, 4)))} for seed in range(5)]
-    parts = parts_of(texts, 2)
-    expected = [sum(texts[i][0].total_HH for i in own) for own in ((0, 2, 4), (1, 3))]
-    for part, total in zip(parts, expected, strict=True):
-        np.testing.assert_allclose(part[0].total_HH, total)
-    (layer,) = cluster_layers(parts, 2)
-    alone = [cluster(part[0].mean_HH, 2) for part in parts]
-    share = pair_agreement(*(labels for labels, _ in alone))
-    assert layer.agreement == (share, share)
-    same = [set(chosen) == set(layer.representatives) for _, chosen in alone]
-    assert layer.same_representatives == sum(same) / 2
-    (whole,) = cluster_layers(parts_of(texts[:1], None), 2)
-    assert whole.agreement is None
-    with pytest.raises(ConfigError, match="parts must be at most the 5 texts, got 6"):
-        parts_of(texts, 6)
 
 
 def test_a_mean_is_taken_over_pairs_within_and_between_clusters():
