@@ -58,7 +58,7 @@ class ByteLimit:
         unknown = selecting or policy.mixes_heads
         return cls(
             speedup=dense / read,
-            break_even_context=None if unknown else PolicyReads(policy, slow, slow, 0.0).break_even(model),
+            break_even_context=None if unknown else PolicyReads(policy, True, slow, 0.0).break_even(model),
             read_ratio=(attended + selecting) / context,
             codescan_read_ratio=_codescan_ratio(config, context, widths) if policy.refreshes() and not exact else None,
         )

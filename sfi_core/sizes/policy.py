@@ -67,31 +67,18 @@ class PolicyReads:
         share = sum(shares) / max(1, len(shares))
         return cls(policy, triggered, rate if triggered else planned, share)
 
-    @property
-    def packed(self) -> int:
-        """Sink and selected tokens for each KV head."""
-        return self.policy.config.sink + (self.policy.config.budget if self.policy.selects else 0)
-
-    @property
-    def has_fast(self) -> bool:
-        """Whether there are fast steps."""
-        return self.stated or self.rate < 1
-
-    def choosing(self, context: int) -> float:
-        """Return what choosing reads in a fast step with `context` cached tokens, in tokens' worth."""
-        recent = max(0, context - self.policy.config.recent)
-        state = RequestState(prompt_tokens=context, length=context, recent_start=recent, step=1, slow=False)
-        return self.policy.selection_tokens(state)
-
     def steps(self, model: ByteModel, context: int) -> tuple[float, float]:
         """Return the bytes of a request's fast and slow step with `context` cached tokens."""
         config, policy = self.policy.config, self.policy
-        read = min(context, fast_tokens(config, self.packed - config.sink, self.rate))
+        selected = config.budget if policy.selects else 0
+        read = min(context, fast_tokens(config, selected, self.rate))
         mixed = read + self.dense_share * (context - read)
+        recent = max(0, context - config.recent)
+        fast = RequestState(prompt_tokens=context, length=context, recent_start=recent, step=1, slow=False)
         slow = model.fast(context, mixed if policy.mixes_heads else context)
         if policy.refreshes():
-            slow += model.refresh(context, min(context, self.packed))
-        return float(model.fast(context, mixed + self.choosing(context))), float(slow)
+            slow += model.refresh(context, min(context, config.sink + selected))
+        return float(model.fast(context, mixed + policy.selection_tokens(fast))), float(slow)
 
     def mean(self, model: ByteModel, context: int) -> float:
         """Return the mean bytes of a request's step."""

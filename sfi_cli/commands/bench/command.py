@@ -11,51 +11,44 @@ from sfi_cli.settings.given import Given, given
 from sfi_cli.settings.tables import TIERS, ForecastTable
 from sfi_cli.terminal.output import Output, View, leave_interrupted
 from sfi_core.errors import ConfigError
+from sfi_core.measure.bench.settings import DecodeSettings
 from sfi_core.settings.engine import EngineOptions
 
 MEASURE, FORECAST = "Measurement", "Forecast"
 FORMATS = (".json",)
 KILO = 1024
 CPU_SECONDS = 2.0  # default time limit of a run on a CPU, where a step may take seconds
-# copies of the defaults of DecodeSettings, which imports torch; a test compares the two
-SHOWN = {
-    "policies": "sfi,codescan,full-kv",
-    "contexts": "4096,16384,32768",
-    "batches": "1",
-    "baselines": "transformers-dynamic,transformers-static",
-    "steps": "40",
-    "repeats": "3",
-    "slow_rate": "1/20",
-}
 _more = partial(o.option, MEASURE)
 _forecast = partial(o.option, FORECAST)
 _out = partial(o.option, o.OUTPUT)
 _model = partial(o.option, o.MODEL)
 
 
-def _measure(name: str, text: str) -> Any:
-    return _more(text, shown=SHOWN.get(name, "none"))
+def _field(name: str, text: str) -> Any:
+    value = getattr(DecodeSettings(), name)
+    shown = ",".join(map(str, value)) if isinstance(value, tuple) else "none" if value is None else str(value)
+    return _more(text, shown=shown)
 
 
 def bench(
-    policy: Annotated[o.Words, _measure("policies", "Policies; comma list or repeated.")] = None,
-    context: Annotated[o.Words, _measure("contexts", "Cached tokens, 8192 or 8K; comma list or repeated.")] = None,
-    batch: Annotated[o.Words, _measure("batches", "Requests together; comma list or repeated.")] = None,
-    baseline: Annotated[o.Words, _measure("baselines", "What else takes turns; comma list, or none.")] = None,
-    steps: Annotated[o.Number, _measure("steps", "Decoding steps measured in each run.")] = None,
-    repeats: Annotated[o.Number, _measure("repeats", "Runs of each; all take turns.")] = None,
+    policy: Annotated[o.Words, _field("policies", "Policies; comma list or repeated.")] = None,
+    context: Annotated[o.Words, _field("contexts", "Cached tokens, 8192 or 8K; comma list or repeated.")] = None,
+    batch: Annotated[o.Words, _field("batches", "Requests together; comma list or repeated.")] = None,
+    baseline: Annotated[o.Words, _field("baselines", "What else takes turns; comma list, or none.")] = None,
+    steps: Annotated[o.Number, _field("steps", "Decoding steps measured in each run.")] = None,
+    repeats: Annotated[o.Number, _field("repeats", "Runs of each; all take turns.")] = None,
     time_limit: Annotated[
         float | None,
         _more("Seconds after which a run stops early; it measures at least 3 steps.", shown="none; on a CPU 2"),
     ] = None,
     slow_rate: Annotated[
-        str | None, _measure("slow_rate", "Share of steps at which a request is slow: 1/20 or 0.05.")
+        str | None, _field("slow_rate", "Share of steps at which a request is slow: 1/20 or 0.05.")
     ] = None,
     ragged: Annotated[
         bool, _more("Let contexts of a batch fall evenly from the context to half of it.", "--ragged")
     ] = False,
     acceptance: Annotated[
-        float | None, _measure("acceptance", "Measure lossless runs too, which keep this share of their drafts.")
+        float | None, _field("acceptance", "Measure lossless runs too, which keep this share of their drafts.")
     ] = None,
     seed: Annotated[int, _more("Seed of weights, keys, values and tokens.")] = 0,
     threads: Annotated[o.Number, _more("CPU threads.", shown="PyTorch's own")] = None,
@@ -149,9 +142,7 @@ def run(
     """
     import torch
 
-    from sfi_core.engine.attend import check_backend
-    from sfi_core.measure.bench.bench import check_engine
-    from sfi_core.measure.bench.settings import DecodeSettings
+    from sfi_core.measure.bench.bench import check_run
     from sfi_core.models.load import resolve_device
 
     subject.check()
@@ -166,8 +157,7 @@ def run(
         asked["time_limit"] = CPU_SECONDS
     fields = {name: value for name, value in asked.items() if value is not None} | settings.of("bench")
     checked = DecodeSettings(**fields, config=settings.config, engine=settings.table(EngineOptions))
-    check_backend(checked.engine.backend, device)  # report mistakes before a large model loads
-    check_engine(checked, device)
+    check_run(checked, device)
     output.check_format(FORMATS)
     with output:
         if forecast:
@@ -176,7 +166,7 @@ def run(
             _measure(subject, checked, output)
 
 
-def _measure(subject: Subject, settings: Any, output: Output) -> None:
+def _measure(subject: Subject, settings: DecodeSettings, output: Output) -> None:
     from sfi_cli.commands.bench.views import bench_text
     from sfi_cli.terminal.progress import Progress
     from sfi_core.measure.bench.bench import run_bench
@@ -193,7 +183,7 @@ def _measure(subject: Subject, settings: Any, output: Output) -> None:
         leave_interrupted()
 
 
-def _forecast(subject: Subject, settings: Any, device: Any, machine: ForecastTable, output: Output) -> None:
+def _forecast(subject: Subject, settings: DecodeSettings, device: Any, machine: ForecastTable, output: Output) -> None:
     from sfi_cli.commands.bench.views import forecast_text
     from sfi_core.measure.bench.byte_roofline import forecast_document
 

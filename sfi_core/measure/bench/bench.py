@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 
+from sfi_core.engine.attend import check_backend
 from sfi_core.errors import BackendError, ConfigError, MemoryForecastError
+from sfi_core.hosts.transformers.lossless import check_drafts
 from sfi_core.hosts.transformers.shapes import cached_shapes
 from sfi_core.hosts.transformers.slow_fast import session_on
 from sfi_core.machine.memory import describe_measured, free_bytes, give_back, resident_bytes
@@ -17,10 +19,11 @@ from sfi_core.machine.private import attention_implementation
 from sfi_core.machine.versions import versions
 from sfi_core.measure.bench import ours, theirs
 from sfi_core.measure.bench.rows import pays_from, point_rows
-from sfi_core.measure.bench.runs import BenchRow, DecodeSample, Prompts
-from sfi_core.measure.bench.settings import DecodeSettings, DecodeVariant, Point
+from sfi_core.measure.bench.runs import BenchRow, DecodeSample, DecodeVariant, Prompts, variants
+from sfi_core.measure.bench.settings import DecodeSettings, Point
 from sfi_core.measure.kernel_bench.timing import clock_for, copy_gb_per_s
 from sfi_core.models.describe import ModelWeights, describe_model
+from sfi_core.policies import policy_class
 from sfi_core.sizes.memory import largest_batch
 from sfi_core.sizes.step import ByteModel
 from sfi_core.state.layer_shape import LayerShape
@@ -47,7 +50,7 @@ def run_bench(
     outside `slow_fast`. Raise `MemoryForecastError` if no variant fits at any point, `ConfigError` if a lossless run
     cannot decode such a batch, and `SfiError` as `slow_fast`.
     """
-    check_engine(settings, model.device)
+    check_run(settings, model.device)
     bench = Bench(model, settings, progress, on_run)
     try:
         bench.run()
@@ -63,8 +66,16 @@ def run_bench(
     return bench
 
 
-def check_engine(settings: DecodeSettings, device: torch.device) -> None:
-    """Raise `BackendError` if CUDA graphs are asked for on another device."""
+def check_run(settings: DecodeSettings, device: torch.device) -> None:
+    """Refuse what cannot run here, before a large model loads.
+
+    Raise `BackendError` for a backend or CUDA graphs that the device cannot run, `ConfigError` for an unknown policy,
+    and for lossless runs if no policy can draft.
+    """
+    drafts = [policy_class(policy).drafts for policy in settings.policies]
+    if settings.lossless and not any(drafts):
+        check_drafts(policy_class(settings.policies[0]), settings.policies[0])
+    check_backend(settings.engine.backend, device)
     if settings.engine.graphs and device.type != "cuda":
         raise BackendError(f"graphs must run on a CUDA device, got {device.type}; drop engine.graphs")
 
@@ -109,17 +120,17 @@ class Bench:
         weights = ModelWeights.of(model)
         self.about = {**describe_model(model, self._shapes), "total_weight_bytes": weights.total_bytes}
         self.notes += self._notes()
-        points, variants = settings.points(), settings.variants()
-        self._total = len(points) * len(variants) * settings.repeats
+        points, ways = settings.points(), variants(settings)
+        self._total = len(points) * len(ways) * settings.repeats
         for point in points:
-            self._measure(point, variants)
+            self._measure(point, ways)
 
-    def _measure(self, point: Point, variants: list[DecodeVariant]) -> None:
+    def _measure(self, point: Point, ways: list[DecodeVariant]) -> None:
         settings, model = self.settings, self.model
         vocabulary = model.config.get_text_config(decoder=True).vocab_size
         release(model.device)
-        fitting = self._fitting(variants, point)
-        self._done += (len(variants) - len(fitting)) * settings.repeats
+        fitting = self._fitting(ways, point)
+        self._done += (len(ways) - len(fitting)) * settings.repeats
         if not fitting:
             return
         prompts = Prompts.of(settings, point, vocabulary, model.device)
@@ -140,11 +151,11 @@ class Bench:
         finally:
             self.rows[before:] = point_rows(rows, self.machine["copy_gb_per_s"])
 
-    def _fitting(self, variants: list[DecodeVariant], point: Point) -> dict[DecodeVariant, int]:
+    def _fitting(self, ways: list[DecodeVariant], point: Point) -> dict[DecodeVariant, int]:
         # the bytes that each variant needs that fits into free memory, before a cache is allocated; others are skipped
         free = free_bytes(self.model.device)
         fitting: dict[DecodeVariant, int] = {}
-        for variant in variants:
+        for variant in ways:
             needed = self._needed(variant, point, point.batch)
             if free is None or needed <= free:
                 fitting[variant] = needed
@@ -197,7 +208,7 @@ class Bench:
             notes.append("transformers compiles the forward pass with its static cache by itself")
         notes.append("caches are filled with random keys and values; our policies decode given tokens")
         whole = [
-            variant.name for variant in settings.variants()
+            variant.name for variant in variants(settings)
             if variant.policy and variant.engine.kv_device_budget != settings.engine.kv_device_budget
         ]  # fmt: skip
         if whole:

@@ -20,8 +20,8 @@ from sfi_core.hosts.transformers.replays import records_steps
 from sfi_core.hosts.transformers.session import Session
 from sfi_core.hosts.transformers.slow_fast import session_on
 from sfi_core.machine.memory import peak_bytes, reset_peak
-from sfi_core.measure.bench.runs import BenchRow, DecodeSample, StepRead
-from sfi_core.measure.bench.settings import DecodeSettings, DecodeVariant, Point
+from sfi_core.measure.bench.runs import BenchRow, DecodeSample, DecodeVariant, StepRead
+from sfi_core.measure.bench.settings import DecodeSettings, Point
 from sfi_core.policies import policy_class
 from sfi_core.policies.base import Triggered
 from sfi_core.settings.engine import Sampling

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from sfi_core.measure.bench.runs import KINDS, BenchRow, DecodeSample, StepRead
-from sfi_core.measure.bench.settings import BASELINES, DecodeVariant
+from sfi_core.measure.bench.runs import KINDS, BenchRow, DecodeSample, DecodeVariant, StepRead
+from sfi_core.measure.bench.settings import BASELINES
 from sfi_core.policies import policy_class
 from sfi_core.sizes.step import ByteModel
 

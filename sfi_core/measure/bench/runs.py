@@ -9,7 +9,7 @@ import random
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from itertools import pairwise
 from typing import Any
@@ -19,10 +19,34 @@ import torch
 from sfi_core.engine.meter import steady_seconds
 from sfi_core.engine.report import RunReport
 from sfi_core.generation.synthetic import SyntheticPrompt
-from sfi_core.measure.bench.settings import LEAST_STEPS, TRIGGER, DecodeSettings, DecodeVariant, Point
+from sfi_core.hosts.transformers.stores import engine_for
+from sfi_core.measure.bench.settings import LEAST_STEPS, TRIGGER, DecodeSettings, Point
+from sfi_core.policies import policy_class
+from sfi_core.settings.engine import EngineOptions
 from sfi_core.sizes.step import ByteModel
 
 KINDS = FAST, MIXED, SLOW = "fast", "mixed", "slow"
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeVariant:
+    """One way to decode."""
+
+    name: str
+    policy: str = ""  # our policy; "" for a baseline
+    engine: EngineOptions = field(default_factory=EngineOptions)
+    acceptance: float | None = None  # in a lossless run, the stated chance that a tested token is kept
+
+
+def variants(settings: DecodeSettings) -> list[DecodeVariant]:
+    """Return the variants of a benchmark; a policy that cannot offload runs without the device budget."""
+    lossless = replace(settings.engine, lossless=True, kv_device_budget=None)
+    found = []
+    for policy in dict.fromkeys(settings.policies):
+        found.append(DecodeVariant(policy, policy, engine_for(policy, settings.engine)))
+        if settings.lossless and policy_class(policy).drafts:
+            found.append(DecodeVariant(f"{policy}-lossless", policy, lossless, settings.acceptance))
+    return found + [DecodeVariant(name) for name in dict.fromkeys(settings.baselines)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -184,7 +184,7 @@ def _settings(text: str) -> Iterator[tuple[str, Any]]:
             raise ConfigError(f"setting must be key=value, got {assignment!r}")
         try:
             yield name, json.loads(value)
-        except ValueError:
+        except (ValueError, RecursionError):
             yield name, value
 
 

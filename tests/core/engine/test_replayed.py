@@ -17,7 +17,7 @@ from sfi_core.hosts.transformers.replays import records_steps
 from sfi_core.measure.bench.bench import Bench
 from sfi_core.measure.bench.ours import run_ours
 from sfi_core.measure.bench.rows import point_rows
-from sfi_core.measure.bench.runs import BenchRow, Prompts
+from sfi_core.measure.bench.runs import BenchRow, Prompts, variants
 from sfi_core.measure.bench.settings import DecodeSettings
 from sfi_core.observers.events import SelectionEvent
 from sfi_core.sizes.step import ByteModel
@@ -111,7 +111,7 @@ def test_a_benchmark_records_every_graph_before_it_measures(model, recorder):
         slow_rate=Fraction(1, 3), engine=EngineOptions(backend="triton"),
         config=CONFIG.replace(trigger_delay=1),
     )  # fmt: skip
-    (point,), (variant,) = asked.points(), asked.variants()
+    (point,), (variant,) = asked.points(), variants(asked)
     tapes = []
     prompts = Prompts.of(asked, point, 96, torch.device("cpu"))
     bytes_ = ByteModel(weight_bytes=1000, batch=3, row_bytes=8, heads=2, layers=1)
@@ -136,7 +136,7 @@ def test_a_benchmark_says_why_steps_were_not_replayed(model, recorder):
         policies=("quest",), contexts=(40,), batches=(1,), baselines=(), steps=3, warm_up=1,
         engine=EngineOptions(backend="triton"), config=CONFIG.replace(trigger_delay=1),
     )  # fmt: skip
-    (point,), (variant,) = asked.points(), asked.variants()
+    (point,), (variant,) = asked.points(), variants(asked)
     prompts = Prompts.of(asked, point, 96, torch.device("cpu"))
     bytes_ = ByteModel(weight_bytes=1000, batch=1, row_bytes=8, heads=2, layers=1)
     ran = BenchRow(model, variant, point, asked, prompts, bytes_)

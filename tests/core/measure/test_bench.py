@@ -15,8 +15,8 @@ from sfi_core.measure.bench import theirs as their_runs
 from sfi_core.measure.bench.bench import run_bench
 from sfi_core.measure.bench.ours import run_ours
 from sfi_core.measure.bench.rows import point_rows, step_bytes
-from sfi_core.measure.bench.runs import BenchRow, DecodeSample, Prompts, StepRead, slow_steps
-from sfi_core.measure.bench.settings import BASELINES, DecodeSettings, DecodeVariant, Point
+from sfi_core.measure.bench.runs import BenchRow, DecodeSample, DecodeVariant, Prompts, StepRead, slow_steps
+from sfi_core.measure.bench.settings import BASELINES, DecodeSettings, Point
 from sfi_core.measure.bench.theirs import run_theirs
 from sfi_core.sizes.step import ByteModel
 
@@ -255,4 +255,4 @@ def test_what_does_not_fit_is_a_row_of_its_own_with_the_batch_that_fits(tiny_mod
 )
 def test_bad_settings_are_refused(changes, words):
     with pytest.raises(ConfigError, match=words):
-        settings(**changes)
+        bench.check_run(settings(**changes), torch.device("cpu"))

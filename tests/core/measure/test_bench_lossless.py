@@ -4,6 +4,7 @@ from fractions import Fraction
 from statistics import fmean
 
 import pytest
+import torch
 
 from sfi_core import EngineOptions, SfiConfig
 from sfi_core.errors import ConfigError
@@ -11,8 +12,8 @@ from sfi_core.measure.bench import bench as module
 from sfi_core.measure.bench.bench import run_bench
 from sfi_core.measure.bench.ours import StatedAcceptance, run_ours
 from sfi_core.measure.bench.rows import point_rows
-from sfi_core.measure.bench.runs import BenchRow, DecodeSample, Prompts, StepRead
-from sfi_core.measure.bench.settings import DecodeSettings, DecodeVariant, Point
+from sfi_core.measure.bench.runs import BenchRow, DecodeSample, DecodeVariant, Prompts, StepRead, variants
+from sfi_core.measure.bench.settings import DecodeSettings, Point
 from sfi_core.sizes.step import ByteModel
 from sfi_core.state.request import RequestState
 from tests.architectures import tiny
@@ -35,7 +36,7 @@ def settings(**changes) -> DecodeSettings:
 def lossless_sample(model, asked, batch=1):
     point = Point(asked.contexts[0], batch, asked.ragged)
     prompts = Prompts.of(asked, point, model.config.vocab_size, model.device)
-    (variant,) = (lossless for lossless in asked.variants() if lossless.engine.lossless)
+    (variant,) = (lossless for lossless in variants(asked) if lossless.engine.lossless)
     return run_ours(BenchRow(model, variant, point, asked, prompts, MODEL))
 
 
@@ -101,7 +102,7 @@ def test_rows_count_tokens_and_not_passes():
 )
 def test_what_cannot_be_measured_is_refused(changes, message):
     with pytest.raises(ConfigError, match=message):
-        settings(**changes)
+        module.check_run(settings(**changes), torch.device("cpu"))
 
 
 def test_a_batch_over_sliding_windows_is_refused_before_anything_runs(monkeypatch):
