@@ -107,7 +107,7 @@ def _clustered(
         "top_k": top,
         "pooled": "max",
         "sfi": __version__,
-        "layers": [layer.to_dict() for layer in cluster_layers(similarities, clusters)],
+        "layers": cluster_layers(similarities, clusters),
     }
 
 

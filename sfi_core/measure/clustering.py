@@ -221,44 +221,27 @@ def _filled(label_H: npt.NDArray[np.int64], clusters: int) -> npt.NDArray[np.int
     return label_H
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerClusters:
-    """The clusters of one layer's KV heads."""
-
-    layer: int
-    similarity_HH: Matrix  # S of every two heads, over all texts
-    cluster_of: Labels
-    representatives: Labels
-
-    def mean(self, *, within: bool) -> float | None:
-        """Return the mean similarity of two heads of one cluster, or of two clusters; None without a pair."""
-        label_H, pairs = self.cluster_of, combinations(range(len(self.cluster_of)), 2)
-        similarities = [self.similarity_HH[i, j] for i, j in pairs if (label_H[i] == label_H[j]) == within]
-        return float(np.mean(similarities)) if similarities else None
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        return {
-            "layer": self.layer,
-            "cluster_of": list(self.cluster_of),
-            "representatives": list(self.representatives),
-            "similarity_within": self.mean(within=True),
-            "similarity_between": self.mean(within=False),
-            "similarity": self.similarity_HH.tolist(),
-        }
-
-
-def cluster_layers(texts: Sequence[Sums], clusters: int) -> list[LayerClusters]:
+def cluster_layers(texts: Sequence[Sums], clusters: int) -> list[dict[str, Any]]:
     """Cluster the KV heads of every layer over texts of the same layers (SyncKV, 4.1 and B.1).
 
-    Raise `ConfigError` if a layer has fewer KV heads than N_r (`clusters`).
+    Return a row of plain values for each layer, with S of every two heads, and its mean over pairs of heads within and
+    between clusters, None without a pair. Raise `ConfigError` if a layer has fewer KV heads than N_r (`clusters`).
     """
-    layers = []
+    rows = []
     for layer, whole in sorted(joined(texts).items()):
-        cluster_of, representatives = cluster(whole.mean_HH, clusters)
-        layers.append(
-            LayerClusters(
-                layer=layer, similarity_HH=whole.mean_HH, cluster_of=cluster_of, representatives=representatives
-            )
+        label_H, representatives = cluster(whole.mean_HH, clusters)
+        alike: dict[bool, list[float]] = {True: [], False: []}  # by whether two heads are of one cluster
+        for i, j in combinations(range(len(label_H)), 2):
+            alike[label_H[i] == label_H[j]].append(float(whole.mean_HH[i, j]))
+        within, between = (sum(pairs) / len(pairs) if pairs else None for pairs in alike.values())
+        rows.append(
+            {
+                "layer": layer,
+                "cluster_of": list(label_H),
+                "representatives": list(representatives),
+                "similarity_within": within,
+                "similarity_between": between,
+                "similarity": whole.mean_HH.tolist(),
+            }
         )
-    return layers
+    return rows

@@ -59,13 +59,8 @@ class Selected(NamedTuple):
 class LayerData:
     """A layer's cache and one step's query for every request.
 
-    Attributes:
-        key_BHTD: Keys, contiguous, as SDPA reads them; `value_BHTD` alike.
-        pages: The same rows in pages; several pages of a request are in a shuffled order.
-        length_B: Cached tokens, int32.
-        recent_start_B: First token of the recent segment, int32.
-        nothing: Packed rows of a slow step, which reads none.
-        notes: Remarks that the rows need.
+    Keys and values are contiguous, as SDPA reads them, and the same rows in `pages`; several pages of a request are in
+    a shuffled order. `nothing` are the packed rows of a slow step, `notes` remarks that the rows of results need.
     """
 
     def __init__(self, settings: KernelSettings, backend: str, device: torch.device) -> None:

@@ -128,9 +128,9 @@ def test_without_scipy_the_error_says_what_to_install(monkeypatch):
 def test_a_mean_is_taken_over_pairs_within_and_between_clusters():
     S = np.array([[1.0, 0.9, 0.2], [0.9, 1.0, 0.4], [0.2, 0.4, 1.0]])
     (layer,) = cluster_layers([{7: Similarity(S * 10, 10)}], 2)
-    assert (layer.layer, layer.cluster_of) == (7, (0, 0, 1))
-    assert layer.mean(within=True) == pytest.approx(0.9)
-    assert layer.mean(within=False) == pytest.approx(0.3)
+    assert (layer["layer"], layer["cluster_of"]) == (7, [0, 0, 1])
+    assert layer["similarity_within"] == pytest.approx(0.9)
+    assert layer["similarity_between"] == pytest.approx(0.3)
 
 
 def eager_weights(model: Any, ids: list[int]) -> list[torch.Tensor]:
