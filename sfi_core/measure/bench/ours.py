@@ -20,7 +20,7 @@ from sfi_core.hosts.transformers.replays import records_steps
 from sfi_core.hosts.transformers.session import Session
 from sfi_core.hosts.transformers.slow_fast import session_on
 from sfi_core.machine.memory import peak_bytes, reset_peak
-from sfi_core.measure.bench.runs import BenchRow, DecodeSample, DecodeVariant, StepRead
+from sfi_core.measure.bench.runs import BenchRow, DecodeSample, DecodeVariant, Read
 from sfi_core.measure.bench.settings import DecodeSettings, Point
 from sfi_core.policies import policy_class
 from sfi_core.policies.base import Triggered
@@ -112,7 +112,7 @@ def _measure(sample: DecodeSample, row: BenchRow, session: Session, passes: Iter
     for step, _ in enumerate(passes):
         sample.at.append(time.perf_counter())
         if step:
-            sample.reads.append(_step_read(session.run))
+            sample.reads.append(_reads(session.run))
         if step == settings.warm_up:
             sample.selecting -= _selecting(session.run)
         row.on_step(sample)
@@ -132,7 +132,7 @@ def _measure_lossless(sample: DecodeSample, row: BenchRow, session: Session, pas
         # dense passes after the prompt's, and tokens kept of drafts
         counted = Counter({name: sum(getattr(tally, name) for tally in tallies) for name in DRAFTING})
         if number:
-            sample.reads.append(_step_read(run))
+            sample.reads.append(_reads(run))
         if began is None:
             sample.warm_up = number  # the warm-up lasts until a pass that verifies
             if number >= settings.warm_up and sample.gave[-1]:
@@ -176,15 +176,9 @@ def _period(row: BenchRow) -> int:
     return rate.denominator if triggered and rate else 1
 
 
-def _step_read(run: Run) -> StepRead:
-    # what the run's last step read; a verification's rejected tokens do not count
-    states = run.requests
-    return StepRead(
-        tuple(state.slow for state in states),
-        tuple(state.length for state in states),
-        tuple(state.fast_tokens for state in states),
-        tuple(state.packed_tokens for state in states),
-    )
+def _reads(run: Run) -> list[Read]:
+    # of the run's last step; a verification's rejected tokens do not count
+    return [Read(state.slow, state.length, state.fast_tokens, state.packed_tokens) for state in run.requests]
 
 
 def _selecting(run: Run) -> float:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from sfi_core.measure.bench.runs import KINDS, BenchRow, DecodeSample, DecodeVariant, StepRead
+from sfi_core.measure.bench.runs import KINDS, BenchRow, DecodeSample, DecodeVariant, Read, kind_of
 from sfi_core.measure.bench.settings import BASELINES
 from sfi_core.policies import policy_class
 from sfi_core.sizes.step import ByteModel
@@ -118,8 +118,8 @@ def _tiers(variant: DecodeVariant, runs: Sequence[DecodeSample]) -> dict[str, An
 def _latencies(runs: Sequence[DecodeSample]) -> dict[str, Any]:
     times: dict[str, list[float]] = {kind: [] for kind in KINDS}
     for run in runs:
-        for read, seconds in zip(run.measured, run.step_seconds, strict=True):
-            times[read.kind].append(1e3 * seconds)
+        for reads, seconds in zip(run.measured, run.step_seconds, strict=True):
+            times[kind_of(reads)].append(1e3 * seconds)
     row: dict[str, Any] = {}
     for kind, times_ms in times.items():
         row[f"{kind}_steps"] = len(times_ms)
@@ -131,13 +131,13 @@ def _latencies(runs: Sequence[DecodeSample]) -> dict[str, Any]:
 def _bytes(row: BenchRow, copy_gb_per_s: float) -> dict[str, Any]:
     policy, runs, model = row.variant.policy, row.samples, row.bytes_read
     selects = bool(policy) and policy_class(policy).refreshes()
-    reads = [read for run in runs for read in run.measured]
+    steps = [reads for run in runs for reads in run.measured]
     # a mean over all layers, those left dense included
     selecting = sum(run.selecting for run in runs) * (model.row_bytes + model.dense_row_bytes)
     # tokens per request: the steps, or in a lossless run what its passes gave
     rounds = sum(run.tokens for run in runs) / runs[0].batch
-    needed = (sum(step_bytes(model, read, selects=selects) for read in reads) + selecting) / rounds
-    dense = statistics.fmean(sum(map(float, map(model.dense, read.length_B))) for read in reads)
+    needed = (sum(step_bytes(model, reads, selects=selects) for reads in steps) + selecting) / rounds
+    dense = statistics.fmean(sum(float(model.dense(read.length)) for read in reads) for reads in steps)
     rate = statistics.median(run.decode_rate for run in runs)
     gb_per_s = needed * rate / runs[0].batch / 1e9
     return {
@@ -150,14 +150,12 @@ def _bytes(row: BenchRow, copy_gb_per_s: float) -> dict[str, Any]:
     }
 
 
-def step_bytes(model: ByteModel, read: StepRead, *, selects: bool) -> float:
+def step_bytes(model: ByteModel, reads: Sequence[Read], *, selects: bool) -> float:
     """Return the bytes that a step of a batch must read; `selects` says whether slow requests select."""
     total = 0.0
-    for slow, length, tokens, packed in zip(read.slow_B, read.length_B, read.read_B, read.packed_B, strict=True):
+    for slow, length, tokens, packed in reads:
         if not slow:
             total += float(model.fast(length, tokens))
-        elif selects:
-            total += float(model.slow(length, packed))
         else:
-            total += float(model.dense(length))
+            total += float(model.slow(length, packed) if selects else model.dense(length))
     return total

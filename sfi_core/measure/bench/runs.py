@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -49,25 +49,19 @@ def variants(settings: DecodeSettings) -> list[DecodeVariant]:
     return found + [DecodeVariant(name) for name in dict.fromkeys(settings.baselines)]
 
 
-@dataclass(frozen=True, slots=True)
-class StepRead:
-    """What a decoding step read."""
+class Read(NamedTuple):
+    """What a decoding step read for a request."""
 
-    slow_B: tuple[bool, ...]  # whether each request was slow
-    length_B: tuple[int, ...]  # cached tokens of each request
-    read_B: tuple[float, ...]  # tokens that a fast step of each request reads for each KV head
-    packed_B: tuple[int, ...]  # sink and selected tokens of each request
+    slow: bool
+    length: int  # cached tokens
+    fast_tokens: float  # tokens that a fast step reads for each KV head
+    packed: int  # sink and selected tokens
 
-    @classmethod
-    def dense(cls, contexts: Sequence[int], step: int) -> "StepRead":
-        """Return what a step (from 1 on) reads under full attention."""
-        length = tuple(context + step for context in contexts)
-        return cls((True,) * len(length), length, length, (0,) * len(length))
 
-    @property
-    def kind(self) -> str:
-        """Whether the step is fast for all requests, slow for all, or mixed."""
-        return SLOW if all(self.slow_B) else MIXED if any(self.slow_B) else FAST
+def kind_of(reads: Sequence[Read]) -> str:
+    """Say whether a step is fast for all requests, slow for all, or mixed."""
+    slow = [read.slow for read in reads]
+    return SLOW if all(slow) else MIXED if any(slow) else FAST
 
 
 @dataclass(slots=True)
@@ -82,7 +76,7 @@ class DecodeSample:
     gave: list[int] = field(default_factory=list)
     # of the measured passes of a lossless run: `verifications`, and tokens `accepted` of drafts; None for another run
     drafting: Mapping[str, int] | None = None
-    reads: list[StepRead] = field(default_factory=list)  # what each step from step 1 on read
+    reads: list[list[Read]] = field(default_factory=list)  # by step from step 1 on, and by request
     # what the policy read to choose in the measured steps, in tokens per KV head, the mean over layers
     selecting: float = 0.0
     peak_bytes: int = 0
@@ -101,7 +95,7 @@ class DecodeSample:
         return sum(self.gave[1 + self.warm_up :]) if self.gave else self.batch * self.steps
 
     @property
-    def measured(self) -> list[StepRead]:
+    def measured(self) -> list[list[Read]]:
         """What the measured steps read."""
         return self.reads[self.warm_up : self.warm_up + self.steps]
 
@@ -115,8 +109,8 @@ class DecodeSample:
     def decode_rate(self) -> float:
         """Tokens per second after the warm-up, if each step took the median of those with as many slow requests."""
         laps: dict[tuple[int, ...], list[float]] = defaultdict(list)
-        for read, seconds in zip(self.measured, self.step_seconds, strict=True):
-            laps[(sum(read.slow_B),)].append(seconds)
+        for reads, seconds in zip(self.measured, self.step_seconds, strict=True):
+            laps[(sum(read.slow for read in reads),)].append(seconds)
         return self.tokens / steady_seconds(laps)
 
     @property
@@ -128,7 +122,7 @@ class DecodeSample:
     @property
     def slow_rate(self) -> float:
         """Share of slow requests in the measured steps."""
-        return statistics.fmean(slow for step in self.measured for slow in step.slow_B)
+        return statistics.fmean(read.slow for reads in self.measured for read in reads)
 
     def shorten_warm_up(self, limit: float | None) -> None:
         """End the warm-up with the last step if it has taken more than `limit` seconds."""

@@ -13,7 +13,7 @@ from sfi_core.hosts.transformers.cache import CACHE_NAME
 from sfi_core.hosts.transformers.own_layers import of_own_kind, take_states
 from sfi_core.hosts.transformers.shapes import cached_layers, cached_shapes
 from sfi_core.machine.memory import peak_bytes, reset_peak
-from sfi_core.measure.bench.runs import BenchRow, DecodeSample, StepRead
+from sfi_core.measure.bench.runs import BenchRow, DecodeSample, Read
 from sfi_core.measure.bench.settings import DecodeSettings, Point
 
 STATIC = "transformers-static"
@@ -34,7 +34,8 @@ class StepClock:
             self._began = True
             return
         if sample.at:
-            sample.reads.append(StepRead.dense(self._row.point.contexts, len(sample.at)))
+            lengths = [context + len(sample.at) for context in self._row.point.contexts]
+            sample.reads.append([Read(True, length, length, 0) for length in lengths])
         sample.at.append(now)
         sample.shorten_warm_up(self._row.settings.time_limit)
         self._row.on_step(sample)

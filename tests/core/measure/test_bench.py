@@ -15,7 +15,7 @@ from sfi_core.measure.bench import theirs as their_runs
 from sfi_core.measure.bench.bench import run_bench
 from sfi_core.measure.bench.ours import run_ours
 from sfi_core.measure.bench.rows import point_rows, step_bytes
-from sfi_core.measure.bench.runs import BenchRow, DecodeSample, DecodeVariant, Prompts, StepRead, slow_steps
+from sfi_core.measure.bench.runs import BenchRow, DecodeSample, DecodeVariant, Prompts, Read, kind_of, slow_steps
 from sfi_core.measure.bench.settings import BASELINES, DecodeSettings, Point
 from sfi_core.measure.bench.theirs import run_theirs
 from sfi_core.sizes.step import ByteModel
@@ -66,10 +66,10 @@ def test_slow_steps_are_evenly_apart_and_staggered(rate, row, batch, expected):
 def test_the_forced_tokens_make_exactly_the_stated_steps_slow(tiny_model, delay):
     asked = settings(steps=20, config=SMALL.replace(trigger_delay=delay, t_max=2, min_gap=9))
     sample = ours(tiny_model, asked)
-    slow = [[t for t, read in enumerate(sample.measured) if read.slow_B[row]] for row in (0, 1)]
+    slow = [[t for t, read in enumerate(sample.measured) if read[row].slow] for row in (0, 1)]
     assert slow == [[0, 5, 10, 15], [2, 7, 12, 17]]
     assert sample.slow_rate == 0.2
-    warm = [read.kind for read in sample.reads[:4]]
+    warm = [kind_of(read) for read in sample.reads[:4]]
     assert warm == [*["fast"] * delay, "slow", "mixed", "fast", "fast"][:4]
 
 
@@ -79,11 +79,12 @@ def test_the_forced_tokens_make_exactly_the_stated_steps_slow(tiny_model, delay)
 def test_step_t_has_the_contexts_and_t_more_tokens(tiny_model):
     asked = settings(contexts=(101,), ragged=True, steps=5)
     sample = ours(tiny_model, asked, batch=3)
-    assert [read.length_B for read in sample.reads[:2]] == [(102, 77, 51), (103, 78, 52)]
+    lengths = [[read.length for read in reads] for reads in sample.reads]
+    assert lengths[:2] == [[102, 77, 51], [103, 78, 52]]
     point = Point(101, 3, ragged=True)
     prompts = Prompts.of(asked, point, 96, tiny_model.device)
     theirs = run_theirs(BenchRow(tiny_model, DecodeVariant(BASELINES[0]), point, asked, prompts, byte_model()))
-    assert [read.length_B for read in theirs.reads] == [read.length_B for read in sample.reads]
+    assert [[read.length for read in reads] for reads in theirs.reads] == lengths
     assert len(theirs.at) == len(sample.at) == 1 + 4 + 5
 
 
@@ -147,7 +148,7 @@ def test_all_variants_take_their_turn_in_every_repeat(tiny_model, monkeypatch):
 
 def sample(at, kinds, *, warm_up=1, batch=2):
     slow = {"fast": (False, False), "mixed": (True, False), "slow": (True, True)}
-    reads = [StepRead(slow[kind], (100, 60), (40, 30), (20, 20)) for kind in ["fast", *kinds]]
+    reads = [[Read(slow[kind][0], 100, 40, 20), Read(slow[kind][1], 60, 30, 20)] for kind in ["fast", *kinds]]
     return DecodeSample(batch, warm_up, at=at, reads=reads)
 
 
@@ -195,7 +196,7 @@ def test_rows_can_be_recomputed_by_hand():
 
 
 def test_a_slow_request_that_selects_nothing_reads_what_dense_attention_reads():
-    read = StepRead((True,), (100,), (40,), (20,))
+    read = [Read(True, 100, 40, 20)]
     model = byte_model(batch=1)
     assert step_bytes(model, read, selects=False) == model.dense(100)
     assert step_bytes(model, read, selects=True) == model.slow(100, 20)
@@ -215,8 +216,8 @@ def test_measured_bytes_are_the_byte_models(tiny_model):
     model = ByteModel.of({**result.about, "weight_bytes": weights}, batch=2)
     mean = statistics.fmean(step_bytes(model, read, selects=True) for read in reads)
     assert rows["sfi"]["bytes_per_step"] == round(mean)
-    assert {read.packed_B for read in reads} == {(34, 34)}
-    assert reads[0].read_B[0] == 34 + 16
+    assert {read.packed for step in reads for read in step} == {34}
+    assert reads[0][0].fast_tokens == 34 + 16
 
 
 # what does not fit, and what is refused

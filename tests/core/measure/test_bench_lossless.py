@@ -12,7 +12,7 @@ from sfi_core.measure.bench import bench as module
 from sfi_core.measure.bench.bench import run_bench
 from sfi_core.measure.bench.ours import StatedAcceptance, run_ours
 from sfi_core.measure.bench.rows import point_rows
-from sfi_core.measure.bench.runs import BenchRow, DecodeSample, DecodeVariant, Prompts, StepRead, variants
+from sfi_core.measure.bench.runs import BenchRow, DecodeSample, DecodeVariant, Prompts, Read, variants
 from sfi_core.measure.bench.settings import DecodeSettings, Point
 from sfi_core.sizes.step import ByteModel
 from sfi_core.state.request import RequestState
@@ -66,7 +66,7 @@ def test_a_stated_acceptance_decides_whatever_random_weights_draft(tiny_model, a
     assert found["accepted"] + found["verifications"] == sample.tokens
     assert (sample.steps == sample.tokens) is (acceptance == 1.0)
     # the given tokens decide: at a rate of 1/5 a draft has four tokens at most
-    slow = [read.slow_B[0] for read in sample.measured]
+    slow = [read[0].slow for read in sample.measured]
     longest = max(len(run) for run in "".join("v" if one else "d" for one in slow).split("v"))
     assert longest <= 4
     assert slow[-1]
@@ -74,8 +74,8 @@ def test_a_stated_acceptance_decides_whatever_random_weights_draft(tiny_model, a
 
 def test_rows_count_tokens_and_not_passes():
     """Two requests; the measured passes give 0, 3 and 5 tokens."""
-    slow = ((False, False), (True, False), (True, True))
-    reads = [StepRead(one, (100, 60), (40, 30), (20, 20)) for one in ((True, True), *slow)]
+    slow = ((True, True), (False, False), (True, False), (True, True))
+    reads = [[Read(first, 100, 40, 20), Read(second, 60, 30, 20)] for first, second in slow]
     sample = DecodeSample(
         2, 1, at=[0, 1, 2, 3, 6], gave=[2, 4, 0, 3, 5], reads=reads,
         drafting={"verifications": 3, "accepted": 5},
