@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 from sfi_cli.terminal.tables import Part
-from sfi_traces.views.table import Columns, Row, Table, number, percent, plural
+from sfi_traces.views.table import Columns, Row, Table, number, percent, plural, written
 
 # sizes of rows that hold at all sizes: full attention, methods with own sizes
 ANY_SIZE = ("all", "own")
@@ -22,7 +22,10 @@ def evaluation_text(document: dict[str, Any]) -> list[Part]:
     for (task, length), group in _groups(rows, ("task", "length")):
         samples = max(row["n"] + row["failed"] for row in group)
         title = f"{task}, {length:,} tokens, {plural(samples, 'sample')}"
-        parts += [_scores(title, group), _costs(group)]
+        measures = dict.fromkeys(name for row in group for name in row["scores"])
+        costs: Columns = {name.replace("_", " "): partial(_measure, name) for name in measures} | COSTS
+        parts.append(_by_size(title, group, SCORE, ("against full-kv", _difference), "95 %"))
+        parts.append(_by_size("", group, costs, ("tokens/s", _speed), "stored"))
     parts += NOTES if rows else ()
     for (length,), group in _groups(document["fidelity"], ("length",)):
         windows = f"{plural(group[0]['windows'], 'window')} of {group[0]['tokens']:,} tokens"
@@ -47,57 +50,32 @@ def _groups(rows: Iterable[Row], names: Sequence[str]) -> list[tuple[tuple[Any, 
     return list(groups.items())
 
 
-def _scores(title: str, rows: list[Row]) -> Table:
-    # where there is no room, without the intervals but that of the last size
-    sizes = _sizes(rows)
-    last = "" if len(sizes) == 1 else f" at {sizes[-1]}"
-    columns = ["method", *(f"{name} at {size}" for size in sizes for name in SCORE), f"against full-kv{last}"]
-    lines = [
-        [method, *(_cell(row, write) for row in line for write in SCORE.values()), _cell(line[-1], _difference)]
-        for method, line in _lines(rows, sizes)
-    ]
-    return Table(title, columns, lines, spare=columns[2:-2:2])
-
-
-def _costs(rows: list[Row]) -> Table:
-    sizes = _sizes(rows)
-    further = list(dict.fromkeys(name for row in rows for name in row["scores"]))
-    names = [*further, "read", "stored"]
-
-    def value(row: Row, name: str) -> str:
-        if name in further:
-            return number(row["scores"].get(name), 2)
-        return percent(row["read" if name == "read" else "stored_ratio"])
-
-    columns = [f"{name.replace('_', ' ')} at {size}" for name in names for size in sizes]
-    lines = [
-        [
-            method,
-            *(_cell(row, value, name) for name in names for row in line),
-            _cell(line[-1], lambda row: number(row["tokens_per_second"], 1)),
-        ]
-        for method, line in _lines(rows, sizes)
-    ]
-    return Table("", ["method", *columns, "tokens/s"], lines, spare=columns[-len(sizes) :])
-
-
-def _sizes(rows: Iterable[Row]) -> list[str]:
-    sizes = list(dict.fromkeys(row["size"] for row in rows))
-    return [size for size in sizes if size not in ANY_SIZE] or sizes[-1:]
-
-
-def _lines(rows: list[Row], sizes: list[str]) -> list[tuple[str, list[Row | None]]]:
-    # a method's row for each size; a row for all sizes stands at each size
+def _by_size(
+    title: str, rows: list[Row], columns: Columns, last: tuple[str, Callable[[Row], str]], spare: str
+) -> Table:
+    # a line for each method, with the columns at each size, and a last one at the last size; a row for all sizes stands
+    # at each size
+    known = [*dict.fromkeys(row["size"] for row in rows)]
+    sizes = [size for size in known if size not in ANY_SIZE] or known[-1:]
+    final = last[0] if len(sizes) == 1 else f"{last[0]} at {sizes[-1]}"
+    head = ["method", *(f"{name} at {size}" for size in sizes for name in columns), final]
     lines = []
     for (method,), group in _groups(rows, ("method",)):
         by_size = {row["size"]: row for row in group}
         always = next((row for row in group if row["size"] in ANY_SIZE), None)
-        lines.append((method, [by_size.get(size, always) for size in sizes]))
-    return lines
+        at = [by_size.get(size, always) for size in sizes]
+        cells = [*((row, column) for row in at for column in columns.values()), (at[-1], last[1])]
+        scored = [written(column, row) if row and row["score"] is not None else "-" for row, column in cells]
+        lines.append([method, *scored])
+    return Table(title, head, lines, spare=[name for name in head if name.startswith(spare)])
 
 
-def _cell(row: Row | None, write: Callable[..., str], *arguments: Any) -> str:
-    return "-" if row is None or row["score"] is None else write(row, *arguments)
+def _measure(name: str, row: Row) -> str:
+    return number(row["scores"].get(name), 2)
+
+
+def _speed(row: Row) -> str:
+    return number(row["tokens_per_second"], 1)
 
 
 def _difference(row: Row) -> str:
@@ -113,7 +91,11 @@ def _failure(row: Row) -> str:
     return f"failed{count}: {row['method']} at {row['size']}, {where}{length}: {row['error']}"
 
 
-SCORE = {"score": lambda row: number(row["score"], 2), "95 %": lambda row: f"{row['low']:.2f}-{row['high']:.2f}"}
+SCORE: Columns = {
+    "score": (partial(number, digits=2), "score"),
+    "95 %": lambda row: f"{row['low']:.2f}-{row['high']:.2f}",
+}
+COSTS: Columns = {"read": (percent, "read"), "stored": (percent, "stored_ratio")}
 FIDELITY: Columns = {
     "method": (str, "method"),
     "size": (str, "size"),
