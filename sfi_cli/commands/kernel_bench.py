@@ -11,7 +11,7 @@ from sfi_cli.terminal.output import Output, leave_interrupted, message
 from sfi_cli.terminal.tables import Part, noted
 from sfi_core.errors import ConfigError, unknown
 from sfi_core.measure.kernel_bench.settings import CPU_SHAPE, OPS, TABLE_1, KernelSettings
-from sfi_traces.views.table import Columns, Row, Table, number, percent, ratio, written
+from sfi_traces.views.table import Columns, Table, duration, number, percent, ratio, written
 
 SHAPE, MEASURE, COMPILE = "Shape", "Measurement", "Offline compilation"
 THIS = "this GPU's; sm_90 without one"
@@ -198,18 +198,6 @@ def _read(share: float | None) -> str:
     return "" if share is None else f"{100 * share:.3g}"
 
 
-def _time(name: str, otherwise: str = "") -> Any:
-    def write(row: Row) -> str:
-        if row["median_us"] is None:
-            return otherwise
-        microseconds = row[name]
-        if microseconds < 10_000:  # noqa: PLR2004
-            return f"{microseconds:,.1f} us"
-        return f"{microseconds / 1e3:,.1f} ms"
-
-    return write
-
-
 def _over(name: str) -> Any:
     beside = ("fast", "dense", "verify", "prompt")  # ops that have such a rival
     return lambda row: ratio(row[f"speedup_over_{name}"] if row["op"].startswith(beside) else None)
@@ -219,9 +207,9 @@ MEASURED: Columns = {
     "op": lambda row: f"{row['op']} ({row['form']})" if row["form"] else str(row["op"]),
     "read %": (_read, "retention"),
     "launches": lambda row: str(row.get("launches") or ""),
-    "median": _time("median_us", "FAILED"),
-    "p10": _time("p10_us"),
-    "p90": _time("p90_us"),
+    "median": lambda row: "FAILED" if row["median_us"] is None else duration(row["median_us"]),
+    "p10": (duration, "p10_us"),
+    "p90": (duration, "p90_us"),
     "GB/s": lambda row: "" if row["median_us"] is None else number(row["gb_per_s"], 1),
     "of copy": lambda row: "" if row["median_us"] is None else percent(row["bandwidth_share"], 0),
     "TFLOP/s": lambda row: "" if row["tflop_per_s"] is None else f"{row['tflop_per_s']:,.3g}",

@@ -13,9 +13,8 @@ from pyarrow import parquet
 from sfi_core.errors import ConfigError, InputError, SfiError
 from sfi_core.machine.files import LOCK
 from sfi_core.measure.evaluation.grid import Cell, Method, at_sizes
-from sfi_core.measure.evaluation.statistics import paired_difference, wilson
 from sfi_traces.results.store import ResultsFolder, check_new
-from sfi_traces.results.summary import summarize, summarize_fidelity
+from sfi_traces.results.summary import paired_difference, summarize, summarize_fidelity, wilson
 
 MANIFEST = {
     "asked": {"samples": 2}, "model": {"name": "made-up"}, "methods": [], "text": None, "device": "cpu",
