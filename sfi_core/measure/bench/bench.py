@@ -34,7 +34,7 @@ STATED = (
     "the tokens mean nothing"
 )
 # settings in the document
-SHOWN = ("ragged", "acceptance", "seed")
+SHOWN = ("steps", "warm_up", "repeats", "ragged", "acceptance", "seed")
 ENGINE = ("backend", "overlap", "graphs", "kv_dtype", "kv_device_budget", "kv_page")
 
 
@@ -229,7 +229,6 @@ class Bench:
             "notes": [*self.notes, *self._eager_notes()],
             "model": self.about,
             "settings": {
-                **{name: getattr(settings, name) for name in ("steps", "warm_up", "repeats")},
                 "time_limit_seconds": settings.time_limit,
                 "slow_rate": str(settings.slow_rate),
                 **{name: getattr(settings, name) for name in SHOWN},

@@ -3,8 +3,8 @@
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,25 +90,35 @@ def run_ours(row: BenchRow) -> DecodeSample:
     In a lossless run chance decides which drafts are kept; its steps are passes, and a pass gives a request no token,
     one or several.
     """
-    settings, batch, lossless = row.settings, row.point.batch, row.variant.engine.lossless
-    sample, device = DecodeSample(batch, settings.warm_up), row.model.device
-    reset_peak(device)
-    with decoder_of(row) as decoder:
-        picker = GivenTokens(row.prompts.ids_BT, row.prompts.token_SB, decoder.replays.ahead)
+    model, variant, settings, prompts, batch = row.model, row.variant, row.settings, row.prompts, row.point.batch
+    sample, lossless = DecodeSample(batch, settings.warm_up), variant.engine.lossless
+    reset_peak(model.device)
+    with (
+        main_stream(model.device, overlap=variant.engine.overlap),
+        session_on(model, None, settings.run_config, policy=variant.policy, engine=variant.engine) as session,
+    ):
+        decoder = Decoder(
+            session=session, ids_BT=prompts.ids_BT, mask_BT=prompts.mask_BT,
+            capacity=settings.capacity(row.point.context), chunk=settings.engine.prefill_chunk,
+            shared=prompts.made_up.shared(session),
+            patient=False,  # record graphs at once: the warm-up has every kind of step only once
+        )  # fmt: skip
+        picker = GivenTokens(prompts.ids_BT, prompts.token_SB, decoder.replays.ahead)
         limit = settings.most_tokens if lossless else settings.total_steps + 1
-        rate = row.variant.acceptance
-        outcome = None if rate is None else StatedAcceptance(rate, settings.seed)
-        loop, session = Loop(decoder, [()] * batch, [limit] * batch, picker), decoder.session
+        outcome = None if variant.acceptance is None else StatedAcceptance(variant.acceptance, settings.seed)
+        loop = Loop(decoder, [()] * batch, [limit] * batch, picker)
         with closing(loop.decode_lossless(outcome) if lossless else loop.decode()) as passes:
             (_measure_lossless if lossless else _measure)(sample, row, session, passes)
         sample.selecting += _selecting(session.run)
         sample.report = RunReport.of(session.run)
-    sample.peak_bytes = peak_bytes(device)
+    sample.peak_bytes = peak_bytes(model.device)
     return sample
 
 
 def _measure(sample: DecodeSample, row: BenchRow, session: Session, passes: Iterable[NewTokens]) -> None:
-    settings, whole = row.settings, _period(row)
+    settings, whole = row.settings, 1
+    if issubclass(policy_class(row.variant.policy), Triggered) and settings.slow_rate:
+        whole = settings.slow_rate.denominator  # a run that stops between two slow steps would miss the stated rate
     for step, _ in enumerate(passes):
         sample.at.append(time.perf_counter())
         if step:
@@ -152,28 +162,6 @@ def needed_bytes(model: Any, variant: DecodeVariant, point: Point, settings: Dec
     with session_on(model, None, settings.run_config, policy=variant.policy, engine=variant.engine) as session:
         capacity, graphs = settings.capacity(point.context), records_steps(session)
         return session.forecast(point.batch, 1, capacity, 0, graphs=graphs).needed_bytes
-
-
-@contextmanager
-def decoder_of(row: BenchRow) -> Iterator[Decoder]:
-    """Put a run's model under its policy, and yield a decoder of the prompts."""
-    model, variant, settings, prompts = row.model, row.variant, row.settings, row.prompts
-    with (
-        main_stream(model.device, overlap=variant.engine.overlap),
-        session_on(model, None, settings.run_config, policy=variant.policy, engine=variant.engine) as session,
-    ):
-        yield Decoder(
-            session=session, ids_BT=prompts.ids_BT, mask_BT=prompts.mask_BT,
-            capacity=settings.capacity(row.point.context), chunk=settings.engine.prefill_chunk,
-            shared=prompts.made_up.shared(session),
-            patient=False,  # record graphs at once: the warm-up has every kind of step only once
-        )  # fmt: skip
-
-
-def _period(row: BenchRow) -> int:
-    # steps between two slow steps: a run that stops within them would miss the stated slow rate
-    rate, triggered = row.settings.slow_rate, issubclass(policy_class(row.variant.policy), Triggered)
-    return rate.denominator if triggered and rate else 1
 
 
 def _reads(run: Run) -> list[Read]:

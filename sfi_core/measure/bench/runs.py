@@ -124,12 +124,6 @@ class DecodeSample:
         """Share of slow requests in the measured steps."""
         return statistics.fmean(read.slow for reads in self.measured for read in reads)
 
-    def shorten_warm_up(self, limit: float | None) -> None:
-        """End the warm-up with the last step if it has taken more than `limit` seconds."""
-        warmed = len(self.at) - 1
-        if limit is not None and 0 < warmed < self.warm_up and self.at[-1] - self.at[0] > limit:
-            self.warm_up = warmed
-
     def over(self, limit: float | None) -> bool:
         """Say whether the run has measured `LEAST_STEPS`, for more than `limit` seconds."""
         if limit is None or self.steps < LEAST_STEPS:

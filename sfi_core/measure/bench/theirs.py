@@ -37,7 +37,9 @@ class StepClock:
             lengths = [context + len(sample.at) for context in self._row.point.contexts]
             sample.reads.append([Read(True, length, length, 0) for length in lengths])
         sample.at.append(now)
-        sample.shorten_warm_up(self._row.settings.time_limit)
+        limit, warmed = self._row.settings.time_limit, len(sample.at) - 1
+        if limit is not None and 0 < warmed < sample.warm_up and now - sample.at[0] > limit:
+            sample.warm_up = warmed  # it has taken too long already
         self._row.on_step(sample)
 
     def end(self) -> None:
