@@ -16,7 +16,7 @@ from sfi_traces.views.table import Columns, Table, duration, number, percent, ra
 SHAPE, MEASURE, COMPILE = "Shape", "Measurement", "Offline compilation"
 THIS = "this GPU's; sm_90 without one"
 DEFAULTS = KernelSettings()
-RETENTION = str(*DEFAULTS.retentions)
+RETENTION = ",".join(map(str, DEFAULTS.retentions))
 _measure = partial(o.option, MEASURE)
 _compile = partial(o.option, COMPILE)
 _out = partial(o.option, o.OUTPUT)

@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 
-from sfi_cli.commands.evaluate import command
+from sfi_cli.commands.evaluate import METHODS as DEFAULT_METHODS
 from sfi_core.bundled.corpus import draw
 from sfi_core.errors import ConfigError, InputError, MemoryForecastError
 from sfi_core.measure.evaluation import samples as sample_rows
@@ -237,7 +237,7 @@ def test_extended_methods_decode_the_same_under_a_device_budget(tmp_path):
 
 
 def test_the_default_methods_are_all_policies_and_presets_but_the_ablation():
-    methods = [Method.parse(text) for text in command.METHODS]
+    methods = [Method.parse(text) for text in DEFAULT_METHODS]
     assert {method.policy for method in methods} == set(POLICIES) - {"prior-only"}
     presets = [method.preset for method in methods if method.policy == "sfi"]
     assert presets == ["default", "paper", "released"]

@@ -19,7 +19,6 @@ FORMATS = (".json",)
 KILO = 1024
 CPU_SECONDS = 2.0  # default time limit of a run on a CPU, where a step may take seconds
 _more = partial(o.option, MEASURE)
-_forecast = partial(o.option, FORECAST)
 _out = partial(o.option, o.OUTPUT)
 _model = partial(o.option, o.MODEL)
 
@@ -53,7 +52,7 @@ def bench(
     seed: Annotated[int, _more("Seed of weights, keys, values and tokens.")] = 0,
     threads: Annotated[o.Number, _more("CPU threads.", shown="PyTorch's own")] = None,
     forecast: Annotated[
-        bool, _forecast("Say what to expect, without weights and without running.", "--forecast")
+        bool, o.option(FORECAST, "Say what to expect, without weights and without running.", "--forecast")
     ] = False,
     model: o.Model = None,
     random_weights: Annotated[

@@ -8,30 +8,15 @@ import typer
 
 from sfi_cli import options as o
 from sfi_cli import parsing
+from sfi_cli.commands.evaluate import DEFAULTS, shown
 from sfi_cli.settings.given import given
-from sfi_cli.settings.tables import settings_for
 from sfi_cli.terminal.output import Output
 from sfi_core.errors import ConfigError
-from sfi_core.settings.policy_names import built_in
 
 WHAT, HOW, TEXT = "Tasks", "Methods", "Fidelity"
-SFI = ("sfi", "sfi@paper", "sfi@released")
-UNASKED = ("prior-only",)  # the ablation of a part of sfi
-METHODS = ("full-kv", *SFI, *(name for name in built_in() if name not in ("full-kv", "sfi", *UNASKED)))
-DEFAULTS: dict[str, Any] = {  # of the options, as a results folder keeps them
-    "model": None, "dtype": "auto", "methods": list(METHODS),
-    "shares": [0.05, 0.1, 0.15, 0.25], "budgets": None, "recent": 128, "tasks": None, "lengths": [1024, 4096],
-    "samples": 20, "seed": 0, "fidelity": None, "tokens": 128,
-    **{name.rpartition(".")[2]: setting.default for name, setting in settings_for("eval").items()},
-}  # fmt: skip
 _how = partial(o.option, HOW)
 _what = partial(o.option, WHAT)
 _out = partial(o.option, o.OUTPUT)
-
-
-def shown(value: Any) -> str:
-    """Write an option's value as on the command line."""
-    return ",".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _defaulted(panel: str, name: str, text: str) -> Any:

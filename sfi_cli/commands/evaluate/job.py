@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sfi_cli.commands.evaluate.command import DEFAULTS, METHODS, shown
+from sfi_cli.commands.evaluate import DEFAULTS, METHODS, shown
 from sfi_cli.commands.evaluate.views import evaluation_text
 from sfi_cli.parsing import read_text
 from sfi_cli.terminal.output import Output, dated_folder, leave_interrupted

@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 from sfi_cli.terminal.tables import Part
-from sfi_traces.views.table import Columns, Row, Table, number, percent, plural, written
+from sfi_traces.views.table import Column, Columns, Row, Table, number, percent, plural, written
 
 # sizes of rows that hold at all sizes: full attention, methods with own sizes
 ANY_SIZE = ("all", "own")
@@ -64,7 +64,8 @@ def _by_size(
         by_size = {row["size"]: row for row in group}
         always = next((row for row in group if row["size"] in ANY_SIZE), None)
         at = [by_size.get(size, always) for size in sizes]
-        cells = [*((row, column) for row in at for column in columns.values()), (at[-1], last[1])]
+        cells: list[tuple[Row | None, Column]] = [(row, column) for row in at for column in columns.values()]
+        cells.append((at[-1], last[1]))
         scored = [written(column, row) if row and row["score"] is not None else "-" for row, column in cells]
         lines.append([method, *scored])
     return Table(title, head, lines, spare=[name for name in head if name.startswith(spare)])

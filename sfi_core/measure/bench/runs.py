@@ -25,7 +25,8 @@ from sfi_core.policies import policy_class
 from sfi_core.settings.engine import EngineOptions
 from sfi_core.sizes.step import ByteModel
 
-KINDS = FAST, MIXED, SLOW = "fast", "mixed", "slow"
+FAST, MIXED, SLOW = "fast", "mixed", "slow"
+KINDS = (FAST, MIXED, SLOW)
 
 
 @dataclass(frozen=True, slots=True)

@@ -147,7 +147,7 @@ def prompt(layer: LayerData, _: None) -> Iterator[KernelVariant]:
     for name, W, tokens in (("prompt", first, first), ("prompt.piece", last, settings.context)):
         query = layer.draw_queries(1, W)
         operands = query, keys, values, table[:1], torch.full_like(layer.length_B[:1], tokens)
-        call = partial(dense_attention.on(layer.backend), *operands, scale=settings.scale)
+        call: Call = partial(dense_attention.on(layer.backend), *operands, scale=settings.scale)
         yield _piece(layer, name, query, tokens, call)
         call = _rival_piece(layer, query, tokens)
         try:

@@ -172,5 +172,6 @@ def groups(layer: LayerData) -> Iterator[tuple[str, Iterator[KernelVariant]]]:
 
 def _variants(layer: LayerData, ops: dict[str, Make]) -> Iterator[KernelVariant]:
     for op, make in ops.items():
-        for retention in layer.settings.retentions if op in RETAINING else (None,):
+        retentions: tuple[float | None, ...] = layer.settings.retentions if op in RETAINING else (None,)
+        for retention in retentions:
             yield from checked(op, retention, make(layer, retention))
