@@ -1,6 +1,6 @@
 """The tables of `sfi eval`, from its document."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,7 +25,7 @@ def evaluation_text(document: dict[str, Any]) -> list[Part]:
         measures = dict.fromkeys(name for row in group for name in row["scores"])
         costs: Columns = {name.replace("_", " "): partial(_measure, name) for name in measures} | COSTS
         parts.append(_by_size(title, group, SCORE, ("against full-kv", _difference), "95 %"))
-        parts.append(_by_size("", group, costs, ("tokens/s", _speed), "stored"))
+        parts.append(_by_size("", group, costs, ("tokens/s", SPEED), "stored"))
     parts += NOTES if rows else ()
     for (length,), group in _groups(document["fidelity"], ("length",)):
         windows = f"{plural(group[0]['windows'], 'window')} of {group[0]['tokens']:,} tokens"
@@ -50,9 +50,7 @@ def _groups(rows: Iterable[Row], names: Sequence[str]) -> list[tuple[tuple[Any, 
     return list(groups.items())
 
 
-def _by_size(
-    title: str, rows: list[Row], columns: Columns, last: tuple[str, Callable[[Row], str]], spare: str
-) -> Table:
+def _by_size(title: str, rows: list[Row], columns: Columns, last: tuple[str, Column], spare: str) -> Table:
     # a line for each method, with the columns at each size, and a last one at the last size; a row for all sizes stands
     # at each size
     known = [*dict.fromkeys(row["size"] for row in rows)]
@@ -75,10 +73,6 @@ def _measure(name: str, row: Row) -> str:
     return number(row["scores"].get(name), 2)
 
 
-def _speed(row: Row) -> str:
-    return number(row["tokens_per_second"], 1)
-
-
 def _difference(row: Row) -> str:
     if row["difference"] is None:
         return "-"
@@ -96,6 +90,7 @@ SCORE: Columns = {
     "score": (partial(number, digits=2), "score"),
     "95 %": lambda row: f"{row['low']:.2f}-{row['high']:.2f}",
 }
+SPEED: Column = (partial(number, digits=1), "tokens_per_second")
 COSTS: Columns = {"read": (percent, "read"), "stored": (percent, "stored_ratio")}
 FIDELITY: Columns = {
     "method": (str, "method"),

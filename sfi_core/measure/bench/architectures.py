@@ -106,13 +106,10 @@ def random_model(config: Any, device: torch.device, dtype: torch.dtype, seed: in
     block = ((2 * drawn - 1) * SPREAD).to(dtype)
     for name, weight in model.named_parameters():
         if weight.dim() > 1:
-            _repeat(block, weight.view(-1))
+            flat = weight.view(-1)
+            whole = flat.numel() // BLOCK * BLOCK
+            flat[:whole].view(-1, BLOCK).copy_(block)
+            flat[whole:].copy_(block[: flat.numel() - whole])
         else:
             weight.fill_(0.0 if name.endswith(("bias", "sinks")) else 1.0)
     return model
-
-
-def _repeat(block: torch.Tensor, flat: torch.Tensor) -> None:
-    whole = flat.numel() // len(block) * len(block)
-    flat[:whole].view(-1, len(block)).copy_(block)
-    flat[whole:].copy_(block[: flat.numel() - whole])

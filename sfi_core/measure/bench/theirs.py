@@ -1,8 +1,6 @@
 """A run of transformers' `generate`, with its dynamic or its static cache."""
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -62,7 +60,9 @@ def run_theirs(row: BenchRow) -> DecodeSample:
     def late(ids_BT: torch.Tensor, _: Any) -> torch.Tensor:
         return torch.full((len(ids_BT),), sample.over(settings.time_limit), device=ids_BT.device)
 
-    with _plain_settings(model):
+    given = model.generation_config
+    model.generation_config = GenerationConfig(do_sample=False, pad_token_id=0, eos_token_id=None)
+    try:
         model.generate(
             prompts.ids_BT,
             attention_mask=prompts.mask_BT,
@@ -71,6 +71,8 @@ def run_theirs(row: BenchRow) -> DecodeSample:
             stopping_criteria=[late],
             **{CACHE_NAME: cache},
         )
+    finally:
+        model.generation_config = given
     sample.peak_bytes = peak_bytes(model.device)
     return sample
 
@@ -88,17 +90,6 @@ def needed_bytes(model: Any, name: str, point: Point, settings: DecodeSettings) 
     widest: int = 4 * (text.hidden_size + (getattr(text, "intermediate_size", 0) or 0))
     each = sum(sizes) + repeats + grown + widest * model.dtype.itemsize + LOGITS * text.vocab_size
     return int(point.batch * each)
-
-
-@contextmanager
-def _plain_settings(model: Any) -> Iterator[None]:
-    """Replace the checkpoint's generation settings by greedy decoding without stop tokens."""
-    settings = model.generation_config
-    model.generation_config = GenerationConfig(do_sample=False, pad_token_id=0, eos_token_id=None)
-    try:
-        yield
-    finally:
-        model.generation_config = settings
 
 
 def _fill(model: Any, cache: Any, made_up: SyntheticPrompt, context: int) -> None:
