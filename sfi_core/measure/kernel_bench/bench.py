@@ -11,18 +11,12 @@ import torch
 from sfi_core.errors import BackendError, MemoryForecastError, NumericsError, unknown
 from sfi_core.machine.memory import describe_measured, free_bytes
 from sfi_core.machine.versions import versions
+from sfi_core.measure.kernel_bench import timing
 from sfi_core.measure.kernel_bench.cases import FETCHED_EVERY, groups
 from sfi_core.measure.kernel_bench.data import LayerData
 from sfi_core.measure.kernel_bench.gates import KernelVariant, reason
 from sfi_core.measure.kernel_bench.settings import REPEATS, KernelSettings
-from sfi_core.measure.kernel_bench.timing import (
-    CpuClock,
-    clock_for,
-    copy_gb_per_s,
-    floor_us,
-    percentile,
-    workspace_bytes,
-)
+from sfi_core.measure.kernel_bench.timing import CpuClock, clock_for, copy_gb_per_s, floor_us, workspace_bytes
 from sfi_core.settings.engine import BACKENDS
 from sfi_kernels.launch import KernelLimitError, counting
 
@@ -107,8 +101,8 @@ class KernelResult:
             **variant.shape,
             "form": variant.form,
             "median_us": median,
-            "p10_us": percentile(times, 10) if times else None,
-            "p90_us": percentile(times, 90) if times else None,
+            "p10_us": timing.percentile(times, 10) if times else None,
+            "p90_us": timing.percentile(times, 90) if times else None,
             "repeats": len(times),
             "launches": variant.launches,
             "bytes": variant.bytes,
