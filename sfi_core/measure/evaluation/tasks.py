@@ -123,11 +123,7 @@ class CommonWords(DocumentTask):
     """A list in which ten words occur ten times as often as any other; a unit is an entry."""
 
     name: str = "common-words"
-
-    @property
-    def least(self) -> int:
-        """The fewest entries in which the ten words are ten times as frequent as any other."""
-        return ASKED * RATIO + ASKED
+    least: int = ASKED * RATIO + ASKED  # in fewer entries no ten words are ten times as frequent as any other
 
     def question(self, length: int, seed: int, units: int) -> Question:
         """Draw the list; a longer list repeats all words more often."""
@@ -154,11 +150,7 @@ class SentenceRecall(DocumentTask):
 
     name: str = "sentence-recall"
     asked: int = 8
-
-    @property
-    def least(self) -> int:
-        """One sentence for each person asked about."""
-        return self.asked
+    least: int = 8  # one sentence for each person asked about
 
     def score(self, sample: TaskSample, token_ids: Sequence[int], text: str, tokenizer: Any) -> dict[str, float]:
         """Return the share of the sentences that the text holds word for word."""
