@@ -147,7 +147,7 @@ def _fused(
         pairs = zip(call(), expected, strict=True) if isinstance(expected, tuple) else [(call(), expected)]
         return max(gates.rounding_error(*pair, sizes) for pair in pairs)
 
-    return KernelVariant(name, None, call, numbers * layer.settings.torch_dtype.itemsize, error)
+    return KernelVariant(name, None, call, numbers * layer.settings.itemsize, error)
 
 
 # by title, the ops that take turns, and what makes the variants of each for a retention
