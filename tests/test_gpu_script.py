@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from benchmarks.gpu_parts import Parts
 from sfi_cli import app as cli
 from sfi_cli.commands import kernel_bench as kernel_job
-from sfi_cli.commands.bench import job as bench_job
+from sfi_cli.commands.bench import command as bench_job
 from sfi_cli.commands.generate import job as generate_job
 from sfi_core.measure.kernel_bench.settings import KernelSettings
 from tests.test_layers import ROOT

@@ -8,7 +8,7 @@ from sfi_core.errors import ConfigError
 from sfi_core.hosts.transformers.session import Session
 from sfi_core.machine.memory import free_bytes, give_back
 from sfi_core.sizes.memory import Forecast, check_fits, largest_batch
-from sfi_core.sizes.two_tier import TwoTierBytes
+from sfi_core.sizes.policy import TwoTierBytes
 
 # of the free memory that a run without `max_batch` may fill, as a margin for the forecast
 SHARE = 0.9

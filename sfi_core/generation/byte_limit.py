@@ -61,7 +61,7 @@ class ByteLimit:
             codescan = (fast_tokens(config, config.budget, 0.0) + choosing) / context
         return cls(
             speedup=dense / read,
-            break_even_context=None if unknown else PolicyReads(policy, slow, slow, 0.0).break_even(model),
+            break_even_context=None if unknown else PolicyReads(policy, True, slow, 0.0).break_even(model),
             read_ratio=(attended + selecting) / context,
             codescan_read_ratio=codescan,
         )

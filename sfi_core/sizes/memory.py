@@ -126,7 +126,9 @@ def forecast(
         verifying, logits = _drafting_bytes(model, managed, drafting, batch, capacity)
         copies, tested = HELD, drafting.tested
     reading = _activation_bytes(model, managed, batch, chunk)
-    reading += _mask_bytes([layer for layer in layers if layer.window], batch, chunk, prompt_tokens)
+    if windows := [layer.window for layer in layers if layer.window]:
+        # sliding windows of ragged prompts have a bool for each pair of tokens; full attention has no mask
+        reading += batch * chunk * min(max(windows) + chunk, prompt_tokens)
     slack = CPU_SLACK if model.device.type == "cpu" else 1
     states = sum(layer.kept_bytes * min(layer.window or 0, capacity) + layer.state_bytes for layer in layers)
     step = later + _activation_bytes(model, managed, batch, tested)
@@ -181,12 +183,6 @@ def _drafting_bytes(
     passing = drafting.pass_bytes(**logits, grouped=grouped, capacity=capacity)
     activations = _activation_bytes(model, layers, batch, drafting.tested)
     return activations + passing, drafting.kept_bytes(**logits)
-
-
-def _mask_bytes(layers: Sequence[LayerShape], batch: int, chunk: int, prompt_tokens: int) -> int:
-    # sliding windows of ragged prompts have a bool for each pair of tokens; full attention has no mask
-    longest = max((layer.window or 0 for layer in layers), default=0)
-    return batch * chunk * min(longest + chunk, prompt_tokens) if layers else 0
 
 
 def _selection_bytes(model: Any, layers: Sequence[LayerShape], queries: int) -> int:

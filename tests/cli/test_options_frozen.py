@@ -45,7 +45,7 @@ OPTIONS = {
         --trust-remote-code --set --output --plot --force --wide --json --quiet
     """,
     "tune heads": """
-        --prompt-file --length --parts --clusters --top-k --model --dtype --device --trust-remote-code --set
+        --prompt-file --length --clusters --top-k --model --dtype --device --trust-remote-code --set
         --output --force --json --quiet
     """,
     "lm-eval": "",

@@ -21,7 +21,7 @@ def test_texts_make_a_head_file_and_a_document(folder):
     """One cluster a layer, of the bundled checkpoint with two KV heads."""
     Path("a.txt").write_text("Belora hid a red lantern under the old bridge. " * 20)
     arguments = ("heads", "-f", "a.txt", "--length", "40", "--top-k", "8", "--clusters", "1")
-    result = invoke(*arguments, "--parts", "3", "--json")
+    result = invoke(*arguments, "--json")
     assert result.exit_code == 0, result.output
     document = json.loads(result.stdout)
     clusters = HeadClusters.load(Path("heads.json"))
@@ -35,7 +35,6 @@ def test_texts_make_a_head_file_and_a_document(folder):
         assert S[0][0] == S[1][1] == 1
         assert S[0][1] == S[1][0] == one["similarity_within"]
         assert 0 < S[0][1] < 1
-        assert one["agreement"] == 1
 
 
 def test_what_cannot_be_clustered_is_refused_in_one_line(folder):
@@ -43,7 +42,6 @@ def test_what_cannot_be_clustered_is_refused_in_one_line(folder):
     text = ("heads", "-f", "a.txt", "--top-k", "8")
     assert "the layer's 2 KV heads, got 3" in str(refused(*text, "--clusters", "3"))
     assert "got none; add -f FILE" in str(refused("heads", "--model", "somewhere"))
-    assert "at most the 1 texts, got 2" in str(refused(*text, "--parts", "2"))
     assert not Path("heads.json").exists()
     Path("heads.json").write_text("kept")
     assert isinstance(refused(*text), ConfigError)

@@ -12,11 +12,9 @@ from pyarrow import parquet
 
 from sfi_core.errors import ConfigError, InputError, SfiError
 from sfi_core.machine.files import LOCK
-from sfi_core.measure.evaluation.grid import Cell
-from sfi_core.measure.evaluation.method import Method, at_sizes
-from sfi_core.measure.evaluation.statistics import paired_difference, wilson
+from sfi_core.measure.evaluation.grid import Cell, Method, at_sizes
 from sfi_traces.results.store import ResultsFolder, check_new
-from sfi_traces.results.summary import summarize, summarize_fidelity
+from sfi_traces.results.summary import paired_difference, summarize, summarize_fidelity, wilson
 
 MANIFEST = {
     "asked": {"samples": 2}, "model": {"name": "made-up"}, "methods": [], "text": None, "device": "cpu",
@@ -45,7 +43,7 @@ def failed(**changes):
 
 def window(method="sfi", *, number=0, kl=(0.0, 0.5, 0.25), **changes):
     steps = {
-        "window": [7] * 3, "step": [0, 1, 2], "in_sentence": [0, 0, 1], "slow": [True, True, False],
+        "window": [7] * 3, "step": [0, 1, 2], "gone": [0, 0, 1], "slow": [True, True, False],
         "kl": list(kl), "agrees": [True, True, False], "nll": [1.0, 2.0, 3.0], "nll_full": [1.0, 1.5, 2.0],
     }  # fmt: skip
     report = {
@@ -264,8 +262,6 @@ def test_fidelity_is_over_all_windows_but_for_their_first_steps():
     assert (ours["windows"], ours["failed"], ours["error"]) == (2, 1, "no memory")
     assert (ours["agreement"], ours["steps"], ours["slow_rate"]) == (0.5, 4, 0.5)
     assert (ours["read_ratio"], ours["read"], ours["stored_ratio"]) == (0.5, 0.75, 1.0)
-    places = [(part["position"], part["kl"]) for part in ours["by_sentence_position"]]
-    assert places == [("0", pytest.approx(0.3)), ("1", pytest.approx(0.5))]
     assert quest["method"] == "quest"
 
 

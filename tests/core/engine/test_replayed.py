@@ -16,8 +16,8 @@ from sfi_core.errors import ConfigError
 from sfi_core.hosts.transformers.replays import records_steps
 from sfi_core.measure.bench.bench import Bench
 from sfi_core.measure.bench.ours import run_ours
-from sfi_core.measure.bench.prompts import BenchRow, Prompts, stream
 from sfi_core.measure.bench.rows import point_rows
+from sfi_core.measure.bench.runs import BenchRow, Prompts, variants
 from sfi_core.measure.bench.settings import DecodeSettings
 from sfi_core.observers.events import SelectionEvent
 from sfi_core.sizes.step import ByteModel
@@ -104,10 +104,10 @@ def test_spans_that_nobody_hears_keep_no_step_from_being_replayed(complete):
 
 
 def bench_row(model: Any, asked: DecodeSettings) -> BenchRow:
-    (point,), (variant,), (batch,) = asked.points(), asked.variants(), asked.batches
+    (point,), (variant,), (batch,) = asked.points(), variants(asked), asked.batches
     prompts = Prompts.of(asked, point, 96, torch.device("cpu"))
     bytes_ = ByteModel(weight_bytes=1000, batch=batch, row_bytes=8, heads=2, layers=1)
-    return BenchRow(model, variant, point, asked, prompts, stream(asked, batch, 96), bytes_)
+    return BenchRow(model, variant, point, asked, prompts, bytes_)
 
 
 def test_a_benchmark_records_every_graph_before_it_measures(model, recorder):
@@ -121,8 +121,8 @@ def test_a_benchmark_records_every_graph_before_it_measures(model, recorder):
     sample = run_ours(ran)
     ran.samples = [sample, sample]
     assert tapes[asked.warm_up] == tapes[-1] == 3, "all fast, one slow, all slow"
-    assert sample.paths["graph.replay"] == asked.total_steps
-    assert "graph.eager" not in sample.paths
+    assert sample.report.paths["graph.replay"] == asked.total_steps
+    assert "graph.eager" not in sample.report.paths
     (row,) = point_rows([ran], 1.0)
     assert row["paths"]["graph.replay"] == 2 * asked.total_steps
     assert row["not_replayed"] is None
