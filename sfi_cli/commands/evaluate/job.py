@@ -16,7 +16,8 @@ from sfi_core.measure.evaluation.grid import TASKS, TEXT, Cell, Rows, key_of
 from sfi_core.measure.evaluation.method import Method, at_sizes
 from sfi_core.measure.evaluation.samples import SampleRows, sample_cells
 from sfi_core.measure.evaluation.windows import WindowRows, window_cells
-from sfi_traces.results.store import ResultsFolder, check_new
+from sfi_traces.record.folder import check_new
+from sfi_traces.results.store import KIND, ResultsFolder
 
 
 def run(
@@ -61,7 +62,7 @@ def _results(
             output.say(f"{line}; its row is made again")
         asked = request.resumed(given, results.manifest["asked"])
     else:
-        check_new(path, force=output.force)
+        check_new(path, KIND, force=output.force)
         asked = request.filled(given)
     if output.plot is not None and not asked["tasks"]:
         raise ConfigError("plot shows scores and must come with --task, got none")
