@@ -25,7 +25,7 @@ from sfi_core.observers.events import PromptEvent, SelectionEvent
 from sfi_traces.model.trace import Trace
 from sfi_traces.record import writer
 from sfi_traces.record.parquet import ParquetObserver
-from sfi_traces.record.token_text import TokenText
+from sfi_traces.record.rows import TokenText
 from sfi_traces.replay import RecordedVocabulary
 from sfi_traces.schema import TABLES
 from tests.traces.made import CONFIG, MODEL, make_trace
