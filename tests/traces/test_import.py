@@ -12,9 +12,9 @@ from pyarrow import parquet
 from sfi_core.errors import ConfigError, InputError, TraceError
 from sfi_traces.health import judge
 from sfi_traces.importing import import_trace
+from sfi_traces.model.check import check
 from sfi_traces.model.request import Request
 from sfi_traces.model.trace import Trace
-from sfi_traces.read.check import check
 from sfi_traces.replay import Supports, reuse
 from sfi_traces.summary import summarize
 from sfi_traces.views.words import text_of
