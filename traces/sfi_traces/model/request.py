@@ -13,7 +13,7 @@ from sfi_core.errors import TraceError
 from sfi_traces.model.rows import Rows
 from sfi_traces.model.selections import Selections, StepReads
 from sfi_traces.model.steps import Ints, Memory, Positions, Steps
-from sfi_traces.model.supports import MOST_POSITIONS, Supports, thinning
+from sfi_traces.model.supports import COLUMNS, MOST_POSITIONS, Supports, thinning
 from sfi_traces.model.trace import Place, Trace, check_known, connect_to_part, of_request, of_steps, rows_of
 from sfi_traces.overlap import Overlap, padded
 from sfi_traces.schema import TABLES
@@ -172,13 +172,18 @@ class Request:
         self.trace.require_audit()
         layer = self.trace.rows("supports", ["layer"], self.wanted)["layer"]
         if not len(layer):
-            raise TraceError(self._lacks_supports())
+            where = f"request {self.index}"
+            for name, value in (("layer", self.layer), ("KV head", self.head)):
+                where += "" if value is None else f", {name} {value}"
+            option = "--audit 1" if self.layer is None else f"--audit 1 --set audit.layers={self.layer}"
+            raise TraceError(f"trace {self.trace.path} has no supports of {where}; record it with {option}")
         every = thinning(len(layer) * self.trace.manifest["audit"]["top"], MOST_POSITIONS)
         return self.supports_where(pc.field("layer").isin(pc.unique(layer).sort()[::every]))
 
     def supports_where(self, wanted: pc.Expression) -> Supports:
         """Read the supports of the rows that a filter wants, at least one."""
-        return Supports.read(self.trace, self.index, self.steps, self.wanted & wanted)
+        rows = self.trace.rows("supports", COLUMNS, self.wanted & wanted)
+        return Supports.of(self.trace.manifest, self.index, self.steps, rows)
 
     @property
     def k(self) -> int:
@@ -243,11 +248,3 @@ class Request:
         self.places = places
         for rows in (self.support_rows, self.selection_rows):
             rows.layers, rows.heads = ({place[at] for place in places} for at in (0, 1))
-
-    def _lacks_supports(self) -> str:
-        where = f"request {self.index}"
-        for name, value in (("layer", self.layer), ("KV head", self.head)):
-            if value is not None:
-                where += f", {name} {value}"
-        option = "--audit 1" if self.layer is None else f"--audit 1 --set audit.layers={self.layer}"
-        return f"trace {self.trace.path} has no supports of {where}; record it with {option}"

@@ -81,11 +81,6 @@ class Supports:
         return loaded
 
     @classmethod
-    def read(cls, trace: Trace, request: int, steps: Steps, wanted: pc.Expression) -> Self:
-        """Read the supports of the rows of a request that a filter wants, at least one."""
-        return cls.of(trace.manifest, request, steps, trace.rows("supports", COLUMNS, wanted))
-
-    @classmethod
     def of(
         cls, manifest: dict[str, Any], request: int, steps: Steps, rows: pa.Table, place_U: Ints | None = None
     ) -> Self:

@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 from pyarrow import dataset
 
 from sfi_core.errors import ConfigError, TraceError
-from sfi_traces.model.files import DAMAGED, check_part, checked, read_manifest, read_part
+from sfi_traces.model.files import DAMAGED, check_part, checked, read_manifest
 from sfi_traces.schema import TABLES
 
 FETCHED = 10_000  # rows in memory at once
@@ -82,17 +82,9 @@ class Trace:
 
     def table(self, name: str, columns: list[str] | None = None) -> pa.Table:
         """Read a table; an empty one where the trace has none."""
-        schema = TABLES[name]
-        pieces = []
-        for part in self.parts(name):
-            try:
-                pieces.append(read_part(part, name, columns))
-            except DAMAGED as error:
-                raise self.damaged(part) from error
-        wanted = schema if columns is None else pa.schema([schema.field(c) for c in columns])
-        return pa.concat_tables(pieces) if pieces else wanted.empty_table()
+        return self.rows(name, columns or TABLES[name].names)
 
-    def rows(self, name: str, columns: list[str], where: pc.Expression) -> pa.Table:
+    def rows(self, name: str, columns: list[str], where: pc.Expression | None = None) -> pa.Table:
         """Read the rows and columns that are asked for, skipping row groups that have none of them."""
         source = self.dataset(name)
         if isinstance(source, pa.Table):  # the table has no part
@@ -195,7 +187,6 @@ def of_request(table: pa.Table, request: int) -> pa.Table:
     return table.filter(pc.field("request") == request)
 
 
-QUANTILES = (0.05, 0.5, 0.95)
 # spans carry the first request of their run: the last request with spans up to this one
 BATCHES = """
     CREATE TEMP VIEW batches AS
@@ -246,7 +237,7 @@ def connect_to_part(trace: Trace, request: int | None, layer: int | None) -> duc
 def distribution(column: str) -> str:
     """Write the SQL of a column's distribution, without nulls, NaN and infinities."""
     value = f"CASE WHEN isfinite({column}) THEN {column}::DOUBLE END"
-    p5, p50, p95 = (f"quantile_cont({value}, {share})" for share in QUANTILES)
+    p5, p50, p95 = (f"quantile_cont({value}, {share})" for share in (0.05, 0.5, 0.95))
     return (
         f"{{'n': count({value}), 'mean': avg({value}), 'sd': stddev_samp({value}),"
         f" 'p5': {p5}, 'p50': {p50}, 'p95': {p95}, 'min': min({value}), 'max': max({value})}}"
