@@ -55,7 +55,7 @@ def test_the_positions_of_a_sample_are_read_once(trace, monkeypatch):
     monkeypatch.setattr("sfi_traces.health.measured.MOST_POSITIONS", 1 << 12)
     read, rows, connect = [], Trace.rows, Trace.connect
 
-    def counted(self, name, columns, where):
+    def counted(self, name, columns, where=None):
         found = rows(self, name, columns, where)
         if name == "selections" and "positions" in columns:
             read.append(len(found))
