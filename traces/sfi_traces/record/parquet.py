@@ -83,12 +83,10 @@ class ParquetObserver(NullObserver):
 
     def __exit__(self, _kind: type[BaseException] | None, error: BaseException | None, _trace: object) -> None:
         """Close the trace, also after an error."""
-        if error is None:
-            self.close()
-        elif isinstance(error, KeyboardInterrupt):
+        if isinstance(error, KeyboardInterrupt):
             self.close("interrupted")
         else:
-            self.close(str(error).partition("\n")[0] or type(error).__name__)
+            self.close(None if error is None else str(error).partition("\n")[0] or type(error).__name__)
 
     def close(self, stopped: str | None = None) -> None:
         """Write what is left and finish the trace; a second call does nothing.
@@ -96,21 +94,19 @@ class ParquetObserver(NullObserver):
         `stopped` says why the run ended early: "interrupted", or an error's first line.
         """
         writer = self._writer
-        if writer is not None and not writer.closed:
-            self._hand_over()
-            try:
+        if writer is not None and writer.closed:
+            return
+        try:
+            if writer is not None:
+                self._hand_over()
                 writer.close(stopped)
-            finally:
-                self._release()
-                self._report()
-        elif writer is None and self._lock is not None:
-            self._release()
+        finally:
+            if self._lock is not None:  # None on all ranks but the first
+                self._lock.release()
+            self._report()
+        if writer is None and self._lock is not None:
             with suppress(OSError):  # not empty: an old trace, which no run has replaced
                 self._folder.rmdir()
-
-    def _release(self) -> None:
-        if self._lock is not None:  # None on all ranks but the first
-            self._lock.release()
 
     @property
     def failure(self) -> OSError | None:

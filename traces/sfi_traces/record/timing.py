@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
 
 import torch
 
@@ -26,8 +25,9 @@ class TimingObserver(NullObserver):
         """Start a device's clock; `sink` takes a step's spans when the next begins."""
         self.ended: list[Span] = []
         self._sink = sink
+        self._clock = time.perf_counter_ns()
         device = torch.device(device)
-        self._clock = DeviceClock(device) if device.type == "cuda" else HostClock()
+        self._device = DeviceClock(device) if device.type == "cuda" else None
         self._request = self._requests = self._step = 0
 
     def on_run(self, event: RunEvent) -> None:
@@ -40,7 +40,8 @@ class TimingObserver(NullObserver):
         """Hand over the spans of the step before."""
         self.flush()
         self._step = event.step
-        self._clock.begin_step()
+        if self._device is not None:
+            self._device.begin_step()
 
     def flush(self) -> None:
         """Hand over the spans that have ended."""
@@ -53,90 +54,58 @@ class TimingObserver(NullObserver):
         key = (self._request, self._step, layer, name)
         if name == AHEAD:
             key = (self._request, self._step + 1, layer, "forward")
-        return Span(self, key, moved_bytes, self._clock)
+        if self._device is None:
+            return HostSpan(self, key, moved_bytes, self._clock)
+        return DeviceSpan(self, key, moved_bytes, self._device)
 
 
-class Span:
-    """A timed region."""
+class HostSpan:
+    """A region timed by the host's clock."""
 
-    __slots__ = ("_begin", "_bytes", "_clock", "_end", "_key", "_observer")
-    _begin: Any  # marks of the clock
-    _end: Any
+    __slots__ = ("_begin", "_bytes", "_end", "_key", "_observer", "_origin")
 
-    def __init__(self, observer: TimingObserver, key: Key, moved_bytes: int, clock: "HostClock | DeviceClock") -> None:
-        self._observer, self._key, self._bytes, self._clock = observer, key, moved_bytes, clock
+    def __init__(self, observer: TimingObserver, key: Key, moved_bytes: int, origin: int) -> None:
+        self._observer, self._key, self._bytes, self._origin = observer, key, moved_bytes, origin
 
     def __enter__(self) -> None:
-        """Mark where it begins."""
-        self._begin = self._clock.mark()
+        """Note when it begins."""
+        self._begin = time.perf_counter_ns()
 
     def __exit__(self, *_: object) -> None:
-        """Mark where it ends."""
-        self._end = self._clock.mark()
+        """Note when it ends."""
+        self._end = time.perf_counter_ns()
         self._observer.ended.append(self)
 
     def row(self) -> Row:
-        """Return the span's row; waits for the device."""
-        return (*self._key, *self._clock.measure(self._begin, self._end), self._bytes or None)
-
-
-class HostClock:
-    """Marks times of the host, in nanoseconds."""
-
-    mark = staticmethod(time.perf_counter_ns)
-
-    def __init__(self) -> None:
-        self._origin = self.mark()
-
-    def begin_step(self) -> None:
-        """Count on."""
-
-    def measure(self, begin: int, end: int) -> tuple[str, float, float]:
-        """Return the stream, the microseconds from the clock's beginning to `begin`, and those to `end`."""
-        return "main", (begin - self._origin) / 1e3, (end - begin) / 1e3
-
-
-Mark = tuple["Anchor", torch.cuda.Event, str]  # what the event counts from, the event, its stream's name
+        """Return the span's row."""
+        begin_us, elapsed_us = (self._begin - self._origin) / 1e3, (self._end - self._begin) / 1e3
+        return (*self._key, "main", begin_us, elapsed_us, self._bytes or None)
 
 
 class DeviceClock:
-    """Marks CUDA events.
+    """Tells when CUDA events passed, in microseconds since the clock was made.
 
     `Event.elapsed_time` is float32, too coarse over a long run, so each step counts from an event of its own.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._streams: dict[int, str] = {}
-        self._anchor: Anchor | None = None
-        self.begin_step()
+        self._origin = time.perf_counter_ns()
+        self._streams = {torch.cuda.current_stream(device).cuda_stream: "main"}
+        self.anchor = Anchor(self.record()[0], None)
 
     def begin_step(self) -> None:
         """Count from here on; steps begin on the main stream."""
+        self._streams[torch.cuda.current_stream(self._device).cuda_stream] = "main"
+        self.anchor = Anchor(self.record()[0], self.anchor)
+
+    def record(self) -> tuple[torch.cuda.Event, str]:
+        """Record an event on the current stream; return it with the stream's name."""
         stream = torch.cuda.current_stream(self._device)
-        self._streams[stream.cuda_stream] = "main"
-        self._anchor = Anchor(_recorded(stream), self._anchor)
-
-    def mark(self) -> Mark:
-        """Record an event on the current stream."""
-        stream = torch.cuda.current_stream(self._device)
-        if stream.cuda_stream not in self._streams:
-            others = sum(name != "main" for name in self._streams.values())
-            self._streams[stream.cuda_stream] = f"side {others}" if others else "side"
-        assert self._anchor is not None, "the clock runs"
-        return self._anchor, _recorded(stream), self._streams[stream.cuda_stream]
-
-    def measure(self, begin: Mark, end: Mark) -> tuple[str, float, float]:
-        """Do as the host's clock; waits for the device."""
-        anchor, first, stream = begin
-        begin_us = anchor.until_us(first)
-        return stream, begin_us, anchor.until_us(end[1]) - begin_us
-
-
-def _recorded(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
-    event.record(stream)
-    return event
+        event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
+        event.record(stream)
+        others = sum(name != "main" for name in self._streams.values())
+        return event, self._streams.setdefault(stream.cuda_stream, f"side {others}" if others else "side")
 
 
 class Anchor:
@@ -158,3 +127,30 @@ class Anchor:
         event.synchronize()
         passed_us: float = self._event.elapsed_time(event) * 1e3
         return self.at_us() + passed_us
+
+
+class DeviceSpan:
+    """A region timed by the device, between two events on a stream."""
+
+    __slots__ = ("_anchor", "_begin", "_bytes", "_clock", "_end", "_key", "_observer", "_stream")
+
+    def __init__(self, observer: TimingObserver, key: Key, moved_bytes: int, clock: DeviceClock) -> None:
+        self._observer, self._key, self._bytes, self._clock = observer, key, moved_bytes, clock
+
+    def __enter__(self) -> None:
+        """Mark where it begins."""
+        self._anchor = self._clock.anchor
+        self._begin, self._stream = self._clock.record()
+
+    def __exit__(self, *_: object) -> None:
+        """Mark where it ends."""
+        self._end = self._clock.record()[0]
+        self._observer.ended.append(self)
+
+    def row(self) -> Row:
+        """Return the span's row; waits for the device."""
+        begin_us, end_us = self._anchor.until_us(self._begin), self._anchor.until_us(self._end)
+        return (*self._key, self._stream, begin_us, end_us - begin_us, self._bytes or None)
+
+
+Span = HostSpan | DeviceSpan

@@ -85,10 +85,11 @@ class TraceWriter:
         self._thread.join()
         if self._error is not None:
             raise self._error
-        if self._writes:
-            self._finish(stopped if self.failure is None else _reason(self.failure))
-
-    def _finish(self, stopped: str | None) -> None:
+        if not self._writes:
+            return
+        if self.failure is not None:
+            what = "disk full" if self.failure.errno == errno.ENOSPC else "write failed"
+            stopped = f"{what}: {self.failure.strerror}"
         ended = {"finished": now(), "stopped": stopped, "tables": self._parts.written}
         try:
             write_manifest(self._folder, self._manifest | ended)
@@ -162,11 +163,8 @@ class TraceWriter:
 
 def tensors_of(event: Event) -> dict[str, torch.Tensor]:
     """Return an event's tensors by name, a selection's diagnostics among them."""
-    found = {name: getattr(event, name) for name in TENSORS[type(event)]}
-    return {
-        **{name: tensor for name, tensor in found.items() if tensor is not None},
-        **getattr(event, "diagnostics", {}),
-    }
+    tensors = {name: getattr(event, name) for name in TENSORS[type(event)]} | getattr(event, "diagnostics", {})
+    return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
 
 class Readback:
@@ -250,8 +248,3 @@ class BytesQueue(queue.Queue[Batch]):
 def next_parts(elapsed: float) -> float:
     """Return when the next parts are due, in seconds since the run began, after parts at `elapsed`."""
     return elapsed + min(max(SOONEST, SHARE * elapsed), LATEST)
-
-
-def _reason(failure: OSError) -> str:
-    what = "disk full" if failure.errno == errno.ENOSPC else "write failed"
-    return f"{what}: {failure.strerror}"
