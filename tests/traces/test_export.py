@@ -6,8 +6,8 @@ from collections import Counter, defaultdict
 
 import pytest
 
+from sfi_traces.export import csv_text, json_text, jsonl_text, table_text
 from sfi_traces.export.perfetto import perfetto_text
-from sfi_traces.export.rows import csv_text, json_text, jsonl_text, table_text
 from sfi_traces.model.trace import Trace
 from sfi_traces.schema import TABLES
 from tests.traces.made import LAYERS, make_trace

@@ -82,6 +82,8 @@ def describe_run(
     event: "RunEvent", provenance: Mapping[str, Any], *, positions: bool, redacted: bool
 ) -> dict[str, Any]:
     """Return the manifest of a run that begins; `provenance` has what only the caller knows, our keys win."""
+    model, ranks = event.model, event.ranks  # with the heads and bytes of all ranks
+    layers = [{**layer, "heads": ranks * layer["heads"]} for layer in model["layers"]]
     return {
         "preset": None,
         **provenance,
@@ -93,20 +95,13 @@ def describe_run(
         "redacted": redacted,
         "positions": positions,
         "audit": None if event.audit is None else dict(event.audit),
-        "model": _whole_model(event),
+        "model": {**model, **{name: ranks * model[name] for name in OF_A_RANK if model.get(name)}, "layers": layers},
         **{name: getattr(event, name) for name in ("policy", "lossless", "backend", "device")},
         "config": dict(event.config),
         "trigger_token_ids": list(event.trigger_token_ids),
         "prompts": [],
         "versions": versions(),
     }
-
-
-def _whole_model(event: "RunEvent") -> dict[str, Any]:
-    # with the heads and bytes of all ranks
-    model, ranks = event.model, event.ranks
-    layers = [{**layer, "heads": ranks * layer["heads"]} for layer in model["layers"]]
-    return {**model, **{name: ranks * model[name] for name in OF_A_RANK if model.get(name)}, "layers": layers}
 
 
 def file_metadata(document: dict[str, Any]) -> dict[str, str]:
