@@ -85,7 +85,6 @@ def perfetto_text(trace: Trace, progress: Callable[[int, int], None]) -> Iterato
     events = heapq.merge(
         _step_events(steps, tracks),
         _verification_events(verifications, tracks),
-        _counter_events(steps),
         _flow_events(flows, tracks),
         _span_events(request, tracks),
         key=lambda event: event["ts"],
@@ -137,6 +136,10 @@ def _step_events(steps: list[Event], tracks: dict[Track, Place]) -> Iterator[Eve
         args = {name: step[name] for name in shown if step[name] not in (None, "")}
         place = tracks["request", step["request"], 0]
         yield _slice(step, kind, kind, place, args) | {"cname": COLORS[step["slow"]]}
+        for column in ("attended_tokens", "read_ratio"):
+            counter = column.replace("_", " ")
+            name = f"{counter}, request {step['request']}"
+            yield _event("C", name, (FIRST_PID, 0), step["begin_us"], args={counter: step[column]})
 
 
 def _verification_events(rows: list[Event], tracks: dict[Track, Place]) -> Iterator[Event]:
@@ -146,15 +149,6 @@ def _verification_events(rows: list[Event], tracks: dict[Track, Place]) -> Itera
         place = tracks["request", row["request"], 0]
         name = f"kept {row['accepted']} of {row['drafted']}"
         yield _event("i", name, place, row["begin_us"], s="t", cat="verification", args=args)
-
-
-def _counter_events(steps: list[Event]) -> Iterator[Event]:
-    place = FIRST_PID, 0
-    for step in steps:
-        for column in ("attended_tokens", "read_ratio"):
-            counter = column.replace("_", " ")
-            name = f"{counter}, request {step['request']}"
-            yield _event("C", name, place, step["begin_us"], args={counter: step[column]})
 
 
 def _flow_events(flows: list[Event], tracks: dict[Track, Place]) -> list[Event]:
