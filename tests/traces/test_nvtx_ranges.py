@@ -37,26 +37,26 @@ with closing(NvtxObserver()) as observer:
 HEARD = """\
 start|sfi|run sfi|ff8d99ae
 start|sfi|prefill step|ff3a7ca5
-push|sfi|forward|ff3a7ca5
-push|sfi|attention.mixed|ffedae49
+push|sfi|forward|ff8d99ae
+push|sfi|attention.mixed|ff8d99ae
 pop|sfi
 pop|sfi
 end|sfi|2
 start|sfi|fast step|ff2e9e5b
-push|sfi|forward|ff3a7ca5
-push|sfi|attention.mixed|ffedae49
+push|sfi|forward|ff8d99ae
+push|sfi|attention.mixed|ff8d99ae
 pop|sfi
 pop|sfi
 end|sfi|3
 start|sfi|mixed step|ffedae49
-push|sfi|forward|ff3a7ca5
-push|sfi|attention.mixed|ffedae49
+push|sfi|forward|ff8d99ae
+push|sfi|attention.mixed|ff8d99ae
 pop|sfi
 pop|sfi
 end|sfi|4
 start|sfi|slow step|ffd1495b
-push|sfi|forward|ff3a7ca5
-push|sfi|attention.mixed|ffedae49
+push|sfi|forward|ff8d99ae
+push|sfi|attention.mixed|ff8d99ae
 pop|sfi
 pop|sfi
 end|sfi|5

@@ -187,21 +187,17 @@ def of_request(table: pa.Table, request: int) -> pa.Table:
     return table.filter(pc.field("request") == request)
 
 
-# spans carry the first request of their run: the last request with spans up to this one
-BATCHES = """
+# spans carry the first request of their run: `batch` is the last request with spans up to this one; a request that had
+# to wait has a prefill later than step 0 of the batch
+VIEWS = """
     CREATE TEMP VIEW batches AS
     SELECT steps.request, max(spans.request) AS batch
     FROM (SELECT DISTINCT request FROM steps) steps
     JOIN (SELECT DISTINCT request FROM timings) spans ON spans.request <= steps.request
-    GROUP BY steps.request
-"""
-TIMED_STEPS = """
+    GROUP BY steps.request;
     CREATE TEMP VIEW timed_steps AS
     SELECT steps.* REPLACE (coalesce(batch_step, step) AS batch_step), batch
-    FROM steps JOIN batches USING (request)
-"""
-# a request that had to wait has a prefill later than step 0 of the batch
-PREFILLS = """
+    FROM steps JOIN batches USING (request);
     CREATE TEMP VIEW prefills AS
     SELECT DISTINCT request, step FROM timings WHERE step <= 0 OR name = 'prefill'
 """
@@ -214,8 +210,7 @@ def connect_to_part(trace: Trace, request: int | None, layer: int | None) -> duc
     does not limit it.
     """
     connection = trace.connect()
-    for view in (BATCHES, TIMED_STEPS, PREFILLS):
-        connection.execute(view)
+    connection.execute(VIEWS)
     for name, schema in TABLES.items():
         where = ["true"]
         if request is not None and name == "timings":

@@ -7,13 +7,8 @@ from typing import Any
 from sfi_core.observers.events import BeginStepEvent, RunEvent, StepEvent
 from sfi_core.observers.observer import EVERY_SPAN, NOTHING, SPANS, NullObserver
 
-GREEN, RED, AMBER, BLUE = 0xFF2E9E5B, 0xFFD1495B, 0xFFEDAE49, 0xFF3A7CA5
-PURPLE, GREY = 0xFF7B5EA7, 0xFF8D99AE
-COLORS = {  # of steps by their kind, and of spans; grey for others
-    "prefill step": BLUE, "fast step": GREEN, "slow step": RED, "mixed step": AMBER, "prefill": BLUE, "forward": BLUE,
-    "ahead": BLUE, "attention.fast": GREEN, "attention.dense": RED, "attention.mixed": AMBER, "select_before": PURPLE,
-    "selector": PURPLE, "top_k": PURPLE, "pack": PURPLE,
-}  # fmt: skip
+GREY = 0xFF8D99AE  # of spans
+COLORS = {"prefill step": 0xFF3A7CA5, "fast step": 0xFF2E9E5B, "slow step": 0xFFD1495B, "mixed step": 0xFFEDAE49}
 
 
 class NvtxObserver(NullObserver):
