@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 
 from sfi_core.errors import TraceError
 from sfi_traces.model.steps import Floats, Ints, Positions, Steps
-from sfi_traces.model.trace import Place, Trace, check_known, of_request
+from sfi_traces.model.trace import Place, Trace, check_known, rows_of
 from sfi_traces.overlap import coefficients, padded
 
 MOST_POSITIONS = 1 << 25  # in memory at once; a quarter of a GB, and its copies
@@ -71,8 +71,8 @@ class Supports:
         place_U = np.unique(_places(table))
         loaded = []
         for index in pc.unique(steps["request"]).sort().to_pylist():
-            of_index = Steps.of(of_request(steps, index).sort_by("step"), trace.manifest)
-            supports = cls.of(trace.manifest, index, of_index, of_request(table, index), place_U)
+            of_index = Steps.of(steps.filter(rows_of(index)).sort_by("step"), trace.manifest)
+            supports = cls.of(trace.manifest, index, of_index, table.filter(rows_of(index)), place_U)
             gap = supports.step_N != np.arange(supports.steps)  # a step whose part was never written
             loaded.append(supports.at(slice(int(np.argmax(gap)))) if gap.any() else supports)
         loaded = [supports for supports in loaded if supports.steps and len(supports.layer_U)]
