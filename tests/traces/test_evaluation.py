@@ -15,8 +15,8 @@ from sfi_core.measure.evaluation.grid import Cell
 from sfi_core.measure.evaluation.method import Method, at_sizes
 from sfi_core.measure.evaluation.statistics import paired_difference, wilson
 from sfi_traces.record.folder import check_new
+from sfi_traces.results import summarize, summarize_fidelity
 from sfi_traces.results.store import KIND, ResultsFolder
-from sfi_traces.results.summary import summarize, summarize_fidelity
 
 MANIFEST = {
     "asked": {"samples": 2}, "model": {"name": "made-up"}, "methods": [], "text": None, "device": "cpu",

@@ -123,7 +123,12 @@ class SelectedSets:
         """
         change = Overlap.of(self._index_HK[heads], index_NK)
         first = ~self._known_H[heads]
-        self._keep(heads, index_NK)
+        wider = index_NK.shape[1] - self._index_HK.shape[1]
+        if wider > 0:
+            self._index_HK = np.pad(self._index_HK, ((0, 0), (0, wider)), constant_values=-1)
+        self._index_HK[heads] = -1
+        self._index_HK[heads, : index_NK.shape[1]] = index_NK
+        self._known_H[heads] = True
         return {
             "selected": change.second,
             "overlap_previous": np.where(first, np.nan, change.coefficient),
@@ -131,11 +136,3 @@ class SelectedSets:
             "added": change.second - change.both,
             "removed": change.first - change.both,
         }
-
-    def _keep(self, heads: Array, index_NK: Array) -> None:
-        wider = index_NK.shape[1] - self._index_HK.shape[1]
-        if wider > 0:
-            self._index_HK = np.pad(self._index_HK, ((0, 0), (0, wider)), constant_values=-1)
-        self._index_HK[heads] = -1
-        self._index_HK[heads, : index_NK.shape[1]] = index_NK
-        self._known_H[heads] = True

@@ -160,7 +160,7 @@ def _described(method: Method) -> dict[str, Any]:
 
 def _document(results: ResultsFolder) -> dict[str, Any]:
     # sum a folder's results up as the document of `--json`
-    from sfi_traces.results.summary import summarize, summarize_fidelity
+    from sfi_traces.results import summarize, summarize_fidelity
 
     manifest = results.manifest
     names = ("asked", "model", "device", "machine", "versions", "created", "finished", "stopped")

@@ -5,6 +5,7 @@ import io
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from decimal import Decimal
+from itertools import chain
 from typing import Any
 
 import duckdb
@@ -41,9 +42,10 @@ def _table_rows(trace: Trace, name: str, progress: Callable[[int, int], None]) -
 
 def csv_text(columns: Sequence[str], batches: Iterable[Rows]) -> Iterator[str]:
     """Write rows as CSV with a header; a null is empty, lists and booleans are JSON."""
-    yield _csv_lines([columns])
-    for rows in batches:
-        yield _csv_lines([[_cell(value) for value in row] for row in rows])
+    for rows in chain([[columns]], batches):
+        file = io.StringIO()
+        csv.writer(file, lineterminator="\n").writerows([_cell(value) for value in row] for row in rows)
+        yield file.getvalue()
 
 
 def jsonl_text(columns: Sequence[str], batches: Iterable[Rows]) -> Iterator[str]:
@@ -88,12 +90,6 @@ def _plain(value: Any) -> Any:
 
 def _cell(value: Any) -> Any:
     return _json(value) if isinstance(value, bool | list | tuple | dict) else value
-
-
-def _csv_lines(rows: Iterable[Sequence[Any]]) -> str:
-    file = io.StringIO()
-    csv.writer(file, lineterminator="\n").writerows(rows)
-    return file.getvalue()
 
 
 class Query:

@@ -147,7 +147,11 @@ class ParquetObserver(NullObserver):
         return self._timing.span(name, layer, moved_bytes)
 
     def _begin(self, event: RunEvent) -> TraceWriter:
-        positions = _few(event) if self._positions is None else self._positions
+        positions = self._positions
+        if positions is None:  # sliding layers and those left dense select nothing
+            dense, budget = event.config.get("dense_layers", ()), event.config.get("budget", 0)
+            layers = [row for row in event.model["layers"] if row["window"] is None and row["layer"] not in dense]
+            positions = bool(sum(row["heads"] for row in layers) * event.ranks * budget <= POSITIONS)
         manifest = describe_run(event, self._provenance, positions=positions, redacted=self._redacted)
         manifest |= {"spans": self._spans}
         if self._lock is None and not event.rank:
@@ -178,12 +182,3 @@ class ParquetObserver(NullObserver):
             self._warn(f"trace {self._folder} ends here, the run goes on: {self.failure.strerror}")
         while self._writer is not None and self._writer.found:
             self._warn(f"warning: {self._writer.found.popleft()}")
-
-
-def _few(event: RunEvent) -> bool:
-    # sliding layers and those left dense select nothing
-    dense, budget = event.config.get("dense_layers", ()), event.config.get("budget", 0)
-    heads = sum(
-        layer["heads"] for layer in event.model["layers"] if layer["window"] is None and layer["layer"] not in dense
-    )
-    return bool(heads * event.ranks * budget <= POSITIONS)

@@ -8,7 +8,7 @@ from typing import Any
 from sfi_core.machine.memory import name
 from sfi_core.measure.kernel_bench.settings import TABLE_1
 from sfi_traces.figures import new_figure, save
-from sfi_traces.results.summary import REFERENCE
+from sfi_traces.results import REFERENCE
 
 # further methods reuse the colors with other markers
 METHOD_COLORS = (
