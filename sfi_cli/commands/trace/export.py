@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -16,10 +16,6 @@ from sfi_cli.commands.trace.report import beside, make_folder
 from sfi_cli.terminal.output import Output, message
 from sfi_core.errors import ConfigError, unknown
 from sfi_traces.views.table import Table
-
-if TYPE_CHECKING:  # Arrow takes time
-    from sfi_cli.terminal.progress import Progress
-    from sfi_traces.model.trace import Trace
 
 TIMELINE = "perfetto"  # of the whole trace, in one file
 FORMATS = (TIMELINE, "csv", "jsonl")
@@ -56,6 +52,8 @@ def export(
       sfi trace export run --format jsonl --table steps
     """
     from sfi_cli.terminal.progress import Progress
+    from sfi_traces.export import table_text
+    from sfi_traces.export.perfetto import perfetto_text
     from sfi_traces.model.trace import Trace
     from sfi_traces.schema import TABLES
 
@@ -79,17 +77,11 @@ def export(
         # open all files first, so that a file that exists stops the export before anything is written
         files = {name: stack.enter_context(Output(path, force=force)) for name, path in paths.items()}
         for name, file in files.items():
-            file.pieces(_pieces(trace, name, form, progress), stack)
+            show = partial(progress.update, f"exporting {name or 'the timeline'}")
+            pieces = perfetto_text(trace, show) if name is None else table_text(trace, name, form, show)
+            file.pieces(pieces, stack)
     for path in filter(None, paths.values()):
         message(f"Wrote {path}")
-
-
-def _pieces(trace: "Trace", table: str | None, form: str, progress: "Progress") -> Iterator[str]:
-    from sfi_traces.export import table_text
-    from sfi_traces.export.perfetto import perfetto_text
-
-    show = partial(progress.update, f"exporting {table or 'the timeline'}")
-    return perfetto_text(trace, show) if table is None else table_text(trace, table, form, show)
 
 
 def sql(

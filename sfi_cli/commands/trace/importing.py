@@ -59,14 +59,11 @@ def import_(
             force=force,
             progress=lambda done, total: progress.update("importing", done, total),
         )
-    document: dict[str, Any] = {
-        "trace": str(folder),
-        **{name: manifest[name] for name in ("imported", "model", "audit", "prompts", "tables")},
-        "trigger_token_ids": manifest["trigger_token_ids"],
-    }
+    names = ("imported", "model", "audit", "prompts", "tables", "trigger_token_ids")
+    document = {"trace": str(folder), **{name: manifest[name] for name in names}}
     if json:
-        Output(json=True).data(document, import_text)
-    elif not quiet:
+        Output().document(document)
+    else:
         Output(quiet=quiet).say(import_text(document))
 
 

@@ -70,17 +70,13 @@ def perfetto_text(trace: Trace, progress: Callable[[int, int], None]) -> Iterato
     about = {key: trace.manifest.get(key) for key in ABOUT}
     head = json.dumps({"displayTimeUnit": "ms", "otherData": about})
     yield head[:-1] + ', "traceEvents": [\n'
-    yield from _lines(chain(named, events), total, progress)
-    yield "\n]}\n"
-
-
-def _lines(events: Iterator[Event], total: int, progress: Callable[[int, int], None]) -> Iterator[str]:
-    done = 0
-    while piece := list(islice(events, PIECE)):
+    done, written = 0, chain(named, events)
+    while piece := list(islice(written, PIECE)):
         lines = ",\n".join(json.dumps(event) for event in piece)
         yield f",\n{lines}" if done else lines
         done += len(piece)
         progress(done, total)
+    yield "\n]}\n"
 
 
 def _tracks(request: Request, steps: list[Event]) -> dict[Track, Place]:

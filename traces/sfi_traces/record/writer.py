@@ -167,16 +167,17 @@ def tensors_of(event: Event) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
 
-class Readback:
-    """Copies of some tensors on the host, of `nbytes` in all.
+class Batch:
+    """Events for the thread, their tensors on the way to the host; `nbytes` is its size.
 
     CUDA tensors are joined by type and copied to pinned memory asynchronously; the caller must not write to
-    others before `wait`.
+    others before `values`.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self.nbytes = sum(tensor.numel() * tensor.itemsize for tensor in tensors)
-        self._tensors = list(tensors)
+    def __init__(self, told: Sequence[Told]) -> None:
+        self._told = told
+        self._tensors = tensors = [tensor for _, named in told for tensor in named.values()]
+        self.nbytes = sum(tensor.nbytes for tensor in tensors) + EVENT_BYTES * max(1, len(told))
         self._copies: list[tuple[list[int], torch.Tensor]] = []
         self._events: list[torch.cuda.Event] = []
         groups: dict[tuple[torch.device, torch.dtype], list[int]] = defaultdict(list)
@@ -190,7 +191,7 @@ class Readback:
             event.record(torch.cuda.current_stream(device))
             self._events.append(event)
 
-    def wait(self) -> list[npt.NDArray[Any]]:
+    def values(self) -> list[npt.NDArray[Any]]:
         """Return the tensors' values in order, once they are on the host; floats as float32."""
         for event in self._events:
             event.synchronize()
@@ -200,26 +201,17 @@ class Readback:
                 self._tensors[place] = piece.view(self._tensors[place].shape)
         return [(tensor.float() if tensor.is_floating_point() else tensor).cpu().numpy() for tensor in self._tensors]
 
+    def give(self, rows: TraceRows) -> None:
+        """Add the events to the rows."""
+        arrays = iter(self.values())
+        for event, tensors in self._told:
+            rows.take(event, {name: next(arrays) for name in tensors})
+
 
 def _pinned(tensors: list[torch.Tensor]) -> torch.Tensor:
     flat = torch.cat([tensor.flatten() for tensor in tensors])
     host = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
     return host.copy_(flat, non_blocking=True)
-
-
-class Batch:
-    """Events for the thread, their tensors on the way to the host."""
-
-    def __init__(self, told: Sequence[Told]) -> None:
-        self._told = told
-        self._readback = Readback([tensor for _, tensors in told for tensor in tensors.values()])
-        self.nbytes = self._readback.nbytes + EVENT_BYTES * max(1, len(told))
-
-    def give(self, rows: TraceRows) -> None:
-        """Add the events to the rows."""
-        arrays = iter(self._readback.wait())
-        for event, tensors in self._told:
-            rows.take(event, {name: next(arrays) for name in tensors})
 
 
 END = Batch(())
