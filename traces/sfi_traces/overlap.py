@@ -103,9 +103,9 @@ def padded(lists: pa.ListArray | pa.ChunkedArray, empty: float = -1, width: int 
     length = np.asarray(pc.fill_null(pc.list_value_length(lists), 0))
     values = np.asarray(pc.list_flatten(lists))
     wide = int(length.max(initial=1)) if width is None else width
-    found = np.full((len(length), wide), empty, values.dtype)
-    found[np.arange(wide) < length[:, None]] = values
-    return found
+    rows = np.full((len(length), wide), empty, values.dtype)
+    rows[np.arange(wide) < length[:, None]] = values
+    return rows
 
 
 class SelectedSets:

@@ -111,14 +111,14 @@ def sql(
         raise unknown("format", form, OF_A_QUERY)
     trace = Trace.open(folder)
     with Output(output, force=force) as written:
-        found = Query(trace, query)
-        name, times = max(Counter(found.columns).items(), key=lambda pair: pair[1], default=("", 0))
+        result = Query(trace, query)
+        name, times = max(Counter(result.columns).items(), key=lambda pair: pair[1], default=("", 0))
         if form == "json" and times > 1:
             raise ConfigError(f"columns must differ in name, got {name!r} {times} times; use AS")
         if form == "table":
-            written.data({}, lambda _: [_table(found.columns, found.batches())])
+            written.data({}, lambda _: [_table(result.columns, result.batches())])
         else:
-            written.pieces({"csv": csv_text, "json": json_text}[form](found.columns, found.batches()))
+            written.pieces({"csv": csv_text, "json": json_text}[form](result.columns, result.batches()))
 
 
 def _table(columns: list[str], batches: Iterator[list[tuple[Any, ...]]]) -> Table:

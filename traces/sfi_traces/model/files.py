@@ -24,8 +24,8 @@ def _number(most: int, least: int = 0) -> Any:
 
 
 def _few_places(layers: list[Any]) -> list[Any]:
-    numbers = [one.layer for one in layers]
-    if numbers != sorted(set(numbers)) or sum(one.heads for one in layers) > MOST_PLACES:
+    numbers = [entry.layer for entry in layers]
+    if numbers != sorted(set(numbers)) or sum(entry.heads for entry in layers) > MOST_PLACES:
         raise ValueError(f"must ascend, with {MOST_PLACES:,} KV heads at most")
     return layers
 

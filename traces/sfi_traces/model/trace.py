@@ -129,9 +129,9 @@ class Trace:
     ) -> Iterator[dict[str, Any]]:
         """Yield the rows that a query finds in the tables of `connect`."""
         try:
-            found = connection.execute(query, parameters)
-            names = [column[0] for column in found.description]
-            while rows := found.fetchmany(FETCHED):
+            result = connection.execute(query, parameters)
+            names = [column[0] for column in result.description]
+            while rows := result.fetchmany(FETCHED):
                 for row in rows:
                     yield dict(zip(names, row, strict=True))
         except duckdb.InvalidInputException as error:  # raised where Arrow cannot read
@@ -140,9 +140,9 @@ class Trace:
     def batches(self, connection: duckdb.DuckDBPyConnection, query: str, rows: int) -> Iterator[pa.RecordBatch]:
         """Yield what a query finds as Arrow batches of at most `rows` rows, at least one batch."""
         try:
-            found: pa.RecordBatchReader = connection.sql(query).to_arrow_reader(rows)
-            yield pa.RecordBatch.from_pylist([], found.schema)
-            yield from found
+            reader: pa.RecordBatchReader = connection.sql(query).to_arrow_reader(rows)
+            yield pa.RecordBatch.from_pylist([], reader.schema)
+            yield from reader
         except (duckdb.InvalidInputException, OSError) as error:
             raise self.unreadable() from error
 

@@ -34,7 +34,7 @@ TENSORS = {
 OF_EVERY_RANK = ("selections", "supports", "timings")
 ORDER = ("request", "step", "layer", "head")  # of the rows of several ranks
 
-Told = tuple[Any, Mapping[str, torch.Tensor]]  # an event and its tensors by name
+Recorded = tuple[Any, Mapping[str, torch.Tensor]]  # an event and its tensors by name
 
 
 class TraceWriter:
@@ -42,7 +42,7 @@ class TraceWriter:
 
     Parts of all tables are written together, `steps` last, so that a recorded step has its other rows too:
     when 64 MiB wait, or after a tenth of the run's time so far (at least 2, at most 60 seconds). A killed run
-    loses no more than that. `failure` is the OSError that ended writing; later events are dropped. `found` has what
+    loses no more than that. `failure` is the OSError that ended writing; later events are dropped. `warnings` has what
     `watch`, called after parts, returned and nobody has taken yet.
 
     Of several ranks the first writes: after each batch of events, the same on every rank, the others give it their
@@ -61,7 +61,7 @@ class TraceWriter:
         self._ranks, self._writes = ranks, ranks.number == 0
         self.failure: OSError | None = None
         self.closed = False
-        self.found: deque[str] = deque()
+        self.warnings: deque[str] = deque()
         self._watch = watch if self._writes else None
         self._over = False  # whether the thread has taken END from the queue
         self._error: BaseException | None = None
@@ -73,10 +73,10 @@ class TraceWriter:
         self._thread = Thread(target=self._run, name="sfi-trace", daemon=True)
         self._thread.start()
 
-    def put(self, told: Sequence[Told]) -> None:
+    def put(self, items: Sequence[Recorded]) -> None:
         """Queue some events; waits only for room."""
         if self.failure is None or self._ranks.size > 1:
-            self._queue.put(Batch(told))
+            self._queue.put(Batch(items))
 
     def close(self, stopped: str | None) -> None:
         """Write what is left and the final manifest; `stopped` says why the run ended early."""
@@ -125,7 +125,7 @@ class TraceWriter:
                 break
             if self._elapsed() >= due or self._rows.nbytes >= PART_BYTES:
                 self._flush()
-                self.found += self._watch(self._folder) if self._watch else ()
+                self.warnings += self._watch(self._folder) if self._watch else ()
                 due = next_parts(self._elapsed())
         self._flush()
 
@@ -174,10 +174,10 @@ class Batch:
     others before `values`.
     """
 
-    def __init__(self, told: Sequence[Told]) -> None:
-        self._told = told
-        self._tensors = tensors = [tensor for _, named in told for tensor in named.values()]
-        self.nbytes = sum(tensor.nbytes for tensor in tensors) + EVENT_BYTES * max(1, len(told))
+    def __init__(self, items: Sequence[Recorded]) -> None:
+        self._items = items
+        self._tensors = tensors = [tensor for _, named in items for tensor in named.values()]
+        self.nbytes = sum(tensor.nbytes for tensor in tensors) + EVENT_BYTES * max(1, len(items))
         self._copies: list[tuple[list[int], torch.Tensor]] = []
         self._events: list[torch.cuda.Event] = []
         groups: dict[tuple[torch.device, torch.dtype], list[int]] = defaultdict(list)
@@ -204,7 +204,7 @@ class Batch:
     def give(self, rows: TraceRows) -> None:
         """Add the events to the rows."""
         arrays = iter(self.values())
-        for event, tensors in self._told:
+        for event, tensors in self._items:
             rows.take(event, {name: next(arrays) for name in tensors})
 
 
