@@ -3,14 +3,12 @@
 import errno
 import json
 import re
-import subprocess
 import sys
 from importlib.util import find_spec
 
 import pytest
 
 from sfi_core.errors import ConfigError, InputError, SfiError
-from sfi_core.machine.files import LOCK
 from sfi_core.measure.evaluation.grid import Cell
 from sfi_core.measure.evaluation.method import Method, at_sizes
 from sfi_core.measure.evaluation.statistics import paired_difference, wilson
@@ -179,35 +177,16 @@ def test_the_rows_of_a_closed_folder_are_in_the_order_of_an_uninterrupted_run(tm
     assert [one["seed"] for one in results.rows["samples"]] == [0, 2, 3]
 
 
-HOLD = """
-import fcntl, sys
-file = open(sys.argv[1], "a")
-try:
-    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-except OSError:
-    sys.exit("taken")
-print("held", flush=True)
-sys.stdin.read()
-"""
-
-
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no record locks")
 def test_a_folder_has_one_process_at_a_time(tmp_path):
-    """The lock ends with the process, however it ends."""
     results = opened(tmp_path / "results", [row()])
-    hold = [sys.executable, "-c", HOLD, str(results.path / LOCK)]
-    late = subprocess.run(hold, capture_output=True, text=True, check=False)
-    assert (late.returncode, late.stderr) == (1, "taken\n")
+    for take in (
+        lambda: ResultsFolder.resume(results.path),
+        lambda: ResultsFolder.create(results.path, MANIFEST, force=True),
+    ):
+        with pytest.raises(ConfigError, match="must be free, got another process on it"):
+            take()
     results.close()
-    with subprocess.Popen(hold, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
-        assert other.stdout.readline() == b"held\n"
-        for take in (
-            lambda: ResultsFolder.resume(results.path),
-            lambda: ResultsFolder.create(results.path, MANIFEST, force=True),
-        ):
-            with pytest.raises(ConfigError, match="must be free, got another process on it"):
-                take()
-        other.kill()
     assert ResultsFolder.resume(results.path).rows["samples"] == [row()]
 
 
