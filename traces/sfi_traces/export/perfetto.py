@@ -47,10 +47,7 @@ Place = tuple[int, int]  # process and thread, in the format's terms
 
 
 def perfetto_text(trace: Trace, progress: Callable[[int, int], None]) -> Iterator[str]:
-    """Write the timeline, piece by piece; `progress` is told the number of events so far, and in all.
-
-    Raises `TraceError` if no step was recorded or timed.
-    """
+    """Write the timeline in pieces; `progress` gets the events so far, and all. Raises `TraceError` without timings."""
     request = Request.of(trace)
     request.connection.execute(PLACED_STEPS)
     steps = request.query("SELECT * FROM placed_steps ORDER BY begin_us")

@@ -92,10 +92,7 @@ class Arrays:
 
 @contextmanager
 def open_arrays(path: Path) -> Iterator[Arrays]:
-    """Open a .npz or .pt file, running no code from it; its arrays can be read within the block.
-
-    Raises `InputError` if the file cannot be read, has another version, or ends in something else.
-    """
+    """Open a .npz or .pt file for the block, running no code from it; raises `InputError` for another or a damaged one."""
     if path.suffix not in FORMATS:
         advice = "; docs/import.md makes arrays of its rows" if path.suffix == ".parquet" else ""
         raise InputError(f"import {path} must end in one of {FORMATS}, got {path.suffix or 'nothing'}{advice}")
@@ -238,11 +235,8 @@ def _texts(arrays: Arrays, name: str, tokens: int) -> list[str] | None:
 class ImportedStep:
     """What one step read, checked; step t comes t-th, and has P + t cached tokens, the query's own included.
 
-    Attributes:
-        index_UK: Positions, ascending, padded with -1; int32.
-        mass_UK: Their probabilities under dense attention, 0 where padded; None where unknown.
-        retained_U: Probability of all that the step attended; None where unknown.
-        attended_tokens: Mean tokens read per head.
+    Positions ascend, padded with -1; their probabilities under dense attention, and that of all that the step
+    attended, are None where unknown. `attended_tokens` is the mean over heads.
     """
 
     index_UK: Ints

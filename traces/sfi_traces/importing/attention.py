@@ -27,11 +27,7 @@ class AttentionArrays:
     block_size: int | None = None
 
     def __init__(self, arrays: Arrays, top: int | None, kv_heads: int | None) -> None:
-        """Read everything except the attention tensors; `top` and `kv_heads` as in `import_trace`.
-
-        Raises `InputError` for an array that is missing or whose shape contradicts the others; `ConfigError` if the
-        number of KV heads does not divide that of the query heads.
-        """
+        """Read all but the attention tensors, as `SelectionArrays`; `ConfigError` if the KV heads do not fit."""
         others = [name for name in arrays.names if not NAME.fullmatch(name)]
         arrays.check_names(others, (*COMMON, "kv_heads"))
         self._arrays, self._passes, self._top = arrays, _passes(arrays), top or AuditConfig().top

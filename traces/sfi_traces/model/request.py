@@ -195,7 +195,7 @@ class Request:
         return self.supports_where(pc.field("layer").isin(pc.unique(layer).sort()[::every]))
 
     def supports_where(self, wanted: pc.Expression) -> Supports:
-        """Read the supports of the rows that a filter wants, at least one."""
+        """Read the supports that a filter wants, at least one."""
         rows = self.trace.rows("supports", COLUMNS, self.wanted & wanted)
         return Supports.of(self.trace.manifest, self.index, self.steps, rows)
 
@@ -271,10 +271,7 @@ class Request:
         """)  # noqa: S608 - our own names and a number
 
     def choose(self, layers: Collection[int] | None, heads: Collection[int] | None, among: Collection[Place]) -> None:
-        """Take some layers and KV heads of `among` as `places`, and rows of these; None for all.
-
-        Raises `ConfigError` for one that is not among them.
-        """
+        """Take some layers and KV heads of `among` as `places`, None for all; raises `ConfigError` for another."""
         places = sorted(among)
         for at, (name, chosen) in enumerate((("layer", layers), ("head", heads))):
             if chosen is not None:

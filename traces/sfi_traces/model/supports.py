@@ -55,12 +55,10 @@ class Supports:
         layers: Collection[int] | None = None,
         heads: Collection[int] | None = None,
     ) -> list[Self]:
-        """Read the supports of one request, or of all, for a replay; optionally of some layers and KV heads.
+        """Read the supports of one request, or of all, for a replay; None for all layers that fast steps change.
 
-        Layers that the run left dense are left out. A request ends with its last wholly recorded step.
-
-        Raises `TraceError` without an audit of every step, `ConfigError` for a request, layer or head that the trace
-        lacks.
+        A request ends with its last wholly recorded step. Raises `TraceError` without an audit of every step,
+        `ConfigError` for a request, layer or head that the trace lacks.
         """
         trace.require_audit(every_step=True)
         steps = _chosen(trace.table("steps"), request=request)

@@ -35,8 +35,7 @@ OF_A_RANK = ("query_heads", "weight_bytes", "embedding_bytes")  # a rank's share
 def claim(folder: Path, kind: str = "trace", *, force: bool) -> FolderLock:
     """Make a folder of a kind, or check that it may be replaced, and lock it; what is in it stays.
 
-    Raises `ConfigError` as `check_new` does, and for a folder that another process writes; `SfiError` for one that
-    cannot be made or written.
+    Raises `ConfigError` as `check_new`, or if another process writes it; `SfiError` if it cannot be made or written.
     """
     name, _ = KINDS[kind]
     try:

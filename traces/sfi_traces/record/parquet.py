@@ -89,10 +89,7 @@ class ParquetObserver(NullObserver):
             self.close(None if error is None else str(error).partition("\n")[0] or type(error).__name__)
 
     def close(self, stopped: str | None = None) -> None:
-        """Write what is left and finish the trace; a second call does nothing.
-
-        `stopped` says why the run ended early: "interrupted", or an error's first line.
-        """
+        """Write what is left and finish the trace, with why the run ended early; a second call does nothing."""
         writer = self._writer
         if writer is not None and writer.closed:
             return

@@ -58,11 +58,7 @@ class ResultsFolder:
 
     @classmethod
     def create(cls, path: Path, manifest: Mapping[str, Any], *, force: bool) -> Self:
-        """Begin a folder; with `force` in place of an older evaluation.
-
-        Raises `ConfigError` for a folder that exists while `force` is off, has other files, or is in use by another
-        process; `SfiError` for one that cannot be written.
-        """
+        """Begin a folder; with `force` in place of an older evaluation. Raises as `claim` does."""
         lock = claim(path, KIND, force=force)
         state = {"created": now(), "finished": None, "stopped": None}
         document = {"kind": KIND, "schema_version": SCHEMA_VERSION, **state, **manifest}
@@ -76,8 +72,7 @@ class ResultsFolder:
     def resume(cls, path: Path) -> Self:
         """Open a folder to show its rows; `begin` prepares it for more.
 
-        Raises `InputError` for a folder without an evaluation or a file that cannot be read, `ConfigError` for a folder
-        that another process uses.
+        Raises `InputError` without an evaluation that can be read, `ConfigError` if another process uses the folder.
         """
         _read_manifest(path)  # before a lock file is made in a folder that is none of ours
         try:
