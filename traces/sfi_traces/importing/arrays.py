@@ -75,11 +75,11 @@ class Arrays:
         """Return an array as `array` does, or None if the file has none."""
         return self.array(name, kinds, dimensions) if name in self.names else None
 
-    def number(self, name: str, *, least: int) -> int | None:
-        """Return a whole number, None if the file has none; raises `InputError` for another value."""
+    def number(self, name: str) -> int | None:
+        """Return a positive whole number, None if the file has none; raises `InputError` for another value."""
         number = self.maybe(name, "iu", (0,))
-        if number is not None and not least <= number <= MOST_TOKENS:
-            rule = f"at least {least}" if number < least else f"at most {MOST_TOKENS:,}"
+        if number is not None and not 1 <= number <= MOST_TOKENS:
+            rule = "at least 1" if number < 1 else f"at most {MOST_TOKENS:,}"
             raise InputError(f"{name} of {self.path} must be {rule}, got {number}")
         return None if number is None else int(number)
 
@@ -92,7 +92,7 @@ class Arrays:
 
 @contextmanager
 def open_arrays(path: Path) -> Iterator[Arrays]:
-    """Open a .npz or .pt file for the block, running no code from it; raises `InputError` for another or a damaged one."""
+    """Open a .npz or .pt file for the block, running no code from it; raises `InputError` for another file."""
     if path.suffix not in FORMATS:
         advice = "; docs/import.md makes arrays of its rows" if path.suffix == ".parquet" else ""
         raise InputError(f"import {path} must end in one of {FORMATS}, got {path.suffix or 'nothing'}{advice}")
@@ -190,7 +190,7 @@ class Tokens:
     @classmethod
     def of(cls, arrays: Arrays) -> Self:
         """Read the tokens of a file; raises `InputError` if tokens are missing or disagree."""
-        token_ids, prompt_ids, prompt_tokens = _ids(arrays, "token_ids"), None, arrays.number("prompt_tokens", least=1)
+        token_ids, prompt_ids, prompt_tokens = _ids(arrays, "token_ids"), None, arrays.number("prompt_tokens")
         if "prompt_token_ids" in arrays.names:
             prompt_ids = _ids(arrays, "prompt_token_ids")
             if prompt_tokens not in (None, len(prompt_ids)):

@@ -34,7 +34,7 @@ class AttentionArrays:
         self.tokens = Tokens.of(arrays)
         layers = self._passes[0]
         self.query_heads = int(self._whole(0, layers[0])[1][1])
-        self._kv_heads = kv_heads or arrays.number("kv_heads", least=1) or self.query_heads
+        self._kv_heads = kv_heads or arrays.number("kv_heads") or self.query_heads
         if self.query_heads % self._kv_heads:
             raise ConfigError(f"kv-heads must divide the {self.query_heads} query heads, got {self._kv_heads}")
         self.place_U = [(layer, head) for layer in layers for head in range(self._kv_heads)]

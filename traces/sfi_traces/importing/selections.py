@@ -38,7 +38,7 @@ class SelectionArrays:
             got = " and ".join(names) or "neither"
             raise InputError(f"import {arrays.path} must have positions, blocks or attention.PASS.LAYER, got {got}")
         (self._name,), self._path = names, arrays.path
-        self.block_size = arrays.number("block_size", least=1)
+        self.block_size = arrays.number("block_size")
         if (self.block_size is not None) != (self._name == "blocks"):
             got = f"{self.block_size or 'none'} with {self._name}"
             raise InputError(f"block_size of {self._path} must come with blocks, got {got}")
