@@ -96,20 +96,13 @@ def _fault(error: ValidationError) -> str:
 
 MOST_VALUES = 1 << 27  # of a column of a part: half a GB of int32
 DAMAGED = (OSError, pa.ArrowException, ValueError, OverflowError, MemoryError)  # what Arrow raises for a damaged part
-# columns that are never null, of every table that has them
+# columns that are never null, of the named table or of every one that has them
 NEVER_NULL = {
-    "request", "step", "layer", "head", "position", "slow", "reason", "sentence", "trigger", "attended_tokens",
-    "context_tokens", "base", "drafted", "accepted", "begin_us", "name", "stream", "rows", "kl_next_token",
-    "argmax_agrees", "steps_since_slow", "read_ratio", "elapsed_us", "positions",
+    "request", "step", "head", "position", "slow", "sentence", "trigger", "attended_tokens", "context_tokens", "base",
+    "accepted", "begin_us", "name", "stream", "rows", "kl_next_token", "argmax_agrees", "steps_since_slow",
+    "read_ratio", "selections.layer", "recalls.layer", "supports.layer", "supports.positions", "steps.reason",
+    "verifications.reason", "verifications.drafted", "timings.elapsed_us",
 }  # fmt: skip
-MAY_BE_NULL = {
-    "selections.positions",
-    "selections.reason",
-    "steps.drafted",
-    "steps.elapsed_us",
-    "timings.layer",
-    "verifications.elapsed_us",
-}  # but for these
 # the least and the greatest number, where they are not -1 and `MOST_TOKENS`
 RANGES = {
     "context_tokens": (1, MOST_TOKENS), "layer": (0, MOST_LAYERS - 1), "head": (0, MOST_HEADS - 1),
@@ -178,7 +171,7 @@ def checked(rows: pa.Table, table: str) -> pa.Table:
 
 
 def _check_nulls(table: str, name: str, nulls: int) -> None:
-    if nulls and name in NEVER_NULL and f"{table}.{name}" not in MAY_BE_NULL:
+    if nulls and not NEVER_NULL.isdisjoint((name, f"{table}.{name}")):
         raise ValueError(f"{name} must have a value, got null")
 
 
