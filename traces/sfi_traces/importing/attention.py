@@ -84,7 +84,8 @@ class AttentionArrays:
 
     def _pass(self, number: int, wanted: int) -> tuple[list[Array], int]:
         # each layer's queries from position `wanted` on, and the first one's position: an earlier pass had those before
-        tensors, first, Q, T = [], 0, 0, 0
+        tensors: list[Array] = []
+        first = Q = T = 0
         for layer in self._passes[number]:
             tensor, shape = self._whole(number, layer)
             Q, T = (Q, T) if tensors else shape[2:]
