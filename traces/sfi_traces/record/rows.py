@@ -17,10 +17,6 @@ from sfi_traces.schema import TABLES
 
 Array = npt.NDArray[Any]
 Place = tuple[int, int]  # request, layer
-DIAGNOSTICS = (
-    "lambda_star", "evidence_norm2", "evidence_dot_prior", "prior_norm2", "evidence_entropy", "query_cosine",
-    "unread_estimate", "score_margin",
-)  # fmt: skip
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 MOST = 4  # bytes of a character: so many replacements in a row are no beginning of one
 # columns of supports whose tensors have other names
@@ -138,9 +134,9 @@ class TraceRows:
             return
         sets = self._selected.setdefault((event.request, event.layer), SelectedSets(H))
         columns = {
+            **dict.fromkeys(TABLES["selections"].names, np.nan),
             **self._key(event),
             "head": heads + self._first_head[event.layer],
-            **dict.fromkeys(DIAGNOSTICS, np.nan),
             **{name: value.reshape(H)[heads] for name, value in diagnostics.items()},
             **sets.replace(heads, index_HK[heads]),
             "positions": Lists.of(index_HK[heads], kept_HK) if self._positions else None,
