@@ -63,8 +63,10 @@ def check(trace: Trace) -> dict[str, Any]:
 
 def _check_table(trace: Trace, name: str) -> tuple[Row, list[str], list[str]]:
     # a table's facts, a line for each fault, and columns that this sfi does not know
-    rows, damaged, faults, newer, schema = 0, [], [], [], TABLES[name]
-    parts = trace.parts(name)
+    parts, schema, rows = trace.parts(name), TABLES[name], 0
+    damaged: list[str] = []
+    faults: list[str] = []
+    newer: list[str] = []
     for part in parts:
         try:
             open_part(part)
