@@ -49,7 +49,8 @@ class Arrays:
             raise InputError(f"import {self.path} must have {name}, got none")
         with readable(self.path):
             value = self.read(name)
-            value = value if isinstance(value, torch.Tensor) else np.asarray(value)
+            if not isinstance(value, torch.Tensor):
+                value = np.asarray(value)
         return value
 
     def array(self, name: str, kinds: str, dimensions: tuple[int, ...]) -> Array:
