@@ -40,7 +40,7 @@ TRACES = (
     {"replay", "results"},
     {"figures", "report"},
     {"views", "summary"},
-    {"health", "export", "read", "importing"},
+    {"health", "export", "importing"},
     {"model", "record"},
     {"schema", "overlap"},
 )

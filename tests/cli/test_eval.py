@@ -54,7 +54,6 @@ def test_the_folder_has_every_sample_and_the_manifest(whole):
     assert manifest["model"]["name"] == "bundled"
     assert manifest["machine"]["processor"]
     assert [method["label"] for method in manifest["methods"]] == ["full-kv", "wide", "quest"]
-    assert (folder / "results.parquet").exists()
 
 
 def test_the_table_has_the_numbers_of_the_json(whole):

@@ -56,7 +56,7 @@ OPTIONS = {
     "trace diff": "--request --fail-if --json --output --force",
     "trace export": "--format --table --output --force --quiet",
     "trace import": """
-        --output --top --kv-heads --tokenizer --trigger --force --json --quiet
+        --output --top --kv-heads --tokenizer --force --json --quiet
     """,
     "trace plot": "--kind --request --layer --head --format --output --force",
     "trace record": GENERATE.replace("--trace", "--report").replace("--compare", "").replace("--resume", ""),

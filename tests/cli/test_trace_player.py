@@ -23,7 +23,7 @@ from sfi_traces.views.frames import playable
 from sfi_traces.views.words import step_words
 from tests.cli.screens import Terminal, screen
 from tests.traces.made import make_trace
-from tests.traces.small import fixed_trace, redact, spoil
+from tests.traces.small import fixed_trace, redact
 
 trace = fixed_trace(policy="sfi")
 
@@ -153,7 +153,7 @@ def test_traces_without_audit_or_text_play(tmp_path):
 def test_a_damaged_part_ends_it_with_the_error(tmp_path):
     folder = make_trace(tmp_path / "t", steps=12, policy="sfi")
     opened = playable(Trace.open(folder))
-    spoil(folder / "supports" / "part-00000.parquet")
+    (folder / "supports" / "part-00000.parquet").write_bytes(b"")
     app = PlayerApp(opened, 4)
 
     async def run() -> None:

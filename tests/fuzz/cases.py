@@ -28,8 +28,8 @@ from sfi_core.machine.memory import peak_bytes, reset_peak, resident_bytes
 from sfi_core.models.load import load_tokenizer
 from sfi_core.policies.built_in.synckv import HeadClusters
 from sfi_core.settings.config import SfiConfig
+from sfi_traces.results import summarize
 from sfi_traces.results.store import ResultsFolder
-from sfi_traces.results.summary import summarize
 from sfi_traces.schema import TABLES
 from tests.cli.trace_commands import sfi
 from tests.core.hosts.vllm.scheduling import FakeScheduler

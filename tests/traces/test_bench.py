@@ -1,4 +1,4 @@
-"""The figure of the decoding benchmark."""
+"""The figure of a benchmark."""
 
 import pytest
 

@@ -12,7 +12,7 @@ from runpy import run_path
 import numpy as np
 import pytest
 
-from sfi_traces.importing.importer import import_trace
+from sfi_traces.importing import import_trace
 from sfi_traces.model.request import Request
 from sfi_traces.model.trace import Trace
 from sfi_traces.report import render

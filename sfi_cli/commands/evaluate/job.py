@@ -20,8 +20,9 @@ from sfi_core.measure.evaluation.samples import SampleRows, sample_cells
 from sfi_core.measure.evaluation.tasks import TASKS as LISTED
 from sfi_core.models.describe import describe_model
 from sfi_core.settings.engine import EngineOptions
-from sfi_traces.results.store import ResultsFolder, check_new
-from sfi_traces.results.summary import summarize, summarize_fidelity
+from sfi_traces.record.folder import check_new
+from sfi_traces.results import summarize, summarize_fidelity
+from sfi_traces.results.store import KIND, ResultsFolder
 
 BUNDLED_ONLY = ("synckv",)  # needs a head file, which few other models have
 LISTS = ("methods", "shares", "budgets", "tasks", "lengths")
@@ -66,7 +67,7 @@ def _results(
             output.say(f"{line}; its row is made again")
         asked = resumed(given, results.manifest["asked"])
     else:
-        check_new(path, force=output.force)
+        check_new(path, KIND, force=output.force)
         asked = filled(given)
     if output.plot is not None and not asked["tasks"]:
         raise ConfigError("plot shows scores and must come with --task, got none")

@@ -1,7 +1,7 @@
 """`sfi generate` after its options are read."""
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -119,7 +119,7 @@ def recording(
         observers: list[Observer] = []
         nvtx = NvtxObserver(spans=table.spans)
         if nvtx.wants:
-            observers.append(stack.enter_context(nvtx))
+            observers.append(stack.enter_context(closing(nvtx)))
         if folder is None:
             yield observers, None
             return

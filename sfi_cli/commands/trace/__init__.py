@@ -2,7 +2,7 @@
 
 import typer
 
-from sfi_cli.commands.trace import check, diff, export, importing, plot, record, report, show, sql
+from sfi_cli.commands.trace import check, diff, export, importing, plot, record, report, show
 from sfi_cli.commands.trace.replay.command import replay
 
 app = typer.Typer(help="Record what the model attended to, and look at it.", no_args_is_help=True)
@@ -15,4 +15,4 @@ app.command()(record.record)
 app.command()(replay)
 app.command()(report.report)
 app.command()(show.show)
-app.command()(sql.sql)
+app.command()(export.sql)

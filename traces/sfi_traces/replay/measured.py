@@ -11,7 +11,7 @@ import pyarrow as pa
 from sfi_core.errors import TraceError
 from sfi_traces.model.steps import Floats, Memory
 from sfi_traces.model.supports import Supports
-from sfi_traces.model.trace import Trace, of_request
+from sfi_traces.model.trace import Trace, rows_of
 from sfi_traces.replay.outcome import Outcome, StepMetrics
 from sfi_traces.replay.replay import metrics, replay_request
 from sfi_traces.replay.setting import SCAN, Setting
@@ -71,7 +71,7 @@ def compare_steps(recorded: Sequence[Supports], trace: Trace, real: Trace, *, ba
     kept = real.table("supports", SUPPORTS)
     compared = []
     for supports in recorded:
-        measured = of_request(steps, supports.request).sort_by("step")
+        measured = steps.filter(rows_of(supports.request)).sort_by("step")
         common = _common(supports, measured)
         dense = setting.config.dense_layers
         sparse = [place for place in supports.places if place[0] not in dense]
@@ -150,7 +150,7 @@ def _measured(like: Supports, setting: Setting, steps: pa.Table, kept: pa.Table,
     reasons = steps["reason"].to_pylist()
     slow_N = np.array([bool(reason) for reason in reasons])
     memory = Memory.of(setting.config.to_dict(), slow_N, like.length_N, scans=setting.scans)
-    rows = of_request(kept, like.request)
+    rows = kept.filter(rows_of(like.request))
     kept_NU, overlap_NU = (_column(rows, like, name) for name in ("retained_mass", "overlap_last_refresh"))
     attended_N = steps["attended_tokens"].to_numpy()
     if setting.scans:

@@ -123,7 +123,7 @@ def step_words(request: Request, step: int) -> StepWords:
         token=steps.text[row],
         context=int(steps.context[row]),
         attended=float(steps.attended[row]),
-        audited=list(mass.found),
+        audited=list(mass.by_place),
         places=list(read.places),
         refreshed=read.refreshed,
         passages=_ranked(passages.read()),
@@ -163,9 +163,9 @@ class Passages:
     def read(self) -> list[Passage]:
         """Return the selected passages, then the sink and the recent tokens; of a dense step all of it."""
         reads, mass = self._reads, self._mass
-        weight = mass.weight(self._context, read=True) if mass.found else None
+        weight = mass.weight(self._context, read=True) if mass.by_place else None
         if len(reads.dense) == len(reads.places):
-            if not mass.found:
+            if not mass.by_place:
                 return [self._whole(ALL, 0, self._context, None)]
             return self._cut(ALL, mass.marks(read=True), weight, 0, self._context)
         passages = self._cut(SELECTED, reads.selected or {}, weight, reads.sink, reads.recent)
