@@ -9,8 +9,7 @@ import pytest
 
 from sfi_core.errors import ConfigError, TraceError
 from sfi_traces.model.trace import Trace
-from sfi_traces.summary.diff import SAME_MASS, compare
-from sfi_traces.summary.diff_metrics import METRICS, Limit
+from sfi_traces.summary.diff import METRICS, SAME_MASS, Limit, compare
 from tests.traces.made import CONFIG, MODEL, make_trace, overlap
 from tests.traces.small import assert_spread, change_manifest, redact, rows, write_part, write_trace
 

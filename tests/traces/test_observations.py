@@ -13,8 +13,8 @@ from sfi_traces.model.request import Request
 from sfi_traces.model.trace import Trace
 from sfi_traces.overlap import SelectedSets
 from sfi_traces.summary import summarize
-from sfi_traces.summary.head_maps import corrections, query_cosine
 from sfi_traces.summary.similarity import HeadSimilarity, drift
+from sfi_traces.summary.supports import corrections, query_cosine
 from sfi_traces.views.figure_data import HeadMap
 from tests.traces.made import HEADS, LAYERS, make_trace, overlap
 from tests.traces.small import fixed_trace, last_of_bin, rewrite, rows, section

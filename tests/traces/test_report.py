@@ -16,8 +16,8 @@ from sfi_traces.importing.importer import import_trace
 from sfi_traces.model.request import Request
 from sfi_traces.model.trace import Trace
 from sfi_traces.report import render
-from sfi_traces.summary.head_maps import query_cosine
 from sfi_traces.summary.similarity import HeadSimilarity, drift
+from sfi_traces.summary.supports import query_cosine
 from sfi_traces.views.figure_data import HeadMap, lag_lines
 from tests.traces.imports import LAYERS, STEPS, selection_arrays, write_npz
 from tests.traces.imports import PROMPT as IMPORTED

@@ -9,7 +9,7 @@ from plotly.subplots import make_subplots
 from sfi_core.errors import TraceError
 from sfi_traces.model.request import Request
 from sfi_traces.report.step_figures import LEGEND, MARGIN, Panel, axes, cells, draw_chance, faint
-from sfi_traces.summary import head_maps, similarity
+from sfi_traces.summary import similarity, supports
 from sfi_traces.summary.facts import lossless_facts
 from sfi_traces.views.captions import CLIP, WITHIN, Caption, layers_left_out, left_out, places, support
 from sfi_traces.views.figure_data import SPREAD, HeadMap, axis_range
@@ -77,7 +77,7 @@ def head_similarity(request: Request) -> Panel:
 def query_cosine(request: Request) -> Panel:
     """Draw the map, and below it the lowest heads over time with FreeKV's thresholds."""
     request.trace.require_audit()
-    data = head_maps.query_cosine(request)
+    data = supports.query_cosine(request)
     if data is None:
         raise TraceError(
             f"trace {request.trace.path} has no query cosine of request {request.index}: it needs an audited "
@@ -105,7 +105,7 @@ def query_cosine(request: Request) -> Panel:
 
 def corrections(request: Request) -> Panel:
     """Draw the map, and below it a bar for each place in the sentence."""
-    data = head_maps.corrections(request)
+    data = supports.corrections(request)
     if data is None or not data["n"]:
         raise TraceError(
             f"trace {request.trace.path} has no corrections of request {request.index}, recorded with policy "

@@ -1,26 +1,20 @@
 """How supports drift, and how alike heads are, as SyncKV observed (Fig. 2)."""
 
-from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
 
 from sfi_core.errors import TraceError
 from sfi_traces.model.request import Request
-from sfi_traces.model.supports import MOST_POSITIONS, Supports, thinning
+from sfi_traces.model.supports import Supports, thinning
 from sfi_traces.model.trace import Row, of_steps
 from sfi_traces.overlap import Overlap, coefficients
 
-MOST_TAKEN = 1 << 25  # positions of a request; beyond, every n-th layer is taken
 MOST_COMPARED = 64  # steps of a request, evenly chosen, at which heads are compared
 DIGITS = 4
-
-Drifts = list[tuple[np.ndarray, np.ndarray]]  # of pieces of requests; see `drift`
 
 
 def drift(supports: Supports) -> tuple[np.ndarray, np.ndarray]:
@@ -46,31 +40,39 @@ def drift(supports: Supports) -> tuple[np.ndarray, np.ndarray]:
 
 
 def drift_facts(request: Request) -> Row | None:
-    """Measure attention drift (SyncKV, Fig. 2a), some layers at a time.
+    """Measure attention drift (SyncKV, Fig. 2a).
 
     Has by `steps` the `mean` over requests, layers and heads and the number `n` behind it, and `bins` of steps 1, 2,
     3-4, 5-8, ... A long trace has every n-th layer taken (`layers_taken`). None unless step 0 and a later one have
     supports.
     """
-    drifts: Drifts = []
-    layers, taken = _layers(request)
-    for supports in _by_layers(request, taken):
+    steps, overlaps, taken, audited = [], [], 0, 0
+    for part in _audited(request):
+        taken, audited = max(taken, len(part.supports.layers)), max(audited, part.audited_layers)
         with suppress(TraceError):  # a request without step 0, or without a step after
-            drifts.append(drift(supports))
-    if not drifts:
+            step_S, overlap_US = drift(part.supports)
+            steps.append(np.tile(step_S, len(overlap_US)))
+            overlaps.append(overlap_US.ravel())
+    if not steps:
         return None
-    steps, mean, n = _pooled(drifts)
+    step, overlap = np.concatenate(steps), np.concatenate(overlaps)
+    keys, means, counts = _means(step, overlap)
+    # each bin ends at a power of two
+    bins = zip(*_means(2 ** np.ceil(np.log2(step)).astype(int), overlap), strict=True)
     return {
-        "steps": steps.tolist(),
-        "mean": _plain(mean),
-        "n": n.tolist(),
-        "bins": [
-            {"from_step": first, "to_step": last, "mean": value, "n": count}
-            for first, last, value, count in _bins(steps, mean, n)
-        ],
-        "layers_taken": len(taken),
-        "layers_audited": layers,
+        "steps": keys,
+        "mean": means,
+        "n": counts,
+        "bins": [{"from_step": last // 2 + 1, "to_step": last, "mean": mean, "n": n} for last, mean, n in bins],
+        "layers_taken": taken,
+        "layers_audited": audited,
     }
+
+
+def _means(key: np.ndarray, overlap: np.ndarray) -> tuple[list[int], Any, list[int]]:
+    # the keys, ascending, and the mean and the number of the overlaps of each
+    keys, place, n = np.unique(key, return_inverse=True, return_counts=True)
+    return keys.tolist(), _plain(np.bincount(place, overlap) / n), n.tolist()
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +118,9 @@ class HeadSimilarity:
         pair_UU = 1 - np.eye(len(supports.layer_U))  # without a head and itself
         total_LL, count_LL = of_LU @ (total_UU * pair_UU) @ of_LU.T, of_LU @ pair_UU @ of_LU.T * steps
         same_LL = np.eye(len(layers), dtype=bool)
-        within, between = (_ratio(total_LL[chosen].sum(), count_LL[chosen].sum()) for chosen in (same_LL, ~same_LL))
-        return cls(layers, _ratio(total_LL, count_LL), float(within), float(between), steps)
+        with np.errstate(invalid="ignore"):  # NaN where nothing was counted
+            within, between = (float(total_LL[at].sum() / count_LL[at].sum()) for at in (same_LL, ~same_LL))
+            return cls(layers, total_LL / count_LL, within, between, steps)
 
 
 def head_similarity(request: Request) -> Row | None:
@@ -126,17 +129,12 @@ def head_similarity(request: Request) -> Row | None:
     Takes up to 64 evenly chosen audited steps of each request. `previous_layer` has each layer's overlap with
     the layer before it, None for the first. None if fewer than two layers were audited.
     """
-    steps_of = _whole_steps(request)
-    layers = None if request.layer is None else [request.layer]
-    compared = (
-        _read(Request(request.trace, index), layers, steps[:: thinning(len(steps), MOST_COMPARED)])
-        for index, steps in steps_of.items()
-    )
-    try:
-        similarity = HeadSimilarity.of(compared) if steps_of else None
-    except TraceError:
+    parts = [*_audited(request)]
+    if not parts:
         return None
-    if similarity is None:
+    try:
+        similarity = HeadSimilarity.of(map(_some_steps, parts))
+    except TraceError:
         return None
     return {
         "steps": similarity.steps,
@@ -148,69 +146,17 @@ def head_similarity(request: Request) -> Row | None:
     }
 
 
-def _pooled(drifts: Drifts) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    # the steps, the mean overlap at each, and the number of overlaps behind it
-    step = np.concatenate([step_S for step_S, _ in drifts])
-    weight = np.concatenate([np.full(len(step_S), len(overlap_US)) for step_S, overlap_US in drifts])
-    total = np.concatenate([overlap_US.mean(0) * len(overlap_US) for _, overlap_US in drifts])
-    steps, place = np.unique(step, return_inverse=True)
-    n = np.bincount(place, weight).astype(int)
-    return steps, np.bincount(place, total) / n, n
-
-
-def _bins(at: np.ndarray, mean: np.ndarray, n: np.ndarray) -> Iterator[tuple[int, int, float, int]]:
-    # weighted means over 1, 2, 3-4, 5-8, ...: each bin ends at a power of two
-    end = 2 ** np.ceil(np.log2(at)).astype(int)
-    for last in np.unique(end).tolist():
-        inside = end == last
-        yield last // 2 + 1, last, _plain(np.average(mean[inside], weights=n[inside])), int(n[inside].sum())
-
-
-def _layers(request: Request) -> tuple[int, dict[int, int]]:
-    # the number of audited layers; and of each layer taken, its most positions in a request
-    audit = request.trace.manifest.get("audit") or {"top": 0}
-    rows = request.query("""
-        SELECT layer, max(n) AS n FROM (
-            SELECT request, layer, count(*) AS n FROM chosen_supports GROUP BY request, layer
-        ) GROUP BY layer ORDER BY layer
-    """)
-    positions = {row["layer"]: int(row["n"]) * audit["top"] for row in rows}
-    every = thinning(sum(positions.values()), MOST_TAKEN)
-    return len(rows), dict([*positions.items()][::every])
-
-
-def _by_layers(request: Request, layers: dict[int, int]) -> Iterator[Supports]:
-    # reads as many layers at once as fit into memory, since each read scans all parts
-    together = max(1, MOST_POSITIONS // max(layers.values(), default=1))
-    for index, steps in _whole_steps(request).items():
-        alone = Request(request.trace, index)
-        for at in range(0, len(layers), together):
-            yield _read(alone, [*layers][at : at + together], steps)
-
-
-def _whole_steps(request: Request) -> dict[int, list[int]]:
-    # by request, the audited steps that have every layer and head
-    steps_of: dict[int, list[int]] = defaultdict(list)
+def _audited(request: Request) -> Iterator[Request]:
+    # each of the chosen requests that has supports
     for row in request.query("""
-        SELECT request, step FROM chosen_supports SEMI JOIN chosen_steps USING (request, step)
-        GROUP BY request, step QUALIFY count(*) = max(count(*)) OVER (PARTITION BY request)
-        ORDER BY request, step
+        SELECT DISTINCT request FROM chosen_supports SEMI JOIN chosen_steps USING (request, step) ORDER BY request
     """):
-        steps_of[row["request"]].append(row["step"])
-    return dict(steps_of)
+        yield Request.of(request.trace, row["request"], request.layer)
 
 
-def _read(request: Request, layers: Iterable[int] | None, steps: list[int]) -> Supports:
-    wanted = of_steps(np.array(steps))
-    if layers is not None:
-        wanted &= pc.field("layer").isin(pa.array(layers, pa.int16()))
-    return request.supports_where(wanted)
-
-
-def _ratio(total: np.ndarray, count: np.ndarray) -> np.ndarray:
-    # NaN where nothing was counted
-    total, count = np.asarray(total), np.asarray(count)
-    return np.asarray(np.divide(total, count, out=np.full(total.shape, np.nan), where=count > 0))
+def _some_steps(request: Request) -> Supports:
+    steps = np.unique(request.trace.rows("supports", ["step"], request.wanted)["step"].to_numpy())
+    return request.supports_where(of_steps(steps[:: thinning(len(steps), MOST_COMPARED)]))
 
 
 def _plain(values: np.ndarray | float) -> Any:
