@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from sfi_traces.health import measures
-from sfi_traces.health.measured import RECORD_AUDIT, RECORD_POSITIONS, RECORD_SELECTOR, Measure
+from sfi_traces.health.measures import RECORD_AUDIT, RECORD_POSITIONS, RECORD_SELECTOR, Measure
 
 NEGLIGIBLE_KL = 0.01  # nats; below, a step's next token hardly changes
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from sfi_traces.health.measured import at_clip
+from sfi_traces.health.measures import at_clip
 from sfi_traces.model.request import Request
 from sfi_traces.model.trace import Row, bins, distribution
 

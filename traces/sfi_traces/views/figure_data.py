@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from sfi_core.errors import TraceError
-from sfi_traces.health.measured import AT_CLIP
+from sfi_traces.health.measures import AT_CLIP
 from sfi_traces.model.request import Request
 from sfi_traces.model.supports import MOST_STEPS, thinning
 from sfi_traces.model.trace import Place, rows_of
