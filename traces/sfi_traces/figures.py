@@ -13,8 +13,9 @@ from sfi_core.errors import ConfigError, not_installed
 from sfi_traces.model.request import Request
 from sfi_traces.model.supports import thinning
 from sfi_traces.views import captions
-from sfi_traces.views.captions import ACROSS, CLIP, PHASES, SLOW, WITHIN, Caption, subject, visible
+from sfi_traces.views.captions import ACROSS, CLIP, SLOW, WITHIN, Caption, subject, visible
 from sfi_traces.views.figure_data import (
+    PHASES,
     axis_range,
     color_range,
     lag_lines,

@@ -43,10 +43,10 @@ def drift(request: Request) -> Panel:
         xaxis={"title": {"text": "decoding step"}, "rangemode": "tozero"},
         yaxis={"title": {"text": "overlap"}, "range": axis_range(np.array([chance]), low, high, mean)},
     )  # fmt: skip
-    note = f"{support(request, request.k)}, {places(request.supports.places)}. Two random ones overlap by {chance:.3f}."
+    note = f"{support(request)}, {places(request.supports.places)}. Two random ones overlap by {chance:.3f}."
     if len(overlap_US) > 1:
         note += f" A point is over {len(overlap_US):,} of them; the band holds 10 to 90 %."
-    note += left_out(request, request.supports, request.supports)
+    note += left_out(request, request.supports)
     name = "Attention drift: overlap with the support of step 0, the prompt's"
     return Panel(Caption(name, note), figure)
 
@@ -67,7 +67,7 @@ def head_similarity(request: Request) -> Panel:
     )  # fmt: skip
     figure.update_layout({**axes(data.layers), "height": HEIGHT}, margin=MARGIN)
     note = (
-        f"{support(request, request.k)}, {data.steps:,} steps. Mean overlap of each KV head of a layer with those of "
+        f"{support(request)}, {data.steps:,} steps. Mean overlap of each KV head of a layer with those of "
         f"another at the same step, and on the diagonal with the others of its own. Within a layer {data.within:.3f}, "
         f"between layers {data.between:.3f}.{layers_left_out(request)}"
     )

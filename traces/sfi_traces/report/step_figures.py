@@ -11,8 +11,9 @@ from plotly.subplots import make_subplots
 
 from sfi_traces.model.request import Request
 from sfi_traces.views import captions
-from sfi_traces.views.captions import ACROSS, CLIP, PHASES, SLOW, WITHIN, Caption, visible
+from sfi_traces.views.captions import ACROSS, CLIP, SLOW, WITHIN, Caption, visible
 from sfi_traces.views.figure_data import (
+    PHASES,
     HeadMap,
     axis_range,
     color_range,

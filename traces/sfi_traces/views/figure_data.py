@@ -14,11 +14,19 @@ from sfi_traces.model.request import Request
 from sfi_traces.model.supports import MOST_STEPS, thinning
 from sfi_traces.model.trace import Place, rows_of
 
-PHASES = (  # innermost spans, in a bar's order
-    "attention.fast", "attention.dense", "attention.mixed", "selector", "top_k", "pack", "append", "sample",
-)  # fmt: skip
 AUDIT = ("audit", "shadow")  # spans of the audit itself
 REST = "rest of the step"
+PHASES = {  # innermost spans, in a bar's order, with colors visible on white and on black
+    "attention.fast": "#2f7fc1",
+    "attention.dense": "#d1495b",
+    "attention.mixed": "#8e6bbf",
+    "selector": "#e08a2e",
+    "top_k": "#c9a227",
+    "pack": "#3aa17e",
+    "append": "#2aa5b8",
+    "sample": "#b5739d",
+    REST: "#bcc5cf",
+}
 MOST_BARS = 2000
 MOST_LAG = 128
 SPREAD = (0.1, 0.9)  # quantiles of a band
@@ -82,12 +90,17 @@ def lag_lines(request: Request, most: int = MOST_LAG) -> tuple[LagLine, LagLine]
 
 
 def _line(name: str, value: np.ndarray, lag: np.ndarray) -> LagLine:
-    order = np.argsort(lag, kind="stable")
-    value, lag = value[order].astype(np.float64), lag[order]
-    lags, first, pairs = np.unique(lag, return_index=True, return_counts=True)
-    groups = np.split(value, first[1:]) if len(lags) else []
+    lags, groups = _grouped(value, lag)
     low, high = (np.array([np.quantile(group, share) for group in groups]) for share in SPREAD)
-    return LagLine(name, lags, np.array([group.mean() for group in groups]), low, high, pairs)
+    mean, pairs = np.array([group.mean() for group in groups]), np.array([len(group) for group in groups], int)
+    return LagLine(name, lags, mean, low, high, pairs)
+
+
+def _grouped(value: np.ndarray, key: np.ndarray) -> tuple[np.ndarray, list[np.ndarray]]:
+    # the keys, ascending, and the values of each
+    order = np.argsort(key, kind="stable")
+    keys, first = np.unique(key[order], return_index=True)
+    return keys, np.split(value[order].astype(np.float64), first[1:]) if len(keys) else []
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,15 +123,14 @@ def lambda_over_time(request: Request) -> Lambda:
     """Read lambda* at each refresh; raises `TraceError` if the run had no Selector, or all values are the clip."""
     wanted = rows_of(request.index, request.layer, request.head) & pc.field("lambda_star").is_valid()
     columns = ["step", "layer", "head", "lambda_star"]
-    rows = request.trace.rows("selections", columns, wanted).sort_by("step")
+    rows = request.trace.rows("selections", columns, wanted)
     if not len(rows):
         raise TraceError(
             f"trace {request.trace.path} has no lambda* of request {request.index}, recorded with policy "
             f"{request.trace.manifest['policy']}; record it with --policy sfi"
         )
     value = rows["lambda_star"].to_numpy().astype(np.float64)
-    step, first = np.unique(rows["step"].to_numpy(), return_index=True)
-    groups = np.split(value, first[1:])
+    step, groups = _grouped(value, rows["step"].to_numpy())
     low, median, high = (
         np.array([np.quantile(group, share) for group in groups]) for share in (SPREAD[0], 0.5, SPREAD[1])
     )
@@ -214,7 +226,7 @@ def step_phases(request: Request) -> Timeline:
     steps, later = request.steps, request.steps.step >= 1
     step = steps.step[later]
     spent_us = _spans(request, steps.batch_step[later])
-    phases = {name: spent_us.get(name, np.zeros(len(step))) for name in PHASES}
+    phases = {name: spent_us.get(name, np.zeros(len(step))) for name in PHASES if name != REST}
     audit_us = sum((spent_us.get(name, np.zeros(len(step))) for name in AUDIT), np.zeros(len(step)))
     taken = sum(phases.values()) + audit_us
     phases[REST] = np.maximum(0, steps.elapsed_us[later] - taken)
