@@ -146,8 +146,8 @@ def test_the_page_has_the_places_with_the_most_attention(sfi):
 
 
 def test_refreshes_that_do_not_fit_are_left_out_and_the_page_says_from_where(sfi, monkeypatch):
-    monkeypatch.setattr("sfi_traces.report.packed_reads.MOST_BYTES", 0)
-    monkeypatch.setattr("sfi_traces.report.packed_reads.MOST_CELLS", 100)
+    monkeypatch.setattr("sfi_traces.report.text.MOST_BYTES", 0)
+    monkeypatch.setattr("sfi_traces.report.text.MOST_CELLS", 100)
     found = words(render(sfi))
     assert found["perCell"] == 3
     assert len(found["cells"]) == 80

@@ -6,8 +6,7 @@ from pathlib import Path
 from sfi_core.errors import TraceError, not_installed
 from sfi_traces.health import judge
 from sfi_traces.model.request import Request
-from sfi_traces.report.packed_reads import what_steps_read
-from sfi_traces.report.text import disagreements, generated, prompt
+from sfi_traces.report.text import disagreements, generated, prompt, what_steps_read
 from sfi_traces.summary import sections
 from sfi_traces.views.captions import subject
 from sfi_traces.views.facts import SECTIONS, facts, latency_table, run_table, trigger_table
@@ -46,7 +45,7 @@ def render(request: Request) -> str:
         "lambda": step_figures.lambda_star,
     }.items():
         try:
-            figures[name] = draw(request).plain()
+            figures[name] = draw(request)
         except TraceError as error:
             missing.append(str(error))
     summary = {"health": judge(request)} | sections(request, SECTIONS)

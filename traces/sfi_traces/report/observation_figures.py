@@ -8,7 +8,7 @@ from plotly.subplots import make_subplots
 
 from sfi_core.errors import TraceError
 from sfi_traces.model.request import Request
-from sfi_traces.report.step_figures import LEGEND, MARGIN, Panel, axes, cells, draw_chance, faint
+from sfi_traces.report.step_figures import LEGEND, Panel, axes, band, cells, draw_chance, panel
 from sfi_traces.summary import similarity, supports
 from sfi_traces.summary.facts import lossless_facts
 from sfi_traces.views.captions import CLIP, WITHIN, Caption, layers_left_out, left_out, places, support
@@ -28,10 +28,8 @@ def drift(request: Request) -> Panel:
     """Draw the mean over layers and KV heads, and its band."""
     step_S, overlap_US = similarity.drift(request.supports)
     mean, (low, high) = overlap_US.mean(0), np.quantile(overlap_US, SPREAD, axis=0)
-    edge = {"mode": "lines", "line": {"width": 0}, "hoverinfo": "skip", "showlegend": False}
     figure = go.Figure()
-    figure.add_scatter(x=step_S, y=low, **edge)
-    figure.add_scatter(x=step_S, y=high, fill="tonexty", fillcolor=faint(WITHIN), **edge)
+    band(figure, low, high, WITHIN, x=step_S)
     figure.add_scatter(
         x=step_S, y=mean, mode="lines", line={"color": WITHIN, "width": 2.5}, showlegend=False,
         hovertemplate="step %{x}: %{y:.3f}<extra></extra>",
@@ -39,7 +37,7 @@ def drift(request: Request) -> Panel:
     chance = request.supports.chance
     draw_chance(figure, chance)
     figure.update_layout(
-        height=HEIGHT, margin=MARGIN,
+        height=HEIGHT,
         xaxis={"title": {"text": "decoding step"}, "rangemode": "tozero"},
         yaxis={"title": {"text": "overlap"}, "range": axis_range(np.array([chance]), low, high, mean)},
     )  # fmt: skip
@@ -48,7 +46,7 @@ def drift(request: Request) -> Panel:
         note += f" A point is over {len(overlap_US):,} of them; the band holds 10 to 90 %."
     note += left_out(request, request.supports)
     name = "Attention drift: overlap with the support of step 0, the prompt's"
-    return Panel(Caption(name, note), figure)
+    return panel(Caption(name, note), figure)
 
 
 def head_similarity(request: Request) -> Panel:
@@ -65,13 +63,13 @@ def head_similarity(request: Request) -> Panel:
             hovertemplate="%{y}, %{x}<br>overlap %{z:.3f}<extra></extra>",
         )
     )  # fmt: skip
-    figure.update_layout({**axes(data.layers), "height": HEIGHT}, margin=MARGIN)
+    figure.update_layout({**axes(data.layers), "height": HEIGHT})
     note = (
         f"{support(request)}, {data.steps:,} steps. Mean overlap of each KV head of a layer with those of "
         f"another at the same step, and on the diagonal with the others of its own. Within a layer {data.within:.3f}, "
         f"between layers {data.between:.3f}.{layers_left_out(request)}"
     )
-    return Panel(Caption("Similarity of heads, layer by layer", note), figure)
+    return panel(Caption("Similarity of heads, layer by layer", note), figure)
 
 
 def query_cosine(request: Request) -> Panel:
@@ -100,7 +98,7 @@ def query_cosine(request: Request) -> Panel:
         f"Mean over the query heads of a KV head, rotated queries. Of {data['n']:,} values, mean {data['mean']:.3f}, "
         f"{under}: where FreeKV would correct at this tau. The course is that of the lowest heads."
     )
-    return Panel(Caption("Query cosine with the step before", note), figure)
+    return panel(Caption("Query cosine with the step before", note), figure)
 
 
 def corrections(request: Request) -> Panel:
@@ -124,7 +122,7 @@ def corrections(request: Request) -> Panel:
         f"Share of {data['n']:,} fast steps x layers x KV heads whose query moved, so that the head "
         f"selected anew before it attended: {data['share']:.1%}."
     )
-    return Panel(Caption("Corrections of single heads (FreeKV)", note), figure)
+    return panel(Caption("Corrections of single heads (FreeKV)", note), figure)
 
 
 def acceptance(request: Request) -> Panel:
@@ -148,13 +146,13 @@ def acceptance(request: Request) -> Panel:
         )  # fmt: skip
         figure.update_xaxes(title_text=label, type="category", row=1, col=column)
     figure.update_yaxes(range=[0, 1.02], tickformat=".0%", row=1, col=1)
-    figure.update_layout(height=340, margin=MARGIN)
+    figure.update_layout(height=340)
     note = (
         f"{facts['verifications']:,} verifications tested {facts['tested']:,} drafted tokens and kept "
         f"{facts['token_acceptance']:.1%} of them; each gave {facts['tokens_per_verification']:.2f} tokens "
         "on average. A token is tested if all before it in its draft were kept."
     )
-    return Panel(Caption("Drafted tokens that full attention kept", note), figure)
+    return panel(Caption("Drafted tokens that full attention kept", note), figure)
 
 
 def _map(heads: list[dict[str, Any]], name: str) -> HeadMap:
@@ -171,4 +169,4 @@ def _over(head_map: HeadMap, low: float, high: float, word: str) -> go.Figure:
     figure.update_traces(colorbar={"y": 1, "yanchor": "top", "len": share - ROOM / height})
     for name in ("xaxis", "yaxis"):
         figure.update_layout({name: layout[name]})
-    return figure.update_layout(height=height, margin=MARGIN, legend=LEGEND)
+    return figure.update_layout(height=height, legend=LEGEND)

@@ -2,7 +2,6 @@
 
 import html
 import json
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -26,30 +25,28 @@ from sfi_traces.views.figure_data import (
 MARGIN = {"l": 8, "r": 8, "t": 12, "b": 8}
 LEGEND = {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0, "traceorder": "normal"}
 MOST_NUMBERS = 8  # columns of a map with their number written in
+MOST_BARS = 60  # beyond, error bars would hide each other
+MOST_STEPS = 500  # of the heat map
+MOST_LINES = 24
+Panel = dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Panel:
-    """A figure with its caption; the page sets its colors of text, paper and grid."""
-
-    caption: Caption
-    figure: go.Figure
-
-    def plain(self) -> dict[str, Any]:
-        """Return what the page's script and section need."""
-        plot = json.loads(self.figure.to_json())  # arrays as base64, which Plotly reads
-        plot["layout"].pop("template", None)
-        return {"caption": self.caption, **plot}
+def panel(caption: Caption, figure: go.Figure) -> Panel:
+    """Return what the page needs of a figure; its script sets the colors of text, paper and grid."""
+    figure.update_layout(margin=MARGIN)
+    plot = json.loads(figure.to_json())  # arrays as base64, which Plotly reads
+    plot["layout"].pop("template", None)
+    return {"caption": caption, **plot}
 
 
-def cells(found: HeadMap, low: float, high: float, word: str) -> go.Heatmap:
+def cells(head_map: HeadMap, low: float, high: float, word: str) -> go.Heatmap:
     """Draw a column for each layer, a row for each KV head; `word` names the number in the hover text."""
     return go.Heatmap(
-        z=found.value.T, x=[f"layer {layer}" for layer in found.layers],
-        y=[f"head {head}" for head in found.heads],
+        z=head_map.value.T, x=[f"layer {layer}" for layer in head_map.layers],
+        y=[f"head {head}" for head in head_map.heads],
         colorscale="Viridis", xgap=1, ygap=1, zmin=low, zmax=high, hoverongaps=False,
         colorbar={"thickness": 12, "outlinewidth": 0, "tickformat": ".2f"},
-        texttemplate="%{z:.3f}" if len(found.layers) <= MOST_NUMBERS else None,
+        texttemplate="%{z:.3f}" if len(head_map.layers) <= MOST_NUMBERS else None,
         hovertemplate=f"%{{x}}, KV %{{y}}<br>{word} %{{z:.4f}}<extra></extra>",
     )  # fmt: skip
 
@@ -64,19 +61,14 @@ def axes(heads: list[int]) -> dict[str, Any]:
     }
 
 
-MOST_BARS = 60  # beyond, error bars would hide each other
-MOST_STEPS = 500  # of the heat map
-MOST_LINES = 24
-
-
 def retained(request: Request) -> Panel:
     """Draw a cell for each layer and KV head."""
     data = retained_mass(request)
     shown = data.map
     low = min(float(np.nanmin(shown.value)), 0.99)
     figure = go.Figure(cells(shown, low, 1, "mass"))
-    figure.update_layout(axes(shown.heads), margin=MARGIN)
-    return Panel(captions.retained(request, data), figure)
+    figure.update_layout(axes(shown.heads))
+    return panel(captions.retained(request, data), figure)
 
 
 def timeline(request: Request) -> Panel:
@@ -100,14 +92,14 @@ def timeline(request: Request) -> Panel:
             marker={"symbol": "triangle-down", "size": 8, "color": SLOW},
         )  # fmt: skip
     figure.update_layout(
-        height=400, margin=MARGIN, hovermode="x unified", legend=LEGEND,
+        height=400, hovermode="x unified", legend=LEGEND,
         xaxis={
             "title": {"text": "decoding step"}, "showgrid": False, "range": [at[0], at[-1]],
             "hoverformat": ".0f", "unifiedhovertitle": {"text": "step %{x}"},
         },
         yaxis={"title": {"text": "milliseconds"}, "rangemode": "tozero"},
     )  # fmt: skip
-    return Panel(captions.timeline(data), figure)
+    return panel(captions.timeline(data), figure)
 
 
 def lambda_star(request: Request) -> Panel:
@@ -126,10 +118,10 @@ def lambda_star(request: Request) -> Panel:
     label = f"clip at {data.clip:g}"
     figure.add_hline(data.clip, line={"dash": "dash", "color": CLIP}, annotation_text=label)
     figure.update_layout(
-        height=300, margin=MARGIN, xaxis={"title": {"text": "decoding step"}},
+        height=300, xaxis={"title": {"text": "decoding step"}},
         yaxis={"title": {"text": "lambda*"}, "range": [0, 1.15 * max(data.clip, data.high.max())]},
     )  # fmt: skip
-    return Panel(captions.lambda_star(data), figure)
+    return panel(captions.lambda_star(data), figure)
 
 
 def heatmap(request: Request) -> Panel:
@@ -155,9 +147,8 @@ def heatmap(request: Request) -> Panel:
         xaxis={**axis, "tickangle": -90},
         yaxis={**axis, "autorange": "reversed"},
         shapes=[_boundaries(request.steps.sentence[rows])],
-        margin=MARGIN,
     )
-    return Panel(captions.stability(request, supports), figure)
+    return panel(captions.stability(request, supports), figure)
 
 
 def _boundaries(sentence: np.ndarray) -> dict[str, object]:
@@ -176,9 +167,7 @@ def lag(request: Request) -> Panel:
     lines = lag_lines(request)
     for line, color in zip(lines, (WITHIN, ACROSS), strict=True):
         same = {"legendgroup": line.name, "x": line.lag}
-        edge = {"mode": "lines", "line": {"width": 0}, "hoverinfo": "skip", "showlegend": False}
-        figure.add_scatter(y=line.low, **edge, **same, row=1, col=1)
-        figure.add_scatter(y=line.high, fill="tonexty", fillcolor=faint(color), **edge, **same, row=1, col=1)
+        band(figure, line.low, line.high, color, **same, row=1, col=1)
         figure.add_scatter(
             y=line.mean, mode="lines", name=f"{line.name}, mean {line.overall:.3f}",
             line={"color": color, "width": 2.5}, customdata=np.stack([line.low, line.high, line.pairs], 1),
@@ -191,12 +180,12 @@ def lag(request: Request) -> Panel:
         )  # fmt: skip
     chance = request.supports.chance
     draw_chance(figure, chance, row=1, col=1)
-    limits = axis_range(np.array([chance]), *(one for line in lines for one in (line.low, line.high, line.mean)))
+    limits = axis_range(np.array([chance]), *(ends for line in lines for ends in (line.low, line.high, line.mean)))
     figure.update_yaxes(title_text="overlap", range=limits, row=1, col=1)
     figure.update_yaxes(title_text="pairs", rangemode="tozero", nticks=3, row=2, col=1)
     figure.update_xaxes(title_text="steps apart", rangemode="tozero", row=2, col=1)
-    figure.update_layout(height=360, hovermode="x", legend=LEGEND, margin=MARGIN)
-    return Panel(captions.lag(request), figure)
+    figure.update_layout(height=360, hovermode="x", legend=LEGEND)
+    return panel(captions.lag(request), figure)
 
 
 def draw_chance(figure: go.Figure, chance: float, **place: int) -> None:
@@ -204,7 +193,9 @@ def draw_chance(figure: go.Figure, chance: float, **place: int) -> None:
     figure.add_hline(chance, line={"dash": "dash", "color": CLIP}, annotation_text="two random supports", **place)
 
 
-def faint(color: str) -> str:
-    """Make a color `#rrggbb` transparent, for a band."""
+def band(figure: go.Figure, low: np.ndarray, high: np.ndarray, color: str, **more: Any) -> None:
+    """Fill what is between two lines with a color `#rrggbb`, made transparent."""
     red, green, blue = (int(color[at : at + 2], 16) for at in (1, 3, 5))
-    return f"rgba({red}, {green}, {blue}, 0.18)"
+    edge = {"mode": "lines", "line": {"width": 0}, "hoverinfo": "skip", "showlegend": False, **more}
+    figure.add_scatter(y=low, **edge)
+    figure.add_scatter(y=high, fill="tonexty", fillcolor=f"rgba({red}, {green}, {blue}, 0.18)", **edge)
