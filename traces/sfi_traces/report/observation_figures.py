@@ -39,7 +39,7 @@ def drift(request: Request) -> Panel:
     figure.update_layout(
         height=HEIGHT,
         xaxis={"title": {"text": "decoding step"}, "rangemode": "tozero"},
-        yaxis={"title": {"text": "overlap"}, "range": axis_range(np.array([chance]), low, high, mean)},
+        yaxis={"title": {"text": "overlap"}, "range": axis_range(chance, low, high, mean)},
     )  # fmt: skip
     note = f"{support(request)}, {places(request.supports.places)}. Two random ones overlap by {chance:.3f}."
     if len(overlap_US) > 1:

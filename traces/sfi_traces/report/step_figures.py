@@ -180,7 +180,7 @@ def lag(request: Request) -> Panel:
         )  # fmt: skip
     chance = request.supports.chance
     draw_chance(figure, chance, row=1, col=1)
-    limits = axis_range(np.array([chance]), *(ends for line in lines for ends in (line.low, line.high, line.mean)))
+    limits = axis_range(chance, *(np.hstack([line.low, line.high, line.mean]) for line in lines))
     figure.update_yaxes(title_text="overlap", range=limits, row=1, col=1)
     figure.update_yaxes(title_text="pairs", rangemode="tozero", nticks=3, row=2, col=1)
     figure.update_xaxes(title_text="steps apart", rangemode="tozero", row=2, col=1)

@@ -40,9 +40,9 @@ def color_range(overlap: np.ndarray) -> tuple[float, float]:
     return float(np.floor(others.min() * 10) / 10), float(np.ceil(others.max() * 10) / 10)
 
 
-def axis_range(*values: np.ndarray) -> tuple[float, float]:
+def axis_range(*values: np.ndarray | float) -> tuple[float, float]:
     """Choose the ends of an axis of overlaps: a little beyond all values, within 0 and 1."""
-    known = np.concatenate(values)
+    known = np.hstack(values)
     low, high = float(known.min()), float(known.max())
     room = max(0.02, 0.06 * (high - low))
     return max(0.0, low - room), min(1.0, high + room)
