@@ -10,8 +10,7 @@ import torch
 
 import sfi_core
 from sfi_cli.commands.trace.diff import diff_text
-from sfi_cli.commands.trace.full_views import full_text
-from sfi_cli.commands.trace.show_views import show_text
+from sfi_cli.commands.trace.show_views import full_text, show_text
 from sfi_cli.terminal.tables import rendered
 from sfi_core import SfiConfig
 from sfi_core.errors import TraceError
