@@ -16,6 +16,7 @@ from sfi_traces.views import captions
 from sfi_traces.views.captions import ACROSS, CLIP, SLOW, WITHIN, Caption, subject, visible
 from sfi_traces.views.figure_data import (
     PHASES,
+    HeadMap,
     axis_range,
     color_range,
     lag_lines,
@@ -170,8 +171,8 @@ def lambda_star(request: Request) -> Any:
 
 def retained(request: Request) -> Any:
     """Draw a cell for each layer and KV head, with its number if there are few."""
-    data = retained_mass(request)
-    shown = data.map
+    mass, steps = retained_mass(request)
+    shown = HeadMap.of(mass)
     rows, columns = shown.value.shape
     width, height = 2.6 + 0.62 * columns, 1.9 + 0.34 * rows
     figure = new_figure(min(14, max(6.5, width)), min(14, max(3.6, height)))
@@ -179,9 +180,9 @@ def retained(request: Request) -> Any:
     low = min(float(np.nanmin(shown.value)), 0.99)
     image = axes.imshow(shown.value, cmap="viridis", vmin=low, vmax=1, aspect="auto")
     if shown.value.size <= MOST_NUMBERS:
-        for (row, column), mass in np.ndenumerate(shown.value):
-            shade = "black" if mass > (low + 1) / 2 else "white"
-            text = "" if np.isnan(mass) else f"{mass:.3f}"
+        for (row, column), value in np.ndenumerate(shown.value):
+            shade = "black" if value > (low + 1) / 2 else "white"
+            text = "" if np.isnan(value) else f"{value:.3f}"
             axes.text(column, row, text, ha="center", va="center", fontsize=7.5, color=shade)
     axes.tick_params(length=0, labelsize=8)
     axes.spines[:].set_visible(False)
@@ -189,7 +190,7 @@ def retained(request: Request) -> Any:
     axes.set_xticks(range(columns), map(str, shown.heads))
     axes.set_yticks(range(rows), map(str, shown.layers))
     axes.set(xlabel="KV head", ylabel="layer")
-    return _titled(figure, captions.retained(request, data), request)
+    return _titled(figure, captions.retained(mass, steps), request)
 
 
 def timeline(request: Request) -> Any:

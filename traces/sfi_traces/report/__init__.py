@@ -6,7 +6,7 @@ from pathlib import Path
 from sfi_core.errors import TraceError, not_installed
 from sfi_traces.health import judge
 from sfi_traces.model.request import Request
-from sfi_traces.report.text import disagreements, generated, prompt, what_steps_read
+from sfi_traces.report.text import disagreements, generated, what_steps_read
 from sfi_traces.summary import sections
 from sfi_traces.views.captions import subject
 from sfi_traces.views.facts import SECTIONS, facts, latency_table, run_table, trigger_table
@@ -75,7 +75,6 @@ def render(request: Request) -> str:
         missing=list(dict.fromkeys(missing)),
         text=generated(request),
         disagreements=disagreements(request, summary["disagreements"]),
-        prompt=prompt(request),
         words=words,
         style=(HERE / "page.css").read_text(encoding="utf-8"),
         script="\n".join((HERE / name).read_text(encoding="utf-8") for name in ("page.js", "reading.js")),

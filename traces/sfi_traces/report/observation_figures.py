@@ -51,9 +51,9 @@ def drift(request: Request) -> Panel:
 
 def head_similarity(request: Request) -> Panel:
     """Draw a cell for every two layers."""
-    data = similarity.HeadSimilarity.of([request.supports.thinned(similarity.MOST_COMPARED)])
-    names = [f"layer {layer}" for layer in data.layers]
-    matrix = data.matrix
+    data = similarity.compare_heads([request.supports.thinned(similarity.MOST_COMPARED)])
+    names = [f"layer {layer}" for layer in data["layers"]]
+    matrix = data["matrix"]
     figure = go.Figure(
         go.Heatmap(
             z=matrix, x=names, y=names, colorscale="Viridis", xgap=1, ygap=1, hoverongaps=False,
@@ -63,11 +63,11 @@ def head_similarity(request: Request) -> Panel:
             hovertemplate="%{y}, %{x}<br>overlap %{z:.3f}<extra></extra>",
         )
     )  # fmt: skip
-    figure.update_layout({**axes(data.layers), "height": HEIGHT})
+    figure.update_layout({**axes(data["layers"]), "height": HEIGHT})
     note = (
-        f"{support(request)}, {data.steps:,} steps. Mean overlap of each KV head of a layer with those of "
-        f"another at the same step, and on the diagonal with the others of its own. Within a layer {data.within:.3f}, "
-        f"between layers {data.between:.3f}.{layers_left_out(request)}"
+        f"{support(request)}, {data['steps']:,} steps. Mean overlap of each KV head of a layer with those of "
+        f"another at the same step, and on the diagonal with the others of its own. Within a layer "
+        f"{data['within']:.3f}, between layers {data['between']:.3f}.{layers_left_out(request)}"
     )
     return panel(Caption("Similarity of heads, layer by layer", note), figure)
 

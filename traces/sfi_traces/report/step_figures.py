@@ -63,12 +63,12 @@ def axes(heads: list[int]) -> dict[str, Any]:
 
 def retained(request: Request) -> Panel:
     """Draw a cell for each layer and KV head."""
-    data = retained_mass(request)
-    shown = data.map
+    mass, steps = retained_mass(request)
+    shown = HeadMap.of(mass)
     low = min(float(np.nanmin(shown.value)), 0.99)
     figure = go.Figure(cells(shown, low, 1, "mass"))
     figure.update_layout(axes(shown.heads))
-    return panel(captions.retained(request, data), figure)
+    return panel(captions.retained(mass, steps), figure)
 
 
 def timeline(request: Request) -> Panel:

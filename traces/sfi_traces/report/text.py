@@ -19,7 +19,6 @@ from sfi_traces.views.table import dense_words
 from sfi_traces.views.words import step_words, text_of
 
 MOST_TOKENS, MOST_STEPS, LONGEST = 10_000, 12, 90  # generated tokens; disagreements; characters of a passage
-MOST_CHARACTERS = 20_000
 MOST_CELLS = 12_000  # of the source text; beyond, a cell stands for several tokens
 MOST_COUNTS = 32 << 20  # refreshes x layers x cells: bytes in the browser's memory
 MOST_BYTES = 3_500_000  # of these counts, packed; later refreshes are left out
@@ -95,15 +94,6 @@ def _about(request: Request, row: int) -> str:
     if dense is not None and not dense["argmax_agrees"]:
         took += f"; full attention: {dense_words(dense)}"
     return f"step {steps.step[row]}: {kind}; attended {steps.attended[row]:,.0f} of {steps.context[row]:,} tokens{took}"
-
-
-def prompt(request: Request) -> dict[str, Any]:
-    """Return the prompt's text, without its middle if it is long."""
-    tokens = request.prompt
-    text = "".join(token or "" for token in tokens)
-    left_out, half = max(0, len(text) - MOST_CHARACTERS), MOST_CHARACTERS // 2
-    begin, end = map(printable_lines, (text[:half], text[-half:]) if left_out else (text, ""))
-    return {"begin": begin, "end": end, "left_out": left_out, "tokens": len(tokens)}
 
 
 def what_steps_read(request: Request) -> Packed:

@@ -2,8 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
@@ -75,52 +74,38 @@ def _means(key: np.ndarray, overlap: np.ndarray) -> tuple[list[int], Any, list[i
     return keys.tolist(), _plain(np.bincount(place, overlap) / n), n.tolist()
 
 
-@dataclass(frozen=True, slots=True)
-class HeadSimilarity:
-    """Overlap of two KV heads at the same step, the mean over `steps`.
+def compare_heads(requests: Iterable[Supports]) -> Row:
+    """Average the overlap of two KV heads at the same step (SyncKV, Eq. 1) over the `steps` of requests, at least one.
 
-    Attributes:
-        layers: The L layers, ascending.
-        matrix: Mean over pairs of a head of the row's layer and one of the column's, [L, L]. The diagonal excludes a
-            head's overlap with itself; it is NaN where a layer has one head.
-        within: Mean over two heads of one layer; NaN where every layer has one head.
-        between: Mean over two heads of different layers.
+    `matrix` [L, L] has the mean over pairs of a head of the row's and one of the column's of the `layers`, ascending;
+    its diagonal excludes a head's overlap with itself. `within` is over two heads of one layer, `between` of two
+    layers. NaN where layers have one head.
+
+    Paper gap: SyncKV averages "from each head in a source layer to a target layer"; each head of the
+    target layer counts alike here, and not the most similar one alone.
+
+    Raises `TraceError` for a single layer.
     """
-
-    layers: list[int]
-    matrix: np.ndarray
-    within: float
-    between: float
-    steps: int
-
-    @classmethod
-    def of(cls, requests: Iterable[Supports]) -> Self:
-        """Compare all heads at each step of some requests (SyncKV, Eq. 1), at least one.
-
-        Paper gap: SyncKV averages "from each head in a source layer to a target layer"; each head of the
-        target layer counts alike here, and not the most similar one alone.
-
-        Raises `TraceError` for a single layer.
-        """
-        total_UU: np.ndarray | float = 0.0
-        steps = 0
-        for supports in requests:
-            layers = supports.layers
-            if len(layers) < 2:  # noqa: PLR2004
-                raise TraceError(
-                    f"head similarity needs two audited layers or more, got layer {layers[0]} alone; leave "
-                    "--layer out, or record the trace with --audit 1 of all layers"
-                )
-            for index_UK in supports.position_NUK:
-                total_UU = total_UU + coefficients(index_UK).astype(np.float64)
-            steps += supports.steps
-        of_LU = np.array([supports.layer_U == layer for layer in layers], float)
-        pair_UU = 1 - np.eye(len(supports.layer_U))  # without a head and itself
-        total_LL, count_LL = of_LU @ (total_UU * pair_UU) @ of_LU.T, of_LU @ pair_UU @ of_LU.T * steps
-        same_LL = np.eye(len(layers), dtype=bool)
-        with np.errstate(invalid="ignore"):  # NaN where nothing was counted
-            within, between = (float(total_LL[at].sum() / count_LL[at].sum()) for at in (same_LL, ~same_LL))
-            return cls(layers, total_LL / count_LL, within, between, steps)
+    total_UU: np.ndarray | float = 0.0
+    steps = 0
+    for supports in requests:
+        layers = supports.layers
+        if len(layers) < 2:  # noqa: PLR2004
+            raise TraceError(
+                f"head similarity needs two audited layers or more, got layer {layers[0]} alone; leave "
+                "--layer out, or record the trace with --audit 1 of all layers"
+            )
+        for index_UK in supports.position_NUK:
+            total_UU = total_UU + coefficients(index_UK).astype(np.float64)
+        steps += supports.steps
+    of_LU = np.array([supports.layer_U == layer for layer in layers], float)
+    pair_UU = 1 - np.eye(len(supports.layer_U))  # without a head and itself
+    total_LL, count_LL = of_LU @ (total_UU * pair_UU) @ of_LU.T, of_LU @ pair_UU @ of_LU.T * steps
+    same_LL = np.eye(len(layers), dtype=bool)
+    with np.errstate(invalid="ignore"):  # NaN where nothing was counted
+        within, between = (float(total_LL[at].sum() / count_LL[at].sum()) for at in (same_LL, ~same_LL))
+        matrix = total_LL / count_LL
+    return {"steps": steps, "layers": layers, "matrix": matrix, "within": within, "between": between}
 
 
 def head_similarity(request: Request) -> Row | None:
@@ -133,17 +118,12 @@ def head_similarity(request: Request) -> Row | None:
     if not parts:
         return None
     try:
-        similarity = HeadSimilarity.of(map(_some_steps, parts))
+        heads = compare_heads(map(_some_steps, parts))
     except TraceError:
         return None
-    return {
-        "steps": similarity.steps,
-        "layers": similarity.layers,
-        "matrix": _plain(similarity.matrix),
-        "within": _plain(similarity.within),
-        "between": _plain(similarity.between),
-        "previous_layer": _plain(np.append(np.nan, np.diagonal(similarity.matrix, -1))),
-    }
+    previous = np.append(np.nan, np.diagonal(heads["matrix"], -1))
+    values = {name: heads[name] for name in ("matrix", "within", "between")} | {"previous_layer": previous}
+    return heads | {name: _plain(value) for name, value in values.items()}
 
 
 def _audited(request: Request) -> Iterator[Request]:

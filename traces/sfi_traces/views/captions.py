@@ -6,7 +6,7 @@ from sfi_core.machine.text import printable
 from sfi_traces.model.request import Request
 from sfi_traces.model.supports import Supports
 from sfi_traces.model.trace import Place
-from sfi_traces.views.figure_data import MOST_LAG, Lambda, Retained, Timeline
+from sfi_traces.views.figure_data import MOST_LAG, Lambda, Timeline
 
 
 class Caption(NamedTuple):
@@ -64,22 +64,14 @@ def lambda_star(data: Lambda) -> Caption:
     return Caption("lambda* over time", note)
 
 
-def retained(request: Request, data: Retained) -> Caption:
-    """Caption the retained mass, or what stands in for it."""
-    mass = data.of_place
+def retained(mass: dict[Place, float], steps: int) -> Caption:
+    """Caption the retained mass."""
     least, most = (places([end(sorted(mass), key=mass.__getitem__)]) for end in (min, max))
-    worst = f"Least in {least}; most in {most}."
-    if data.coverage:
-        return Caption(
-            f"Attention mass in the top-{request.k} positions",
-            f"Mean over {data.steps:,} audited steps, all slow: they left nothing out, so there is no "
-            f"retained mass. {worst}",
-        )
-    return Caption(
-        "Retained mass of fast steps",
-        f"Share of dense attention's probability that a step attended, mean over {data.steps:,} fast "
-        f"audited steps. {worst}",
+    note = (
+        f"Share of dense attention's probability that a step attended, mean over {steps:,} fast audited steps. "
+        f"Least in {least}; most in {most}."
     )
+    return Caption("Retained mass of fast steps", note)
 
 
 def timeline(data: Timeline) -> Caption:

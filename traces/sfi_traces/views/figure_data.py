@@ -161,38 +161,21 @@ class HeadMap:
         return cls(layers, heads, np.array(value))
 
 
-@dataclass(frozen=True, slots=True)
-class Retained:
-    """Retained mass: the mean of each layer and KV head over so many audited steps.
+def retained_mass(request: Request) -> tuple[dict[Place, float], int]:
+    """Average the retained mass of each layer and KV head over the audited fast steps; return their number too.
 
-    `coverage` says that no fast step was audited, and the mass is that of the supports.
+    Raises `TraceError` without an audit, a fast step or masses.
     """
-
-    of_place: dict[Place, float]
-    steps: int
-    coverage: bool
-
-    @property
-    def map(self) -> HeadMap:
-        """The means as a map."""
-        return HeadMap.of(self.of_place)
-
-
-def retained_mass(request: Request) -> Retained:
-    """Average the retained mass over the audited fast steps; raises `TraceError` without audit or masses."""
     request.trace.require_audit()
     request.trace.require_masses()
     columns = ["step", "layer", "head", "retained_mass"]
     rows = request.trace.rows("supports", columns, request.wanted)
     rows = rows.filter(pc.is_in(rows["step"], pa.array(request.steps.step[~request.steps.slow])))
     if not len(rows):
-        supports = request.supports
-        held_UN = supports.mass_NUK.sum(-1).T.copy()
-        mass = dict(zip(supports.places, held_UN.mean(-1), strict=True))
-        return Retained(mass, supports.steps, coverage=True)
+        raise TraceError(f"trace {request.trace.path} has no audited fast step, and so no retained mass")
     means = rows.group_by(["layer", "head"]).aggregate([("retained_mass", "mean")])
     mass = {(row["layer"], row["head"]): row["retained_mass_mean"] for row in means.to_pylist()}
-    return Retained(mass, len(pc.unique(rows["step"])), coverage=False)
+    return mass, len(pc.unique(rows["step"]))
 
 
 @dataclass(frozen=True, slots=True)
