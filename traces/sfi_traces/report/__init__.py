@@ -39,7 +39,6 @@ def render(request: Request) -> str:
         "drift": observation_figures.drift,
         "head-similarity": observation_figures.head_similarity,
         "query-cosine": observation_figures.query_cosine,
-        "corrections": observation_figures.corrections,
         "acceptance": observation_figures.acceptance,
         "timeline": step_figures.timeline,
         "lambda": step_figures.lambda_star,

@@ -1,7 +1,5 @@
 """The report's figures of SyncKV's and FreeKV's observations, and of a lossless run's drafts."""
 
-from typing import Any
-
 import numpy as np
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
@@ -81,8 +79,14 @@ def query_cosine(request: Request) -> Panel:
             f"trace {request.trace.path} has no query cosine of request {request.index}: it needs an audited "
             "step after step 0; record it with --audit 1"
         )
-    mean = _map(data["heads"], "mean")
-    figure = _over(mean, float(np.nanmin(mean.value)), 1, "cosine")
+    mean = HeadMap.of({(row["layer"], row["head"]): row["mean"] for row in data["heads"]})
+    layout = axes(mean.heads)
+    height = layout["height"] + BELOW
+    share = layout["height"] / height
+    figure = make_subplots(2, 1, row_heights=[share, 1 - share], vertical_spacing=ROOM / height)
+    figure.add_trace(cells(mean, float(np.nanmin(mean.value)), 1, "cosine"), row=1, col=1)
+    figure.update_traces(colorbar={"y": 1, "yanchor": "top", "len": share - ROOM / height})
+    figure.update_layout(layout | {"height": height}, legend=LEGEND)
     for row in data["lowest"]:
         figure.add_scatter(
             x=np.array(row["steps"]), y=np.round(row["query_cosine"], 4), mode="lines",
@@ -99,30 +103,6 @@ def query_cosine(request: Request) -> Panel:
         f"{under}: where FreeKV would correct at this tau. The course is that of the lowest heads."
     )
     return panel(Caption("Query cosine with the step before", note), figure)
-
-
-def corrections(request: Request) -> Panel:
-    """Draw the map, and below it a bar for each place in the sentence."""
-    data = supports.corrections(request)
-    if data is None or not data["n"]:
-        raise TraceError(
-            f"trace {request.trace.path} has no corrections of request {request.index}, recorded with policy "
-            f"{request.trace.manifest['policy']}; record it with a policy that corrects, as FreeKV does"
-        )
-    share, bars = _map(data["heads"], "share"), data["since_slow"]
-    figure = _over(share, 0, max(0.01, float(np.nanmax(share.value))), "corrected")
-    figure.add_bar(
-        x=[span(row["from_step"], row["to_step"]) for row in bars], y=[row["share"] for row in bars],
-        marker={"color": WITHIN},
-        hovertemplate="%{x} steps: %{y:.1%}<extra></extra>", showlegend=False, row=2, col=1,
-    )  # fmt: skip
-    figure.update_xaxes(title_text="steps since the last slow one", type="category", row=2, col=1)
-    figure.update_yaxes(tickformat=".0%", row=2, col=1)
-    note = (
-        f"Share of {data['n']:,} fast steps x layers x KV heads whose query moved, so that the head "
-        f"selected anew before it attended: {data['share']:.1%}."
-    )
-    return panel(Caption("Corrections of single heads (FreeKV)", note), figure)
 
 
 def acceptance(request: Request) -> Panel:
@@ -153,20 +133,3 @@ def acceptance(request: Request) -> Panel:
         "on average. A token is tested if all before it in its draft were kept."
     )
     return panel(Caption("Drafted tokens that full attention kept", note), figure)
-
-
-def _map(heads: list[dict[str, Any]], name: str) -> HeadMap:
-    return HeadMap.of({(row["layer"], row["head"]): row[name] for row in heads})
-
-
-def _over(head_map: HeadMap, low: float, high: float, word: str) -> go.Figure:
-    # the map, and empty axes below it
-    layout = axes(head_map.heads)
-    height = layout["height"] + BELOW
-    share = layout["height"] / height
-    figure = make_subplots(2, 1, row_heights=[share, 1 - share], vertical_spacing=ROOM / height)
-    figure.add_trace(cells(head_map, low, high, word), row=1, col=1)
-    figure.update_traces(colorbar={"y": 1, "yanchor": "top", "len": share - ROOM / height})
-    for name in ("xaxis", "yaxis"):
-        figure.update_layout({name: layout[name]})
-    return figure.update_layout(height=height, legend=LEGEND)
