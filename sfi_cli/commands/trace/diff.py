@@ -93,9 +93,8 @@ def _numbers(document: Row) -> Table:
 def _overlaps(document: Row, name: str) -> Table:
     # by layer, how far supports or selections overlap
     layers = [{"layer": "all", **document[name]}, *document[name]["layers"]]
-    cut = document["supports_cut_to"] if name == "supports" else None
-    title = f"Overlap of the {name} at equal steps" + (f", both cut to the top {cut:,}" if cut else "")
-    return Table(title, ("layer", *SPREAD), [(str(row["layer"]), *spread(row["overlap"])) for row in layers])
+    rows = [(str(row["layer"]), *spread(row["overlap"])) for row in layers]
+    return Table(f"Overlap of the {name} at equal steps", ("layer", *SPREAD), rows)
 
 
 def _request_lines(request: Row) -> Iterator[str]:

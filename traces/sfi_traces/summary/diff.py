@@ -3,7 +3,7 @@
 import math
 import operator
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Self
@@ -24,7 +24,7 @@ SAME_MASS = 1e-4  # tolerance of retained masses, for float32 sums on two machin
 METRICS = {  # what `sfi trace diff --fail-if` knows, and what records it; docs/traces.md has the meanings
     **dict.fromkeys(("equal_share", "first_difference"), "both with token ids"),
     **dict.fromkeys(("first_layer_step", "first_layer"), "both with --audit N or trace.positions"),
-    **dict.fromkeys(("overlap", "overlap_p5"), "both with --audit N"),
+    **dict.fromkeys(("overlap", "overlap_p5"), "both with --audit N and one audit.top"),
     "selection_overlap": "both with trace.positions",
     "retained_mass": "B with --audit N",
     "speed": "both to a step after the first",
@@ -47,16 +47,14 @@ LIMIT = re.compile(r"\s*([a-z0-9_]+)\s*(<=|>=|==|!=|<|>)\s*([-+]?(?:\d+\.?\d*|\.
 def compare(first: Trace, second: Trace, request: int | None = None) -> Row:
     """Compare two traces, or one request of both.
 
-    Supports and selections are compared at equal steps, up to and including the first step whose token
-    differs; its query still follows equal tokens. Redacted traces do not show which step that is, so nothing
-    is compared. Where `audit.top` differs, supports of both are cut to the smaller one's number of most
-    probable positions, `supports_cut_to`; an imported indexer's selections stay as they are.
+    Supports and selections are compared at equal steps, up to and including the first step whose token differs; its
+    query still follows equal tokens. Nothing is compared where a trace is redacted, no supports where `audit.top`
+    differs, but for an imported indexer's selections.
 
-    A request's `first_layer` is where the runs first differ, often before a token does: the first compared
-    `step` at which a row that both traces have (in `supports` or `selections`) differs in positions, or in
-    retained mass by more than 1e-4; the lowest such `layer`; and its KV heads that differ. The cause is in
-    this layer, or in one below it that was not recorded. Positions have no tolerance: between machines or
-    backends, rounding alone may change the last of them, even at step 0.
+    A request's `first_layer` is where the runs first differ, often before a token does: the first compared `step` at
+    which a row that both traces have differs in positions, or in retained mass by more than 1e-4; the lowest such
+    `layer`; and its KV heads that differ. The cause is there, or in a lower layer that was not recorded. Positions
+    have no tolerance: between machines or backends, rounding alone may change the last of them, even at step 0.
 
     Returns each trace's own numbers under `a` and `b`, ratios of b to a, comparisons, and `metrics` (`METRICS`).
 
@@ -69,8 +67,12 @@ def compare(first: Trace, second: Trace, request: int | None = None) -> Row:
     requests = _compare_steps(a, b)
     sides = [_numbers(side) for side in (a, b)]
     until = {row["request"]: row["compared_steps"] for row in requests if row["compared_steps"]}
-    cut = _match_tables(a, b)
-    layers = _first_layers(a, until)
+    tops = {trace.manifest["audit"]["top"] for trace in (first, second) if trace.manifest["audit"]}
+    alike = len(tops) < 2 or first.reads_own_selection or second.reads_own_selection  # noqa: PLR2004
+    tables: tuple[str, ...] = ("supports", "selections") if alike else ("selections",)
+    for table in tables:
+        a.connection.register(f"other_{table}", second.dataset(table))
+    layers = _first_layers(a, tables, until)
     for row in requests:
         row["first_layer"] = layers.get(row["request"])
     document = {
@@ -79,9 +81,7 @@ def compare(first: Trace, second: Trace, request: int | None = None) -> Row:
         "request": request,
         "settings": _changed(first.manifest, second.manifest),
         "requests": requests,
-        "supports_cut_to": cut,
-        "supports": _overlap(a, "supports", until),
-        "selections": _overlap(a, "selections", until),
+        **{name: _overlap(a, name, until) if name in tables else None for name in ("supports", "selections")},
         "ratios": {
             name: sides[1][name] / sides[0][name] if sides[0][name] and sides[1][name] is not None else None
             for name in ("slow_p50_us", "fast_p50_us", "tokens_per_second", "read_ratio", "cache_read_ratio")
@@ -155,28 +155,6 @@ def _compare_tokens(steps: list[Row], others: list[Row]) -> Row:
     }
 
 
-def _match_tables(request: Request, other: Request) -> int | None:
-    # make views of both traces' rows, `one_supports` and `two_supports`, ...; return what supports were cut to
-    traces = request.trace, other.trace
-    tops = {trace.manifest["audit"]["top"] for trace in traces if trace.manifest["audit"]}
-    cut = min(tops) if len(tops) > 1 and not any(trace.reads_own_selection for trace in traces) else None
-    for table in ("supports", "selections"):
-        positions = _strongest(cut) if cut is not None and table == "supports" else "positions"
-        request.connection.register(f"other_{table}", other.trace.dataset(table))
-        for name, source in (("one", "chosen"), ("two", "other")):
-            request.connection.execute(f"""
-                CREATE OR REPLACE TEMP VIEW {name}_{table} AS
-                SELECT * REPLACE ({positions} AS positions) FROM {source}_{table}
-            """)  # noqa: S608 - our own names and a number
-    return cut
-
-
-def _strongest(top: int) -> str:
-    # SQL: the `top` most probable positions of a support, ascending; the first of equal ones
-    best = f"list_sort(list_zip([-m for m in mass], positions))[1:{top:d}]"
-    return f"CASE WHEN len(positions) <= {top:d} THEN positions ELSE list_sort([pair[2] for pair in {best}]) END"
-
-
 def _overlap(request: Request, table: str, until: dict[int, int]) -> Row | None:
     if not until:
         return None
@@ -198,27 +176,28 @@ def _both(table: str, until: dict[int, int]) -> str:
     # SQL: pairs of rows, `this` and `that`, that both traces have at the compared steps
     steps = ", ".join(f"({index:d}, {count:d})" for index, count in until.items())
     return f"""
-        FROM one_{table} this
+        FROM chosen_{table} this
         JOIN (VALUES {steps}) compared (request, steps) ON compared.request = this.request
-        JOIN two_{table} that ON (that.request, that.step, that.layer, that.head)
+        JOIN other_{table} that ON (that.request, that.step, that.layer, that.head)
             = (this.request, this.step, this.layer, this.head)
         WHERE this.step < compared.steps
     """
 
 
-def _first_layers(request: Request, until: dict[int, int]) -> dict[int, Row]:
+def _first_layers(request: Request, tables: Sequence[str], until: dict[int, int]) -> dict[int, Row]:
     # by request, the first step and lowest layer at which a row of either table differs
     if not until:
         return {}
     moved = "coalesce(this.positions <> that.positions, false)"
     mass = f"coalesce(abs(this.retained_mass - that.retained_mass) > {SAME_MASS}, false)"
+    differs = {"supports": f"{moved} OR {mass}", "selections": moved}
     places = " UNION ALL ".join(
         f"""
         SELECT this.request, '{table}' AS "table", this.step, this.layer,
             list(this.head ORDER BY this.head) AS heads, bool_or({moved}) AS positions
-        {_both(table, until)} AND ({differs}) GROUP BY this.request, this.step, this.layer
+        {_both(table, until)} AND ({differs[table]}) GROUP BY this.request, this.step, this.layer
         """
-        for table, differs in (("supports", f"{moved} OR {mass}"), ("selections", moved))
+        for table in tables
     )
     rows = request.query(f"""
         SELECT * FROM ({places})
