@@ -86,12 +86,12 @@ def test_supports_are_compared_at_equal_steps_up_to_the_first_difference(pair, r
 
 
 def test_supports_of_other_sizes_are_not_compared(pair):
-    """As are those of a trace with another `audit.top`; an overlap of such would be too high."""
+    """Their overlap would be too high."""
     wide = Trace(pair[0].path, pair[0].manifest | {"audit": pair[0].manifest["audit"] | {"top": TOP + 1}})
     found = compare(wide, pair[1])
     assert found["supports"] is None
     assert set(found["settings"]["audit.top"].values()) == {TOP, TOP + 1}
-    with pytest.raises(TraceError, match="needs overlap, .* and one audit.top"):
+    with pytest.raises(TraceError, match=r"needs overlap, .* and one audit.top"):
         Limit.parse("overlap<0.9").meets(found)
 
 
