@@ -57,13 +57,8 @@ def _worse_of_beginning(value: str) -> str:
 
 def _by_head(request: Request, value: str, source: str, samples: str = "count(*)") -> list[Measured]:
     # the SQL `value` of each KV head's rows of `source`; `samples` counts those behind it
-    return _measured(
-        request,
-        f"""
-        SELECT request, layer, head, {samples} AS n, {value} AS value
-        FROM {source} GROUP BY request, layer, head
-        """,  # noqa: S608 - our own words
-    )
+    columns = f"request, layer, head, {samples} AS n, {value} AS value"
+    return _measured(request, f"SELECT {columns} FROM {source} GROUP BY request, layer, head")  # noqa: S608 - our own words
 
 
 def _measured(request: Request, query: str) -> list[Measured]:
@@ -114,9 +109,7 @@ def fast_disagrees(request: Request) -> list[Measured]:
         request,
         f"""
         SELECT request, count(*) AS n, {_worse_of_beginning("(NOT argmax_agrees)::INT")} AS value
-        FROM (
-            SELECT *, row_number() OVER (PARTITION BY request ORDER BY step) AS place FROM chosen_logits
-        )
+        FROM (SELECT *, row_number() OVER (PARTITION BY request ORDER BY step) AS place FROM chosen_logits)
         GROUP BY request
         """,  # noqa: S608 - our own words
     )

@@ -42,10 +42,7 @@ def step_facts(request: Request) -> Row:
     report whether they were replayed as CUDA graphs, `replayed` those that were.
     """
     counts = request.single("""
-        SELECT
-            count(*) AS steps,
-            count(*) FILTER (slow) AS slow,
-            count(*) FILTER (NOT slow) AS fast,
+        SELECT count(*) AS steps, count(*) FILTER (slow) AS slow, count(*) FILTER (NOT slow) AS fast,
             avg(slow::INT) AS slow_share,
             avg(attended_tokens) FILTER (step > 0) AS mean_attended_tokens,
             avg(selection_tokens) FILTER (step > 0) AS mean_selection_tokens,
@@ -59,8 +56,7 @@ def step_facts(request: Request) -> Row:
         FROM (SELECT *, attended_tokens + coalesce(selection_tokens, 0) AS read_tokens FROM chosen_steps)
     """)
     reasons = request.query("""
-        SELECT reason, count(*) AS steps FROM chosen_steps WHERE slow
-        GROUP BY reason ORDER BY steps DESC, reason
+        SELECT reason, count(*) AS steps FROM chosen_steps WHERE slow GROUP BY reason ORDER BY steps DESC, reason
     """)
     if request.trace.lossless:
         counts |= lossless_reads(request)
@@ -84,17 +80,13 @@ def trigger_tokens(request: Request) -> list[Row]:
 # counts a drafted stop token, which becomes the verification's own, as accepted; the join drops verifications
 # whose steps a killed run had not yet written
 VERIFIED = """(
-    SELECT verified.* REPLACE (
-        verified.accepted + coalesce(draft_token_id = token_id, false)::INT AS accepted
-    )
+    SELECT verified.* REPLACE (verified.accepted + coalesce(draft_token_id = token_id, false)::INT AS accepted)
     FROM chosen_verifications verified JOIN chosen_steps USING (request, step)
 )"""
 # a kept token has its own step; the first rejected one has the step of the token that replaced it, which is the same
 # token if it ended the request
 TESTED = """(
-    WITH placed AS (
-        SELECT *, step - min(step) OVER (PARTITION BY request, sentence) AS place FROM chosen_steps
-    )
+    WITH placed AS (SELECT *, step - min(step) OVER (PARTITION BY request, sentence) AS place FROM chosen_steps)
     SELECT place, steps_since_slow AS depth, true AS kept FROM placed WHERE drafted
     UNION ALL
     SELECT place, accepted + 1, coalesce(draft_token_id = token_id, false)
@@ -146,9 +138,7 @@ def lossless_reads(request: Request) -> Row:
     The ratios are over the summed contexts of the generated tokens, which full attention would have read.
     """
     return request.single(f"""
-        WITH given AS (
-            SELECT count(*) AS tokens, sum(context_tokens) AS context FROM chosen_steps WHERE step > 0
-        )
+        WITH given AS (SELECT count(*) AS tokens, sum(context_tokens) AS context FROM chosen_steps WHERE step > 0)
         SELECT sum(attended_tokens) / any_value(tokens) AS mean_attended_tokens,
             sum(selection_tokens) / any_value(tokens) AS mean_selection_tokens,
             sum(attended_tokens) / any_value(context) AS read_ratio,
@@ -170,7 +160,7 @@ CONTAINERS = ("prefill", "forward")
 # what the requests of one step of a batch have in common; runs of one trace may be as long to the microsecond
 BATCH_STEP = "(coalesce(batch, -1), coalesce(batch_step, step), elapsed_us)"
 CHOSEN = f"(SELECT {BATCH_STEP} FROM chosen_steps LEFT JOIN batches USING (request))"  # noqa: S608 - our own words
-KINDS = ("prefill", "slow", "fast", "mixed")
+KINDS, PARTS = ("prefill", "slow", "fast", "mixed"), ("prefill", "decode")
 
 
 def latency(request: Request) -> Row:
@@ -191,8 +181,7 @@ def latency(request: Request) -> Row:
             GROUP BY {BATCH_STEP}
         )
         SELECT kind, audited, count(*) AS n, avg(elapsed_us) AS mean_us, sum(elapsed_us) AS total_us,
-            quantile_cont(elapsed_us, 0.5) AS p50_us,
-            quantile_cont(elapsed_us, 0.95) AS p95_us,
+            quantile_cont(elapsed_us, 0.5) AS p50_us, quantile_cont(elapsed_us, 0.95) AS p95_us,
             quantile_cont(elapsed_us, 0.99) AS p99_us
         FROM batch_steps GROUP BY kind, audited ORDER BY audited DESC
     """)  # noqa: S608 - our own words
@@ -212,8 +201,7 @@ def _spanned_us(request: Request) -> float:
     spanned = request.single("""
         WITH decoded AS (
             SELECT batch, min(batch_step) AS prompt, max(batch_step) AS last
-            FROM timed_steps SEMI JOIN chosen_steps USING (request)
-            GROUP BY batch
+            FROM timed_steps SEMI JOIN chosen_steps USING (request) GROUP BY batch
         ), spanned AS (
             SELECT max(begin_us + elapsed_us) - min(begin_us) AS us
             FROM chosen_timings timings JOIN decoded
@@ -237,10 +225,7 @@ def phases(request: Request) -> Row | None:
             count(*) AS spans, sum(elapsed_us) AS total_us, count(DISTINCT (request, step)) AS steps
         FROM chosen_timings GROUP BY ALL ORDER BY total_us DESC, name
     """)
-    parts = {
-        part: _shares([row for row in rows if row["prefill"] is prefill])
-        for part, prefill in (("prefill", True), ("decode", False))
-    }
+    parts = {name: _shares([row for row in rows if row["prefill"] is (name == "prefill")]) for name in PARTS}
     return parts if any(parts.values()) else None
 
 

@@ -28,20 +28,17 @@ COULD_CORRECT = f"""(
 def stability(request: Request) -> dict[str, Any] | None:
     """Measure the overlap coefficient of consecutive supports, within sentences and across boundaries.
 
-    A pair of steps is across a boundary if it generates tokens of different sentences; the later query is
-    then the boundary token. `chance` is the overlap of two random supports. None without two such steps.
+    A pair of steps is across a boundary if it generates tokens of different sentences; the later query is then the
+    boundary token. `chance` is the overlap of two random supports. None without two such steps.
     """
     rows = request.query(f"""
         WITH marked AS (
-            SELECT request, step,
-                sentence <> lag(sentence) OVER (PARTITION BY request ORDER BY step) AS across
-            FROM chosen_steps
+            SELECT *, sentence <> lag(sentence) OVER (PARTITION BY request ORDER BY step) AS across FROM chosen_steps
         )
         SELECT layer, across, {distribution("overlap_previous_step")} AS overlap
         FROM chosen_supports JOIN marked USING (request, step)
         WHERE overlap_previous_step IS NOT NULL AND across IS NOT NULL
-        GROUP BY GROUPING SETS ((across), (layer, across))
-        ORDER BY layer
+        GROUP BY GROUPING SETS ((across), (layer, across)) ORDER BY layer
     """)  # noqa: S608 - our own words
     if not rows:
         return None
@@ -73,17 +70,14 @@ def audit_facts(request: Request) -> dict[str, Any] | None:
             {distribution("CASE WHEN NOT slow THEN output_error END")} AS output_error,
             {distribution("query_cosine")} AS query_cosine
         FROM chosen_supports JOIN chosen_steps USING (request, step)
-        GROUP BY GROUPING SETS ((), (layer))
-        ORDER BY layer NULLS FIRST
+        GROUP BY GROUPING SETS ((), (layer)) ORDER BY layer NULLS FIRST
     """)  # noqa: S608 - our own words
     if len(rows) == 1:
         return None
     heads = request.query(f"""
         SELECT layer, head, {distribution("retained_mass")} AS retained_mass
         FROM chosen_supports JOIN chosen_steps USING (request, step)
-        WHERE NOT slow
-        GROUP BY layer, head
-        ORDER BY avg(retained_mass), layer, head
+        WHERE NOT slow GROUP BY layer, head ORDER BY avg(retained_mass), layer, head
     """)  # noqa: S608 - our own words
     overall = {key: value for key, value in rows[0].items() if key != "layer"}
     if not any(values["n"] for values in overall.values()):
@@ -116,7 +110,7 @@ def disagreements(request: Request) -> list[dict[str, Any]]:
 
 def selection_facts(request: Request) -> dict[str, Any] | None:
     """Measure how far selections differ from those before; lambda*, with the share at its clip; codescan's scores."""
-    query = f"""
+    facts = request.single(f"""
         SELECT count(*) AS rows,
             {distribution("overlap_previous")} AS overlap_previous,
             {distribution("jaccard_previous")} AS jaccard_previous,
@@ -125,8 +119,7 @@ def selection_facts(request: Request) -> dict[str, Any] | None:
             {distribution("score_margin")} AS score_margin,
             avg({at_clip(request)}::INT) AS clipped_share
         FROM chosen_selections
-    """  # noqa: S608 - our own words
-    facts = request.single(query)
+    """)  # noqa: S608 - our own words
     return facts if facts["rows"] else None
 
 
@@ -199,9 +192,7 @@ def recalls(request: Request) -> Row | None:
         SELECT layer, sum(rows)::BIGINT AS rows, sum(bytes)::BIGINT AS bytes, sum(waited_us) AS waited_us,
             sum(bytes) / ? AS step_bytes, sum(waited_us) / ? AS step_waited_us
         FROM chosen_recalls SEMI JOIN chosen_steps USING (request, step)
-        WHERE step > 0
-        GROUP BY GROUPING SETS ((), (layer))
-        ORDER BY layer NULLS FIRST
+        WHERE step > 0 GROUP BY GROUPING SETS ((), (layer)) ORDER BY layer NULLS FIRST
         """,
         [steps, steps],
     )

@@ -105,10 +105,7 @@ def _grouped(value: np.ndarray, key: np.ndarray) -> tuple[np.ndarray, list[np.nd
 
 @dataclass(frozen=True, slots=True)
 class Lambda:
-    """The prior's weight lambda* at each refresh: quantiles over layers and KV heads, the upper bound.
-
-    `clipped` is the share of all values at the bound.
-    """
+    """lambda* at each refresh: quantiles over layers and KV heads; its bound, and the share of all values there."""
 
     step: np.ndarray
     median: np.ndarray
@@ -183,11 +180,9 @@ class Timeline:
     """The time of each decoding step by phase.
 
     Attributes:
-        step: First step of each bar; step 0, the prefill, is left out.
-        per_bar: Steps that a bar averages; 1 unless there are many.
-        phases: Microseconds by the name of each phase that took any.
+        step: First step of each bar, which averages `per_bar` steps; step 0, the prefill, is left out.
+        phases: Microseconds by the name of each phase that took any, without the audit's mean time, `audit_us`.
         prefill_us: Wall time of step 0; None where it was not recorded.
-        audit_us: Mean time of the audit in a step; not in `phases`.
         stepless: Drafting passes of a lossless run whose token was rejected, so that they have no step.
     """
 

@@ -5,14 +5,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from sfi_core.errors import TraceError
 from sfi_traces.model.request import Request
 from sfi_traces.model.selections import StepMass
-from sfi_traces.model.steps import Bools
 from sfi_traces.model.supports import even_shares
 from sfi_traces.model.trace import Trace
 from sfi_traces.views.words import ALL, RECENT, SELECTED, SINK, Passage, read_passages
@@ -20,8 +18,6 @@ from sfi_traces.views.words import ALL, RECENT, SELECTED, SINK, Passage, read_pa
 PROMPT_TAIL = 400  # tokens of the prompt before the generated text
 REDACTED = "(the trace has no text)"
 MEASURES = ("retained_mass", "overlap_previous_step", "overlap_last_refresh")
-
-Numbers = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -31,12 +27,12 @@ class Strip:
     `added` are bins above an even share that were not at the audited step before, `removed` the reverse.
     """
 
-    mass: Numbers
-    added: Bools
-    removed: Bools
-    sink: Bools
-    recent: Bools
-    selected: Bools
+    mass: np.ndarray
+    added: np.ndarray
+    removed: np.ndarray
+    sink: np.ndarray
+    recent: np.ndarray
+    selected: np.ndarray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -44,8 +40,7 @@ class Frame:
     """One step.
 
     Attributes:
-        before: Text before the current sentence, from the end of the prompt on.
-        sentence: The current sentence before this step's token.
+        before: Text before the current `sentence`, from the end of the prompt on.
         row: The step's row of the table `steps`.
         measures: Retained mass and overlaps by column name, means over the request's `places`; None where not recorded.
         lambda_star: Mean lambda* of a refresh; None without a Selector.
@@ -152,12 +147,12 @@ def passages(request: Request, step: int, most: int = 40) -> list[Passage]:
     return [*sink, *[passage for passage in ranked if passage.part in (SELECTED, ALL)][:most], *recent]
 
 
-def _mass(request: Request, step: int, width: int, length: int) -> Numbers:
+def _mass(request: Request, step: int, width: int, length: int) -> np.ndarray:
     rows = even_shares(request.support_rows.at(step))  # an import may have no masses
     position, mass = (pc.list_flatten(rows[name]).to_numpy() for name in ("positions", "mass"))
     bins = position.astype(np.int64) * width // length
     share = mass.astype(np.float64) / len(request.places)
-    return np.asarray(np.bincount(bins, share, minlength=width), np.float64)
+    return np.bincount(bins, share, minlength=width)
 
 
 def _means(rows: pa.Table, names: Sequence[str]) -> dict[str, float | None]:

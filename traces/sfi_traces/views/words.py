@@ -24,16 +24,13 @@ SINK, SELECTED, RECENT, ALL, MISSED = "sink", "selected", "recent", "all", "miss
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Passage:
-    """A stretch of positions.
+    """A stretch of positions, `last` included; where it is missed, read stands for missed.
 
     Attributes:
         part: "sink", "selected", "recent"; "all" where the step read everything; "missed".
-        last: Last position, included.
-        tokens: Positions that some layer and KV head read; in a missed passage, did not read.
-        places: Layers and KV heads that read any of them; in a missed passage, that missed any.
+        tokens: Positions that some layer and KV head read; `places` are those that read any.
         share: Share of the (position, layer, KV head) triples that are read, of the places that read any so.
-        mass: Share of dense attention on these positions, the mean over audited layers and KV heads; None if
-            the step was not audited.
+        mass: Share of dense attention, the mean over audited layers and KV heads; None without an audit.
     """
 
     part: str
@@ -53,12 +50,10 @@ class StepWords:
     Attributes:
         reason: Why it was slow; "" for a fast step.
         attended: Tokens read per KV head, the mean over all layers, as recorded.
-        audited: The layers and KV heads in `places` whose mass the trace has.
-        places: Layers and KV heads of full-attention layers.
+        places: Layers and KV heads of full-attention layers; `audited` are those whose mass the trace has.
         refreshed: Steps whose selections the step read.
         passages: What it read; sorted by mass, then by number of places.
-        missed: What dense attention attended to and the step did not read, most mass first. Empty without an
-            audit of the step, or masses, which an import may lack.
+        missed: What dense attention attended to and the step did not read, most mass first; empty without masses.
         dense: The step's row of the table `logits`; None if the step was not compared.
         notes: What the trace leaves open.
     """
