@@ -180,7 +180,7 @@ def bin_of(number: int) -> str:
 
 def test_a_plain_run_has_no_acceptance(tmp_path):
     pytest.importorskip("plotly")
-    from sfi_traces.report.observation_figures import acceptance  # noqa: PLC0415 - an extra
+    from sfi_traces.report.figures import acceptance  # noqa: PLC0415 - an extra
 
     with pytest.raises(TraceError, match="no drafted tokens of request 0; record it with --loss"):
         acceptance(Request(Trace.open(make_trace(tmp_path / "plain", steps=3))))

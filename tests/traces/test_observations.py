@@ -86,9 +86,9 @@ def test_query_cosines_are_averaged_and_those_under_tau_counted(trace):
 
 def figures():
     pytest.importorskip("plotly")
-    from sfi_traces.report import observation_figures  # noqa: PLC0415 - an extra
+    from sfi_traces.report import figures  # noqa: PLC0415 - an extra
 
-    return observation_figures
+    return figures
 
 
 @pytest.mark.parametrize(

@@ -170,7 +170,7 @@ def test_an_imported_step_lights_the_positions_of_its_own_selection(tmp_path):
 
 
 def test_a_long_trace_is_thinned_out_and_the_page_says_so(tmp_path, monkeypatch):
-    monkeypatch.setattr("sfi_traces.report.step_figures.MOST_STEPS", 50)
+    monkeypatch.setattr("sfi_traces.report.figures.MOST_STEPS", 50)
     monkeypatch.setattr("sfi_traces.report.text.MOST_TOKENS", 70)
     page = render(Request(Trace.open(make_trace(tmp_path / "t", steps=100))))
     assert "50 of 100 audited steps are drawn, evenly chosen." in page

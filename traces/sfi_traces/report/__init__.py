@@ -29,19 +29,19 @@ def render(request: Request) -> str:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined  # noqa: PLC0415 - an extra
     from plotly.offline import get_plotlyjs  # noqa: PLC0415 - an extra
 
-    from sfi_traces.report import observation_figures, step_figures  # noqa: PLC0415 - Plotly is an extra
+    from sfi_traces.report import figures as panels  # noqa: PLC0415 - Plotly is an extra
 
     figures, missing = {}, []
     for name, draw in {
-        "heatmap": step_figures.heatmap,
-        "lag": step_figures.lag,
-        "retained": step_figures.retained,
-        "drift": observation_figures.drift,
-        "head-similarity": observation_figures.head_similarity,
-        "query-cosine": observation_figures.query_cosine,
-        "acceptance": observation_figures.acceptance,
-        "timeline": step_figures.timeline,
-        "lambda": step_figures.lambda_star,
+        "heatmap": panels.heatmap,
+        "lag": panels.lag,
+        "retained": panels.retained,
+        "drift": panels.drift,
+        "head-similarity": panels.head_similarity,
+        "query-cosine": panels.query_cosine,
+        "acceptance": panels.acceptance,
+        "timeline": panels.timeline,
+        "lambda": panels.lambda_star,
     }.items():
         try:
             figures[name] = draw(request)
