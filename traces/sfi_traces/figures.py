@@ -12,18 +12,8 @@ import numpy as np
 from sfi_core.errors import ConfigError, not_installed
 from sfi_traces.model.request import Request
 from sfi_traces.model.supports import thinning
-from sfi_traces.views import captions
+from sfi_traces.views import captions, figure_data
 from sfi_traces.views.captions import ACROSS, CLIP, SLOW, WITHIN, Caption, subject, visible
-from sfi_traces.views.figure_data import (
-    PHASES,
-    HeadMap,
-    axis_range,
-    color_range,
-    lag_lines,
-    lambda_over_time,
-    retained_mass,
-    step_phases,
-)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -105,7 +95,7 @@ def heatmap(request: Request) -> Any:
     overlap, count = supports.overlap, supports.steps
     figure = new_figure(9.6, 8.8)
     axes = figure.subplots()
-    low, high = color_range(overlap)
+    low, high = figure_data.color_range(overlap)
     image = axes.imshow(overlap, cmap="viridis", vmin=low, vmax=high, interpolation="nearest")
     rows = request.steps.rows(supports.step_N)
     edges = np.flatnonzero(np.diff(request.steps.sentence[rows])) + 0.5
@@ -128,7 +118,7 @@ def heatmap(request: Request) -> Any:
 
 def lag(request: Request) -> Any:
     """Draw the overlap of pairs within a sentence and across a boundary, and the number of pairs."""
-    lines = lag_lines(request)
+    lines = figure_data.lag_lines(request)
     figure = new_figure(9, 5.6)
     axes, below = figure.subplots(2, 1, sharex=True, height_ratios=(4, 1))
     for line, color in zip(lines, (WITHIN, ACROSS), strict=True):
@@ -138,7 +128,7 @@ def lag(request: Request) -> Any:
         below.plot(line.lag, line.pairs, color=color, linewidth=1.2)
     chance = request.supports.chance
     axes.axhline(chance, color=CLIP, linestyle="--", linewidth=1.2, label=f"two random supports, {chance:.3f}")
-    axes.set_ylim(axis_range(chance, *(np.hstack([line.low, line.high, line.mean]) for line in lines)))
+    axes.set_ylim(figure_data.axis_range(chance, *(np.hstack([line.low, line.high, line.mean]) for line in lines)))
     axes.set_xlim(left=0)
     axes.set_ylabel("overlap coefficient")
     axes.legend(frameon=False, fontsize=9)
@@ -151,7 +141,7 @@ def lag(request: Request) -> Any:
 
 def lambda_star(request: Request) -> Any:
     """Draw the median, the spread over layers and KV heads, and the clip."""
-    data = lambda_over_time(request)
+    data = figure_data.lambda_over_time(request)
     figure = new_figure(9, 4.6)
     axes = figure.subplots()
     label = "median, 10 to 90 % of layers and KV heads"
@@ -171,8 +161,8 @@ def lambda_star(request: Request) -> Any:
 
 def retained(request: Request) -> Any:
     """Draw a cell for each layer and KV head, with its number if there are few."""
-    mass, steps = retained_mass(request)
-    shown = HeadMap.of(mass)
+    mass, steps = figure_data.retained_mass(request)
+    shown = figure_data.HeadMap.of(mass)
     rows, columns = shown.value.shape
     width, height = 2.6 + 0.62 * columns, 1.9 + 0.34 * rows
     figure = new_figure(min(14, max(6.5, width)), min(14, max(3.6, height)))
@@ -195,14 +185,14 @@ def retained(request: Request) -> Any:
 
 def timeline(request: Request) -> Any:
     """Draw a bar for each step, its phases stacked."""
-    data = step_phases(request)
+    data = figure_data.step_phases(request)
     figure = new_figure(11, 5.4)
     axes = figure.subplots()
     edges = np.array([*data.step, data.step[-1] + data.per_bar]) - 0.5
     base = np.zeros(len(data.step))
     for name, spent_us in data.phases.items():
         top = base + spent_us / 1000
-        axes.stairs(top, edges, baseline=base, fill=True, color=PHASES[name], label=name)
+        axes.stairs(top, edges, baseline=base, fill=True, color=figure_data.PHASES[name], label=name)
         base = top
     axes.set_xlim(edges[0], edges[-1])
     axes.set_ylim(0, 1.02 * base.max())

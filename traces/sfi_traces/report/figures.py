@@ -13,30 +13,8 @@ from sfi_traces.model.request import Request
 from sfi_traces.summary import similarity
 from sfi_traces.summary import supports as observed
 from sfi_traces.summary.facts import lossless_facts
-from sfi_traces.views import captions
-from sfi_traces.views.captions import (
-    ACROSS,
-    CLIP,
-    SLOW,
-    WITHIN,
-    Caption,
-    layers_left_out,
-    left_out,
-    places,
-    support,
-    visible,
-)
-from sfi_traces.views.figure_data import (
-    PHASES,
-    SPREAD,
-    HeadMap,
-    axis_range,
-    color_range,
-    lag_lines,
-    lambda_over_time,
-    retained_mass,
-    step_phases,
-)
+from sfi_traces.views import captions, figure_data
+from sfi_traces.views.captions import ACROSS, CLIP, SLOW, WITHIN, Caption, visible
 from sfi_traces.views.table import span
 
 MARGIN = {"l": 8, "r": 8, "t": 12, "b": 8}
@@ -62,7 +40,7 @@ def panel(caption: Caption, figure: go.Figure) -> Panel:
     return {"caption": caption, **plot}
 
 
-def cells(head_map: HeadMap, low: float, high: float, word: str) -> go.Heatmap:
+def cells(head_map: figure_data.HeadMap, low: float, high: float, word: str) -> go.Heatmap:
     """Draw a column for each layer, a row for each KV head; `word` names the number in the hover text."""
     return go.Heatmap(
         z=head_map.value.T, x=[f"layer {layer}" for layer in head_map.layers],
@@ -86,8 +64,8 @@ def axes(heads: list[int]) -> dict[str, Any]:
 
 def retained(request: Request) -> Panel:
     """Draw a cell for each layer and KV head."""
-    mass, steps = retained_mass(request)
-    shown = HeadMap.of(mass)
+    mass, steps = figure_data.retained_mass(request)
+    shown = figure_data.HeadMap.of(mass)
     low = min(float(np.nanmin(shown.value)), 0.99)
     figure = go.Figure(cells(shown, low, 1, "mass"))
     figure.update_layout(axes(shown.heads))
@@ -96,7 +74,7 @@ def retained(request: Request) -> Panel:
 
 def timeline(request: Request) -> Panel:
     """Draw the phases of each step, stacked."""
-    data = step_phases(request)
+    data = figure_data.step_phases(request)
     figure = go.Figure()
     # stepped areas change midway between points; one more point at each end completes the outer bars
     middle = data.step + (data.per_bar - 1) / 2
@@ -105,7 +83,7 @@ def timeline(request: Request) -> Panel:
     for name, spent_us in data.phases.items():
         figure.add_scatter(
             x=at, y=np.round(np.pad(spent_us, 1, mode="edge") / 1000, 4), name=name, stackgroup="phases",
-            line={"width": 0, "shape": "hvh"}, fillcolor=PHASES[name], hovertemplate="%{y:.3f} ms",
+            line={"width": 0, "shape": "hvh"}, fillcolor=figure_data.PHASES[name], hovertemplate="%{y:.3f} ms",
         )  # fmt: skip
     if len(data.slow) < len(data.step) * data.per_bar:
         total = np.sum([*data.phases.values()], axis=0) / 1000
@@ -127,7 +105,7 @@ def timeline(request: Request) -> Panel:
 
 def lambda_star(request: Request) -> Panel:
     """Draw the median, the spread over layers and KV heads, and the clip."""
-    data = lambda_over_time(request)
+    data = figure_data.lambda_over_time(request)
     few = len(data.step) <= MOST_BARS
     figure = go.Figure()
     figure.add_scatter(
@@ -155,7 +133,7 @@ def heatmap(request: Request) -> Panel:
         html.escape(f"{step} {visible(request.steps.text[row])}".strip(), quote=False)
         for step, row in zip(supports.step_N, rows, strict=True)
     ]
-    low, high = color_range(supports.overlap)
+    low, high = figure_data.color_range(supports.overlap)
     percent = np.round(100 * supports.overlap).astype(np.uint8)
     figure = go.Figure(
         go.Heatmap(
@@ -187,7 +165,7 @@ def _boundaries(sentence: np.ndarray) -> dict[str, object]:
 def lag(request: Request) -> Panel:
     """Draw the overlap of pairs within a sentence and across a boundary, and the number of pairs."""
     figure = make_subplots(2, 1, shared_xaxes=True, row_heights=[0.78, 0.22], vertical_spacing=0.05)
-    lines = lag_lines(request)
+    lines = figure_data.lag_lines(request)
     for line, color in zip(lines, (WITHIN, ACROSS), strict=True):
         same = {"legendgroup": line.name, "x": line.lag}
         band(figure, line.low, line.high, color, **same, row=1, col=1)
@@ -203,7 +181,7 @@ def lag(request: Request) -> Panel:
         )  # fmt: skip
     chance = request.supports.chance
     draw_chance(figure, chance, row=1, col=1)
-    limits = axis_range(chance, *(np.hstack([line.low, line.high, line.mean]) for line in lines))
+    limits = figure_data.axis_range(chance, *(np.hstack([line.low, line.high, line.mean]) for line in lines))
     figure.update_yaxes(title_text="overlap", range=limits, row=1, col=1)
     figure.update_yaxes(title_text="pairs", rangemode="tozero", nticks=3, row=2, col=1)
     figure.update_xaxes(title_text="steps apart", rangemode="tozero", row=2, col=1)
@@ -227,7 +205,7 @@ def band(figure: go.Figure, low: np.ndarray, high: np.ndarray, color: str, **mor
 def drift(request: Request) -> Panel:
     """Draw the mean over layers and KV heads, and its band."""
     step_S, overlap_US = similarity.drift(request.supports)
-    mean, (low, high) = overlap_US.mean(0), np.quantile(overlap_US, SPREAD, axis=0)
+    mean, (low, high) = overlap_US.mean(0), np.quantile(overlap_US, figure_data.SPREAD, axis=0)
     figure = go.Figure()
     band(figure, low, high, WITHIN, x=step_S)
     figure.add_scatter(
@@ -239,12 +217,13 @@ def drift(request: Request) -> Panel:
     figure.update_layout(
         height=HEIGHT,
         xaxis={"title": {"text": "decoding step"}, "rangemode": "tozero"},
-        yaxis={"title": {"text": "overlap"}, "range": axis_range(chance, low, high, mean)},
+        yaxis={"title": {"text": "overlap"}, "range": figure_data.axis_range(chance, low, high, mean)},
     )  # fmt: skip
-    note = f"{support(request)}, {places(request.supports.places)}. Two random ones overlap by {chance:.3f}."
+    note = f"{captions.support(request)}, {captions.places(request.supports.places)}."
+    note += f" Two random ones overlap by {chance:.3f}."
     if len(overlap_US) > 1:
         note += f" A point is over {len(overlap_US):,} of them; the band holds 10 to 90 %."
-    note += left_out(request, request.supports)
+    note += captions.left_out(request, request.supports)
     name = "Attention drift: overlap with the support of step 0, the prompt's"
     return panel(Caption(name, note), figure)
 
@@ -265,9 +244,9 @@ def head_similarity(request: Request) -> Panel:
     )  # fmt: skip
     figure.update_layout({**axes(data["layers"]), "height": HEIGHT})
     note = (
-        f"{support(request)}, {data['steps']:,} steps. Mean overlap of each KV head of a layer with those of "
+        f"{captions.support(request)}, {data['steps']:,} steps. Mean overlap of each KV head of a layer with those of "
         f"another at the same step, and on the diagonal with the others of its own. Within a layer "
-        f"{data['within']:.3f}, between layers {data['between']:.3f}.{layers_left_out(request)}"
+        f"{data['within']:.3f}, between layers {data['between']:.3f}.{captions.layers_left_out(request)}"
     )
     return panel(Caption("Similarity of heads, layer by layer", note), figure)
 
@@ -281,7 +260,7 @@ def query_cosine(request: Request) -> Panel:
             f"trace {request.trace.path} has no query cosine of request {request.index}: it needs an audited "
             "step after step 0; record it with --audit 1"
         )
-    mean = HeadMap.of({(row["layer"], row["head"]): row["mean"] for row in data["heads"]})
+    mean = figure_data.HeadMap.of({(row["layer"], row["head"]): row["mean"] for row in data["heads"]})
     layout = axes(mean.heads)
     height = layout["height"] + BELOW
     share = layout["height"] / height
