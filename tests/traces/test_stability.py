@@ -157,21 +157,6 @@ def test_the_audits_time_is_in_no_phase(sfi):
     assert data.phases[REST].tolist() == pytest.approx(before.phases[REST].tolist())
 
 
-@pytest.mark.parametrize(("reason", "step"), [("", 13), ("speculative", 14)])
-def test_a_selection_that_a_fast_step_made_is_in_force_at_once_or_ahead(sfi, reason, step):
-    """As oracle-top-k selects, before it attends, or FreeKV for the next step."""
-
-    def each(selections):
-        one = next(row for row in selections if row["step"] == 10)
-        return [one | {"step": 13, "positions": [40, 41], "reason": reason}]
-
-    rewrite(sfi.trace.path, "selections", each)
-    place = tuple(rows(sfi, "selections")[0][name] for name in ("layer", "head"))
-    before, after = (Request(sfi.trace).in_force(at) for at in (step - 1, step))
-    assert place not in before
-    assert after[place].tolist() == [40, 41]
-
-
 def test_what_a_killed_run_wrote_beyond_its_last_step_is_left_out(sfi):
     rewrite(sfi.trace.path, "steps", lambda found: [row for row in found if row["step"] < 25])
     view = Request(sfi.trace)
