@@ -45,7 +45,9 @@ def drift_facts(request: Request) -> Row | None:
     3-4, 5-8, ... A long trace has every n-th layer taken (`layers_taken`). None unless step 0 and a later one have
     supports.
     """
-    steps, overlaps, taken, audited = [], [], 0, 0
+    steps: list[np.ndarray] = []
+    overlaps: list[np.ndarray] = []
+    taken = audited = 0
     for part in _audited(request):
         taken, audited = max(taken, len(part.supports.layers)), max(audited, part.audited_layers)
         with suppress(TraceError):  # a request without step 0, or without a step after
