@@ -5,7 +5,7 @@ sentence once it has `LONG` tokens, and with `LONGEST` at the latest.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from itertools import groupby
 from operator import itemgetter
 from typing import Any
@@ -69,9 +69,9 @@ class StepWords:
     refreshed: list[int]
     passages: list[Passage]
     missed: list[Passage]
-    dense: dict[str, Any] | None = None
-    masses: bool = True
-    notes: list[str] = field(default_factory=list)
+    dense: dict[str, Any] | None
+    masses: bool
+    notes: list[str]
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values; layers and KV heads as `{"layer": 0, "heads": [0, 1]}`."""
