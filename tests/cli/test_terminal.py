@@ -17,9 +17,9 @@ import sfi_core
 from sfi_cli import app as cli
 from sfi_cli.commands.bench.views import bench_text
 from sfi_cli.commands.kernel_bench import group_text
-from sfi_cli.commands.trace.full_views import full_text
 from sfi_cli.commands.trace.replay.views import replay_text
-from sfi_cli.commands.trace.show_views import show_text, step_text
+from sfi_cli.commands.trace.show import step_text
+from sfi_cli.commands.trace.show_views import full_text, show_text
 from sfi_cli.terminal import output, progress
 from sfi_cli.terminal.output import Output
 from sfi_cli.terminal.progress import Progress, ProgressObserver

@@ -52,7 +52,7 @@ def test_what_needs_no_position_of_a_selection_reads_none(trace, tmp_path):
 
 def test_the_positions_of_a_sample_are_read_once(trace, monkeypatch):
     """Health of a long trace looks at every n-th refresh, and not through DuckDB."""
-    monkeypatch.setattr("sfi_traces.health.measured.MOST_POSITIONS", 1 << 12)
+    monkeypatch.setattr("sfi_traces.health.measures.MOST_POSITIONS", 1 << 12)
     read, rows, connect = [], Trace.rows, Trace.connect
 
     def counted(self, name, columns, where=None):

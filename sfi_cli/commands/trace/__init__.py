@@ -2,7 +2,7 @@
 
 import typer
 
-from sfi_cli.commands.trace import check, diff, export, importing, plot, record, report, show
+from sfi_cli.commands.trace import check, diff, export, importing, record, report, show
 from sfi_cli.commands.trace.replay.command import replay
 
 app = typer.Typer(help="Record what the model attended to, and look at it.", no_args_is_help=True)
@@ -10,7 +10,7 @@ app.command()(check.check)
 app.command()(diff.diff)
 app.command()(export.export)
 app.command("import")(importing.import_)
-app.command()(plot.plot)
+app.command()(report.plot)
 app.command()(record.record)
 app.command()(replay)
 app.command()(report.report)
