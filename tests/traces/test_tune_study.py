@@ -7,7 +7,6 @@ from sfi_cli.terminal.tables import rendered
 from sfi_core.errors import SfiError
 from sfi_traces.model.trace import Trace
 from sfi_traces.tune.result import find
-from sfi_traces.tune.study import Search
 from sfi_traces.tune.tuning import Limits, Tuning, costs
 from tests.traces.made import CONFIG, make_trace
 from tests.traces.small import fixed_trace
@@ -19,34 +18,22 @@ def tuning(*traces: Trace, limits: Limits | None = None, **axes) -> Tuning:
     return Tuning.of(traces, axes=axes, trigger_sets={}, limits=limits or Limits())
 
 
-def suggest(trial) -> tuple[int, int]:
-    return trial.suggest_int("x", 0, 9), trial.suggest_categorical("y", [1, 2])
-
-
-def measure(setting) -> tuple[list[float], dict[str, float]]:
-    return [setting[0], setting[0] * setting[1]], {"limit": setting[0] - 7}
-
-
-def test_a_study_has_the_trials_that_were_asked_for():
-    search = Search.of()
+def test_a_search_begins_with_the_trace_s_own_setting_and_tells_of_each_trial(trace):
     told: list[int] = []
-    assert not search.run(suggest, measure, 12, first={"x": 5, "y": 2}, on_trial=told.append)
+    own = tuning(trace, recent="16,20")
+    found = find(own, 12, on_trial=told.append)
     assert told == list(range(1, 13))
-    assert search.complete()[0].params == {"x": 5, "y": 2}
-    assert [trial.number for trial in search.complete()] == list(range(12))
-    assert all(trial.params["x"] <= 7 for trial in search.best())
+    outcome = own.outcome(own.space.base)
+    assert found.document()["points"][0] == [outcome.bytes_per_token, outcome.retained_mass]
 
 
-def test_ctrl_c_leaves_the_trials_before_it():
-    search = Search.of()
-
-    def interrupted(setting):
-        if len(search.complete()) == 2:
+def test_ctrl_c_leaves_the_trials_before_it(trace):
+    def interrupted(done: int) -> None:
+        if done == 2:
             raise KeyboardInterrupt
-        return measure(setting)
 
-    assert search.run(suggest, interrupted, 10)
-    assert len(search.complete()) == 2
+    found = find(tuning(trace), 10, on_trial=interrupted)
+    assert (found.interrupted, found.document()["trials"]) == (True, 2)
 
 
 def test_nothing_tried_beats_the_front(trace):
@@ -54,7 +41,7 @@ def test_nothing_tried_beats_the_front(trace):
     found = find(own, 40)
     data = found.document()
     assert len(data["points"]) == data["trials"] == 40
-    front = [costs(one.outcome) for one in found.front]
+    front = [costs(candidate.outcome) for candidate in found.front]
     assert front == sorted(front)
     tried = [(bytes_, -kept) for bytes_, kept in data["points"]]
     for cost, kept in front:
@@ -73,7 +60,7 @@ def test_a_seed_tries_the_same_settings(trace):
 def test_every_setting_of_the_front_keeps_the_limits(trace):
     limits = Limits(min_retained=0.25, max_read=0.6)
     found = find(tuning(trace, limits=limits), 40)
-    assert all(limits.kept_by(one.outcome) for one in found.front)
+    assert all(limits.kept_by(candidate.outcome) for candidate in found.front)
     assert found.chosen == 0  # the cheapest
     kept = [point[1] for point in found.document()["points"]]
     assert min(kept) < 0.25
