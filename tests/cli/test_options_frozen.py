@@ -62,8 +62,7 @@ OPTIONS = {
     "trace record": GENERATE.replace("--trace", "--report").replace("--compare", "").replace("--resume", ""),
     "trace replay": """
         --trigger-policy --trigger --trigger-set --t-max --refresh-every --budget --set --request --layers
-        --heads --batch --against --play --step --speed --output --force --wide --json
-        --quiet
+        --heads --against --play --output --force --wide --json --quiet
     """,
     "trace report": "--request --output --force",
     "trace show": "--request --layer --step --head --full --wide --json --output --force",

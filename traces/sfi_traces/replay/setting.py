@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import chain, product
+from itertools import product
 from typing import Any, Self
 
 from sfi_core.errors import ConfigError, TraceError, unknown
@@ -138,12 +138,9 @@ class RecordedVocabulary:
         parts: dict[int, str] = {}
         for trace in traces:
             table = trace.table("steps", ["request", "step", "token_id", "token_text"])
-            if table["token_id"].null_count:
-                raise TraceError(f"trace {trace.path} is redacted; it can be replayed with its own triggers only")
-            if table["token_text"].null_count:
-                raise TraceError(
-                    f"trace {trace.path} has no text of its tokens; it can be replayed with its own triggers only"
-                )
+            for column, lack in (("token_id", "is redacted"), ("token_text", "has no text of its tokens")):
+                if table[column].null_count:
+                    raise TraceError(f"trace {trace.path} {lack}; it can be replayed with its own triggers only")
             before = " "
             for row in table.sort_by([("request", "ascending"), ("step", "ascending")]).to_pylist():
                 text = row["token_text"]
@@ -163,7 +160,7 @@ class RecordedVocabulary:
 
     def batch_decode(self, sequences: list[list[int]], /) -> list[str]:
         """Return the text of each sequence of ids."""
-        return ["".join(self.texts[i] for i in chain(sequence)) for sequence in sequences]
+        return ["".join(self.texts[i] for i in sequence) for sequence in sequences]
 
     def trigger_ids(self, triggers: Sequence[str]) -> frozenset[int]:
         """Return the generated tokens that the triggers match, by the rules of a run; maybe none.
