@@ -2,7 +2,7 @@
 
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -11,52 +11,41 @@ from sfi_cli.commands.trace.replay.views import OUTCOME, everywhere, texts_of, v
 from sfi_cli.loading import Subject
 from sfi_cli.parsing import named_strings
 from sfi_cli.settings.given import given, texts
-from sfi_cli.settings.tables import DIMENSIONS, SETTINGS, TRIALS
+from sfi_cli.settings.tables import DIMENSIONS, TRIALS
 from sfi_cli.terminal.output import Output, leave_interrupted
 from sfi_cli.terminal.tables import Part
 from sfi_core.settings.engine import EngineOptions
 from sfi_traces.views.table import Columns, Row, Table, number, percent, plural
 
 SPACE, SEARCH, CONFIRM = "Search space: 8,16,32 or 8:64", "Search", "Confirmation"
-_search, _confirm = partial(o.option, SEARCH), partial(o.option, CONFIRM)
+_axis, _space, _search = partial(o.setting, panel=SPACE), partial(o.option, SPACE), partial(o.option, SEARCH)
 OUTPUT = Path("tuned.toml")
 Values = str | None
-
-
-def _axis(name: str, default: str, **more: Any) -> Any:
-    shown = {"help": SETTINGS[name].brief, "show_default": default, **more}
-    return typer.Option(rich_help_panel=SPACE, **shown)
 
 
 def tune(
     traces: Annotated[list[Path], typer.Argument(help="Traces of --audit 1, of one model.", metavar="DIR...")],
     trigger_policy: Annotated[
-        Values,
-        _axis(
-            "trigger_policy",
-            "boundary,stride,t-max",
-            help="boundary, t-max, stride, random, never, always; or codescan.",
-        ),
+        Values, _space("boundary, t-max, stride, random, never, always; or codescan.", shown="boundary,stride,t-max")
     ] = None,
     trigger_set: Annotated[
         o.Words,
-        _axis(
-            "triggers",
-            "the trace's own and punctuation",
-            help="A set of trigger strings, blanks between: NAME='. ? !'. Repeat for more.",
+        _space(
+            "A set of trigger strings, blanks between: NAME='. ? !'. Repeat for more.",
+            shown="the trace's own and punctuation",
         ),
     ] = None,
-    t_max: Annotated[Values, _axis("t_max", "8:128")] = None,
-    budget: Annotated[Values, _axis("budget", "1/64 to 1/4 of the context")] = None,
+    t_max: Annotated[Values, _axis("t_max", show_default="8:128")] = None,
+    budget: Annotated[Values, _axis("budget", show_default="1/64 to 1/4 of the context")] = None,
     search: Annotated[
-        o.Words, o.option(SPACE, "Another dimension, repeat for more: span=0:16 or span=0,4,8.", metavar="NAME=VALUES")
+        o.Words, _space("Another dimension, repeat for more: span=0:16 or span=0,4,8.", metavar="NAME=VALUES")
     ] = None,
     min_retained: Annotated[float | None, _search("Least mean retained mass, as replayed.")] = None,
     max_read: Annotated[float | None, _search("Largest share of the cached tokens read.")] = None,
     trials: Annotated[int, _search("Settings to try.", min=1)] = TRIALS,
     seed: Annotated[int, _search("Seed of the sampler.", min=0, max=2**32 - 1)] = 0,
     confirm: Annotated[
-        int, _confirm("Run so many settings of the front for real, the chosen one among them.", min=0)
+        int, o.option(CONFIRM, "Run so many settings of the front for real, the chosen one among them.", min=0)
     ] = 0,
     model: o.Model = None,
     dtype: o.Dtype = "auto",
