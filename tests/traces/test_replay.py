@@ -17,7 +17,7 @@ from sfi_traces.model.steps import Memory
 from sfi_traces.model.trace import Trace
 from sfi_traces.record.parquet import ParquetObserver
 from sfi_traces.replay import RecordedVocabulary, Setting, Supports, compare, pareto, replay, replay_request, schedule
-from sfi_traces.replay.replay import spread, top
+from sfi_traces.replay.replay import top
 from tests.small_example import small_example
 from tests.traces.made import CONFIG, MODEL, PROMPT, STOP, TOP, make_trace
 from tests.traces.small import fixed_trace, outcome, rewrite, rows
@@ -259,14 +259,6 @@ def test_top_takes_the_lower_index_of_a_tie_and_no_zeros():
     score = np.array([[0.1, 0.5, 0.5, 0.0, 0.5], [0.0, 0.2, 0.0, 0.0, 0.0]], np.float32)
     assert top(score, 2).tolist() == [[False, True, True, False, False], [False, True, *[False] * 3]]
     assert top(score, 9).tolist() == (score > 0).tolist()
-
-
-@pytest.mark.parametrize("span", [1, 2, 3, 4, 10])
-def test_spread_is_the_largest_score_within_the_span(span):
-    score = np.random.default_rng(0).random((3, 40)).astype(np.float32)
-    got = spread(score, span)
-    for at in range(40):
-        assert (got[:, at] == score[:, max(0, at - span) : at + span + 1].max(1)).all()
 
 
 def test_the_front_holds_what_nothing_else_beats():
