@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 
 from sfi_core.errors import TraceError
-from sfi_traces.model.steps import Floats, Memory
+from sfi_traces.model.steps import Floats
 from sfi_traces.model.supports import Supports
 from sfi_traces.model.trace import Trace, of_request
 from sfi_traces.replay.outcome import Outcome, StepMetrics
@@ -139,16 +139,12 @@ def check_one_model(trace: Trace, other: Trace) -> None:
 
 
 def _measured(like: Supports, setting: Setting, steps: pa.Table, kept: pa.Table) -> StepMetrics:
-    steps = steps.slice(0, like.steps)
-    reasons = steps["reason"].to_pylist()
-    slow_N = np.array([bool(reason) for reason in reasons])
-    memory = Memory.of(setting.config.to_dict(), slow_N, like.length_N, scans=setting.scans)
-    rows = of_request(kept, like.request)
+    steps, rows = steps.slice(0, like.steps), of_request(kept, like.request)
     kept_NU, overlap_NU = (_column(rows, like, name) for name in ("retained_mass", "overlap_last_refresh"))
-    attended_N = steps["attended_tokens"].to_numpy()
     if setting.scans:
         overlap_NU = np.full_like(overlap_NU, np.nan)  # nothing is reused
-    return metrics(like, setting, reasons, memory, (kept_NU, kept_NU, overlap_NU), attended_N)
+    measured = (kept_NU, kept_NU, overlap_NU), steps["attended_tokens"].to_numpy()
+    return metrics(like, setting, steps["reason"].to_pylist(), *measured)
 
 
 def _column(rows: pa.Table, like: Supports, name: str) -> Floats:

@@ -49,37 +49,33 @@ def replay_request(supports: Supports, setting: Setting) -> StepMetrics:
             "trace must be recorded by sfi, got an imported one, of which the byte model is not known; "
             "sfi trace replay DIR --refresh-every 1,2,4 replays how often to select"
         )
-    check_budget(supports, setting.config.budget)
-    reasons = schedule(supports, setting)
-    slow_N = np.array([bool(reason) for reason in reasons])
-    memory = Memory.of(setting.config.to_dict(), slow_N, supports.length_N, scans=setting.scans)
-    kept = (_kept_by_scan if setting.scans else _kept)(supports, setting.config, memory)
-    return metrics(supports, setting, reasons, memory, kept)
+    check_budget([supports], setting.config.budget)
+    return metrics(supports, setting, schedule(supports, setting))
 
 
 def metrics(
     supports: Supports,
     setting: Setting,
     reasons: list[str],
-    memory: Memory,
-    kept: Kept,
+    kept: Kept | None = None,
     attended_N: npt.NDArray[Any] | None = None,
 ) -> StepMetrics:
-    """Add tokens and bytes to what was `kept`.
+    """Add up tokens and bytes of steps that are slow for `reasons`.
 
-    `attended_N` are the tokens that a run's steps read; None computes them from the memory. What codescan reads to
-    choose is added, in tokens' worth.
+    `kept` and `attended_N`, the tokens read, are those of a run; None predicts them. What codescan reads to choose is
+    added, in tokens' worth.
     """
     model = ByteModel.of(supports.model, dense_layers=setting.config.dense_layers)
+    slow_N = np.array([bool(reason) for reason in reasons])
+    memory = Memory.of(setting.config.to_dict(), slow_N, supports.length_N, scans=setting.scans)
+    if kept is None:
+        kept = (_kept_by_scan if setting.scans else _kept)(supports, setting.config, memory)
     if attended_N is None:
         attended_N = np.asarray(model.mean_attended(supports.length_N, memory.read_N))
     chosen_N = _to_choose(supports, setting, memory)
     return StepMetrics(
-        request=supports.request,
-        layer_U=supports.layer_U,
-        head_U=supports.head_U,
+        supports=supports,
         reasons=reasons,
-        length_N=supports.length_N,
         attended_N=attended_N + np.asarray(model.mean_attended(0, chosen_N)),
         **dict(zip(("lower_NU", "upper_NU", "overlap_NU"), kept, strict=True)),
         bytes_N=memory.bytes_read(model) + model.row_bytes * chosen_N,
@@ -112,18 +108,19 @@ def schedule(supports: Supports, setting: Setting) -> list[str]:
     return reasons
 
 
-def check_budget(supports: Supports, budget: int) -> None:
-    """Raise `TraceError` for a budget of more positions than were recorded."""
-    if budget > supports.top and supports.length_N[-1] > supports.top:
-        raise TraceError(
-            f"budget must be at most the audit's {supports.top} positions, got {budget}; "
-            f"record with --set audit.top={budget}, or give --budget"
-        )
-
-
 def largest_budget(recorded: Sequence[Supports]) -> int | None:
     """Return the largest budget that supports can replay; None where they hold every position."""
     return min((supports.top for supports in recorded if supports.length_N[-1] > supports.top), default=None)
+
+
+def check_budget(recorded: Sequence[Supports], budget: int) -> None:
+    """Raise `TraceError` for a budget of more positions than were recorded."""
+    most = largest_budget(recorded)
+    if most is not None and budget > most:
+        raise TraceError(
+            f"budget must be at most the audit's {most} positions, got {budget}; "
+            f"record with --set audit.top={budget}, or give --budget"
+        )
 
 
 def replayable(setting: Setting, recorded: Sequence[Supports]) -> Setting:

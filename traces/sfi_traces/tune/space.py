@@ -128,8 +128,7 @@ class Space:
         for name, axis in axes.items():
             for value in () if name in ("triggers", POLICY) else axis.values:
                 base.config.replace(**{name: value})
-        for supports in recorded:
-            check_budget(supports, max(axes["budget"].values))
+        check_budget(recorded, max(axes["budget"].values))
         used = {n: axis for n, axis in axes.items() if n == POLICY or any(uses(policy, n) for policy in policies)}
         if all(len(axis.values) == 1 for axis in used.values()):
             raise ConfigError(
