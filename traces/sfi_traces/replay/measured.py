@@ -17,7 +17,7 @@ from sfi_traces.replay.replay import metrics, replay_request
 from sfi_traces.replay.setting import SCAN, Setting
 
 POLICIES = ("sfi", SCAN)
-STEPS = ["request", "step", "token_id", "reason", "context_tokens", "attended_tokens"]
+STEPS = ["request", "step", "token_id", "reason", "attended_tokens"]
 SUPPORTS = ["request", "step", "layer", "head", "retained_mass", "overlap_last_refresh"]
 
 
