@@ -121,7 +121,7 @@ def pairs(folder: Path) -> Iterator[tuple[str, Any]]:
 def _played(trace: Trace, request: int) -> Any:
     # what the player shows beside a step's row: passages and strips
     try:
-        run = playable(trace, request, audited=False)
+        run = playable(trace, request)
         names = ("part", "first", "last", "share", "mass", "text")
         shown = [
             [[getattr(one, name) for name in names] for one in passages(run, step)] for step in range(len(run.steps))

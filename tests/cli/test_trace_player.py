@@ -148,7 +148,7 @@ def test_traces_without_audit_or_text_play(tmp_path):
 
     folder = make_trace(tmp_path / "t", steps=12, policy="sfi", audit=None)
     redact(folder)
-    play(Trace.open(folder), check, audited=False)
+    play(Trace.open(folder), check)
 
 
 def test_a_damaged_part_ends_it_with_the_error(tmp_path):

@@ -136,7 +136,7 @@ def _one_line(text: str) -> None:
 
 def _command(words: list[Any]) -> None:
     if words[0] == "play":  # what the player reads, without a terminal
-        request = frames.playable(Trace.open(words[1]), audited=False)
+        request = frames.playable(Trace.open(words[1]))
         for step in range(min(4, len(request.steps))):
             for read in (frames.frame, frames.passages, partial(frames.strip, width=80)):
                 read(request, step)

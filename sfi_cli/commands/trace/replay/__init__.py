@@ -133,7 +133,7 @@ def _play(trace: Any, part: dict[str, Any]) -> None:
         raise ConfigError("play must be in a terminal; sfi trace show --step N prints a step")
     from sfi_cli.commands.trace.replay.player import PlayerApp
 
-    app = PlayerApp(playable(trace, **part, audited=False))
+    app = PlayerApp(playable(trace, **part))
     app.run()
     if app.failure is not None:
         raise app.failure
