@@ -4,16 +4,7 @@ from collections.abc import Sequence
 from itertools import takewhile
 from typing import Any
 
-from sfi_core.engine.report_text import (
-    compiled_lines,
-    fused_lines,
-    launch_lines,
-    request_lines,
-    settings_line,
-    speed_words,
-    tier_lines,
-    weight_lines,
-)
+from sfi_core.engine import report_text
 from sfi_core.settings.config import changed_settings
 
 AROUND = 60  # characters shown before and after the first other token
@@ -42,15 +33,17 @@ def report_lines(document: dict[str, Any]) -> list[str]:
         lines.append(f"answer       {_verdict(document)}")
     elif document["model"] == "bundled":
         lines.append("note         toy model: it only recalls sentences; for your own text try --model smollm2")
-    lines += [settings_line(changed_settings(config), document["preset"]), *request_lines(requests)]
+    lines.append(report_text.settings_line(changed_settings(config), document["preset"]))
+    lines += report_text.request_lines(requests)
     room = config["sink"] + config["recent"] + config["budget"]
     longest = max((request["prompt_tokens"] + len(request["token_ids"]) for request in requests), default=room + 1)
     if document["policy"] != "full-kv" and longest <= room:
         read = "(sink, recent and budget) every step reads all: nothing to gain here"
         lines.append(f"note         up to {room:,} tokens {read}")
-    lines += [*tier_lines(document["kv_tiers"]), *fused_lines(document["fused"], document["left_alone"])]
+    lines += report_text.tier_lines(document["kv_tiers"])
+    lines += report_text.fused_lines(document["fused"], document["left_alone"])
     lines += _speed_lines(document)
-    return lines + launch_lines(document) + weight_lines(document["not_blocks"])
+    return lines + report_text.launch_lines(document) + report_text.weight_lines(document["not_blocks"])
 
 
 def _verdict(document: dict[str, Any]) -> str:
@@ -68,10 +61,10 @@ def _speed_lines(document: dict[str, Any]) -> list[str]:
     rows += [(other["policy"], other) for name in OTHERS if (other := document.get(name)) is not None]
     width = max(12, *(len(name) for name, _ in rows))
     lines = [
-        f"{name:<{width}} {speed_words(data)}, peak memory {data['peak_memory_bytes'] / 1e6:,.0f} MB"
+        f"{name:<{width}} {report_text.speed_words(data)}, peak memory {data['peak_memory_bytes'] / 1e6:,.0f} MB"
         for name, data in rows
     ]
-    lines += compiled_lines(sum(data["compiling_seconds"] for _, data in rows))
+    lines += report_text.compiled_lines(sum(data["compiling_seconds"] for _, data in rows))
     if "comparison" in document:
         lines += _compared(rows, document["comparison"])
     if document["advice"] is not None:

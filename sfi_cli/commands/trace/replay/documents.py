@@ -9,24 +9,13 @@ from sfi_cli.parsing import named_strings, numbers, unescaped, words
 from sfi_cli.settings.tables import SETTINGS
 from sfi_cli.terminal.progress import Progress
 from sfi_core.errors import ConfigError
+from sfi_traces.model.supports import Supports
 from sfi_traces.model.trace import Row, Trace
-from sfi_traces.replay import (
-    RULES,
-    SCAN,
-    RecordedVocabulary,
-    Setting,
-    Supports,
-    chance,
-    check_effect,
-    compare,
-    grid,
-    largest_budget,
-    pareto,
-    replay,
-    replayable,
-    reuse,
-    schedule,
-)
+from sfi_traces.replay.measured import compare
+from sfi_traces.replay.outcome import pareto
+from sfi_traces.replay.replay import largest_budget, replay, replayable, schedule
+from sfi_traces.replay.reuse import chance, reuse
+from sfi_traces.replay.setting import RULES, SCAN, RecordedVocabulary, Setting, check_effect, grid
 
 T = TypeVar("T")
 
