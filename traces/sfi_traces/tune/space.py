@@ -47,8 +47,8 @@ def trigger_sets_of(
     """
     sets, strings = [], given
     if not given:
-        own = base.config.triggers if base.config.trigger_token_ids is None else None
-        sets.append(NamedSet(name=base.triggers, token_ids=base.trigger_token_ids, strings=own))
+        triggers = base.config.triggers if base.config.trigger_token_ids is None else None
+        sets.append(NamedSet(name=base.triggers, token_ids=base.trigger_token_ids, strings=triggers))
         strings = {} if any(trace.manifest["redacted"] for trace in traces) else PUNCTUATION
     if strings:
         vocabulary = RecordedVocabulary.of(traces)

@@ -92,14 +92,14 @@ def replay_document(
         settings = [setting for setting in settings if setting.config.budget not in beyond] or settings
     replayed = [(setting, replay(recorded, setting)) for setting in _each("settings", settings, quiet=quiet)]
     replayed.sort(key=lambda pair: (-pair[1].speedup, -pair[1].retained_mass))
-    front, own = pareto([outcome for _, outcome in replayed]), Setting.recorded(trace).key
+    front, key = pareto([outcome for _, outcome in replayed]), Setting.recorded(trace).key
     rows = [
         {
             **setting.to_dict(),
             "trigger_token_ids": sorted(setting.trigger_token_ids),
             **asdict(outcome),
             "pareto": best,
-            "recorded": setting.key == own,
+            "recorded": setting.key == key,
         }
         for (setting, outcome), best in zip(replayed, front, strict=True)
     ]
