@@ -88,20 +88,8 @@ def test_a_space_that_cannot_be_searched_is_refused(base, recorded, given, kind,
         space(base, recorded, **given)
 
 
-class Asked:
-    """A trial that takes the first value and notes what it was asked for."""
-
-    def __init__(self) -> None:
-        self.names: list[str] = []
-
-    def suggest_categorical(self, name, choices):
-        self.names.append(name)
-        return choices[0]
-
-    def suggest_int(self, name, low, high, *, log=False):
-        return self.suggest_categorical(name, [low])
-
-    suggest_float = suggest_int
+VALUES = {"triggers": "other", "t_max": 8, "stride": 4, "budget": 5, "slow_start": 1}
+VALUES |= dict.fromkeys(("trigger_delay", "min_gap", "span"), 0)
 
 
 @pytest.mark.parametrize(
@@ -115,9 +103,9 @@ class Asked:
 def test_a_trial_is_asked_for_what_its_trigger_policy_looks_at(base, recorded, policy, asked):
     """What the policy ignores would only give one counterfactual many names."""
     other = NamedSet(name="other", token_ids=frozenset({1}), strings=("the",))
-    trial = Asked()
+    trial = FixedTrial(VALUES)
     found = space(base, recorded, other, trigger_policy=policy, recent="16").setting(trial)
-    assert set(trial.names) == asked
+    assert set(trial.params) == asked
     assert found.policy == policy
 
 
