@@ -30,8 +30,8 @@ def output(text: str, shown: str | bool = True) -> Any:
     return option(OUTPUT, text, "--output", "-o", shown=shown)
 
 
-def setting(name: str, *flags: str, panel: str = METHOD, **more: Any) -> Any:
-    """Declare an option with the help and default of a setting, unless `more` has others."""
+def _setting(name: str, *flags: str, panel: str = METHOD, **more: Any) -> Any:
+    # an option with the help and default of a setting
     declared = SETTINGS[name]
     shown = {"help": declared.brief, "show_default": written(declared.default), **more}
     return typer.Option(*flags, rich_help_panel=panel, **shown)
@@ -60,7 +60,7 @@ Device = Annotated[str, option(MODEL, "auto, cpu, cuda, cuda:1, ...")]
 TrustRemoteCode = Annotated[bool, option(MODEL, "Run code from the checkpoint.", "--trust-remote-code")]
 KvDeviceBudget = Annotated[
     str | None,
-    setting(
+    _setting(
         "engine.kv_device_budget", "--kv-device-budget", panel=MODEL,
         help="Most of the KV cache on the device: 20%, 2GiB.", show_default="all",
     ),
@@ -70,16 +70,16 @@ Policy = Annotated[str, _policy()]
 PolicyOrDefault = Annotated[str | None, _policy(shown="sfi; codescan for the drafts of --lossless")]
 Preset = Annotated[str | None, option(METHOD, f"{', '.join(PRESETS)}.", shown="default")]
 Config = Annotated[File, option(METHOD, "TOML file; --set and options override it.", "--config")]
-Budget = Annotated[Number, setting("budget")]
-Recent = Annotated[Number, setting("recent")]
-TMax = Annotated[Number, setting("t_max")]
+Budget = Annotated[Number, _setting("budget")]
+Recent = Annotated[Number, _setting("recent")]
+TMax = Annotated[Number, _setting("t_max")]
 Lossless = Annotated[bool, option(METHOD, "Full attention's own tokens.", "--lossless")]
-DraftMax = Annotated[Number, setting("draft.max_tokens", "--draft-max")]
+DraftMax = Annotated[Number, _setting("draft.max_tokens", "--draft-max")]
 Triggers = Annotated[
     Words, option(METHOD, TRIGGER, "--trigger", shown=" ".join(SfiConfig().triggers).replace("\n", "\\n"))
 ]
-Temperature = Annotated[float | None, setting("sampling.temperature", panel=SAMPLING)]
-TopP = Annotated[float | None, setting("sampling.top_p", panel=SAMPLING)]
+Temperature = Annotated[float | None, _setting("sampling.temperature", panel=SAMPLING)]
+TopP = Annotated[float | None, _setting("sampling.top_p", panel=SAMPLING)]
 Seed = Annotated[int, option(SAMPLING, "Seed of sampling.")]
 Json = Annotated[bool, option(OUTPUT, "One JSON document on stdout.", "--json")]
 Quiet = Annotated[bool, option(OUTPUT, "Nothing but data and errors.", "--quiet", "-q")]
@@ -88,4 +88,4 @@ Wide = Annotated[bool, option(OUTPUT, "All columns, on any terminal.", "--wide")
 Force = Annotated[bool, option(OUTPUT, "Overwrite the output.", "--force")]
 TraceDir = Annotated[Path, typer.Argument(help="Folder of the trace.", metavar="DIR")]
 RequestIndex = Annotated[Number, typer.Option("--request", help="Only this request.")]
-Audit = Annotated[Number, setting("audit.every", "--audit", panel=TRACE, show_default="off")]
+Audit = Annotated[Number, _setting("audit.every", "--audit", panel=TRACE, show_default="off")]

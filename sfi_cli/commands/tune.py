@@ -11,14 +11,14 @@ from sfi_cli.commands.trace.replay.views import OUTCOME, everywhere, texts_of, v
 from sfi_cli.loading import Subject
 from sfi_cli.parsing import named_strings
 from sfi_cli.settings.given import given, texts
-from sfi_cli.settings.tables import DIMENSIONS, TRIALS
+from sfi_cli.settings.tables import DIMENSIONS, SETTINGS, TRIALS
 from sfi_cli.terminal.output import Output, leave_interrupted
 from sfi_cli.terminal.tables import Part
 from sfi_core.settings.engine import EngineOptions
 from sfi_traces.views.table import Columns, Row, Table, number, percent, plural
 
 SPACE, SEARCH, CONFIRM = "Search space: 8,16,32 or 8:64", "Search", "Confirmation"
-_axis, _space, _search = partial(o.setting, panel=SPACE), partial(o.option, SPACE), partial(o.option, SEARCH)
+_space, _search = partial(o.option, SPACE), partial(o.option, SEARCH)
 OUTPUT = Path("tuned.toml")
 Values = str | None
 
@@ -35,8 +35,8 @@ def tune(
             shown="the trace's own and punctuation",
         ),
     ] = None,
-    t_max: Annotated[Values, _axis("t_max", show_default="8:128")] = None,
-    budget: Annotated[Values, _axis("budget", show_default="1/64 to 1/4 of the context")] = None,
+    t_max: Annotated[Values, _space(SETTINGS["t_max"].brief, shown="8:128")] = None,
+    budget: Annotated[Values, _space(SETTINGS["budget"].brief, shown="1/64 to 1/4 of the context")] = None,
     search: Annotated[
         o.Words, _space("Another dimension, repeat for more: span=0:16 or span=0,4,8.", metavar="NAME=VALUES")
     ] = None,

@@ -2,12 +2,12 @@
 
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from sfi_cli import options as o
 from sfi_cli.commands.generate.prompts import read_prompts
-from sfi_cli.loading import Subject
 from sfi_cli.settings.given import given
+from sfi_cli.settings.tables import ModelTable
 from sfi_cli.terminal.output import Output
 from sfi_cli.terminal.tables import Part
 from sfi_core import __version__
@@ -63,59 +63,55 @@ def heads(
       sfi tune heads -f a.txt -f b.txt --model my-model --parts 2
     """
     from sfi_core.measure.clustering import check_scipy
-    from sfi_core.policies.head_clusters import HeadClusters
 
     check_scipy()
     if not prompt_file and model is not None:
         raise ConfigError("texts must be prompt files, got none; add -f FILE")
     settings = given("tune heads", sets=sets)
-    subject = Subject.of(settings, model, dtype, device, trust_remote_code)
+    loading = {
+        "revision": settings.table(ModelTable).revision,
+        "dtype": dtype,
+        "device": device,
+        "trust_remote_code": trust_remote_code,
+    }
     with Output(output, force=force, json=json, quiet=quiet) as written:
         document = _clustered(
-            prompt_file or [], subject, settings.table(EngineOptions),
+            prompt_file or [], model, loading, settings.table(EngineOptions),
             length=length, top=top_k, clusters=clusters, parts=parts, quiet=quiet,
         )  # fmt: skip
         written.show(document, heads_text)
-        layers = document["layers"]
-        file = HeadClusters(
-            model_digest=document["digest"],
-            model=document["model"],
-            cluster_of={layer["layer"]: tuple(layer["cluster_of"]) for layer in layers},
-            representatives={layer["layer"]: tuple(layer["representatives"]) for layer in layers},
-            made_from={name: value for name, value in document.items() if name not in ("model", "digest", "layers")},
-        )
-        written.text(file.text())
+        written.text(_head_file(document))
 
 
 def _clustered(
-    files: list[Path], subject: Subject, engine: EngineOptions,
+    files: list[Path], model: str | None, loading: Row, engine: EngineOptions,
     *, length: int, top: int, clusters: int, parts: int | None, quiet: bool,
-) -> Row:  # fmt: skip
+) -> dict[str, Any]:  # fmt: skip
     # the document of `--json`; invalid settings are refused at the first text
     from sfi_cli.terminal.progress import Progress
     from sfi_core.engine.attend import check_backend
     from sfi_core.measure.clustering import Similarity, check_count, cluster_layers, part_count, parts_of
     from sfi_core.measure.model_supports import cut_texts, text_supports
-    from sfi_core.models.load import resolve_device
+    from sfi_core.models.load import load, resolve_device
     from sfi_core.models.source import model_digest
 
-    check_backend(engine.backend, resolve_device(subject.loading["device"]))
+    check_backend(engine.backend, resolve_device(loading["device"]))
     prompts = [read_prompts(None, file, None) for file in (files or (None,))]
-    model, tokenizer = subject.loaded(quiet=quiet)
+    loaded, tokenizer = load(model, **loading)
     texts = cut_texts(tokenizer, [str(prompt.entries[0]) for prompt in prompts], length, top)
     part_count(len(texts), parts)
     similarities: list[dict[int, Similarity]] = []
     with Progress(quiet=quiet) as progress:
         for number, text in enumerate(texts):
             progress.update("comparing heads, text", number, len(texts))
-            layers = {layer: Similarity.of(index) for layer, index in text_supports(model, text, top, engine)}
+            layers = {layer: Similarity.of(index) for layer, index in text_supports(loaded, text, top, engine)}
             for similarity in layers.values():
                 check_count(clusters, len(similarity.total_HH))
             similarities.append(layers)
     groups = parts_of(similarities, parts)
     return {
-        "model": subject.name,
-        "digest": model_digest(model),
+        "model": model or "bundled",
+        "digest": model_digest(loaded),
         "clusters": clusters,
         "texts": len(texts),
         "steps": sum(next(iter(layers.values())).steps for layers in similarities),
@@ -129,24 +125,42 @@ def _clustered(
     }
 
 
-def heads_text(document: Row) -> list[Part]:
+def _head_file(document: dict[str, Any]) -> str:
+    from sfi_core.policies.head_clusters import HeadClusters
+
+    layers = document["layers"]
+    return HeadClusters(
+        model_digest=document["digest"],
+        model=document["model"],
+        cluster_of={layer["layer"]: tuple(layer["cluster_of"]) for layer in layers},
+        representatives={layer["layer"]: tuple(layer["representatives"]) for layer in layers},
+        made_from={name: value for name, value in document.items() if name not in ("model", "digest", "layers")},
+    ).text()
+
+
+def heads_text(document: dict[str, Any]) -> list[Part]:
     """Return the clusters of each layer, and how far the parts agree."""
-    texts, clusters = plural(document["texts"], "text"), plural(document["clusters"], "cluster")
-    legend = (
+    blocks: list[Part] = [
+        _heading(document),
+        "",
+        Table.of("Clusters of KV heads", CLUSTERS, document["layers"], left=3),
+    ]
+    blocks.append(
         f"alike: overlap of the top {document['top_k']:,} of two heads, of one cluster or of two, over "
         f"{plural(document['steps'], 'step')}; a dash where there is no such pair."
     )
-    blocks: list[Part] = [
-        f"{document['model']}, {texts} of {', '.join(document['files'])}: {clusters} a layer",
-        "",
-        Table.of("Clusters of KV heads", CLUSTERS, document["layers"], left=3),
-        legend,
-    ]
     if document["parts"] > 1:
         blocks += ["", *_robustness(document)]
     if not document["digest"]:
         blocks += ["", "The head file does not say which checkpoint it is of."]
     return blocks
+
+
+def _heading(document: Row) -> str:
+    return (
+        f"{document['model']}, {plural(document['texts'], 'text')} of {', '.join(document['files'])}: "
+        f"{plural(document['clusters'], 'cluster')} a layer"
+    )
 
 
 def _groups(cluster_of: list[int]) -> str:

@@ -1,4 +1,4 @@
-"""`sfi tune`: from traces to a file for --config; `sfi tune heads`: from texts to a head file; and each bad input."""
+"""`sfi tune`: from traces to a file for --config, and each bad input."""
 
 import json
 import os
@@ -10,12 +10,8 @@ from pathlib import Path
 
 import optuna
 import pytest
-from typer.testing import CliRunner
 
-from sfi_cli import app as cli
 from sfi_core.errors import BackendError, ConfigError, SfiError, TraceError
-from sfi_core.models.load import BUNDLED
-from sfi_core.policies.head_clusters import HeadClusters
 from sfi_core.settings.config import SfiConfig
 from sfi_traces.tune import tuning
 from tests.cli.trace_commands import sfi, ways
@@ -164,54 +160,3 @@ def test_a_tuned_file_runs_and_was_measured(folder):
     assert generated["exact_match"]
     assert generated["config"]["budget"] == data["config"]["budget"]
     assert generated["requests"][0]["slow_steps"] == chosen["measured"]["slow_steps"]
-
-
-def test_texts_make_a_head_file_and_a_document(folder):
-    """One cluster a layer, of the bundled checkpoint with two KV heads."""
-    Path("a.txt").write_text("Belora hid a red lantern under the old bridge. " * 20)
-    arguments = ("heads", "-f", "a.txt", "--length", "40", "--top-k", "8", "--clusters", "1")
-    result = invoke(*arguments, "--parts", "3", "--json")
-    assert result.exit_code == 0, result.output
-    document = json.loads(result.stdout)
-    clusters = HeadClusters.load(Path("heads.json"))
-    assert clusters.model_digest == HeadClusters.load(BUNDLED / "heads.json").model_digest
-    sizes = {layer: len(own) for layer, own in clusters.representatives.items()}
-    assert sizes == dict.fromkeys(range(4), 1)
-    assert document["texts"] * 40 == document["tokens"]
-    assert document["steps"] == document["texts"] * (40 - 8)
-    for one in document["layers"]:
-        S = one["similarity"]
-        assert S[0][0] == S[1][1] == 1
-        assert S[0][1] == S[1][0] == one["similarity_within"]
-        assert 0 < S[0][1] < 1
-        assert one["agreement"] == 1
-
-
-def test_what_cannot_be_clustered_is_refused_in_one_line(folder):
-    Path("a.txt").write_text("words " * 50)
-    text = ("heads", "-f", "a.txt", "--top-k", "8")
-    assert "the layer's 2 KV heads, got 3" in str(refused(*text, "--clusters", "3"))
-    assert "got none; add -f FILE" in str(refused("heads", "--model", "somewhere"))
-    assert "at most the 1 texts, got 2" in str(refused(*text, "--parts", "2"))
-    assert not Path("heads.json").exists()
-    Path("heads.json").write_text("kept")
-    assert isinstance(refused(*text), ConfigError)
-    assert Path("heads.json").read_text() == "kept"
-
-
-def test_every_other_word_after_tune_is_a_trace(folder):
-    """`heads` is the command; a folder of that name is `./heads`."""
-    make_trace(folder / "heads", steps=30)
-    searching = ("--trials", "2", "--force", "-q")
-    for words in (["./heads"], ["-q", "heads"], ["--", "heads"]):
-        result = invoke(*searching, *words)
-        assert result.exit_code == 0, result.output
-        assert "made-up, 1 request, 30 steps" in " ".join(result.stdout.split())
-    assert invoke("./heads", *searching).exit_code == 0
-    assert isinstance(refused("head", *searching), TraceError)
-
-
-def test_a_shell_is_not_offered_a_name_of_two_words():
-    asked = {"_SFI_COMPLETE": "complete_bash", "COMP_WORDS": "sfi tun", "COMP_CWORD": "1"}
-    result = CliRunner().invoke(cli.app, [], env=asked, prog_name="sfi")
-    assert result.stdout.split() == ["tune"]

@@ -12,14 +12,14 @@ from sfi_cli import options as o
 from sfi_cli.commands.trace.replay.views import replay_text, reuse_text
 from sfi_cli.parsing import number_list
 from sfi_cli.settings.given import texts
-from sfi_cli.settings.tables import settings_for
+from sfi_cli.settings.tables import SETTINGS, settings_for
 from sfi_cli.terminal.output import INTERRUPTED, Output, leave_interrupted
 from sfi_core.errors import ConfigError, not_installed
 from sfi_core.settings.config import TRIGGER_POLICIES
 
 SLOW, MEMORY = "When a step is slow", "What a fast step reads"
 Values = str | None  # one or more with commas between; None is the trace's own
-_slow, _grid = partial(o.option, SLOW), partial(o.setting, show_default="the trace's own")
+_slow, OWN = partial(o.option, SLOW), "the trace's own"
 EVERY = (1, 2, 4, 8, 16)  # intervals that an imported trace is replayed with
 SETS = "Another setting: span=0,10. Repeat for more; sfi config list has all settings."
 
@@ -30,19 +30,17 @@ def _part(what: str, example: str) -> Any:
 
 def replay(
     trace: o.TraceDir,
-    trigger_policy: Annotated[
-        Values, _slow(f"{', '.join(TRIGGER_POLICIES)}; or codescan.", shown="the trace's own")
-    ] = None,
-    triggers: Annotated[o.Words, _slow(o.TRIGGER, "--trigger", shown="the trace's own")] = None,
+    trigger_policy: Annotated[Values, _slow(f"{', '.join(TRIGGER_POLICIES)}; or codescan.", shown=OWN)] = None,
+    triggers: Annotated[o.Words, _slow(o.TRIGGER, "--trigger", shown=OWN)] = None,
     trigger_set: Annotated[
         o.Words, _slow("A set of trigger strings, blanks between: NAME='. ? !'. Repeat to compare sets.")
     ] = None,
-    t_max: Annotated[Values, _grid("t_max", panel=SLOW)] = None,
+    t_max: Annotated[Values, _slow(SETTINGS["t_max"].brief, shown=OWN)] = None,
     refresh_every: Annotated[
         Values,
         _slow("Reuse each recorded selection for so many steps: 1,2,4,8,16.", shown="off; for an imported trace these"),
     ] = None,
-    budget: Annotated[Values, _grid("budget", panel=MEMORY)] = None,
+    budget: Annotated[Values, o.option(MEMORY, SETTINGS["budget"].brief, shown=OWN)] = None,
     sets: Annotated[o.Words, o.sets(MEMORY, metavar="NAME=VALUES", help=SETS)] = None,
     request: o.RequestIndex = None,
     layers: Annotated[str | None, _part("layers", "0,3,8-11")] = None,
