@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from sfi_cli import options as o
-from sfi_cli.commands.trace.replay.views import OUTCOME, everywhere, texts_of, varied
+from sfi_cli.commands.trace.replay.views import OUTCOME, everywhere, varied
 from sfi_cli.loading import Subject
 from sfi_cli.parsing import named_strings
 from sfi_cli.settings.given import given, texts
@@ -153,10 +153,10 @@ def _front(document: Row) -> Table:
     rows.append({"": "*", **document["recorded"]})
     more = f", {len(shown)} of {len(front)} settings shown" if len(shown) < len(front) else ""
     title = f"Pareto front as replayed, cheapest first{more} (byte model: batch 1)"
-    settings = varied(rows)
+    settings, words = varied(rows)
     outcome = {name: column for name, column in OUTCOME.items() if name not in LEFT_OUT}
     columns = {"": (str, "")} | settings | outcome
-    return Table.of(title, columns, rows, left=1 + texts_of(settings), spare=("p5", "at most", "MB/token"))
+    return Table.of(title, columns, rows, left=1 + words, spare=("p5", "at most", "MB/token"))
 
 
 def _confirmed_notes(document: Row) -> list[str]:

@@ -33,12 +33,12 @@ def replay_text(document: Row) -> list[Part]:
     """Return the replayed settings, fastest first, then predicted beside measured for a real run."""
     parts: list[Part] = [heading(document)]
     if rows := document["rows"]:
-        settings = varied(rows)
+        settings, words = varied(rows)
         columns = (
             {"": lambda row: ("*" if row["recorded"] else " ") + ("+" if row["pareto"] else "")} | settings | OUTCOME
         )
         title = "Replayed settings (byte model: batch 1)"
-        parts += [Table.of(title, columns, rows, left=1 + texts_of(settings), spare=SPARE), *everywhere(rows)]
+        parts += [Table.of(title, columns, rows, left=1 + words, spare=SPARE), *everywhere(rows)]
         parts += [KEPT, "+ no other row is faster and keeps as much."]
         if any(row["recorded"] for row in rows):
             parts.append("* the trace's own setting.")
@@ -72,14 +72,12 @@ def heading(document: Row) -> str:
     )
 
 
-def varied(rows: Sequence[Row]) -> Columns:
-    """Return a column for each setting that differs among the rows."""
-    return {heading: (setting_cell, name) for name, heading in SETTINGS.items() if len(_values(rows, name)) > 1}
-
-
-def texts_of(settings: Columns) -> int:
-    """Count the columns of words among those of `varied`."""
-    return len({"trigger policy", "triggers"} & settings.keys())
+def varied(rows: Sequence[Row]) -> tuple[Columns, int]:
+    """Return a column for each setting that differs among the rows, and how many of them are words."""
+    columns: Columns = {
+        heading: (setting_cell, name) for name, heading in SETTINGS.items() if len(_values(rows, name)) > 1
+    }
+    return columns, len({"trigger policy", "triggers"} & columns.keys())
 
 
 def everywhere(rows: Sequence[Row]) -> list[str]:
