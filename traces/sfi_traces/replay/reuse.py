@@ -53,7 +53,7 @@ def reuse(recorded: Sequence[Supports], schedules: Sequence[Sequence[str]]) -> R
     reused = [_reused(request, reasons) for request, reasons in zip(recorded, schedules, strict=True)]
 
     def means(layer: int | None = None) -> dict[str, float | None]:
-        units = [slice(None) if layer is None else request.layer_U == layer for request in recorded]
+        units: list[Any] = [slice(None) if layer is None else request.layer_U == layer for request in recorded]
         pairs = list(zip(reused, units, strict=True))
         return {name: mean(known(values[name][:, unit] for values, unit in pairs)) for name in MEANS}
 
