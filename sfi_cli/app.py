@@ -21,7 +21,7 @@ from sfi_cli.commands import config, trace
 from sfi_cli.commands.bench.command import bench
 from sfi_cli.commands.doctor import doctor
 from sfi_cli.commands.evaluate.command import evaluate, lm_eval
-from sfi_cli.commands.generate.command import generate
+from sfi_cli.commands.generate import generate
 from sfi_cli.commands.kernel_bench import kernel_bench
 from sfi_cli.commands.serve import Serve, serve
 from sfi_cli.commands.tune import tune

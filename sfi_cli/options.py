@@ -125,7 +125,7 @@ class Subject:
         if self.random_weights is None:
             return load(self.model, **self.loading, check=check)
         from sfi_core.measure.bench.architectures import random_config, random_model
-        from sfi_core.models.block_linear import round_weights
+        from sfi_core.models.linear import round_weights
 
         device = resolve_device(self.loading["device"])
         model = random_model(random_config(self.random_weights), device, self._dtype(), self.seed)

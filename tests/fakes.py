@@ -78,48 +78,23 @@ def coarse(weight: torch.Tensor) -> torch.Tensor:
     return ((weight / power * 8).floor() * power).clamp_max(15 / 2)  # 1 is no score of its own
 
 
+KEPT = {  # where the observer below keeps events
+    RunEvent: "runs", PromptEvent: "prompts", BeginStepEvent: "begun", StepEvent: "steps",
+    VerificationEvent: "verifications", SelectionEvent: "selections", RecallEvent: "recalls", AuditEvent: "audits",
+    LogitsEvent: "logits",
+}  # fmt: skip
+
+
 class RecordingObserver(NullObserver):
     """Keeps every event and span, in order."""
 
     def __init__(self) -> None:
-        self.runs: list[RunEvent] = []
-        self.prompts: list[PromptEvent] = []
-        self.begun: list[BeginStepEvent] = []
-        self.steps: list[StepEvent] = []
-        self.verifications: list[VerificationEvent] = []
-        self.selections: list[SelectionEvent] = []
-        self.recalls: list[RecallEvent] = []
-        self.audits: list[AuditEvent] = []
-        self.logits: list[LogitsEvent] = []
+        vars(self).update({name: [] for name in KEPT.values()})
         self.spans: list[tuple[str, int | None]] = []
         self.open = 0
 
-    def on_run(self, event: RunEvent) -> None:
-        self.runs.append(event)
-
-    def on_prompt(self, event: PromptEvent) -> None:
-        self.prompts.append(event)
-
-    def on_begin_step(self, event: BeginStepEvent) -> None:
-        self.begun.append(event)
-
-    def on_audit(self, event: AuditEvent) -> None:
-        self.audits.append(event)
-
-    def on_logits(self, event: LogitsEvent) -> None:
-        self.logits.append(event)
-
-    def on_step(self, event: StepEvent) -> None:
-        self.steps.append(event)
-
-    def on_verification(self, event: VerificationEvent) -> None:
-        self.verifications.append(event)
-
-    def on_selection(self, event: SelectionEvent) -> None:
-        self.selections.append(event)
-
-    def on_recall(self, event: RecallEvent) -> None:
-        self.recalls.append(event)
+    def on(self, event: Any) -> None:
+        vars(self)[KEPT[type(event)]].append(event)
 
     @contextmanager
     def span(self, name: str, layer: int | None = None, moved_bytes: int = 0) -> Iterator[None]:

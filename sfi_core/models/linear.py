@@ -79,7 +79,7 @@ class BlockLinear(BlockLayer, torch.nn.Linear):  # type: ignore[override]
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - the base's name
         """Return `input` @ weight.T + bias, [..., O]."""
-        from sfi_kernels.linear import multiply  # noqa: PLC0415 - brings numba
+        from sfi_kernels.numba_ops import multiply  # noqa: PLC0415 - brings numba
 
         return multiply(self.matrix, input.reshape(-1, self.in_features), self.bias).view(
             *input.shape[:-1], self.out_features
@@ -133,7 +133,7 @@ class RowLinear(torch.nn.Linear):
         if not rows or not served.get():
             return super().forward(input)
         if rows <= few and compiles(self):
-            from sfi_kernels.linear import multiply_few  # noqa: PLC0415 - brings numba
+            from sfi_kernels.numba_ops import multiply_few  # noqa: PLC0415 - brings numba
 
             weight = self.weight.detach()
             out = multiply_few(row_of(KINDS[weight.dtype], weight.shape, weight), input.reshape(-1, self.in_features))

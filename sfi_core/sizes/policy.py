@@ -17,8 +17,7 @@ from sfi_core.settings.engine import DeviceBudget
 from sfi_core.sizes.memory import FLOAT32, INT32, packed_rows
 from sfi_core.sizes.step import ByteModel, fast_tokens
 from sfi_core.state.host_tier import BUFFERS, block_tokens
-from sfi_core.state.layer_shape import LayerShape
-from sfi_core.state.packed_segment import SegmentShape
+from sfi_core.state.layer_pages import LayerShape, SegmentShape
 from sfi_core.state.request import RequestState
 from sfi_core.triggers.trigger import Trigger
 

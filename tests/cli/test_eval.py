@@ -9,7 +9,7 @@ from random import Random
 import pytest
 
 from sfi_cli.commands.evaluate import METHODS as DEFAULT_METHODS
-from sfi_core.bundled.corpus import draw
+from sfi_core.bundled.example import draw
 from sfi_core.errors import ConfigError, InputError, MemoryForecastError
 from sfi_core.measure.evaluation import samples as sample_rows
 from sfi_core.measure.evaluation.grid import Method

@@ -9,11 +9,10 @@ import pytest
 from typer.testing import CliRunner
 
 from sfi_cli import app as cli
-from sfi_cli.settings import COMMANDS, SEARCHED, SETTINGS, TABLES, TraceTable, given, settings_for, value_of, written
+from sfi_cli.settings import COMMANDS, SETTINGS, TABLES, TraceTable, given, settings_for, value_of, written
 from sfi_core.errors import ConfigError, InputError, SfiError
 from sfi_core.settings.config import SfiConfig
 from sfi_core.settings.engine import AuditConfig, EngineOptions, Sampling
-from sfi_traces.tune import space
 
 
 def message(*arguments: str) -> str:
@@ -210,11 +209,6 @@ def test_the_list_is_a_table_of_what_begins_so():
     assert "float, in (0, 1]" in result.stdout
     assert message("config", "list", "x") == "prefix must begin a setting's name, got 'x'"
     assert message("config", "show", "--preset", "x").startswith("unknown preset 'x'")
-
-
-def test_the_command_line_s_copies_are_the_tuner_s():
-    """Its own names come with torch, which `--help` must not wait for."""
-    assert SEARCHED == space.SEARCHED
 
 
 def test_every_name_that_a_command_takes_exists():

@@ -9,11 +9,9 @@ from importlib.util import find_spec
 import pytest
 
 from sfi_core.errors import ConfigError, InputError, SfiError
-from sfi_core.machine.files import LOCK
 from sfi_core.measure.evaluation.grid import Cell, Method, at_sizes
-from sfi_core.measure.evaluation.statistics import paired_difference, wilson
 from sfi_traces.record.folder import check_new
-from sfi_traces.results import summarize, summarize_fidelity
+from sfi_traces.results import paired_difference, summarize, summarize_fidelity, wilson
 from sfi_traces.results.store import KIND, ResultsFolder
 
 MANIFEST = {

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from sfi_traces.results.summary import paired_difference, wilson
+from sfi_traces.results import paired_difference, wilson
 
 SKEWED = [0.0] * 12 + [0.1, 0.2, 0.4, 1.0]
 

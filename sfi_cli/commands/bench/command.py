@@ -5,10 +5,9 @@ from functools import partial
 from typing import Annotated, Any
 
 from sfi_cli import options as o
-from sfi_cli.loading import Subject
+from sfi_cli.options import Subject
 from sfi_cli.parsing import numbers, words
-from sfi_cli.settings.given import Given, given
-from sfi_cli.settings.tables import TIERS, ForecastTable
+from sfi_cli.settings import TIERS, ForecastTable, Given, given
 from sfi_cli.terminal.output import Output, View, leave_interrupted
 from sfi_core.errors import ConfigError
 from sfi_core.measure.bench.settings import DecodeSettings

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from sfi_cli.settings.tables import settings_for
+from sfi_cli.settings import settings_for
 from sfi_core.settings.policy_names import built_in
 
 SFI = ("sfi", "sfi@paper", "sfi@released")

@@ -9,7 +9,7 @@ import typer
 from sfi_cli import options as o
 from sfi_cli import parsing
 from sfi_cli.commands.evaluate import DEFAULTS, shown
-from sfi_cli.settings.given import given
+from sfi_cli.settings import given
 from sfi_cli.terminal.output import Output
 from sfi_core.errors import ConfigError
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from sfi_cli.commands.generate.prompts import Prompts, answer, token_ids
+from sfi_cli.commands.generate.prompts import Prompts, token_ids
 from sfi_cli.commands.generate.views import plan_line, report_lines
 from sfi_cli.options import Subject
 from sfi_cli.settings import Given, TraceTable
@@ -40,7 +40,6 @@ def run(
     beside: bool,
     trace: Path | None,
     audit: AuditConfig | None,
-    sampling: dict[str, Any],
     seed: int,
     max_new_tokens: int,
     max_batch: int | None,
@@ -51,8 +50,8 @@ def run(
     `compare` and `beside` ask for further runs for comparison, under full attention and lossless. `by_line` writes each
     answer as it ends.
     """
-    engine = settings.table(EngineOptions)
-    options: dict[str, Any] = {"sampling": prompts.sampling(Sampling(**sampling)), "seed": prompts.seeds(seed)}
+    engine, sampling = settings.table(EngineOptions), settings.of("sampling")
+    drawing = prompts.sampling(Sampling(**sampling))
     with Progress(quiet=output.quiet) as progress:
         progress.update(f"loading {subject.name}", 0, 0)
         from sfi_core.models.describe import check_rotation, pass_rotation
@@ -61,25 +60,29 @@ def run(
         subject.check()
         model, tokenizer = subject.loaded(check_rotation if engine.lossless else None)
     rows = [token_ids(entry, tokenizer, chat=chat) for entry in prompts.entries]
-    limits = prompts.limits(max_new_tokens)
     shows = output.path is None and not output.json and len(rows) == 1
     decode: Callable[..., Any] = partial(
-        _decode, model, tokenizer, rows, settings.config,
-        quiet=output.quiet, max_new_tokens=limits, max_batch=max_batch, **options,
+        _decode, model, tokenizer, rows, settings.config, quiet=output.quiet,
+        max_new_tokens=prompts.limits(max_new_tokens), max_batch=max_batch,
+        sampling=drawing, seed=prompts.seeds(seed),
     )  # fmt: skip
     provenance = {
         "preset": preset, "seed": seed, "revision": subject.loading["revision"], "sampling": sampling,
         "max_new_tokens": max_new_tokens,
     }  # fmt: skip
-    with recording(trace, settings.table(TraceTable), output, tokenizer=tokenizer, provenance=provenance) as (
-        watch,
-        recorder,
-    ):
-        stream = output if shows else None
+
+    def on_end(request: int, report: Any, text: str) -> None:
+        line = prompts.lines[request]
+        output.line({"id": line.id, "line": line.number, "text": text, **asdict(report)})
+
+    table = settings.table(TraceTable)
+    with recording(trace, table, output, tokenizer=tokenizer, provenance=provenance) as (observers, recorder):
         if by_line:
             output.begin_lines()
-        on_end = partial(_answer, output, prompts) if by_line else None
-        result = decode(policy, engine, stream=stream, observers=watch, audit=audit, on_end=on_end)
+        result = decode(
+            policy, engine, stream=output if shows else None, observers=observers, audit=audit,
+            on_end=on_end if by_line else None,
+        )  # fmt: skip
         if recorder is not None and (result.interrupted or result.error is not None):
             recorder.close("interrupted" if result.interrupted else str(result.error))
     document = _document(
@@ -93,12 +96,7 @@ def run(
             drafting = default_policy(lossless=True)
             other = decode(drafting, replace(engine, lossless=True))
             document["lossless"] = {"policy": f"{drafting}, lossless", **_measured(other)}
-    _write(output, document, result.texts, shown=shows or by_line)
-    if by_line:
-        ended = sum(request.finish_reason in ENDED for request in result.report.requests)
-        more = "" if ended == len(rows) else f" of {len(rows):,}; the same command with --resume goes on"
-        output.say(f"Wrote {output.path}, {ended:,} answers{more}")
-    _fail(result)
+    _write(output, document, result, shown=shows, by_line=by_line)
     if recorder is not None and recorder.failure is not None:
         raise SfiError(f"trace {trace} must be whole, got {recorder.failure.strerror} before the run's end")
 
@@ -135,10 +133,6 @@ def recording(
         if torchrun.first():
             for line in watch.news(folder):
                 message(f"warning: {line}")
-
-
-def _answer(output: Output, prompts: Prompts, request: int, report: Any, text: str) -> None:
-    output.line(answer(prompts.lines[request], report, text))
 
 
 def _check(name: str, engine: EngineOptions, subject: Subject, *, audited: bool) -> None:
@@ -242,26 +236,25 @@ def _measured(result: Any) -> dict[str, Any]:
     data: dict[str, Any] = result.report.to_dict()
     for request, text in zip(data["requests"], result.texts, strict=True):
         request["text"] = text
-    limit = None if result.byte_limit is None else asdict(result.byte_limit)
-    more = {"slots": result.slots, "peak_memory_bytes": result.peak_memory_bytes}
-    return {**data, **more, "byte_limit": limit}
+    limit = result.byte_limit and asdict(result.byte_limit)
+    return {**data, "slots": result.slots, "peak_memory_bytes": result.peak_memory_bytes, "byte_limit": limit}
 
 
-def _write(output: Output, document: dict[str, Any], texts: list[str], *, shown: bool) -> None:
+def _write(output: Output, document: dict[str, Any], result: Any, *, shown: bool, by_line: bool) -> None:
+    # the text or the document, and the report; then the error that ended the run
     if output.json:
         output.document(document)
-    elif shown:
-        pass
-    elif len(texts) > 1:
-        output.text("".join(f"[{index}] {text.removeprefix(' ')}\n" for index, text in enumerate(texts)))
-    else:
-        output.text(f"{texts[0]}\n")
+    elif not (shown or by_line):
+        texts = [f"[{index}] {text.removeprefix(' ')}\n" for index, text in enumerate(result.texts)]
+        output.text("".join(texts) if len(texts) > 1 else f"{result.texts[0]}\n")
     for line in report_lines(document):
         output.say(line, indent=13)
-
-
-def _fail(result: Any) -> None:
-    # raise only after the text and the report are written
+    if by_line:
+        ended = sum(request.finish_reason in ENDED for request in result.report.requests)
+        more = (
+            "" if ended == len(result.texts) else f" of {len(result.texts):,}; the same command with --resume goes on"
+        )
+        output.say(f"Wrote {output.path}, {ended:,} answers{more}")
     if result.error is not None:
         raise result.error
     if result.interrupted:

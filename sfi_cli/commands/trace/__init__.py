@@ -3,7 +3,7 @@
 import typer
 
 from sfi_cli.commands.trace import check, diff, export, importing, record, report, show
-from sfi_cli.commands.trace.replay.command import replay
+from sfi_cli.commands.trace.replay import replay
 
 app = typer.Typer(help="Record what the model attended to, and look at it.", no_args_is_help=True)
 app.command()(check.check)

@@ -5,7 +5,7 @@ from contextlib import nullcontext
 from typing import Annotated, Any, get_type_hints
 
 from sfi_cli import options as o
-from sfi_cli.commands.generate.command import generate
+from sfi_cli.commands.generate import generate
 from sfi_cli.commands.trace.report import report_after
 from sfi_cli.terminal.output import dated_folder
 

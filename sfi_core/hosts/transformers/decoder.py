@@ -7,7 +7,7 @@ from typing import Any, Self
 
 import torch
 
-from sfi_core.engine.derived_runs import dense_twin
+from sfi_core.engine.audit import dense_twin
 from sfi_core.engine.lossless import Block, DraftRule, Drafts
 from sfi_core.engine.picking import PAD
 from sfi_core.engine.prompt_queries import SeenLayer, Watcher

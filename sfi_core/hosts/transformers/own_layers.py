@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from sfi_kernels.step_tables import Layer
+from sfi_kernels.tables import Layer
 
 STATES = ("conv_states", "recurrent_states")
 SPARE = 512  # tokens that compiled steps append to a window until it moves to the front of its buffer

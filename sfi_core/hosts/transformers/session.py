@@ -10,8 +10,7 @@ from uuid import uuid4
 import torch
 
 from sfi_core.distributed.ranks import ranks_of
-from sfi_core.engine.audit import Audit, check_audit, compare_logits
-from sfi_core.engine.derived_runs import dense_twin
+from sfi_core.engine.audit import Audit, check_audit, compare_logits, dense_twin
 from sfi_core.engine.maintenance import worked_off_together
 from sfi_core.engine.picking import CPU_PIECE, PIECE
 from sfi_core.engine.prompt_queries import Watcher

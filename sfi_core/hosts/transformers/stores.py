@@ -10,7 +10,7 @@ from sfi_core.machine.memory import free_bytes
 from sfi_core.policies import POLICIES, Policy, policy_class
 from sfi_core.settings.engine import DeviceBudget, EngineOptions
 from sfi_core.sizes.policy import TwoTierBytes, check_device_budget, ring_pages, two_tier_bytes
-from sfi_core.state.layer_shape import LayerShape
+from sfi_core.state.layer_pages import LayerShape
 from sfi_core.state.side_stream import side_of
 from sfi_core.state.two_tier import TwoTierStore
 

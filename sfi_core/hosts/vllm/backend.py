@@ -21,7 +21,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from sfi_core.errors import ConfigError
 from sfi_core.hosts.vllm.names import engine_of_process, give_room, is_configured, layer_index
 from sfi_core.hosts.vllm.worker import MatchedPass, RowMatcher, WorkerEngine, last_blocks, part_of
-from sfi_core.state.packed_segment import PackedSegment
+from sfi_core.state.layer_pages import PackedSegment
 from sfi_kernels.code_scan import BatchCodes
 
 Mixin: Any = object  # beside vLLM's own class, whose attributes it uses

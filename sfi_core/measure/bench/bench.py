@@ -11,9 +11,9 @@ import torch
 
 from sfi_core.engine.attend import check_backend
 from sfi_core.errors import BackendError, ConfigError, MemoryForecastError
-from sfi_core.hosts.transformers.lossless import check_drafts
 from sfi_core.hosts.transformers.shapes import cached_shapes
 from sfi_core.hosts.transformers.slow_fast import session_on
+from sfi_core.hosts.transformers.stores import check_able
 from sfi_core.machine.memory import describe_measured, free_bytes, give_back, resident_bytes
 from sfi_core.machine.private import attention_implementation
 from sfi_core.machine.versions import versions
@@ -74,7 +74,7 @@ def check_run(settings: DecodeSettings, device: torch.device) -> None:
     """
     drafts = [policy_class(policy).drafts for policy in settings.policies]
     if settings.lossless and not any(drafts):
-        check_drafts(policy_class(settings.policies[0]), settings.policies[0])
+        check_able(policy_class(settings.policies[0]), settings.policies[0], "drafts")
     check_backend(settings.engine.backend, device)
     if settings.engine.graphs and device.type != "cuda":
         raise BackendError(f"graphs must run on a CUDA device, got {device.type}; drop engine.graphs")

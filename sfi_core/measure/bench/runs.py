@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from sfi_core.engine.meter import steady_seconds
+from sfi_core.engine.ledger import steady_seconds
 from sfi_core.engine.report import RunReport
 from sfi_core.generation.synthetic import SyntheticPrompt
 from sfi_core.hosts.transformers.stores import engine_for

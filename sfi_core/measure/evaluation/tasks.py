@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from sfi_core.bundled import corpus
+from sfi_core.bundled import example as corpus
 from sfi_core.errors import InputError, unknown
 from sfi_core.measure.evaluation.questions import DocumentTask, Question, TaskSample, depths, seeded
 

@@ -12,7 +12,6 @@ from sfi_core.measure.kernel_bench.attention_cases import codescan, dense, fast,
 from sfi_core.measure.kernel_bench.data import SELECTOR, LayerData
 from sfi_core.measure.kernel_bench.gates import KernelVariant, checked
 from sfi_core.measure.kernel_bench.settings import FLOAT32, INT32, RETAINING
-from sfi_kernels.append import append
 from sfi_kernels.fused import add_rms_norm, rotary, silu_mul
 from sfi_kernels.op import Op
 from sfi_kernels.pack import append, pack, recall

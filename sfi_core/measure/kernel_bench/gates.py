@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from sfi_core.settings.parts import SelectorConfig
+from sfi_core.settings.config import SelectorConfig
 from sfi_kernels.launch import KernelLimitError
 from sfi_kernels.selector import selector
 

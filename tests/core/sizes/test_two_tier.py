@@ -11,7 +11,7 @@ from sfi_core.policies.page_bounds import extremes_bytes
 from sfi_core.settings.config import SfiConfig
 from sfi_core.settings.engine import DeviceBudget
 from sfi_core.sizes.policy import check_device_budget, ring_pages, two_tier_bytes
-from sfi_core.state.layer_shape import LayerShape
+from sfi_core.state.layer_pages import LayerShape
 from sfi_core.triggers.trigger import Trigger
 
 WIDE = LayerShape(heads=4, key_width=8, value_width=6, itemsize=2, query_heads=12)

@@ -15,8 +15,6 @@ from sfi_traces.model.supports import even_shares
 from sfi_traces.model.trace import Trace
 from sfi_traces.views.words import ALL, RECENT, SELECTED, SINK, Passage, read_passages
 
-PROMPT_TAIL = 400  # tokens of the prompt before the generated text
-REDACTED = "(the trace has no text)"
 MEASURES = ("retained_mass", "overlap_previous_step", "overlap_last_refresh")
 
 
@@ -40,16 +38,12 @@ class Frame:
     """One step.
 
     Attributes:
-        before: Text before the current `sentence`, from the end of the prompt on.
         row: The step's row of the table `steps`.
         measures: Retained mass and overlaps by column name, means over the request's `places`; None where not recorded.
         lambda_star: Mean lambda* of a refresh; None without a Selector.
         dense: The row of `logits`, if dense attention has another most probable token.
     """
 
-    before: str
-    sentence: str
-    token: str
     row: dict[str, Any]
     measures: dict[str, float | None]
     lambda_star: float | None
@@ -61,37 +55,27 @@ def playable(
     request: int | None = None,
     layers: Collection[int] | None = None,
     heads: Collection[int] | None = None,
-    *,
-    audited: bool = True,
 ) -> Request:
     """Open one request of a trace, by default the first, with the layers and KV heads that fast steps change.
 
-    Raises `TraceError` for a trace without a step, with `audited` without an audit, or of a lossless run; `ConfigError`
-    for a request, layer or head that it lacks.
+    Raises `TraceError` for a trace without a step or of a lossless run; `ConfigError` for a request, layer or head that
+    it lacks.
     """
-    if audited or trace.lossless:
+    if trace.lossless:
         trace.require_audit()
     chosen = Request(trace, request)
-    places = chosen.support_rows.places()
-    if not places and not audited:
-        places = chosen.selection_rows.places() or chosen.places
+    places = chosen.support_rows.places() or chosen.selection_rows.places() or chosen.places
     places = [place for place in places if place[0] not in trace.manifest["config"]["dense_layers"]]
     if not places:
-        raise TraceError(f"trace {trace.path} has no audited step of a layer that fast steps change")
+        raise TraceError(f"trace {trace.path} has no layer that fast steps change")
     chosen.choose(layers, heads, places)
     return chosen
 
 
 def frame(request: Request, step: int) -> Frame:
     """Return what is shown of a step."""
-    row = request.rows.slice(step, 1).to_pylist()[0]
-    first, texts = sentence_begin(request, step), request.steps.text
-    tail = "".join(request.words[: request.prompt_tokens][-PROMPT_TAIL:])
     return Frame(
-        before=REDACTED if row["token_text"] is None else tail + "".join(texts[:first]),
-        sentence="".join(texts[first:step]),
-        token=texts[step],
-        row=row,
+        row=request.rows.slice(step, 1).to_pylist()[0],
         measures=_means(request.support_rows.at(step), MEASURES),
         lambda_star=_means(request.selection_rows.at(step), ["lambda_star"])["lambda_star"],
         dense=request.compared[step] if step in request.disagreeing else None,

@@ -1,4 +1,4 @@
-"""What a tuning may try, what it asks for, and what of it is best."""
+"""What a tuning may try, what it asks for, the search, and what of it is best."""
 
 import tomllib
 from dataclasses import asdict
@@ -6,14 +6,18 @@ from dataclasses import asdict
 import pytest
 from optuna.trial import FixedTrial
 
-from sfi_core.errors import ConfigError, TraceError
+from sfi_cli.commands.tune import tune_text
+from sfi_cli.settings import SEARCHED
+from sfi_cli.terminal.tables import rendered
+from sfi_core.errors import ConfigError, SfiError, TraceError
 from sfi_core.settings.config import SfiConfig
+from sfi_traces.model.trace import Trace
 from sfi_traces.replay import Setting, Supports
-from sfi_traces.tune.front import RULES, Candidate, choose, even_places
-from sfi_traces.tune.result import tuned_config, tuned_toml
-from sfi_traces.tune.space import Axis, NamedSet, Space, distinct, given_sets, punctuation_sets, recorded_set
-from sfi_traces.tune.tuning import Evaluator, Limits
-from tests.traces.made import STOP
+from sfi_traces.tune import tuning as searched
+from sfi_traces.tune.result import find, tuned_config, tuned_toml
+from sfi_traces.tune.space import POLICY, Axis, NamedSet, Space, trigger_sets_of
+from sfi_traces.tune.tuning import RULES, Candidate, Limits, Tuning, choose, costs, even_places
+from tests.traces.made import CONFIG, STOP, make_trace
 from tests.traces.small import fixed_trace, outcome
 
 trace = fixed_trace(requests=2, seed=3)
@@ -29,8 +33,16 @@ def base(trace) -> Setting:
     return Setting.recorded(trace)
 
 
-def space(base, recorded, sets=None, **given) -> Space:
-    return Space.of(base, recorded, sets or [recorded_set(base)], given)
+OWN = NamedSet(name="recorded", token_ids=frozenset({STOP}), strings=(".",))
+
+
+def space(base, recorded, *sets, **given) -> Space:
+    return Space.of(base, recorded, [OWN, *sets], given)
+
+
+def test_the_command_line_s_copy_of_the_dimensions_is_the_tuner_s(base, recorded):
+    """Its own names come with torch, which `--help` must not wait for."""
+    assert tuple(space(base, recorded).axes) == (POLICY, "triggers", *SEARCHED)
 
 
 @pytest.mark.parametrize(
@@ -53,7 +65,7 @@ def test_values_and_ranges_are_read(name, text, values, is_range):
 
 @pytest.mark.parametrize("text", ["x", "8:", ":8", "8:x", "1:2:3", "", ",", "64:8", "0.5"])
 def test_what_is_no_value_or_range_is_refused(text):
-    with pytest.raises(ConfigError, match=r"^t_max must be|^t_max must have"):
+    with pytest.raises(ConfigError, match=r"^t_max must be"):
         Axis.parse("t_max", text)
 
 
@@ -76,20 +88,8 @@ def test_a_space_that_cannot_be_searched_is_refused(base, recorded, given, kind,
         space(base, recorded, **given)
 
 
-class Asked:
-    """A trial that takes the first value and notes what it was asked for."""
-
-    def __init__(self) -> None:
-        self.names: list[str] = []
-
-    def suggest_categorical(self, name, choices):
-        self.names.append(name)
-        return choices[0]
-
-    def suggest_int(self, name, low, high, *, log=False):
-        return self.suggest_categorical(name, [low])
-
-    suggest_float = suggest_int
+VALUES = {"triggers": "other", "t_max": 8, "stride": 4, "budget": 5, "slow_start": 1}
+VALUES |= dict.fromkeys(("trigger_delay", "min_gap", "span"), 0)
 
 
 @pytest.mark.parametrize(
@@ -102,10 +102,10 @@ class Asked:
 )
 def test_a_trial_is_asked_for_what_its_trigger_policy_looks_at(base, recorded, policy, asked):
     """What the policy ignores would only give one counterfactual many names."""
-    sets = [recorded_set(base), NamedSet(name="one", token_ids=frozenset({1}), strings=("the",))]
-    trial = Asked()
-    found = space(base, recorded, sets, trigger_policy=policy, recent="16").setting(trial)
-    assert set(trial.names) == asked
+    other = NamedSet(name="other", token_ids=frozenset({1}), strings=("the",))
+    trial = FixedTrial(VALUES)
+    found = space(base, recorded, other, trigger_policy=policy, recent="16").setting(trial)
+    assert set(trial.params) == asked
     assert found.policy == policy
 
 
@@ -118,21 +118,23 @@ def test_the_trace_s_own_setting_is_a_first_trial_where_it_may_be_tried(base, re
 
 def test_trigger_sets_that_no_token_tells_apart_are_one(trace, base):
     """Of punctuation, only full stops were generated."""
-    found = distinct([recorded_set(base), *punctuation_sets([trace])], {STOP, 1, 2})
-    assert [one.name for one in found] == ["recorded"]
-    words = given_sets([trace], {"words": ["cat", "dog"], "stops": ["."], "none": ["#"]})
-    assert [one.name for one in distinct([recorded_set(base), *words], range(91))] == ["recorded", "words"]
-    with pytest.raises(ConfigError, match="name of its own, got 'recorded' twice"):
-        distinct([recorded_set(base)] * 2, {STOP})
+
+    def names(given, generated) -> list[str]:
+        return [named.name for named in trigger_sets_of(base, [trace], given, set(generated))]
+
+    assert names({}, {STOP, 1, 2}) == ["recorded"]
+    assert names({"stops": ["."], "words": ["cat", "dog"], "dots": ["."], "none": ["#"]}, range(91)) == [
+        "stops",
+        "words",
+    ]
 
 
 def test_an_outcome_is_replayed_once(base, recorded, monkeypatch):
-    calls = []
-    whole = Evaluator.__call__.__globals__["replay"]
-    monkeypatch.setitem(Evaluator.__call__.__globals__, "replay", lambda *a, **k: calls.append(a) or whole(*a, **k))
-    evaluate = Evaluator(recorded=recorded)
+    calls, whole = [], searched.replay
+    monkeypatch.setattr(searched, "replay", lambda *given: calls.append(given) or whole(*given))
+    own = Tuning(traces=[], recorded=[recorded], space=space(base, recorded), limits=Limits())
     named = Setting(config=base.config, trigger_token_ids=base.trigger_token_ids, triggers="other")
-    assert evaluate(base) == evaluate(named)
+    assert own.outcome(base) == own.outcome(named)
     assert len(calls) == 1
 
 
@@ -196,3 +198,71 @@ def test_sets_are_written_as_a_run_needs_them(base):
     assert tuned_config(boundary, mined).trigger_token_ids == (3, 7)
     never = Setting(config=base.config.replace(trigger_policy="never"), trigger_token_ids=frozenset({3}))
     assert asdict(tuned_config(never, mined)) == asdict(never.config)
+
+
+def tuning(*traces: Trace, limits: Limits | None = None, **axes) -> Tuning:
+    return Tuning.of(traces, axes=axes, trigger_sets={}, limits=limits or Limits())
+
+
+def test_a_search_begins_with_the_trace_s_own_setting_and_tells_of_each_trial(trace):
+    told: list[int] = []
+    own = tuning(trace, recent="16,20")
+    found = find(own, 12, on_trial=told.append)
+    assert told == list(range(1, 13))
+    outcome = own.outcome(own.space.base)
+    assert found.document()["points"][0] == [outcome.bytes_per_token, outcome.retained_mass]
+
+
+def test_ctrl_c_leaves_the_trials_before_it(trace):
+    def interrupted(done: int) -> None:
+        if done == 2:
+            raise KeyboardInterrupt
+
+    found = find(tuning(trace), 10, on_trial=interrupted)
+    assert (found.interrupted, found.document()["trials"]) == (True, 2)
+
+
+def test_nothing_tried_beats_the_front(trace):
+    own = tuning(trace)
+    found = find(own, 40)
+    data = found.document()
+    assert len(data["points"]) == data["trials"] == 40
+    front = [costs(candidate.outcome) for candidate in found.front]
+    assert front == sorted(front)
+    tried = [(bytes_, -kept) for bytes_, kept in data["points"]]
+    for cost, kept in front:
+        assert not any(other[0] <= cost and other[1] <= kept and other != (cost, kept) for other in tried)
+    for point in tried:
+        assert any(cost <= point[0] and kept <= point[1] for cost, kept in front)
+    assert [row["chosen"] for row in data["front"]].index(True) == found.chosen
+
+
+def test_a_seed_tries_the_same_settings(trace):
+    own = tuning(trace)
+    points = [find(own, 15, seed=seed).document()["points"] for seed in (1, 1, 2)]
+    assert points[0] == points[1] != points[2]
+
+
+def test_every_setting_of_the_front_keeps_the_limits(trace):
+    limits = Limits(min_retained=0.25, max_read=0.6)
+    found = find(tuning(trace, limits=limits), 40)
+    assert all(limits.kept_by(candidate.outcome) for candidate in found.front)
+    assert found.chosen == 0  # the cheapest
+    kept = [point[1] for point in found.document()["points"]]
+    assert min(kept) < 0.25
+
+
+def test_limits_that_nothing_keeps_say_how_close_it_came(trace):
+    own = tuning(trace, limits=Limits(min_retained=0.99, max_read=0.3), trigger_policy="boundary")
+    with pytest.raises(SfiError, match=r"keep at least 0\.99 and read at most 0\.3, got none in 20"):
+        find(own, 20)
+
+
+def test_a_budget_beyond_the_audit_s_is_cut_to_it_and_the_table_says_so(tmp_path):
+    """The default budget is larger than what an audit records by default."""
+    wide = Trace.open(make_trace(tmp_path / "b", config=CONFIG | {"budget": 2048}))
+    top = wide.manifest["audit"]["top"]
+    tuned = tuning(wide)
+    assert tuned.space.base.config.budget == top
+    found = find(tuned, 5)
+    assert f"but for its budget of 2,048: the audit recorded {top}; >" in rendered(tune_text(found.document()))
