@@ -207,10 +207,9 @@ class PagedImpl(Mixin):
             attend(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
         elif batch.part is not None:
             metadata, tokens = batch.part
-            together = isinstance(tokens, slice)
-            out = output[tokens] if together else output.new_empty(len(tokens), *output.shape[1:])
+            out = output[tokens] if isinstance(tokens, slice) else output.new_empty(len(tokens), *output.shape[1:])
             attend(layer, query[tokens], key[tokens], value[tokens], kv_cache, metadata, out, *args, **kwargs)
-            if not together:
+            if not isinstance(tokens, slice):
                 output[tokens] = out
         H, count = self.num_kv_heads, sum(entry.count for _, entry in entered.rows)
         engine.attend(
