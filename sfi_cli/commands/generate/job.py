@@ -56,7 +56,7 @@ def run(
     options: dict[str, Any] = {"sampling": prompts.sampling(Sampling(**sampling)), "seed": prompts.seeds(seed)}
     with Progress(quiet=output.quiet) as progress:
         progress.update(f"loading {subject.name}", 0, 0)
-        from sfi_core.models.describe import check_rotation, pass_rotation
+        from sfi_core.models.rotation import check_rotation, pass_rotation
 
         _check(policy, engine, subject, audited=audit is not None)
         subject.check()

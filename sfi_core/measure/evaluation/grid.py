@@ -11,7 +11,7 @@ import torch
 from sfi_core.errors import InputError, MemoryForecastError, NumericsError
 from sfi_core.machine.text import first_line
 from sfi_core.measure.evaluation.method import Method
-from sfi_core.models.describe import most_positions
+from sfi_core.models.rotation import most_positions
 from sfi_core.settings.engine import DEFAULTS, EngineOptions
 
 TASKS, TEXT = "samples", "fidelity"  # the tables of rows
