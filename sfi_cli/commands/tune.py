@@ -94,7 +94,7 @@ def tune(
 
             engine = settings.table(EngineOptions)
             check_backend(engine.backend, resolve_device(device))
-            loaded = Subject.of(settings, model, dtype, device, trust_remote_code).loaded(quiet=quiet)
+            loaded = Subject.of(settings, model, dtype, device, trust_remote_code).loaded()
             confirmer = Confirmer.of(tuning, *loaded, engine)
         with Progress(quiet=quiet) as progress:
             show = partial(progress.update, "searching", total=trials)

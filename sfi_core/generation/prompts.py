@@ -7,7 +7,7 @@ from typing import Any
 
 from sfi_core.errors import ConfigError, InputError
 from sfi_core.machine.text import first_line, shown
-from sfi_core.models.describe import most_positions
+from sfi_core.models.rotation import most_positions
 
 PROBE = "probe"  # a text that shows what a chat template makes of it
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"

@@ -1,20 +1,15 @@
-"""A model in numbers, for traces and the byte model; and what its rotary embedding (RoPE) says.
+"""A model in numbers, for traces and the byte model."""
 
-RoPE says how long a text may be, and whether a pass rotates its tokens by its longest text.
-"""
-
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
 from sfi_core.distributed.ranks import local, ranks_of
-from sfi_core.errors import ConfigError
 from sfi_core.models.blocks import Blocks
 from sfi_core.models.linear import BlockLayer
 from sfi_core.models.load import BUNDLED
+from sfi_core.models.rotation import most_positions
 from sfi_core.state.layer_pages import LayerShape
-
-EXTENDED = (None, "default", "llama3", "longrope")  # kinds whose factor leaves the config's length as it is
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +41,9 @@ class ModelWeights:
             module.blocks if isinstance(module, BlockLayer) else getattr(module, "weight", None)
             for module in (model.get_input_embeddings(), model.get_output_embeddings())
         )
-        embedding_bytes = embedding.nbytes if isinstance(embedding, Blocks) else local(embedding).nbytes
+        embedding_bytes = (
+            embedding.nbytes if isinstance(embedding, Blocks) else local(model.get_input_embeddings().weight).nbytes
+        )
         experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
         return cls(
             total_bytes=sum(weights.values()),
@@ -100,47 +97,3 @@ def describe_model(model: Any, shapes: Sequence[LayerShape]) -> dict[str, Any]:
         "vocabulary": config.vocab_size,
         **({"tensor_parallel": parallel} if ranks.size > 1 else {}),
     }  # fmt: skip
-
-
-def pass_rotation(config: Any) -> str:
-    """Return the kind of RoPE that rotates all tokens of a pass by its largest position; else "".
-
-    With transformers' `longrope` and `dynamic` a token's keys depend on the pass that read the token: pieces
-    of another size, or a longer request beside it, give other keys, and other tokens.
-    """
-    kinds = (str(rope.get("rope_type")) for rope in _ropes(config.get_text_config(decoder=True)))
-    return next((kind for kind in kinds if kind == "longrope" or "dynamic" in kind), "")
-
-
-def most_positions(config: Any) -> int | None:
-    """Return the most tokens of a text, prompt and answer; None where the config names no limit.
-
-    A factor of scaled RoPE (yarn, linear, dynamic) extends `max_position_embeddings`, or what a yarn config names as
-    the original length; with llama3 and longrope, and in Gemma 3, `max_position_embeddings` is the extended length
-    already. vLLM has the same rule, but for a yarn config whose `max_position_embeddings` is longer yet: that counts.
-    """
-    text = config.get_text_config(decoder=True)
-    limit = getattr(text, "max_position_embeddings", None)
-    if not limit:
-        return None
-    longest = limit
-    for rope in _ropes(text):
-        kind, factor = rope.get("rope_type"), rope.get("factor")
-        if factor and kind not in EXTENDED and "gemma3" not in text.model_type:
-            original = rope.get("original_max_position_embeddings") if kind == "yarn" else None
-            longest = max(longest, int(factor * (original or limit)))
-    return int(longest)
-
-
-def _ropes(text: Any) -> Iterator[dict[str, Any]]:
-    # the parameters of the model, or by kind of layer
-    parameters = getattr(text, "rope_parameters", None) or {}
-    return (rope for rope in (parameters, *parameters.values()) if isinstance(rope, dict))
-
-
-def check_rotation(config: Any) -> None:
-    """Raise `ConfigError` where tokens depend on how a text is cut into passes: no run is lossless."""
-    if kind := pass_rotation(config):
-        raise ConfigError(
-            f"lossless must be off with RoPE of the kind {kind}, which rotates a pass by its largest position"
-        )

@@ -160,7 +160,7 @@ def require(ok: bool, message: str) -> None:
 
 
 @cache
-def _declared(cls: type) -> dict[str, Setting | type]:
+def _declared(cls: Any) -> dict[str, Setting | type]:
     declared, hints = dict[str, Setting | type](), get_type_hints(cls)
     for field in dataclasses.fields(cls):
         hint = hints[field.name]

@@ -170,7 +170,7 @@ def _measure(subject: Subject, settings: DecodeSettings, output: Output) -> None
     from sfi_core.measure.bench.bench import run_bench
 
     output.say(f"loading {subject.name}")
-    model, _ = subject.loaded(quiet=output.quiet)
+    model, _ = subject.loaded()
     with Progress(quiet=output.quiet) as progress:
         result = run_bench(model, settings, progress.update, output.say)
     document = result.document()

@@ -54,7 +54,7 @@ def run(
     drawing = prompts.sampling(Sampling(**sampling))
     with Progress(quiet=output.quiet) as progress:
         progress.update(f"loading {subject.name}", 0, 0)
-        from sfi_core.models.describe import check_rotation, pass_rotation
+        from sfi_core.models.rotation import check_rotation, pass_rotation
 
         _check(policy, engine, subject, audited=audit is not None)
         subject.check()

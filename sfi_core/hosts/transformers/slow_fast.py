@@ -14,8 +14,8 @@ from sfi_core.hosts.transformers.fusion import fused, wants_fusion
 from sfi_core.hosts.transformers.generate_call import forward_with, generate_with
 from sfi_core.hosts.transformers.session import Session
 from sfi_core.hosts.transformers.stores import check_lossless
-from sfi_core.models.describe import check_rotation
 from sfi_core.models.linear import quick_linears
+from sfi_core.models.rotation import check_rotation
 from sfi_core.observers.observer import Observer
 from sfi_core.settings.config import SfiConfig, checked_config
 from sfi_core.settings.engine import DEFAULTS, AuditConfig, EngineOptions

@@ -264,6 +264,9 @@ _Parts: Any = (
 )
 if is_flash_attn_varlen_func_available() and current_platform.has_device_capability(80):
     _Parts = (flash_attn.FlashAttentionBackend, flash_attn.FlashAttentionMetadataBuilder, flash_attn.FlashAttentionImpl)
+_Backend: Any
+_Builder: Any
+_Impl: Any
 _Backend, _Builder, _Impl = _Parts
 
 

@@ -173,7 +173,7 @@ def give_room(vllm_config: Any, dtype: torch.dtype) -> None:
     in "out of memory". Raise `ConfigError` for segments that take more than `slots_memory` allows.
     """
     modules = vllm_config.compilation_config.static_forward_context
-    impls = {name: getattr(module, "impl", None) for name, module in modules.items()}
+    impls: dict[str, Any] = {name: getattr(module, "impl", None) for name, module in modules.items()}
     rooms = {name: impl for name, impl in impls.items() if getattr(impl, "manages", False)}
     served = {layer_index(n): i for n, i in rooms.items() if is_full(modules[n].get_kv_cache_spec(vllm_config))}
     settings, device = settings_of(vllm_config), torch.device(vllm_config.device_config.device)

@@ -16,7 +16,7 @@ import torch
 
 from sfi_core.errors import ConfigError, InputError, MemoryForecastError, NumericsError
 from sfi_core.machine.text import first_line
-from sfi_core.models.describe import most_positions
+from sfi_core.models.rotation import most_positions
 from sfi_core.policies import policy_class
 from sfi_core.settings.config import SfiConfig
 from sfi_core.settings.engine import DEFAULTS, EngineOptions

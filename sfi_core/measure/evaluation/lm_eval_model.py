@@ -24,8 +24,8 @@ from sfi_core.generation.generate import read_prompt
 from sfi_core.hosts.transformers.slow_fast import slow_fast
 from sfi_core.measure.evaluation.grid import nested, preset_config
 from sfi_core.measure.evaluation.teacher_forcing import teacher_force
-from sfi_core.models.describe import most_positions
 from sfi_core.models.load import load, resolve_device
+from sfi_core.models.rotation import most_positions
 from sfi_core.policies import policy_class
 from sfi_core.settings.engine import EngineOptions
 from sfi_core.triggers.trigger import resolve_triggers

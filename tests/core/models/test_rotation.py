@@ -5,7 +5,7 @@ import torch
 
 from sfi_core import generate, slow_fast
 from sfi_core.errors import InputError
-from sfi_core.models.describe import most_positions
+from sfi_core.models.rotation import most_positions
 from tests.architectures import SMALL
 from tests.fakes import tokens
 from tests.tiny_models import ALTERNATE, build

@@ -152,11 +152,11 @@ def read_passages(texts: Sequence[str], reads: StepReads, mass: StepMass) -> lis
     `texts` has the text of each position, `mass` where the step's attention lay.
     """
     context = reads.context
-    weight = mass.weight(context, read=True) if mass.found else None
+    weight = mass.weight(context, read=True) if mass.by_place else None
     if len(reads.dense) < len(reads.places):
         passages = _cut(SELECTED, texts, reads.selected or {}, weight, context, reads.sink, reads.recent)
         ends = [(SINK, 0, reads.sink), (RECENT, reads.recent, context)]
-    elif mass.found:
+    elif mass.by_place:
         return _cut(ALL, texts, mass.marks(read=True), weight, context)
     else:
         passages, ends = [], [(ALL, 0, context)]
