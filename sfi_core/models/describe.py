@@ -37,13 +37,12 @@ class ModelWeights:
             if isinstance(module, BlockLayer)
         }
         weights = dict(packed.values()) | {name: local(weight).nbytes for name, weight in model.named_parameters()}
+        embedding: Any
         embedding, head = (
             module.blocks if isinstance(module, BlockLayer) else getattr(module, "weight", None)
             for module in (model.get_input_embeddings(), model.get_output_embeddings())
         )
-        embedding_bytes = (
-            embedding.nbytes if isinstance(embedding, Blocks) else local(model.get_input_embeddings().weight).nbytes
-        )
+        embedding_bytes = embedding.nbytes if isinstance(embedding, Blocks) else local(embedding).nbytes
         experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
         return cls(
             total_bytes=sum(weights.values()),

@@ -105,7 +105,7 @@ class Table:
 
     def __new__(cls, *_: Any, **values: Any) -> Self:
         """Raise `ConfigError` for a name that is no field."""
-        known = tuple(_declared(cls))
+        known = tuple(_declared(cls))  # type: ignore[arg-type] - a class is hashable
         for name in sorted(values.keys() - set(known)):
             near = get_close_matches(name[:80], known, 1)
             hint = f"did you mean {near[0]}?" if near else f"expected one of {known}"
@@ -144,7 +144,7 @@ def setting(
 def settings_of(cls: type, table: str = "") -> dict[str, Setting]:
     """Map full names to the settings of a dataclass and of its nested tables."""
     settings: dict[str, Setting] = {}
-    for name, declared in _declared(cls).items():
+    for name, declared in _declared(cls).items():  # type: ignore[arg-type]
         full = f"{table}.{name}" if table else name
         if isinstance(declared, Setting):
             settings[full] = dataclasses.replace(declared, name=full)
@@ -166,16 +166,11 @@ def _declared(cls: Any) -> dict[str, Setting | type]:
         hint = hints[field.name]
         kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
         is_list = get_origin(kinds[0]) is tuple
-        declared[field.name] = (
-            hint
-            if dataclasses.is_dataclass(hint)
-            else Setting(
-                name=field.name,
-                kind=get_args(kinds[0])[0] if is_list else kinds[0],
-                is_list=is_list,
-                optional=NoneType in kinds,
-                default=field.default,
-                **field.metadata,
-            )
-        )
+        if dataclasses.is_dataclass(hint):
+            declared[field.name] = hint  # type: ignore[assignment] - a class
+            continue
+        declared[field.name] = Setting(
+            name=field.name, kind=get_args(kinds[0])[0] if is_list else kinds[0], is_list=is_list,
+            optional=NoneType in kinds, default=field.default, **field.metadata,
+        )  # fmt: skip
     return declared

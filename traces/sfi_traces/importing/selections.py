@@ -50,7 +50,7 @@ class SelectionArrays:
         self._mass = arrays.maybe("mass", "f", (3, 4))
         self.masses = self._mass is not None
         if self._mass is not None and (self._name == "blocks" or self._mass.shape != index.shape):
-            got = "blocks" if self._name == "blocks" else list(self._mass.shape)
+            got = "blocks" if self._name == "blocks" else str(list(self._mass.shape))
             raise InputError(f"mass of {self._path} must be {list(index.shape)} as positions, got {got}")
         self.tokens = Tokens.of(arrays)
         if len(self.tokens.token_ids) != len(index):
