@@ -105,7 +105,7 @@ class Table:
 
     def __new__(cls, *_: Any, **values: Any) -> Self:
         """Raise `ConfigError` for a name that is no field."""
-        known = tuple(_declared(cls))  # type: ignore[arg-type] - a class is hashable
+        known = tuple(_declared(cls))  # type: ignore[arg-type]  # a class is hashable
         for name in sorted(values.keys() - set(known)):
             near = get_close_matches(name[:80], known, 1)
             hint = f"did you mean {near[0]}?" if near else f"expected one of {known}"
@@ -114,7 +114,7 @@ class Table:
 
     def __post_init__(self) -> None:
         """Store every value in its declared type; raise `ConfigError` for another type, or one out of range."""
-        for name, declared in _declared(type(self)).items():
+        for name, declared in _declared(type(self)).items():  # type: ignore[arg-type]
             value = getattr(self, name)
             if isinstance(declared, Setting):
                 object.__setattr__(self, name, declared.checked(value))
@@ -144,7 +144,7 @@ def setting(
 def settings_of(cls: type, table: str = "") -> dict[str, Setting]:
     """Map full names to the settings of a dataclass and of its nested tables."""
     settings: dict[str, Setting] = {}
-    for name, declared in _declared(cls).items():  # type: ignore[arg-type]
+    for name, declared in _declared(cls).items():
         full = f"{table}.{name}" if table else name
         if isinstance(declared, Setting):
             settings[full] = dataclasses.replace(declared, name=full)
@@ -167,7 +167,7 @@ def _declared(cls: Any) -> dict[str, Setting | type]:
         kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
         is_list = get_origin(kinds[0]) is tuple
         if dataclasses.is_dataclass(hint):
-            declared[field.name] = hint  # type: ignore[assignment] - a class
+            declared[field.name] = hint  # type: ignore[assignment]  # a class
             continue
         declared[field.name] = Setting(
             name=field.name, kind=get_args(kinds[0])[0] if is_list else kinds[0], is_list=is_list,
